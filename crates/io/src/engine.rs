@@ -1,0 +1,138 @@
+//! The one interface to asynchronous storage I/O.
+//!
+//! An engine belongs to one thread. Operations are queued with [`Engine::push`], handed to the
+//! kernel in one batch by [`Engine::submit`], and come back from [`Engine::reap`] in any order.
+//! Data operations name memory by [`Span`], a range of the [`Arena`](crate::arena::Arena) that
+//! the engine was built with; the engine keeps the arena alive until the kernel is done with it,
+//! so no caller can free memory under a running transfer.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::arena::Span;
+
+/// What the submitter wants to find on the completion; opaque to the engine.
+pub type Token = u64;
+
+/// Index of a file in the engine's table, from [`Engine::add_file`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId(pub u32);
+
+/// One operation. Offsets and lengths are bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Read at `offset` into `buf`. Completes with the bytes read; 0 is end of file.
+    Read {
+        /// Where from.
+        file: FileId,
+        /// Byte offset in the file.
+        offset: u64,
+        /// Where to.
+        buf: Span,
+    },
+    /// Write `buf` at `offset`. Completes with the bytes written.
+    Write {
+        /// Where to.
+        file: FileId,
+        /// Byte offset in the file.
+        offset: u64,
+        /// Where from.
+        buf: Span,
+    },
+    /// `fdatasync`: everything written before, and the size it needs, is on the medium.
+    Sync {
+        /// Which file.
+        file: FileId,
+    },
+    /// Give the range back to the file system; it reads as zeros (`FALLOC_FL_PUNCH_HOLE`).
+    PunchHole {
+        /// Which file.
+        file: FileId,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// The range reads as zeros, and stays allocated where it can (`FALLOC_FL_ZERO_RANGE`).
+    ZeroRange {
+        /// Which file.
+        file: FileId,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// A hint to a block device that the range is unused (`BLKDISCARD`). The ioctl blocks, so
+    /// engines run it beside the queue.
+    Discard {
+        /// Which device.
+        file: FileId,
+        /// First byte, a multiple of the logical block.
+        offset: u64,
+        /// Bytes, likewise.
+        len: u64,
+    },
+    /// Complete once, when the descriptor becomes readable.
+    Readable {
+        /// Which descriptor; it must stay open until the operation has completed.
+        fd: i32,
+    },
+    /// Complete once, `after` from the moment of submission.
+    Timer {
+        /// How long.
+        after: Duration,
+    },
+}
+
+/// The end of one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// The token that it was pushed with.
+    pub token: Token,
+    /// As from the kernel: the byte count (0 where there is none) or `-errno`.
+    pub raw: i32,
+}
+
+impl Completion {
+    /// The byte count, or the error that the kernel gave.
+    pub fn result(&self) -> io::Result<u32> {
+        u32::try_from(self.raw).map_err(|_| io::Error::from_raw_os_error(-self.raw))
+    }
+}
+
+/// A batch-wise interface to the kernel's asynchronous I/O; see the module text.
+pub trait Engine {
+    /// What reports call it: `io_uring`, `aio`, `sim`.
+    fn name(&self) -> &'static str;
+
+    /// Adds a file to the table; it stays open until the engine is dropped and its last
+    /// operation has ended, so that a lock held through it covers both.
+    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId>;
+
+    /// Queues one operation. Never fails: what is wrong with it comes back as its completion.
+    /// A full submission queue is submitted first.
+    fn push(&mut self, token: Token, op: Op);
+
+    /// Hands everything queued to the kernel and returns without waiting.
+    fn submit(&mut self) -> io::Result<()>;
+
+    /// Like [`submit`](Engine::submit), then waits for at least one completion or the end of
+    /// `timeout`, whichever is first. With nothing in flight and no timeout it returns at once.
+    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()>;
+
+    /// Moves all completions that are there to the end of `out`.
+    fn reap(&mut self, out: &mut Vec<Completion>);
+
+    /// Operations pushed and not yet reaped.
+    fn in_flight(&self) -> usize;
+}
+
+/// Whether `fd` has something to read now; a convenience for code outside any engine.
+pub fn is_readable(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    Ok(poll(&mut fds, Some(&now))? > 0)
+}

@@ -1,0 +1,205 @@
+//! What a queue needs from a hypervisor.
+//!
+//! One virtual call beside a system call is free, so these are trait objects; the ring itself is
+//! plain memory and is not behind them.
+
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+
+use ferrite_io::arena::{Arena, Span};
+
+/// A domain's number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DomId(pub u16);
+
+impl fmt::Display for DomId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A grant reference, as the frontend wrote it. Not validated: only the hypervisor can.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GrantRef(pub u32);
+
+/// Bytes of a grant's frame: blkif granularity, whatever the guest's own page size is.
+pub const PAGE_SIZE: usize = 4096;
+
+/// Which way a batch of copies goes. One batch has one direction: the hypervisor keeps page
+/// claims between neighbours of the same kind (blkif.md 4.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Guest memory to the arena (data of writes, indirect pages).
+    FromGuest,
+    /// The arena to guest memory (data of reads).
+    ToGuest,
+}
+
+/// `GNTST_okay`.
+pub const GNTST_OKAY: i16 = 0;
+/// `GNTST_general_error`.
+pub const GNTST_GENERAL_ERROR: i16 = -1;
+/// `GNTST_bad_gntref`.
+pub const GNTST_BAD_GNTREF: i16 = -3;
+/// `GNTST_permission_denied`.
+pub const GNTST_PERMISSION_DENIED: i16 = -8;
+/// `GNTST_bad_copy_arg`.
+pub const GNTST_BAD_COPY_ARG: i16 = -10;
+/// Never given by Xen: what `status` holds until the hypervisor has written it (XSA-318).
+pub const STATUS_UNTOUCHED: i16 = i16::MIN;
+
+/// One piece of a grant copy: at most one frame on the guest's side, contiguous on ours.
+#[derive(Clone, Copy, Debug)]
+pub struct CopySegment {
+    local: Span,
+    offset: u16,
+    gref: GrantRef,
+    /// What the hypervisor said; [`STATUS_UNTOUCHED`] before.
+    pub status: i16,
+}
+
+impl CopySegment {
+    /// A piece between `local` (all of it, 1 to 4096 bytes) and the guest's frame `gref` from
+    /// byte `offset` on.
+    ///
+    /// # Panics
+    /// If the piece is empty or leaves the frame: callers pass validated segments only.
+    pub fn new(local: Span, gref: GrantRef, offset: u16) -> Self {
+        assert!(
+            !local.is_empty() && usize::from(offset) + local.len() <= PAGE_SIZE,
+            "a copy must have bytes and stay in its frame"
+        );
+        CopySegment { local, offset, gref, status: STATUS_UNTOUCHED }
+    }
+
+    /// Ours, in the arena given to [`Link::copy`].
+    pub fn local(&self) -> Span {
+        self.local
+    }
+
+    /// Bytes, 1 to 4096.
+    #[expect(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> u16 {
+        self.local.len() as u16
+    }
+
+    /// First byte in the guest's frame.
+    pub fn offset(&self) -> u16 {
+        self.offset
+    }
+
+    /// The guest's frame.
+    pub fn gref(&self) -> GrantRef {
+        self.gref
+    }
+
+    /// Whether the hypervisor copied it all.
+    pub fn is_ok(&self) -> bool {
+        self.status == GNTST_OKAY
+    }
+}
+
+/// Why a hypervisor call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum HypervisorError {
+    /// The guest's grants or ports are not what it says; its own fault, and only its own.
+    #[error("domain {domid}: cannot {what}: {source}; the frontend offered a bad reference")]
+    Guest {
+        /// Which guest.
+        domid: DomId,
+        /// What was tried, as in "map ring reference 8".
+        what: String,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// This host cannot do it.
+    #[error("cannot {what}: {source}; {hint}")]
+    Host {
+        /// What was tried.
+        what: String,
+        /// The kernel's answer.
+        source: std::io::Error,
+        /// What the administrator can do.
+        hint: &'static str,
+    },
+}
+
+/// A way to reach guests.
+pub trait Hypervisor: Send + Sync {
+    /// What reports call it: `xen` or `loopback`.
+    fn name(&self) -> &'static str;
+
+    /// Maps the ring pages (1 to 16, contiguous in the order given), binds the port.
+    ///
+    /// # Errors
+    /// [`HypervisorError::Guest`] where the guest's references are at fault.
+    fn connect(
+        &self,
+        domid: DomId,
+        ring: &[GrantRef],
+        port: u32,
+    ) -> Result<Box<dyn Link>, HypervisorError>;
+}
+
+/// The mapped pages of one ring; shared with a guest that may write them at any moment.
+#[derive(Clone, Copy, Debug)]
+pub struct RingMemory {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+impl RingMemory {
+    /// # Safety
+    /// `base` is page aligned, and `len` bytes (whole pages) from it are mapped readable and
+    /// writable for as long as the [`Link`] that hands this out lives.
+    pub unsafe fn new(base: NonNull<u8>, len: usize) -> Self {
+        RingMemory { base, len }
+    }
+
+    /// First byte, page aligned.
+    pub fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// Bytes, a multiple of [`PAGE_SIZE`].
+    #[expect(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// One connected queue: its ring memory, its event channel, and copies from and to its guest.
+/// Used by one thread at a time; dropping it unmaps the ring and closes the event channel.
+pub trait Link: Send {
+    /// The ring's pages; they stay mapped as long as `self` lives.
+    fn ring(&self) -> RingMemory;
+
+    /// Carries out `segments`, whose local sides lie in `arena`, each with its own status. After
+    /// `Ok` every status has been written by the hypervisor or is still [`STATUS_UNTOUCHED`]:
+    /// check each one.
+    ///
+    /// # Errors
+    /// The call as a whole failed, and no status means anything.
+    fn copy(
+        &mut self,
+        arena: &Arena,
+        direction: Direction,
+        segments: &mut [CopySegment],
+    ) -> std::io::Result<()>;
+
+    /// Readable when the guest has sent an event that [`take_event`](Link::take_event) has not
+    /// taken.
+    fn event_fd(&self) -> BorrowedFd<'_>;
+
+    /// Takes a pending event, without waiting. While it is taken and not
+    /// [rearmed](Link::rearm), further events are held back and merged (late EOI, XSA-332).
+    fn take_event(&mut self) -> std::io::Result<bool>;
+
+    /// Lets events through again; one that came meanwhile is delivered. To be called after the
+    /// final check of the ring. Does nothing if no event was taken.
+    fn rearm(&mut self) -> std::io::Result<()>;
+
+    /// Sends the guest an event.
+    fn notify(&mut self) -> std::io::Result<()>;
+}
