@@ -1,0 +1,2 @@
+//! A client of xenstore.
+pub mod wire;
