@@ -1,0 +1,67 @@
+//! Why a disk could not be opened or asked for its size.
+
+use std::io;
+
+/// What a program does about an error; the text is for people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The image argument itself makes no sense.
+    Usage,
+    /// There is no such image.
+    NotFound,
+    /// Somebody else uses it: locked, mounted, claimed. Trying again later may help.
+    InUse,
+    /// It is there, but cannot be a disk: a directory, a socket, a wrong size.
+    Unsuitable,
+    /// This user may not, or the medium is write-protected.
+    Permission,
+    /// The kernel reported something else.
+    Io,
+}
+
+/// What failed, why, and what to do next.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}: {why}")]
+pub struct DiskError {
+    kind: ErrorKind,
+    what: String,
+    why: String,
+    help: String,
+    source: Option<io::Error>,
+}
+
+impl DiskError {
+    pub(crate) fn new(
+        kind: ErrorKind,
+        what: impl Into<String>,
+        why: impl Into<String>,
+        help: impl Into<String>,
+    ) -> DiskError {
+        DiskError { kind, what: what.into(), why: why.into(), help: help.into(), source: None }
+    }
+
+    pub(crate) fn with_source(mut self, source: impl Into<io::Error>) -> DiskError {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// What to do about it.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// What failed, for example `cannot open image /srv/a.img`.
+    pub fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// The reason.
+    pub fn why(&self) -> &str {
+        &self.why
+    }
+
+    /// The next step for whoever reads it.
+    pub fn help(&self) -> &str {
+        &self.help
+    }
+}

@@ -1,0 +1,191 @@
+//! Giving back what a guest does not need any more.
+//!
+//! In a file a range is punched out, exactly: the file system frees whole blocks and writes
+//! zeros into the rest. A device is told with `BLKDISCARD`, which works in logical blocks only,
+//! so the range is shrunk to them; a discard is a hint, and touching the neighbours would not be
+//! (security.md T20).
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrite_io::engine::FileId;
+use ferrite_io::reactor::Io;
+use rustix::fs::{FallocateFlags, fallocate, ioctl_blksszget, major, minor};
+use rustix::io::Errno;
+
+use super::lock::Opened;
+use super::{Medium, Raw, sysfs_number};
+use crate::{DiscardLimits, SECTOR_BYTES};
+
+/// One operation's share, so that each ends within reasonable time and a long discard lets
+/// others through (blkif.md 2, rule 10).
+const CHUNK_BYTES: u64 = 1 << 30;
+
+/// Where the probe punches: behind the end of any image that could be growing meanwhile.
+const PROBE_BEYOND_BYTES: u64 = 1 << 40;
+
+/// How this medium discards.
+#[derive(Debug)]
+pub(super) struct Discard {
+    limits: DiscardLimits,
+    /// What ranges are shrunk to; 1: they are exact.
+    unit_bytes: u64,
+    chunk_bytes: u64,
+    /// The kernel said that it cannot after all.
+    refused: AtomicBool,
+}
+
+impl Discard {
+    /// None if the medium cannot. Changes no data.
+    pub(super) fn probe(opened: &Opened, size_bytes: u64, block_bytes: u32) -> Option<Discard> {
+        match opened.medium {
+            Medium::File => probe_file(opened, size_bytes),
+            Medium::BlockDevice => probe_device(opened, block_bytes),
+        }
+    }
+
+    pub(super) fn limits(&self) -> Option<DiscardLimits> {
+        (!self.refused.load(Ordering::Relaxed)).then_some(self.limits)
+    }
+}
+
+fn probe_file(opened: &Opened, size_bytes: u64) -> Option<Discard> {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let beyond = size_bytes.next_multiple_of(CHUNK_BYTES) + PROBE_BEYOND_BYTES;
+    let probed = fallocate(&opened.file, flags, beyond, CHUNK_BYTES);
+    if matches!(probed, Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)) {
+        return None;
+    }
+    let block = u32::try_from(opened.stat.st_blksize).unwrap_or(0);
+    let plausible = block.is_power_of_two() && (512..=1 << 20).contains(&block);
+    let granularity_bytes = if plausible { block } else { 4096 };
+    Some(Discard {
+        limits: DiscardLimits { granularity_bytes, alignment_bytes: 0 },
+        unit_bytes: 1,
+        chunk_bytes: CHUNK_BYTES,
+        refused: AtomicBool::new(false),
+    })
+}
+
+fn probe_device(opened: &Opened, block_bytes: u32) -> Option<Discard> {
+    let device = (major(opened.stat.st_rdev), minor(opened.stat.st_rdev));
+    let max = sysfs_number(device, "queue/discard_max_bytes").filter(|max| *max > 0)?;
+    let number = |name| sysfs_number(device, name).and_then(|n| u32::try_from(n).ok());
+    let logical = ioctl_blksszget(&opened.file).unwrap_or(block_bytes).max(block_bytes);
+    let granularity = number("queue/discard_granularity").unwrap_or(0).max(logical);
+    Some(Discard {
+        limits: DiscardLimits {
+            granularity_bytes: granularity,
+            alignment_bytes: number("discard_alignment").unwrap_or(0) % granularity,
+        },
+        unit_bytes: u64::from(logical),
+        // The kernel cuts to the device's own limit; below 1 MiB there is no gain in doing so here.
+        chunk_bytes: (max / u64::from(granularity) * u64::from(granularity))
+            .clamp(1 << 20, CHUNK_BYTES),
+        refused: AtomicBool::new(false),
+    })
+}
+
+impl Raw {
+    pub(crate) async fn discard(
+        &self,
+        io: &Io,
+        files: &[FileId],
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
+        let Some(how) = self.discard.as_ref().filter(|d| d.limits().is_some()) else {
+            return Err(unsupported());
+        };
+        let Some((offset, len)) = shrink(offset, len, how.unit_bytes) else { return Ok(()) };
+        for (offset, len) in chunks(offset, len, how.chunk_bytes) {
+            let done = match self.medium {
+                Medium::File => io.punch_hole(files[0], offset, len).await,
+                Medium::BlockDevice => io.discard(files[0], offset, len).await,
+            };
+            if let Err(e) = done {
+                if !is_unsupported(&e) {
+                    return Err(e);
+                }
+                how.refused.store(true, Ordering::Relaxed);
+                return Err(unsupported());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The kernel's ways to say that it will never do this.
+pub(super) fn is_unsupported(e: &io::Error) -> bool {
+    let errno = e.raw_os_error().map(Errno::from_raw_os_error);
+    matches!(errno, Some(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOTTY))
+}
+
+fn unsupported() -> io::Error {
+    Errno::OPNOTSUPP.into()
+}
+
+/// The part of a range that consists of whole units; none if there is no such part.
+fn shrink(offset: u64, len: u64, unit: u64) -> Option<(u64, u64)> {
+    let start = offset.checked_next_multiple_of(unit)?;
+    let end = (offset + len) / unit * unit;
+    (start < end).then(|| (start, end - start))
+}
+
+/// Cuts a range at the multiples of `chunk`, so that only its own ends are uneven.
+pub(super) fn chunks(offset: u64, len: u64, chunk: u64) -> impl Iterator<Item = (u64, u64)> {
+    let (mut at, end) = (offset, offset + len);
+    std::iter::from_fn(move || {
+        let from = at;
+        at = (from / chunk * chunk).saturating_add(chunk).min(end);
+        (from < end).then(|| (from, at - from))
+    })
+}
+
+const _: () = assert!(CHUNK_BYTES.is_multiple_of(SECTOR_BYTES));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_range_within_a_unit_shrinks_to_nothing() {
+        assert_eq!(shrink(512, 3584, 4096), None);
+        assert_eq!(shrink(4608, 7168, 4096), None);
+        assert_eq!(shrink(512, 8192, 4096), Some((4096, 4096)));
+        assert_eq!(shrink(4096, 4096, 4096), Some((4096, 4096)));
+        assert_eq!(shrink(7, 0, 1), None);
+        assert_eq!(shrink(7, 3, 1), Some((7, 3)));
+    }
+
+    proptest! {
+        #[test]
+        fn shrinking_keeps_inside_and_drops_less_than_two_units(
+            offset in 0u64..1 << 40, len in 0u64..1 << 40, shift in 0u32..20,
+        ) {
+            let unit = 1u64 << shift;
+            match shrink(offset, len, unit) {
+                None => prop_assert!(len < 2 * unit),
+                Some((start, left)) => {
+                    prop_assert!(start >= offset && start + left <= offset + len);
+                    prop_assert!(start % unit == 0 && left % unit == 0);
+                    prop_assert!(len - left < 2 * unit);
+                }
+            }
+        }
+
+        #[test]
+        fn chunks_cover_a_range_once_and_break_only_at_multiples(
+            offset in 0u64..1 << 20, len in 0u64..1 << 20, chunk in 1u64 << 14..1 << 18,
+        ) {
+            let mut at = offset;
+            for (from, n) in chunks(offset, len, chunk) {
+                prop_assert!(from == at && n > 0 && n <= chunk);
+                prop_assert!(from == offset || from % chunk == 0);
+                at += n;
+            }
+            prop_assert_eq!(at, offset + len);
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! How an open image may be accessed: past the page cache where possible, and in which blocks.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::{
+    AtFlags, OFlags, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_blkpbszget,
+    ioctl_blksszget, major, minor, statx,
+};
+use rustix::io::Errno;
+
+use super::lock::Opened;
+use super::{Medium, sysfs_number};
+use crate::SECTOR_BYTES;
+
+/// The largest block that the path above this crate is built for.
+const MAX_BLOCK_BYTES: u32 = 4096;
+
+/// What most file systems work in, and the safe guess where nothing is known.
+const USUAL_BLOCK_BYTES: u32 = 4096;
+
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// Block sizes in bytes, and whether I/O goes past the page cache.
+#[derive(Debug)]
+pub(super) struct Geometry {
+    /// All I/O is in multiples of this.
+    pub(super) block_bytes: u32,
+    /// At least `block_bytes`.
+    pub(super) physical_block_bytes: u32,
+    /// Why `O_DIRECT` is not used; none: it is.
+    pub(super) buffered_because: Option<String>,
+}
+
+impl Geometry {
+    /// Decides, and sets the open file's flags accordingly: on the one open file that also holds
+    /// the locks, rather than by opening it again.
+    pub(super) fn choose(opened: &Opened, size_bytes: u64) -> rustix::io::Result<Geometry> {
+        let base = fcntl_getfl(&opened.file)? - OFlags::NONBLOCK - OFlags::DIRECT;
+        let direct = direct_block(opened)
+            .and_then(|block| check_block(block, size_bytes))
+            .and_then(|block| try_direct(&opened.file, base, block));
+        let (block_bytes, buffered_because) = match direct {
+            Ok(block) => (block, None),
+            Err(reason) => {
+                fcntl_setfl(&opened.file, base)?;
+                (SECTOR_BYTES as u32, Some(reason))
+            }
+        };
+        let physical_block_bytes = physical_block(opened).max(block_bytes);
+        Ok(Geometry { block_bytes, physical_block_bytes, buffered_because })
+    }
+}
+
+impl fmt::Display for Geometry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.buffered_because {
+            None => write!(f, "direct I/O")?,
+            Some(reason) => write!(f, "through the page cache ({reason})")?,
+        }
+        write!(
+            f,
+            " in blocks of {} bytes (physical {})",
+            self.block_bytes, self.physical_block_bytes
+        )
+    }
+}
+
+/// The alignment in bytes that `O_DIRECT` needs, of offsets, lengths and memory alike, or why it
+/// cannot be used.
+fn direct_block(opened: &Opened) -> Result<u32, String> {
+    let x = statx(&opened.file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    if let Ok(x) = x
+        && x.stx_mask & StatxFlags::DIOALIGN.bits() != 0
+    {
+        return match x.stx_dio_offset_align {
+            0 => Err("the file system has no direct I/O for this file".into()),
+            align => Ok(align.max(x.stx_dio_mem_align)),
+        };
+    }
+    match opened.medium {
+        Medium::BlockDevice => ioctl_blksszget(&opened.file)
+            .map_err(|e| format!("the device does not tell its block size: {e}")),
+        Medium::File => file_block(opened),
+    }
+}
+
+/// For kernels before 6.1 and file systems that do not answer `STATX_DIOALIGN`.
+fn file_block(opened: &Opened) -> Result<u32, String> {
+    if fstatfs(&opened.file).is_ok_and(|s| s.f_type as u64 == TMPFS_MAGIC) {
+        return Err("tmpfs is nothing but page cache".into());
+    }
+    let device = (major(opened.stat.st_dev), minor(opened.stat.st_dev));
+    let block = sysfs_number(device, "queue/logical_block_size");
+    Ok(block.and_then(|b| u32::try_from(b).ok()).unwrap_or(USUAL_BLOCK_BYTES))
+}
+
+fn check_block(block: u32, size_bytes: u64) -> Result<u32, String> {
+    let block = block.max(SECTOR_BYTES as u32);
+    if !block.is_power_of_two() || block > MAX_BLOCK_BYTES {
+        return Err(format!("direct I/O would need blocks of {block} bytes"));
+    }
+    if !size_bytes.is_multiple_of(u64::from(block)) {
+        return Err(format!("its size is not a multiple of {block}, as direct I/O needs here"));
+    }
+    Ok(block)
+}
+
+/// Switches to `O_DIRECT`, and reads one block to see that it works: some file systems accept the
+/// flag and refuse the I/O.
+fn try_direct(file: &OwnedFd, base: OFlags, block: u32) -> Result<u32, String> {
+    fcntl_setfl(file, base | OFlags::DIRECT)
+        .map_err(|e| format!("the file system refuses direct I/O: {e}"))?;
+    let mut memory = vec![0u8; 2 * MAX_BLOCK_BYTES as usize];
+    let start = memory.as_ptr().align_offset(MAX_BLOCK_BYTES as usize);
+    let aligned = &mut memory[start..start + block as usize];
+    match rustix::io::pread(file.as_fd(), aligned, 0) {
+        Err(e @ (Errno::INVAL | Errno::OPNOTSUPP)) => {
+            Err(format!("a direct read of {block} bytes is refused: {e}"))
+        }
+        // Any other error is the medium's: the guest gets it when it reads that block.
+        _ => Ok(block),
+    }
+}
+
+/// Writes smaller than this, or not aligned to it, may cost a read.
+fn physical_block(opened: &Opened) -> u32 {
+    let told = match opened.medium {
+        Medium::BlockDevice => ioctl_blkpbszget(&opened.file).unwrap_or(0),
+        Medium::File => u32::try_from(opened.stat.st_blksize).unwrap_or(0).min(USUAL_BLOCK_BYTES),
+    };
+    if told.is_power_of_two() { told.max(SECTOR_BYTES as u32) } else { SECTOR_BYTES as u32 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_512_and_4096_are_accepted_if_the_size_fits() {
+        assert_eq!(check_block(512, 512), Ok(512));
+        assert_eq!(check_block(4, 512), Ok(512));
+        assert_eq!(check_block(4096, 8192), Ok(4096));
+        assert!(check_block(4096, 4096 + 512).unwrap_err().contains("multiple of 4096"));
+    }
+
+    #[test]
+    fn other_blocks_mean_the_page_cache() {
+        for block in [520, 3000, 8192, 65536] {
+            assert!(check_block(block, 1 << 30).unwrap_err().contains(&block.to_string()));
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Opening an image so that nobody else has it.
+//!
+//! Two locks, both held by the very open file that all I/O goes through:
+//! * `flock`, exclusive for a writer, shared for readers. It belongs to the open file, not to the
+//!   process, and an io_uring keeps the open file until its last operation has ended. So when a
+//!   process was killed, the lock becomes free only after the dead process's last write has
+//!   reached the medium or failed, and whoever takes over can neither overtake that write nor be
+//!   overtaken by it.
+//! * `O_EXCL` on a block device that is to be written: refused while it is mounted or claimed by
+//!   device mapper, RAID or another exclusive opener, and refuses them from then on.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::Duration;
+
+use ferrite_io::clock::{Clock, SystemClock};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
+use rustix::io::Errno;
+
+use super::{Medium, cannot_open, io_error};
+use crate::{DiskError, ErrorKind, OpenOptions};
+
+const RETRY_AFTER: Duration = Duration::from_millis(20);
+
+/// Device managers lock a block device for a moment, to look at it, after every close of it by a
+/// writer; that is no reason to fail.
+const DEVICE_GRACE: Duration = Duration::from_millis(500);
+
+/// An image that is open and locked.
+pub(super) struct Opened {
+    pub(super) file: OwnedFd,
+    pub(super) stat: Stat,
+    pub(super) medium: Medium,
+}
+
+/// The end of one attempt.
+enum Attempt {
+    Done(Opened),
+    Busy(Medium, String),
+}
+
+/// Opens and locks `path`, again and again until the options' time is over while it is in use.
+pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskError> {
+    let clock = SystemClock;
+    let start_ns = clock.now_ns();
+    loop {
+        let (medium, why) = match attempt(path, options.read_only)? {
+            Attempt::Done(opened) => return Ok(opened),
+            Attempt::Busy(medium, why) => (medium, why),
+        };
+        let grace = if medium == Medium::BlockDevice { DEVICE_GRACE } else { Duration::ZERO };
+        let patience = options.wait_for_lock.unwrap_or_default().max(grace);
+        if Duration::from_nanos(clock.now_ns() - start_ns) >= patience {
+            let help = match options.read_only {
+                true => "stop its writer first, or serve a snapshot or copy of it",
+                false => {
+                    "stop what uses it first (fuser -v shows it); several readers may share an \
+                     image if all of them open it read-only"
+                }
+            };
+            return Err(DiskError::new(ErrorKind::InUse, cannot_open(path), why, help));
+        }
+        clock.sleep(RETRY_AFTER);
+    }
+}
+
+fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
+    let before = stat(path).map_err(|e| open_error(path, read_only, e))?;
+    let medium = classify(path, &before)?;
+    let file = match rustix::fs::open(path, flags(medium, read_only), Mode::empty()) {
+        Ok(file) => file,
+        Err(e @ (Errno::BUSY | Errno::TXTBSY | Errno::AGAIN)) => {
+            return Ok(Attempt::Busy(medium, busy_reason(&before, medium, e)));
+        }
+        Err(e) => return Err(open_error(path, read_only, e)),
+    };
+    let operation = match read_only {
+        true => FlockOperation::NonBlockingLockShared,
+        false => FlockOperation::NonBlockingLockExclusive,
+    };
+    match flock(&file, operation) {
+        Ok(()) => {}
+        Err(Errno::AGAIN) => return Ok(Attempt::Busy(medium, locked_reason(&before))),
+        Err(e) => return Err(io_error(path, "it could not be locked", e)),
+    }
+    // Whoever had the image may have put another one in its place before letting it go.
+    let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
+    let now = rustix::fs::stat(path).map_err(|e| open_error(path, read_only, e))?;
+    if [before, now]
+        .iter()
+        .any(|s| (s.st_dev, s.st_ino, s.st_rdev) != (stat.st_dev, stat.st_ino, stat.st_rdev))
+    {
+        return Ok(Attempt::Busy(medium, "it was replaced while it was being opened".into()));
+    }
+    Ok(Attempt::Done(Opened { file, stat, medium }))
+}
+
+/// Never `O_CREAT`, never `O_TRUNC`. `O_NONBLOCK` guards against a name that turns into a pipe
+/// between the look and the open; [`Geometry`](super::Geometry) clears it again.
+fn flags(medium: Medium, read_only: bool) -> OFlags {
+    let access = match (read_only, medium) {
+        (true, _) => OFlags::RDONLY,
+        (false, Medium::File) => OFlags::RDWR,
+        (false, Medium::BlockDevice) => OFlags::RDWR | OFlags::EXCL,
+    };
+    access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK
+}
+
+/// Looks before opening: opening a device of the wrong kind can have effects by itself.
+fn classify(path: &Path, stat: &Stat) -> Result<Medium, DiskError> {
+    let (why, help) = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => return Ok(Medium::File),
+        FileType::BlockDevice => return Ok(Medium::BlockDevice),
+        FileType::Directory => ("it is a directory", "name an image file inside of it"),
+        FileType::CharacterDevice => (
+            "it is a character device",
+            "name a regular file or a block device (for a disk without medium, null:)",
+        ),
+        _ => ("it is a pipe or socket", "name a regular file or a block device"),
+    };
+    Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help))
+}
+
+fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
+    let (kind, why, help) = match e {
+        Errno::NOENT | Errno::NOTDIR => (
+            ErrorKind::NotFound,
+            "there is no such file".to_owned(),
+            "check the path; images are never created here (truncate -s 16G FILE makes one)",
+        ),
+        Errno::ACCESS | Errno::PERM => (
+            ErrorKind::Permission,
+            format!("not permitted ({e})"),
+            "run as a user who may open it, or check its mode, its attributes (lsattr) and \
+             whether the device is write-protected",
+        ),
+        Errno::ROFS if !read_only => (
+            ErrorKind::Permission,
+            "it is on a read-only file system or write-protected".to_owned(),
+            "serve it read-only (--read-only), or make it writable",
+        ),
+        Errno::NXIO | Errno::NODEV | Errno::NOMEDIUM => (
+            ErrorKind::Unsuitable,
+            format!("there is no device or no medium behind it ({e})"),
+            "attach the device, or insert a medium",
+        ),
+        Errno::NAMETOOLONG | Errno::LOOP | Errno::INVAL => {
+            (ErrorKind::NotFound, format!("the path cannot be followed ({e})"), "check the path")
+        }
+        e => return io_error(path, "the kernel refused", e),
+    };
+    DiskError::new(kind, cannot_open(path), why, help).with_source(e)
+}
+
+/// Who holds the `flock`, as far as the kernel tells.
+fn locked_reason(stat: &Stat) -> String {
+    let Some(pid) = lock_holder(stat) else {
+        return "another process has locked it".into();
+    };
+    match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
+        Ok(name) => format!("process {pid} ({}) has locked it", name.trim_end()),
+        Err(_) => format!(
+            "process {pid} had locked it and is gone, but a child of it, or its last operations, \
+             still hold the lock"
+        ),
+    }
+}
+
+/// Looks through /proc/locks for a `flock` on this inode. File systems that show another device
+/// number there than in `stat` are not found, nor are holders in other process namespaces.
+fn lock_holder(stat: &Stat) -> Option<u32> {
+    let inode = format!("{:02x}:{:02x}:{}", major(stat.st_dev), minor(stat.st_dev), stat.st_ino);
+    holder_in(&std::fs::read_to_string("/proc/locks").ok()?, &inode)
+}
+
+/// Lines are `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`; waiters have `->` behind the
+/// number.
+fn holder_in(locks: &str, inode: &str) -> Option<u32> {
+    locks.lines().find_map(|line| {
+        let mut words = line.split_whitespace().skip(1);
+        if words.next()? != "FLOCK" {
+            return None;
+        }
+        let mut words = words.skip(2);
+        let pid: u32 = words.next()?.parse().ok()?;
+        (pid != 0 && words.next()? == inode).then_some(pid)
+    })
+}
+
+fn busy_reason(stat: &Stat, medium: Medium, e: Errno) -> String {
+    if medium == Medium::File {
+        return match e {
+            Errno::TXTBSY => "it is a program that is running, or a swap file".into(),
+            _ => "another process holds a lease on it".into(),
+        };
+    }
+    let device = format!("{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    match mount_point_in(&mounts, &device) {
+        Some(at) => format!("it is mounted at {at}"),
+        None => "it is mounted, or in use by device mapper, LVM, RAID or another program".into(),
+    }
+}
+
+/// Lines are `36 35 98:0 /root /mount/point options ...`.
+fn mount_point_in<'a>(mounts: &'a str, device: &str) -> Option<&'a str> {
+    mounts.lines().find_map(|line| {
+        let mut words = line.split(' ').skip(2);
+        (words.next()? == device).then(|| words.nth(1))?
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_holder_of_a_flock_is_found_among_other_locks() {
+        let locks = "1: POSIX  ADVISORY  WRITE 11 fe:00:77 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 12 fe:00:78 0 EOF\n\
+                     3: FLOCK  ADVISORY  READ 13 fe:00:77 0 EOF\n\
+                     3: -> FLOCK  ADVISORY  WRITE 14 fe:00:77 0 EOF\n\
+                     4: FLOCK  ADVISORY  WRITE 0 fe:00:79 0 EOF\n";
+        assert_eq!(holder_in(locks, "fe:00:77"), Some(13));
+        assert_eq!(holder_in(locks, "fe:00:78"), Some(12));
+        assert_eq!(holder_in(locks, "fe:00:79"), None);
+        assert_eq!(holder_in("", "fe:00:77"), None);
+        assert_eq!(holder_in("FLOCK\n\n1:\n1: FLOCK ADVISORY WRITE", "fe:00:77"), None);
+    }
+
+    #[test]
+    fn the_mount_point_of_a_device_is_found() {
+        let mounts = "21 1 254:0 / / rw - ext4 /dev/vda rw\n\
+                      30 21 7:0 /sub /mnt/a\\040b rw - ext4 /dev/loop0 rw\n";
+        assert_eq!(mount_point_in(mounts, "7:0"), Some("/mnt/a\\040b"));
+        assert_eq!(mount_point_in(mounts, "7:1"), None);
+        assert_eq!(mount_point_in("x\n7:0", "7:0"), None);
+    }
+
+    #[test]
+    fn no_flags_ever_create_or_truncate() {
+        for medium in [Medium::File, Medium::BlockDevice] {
+            for read_only in [false, true] {
+                let flags = flags(medium, read_only);
+                assert!(!flags.intersects(OFlags::CREATE | OFlags::TRUNC));
+                assert_eq!(flags.contains(OFlags::RDWR), !read_only);
+            }
+        }
+        assert!(flags(Medium::BlockDevice, false).contains(OFlags::EXCL));
+    }
+}

@@ -1,0 +1,197 @@
+//! A regular file or a block device, byte for byte.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+
+use rustix::fs::{SeekFrom, fstat, seek};
+
+use crate::size::Human;
+use crate::{DiscardLimits, DiskError, ErrorKind, Extent, Intent, OpenOptions, SECTOR_BYTES};
+
+mod discard;
+mod geometry;
+mod lock;
+mod zero;
+
+use geometry::Geometry;
+
+/// The two kinds of medium that a raw disk can be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Medium {
+    File,
+    BlockDevice,
+}
+
+/// An open and locked raw image.
+#[derive(Debug)]
+pub struct Raw {
+    file: Arc<OwnedFd>,
+    path: PathBuf,
+    medium: Medium,
+    read_only: bool,
+    geometry: Geometry,
+    sectors: AtomicU64,
+    shrink_reported: AtomicBool,
+    discard: Option<discard::Discard>,
+    /// How far [`zero`] got down its list of means.
+    zero_means: AtomicU8,
+}
+
+impl Raw {
+    /// Opens the image as the options say. What is wrong with it is found before anything else
+    /// is done, and nothing is written.
+    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+        let opened = lock::open(path, options)?;
+        let bytes = size_bytes(&opened.file, opened.medium)
+            .map_err(|e| io_error(path, "its size could not be read", e))?;
+        check_size(path, bytes)?;
+        let geometry = Geometry::choose(&opened, bytes)
+            .map_err(|e| io_error(path, "its access mode could not be set", e))?;
+        if let Some(reason) = &geometry.buffered_because {
+            tracing::info!(image = %path.display(), reason, "the page cache is used for this image");
+        }
+        let discard = match options.read_only {
+            true => None,
+            false => discard::Discard::probe(&opened, bytes, geometry.block_bytes),
+        };
+        Ok(Raw {
+            file: Arc::new(opened.file),
+            path: path.to_owned(),
+            medium: opened.medium,
+            read_only: options.read_only,
+            geometry,
+            sectors: AtomicU64::new(bytes / SECTOR_BYTES),
+            shrink_reported: AtomicBool::new(false),
+            discard,
+            zero_means: AtomicU8::new(0),
+        })
+    }
+
+    pub(crate) fn sectors(&self) -> u64 {
+        self.sectors.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    pub(crate) fn block_bytes(&self) -> u32 {
+        self.geometry.block_bytes
+    }
+
+    pub(crate) fn physical_block_bytes(&self) -> u32 {
+        self.geometry.physical_block_bytes
+    }
+
+    /// Whether I/O bypasses the page cache.
+    pub fn direct(&self) -> bool {
+        self.geometry.buffered_because.is_none()
+    }
+
+    pub(crate) fn discard_limits(&self) -> Option<DiscardLimits> {
+        self.discard.as_ref().and_then(discard::Discard::limits)
+    }
+
+    pub(crate) fn files(&self) -> Vec<Arc<OwnedFd>> {
+        vec![self.file.clone()]
+    }
+
+    pub(crate) fn map(&self, offset: u64, len: u64, _: Intent) -> Extent {
+        Extent::Data { file: 0, offset, len }
+    }
+
+    /// See [`Disk::refresh_size`](crate::Disk::refresh_size). An image that ends within a block
+    /// (somebody is still making it longer) counts up to its last whole block.
+    pub(crate) fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
+        let bytes = size_bytes(&self.file, self.medium)
+            .map_err(|e| io_error(&self.path, "its size could not be read", e))?;
+        let block = u64::from(self.geometry.block_bytes);
+        let now = bytes / block * block / SECTOR_BYTES;
+        let before = self.sectors.fetch_max(now, Ordering::AcqRel);
+        if now < before && !self.shrink_reported.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                image = %self.path.display(),
+                "the image has shrunk from {} to {} sectors while in use; the guest keeps the old \
+                 size, and what is gone reads as errors",
+                before,
+                now,
+            );
+        }
+        Ok((now > before).then_some(now))
+    }
+
+    pub(crate) async fn flush(
+        &self,
+        io: &ferrite_io::reactor::Io,
+        files: &[ferrite_io::engine::FileId],
+    ) -> std::io::Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        io.sync(files[0]).await
+    }
+}
+
+/// The size of the medium now. For a device this moves the file position, which nothing uses.
+fn size_bytes(file: &OwnedFd, medium: Medium) -> rustix::io::Result<u64> {
+    match medium {
+        Medium::File => Ok(u64::try_from(fstat(file)?.st_size).unwrap_or(0)),
+        Medium::BlockDevice => seek(file, SeekFrom::End(0)),
+    }
+}
+
+fn check_size(path: &Path, bytes: u64) -> Result<(), DiskError> {
+    let refuse = |why: String, help: &str| {
+        Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help))
+    };
+    if bytes == 0 {
+        return refuse(
+            "it is empty".into(),
+            "give it a size first (truncate -s 16G FILE), or insert a medium",
+        );
+    }
+    if !bytes.is_multiple_of(SECTOR_BYTES) {
+        return refuse(
+            format!("its size, {bytes} bytes, is not a multiple of 512"),
+            "check that it is a raw disk image and complete; if it is, make it longer with \
+             truncate -s %512 FILE",
+        );
+    }
+    Ok(())
+}
+
+fn cannot_open(path: &Path) -> String {
+    format!("cannot open image {}", path.display())
+}
+
+fn io_error(path: &Path, what: &str, e: rustix::io::Errno) -> DiskError {
+    let help = "check the medium below it and the kernel's log (dmesg)";
+    DiskError::new(ErrorKind::Io, cannot_open(path), format!("{what}: {e}"), help).with_source(e)
+}
+
+impl fmt::Display for Raw {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let medium = match self.medium {
+            Medium::File => "raw file",
+            Medium::BlockDevice => "block device",
+        };
+        let mode = if self.read_only { "read-only" } else { "read-write" };
+        let size = Human(self.sectors() * SECTOR_BYTES);
+        write!(f, "{medium} {}, {size}, {mode}, {}, ", self.path.display(), self.geometry)?;
+        match self.discard_limits() {
+            Some(limits) => write!(f, "discard in units of {} bytes", limits.granularity_bytes),
+            None => write!(f, "no discard"),
+        }
+    }
+}
+
+/// A number from sysfs about a block device, or about the device that a partition is part of.
+fn sysfs_number((major, minor): (u32, u32), name: &str) -> Option<u64> {
+    let device = format!("/sys/dev/block/{major}:{minor}");
+    ["", "../"].iter().find_map(|up| {
+        std::fs::read_to_string(format!("{device}/{up}{name}")).ok()?.trim().parse().ok()
+    })
+}

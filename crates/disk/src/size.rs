@@ -1,0 +1,108 @@
+//! Sizes as people write and read them.
+
+use std::fmt;
+
+/// Why a size was not understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SizeError {
+    /// Not digits with an optional unit.
+    #[error("{0:?} is not a size; write bytes, or a number with K, M, G, T or P: 512, 16M, 1G")]
+    Syntax(String),
+    /// More than a file can have.
+    #[error("{0:?} is larger than a disk can be (8 EiB)")]
+    TooLarge(String),
+}
+
+/// Bytes from `512`, `16M`, `1GiB`. Units are powers of 1024, in either case.
+///
+/// # Errors
+/// [`SizeError`] for anything else, and for 8 EiB and more.
+pub fn parse(text: &str) -> Result<u64, SizeError> {
+    let syntax = || SizeError::Syntax(text.chars().take(40).collect());
+    let digits_end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(digits_end);
+    if digits.is_empty() {
+        return Err(syntax());
+    }
+    let unit = unit.to_ascii_lowercase();
+    let shift = match unit.strip_suffix("ib").unwrap_or(&unit) {
+        "" if unit.is_empty() => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        "p" => 50,
+        _ => return Err(syntax()),
+    };
+    let too_large = || SizeError::TooLarge(text.chars().take(40).collect());
+    let number: u64 = digits.parse().map_err(|_| too_large())?;
+    let bytes = number.checked_mul(1 << shift).ok_or_else(too_large)?;
+    if bytes > i64::MAX as u64 { Err(too_large()) } else { Ok(bytes) }
+}
+
+/// Shows bytes in the largest unit that leaves the number whole or with one digit behind the
+/// point: `512 bytes`, `1.5 GiB`.
+#[derive(Clone, Copy, Debug)]
+pub struct Human(pub u64);
+
+impl fmt::Display for Human {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(u32, &str); 6] =
+            [(60, "EiB"), (50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+        match UNITS.iter().find(|(shift, _)| self.0 >> shift > 0) {
+            None => write!(f, "{} bytes", self.0),
+            Some((shift, unit)) if self.0.is_multiple_of(1 << shift) => {
+                write!(f, "{} {unit}", self.0 >> shift)
+            }
+            Some((shift, unit)) => {
+                let tenths = (u128::from(self.0) * 10) >> shift;
+                write!(f, "{}.{} {unit}", tenths / 10, tenths % 10)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_with_and_without_units_are_read() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("512", 512),
+            ("4k", 4096),
+            ("16M", 16 << 20),
+            ("16MiB", 16 << 20),
+            ("1g", 1 << 30),
+            ("2T", 2 << 40),
+            ("1P", 1 << 50),
+        ] {
+            assert_eq!(parse(text), Ok(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_size_is_refused() {
+        for text in ["", "M", "-1", "1.5G", "1 G", "0x10", "1GG", "1B", "1iB", "５"] {
+            assert!(matches!(parse(text), Err(SizeError::Syntax(_))), "{text}");
+        }
+        for text in ["8192P", "9223372036854775808", "18446744073709551616", "99999999999999P"] {
+            assert!(matches!(parse(text), Err(SizeError::TooLarge(_))), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_shown_in_the_largest_fitting_unit() {
+        for (bytes, text) in [
+            (0, "0 bytes"),
+            (512, "512 bytes"),
+            (1536, "1.5 KiB"),
+            (1 << 30, "1 GiB"),
+            ((1 << 30) + 1, "1.0 GiB"),
+            (u64::MAX, "15.9 EiB"),
+        ] {
+            assert_eq!(Human(bytes).to_string(), text);
+        }
+    }
+}
