@@ -10,19 +10,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_io::engine::FileId;
 use ferrite_io::reactor::Io;
-use rustix::fs::{FallocateFlags, fallocate, ioctl_blksszget, major, minor};
+use rustix::fs::{ioctl_blksszget, major, minor};
 use rustix::io::Errno;
 
 use super::lock::Opened;
 use super::{Medium, Raw, sysfs_number};
-use crate::{DiscardLimits, SECTOR_BYTES};
+use crate::DiscardLimits;
 
 /// One operation's share, so that each ends within reasonable time and a long discard lets
 /// others through (blkif.md 2, rule 10).
 const CHUNK_BYTES: u64 = 1 << 30;
-
-/// Where the probe punches: behind the end of any image that could be growing meanwhile.
-const PROBE_BEYOND_BYTES: u64 = 1 << 40;
 
 /// How this medium discards.
 #[derive(Debug)]
@@ -36,11 +33,11 @@ pub(super) struct Discard {
 }
 
 impl Discard {
-    /// None if the medium cannot. Changes no data.
-    pub(super) fn probe(opened: &Opened, size_bytes: u64, block_bytes: u32) -> Option<Discard> {
+    /// None if the medium cannot.
+    pub(super) fn of(opened: &Opened) -> Option<Discard> {
         match opened.medium {
-            Medium::File => probe_file(opened, size_bytes),
-            Medium::BlockDevice => probe_device(opened, block_bytes),
+            Medium::File => Some(for_file(opened)),
+            Medium::BlockDevice => for_device(opened),
         }
     }
 
@@ -49,29 +46,28 @@ impl Discard {
     }
 }
 
-fn probe_file(opened: &Opened, size_bytes: u64) -> Option<Discard> {
-    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    let beyond = size_bytes.next_multiple_of(CHUNK_BYTES) + PROBE_BEYOND_BYTES;
-    let probed = fallocate(&opened.file, flags, beyond, CHUNK_BYTES);
-    if matches!(probed, Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)) {
-        return None;
-    }
+/// Whether the file system can punch holes is only known once it has: asking it to punch one
+/// behind the end would change no data, but the file's times. A guest that was offered too much
+/// is told with the first discard that it tries, and stops (blkif.md 2, rule 4).
+fn for_file(opened: &Opened) -> Discard {
     let block = u32::try_from(opened.stat.st_blksize).unwrap_or(0);
     let plausible = block.is_power_of_two() && (512..=1 << 20).contains(&block);
-    let granularity_bytes = if plausible { block } else { 4096 };
-    Some(Discard {
-        limits: DiscardLimits { granularity_bytes, alignment_bytes: 0 },
+    Discard {
+        limits: DiscardLimits {
+            granularity_bytes: if plausible { block } else { 4096 },
+            alignment_bytes: 0,
+        },
         unit_bytes: 1,
         chunk_bytes: CHUNK_BYTES,
         refused: AtomicBool::new(false),
-    })
+    }
 }
 
-fn probe_device(opened: &Opened, block_bytes: u32) -> Option<Discard> {
+fn for_device(opened: &Opened) -> Option<Discard> {
     let device = (major(opened.stat.st_rdev), minor(opened.stat.st_rdev));
     let max = sysfs_number(device, "queue/discard_max_bytes").filter(|max| *max > 0)?;
     let number = |name| sysfs_number(device, name).and_then(|n| u32::try_from(n).ok());
-    let logical = ioctl_blksszget(&opened.file).unwrap_or(block_bytes).max(block_bytes);
+    let logical = ioctl_blksszget(&opened.file).ok().filter(|b| b.is_power_of_two())?;
     let granularity = number("queue/discard_granularity").unwrap_or(0).max(logical);
     Some(Discard {
         limits: DiscardLimits {
@@ -79,11 +75,16 @@ fn probe_device(opened: &Opened, block_bytes: u32) -> Option<Discard> {
             alignment_bytes: number("discard_alignment").unwrap_or(0) % granularity,
         },
         unit_bytes: u64::from(logical),
-        // The kernel cuts to the device's own limit; below 1 MiB there is no gain in doing so here.
-        chunk_bytes: (max / u64::from(granularity) * u64::from(granularity))
-            .clamp(1 << 20, CHUNK_BYTES),
+        chunk_bytes: device_chunk(max, u64::from(granularity.next_multiple_of(logical))),
         refused: AtomicBool::new(false),
     })
+}
+
+/// As much as the device takes at once, in whole steps. The kernel cuts to the device's limit
+/// itself, so below 1 MiB there is no gain in doing it here.
+fn device_chunk(max: u64, step: u64) -> u64 {
+    let chunk = max.min(CHUNK_BYTES) / step * step;
+    chunk.max((1u64 << 20).next_multiple_of(step))
 }
 
 impl Raw {
@@ -142,8 +143,6 @@ pub(super) fn chunks(offset: u64, len: u64, chunk: u64) -> impl Iterator<Item = 
     })
 }
 
-const _: () = assert!(CHUNK_BYTES.is_multiple_of(SECTOR_BYTES));
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -157,6 +156,15 @@ mod tests {
         assert_eq!(shrink(4096, 4096, 4096), Some((4096, 4096)));
         assert_eq!(shrink(7, 0, 1), None);
         assert_eq!(shrink(7, 3, 1), Some((7, 3)));
+    }
+
+    #[test]
+    fn a_device_is_given_whole_steps() {
+        assert_eq!(device_chunk(u64::MAX, 4096), CHUNK_BYTES);
+        assert_eq!(device_chunk(4_294_966_784, 512), CHUNK_BYTES);
+        assert_eq!(device_chunk((4 << 20) + 512, 4096), 4 << 20);
+        assert_eq!(device_chunk(65536, 65536), 1 << 20);
+        assert_eq!(device_chunk(65536, 3 << 20), 3 << 20);
     }
 
     proptest! {

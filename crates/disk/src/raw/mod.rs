@@ -53,10 +53,7 @@ impl Raw {
         if let Some(reason) = &geometry.buffered_because {
             tracing::info!(image = %path.display(), reason, "the page cache is used for this image");
         }
-        let discard = match options.read_only {
-            true => None,
-            false => discard::Discard::probe(&opened, bytes, geometry.block_bytes),
-        };
+        let discard = if options.read_only { None } else { discard::Discard::of(&opened) };
         Ok(Raw {
             file: Arc::new(opened.file),
             path: path.to_owned(),
