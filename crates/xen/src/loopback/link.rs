@@ -1,0 +1,261 @@
+//! [`Loopback`]: the hypervisor's place, for a set of guests.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use ferrite_io::arena::Arena;
+
+use super::copy::Copier;
+use super::grants::Access;
+use super::guest::Descriptors;
+use super::memory::{FrameMapping, GuestMemory};
+use super::{BACKEND_DOMID, CopyWith, GuestHandle, LoopbackError};
+use crate::hypervisor::{
+    CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, RingMemory,
+};
+
+/// The way to a set of guests. One process at a time serves a guest; when that process has died,
+/// however it did, the next one may.
+pub struct Loopback {
+    copy_with: CopyWith,
+    guests: RwLock<HashMap<DomId, Arc<Attached>>>,
+}
+
+impl Loopback {
+    /// With no guests yet.
+    pub fn new(copy_with: CopyWith) -> Loopback {
+        Loopback { copy_with, guests: RwLock::default() }
+    }
+
+    /// What moves the bytes.
+    pub fn copy_with(&self) -> CopyWith {
+        self.copy_with
+    }
+
+    /// Attaches to a guest, and clears what a predecessor that died has left in it: uses of
+    /// grants, bound ports. That is what Xen does when the predecessor's descriptors close.
+    ///
+    /// # Errors
+    /// Somebody else serves the guest, or it is none.
+    pub fn add(&self, guest: &GuestHandle) -> Result<(), LoopbackError> {
+        let attached = Arc::new(Attached::new(guest)?);
+        self.guests.write().unwrap_or_else(PoisonError::into_inner).insert(guest.domid(), attached);
+        Ok(())
+    }
+
+    /// Forgets a guest. Its connections go on until they are dropped.
+    pub fn remove(&self, domid: DomId) {
+        self.guests.write().unwrap_or_else(PoisonError::into_inner).remove(&domid);
+    }
+}
+
+impl Hypervisor for Loopback {
+    fn name(&self) -> &'static str {
+        "loopback"
+    }
+
+    fn connect(
+        &self,
+        domid: DomId,
+        ring: &[GrantRef],
+        port: u32,
+    ) -> Result<Box<dyn Link>, HypervisorError> {
+        let refuse = |what: String, errno: rustix::io::Errno| {
+            Err(HypervisorError::Guest { domid, what, source: errno.into() })
+        };
+        let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(guest) = guests.get(&domid).cloned() else {
+            return refuse("reach it".into(), rustix::io::Errno::SRCH);
+        };
+        if !(1..=16).contains(&ring.len()) {
+            return refuse(format!("map a ring of {} pages", ring.len()), rustix::io::Errno::INVAL);
+        }
+        let mut pins = Pins { guest: guest.clone(), grefs: Vec::with_capacity(ring.len()) };
+        let mut frames = Vec::with_capacity(ring.len());
+        for gref in ring {
+            match pins.add(*gref) {
+                Ok(frame) => frames.push(frame),
+                Err(status) => {
+                    let what = format!("map ring reference {} (status {status})", gref.0);
+                    return refuse(what, rustix::io::Errno::INVAL);
+                }
+            }
+        }
+        let ring = guest.memory.map_frames(&frames).map_err(|source| HypervisorError::Host {
+            what: format!("map the {} ring pages of domain {domid}", frames.len()),
+            source,
+            hint: "check the limits on memory mappings (sysctl vm.max_map_count)",
+        })?;
+        if !guest.memory.bind_port(port) {
+            return refuse(format!("bind event channel {port}"), rustix::io::Errno::INVAL);
+        }
+        let copier = Copier::new(self.copy_with, &guest.memory);
+        let link = LoopbackLink { guest, port, copier, taken: false, ring, _pins: pins };
+        // As Xen does: events may have been lost before the channel was bound (blkif.md 3.9).
+        link.guest.signal(link.guest.descriptors.to_back(port)).map_err(|source| {
+            HypervisorError::Host {
+                what: format!("bind event channel {port} of domain {domid}"),
+                source,
+                hint: "the eventfd is broken; start the guest again",
+            }
+        })?;
+        Ok(Box::new(link))
+    }
+}
+
+/// Guards the change of a guest's owner among the threads of one process.
+static OWNERS: Mutex<()> = Mutex::new(());
+
+/// A guest that this process serves.
+struct Attached {
+    memory: GuestMemory,
+    descriptors: Arc<Descriptors>,
+}
+
+impl Attached {
+    fn new(guest: &GuestHandle) -> Result<Attached, LoopbackError> {
+        let memory = guest.map()?;
+        let _guard = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let me = std::process::id();
+        let owner = memory.owner();
+        loop {
+            let word = owner.load(Ordering::Acquire);
+            let (pid, users) = ((word >> 32) as u32, word as u32);
+            let ours = pid == me && users > 0;
+            if !ours && users > 0 && is_running(pid) {
+                return Err(LoopbackError::Busy { domid: guest.domid(), pid });
+            }
+            let users = if ours { users + 1 } else { 1 };
+            let new = u64::from(me) << 32 | u64::from(users);
+            if owner.compare_exchange(word, new, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                if !ours {
+                    memory.clear_leftovers();
+                }
+                return Ok(Attached { memory, descriptors: guest.descriptors().clone() });
+            }
+        }
+    }
+
+    /// Makes an eventfd readable; a counter that is full is readable already.
+    fn signal(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        match rustix::io::write(fd, &1u64.to_ne_bytes()) {
+            Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let _guard = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let me = std::process::id();
+        // A child that was forked with the value in it owns nothing; a word that the guest has
+        // scribbled on stays as it is.
+        let _ = self.memory.owner().fetch_update(Ordering::AcqRel, Ordering::Relaxed, |word| {
+            let users = (word as u32).checked_sub(1)?;
+            ((word >> 32) as u32 == me).then_some(u64::from(me) << 32 | u64::from(users))
+        });
+    }
+}
+
+/// Whether a process runs; one that has ended and was not waited for does not.
+fn is_running(pid: u32) -> bool {
+    let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    // The state follows the command's name, which is in parentheses and may contain anything.
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    !matches!(state, Some('Z' | 'X'))
+}
+
+/// Grants in use for as long as a ring is mapped.
+struct Pins {
+    guest: Arc<Attached>,
+    grefs: Vec<GrantRef>,
+}
+
+impl Pins {
+    fn add(&mut self, gref: GrantRef) -> Result<u32, i16> {
+        let memory = &self.guest.memory;
+        let frames = memory.layout().frames;
+        let frame = memory.grants().pin(gref, BACKEND_DOMID, Access::Write, frames)?;
+        self.grefs.push(gref);
+        Ok(frame)
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        self.grefs.iter().for_each(|gref| self.guest.memory.grants().unpin(*gref));
+    }
+}
+
+/// One connected queue.
+///
+/// [`event_fd`](Link::event_fd) is the eventfd itself. Events that come between
+/// [`take_event`](Link::take_event) and [`rearm`](Link::rearm) gather in it, and `take_event` does
+/// not give them out; but it does poll readable, which /dev/xen/evtchn would not. A backend polls
+/// it after `rearm` only, so that it sees no difference.
+struct LoopbackLink {
+    guest: Arc<Attached>,
+    port: u32,
+    copier: Copier,
+    taken: bool,
+    // Dropped in this order: the mapping goes before the grants count as unused.
+    ring: FrameMapping,
+    _pins: Pins,
+}
+
+impl Link for LoopbackLink {
+    fn ring(&self) -> RingMemory {
+        // SAFETY: page aligned whole pages, mapped readable and writable until `self` is dropped.
+        unsafe { RingMemory::new(self.ring.base(), self.ring.len()) }
+    }
+
+    fn copy(
+        &mut self,
+        arena: &Arena,
+        direction: Direction,
+        segments: &mut [CopySegment],
+    ) -> io::Result<()> {
+        self.copier.copy(&self.guest.memory, arena, direction, segments)
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
+        self.guest.descriptors.to_back(self.port)
+    }
+
+    fn take_event(&mut self) -> io::Result<bool> {
+        if self.taken {
+            return Ok(false);
+        }
+        let mut count = [0; 8];
+        match rustix::io::read(self.event_fd(), &mut count) {
+            Ok(_) => {
+                self.taken = true;
+                Ok(true)
+            }
+            Err(rustix::io::Errno::AGAIN) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn rearm(&mut self) -> io::Result<()> {
+        self.taken = false;
+        Ok(())
+    }
+
+    fn notify(&mut self) -> io::Result<()> {
+        self.guest.signal(self.guest.descriptors.to_front(self.port))
+    }
+}
+
+impl Drop for LoopbackLink {
+    fn drop(&mut self) {
+        self.guest.memory.unbind_port(self.port);
+    }
+}
+
+#[cfg(test)]
+mod tests;
