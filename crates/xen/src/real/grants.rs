@@ -1,0 +1,210 @@
+//! Guests' pages through /dev/xen/gntdev: rings are mapped, data is copied.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::ptr::{self, NonNull};
+
+use ferrite_io::arena::Arena;
+use rustix::fs::{Mode, OFlags};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::uapi;
+use crate::hypervisor::{
+    CopySegment, Direction, DomId, GrantRef, PAGE_SIZE, RingMemory, STATUS_UNTOUCHED,
+};
+
+/// Segments in one ioctl. The kernel hands 16 at a time to the hypervisor (blkif.md 4.3), so more
+/// would save little; this bounds what a link keeps: 12 KiB.
+const COPY_BATCH: usize = 512;
+
+/// What failed while mapping, which decides whose fault it is.
+#[derive(Debug)]
+pub(super) enum MapError {
+    /// The kernel had no room for the request.
+    Reserve(io::Error),
+    /// The hypervisor refused a page, or had no room; the kernel does not tell which.
+    Map(io::Error),
+}
+
+/// The mapped pages of one ring, and the descriptor they were mapped by.
+pub(super) struct GrantedRing {
+    device: OwnedFd,
+    base: NonNull<u8>,
+    pages: usize,
+    /// The kernel's name for the mapping.
+    index: u64,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread, and nothing here reads or writes
+// through `base`.
+unsafe impl Send for GrantedRing {}
+
+impl GrantedRing {
+    /// Maps `refs` of `domid`, in this order, into contiguous memory.
+    pub(super) fn map(device: OwnedFd, domid: DomId, refs: &[GrantRef]) -> Result<Self, MapError> {
+        let pages = refs.len();
+        assert!((1..=uapi::RING_PAGES_MAX).contains(&pages), "a ring has 1 to 16 pages");
+        let mut request = uapi::MapGrantRef { count: pages as u32, ..Default::default() };
+        for (to, from) in request.refs.iter_mut().zip(refs) {
+            *to = uapi::MapRef { domid: u32::from(domid.0), gref: from.0 };
+        }
+        // SAFETY: a structure of the kernel's layout with `count` references behind its head.
+        unsafe { uapi::ioctl(device.as_fd(), uapi::MAP_GRANT_REF, &raw mut request) }
+            .map_err(MapError::Reserve)?;
+
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let len = pages * PAGE_SIZE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
+        let mapped = unsafe {
+            mmap(ptr::null_mut(), len, protection, MapFlags::SHARED, &device, request.index)
+        };
+        let base = match mapped {
+            // A successful mmap without MAP_FIXED is never at address 0.
+            Ok(address) => NonNull::new(address.cast::<u8>()).ok_or(rustix::io::Errno::FAULT),
+            Err(e) => Err(e),
+        };
+        match base {
+            Ok(base) => Ok(GrantedRing { device, base, pages, index: request.index }),
+            Err(e) => {
+                unreserve(&device, request.index, pages);
+                Err(MapError::Map(e.into()))
+            }
+        }
+    }
+
+    /// The pages.
+    pub(super) fn memory(&self) -> RingMemory {
+        // SAFETY: mmap gives whole pages, and `drop` alone unmaps them; the link owns `self`.
+        unsafe { RingMemory::new(self.base, self.pages * PAGE_SIZE) }
+    }
+
+    /// The grant device.
+    pub(super) fn device(&self) -> &OwnedFd {
+        &self.device
+    }
+}
+
+impl Drop for GrantedRing {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map` with this address and length, and unmapped nowhere else. Whoever
+        // uses the ring's memory does so while the link lives (`Link::ring`).
+        if let Err(e) = unsafe { munmap(self.base.as_ptr().cast(), self.pages * PAGE_SIZE) } {
+            tracing::error!("cannot unmap a ring: {e}");
+        }
+        // After munmap: while it is mapped the kernel refuses (blkif.md 4.1).
+        unreserve(&self.device, self.index, self.pages);
+    }
+}
+
+fn unreserve(device: &OwnedFd, index: u64, pages: usize) {
+    let mut request = uapi::UnmapGrantRef { index, count: pages as u32, pad: 0 };
+    // SAFETY: a structure of the kernel's layout.
+    let result = unsafe { uapi::ioctl(device.as_fd(), uapi::UNMAP_GRANT_REF, &raw mut request) };
+    if let Err(e) = result {
+        // Closing the device, which follows, releases it as well.
+        tracing::debug!("cannot release {pages} grants: {e}");
+    }
+}
+
+/// Opens the device; there is one descriptor a queue, since the kernel locks each.
+pub(super) fn open(path: &Path) -> io::Result<OwnedFd> {
+    Ok(rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// Whether the kernel can copy grants, found by copying none.
+pub(super) fn can_copy(device: &OwnedFd) -> io::Result<()> {
+    copy_entries(device, &mut [])
+}
+
+fn copy_entries(device: &OwnedFd, entries: &mut [uapi::CopyEntry]) -> io::Result<()> {
+    let count = entries.len() as u32;
+    let mut request = uapi::GrantCopy { count, pad: 0, entries: entries.as_mut_ptr() };
+    // SAFETY: `count` entries of the kernel's layout. Their local sides come from `entry`: ranges
+    // of an arena, bounds-checked, that outlives the call and that nothing holds references into.
+    unsafe { uapi::ioctl(device.as_fd(), uapi::GRANT_COPY, &raw mut request) }.map(drop)
+}
+
+/// Copies between guests' pages and ours, in the kernel's batches.
+pub(super) struct Copier {
+    domid: DomId,
+    /// Kept from call to call, so that none allocates.
+    entries: Vec<uapi::CopyEntry>,
+}
+
+impl Copier {
+    pub(super) fn new(domid: DomId) -> Self {
+        Copier { domid, entries: Vec::with_capacity(COPY_BATCH) }
+    }
+
+    /// See [`Link::copy`](crate::hypervisor::Link::copy).
+    pub(super) fn copy(
+        &mut self,
+        device: &OwnedFd,
+        arena: &Arena,
+        direction: Direction,
+        segments: &mut [CopySegment],
+    ) -> io::Result<()> {
+        for batch in segments.chunks_mut(COPY_BATCH) {
+            let domid = self.domid;
+            self.entries.clear();
+            self.entries.extend(batch.iter().map(|s| entry(s, arena, domid, direction)));
+            copy_entries(device, &mut self.entries)?;
+            for (segment, entry) in batch.iter_mut().zip(&self.entries) {
+                segment.status = entry.status;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn entry(
+    segment: &CopySegment,
+    arena: &Arena,
+    domid: DomId,
+    direction: Direction,
+) -> uapi::CopyEntry {
+    let local = arena.ptr(segment.local()).as_ptr().expose_provenance() as u64;
+    let grant = uapi::grant_side(segment.gref().0, segment.offset(), domid.0);
+    let (source, dest, flags) = match direction {
+        Direction::FromGuest => (grant, local, uapi::COPY_SOURCE_GREF),
+        Direction::ToGuest => (local, grant, uapi::COPY_DEST_GREF),
+    };
+    // The status is never left over from an earlier use (XSA-318).
+    uapi::CopyEntry { source, dest, len: segment.len(), flags, status: STATUS_UNTOUCHED, pad: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_becomes_the_kernels_24_bytes_in_either_direction() {
+        let arena = Arena::new(PAGE_SIZE).unwrap();
+        let span = arena.span(512, 1024);
+        let mut segment = CopySegment::new(span, GrantRef(0x0102_0304), 2048);
+        segment.status = 0;
+        let local = arena.ptr(span).as_ptr() as u64;
+        let grant = 0x0007_0800_0102_0304;
+
+        let e = entry(&segment, &arena, DomId(7), Direction::FromGuest);
+        assert_eq!((e.source, e.dest, e.len, e.flags), (grant, local, 1024, 1));
+        let e = entry(&segment, &arena, DomId(7), Direction::ToGuest);
+        assert_eq!((e.source, e.dest, e.len, e.flags), (local, grant, 1024, 2));
+        assert_eq!(e.status, STATUS_UNTOUCHED);
+    }
+
+    #[test]
+    fn a_device_that_cannot_copy_says_so() {
+        let (not_gntdev, _writer) = std::io::pipe().unwrap();
+        let error = can_copy(&OwnedFd::from(not_gntdev)).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOTTY));
+    }
+
+    #[test]
+    fn a_device_that_cannot_map_undoes_nothing() {
+        let (not_gntdev, _writer) = std::io::pipe().unwrap();
+        let mapped = GrantedRing::map(OwnedFd::from(not_gntdev), DomId(1), &[GrantRef(8)]);
+        assert!(matches!(mapped.err(), Some(MapError::Reserve(_))));
+    }
+}

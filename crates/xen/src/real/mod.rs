@@ -1,0 +1,227 @@
+//! Xen itself, reached from user space by /dev/xen/gntdev and /dev/xen/evtchn.
+
+mod events;
+mod grants;
+mod probe;
+mod uapi;
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use ferrite_io::arena::Arena;
+
+pub use probe::{Probe, probe};
+
+use crate::hypervisor::{
+    CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, RingMemory,
+};
+use events::EventChannel;
+use grants::{Copier, GrantedRing, MapError};
+
+const GNTDEV: &str = "dev/xen/gntdev";
+const EVTCHN: &str = "dev/xen/evtchn";
+
+/// Whether event channels are restricted to their guest's domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Restriction {
+    /// No channel was opened so far.
+    Unknown,
+    /// The last one was.
+    Restricted,
+    /// The last one was not: the kernel refused, as it does for guests that are domain 0.
+    Refused,
+}
+
+/// The hypervisor under this domain.
+pub struct Xen {
+    /// Where /dev is, for tests.
+    root: PathBuf,
+    restriction: AtomicU8,
+}
+
+impl Default for Xen {
+    fn default() -> Self {
+        Xen::new()
+    }
+}
+
+impl Xen {
+    /// Opens nothing yet: each queue has descriptors of its own. See [`probe`] for what is there.
+    pub fn new() -> Xen {
+        Xen::at(Path::new("/"))
+    }
+
+    fn at(root: &Path) -> Xen {
+        let restriction = AtomicU8::new(Restriction::Unknown as u8);
+        Xen { root: root.to_owned(), restriction }
+    }
+
+    /// What became of the last queue's event channel.
+    pub fn restriction(&self) -> Restriction {
+        match self.restriction.load(Ordering::Relaxed) {
+            r if r == Restriction::Restricted as u8 => Restriction::Restricted,
+            r if r == Restriction::Refused as u8 => Restriction::Refused,
+            _ => Restriction::Unknown,
+        }
+    }
+
+    fn open(
+        &self,
+        device: &str,
+        open: fn(&Path) -> io::Result<OwnedFd>,
+        hint: &'static str,
+    ) -> Result<OwnedFd, HypervisorError> {
+        let path = self.root.join(device);
+        open(&path).map_err(|source| HypervisorError::Host {
+            what: format!("open {}", path.display()),
+            source,
+            hint,
+        })
+    }
+
+    fn map(&self, domid: DomId, ring: &[GrantRef]) -> Result<GrantedRing, HypervisorError> {
+        let device = self.open(
+            GNTDEV,
+            grants::open,
+            "run as root in a Xen domain, with the module xen-gntdev loaded",
+        )?;
+        GrantedRing::map(device, domid, ring).map_err(|e| match e {
+            MapError::Map(source) if source.raw_os_error() != Some(libc::ENOMEM) => {
+                HypervisorError::Guest { domid, what: map_text(ring), source }
+            }
+            MapError::Map(source) | MapError::Reserve(source) => HypervisorError::Host {
+                what: map_text(ring),
+                source,
+                hint: "check this domain's free memory and xen-gntdev's limit",
+            },
+        })
+    }
+
+    fn bind(&self, domid: DomId, port: u32) -> Result<EventChannel, HypervisorError> {
+        let device = self.open(
+            EVTCHN,
+            events::open,
+            "run as root in a Xen domain, with the module xen-evtchn loaded",
+        )?;
+        self.restrict(&device, domid);
+        EventChannel::bind(device, domid, port).map_err(|source| {
+            let what = format!("bind event channel {port}");
+            match source.raw_os_error() {
+                Some(libc::ENOSPC | libc::ENOMEM) => HypervisorError::Host {
+                    what,
+                    source,
+                    hint: "this domain has no event channels left; see max_event_channels",
+                },
+                _ => HypervisorError::Guest { domid, what, source },
+            }
+        })
+    }
+
+    fn restrict(&self, device: &OwnedFd, domid: DomId) {
+        let now = match events::restrict(device, domid) {
+            Ok(()) => Restriction::Restricted,
+            Err(e) => {
+                if self.restriction() != Restriction::Refused {
+                    tracing::debug!(
+                        "event channels are not restricted to domain {domid}: {e}; going on"
+                    );
+                }
+                Restriction::Refused
+            }
+        };
+        self.restriction.store(now as u8, Ordering::Relaxed);
+    }
+}
+
+impl Hypervisor for Xen {
+    fn name(&self) -> &'static str {
+        "xen"
+    }
+
+    fn connect(
+        &self,
+        domid: DomId,
+        ring: &[GrantRef],
+        port: u32,
+    ) -> Result<Box<dyn Link>, HypervisorError> {
+        if !(1..=uapi::RING_PAGES_MAX).contains(&ring.len()) {
+            let source = io::Error::from(io::ErrorKind::InvalidInput);
+            let what = format!("map a ring of {} pages", ring.len());
+            return Err(HypervisorError::Guest { domid, what, source });
+        }
+        // Each step undoes itself when a later one fails.
+        let ring = self.map(domid, ring)?;
+        let events = self.bind(domid, port)?;
+        Ok(Box::new(XenLink { ring, events, copier: Copier::new(domid) }))
+    }
+}
+
+fn map_text(ring: &[GrantRef]) -> String {
+    let refs: Vec<String> = ring.iter().map(|r| r.0.to_string()).collect();
+    format!("map ring reference {}", refs.join(", "))
+}
+
+/// Fields are dropped in this order: the guest finds its ring released before its channel closes.
+struct XenLink {
+    ring: GrantedRing,
+    events: EventChannel,
+    copier: Copier,
+}
+
+impl Link for XenLink {
+    fn ring(&self) -> RingMemory {
+        self.ring.memory()
+    }
+
+    fn copy(
+        &mut self,
+        arena: &Arena,
+        direction: Direction,
+        segments: &mut [CopySegment],
+    ) -> io::Result<()> {
+        self.copier.copy(self.ring.device(), arena, direction, segments)
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
+        self.events.fd()
+    }
+
+    fn take_event(&mut self) -> io::Result<bool> {
+        self.events.take()
+    }
+
+    fn rearm(&mut self) -> io::Result<()> {
+        self.events.rearm()
+    }
+
+    fn notify(&mut self) -> io::Result<()> {
+        self.events.notify()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_the_devices_the_error_says_what_to_do() {
+        let xen = Xen::at(Path::new("/nonexistent"));
+        let Err(error) = xen.connect(DomId(1), &[GrantRef(8)], 3) else { panic!("connected") };
+        assert!(matches!(error, HypervisorError::Host { .. }));
+        let text = error.to_string();
+        assert!(text.contains("/nonexistent/dev/xen/gntdev") && text.contains("xen-gntdev"));
+        assert_eq!(xen.restriction(), Restriction::Unknown);
+    }
+
+    #[test]
+    fn a_ring_of_no_or_too_many_pages_is_the_guests_fault() {
+        let xen = Xen::at(Path::new("/nonexistent"));
+        for pages in [0, 17, 1000] {
+            let result = xen.connect(DomId(1), &vec![GrantRef(8); pages], 3);
+            assert!(matches!(result.err(), Some(HypervisorError::Guest { .. })), "{pages}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! The kernel's interface: ioctl numbers and structures of /dev/xen/gntdev and /dev/xen/evtchn
+//! (blkif.md 4.1 and 5; Linux include/uapi/xen/{gntdev,evtchn}.h).
+
+use std::io;
+use std::mem::{offset_of, size_of};
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Pages of the largest ring: order 4.
+pub(super) const RING_PAGES_MAX: usize = 16;
+
+/// As the kernel's `_IOC(_IOC_NONE, device, number, size)`, the only kind these devices use.
+const fn request(device: u8, number: u32, size: usize) -> libc::Ioctl {
+    ((size as u32) << 16 | (device as u32) << 8 | number) as libc::Ioctl
+}
+
+/// One page to map.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct MapRef {
+    pub(super) domid: u32,
+    pub(super) gref: u32,
+}
+
+/// The kernel declares one reference and reads `count` of them.
+#[repr(C)]
+#[derive(Default)]
+pub(super) struct MapGrantRef {
+    pub(super) count: u32,
+    pub(super) pad: u32,
+    /// Out: the offset to give mmap(2).
+    pub(super) index: u64,
+    pub(super) refs: [MapRef; RING_PAGES_MAX],
+}
+
+#[repr(C)]
+pub(super) struct UnmapGrantRef {
+    pub(super) index: u64,
+    pub(super) count: u32,
+    pub(super) pad: u32,
+}
+
+/// One side of a copy: a local address, or [`grant_side`].
+pub(super) type CopySide = u64;
+
+/// The side of a copy that is a grant: `{ref u32, offset u16, domid u16}` in memory order.
+pub(super) fn grant_side(gref: u32, offset: u16, domid: u16) -> CopySide {
+    let mut bytes = [0; 8];
+    bytes[..4].copy_from_slice(&gref.to_ne_bytes());
+    bytes[4..6].copy_from_slice(&offset.to_ne_bytes());
+    bytes[6..].copy_from_slice(&domid.to_ne_bytes());
+    u64::from_ne_bytes(bytes)
+}
+
+/// The source is a grant.
+pub(super) const COPY_SOURCE_GREF: u16 = 1;
+/// The destination is a grant.
+pub(super) const COPY_DEST_GREF: u16 = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct CopyEntry {
+    pub(super) source: CopySide,
+    pub(super) dest: CopySide,
+    pub(super) len: u16,
+    pub(super) flags: u16,
+    pub(super) status: i16,
+    pub(super) pad: u16,
+}
+
+#[repr(C)]
+pub(super) struct GrantCopy {
+    pub(super) count: u32,
+    pub(super) pad: u32,
+    pub(super) entries: *mut CopyEntry,
+}
+
+#[repr(C)]
+pub(super) struct BindInterdomain {
+    pub(super) remote_domain: u32,
+    pub(super) remote_port: u32,
+}
+
+#[repr(C)]
+pub(super) struct Notify {
+    pub(super) port: u32,
+}
+
+#[repr(C)]
+pub(super) struct RestrictDomid {
+    pub(super) domid: u16,
+}
+
+const MAP_GRANT_REF_BYTES: usize = offset_of!(MapGrantRef, refs) + size_of::<MapRef>();
+
+pub(super) const MAP_GRANT_REF: libc::Ioctl = request(b'G', 0, MAP_GRANT_REF_BYTES);
+pub(super) const UNMAP_GRANT_REF: libc::Ioctl = request(b'G', 1, size_of::<UnmapGrantRef>());
+pub(super) const GRANT_COPY: libc::Ioctl = request(b'G', 8, size_of::<GrantCopy>());
+pub(super) const BIND_INTERDOMAIN: libc::Ioctl = request(b'E', 1, size_of::<BindInterdomain>());
+pub(super) const NOTIFY: libc::Ioctl = request(b'E', 4, size_of::<Notify>());
+pub(super) const RESET: libc::Ioctl = request(b'E', 5, 0);
+pub(super) const RESTRICT_DOMID: libc::Ioctl = request(b'E', 6, size_of::<RestrictDomid>());
+
+// Against the numbers of the kernel's own headers, compiled by a C compiler.
+const _: () = {
+    assert!(MAP_GRANT_REF == 0x0018_4700);
+    assert!(UNMAP_GRANT_REF == 0x0010_4701);
+    assert!(GRANT_COPY == 0x0010_4708);
+    assert!(BIND_INTERDOMAIN == 0x0008_4501);
+    assert!(NOTIFY == 0x0004_4504);
+    assert!(RESET == 0x4505);
+    assert!(RESTRICT_DOMID == 0x0002_4506);
+
+    assert!(offset_of!(MapGrantRef, index) == 8 && offset_of!(MapGrantRef, refs) == 16);
+    assert!(size_of::<CopyEntry>() == 24);
+    assert!(offset_of!(CopyEntry, dest) == 8 && offset_of!(CopyEntry, len) == 16);
+    assert!(offset_of!(CopyEntry, flags) == 18 && offset_of!(CopyEntry, status) == 20);
+    assert!(offset_of!(GrantCopy, entries) == 8);
+};
+
+/// ioctl(2), again if a signal came.
+///
+/// # Safety
+/// `argument` is what `request` takes: the kernel may read and write all that it refers to.
+pub(super) unsafe fn ioctl<T>(
+    fd: BorrowedFd<'_>,
+    request: libc::Ioctl,
+    argument: *mut T,
+) -> io::Result<i32> {
+    loop {
+        // SAFETY: the descriptor is open as long as it is borrowed; the rest is the caller's.
+        let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, argument) };
+        if result >= 0 {
+            return Ok(result);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
