@@ -115,6 +115,11 @@ pub trait Engine {
     /// A full submission queue is submitted first.
     fn push(&mut self, token: Token, op: Op);
 
+    /// Calls off the [`Readable`](Op::Readable) and [`Timer`](Op::Timer) operations with this
+    /// token, so that a descriptor may be closed, say. Each still completes: with `ECANCELED`, or
+    /// as it would have if that was first. Other operations are not touched.
+    fn cancel(&mut self, token: Token);
+
     /// Hands everything queued to the kernel and returns without waiting.
     fn submit(&mut self) -> io::Result<()>;
 

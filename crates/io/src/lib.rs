@@ -17,3 +17,5 @@ pub mod pool;
 pub mod reactor;
 pub mod shm;
 pub mod uring;
+
+mod volatile;

@@ -1,0 +1,339 @@
+//! The memory that guests' data passes through.
+//!
+//! One [`Arena`] a disk: anonymous memory, page aligned, on 2 MiB pages where the kernel has them.
+//! The kernel (a running transfer), the hypervisor (a grant copy) and this process use it at the
+//! same time, so nothing here ever hands out a `&[u8]`: bytes are copied in and out, and foreign
+//! code gets raw pointers that were bounds-checked once, in [`Arena::ptr`].
+//!
+//! Pages that were never touched are not resident, until an engine registers the arena with the
+//! kernel: that pins all of it. So the size of the arena is what a disk costs at rest.
+
+use std::fmt;
+use std::io;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use crate::volatile;
+
+/// The unit that arenas are made of, in bytes: the huge page of x86-64.
+pub const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// The largest arena in bytes: [`Span`] counts in 32 bits.
+pub const MAX_ARENA_BYTES: usize = (1 << 32) - HUGE_PAGE_BYTES;
+
+/// A range of bytes in an arena. It says where, not whose: a span made by one arena is checked
+/// against the bounds of another that it is used with, and no more than that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    offset: u32,
+    len: u32,
+}
+
+impl Span {
+    /// Bytes in the range.
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// Whether the range has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes from the start of the arena to the start of the range.
+    pub fn offset(&self) -> usize {
+        self.offset as usize
+    }
+
+    /// The part of `len` bytes that starts `from` bytes into this range.
+    ///
+    /// # Panics
+    /// If that is not inside this range.
+    pub fn slice(&self, from: usize, len: usize) -> Span {
+        let inside = from.checked_add(len).is_some_and(|end| end <= self.len());
+        assert!(inside, "bytes {from}..+{len} of a span of {}", self.len);
+        // Both are at most self.len, a u32.
+        Span { offset: self.offset + from as u32, len: len as u32 }
+    }
+}
+
+/// What backs an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Huge,
+    Transparent,
+    Small,
+}
+
+/// A mapping of zeroed anonymous memory; see the module text.
+pub struct Arena {
+    base: NonNull<u8>,
+    len: usize,
+    kind: Kind,
+}
+
+// SAFETY: the arena is plain memory that is unmapped by its one owner. All access is by volatile
+// copies or through raw pointers whose users answer for them.
+unsafe impl Send for Arena {}
+// SAFETY: as above; no method needs exclusive access, and none makes a reference to the bytes.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Maps `bytes`, rounded up to 2 MiB, all zero.
+    ///
+    /// # Errors
+    /// `InvalidInput` for 0 bytes or more than [`MAX_ARENA_BYTES`]; what `mmap` says otherwise.
+    pub fn new(bytes: usize) -> io::Result<Arc<Arena>> {
+        if bytes == 0 || bytes > MAX_ARENA_BYTES {
+            let text = format!("an arena has 1 to {MAX_ARENA_BYTES} bytes, not {bytes}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let len = bytes.next_multiple_of(HUGE_PAGE_BYTES);
+        let arena = match Self::map_huge(len) {
+            Some(arena) => arena,
+            None => Self::map_aligned(len)?,
+        };
+        arena.advise();
+        Ok(Arc::new(arena))
+    }
+
+    /// From the kernel's reserve of huge pages. The mapping is not `MAP_NORESERVE`, so the pages
+    /// are set aside now: a shortage is an error here, never a SIGBUS at first touch.
+    fn map_huge(len: usize) -> Option<Arena> {
+        if free_huge_pages() < len / HUGE_PAGE_BYTES {
+            return None;
+        }
+        let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
+        let base = unsafe {
+            mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)
+        };
+        let base = NonNull::new(base.ok()?.cast())?;
+        Some(Arena { base, len, kind: Kind::Huge })
+    }
+
+    /// Ordinary memory, aligned so that transparent huge pages fit, with the kernel asked to use
+    /// them.
+    fn map_aligned(len: usize) -> io::Result<Arena> {
+        let padded = len + HUGE_PAGE_BYTES;
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), padded, prot, MapFlags::PRIVATE) }?
+            .cast::<u8>();
+        let before = start.align_offset(HUGE_PAGE_BYTES);
+        let base = start.wrapping_add(before);
+        let after = padded - before - len;
+        // SAFETY: both ranges lie in the mapping made above, outside of base..base+len, and nobody
+        // knows of them. An error leaves them mapped, which costs address space only.
+        unsafe {
+            if before > 0 {
+                let _ = munmap(start.cast(), before);
+            }
+            if after > 0 {
+                let _ = munmap(base.wrapping_add(len).cast(), after);
+            }
+        }
+        let Some(base) = NonNull::new(base) else {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        };
+        let mut arena = Arena { base, len, kind: Kind::Small };
+        // SAFETY: advice on our own mapping that changes how it is backed, not what it holds.
+        let advised = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
+        if advised.is_ok() && transparent_huge_pages_on() {
+            arena.kind = Kind::Transparent;
+        }
+        Ok(arena)
+    }
+
+    /// A child process gets no copy (a fork must not make the kernel copy pages that are pinned
+    /// for a transfer), and a core dump holds no guest's data. Both are best effort.
+    fn advise(&self) {
+        for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
+            // SAFETY: advice on our own mapping; this process keeps its contents.
+            let _ = unsafe { madvise(self.base.as_ptr().cast(), self.len, advice) };
+        }
+    }
+
+    /// Bytes; a multiple of 2 MiB.
+    #[expect(clippy::len_without_is_empty, reason = "an arena is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// What backs it, for people: `2 MiB pages`, `transparent huge pages` or `4 KiB pages`.
+    pub fn kind(&self) -> &'static str {
+        match self.kind {
+            Kind::Huge => "2 MiB pages",
+            Kind::Transparent => "transparent huge pages",
+            Kind::Small => "4 KiB pages",
+        }
+    }
+
+    /// The `len` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If the arena is shorter.
+    pub fn span(&self, offset: usize, len: usize) -> Span {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(inside, "bytes {offset}..+{len} of an arena of {}", self.len);
+        // MAX_ARENA_BYTES fits in 32 bits.
+        Span { offset: offset as u32, len: len as u32 }
+    }
+
+    /// Where the span is in this process, for the kernel and the hypervisor. The pointer is good
+    /// for `s.len()` bytes as long as the arena lives.
+    ///
+    /// # Panics
+    /// If the span is not inside this arena.
+    pub fn ptr(&self, s: Span) -> NonNull<u8> {
+        match self.checked_ptr(s) {
+            Some(p) => p,
+            None => panic!("{s:?} is outside of an arena of {} bytes", self.len),
+        }
+    }
+
+    /// [`ptr`](Arena::ptr) for those that answer a bad span with an error.
+    pub(crate) fn checked_ptr(&self, s: Span) -> Option<NonNull<u8>> {
+        if s.offset() + s.len() > self.len {
+            return None;
+        }
+        // SAFETY: offset <= len, so the result is inside the mapping or one past its end.
+        Some(unsafe { self.base.add(s.offset()) })
+    }
+
+    /// Copies the span into `to`.
+    ///
+    /// # Panics
+    /// If the two lengths differ, or the span is not inside this arena.
+    pub fn copy_out(&self, s: Span, to: &mut [u8]) {
+        assert_eq!(s.len(), to.len(), "copy_out of unequal lengths");
+        // SAFETY: `ptr` checked that the span is mapped memory of that length.
+        unsafe { volatile::copy_out(self.ptr(s).as_ptr(), to) }
+    }
+
+    /// Copies `from` into the span.
+    ///
+    /// # Panics
+    /// If the two lengths differ, or the span is not inside this arena.
+    pub fn copy_in(&self, s: Span, from: &[u8]) {
+        assert_eq!(s.len(), from.len(), "copy_in of unequal lengths");
+        // SAFETY: `ptr` checked that the span is mapped memory of that length.
+        unsafe { volatile::copy_in(self.ptr(s).as_ptr(), from) }
+    }
+
+    /// Sets every byte of the span.
+    ///
+    /// # Panics
+    /// If the span is not inside this arena.
+    pub fn fill(&self, s: Span, byte: u8) {
+        // SAFETY: `ptr` checked that the span is mapped memory of that length.
+        unsafe { volatile::fill(self.ptr(s).as_ptr(), s.len(), byte) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping. Engines hold an Arc of the arena until the kernel is done with
+        // it, and a pointer from `ptr` is good only while the arena lives.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena").field("len", &self.len).field("kind", &self.kind).finish()
+    }
+}
+
+/// Huge pages of 2 MiB that are neither used nor promised to another mapping.
+fn free_huge_pages() -> usize {
+    let read = |name: &str| -> Option<usize> {
+        let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
+        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+    };
+    let free = read("free_hugepages").unwrap_or(0);
+    free.saturating_sub(read("resv_hugepages").unwrap_or(0))
+}
+
+/// Whether the kernel acts on the advice to use huge pages.
+fn transparent_huge_pages_on() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+        .is_ok_and(|modes| !modes.contains("[never]"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_arena_is_zero_and_rounded_up_to_huge_pages() {
+        let arena = Arena::new(1).unwrap();
+        assert_eq!(arena.len(), HUGE_PAGE_BYTES);
+        assert_eq!(arena.base.as_ptr().align_offset(HUGE_PAGE_BYTES), 0);
+        let mut bytes = vec![1u8; arena.len()];
+        arena.copy_out(arena.span(0, arena.len()), &mut bytes);
+        assert!(bytes.iter().all(|b| *b == 0));
+    }
+
+    #[test]
+    fn bytes_go_in_and_come_out_at_any_alignment() {
+        let arena = Arena::new(1 << 20).unwrap();
+        for offset in 0..9 {
+            for len in 0..40 {
+                let from: Vec<u8> = (0..len).map(|i| (i * 7 + offset) as u8).collect();
+                arena.fill(arena.span(0, 64), 0xEE);
+                arena.copy_in(arena.span(offset, len), &from);
+                let mut all = [0u8; 64];
+                arena.copy_out(arena.span(0, 64), &mut all);
+                assert_eq!(&all[offset..offset + len], &from[..]);
+                assert!(all[..offset].iter().chain(&all[offset + len..]).all(|b| *b == 0xEE));
+                let mut out = vec![0u8; len];
+                arena.copy_out(arena.span(offset, len), &mut out);
+                assert_eq!(out, from);
+            }
+        }
+    }
+
+    #[test]
+    fn untouched_memory_is_not_resident() {
+        let arena = Arena::new(64 << 20).unwrap();
+        arena.fill(arena.span(0, 1), 1);
+        let pages = arena.len() / 4096;
+        let mut map = vec![0u8; pages];
+        // SAFETY: the range is our mapping, and `map` has a byte for each of its pages.
+        let r = unsafe {
+            libc::mincore(arena.base.as_ptr().cast(), arena.len(), map.as_mut_ptr().cast())
+        };
+        assert_eq!(r, 0);
+        let resident = map.iter().filter(|b| **b & 1 == 1).count();
+        assert!(resident <= HUGE_PAGE_BYTES / 4096, "{resident} pages are resident");
+    }
+
+    #[test]
+    fn a_slice_stays_inside_its_span() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let s = arena.span(4096, 8192);
+        assert_eq!(s.slice(4096, 4096), arena.span(8192, 4096));
+        assert!(s.slice(8192, 0).is_empty());
+        for (from, len) in [(0, 8193), (8192, 1), (usize::MAX, 1), (1, usize::MAX)] {
+            assert!(std::panic::catch_unwind(|| s.slice(from, len)).is_err(), "{from} {len}");
+        }
+    }
+
+    #[test]
+    fn a_span_of_a_larger_arena_is_refused() {
+        let (small, large) = (Arena::new(1).unwrap(), Arena::new(4 << 20).unwrap());
+        let end = large.span(large.len() - 1, 1);
+        assert!(small.checked_ptr(end).is_none());
+        assert!(large.checked_ptr(end).is_some());
+    }
+
+    #[test]
+    fn sizes_that_a_span_cannot_count_are_refused() {
+        for bytes in [0, MAX_ARENA_BYTES + 1, usize::MAX] {
+            assert_eq!(Arena::new(bytes).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Who may use which part of a disk's memory.
+//!
+//! One [`Pool`] a disk, of fixed size: an arena cut into slabs of [`SLAB_BYTES`], the largest
+//! request there is. Each queue holds one slab of its own for ever, so that a maximal request
+//! always fits once the queue is idle, and no queue can starve another. The other slabs are
+//! shared: a [`QueuePool`] takes one when its own are full and gives it back when it is empty.
+//! Taking and giving are one atomic operation each; all else is private to the queue's thread.
+//! No buffer free means: stop consuming requests (security.md 2.3).
+//!
+//! The last page of the last slab is no buffer but the page that stays zero.
+
+mod bitmap;
+
+use std::cell::Cell;
+use std::fmt;
+use std::io;
+use std::marker::PhantomData;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::arena::{Arena, Span};
+use bitmap::{PAGES, PageMap, SlabSet};
+
+/// Bytes in a slab: the largest blkif request (256 segments of one page).
+pub const SLAB_BYTES: usize = 1 << 20;
+
+/// Bytes in a page, the unit of allocation.
+pub const PAGE_BYTES: usize = 4096;
+
+const _: () = assert!(SLAB_BYTES == PAGES as usize * PAGE_BYTES);
+
+/// A disk's memory; see the module text.
+pub struct Pool {
+    arena: Arc<Arena>,
+    /// Shared slabs that no queue holds.
+    shared: SlabSet<AtomicU64>,
+    /// The own slabs of the queues by index; `None` while a `QueuePool` has it.
+    own: Mutex<Vec<Option<PageMap>>>,
+    slabs: u32,
+}
+
+impl Pool {
+    /// Maps `bytes`, but at least one slab for each of `queues` and a page; rounded up to 2 MiB.
+    ///
+    /// # Errors
+    /// Those of [`Arena::new`].
+    pub fn new(bytes: usize, queues: usize) -> io::Result<Arc<Pool>> {
+        let least = queues.saturating_mul(SLAB_BYTES).saturating_add(PAGE_BYTES);
+        let arena = Arena::new(bytes.max(least))?;
+        // An arena is below 4 GiB, so this is below 4096.
+        let slabs = (arena.len() / SLAB_BYTES) as u32;
+        let shared = SlabSet::new(slabs);
+        for slab in queues as u32..slabs {
+            shared.give(slab);
+        }
+        let own = Mutex::new(vec![Some(PageMap::empty()); queues]);
+        Ok(Arc::new(Pool { arena, shared, own, slabs }))
+    }
+
+    /// The memory, to build engines on.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// 4096 bytes that nobody writes: they are zero.
+    pub fn zero_page(&self) -> Span {
+        self.arena.span(self.arena.len() - PAGE_BYTES, PAGE_BYTES)
+    }
+
+    /// The part of queue `index`, until it is dropped.
+    ///
+    /// # Panics
+    /// If there is no such queue, or its part is in use already: a bug of the caller.
+    pub fn queue(self: &Arc<Pool>, index: usize) -> QueuePool {
+        let own = self.own().get_mut(index).and_then(Option::take);
+        let Some(own) = own else {
+            panic!("queue {index} of the pool does not exist or is in use");
+        };
+        let mut slabs = vec![None; self.slabs as usize];
+        let in_use = own.used();
+        slabs[index] = Some(own);
+        let own = index as u32;
+        let held = vec![own];
+        QueuePool { pool: self.clone(), own, slabs, held, in_use, not_sync: PhantomData }
+    }
+
+    fn own(&self) -> std::sync::MutexGuard<'_, Vec<Option<PageMap>>> {
+        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A shared slab as it is when no queue has it.
+    fn fresh(&self, slab: u32) -> PageMap {
+        let mut pages = PageMap::empty();
+        if slab + 1 == self.slabs {
+            pages.set(PAGES - 1, 1);
+        }
+        pages
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("arena", &self.arena).field("slabs", &self.slabs).finish()
+    }
+}
+
+/// A run of whole pages that belongs to its holder until it is given to [`QueuePool::free`].
+/// What earlier holders left in it is still there.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a buffer that is not freed is lost to the pool"]
+pub struct Buf(Span);
+
+impl Buf {
+    /// Where it is; whole pages.
+    pub fn span(&self) -> Span {
+        self.0
+    }
+}
+
+/// One queue's part of the pool, for one thread.
+pub struct QueuePool {
+    pool: Arc<Pool>,
+    own: u32,
+    /// By slab number: the pages of those that this queue holds.
+    slabs: Vec<Option<PageMap>>,
+    /// Their numbers, the own one first.
+    held: Vec<u32>,
+    /// Pages.
+    in_use: u32,
+    not_sync: PhantomData<Cell<()>>,
+}
+
+impl QueuePool {
+    /// A buffer of `bytes`, rounded up to pages, contiguous. `None`: there is none now; after
+    /// everything of this queue was freed, there is one for any size up to [`SLAB_BYTES`].
+    ///
+    /// # Panics
+    /// If `bytes` is 0 or more than [`SLAB_BYTES`]: a bug of the caller.
+    pub fn alloc(&mut self, bytes: usize) -> Option<Buf> {
+        assert!((1..=SLAB_BYTES).contains(&bytes), "a buffer of {bytes} bytes");
+        let pages = bytes.div_ceil(PAGE_BYTES) as u32;
+        for i in 0..self.held.len() {
+            let slab = self.held[i];
+            if let Some(buf) = self.alloc_in(slab, pages) {
+                return Some(buf);
+            }
+        }
+        let slab = self.pool.shared.take()?;
+        self.slabs[slab as usize] = Some(self.pool.fresh(slab));
+        self.held.push(slab);
+        let buf = self.alloc_in(slab, pages);
+        if buf.is_none() {
+            // Only the last slab, which lacks a page, can be too small.
+            self.give_back(slab);
+        }
+        buf
+    }
+
+    fn alloc_in(&mut self, slab: u32, pages: u32) -> Option<Buf> {
+        let map = self.slabs[slab as usize].as_mut()?;
+        let first = map.find(pages)?;
+        map.set(first, pages);
+        self.in_use += pages;
+        let offset = slab as usize * SLAB_BYTES + first as usize * PAGE_BYTES;
+        Some(Buf(self.pool.arena.span(offset, pages as usize * PAGE_BYTES)))
+    }
+
+    /// Takes a buffer back, once nothing reads or writes it any more.
+    ///
+    /// # Panics
+    /// If it is not from this queue's part of the pool: a bug of the caller.
+    pub fn free(&mut self, buf: Buf) {
+        let slab = buf.0.offset() / SLAB_BYTES;
+        let first = (buf.0.offset() % SLAB_BYTES / PAGE_BYTES) as u32;
+        let pages = (buf.0.len() / PAGE_BYTES) as u32;
+        let Some(map) = self.slabs[slab].as_mut() else {
+            panic!("{buf:?} is of a slab that this queue does not hold");
+        };
+        map.clear(first, pages);
+        self.in_use -= pages;
+        let slab = slab as u32;
+        if slab != self.own && *map == self.pool.fresh(slab) {
+            self.give_back(slab);
+        }
+    }
+
+    fn give_back(&mut self, slab: u32) {
+        self.slabs[slab as usize] = None;
+        self.held.retain(|s| *s != slab);
+        self.pool.shared.give(slab);
+    }
+
+    /// Bytes in buffers that are not freed yet.
+    pub fn in_use(&self) -> usize {
+        self.in_use as usize * PAGE_BYTES
+    }
+}
+
+impl Drop for QueuePool {
+    /// The own slab goes back to the pool for the queue's next life. Pages whose buffers were not
+    /// freed stay taken, since something may still write to them.
+    fn drop(&mut self) {
+        if self.in_use > 0 {
+            tracing::error!(queue = self.own, bytes = self.in_use(), "buffers were not freed");
+        }
+        let own = self.own as usize;
+        let map = self.slabs[own].take();
+        self.pool.own()[own] = map;
+    }
+}
+
+impl fmt::Debug for QueuePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (own, held, in_use) = (self.own, &self.held, self.in_use());
+        f.debug_struct("QueuePool")
+            .field("own", &own)
+            .field("held", held)
+            .field("in_use", &in_use)
+            .finish()
+    }
+}

@@ -1,0 +1,462 @@
+//! One thread's engine and its tasks.
+//!
+//! The hot path pushes operations with tokens of its own and gets their completions from
+//! [`Reactor::turn`]; tasks use the same engine through [`Io`], as `async fn`, and `turn` runs
+//! them. Both meet in one submission: a turn costs at most one call into the kernel.
+//!
+//! A future of [`Io`] may be dropped at any time. A data operation that is in flight then goes
+//! on, in memory of the arena that its caller must leave alone until the reactor is gone; its
+//! result is discarded. Waiting for a descriptor or a time is called off.
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use crate::arena::Span;
+use crate::engine::{Completion, Engine, FileId, Op, Token};
+use crate::executor::Executor;
+
+/// Marks the tokens of operations that a future waits for; the rest is the index of its slot.
+const TASK_BIT: u64 = 1 << 63;
+
+/// Polls of tasks in one turn, before and after the reaping each.
+const POLLS_PER_TURN: usize = 256;
+
+/// How long a turn may wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// Not at all.
+    No,
+    /// Until there is a completion, at most this long; `None`: as long as it takes.
+    Until(Option<Duration>),
+}
+
+/// The state of one future's operation.
+enum Slot {
+    Free,
+    InFlight(Waker),
+    /// The future is gone, the operation is not.
+    Abandoned,
+    Done(i32),
+}
+
+/// The slots of all futures' operations. A slot is taken until its completion has come.
+#[derive(Default)]
+struct Slots {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    /// Those `InFlight` or `Abandoned`.
+    in_flight: usize,
+}
+
+impl Slots {
+    fn take(&mut self, waker: Waker) -> u32 {
+        self.in_flight += 1;
+        match self.free.pop() {
+            Some(i) => {
+                self.slots[i as usize] = Slot::InFlight(waker);
+                i
+            }
+            None => {
+                self.slots.push(Slot::InFlight(waker));
+                // One slot a living operation: memory ends before 32 bits do.
+                (self.slots.len() - 1) as u32
+            }
+        }
+    }
+
+    fn release(&mut self, i: u32) {
+        self.slots[i as usize] = Slot::Free;
+        self.free.push(i);
+    }
+
+    fn complete(&mut self, i: u32, raw: i32) {
+        let Some(slot) = self.slots.get_mut(i as usize) else { return };
+        match std::mem::replace(slot, Slot::Done(raw)) {
+            Slot::InFlight(waker) => {
+                self.in_flight -= 1;
+                waker.wake();
+            }
+            Slot::Abandoned => {
+                self.in_flight -= 1;
+                self.release(i);
+            }
+            // An engine completes an operation once; a second time is not believed.
+            other => *slot = other,
+        }
+    }
+}
+
+/// What the reactor and its handles share.
+struct Shared {
+    /// `None` once the reactor was dropped.
+    engine: RefCell<Option<Box<dyn Engine>>>,
+    slots: RefCell<Slots>,
+    executor: Executor,
+}
+
+/// One thread's engine and tasks; see the module text.
+pub struct Reactor {
+    shared: Rc<Shared>,
+    /// Completions of the hot path that came during a [`block_on`](Reactor::block_on).
+    stash: Vec<Completion>,
+}
+
+impl Reactor {
+    /// A reactor on this thread.
+    pub fn new(engine: Box<dyn Engine>) -> Reactor {
+        let shared = Shared {
+            engine: RefCell::new(Some(engine)),
+            slots: RefCell::default(),
+            executor: Executor::new(),
+        };
+        Reactor { shared: Rc::new(shared), stash: Vec::new() }
+    }
+
+    fn engine<T>(&self, f: impl FnOnce(&mut dyn Engine) -> T) -> T {
+        match self.shared.engine.borrow_mut().as_mut() {
+            Some(engine) => f(engine.as_mut()),
+            None => unreachable!("only the reactor's drop takes the engine"),
+        }
+    }
+
+    /// A handle for async code on this thread.
+    pub fn io(&self) -> Io {
+        Io { shared: self.shared.clone() }
+    }
+
+    /// Adds a file; see [`Engine::add_file`].
+    ///
+    /// # Errors
+    /// Those of the engine.
+    pub fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
+        self.engine(|e| e.add_file(file))
+    }
+
+    /// Queues an operation of the hot path; see [`Engine::push`].
+    ///
+    /// # Panics
+    /// If `token` is 2^63 or more.
+    pub fn push(&mut self, token: Token, op: Op) {
+        assert!(token & TASK_BIT == 0, "tokens from 2^63 on belong to tasks");
+        self.engine(|e| e.push(token, op));
+    }
+
+    /// Calls off a wait of the hot path; see [`Engine::cancel`].
+    pub fn cancel(&mut self, token: Token) {
+        self.engine(|e| e.cancel(token));
+    }
+
+    /// Adds a task. It runs inside [`turn`](Reactor::turn), until it ends or the reactor does.
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        self.shared.executor.spawn(future);
+    }
+
+    /// Runs tasks that are ready, hands everything queued to the kernel, waits if asked, appends
+    /// the completions of the hot path to `out` and runs the tasks that the others woke. What
+    /// these push is submitted by the next turn. With a task ready it does not wait. It may
+    /// return without a completion before the time is over.
+    ///
+    /// # Errors
+    /// Those of the engine's submission; nothing is lost, and the next turn tries again.
+    pub fn turn(&mut self, wait: Wait, out: &mut Vec<Completion>) -> io::Result<()> {
+        self.shared.executor.run(POLLS_PER_TURN);
+        let stashed = !self.stash.is_empty();
+        out.append(&mut self.stash);
+        let block = !stashed && !self.shared.executor.has_ready();
+        let first = out.len();
+        let result = self.engine(|e| {
+            let result = match wait {
+                Wait::Until(timeout) if block => e.wait(timeout),
+                _ => e.submit(),
+            };
+            e.reap(out);
+            result
+        });
+        self.wake(first, out);
+        self.shared.executor.run(POLLS_PER_TURN);
+        result
+    }
+
+    /// Gives the completions of tasks, from `first` on, to them, and keeps the others in order.
+    fn wake(&mut self, first: usize, out: &mut Vec<Completion>) {
+        let mut slots = self.shared.slots.borrow_mut();
+        if slots.in_flight == 0 {
+            return;
+        }
+        let mut keep = first;
+        for i in first..out.len() {
+            let c = out[i];
+            if c.token & TASK_BIT != 0 {
+                slots.complete((c.token & !TASK_BIT) as u32, c.raw);
+            } else {
+                out[keep] = c;
+                keep += 1;
+            }
+        }
+        out.truncate(keep);
+    }
+
+    /// Tasks that have not ended.
+    pub fn tasks(&self) -> usize {
+        self.shared.executor.len()
+    }
+
+    /// Operations in flight, of the hot path and of tasks.
+    pub fn in_flight(&self) -> usize {
+        self.engine(|e| e.in_flight())
+    }
+
+    /// Runs `future` to its end, and tasks beside it. Completions of the hot path that come
+    /// meanwhile are in the next turn's.
+    ///
+    /// # Errors
+    /// Those of [`turn`](Reactor::turn); `Deadlock` if the future waits for something that no
+    /// operation in flight can bring.
+    pub fn block_on<T>(&mut self, future: impl Future<Output = T>) -> io::Result<T> {
+        let mut future = pin!(future);
+        let woken = Arc::new(Flag(AtomicBool::new(true)));
+        let waker = Waker::from(woken.clone());
+        let mut out = Vec::new();
+        let result = loop {
+            if woken.0.swap(false, Ordering::AcqRel)
+                && let Poll::Ready(value) = future.as_mut().poll(&mut Context::from_waker(&waker))
+            {
+                break Ok(value);
+            }
+            let idle = self.in_flight() == 0 && !self.shared.executor.has_ready();
+            let ready = woken.0.load(Ordering::Acquire);
+            if idle && !ready {
+                let text = "block_on: the future waits, but no operation is in flight";
+                break Err(io::Error::new(io::ErrorKind::Deadlock, text));
+            }
+            let wait = if ready { Wait::No } else { Wait::Until(None) };
+            if let Err(e) = self.turn(wait, &mut out) {
+                break Err(e);
+            }
+        };
+        out.append(&mut self.stash);
+        self.stash = out;
+        result
+    }
+}
+
+impl Drop for Reactor {
+    /// Drops the tasks, then the engine, which waits for what is in flight. An [`Io`] that is
+    /// left gets errors from now on.
+    fn drop(&mut self) {
+        self.shared.executor.clear();
+        let engine = self.shared.engine.borrow_mut().take();
+        drop(engine);
+        // Wakers may hold on to what holds on to the slots.
+        let slots = self.shared.slots.take();
+        drop(slots);
+    }
+}
+
+/// The waker of `block_on`.
+struct Flag(AtomicBool);
+
+impl Wake for Flag {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+/// A handle to a thread's reactor for async code on that thread.
+#[derive(Clone)]
+pub struct Io {
+    shared: Rc<Shared>,
+}
+
+impl Io {
+    fn op(&self, op: Op) -> OpFuture<'_> {
+        OpFuture { shared: &self.shared, op, slot: None }
+    }
+
+    /// Reads at most `buf.len()` bytes; 0 is end of file.
+    ///
+    /// # Errors
+    /// What the kernel says; so for all operations here. `BrokenPipe` once the reactor is gone.
+    pub async fn read(&self, file: FileId, offset: u64, buf: Span) -> io::Result<u32> {
+        self.op(Op::Read { file, offset, buf }).await
+    }
+
+    /// Writes at most `buf.len()` bytes.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn write(&self, file: FileId, offset: u64, buf: Span) -> io::Result<u32> {
+        self.op(Op::Write { file, offset, buf }).await
+    }
+
+    /// Reads all of `buf`, however many operations that takes.
+    ///
+    /// # Errors
+    /// What the kernel says; `UnexpectedEof` if the file ends before that.
+    pub async fn read_exact(&self, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
+        let read = |offset, buf| Op::Read { file, offset, buf };
+        self.transfer(offset, buf, read, io::ErrorKind::UnexpectedEof).await
+    }
+
+    /// Writes all of `buf`, however many operations that takes.
+    ///
+    /// # Errors
+    /// What the kernel says; `WriteZero` if it takes nothing and gives no error.
+    pub async fn write_all(&self, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
+        let write = |offset, buf| Op::Write { file, offset, buf };
+        self.transfer(offset, buf, write, io::ErrorKind::WriteZero).await
+    }
+
+    async fn transfer(
+        &self,
+        offset: u64,
+        buf: Span,
+        op: impl Fn(u64, Span) -> Op,
+        no_progress: io::ErrorKind,
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            let rest = buf.slice(done, buf.len() - done);
+            match self.op(op(offset.saturating_add(done as u64), rest)).await {
+                Ok(0) => return Err(no_progress.into()),
+                Ok(n) => done += (n as usize).min(rest.len()),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// See [`Op::Sync`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn sync(&self, file: FileId) -> io::Result<()> {
+        self.op(Op::Sync { file }).await.map(drop)
+    }
+
+    /// See [`Op::PunchHole`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn punch_hole(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
+        self.op(Op::PunchHole { file, offset, len }).await.map(drop)
+    }
+
+    /// See [`Op::ZeroRange`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn zero_range(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
+        self.op(Op::ZeroRange { file, offset, len }).await.map(drop)
+    }
+
+    /// See [`Op::Discard`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn discard(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
+        self.op(Op::Discard { file, offset, len }).await.map(drop)
+    }
+
+    /// Waits until `fd` has something to read, has hung up or is in error. It must stay open
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn readable(&self, fd: i32) -> io::Result<()> {
+        self.op(Op::Readable { fd }).await.map(drop)
+    }
+
+    /// Waits for `after`.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn sleep(&self, after: Duration) -> io::Result<()> {
+        self.op(Op::Timer { after }).await.map(drop)
+    }
+
+    /// Adds a task; see [`Reactor::spawn`].
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        self.shared.executor.spawn(future);
+    }
+}
+
+/// One operation: pushed when it is polled first.
+struct OpFuture<'a> {
+    shared: &'a Shared,
+    op: Op,
+    /// Taken by the operation in flight.
+    slot: Option<u32>,
+}
+
+impl OpFuture<'_> {
+    fn start(&mut self, waker: &Waker) -> io::Result<()> {
+        let mut engine = self.shared.engine.borrow_mut();
+        let Some(engine) = engine.as_mut() else {
+            let text = "the reactor of this handle is gone";
+            return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
+        };
+        let slot = self.shared.slots.borrow_mut().take(waker.clone());
+        engine.push(TASK_BIT | u64::from(slot), self.op);
+        self.slot = Some(slot);
+        Ok(())
+    }
+}
+
+impl Future for OpFuture<'_> {
+    type Output = io::Result<u32>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(i) = self.slot else {
+            return match self.start(cx.waker()) {
+                Ok(()) => Poll::Pending,
+                Err(e) => Poll::Ready(Err(e)),
+            };
+        };
+        let mut slots = self.shared.slots.borrow_mut();
+        match slots.slots.get_mut(i as usize) {
+            Some(Slot::Done(raw)) => {
+                let done = Completion { token: 0, raw: *raw };
+                slots.release(i);
+                drop(slots);
+                self.slot = None;
+                Poll::Ready(done.result())
+            }
+            Some(Slot::InFlight(waker)) => {
+                waker.clone_from(cx.waker());
+                Poll::Pending
+            }
+            _ => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+        }
+    }
+}
+
+impl Drop for OpFuture<'_> {
+    fn drop(&mut self) {
+        let Some(i) = self.slot else { return };
+        let mut slots = self.shared.slots.borrow_mut();
+        match slots.slots.get_mut(i as usize) {
+            Some(Slot::Done(_)) => slots.release(i),
+            Some(slot @ Slot::InFlight(_)) => {
+                let waker = std::mem::replace(slot, Slot::Abandoned);
+                drop(slots);
+                drop(waker);
+                if matches!(self.op, Op::Readable { .. } | Op::Timer { .. })
+                    && let Some(engine) = self.shared.engine.borrow_mut().as_mut()
+                {
+                    engine.cancel(TASK_BIT | u64::from(i));
+                }
+            }
+            _ => {}
+        }
+    }
+}

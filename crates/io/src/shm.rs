@@ -1,0 +1,247 @@
+//! Memory that outlives the process: a file on tmpfs, mapped shared.
+//!
+//! What a process stored is there for the one that opens the file after it, however the first
+//! one ended (blkif.md 3.9: the in-flight table). Loads acquire and stores release, so what was
+//! written before a store is seen by whoever loads its value. Offsets are bytes from the start.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::volatile;
+
+/// A shared mapping of a whole file.
+///
+/// The file must not be made shorter while it is mapped: the missing pages would be a SIGBUS. It
+/// is created with mode 0600 so that only its owner can.
+pub struct Shm {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to this object alone, and all access is atomic or volatile.
+unsafe impl Send for Shm {}
+// SAFETY: as above; no method makes a reference to plain bytes of it.
+unsafe impl Sync for Shm {}
+
+impl Shm {
+    /// Creates the file with `bytes` zeros, or empties the one that is there and makes it so.
+    /// Whoever has the old one mapped must have ended.
+    ///
+    /// # Errors
+    /// Those of `open`, `fallocate` (`StorageFull`: the tmpfs is full, and this is where it shows,
+    /// not as a SIGBUS later) and `mmap`; `InvalidInput` for 0 bytes.
+    pub fn create(path: impl AsRef<Path>, bytes: usize) -> io::Result<Shm> {
+        if bytes == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "shared memory of 0 bytes"));
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path)?;
+        file.set_permissions(PermissionsExt::from_mode(0o600))?;
+        file.set_len(bytes as u64)?;
+        Self::map(&file, bytes)
+    }
+
+    /// Maps a file that [`create`](Shm::create) made, as long as it is.
+    ///
+    /// # Errors
+    /// Those of `open` and `mmap`; `InvalidData` for what is no regular file or has no bytes.
+    pub fn open(path: impl AsRef<Path>) -> io::Result<Shm> {
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+        let meta = file.metadata()?;
+        let bytes = usize::try_from(meta.len()).unwrap_or(0);
+        if !meta.is_file() || bytes == 0 {
+            let text = "not a shared memory file: it is no regular file or has no bytes";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        Self::map(&file, bytes)
+    }
+
+    fn map(file: &File, bytes: usize) -> io::Result<Shm> {
+        // All pages exist from now on: a full tmpfs is an error here.
+        fallocate(file, FallocateFlags::empty(), 0, bytes as u64)?;
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe { mmap(ptr::null_mut(), bytes, prot, MapFlags::SHARED, file, 0) }?;
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Shm { base, len: bytes })
+    }
+
+    /// Bytes.
+    #[expect(clippy::len_without_is_empty, reason = "shared memory is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The address of `len` bytes at `offset`, which must be a multiple of `align`.
+    fn at(&self, offset: usize, len: usize, align: usize) -> *mut u8 {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(inside, "bytes {offset}..+{len} of shared memory of {}", self.len);
+        assert!(offset.is_multiple_of(align), "offset {offset} is no multiple of {align}");
+        // SAFETY: offset + len is inside the mapping.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    fn u32_at(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: `at` checked bounds; the base is page aligned, so the address is as aligned as
+        // the offset; the mapping lives as long as `self`, and Rust code here only ever uses
+        // atomics and volatile copies on it.
+        unsafe { AtomicU32::from_ptr(self.at(offset, 4, 4).cast()) }
+    }
+
+    fn u64_at(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: as in `u32_at`.
+        unsafe { AtomicU64::from_ptr(self.at(offset, 8, 8).cast()) }
+    }
+
+    /// Loads with acquire ordering.
+    ///
+    /// # Panics
+    /// If `offset` is outside or no multiple of 4.
+    pub fn load_u32(&self, offset: usize) -> u32 {
+        self.u32_at(offset).load(Ordering::Acquire)
+    }
+
+    /// Stores with release ordering.
+    ///
+    /// # Panics
+    /// If `offset` is outside or no multiple of 4.
+    pub fn store_u32(&self, offset: usize, value: u32) {
+        self.u32_at(offset).store(value, Ordering::Release);
+    }
+
+    /// Loads with acquire ordering.
+    ///
+    /// # Panics
+    /// If `offset` is outside or no multiple of 8.
+    pub fn load_u64(&self, offset: usize) -> u64 {
+        self.u64_at(offset).load(Ordering::Acquire)
+    }
+
+    /// Stores with release ordering.
+    ///
+    /// # Panics
+    /// If `offset` is outside or no multiple of 8.
+    pub fn store_u64(&self, offset: usize, value: u64) {
+        self.u64_at(offset).store(value, Ordering::Release);
+    }
+
+    /// Copies `from` to `offset`; not atomic as a whole.
+    ///
+    /// # Panics
+    /// If that is outside.
+    pub fn copy_in(&self, offset: usize, from: &[u8]) {
+        // SAFETY: `at` checked that the range is mapped; `from` is no part of the mapping, to
+        // which no reference exists.
+        unsafe { volatile::copy_in(self.at(offset, from.len(), 1), from) }
+    }
+
+    /// Copies from `offset` into `to`; not atomic as a whole.
+    ///
+    /// # Panics
+    /// If that is outside.
+    pub fn copy_out(&self, offset: usize, to: &mut [u8]) {
+        // SAFETY: as in `copy_in`.
+        unsafe { volatile::copy_out(self.at(offset, to.len(), 1), to) }
+    }
+}
+
+impl Drop for Shm {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping; nothing borrowed from it outlives `self`.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+impl fmt::Debug for Shm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shm").field("len", &self.len).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_stored_is_there_after_the_mapping_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        let shm = Shm::create(&path, 5000).unwrap();
+        shm.store_u32(4996, 7);
+        shm.store_u64(8, u64::MAX - 1);
+        shm.copy_in(101, b"in flight");
+        drop(shm);
+        let shm = Shm::open(&path).unwrap();
+        assert_eq!((shm.len(), shm.load_u32(4996), shm.load_u64(8)), (5000, 7, u64::MAX - 1));
+        let mut text = [0u8; 9];
+        shm.copy_out(101, &mut text);
+        assert_eq!(&text, b"in flight");
+    }
+
+    #[test]
+    fn two_mappings_see_each_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        let one = Shm::create(&path, 4096).unwrap();
+        let two = Shm::open(&path).unwrap();
+        one.store_u32(0, 1);
+        assert_eq!(two.load_u32(0), 1);
+    }
+
+    #[test]
+    fn create_leaves_nothing_of_an_older_file_and_only_its_owner_may_open_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        std::fs::write(&path, vec![0xAAu8; 10_000]).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
+        let shm = Shm::create(&path, 4096).unwrap();
+        let mut bytes = [1u8; 4096];
+        shm.copy_out(0, &mut bytes);
+        assert!(bytes.iter().all(|b| *b == 0));
+        let meta = std::fs::metadata(&path).unwrap();
+        assert_eq!((meta.len(), meta.permissions().mode() & 0o777), (4096, 0o600));
+    }
+
+    #[test]
+    fn what_is_no_table_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        assert_eq!(Shm::open(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(Shm::create(&path, 0).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        assert!(!path.exists());
+        std::fs::write(&path, b"").unwrap();
+        assert_eq!(Shm::open(&path).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert!(Shm::open(&link).is_err() && Shm::create(&link, 64).is_err());
+    }
+
+    #[test]
+    fn accesses_outside_or_unaligned_panic() {
+        let dir = tempfile::tempdir().unwrap();
+        let shm = Shm::create(dir.path().join("table"), 4096).unwrap();
+        let panics = |f: &dyn Fn()| {
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).unwrap_err();
+        };
+        panics(&|| assert_eq!(shm.load_u32(4096), 0));
+        panics(&|| assert_eq!(shm.load_u32(2), 0));
+        panics(&|| assert_eq!(shm.load_u64(4), 0));
+        panics(&|| shm.store_u64(usize::MAX, 0));
+        panics(&|| shm.copy_in(4090, &[0; 7]));
+    }
+}

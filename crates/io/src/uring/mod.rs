@@ -1,0 +1,610 @@
+//! The engine on io_uring, Linux 5.11 and newer.
+//!
+//! * The ring is set up disabled and enabled by the first call that enters the kernel, so an
+//!   engine may be built on one thread and used on another. From then on it belongs to that
+//!   thread (`SINGLE_ISSUER`), which must also drop it.
+//! * The arena is registered as fixed buffers, which pins all of it, and files are registered in
+//!   a table: a transfer then looks up neither pages nor descriptors. Where the kernel or the
+//!   memlock limit does not allow one of them, the engine works without; see [`UringFeatures`].
+//! * What the kernel is given to read (the time of a timer) is in memory of the engine; it reads
+//!   it while it takes the entry from the queue (`IORING_FEAT_SUBMIT_STABLE`).
+//! * Dropping the engine performs what was submitted, calls off what waits, and returns when the
+//!   kernel is done with the arena and the files.
+
+mod offload;
+mod setup;
+mod table;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use io_uring::types::{Fd, Fixed, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::{EnterFlags, IoUring, opcode, squeue};
+
+use crate::arena::{Arena, Span};
+use crate::clock::{Clock, SystemClock};
+use crate::engine::{Completion, Engine, FileId, Op, Token};
+use offload::{Call, Job, Offload};
+pub use setup::{SetupError, UringFeatures, probe};
+use table::{Kind, Table};
+
+/// Places in the table of fixed files; further files are used by descriptor.
+const FIXED_FILES: u32 = 64;
+
+/// The kernel registers buffers of at most this size, in bytes.
+const BUFFER_BYTES: usize = 1 << 30;
+
+/// `user_data` of entries that are not in the table: the watch on the helper thread's eventfd,
+const WATCH: u64 = u64::MAX;
+/// and cancellations.
+const CANCEL: u64 = u64::MAX - 1;
+
+/// The longest time that is asked of the kernel, in seconds: far below where it would overflow.
+const MAX_TIME_S: u64 = 1 << 32;
+
+/// How long to leave a kernel alone that is short of memory, in nanoseconds.
+const SHORTAGE_NS: u64 = 1_000_000;
+
+/// An entry of the submission queue before it is one.
+#[derive(Clone, Copy, Debug)]
+enum Sqe {
+    Op { index: u32, op: Op },
+    Cancel { target: u64 },
+    Watch,
+}
+
+struct File {
+    fd: Arc<OwnedFd>,
+    fixed: bool,
+}
+
+/// The engine on io_uring; see the module text.
+pub struct Uring {
+    ring: IoUring,
+    features: UringFeatures,
+    enabled: bool,
+    files: Vec<File>,
+    table: Table,
+    /// Entries given to the ring (the kernel may not have looked yet) without a completion.
+    pending: usize,
+    /// Entries given to the ring, ever; wraps.
+    queued: u32,
+    /// The times of timers, by place in the submission queue: a place is used again only after
+    /// the kernel has taken the entry, and with it has read the time.
+    times: Box<[Timespec]>,
+    /// What did not fit into the submission queue while the kernel took nothing.
+    spill: VecDeque<Sqe>,
+    /// Completions that were taken from the ring to make room, or never got there.
+    backlog: Vec<Completion>,
+    /// Started by the first operation that needs it.
+    offload: Option<Offload>,
+    /// Last, so that it is unmapped after the ring is gone.
+    arena: Arc<Arena>,
+}
+
+/// Builds the entry for a file that is fixed or not, which are different types.
+macro_rules! on_file {
+    ($file:expr, |$fd:ident| $op:expr) => {
+        match $file {
+            Target::Fixed($fd) => $op.build(),
+            Target::Plain($fd) => $op.build(),
+        }
+    };
+}
+
+enum Target {
+    Fixed(Fixed),
+    Plain(Fd),
+}
+
+fn timespec(t: Duration) -> Timespec {
+    Timespec::new().sec(t.as_secs().min(MAX_TIME_S)).nsec(t.subsec_nanos())
+}
+
+fn errno_of(e: &io::Error) -> i32 {
+    e.raw_os_error().unwrap_or(libc::EIO)
+}
+
+impl Uring {
+    /// A ring of `entries` (a power of two, or it is rounded up; the kernel's maximum is kept)
+    /// whose operations use the memory of `arena`. More operations than that may be in flight.
+    ///
+    /// # Errors
+    /// A [`SetupError`] inside, if this kernel has no usable io_uring.
+    pub fn new(arena: Arc<Arena>, entries: u32) -> io::Result<Uring> {
+        let (ring, features) = setup::build(entries)?;
+        let times = vec![Timespec::new(); features.sq_entries as usize].into();
+        let mut uring = Uring {
+            ring,
+            features,
+            enabled: false,
+            files: Vec::new(),
+            table: Table::default(),
+            pending: 0,
+            queued: 0,
+            times,
+            spill: VecDeque::new(),
+            backlog: Vec::new(),
+            offload: None,
+            arena,
+        };
+        uring.register_buffers();
+        uring.register_files();
+        Ok(uring)
+    }
+
+    fn register_buffers(&mut self) {
+        let starts = (0..self.arena.len()).step_by(BUFFER_BYTES);
+        let iovecs: Vec<libc::iovec> = starts
+            .map(|start| {
+                let len = BUFFER_BYTES.min(self.arena.len() - start);
+                let base = self.arena.ptr(self.arena.span(start, len));
+                libc::iovec { iov_base: base.as_ptr().cast(), iov_len: len }
+            })
+            .collect();
+        // SAFETY: the memory is the arena's, which is dropped after the ring (and its pages are
+        // pinned for as long as they are registered).
+        match unsafe { self.ring.submitter().register_buffers(&iovecs) } {
+            Ok(()) => self.features.fixed_buffers = true,
+            Err(e) => self.features.fixed_buffers_errno = Some(errno_of(&e)),
+        }
+    }
+
+    fn register_files(&mut self) {
+        let submitter = self.ring.submitter();
+        let registered = match submitter.register_files_sparse(FIXED_FILES) {
+            Ok(()) => true,
+            // Before Linux 5.19 an empty place is a descriptor of -1.
+            Err(_) => submitter.register_files(&[-1; FIXED_FILES as usize]).is_ok(),
+        };
+        self.features.fixed_files = if registered { FIXED_FILES } else { 0 };
+    }
+
+    /// What the kernel gave.
+    pub fn features(&self) -> UringFeatures {
+        self.features.clone()
+    }
+
+    /// Binds the ring to this thread, once.
+    fn enable(&mut self) -> io::Result<()> {
+        if !self.enabled {
+            self.ring.submitter().register_enable_rings()?;
+            self.enabled = true;
+        }
+        Ok(())
+    }
+
+    fn target(&self, file: FileId) -> Result<Target, i32> {
+        let f = self.files.get(file.0 as usize).ok_or(libc::EBADF)?;
+        let plain = || Target::Plain(Fd(f.fd.as_raw_fd()));
+        Ok(if f.fixed { Target::Fixed(Fixed(file.0)) } else { plain() })
+    }
+
+    /// The registered buffer that the span is in, if it is in one.
+    fn buffer_index(&self, buf: Span) -> Option<u16> {
+        if !self.features.fixed_buffers || buf.is_empty() {
+            return None;
+        }
+        let first = buf.offset() / BUFFER_BYTES;
+        let last = (buf.offset() + buf.len() - 1) / BUFFER_BYTES;
+        // An arena has at most 4 buffers.
+        (first == last).then_some(first as u16)
+    }
+
+    /// An offset that the kernel takes for one: -1 would be the file's own position.
+    fn offset(offset: u64) -> Result<u64, i32> {
+        i64::try_from(offset).map(|_| offset).map_err(|_| libc::EINVAL)
+    }
+
+    /// The entry for an operation, or the errno of what is wrong with it.
+    fn entry(&mut self, op: Op) -> Result<squeue::Entry, i32> {
+        Ok(match op {
+            Op::Read { file, offset, buf } => {
+                let (file, at) = (self.target(file)?, Self::offset(offset)?);
+                let ptr = self.arena.checked_ptr(buf).ok_or(libc::EFAULT)?.as_ptr();
+                let len = buf.len() as u32;
+                match self.buffer_index(buf) {
+                    Some(i) => {
+                        on_file!(file, |fd| opcode::ReadFixed::new(fd, ptr, len, i).offset(at))
+                    }
+                    None => on_file!(file, |fd| opcode::Read::new(fd, ptr, len).offset(at)),
+                }
+            }
+            Op::Write { file, offset, buf } => {
+                let (file, at) = (self.target(file)?, Self::offset(offset)?);
+                let ptr = self.arena.checked_ptr(buf).ok_or(libc::EFAULT)?.as_ptr();
+                let len = buf.len() as u32;
+                match self.buffer_index(buf) {
+                    Some(i) => {
+                        on_file!(file, |fd| opcode::WriteFixed::new(fd, ptr, len, i).offset(at))
+                    }
+                    None => on_file!(file, |fd| opcode::Write::new(fd, ptr, len).offset(at)),
+                }
+            }
+            Op::Sync { file } => {
+                let flags = FsyncFlags::DATASYNC;
+                on_file!(self.target(file)?, |fd| opcode::Fsync::new(fd).flags(flags))
+            }
+            Op::PunchHole { file, offset, len } => {
+                self.fallocate(file, offset, len, libc::FALLOC_FL_PUNCH_HOLE)?
+            }
+            Op::ZeroRange { file, offset, len } => {
+                self.fallocate(file, offset, len, libc::FALLOC_FL_ZERO_RANGE)?
+            }
+            Op::Readable { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build(),
+            Op::Timer { after } => {
+                let time =
+                    &mut self.times[self.queued as usize % self.features.sq_entries as usize];
+                *time = timespec(after);
+                opcode::Timeout::new(time).build()
+            }
+            // `push` gives it to the helper thread.
+            Op::Discard { .. } => return Err(libc::EINVAL),
+        })
+    }
+
+    fn fallocate(&self, file: FileId, at: u64, len: u64, mode: i32) -> Result<squeue::Entry, i32> {
+        let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
+        let (file, at, len) = (self.target(file)?, Self::offset(at)?, Self::offset(len)?);
+        Ok(on_file!(file, |fd| opcode::Fallocate::new(fd, len).offset(at).mode(mode)))
+    }
+
+    fn is_full(&mut self) -> bool {
+        self.ring.submission().is_full()
+    }
+
+    /// Puts an entry into the submission queue, after those that spilled over.
+    fn queue(&mut self, sqe: Sqe) {
+        if !self.spill.is_empty() || self.is_full() {
+            if let Err(e) = self.submit() {
+                // The caller's own submit will fail the same way.
+                tracing::debug!("submitting a full queue: {e}");
+            }
+            if !self.spill.is_empty() || self.is_full() {
+                self.spill.push_back(sqe);
+                return;
+            }
+        }
+        self.put(sqe);
+    }
+
+    /// Puts an entry into the submission queue, which has room.
+    fn put(&mut self, sqe: Sqe) {
+        let entry = match sqe {
+            Sqe::Op { index, op } => match self.entry(op) {
+                Ok(entry) => entry.user_data(u64::from(index)),
+                Err(errno) => return self.fail(u64::from(index), errno),
+            },
+            Sqe::Cancel { target } => opcode::AsyncCancel::new(target).build().user_data(CANCEL),
+            Sqe::Watch => match &self.offload {
+                Some(offload) => opcode::PollAdd::new(Fd(offload.wake_fd()), libc::POLLIN as u32)
+                    .build()
+                    .user_data(WATCH),
+                None => return,
+            },
+        };
+        // SAFETY: data is in the arena, which `drop` keeps until the operation has ended; times
+        // are in self.times, see there; nothing else is pointed to.
+        match unsafe { self.ring.submission().push(&entry) } {
+            Ok(()) => {
+                self.queued = self.queued.wrapping_add(1);
+                self.pending += 1;
+            }
+            Err(_) => self.spill.push_front(sqe),
+        }
+    }
+
+    /// Completes an operation that never gets to the kernel.
+    fn fail(&mut self, index: u64, errno: i32) {
+        if let Some((token, _)) = self.table.remove(index) {
+            self.backlog.push(Completion { token, raw: -errno });
+        }
+    }
+
+    /// Moves what spilled over into the submission queue, as far as it fits.
+    fn unspill(&mut self) {
+        while !self.spill.is_empty() && !self.is_full() {
+            if let Some(sqe) = self.spill.pop_front() {
+                self.put(sqe);
+            }
+        }
+    }
+
+    fn offload(&mut self, index: u32, file: FileId, call: Call) {
+        let Some(file) = self.files.get(file.0 as usize).map(|f| f.fd.clone()) else {
+            return self.fail(u64::from(index), libc::EBADF);
+        };
+        if self.offload.is_none() {
+            match Offload::start() {
+                Ok(offload) => self.offload = Some(offload),
+                Err(e) => return self.fail(u64::from(index), errno_of(&e)),
+            }
+        }
+        if let Some(offload) = self.offload.as_mut() {
+            offload.give(Job { index, file, call });
+            self.watch();
+        }
+    }
+
+    /// Watches the helper thread if there is something to come from it.
+    fn watch(&mut self) {
+        if let Some(offload) = self.offload.as_mut()
+            && offload.outstanding > 0
+            && !offload.watched
+        {
+            offload.watched = true;
+            self.queue(Sqe::Watch);
+        }
+    }
+
+    /// Whether completions wait in the ring.
+    fn has_completions(&mut self) -> bool {
+        !self.ring.completion().is_empty()
+    }
+
+    /// Takes the ring's completions. Returns whether there was any, of whatever kind.
+    fn collect(&mut self, out: &mut Vec<Completion>) -> bool {
+        let mut watch_ended = false;
+        let mut seen = 0;
+        for cqe in self.ring.completion() {
+            seen += 1;
+            match cqe.user_data() {
+                CANCEL => {}
+                WATCH => watch_ended = true,
+                index => match self.table.remove(index) {
+                    Some((token, kind)) => {
+                        out.push(Completion { token, raw: meaning(kind, cqe.result()) });
+                    }
+                    None => tracing::error!(index, "the kernel completed what was not asked for"),
+                },
+            }
+        }
+        self.pending -= seen;
+        if watch_ended {
+            self.take_offloaded(out);
+        }
+        seen > 0
+    }
+
+    fn take_offloaded(&mut self, out: &mut Vec<Completion>) {
+        let Some(offload) = self.offload.as_mut() else { return };
+        offload.watched = false;
+        for (index, raw) in offload.take() {
+            if let Some((token, _)) = self.table.remove(u64::from(index)) {
+                out.push(Completion { token, raw });
+            }
+        }
+        self.watch();
+    }
+
+    /// Makes room in the completion queue. Returns whether there was something in it.
+    fn make_room(&mut self) -> bool {
+        let mut backlog = std::mem::take(&mut self.backlog);
+        let any = self.collect(&mut backlog);
+        // `collect` itself may have put something there.
+        backlog.append(&mut self.backlog);
+        self.backlog = backlog;
+        any
+    }
+
+    /// Enters the kernel: submits what is queued and waits for `want` completions at most
+    /// `timeout`. Returns whether the kernel can take more now (false: it is short of memory).
+    fn enter(&mut self, want: usize, timeout: Option<Duration>) -> io::Result<bool> {
+        let entered = match timeout {
+            Some(t) => {
+                let time = timespec(t);
+                self.ring.submitter().submit_with_args(want, &SubmitArgs::new().timespec(&time))
+            }
+            None => self.ring.submitter().submit_and_wait(want),
+        };
+        match entered.map_err(|e| (errno_of(&e), e)) {
+            Ok(_) | Err((libc::ETIME | libc::EINTR, _)) => Ok(true),
+            Err((libc::EAGAIN | libc::EBUSY, _)) => Ok(false),
+            Err((_, e)) => Err(e),
+        }
+    }
+
+    /// Lets the kernel finish something, without giving it more: at most [`SHORTAGE_NS`].
+    fn relieve(&mut self) -> io::Result<()> {
+        let time = timespec(Duration::from_nanos(SHORTAGE_NS));
+        let args = SubmitArgs::new().timespec(&time);
+        let flags = EnterFlags::GETEVENTS | EnterFlags::EXT_ARG;
+        // SAFETY: the argument is what EXT_ARG says it is, and outlives the call.
+        match unsafe { self.ring.submitter().enter(0, 1, flags.bits(), Some(&args)) } {
+            Ok(_) => Ok(()),
+            Err(e) => match errno_of(&e) {
+                libc::ETIME | libc::EINTR | libc::EAGAIN | libc::EBUSY => Ok(()),
+                _ => Err(e),
+            },
+        }
+    }
+
+    /// Waits until there is a completion or `deadline_ns` of the monotonic clock is over.
+    fn wait_until(&mut self, deadline_ns: Option<u64>) -> io::Result<()> {
+        loop {
+            self.unspill();
+            let left_ns = deadline_ns.map(|d| d.saturating_sub(SystemClock.now_ns()));
+            let can_take = self.enter(1, left_ns.map(Duration::from_nanos))?;
+            if self.has_completions() || !self.backlog.is_empty() {
+                return Ok(());
+            }
+            if !can_take {
+                self.relieve()?;
+            }
+            // A signal ends the kernel's wait as well, so only the clock tells.
+            if deadline_ns.is_some_and(|d| SystemClock.now_ns() >= d) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Calls off what waits and sees everything else to its end.
+    fn finish(&mut self) -> io::Result<()> {
+        let waits: Vec<u64> = self.table.waits().map(|(index, _)| index).collect();
+        for target in waits {
+            self.queue(Sqe::Cancel { target });
+        }
+        if self.offload.as_ref().is_some_and(|o| o.watched) {
+            self.queue(Sqe::Cancel { target: WATCH });
+        }
+        while self.pending > 0 || !self.spill.is_empty() {
+            if self.has_completions() {
+                self.make_room();
+            } else {
+                self.backlog.clear();
+                self.wait_until(None)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the kernel's result means to callers: waiting has no count, and a time that is over is
+/// no error.
+fn meaning(kind: Kind, result: i32) -> i32 {
+    match kind {
+        Kind::Poll if result > 0 => 0,
+        Kind::Timer if result == -libc::ETIME => 0,
+        _ => result,
+    }
+}
+
+impl Engine for Uring {
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    /// Registers the file in the ring's table where there is room. The ring then holds the open
+    /// file itself, and with it a lock taken by `flock`, until the ring is gone, and the kernel
+    /// keeps a ring until its last operation has ended: of a process that was killed, too. So
+    /// whoever gets the lock knows that nothing of an earlier process is still being written.
+    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
+        let id = u32::try_from(self.files.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let fixed = id < self.features.fixed_files
+            && match self.ring.submitter().register_files_update(id, &[file.as_raw_fd()]) {
+                Ok(_) => true,
+                Err(e) => {
+                    tracing::debug!("file {id} is not registered with the ring: {e}");
+                    false
+                }
+            };
+        self.files.push(File { fd: file, fixed });
+        Ok(FileId(id))
+    }
+
+    fn push(&mut self, token: Token, op: Op) {
+        let kind = match op {
+            Op::Discard { .. } => Kind::Offloaded,
+            Op::Readable { .. } => Kind::Poll,
+            Op::Timer { .. } => Kind::Timer,
+            _ => Kind::Data,
+        };
+        let index = self.table.insert(token, kind);
+        match op {
+            Op::Discard { file, offset, len } => {
+                self.offload(index, file, Call::Discard { offset, len });
+            }
+            op => self.queue(Sqe::Op { index, op }),
+        }
+    }
+
+    fn cancel(&mut self, token: Token) {
+        let waits = self.table.waits();
+        let targets: Vec<u64> = waits.filter(|(_, t)| *t == token).map(|(i, _)| i).collect();
+        for target in targets {
+            self.queue(Sqe::Cancel { target });
+        }
+    }
+
+    fn submit(&mut self) -> io::Result<()> {
+        self.enable()?;
+        loop {
+            self.unspill();
+            let (queued, overflow, due) = {
+                let sq = self.ring.submission();
+                (sq.len(), sq.cq_overflow(), sq.taskrun())
+            };
+            if overflow {
+                self.make_room();
+            }
+            if queued == 0 && !due && !overflow {
+                return Ok(());
+            }
+            let can_take = self.enter(0, None)?;
+            let left = self.ring.submission().len();
+            // Short of memory, and nothing to free some: what is left waits for the next call.
+            if !can_take && left == queued && !self.make_room() {
+                return Ok(());
+            }
+            if left == 0 && self.spill.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.enable()?;
+        let idle = self.in_flight() == 0 && timeout.is_none();
+        if idle || timeout == Some(Duration::ZERO) || !self.backlog.is_empty() {
+            return self.submit();
+        }
+        if self.has_completions() {
+            return self.submit();
+        }
+        let max_ns = MAX_TIME_S * 1_000_000_000;
+        let deadline = timeout.map(|t| {
+            let ns = u64::try_from(t.as_nanos()).unwrap_or(max_ns).min(max_ns);
+            SystemClock.now_ns().saturating_add(ns)
+        });
+        self.wait_until(deadline)
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        out.append(&mut self.backlog);
+        self.collect(out);
+        // What did not fit into the completion queue comes when the kernel is entered.
+        while self.enabled && self.ring.submission().cq_overflow() {
+            if self.relieve().is_err() || !self.collect(out) {
+                break;
+            }
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.table.len() + self.backlog.len()
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        // Before the ring was enabled, the kernel has taken nothing.
+        if self.enabled
+            && let Err(e) = self.finish()
+        {
+            // Not on its thread, for one. The kernel may go on using the memory, so it stays.
+            tracing::error!("io_uring dropped with operations in flight, memory is kept: {e}");
+            std::mem::forget(self.arena.clone());
+            return;
+        }
+        // Waits for the helper thread.
+        self.offload = None;
+        // A ring is taken down in the background after it was closed. Done here, the memory is
+        // unpinned, and the files (and so their locks) are let go, before this returns.
+        let submitter = self.ring.submitter();
+        let _ = submitter.unregister_buffers();
+        let _ = submitter.unregister_files();
+    }
+}
+
+impl fmt::Debug for Uring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Uring")
+            .field("features", &self.features)
+            .field("in_flight", &self.in_flight())
+            .finish()
+    }
+}

@@ -1,0 +1,68 @@
+//! The operations that an engine has taken and not given back.
+
+use crate::engine::Token;
+
+/// What the engine has to know of an operation besides its token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The kernel moves data or changes a file.
+    Data,
+    /// It waits for a descriptor, and can be cancelled.
+    Poll,
+    /// It waits for a time, and can be cancelled.
+    Timer,
+    /// The helper thread runs it.
+    Offloaded,
+}
+
+#[derive(Clone, Copy)]
+struct Entry {
+    token: Token,
+    /// `None`: the entry is free.
+    kind: Option<Kind>,
+}
+
+/// A table with an entry for each operation. The index of the entry is what the kernel gives back
+/// (`user_data`), so that callers may use any token, and a bogus index does no harm.
+#[derive(Default)]
+pub(super) struct Table {
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+}
+
+impl Table {
+    pub(super) fn insert(&mut self, token: Token, kind: Kind) -> u32 {
+        let entry = Entry { token, kind: Some(kind) };
+        match self.free.pop() {
+            Some(i) => {
+                self.entries[i as usize] = entry;
+                i
+            }
+            None => {
+                self.entries.push(entry);
+                // An entry for each living operation: memory ends before 32 bits do.
+                (self.entries.len() - 1) as u32
+            }
+        }
+    }
+
+    pub(super) fn remove(&mut self, index: u64) -> Option<(Token, Kind)> {
+        let entry = self.entries.get_mut(usize::try_from(index).ok()?)?;
+        let kind = entry.kind.take()?;
+        // It was inserted with an index of 32 bits.
+        self.free.push(index as u32);
+        Some((entry.token, kind))
+    }
+
+    /// Operations in the table.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len() - self.free.len()
+    }
+
+    /// The indices of what waits (and so can be cancelled), with their tokens.
+    pub(super) fn waits(&self) -> impl Iterator<Item = (u64, Token)> + '_ {
+        let waits = |e: &Entry| matches!(e.kind, Some(Kind::Poll | Kind::Timer));
+        let indexed = self.entries.iter().enumerate();
+        indexed.filter(move |(_, e)| waits(e)).map(|(i, e)| (i as u64, e.token))
+    }
+}

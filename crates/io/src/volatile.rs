@@ -1,0 +1,88 @@
+//! Copies to and from memory that others may change meanwhile: the kernel, a hypervisor, another
+//! process. Volatile, so that the compiler assumes nothing about the bytes and reads or writes
+//! each exactly once (XSA-155); by words where the address allows.
+
+const WORD: usize = size_of::<u64>();
+
+/// Bytes before the first word boundary, and how many whole words follow.
+fn split(at: *const u8, len: usize) -> (usize, usize) {
+    let head = at.align_offset(WORD).min(len);
+    (head, (len - head) / WORD)
+}
+
+/// Copies `to.len()` bytes from `from`.
+///
+/// # Safety
+/// `from` must be mapped readable memory of that length, and must not overlap `to`.
+pub(crate) unsafe fn copy_out(from: *const u8, to: &mut [u8]) {
+    let (head, words) = split(from, to.len());
+    let (first, rest) = to.split_at_mut(head);
+    // SAFETY: every access below is inside from..from+to.len(); words are aligned by `split`.
+    unsafe {
+        bytes_out(from, first);
+        let from = from.add(head);
+        let mut chunks = rest.chunks_exact_mut(WORD);
+        for (i, chunk) in chunks.by_ref().enumerate() {
+            chunk.copy_from_slice(&from.cast::<u64>().add(i).read_volatile().to_ne_bytes());
+        }
+        bytes_out(from.add(words * WORD), chunks.into_remainder());
+    }
+}
+
+/// Copies `from` to `to`.
+///
+/// # Safety
+/// `to` must be mapped writable memory of `from.len()` bytes, and must not overlap `from`.
+pub(crate) unsafe fn copy_in(to: *mut u8, from: &[u8]) {
+    let (head, words) = split(to, from.len());
+    let (first, rest) = from.split_at(head);
+    // SAFETY: every access below is inside to..to+from.len(); words are aligned by `split`.
+    unsafe {
+        bytes_in(to, first);
+        let to = to.add(head);
+        let mut chunks = rest.chunks_exact(WORD);
+        for (i, chunk) in chunks.by_ref().enumerate() {
+            let mut word = [0u8; WORD];
+            word.copy_from_slice(chunk);
+            to.cast::<u64>().add(i).write_volatile(u64::from_ne_bytes(word));
+        }
+        bytes_in(to.add(words * WORD), chunks.remainder());
+    }
+}
+
+/// Sets `len` bytes from `to` on.
+///
+/// # Safety
+/// `to` must be mapped writable memory of that length.
+pub(crate) unsafe fn fill(to: *mut u8, len: usize, byte: u8) {
+    let (head, words) = split(to, len);
+    let word = u64::from_ne_bytes([byte; WORD]);
+    // SAFETY: every access below is inside to..to+len; words are aligned by `split`.
+    unsafe {
+        for i in (0..head).chain(head + words * WORD..len) {
+            to.add(i).write_volatile(byte);
+        }
+        let middle = to.add(head).cast::<u64>();
+        for i in 0..words {
+            middle.add(i).write_volatile(word);
+        }
+    }
+}
+
+/// # Safety
+/// As [`copy_out`].
+unsafe fn bytes_out(from: *const u8, to: &mut [u8]) {
+    for (i, byte) in to.iter_mut().enumerate() {
+        // SAFETY: i is below the length that the caller vouches for.
+        *byte = unsafe { from.add(i).read_volatile() };
+    }
+}
+
+/// # Safety
+/// As [`copy_in`].
+unsafe fn bytes_in(to: *mut u8, from: &[u8]) {
+    for (i, byte) in from.iter().enumerate() {
+        // SAFETY: i is below the length that the caller vouches for.
+        unsafe { to.add(i).write_volatile(*byte) };
+    }
+}
