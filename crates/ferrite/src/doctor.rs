@@ -1,0 +1,145 @@
+//! `ferrite doctor`: what this machine offers, what would be used, and why. It changes nothing.
+
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+
+use serde::Serialize;
+
+use crate::cli::DoctorArgs;
+use crate::exit::Failure;
+
+mod kernel;
+mod xen;
+
+/// How good a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    /// As it should be.
+    Ok,
+    /// Works, but could be better.
+    Warn,
+    /// Missing.
+    No,
+}
+
+/// One line of the report.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Check {
+    area: &'static str,
+    name: &'static str,
+    state: State,
+    /// What was found.
+    found: String,
+    /// What follows from it: what is used, or what to do.
+    means: String,
+}
+
+/// The report as JSON.
+#[derive(Debug, Serialize)]
+struct Report {
+    schema: u32,
+    /// The engine for disk I/O; none: there is none that works here.
+    engine: Option<&'static str>,
+    /// Whether guests can be served here.
+    xen: bool,
+    checks: Vec<Check>,
+}
+
+/// Looks at everything and prints it. Whatever is missing, the command itself succeeds.
+pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    let report = examine();
+    let text = if args.json { json(&report)? } else { table(&report) };
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::new("cannot print the report", e, "check where standard output goes"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn examine() -> Report {
+    let mut checks = kernel::checks();
+    checks.extend(xen::checks());
+    let none_missing = |names: &[&str]| {
+        names.iter().all(|n| checks.iter().any(|c| c.name == *n && c.state != State::No))
+    };
+    Report {
+        schema: 1,
+        engine: none_missing(&[kernel::IO_URING]).then_some("io_uring"),
+        xen: none_missing(&xen::REQUIRED),
+        checks,
+    }
+}
+
+fn json(report: &Report) -> Result<String, Failure> {
+    serde_json::to_string_pretty(report).map(|text| text + "\n").map_err(|e| {
+        Failure::new("cannot print the report as JSON", e, "run ferrite doctor without --json")
+    })
+}
+
+fn table(report: &Report) -> String {
+    let mut text = String::new();
+    let width = report.checks.iter().map(|c| c.name.len()).max().unwrap_or(0);
+    let mut area = "";
+    for check in &report.checks {
+        if check.area != area {
+            area = check.area;
+            let _ = writeln!(text, "{area}");
+        }
+        let state = match check.state {
+            State::Ok => "OK  ",
+            State::Warn => "WARN",
+            State::No => "NO  ",
+        };
+        let _ = writeln!(text, "  {state}  {:width$}  {}", check.name, check.found);
+        if !check.means.is_empty() {
+            let _ = writeln!(text, "        {:width$}  -> {}", "", check.means);
+        }
+    }
+    let engine = match report.engine {
+        Some(engine) => format!("disk I/O goes through {engine}"),
+        None => "no disk I/O is possible (see NO above)".into(),
+    };
+    let xen = match report.xen {
+        true => "guests can be served",
+        false => "guests cannot be served (see NO above)",
+    };
+    let _ = writeln!(text, "\nOn this machine {engine}, and {xen}.");
+    text
+}
+
+/// A small file of the kernel's, without the newline at its end.
+fn read(path: &str) -> Option<String> {
+    std::fs::read_to_string(path).ok().map(|text| text.trim_end().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(name: &'static str, state: State) -> Check {
+        Check { area: "area", name, state, found: "this".into(), means: "that".into() }
+    }
+
+    #[test]
+    fn the_table_has_a_line_a_check_and_a_conclusion() {
+        let checks = vec![check("one", State::Ok), check("three", State::No)];
+        let report = Report { schema: 1, engine: Some("io_uring"), xen: false, checks };
+        assert_eq!(
+            table(&report),
+            "area\n  OK    one    this\n               -> that\n  NO    three  this\n               \
+             -> that\n\nOn this machine disk I/O goes through io_uring, and guests cannot be \
+             served (see NO above).\n"
+        );
+    }
+
+    #[test]
+    fn the_examination_works_on_every_machine() {
+        let report = examine();
+        assert!(report.checks.iter().any(|c| c.area == "kernel"));
+        assert!(report.checks.iter().any(|c| c.area == "xen"));
+        assert!(report.checks.iter().all(|c| !c.found.is_empty()));
+        assert!(xen::REQUIRED.iter().all(|n| report.checks.iter().any(|c| c.name == *n)));
+    }
+}

@@ -1,0 +1,188 @@
+//! What the kernel offers.
+
+use rustix::process::{Resource, getrlimit};
+
+use ferrite_disk::size::Human;
+
+use super::{Check, State, read};
+
+pub(super) const IO_URING: &str = "io_uring";
+
+/// The data memory of one disk at default limits, which io_uring keeps locked.
+const LOCKED_BYTES: u64 = 8 << 20;
+
+const CAP_IPC_LOCK: u32 = 14;
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+pub(super) fn checks() -> Vec<Check> {
+    vec![version(), io_uring(), aio(), huge_pages(), locked_memory(), run_directory()]
+}
+
+fn check(name: &'static str, state: State, found: String, means: impl Into<String>) -> Check {
+    Check { area: "kernel", name, state, found, means: means.into() }
+}
+
+fn version() -> Check {
+    let uname = rustix::system::uname();
+    let text = |c: &std::ffi::CStr| c.to_string_lossy().into_owned();
+    let found = format!("Linux {} on {}", text(uname.release()), text(uname.machine()));
+    check("version", State::Ok, found, "")
+}
+
+fn io_uring() -> Check {
+    match ferrite_io::uring::probe() {
+        Ok(features) => check(IO_URING, State::Ok, features.to_string(), "used for all disk I/O"),
+        Err(e) => {
+            let disabled = read("/proc/sys/kernel/io_uring_disabled");
+            check(IO_URING, State::No, format!("not available: {e}"), advice(disabled.as_deref()))
+        }
+    }
+}
+
+/// What to do where io_uring does not work, from the value of `kernel.io_uring_disabled`.
+fn advice(disabled: Option<&str>) -> &'static str {
+    match disabled {
+        Some("2") => "switched off for everybody; sysctl kernel.io_uring_disabled=0 allows it",
+        Some("1") => {
+            "only for privileged users and the group of kernel.io_uring_group; run as root, join \
+             the group, or sysctl kernel.io_uring_disabled=0"
+        }
+        _ => {
+            "needs Linux 5.11 or newer with CONFIG_IO_URING, and a sandbox (container, seccomp) \
+             that lets it through"
+        }
+    }
+}
+
+fn aio() -> Check {
+    match read("/proc/sys/fs/aio-max-nr") {
+        Some(max) => {
+            let used = read("/proc/sys/fs/aio-nr").unwrap_or_else(|| "?".into());
+            let found = format!("available, {used} of {max} requests taken");
+            check("Linux AIO", State::Ok, found, "not used by this version")
+        }
+        None => check("Linux AIO", State::Ok, "not available".into(), "not used by this version"),
+    }
+}
+
+fn huge_pages() -> Check {
+    let free: u64 = read("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(0);
+    let transparent = read("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    let name = "huge pages";
+    if free > 0 {
+        return check(name, State::Ok, format!("{free} free pages of 2 MiB"), "used for data");
+    }
+    match chosen(&transparent) {
+        Some(mode @ ("always" | "madvise")) => check(
+            name,
+            State::Ok,
+            format!("none reserved; transparent ones on ({mode})"),
+            "transparent huge pages are used for data; vm.nr_hugepages reserves certain ones",
+        ),
+        _ => check(
+            name,
+            State::Warn,
+            "none reserved, and transparent ones are off".into(),
+            "pages of 4 KiB are used: more CPU for each request; sysctl vm.nr_hugepages=64, or \
+             allow transparent ones",
+        ),
+    }
+}
+
+/// The word in brackets: `always [madvise] never`.
+fn chosen(choices: &str) -> Option<&str> {
+    choices.split_once('[')?.1.split_once(']').map(|(word, _)| word)
+}
+
+fn locked_memory() -> Check {
+    let limit = getrlimit(Resource::Memlock).current;
+    let exempt = read("/proc/self/status").is_some_and(|s| has_capability(&s, CAP_IPC_LOCK));
+    locked_memory_for(limit, exempt)
+}
+
+fn locked_memory_for(limit: Option<u64>, exempt: bool) -> Check {
+    let name = "locked memory";
+    match limit {
+        _ if exempt => check(name, State::Ok, "no limit for this user (CAP_IPC_LOCK)".into(), ""),
+        None => check(name, State::Ok, "no limit".into(), ""),
+        Some(bytes) if bytes >= LOCKED_BYTES => {
+            let means = format!("enough for {} disks at default limits", bytes / LOCKED_BYTES);
+            check(name, State::Ok, format!("limit {}", Human(bytes)), means)
+        }
+        Some(bytes) => check(
+            name,
+            State::Warn,
+            format!("limit {}", Human(bytes)),
+            format!("a disk keeps {} locked; raise it with ulimit -l", Human(LOCKED_BYTES)),
+        ),
+    }
+}
+
+/// Whether /proc/self/status grants the capability with that number.
+fn has_capability(status: &str, number: u32) -> bool {
+    status
+        .lines()
+        .find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok())
+        .is_some_and(|set| set >> number & 1 == 1)
+}
+
+/// The record of requests in flight is a file there, written at every request.
+fn run_directory() -> Check {
+    let name = "/run";
+    match rustix::fs::statfs("/run") {
+        Ok(s) if s.f_type as u64 == TMPFS_MAGIC => check(
+            name,
+            State::Ok,
+            "in memory (tmpfs)".into(),
+            "holds the requests in flight, so that a killed server's successor can take over",
+        ),
+        Ok(_) => check(
+            name,
+            State::Warn,
+            "not a tmpfs".into(),
+            "the record of requests in flight costs disk writes there; mount a tmpfs on /run",
+        ),
+        Err(e) => {
+            check(name, State::No, format!("not there: {e}"), "make it, and mount a tmpfs on it")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chosen_word_is_the_one_in_brackets() {
+        assert_eq!(chosen("always [madvise] never"), Some("madvise"));
+        assert_eq!(chosen("always madvise [never]"), Some("never"));
+        assert_eq!(chosen(""), None);
+        assert_eq!(chosen("[x"), None);
+    }
+
+    #[test]
+    fn a_capability_is_a_bit_of_the_effective_set() {
+        let status = "Name:\tx\nCapPrm:\tffff\nCapEff:\t0000000000004000\n";
+        assert!(has_capability(status, CAP_IPC_LOCK));
+        assert!(!has_capability(status, 13));
+        assert!(!has_capability("CapEff:\tzz\n", CAP_IPC_LOCK));
+        assert!(!has_capability("", CAP_IPC_LOCK));
+    }
+
+    #[test]
+    fn too_little_lockable_memory_is_a_warning_unless_exempt() {
+        assert_eq!(locked_memory_for(Some(64 << 10), false).state, State::Warn);
+        assert_eq!(locked_memory_for(Some(64 << 10), true).state, State::Ok);
+        assert_eq!(locked_memory_for(None, false).state, State::Ok);
+        assert!(locked_memory_for(Some(16 << 20), false).means.contains("2 disks"));
+    }
+
+    #[test]
+    fn the_advice_names_the_setting_that_forbids_io_uring() {
+        assert!(advice(Some("2")).contains("everybody"));
+        assert!(advice(Some("1")).contains("io_uring_group"));
+        assert!(advice(None).contains("CONFIG_IO_URING"));
+    }
+}

@@ -1,0 +1,153 @@
+//! Which virtual block device of which guest: `DOMID/DEVID`.
+//!
+//! A device number says how the guest shall name the disk (blkif.md 3.1):
+//! `xvd`: `202 << 8 | disk << 4 | partition`, from the 17th disk or 16th partition on
+//! `1 << 28 | disk << 8 | partition`; `hd`: majors 3 and 22, 6 bits of partition; `sd`: major 8.
+
+use std::fmt;
+use std::str::FromStr;
+
+use ferrite_xen::hypervisor::DomId;
+
+/// Domain numbers from here on are the hypervisor's own (`DOMID_FIRST_RESERVED`).
+const FIRST_RESERVED_DOMAIN: u16 = 0x7FF0;
+
+const EXTENDED: u32 = 1 << 28;
+const MAX_EXTENDED_DISK: u32 = (1 << 20) - 1;
+
+/// One virtual block device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Vbd {
+    /// The guest.
+    pub(crate) domain: DomId,
+    /// `virtual-device`, the last part of the device's xenstore paths.
+    pub(crate) device: u32,
+}
+
+impl fmt::Display for Vbd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.domain, self.device)
+    }
+}
+
+impl FromStr for Vbd {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Vbd, String> {
+        let (domain, device) =
+            text.split_once('/').ok_or("write DOMID/DEVID, for example 3/xvda or 3/51712")?;
+        let domain = number(domain)
+            .and_then(|n| u16::try_from(n).ok())
+            .filter(|n| *n < FIRST_RESERVED_DOMAIN)
+            .ok_or_else(|| format!("{domain:?} is not a domain number (xl list shows them)"))?;
+        let device = number(device).or_else(|| named(device)).ok_or_else(|| {
+            format!("{device:?} is neither a device number nor a name such as xvda, hda or sda")
+        })?;
+        Ok(Vbd { domain: DomId(domain), device })
+    }
+}
+
+/// Decimal digits only: no sign, no spaces.
+fn number(text: &str) -> Option<u32> {
+    let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    digits.then(|| text.parse().ok())?
+}
+
+/// The number of a device that is given by name, with or without a partition.
+fn named(text: &str) -> Option<u32> {
+    let split = text.find(|c: char| c.is_ascii_digit()).unwrap_or(text.len());
+    let (name, partition) = text.split_at(split);
+    let partition = match partition {
+        "" => 0,
+        digits if digits.starts_with('0') => return None,
+        digits => number(digits)?,
+    };
+    let (bus, letters) =
+        ["xvd", "hd", "sd"].iter().find_map(|bus| Some((*bus, name.strip_prefix(bus)?)))?;
+    let disk = disk_index(letters)?;
+    match bus {
+        "xvd" if disk < 16 && partition < 16 => Some(202 << 8 | disk << 4 | partition),
+        "xvd" if partition < 256 => Some(EXTENDED | disk << 8 | partition),
+        "hd" if disk < 2 && partition < 64 => Some(3 << 8 | disk << 6 | partition),
+        "hd" if disk < 4 && partition < 64 => Some(22 << 8 | (disk - 2) << 6 | partition),
+        "sd" if disk < 16 && partition < 16 => Some(8 << 8 | disk << 4 | partition),
+        _ => None,
+    }
+}
+
+/// `a` is 0, `z` 25, `aa` 26.
+fn disk_index(letters: &str) -> Option<u32> {
+    let mut index = 0u32;
+    for letter in letters.bytes() {
+        if !letter.is_ascii_lowercase() || index > MAX_EXTENDED_DISK {
+            return None;
+        }
+        index = index * 26 + u32::from(letter - b'a') + 1;
+    }
+    index.checked_sub(1).filter(|index| *index <= MAX_EXTENDED_DISK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_the_numbers_that_guests_expect() {
+        for (name, device) in [
+            ("xvda", 51712),
+            ("xvda1", 51713),
+            ("xvdb", 51728),
+            ("xvdp15", 51967),
+            ("xvda16", EXTENDED | 16),
+            ("xvdq", EXTENDED | 16 << 8),
+            ("xvdaa", EXTENDED | 26 << 8),
+            ("hda", 768),
+            ("hdb1", 833),
+            ("hdc", 5632),
+            ("hdd", 5696),
+            ("sda", 2048),
+            ("sdb2", 2066),
+            ("51712", 51712),
+        ] {
+            let vbd: Vbd = format!("7/{name}").parse().unwrap();
+            assert_eq!((vbd.domain, vbd.device), (DomId(7), device), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_names_no_device_is_refused() {
+        for text in [
+            "",
+            "7",
+            "7/",
+            "/xvda",
+            "7/xvd",
+            "7/xvdA",
+            "7/vda",
+            "7/xvda256",
+            "7/xvda01",
+            "7/hde",
+            "7/hda64",
+            "7/sdq",
+            "7/sda16",
+            "-1/xvda",
+            "+1/xvda",
+            "32752/xvda",
+            "65536/xvda",
+            "7/4294967296",
+            "7/0x10",
+            "7/-1",
+            "7/xvdzzzzz",
+            "7/xvdzzzzzzzzzz",
+            "7/xvda/",
+            "dom/xvda",
+        ] {
+            assert!(text.parse::<Vbd>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn it_is_shown_as_in_xenstore_paths() {
+        assert_eq!("7/xvda".parse::<Vbd>().unwrap().to_string(), "7/51712");
+    }
+}
