@@ -23,6 +23,7 @@ pub mod grants;
 pub mod guest;
 pub mod link;
 pub mod memory;
+pub mod server;
 
 use std::io;
 
@@ -31,6 +32,7 @@ use crate::hypervisor::DomId;
 pub use copy::CopyWith;
 pub use guest::{BackendHandle, GuestHandle, GuestOptions};
 pub use link::Loopback;
+pub use server::StoreServer;
 
 /// Whom the frontends grant their frames to, and who serves the disks: dom0.
 pub const BACKEND_DOMID: DomId = DomId(0);
