@@ -17,7 +17,7 @@ use ferrite_io::clock::{Clock, SystemClock};
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
 use rustix::io::Errno;
 
-use super::{Medium, cannot_open, io_error};
+use super::{Medium, cannot_open, io_error, sysfs_number};
 use crate::{DiskError, ErrorKind, OpenOptions};
 
 const RETRY_AFTER: Duration = Duration::from_millis(20);
@@ -92,7 +92,17 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
     {
         return Ok(Attempt::Busy(medium, "it was replaced while it was being opened".into()));
     }
+    if !read_only && medium == Medium::BlockDevice && is_write_protected(&stat) {
+        return Err(open_error(path, read_only, Errno::ROFS));
+    }
     Ok(Attempt::Done(Opened { file, stat, medium }))
+}
+
+/// The kernel lets a write-protected device be opened for writing, and fails the writes. A
+/// partition is protected by itself or with its disk.
+fn is_write_protected(stat: &Stat) -> bool {
+    let device = (major(stat.st_rdev), minor(stat.st_rdev));
+    ["ro", "../ro"].iter().any(|name| sysfs_number(device, name) == Some(1))
 }
 
 /// Never `O_CREAT`, never `O_TRUNC`. `O_NONBLOCK` guards against a name that turns into a pipe

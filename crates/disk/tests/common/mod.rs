@@ -1,0 +1,198 @@
+//! What the tests share: images, devices, and a queue to do I/O on.
+
+#![allow(dead_code)]
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use ferrite_disk::{Disk, DiskError, Extent, Intent, OpenOptions};
+use ferrite_io::engine::FileId;
+use ferrite_io::pool::{Buf, Pool, QueuePool};
+use ferrite_io::reactor::{Io, Reactor};
+use ferrite_io::uring::Uring;
+use tempfile::TempDir;
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Opens a disk read-write.
+pub(crate) fn open(path: &Path) -> Result<Disk, DiskError> {
+    Disk::open(path.to_str().unwrap(), &OpenOptions::default())
+}
+
+/// Opens a disk read-only.
+pub(crate) fn open_read_only(path: &Path) -> Result<Disk, DiskError> {
+    Disk::open(path.to_str().unwrap(), &OpenOptions { read_only: true, ..Default::default() })
+}
+
+/// A directory on the disk of the machine, where direct I/O usually works.
+pub(crate) fn dir_on_disk() -> TempDir {
+    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// A directory in memory.
+pub(crate) fn dir_on_tmpfs() -> TempDir {
+    TempDir::new_in("/dev/shm").unwrap()
+}
+
+/// A sparse file.
+pub(crate) fn image(dir: &TempDir, bytes: u64) -> PathBuf {
+    let path = dir.path().join("disk.img");
+    File::create_new(&path).unwrap().set_len(bytes).unwrap();
+    path
+}
+
+/// Runs a program of the system's; its output, or `None` if there is none or it failed.
+pub(crate) fn run(program: &str, args: &[&str]) -> Option<String> {
+    let output = Command::new(program).args(args).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// A loop device, as long as it lives. Needs root.
+pub(crate) struct Loop(pub(crate) PathBuf);
+
+impl Loop {
+    /// `None` where there are none, and says so.
+    pub(crate) fn attach(file: &Path, block_bytes: u32) -> Option<Loop> {
+        let block = block_bytes.to_string();
+        let made = run("losetup", &["--find", "--show", "-b", &block, file.to_str().unwrap()]);
+        if made.is_none() {
+            eprintln!("skipped: no loop devices for this user");
+        }
+        made.map(|device| Loop(device.into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        run("losetup", &["--detach", self.0.to_str().unwrap()]);
+    }
+}
+
+/// A mounted file system, as long as it lives. Needs root.
+pub(crate) struct Mount(pub(crate) PathBuf);
+
+impl Mount {
+    pub(crate) fn new(args: &[&str], at: &Path) -> Option<Mount> {
+        let mut all = args.to_vec();
+        all.push(at.to_str().unwrap());
+        if run("mount", &all).is_none() {
+            eprintln!("skipped: mounting is not possible here");
+            return None;
+        }
+        Some(Mount(at.to_owned()))
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        run("umount", &[self.0.to_str().unwrap()]);
+    }
+}
+
+/// One queue of a disk, as a backend has it.
+pub(crate) struct Queue {
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) files: Vec<FileId>,
+    pub(crate) pool: Arc<Pool>,
+    buffers: QueuePool,
+    pub(crate) reactor: Reactor,
+}
+
+impl Queue {
+    pub(crate) fn new(disk: Disk) -> Queue {
+        let pool = Pool::new(2 << 20, 1).unwrap();
+        let engine = Uring::new(pool.arena().clone(), 64).unwrap();
+        let mut reactor = Reactor::new(Box::new(engine));
+        let files = disk.files();
+        let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
+        let buffers = pool.queue(0);
+        Queue { disk: Arc::new(disk), files, pool, buffers, reactor }
+    }
+
+    pub(crate) fn io(&self) -> Io {
+        self.reactor.io()
+    }
+
+    fn buffer(&mut self, bytes: usize) -> Buf {
+        self.buffers.alloc(bytes).expect("a buffer of at most 1 MiB")
+    }
+
+    /// Writes through [`Disk::map`].
+    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let buffer = self.buffer(bytes.len());
+        let span = buffer.span().slice(0, bytes.len());
+        self.pool.arena().copy_in(span, bytes);
+        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
+        let done = self.reactor.block_on(async move {
+            let mut at = 0;
+            while at < bytes.len() as u64 {
+                let left = bytes.len() as u64 - at;
+                at += match disk.map(offset + at, left, Intent::Write) {
+                    Extent::Zeros { len } => len,
+                    Extent::Data { file, offset, len } => {
+                        let part = span.slice(at as usize, len as usize);
+                        io.write_all(files[file], offset, part).await?;
+                        len
+                    }
+                };
+            }
+            Ok(())
+        });
+        self.buffers.free(buffer);
+        done.unwrap()
+    }
+
+    /// Reads through [`Disk::map`].
+    pub(crate) fn read(&mut self, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+        let buffer = self.buffer(len);
+        let span = buffer.span().slice(0, len);
+        self.pool.arena().fill(span, 0xEE);
+        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
+        let arena = self.pool.arena().clone();
+        let done: io::Result<()> = self
+            .reactor
+            .block_on(async move {
+                let mut at = 0;
+                while at < len as u64 {
+                    at += match disk.map(offset + at, len as u64 - at, Intent::Read) {
+                        Extent::Zeros { len } => {
+                            arena.fill(span.slice(at as usize, len as usize), 0);
+                            len
+                        }
+                        Extent::Data { file, offset, len } => {
+                            let part = span.slice(at as usize, len as usize);
+                            io.read_exact(files[file], offset, part).await?;
+                            len
+                        }
+                    };
+                }
+                Ok(())
+            })
+            .unwrap();
+        let mut bytes = vec![0; len];
+        self.pool.arena().copy_out(span, &mut bytes);
+        self.buffers.free(buffer);
+        done.map(|()| bytes)
+    }
+
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
+        self.reactor.block_on(async move { disk.flush(&io, &files).await }).unwrap()
+    }
+
+    pub(crate) fn discard(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
+        self.reactor.block_on(async move { disk.discard(&io, &files, offset, len).await }).unwrap()
+    }
+
+    pub(crate) fn write_zeroes(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
+        let zeros = self.pool.zero_page();
+        self.reactor
+            .block_on(async move { disk.write_zeroes(&io, &files, offset, len, zeros).await })
+            .unwrap()
+    }
+}
