@@ -31,7 +31,11 @@ fn version() -> Check {
 
 fn io_uring() -> Check {
     match ferrite_io::uring::probe() {
-        Ok(features) => check(IO_URING, State::Ok, features.to_string(), "used for all disk I/O"),
+        Ok(features) => {
+            let whole = features.fixed_buffers && features.missing_ops.is_empty();
+            let state = if whole { State::Ok } else { State::Warn };
+            check(IO_URING, state, features.to_string(), "used for all disk I/O")
+        }
         Err(e) => {
             let disabled = read("/proc/sys/kernel/io_uring_disabled");
             check(IO_URING, State::No, format!("not available: {e}"), advice(disabled.as_deref()))

@@ -1,67 +1,96 @@
 //! What Xen offers to this domain.
 
-use std::fs::OpenOptions;
-
+use ferrite_xen::real::{self, Probe};
 use ferrite_xen::store::Store;
 
-use super::{Check, State, read};
+use super::{Check, State};
 
 const HYPERVISOR: &str = "hypervisor";
-const GRANTS: &str = "grant copy";
+const GRANTS: &str = "grant device";
+const COPY: &str = "grant copy";
 const EVENTS: &str = "event channels";
 const STORE: &str = "xenstore";
 
 /// What serving a guest takes.
-pub(super) const REQUIRED: [&str; 4] = [HYPERVISOR, GRANTS, EVENTS, STORE];
+pub(super) const REQUIRED: [&str; 5] = [HYPERVISOR, GRANTS, COPY, EVENTS, STORE];
 
 pub(super) fn checks() -> Vec<Check> {
-    let grants = "/dev/xen/gntdev";
-    let events = "/dev/xen/evtchn";
-    vec![
-        hypervisor(read("/sys/hypervisor/type").as_deref()),
-        device(GRANTS, grants, "moves all data between guest and buffers"),
-        device(EVENTS, events, "one channel a queue wakes its thread"),
-        store(),
-    ]
+    let mut checks = of_probe(&real::probe());
+    checks.push(store());
+    checks
 }
 
 fn check(name: &'static str, state: State, found: String, means: impl Into<String>) -> Check {
     Check { area: "xen", name, state, found, means: means.into() }
 }
 
-fn hypervisor(kind: Option<&str>) -> Check {
-    match kind {
-        Some("xen") => {
-            let part = |name| read(&format!("/sys/hypervisor/version/{name}")).unwrap_or_default();
-            let version = format!("Xen {}.{}{}", part("major"), part("minor"), part("extra"));
-            check(HYPERVISOR, State::Ok, version, "")
-        }
-        Some(other) => check(
-            HYPERVISOR,
-            State::No,
-            format!("{other:?}, not Xen"),
-            "serving guests takes a Xen control or driver domain",
+fn of_probe(probe: &Probe) -> Vec<Check> {
+    let mut checks = vec![
+        hypervisor(probe),
+        domain(probe),
+        device(GRANTS, &probe.gntdev, "there", "the way to guests' memory"),
+        device(COPY, &probe.grant_copy, "available", "moves all data between guest and buffers"),
+        device(EVENTS, &probe.evtchn, "there", "one descriptor a queue wakes its thread"),
+    ];
+    if probe.evtchn.is_ok() {
+        checks.push(restriction(&probe.evtchn_restrict));
+    }
+    checks
+}
+
+fn restriction(result: &Result<(), String>) -> Check {
+    match result {
+        Ok(()) => check(
+            "restriction",
+            State::Ok,
+            "event channels can be bound to one guest".into(),
+            "a server can reach the event channels of no other guest",
         ),
-        None => check(
+        Err(why) => check(
+            "restriction",
+            State::Warn,
+            why.clone(),
+            "a server could reach other guests' event channels; use a newer kernel",
+        ),
+    }
+}
+
+fn hypervisor(probe: &Probe) -> Check {
+    match probe.hypervisor.as_deref() {
+        Some("xen") => {
+            let version = probe.version.as_deref().unwrap_or("of unknown version");
+            check(HYPERVISOR, State::Ok, format!("Xen {version}"), "")
+        }
+        other => check(
             HYPERVISOR,
             State::No,
-            "this is not a Xen domain".into(),
+            match other {
+                Some(other) => format!("{other:?}, not Xen"),
+                None => "this is not a Xen domain".into(),
+            },
             "serving guests takes a Xen control or driver domain",
         ),
     }
 }
 
-/// Opens the device as a server would, and closes it again.
-fn device(name: &'static str, path: &str, used_for: &str) -> Check {
-    match OpenOptions::new().read(true).write(true).open(path) {
-        Ok(_) => check(name, State::Ok, format!("{path} can be opened"), used_for),
-        Err(e) => {
-            let means = match e.kind() {
-                std::io::ErrorKind::NotFound => "load the modules xen-gntdev and xen-evtchn",
-                _ => "run as root",
-            };
-            check(name, State::No, format!("{path}: {e}"), means)
-        }
+fn domain(probe: &Probe) -> Check {
+    let kind = probe.guest_type.as_deref().unwrap_or("unknown type");
+    match (&probe.capabilities, probe.is_control_domain()) {
+        (_, true) => check("domain", State::Ok, format!("control domain, {kind}"), ""),
+        (Ok(_), false) => check(
+            "domain",
+            State::Ok,
+            format!("not a control domain, {kind}"),
+            "serves the guests whose devices name it as their backend",
+        ),
+        (Err(why), false) => check("domain", State::Warn, why.clone(), "what it may do is unknown"),
+    }
+}
+
+fn device(name: &'static str, result: &Result<(), String>, found: &str, used_for: &str) -> Check {
+    match result {
+        Ok(()) => check(name, State::Ok, found.into(), used_for),
+        Err(why) => check(name, State::No, why.clone(), ""),
     }
 }
 
@@ -78,9 +107,7 @@ fn store() -> Check {
             "answers, but does not know this domain's number".into(),
             "the toolstack has not set up this domain (xen-init-dom0)",
         ),
-        Err(e) => {
-            check(STORE, State::No, e.to_string(), "start xenstored, and run as a user who may ask")
-        }
+        Err(e) => check(STORE, State::No, e.to_string(), ""),
     }
 }
 
@@ -88,22 +115,56 @@ fn store() -> Check {
 mod tests {
     use super::*;
 
+    /// All is well, in domain 0.
+    fn good() -> Probe {
+        Probe {
+            hypervisor: Some("xen".into()),
+            version: Some("4.20.1".into()),
+            guest_type: Some("PV".into()),
+            features: Some(0),
+            capabilities: Ok("control_d".into()),
+            gntdev: Ok(()),
+            grant_copy: Ok(()),
+            gntdev_limit: None,
+            evtchn: Ok(()),
+            evtchn_restrict: Ok(()),
+            xenbus: Ok(()),
+            xenstored: Ok(()),
+        }
+    }
+
+    fn state_of(probe: &Probe, name: &str) -> State {
+        of_probe(probe).into_iter().find(|c| c.name == name).unwrap().state
+    }
+
+    #[test]
+    fn a_complete_control_domain_is_fine() {
+        let checks = of_probe(&good());
+        assert!(checks.iter().all(|c| c.state == State::Ok), "{checks:?}");
+        assert_eq!(checks[0].found, "Xen 4.20.1");
+    }
+
     #[test]
     fn only_xen_is_xen() {
-        assert_eq!(hypervisor(Some("xen")).state, State::Ok);
-        assert_eq!(hypervisor(Some("kvm")).state, State::No);
-        assert_eq!(hypervisor(None).state, State::No);
+        for hypervisor in [None, Some("kvm".to_owned())] {
+            assert_eq!(state_of(&Probe { hypervisor, ..good() }, HYPERVISOR), State::No);
+        }
     }
 
     #[test]
-    fn a_missing_device_is_a_finding() {
-        let check = device(GRANTS, "/nonexistent/gntdev", "all");
-        assert_eq!(check.state, State::No);
-        assert!(check.found.contains("/nonexistent/gntdev") && check.means.contains("xen-gntdev"));
+    fn what_is_missing_is_said_with_its_reason() {
+        let probe = Probe { grant_copy: Err("too old".into()), ..good() };
+        let checks = of_probe(&probe);
+        let check = checks.iter().find(|c| c.name == COPY).unwrap();
+        assert_eq!((check.state, check.found.as_str()), (State::No, "too old"));
+        assert_eq!(state_of(&probe, GRANTS), State::Ok);
     }
 
     #[test]
-    fn a_device_that_can_be_opened_is_fine() {
-        assert_eq!(device(EVENTS, "/dev/null", "events").state, State::Ok);
+    fn what_is_not_required_is_a_warning() {
+        let probe = Probe { evtchn_restrict: Err("old".into()), ..good() };
+        assert_eq!(state_of(&probe, "restriction"), State::Warn);
+        let probe = Probe { capabilities: Err("no xenfs".into()), ..good() };
+        assert_eq!(state_of(&probe, "domain"), State::Warn);
     }
 }
