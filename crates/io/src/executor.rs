@@ -137,12 +137,11 @@ impl Executor {
                     tasks.free.push(index);
                     tasks.slots[at].take()
                 };
-                if let Some(slot) = ended
-                    && slot.task.queued.swap(true, Ordering::AcqRel)
-                {
-                    // It woke itself in its last poll; its index is in the queue once more and
-                    // may find the next task of the slot there: one poll too many, no harm.
-                    tracing::trace!(index, "a task was woken as it ended");
+                if let Some(slot) = ended {
+                    // Wakers that are left do nothing from now on. If it woke itself in its last
+                    // poll, its index is queued once more, and the next task with that index gets
+                    // a poll too many: no harm.
+                    slot.task.queued.store(true, Ordering::Release);
                 }
                 self.live.set(self.live.get() - 1);
             }
@@ -224,5 +223,153 @@ impl LocalSignal {
             Poll::Pending
         })
         .await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::rc::Rc;
+
+    /// Gives up its turn `n` times.
+    async fn yields(n: usize) {
+        let mut left = n;
+        poll_fn(|cx| {
+            if left == 0 {
+                return Poll::Ready(());
+            }
+            left -= 1;
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        })
+        .await;
+    }
+
+    #[test]
+    fn tasks_run_in_the_order_in_which_they_were_woken() {
+        let e = Rc::new(Executor::new());
+        let log = Rc::new(RefCell::new(Vec::new()));
+        for i in 0..3 {
+            let log = log.clone();
+            e.spawn(async move {
+                log.borrow_mut().push(i);
+                yields(1).await;
+                log.borrow_mut().push(i + 10);
+            });
+        }
+        assert!(log.borrow().is_empty() && e.len() == 3);
+        assert_eq!(e.run(usize::MAX), 6);
+        assert_eq!(*log.borrow(), [0, 1, 2, 10, 11, 12]);
+        assert!(e.is_empty() && !e.has_ready());
+    }
+
+    #[test]
+    fn a_run_makes_no_more_polls_than_it_may() {
+        let e = Executor::new();
+        e.spawn(yields(1000));
+        assert_eq!(e.run(10), 10);
+        assert!(e.has_ready());
+        assert_eq!(e.run(usize::MAX), 991);
+        assert_eq!((e.len(), e.run(usize::MAX)), (0, 0));
+    }
+
+    #[test]
+    fn a_task_woken_often_is_polled_once() {
+        let e = Executor::new();
+        let signal = Rc::new(LocalSignal::new());
+        let polls = Rc::new(Cell::new(0));
+        let (s, p) = (signal.clone(), polls.clone());
+        e.spawn(async move {
+            let mut wait = std::pin::pin!(s.wait());
+            poll_fn(|cx| {
+                p.set(p.get() + 1);
+                wait.as_mut().poll(cx)
+            })
+            .await;
+        });
+        e.run(usize::MAX);
+        let wakers = signal.waiting.borrow().clone();
+        wakers.iter().chain(&wakers).for_each(Waker::wake_by_ref);
+        assert_eq!((e.run(usize::MAX), polls.get()), (1, 2));
+        signal.raise();
+        e.run(usize::MAX);
+        assert_eq!((e.len(), polls.get()), (0, 3));
+    }
+
+    #[test]
+    fn a_waker_that_outlives_its_task_does_nothing() {
+        let e = Executor::new();
+        let kept = Rc::new(RefCell::new(None));
+        let k = kept.clone();
+        e.spawn(async move {
+            poll_fn(|cx| {
+                *k.borrow_mut() = Some(cx.waker().clone());
+                Poll::Ready(())
+            })
+            .await;
+        });
+        e.run(usize::MAX);
+        kept.take().unwrap().wake();
+        assert!(!e.has_ready());
+    }
+
+    #[test]
+    fn a_waker_works_from_another_thread() {
+        let e = Executor::new();
+        let kept = Arc::new(Mutex::new(None::<Waker>));
+        let k = kept.clone();
+        let mut polls = 0;
+        e.spawn(poll_fn(move |cx| {
+            *k.lock().unwrap() = Some(cx.waker().clone());
+            polls += 1;
+            if polls == 2 { Poll::Ready(()) } else { Poll::Pending }
+        }));
+        e.run(usize::MAX);
+        let waker = kept.lock().unwrap().take().unwrap();
+        std::thread::spawn(move || waker.wake()).join().unwrap();
+        assert_eq!((e.run(usize::MAX), e.len()), (1, 0));
+    }
+
+    #[test]
+    fn clear_drops_tasks_and_those_that_they_spawn_while_dropped() {
+        struct Spawner(Rc<Executor>, u32);
+        impl Drop for Spawner {
+            fn drop(&mut self) {
+                if self.1 > 0 {
+                    let next = Spawner(self.0.clone(), self.1 - 1);
+                    self.0.spawn(async move {
+                        let _next = next;
+                        std::future::pending::<()>().await;
+                    });
+                }
+            }
+        }
+        let e = Rc::new(Executor::new());
+        drop(Spawner(e.clone(), 3));
+        e.run(usize::MAX);
+        assert_eq!(e.len(), 1);
+        e.clear();
+        assert_eq!((e.len(), Rc::strong_count(&e)), (0, 1));
+        e.spawn(async {});
+        assert_eq!((e.run(usize::MAX), e.len()), (1, 0));
+    }
+
+    #[test]
+    fn a_signal_stays_raised_until_it_is_lowered() {
+        let e = Executor::new();
+        let signal = Rc::new(LocalSignal::new());
+        signal.raise();
+        for (raised, left) in [(true, 0), (false, 1)] {
+            if !raised {
+                signal.lower();
+            }
+            let s = signal.clone();
+            e.spawn(async move { s.wait().await });
+            e.run(usize::MAX);
+            assert_eq!(e.len(), left);
+        }
+        signal.raise();
+        e.run(usize::MAX);
+        assert!(e.is_empty() && signal.is_raised());
     }
 }

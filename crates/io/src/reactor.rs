@@ -77,12 +77,13 @@ impl Slots {
         self.free.push(i);
     }
 
-    fn complete(&mut self, i: u32, raw: i32) {
-        let Some(slot) = self.slots.get_mut(i as usize) else { return };
+    /// Whom to wake, after the slots are no longer borrowed: a waker's drop may drop futures.
+    fn complete(&mut self, i: u32, raw: i32) -> Option<Waker> {
+        let slot = self.slots.get_mut(i as usize)?;
         match std::mem::replace(slot, Slot::Done(raw)) {
             Slot::InFlight(waker) => {
                 self.in_flight -= 1;
-                waker.wake();
+                return Some(waker);
             }
             Slot::Abandoned => {
                 self.in_flight -= 1;
@@ -91,6 +92,7 @@ impl Slots {
             // An engine completes an operation once; a second time is not believed.
             other => *slot = other,
         }
+        None
     }
 }
 
@@ -187,15 +189,18 @@ impl Reactor {
 
     /// Gives the completions of tasks, from `first` on, to them, and keeps the others in order.
     fn wake(&mut self, first: usize, out: &mut Vec<Completion>) {
-        let mut slots = self.shared.slots.borrow_mut();
-        if slots.in_flight == 0 {
+        if self.shared.slots.borrow().in_flight == 0 {
             return;
         }
         let mut keep = first;
         for i in first..out.len() {
             let c = out[i];
             if c.token & TASK_BIT != 0 {
-                slots.complete((c.token & !TASK_BIT) as u32, c.raw);
+                let slot = (c.token & !TASK_BIT) as u32;
+                let waker = self.shared.slots.borrow_mut().complete(slot, c.raw);
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
             } else {
                 out[keep] = c;
                 keep += 1;
@@ -432,7 +437,10 @@ impl Future for OpFuture<'_> {
                 Poll::Ready(done.result())
             }
             Some(Slot::InFlight(waker)) => {
-                waker.clone_from(cx.waker());
+                let other = !waker.will_wake(cx.waker());
+                let old = other.then(|| std::mem::replace(waker, cx.waker().clone()));
+                drop(slots);
+                drop(old);
                 Poll::Pending
             }
             _ => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),

@@ -51,3 +51,242 @@ fn a_file_is_written_and_read_back_by_async_code() {
     assert!(bytes.iter().all(|b| *b == 0x5A));
     assert_eq!(r.in_flight(), 0);
 }
+
+/// Turns until `done` says so.
+fn turn_until(r: &mut Reactor, mut done: impl FnMut() -> bool) -> Vec<Completion> {
+    let (mut out, start) = (Vec::new(), Instant::now());
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(20), "got {out:?} only");
+        r.turn(Wait::Until(Some(Duration::from_millis(100))), &mut out).unwrap();
+    }
+    out
+}
+
+#[test]
+fn the_hot_path_and_tasks_share_the_engine_and_get_their_own_completions() {
+    let (mut r, arena) = reactor();
+    let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
+    let finished = Rc::new(Cell::new(0));
+    for i in 0..100usize {
+        let (io, finished) = (r.io(), finished.clone());
+        let buf = arena.span(i * 512, 512);
+        r.spawn(async move {
+            io.write_all(file, i as u64 * 512, buf).await.unwrap();
+            io.sync(file).await.unwrap();
+            finished.set(finished.get() + 1);
+        });
+    }
+    let mut out = Vec::new();
+    for token in 0..100 {
+        r.push(token, Op::Read { file, offset: 0, buf: arena.span(1 << 20, 512) });
+        r.turn(Wait::No, &mut out).unwrap();
+    }
+    while out.len() < 100 || r.tasks() > 0 {
+        r.turn(Wait::Until(None), &mut out).unwrap();
+    }
+    let mut tokens: Vec<u64> = out.iter().map(|c| c.token).collect();
+    tokens.sort_unstable();
+    assert_eq!(tokens, (0..100).collect::<Vec<_>>());
+    assert_eq!((finished.get(), r.in_flight()), (100, 0));
+}
+
+#[test]
+#[should_panic(expected = "belong to tasks")]
+fn a_token_of_the_hot_path_has_63_bits() {
+    let (mut r, _) = reactor();
+    r.push(1 << 63, Op::Timer { after: Duration::ZERO });
+}
+
+#[test]
+fn tasks_wait_for_time_descriptors_and_each_other() {
+    let (mut r, _) = reactor();
+    let (a, b) = (Rc::new(event()), Rc::new(event()));
+    let log = Rc::new(RefCell::new(Vec::new()));
+    let signal = Rc::new(LocalSignal::new());
+    {
+        let (io, log, a, b) = (r.io(), log.clone(), a.clone(), b.clone());
+        r.spawn(async move {
+            io.readable(a.as_raw_fd()).await.unwrap();
+            log.borrow_mut().push("a is readable");
+            ring(&b);
+        });
+    }
+    {
+        let (io, log, signal) = (r.io(), log.clone(), signal.clone());
+        r.spawn(async move {
+            io.readable(b.as_raw_fd()).await.unwrap();
+            log.borrow_mut().push("b is readable");
+            let inner = log.clone();
+            io.spawn(async move {
+                signal.wait().await;
+                inner.borrow_mut().push("signalled");
+            });
+        });
+    }
+    let io = r.io();
+    let start = Instant::now();
+    let (log_, signal_) = (log.clone(), signal.clone());
+    r.spawn(async move {
+        io.sleep(Duration::from_millis(10)).await.unwrap();
+        log_.borrow_mut().push("slept");
+        ring(&a);
+        io.sleep(Duration::from_millis(20)).await.unwrap();
+        signal_.raise();
+    });
+    turn_until(&mut r, || log.borrow().len() == 4);
+    assert_eq!(*log.borrow(), ["slept", "a is readable", "b is readable", "signalled"]);
+    assert!(start.elapsed() >= Duration::from_millis(30));
+    assert_eq!((r.tasks(), r.in_flight()), (0, 0));
+}
+
+#[test]
+fn a_task_that_wakes_itself_keeps_nothing_from_completing() {
+    let (mut r, _) = reactor();
+    r.spawn(async {
+        loop {
+            let mut first = true;
+            std::future::poll_fn(|cx| {
+                cx.waker().wake_by_ref();
+                if std::mem::take(&mut first) {
+                    return std::task::Poll::Pending;
+                }
+                std::task::Poll::Ready(())
+            })
+            .await;
+        }
+    });
+    r.push(7, Op::Timer { after: Duration::from_millis(5) });
+    let (mut out, start) = (Vec::new(), Instant::now());
+    while out.is_empty() {
+        // Even though it may wait for ever: there is a task to run.
+        r.turn(Wait::Until(None), &mut out).unwrap();
+        assert!(start.elapsed() < Duration::from_secs(10));
+    }
+    assert_eq!(out, [Completion { token: 7, raw: 0 }]);
+    assert_eq!(r.tasks(), 1);
+}
+
+/// Polls a future once and drops it.
+async fn abandon(future: impl Future) {
+    let mut future = Box::pin(future);
+    std::future::poll_fn(|cx| {
+        assert!(future.as_mut().poll(cx).is_pending());
+        std::task::Poll::Ready(())
+    })
+    .await;
+}
+
+#[test]
+fn a_dropped_future_s_operation_ends_unseen() {
+    let (mut r, arena) = reactor();
+    let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
+    let event = event();
+    let (io, fd, buf) = (r.io(), event.as_raw_fd(), arena.span(0, 4096));
+    r.block_on(async move {
+        for _ in 0..10 {
+            abandon(io.write(file, 0, buf)).await;
+            abandon(io.sync(file)).await;
+            abandon(io.readable(fd)).await;
+            abandon(io.sleep(Duration::from_secs(3600))).await;
+            // The slots of those are not given to this one while they are in flight.
+            assert_eq!(io.write(file, 0, buf).await.unwrap(), 4096);
+        }
+    })
+    .unwrap();
+    let (mut out, start) = (Vec::new(), Instant::now());
+    while r.in_flight() > 0 {
+        assert!(start.elapsed() < Duration::from_secs(10), "{} in flight", r.in_flight());
+        r.turn(Wait::Until(Some(Duration::from_millis(10))), &mut out).unwrap();
+    }
+    assert!(out.is_empty());
+}
+
+#[test]
+fn block_on_keeps_the_hot_path_s_completions_for_the_next_turn() {
+    let (mut r, _) = reactor();
+    for token in 0..3 {
+        r.push(token, Op::Timer { after: Duration::from_millis(token) });
+    }
+    let io = r.io();
+    let ran = Rc::new(Cell::new(false));
+    let ran_ = ran.clone();
+    r.spawn(async move { ran_.set(true) });
+    let answer = r
+        .block_on(async move {
+            io.sleep(Duration::from_millis(20)).await.unwrap();
+            io.sleep(Duration::from_millis(1)).await.unwrap();
+            42
+        })
+        .unwrap();
+    assert_eq!((answer, ran.get()), (42, true));
+    let mut out = Vec::new();
+    // They are here, so this does not wait.
+    r.turn(Wait::Until(None), &mut out).unwrap();
+    assert_eq!(out.iter().map(|c| c.token).collect::<Vec<_>>(), [0, 1, 2]);
+}
+
+#[test]
+fn block_on_says_when_nothing_can_end_it() {
+    let (mut r, _) = reactor();
+    let e = r.block_on(LocalSignal::new().wait()).unwrap_err();
+    assert_eq!(e.kind(), io::ErrorKind::Deadlock);
+}
+
+#[test]
+fn a_reactor_dropped_with_tasks_ends_them_and_their_operations() {
+    let (mut r, arena) = reactor();
+    let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
+    let (read, write) = std::io::pipe().unwrap();
+    let dropped = Rc::new(Cell::new(0));
+    struct Count(Rc<Cell<u32>>);
+    impl Drop for Count {
+        fn drop(&mut self) {
+            self.0.set(self.0.get() + 1);
+        }
+    }
+    for i in 0..10 {
+        let (io, count, buf) = (r.io(), Count(dropped.clone()), arena.span(i << 12, 4096));
+        let fd = read.as_raw_fd();
+        r.spawn(async move {
+            let _count = count;
+            // A handle in a task is a circle that the reactor has to break.
+            io.write_all(file, 0, buf).await.unwrap();
+            io.readable(fd).await.unwrap();
+        });
+    }
+    let mut out = Vec::new();
+    for _ in 0..3 {
+        r.turn(Wait::Until(Some(Duration::from_millis(5))), &mut out).unwrap();
+    }
+    let io = r.io();
+    let weak = Arc::downgrade(&arena);
+    drop((r, arena));
+    assert_eq!(dropped.get(), 10);
+    assert!(weak.upgrade().is_none(), "the engine is gone");
+    drop((read, write));
+    // What is left of a handle answers with an error.
+    let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+    let mut sleep = Box::pin(io.sleep(Duration::ZERO));
+    match sleep.as_mut().poll(&mut cx) {
+        std::task::Poll::Ready(Err(e)) => assert_eq!(e.kind(), io::ErrorKind::BrokenPipe),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn writing_to_a_full_device_is_an_error_of_that_write_only() {
+    let (mut r, arena) = reactor();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let full = r.add_file(Arc::new(full.into())).unwrap();
+    let good = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
+    let (io, buf) = (r.io(), arena.span(0, 4096));
+    r.block_on(async move {
+        let e = io.write_all(full, 0, buf).await.unwrap_err();
+        assert_eq!(e.raw_os_error(), Some(libc::ENOSPC));
+        io.write_all(good, 0, buf).await.unwrap();
+        io.zero_range(good, 0, 4096).await.unwrap_or(());
+        io.punch_hole(good, 0, 4096).await.unwrap();
+        assert!(io.discard(good, 0, 4096).await.is_err());
+    })
+    .unwrap();
+}

@@ -158,3 +158,106 @@ impl PageMap {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    /// Shuttle's atomics: each access is a point where another thread may run.
+    impl Word for shuttle::sync::atomic::AtomicU64 {
+        fn zero() -> Self {
+            Self::new(0)
+        }
+        fn load(&self) -> u64 {
+            self.load(Ordering::Relaxed)
+        }
+        fn fetch_and(&self, mask: u64) -> u64 {
+            self.fetch_and(mask, Ordering::Acquire)
+        }
+        fn fetch_or(&self, mask: u64) -> u64 {
+            self.fetch_or(mask, Ordering::Release)
+        }
+    }
+
+    /// Three threads take and give back among three slabs, two of them in one word.
+    fn take_and_give() {
+        let slabs = [3, 9, 70];
+        let set = SlabSet::<shuttle::sync::atomic::AtomicU64>::new(128);
+        slabs.iter().for_each(|s| set.give(*s));
+        let set = Arc::new(set);
+        // Who holds a slab: only one may at a time.
+        let holders: Arc<Vec<shuttle::sync::atomic::AtomicU64>> =
+            Arc::new((0..128).map(|_| Word::zero()).collect());
+        let threads: Vec<_> = (0..3)
+            .map(|_| {
+                let (set, holders) = (set.clone(), holders.clone());
+                shuttle::thread::spawn(move || {
+                    for _ in 0..3 {
+                        let held: Vec<u32> = (0..2).filter_map(|_| set.take()).collect();
+                        for slab in &held {
+                            let before = holders[*slab as usize].fetch_or(1, Ordering::SeqCst);
+                            assert_eq!(before, 0, "slab {slab} was taken twice");
+                        }
+                        for slab in held {
+                            holders[slab as usize].fetch_and(0, Ordering::SeqCst);
+                            set.give(slab);
+                        }
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|t| t.join().unwrap());
+        let left: Vec<u32> = std::iter::from_fn(|| set.take()).collect();
+        assert_eq!(left, slabs, "not all slabs came back");
+    }
+
+    #[test]
+    fn no_two_threads_get_the_same_slab_and_all_slabs_come_back() {
+        shuttle::check_random(take_and_give, 2000);
+        shuttle::check_pct(take_and_give, 1000, 3);
+    }
+
+    #[test]
+    fn the_lowest_slab_is_taken_first() {
+        let set = SlabSet::<AtomicU64>::new(130);
+        for slab in [129, 64, 63, 0] {
+            set.give(slab);
+        }
+        let taken: Vec<u32> = std::iter::from_fn(|| set.take()).collect();
+        assert_eq!(taken, [0, 63, 64, 129]);
+    }
+
+    #[test]
+    #[should_panic(expected = "given back twice")]
+    fn a_slab_given_back_twice_is_a_bug() {
+        let set = SlabSet::<AtomicU64>::new(1);
+        set.give(0);
+        set.give(0);
+    }
+
+    #[test]
+    fn a_run_is_found_across_words_and_only_where_it_fits() {
+        let mut map = PageMap::empty();
+        assert_eq!(map.find(PAGES), Some(0));
+        map.set(0, 60);
+        map.set(70, 100);
+        assert_eq!(map.find(1), Some(60));
+        assert_eq!(map.find(10), Some(60));
+        assert_eq!(map.find(11), Some(170));
+        assert_eq!(map.find(86), Some(170));
+        assert_eq!(map.find(87), None);
+        map.clear(70, 100);
+        assert_eq!(map.find(196), Some(60));
+        map.set(60, 196);
+        assert_eq!((map.find(1), map.used()), (None, PAGES));
+    }
+
+    #[test]
+    #[should_panic(expected = "freed twice")]
+    fn a_page_freed_twice_is_a_bug() {
+        let mut map = PageMap::empty();
+        map.set(0, 4);
+        map.clear(2, 3);
+    }
+}

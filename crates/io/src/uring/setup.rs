@@ -170,7 +170,7 @@ fn build_at(step: Step, entries: u32) -> io::Result<IoUring> {
     if step >= Step::DeferTaskrun {
         b.setup_defer_taskrun();
     }
-    b.build(entries)
+    b.build(entries.max(1))
 }
 
 fn check(ring: IoUring, step: Step) -> Result<(IoUring, UringFeatures), SetupError> {

@@ -1,0 +1,102 @@
+//! From an operation to an entry of the submission queue.
+
+use std::os::fd::AsRawFd;
+
+use io_uring::types::{Fd, Fixed, FsyncFlags};
+use io_uring::{opcode, squeue};
+
+use super::{BUFFER_BYTES, Uring, timespec};
+use crate::arena::Span;
+use crate::engine::{FileId, Op};
+
+/// Builds the entry for a file that is fixed or not, which are different types.
+macro_rules! on_file {
+    ($file:expr, |$fd:ident| $op:expr) => {
+        match $file {
+            Target::Fixed($fd) => $op.build(),
+            Target::Plain($fd) => $op.build(),
+        }
+    };
+}
+
+enum Target {
+    Fixed(Fixed),
+    Plain(Fd),
+}
+
+impl Uring {
+    fn target(&self, file: FileId) -> Result<Target, i32> {
+        let f = self.files.get(file.0 as usize).ok_or(libc::EBADF)?;
+        let plain = || Target::Plain(Fd(f.fd.as_raw_fd()));
+        Ok(if f.fixed { Target::Fixed(Fixed(file.0)) } else { plain() })
+    }
+
+    /// The registered buffer that the span is in, if it is in one.
+    fn buffer_index(&self, buf: Span) -> Option<u16> {
+        if !self.features.fixed_buffers || buf.is_empty() {
+            return None;
+        }
+        let first = buf.offset() / BUFFER_BYTES;
+        let last = (buf.offset() + buf.len() - 1) / BUFFER_BYTES;
+        // An arena has at most 4 buffers.
+        (first == last).then_some(first as u16)
+    }
+
+    /// An offset that the kernel takes for one: -1 would be the file's own position.
+    fn offset(offset: u64) -> Result<u64, i32> {
+        i64::try_from(offset).map(|_| offset).map_err(|_| libc::EINVAL)
+    }
+
+    /// The entry for an operation, or the errno of what is wrong with it.
+    pub(super) fn entry(&mut self, op: Op) -> Result<squeue::Entry, i32> {
+        Ok(match op {
+            Op::Read { file, offset, buf } => {
+                let (file, at) = (self.target(file)?, Self::offset(offset)?);
+                let ptr = self.arena.checked_ptr(buf).ok_or(libc::EFAULT)?.as_ptr();
+                let len = buf.len() as u32;
+                match self.buffer_index(buf) {
+                    Some(i) => {
+                        on_file!(file, |fd| opcode::ReadFixed::new(fd, ptr, len, i).offset(at))
+                    }
+                    None => on_file!(file, |fd| opcode::Read::new(fd, ptr, len).offset(at)),
+                }
+            }
+            Op::Write { file, offset, buf } => {
+                let (file, at) = (self.target(file)?, Self::offset(offset)?);
+                let ptr = self.arena.checked_ptr(buf).ok_or(libc::EFAULT)?.as_ptr();
+                let len = buf.len() as u32;
+                match self.buffer_index(buf) {
+                    Some(i) => {
+                        on_file!(file, |fd| opcode::WriteFixed::new(fd, ptr, len, i).offset(at))
+                    }
+                    None => on_file!(file, |fd| opcode::Write::new(fd, ptr, len).offset(at)),
+                }
+            }
+            Op::Sync { file } => {
+                let flags = FsyncFlags::DATASYNC;
+                on_file!(self.target(file)?, |fd| opcode::Fsync::new(fd).flags(flags))
+            }
+            Op::PunchHole { file, offset, len } => {
+                self.fallocate(file, offset, len, libc::FALLOC_FL_PUNCH_HOLE)?
+            }
+            Op::ZeroRange { file, offset, len } => {
+                self.fallocate(file, offset, len, libc::FALLOC_FL_ZERO_RANGE)?
+            }
+            Op::Readable { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build(),
+            Op::Timer { after } => {
+                let time =
+                    &mut self.times[self.queued as usize % self.features.sq_entries as usize];
+                *time = timespec(after);
+                opcode::Timeout::new(time).build()
+            }
+            // `push` gives it to the helper thread.
+            Op::Discard { .. } => return Err(libc::EINVAL),
+        })
+    }
+
+    fn fallocate(&self, file: FileId, at: u64, len: u64, mode: i32) -> Result<squeue::Entry, i32> {
+        let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
+        let (file, at, len) = (self.target(file)?, Self::offset(at)?, Self::offset(len)?);
+        Ok(on_file!(file, |fd| opcode::Fallocate::new(fd, len).offset(at).mode(mode)))
+    }
+}

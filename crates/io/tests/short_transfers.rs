@@ -1,0 +1,89 @@
+//! Transfers of any shortness are continued, on an engine whose answers are written down.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_io::arena::{Arena, Span};
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::reactor::Reactor;
+
+/// Answers each operation with the next of `answers`, and checks that it is the next of `ops`.
+struct Script {
+    expected: VecDeque<(u64, Span, i32)>,
+    done: Vec<Completion>,
+}
+
+impl Engine for Script {
+    fn name(&self) -> &'static str {
+        "script"
+    }
+    fn add_file(&mut self, _: Arc<OwnedFd>) -> io::Result<FileId> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    fn push(&mut self, token: Token, op: Op) {
+        let (Op::Read { offset, buf, .. } | Op::Write { offset, buf, .. }) = op else {
+            panic!("{op:?}")
+        };
+        let (at, span, raw) = self.expected.pop_front().expect("one operation too many");
+        assert_eq!((offset, buf), (at, span));
+        self.done.push(Completion { token, raw });
+    }
+    fn cancel(&mut self, _: Token) {}
+    fn submit(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+    fn wait(&mut self, _: Option<Duration>) -> io::Result<()> {
+        Ok(())
+    }
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        out.append(&mut self.done);
+    }
+    fn in_flight(&self) -> usize {
+        self.done.len()
+    }
+}
+
+fn run(write: bool, expected: &[(u64, usize, usize, i32)]) -> io::Result<()> {
+    let arena = Arena::new(1).unwrap();
+    let expected = expected.iter().map(|(at, from, len, raw)| (*at, arena.span(*from, *len), *raw));
+    let script = Script { expected: expected.collect(), done: Vec::new() };
+    let mut r = Reactor::new(Box::new(script));
+    let (io, buf) = (r.io(), arena.span(100, 50));
+    r.block_on(async move {
+        if write {
+            io.write_all(FileId(0), 1000, buf).await
+        } else {
+            io.read_exact(FileId(0), 1000, buf).await
+        }
+    })?
+}
+
+#[test]
+fn a_short_transfer_is_continued_where_it_stopped() {
+    for write in [true, false] {
+        let steps = [(1000, 100, 50, 1), (1001, 101, 49, 29), (1030, 130, 20, 20)];
+        run(write, &steps).unwrap();
+    }
+}
+
+#[test]
+fn an_interrupted_transfer_is_tried_again() {
+    let steps = [(1000, 100, 50, 10), (1010, 110, 40, -libc::EINTR), (1010, 110, 40, 40)];
+    run(true, &steps).unwrap();
+}
+
+#[test]
+fn no_progress_is_an_error_and_not_a_loop() {
+    let steps = [(1000, 100, 50, 49), (1049, 149, 1, 0)];
+    assert_eq!(run(false, &steps).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    assert_eq!(run(true, &steps).unwrap_err().kind(), io::ErrorKind::WriteZero);
+}
+
+#[test]
+fn an_error_after_a_part_is_the_error_of_the_whole() {
+    let steps = [(1000, 100, 50, 25), (1025, 125, 25, -libc::EIO)];
+    assert_eq!(run(true, &steps).unwrap_err().raw_os_error(), Some(libc::EIO));
+}

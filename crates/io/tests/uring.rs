@@ -1,0 +1,493 @@
+//! The io_uring engine on real files.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrite_io::arena::{Arena, Span};
+use ferrite_io::engine::{Completion, Engine, FileId, Op};
+use ferrite_io::uring::{Uring, probe};
+use rustix::event::{EventfdFlags, eventfd};
+
+const MIB: usize = 1 << 20;
+
+fn engine(entries: u32) -> (Uring, Arc<Arena>) {
+    let arena = Arena::new(4 * MIB).unwrap();
+    (Uring::new(arena.clone(), entries).unwrap(), arena)
+}
+
+/// A file with these bytes on disk.
+fn file(bytes: &[u8]) -> Arc<OwnedFd> {
+    file_in(&std::env::temp_dir(), bytes)
+}
+
+fn file_in(dir: &std::path::Path, bytes: &[u8]) -> Arc<OwnedFd> {
+    let f = tempfile::tempfile_in(dir).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&f, bytes, 0).unwrap();
+    Arc::new(f.into())
+}
+
+fn open(path: &str) -> Arc<OwnedFd> {
+    Arc::new(File::options().read(true).write(true).open(path).unwrap().into())
+}
+
+fn pattern(len: usize, seed: u32) -> Vec<u8> {
+    (0..len as u32).map(|i| (i.wrapping_mul(2654435761).wrapping_add(seed) >> 13) as u8).collect()
+}
+
+fn bytes_at(arena: &Arena, s: Span) -> Vec<u8> {
+    let mut bytes = vec![0; s.len()];
+    arena.copy_out(s, &mut bytes);
+    bytes
+}
+
+/// Waits for `n` completions, in the order of their tokens.
+fn wait_for(e: &mut dyn Engine, n: usize) -> Vec<Completion> {
+    let (mut out, start) = (Vec::new(), Instant::now());
+    while out.len() < n {
+        assert!(start.elapsed() < Duration::from_secs(20), "{} of {n} completed", out.len());
+        e.wait(Some(Duration::from_secs(1))).unwrap();
+        e.reap(&mut out);
+    }
+    out.sort_by_key(|c| c.token);
+    out
+}
+
+fn run(e: &mut dyn Engine, op: Op) -> i32 {
+    e.push(1, op);
+    let done = wait_for(e, 1);
+    assert_eq!((done.len(), done[0].token, e.in_flight()), (1, 1, 0));
+    done[0].raw
+}
+
+fn event() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+}
+
+fn ring(event: &OwnedFd) {
+    rustix::io::write(event, &1u64.to_ne_bytes()).unwrap();
+}
+
+#[test]
+fn what_is_written_is_read_back_on_disk_and_on_tmpfs() {
+    for dir in ["/var/tmp", "/dev/shm"] {
+        let Ok(f) = tempfile::tempfile_in(dir) else { continue };
+        let (mut e, arena) = engine(8);
+        let f = e.add_file(Arc::new(f.into())).unwrap();
+        let (to, back) = (arena.span(5, 10_000), arena.span(MIB, 10_000));
+        arena.copy_in(to, &pattern(10_000, 1));
+        assert_eq!(run(&mut e, Op::Write { file: f, offset: 70_000, buf: to }), 10_000);
+        assert_eq!(run(&mut e, Op::Sync { file: f }), 0);
+        assert_eq!(run(&mut e, Op::Read { file: f, offset: 70_000, buf: back }), 10_000);
+        assert_eq!(bytes_at(&arena, back), pattern(10_000, 1));
+    }
+}
+
+#[test]
+fn direct_io_uses_the_registered_memory() {
+    use std::os::unix::fs::OpenOptionsExt;
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = dir.path().join("disk");
+    std::fs::write(&path, pattern(64 << 10, 2)).unwrap();
+    let mut options = File::options();
+    let Ok(f) = options.read(true).write(true).custom_flags(libc::O_DIRECT).open(&path) else {
+        return; // A file system without O_DIRECT.
+    };
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(Arc::new(f.into())).unwrap();
+    let buf = arena.span(4096, 32 << 10);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 4096, buf }), 32 << 10);
+    assert_eq!(bytes_at(&arena, buf), pattern(64 << 10, 2)[4096..4096 + (32 << 10)]);
+    arena.fill(buf, 3);
+    assert_eq!(run(&mut e, Op::Write { file: f, offset: 0, buf }), 32 << 10);
+    assert_eq!(std::fs::read(&path).unwrap()[..32 << 10], [3; 32 << 10]);
+    // Memory that is not aligned to the block is refused, by an error and nothing else.
+    let odd = arena.span(1, 512);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 0, buf: odd }), -libc::EINVAL);
+}
+
+#[test]
+fn a_read_at_the_end_of_the_file_is_short_and_behind_it_empty() {
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(file(&[9; 1000])).unwrap();
+    let buf = arena.span(0, 4096);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 0, buf }), 1000);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 999, buf }), 1);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 1000, buf }), 0);
+    let nothing = arena.span(0, 0);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 0, buf: nothing }), 0);
+}
+
+#[test]
+fn the_medium_s_errors_come_back_and_the_engine_goes_on() {
+    let (mut e, arena) = engine(8);
+    let full = e.add_file(open("/dev/full")).unwrap();
+    // Address 0 of our own memory: nothing is mapped there.
+    let broken = e.add_file(open("/proc/self/mem")).unwrap();
+    let good = e.add_file(file(&[7; 512])).unwrap();
+    let buf = arena.span(0, 512);
+    assert_eq!(run(&mut e, Op::Write { file: full, offset: 0, buf }), -libc::ENOSPC);
+    assert_eq!(run(&mut e, Op::Read { file: broken, offset: 0, buf }), -libc::EIO);
+    assert_eq!(run(&mut e, Op::Read { file: good, offset: 0, buf }), 512);
+}
+
+#[test]
+fn what_is_wrong_with_an_operation_is_its_completion() {
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(file(&[0; 512])).unwrap();
+    let buf = arena.span(0, 512);
+    let other = Arena::new(8 * MIB).unwrap();
+    let outside = other.span(8 * MIB - 512, 512);
+    let no_file = FileId(77);
+    let cases = [
+        (Op::Read { file: no_file, offset: 0, buf }, libc::EBADF),
+        (Op::Discard { file: no_file, offset: 0, len: 512 }, libc::EBADF),
+        (Op::Read { file: f, offset: 0, buf: outside }, libc::EFAULT),
+        // -1 would mean the file's own position.
+        (Op::Write { file: f, offset: u64::MAX, buf }, libc::EINVAL),
+        (Op::PunchHole { file: f, offset: 0, len: u64::MAX }, libc::EINVAL),
+        (Op::PunchHole { file: f, offset: 0, len: 0 }, libc::EINVAL),
+        (Op::Readable { fd: -1 }, libc::EBADF),
+    ];
+    for (op, errno) in cases {
+        assert_eq!(run(&mut e, op), -errno, "{op:?}");
+    }
+}
+
+#[test]
+fn holes_are_punched_and_ranges_zeroed_without_growing_the_file() {
+    let (mut e, arena) = engine(8);
+    let owned = file(&[7; 64 << 10]);
+    let f = e.add_file(owned.clone()).unwrap();
+    let blocks = |fd: &OwnedFd| rustix::fs::fstat(fd).unwrap().st_blocks;
+    let before = blocks(&owned);
+    assert_eq!(run(&mut e, Op::PunchHole { file: f, offset: 4096, len: 16 << 10 }), 0);
+    assert!(blocks(&owned) < before);
+    assert_eq!(run(&mut e, Op::PunchHole { file: f, offset: 0, len: 1 << 20 }), 0);
+    let zeroed = run(&mut e, Op::ZeroRange { file: f, offset: 0, len: 1 << 20 });
+    assert!(zeroed == 0 || zeroed == -libc::EOPNOTSUPP, "{zeroed}");
+    assert_eq!(rustix::fs::fstat(&owned).unwrap().st_size, 64 << 10);
+    let buf = arena.span(0, 64 << 10);
+    arena.fill(buf, 1);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 0, buf }), 64 << 10);
+    assert_eq!(bytes_at(&arena, buf), vec![0; 64 << 10]);
+}
+
+#[test]
+fn a_discard_of_a_regular_file_is_refused_by_its_completion() {
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(file(&[7; 8192])).unwrap();
+    assert_eq!(run(&mut e, Op::Discard { file: f, offset: 0, len: 4096 }), -libc::ENOTTY);
+    // Many at once, among others.
+    for token in 0..100 {
+        e.push(token, Op::Discard { file: f, offset: 0, len: 4096 });
+        let buf = arena.span(token as usize * 512, 512);
+        e.push(1000 + token, Op::Read { file: f, offset: 0, buf });
+    }
+    let done = wait_for(&mut e, 200);
+    assert!(done[..100].iter().all(|c| c.raw == -libc::ENOTTY));
+    assert!(done[100..].iter().all(|c| c.raw == 512));
+    assert_eq!(e.in_flight(), 0);
+}
+
+#[test]
+fn more_operations_than_both_queues_hold_all_complete() {
+    let (mut e, arena) = engine(8);
+    let (sq, cq) = (e.features().sq_entries, e.features().cq_entries);
+    let n = u64::from(sq + cq) * 20;
+    let f = e.add_file(file(&pattern(8192, 5))).unwrap();
+    for token in 0..n {
+        let offset = token % 8192;
+        let buf = arena.span(token as usize, 1);
+        e.push(u64::MAX - token, Op::Read { file: f, offset, buf });
+    }
+    assert_eq!(e.in_flight() as u64, n);
+    // All of them complete before one is reaped: those that the queue cannot hold must not be
+    // lost.
+    e.submit().unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    let done = wait_for(&mut e, n as usize);
+    assert!(done.iter().all(|c| c.raw == 1));
+    let tokens: Vec<u64> = done.iter().map(|c| u64::MAX - c.token).rev().collect();
+    assert_eq!(tokens, (0..n).collect::<Vec<_>>());
+    let expected = pattern(8192, 5).into_iter().cycle().take(n as usize).collect::<Vec<_>>();
+    assert_eq!(bytes_at(&arena, arena.span(0, n as usize)), expected);
+}
+
+#[test]
+fn polling_finds_completions_without_waiting() {
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(file(&[1; 4096])).unwrap();
+    let event = event();
+    e.push(1, Op::Sync { file: f });
+    e.push(2, Op::Readable { fd: event.as_raw_fd() });
+    e.push(3, Op::Read { file: f, offset: 0, buf: arena.span(0, 4096) });
+    ring(&event);
+    let (mut out, start) = (Vec::new(), Instant::now());
+    while out.len() < 3 {
+        assert!(start.elapsed() < Duration::from_secs(20), "polling found only {out:?}");
+        e.submit().unwrap();
+        e.reap(&mut out);
+    }
+}
+
+#[test]
+fn timers_take_their_time_and_end_in_order() {
+    let (mut e, _) = engine(8);
+    let start = Instant::now();
+    // More than the submission queue holds: each keeps its own time.
+    for i in (0..40u64).rev() {
+        e.push(i, Op::Timer { after: Duration::from_millis(20 + i) });
+    }
+    let mut order = Vec::new();
+    while order.len() < 40 {
+        e.wait(None).unwrap();
+        e.reap(&mut order);
+    }
+    assert!(start.elapsed() >= Duration::from_millis(59));
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(order.iter().all(|c| c.raw == 0));
+    assert!(order.iter().map(|c| c.token).is_sorted(), "{order:?}");
+}
+
+#[test]
+fn a_wait_ends_with_its_time_or_with_a_completion() {
+    let (mut e, _) = engine(8);
+    let start = Instant::now();
+    e.wait(None).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(1), "nothing is in flight");
+    e.wait(Some(Duration::from_millis(30))).unwrap();
+    assert!(start.elapsed() >= Duration::from_millis(30));
+    e.push(1, Op::Timer { after: Duration::from_millis(10) });
+    let start = Instant::now();
+    e.wait(Some(Duration::MAX)).unwrap();
+    assert!((Duration::from_millis(10)..Duration::from_secs(5)).contains(&start.elapsed()));
+    let mut out = Vec::new();
+    e.reap(&mut out);
+    assert_eq!(out, [Completion { token: 1, raw: 0 }]);
+}
+
+#[test]
+fn a_signal_does_not_shorten_a_wait() {
+    extern "C" fn ignore(_: libc::c_int) {}
+    let handler = ignore as extern "C" fn(libc::c_int);
+    // SAFETY: a handler that does nothing, for a signal that nothing else here uses.
+    unsafe { libc::signal(libc::SIGUSR2, handler as libc::sighandler_t) };
+    let (mut e, _) = engine(8);
+    // SAFETY: no preconditions.
+    let this = unsafe { libc::pthread_self() } as usize;
+    let start = Instant::now();
+    std::thread::scope(|s| {
+        s.spawn(move || {
+            for _ in 0..5 {
+                std::thread::sleep(Duration::from_millis(10));
+                // SAFETY: the thread is alive: it joins this one.
+                unsafe { libc::pthread_kill(this as libc::pthread_t, libc::SIGUSR2) };
+            }
+        });
+        e.wait(Some(Duration::from_millis(100))).unwrap();
+        assert!(start.elapsed() >= Duration::from_millis(100));
+    });
+}
+
+#[test]
+fn a_descriptor_is_reported_when_it_becomes_readable_and_not_before() {
+    let (mut e, _) = engine(8);
+    let event = event();
+    e.push(4, Op::Readable { fd: event.as_raw_fd() });
+    e.wait(Some(Duration::from_millis(20))).unwrap();
+    let mut out = Vec::new();
+    e.reap(&mut out);
+    assert!(out.is_empty() && e.in_flight() == 1);
+    ring(&event);
+    assert_eq!(wait_for(&mut e, 1), [Completion { token: 4, raw: 0 }]);
+}
+
+#[test]
+fn waits_are_called_off_and_data_is_not() {
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(file(&[1; 512])).unwrap();
+    let event = event();
+    for token in [1, 2] {
+        e.push(token, Op::Readable { fd: event.as_raw_fd() });
+    }
+    e.push(3, Op::Timer { after: Duration::from_secs(3600) });
+    e.submit().unwrap();
+    e.push(4, Op::Timer { after: Duration::from_secs(3600) });
+    e.push(5, Op::Read { file: f, offset: 0, buf: arena.span(0, 512) });
+    for token in [1, 3, 4, 5, 99] {
+        e.cancel(token);
+    }
+    let done = wait_for(&mut e, 4);
+    let cancelled = -libc::ECANCELED;
+    let expected = [(1, cancelled), (3, cancelled), (4, cancelled), (5, 512)];
+    assert_eq!(done.iter().map(|c| (c.token, c.raw)).collect::<Vec<_>>(), expected);
+    // A descriptor whose wait was called off is free: the last close reaches the other end.
+    let (read, write) = std::io::pipe().unwrap();
+    e.push(6, Op::Readable { fd: read.as_raw_fd() });
+    e.submit().unwrap();
+    e.cancel(6);
+    wait_for(&mut e, 1);
+    drop(read);
+    let err = io::Write::write(&mut &write, &[0]).unwrap_err();
+    assert_eq!(err.kind(), io::ErrorKind::BrokenPipe);
+    assert_eq!(e.in_flight(), 1, "the other wait for the event goes on");
+}
+
+#[test]
+fn an_engine_dropped_with_operations_in_flight_finishes_them_first() {
+    let bytes = pattern(MIB, 9);
+    for entries in [4, 256] {
+        let owned = file(&[0; 16]);
+        let event = event();
+        let (mut e, arena) = engine(entries);
+        let f = e.add_file(owned.clone()).unwrap();
+        arena.copy_in(arena.span(0, MIB), &bytes);
+        e.push(1, Op::Readable { fd: event.as_raw_fd() });
+        e.push(2, Op::Timer { after: Duration::from_secs(3600) });
+        for i in 0..64u64 {
+            let (offset, buf) = (i << 14, arena.span((i as usize) << 14, 1 << 14));
+            e.push(i, Op::Write { file: f, offset, buf });
+            e.push(i, Op::Discard { file: f, offset: 0, len: 512 });
+        }
+        e.push(3, Op::Sync { file: f });
+        e.submit().unwrap();
+        let weak = Arc::downgrade(&arena);
+        drop(arena);
+        assert!(weak.upgrade().is_some(), "the engine keeps its memory");
+        let start = Instant::now();
+        drop(e);
+        assert!(start.elapsed() < Duration::from_secs(10));
+        assert!(weak.upgrade().is_none());
+        let mut back = vec![0; MIB];
+        let f = File::from(owned.try_clone().unwrap());
+        std::os::unix::fs::FileExt::read_exact_at(&f, &mut back, 0).unwrap();
+        assert_eq!(back, bytes);
+    }
+}
+
+#[test]
+fn an_engine_that_was_never_used_is_dropped_without_doing_anything() {
+    let owned = file(&[1; 512]);
+    let (mut e, arena) = engine(4);
+    let f = e.add_file(owned.clone()).unwrap();
+    e.push(1, Op::Write { file: f, offset: 0, buf: arena.span(0, 512) });
+    drop(e);
+    let mut back = [0; 512];
+    let f = File::from(owned.try_clone().unwrap());
+    std::os::unix::fs::FileExt::read_exact_at(&f, &mut back, 0).unwrap();
+    assert_eq!(back, [1; 512]);
+}
+
+#[test]
+fn an_engine_is_built_on_one_thread_and_used_on_another() {
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(file(&[3; 512])).unwrap();
+    let worker = std::thread::spawn(move || {
+        let done = run(&mut e, Op::Read { file: f, offset: 0, buf: arena.span(0, 512) });
+        let g = e.add_file(file(&[4; 100])).unwrap();
+        (done, run(&mut e, Op::Read { file: g, offset: 0, buf: arena.span(0, 512) }))
+    });
+    assert_eq!(worker.join().unwrap(), (512, 100));
+}
+
+#[test]
+fn an_engine_dropped_on_the_wrong_thread_keeps_its_memory_for_the_kernel() {
+    let (mut e, arena) = engine(8);
+    let event = event();
+    let e = std::thread::scope(|s| {
+        s.spawn(|| {
+            e.push(1, Op::Readable { fd: event.as_raw_fd() });
+            e.submit().unwrap();
+            e
+        })
+        .join()
+        .unwrap()
+    });
+    let single_issuer = e.features().single_issuer;
+    let weak = Arc::downgrade(&arena);
+    drop((e, arena));
+    assert_eq!(weak.upgrade().is_some(), single_issuer);
+}
+
+#[test]
+fn a_lock_is_held_as_long_as_the_engine_and_free_right_after() {
+    use rustix::fs::{FlockOperation, flock};
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, [0; 512]).unwrap();
+    for _ in 0..20 {
+        let lock = FlockOperation::NonBlockingLockExclusive;
+        let mine = open(path.to_str().unwrap());
+        flock(&mine, lock).unwrap();
+        let (mut e, arena) = engine(8);
+        let f = e.add_file(mine).unwrap();
+        run(&mut e, Op::Read { file: f, offset: 0, buf: arena.span(0, 512) });
+        let theirs = open(path.to_str().unwrap());
+        assert!(flock(&theirs, lock).is_err());
+        drop(e);
+        flock(&theirs, lock).unwrap();
+    }
+}
+
+#[test]
+fn files_beyond_the_registered_table_work_as_well() {
+    let (mut e, arena) = engine(8);
+    let shared = file(&[5; 512]);
+    let ids: Vec<FileId> = (0..100).map(|_| e.add_file(shared.clone()).unwrap()).collect();
+    assert_eq!(ids[99], FileId(99));
+    for id in [ids[0], ids[63], ids[64], ids[99]] {
+        assert_eq!(run(&mut e, Op::Read { file: id, offset: 0, buf: arena.span(0, 512) }), 512);
+    }
+}
+
+#[test]
+fn the_probe_says_what_this_kernel_has() {
+    let features = probe().unwrap();
+    assert!(features.sq_entries >= 8 && features.cq_entries >= 2 * features.sq_entries);
+    assert!(features.missing_ops.is_empty(), "{features}");
+    assert_eq!(features.fixed_buffers, features.fixed_buffers_errno.is_none());
+    assert!(features.to_string().starts_with("8+32 entries"), "{features}");
+}
+
+/// A loop device on a file, if one can be made here.
+struct Loop(String);
+
+impl Loop {
+    fn new(path: &std::path::Path) -> Option<Loop> {
+        let out = std::process::Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(path)
+            .output()
+            .ok()?;
+        out.status.success().then(|| Loop(String::from_utf8(out.stdout).unwrap().trim().into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+#[test]
+fn a_discard_gives_a_block_device_s_range_back() {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = dir.path().join("disk");
+    std::fs::write(&path, vec![1; 8 * MIB]).unwrap();
+    let Some(device) = Loop::new(&path) else {
+        eprintln!("no loop device can be made here");
+        return;
+    };
+    let (mut e, arena) = engine(8);
+    let f = e.add_file(open(&device.0)).unwrap();
+    assert_eq!(run(&mut e, Op::Discard { file: f, offset: 1 << 20, len: 4 << 20 }), 0);
+    let buf = arena.span(0, MIB);
+    assert_eq!(run(&mut e, Op::Read { file: f, offset: 2 << 20, buf }), MIB as i32);
+    assert_eq!(bytes_at(&arena, buf), vec![0; MIB]);
+    assert_eq!(run(&mut e, Op::Discard { file: f, offset: 1, len: 512 }), -libc::EINVAL);
+    use std::os::unix::fs::MetadataExt;
+    assert!(std::fs::metadata(&path).unwrap().blocks() <= 4 * (MIB / 512) as u64);
+}
