@@ -22,16 +22,19 @@ pub mod copy;
 pub mod grants;
 pub mod guest;
 pub mod link;
+pub mod machine;
 pub mod memory;
 pub mod server;
 
 use std::io;
 
 use crate::hypervisor::DomId;
+use crate::store::StoreError;
 
 pub use copy::CopyWith;
 pub use guest::{BackendHandle, GuestHandle, GuestOptions};
 pub use link::Loopback;
+pub use machine::Machine;
 pub use server::StoreServer;
 
 /// Whom the frontends grant their frames to, and who serves the disks: dom0.
@@ -66,6 +69,17 @@ pub enum LoopbackError {
         domid: DomId,
         /// Who serves it.
         pid: u32,
+    },
+    /// The store refused something that the toolstack or a frontend asked of it.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Something did not happen in time.
+    #[error("{what} within {ms} ms")]
+    Timeout {
+        /// What did not, as in "the backend did not reach state 4".
+        what: String,
+        /// How long it was waited for.
+        ms: u64,
     },
     /// A frontend has used up something of its guest's.
     #[error("the guest has no free {what} left; create it with more (GuestOptions)")]
