@@ -151,6 +151,19 @@ fn a_patient_open_gets_the_lock_when_it_is_free() {
     thread.join().unwrap();
 }
 
+/// As after a server that was killed: who took the lock is gone, and what is left of it will be
+/// soon.
+#[test]
+fn a_lock_that_outlives_its_holder_is_waited_for_in_any_case() {
+    let dir = dir_on_tmpfs();
+    let path = image(&dir, MIB);
+    let script = format!("exec 9<{} && flock -x 9 && sleep 0.5 9<&9 >&- &", path.display());
+    let start = Instant::now();
+    run("sh", &["-c", &format!("{script} sleep 0.2")]).unwrap();
+    open(&path).unwrap();
+    assert!(start.elapsed() >= Duration::from_millis(500));
+}
+
 #[test]
 fn patience_ends() {
     let dir = dir_on_tmpfs();

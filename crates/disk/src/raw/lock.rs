@@ -26,6 +26,10 @@ const RETRY_AFTER: Duration = Duration::from_millis(20);
 /// writer; that is no reason to fail.
 const DEVICE_GRACE: Duration = Duration::from_millis(500);
 
+/// How long the kernel is given to end the last operations of a process that is gone; a slower
+/// medium takes `wait_for_lock`.
+const GONE_GRACE: Duration = Duration::from_secs(5);
+
 /// An image that is open and locked.
 pub(super) struct Opened {
     pub(super) file: OwnedFd,
@@ -36,7 +40,8 @@ pub(super) struct Opened {
 /// The end of one attempt.
 enum Attempt {
     Done(Opened),
-    Busy(Medium, String),
+    /// Not now; how long to try again in any case, and why not.
+    Busy(Duration, String),
 }
 
 /// Opens and locks `path`, again and again until the options' time is over while it is in use.
@@ -44,11 +49,10 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskErr
     let clock = SystemClock;
     let start_ns = clock.now_ns();
     loop {
-        let (medium, why) = match attempt(path, options.read_only)? {
+        let (grace, why) = match attempt(path, options.read_only)? {
             Attempt::Done(opened) => return Ok(opened),
-            Attempt::Busy(medium, why) => (medium, why),
+            Attempt::Busy(grace, why) => (grace, why),
         };
-        let grace = if medium == Medium::BlockDevice { DEVICE_GRACE } else { Duration::ZERO };
         let patience = options.wait_for_lock.unwrap_or_default().max(grace);
         if Duration::from_nanos(clock.now_ns() - start_ns) >= patience {
             let help = match options.read_only {
@@ -67,10 +71,11 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskErr
 fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
     let before = stat(path).map_err(|e| open_error(path, read_only, e))?;
     let medium = classify(path, &before)?;
+    let grace = if medium == Medium::BlockDevice { DEVICE_GRACE } else { Duration::ZERO };
     let file = match rustix::fs::open(path, flags(medium, read_only), Mode::empty()) {
         Ok(file) => file,
         Err(e @ (Errno::BUSY | Errno::TXTBSY | Errno::AGAIN)) => {
-            return Ok(Attempt::Busy(medium, busy_reason(&before, medium, e)));
+            return Ok(Attempt::Busy(grace, busy_reason(&before, medium, e)));
         }
         Err(e) => return Err(open_error(path, read_only, e)),
     };
@@ -80,7 +85,7 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
     };
     match flock(&file, operation) {
         Ok(()) => {}
-        Err(Errno::AGAIN) => return Ok(Attempt::Busy(medium, locked_reason(&before))),
+        Err(Errno::AGAIN) => return Ok(locked(&before, grace)),
         Err(e) => return Err(io_error(path, "it could not be locked", e)),
     }
     // Whoever had the image may have put another one in its place before letting it go.
@@ -90,7 +95,7 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
         .iter()
         .any(|s| (s.st_dev, s.st_ino, s.st_rdev) != (stat.st_dev, stat.st_ino, stat.st_rdev))
     {
-        return Ok(Attempt::Busy(medium, "it was replaced while it was being opened".into()));
+        return Ok(Attempt::Busy(grace, "it was replaced while it was being opened".into()));
     }
     if !read_only && medium == Medium::BlockDevice && is_write_protected(&stat) {
         return Err(open_error(path, read_only, Errno::ROFS));
@@ -163,15 +168,20 @@ fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
 }
 
 /// Who holds the `flock`, as far as the kernel tells.
-fn locked_reason(stat: &Stat) -> String {
+fn locked(stat: &Stat, grace: Duration) -> Attempt {
     let Some(pid) = lock_holder(stat) else {
-        return "another process has locked it".into();
+        return Attempt::Busy(grace, "another process has locked it".into());
     };
     match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
-        Ok(name) => format!("process {pid} ({}) has locked it", name.trim_end()),
-        Err(_) => format!(
-            "process {pid} had locked it and is gone, but a child of it, or its last operations, \
-             still hold the lock"
+        Ok(name) => {
+            Attempt::Busy(grace, format!("process {pid} ({}) has locked it", name.trim_end()))
+        }
+        Err(_) => Attempt::Busy(
+            GONE_GRACE,
+            format!(
+                "process {pid} had locked it and is gone, but a child of it, or its last \
+                 operations, still hold the lock"
+            ),
         ),
     }
 }
