@@ -1,19 +1,116 @@
-//! `ferrite serve`.
+//! `ferrite serve`: one disk, one guest, in the foreground.
+
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::SystemClock;
+use ferrite_io::uring::Uring;
+use ferrite_serve::connection::{Device, Waker};
+use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
+use ferrite_serve::negotiate::Offer;
+use ferrite_xen::real::Xen;
+use ferrite_xen::store::Store;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::cli::ServeArgs;
 use crate::exit::Failure;
 
+/// The kind of backend that xl and XAPI make for tapdisk: `backend/vbd3/<domid>/<devid>`.
+const BACKEND_KIND: &str = "vbd3";
+/// On tmpfs: what is kept here concerns running guests only.
+const RUN_DIR: &str = "/run/ferrite";
+/// How long a take-over waits for the killed predecessor's last I/O to end.
+const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
+
 /// Serves one disk. The image comes first: what is wrong with it is said on any machine, with
 /// Xen or without.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    let options = OpenOptions { read_only: args.read_only, wait_for_lock: None };
+    let (domid, devid) = (args.xen.domain, args.xen.device);
+    let run_dir = Path::new(RUN_DIR).join(format!("vbd-{domid}-{devid}"));
+    let options = OpenOptions {
+        read_only: args.read_only,
+        // A table there: a predecessor was killed, and its I/O may still be under way.
+        wait_for_lock: run_dir.join("inflight").exists().then_some(TAKE_OVER_WAIT),
+    };
     let disk = Disk::open(&args.image, &options)?;
-    tracing::info!(device = %args.xen, "opened {disk}");
-    Err(Failure::new(
-        format!("cannot serve {}", args.xen),
-        "this is not a Xen domain that may serve guests",
-        "ferrite doctor shows what is missing",
-    ))
+    tracing::info!("opened {disk}");
+    let mut store = Store::open().map_err(|e| no_xen(args, e))?;
+    make_run_dir(&run_dir)?;
+    let config = Config {
+        backend: format!("backend/{BACKEND_KIND}/{domid}/{devid}"),
+        domid,
+        devid,
+        offer: Offer {
+            max_queues: args.queues,
+            max_ring_order: args.ring_order,
+            max_indirect_segments: args.indirect as u16,
+        },
+        pool_bytes: args.memory,
+        run_dir,
+        engine: uring(),
+    };
+    let device = Arc::new(Device::new(disk, SystemClock::shared()));
+    let stop = stop_on_signals()?;
+    match serve(&mut store, &Xen::new(), &device, &config, &stop) {
+        Ok(Outcome::Unplugged) => tracing::info!("{} was unplugged", args.xen),
+        Ok(Outcome::Stopped) => tracing::info!(
+            "stopped; a guest that had connected {} waits until it is served again",
+            args.xen
+        ),
+        Err(e) => return Err(failed(args, &e)),
+    }
+    Ok(())
+}
+
+/// io_uring for every queue.
+pub(crate) fn uring() -> EngineFactory {
+    Arc::new(|arena, entries| Ok(Box::new(Uring::new(arena, entries)?)))
+}
+
+fn make_run_dir(path: &Path) -> Result<(), Failure> {
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| {
+        let what = format!("cannot make {}", path.display());
+        Failure::new(what, e, format!("run as root, with tmpfs mounted on {}", parent(path)))
+    })
+}
+
+fn parent(path: &Path) -> String {
+    path.ancestors().nth(2).map(PathBuf::from).unwrap_or_default().display().to_string()
+}
+
+/// SIGTERM and SIGINT end the process in good order: everything taken is answered.
+fn stop_on_signals() -> Result<Arc<Waker>, Failure> {
+    let cannot = |e: std::io::Error| {
+        Failure::new("cannot listen to signals", e, "check the limits of this process")
+    };
+    let stop = Arc::new(Waker::new().map_err(cannot)?);
+    let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(cannot)?;
+    let wake = stop.clone();
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(move || signals.forever().for_each(|_| wake.wake()))
+        .map_err(cannot)?;
+    Ok(stop)
+}
+
+fn no_xen(args: &ServeArgs, e: impl std::fmt::Display) -> Failure {
+    Failure::new(format!("cannot serve {}", args.xen), e, "ferrite doctor shows what is missing")
+}
+
+fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
+    let help = match e {
+        ServeError::Store(_) | ServeError::Host { .. } => {
+            "the guest waits: mend the cause and run the same command again"
+        }
+        ServeError::Attachment(_) => "check DOMID/DEVID against xl list and xl block-list",
+        ServeError::TakeOver(_) => {
+            "if the guest cannot be served as it is, detach the disk (xl block-detach) and attach \
+             it again; requests in flight are lost then"
+        }
+    };
+    Failure::new(format!("cannot serve {}", args.xen), e, help)
 }

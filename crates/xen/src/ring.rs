@@ -87,7 +87,7 @@ impl BackRing {
     fn over(link: Box<dyn Link>, protocol: Protocol) -> BackRing {
         let memory = link.ring();
         let pages = memory.len() / PAGE_SIZE;
-        assert!(pages.is_power_of_two() && memory.base().as_ptr().addr() % PAGE_SIZE == 0);
+        assert!(pages.is_power_of_two() && memory.base().as_ptr().addr().is_multiple_of(PAGE_SIZE));
         BackRing {
             base: memory.base(),
             entries: protocol.entries(pages.ilog2()),

@@ -1,0 +1,153 @@
+//! What the queues of one connected disk share.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrite_disk::Disk;
+use ferrite_io::clock::Clock;
+use ferrite_io::pool::Pool;
+use ferrite_xen::abi::Protocol;
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::gate::Gate;
+use crate::request::Limits;
+
+/// A disk that is served, from attach to detach.
+pub struct Device {
+    /// What is served.
+    pub disk: Disk,
+    /// Where times come from.
+    pub clock: Arc<dyn Clock>,
+    /// A flush has failed: what the medium holds is not what was answered. Linux takes a failed
+    /// empty flush for a disk without a cache and goes on, so all later writes fail until the
+    /// disk is attached again (blkif.md 2, rule 3).
+    flush_failed: AtomicBool,
+}
+
+impl Device {
+    /// A device in good order.
+    pub fn new(disk: Disk, clock: Arc<dyn Clock>) -> Device {
+        Device { disk, clock, flush_failed: AtomicBool::new(false) }
+    }
+
+    /// Whether writes are to be refused.
+    pub fn flush_has_failed(&self) -> bool {
+        self.flush_failed.load(Ordering::SeqCst)
+    }
+
+    /// Refuses all writes from now on; `true` the first time.
+    pub fn latch_flush_failure(&self) -> bool {
+        !self.flush_failed.swap(true, Ordering::SeqCst)
+    }
+}
+
+/// An eventfd: wakes a queue's thread, or the control thread.
+pub struct Waker(OwnedFd);
+
+impl Waker {
+    /// A waker that nobody has used.
+    ///
+    /// # Errors
+    /// Out of descriptors.
+    pub fn new() -> io::Result<Waker> {
+        Ok(Waker(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    /// Makes the descriptor readable.
+    pub fn wake(&self) {
+        // Can fail only with a full counter, and then it is readable anyway.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    /// Makes it unreadable again.
+    pub fn clear(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+
+    /// The descriptor.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// One connection of a guest to a device: made anew at each reconnect.
+pub struct Connection {
+    /// The device.
+    pub device: Arc<Device>,
+    /// Buffers for the data in flight.
+    pub pool: Arc<Pool>,
+    /// Exclusion across queues.
+    pub gate: Gate,
+    /// Layout of the slots.
+    pub protocol: Protocol,
+    /// Segments advertised for INDIRECT; 0 if it was not.
+    pub max_indirect_segments: u16,
+    /// Whether DISCARD was offered.
+    pub discard: bool,
+    stop: AtomicBool,
+    wakers: Vec<Waker>,
+}
+
+impl Connection {
+    /// The shared part of a connection with so many queues.
+    ///
+    /// # Errors
+    /// Out of descriptors.
+    pub fn new(
+        device: Arc<Device>,
+        pool: Arc<Pool>,
+        protocol: Protocol,
+        max_indirect_segments: u16,
+        discard: bool,
+        queues: usize,
+    ) -> io::Result<Connection> {
+        Ok(Connection {
+            discard,
+            device,
+            pool,
+            gate: Gate::new(queues),
+            protocol,
+            max_indirect_segments,
+            stop: AtomicBool::new(false),
+            wakers: (0..queues).map(|_| Waker::new()).collect::<io::Result<_>>()?,
+        })
+    }
+
+    /// What a request may ask for, now.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            sectors: self.device.disk.sectors(),
+            read_only: self.device.disk.read_only(),
+            max_indirect_segments: self.max_indirect_segments,
+            discard: self.discard,
+        }
+    }
+
+    /// Asks all queues to answer what they have in flight and end.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.wake_all();
+    }
+
+    /// Whether [`stop`](Self::stop) was called.
+    pub fn stopping(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// Wakes one queue's thread.
+    pub fn wake(&self, queue: usize) {
+        self.wakers[queue].wake();
+    }
+
+    /// Wakes all of them.
+    pub fn wake_all(&self) {
+        self.wakers.iter().for_each(Waker::wake);
+    }
+
+    /// The waker that `queue` listens to.
+    pub fn waker(&self, queue: usize) -> &Waker {
+        &self.wakers[queue]
+    }
+}

@@ -1,0 +1,152 @@
+//! One request alone on the whole disk.
+//!
+//! A barrier has to wait for every queue's writes and hold back their next ones (blkif.md 2,
+//! rule 9), and so has a write that is smaller than the medium's block: it reads the block,
+//! changes a part and writes it back, and must not undo a neighbour's write in between. Both are
+//! rare, so the simplest exclusion serves: stop everything, do it, go on.
+//!
+//! Every queue says whether it has work under way; whoever closed the gate waits until no other
+//! has. Store-then-load on both sides with SeqCst (Dekker): either the queue sees the gate
+//! closed, or the closer sees the queue busy.
+
+#[cfg(not(feature = "shuttle"))]
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+
+#[cfg(feature = "shuttle")]
+use shuttle::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+
+/// Nobody holds the gate.
+const OPEN: u32 = 0;
+
+/// A queue's busy flag, alone on its cache line: it is stored to at every start and end of a
+/// burst.
+#[repr(align(128))]
+struct Busy(AtomicBool);
+
+/// The gate of one connected disk.
+pub struct Gate {
+    /// [`OPEN`], or the index of the queue that closed it plus one.
+    holder: AtomicU32,
+    busy: Box<[Busy]>,
+}
+
+impl Gate {
+    /// An open gate for so many idle queues.
+    pub fn new(queues: usize) -> Gate {
+        let busy = (0..queues).map(|_| Busy(AtomicBool::new(false))).collect();
+        Gate { holder: AtomicU32::new(OPEN), busy }
+    }
+
+    /// Says that `queue` is about to take requests. `false`: another queue holds the gate, and
+    /// `queue` must not; it will be woken when the gate opens.
+    pub fn enter(&self, queue: usize) -> bool {
+        self.busy[queue].0.store(true, SeqCst);
+        let holder = self.holder.load(SeqCst);
+        holder == OPEN || holder == queue as u32 + 1
+    }
+
+    /// Says that nothing of `queue` is under way. `Some(holder)`: that queue may be waiting for
+    /// just this and has to be woken.
+    pub fn leave(&self, queue: usize) -> Option<usize> {
+        self.busy[queue].0.store(false, SeqCst);
+        match self.holder.load(SeqCst) {
+            OPEN => None,
+            holder => Some(holder as usize - 1).filter(|&h| h != queue),
+        }
+    }
+
+    /// Tries to take the gate for `queue`; also `true` if it has it already.
+    pub fn close(&self, queue: usize) -> bool {
+        let me = queue as u32 + 1;
+        match self.holder.compare_exchange(OPEN, me, SeqCst, SeqCst) {
+            Ok(_) => true,
+            Err(holder) => holder == me,
+        }
+    }
+
+    /// Whether every queue but `queue` is idle; with the gate closed it stays so.
+    pub fn others_idle(&self, queue: usize) -> bool {
+        self.busy.iter().enumerate().all(|(i, b)| i == queue || !b.0.load(SeqCst))
+    }
+
+    /// Opens the gate that `queue` holds. All other queues have to be woken.
+    ///
+    /// # Panics
+    /// If another holds it: a bug of ours.
+    pub fn open(&self, queue: usize) {
+        let me = queue as u32 + 1;
+        assert_eq!(self.holder.swap(OPEN, SeqCst), me, "the gate is opened by who closed it");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_closed_gate_keeps_others_out_and_its_holder_in() {
+        let gate = Gate::new(2);
+        assert!(gate.enter(0) && gate.enter(1));
+        assert!(gate.close(0));
+        assert!(!gate.close(1) && gate.close(0));
+        assert!(!gate.others_idle(0));
+        assert_eq!(gate.leave(1), Some(0), "the holder waits for this");
+        assert!(gate.others_idle(0));
+        assert!(!gate.enter(1));
+        gate.leave(1);
+        gate.open(0);
+        assert!(gate.enter(1));
+    }
+}
+
+#[cfg(all(test, feature = "shuttle"))]
+mod interleavings {
+    use std::sync::Arc;
+
+    use shuttle::sync::atomic::{AtomicU32, Ordering::SeqCst};
+    use shuttle::thread;
+
+    use super::*;
+
+    /// Three queues, each now working, now alone: nobody ever works beside one that is alone.
+    #[test]
+    fn no_queue_works_beside_the_one_that_is_alone() {
+        shuttle::check_random(
+            || {
+                let gate = Arc::new(Gate::new(3));
+                let working = Arc::new(AtomicU32::new(0));
+                let threads: Vec<_> = (0..3)
+                    .map(|me| {
+                        let (gate, working) = (gate.clone(), working.clone());
+                        thread::spawn(move || {
+                            for round in 0..3 {
+                                if (round + me) % 2 == 0 {
+                                    while !gate.enter(me) {
+                                        gate.leave(me);
+                                        thread::yield_now();
+                                    }
+                                    working.fetch_add(1, SeqCst);
+                                    thread::yield_now();
+                                    working.fetch_sub(1, SeqCst);
+                                    gate.leave(me);
+                                } else if gate.close(me) {
+                                    while !gate.others_idle(me) {
+                                        thread::yield_now();
+                                    }
+                                    assert_eq!(working.load(SeqCst), 0);
+                                    thread::yield_now();
+                                    assert_eq!(working.load(SeqCst), 0);
+                                    gate.open(me);
+                                }
+                            }
+                        })
+                    })
+                    .collect();
+                for t in threads {
+                    t.join().unwrap();
+                }
+            },
+            2000,
+        );
+    }
+}

@@ -1,0 +1,212 @@
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+use tempfile::TempDir;
+
+use super::*;
+
+const PATH: &str = "inflight";
+
+fn identity() -> Identity {
+    Identity {
+        text: "guest 7 ring-ref=8 event-channel=3".to_owned(),
+        protocol: Protocol::X86_64,
+        ring_order: 0,
+        queues: 2,
+        max_segments: 256,
+    }
+}
+
+fn one_queue(dir: &TempDir, open: bool) -> QueueTable {
+    let path = dir.path().join(PATH);
+    let table =
+        if open { Table::open(&path, identity()) } else { Table::create(&path, identity()) };
+    table.unwrap().into_queues().remove(1)
+}
+
+fn slot(n: u32) -> Slot {
+    let mut slot = Slot::default();
+    slot.0[8..12].copy_from_slice(&n.to_le_bytes());
+    slot.0[111] = 0xEE;
+    slot
+}
+
+#[test]
+fn what_was_taken_and_not_answered_is_found_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let table = one_queue(&dir, false);
+    table.start(10, 10);
+    table.take(3, 10, &slot(10));
+    table.take(1, 11, &slot(11));
+    let segments = [RawSegment { gref: 5, first_sect: 1, last_sect: 6 }; 256];
+    table.add_indirect(1, &segments);
+    drop(table);
+
+    let resume = one_queue(&dir, true).resume(10).unwrap();
+    assert_eq!((resume.req_cons, resume.rsp_prod), (12, 10));
+    assert_eq!(resume.unanswered[0].slot, slot(10));
+    assert_eq!(resume.unanswered[0].entry, 3);
+    assert_eq!(resume.unanswered[1].indirect, segments);
+}
+
+#[test]
+fn a_request_whose_consumption_was_not_recorded_is_not_consumed_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let table = one_queue(&dir, false);
+    table.start(10, 10);
+    table.take(0, 10, &slot(10));
+    // As if killed between steps 2 and 3.
+    table.shm.store_u32(table.base + REQ_CONS_AT, 10);
+    assert_eq!(one_queue(&dir, true).resume(10).unwrap().req_cons, 11);
+}
+
+#[test]
+fn a_response_producer_that_nobody_wrote_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let table = one_queue(&dir, false);
+    table.start(10, 10);
+    table.take(0, 10, &slot(10));
+    table.answer(0, 10);
+    assert!(table.resume(12).is_none(), "one was being answered, not two");
+    assert!(table.resume(9).is_none());
+    assert!(table.resume(11).is_some());
+}
+
+#[test]
+fn a_table_of_another_connection_is_refused_and_says_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let _ = one_queue(&dir, false);
+    let path = dir.path().join(PATH);
+    let other = Identity { text: "guest 7 ring-ref=9 event-channel=3".to_owned(), ..identity() };
+    let e = Table::open(&path, other).err().unwrap().to_string();
+    assert!(e.contains("ring-ref=9") && e.contains("ring-ref=8"), "{e}");
+    let smaller = Identity { max_segments: 32, ..identity() };
+    assert!(matches!(Table::open(&path, smaller), Err(TableError::Foreign { .. })));
+    std::fs::write(&path, b"short").unwrap();
+    assert!(Table::open(&path, identity()).is_err());
+}
+
+/// The steps of the module's text, and where the process may be killed.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// 1 to 3, or only 1 and 2.
+    Take { recorded: bool },
+    /// 5 and 6 for one request that was taken.
+    Answer(prop::sample::Index),
+    /// 7, then 8, then 9 for so many of the batch.
+    Publish { recorded: bool, freed: usize },
+}
+
+fn steps() -> impl Strategy<Value = Vec<(Step, bool)>> {
+    let step = prop_oneof![
+        3 => Just(Step::Take { recorded: true }),
+        2 => any::<prop::sample::Index>().prop_map(Step::Answer),
+        1 => Just(Step::Publish { recorded: true, freed: usize::MAX }),
+    ];
+    // After some steps the process is killed.
+    prop::collection::vec((step, prop::bool::weighted(0.2)), 1..120)
+}
+
+/// The guest's view: which requests it sees answered.
+#[derive(Default)]
+struct Model {
+    taken: u32,
+    published: u32,
+    answered: Vec<u32>,
+    /// Of the living process: entry and request of what it has in hand, then of its batch.
+    in_hand: Vec<(u32, u32)>,
+    batch: Vec<(u32, u32)>,
+}
+
+impl Model {
+    fn free_entry(&self) -> Option<u32> {
+        let used = |e| self.in_hand.iter().chain(&self.batch).any(|&(entry, _)| entry == e);
+        (0..32).find(|&e| !used(e))
+    }
+
+    fn step(&mut self, table: &QueueTable, step: Step) {
+        match step {
+            Step::Take { recorded } => {
+                let Some(entry) = self.free_entry() else { return };
+                table.take(entry, self.taken, &slot(self.taken));
+                if !recorded {
+                    table.shm.store_u32(table.base + REQ_CONS_AT, self.taken);
+                }
+                self.in_hand.push((entry, self.taken));
+                self.taken += 1;
+            }
+            Step::Answer(which) => {
+                if self.in_hand.is_empty() {
+                    return;
+                }
+                let (entry, request) = self.in_hand.swap_remove(which.index(self.in_hand.len()));
+                table.answer(entry, self.published + self.batch.len() as u32);
+                self.batch.push((entry, request));
+            }
+            Step::Publish { recorded, freed } => {
+                self.published += self.batch.len() as u32;
+                self.answered.extend(self.batch.iter().map(|&(_, request)| request));
+                if recorded {
+                    table.published(self.published);
+                    for &(entry, _) in self.batch.iter().take(freed) {
+                        table.free(entry);
+                    }
+                }
+                self.batch.clear();
+            }
+        }
+    }
+
+    /// The process dies; what it knew is gone, and a successor asks the table.
+    fn kill(&mut self, table: &QueueTable) -> Result<(), TestCaseError> {
+        self.batch.clear();
+        self.in_hand.clear();
+        let resume = table.resume(self.published).expect("the producer is ours");
+        prop_assert_eq!(resume.req_cons, self.taken);
+        prop_assert_eq!(resume.rsp_prod, self.published);
+        for u in &resume.unanswered {
+            prop_assert_eq!(u.slot, slot(u.req_index));
+            prop_assert!(!self.answered.contains(&u.req_index), "answered twice");
+            self.in_hand.push((u.entry, u.req_index));
+        }
+        prop_assert_eq!(self.in_hand.len() + self.answered.len(), self.taken as usize);
+        Ok(())
+    }
+}
+
+proptest! {
+    /// Killed between any two steps, any number of times, even while taking over: every request
+    /// is answered once, none is lost.
+    #[test]
+    fn each_request_is_answered_once_whenever_the_process_dies(
+        steps in steps(),
+        partial in any::<(bool, u8)>(),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let table = one_queue(&dir, false);
+        table.start(0, 0);
+        let mut model = Model::default();
+        for (step, killed) in steps {
+            // The step that the process dies in may have come only part of its way.
+            let step = match step {
+                Step::Take { .. } if killed => Step::Take { recorded: partial.0 },
+                Step::Publish { .. } if killed => {
+                    Step::Publish { recorded: partial.0, freed: usize::from(partial.1) }
+                }
+                whole => whole,
+            };
+            model.step(&table, step);
+            if killed {
+                model.kill(&table)?;
+                model.kill(&table)?;
+            }
+        }
+        while !model.in_hand.is_empty() {
+            let first = any::<prop::sample::Index>().new_tree(&mut TestRunner::deterministic());
+            model.step(&table, Step::Answer(first.unwrap().current()));
+        }
+        model.step(&table, Step::Publish { recorded: true, freed: usize::MAX });
+        model.answered.sort_unstable();
+        prop_assert_eq!(model.answered, (0..model.taken).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,22 @@
+//! The blkif backend: guests' requests, from the ring to the disk and back.
+//!
+//! * [`request`]: validation of what a guest wrote.
+//! * [`queue`]: one ring, one thread: the hot path.
+//! * [`connection`]: what the queues of one connected disk share.
+//! * [`gate`]: one request alone on the whole disk (barriers, writes below the block size).
+//! * [`inflight`]: the table that a successor takes over from.
+//! * [`trace`]: a record a request, always on.
+//! * [`negotiate`]: what is offered to a frontend, and what it asks for.
+//! * [`lifecycle`]: xenbus states from attach to unplug.
+
+#![forbid(unsafe_code)]
+
+pub mod connection;
+pub mod gate;
+pub mod inflight;
+pub mod lifecycle;
+pub mod negotiate;
+pub mod queue;
+pub mod quiet;
+pub mod request;
+pub mod trace;

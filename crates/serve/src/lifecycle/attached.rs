@@ -1,0 +1,324 @@
+//! A connected frontend: its queues, their threads, and what they leave for a successor.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use ferrite_io::pool::Pool;
+use ferrite_xen::hypervisor::{HypervisorError, Link};
+use ferrite_xen::ring::BackRing;
+
+use super::{Backend, Refusal, ServeError};
+use crate::connection::{Connection, Waker};
+use crate::inflight::{Identity, QueueTable, Table, Unanswered};
+use crate::negotiate::{Wanted, published_offer, read_frontend};
+use crate::queue::{Parts, Queue, QueueEnd, QueueEvent};
+use crate::trace::TraceRing;
+
+/// Operations that an engine may have in flight beside a ring's requests: the event channel, the
+/// waker, and steps of tasks.
+const EXTRA_OPERATIONS: u32 = 32;
+
+/// What queue threads tell the control thread.
+enum Message {
+    Event(QueueEvent),
+    End(QueueEnd),
+}
+
+/// A connected frontend.
+pub(super) struct Attached {
+    wanted: Wanted,
+    connection: Arc<Connection>,
+    threads: Vec<JoinHandle<()>>,
+    messages: Receiver<(usize, Message)>,
+    table_path: PathBuf,
+    mover: &'static str,
+}
+
+/// A queue before its thread runs.
+struct Prepared {
+    ring: BackRing,
+    table: QueueTable,
+    replay: Vec<Unanswered>,
+}
+
+impl Attached {
+    /// Connects a frontend that has nothing in flight.
+    pub(super) fn connect(backend: &mut Backend<'_>, wanted: Wanted) -> Result<Attached, Refusal> {
+        let discard = backend.may_discard().map_err(|e| Refusal::Host(e.into()))?;
+        let indirect = backend.config.offer.max_indirect_segments;
+        let connection =
+            new_connection(backend, &wanted, indirect, discard).map_err(Refusal::Host)?;
+        let mut rings = Vec::new();
+        for i in 0..wanted.queues.len() {
+            let link = new_link(backend, &wanted, i)?;
+            rings.push(
+                BackRing::attach(link, wanted.protocol)
+                    .map_err(|e| Refusal::Guest(format!("queue {i}: {e}")))?,
+            );
+        }
+        let identity = identity(backend, &wanted, indirect).map_err(Refusal::Host)?;
+        let path = table_path(backend);
+        let table = Table::create(&path, identity).map_err(|e| {
+            Refusal::Host(ServeError::host("keep a table", std::io::Error::other(e)))
+        })?;
+        let prepared = rings
+            .into_iter()
+            .zip(table.into_queues())
+            .map(|(ring, table)| {
+                table.start(ring.req_cons(), ring.rsp_prod());
+                Prepared { ring, table, replay: Vec::new() }
+            })
+            .collect();
+        Attached::start(backend, wanted, connection, prepared).map_err(Refusal::Host)
+    }
+
+    /// Takes over a frontend that a predecessor had connected (blkif.md 3.9). The image's lock,
+    /// which we hold, says that the predecessor and all its I/O are gone: it lies on the open
+    /// file that its last operation used.
+    pub(super) fn take_over(
+        backend: &mut Backend<'_>,
+        frontend: &str,
+    ) -> Result<Attached, ServeError> {
+        let refuse = |why: String| ServeError::TakeOver(why);
+        let (offer, discard) = published_offer(backend.store, &backend.config.backend)
+            .map_err(|e| refuse(e.to_string()))?;
+        let wanted =
+            read_frontend(backend.store, frontend, &offer).map_err(|e| refuse(e.to_string()))?;
+        let indirect = offer.max_indirect_segments;
+        let table = Table::open(&table_path(backend), identity(backend, &wanted, indirect)?)
+            .map_err(|e| refuse(e.to_string()))?;
+        if table.flush_has_failed() {
+            backend.device.latch_flush_failure();
+        }
+        let connection = new_connection(backend, &wanted, indirect, discard)?;
+        let mut prepared = Vec::new();
+        let mut undone = 0;
+        for (i, table) in table.into_queues().into_iter().enumerate() {
+            let link = new_link(backend, &wanted, i).map_err(|e| match e {
+                Refusal::Guest(why) => refuse(why),
+                Refusal::Host(e) => e,
+            })?;
+            let resume = table
+                .resume(BackRing::shared_rsp_prod(&*link))
+                .ok_or_else(|| refuse(format!("queue {i}: its guest has changed the ring")))?;
+            let ring = BackRing::resume(link, wanted.protocol, resume.req_cons, resume.rsp_prod)
+                .map_err(|e| refuse(format!("queue {i}: {e}")))?;
+            undone += resume.unanswered.len();
+            prepared.push(Prepared { ring, table, replay: resume.unanswered });
+        }
+        let attached = Attached::start(backend, wanted, connection, prepared)?;
+        tracing::info!("took over, {undone} requests to finish: {}", attached.describe());
+        Ok(attached)
+    }
+
+    fn start(
+        backend: &mut Backend<'_>,
+        wanted: Wanted,
+        connection: Arc<Connection>,
+        prepared: Vec<Prepared>,
+    ) -> Result<Attached, ServeError> {
+        let (sender, messages) = channel();
+        let mut attached = Attached {
+            wanted,
+            connection,
+            threads: Vec::new(),
+            messages,
+            table_path: table_path(backend),
+            mover: backend.hypervisor.name(),
+        };
+        for (index, prepared) in prepared.into_iter().enumerate() {
+            match attached.spawn(backend, index, prepared, sender.clone()) {
+                Ok(thread) => attached.threads.push(thread),
+                Err(e) => {
+                    attached.join();
+                    return Err(e);
+                }
+            }
+        }
+        Ok(attached)
+    }
+
+    fn spawn(
+        &self,
+        backend: &Backend<'_>,
+        index: usize,
+        prepared: Prepared,
+        sender: Sender<(usize, Message)>,
+    ) -> Result<JoinHandle<()>, ServeError> {
+        let trace = backend.config.run_dir.join(format!("trace-{index}"));
+        let trace =
+            TraceRing::create(&trace).map_err(|e| ServeError::host("make a trace ring", e))?;
+        let connection = self.connection.clone();
+        let engine = backend.config.engine.clone();
+        let control = backend.control.clone();
+        let body = move || {
+            let tell = |message| tell(&sender, &control, index, message);
+            let Prepared { ring, table, replay } = prepared;
+            let entries = ring.entries() + EXTRA_OPERATIONS;
+            let end = engine(connection.pool.arena().clone(), entries).and_then(|engine| {
+                Queue::new(Parts { connection, index, ring, engine, table, replay, trace })
+            });
+            let end = match end {
+                Ok(queue) => queue.run(|event| tell(Message::Event(event))),
+                Err(e) => QueueEnd::Failed(e),
+            };
+            tell(Message::End(end));
+        };
+        std::thread::Builder::new()
+            .name(format!("queue-{index}"))
+            .spawn(body)
+            .map_err(|e| ServeError::host("start a queue's thread", e))
+    }
+
+    /// What the frontend had asked for.
+    pub(super) fn wanted(&self) -> &Wanted {
+        &self.wanted
+    }
+
+    /// One line for the log.
+    pub(super) fn describe(&self) -> String {
+        format!(
+            "{}, {} queue{}, ring order {}, up to {} segments, grant copy ({})",
+            self.wanted.protocol.key(),
+            self.wanted.queues.len(),
+            if self.wanted.queues.len() == 1 { "" } else { "s" },
+            self.wanted.ring_order,
+            self.connection.max_indirect_segments.max(11),
+            self.mover,
+        )
+    }
+
+    /// Hears what queues have to say.
+    pub(super) fn check_queues(&mut self, backend: &mut Backend<'_>) -> Result<(), ServeError> {
+        while let Ok((index, message)) = self.messages.try_recv() {
+            match message {
+                Message::Event(QueueEvent::Violation(violation)) => {
+                    let why = format!("queue {index} stopped for good: {violation}");
+                    tracing::error!("{why}");
+                    backend.report_error(&why)?;
+                }
+                Message::End(QueueEnd::Stopped) => {}
+                Message::End(QueueEnd::Failed(e)) => {
+                    return Err(ServeError::host(format!("serve queue {index}"), e));
+                }
+            }
+        }
+        if self.threads.iter().any(JoinHandle::is_finished) && !self.connection.stopping() {
+            let e = std::io::Error::other("its thread ended");
+            return Err(ServeError::host("serve a queue", e));
+        }
+        Ok(())
+    }
+
+    /// Answers what is in flight, gives everything of the guest's back, forgets the connection.
+    pub(super) fn detach(mut self) -> Result<(), ServeError> {
+        self.finish()?;
+        // Nothing is in flight: a successor has nothing to learn from it.
+        remove(&self.table_path)
+    }
+
+    /// Answers what is in flight, and leaves the table: a successor will go on.
+    pub(super) fn stop(mut self) -> Result<(), ServeError> {
+        self.finish()
+    }
+
+    fn finish(&mut self) -> Result<(), ServeError> {
+        self.join();
+        let mut result = Ok(());
+        for (index, message) in self.messages.try_iter() {
+            if let Message::End(QueueEnd::Failed(e)) = message {
+                result = Err(ServeError::host(format!("end queue {index}"), e));
+            }
+        }
+        result
+    }
+
+    fn join(&mut self) {
+        self.connection.stop();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a queue's thread panicked: this is a bug in ferrite");
+            }
+        }
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+fn tell(sender: &Sender<(usize, Message)>, control: &Waker, index: usize, message: Message) {
+    // Fails only when the control thread has gone, and then nobody wants to know.
+    let _ = sender.send((index, message));
+    control.wake();
+}
+
+fn new_connection(
+    backend: &Backend<'_>,
+    wanted: &Wanted,
+    max_indirect_segments: u16,
+    discard: bool,
+) -> Result<Arc<Connection>, ServeError> {
+    let queues = wanted.queues.len();
+    let pool = Pool::new(backend.config.pool_bytes, queues)
+        .map_err(|e| ServeError::host("get memory for the buffer pool", e))?;
+    Connection::new(
+        backend.device.clone(),
+        pool,
+        wanted.protocol,
+        max_indirect_segments,
+        discard,
+        queues,
+    )
+    .map(Arc::new)
+    .map_err(|e| ServeError::host("make an eventfd", e))
+}
+
+fn new_link(backend: &Backend<'_>, wanted: &Wanted, i: usize) -> Result<Box<dyn Link>, Refusal> {
+    let queue = &wanted.queues[i];
+    backend.hypervisor.connect(backend.config.domid, &queue.ring, queue.port).map_err(|e| match e {
+        HypervisorError::Guest { .. } => Refusal::Guest(format!("queue {i}: {e}")),
+        HypervisorError::Host { .. } => {
+            Refusal::Host(ServeError::host(format!("connect queue {i}"), std::io::Error::other(e)))
+        }
+    })
+}
+
+fn table_path(backend: &Backend<'_>) -> PathBuf {
+    backend.config.run_dir.join("inflight")
+}
+
+fn identity(
+    backend: &mut Backend<'_>,
+    wanted: &Wanted,
+    max_indirect_segments: u16,
+) -> Result<Identity, ServeError> {
+    // Domain numbers are used again; a domain's uuid is not.
+    let vm = backend.store.read_string(&format!("/local/domain/{}/vm", backend.config.domid))?;
+    Ok(Identity {
+        text: format!(
+            "domain={} vm={} device={} {}",
+            backend.config.domid,
+            vm.unwrap_or_default(),
+            backend.config.devid,
+            wanted.line()
+        ),
+        protocol: wanted.protocol,
+        ring_order: wanted.ring_order,
+        queues: wanted.queues.len() as u32,
+        max_segments: max_indirect_segments.into(),
+    })
+}
+
+fn remove(path: &Path) -> Result<(), ServeError> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(ServeError::host(format!("remove {}", path.display()), e))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,482 @@
+//! One disk of one guest, from the moment its directory appears to its removal.
+//!
+//! [`serve`] is one level-triggered loop: look at all states, do what follows from them, wait for
+//! something to change. Watch events only wake it, so lost, merged and spurious ones are alike,
+//! and a guest that toggles its state makes work only as fast as this loop looks (XSA-349, 350).
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::Engine;
+use ferrite_xen::hypervisor::{DomId, Hypervisor};
+use ferrite_xen::store::{Store, StoreError};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::connection::{Device, Waker};
+use crate::negotiate::{self, NegotiateError, Offer};
+use crate::quiet::Quiet;
+
+mod attached;
+
+use attached::Attached;
+
+/// How often the medium is asked whether it has grown.
+const RESIZE_CHECK: Duration = Duration::from_secs(1);
+
+/// XenbusState, `xen/include/public/io/xenbus.h`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// No such node, or nothing that can be understood.
+    Unknown = 0,
+    /// 1
+    Initialising = 1,
+    /// 2
+    InitWait = 2,
+    /// 3
+    Initialised = 3,
+    /// 4
+    Connected = 4,
+    /// 5
+    Closing = 5,
+    /// 6
+    Closed = 6,
+    /// 7
+    Reconfiguring = 7,
+    /// 8
+    Reconfigured = 8,
+}
+
+impl State {
+    fn parse(value: Option<&[u8]>) -> State {
+        match value {
+            Some(b"1") => State::Initialising,
+            Some(b"2") => State::InitWait,
+            Some(b"3") => State::Initialised,
+            Some(b"4") => State::Connected,
+            Some(b"5") => State::Closing,
+            Some(b"6") => State::Closed,
+            Some(b"7") => State::Reconfiguring,
+            Some(b"8") => State::Reconfigured,
+            _ => State::Unknown,
+        }
+    }
+}
+
+/// Builds a queue's storage engine over the arena, for so many operations in flight; called on
+/// the queue's own thread.
+pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
+
+/// What is served to whom, and how.
+pub struct Config {
+    /// The backend's directory in xenstore, absolute or relative to our domain:
+    /// `backend/vbd3/<domid>/<devid>`.
+    pub backend: String,
+    /// The guest.
+    pub domid: DomId,
+    /// Its virtual-device number.
+    pub devid: u32,
+    /// What is offered.
+    pub offer: Offer,
+    /// Bytes of the disk's buffer pool.
+    pub pool_bytes: usize,
+    /// A directory on tmpfs for the in-flight table and the trace rings.
+    pub run_dir: PathBuf,
+    /// Storage engines.
+    pub engine: EngineFactory,
+}
+
+/// How serving ended well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The disk was unplugged; the guest has let go of it.
+    Unplugged,
+    /// We were asked to stop. The guest keeps the disk and waits for a successor.
+    Stopped,
+}
+
+/// Why serving ended.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// xenstore's.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The attachment in xenstore is not ours to serve.
+    #[error("{0}")]
+    Attachment(String),
+    /// The guest is connected, and its connection cannot be taken over.
+    #[error("cannot take over the running guest: {0}")]
+    TakeOver(String),
+    /// This host's fault: no memory, no descriptors, a queue that failed.
+    #[error("cannot {what}: {source}")]
+    Host {
+        /// What was tried.
+        what: String,
+        /// The reason.
+        source: io::Error,
+    },
+}
+
+impl ServeError {
+    fn host(what: impl Into<String>, source: io::Error) -> Self {
+        ServeError::Host { what: what.into(), source }
+    }
+}
+
+/// Serves `device` until it is unplugged or `stop` is woken.
+///
+/// # Errors
+/// What only the administrator can mend. No xenstore state is changed then: a guest whose backend
+/// goes to Closing loses its disk, one whose backend is gone waits (blkif.md 3.9).
+pub fn serve(
+    store: &mut Store,
+    hypervisor: &dyn Hypervisor,
+    device: &Arc<Device>,
+    config: &Config,
+    stop: &Waker,
+) -> Result<Outcome, ServeError> {
+    let control = Arc::new(Waker::new().map_err(|e| ServeError::host("make an eventfd", e))?);
+    let mut backend = Backend { store, hypervisor, device, config, control, stop };
+    backend.store.watch(&config.backend, "backend")?;
+    let Some(frontend) = backend.wait_for_directory()? else { return Ok(Outcome::Stopped) };
+    backend.store.watch(&format!("{frontend}/state"), "frontend")?;
+    backend.run(&frontend)
+}
+
+struct Backend<'a> {
+    store: &'a mut Store,
+    hypervisor: &'a dyn Hypervisor,
+    device: &'a Arc<Device>,
+    config: &'a Config,
+    /// Woken by queues that have something to report.
+    control: Arc<Waker>,
+    stop: &'a Waker,
+}
+
+/// All states at one look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Look {
+    front: State,
+    own: State,
+    online: bool,
+    /// The toolstack has removed the directory.
+    gone: bool,
+}
+
+impl Look {
+    /// A predecessor had connected this frontend, and it has not closed since: it may have
+    /// requests in flight. (Closing on our side is the toolstack's wish to unplug.)
+    fn is_in_use(&self) -> bool {
+        matches!(self.own, State::Connected | State::Closing)
+            && matches!(self.front, State::Initialised | State::Connected)
+    }
+}
+
+impl Backend<'_> {
+    /// Waits until the toolstack has made the directory; gives the frontend's path, from the
+    /// toolstack's own side of it (XSA-175). `None`: asked to stop.
+    fn wait_for_directory(&mut self) -> Result<Option<String>, ServeError> {
+        let mut told = false;
+        loop {
+            let id = self.read("frontend-id")?;
+            if let (Some(id), Some(frontend)) = (id, self.read("frontend")?) {
+                return self.check_attachment(&id, frontend).map(Some);
+            }
+            if !told {
+                tracing::info!("waiting for {} to be attached", self.config.backend);
+                told = true;
+            }
+            if self.wait(None)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn check_attachment(&self, id: &[u8], frontend: Vec<u8>) -> Result<String, ServeError> {
+        let Config { backend, domid, .. } = self.config;
+        if id != domid.to_string().as_bytes() {
+            let id = String::from_utf8_lossy(id);
+            return Err(ServeError::Attachment(format!(
+                "{backend} belongs to domain {id}, not to domain {domid}"
+            )));
+        }
+        String::from_utf8(frontend)
+            .map_err(|_| ServeError::Attachment(format!("{backend}/frontend is not a path")))
+    }
+
+    fn run(&mut self, frontend: &str) -> Result<Outcome, ServeError> {
+        let look = self.look(frontend)?;
+        let mut attached = None;
+        if look.is_in_use() {
+            attached = Some(Attached::take_over(self, frontend)?);
+        } else if look.online {
+            self.offer(State::InitWait)?;
+        }
+        let mut refused = Refused::default();
+        loop {
+            let look = self.look(frontend)?;
+            if look.gone {
+                self.detach(&mut attached)?;
+                return Ok(Outcome::Unplugged);
+            }
+            self.follow(frontend, look, &mut attached, &mut refused)?;
+            if attached.is_none() && !look.online && self.let_go(look)? {
+                return Ok(Outcome::Unplugged);
+            }
+            if self.wait(Some(RESIZE_CHECK))? {
+                if let Some(attached) = attached.take() {
+                    attached.stop()?;
+                }
+                return Ok(Outcome::Stopped);
+            }
+            self.control.clear();
+            if let Some(attached) = &mut attached {
+                attached.check_queues(self)?;
+            }
+            self.check_size(attached.is_some())?;
+        }
+    }
+
+    /// Does what follows from the frontend's state (blkif.md 3.6).
+    fn follow(
+        &mut self,
+        frontend: &str,
+        look: Look,
+        attached: &mut Option<Attached>,
+        refused: &mut Refused,
+    ) -> Result<(), ServeError> {
+        match look.front {
+            // A fresh start, of a driver that may have died without closing: kexec, firmware.
+            State::Initialising => {
+                self.detach(attached)?;
+                refused.reset();
+                if look.own != State::InitWait && look.online {
+                    self.offer(State::InitWait)?;
+                }
+            }
+            State::Initialised | State::Connected => {
+                if refused.is_waiting() || !look.online && attached.is_none() {
+                    return Ok(());
+                }
+                self.connect(frontend, look.front, attached, refused)?;
+            }
+            State::Closing => {
+                refused.reset();
+                self.set_state(look, State::Closing)?;
+            }
+            State::Closed | State::Unknown => {
+                refused.reset();
+                let was_attached = attached.is_some();
+                self.detach(attached)?;
+                if was_attached || look.own == State::Closing {
+                    self.set_state(look, State::Closed)?;
+                }
+            }
+            State::InitWait | State::Reconfiguring | State::Reconfigured => {}
+        }
+        Ok(())
+    }
+
+    fn connect(
+        &mut self,
+        frontend: &str,
+        front: State,
+        attached: &mut Option<Attached>,
+        refused: &mut Refused,
+    ) -> Result<(), ServeError> {
+        if let Some(a) = attached {
+            // Back at 3 with other rings and without having closed: a resumed guest (3.8).
+            let same = front == State::Connected
+                || self.wanted(frontend).is_ok_and(|wanted| *a.wanted() == wanted);
+            if same {
+                return Ok(());
+            }
+            tracing::info!("the frontend has set up other rings: connecting anew");
+            self.detach(attached)?;
+        }
+        let connected = self
+            .wanted(frontend)
+            .map_err(Refusal::from)
+            .and_then(|wanted| Attached::connect(self, wanted));
+        match connected {
+            Ok(a) => {
+                tracing::info!("connected: {}", a.describe());
+                *attached = Some(a);
+                self.offer(State::Connected)
+            }
+            Err(Refusal::Host(e)) => Err(e),
+            Err(Refusal::Guest(why)) => {
+                refused.refuse();
+                if let Some(held_back) = refused.quiet.allow(self.device.clock.now_ns()) {
+                    tracing::error!(held_back, "cannot connect the frontend: {why}");
+                }
+                self.report_error(&why)?;
+                Ok(self.write_state(State::Closing)?)
+            }
+        }
+    }
+
+    fn wanted(&mut self, frontend: &str) -> Result<negotiate::Wanted, NegotiateError> {
+        negotiate::read_frontend(self.store, frontend, &self.config.offer)
+    }
+
+    /// The toolstack wants the disk gone, and no guest holds it. `true`: done.
+    fn let_go(&mut self, look: Look) -> Result<bool, ServeError> {
+        let holds = matches!(look.front, State::Initialised | State::Connected | State::Closing);
+        if holds {
+            return Ok(false);
+        }
+        self.set_state(look, State::Closed)?;
+        Ok(true)
+    }
+
+    fn detach(&mut self, attached: &mut Option<Attached>) -> Result<(), ServeError> {
+        match attached.take() {
+            Some(a) => a.detach(),
+            None => Ok(()),
+        }
+    }
+
+    fn look(&mut self, frontend: &str) -> Result<Look, ServeError> {
+        let front = self.store.read(&format!("{frontend}/state"))?;
+        let own = self.read("state")?;
+        let online = self.read("online")?;
+        let gone = own.is_none() && self.read("frontend")?.is_none();
+        Ok(Look {
+            front: State::parse(front.as_deref()),
+            own: State::parse(own.as_deref()),
+            online: online.as_deref() != Some(b"0"),
+            gone,
+        })
+    }
+
+    fn read(&mut self, key: &str) -> Result<Option<Vec<u8>>, StoreError> {
+        self.store.read(&format!("{}/{key}", self.config.backend))
+    }
+
+    /// Publishes all that is offered, together with our state.
+    fn offer(&mut self, state: State) -> Result<(), ServeError> {
+        let discard = self.may_discard()?;
+        let Config { backend, offer, .. } = self.config;
+        let disk = &self.device.disk;
+        self.store.transaction(|tx| {
+            negotiate::publish(tx, backend, disk, offer, discard)?;
+            tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes())
+        })?;
+        Ok(())
+    }
+
+    /// Whether discard is offered: the disk can, and the toolstack does not mind.
+    fn may_discard(&mut self) -> Result<bool, StoreError> {
+        let disk = &self.device.disk;
+        let can = disk.discard_limits().is_some() && !disk.read_only();
+        Ok(can && self.read("discard-enable")?.as_deref() != Some(b"0"))
+    }
+
+    fn set_state(&mut self, look: Look, state: State) -> Result<(), ServeError> {
+        if look.own != state {
+            self.write_state(state)?;
+        }
+        Ok(())
+    }
+
+    fn write_state(&mut self, state: State) -> Result<(), StoreError> {
+        let path = format!("{}/state", self.config.backend);
+        self.store.write(&path, (state as u32).to_string().as_bytes())
+    }
+
+    /// Where xl and the kernel's drivers leave errors, for `xenstore-ls` and toolstacks.
+    fn report_error(&mut self, why: &str) -> Result<(), StoreError> {
+        let path = format!("error/{}/error", self.config.backend);
+        self.store.write(&path, format!("1 {why}").as_bytes())
+    }
+
+    /// Publishes a size that has grown: the new number, and our state once more, in one
+    /// transaction, is what makes Linux look (blkif.md 3.7).
+    fn check_size(&mut self, connected: bool) -> Result<(), ServeError> {
+        let grown = match self.device.disk.refresh_size() {
+            Ok(grown) => grown,
+            Err(e) => {
+                tracing::warn!("cannot ask for the size of the image: {e}");
+                return Ok(());
+            }
+        };
+        let Some(sectors) = grown else { return Ok(()) };
+        tracing::info!("the image has grown to {sectors} sectors");
+        let backend = &self.config.backend;
+        self.store.transaction(|tx| {
+            tx.write(&format!("{backend}/sectors"), sectors.to_string().as_bytes())?;
+            if connected {
+                tx.write(&format!("{backend}/state"), b"4")?;
+            }
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Waits for a watch, a queue or the end of `timeout`. `true`: asked to stop.
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<bool, ServeError> {
+        if self.drain_watches()? {
+            return Ok(false);
+        }
+        let timeout = timeout
+            .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
+        let (store, control, stop) = (self.store.fd(), self.control.fd(), self.stop.fd());
+        let mut fds = [store, control, stop].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(ServeError::host("wait for events", e.into())),
+        }
+        let stop = fds[2].revents().contains(PollFlags::IN);
+        self.drain_watches()?;
+        Ok(stop)
+    }
+
+    fn drain_watches(&mut self) -> Result<bool, StoreError> {
+        let mut any = false;
+        while self.store.poll_event()?.is_some() {
+            any = true;
+        }
+        Ok(any)
+    }
+}
+
+/// A frontend that was refused is left alone until it moves: no loop of errors.
+#[derive(Default)]
+struct Refused {
+    waiting: bool,
+    quiet: Quiet,
+}
+
+impl Refused {
+    fn refuse(&mut self) {
+        self.waiting = true;
+    }
+
+    fn reset(&mut self) {
+        self.waiting = false;
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.waiting
+    }
+}
+
+/// Why a connection was not made.
+enum Refusal {
+    /// The guest's doing; it is told, and everything else goes on.
+    Guest(String),
+    /// Ours.
+    Host(ServeError),
+}
+
+impl From<NegotiateError> for Refusal {
+    fn from(e: NegotiateError) -> Self {
+        match e {
+            NegotiateError::Store(e) if e.is_fatal() => Refusal::Host(e.into()),
+            e => Refusal::Guest(e.to_string()),
+        }
+    }
+}

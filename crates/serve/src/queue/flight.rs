@@ -1,0 +1,176 @@
+//! Requests in flight: a fixed table, and tickets that cannot be lost.
+
+use ferrite_io::pool::Buf;
+use ferrite_xen::abi::STATUS_OKAY;
+
+use crate::request::{Action, Segment, Work};
+use crate::trace::Record;
+
+/// The right, and the duty, to answer one request. It is handed on by value; dropping it is a
+/// bug, and panics where debug assertions are on.
+#[derive(Debug)]
+#[must_use = "a request that is not answered hangs its guest"]
+pub(super) struct Ticket(u16);
+
+impl Ticket {
+    /// The entry that it stands for.
+    pub(super) fn entry(&self) -> usize {
+        usize::from(self.0)
+    }
+
+    /// Gives the ticket to someone who will present its number later: the storage engine, a task.
+    pub(super) fn park(self) -> u16 {
+        let entry = self.0;
+        std::mem::forget(self);
+        entry
+    }
+
+    /// The opposite of [`park`](Self::park).
+    pub(super) fn unpark(entry: u16) -> Ticket {
+        Ticket(entry)
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if cfg!(debug_assertions) && !std::thread::panicking() {
+            panic!("request in entry {} was dropped without an answer", self.0);
+        }
+    }
+}
+
+/// One request on its way.
+pub(super) struct Flight {
+    /// The guest's id.
+    pub(super) id: u64,
+    /// The operation that the response has to repeat.
+    pub(super) response_op: u8,
+    /// The answer, as far as it is known.
+    pub(super) status: i16,
+    /// What to do; meaningless for refused requests.
+    pub(super) work: Work,
+    /// The checked segments. Room for the largest request was reserved at connect.
+    pub(super) segments: Vec<Segment>,
+    /// Where its data is; none for requests without.
+    pub(super) buf: Option<Buf>,
+    /// The data read is all zeros and is not in `buf`.
+    pub(super) zeros: bool,
+    /// Bytes of the aligned range that storage has done.
+    pub(super) done_bytes: usize,
+    /// Times that storage asked to try again in a row.
+    pub(super) retries: u32,
+    /// Its trace record.
+    pub(super) record: Record,
+}
+
+/// The table of a queue: one entry a ring slot, so an entry is always free for a request that the
+/// ring's rules allow.
+pub(super) struct Flights {
+    flights: Vec<Flight>,
+    free: Vec<u16>,
+}
+
+impl Flights {
+    /// A table of `entries` (a ring's, at most 512), each with room for `max_segments`.
+    pub(super) fn new(entries: u32, max_segments: usize) -> Flights {
+        let flight = || Flight {
+            id: 0,
+            response_op: 0,
+            status: STATUS_OKAY,
+            work: Work { action: Action::Flush, sector: 0, sectors: 0 },
+            segments: Vec::with_capacity(max_segments),
+            buf: None,
+            zeros: false,
+            done_bytes: 0,
+            retries: 0,
+            record: Record::default(),
+        };
+        Flights {
+            flights: (0..entries).map(|_| flight()).collect(),
+            free: (0..entries as u16).rev().collect(),
+        }
+    }
+
+    /// A free entry, made ready for a request; `None` if all are in use.
+    pub(super) fn take(&mut self, id: u64, response_op: u8, now_ns: u64) -> Option<Ticket> {
+        let entry = self.free.pop()?;
+        self.begin(entry, id, response_op, now_ns);
+        Some(Ticket(entry))
+    }
+
+    /// Sets an entry aside for a request that was in it before a restart.
+    pub(super) fn reserve(&mut self, entry: u32) {
+        self.free.retain(|&e| u32::from(e) != entry);
+    }
+
+    /// Makes a [reserved](Self::reserve) entry ready for its request.
+    pub(super) fn take_reserved(
+        &mut self,
+        entry: u32,
+        id: u64,
+        response_op: u8,
+        now_ns: u64,
+    ) -> Ticket {
+        self.begin(entry as u16, id, response_op, now_ns);
+        Ticket(entry as u16)
+    }
+
+    fn begin(&mut self, entry: u16, id: u64, response_op: u8, now_ns: u64) {
+        let f = &mut self.flights[usize::from(entry)];
+        f.id = id;
+        f.response_op = response_op;
+        f.status = STATUS_OKAY;
+        f.work = Work { action: Action::Flush, sector: 0, sectors: 0 };
+        f.segments.clear();
+        f.zeros = false;
+        f.done_bytes = 0;
+        f.retries = 0;
+        f.record = Record { id, operation: response_op, ..Record::default() };
+        f.record.stages.taken_ns = now_ns;
+    }
+
+    /// The request of a ticket.
+    pub(super) fn get(&mut self, ticket: &Ticket) -> &mut Flight {
+        &mut self.flights[ticket.entry()]
+    }
+
+    /// Ends the duty: the response is published.
+    pub(super) fn release(&mut self, ticket: Ticket) {
+        self.free.push(ticket.park());
+    }
+
+    /// Entries in use, those set aside included.
+    pub(super) fn in_use(&self) -> usize {
+        self.flights.len() - self.free.len()
+    }
+
+    /// The number of the entry that the next [`take`](Self::take) gives.
+    pub(super) fn peek_free(&self) -> Option<u32> {
+        self.free.last().map(|&e| u32::from(e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_go_round() {
+        let mut flights = Flights::new(2, 11);
+        let a = flights.take(1, 0, 5).unwrap();
+        let b = flights.take(2, 0, 5).unwrap();
+        assert!(flights.take(3, 0, 5).is_none());
+        assert_eq!(flights.get(&b).id, 2);
+        flights.release(a);
+        let c = flights.take(3, 0, 5).unwrap();
+        flights.release(b);
+        flights.release(c);
+        assert_eq!(flights.in_use(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "dropped without an answer")]
+    fn a_ticket_cannot_be_dropped() {
+        let _ = Flights::new(2, 11).take(1, 0, 5);
+    }
+}

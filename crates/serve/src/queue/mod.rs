@@ -1,0 +1,288 @@
+//! One ring, one thread: requests from the ring to storage and back.
+//!
+//! [`Queue::run`] is one loop; a turn of it is one sweep of design.md, "a request's way":
+//! take (`take.rs`), copy in (`copy.rs`), submit and complete (`storage.rs`), copy out
+//! (`copy.rs`), answer (`answer.rs`). Whatever has steps (flush, discard, barriers, ranges that
+//! lie in several places) is a task (`slow.rs`) on the same thread.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ferrite_io::clock::Clock;
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::pool::QueuePool;
+use ferrite_io::reactor::{Reactor, Wait};
+use ferrite_xen::abi::RawSegment;
+use ferrite_xen::hypervisor::CopySegment;
+use ferrite_xen::ring::{BackRing, RingViolation};
+
+use crate::connection::Connection;
+use crate::inflight::{QueueTable, Unanswered};
+use crate::quiet::Quiet;
+use crate::trace::TraceRing;
+
+mod answer;
+mod copy;
+mod flight;
+mod slow;
+mod storage;
+mod take;
+
+use flight::{Flights, Ticket};
+
+/// Completion of the event channel's descriptor becoming readable.
+const EVENT: Token = 1 << 32;
+/// Completion of the queue's waker becoming readable.
+const WAKE: Token = EVENT + 1;
+
+/// Everything that a queue is made of.
+pub struct Parts {
+    /// Shared with the other queues.
+    pub connection: Arc<Connection>,
+    /// Which one this is.
+    pub index: usize,
+    /// The ring, attached.
+    pub ring: BackRing,
+    /// The storage engine, built over the connection's arena.
+    pub engine: Box<dyn Engine>,
+    /// Its part of the in-flight table, started or resumed.
+    pub table: QueueTable,
+    /// What a predecessor left undone, oldest first.
+    pub replay: Vec<Unanswered>,
+    /// Where trace records go.
+    pub trace: TraceRing,
+}
+
+/// How a queue ended.
+#[derive(Debug)]
+pub enum QueueEnd {
+    /// As asked, with everything answered.
+    Stopped,
+    /// The engine or the event channel failed; the disk cannot go on.
+    Failed(io::Error),
+}
+
+/// What a queue reports while it runs.
+#[derive(Debug)]
+pub enum QueueEvent {
+    /// The frontend broke the ring; this queue takes nothing more.
+    Violation(RingViolation),
+}
+
+/// An entry, and how its task ended.
+type TaskResult = (u16, io::Result<()>);
+
+/// A queue, on the thread that serves it.
+pub struct Queue {
+    connection: Arc<Connection>,
+    clock: Arc<dyn Clock>,
+    index: usize,
+    ring: BackRing,
+    reactor: Reactor,
+    files: Rc<[FileId]>,
+    pool: QueuePool,
+    flights: Flights,
+    table: QueueTable,
+    trace: TraceRing,
+    quiet: Quiet,
+
+    replay: VecDeque<Unanswered>,
+    /// The frontend broke the ring: nothing more is taken from it.
+    broken: bool,
+    /// Requests are there and cannot be taken: no buffer, or the gate is closed.
+    stalled: bool,
+    /// An operation waits for the event channel.
+    event_armed: bool,
+
+    /// Requests of this sweep whose indirect pages are to be fetched.
+    fetch: Vec<take::Fetch>,
+    /// Requests of this sweep whose data is to be copied from the guest.
+    copy_in: Vec<Ticket>,
+    /// Requests that storage can begin.
+    ready: Vec<Ticket>,
+    /// Reads that are done and whose data is to be copied to the guest.
+    copy_out: Vec<Ticket>,
+    /// Requests whose status is final.
+    finished: Vec<Ticket>,
+    /// Requests that need the whole disk for themselves.
+    alone: VecDeque<Ticket>,
+    /// The first of them has been begun.
+    alone_running: bool,
+    /// Tasks that have ended.
+    task_results: Rc<RefCell<Vec<TaskResult>>>,
+
+    // Scratch space, kept to be used again.
+    segments: Vec<CopySegment>,
+    raw_segments: Vec<RawSegment>,
+    answered: Vec<Ticket>,
+}
+
+impl Queue {
+    /// A queue ready to run on the calling thread.
+    ///
+    /// # Errors
+    /// The engine does not take the disk's files.
+    pub fn new(parts: Parts) -> io::Result<Queue> {
+        let Parts { connection, index, ring, engine, table, replay, trace } = parts;
+        let mut reactor = Reactor::new(engine);
+        let files = connection.device.disk.files();
+        let files: Vec<_> =
+            files.into_iter().map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
+        let max_segments = usize::from(connection.max_indirect_segments).max(11);
+        let mut flights = Flights::new(ring.entries(), max_segments);
+        for unanswered in &replay {
+            flights.reserve(unanswered.entry);
+        }
+        let entries = ring.entries() as usize;
+        Ok(Queue {
+            clock: connection.device.clock.clone(),
+            pool: connection.pool.queue(index),
+            connection,
+            index,
+            ring,
+            reactor,
+            files: files.into(),
+            flights,
+            table,
+            trace,
+            quiet: Quiet::default(),
+            replay: replay.into(),
+            broken: false,
+            stalled: false,
+            event_armed: false,
+            fetch: Vec::with_capacity(entries),
+            copy_in: Vec::with_capacity(entries),
+            ready: Vec::with_capacity(entries),
+            copy_out: Vec::with_capacity(entries),
+            finished: Vec::with_capacity(entries),
+            alone: VecDeque::new(),
+            alone_running: false,
+            task_results: Rc::default(),
+            segments: Vec::new(),
+            raw_segments: Vec::with_capacity(max_segments),
+            answered: Vec::with_capacity(entries),
+        })
+    }
+
+    /// Serves the ring until the connection is stopped. `report` hears of what the control
+    /// thread should know meanwhile.
+    pub fn run(mut self, report: impl Fn(QueueEvent)) -> QueueEnd {
+        match self.serve(&report) {
+            Ok(()) => QueueEnd::Stopped,
+            Err(e) => {
+                self.abandon();
+                QueueEnd::Failed(e)
+            }
+        }
+    }
+
+    fn serve(&mut self, report: &impl Fn(QueueEvent)) -> io::Result<()> {
+        let wake_fd = self.connection.waker(self.index).fd().as_raw_fd();
+        self.reactor.push(WAKE, Op::Readable { fd: wake_fd });
+        // A predecessor may have published responses and died before it said so.
+        self.ring.link().notify()?;
+        let mut completions = Vec::new();
+        loop {
+            if let Err(violation) = self.take() {
+                self.broken = true;
+                report(QueueEvent::Violation(violation));
+            }
+            self.fetch_indirect();
+            self.copy_in();
+            self.start_ready();
+            self.answer()?;
+            self.start_alone();
+            if self.connection.stopping() && self.flights.in_use() == 0 {
+                return Ok(());
+            }
+            let wait = if self.may_sleep()? { Wait::Until(None) } else { Wait::No };
+            self.reactor.turn(wait, &mut completions)?;
+            for completion in completions.drain(..) {
+                self.dispatch(completion)?;
+            }
+            self.collect_task_results();
+            self.copy_out();
+            self.answer()?;
+        }
+    }
+
+    fn dispatch(&mut self, completion: Completion) -> io::Result<()> {
+        match completion.token {
+            EVENT => {
+                completion.result()?;
+                self.event_armed = false;
+                self.ring.link().take_event()?;
+            }
+            WAKE => {
+                completion.result()?;
+                let waker = self.connection.waker(self.index);
+                waker.clear();
+                let fd = waker.fd().as_raw_fd();
+                self.reactor.push(WAKE, Op::Readable { fd });
+            }
+            entry => self.storage_completed(Ticket::unpark(entry as u16), completion),
+        }
+        Ok(())
+    }
+
+    /// Whether to wait for completions and events. Before that, the final check of the ring, and
+    /// only then the event channel is let through again (blkif.md 1.4 and 5).
+    fn may_sleep(&mut self) -> io::Result<bool> {
+        if self.work_is_pending() {
+            return Ok(false);
+        }
+        // Held back by something that will wake us: the guest's events would only disturb.
+        let deaf = self.broken || self.stalled || self.is_holding_back();
+        if deaf || self.connection.stopping() {
+            return Ok(true);
+        }
+        match self.ring.final_check() {
+            // The violation is found again, and reported, by the next sweep.
+            Ok(true) | Err(_) => return Ok(false),
+            Ok(false) => {}
+        }
+        if !self.event_armed {
+            let fd = self.ring.link().event_fd().as_raw_fd();
+            self.reactor.push(EVENT, Op::Readable { fd });
+            self.event_armed = true;
+        }
+        self.ring.link().rearm()?;
+        Ok(true)
+    }
+
+    fn work_is_pending(&self) -> bool {
+        !self.finished.is_empty() || !self.copy_out.is_empty() || !self.ready.is_empty()
+    }
+
+    /// Nothing is taken off the ring while a request needs the disk for itself.
+    fn is_holding_back(&self) -> bool {
+        self.alone_running || !self.alone.is_empty()
+    }
+
+    /// Requests that storage or this thread works on: all but those that wait to be alone.
+    fn working(&self) -> usize {
+        self.flights.in_use() - self.alone.len() - self.replay.len()
+    }
+
+    /// The queue has failed and its guest will not be answered; the table still says for what, so
+    /// that a successor can do it.
+    fn abandon(&mut self) {
+        let lists = [&mut self.copy_in, &mut self.ready, &mut self.copy_out, &mut self.finished];
+        for ticket in lists.into_iter().flat_map(|l| l.drain(..)) {
+            ticket.park();
+        }
+        self.alone.drain(..).for_each(|ticket| {
+            ticket.park();
+        });
+        self.fetch.drain(..).for_each(|fetch| {
+            fetch.ticket.park();
+        });
+        self.answered.drain(..).for_each(|ticket| {
+            ticket.park();
+        });
+    }
+}

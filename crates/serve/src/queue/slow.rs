@@ -1,0 +1,194 @@
+//! Whatever has more than one step: flush, discard, barriers, writes below the medium's block,
+//! ranges that lie in several places. One task a request, on this thread.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ferrite_disk::{Disk, Extent, Intent};
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::FileId;
+use ferrite_io::reactor::Io;
+use ferrite_xen::abi::STATUS_ERROR;
+
+use super::Queue;
+use super::copy::Layout;
+use super::flight::Ticket;
+use crate::connection::Connection;
+use crate::request::{Action, Work};
+
+impl Queue {
+    /// Makes a task of a request; its result is found by
+    /// [`collect_task_results`](Self::collect_task_results).
+    pub(super) fn start_task(&mut self, ticket: Ticket) {
+        let connection = self.connection.clone();
+        let flight = self.flights.get(&ticket);
+        let layout = Layout::of(flight, connection.device.disk.block_bytes());
+        let task = Task {
+            arena: connection.pool.arena().clone(),
+            connection,
+            io: self.reactor.io(),
+            files: self.files.clone(),
+            work: flight.work,
+            layout,
+        };
+        let results = self.task_results.clone();
+        let entry = ticket.park();
+        self.reactor.spawn(async move {
+            let result = task.run().await;
+            results.borrow_mut().push((entry, result));
+        });
+    }
+
+    /// Takes up the requests whose tasks have ended.
+    pub(super) fn collect_task_results(&mut self) {
+        let results = std::mem::take(&mut *self.task_results.borrow_mut());
+        for (entry, result) in results {
+            let ticket = Ticket::unpark(entry);
+            let action = self.flights.get(&ticket).work.action;
+            if self.alone_running {
+                self.alone_running = false;
+                self.connection.gate.open(self.index);
+                self.connection.wake_all();
+            }
+            match result {
+                Ok(()) => self.data_done(ticket),
+                Err(e) => {
+                    let flushes =
+                        matches!(action, Action::Flush | Action::FlushThenWrite | Action::Barrier);
+                    if flushes && self.connection.device.flush_has_failed() {
+                        self.table.flush_failed();
+                    }
+                    self.storage_failed(ticket, &e);
+                }
+            }
+        }
+    }
+
+    /// Begins the request that needs the disk for itself, if its time has come: nothing else of
+    /// this queue is under way, no other queue has the gate, and all others are idle.
+    pub(super) fn start_alone(&mut self) {
+        if self.alone_running || self.alone.is_empty() || self.working() > 0 {
+            return;
+        }
+        let gate = &self.connection.gate;
+        if !gate.close(self.index) {
+            // Its holder may be waiting for this queue in turn.
+            self.leave_if_idle();
+            return;
+        }
+        if !gate.others_idle(self.index) {
+            return;
+        }
+        let Some(ticket) = self.alone.pop_front() else { return };
+        self.flights.get(&ticket).record.stages.submitted_ns = self.clock.now_ns();
+        match self.copy_in_one(ticket) {
+            Ok(ticket) => {
+                self.alone_running = true;
+                self.start_task(ticket);
+            }
+            Err(ticket) => {
+                self.connection.gate.open(self.index);
+                self.connection.wake_all();
+                self.finish(ticket, STATUS_ERROR);
+            }
+        }
+    }
+}
+
+/// A request as its task sees it.
+struct Task {
+    connection: Arc<Connection>,
+    arena: Arc<Arena>,
+    io: Io,
+    files: Rc<[FileId]>,
+    work: Work,
+    layout: Option<Layout>,
+}
+
+impl Task {
+    async fn run(&self) -> io::Result<()> {
+        let disk = &self.connection.device.disk;
+        match self.work.action {
+            Action::Read => self.transfer(Intent::Read).await,
+            Action::Write => self.write().await,
+            Action::Flush => self.flush().await,
+            Action::FlushThenWrite => {
+                self.flush().await?;
+                self.write().await
+            }
+            Action::Barrier => {
+                self.flush().await?;
+                if self.work.sectors > 0 {
+                    self.write().await?;
+                    self.flush().await?;
+                }
+                Ok(())
+            }
+            Action::Discard => {
+                disk.discard(&self.io, &self.files, self.work.offset(), self.work.bytes()).await
+            }
+        }
+    }
+
+    /// Writes; for what is smaller than the medium's block, reads the blocks around it first.
+    /// The caller has the disk for itself then.
+    async fn write(&self) -> io::Result<()> {
+        let Some(layout) = self.layout else { return Ok(()) };
+        if layout.blocks.len() == layout.data.len() {
+            return self.transfer(Intent::Write).await;
+        }
+        // The request's bytes step aside while the blocks are read around them.
+        let mut data = vec![0; layout.data.len()];
+        self.arena.copy_out(layout.data, &mut data);
+        self.transfer(Intent::Read).await?;
+        self.arena.copy_in(layout.data, &data);
+        self.transfer(Intent::Write).await
+    }
+
+    /// Reads or writes the whole blocks, extent by extent.
+    async fn transfer(&self, intent: Intent) -> io::Result<()> {
+        let Some(layout) = self.layout else { return Ok(()) };
+        let disk: &Disk = &self.connection.device.disk;
+        let mut done = 0;
+        while done < layout.blocks.len() {
+            let rest = layout.blocks.len() - done;
+            let extent = disk.map(layout.offset + done as u64, rest as u64, intent);
+            let (Extent::Data { len, .. } | Extent::Zeros { len }) = extent;
+            let piece =
+                layout.blocks.slice(done, usize::try_from(len).map_or(rest, |l| l.min(rest)));
+            if piece.is_empty() {
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "past the end"));
+            }
+            match (extent, intent) {
+                (Extent::Data { file, offset, .. }, Intent::Read) => {
+                    self.io.read_exact(self.files[file], offset, piece).await?;
+                }
+                (Extent::Data { file, offset, .. }, Intent::Write) => {
+                    self.io.write_all(self.files[file], offset, piece).await?;
+                }
+                (Extent::Zeros { .. }, Intent::Read) => self.arena.fill(piece, 0),
+                (Extent::Zeros { .. }, Intent::Write) => {}
+            }
+            done += piece.len();
+        }
+        Ok(())
+    }
+
+    /// Everything answered before is on the medium, or the device refuses writes from now on: the
+    /// kernel reports a lost write once, to one caller, and then forgets it.
+    async fn flush(&self) -> io::Result<()> {
+        let device = &self.connection.device;
+        let result = device.disk.flush(&self.io, &self.files).await;
+        if let Err(e) = &result
+            && device.latch_flush_failure()
+        {
+            tracing::error!(
+                "flush failed: {e}; what was written may be lost, and the guest cannot be told by \
+                 a flush alone, so all its writes fail until the disk is attached again. Check \
+                 the storage, then detach and attach the disk"
+            );
+        }
+        result
+    }
+}

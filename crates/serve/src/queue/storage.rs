@@ -1,0 +1,161 @@
+//! Step 5: to the storage engine, and back from it.
+
+use std::io;
+
+use ferrite_disk::{Extent, Intent};
+use ferrite_io::engine::{Completion, Op};
+use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
+
+use super::Queue;
+use super::copy::Layout;
+use super::flight::Ticket;
+use crate::request::Action;
+
+/// How often in a row an operation may say "try again".
+const RETRIES: u32 = 64;
+
+impl Queue {
+    /// Starts everything that is ready. Data that lies in one place goes straight to the engine;
+    /// the rest becomes a task.
+    pub(super) fn start_ready(&mut self) {
+        if self.ready.is_empty() {
+            return;
+        }
+        let now_ns = self.clock.now_ns();
+        let mut ready = std::mem::take(&mut self.ready);
+        for ticket in ready.drain(..) {
+            self.flights.get(&ticket).record.stages.submitted_ns = now_ns;
+            match self.flights.get(&ticket).work.action {
+                Action::Read | Action::Write => self.start_data(ticket),
+                Action::Flush | Action::FlushThenWrite | Action::Discard | Action::Barrier => {
+                    self.start_task(ticket);
+                }
+            }
+        }
+        self.ready = ready;
+    }
+
+    fn start_data(&mut self, ticket: Ticket) {
+        let disk = &self.connection.device.disk;
+        let flight = self.flights.get(&ticket);
+        let Some(layout) = Layout::of(flight, disk.block_bytes()) else {
+            unreachable!("reads and writes have buffers");
+        };
+        let intent = match flight.work.action {
+            Action::Read => Intent::Read,
+            _ => Intent::Write,
+        };
+        let all = layout.blocks.len() as u64;
+        match disk.map(layout.offset, all, intent) {
+            Extent::Data { file, offset, len } if len >= all => {
+                let (file, buf) = (self.files[file], layout.blocks);
+                let op = match intent {
+                    Intent::Read => Op::Read { file, offset, buf },
+                    Intent::Write => Op::Write { file, offset, buf },
+                };
+                self.reactor.push(u64::from(ticket.park()), op);
+            }
+            Extent::Zeros { len } if len >= all => {
+                flight.zeros = true;
+                self.data_done(ticket);
+            }
+            Extent::Data { .. } | Extent::Zeros { .. } => self.start_task(ticket),
+        }
+    }
+
+    /// A data operation has ended: done, to be continued, to be tried again, or failed.
+    pub(super) fn storage_completed(&mut self, ticket: Ticket, completion: Completion) {
+        let disk = &self.connection.device.disk;
+        let block_bytes = disk.block_bytes() as usize;
+        let flight = self.flights.get(&ticket);
+        let Some(layout) = Layout::of(flight, disk.block_bytes()) else {
+            unreachable!("only data operations carry an entry's number");
+        };
+        match completion.result() {
+            Ok(bytes) => {
+                let before = flight.done_bytes;
+                // A piece of a block cannot be continued from: it is done again.
+                let now = before + bytes as usize;
+                flight.done_bytes =
+                    if now < layout.blocks.len() { now - now % block_bytes } else { now };
+                if flight.done_bytes >= layout.blocks.len() {
+                    self.data_done(ticket);
+                } else if flight.done_bytes > before {
+                    flight.retries = 0;
+                    self.push_rest(ticket, layout);
+                } else {
+                    let e = io::Error::new(io::ErrorKind::UnexpectedEof, "no progress");
+                    self.storage_failed(ticket, &e);
+                }
+            }
+            Err(e) => {
+                let again =
+                    matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock);
+                if again && flight.retries < RETRIES {
+                    flight.retries += 1;
+                    self.push_rest(ticket, layout);
+                } else {
+                    self.storage_failed(ticket, &e);
+                }
+            }
+        }
+    }
+
+    fn push_rest(&mut self, ticket: Ticket, layout: Layout) {
+        let flight = self.flights.get(&ticket);
+        let done = flight.done_bytes;
+        let rest = layout.blocks.slice(done, layout.blocks.len() - done);
+        let from = layout.offset + done as u64;
+        let intent = match flight.work.action {
+            Action::Read => Intent::Read,
+            _ => Intent::Write,
+        };
+        match self.connection.device.disk.map(from, rest.len() as u64, intent) {
+            Extent::Data { file, offset, .. } => {
+                let (file, buf) = (self.files[file], rest);
+                let op = match intent {
+                    Intent::Read => Op::Read { file, offset, buf },
+                    Intent::Write => Op::Write { file, offset, buf },
+                };
+                self.reactor.push(u64::from(ticket.park()), op);
+            }
+            Extent::Zeros { .. } => self.start_task(ticket),
+        }
+    }
+
+    /// All data of a request is where it belongs.
+    pub(super) fn data_done(&mut self, ticket: Ticket) {
+        let now_ns = self.clock.now_ns();
+        let flight = self.flights.get(&ticket);
+        flight.record.stages.completed_ns = now_ns;
+        if flight.work.action == Action::Read {
+            self.copy_out.push(ticket);
+        } else {
+            self.finish(ticket, STATUS_OKAY);
+        }
+    }
+
+    /// The request fails with an error; the disk goes on.
+    pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error) {
+        let now_ns = self.clock.now_ns();
+        let flight = self.flights.get(&ticket);
+        flight.record.stages.completed_ns = now_ns;
+        let work = flight.work;
+        if let Some(held_back) = self.quiet.allow(now_ns) {
+            tracing::error!(
+                queue = self.index,
+                held_back,
+                "{:?} of sectors {}+{} failed: {e}; the guest gets an error for this request",
+                work.action,
+                work.sector,
+                work.sectors
+            );
+        }
+        let unsupported =
+            work.action == Action::Discard && matches!(e.kind(), io::ErrorKind::Unsupported);
+        // Linux then stops to send discards: right, if the medium cannot do them.
+        let status =
+            if unsupported { ferrite_xen::abi::STATUS_NOT_SUPPORTED } else { STATUS_ERROR };
+        self.finish(ticket, status);
+    }
+}
