@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
@@ -49,6 +49,9 @@ const MAX_TIME_S: u64 = 1 << 32;
 
 /// How long to leave a kernel alone that is short of memory, in nanoseconds.
 const SHORTAGE_NS: u64 = 1_000_000;
+
+/// Arenas that the kernel may still use although their engine is gone; see `drop`.
+static KEPT: Mutex<Vec<Arc<Arena>>> = Mutex::new(Vec::new());
 
 /// An entry of the submission queue before it is one.
 #[derive(Clone, Copy, Debug)]
@@ -498,7 +501,7 @@ impl Drop for Uring {
         {
             // Not on its thread, for one. The kernel may go on using the memory, so it stays.
             tracing::error!("io_uring dropped with operations in flight, memory is kept: {e}");
-            std::mem::forget(self.arena.clone());
+            KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(self.arena.clone());
             return;
         }
         // Waits for the helper thread.
