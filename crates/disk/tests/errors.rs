@@ -1,0 +1,174 @@
+//! What a disk makes of a kernel that fails: an engine that answers as it is told.
+
+mod common;
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{MIB, dir_on_tmpfs, image, open};
+use ferrite_disk::Disk;
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::pool::Pool;
+use ferrite_io::reactor::Reactor;
+
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+const EOPNOTSUPP: i32 = 95;
+
+/// What was asked of the engine, and what it is to answer; with nothing told, success.
+#[derive(Default)]
+struct Script {
+    answers: VecDeque<i32>,
+    asked: Vec<Op>,
+}
+
+struct Scripted {
+    script: Rc<RefCell<Script>>,
+    done: Vec<Completion>,
+}
+
+impl Engine for Scripted {
+    fn name(&self) -> &'static str {
+        "scripted"
+    }
+
+    fn add_file(&mut self, _: Arc<OwnedFd>) -> io::Result<FileId> {
+        Ok(FileId(0))
+    }
+
+    fn push(&mut self, token: Token, op: Op) {
+        let mut script = self.script.borrow_mut();
+        let success = match op {
+            Op::Read { buf, .. } | Op::Write { buf, .. } => buf.len() as i32,
+            _ => 0,
+        };
+        let raw = script.answers.pop_front().map_or(success, |errno| -errno);
+        script.asked.push(op);
+        self.done.push(Completion { token, raw });
+    }
+
+    fn cancel(&mut self, _: Token) {}
+
+    fn submit(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn wait(&mut self, _: Option<Duration>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        out.append(&mut self.done);
+    }
+
+    fn in_flight(&self) -> usize {
+        self.done.len()
+    }
+}
+
+/// A disk on a scripted engine.
+struct Bench {
+    disk: Disk,
+    script: Rc<RefCell<Script>>,
+    reactor: Reactor,
+    pool: Arc<Pool>,
+    _dir: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new(bytes: u64, answers: &[i32]) -> Bench {
+        let dir = dir_on_tmpfs();
+        let disk = open(&image(&dir, bytes)).unwrap();
+        let script = Rc::new(RefCell::new(Script {
+            answers: answers.iter().copied().collect(),
+            asked: Vec::new(),
+        }));
+        let engine = Scripted { script: script.clone(), done: Vec::new() };
+        let reactor = Reactor::new(Box::new(engine));
+        Bench { disk, script, reactor, pool: Pool::new(2 << 20, 1).unwrap(), _dir: dir }
+    }
+
+    fn flush(&mut self) -> Result<(), Option<i32>> {
+        let io = self.reactor.io();
+        let done = self.reactor.block_on(self.disk.flush(&io, &[FileId(0)])).unwrap();
+        done.map_err(|e| e.raw_os_error())
+    }
+
+    fn discard(&mut self, offset: u64, len: u64) -> Result<(), Option<i32>> {
+        let io = self.reactor.io();
+        let files = [FileId(0)];
+        let done = self.reactor.block_on(self.disk.discard(&io, &files, offset, len)).unwrap();
+        done.map_err(|e| e.raw_os_error())
+    }
+
+    fn write_zeroes(&mut self, offset: u64, len: u64) -> Result<(), Option<i32>> {
+        let (io, zeros) = (self.reactor.io(), self.pool.zero_page());
+        let work = async { self.disk.write_zeroes(&io, &[FileId(0)], offset, len, zeros).await };
+        self.reactor.block_on(work).unwrap().map_err(|e| e.raw_os_error())
+    }
+
+    fn asked(&self) -> Vec<Op> {
+        std::mem::take(&mut self.script.borrow_mut().asked)
+    }
+}
+
+const FILE: FileId = FileId(0);
+const GIB: u64 = 1 << 30;
+
+#[test]
+fn a_failed_flush_is_an_error_whatever_it_is() {
+    let mut bench = Bench::new(MIB, &[EIO, ENOSPC, EOPNOTSUPP]);
+    assert_eq!(bench.flush(), Err(Some(EIO)));
+    assert_eq!(bench.flush(), Err(Some(ENOSPC)));
+    assert_eq!(bench.flush(), Err(Some(EOPNOTSUPP)));
+    assert_eq!(bench.flush(), Ok(()));
+    assert_eq!(bench.asked(), vec![Op::Sync { file: FILE }; 4]);
+}
+
+#[test]
+fn a_long_discard_goes_in_chunks_and_ends_at_the_first_error() {
+    let mut bench = Bench::new(4 * GIB, &[0, EIO]);
+    assert_eq!(bench.discard(512, 3 * GIB), Err(Some(EIO)));
+    let hole = |offset, len| Op::PunchHole { file: FILE, offset, len };
+    assert_eq!(bench.asked(), [hole(512, GIB - 512), hole(GIB, GIB)]);
+    assert!(bench.disk.discard_limits().is_some());
+    assert_eq!(bench.discard(512, 1024), Ok(()));
+    assert_eq!(bench.asked(), [hole(512, 1024)]);
+}
+
+#[test]
+fn a_medium_that_refuses_discard_is_not_asked_again() {
+    let mut bench = Bench::new(MIB, &[EOPNOTSUPP]);
+    assert_eq!(bench.discard(0, 4096), Err(Some(EOPNOTSUPP)));
+    assert_eq!(bench.discard(0, 4096), Err(Some(EOPNOTSUPP)));
+    assert_eq!(bench.asked().len(), 1);
+    assert_eq!(bench.disk.discard_limits(), None);
+}
+
+#[test]
+fn zeros_are_made_by_the_best_means_that_works() {
+    let mut bench = Bench::new(MIB, &[EOPNOTSUPP, EOPNOTSUPP]);
+    assert_eq!(bench.write_zeroes(4096, 4096 + 512), Ok(()));
+    let page = bench.pool.zero_page();
+    let write = |offset, buf| Op::Write { file: FILE, offset, buf };
+    let writes = [write(4096, page), write(8192, page.slice(0, 512))];
+    let (offset, len) = (4096, 4608);
+    let mut expected =
+        vec![Op::ZeroRange { file: FILE, offset, len }, Op::PunchHole { file: FILE, offset, len }];
+    expected.extend(writes);
+    assert_eq!(bench.asked(), expected);
+    assert_eq!(bench.write_zeroes(4096, 4096 + 512), Ok(()));
+    assert_eq!(bench.asked(), writes);
+}
+
+#[test]
+fn zeros_that_do_not_fit_are_an_error_and_no_reason_for_other_means() {
+    let mut bench = Bench::new(MIB, &[ENOSPC]);
+    assert_eq!(bench.write_zeroes(0, 4096), Err(Some(ENOSPC)));
+    assert_eq!(bench.asked(), [Op::ZeroRange { file: FILE, offset: 0, len: 4096 }]);
+}
