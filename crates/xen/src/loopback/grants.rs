@@ -103,6 +103,11 @@ impl GrantTable<'_> {
         self.entry(gref).map(|e| e.load(Ordering::Acquire))
     }
 
+    /// The frame that a reference names, if it names one.
+    pub(super) fn granted_frame(&self, gref: GrantRef) -> Option<u32> {
+        self.raw(gref).filter(|word| word & PERMIT != 0).map(|word| (word >> FRAME_SHIFT) as u32)
+    }
+
     /// Writes a whole word, whatever it means; what a hostile frontend does.
     pub fn set_raw(&self, gref: GrantRef, word: u64) {
         if let Some(entry) = self.entry(gref) {

@@ -19,6 +19,7 @@
 //! measurements; it isolates nobody.
 
 pub mod copy;
+pub mod front;
 pub mod grants;
 pub mod guest;
 pub mod link;

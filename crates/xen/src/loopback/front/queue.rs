@@ -1,0 +1,659 @@
+//! One queue of a frontend: requests out, responses in, each checked as a hardened blkfront
+//! checks it.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+use ferrite_io::clock::{Clock, SystemClock};
+use rustix::event::{PollFd, PollFlags};
+
+use super::super::LoopbackError;
+use super::error::FrontError;
+use super::ring::{RawRing, RingWord};
+use super::space::{Buffer, GuestSpace};
+use crate::abi::{
+    DISCARD_SECURE, IndirectOp, MAX_DIRECT_SEGMENTS, MAX_INDIRECT_PAGES, Message, OP_BARRIER,
+    OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, PlainOp, Protocol, RawSegment, Request, Response,
+    SEGMENT_BYTES, SEGMENTS_PER_INDIRECT_PAGE, STATUS_NOT_SUPPORTED, STATUS_OKAY, Slot,
+};
+use crate::hypervisor::{GrantRef, PAGE_SIZE};
+
+/// How a queue behaves; part of [`FrontOptions`](super::FrontOptions).
+#[derive(Clone, Copy, Debug)]
+pub struct QueueOptions {
+    /// Whose layout.
+    pub protocol: Protocol,
+    /// The ring has `2^order` pages.
+    pub order: u32,
+    /// Most segments of an indirect request; 11 or fewer: none are made.
+    pub max_indirect: usize,
+    /// Ids are the slot's number with these bits flipped: 0 looks like Linux, a kernel address
+    /// like Windows.
+    pub id_bits: u64,
+    /// Grant each page for its request, and take it back at the response, as a frontend without
+    /// persistent grants does. Otherwise pages stay granted as their [`Buffer`] has them.
+    pub regrant: bool,
+    /// Check at each response that the backend has let go of the request's pages. To be switched
+    /// off where requests in flight share pages.
+    pub check_release: bool,
+}
+
+/// A request's number in its queue, free for another once it is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Tag(pub u16);
+
+/// A checked response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reply {
+    /// Which request's.
+    pub tag: Tag,
+    /// Its id on the wire.
+    pub id: u64,
+    /// As the request's; READ or WRITE for INDIRECT.
+    pub operation: u8,
+    /// `STATUS_OKAY` and the like.
+    pub status: i16,
+    /// The slot's first bytes: the response with its padding, and what followed it.
+    pub raw: [u8; 16],
+}
+
+impl Reply {
+    /// Whether the backend did it.
+    pub fn is_ok(&self) -> bool {
+        self.status == STATUS_OKAY
+    }
+}
+
+#[derive(Default)]
+struct Pending {
+    active: bool,
+    /// What the response has to name.
+    operation: u8,
+    /// Pages of the data and of the descriptors.
+    grefs: Vec<GrantRef>,
+    /// `grefs` were granted for this request.
+    fresh: bool,
+}
+
+/// One connected queue. Used by one thread.
+pub struct FrontQueue {
+    space: Arc<GuestSpace>,
+    options: QueueOptions,
+    ring: Arc<RawRing>,
+    /// The ring's frames and grants, last page first.
+    ring_pages: Option<Buffer>,
+    ring_grefs: Vec<GrantRef>,
+    port: u32,
+    /// Requests written, and those of them that the backend has been shown.
+    req_prod: u32,
+    req_published: u32,
+    rsp_cons: u32,
+    pending: Vec<Pending>,
+    free: Vec<Tag>,
+    /// Pages for descriptors, by tag; made when first needed.
+    indirect: Vec<Option<Buffer>>,
+    /// References for `regrant` that are not in use.
+    spare_grants: Vec<GrantRef>,
+}
+
+impl FrontQueue {
+    /// Allocates and grants a ring, and opens a channel.
+    ///
+    /// # Errors
+    /// The guest has not enough left.
+    pub fn new(space: &Arc<GuestSpace>, options: QueueOptions) -> Result<Self, LoopbackError> {
+        let pages = space.buffer(1 << options.order)?;
+        // Backwards, so that nobody comes to rely on ring pages being neighbours.
+        let order = || (0..pages.pages()).rev();
+        let frames: Vec<u32> = order().map(|page| pages.frame(page)).collect();
+        let ring_grefs = order().map(|page| pages.gref(page)).collect();
+        let mapping = space
+            .memory()
+            .map_frames(&frames)
+            .map_err(LoopbackError::system("map a ring of the frontend's"))?;
+        let ring = Arc::new(RawRing::new(mapping, options.protocol));
+        let entries = ring.entries() as usize;
+        Ok(FrontQueue {
+            space: space.clone(),
+            options,
+            ring,
+            ring_pages: Some(pages),
+            ring_grefs,
+            port: space.memory().open_port()?,
+            req_prod: 0,
+            req_published: 0,
+            rsp_cons: 0,
+            pending: std::iter::repeat_with(Pending::default).take(entries).collect(),
+            free: (0..entries as u16).rev().map(Tag).collect(),
+            indirect: std::iter::repeat_with(|| None).take(entries).collect(),
+            spare_grants: Vec::new(),
+        })
+    }
+
+    /// The ring's grants, in the order of its pages.
+    pub fn ring_grefs(&self) -> &[GrantRef] {
+        &self.ring_grefs
+    }
+
+    /// The event channel.
+    pub fn port(&self) -> u32 {
+        self.port
+    }
+
+    /// The ring's memory, for hostile tests.
+    pub fn ring(&self) -> Arc<RawRing> {
+        self.ring.clone()
+    }
+
+    /// Slots.
+    pub fn entries(&self) -> u32 {
+        self.ring.entries()
+    }
+
+    /// Requests that can be submitted before one is answered.
+    pub fn free_slots(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Requests that are not answered yet.
+    pub fn in_flight(&self) -> usize {
+        self.pending.len() - self.free.len()
+    }
+
+    /// Index of the next request.
+    pub fn req_prod(&self) -> u32 {
+        self.req_prod
+    }
+
+    /// The id on the wire of the request with this tag.
+    pub fn id(&self, tag: Tag) -> u64 {
+        u64::from(tag.0) ^ self.options.id_bits
+    }
+
+    /// Reads `len` bytes at `sector` into the buffer from byte `at` on; direct up to 11 pages,
+    /// indirect above.
+    ///
+    /// # Errors
+    /// [`FrontError::Full`], [`FrontError::TooManySegments`].
+    pub fn read(
+        &mut self,
+        sector: u64,
+        buffer: &Buffer,
+        at: usize,
+        len: usize,
+    ) -> Result<Tag, FrontError> {
+        self.transfer(IndirectOp::Read, sector, buffer, at, len)
+    }
+
+    /// Writes them.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn write(
+        &mut self,
+        sector: u64,
+        buffer: &Buffer,
+        at: usize,
+        len: usize,
+    ) -> Result<Tag, FrontError> {
+        self.transfer(IndirectOp::Write, sector, buffer, at, len)
+    }
+
+    /// An empty flush.
+    ///
+    /// # Errors
+    /// [`FrontError::Full`].
+    pub fn flush(&mut self) -> Result<Tag, FrontError> {
+        self.plain(PlainOp::Flush, 0, &[])
+    }
+
+    /// A discard.
+    ///
+    /// # Errors
+    /// [`FrontError::Full`].
+    pub fn discard(
+        &mut self,
+        sector: u64,
+        nr_sectors: u64,
+        secure: bool,
+    ) -> Result<Tag, FrontError> {
+        let flag = if secure { DISCARD_SECURE } else { 0 };
+        self.message(OP_DISCARD, Message::Discard { sector, nr_sectors, flag })
+    }
+
+    /// A request of the plain layout with these segments, all valid or not.
+    ///
+    /// # Errors
+    /// [`FrontError::Full`], [`FrontError::TooManySegments`].
+    pub fn plain(
+        &mut self,
+        op: PlainOp,
+        sector: u64,
+        segments: &[RawSegment],
+    ) -> Result<Tag, FrontError> {
+        let limit = MAX_DIRECT_SEGMENTS;
+        if segments.len() > limit {
+            return Err(FrontError::TooManySegments { segments: segments.len(), limit });
+        }
+        let tag = self.take_tag()?;
+        self.note_pages(tag, segments);
+        let mut all = [RawSegment::default(); MAX_DIRECT_SEGMENTS];
+        all[..segments.len()].copy_from_slice(segments);
+        self.put_plain(tag, op, sector, segments.len() as u8, all);
+        Ok(tag)
+    }
+
+    /// An indirect request with these segments, all valid or not.
+    ///
+    /// # Errors
+    /// [`FrontError::Full`], [`FrontError::TooManySegments`], or the guest has no page left.
+    pub fn indirect(
+        &mut self,
+        op: IndirectOp,
+        sector: u64,
+        segments: &[RawSegment],
+    ) -> Result<Tag, FrontError> {
+        let limit = MAX_INDIRECT_PAGES * SEGMENTS_PER_INDIRECT_PAGE;
+        if segments.len() > limit {
+            return Err(FrontError::TooManySegments { segments: segments.len(), limit });
+        }
+        let tag = self.take_tag()?;
+        if let Err(e) = self.make_indirect_pages(tag, segments.len()) {
+            self.free.push(tag);
+            return Err(e);
+        }
+        self.note_pages(tag, segments);
+        for (i, segment) in segments.iter().enumerate() {
+            self.put_descriptor(tag, i, segment);
+        }
+        self.put_indirect(tag, op, sector, segments.len() as u16);
+        Ok(tag)
+    }
+
+    /// Any request; its own id is replaced. The pages that it names are not looked at.
+    ///
+    /// # Errors
+    /// [`FrontError::Full`].
+    pub fn message(&mut self, response_op: u8, message: Message) -> Result<Tag, FrontError> {
+        let tag = self.take_tag()?;
+        self.put(tag, response_op, message);
+        Ok(tag)
+    }
+
+    /// Any bytes in the next slot. Nothing is remembered: its response, if there is one, is taken
+    /// with [`take_raw`](Self::take_raw).
+    pub fn raw_request(&mut self, slot: &Slot) {
+        self.ring.put_slot(self.req_prod, slot);
+        self.req_prod = self.req_prod.wrapping_add(1);
+    }
+
+    fn transfer(
+        &mut self,
+        op: IndirectOp,
+        sector: u64,
+        buffer: &Buffer,
+        at: usize,
+        len: usize,
+    ) -> Result<Tag, FrontError> {
+        let pages = buffer.pieces(at, len).count();
+        let limit = self.options.max_indirect.max(MAX_DIRECT_SEGMENTS);
+        if pages > limit {
+            return Err(FrontError::TooManySegments { segments: pages, limit });
+        }
+        let is_indirect = pages > MAX_DIRECT_SEGMENTS;
+        let tag = self.take_tag()?;
+        let ready = self.reserve_grants(pages).and_then(|()| match is_indirect {
+            true => self.make_indirect_pages(tag, pages),
+            false => Ok(()),
+        });
+        if let Err(e) = ready {
+            self.free.push(tag);
+            return Err(e);
+        }
+        let mut all = [RawSegment::default(); MAX_DIRECT_SEGMENTS];
+        self.pending[tag.0 as usize].fresh = self.options.regrant;
+        for (i, (page, first, last)) in buffer.pieces(at, len).enumerate() {
+            let gref = self.page_grant(buffer, page, op == IndirectOp::Write);
+            self.pending[tag.0 as usize].grefs.push(gref);
+            let segment = RawSegment { gref: gref.0, first_sect: first, last_sect: last };
+            match is_indirect {
+                true => self.put_descriptor(tag, i, &segment),
+                false => all[i] = segment,
+            }
+        }
+        if is_indirect {
+            self.put_indirect(tag, op, sector, pages as u16);
+        } else {
+            let op = if op == IndirectOp::Read { PlainOp::Read } else { PlainOp::Write };
+            self.put_plain(tag, op, sector, pages as u8, all);
+        }
+        Ok(tag)
+    }
+
+    fn take_tag(&mut self) -> Result<Tag, FrontError> {
+        let in_ring = self.req_prod.wrapping_sub(self.rsp_cons);
+        let full = FrontError::Full { entries: self.entries() };
+        if in_ring >= self.entries() {
+            return Err(full);
+        }
+        let tag = self.free.pop().ok_or(full)?;
+        let pending = &mut self.pending[tag.0 as usize];
+        pending.grefs.clear();
+        pending.fresh = false;
+        Ok(tag)
+    }
+
+    /// So that granting a request's pages cannot fail halfway.
+    fn reserve_grants(&mut self, pages: usize) -> Result<(), FrontError> {
+        if self.options.regrant && self.spare_grants.len() < pages {
+            self.space.take_grants(pages.max(64), &mut self.spare_grants)?;
+        }
+        Ok(())
+    }
+
+    fn page_grant(&mut self, buffer: &Buffer, page: usize, read_only: bool) -> GrantRef {
+        if !self.options.regrant {
+            return buffer.gref(page);
+        }
+        let gref = self.spare_grants.pop().expect("reserved before");
+        self.space.grant(gref, buffer.frame(page), read_only);
+        gref
+    }
+
+    fn note_pages(&mut self, tag: Tag, segments: &[RawSegment]) {
+        let grefs = segments.iter().map(|s| GrantRef(s.gref));
+        self.pending[tag.0 as usize].grefs.extend(grefs);
+    }
+
+    fn make_indirect_pages(&mut self, tag: Tag, segments: usize) -> Result<(), FrontError> {
+        let pages = segments.div_ceil(SEGMENTS_PER_INDIRECT_PAGE).max(1);
+        let place = &mut self.indirect[tag.0 as usize];
+        if place.as_ref().is_none_or(|b| b.pages() < pages) {
+            let buffer = self.space.buffer(pages)?;
+            (0..pages).for_each(|page| buffer.grant(page, true));
+            *place = Some(buffer);
+        }
+        Ok(())
+    }
+
+    fn put_descriptor(&self, tag: Tag, i: usize, segment: &RawSegment) {
+        let page = self.indirect[tag.0 as usize].as_ref().expect("made before");
+        page.write(i * SEGMENT_BYTES, &segment.encode());
+    }
+
+    fn put_plain(
+        &mut self,
+        tag: Tag,
+        op: PlainOp,
+        sector: u64,
+        nr_segments: u8,
+        segments: [RawSegment; MAX_DIRECT_SEGMENTS],
+    ) {
+        let response_op = match op {
+            PlainOp::Read => OP_READ,
+            PlainOp::Write => OP_WRITE,
+            PlainOp::Barrier => OP_BARRIER,
+            PlainOp::Flush => OP_FLUSH,
+        };
+        self.put(tag, response_op, Message::Plain { op, nr_segments, sector, segments });
+    }
+
+    fn put_indirect(&mut self, tag: Tag, op: IndirectOp, sector: u64, nr_segments: u16) {
+        let buffer = self.indirect[tag.0 as usize].as_ref().expect("made before");
+        let used = usize::from(nr_segments).div_ceil(SEGMENTS_PER_INDIRECT_PAGE);
+        let mut pages = [GrantRef(0); MAX_INDIRECT_PAGES];
+        for (i, page) in pages.iter_mut().enumerate().take(used) {
+            *page = buffer.gref(i);
+        }
+        self.put(tag, op.byte(), Message::Indirect { op, nr_segments, sector, pages });
+    }
+
+    fn put(&mut self, tag: Tag, response_op: u8, message: Message) {
+        let pending = &mut self.pending[tag.0 as usize];
+        pending.active = true;
+        pending.operation = response_op;
+        let request = Request { id: self.id(tag), response_op, message };
+        self.ring.put_slot(self.req_prod, &request.encode(self.options.protocol));
+        self.req_prod = self.req_prod.wrapping_add(1);
+    }
+
+    /// RING_PUSH_REQUESTS_AND_CHECK_NOTIFY: shows the backend what was submitted, and sends an
+    /// event if it asked for one; whether it did.
+    ///
+    /// # Errors
+    /// The kernel's, about the event.
+    pub fn push(&mut self) -> Result<bool, FrontError> {
+        let (old, new) = (self.req_published, self.req_prod);
+        if old == new {
+            return Ok(false);
+        }
+        self.ring.store(RingWord::ReqProd, new);
+        self.req_published = new;
+        // blkif.md 1.4: the store above before the load of req_event.
+        fence(Ordering::SeqCst);
+        let req_event = self.ring.load(RingWord::ReqEvent);
+        let wanted = new.wrapping_sub(req_event) < new.wrapping_sub(old);
+        if wanted {
+            self.notify()?;
+        }
+        Ok(wanted)
+    }
+
+    /// Sends the backend an event, whether it wants one or not.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn notify(&self) -> Result<(), FrontError> {
+        Ok(self.space.notify(self.port)?)
+    }
+
+    /// The next response, checked; `None` if there is none now.
+    ///
+    /// # Errors
+    /// The breaches of protocol in [`FrontError`].
+    pub fn take(&mut self) -> Result<Option<Reply>, FrontError> {
+        let Some(raw) = self.next_response()? else { return Ok(None) };
+        let response = decode(&raw);
+        let id = response.id;
+        let number = id ^ self.options.id_bits;
+        let pending = usize::try_from(number).ok().and_then(|n| self.pending.get_mut(n));
+        let Some(pending) = pending.filter(|p| p.active) else {
+            return Err(FrontError::NotPending { id });
+        };
+        pending.active = false;
+        let expected = pending.operation;
+        let tag = Tag(number as u16);
+        self.free.push(tag);
+        self.check_release(tag, id)?;
+        let Response { operation, status, .. } = response;
+        if operation != expected {
+            return Err(FrontError::WrongOperation { id, got: operation, expected });
+        }
+        if status == STATUS_NOT_SUPPORTED && matches!(operation, OP_READ | OP_WRITE) {
+            return Err(FrontError::NotSupported { operation });
+        }
+        Ok(Some(Reply { tag, id, operation, status, raw }))
+    }
+
+    /// The next response unchecked, for requests that [`raw_request`](Self::raw_request) made: its
+    /// meaning and its bytes.
+    ///
+    /// # Errors
+    /// [`FrontError::BogusProducer`].
+    pub fn take_raw(&mut self) -> Result<Option<(Response, [u8; 16])>, FrontError> {
+        Ok(self.next_response()?.map(|raw| (decode(&raw), raw)))
+    }
+
+    fn next_response(&mut self) -> Result<Option<[u8; 16]>, FrontError> {
+        let rsp_prod = self.ring.load(RingWord::RspProd);
+        if rsp_prod == self.rsp_cons {
+            return Ok(None);
+        }
+        let unanswered = self.req_published.wrapping_sub(self.rsp_cons);
+        if rsp_prod.wrapping_sub(self.rsp_cons) > unanswered {
+            let (rsp_cons, req_prod) = (self.rsp_cons, self.req_published);
+            return Err(FrontError::BogusProducer { rsp_prod, rsp_cons, req_prod });
+        }
+        let raw = self.ring.response_bytes(self.rsp_cons);
+        self.rsp_cons = self.rsp_cons.wrapping_add(1);
+        Ok(Some(raw))
+    }
+
+    fn check_release(&mut self, tag: Tag, id: u64) -> Result<(), FrontError> {
+        let tag = tag.0 as usize;
+        let table = self.space.memory().grants();
+        let pending = &mut self.pending[tag];
+        if pending.fresh {
+            // All of them are taken back, whichever fails.
+            let mut outcome = Ok(());
+            for gref in pending.grefs.drain(..) {
+                match table.revoke(gref) {
+                    Ok(()) => self.spare_grants.push(gref),
+                    Err(in_use) => outcome = Err(FrontError::StillUsed { id, in_use }),
+                }
+            }
+            outcome?;
+        }
+        if !self.options.check_release {
+            return Ok(());
+        }
+        let descriptors = self.indirect[tag].iter().flat_map(|b| (0..b.pages()).map(|p| b.gref(p)));
+        match pending.grefs.iter().copied().chain(descriptors).find(|g| table.in_use(*g)) {
+            Some(gref) => {
+                let in_use = crate::loopback::grants::InUse(gref);
+                Err(FrontError::StillUsed { id, in_use })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// RING_FINAL_CHECK_FOR_RESPONSES: asks for an event with the next response; whether one came
+    /// meanwhile.
+    pub fn final_check(&self) -> bool {
+        if self.ring.load(RingWord::RspProd) != self.rsp_cons {
+            return true;
+        }
+        self.ring.store(RingWord::RspEvent, self.rsp_cons.wrapping_add(1));
+        fence(Ordering::SeqCst);
+        self.ring.load(RingWord::RspProd) != self.rsp_cons
+    }
+
+    /// Readable when the backend has sent an event.
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        self.space.event_fd(self.port)
+    }
+
+    /// Takes a pending event.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn take_event(&self) -> Result<bool, FrontError> {
+        match rustix::io::read(self.event_fd(), &mut [0; 8]) {
+            Ok(_) => Ok(true),
+            Err(rustix::io::Errno::AGAIN) => Ok(false),
+            Err(e) => Err(FrontError::Event(e.into())),
+        }
+    }
+
+    /// Waits for an event; whether one came in time.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn wait_event(&self, timeout: Duration) -> Result<bool, FrontError> {
+        let mut fds = [PollFd::from_borrowed_fd(self.event_fd(), PollFlags::IN)];
+        let timeout = rustix::event::Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: i64::from(timeout.subsec_nanos()),
+        };
+        match rustix::event::poll(&mut fds, Some(&timeout)) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => Ok(false),
+            Ok(_) => self.take_event(),
+            Err(e) => Err(FrontError::Event(e.into())),
+        }
+    }
+
+    /// Waits until there is a response, as a guest does: asks for an event, sleeps, looks again.
+    /// `false` if none came in time.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn wait(&self, timeout: Duration) -> Result<bool, FrontError> {
+        let end_ns = SystemClock.now_ns().saturating_add(timeout.as_nanos() as u64);
+        while !self.final_check() {
+            let left = end_ns.saturating_sub(SystemClock.now_ns());
+            if left == 0 {
+                return Ok(false);
+            }
+            self.wait_event(Duration::from_nanos(left))?;
+        }
+        Ok(true)
+    }
+
+    /// Pushes, and waits for the next response.
+    ///
+    /// # Errors
+    /// [`LoopbackError::Timeout`], or as [`take`](Self::take).
+    pub fn next_reply(&mut self, timeout: Duration) -> Result<Reply, FrontError> {
+        self.push()?;
+        loop {
+            if let Some(reply) = self.take()? {
+                return Ok(reply);
+            }
+            if !self.wait(timeout)? {
+                let what = format!("no response to {} requests came", self.in_flight());
+                let ms = timeout.as_millis() as u64;
+                return Err(LoopbackError::Timeout { what, ms }.into());
+            }
+        }
+    }
+
+    /// Pushes, and waits until everything is answered; the replies in the order they came.
+    ///
+    /// # Errors
+    /// As [`next_reply`](Self::next_reply).
+    pub fn drain(&mut self, timeout: Duration) -> Result<Vec<Reply>, FrontError> {
+        let mut replies = Vec::with_capacity(self.in_flight());
+        while self.in_flight() > 0 {
+            replies.push(self.next_reply(timeout)?);
+        }
+        Ok(replies)
+    }
+
+    /// Closes the channel and takes the ring back, once the backend has disconnected.
+    ///
+    /// # Errors
+    /// [`FrontError::StillMapped`]: the ring's memory is not used again.
+    pub fn release(mut self) -> Result<(), FrontError> {
+        let Some(pages) = self.ring_pages.take() else { return Ok(()) };
+        (0..pages.pages()).try_for_each(|page| pages.revoke(page)).map_err(FrontError::StillMapped)
+    }
+
+    /// Forgets the queue with all its grants in place, as a guest does that starts another kernel
+    /// or resumes elsewhere. Only its channel is closed.
+    pub fn abandon(mut self) {
+        std::mem::forget(self.ring_pages.take());
+        self.indirect.drain(..).for_each(std::mem::forget);
+        self.pending.clear();
+    }
+}
+
+impl Drop for FrontQueue {
+    /// What the backend has let go of can be used again, the ring's pages (a [`Buffer`]) too.
+    fn drop(&mut self) {
+        self.space.memory().close_port(self.port);
+        self.space.give_grants(self.spare_grants.drain(..));
+        let table = self.space.memory().grants();
+        let granted = self.pending.iter().filter(|p| p.fresh).flat_map(|p| &p.grefs);
+        self.space.give_grants(granted.copied().filter(|gref| table.revoke(*gref).is_ok()));
+    }
+}
+
+fn decode(raw: &[u8; 16]) -> Response {
+    let mut slot = Slot::default();
+    slot.0[..16].copy_from_slice(raw);
+    Response::decode(&slot)
+}
+
+const _: () = assert!(SEGMENTS_PER_INDIRECT_PAGE * SEGMENT_BYTES == PAGE_SIZE);
