@@ -17,7 +17,7 @@ pub(super) fn open(path: &Path) -> io::Result<OwnedFd> {
 }
 
 /// From now on, and for good, `device` binds channels to `domid` only. The kernel refuses domain
-/// 0 (EINVAL); kernels before 4.10 know nothing of it (ENOTTY).
+/// 0 (EINVAL); old kernels know nothing of it (ENOSYS).
 pub(super) fn restrict(device: &OwnedFd, domid: DomId) -> io::Result<()> {
     let mut request = uapi::RestrictDomid { domid: domid.0 };
     // SAFETY: a structure of the kernel's layout.

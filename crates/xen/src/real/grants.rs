@@ -170,7 +170,9 @@ fn entry(
         Direction::FromGuest => (grant, local, uapi::COPY_SOURCE_GREF),
         Direction::ToGuest => (local, grant, uapi::COPY_DEST_GREF),
     };
-    // The status is never left over from an earlier use (XSA-318).
+    // The status is never left over from an earlier use (XSA-318). Linux sets it to okay when it
+    // takes the segment up and to the error when there was one, so what stays untouched was never
+    // looked at.
     uapi::CopyEntry { source, dest, len: segment.len(), flags, status: STATUS_UNTOUCHED, pad: 0 }
 }
 

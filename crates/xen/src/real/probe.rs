@@ -29,13 +29,13 @@ pub struct Probe {
     pub capabilities: Result<String, String>,
     /// Whether /dev/xen/gntdev can be opened.
     pub gntdev: Result<(), String>,
-    /// Whether it can copy grants (Linux 4.9 and later).
+    /// Whether it can copy grants; old kernels cannot.
     pub grant_copy: Result<(), String>,
     /// Most grants of one map request: xen-gntdev's parameter `limit`.
     pub gntdev_limit: Option<u64>,
     /// Whether /dev/xen/evtchn can be opened.
     pub evtchn: Result<(), String>,
-    /// Whether event channels can be restricted to one guest (Linux 4.10 and later).
+    /// Whether event channels can be restricted to one guest.
     pub evtchn_restrict: Result<(), String>,
     /// Whether /dev/xen/xenbus is there.
     pub xenbus: Result<(), String>,

@@ -37,8 +37,9 @@ pub enum StoreError {
         /// Each way and why it failed.
         tried: String,
     },
-    /// No such node, where that is an error and not an answer.
-    #[error("xenstore: cannot {what}: there is no such node")]
+    /// No such node, where that is an error and not an answer. xenstored says the same of
+    /// permissions for a domain that does not exist.
+    #[error("xenstore: cannot {what}: no such node (or, in permissions, no such domain)")]
     NotFound {
         /// The request.
         what: String,
