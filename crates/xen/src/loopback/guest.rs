@@ -1,5 +1,6 @@
 //! What a guest is made of, and how its descriptors reach other processes.
 
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -222,6 +223,14 @@ impl BackendHandle {
     }
 }
 
+/// Sends an event; a counter that is full has one pending already.
+pub(super) fn signal(eventfd: BorrowedFd<'_>) -> io::Result<()> {
+    match rustix::io::write(eventfd, &1u64.to_ne_bytes()) {
+        Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
 /// What a child process may inherit.
 trait Inheritable: Send + Sync + 'static {
     fn raw_descriptors(&self) -> Vec<RawFd>;
@@ -248,7 +257,7 @@ fn inherit<T: Inheritable>(command: &mut Command, owners: Vec<T>) {
         for fd in &raw {
             // SAFETY: `owners` keeps the descriptor open; fcntl is safe between fork and exec.
             if unsafe { libc::fcntl(*fd, libc::F_SETFD, 0) } < 0 {
-                return Err(std::io::Error::last_os_error());
+                return Err(io::Error::last_os_error());
             }
         }
         Ok(())

@@ -10,7 +10,7 @@ use ferrite_io::arena::Arena;
 
 use super::copy::Copier;
 use super::grants::Access;
-use super::guest::Descriptors;
+use super::guest::{Descriptors, signal};
 use super::memory::{FrameMapping, GuestMemory};
 use super::{BACKEND_DOMID, CopyWith, GuestHandle, LoopbackError};
 use crate::hypervisor::{
@@ -95,12 +95,10 @@ impl Hypervisor for Loopback {
         let copier = Copier::new(self.copy_with, &guest.memory);
         let link = LoopbackLink { guest, port, copier, taken: false, ring, _pins: pins };
         // As Xen does: events may have been lost before the channel was bound (blkif.md 3.9).
-        link.guest.signal(link.guest.descriptors.to_back(port)).map_err(|source| {
-            HypervisorError::Host {
-                what: format!("bind event channel {port} of domain {domid}"),
-                source,
-                hint: "the eventfd is broken; start the guest again",
-            }
+        signal(link.guest.descriptors.to_back(port)).map_err(|source| HypervisorError::Host {
+            what: format!("bind event channel {port} of domain {domid}"),
+            source,
+            hint: "the eventfd is broken; start the guest again",
         })?;
         Ok(Box::new(link))
     }
@@ -136,14 +134,6 @@ impl Attached {
                 }
                 return Ok(Attached { memory, descriptors: guest.descriptors().clone() });
             }
-        }
-    }
-
-    /// Makes an eventfd readable; a counter that is full is readable already.
-    fn signal(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        match rustix::io::write(fd, &1u64.to_ne_bytes()) {
-            Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
-            Err(e) => Err(e.into()),
         }
     }
 }
@@ -247,7 +237,7 @@ impl Link for LoopbackLink {
     }
 
     fn notify(&mut self) -> io::Result<()> {
-        self.guest.signal(self.guest.descriptors.to_front(self.port))
+        signal(self.guest.descriptors.to_front(self.port))
     }
 }
 

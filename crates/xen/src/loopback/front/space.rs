@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::guest::{Descriptors, GuestHandle};
+use super::super::guest::{Descriptors, GuestHandle, signal};
 use super::super::memory::GuestMemory;
 use super::super::{BACKEND_DOMID, LoopbackError};
 use crate::abi::{RawSegment, SECTOR_BYTES};
@@ -81,10 +81,7 @@ impl GuestSpace {
     /// # Errors
     /// The kernel's; a full counter is none.
     pub fn notify(&self, port: u32) -> std::io::Result<()> {
-        match rustix::io::write(self.descriptors.to_back(port), &1u64.to_ne_bytes()) {
-            Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
-            Err(e) => Err(e.into()),
-        }
+        signal(self.descriptors.to_back(port))
     }
 
     fn free(&self) -> MutexGuard<'_, Free> {
