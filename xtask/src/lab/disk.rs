@@ -1,0 +1,290 @@
+//! Disks of lab guests: xenstore directories as a toolstack writes them, and the backend serving.
+
+use crate::lab::Lab;
+use crate::lab::channel::quote;
+use crate::lab::guest::Guest;
+use anyhow::{Result, bail};
+
+/// Who serves a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backend {
+    /// `ferrite serve`, kind vbd3.
+    Ferrite,
+    /// The kernel's blkback, kind vbd: shows that a test holds for a backend known to be good.
+    Blkback,
+}
+
+impl Backend {
+    fn kind(self) -> &'static str {
+        match self {
+            Backend::Ferrite => "vbd3",
+            Backend::Blkback => "vbd",
+        }
+    }
+}
+
+/// What a disk is made of.
+#[derive(Clone, Debug)]
+pub(crate) struct DiskOptions {
+    /// Image file or block device in the dom0.
+    pub(crate) image: String,
+    /// The guest's name for it, xvda to xvdp.
+    pub(crate) name: &'static str,
+    /// Whether writes are refused.
+    pub(crate) read_only: bool,
+    /// Further arguments of `ferrite serve`.
+    pub(crate) arguments: String,
+}
+
+impl DiskOptions {
+    /// A writable disk.
+    pub(crate) fn new(image: &str, name: &'static str) -> DiskOptions {
+        DiskOptions { image: image.into(), name, read_only: false, arguments: String::new() }
+    }
+}
+
+/// A disk's place in xenstore, with its backend.
+#[derive(Clone, Debug)]
+pub(crate) struct Disk {
+    options: DiskOptions,
+    backend: Backend,
+    domid: u32,
+    devid: u32,
+    /// blkback takes block devices only: the loop device over an image file.
+    device: Option<String>,
+    /// How often the backend was started, which names its log.
+    starts: u32,
+    pid: Option<u32>,
+}
+
+/// How long a backend may take for a change of state.
+const STATE_LIMIT_S: u64 = 60;
+
+/// The device number of xvda to xvdp: major 202, sixteen minors a disk.
+fn devid(name: &str) -> Result<u32> {
+    match name.strip_prefix("xvd").map(str::as_bytes) {
+        Some([letter @ b'a'..=b'p']) => Ok((202 << 8) | (u32::from(letter - b'a') << 4)),
+        _ => bail!("not a disk's name: {name}"),
+    }
+}
+
+impl Disk {
+    /// Writes the disk's directories and starts its backend, without waiting for the guest.
+    pub(crate) fn attach(
+        lab: &mut Lab,
+        guest: &Guest,
+        backend: Backend,
+        options: DiskOptions,
+    ) -> Result<Disk> {
+        let devid = devid(options.name)?;
+        let domid = guest.domid();
+        let mut disk = Disk { options, backend, domid, devid, device: None, starts: 0, pid: None };
+        if backend == Backend::Blkback {
+            disk.device = Some(disk.block_device(lab)?);
+        }
+        // The backend waits for its directory: whoever comes first must not matter.
+        disk.start_backend(lab)?;
+        disk.write_directories(lab)?;
+        Ok(disk)
+    }
+
+    /// [`Disk::attach`], then waits until a running guest is connected.
+    pub(crate) fn plug(
+        lab: &mut Lab,
+        guest: &Guest,
+        backend: Backend,
+        options: DiskOptions,
+    ) -> Result<Disk> {
+        let disk = Self::attach(lab, guest, backend, options)?;
+        disk.wait_connected(lab)?;
+        Ok(disk)
+    }
+
+    /// The disk's node in the guest.
+    pub(crate) fn node(&self) -> String {
+        format!("/dev/{}", self.options.name)
+    }
+
+    /// The image in the dom0.
+    pub(crate) fn image(&self) -> &str {
+        &self.options.image
+    }
+
+    /// The frontend's directory.
+    pub(crate) fn frontend(&self) -> String {
+        format!("/local/domain/{}/device/vbd/{}", self.domid, self.devid)
+    }
+
+    /// The backend's directory.
+    pub(crate) fn backend_dir(&self) -> String {
+        format!("/local/domain/0/backend/{}/{}/{}", self.backend.kind(), self.domid, self.devid)
+    }
+
+    /// Writes both directories as libxl does: each owned by its end, readable by the other.
+    fn write_directories(&self, lab: &mut Lab) -> Result<()> {
+        let (front, back, domid) = (self.frontend(), self.backend_dir(), self.domid);
+        let mode = if self.options.read_only { "r" } else { "w" };
+        let mut write = format!(
+            "xenstore-write {back}/frontend {front} {back}/frontend-id {domid} {back}/online 1 \
+             {back}/removable 0 {back}/bootable 1 {back}/dev {} {back}/device-type disk \
+             {back}/mode {mode} {back}/discard-enable 1",
+            self.options.name
+        );
+        if let Some(device) = &self.device {
+            write += &format!(
+                " {back}/type phy {back}/params {device} {back}/physical-device \
+                 $(stat -c %t:%T {device})"
+            );
+        } else {
+            write += &format!(" {back}/type aio {back}/params {}", quote(&self.options.image));
+        }
+        lab.sh(&format!(
+            "set -e; xenstore-write {front} '' {back} ''; \
+             xenstore-chmod {front} n{domid} r0; xenstore-chmod {back} n0 r{domid}; {write}; \
+             xenstore-write {front}/backend {back} {front}/backend-id 0 \
+             {front}/virtual-device {} {front}/device-type disk {front}/trusted 1; \
+             xenstore-write {back}/state 1; xenstore-write {front}/state 1",
+            self.devid
+        ))
+        .map(drop)
+    }
+
+    /// The block device that blkback serves: the image itself or a loop device over it.
+    fn block_device(&self, lab: &mut Lab) -> Result<String> {
+        let image = quote(&self.options.image);
+        lab.sh(&format!(
+            "if [ -b {image} ]; then echo {image}; else losetup --direct-io=on -f --show {image}; fi"
+        ))
+    }
+
+    /// Starts `ferrite serve` in the background; blkback is always there.
+    pub(crate) fn start_backend(&mut self, lab: &mut Lab) -> Result<()> {
+        if self.backend == Backend::Blkback {
+            return Ok(());
+        }
+        self.starts += 1;
+        let read_only = if self.options.read_only { "--read-only" } else { "" };
+        let command = format!(
+            "setsid ferrite serve {} --xen {}/{} {read_only} {} </dev/null >{} 2>&1 & echo $!",
+            quote(&self.options.image),
+            self.domid,
+            self.devid,
+            self.options.arguments,
+            self.log()
+        );
+        let pid = lab.sh(&command)?;
+        self.pid = Some(pid.parse()?);
+        Ok(())
+    }
+
+    /// The log of the backend's last start.
+    fn log(&self) -> String {
+        format!("/tmp/ferrite-{}-{}.{}.log", self.domid, self.devid, self.starts)
+    }
+
+    /// What the backend has written to its log since its last start.
+    pub(crate) fn backend_log(&self, lab: &mut Lab) -> Result<String> {
+        if self.backend == Backend::Blkback {
+            return Ok(String::new());
+        }
+        Ok(lab.dom0(&format!("tail -n 60 {}", self.log()), 20)?.stdout)
+    }
+
+    /// The process that serves the disk.
+    pub(crate) fn pid(&self) -> Option<u32> {
+        self.pid
+    }
+
+    /// Waits until both ends are connected.
+    pub(crate) fn wait_connected(&self, lab: &mut Lab) -> Result<()> {
+        let condition = format!(
+            "[ \"$(xenstore-read {}/state {}/state | tr '\\n' ' ')\" = '4 4 ' ]",
+            self.backend_dir(),
+            self.frontend()
+        );
+        self.wait(lab, "connecting", &condition)
+    }
+
+    /// Waits until the backend's state is `state`.
+    pub(crate) fn wait_backend_state(&self, lab: &mut Lab, state: u32) -> Result<()> {
+        let condition = format!("[ \"$(xenstore-read {}/state)\" = {state} ]", self.backend_dir());
+        self.wait(lab, &format!("backend state {state}"), &condition)
+    }
+
+    fn wait(&self, lab: &mut Lab, what: &str, condition: &str) -> Result<()> {
+        let Err(error) = lab.wait_until(what, condition, STATE_LIMIT_S) else { return Ok(()) };
+        let log = self.backend_log(lab).unwrap_or_default();
+        let store =
+            format!("xenstore-ls -f {}; xenstore-ls -f {}", self.frontend(), self.backend_dir());
+        let store = lab.dom0(&store, 20).map(|output| output.stdout).unwrap_or_default();
+        Err(error.context(format!("{what}: backend's log:\n{log}\nxenstore:\n{store}")))
+    }
+
+    /// Unplugs as a toolstack does: online=0 and state=5, waits for 6, removes the directories.
+    pub(crate) fn unplug(&mut self, lab: &mut Lab) -> Result<()> {
+        let back = self.backend_dir();
+        lab.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
+        self.wait_backend_state(lab, 6)?;
+        self.forget(lab)?;
+        self.wait_backend_gone(lab)
+    }
+
+    /// Removes the directories and what blkback needed, without asking anyone.
+    fn forget(&mut self, lab: &mut Lab) -> Result<()> {
+        let (front, back) = (self.frontend(), self.backend_dir());
+        lab.sh(&format!("xenstore-rm {front} 2>/dev/null; xenstore-rm {back} 2>/dev/null; true"))?;
+        if let Some(device) = self.device.take() {
+            lab.sh(&format!("case {device} in /dev/loop*) losetup -d {device};; esac"))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the serving process has ended by itself.
+    pub(crate) fn wait_backend_gone(&mut self, lab: &mut Lab) -> Result<()> {
+        let Some(pid) = self.pid.take() else { return Ok(()) };
+        let condition = format!("! kill -0 {pid}");
+        self.wait(lab, "the backend ending by itself", &condition)
+    }
+
+    /// Removes a disk whose guest is gone, as a toolstack does after `xl destroy`.
+    pub(crate) fn remove_after_destroy(&mut self, lab: &mut Lab) -> Result<()> {
+        let back = self.backend_dir();
+        lab.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
+        self.wait_backend_state(lab, 6)?;
+        self.forget(lab)?;
+        self.wait_backend_gone(lab)
+    }
+
+    /// Kills the serving process as a crash would, and waits until it is reaped.
+    pub(crate) fn crash_backend(&mut self, lab: &mut Lab) -> Result<()> {
+        let Some(pid) = self.pid.take() else { bail!("no backend process to kill") };
+        lab.sh(&format!("kill -9 {pid}"))?;
+        lab.wait_until("the killed backend's end", &format!("! kill -0 {pid}"), STATE_LIMIT_S)
+    }
+
+    /// Tells blkback that its medium has grown; Ferrite sees to it by itself.
+    pub(crate) fn notice_growth(&self, lab: &mut Lab) -> Result<()> {
+        match &self.device {
+            Some(device) => lab.sh(&format!("losetup -c {device}")).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// One key of the backend's directory.
+    pub(crate) fn backend_key(&self, lab: &mut Lab, key: &str) -> Result<String> {
+        lab.sh(&format!("xenstore-read {}/{key} 2>/dev/null || true", self.backend_dir()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disk_names_give_the_numbers_linux_uses() {
+        assert_eq!(devid("xvda").ok(), Some(51712));
+        assert_eq!(devid("xvdb").ok(), Some(51728));
+        assert!(devid("xvdaa").is_err());
+        assert!(devid("sda").is_err());
+    }
+}

@@ -1,0 +1,281 @@
+//! A paravirtualised guest whose disk driver is the upstream Linux blkfront.
+
+use crate::lab::Lab;
+use crate::lab::channel::{Output, escape, quote};
+use anyhow::{Context, Result, bail};
+
+/// How a guest is made; blkfront's parameters decide what it asks of the backend.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GuestOptions {
+    /// Virtual processors; Linux asks for one queue for each, up to `queues`.
+    pub(crate) vcpus: u32,
+    /// blkfront's `max_queues`.
+    pub(crate) queues: Option<u32>,
+    /// blkfront's `max_ring_page_order`.
+    pub(crate) ring_order: Option<u32>,
+    /// blkfront's `max_indirect_segments`; up to 11 means none at all.
+    pub(crate) indirect: Option<u32>,
+}
+
+impl Default for GuestOptions {
+    /// An unmodified guest with two processors.
+    fn default() -> Self {
+        GuestOptions { vcpus: 2, queues: None, ring_order: None, indirect: None }
+    }
+}
+
+impl GuestOptions {
+    fn module_parameters(&self) -> String {
+        let given = [
+            ("max_queues", self.queues),
+            ("max_ring_page_order", self.ring_order),
+            ("max_indirect_segments", self.indirect),
+        ];
+        let set = given.iter().filter_map(|(name, value)| Some(format!("{name}={}", (*value)?)));
+        set.collect::<Vec<_>>().join(",")
+    }
+}
+
+/// Memory of a guest: its RAM disk with fio and all its libraries needs room to unpack.
+const GUEST_MEMORY_MIB: u32 = 512;
+/// How long a guest may take from its start to its agent; 4 s when nothing else runs.
+const START_LIMIT_S: u64 = 180;
+
+/// Messages of blkfront that mean the backend broke the protocol or failed a request.
+const BLKFRONT_COMPLAINTS: &[&str] = &[
+    "disabled for further use",
+    "blkfront: xvd.*error",
+    "vbd.*xenbus_dev_error",
+    "backed has not unmapped grant",
+    "attempting to free an in use",
+];
+
+/// A guest, running or paused.
+#[derive(Clone, Debug)]
+pub(crate) struct Guest {
+    name: String,
+    domid: u32,
+    tty: String,
+    log: String,
+    next_id: u64,
+}
+
+/// A command that runs in a guest while we do something else.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Job {
+    id: String,
+    command: String,
+    limit_s: u64,
+}
+
+impl Guest {
+    /// Makes a guest without a disk and leaves it paused.
+    pub(crate) fn create(lab: &mut Lab, options: &GuestOptions) -> Result<Guest> {
+        let name = lab.next_guest();
+        let config = format!(
+            "name=\"{name}\"\ntype=\"pv\"\nkernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
+             memory={GUEST_MEMORY_MIB}\nvcpus={}\n\
+             extra=\"console=hvc0 rdinit=/init quiet panic=-1 lab.blkfront={}\"\n\
+             on_poweroff=\"destroy\"\non_reboot=\"destroy\"\non_crash=\"destroy\"\n",
+            options.vcpus,
+            options.module_parameters()
+        );
+        let made = lab.sh_for(
+            &format!(
+                "printf %s {} >/tmp/{name}.cfg && xl create -p -q /tmp/{name}.cfg && \
+                 id=$(xl domid {name}) && tty=$(xenstore-read /local/domain/$id/console/tty) && \
+                 stty -F $tty raw -echo && echo $id $tty",
+                quote(&config)
+            ),
+            120,
+        )?;
+        let last = made.lines().last().unwrap_or_default();
+        let (domid, tty) = last.split_once(' ').with_context(|| format!("odd answer: {made}"))?;
+        Ok(Guest {
+            domid: domid.parse().with_context(|| format!("odd domain id: {made}"))?,
+            tty: tty.to_owned(),
+            log: format!("/var/log/xen/console/guest-{name}.log"),
+            name,
+            next_id: 1,
+        })
+    }
+
+    /// Makes a guest without a disk and waits until it takes commands.
+    pub(crate) fn start(lab: &mut Lab, options: &GuestOptions) -> Result<Guest> {
+        let guest = Self::create(lab, options)?;
+        guest.unpause(lab)?;
+        guest.wait_ready(lab)?;
+        Ok(guest)
+    }
+
+    /// The domain's number.
+    pub(crate) fn domid(&self) -> u32 {
+        self.domid
+    }
+
+    /// The domain's name.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Lets a paused guest run.
+    pub(crate) fn unpause(&self, lab: &mut Lab) -> Result<()> {
+        lab.sh(&format!("xl unpause {}", self.domid)).map(drop)
+    }
+
+    /// Waits until the guest takes commands.
+    pub(crate) fn wait_ready(&self, lab: &mut Lab) -> Result<()> {
+        let waited = self.wait_marker(lab, "@@ready", START_LIMIT_S)?;
+        if waited.status != 0 {
+            bail!("guest {} did not come up:\n{}", self.name, self.console(lab));
+        }
+        Ok(())
+    }
+
+    /// Reads the guest's console up to a line that begins with `marker`.
+    fn wait_marker(&self, lab: &mut Lab, marker: &str, limit_s: u64) -> Result<Output> {
+        // tail ends by itself once sed has closed the pipe; grep tells whether the marker came.
+        lab.dom0(
+            &format!(
+                "touch {log}; tail -n +1 -f {log} | sed '/^{marker}/q' >/tmp/{name}.seen; \
+                 cat /tmp/{name}.seen; grep -q '^{marker}' /tmp/{name}.seen",
+                log = self.log,
+                name = self.name
+            ),
+            limit_s,
+        )
+    }
+
+    /// The end of the guest's console, for an error message.
+    fn console(&self, lab: &mut Lab) -> String {
+        let command = format!("tail -n 30 {}; xl list", self.log);
+        lab.dom0(&command, 20).map_or_else(|error| error.to_string(), |output| output.stdout)
+    }
+
+    /// Starts a shell command in the guest.
+    pub(crate) fn begin(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<Job> {
+        // The number of nanoseconds makes a marker that no output holds by chance.
+        let salt = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |since| since.subsec_nanos());
+        let id = format!("{}-{salt:08x}", self.next_id);
+        self.next_id += 1;
+        let line = format!("{id} {limit_s} {}", escape(command));
+        lab.sh(&format!("printf '%s\\n' {} >{}", quote(&line), self.tty))
+            .with_context(|| format!("cannot reach the console of guest {}", self.name))?;
+        Ok(Job { id, command: command.to_owned(), limit_s })
+    }
+
+    /// Waits for a command begun before.
+    ///
+    /// # Errors
+    /// When the guest does not answer in the command's time and some.
+    pub(crate) fn finish(&mut self, lab: &mut Lab, job: Job) -> Result<Output> {
+        let end = format!("@@{} end", job.id);
+        let waited = self.wait_marker(lab, &end, job.limit_s + 20)?;
+        let begin = format!("@@{} ", job.id);
+        let answer =
+            (waited.status == 0).then(|| cut_answer(&waited.stdout, &begin, &end)).flatten();
+        match answer {
+            Some(output) => Ok(output),
+            None => bail!(
+                "guest {} did not answer to `{}` in {} s; its console and the domains:\n{}",
+                self.name,
+                job.command,
+                job.limit_s,
+                self.console(lab)
+            ),
+        }
+    }
+
+    /// Runs a shell command in the guest.
+    pub(crate) fn run(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<Output> {
+        let job = self.begin(lab, command, limit_s)?;
+        self.finish(lab, job)
+    }
+
+    /// Waits for a command that must succeed, and gives its trimmed output.
+    pub(crate) fn finish_ok(&mut self, lab: &mut Lab, job: Job) -> Result<String> {
+        let command = job.command.clone();
+        let output = self.finish(lab, job)?;
+        if output.status != 0 {
+            let why = if output.timed_out() { " (its time was up)" } else { "" };
+            let kernel = self.kernel_log(lab, 15).unwrap_or_else(|error| error.to_string());
+            bail!(
+                "guest {}: `{command}` ended with {}{why}:\n{}\nkernel log:\n{}",
+                self.name,
+                output.status,
+                output.stdout.trim_end(),
+                kernel
+            );
+        }
+        Ok(output.stdout.trim().to_owned())
+    }
+
+    /// Runs a shell command in the guest that must succeed, and gives its trimmed output.
+    pub(crate) fn sh(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<String> {
+        let job = self.begin(lab, command, limit_s)?;
+        self.finish_ok(lab, job)
+    }
+
+    /// The last lines of the guest's kernel log.
+    pub(crate) fn kernel_log(&mut self, lab: &mut Lab, lines: u32) -> Result<String> {
+        Ok(self.run(lab, &format!("dmesg | tail -n {lines}"), 20)?.stdout)
+    }
+
+    /// What blkfront has said about its disks.
+    pub(crate) fn blkfront_log(&mut self, lab: &mut Lab) -> Result<String> {
+        let output = self.run(lab, "dmesg | grep -E 'blkfront|vbd|xvd' | cut -c1-300", 20)?;
+        Ok(output.stdout.trim().to_owned())
+    }
+
+    /// Fails when blkfront has complained of the backend.
+    pub(crate) fn check_blkfront(&mut self, lab: &mut Lab) -> Result<()> {
+        let pattern = BLKFRONT_COMPLAINTS.join("|");
+        let command = format!("dmesg | grep -E {}", quote(&pattern));
+        let output = self.run(lab, &command, 30)?;
+        match output.status {
+            1 => Ok(()),
+            0 => bail!("blkfront complained in guest {}:\n{}", self.name, output.stdout.trim()),
+            other => bail!("cannot read the kernel log of guest {}: status {other}", self.name),
+        }
+    }
+
+    /// Ends the guest at once, as `xl destroy` does.
+    pub(crate) fn destroy(&self, lab: &mut Lab) -> Result<()> {
+        lab.sh_for(&format!("xl destroy {}", self.domid), 90).map(drop)
+    }
+}
+
+/// The part of a console between the two markers, and the status in the first.
+fn cut_answer(console: &str, begin: &str, end: &str) -> Option<Output> {
+    let start = console.rfind(begin)?;
+    // The marker that ends an answer begins like the one that begins it: take the one before.
+    let start =
+        if console[start..].starts_with(end) { console[..start].rfind(begin)? } else { start };
+    let (status, rest) = console[start + begin.len()..].split_once('\n')?;
+    let stdout = &rest[..rest.rfind(end)?];
+    let stdout = stdout.strip_suffix('\n').unwrap_or(stdout);
+    Some(Output { status: status.trim().parse().ok()?, stdout: stdout.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_cut_out_of_the_console() {
+        let console = "boot\n@@ready\n@@1-a 0\nold\n@@1-a end\n@@2-b 3\ntwo\nlines\n\n@@2-b end\n";
+        let output = cut_answer(console, "@@2-b ", "@@2-b end").expect("an answer");
+        assert_eq!(output, Output { status: 3, stdout: "two\nlines\n".into() });
+        assert_eq!(cut_answer(console, "@@3-c ", "@@3-c end"), None);
+    }
+
+    #[test]
+    fn only_given_parameters_reach_the_module() {
+        let options = GuestOptions { ring_order: Some(4), indirect: Some(0), ..Default::default() };
+        assert_eq!(options.module_parameters(), "max_ring_page_order=4,max_indirect_segments=0");
+        assert_eq!(GuestOptions::default().module_parameters(), "");
+    }
+}

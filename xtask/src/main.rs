@@ -1,0 +1,110 @@
+//! The project's tasks: `cargo xtask demo`, `cargo xtask test`, `cargo xtask lab`.
+#![forbid(unsafe_code)]
+
+mod lab;
+mod packages;
+mod steps;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Builds, demonstrates and tests Ferrite.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// The lab: a real Xen host in an emulator.
+    #[command(subcommand)]
+    Lab(LabTask),
+}
+
+#[derive(Subcommand)]
+enum LabTask {
+    /// Builds the lab's root image, if it is not there yet.
+    Build {
+        /// Debian release: trixie or bookworm.
+        #[arg(long, default_value = "trixie")]
+        suite: String,
+    },
+    /// Boots a host, runs commands in its dom0, and powers off.
+    Run {
+        /// Debian release: trixie or bookworm.
+        #[arg(long, default_value = "trixie")]
+        suite: String,
+        /// Starts a guest first.
+        #[arg(long)]
+        guest: bool,
+        /// Shell commands, each run for itself; `guest: COMMAND` runs in the guest.
+        #[arg(required = true)]
+        commands: Vec<String>,
+        /// Limit for each command, in seconds.
+        #[arg(long, default_value_t = 120)]
+        limit_s: u64,
+    },
+}
+
+fn main() -> ExitCode {
+    steps::start_clock();
+    match run(Arguments::parse().task) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:?}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(task: Task) -> Result<ExitCode> {
+    match task {
+        Task::Lab(LabTask::Build { suite }) => {
+            packages::ensure(&[packages::LAB])?;
+            lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Task::Lab(LabTask::Run { suite, guest, commands, limit_s }) => {
+            packages::ensure(&[packages::LAB])?;
+            let root = lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;
+            let mut lab = lab::Lab::boot(&root, &[])?;
+            run_commands(&mut lab, guest, &commands, limit_s)
+        }
+    }
+}
+
+/// Runs each command in the dom0 or the guest and shows what it printed.
+fn run_commands(
+    lab: &mut lab::Lab,
+    guest: bool,
+    commands: &[String],
+    limit_s: u64,
+) -> Result<ExitCode> {
+    steps::say(format!("emulator's CPU time so far: {:.1} s", lab.cpu_s()));
+    let mut guest = if guest {
+        let options = lab::guest::GuestOptions::default();
+        Some(steps::step("start a guest", || lab::guest::Guest::start(lab, &options))?)
+    } else {
+        None
+    };
+    let mut code = ExitCode::SUCCESS;
+    for command in commands {
+        let output = match (command.strip_prefix("guest:"), &mut guest) {
+            (Some(command), Some(guest)) => guest.run(lab, command, limit_s)?,
+            _ => lab.dom0(command, limit_s)?,
+        };
+        steps::say(format!(
+            "{command}: status {} (emulator's CPU time so far: {:.1} s)",
+            output.status,
+            lab.cpu_s()
+        ));
+        print!("{}", output.stdout);
+        if output.status != 0 {
+            code = ExitCode::FAILURE;
+        }
+    }
+    Ok(code)
+}

@@ -1,0 +1,142 @@
+//! Long steps: one line when they begin, one with the seconds when they end, and the tail of the
+//! log when they fail.
+
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Instant;
+
+/// Lines of a failed step's log that are shown.
+const LOG_TAIL_LINES: usize = 40;
+
+static START: OnceLock<Instant> = OnceLock::new();
+
+/// Starts the clock that every progress line shows.
+pub(crate) fn start_clock() {
+    START.get_or_init(Instant::now);
+}
+
+/// Seconds since the program was started.
+pub(crate) fn elapsed_s() -> f64 {
+    START.get_or_init(Instant::now).elapsed().as_secs_f64()
+}
+
+/// Prints one progress line: seconds since the start, then the text.
+pub(crate) fn say(text: impl AsRef<str>) {
+    let mut out = std::io::stdout().lock();
+    // A closed standard output must not end the run: the exit code still tells.
+    let _ = writeln!(out, "[{:6.1} s] {}", elapsed_s(), text.as_ref());
+    let _ = out.flush();
+}
+
+/// Runs `work` between two progress lines.
+pub(crate) fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    say(format!("{what} ..."));
+    let began = Instant::now();
+    let result = work().with_context(|| what.to_owned());
+    let seconds = began.elapsed().as_secs_f64();
+    match &result {
+        Ok(_) => say(format!("{what}: done in {seconds:.1} s")),
+        Err(_) => say(format!("{what}: FAILED after {seconds:.1} s")),
+    }
+    result
+}
+
+/// Runs a command with its output going to `log` (appended), and shows the log's tail on failure.
+pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
+    let shown = describe(command);
+    let out = File::options()
+        .create(true)
+        .append(true)
+        .open(log)
+        .with_context(|| format!("cannot write the log {}", log.display()))?;
+    let status = command
+        .stdin(Stdio::null())
+        .stderr(out.try_clone()?)
+        .stdout(out)
+        .status()
+        .with_context(|| format!("cannot start `{shown}`"))?;
+    if !status.success() {
+        bail!("`{shown}` ended with {status}; end of {}:\n{}", log.display(), tail(log));
+    }
+    Ok(())
+}
+
+/// Runs a command with its output shown as it comes.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    let shown = describe(command);
+    let status =
+        command.stdin(Stdio::null()).status().with_context(|| format!("cannot start `{shown}`"))?;
+    if !status.success() {
+        bail!("`{shown}` ended with {status}");
+    }
+    Ok(())
+}
+
+/// Runs a command and gives its standard output.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let shown = describe(command);
+    let out =
+        command.stdin(Stdio::null()).output().with_context(|| format!("cannot start `{shown}`"))?;
+    if !out.status.success() {
+        bail!("`{shown}` ended with {}: {}", out.status, String::from_utf8_lossy(&out.stderr));
+    }
+    Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+}
+
+/// The last lines of a log, for an error message.
+pub(crate) fn tail(log: &Path) -> String {
+    let Ok(file) = File::open(log) else { return format!("(no log at {})", log.display()) };
+    let mut last = std::collections::VecDeque::with_capacity(LOG_TAIL_LINES);
+    for line in BufReader::new(file).split(b'\n').map_while(Result::ok) {
+        if last.len() == LOG_TAIL_LINES {
+            last.pop_front();
+        }
+        last.push_back(format!("    {}", clean(&line)));
+    }
+    Vec::from(last).join("\n")
+}
+
+/// A console line without carriage returns and control characters.
+fn clean(line: &[u8]) -> String {
+    String::from_utf8_lossy(line).chars().filter(|c| !c.is_control() || *c == '\t').collect()
+}
+
+/// The command line, for messages.
+fn describe(command: &Command) -> String {
+    let mut text = command.get_program().to_string_lossy().into_owned();
+    for argument in command.get_args() {
+        text.push(' ');
+        text.push_str(&argument.to_string_lossy());
+    }
+    text
+}
+
+/// The repository's root folder.
+pub(crate) fn repository() -> PathBuf {
+    let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
+    manifest.parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
+}
+
+/// Where cargo builds.
+pub(crate) fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| repository().join("target"), |dir| repository().join(PathBuf::from(dir)))
+}
+
+/// `cargo`, in the repository.
+pub(crate) fn cargo() -> Command {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(program);
+    command.current_dir(repository());
+    command
+}
+
+/// The processors this machine lets us use.
+pub(crate) fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
