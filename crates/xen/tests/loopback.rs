@@ -119,6 +119,34 @@ fn a_guest_that_starts_another_kernel_connects_without_having_closed() {
 }
 
 #[test]
+fn a_hostile_frontend_can_publish_anything_in_place_of_its_keys() {
+    let (machine, disk) = machine();
+    let mut store = machine.store().unwrap();
+    store.write(&format!("{}/state", disk.backend), b"2").unwrap();
+    let mut front = Frontend::new(machine.guest(disk.domid).unwrap(), disk.devid).unwrap();
+    let options = FrontOptions { queues: 2, order: 2, exceed_offer: true, ..Default::default() };
+    front
+        .offer_edited(&options, |keys| {
+            assert_eq!(keys.get("ring-page-order"), Some("2"));
+            assert!(keys.get("queue-1/ring-ref3").is_some());
+            keys.set("ring-page-order", "4294967297");
+            keys.set_bytes("queue-0/event-channel", b"1\0");
+            keys.remove("queue-1/ring-ref3");
+        })
+        .unwrap();
+    let mut key = |name: &str| store.read(&format!("{}/{name}", disk.frontend)).unwrap();
+    assert_eq!(key("ring-page-order"), Some(b"4294967297".to_vec()));
+    assert_eq!(key("queue-0/event-channel"), Some(b"1\0".to_vec()));
+    assert_eq!(key("queue-1/ring-ref3"), None);
+    assert!(key("queue-1/ring-ref2").is_some());
+    assert_eq!(key("state"), Some(b"3".to_vec()));
+    // The next connection leaves nothing of this one.
+    front.offer(&FrontOptions::default()).unwrap();
+    assert_eq!((key("ring-page-order"), key("queue-0/event-channel")), (None, None));
+    assert!(key("ring-ref").is_some() && key("queue-1").is_none());
+}
+
+#[test]
 fn two_disks_of_one_guest_share_its_memory() {
     let (mut machine, a) = machine();
     let b = machine.attach_disk(a.domid, Disk::xvd(1)).unwrap();

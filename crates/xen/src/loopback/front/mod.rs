@@ -76,6 +76,9 @@ pub struct FrontOptions {
     pub regrant: bool,
     /// See [`QueueOptions::check_release`].
     pub check_release: bool,
+    /// What `feature-persistent` says, as Linux's 1 by default. It is a claim only: pages stay
+    /// granted, or are granted anew, as `regrant` says.
+    pub persistent: bool,
     /// Ask for `order` and `queues` even if the backend offers less, as a hostile frontend may.
     pub exceed_offer: bool,
 }
@@ -94,6 +97,7 @@ impl Default for FrontOptions {
             id_bits: 0,
             regrant: false,
             check_release: true,
+            persistent: true,
             exceed_offer: false,
         }
     }
@@ -149,6 +153,34 @@ pub struct Features {
     pub physical_sector_size: u64,
     /// `info`: 4 is read-only.
     pub info: u64,
+}
+
+/// What a frontend publishes about a connection, before it does: names and values.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Keys(pub Vec<(String, Vec<u8>)>);
+
+impl Keys {
+    /// Adds or replaces a key.
+    pub fn set(&mut self, key: &str, value: impl ToString) {
+        self.set_bytes(key, value.to_string().as_bytes());
+    }
+
+    /// The same with a value that need not be text.
+    pub fn set_bytes(&mut self, key: &str, value: &[u8]) {
+        self.remove(key);
+        self.0.push((key.to_owned(), value.to_vec()));
+    }
+
+    /// Leaves a key out.
+    pub fn remove(&mut self, key: &str) {
+        self.0.retain(|(k, _)| k != key);
+    }
+
+    /// A key's value, if it is text.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let (_, value) = self.0.iter().find(|(k, _)| k == key)?;
+        std::str::from_utf8(value).ok()
+    }
 }
 
 /// One disk of a guest, seen from the guest.
@@ -237,6 +269,19 @@ impl Frontend {
     /// # Errors
     /// The guest has not enough left, or the store refuses a key.
     pub fn offer(&mut self, o: &FrontOptions) -> Result<(), FrontError> {
+        self.offer_edited(o, |_| {})
+    }
+
+    /// As [`offer`](Self::offer), with the keys changed by `edit` before they are written: what a
+    /// hostile frontend does (security.md T11). Names are relative to the frontend's directory.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn offer_edited(
+        &mut self,
+        o: &FrontOptions,
+        edit: impl FnOnce(&mut Keys),
+    ) -> Result<(), FrontError> {
         self.queues.drain(..).for_each(FrontQueue::abandon);
         let (order, queues) = match o.exceed_offer {
             true => (o.order, o.queues),
@@ -257,7 +302,9 @@ impl Frontend {
         for _ in 0..queues {
             self.queues.push(FrontQueue::new(&self.space, options)?);
         }
-        self.publish(o, order)
+        let mut keys = self.keys(o, order);
+        edit(&mut keys);
+        self.publish(&keys)
     }
 
     /// The end of [`connect`](Self::connect): waits for the backend's 4, reads, writes 4.
@@ -270,15 +317,15 @@ impl Frontend {
         self.set_state(4)
     }
 
-    /// Writes the keys for the queues that there are, and state 3, in one transaction.
-    fn publish(&mut self, o: &FrontOptions, order: u32) -> Result<(), FrontError> {
-        let mut keys: Vec<(String, String)> = Vec::new();
+    /// The keys for the queues that there are.
+    fn keys(&self, o: &FrontOptions, order: u32) -> Keys {
+        let mut keys = Keys::default();
         if o.protocol_key {
-            keys.push(("protocol".into(), o.protocol.key().into()));
+            keys.set("protocol", o.protocol.key());
         }
         let many = self.queues.len() > 1;
         if many || o.always_num_queues {
-            keys.push(("multi-queue-num-queues".into(), self.queues.len().to_string()));
+            keys.set("multi-queue-num-queues", self.queues.len());
         }
         let (page_order, num_pages) = match o.ring_keys {
             RingKeys::Linux => (order > 0, false),
@@ -287,29 +334,34 @@ impl Frontend {
             RingKeys::Both => (true, true),
         };
         if page_order {
-            keys.push(("ring-page-order".into(), order.to_string()));
+            keys.set("ring-page-order", order);
         }
         if num_pages {
-            keys.push(("num-ring-pages".into(), (1 << order).to_string()));
+            keys.set("num-ring-pages", 1 << order);
         }
         let plain = order == 0 && o.ring_keys != RingKeys::AlwaysOrder;
         for (i, queue) in self.queues.iter().enumerate() {
             let dir = if many { format!("queue-{i}/") } else { String::new() };
             for (page, gref) in queue.ring_grefs().iter().enumerate() {
                 let number = if plain { String::new() } else { page.to_string() };
-                keys.push((format!("{dir}ring-ref{number}"), gref.0.to_string()));
+                keys.set(&format!("{dir}ring-ref{number}"), gref.0);
             }
-            keys.push((format!("{dir}event-channel"), queue.port().to_string()));
+            keys.set(&format!("{dir}event-channel"), queue.port());
         }
-        keys.push(("feature-persistent".into(), "0".into()));
+        keys.set("feature-persistent", u8::from(o.persistent));
+        keys
+    }
+
+    /// Writes the keys and state 3 in one transaction.
+    fn publish(&mut self, keys: &Keys) -> Result<(), FrontError> {
         let frontend = &self.frontend;
         Ok(self.store.transaction(|t| {
             // What an earlier connection with other keys has left.
             for old in t.list(frontend)?.iter().filter(|k| is_connection_key(k)) {
                 t.remove(&format!("{frontend}/{old}"))?;
             }
-            for (key, value) in &keys {
-                t.write(&format!("{frontend}/{key}"), value.as_bytes())?;
+            for (key, value) in &keys.0 {
+                t.write(&format!("{frontend}/{key}"), value)?;
             }
             t.write(&format!("{frontend}/state"), b"3")
         })?)
@@ -427,7 +479,7 @@ impl Frontend {
     }
 }
 
-/// Keys of [`Frontend::publish`], with any number at their end.
+/// Keys of [`Frontend::keys`], with any number at their end.
 fn is_connection_key(key: &str) -> bool {
     ["ring-ref", "queue-", "ring-page-order", "num-ring-pages", "event-channel", "protocol"]
         .iter()
