@@ -280,6 +280,7 @@ fn a_frame_that_is_revoked_during_copies_is_copied_or_refused() {
                 let mut segments = [CopySegment::new(span(&arena, 0), GrantRef(20), 0)];
                 link.copy(&arena, Direction::ToGuest, &mut segments).unwrap();
                 assert!(matches!(segments[0].status, GNTST_OKAY | GNTST_GENERAL_ERROR));
+                std::thread::yield_now();
             }
             assert_eq!(toggler.join().unwrap(), 300);
         });
