@@ -468,3 +468,30 @@ impl Drop for OpFuture<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::Arena;
+    use crate::uring::Uring;
+
+    #[test]
+    fn slots_of_dropped_futures_are_used_again_once_their_operations_have_ended() {
+        let arena = Arena::new(1).unwrap();
+        let mut r = Reactor::new(Box::new(Uring::new(arena, 8).unwrap()));
+        let io = r.io();
+        let mut cx = Context::from_waker(Waker::noop());
+        for _ in 0..5 {
+            let mut sleeps: Vec<_> =
+                (0..4).map(|_| Box::pin(io.sleep(Duration::from_secs(3600)))).collect();
+            sleeps.iter_mut().for_each(|s| assert!(s.as_mut().poll(&mut cx).is_pending()));
+            drop(sleeps);
+            assert_eq!(r.shared.slots.borrow().in_flight, 4);
+            while r.in_flight() > 0 {
+                r.turn(Wait::Until(None), &mut Vec::new()).unwrap();
+            }
+            let slots = r.shared.slots.borrow();
+            assert_eq!((slots.in_flight, slots.free.len(), slots.slots.len()), (0, 4, 4));
+        }
+    }
+}

@@ -234,22 +234,24 @@ fn polling_finds_completions_without_waiting() {
 }
 
 #[test]
-fn timers_take_their_time_and_end_in_order() {
+fn timers_take_their_time() {
     let (mut e, _) = engine(8);
     let start = Instant::now();
-    // More than the submission queue holds: each keeps its own time.
+    // More than the submission queue holds, and the shortest last: each keeps its own time.
     for i in (0..40u64).rev() {
         e.push(i, Op::Timer { after: Duration::from_millis(20 + i) });
     }
-    let mut order = Vec::new();
-    while order.len() < 40 {
+    let (mut out, mut ended) = (Vec::new(), 0);
+    while ended < 40 {
         e.wait(None).unwrap();
-        e.reap(&mut order);
+        e.reap(&mut out);
+        for c in out.drain(..) {
+            assert_eq!(c.raw, 0);
+            assert!(start.elapsed() >= Duration::from_millis(20 + c.token), "{c:?} is early");
+            ended += 1;
+        }
     }
-    assert!(start.elapsed() >= Duration::from_millis(59));
-    assert!(start.elapsed() < Duration::from_secs(5));
-    assert!(order.iter().all(|c| c.raw == 0));
-    assert!(order.iter().map(|c| c.token).is_sorted(), "{order:?}");
+    assert!(start.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
@@ -413,26 +415,6 @@ fn an_engine_dropped_on_the_wrong_thread_keeps_its_memory_for_the_kernel() {
 }
 
 #[test]
-fn a_lock_is_held_as_long_as_the_engine_and_free_right_after() {
-    use rustix::fs::{FlockOperation, flock};
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("image");
-    std::fs::write(&path, [0; 512]).unwrap();
-    for _ in 0..20 {
-        let lock = FlockOperation::NonBlockingLockExclusive;
-        let mine = open(path.to_str().unwrap());
-        flock(&mine, lock).unwrap();
-        let (mut e, arena) = engine(8);
-        let f = e.add_file(mine).unwrap();
-        run(&mut e, Op::Read { file: f, offset: 0, buf: arena.span(0, 512) });
-        let theirs = open(path.to_str().unwrap());
-        assert!(flock(&theirs, lock).is_err());
-        drop(e);
-        flock(&theirs, lock).unwrap();
-    }
-}
-
-#[test]
 fn files_beyond_the_registered_table_work_as_well() {
     let (mut e, arena) = engine(8);
     let shared = file(&[5; 512]);
@@ -450,44 +432,4 @@ fn the_probe_says_what_this_kernel_has() {
     assert!(features.missing_ops.is_empty(), "{features}");
     assert_eq!(features.fixed_buffers, features.fixed_buffers_errno.is_none());
     assert!(features.to_string().starts_with("8+32 entries"), "{features}");
-}
-
-/// A loop device on a file, if one can be made here.
-struct Loop(String);
-
-impl Loop {
-    fn new(path: &std::path::Path) -> Option<Loop> {
-        let out = std::process::Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(path)
-            .output()
-            .ok()?;
-        out.status.success().then(|| Loop(String::from_utf8(out.stdout).unwrap().trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).status();
-    }
-}
-
-#[test]
-fn a_discard_gives_a_block_device_s_range_back() {
-    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    let path = dir.path().join("disk");
-    std::fs::write(&path, vec![1; 8 * MIB]).unwrap();
-    let Some(device) = Loop::new(&path) else {
-        eprintln!("no loop device can be made here");
-        return;
-    };
-    let (mut e, arena) = engine(8);
-    let f = e.add_file(open(&device.0)).unwrap();
-    assert_eq!(run(&mut e, Op::Discard { file: f, offset: 1 << 20, len: 4 << 20 }), 0);
-    let buf = arena.span(0, MIB);
-    assert_eq!(run(&mut e, Op::Read { file: f, offset: 2 << 20, buf }), MIB as i32);
-    assert_eq!(bytes_at(&arena, buf), vec![0; MIB]);
-    assert_eq!(run(&mut e, Op::Discard { file: f, offset: 1, len: 512 }), -libc::EINVAL);
-    use std::os::unix::fs::MetadataExt;
-    assert!(std::fs::metadata(&path).unwrap().blocks() <= 4 * (MIB / 512) as u64);
 }

@@ -438,14 +438,13 @@ impl Engine for Uring {
         self.enable()?;
         loop {
             self.unspill();
-            let (queued, overflow, due) = {
+            // Due: completions that the kernel works off, or moves to the queue that was full,
+            // only when it is entered.
+            let (queued, due) = {
                 let sq = self.ring.submission();
-                (sq.len(), sq.cq_overflow(), sq.taskrun())
+                (sq.len(), sq.cq_overflow() || sq.taskrun())
             };
-            if overflow {
-                self.make_room();
-            }
-            if queued == 0 && !due && !overflow {
+            if queued == 0 && !due {
                 return Ok(());
             }
             let can_take = self.enter(0, None)?;
@@ -480,12 +479,6 @@ impl Engine for Uring {
     fn reap(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.backlog);
         self.collect(out);
-        // What did not fit into the completion queue comes when the kernel is entered.
-        while self.enabled && self.ring.submission().cq_overflow() {
-            if self.relieve().is_err() || !self.collect(out) {
-                break;
-            }
-        }
     }
 
     fn in_flight(&self) -> usize {

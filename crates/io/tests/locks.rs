@@ -1,0 +1,107 @@
+//! How long a lock on an image is held. Alone in its process: a process that forks keeps other
+//! tests' files, and so their locks, for a moment.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::{Engine, Op};
+use ferrite_io::uring::Uring;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{FlockOperation, flock};
+
+const LOCK: FlockOperation = FlockOperation::NonBlockingLockExclusive;
+
+/// Names the image to the process that is killed.
+const IMAGE: &str = "FERRITE_IO_TEST_IMAGE";
+
+/// One test at a time forks or looks at locks.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn open(path: &Path) -> Arc<OwnedFd> {
+    Arc::new(File::options().read(true).write(true).open(path).unwrap().into())
+}
+
+#[test]
+fn a_lock_is_held_as_long_as_the_engine_and_free_right_after() {
+    let _alone = ALONE.lock().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, [0; 512]).unwrap();
+    for _ in 0..20 {
+        let mine = open(&path);
+        flock(&mine, LOCK).unwrap();
+        let arena = Arena::new(1).unwrap();
+        let mut e = Uring::new(arena.clone(), 8).unwrap();
+        let f = e.add_file(mine).unwrap();
+        for token in 0..20 {
+            e.push(token, Op::Write { file: f, offset: 0, buf: arena.span(0, 512) });
+            e.push(token, Op::Sync { file: f });
+        }
+        e.submit().unwrap();
+        let theirs = open(&path);
+        assert!(flock(&theirs, LOCK).is_err());
+        drop(e);
+        flock(&theirs, LOCK).unwrap();
+    }
+}
+
+#[test]
+fn a_lock_of_a_process_that_was_killed_comes_free() {
+    if let Some(image) = std::env::var_os(IMAGE) {
+        be_killed(Path::new(&image));
+    }
+    let _alone = ALONE.lock().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+    let name = "a_lock_of_a_process_that_was_killed_comes_free";
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args([name, "--exact", "--nocapture"])
+        .env(IMAGE, &path)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.map_while(Result::ok).any(|line| line.ends_with("in flight")));
+    let mine = open(&path);
+    assert!(flock(&mine, LOCK).is_err());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // The kernel takes the ring down in the background: the lock may outlive the process, and
+    // must not do so for ever.
+    let start = Instant::now();
+    while flock(&mine, LOCK).is_err() {
+        assert!(start.elapsed() < Duration::from_secs(10), "the lock is held for ever");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Writes for ever, with a lock.
+fn be_killed(image: &Path) -> ! {
+    let mine = open(image);
+    flock(&mine, LOCK).unwrap();
+    let arena = Arena::new(1).unwrap();
+    let mut e = Uring::new(arena.clone(), 64).unwrap();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let f = e.add_file(mine).unwrap();
+    e.push(100, Op::Readable { fd: event.as_raw_fd() });
+    let mut out = Vec::new();
+    for token in 0..32 {
+        e.push(token, Op::Write { file: f, offset: token << 12, buf: arena.span(0, 4096) });
+    }
+    e.submit().unwrap();
+    println!("in flight");
+    loop {
+        e.wait(None).unwrap();
+        e.reap(&mut out);
+        for c in out.drain(..) {
+            e.push(c.token, Op::Write { file: f, offset: c.token << 12, buf: arena.span(0, 4096) });
+        }
+    }
+}
