@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
@@ -27,9 +27,22 @@ fn open(path: &Path) -> Arc<OwnedFd> {
     Arc::new(File::options().read(true).write(true).open(path).unwrap().into())
 }
 
+/// Takes the lock as soon as it is free: the kernel may let go of a file in the background.
+fn take(mine: &OwnedFd) {
+    let start = Instant::now();
+    while flock(mine, LOCK).is_err() {
+        assert!(start.elapsed() < Duration::from_secs(10), "the lock is held for ever");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[test]
-fn a_lock_is_held_as_long_as_the_engine_and_free_right_after() {
-    let _alone = ALONE.lock().unwrap();
+fn a_lock_is_held_as_long_as_the_engine_and_no_longer() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, [0; 512]).unwrap();
@@ -47,7 +60,7 @@ fn a_lock_is_held_as_long_as_the_engine_and_free_right_after() {
         let theirs = open(&path);
         assert!(flock(&theirs, LOCK).is_err());
         drop(e);
-        flock(&theirs, LOCK).unwrap();
+        take(&theirs);
     }
 }
 
@@ -56,7 +69,7 @@ fn a_lock_of_a_process_that_was_killed_comes_free() {
     if let Some(image) = std::env::var_os(IMAGE) {
         be_killed(Path::new(&image));
     }
-    let _alone = ALONE.lock().unwrap();
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();
@@ -73,13 +86,7 @@ fn a_lock_of_a_process_that_was_killed_comes_free() {
     assert!(flock(&mine, LOCK).is_err());
     child.kill().unwrap();
     child.wait().unwrap();
-    // The kernel takes the ring down in the background: the lock may outlive the process, and
-    // must not do so for ever.
-    let start = Instant::now();
-    while flock(&mine, LOCK).is_err() {
-        assert!(start.elapsed() < Duration::from_secs(10), "the lock is held for ever");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    take(&mine);
 }
 
 /// Writes for ever, with a lock.

@@ -396,6 +396,8 @@ impl Engine for Uring {
     /// file itself, and with it a lock taken by `flock`, until the ring is gone, and the kernel
     /// keeps a ring until its last operation has ended: of a process that was killed, too. So
     /// whoever gets the lock knows that nothing of an earlier process is still being written.
+    /// The price: a lock comes free a moment after its process or engine has ended, so whoever
+    /// wants it tries for a while before giving up.
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
         let id = u32::try_from(self.files.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let fixed = id < self.features.fixed_files
@@ -499,8 +501,9 @@ impl Drop for Uring {
         }
         // Waits for the helper thread.
         self.offload = None;
-        // A ring is taken down in the background after it was closed. Done here, the memory is
-        // unpinned, and the files (and so their locks) are let go, before this returns.
+        // A ring is taken down in the background after it was closed, which can take long. Done
+        // here, the memory is unpinned and the files are let go when this returns, but for a file
+        // that a worker thread of the kernel has not quite let go of after its last operation.
         let submitter = self.ring.submitter();
         let _ = submitter.unregister_buffers();
         let _ = submitter.unregister_files();
