@@ -32,7 +32,7 @@ impl Uring {
     }
 
     /// The registered buffer that the span is in, if it is in one.
-    fn buffer_index(&self, buf: Span) -> Option<u16> {
+    pub(super) fn buffer_index(&self, buf: Span) -> Option<u16> {
         if !self.features.fixed_buffers || buf.is_empty() {
             return None;
         }

@@ -15,6 +15,8 @@ mod entry;
 mod offload;
 mod setup;
 mod table;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -30,6 +32,7 @@ use crate::arena::Arena;
 use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, Op, Token};
 use offload::{Call, Job, Offload};
+use setup::Step;
 pub use setup::{SetupError, UringFeatures, probe};
 use table::{Kind, Table};
 
@@ -105,9 +108,17 @@ impl Uring {
     /// # Errors
     /// A [`SetupError`] inside, if this kernel has no usable io_uring.
     pub fn new(arena: Arc<Arena>, entries: u32) -> io::Result<Uring> {
-        let (ring, features) = setup::build(entries)?;
+        let mut uring = Self::without_tables(arena, &setup::STEPS, entries)?;
+        uring.register_buffers();
+        uring.register_files();
+        Ok(uring)
+    }
+
+    /// One that uses files by descriptor and memory by address.
+    fn without_tables(arena: Arc<Arena>, steps: &[Step], entries: u32) -> io::Result<Uring> {
+        let (ring, features) = setup::build(steps, entries)?;
         let times = vec![Timespec::new(); features.sq_entries as usize].into();
-        let mut uring = Uring {
+        Ok(Uring {
             ring,
             features,
             enabled: false,
@@ -120,10 +131,7 @@ impl Uring {
             backlog: Vec::new(),
             offload: None,
             arena,
-        };
-        uring.register_buffers();
-        uring.register_files();
-        Ok(uring)
+        })
     }
 
     fn register_buffers(&mut self) {

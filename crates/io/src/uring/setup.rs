@@ -114,8 +114,8 @@ pub fn probe() -> io::Result<UringFeatures> {
 }
 
 /// The steps down from what the newest kernels have, each with what it adds to the next.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Step {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Step {
     Plain,
     SubmitAll,
     CoopTaskrun,
@@ -123,12 +123,15 @@ enum Step {
     DeferTaskrun,
 }
 
-/// A disabled ring with the best flags that the kernel takes.
-pub(super) fn build(entries: u32) -> Result<(IoUring, UringFeatures), SetupError> {
-    let steps =
-        [Step::DeferTaskrun, Step::SingleIssuer, Step::CoopTaskrun, Step::SubmitAll, Step::Plain];
+/// All of them, in the order in which they are tried.
+pub(super) const STEPS: [Step; 5] =
+    [Step::DeferTaskrun, Step::SingleIssuer, Step::CoopTaskrun, Step::SubmitAll, Step::Plain];
+
+/// A disabled ring with the best flags that the kernel takes among those of `steps`.
+pub(super) fn build(steps: &[Step], entries: u32) -> Result<(IoUring, UringFeatures), SetupError> {
+    let entries = entries.max(1);
     let mut last = io::Error::from_raw_os_error(libc::EINVAL);
-    for step in steps {
+    for step in steps.iter().copied() {
         match build_at(step, entries) {
             Ok(ring) => return check(ring, step),
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => last = e,
@@ -170,7 +173,7 @@ fn build_at(step: Step, entries: u32) -> io::Result<IoUring> {
     if step >= Step::DeferTaskrun {
         b.setup_defer_taskrun();
     }
-    b.build(entries.max(1))
+    b.build(entries)
 }
 
 fn check(ring: IoUring, step: Step) -> Result<(IoUring, UringFeatures), SetupError> {

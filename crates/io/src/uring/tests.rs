@@ -1,0 +1,148 @@
+//! The steps down to older kernels' rings: each does the same work.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::time::Instant;
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::*;
+use crate::clock::{Random, SplitMix64};
+
+const PAGE: usize = 4096;
+
+/// Random reads and writes of a file's pages against a model, many in flight, with waits beside
+/// them, and a drop with some of everything in flight.
+fn workout(mut e: Uring, arena: &Arena, seed: u64) {
+    let mut random = SplitMix64::new(seed);
+    let owned: Arc<OwnedFd> = Arc::new(tempfile::tempfile().unwrap().into());
+    let file = e.add_file(owned.clone()).unwrap();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    // Page i of the file belongs to token i, and so does page i of the arena.
+    let mut model = [0u8; 64];
+    let mut writing = [Some(0); 64];
+    for page in 0..64 {
+        e.push(page, page_op(file, arena, page, Some(0)));
+    }
+    e.push(100, Op::Timer { after: Duration::from_millis(1) });
+    e.push(101, Op::Readable { fd: event.as_raw_fd() });
+    let (mut out, mut left, start) = (Vec::new(), 2000, Instant::now());
+    let mut waits = Vec::new();
+    while left > 0 || e.in_flight() > 1 {
+        assert!(start.elapsed() < Duration::from_secs(20), "{} in flight", e.in_flight());
+        match random.below(3) {
+            0 => e.submit().unwrap(),
+            1 => e.wait(Some(Duration::from_micros(100))).unwrap(),
+            _ => e.wait(None).unwrap(),
+        }
+        e.reap(&mut out);
+        for c in out.drain(..) {
+            if c.token >= 100 {
+                waits.push((c.token, c.raw));
+                continue;
+            }
+            assert_eq!(c.raw, PAGE as i32, "{c:?}");
+            let i = c.token as usize;
+            match writing[i].take() {
+                Some(byte) => model[i] = byte,
+                None => check_page(arena, c.token, model[i]),
+            }
+            if left > 0 {
+                left -= 1;
+                writing[i] = (random.below(2) == 0).then(|| random.next_u64() as u8);
+                e.push(c.token, page_op(file, arena, c.token, writing[i]));
+            }
+        }
+    }
+    assert_eq!(waits, [(100, 0)]);
+    e.push(102, Op::Timer { after: Duration::from_secs(3600) });
+    e.push(103, Op::Discard { file, offset: 0, len: 512 });
+    for page in 0..64 {
+        e.push(page, page_op(file, arena, page, Some(0xEE)));
+    }
+    drop(e);
+    let mut bytes = vec![0; 64 * PAGE];
+    File::from(owned.try_clone().unwrap()).read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes.iter().all(|b| *b == 0xEE), "writes were lost in the drop");
+}
+
+/// A write of a byte to all of a page, or a read.
+fn page_op(file: FileId, arena: &Arena, page: u64, byte: Option<u8>) -> Op {
+    let buf = arena.span(page as usize * PAGE, PAGE);
+    let offset = page * PAGE as u64;
+    match byte {
+        Some(byte) => {
+            arena.fill(buf, byte);
+            Op::Write { file, offset, buf }
+        }
+        None => {
+            arena.fill(buf, 0x55);
+            Op::Read { file, offset, buf }
+        }
+    }
+}
+
+fn check_page(arena: &Arena, page: u64, byte: u8) {
+    let mut bytes = [0; PAGE];
+    arena.copy_out(arena.span(page as usize * PAGE, PAGE), &mut bytes);
+    assert!(bytes.iter().all(|b| *b == byte), "page {page} is not all {byte}");
+}
+
+#[test]
+fn every_step_down_does_the_same_work_with_tables_and_without() {
+    for step in setup::STEPS {
+        for tables in [true, false] {
+            let arena = Arena::new(1).unwrap();
+            let Ok(mut e) = Uring::without_tables(arena.clone(), &[step], 16) else {
+                continue; // This kernel is too old for it.
+            };
+            assert_eq!(e.features.single_issuer, step >= Step::SingleIssuer);
+            if tables {
+                e.register_buffers();
+                e.register_files();
+            }
+            workout(e, &arena, step as u64);
+        }
+    }
+}
+
+#[test]
+fn the_lowest_step_asks_for_nothing_that_linux_5_11_lacks() {
+    let (ring, features) = setup::build(&[Step::Plain], 0).unwrap();
+    assert!(ring.params().sq_entries() >= 1);
+    assert!(!features.submit_all && !features.coop_taskrun && !features.defer_taskrun);
+}
+
+#[test]
+fn a_span_across_two_registered_buffers_is_no_fixed_one() {
+    let arena = Arena::new(BUFFER_BYTES + (4 << 20)).unwrap();
+    let mut e = Uring::without_tables(arena.clone(), &setup::STEPS, 4).unwrap();
+    // Said, not done: registering would pin all of it.
+    e.features.fixed_buffers = true;
+    let at = |from, len| e.buffer_index(arena.span(from, len));
+    assert_eq!(at(0, 4096), Some(0));
+    assert_eq!(at(BUFFER_BYTES - 4096, 4096), Some(0));
+    assert_eq!(at(BUFFER_BYTES - 4096, 4097), None);
+    assert_eq!(at(BUFFER_BYTES, 4096), Some(1));
+    assert_eq!(at(0, 0), None);
+}
+
+#[test]
+fn errors_of_the_setup_say_what_to_do() {
+    let e: io::Error = SetupError::Forbidden.into();
+    assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);
+    assert!(e.to_string().contains("kernel.io_uring_disabled"));
+    let e: io::Error = SetupError::TooOld("IORING_FEAT_EXT_ARG").into();
+    assert_eq!(e.kind(), io::ErrorKind::Unsupported);
+}
+
+#[test]
+fn indices_that_the_kernel_cannot_know_are_ignored() {
+    let mut table = Table::default();
+    let index = table.insert(7, Kind::Data);
+    for bogus in [1, u64::from(u32::MAX), u64::MAX] {
+        assert_eq!(table.remove(bogus), None);
+    }
+    assert_eq!(table.remove(u64::from(index)), Some((7, Kind::Data)));
+    assert_eq!((table.remove(u64::from(index)), table.len()), (None, 0));
+}
