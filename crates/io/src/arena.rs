@@ -5,14 +5,17 @@
 //! same time, so nothing here ever hands out a `&[u8]`: bytes are copied in and out, and foreign
 //! code gets raw pointers that were bounds-checked once, in [`Arena::ptr`].
 //!
-//! Pages that were never touched are not resident, until an engine registers the arena with the
-//! kernel: that pins all of it. So the size of the arena is what a disk costs at rest.
+//! Pages that were never touched are not resident (but those of the kernel's reserve of huge
+//! pages), until an engine registers the arena with the kernel: that pins all of it. So the size
+//! of the arena is what a disk costs at rest. Each engine on it counts against the memlock limit
+//! of a process without `CAP_IPC_LOCK`, though the memory is there once.
 
 use std::fmt;
 use std::io;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::volatile;
@@ -100,7 +103,8 @@ impl Arena {
     }
 
     /// From the kernel's reserve of huge pages. The mapping is not `MAP_NORESERVE`, so the pages
-    /// are set aside now: a shortage is an error here, never a SIGBUS at first touch.
+    /// are set aside now, and they are made now, which costs nobody anything more: a shortage (of
+    /// the reserve, of a memory node or a control group) shows here, never as a SIGBUS later.
     fn map_huge(len: usize) -> Option<Arena> {
         if free_huge_pages() < len / HUGE_PAGE_BYTES {
             return None;
@@ -110,8 +114,15 @@ impl Arena {
         let base = unsafe {
             mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)
         };
-        let base = NonNull::new(base.ok()?.cast())?;
-        Some(Arena { base, len, kind: Kind::Huge })
+        let base = NonNull::new(base.ok()?.cast::<u8>())?;
+        // From here on, dropping it unmaps it.
+        let arena = Arena { base, len, kind: Kind::Huge };
+        // SAFETY: our own mapping; its pages are made, what they hold stays zero.
+        match unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) } {
+            // Before Linux 5.14 there is no such advice.
+            Ok(()) | Err(Errno::INVAL) => Some(arena),
+            Err(_) => None,
+        }
     }
 
     /// Ordinary memory, aligned so that transparent huge pages fit, with the kernel asked to use
@@ -299,6 +310,9 @@ mod tests {
     #[test]
     fn untouched_memory_is_not_resident() {
         let arena = Arena::new(64 << 20).unwrap();
+        if arena.kind == Kind::Huge {
+            return; // From the reserve, which is nobody else's memory.
+        }
         arena.fill(arena.span(0, 1), 1);
         let pages = arena.len() / 4096;
         let mut map = vec![0u8; pages];
