@@ -9,7 +9,7 @@ use ferrite_io::pool::Pool;
 use ferrite_xen::hypervisor::{HypervisorError, Link};
 use ferrite_xen::ring::BackRing;
 
-use super::{Backend, Refusal, ServeError};
+use super::{Backend, Refusal, ServeError, largest_request};
 use crate::connection::{Connection, Waker};
 use crate::inflight::{Identity, QueueTable, Table, Unanswered};
 use crate::negotiate::{Wanted, published_offer, read_frontend};
@@ -47,7 +47,7 @@ impl Attached {
     /// Connects a frontend that has nothing in flight.
     pub(super) fn connect(backend: &mut Backend<'_>, wanted: Wanted) -> Result<Attached, Refusal> {
         let discard = backend.may_discard().map_err(|e| Refusal::Host(e.into()))?;
-        let indirect = backend.config.offer.max_indirect_segments;
+        let indirect = backend.offer.max_indirect_segments;
         let connection =
             new_connection(backend, &wanted, indirect, discard).map_err(Refusal::Host)?;
         let mut rings = Vec::new();
@@ -87,6 +87,9 @@ impl Attached {
         let wanted =
             read_frontend(backend.store, frontend, &offer).map_err(|e| refuse(e.to_string()))?;
         let indirect = offer.max_indirect_segments;
+        if indirect > largest_request(backend.device) {
+            return Err(refuse(format!("it was offered requests of {indirect} segments")));
+        }
         let table = Table::open(&table_path(backend), identity(backend, &wanted, indirect)?)
             .map_err(|e| refuse(e.to_string()))?;
         if table.flush_has_failed() {

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
-use ferrite_xen::hypervisor::{DomId, Hypervisor};
+use ferrite_io::pool::SLAB_BYTES;
+use ferrite_xen::abi::SECTOR_BYTES;
+use ferrite_xen::hypervisor::{DomId, Hypervisor, PAGE_SIZE};
 use ferrite_xen::store::{Store, StoreError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -138,11 +140,23 @@ pub fn serve(
     stop: &Waker,
 ) -> Result<Outcome, ServeError> {
     let control = Arc::new(Waker::new().map_err(|e| ServeError::host("make an eventfd", e))?);
-    let mut backend = Backend { store, hypervisor, device, config, control, stop };
+    let offer = Offer {
+        max_indirect_segments: config.offer.max_indirect_segments.min(largest_request(device)),
+        ..config.offer
+    };
+    let mut backend = Backend { store, hypervisor, device, config, offer, control, stop };
     backend.store.watch(&config.backend, "backend")?;
     let Some(frontend) = backend.wait_for_directory()? else { return Ok(Outcome::Stopped) };
     backend.store.watch(&format!("{frontend}/state"), "frontend")?;
     backend.run(&frontend)
+}
+
+/// Segments of the largest request that always finds a buffer: one slab, less the block that a
+/// request may reach into at its ends.
+fn largest_request(device: &Device) -> u16 {
+    let block = device.disk.block_bytes() as usize;
+    let slack = if block > SECTOR_BYTES as usize { block } else { 0 };
+    ((SLAB_BYTES - slack) / PAGE_SIZE) as u16
 }
 
 struct Backend<'a> {
@@ -150,6 +164,8 @@ struct Backend<'a> {
     hypervisor: &'a dyn Hypervisor,
     device: &'a Arc<Device>,
     config: &'a Config,
+    /// What is offered, as far as this disk's requests fit into buffers.
+    offer: Offer,
     /// Woken by queues that have something to report.
     control: Arc<Waker>,
     stop: &'a Waker,
@@ -319,7 +335,7 @@ impl Backend<'_> {
     }
 
     fn wanted(&mut self, frontend: &str) -> Result<negotiate::Wanted, NegotiateError> {
-        negotiate::read_frontend(self.store, frontend, &self.config.offer)
+        negotiate::read_frontend(self.store, frontend, &self.offer)
     }
 
     /// The toolstack wants the disk gone, and no guest holds it. `true`: done.
@@ -359,10 +375,9 @@ impl Backend<'_> {
     /// Publishes all that is offered, together with our state.
     fn offer(&mut self, state: State) -> Result<(), ServeError> {
         let discard = self.may_discard()?;
-        let Config { backend, offer, .. } = self.config;
-        let disk = &self.device.disk;
+        let (backend, offer, disk) = (&self.config.backend, self.offer, &self.device.disk);
         self.store.transaction(|tx| {
-            negotiate::publish(tx, backend, disk, offer, discard)?;
+            negotiate::publish(tx, backend, disk, &offer, discard)?;
             tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes())
         })?;
         Ok(())
