@@ -146,3 +146,32 @@ fn indices_that_the_kernel_cannot_know_are_ignored() {
     assert_eq!(table.remove(u64::from(index)), Some((7, Kind::Data)));
     assert_eq!((table.remove(u64::from(index)), table.len()), (None, 0));
 }
+
+#[test]
+fn a_call_that_blocks_keeps_nothing_waiting_but_the_drop() {
+    let arena = Arena::new(1).unwrap();
+    let mut e = Uring::new(arena.clone(), 8).unwrap();
+    let owned: Arc<OwnedFd> = Arc::new(tempfile::tempfile().unwrap().into());
+    let file = e.add_file(owned.clone()).unwrap();
+    let nap = Duration::from_millis(60);
+    let start = Instant::now();
+    for token in 0..2 {
+        let index = e.table.insert(token, Kind::Offloaded);
+        e.offload(index, file, Call::Nap(nap));
+    }
+    e.push(7, page_op(file, &arena, 0, Some(1)));
+    let mut out = Vec::new();
+    while out.is_empty() {
+        e.wait(None).unwrap();
+        e.reap(&mut out);
+    }
+    assert_eq!(out[0].token, 7, "the write waited for the call");
+    while out.len() < 2 {
+        e.wait(None).unwrap();
+        e.reap(&mut out);
+    }
+    assert_eq!((out[1], e.in_flight()), (Completion { token: 0, raw: 0 }, 1));
+    drop(e);
+    assert!(start.elapsed() >= 2 * nap, "the drop did not wait for the second call");
+    assert_eq!(Arc::strong_count(&owned), 1);
+}
