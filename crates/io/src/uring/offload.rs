@@ -24,6 +24,9 @@ pub(super) struct Job {
 pub(super) enum Call {
     /// `BLKDISCARD` of a range in bytes.
     Discard { offset: u64, len: u64 },
+    /// Nothing, but it takes its time.
+    #[cfg(test)]
+    Nap(std::time::Duration),
 }
 
 impl Job {
