@@ -188,6 +188,12 @@ impl Look {
         matches!(self.own, State::Connected | State::Closing)
             && matches!(self.front, State::Initialised | State::Connected)
     }
+
+    /// Nobody has served this directory before, or a predecessor that got no further than its
+    /// offer. Otherwise our state follows from the frontend's.
+    fn is_fresh(&self) -> bool {
+        matches!(self.own, State::Unknown | State::Initialising | State::InitWait)
+    }
 }
 
 impl Backend<'_> {
@@ -227,7 +233,7 @@ impl Backend<'_> {
         let mut attached = None;
         if look.is_in_use() {
             attached = Some(Attached::take_over(self, frontend)?);
-        } else if look.online {
+        } else if look.online && look.is_fresh() {
             self.offer(State::InitWait)?;
         }
         let mut refused = Refused::default();
@@ -286,7 +292,7 @@ impl Backend<'_> {
                 refused.reset();
                 let was_attached = attached.is_some();
                 self.detach(attached)?;
-                if was_attached || look.own == State::Closing {
+                if was_attached || matches!(look.own, State::Closing | State::Connected) {
                     self.set_state(look, State::Closed)?;
                 }
             }
