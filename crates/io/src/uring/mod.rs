@@ -370,9 +370,7 @@ impl Uring {
         for target in waits {
             self.queue(Sqe::Cancel { target });
         }
-        if self.offload.as_ref().is_some_and(|o| o.watched) {
-            self.queue(Sqe::Cancel { target: WATCH });
-        }
+        // The watch on the helper thread ends with its last call.
         while self.pending > 0 || !self.spill.is_empty() {
             if self.has_completions() {
                 self.make_room();
@@ -507,7 +505,7 @@ impl Drop for Uring {
             KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(self.arena.clone());
             return;
         }
-        // Waits for the helper thread.
+        // Waits for the helper thread, whose results nobody waited for if the ring is disabled.
         self.offload = None;
         // A ring is taken down in the background after it was closed, which can take long. Done
         // here, the memory is unpinned and the files are let go when this returns, but for a file
