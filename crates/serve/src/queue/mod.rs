@@ -81,8 +81,9 @@ pub struct Queue {
     connection: Arc<Connection>,
     clock: Arc<dyn Clock>,
     index: usize,
-    ring: BackRing,
+    /// Before the ring, so that it is dropped first: it waits on the descriptor of the ring's link.
     reactor: Reactor,
+    ring: BackRing,
     files: Rc<[FileId]>,
     pool: QueuePool,
     flights: Flights,
