@@ -408,10 +408,17 @@ impl Backend<'_> {
         self.store.write(&path, (state as u32).to_string().as_bytes())
     }
 
-    /// Where xl and the kernel's drivers leave errors, for `xenstore-ls` and toolstacks.
+    /// Where xl and the kernel's drivers leave errors, for `xenstore-ls` and toolstacks. A guest
+    /// can cause it, so that xenstored refuses it (a quota, say) is no reason to end.
     fn report_error(&mut self, why: &str) -> Result<(), StoreError> {
-        let path = format!("error/{}/error", self.config.backend);
-        self.store.write(&path, format!("1 {why}").as_bytes())
+        let path = error_path(&self.config.backend);
+        match self.store.write(&path, format!("1 {why}").as_bytes()) {
+            Err(e) if !e.is_fatal() => {
+                tracing::debug!("cannot report an error in xenstore: {e}");
+                Ok(())
+            }
+            result => result,
+        }
     }
 
     /// Publishes a size that has grown: the new number, and our state once more, in one
@@ -461,6 +468,16 @@ impl Backend<'_> {
             any = true;
         }
         Ok(any)
+    }
+}
+
+/// The node for errors of the device with this directory: `error/` stands before the part that is
+/// relative to the domain.
+fn error_path(backend: &str) -> String {
+    let absolute = backend.strip_prefix("/local/domain/").and_then(|rest| rest.split_once('/'));
+    match absolute {
+        Some((domid, rest)) => format!("/local/domain/{domid}/error/{rest}/error"),
+        None => format!("error/{backend}/error"),
     }
 }
 
