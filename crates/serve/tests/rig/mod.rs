@@ -3,10 +3,11 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
@@ -23,6 +24,17 @@ use tempfile::TempDir;
 /// Long enough for anything that ends at all, on a machine that is busy with other things.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How much longer than usual the tests with loops run: `FERRITE_TEST_SCALE`, 1 if it is not set.
+pub fn scale() -> u32 {
+    let scale = std::env::var("FERRITE_TEST_SCALE").ok();
+    scale.map_or(1, |s| s.parse().expect("FERRITE_TEST_SCALE is a number"))
+}
+
+/// A directory in memory, as a backend's run directory is.
+pub fn dir_in_memory() -> TempDir {
+    TempDir::new_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
 /// What to build.
 pub struct Plan {
     /// Bytes of the image.
@@ -34,6 +46,9 @@ pub struct Plan {
     pub engine: EngineFactory,
     /// In place of a fresh sparse file.
     pub image: Option<PathBuf>,
+    pub guest: GuestOptions,
+    /// Further keys that the toolstack gives the backend.
+    pub backend_keys: Vec<(&'static str, String)>,
 }
 
 impl Default for Plan {
@@ -46,6 +61,8 @@ impl Default for Plan {
             copy_with: CopyWith::Memcpy,
             engine: Arc::new(|arena, entries| Ok(Box::new(Uring::new(arena, entries)?))),
             image: None,
+            guest: GuestOptions::default(),
+            backend_keys: Vec::new(),
         }
     }
 }
@@ -64,17 +81,24 @@ pub struct Rig {
 impl Rig {
     /// A machine whose backend runs and waits for a frontend.
     pub fn new(plan: Plan) -> Rig {
+        let mut rig = Rig::without_backend(plan);
+        rig.start();
+        rig
+    }
+
+    /// The same before its backend is started.
+    pub fn without_backend(plan: Plan) -> Rig {
         let mut machine = Machine::new().unwrap();
-        let domid = machine.add_guest(GuestOptions::default()).unwrap();
-        let disk = machine.attach_disk(domid, VirtualDisk::xvd(0)).unwrap();
-        let dir = tempfile::tempdir().unwrap();
+        let domid = machine.add_guest(plan.guest).unwrap();
+        let backend_keys = plan.backend_keys.clone();
+        let disk = VirtualDisk { backend_keys, ..VirtualDisk::xvd(0) };
+        let disk = machine.attach_disk(domid, disk).unwrap();
+        let dir = dir_in_memory();
         let image = plan.image.clone().unwrap_or_else(|| dir.path().join("disk.img"));
         if plan.image.is_none() {
             std::fs::File::create(&image).unwrap().set_len(plan.bytes).unwrap();
         }
-        let mut rig = Rig { machine, domid, disk, dir, image, plan, backend: None };
-        rig.start();
-        rig
+        Rig { machine, domid, disk, dir, image, plan, backend: None }
     }
 
     /// Starts a backend (again).
@@ -130,9 +154,42 @@ impl Rig {
         front
     }
 
+    /// What the backend has reported as an error in the store; forgotten by being read.
+    pub fn take_error(&mut self) -> Option<String> {
+        let path = self.disk.backend.replace("/local/domain/0/", "/local/domain/0/error/");
+        let path = format!("{path}/error");
+        let mut store = self.machine.store().unwrap();
+        let said = store.read_string(&path).unwrap();
+        if said.is_some() {
+            store.remove(&path).unwrap();
+        }
+        said
+    }
+
+    /// Waits for [`take_error`](Self::take_error) to give one.
+    pub fn wait_for_error(&mut self) -> String {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(said) = self.take_error() {
+                return said;
+            }
+            assert!(Instant::now() < end, "no error was reported");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
     /// What the medium holds.
     pub fn medium(&self) -> Vec<u8> {
         std::fs::read(&self.image).unwrap()
+    }
+
+    /// What the medium holds from a sector on.
+    pub fn sectors(&self, sector: u64, bytes: usize) -> Vec<u8> {
+        let mut file = std::fs::File::open(&self.image).unwrap();
+        file.seek(SeekFrom::Start(sector * 512)).unwrap();
+        let mut data = vec![0; bytes];
+        file.read_exact(&mut data).unwrap();
+        data
     }
 
     /// The backend's run directory.
