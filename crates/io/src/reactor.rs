@@ -163,16 +163,17 @@ impl Reactor {
 
     /// Runs tasks that are ready, hands everything queued to the kernel, waits if asked, appends
     /// the completions of the hot path to `out` and runs the tasks that the others woke. What
-    /// these push is submitted by the next turn. With a task ready it does not wait. It may
-    /// return without a completion before the time is over.
+    /// these push is submitted by the next turn. If a task has run, or is ready, it does not wait:
+    /// what a task does may be just what the caller waits for. It may return without a
+    /// completion before the time is over.
     ///
     /// # Errors
     /// Those of the engine's submission; nothing is lost, and the next turn tries again.
     pub fn turn(&mut self, wait: Wait, out: &mut Vec<Completion>) -> io::Result<()> {
-        self.shared.executor.run(POLLS_PER_TURN);
+        let ran = self.shared.executor.run(POLLS_PER_TURN) > 0;
         let stashed = !self.stash.is_empty();
         out.append(&mut self.stash);
-        let block = !stashed && !self.shared.executor.has_ready();
+        let block = !ran && !stashed && !self.shared.executor.has_ready();
         let first = out.len();
         let result = self.engine(|e| {
             let result = match wait {

@@ -290,3 +290,20 @@ fn writing_to_a_full_device_is_an_error_of_that_write_only() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_turn_does_not_sleep_over_what_a_task_has_done_at_its_beginning() {
+    let (mut r, _arena) = reactor();
+    let never = event();
+    r.push(7, Op::Readable { fd: never.as_raw_fd() });
+    r.turn(Wait::No, &mut Vec::new()).unwrap();
+    let done = Rc::new(Cell::new(false));
+    r.spawn({
+        let done = done.clone();
+        async move { done.set(true) }
+    });
+    let (start, mut out) = (Instant::now(), Vec::new());
+    r.turn(Wait::Until(Some(Duration::from_secs(20))), &mut out).unwrap();
+    assert!(done.get() && out.is_empty());
+    assert!(start.elapsed() < Duration::from_secs(10), "the caller was kept from the result");
+}
