@@ -1,7 +1,9 @@
 //! The command line.
 
-use clap::{ArgAction, Args, Parser, Subcommand};
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use ferrite_disk::size;
+use ferrite_xen::loopback::CopyWith;
+use serde::{Deserialize, Serialize};
 
 use crate::vdev::Vbd;
 
@@ -28,6 +30,11 @@ pub(crate) enum Command {
     Serve(ServeArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),
+    /// Measure the backend without Xen: guests are processes of this machine.
+    Bench(BenchArgs),
+    /// One guest of `bench`, which starts it.
+    #[command(hide = true)]
+    BenchGuest(BenchGuestArgs),
 }
 
 /// `ferrite serve`.
@@ -70,6 +77,138 @@ pub(crate) struct DoctorArgs {
     /// Print JSON instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// `ferrite bench`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "This is the loopback, not Xen: the backend is the real one, each guest is \
+                        a process that speaks blkif over shared memory, and copies stand in for \
+                        grant copies. docs/bench.md says how to compare it with fio."
+)]
+pub(crate) struct BenchArgs {
+    /// A raw disk image or block device; null: or null:SIZE for a disk that keeps nothing. All
+    /// guests share it; each queue of each guest has a part of it to itself.
+    pub(crate) image: String,
+
+    /// Guests, each a process.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) guests: u32,
+
+    /// Queues of each guest, each with a thread there and one here.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) queues: u32,
+
+    /// Requests that each queue keeps in flight.
+    #[arg(long, value_name = "N", default_value_t = 32,
+          value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub(crate) depth: u32,
+
+    /// Bytes of each request, a multiple of 512.
+    #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = block)]
+    pub(crate) block: u32,
+
+    /// What the guests do.
+    #[arg(long, value_enum, default_value_t = Mode::Randread)]
+    pub(crate) mode: Mode,
+
+    /// Overwrite what IMAGE holds: the modes that write destroy it.
+    #[arg(long)]
+    pub(crate) force_overwrite: bool,
+
+    /// How data gets from and to a guest.
+    #[arg(long, value_enum, default_value_t = Mover::Copy)]
+    pub(crate) mover: Mover,
+
+    /// What copies: memcpy, or process-vm (the kernel, between address spaces).
+    #[arg(long, value_name = "HOW", default_value_t = CopyWith::Memcpy)]
+    pub(crate) copy_with: CopyWith,
+
+    /// Seconds to measure, after a ramp that does not count.
+    #[arg(long, value_name = "N", default_value = "10", value_parser = seconds)]
+    pub(crate) seconds: f64,
+
+    /// Requests of up to N segments of 4 KiB; 0: only what fits into a ring slot (11).
+    #[arg(long, value_name = "N", default_value_t = 256,
+          value_parser = clap::value_parser!(u32).range(0..=256))]
+    pub(crate) indirect: u32,
+
+    /// Rings of 2^N pages; by default the smallest that hold the depth.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4))]
+    pub(crate) ring_order: Option<u32>,
+
+    /// Memory for each guest's data in flight; at least 1 MiB a queue is taken.
+    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
+    pub(crate) memory: usize,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What a guest of the bench does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Mode {
+    /// Read one block after the other.
+    Read,
+    /// Write one block after the other.
+    Write,
+    /// Read blocks anywhere.
+    Randread,
+    /// Write blocks anywhere.
+    Randwrite,
+    /// Read and write blocks anywhere, half of each.
+    Randrw,
+}
+
+impl Mode {
+    /// Whether it changes the image.
+    pub(crate) fn writes(self) -> bool {
+        matches!(self, Mode::Write | Mode::Randwrite | Mode::Randrw)
+    }
+
+    /// Whether blocks are chosen at random.
+    pub(crate) fn is_random(self) -> bool {
+        matches!(self, Mode::Randread | Mode::Randwrite | Mode::Randrw)
+    }
+}
+
+/// How data moves between a guest and the backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Mover {
+    /// Copied, as by grant copy.
+    Copy,
+}
+
+/// `ferrite bench-guest`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchGuestArgs {
+    /// The guest, as text for what was inherited.
+    pub(crate) guest: String,
+    /// What it shall do, as JSON.
+    pub(crate) task: String,
+}
+
+/// The largest request that the protocol has.
+const MAX_BLOCK_BYTES: u64 = 1 << 20;
+
+fn block(text: &str) -> Result<u32, String> {
+    let bytes = size::parse(text).map_err(|e| e.to_string())?;
+    if bytes == 0 || bytes > MAX_BLOCK_BYTES || !bytes.is_multiple_of(512) {
+        return Err("it must be a multiple of 512, and at most 1M".into());
+    }
+    u32::try_from(bytes).map_err(|e| e.to_string())
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.1..=86400.0).contains(&seconds) => Ok(seconds),
+        _ => Err("it must be a number from 0.1 to 86400".into()),
+    }
 }
 
 /// Buffers are addressed with 32 bits, rounded up to 2 MiB.

@@ -4,10 +4,14 @@ use std::io::{self, IsTerminal};
 
 use tracing_subscriber::EnvFilter;
 
-/// Sets up logging, from `RUST_LOG` if it is set, else from the number of `-v`.
-pub(crate) fn set_up(verbose: u8) {
-    let default = match verbose {
-        0 => "warn,ferrite=info,ferrite_serve=info",
+use crate::cli::{Cli, Command};
+
+/// Sets up logging, from `RUST_LOG` if it is set, else from the number of `-v` and the command: a
+/// server tells what happens to it, others speak of trouble only.
+pub(crate) fn set_up(cli: &Cli) {
+    let default = match cli.verbose {
+        0 if matches!(cli.command, Command::Serve(_)) => "warn,ferrite=info,ferrite_serve=info",
+        0 => "warn",
         1 => "debug",
         _ => "trace",
     };

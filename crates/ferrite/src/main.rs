@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+mod bench;
 mod cli;
 mod doctor;
 mod exit;
@@ -15,10 +16,12 @@ mod vdev;
 
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
-    log::set_up(cli.verbose);
+    log::set_up(&cli);
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
         cli::Command::Doctor(args) => doctor::run(args),
+        cli::Command::Bench(args) => bench::run(args),
+        cli::Command::BenchGuest(args) => bench::run_guest(args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

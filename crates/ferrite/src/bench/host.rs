@@ -1,0 +1,343 @@
+//! The machine: guests that are processes, and their backends, which are threads of this one.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_disk::Disk;
+use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_serve::connection::{Device, Waker};
+use ferrite_serve::lifecycle::{Config, Outcome, ServeError, serve};
+use ferrite_serve::negotiate::Offer;
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_xen::loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
+use tempfile::TempDir;
+
+use super::progress::Progress;
+use super::tally::Tally;
+use super::task::{Said, Task, Times};
+use crate::cli::BenchArgs;
+use crate::exit::Failure;
+
+/// The number of the guests' disk: xvda.
+pub(super) const DEVID: u32 = 202 << 8;
+/// Where in-flight tables and traces go; on tmpfs, as in production.
+const RUN_DIRS: [&str; 2] = ["/dev/shm", "/run"];
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// What happens.
+enum Event {
+    /// A guest said something.
+    Said(usize, Said),
+    /// A guest's process closed its output, which is its end.
+    Gone(usize),
+    /// A backend ended.
+    Ended(usize, Result<Outcome, ServeError>),
+}
+
+/// A guest's process. It is killed when this is dropped before it has ended.
+struct Guest {
+    child: Child,
+    stdin: ChildStdin,
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// One guest's backend.
+struct Backend {
+    stop: Arc<Waker>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        self.stop.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Everything that runs.
+pub(super) struct Host {
+    // Dropped in this order: guests first, or their backends would wait for what they do next.
+    guests: Vec<Guest>,
+    backends: Vec<Backend>,
+    events: Receiver<Event>,
+    /// What each guest counted, once it has ended well.
+    done: Vec<Option<Tally>>,
+    progress: Progress,
+    machine: Machine,
+}
+
+impl Host {
+    /// Starts all guests and their backends, and waits until they are connected.
+    pub(super) fn start(args: &BenchArgs, disk: Disk, tasks: &[Task]) -> Result<Host, Failure> {
+        let mut machine = Machine::new().map_err(no_machine)?;
+        let mut disks = Vec::new();
+        for task in tasks {
+            let domid = machine.add_guest(size(task)).map_err(no_machine)?;
+            disks.push(machine.attach_disk(domid, virtual_disk(args)).map_err(no_machine)?);
+        }
+        let loopback = Arc::new(machine.loopback(args.copy_with).map_err(no_machine)?);
+        let device = Arc::new(Device::new(disk, SystemClock::shared()));
+        let (sender, events) = channel();
+        let (done, progress) = (vec![None; tasks.len()], Progress::new());
+        let (guests, backends) = (Vec::new(), Vec::new());
+        let mut host = Host { guests, backends, events, done, progress, machine };
+        // Removed as soon as all is connected: files that are mapped need no name.
+        let run_dir = run_dir()?;
+        for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
+            let config = config(args, task, disk, &run_dir, i)?;
+            host.start_backend(i, &loopback, &device, config, sender.clone())?;
+            host.start_guest(i, task, disk.domid, sender.clone())?;
+        }
+        host.wait_until_ready()?;
+        Ok(host)
+    }
+
+    fn start_backend(
+        &mut self,
+        i: usize,
+        loopback: &Arc<Loopback>,
+        device: &Arc<Device>,
+        config: Config,
+        events: Sender<Event>,
+    ) -> Result<(), Failure> {
+        let stop = Arc::new(Waker::new().map_err(no_resources)?);
+        let mut store = self.machine.store().map_err(no_machine)?;
+        let (loopback, device, stopped) = (loopback.clone(), device.clone(), stop.clone());
+        let body = move || {
+            let end = serve(&mut store, &*loopback, &device, &config, &stopped);
+            // Nobody listens any more when the bench has failed.
+            let _ = events.send(Event::Ended(i, end));
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("backend-{i}"))
+            .spawn(body)
+            .map_err(no_resources)?;
+        self.backends.push(Backend { stop, thread: Some(thread) });
+        Ok(())
+    }
+
+    fn start_guest(
+        &mut self,
+        i: usize,
+        task: &Task,
+        domid: DomId,
+        events: Sender<Event>,
+    ) -> Result<(), Failure> {
+        let handle = self.machine.guest(domid).map_err(no_machine)?;
+        let mut child = spawn(handle, task).map_err(|e| {
+            Failure::new(
+                format!("cannot start the process of guest {i}"),
+                e,
+                "check the limits on processes (ulimit -u) and that this program is still there",
+            )
+        })?;
+        let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+            unreachable!("both were asked to be pipes");
+        };
+        self.guests.push(Guest { child, stdin });
+        std::thread::Builder::new()
+            .name(format!("guest-{i}"))
+            .spawn(move || listen(i, stdout, &events))
+            .map_err(no_resources)?;
+        Ok(())
+    }
+
+    fn wait_until_ready(&mut self) -> Result<(), Failure> {
+        let guests = self.guests.len();
+        for ready in 0..guests {
+            self.progress.show(&format!("{ready} of {guests} guests are connected"));
+            match self.next(None)? {
+                Some((_, Said::Ready)) => {}
+                other => unreachable!("guests say that they are ready first, not {other:?}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells all guests when to start and when to end.
+    pub(super) fn go(&mut self, times: Times) -> Result<(), Failure> {
+        let failed = |e| Failure::new("cannot start the guests", e, "run it again");
+        let line = serde_json::to_string(&times).map_err(std::io::Error::from).map_err(failed)?;
+        for guest in &mut self.guests {
+            writeln!(guest.stdin, "{line}").map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for that moment, and sees to it that everything goes on until then.
+    pub(super) fn watch(&mut self, until_ns: u64) -> Result<(), Failure> {
+        loop {
+            let left_ns = until_ns.saturating_sub(SystemClock.now_ns());
+            if left_ns == 0 {
+                return Ok(());
+            }
+            let left = Duration::from_nanos(left_ns);
+            self.progress.show(&format!("measuring, {} s left", left.as_secs() + 1));
+            if let Some((i, Said::Done(tally))) = self.next(Some(left.min(SECOND)))? {
+                self.done[i] = Some(tally);
+            }
+        }
+    }
+
+    /// Hears the guests out, and ends the backends; the sum of all counts.
+    pub(super) fn finish(&mut self) -> Result<Tally, Failure> {
+        while self.done.iter().any(Option::is_none) {
+            if let Some((i, Said::Done(tally))) = self.next(None)? {
+                self.done[i] = Some(tally);
+            }
+        }
+        self.backends.iter().for_each(|b| b.stop.wake());
+        let mut running = self.backends.len();
+        while running > 0 {
+            match self.events.recv() {
+                Ok(Event::Ended(i, end)) => {
+                    end.map_err(|e| backend_failed(i, &e))?;
+                    running -= 1;
+                }
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        let tallies: Vec<Tally> = self.done.iter().flatten().cloned().collect();
+        Ok(Tally::sum(&tallies))
+    }
+
+    /// What a guest says next; `None`: nothing within the time. Guests give up on their own when
+    /// nothing happens, so the wait ends.
+    fn next(&mut self, timeout: Option<Duration>) -> Result<Option<(usize, Said)>, Failure> {
+        let event = match timeout {
+            Some(timeout) => self.events.recv_timeout(timeout),
+            None => self.events.recv().map_err(RecvTimeoutError::from),
+        };
+        match event {
+            Ok(Event::Said(i, Said::Failed(why))) => Err(self.guest_failed(i, why)),
+            Ok(Event::Said(i, said)) => Ok(Some((i, said))),
+            Ok(Event::Gone(i)) if self.done[i].is_some() => Ok(None),
+            Ok(Event::Gone(i)) => {
+                let status = self.guests[i].child.wait();
+                let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
+                Err(self.guest_failed(i, format!("its process ended: {status}")))
+            }
+            Ok(Event::Ended(i, Err(e))) => Err(backend_failed(i, &e)),
+            Ok(Event::Ended(i, Ok(outcome))) => Err(Failure::new(
+                format!("the backend of guest {i} failed"),
+                format!("it ended early ({outcome:?})"),
+                "this is a bug in ferrite: please report it",
+            )),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => unreachable!("every end is an event"),
+        }
+    }
+
+    /// The guest's own words, or its backend's if that failed first.
+    fn guest_failed(&self, i: usize, why: String) -> Failure {
+        let ended = self.events.try_iter().find_map(|event| match event {
+            Event::Ended(i, Err(e)) => Some(backend_failed(i, &e)),
+            _ => None,
+        });
+        ended.unwrap_or_else(|| {
+            let what = format!("guest {i} failed");
+            Failure::new(what, why, "-v shows what the backend has to say")
+        })
+    }
+}
+
+/// Memory for the data in flight, the rings, and the pages of indirect requests.
+fn size(task: &Task) -> GuestOptions {
+    let queues = task.parts.len() as u32;
+    let pages_of_request = task.block_pages() + 1;
+    let pages_of_queue = task.depth * pages_of_request + (1 << task.ring_order);
+    let frames = queues * pages_of_queue;
+    // A reference for each page that stays granted and one for each request's; the queues take
+    // those in lots of 64, and the first 8 are reserved.
+    let grants = 2 * frames + 64 * queues + 8;
+    GuestOptions { frames, grants, ports: queues }
+}
+
+fn virtual_disk(args: &BenchArgs) -> VirtualDisk {
+    let disk = VirtualDisk { params: args.image.clone(), ..VirtualDisk::xvd(0) };
+    if args.mode.writes() { disk } else { disk.read_only() }
+}
+
+fn config(
+    args: &BenchArgs,
+    task: &Task,
+    disk: &DiskPaths,
+    run_dir: &TempDir,
+    i: usize,
+) -> Result<Config, Failure> {
+    let run_dir = run_dir.path().join(i.to_string());
+    std::fs::create_dir(&run_dir).map_err(no_run_dir)?;
+    Ok(Config {
+        backend: disk.backend.clone(),
+        domid: disk.domid,
+        devid: disk.devid,
+        offer: Offer {
+            max_queues: args.queues,
+            max_ring_order: task.ring_order,
+            max_indirect_segments: args.indirect as u16,
+        },
+        pool_bytes: args.memory,
+        run_dir,
+        engine: crate::serve::uring(),
+    })
+}
+
+fn run_dir() -> Result<TempDir, Failure> {
+    let prefix = format!("ferrite-bench-{}-", std::process::id());
+    let make = |dir| tempfile::Builder::new().prefix(&prefix).tempdir_in(dir);
+    make(RUN_DIRS[0]).or_else(|_| make(RUN_DIRS[1])).map_err(no_run_dir)
+}
+
+fn spawn(handle: GuestHandle, task: &Task) -> std::io::Result<Child> {
+    let mut command = Command::new(std::env::current_exe()?);
+    let guest = handle.pass_to(&mut command);
+    command.arg("bench-guest").arg(guest).arg(serde_json::to_string(task)?);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()
+}
+
+/// Passes on what a guest says.
+fn listen(i: usize, from: ChildStdout, events: &Sender<Event>) {
+    for line in BufReader::new(from).lines().map_while(Result::ok) {
+        let said = serde_json::from_str(&line)
+            .unwrap_or_else(|e| Said::Failed(format!("it said {line:?}: {e}")));
+        if events.send(Event::Said(i, said)).is_err() {
+            return;
+        }
+    }
+    let _ = events.send(Event::Gone(i));
+}
+
+fn no_machine(e: LoopbackError) -> Failure {
+    let help = "check the limits on descriptors (ulimit -n) and memory; fewer guests need less";
+    Failure::new("cannot set up the loopback", e, help)
+}
+
+fn no_resources(e: std::io::Error) -> Failure {
+    let help = "check the limits of this process (ulimit -a); fewer guests need less";
+    Failure::new("cannot start a backend", e, help)
+}
+
+fn no_run_dir(e: std::io::Error) -> Failure {
+    let help = "check that /dev/shm is there, has room and may be written to";
+    Failure::new("cannot make a directory on tmpfs", e, help)
+}
+
+fn backend_failed(i: usize, e: &ServeError) -> Failure {
+    let help = "check memory and limits (ulimit -a); -v shows what led to it";
+    Failure::new(format!("the backend of guest {i} failed"), e, help)
+}

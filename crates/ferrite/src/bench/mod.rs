@@ -1,0 +1,109 @@
+//! `ferrite bench`: the real backend, driven by guests that are processes of this machine.
+//!
+//! This process is the backend, as `ferrite serve` is one: lifecycle, a thread a queue, io_uring.
+//! Only the hypervisor is the loopback's. Each guest is a child process (`host.rs` starts it,
+//! `guest.rs` runs there) that keeps the rings full (`load.rs`) and hands its counts back. So the
+//! processor time of this process is the backend's, and nothing of the guests is in it.
+
+use std::io::{self, Write as _};
+use std::time::Duration;
+
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::{Clock, SystemClock};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::cli::BenchArgs;
+use crate::exit::{Code, Failure};
+
+mod guest;
+mod host;
+mod load;
+mod progress;
+mod report;
+mod tally;
+mod task;
+
+pub(crate) use guest::run as run_guest;
+use host::Host;
+use report::Report;
+use task::Times;
+
+/// How long anything may take that should take no time, on a machine that is busy.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// From the go to the first request, so that all guests have heard it.
+const LEAD_NS: u64 = 50_000_000;
+/// From the first request to where counting begins: pages get touched, caches warm.
+const RAMP_NS: u64 = 250_000_000;
+
+/// Measures, and prints the result.
+pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
+    let disk = open(args)?;
+    let tasks = task::split(args, &disk)?;
+    let medium = report::Medium::of(&disk);
+    let mut host = Host::start(args, disk, &tasks)?;
+    let start_ns = SystemClock.now_ns() + LEAD_NS;
+    let from_ns = start_ns + RAMP_NS;
+    let until_ns = from_ns + Duration::from_secs_f64(args.seconds).as_nanos() as u64;
+    host.go(Times { start_ns, from_ns, until_ns })?;
+    host.watch(from_ns)?;
+    let before = CpuTime::now();
+    host.watch(until_ns)?;
+    let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
+    let tally = host.finish()?;
+    let report = Report::new(args, tasks[0].ring_order, medium, &tally, cpu_ns)?;
+    print(&if args.json { report.json()? } else { report.text() })?;
+    match tally.errors {
+        0 => Ok(()),
+        errors => Err(Failure::new(
+            "the measurement is spoilt",
+            format!("{errors} requests failed"),
+            "-v shows what the backend made of them",
+        )),
+    }
+}
+
+/// Read-only if that is enough. Measuring must not cost anybody their data.
+fn open(args: &BenchArgs) -> Result<Disk, Failure> {
+    let options = OpenOptions { read_only: !args.mode.writes(), wait_for_lock: None };
+    let disk = Disk::open(&args.image, &options)?;
+    if args.mode.writes() && !matches!(disk, Disk::Null(_)) && !args.force_overwrite {
+        return Err(Failure {
+            code: Code::Usage,
+            what: format!("refused to write to {}", args.image),
+            why: "this mode overwrites what the image holds".to_owned(),
+            help: "use an image that nobody needs and say --force-overwrite, or measure null:"
+                .to_owned(),
+        });
+    }
+    Ok(disk)
+}
+
+/// What this process has used of the processors, and when. All of its threads count, those that
+/// have ended and those that io_uring starts in the kernel too: they belong to this process.
+struct CpuTime {
+    cpu_ns: u64,
+    at_ns: u64,
+}
+
+impl CpuTime {
+    fn now() -> CpuTime {
+        let t = clock_gettime(ClockId::ProcessCPUTime);
+        let cpu_ns = t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64;
+        CpuTime { cpu_ns, at_ns: SystemClock.now_ns() }
+    }
+
+    /// Processors in use since then: 1 is one, all the time.
+    fn rate_until_now(&self) -> f64 {
+        let now = CpuTime::now();
+        (now.cpu_ns - self.cpu_ns) as f64 / (now.at_ns - self.at_ns).max(1) as f64
+    }
+}
+
+fn print(text: &str) -> Result<(), Failure> {
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::new("cannot print the result", e, "check where standard output goes"))
+        }
+        _ => Ok(()),
+    }
+}

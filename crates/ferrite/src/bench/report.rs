@@ -1,0 +1,179 @@
+//! The result, for people and for programs.
+
+use std::fmt::Write as _;
+
+use ferrite_disk::Disk;
+use ferrite_disk::size::Human;
+use serde::Serialize;
+
+use super::tally::{Counter, Tally};
+use crate::cli::{BenchArgs, Mode, Mover};
+use crate::exit::Failure;
+
+/// Said with every figure.
+const WHERE: &str = "loopback, not Xen";
+
+/// What was measured on.
+pub(super) struct Medium {
+    /// One line.
+    description: String,
+    /// Past the page cache.
+    direct: bool,
+}
+
+impl Medium {
+    pub(super) fn of(disk: &Disk) -> Medium {
+        let direct = match disk {
+            Disk::Raw(raw) => raw.direct(),
+            Disk::Null(_) => false,
+        };
+        Medium { description: disk.to_string(), direct }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Latency {
+    p50: f64,
+    p99: f64,
+    max: f64,
+}
+
+/// All that is known; the fields of the JSON, which scripts depend on.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    schema: u32,
+    #[serde(rename = "where")]
+    place: &'static str,
+    iops: f64,
+    mib_per_s: f64,
+    /// Of the whole process, the kernel's workers for its rings included.
+    backend_cpu_us_per_io: f64,
+    /// Of the guests' queue threads.
+    guest_cpu_us_per_io: f64,
+    lat_us: Latency,
+    ios: u64,
+    errors: u64,
+    mover: Mover,
+    copy_with: String,
+    image: String,
+    disk: String,
+    direct: bool,
+    engine: &'static str,
+    mode: Mode,
+    block_bytes: u32,
+    guests: u32,
+    queues: u32,
+    depth: u32,
+    ring_order: u32,
+    indirect: u32,
+    memory_bytes: usize,
+    seconds: f64,
+    version: &'static str,
+}
+
+fn round(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}
+
+fn us(ns: u64) -> f64 {
+    round(ns as f64 / 1000.0)
+}
+
+impl Report {
+    /// # Errors
+    /// There is nothing to report.
+    pub(super) fn new(
+        args: &BenchArgs,
+        ring_order: u32,
+        medium: Medium,
+        tally: &Tally,
+        cpu_ns: f64,
+    ) -> Result<Report, Failure> {
+        let counter = Counter::of(std::slice::from_ref(tally));
+        let ios = counter.ios();
+        if ios == 0 {
+            let why = match tally.errors {
+                0 => format!("no request ended within {} s", args.seconds),
+                n => format!("all {n} requests failed"),
+            };
+            let help = "measure for longer (--seconds); -v shows what the backend has to say";
+            return Err(Failure::new("nothing was measured", why, help));
+        }
+        let iops = ios as f64 / args.seconds;
+        Ok(Report {
+            schema: 1,
+            place: WHERE,
+            iops: iops.round(),
+            mib_per_s: round(iops * f64::from(args.block) / f64::from(1 << 20)),
+            backend_cpu_us_per_io: round(cpu_ns / 1000.0 / ios as f64),
+            guest_cpu_us_per_io: round(tally.cpu_ns as f64 / 1000.0 / ios as f64),
+            lat_us: Latency {
+                p50: us(counter.quantile_ns(0.50)),
+                p99: us(counter.quantile_ns(0.99)),
+                max: us(counter.max_ns()),
+            },
+            ios,
+            errors: tally.errors,
+            mover: args.mover,
+            copy_with: args.copy_with.to_string(),
+            image: args.image.clone(),
+            disk: medium.description,
+            direct: medium.direct,
+            engine: "io_uring",
+            mode: args.mode,
+            block_bytes: args.block,
+            guests: args.guests,
+            queues: args.queues,
+            depth: args.depth,
+            ring_order,
+            indirect: args.indirect,
+            memory_bytes: args.memory,
+            seconds: args.seconds,
+            version: env!("CARGO_PKG_VERSION"),
+        })
+    }
+
+    /// # Errors
+    /// A number that JSON does not have: a bug.
+    pub(super) fn json(&self) -> Result<String, Failure> {
+        serde_json::to_string_pretty(self).map(|text| text + "\n").map_err(|e| {
+            Failure::new("cannot print the result as JSON", e, "run it without --json")
+        })
+    }
+
+    /// A few lines.
+    pub(super) fn text(&self) -> String {
+        let many = |n: u32, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+        let mut text = format!("{WHERE}\n");
+        let mut line = |name: &str, value: String| {
+            let _ = writeln!(text, "  {name:<8} {value}");
+        };
+        line("disk", self.disk.clone());
+        line(
+            "load",
+            format!(
+                "{} of {}, {}, {} each, {} in flight each, ring order {}, {} s",
+                format!("{:?}", self.mode).to_lowercase(),
+                Human(self.block_bytes.into()),
+                many(self.guests, "guest"),
+                many(self.queues, "queue"),
+                self.depth,
+                self.ring_order,
+                self.seconds
+            ),
+        );
+        line("copies", format!("copied with {}, {}", self.copy_with, self.engine));
+        line("rate", format!("{:.0} IOPS, {:.0} MiB/s", self.iops, self.mib_per_s));
+        let Latency { p50, p99, max } = self.lat_us;
+        line("latency", format!("p50 {p50:.0} us, p99 {p99:.0} us, max {max:.0} us"));
+        line(
+            "CPU",
+            format!(
+                "{:.2} us a request in the backend, {:.2} us in the guests",
+                self.backend_cpu_us_per_io, self.guest_cpu_us_per_io
+            ),
+        );
+        line("errors", self.errors.to_string());
+        text
+    }
+}

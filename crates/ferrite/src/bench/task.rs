@@ -1,0 +1,149 @@
+//! What each guest has to do, and the words that it and the backend's process exchange.
+
+use ferrite_disk::Disk;
+use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, MAX_RING_ORDER, Protocol, SECTOR_BYTES};
+use ferrite_xen::hypervisor::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+
+use super::tally::Tally;
+use crate::cli::{BenchArgs, Mode};
+use crate::exit::{Code, Failure};
+
+/// One guest's work.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Task {
+    /// Its disk.
+    pub(super) devid: u32,
+    pub(super) mode: Mode,
+    pub(super) block_bytes: u32,
+    pub(super) depth: u32,
+    pub(super) ring_order: u32,
+    pub(super) max_indirect: u32,
+    /// The sectors of each of its queues: first and count.
+    pub(super) parts: Vec<(u64, u64)>,
+}
+
+impl Task {
+    /// Pages of one request's data.
+    pub(super) fn block_pages(&self) -> u32 {
+        self.block_bytes.div_ceil(PAGE_SIZE as u32)
+    }
+}
+
+/// Moments of the monotonic clock, which is the same in all processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Times {
+    /// First request.
+    pub(super) start_ns: u64,
+    /// What ends from here on counts,
+    pub(super) from_ns: u64,
+    /// until here. No request is sent after it.
+    pub(super) until_ns: u64,
+}
+
+/// What a guest says, one line each.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Said {
+    /// It is connected.
+    Ready,
+    /// It has ended well.
+    Done(Tally),
+    /// It has not.
+    Failed(String),
+}
+
+/// The guests' tasks. Every queue of every guest has its own part of the disk, all of the same
+/// size: nobody reads or writes what another does, whoever writes.
+pub(super) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure> {
+    let ring_order = ring_order(args)?;
+    let segments = (args.block as usize).div_ceil(PAGE_SIZE);
+    let limit = (args.indirect as usize).max(MAX_DIRECT_SEGMENTS);
+    if segments > limit {
+        return Err(usage(
+            format!("a request of {} bytes has {segments} segments", args.block),
+            format!("say --indirect {segments} or more, or a smaller --block"),
+        ));
+    }
+    let queues = u64::from(args.guests) * u64::from(args.queues);
+    let block_sectors = u64::from(args.block) / SECTOR_BYTES;
+    let part = disk.sectors() / queues / block_sectors * block_sectors;
+    if part == 0 {
+        return Err(usage(
+            format!("{} is too small: there is not a block for each queue", args.image),
+            "use a larger image, smaller blocks, or fewer guests and queues",
+        ));
+    }
+    let parts: Vec<(u64, u64)> = (0..queues).map(|i| (i * part, part)).collect();
+    let task = |parts: &[(u64, u64)]| Task {
+        devid: super::host::DEVID,
+        mode: args.mode,
+        block_bytes: args.block,
+        depth: args.depth,
+        ring_order,
+        max_indirect: args.indirect,
+        parts: parts.to_vec(),
+    };
+    Ok(parts.chunks(args.queues as usize).map(task).collect())
+}
+
+fn ring_order(args: &BenchArgs) -> Result<u32, Failure> {
+    let holds = |order: &u32| Protocol::X86_64.entries(*order) >= args.depth;
+    let smallest = (0..=MAX_RING_ORDER).find(holds);
+    match args.ring_order.or(smallest) {
+        Some(order) if holds(&order) => Ok(order),
+        _ => Err(usage(
+            format!("a ring of that order holds fewer than {} requests", args.depth),
+            "say a larger --ring-order, or leave it out, or a smaller --depth",
+        )),
+    }
+}
+
+fn usage(why: String, help: impl Into<String>) -> Failure {
+    Failure { code: Code::Usage, what: "cannot measure that".to_owned(), why, help: help.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Cli, Command};
+    use clap::Parser;
+    use ferrite_disk::OpenOptions;
+
+    fn try_split(line: &str) -> Result<Vec<Task>, Failure> {
+        let words = ["ferrite", "bench"].into_iter().chain(line.split_whitespace());
+        let Command::Bench(args) = Cli::try_parse_from(words).unwrap().command else {
+            panic!("not bench")
+        };
+        split(&args, &Disk::open(&args.image, &OpenOptions::default()).unwrap())
+    }
+
+    #[test]
+    fn every_queue_of_every_guest_has_its_own_blocks() {
+        let tasks = try_split("null:1M --guests 2 --queues 3 --block 8K").unwrap();
+        assert_eq!(tasks.len(), 2);
+        let parts: Vec<_> = tasks.iter().flat_map(|t| t.parts.clone()).collect();
+        // 2048 sectors among 6 queues, in blocks of 16.
+        let expected: Vec<(u64, u64)> = (0..6).map(|i| (i * 336, 336)).collect();
+        assert_eq!(parts, expected);
+    }
+
+    #[test]
+    fn rings_are_as_large_as_the_depth_needs() {
+        let order = |line| try_split(line).map(|tasks| tasks[0].ring_order);
+        assert_eq!(order("null: --depth 32").unwrap(), 0);
+        assert_eq!(order("null: --depth 33").unwrap(), 1);
+        assert_eq!(order("null: --depth 512").unwrap(), 4);
+        assert_eq!(order("null: --depth 1 --ring-order 3").unwrap(), 3);
+        assert_eq!(order("null: --depth 65 --ring-order 1").unwrap_err().code, Code::Usage);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        for line in ["null: --block 48K --indirect 0", "null:4K --queues 2", "null:512"] {
+            assert_eq!(try_split(line).unwrap_err().code, Code::Usage, "{line}");
+        }
+        assert!(try_split("null: --block 44K --indirect 0").is_ok());
+        assert!(try_split("null: --block 1M").is_ok());
+    }
+}

@@ -1,0 +1,191 @@
+//! `ferrite bench` as its users see it: results, and images that stay what they were.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn bench(image: &str, more: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(["bench", image, "--seconds", "0.3"]).args(more).env_remove("RUST_LOG");
+    command.output().expect("ferrite runs")
+}
+
+#[track_caller]
+fn result(image: &str, more: &[&str]) -> Value {
+    let output = bench(image, &[more, &["--json"]].concat());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    assert!(errors.is_empty(), "{errors}");
+    serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else")
+}
+
+#[track_caller]
+fn assert_refused(output: &Output, code: i32, why: &str) {
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    assert!(text.starts_with("ferrite: ") && text.contains(why), "{text}");
+    assert!(text.contains("\nhelp: ") && output.stdout.is_empty(), "{text}");
+}
+
+/// 8 MiB on tmpfs that are not zeros.
+fn image() -> (TempDir, PathBuf) {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = dir.path().join("disk.img");
+    fs::write(&path, vec![0xA5; 8 << 20]).unwrap();
+    (dir, path)
+}
+
+fn is_untouched(path: &Path) -> bool {
+    fs::read(path).unwrap() == vec![0xA5; 8 << 20]
+}
+
+#[test]
+fn every_mode_gives_a_result_that_makes_sense() {
+    let (_dir, path) = image();
+    for image in ["null:", path.to_str().unwrap()] {
+        for mode in ["read", "randread", "write", "randwrite", "randrw"] {
+            let r = result(image, &["--mode", mode, "--depth", "8", "--force-overwrite"]);
+            let number = |key: &str| r[key].as_f64().unwrap_or_else(|| panic!("{key} in {r}"));
+            assert_eq!((number("schema"), number("errors")), (1.0, 0.0));
+            assert!(number("ios") > 0.0 && number("backend_cpu_us_per_io") > 0.0);
+            assert!((number("iops") - number("ios") / 0.3).abs() <= 0.5);
+            assert!((number("mib_per_s") - number("ios") / 0.3 / 256.0).abs() < 0.01);
+            let lat = |key: &str| r["lat_us"][key].as_f64().unwrap();
+            assert!(0.0 < lat("p50") && lat("p50") <= lat("p99") && lat("p99") <= lat("max"));
+            // Little's law: no more than so many can be in flight.
+            assert!(number("iops") * lat("p50") / 1e6 < 2.0 * 8.0, "{r}");
+            assert_eq!((&r["mode"], &r["image"]), (&mode.into(), &image.into()));
+        }
+    }
+}
+
+#[test]
+fn the_result_says_how_it_was_measured() {
+    let (_dir, path) = image();
+    let path = path.to_str().unwrap();
+    let more = ["--block", "8K", "--depth", "40", "--indirect", "32", "--copy-with", "process-vm"];
+    let r = result(path, &more);
+    let said: [(&str, Value); 14] = [
+        ("where", "loopback, not Xen".into()),
+        ("mover", "copy".into()),
+        ("copy_with", "process-vm".into()),
+        ("mode", "randread".into()),
+        ("engine", "io_uring".into()),
+        ("direct", false.into()),
+        ("block_bytes", 8192.into()),
+        ("guests", 1.into()),
+        ("queues", 1.into()),
+        ("depth", 40.into()),
+        ("ring_order", 1.into()),
+        ("indirect", 32.into()),
+        ("memory_bytes", (8 << 20).into()),
+        ("seconds", 0.3.into()),
+    ];
+    for (key, value) in said {
+        assert_eq!(r[key], value, "{key}");
+    }
+    assert!(r["disk"].as_str().unwrap().contains("8 MiB"));
+    assert!(r["guest_cpu_us_per_io"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn guests_and_queues_share_an_image_with_either_copy() {
+    let (_dir, path) = image();
+    for copy_with in ["memcpy", "process-vm"] {
+        let more = ["--guests", "2", "--queues", "2", "--mode", "randrw", "--force-overwrite"];
+        let r = result(path.to_str().unwrap(), &[&more[..], &["--copy-with", copy_with]].concat());
+        assert_eq!((&r["guests"], &r["queues"], &r["errors"]), (&2.into(), &2.into(), &0.into()));
+        assert!(r["ios"].as_u64().unwrap() > 0);
+    }
+}
+
+#[test]
+fn large_requests_are_indirect_ones() {
+    let (_dir, path) = image();
+    let r = result(path.to_str().unwrap(), &["--block", "1M", "--mode", "read"]);
+    assert_eq!((&r["block_bytes"], &r["errors"]), (&(1 << 20).into(), &0.into()));
+}
+
+#[test]
+fn the_text_says_that_it_is_not_xen() {
+    let output = bench("null:", &[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with("loopback, not Xen\n"), "{text}");
+    for word in ["IOPS", "p99", "memcpy", "null disk", "errors   0"] {
+        assert!(text.contains(word), "{word} is missing in\n{text}");
+    }
+    assert!(output.stderr.is_empty(), "no progress where there is no terminal");
+}
+
+#[test]
+fn nothing_is_overwritten_unless_that_is_asked_for() {
+    let (_dir, path) = image();
+    for mode in ["write", "randwrite", "randrw"] {
+        let output = bench(path.to_str().unwrap(), &["--mode", mode]);
+        assert_refused(&output, 2, "overwrites what the image holds");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("--force-overwrite"));
+    }
+    for mode in ["read", "randread"] {
+        result(path.to_str().unwrap(), &["--mode", mode, "--force-overwrite"]);
+    }
+    assert!(is_untouched(&path));
+    let r = result(path.to_str().unwrap(), &["--mode", "write", "--force-overwrite"]);
+    assert!(!is_untouched(&path), "{r}");
+}
+
+#[test]
+fn a_wrong_image_is_refused_as_everywhere() {
+    let (dir, path) = image();
+    assert_refused(&bench("/dev/shm/no/such.img", &[]), 3, "no such file");
+    assert_refused(&bench(dir.path().to_str().unwrap(), &[]), 1, "it is a directory");
+    assert_refused(&bench("null:12", &[]), 2, "multiple of 512");
+    let holder = fs::File::open(&path).unwrap();
+    holder.lock().unwrap();
+    assert_refused(&bench(path.to_str().unwrap(), &[]), 4, "has locked it");
+    drop(holder);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn what_cannot_be_measured_is_wrong_usage() {
+    for more in [
+        &["--block", "1000"][..],
+        &["--block", "2M"],
+        &["--block", "64K", "--indirect", "8"],
+        &["--depth", "64", "--ring-order", "0"],
+        &["--guests", "0"],
+        &["--queues", "65"],
+        &["--seconds", "-1"],
+        &["--seconds", "nan"],
+        &["--mode", "verify"],
+        &["--copy-with", "magic"],
+        &["--mover", "map"],
+    ] {
+        let output = bench("null:1M", more);
+        assert_eq!(output.status.code(), Some(2), "{more:?}");
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty(), "{more:?}");
+    }
+}
+
+#[test]
+fn a_guest_without_its_backend_says_what_is_wrong() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    let output = command.args(["bench-guest", "1/2/3", "{}"]).output().unwrap();
+    assert!(String::from_utf8_lossy(&output.stdout).contains("failed"));
+}
+
+#[test]
+fn nothing_is_left_behind() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(["bench", "null:", "--seconds", "0.3", "--queues", "2"]);
+    let child = command.stdout(Stdio::null()).spawn().unwrap();
+    let ours = format!("ferrite-bench-{}-", child.id());
+    assert!(child.wait_with_output().unwrap().status.success());
+    for dir in ["/dev/shm", "/run"] {
+        let mut names = fs::read_dir(dir).unwrap().flatten().map(|e| e.file_name());
+        assert!(!names.any(|n| n.to_string_lossy().starts_with(&ours)), "in {dir}");
+    }
+}
