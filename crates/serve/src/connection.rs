@@ -12,6 +12,7 @@ use ferrite_xen::abi::Protocol;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::gate::Gate;
+use crate::quiet::Budgets;
 use crate::request::Limits;
 
 /// A disk that is served, from attach to detach.
@@ -20,6 +21,8 @@ pub struct Device {
     pub disk: Disk,
     /// Where times come from.
     pub clock: Arc<dyn Clock>,
+    /// What may be logged about it.
+    pub quiet: Budgets,
     /// A flush has failed: what the medium holds is not what was answered. Linux takes a failed
     /// empty flush for a disk without a cache and goes on, so all later writes fail until the
     /// disk is attached again (blkif.md 2, rule 3).
@@ -29,7 +32,7 @@ pub struct Device {
 impl Device {
     /// A device in good order.
     pub fn new(disk: Disk, clock: Arc<dyn Clock>) -> Device {
-        Device { disk, clock, flush_failed: AtomicBool::new(false) }
+        Device { disk, clock, quiet: Budgets::default(), flush_failed: AtomicBool::new(false) }
     }
 
     /// Whether writes are to be refused.

@@ -1,5 +1,7 @@
 //! Log lines that a guest can cause, bounded (XSA-180).
 
+use std::sync::{Mutex, PoisonError};
+
 /// Lines let through in one window.
 const LINES: u32 = 5;
 /// Nanoseconds of a window.
@@ -28,6 +30,29 @@ impl Quiet {
         self.lines += 1;
         Some(std::mem::take(&mut self.held_back))
     }
+}
+
+/// The same for several threads.
+#[derive(Debug, Default)]
+pub struct SharedQuiet(Mutex<Quiet>);
+
+impl SharedQuiet {
+    /// As [`Quiet::allow`].
+    pub fn allow(&self, now_ns: u64) -> Option<u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).allow(now_ns)
+    }
+}
+
+/// What one disk may log, by cause, so that none drowns another. It belongs to the disk and not
+/// to a connection or a queue: a guest can make any number of those.
+#[derive(Debug, Default)]
+pub struct Budgets {
+    /// Requests that are wrong.
+    pub requests: SharedQuiet,
+    /// Connections that come, go, break or are refused.
+    pub connections: SharedQuiet,
+    /// Storage that fails.
+    pub storage: SharedQuiet,
 }
 
 #[cfg(test)]

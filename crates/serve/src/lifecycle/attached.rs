@@ -199,7 +199,10 @@ impl Attached {
             match message {
                 Message::Event(QueueEvent::Violation(violation)) => {
                     let why = format!("queue {index} stopped for good: {violation}");
-                    tracing::error!("{why}");
+                    let now_ns = backend.device.clock.now_ns();
+                    if let Some(held_back) = backend.device.quiet.connections.allow(now_ns) {
+                        tracing::error!(held_back, "{why}");
+                    }
                     backend.report_error(&why)?;
                 }
                 Message::End(QueueEnd::Stopped) => {}

@@ -19,7 +19,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::connection::{Device, Waker};
 use crate::negotiate::{self, NegotiateError, Offer};
-use crate::quiet::Quiet;
 
 mod attached;
 
@@ -308,6 +307,7 @@ impl Backend<'_> {
         attached: &mut Option<Attached>,
         refused: &mut Refused,
     ) -> Result<(), ServeError> {
+        let now_ns = self.device.clock.now_ns();
         if let Some(a) = attached {
             // Back at 3 with other rings and without having closed: a resumed guest (3.8).
             let same = front == State::Connected
@@ -315,7 +315,9 @@ impl Backend<'_> {
             if same {
                 return Ok(());
             }
-            tracing::info!("the frontend has set up other rings: connecting anew");
+            if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
+                tracing::info!(held_back, "the frontend has set up other rings: connecting anew");
+            }
             self.detach(attached)?;
         }
         let connected = self
@@ -324,14 +326,16 @@ impl Backend<'_> {
             .and_then(|wanted| Attached::connect(self, wanted));
         match connected {
             Ok(a) => {
-                tracing::info!("connected: {}", a.describe());
+                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
+                    tracing::info!(held_back, "connected: {}", a.describe());
+                }
                 *attached = Some(a);
                 self.offer(State::Connected)
             }
             Err(Refusal::Host(e)) => Err(e),
             Err(Refusal::Guest(why)) => {
                 refused.refuse();
-                if let Some(held_back) = refused.quiet.allow(self.device.clock.now_ns()) {
+                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
                     tracing::error!(held_back, "cannot connect the frontend: {why}");
                 }
                 self.report_error(&why)?;
@@ -427,7 +431,10 @@ impl Backend<'_> {
         let grown = match self.device.disk.refresh_size() {
             Ok(grown) => grown,
             Err(e) => {
-                tracing::warn!("cannot ask for the size of the image: {e}");
+                let now_ns = self.device.clock.now_ns();
+                if let Some(held_back) = self.device.quiet.storage.allow(now_ns) {
+                    tracing::warn!(held_back, "cannot ask for the size of the image: {e}");
+                }
                 return Ok(());
             }
         };
@@ -485,7 +492,6 @@ fn error_path(backend: &str) -> String {
 #[derive(Default)]
 struct Refused {
     waiting: bool,
-    quiet: Quiet,
 }
 
 impl Refused {

@@ -134,7 +134,7 @@ impl Queue {
         match self.ring.link().copy(arena, direction, &mut self.segments) {
             Ok(()) => true,
             Err(e) => {
-                if let Some(held_back) = self.quiet.allow(self.clock.now_ns()) {
+                if let Some(held_back) = self.held_back_lines() {
                     tracing::warn!(queue = self.index, held_back, "grant copy failed: {e}");
                 }
                 false
@@ -148,7 +148,7 @@ impl Queue {
         let Some(bad) = self.segments[from..to].iter().find(|s| !s.is_ok()).copied() else {
             return true;
         };
-        if let Some(held_back) = self.quiet.allow(self.clock.now_ns()) {
+        if let Some(held_back) = self.held_back_lines() {
             tracing::warn!(
                 queue = self.index,
                 held_back,

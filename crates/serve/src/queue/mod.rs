@@ -22,7 +22,6 @@ use ferrite_xen::ring::{BackRing, RingViolation};
 
 use crate::connection::Connection;
 use crate::inflight::{QueueTable, Unanswered};
-use crate::quiet::Quiet;
 use crate::trace::TraceRing;
 
 mod answer;
@@ -89,7 +88,6 @@ pub struct Queue {
     flights: Flights,
     table: QueueTable,
     trace: TraceRing,
-    quiet: Quiet,
 
     replay: VecDeque<Unanswered>,
     /// The frontend broke the ring: nothing more is taken from it.
@@ -150,7 +148,6 @@ impl Queue {
             flights,
             table,
             trace,
-            quiet: Quiet::default(),
             replay: replay.into(),
             broken: false,
             stalled: false,

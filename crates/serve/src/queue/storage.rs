@@ -141,7 +141,7 @@ impl Queue {
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
         let work = flight.work;
-        if let Some(held_back) = self.quiet.allow(now_ns) {
+        if let Some(held_back) = self.connection.device.quiet.storage.allow(now_ns) {
             tracing::error!(
                 queue = self.index,
                 held_back,

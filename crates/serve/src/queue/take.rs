@@ -198,8 +198,15 @@ impl Queue {
         }
     }
 
+    /// Whether a line about a wrong request may be logged, see [`Quiet::allow`].
+    ///
+    /// [`Quiet::allow`]: crate::quiet::Quiet::allow
+    pub(super) fn held_back_lines(&self) -> Option<u64> {
+        self.connection.device.quiet.requests.allow(self.clock.now_ns())
+    }
+
     fn refuse(&mut self, ticket: Ticket, refusal: Refusal) {
-        if let Some(held_back) = self.quiet.allow(self.clock.now_ns()) {
+        if let Some(held_back) = self.held_back_lines() {
             let id = self.flights.get(&ticket).id;
             tracing::warn!(
                 queue = self.index,
