@@ -1,0 +1,276 @@
+//! What a guest can use up: nothing that it does not give back (security.md T7), no log (T16), no
+//! processor time once its ring is stopped (T13).
+//!
+//! All of it is counted for the whole process, so these tests run one at a time.
+
+mod rig;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, Once};
+use std::time::{Duration, Instant};
+
+use ferrite_xen::abi::{
+    IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
+};
+use ferrite_xen::hypervisor::GrantRef;
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+use rig::{PATIENCE, Plan, Rig, scale};
+
+/// Counts lines as a log at its usual level would have them.
+struct Lines;
+
+static LINES: AtomicU64 = AtomicU64::new(0);
+
+impl Subscriber for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::INFO
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, _: &Event<'_>) {
+        LINES.fetch_add(1, Ordering::SeqCst);
+    }
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+/// The only test that runs, with a log that is counted.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    static LOG: Once = Once::new();
+    LOG.call_once(|| tracing::subscriber::set_global_default(Lines).unwrap());
+    ALONE.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn plan() -> Plan {
+    Plan { bytes: 4 << 20, pool_bytes: 4 << 20, ..Plan::default() }
+}
+
+fn many() -> FrontOptions {
+    FrontOptions { check_release: false, queues: 4, order: 2, ..FrontOptions::windows() }
+}
+
+/// Descriptors, mappings, and KiB of memory in use.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    descriptors: usize,
+    mappings: usize,
+    threads: usize,
+    rss_kib: u64,
+}
+
+fn held() -> Held {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let rss = status.lines().find_map(|l| l.strip_prefix("VmRSS:")).unwrap();
+    // Heaps of threads and their stacks come and go; files, devices and arenas have names or are
+    // shared.
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let named = |line: &&str| line.contains(" rw-s ") || line.contains('/');
+    Held {
+        descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count(),
+        mappings: maps.lines().filter(named).count(),
+        threads: std::fs::read_dir("/proc/self/task").unwrap().count(),
+        rss_kib: rss.trim().trim_end_matches(" kB").parse().unwrap(),
+    }
+}
+
+/// Sends `count` requests of every wrong kind there is, as fast as they are answered.
+fn send_errors(front: &mut Frontend, count: u32) {
+    let good = front.space().buffer(2).unwrap();
+    for queue in &mut front.queues {
+        let mut sent = 0;
+        while sent < count {
+            while queue.free_slots() > 0 && sent < count {
+                bad_request(queue, &good, sent);
+                sent += 1;
+            }
+            for reply in queue.drain(PATIENCE).unwrap() {
+                assert_ne!(reply.status, STATUS_OKAY);
+            }
+        }
+    }
+}
+
+fn bad_request(queue: &mut FrontQueue, good: &Buffer, i: u32) {
+    let segment = good.segment(0, 0, 7);
+    let bad = RawSegment { gref: 0x7FFF_0000 + i, ..segment };
+    let pages = [GrantRef(i % 3); 8];
+    let op = IndirectOp::Write;
+    match i % 8 {
+        0 => queue.plain(PlainOp::Read, 0, &[segment, bad]),
+        1 => queue.plain(PlainOp::Write, 0, &[bad]),
+        2 => queue.plain(PlainOp::Write, u64::MAX, &[segment]),
+        3 => queue.plain(PlainOp::Read, 0, &[RawSegment { last_sect: 9, ..segment }]),
+        4 => queue.message(OP_WRITE, Message::Indirect { op, nr_segments: 200, sector: 0, pages }),
+        5 => queue.message(OP_WRITE, Message::Indirect { op, nr_segments: 0, sector: 0, pages }),
+        6 => queue.message(77, Message::Unknown),
+        _ => queue.plain(PlainOp::Barrier, 0, &[bad]),
+    }
+    .unwrap();
+}
+
+#[test]
+fn errors_leave_nothing_behind_not_even_when_the_domain_is_destroyed() {
+    let _alone = alone();
+    let mut rig = Rig::new(plan());
+    let mut front = rig.frontend();
+    let space = front.space().clone();
+    // Once for everything that is made at the first use.
+    front.connect(&many(), PATIENCE).unwrap();
+    send_errors(&mut front, 1000);
+    front.close(PATIENCE).unwrap();
+    let free = space.free_counts();
+    let before = held();
+    for _ in 0..2 {
+        front.connect(&many(), PATIENCE).unwrap();
+        assert_eq!(front.queues.len(), 4);
+        send_errors(&mut front, 12_000 * scale());
+        front.close(PATIENCE).unwrap();
+        assert_eq!((space.memory().grants().users(), space.memory().bound_ports()), (0, 0));
+        assert_eq!(space.free_counts(), free);
+    }
+    let after = held();
+    assert_eq!(after.descriptors, before.descriptors, "{before:?} became {after:?}");
+    assert_eq!(after.threads, before.threads, "{before:?} became {after:?}");
+    assert!(after.mappings <= before.mappings, "{before:?} became {after:?}");
+    assert!(after.rss_kib < before.rss_kib + 8192, "{before:?} became {after:?}");
+
+    // And with the guest gone in the middle of it.
+    front.connect(&many(), PATIENCE).unwrap();
+    let good = space.buffer(2).unwrap();
+    for queue in &mut front.queues {
+        (0..queue.entries()).for_each(|i| bad_request(queue, &good, i));
+        queue.push().unwrap();
+    }
+    rig.machine.destroy(rig.domid).unwrap();
+    rig.machine.unplug(&rig.disk.clone()).unwrap();
+    rig.join().unwrap();
+    assert_eq!((space.memory().grants().users(), space.memory().bound_ports()), (0, 0));
+    front.queues.drain(..).for_each(|queue| queue.release().unwrap());
+}
+
+/// Lines that appear while `work` runs, beyond what the seconds that it takes allow.
+fn assert_quiet(what: &str, work: impl FnOnce()) {
+    let (lines, start) = (LINES.load(Ordering::SeqCst), Instant::now());
+    work();
+    let lines = LINES.load(Ordering::SeqCst) - lines;
+    let windows = start.elapsed().as_secs() / 10 + 2;
+    println!("{what}: {lines} lines in {:?}", start.elapsed());
+    assert!(lines <= 40 * windows, "{what}: {lines} lines in {:?}", start.elapsed());
+}
+
+#[test]
+fn a_million_malformed_requests_are_a_handful_of_lines() {
+    let _alone = alone();
+    let rig = Rig::new(plan());
+    let mut front = rig.connect(&many());
+    assert_quiet("malformed requests", || send_errors(&mut front, 25_000 * scale()));
+    assert!(LINES.load(Ordering::SeqCst) > 0, "nothing is logged at all");
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_guest_that_connects_again_and_again_is_a_handful_of_lines_too() {
+    let _alone = alone();
+    let rig = Rig::new(plan());
+    let mut front = rig.frontend();
+    assert_quiet("reconnecting", || {
+        for _ in 0..100 * scale() {
+            front.connect(&many(), PATIENCE).unwrap();
+            send_errors(&mut front, 16);
+            front.close(PATIENCE).unwrap();
+        }
+    });
+}
+
+#[test]
+fn rings_that_are_broken_again_and_again_are_a_handful_of_lines_too() {
+    let _alone = alone();
+    let mut rig = Rig::new(plan());
+    let mut front = rig.frontend();
+    assert_quiet("broken rings", || {
+        for _ in 0..60 * scale() {
+            front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+            front.queues[0].ring().store(RingWord::ReqProd, 1 << 20);
+            front.queues[0].notify().unwrap();
+            assert!(rig.wait_for_error().contains("impossible"));
+            front.close(PATIENCE).unwrap();
+        }
+    });
+}
+
+#[test]
+fn frontends_that_are_refused_again_and_again_are_a_handful_of_lines_too() {
+    let _alone = alone();
+    let rig = Rig::new(plan());
+    let mut front = rig.frontend();
+    assert_quiet("refusals", || {
+        for _ in 0..200 * scale() {
+            front.set_state(1).unwrap();
+            front.wait_for_backend(&[2], PATIENCE).unwrap();
+            let options = FrontOptions::default();
+            front.offer_edited(&options, |keys| keys.set("ring-ref", "x\ny")).unwrap();
+            front.wait_for_backend(&[5], PATIENCE).unwrap();
+            front.set_state(6).unwrap();
+            front.wait_for_backend(&[6], PATIENCE).unwrap();
+        }
+    });
+}
+
+/// Time that this process's threads of that name have used, in clock ticks.
+fn ticks_of(name: &str) -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
+    let ticks = |task: std::path::PathBuf| {
+        let stat = std::fs::read_to_string(task.join("stat")).ok()?;
+        let (head, rest) = stat.rsplit_once(')')?;
+        let fields: Vec<&str> = rest.split_whitespace().collect();
+        let ticks = fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?;
+        head.ends_with(name).then_some(ticks)
+    };
+    tasks.filter_map(ticks).sum()
+}
+
+#[test]
+fn a_stopped_ring_costs_no_time_whatever_is_sent_to_it() {
+    let _alone = alone();
+    let mut rig = Rig::new(plan());
+    let mut front = rig.connect(&FrontOptions::default());
+    front.queues[0].ring().store(RingWord::ReqProd, 1 << 31);
+    front.queues[0].notify().unwrap();
+    rig.wait_for_error();
+    let before = ticks_of("queue-0");
+    let end = Instant::now() + Duration::from_millis(500);
+    while Instant::now() < end {
+        front.queues[0].notify().unwrap();
+        front.queues[0].ring().store(RingWord::ReqProd, Instant::now().elapsed().subsec_nanos());
+    }
+    let used = ticks_of("queue-0") - before;
+    assert!(used <= 5, "{used} ticks of a hundredth of a second");
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn an_idle_ring_costs_no_time() {
+    let _alone = alone();
+    let rig = Rig::new(plan());
+    let mut front = rig.connect(&FrontOptions { queues: 4, ..FrontOptions::default() });
+    let buffer = front.space().buffer(1).unwrap();
+    for queue in &mut front.queues {
+        queue.plain(PlainOp::Barrier, 0, &[buffer.segment(0, 0, 7)]).unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        queue.message(OP_READ, Message::Unknown).unwrap();
+        assert_eq!(queue.next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
+    }
+    let names = ["queue-0", "queue-1", "queue-2", "queue-3"];
+    let ticks = || names.into_iter().map(ticks_of).sum::<u64>();
+    let before = ticks();
+    std::thread::sleep(Duration::from_millis(400));
+    assert!(ticks() - before <= 3, "{} ticks of a hundredth of a second", ticks() - before);
+    front.close(PATIENCE).unwrap();
+}
