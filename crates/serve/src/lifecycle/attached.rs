@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use ferrite_io::pool::Pool;
 use ferrite_xen::hypervisor::{HypervisorError, Link};
 use ferrite_xen::ring::BackRing;
+use ferrite_xen::store::StoreError;
 
 use super::{Backend, Refusal, ServeError, largest_request};
 use crate::connection::{Connection, Waker};
@@ -304,7 +305,12 @@ fn identity(
     max_indirect_segments: u16,
 ) -> Result<Identity, ServeError> {
     // Domain numbers are used again; a domain's uuid is not.
-    let vm = backend.store.read_string(&format!("/local/domain/{}/vm", backend.config.domid))?;
+    // A driver domain may not look, and goes by the rest.
+    let vm = backend.store.read_string(&format!("/local/domain/{}/vm", backend.config.domid));
+    let vm = match vm {
+        Err(StoreError::Access { .. }) => None,
+        vm => vm?,
+    };
     Ok(Identity {
         text: format!(
             "domain={} vm={} device={} {}",

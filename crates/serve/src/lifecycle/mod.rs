@@ -178,6 +178,8 @@ struct Look {
     online: bool,
     /// The toolstack has removed the directory.
     gone: bool,
+    /// The guest does not exist any more.
+    dead: bool,
 }
 
 impl Look {
@@ -243,7 +245,7 @@ impl Backend<'_> {
                 return Ok(Outcome::Unplugged);
             }
             self.follow(frontend, look, &mut attached, &mut refused)?;
-            if attached.is_none() && !look.online && self.let_go(look)? {
+            if attached.is_none() && (!look.online || look.dead) && self.let_go(look)? {
                 return Ok(Outcome::Unplugged);
             }
             if self.wait(Some(RESIZE_CHECK))? {
@@ -348,7 +350,7 @@ impl Backend<'_> {
         negotiate::read_frontend(self.store, frontend, &self.offer)
     }
 
-    /// The toolstack wants the disk gone, and no guest holds it. `true`: done.
+    /// The disk is to go, by the toolstack's wish or with its guest. `true`: nobody holds it.
     fn let_go(&mut self, look: Look) -> Result<bool, ServeError> {
         let holds = matches!(look.front, State::Initialised | State::Connected | State::Closing);
         if holds {
@@ -370,12 +372,24 @@ impl Backend<'_> {
         let own = self.read("state")?;
         let online = self.read("online")?;
         let gone = own.is_none() && self.read("frontend")?.is_none();
+        let dead = front.is_none() && self.guest_is_dead()?;
         Ok(Look {
             front: State::parse(front.as_deref()),
             own: State::parse(own.as_deref()),
             online: online.as_deref() != Some(b"0"),
             gone,
+            dead,
         })
+    }
+
+    /// Whether the guest's home has gone with it. A driver domain may not look, and waits for the
+    /// toolstack.
+    fn guest_is_dead(&mut self) -> Result<bool, StoreError> {
+        match self.store.read(&format!("/local/domain/{}", self.config.domid)) {
+            Ok(home) => Ok(home.is_none()),
+            Err(StoreError::Access { .. }) => Ok(false),
+            Err(e) => Err(e),
+        }
     }
 
     fn read(&mut self, key: &str) -> Result<Option<Vec<u8>>, StoreError> {
