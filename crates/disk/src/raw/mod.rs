@@ -1,6 +1,7 @@
 //! A regular file or a block device, byte for byte.
 
 use std::fmt;
+use std::io::ErrorKind::{Interrupted, WouldBlock};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,6 +18,9 @@ mod lock;
 mod zero;
 
 use geometry::Geometry;
+
+/// How often a flush may be interrupted, or be without the kernel's resources, in a row.
+const FLUSH_RETRIES: u32 = 16;
 
 /// The two kinds of medium that a raw disk can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +131,13 @@ impl Raw {
     ) -> std::io::Result<()> {
         if self.read_only {
             return Ok(());
+        }
+        // Neither says anything about what was written; any other error does (and is told once).
+        for _ in 0..FLUSH_RETRIES {
+            match io.sync(files[0]).await {
+                Err(e) if matches!(e.kind(), Interrupted | WouldBlock) => {}
+                done => return done,
+            }
         }
         io.sync(files[0]).await
     }
