@@ -2,18 +2,23 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ferrite_disk::Disk;
 use ferrite_io::clock::Clock;
 use ferrite_io::pool::Pool;
+use ferrite_io::shm::Shm;
 use ferrite_xen::abi::Protocol;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::gate::Gate;
 use crate::quiet::Budgets;
 use crate::request::Limits;
+
+/// Bytes of the file that remembers a failed flush.
+const LATCH_BYTES: usize = 64;
 
 /// A disk that is served, from attach to detach.
 pub struct Device {
@@ -27,12 +32,20 @@ pub struct Device {
     /// empty flush for a disk without a cache and goes on, so all later writes fail until the
     /// disk is attached again (blkif.md 2, rule 3).
     flush_failed: AtomicBool,
+    /// Where that is remembered for successors.
+    latch: OnceLock<Shm>,
 }
 
 impl Device {
     /// A device in good order.
     pub fn new(disk: Disk, clock: Arc<dyn Clock>) -> Device {
-        Device { disk, clock, quiet: Budgets::default(), flush_failed: AtomicBool::new(false) }
+        Device {
+            disk,
+            clock,
+            quiet: Budgets::default(),
+            flush_failed: AtomicBool::new(false),
+            latch: OnceLock::new(),
+        }
     }
 
     /// Whether writes are to be refused.
@@ -42,7 +55,29 @@ impl Device {
 
     /// Refuses all writes from now on; `true` the first time.
     pub fn latch_flush_failure(&self) -> bool {
+        if let Some(latch) = self.latch.get() {
+            latch.store_u32(0, 1);
+        }
         !self.flush_failed.swap(true, Ordering::SeqCst)
+    }
+
+    /// From now on remembers a failed flush in this file, which outlives the process; `anew` for a
+    /// disk that was just attached, with nothing to remember. Does nothing the second time.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn remember_in(&self, path: &Path, anew: bool) -> io::Result<()> {
+        let kept = if anew { None } else { Shm::open(path).ok() };
+        let latch = match kept.filter(|latch| latch.len() >= LATCH_BYTES) {
+            Some(latch) => latch,
+            None => Shm::create(path, LATCH_BYTES)?,
+        };
+        if latch.load_u32(0) != 0 {
+            self.flush_failed.store(true, Ordering::SeqCst);
+        }
+        // The caller serves a device once.
+        let _ = self.latch.set(latch);
+        Ok(())
     }
 }
 

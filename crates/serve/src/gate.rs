@@ -77,6 +77,13 @@ impl Gate {
         let me = queue as u32 + 1;
         assert_eq!(self.holder.swap(OPEN, SeqCst), me, "the gate is opened by who closed it");
     }
+
+    /// Nothing of `queue` is under way any more, nor will be: the gate opens if it holds it. All
+    /// other queues have to be woken.
+    pub fn forfeit(&self, queue: usize) {
+        self.busy[queue].0.store(false, SeqCst);
+        let _ = self.holder.compare_exchange(queue as u32 + 1, OPEN, SeqCst, SeqCst);
+    }
 }
 
 #[cfg(test)]
@@ -96,6 +103,16 @@ mod tests {
         gate.leave(1);
         gate.open(0);
         assert!(gate.enter(1));
+    }
+
+    #[test]
+    fn a_queue_that_is_gone_neither_holds_the_gate_nor_is_waited_for() {
+        let gate = Gate::new(2);
+        assert!(gate.enter(0) && gate.enter(1) && gate.close(1));
+        gate.forfeit(0);
+        assert!(gate.others_idle(1) && gate.close(1));
+        gate.forfeit(1);
+        assert!(gate.enter(0));
     }
 }
 

@@ -39,7 +39,6 @@ const QUEUES_AT: usize = 12;
 const ENTRIES_AT: usize = 16;
 const SEGMENTS_AT: usize = 20;
 const IDENTITY_LEN_AT: usize = 24;
-const FLUSH_FAILED_AT: usize = 28;
 const IDENTITY_AT: usize = 64;
 /// Room for the identity, which is text of our own making.
 const IDENTITY_MAX: usize = 4096 - IDENTITY_AT;
@@ -187,11 +186,6 @@ impl Table {
         Ok(Table { shm, identity })
     }
 
-    /// Whether a predecessor had a flush that failed, see [`QueueTable::flush_failed`].
-    pub fn flush_has_failed(&self) -> bool {
-        self.shm.load_u32(FLUSH_FAILED_AT) != 0
-    }
-
     /// One queue's part; each is handed to one thread.
     pub fn into_queues(self) -> Vec<QueueTable> {
         let shm = std::sync::Arc::new(self.shm);
@@ -284,11 +278,6 @@ impl QueueTable {
     /// Step 9.
     pub fn free(&self, entry: u32) {
         self.shm.store_u32(self.entry(entry) + STATE_AT, FREE);
-    }
-
-    /// Remembers for successors that a flush failed: writes stay refused.
-    pub fn flush_failed(&self) {
-        self.shm.store_u32(FLUSH_FAILED_AT, 1);
     }
 
     /// What the predecessor left, given the response producer that stands on the ring now.

@@ -93,9 +93,6 @@ impl Attached {
         }
         let table = Table::open(&table_path(backend), identity(backend, &wanted, indirect)?)
             .map_err(|e| refuse(e.to_string()))?;
-        if table.flush_has_failed() {
-            backend.device.latch_flush_failure();
-        }
         let connection = new_connection(backend, &wanted, indirect, discard)?;
         let mut prepared = Vec::new();
         let mut undone = 0;
@@ -158,6 +155,7 @@ impl Attached {
         let engine = backend.config.engine.clone();
         let control = backend.control.clone();
         let body = move || {
+            let _gone = Gone { connection: connection.clone(), index };
             let tell = |message| tell(&sender, &control, index, message);
             let Prepared { ring, table, replay } = prepared;
             let entries = ring.entries() + EXTRA_OPERATIONS;
@@ -255,6 +253,20 @@ impl Attached {
 impl Drop for Attached {
     fn drop(&mut self) {
         self.join();
+    }
+}
+
+/// A queue's thread: when it ends, however it does, those who wait for the queue go on. Its
+/// engine has ended by then, and with it all I/O.
+struct Gone {
+    connection: Arc<Connection>,
+    index: usize,
+}
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        self.connection.gate.forfeit(self.index);
+        self.connection.wake_all();
     }
 }
 

@@ -229,8 +229,17 @@ impl Backend<'_> {
             .map_err(|_| ServeError::Attachment(format!("{backend}/frontend is not a path")))
     }
 
+    /// The file that remembers a failed flush until the disk is attached again.
+    fn latch_path(&self) -> PathBuf {
+        self.config.run_dir.join("flush-failed")
+    }
+
     fn run(&mut self, frontend: &str) -> Result<Outcome, ServeError> {
         let look = self.look(frontend)?;
+        // The toolstack writes 1 and we never do: a disk that was attached just now.
+        self.device
+            .remember_in(&self.latch_path(), look.own == State::Initialising)
+            .map_err(|e| ServeError::host("remember failed flushes", e))?;
         let mut attached = None;
         if look.is_in_use() {
             attached = Some(Attached::take_over(self, frontend)?);

@@ -45,7 +45,6 @@ impl Queue {
         let results = std::mem::take(&mut *self.task_results.borrow_mut());
         for (entry, result) in results {
             let ticket = Ticket::unpark(entry);
-            let action = self.flights.get(&ticket).work.action;
             if self.alone_running {
                 self.alone_running = false;
                 self.connection.gate.open(self.index);
@@ -53,14 +52,7 @@ impl Queue {
             }
             match result {
                 Ok(()) => self.data_done(ticket),
-                Err(e) => {
-                    let flushes =
-                        matches!(action, Action::Flush | Action::FlushThenWrite | Action::Barrier);
-                    if flushes && self.connection.device.flush_has_failed() {
-                        self.table.flush_failed();
-                    }
-                    self.storage_failed(ticket, &e);
-                }
+                Err(e) => self.storage_failed(ticket, &e),
             }
         }
     }
