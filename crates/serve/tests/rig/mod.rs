@@ -67,6 +67,12 @@ impl Default for Plan {
     }
 }
 
+impl Plan {
+    fn virtual_disk(&self) -> VirtualDisk {
+        VirtualDisk { backend_keys: self.backend_keys.clone(), ..VirtualDisk::xvd(0) }
+    }
+}
+
 /// The machine, and the backend in a thread of this process.
 pub struct Rig {
     pub machine: Machine,
@@ -90,15 +96,18 @@ impl Rig {
     pub fn without_backend(plan: Plan) -> Rig {
         let mut machine = Machine::new().unwrap();
         let domid = machine.add_guest(plan.guest).unwrap();
-        let backend_keys = plan.backend_keys.clone();
-        let disk = VirtualDisk { backend_keys, ..VirtualDisk::xvd(0) };
-        let disk = machine.attach_disk(domid, disk).unwrap();
+        let disk = machine.attach_disk(domid, plan.virtual_disk()).unwrap();
         let dir = dir_in_memory();
         let image = plan.image.clone().unwrap_or_else(|| dir.path().join("disk.img"));
         if plan.image.is_none() {
             std::fs::File::create(&image).unwrap().set_len(plan.bytes).unwrap();
         }
         Rig { machine, domid, disk, dir, image, plan, backend: None }
+    }
+
+    /// The toolstack attaches the disk (again).
+    pub fn attach(&mut self) {
+        self.disk = self.machine.attach_disk(self.domid, self.plan.virtual_disk()).unwrap();
     }
 
     /// Starts a backend (again).

@@ -1,0 +1,396 @@
+//! Storage that fails in every way (security.md T6, T18; blkif.md 2, rule 3): the request gets an
+//! error or is done, the guest gets no byte that is not its own, and the disk goes on.
+
+mod faulty;
+mod rig;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::engine::Op;
+use ferrite_serve::lifecycle::{Outcome, ServeError};
+use ferrite_xen::abi::{OP_DISCARD, PlainOp, STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY};
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+
+use faulty::{
+    EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, EOPNOTSUPP, Fault, Faults, is_read, is_sync, is_write,
+};
+use rig::{PATIENCE, Plan, Rig};
+
+const BYTES: u64 = 4 << 20;
+
+fn rig() -> (Rig, Faults) {
+    let faults = Faults::none();
+    let plan = Plan { bytes: BYTES, engine: faults.factory(), ..Plan::default() };
+    (Rig::new(plan), faults)
+}
+
+fn pattern(sector: u64, bytes: usize) -> Vec<u8> {
+    (sector..sector + bytes as u64 / 512)
+        .flat_map(|s| (s ^ 0x5A5A).to_le_bytes().repeat(64))
+        .collect()
+}
+
+fn connected(rig: &Rig) -> (Frontend, Buffer) {
+    let front = rig.connect(&FrontOptions { max_indirect: 256, ..FrontOptions::default() });
+    let buffer = front.space().buffer(256).unwrap();
+    (front, buffer)
+}
+
+fn write(queue: &mut FrontQueue, buffer: &Buffer, sector: u64, bytes: usize) -> i16 {
+    queue.write(sector, buffer, 0, bytes).unwrap();
+    queue.next_reply(PATIENCE).unwrap().status
+}
+
+fn read(queue: &mut FrontQueue, buffer: &Buffer, sector: u64, bytes: usize) -> i16 {
+    queue.read(sector, buffer, 0, bytes).unwrap();
+    queue.next_reply(PATIENCE).unwrap().status
+}
+
+fn flush(queue: &mut FrontQueue) -> i16 {
+    queue.flush().unwrap();
+    queue.next_reply(PATIENCE).unwrap().status
+}
+
+#[test]
+fn short_transfers_are_continued_until_all_is_done() {
+    let (rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    let queue = &mut front.queues[0];
+    let mut random = SplitMix64::new(3);
+    // Whole sectors, and pieces that end within one and have to be done again.
+    faults.set(move |op| match op {
+        Op::Read { buf, .. } | Op::Write { buf, .. } if buf.len() > 512 => {
+            Fault::Short(512 + random.below(buf.len() as u64 - 512) as usize)
+        }
+        _ => Fault::None,
+    });
+    for (sector, bytes) in [(0, 4096), (9, 11 * 4096), (100, 1 << 20), (3, 512)] {
+        let data = pattern(sector, bytes);
+        buffer.write(0, &data);
+        assert_eq!(write(queue, &buffer, sector, bytes), STATUS_OKAY);
+        assert!(rig.sectors(sector, bytes) == data);
+        buffer.fill(0, bytes, 0xEE);
+        assert_eq!(read(queue, &buffer, sector, bytes), STATUS_OKAY);
+        assert!(buffer.to_vec(0, bytes) == data);
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn errors_fail_their_request_and_leave_the_guests_pages_alone() {
+    let (rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    let queue = &mut front.queues[0];
+    // What earlier requests left in the pool must not be seen.
+    buffer.fill(0, buffer.len(), 0x66);
+    assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
+    for fault in [EIO, ENOSPC, ENOMEM].map(Fault::Errno).into_iter().chain([Fault::Nothing]) {
+        for bytes in [512, 4096, 1 << 20] {
+            faults.once(is_read, fault);
+            buffer.fill(0, buffer.len(), 0xEE);
+            assert_eq!(read(queue, &buffer, 2048, bytes), STATUS_ERROR, "{fault:?}");
+            let untouched = buffer.to_vec(0, buffer.len()).iter().all(|b| *b == 0xEE);
+            assert!(untouched, "{fault:?}: bytes of a failed read reached the guest");
+            assert_eq!(read(queue, &buffer, 2048, bytes), STATUS_OKAY);
+            assert!(buffer.to_vec(0, bytes).iter().all(|b| *b == 0), "the medium is empty there");
+
+            faults.once(is_write, fault);
+            buffer.fill(0, buffer.len(), 0xDD);
+            assert_eq!(write(queue, &buffer, 4096, bytes), STATUS_ERROR, "{fault:?}");
+            assert!(rig.sectors(4096, bytes).iter().all(|b| *b == 0), "{fault:?}");
+        }
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn an_error_behind_a_part_fails_the_whole_request() {
+    let (rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    let queue = &mut front.queues[0];
+    buffer.fill(0, buffer.len(), 0x66);
+    assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
+    for end in [Fault::Errno(EIO), Fault::Nothing] {
+        let mut script = [Fault::Short(8192), Fault::Short(1000), end].into_iter();
+        faults.set(move |_| script.next().unwrap_or(Fault::None));
+        buffer.fill(0, buffer.len(), 0xEE);
+        assert_eq!(read(queue, &buffer, 0, 1 << 20), STATUS_ERROR);
+        assert!(buffer.to_vec(0, buffer.len()).iter().all(|b| *b == 0xEE));
+        assert_eq!(read(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
+        assert!(buffer.to_vec(0, buffer.len()).iter().all(|b| *b == 0x66));
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn try_again_is_tried_again_and_not_for_ever() {
+    let (rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    let queue = &mut front.queues[0];
+    buffer.write(0, &pattern(0, 1 << 20));
+    for errno in [EAGAIN, EINTR] {
+        let mut left = 20;
+        faults.set(move |_| {
+            left -= 1;
+            if left >= 0 { Fault::Errno(errno) } else { Fault::None }
+        });
+        assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
+        assert_eq!(read(queue, &buffer, 0, 4096), STATUS_OKAY);
+        faults.set(move |_| Fault::Errno(errno));
+        assert_eq!(write(queue, &buffer, 0, 4096), STATUS_ERROR);
+        assert_eq!(read(queue, &buffer, 0, 4096), STATUS_ERROR);
+        faults.set(|_| Fault::None);
+        assert_eq!(read(queue, &buffer, 0, 4096), STATUS_OKAY);
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+/// An interrupted flush says nothing about what was written: it is no reason to give up a disk.
+#[test]
+fn an_interrupted_flush_is_done_again() {
+    let (rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    let queue = &mut front.queues[0];
+    for errno in [EINTR, EAGAIN] {
+        let mut left = 3;
+        faults.set(move |op| {
+            left -= i32::from(is_sync(op));
+            if is_sync(op) && left >= 0 { Fault::Errno(errno) } else { Fault::None }
+        });
+        assert_eq!(flush(queue), STATUS_OKAY, "errno {errno}");
+        assert_eq!(write(queue, &buffer, 0, 4096), STATUS_OKAY);
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+/// Sees that writes of all kinds fail and reads do not.
+fn assert_latched(front: &mut Frontend, buffer: &Buffer, when: &str) {
+    for queue in &mut front.queues {
+        assert_eq!(write(queue, buffer, 0, 4096), STATUS_ERROR, "{when}");
+        assert_eq!(write(queue, buffer, 0, 1 << 17), STATUS_ERROR, "{when}");
+        assert_eq!(flush(queue), STATUS_ERROR, "{when}");
+        for op in [PlainOp::Barrier, PlainOp::Flush] {
+            queue.plain(op, 0, &[buffer.segment(0, 0, 7)]).unwrap();
+            assert_eq!(queue.next_reply(PATIENCE).unwrap().status, STATUS_ERROR, "{when}");
+        }
+        queue.discard(0, 8, false).unwrap();
+        assert_eq!(queue.next_reply(PATIENCE).unwrap().status, STATUS_ERROR, "{when}");
+        assert_eq!(read(queue, buffer, 0, 4096), STATUS_OKAY, "{when}");
+    }
+}
+
+#[test]
+fn after_a_failed_flush_all_writes_fail_until_the_disk_is_attached_again() {
+    for (name, op, segments) in [
+        ("empty flush", PlainOp::Flush, 0),
+        ("flush with data", PlainOp::Flush, 1),
+        ("empty barrier", PlainOp::Barrier, 0),
+        ("barrier with data", PlainOp::Barrier, 1),
+    ] {
+        let (mut rig, faults) = rig();
+        let two = FrontOptions { queues: 2, max_indirect: 256, ..FrontOptions::default() };
+        let mut front = rig.connect(&two);
+        let buffer = front.space().buffer(256).unwrap();
+        assert_eq!(write(&mut front.queues[1], &buffer, 0, 4096), STATUS_OKAY);
+        faults.once(is_sync, Fault::Errno(EIO));
+        let data = [buffer.segment(0, 0, 7)];
+        front.queues[0].plain(op, 0, &data[..segments]).unwrap();
+        assert_eq!(front.queues[0].next_reply(PATIENCE).unwrap().status, STATUS_ERROR, "{name}");
+        assert_latched(&mut front, &buffer, name);
+
+        // Another process takes over.
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+        rig.start();
+        assert_latched(&mut front, &buffer, "after a take-over");
+        // The guest starts another kernel.
+        front.close(PATIENCE).unwrap();
+        front.connect(&two, PATIENCE).unwrap();
+        assert_latched(&mut front, &buffer, "after a reconnection");
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+        rig.start();
+        assert_latched(&mut front, &buffer, "after a reconnection and a take-over");
+        // Detached and attached.
+        rig.machine.unplug(&rig.disk.clone()).unwrap();
+        front.close(PATIENCE).unwrap();
+        assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+        drop(front);
+        rig.machine.remove_disk(&rig.disk.clone()).unwrap();
+        rig.attach();
+        rig.start();
+        let mut front = rig.connect(&two);
+        assert_eq!(write(&mut front.queues[0], &buffer, 0, 4096), STATUS_OKAY, "attached again");
+        assert_eq!(flush(&mut front.queues[0]), STATUS_OKAY);
+        front.close(PATIENCE).unwrap();
+    }
+}
+
+/// Between the guest's leaving and its coming back nothing is connected, and the process may be
+/// replaced just then.
+#[test]
+fn a_failed_flush_is_remembered_while_nobody_is_connected() {
+    let (mut rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    faults.once(is_sync, Fault::Errno(EIO));
+    assert_eq!(flush(&mut front.queues[0]), STATUS_ERROR);
+    front.close(PATIENCE).unwrap();
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    rig.start();
+    front
+        .connect(&FrontOptions { max_indirect: 256, ..FrontOptions::default() }, PATIENCE)
+        .unwrap();
+    assert_latched(&mut front, &buffer, "after a restart with nobody connected");
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn the_data_of_a_flush_that_fails_is_not_written() {
+    let (rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    buffer.fill(0, 4096, 0x77);
+    faults.once(is_sync, Fault::Errno(EIO));
+    front.queues[0].plain(PlainOp::Flush, 0, &[buffer.segment(0, 0, 7)]).unwrap();
+    assert_eq!(front.queues[0].next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
+    assert_eq!(rig.sectors(0, 4096), vec![0; 4096]);
+}
+
+#[test]
+fn a_medium_without_discard_says_so_and_one_that_fails_does_not() {
+    let (rig, faults) = rig();
+    let (mut front, _) = connected(&rig);
+    let queue = &mut front.queues[0];
+    for (errno, status) in [(EIO, STATUS_ERROR), (EOPNOTSUPP, STATUS_NOT_SUPPORTED)] {
+        faults.once(|op| matches!(op, Op::PunchHole { .. }), Fault::Errno(errno));
+        queue.discard(0, 8, false).unwrap();
+        let reply = queue.next_reply(PATIENCE).unwrap();
+        assert_eq!((reply.operation, reply.status), (OP_DISCARD, status));
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn random_faults_under_load_lose_no_request_and_no_byte() {
+    let (rig, faults) = rig();
+    let two = FrontOptions { queues: 2, order: 1, ..FrontOptions::default() };
+    let mut front = rig.connect(&two);
+    let buffer = front.space().buffer(128 * 4).unwrap();
+    let mut random = SplitMix64::new(11);
+    faults.set(move |op| match (op, random.below(8)) {
+        (_, 0) => Fault::Errno(EIO),
+        (_, 1) => Fault::Errno(EAGAIN),
+        (Op::Read { buf, .. } | Op::Write { buf, .. }, 2 | 3) => Fault::Short(buf.len() / 2),
+        (Op::Read { .. } | Op::Write { .. }, 4) => Fault::Nothing,
+        _ => Fault::None,
+    });
+    let mut random = SplitMix64::new(12);
+    let mut good = 0;
+    for round in 0..40 * rig::scale() as u8 {
+        let mut asked = Vec::new();
+        for (q, queue) in front.queues.iter_mut().enumerate() {
+            while queue.free_slots() > 0 {
+                let place = asked.len();
+                let bytes = 4096 * (1 + random.below(4) as usize);
+                let is_write = random.below(2) == 0;
+                let at = place * 4 * 4096;
+                buffer.fill(at, 4 * 4096, if is_write { round | 1 } else { 0xEE });
+                let sector = place as u64 * 32;
+                let tag = match is_write {
+                    true => queue.write(sector, &buffer, at, bytes).unwrap(),
+                    false => queue.read(sector, &buffer, at, bytes).unwrap(),
+                };
+                asked.push((q, tag, is_write, sector, bytes, at));
+            }
+            queue.push().unwrap();
+        }
+        for q in 0..2 {
+            for reply in front.queues[q].drain(PATIENCE).unwrap() {
+                let asked = asked.iter().find(|a| a.0 == q && a.1 == reply.tag).unwrap();
+                let &(_, _, is_write, sector, bytes, at) = asked;
+                let (ours, medium) = (buffer.to_vec(at, bytes), rig.sectors(sector, bytes));
+                if reply.is_ok() {
+                    good += 1;
+                    assert!(ours == medium, "sector {sector}, write: {is_write}");
+                } else if !is_write {
+                    assert!(ours.iter().all(|b| *b == 0xEE), "a failed read left bytes");
+                }
+            }
+        }
+    }
+    assert!(good > 500, "{good}");
+    front.close(PATIENCE).unwrap();
+}
+
+/// The engine as a whole: the backend ends with the reason and leaves states and table as they
+/// are; a successor does what was not done.
+#[test]
+fn an_engine_that_breaks_ends_the_backend_and_not_the_disk() {
+    let (mut rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    assert_eq!(write(&mut front.queues[0], &buffer, 0, 4096), STATUS_OKAY);
+    faults.break_engine("queue-0");
+    buffer.fill(0, 8192, 0x42);
+    for i in 0..8 {
+        front.queues[0].write(i * 16, &buffer, 0, 8192).unwrap();
+    }
+    front.queues[0].push().unwrap();
+    let error = rig.join().unwrap_err();
+    assert!(matches!(error, ServeError::Host { .. }), "{error}");
+    assert!(error.to_string().contains("queue 0"), "{error}");
+    assert_eq!(front.backend_state().unwrap(), 4);
+    faults.break_engine("");
+    rig.start();
+    assert!(front.queues[0].drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+    assert!(rig.sectors(0, 8 * 8192).iter().all(|b| *b == 0x42));
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_queue_that_breaks_does_not_hold_up_one_that_waits_to_be_alone() {
+    let (mut rig, faults) = rig();
+    let two = FrontOptions { queues: 2, ..FrontOptions::default() };
+    let mut front = rig.connect(&two);
+    let buffer = front.space().buffer(2).unwrap();
+    for round in 0..10 {
+        // Queue 0 has work under way as its engine breaks; queue 1 wants the disk for itself.
+        faults.break_engine("queue-0");
+        front.queues[0].write(0, &buffer, 0, 4096).unwrap();
+        front.queues[1].plain(PlainOp::Barrier, 64, &[buffer.segment(1, 0, 7)]).unwrap();
+        if round % 2 == 0 {
+            front.queues[0].push().unwrap();
+        }
+        front.queues[1].push().unwrap();
+        front.queues[0].push().unwrap();
+        let end = Instant::now() + PATIENCE;
+        while rig.is_running() {
+            assert!(Instant::now() < end, "round {round}: the backend does not end");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        rig.join().unwrap_err();
+        faults.break_engine("");
+        rig.start();
+        for queue in &mut front.queues {
+            assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+        }
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn an_engine_that_cannot_be_made_is_an_error_that_leaves_the_guest_waiting() {
+    let no_engine = Plan {
+        bytes: BYTES,
+        engine: Arc::new(|_, _| Err(std::io::Error::from_raw_os_error(ENOMEM))),
+        ..Plan::default()
+    };
+    let mut rig = Rig::new(no_engine);
+    let mut front = rig.frontend();
+    front.wait_for_backend(&[2], PATIENCE).unwrap();
+    front.read_features().unwrap();
+    front.offer(&FrontOptions::default()).unwrap();
+    let error = rig.join().unwrap_err();
+    assert!(error.to_string().contains("memory"), "{error}");
+    let state = front.backend_state().unwrap();
+    assert!([2, 4].contains(&state), "{state}: the guest would give the disk up");
+    assert_eq!(front.space().memory().bound_ports(), 0);
+}

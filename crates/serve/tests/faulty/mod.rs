@@ -1,0 +1,164 @@
+//! A storage engine that fails as it is told, around the real one.
+
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::uring::Uring;
+use ferrite_serve::lifecycle::EngineFactory;
+
+pub const EINTR: i32 = 4;
+pub const EIO: i32 = 5;
+pub const EAGAIN: i32 = 11;
+pub const ENOMEM: i32 = 12;
+pub const ENOSPC: i32 = 28;
+pub const EOPNOTSUPP: i32 = 95;
+
+/// What becomes of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The kernel does it.
+    None,
+    /// It fails with this error number.
+    Errno(i32),
+    /// The kernel does so many bytes of it, from its first.
+    Short(usize),
+    /// It ends without having done anything, and without an error.
+    Nothing,
+}
+
+type Decide = Box<dyn FnMut(&Op) -> Fault + Send>;
+
+/// Decides what fails, for all engines of a disk. Shared with the test.
+#[derive(Clone)]
+pub struct Faults {
+    decide: Arc<Mutex<Decide>>,
+    /// The engine of the thread with this name refuses to go on.
+    broken: Arc<Mutex<Option<String>>>,
+}
+
+impl Faults {
+    /// Nothing fails.
+    pub fn none() -> Faults {
+        let decide: Decide = Box::new(|_| Fault::None);
+        Faults { decide: Arc::new(Mutex::new(decide)), broken: Arc::default() }
+    }
+
+    /// From now on this decides.
+    pub fn set(&self, decide: impl FnMut(&Op) -> Fault + Send + 'static) {
+        *self.decide.lock().unwrap() = Box::new(decide);
+    }
+
+    /// The next data operation or sync for which `of` holds fails so; all others succeed.
+    pub fn once(&self, of: fn(&Op) -> bool, fault: Fault) {
+        let mut left = Some(fault);
+        self.set(move |op| match of(op) {
+            true => left.take().unwrap_or(Fault::None),
+            false => Fault::None,
+        });
+    }
+
+    /// The engine of this queue fails as a whole.
+    pub fn break_engine(&self, thread: &str) {
+        *self.broken.lock().unwrap() = Some(thread.to_owned());
+    }
+
+    /// Engines as a [`Plan`](super::rig::Plan) takes them.
+    pub fn factory(&self) -> EngineFactory {
+        let faults = self.clone();
+        Arc::new(move |arena, entries| {
+            let inner = Uring::new(arena, entries)?;
+            let done = Vec::new();
+            Ok(Box::new(Faulty { inner, faults: faults.clone(), done }))
+        })
+    }
+}
+
+pub fn is_read(op: &Op) -> bool {
+    matches!(op, Op::Read { .. })
+}
+
+pub fn is_write(op: &Op) -> bool {
+    matches!(op, Op::Write { .. })
+}
+
+pub fn is_sync(op: &Op) -> bool {
+    matches!(op, Op::Sync { .. })
+}
+
+struct Faulty {
+    inner: Uring,
+    faults: Faults,
+    done: Vec<Completion>,
+}
+
+impl Faulty {
+    fn check(&self) -> io::Result<()> {
+        let broken = self.faults.broken.lock().unwrap();
+        match std::thread::current().name() == broken.as_deref() && broken.is_some() {
+            true => Err(io::Error::other("the engine is broken")),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Engine for Faulty {
+    fn name(&self) -> &'static str {
+        "faulty"
+    }
+
+    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
+        self.inner.add_file(file)
+    }
+
+    fn push(&mut self, token: Token, op: Op) {
+        let fault = match op {
+            Op::Readable { .. } | Op::Timer { .. } => Fault::None,
+            _ => (self.faults.decide.lock().unwrap())(&op),
+        };
+        match (fault, op) {
+            (Fault::None, op) => self.inner.push(token, op),
+            (Fault::Errno(errno), _) => self.done.push(Completion { token, raw: -errno }),
+            (Fault::Nothing, _) => self.done.push(Completion { token, raw: 0 }),
+            (Fault::Short(n), Op::Read { file, offset, buf }) => {
+                let buf = buf.slice(0, n.min(buf.len()));
+                self.inner.push(token, Op::Read { file, offset, buf });
+            }
+            (Fault::Short(n), Op::Write { file, offset, buf }) => {
+                let buf = buf.slice(0, n.min(buf.len()));
+                self.inner.push(token, Op::Write { file, offset, buf });
+            }
+            (Fault::Short(_), op) => panic!("{op:?} cannot be short"),
+        }
+    }
+
+    fn cancel(&mut self, token: Token) {
+        self.inner.cancel(token);
+    }
+
+    fn submit(&mut self) -> io::Result<()> {
+        self.check()?;
+        self.inner.submit()
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.check()?;
+        match self.done.is_empty() {
+            true => self.inner.wait(timeout),
+            false => self.inner.submit(),
+        }
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        out.append(&mut self.done);
+        self.inner.reap(out);
+    }
+
+    fn in_flight(&self) -> usize {
+        self.done.len() + self.inner.in_flight()
+    }
+}
