@@ -476,9 +476,8 @@ impl Backend<'_> {
 
     /// Waits for a watch, a queue or the end of `timeout`. `true`: asked to stop.
     fn wait(&mut self, timeout: Option<Duration>) -> Result<bool, ServeError> {
-        if self.drain_watches()? {
-            return Ok(false);
-        }
+        // Even a guest that never stops to write keeps nobody from asking us to stop.
+        let timeout = if self.drain_watches()? { Some(Duration::ZERO) } else { timeout };
         let timeout = timeout
             .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let (store, control, stop) = (self.store.fd(), self.control.fd(), self.stop.fd());
