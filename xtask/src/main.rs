@@ -1,9 +1,12 @@
 //! The project's tasks: `cargo xtask demo`, `cargo xtask test`, `cargo xtask lab`.
 #![forbid(unsafe_code)]
 
+mod checks;
+mod demo;
 mod lab;
 mod packages;
 mod steps;
+mod xentests;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -19,6 +22,10 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
+    /// Shows a real Xen host serving a real disk to a real Linux guest.
+    Demo,
+    /// Runs the tests.
+    Test(checks::TestArguments),
     /// The lab: a real Xen host in an emulator.
     #[command(subcommand)]
     Lab(LabTask),
@@ -54,7 +61,7 @@ fn main() -> ExitCode {
     match run(Arguments::parse().task) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error:?}");
+            eprintln!("error: {}", steps::chain(&error));
             ExitCode::FAILURE
         }
     }
@@ -62,6 +69,8 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<ExitCode> {
     match task {
+        Task::Demo => demo::run(),
+        Task::Test(arguments) => checks::test(&arguments),
         Task::Lab(LabTask::Build { suite }) => {
             packages::ensure(&[packages::LAB])?;
             lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;

@@ -45,6 +45,11 @@ pub(crate) fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T>
     result
 }
 
+/// An error with its causes, the outermost first, without a backtrace.
+pub(crate) fn chain(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).collect::<Vec<_>>().join("\n  because: ")
+}
+
 /// Runs a command with its output going to `log` (appended), and shows the log's tail on failure.
 pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     let shown = describe(command);

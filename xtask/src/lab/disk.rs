@@ -120,7 +120,8 @@ impl Disk {
         format!("/local/domain/0/backend/{}/{}/{}", self.backend.kind(), self.domid, self.devid)
     }
 
-    /// Writes both directories as libxl does: each owned by its end, readable by the other.
+    /// Writes both directories as libxl does: each owned by its end, readable by the other. The
+    /// backend's state comes last: to the kernel's backend a frontend without one is gone.
     fn write_directories(&self, lab: &mut Lab) -> Result<()> {
         let (front, back, domid) = (self.frontend(), self.backend_dir(), self.domid);
         let mode = if self.options.read_only { "r" } else { "w" };
@@ -143,7 +144,7 @@ impl Disk {
              xenstore-chmod {front} n{domid} r0; xenstore-chmod {back} n0 r{domid}; {write}; \
              xenstore-write {front}/backend {back} {front}/backend-id 0 \
              {front}/virtual-device {} {front}/device-type disk {front}/trusted 1; \
-             xenstore-write {back}/state 1; xenstore-write {front}/state 1",
+             xenstore-write {front}/state 1; xenstore-write {back}/state 1",
             self.devid
         ))
         .map(drop)
@@ -213,11 +214,17 @@ impl Disk {
 
     fn wait(&self, lab: &mut Lab, what: &str, condition: &str) -> Result<()> {
         let Err(error) = lab.wait_until(what, condition, STATE_LIMIT_S) else { return Ok(()) };
+        let seen = self.describe(lab);
+        Err(error.context(format!("{what} of {}\n{seen}", self.options.name)))
+    }
+
+    /// The backend's log and both directories, for an error message.
+    pub(crate) fn describe(&self, lab: &mut Lab) -> String {
         let log = self.backend_log(lab).unwrap_or_default();
-        let store =
-            format!("xenstore-ls -f {}; xenstore-ls -f {}", self.frontend(), self.backend_dir());
-        let store = lab.dom0(&store, 20).map(|output| output.stdout).unwrap_or_default();
-        Err(error.context(format!("{what}: backend's log:\n{log}\nxenstore:\n{store}")))
+        let (front, back) = (self.frontend(), self.backend_dir());
+        let command = format!("xenstore-ls -f {front}; xenstore-ls -f {back}");
+        let store = lab.dom0(&command, 20).map(|output| output.stdout).unwrap_or_default();
+        format!("backend's log:\n{log}xenstore:\n{store}")
     }
 
     /// Unplugs as a toolstack does: online=0 and state=5, waits for 6, removes the directories.
@@ -253,6 +260,25 @@ impl Disk {
         self.wait_backend_state(lab, 6)?;
         self.forget(lab)?;
         self.wait_backend_gone(lab)
+    }
+
+    /// Asks the serving process to end, as an administrator does for an upgrade.
+    pub(crate) fn stop_backend(&mut self, lab: &mut Lab) -> Result<()> {
+        let Some(pid) = self.pid.take() else { bail!("no backend process to stop") };
+        lab.sh(&format!("kill -TERM {pid}"))?;
+        self.wait(lab, "the backend's end after SIGTERM", &format!("! kill -0 {pid}"))
+    }
+
+    /// Removes whatever is left of the disk after its guest is gone, in good order or not.
+    pub(crate) fn sweep(&mut self, lab: &mut Lab) -> Result<()> {
+        let (front, back) = (self.frontend(), self.backend_dir());
+        lab.sh(&format!(
+            "if xenstore-exists {back}/state; then xenstore-write {back}/online 0 {back}/state 5; \
+             for n in $(seq 50); do [ \"$(xenstore-read {back}/state)\" = 6 ] && break; sleep 0.1; \
+             done; fi; xenstore-rm {front} 2>/dev/null; xenstore-rm {back} 2>/dev/null; \
+             sleep 0.3; pkill -9 -x ferrite; losetup -D; true"
+        ))
+        .map(drop)
     }
 
     /// Kills the serving process as a crash would, and waits until it is reaped.

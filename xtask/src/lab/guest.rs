@@ -39,7 +39,7 @@ impl GuestOptions {
 /// Memory of a guest: its RAM disk with fio and all its libraries needs room to unpack.
 const GUEST_MEMORY_MIB: u32 = 512;
 /// How long a guest may take from its start to its agent; 4 s when nothing else runs.
-const START_LIMIT_S: u64 = 180;
+const START_LIMIT_S: u64 = 60;
 
 /// Messages of blkfront that mean the backend broke the protocol or failed a request.
 const BLKFRONT_COMPLAINTS: &[&str] = &[
@@ -149,7 +149,7 @@ impl Guest {
 
     /// The end of the guest's console, for an error message.
     fn console(&self, lab: &mut Lab) -> String {
-        let command = format!("tail -n 30 {}; xl list", self.log);
+        let command = format!("tail -n 30 {}; xl list; xenstore-ls -f /local/domain/0/backend", self.log);
         lab.dom0(&command, 20).map_or_else(|error| error.to_string(), |output| output.stdout)
     }
 

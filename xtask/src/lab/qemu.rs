@@ -19,7 +19,7 @@ pub(crate) struct Scratch {
 }
 
 /// Memory of the whole host.
-const HOST_MEMORY: &str = "4G";
+const HOST_MEMORY: &str = "3G";
 /// Memory of the dom0, fixed, so that the toolstack never balloons it.
 const DOM0_MEMORY: &str = "1024M";
 
@@ -99,13 +99,13 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
     // Westmere: with newer models QEMU's emulation of SMAP and XSAVE breaks PV kernels now and
     // then. thread=single: Xen's own locking is not what is being tested, and it boots as fast.
     command.args(["-machine", "q35", "-cpu", "Westmere", "-accel", "tcg,thread=single"]);
-    command.args(["-smp", "2", "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
+    command.args(["-smp", "1", "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
     command.args(["-no-reboot", "-nic", "none", "-device", "virtio-rng-pci"]);
     command.arg("-serial").arg(format!("file:{}", console.display()));
     command.arg("-kernel").arg(root.xen());
     command.arg("-append").arg(format!(
         "console=com1 com1=115200,8n1 dom0_mem={DOM0_MEMORY},max:{DOM0_MEMORY} \
-         dom0_max_vcpus=2 loglvl=warning guest_loglvl=warning"
+         dom0_max_vcpus=1 loglvl=warning guest_loglvl=warning"
     ));
     command.arg("-initrd").arg(format!(
         "{} console=hvc0 root=/dev/vda rw init=/lab-init quiet,{}",

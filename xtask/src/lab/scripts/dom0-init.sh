@@ -10,8 +10,8 @@ mount -t devpts devpts /dev/pts
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /tmp
-for module in xenfs xen-gntdev xen-evtchn xen-gntalloc xen-blkback loop virtio_console virtio-rng; do
-    modprobe "$module"
+for module in xenfs xen-gntdev xen-evtchn xen-gntalloc "xen-blkback max_queues=4" loop virtio_console virtio-rng; do
+    modprobe $module
 done
 mount -t xenfs xenfs /proc/xen
 dmesg -n 4

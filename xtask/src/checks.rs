@@ -1,0 +1,184 @@
+//! `cargo xtask test`: every check there is, and a summary of them.
+
+use crate::lab::disk::Backend;
+use crate::lab::root::{self, Suite};
+use crate::steps::{self, cargo, run_logged, say, step};
+use crate::{packages, xentests};
+use anyhow::{Context, Result};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+/// Options of `cargo xtask test`.
+#[derive(clap::Args)]
+pub(crate) struct TestArguments {
+    /// Everything but the tests on a real Xen host.
+    #[arg(long, conflicts_with = "xen")]
+    fast: bool,
+    /// Only the tests on a real Xen host; with a value, those whose name contains it.
+    #[arg(long, value_name = "FILTER", num_args = 0..=1)]
+    xen: Option<Option<String>>,
+    /// Shows the names of the Xen tests.
+    #[arg(long)]
+    list: bool,
+    /// Xen hosts to run at the same time; each keeps one processor busy. Default: up to two.
+    #[arg(long, value_name = "N")]
+    hosts: Option<usize>,
+    /// Who serves the disks of the Xen tests.
+    #[arg(long, value_enum, default_value = "ferrite")]
+    backend: BackendArgument,
+    /// Debian release that the Xen host is made of: trixie or bookworm.
+    #[arg(long, default_value = "trixie")]
+    suite: String,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum BackendArgument {
+    /// This project.
+    Ferrite,
+    /// The kernel's, as the measure of the tests themselves.
+    Blkback,
+}
+
+/// How a check ended.
+struct Outcome {
+    name: String,
+    seconds: f64,
+    failure: Option<String>,
+}
+
+/// Where ferrite's release binary for the lab is built.
+pub(crate) fn build_ferrite() -> Result<PathBuf> {
+    step("build ferrite (release)", || {
+        let log = fresh_log("release-build")?;
+        let mut command = cargo();
+        command.args(["build", "--locked", "--release", "--package", "ferrite"]);
+        // The lab's processor is a plain x86-64 one, whatever this machine has.
+        command.env("RUSTFLAGS", "-C target-cpu=x86-64");
+        command.env("CARGO_TARGET_DIR", steps::target_dir().join("lab-build"));
+        run_logged(&mut command, &log)
+    })?;
+    Ok(steps::target_dir().join("lab-build/release/ferrite"))
+}
+
+/// An empty log in the build folder.
+fn fresh_log(name: &str) -> Result<PathBuf> {
+    let dir = steps::target_dir().join("logs");
+    std::fs::create_dir_all(&dir)?;
+    let log = dir.join(format!("{name}.log"));
+    std::fs::write(&log, "")?;
+    Ok(log)
+}
+
+/// Runs the checks that were asked for and prints the summary.
+pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
+    if arguments.list {
+        for case in xentests::all() {
+            println!("{}", case.name);
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let with_xen = !arguments.fast;
+    let with_rest = arguments.xen.is_none();
+    let mut needs = Vec::new();
+    if with_xen {
+        needs.push(packages::LAB);
+    }
+    if with_rest {
+        needs.push(packages::CHECKS);
+    }
+    packages::ensure(&needs)?;
+    let suite = Suite::by_name(&arguments.suite)?;
+    let mut outcomes = Vec::new();
+    std::thread::scope(|scope| {
+        // Mostly downloading and unpacking: it fits beside compiling.
+        let root = with_xen.then(|| scope.spawn(move || root::ensure(suite)));
+        if with_rest {
+            outcomes.extend(rest());
+        }
+        if let Some(root) = root {
+            let root = root.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));
+            outcomes.extend(xen(arguments, root));
+        }
+    });
+    Ok(summary(&outcomes))
+}
+
+/// Everything but the Xen tests.
+fn rest() -> Vec<Outcome> {
+    vec![
+        check("format", &mut [cargo().args(["fmt", "--all", "--check"])]),
+    ]
+}
+
+/// Runs the commands of one check, all of them even when one fails.
+fn check(name: &str, commands: &mut [&mut Command]) -> Outcome {
+    let began = Instant::now();
+    let result = step(name, || {
+        let log = fresh_log(&name.replace(' ', "-"))?;
+        commands.iter_mut().try_for_each(|command| run_logged(command, &log))
+    });
+    if let Err(error) = &result {
+        say(steps::chain(error));
+    }
+    Outcome {
+        name: name.to_owned(),
+        seconds: began.elapsed().as_secs_f64(),
+        failure: result.err().as_ref().map(steps::chain),
+    }
+}
+
+/// The tests on a real Xen host.
+fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
+    let began = Instant::now();
+    match run_xen(arguments, root) {
+        Ok(outcomes) => outcomes,
+        Err(error) => {
+            say(steps::chain(&error));
+            vec![Outcome {
+                name: "xen".into(),
+                seconds: began.elapsed().as_secs_f64(),
+                failure: Some(steps::chain(&error)),
+            }]
+        }
+    }
+}
+
+fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
+    let root = root.context("the Xen tests cannot run")?;
+    let (backend, programs) = match arguments.backend {
+        BackendArgument::Ferrite => (Backend::Ferrite, vec![build_ferrite()?]),
+        BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
+    };
+    let selection = xentests::Selection {
+        filter: arguments.xen.clone().flatten(),
+        backend,
+        hosts: arguments.hosts.unwrap_or_else(|| steps::cpus().min(2)),
+        programs,
+    };
+    let reports = xentests::run(&root, &selection)?;
+    let outcome = |report: xentests::Report| Outcome {
+        name: format!("xen {}", report.name),
+        seconds: report.seconds,
+        failure: report.failure,
+    };
+    Ok(reports.into_iter().map(outcome).collect())
+}
+
+/// One line a check, then the line that counts.
+fn summary(outcomes: &[Outcome]) -> ExitCode {
+    println!();
+    for outcome in outcomes {
+        let word = if outcome.failure.is_none() { "ok    " } else { "FAILED" };
+        println!("{word} {:7.1} s  {}", outcome.seconds, outcome.name);
+    }
+    for outcome in outcomes {
+        if let Some(failure) = &outcome.failure {
+            println!("\n---- {} ----\n{failure}", outcome.name);
+        }
+    }
+    let failed = outcomes.iter().filter(|outcome| outcome.failure.is_some()).count();
+    println!("\ntotal {:.0} s", steps::elapsed_s());
+    println!("{} passed, {failed} failed", outcomes.len() - failed);
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,145 @@
+//! `cargo xtask demo`: a real Xen host serves a real disk to a real Linux guest.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use crate::lab::Lab;
+use crate::lab::disk::{Backend, Disk, DiskOptions};
+use crate::lab::guest::{Guest, GuestOptions};
+use crate::lab::root::{self, Suite};
+use crate::steps::{self, step};
+use crate::{checks, packages};
+
+/// Limit of a command in the guest, in seconds; an emulated host can be slow.
+const LIMIT_S: u64 = 300;
+
+/// Random files of many sizes, 60 MiB together, and their checksums.
+const WRITE: &str = "for n in 1 2 3 4 5 6 7 8; do \
+     dd if=/dev/urandom of=/mnt/file$n bs=$((n * 353000)) count=5 2>/dev/null || exit 1; done; \
+     (cd /mnt && sha256sum file*) >/tmp/sums && sync && wc -l </tmp/sums";
+
+/// Reads everything back from the disk, not from the guest's memory.
+const VERIFY: &str = "cd / && umount /mnt && blockdev --flushbufs /dev/xvda && \
+     echo 3 >/proc/sys/vm/drop_caches && mount /dev/xvda1 /mnt && cd /mnt && \
+     sha256sum -c -s /tmp/sums && wc -l </tmp/sums";
+
+/// Runs the demonstration; its last line says PASS or FAIL.
+pub(crate) fn run() -> Result<ExitCode> {
+    packages::ensure(&[packages::LAB])?;
+    let ferrite = checks::build_ferrite()?;
+    let root = root::ensure(Suite::by_name("trixie")?)?;
+    let mut lab = Lab::boot(&root, &[ferrite])?;
+    let result = demonstrate(&mut lab);
+    println!();
+    match result {
+        Ok(shown) => {
+            for (what, value) in &shown.facts {
+                println!("{what:<22} {value}");
+            }
+            for (what, seconds) in &shown.times {
+                println!("{:<22} {seconds:.1} s", format!("time to {what}"));
+            }
+            println!("{:<22} {:.0} s", "time in all", steps::elapsed_s());
+            println!("\nPASS");
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(error) => {
+            println!("{}", steps::chain(&error));
+            println!("\nFAIL");
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+/// What is told at the end.
+#[derive(Default)]
+struct Shown {
+    facts: Vec<(&'static str, String)>,
+    times: Vec<(&'static str, f64)>,
+}
+
+impl Shown {
+    fn fact(&mut self, what: &'static str, value: impl Into<String>) {
+        self.facts.push((what, value.into()));
+    }
+
+    fn timed<T>(&mut self, what: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let began = Instant::now();
+        let result = step(what, work);
+        self.times.push((what, began.elapsed().as_secs_f64()));
+        result
+    }
+}
+
+fn demonstrate(lab: &mut Lab) -> Result<Shown> {
+    let mut shown = Shown::default();
+    let image = "/lab/demo.raw";
+    lab.sh(&format!("rm -f {image}; truncate -s 1G {image}"))?;
+    let (mut guest, disk) = shown.timed("start the guest", || start(lab, image))?;
+    hosts(lab, &mut guest, &mut shown)?;
+    features(lab, &mut guest, &disk, &mut shown)?;
+
+    let mut sh = |lab: &mut Lab, command: &str| guest.sh(lab, command, LIMIT_S);
+    shown.timed("partition, make ext4", || {
+        sh(lab, "printf 'label: gpt\\n,\\n' | sfdisk -q --wipe always /dev/xvda")?;
+        sh(lab, "until [ -b /dev/xvda1 ]; do sleep 0.2; done; mkfs.ext4 -q /dev/xvda1")?;
+        sh(lab, "mount /dev/xvda1 /mnt")
+    })?;
+    let written = shown.timed("write and sync", || sh(lab, WRITE))?;
+    let verified = shown.timed("remount, read, verify", || sh(lab, VERIFY))?;
+    if written != "8" || verified != "8" {
+        bail!("8 files were to be written and verified, not {written} and {verified}");
+    }
+    shown
+        .fact("data", "8 files of random data, 60 MiB, written, synced, remounted: all as written");
+
+    let before = used_kib(lab, image)?;
+    shown.timed("delete and discard", || sh(lab, "rm /mnt/file* && sync && fstrim /mnt"))?;
+    let after = used_kib(lab, image)?;
+    shown.fact("image file", format!("1 GiB, {before} KiB on disk; after discard {after} KiB"));
+    if before < 60_000 || after + 50_000 > before {
+        bail!("the image took {before} KiB and takes {after} KiB: it did not shrink");
+    }
+    sh(lab, "umount /mnt && e2fsck -fn /dev/xvda1")?;
+    guest.check_blkfront(lab)?;
+    shown.fact("file system", "clean, by e2fsck in the guest");
+    Ok(shown)
+}
+
+fn start(lab: &mut Lab, image: &str) -> Result<(Guest, Disk)> {
+    let guest = Guest::create(lab, &GuestOptions::default())?;
+    let disk = Disk::attach(lab, &guest, Backend::Ferrite, DiskOptions::new(image, "xvda"))?;
+    guest.unpause(lab)?;
+    guest.wait_ready(lab)?;
+    disk.wait_connected(lab)?;
+    Ok((guest, disk))
+}
+
+fn hosts(lab: &mut Lab, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
+    let xen = lab.sh("xl info xen_version; uname -r")?;
+    let guest = guest.sh(lab, "uname -r", LIMIT_S)?;
+    let mut versions = xen.lines();
+    let mut next = || versions.next().unwrap_or("unknown").trim().to_owned();
+    let (xen, dom0) = (next(), next());
+    shown.fact("host", format!("Xen {xen}, Linux {dom0}, emulated by QEMU"));
+    shown.fact("guest", format!("Linux {guest}, its own blkfront"));
+    Ok(())
+}
+
+fn features(lab: &mut Lab, guest: &mut Guest, disk: &Disk, shown: &mut Shown) -> Result<()> {
+    let log = disk.backend_log(lab)?;
+    let connected = log.lines().find_map(|line| line.split_once("connected: "));
+    let Some((_, connected)) = connected else { bail!("ferrite did not connect:\n{log}") };
+    shown.fact("connected", connected);
+    let said = guest.blkfront_log(lab)?;
+    let said = said.lines().find_map(|line| line.split_once("xvda: "));
+    let Some((_, said)) = said else { bail!("blkfront said nothing of xvda") };
+    shown.fact("blkfront says", said.trim_end_matches(';'));
+    Ok(())
+}
+
+fn used_kib(lab: &mut Lab, image: &str) -> Result<u64> {
+    Ok(lab.sh(&format!("sync {image}; du -k {image} | cut -f1"))?.parse()?)
+}

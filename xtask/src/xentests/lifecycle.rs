@@ -1,0 +1,86 @@
+//! Disks that come and go, and guests that end without a word.
+
+use super::{Bench, Case, any, expect_eq, ferrite};
+use crate::lab::disk::DiskOptions;
+use crate::lab::guest::GuestOptions;
+use anyhow::{Result, bail};
+
+pub(super) const CASES: &[Case] = &[
+    any("lifecycle/unplugged-and-plugged-in-again", unplug_and_replug),
+    any("lifecycle/destroyed-with-io-in-flight", destroyed),
+    ferrite("lifecycle/destroyed-guest-leaves-nothing-open", nothing_left_open),
+];
+
+/// Writes that never end by themselves.
+const ENDLESS_IO: &str = "fio --name=endless --ioengine=libaio --direct=1 --rw=randrw --bs=16k \
+     --iodepth=32 --size=64m --time_based --runtime=1000 --filename=/dev/xvda --minimal";
+
+fn unplug_and_replug(bench: &mut Bench<'_>) -> Result<()> {
+    let image = bench.image(64)?;
+    let mut guest = bench.paused_guest(&GuestOptions::default())?;
+    guest.unpause(bench.lab)?;
+    guest.wait_ready(bench.lab)?;
+    let mut sum = String::new();
+    for round in 0..3 {
+        let mut disk = bench.plug(&mut guest, DiskOptions::new(&image, "xvdb"))?;
+        let read = guest.sh(bench.lab, "sha256sum </dev/xvdb", 120)?;
+        if round > 0 {
+            expect_eq("the disk's checksum after it came back", &read, &sum)?;
+        }
+        let write = format!(
+            "dd if=/dev/urandom of=/dev/xvdb bs=64k count=16 seek={} oflag=direct 2>&1 && sync",
+            round * 16
+        );
+        guest.sh(bench.lab, &write, 120)?;
+        sum = guest.sh(bench.lab, "sha256sum </dev/xvdb", 120)?;
+        disk.unplug(bench.lab)?;
+        guest.sh(bench.lab, "for n in $(seq 100); do [ -b /dev/xvdb ] || exit 0; sleep 0.1; done; exit 1", 30)?;
+    }
+    expect_eq("the image's checksum", &bench.lab.sh(&format!("sha256sum <{image}"))?, &sum)
+}
+
+fn destroyed(bench: &mut Bench<'_>) -> Result<()> {
+    for _ in 0..2 {
+        let (mut guest, mut disk) = bench.default_guest(128)?;
+        let _endless = guest.begin(bench.lab, ENDLESS_IO, 1000)?;
+        wait_for_io(bench, &mut guest)?;
+        guest.destroy(bench.lab)?;
+        let gone = "[ $(xl list | wc -l) = 2 ]";
+        disk.remove_after_destroy(bench.lab)?;
+        bench.lab.wait_until("the destroyed guest gone, no zombie", gone, 60)?;
+    }
+    Ok(())
+}
+
+/// The process that served the guest holds, once the guest is gone, what it held before.
+fn nothing_left_open(bench: &mut Bench<'_>) -> Result<()> {
+    let image = bench.image(128)?;
+    let mut guest = bench.paused_guest(&GuestOptions::default())?;
+    let mut disk = bench.attach(&guest, DiskOptions::new(&image, "xvda"))?;
+    disk.wait_backend_state(bench.lab, 2)?;
+    let Some(pid) = disk.pid() else { bail!("nobody serves the disk") };
+    let before = open_files(bench, pid)?;
+    guest.unpause(bench.lab)?;
+    guest.wait_ready(bench.lab)?;
+    disk.wait_connected(bench.lab)?;
+    let _endless = guest.begin(bench.lab, ENDLESS_IO, 1000)?;
+    wait_for_io(bench, &mut guest)?;
+    guest.destroy(bench.lab)?;
+    let condition = format!(
+        "! kill -0 {pid} || [ $(ls /proc/{pid}/fd | wc -l) -le {before} ] && \
+         ! grep -q xen/gntdev /proc/{pid}/maps"
+    );
+    bench.lab.wait_until("open files and mapped grants back to base", &condition, 60)?;
+    disk.remove_after_destroy(bench.lab)
+}
+
+fn open_files(bench: &mut Bench<'_>, pid: u32) -> Result<u64> {
+    Ok(bench.lab.sh(&format!("ls /proc/{pid}/fd | wc -l"))?.parse()?)
+}
+
+/// Waits until requests are under way.
+fn wait_for_io(bench: &mut Bench<'_>, guest: &mut crate::lab::guest::Guest) -> Result<()> {
+    let command =
+        "until [ $(awk '{print $1+$5}' /sys/block/xvda/stat) -ge 200 ]; do sleep 0.1; done";
+    guest.sh(bench.lab, command, 120).map(drop)
+}

@@ -1,0 +1,180 @@
+//! Tests on a real Xen host: an upstream Linux blkfront against the backend.
+
+mod discard;
+mod filesystem;
+mod fio;
+mod lifecycle;
+mod media;
+mod recovery;
+mod runner;
+
+pub(crate) use runner::{Report, Selection, run};
+
+use crate::lab::Lab;
+use crate::lab::disk::{Backend, Disk, DiskOptions};
+use crate::lab::guest::{Guest, GuestOptions};
+use anyhow::{Context, Result, bail};
+
+/// Which backends a test is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Applies {
+    /// Any backend: the kernel's shows that the test itself is right.
+    Any,
+    /// What only Ferrite does.
+    Ferrite,
+}
+
+/// One test.
+#[derive(Clone, Copy)]
+pub(crate) struct Case {
+    /// `group/name`.
+    pub(crate) name: &'static str,
+    applies: Applies,
+    run: fn(&mut Bench<'_>) -> Result<()>,
+}
+
+const fn any(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> Case {
+    Case { name, applies: Applies::Any, run }
+}
+
+const fn ferrite(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> Case {
+    Case { name, applies: Applies::Ferrite, run }
+}
+
+/// Every test, in the order in which they run: the longest first, so that two hosts end together.
+pub(crate) fn all() -> Vec<Case> {
+    [fio::CASES, recovery::CASES, filesystem::CASES, lifecycle::CASES, media::CASES, discard::CASES]
+        .concat()
+}
+
+/// What a test works with; knows what it has made, to check and remove it afterwards.
+pub(crate) struct Bench<'a> {
+    /// The host.
+    pub(crate) lab: &'a mut Lab,
+    /// Who serves the disks.
+    pub(crate) backend: Backend,
+    guests: Vec<Guest>,
+    disks: Vec<Disk>,
+    images: u32,
+}
+
+impl<'a> Bench<'a> {
+    fn new(lab: &'a mut Lab, backend: Backend) -> Bench<'a> {
+        Bench { lab, backend, guests: Vec::new(), disks: Vec::new(), images: 0 }
+    }
+
+    /// A sparse image of `mib` MiB in the dom0.
+    fn image(&mut self, mib: u32) -> Result<String> {
+        self.images += 1;
+        let path = format!("/lab/image{}.raw", self.images);
+        self.lab.sh(&format!("rm -f {path}; truncate -s {mib}M {path}"))?;
+        Ok(path)
+    }
+
+    /// A paused guest, so that its disks are there when it starts.
+    fn paused_guest(&mut self, options: &GuestOptions) -> Result<Guest> {
+        let guest = Guest::create(self.lab, options)?;
+        self.guests.push(guest.clone());
+        Ok(guest)
+    }
+
+    /// A disk for a guest, without waiting for it to be connected.
+    fn attach(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
+        let disk = Disk::attach(self.lab, guest, self.backend, options)?;
+        self.disks.push(disk.clone());
+        Ok(disk)
+    }
+
+    /// A disk plugged into a running guest.
+    fn plug(&mut self, guest: &mut Guest, options: DiskOptions) -> Result<Disk> {
+        let disk = self.attach(guest, options)?;
+        disk.wait_connected(self.lab)?;
+        wait_for_node(self.lab, guest, &disk)?;
+        Ok(disk)
+    }
+
+    /// A running guest with one disk, as a toolstack starts it.
+    fn guest_with(&mut self, options: &GuestOptions, disk: DiskOptions) -> Result<(Guest, Disk)> {
+        let mut guest = self.paused_guest(options)?;
+        let disk = self.attach(&guest, disk)?;
+        guest.unpause(self.lab)?;
+        guest.wait_ready(self.lab)?;
+        disk.wait_connected(self.lab)?;
+        wait_for_node(self.lab, &mut guest, &disk)?;
+        Ok((guest, disk))
+    }
+
+    /// A guest with a disk over a new image.
+    fn guest_with_image(
+        &mut self,
+        options: &GuestOptions,
+        image_mib: u32,
+    ) -> Result<(Guest, Disk)> {
+        let image = self.image(image_mib)?;
+        self.guest_with(options, DiskOptions::new(&image, "xvda"))
+    }
+
+    /// An unmodified guest with a disk over a new image.
+    fn default_guest(&mut self, image_mib: u32) -> Result<(Guest, Disk)> {
+        self.guest_with_image(&GuestOptions::default(), image_mib)
+    }
+
+    /// What no test may leave behind in a living guest: a complaint of blkfront.
+    fn check_guests(&mut self) -> Result<()> {
+        for guest in &mut self.guests {
+            let alive = self.lab.dom0(&format!("xl domid {}", guest.name()), 30)?.status == 0;
+            if alive {
+                guest.check_blkfront(self.lab)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What a failed test's message shows of the disks: logs, xenstore, the dom0's kernel.
+    fn evidence(&mut self) -> String {
+        let mut text = String::new();
+        for disk in &self.disks {
+            text += &disk.describe(self.lab);
+        }
+        let kernel = self.lab.dom0("dmesg | tail -n 8", 20).map(|output| output.stdout);
+        text + "dom0's kernel:\n" + &kernel.unwrap_or_default()
+    }
+
+    /// Removes all guests and disks; what stays although it must go is an error.
+    fn clean_up(&mut self) -> Result<()> {
+        for guest in &self.guests {
+            let command = format!("xl destroy {} 2>/dev/null; true", guest.name());
+            self.lab.sh_for(&command, 120)?;
+        }
+        self.lab
+            .wait_until("every guest gone, no zombie", "[ $(xl list | wc -l) = 2 ]", 60)
+            .with_context(|| "a domain stays: somebody still holds its memory")?;
+        for disk in &mut self.disks {
+            disk.sweep(self.lab)?;
+        }
+        self.lab.sh("rm -f /lab/image*.raw /tmp/ferrite-*.log /tmp/g*.cfg; rm -rf /run/ferrite")?;
+        let broken = "dmesg | grep -E 'BUG:|Oops|general protection|hung task|Call Trace'";
+        let said = self.lab.dom0(broken, 30)?;
+        if said.status == 0 {
+            bail!("the dom0's kernel complained:\n{}", said.stdout.trim());
+        }
+        Ok(())
+    }
+}
+
+/// Waits until the guest has made the disk's node.
+fn wait_for_node(lab: &mut Lab, guest: &mut Guest, disk: &Disk) -> Result<()> {
+    let node = disk.node();
+    guest
+        .sh(lab, &format!("until [ -b {node} ]; do sleep 0.2; done"), 60)
+        .map(drop)
+        .with_context(|| format!("{node} does not appear in the guest"))
+}
+
+/// Fails with both values when they differ.
+fn expect_eq<T: PartialEq + std::fmt::Debug>(what: &str, got: &T, want: &T) -> Result<()> {
+    if got != want {
+        bail!("{what}: {got:?} instead of {want:?}");
+    }
+    Ok(())
+}

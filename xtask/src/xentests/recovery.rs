@@ -1,0 +1,68 @@
+//! The backend dies and comes back; the guest sees a pause and nothing else.
+
+use super::{Bench, Case, ferrite};
+use crate::lab::disk::Disk;
+use crate::lab::guest::{Guest, GuestOptions, Job};
+use anyhow::{Context, Result};
+
+pub(super) const CASES: &[Case] = &[
+    ferrite("recovery/killed-three-times-under-verify", killed),
+    ferrite("recovery/stopped-and-started-under-verify", stopped),
+];
+
+/// Writes and verifies again and again, in large and small requests at once.
+fn verify_job(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<Job> {
+    let command = format!(
+        "fio --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
+         --iodepth=32 --loops=4 --randrepeat=1 --thread --minimal --filename={} \
+         --name=small --rw=randwrite --bs=4k --size=6m --offset=0 \
+         --name=large --rw=randwrite --bs=128k --size=64m --offset=64m",
+        disk.node()
+    );
+    guest.begin(bench.lab, &command, 600)
+}
+
+/// Requests that the guest has finished so far.
+fn finished(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<u64> {
+    let command = "awk '{print $1+$5}' /sys/block/xvda/stat";
+    Ok(guest.sh(bench.lab, command, 30)?.parse()?)
+}
+
+/// Waits until the guest has finished `more` requests beyond `from`.
+fn wait_for_progress(
+    bench: &mut Bench<'_>,
+    guest: &mut Guest,
+    from: u64,
+    more: u64,
+) -> Result<u64> {
+    let target = from + more;
+    let command = format!(
+        "until [ $(awk '{{print $1+$5}}' /sys/block/xvda/stat) -ge {target} ]; do sleep 0.1; done"
+    );
+    guest.sh(bench.lab, &command, 120).context("the guest's requests do not go on")?;
+    finished(bench, guest)
+}
+
+fn killed(bench: &mut Bench<'_>) -> Result<()> {
+    let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::default(), 256)?;
+    let job = verify_job(bench, &mut guest, &disk)?;
+    let mut done = finished(bench, &mut guest)?;
+    for _ in 0..3 {
+        done = wait_for_progress(bench, &mut guest, done, 300)?;
+        disk.crash_backend(bench.lab)?;
+        disk.start_backend(bench.lab)?;
+    }
+    guest.finish_ok(bench.lab, job).context("fio, with its backend killed three times")?;
+    disk.wait_connected(bench.lab)
+}
+
+fn stopped(bench: &mut Bench<'_>) -> Result<()> {
+    let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::default(), 256)?;
+    let job = verify_job(bench, &mut guest, &disk)?;
+    let done = finished(bench, &mut guest)?;
+    wait_for_progress(bench, &mut guest, done, 300)?;
+    disk.stop_backend(bench.lab)?;
+    disk.start_backend(bench.lab)?;
+    guest.finish_ok(bench.lab, job).context("fio, with its backend stopped and started")?;
+    disk.wait_connected(bench.lab)
+}

@@ -1,0 +1,148 @@
+//! Runs the selected tests on one or more hosts and reports each on a line.
+
+use super::{Applies, Bench, Case, all};
+use crate::lab::Lab;
+use crate::lab::disk::Backend;
+use crate::lab::root::Root;
+use crate::steps;
+use anyhow::{Context, Result, bail};
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Instant;
+
+/// Which tests to run, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Selection {
+    /// A group, a part of a name, or nothing for all.
+    pub(crate) filter: Option<String>,
+    /// Who serves the disks.
+    pub(crate) backend: Backend,
+    /// Hosts running at the same time; each keeps one processor busy.
+    pub(crate) hosts: usize,
+    /// Programs for the dom0's PATH.
+    pub(crate) programs: Vec<PathBuf>,
+}
+
+/// How one test ended.
+#[derive(Clone, Debug)]
+pub(crate) struct Report {
+    /// The test's name.
+    pub(crate) name: &'static str,
+    /// Time it took, boot excluded.
+    pub(crate) seconds: f64,
+    /// Why it failed.
+    pub(crate) failure: Option<String>,
+}
+
+/// Runs the selected tests; the result is in the order in which they ended.
+pub(crate) fn run(root: &Root, selection: &Selection) -> Result<Vec<Report>> {
+    let cases = selected(selection)?;
+    let hosts = selection.hosts.clamp(1, cases.len().max(1));
+    let queue = Mutex::new(VecDeque::from(cases));
+    let reports = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..hosts {
+            scope.spawn(|| work(root, selection, &queue, &reports));
+        }
+    });
+    let unfinished = queue.into_inner().unwrap_or_default();
+    let mut reports = reports.into_inner().unwrap_or_default();
+    reports.extend(unfinished.into_iter().map(|case| Report {
+        name: case.name,
+        seconds: 0.0,
+        failure: Some("not run: no host came up".into()),
+    }));
+    Ok(reports)
+}
+
+fn selected(selection: &Selection) -> Result<Vec<Case>> {
+    let fits = |case: &Case| {
+        let applies = case.applies == Applies::Any || selection.backend == Backend::Ferrite;
+        applies && selection.filter.as_deref().is_none_or(|filter| case.name.contains(filter))
+    };
+    let cases: Vec<Case> = all().into_iter().filter(fits).collect();
+    if cases.is_empty() {
+        let filter = selection.filter.as_deref().unwrap_or_default();
+        bail!("no Xen test is called {filter:?}; `cargo xtask test --list` shows their names");
+    }
+    Ok(cases)
+}
+
+/// One host's work: takes tests until there are none. A host that a test has left in a state that
+/// cannot be trusted is replaced by a new one.
+fn work(
+    root: &Root,
+    selection: &Selection,
+    queue: &Mutex<VecDeque<Case>>,
+    reports: &Mutex<Vec<Report>>,
+) {
+    let mut host: Option<Lab> = None;
+    let mut failed_boots = 0;
+    loop {
+        let Some(case) = next(queue) else { return };
+        let lab = match host.take().map_or_else(|| Lab::boot(root, &selection.programs), Ok) {
+            Ok(lab) => lab,
+            Err(error) => {
+                put_back(queue, case);
+                failed_boots += 1;
+                steps::say(format!("no host: {}", steps::chain(&error)));
+                if failed_boots == 2 {
+                    return;
+                }
+                continue;
+            }
+        };
+        let (report, usable) = run_case(lab, selection.backend, case);
+        host = usable;
+        if let Ok(mut reports) = reports.lock() {
+            reports.push(report);
+        }
+    }
+}
+
+fn next(queue: &Mutex<VecDeque<Case>>) -> Option<Case> {
+    queue.lock().ok()?.pop_front()
+}
+
+fn put_back(queue: &Mutex<VecDeque<Case>>, case: Case) {
+    if let Ok(mut queue) = queue.lock() {
+        queue.push_front(case);
+    }
+}
+
+/// Runs one test and cleans up; the host comes back when it is as good as before.
+fn run_case(mut lab: Lab, backend: Backend, case: Case) -> (Report, Option<Lab>) {
+    let began = Instant::now();
+    steps::say(format!("xen {} ...", case.name));
+    let mut bench = Bench::new(&mut lab, backend);
+    let result = (case.run)(&mut bench).and_then(|()| bench.check_guests());
+    let evidence = if result.is_err() { bench.evidence() } else { String::new() };
+    let cleaned = bench.clean_up().context("after the test");
+    let usable = cleaned.is_ok();
+    let failure = match (result, cleaned) {
+        (Ok(()), Ok(())) => None,
+        (Err(error), _) => Some(format!("{}\n{evidence}", steps::chain(&error))),
+        (Ok(()), Err(error)) => Some(steps::chain(&error)),
+    };
+    let seconds = began.elapsed().as_secs_f64();
+    match &failure {
+        None => steps::say(format!("xen {}: ok in {seconds:.1} s", case.name)),
+        Some(why) => {
+            steps::say(format!("xen {}: FAILED after {seconds:.1} s\n{why}", case.name));
+            keep_console(&lab, case);
+        }
+    }
+    (Report { name: case.name, seconds, failure }, usable.then_some(lab))
+}
+
+/// A failed test's console stays in the build folder.
+fn keep_console(lab: &Lab, case: Case) {
+    let dir = steps::target_dir().join("lab-failures");
+    let file = dir.join(format!("{}.console.log", case.name.replace('/', "-")));
+    let kept = std::fs::create_dir_all(&dir).map_err(Into::into).and(lab.save_console(&file));
+    match kept {
+        Ok(()) => steps::say(format!("the host's console: {}", file.display())),
+        Err(error) => steps::say(format!("the host's console could not be kept: {error}")),
+    }
+}
