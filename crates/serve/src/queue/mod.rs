@@ -191,24 +191,29 @@ impl Queue {
             }
             self.fetch_indirect();
             self.copy_in();
+            let started = !self.ready.is_empty();
             self.start_ready();
             self.answer()?;
             self.start_alone();
             if self.connection.stopping() && self.flights.in_use() == 0 {
                 return Ok(());
             }
-            let wait = if self.may_sleep()? { Wait::Until(None) } else { Wait::No };
+            // What was started may be done by the time the kernel has taken it; asking the guest
+            // for an event before would have it send one for nothing.
+            let sleep = !started && self.may_sleep()?;
+            let wait = if sleep { Wait::Until(None) } else { Wait::No };
             self.reactor.turn(wait, &mut completions)?;
+            let now_ns = self.clock.now_ns();
             for completion in completions.drain(..) {
-                self.dispatch(completion)?;
+                self.dispatch(completion, now_ns)?;
             }
-            self.collect_task_results();
+            self.collect_task_results(now_ns);
             self.copy_out();
             self.answer()?;
         }
     }
 
-    fn dispatch(&mut self, completion: Completion) -> io::Result<()> {
+    fn dispatch(&mut self, completion: Completion, now_ns: u64) -> io::Result<()> {
         match completion.token {
             EVENT => {
                 completion.result()?;
@@ -222,7 +227,9 @@ impl Queue {
                 let fd = waker.fd().as_raw_fd();
                 self.reactor.push(WAKE, Op::Readable { fd });
             }
-            entry => self.storage_completed(Ticket::unpark(entry as u16), completion),
+            entry => {
+                self.storage_completed(Ticket::unpark(entry as u16), completion, now_ns);
+            }
         }
         Ok(())
     }

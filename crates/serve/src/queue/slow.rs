@@ -41,7 +41,7 @@ impl Queue {
     }
 
     /// Takes up the requests whose tasks have ended.
-    pub(super) fn collect_task_results(&mut self) {
+    pub(super) fn collect_task_results(&mut self, now_ns: u64) {
         let results = std::mem::take(&mut *self.task_results.borrow_mut());
         for (entry, result) in results {
             let ticket = Ticket::unpark(entry);
@@ -51,8 +51,8 @@ impl Queue {
                 self.connection.wake_all();
             }
             match result {
-                Ok(()) => self.data_done(ticket),
-                Err(e) => self.storage_failed(ticket, &e),
+                Ok(()) => self.data_done(ticket, now_ns),
+                Err(e) => self.storage_failed(ticket, &e, now_ns),
             }
         }
     }

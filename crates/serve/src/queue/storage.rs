@@ -26,7 +26,7 @@ impl Queue {
         for ticket in ready.drain(..) {
             self.flights.get(&ticket).record.stages.submitted_ns = now_ns;
             match self.flights.get(&ticket).work.action {
-                Action::Read | Action::Write => self.start_data(ticket),
+                Action::Read | Action::Write => self.start_data(ticket, now_ns),
                 Action::Flush | Action::FlushThenWrite | Action::Discard | Action::Barrier => {
                     self.start_task(ticket);
                 }
@@ -35,7 +35,7 @@ impl Queue {
         self.ready = ready;
     }
 
-    fn start_data(&mut self, ticket: Ticket) {
+    fn start_data(&mut self, ticket: Ticket, now_ns: u64) {
         let disk = &self.connection.device.disk;
         let flight = self.flights.get(&ticket);
         let Some(layout) = Layout::of(flight, disk.block_bytes()) else {
@@ -57,14 +57,19 @@ impl Queue {
             }
             Extent::Zeros { len } if len >= all => {
                 flight.zeros = true;
-                self.data_done(ticket);
+                self.data_done(ticket, now_ns);
             }
             Extent::Data { .. } | Extent::Zeros { .. } => self.start_task(ticket),
         }
     }
 
     /// A data operation has ended: done, to be continued, to be tried again, or failed.
-    pub(super) fn storage_completed(&mut self, ticket: Ticket, completion: Completion) {
+    pub(super) fn storage_completed(
+        &mut self,
+        ticket: Ticket,
+        completion: Completion,
+        now_ns: u64,
+    ) {
         let disk = &self.connection.device.disk;
         let block_bytes = disk.block_bytes() as usize;
         let flight = self.flights.get(&ticket);
@@ -79,13 +84,13 @@ impl Queue {
                 flight.done_bytes =
                     if now < layout.blocks.len() { now - now % block_bytes } else { now };
                 if flight.done_bytes >= layout.blocks.len() {
-                    self.data_done(ticket);
+                    self.data_done(ticket, now_ns);
                 } else if flight.done_bytes > before {
                     flight.retries = 0;
                     self.push_rest(ticket, layout);
                 } else {
                     let e = io::Error::new(io::ErrorKind::UnexpectedEof, "no progress");
-                    self.storage_failed(ticket, &e);
+                    self.storage_failed(ticket, &e, now_ns);
                 }
             }
             Err(e) => {
@@ -95,7 +100,7 @@ impl Queue {
                     flight.retries += 1;
                     self.push_rest(ticket, layout);
                 } else {
-                    self.storage_failed(ticket, &e);
+                    self.storage_failed(ticket, &e, now_ns);
                 }
             }
         }
@@ -124,8 +129,7 @@ impl Queue {
     }
 
     /// All data of a request is where it belongs.
-    pub(super) fn data_done(&mut self, ticket: Ticket) {
-        let now_ns = self.clock.now_ns();
+    pub(super) fn data_done(&mut self, ticket: Ticket, now_ns: u64) {
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
         if flight.work.action == Action::Read {
@@ -136,8 +140,7 @@ impl Queue {
     }
 
     /// The request fails with an error; the disk goes on.
-    pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error) {
-        let now_ns = self.clock.now_ns();
+    pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error, now_ns: u64) {
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
         let work = flight.work;

@@ -2,7 +2,7 @@
 
 use ferrite_io::arena::Span;
 use ferrite_xen::abi::{
-    MAX_INDIRECT_PAGES, Message, RawSegment, Request, SECTOR_BYTES, SEGMENT_BYTES,
+    MAX_INDIRECT_PAGES, Message, PlainOp, RawSegment, Request, SECTOR_BYTES, SEGMENT_BYTES,
     SEGMENTS_PER_INDIRECT_PAGE, STATUS_ERROR,
 };
 use ferrite_xen::hypervisor::{CopySegment, Direction, GrantRef, PAGE_SIZE};
@@ -15,6 +15,13 @@ use crate::request::{
     reserve_bytes,
 };
 
+/// Most requests that are taken in one sweep. Storage may do a whole sweep inside the call that
+/// hands it over (what is in memory already), and nobody is answered before that ends: with all
+/// of a ring in one sweep, guest and backend take turns, and each sleeps while the other works.
+/// In smaller ones both work. As many segments are one grant copy of the hypervisor's (blkif.md
+/// 4.3), so little is lost by it.
+const SWEEP: u32 = 16;
+
 /// An indirect request whose segments are still in the guest.
 pub(super) struct Fetch {
     pub(super) ticket: Ticket,
@@ -23,8 +30,9 @@ pub(super) struct Fetch {
 }
 
 impl Queue {
-    /// Takes requests until the ring is empty or something holds it back: no entry, no buffer,
-    /// a closed gate. What is not taken stays on the ring: that is the backpressure.
+    /// Takes requests until the ring is empty, the sweep is full, or something holds it back: no
+    /// entry, no buffer, a closed gate. What is not taken stays on the ring: that is the
+    /// backpressure.
     pub(super) fn take(&mut self) -> Result<(), RingViolation> {
         self.stalled = false;
         if self.is_holding_back() {
@@ -46,7 +54,7 @@ impl Queue {
     }
 
     fn take_from_ring(&mut self, limits: &Limits, now_ns: u64) -> Result<(), RingViolation> {
-        let mut there = self.ring.unconsumed()?;
+        let mut there = self.ring.unconsumed()?.min(SWEEP);
         while there > 0 && !self.is_holding_back() {
             let Some(entry) = self.flights.peek_free() else { break };
             let slot = self.ring.peek();
@@ -104,6 +112,10 @@ impl Queue {
     }
 
     fn check(&mut self, ticket: Ticket, request: &Request, limits: &Limits) {
+        if matches!(request.message, Message::Plain { op: PlainOp::Barrier, .. }) {
+            // What came before it has to be admitted before it, too.
+            self.fetch_indirect();
+        }
         if let (Message::Indirect { pages, .. }, Some(head)) =
             (&request.message, check_indirect_head(&request.message, limits))
         {
