@@ -1,0 +1,375 @@
+//! Random requests of all kinds and shapes, many in flight on several queues, against a model of
+//! the disk that knows what each of them may see and leave (security.md T15).
+
+mod rig;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use ferrite_xen::abi::{IndirectOp, PlainOp, Protocol, RawSegment};
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
+use ferrite_xen::loopback::{CopyWith, GuestOptions};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+
+use rig::{PATIENCE, Plan, Rig, dir_in_memory, scale};
+
+/// Small, so that requests meet.
+const SECTORS: u64 = 1024;
+
+/// What a request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Write,
+    FlushThenWrite,
+    Barrier,
+    EmptyBarrier,
+    Flush,
+    Discard,
+}
+
+impl Kind {
+    fn writes(self) -> bool {
+        matches!(self, Kind::Write | Kind::FlushThenWrite | Kind::Barrier)
+    }
+
+    fn is_barrier(self) -> bool {
+        matches!(self, Kind::Barrier | Kind::EmptyBarrier)
+    }
+}
+
+/// One request: where, and how its data is cut: first sector in the page and sectors, a page each.
+#[derive(Clone, Debug)]
+struct Ask {
+    queue: usize,
+    kind: Kind,
+    sector: u64,
+    pieces: Vec<(u8, u8)>,
+}
+
+impl Ask {
+    fn sectors(&self) -> u64 {
+        self.pieces.iter().map(|(_, n)| u64::from(*n)).sum()
+    }
+
+    fn covers(&self, sector: u64) -> bool {
+        (self.sector..self.sector + self.sectors()).contains(&sector)
+    }
+}
+
+fn kind() -> impl Strategy<Value = Kind> {
+    prop_oneof![
+        8 => Just(Kind::Read),
+        10 => Just(Kind::Write),
+        1 => Just(Kind::FlushThenWrite),
+        1 => Just(Kind::Barrier),
+        1 => Just(Kind::EmptyBarrier),
+        1 => Just(Kind::Flush),
+        1 => Just(Kind::Discard),
+    ]
+}
+
+fn pieces() -> impl Strategy<Value = Vec<(u8, u8)>> {
+    let piece = (0u8..8).prop_flat_map(|first| (Just(first), 1..=8 - first));
+    let whole = Just((0u8, 8u8));
+    let any = prop_oneof![piece, whole];
+    prop_oneof![
+        4 => proptest::collection::vec(any.clone(), 1..=3),
+        2 => proptest::collection::vec(any.clone(), 4..=11),
+        1 => proptest::collection::vec(any, 12..=40),
+    ]
+}
+
+fn ask() -> impl Strategy<Value = Ask> {
+    // Mostly near each other; half of them at the edges of blocks of 4 KiB.
+    let place = prop_oneof![0..64u64, 0..SECTORS, (0..8u64).prop_map(|b| b * 8)];
+    (0..4usize, kind(), place, pieces()).prop_map(|(queue, kind, sector, mut pieces)| {
+        if matches!(kind, Kind::FlushThenWrite | Kind::Barrier) {
+            pieces.truncate(11);
+        }
+        let mut ask = Ask { queue, kind, sector, pieces };
+        ask.sector = ask.sector.min(SECTORS - ask.sectors());
+        ask
+    })
+}
+
+/// A frontend's shape, and batches of requests; each batch is in flight together.
+#[derive(Clone, Debug)]
+struct Session {
+    options: FrontOptions,
+    batches: Vec<Vec<Ask>>,
+}
+
+fn session() -> impl Strategy<Value = Session> {
+    let protocol = prop_oneof![Just(Protocol::X86_64), Just(Protocol::X86_32)];
+    let batches = proptest::collection::vec(proptest::collection::vec(ask(), 1..24), 1..12);
+    (protocol, 1..=4u32, 0..=4u32, any::<bool>(), batches).prop_map(
+        |(protocol, queues, order, windows, batches)| {
+            let id_bits = if windows { 0xFFFF_FA80_1234_0000 } else { 0 };
+            let options = FrontOptions {
+                protocol,
+                queues,
+                order,
+                id_bits,
+                max_indirect: 64,
+                ..FrontOptions::default()
+            };
+            Session { options, batches }
+        },
+    )
+}
+
+/// Who may have written a sector last: numbers of writes; 0 for zeros.
+type Candidates = Vec<u32>;
+
+struct Model {
+    sectors: Vec<Candidates>,
+    writes: u32,
+}
+
+impl Model {
+    fn new() -> Model {
+        Model { sectors: vec![vec![0]; SECTORS as usize], writes: 0 }
+    }
+
+    fn check(&self, data: &[u8], sector: u64, allowed: &[u32], what: &str) {
+        for word in data.chunks_exact(8) {
+            let value = u64::from_le_bytes(word.try_into().unwrap());
+            let known = allowed.iter().any(|w| value == value_of(*w, sector));
+            assert!(known, "{what}: sector {sector} holds {value:#x}, not one of {allowed:?}");
+        }
+    }
+
+    /// Whether `a` is over before `b` begins: a barrier of their own queue is or is between them.
+    fn precedes(batch: &[Ask], a: usize, b: usize) -> bool {
+        a < b
+            && batch[a].queue == batch[b].queue
+            && (a..=b).any(|i| batch[i].queue == batch[a].queue && batch[i].kind.is_barrier())
+    }
+
+    /// What request `read` of the batch may find in a sector.
+    fn visible(&self, batch: &[Ask], numbers: &[u32], read: usize, sector: u64) -> Candidates {
+        let before = |i: usize| Self::precedes(batch, i, read);
+        self.left(batch, numbers, sector, |i| !Self::precedes(batch, read, i), before)
+    }
+
+    /// What the writers that `counts` may have left in a sector; `surely` says that a writer
+    /// has come before the moment in question.
+    fn left(
+        &self,
+        batch: &[Ask],
+        numbers: &[u32],
+        sector: u64,
+        counts: impl Fn(usize) -> bool,
+        surely: impl Fn(usize) -> bool,
+    ) -> Candidates {
+        let touches = |i: &usize| batch[*i].covers(sector) && counts(*i);
+        let writers: Vec<usize> =
+            (0..batch.len()).filter(touches).filter(|i| batch[*i].kind.writes()).collect();
+        let discards = (0..batch.len()).filter(touches).any(|i| batch[i].kind == Kind::Discard);
+        // Overwritten: somebody came surely after it and surely before the moment.
+        let covered =
+            |w: usize| writers.iter().any(|&x| x != w && surely(x) && Self::precedes(batch, w, x));
+        let mut all: Candidates =
+            writers.iter().filter(|&&w| !covered(w)).map(|&w| numbers[w]).collect();
+        if !writers.iter().any(|&w| surely(w)) {
+            all.extend(&self.sectors[sector as usize]);
+        }
+        if discards {
+            all.push(0);
+        }
+        all
+    }
+
+    /// The batch is over.
+    fn settle(&mut self, batch: &[Ask], numbers: &[u32]) {
+        let left: Vec<Candidates> = (0..SECTORS)
+            .map(|sector| self.left(batch, numbers, sector, |_| true, |_| true))
+            .collect();
+        self.sectors = left;
+    }
+}
+
+fn value_of(write: u32, sector: u64) -> u64 {
+    if write == 0 { 0 } else { u64::from(write) << 32 | sector }
+}
+
+/// Puts a batch into flight, waits for it, and checks what was read.
+fn run_batch(front: &mut Frontend, model: &mut Model, batch: &[Ask], buffers: &[Buffer]) {
+    let queues = front.queues.len();
+    let mut numbers = Vec::new();
+    for (i, ask) in batch.iter().enumerate() {
+        model.writes += u32::from(ask.kind.writes());
+        numbers.push(model.writes);
+        let buffer = &buffers[i];
+        buffer.fill(0, ask.pieces.len() * 4096, 0xEE);
+        let mut sector = ask.sector;
+        let mut segments: Vec<RawSegment> = Vec::new();
+        for (page, (first, n)) in ask.pieces.iter().enumerate() {
+            for s in *first..first + n {
+                if ask.kind.writes() {
+                    let word = value_of(model.writes, sector).to_le_bytes();
+                    buffer.write(page * 4096 + usize::from(s) * 512, &word.repeat(64));
+                }
+                sector += 1;
+            }
+            segments.push(buffer.segment(page, *first, first + n - 1));
+        }
+        let queue = &mut front.queues[ask.queue % queues];
+        let direct = segments.len() <= 11;
+        match ask.kind {
+            Kind::Read if direct => queue.plain(PlainOp::Read, ask.sector, &segments),
+            Kind::Write if direct => queue.plain(PlainOp::Write, ask.sector, &segments),
+            Kind::Read => queue.indirect(IndirectOp::Read, ask.sector, &segments),
+            Kind::Write => queue.indirect(IndirectOp::Write, ask.sector, &segments),
+            Kind::FlushThenWrite => queue.plain(PlainOp::Flush, ask.sector, &segments),
+            Kind::Barrier => queue.plain(PlainOp::Barrier, ask.sector, &segments),
+            Kind::EmptyBarrier => queue.plain(PlainOp::Barrier, 0, &[]),
+            Kind::Flush => queue.flush(),
+            Kind::Discard => queue.discard(ask.sector, ask.sectors(), false),
+        }
+        .unwrap();
+        // Some are on their way while others are still being made.
+        if i % 3 == 0 {
+            queue.push().unwrap();
+        }
+    }
+    for queue in &mut front.queues {
+        queue.push().unwrap();
+    }
+    for queue in &mut front.queues {
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+    }
+    // Which queue each was really on.
+    let batch: Vec<Ask> =
+        batch.iter().map(|a| Ask { queue: a.queue % queues, ..a.clone() }).collect();
+    for (i, ask) in batch.iter().enumerate().filter(|(_, a)| a.kind == Kind::Read) {
+        let mut sector = ask.sector;
+        for (page, (first, n)) in ask.pieces.iter().enumerate() {
+            let data = buffers[i].to_vec(page * 4096, 4096);
+            for (s, data) in data.chunks(512).enumerate() {
+                if !(usize::from(*first)..usize::from(first + n)).contains(&s) {
+                    assert!(data.iter().all(|b| *b == 0xEE), "bytes beside a segment changed");
+                    continue;
+                }
+                let allowed = model.visible(&batch, &numbers, i, sector);
+                model.check(data, sector, &allowed, "read");
+                sector += 1;
+            }
+        }
+    }
+    model.settle(&batch, &numbers);
+}
+
+/// Random sessions on one image, one after the other.
+fn against_the_model(image: PathBuf, copy_with: CopyWith, cases: u32) {
+    let guest = GuestOptions { frames: 16 << 10, ..GuestOptions::default() };
+    let plan = Plan { guest, copy_with, image: Some(image.clone()), ..Plan::default() };
+    let rig = Rig::new(plan);
+    let mut front = rig.frontend();
+    let buffers: Vec<Buffer> = (0..24).map(|_| front.space().buffer(40).unwrap()).collect();
+    let state = std::cell::RefCell::new((&mut front, Model::new()));
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    // Sessions build on each other, so a smaller one would not show the same: no shrinking.
+    let config = Config { max_shrink_iters: 0, ..config };
+    TestRunner::new(config)
+        .run(&session(), |session| {
+            let (front, model) = &mut *state.borrow_mut();
+            front.connect(&session.options, PATIENCE).unwrap();
+            for batch in &session.batches {
+                run_batch(front, model, batch, &buffers);
+            }
+            front.close(PATIENCE).unwrap();
+            Ok(())
+        })
+        .unwrap();
+    let model = state.into_inner().1;
+    assert!(model.writes > 0);
+    drop(front);
+    drop(rig);
+    let medium = std::fs::read(&image).unwrap();
+    for (sector, data) in medium.chunks(512).take(SECTORS as usize).enumerate() {
+        model.check(data, sector as u64, &model.sectors[sector], "medium");
+    }
+}
+
+fn image_in(dir: &Path) -> PathBuf {
+    let path = dir.join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(SECTORS * 512).unwrap();
+    path
+}
+
+#[test]
+fn a_disk_in_memory_does_what_the_model_does() {
+    let dir = dir_in_memory();
+    against_the_model(image_in(dir.path()), CopyWith::Memcpy, 40 * scale());
+}
+
+#[test]
+fn a_disk_in_memory_does_what_the_model_does_with_copies_by_the_kernel() {
+    let dir = dir_in_memory();
+    against_the_model(image_in(dir.path()), CopyWith::ProcessVm, 40 * scale());
+}
+
+#[test]
+fn a_file_past_the_page_cache_does_what_the_model_does() {
+    let dir = tempfile::TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    against_the_model(image_in(dir.path()), CopyWith::Memcpy, 12 * scale());
+}
+
+/// A loop device with blocks of 4096 bytes, as long as it lives. Needs root.
+struct Loop(PathBuf);
+
+impl Loop {
+    fn attach(file: &Path) -> Option<Loop> {
+        let mut command = Command::new("losetup");
+        command.args(["--find", "--show", "--sector-size", "4096"]).arg(file);
+        let output = command.output().ok().filter(|o| o.status.success())?;
+        Some(Loop(String::from_utf8_lossy(&output.stdout).trim().into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+/// Whatever is not whole blocks is read, changed and written back, alone on the disk: no
+/// neighbour's write may be undone.
+#[test]
+fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
+    let dir = dir_in_memory();
+    let Some(device) = Loop::attach(&image_in(dir.path())) else {
+        eprintln!("skipped: no loop devices for this user");
+        return;
+    };
+    against_the_model(device.0.clone(), CopyWith::Memcpy, 40 * scale());
+}
+
+/// A large write is known in full only once its page of descriptors is fetched. A barrier behind
+/// it has to wait for that, too, where both need the disk for themselves.
+#[test]
+fn a_barrier_does_not_overtake_a_large_write_of_partial_blocks() {
+    let dir = dir_in_memory();
+    let Some(device) = Loop::attach(&image_in(dir.path())) else {
+        eprintln!("skipped: no loop devices for this user");
+        return;
+    };
+    let rig = Rig::new(Plan { image: Some(device.0.clone()), ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions { max_indirect: 64, ..FrontOptions::default() });
+    let (early, late) = (front.space().buffer(20).unwrap(), front.space().buffer(20).unwrap());
+    early.fill(0, early.len(), 1);
+    late.fill(0, late.len(), 2);
+    let queue = &mut front.queues[0];
+    for _ in 0..20 {
+        queue.write(1, &early, 0, 20 * 4096).unwrap();
+        queue.plain(PlainOp::Barrier, 3, &[late.segment(0, 0, 7)]).unwrap();
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+        queue.read(3, &late, 4096, 4096).unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        assert_eq!(late.to_vec(4096, 4096), vec![2; 4096]);
+    }
+    front.close(PATIENCE).unwrap();
+}

@@ -1,0 +1,42 @@
+//! How much is begun before somebody is answered.
+
+mod faulty;
+mod rig;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use ferrite_xen::loopback::front::{FrontOptions, RingWord};
+
+use faulty::{EIO, Fault, Faults};
+use rig::{PATIENCE, Plan, Rig};
+
+/// Grant copies of the hypervisor's that are one call.
+const SWEEP: u32 = 16;
+
+#[test]
+fn a_guest_is_answered_before_all_of_its_ring_is_done() {
+    let faults = Faults::none();
+    let rig = Rig::new(Plan { engine: faults.factory(), ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions { order: 2, ..FrontOptions::default() });
+    let queue = &mut front.queues[0];
+    let ring = queue.ring();
+    let begun = AtomicU32::new(0);
+    let most = Arc::new(AtomicU32::new(0));
+    let seen = most.clone();
+    // Each operation ends as soon as it is handed over, like one on what is in memory.
+    faults.set(move |_| {
+        let begun = begun.fetch_add(1, Ordering::Relaxed) + 1;
+        let unanswered = begun - ring.load(RingWord::RspProd);
+        seen.fetch_max(unanswered, Ordering::Relaxed);
+        Fault::Errno(EIO)
+    });
+    let buffer = front.space().buffer(128).unwrap();
+    let queue = &mut front.queues[0];
+    for i in 0..128 {
+        queue.read(i as u64 * 8, &buffer, i * 4096, 4096).unwrap();
+    }
+    assert_eq!(queue.drain(PATIENCE).unwrap().len(), 128);
+    assert_eq!(most.load(Ordering::Relaxed), SWEEP);
+    front.close(PATIENCE).unwrap();
+}
