@@ -116,10 +116,6 @@ impl Queue {
             // What came before it has to be admitted before it, too.
             self.fetch_indirect();
         }
-        if matches!(request.message, Message::Plain { op: PlainOp::Barrier, .. }) {
-            // What came before it has to be admitted before it, too.
-            self.fetch_indirect();
-        }
         if let (Message::Indirect { pages, .. }, Some(head)) =
             (&request.message, check_indirect_head(&request.message, limits))
         {
