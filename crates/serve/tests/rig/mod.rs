@@ -73,6 +73,8 @@ impl Plan {
     }
 }
 
+type Running = JoinHandle<Result<Outcome, ServeError>>;
+
 /// The machine, and the backend in a thread of this process.
 pub struct Rig {
     pub machine: Machine,
@@ -81,7 +83,7 @@ pub struct Rig {
     pub dir: TempDir,
     pub image: PathBuf,
     plan: Plan,
-    backend: Option<(Arc<Waker>, JoinHandle<Result<Outcome, ServeError>>)>,
+    backend: Option<(Arc<Waker>, Running)>,
 }
 
 impl Rig {
