@@ -16,7 +16,7 @@ use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use faulty::{
     EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, EOPNOTSUPP, Fault, Faults, is_read, is_sync, is_write,
 };
-use rig::{PATIENCE, Plan, Rig};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory};
 
 const BYTES: u64 = 4 << 20;
 
@@ -265,6 +265,48 @@ fn a_medium_without_discard_says_so_and_one_that_fails_does_not() {
         queue.discard(0, 8, false).unwrap();
         let reply = queue.next_reply(PATIENCE).unwrap();
         assert_eq!((reply.operation, reply.status), (OP_DISCARD, status));
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+/// A part of a block is written by reading the block first: that may fail, too, and then nothing
+/// is written, and the disk is open for others again.
+#[test]
+fn errors_around_partial_blocks_change_nothing_and_hold_nothing_up() {
+    let dir = dir_in_memory();
+    let image = dir.path().join("disk.img");
+    std::fs::write(&image, pattern(0, BYTES as usize)).unwrap();
+    let Some(device) = Loop::attach(&image) else { return };
+    let faults = Faults::none();
+    let plan = Plan { image: Some(device.0.clone()), engine: faults.factory(), ..Plan::default() };
+    let rig = Rig::new(plan);
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let buffer = front.space().buffer(16).unwrap();
+    buffer.fill(0, buffer.len(), 0xDD);
+    let mut expected = pattern(0, 1 << 16);
+    for (sector, bytes) in [(1, 512), (3, 4096), (15, 8192), (8, 512), (9, 11 * 4096)] {
+        for (of, fault) in [
+            (is_read as fn(&Op) -> bool, Fault::Errno(EIO)),
+            (is_read, Fault::Nothing),
+            (is_write, Fault::Errno(ENOSPC)),
+            (is_write, Fault::Nothing),
+        ] {
+            faults.once(of, fault);
+            assert_eq!(write(&mut front.queues[0], &buffer, sector, bytes), STATUS_ERROR);
+            assert!(rig.sectors(0, 1 << 16) == expected, "{fault:?} at {sector}");
+            // Alone or not, on either queue.
+            assert_eq!(write(&mut front.queues[1], &buffer, 4095, 512), STATUS_OKAY);
+            assert_eq!(read(&mut front.queues[0], &buffer, 512, 4096), STATUS_OKAY);
+            buffer.fill(0, buffer.len(), 0xDD);
+        }
+        // Short ones are continued.
+        faults.set(|op| match op {
+            Op::Read { buf, .. } | Op::Write { buf, .. } if buf.len() > 4096 => Fault::Short(4096),
+            _ => Fault::None,
+        });
+        assert_eq!(write(&mut front.queues[0], &buffer, sector, bytes), STATUS_OKAY);
+        expected[sector as usize * 512..][..bytes].fill(0xDD);
+        assert!(rig.sectors(0, 1 << 16) == expected, "{bytes} bytes at {sector}");
     }
     front.close(PATIENCE).unwrap();
 }

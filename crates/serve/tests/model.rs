@@ -4,7 +4,6 @@
 mod rig;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use ferrite_xen::abi::{IndirectOp, PlainOp, Protocol, RawSegment};
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
@@ -12,7 +11,7 @@ use ferrite_xen::loopback::{CopyWith, GuestOptions};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-use rig::{PATIENCE, Plan, Rig, dir_in_memory, scale};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, scale};
 
 /// Small, so that requests meet.
 const SECTORS: u64 = 1024;
@@ -318,33 +317,12 @@ fn a_file_past_the_page_cache_does_what_the_model_does() {
     against_the_model(image_in(dir.path()), CopyWith::Memcpy, 12 * scale());
 }
 
-/// A loop device with blocks of 4096 bytes, as long as it lives. Needs root.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn attach(file: &Path) -> Option<Loop> {
-        let mut command = Command::new("losetup");
-        command.args(["--find", "--show", "--sector-size", "4096"]).arg(file);
-        let output = command.output().ok().filter(|o| o.status.success())?;
-        Some(Loop(String::from_utf8_lossy(&output.stdout).trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
-}
-
 /// Whatever is not whole blocks is read, changed and written back, alone on the disk: no
 /// neighbour's write may be undone.
 #[test]
 fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
     let dir = dir_in_memory();
-    let Some(device) = Loop::attach(&image_in(dir.path())) else {
-        eprintln!("skipped: no loop devices for this user");
-        return;
-    };
+    let Some(device) = Loop::attach(&image_in(dir.path())) else { return };
     against_the_model(device.0.clone(), CopyWith::Memcpy, 40 * scale());
 }
 
@@ -353,10 +331,7 @@ fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
 #[test]
 fn a_barrier_does_not_overtake_a_large_write_of_partial_blocks() {
     let dir = dir_in_memory();
-    let Some(device) = Loop::attach(&image_in(dir.path())) else {
-        eprintln!("skipped: no loop devices for this user");
-        return;
-    };
+    let Some(device) = Loop::attach(&image_in(dir.path())) else { return };
     let rig = Rig::new(Plan { image: Some(device.0.clone()), ..Plan::default() });
     let mut front = rig.connect(&FrontOptions { max_indirect: 64, ..FrontOptions::default() });
     let (early, late) = (front.space().buffer(20).unwrap(), front.space().buffer(20).unwrap());

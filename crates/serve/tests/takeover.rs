@@ -5,7 +5,7 @@ mod rig;
 
 use std::collections::HashMap;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,7 +24,7 @@ use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_xen::store::Store;
 
-use rig::{PATIENCE, Plan, Rig, dir_in_memory, scale};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, scale};
 
 /// Bytes and sectors that one request at a time works on.
 const CHUNK: u64 = 256 << 10;
@@ -74,6 +74,7 @@ struct World {
     disk: DiskPaths,
     dir: tempfile::TempDir,
     copy_with: CopyWith,
+    device: Option<Loop>,
 }
 
 impl World {
@@ -85,11 +86,21 @@ impl World {
         let dir = dir_in_memory();
         let image = std::fs::File::create(dir.path().join("disk.img")).unwrap();
         image.set_len(CHUNKS * CHUNK).unwrap();
-        World { machine, disk, dir, copy_with }
+        World { machine, disk, dir, copy_with, device: None }
     }
 
-    fn image(&self) -> std::path::PathBuf {
-        self.dir.path().join("disk.img")
+    /// The same on a medium with blocks of 4096 bytes, if there can be one.
+    fn with_large_blocks(copy_with: CopyWith) -> Option<World> {
+        let world = World::new(copy_with);
+        let device = Some(Loop::attach(&world.image())?);
+        Some(World { device, ..world })
+    }
+
+    fn image(&self) -> PathBuf {
+        match &self.device {
+            Some(device) => device.0.clone(),
+            None => self.dir.path().join("disk.img"),
+        }
     }
 
     fn spawn(&self) -> Child {
@@ -283,8 +294,7 @@ impl Load {
     }
 }
 
-fn killed_under_load(copy_with: CopyWith, options: FrontOptions, kills: u32, seed: u64) {
-    let world = World::new(copy_with);
+fn killed_under_load(world: World, options: FrontOptions, kills: u32, seed: u64) {
     let mut front =
         Frontend::new(world.machine.guest(world.disk.domid).unwrap(), world.disk.devid).unwrap();
     let mut first = world.spawn();
@@ -325,13 +335,13 @@ fn killed_under_load(copy_with: CopyWith, options: FrontOptions, kills: u32, see
 #[test]
 fn a_killed_backend_is_a_pause_with_one_small_ring() {
     let options = FrontOptions { regrant: true, max_indirect: 64, ..FrontOptions::default() };
-    killed_under_load(CopyWith::Memcpy, options, 20 * scale(), 1);
+    killed_under_load(World::new(CopyWith::Memcpy), options, 20 * scale(), 1);
 }
 
 #[test]
 fn a_killed_backend_is_a_pause_with_two_large_rings_and_copies_by_the_kernel() {
     let options = FrontOptions { queues: 2, ..FrontOptions::windows() };
-    killed_under_load(CopyWith::ProcessVm, options, 20 * scale(), 2);
+    killed_under_load(World::new(CopyWith::ProcessVm), options, 20 * scale(), 2);
 }
 
 #[test]
@@ -343,7 +353,15 @@ fn a_killed_backend_is_a_pause_for_a_32_bit_guest() {
         max_indirect: 64,
         ..FrontOptions::x86_32()
     };
-    killed_under_load(CopyWith::Memcpy, options, 8 * scale(), 3);
+    killed_under_load(World::new(CopyWith::Memcpy), options, 8 * scale(), 3);
+}
+
+/// Killed between the reading and the writing of a block, of which a part was to change.
+#[test]
+fn a_killed_backend_is_a_pause_on_blocks_of_4096_bytes() {
+    let Some(world) = World::with_large_blocks(CopyWith::Memcpy) else { return };
+    let options = FrontOptions { queues: 2, order: 1, max_indirect: 64, ..FrontOptions::default() };
+    killed_under_load(world, options, 8 * scale(), 4);
 }
 
 /// Killed while states are written and rings are mapped: each step is taken up again.

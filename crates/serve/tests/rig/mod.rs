@@ -5,6 +5,7 @@
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -33,6 +34,28 @@ pub fn scale() -> u32 {
 /// A directory in memory, as a backend's run directory is.
 pub fn dir_in_memory() -> TempDir {
     TempDir::new_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// A loop device with blocks of 4096 bytes, as long as it lives. Needs root.
+pub struct Loop(pub PathBuf);
+
+impl Loop {
+    /// `None` where there are none, and says so.
+    pub fn attach(file: &Path) -> Option<Loop> {
+        let mut command = Command::new("losetup");
+        command.args(["--find", "--show", "--sector-size", "4096"]).arg(file);
+        let output = command.output().ok().filter(|o| o.status.success());
+        if output.is_none() {
+            eprintln!("skipped: no loop devices for this user");
+        }
+        Some(Loop(String::from_utf8_lossy(&output?.stdout).trim().into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
 }
 
 /// What to build.
