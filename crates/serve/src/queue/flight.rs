@@ -1,7 +1,7 @@
 //! Requests in flight: a fixed table, and tickets that cannot be lost.
 
 use ferrite_io::pool::Buf;
-use ferrite_xen::abi::STATUS_OKAY;
+use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, STATUS_OKAY};
 
 use crate::request::{Action, Segment, Work};
 use crate::trace::Record;
@@ -49,7 +49,8 @@ pub(super) struct Flight {
     pub(super) status: i16,
     /// What to do; meaningless for refused requests.
     pub(super) work: Work,
-    /// The checked segments. Room for the largest request was reserved at connect.
+    /// The checked segments: room for a direct request, and for the largest indirect one that
+    /// the entry has had.
     pub(super) segments: Vec<Segment>,
     /// Where its data is; none for requests without.
     pub(super) buf: Option<Buf>,
@@ -71,14 +72,15 @@ pub(super) struct Flights {
 }
 
 impl Flights {
-    /// A table of `entries` (a ring's, at most 512), each with room for `max_segments`.
-    pub(super) fn new(entries: u32, max_segments: usize) -> Flights {
+    /// A table of `entries` (a ring's, at most 512). Room for indirect requests is made when they
+    /// come: a deep ring of large requests, which the pool would not hold, costs nothing.
+    pub(super) fn new(entries: u32) -> Flights {
         let flight = || Flight {
             id: 0,
             response_op: 0,
             status: STATUS_OKAY,
             work: Work { action: Action::Flush, sector: 0, sectors: 0 },
-            segments: Vec::with_capacity(max_segments),
+            segments: Vec::with_capacity(MAX_DIRECT_SEGMENTS),
             buf: None,
             zeros: false,
             done_bytes: 0,
@@ -156,7 +158,7 @@ mod tests {
 
     #[test]
     fn entries_go_round() {
-        let mut flights = Flights::new(2, 11);
+        let mut flights = Flights::new(2);
         let a = flights.take(1, 0, 5).unwrap();
         let b = flights.take(2, 0, 5).unwrap();
         assert!(flights.take(3, 0, 5).is_none());
@@ -171,6 +173,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "dropped without an answer")]
     fn a_ticket_cannot_be_dropped() {
-        let _ = Flights::new(2, 11).take(1, 0, 5);
+        let _ = Flights::new(2).take(1, 0, 5);
     }
 }

@@ -132,7 +132,7 @@ impl Queue {
         let files: Vec<_> =
             files.into_iter().map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
         let max_segments = usize::from(connection.max_indirect_segments).max(11);
-        let mut flights = Flights::new(ring.entries(), max_segments);
+        let mut flights = Flights::new(ring.entries());
         for unanswered in &replay {
             flights.reserve(unanswered.entry);
         }
