@@ -110,6 +110,15 @@ fn large_requests_are_indirect_ones() {
 }
 
 #[test]
+fn a_disk_at_rest_is_small() {
+    let (_dir, path) = image();
+    let limits = ["--queues", "4", "--ring-order", "4", "--indirect", "256", "--memory", "8M"];
+    let r = result(path.to_str().unwrap(), &limits);
+    let kib = r["idle_rss_kib"].as_u64().unwrap();
+    assert!((8 << 10..=16 << 10).contains(&kib), "{kib} KiB");
+}
+
+#[test]
 fn the_text_says_that_it_is_not_xen() {
     let output = bench("null:", &[]);
     let text = String::from_utf8(output.stdout).unwrap();

@@ -41,6 +41,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let tasks = task::split(args, &disk)?;
     let medium = report::Medium::of(&disk);
     let mut host = Host::start(args, disk, &tasks)?;
+    let idle_rss_kib = idle_rss_kib();
     let start_ns = SystemClock.now_ns() + LEAD_NS;
     let from_ns = start_ns + RAMP_NS;
     let until_ns = from_ns + Duration::from_secs_f64(args.seconds).as_nanos() as u64;
@@ -50,7 +51,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     host.watch(until_ns)?;
     let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
     let tally = host.finish()?;
-    let report = Report::new(args, tasks[0].ring_order, medium, &tally, cpu_ns)?;
+    let report = Report::new(args, tasks[0].ring_order, medium, &tally, cpu_ns, idle_rss_kib)?;
     print(&if args.json { report.json()? } else { report.text() })?;
     match tally.errors {
         0 => Ok(()),
@@ -76,6 +77,27 @@ fn open(args: &BenchArgs) -> Result<Disk, Failure> {
         });
     }
     Ok(disk)
+}
+
+/// Memory that this process has resident, with everything connected and nothing to do: threads
+/// that have just been started are given a moment to get there.
+fn idle_rss_kib() -> Option<u64> {
+    let mut last = None;
+    for _ in 0..50 {
+        SystemClock.sleep(Duration::from_millis(10));
+        let now = rss_kib();
+        if now.is_none() || now == last {
+            return now;
+        }
+        last = now;
+    }
+    last
+}
+
+fn rss_kib() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
+    line.trim().strip_suffix(" kB")?.parse().ok()
 }
 
 /// What this process has used of the processors, and when. All of its threads count, those that

@@ -51,6 +51,8 @@ pub(super) struct Report {
     /// Of the guests' queue threads.
     guest_cpu_us_per_io: f64,
     lat_us: Latency,
+    /// Of the whole process, when all guests were connected and had sent nothing.
+    idle_rss_kib: Option<u64>,
     ios: u64,
     errors: u64,
     mover: Mover,
@@ -88,6 +90,7 @@ impl Report {
         medium: Medium,
         tally: &Tally,
         cpu_ns: f64,
+        idle_rss_kib: Option<u64>,
     ) -> Result<Report, Failure> {
         let counter = Counter::of(std::slice::from_ref(tally));
         let ios = counter.ios();
@@ -112,6 +115,7 @@ impl Report {
                 p99: us(counter.quantile_ns(0.99)),
                 max: us(counter.max_ns()),
             },
+            idle_rss_kib,
             ios,
             errors: tally.errors,
             mover: args.mover,
@@ -173,6 +177,9 @@ impl Report {
                 self.backend_cpu_us_per_io, self.guest_cpu_us_per_io
             ),
         );
+        if let Some(kib) = self.idle_rss_kib {
+            line("memory", format!("{} resident before the first request", Human(kib << 10)));
+        }
         line("errors", self.errors.to_string());
         text
     }
