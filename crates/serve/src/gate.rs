@@ -86,7 +86,7 @@ impl Gate {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
 
@@ -121,6 +121,7 @@ mod interleavings {
     use std::sync::Arc;
 
     use shuttle::sync::atomic::{AtomicU32, Ordering::SeqCst};
+    use shuttle::sync::{Condvar, Mutex};
     use shuttle::thread;
 
     use super::*;
@@ -165,5 +166,80 @@ mod interleavings {
             },
             2000,
         );
+    }
+
+    /// A queue's thread asleep, and what wakes it.
+    #[derive(Default)]
+    struct Bell(Mutex<bool>, Condvar);
+
+    impl Bell {
+        fn ring(&self) {
+            *self.0.lock().unwrap() = true;
+            self.1.notify_one();
+        }
+
+        fn wait(&self) {
+            let mut rung = self.0.lock().unwrap();
+            while !*rung {
+                rung = self.1.wait(rung).unwrap();
+            }
+            *rung = false;
+        }
+    }
+
+    /// Works once, as a queue does: what cannot be taken now waits until it is woken.
+    fn work(gate: &Gate, bells: &[Bell], me: usize, working: &AtomicU32) {
+        while !gate.enter(me) {
+            gate.leave(me).into_iter().for_each(|holder| bells[holder].ring());
+            bells[me].wait();
+        }
+        working.fetch_add(1, SeqCst);
+        thread::yield_now();
+        working.fetch_sub(1, SeqCst);
+        gate.leave(me).into_iter().for_each(|holder| bells[holder].ring());
+    }
+
+    /// Is alone once.
+    fn be_alone(gate: &Gate, bells: &[Bell], me: usize, working: &AtomicU32) {
+        loop {
+            if !gate.close(me) {
+                gate.leave(me).into_iter().for_each(|holder| bells[holder].ring());
+            } else if gate.others_idle(me) {
+                break;
+            }
+            bells[me].wait();
+        }
+        assert_eq!(working.load(SeqCst), 0);
+        thread::yield_now();
+        assert_eq!(working.load(SeqCst), 0);
+        gate.open(me);
+        bells.iter().for_each(Bell::ring);
+    }
+
+    /// The same with sleep in place of spinning: a wake-up that got lost would be a deadlock,
+    /// which the scheduler reports.
+    #[test]
+    fn nobody_sleeps_for_ever() {
+        let body = || {
+            let gate = Arc::new(Gate::new(3));
+            let bells: Arc<[Bell; 3]> = Arc::default();
+            let working = Arc::new(AtomicU32::new(0));
+            let threads: Vec<_> = (0..3)
+                .map(|me| {
+                    let (gate, bells, working) = (gate.clone(), bells.clone(), working.clone());
+                    thread::spawn(move || {
+                        for round in 0..3 {
+                            match (round + me) % 2 {
+                                0 => work(&gate, &*bells, me, &working),
+                                _ => be_alone(&gate, &*bells, me, &working),
+                            }
+                        }
+                    })
+                })
+                .collect();
+            threads.into_iter().for_each(|t| t.join().unwrap());
+        };
+        shuttle::check_random(body, 5000);
+        shuttle::check_pct(body, 2000, 3);
     }
 }
