@@ -134,9 +134,10 @@ fn numbers_that_are_none_are_refused_and_cost_nothing() {
     ] {
         refused(&mut rig, &mut front, options, key, |keys| keys.set(key, value));
     }
-    let after = peaks();
-    for (before, after) in before.iter().zip(after) {
-        assert!(after - before < 64 << 10, "{before} KiB became {after} KiB");
+    // A thread's malloc alone takes up to 128 MiB of addresses.
+    let most = [1 << 20, 64 << 10];
+    for ((before, after), most) in before.iter().zip(peaks()).zip(most) {
+        assert!(after - before < most, "{before} KiB became {after} KiB");
     }
     works(&mut front);
 }
@@ -297,9 +298,9 @@ fn a_frontend_may_toggle_its_state_as_it_likes() {
     front.set_state(6).unwrap();
     front.wait_for_backend(&[2, 6], PATIENCE).unwrap();
     let end = Instant::now() + PATIENCE;
-    while front.space().memory().bound_ports() > 0 {
+    let memory = front.space().memory();
+    while memory.bound_ports() > 0 || memory.grants().users() > 0 {
         assert!(Instant::now() < end, "the last connection was not let go of");
     }
-    assert_eq!(front.space().memory().grants().users(), 0);
     works(&mut front);
 }
