@@ -4,7 +4,7 @@
 mod faulty;
 mod rig;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
@@ -241,6 +241,46 @@ fn a_failed_flush_is_remembered_while_nobody_is_connected() {
         .connect(&FrontOptions { max_indirect: 256, ..FrontOptions::default() }, PATIENCE)
         .unwrap();
     assert_latched(&mut front, &buffer, "after a restart with nobody connected");
+    front.close(PATIENCE).unwrap();
+}
+
+/// The order in which storage is asked, and with a barrier never two things at once.
+#[test]
+fn flushes_and_barriers_are_steps_in_their_order() {
+    let (rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    let queue = &mut front.queues[0];
+    let asked = Arc::new(Mutex::new(String::new()));
+    let log = asked.clone();
+    faults.set(move |op| {
+        let step = match op {
+            Op::Sync { .. } => 's',
+            Op::Write { .. } => 'w',
+            Op::Read { .. } => 'r',
+            _ => '?',
+        };
+        log.lock().unwrap().push(step);
+        Fault::None
+    });
+    let data = [buffer.segment(0, 0, 7)];
+    for (op, segments, steps) in [
+        (PlainOp::Flush, 0, "s"),
+        (PlainOp::Flush, 1, "sw"),
+        (PlainOp::Barrier, 0, "s"),
+        (PlainOp::Barrier, 1, "sws"),
+        (PlainOp::Write, 1, "w"),
+    ] {
+        queue.plain(op, 0, &data[..segments]).unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        assert_eq!(std::mem::take(&mut *asked.lock().unwrap()), steps, "{op:?}");
+    }
+    // Nothing before or behind a barrier is under way with it.
+    for op in [PlainOp::Read, PlainOp::Read, PlainOp::Barrier, PlainOp::Read, PlainOp::Barrier] {
+        queue.plain(op, 0, &data).unwrap();
+    }
+    assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+    assert_eq!(*asked.lock().unwrap(), "rrswsrsws");
+    faults.set(|_| Fault::None);
     front.close(PATIENCE).unwrap();
 }
 
