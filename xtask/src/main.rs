@@ -110,7 +110,7 @@ fn run_commands(
             output.status,
             lab.cpu_s()
         ));
-        print!("{}", output.stdout);
+        println!("{}", output.stdout.trim_end());
         if output.status != 0 {
             code = ExitCode::FAILURE;
         }

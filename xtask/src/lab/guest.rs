@@ -1,6 +1,7 @@
 //! A paravirtualised guest whose disk driver is the upstream Linux blkfront.
 
 use crate::lab::Lab;
+use crate::lab::qemu::LINUX_SPEED;
 use crate::lab::channel::{Output, escape, quote};
 use anyhow::{Context, Result, bail};
 
@@ -36,10 +37,10 @@ impl GuestOptions {
     }
 }
 
-/// Memory of a guest: its RAM disk with fio and all its libraries needs room to unpack.
-const GUEST_MEMORY_MIB: u32 = 512;
+/// Memory of a guest; the less, the faster its kernel is up.
+const GUEST_MEMORY_MIB: u32 = 256;
 /// How long a guest may take from its start to its agent; 4 s when nothing else runs.
-const START_LIMIT_S: u64 = 60;
+const START_LIMIT_S: u64 = 180;
 
 /// Messages of blkfront that mean the backend broke the protocol or failed a request.
 const BLKFRONT_COMPLAINTS: &[&str] = &[
@@ -58,6 +59,8 @@ pub(crate) struct Guest {
     tty: String,
     log: String,
     next_id: u64,
+    /// Bytes of the console's log that lie behind us.
+    seen: usize,
 }
 
 /// A command that runs in a guest while we do something else.
@@ -67,6 +70,8 @@ pub(crate) struct Job {
     id: String,
     command: String,
     limit_s: u64,
+    /// Where in the console's log its answer is looked for.
+    from: usize,
 }
 
 impl Guest {
@@ -76,7 +81,7 @@ impl Guest {
         let config = format!(
             "name=\"{name}\"\ntype=\"pv\"\nkernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
              memory={GUEST_MEMORY_MIB}\nvcpus={}\n\
-             extra=\"console=hvc0 rdinit=/init quiet panic=-1 lab.blkfront={}\"\n\
+             extra=\"console=hvc0 rdinit=/init quiet panic=-1 {LINUX_SPEED} lab.blkfront={}\"\n\
              on_poweroff=\"destroy\"\non_reboot=\"destroy\"\non_crash=\"destroy\"\n",
             options.vcpus,
             options.module_parameters()
@@ -98,12 +103,13 @@ impl Guest {
             log: format!("/var/log/xen/console/guest-{name}.log"),
             name,
             next_id: 1,
+            seen: 0,
         })
     }
 
     /// Makes a guest without a disk and waits until it takes commands.
     pub(crate) fn start(lab: &mut Lab, options: &GuestOptions) -> Result<Guest> {
-        let guest = Self::create(lab, options)?;
+        let mut guest = Self::create(lab, options)?;
         guest.unpause(lab)?;
         guest.wait_ready(lab)?;
         Ok(guest)
@@ -125,60 +131,66 @@ impl Guest {
     }
 
     /// Waits until the guest takes commands.
-    pub(crate) fn wait_ready(&self, lab: &mut Lab) -> Result<()> {
-        let waited = self.wait_marker(lab, "@@ready", START_LIMIT_S)?;
-        if waited.status != 0 {
+    pub(crate) fn wait_ready(&mut self, lab: &mut Lab) -> Result<()> {
+        let console = lab.dom0(&read_to(&self.log, 0, "@@ready"), START_LIMIT_S)?;
+        if console.status != 0 {
             bail!("guest {} did not come up:\n{}", self.name, self.console(lab));
         }
+        self.seen = console.stdout.len();
         Ok(())
-    }
-
-    /// Reads the guest's console up to a line that begins with `marker`.
-    fn wait_marker(&self, lab: &mut Lab, marker: &str, limit_s: u64) -> Result<Output> {
-        // tail ends by itself once sed has closed the pipe; grep tells whether the marker came.
-        lab.dom0(
-            &format!(
-                "touch {log}; tail -n +1 -f {log} | sed '/^{marker}/q' >/tmp/{name}.seen; \
-                 cat /tmp/{name}.seen; grep -q '^{marker}' /tmp/{name}.seen",
-                log = self.log,
-                name = self.name
-            ),
-            limit_s,
-        )
     }
 
     /// The end of the guest's console, for an error message.
     fn console(&self, lab: &mut Lab) -> String {
-        let command = format!("tail -n 30 {}; xl list; xenstore-ls -f /local/domain/0/backend", self.log);
+        let command = format!("tail -n 30 {}; xl list", self.log);
         lab.dom0(&command, 20).map_or_else(|error| error.to_string(), |output| output.stdout)
     }
 
-    /// Starts a shell command in the guest.
-    pub(crate) fn begin(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<Job> {
+    /// A shell line for the dom0 that gives a command to the guest, and the job it becomes.
+    fn submit(&mut self, command: &str, limit_s: u64) -> (String, Job) {
         // The number of nanoseconds makes a marker that no output holds by chance.
         let salt = std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.subsec_nanos());
         let id = format!("{}-{salt:08x}", self.next_id);
         self.next_id += 1;
-        let line = format!("{id} {limit_s} {}", escape(command));
-        lab.sh(&format!("printf '%s\\n' {} >{}", quote(&line), self.tty))
+        let line = format!("{id} {}", escape(command));
+        let send = format!("printf '%s\\n' {} >{}", quote(&line), self.tty);
+        (send, Job { id, command: command.to_owned(), limit_s, from: self.seen })
+    }
+
+    /// Starts a shell command in the guest.
+    pub(crate) fn begin(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<Job> {
+        let (send, job) = self.submit(command, limit_s);
+        lab.sh(&send)
             .with_context(|| format!("cannot reach the console of guest {}", self.name))?;
-        Ok(Job { id, command: command.to_owned(), limit_s })
+        Ok(job)
     }
 
     /// Waits for a command begun before.
     ///
     /// # Errors
     /// When the guest does not answer in the command's time and some.
-    pub(crate) fn finish(&mut self, lab: &mut Lab, job: Job) -> Result<Output> {
+    pub(crate) fn finish(&mut self, lab: &mut Lab, job: &Job) -> Result<Output> {
+        self.collect(lab, "true", job)
+    }
+
+    /// Runs a shell command in the guest.
+    pub(crate) fn run(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<Output> {
+        let (send, job) = self.submit(command, limit_s);
+        self.collect(lab, &send, &job)
+    }
+
+    /// Runs `before` in the dom0, then reads the guest's console up to the job's end.
+    fn collect(&mut self, lab: &mut Lab, before: &str, job: &Job) -> Result<Output> {
         let end = format!("@@{} end", job.id);
-        let waited = self.wait_marker(lab, &end, job.limit_s + 20)?;
-        let begin = format!("@@{} ", job.id);
-        let answer =
-            (waited.status == 0).then(|| cut_answer(&waited.stdout, &begin, &end)).flatten();
-        match answer {
-            Some(output) => Ok(output),
+        let command = format!("{before}; {}", read_to(&self.log, job.from, &end));
+        let console = lab.dom0(&command, job.limit_s + 10)?;
+        match cut_answer(&console.stdout, &format!("@@{} ", job.id), &end) {
+            Some(output) => {
+                self.seen = self.seen.max(job.from + console.stdout.len());
+                Ok(output)
+            }
             None => bail!(
                 "guest {} did not answer to `{}` in {} s; its console and the domains:\n{}",
                 self.name,
@@ -189,21 +201,23 @@ impl Guest {
         }
     }
 
-    /// Runs a shell command in the guest.
-    pub(crate) fn run(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<Output> {
-        let job = self.begin(lab, command, limit_s)?;
-        self.finish(lab, job)
+    /// Waits for a command that must succeed, and gives its trimmed output.
+    pub(crate) fn finish_ok(&mut self, lab: &mut Lab, job: &Job) -> Result<String> {
+        let output = self.finish(lab, job)?;
+        self.expect_success(lab, &job.command, &output)
     }
 
-    /// Waits for a command that must succeed, and gives its trimmed output.
-    pub(crate) fn finish_ok(&mut self, lab: &mut Lab, job: Job) -> Result<String> {
-        let command = job.command.clone();
-        let output = self.finish(lab, job)?;
+    /// Runs a shell command in the guest that must succeed, and gives its trimmed output.
+    pub(crate) fn sh(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<String> {
+        let output = self.run(lab, command, limit_s)?;
+        self.expect_success(lab, command, &output)
+    }
+
+    fn expect_success(&mut self, lab: &mut Lab, command: &str, output: &Output) -> Result<String> {
         if output.status != 0 {
-            let why = if output.timed_out() { " (its time was up)" } else { "" };
             let kernel = self.kernel_log(lab, 15).unwrap_or_else(|error| error.to_string());
             bail!(
-                "guest {}: `{command}` ended with {}{why}:\n{}\nkernel log:\n{}",
+                "guest {}: `{command}` ended with {}:\n{}\nkernel log:\n{}",
                 self.name,
                 output.status,
                 output.stdout.trim_end(),
@@ -211,12 +225,6 @@ impl Guest {
             );
         }
         Ok(output.stdout.trim().to_owned())
-    }
-
-    /// Runs a shell command in the guest that must succeed, and gives its trimmed output.
-    pub(crate) fn sh(&mut self, lab: &mut Lab, command: &str, limit_s: u64) -> Result<String> {
-        let job = self.begin(lab, command, limit_s)?;
-        self.finish_ok(lab, job)
     }
 
     /// The last lines of the guest's kernel log.
@@ -246,6 +254,13 @@ impl Guest {
     pub(crate) fn destroy(&self, lab: &mut Lab) -> Result<()> {
         lab.sh_for(&format!("xl destroy {}", self.domid), 90).map(drop)
     }
+}
+
+/// A shell line for the dom0 that prints the console's log from a byte on, up to the line that
+/// begins with `marker`. tail ends by itself once sed has closed the pipe.
+fn read_to(log: &str, from: usize, marker: &str) -> String {
+    let log = quote(log);
+    format!("until [ -e {log} ]; do sleep 0.1; done; tail -c +{} -f {log} | sed '/^{marker}/q'", from + 1)
 }
 
 /// The part of a console between the two markers, and the status in the first.

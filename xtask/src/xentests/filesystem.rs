@@ -21,6 +21,7 @@ const CHECK_FILES: &str = "echo 3 >/proc/sys/vm/drop_caches; cd /mnt && sha256su
 fn partitions(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, _disk) = bench.default_guest(512)?;
     let mut sh = |command: &str| guest.sh(bench.lab, command, 300);
+    sh("load-ext4")?;
     sh("printf 'label: gpt\\n,200M\\n,\\n' | sfdisk -q --wipe always /dev/xvda")?;
     sh("until [ -b /dev/xvda2 ]; do sleep 0.2; done")?;
     sh("mkfs.ext4 -q /dev/xvda1 && mkfs.ext4 -q /dev/xvda2")?;
@@ -34,7 +35,7 @@ fn partitions(bench: &mut Bench<'_>) -> Result<()> {
 
 fn grows(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, disk) = bench.default_guest(256)?;
-    guest.sh(bench.lab, "mkfs.ext4 -q /dev/xvda && mount /dev/xvda /mnt", 120)?;
+    guest.sh(bench.lab, "load-ext4 && mkfs.ext4 -q /dev/xvda && mount /dev/xvda /mnt", 120)?;
     guest.sh(bench.lab, WRITE_FILES, 120)?;
     bench.lab.sh(&format!("truncate -s 448M {}", disk.image()))?;
     disk.notice_growth(bench.lab)?;

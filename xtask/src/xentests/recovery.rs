@@ -52,7 +52,7 @@ fn killed(bench: &mut Bench<'_>) -> Result<()> {
         disk.crash_backend(bench.lab)?;
         disk.start_backend(bench.lab)?;
     }
-    guest.finish_ok(bench.lab, job).context("fio, with its backend killed three times")?;
+    guest.finish_ok(bench.lab, &job).context("fio, with its backend killed three times")?;
     disk.wait_connected(bench.lab)
 }
 
@@ -63,6 +63,6 @@ fn stopped(bench: &mut Bench<'_>) -> Result<()> {
     wait_for_progress(bench, &mut guest, done, 300)?;
     disk.stop_backend(bench.lab)?;
     disk.start_backend(bench.lab)?;
-    guest.finish_ok(bench.lab, job).context("fio, with its backend stopped and started")?;
+    guest.finish_ok(bench.lab, &job).context("fio, with its backend stopped and started")?;
     disk.wait_connected(bench.lab)
 }
