@@ -3,10 +3,10 @@
 use crate::lab::disk::Backend;
 use crate::lab::root::{self, Suite};
 use crate::steps::{self, cargo, run_logged, say, step};
-use crate::{packages, xentests};
+use crate::{packages, rest, xentests};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::time::Instant;
 
 /// Options of `cargo xtask test`.
@@ -41,7 +41,7 @@ enum BackendArgument {
 }
 
 /// How a check ended.
-struct Outcome {
+pub(crate) struct Outcome {
     name: String,
     seconds: f64,
     failure: Option<String>,
@@ -62,7 +62,7 @@ pub(crate) fn build_ferrite() -> Result<PathBuf> {
 }
 
 /// An empty log in the build folder.
-fn fresh_log(name: &str) -> Result<PathBuf> {
+pub(crate) fn fresh_log(name: &str) -> Result<PathBuf> {
     let dir = steps::target_dir().join("logs");
     std::fs::create_dir_all(&dir)?;
     let log = dir.join(format!("{name}.log"));
@@ -94,7 +94,7 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
         // Mostly downloading and unpacking: it fits beside compiling.
         let root = with_xen.then(|| scope.spawn(move || root::ensure(suite)));
         if with_rest {
-            outcomes.extend(rest());
+            outcomes.extend(rest::rest());
         }
         if let Some(root) = root {
             let root = root.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));
@@ -104,20 +104,10 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     Ok(summary(&outcomes))
 }
 
-/// Everything but the Xen tests.
-fn rest() -> Vec<Outcome> {
-    vec![
-        check("format", &mut [cargo().args(["fmt", "--all", "--check"])]),
-    ]
-}
-
-/// Runs the commands of one check, all of them even when one fails.
-fn check(name: &str, commands: &mut [&mut Command]) -> Outcome {
+/// Runs one check between two progress lines.
+pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<()>) -> Outcome {
     let began = Instant::now();
-    let result = step(name, || {
-        let log = fresh_log(&name.replace(' ', "-"))?;
-        commands.iter_mut().try_for_each(|command| run_logged(command, &log))
-    });
+    let result = step(name, work);
     if let Err(error) = &result {
         say(steps::chain(error));
     }

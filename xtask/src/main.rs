@@ -5,6 +5,7 @@ mod checks;
 mod demo;
 mod lab;
 mod packages;
+mod rest;
 mod steps;
 mod xentests;
 

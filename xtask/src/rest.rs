@@ -1,0 +1,104 @@
+//! Every check that needs no Xen host: format, lints, docs, licences, tests, memory checkers.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::checks::{Outcome, check, fresh_log};
+use crate::steps::{self, cargo, run_logged};
+
+/// The licence gate. Built once into target/tools: three minutes of processor time.
+const CARGO_DENY: &str = "0.20.2";
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// Runs them all, the quickest to fail first.
+pub(crate) fn rest() -> Vec<Outcome> {
+    vec![
+        check("format", || run("format", cargo().args(["fmt", "--all", "--check"]))),
+        check("clippy", || {
+            let mut clippy = cargo();
+            clippy.args(["clippy", "--locked", "--workspace", "--all-targets", "--", "-Dwarnings"]);
+            run("clippy", &mut clippy)
+        }),
+        check("tests", || run("tests", cargo().args(["test", "--locked", "--workspace"]))),
+        check("tests of interleavings", interleavings),
+        check("tests under valgrind", valgrind),
+        check("tests under AddressSanitizer", address_sanitizer),
+        check("documentation", || {
+            let mut doc = cargo();
+            doc.args(["doc", "--locked", "--workspace", "--no-deps"]);
+            run("doc", doc.env("RUSTDOCFLAGS", "-Dwarnings"))
+        }),
+        check("licences, bans, sources", licences),
+    ]
+}
+
+fn run(name: &str, command: &mut Command) -> Result<()> {
+    run_logged(command, &fresh_log(name)?)
+}
+
+/// What threads share, under shuttle's scheduler. (The pool's are among the ordinary tests.)
+fn interleavings() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-serve", "--lib"]);
+    run("interleavings", test.args(["--features", "shuttle", "gate::"]))
+}
+
+/// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.
+fn valgrind() -> Result<()> {
+    let binary = test_binary("ferrite-xen")?;
+    let mut test = Command::new("valgrind");
+    test.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]).arg(binary);
+    // Proptest's cases are a hundred times slower there.
+    test.args(["ring::", "abi::", "--test-threads=1"]).env("PROPTEST_CASES", "8");
+    run("valgrind", &mut test)
+}
+
+/// The path of a package's unit tests.
+fn test_binary(package: &str) -> Result<PathBuf> {
+    let args = ["test", "--locked", "--no-run", "--lib", "--message-format=json", "--package"];
+    let messages = steps::output(cargo().args(args).arg(package))?;
+    let artifact = messages
+        .lines()
+        .filter(|line| line.contains("\"test\":true"))
+        .find_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
+        .with_context(|| format!("cargo named no test binary of {package}"))?;
+    Ok(artifact.0.into())
+}
+
+/// All of the data path with every access checked. The sanitizer is part of the stable toolchain
+/// but behind a flag of the compiler's unstable ones.
+fn address_sanitizer() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--target", TARGET, "--tests"]);
+    for package in ["ferrite-io", "ferrite-xen", "ferrite-serve"] {
+        test.args(["--package", package]);
+    }
+    // Shuttle's own coroutines lose a few bytes.
+    test.args(["--", "--skip", "shuttle"]);
+    test.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
+    test.env("CARGO_TARGET_DIR", steps::target_dir().join("asan"));
+    run("address-sanitizer", &mut test)
+}
+
+fn licences() -> Result<()> {
+    let tools = steps::target_dir().join("tools");
+    let deny = tools.join("bin/cargo-deny");
+    if !is_version(&deny) {
+        let mut install = cargo();
+        install.args(["install", "--locked", "cargo-deny", "--version", CARGO_DENY, "--root"]);
+        run("cargo-deny", install.arg(&tools))?;
+    }
+    if !is_version(&deny) {
+        bail!("{} is not version {CARGO_DENY}", deny.display());
+    }
+    let mut gate = Command::new(deny);
+    gate.current_dir(steps::repository());
+    run("licences", gate.args(["--locked", "check", "licenses", "bans", "sources"]))
+}
+
+fn is_version(deny: &Path) -> bool {
+    let version = Command::new(deny).arg("--version").output();
+    version.is_ok_and(|v| String::from_utf8_lossy(&v.stdout).contains(CARGO_DENY))
+}
