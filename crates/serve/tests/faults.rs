@@ -4,6 +4,7 @@
 mod faulty;
 mod rig;
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -281,6 +282,40 @@ fn flushes_and_barriers_are_steps_in_their_order() {
     assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
     assert_eq!(*asked.lock().unwrap(), "rrswsrsws");
     faults.set(|_| Fault::None);
+    front.close(PATIENCE).unwrap();
+}
+
+/// A barrier is for the whole disk: no queue has anything under way beside it (blkif.md 2, rule
+/// 9).
+#[test]
+fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
+    let (rig, faults) = rig();
+    let mut front = rig.connect(&FrontOptions { queues: 4, ..FrontOptions::default() });
+    let place = BYTES / 512 - 8;
+    faults.watch_alone(place * 512);
+    let space = front.space().clone();
+    let threads: Vec<_> = std::mem::take(&mut front.queues)
+        .into_iter()
+        .enumerate()
+        .map(|(q, mut queue)| {
+            let buffer = space.buffer(32).unwrap();
+            std::thread::spawn(move || {
+                let data = [buffer.segment(31, 0, 7)];
+                for _ in 0..100 * rig::scale() {
+                    (0..30).for_each(|i| drop(queue.write(i * 8, &buffer, 0, 4096).unwrap()));
+                    if q < 2 {
+                        queue.plain(PlainOp::Barrier, place, &data).unwrap();
+                    }
+                    assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+                }
+                queue
+            })
+        })
+        .collect();
+    front.queues = threads.into_iter().map(|t| t.join().unwrap()).collect();
+    let traffic = &faults.traffic;
+    assert_eq!(traffic.begun_alone.load(Ordering::SeqCst), 200 * rig::scale() as usize);
+    assert_eq!(traffic.beside.load(Ordering::SeqCst), 0, "operations beside a barrier");
     front.close(PATIENCE).unwrap();
 }
 

@@ -2,8 +2,10 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -33,10 +35,48 @@ pub enum Fault {
 
 type Decide = Box<dyn FnMut(&Op) -> Fault + Send>;
 
+/// What is under way in all engines together.
+#[derive(Default)]
+pub struct Traffic {
+    /// Operations on storage.
+    under_way: AtomicUsize,
+    /// One of them that has to be alone.
+    alone: AtomicBool,
+    /// Operations that had to be alone and were begun.
+    pub begun_alone: AtomicUsize,
+    /// Operations that were beside one that had to be alone.
+    pub beside: AtomicUsize,
+}
+
+impl Traffic {
+    fn begin(&self, alone: bool) {
+        if alone {
+            self.alone.store(true, SeqCst);
+            self.begun_alone.fetch_add(1, SeqCst);
+            self.beside.fetch_add(self.under_way.load(SeqCst), SeqCst);
+        } else {
+            self.under_way.fetch_add(1, SeqCst);
+            self.beside.fetch_add(usize::from(self.alone.load(SeqCst)), SeqCst);
+        }
+    }
+
+    fn end(&self, alone: bool) {
+        if alone {
+            self.alone.store(false, SeqCst);
+        } else {
+            self.under_way.fetch_sub(1, SeqCst);
+        }
+    }
+}
+
 /// Decides what fails, for all engines of a disk. Shared with the test.
 #[derive(Clone)]
 pub struct Faults {
     decide: Arc<Mutex<Decide>>,
+    /// Which writes have to be alone: those at this offset.
+    alone_at: Arc<Mutex<Option<u64>>>,
+    /// What was seen of that.
+    pub traffic: Arc<Traffic>,
     /// The engine of the thread with this name refuses to go on.
     broken: Arc<Mutex<Option<String>>>,
 }
@@ -45,7 +85,12 @@ impl Faults {
     /// Nothing fails.
     pub fn none() -> Faults {
         let decide: Decide = Box::new(|_| Fault::None);
-        Faults { decide: Arc::new(Mutex::new(decide)), broken: Arc::default() }
+        Faults {
+            decide: Arc::new(Mutex::new(decide)),
+            alone_at: Arc::default(),
+            traffic: Arc::default(),
+            broken: Arc::default(),
+        }
     }
 
     /// From now on this decides.
@@ -62,6 +107,11 @@ impl Faults {
         });
     }
 
+    /// Watches whether writes at this offset are alone on the disk.
+    pub fn watch_alone(&self, offset: u64) {
+        *self.alone_at.lock().unwrap() = Some(offset);
+    }
+
     /// The engine of this queue fails as a whole.
     pub fn break_engine(&self, thread: &str) {
         *self.broken.lock().unwrap() = Some(thread.to_owned());
@@ -72,8 +122,8 @@ impl Faults {
         let faults = self.clone();
         Arc::new(move |arena, entries| {
             let inner = Uring::new(arena, entries)?;
-            let done = Vec::new();
-            Ok(Box::new(Faulty { inner, faults: faults.clone(), done }))
+            let (done, under_way) = (Vec::new(), HashMap::new());
+            Ok(Box::new(Faulty { inner, faults: faults.clone(), done, under_way }))
         })
     }
 }
@@ -94,6 +144,8 @@ struct Faulty {
     inner: Uring,
     faults: Faults,
     done: Vec<Completion>,
+    /// Operations on storage by token, and whether they have to be alone.
+    under_way: HashMap<Token, bool>,
 }
 
 impl Faulty {
@@ -118,7 +170,13 @@ impl Engine for Faulty {
     fn push(&mut self, token: Token, op: Op) {
         let fault = match op {
             Op::Readable { .. } | Op::Timer { .. } => Fault::None,
-            _ => (self.faults.decide.lock().unwrap())(&op),
+            _ => {
+                let alone_at = *self.faults.alone_at.lock().unwrap();
+                let alone = matches!(op, Op::Write { offset, .. } if Some(offset) == alone_at);
+                self.faults.traffic.begin(alone);
+                self.under_way.insert(token, alone);
+                (self.faults.decide.lock().unwrap())(&op)
+            }
         };
         match (fault, op) {
             (Fault::None, op) => self.inner.push(token, op),
@@ -154,8 +212,14 @@ impl Engine for Faulty {
     }
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
+        let first = out.len();
         out.append(&mut self.done);
         self.inner.reap(out);
+        for completion in &out[first..] {
+            if let Some(alone) = self.under_way.remove(&completion.token) {
+                self.faults.traffic.end(alone);
+            }
+        }
     }
 
     fn in_flight(&self) -> usize {
