@@ -84,7 +84,10 @@ fn demonstrate(lab: &mut Lab) -> Result<Shown> {
     let mut sh = |lab: &mut Lab, command: &str| guest.sh(lab, command, LIMIT_S);
     shown.timed("partition, make ext4", || {
         sh(lab, "printf 'label: gpt\\n,\\n' | sfdisk -q --wipe always /dev/xvda")?;
-        sh(lab, "until [ -b /dev/xvda1 ]; do sleep 0.2; done; load-ext4 && mkfs.ext4 -q /dev/xvda1")?;
+        sh(
+            lab,
+            "until [ -b /dev/xvda1 ]; do sleep 0.2; done; load-ext4 && mkfs.ext4 -q /dev/xvda1",
+        )?;
         sh(lab, "mount /dev/xvda1 /mnt")
     })?;
     let written = shown.timed("write and sync", || sh(lab, WRITE))?;

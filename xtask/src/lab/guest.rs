@@ -1,8 +1,8 @@
 //! A paravirtualised guest whose disk driver is the upstream Linux blkfront.
 
 use crate::lab::Lab;
-use crate::lab::qemu::LINUX_SPEED;
 use crate::lab::channel::{Output, escape, quote};
+use crate::lab::qemu::LINUX_SPEED;
 use anyhow::{Context, Result, bail};
 
 /// How a guest is made; blkfront's parameters decide what it asks of the backend.
@@ -260,7 +260,10 @@ impl Guest {
 /// begins with `marker`. tail ends by itself once sed has closed the pipe.
 fn read_to(log: &str, from: usize, marker: &str) -> String {
     let log = quote(log);
-    format!("until [ -e {log} ]; do sleep 0.1; done; tail -c +{} -f {log} | sed '/^{marker}/q'", from + 1)
+    format!(
+        "until [ -e {log} ]; do sleep 0.1; done; tail -c +{} -f {log} | sed '/^{marker}/q'",
+        from + 1
+    )
 }
 
 /// The part of a console between the two markers, and the status in the first.

@@ -93,7 +93,8 @@ fn fsync_reaches_the_medium(bench: &mut Bench<'_>) -> Result<()> {
     let cache = guest.sh(bench.lab, "cat /sys/block/xvda/queue/write_cache", 20)?;
     expect_eq("the guest's write cache", &cache.as_str(), &"write back")?;
     // The 16th number of a block device's statistics counts finished flushes.
-    let flushes = format!("awk '{{print $16}}' /sys/block/{}/stat", device.trim_start_matches("/dev/"));
+    let flushes =
+        format!("awk '{{print $16}}' /sys/block/{}/stat", device.trim_start_matches("/dev/"));
     let before: u64 = bench.lab.sh(&flushes)?.parse()?;
     let command = format!(
         "fio --name=sync --filename={} --ioengine=libaio --direct=1 --rw=randwrite --bs=4k \

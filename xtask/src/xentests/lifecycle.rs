@@ -34,7 +34,11 @@ fn unplug_and_replug(bench: &mut Bench<'_>) -> Result<()> {
         guest.sh(bench.lab, &write, 120)?;
         sum = guest.sh(bench.lab, "sha256sum </dev/xvdb", 120)?;
         disk.unplug(bench.lab)?;
-        guest.sh(bench.lab, "for n in $(seq 100); do [ -b /dev/xvdb ] || exit 0; sleep 0.1; done; exit 1", 30)?;
+        guest.sh(
+            bench.lab,
+            "for n in $(seq 100); do [ -b /dev/xvdb ] || exit 0; sleep 0.1; done; exit 1",
+            30,
+        )?;
     }
     expect_eq("the image's checksum", &bench.lab.sh(&format!("sha256sum <{image}"))?, &sum)
 }

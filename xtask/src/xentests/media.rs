@@ -10,14 +10,14 @@ pub(super) const CASES: &[Case] = &[
     any("media/a-read-only-disk-refuses-writes", read_only),
     any("media/block-device-with-512-byte-sectors", |bench| block_device(bench, SCRATCH_512)),
     // The kernel's backend passes 4096-byte sectors on to the guest; on the wire here it is 512.
-    ferrite("media/block-device-with-4096-byte-sectors", |bench| {
-        block_device(bench, SCRATCH_4096)
-    }),
+    ferrite("media/block-device-with-4096-byte-sectors", |bench| block_device(bench, SCRATCH_4096)),
 ];
 
 fn read_only(bench: &mut Bench<'_>) -> Result<()> {
     let image = bench.image(64)?;
-    bench.lab.sh(&format!("yes ferrite | dd of={image} bs=1M count=4 conv=notrunc iflag=fullblock"))?;
+    bench
+        .lab
+        .sh(&format!("yes ferrite | dd of={image} bs=1M count=4 conv=notrunc iflag=fullblock"))?;
     let sum = format!("sha256sum <{image}");
     let before = bench.lab.sh(&sum)?;
     let options = DiskOptions { read_only: true, ..DiskOptions::new(&image, "xvda") };
