@@ -4,6 +4,8 @@
 mod rig;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_xen::abi::{IndirectOp, PlainOp, Protocol, RawSegment};
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
@@ -324,6 +326,50 @@ fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
     let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image_in(dir.path())) else { return };
     against_the_model(device.0.clone(), CopyWith::Memcpy, 40 * scale());
+}
+
+/// One queue changes a sector of a block again and again, the other writes the whole block: what
+/// that one wrote may not be replaced by what was read before.
+#[test]
+fn a_neighbours_write_is_not_undone_by_a_partial_one() {
+    let dir = dir_in_memory();
+    let Some(device) = Loop::attach(&image_in(dir.path())) else { return };
+    let rig = Rig::new(Plan { image: Some(device.0.clone()), ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let buffer = front.space().buffer(64).unwrap();
+    let mut partial = front.queues.pop().unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let thread = std::thread::spawn({
+        let (done, buffer) = (done.clone(), front.space().buffer(8).unwrap());
+        move || {
+            while !done.load(Ordering::Relaxed) {
+                for i in 0..8 {
+                    let segment = [buffer.segment(i, 0, 0)];
+                    partial.plain(PlainOp::Write, i as u64 * 8 + 3, &segment).unwrap();
+                }
+                assert!(partial.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+            }
+            partial
+        }
+    });
+    for round in 0..400 * scale() {
+        let stamp = round as u8 | 1;
+        buffer.fill(0, 8 * 4096, stamp);
+        let queue = &mut front.queues[0];
+        for i in 0..8 {
+            queue.write(i as u64 * 8, &buffer, i * 4096, 4096).unwrap();
+        }
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
+        queue.read(0, &buffer, 32 * 4096, 8 * 4096).unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        let back = buffer.to_vec(32 * 4096, 8 * 4096);
+        for (sector, data) in back.chunks(512).enumerate().filter(|(s, _)| s % 8 != 3) {
+            assert!(data.iter().all(|b| *b == stamp), "round {round}, sector {sector} is undone");
+        }
+    }
+    done.store(true, Ordering::Relaxed);
+    front.queues.push(thread.join().unwrap());
+    front.close(PATIENCE).unwrap();
 }
 
 /// A large write is known in full only once its page of descriptors is fetched. A barrier behind

@@ -73,8 +73,8 @@ impl Traffic {
 #[derive(Clone)]
 pub struct Faults {
     decide: Arc<Mutex<Decide>>,
-    /// Which writes have to be alone: those at this offset.
-    alone_at: Arc<Mutex<Option<u64>>>,
+    /// Which operations have to be alone.
+    alone: Arc<Mutex<fn(&Op) -> bool>>,
     /// What was seen of that.
     pub traffic: Arc<Traffic>,
     /// The engine of the thread with this name refuses to go on.
@@ -87,7 +87,7 @@ impl Faults {
         let decide: Decide = Box::new(|_| Fault::None);
         Faults {
             decide: Arc::new(Mutex::new(decide)),
-            alone_at: Arc::default(),
+            alone: Arc::new(Mutex::new(|_| false)),
             traffic: Arc::default(),
             broken: Arc::default(),
         }
@@ -107,9 +107,9 @@ impl Faults {
         });
     }
 
-    /// Watches whether writes at this offset are alone on the disk.
-    pub fn watch_alone(&self, offset: u64) {
-        *self.alone_at.lock().unwrap() = Some(offset);
+    /// Watches whether these operations are alone on the disk.
+    pub fn watch_alone(&self, alone: fn(&Op) -> bool) {
+        *self.alone.lock().unwrap() = alone;
     }
 
     /// The engine of this queue fails as a whole.
@@ -171,8 +171,8 @@ impl Engine for Faulty {
         let fault = match op {
             Op::Readable { .. } | Op::Timer { .. } => Fault::None,
             _ => {
-                let alone_at = *self.faults.alone_at.lock().unwrap();
-                let alone = matches!(op, Op::Write { offset, .. } if Some(offset) == alone_at);
+                let is_alone = *self.faults.alone.lock().unwrap();
+                let alone = is_alone(&op);
                 self.faults.traffic.begin(alone);
                 self.under_way.insert(token, alone);
                 (self.faults.decide.lock().unwrap())(&op)
