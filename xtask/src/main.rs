@@ -48,6 +48,9 @@ enum LabTask {
         /// Starts a guest first.
         #[arg(long)]
         guest: bool,
+        /// Builds ferrite and puts it into the dom0's PATH.
+        #[arg(long)]
+        ferrite: bool,
         /// Shell commands, each run for itself; `guest: COMMAND` runs in the guest.
         #[arg(required = true)]
         commands: Vec<String>,
@@ -77,10 +80,11 @@ fn run(task: Task) -> Result<ExitCode> {
             lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;
             Ok(ExitCode::SUCCESS)
         }
-        Task::Lab(LabTask::Run { suite, guest, commands, limit_s }) => {
+        Task::Lab(LabTask::Run { suite, guest, ferrite, commands, limit_s }) => {
             packages::ensure(&[packages::LAB])?;
             let root = lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;
-            let mut lab = lab::Lab::boot(&root, &[])?;
+            let programs = if ferrite { vec![checks::build_ferrite()?] } else { Vec::new() };
+            let mut lab = lab::Lab::boot(&root, &programs)?;
             run_commands(&mut lab, guest, &commands, limit_s)
         }
     }

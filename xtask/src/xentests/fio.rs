@@ -16,10 +16,10 @@ pub(super) const CASES: &[Case] = &[
     any("fio/fsync-reaches-the-medium", fsync_reaches_the_medium),
 ];
 
-/// Block size and bytes for each of the two jobs; about a thousand requests each at most, because
-/// an emulated host answers some thousand a second.
+/// Block size and bytes for each of the two jobs; some hundred requests each, because an emulated
+/// host answers some hundred a second.
 const SIZES: &[(&str, &str)] =
-    &[("512", "384k"), ("4k", "3m"), ("16k", "8m"), ("64k", "16m"), ("256k", "24m"), ("1m", "48m")];
+    &[("512", "96k"), ("4k", "1m"), ("16k", "3m"), ("64k", "6m"), ("256k", "8m"), ("1m", "16m")];
 
 /// Room that each block size has on the disk.
 const AREA_MIB: u32 = 128;
@@ -50,7 +50,7 @@ fn shape(bench: &mut Bench<'_>, queues: u32, ring_order: u32, indirect: u32) -> 
     }
     command += &format!(
         " --name=mixed --stonewall --rw=write --bsrange=512-256k --blockalign=512 \
-         --verify_interval=512 --size=12m --offset={}m",
+         --verify_interval=512 --size=4m --offset={}m",
         (areas - 1) * AREA_MIB
     );
     guest.sh(bench.lab, &command, 900).map(drop)
