@@ -306,3 +306,29 @@ fn largest_requests_on_all_queues_at_once_share_a_small_pool() {
     }
     front.close(PATIENCE).unwrap();
 }
+
+/// One at a time, each after its own short while, from a guest that does not sleep: each of them
+/// meets the backend at another step on its way to sleep, and must not be forgotten there.
+#[test]
+fn single_requests_wake_a_backend_that_is_about_to_sleep() {
+    let rig = Rig::new(plan());
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(1).unwrap();
+    let queue = &mut front.queues[0];
+    let mut random = SplitMix64::new(21);
+    let start = Instant::now();
+    let mut rounds = 0;
+    while start.elapsed() < Duration::from_millis(700) * scale() {
+        rounds += 1;
+        queue.read(0, &buffer, 0, 512).unwrap();
+        queue.push().unwrap();
+        let asked = Instant::now();
+        while queue.take().unwrap().is_none() {
+            assert!(asked.elapsed() < PATIENCE / 3, "request {rounds} was forgotten");
+            std::hint::spin_loop();
+        }
+        (0..random.below(200)).for_each(|_| std::hint::spin_loop());
+    }
+    println!("{rounds} requests");
+    front.close(PATIENCE).unwrap();
+}
