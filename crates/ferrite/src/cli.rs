@@ -143,6 +143,12 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
     pub(crate) memory: usize,
 
+    /// Microseconds that a guest looks for responses, the event already asked for, before it
+    /// sleeps, as Linux guests do that poll before they halt. By default 50 where every queue can
+    /// have two processors, otherwise 0.
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub(crate) guest_poll: Option<u32>,
+
     /// Print JSON instead of text.
     #[arg(long)]
     pub(crate) json: bool,

@@ -66,9 +66,9 @@ fn every_mode_gives_a_result_that_makes_sense() {
 fn the_result_says_how_it_was_measured() {
     let (_dir, path) = image();
     let path = path.to_str().unwrap();
-    let more = ["--block", "8K", "--depth", "40", "--indirect", "32", "--copy-with", "process-vm"];
-    let r = result(path, &more);
-    let said: [(&str, Value); 14] = [
+    let more = ["--block", "8K", "--depth", "40", "--indirect", "32", "--guest-poll", "7"];
+    let r = result(path, &[&more[..], &["--copy-with", "process-vm"]].concat());
+    let said: [(&str, Value); 15] = [
         ("where", "loopback, not Xen".into()),
         ("mover", "copy".into()),
         ("copy_with", "process-vm".into()),
@@ -82,6 +82,7 @@ fn the_result_says_how_it_was_measured() {
         ("ring_order", 1.into()),
         ("indirect", 32.into()),
         ("memory_bytes", (8 << 20).into()),
+        ("guest_poll_us", 7.into()),
         ("seconds", 0.3.into()),
     ];
     for (key, value) in said {

@@ -68,6 +68,7 @@ pub(super) struct Load {
     queue: FrontQueue,
     buffer: Buffer,
     block_bytes: usize,
+    poll_ns: u64,
     choice: Choice,
     places: Vec<Place>,
     /// Numbers of places without a request.
@@ -96,6 +97,7 @@ impl Load {
             queue,
             buffer,
             block_bytes: task.block_bytes as usize,
+            poll_ns: u64::from(task.poll_us) * 1000,
             choice: Choice::new(task, part),
             places: places.collect(),
             idle: (0..depth).rev().collect(),
@@ -155,8 +157,14 @@ impl Load {
         Ok(())
     }
 
-    /// Waits for responses, as a guest does: asleep until an event comes.
+    /// Waits for responses, as a guest does: awake for a while, then asleep until an event comes.
     fn take_some(&mut self) -> Result<(), FrontError> {
+        if self.poll_ns > 0 && !self.queue.final_check() {
+            let end_ns = SystemClock.now_ns() + self.poll_ns;
+            while !self.queue.has_response() && SystemClock.now_ns() < end_ns {
+                std::hint::spin_loop();
+            }
+        }
         if !self.queue.wait(PATIENCE)? {
             let what = format!("no response to {} requests came", self.queue.in_flight());
             let ms = PATIENCE.as_millis() as u64;
@@ -199,6 +207,7 @@ mod tests {
             depth: 1,
             ring_order: 0,
             max_indirect: 0,
+            poll_us: 0,
             parts: Vec::new(),
         };
         let mut choice = Choice::new(&task, (800, 80));

@@ -51,7 +51,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     host.watch(until_ns)?;
     let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
     let tally = host.finish()?;
-    let report = Report::new(args, tasks[0].ring_order, medium, &tally, cpu_ns, idle_rss_kib)?;
+    let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, idle_rss_kib)?;
     print(&if args.json { report.json()? } else { report.text() })?;
     match tally.errors {
         0 => Ok(()),

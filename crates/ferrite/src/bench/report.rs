@@ -7,6 +7,7 @@ use ferrite_disk::size::Human;
 use serde::Serialize;
 
 use super::tally::{Counter, Tally};
+use super::task::Task;
 use crate::cli::{BenchArgs, Mode, Mover};
 use crate::exit::Failure;
 
@@ -68,6 +69,7 @@ pub(super) struct Report {
     depth: u32,
     ring_order: u32,
     indirect: u32,
+    guest_poll_us: u32,
     memory_bytes: usize,
     seconds: f64,
     version: &'static str,
@@ -86,7 +88,7 @@ impl Report {
     /// There is nothing to report.
     pub(super) fn new(
         args: &BenchArgs,
-        ring_order: u32,
+        task: &Task,
         medium: Medium,
         tally: &Tally,
         cpu_ns: f64,
@@ -129,8 +131,9 @@ impl Report {
             guests: args.guests,
             queues: args.queues,
             depth: args.depth,
-            ring_order,
+            ring_order: task.ring_order,
             indirect: args.indirect,
+            guest_poll_us: task.poll_us,
             memory_bytes: args.memory,
             seconds: args.seconds,
             version: env!("CARGO_PKG_VERSION"),
@@ -166,15 +169,15 @@ impl Report {
                 self.seconds
             ),
         );
-        line("copies", format!("copied with {}, {}", self.copy_with, self.engine));
+        line("by", format!("{}, copies by {}", self.engine, self.copy_with));
         line("rate", format!("{:.0} IOPS, {:.0} MiB/s", self.iops, self.mib_per_s));
         let Latency { p50, p99, max } = self.lat_us;
         line("latency", format!("p50 {p50:.0} us, p99 {p99:.0} us, max {max:.0} us"));
         line(
             "CPU",
             format!(
-                "{:.2} us a request in the backend, {:.2} us in the guests",
-                self.backend_cpu_us_per_io, self.guest_cpu_us_per_io
+                "{:.2} us a request in the backend, {:.2} us in the guests, which poll for {} us",
+                self.backend_cpu_us_per_io, self.guest_cpu_us_per_io, self.guest_poll_us
             ),
         );
         if let Some(kib) = self.idle_rss_kib {

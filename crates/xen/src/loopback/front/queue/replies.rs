@@ -117,6 +117,11 @@ impl FrontQueue {
         }
     }
 
+    /// Whether there is a response to [`take`](Self::take), without asking for an event.
+    pub fn has_response(&self) -> bool {
+        self.ring.load(RingWord::RspProd) != self.rsp_cons
+    }
+
     /// RING_FINAL_CHECK_FOR_RESPONSES: asks for an event with the next response; whether one came
     /// meanwhile.
     pub fn final_check(&self) -> bool {
