@@ -1,5 +1,6 @@
 //! `cargo xtask test`: every check there is, and a summary of them.
 
+use crate::lab::Program;
 use crate::lab::disk::Backend;
 use crate::lab::root::{self, Suite};
 use crate::steps::{self, cargo, run_logged, say, step};
@@ -47,8 +48,8 @@ pub(crate) struct Outcome {
     failure: Option<String>,
 }
 
-/// Where ferrite's release binary for the lab is built.
-pub(crate) fn build_ferrite() -> Result<PathBuf> {
+/// Builds ferrite's release binary for the lab.
+pub(crate) fn build_ferrite() -> Result<Program> {
     step("build ferrite (release)", || {
         let log = fresh_log("release-build")?;
         let mut command = cargo();
@@ -58,7 +59,15 @@ pub(crate) fn build_ferrite() -> Result<PathBuf> {
         command.env("CARGO_TARGET_DIR", steps::target_dir().join("lab-build"));
         run_logged(&mut command, &log)
     })?;
-    Ok(steps::target_dir().join("lab-build/release/ferrite"))
+    Ok(Program { name: "ferrite", file: steps::target_dir().join("lab-build/release/ferrite") })
+}
+
+/// The tests of the hypervisor's and the store's interfaces, which need a dom0 but no guest.
+fn build_host_tests() -> Result<Program> {
+    step("build the tests for the dom0", || {
+        let file = rest::test_binary("ferrite-xen", &["--test", "on_xen"])?;
+        Ok(Program { name: "on_xen", file })
+    })
 }
 
 /// An empty log in the build folder.
@@ -137,7 +146,7 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
 fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
     let root = root.context("the Xen tests cannot run")?;
     let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => (Backend::Ferrite, vec![build_ferrite()?]),
+        BackendArgument::Ferrite => (Backend::Ferrite, vec![build_ferrite()?, build_host_tests()?]),
         BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
     let selection = xentests::Selection {

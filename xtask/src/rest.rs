@@ -47,7 +47,7 @@ fn interleavings() -> Result<()> {
 
 /// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.
 fn valgrind() -> Result<()> {
-    let binary = test_binary("ferrite-xen")?;
+    let binary = test_binary("ferrite-xen", &["--lib"])?;
     let mut test = Command::new("valgrind");
     test.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]).arg(binary);
     // Proptest's cases are a hundred times slower there.
@@ -55,10 +55,10 @@ fn valgrind() -> Result<()> {
     run("valgrind", &mut test)
 }
 
-/// The path of a package's unit tests.
-fn test_binary(package: &str) -> Result<PathBuf> {
-    let args = ["test", "--locked", "--no-run", "--lib", "--message-format=json", "--package"];
-    let messages = steps::output(cargo().args(args).arg(package))?;
+/// The path of one of a package's test programs.
+pub(crate) fn test_binary(package: &str, target: &[&str]) -> Result<PathBuf> {
+    let args = ["test", "--locked", "--no-run", "--message-format=json", "--package", package];
+    let messages = steps::output(cargo().args(args).args(target))?;
     let artifact = messages
         .lines()
         .filter(|line| line.contains("\"test\":true"))

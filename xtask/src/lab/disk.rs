@@ -60,6 +60,11 @@ pub(crate) struct Disk {
 /// How long a backend may take for a change of state.
 const STATE_LIMIT_S: u64 = 60;
 
+/// A shell condition: the process has ended. One that only waits to be reaped holds nothing.
+pub(crate) fn ended(pid: u32) -> String {
+    format!("! grep -qs '^State:[[:space:]]*[^ZX]' /proc/{pid}/status")
+}
+
 /// The device number of xvda to xvdp: major 202, sixteen minors a disk.
 fn devid(name: &str) -> Result<u32> {
     match name.strip_prefix("xvd").map(str::as_bytes) {
@@ -69,6 +74,12 @@ fn devid(name: &str) -> Result<u32> {
 }
 
 impl Disk {
+    fn new(guest: &Guest, backend: Backend, options: DiskOptions) -> Result<Disk> {
+        let devid = devid(options.name)?;
+        let domid = guest.domid();
+        Ok(Disk { options, backend, domid, devid, device: None, starts: 0, pid: None })
+    }
+
     /// Writes the disk's directories and starts its backend, without waiting for the guest.
     pub(crate) fn attach(
         lab: &mut Lab,
@@ -76,9 +87,7 @@ impl Disk {
         backend: Backend,
         options: DiskOptions,
     ) -> Result<Disk> {
-        let devid = devid(options.name)?;
-        let domid = guest.domid();
-        let mut disk = Disk { options, backend, domid, devid, device: None, starts: 0, pid: None };
+        let mut disk = Self::new(guest, backend, options)?;
         if backend == Backend::Blkback {
             disk.device = Some(disk.block_device(lab)?);
         }
@@ -88,15 +97,10 @@ impl Disk {
         Ok(disk)
     }
 
-    /// [`Disk::attach`], then waits until a running guest is connected.
-    pub(crate) fn plug(
-        lab: &mut Lab,
-        guest: &Guest,
-        backend: Backend,
-        options: DiskOptions,
-    ) -> Result<Disk> {
-        let disk = Self::attach(lab, guest, backend, options)?;
-        disk.wait_connected(lab)?;
+    /// Starts `ferrite serve` for a disk whose directories the toolstack will write.
+    pub(crate) fn serve(lab: &mut Lab, guest: &Guest, options: DiskOptions) -> Result<Disk> {
+        let mut disk = Self::new(guest, Backend::Ferrite, options)?;
+        disk.start_backend(lab)?;
         Ok(disk)
     }
 
@@ -249,7 +253,7 @@ impl Disk {
     /// Waits until the serving process has ended by itself.
     pub(crate) fn wait_backend_gone(&mut self, lab: &mut Lab) -> Result<()> {
         let Some(pid) = self.pid.take() else { return Ok(()) };
-        let condition = format!("! kill -0 {pid}");
+        let condition = ended(pid);
         self.wait(lab, "the backend ending by itself", &condition)
     }
 
@@ -266,7 +270,7 @@ impl Disk {
     pub(crate) fn stop_backend(&mut self, lab: &mut Lab) -> Result<()> {
         let Some(pid) = self.pid.take() else { bail!("no backend process to stop") };
         lab.sh(&format!("kill -TERM {pid}"))?;
-        self.wait(lab, "the backend's end after SIGTERM", &format!("! kill -0 {pid}"))
+        self.wait(lab, "the backend's end after SIGTERM", &ended(pid))
     }
 
     /// Removes whatever is left of the disk after its guest is gone, in good order or not.
@@ -285,7 +289,7 @@ impl Disk {
     pub(crate) fn crash_backend(&mut self, lab: &mut Lab) -> Result<()> {
         let Some(pid) = self.pid.take() else { bail!("no backend process to kill") };
         lab.sh(&format!("kill -9 {pid}"))?;
-        lab.wait_until("the killed backend's end", &format!("! kill -0 {pid}"), STATE_LIMIT_S)
+        lab.wait_until("the killed backend's end", &ended(pid), STATE_LIMIT_S)
     }
 
     /// Tells blkback that its medium has grown; Ferrite sees to it by itself.
@@ -294,11 +298,6 @@ impl Disk {
             Some(device) => lab.sh(&format!("losetup -c {device}")).map(drop),
             None => Ok(()),
         }
-    }
-
-    /// One key of the backend's directory.
-    pub(crate) fn backend_key(&self, lab: &mut Lab, key: &str) -> Result<String> {
-        lab.sh(&format!("xenstore-read {}/{key} 2>/dev/null || true", self.backend_dir()))
     }
 }
 

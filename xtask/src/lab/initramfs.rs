@@ -109,7 +109,7 @@ pub(crate) fn assemble(base: &Path, init: &str, out: &Path) -> Result<()> {
     let mut image = Vec::new();
     append_entry(&mut image, "init", 0o100_755, init.as_bytes());
     append_entry(&mut image, "TRAILER!!!", 0, b"");
-    while image.len() % 512 != 0 {
+    while !image.len().is_multiple_of(512) {
         image.push(0);
     }
     let mut file =
@@ -152,7 +152,7 @@ fn append_entry(image: &mut Vec<u8>, name: &str, mode: u32, data: &[u8]) {
 }
 
 fn pad4(image: &mut Vec<u8>) {
-    while image.len() % 4 != 0 {
+    while !image.len().is_multiple_of(4) {
         image.push(0);
     }
 }

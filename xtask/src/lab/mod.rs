@@ -11,7 +11,7 @@ use crate::steps::{self, step};
 use anyhow::{Context, Result, anyhow, bail};
 use channel::{Channel, Output};
 use qemu::{Machine, Qemu, Scratch};
-use root::{Root, Suite};
+use root::Root;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,22 +32,31 @@ pub(crate) const SCRATCH_512: &str = "scratch512";
 /// Scratch disk with 4096-byte sectors.
 pub(crate) const SCRATCH_4096: &str = "scratch4096";
 
+/// Something of ours for the dom0.
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    /// Its name there.
+    pub(crate) name: &'static str,
+    /// The file here.
+    pub(crate) file: PathBuf,
+}
+
 /// A running Xen host. It must be kept by the thread that booted it: QEMU dies with that thread.
 pub(crate) struct Lab {
     channel: Channel,
     qemu: Qemu,
-    dir: RunDir,
+    /// Held for its end: the folder goes with the host.
+    _dir: RunDir,
     guests: u32,
-    suite: Suite,
 }
 
 impl Lab {
     /// Boots a host whose dom0 finds `programs` in its PATH.
-    pub(crate) fn boot(root: &Root, programs: &[PathBuf]) -> Result<Lab> {
+    pub(crate) fn boot(root: &Root, programs: &[Program]) -> Result<Lab> {
         step("boot Xen and its dom0", || Self::boot_quietly(root, programs))
     }
 
-    fn boot_quietly(root: &Root, programs: &[PathBuf]) -> Result<Lab> {
+    fn boot_quietly(root: &Root, programs: &[Program]) -> Result<Lab> {
         let dir = RunDir::new()?;
         let payload = make_payload(&dir.path, root, programs)?;
         let socket = dir.socket.clone();
@@ -67,17 +76,12 @@ impl Lab {
                 "the dom0 did not come up (QEMU: {state}); end of its console:\n{console}"
             )));
         }
-        Ok(Lab { channel, qemu, dir, guests: 0, suite: root.suite() })
+        Ok(Lab { channel, qemu, _dir: dir, guests: 0 })
     }
 
     /// Processor time the emulator has used, in seconds.
     pub(crate) fn cpu_s(&self) -> f64 {
         self.qemu.cpu_s()
-    }
-
-    /// The suite the host was made of.
-    pub(crate) fn suite(&self) -> Suite {
-        self.suite
     }
 
     /// Runs a shell command in the dom0.
@@ -144,34 +148,23 @@ impl Lab {
         format!("g{}", self.guests)
     }
 
-    /// The host's console so far, without control characters.
-    pub(crate) fn console_tail(&self) -> String {
-        steps::tail(self.qemu.console())
-    }
-
     /// Keeps a copy of the console in `to`, for whoever looks into a failure.
     pub(crate) fn save_console(&self, to: &Path) -> Result<()> {
         std::fs::copy(self.qemu.console(), to)?;
         Ok(())
     }
-
-    /// The boot's folder on this machine.
-    pub(crate) fn dir(&self) -> &Path {
-        &self.dir.path
-    }
 }
 
 /// Makes the boot's own disk: scripts, programs, the guests' RAM disk, and room for images.
-fn make_payload(dir: &Path, root: &Root, programs: &[PathBuf]) -> Result<PathBuf> {
+fn make_payload(dir: &Path, root: &Root, programs: &[Program]) -> Result<PathBuf> {
     let tree = dir.join("payload");
     std::fs::create_dir_all(tree.join("bin"))?;
     let init = include_str!("scripts/dom0-init.sh").replace("@XEN@", root.suite().xen);
     write_program(&tree.join("init"), &init)?;
     write_program(&tree.join("agent"), include_str!("scripts/dom0-agent.sh"))?;
     for program in programs {
-        let name = program.file_name().context("a program without a name")?;
-        std::fs::copy(program, tree.join("bin").join(name))
-            .with_context(|| format!("cannot read {}", program.display()))?;
+        std::fs::copy(&program.file, tree.join("bin").join(program.name))
+            .with_context(|| format!("cannot read {}", program.file.display()))?;
     }
     let guest_init = include_str!("scripts/guest-init.sh");
     initramfs::assemble(&root.guest_base(), guest_init, &tree.join("guest.img"))?;

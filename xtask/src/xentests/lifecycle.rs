@@ -1,7 +1,8 @@
 //! Disks that come and go, and guests that end without a word.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
-use crate::lab::disk::DiskOptions;
+use crate::lab::channel::quote;
+use crate::lab::disk::{Disk, DiskOptions, ended};
 use crate::lab::guest::GuestOptions;
 use anyhow::{Result, bail};
 
@@ -9,6 +10,7 @@ pub(super) const CASES: &[Case] = &[
     any("lifecycle/unplugged-and-plugged-in-again", unplug_and_replug),
     any("lifecycle/destroyed-with-io-in-flight", destroyed),
     ferrite("lifecycle/destroyed-guest-leaves-nothing-open", nothing_left_open),
+    ferrite("lifecycle/attached-and-detached-by-xl", attached_by_xl),
 ];
 
 /// Writes that never end by themselves.
@@ -71,11 +73,43 @@ fn nothing_left_open(bench: &mut Bench<'_>) -> Result<()> {
     wait_for_io(bench, &mut guest)?;
     guest.destroy(bench.lab)?;
     let condition = format!(
-        "! kill -0 {pid} || [ $(ls /proc/{pid}/fd | wc -l) -le {before} ] && \
-         ! grep -q xen/gntdev /proc/{pid}/maps"
+        "{} || {{ [ $(ls /proc/{pid}/fd | wc -l) -le {before} ] && \
+         ! grep -q xen/gntdev /proc/{pid}/maps; }}",
+        ended(pid)
     );
     bench.lab.wait_until("open files and mapped grants back to base", &condition, 60)?;
     disk.remove_after_destroy(bench.lab)
+}
+
+/// What xl runs once the backend has published its features; with tapdisk it starts one.
+const HOTPLUG_SCRIPT: &str = "#!/bin/sh\n\
+     [ \"$1\" = remove ] || xenstore-write $XENBUS_PATH/hotplug-status connected\n";
+
+fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
+    let image = bench.image(64)?;
+    let mut guest = bench.paused_guest(&GuestOptions::default())?;
+    guest.unpause(bench.lab)?;
+    guest.wait_ready(bench.lab)?;
+    let script = "/etc/xen/scripts/block-tap";
+    bench.lab.sh(&format!("printf %s {} >{script}; chmod 755 {script}", quote(HOTPLUG_SCRIPT)))?;
+    for _ in 0..2 {
+        let mut disk = Disk::serve(bench.lab, &guest, DiskOptions::new(&image, "xvdb"))?;
+        let spec = format!("format=raw,vdev=xvdb,backendtype=tap,target={image}");
+        bench.lab.sh(&format!("xl block-attach {} {spec}", guest.name()))?;
+        disk.wait_connected(bench.lab)?;
+        let command = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
+             dd if=/dev/urandom of=/tmp/data bs=64k count=4 2>/dev/null; \
+             dd if=/tmp/data of=/dev/xvdb bs=64k oflag=direct 2>/dev/null; \
+             dd if=/dev/xvdb bs=64k count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
+        guest.sh(bench.lab, command, 120)?;
+        bench.lab.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
+        disk.wait_backend_gone(bench.lab)?;
+        let directories = format!("{} {}", disk.frontend(), disk.backend_dir());
+        bench
+            .lab
+            .sh(&format!("for d in {directories}; do ! xenstore-exists $d || exit 1; done"))?;
+    }
+    Ok(())
 }
 
 fn open_files(bench: &mut Bench<'_>, pid: u32) -> Result<u64> {

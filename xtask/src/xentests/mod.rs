@@ -3,6 +3,7 @@
 mod discard;
 mod filesystem;
 mod fio;
+mod host;
 mod lifecycle;
 mod media;
 mod recovery;
@@ -43,8 +44,16 @@ const fn ferrite(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> C
 
 /// Every test, in the order in which they run: the longest first, so that two hosts end together.
 pub(crate) fn all() -> Vec<Case> {
-    [fio::CASES, recovery::CASES, filesystem::CASES, lifecycle::CASES, media::CASES, discard::CASES]
-        .concat()
+    [
+        fio::CASES,
+        recovery::CASES,
+        filesystem::CASES,
+        lifecycle::CASES,
+        media::CASES,
+        discard::CASES,
+        host::CASES,
+    ]
+    .concat()
 }
 
 /// What a test works with; knows what it has made, to check and remove it afterwards.

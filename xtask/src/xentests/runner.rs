@@ -1,13 +1,12 @@
 //! Runs the selected tests on one or more hosts and reports each on a line.
 
 use super::{Applies, Bench, Case, all};
-use crate::lab::Lab;
 use crate::lab::disk::Backend;
 use crate::lab::root::Root;
+use crate::lab::{Lab, Program};
 use crate::steps;
 use anyhow::{Context, Result, bail};
 use std::collections::VecDeque;
-use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -21,7 +20,7 @@ pub(crate) struct Selection {
     /// Hosts running at the same time; each keeps one processor busy.
     pub(crate) hosts: usize,
     /// Programs for the dom0's PATH.
-    pub(crate) programs: Vec<PathBuf>,
+    pub(crate) programs: Vec<Program>,
 }
 
 /// How one test ended.
