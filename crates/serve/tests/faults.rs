@@ -307,7 +307,7 @@ fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
                 let data = [buffer.segment(31, 0, 7)];
                 for _ in 0..100 * rig::scale() {
                     for i in 0..30 {
-                        queue.write(i * 8, &buffer, 0, 4096).unwrap();
+                        queue.write(i * 8, &buffer, i as usize * 4096, 4096).unwrap();
                     }
                     if q < 2 {
                         queue.plain(PlainOp::Barrier, PLACE, &data).unwrap();
@@ -452,9 +452,9 @@ fn an_engine_that_breaks_ends_the_backend_and_not_the_disk() {
     let (mut front, buffer) = connected(&rig);
     assert_eq!(write(&mut front.queues[0], &buffer, 0, 4096), STATUS_OKAY);
     faults.break_engine("queue-0");
-    buffer.fill(0, 8192, 0x42);
+    buffer.fill(0, 8 * 8192, 0x42);
     for i in 0..8 {
-        front.queues[0].write(i * 16, &buffer, 0, 8192).unwrap();
+        front.queues[0].write(i * 16, &buffer, i as usize * 8192, 8192).unwrap();
     }
     front.queues[0].push().unwrap();
     let error = rig.join().unwrap_err();

@@ -33,6 +33,9 @@ pub enum Fault {
     Nothing,
 }
 
+/// Tells operations apart.
+type OfOp = fn(&Op) -> bool;
+
 type Decide = Box<dyn FnMut(&Op) -> Fault + Send>;
 
 /// What is under way in all engines together.
@@ -74,7 +77,7 @@ impl Traffic {
 pub struct Faults {
     decide: Arc<Mutex<Decide>>,
     /// Which operations have to be alone.
-    alone: Arc<Mutex<fn(&Op) -> bool>>,
+    alone: Arc<Mutex<OfOp>>,
     /// What was seen of that.
     pub traffic: Arc<Traffic>,
     /// The engine of the thread with this name refuses to go on.
@@ -99,7 +102,7 @@ impl Faults {
     }
 
     /// The next data operation or sync for which `of` holds fails so; all others succeed.
-    pub fn once(&self, of: fn(&Op) -> bool, fault: Fault) {
+    pub fn once(&self, of: OfOp, fault: Fault) {
         let mut left = Some(fault);
         self.set(move |op| match of(op) {
             true => left.take().unwrap_or(Fault::None),
@@ -108,7 +111,7 @@ impl Faults {
     }
 
     /// Watches whether these operations are alone on the disk.
-    pub fn watch_alone(&self, alone: fn(&Op) -> bool) {
+    pub fn watch_alone(&self, alone: OfOp) {
         *self.alone.lock().unwrap() = alone;
     }
 
