@@ -408,7 +408,7 @@ fn random_faults_under_load_lose_no_request_and_no_byte() {
     });
     let mut random = SplitMix64::new(12);
     let mut good = 0;
-    for round in 0..40 * rig::scale() as u8 {
+    for round in (0..40 * rig::scale()).map(|round| round as u8) {
         let mut asked = Vec::new();
         for (q, queue) in front.queues.iter_mut().enumerate() {
             while queue.free_slots() > 0 {
