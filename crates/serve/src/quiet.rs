@@ -32,7 +32,12 @@ impl Quiet {
     }
 }
 
-/// The same for several threads.
+/// The number of held back lines as the field of the next line: none if there were none.
+pub fn told(held_back: u64) -> Option<u64> {
+    (held_back > 0).then_some(held_back)
+}
+
+/// A [`Quiet`] for several threads.
 #[derive(Debug, Default)]
 pub struct SharedQuiet(Mutex<Quiet>);
 

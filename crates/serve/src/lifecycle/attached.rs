@@ -15,6 +15,7 @@ use crate::connection::{Connection, Waker};
 use crate::inflight::{Identity, QueueTable, Table, Unanswered};
 use crate::negotiate::{Wanted, published_offer, read_frontend};
 use crate::queue::{Parts, Queue, QueueEnd, QueueEvent};
+use crate::quiet::told;
 use crate::trace::TraceRing;
 
 /// Operations that an engine may have in flight beside a ring's requests: the event channel, the
@@ -200,7 +201,7 @@ impl Attached {
                     let why = format!("queue {index} stopped for good: {violation}");
                     let now_ns = backend.device.clock.now_ns();
                     if let Some(held_back) = backend.device.quiet.connections.allow(now_ns) {
-                        tracing::error!(held_back, "{why}");
+                        tracing::error!(held_back = told(held_back), "{why}");
                     }
                     backend.report_error(&why)?;
                 }

@@ -19,6 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::connection::{Device, Waker};
 use crate::negotiate::{self, NegotiateError, Offer};
+use crate::quiet::told;
 
 mod attached;
 
@@ -327,7 +328,10 @@ impl Backend<'_> {
                 return Ok(());
             }
             if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                tracing::info!(held_back, "the frontend has set up other rings: connecting anew");
+                tracing::info!(
+                    held_back = told(held_back),
+                    "the frontend has set up other rings: connecting anew"
+                );
             }
             self.detach(attached)?;
         }
@@ -338,7 +342,7 @@ impl Backend<'_> {
         match connected {
             Ok(a) => {
                 if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                    tracing::info!(held_back, "connected: {}", a.describe());
+                    tracing::info!(held_back = told(held_back), "connected: {}", a.describe());
                 }
                 *attached = Some(a);
                 self.offer(State::Connected)
@@ -347,7 +351,10 @@ impl Backend<'_> {
             Err(Refusal::Guest(why)) => {
                 refused.refuse();
                 if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                    tracing::error!(held_back, "cannot connect the frontend: {why}");
+                    tracing::error!(
+                        held_back = told(held_back),
+                        "cannot connect the frontend: {why}"
+                    );
                 }
                 self.report_error(&why)?;
                 Ok(self.write_state(State::Closing)?)
@@ -456,7 +463,10 @@ impl Backend<'_> {
             Err(e) => {
                 let now_ns = self.device.clock.now_ns();
                 if let Some(held_back) = self.device.quiet.storage.allow(now_ns) {
-                    tracing::warn!(held_back, "cannot ask for the size of the image: {e}");
+                    tracing::warn!(
+                        held_back = told(held_back),
+                        "cannot ask for the size of the image: {e}"
+                    );
                 }
                 return Ok(());
             }

@@ -9,6 +9,7 @@ use ferrite_xen::hypervisor::{CopySegment, Direction, PAGE_SIZE};
 
 use super::Queue;
 use super::flight::{Flight, Ticket};
+use crate::quiet::told;
 
 /// Where a request's data stands in its buffer: from the offset in the medium's block that it has
 /// on the medium, so that the whole blocks around it can be read and written in place.
@@ -135,7 +136,11 @@ impl Queue {
             Ok(()) => true,
             Err(e) => {
                 if let Some(held_back) = self.held_back_lines() {
-                    tracing::warn!(queue = self.index, held_back, "grant copy failed: {e}");
+                    tracing::warn!(
+                        queue = self.index,
+                        held_back = told(held_back),
+                        "grant copy failed: {e}"
+                    );
                 }
                 false
             }
@@ -151,7 +156,7 @@ impl Queue {
         if let Some(held_back) = self.held_back_lines() {
             tracing::warn!(
                 queue = self.index,
-                held_back,
+                held_back = told(held_back),
                 "request {:#x} of the guest failed: its grant {} was refused with status {}",
                 self.flights.get(ticket).id,
                 bad.gref().0,

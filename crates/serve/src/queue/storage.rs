@@ -9,6 +9,7 @@ use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
 use super::Queue;
 use super::copy::Layout;
 use super::flight::Ticket;
+use crate::quiet::told;
 use crate::request::Action;
 
 /// How often in a row an operation may say "try again".
@@ -147,7 +148,7 @@ impl Queue {
         if let Some(held_back) = self.connection.device.quiet.storage.allow(now_ns) {
             tracing::error!(
                 queue = self.index,
-                held_back,
+                held_back = told(held_back),
                 "{:?} of sectors {}+{} failed: {e}; the guest gets an error for this request",
                 work.action,
                 work.sector,

@@ -10,6 +10,7 @@ use ferrite_xen::ring::RingViolation;
 
 use super::Queue;
 use super::flight::Ticket;
+use crate::quiet::told;
 use crate::request::{
     Action, IndirectHead, Limits, Refusal, Work, check_data, check_direct, check_indirect_head,
     reserve_bytes,
@@ -222,7 +223,7 @@ impl Queue {
             let id = self.flights.get(&ticket).id;
             tracing::warn!(
                 queue = self.index,
-                held_back,
+                held_back = told(held_back),
                 "request {id:#x} of the guest refused: {refusal}"
             );
         }
