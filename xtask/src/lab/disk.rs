@@ -62,7 +62,7 @@ const STATE_LIMIT_S: u64 = 60;
 
 /// A shell condition: the process has ended. One that only waits to be reaped holds nothing.
 pub(crate) fn ended(pid: u32) -> String {
-    format!("! grep -qs '^State:[[:space:]]*[^ZX]' /proc/{pid}/status")
+    format!("! grep -qs '^State:[[:space:]]*[^ZX[:space:]]' /proc/{pid}/status")
 }
 
 /// The device number of xvda to xvdp: major 202, sixteen minors a disk.
