@@ -14,9 +14,9 @@ pub(super) const CASES: &[Case] = &[
 fn verify_job(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<Job> {
     let command = format!(
         "fio --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
-         --iodepth=32 --loops=4 --randrepeat=1 --thread --minimal --filename={} \
-         --name=small --rw=randwrite --bs=4k --size=6m --offset=0 \
-         --name=large --rw=randwrite --bs=128k --size=64m --offset=64m",
+         --iodepth=32 --loops=2 --randrepeat=1 --thread --minimal --filename={} \
+         --name=small --rw=randwrite --bs=4k --size=3m --offset=0 \
+         --name=large --rw=randwrite --bs=128k --size=24m --offset=64m",
         disk.node()
     );
     guest.begin(bench.lab, &command, 600)
