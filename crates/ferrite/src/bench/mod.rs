@@ -79,19 +79,21 @@ fn open(args: &BenchArgs) -> Result<Disk, Failure> {
     Ok(disk)
 }
 
-/// Memory that this process has resident, with everything connected and nothing to do: threads
-/// that have just been started are given a moment to get there.
+/// Memory that this process has resident, with everything connected and nothing to do. Threads
+/// that have just been started are given the time to get there: until nothing changes any more.
 fn idle_rss_kib() -> Option<u64> {
-    let mut last = None;
-    for _ in 0..50 {
+    let mut last = rss_kib()?;
+    let mut since = 0;
+    for _ in 0..100 {
         SystemClock.sleep(Duration::from_millis(10));
-        let now = rss_kib();
-        if now.is_none() || now == last {
-            return now;
+        let now = rss_kib()?;
+        since = if now == last { since + 1 } else { 0 };
+        if since == 10 {
+            break;
         }
         last = now;
     }
-    last
+    Some(last)
 }
 
 fn rss_kib() -> Option<u64> {
