@@ -16,7 +16,8 @@ pub(crate) struct TestArguments {
     /// Everything but the tests on a real Xen host.
     #[arg(long, conflicts_with = "xen")]
     fast: bool,
-    /// Only the tests on a real Xen host; with a value, those whose name contains it.
+    /// Only the tests on a real Xen host; with a value, those whose name contains it or
+    /// one of its parts between commas.
     #[arg(long, value_name = "FILTER", num_args = 0..=1)]
     xen: Option<Option<String>>,
     /// Shows the names of the Xen tests.

@@ -13,7 +13,7 @@ use std::time::Instant;
 /// Which tests to run, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Selection {
-    /// A group, a part of a name, or nothing for all.
+    /// Groups or parts of names, with commas between them; nothing for all.
     pub(crate) filter: Option<String>,
     /// Who serves the disks.
     pub(crate) backend: Backend,
@@ -58,7 +58,8 @@ pub(crate) fn run(root: &Root, selection: &Selection) -> Result<Vec<Report>> {
 fn selected(selection: &Selection) -> Result<Vec<Case>> {
     let fits = |case: &Case| {
         let applies = case.applies == Applies::Any || selection.backend == Backend::Ferrite;
-        applies && selection.filter.as_deref().is_none_or(|filter| case.name.contains(filter))
+        let named = |filter: &str| filter.split(',').any(|part| case.name.contains(part));
+        applies && selection.filter.as_deref().is_none_or(named)
     };
     let cases: Vec<Case> = all().into_iter().filter(fits).collect();
     if cases.is_empty() {
