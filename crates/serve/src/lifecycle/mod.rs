@@ -14,7 +14,7 @@ use ferrite_io::engine::Engine;
 use ferrite_io::pool::SLAB_BYTES;
 use ferrite_xen::abi::SECTOR_BYTES;
 use ferrite_xen::hypervisor::{DomId, Hypervisor, PAGE_SIZE};
-use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::store::{Store, StoreError, Transaction};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::connection::{Device, Waker};
@@ -387,7 +387,7 @@ impl Backend<'_> {
         let front = self.store.read(&format!("{frontend}/state"))?;
         let own = self.read("state")?;
         let online = self.read("online")?;
-        let gone = own.is_none() && self.read("frontend")?.is_none();
+        let gone = self.read("frontend")?.is_none();
         let dead = front.is_none() && self.guest_is_dead()?;
         Ok(Look {
             front: State::parse(front.as_deref()),
@@ -416,11 +416,24 @@ impl Backend<'_> {
     fn offer(&mut self, state: State) -> Result<(), ServeError> {
         let discard = self.may_discard()?;
         let (backend, offer, disk) = (&self.config.backend, self.offer, &self.device.disk);
-        self.store.transaction(|tx| {
+        self.update(|tx| {
             negotiate::publish(tx, backend, disk, &offer, discard)?;
             tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes())
         })?;
         Ok(())
+    }
+
+    /// Changes our directory, if the toolstack has not removed it: a node written a moment later
+    /// would make it again, and it would stay for ever.
+    fn update(
+        &mut self,
+        mut change: impl FnMut(&mut Transaction<'_>) -> Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
+        let made_by_toolstack = format!("{}/frontend", self.config.backend);
+        self.store.transaction(|tx| match tx.read(&made_by_toolstack)? {
+            Some(_) => change(tx),
+            None => Ok(()),
+        })
     }
 
     /// Whether discard is offered: the disk can, and the toolstack does not mind.
@@ -439,7 +452,7 @@ impl Backend<'_> {
 
     fn write_state(&mut self, state: State) -> Result<(), StoreError> {
         let path = format!("{}/state", self.config.backend);
-        self.store.write(&path, (state as u32).to_string().as_bytes())
+        self.update(|tx| tx.write(&path, (state as u32).to_string().as_bytes()))
     }
 
     /// Where xl and the kernel's drivers leave errors, for `xenstore-ls` and toolstacks. A guest
@@ -474,7 +487,7 @@ impl Backend<'_> {
         let Some(sectors) = grown else { return Ok(()) };
         tracing::info!("the image has grown to {sectors} sectors");
         let backend = &self.config.backend;
-        self.store.transaction(|tx| {
+        self.update(|tx| {
             tx.write(&format!("{backend}/sectors"), sectors.to_string().as_bytes())?;
             if connected {
                 tx.write(&format!("{backend}/state"), b"4")?;
