@@ -30,16 +30,16 @@ fn assert_refused(output: &Output, code: i32, why: &str) {
     assert!(text.contains("\nhelp: ") && output.stdout.is_empty(), "{text}");
 }
 
-/// 8 MiB on tmpfs that are not zeros.
+/// 4 MiB on tmpfs that are not zeros.
 fn image() -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = dir.path().join("disk.img");
-    fs::write(&path, vec![0xA5; 8 << 20]).unwrap();
+    fs::write(&path, vec![0xA5; 4 << 20]).unwrap();
     (dir, path)
 }
 
 fn is_untouched(path: &Path) -> bool {
-    fs::read(path).unwrap() == vec![0xA5; 8 << 20]
+    fs::read(path).unwrap() == vec![0xA5; 4 << 20]
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn the_result_says_how_it_was_measured() {
     for (key, value) in said {
         assert_eq!(r[key], value, "{key}");
     }
-    assert!(r["disk"].as_str().unwrap().contains("8 MiB"));
+    assert!(r["disk"].as_str().unwrap().contains("4 MiB"));
     assert!(r["guest_cpu_us_per_io"].as_f64().unwrap() > 0.0);
 }
 
