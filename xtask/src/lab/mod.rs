@@ -133,7 +133,7 @@ impl Lab {
     /// The device node of a scratch disk in the dom0.
     pub(crate) fn scratch(&mut self, serial: &str) -> Result<String> {
         let command = format!(
-            "for d in /sys/block/vd*; do [ \"$(cat $d/serial)\" = {serial} ] && echo /dev/${{d##*/}}; done"
+            "for d in /sys/block/vd*; do [ \"$(cat $d/serial)\" = {serial} ] && echo /dev/${{d##*/}}; done; true"
         );
         let device = self.sh(&command)?;
         if device.is_empty() {
