@@ -1,6 +1,6 @@
 //! From what a guest wrote to what may be done: validation of private copies.
 //!
-//! A [`RawSegment`](ferrite_xen::abi::RawSegment) becomes a [`Segment`] here or the request is
+//! A [`RawSegment`] becomes a [`Segment`] here or the request is
 //! refused; nothing behind this module sees an unchecked number of a guest's. Rules: blkif.md 2,
 //! security.md T10, T15, T20.
 
