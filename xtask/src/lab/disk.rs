@@ -257,13 +257,18 @@ impl Disk {
         self.wait(lab, "the backend ending by itself", &condition)
     }
 
-    /// Removes a disk whose guest is gone, as a toolstack does after `xl destroy`.
+    /// Removes a disk whose guest is gone. Ferrite sees that by itself; blkback has to be told, as
+    /// a toolstack does.
     pub(crate) fn remove_after_destroy(&mut self, lab: &mut Lab) -> Result<()> {
-        let back = self.backend_dir();
-        lab.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
+        match self.backend {
+            Backend::Ferrite => self.wait_backend_gone(lab)?,
+            Backend::Blkback => {
+                let back = self.backend_dir();
+                lab.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
+            }
+        }
         self.wait_backend_state(lab, 6)?;
-        self.forget(lab)?;
-        self.wait_backend_gone(lab)
+        self.forget(lab)
     }
 
     /// Asks the serving process to end, as an administrator does for an upgrade.
