@@ -41,7 +41,8 @@ fn block_device(bench: &mut Bench<'_>, serial: &str) -> Result<()> {
     let device = bench.lab.scratch(serial)?;
     let (mut guest, disk) =
         bench.guest_with(&GuestOptions::default(), DiskOptions::new(&device, "xvda"))?;
-    let sectors = guest.sh(bench.lab, "blockdev --getss --getsize64 /dev/xvda", 20)?;
+    let sectors =
+        guest.sh(bench.lab, "blockdev --getss /dev/xvda; blockdev --getsize64 /dev/xvda", 20)?;
     expect_eq("sector size and size", &sectors.as_str(), &"512\n536870912")?;
     let fio = format!(
         "fio --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
