@@ -1,6 +1,7 @@
-//! The project's tasks: `cargo xtask demo`, `cargo xtask test`, `cargo xtask lab`.
+//! The project's tasks: `cargo xtask demo`, `cargo xtask test`, `cargo xtask bench`, `cargo xtask lab`.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod checks;
 mod demo;
 mod lab;
@@ -27,6 +28,8 @@ enum Task {
     Demo,
     /// Runs the tests.
     Test(checks::TestArguments),
+    /// Compares Ferrite with other backends and with the bare machine.
+    Bench(bench::BenchArguments),
     /// The lab: a real Xen host in an emulator.
     #[command(subcommand)]
     Lab(LabTask),
@@ -75,6 +78,7 @@ fn run(task: Task) -> Result<ExitCode> {
     match task {
         Task::Demo => demo::run(),
         Task::Test(arguments) => checks::test(&arguments),
+        Task::Bench(arguments) => bench::run(&arguments),
         Task::Lab(LabTask::Build { suite }) => {
             packages::ensure(&[packages::LAB])?;
             lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;
