@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use common::{MIB, dir_on_tmpfs, image, open};
 use ferrite_disk::Disk;
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::arena::Span;
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
 
@@ -52,6 +53,10 @@ impl Engine for Scripted {
         self.done.push(Completion { token, raw });
     }
 
+    fn push_vectored(&mut self, _: Token, t: Transfer, _: FileId, _: u64, _: &[Span]) {
+        panic!("a vectored {t:?}")
+    }
+
     fn cancel(&mut self, _: Token) {}
 
     fn submit(&mut self) -> io::Result<()> {
@@ -64,6 +69,10 @@ impl Engine for Scripted {
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.done);
+    }
+
+    fn may_reap(&mut self) -> bool {
+        !self.done.is_empty()
     }
 
     fn in_flight(&self) -> usize {

@@ -86,6 +86,18 @@ pub enum Op {
     },
 }
 
+/// Spans that one vectored operation takes at most.
+pub const MAX_VECTORED: usize = 16;
+
+/// The direction of a vectored operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transfer {
+    /// From the file to memory.
+    Read,
+    /// From memory to the file.
+    Write,
+}
+
 /// The end of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
@@ -115,6 +127,20 @@ pub trait Engine {
     /// A full submission queue is submitted first.
     fn push(&mut self, token: Token, op: Op);
 
+    /// Queues one transfer between the file from byte `offset` on and `bufs`, one after the other.
+    /// It completes once, with the bytes moved of all of them, and may be short as any transfer.
+    ///
+    /// # Panics
+    /// With more than [`MAX_VECTORED`] spans.
+    fn push_vectored(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    );
+
     /// Calls off the [`Readable`](Op::Readable) and [`Timer`](Op::Timer) operations with this
     /// token, so that a descriptor may be closed, say. Each still completes: with `ECANCELED`, or
     /// as it would have if that was first. Other operations are not touched.
@@ -129,6 +155,10 @@ pub trait Engine {
 
     /// Moves all completions that are there to the end of `out`.
     fn reap(&mut self, out: &mut Vec<Completion>);
+
+    /// Whether [`reap`](Engine::reap), after a [`submit`](Engine::submit), may find something: a
+    /// look at memory, without a system call, that a caller may repeat as often as it likes.
+    fn may_reap(&mut self) -> bool;
 
     /// Operations pushed and not yet reaped.
     fn in_flight(&self) -> usize;

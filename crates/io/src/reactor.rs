@@ -20,7 +20,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use crate::arena::Span;
-use crate::engine::{Completion, Engine, FileId, Op, Token};
+use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use crate::executor::Executor;
 
 /// Marks the tokens of operations that a future waits for; the rest is the index of its slot.
@@ -149,6 +149,28 @@ impl Reactor {
     pub fn push(&mut self, token: Token, op: Op) {
         assert!(token & TASK_BIT == 0, "tokens from 2^63 on belong to tasks");
         self.engine(|e| e.push(token, op));
+    }
+
+    /// Queues a vectored transfer of the hot path; see [`Engine::push_vectored`].
+    ///
+    /// # Panics
+    /// If `token` is 2^63 or more, or there are too many spans.
+    pub fn push_vectored(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) {
+        assert!(token & TASK_BIT == 0, "tokens from 2^63 on belong to tasks");
+        self.engine(|e| e.push_vectored(token, transfer, file, offset, bufs));
+    }
+
+    /// Whether a [`turn`](Reactor::turn) that does not wait may bring something or has a task to
+    /// run: a look at memory, without a system call. See [`Engine::may_reap`].
+    pub fn may_reap(&self) -> bool {
+        !self.stash.is_empty() || self.shared.executor.has_ready() || self.engine(|e| e.may_reap())
     }
 
     /// Calls off a wait of the hot path; see [`Engine::cancel`].

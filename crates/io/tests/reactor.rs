@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
-use ferrite_io::engine::{Completion, Op};
+use ferrite_io::engine::{Completion, Op, Transfer};
 use ferrite_io::executor::LocalSignal;
 use ferrite_io::reactor::{Reactor, Wait};
 use ferrite_io::uring::Uring;
@@ -88,6 +88,27 @@ fn the_hot_path_and_tasks_share_the_engine_and_get_their_own_completions() {
     tokens.sort_unstable();
     assert_eq!(tokens, (0..100).collect::<Vec<_>>());
     assert_eq!((finished.get(), r.in_flight()), (100, 0));
+}
+
+#[test]
+fn a_look_at_the_reactor_sees_tasks_and_completions() {
+    let (mut r, arena) = reactor();
+    let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
+    assert!(!r.may_reap());
+    r.spawn(async {});
+    assert!(r.may_reap(), "a task is ready");
+    r.turn(Wait::No, &mut Vec::new()).unwrap();
+    assert!(!r.may_reap());
+    let bufs = [arena.span(0, 512), arena.span(4096, 512)];
+    r.push_vectored(7, Transfer::Write, file, 0, &bufs);
+    let io = r.io();
+    r.block_on(async move { io.sleep(Duration::from_millis(1)).await }).unwrap().unwrap();
+    let mut out = Vec::new();
+    while out.is_empty() {
+        r.turn(Wait::Until(None), &mut out).unwrap();
+    }
+    assert_eq!(out, [Completion { token: 7, raw: 1024 }]);
+    assert!(!r.may_reap());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use ferrite_io::reactor::Reactor;
 
 /// Answers each operation with the next of `answers`, and checks that it is the next of `ops`.
@@ -31,6 +31,9 @@ impl Engine for Script {
         assert_eq!((offset, buf), (at, span));
         self.done.push(Completion { token, raw });
     }
+    fn push_vectored(&mut self, _: Token, t: Transfer, _: FileId, _: u64, _: &[Span]) {
+        panic!("a vectored {t:?}")
+    }
     fn cancel(&mut self, _: Token) {}
     fn submit(&mut self) -> io::Result<()> {
         Ok(())
@@ -40,6 +43,9 @@ impl Engine for Script {
     }
     fn reap(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.done);
+    }
+    fn may_reap(&mut self) -> bool {
+        !self.done.is_empty()
     }
     fn in_flight(&self) -> usize {
         self.done.len()

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::engine::{Completion, Engine, FileId, Op};
+use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Transfer};
 use ferrite_io::uring::{Uring, probe};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -214,6 +214,111 @@ fn more_operations_than_both_queues_hold_all_complete() {
     assert_eq!(tokens, (0..n).collect::<Vec<_>>());
     let expected = pattern(8192, 5).into_iter().cycle().take(n as usize).collect::<Vec<_>>();
     assert_eq!(bytes_at(&arena, arena.span(0, n as usize)), expected);
+}
+
+/// `n` spans of odd lengths all over the arena, in no order, and their bytes together.
+fn scattered(arena: &Arena, n: usize) -> (Vec<Span>, usize) {
+    let span = |i: usize| arena.span((i * 7 % 16) * 8192 + i, 100 + i * 37);
+    let spans: Vec<Span> = (0..n).map(span).collect();
+    let bytes = spans.iter().map(Span::len).sum();
+    (spans, bytes)
+}
+
+#[test]
+fn a_vectored_transfer_is_one_operation_on_many_spans() {
+    let (mut e, arena) = engine(4);
+    let f = e.add_file(file(&[0; 16])).unwrap();
+    for n in [1, 2, MAX_VECTORED] {
+        let (spans, len) = scattered(&arena, n);
+        let bytes = pattern(len, n as u32);
+        let mut at = 0;
+        for s in &spans {
+            arena.copy_in(*s, &bytes[at..at + s.len()]);
+            at += s.len();
+        }
+        e.push_vectored(1, Transfer::Write, f, 3000, &spans);
+        assert_eq!(wait_for(&mut e, 1), [Completion { token: 1, raw: len as i32 }]);
+        arena.fill(arena.span(0, MIB), 0xEE);
+        e.push_vectored(2, Transfer::Read, f, 3000, &spans);
+        assert_eq!(wait_for(&mut e, 1), [Completion { token: 2, raw: len as i32 }]);
+        let back: Vec<u8> = spans.iter().flat_map(|s| bytes_at(&arena, *s)).collect();
+        assert_eq!(back, bytes, "{n} spans");
+    }
+}
+
+#[test]
+fn a_vectored_read_at_the_end_of_the_file_is_short() {
+    let (mut e, arena) = engine(4);
+    let f = e.add_file(file(&[9; 1000])).unwrap();
+    let spans = [arena.span(0, 512), arena.span(4096, 512)];
+    arena.fill(arena.span(0, 8192), 1);
+    e.push_vectored(1, Transfer::Read, f, 100, &spans);
+    assert_eq!(wait_for(&mut e, 1), [Completion { token: 1, raw: 900 }]);
+    assert_eq!(bytes_at(&arena, spans[1])[386..390], [9, 9, 1, 1]);
+}
+
+#[test]
+fn more_vectored_transfers_than_the_queues_hold_keep_their_own_spans() {
+    let (mut e, arena) = engine(4);
+    let bytes = pattern(64 << 10, 8);
+    let f = e.add_file(file(&bytes)).unwrap();
+    let spans = |i: usize| [arena.span(i * 64, 10), arena.span(i * 64 + 20, 30)];
+    for i in 0..1000 {
+        e.push_vectored(i as u64, Transfer::Read, f, i as u64 * 50, &spans(i));
+    }
+    let done = wait_for(&mut e, 1000);
+    assert!(done.iter().all(|c| c.raw == 40));
+    for i in 0..1000 {
+        let [a, b] = spans(i);
+        assert_eq!(bytes_at(&arena, a), bytes[i * 50..i * 50 + 10]);
+        assert_eq!(bytes_at(&arena, b), bytes[i * 50 + 10..i * 50 + 40]);
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_vectored_transfer_is_its_completion() {
+    let (mut e, arena) = engine(4);
+    let f = e.add_file(file(&[0; 512])).unwrap();
+    let good = arena.span(0, 512);
+    let outside = Arena::new(8 * MIB).unwrap().span(8 * MIB - 512, 512);
+    for (f, offset, bufs, raw) in [
+        (FileId(77), 0, [good, good], -libc::EBADF),
+        (f, 0, [good, outside], -libc::EFAULT),
+        (f, u64::MAX, [good, good], -libc::EINVAL),
+        (f, 0, [good, good], 512),
+    ] {
+        e.push_vectored(1, Transfer::Read, f, offset, &bufs);
+        assert_eq!(wait_for(&mut e, 1), [Completion { token: 1, raw }]);
+    }
+}
+
+#[test]
+#[should_panic(expected = "17 spans")]
+fn a_vectored_transfer_has_a_bounded_number_of_spans() {
+    let (mut e, arena) = engine(4);
+    e.push_vectored(1, Transfer::Read, FileId(0), 0, &[arena.span(0, 512); MAX_VECTORED + 1]);
+}
+
+#[test]
+fn a_look_tells_when_there_is_something_to_reap() {
+    let (mut e, _) = engine(8);
+    let (event, mut out) = (event(), Vec::new());
+    assert!(!e.may_reap());
+    e.push(1, Op::Readable { fd: event.as_raw_fd() });
+    e.submit().unwrap();
+    assert!(!e.may_reap(), "nothing has happened yet");
+    ring(&event);
+    let start = Instant::now();
+    while !e.may_reap() {
+        assert!(start.elapsed() < Duration::from_secs(20), "the look sees nothing");
+    }
+    e.submit().unwrap();
+    e.reap(&mut out);
+    assert_eq!(out, [Completion { token: 1, raw: 0 }]);
+    assert!(!e.may_reap());
+    e.push(2, Op::Readable { fd: -1 });
+    e.push(3, Op::Read { file: FileId(9), offset: 0, buf: Arena::new(1).unwrap().span(0, 1) });
+    assert!(e.may_reap(), "an operation that was refused at once");
 }
 
 #[test]

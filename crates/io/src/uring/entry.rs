@@ -7,7 +7,7 @@ use io_uring::{opcode, squeue};
 
 use super::{BUFFER_BYTES, Uring, timespec};
 use crate::arena::Span;
-use crate::engine::{FileId, Op};
+use crate::engine::{FileId, MAX_VECTORED, Op, Transfer};
 
 /// Builds the entry for a file that is fixed or not, which are different types.
 macro_rules! on_file {
@@ -18,6 +18,19 @@ macro_rules! on_file {
         }
     };
 }
+
+/// `struct iovec` as numbers: the engine can move to another thread with it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Vector {
+    address: usize,
+    bytes: usize,
+}
+
+/// The vectors of vectored transfers: [`MAX_VECTORED`] for each place in the submission queue,
+/// made by the first one.
+#[derive(Default)]
+pub(super) struct Vectors(Box<[[Vector; MAX_VECTORED]]>);
 
 enum Target {
     Fixed(Fixed),
@@ -91,6 +104,38 @@ impl Uring {
             }
             // `push` gives it to the helper thread.
             Op::Discard { .. } => return Err(libc::EINVAL),
+        })
+    }
+
+    /// The entry for a vectored transfer, or the errno of what is wrong with it. A single span
+    /// needs no vector, and may be in a registered buffer.
+    pub(super) fn vectored(
+        &mut self,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) -> Result<squeue::Entry, i32> {
+        if let [buf] = *bufs {
+            return self.entry(match transfer {
+                Transfer::Read => Op::Read { file, offset, buf },
+                Transfer::Write => Op::Write { file, offset, buf },
+            });
+        }
+        let (file, at) = (self.target(file)?, Self::offset(offset)?);
+        let places = self.features.sq_entries as usize;
+        if self.vectors.0.is_empty() {
+            self.vectors.0 = vec![[Vector::default(); MAX_VECTORED]; places].into();
+        }
+        let vectors = &mut self.vectors.0[self.queued as usize % places];
+        for (vector, buf) in vectors.iter_mut().zip(bufs) {
+            let address = self.arena.checked_ptr(*buf).ok_or(libc::EFAULT)?.as_ptr() as usize;
+            *vector = Vector { address, bytes: buf.len() };
+        }
+        let (vectors, n) = (vectors.as_ptr().cast(), bufs.len() as u32);
+        Ok(match transfer {
+            Transfer::Read => on_file!(file, |fd| opcode::Readv::new(fd, vectors, n).offset(at)),
+            Transfer::Write => on_file!(file, |fd| opcode::Writev::new(fd, vectors, n).offset(at)),
         })
     }
 

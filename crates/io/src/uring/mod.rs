@@ -26,11 +26,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
-use io_uring::{EnterFlags, IoUring, opcode};
+use io_uring::{EnterFlags, IoUring, opcode, squeue};
 
-use crate::arena::Arena;
+use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
-use crate::engine::{Completion, Engine, FileId, Op, Token};
+use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
+use entry::Vectors;
 use offload::{Call, Job, Offload};
 use setup::Step;
 pub use setup::{SetupError, UringFeatures, probe};
@@ -57,9 +58,10 @@ const SHORTAGE_NS: u64 = 1_000_000;
 static KEPT: Mutex<Vec<Arc<Arena>>> = Mutex::new(Vec::new());
 
 /// An entry of the submission queue before it is one.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 enum Sqe {
     Op { index: u32, op: Op },
+    Vectored { index: u32, transfer: Transfer, file: FileId, offset: u64, bufs: Box<[Span]> },
     Cancel { target: u64 },
     Watch,
 }
@@ -83,6 +85,8 @@ pub struct Uring {
     /// The times of timers, by place in the submission queue: a place is used again only after
     /// the kernel has taken the entry, and with it has read the time.
     times: Box<[Timespec]>,
+    /// The memory of vectored transfers, by place in the submission queue likewise.
+    vectors: Vectors,
     /// What did not fit into the submission queue while the kernel took nothing.
     spill: VecDeque<Sqe>,
     /// Completions that were taken from the ring to make room, or never got there.
@@ -127,6 +131,7 @@ impl Uring {
             pending: 0,
             queued: 0,
             times,
+            vectors: Vectors::default(),
             spill: VecDeque::new(),
             backlog: Vec::new(),
             offload: None,
@@ -179,19 +184,26 @@ impl Uring {
         self.ring.submission().is_full()
     }
 
+    /// Makes room for one entry in the submission queue, if nothing has spilled over that is to
+    /// go first. Whether there is.
+    fn has_room(&mut self) -> bool {
+        if self.spill.is_empty() && !self.is_full() {
+            return true;
+        }
+        if let Err(e) = self.submit() {
+            // The caller's own submit will fail the same way.
+            tracing::debug!("submitting a full queue: {e}");
+        }
+        self.spill.is_empty() && !self.is_full()
+    }
+
     /// Puts an entry into the submission queue, after those that spilled over.
     fn queue(&mut self, sqe: Sqe) {
-        if !self.spill.is_empty() || self.is_full() {
-            if let Err(e) = self.submit() {
-                // The caller's own submit will fail the same way.
-                tracing::debug!("submitting a full queue: {e}");
-            }
-            if !self.spill.is_empty() || self.is_full() {
-                self.spill.push_back(sqe);
-                return;
-            }
+        if self.has_room() {
+            self.put(sqe);
+        } else {
+            self.spill.push_back(sqe);
         }
-        self.put(sqe);
     }
 
     /// Puts an entry into the submission queue, which has room.
@@ -201,6 +213,9 @@ impl Uring {
                 Ok(entry) => entry.user_data(u64::from(index)),
                 Err(errno) => return self.fail(u64::from(index), errno),
             },
+            Sqe::Vectored { index, transfer, file, offset, bufs } => {
+                return self.put_vectored(index, transfer, file, offset, &bufs);
+            }
             Sqe::Cancel { target } => opcode::AsyncCancel::new(target).build().user_data(CANCEL),
             Sqe::Watch => match &self.offload {
                 Some(offload) => opcode::PollAdd::new(Fd(offload.wake_fd()), libc::POLLIN as u32)
@@ -209,15 +224,32 @@ impl Uring {
                 None => return,
             },
         };
-        // SAFETY: data is in the arena, which `drop` keeps until the operation has ended; times
-        // are in self.times, see there; nothing else is pointed to.
-        match unsafe { self.ring.submission().push(&entry) } {
-            Ok(()) => {
-                self.queued = self.queued.wrapping_add(1);
-                self.pending += 1;
-            }
-            Err(_) => self.spill.push_front(sqe),
+        self.hand_over(&entry);
+    }
+
+    /// Puts a vectored transfer into the submission queue, which has room.
+    fn put_vectored(
+        &mut self,
+        index: u32,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) {
+        match self.vectored(transfer, file, offset, bufs) {
+            Ok(entry) => self.hand_over(&entry.user_data(u64::from(index))),
+            Err(errno) => self.fail(u64::from(index), errno),
         }
+    }
+
+    /// The last step into the submission queue, which has room.
+    fn hand_over(&mut self, entry: &squeue::Entry) {
+        // SAFETY: data is in the arena, which `drop` keeps until the operation has ended; times
+        // and vectors are in self.times and self.vectors, see there; nothing else is pointed to.
+        let pushed = unsafe { self.ring.submission().push(entry) };
+        assert!(pushed.is_ok(), "an entry was put into a full submission queue");
+        self.queued = self.queued.wrapping_add(1);
+        self.pending += 1;
     }
 
     /// Completes an operation that never gets to the kernel.
@@ -434,6 +466,24 @@ impl Engine for Uring {
         }
     }
 
+    fn push_vectored(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) {
+        assert!(bufs.len() <= MAX_VECTORED, "{} spans in one operation", bufs.len());
+        let index = self.table.insert(token, Kind::Data);
+        if self.has_room() {
+            self.put_vectored(index, transfer, file, offset, bufs);
+        } else {
+            let bufs = bufs.into();
+            self.spill.push_back(Sqe::Vectored { index, transfer, file, offset, bufs });
+        }
+    }
+
     fn cancel(&mut self, token: Token) {
         let waits = self.table.waits();
         let targets: Vec<u64> = waits.filter(|(_, t)| *t == token).map(|(i, _)| i).collect();
@@ -487,6 +537,14 @@ impl Engine for Uring {
     fn reap(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.backlog);
         self.collect(out);
+    }
+
+    fn may_reap(&mut self) -> bool {
+        if !self.backlog.is_empty() || self.has_completions() {
+            return true;
+        }
+        let sq = self.ring.submission();
+        sq.taskrun() || sq.cq_overflow()
     }
 
     fn in_flight(&self) -> usize {

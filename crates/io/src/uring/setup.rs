@@ -205,6 +205,8 @@ fn missing_ops(ring: &IoUring) -> Vec<&'static str> {
         (opcode::ReadFixed::CODE, "READ_FIXED"),
         (opcode::Write::CODE, "WRITE"),
         (opcode::WriteFixed::CODE, "WRITE_FIXED"),
+        (opcode::Readv::CODE, "READV"),
+        (opcode::Writev::CODE, "WRITEV"),
         (opcode::Fsync::CODE, "FSYNC"),
         (opcode::Fallocate::CODE, "FALLOCATE"),
         (opcode::PollAdd::CODE, "POLL_ADD"),

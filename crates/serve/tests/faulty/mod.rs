@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::arena::Span;
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use ferrite_io::uring::Uring;
 use ferrite_serve::lifecycle::EngineFactory;
 
@@ -159,6 +160,26 @@ impl Faulty {
             false => Ok(()),
         }
     }
+
+    /// An operation on storage begins; what is to become of it.
+    fn begin(&mut self, token: Token, op: &Op) -> Fault {
+        let is_alone = *self.faults.alone.lock().unwrap();
+        let alone = is_alone(op);
+        self.faults.traffic.begin(alone);
+        self.under_way.insert(token, alone);
+        (self.faults.decide.lock().unwrap())(op)
+    }
+}
+
+/// The first `n` bytes of `bufs`.
+fn shortened(bufs: &[Span], n: usize) -> Vec<Span> {
+    let mut left = n;
+    let mut cut = |buf: &Span| {
+        let buf = buf.slice(0, left.min(buf.len()));
+        left -= buf.len();
+        buf
+    };
+    bufs.iter().map(&mut cut).filter(|buf| !buf.is_empty()).collect()
 }
 
 impl Engine for Faulty {
@@ -173,13 +194,7 @@ impl Engine for Faulty {
     fn push(&mut self, token: Token, op: Op) {
         let fault = match op {
             Op::Readable { .. } | Op::Timer { .. } => Fault::None,
-            _ => {
-                let is_alone = *self.faults.alone.lock().unwrap();
-                let alone = is_alone(&op);
-                self.faults.traffic.begin(alone);
-                self.under_way.insert(token, alone);
-                (self.faults.decide.lock().unwrap())(&op)
-            }
+            _ => self.begin(token, &op),
         };
         match (fault, op) {
             (Fault::None, op) => self.inner.push(token, op),
@@ -194,6 +209,31 @@ impl Engine for Faulty {
                 self.inner.push(token, Op::Write { file, offset, buf });
             }
             (Fault::Short(_), op) => panic!("{op:?} cannot be short"),
+        }
+    }
+
+    /// The decision is made on an operation with the first of the spans.
+    fn push_vectored(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) {
+        let buf = bufs[0];
+        let op = match transfer {
+            Transfer::Read => Op::Read { file, offset, buf },
+            Transfer::Write => Op::Write { file, offset, buf },
+        };
+        match self.begin(token, &op) {
+            Fault::None => self.inner.push_vectored(token, transfer, file, offset, bufs),
+            Fault::Errno(errno) => self.done.push(Completion { token, raw: -errno }),
+            Fault::Nothing => self.done.push(Completion { token, raw: 0 }),
+            Fault::Short(n) => {
+                let bufs = shortened(bufs, n);
+                self.inner.push_vectored(token, transfer, file, offset, &bufs);
+            }
         }
     }
 
@@ -223,6 +263,10 @@ impl Engine for Faulty {
                 self.faults.traffic.end(alone);
             }
         }
+    }
+
+    fn may_reap(&mut self) -> bool {
+        !self.done.is_empty() || self.inner.may_reap()
     }
 
     fn in_flight(&self) -> usize {
