@@ -35,6 +35,9 @@ pub(crate) enum Command {
     /// One guest of `bench`, which starts it.
     #[command(hide = true)]
     BenchGuest(BenchGuestArgs),
+    /// The copies of `bench` alone: the measure of everything around them.
+    #[command(hide = true)]
+    BenchBare(BenchBareArgs),
 }
 
 /// `ferrite serve`.
@@ -101,6 +104,10 @@ pub(crate) struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) queues: u32,
 
+    /// Queues of each guest that have work; the others are connected and idle. By default all.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) load_queues: Option<u32>,
+
     /// Requests that each queue keeps in flight.
     #[arg(long, value_name = "N", default_value_t = 32,
           value_parser = clap::value_parser!(u32).range(1..=512))]
@@ -129,6 +136,11 @@ pub(crate) struct BenchArgs {
     /// Seconds to measure, after a ramp that does not count.
     #[arg(long, value_name = "N", default_value = "10", value_parser = seconds)]
     pub(crate) seconds: f64,
+
+    /// Before that, leave everything connected and idle for N seconds, and count how often
+    /// something of the backend is woken.
+    #[arg(long, value_name = "N", value_parser = seconds)]
+    pub(crate) idle: Option<f64>,
 
     /// Requests of up to N segments of 4 KiB; 0: only what fits into a ring slot (11).
     #[arg(long, value_name = "N", default_value_t = 256,
@@ -197,6 +209,32 @@ pub(crate) struct BenchGuestArgs {
     pub(crate) guest: String,
     /// What it shall do, as JSON.
     pub(crate) task: String,
+}
+
+/// `ferrite bench-bare`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchBareArgs {
+    /// What copies: memcpy or process-vm.
+    pub(crate) copy_with: CopyWith,
+
+    /// Pages that are copied to, again and again.
+    #[arg(long, value_name = "N", default_value_t = 32,
+          value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) pages: u32,
+
+    /// Pages of each process_vm call.
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) batch: u32,
+
+    /// Seconds to measure.
+    #[arg(long, value_name = "N", default_value = "2", value_parser = seconds)]
+    pub(crate) seconds: f64,
+
+    /// Be the guest, which was inherited as this text says: hold its memory until standard input
+    /// ends.
+    #[arg(long, value_name = "GUEST")]
+    pub(crate) guest: Option<String>,
 }
 
 /// The largest request that the protocol has.

@@ -22,6 +22,7 @@ fn main() -> ExitCode {
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Bench(args) => bench::run(args),
         cli::Command::BenchGuest(args) => bench::run_guest(args),
+        cli::Command::BenchBare(args) => bench::run_bare(args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -55,6 +55,7 @@ fn every_mode_gives_a_result_that_makes_sense() {
             assert!((number("mib_per_s") - number("ios") / 0.3 / 256.0).abs() < 0.01);
             let lat = |key: &str| r["lat_us"][key].as_f64().unwrap();
             assert!(0.0 < lat("p50") && lat("p50") <= lat("p99") && lat("p99") <= lat("max"));
+            assert!(0.0 < lat("mean") && lat("mean") <= lat("max"));
             // Little's law: no more than so many can be in flight.
             assert!(number("iops") * lat("p50") / 1e6 < 2.0 * 8.0, "{r}");
             assert_eq!((&r["mode"], &r["image"]), (&mode.into(), &image.into()));
@@ -100,6 +101,32 @@ fn guests_and_queues_share_an_image_with_either_copy() {
         let r = result(path.to_str().unwrap(), &[&more[..], &["--copy-with", copy_with]].concat());
         assert_eq!((&r["guests"], &r["queues"], &r["errors"]), (&2.into(), &2.into(), &0.into()));
         assert!(r["ios"].as_u64().unwrap() > 0);
+    }
+}
+
+#[test]
+fn queues_without_work_are_connected_all_the_same() {
+    let r = result("null:", &["--queues", "4", "--load-queues", "1", "--idle", "0.2"]);
+    assert_eq!((&r["queues"], &r["load_queues"], &r["errors"]), (&4.into(), &1.into(), &0.into()));
+    assert_eq!(r["idle"]["seconds"], Value::from(0.2));
+    assert!(r["idle"]["context_switches"].is_u64(), "{r}");
+    // Each request is one segment, and a sweep takes no more than the ring holds.
+    let copied = r["segments_per_copy"].as_f64().unwrap();
+    assert!((1.0..=32.0).contains(&copied), "{r}");
+}
+
+#[test]
+fn copies_alone_are_measured_with_either_copy() {
+    for copy_with in ["memcpy", "process-vm"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(["bench-bare", copy_with, "--pages", "8", "--batch", "3", "--seconds", "0.1"]);
+        let output = command.output().expect("ferrite runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let r: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let number = |key: &str| r[key].as_f64().unwrap();
+        assert!((number("pages_per_s") * number("us_per_page") / 1e6 - 1.0).abs() < 0.01, "{r}");
+        assert!(0.0 < number("cpu_us_per_page"), "{r}");
+        assert_eq!((&r["pages"], &r["batch"]), (&8.into(), &3.into()));
     }
 }
 
@@ -168,6 +195,7 @@ fn what_cannot_be_measured_is_wrong_usage() {
         &["--depth", "64", "--ring-order", "0"],
         &["--guests", "0"],
         &["--queues", "65"],
+        &["--queues", "2", "--load-queues", "3"],
         &["--seconds", "-1"],
         &["--seconds", "nan"],
         &["--mode", "verify"],

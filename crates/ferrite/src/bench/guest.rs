@@ -50,7 +50,7 @@ fn work(args: &BenchGuestArgs) -> anyhow::Result<Said> {
 fn options(task: &Task) -> FrontOptions {
     FrontOptions {
         order: task.ring_order,
-        queues: task.parts.len() as u32,
+        queues: task.queues,
         max_indirect: task.max_indirect as usize,
         regrant: true,
         check_release: false,
@@ -60,9 +60,9 @@ fn options(task: &Task) -> FrontOptions {
 }
 
 fn loads(front: &mut Frontend, task: &Task) -> anyhow::Result<Vec<Load>> {
-    let queues = std::mem::take(&mut front.queues);
-    let (got, wanted) = (queues.len(), task.parts.len());
+    let (got, wanted) = (front.queues.len(), task.queues as usize);
     anyhow::ensure!(got == wanted, "the backend offers {got} queues instead of {wanted}");
+    let queues: Vec<_> = front.queues.drain(..task.parts.len()).collect();
     let pages = task.depth as usize * task.block_pages() as usize;
     let load = |(queue, part): (FrontQueue, &(u64, u64))| {
         let buffer = front.space().buffer(pages)?;

@@ -17,6 +17,7 @@ use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
 use tempfile::TempDir;
 
+use super::idle::{Idle, Switches};
 use super::progress::Progress;
 use super::tally::Tally;
 use super::task::{Said, Task, Times};
@@ -77,6 +78,7 @@ pub(super) struct Host {
     /// What each guest counted, once it has ended well.
     done: Vec<Option<Tally>>,
     progress: Progress,
+    loopback: Arc<Loopback>,
     machine: Machine,
 }
 
@@ -94,7 +96,8 @@ impl Host {
         let (sender, events) = channel();
         let (done, progress) = (vec![None; tasks.len()], Progress::new());
         let (guests, backends) = (Vec::new(), Vec::new());
-        let mut host = Host { guests, backends, events, done, progress, machine };
+        let mut host =
+            Host { guests, backends, events, done, progress, loopback: loopback.clone(), machine };
         // Removed as soon as all is connected: files that are mapped need no name.
         let run_dir = run_dir()?;
         for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
@@ -168,6 +171,17 @@ impl Host {
         Ok(())
     }
 
+    /// Counts what wakes the backends while nobody asks them for anything.
+    pub(super) fn leave_idle(&mut self, seconds: f64) -> Result<Idle, Failure> {
+        let before = Switches::now();
+        self.progress.show("leaving everything idle");
+        // In one sleep: this thread is not counted, and whoever fails is heard afterwards.
+        SystemClock.sleep(Duration::from_secs_f64(seconds));
+        let context_switches = Switches::now().since(&before);
+        self.watch(0)?;
+        Ok(Idle { seconds, context_switches })
+    }
+
     /// Tells all guests when to start and when to end.
     pub(super) fn go(&mut self, times: Times) -> Result<(), Failure> {
         let failed = |e| Failure::new("cannot start the guests", e, "run it again");
@@ -216,6 +230,13 @@ impl Host {
         Ok(Tally::sum(&tallies))
     }
 
+    /// Segments of a copy, on average over everything since the start; `None` if nothing was copied
+    /// or the backends have not ended.
+    pub(super) fn segments_per_copy(&self) -> Option<f64> {
+        let (calls, segments) = self.loopback.copies();
+        (calls > 0).then(|| segments as f64 / calls as f64)
+    }
+
     /// What a guest says next; `None`: nothing within the time. Guests give up on their own when
     /// nothing happens, so the wait ends.
     fn next(&mut self, timeout: Option<Duration>) -> Result<Option<(usize, Said)>, Failure> {
@@ -258,7 +279,7 @@ impl Host {
 
 /// Memory for the data in flight, the rings, and the pages of indirect requests.
 fn size(task: &Task) -> GuestOptions {
-    let queues = task.parts.len() as u32;
+    let queues = task.queues;
     let pages_of_request = task.block_pages() + 1;
     let pages_of_queue = task.depth * pages_of_request + (1 << task.ring_order);
     let frames = queues * pages_of_queue;

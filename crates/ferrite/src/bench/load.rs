@@ -208,6 +208,7 @@ mod tests {
             ring_order: 0,
             max_indirect: 0,
             poll_us: 0,
+            queues: 1,
             parts: Vec::new(),
         };
         let mut choice = Choice::new(&task, (800, 80));

@@ -15,17 +15,20 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::cli::BenchArgs;
 use crate::exit::{Code, Failure};
 
+mod bare;
 mod guest;
 mod host;
+mod idle;
 mod load;
 mod progress;
 mod report;
 mod tally;
 mod task;
 
+pub(crate) use bare::run as run_bare;
 pub(crate) use guest::run as run_guest;
 use host::Host;
-use report::Report;
+use report::{Aside, Report};
 use task::Times;
 
 /// How long anything may take that should take no time, on a machine that is busy.
@@ -41,7 +44,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let tasks = task::split(args, &disk)?;
     let medium = report::Medium::of(&disk);
     let mut host = Host::start(args, disk, &tasks)?;
-    let idle_rss_kib = idle_rss_kib();
+    let idle_rss_kib = idle::rss_kib();
+    let idle = args.idle.map(|seconds| host.leave_idle(seconds)).transpose()?;
     let start_ns = SystemClock.now_ns() + LEAD_NS;
     let from_ns = start_ns + RAMP_NS;
     let until_ns = from_ns + Duration::from_secs_f64(args.seconds).as_nanos() as u64;
@@ -51,7 +55,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     host.watch(until_ns)?;
     let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
     let tally = host.finish()?;
-    let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, idle_rss_kib)?;
+    let aside = Aside { idle_rss_kib, idle, segments_per_copy: host.segments_per_copy() };
+    let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, aside)?;
     print(&if args.json { report.json()? } else { report.text() })?;
     match tally.errors {
         0 => Ok(()),
@@ -77,29 +82,6 @@ fn open(args: &BenchArgs) -> Result<Disk, Failure> {
         });
     }
     Ok(disk)
-}
-
-/// Memory that this process has resident, with everything connected and nothing to do. Threads
-/// that have just been started are given the time to get there: until nothing changes any more.
-fn idle_rss_kib() -> Option<u64> {
-    let mut last = rss_kib()?;
-    let mut since = 0;
-    for _ in 0..100 {
-        SystemClock.sleep(Duration::from_millis(10));
-        let now = rss_kib()?;
-        since = if now == last { since + 1 } else { 0 };
-        if since == 10 {
-            break;
-        }
-        last = now;
-    }
-    Some(last)
-}
-
-fn rss_kib() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
-    line.trim().strip_suffix(" kB")?.parse().ok()
 }
 
 /// What this process has used of the processors, and when. All of its threads count, those that

@@ -6,6 +6,7 @@ use ferrite_disk::Disk;
 use ferrite_disk::size::Human;
 use serde::Serialize;
 
+use super::idle::Idle;
 use super::tally::{Counter, Tally};
 use super::task::Task;
 use crate::cli::{BenchArgs, Mode, Mover};
@@ -32,8 +33,17 @@ impl Medium {
     }
 }
 
+/// What was seen of the backend before the first request, and apart from the requests.
+#[derive(Debug, Default)]
+pub(super) struct Aside {
+    pub(super) idle_rss_kib: Option<u64>,
+    pub(super) idle: Option<Idle>,
+    pub(super) segments_per_copy: Option<f64>,
+}
+
 #[derive(Debug, Serialize)]
 struct Latency {
+    mean: f64,
     p50: f64,
     p99: f64,
     max: f64,
@@ -54,6 +64,11 @@ pub(super) struct Report {
     lat_us: Latency,
     /// Of the whole process, when all guests were connected and had sent nothing.
     idle_rss_kib: Option<u64>,
+    /// What woke the backend while nobody asked it for anything; only with --idle.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    idle: Option<Idle>,
+    /// On average, over ramp and all.
+    segments_per_copy: Option<f64>,
     ios: u64,
     errors: u64,
     mover: Mover,
@@ -66,6 +81,7 @@ pub(super) struct Report {
     block_bytes: u32,
     guests: u32,
     queues: u32,
+    load_queues: u32,
     depth: u32,
     ring_order: u32,
     indirect: u32,
@@ -92,7 +108,7 @@ impl Report {
         medium: Medium,
         tally: &Tally,
         cpu_ns: f64,
-        idle_rss_kib: Option<u64>,
+        aside: Aside,
     ) -> Result<Report, Failure> {
         let counter = Counter::of(std::slice::from_ref(tally));
         let ios = counter.ios();
@@ -113,11 +129,14 @@ impl Report {
             backend_cpu_us_per_io: round(cpu_ns / 1000.0 / ios as f64),
             guest_cpu_us_per_io: round(tally.cpu_ns as f64 / 1000.0 / ios as f64),
             lat_us: Latency {
+                mean: round(counter.mean_ns() / 1000.0),
                 p50: us(counter.quantile_ns(0.50)),
                 p99: us(counter.quantile_ns(0.99)),
                 max: us(counter.max_ns()),
             },
-            idle_rss_kib,
+            idle_rss_kib: aside.idle_rss_kib,
+            idle: aside.idle,
+            segments_per_copy: aside.segments_per_copy.map(round),
             ios,
             errors: tally.errors,
             mover: args.mover,
@@ -130,6 +149,7 @@ impl Report {
             block_bytes: args.block,
             guests: args.guests,
             queues: args.queues,
+            load_queues: task.parts.len() as u32,
             depth: args.depth,
             ring_order: task.ring_order,
             indirect: args.indirect,
@@ -171,8 +191,11 @@ impl Report {
         );
         line("by", format!("{}, copies by {}", self.engine, self.copy_with));
         line("rate", format!("{:.0} IOPS, {:.0} MiB/s", self.iops, self.mib_per_s));
-        let Latency { p50, p99, max } = self.lat_us;
-        line("latency", format!("p50 {p50:.0} us, p99 {p99:.0} us, max {max:.0} us"));
+        let Latency { mean, p50, p99, max } = self.lat_us;
+        line(
+            "latency",
+            format!("mean {mean:.1} us, p50 {p50:.0} us, p99 {p99:.0} us, max {max:.0} us"),
+        );
         line(
             "CPU",
             format!(
@@ -182,6 +205,10 @@ impl Report {
         );
         if let Some(kib) = self.idle_rss_kib {
             line("memory", format!("{} resident before the first request", Human(kib << 10)));
+        }
+        if let Some(idle) = &self.idle {
+            let (switches, seconds) = (idle.context_switches, idle.seconds);
+            line("idle", format!("{switches} context switches in {seconds} s"));
         }
         line("errors", self.errors.to_string());
         text

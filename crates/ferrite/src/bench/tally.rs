@@ -64,6 +64,11 @@ impl Counter {
         self.max_ns
     }
 
+    /// The average; not more than the longest.
+    pub(super) fn mean_ns(&self) -> f64 {
+        self.times.mean().min(self.max_ns as f64)
+    }
+
     /// The time that this part of all requests took at most; not more than the longest.
     pub(super) fn quantile_ns(&self, part: f64) -> u64 {
         self.times.value_at_quantile(part).min(self.max_ns)
@@ -125,6 +130,8 @@ mod tests {
         assert_eq!(sum.max_ns(), 100_000_000);
         let p50 = sum.quantile_ns(0.5) as f64;
         assert!((p50 / 25_000_000.0 - 1.0).abs() < 0.001, "{p50}");
+        let mean = sum.mean_ns();
+        assert!((mean / 33_338_333.5 - 1.0).abs() < 0.001, "{mean}");
     }
 
     #[test]

@@ -26,7 +26,9 @@ pub(super) struct Task {
     pub(super) max_indirect: u32,
     /// How long to look for responses before sleeping.
     pub(super) poll_us: u32,
-    /// The sectors of each of its queues: first and count.
+    /// Queues to connect.
+    pub(super) queues: u32,
+    /// The sectors of each of its queues that has work: first and count.
     pub(super) parts: Vec<(u64, u64)>,
 }
 
@@ -72,7 +74,8 @@ pub(super) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure>
             format!("say --indirect {segments} or more, or a smaller --block"),
         ));
     }
-    let queues = u64::from(args.guests) * u64::from(args.queues);
+    let loaded = loaded(args)?;
+    let queues = u64::from(args.guests) * u64::from(loaded);
     let block_sectors = u64::from(args.block) / SECTOR_BYTES;
     let part = disk.sectors() / queues / block_sectors * block_sectors;
     if part == 0 {
@@ -89,10 +92,23 @@ pub(super) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure>
         depth: args.depth,
         ring_order,
         max_indirect: args.indirect,
-        poll_us: poll_us(args),
+        poll_us: poll_us(args, loaded),
+        queues: args.queues,
         parts: parts.to_vec(),
     };
-    Ok(parts.chunks(args.queues as usize).map(task).collect())
+    Ok(parts.chunks(loaded as usize).map(task).collect())
+}
+
+/// Queues of a guest that have work.
+fn loaded(args: &BenchArgs) -> Result<u32, Failure> {
+    let loaded = args.load_queues.unwrap_or(args.queues);
+    if loaded > args.queues {
+        return Err(usage(
+            format!("{loaded} queues cannot have work when there are {}", args.queues),
+            "say more --queues, or fewer --load-queues",
+        ));
+    }
+    Ok(loaded)
 }
 
 fn ring_order(args: &BenchArgs) -> Result<u32, Failure> {
@@ -109,9 +125,9 @@ fn ring_order(args: &BenchArgs) -> Result<u32, Failure> {
 
 /// Waking a processor that has gone to sleep can take longer than a request, and would be what is
 /// measured. But who looks on a processor that others need takes their time.
-fn poll_us(args: &BenchArgs) -> u32 {
+fn poll_us(args: &BenchArgs, loaded: u32) -> u32 {
     let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
-    let wanted = 2 * args.guests as usize * args.queues as usize;
+    let wanted = 2 * args.guests as usize * loaded as usize;
     args.guest_poll.unwrap_or(if wanted <= processors { POLL_US } else { 0 })
 }
 
@@ -142,6 +158,16 @@ mod tests {
         // 2048 sectors among 6 queues, in blocks of 16.
         let expected: Vec<(u64, u64)> = (0..6).map(|i| (i * 336, 336)).collect();
         assert_eq!(parts, expected);
+    }
+
+    #[test]
+    fn queues_without_work_have_no_blocks() {
+        let tasks = try_split("null:1M --guests 2 --queues 4 --load-queues 1").unwrap();
+        let parts = |task: &Task| (task.queues, task.parts.clone());
+        assert_eq!(parts(&tasks[0]), (4, vec![(0, 1024)]));
+        assert_eq!(parts(&tasks[1]), (4, vec![(1024, 1024)]));
+        let refused = try_split("null:1M --queues 2 --load-queues 3").unwrap_err();
+        assert_eq!(refused.code, Code::Usage);
     }
 
     #[test]

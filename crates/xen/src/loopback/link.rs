@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use ferrite_io::arena::Arena;
@@ -22,17 +22,31 @@ use crate::hypervisor::{
 pub struct Loopback {
     copy_with: CopyWith,
     guests: RwLock<HashMap<DomId, Arc<Attached>>>,
+    copies: Arc<Copies>,
+}
+
+/// What connections that have ended have copied.
+#[derive(Default)]
+struct Copies {
+    calls: AtomicU64,
+    segments: AtomicU64,
 }
 
 impl Loopback {
     /// With no guests yet.
     pub fn new(copy_with: CopyWith) -> Loopback {
-        Loopback { copy_with, guests: RwLock::default() }
+        Loopback { copy_with, guests: RwLock::default(), copies: Arc::default() }
     }
 
     /// What moves the bytes.
     pub fn copy_with(&self) -> CopyWith {
         self.copy_with
+    }
+
+    /// How often connections that have ended have copied, and how many segments in all.
+    pub fn copies(&self) -> (u64, u64) {
+        let Copies { calls, segments } = &*self.copies;
+        (calls.load(Ordering::Relaxed), segments.load(Ordering::Relaxed))
     }
 
     /// Attaches to a guest, and clears what a predecessor that died has left in it: uses of
@@ -93,7 +107,9 @@ impl Hypervisor for Loopback {
             return refuse(format!("bind event channel {port}"), rustix::io::Errno::INVAL);
         }
         let copier = Copier::new(self.copy_with, &guest.memory);
-        let link = LoopbackLink { guest, port, copier, taken: false, ring, _pins: pins };
+        let (copies, counted) = (self.copies.clone(), (0, 0));
+        let link =
+            LoopbackLink { guest, port, copier, copies, counted, taken: false, ring, _pins: pins };
         // As Xen does: events may have been lost before the channel was bound (blkif.md 3.9).
         signal(link.guest.descriptors.to_back(port)).map_err(|source| HypervisorError::Host {
             what: format!("bind event channel {port} of domain {domid}"),
@@ -191,6 +207,9 @@ struct LoopbackLink {
     guest: Arc<Attached>,
     port: u32,
     copier: Copier,
+    copies: Arc<Copies>,
+    /// Calls and segments of this connection, so that queues do not share a counter.
+    counted: (u64, u64),
     taken: bool,
     // Dropped in this order: the mapping goes before the grants count as unused.
     ring: FrameMapping,
@@ -209,6 +228,8 @@ impl Link for LoopbackLink {
         direction: Direction,
         segments: &mut [CopySegment],
     ) -> io::Result<()> {
+        self.counted.0 += 1;
+        self.counted.1 += segments.len() as u64;
         self.copier.copy(&self.guest.memory, arena, direction, segments)
     }
 
@@ -243,6 +264,8 @@ impl Link for LoopbackLink {
 
 impl Drop for LoopbackLink {
     fn drop(&mut self) {
+        self.copies.calls.fetch_add(self.counted.0, Ordering::Relaxed);
+        self.copies.segments.fetch_add(self.counted.1, Ordering::Relaxed);
         self.guest.memory.unbind_port(self.port);
     }
 }

@@ -18,6 +18,7 @@
 //! eventfds, and names the process that `process_vm_*` calls go to. Loopback is for tests and
 //! measurements; it isolates nobody.
 
+pub mod bare;
 pub mod copy;
 pub mod front;
 pub mod grants;
