@@ -27,6 +27,9 @@ pub(crate) const LAB: &[Need] = &[
 /// What the tests outside the lab take.
 pub(crate) const CHECKS: &[Need] = &[("fio", "fio"), ("valgrind", "valgrind")];
 
+/// Whom the bench compares with.
+pub(crate) const PEERS: &[Need] = &[("fio", "fio")];
+
 /// Finds a command the way a root shell would: the system folders count even when PATH lacks them.
 pub(crate) fn find(command: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -1,9 +1,19 @@
 //! `cargo xtask bench`: the comparison with other backends, each part a module of its own.
 
+mod burners;
+mod disk;
+mod ferrite;
+mod fio;
+mod guests;
+mod image;
+mod loopback;
+mod machine;
 mod result;
+mod rounds;
 mod table;
 mod xen;
 
+use crate::packages;
 use anyhow::Result;
 use result::Measurement;
 use std::process::ExitCode;
@@ -14,6 +24,13 @@ pub(crate) struct BenchArguments {
     /// What to compare; nothing for all of it.
     #[arg(value_enum)]
     parts: Vec<Part>,
+    /// Rounds: how often each thing is measured, in turn with its peers. Not for the part xen.
+    #[arg(long, value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
+    /// Seconds that each run measures. Not for the part xen.
+    #[arg(long, value_name = "S", default_value_t = 3.0, value_parser = seconds)]
+    seconds: f64,
     #[command(flatten)]
     xen: xen::XenArguments,
 }
@@ -21,25 +38,60 @@ pub(crate) struct BenchArguments {
 /// A part of the comparison, which can run alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
+    /// The path from ring to storage, on tmpfs and without storage, beside fio and bare copies.
+    Loopback,
+    /// The path to a real disk, beside fio.
+    Disk,
+    /// Many guests, and disks at rest.
+    Guests,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
     Xen,
 }
 
 impl Part {
     /// Every part, in the order in which they run.
-    const ALL: &[Part] = &[Part::Xen];
+    const ALL: &[Part] = &[Part::Loopback, Part::Disk, Part::Guests, Part::Xen];
 
     /// The part's name: in the results, and of their file.
     fn name(self) -> &'static str {
         match self {
+            Part::Loopback => "loopback",
+            Part::Disk => "disk",
+            Part::Guests => "guests",
             Part::Xen => "xen",
         }
     }
 
     fn run(self, arguments: &BenchArguments) -> Result<Vec<Measurement>> {
         match self {
+            Part::Loopback => loopback::run(&Setup::new(arguments)?),
+            Part::Disk => disk::run(&Setup::new(arguments)?),
+            Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Xen => xen::run(&arguments.xen),
         }
+    }
+}
+
+/// What the parts on this machine share.
+struct Setup {
+    ferrite: ferrite::Ferrite,
+    runs: u32,
+    /// How long each run measures.
+    seconds: f64,
+}
+
+impl Setup {
+    fn new(arguments: &BenchArguments) -> Result<Setup> {
+        packages::ensure(&[packages::PEERS])?;
+        let (runs, seconds) = (arguments.runs, arguments.seconds);
+        Ok(Setup { ferrite: ferrite::Ferrite::build(seconds)?, runs, seconds })
+    }
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("it must be a number from 0.1 to 3600".into()),
     }
 }
 
@@ -49,8 +101,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<ExitCode> {
     let chosen = |part: &&Part| arguments.parts.is_empty() || arguments.parts.contains(part);
     for part in Part::ALL.iter().filter(chosen) {
         let measurements = part.run(arguments)?;
-        let file = result::write(part.name(), &measurements)?;
-        println!("\n{}", table::markdown(&measurements));
+        let machine = machine::describe();
+        let file = result::write(part.name(), &machine, &measurements)?;
+        println!("\n{}\n{machine}", table::markdown(&measurements));
         println!("{}", file.display());
     }
     Ok(ExitCode::SUCCESS)

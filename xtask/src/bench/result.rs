@@ -1,5 +1,6 @@
 //! What a part of the comparison has measured, and the file it goes into.
 
+use super::rounds::median;
 use crate::steps;
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -26,6 +27,11 @@ pub(crate) struct Measurement {
     pub(crate) target: Option<Target>,
     /// How often it was measured.
     pub(crate) runs: u32,
+    /// What each run gave, where there were several, and the peer in its turn.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) values: Vec<f64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) peer_values: Vec<f64>,
 }
 
 /// A bound on a ratio or a value.
@@ -68,7 +74,29 @@ impl Measurement {
             ratio: None,
             target: None,
             runs: 1,
+            values: Vec::new(),
+            peer_values: Vec::new(),
         }
+    }
+
+    /// The median of several runs.
+    pub(crate) fn of_runs(
+        part: &'static str,
+        name: impl Into<String>,
+        unit: &'static str,
+        values: &[f64],
+    ) -> Self {
+        let row = Self::new(part, name, median(values), unit);
+        Measurement { runs: values.len() as u32, values: values.to_vec(), ..row }
+    }
+
+    /// Beside a peer that was measured in turn. The ratio is the median of the runs' ratios, which
+    /// is not that of the medians: what disturbed a run disturbed its neighbour too.
+    pub(crate) fn against_runs(self, peer: impl Into<String>, peer_values: &[f64]) -> Self {
+        let pairs = self.values.iter().zip(peer_values);
+        let ratios: Vec<f64> = pairs.map(|(ours, theirs)| ours / theirs).collect();
+        let row = self.against(peer, median(peer_values));
+        Measurement { ratio: Some(median(&ratios)), peer_values: peer_values.to_vec(), ..row }
     }
 
     /// Beside a peer's figure.
@@ -93,15 +121,32 @@ impl Measurement {
     }
 }
 
+/// What the file holds.
+#[derive(Serialize)]
+struct File<'a> {
+    part: &'a str,
+    machine: &'a str,
+    rows: Vec<Row<'a>>,
+}
+
+/// A measurement with its verdict.
+#[derive(Serialize)]
+struct Row<'a> {
+    #[serde(flatten)]
+    row: &'a Measurement,
+    met: Option<bool>,
+}
+
 /// Writes a part's measurements to `target/bench/PART.json`.
 ///
 /// # Errors
 /// When the file cannot be written.
-pub(crate) fn write(part: &str, measurements: &[Measurement]) -> Result<PathBuf> {
+pub(crate) fn write(part: &str, machine: &str, measurements: &[Measurement]) -> Result<PathBuf> {
     let dir = steps::target_dir().join("bench");
     std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let file = dir.join(format!("{part}.json"));
-    let text = serde_json::to_string_pretty(measurements)?;
+    let rows: Vec<Row<'_>> = measurements.iter().map(|m| Row { row: m, met: m.met() }).collect();
+    let text = serde_json::to_string_pretty(&File { part, machine, rows })?;
     std::fs::write(&file, text + "\n")
         .with_context(|| format!("cannot write {}", file.display()))?;
     Ok(file)
@@ -110,6 +155,23 @@ pub(crate) fn write(part: &str, measurements: &[Measurement]) -> Result<PathBuf>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ratios_are_taken_run_by_run() {
+        let row = Measurement::of_runs("part", "row", "IOPS", &[90.0, 50.0, 99.0])
+            .against_runs("peer", &[100.0, 40.0, 90.0])
+            .target(Target::AtLeast(1.0));
+        assert_eq!((row.value, row.peer_value, row.runs), (90.0, Some(90.0), 3));
+        assert_eq!((row.ratio, row.met()), (Some(1.1), Some(true)));
+    }
+
+    #[test]
+    fn what_was_not_measured_meets_no_target() {
+        let row = Measurement::of_runs("part", "row", "us", &[f64::NAN]);
+        assert_eq!(row.clone().target(Target::AtMost(8.0)).met(), Some(false));
+        let row = row.against_runs("peer", &[1.0]).target(Target::AtLeast(0.0));
+        assert_eq!(row.met(), Some(false));
+    }
 
     #[test]
     fn a_target_holds_for_the_ratio_where_there_is_a_peer_and_for_the_value_elsewhere() {

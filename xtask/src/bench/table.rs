@@ -32,24 +32,37 @@ fn target(row: &Measurement) -> String {
         Some(Target::AtMost(bound)) => format!("≤ {bound}"),
     };
     match row.met() {
+        Some(true) => format!("{bound}, met"),
         Some(false) => format!("{bound}, **missed**"),
-        _ => bound,
+        None => bound,
     }
 }
 
-/// A number with three digits that count, and all those before the point.
+/// A number with three digits that count, in thousands or millions where it is large.
 pub(crate) fn figure(value: f64) -> String {
+    let (value, unit) = match value.abs() {
+        v if v >= 1e6 => (value / 1e6, " M"),
+        v if v >= 1e4 => (value / 1e3, " k"),
+        _ => (value, ""),
+    };
     let decimals = match value.abs() {
         v if v >= 100.0 => 0,
         v if v >= 10.0 => 1,
         _ => 2,
     };
-    format!("{value:.decimals$}")
+    format!("{value:.decimals$}{unit}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn figures_have_three_digits() {
+        let figures = [0.0404, 9.5, 90.0, 437.4, 9847.2, 18324.7, 437_000.0, 3_915_280.0];
+        let shown = ["0.04", "9.50", "90.0", "437", "9847", "18.3 k", "437 k", "3.92 M"];
+        assert_eq!(figures.map(figure), shown);
+    }
 
     #[test]
     fn a_missed_target_stands_out() {

@@ -1,0 +1,34 @@
+//! Work that leaves no processor idle.
+
+use crate::steps;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+/// A thread for each processor that does nothing as fast as it can, until this is dropped.
+pub(super) struct Burners {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Burners {
+    pub(super) fn start() -> Burners {
+        let stop = Arc::new(AtomicBool::new(false));
+        let burn = |_| {
+            let stop = stop.clone();
+            std::thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            })
+        };
+        Burners { threads: (0..steps::cpus()).map(burn).collect(), stop }
+    }
+}
+
+impl Drop for Burners {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.threads.drain(..).for_each(|thread| drop(thread.join()));
+    }
+}

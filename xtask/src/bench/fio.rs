@@ -1,0 +1,141 @@
+//! Runs of fio with io_uring: the peer of everything that ends in a file.
+
+use super::rounds::Sample;
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// From fio's start to where it counts, about: its own start, and the ramp.
+const START: Duration = Duration::from_millis(450);
+/// The ramp, as fio is told.
+const RAMP: &str = "--ramp_time=0.3";
+
+/// What fio does.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Job<'a> {
+    pub(super) image: &'a str,
+    /// As in `--rw`.
+    pub(super) mode: &'static str,
+    /// As in `--bs`.
+    pub(super) block: &'static str,
+    pub(super) depth: u32,
+    /// Past the page cache.
+    pub(super) direct: bool,
+    /// Whether each request is timed. Where it is not, fio is faster.
+    pub(super) timed: bool,
+}
+
+/// One run of so many seconds, in a thread of fio's own process: a job in a session of its own would get another
+/// share of a busy machine than ferrite does.
+///
+/// # Errors
+/// It failed, or its result makes no sense.
+pub(super) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
+    let mut command = Command::new("fio");
+    command.args(arguments(job, seconds)).stdin(Stdio::null());
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let child = child.context("cannot start fio")?;
+    let pid = child.id();
+    let part = |of: f64| Duration::from_secs_f64(seconds * of);
+    std::thread::sleep(START + part(0.1));
+    let (began, cpu) = (Instant::now(), cpu_s(pid));
+    std::thread::sleep(part(0.7));
+    let (took, cpu_after) = (began.elapsed().as_secs_f64(), cpu_s(pid));
+    let output = child.wait_with_output().context("fio is lost")?;
+    if !output.status.success() {
+        bail!("fio ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    let (iops, lat_us) = parse(&String::from_utf8_lossy(&output.stdout), job.mode)?;
+    let processors = (cpu_after? - cpu?) / took;
+    Ok(Sample { iops, lat_us, cpu_us: processors * 1e6 / iops, ..Sample::UNKNOWN })
+}
+
+fn arguments(job: &Job<'_>, seconds: f64) -> Vec<String> {
+    let mut all = vec![
+        "--name=peer".to_owned(),
+        format!("--filename={}", job.image),
+        format!("--rw={}", job.mode),
+        format!("--bs={}", job.block),
+        format!("--iodepth={}", job.depth),
+        format!("--direct={}", u32::from(job.direct)),
+        format!("--runtime={}ms", (seconds * 1000.0).round()),
+    ];
+    let fixed = "--thread --ioengine=io_uring --fixedbufs --registerfiles --nonvectored=1 \
+                 --norandommap --time_based --allow_file_create=0 --output-format=json";
+    all.extend(fixed.split_whitespace().map(str::to_owned));
+    all.push(RAMP.to_owned());
+    all.push(if job.timed { "--disable_slat=1" } else { "--gtod_reduce=1" }.to_owned());
+    all
+}
+
+/// IOPS, and the mean latency if there is one. fio may print warnings before the JSON.
+fn parse(text: &str, mode: &str) -> Result<(f64, f64)> {
+    let json = text.find('{').map_or("", |at| &text[at..]);
+    let report: Value = serde_json::from_str(json)
+        .with_context(|| format!("fio printed no JSON but {text:.300}"))?;
+    let job = &report["jobs"][0];
+    if job["error"].as_i64() != Some(0) {
+        bail!("fio's job failed with error {}", job["error"]);
+    }
+    let way = &job[if mode.contains("write") { "write" } else { "read" }];
+    let iops = way["iops"].as_f64().filter(|iops| *iops > 0.0);
+    let lat_ns = way["lat_ns"]["mean"].as_f64().filter(|ns| *ns > 0.0);
+    let iops = iops.with_context(|| format!("fio did nothing: {way}"))?;
+    Ok((iops, lat_ns.unwrap_or(f64::NAN) / 1000.0))
+}
+
+/// Processor time of a process so far: of all its threads, those that have ended and the kernel's
+/// workers for its rings (iou-wrk) included, which belong to it. fio's own figures are those of
+/// the job's thread alone, and leave out most of what io_uring does on tmpfs.
+fn cpu_s(pid: u32) -> Result<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).context("fio has ended")?;
+    let ticks = cpu_ticks(&stat).with_context(|| format!("/proc/{pid}/stat holds {stat:?}"))?;
+    Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// utime and stime: fields 14 and 15. The second, the name, may hold anything but ends the last
+/// parenthesis.
+fn cpu_ticks(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_whitespace().skip(11);
+    let (user, system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+    Some(user + system)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REPORT: &str = r#"fio: this is a note
+        {"fio version": "fio-3.33", "jobs": [{"jobname": "peer", "error": 0,
+         "read": {"iops": 510527.5, "lat_ns": {"min": 1, "mean": 61250.5, "N": 9}},
+         "write": {"iops": 0.0, "lat_ns": {"mean": 0.0}}}]}"#;
+
+    #[test]
+    fn figures_are_those_of_the_direction() {
+        assert_eq!(parse(REPORT, "randread").unwrap(), (510527.5, 61.2505));
+        assert!(parse(REPORT, "randwrite").is_err(), "nothing was written");
+    }
+
+    #[test]
+    fn without_times_there_is_no_latency() {
+        let report = REPORT.replace("61250.5", "0.0");
+        assert!(parse(&report, "read").unwrap().1.is_nan());
+    }
+
+    #[test]
+    fn a_failed_job_is_no_result() {
+        assert!(parse(&REPORT.replace("\"error\": 0", "\"error\": 5"), "read").is_err());
+        assert!(parse("fio: pid 7 ended", "read").is_err());
+        assert!(parse("{}", "read").is_err());
+    }
+
+    #[test]
+    fn a_process_may_have_any_name() {
+        let stat = "71 (fio) R 1) S 1 71 71 0 -1 4194560 99 0 0 0 250 317 5 6 20 0 3 0 99";
+        assert_eq!(cpu_ticks(stat), Some(567));
+        assert_eq!(cpu_ticks("71 (fio"), None);
+        assert!(cpu_s(std::process::id()).is_ok());
+    }
+}

@@ -1,0 +1,73 @@
+//! Images to measure on.
+
+use crate::steps::step;
+use anyhow::{Context, Result};
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+const MIB: usize = 1 << 20;
+
+/// A file in which every block has been written. It has no name any more, so nothing is left of
+/// it however this program ends.
+pub(super) struct Image {
+    file: File,
+}
+
+impl Image {
+    /// Makes one of `mib` MiB in `dir`.
+    ///
+    /// # Errors
+    /// There is no room, or the folder cannot be written to.
+    pub(super) fn make(dir: &Path, mib: usize) -> Result<Image> {
+        step(&format!("fill an image of {mib} MiB in {}", dir.display()), || {
+            std::fs::create_dir_all(dir)?;
+            let path = dir.join(format!("ferrite-bench-{}.img", std::process::id()));
+            let mut options = File::options();
+            let file = options.read(true).write(true).create_new(true).open(&path);
+            let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
+            std::fs::remove_file(&path)?;
+            let mut block = noise();
+            for i in 0..mib {
+                block[..8].copy_from_slice(&(i as u64).to_le_bytes());
+                file.write_all(&block).context("is there room for it?")?;
+            }
+            file.sync_all()?;
+            Ok(Image { file })
+        })
+    }
+
+    /// What other programs open: as long as this program runs.
+    pub(super) fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
+    }
+}
+
+/// A MiB that no storage can make smaller.
+fn noise() -> Vec<u8> {
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    (0..MIB / 8).flat_map(|_| next().to_le_bytes()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_is_full_and_has_no_name() {
+        let dir = std::env::temp_dir().join(format!("ferrite-xtask-{}", std::process::id()));
+        let image = Image::make(&dir, 2).unwrap();
+        let bytes = std::fs::read(image.path()).unwrap();
+        assert_eq!(bytes.len(), 2 * MIB);
+        assert!(bytes.chunks(4096).all(|block| block.iter().any(|b| *b != 0)));
+        // Empty: the folder can be removed.
+        std::fs::remove_dir(&dir).unwrap();
+    }
+}

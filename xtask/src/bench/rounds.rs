@@ -1,0 +1,169 @@
+//! Things measured in turn: what the machine does to one run it does to its neighbours too, so
+//! ratios are taken within a round, and medians over the rounds.
+
+use crate::steps::step;
+use anyhow::Result;
+
+/// One run. What a run does not tell is not a number, and so meets no target.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sample {
+    /// Requests a second.
+    pub(super) iops: f64,
+    /// Processor time of the process that serves, by its requests.
+    pub(super) cpu_us: f64,
+    /// The same of the guests.
+    pub(super) guest_cpu_us: f64,
+    /// The mean latency.
+    pub(super) lat_us: f64,
+    /// Segments of one grant copy.
+    pub(super) segments_per_copy: f64,
+    /// Resident before the first request.
+    pub(super) idle_rss_kib: f64,
+    /// Context switches of the idle backend.
+    pub(super) idle_switches: f64,
+}
+
+impl Sample {
+    /// Of which nothing is known.
+    pub(super) const UNKNOWN: Sample = Sample {
+        iops: f64::NAN,
+        cpu_us: f64::NAN,
+        guest_cpu_us: f64::NAN,
+        lat_us: f64::NAN,
+        segments_per_copy: f64::NAN,
+        idle_rss_kib: f64::NAN,
+        idle_switches: f64::NAN,
+    };
+}
+
+type Run<'a> = Box<dyn Fn() -> Result<Sample> + 'a>;
+
+/// What is to be measured in turn.
+pub(super) struct Plan<'a> {
+    title: String,
+    series: Vec<(String, Run<'a>)>,
+}
+
+impl<'a> Plan<'a> {
+    pub(super) fn new(title: impl Into<String>) -> Plan<'a> {
+        Plan { title: title.into(), series: Vec::new() }
+    }
+
+    /// One more thing, by the name that its samples are asked for with.
+    pub(super) fn add(
+        mut self,
+        name: impl Into<String>,
+        run: impl Fn() -> Result<Sample> + 'a,
+    ) -> Plan<'a> {
+        self.series.push((name.into(), Box::new(run)));
+        self
+    }
+
+    /// Measures everything once a round.
+    ///
+    /// # Errors
+    /// The first run that fails.
+    pub(super) fn run(self, rounds: u32) -> Result<Rounds> {
+        let Plan { title, series } = self;
+        let samples = step(&format!("{title}, {rounds} rounds of {}", series.len()), || {
+            let round = |_| series.iter().map(|(_, run)| run()).collect::<Result<Vec<_>>>();
+            (0..rounds).map(round).collect::<Result<Vec<_>>>()
+        })?;
+        Ok(Rounds { names: series.into_iter().map(|(name, _)| name).collect(), samples })
+    }
+}
+
+/// All samples.
+pub(super) struct Rounds {
+    names: Vec<String>,
+    samples: Vec<Vec<Sample>>,
+}
+
+/// One round's samples.
+pub(super) struct Round<'a> {
+    names: &'a [String],
+    samples: &'a [Sample],
+}
+
+impl Round<'_> {
+    /// # Panics
+    /// If nothing of that name was measured: a bug of the caller.
+    pub(super) fn of(&self, name: &str) -> Sample {
+        match self.names.iter().position(|n| n == name) {
+            Some(i) => self.samples[i],
+            None => panic!("{name:?} is none of {:?}", self.names),
+        }
+    }
+}
+
+impl Rounds {
+    /// A figure of each round.
+    pub(super) fn each(&self, figure: impl Fn(&Round<'_>) -> f64) -> Vec<f64> {
+        let round = |samples| Round { names: &self.names, samples };
+        self.samples.iter().map(|samples| figure(&round(samples))).collect()
+    }
+
+    /// The one of `names` with the largest median.
+    pub(super) fn best<'n>(
+        &self,
+        names: &[&'n str],
+        figure: impl Fn(Sample) -> f64,
+    ) -> Option<&'n str> {
+        let median_of = |name: &str| median(&self.each(|round| figure(round.of(name))));
+        names.iter().copied().max_by(|a, b| median_of(a).total_cmp(&median_of(b)))
+    }
+}
+
+/// The middle; the mean of both middles of an even number.
+pub(super) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match (sorted.len(), sorted.len() / 2) {
+        (0, _) => f64::NAN,
+        (n, half) if n % 2 == 1 => sorted[half],
+        (_, half) => f64::midpoint(sorted[half - 1], sorted[half]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::{Cell, RefCell};
+
+    #[test]
+    fn the_median_does_not_see_outliers() {
+        assert_eq!(median(&[5.0, 1.0, 900.0]), 5.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 900.0]), 3.0);
+        assert!(median(&[]).is_nan());
+    }
+
+    #[test]
+    fn runs_take_turns_and_ratios_stay_within_a_round() {
+        let order = RefCell::new(String::new());
+        let load = Cell::new(1.0);
+        let run = |name: &'static str, iops: f64| {
+            let (order, load) = (&order, &load);
+            move || {
+                order.borrow_mut().push_str(name);
+                Ok(Sample { iops: iops * load.get(), ..Sample::UNKNOWN })
+            }
+        };
+        let plan = Plan::new("a test").add("a", run("a", 100.0)).add("b", run("b", 50.0));
+        // The machine gets slower by each round.
+        let slower = || {
+            load.set(load.get() / 2.0);
+            Ok(Sample::UNKNOWN)
+        };
+        let rounds = plan.add("load", slower).run(3).unwrap();
+        assert_eq!(*order.borrow(), "ababab");
+        assert_eq!(rounds.each(|r| r.of("a").iops), [100.0, 50.0, 25.0]);
+        assert_eq!(rounds.each(|r| r.of("b").iops / r.of("a").iops), [0.5; 3]);
+        assert_eq!(rounds.best(&["b", "a"], |s| s.iops), Some("a"));
+    }
+
+    #[test]
+    fn a_run_that_fails_ends_the_rounds() {
+        let plan = Plan::new("a test").add("bad", || anyhow::bail!("no disk"));
+        assert!(plan.run(2).is_err_and(|e| format!("{e:#}").contains("no disk")));
+    }
+}
