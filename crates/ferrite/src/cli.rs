@@ -2,6 +2,8 @@
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use ferrite_disk::size;
+use ferrite_serve::polling::PollWindow;
+use ferrite_serve::tuning::Tuning;
 use ferrite_xen::loopback::CopyWith;
 use serde::{Deserialize, Serialize};
 
@@ -72,6 +74,35 @@ pub(crate) struct ServeArgs {
     /// Memory for data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
     pub(crate) memory: usize,
+
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
+}
+
+/// How the backend goes about its work; of `serve` and `bench`.
+#[derive(Debug, Args)]
+pub(crate) struct TuningArgs {
+    /// Look for work for so many microseconds before sleeping; auto: as long as it pays, and not
+    /// where no processor is idle; 0: never.
+    #[arg(long, value_name = "US|auto", default_value_t = PollWindow::Auto)]
+    pub(crate) poll_us: PollWindow,
+
+    /// Processor time that looking may take, in percent of one processor.
+    #[arg(long, value_name = "PERCENT", default_value_t = 100,
+          value_parser = clap::value_parser!(u32).range(0..=6400))]
+    pub(crate) poll_cpu: u32,
+
+    /// Give each request to the storage by itself, even where neighbours could share an
+    /// operation.
+    #[arg(long)]
+    pub(crate) no_merge: bool,
+}
+
+impl TuningArgs {
+    /// For the queues.
+    pub(crate) fn tuning(&self) -> Tuning {
+        Tuning { poll: self.poll_us, poll_cpu_percent: self.poll_cpu, merge: !self.no_merge }
+    }
 }
 
 /// `ferrite doctor`.
@@ -160,6 +191,9 @@ pub(crate) struct BenchArgs {
     /// have two processors, otherwise 0.
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) guest_poll: Option<u32>,
+
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
 
     /// Print JSON instead of text.
     #[arg(long)]

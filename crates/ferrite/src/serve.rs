@@ -9,6 +9,7 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
 use ferrite_io::uring::Uring;
 use ferrite_serve::connection::{Device, Waker};
+use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
 use ferrite_xen::real::Xen;
@@ -52,6 +53,8 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         pool_bytes: args.memory,
         run_dir,
         engine: uring(),
+        tuning: args.tuning.tuning(),
+        counters: Counters::default(),
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
     let stop = stop_on_signals()?;

@@ -6,9 +6,8 @@
 //! code gets raw pointers that were bounds-checked once, in [`Arena::ptr`].
 //!
 //! Pages that were never touched are not resident (but those of the kernel's reserve of huge
-//! pages), until an engine registers the arena with the kernel: that pins all of it. So the size
-//! of the arena is what a disk costs at rest. Each engine on it counts against the memlock limit
-//! of a process without `CAP_IPC_LOCK`, though the memory is there once.
+//! pages), nor are those that were given back ([`Arena::release`]). What an engine pins is
+//! resident, and counts against the memlock limit of a process without `CAP_IPC_LOCK`.
 
 use std::fmt;
 use std::io;
@@ -232,6 +231,27 @@ impl Arena {
         assert_eq!(s.len(), from.len(), "copy_in of unequal lengths");
         // SAFETY: `ptr` checked that the span is mapped memory of that length.
         unsafe { volatile::copy_in(self.ptr(s).as_ptr(), from) }
+    }
+
+    /// Gives the memory of the span back to the system: it is no longer resident, and reads as
+    /// zeros. Nobody may be using it, the kernel included. Memory from the reserve of huge pages
+    /// stays.
+    ///
+    /// # Panics
+    /// If the span is not inside this arena, or not whole pages.
+    pub fn release(&self, s: Span) {
+        let whole = s.offset().is_multiple_of(4096) && s.len().is_multiple_of(4096);
+        assert!(whole, "{s:?} is not whole pages");
+        if self.kind == Kind::Huge {
+            self.fill(s, 0);
+            return;
+        }
+        // SAFETY: our own mapping, which stays; its bytes become zero, as if by `fill`.
+        if let Err(e) =
+            unsafe { madvise(self.ptr(s).as_ptr().cast(), s.len(), Advice::LinuxDontNeed) }
+        {
+            tracing::debug!("memory is not given back: {e}");
+        }
     }
 
     /// Sets every byte of the span.

@@ -123,6 +123,19 @@ pub trait Engine {
     /// operation has ended, so that a lock held through it covers both.
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId>;
 
+    /// Lets the engine hold on to the pages of `region`, so that transfers from and to it need
+    /// not look them up; one region at a time. They stay resident until
+    /// [`unpin`](Engine::unpin). Nothing else depends on it, and an engine may not care.
+    fn pin(&mut self, region: Span) {
+        let _ = region;
+    }
+
+    /// Ends [`pin`](Engine::pin); no transfer from or to the region may be in flight. `false`:
+    /// the pages cannot be let go, and their memory must not be given back to the system.
+    fn unpin(&mut self) -> bool {
+        true
+    }
+
     /// Queues one operation. Never fails: what is wrong with it comes back as its completion.
     /// A full submission queue is submitted first.
     fn push(&mut self, token: Token, op: Op);

@@ -84,6 +84,10 @@ impl Pool {
         QueuePool { pool: self.clone(), own, slabs, held, in_use, not_sync: PhantomData }
     }
 
+    fn slab(&self, slab: u32) -> Span {
+        self.arena.span(slab as usize * SLAB_BYTES, SLAB_BYTES)
+    }
+
     fn own(&self) -> std::sync::MutexGuard<'_, Vec<Option<PageMap>>> {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -188,6 +192,26 @@ impl QueuePool {
         self.slabs[slab as usize] = None;
         self.held.retain(|s| *s != slab);
         self.pool.shared.give(slab);
+    }
+
+    /// The slab that this queue holds for ever, to be [pinned](crate::engine::Engine::pin).
+    pub fn own_slab(&self) -> Span {
+        self.pool.slab(self.own)
+    }
+
+    /// Gives the memory of all slabs that nobody uses back to the system: this queue's own, if
+    /// `own` (no engine may have it pinned), and the shared ones. It reads as zeros then.
+    pub fn release(&mut self, own: bool) {
+        if own && self.in_use == 0 {
+            self.pool.arena.release(self.own_slab());
+        }
+        // Each is taken, so that nobody gets it meanwhile; a queue that finds none waits for what
+        // it has in flight, as it does when all are in use.
+        let taken: Vec<u32> = std::iter::from_fn(|| self.pool.shared.take()).collect();
+        for slab in taken {
+            self.pool.arena.release(self.pool.slab(slab));
+            self.pool.shared.give(slab);
+        }
     }
 
     /// Bytes in buffers that are not freed yet.

@@ -142,6 +142,16 @@ impl Reactor {
         self.engine(|e| e.add_file(file))
     }
 
+    /// See [`Engine::pin`].
+    pub fn pin(&mut self, region: Span) {
+        self.engine(|e| e.pin(region));
+    }
+
+    /// See [`Engine::unpin`].
+    pub fn unpin(&mut self) -> bool {
+        self.engine(|e| e.unpin())
+    }
+
     /// Queues an operation of the hot path; see [`Engine::push`].
     ///
     /// # Panics

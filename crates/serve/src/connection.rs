@@ -13,9 +13,12 @@ use ferrite_io::shm::Shm;
 use ferrite_xen::abi::Protocol;
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::counters::Counters;
 use crate::gate::Gate;
+use crate::polling::Budget;
 use crate::quiet::Budgets;
 use crate::request::Limits;
+use crate::tuning::Tuning;
 
 /// Bytes of the file that remembers a failed flush.
 const LATCH_BYTES: usize = 64;
@@ -110,6 +113,19 @@ impl Waker {
     }
 }
 
+/// What a backend and a frontend have agreed on, as far as requests depend on it.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Layout of the slots.
+    pub protocol: Protocol,
+    /// Segments advertised for INDIRECT; 0 if it was not.
+    pub max_indirect_segments: u16,
+    /// Whether DISCARD was offered.
+    pub discard: bool,
+    /// Rings.
+    pub queues: usize,
+}
+
 /// One connection of a guest to a device: made anew at each reconnect.
 pub struct Connection {
     /// The device.
@@ -124,32 +140,40 @@ pub struct Connection {
     pub max_indirect_segments: u16,
     /// Whether DISCARD was offered.
     pub discard: bool,
+    /// How the queues work.
+    pub tuning: Tuning,
+    /// What they may spend on looking for work.
+    pub poll_budget: Budget,
+    /// What they have done.
+    pub counters: Counters,
     stop: AtomicBool,
     wakers: Vec<Waker>,
 }
 
 impl Connection {
-    /// The shared part of a connection with so many queues.
+    /// The shared part of a connection of that shape.
     ///
     /// # Errors
     /// Out of descriptors.
     pub fn new(
         device: Arc<Device>,
         pool: Arc<Pool>,
-        protocol: Protocol,
-        max_indirect_segments: u16,
-        discard: bool,
-        queues: usize,
+        shape: Shape,
+        tuning: Tuning,
+        counters: Counters,
     ) -> io::Result<Connection> {
         Ok(Connection {
-            discard,
             device,
             pool,
-            gate: Gate::new(queues),
-            protocol,
-            max_indirect_segments,
+            gate: Gate::new(shape.queues),
+            protocol: shape.protocol,
+            max_indirect_segments: shape.max_indirect_segments,
+            discard: shape.discard,
+            tuning,
+            poll_budget: Budget::new(tuning.poll_cpu_percent),
+            counters,
             stop: AtomicBool::new(false),
-            wakers: (0..queues).map(|_| Waker::new()).collect::<io::Result<_>>()?,
+            wakers: (0..shape.queues).map(|_| Waker::new()).collect::<io::Result<_>>()?,
         })
     }
 

@@ -5,6 +5,9 @@
 //! * [`connection`]: what the queues of one connected disk share.
 //! * [`gate`]: one request alone on the whole disk (barriers, writes below the block size).
 //! * [`inflight`]: the table that a successor takes over from.
+//! * [`polling`]: looking for work before going to sleep.
+//! * [`tuning`]: how queues go about their work.
+//! * [`counters`]: what they have done.
 //! * [`trace`]: a record a request, always on.
 //! * [`negotiate`]: what is offered to a frontend, and what it asks for.
 //! * [`lifecycle`]: xenbus states from attach to unplug.
@@ -12,11 +15,14 @@
 #![forbid(unsafe_code)]
 
 pub mod connection;
+pub mod counters;
 pub mod gate;
 pub mod inflight;
 pub mod lifecycle;
 pub mod negotiate;
+pub mod polling;
 pub mod queue;
 pub mod quiet;
 pub mod request;
 pub mod trace;
+pub mod tuning;

@@ -15,8 +15,10 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64, SystemClock};
 use ferrite_io::uring::Uring;
 use ferrite_serve::connection::{Device, Waker};
+use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
+use ferrite_serve::tuning::Tuning;
 use ferrite_xen::abi::{PlainOp, RawSegment};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
@@ -61,6 +63,8 @@ fn process_backend() {
         pool_bytes: 8 << 20,
         run_dir: env(RUN_DIR).into(),
         engine: Arc::new(|arena, entries| Ok(Box::new(Uring::new(arena, entries)?))),
+        tuning: Tuning::default(),
+        counters: Counters::default(),
     };
     let mut store = Store::from_fd(handle.store);
     let stop = Waker::new().unwrap();

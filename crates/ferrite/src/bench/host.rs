@@ -10,6 +10,7 @@ use std::time::Duration;
 use ferrite_disk::Disk;
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_serve::connection::{Device, Waker};
+use ferrite_serve::counters::{Counters, Counts};
 use ferrite_serve::lifecycle::{Config, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
 use ferrite_xen::hypervisor::DomId;
@@ -77,6 +78,8 @@ pub(super) struct Host {
     events: Receiver<Event>,
     /// What each guest counted, once it has ended well.
     done: Vec<Option<Tally>>,
+    /// Of each backend.
+    counters: Vec<Counters>,
     progress: Progress,
     loopback: Arc<Loopback>,
     machine: Machine,
@@ -96,12 +99,15 @@ impl Host {
         let (sender, events) = channel();
         let (done, progress) = (vec![None; tasks.len()], Progress::new());
         let (guests, backends) = (Vec::new(), Vec::new());
+        let counters = Vec::new();
+        let kept = loopback.clone();
         let mut host =
-            Host { guests, backends, events, done, progress, loopback: loopback.clone(), machine };
+            Host { guests, backends, events, done, counters, progress, loopback: kept, machine };
         // Removed as soon as all is connected: files that are mapped need no name.
         let run_dir = run_dir()?;
         for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
             let config = config(args, task, disk, &run_dir, i)?;
+            host.counters.push(config.counters.clone());
             host.start_backend(i, &loopback, &device, config, sender.clone())?;
             host.start_guest(i, task, disk.domid, sender.clone())?;
         }
@@ -205,6 +211,12 @@ impl Host {
                 self.done[i] = Some(tally);
             }
         }
+    }
+
+    /// What all backends have done so far.
+    pub(super) fn counts(&self) -> Counts {
+        let each = self.counters.iter().map(Counters::counts);
+        each.fold(Counts::default(), |sum, counts| sum.plus(&counts))
     }
 
     /// Hears the guests out, and ends the backends; the sum of all counts.
@@ -315,6 +327,8 @@ fn config(
         pool_bytes: args.memory,
         run_dir,
         engine: crate::serve::uring(),
+        tuning: args.tuning.tuning(),
+        counters: Counters::default(),
     })
 }
 

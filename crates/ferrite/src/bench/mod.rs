@@ -51,11 +51,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let until_ns = from_ns + Duration::from_secs_f64(args.seconds).as_nanos() as u64;
     host.go(Times { start_ns, from_ns, until_ns })?;
     host.watch(from_ns)?;
-    let before = CpuTime::now();
+    let (before, counts) = (CpuTime::now(), host.counts());
     host.watch(until_ns)?;
     let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
+    let counts = host.counts().since(&counts);
     let tally = host.finish()?;
-    let aside = Aside { idle_rss_kib, idle, segments_per_copy: host.segments_per_copy() };
+    let aside = Aside { counts, idle_rss_kib, idle, segments_per_copy: host.segments_per_copy() };
     let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, aside)?;
     print(&if args.json { report.json()? } else { report.text() })?;
     match tally.errors {

@@ -1,9 +1,11 @@
 //! The result, for people and for programs.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use ferrite_disk::Disk;
 use ferrite_disk::size::Human;
+use ferrite_serve::counters::Counts;
 use serde::Serialize;
 
 use super::idle::Idle;
@@ -36,6 +38,7 @@ impl Medium {
 /// What was seen of the backend before the first request, and apart from the requests.
 #[derive(Debug, Default)]
 pub(super) struct Aside {
+    pub(super) counts: Counts,
     pub(super) idle_rss_kib: Option<u64>,
     pub(super) idle: Option<Idle>,
     pub(super) segments_per_copy: Option<f64>,
@@ -86,6 +89,9 @@ pub(super) struct Report {
     ring_order: u32,
     indirect: u32,
     guest_poll_us: u32,
+    poll_us: String,
+    /// What the queues did in the counted time, by name.
+    counts: BTreeMap<&'static str, u64>,
     memory_bytes: usize,
     seconds: f64,
     version: &'static str,
@@ -154,6 +160,8 @@ impl Report {
             ring_order: task.ring_order,
             indirect: args.indirect,
             guest_poll_us: task.poll_us,
+            poll_us: args.tuning.poll_us.to_string(),
+            counts: aside.counts.named().collect(),
             memory_bytes: args.memory,
             seconds: args.seconds,
             version: env!("CARGO_PKG_VERSION"),
@@ -201,6 +209,27 @@ impl Report {
             format!(
                 "{:.2} us a request in the backend, {:.2} us in the guests, which poll for {} us",
                 self.backend_cpu_us_per_io, self.guest_cpu_us_per_io, self.guest_poll_us
+            ),
+        );
+        let count = |name| self.counts.get(name).copied().unwrap_or(0);
+        let share = |part: u64, whole: u64| part as f64 / whole.max(1) as f64;
+        line(
+            "waiting",
+            format!(
+                "looked {} times ({:.0} % found work), {:.0} % of a processor; slept {} times",
+                count("looks"),
+                100.0 * share(count("hits"), count("looks")),
+                count("looked_ns") as f64 / 1e7 / self.seconds,
+                count("sleeps"),
+            ),
+        );
+        line(
+            "batches",
+            format!(
+                "{:.1} requests a sweep, {:.1} an operation; {:.2} events sent a request",
+                share(count("requests"), count("sweeps")),
+                share(count("requests"), count("transfers")),
+                share(count("notifications"), count("requests")),
             ),
         );
         if let Some(kib) = self.idle_rss_kib {

@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{opcode, squeue};
 
-use super::{BUFFER_BYTES, Uring, timespec};
+use super::{Uring, timespec};
 use crate::arena::Span;
 use crate::engine::{FileId, MAX_VECTORED, Op, Transfer};
 
@@ -46,13 +46,10 @@ impl Uring {
 
     /// The registered buffer that the span is in, if it is in one.
     pub(super) fn buffer_index(&self, buf: Span) -> Option<u16> {
-        if !self.features.fixed_buffers || buf.is_empty() {
-            return None;
-        }
-        let first = buf.offset() / BUFFER_BYTES;
-        let last = (buf.offset() + buf.len() - 1) / BUFFER_BYTES;
-        // An arena has at most 4 buffers.
-        (first == last).then_some(first as u16)
+        let pinned = self.pinned?;
+        let inside = buf.offset() >= pinned.offset()
+            && buf.offset() + buf.len() <= pinned.offset() + pinned.len();
+        (inside && !buf.is_empty()).then_some(0)
     }
 
     /// An offset that the kernel takes for one: -1 would be the file's own position.

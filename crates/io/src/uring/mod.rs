@@ -3,9 +3,10 @@
 //! * The ring is set up disabled and enabled by the first call that enters the kernel, so an
 //!   engine may be built on one thread and used on another. From then on it belongs to that
 //!   thread (`SINGLE_ISSUER`), which must also drop it.
-//! * The arena is registered as fixed buffers, which pins all of it, and files are registered in
-//!   a table: a transfer then looks up neither pages nor descriptors. Where the kernel or the
-//!   memlock limit does not allow one of them, the engine works without; see [`UringFeatures`].
+//! * A region of the arena can be registered as a fixed buffer ([`Engine::pin`]), and files are
+//!   registered in a table: a transfer then looks up neither pages nor descriptors. Where the
+//!   kernel or the memlock limit does not allow one of them, the engine works without; see
+//!   [`UringFeatures`].
 //! * What the kernel is given to read (the time of a timer) is in memory of the engine; it reads
 //!   it while it takes the entry from the queue (`IORING_FEAT_SUBMIT_STABLE`).
 //! * Dropping the engine performs what was submitted, calls off what waits, and returns when the
@@ -39,9 +40,6 @@ use table::{Kind, Table};
 
 /// Places in the table of fixed files; further files are used by descriptor.
 const FIXED_FILES: u32 = 64;
-
-/// The kernel registers buffers of at most this size, in bytes.
-const BUFFER_BYTES: usize = 1 << 30;
 
 /// `user_data` of entries that are not in the table: the watch on the helper thread's eventfd,
 const WATCH: u64 = u64::MAX;
@@ -91,6 +89,8 @@ pub struct Uring {
     spill: VecDeque<Sqe>,
     /// Completions that were taken from the ring to make room, or never got there.
     backlog: Vec<Completion>,
+    /// What is registered as fixed buffer 0.
+    pinned: Option<Span>,
     /// Started by the first operation that needs it.
     offload: Option<Offload>,
     /// Last, so that it is unmapped after the ring is gone.
@@ -113,7 +113,6 @@ impl Uring {
     /// A [`SetupError`] inside, if this kernel has no usable io_uring.
     pub fn new(arena: Arc<Arena>, entries: u32) -> io::Result<Uring> {
         let mut uring = Self::without_tables(arena, &setup::STEPS, entries)?;
-        uring.register_buffers();
         uring.register_files();
         Ok(uring)
     }
@@ -134,26 +133,10 @@ impl Uring {
             vectors: Vectors::default(),
             spill: VecDeque::new(),
             backlog: Vec::new(),
+            pinned: None,
             offload: None,
             arena,
         })
-    }
-
-    fn register_buffers(&mut self) {
-        let starts = (0..self.arena.len()).step_by(BUFFER_BYTES);
-        let iovecs: Vec<libc::iovec> = starts
-            .map(|start| {
-                let len = BUFFER_BYTES.min(self.arena.len() - start);
-                let base = self.arena.ptr(self.arena.span(start, len));
-                libc::iovec { iov_base: base.as_ptr().cast(), iov_len: len }
-            })
-            .collect();
-        // SAFETY: the memory is the arena's, which is dropped after the ring (and its pages are
-        // pinned for as long as they are registered).
-        match unsafe { self.ring.submitter().register_buffers(&iovecs) } {
-            Ok(()) => self.features.fixed_buffers = true,
-            Err(e) => self.features.fixed_buffers_errno = Some(errno_of(&e)),
-        }
     }
 
     fn register_files(&mut self) {
@@ -448,6 +431,37 @@ impl Engine for Uring {
             };
         self.files.push(File { fd: file, fixed });
         Ok(FileId(id))
+    }
+
+    fn pin(&mut self, region: Span) {
+        if self.pinned == Some(region) || !self.unpin() {
+            return;
+        }
+        let iov_base = self.arena.ptr(region).as_ptr().cast();
+        let buffer = libc::iovec { iov_base, iov_len: region.len() };
+        // SAFETY: the memory is the arena's, which is dropped after the ring (and its pages are
+        // held for as long as they are registered).
+        match unsafe { self.ring.submitter().register_buffers(&[buffer]) } {
+            Ok(()) => {
+                self.pinned = Some(region);
+                self.features.fixed_buffers = true;
+            }
+            Err(e) => self.features.fixed_buffers_errno = Some(errno_of(&e)),
+        }
+    }
+
+    fn unpin(&mut self) -> bool {
+        if self.pinned.is_none() {
+            return true;
+        }
+        // Before Linux 5.13 this waits until nothing at all is in flight, a watch on a descriptor
+        // included; the flag came later than that.
+        let waits = !self.features.defer_taskrun && !self.features.coop_taskrun;
+        if waits || self.ring.submitter().unregister_buffers().is_err() {
+            return false;
+        }
+        self.pinned = None;
+        true
     }
 
     fn push(&mut self, token: Token, op: Op) {

@@ -6,6 +6,8 @@ use std::io;
 use io_uring::{IoUring, Probe, opcode};
 
 use crate::arena::{Arena, HUGE_PAGE_BYTES};
+use crate::engine::Engine;
+use crate::pool::SLAB_BYTES;
 
 /// Why there is no io_uring to be had.
 #[derive(Debug, thiserror::Error)]
@@ -68,7 +70,8 @@ pub struct UringFeatures {
     pub cq_entries: u32,
     /// Places in the table of fixed files; 0: files are used by descriptor.
     pub fixed_files: u32,
-    /// Whether the arena is registered, so that no transfer has to look its pages up.
+    /// Whether a region of the arena could be registered, so that transfers from and to it do not
+    /// have to look its pages up; known once it was tried ([`Engine::pin`]).
     pub fixed_buffers: bool,
     /// Why it is not: an errno; `ENOMEM` and `EPERM` mean the memlock limit.
     pub fixed_buffers_errno: Option<i32>,
@@ -109,7 +112,9 @@ impl fmt::Display for UringFeatures {
 /// # Errors
 /// A [`SetupError`] inside, if this kernel has no usable io_uring.
 pub fn probe() -> io::Result<UringFeatures> {
-    let uring = super::Uring::new(Arena::new(HUGE_PAGE_BYTES)?, 8)?;
+    let arena = Arena::new(HUGE_PAGE_BYTES)?;
+    let mut uring = super::Uring::new(arena.clone(), 8)?;
+    uring.pin(arena.span(0, SLAB_BYTES));
     Ok(uring.features())
 }
 

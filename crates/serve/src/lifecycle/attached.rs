@@ -11,7 +11,7 @@ use ferrite_xen::ring::BackRing;
 use ferrite_xen::store::StoreError;
 
 use super::{Backend, Refusal, ServeError, largest_request};
-use crate::connection::{Connection, Waker};
+use crate::connection::{Connection, Shape, Waker};
 use crate::inflight::{Identity, QueueTable, Table, Unanswered};
 use crate::negotiate::{Wanted, published_offer, read_frontend};
 use crate::queue::{Parts, Queue, QueueEnd, QueueEvent};
@@ -284,18 +284,14 @@ fn new_connection(
     discard: bool,
 ) -> Result<Arc<Connection>, ServeError> {
     let queues = wanted.queues.len();
-    let pool = Pool::new(backend.config.pool_bytes, queues)
+    let config = backend.config;
+    let pool = Pool::new(config.pool_bytes, queues)
         .map_err(|e| ServeError::host("get memory for the buffer pool", e))?;
-    Connection::new(
-        backend.device.clone(),
-        pool,
-        wanted.protocol,
-        max_indirect_segments,
-        discard,
-        queues,
-    )
-    .map(Arc::new)
-    .map_err(|e| ServeError::host("make an eventfd", e))
+    let shape = Shape { protocol: wanted.protocol, max_indirect_segments, discard, queues };
+    let device = backend.device.clone();
+    Connection::new(device, pool, shape, config.tuning, config.counters.clone())
+        .map(Arc::new)
+        .map_err(|e| ServeError::host("make an eventfd", e))
 }
 
 fn new_link(backend: &Backend<'_>, wanted: &Wanted, i: usize) -> Result<Box<dyn Link>, Refusal> {

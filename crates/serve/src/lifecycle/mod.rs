@@ -18,8 +18,10 @@ use ferrite_xen::store::{Store, StoreError, Transaction};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::connection::{Device, Waker};
+use crate::counters::Counters;
 use crate::negotiate::{self, NegotiateError, Offer};
 use crate::quiet::told;
+use crate::tuning::Tuning;
 
 mod attached;
 
@@ -88,6 +90,10 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Storage engines.
     pub engine: EngineFactory,
+    /// How queues work.
+    pub tuning: Tuning,
+    /// Where they count what they do; the caller may look at any time.
+    pub counters: Counters,
 }
 
 /// How serving ended well.

@@ -33,6 +33,8 @@ impl Queue {
             self.ring.respond(response);
         }
         let notify = self.ring.publish();
+        self.counters().requests.add(self.answered.len() as u64);
+        self.counters().notifications.add(u64::from(notify));
         self.table.published(self.ring.rsp_prod());
         let mut answered = std::mem::take(&mut self.answered);
         for ticket in answered.drain(..) {

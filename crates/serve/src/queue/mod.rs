@@ -21,6 +21,7 @@ use ferrite_xen::hypervisor::CopySegment;
 use ferrite_xen::ring::{BackRing, RingViolation};
 
 use crate::connection::Connection;
+use crate::counters::QueueCounters;
 use crate::inflight::{QueueTable, Unanswered};
 use crate::trace::TraceRing;
 
@@ -29,9 +30,12 @@ mod copy;
 mod flight;
 mod slow;
 mod storage;
+mod storm;
 mod take;
+mod wait;
 
 use flight::{Flights, Ticket};
+use wait::Waiting;
 
 /// Completion of the event channel's descriptor becoming readable.
 const EVENT: Token = 1 << 32;
@@ -96,6 +100,7 @@ pub struct Queue {
     stalled: bool,
     /// An operation waits for the event channel.
     event_armed: bool,
+    waiting: Waiting,
 
     /// Requests of this sweep whose indirect pages are to be fetched.
     fetch: Vec<take::Fetch>,
@@ -140,6 +145,7 @@ impl Queue {
         Ok(Queue {
             clock: connection.device.clock.clone(),
             pool: connection.pool.queue(index),
+            waiting: Waiting::new(&connection.tuning),
             connection,
             index,
             ring,
@@ -200,10 +206,10 @@ impl Queue {
             }
             // What was started may be done by the time the kernel has taken it; asking the guest
             // for an event before would have it send one for nothing.
-            let sleep = !started && self.may_sleep()?;
-            let wait = if sleep { Wait::Until(None) } else { Wait::No };
+            let wait = if started { Wait::No } else { self.next_wait()? };
             self.reactor.turn(wait, &mut completions)?;
             let now_ns = self.clock.now_ns();
+            self.woke(wait != Wait::No, completions.is_empty(), now_ns);
             for completion in completions.drain(..) {
                 self.dispatch(completion, now_ns)?;
             }
@@ -218,7 +224,9 @@ impl Queue {
             EVENT => {
                 completion.result()?;
                 self.event_armed = false;
-                self.ring.link().take_event()?;
+                if self.ring.link().take_event()? {
+                    self.event_taken();
+                }
             }
             WAKE => {
                 completion.result()?;
@@ -234,33 +242,12 @@ impl Queue {
         Ok(())
     }
 
-    /// Whether to wait for completions and events. Before that, the final check of the ring, and
-    /// only then the event channel is let through again (blkif.md 1.4 and 5).
-    fn may_sleep(&mut self) -> io::Result<bool> {
-        if self.work_is_pending() {
-            return Ok(false);
-        }
-        // Held back by something that will wake us: the guest's events would only disturb.
-        let deaf = self.broken || self.stalled || self.is_holding_back();
-        if deaf || self.connection.stopping() {
-            return Ok(true);
-        }
-        match self.ring.final_check() {
-            // The violation is found again, and reported, by the next sweep.
-            Ok(true) | Err(_) => return Ok(false),
-            Ok(false) => {}
-        }
-        if !self.event_armed {
-            let fd = self.ring.link().event_fd().as_raw_fd();
-            self.reactor.push(EVENT, Op::Readable { fd });
-            self.event_armed = true;
-        }
-        self.ring.link().rearm()?;
-        Ok(true)
-    }
-
     fn work_is_pending(&self) -> bool {
         !self.finished.is_empty() || !self.copy_out.is_empty() || !self.ready.is_empty()
+    }
+
+    fn counters(&self) -> &QueueCounters {
+        self.connection.counters.queue(self.index)
     }
 
     /// Nothing is taken off the ring while a request needs the disk for itself.

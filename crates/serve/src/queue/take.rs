@@ -56,6 +56,7 @@ impl Queue {
 
     fn take_from_ring(&mut self, limits: &Limits, now_ns: u64) -> Result<(), RingViolation> {
         let mut there = self.ring.unconsumed()?.min(SWEEP);
+        let before = self.ring.req_cons();
         while there > 0 && !self.is_holding_back() {
             let Some(entry) = self.flights.peek_free() else { break };
             let slot = self.ring.peek();
@@ -69,6 +70,10 @@ impl Queue {
             self.ring.consume();
             self.check(ticket, &request, limits);
             there -= 1;
+        }
+        if self.ring.req_cons() != before {
+            self.waiting.storm.taken();
+            self.counters().sweeps.add(1);
         }
         Ok(())
     }
@@ -103,6 +108,7 @@ impl Queue {
         // A range that begins or ends inside a block of the medium is read whole.
         let block = self.connection.device.disk.block_bytes() as usize;
         let slack = if block > SECTOR_BYTES as usize { block } else { 0 };
+        self.warm_up();
         match self.pool.alloc(data + slack) {
             Some(buf) => Ok(Some(buf)),
             None => {

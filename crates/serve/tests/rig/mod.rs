@@ -14,8 +14,10 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
 use ferrite_io::uring::Uring;
 use ferrite_serve::connection::{Device, Waker};
+use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
+use ferrite_serve::tuning::Tuning;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::front::{FrontOptions, Frontend};
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
@@ -67,6 +69,7 @@ pub struct Plan {
     pub read_only: bool,
     pub copy_with: CopyWith,
     pub engine: EngineFactory,
+    pub tuning: Tuning,
     /// In place of a fresh sparse file.
     pub image: Option<PathBuf>,
     pub guest: GuestOptions,
@@ -83,6 +86,7 @@ impl Default for Plan {
             read_only: false,
             copy_with: CopyWith::Memcpy,
             engine: Arc::new(|arena, entries| Ok(Box::new(Uring::new(arena, entries)?))),
+            tuning: Tuning::default(),
             image: None,
             guest: GuestOptions::default(),
             backend_keys: Vec::new(),
@@ -105,6 +109,7 @@ pub struct Rig {
     pub disk: DiskPaths,
     pub dir: TempDir,
     pub image: PathBuf,
+    pub counters: Counters,
     plan: Plan,
     backend: Option<(Arc<Waker>, Running)>,
 }
@@ -127,7 +132,8 @@ impl Rig {
         if plan.image.is_none() {
             std::fs::File::create(&image).unwrap().set_len(plan.bytes).unwrap();
         }
-        Rig { machine, domid, disk, dir, image, plan, backend: None }
+        let counters = Counters::default();
+        Rig { machine, domid, disk, dir, image, counters, plan, backend: None }
     }
 
     /// The toolstack attaches the disk (again).
@@ -151,6 +157,8 @@ impl Rig {
             pool_bytes: self.plan.pool_bytes,
             run_dir: self.dir.path().to_owned(),
             engine: self.plan.engine.clone(),
+            tuning: self.plan.tuning,
+            counters: self.counters.clone(),
         };
         let stopper = stop.clone();
         let thread =

@@ -1,0 +1,37 @@
+//! How long this thread had to wait for a processor.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+/// The scheduler's own count for one thread (`/proc/thread-self/schedstat`, second number).
+#[derive(Debug)]
+pub(crate) struct RunDelay(Option<File>);
+
+impl RunDelay {
+    /// Of the calling thread. Kernels without the count give none, and nothing is concluded.
+    pub(crate) fn of_this_thread() -> RunDelay {
+        RunDelay(File::open("/proc/thread-self/schedstat").ok())
+    }
+
+    /// Nanoseconds, ever.
+    pub(crate) fn total_ns(&self) -> Option<u64> {
+        let mut text = [0; 64];
+        let read = self.0.as_ref()?.read_at(&mut text, 0).ok()?;
+        let text = std::str::from_utf8(&text[..read]).ok()?;
+        text.split_ascii_whitespace().nth(1)?.parse().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_count_never_falls() {
+        let delay = RunDelay::of_this_thread();
+        // A kernel may lack it; then there is nothing to test.
+        let Some(first) = delay.total_ns() else { return };
+        std::thread::yield_now();
+        assert!(delay.total_ns().unwrap() >= first);
+    }
+}

@@ -1,0 +1,203 @@
+//! When to look for work before going to sleep, and for how long.
+//!
+//! A queue that has nothing to do either sleeps, which costs the time to be woken, or looks at its
+//! ring and its completions for a while, which costs a processor that others may want. Looking is
+//! worth it when something usually comes within a few times the cost of being woken, and when
+//! the processor has nothing else to do. [`Poller`] decides that from what it has seen; the only
+//! times in it are those that it is given, so that a test can play any history to it.
+//!
+//! * The window grows from the measured cost of a wake-up while sleeps turn out short, and shrinks
+//!   while they turn out long, as KVM's halt polling does.
+//! * Windows that find nothing end it: below a quarter of hits it pauses, each time twice as
+//!   long, and starts again small. (A guest on our own processor cannot send while we look.)
+//! * Time that this thread had to wait for a processor, and gaps in which it did not run while it
+//!   looked (another thread, or another domain had the processor), mean that the host has no
+//!   processor to spare: it pauses.
+//! * A disk has a [`Budget`] of processor time to look with, all queues together.
+
+use std::fmt;
+use std::str::FromStr;
+
+mod budget;
+mod delay;
+mod wakeup;
+
+pub use budget::Budget;
+pub(crate) use delay::RunDelay;
+pub use wakeup::wake_up_ns;
+
+/// The longest window that can be asked for, in microseconds.
+pub const MAX_WINDOW_US: u32 = 10_000;
+
+/// The longest window that is found by itself, in nanoseconds: storage that takes longer than
+/// this is not made noticeably slower by a wake-up.
+const MAX_AUTO_NS: u64 = 200_000;
+/// Windows are at least this long, in nanoseconds.
+const MIN_AUTO_NS: u64 = 5_000;
+/// A stretch without a look at the clock of more than this, in nanoseconds, was not ours.
+const GAP_NS: u64 = 30_000;
+/// Pauses, in nanoseconds: the first, and the longest.
+const PAUSE_NS: (u64, u64) = (2_000_000, 1_000_000_000);
+/// How often the time spent waiting for a processor is asked for, in nanoseconds.
+const CHECK_NS: u64 = 1_000_000;
+/// Short sleeps in a row before looking begins.
+const SHORT_SLEEPS: u32 = 3;
+/// The hit rate is kept as so many parts.
+const WHOLE: u32 = 1 << 16;
+
+/// How long a queue looks for work before it sleeps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PollWindow {
+    /// As long as it pays.
+    #[default]
+    Auto,
+    /// So many microseconds, always; 0: never.
+    Fixed(u32),
+}
+
+impl fmt::Display for PollWindow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PollWindow::Auto => f.write_str("auto"),
+            PollWindow::Fixed(us) => us.fmt(f),
+        }
+    }
+}
+
+impl FromStr for PollWindow {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        if s == "auto" {
+            return Ok(PollWindow::Auto);
+        }
+        match s.parse() {
+            Ok(us) if us <= MAX_WINDOW_US => Ok(PollWindow::Fixed(us)),
+            _ => Err(format!("it must be auto, or microseconds from 0 to {MAX_WINDOW_US}")),
+        }
+    }
+}
+
+/// One look, from its beginning to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Look {
+    /// When it began.
+    pub(crate) from_ns: u64,
+    /// When it ended.
+    pub(crate) to_ns: u64,
+    /// The time of it in which the thread did not run.
+    pub(crate) lost_ns: u64,
+    /// Whether something came.
+    pub(crate) hit: bool,
+}
+
+/// The gap since the last look at the clock, if it was none of ours.
+pub(crate) fn lost_ns(since_ns: u64) -> u64 {
+    if since_ns > GAP_NS { since_ns } else { 0 }
+}
+
+/// Decides for one queue; see the module text.
+#[derive(Debug)]
+pub(crate) struct Poller {
+    window: PollWindow,
+    /// The smallest and the largest window of [`PollWindow::Auto`].
+    min_ns: u64,
+    max_ns: u64,
+    /// The window now; 0: none.
+    now_ns: u64,
+    short_sleeps: u32,
+    /// Of the last looks, weighted by age; of [`WHOLE`].
+    hit_rate: u32,
+    paused_until_ns: u64,
+    pause_ns: u64,
+    /// When the time spent waiting was last asked for, and what it was.
+    checked: Option<(u64, u64)>,
+    check_at_ns: u64,
+}
+
+impl Poller {
+    /// Nothing is known yet. `wake_up_ns`: what it takes to wake a thread on this machine.
+    pub(crate) fn new(window: PollWindow, wake_up_ns: u64) -> Poller {
+        let min_ns = wake_up_ns.clamp(MIN_AUTO_NS, MAX_AUTO_NS / 4);
+        Poller {
+            window,
+            min_ns,
+            max_ns: (min_ns * 8).min(MAX_AUTO_NS),
+            now_ns: 0,
+            short_sleeps: 0,
+            hit_rate: WHOLE / 2,
+            paused_until_ns: 0,
+            pause_ns: PAUSE_NS.0,
+            checked: None,
+            check_at_ns: 0,
+        }
+    }
+
+    /// How long to look now, in nanoseconds; 0: not at all.
+    pub(crate) fn window_ns(&self, now_ns: u64) -> u64 {
+        match self.window {
+            PollWindow::Fixed(us) => u64::from(us) * 1000,
+            PollWindow::Auto if now_ns < self.paused_until_ns => 0,
+            PollWindow::Auto => self.now_ns,
+        }
+    }
+
+    /// Whether [`waited`](Self::waited) wants to be told.
+    pub(crate) fn asks_for_wait(&self, now_ns: u64) -> bool {
+        self.window == PollWindow::Auto && now_ns >= self.check_at_ns
+    }
+
+    /// The time that this thread has spent ready to run but waiting for a processor, ever. More
+    /// than a fiftieth of the time since the last call: there is no processor to spare.
+    pub(crate) fn waited(&mut self, now_ns: u64, total_ns: u64) {
+        self.check_at_ns = now_ns + CHECK_NS;
+        let last = self.checked.replace((now_ns, total_ns));
+        let Some((then_ns, before_ns)) = last else { return };
+        let waited_ns = total_ns.saturating_sub(before_ns);
+        if waited_ns * 50 > now_ns - then_ns {
+            self.pause(now_ns);
+        }
+    }
+
+    /// A look is over.
+    pub(crate) fn looked(&mut self, look: Look) {
+        let score = if look.hit { WHOLE } else { 0 };
+        self.hit_rate = (self.hit_rate * 7 + score) / 8;
+        let took_ns = look.to_ns - look.from_ns;
+        if look.lost_ns * 4 > took_ns {
+            self.pause(look.to_ns);
+        } else if self.hit_rate < WHOLE / 4 {
+            self.pause(look.to_ns);
+            self.hit_rate = WHOLE / 2;
+        } else if self.hit_rate > WHOLE / 4 * 3 {
+            self.pause_ns = PAUSE_NS.0;
+        }
+    }
+
+    /// Stops looking for a while, and begins anew then.
+    fn pause(&mut self, now_ns: u64) {
+        if now_ns >= self.paused_until_ns {
+            self.paused_until_ns = now_ns + self.pause_ns;
+            self.pause_ns = (self.pause_ns * 2).min(PAUSE_NS.1);
+        }
+        self.now_ns = 0;
+        self.short_sleeps = 0;
+    }
+
+    /// A sleep of so many nanoseconds is over, counted from the beginning of the look before it if
+    /// there was one.
+    pub(crate) fn slept(&mut self, idle_ns: u64) {
+        if idle_ns > self.max_ns {
+            self.short_sleeps = 0;
+            self.now_ns = if self.now_ns / 2 < self.min_ns { 0 } else { self.now_ns / 2 };
+            return;
+        }
+        self.short_sleeps = (self.short_sleeps + 1).min(SHORT_SLEEPS);
+        if self.short_sleeps == SHORT_SLEEPS {
+            self.now_ns = (self.now_ns * 2).clamp(self.min_ns, self.max_ns);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+use super::*;
+
+const WAKE_UP_NS: u64 = 20_000;
+
+fn auto() -> Poller {
+    Poller::new(PollWindow::Auto, WAKE_UP_NS)
+}
+
+/// A look that began at `from_ns` and took `took_ns`.
+fn look(from_ns: u64, took_ns: u64, hit: bool) -> Look {
+    Look { from_ns, to_ns: from_ns + took_ns, lost_ns: 0, hit }
+}
+
+/// One that has begun to look.
+fn looking() -> Poller {
+    let mut p = auto();
+    for _ in 0..SHORT_SLEEPS {
+        p.slept(30_000);
+    }
+    assert_eq!(p.window_ns(0), WAKE_UP_NS);
+    p
+}
+
+#[test]
+fn a_queue_that_sleeps_long_never_looks() {
+    let mut p = auto();
+    for _ in 0..100 {
+        p.slept(10_000_000);
+        assert_eq!(p.window_ns(0), 0);
+    }
+}
+
+#[test]
+fn it_takes_several_short_sleeps_in_a_row_to_begin() {
+    let mut p = auto();
+    for _ in 0..10 {
+        p.slept(30_000);
+        p.slept(30_000);
+        p.slept(10_000_000);
+        assert_eq!(p.window_ns(0), 0);
+    }
+}
+
+#[test]
+fn the_window_grows_while_sleeps_are_short_up_to_a_limit() {
+    let mut p = looking();
+    let mut last = p.window_ns(0);
+    for _ in 0..10 {
+        p.slept(100_000);
+        assert!(p.window_ns(0) >= last);
+        last = p.window_ns(0);
+    }
+    assert_eq!(last, p.max_ns);
+    assert!(last <= MAX_AUTO_NS);
+}
+
+#[test]
+fn long_sleeps_close_the_window_step_by_step() {
+    let mut p = looking();
+    p.slept(100_000);
+    let open = p.window_ns(0);
+    p.slept(5_000_000);
+    assert_eq!(p.window_ns(0), open / 2, "one long sleep is not the end");
+    p.slept(5_000_000);
+    assert_eq!(p.window_ns(0), 0);
+}
+
+#[test]
+fn looks_that_find_nothing_end_in_pauses_that_become_longer() {
+    let mut p = looking();
+    let mut now_ns = 0;
+    let mut looked_ns = 0;
+    let mut pauses = Vec::new();
+    while pauses.len() < 12 {
+        let window_ns = p.window_ns(now_ns);
+        if window_ns > 0 {
+            p.looked(look(now_ns, window_ns, false));
+            looked_ns += window_ns;
+            now_ns += window_ns;
+            if p.window_ns(now_ns) == 0 {
+                pauses.push(p.paused_until_ns - now_ns);
+            }
+        }
+        // Something comes soon after each look: the sleeps alone would have it go on.
+        p.slept(30_000);
+        now_ns += 30_000;
+    }
+    assert!(pauses.windows(2).all(|w| w[1] >= w[0]));
+    assert_eq!(pauses.last(), Some(&PAUSE_NS.1));
+    assert!(looked_ns * 200 < now_ns, "looked for {looked_ns} of {now_ns} ns");
+}
+
+#[test]
+fn hits_keep_it_going_and_forgive_earlier_pauses() {
+    let mut p = looking();
+    p.pause(0);
+    p.pause(PAUSE_NS.0);
+    assert!(p.pause_ns > PAUSE_NS.0);
+    for i in 0..100 {
+        p.looked(look(1_000_000_000 + i, 100, true));
+    }
+    assert_eq!(p.pause_ns, PAUSE_NS.0);
+}
+
+#[test]
+fn a_thread_that_waits_for_its_processor_stops_looking() {
+    let mut p = looking();
+    assert!(p.asks_for_wait(0));
+    p.waited(0, 500);
+    assert!(!p.asks_for_wait(CHECK_NS - 1));
+    p.waited(CHECK_NS, 500 + CHECK_NS / 100);
+    assert_eq!(p.window_ns(CHECK_NS), WAKE_UP_NS, "a hundredth is no shortage");
+    p.waited(2 * CHECK_NS, 500 + CHECK_NS / 100 + CHECK_NS / 10);
+    assert_eq!(p.window_ns(2 * CHECK_NS), 0);
+}
+
+#[test]
+fn a_thread_that_was_put_aside_while_it_looked_stops() {
+    let mut p = looking();
+    p.looked(Look { lost_ns: lost_ns(3_000_000), ..look(0, 3_010_000, true) });
+    assert_eq!(p.window_ns(3_010_000), 0);
+    assert_eq!(lost_ns(1_000), 0, "one turn of the loop is no gap");
+}
+
+#[test]
+fn a_fixed_window_is_what_was_asked_for() {
+    let mut p = Poller::new(PollWindow::Fixed(70), WAKE_UP_NS);
+    for i in 0..20 {
+        assert_eq!(p.window_ns(i), 70_000);
+        p.looked(look(i, 70_000, false));
+        p.slept(10_000_000);
+    }
+    assert!(!p.asks_for_wait(u64::MAX));
+    assert_eq!(Poller::new(PollWindow::Fixed(0), WAKE_UP_NS).window_ns(5), 0);
+}
+
+#[test]
+fn windows_are_written_as_they_are_read() {
+    for text in ["auto", "0", "50", "10000"] {
+        assert_eq!(text.parse::<PollWindow>().unwrap().to_string(), text);
+    }
+    for bad in ["", "-1", "10001", "often", "1.5"] {
+        assert!(bad.parse::<PollWindow>().is_err(), "{bad}");
+    }
+}

@@ -1,0 +1,75 @@
+//! Events that come without requests (security.md T8, XSA-332).
+//!
+//! The kernel does no storm control for user space (blkif.md 5), so we do: a guest that sends
+//! events with nothing on the ring finds its channel left unacknowledged for a while, and what it
+//! sends meanwhile is merged by the hypervisor into one. Storage goes on, and requests that
+//! come meanwhile wait for the end of that time.
+
+/// Events in a row without a request that are nothing special: one that was on its way while its
+/// request was found by looking, say.
+const HARMLESS: u32 = 4;
+/// How long the channel stays silent, in nanoseconds: the first time, and at most.
+const HOLD_NS: (u64, u64) = (50_000, 20_000_000);
+
+/// One queue's events.
+#[derive(Debug, Default)]
+pub(super) struct Storm {
+    empty: u32,
+    taken_since: bool,
+}
+
+impl Storm {
+    /// Requests were taken off the ring.
+    pub(super) fn taken(&mut self) {
+        self.taken_since = true;
+    }
+
+    /// An event has come.
+    pub(super) fn event(&mut self) {
+        self.empty = if self.taken_since { 0 } else { self.empty.saturating_add(1) };
+        self.taken_since = false;
+    }
+
+    /// For how long to listen to no event, before the next sleep, in nanoseconds; once for each
+    /// event that was one too many.
+    pub(super) fn hold_ns(&mut self) -> Option<u64> {
+        if self.taken_since || self.empty <= HARMLESS {
+            return None;
+        }
+        let doubled = HOLD_NS.0 << (self.empty - HARMLESS - 1).min(16);
+        Some(doubled.min(HOLD_NS.1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_with_requests_are_never_held() {
+        let mut storm = Storm::default();
+        for _ in 0..1000 {
+            storm.event();
+            storm.taken();
+            assert_eq!(storm.hold_ns(), None);
+        }
+    }
+
+    #[test]
+    fn empty_events_are_held_longer_and_longer_until_a_request_comes() {
+        let mut storm = Storm::default();
+        let mut last_ns = 0;
+        for i in 0..100 {
+            storm.event();
+            let hold_ns = storm.hold_ns().unwrap_or(0);
+            assert_eq!(hold_ns == 0, i < 4, "{i}");
+            assert!(hold_ns >= last_ns && hold_ns <= HOLD_NS.1);
+            last_ns = hold_ns;
+        }
+        assert_eq!(last_ns, HOLD_NS.1);
+        storm.taken();
+        assert_eq!(storm.hold_ns(), None);
+        storm.event();
+        assert_eq!(storm.hold_ns(), None);
+    }
+}

@@ -1,0 +1,168 @@
+//! What a queue does when there is nothing to do: look for a while, sleep, and give memory back
+//! when the sleep is long.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use ferrite_io::engine::Op;
+use ferrite_io::reactor::Wait;
+
+use super::storm::Storm;
+use super::{EVENT, Queue};
+use crate::polling::{Look, Poller, RunDelay, lost_ns, wake_up_ns};
+use crate::tuning::Tuning;
+
+/// After so many nanoseconds without anything to do, memory is given back. One wake-up; none
+/// follows until there is a request.
+const COLD_NS: u64 = 5_000_000_000;
+/// Turns of the looking loop between two looks at the clock.
+const TURNS: u32 = 32;
+
+/// What is known about this queue's waiting.
+pub(super) struct Waiting {
+    poller: Poller,
+    delay: RunDelay,
+    pub(super) storm: Storm,
+    /// Until then the guest's events are not listened to.
+    held_until_ns: u64,
+    /// When the last thing to do was done.
+    idle_since_ns: Option<u64>,
+    /// Buffers were in use since memory was given back last.
+    pub(super) warm: bool,
+}
+
+impl Waiting {
+    /// To be made on the queue's thread.
+    pub(super) fn new(tuning: &Tuning) -> Waiting {
+        Waiting {
+            poller: Poller::new(tuning.poll, wake_up_ns()),
+            delay: RunDelay::of_this_thread(),
+            storm: Storm::default(),
+            held_until_ns: 0,
+            idle_since_ns: None,
+            warm: false,
+        }
+    }
+}
+
+impl Queue {
+    /// How the next turn of the reactor shall wait. Before a sleep, the final check of the ring,
+    /// and only then the event channel is let through again (blkif.md 1.4 and 5).
+    pub(super) fn next_wait(&mut self) -> io::Result<Wait> {
+        if self.work_is_pending() {
+            return Ok(Wait::No);
+        }
+        // Held back by something that will wake us: the guest's events would only disturb.
+        let deaf = self.broken || self.stalled || self.is_holding_back();
+        if deaf || self.connection.stopping() {
+            return Ok(Wait::Until(None));
+        }
+        let now_ns = self.clock.now_ns();
+        self.waiting.idle_since_ns.get_or_insert(now_ns);
+        if self.look(now_ns) {
+            return Ok(Wait::No);
+        }
+        if let Some(left_ns) = self.waiting.held_until_ns.checked_sub(now_ns)
+            && left_ns > 0
+        {
+            return Ok(Wait::Until(Some(Duration::from_nanos(left_ns))));
+        }
+        match self.ring.final_check() {
+            // The violation is found again, and reported, by the next sweep.
+            Ok(true) | Err(_) => return Ok(Wait::No),
+            Ok(false) => {}
+        }
+        if !self.event_armed {
+            let fd = self.ring.link().event_fd().as_raw_fd();
+            self.reactor.push(EVENT, Op::Readable { fd });
+            self.event_armed = true;
+        }
+        self.ring.link().rearm()?;
+        let cold = Duration::from_nanos(COLD_NS);
+        Ok(Wait::Until((self.waiting.warm && self.flights.in_use() == 0).then_some(cold)))
+    }
+
+    /// Looks for requests and completions for as long as that is worth it. Meanwhile the guest
+    /// is not asked for events, and those that it sends are not acknowledged. `true`: there is
+    /// something.
+    fn look(&mut self, from_ns: u64) -> bool {
+        if self.waiting.poller.asks_for_wait(from_ns)
+            && let Some(total_ns) = self.waiting.delay.total_ns()
+        {
+            self.waiting.poller.waited(from_ns, total_ns);
+        }
+        let window_ns = self.waiting.poller.window_ns(from_ns);
+        if window_ns == 0 || !self.connection.poll_budget.is_left(from_ns) {
+            return false;
+        }
+        let look = self.look_until(from_ns, from_ns + window_ns);
+        self.waiting.poller.looked(look);
+        let took_ns = look.to_ns - look.from_ns;
+        self.connection.poll_budget.spend(took_ns);
+        let counters = self.counters();
+        counters.looks.add(1);
+        counters.hits.add(u64::from(look.hit));
+        counters.looked_ns.add(took_ns);
+        look.hit
+    }
+
+    fn look_until(&self, from_ns: u64, end_ns: u64) -> Look {
+        let mut look = Look { from_ns, to_ns: from_ns, lost_ns: 0, hit: false };
+        while !look.hit && look.to_ns < end_ns {
+            for _ in 0..TURNS {
+                if self.ring.unconsumed() != Ok(0) || self.reactor.may_reap() {
+                    look.hit = true;
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+            let now_ns = self.clock.now_ns();
+            look.lost_ns += lost_ns(now_ns - look.to_ns);
+            look.to_ns = now_ns;
+        }
+        look
+    }
+
+    /// One event of the guest's was taken.
+    pub(super) fn event_taken(&mut self) {
+        let waiting = &mut self.waiting;
+        waiting.storm.event();
+        let hold_ns = waiting.storm.hold_ns();
+        if let Some(hold_ns) = hold_ns {
+            waiting.held_until_ns = self.clock.now_ns() + hold_ns;
+        }
+        let counters = self.counters();
+        counters.events.add(1);
+        counters.held_events.add(u64::from(hold_ns.is_some()));
+    }
+
+    /// The reactor's turn is over; `slept`: it may have waited; `idle`: and nothing came of it.
+    pub(super) fn woke(&mut self, slept: bool, idle: bool, now_ns: u64) {
+        let Some(since_ns) = self.waiting.idle_since_ns.take() else { return };
+        let idle_ns = now_ns.saturating_sub(since_ns);
+        if slept {
+            self.waiting.poller.slept(idle_ns);
+            self.counters().sleeps.add(1);
+        }
+        if idle && idle_ns >= COLD_NS && self.flights.in_use() == 0 {
+            self.give_memory_back();
+        }
+    }
+
+    /// Buffers will be used.
+    pub(super) fn warm_up(&mut self) {
+        if !std::mem::replace(&mut self.waiting.warm, true) {
+            self.reactor.pin(self.pool.own_slab());
+        }
+    }
+
+    /// Nothing has been asked of this queue for a while.
+    fn give_memory_back(&mut self) {
+        if std::mem::take(&mut self.waiting.warm) {
+            let own = self.reactor.unpin();
+            self.pool.release(own);
+            self.counters().releases.add(1);
+        }
+    }
+}

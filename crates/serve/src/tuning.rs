@@ -1,0 +1,20 @@
+//! How queues go about their work; nothing here changes what a guest gets.
+
+use crate::polling::PollWindow;
+
+/// Settings of a disk's queues. The defaults are what docs/performance.md shows to be best.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// How long to look for work before going to sleep.
+    pub poll: PollWindow,
+    /// Processor time that looking may take, all queues together, in percent of one processor.
+    pub poll_cpu_percent: u32,
+    /// Whether neighbouring requests of a sweep share an operation.
+    pub merge: bool,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Tuning { poll: PollWindow::Auto, poll_cpu_percent: 100, merge: true }
+    }
+}
