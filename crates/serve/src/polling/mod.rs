@@ -6,10 +6,11 @@
 //! the processor has nothing else to do. [`Poller`] decides that from what it has seen; the only
 //! times in it are those that it is given, so that a test can play any history to it.
 //!
-//! * The window grows from the measured cost of a wake-up while sleeps turn out short, and shrinks
-//!   while they turn out long, as KVM's halt polling does.
-//! * Windows that find nothing end it: below a quarter of hits it pauses, each time twice as
-//!   long, and starts again small. (A guest on our own processor cannot send while we look.)
+//! * The window grows while sleeps turn out short, to what would have found the end of the last
+//!   one, up to a few times the measured cost of a wake-up; and it shrinks while they turn out
+//!   long, as KVM's halt polling does.
+//! * Looks that find nothing end it: below a quarter of hits it pauses, each time twice as
+//!   long, and starts again. (A guest on our own processor cannot send while we look.)
 //! * Time that this thread had to wait for a processor, and gaps in which it did not run while it
 //!   looked (another thread, or another domain had the processor), mean that the host has no
 //!   processor to spare: it pauses.
@@ -42,6 +43,8 @@ const PAUSE_NS: (u64, u64) = (2_000_000, 1_000_000_000);
 const CHECK_NS: u64 = 1_000_000;
 /// Short sleeps in a row before looking begins.
 const SHORT_SLEEPS: u32 = 3;
+/// Looks in vain after a beginning that do not count.
+const GRACE: u32 = 3;
 /// The hit rate is kept as so many parts.
 const WHOLE: u32 = 1 << 16;
 
@@ -108,6 +111,8 @@ pub(crate) struct Poller {
     short_sleeps: u32,
     /// Of the last looks, weighted by age; of [`WHOLE`].
     hit_rate: u32,
+    /// Looks that may still find nothing while the window grows to what is needed.
+    grace: u32,
     paused_until_ns: u64,
     pause_ns: u64,
     /// When the time spent waiting was last asked for, and what it was.
@@ -126,6 +131,7 @@ impl Poller {
             now_ns: 0,
             short_sleeps: 0,
             hit_rate: WHOLE / 2,
+            grace: GRACE,
             paused_until_ns: 0,
             pause_ns: PAUSE_NS.0,
             checked: None,
@@ -161,14 +167,18 @@ impl Poller {
 
     /// A look is over.
     pub(crate) fn looked(&mut self, look: Look) {
-        let score = if look.hit { WHOLE } else { 0 };
-        self.hit_rate = (self.hit_rate * 7 + score) / 8;
         let took_ns = look.to_ns - look.from_ns;
         if look.lost_ns * 4 > took_ns {
+            return self.pause(look.to_ns);
+        }
+        if !look.hit && self.grace > 0 {
+            self.grace -= 1;
+            return;
+        }
+        let score = if look.hit { WHOLE } else { 0 };
+        self.hit_rate = (self.hit_rate * 7 + score) / 8;
+        if self.hit_rate < WHOLE / 4 {
             self.pause(look.to_ns);
-        } else if self.hit_rate < WHOLE / 4 {
-            self.pause(look.to_ns);
-            self.hit_rate = WHOLE / 2;
         } else if self.hit_rate > WHOLE / 4 * 3 {
             self.pause_ns = PAUSE_NS.0;
         }
@@ -182,6 +192,8 @@ impl Poller {
         }
         self.now_ns = 0;
         self.short_sleeps = 0;
+        self.hit_rate = WHOLE / 2;
+        self.grace = GRACE;
     }
 
     /// A sleep of so many nanoseconds is over, counted from the beginning of the look before it if
@@ -194,7 +206,9 @@ impl Poller {
         }
         self.short_sleeps = (self.short_sleeps + 1).min(SHORT_SLEEPS);
         if self.short_sleeps == SHORT_SLEEPS {
-            self.now_ns = (self.now_ns * 2).clamp(self.min_ns, self.max_ns);
+            // What would have found this, and a bit: no two sleeps are alike.
+            let enough_ns = (idle_ns + idle_ns / 4).clamp(self.min_ns, self.max_ns);
+            self.now_ns = self.now_ns.max(enough_ns);
         }
     }
 }
