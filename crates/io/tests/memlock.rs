@@ -19,6 +19,7 @@ fn the_engine_works_without_fixed_buffers_where_memory_may_not_be_locked() {
 
     let arena = Arena::new(16 << 20).unwrap();
     let mut e = Uring::new(arena.clone(), 8).unwrap();
+    e.pin(arena.span(0, arena.len()));
     let features = e.features();
     assert!(!features.fixed_buffers);
     assert_eq!(features.fixed_buffers_errno, Some(libc::ENOMEM));

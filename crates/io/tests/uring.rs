@@ -96,6 +96,7 @@ fn direct_io_uses_the_registered_memory() {
         return; // A file system without O_DIRECT.
     };
     let (mut e, arena) = engine(8);
+    e.pin(arena.span(0, arena.len()));
     let f = e.add_file(Arc::new(f.into())).unwrap();
     let buf = arena.span(4096, 32 << 10);
     assert_eq!(run(&mut e, Op::Read { file: f, offset: 4096, buf }), 32 << 10);

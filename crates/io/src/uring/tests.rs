@@ -98,7 +98,7 @@ fn every_step_down_does_the_same_work_with_tables_and_without() {
             };
             assert_eq!(e.features.single_issuer, step >= Step::SingleIssuer);
             if tables {
-                e.register_buffers();
+                e.pin(arena.span(0, arena.len()));
                 e.register_files();
             }
             workout(e, &arena, step as u64);
@@ -114,17 +114,46 @@ fn the_lowest_step_asks_for_nothing_that_linux_5_11_lacks() {
 }
 
 #[test]
-fn a_span_across_two_registered_buffers_is_no_fixed_one() {
-    let arena = Arena::new(BUFFER_BYTES + (4 << 20)).unwrap();
-    let mut e = Uring::without_tables(arena.clone(), &setup::STEPS, 4).unwrap();
-    // Said, not done: registering would pin all of it.
-    e.features.fixed_buffers = true;
-    let at = |from, len| e.buffer_index(arena.span(from, len));
-    assert_eq!(at(0, 4096), Some(0));
-    assert_eq!(at(BUFFER_BYTES - 4096, 4096), Some(0));
-    assert_eq!(at(BUFFER_BYTES - 4096, 4097), None);
-    assert_eq!(at(BUFFER_BYTES, 4096), Some(1));
-    assert_eq!(at(0, 0), None);
+fn only_a_span_inside_the_pinned_region_is_in_a_fixed_buffer() {
+    let arena = Arena::new(1).unwrap();
+    let mut e = Uring::new(arena.clone(), 4).unwrap();
+    assert_eq!(e.buffer_index(arena.span(0, PAGE)), None);
+    e.pin(arena.span(4 * PAGE, 4 * PAGE));
+    let at = |e: &Uring, from, len| e.buffer_index(arena.span(from, len));
+    assert_eq!(at(&e, 4 * PAGE, 4 * PAGE), Some(0));
+    for (from, len) in
+        [(4 * PAGE - 1, 2), (8 * PAGE - 1, 2), (0, PAGE), (8 * PAGE, 1), (5 * PAGE, 0)]
+    {
+        assert_eq!(at(&e, from, len), None, "{from}+{len}");
+    }
+    assert!(e.unpin());
+    assert_eq!(at(&e, 4 * PAGE, PAGE), None);
+}
+
+#[test]
+fn pinning_comes_and_goes_between_transfers_and_while_something_waits() {
+    let arena = Arena::new(1).unwrap();
+    let mut e = Uring::new(arena.clone(), 8).unwrap();
+    let file = e.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
+    let (read_end, _write_end) = std::io::pipe().unwrap();
+    e.push(99, Op::Readable { fd: read_end.as_raw_fd() });
+    let mut out = Vec::new();
+    for round in 0..5 {
+        e.pin(arena.span(0, 8 * PAGE));
+        for (token, op) in [(1, Some(round as u8 + 1)), (2, None)] {
+            e.push(token, page_op(file, &arena, 3, op));
+            while out.len() < token as usize {
+                e.wait(None).unwrap();
+                e.reap(&mut out);
+            }
+        }
+        assert!(out.drain(..).all(|c| c.raw == PAGE as i32));
+        check_page(&arena, 3, round as u8 + 1);
+        assert!(e.unpin());
+        arena.release(arena.span(0, 8 * PAGE));
+        check_page(&arena, 3, 0);
+    }
+    assert_eq!(e.in_flight(), 1);
 }
 
 #[test]
