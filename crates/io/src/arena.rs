@@ -49,6 +49,12 @@ impl Span {
         self.offset as usize
     }
 
+    /// This range and `next` as one, if `next` begins where this ends.
+    pub fn join(self, next: Span) -> Option<Span> {
+        let len = self.len.checked_add(next.len)?;
+        (self.offset + self.len == next.offset).then_some(Span { offset: self.offset, len })
+    }
+
     /// The part of `len` bytes that starts `from` bytes into this range.
     ///
     /// # Panics
@@ -246,10 +252,9 @@ impl Arena {
             self.fill(s, 0);
             return;
         }
+        let start = self.ptr(s).as_ptr().cast();
         // SAFETY: our own mapping, which stays; its bytes become zero, as if by `fill`.
-        if let Err(e) =
-            unsafe { madvise(self.ptr(s).as_ptr().cast(), s.len(), Advice::LinuxDontNeed) }
-        {
+        if let Err(e) = unsafe { madvise(start, s.len(), Advice::LinuxDontNeed) } {
             tracing::debug!("memory is not given back: {e}");
         }
     }

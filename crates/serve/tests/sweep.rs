@@ -6,6 +6,7 @@ mod rig;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use ferrite_serve::tuning::Tuning;
 use ferrite_xen::loopback::front::{FrontOptions, RingWord};
 
 use faulty::{EIO, Fault, Faults};
@@ -17,7 +18,8 @@ const SWEEP: u32 = 16;
 #[test]
 fn a_guest_is_answered_before_all_of_its_ring_is_done() {
     let faults = Faults::none();
-    let rig = Rig::new(Plan { engine: faults.factory(), ..Plan::default() });
+    let tuning = Tuning { merge: false, ..Tuning::default() };
+    let rig = Rig::new(Plan { engine: faults.factory(), tuning, ..Plan::default() });
     let mut front = rig.connect(&FrontOptions { order: 2, ..FrontOptions::default() });
     let queue = &mut front.queues[0];
     let ring = queue.ring();

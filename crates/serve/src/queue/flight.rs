@@ -60,6 +60,10 @@ pub(super) struct Flight {
     pub(super) done_bytes: usize,
     /// Times that storage asked to try again in a row.
     pub(super) retries: u32,
+    /// The request that shares its operation and comes after it on the medium.
+    pub(super) next: Option<u16>,
+    /// Flushes that were taken off the ring before it.
+    pub(super) flushes: u32,
     /// Its trace record.
     pub(super) record: Record,
 }
@@ -85,6 +89,8 @@ impl Flights {
             zeros: false,
             done_bytes: 0,
             retries: 0,
+            next: None,
+            flushes: 0,
             record: Record::default(),
         };
         Flights {
@@ -127,6 +133,7 @@ impl Flights {
         f.zeros = false;
         f.done_bytes = 0;
         f.retries = 0;
+        f.next = None;
         f.record = Record { id, operation: response_op, ..Record::default() };
         f.record.stages.taken_ns = now_ns;
     }

@@ -28,6 +28,7 @@ use crate::trace::TraceRing;
 mod answer;
 mod copy;
 mod flight;
+mod merge;
 mod slow;
 mod storage;
 mod storm;
@@ -35,6 +36,7 @@ mod take;
 mod wait;
 
 use flight::{Flights, Ticket};
+use merge::Placed;
 use wait::Waiting;
 
 /// Completion of the event channel's descriptor becoming readable.
@@ -101,6 +103,8 @@ pub struct Queue {
     /// An operation waits for the event channel.
     event_armed: bool,
     waiting: Waiting,
+    /// Flushes taken off the ring; wraps.
+    flushes: u32,
 
     /// Requests of this sweep whose indirect pages are to be fetched.
     fetch: Vec<take::Fetch>,
@@ -108,6 +112,8 @@ pub struct Queue {
     copy_in: Vec<Ticket>,
     /// Requests that storage can begin.
     ready: Vec<Ticket>,
+    /// Those of them whose place on the medium is known.
+    placed: Vec<Placed>,
     /// Reads that are done and whose data is to be copied to the guest.
     copy_out: Vec<Ticket>,
     /// Requests whose status is final.
@@ -158,9 +164,11 @@ impl Queue {
             broken: false,
             stalled: false,
             event_armed: false,
+            flushes: 0,
             fetch: Vec::with_capacity(entries),
             copy_in: Vec::with_capacity(entries),
             ready: Vec::with_capacity(entries),
+            placed: Vec::with_capacity(entries),
             copy_out: Vec::with_capacity(entries),
             finished: Vec::with_capacity(entries),
             alone: VecDeque::new(),
@@ -236,7 +244,7 @@ impl Queue {
                 self.reactor.push(WAKE, Op::Readable { fd });
             }
             entry => {
-                self.storage_completed(Ticket::unpark(entry as u16), completion, now_ns);
+                self.transfer_completed(entry as u16, completion, now_ns);
             }
         }
         Ok(())

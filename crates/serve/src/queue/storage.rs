@@ -3,21 +3,29 @@
 use std::io;
 
 use ferrite_disk::{Extent, Intent};
-use ferrite_io::engine::{Completion, Op};
+use ferrite_io::engine::{Completion, Transfer};
 use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
 
 use super::Queue;
 use super::copy::Layout;
 use super::flight::Ticket;
+use super::merge::{Placed, op};
 use crate::quiet::told;
 use crate::request::Action;
+
+fn intent(transfer: Transfer) -> Intent {
+    match transfer {
+        Transfer::Read => Intent::Read,
+        Transfer::Write => Intent::Write,
+    }
+}
 
 /// How often in a row an operation may say "try again".
 const RETRIES: u32 = 64;
 
 impl Queue {
-    /// Starts everything that is ready. Data that lies in one place goes straight to the engine;
-    /// the rest becomes a task.
+    /// Starts everything that is ready. Data that lies in one place goes straight to the engine,
+    /// neighbours together; the rest becomes a task.
     pub(super) fn start_ready(&mut self) {
         if self.ready.is_empty() {
             return;
@@ -27,34 +35,30 @@ impl Queue {
         for ticket in ready.drain(..) {
             self.flights.get(&ticket).record.stages.submitted_ns = now_ns;
             match self.flights.get(&ticket).work.action {
-                Action::Read | Action::Write => self.start_data(ticket, now_ns),
+                Action::Read => self.place(ticket, Transfer::Read, now_ns),
+                Action::Write => self.place(ticket, Transfer::Write, now_ns),
                 Action::Flush | Action::FlushThenWrite | Action::Discard | Action::Barrier => {
                     self.start_task(ticket);
                 }
             }
         }
         self.ready = ready;
+        self.push_placed();
     }
 
-    fn start_data(&mut self, ticket: Ticket, now_ns: u64) {
+    fn place(&mut self, ticket: Ticket, transfer: Transfer, now_ns: u64) {
         let disk = &self.connection.device.disk;
         let flight = self.flights.get(&ticket);
         let Some(layout) = Layout::of(flight, disk.block_bytes()) else {
             unreachable!("reads and writes have buffers");
         };
-        let intent = match flight.work.action {
-            Action::Read => Intent::Read,
-            _ => Intent::Write,
-        };
-        let all = layout.blocks.len() as u64;
-        match disk.map(layout.offset, all, intent) {
+        let blocks = layout.blocks;
+        let all = blocks.len() as u64;
+        match disk.map(layout.offset, all, intent(transfer)) {
             Extent::Data { file, offset, len } if len >= all => {
-                let (file, buf) = (self.files[file], layout.blocks);
-                let op = match intent {
-                    Intent::Read => Op::Read { file, offset, buf },
-                    Intent::Write => Op::Write { file, offset, buf },
-                };
-                self.reactor.push(u64::from(ticket.park()), op);
+                let file = self.files[file];
+                let flushes = flight.flushes;
+                self.placed.push(Placed { ticket, transfer, file, offset, blocks, flushes });
             }
             Extent::Zeros { len } if len >= all => {
                 flight.zeros = true;
@@ -107,22 +111,19 @@ impl Queue {
         }
     }
 
-    fn push_rest(&mut self, ticket: Ticket, layout: Layout) {
+    /// Starts what is left of a request's transfer, by itself.
+    pub(super) fn push_rest(&mut self, ticket: Ticket, layout: Layout) {
         let flight = self.flights.get(&ticket);
         let done = flight.done_bytes;
         let rest = layout.blocks.slice(done, layout.blocks.len() - done);
         let from = layout.offset + done as u64;
-        let intent = match flight.work.action {
-            Action::Read => Intent::Read,
-            _ => Intent::Write,
+        let transfer = match flight.work.action {
+            Action::Read => Transfer::Read,
+            _ => Transfer::Write,
         };
-        match self.connection.device.disk.map(from, rest.len() as u64, intent) {
+        match self.connection.device.disk.map(from, rest.len() as u64, intent(transfer)) {
             Extent::Data { file, offset, .. } => {
-                let (file, buf) = (self.files[file], rest);
-                let op = match intent {
-                    Intent::Read => Op::Read { file, offset, buf },
-                    Intent::Write => Op::Write { file, offset, buf },
-                };
+                let op = op(transfer, self.files[file], offset, rest);
                 self.reactor.push(u64::from(ticket.park()), op);
             }
             Extent::Zeros { .. } => self.start_task(ticket),

@@ -198,7 +198,11 @@ impl Queue {
     /// Sends a checked request to its next stage.
     fn admit(&mut self, ticket: Ticket, work: Work) {
         let block = u64::from(self.connection.device.disk.block_bytes());
+        if matches!(work.action, Action::Flush | Action::FlushThenWrite) {
+            self.flushes = self.flushes.wrapping_add(1);
+        }
         let flight = self.flights.get(&ticket);
+        flight.flushes = self.flushes;
         flight.work = work;
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);

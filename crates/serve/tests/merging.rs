@@ -1,0 +1,150 @@
+//! Requests of a sweep that are neighbours on the medium share an operation, and nothing else.
+
+mod faulty;
+mod rig;
+
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::engine::Op;
+use ferrite_serve::tuning::Tuning;
+use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
+
+use faulty::{EIO, Fault, Faults, is_read, is_sync, is_write};
+use rig::{PATIENCE, Plan, Rig};
+
+const PAGE: usize = 4096;
+/// Requests that are put on the ring before the backend hears of them: one sweep.
+const SWEEP: usize = 16;
+
+fn rig(merge: bool) -> (Rig, Faults) {
+    let faults = Faults::none();
+    let tuning = Tuning { merge, ..Tuning::default() };
+    (Rig::new(Plan { engine: faults.factory(), tuning, ..Plan::default() }), faults)
+}
+
+fn connected(rig: &Rig) -> (Frontend, Buffer) {
+    let front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(2 * SWEEP).unwrap();
+    let mut random = SplitMix64::new(11);
+    for at in (0..buffer.len()).step_by(8) {
+        buffer.write(at, &random.next_u64().to_le_bytes());
+    }
+    (front, buffer)
+}
+
+/// The pages of a sweep, in an order that is neither that of the medium nor its opposite.
+fn shuffled() -> impl Iterator<Item = usize> {
+    (0..SWEEP).map(|i| i * 7 % SWEEP)
+}
+
+/// Writes all pages in one sweep; the statuses, in the order of the pages.
+fn write_all(front: &mut Frontend, buffer: &Buffer) -> Vec<i16> {
+    let queue = &mut front.queues[0];
+    let tags: Vec<_> = shuffled()
+        .map(|page| (queue.write(page as u64 * 8, buffer, page * PAGE, PAGE).unwrap(), page))
+        .collect();
+    let replies = queue.drain(PATIENCE).unwrap();
+    let mut statuses = vec![i16::MIN; SWEEP];
+    for reply in replies {
+        let (_, page) = tags.iter().find(|(tag, _)| *tag == reply.tag).unwrap();
+        statuses[*page] = reply.status;
+    }
+    statuses
+}
+
+#[test]
+fn neighbours_share_an_operation_and_every_page_gets_to_its_place() {
+    for merge in [true, false] {
+        let (rig, _) = rig(merge);
+        let (mut front, buffer) = connected(&rig);
+        assert_eq!(write_all(&mut front, &buffer), [STATUS_OKAY; SWEEP]);
+        assert!(rig.sectors(0, SWEEP * PAGE) == buffer.to_vec(0, SWEEP * PAGE));
+        let counts = rig.counters.counts();
+        assert_eq!(counts.merged > 0, merge);
+        assert_eq!(counts.transfers + counts.merged, SWEEP as u64);
+
+        let queue = &mut front.queues[0];
+        for page in shuffled() {
+            queue.read(page as u64 * 8, &buffer, (SWEEP + page) * PAGE, PAGE).unwrap();
+        }
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+        let back = buffer.to_vec(SWEEP * PAGE, SWEEP * PAGE);
+        assert!(back == buffer.to_vec(0, SWEEP * PAGE));
+        front.close(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn when_a_shared_operation_fails_only_the_request_at_fault_does() {
+    let (rig, faults) = rig(true);
+    let (mut front, buffer) = connected(&rig);
+    let bad = 5 * PAGE as u64;
+    faults.set(move |op| match op {
+        Op::Write { offset, buf, .. } if (*offset..offset + buf.len() as u64).contains(&bad) => {
+            Fault::Errno(EIO)
+        }
+        _ => Fault::None,
+    });
+    // The engine of the tests sees the first piece of a vectored operation only, so what is put
+    // on the ring in order, and lies in one piece, is what is refused as a whole.
+    let queue = &mut front.queues[0];
+    for page in 0..SWEEP {
+        queue.write(page as u64 * 8, &buffer, page * PAGE, PAGE).unwrap();
+    }
+    let replies = queue.drain(PATIENCE).unwrap();
+    let failed = replies.iter().filter(|r| r.status == STATUS_ERROR).count();
+    assert_eq!((replies.len(), failed), (SWEEP, 1));
+    let medium = rig.sectors(0, SWEEP * PAGE);
+    let wanted = buffer.to_vec(0, SWEEP * PAGE);
+    for page in 0..SWEEP {
+        let range = page * PAGE..(page + 1) * PAGE;
+        assert_eq!(medium[range.clone()] == wanted[range], page != 5, "page {page}");
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_short_shared_operation_is_continued_from_where_it_stopped() {
+    for short in [0, 512, 4096, 5000, 15 * PAGE + 513] {
+        let (rig, faults) = rig(true);
+        let (mut front, buffer) = connected(&rig);
+        let fault = if short == 0 { Fault::Nothing } else { Fault::Short(short) };
+        faults.once(is_write, fault);
+        assert_eq!(write_all(&mut front, &buffer), [STATUS_OKAY; SWEEP], "short by {short}");
+        assert!(rig.sectors(0, SWEEP * PAGE) == buffer.to_vec(0, SWEEP * PAGE));
+        faults.once(is_read, fault);
+        let queue = &mut front.queues[0];
+        for page in shuffled() {
+            queue.read(page as u64 * 8, &buffer, (SWEEP + page) * PAGE, PAGE).unwrap();
+        }
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+        let back = buffer.to_vec(SWEEP * PAGE, SWEEP * PAGE);
+        assert!(back == buffer.to_vec(0, SWEEP * PAGE));
+        front.close(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn nothing_is_moved_across_a_flush() {
+    let (rig, faults) = rig(true);
+    let (mut front, buffer) = connected(&rig);
+    let order = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let seen = order.clone();
+    faults.set(move |op| {
+        let what = if is_sync(op) { 'f' } else { 'w' };
+        seen.lock().unwrap().push(what);
+        Fault::None
+    });
+    let queue = &mut front.queues[0];
+    queue.write(0, &buffer, 0, PAGE).unwrap();
+    queue.write(8, &buffer, PAGE, PAGE).unwrap();
+    queue.flush().unwrap();
+    queue.write(16, &buffer, 2 * PAGE, PAGE).unwrap();
+    queue.write(24, &buffer, 3 * PAGE, PAGE).unwrap();
+    assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+    // The two before the flush together, and those after it: never three or four of them.
+    let writes = order.lock().unwrap().iter().filter(|c| **c == 'w').count();
+    assert_eq!(writes, 2);
+    assert_eq!(rig.counters.counts().merged, 2);
+    front.close(PATIENCE).unwrap();
+}
