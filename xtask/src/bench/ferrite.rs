@@ -67,6 +67,7 @@ fn parse(text: &str) -> Result<Sample> {
         cpu_us: needed("/backend_cpu_us_per_io")?,
         guest_cpu_us: needed("/guest_cpu_us_per_io")?,
         lat_us: needed("/lat_us/mean")?,
+        p50_us: needed("/lat_us/p50")?,
         segments_per_copy: number("/segments_per_copy").unwrap_or(f64::NAN),
         idle_rss_kib: number("/idle_rss_kib").unwrap_or(f64::NAN),
         idle_switches: number("/idle/context_switches").unwrap_or(f64::NAN),
@@ -97,7 +98,7 @@ mod tests {
             "idle": {"seconds": 5.0, "context_switches": 7}}"#;
         let sample = parse(text).unwrap();
         assert_eq!((sample.iops, sample.cpu_us, sample.lat_us), (5000.0, 2.5, 60.25));
-        assert_eq!((sample.guest_cpu_us, sample.idle_switches), (1.5, 7.0));
+        assert_eq!((sample.guest_cpu_us, sample.p50_us, sample.idle_switches), (1.5, 1.0, 7.0));
         assert!(sample.idle_rss_kib.is_nan() && sample.segments_per_copy.is_nan());
         assert!(parse(&text.replace("\"mean\"", "\"mode\"")).is_err());
         assert!(parse("ferrite: no such file").is_err());

@@ -46,9 +46,9 @@ pub(super) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
     if !output.status.success() {
         bail!("fio ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     }
-    let (iops, lat_us) = parse(&String::from_utf8_lossy(&output.stdout), job.mode)?;
+    let sample = parse(&String::from_utf8_lossy(&output.stdout), job.mode)?;
     let processors = (cpu_after? - cpu?) / took;
-    Ok(Sample { iops, lat_us, cpu_us: processors * 1e6 / iops, ..Sample::UNKNOWN })
+    Ok(Sample { cpu_us: processors * 1e6 / sample.iops, ..sample })
 }
 
 fn arguments(job: &Job<'_>, seconds: f64) -> Vec<String> {
@@ -65,12 +65,16 @@ fn arguments(job: &Job<'_>, seconds: f64) -> Vec<String> {
                  --norandommap --time_based --allow_file_create=0 --output-format=json";
     all.extend(fixed.split_whitespace().map(str::to_owned));
     all.push(RAMP.to_owned());
-    all.push(if job.timed { "--disable_slat=1" } else { "--gtod_reduce=1" }.to_owned());
+    let times = match job.timed {
+        true => "--disable_slat=1 --lat_percentiles=1 --clat_percentiles=0 --percentile_list=50",
+        false => "--gtod_reduce=1",
+    };
+    all.extend(times.split_whitespace().map(str::to_owned));
     all
 }
 
-/// IOPS, and the mean latency if there is one. fio may print warnings before the JSON.
-fn parse(text: &str, mode: &str) -> Result<(f64, f64)> {
+/// IOPS, and the latencies if there are any. fio may print warnings before the JSON.
+fn parse(text: &str, mode: &str) -> Result<Sample> {
     let json = text.find('{').map_or("", |at| &text[at..]);
     let report: Value = serde_json::from_str(json)
         .with_context(|| format!("fio printed no JSON but {text:.300}"))?;
@@ -80,9 +84,13 @@ fn parse(text: &str, mode: &str) -> Result<(f64, f64)> {
     }
     let way = &job[if mode.contains("write") { "write" } else { "read" }];
     let iops = way["iops"].as_f64().filter(|iops| *iops > 0.0);
-    let lat_ns = way["lat_ns"]["mean"].as_f64().filter(|ns| *ns > 0.0);
     let iops = iops.with_context(|| format!("fio did nothing: {way}"))?;
-    Ok((iops, lat_ns.unwrap_or(f64::NAN) / 1000.0))
+    let us = |path: &str| {
+        let ns = way["lat_ns"].pointer(path).and_then(Value::as_f64).filter(|ns| *ns > 0.0);
+        ns.map_or(f64::NAN, |ns| ns / 1000.0)
+    };
+    let (lat_us, p50_us) = (us("/mean"), us("/percentile/50.000000"));
+    Ok(Sample { iops, lat_us, p50_us, ..Sample::UNKNOWN })
 }
 
 /// Processor time of a process so far: of all its threads, those that have ended and the kernel's
@@ -106,22 +114,28 @@ fn cpu_ticks(stat: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::image::Image;
+
+    const FAST: Job<'_> =
+        Job { image: "", mode: "", block: "", depth: 1, direct: false, timed: false };
 
     const REPORT: &str = r#"fio: this is a note
         {"fio version": "fio-3.33", "jobs": [{"jobname": "peer", "error": 0,
-         "read": {"iops": 510527.5, "lat_ns": {"min": 1, "mean": 61250.5, "N": 9}},
+         "read": {"iops": 510527.5, "lat_ns": {"min": 1, "mean": 61250.5, "N": 9,
+          "percentile": {"50.000000": 60500}}},
          "write": {"iops": 0.0, "lat_ns": {"mean": 0.0}}}]}"#;
 
     #[test]
     fn figures_are_those_of_the_direction() {
-        assert_eq!(parse(REPORT, "randread").unwrap(), (510527.5, 61.2505));
+        let read = parse(REPORT, "randread").unwrap();
+        assert_eq!((read.iops, read.lat_us, read.p50_us), (510527.5, 61.2505, 60.5));
         assert!(parse(REPORT, "randwrite").is_err(), "nothing was written");
     }
 
     #[test]
     fn without_times_there_is_no_latency() {
         let report = REPORT.replace("61250.5", "0.0");
-        assert!(parse(&report, "read").unwrap().1.is_nan());
+        assert!(parse(&report, "read").unwrap().lat_us.is_nan());
     }
 
     #[test]
@@ -129,6 +143,20 @@ mod tests {
         assert!(parse(&REPORT.replace("\"error\": 0", "\"error\": 5"), "read").is_err());
         assert!(parse("fio: pid 7 ended", "read").is_err());
         assert!(parse("{}", "read").is_err());
+    }
+
+    #[test]
+    fn fio_understands_what_it_is_told() {
+        if crate::packages::find("fio").is_none() {
+            return; // `cargo xtask test` and `cargo xtask bench` install it first.
+        }
+        let image = Image::make(&std::env::temp_dir(), 4).unwrap();
+        let image = image.path();
+        let job = Job { image: &image, mode: "randread", block: "4k", depth: 2, ..FAST };
+        let fast = run(&job, 0.2).unwrap();
+        assert!(fast.iops > 0.0 && fast.cpu_us > 0.0 && fast.lat_us.is_nan(), "{fast:?}");
+        let timed = run(&Job { timed: true, mode: "randwrite", ..job }, 0.2).unwrap();
+        assert!(timed.iops > 0.0 && timed.lat_us > 0.0 && timed.p50_us > 0.0, "{timed:?}");
     }
 
     #[test]

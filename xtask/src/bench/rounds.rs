@@ -15,6 +15,8 @@ pub(super) struct Sample {
     pub(super) guest_cpu_us: f64,
     /// The mean latency.
     pub(super) lat_us: f64,
+    /// The median latency.
+    pub(super) p50_us: f64,
     /// Segments of one grant copy.
     pub(super) segments_per_copy: f64,
     /// Resident before the first request.
@@ -30,6 +32,7 @@ impl Sample {
         cpu_us: f64::NAN,
         guest_cpu_us: f64::NAN,
         lat_us: f64::NAN,
+        p50_us: f64::NAN,
         segments_per_copy: f64::NAN,
         idle_rss_kib: f64::NAN,
         idle_switches: f64::NAN,
