@@ -37,6 +37,8 @@ const LOADS: &[Load] = &[
     sequential("write"),
 ];
 
+const POLLING: &str = "polling";
+
 /// Measures it all, in the build folder's file system.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let image = Image::make(&steps::target_dir().join("bench"), IMAGE_MIB)?;
@@ -85,12 +87,9 @@ fn many_at_a_time(setup: &Setup, image: &str, load: &Load) -> Result<Measurement
 fn one_at_a_time(setup: &Setup, image: &str, mode: &'static str) -> Result<Vec<Measurement>> {
     let load = random(mode, 1);
     // How ferrite waits, and what it may add.
-    let waits: &[(&str, &str, f64)] = match setup.ferrite.knows("--poll-us") {
-        true => &[("events", "--poll-us 0", 20.0), ("polling", "--poll-us auto", 10.0)],
-        false => &[("events", "", 20.0)],
-    };
+    let waits = [("events", "--poll-us 0", 20.0), (POLLING, "--poll-us auto", 10.0)];
     let mut plan = Plan::new(load.name()).add("fio", || fio::run(&load.job(image), setup.seconds));
-    for (name, options, _) in waits {
+    for (name, options, _) in &waits {
         let options = format!("{} --guest-poll 1000 {options}", load.options());
         plan = plan.add(*name, move || setup.ferrite.bench(image, &options));
     }
@@ -104,7 +103,11 @@ fn one_at_a_time(setup: &Setup, image: &str, mode: &'static str) -> Result<Vec<M
         let p50 = rounds.each(|r| r.of(wait).p50_us - r.of("fio").p50_us);
         [row("mean", &mean).target(Target::AtMost(*most)), row("median", &p50)]
     };
-    Ok(waits.iter().flat_map(rows).collect())
+    let mut rows: Vec<_> = waits.iter().flat_map(rows).collect();
+    let wake_up = rounds.each(|r| r.of(POLLING).wake_up_us);
+    let name = format!("{}, beside this: waking a thread here takes", load.name());
+    rows.push(Measurement::of_runs(PART, name, "us", &wake_up));
+    Ok(rows)
 }
 
 fn engines(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
@@ -132,9 +135,6 @@ fn engines(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
 
 /// Neighbours in one sweep as one operation, or each for itself.
 fn merging(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
-    if !setup.ferrite.knows("--no-merge") {
-        return Ok(Vec::new());
-    }
     let load = random("read", 32);
     let run = |option: &'static str| {
         let options = format!("{} {option}", load.options());

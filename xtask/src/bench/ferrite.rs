@@ -68,6 +68,7 @@ fn parse(text: &str) -> Result<Sample> {
         guest_cpu_us: needed("/guest_cpu_us_per_io")?,
         lat_us: needed("/lat_us/mean")?,
         p50_us: needed("/lat_us/p50")?,
+        wake_up_us: number("/wake_up_us").unwrap_or(f64::NAN),
         segments_per_copy: number("/segments_per_copy").unwrap_or(f64::NAN),
         idle_rss_kib: number("/idle_rss_kib").unwrap_or(f64::NAN),
         idle_switches: number("/idle/context_switches").unwrap_or(f64::NAN),

@@ -150,9 +150,6 @@ fn movers(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> 
 
 /// Polling must not cost anything where nobody has a processor to spare.
 fn without_idle_processors(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
-    if !setup.ferrite.knows("--poll-us") {
-        return Ok(Vec::new());
-    }
     let _burners = Burners::start();
     let mut rows = Vec::new();
     for depth in [1, 32] {

@@ -17,6 +17,8 @@ pub(super) struct Sample {
     pub(super) lat_us: f64,
     /// The median latency.
     pub(super) p50_us: f64,
+    /// What it costs to wake a thread on this machine.
+    pub(super) wake_up_us: f64,
     /// Segments of one grant copy.
     pub(super) segments_per_copy: f64,
     /// Resident before the first request.
@@ -33,6 +35,7 @@ impl Sample {
         guest_cpu_us: f64::NAN,
         lat_us: f64::NAN,
         p50_us: f64::NAN,
+        wake_up_us: f64::NAN,
         segments_per_copy: f64::NAN,
         idle_rss_kib: f64::NAN,
         idle_switches: f64::NAN,

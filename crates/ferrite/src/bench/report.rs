@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use ferrite_disk::Disk;
 use ferrite_disk::size::Human;
 use ferrite_serve::counters::Counts;
+use ferrite_serve::polling::wake_up_ns;
 use serde::Serialize;
 
 use super::idle::Idle;
@@ -70,6 +71,8 @@ pub(super) struct Report {
     /// What woke the backend while nobody asked it for anything; only with --idle.
     #[serde(skip_serializing_if = "Option::is_none")]
     idle: Option<Idle>,
+    /// What it costs here to wake a thread, as the backend has measured it.
+    wake_up_us: f64,
     /// On average, over ramp and all.
     segments_per_copy: Option<f64>,
     ios: u64,
@@ -142,6 +145,7 @@ impl Report {
             },
             idle_rss_kib: aside.idle_rss_kib,
             idle: aside.idle,
+            wake_up_us: us(wake_up_ns()),
             segments_per_copy: aside.segments_per_copy.map(round),
             ios,
             errors: tally.errors,
