@@ -18,10 +18,11 @@ use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
 use ferrite_serve::tuning::Tuning;
-use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::loopback::front::{FrontOptions, Frontend};
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{CopyWith, GuestOptions, Machine};
+use ferrite_xen::store::Store;
 use tempfile::TempDir;
 
 /// Long enough for anything that ends at all, on a machine that is busy with other things.
@@ -143,12 +144,17 @@ impl Rig {
 
     /// Starts a backend (again).
     pub fn start(&mut self) {
+        let store = self.machine.store().unwrap();
+        let hypervisor = self.machine.loopback(self.plan.copy_with).unwrap();
+        self.start_with(store, Box::new(hypervisor));
+    }
+
+    /// The same with another way to the store or to the guest.
+    pub fn start_with(&mut self, mut store: Store, hypervisor: Box<dyn Hypervisor>) {
         let options = OpenOptions { read_only: self.plan.read_only, wait_for_lock: Some(PATIENCE) };
         let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();
         let device = Arc::new(Device::new(disk, SystemClock::shared()));
         let stop = Arc::new(Waker::new().unwrap());
-        let mut store = self.machine.store().unwrap();
-        let hypervisor = self.machine.loopback(self.plan.copy_with).unwrap();
         let config = Config {
             backend: self.disk.backend.clone(),
             domid: self.domid,
@@ -162,7 +168,7 @@ impl Rig {
         };
         let stopper = stop.clone();
         let thread =
-            std::thread::spawn(move || serve(&mut store, &hypervisor, &device, &config, &stop));
+            std::thread::spawn(move || serve(&mut store, &*hypervisor, &device, &config, &stop));
         self.backend = Some((stopper, thread));
     }
 
