@@ -98,16 +98,19 @@ pub struct TraceRing {
 }
 
 impl TraceRing {
-    /// Creates the file, or starts it anew.
+    /// Creates the file, in place of one that is there: whoever reads that one goes on with what
+    /// it held (emptied under a reader, it would be a SIGBUS).
     ///
     /// # Errors
     /// The file system's.
     pub fn create(path: &Path) -> io::Result<TraceRing> {
-        let shm = Shm::create(path, HEADER_BYTES + RECORDS as usize * RECORD_BYTES)?;
+        let new = path.with_extension("new");
+        let shm = Shm::create(&new, HEADER_BYTES + RECORDS as usize * RECORD_BYTES)?;
         shm.store_u64(8, RECORD_BYTES as u64);
         shm.store_u64(16, RECORDS);
         shm.store_u64(HEAD_AT, 0);
         shm.store_u64(0, MAGIC);
+        std::fs::rename(&new, path)?;
         Ok(TraceRing { shm, head: 0 })
     }
 
@@ -169,6 +172,19 @@ mod tests {
         let seen = read(&path).unwrap();
         assert_eq!(seen.last(), Some(&record(4999)));
         assert_eq!(seen.len() as u64, RECORDS - 1, "the oldest may be half overwritten");
+    }
+
+    #[test]
+    fn a_ring_that_is_started_anew_leaves_its_readers_what_they_have() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("trace-0");
+        let mut old = TraceRing::create(&path).unwrap();
+        old.push(&Record { id: 7, ..Record::default() });
+        let reader = Shm::open(&path).unwrap();
+        TraceRing::create(&path).unwrap();
+        assert_eq!((reader.load_u64(0), reader.load_u64(HEADER_BYTES)), (MAGIC, 7));
+        assert_eq!(read(&path).unwrap(), []);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]

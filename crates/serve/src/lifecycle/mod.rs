@@ -30,6 +30,9 @@ use attached::Attached;
 /// How often the medium is asked whether it has grown.
 const RESIZE_CHECK: Duration = Duration::from_secs(1);
 
+/// The token of the watch on the frontend's state.
+const FRONTEND: &str = "frontend";
+
 /// XenbusState, `xen/include/public/io/xenbus.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
@@ -150,10 +153,11 @@ pub fn serve(
         max_indirect_segments: config.offer.max_indirect_segments.min(largest_request(device)),
         ..config.offer
     };
-    let mut backend = Backend { store, hypervisor, device, config, offer, control, stop };
+    let mut backend =
+        Backend { store, hypervisor, device, config, offer, control, stop, moved: false };
     backend.store.watch(&config.backend, "backend")?;
     let Some(frontend) = backend.wait_for_directory()? else { return Ok(Outcome::Stopped) };
-    backend.store.watch(&format!("{frontend}/state"), "frontend")?;
+    backend.store.watch(&format!("{frontend}/state"), FRONTEND)?;
     backend.run(&frontend)
 }
 
@@ -175,12 +179,16 @@ struct Backend<'a> {
     /// Woken by queues that have something to report.
     control: Arc<Waker>,
     stop: &'a Waker,
+    /// The frontend has written its state since the last look at it.
+    moved: bool,
 }
 
 /// All states at one look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Look {
     front: State,
+    /// The frontend has written its state since the last look, whatever it wrote.
+    moved: bool,
     own: State,
     online: bool,
     /// The toolstack has removed the directory.
@@ -299,7 +307,7 @@ impl Backend<'_> {
                 if refused.is_waiting() || !look.online && attached.is_none() {
                     return Ok(());
                 }
-                self.connect(frontend, look.front, attached, refused)?;
+                self.connect(frontend, look, attached, refused)?;
             }
             State::Closing => {
                 refused.reset();
@@ -321,15 +329,20 @@ impl Backend<'_> {
     fn connect(
         &mut self,
         frontend: &str,
-        front: State,
+        look: Look,
         attached: &mut Option<Attached>,
         refused: &mut Refused,
     ) -> Result<(), ServeError> {
         let now_ns = self.device.clock.now_ns();
         if let Some(a) = attached {
-            // Back at 3 with other rings and without having closed: a resumed guest (3.8).
-            let same = front == State::Connected
-                || self.wanted(frontend).is_ok_and(|wanted| *a.wanted() == wanted);
+            // Back with other rings and without having closed: a resumed guest (3.8). We are at 4
+            // all the time, so it may be at 4 again before it was seen at 3.
+            let connected = look.front == State::Connected;
+            let same = connected && !look.moved
+                || match self.wanted(frontend) {
+                    Ok(wanted) => *a.wanted() == wanted,
+                    Err(_) => connected,
+                };
             if same {
                 return Ok(());
             }
@@ -355,6 +368,11 @@ impl Backend<'_> {
             }
             Err(Refusal::Host(e)) => Err(e),
             Err(Refusal::Guest(why)) => {
+                self.drain_watches()?;
+                if self.moved {
+                    // What was read may have been half of one offer and half of the next.
+                    return Ok(());
+                }
                 refused.refuse();
                 if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
                     tracing::error!(
@@ -390,6 +408,7 @@ impl Backend<'_> {
     }
 
     fn look(&mut self, frontend: &str) -> Result<Look, ServeError> {
+        let moved = std::mem::take(&mut self.moved);
         let front = self.store.read(&format!("{frontend}/state"))?;
         let own = self.read("state")?;
         let online = self.read("online")?;
@@ -397,6 +416,7 @@ impl Backend<'_> {
         let dead = front.is_none() && self.guest_is_dead()?;
         Ok(Look {
             front: State::parse(front.as_deref()),
+            moved,
             own: State::parse(own.as_deref()),
             online: online.as_deref() != Some(b"0"),
             gone,
@@ -506,7 +526,8 @@ impl Backend<'_> {
     /// Waits for a watch, a queue or the end of `timeout`. `true`: asked to stop.
     fn wait(&mut self, timeout: Option<Duration>) -> Result<bool, ServeError> {
         // Even a guest that never stops to write keeps nobody from asking us to stop.
-        let timeout = if self.drain_watches()? { Some(Duration::ZERO) } else { timeout };
+        let changed = self.drain_watches()? || self.moved;
+        let timeout = if changed { Some(Duration::ZERO) } else { timeout };
         let timeout = timeout
             .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let (store, control, stop) = (self.store.fd(), self.control.fd(), self.stop.fd());
@@ -522,8 +543,9 @@ impl Backend<'_> {
 
     fn drain_watches(&mut self) -> Result<bool, StoreError> {
         let mut any = false;
-        while self.store.poll_event()?.is_some() {
+        while let Some(event) = self.store.poll_event()? {
             any = true;
+            self.moved |= event.token == FRONTEND;
         }
         Ok(any)
     }

@@ -1,0 +1,449 @@
+//! Guests that change their state, their rings and their minds at a high rate while requests are
+//! in flight and others look at the disk (security.md T4; XSA-350, XSA-331): the disk ends
+//! Connected or Closed as its guest wants in the end, and leaves no descriptor, mapping or thread.
+
+mod rig;
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ferrite_io::arena::Span;
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use ferrite_io::uring::Uring;
+use ferrite_serve::counters::Counters;
+use ferrite_serve::lifecycle::Outcome;
+use ferrite_serve::trace;
+use ferrite_xen::abi::{PlainOp, Protocol};
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::loopback::BACKEND_DOMID;
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
+
+use rig::{PATIENCE, Plan, Rig, scale};
+
+const BYTES: u64 = 4 << 20;
+
+/// One test at a time: they count what this process has open.
+fn alone() -> impl Drop {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits for something that happens soon.
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "{what} does not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A storage operation that waits for its time.
+enum Held {
+    One(Op),
+    Vectored(Transfer, FileId, u64, Vec<Span>),
+}
+
+/// Marks the timers that storage operations wait for.
+const LATE: Token = 1 << 62;
+
+/// An engine whose storage takes up to two milliseconds longer, so that a guest that goes away
+/// does so in the middle of it.
+struct Late {
+    inner: Uring,
+    held: HashMap<Token, Held>,
+    random: SplitMix64,
+}
+
+impl Late {
+    fn hold(&mut self, token: Token, held: Held) {
+        self.held.insert(token, held);
+        let after = Duration::from_micros(self.random.below(2000));
+        self.inner.push(token | LATE, Op::Timer { after });
+    }
+}
+
+impl Engine for Late {
+    fn name(&self) -> &'static str {
+        "late"
+    }
+
+    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
+        self.inner.add_file(file)
+    }
+
+    fn push(&mut self, token: Token, op: Op) {
+        match op {
+            Op::Readable { .. } | Op::Timer { .. } => self.inner.push(token, op),
+            op => self.hold(token, Held::One(op)),
+        }
+    }
+
+    fn push_vectored(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) {
+        self.hold(token, Held::Vectored(transfer, file, offset, bufs.to_vec()));
+    }
+
+    fn cancel(&mut self, token: Token) {
+        self.inner.cancel(token);
+    }
+
+    fn submit(&mut self) -> io::Result<()> {
+        self.inner.submit()
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.inner.wait(timeout)
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        let mut done = Vec::new();
+        self.inner.reap(&mut done);
+        for completion in done {
+            let token = completion.token & !LATE;
+            if token == completion.token {
+                out.push(completion);
+                continue;
+            }
+            match self.held.remove(&token).expect("a timer belongs to an operation") {
+                Held::One(op) => self.inner.push(token, op),
+                Held::Vectored(transfer, file, offset, bufs) => {
+                    self.inner.push_vectored(token, transfer, file, offset, &bufs);
+                }
+            }
+        }
+    }
+
+    fn may_reap(&mut self) -> bool {
+        self.inner.may_reap()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+}
+
+fn plan() -> Plan {
+    Plan {
+        bytes: BYTES,
+        pool_bytes: 4 << 20,
+        engine: Arc::new(|arena, entries| {
+            let inner = Uring::new(arena, entries)?;
+            Ok(Box::new(Late { inner, held: HashMap::new(), random: SplitMix64::new(5) }))
+        }),
+        ..Plan::default()
+    }
+}
+
+/// What this process has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Holdings {
+    descriptors: usize,
+    /// Of files: guests' memory, rings, tables, traces.
+    file_mappings: usize,
+    queue_threads: usize,
+}
+
+/// Mappings without a file may come and go with threads: stacks and heaps that libc keeps.
+const SPARE_MAPPINGS: usize = 64;
+
+impl Holdings {
+    fn now() -> Holdings {
+        let list = |dir: &str| std::fs::read_dir(dir).unwrap().filter_map(Result::ok);
+        let is_queue = |comm: PathBuf| {
+            std::fs::read_to_string(comm).is_ok_and(|name| name.starts_with("queue-"))
+        };
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        Holdings {
+            descriptors: list("/proc/self/fd").count(),
+            file_mappings: maps.lines().filter(|line| line.contains('/')).count(),
+            queue_threads: list("/proc/self/task")
+                .filter(|task| is_queue(task.path().join("comm")))
+                .count(),
+        }
+    }
+
+    fn mappings() -> usize {
+        std::fs::read_to_string("/proc/self/maps").unwrap().lines().count()
+    }
+
+    /// Threads are gone a moment after they were joined.
+    fn come_back(self, when: &str) {
+        let end = Instant::now() + PATIENCE;
+        while Holdings::now() != self {
+            assert!(Instant::now() < end, "{when}: {:?} instead of {self:?}", Holdings::now());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Reads what a disk's queues count and trace, without end.
+struct Observer {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<u64>,
+}
+
+impl Observer {
+    fn of(rig: &Rig) -> Observer {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (ended, counters) = (stop.clone(), rig.counters.clone());
+        let traces: Vec<_> = (0..4).map(|i| rig.run_dir().join(format!("trace-{i}"))).collect();
+        let thread = std::thread::spawn(move || observe(&counters, &traces, &ended));
+        Observer { stop, thread }
+    }
+
+    /// The traces that it has read.
+    fn end(self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
+    }
+}
+
+fn observe(counters: &Counters, traces: &[PathBuf], stop: &AtomicBool) -> u64 {
+    let (mut before, mut read) = (counters.counts(), 0);
+    while !stop.load(Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_micros(200));
+        let counts = counters.counts();
+        assert!(counts.requests >= before.requests && counts.events >= before.events);
+        before = counts;
+        for path in traces {
+            // There is none of a queue that has never been.
+            let Ok(records) = trace::read(path) else { continue };
+            read += 1;
+            for record in records {
+                assert!(record.bytes <= 1 << 20, "{record:?}");
+                assert!(record.stages.taken_ns <= record.stages.answered_ns, "{record:?}");
+            }
+        }
+    }
+    read
+}
+
+/// A guest that does anything at any time.
+struct Guest {
+    front: Frontend,
+    buffer: Buffer,
+    random: SplitMix64,
+    actions: u64,
+}
+
+impl Guest {
+    fn new(rig: &Rig, seed: u64) -> Guest {
+        let mut front = rig.frontend();
+        front.wait_for_backend(&[2], PATIENCE).unwrap();
+        front.read_features().unwrap();
+        let buffer = front.space().buffer(32).unwrap();
+        Guest { front, buffer, random: SplitMix64::new(seed), actions: 0 }
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.random.below(bound)
+    }
+
+    fn shape(&mut self) -> FrontOptions {
+        let protocol = [Protocol::X86_64, Protocol::X86_32][self.below(2) as usize];
+        let (order, queues) = (self.below(3) as u32, 1 + self.below(4) as u32);
+        FrontOptions { protocol, order, queues, check_release: false, ..FrontOptions::default() }
+    }
+
+    /// Each may fail, as the toolstack may have taken the directory away.
+    fn act(&mut self) {
+        self.actions += 1;
+        match self.below(24) {
+            0 => drop(self.front.remove_key("state")),
+            1 => self.offer(),
+            2..=4 => self.fill_rings(),
+            _ => {
+                let state = [1, 3, 4, 5, 6][self.below(5) as usize];
+                let _ = self.front.set_state(state);
+            }
+        }
+    }
+
+    /// Other rings, without a word about the old ones, whose memory is used again or not.
+    fn offer(&mut self) {
+        if self.below(2) == 0 {
+            self.front.queues.clear();
+        }
+        let shape = self.shape();
+        let _ = self.front.offer(&shape);
+        self.fill_rings();
+    }
+
+    fn fill_rings(&mut self) {
+        let (random, buffer) = (&mut self.random, &self.buffer);
+        for queue in &mut self.front.queues {
+            while let Ok(Some(_)) = queue.take() {}
+            while queue.free_slots() > 0 {
+                let (sector, pages) = (random.below(1000), 1 + random.below(20) as usize);
+                let asked = match random.below(40) {
+                    0 => queue.flush(),
+                    1 => queue.plain(PlainOp::Barrier, sector, &[buffer.segment(0, 0, 7)]),
+                    2 => queue.discard(sector, 64, false),
+                    n if n % 2 == 0 => queue.read(sector, buffer, 0, pages * 4096),
+                    _ => queue.write(sector, buffer, 0, pages * 4096),
+                };
+                if asked.is_err() {
+                    break;
+                }
+            }
+            let _ = queue.push();
+        }
+    }
+
+    /// Writes and reads one page, on each queue.
+    fn works(&mut self) {
+        for (i, queue) in self.front.queues.iter_mut().enumerate() {
+            let byte = self.random.next_u64() as u8;
+            self.buffer.fill(0, 4096, byte);
+            queue.write(8, &self.buffer, 0, 4096).unwrap();
+            assert!(queue.next_reply(PATIENCE).unwrap().is_ok(), "queue {i}");
+            self.buffer.fill(0, 4096, !byte);
+            queue.read(8, &self.buffer, 0, 4096).unwrap();
+            assert!(queue.next_reply(PATIENCE).unwrap().is_ok(), "queue {i}");
+            assert_eq!(self.buffer.to_vec(0, 4096), vec![byte; 4096]);
+        }
+    }
+
+    /// Comes to its senses: connects as one should, uses the disk, and closes.
+    fn settle(&mut self) {
+        self.front.queues.clear();
+        let shape = self.shape();
+        self.front.connect(&shape, PATIENCE).unwrap();
+        self.works();
+        assert_eq!(self.front.backend_state().unwrap(), 4);
+        self.front.close(PATIENCE).unwrap();
+        assert_eq!(self.front.backend_state().unwrap(), 6);
+        let memory = self.front.space().memory();
+        assert_eq!((memory.bound_ports(), memory.grants().users()), (0, 0));
+    }
+}
+
+#[test]
+fn a_guest_that_toggles_gets_its_disk_back_and_leaves_nothing_behind() {
+    let _alone = alone();
+    let rig = Rig::new(plan());
+    let mut guest = Guest::new(&rig, 21);
+    guest.settle();
+    let (base, mappings) = (Holdings::now(), Holdings::mappings());
+    let (start, mut toggled) = (Instant::now(), Duration::ZERO);
+    let mut traces = 0;
+    for round in 0..12 * scale() {
+        let observer = Observer::of(&rig);
+        let begun = Instant::now();
+        (0..600).for_each(|_| guest.act());
+        toggled += begun.elapsed();
+        guest.settle();
+        traces += observer.end();
+        base.come_back(&format!("round {round}"));
+        let now = Holdings::mappings();
+        assert!(now <= mappings + SPARE_MAPPINGS, "{now} mappings, {mappings} before");
+    }
+    let requests = rig.counters.counts().requests;
+    println!("{} actions in {toggled:?} of {:?}", guest.actions, start.elapsed());
+    println!("{requests} requests answered, {traces} traces read");
+    assert!(requests > 1000 && traces > 0, "nothing was in flight or nobody looked");
+}
+
+#[test]
+fn a_disk_that_is_unplugged_from_a_toggling_guest_goes() {
+    let _alone = alone();
+    let mut rig = Rig::new(plan());
+    let mut guest = Guest::new(&rig, 22);
+    guest.settle();
+    let mut base = None;
+    for round in 0..8 * scale() {
+        let observer = Observer::of(&rig);
+        let disk = rig.disk.clone();
+        let (before, after) = (guest.below(200), guest.below(400));
+        (0..before).for_each(|_| guest.act());
+        rig.machine.unplug(&disk).unwrap();
+        (0..after).for_each(|_| guest.act());
+        // What a guest does in the end that is asked to let go: it closes, or its driver is gone.
+        match round % 2 {
+            0 => guest.front.set_state(6).unwrap(),
+            _ => guest.front.remove_key("state").unwrap(),
+        }
+        wait_until("the end of the backend", || !rig.is_running());
+        assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+        assert_eq!(rig.machine.backend_state(&disk).unwrap(), 6);
+        observer.end();
+        guest.front.queues.clear();
+        base.get_or_insert_with(Holdings::now).come_back(&format!("round {round}"));
+        assert_eq!(Holdings::now().queue_threads, 0);
+        assert_eq!(guest.front.space().memory().bound_ports(), 0);
+
+        rig.machine.remove_disk(&disk).unwrap();
+        rig.attach();
+        rig.start();
+        guest.settle();
+    }
+}
+
+/// The frontend's directory as the toolstack makes it.
+fn make_directory(rig: &Rig, domid: DomId) {
+    let mut store = rig.machine.store().unwrap();
+    let (front, back) = (&rig.disk.frontend, &rig.disk.backend);
+    store
+        .transaction(|t| {
+            t.mkdir(front)?;
+            t.set_permissions(front, &[('n', domid), ('r', BACKEND_DOMID)])?;
+            t.write(&format!("{front}/backend"), back.as_bytes())?;
+            t.write(&format!("{front}/state"), b"1")
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_directory_that_vanishes_under_a_toggling_guest_closes_the_disk() {
+    let _alone = alone();
+    let mut rig = Rig::new(plan());
+    let mut guest = Guest::new(&rig, 23);
+    guest.settle();
+    let base = Holdings::now();
+    for round in 0..8 * scale() {
+        let before = guest.below(200);
+        (0..before).for_each(|_| guest.act());
+        rig.machine.store().unwrap().remove(&rig.disk.frontend).unwrap();
+        (0..100).for_each(|_| guest.act());
+        rig.machine.store().unwrap().remove(&rig.disk.frontend).unwrap();
+        let disk = rig.disk.clone();
+        rig.machine.wait_for_backend(&disk, &[6, 2], PATIENCE).unwrap();
+        wait_until("the end of the connection", || guest.front.space().memory().bound_ports() == 0);
+        guest.front.queues.clear();
+        base.come_back(&format!("round {round}"));
+        make_directory(&rig, rig.domid);
+        guest.settle();
+        assert!(rig.is_running());
+    }
+}
+
+/// What a guest does that was resumed elsewhere (blkif.md 3.8): the backend has been at 4 all the
+/// time, and may not have looked when the guest was at 3.
+#[test]
+fn rings_that_change_unseen_are_found_all_the_same() {
+    let _alone = alone();
+    let rig = Rig::new(plan());
+    let mut guest = Guest::new(&rig, 24);
+    guest.front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+    guest.works();
+    for _ in 0..20 * scale() {
+        let shape = guest.shape();
+        guest.front.offer(&shape).unwrap();
+        guest.front.finish(PATIENCE).unwrap();
+        guest.works();
+    }
+    guest.front.close(PATIENCE).unwrap();
+}
