@@ -170,7 +170,8 @@ pub trait Engine {
     fn reap(&mut self, out: &mut Vec<Completion>);
 
     /// Whether [`reap`](Engine::reap), after a [`submit`](Engine::submit), may find something: a
-    /// look at memory, without a system call, that a caller may repeat as often as it likes.
+    /// look at memory, without a system call, that a caller may repeat as often as it likes. What
+    /// waits for a descriptor or a time may be seen by `submit` only.
     fn may_reap(&mut self) -> bool;
 
     /// Operations pushed and not yet reaped.

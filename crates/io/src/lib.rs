@@ -3,19 +3,24 @@
 //! * [`arena`]: the memory that guests' data passes through, registered with the kernel.
 //! * [`pool`]: who may use which part of it: one fixed pool a disk, shared by its queues.
 //! * [`engine`]: the [`Engine`](engine::Engine) trait, batches of operations in and
-//!   completions out; [`uring`] implements it on io_uring.
+//!   completions out; [`uring`] implements it on io_uring, [`aio`] on Linux AIO, and [`engines`]
+//!   chooses between them.
 //! * [`executor`] and [`reactor`]: straight-line `async fn` for whatever has steps, on the same
 //!   engine and the same thread as the hot path.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
 
+pub mod aio;
 pub mod arena;
 pub mod clock;
 pub mod engine;
+pub mod engines;
 pub mod executor;
 pub mod pool;
 pub mod reactor;
 pub mod shm;
 pub mod uring;
 
+mod offload;
+mod vector;
 mod volatile;

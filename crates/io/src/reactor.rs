@@ -29,6 +29,9 @@ const TASK_BIT: u64 = 1 << 63;
 /// Polls of tasks in one turn, before and after the reaping each.
 const POLLS_PER_TURN: usize = 256;
 
+/// How often in a row a transfer may be interrupted or say "try again".
+const RETRIES: u32 = 64;
+
 /// How long a turn may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
@@ -360,14 +363,24 @@ impl Io {
         op: impl Fn(u64, Span) -> Op,
         no_progress: io::ErrorKind,
     ) -> io::Result<()> {
-        let mut done = 0;
+        let (mut done, mut retries) = (0, 0);
         while done < buf.len() {
             let rest = buf.slice(done, buf.len() - done);
             match self.op(op(offset.saturating_add(done as u64), rest)).await {
                 Ok(0) => return Err(no_progress.into()),
-                Ok(n) => done += (n as usize).min(rest.len()),
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
+                Ok(n) => {
+                    done += (n as usize).min(rest.len());
+                    retries = 0;
+                }
+                Err(e) => {
+                    let kind = e.kind();
+                    let again =
+                        matches!(kind, io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock);
+                    if !again || retries == RETRIES {
+                        return Err(e);
+                    }
+                    retries += 1;
+                }
             }
         }
         Ok(())

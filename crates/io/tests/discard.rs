@@ -9,8 +9,8 @@ use std::process::Command;
 use std::sync::Arc;
 
 use ferrite_io::arena::Arena;
+use ferrite_io::engines::EngineKind;
 use ferrite_io::reactor::Reactor;
-use ferrite_io::uring::Uring;
 
 const MIB: usize = 1 << 20;
 
@@ -32,6 +32,10 @@ impl Drop for Loop {
 
 #[test]
 fn a_discard_gives_a_block_device_s_range_back() {
+    EngineKind::ALL.into_iter().for_each(gives_back);
+}
+
+fn gives_back(kind: EngineKind) {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = dir.path().join("disk");
     std::fs::write(&path, vec![1; 8 * MIB]).unwrap();
@@ -40,7 +44,7 @@ fn a_discard_gives_a_block_device_s_range_back() {
         return;
     };
     let arena = Arena::new(4 * MIB).unwrap();
-    let mut r = Reactor::new(Box::new(Uring::new(arena.clone(), 8).unwrap()));
+    let mut r = Reactor::new(kind.open(arena.clone(), 8).unwrap());
     let f = File::options().read(true).write(true).open(&device.0).unwrap();
     let f = r.add_file(Arc::new(f.into())).unwrap();
     let (io, buf) = (r.io(), arena.span(0, MIB));

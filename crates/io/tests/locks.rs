@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
-use ferrite_io::engine::{Engine, Op};
-use ferrite_io::uring::Uring;
+use ferrite_io::engine::Op;
+use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FlockOperation, flock};
 
@@ -19,6 +19,8 @@ const LOCK: FlockOperation = FlockOperation::NonBlockingLockExclusive;
 
 /// Names the image to the process that is killed.
 const IMAGE: &str = "FERRITE_IO_TEST_IMAGE";
+/// And its engine.
+const ENGINE: &str = "FERRITE_IO_TEST_ENGINE";
 
 /// One test at a time forks or looks at locks.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -46,11 +48,11 @@ fn a_lock_is_held_as_long_as_the_engine_and_no_longer() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, [0; 512]).unwrap();
-    for _ in 0..20 {
+    for kind in [EngineKind::ALL; 20].concat() {
         let mine = open(&path);
         flock(&mine, LOCK).unwrap();
         let arena = Arena::new(1).unwrap();
-        let mut e = Uring::new(arena.clone(), 8).unwrap();
+        let mut e = kind.open(arena.clone(), 8).unwrap();
         let f = e.add_file(mine).unwrap();
         for token in 0..20 {
             e.push(token, Op::Write { file: f, offset: 0, buf: arena.span(0, 512) });
@@ -70,6 +72,10 @@ fn a_lock_of_a_process_that_was_killed_comes_free() {
         be_killed(Path::new(&image));
     }
     let _alone = alone();
+    EngineKind::ALL.into_iter().for_each(comes_free);
+}
+
+fn comes_free(kind: EngineKind) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();
@@ -77,6 +83,7 @@ fn a_lock_of_a_process_that_was_killed_comes_free() {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args([name, "--exact", "--nocapture"])
         .env(IMAGE, &path)
+        .env(ENGINE, EngineChoice::Only(kind).to_string())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -94,7 +101,8 @@ fn be_killed(image: &Path) -> ! {
     let mine = open(image);
     flock(&mine, LOCK).unwrap();
     let arena = Arena::new(1).unwrap();
-    let mut e = Uring::new(arena.clone(), 64).unwrap();
+    let choice: EngineChoice = std::env::var(ENGINE).unwrap().parse().unwrap();
+    let mut e = choice.decide().unwrap().kind.open(arena.clone(), 64).unwrap();
     let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let f = e.add_file(mine).unwrap();
     e.push(100, Op::Readable { fd: event.as_raw_fd() });

@@ -1,23 +1,25 @@
-//! The reactor on real io_uring.
+//! The reactor on every engine.
+
+mod common;
 
 use std::cell::{Cell, RefCell};
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::{engine, on_each_engine};
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::{Completion, Op, Transfer};
+use ferrite_io::engines::EngineKind;
 use ferrite_io::executor::LocalSignal;
 use ferrite_io::reactor::{Reactor, Wait};
-use ferrite_io::uring::Uring;
 use rustix::event::{EventfdFlags, eventfd};
 
-fn reactor() -> (Reactor, Arc<Arena>) {
-    let arena = Arena::new(4 << 20).unwrap();
-    (Reactor::new(Box::new(Uring::new(arena.clone(), 64).unwrap())), arena)
+fn reactor(kind: EngineKind) -> (Reactor, Arc<Arena>) {
+    let (engine, arena) = engine(kind, 64);
+    (Reactor::new(engine), arena)
 }
 
 fn event() -> OwnedFd {
@@ -28,9 +30,24 @@ fn ring(event: &OwnedFd) {
     rustix::io::write(event, &1u64.to_ne_bytes()).unwrap();
 }
 
-#[test]
-fn a_file_is_written_and_read_back_by_async_code() {
-    let (mut r, arena) = reactor();
+on_each_engine!(
+    a_file_is_written_and_read_back_by_async_code,
+    the_hot_path_and_tasks_share_the_engine_and_get_their_own_completions,
+    a_look_at_the_reactor_sees_tasks_and_completions,
+    #[should_panic(expected = "belong to tasks")]
+    a_token_of_the_hot_path_has_63_bits,
+    tasks_wait_for_time_descriptors_and_each_other,
+    a_task_that_wakes_itself_keeps_nothing_from_completing,
+    a_dropped_future_s_operation_ends_unseen,
+    block_on_keeps_the_hot_path_s_completions_for_the_next_turn,
+    block_on_says_when_nothing_can_end_it,
+    a_reactor_dropped_with_tasks_ends_them_and_their_operations,
+    writing_to_a_full_device_is_an_error_of_that_write_only,
+    a_turn_does_not_sleep_over_what_a_task_has_done_at_its_beginning,
+);
+
+fn a_file_is_written_and_read_back_by_async_code(kind: EngineKind) {
+    let (mut r, arena) = reactor(kind);
     let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
     let io = r.io();
     let (out, back) = (arena.span(0, 100_000), arena.span(1 << 20, 100_000));
@@ -62,9 +79,8 @@ fn turn_until(r: &mut Reactor, mut done: impl FnMut() -> bool) -> Vec<Completion
     out
 }
 
-#[test]
-fn the_hot_path_and_tasks_share_the_engine_and_get_their_own_completions() {
-    let (mut r, arena) = reactor();
+fn the_hot_path_and_tasks_share_the_engine_and_get_their_own_completions(kind: EngineKind) {
+    let (mut r, arena) = reactor(kind);
     let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
     let finished = Rc::new(Cell::new(0));
     for i in 0..100usize {
@@ -90,9 +106,8 @@ fn the_hot_path_and_tasks_share_the_engine_and_get_their_own_completions() {
     assert_eq!((finished.get(), r.in_flight()), (100, 0));
 }
 
-#[test]
-fn a_look_at_the_reactor_sees_tasks_and_completions() {
-    let (mut r, arena) = reactor();
+fn a_look_at_the_reactor_sees_tasks_and_completions(kind: EngineKind) {
+    let (mut r, arena) = reactor(kind);
     let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
     assert!(!r.may_reap());
     r.spawn(async {});
@@ -111,16 +126,13 @@ fn a_look_at_the_reactor_sees_tasks_and_completions() {
     assert!(!r.may_reap());
 }
 
-#[test]
-#[should_panic(expected = "belong to tasks")]
-fn a_token_of_the_hot_path_has_63_bits() {
-    let (mut r, _) = reactor();
+fn a_token_of_the_hot_path_has_63_bits(kind: EngineKind) {
+    let (mut r, _) = reactor(kind);
     r.push(1 << 63, Op::Timer { after: Duration::ZERO });
 }
 
-#[test]
-fn tasks_wait_for_time_descriptors_and_each_other() {
-    let (mut r, _) = reactor();
+fn tasks_wait_for_time_descriptors_and_each_other(kind: EngineKind) {
+    let (mut r, _) = reactor(kind);
     let (a, b) = (Rc::new(event()), Rc::new(event()));
     let log = Rc::new(RefCell::new(Vec::new()));
     let signal = Rc::new(LocalSignal::new());
@@ -160,9 +172,8 @@ fn tasks_wait_for_time_descriptors_and_each_other() {
     assert_eq!((r.tasks(), r.in_flight()), (0, 0));
 }
 
-#[test]
-fn a_task_that_wakes_itself_keeps_nothing_from_completing() {
-    let (mut r, _) = reactor();
+fn a_task_that_wakes_itself_keeps_nothing_from_completing(kind: EngineKind) {
+    let (mut r, _) = reactor(kind);
     r.spawn(async {
         loop {
             let mut first = true;
@@ -197,9 +208,8 @@ async fn abandon(future: impl Future) {
     .await;
 }
 
-#[test]
-fn a_dropped_future_s_operation_ends_unseen() {
-    let (mut r, arena) = reactor();
+fn a_dropped_future_s_operation_ends_unseen(kind: EngineKind) {
+    let (mut r, arena) = reactor(kind);
     let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
     let event = event();
     let (io, fd, buf) = (r.io(), event.as_raw_fd(), arena.span(0, 4096));
@@ -222,9 +232,8 @@ fn a_dropped_future_s_operation_ends_unseen() {
     assert!(out.is_empty());
 }
 
-#[test]
-fn block_on_keeps_the_hot_path_s_completions_for_the_next_turn() {
-    let (mut r, _) = reactor();
+fn block_on_keeps_the_hot_path_s_completions_for_the_next_turn(kind: EngineKind) {
+    let (mut r, _) = reactor(kind);
     for token in 0..3 {
         r.push(token, Op::Timer { after: Duration::from_millis(token) });
     }
@@ -246,16 +255,14 @@ fn block_on_keeps_the_hot_path_s_completions_for_the_next_turn() {
     assert_eq!(out.iter().map(|c| c.token).collect::<Vec<_>>(), [0, 1, 2]);
 }
 
-#[test]
-fn block_on_says_when_nothing_can_end_it() {
-    let (mut r, _) = reactor();
+fn block_on_says_when_nothing_can_end_it(kind: EngineKind) {
+    let (mut r, _) = reactor(kind);
     let e = r.block_on(LocalSignal::new().wait()).unwrap_err();
     assert_eq!(e.kind(), io::ErrorKind::Deadlock);
 }
 
-#[test]
-fn a_reactor_dropped_with_tasks_ends_them_and_their_operations() {
-    let (mut r, arena) = reactor();
+fn a_reactor_dropped_with_tasks_ends_them_and_their_operations(kind: EngineKind) {
+    let (mut r, arena) = reactor(kind);
     let file = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
     let (read, write) = std::io::pipe().unwrap();
     let dropped = Rc::new(Cell::new(0));
@@ -294,16 +301,14 @@ fn a_reactor_dropped_with_tasks_ends_them_and_their_operations() {
     }
 }
 
-#[test]
-fn writing_to_a_full_device_is_an_error_of_that_write_only() {
-    let (mut r, arena) = reactor();
-    let full = File::options().write(true).open("/dev/full").unwrap();
-    let full = r.add_file(Arc::new(full.into())).unwrap();
+fn writing_to_a_full_device_is_an_error_of_that_write_only(kind: EngineKind) {
+    let (mut r, arena) = reactor(kind);
+    let full = r.add_file(common::full(0)).unwrap();
     let good = r.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
     let (io, buf) = (r.io(), arena.span(0, 4096));
     r.block_on(async move {
         let e = io.write_all(full, 0, buf).await.unwrap_err();
-        assert_eq!(e.raw_os_error(), Some(libc::ENOSPC));
+        assert_eq!(e.raw_os_error(), Some(libc::EPERM));
         io.write_all(good, 0, buf).await.unwrap();
         io.zero_range(good, 0, 4096).await.unwrap_or(());
         io.punch_hole(good, 0, 4096).await.unwrap();
@@ -312,9 +317,8 @@ fn writing_to_a_full_device_is_an_error_of_that_write_only() {
     .unwrap();
 }
 
-#[test]
-fn a_turn_does_not_sleep_over_what_a_task_has_done_at_its_beginning() {
-    let (mut r, _arena) = reactor();
+fn a_turn_does_not_sleep_over_what_a_task_has_done_at_its_beginning(kind: EngineKind) {
+    let (mut r, _arena) = reactor(kind);
     let never = event();
     r.push(7, Op::Readable { fd: never.as_raw_fd() });
     r.turn(Wait::No, &mut Vec::new()).unwrap();

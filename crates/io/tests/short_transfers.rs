@@ -82,6 +82,19 @@ fn an_interrupted_transfer_is_tried_again() {
 }
 
 #[test]
+fn a_transfer_is_tried_again_64_times_in_a_row_and_not_for_ever() {
+    for errno in [libc::EINTR, libc::EAGAIN] {
+        let again =
+            |at: u64, n: usize| vec![(at, at as usize - 900, 1050 - at as usize, -errno); n];
+        let steps = [again(1000, 64), vec![(1000, 100, 50, 10)], again(1010, 64)].concat();
+        let good = [steps.clone(), vec![(1010, 110, 40, 40)]].concat();
+        run(true, &good).unwrap();
+        let bad = [steps, again(1010, 1)].concat();
+        assert_eq!(run(false, &bad).unwrap_err().raw_os_error(), Some(errno));
+    }
+}
+
+#[test]
 fn no_progress_is_an_error_and_not_a_loop() {
     let steps = [(1000, 100, 50, 49), (1049, 149, 1, 0)];
     assert_eq!(run(false, &steps).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);

@@ -8,6 +8,7 @@ use io_uring::{opcode, squeue};
 use super::{Uring, timespec};
 use crate::arena::Span;
 use crate::engine::{FileId, MAX_VECTORED, Op, Transfer};
+use crate::vector::Vector;
 
 /// Builds the entry for a file that is fixed or not, which are different types.
 macro_rules! on_file {
@@ -17,14 +18,6 @@ macro_rules! on_file {
             Target::Plain($fd) => $op.build(),
         }
     };
-}
-
-/// `struct iovec` as numbers: the engine can move to another thread with it.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Vector {
-    address: usize,
-    bytes: usize,
 }
 
 /// The vectors of vectored transfers: [`MAX_VECTORED`] for each place in the submission queue,
@@ -125,10 +118,7 @@ impl Uring {
             self.vectors.0 = vec![[Vector::default(); MAX_VECTORED]; places].into();
         }
         let vectors = &mut self.vectors.0[self.queued as usize % places];
-        for (vector, buf) in vectors.iter_mut().zip(bufs) {
-            let address = self.arena.checked_ptr(*buf).ok_or(libc::EFAULT)?.as_ptr() as usize;
-            *vector = Vector { address, bytes: buf.len() };
-        }
+        Vector::fill(vectors, &self.arena, bufs)?;
         let (vectors, n) = (vectors.as_ptr().cast(), bufs.len() as u32);
         Ok(match transfer {
             Transfer::Read => on_file!(file, |fd| opcode::Readv::new(fd, vectors, n).offset(at)),

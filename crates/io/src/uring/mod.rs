@@ -13,7 +13,6 @@
 //!   kernel is done with the arena and the files.
 
 mod entry;
-mod offload;
 mod setup;
 mod table;
 #[cfg(test)]
@@ -32,8 +31,8 @@ use io_uring::{EnterFlags, IoUring, opcode, squeue};
 use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
+use crate::offload::{Call, Job, Offload};
 use entry::Vectors;
-use offload::{Call, Job, Offload};
 use setup::Step;
 pub use setup::{SetupError, UringFeatures, probe};
 use table::{Kind, Table};
@@ -93,6 +92,8 @@ pub struct Uring {
     pinned: Option<Span>,
     /// Started by the first operation that needs it.
     offload: Option<Offload>,
+    /// Whether the ring watches the helper thread's eventfd.
+    watching: bool,
     /// Last, so that it is unmapped after the ring is gone.
     arena: Arc<Arena>,
 }
@@ -135,6 +136,7 @@ impl Uring {
             backlog: Vec::new(),
             pinned: None,
             offload: None,
+            watching: false,
             arena,
         })
     }
@@ -262,18 +264,15 @@ impl Uring {
             }
         }
         if let Some(offload) = self.offload.as_mut() {
-            offload.give(Job { index, file, call });
+            offload.give(Job { id: u64::from(index), file, call });
             self.watch();
         }
     }
 
     /// Watches the helper thread if there is something to come from it.
     fn watch(&mut self) {
-        if let Some(offload) = self.offload.as_mut()
-            && offload.outstanding > 0
-            && !offload.watched
-        {
-            offload.watched = true;
+        if self.offload.as_ref().is_some_and(|o| o.outstanding > 0) && !self.watching {
+            self.watching = true;
             self.queue(Sqe::Watch);
         }
     }
@@ -309,9 +308,9 @@ impl Uring {
 
     fn take_offloaded(&mut self, out: &mut Vec<Completion>) {
         let Some(offload) = self.offload.as_mut() else { return };
-        offload.watched = false;
+        self.watching = false;
         for (index, raw) in offload.take() {
-            if let Some((token, _)) = self.table.remove(u64::from(index)) {
+            if let Some((token, _)) = self.table.remove(index) {
                 out.push(Completion { token, raw });
             }
         }

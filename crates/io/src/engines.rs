@@ -1,0 +1,144 @@
+//! Which engine does the I/O, and why.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::aio::{self, Aio};
+use crate::arena::Arena;
+use crate::engine::Engine;
+use crate::uring::{self, Uring};
+
+/// An engine of the kernel's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EngineKind {
+    /// [`Uring`].
+    Uring,
+    /// [`Aio`].
+    Aio,
+}
+
+impl EngineKind {
+    /// All of them, the best first.
+    pub const ALL: [EngineKind; 2] = [EngineKind::Uring, EngineKind::Aio];
+
+    /// What its [`Engine::name`] is.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineKind::Uring => "io_uring",
+            EngineKind::Aio => "aio",
+        }
+    }
+
+    /// Whether it works here: makes a small one and drops it.
+    ///
+    /// # Errors
+    /// Why it does not, and what to do about it.
+    pub fn probe(self) -> io::Result<()> {
+        match self {
+            EngineKind::Uring => uring::probe().map(drop),
+            EngineKind::Aio => aio::probe(),
+        }
+    }
+
+    /// One for about `entries` operations at once on the memory of `arena`.
+    ///
+    /// # Errors
+    /// Why there is none, and what to do about it.
+    pub fn open(self, arena: Arc<Arena>, entries: u32) -> io::Result<Box<dyn Engine>> {
+        Ok(match self {
+            EngineKind::Uring => Box::new(Uring::new(arena, entries)?),
+            EngineKind::Aio => Box::new(Aio::new(arena, entries)?),
+        })
+    }
+}
+
+/// What a user asks for: `auto`, `uring`, `aio`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineChoice {
+    /// The best that works.
+    #[default]
+    Auto,
+    /// This one or none.
+    Only(EngineKind),
+}
+
+/// A choice that was made.
+#[derive(Debug)]
+pub struct Chosen {
+    /// It works here.
+    pub kind: EngineKind,
+    /// Why it is not io_uring, if the choice was free.
+    pub without_uring: Option<io::Error>,
+}
+
+impl EngineChoice {
+    /// Chooses, by trying what the kernel gives.
+    ///
+    /// # Errors
+    /// Nothing of what was allowed works.
+    pub fn decide(self) -> io::Result<Chosen> {
+        let without_uring = match self {
+            EngineChoice::Only(kind) => {
+                kind.probe()?;
+                return Ok(Chosen { kind, without_uring: None });
+            }
+            EngineChoice::Auto => match EngineKind::Uring.probe() {
+                Ok(()) => return Ok(Chosen { kind: EngineKind::Uring, without_uring: None }),
+                Err(e) => e,
+            },
+        };
+        match EngineKind::Aio.probe() {
+            Ok(()) => Ok(Chosen { kind: EngineKind::Aio, without_uring: Some(without_uring) }),
+            Err(e) => Err(io::Error::new(e.kind(), format!("{without_uring}; {e}"))),
+        }
+    }
+}
+
+impl fmt::Display for EngineChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            EngineChoice::Auto => "auto",
+            EngineChoice::Only(EngineKind::Uring) => "uring",
+            EngineChoice::Only(EngineKind::Aio) => "aio",
+        })
+    }
+}
+
+impl FromStr for EngineChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let all = [EngineChoice::Auto].into_iter().chain(EngineKind::ALL.map(EngineChoice::Only));
+        all.into_iter()
+            .find(|choice| choice.to_string() == text)
+            .ok_or_else(|| format!("{text:?} is no engine: say auto, uring or aio"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_written_as_they_are_read() {
+        for text in ["auto", "uring", "aio"] {
+            assert_eq!(text.parse::<EngineChoice>().unwrap().to_string(), text);
+        }
+        assert!("io_uring".parse::<EngineChoice>().unwrap_err().contains("auto, uring or aio"));
+    }
+
+    #[test]
+    fn what_works_is_chosen_and_carries_the_name_that_it_was_chosen_by() {
+        let arena = Arena::new(1).unwrap();
+        for choice in [EngineChoice::Auto, EngineChoice::Only(EngineKind::Aio)] {
+            let chosen = choice.decide().unwrap();
+            let engine = chosen.kind.open(arena.clone(), 8).unwrap();
+            assert_eq!(engine.name(), chosen.kind.name());
+            let free = choice == EngineChoice::Auto;
+            let uring = EngineKind::Uring.probe().is_ok();
+            assert_eq!(chosen.without_uring.is_some(), free && !uring);
+        }
+    }
+}

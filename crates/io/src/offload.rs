@@ -1,0 +1,189 @@
+//! A helper thread for system calls that block and that an engine's kernel interface does not
+//! have. Its results come back through an eventfd that the engine watches.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{FallocateFlags, fallocate, fdatasync};
+use rustix::io::Errno;
+
+use crate::engine::Op;
+
+/// `_IO(0x12, 119)` of linux/fs.h; takes two u64: first byte, bytes.
+const BLKDISCARD: libc::Ioctl = 0x1277;
+
+/// One call to make. It holds the file open.
+pub(crate) struct Job {
+    /// What comes back with the result.
+    pub(crate) id: u64,
+    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) call: Call,
+}
+
+/// What to call. Offsets and lengths are bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Call {
+    /// `BLKDISCARD`.
+    Discard { offset: u64, len: u64 },
+    /// `fdatasync`.
+    Sync,
+    /// `fallocate` that never changes the file's size.
+    Fallocate { flags: FallocateFlags, offset: u64, len: u64 },
+    /// Nothing, but it takes its time.
+    #[cfg(test)]
+    Nap(std::time::Duration),
+}
+
+impl Call {
+    /// The call that does what the operation asks for, if there is one.
+    pub(crate) fn of(op: Op) -> Option<Call> {
+        let fallocate = |flags, offset, len| {
+            let flags = flags | FallocateFlags::KEEP_SIZE;
+            Some(Call::Fallocate { flags, offset, len })
+        };
+        match op {
+            Op::Sync { .. } => Some(Call::Sync),
+            Op::PunchHole { offset, len, .. } => fallocate(FallocateFlags::PUNCH_HOLE, offset, len),
+            Op::ZeroRange { offset, len, .. } => fallocate(FallocateFlags::ZERO_RANGE, offset, len),
+            Op::Discard { offset, len, .. } => Some(Call::Discard { offset, len }),
+            Op::Read { .. } | Op::Write { .. } | Op::Readable { .. } | Op::Timer { .. } => None,
+        }
+    }
+}
+
+impl Job {
+    /// 0 or `-errno`.
+    fn run(&self) -> i32 {
+        loop {
+            match self.call_once() {
+                Ok(()) => return 0,
+                Err(Errno::INTR) => {}
+                Err(e) => return -e.raw_os_error(),
+            }
+        }
+    }
+
+    fn call_once(&self) -> Result<(), Errno> {
+        match self.call {
+            Call::Sync => fdatasync(&self.file),
+            Call::Fallocate { flags, offset, len } => fallocate(&self.file, flags, offset, len),
+            Call::Discard { offset, len } => {
+                let range = [offset, len];
+                let fd = self.file.as_raw_fd();
+                // SAFETY: the kernel reads two u64 at the pointer, which outlive the call.
+                match unsafe { libc::ioctl(fd, BLKDISCARD, range.as_ptr()) } {
+                    0 => Ok(()),
+                    _ => {
+                        Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO))
+                    }
+                }
+            }
+            #[cfg(test)]
+            Call::Nap(time) => {
+                std::thread::sleep(time);
+                Ok(())
+            }
+        }
+    }
+}
+
+struct Results {
+    done: Mutex<Vec<(u64, i32)>>,
+    /// Whether something is in there: a look that costs nothing.
+    any: AtomicBool,
+    wake: OwnedFd,
+}
+
+/// The thread and the ways to and from it.
+pub(crate) struct Offload {
+    /// `None` while it is being dropped.
+    jobs: Option<Sender<Job>>,
+    results: Arc<Results>,
+    thread: Option<JoinHandle<()>>,
+    /// Jobs given and not yet taken back.
+    pub(crate) outstanding: usize,
+}
+
+impl Offload {
+    /// Starts the thread.
+    pub(crate) fn start() -> io::Result<Offload> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let results =
+            Arc::new(Results { done: Mutex::default(), any: AtomicBool::new(false), wake });
+        let (jobs, queue) = channel();
+        let theirs = results.clone();
+        let name = "ferrite-helper".to_owned();
+        let thread = std::thread::Builder::new().name(name).spawn(move || work(&queue, &theirs))?;
+        let (jobs, thread) = (Some(jobs), Some(thread));
+        Ok(Offload { jobs, results, thread, outstanding: 0 })
+    }
+
+    /// Hands over a job. The thread runs them in order, one at a time.
+    pub(crate) fn give(&mut self, job: Job) {
+        self.outstanding += 1;
+        let id = job.id;
+        let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+        if !sent {
+            self.results.push(id, -libc::EIO);
+        }
+    }
+
+    /// What to watch for results.
+    pub(crate) fn wake_fd(&self) -> RawFd {
+        self.results.wake.as_raw_fd()
+    }
+
+    /// Whether there are results to take.
+    pub(crate) fn has_results(&self) -> bool {
+        self.results.any.load(Ordering::Acquire)
+    }
+
+    /// The results that are there, with their jobs' ids.
+    pub(crate) fn take(&mut self) -> Vec<(u64, i32)> {
+        // The eventfd first: a result that comes after it wakes once more.
+        let _ = rustix::io::read(&self.results.wake, &mut [0u8; 8]);
+        let mut done = self.results.done.lock().unwrap_or_else(PoisonError::into_inner);
+        self.results.any.store(false, Ordering::Relaxed);
+        let done = std::mem::take(&mut *done);
+        self.outstanding -= done.len();
+        done
+    }
+}
+
+impl Results {
+    fn push(&self, id: u64, raw: i32) {
+        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        done.push((id, raw));
+        self.any.store(true, Ordering::Release);
+        drop(done);
+        // It can fail only if the counter is full, and then it wakes already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+fn work(queue: &Receiver<Job>, results: &Results) {
+    while let Ok(job) = queue.recv() {
+        let raw = job.run();
+        let id = job.id;
+        // The file may be closed by whoever gets the result.
+        drop(job);
+        results.push(id, raw);
+    }
+}
+
+impl Drop for Offload {
+    /// Waits for the jobs that were given.
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the helper thread panicked");
+        }
+    }
+}

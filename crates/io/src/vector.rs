@@ -1,0 +1,27 @@
+//! What the kernel is given to find the memory of a vectored transfer.
+
+use crate::arena::{Arena, Span};
+use crate::engine::MAX_VECTORED;
+
+/// `struct iovec` as numbers, so that an engine can move to another thread with it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Vector {
+    address: usize,
+    bytes: usize,
+}
+
+impl Vector {
+    /// Writes the vectors of `bufs`, or says the errno of what is wrong with them.
+    pub(crate) fn fill(
+        vectors: &mut [Vector; MAX_VECTORED],
+        arena: &Arena,
+        bufs: &[Span],
+    ) -> Result<(), i32> {
+        for (vector, buf) in vectors.iter_mut().zip(bufs) {
+            let address = arena.checked_ptr(*buf).ok_or(libc::EFAULT)?.as_ptr() as usize;
+            *vector = Vector { address, bytes: buf.len() };
+        }
+        Ok(())
+    }
+}
