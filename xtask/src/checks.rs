@@ -29,6 +29,9 @@ pub(crate) struct TestArguments {
     /// Who serves the disks of the Xen tests.
     #[arg(long, value_enum, default_value = "ferrite")]
     backend: BackendArgument,
+    /// The engine of every `ferrite serve` of the Xen tests: auto, uring or aio.
+    #[arg(long, value_name = "ENGINE")]
+    engine: Option<String>,
     /// Debian release that the Xen host is made of: trixie or bookworm.
     #[arg(long, default_value = "trixie")]
     suite: String,
@@ -154,6 +157,7 @@ fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Ou
         filter: arguments.xen.clone().flatten(),
         backend,
         hosts: arguments.hosts.unwrap_or_else(|| steps::cpus().min(2)),
+        serve_arguments: serve_arguments(arguments),
         programs,
     };
     let reports = xentests::run(&root, &selection)?;
@@ -163,6 +167,11 @@ fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Ou
         failure: report.failure,
     };
     Ok(reports.into_iter().map(outcome).collect())
+}
+
+/// What every `ferrite serve` of the Xen tests is told.
+fn serve_arguments(arguments: &TestArguments) -> String {
+    arguments.engine.as_ref().map(|engine| format!("--engine {engine}")).unwrap_or_default()
 }
 
 /// One line a check, then the line that counts.

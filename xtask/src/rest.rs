@@ -22,6 +22,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
             run("clippy", &mut clippy)
         }),
         check("tests", || run("tests", cargo().args(["test", "--locked", "--workspace"]))),
+        check("tests on Linux AIO", tests_on_aio),
         check("tests of interleavings", interleavings),
         check("tests under valgrind", valgrind),
         check("tests under AddressSanitizer", address_sanitizer),
@@ -36,6 +37,13 @@ pub(crate) fn rest() -> Vec<Outcome> {
 
 fn run(name: &str, command: &mut Command) -> Result<()> {
     run_logged(command, &fresh_log(name)?)
+}
+
+/// The disks and the backend once more, on the engine of kernels without io_uring.
+fn tests_on_aio() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-disk", "--package", "ferrite-serve"]);
+    run("tests-on-aio", test.args(["--tests"]).env("FERRITE_TEST_ENGINE", "aio"))
 }
 
 /// What threads share, under shuttle's scheduler. (The pool's are among the ordinary tests.)

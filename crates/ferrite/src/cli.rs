@@ -2,6 +2,7 @@
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use ferrite_disk::size;
+use ferrite_io::engines::EngineChoice;
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::loopback::CopyWith;
@@ -70,6 +71,10 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 256,
           value_parser = clap::value_parser!(u32).range(0..=256))]
     pub(crate) indirect: u32,
+
+    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    pub(crate) engine: EngineChoice,
 
     /// Memory for data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
@@ -181,6 +186,10 @@ pub(crate) struct BenchArgs {
     /// Rings of 2^N pages; by default the smallest that hold the depth.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4))]
     pub(crate) ring_order: Option<u32>,
+
+    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    pub(crate) engine: EngineChoice,
 
     /// Memory for each guest's data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
@@ -317,7 +326,7 @@ mod tests {
         assert_eq!((args.image.as_str(), args.read_only), ("a.img", false));
         assert_eq!((args.xen.domain.0, args.xen.device), (3, 51712));
         assert_eq!((args.queues, args.ring_order, args.indirect), (4, 4, 256));
-        assert_eq!(args.memory, 8 << 20);
+        assert_eq!((args.memory, args.engine), (8 << 20, EngineChoice::Auto));
     }
 
     #[test]
@@ -331,6 +340,7 @@ mod tests {
             ["--memory", "0"],
             ["--memory", "3G"],
             ["--memory", "lots"],
+            ["--engine", "io_uring"],
         ] {
             let args = ["ferrite", "serve", "a.img", "--xen", "3/51712"].iter().chain(&bad);
             assert!(Cli::try_parse_from(args).is_err(), "{bad:?}");

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
+use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
 
 use crate::cli::DoctorArgs;
@@ -59,14 +60,15 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
 }
 
 fn examine() -> Report {
-    let mut checks = kernel::checks();
+    let chosen = EngineChoice::Auto.decide().ok().map(|chosen| chosen.kind);
+    let mut checks = kernel::checks(chosen);
     checks.extend(xen::checks());
     let none_missing = |names: &[&str]| {
         names.iter().all(|n| checks.iter().any(|c| c.name == *n && c.state != State::No))
     };
     Report {
         schema: 1,
-        engine: none_missing(&[kernel::IO_URING]).then_some("io_uring"),
+        engine: chosen.map(EngineKind::name),
         xen: none_missing(&xen::REQUIRED),
         checks,
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
-use ferrite_io::uring::Uring;
+use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
@@ -39,6 +39,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     };
     let disk = Disk::open(&args.image, &options)?;
     tracing::info!("opened {disk}");
+    let kind = choose(args.engine)?;
     let mut store = Store::open().map_err(|e| no_xen(args, e))?;
     make_run_dir(&run_dir)?;
     let config = Config {
@@ -52,7 +53,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         },
         pool_bytes: args.memory,
         run_dir,
-        engine: uring(),
+        engine: engines(kind),
         tuning: args.tuning.tuning(),
         counters: Counters::default(),
     };
@@ -69,9 +70,23 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// io_uring for every queue.
-pub(crate) fn uring() -> EngineFactory {
-    Arc::new(|arena, entries| Ok(Box::new(Uring::new(arena, entries)?)))
+/// Chooses the engine, for all queues and all connections to come.
+pub(crate) fn choose(choice: EngineChoice) -> Result<EngineKind, Failure> {
+    let chosen = choice.decide().map_err(|e| {
+        let what = format!("no engine for disk I/O (--engine {choice})");
+        Failure::new(what, e, "ferrite doctor shows what this kernel offers")
+    })?;
+    let name = chosen.kind.name();
+    match chosen.without_uring {
+        Some(why) => tracing::info!("disk I/O goes through {name}: {why}"),
+        None => tracing::info!("disk I/O goes through {name}"),
+    }
+    Ok(chosen.kind)
+}
+
+/// One for every queue.
+pub(crate) fn engines(kind: EngineKind) -> EngineFactory {
+    Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
 fn make_run_dir(path: &Path) -> Result<(), Failure> {

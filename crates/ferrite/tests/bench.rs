@@ -68,13 +68,13 @@ fn the_result_says_how_it_was_measured() {
     let (_dir, path) = image();
     let path = path.to_str().unwrap();
     let more = ["--block", "8K", "--depth", "40", "--indirect", "32", "--guest-poll", "7"];
-    let r = result(path, &[&more[..], &["--copy-with", "process-vm"]].concat());
+    let r = result(path, &[&more[..], &["--copy-with", "process-vm", "--engine", "aio"]].concat());
     let said: [(&str, Value); 15] = [
         ("where", "loopback, not Xen".into()),
         ("mover", "copy".into()),
         ("copy_with", "process-vm".into()),
         ("mode", "randread".into()),
-        ("engine", "io_uring".into()),
+        ("engine", "aio".into()),
         ("direct", false.into()),
         ("block_bytes", 8192.into()),
         ("guests", 1.into()),

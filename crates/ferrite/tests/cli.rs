@@ -135,7 +135,9 @@ fn doctor_runs_everywhere() {
     let output = ferrite(&["doctor"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(0));
-    for word in ["kernel", "io_uring", "huge pages", "xen", "xenstore", "On this machine"] {
+    for word in
+        ["kernel", "io_uring", "Linux AIO", "huge pages", "xen", "xenstore", "On this machine"]
+    {
         assert!(text.contains(word), "{word} is missing in\n{text}");
     }
 }

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64, SystemClock};
-use ferrite_io::uring::Uring;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, Outcome, ServeError, serve};
@@ -26,7 +25,7 @@ use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_xen::store::Store;
 
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, scale};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, engines, scale};
 
 /// Bytes and sectors that one request at a time works on.
 const CHUNK: u64 = 256 << 10;
@@ -62,7 +61,7 @@ fn process_backend() {
         offer: Offer { max_queues: 4, max_ring_order: 4, max_indirect_segments: 256 },
         pool_bytes: 8 << 20,
         run_dir: env(RUN_DIR).into(),
-        engine: Arc::new(|arena, entries| Ok(Box::new(Uring::new(arena, entries)?))),
+        engine: engines(),
         tuning: Tuning::default(),
         counters: Counters::default(),
     };

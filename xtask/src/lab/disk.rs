@@ -170,10 +170,11 @@ impl Disk {
         self.starts += 1;
         let read_only = if self.options.read_only { "--read-only" } else { "" };
         let command = format!(
-            "setsid ferrite serve {} --xen {}/{} {read_only} {} </dev/null >{} 2>&1 & echo $!",
+            "setsid ferrite serve {} --xen {}/{} {read_only} {} {} </dev/null >{} 2>&1 & echo $!",
             quote(&self.options.image),
             self.domid,
             self.devid,
+            lab.serve_arguments,
             self.options.arguments,
             self.log()
         );

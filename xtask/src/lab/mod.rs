@@ -48,6 +48,8 @@ pub(crate) struct Lab {
     /// Held for its end: the folder goes with the host.
     _dir: RunDir,
     guests: u32,
+    /// Arguments of every `ferrite serve`.
+    pub(crate) serve_arguments: String,
 }
 
 impl Lab {
@@ -76,7 +78,7 @@ impl Lab {
                 "the dom0 did not come up (QEMU: {state}); end of its console:\n{console}"
             )));
         }
-        Ok(Lab { channel, qemu, _dir: dir, guests: 0 })
+        Ok(Lab { channel, qemu, _dir: dir, guests: 0, serve_arguments: String::new() })
     }
 
     /// Processor time the emulator has used, in seconds.

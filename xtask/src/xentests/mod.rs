@@ -1,6 +1,7 @@
 //! Tests on a real Xen host: an upstream Linux blkfront against the backend.
 
 mod discard;
+mod engines;
 mod filesystem;
 mod fio;
 mod host;
@@ -47,6 +48,7 @@ pub(crate) fn all() -> Vec<Case> {
     [
         fio::CASES,
         recovery::CASES,
+        engines::CASES,
         filesystem::CASES,
         lifecycle::CASES,
         media::CASES,

@@ -19,6 +19,8 @@ pub(crate) struct Selection {
     pub(crate) backend: Backend,
     /// Hosts running at the same time; each keeps one processor busy.
     pub(crate) hosts: usize,
+    /// Arguments of every `ferrite serve`.
+    pub(crate) serve_arguments: String,
     /// Programs for the dom0's PATH.
     pub(crate) programs: Vec<Program>,
 }
@@ -81,7 +83,7 @@ fn work(
     let mut failed_boots = 0;
     loop {
         let Some(case) = next(queue) else { return };
-        let lab = match host.take().map_or_else(|| Lab::boot(root, &selection.programs), Ok) {
+        let mut lab = match host.take().map_or_else(|| Lab::boot(root, &selection.programs), Ok) {
             Ok(lab) => lab,
             Err(error) => {
                 put_back(queue, case);
@@ -93,6 +95,7 @@ fn work(
                 continue;
             }
         };
+        lab.serve_arguments.clone_from(&selection.serve_arguments);
         let (report, usable) = run_case(lab, selection.backend, case);
         host = usable;
         if let Ok(mut reports) = reports.lock() {

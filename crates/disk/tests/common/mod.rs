@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, DiskError, Extent, Intent, OpenOptions};
 use ferrite_io::engine::FileId;
+use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::{Buf, Pool, QueuePool};
 use ferrite_io::reactor::{Io, Reactor};
-use ferrite_io::uring::Uring;
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -104,8 +104,9 @@ pub(crate) struct Queue {
 impl Queue {
     pub(crate) fn new(disk: Disk) -> Queue {
         let pool = Pool::new(2 << 20, 1).unwrap();
-        let engine = Uring::new(pool.arena().clone(), 64).unwrap();
-        let mut reactor = Reactor::new(Box::new(engine));
+        let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
+        let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+        let mut reactor = Reactor::new(kind.open(pool.arena().clone(), 64).unwrap());
         let files = disk.files();
         let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
         let buffers = pool.queue(0);

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ferrite_disk::Disk;
 use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_io::engines::EngineKind;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::{Counters, Counts};
 use ferrite_serve::lifecycle::{Config, Outcome, ServeError, serve};
@@ -87,7 +88,12 @@ pub(super) struct Host {
 
 impl Host {
     /// Starts all guests and their backends, and waits until they are connected.
-    pub(super) fn start(args: &BenchArgs, disk: Disk, tasks: &[Task]) -> Result<Host, Failure> {
+    pub(super) fn start(
+        args: &BenchArgs,
+        disk: Disk,
+        kind: EngineKind,
+        tasks: &[Task],
+    ) -> Result<Host, Failure> {
         let mut machine = Machine::new().map_err(no_machine)?;
         let mut disks = Vec::new();
         for task in tasks {
@@ -106,7 +112,7 @@ impl Host {
         // Removed as soon as all is connected: files that are mapped need no name.
         let run_dir = run_dir()?;
         for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
-            let config = config(args, task, disk, &run_dir, i)?;
+            let config = config(args, task, disk, kind, &run_dir, i)?;
             host.counters.push(config.counters.clone());
             host.start_backend(i, &loopback, &device, config, sender.clone())?;
             host.start_guest(i, task, disk.domid, sender.clone())?;
@@ -310,6 +316,7 @@ fn config(
     args: &BenchArgs,
     task: &Task,
     disk: &DiskPaths,
+    kind: EngineKind,
     run_dir: &TempDir,
     i: usize,
 ) -> Result<Config, Failure> {
@@ -326,7 +333,7 @@ fn config(
         },
         pool_bytes: args.memory,
         run_dir,
-        engine: crate::serve::uring(),
+        engine: crate::serve::engines(kind),
         tuning: args.tuning.tuning(),
         counters: Counters::default(),
     })

@@ -1,6 +1,6 @@
 //! `ferrite bench`: the real backend, driven by guests that are processes of this machine.
 //!
-//! This process is the backend, as `ferrite serve` is one: lifecycle, a thread a queue, io_uring.
+//! This process is the backend, as `ferrite serve` is one: lifecycle, a thread a queue, the engine.
 //! Only the hypervisor is the loopback's. Each guest is a child process (`host.rs` starts it,
 //! `guest.rs` runs there) that keeps the rings full (`load.rs`) and hands its counts back. So the
 //! processor time of this process is the backend's, and nothing of the guests is in it.
@@ -42,8 +42,9 @@ const RAMP_NS: u64 = 250_000_000;
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let disk = open(args)?;
     let tasks = task::split(args, &disk)?;
-    let medium = report::Medium::of(&disk);
-    let mut host = Host::start(args, disk, &tasks)?;
+    let kind = crate::serve::choose(args.engine)?;
+    let medium = report::Medium::of(&disk, kind);
+    let mut host = Host::start(args, disk, kind, &tasks)?;
     let idle_rss_kib = idle::rss_kib();
     let idle = args.idle.map(|seconds| host.leave_idle(seconds)).transpose()?;
     let start_ns = SystemClock.now_ns() + LEAD_NS;

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 
 use ferrite_disk::Disk;
 use ferrite_disk::size::Human;
+use ferrite_io::engines::EngineKind;
 use ferrite_serve::counters::Counts;
 use ferrite_serve::polling::wake_up_ns;
 use serde::Serialize;
@@ -24,15 +25,17 @@ pub(super) struct Medium {
     description: String,
     /// Past the page cache.
     direct: bool,
+    /// By which engine.
+    engine: EngineKind,
 }
 
 impl Medium {
-    pub(super) fn of(disk: &Disk) -> Medium {
+    pub(super) fn of(disk: &Disk, engine: EngineKind) -> Medium {
         let direct = match disk {
             Disk::Raw(raw) => raw.direct(),
             Disk::Null(_) => false,
         };
-        Medium { description: disk.to_string(), direct }
+        Medium { description: disk.to_string(), direct, engine }
     }
 }
 
@@ -154,7 +157,7 @@ impl Report {
             image: args.image.clone(),
             disk: medium.description,
             direct: medium.direct,
-            engine: "io_uring",
+            engine: medium.engine.name(),
             mode: args.mode,
             block_bytes: args.block,
             guests: args.guests,

@@ -3,10 +3,9 @@
 use rustix::process::{Resource, getrlimit};
 
 use ferrite_disk::size::Human;
+use ferrite_io::engines::EngineKind;
 
 use super::{Check, State, read};
-
-pub(super) const IO_URING: &str = "io_uring";
 
 /// The data memory of one disk at default limits, which io_uring keeps locked.
 const LOCKED_BYTES: u64 = 8 << 20;
@@ -14,8 +13,9 @@ const LOCKED_BYTES: u64 = 8 << 20;
 const CAP_IPC_LOCK: u32 = 14;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-pub(super) fn checks() -> Vec<Check> {
-    vec![version(), io_uring(), aio(), huge_pages(), locked_memory(), run_directory()]
+/// `chosen`: the engine that `--engine auto` takes here.
+pub(super) fn checks(chosen: Option<EngineKind>) -> Vec<Check> {
+    vec![version(), io_uring(chosen), aio(chosen), huge_pages(), locked_memory(), run_directory()]
 }
 
 fn check(name: &'static str, state: State, found: String, means: impl Into<String>) -> Check {
@@ -29,16 +29,18 @@ fn version() -> Check {
     check("version", State::Ok, found, "")
 }
 
-fn io_uring() -> Check {
+fn io_uring(chosen: Option<EngineKind>) -> Check {
+    let name = "io_uring";
     match ferrite_io::uring::probe() {
         Ok(features) => {
             let whole = features.fixed_buffers && features.missing_ops.is_empty();
             let state = if whole { State::Ok } else { State::Warn };
-            check(IO_URING, state, features.to_string(), "used for all disk I/O")
+            check(name, state, features.to_string(), "used for all disk I/O")
         }
         Err(e) => {
             let disabled = read("/proc/sys/kernel/io_uring_disabled");
-            check(IO_URING, State::No, format!("not available: {e}"), advice(disabled.as_deref()))
+            let state = if chosen.is_some() { State::Warn } else { State::No };
+            check(name, state, format!("not available: {e}"), advice(disabled.as_deref()))
         }
     }
 }
@@ -58,14 +60,22 @@ fn advice(disabled: Option<&str>) -> &'static str {
     }
 }
 
-fn aio() -> Check {
-    match read("/proc/sys/fs/aio-max-nr") {
-        Some(max) => {
-            let used = read("/proc/sys/fs/aio-nr").unwrap_or_else(|| "?".into());
-            let found = format!("available, {used} of {max} requests taken");
-            check("Linux AIO", State::Ok, found, "not used by this version")
+fn aio(chosen: Option<EngineKind>) -> Check {
+    let name = "Linux AIO";
+    let means = match chosen {
+        Some(EngineKind::Aio) => "used for all disk I/O, since io_uring does not work here",
+        _ => "not used unless asked for (--engine aio)",
+    };
+    match ferrite_io::aio::probe() {
+        Ok(()) => {
+            let number = |path| read(path).unwrap_or_else(|| "?".into());
+            let (used, max) = (number("/proc/sys/fs/aio-nr"), number("/proc/sys/fs/aio-max-nr"));
+            check(name, State::Ok, format!("available, {used} of {max} requests taken"), means)
         }
-        None => check("Linux AIO", State::Ok, "not available".into(), "not used by this version"),
+        Err(e) => {
+            let state = if chosen.is_some() { State::Ok } else { State::No };
+            check(name, state, format!("not available: {e}"), "not needed where io_uring works")
+        }
     }
 }
 

@@ -35,7 +35,8 @@ use waits::Waits;
 /// How long to leave a kernel alone that is short of memory, in nanoseconds.
 const SHORTAGE_NS: u64 = 1_000_000;
 
-/// Submissions that find completions at hand may pass before descriptors are looked at.
+/// Submissions with something to submit or to reap that may pass before descriptors are looked
+/// at: a look is a system call.
 const UNSEEN_SUBMITS: u32 = 8;
 
 /// Why there is no AIO to be had.
@@ -229,8 +230,8 @@ impl Aio {
         }
     }
 
-    /// Hands what is queued to the kernel, as far as it takes it.
-    fn hand_over(&mut self) {
+    /// Hands what is queued to the kernel, as far as it takes it. Whether there was anything.
+    fn hand_over(&mut self) -> bool {
         let mut done = 0;
         while done < self.queued.len() {
             self.addresses.clear();
@@ -261,6 +262,7 @@ impl Aio {
         if self.queued.is_empty() {
             self.vectors.clear();
         }
+        done > 0
     }
 
     /// The kernel does not take this operation at all.
@@ -299,12 +301,13 @@ impl Aio {
         self.may_reap()
     }
 
-    /// Looks at the descriptors that are waited for, without waiting.
-    fn look(&mut self) {
+    /// Looks at the descriptors that are waited for, without waiting; now and then only while
+    /// there is other work.
+    fn look(&mut self, working: bool) {
         if !self.waits.has_readable() {
             return;
         }
-        if self.unseen < UNSEEN_SUBMITS && self.may_reap() {
+        if self.unseen < UNSEEN_SUBMITS && (working || self.may_reap()) {
             self.unseen += 1;
             return;
         }
@@ -409,19 +412,19 @@ impl Engine for Aio {
 
     fn submit(&mut self) -> io::Result<()> {
         self.used = true;
-        self.hand_over();
+        let working = self.hand_over();
         self.waits.expire(&mut self.backlog);
-        self.look();
+        self.look(working);
         Ok(())
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         let idle = self.in_flight() == 0 && timeout.is_none();
         self.used = true;
-        self.hand_over();
+        let working = self.hand_over();
         self.waits.expire(&mut self.backlog);
         if idle || timeout == Some(Duration::ZERO) || self.has_completions() {
-            self.look();
+            self.look(working);
         } else {
             self.wait_until(timeout.map(deadline_ns));
         }

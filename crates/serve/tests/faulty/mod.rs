@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
-use ferrite_io::uring::Uring;
 use ferrite_serve::lifecycle::EngineFactory;
 
 pub const EINTR: i32 = 4;
@@ -123,9 +122,9 @@ impl Faults {
 
     /// Engines as a [`Plan`](super::rig::Plan) takes them.
     pub fn factory(&self) -> EngineFactory {
-        let faults = self.clone();
+        let (faults, engines) = (self.clone(), super::rig::engines());
         Arc::new(move |arena, entries| {
-            let inner = Uring::new(arena, entries)?;
+            let inner = engines(arena, entries)?;
             let (done, under_way) = (Vec::new(), HashMap::new());
             Ok(Box::new(Faulty { inner, faults: faults.clone(), done, under_way }))
         })
@@ -145,7 +144,7 @@ pub fn is_sync(op: &Op) -> bool {
 }
 
 struct Faulty {
-    inner: Uring,
+    inner: Box<dyn Engine>,
     faults: Faults,
     done: Vec<Completion>,
     /// Operations on storage by token, and whether they have to be alone.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
-use ferrite_io::uring::Uring;
+use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
@@ -61,6 +61,18 @@ impl Drop for Loop {
     }
 }
 
+/// The engine that the tests run on: what `FERRITE_TEST_ENGINE` says, otherwise io_uring.
+pub fn engine_kind() -> EngineKind {
+    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
+    choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind
+}
+
+/// One for every queue.
+pub fn engines() -> EngineFactory {
+    let kind = engine_kind();
+    Arc::new(move |arena, entries| kind.open(arena, entries))
+}
+
 /// What to build.
 pub struct Plan {
     /// Bytes of the image.
@@ -86,7 +98,7 @@ impl Default for Plan {
             pool_bytes: 8 << 20,
             read_only: false,
             copy_with: CopyWith::Memcpy,
-            engine: Arc::new(|arena, entries| Ok(Box::new(Uring::new(arena, entries)?))),
+            engine: engines(),
             tuning: Tuning::default(),
             image: None,
             guest: GuestOptions::default(),
