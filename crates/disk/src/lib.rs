@@ -26,7 +26,7 @@ pub mod size;
 
 pub use error::{DiskError, ErrorKind};
 pub use null::Null;
-pub use raw::Raw;
+pub use raw::{GrowthWatch, Raw};
 
 /// Bytes of a sector, the unit of sizes on the wire (blkif.md 3.3), whatever the medium has.
 pub const SECTOR_BYTES: u64 = 512;
@@ -180,6 +180,14 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.refresh_size(),
             Disk::Null(_) => Ok(None),
+        }
+    }
+
+    /// Tells when [`refresh_size`](Disk::refresh_size) may have something new.
+    pub fn growth_watch(&self) -> GrowthWatch {
+        match self {
+            Disk::Raw(d) => d.growth_watch(),
+            Disk::Null(_) => GrowthWatch::never(),
         }
     }
 

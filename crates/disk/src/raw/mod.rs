@@ -14,10 +14,12 @@ use crate::{DiscardLimits, DiskError, ErrorKind, Extent, Intent, OpenOptions, SE
 
 mod discard;
 mod geometry;
+mod growth;
 mod lock;
 mod zero;
 
 use geometry::Geometry;
+pub use growth::GrowthWatch;
 
 /// How often a flush may be interrupted, or be without the kernel's resources, in a row.
 const FLUSH_RETRIES: u32 = 16;
@@ -122,6 +124,10 @@ impl Raw {
             );
         }
         Ok((now > before).then_some(now))
+    }
+
+    pub(crate) fn growth_watch(&self) -> GrowthWatch {
+        GrowthWatch::of(&self.file, self.medium)
     }
 
     pub(crate) async fn flush(

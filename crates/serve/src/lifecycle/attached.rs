@@ -156,18 +156,17 @@ impl Attached {
         let engine = backend.config.engine.clone();
         let control = backend.control.clone();
         let body = move || {
-            let _gone = Gone { connection: connection.clone(), index };
-            let tell = |message| tell(&sender, &control, index, message);
+            let gone = Gone { connection: connection.clone(), index, sender, control };
             let Prepared { ring, table, replay } = prepared;
             let entries = ring.entries() + EXTRA_OPERATIONS;
             let end = engine(connection.pool.arena().clone(), entries).and_then(|engine| {
                 Queue::new(Parts { connection, index, ring, engine, table, replay, trace })
             });
             let end = match end {
-                Ok(queue) => queue.run(|event| tell(Message::Event(event))),
+                Ok(queue) => queue.run(|event| gone.tell(Message::Event(event))),
                 Err(e) => QueueEnd::Failed(e),
             };
-            tell(Message::End(end));
+            gone.tell(Message::End(end));
         };
         std::thread::Builder::new()
             .name(format!("queue-{index}"))
@@ -210,10 +209,6 @@ impl Attached {
                     return Err(ServeError::host(format!("serve queue {index}"), e));
                 }
             }
-        }
-        if self.threads.iter().any(JoinHandle::is_finished) && !self.connection.stopping() {
-            let e = std::io::Error::other("its thread ended");
-            return Err(ServeError::host("serve a queue", e));
         }
         Ok(())
     }
@@ -262,19 +257,27 @@ impl Drop for Attached {
 struct Gone {
     connection: Arc<Connection>,
     index: usize,
+    sender: Sender<(usize, Message)>,
+    control: Arc<Waker>,
+}
+
+impl Gone {
+    fn tell(&self, message: Message) {
+        // Fails only when the control thread has gone, and then nobody wants to know.
+        let _ = self.sender.send((self.index, message));
+        self.control.wake();
+    }
 }
 
 impl Drop for Gone {
     fn drop(&mut self) {
         self.connection.gate.forfeit(self.index);
         self.connection.wake_all();
+        if std::thread::panicking() {
+            let e = std::io::Error::other("its thread panicked: this is a bug in ferrite");
+            self.tell(Message::End(QueueEnd::Failed(e)));
+        }
     }
-}
-
-fn tell(sender: &Sender<(usize, Message)>, control: &Waker, index: usize, message: Message) {
-    // Fails only when the control thread has gone, and then nobody wants to know.
-    let _ = sender.send((index, message));
-    control.wake();
 }
 
 fn new_connection(

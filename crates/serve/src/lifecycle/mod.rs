@@ -5,10 +5,12 @@
 //! and a guest that toggles its state makes work only as fast as this loop looks (XSA-349, 350).
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_disk::GrowthWatch;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 use ferrite_io::pool::SLAB_BYTES;
@@ -27,7 +29,7 @@ mod attached;
 
 use attached::Attached;
 
-/// How often the medium is asked whether it has grown.
+/// How often the medium is asked whether it has grown, while the guest is at work.
 const RESIZE_CHECK: Duration = Duration::from_secs(1);
 
 /// The token of the watch on the frontend's state.
@@ -153,8 +155,9 @@ pub fn serve(
         max_indirect_segments: config.offer.max_indirect_segments.min(largest_request(device)),
         ..config.offer
     };
+    let (moved, requests) = (false, u64::MAX);
     let mut backend =
-        Backend { store, hypervisor, device, config, offer, control, stop, moved: false };
+        Backend { store, hypervisor, device, config, offer, control, stop, moved, requests };
     backend.store.watch(&config.backend, "backend")?;
     let Some(frontend) = backend.wait_for_directory()? else { return Ok(Outcome::Stopped) };
     backend.store.watch(&format!("{frontend}/state"), FRONTEND)?;
@@ -181,6 +184,8 @@ struct Backend<'a> {
     stop: &'a Waker,
     /// The frontend has written its state since the last look at it.
     moved: bool,
+    /// Answered when the size was last asked for.
+    requests: u64,
 }
 
 /// All states at one look.
@@ -226,7 +231,7 @@ impl Backend<'_> {
                 tracing::info!("waiting for {} to be attached", self.config.backend);
                 told = true;
             }
-            if self.wait(None)? {
+            if self.wait(None, None)? {
                 return Ok(None);
             }
         }
@@ -262,6 +267,7 @@ impl Backend<'_> {
             self.offer(State::InitWait)?;
         }
         let mut refused = Refused::default();
+        let mut growth = self.device.disk.growth_watch();
         loop {
             let look = self.look(frontend)?;
             if look.gone {
@@ -272,7 +278,8 @@ impl Backend<'_> {
             if attached.is_none() && (!look.online || look.dead) && self.let_go(look)? {
                 return Ok(Outcome::Unplugged);
             }
-            if self.wait(Some(RESIZE_CHECK))? {
+            let timeout = self.rest(&mut growth, attached.is_some())?;
+            if self.wait(timeout, growth.fd())? {
                 if let Some(attached) = attached.take() {
                     attached.stop()?;
                 }
@@ -282,8 +289,23 @@ impl Backend<'_> {
             if let Some(attached) = &mut attached {
                 attached.check_queues(self)?;
             }
-            self.check_size(attached.is_some())?;
         }
+    }
+
+    /// Asks for the medium's size, and says when to ask again: soon, while the guest is at work;
+    /// when we are told, while it is not.
+    fn rest(
+        &mut self,
+        growth: &mut GrowthWatch,
+        connected: bool,
+    ) -> Result<Option<Duration>, ServeError> {
+        let requests = self.config.counters.counts().requests;
+        let idle = std::mem::replace(&mut self.requests, requests) == requests;
+        growth.ignore();
+        let told = idle && growth.listen();
+        // After listening has begun: what comes later than this is told.
+        self.check_size(connected)?;
+        Ok((!told).then_some(RESIZE_CHECK))
     }
 
     /// Does what follows from the frontend's state (blkif.md 3.6).
@@ -523,15 +545,21 @@ impl Backend<'_> {
         Ok(())
     }
 
-    /// Waits for a watch, a queue or the end of `timeout`. `true`: asked to stop.
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<bool, ServeError> {
+    /// Waits for a watch, a queue, for `other` or the end of `timeout`. `true`: asked to stop.
+    fn wait(
+        &mut self,
+        timeout: Option<Duration>,
+        other: Option<BorrowedFd<'_>>,
+    ) -> Result<bool, ServeError> {
         // Even a guest that never stops to write keeps nobody from asking us to stop.
         let changed = self.drain_watches()? || self.moved;
         let timeout = if changed { Some(Duration::ZERO) } else { timeout };
         let timeout = timeout
             .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let (store, control, stop) = (self.store.fd(), self.control.fd(), self.stop.fd());
-        let mut fds = [store, control, stop].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        // Without another, the stop twice.
+        let mut fds = [store, control, stop, other.unwrap_or(stop)]
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(ServeError::host("wait for events", e.into())),
