@@ -42,6 +42,9 @@ enum LabTask {
         /// Debian release: trixie or bookworm.
         #[arg(long, default_value = "trixie")]
         suite: String,
+        /// With the backends that `cargo xtask bench xen` compares with.
+        #[arg(long)]
+        peers: bool,
     },
     /// Boots a host, runs commands in its dom0, and powers off.
     Run {
@@ -79,9 +82,10 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Demo => demo::run(),
         Task::Test(arguments) => checks::test(&arguments),
         Task::Bench(arguments) => bench::run(&arguments),
-        Task::Lab(LabTask::Build { suite }) => {
+        Task::Lab(LabTask::Build { suite, peers }) => {
             packages::ensure(&[packages::LAB])?;
-            lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;
+            let suite = lab::root::Suite::by_name(&suite)?;
+            lab::root::ensure(if peers { suite.with_peers() } else { suite })?;
             Ok(ExitCode::SUCCESS)
         }
         Task::Lab(LabTask::Run { suite, guest, ferrite, commands, limit_s }) => {

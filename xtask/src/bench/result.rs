@@ -37,7 +37,6 @@ pub(crate) struct Measurement {
 /// A bound on a ratio or a value.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-#[allow(dead_code, reason = "each part takes what it needs")]
 pub(crate) enum Target {
     /// No less than this.
     AtLeast(f64),
@@ -55,7 +54,6 @@ impl Target {
     }
 }
 
-#[allow(dead_code, reason = "each part takes what it needs")]
 impl Measurement {
     /// A figure without a peer and a target, of one run.
     pub(crate) fn new(

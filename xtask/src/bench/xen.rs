@@ -1,15 +1,315 @@
 //! A real Xen host in the emulator's counting mode: what fio reports in the guest depends on the
-//! number of instructions on the whole path, and hardly on how loaded this machine is.
+//! number of instructions on the whole path, and hardly on how loaded this machine is. Caches and
+//! flushes of the address translation cost nothing there.
 
-use super::result::Measurement;
-use anyhow::Result;
+use super::result::{Measurement, Target};
+use crate::lab::disk::{Backend, Disk, DiskOptions};
+use crate::lab::guest::{Guest, GuestOptions};
+use crate::lab::qemu::Pace;
+use crate::lab::{Lab, root};
+use crate::steps::{say, step};
+use crate::{checks, packages};
+use anyhow::{Context, Result};
 
 /// Options of the part `xen`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Options of the part xen")]
-pub(crate) struct XenArguments {}
+pub(crate) struct XenArguments {
+    /// Backends to measure, with commas between them.
+    #[arg(long, value_delimiter = ',', default_value = "blkback,qdisk,ferrite")]
+    only: Vec<Peer>,
+    /// Tests to run, with commas between them: qd1, qd32, qd32x4, write-qd32x4, read-1m, write-1m.
+    #[arg(long, value_delimiter = ',')]
+    tests: Vec<String>,
+    /// Length of a test, in seconds of the emulated machine.
+    #[arg(long, value_name = "S", default_value_t = 2.0)]
+    xen_seconds: f64,
+    /// Further arguments of `ferrite serve`; given more than once, each is measured for itself.
+    #[arg(long, allow_hyphen_values = true)]
+    ferrite_args: Vec<String>,
+}
 
-/// Boots the host and measures.
-pub(super) fn run(_arguments: &XenArguments) -> Result<Vec<Measurement>> {
-    Ok(Vec::new())
+/// Who serves the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Peer {
+    /// The kernel's backend, with persistent grants.
+    Blkback,
+    /// QEMU's backend.
+    Qdisk,
+    /// This project.
+    Ferrite,
+}
+
+/// One run of fio in the guest, and what was seen in it with a backend that is not measured here.
+#[derive(Debug)]
+struct Test {
+    /// Its name in `--tests`.
+    key: &'static str,
+    /// Its name in the table.
+    name: &'static str,
+    /// fio's options for it.
+    fio: &'static str,
+    unit: Unit,
+    /// What blkback reached in the run that tapdisk3 was measured in: shared/xenlab/README.md.
+    blkback_then: f64,
+    /// What tapdisk3 reached in that run.
+    tapdisk_then: f64,
+    /// Least ratios to blkback, to qdisk and to tapdisk3.
+    least: [f64; 3],
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unit {
+    Iops,
+    Bandwidth,
+}
+
+impl Unit {
+    fn name(self) -> &'static str {
+        match self {
+            Unit::Iops => "IOPS",
+            Unit::Bandwidth => "MB/s",
+        }
+    }
+}
+
+const TESTS: &[Test] = &[
+    Test {
+        key: "qd1",
+        name: "randread 4k QD1",
+        fio: "--rw=randread --bs=4k --iodepth=1",
+        unit: Unit::Iops,
+        blkback_then: 9182.0,
+        tapdisk_then: 6281.0,
+        least: [0.85, 1.4, 1.2],
+    },
+    Test {
+        key: "qd32",
+        name: "randread 4k QD32",
+        fio: "--rw=randread --bs=4k --iodepth=32",
+        unit: Unit::Iops,
+        blkback_then: 18131.0,
+        tapdisk_then: 14656.0,
+        least: [1.0, 1.4, 1.2],
+    },
+    Test {
+        key: "qd32x4",
+        name: "randread 4k QD32 x 4 jobs",
+        fio: "--rw=randread --bs=4k --iodepth=32 --numjobs=4",
+        unit: Unit::Iops,
+        blkback_then: 15747.0,
+        tapdisk_then: 13046.0,
+        least: [1.0, 1.4, 1.2],
+    },
+    Test {
+        key: "write-qd32x4",
+        name: "randwrite 4k QD32 x 4 jobs",
+        fio: "--rw=randwrite --bs=4k --iodepth=32 --numjobs=4",
+        unit: Unit::Iops,
+        blkback_then: 15592.0,
+        tapdisk_then: 13006.0,
+        least: [1.0, 1.4, 1.2],
+    },
+    Test {
+        key: "read-1m",
+        name: "read 1m QD8",
+        fio: "--rw=read --bs=1m --iodepth=8",
+        unit: Unit::Bandwidth,
+        blkback_then: 769.0,
+        tapdisk_then: 412.0,
+        least: [1.0, 1.4, 1.8],
+    },
+    Test {
+        key: "write-1m",
+        name: "write 1m QD8",
+        fio: "--rw=write --bs=1m --iodepth=8",
+        unit: Unit::Bandwidth,
+        blkback_then: 753.0,
+        tapdisk_then: 412.0,
+        least: [1.0, 1.4, 1.8],
+    },
+];
+
+/// Size of the RAM disk behind every backend.
+const DISK_MIB: u32 = 128;
+
+/// A backend as it was measured, and its figures in the order of the tests.
+struct Column {
+    peer: Peer,
+    /// Its name, with the arguments that make it differ.
+    name: String,
+    values: Vec<f64>,
+}
+
+/// Boots the host and measures one backend after the other with the same guest and RAM disk.
+pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
+    let tests = selected(&arguments.tests)?;
+    packages::ensure(&[packages::LAB])?;
+    let suite = root::TRIXIE;
+    let qdisk = arguments.only.contains(&Peer::Qdisk);
+    let root = root::ensure(if qdisk { suite.with_peers() } else { suite })?;
+    let programs = [checks::build_ferrite()?];
+    let mut lab = Lab::boot_at(Pace::Instructions, &root, &programs).context(
+        "counting instructions works with QEMU 7.2; 10.0 stops with \"Bad icount read\"",
+    )?;
+    // blkback as it is by itself, and every page of the disk in place before it is read.
+    lab.sh_for(
+        &format!(
+            "rmmod xen-blkback && modprobe xen-blkback && \
+             modprobe brd rd_nr=1 rd_size={} && dd if=/dev/zero of=/dev/ram0 bs=1M count={DISK_MIB}",
+            DISK_MIB << 10
+        ),
+        60,
+    )?;
+    let mut guest = step("start a guest", || Guest::start(&mut lab, &GuestOptions::default()))?;
+    let mut columns = Vec::new();
+    for (peer, extra) in variants(arguments) {
+        let name = format!("{peer:?} {extra}").trim().to_lowercase();
+        let values =
+            step(&name, || measure(&mut lab, &mut guest, peer, &extra, &tests, arguments.xen_seconds))?;
+        columns.push(Column { peer, name, values });
+    }
+    Ok(compare(&tests, &columns))
+}
+
+fn selected(keys: &[String]) -> Result<Vec<&'static Test>> {
+    if keys.is_empty() {
+        return Ok(TESTS.iter().collect());
+    }
+    let find = |key: &String| TESTS.iter().find(|test| test.key == key);
+    keys.iter().map(|key| find(key).with_context(|| format!("no such test: {key}"))).collect()
+}
+
+/// The backends in the order of their measurement, ferrite once for each set of arguments.
+fn variants(arguments: &XenArguments) -> Vec<(Peer, String)> {
+    let mut list = Vec::new();
+    for peer in &arguments.only {
+        if *peer == Peer::Ferrite && !arguments.ferrite_args.is_empty() {
+            list.extend(arguments.ferrite_args.iter().map(|extra| (*peer, extra.clone())));
+        } else {
+            list.push((*peer, String::new()));
+        }
+    }
+    list
+}
+
+/// Gives the guest a disk, runs the tests on it and takes it away again.
+fn measure(
+    lab: &mut Lab,
+    guest: &mut Guest,
+    peer: Peer,
+    extra: &str,
+    tests: &[&Test],
+    seconds: f64,
+) -> Result<Vec<f64>> {
+    let backend = match peer {
+        Peer::Blkback => Backend::Blkback,
+        Peer::Qdisk => Backend::Qdisk,
+        Peer::Ferrite => Backend::Ferrite,
+    };
+    let mut options = DiskOptions::new("/dev/ram0", "xvda");
+    options.arguments = extra.to_owned();
+    let mut disk = Disk::attach(lab, guest, backend, options)?;
+    disk.wait_connected(lab)?;
+    guest.sh(lab, &format!("until [ -b {} ]; do sleep 0.1; done", disk.node()), 60)?;
+    let mut values = Vec::new();
+    for test in tests {
+        let value = fio(lab, guest, &disk, test, seconds)
+            .with_context(|| disk.describe(lab))
+            .with_context(|| test.name)?;
+        say(format!("  {}: {value:.0} {}", test.name, test.unit.name()));
+        values.push(value);
+    }
+    disk.unplug(lab)?;
+    Ok(values)
+}
+
+/// Runs one test; the figure is in its unit.
+fn fio(lab: &mut Lab, guest: &mut Guest, disk: &Disk, test: &Test, seconds: f64) -> Result<f64> {
+    let command = format!(
+        "fio --name=t --filename={} --ioengine=libaio --direct=1 --time_based --runtime={}ms \
+         --group_reporting --minimal {}",
+        disk.node(),
+        (seconds * 1000.0).round(),
+        test.fio
+    );
+    let line = guest.sh(lab, &command, 120 + seconds.ceil() as u64)?;
+    figure(&line, test.unit).with_context(|| format!("odd output of fio: {line}"))
+}
+
+/// The figure of a line in fio's terse format, version 3: reads and writes together, of which one
+/// is zero.
+fn figure(line: &str, unit: Unit) -> Option<f64> {
+    let fields: Vec<&str> = line.lines().last()?.split(';').collect();
+    let sum = |read: usize, write: usize| -> Option<f64> {
+        let number = |at: usize| fields.get(at)?.parse::<f64>().ok();
+        Some(number(read)? + number(write)?)
+    };
+    match unit {
+        Unit::Iops => sum(7, 48),
+        // Given in KiB/s.
+        Unit::Bandwidth => Some(sum(6, 47)? * 1024.0 / 1e6),
+    }
+}
+
+/// A row for each test, each way that ferrite ran, and each peer.
+fn compare(tests: &[&Test], columns: &[Column]) -> Vec<Measurement> {
+    let of = |peer: Peer| columns.iter().find(|column| column.peer == peer);
+    let mut rows = Vec::new();
+    for (at, test) in tests.iter().enumerate() {
+        let blkback = of(Peer::Blkback).map(|column| column.values[at]);
+        let peers = [
+            ("blkback", blkback),
+            ("qdisk", of(Peer::Qdisk).map(|column| column.values[at])),
+            ("tapdisk3, scaled", blkback.map(|now| test.tapdisk_then * now / test.blkback_then)),
+        ];
+        for column in columns.iter().filter(|column| column.peer == Peer::Ferrite) {
+            let arguments = column.name.trim_start_matches("ferrite").trim();
+            let name = if arguments.is_empty() {
+                test.name.to_owned()
+            } else {
+                format!("{}, {arguments}", test.name)
+            };
+            let row = Measurement::new("xen", name, column.values[at], test.unit.name());
+            let beside = peers.iter().zip(test.least).filter_map(|((peer, value), least)| {
+                Some(row.clone().against(*peer, (*value)?).target(Target::AtLeast(least)))
+            });
+            let before = rows.len();
+            rows.extend(beside);
+            if rows.len() == before {
+                rows.push(row);
+            }
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fios_figures_are_found_for_reads_and_for_writes() {
+        let mut fields = vec!["0"; 130];
+        (fields[6], fields[7]) = ("4000", "1000");
+        assert_eq!(figure(&fields.join(";"), Unit::Iops), Some(1000.0));
+        (fields[6], fields[47]) = ("0", "1000000");
+        assert_eq!(figure(&fields.join(";"), Unit::Bandwidth), Some(1024.0));
+        assert_eq!(figure("fio: failed", Unit::Iops), None);
+    }
+
+    #[test]
+    fn tapdisks_figure_is_scaled_by_what_blkback_reaches_now() {
+        let column = |peer, value| Column { peer, name: "ferrite".into(), values: vec![value] };
+        let columns = [column(Peer::Blkback, 2.0 * 18131.0), column(Peer::Ferrite, 2.0 * 14656.0)];
+        let rows = compare(&selected(&["qd32".into()]).expect("a test"), &columns);
+        assert_eq!(rows.len(), 2);
+        assert_eq!(rows[1].ratio, Some(1.0));
+        assert_eq!(rows[1].met(), Some(false));
+    }
+
+    #[test]
+    fn an_unknown_test_is_refused() {
+        assert!(selected(&["qd33".into()]).is_err());
+    }
 }

@@ -12,6 +12,8 @@ pub(crate) enum Backend {
     Ferrite,
     /// The kernel's blkback, kind vbd: shows that a test holds for a backend known to be good.
     Blkback,
+    /// QEMU's, kind qdisk, a process for each guest.
+    Qdisk,
 }
 
 impl Backend {
@@ -19,6 +21,7 @@ impl Backend {
         match self {
             Backend::Ferrite => "vbd3",
             Backend::Blkback => "vbd",
+            Backend::Qdisk => "qdisk",
         }
     }
 }
@@ -140,6 +143,9 @@ impl Disk {
                 " {back}/type phy {back}/params {device} {back}/physical-device \
                  $(stat -c %t:%T {device})"
             );
+        } else if self.backend == Backend::Qdisk {
+            let params = quote(&format!("aio:{}", self.options.image));
+            write += &format!(" {back}/type qdisk {back}/params {params} {back}/direct-io-safe 0");
         } else {
             write += &format!(" {back}/type aio {back}/params {}", quote(&self.options.image));
         }
@@ -162,30 +168,37 @@ impl Disk {
         ))
     }
 
-    /// Starts `ferrite serve` in the background; blkback is always there.
+    /// Starts the backend's process in the background; blkback is always there.
     pub(crate) fn start_backend(&mut self, lab: &mut Lab) -> Result<()> {
-        if self.backend == Backend::Blkback {
-            return Ok(());
-        }
-        self.starts += 1;
         let read_only = if self.options.read_only { "--read-only" } else { "" };
-        let command = format!(
-            "setsid ferrite serve {} --xen {}/{} {read_only} {} {} </dev/null >{} 2>&1 & echo $!",
-            quote(&self.options.image),
-            self.domid,
-            self.devid,
-            lab.serve_arguments,
-            self.options.arguments,
-            self.log()
-        );
-        let pid = lab.sh(&command)?;
+        let process = match self.backend {
+            Backend::Blkback => return Ok(()),
+            Backend::Ferrite => format!(
+                "ferrite serve {} --xen {}/{} {read_only} {} {}",
+                quote(&self.options.image),
+                self.domid,
+                self.devid,
+                lab.serve_arguments,
+                self.options.arguments,
+            ),
+            // As a toolstack starts it.
+            Backend::Qdisk => format!(
+                "$(ls /usr/libexec/xen-qemu-system-i386 /usr/lib/xen-*/bin/qemu-system-i386 \
+                 2>/dev/null | head -n 1) -xen-domid {} -xen-attach -name qdisk -machine xenpv \
+                 -m 1 -nodefaults -no-user-config -display none -monitor none -serial none",
+                self.domid
+            ),
+        };
+        self.starts += 1;
+        let log = self.log();
+        let pid = lab.sh(&format!("setsid {process} </dev/null >{log} 2>&1 & echo $!"))?;
         self.pid = Some(pid.parse()?);
         Ok(())
     }
 
     /// The log of the backend's last start.
     fn log(&self) -> String {
-        format!("/tmp/ferrite-{}-{}.{}.log", self.domid, self.devid, self.starts)
+        format!("/tmp/backend-{}-{}.{}.log", self.domid, self.devid, self.starts)
     }
 
     /// What the backend has written to its log since its last start.
@@ -238,6 +251,9 @@ impl Disk {
         lab.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
         self.wait_backend_state(lab, 6)?;
         self.forget(lab)?;
+        if self.backend == Backend::Qdisk {
+            return self.stop_backend(lab); // its process is the guest's, not the disk's
+        }
         self.wait_backend_gone(lab)
     }
 
@@ -263,7 +279,7 @@ impl Disk {
     pub(crate) fn remove_after_destroy(&mut self, lab: &mut Lab) -> Result<()> {
         match self.backend {
             Backend::Ferrite => self.wait_backend_gone(lab)?,
-            Backend::Blkback => {
+            Backend::Blkback | Backend::Qdisk => {
                 let back = self.backend_dir();
                 lab.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
             }

@@ -2,7 +2,6 @@
 
 use crate::lab::Lab;
 use crate::lab::channel::{Output, escape, quote};
-use crate::lab::qemu::LINUX_SPEED;
 use anyhow::{Context, Result, bail};
 
 /// How a guest is made; blkfront's parameters decide what it asks of the backend.
@@ -81,9 +80,10 @@ impl Guest {
         let config = format!(
             "name=\"{name}\"\ntype=\"pv\"\nkernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
              memory={GUEST_MEMORY_MIB}\nvcpus={}\n\
-             extra=\"console=hvc0 rdinit=/init quiet panic=-1 {LINUX_SPEED} lab.blkfront={}\"\n\
+             extra=\"console=hvc0 rdinit=/init quiet panic=-1 {} lab.blkfront={}\"\n\
              on_poweroff=\"destroy\"\non_reboot=\"destroy\"\non_crash=\"destroy\"\n",
             options.vcpus,
+            lab.pace().linux_arguments(),
             options.module_parameters()
         );
         let made = lab.sh_for(

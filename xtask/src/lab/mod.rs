@@ -10,7 +10,7 @@ pub(crate) mod root;
 use crate::steps::{self, step};
 use anyhow::{Context, Result, anyhow, bail};
 use channel::{Channel, Output};
-use qemu::{Machine, Qemu, Scratch};
+use qemu::{Machine, Pace, Qemu, Scratch};
 use root::Root;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -50,15 +50,21 @@ pub(crate) struct Lab {
     guests: u32,
     /// Arguments of every `ferrite serve`.
     pub(crate) serve_arguments: String,
+    pace: Pace,
 }
 
 impl Lab {
     /// Boots a host whose dom0 finds `programs` in its PATH.
     pub(crate) fn boot(root: &Root, programs: &[Program]) -> Result<Lab> {
-        step("boot Xen and its dom0", || Self::boot_quietly(root, programs))
+        Self::boot_at(Pace::Clock, root, programs)
     }
 
-    fn boot_quietly(root: &Root, programs: &[Program]) -> Result<Lab> {
+    /// Boots a host whose time is made of what `pace` says.
+    pub(crate) fn boot_at(pace: Pace, root: &Root, programs: &[Program]) -> Result<Lab> {
+        step("boot Xen and its dom0", || Self::boot_quietly(pace, root, programs))
+    }
+
+    fn boot_quietly(pace: Pace, root: &Root, programs: &[Program]) -> Result<Lab> {
         let dir = RunDir::new()?;
         let payload = make_payload(&dir.path, root, programs)?;
         let socket = dir.socket.clone();
@@ -66,8 +72,14 @@ impl Lab {
             Scratch { serial: SCRATCH_512, bytes: 512 << 20, sector_bytes: 512 },
             Scratch { serial: SCRATCH_4096, bytes: 512 << 20, sector_bytes: 4096 },
         ];
-        let machine =
-            Machine { root, dir: &dir.path, payload: &payload, scratch: &scratch, socket: &socket };
+        let machine = Machine {
+            root,
+            dir: &dir.path,
+            payload: &payload,
+            scratch: &scratch,
+            socket: &socket,
+            pace,
+        };
         let mut qemu = Qemu::start(&machine)?;
         let mut channel = Channel::connect(&socket, Duration::from_secs(20))
             .with_context(|| steps::tail(&dir.path.join("qemu.log")))?;
@@ -78,7 +90,12 @@ impl Lab {
                 "the dom0 did not come up (QEMU: {state}); end of its console:\n{console}"
             )));
         }
-        Ok(Lab { channel, qemu, _dir: dir, guests: 0, serve_arguments: String::new() })
+        Ok(Lab { channel, qemu, _dir: dir, guests: 0, serve_arguments: String::new(), pace })
+    }
+
+    /// What the host's time is made of.
+    fn pace(&self) -> Pace {
+        self.pace
     }
 
     /// Processor time the emulator has used, in seconds.
@@ -91,7 +108,9 @@ impl Lab {
     /// # Errors
     /// When no answer comes, with the console's end: the host is then of no further use.
     pub(crate) fn dom0(&mut self, command: &str, limit_s: u64) -> Result<Output> {
-        let result = self.channel.run(command, Duration::from_secs(limit_s), GRACE);
+        // The dom0 ends a command after `limit_s` of its own seconds; here they may be long ones.
+        let grace = GRACE + Duration::from_secs(limit_s) * (self.pace.patience() - 1);
+        let result = self.channel.run(command, Duration::from_secs(limit_s), grace);
         result.map_err(|error| {
             let state = self.qemu.ended().unwrap_or_else(|| "still running".into());
             let console = steps::tail(self.qemu.console());

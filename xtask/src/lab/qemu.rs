@@ -27,7 +27,44 @@ const DOM0_MEMORY: &str = "1024M";
 /// entry into the hypervisor: without them everything is several times faster.
 const XEN_SPEED: &str = "spec-ctrl=no xpti=no pv-l1tf=no";
 /// The same for Linux. Read-only kernel pages cost a hypercall each; the rest is not looked at.
-pub(crate) const LINUX_SPEED: &str = "mitigations=off rodata=off lsm=capability audit=0 nowatchdog";
+const LINUX_SPEED: &str = "mitigations=off rodata=off lsm=capability audit=0 nowatchdog";
+
+/// What the host's time is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// Time passes as it does outside.
+    Clock,
+    /// Each instruction takes a nanosecond, and idle time is skipped: what is measured depends on
+    /// the instructions of guest, hypervisor and dom0, and hardly on how loaded this machine is.
+    /// Nothing is left out that a real host does, so the figures are for unmodified kernels.
+    Instructions,
+}
+
+impl Pace {
+    /// How much longer than inside a step may take outside.
+    pub(crate) fn patience(self) -> u32 {
+        match self {
+            Pace::Clock => 1,
+            Pace::Instructions => 60,
+        }
+    }
+
+    /// What the hypervisor's command line has for the sake of speed.
+    fn xen_arguments(self) -> &'static str {
+        match self {
+            Pace::Clock => XEN_SPEED,
+            Pace::Instructions => "",
+        }
+    }
+
+    /// What the kernels' command lines have for the sake of speed.
+    pub(crate) fn linux_arguments(self) -> &'static str {
+        match self {
+            Pace::Clock => LINUX_SPEED,
+            Pace::Instructions => "nokaslr",
+        }
+    }
+}
 
 /// A running QEMU; dropped, it is killed.
 pub(crate) struct Qemu {
@@ -47,6 +84,8 @@ pub(crate) struct Machine<'a> {
     pub(crate) scratch: &'a [Scratch],
     /// Where QEMU listens for the control channel.
     pub(crate) socket: &'a Path,
+    /// What its time is made of.
+    pub(crate) pace: Pace,
 }
 
 impl Qemu {
@@ -105,17 +144,23 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
     // Westmere: with newer models QEMU's emulation of SMAP and XSAVE breaks PV kernels now and
     // then. thread=single: Xen's own locking is not what is being tested, and it boots as fast.
     command.args(["-machine", "q35", "-cpu", "Westmere", "-accel", "tcg,thread=single"]);
+    if machine.pace == Pace::Instructions {
+        command.args(["-icount", "shift=0,align=off,sleep=off"]);
+        command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm"]);
+    }
     command.args(["-smp", "1", "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
     command.args(["-no-reboot", "-nic", "none", "-device", "virtio-rng-pci"]);
     command.arg("-serial").arg(format!("file:{}", console.display()));
     command.arg("-kernel").arg(root.xen());
     command.arg("-append").arg(format!(
         "console=com1 com1=115200,8n1 dom0_mem={DOM0_MEMORY},max:{DOM0_MEMORY} \
-         dom0_max_vcpus=1 loglvl=warning guest_loglvl=warning {XEN_SPEED}"
+         dom0_max_vcpus=1 loglvl=warning guest_loglvl=warning {}",
+        machine.pace.xen_arguments()
     ));
     command.arg("-initrd").arg(format!(
-        "{} console=hvc0 root=/dev/vda rw init=/lab-init quiet {LINUX_SPEED},{}",
+        "{} console=hvc0 root=/dev/vda rw init=/lab-init quiet {},{}",
         root.kernel().display(),
+        machine.pace.linux_arguments(),
         root.initrd().display()
     ));
     let drive = |file: &Path, id: &str, more: &str| {

@@ -13,12 +13,14 @@ pub(crate) struct Suite {
     pub(crate) name: &'static str,
     /// Its Xen version, part of package and folder names.
     pub(crate) xen: &'static str,
+    /// Whether the backends that we compare ourselves with are in its root.
+    peers: bool,
 }
 
 /// Debian 13: Xen 4.20, Linux 6.12.
-pub(crate) const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20" };
+pub(crate) const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20", peers: false };
 /// Debian 12: Xen 4.17, Linux 6.1.
-pub(crate) const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17" };
+pub(crate) const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17", peers: false };
 
 impl Suite {
     /// The suite called `name`.
@@ -29,6 +31,11 @@ impl Suite {
         }
     }
 
+    /// The same with QEMU's backend in the dom0: twice the size, and of no use to the tests.
+    pub(crate) fn with_peers(self) -> Suite {
+        Suite { peers: true, ..self }
+    }
+
     fn packages(self) -> Vec<String> {
         let xen = self.xen;
         let mut list = vec![format!("xen-hypervisor-{xen}-amd64"), format!("xen-utils-{xen}")];
@@ -36,6 +43,7 @@ impl Suite {
             ["linux-image-amd64", "xenstore-utils", "fio", "e2fsprogs", "fdisk", "strace"]
                 .map(String::from),
         );
+        list.extend(self.peers.then(|| "qemu-system-xen".to_owned()));
         list
     }
 }
@@ -369,5 +377,6 @@ mod tests {
     #[test]
     fn another_suite_is_another_recipe() {
         assert_ne!(recipe_hash(TRIXIE), recipe_hash(BOOKWORM));
+        assert_ne!(recipe_hash(TRIXIE), recipe_hash(TRIXIE.with_peers()));
     }
 }

@@ -163,7 +163,7 @@ impl<'a> Bench<'a> {
         for disk in &mut self.disks {
             disk.sweep(self.lab)?;
         }
-        self.lab.sh("rm -f /lab/image*.raw /tmp/ferrite-*.log /tmp/g*.cfg; rm -rf /run/ferrite")?;
+        self.lab.sh("rm -f /lab/image*.raw /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite")?;
         let broken = "dmesg | grep -E 'BUG:|Oops|general protection|hung task|Call Trace'";
         let said = self.lab.dom0(broken, 30)?;
         if said.status == 0 {
