@@ -249,11 +249,14 @@ impl Disk {
     pub(crate) fn unplug(&mut self, lab: &mut Lab) -> Result<()> {
         let back = self.backend_dir();
         lab.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
+        if self.backend == Backend::Qdisk {
+            // It removes its directory by itself, and its process is the guest's, not the disk's.
+            self.wait(lab, "the backend's end", &format!("! xenstore-exists {back}/state"))?;
+            self.forget(lab)?;
+            return self.stop_backend(lab);
+        }
         self.wait_backend_state(lab, 6)?;
         self.forget(lab)?;
-        if self.backend == Backend::Qdisk {
-            return self.stop_backend(lab); // its process is the guest's, not the disk's
-        }
         self.wait_backend_gone(lab)
     }
 
