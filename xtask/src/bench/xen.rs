@@ -165,8 +165,9 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     let mut columns = Vec::new();
     for (peer, extra) in variants(arguments) {
         let name = format!("{peer:?} {extra}").trim().to_lowercase();
-        let values =
-            step(&name, || measure(&mut lab, &mut guest, peer, &extra, &tests, arguments.xen_seconds))?;
+        let values = step(&name, || {
+            measure(&mut lab, &mut guest, peer, &extra, &tests, arguments.xen_seconds)
+        })?;
         columns.push(Column { peer, name, values });
     }
     Ok(compare(&tests, &columns))

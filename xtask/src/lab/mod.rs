@@ -83,7 +83,8 @@ impl Lab {
         let mut qemu = Qemu::start(&machine)?;
         let mut channel = Channel::connect(&socket, Duration::from_secs(20))
             .with_context(|| steps::tail(&dir.path.join("qemu.log")))?;
-        if let Err(error) = channel.wait_ready(BOOT_LIMIT * if pace == Pace::Clock { 1 } else { 4 }) {
+        if let Err(error) = channel.wait_ready(BOOT_LIMIT * if pace == Pace::Clock { 1 } else { 4 })
+        {
             let state = qemu.ended().unwrap_or_else(|| "still running".into());
             let console = steps::tail(qemu.console());
             return Err(error.context(format!(
