@@ -6,6 +6,7 @@ use ferrite_io::engines::EngineChoice;
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::loopback::CopyWith;
+use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 use serde::{Deserialize, Serialize};
 
 use crate::vdev::Vbd;
@@ -79,6 +80,18 @@ pub(crate) struct ServeArgs {
     /// Memory for data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
     pub(crate) memory: usize,
+
+    /// How data gets from and to the guest: copy, map, or persistent.
+    #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
+    pub(crate) mover: Mover,
+
+    /// Keep up to N pages of the guest mapped; what does not fit is copied.
+    #[arg(long, value_name = "N", default_value_t = DISK_MAPPINGS)]
+    pub(crate) map_budget: u32,
+
+    /// Stop mapping when all ferrite processes of this host together have N pages mapped.
+    #[arg(long, value_name = "N", default_value_t = HOST_MAPPINGS)]
+    pub(crate) map_budget_host: u32,
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
@@ -161,8 +174,8 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) force_overwrite: bool,
 
-    /// How data gets from and to a guest.
-    #[arg(long, value_enum, default_value_t = Mover::Copy)]
+    /// How data gets from and to a guest: copy, map, or persistent.
+    #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
     pub(crate) mover: Mover,
 
     /// What copies: memcpy, or process-vm (the kernel, between address spaces).
@@ -235,14 +248,6 @@ impl Mode {
     pub(crate) fn is_random(self) -> bool {
         matches!(self, Mode::Randread | Mode::Randwrite | Mode::Randrw)
     }
-}
-
-/// How data moves between a guest and the backend.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Mover {
-    /// Copied, as by grant copy.
-    Copy,
 }
 
 /// `ferrite bench-guest`.
@@ -327,6 +332,7 @@ mod tests {
         assert_eq!((args.xen.domain.0, args.xen.device), (3, 51712));
         assert_eq!((args.queues, args.ring_order, args.indirect), (4, 4, 256));
         assert_eq!((args.memory, args.engine), (8 << 20, EngineChoice::Auto));
+        assert_eq!((args.mover, args.map_budget, args.map_budget_host), (Mover::Copy, 4224, 65536));
     }
 
     #[test]
@@ -341,6 +347,8 @@ mod tests {
             ["--memory", "3G"],
             ["--memory", "lots"],
             ["--engine", "io_uring"],
+            ["--mover", "steal"],
+            ["--map-budget", "-1"],
         ] {
             let args = ["ferrite", "serve", "a.img", "--xen", "3/51712"].iter().chain(&bad);
             assert!(Cli::try_parse_from(args).is_err(), "{bad:?}");

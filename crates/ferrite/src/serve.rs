@@ -12,6 +12,7 @@ use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
+use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -24,6 +25,8 @@ use crate::exit::Failure;
 const BACKEND_KIND: &str = "vbd3";
 /// On tmpfs: what is kept here concerns running guests only.
 const RUN_DIR: &str = "/run/ferrite";
+/// In there, the file by which all backends of this host share what may be mapped.
+const MAP_BUDGET: &str = "map-budget";
 /// How long a take-over waits for the killed predecessor's last I/O to end.
 const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
 
@@ -50,7 +53,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
             max_queues: args.queues,
             max_ring_order: args.ring_order,
             max_indirect_segments: args.indirect as u16,
+            persistent: args.mover == Mover::Persistent,
         },
+        moving: moving(args)?,
         pool_bytes: args.memory,
         run_dir,
         engine: engines(kind),
@@ -87,6 +92,21 @@ pub(crate) fn choose(choice: EngineChoice) -> Result<EngineKind, Failure> {
 /// One for every queue.
 pub(crate) fn engines(kind: EngineKind) -> EngineFactory {
     Arc::new(move |arena, entries| kind.open(arena, entries))
+}
+
+/// Called when the run directory is there.
+fn moving(args: &ServeArgs) -> Result<Moving, Failure> {
+    let path = Path::new(RUN_DIR).join(MAP_BUDGET);
+    let budget = match args.mover {
+        Mover::Copy => Budget::of_disk(0),
+        Mover::Map | Mover::Persistent => {
+            Budget::of_host(&path, args.map_budget_host, args.map_budget).map_err(|e| {
+                let help = "it is made when it is not there; --mover copy does without it";
+                Failure::new(format!("cannot open {}", path.display()), e, help)
+            })?
+        }
+    };
+    Ok(Moving { mover: args.mover, maps: Maps::new(budget, SystemClock::shared()) })
 }
 
 fn make_run_dir(path: &Path) -> Result<(), Failure> {

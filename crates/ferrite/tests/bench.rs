@@ -200,7 +200,7 @@ fn what_cannot_be_measured_is_wrong_usage() {
         &["--seconds", "nan"],
         &["--mode", "verify"],
         &["--copy-with", "magic"],
-        &["--mover", "map"],
+        &["--mover", "magic"],
     ] {
         let output = bench("null:1M", more);
         assert_eq!(output.status.code(), Some(2), "{more:?}");

@@ -24,6 +24,8 @@ pub struct Offer {
     pub max_ring_order: u32,
     /// Segments of an INDIRECT request; 0: not offered.
     pub max_indirect_segments: u16,
+    /// Grants may stay mapped: `feature-persistent`. To be offered only with the mover that does it.
+    pub persistent: bool,
 }
 
 /// One queue as the frontend set it up.
@@ -44,10 +46,19 @@ pub struct Wanted {
     pub ring_order: u32,
     /// 1 to the offered number.
     pub queues: Vec<QueueKeys>,
+    /// It says that grants may stay mapped, too.
+    pub persistent: bool,
 }
 
 impl Wanted {
-    /// All of it in one line; equal lines are the same connection.
+    /// Whether it is the same connection: what a frontend cannot change without making a new one.
+    pub fn has_rings_of(&self, other: &Wanted) -> bool {
+        self.protocol == other.protocol
+            && self.ring_order == other.ring_order
+            && self.queues == other.queues
+    }
+
+    /// The rings in one line; equal lines are the same connection.
     pub fn line(&self) -> String {
         let queue = |q: &QueueKeys| {
             let refs: Vec<_> = q.ring.iter().map(|r| r.0.to_string()).collect();
@@ -95,8 +106,9 @@ pub fn publish(
     // A barrier without a flush makes blkfront send FUA writes that crash the guest (2, rule 8).
     put("feature-flush-cache", 1)?;
     put("feature-barrier", 1)?;
-    // Data is copied: a guest that believed otherwise would bounce every request (4.5).
-    put("feature-persistent", 0)?;
+    // Where nothing stays mapped, a guest that believed otherwise would copy all data for nothing
+    // (4.5).
+    put("feature-persistent", offer.persistent.into())?;
     put("feature-discard", discard.into())?;
     if discard && let Some(limits) = disk.discard_limits() {
         put("discard-granularity", limits.granularity_bytes.into())?;
@@ -121,6 +133,7 @@ pub fn published_offer(store: &mut Store, backend: &str) -> Result<(Offer, bool)
         max_queues: number("multi-queue-max-queues", u32::MAX)?,
         max_ring_order: number("max-ring-page-order", MAX_RING_ORDER)?,
         max_indirect_segments: number("feature-max-indirect-segments", 4096)? as u16,
+        persistent: number("feature-persistent", 1)? == 1,
     };
     Ok((offer, number("feature-discard", 1)? == 1))
 }
@@ -157,7 +170,9 @@ pub fn read_frontend(
     if let Some(q) = queues.iter().find(|q| !seen.insert(q.port)) {
         return Err(bad("event-channel", format!("{} is used by two queues", q.port)));
     }
-    Ok(Wanted { protocol, ring_order: ring.order, queues })
+    // Both ends have to say it. Whatever else stands there is no.
+    let persistent = offer.persistent && keys.text("feature-persistent")?.as_deref() == Some("1");
+    Ok(Wanted { protocol, ring_order: ring.order, queues, persistent })
 }
 
 fn bad(key: &str, why: String) -> NegotiateError {

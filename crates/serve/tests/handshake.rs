@@ -13,7 +13,7 @@ use ferrite_xen::loopback::front::{
     Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, Keys, QueueOptions, RingKeys,
 };
 
-use rig::{PATIENCE, Plan, Rig};
+use rig::{PATIENCE, Plan, Rig, offer};
 
 /// Memory is measured for the whole process.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -249,6 +249,7 @@ fn a_channel_of_another_guest_is_not_reached() {
         id_bits: 0,
         regrant: false,
         check_release: true,
+        persistent: false,
     };
     let queues: Vec<_> = (0..4).map(|_| FrontQueue::new(&other, options).unwrap()).collect();
     rig.start();
@@ -262,7 +263,7 @@ fn a_channel_of_another_guest_is_not_reached() {
 
 #[test]
 fn what_was_offered_is_the_limit_of_what_may_be_asked() {
-    let offer = Offer { max_queues: 2, max_ring_order: 1, max_indirect_segments: 0 };
+    let offer = Offer { max_queues: 2, max_ring_order: 1, max_indirect_segments: 0, ..offer() };
     let mut rig = Rig::new(Plan { offer, ..plan() });
     let mut front = rig.frontend();
     let linux = FrontOptions { exceed_offer: true, ..FrontOptions::default() };

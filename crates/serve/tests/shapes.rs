@@ -13,7 +13,7 @@ use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::loopback::GuestOptions;
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue};
 
-use rig::{PATIENCE, Plan, Rig, scale};
+use rig::{PATIENCE, Plan, Rig, offer, scale};
 
 const BYTES: u64 = 8 << 20;
 
@@ -222,7 +222,7 @@ fn writes_that_overlap_in_flight_leave_one_of_them_in_each_sector() {
 /// place, all in flight together. The barrier orders them.
 #[test]
 fn storms_of_barriers_on_sixteen_queues_end_and_keep_their_order() {
-    let offer = Offer { max_queues: 16, max_ring_order: 4, max_indirect_segments: 256 };
+    let offer = Offer { max_queues: 16, ..offer() };
     let guest = GuestOptions { ports: 32, ..GuestOptions::default() };
     let rig = Rig::new(Plan { offer, guest, pool_bytes: 18 << 20, ..plan() });
     let mut front = rig.connect(&FrontOptions { queues: 16, ..FrontOptions::default() });

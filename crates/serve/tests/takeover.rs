@@ -16,16 +16,16 @@ use ferrite_io::clock::{Random, SplitMix64, SystemClock};
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, Outcome, ServeError, serve};
-use ferrite_serve::negotiate::Offer;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::abi::{PlainOp, RawSegment};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
+use ferrite_xen::mover::{Budget, DISK_MAPPINGS};
 use ferrite_xen::store::Store;
 
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, engines, scale};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, engines, mover, moving, offer, scale};
 
 /// Bytes and sectors that one request at a time works on.
 const CHUNK: u64 = 256 << 10;
@@ -58,7 +58,8 @@ fn process_backend() {
         backend: DiskPaths::new(DomId(1), DEVID).backend,
         domid: DomId(1),
         devid: DEVID,
-        offer: Offer { max_queues: 4, max_ring_order: 4, max_indirect_segments: 256 },
+        offer: offer(),
+        moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
         pool_bytes: 8 << 20,
         run_dir: env(RUN_DIR).into(),
         engine: engines(),

@@ -9,6 +9,8 @@ use std::ptr::NonNull;
 
 use ferrite_io::arena::{Arena, Span};
 
+use crate::mover::Moving;
+
 /// A domain's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DomId(pub u16);
@@ -130,7 +132,8 @@ pub trait Hypervisor: Send + Sync {
     /// What reports call it: `xen` or `loopback`.
     fn name(&self) -> &'static str;
 
-    /// Maps the ring pages (1 to 16, contiguous in the order given), binds the port.
+    /// Maps the ring pages (1 to 16, contiguous in the order given), binds the port. Data will
+    /// move as `moving` says.
     ///
     /// # Errors
     /// [`HypervisorError::Guest`] where the guest's references are at fault.
@@ -139,6 +142,7 @@ pub trait Hypervisor: Send + Sync {
         domid: DomId,
         ring: &[GrantRef],
         port: u32,
+        moving: &Moving,
     ) -> Result<Box<dyn Link>, HypervisorError>;
 }
 
@@ -175,9 +179,9 @@ pub trait Link: Send {
     /// The ring's pages; they stay mapped as long as `self` lives.
     fn ring(&self) -> RingMemory;
 
-    /// Carries out `segments`, whose local sides lie in `arena`, each with its own status. After
-    /// `Ok` every status has been written by the hypervisor or is still [`STATUS_UNTOUCHED`]:
-    /// check each one.
+    /// Carries out `segments`, whose local sides lie in `arena`, each with its own status, by this
+    /// link's [mover](crate::mover). After `Ok` every status has been written by the hypervisor or
+    /// the mover, or is still [`STATUS_UNTOUCHED`]: check each one.
     ///
     /// # Errors
     /// The call as a whole failed, and no status means anything.

@@ -12,6 +12,7 @@
 pub mod abi;
 pub mod hypervisor;
 pub mod loopback;
+pub mod mover;
 pub mod real;
 pub mod ring;
 pub mod store;

@@ -17,6 +17,7 @@ use ferrite_serve::negotiate::Offer;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
+use ferrite_xen::mover::{Budget, DISK_MAPPINGS, Maps, Mover, Moving};
 use tempfile::TempDir;
 
 use super::idle::{Idle, Switches};
@@ -301,6 +302,8 @@ fn size(task: &Task) -> GuestOptions {
     let pages_of_request = task.block_pages() + 1;
     let pages_of_queue = task.depth * pages_of_request + (1 << task.ring_order);
     let frames = queues * pages_of_queue;
+    // Persistent grants take a second page for each one.
+    let frames = if task.persistent { 2 * frames } else { frames };
     // A reference for each page that stays granted and one for each request's; the queues take
     // those in lots of 64, and the first 8 are reserved.
     let grants = 2 * frames + 64 * queues + 8;
@@ -330,6 +333,11 @@ fn config(
             max_queues: args.queues,
             max_ring_order: task.ring_order,
             max_indirect_segments: args.indirect as u16,
+            persistent: args.mover == Mover::Persistent,
+        },
+        moving: Moving {
+            mover: args.mover,
+            maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),
         },
         pool_bytes: args.memory,
         run_dir,

@@ -209,6 +209,7 @@ mod tests {
             max_indirect: 0,
             poll_us: 0,
             queues: 1,
+            persistent: false,
             parts: Vec::new(),
         };
         let mut choice = Choice::new(&task, (800, 80));

@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::idle::Idle;
 use super::tally::{Counter, Tally};
 use super::task::Task;
-use crate::cli::{BenchArgs, Mode, Mover};
+use crate::cli::{BenchArgs, Mode};
 use crate::exit::Failure;
 
 /// Said with every figure.
@@ -80,7 +80,7 @@ pub(super) struct Report {
     segments_per_copy: Option<f64>,
     ios: u64,
     errors: u64,
-    mover: Mover,
+    mover: String,
     copy_with: String,
     image: String,
     disk: String,
@@ -152,7 +152,7 @@ impl Report {
             segments_per_copy: aside.segments_per_copy.map(round),
             ios,
             errors: tally.errors,
-            mover: args.mover,
+            mover: args.mover.to_string(),
             copy_with: args.copy_with.to_string(),
             image: args.image.clone(),
             disk: medium.description,
@@ -204,7 +204,7 @@ impl Report {
                 self.seconds
             ),
         );
-        line("by", format!("{}, copies by {}", self.engine, self.copy_with));
+        line("by", format!("{}, mover {}, copies by {}", self.engine, self.mover, self.copy_with));
         line("rate", format!("{:.0} IOPS, {:.0} MiB/s", self.iops, self.mib_per_s));
         let Latency { mean, p50, p99, max } = self.lat_us;
         line(

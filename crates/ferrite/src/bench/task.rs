@@ -5,6 +5,7 @@ use std::num::NonZero;
 use ferrite_disk::Disk;
 use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, MAX_RING_ORDER, Protocol, SECTOR_BYTES};
 use ferrite_xen::hypervisor::PAGE_SIZE;
+use ferrite_xen::mover::Mover;
 use serde::{Deserialize, Serialize};
 
 use super::tally::Tally;
@@ -26,6 +27,8 @@ pub(super) struct Task {
     pub(super) max_indirect: u32,
     /// How long to look for responses before sleeping.
     pub(super) poll_us: u32,
+    /// Use persistent grants, if the backend offers them.
+    pub(super) persistent: bool,
     /// Queues to connect.
     pub(super) queues: u32,
     /// The sectors of each of its queues that has work: first and count.
@@ -94,6 +97,7 @@ pub(super) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure>
         max_indirect: args.indirect,
         poll_us: poll_us(args, loaded),
         queues: args.queues,
+        persistent: args.mover == Mover::Persistent,
         parts: parts.to_vec(),
     };
     Ok(parts.chunks(loaded as usize).map(task).collect())

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 
 use ferrite_io::pool::Pool;
 use ferrite_xen::hypervisor::{HypervisorError, Link};
+use ferrite_xen::mover::{Mover, Moving};
 use ferrite_xen::ring::BackRing;
 use ferrite_xen::store::StoreError;
 
@@ -35,7 +36,8 @@ pub(super) struct Attached {
     threads: Vec<JoinHandle<()>>,
     messages: Receiver<(usize, Message)>,
     table_path: PathBuf,
-    mover: &'static str,
+    moving: Moving,
+    hypervisor: &'static str,
 }
 
 /// A queue before its thread runs.
@@ -52,9 +54,10 @@ impl Attached {
         let indirect = backend.offer.max_indirect_segments;
         let connection =
             new_connection(backend, &wanted, indirect, discard).map_err(Refusal::Host)?;
+        let moving = moving(backend, &wanted);
         let mut rings = Vec::new();
         for i in 0..wanted.queues.len() {
-            let link = new_link(backend, &wanted, i)?;
+            let link = new_link(backend, &wanted, i, &moving)?;
             rings.push(
                 BackRing::attach(link, wanted.protocol)
                     .map_err(|e| Refusal::Guest(format!("queue {i}: {e}")))?,
@@ -73,7 +76,7 @@ impl Attached {
                 Prepared { ring, table, replay: Vec::new() }
             })
             .collect();
-        Attached::start(backend, wanted, connection, prepared).map_err(Refusal::Host)
+        Attached::start(backend, wanted, connection, prepared, moving).map_err(Refusal::Host)
     }
 
     /// Takes over a frontend that a predecessor had connected (blkif.md 3.9). The image's lock,
@@ -95,10 +98,11 @@ impl Attached {
         let table = Table::open(&table_path(backend), identity(backend, &wanted, indirect)?)
             .map_err(|e| refuse(e.to_string()))?;
         let connection = new_connection(backend, &wanted, indirect, discard)?;
+        let moving = moving(backend, &wanted);
         let mut prepared = Vec::new();
         let mut undone = 0;
         for (i, table) in table.into_queues().into_iter().enumerate() {
-            let link = new_link(backend, &wanted, i).map_err(|e| match e {
+            let link = new_link(backend, &wanted, i, &moving).map_err(|e| match e {
                 Refusal::Guest(why) => refuse(why),
                 Refusal::Host(e) => e,
             })?;
@@ -110,7 +114,7 @@ impl Attached {
             undone += resume.unanswered.len();
             prepared.push(Prepared { ring, table, replay: resume.unanswered });
         }
-        let attached = Attached::start(backend, wanted, connection, prepared)?;
+        let attached = Attached::start(backend, wanted, connection, prepared, moving)?;
         tracing::info!("took over, {undone} requests to finish: {}", attached.describe());
         Ok(attached)
     }
@@ -120,6 +124,7 @@ impl Attached {
         wanted: Wanted,
         connection: Arc<Connection>,
         prepared: Vec<Prepared>,
+        moving: Moving,
     ) -> Result<Attached, ServeError> {
         let (sender, messages) = channel();
         let mut attached = Attached {
@@ -128,7 +133,8 @@ impl Attached {
             threads: Vec::new(),
             messages,
             table_path: table_path(backend),
-            mover: backend.hypervisor.name(),
+            moving,
+            hypervisor: backend.hypervisor.name(),
         };
         for (index, prepared) in prepared.into_iter().enumerate() {
             match attached.spawn(backend, index, prepared, sender.clone()) {
@@ -182,13 +188,18 @@ impl Attached {
     /// One line for the log.
     pub(super) fn describe(&self) -> String {
         format!(
-            "{}, {} queue{}, ring order {}, up to {} segments, grant copy ({})",
+            "{}, {} queue{}, ring order {}, up to {} segments, {} ({})",
             self.wanted.protocol.key(),
             self.wanted.queues.len(),
             if self.wanted.queues.len() == 1 { "" } else { "s" },
             self.wanted.ring_order,
             self.connection.max_indirect_segments.max(11),
-            self.mover,
+            match self.moving.mover {
+                Mover::Copy => "grant copy",
+                Mover::Map => "grant map",
+                Mover::Persistent => "persistent grants",
+            },
+            self.hypervisor,
         )
     }
 
@@ -237,11 +248,17 @@ impl Attached {
     }
 
     fn join(&mut self) {
+        if self.threads.is_empty() {
+            return;
+        }
         self.connection.stop();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a queue's thread panicked: this is a bug in ferrite");
             }
+        }
+        if self.moving.mover != Mover::Copy {
+            tracing::debug!("disconnected: {}", self.moving.maps.counts());
         }
     }
 }
@@ -297,9 +314,31 @@ fn new_connection(
         .map_err(|e| ServeError::host("make an eventfd", e))
 }
 
-fn new_link(backend: &Backend<'_>, wanted: &Wanted, i: usize) -> Result<Box<dyn Link>, Refusal> {
+/// The disk's mover, if the frontend agrees to it; otherwise grant copy, which any frontend takes.
+fn moving(backend: &Backend<'_>, wanted: &Wanted) -> Moving {
+    let configured = &backend.config.moving;
+    if configured.mover != Mover::Persistent || wanted.persistent {
+        return configured.clone();
+    }
+    let quiet = &backend.device.quiet.connections;
+    if let Some(held_back) = quiet.allow(backend.device.clock.now_ns()) {
+        tracing::info!(
+            held_back = told(held_back),
+            "the connection is not one of persistent grants: data goes by grant copy"
+        );
+    }
+    Moving { mover: Mover::Copy, maps: configured.maps.clone() }
+}
+
+fn new_link(
+    backend: &Backend<'_>,
+    wanted: &Wanted,
+    i: usize,
+    moving: &Moving,
+) -> Result<Box<dyn Link>, Refusal> {
     let queue = &wanted.queues[i];
-    backend.hypervisor.connect(backend.config.domid, &queue.ring, queue.port).map_err(|e| match e {
+    let link = backend.hypervisor.connect(backend.config.domid, &queue.ring, queue.port, moving);
+    link.map_err(|e| match e {
         HypervisorError::Guest { .. } => Refusal::Guest(format!("queue {i}: {e}")),
         HypervisorError::Host { .. } => {
             Refusal::Host(ServeError::host(format!("connect queue {i}"), std::io::Error::other(e)))

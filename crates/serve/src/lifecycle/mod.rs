@@ -16,6 +16,7 @@ use ferrite_io::engine::Engine;
 use ferrite_io::pool::SLAB_BYTES;
 use ferrite_xen::abi::SECTOR_BYTES;
 use ferrite_xen::hypervisor::{DomId, Hypervisor, PAGE_SIZE};
+use ferrite_xen::mover::Moving;
 use ferrite_xen::store::{Store, StoreError, Transaction};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -89,6 +90,8 @@ pub struct Config {
     pub devid: u32,
     /// What is offered.
     pub offer: Offer,
+    /// How data moves, and what may be mapped for it.
+    pub moving: Moving,
     /// Bytes of the disk's buffer pool.
     pub pool_bytes: usize,
     /// A directory on tmpfs for the in-flight table and the trace rings.
@@ -362,7 +365,7 @@ impl Backend<'_> {
             let connected = look.front == State::Connected;
             let same = connected && !look.moved
                 || match self.wanted(frontend) {
-                    Ok(wanted) => *a.wanted() == wanted,
+                    Ok(wanted) => a.wanted().has_rings_of(&wanted),
                     Err(_) => connected,
                 };
             if same {

@@ -1,7 +1,8 @@
 //! Steps 4 and 6: data between the guest's frames and the pool, a sweep's worth a call.
 //!
-//! The guest's memory is only ever copied, never mapped for data, so a grant is free again as
-//! soon as the call returns, and in any case before the response (blkif.md 2, rule 5).
+//! How the bytes move is the link's matter ([`ferrite_xen::mover`]). But for persistent grants, of
+//! which frontends know, a grant is free again as soon as the call returns, and so before the
+//! response (blkif.md 2, rule 5).
 
 use ferrite_io::arena::Span;
 use ferrite_xen::abi::STATUS_ERROR;

@@ -23,6 +23,7 @@ use ferrite_xen::loopback::front::{FrontOptions, Frontend};
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{CopyWith, GuestOptions, Machine};
 use ferrite_xen::store::Store;
+use ferrite_xen::mover::{Budget, Counts, DISK_MAPPINGS, Maps, Mover, Moving};
 use tempfile::TempDir;
 
 /// Long enough for anything that ends at all, on a machine that is busy with other things.
@@ -32,6 +33,27 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 pub fn scale() -> u32 {
     let scale = std::env::var("FERRITE_TEST_SCALE").ok();
     scale.map_or(1, |s| s.parse().expect("FERRITE_TEST_SCALE is a number"))
+}
+
+/// The mover that the tests are run with.
+pub fn mover() -> Mover {
+    let mover = std::env::var("FERRITE_TEST_MOVER").ok();
+    mover.map_or(Mover::Copy, |m| m.parse().expect("FERRITE_TEST_MOVER is a mover"))
+}
+
+/// Data moved that way, within that budget.
+pub fn moving(mover: Mover, budget: Budget) -> Moving {
+    Moving { mover, maps: Maps::new(budget, SystemClock::shared()) }
+}
+
+/// What disks are offered with.
+pub fn offer() -> Offer {
+    Offer {
+        max_queues: 4,
+        max_ring_order: 4,
+        max_indirect_segments: 256,
+        persistent: mover() == Mover::Persistent,
+    }
 }
 
 /// A directory in memory, as a backend's run directory is.
@@ -83,6 +105,8 @@ pub struct Plan {
     pub copy_with: CopyWith,
     pub engine: EngineFactory,
     pub tuning: Tuning,
+    /// By the mover that `FERRITE_TEST_MOVER` names, grant copy if it is not set.
+    pub moving: Moving,
     /// In place of a fresh sparse file.
     pub image: Option<PathBuf>,
     pub guest: GuestOptions,
@@ -94,12 +118,13 @@ impl Default for Plan {
     fn default() -> Plan {
         Plan {
             bytes: 64 << 20,
-            offer: Offer { max_queues: 4, max_ring_order: 4, max_indirect_segments: 256 },
+            offer: offer(),
             pool_bytes: 8 << 20,
             read_only: false,
             copy_with: CopyWith::Memcpy,
             engine: engines(),
             tuning: Tuning::default(),
+            moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
             image: None,
             guest: GuestOptions::default(),
             backend_keys: Vec::new(),
@@ -177,6 +202,7 @@ impl Rig {
             engine: self.plan.engine.clone(),
             tuning: self.plan.tuning,
             counters: self.counters.clone(),
+            moving: self.plan.moving.clone(),
         };
         let stopper = stop.clone();
         let thread =
@@ -250,6 +276,11 @@ impl Rig {
         let mut data = vec![0; bytes];
         file.read_exact(&mut data).unwrap();
         data
+    }
+
+    /// What its movers have done.
+    pub fn counts(&self) -> Counts {
+        self.plan.moving.maps.counts()
     }
 
     /// The backend's run directory.

@@ -12,6 +12,7 @@ use super::BACKEND_DOMID;
 use super::grants::Access;
 use super::memory::GuestMemory;
 use crate::hypervisor::{CopySegment, Direction, GNTST_GENERAL_ERROR, GNTST_OKAY, PAGE_SIZE};
+use crate::mover::move_bytes;
 
 /// What moves the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,18 +103,9 @@ fn memcpy_one(
             return;
         }
     };
-    let local = arena.ptr(segment.local());
-    let len = usize::from(segment.len());
-    // SAFETY: CopySegment keeps offset + len inside one frame, `frame` bounds-checks the frame,
-    // `ptr` our side; mappings of different objects do not overlap. The guest may change the
-    // bytes meanwhile: they are opaque data, nothing here looks at them (see memory.rs).
-    unsafe {
-        let guest = memory.frame(frame).add(usize::from(segment.offset()));
-        match direction {
-            Direction::FromGuest => local.copy_from_nonoverlapping(guest, len),
-            Direction::ToGuest => guest.copy_from_nonoverlapping(local, len),
-        }
-    }
+    // SAFETY: `frame` bounds-checks the frame, which is mapped whole as long as `memory`; see
+    // memory.rs for the accesses.
+    unsafe { move_bytes(memory.frame(frame), arena, direction, segment) };
     memory.grants().unpin(segment.gref());
     segment.status = GNTST_OKAY;
 }

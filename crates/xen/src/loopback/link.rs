@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -16,6 +17,7 @@ use super::{BACKEND_DOMID, CopyWith, GuestHandle, LoopbackError};
 use crate::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, RingMemory,
 };
+use crate::mover::{Carrier, Grants, Mapping, Moving};
 
 /// The way to a set of guests. One process at a time serves a guest; when that process has died,
 /// however it did, the next one may.
@@ -76,6 +78,7 @@ impl Hypervisor for Loopback {
         domid: DomId,
         ring: &[GrantRef],
         port: u32,
+        moving: &Moving,
     ) -> Result<Box<dyn Link>, HypervisorError> {
         let refuse = |what: String, errno: rustix::io::Errno| {
             Err(HypervisorError::Guest { domid, what, source: errno.into() })
@@ -87,29 +90,27 @@ impl Hypervisor for Loopback {
         if !(1..=16).contains(&ring.len()) {
             return refuse(format!("map a ring of {} pages", ring.len()), rustix::io::Errno::INVAL);
         }
-        let mut pins = Pins { guest: guest.clone(), grefs: Vec::with_capacity(ring.len()) };
-        let mut frames = Vec::with_capacity(ring.len());
-        for gref in ring {
-            match pins.add(*gref) {
-                Ok(frame) => frames.push(frame),
-                Err(status) => {
-                    let what = format!("map ring reference {} (status {status})", gref.0);
-                    return refuse(what, rustix::io::Errno::INVAL);
-                }
-            }
-        }
-        let ring = guest.memory.map_frames(&frames).map_err(|source| HypervisorError::Host {
-            what: format!("map the {} ring pages of domain {domid}", frames.len()),
-            source,
-            hint: "check the limits on memory mappings (sysctl vm.max_map_count)",
+        let ring = Mapped::map(&guest, ring, true).map_err(|e| match e {
+            MapError::Refused { gref, status } => HypervisorError::Guest {
+                domid,
+                what: format!("map ring reference {} (status {status})", gref.0),
+                source: rustix::io::Errno::INVAL.into(),
+            },
+            MapError::Memory(source) => HypervisorError::Host {
+                what: format!("map the {} ring pages of domain {domid}", ring.len()),
+                source,
+                hint: "check the limits on memory mappings (sysctl vm.max_map_count)",
+            },
         })?;
         if !guest.memory.bind_port(port) {
             return refuse(format!("bind event channel {port}"), rustix::io::Errno::INVAL);
         }
         let copier = Copier::new(self.copy_with, &guest.memory);
         let (copies, counted) = (self.copies.clone(), (0, 0));
+        let grants = GuestGrants { guest: guest.clone(), copier };
+        let carrier = Carrier::new(moving);
         let link =
-            LoopbackLink { guest, port, copier, copies, counted, taken: false, ring, _pins: pins };
+            LoopbackLink { carrier, ring, guest, port, grants, copies, counted, taken: false };
         // As Xen does: events may have been lost before the channel was bound (blkif.md 3.9).
         signal(link.guest.descriptors.to_back(port)).map_err(|source| HypervisorError::Host {
             what: format!("bind event channel {port} of domain {domid}"),
@@ -175,17 +176,16 @@ fn is_running(pid: u32) -> bool {
     !matches!(state, Some('Z' | 'X'))
 }
 
-/// Grants in use for as long as a ring is mapped.
+/// Grants in use for as long as they are mapped.
 struct Pins {
     guest: Arc<Attached>,
     grefs: Vec<GrantRef>,
 }
 
 impl Pins {
-    fn add(&mut self, gref: GrantRef) -> Result<u32, i16> {
+    fn add(&mut self, gref: GrantRef, access: Access) -> Result<u32, i16> {
         let memory = &self.guest.memory;
-        let frames = memory.layout().frames;
-        let frame = memory.grants().pin(gref, BACKEND_DOMID, Access::Write, frames)?;
+        let frame = memory.grants().pin(gref, BACKEND_DOMID, access, memory.layout().frames)?;
         self.grefs.push(gref);
         Ok(frame)
     }
@@ -197,6 +197,68 @@ impl Drop for Pins {
     }
 }
 
+/// Why pages cannot be mapped.
+enum MapError {
+    /// By the guest's grant table.
+    Refused { gref: GrantRef, status: i16 },
+    /// By the kernel.
+    Memory(io::Error),
+}
+
+/// Granted pages, mapped.
+struct Mapped {
+    // Dropped in this order: the mapping goes before the grants count as unused.
+    mapping: FrameMapping,
+    _pins: Pins,
+}
+
+impl Mapped {
+    /// All of them or none.
+    fn map(guest: &Arc<Attached>, grefs: &[GrantRef], writable: bool) -> Result<Mapped, MapError> {
+        let access = if writable { Access::Write } else { Access::Read };
+        let mut pins = Pins { guest: guest.clone(), grefs: Vec::with_capacity(grefs.len()) };
+        let mut frames = Vec::with_capacity(grefs.len());
+        for gref in grefs {
+            let refused = |status| MapError::Refused { gref: *gref, status };
+            frames.push(pins.add(*gref, access).map_err(refused)?);
+        }
+        let mapping = guest.memory.map_frames(&frames, writable).map_err(MapError::Memory)?;
+        Ok(Mapped { mapping, _pins: pins })
+    }
+}
+
+impl Mapping for Mapped {
+    fn page(&self, page: usize) -> NonNull<u8> {
+        self.mapping.page(page)
+    }
+}
+
+/// One guest's pages, for its link's mover.
+struct GuestGrants {
+    guest: Arc<Attached>,
+    copier: Copier,
+}
+
+impl Grants for GuestGrants {
+    type Mapping = Mapped;
+
+    fn copy(
+        &mut self,
+        arena: &Arena,
+        direction: Direction,
+        segments: &mut [CopySegment],
+    ) -> io::Result<()> {
+        self.copier.copy(&self.guest.memory, arena, direction, segments)
+    }
+
+    fn map(&mut self, grefs: &[GrantRef], writable: bool) -> io::Result<Mapped> {
+        Mapped::map(&self.guest, grefs, writable).map_err(|e| match e {
+            MapError::Refused { .. } => io::ErrorKind::InvalidInput.into(),
+            MapError::Memory(e) => e,
+        })
+    }
+}
+
 /// One connected queue.
 ///
 /// [`event_fd`](Link::event_fd) is the eventfd itself. Events that come between
@@ -204,22 +266,21 @@ impl Drop for Pins {
 /// not give them out; but it does poll readable, which /dev/xen/evtchn would not. A backend polls
 /// it after `rearm` only, so that it sees no difference.
 struct LoopbackLink {
+    carrier: Carrier<Mapped>,
+    ring: Mapped,
     guest: Arc<Attached>,
     port: u32,
-    copier: Copier,
+    grants: GuestGrants,
     copies: Arc<Copies>,
     /// Calls and segments of this connection, so that queues do not share a counter.
     counted: (u64, u64),
     taken: bool,
-    // Dropped in this order: the mapping goes before the grants count as unused.
-    ring: FrameMapping,
-    _pins: Pins,
 }
 
 impl Link for LoopbackLink {
     fn ring(&self) -> RingMemory {
         // SAFETY: page aligned whole pages, mapped readable and writable until `self` is dropped.
-        unsafe { RingMemory::new(self.ring.base(), self.ring.len()) }
+        unsafe { RingMemory::new(self.ring.mapping.base(), self.ring.mapping.len()) }
     }
 
     fn copy(
@@ -230,7 +291,7 @@ impl Link for LoopbackLink {
     ) -> io::Result<()> {
         self.counted.0 += 1;
         self.counted.1 += segments.len() as u64;
-        self.copier.copy(&self.guest.memory, arena, direction, segments)
+        self.carrier.copy(&mut self.grants, arena, direction, segments)
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {

@@ -212,8 +212,9 @@ impl GuestMemory {
         unsafe { self.base.add(self.layout.frames_at() + frame as usize * PAGE_SIZE) }
     }
 
-    /// Maps arbitrary frames one behind the other.
-    pub(super) fn map_frames(&self, frames: &[u32]) -> io::Result<FrameMapping> {
+    /// Maps arbitrary frames one behind the other. Their page-table entries are made now, as a
+    /// hypervisor makes them, and not at the first access.
+    pub(super) fn map_frames(&self, frames: &[u32], writable: bool) -> io::Result<FrameMapping> {
         let len = frames.len() * PAGE_SIZE;
         // SAFETY: reserves addresses of the kernel's choice.
         let base = unsafe {
@@ -224,8 +225,9 @@ impl GuestMemory {
         for (i, frame) in frames.iter().enumerate() {
             assert!(*frame < self.layout.frames, "frame {frame} of {}", self.layout.frames);
             let offset = self.layout.frames_at() + *frame as usize * PAGE_SIZE;
-            let prot = ProtFlags::READ | ProtFlags::WRITE;
-            let flags = MapFlags::SHARED | MapFlags::FIXED;
+            let write = if writable { ProtFlags::WRITE } else { ProtFlags::empty() };
+            let prot = ProtFlags::READ | write;
+            let flags = MapFlags::SHARED | MapFlags::FIXED | MapFlags::POPULATE;
             // SAFETY: replaces one page inside the reservation, which is ours alone.
             unsafe {
                 let at = base.add(i * PAGE_SIZE).as_ptr().cast();
@@ -328,6 +330,13 @@ impl FrameMapping {
     pub(super) fn len(&self) -> usize {
         self.len
     }
+
+    /// First byte of one of the frames, in the order in which they were given.
+    pub(super) fn page(&self, page: usize) -> NonNull<u8> {
+        assert!(page < self.len / PAGE_SIZE, "page {page} of {}", self.len / PAGE_SIZE);
+        // SAFETY: inside the mapping.
+        unsafe { self.base.add(page * PAGE_SIZE) }
+    }
 }
 
 impl Drop for FrameMapping {
@@ -366,7 +375,7 @@ mod tests {
     #[test]
     fn scattered_frames_appear_one_behind_the_other() {
         let (_file, memory) = guest();
-        let mapping = memory.map_frames(&[5, 2, 7]).unwrap();
+        let mapping = memory.map_frames(&[5, 2, 7], true).unwrap();
         assert_eq!(mapping.len(), 3 * PAGE_SIZE);
         for (i, frame) in [5, 2, 7].into_iter().enumerate() {
             // SAFETY: both are mapped and nobody else accesses them.

@@ -1,9 +1,10 @@
-//! Guests' pages through /dev/xen/gntdev: rings are mapped, data is copied.
+//! Guests' pages through /dev/xen/gntdev: rings are mapped, data is copied or mapped.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 use ferrite_io::arena::Arena;
 use rustix::fs::{Mode, OFlags};
@@ -13,10 +14,13 @@ use super::uapi;
 use crate::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, PAGE_SIZE, RingMemory, STATUS_UNTOUCHED,
 };
+use crate::mover::{BATCH, Grants, Mapping};
 
 /// Segments in one ioctl. The kernel hands 16 at a time to the hypervisor (blkif.md 4.3), so more
 /// would save little; this bounds what a link keeps: 12 KiB.
 const COPY_BATCH: usize = 512;
+
+const _: () = assert!(BATCH <= uapi::MAP_PAGES_MAX);
 
 /// What failed while mapping, which decides whose fault it is.
 #[derive(Debug)]
@@ -27,9 +31,9 @@ pub(super) enum MapError {
     Map(io::Error),
 }
 
-/// The mapped pages of one ring, and the descriptor they were mapped by.
-pub(super) struct GrantedRing {
-    device: OwnedFd,
+/// Mapped pages of a guest, and the descriptor that they were mapped by.
+pub(super) struct Granted {
+    device: Arc<OwnedFd>,
     base: NonNull<u8>,
     pages: usize,
     /// The kernel's name for the mapping.
@@ -38,14 +42,22 @@ pub(super) struct GrantedRing {
 
 // SAFETY: the mapping belongs to the process, not to a thread, and nothing here reads or writes
 // through `base`.
-unsafe impl Send for GrantedRing {}
+unsafe impl Send for Granted {}
 
-impl GrantedRing {
+impl Granted {
     /// Maps `refs` of `domid`, in this order, into contiguous memory.
-    pub(super) fn map(device: OwnedFd, domid: DomId, refs: &[GrantRef]) -> Result<Self, MapError> {
+    pub(super) fn map(
+        device: &Arc<OwnedFd>,
+        domid: DomId,
+        refs: &[GrantRef],
+        writable: bool,
+    ) -> Result<Self, MapError> {
         let pages = refs.len();
-        assert!((1..=uapi::RING_PAGES_MAX).contains(&pages), "a ring has 1 to 16 pages");
-        let mut request = uapi::MapGrantRef { count: pages as u32, ..Default::default() };
+        assert!((1..=uapi::MAP_PAGES_MAX).contains(&pages), "1 to 256 pages are mapped at once");
+        let none = uapi::MapRef::default();
+        let refs_none = [none; uapi::MAP_PAGES_MAX];
+        let mut request =
+            uapi::MapGrantRef { count: pages as u32, pad: 0, index: 0, refs: refs_none };
         for (to, from) in request.refs.iter_mut().zip(refs) {
             *to = uapi::MapRef { domid: u32::from(domid.0), gref: from.0 };
         }
@@ -53,11 +65,12 @@ impl GrantedRing {
         unsafe { uapi::ioctl(device.as_fd(), uapi::MAP_GRANT_REF, &raw mut request) }
             .map_err(MapError::Reserve)?;
 
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        let len = pages * PAGE_SIZE;
+        // The kernel maps the grants for reading only where the mapping is for reading only.
+        let write = if writable { ProtFlags::WRITE } else { ProtFlags::empty() };
+        let (protection, len) = (ProtFlags::READ | write, pages * PAGE_SIZE);
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
         let mapped = unsafe {
-            mmap(ptr::null_mut(), len, protection, MapFlags::SHARED, &device, request.index)
+            mmap(ptr::null_mut(), len, protection, MapFlags::SHARED, device, request.index)
         };
         let base = match mapped {
             // A successful mmap without MAP_FIXED is never at address 0.
@@ -65,35 +78,81 @@ impl GrantedRing {
             Err(e) => Err(e),
         };
         match base {
-            Ok(base) => Ok(GrantedRing { device, base, pages, index: request.index }),
+            Ok(base) => Ok(Granted { device: device.clone(), base, pages, index: request.index }),
             Err(e) => {
-                unreserve(&device, request.index, pages);
+                unreserve(device, request.index, pages);
                 Err(MapError::Map(e.into()))
             }
         }
     }
 
-    /// The pages.
-    pub(super) fn memory(&self) -> RingMemory {
+    /// The pages, as a ring; they must have been mapped writable.
+    pub(super) fn ring(&self) -> RingMemory {
         // SAFETY: mmap gives whole pages, and `drop` alone unmaps them; the link owns `self`.
         unsafe { RingMemory::new(self.base, self.pages * PAGE_SIZE) }
     }
+}
 
-    /// The grant device.
-    pub(super) fn device(&self) -> &OwnedFd {
-        &self.device
+impl Mapping for Granted {
+    fn page(&self, page: usize) -> NonNull<u8> {
+        assert!(page < self.pages, "page {page} of {}", self.pages);
+        // SAFETY: inside the mapping.
+        unsafe { self.base.add(page * PAGE_SIZE) }
     }
 }
 
-impl Drop for GrantedRing {
+impl Drop for Granted {
     fn drop(&mut self) {
         // SAFETY: mapped by `map` with this address and length, and unmapped nowhere else. Whoever
-        // uses the ring's memory does so while the link lives (`Link::ring`).
+        // uses the memory does so while its owner lives (`Link::ring`, `Mapping::page`).
         if let Err(e) = unsafe { munmap(self.base.as_ptr().cast(), self.pages * PAGE_SIZE) } {
-            tracing::error!("cannot unmap a ring: {e}");
+            tracing::error!("cannot unmap {} pages of a guest: {e}", self.pages);
         }
         // After munmap: while it is mapped the kernel refuses (blkif.md 4.1).
         unreserve(&self.device, self.index, self.pages);
+    }
+}
+
+/// One guest's pages, for its link's mover.
+pub(super) struct DomainGrants {
+    device: Arc<OwnedFd>,
+    domid: DomId,
+    /// Kept from call to call, so that none allocates.
+    entries: Vec<uapi::CopyEntry>,
+}
+
+impl DomainGrants {
+    pub(super) fn new(device: Arc<OwnedFd>, domid: DomId) -> Self {
+        DomainGrants { device, domid, entries: Vec::with_capacity(COPY_BATCH) }
+    }
+}
+
+impl Grants for DomainGrants {
+    type Mapping = Granted;
+
+    /// In the kernel's batches.
+    fn copy(
+        &mut self,
+        arena: &Arena,
+        direction: Direction,
+        segments: &mut [CopySegment],
+    ) -> io::Result<()> {
+        for batch in segments.chunks_mut(COPY_BATCH) {
+            let domid = self.domid;
+            self.entries.clear();
+            self.entries.extend(batch.iter().map(|s| entry(s, arena, domid, direction)));
+            copy_entries(&self.device, &mut self.entries)?;
+            for (segment, entry) in batch.iter_mut().zip(&self.entries) {
+                segment.status = entry.status;
+            }
+        }
+        Ok(())
+    }
+
+    fn map(&mut self, grefs: &[GrantRef], writable: bool) -> io::Result<Granted> {
+        Granted::map(&self.device, self.domid, grefs, writable).map_err(|e| match e {
+            MapError::Reserve(e) | MapError::Map(e) => e,
+        })
     }
 }
 
@@ -123,39 +182,6 @@ fn copy_entries(device: &OwnedFd, entries: &mut [uapi::CopyEntry]) -> io::Result
     // SAFETY: `count` entries of the kernel's layout. Their local sides come from `entry`: ranges
     // of an arena, bounds-checked, that outlives the call and that nothing holds references into.
     unsafe { uapi::ioctl(device.as_fd(), uapi::GRANT_COPY, &raw mut request) }.map(drop)
-}
-
-/// Copies between guests' pages and ours, in the kernel's batches.
-pub(super) struct Copier {
-    domid: DomId,
-    /// Kept from call to call, so that none allocates.
-    entries: Vec<uapi::CopyEntry>,
-}
-
-impl Copier {
-    pub(super) fn new(domid: DomId) -> Self {
-        Copier { domid, entries: Vec::with_capacity(COPY_BATCH) }
-    }
-
-    /// See [`Link::copy`](crate::hypervisor::Link::copy).
-    pub(super) fn copy(
-        &mut self,
-        device: &OwnedFd,
-        arena: &Arena,
-        direction: Direction,
-        segments: &mut [CopySegment],
-    ) -> io::Result<()> {
-        for batch in segments.chunks_mut(COPY_BATCH) {
-            let domid = self.domid;
-            self.entries.clear();
-            self.entries.extend(batch.iter().map(|s| entry(s, arena, domid, direction)));
-            copy_entries(device, &mut self.entries)?;
-            for (segment, entry) in batch.iter_mut().zip(&self.entries) {
-                segment.status = entry.status;
-            }
-        }
-        Ok(())
-    }
 }
 
 fn entry(
@@ -206,7 +232,8 @@ mod tests {
     #[test]
     fn a_device_that_cannot_map_undoes_nothing() {
         let (not_gntdev, _writer) = std::io::pipe().unwrap();
-        let mapped = GrantedRing::map(OwnedFd::from(not_gntdev), DomId(1), &[GrantRef(8)]);
+        let device = Arc::new(OwnedFd::from(not_gntdev));
+        let mapped = Granted::map(&device, DomId(1), &[GrantRef(8)], true);
         assert!(matches!(mapped.err(), Some(MapError::Reserve(_))));
     }
 }

@@ -8,6 +8,7 @@ mod uapi;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use ferrite_io::arena::Arena;
@@ -17,8 +18,9 @@ pub use probe::{Probe, probe};
 use crate::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, RingMemory,
 };
+use crate::mover::{Carrier, Moving};
 use events::EventChannel;
-use grants::{Copier, GrantedRing, MapError};
+use grants::{DomainGrants, Granted, MapError};
 
 const GNTDEV: &str = "dev/xen/gntdev";
 const EVTCHN: &str = "dev/xen/evtchn";
@@ -82,13 +84,18 @@ impl Xen {
         })
     }
 
-    fn map(&self, domid: DomId, ring: &[GrantRef]) -> Result<GrantedRing, HypervisorError> {
-        let device = self.open(
-            GNTDEV,
-            grants::open,
-            "run as root in a Xen domain, with the module xen-gntdev loaded",
-        )?;
-        GrantedRing::map(device, domid, ring).map_err(|e| match e {
+    fn open_grants(&self) -> Result<Arc<OwnedFd>, HypervisorError> {
+        let hint = "run as root in a Xen domain, with the module xen-gntdev loaded";
+        self.open(GNTDEV, grants::open, hint).map(Arc::new)
+    }
+
+    fn map(
+        &self,
+        device: &Arc<OwnedFd>,
+        domid: DomId,
+        ring: &[GrantRef],
+    ) -> Result<Granted, HypervisorError> {
+        Granted::map(device, domid, ring, true).map_err(|e| match e {
             MapError::Map(source) if source.raw_os_error() != Some(libc::ENOMEM) => {
                 HypervisorError::Guest { domid, what: map_text(ring), source }
             }
@@ -146,6 +153,7 @@ impl Hypervisor for Xen {
         domid: DomId,
         ring: &[GrantRef],
         port: u32,
+        moving: &Moving,
     ) -> Result<Box<dyn Link>, HypervisorError> {
         if !(1..=uapi::RING_PAGES_MAX).contains(&ring.len()) {
             let source = io::Error::from(io::ErrorKind::InvalidInput);
@@ -153,9 +161,11 @@ impl Hypervisor for Xen {
             return Err(HypervisorError::Guest { domid, what, source });
         }
         // Each step undoes itself when a later one fails.
-        let ring = self.map(domid, ring)?;
+        let device = self.open_grants()?;
+        let ring = self.map(&device, domid, ring)?;
         let events = self.bind(domid, port)?;
-        Ok(Box::new(XenLink { ring, events, copier: Copier::new(domid) }))
+        let grants = DomainGrants::new(device, domid);
+        Ok(Box::new(XenLink { carrier: Carrier::new(moving), ring, events, grants }))
     }
 }
 
@@ -164,16 +174,17 @@ fn map_text(ring: &[GrantRef]) -> String {
     format!("map ring reference {}", refs.join(", "))
 }
 
-/// Fields are dropped in this order: the guest finds its ring released before its channel closes.
+/// Fields are dropped in this order: the guest finds its pages released before its channel closes.
 struct XenLink {
-    ring: GrantedRing,
+    carrier: Carrier<Granted>,
+    ring: Granted,
     events: EventChannel,
-    copier: Copier,
+    grants: DomainGrants,
 }
 
 impl Link for XenLink {
     fn ring(&self) -> RingMemory {
-        self.ring.memory()
+        self.ring.ring()
     }
 
     fn copy(
@@ -182,7 +193,7 @@ impl Link for XenLink {
         direction: Direction,
         segments: &mut [CopySegment],
     ) -> io::Result<()> {
-        self.copier.copy(self.ring.device(), arena, direction, segments)
+        self.carrier.copy(&mut self.grants, arena, direction, segments)
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {
@@ -209,7 +220,9 @@ mod tests {
     #[test]
     fn without_the_devices_the_error_says_what_to_do() {
         let xen = Xen::at(Path::new("/nonexistent"));
-        let Err(error) = xen.connect(DomId(1), &[GrantRef(8)], 3) else { panic!("connected") };
+        let Err(error) = xen.connect(DomId(1), &[GrantRef(8)], 3, &Moving::copy()) else {
+            panic!("connected")
+        };
         assert!(matches!(error, HypervisorError::Host { .. }));
         let text = error.to_string();
         assert!(text.contains("/nonexistent/dev/xen/gntdev") && text.contains("xen-gntdev"));
@@ -220,7 +233,7 @@ mod tests {
     fn a_ring_of_no_or_too_many_pages_is_the_guests_fault() {
         let xen = Xen::at(Path::new("/nonexistent"));
         for pages in [0, 17, 1000] {
-            let result = xen.connect(DomId(1), &vec![GrantRef(8); pages], 3);
+            let result = xen.connect(DomId(1), &vec![GrantRef(8); pages], 3, &Moving::copy());
             assert!(matches!(result.err(), Some(HypervisorError::Guest { .. })), "{pages}");
         }
     }

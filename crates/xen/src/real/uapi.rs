@@ -7,6 +7,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// Pages of the largest ring: order 4.
 pub(super) const RING_PAGES_MAX: usize = 16;
+/// Pages of the largest map request that is made here; the kernel takes 65,536.
+pub(super) const MAP_PAGES_MAX: usize = 256;
 
 /// As the kernel's `_IOC(_IOC_NONE, device, number, size)`, the only kind these devices use.
 const fn request(device: u8, number: u32, size: usize) -> libc::Ioctl {
@@ -23,13 +25,12 @@ pub(super) struct MapRef {
 
 /// The kernel declares one reference and reads `count` of them.
 #[repr(C)]
-#[derive(Default)]
 pub(super) struct MapGrantRef {
     pub(super) count: u32,
     pub(super) pad: u32,
     /// Out: the offset to give mmap(2).
     pub(super) index: u64,
-    pub(super) refs: [MapRef; RING_PAGES_MAX],
+    pub(super) refs: [MapRef; MAP_PAGES_MAX],
 }
 
 #[repr(C)]

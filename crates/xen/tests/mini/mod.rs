@@ -11,6 +11,7 @@ use ferrite_xen::abi::{
 };
 use ferrite_xen::hypervisor::{CopySegment, Direction, GrantRef, Hypervisor, PAGE_SIZE};
 use ferrite_xen::loopback::machine::DiskPaths;
+use ferrite_xen::mover::Moving;
 use ferrite_xen::ring::BackRing;
 use ferrite_xen::store::Store;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -138,7 +139,7 @@ impl Mini {
                     GrantRef(single.or_else(|| numbered(self)).unwrap())
                 })
                 .collect();
-            let link = hypervisor.connect(self.disk.domid, &refs, port).unwrap();
+            let link = hypervisor.connect(self.disk.domid, &refs, port, &Moving::copy()).unwrap();
             self.queues.push(BackRing::attach(link, self.protocol).unwrap());
         }
     }

@@ -6,6 +6,7 @@ use ferrite_io::arena::Arena;
 use ferrite_xen::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, PAGE_SIZE,
 };
+use ferrite_xen::mover::Moving;
 use ferrite_xen::real::{Restriction, Xen};
 
 use crate::own_domain::{OWN, Pages, Port, is_readable};
@@ -15,7 +16,7 @@ const NEVER: Duration = Duration::from_millis(200);
 const NO_SUCH_REF: GrantRef = GrantRef(0xFFFF_FFF0);
 
 fn connect(ring: &[GrantRef], port: &Port) -> Box<dyn Link> {
-    Xen::new().connect(OWN, ring, port.number).unwrap()
+    Xen::new().connect(OWN, ring, port.number, &Moving::copy()).unwrap()
 }
 
 /// The byte that `Pages` hold at `at` before anybody writes them.
@@ -141,7 +142,7 @@ fn a_read_only_grant_can_be_read_and_not_written() {
     assert!(segments[0].is_ok(), "the status of an earlier copy must not stay");
 
     let second = Port::new();
-    let mapped = Xen::new().connect(OWN, pages.refs(), second.number);
+    let mapped = Xen::new().connect(OWN, pages.refs(), second.number, &Moving::copy());
     assert!(matches!(mapped.err(), Some(HypervisorError::Guest { .. })));
 }
 
@@ -159,11 +160,11 @@ fn what_the_guest_got_wrong_is_its_fault_and_leaves_nothing_behind() {
         (DomId(0x7000), refs.to_vec(), port.number),
     ];
     for (domid, refs, port) in &attempts {
-        let error = xen.connect(*domid, refs, *port).err();
+        let error = xen.connect(*domid, refs, *port, &Moving::copy()).err();
         assert!(matches!(error, Some(HypervisorError::Guest { .. })), "{refs:?}: {error:?}");
     }
-    let link = xen.connect(OWN, refs, port.number).unwrap();
-    let bound_twice = xen.connect(OWN, refs, port.number).err();
+    let link = xen.connect(OWN, refs, port.number, &Moving::copy()).unwrap();
+    let bound_twice = xen.connect(OWN, refs, port.number, &Moving::copy()).err();
     assert!(matches!(bound_twice, Some(HypervisorError::Guest { .. })), "{bound_twice:?}");
     drop(link);
     // The kernel restricts channels to guests only.
@@ -185,7 +186,7 @@ fn a_link_can_be_made_again_any_number_of_times() {
             link.rearm().unwrap();
         }
         drop(link);
-        assert!(Xen::new().connect(OWN, ring.refs(), 3999).is_err());
+        assert!(Xen::new().connect(OWN, ring.refs(), 3999, &Moving::copy()).is_err());
     }
     assert_eq!(descriptors(), before);
 }

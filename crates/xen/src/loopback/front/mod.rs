@@ -21,6 +21,7 @@
 //! ```
 
 mod error;
+mod persistent;
 mod queue;
 mod ring;
 mod space;
@@ -76,8 +77,9 @@ pub struct FrontOptions {
     pub regrant: bool,
     /// See [`QueueOptions::check_release`].
     pub check_release: bool,
-    /// What `feature-persistent` says, as Linux's 1 by default. It is a claim only: pages stay
-    /// granted, or are granted anew, as `regrant` says.
+    /// What `feature-persistent` says, as Linux's 1 by default. With a backend that says the same,
+    /// [`read`](FrontQueue::read) and [`write`](FrontQueue::write) go through pages of the queue's
+    /// own that stay granted, whatever `regrant` says.
     pub persistent: bool,
     /// Ask for `order` and `queues` even if the backend offers less, as a hostile frontend may.
     pub exceed_offer: bool,
@@ -298,6 +300,7 @@ impl Frontend {
             id_bits: o.id_bits,
             regrant: o.regrant,
             check_release: o.check_release,
+            persistent: o.persistent && self.features.persistent,
         };
         for _ in 0..queues {
             self.queues.push(FrontQueue::new(&self.space, options)?);

@@ -8,6 +8,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::super::LoopbackError;
 use super::error::FrontError;
+use super::persistent::{Bounce, PagePool};
 use super::ring::{RawRing, RingWord};
 use super::space::{Buffer, GuestSpace};
 use crate::abi::{
@@ -37,6 +38,10 @@ pub struct QueueOptions {
     /// Check at each response that the backend has let go of the request's pages. To be switched
     /// off where requests in flight share pages.
     pub check_release: bool,
+    /// Both ends use persistent grants: data goes through pages that stay granted and that the
+    /// backend may keep mapped (blkif.md 4.5). Of requests whose segments the caller made, no
+    /// release is expected either.
+    pub persistent: bool,
 }
 
 /// A request's number in its queue, free for another once it is answered.
@@ -52,6 +57,8 @@ struct Pending {
     grefs: Vec<GrantRef>,
     /// `grefs` were granted for this request.
     fresh: bool,
+    /// Data that goes through pages of the pool.
+    bounces: Vec<Bounce>,
 }
 
 /// One connected queue. Used by one thread.
@@ -73,6 +80,7 @@ pub struct FrontQueue {
     indirect: Vec<Option<Buffer>>,
     /// References for `regrant` that are not in use.
     spare_grants: Vec<GrantRef>,
+    pool: PagePool,
 }
 
 impl FrontQueue {
@@ -88,7 +96,7 @@ impl FrontQueue {
         let ring_grefs = order().map(|page| pages.gref(page)).collect();
         let mapping = space
             .memory()
-            .map_frames(&frames)
+            .map_frames(&frames, true)
             .map_err(LoopbackError::system("map a ring of the frontend's"))?;
         let ring = Arc::new(RawRing::new(mapping, options.protocol));
         let entries = ring.entries() as usize;
@@ -106,6 +114,7 @@ impl FrontQueue {
             free: (0..entries as u16).rev().map(Tag).collect(),
             indirect: std::iter::repeat_with(|| None).take(entries).collect(),
             spare_grants: Vec::new(),
+            pool: PagePool::default(),
         })
     }
 
@@ -281,7 +290,11 @@ impl FrontQueue {
         }
         let is_indirect = pages > MAX_DIRECT_SEGMENTS;
         let tag = self.take_tag()?;
-        let ready = self.reserve_grants(pages).and_then(|()| match is_indirect {
+        let ready = match self.options.persistent {
+            true => self.pool.reserve(&self.space, pages),
+            false => self.reserve_grants(pages),
+        };
+        let ready = ready.and_then(|()| match is_indirect {
             true => self.make_indirect_pages(tag, pages),
             false => Ok(()),
         });
@@ -290,10 +303,12 @@ impl FrontQueue {
             return Err(e);
         }
         let mut all = [RawSegment::default(); MAX_DIRECT_SEGMENTS];
-        self.pending[tag.0 as usize].fresh = self.options.regrant;
+        self.pending[tag.0 as usize].fresh = self.options.regrant && !self.options.persistent;
         for (i, (page, first, last)) in buffer.pieces(at, len).enumerate() {
-            let gref = self.page_grant(buffer, page, op == IndirectOp::Write);
-            self.pending[tag.0 as usize].grefs.push(gref);
+            let gref = match self.options.persistent {
+                true => self.bounce(tag, buffer, (page, first, last), op),
+                false => self.page_grant(tag, buffer, page, op == IndirectOp::Write),
+            };
             let segment = RawSegment { gref: gref.0, first_sect: first, last_sect: last };
             match is_indirect {
                 true => self.put_descriptor(tag, i, &segment),
@@ -319,6 +334,7 @@ impl FrontQueue {
         let pending = &mut self.pending[tag.0 as usize];
         pending.grefs.clear();
         pending.fresh = false;
+        debug_assert!(pending.bounces.is_empty(), "taken out with the response");
         Ok(tag)
     }
 
@@ -330,12 +346,30 @@ impl FrontQueue {
         Ok(())
     }
 
-    fn page_grant(&mut self, buffer: &Buffer, page: usize, read_only: bool) -> GrantRef {
-        if !self.options.regrant {
-            return buffer.gref(page);
+    fn page_grant(&mut self, tag: Tag, buffer: &Buffer, page: usize, read_only: bool) -> GrantRef {
+        let gref = match self.options.regrant {
+            true => self.spare_grants.pop().expect("reserved before"),
+            false => buffer.gref(page),
+        };
+        if self.options.regrant {
+            self.space.grant(gref, buffer.frame(page), read_only);
         }
-        let gref = self.spare_grants.pop().expect("reserved before");
-        self.space.grant(gref, buffer.frame(page), read_only);
+        self.pending[tag.0 as usize].grefs.push(gref);
+        gref
+    }
+
+    /// A page of the pool in place of the caller's, with its data if it is to be written.
+    fn bounce(
+        &mut self,
+        tag: Tag,
+        buffer: &Buffer,
+        piece: (usize, u8, u8),
+        op: IndirectOp,
+    ) -> GrantRef {
+        let page = self.pool.take();
+        let gref = page.gref(0);
+        let bounce = Bounce::new(page, buffer, piece, op);
+        self.pending[tag.0 as usize].bounces.push(bounce);
         gref
     }
 
@@ -349,7 +383,9 @@ impl FrontQueue {
         let place = &mut self.indirect[tag.0 as usize];
         if place.as_ref().is_none_or(|b| b.pages() < pages) {
             let buffer = self.space.buffer(pages)?;
-            (0..pages).for_each(|page| buffer.grant(page, true));
+            // What may stay mapped is mapped for reading and writing, whatever it is used for.
+            let read_only = !self.options.persistent;
+            (0..pages).for_each(|page| buffer.grant(page, read_only));
             *place = Some(buffer);
         }
         Ok(())
@@ -440,7 +476,7 @@ impl FrontQueue {
     pub fn abandon(mut self) {
         std::mem::forget(self.ring_pages.take());
         self.indirect.drain(..).for_each(std::mem::forget);
-        self.pending.clear();
+        self.pending.drain(..).for_each(|pending| std::mem::forget(pending.bounces));
     }
 }
 

@@ -20,6 +20,26 @@ struct Free {
     /// Free frames as (first, count), in order, never adjacent.
     frames: Vec<(u32, u32)>,
     grants: Vec<GrantRef>,
+    /// Pages that were given up while the backend had them mapped: frame and grant.
+    held: Vec<(u32, GrantRef)>,
+}
+
+impl Free {
+    fn give_frames(&mut self, first: u32, count: u32) {
+        let frames = &mut self.frames;
+        let i = frames.partition_point(|(f, _)| *f < first);
+        frames.insert(i, (first, count));
+        if let Some((next, n)) = frames.get(i + 1).copied()
+            && first + count == next
+        {
+            frames[i].1 += n;
+            frames.remove(i + 1);
+        }
+        if i > 0 && frames[i - 1].0 + frames[i - 1].1 == first {
+            frames[i - 1].1 += frames[i].1;
+            frames.remove(i);
+        }
+    }
 }
 
 /// One guest, as its frontends see it. They share it when they are threads of one process; a guest
@@ -56,7 +76,7 @@ impl GuestSpace {
             }
             from = from.max(frame + 1);
         }
-        let free = Mutex::new(Free { frames, grants });
+        let free = Mutex::new(Free { frames, grants, held: Vec::new() });
         let descriptors = guest.descriptors().clone();
         Ok(Arc::new(GuestSpace { domid: guest.domid(), memory, descriptors, free }))
     }
@@ -84,8 +104,20 @@ impl GuestSpace {
         signal(self.descriptors.to_back(port))
     }
 
+    /// What is free, with what the backend has let go of meanwhile.
     fn free(&self) -> MutexGuard<'_, Free> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if !free.held.is_empty() {
+            let table = self.memory.grants();
+            let (gone, held): (Vec<_>, Vec<_>) =
+                free.held.drain(..).partition(|(_, gref)| table.revoke(*gref).is_ok());
+            free.held = held;
+            for (frame, gref) in gone {
+                free.give_frames(frame, 1);
+                free.grants.push(gref);
+            }
+        }
+        free
     }
 
     /// Frames one behind the other.
@@ -103,18 +135,18 @@ impl GuestSpace {
     }
 
     pub(super) fn give_frames(&self, first: u32, count: u32) {
+        self.free().give_frames(first, count);
+    }
+
+    /// Takes a page back, now or once the backend has let go of it.
+    fn give_page(&self, frame: u32, gref: GrantRef) {
+        let revoked = self.memory.grants().revoke(gref).is_ok();
         let mut free = self.free();
-        let i = free.frames.partition_point(|(f, _)| *f < first);
-        free.frames.insert(i, (first, count));
-        if let Some((next, n)) = free.frames.get(i + 1).copied()
-            && first + count == next
-        {
-            free.frames[i].1 += n;
-            free.frames.remove(i + 1);
-        }
-        if i > 0 && free.frames[i - 1].0 + free.frames[i - 1].1 == first {
-            free.frames[i - 1].1 += free.frames[i].1;
-            free.frames.remove(i);
+        if revoked {
+            free.give_frames(frame, 1);
+            free.grants.push(gref);
+        } else {
+            free.held.push((frame, gref));
         }
     }
 
@@ -182,6 +214,11 @@ impl Buffer {
     /// Pages.
     pub fn pages(&self) -> usize {
         self.grefs.len()
+    }
+
+    /// Whose pages they are.
+    pub(super) fn space(&self) -> &GuestSpace {
+        &self.space
     }
 
     /// A page's grant.
@@ -276,13 +313,11 @@ impl Buffer {
 }
 
 impl Drop for Buffer {
-    /// A page that the backend is still using is not used again, nor is its reference.
+    /// A page that the backend is still using, and its reference, are used again only once it has
+    /// let go of them.
     fn drop(&mut self) {
         for (i, gref) in self.grefs.iter().enumerate() {
-            if self.space.memory.grants().revoke(*gref).is_ok() {
-                self.space.give_grants([*gref]);
-                self.space.give_frames(self.first + i as u32, 1);
-            }
+            self.space.give_page(self.first + i as u32, *gref);
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::abi::{
 };
 use crate::hypervisor::{CopySegment, Direction, DomId, GrantRef, Hypervisor, PAGE_SIZE};
 use crate::loopback::{CopyWith, GuestOptions, Loopback};
+use crate::mover::Moving;
 use crate::ring::BackRing;
 
 const DOMID: DomId = DomId(3);
@@ -31,6 +32,7 @@ fn options() -> QueueOptions {
         id_bits: 0,
         regrant: false,
         check_release: true,
+        persistent: false,
     }
 }
 
@@ -42,7 +44,8 @@ impl World {
         loopback.add(&guest).unwrap();
         let space = GuestSpace::attach(&guest).unwrap();
         let queue = FrontQueue::new(&space, options).unwrap();
-        let link = loopback.connect(DOMID, queue.ring_grefs(), queue.port()).unwrap();
+        let link =
+            loopback.connect(DOMID, queue.ring_grefs(), queue.port(), &Moving::copy()).unwrap();
         let back = BackRing::attach(link, options.protocol).unwrap();
         World { loopback, space, queue, back }
     }
@@ -198,7 +201,10 @@ fn a_response_before_the_pages_are_released_is_found() {
         let Message::Plain { segments, .. } = request.message else { panic!() };
         // Maps the data page, as a backend of the mapping kind does.
         let port = w.space.memory().open_port().unwrap();
-        let mapping = w.loopback.connect(DOMID, &[GrantRef(segments[0].gref)], port).unwrap();
+        let mapping = w
+            .loopback
+            .connect(DOMID, &[GrantRef(segments[0].gref)], port, &Moving::copy())
+            .unwrap();
         w.answer(request.id, OP_READ, STATUS_OKAY);
         assert!(matches!(w.queue.take(), Err(FrontError::StillUsed { .. })), "{regrant}");
         drop(mapping);
@@ -330,7 +336,10 @@ fn an_abandoned_queue_stays_granted() {
     w.queue.abandon();
     assert!(w.space.memory().grants().in_use(gref));
     drop(w.back);
-    assert!(w.loopback.connect(DOMID, &[gref], port).is_err(), "its port is closed");
+    assert!(
+        w.loopback.connect(DOMID, &[gref], port, &Moving::copy()).is_err(),
+        "its port is closed"
+    );
     let port = w.space.memory().open_port().unwrap();
-    assert!(w.loopback.connect(DOMID, &[gref], port).is_ok());
+    assert!(w.loopback.connect(DOMID, &[gref], port, &Moving::copy()).is_ok());
 }

@@ -34,7 +34,7 @@ impl World {
     }
 
     fn connect(&self) -> Result<Box<dyn Link>, HypervisorError> {
-        self.loopback.connect(DOMID, &[GrantRef(10), GrantRef(11)], self.port)
+        self.loopback.connect(DOMID, &[GrantRef(10), GrantRef(11)], self.port, &Moving::copy())
     }
 
     fn put(&self, frame: u32, byte: u8) {
@@ -93,17 +93,27 @@ fn bad_ring_references_are_the_guests_fault_and_leave_nothing_behind() {
     world.front.grants().grant(GrantRef(13), BACKEND_DOMID, 64, false);
     world.front.grants().grant(GrantRef(14), DomId(9), 1, false);
     for bad in [0, 12, 13, 14, 64, u32::MAX] {
-        let outcome = world.loopback.connect(DOMID, &[GrantRef(10), GrantRef(bad)], world.port);
+        let outcome = world.loopback.connect(
+            DOMID,
+            &[GrantRef(10), GrantRef(bad)],
+            world.port,
+            &Moving::copy(),
+        );
         assert!(matches!(outcome, Err(HypervisorError::Guest { .. })), "reference {bad}");
         assert_eq!(world.front.grants().users(), 0, "after reference {bad}");
     }
     for refs in [&[][..], &[GrantRef(10); 17]] {
-        assert!(world.loopback.connect(DOMID, refs, world.port).is_err());
+        assert!(world.loopback.connect(DOMID, refs, world.port, &Moving::copy()).is_err());
     }
     for port in [world.port + 1, 4, u32::MAX] {
-        assert!(world.loopback.connect(DOMID, &[GrantRef(10)], port).is_err(), "port {port}");
+        assert!(
+            world.loopback.connect(DOMID, &[GrantRef(10)], port, &Moving::copy()).is_err(),
+            "port {port}"
+        );
     }
-    assert!(world.loopback.connect(DomId(8), &[GrantRef(10)], world.port).is_err());
+    assert!(
+        world.loopback.connect(DomId(8), &[GrantRef(10)], world.port, &Moving::copy()).is_err()
+    );
     assert_eq!((world.front.grants().users(), world.front.bound_ports()), (0, 0));
     assert!(world.connect().is_ok());
 }
@@ -305,7 +315,7 @@ fn a_guest_whose_backend_died_can_be_served_again() {
     next.add(&world.guest).unwrap();
     gone.wait().unwrap();
     assert_eq!((world.front.grants().users(), world.front.bound_ports()), (0, 0));
-    assert!(next.connect(DOMID, &[GrantRef(10)], world.port).is_ok());
+    assert!(next.connect(DOMID, &[GrantRef(10)], world.port, &Moving::copy()).is_ok());
 }
 
 #[test]

@@ -93,6 +93,9 @@ impl FrontQueue {
         let tag = tag.0 as usize;
         let table = self.space.memory().grants();
         let pending = &mut self.pending[tag];
+        for bounce in pending.bounces.drain(..) {
+            self.pool.give(bounce.finish(&self.space), &table);
+        }
         if pending.fresh {
             // All of them are taken back, whichever fails.
             let mut outcome = Ok(());
@@ -104,7 +107,7 @@ impl FrontQueue {
             }
             outcome?;
         }
-        if !self.options.check_release {
+        if !self.options.check_release || self.options.persistent {
             return Ok(());
         }
         let descriptors = self.indirect[tag].iter().flat_map(|b| (0..b.pages()).map(|p| b.gref(p)));
