@@ -16,8 +16,9 @@ use ferrite_xen::abi::{
 use ferrite_xen::hypervisor::{DomId, GrantRef};
 use ferrite_xen::loopback::CopyWith;
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
+use ferrite_xen::mover::Mover;
 
-use rig::{PATIENCE, Plan, Rig, scale};
+use rig::{PATIENCE, Plan, Rig, mover, scale};
 
 /// What pages of the guest are full of, and what the medium is.
 const GUEST: u8 = 0x11;
@@ -345,7 +346,9 @@ fn a_grant_revoked_in_the_middle_of_a_copy_is_an_error_or_was_in_time() {
         stop.store(true, Ordering::Relaxed);
         let revoked = revoker.join().unwrap();
         println!("{copy_with}: {good} good, {bad} bad, {revoked} revocations");
-        assert!(good > 0 && bad > 0, "{good} good, {bad} bad: nothing was tried");
+        // What stays mapped cannot be revoked.
+        let tried = bad > 0 || mover() == Mover::Persistent;
+        assert!(good > 0 && tried, "{good} good, {bad} bad: nothing was tried");
         v.goes_on(&rig);
         v.front.close(PATIENCE).unwrap();
         assert_eq!(space.memory().grants().users(), 0);

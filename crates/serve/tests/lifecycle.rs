@@ -158,8 +158,7 @@ fn a_backend_that_starts_late_finds_its_frontend_wherever_it_is() {
         front.offer(&FrontOptions::default()).unwrap();
         front.set_state(state).unwrap();
         rig.start();
-        front.wait_for_backend(&[4], PATIENCE).unwrap();
-        front.set_state(4).unwrap();
+        front.finish(PATIENCE).unwrap();
         works(&mut front);
         front.close(PATIENCE).unwrap();
     }

@@ -192,6 +192,8 @@ pub struct Frontend {
     frontend: String,
     backend: String,
     features: Features,
+    /// What we said of persistent grants.
+    persistent: bool,
     /// The connected queues; a thread may take its own out. What is here is released by
     /// [`close`](Self::close).
     pub queues: Vec<FrontQueue>,
@@ -219,8 +221,8 @@ impl Frontend {
         let key = format!("{frontend}/backend");
         let backend =
             store.read_string(&key)?.ok_or(StoreError::NotFound { what: format!("read {key}") })?;
-        let features = Features::default();
-        Ok(Frontend { space, store, frontend, backend, features, queues: Vec::new() })
+        let (features, persistent, queues) = (Features::default(), false, Vec::new());
+        Ok(Frontend { space, store, frontend, backend, features, persistent, queues })
     }
 
     /// The guest's memory.
@@ -285,6 +287,7 @@ impl Frontend {
         edit: impl FnOnce(&mut Keys),
     ) -> Result<(), FrontError> {
         self.queues.drain(..).for_each(FrontQueue::abandon);
+        self.persistent = o.persistent;
         let (order, queues) = match o.exceed_offer {
             true => (o.order, o.queues),
             false => (
@@ -317,6 +320,9 @@ impl Frontend {
     pub fn finish(&mut self, timeout: Duration) -> Result<(), FrontError> {
         self.wait_for_backend(&[4], timeout)?;
         self.read_features()?;
+        // It may have said nothing yet when the queues were made.
+        let persistent = self.persistent && self.features.persistent;
+        self.queues.iter_mut().for_each(|queue| queue.set_persistent(persistent));
         self.set_state(4)
     }
 

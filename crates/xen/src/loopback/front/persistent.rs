@@ -78,8 +78,8 @@ impl Bounce {
     }
 
     /// Copies to the caller what was read; the page.
-    pub(super) fn finish(self, space: &GuestSpace) -> Buffer {
-        if self.is_read {
+    pub(super) fn finish(self, space: &GuestSpace, is_ok: bool) -> Buffer {
+        if self.is_read && is_ok {
             copy(space.memory(), self.page.frame(0), self.frame, self.from, self.len);
         }
         self.page

@@ -118,6 +118,11 @@ impl FrontQueue {
         })
     }
 
+    /// Both ends have said what they think of persistent grants; nothing was sent yet.
+    pub(super) fn set_persistent(&mut self, persistent: bool) {
+        self.options.persistent = persistent;
+    }
+
     /// The ring's grants, in the order of its pages.
     pub fn ring_grefs(&self) -> &[GrantRef] {
         &self.ring_grefs

@@ -54,8 +54,9 @@ impl FrontQueue {
         let expected = pending.operation;
         let tag = Tag(number as u16);
         self.free.push(tag);
-        self.check_release(tag, id)?;
         let Response { operation, status, .. } = response;
+        self.take_pages(tag, status == STATUS_OKAY);
+        self.check_release(tag, id)?;
         if operation != expected {
             return Err(FrontError::WrongOperation { id, got: operation, expected });
         }
@@ -89,13 +90,18 @@ impl FrontQueue {
         Ok(Some(raw))
     }
 
+    /// Pages of the pool come back, with what was read in them.
+    fn take_pages(&mut self, tag: Tag, is_ok: bool) {
+        let table = self.space.memory().grants();
+        for bounce in self.pending[tag.0 as usize].bounces.drain(..) {
+            self.pool.give(bounce.finish(&self.space, is_ok), &table);
+        }
+    }
+
     fn check_release(&mut self, tag: Tag, id: u64) -> Result<(), FrontError> {
         let tag = tag.0 as usize;
         let table = self.space.memory().grants();
         let pending = &mut self.pending[tag];
-        for bounce in pending.bounces.drain(..) {
-            self.pool.give(bounce.finish(&self.space), &table);
-        }
         if pending.fresh {
             // All of them are taken back, whichever fails.
             let mut outcome = Ok(());
