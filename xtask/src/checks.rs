@@ -32,6 +32,9 @@ pub(crate) struct TestArguments {
     /// The engine of every `ferrite serve` of the Xen tests: auto, uring or aio.
     #[arg(long, value_name = "ENGINE")]
     engine: Option<String>,
+    /// The mover of every `ferrite serve` of the Xen tests: copy, map or persistent.
+    #[arg(long, value_name = "MOVER")]
+    mover: Option<String>,
     /// Debian release that the Xen host is made of: trixie or bookworm.
     #[arg(long, default_value = "trixie")]
     suite: String,
@@ -171,7 +174,9 @@ fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Ou
 
 /// What every `ferrite serve` of the Xen tests is told.
 fn serve_arguments(arguments: &TestArguments) -> String {
-    arguments.engine.as_ref().map(|engine| format!("--engine {engine}")).unwrap_or_default()
+    let engine = arguments.engine.as_ref().map(|engine| format!("--engine {engine}"));
+    let mover = arguments.mover.as_ref().map(|mover| format!("--mover {mover}"));
+    [engine, mover].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 /// One line a check, then the line that counts.

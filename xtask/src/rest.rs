@@ -23,6 +23,8 @@ pub(crate) fn rest() -> Vec<Outcome> {
         }),
         check("tests", || run("tests", cargo().args(["test", "--locked", "--workspace"]))),
         check("tests on Linux AIO", tests_on_aio),
+        check("tests with the mover map", || with_mover("map")),
+        check("tests with the mover persistent", || with_mover("persistent")),
         check("tests of interleavings", interleavings),
         check("tests under valgrind", valgrind),
         check("tests under AddressSanitizer", address_sanitizer),
@@ -44,6 +46,18 @@ fn tests_on_aio() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite-disk", "--package", "ferrite-serve"]);
     run("tests-on-aio", test.args(["--tests"]).env("FERRITE_TEST_ENGINE", "aio"))
+}
+
+/// Tests of the backend in which data moves, once more with another mover.
+fn with_mover(mover: &str) -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-serve"]);
+    for target in
+        ["served", "exactness", "shapes", "model", "hostile", "limits", "lifecycle", "takeover"]
+    {
+        test.args(["--test", target]);
+    }
+    run(&format!("mover-{mover}"), test.env("FERRITE_TEST_MOVER", mover))
 }
 
 /// What threads share, under shuttle's scheduler. (The pool's are among the ordinary tests.)
