@@ -22,8 +22,8 @@ use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::loopback::front::{FrontOptions, Frontend};
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{CopyWith, GuestOptions, Machine};
-use ferrite_xen::store::Store;
 use ferrite_xen::mover::{Budget, Counts, DISK_MAPPINGS, Maps, Mover, Moving};
+use ferrite_xen::store::Store;
 use tempfile::TempDir;
 
 /// Long enough for anything that ends at all, on a machine that is busy with other things.
