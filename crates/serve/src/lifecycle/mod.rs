@@ -623,7 +623,11 @@ enum Refusal {
 impl From<NegotiateError> for Refusal {
     fn from(e: NegotiateError) -> Self {
         match e {
-            NegotiateError::Store(e) if e.is_fatal() => Refusal::Host(e.into()),
+            // A guest can do no more to our reading than forbid it; any other want of xenstored's
+            // is none of its doing, and must not cost it the disk (security.md T6).
+            NegotiateError::Store(e) if !matches!(e, StoreError::Access { .. }) => {
+                Refusal::Host(e.into())
+            }
             e => Refusal::Guest(e.to_string()),
         }
     }

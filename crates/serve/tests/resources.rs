@@ -1,0 +1,307 @@
+//! Want of memory, descriptors, space and luck in every call that is made for a guest (security.md
+//! T6, XSA-362): a request gets an error or is done after all, a connection is made later, and no
+//! guest ever loses its disk to a want of the host's.
+
+mod nth;
+mod rig;
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
+
+use ferrite_serve::lifecycle::{Outcome, ServeError};
+use ferrite_xen::abi::{OP_BARRIER, OP_FLUSH, PlainOp, STATUS_ERROR, STATUS_OKAY};
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend, Reply};
+use ferrite_xen::loopback::{CopyWith, GuestOptions};
+
+use nth::{Call, EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, FailingHypervisor, Nth};
+use rig::{PATIENCE, Plan, Rig, scale};
+
+const ERRNOS: [i32; 5] = [ENOMEM, EAGAIN, EINTR, ENOSPC, EIO];
+const BYTES: u64 = 1 << 20;
+/// Calls of a kind of which one fails, in a run of the usual length.
+const CALLS: u64 = 24;
+
+/// Threads that serve queues and panicked. Their end would look like an error of the host's.
+static PANICS: AtomicU32 = AtomicU32::new(0);
+
+fn count_panics() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let is_queue = |name: &str| name.starts_with("queue-");
+            if std::thread::current().name().is_some_and(is_queue) {
+                PANICS.fetch_add(1, Ordering::SeqCst);
+            }
+            usual(info);
+        }));
+    });
+}
+
+fn plan() -> Plan {
+    let guest = GuestOptions { frames: 512, grants: 1024, ports: 4 };
+    Plan { bytes: BYTES, pool_bytes: 4 << 20, guest, ..Plan::default() }
+}
+
+fn two_queues() -> FrontOptions {
+    FrontOptions { queues: 2, check_release: false, ..FrontOptions::default() }
+}
+
+/// A disk's life with one fault in it.
+struct Life {
+    rig: Rig,
+    front: Frontend,
+    buffer: Buffer,
+    nth: Arc<Nth>,
+    /// Backends that have ended with an error.
+    ended: u32,
+    errors: usize,
+}
+
+impl Life {
+    fn new(nth: Arc<Nth>) -> Life {
+        count_panics();
+        let rig = Rig::without_backend(Plan { engine: nth::engines(&nth), ..plan() });
+        let front = rig.frontend();
+        let buffer = front.space().buffer(40).unwrap();
+        let mut life = Life { rig, front, buffer, nth, ended: 0, errors: 0 };
+        life.start();
+        life
+    }
+
+    fn start(&mut self) {
+        let store = nth::store(self.rig.machine.backend().unwrap().store, &self.nth);
+        let inner = self.rig.machine.loopback(CopyWith::Memcpy).unwrap();
+        let hypervisor = FailingHypervisor { inner, nth: self.nth.clone() };
+        self.rig.start_with(store, Box::new(hypervisor));
+    }
+
+    /// Waits for `done`; a backend that has ended for a good reason is followed by another.
+    fn until(&mut self, what: &str, mut done: impl FnMut(&mut Life) -> bool) {
+        let end = Instant::now() + PATIENCE;
+        while !done(self) {
+            self.blames_nobody(what);
+            if !self.rig.is_running() {
+                self.succeed(what);
+            }
+            assert!(Instant::now() < end, "{what} does not happen after {:?}", self.nth);
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// Nobody closes a disk that its guest uses.
+    fn blames_nobody(&mut self, what: &str) {
+        let uses = (1..5).contains(&self.front.state().unwrap());
+        let state = self.front.backend_state().unwrap();
+        assert!(!uses || ![5, 6].contains(&state), "{what}: {state} after {:?}", self.nth);
+    }
+
+    fn succeed(&mut self, what: &str) {
+        let Err(error) = self.rig.join() else { panic!("{what}: ended well, {:?}", self.nth) };
+        let reason = error.to_string();
+        assert!(!matches!(error, ServeError::Attachment(_)), "{what}: {reason}, {:?}", self.nth);
+        assert!(!reason.contains("its thread ended"), "{what}: {reason}, {:?}", self.nth);
+        self.blames_nobody(what);
+        self.ended += 1;
+        assert!(self.ended <= 3, "{what}: {reason}, {:?}", self.nth);
+        self.start();
+    }
+
+    fn connect(&mut self) {
+        self.until("the offer", |life| life.front.backend_state().unwrap() == 2);
+        self.front.read_features().unwrap();
+        self.front.offer(&two_queues()).unwrap();
+        self.until("the connection", |life| life.front.backend_state().unwrap() == 4);
+        self.front.set_state(4).unwrap();
+    }
+
+    /// Whatever was asked is answered.
+    fn replies(&mut self) -> Vec<Reply> {
+        let mut replies = Vec::new();
+        for queue in &mut self.front.queues {
+            queue.push().unwrap();
+        }
+        self.until("the answer", |life| {
+            for queue in &mut life.front.queues {
+                while let Some(reply) = queue.take().unwrap() {
+                    assert!([STATUS_OKAY, STATUS_ERROR].contains(&reply.status), "{reply:?}");
+                    life.errors += usize::from(!reply.is_ok());
+                    replies.push(reply);
+                }
+                // Asks for the next event, as a guest does.
+                queue.final_check();
+            }
+            life.front.queues.iter().all(|queue| queue.in_flight() == 0)
+        });
+        replies
+    }
+
+    /// Requests of all kinds; whether a flush among them failed.
+    fn work(&mut self) -> bool {
+        for (q, queue) in self.front.queues.iter_mut().enumerate() {
+            let (buffer, at) = (&self.buffer, q as u64 * 512);
+            for i in 0..4 {
+                queue.write(at + i * 16, buffer, i as usize * 8192, 4096).unwrap();
+                queue.read(at + i * 16, buffer, i as usize * 8192 + 4096, 4096).unwrap();
+            }
+            queue.write(at + 256, buffer, 0, 20 * 4096).unwrap();
+            queue.read(at + 256, buffer, 20 * 4096, 20 * 4096).unwrap();
+        }
+        let mut replies = self.replies();
+        for queue in &mut self.front.queues {
+            queue.flush().unwrap();
+            queue.discard(64, 64, false).unwrap();
+            queue.plain(PlainOp::Barrier, 8, &[self.buffer.segment(0, 0, 7)]).unwrap();
+        }
+        replies.extend(self.replies());
+        assert_eq!(replies.len(), 26);
+        let is_flush = |reply: &&Reply| [OP_FLUSH, OP_BARRIER].contains(&reply.operation);
+        replies.iter().filter(is_flush).any(|reply| !reply.is_ok())
+    }
+
+    /// Once the fault is over everything is as before, but for what a failed flush forbids.
+    fn works(&mut self, flush_failed: bool, over: bool) {
+        let before = self.errors;
+        for queue in &mut self.front.queues {
+            queue.read(0, &self.buffer, 0, 30 * 4096).unwrap();
+            if !flush_failed {
+                queue.write(0, &self.buffer, 0, 30 * 4096).unwrap();
+            }
+        }
+        self.replies();
+        assert!(!over || self.errors == before, "after {:?}", self.nth);
+    }
+
+    fn close(&mut self) {
+        self.front.set_state(5).unwrap();
+        self.until("closing", |life| [5, 6].contains(&life.front.backend_state().unwrap()));
+        self.front.set_state(6).unwrap();
+        self.until("closed", |life| life.front.backend_state().unwrap() == 6);
+        let queues = std::mem::take(&mut self.front.queues);
+        queues.into_iter().for_each(|queue| queue.release().unwrap());
+        assert_eq!(self.front.space().memory().grants().users(), 0);
+    }
+
+    fn unplug(&mut self) {
+        let disk = self.rig.disk.clone();
+        self.rig.machine.unplug(&disk).unwrap();
+        let end = Instant::now() + PATIENCE;
+        loop {
+            assert!(Instant::now() < end, "it is not unplugged after {:?}", self.nth);
+            if self.rig.is_running() {
+                std::thread::sleep(Duration::from_micros(200));
+                continue;
+            }
+            match self.rig.join() {
+                Ok(outcome) => return assert_eq!(outcome, Outcome::Unplugged),
+                Err(_) => self.start(),
+            }
+        }
+    }
+}
+
+/// What became of it.
+struct Lived {
+    reached: bool,
+    ended: u32,
+    errors: usize,
+}
+
+fn live(call: Call, n: u64, times: u64, errno: i32) -> Lived {
+    let nth = Nth::new(call, n, times, errno);
+    let mut life = Life::new(nth.clone());
+    life.connect();
+    let flush_failed = life.work();
+    let over = nth.was_reached() && times == 1;
+    life.works(flush_failed, over);
+    life.close();
+    life.unplug();
+    assert_eq!(PANICS.load(Ordering::SeqCst), 0, "{nth:?}");
+    Lived { reached: nth.was_reached(), ended: life.ended, errors: life.errors }
+}
+
+/// One life for each call of this kind that can fail, each with another error, or with all.
+fn each(call: Call, most: u64, check: impl Fn(u64, Lived)) {
+    let mut n = 1;
+    while n <= most * u64::from(scale()) {
+        let turn = n as usize % ERRNOS.len();
+        let errnos = if scale() > 1 { &ERRNOS[..] } else { &ERRNOS[turn..=turn] };
+        for errno in errnos {
+            let lived = live(call, n, 1, *errno);
+            if !lived.reached {
+                println!("{call:?}: {} calls", n - 1);
+                assert!(n > 1, "{call:?} is never called");
+                return;
+            }
+            check(n, lived);
+        }
+        n += 1;
+    }
+}
+
+#[test]
+fn an_engine_that_cannot_be_built_is_built_by_a_successor() {
+    for call in [Call::MakeEngine, Call::AddFile] {
+        each(call, CALLS, |n, lived| {
+            assert_eq!((lived.ended, lived.errors), (1, 0), "{call:?} {n}");
+        });
+    }
+}
+
+#[test]
+fn an_engine_that_fails_as_a_whole_is_followed_by_one_that_does_what_is_left() {
+    for call in [Call::Submit, Call::Wait, Call::Readable] {
+        each(call, CALLS, |n, lived| {
+            assert!(lived.ended <= 1 && lived.errors == 0, "{call:?} {n}");
+        });
+    }
+}
+
+#[test]
+fn storage_that_fails_fails_its_requests_or_is_asked_again() {
+    each(Call::Storage, 2 * CALLS, |n, lived| assert_eq!(lived.ended, 0, "{n}"));
+    for errno in ERRNOS {
+        let lived = live(Call::Storage, 1, u64::MAX, errno);
+        assert!(lived.ended == 0 && lived.errors >= 24, "{errno}: {} errors", lived.errors);
+    }
+}
+
+#[test]
+fn a_grant_copy_that_fails_fails_its_requests_and_no_other() {
+    each(Call::Copy, CALLS, |n, lived| {
+        assert!(lived.ended == 0 && lived.errors > 0, "{n}: {} errors", lived.errors);
+    });
+    each(Call::CopySegment, CALLS, |n, lived| {
+        assert!(lived.ended == 0 && lived.errors == 1, "{n}: {} errors", lived.errors);
+    });
+    for errno in ERRNOS {
+        for call in [Call::Copy, Call::CopySegment] {
+            let lived = live(call, 1, u64::MAX, errno);
+            assert!(lived.ended == 0 && lived.errors > 20, "{errno}: {} errors", lived.errors);
+        }
+    }
+}
+
+#[test]
+fn a_ring_that_cannot_be_mapped_is_mapped_by_a_successor() {
+    each(Call::Connect, CALLS, |n, lived| {
+        assert_eq!((lived.ended, lived.errors), (1, 0), "{n}");
+    });
+}
+
+#[test]
+fn an_event_channel_that_fails_ends_the_backend_and_not_the_disk() {
+    for call in [Call::Notify, Call::TakeEvent, Call::Rearm] {
+        each(call, CALLS, |n, lived| {
+            assert!(lived.ended <= 1 && lived.errors == 0, "{call:?} {n}");
+        });
+    }
+}
+
+#[test]
+fn a_store_that_refuses_anything_once_costs_nobody_a_disk() {
+    each(Call::Store, 1000, |n, lived| {
+        assert!(lived.ended <= 1 && lived.errors == 0, "request {n}");
+    });
+}
