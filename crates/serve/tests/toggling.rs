@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
-use ferrite_io::uring::Uring;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::Outcome;
 use ferrite_serve::trace;
@@ -56,7 +55,7 @@ const LATE: Token = 1 << 62;
 /// An engine whose storage takes up to two milliseconds longer, so that a guest that goes away
 /// does so in the middle of it.
 struct Late {
-    inner: Uring,
+    inner: Box<dyn Engine>,
     held: HashMap<Token, Held>,
     random: SplitMix64,
 }
@@ -136,11 +135,12 @@ impl Engine for Late {
 }
 
 fn plan() -> Plan {
+    let engines = rig::engines();
     Plan {
         bytes: BYTES,
         pool_bytes: 4 << 20,
-        engine: Arc::new(|arena, entries| {
-            let inner = Uring::new(arena, entries)?;
+        engine: Arc::new(move |arena, entries| {
+            let inner = engines(arena, entries)?;
             Ok(Box::new(Late { inner, held: HashMap::new(), random: SplitMix64::new(5) }))
         }),
         ..Plan::default()

@@ -27,8 +27,10 @@ use crate::quiet::told;
 use crate::tuning::Tuning;
 
 mod attached;
+mod refusal;
 
 use attached::Attached;
+use refusal::{Refusal, Refused};
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
 const RESIZE_CHECK: Duration = Duration::from_secs(1);
@@ -393,9 +395,9 @@ impl Backend<'_> {
             }
             Err(Refusal::Host(e)) => Err(e),
             Err(Refusal::Guest(why)) => {
-                self.drain_watches()?;
-                if self.moved {
+                if self.drain_watches()? {
                     // What was read may have been half of one offer and half of the next.
+                    self.moved = true;
                     return Ok(());
                 }
                 refused.refuse();
@@ -589,46 +591,5 @@ fn error_path(backend: &str) -> String {
     match absolute {
         Some((domid, rest)) => format!("/local/domain/{domid}/error/{rest}/error"),
         None => format!("error/{backend}/error"),
-    }
-}
-
-/// A frontend that was refused is left alone until it moves: no loop of errors.
-#[derive(Default)]
-struct Refused {
-    waiting: bool,
-}
-
-impl Refused {
-    fn refuse(&mut self) {
-        self.waiting = true;
-    }
-
-    fn reset(&mut self) {
-        self.waiting = false;
-    }
-
-    fn is_waiting(&self) -> bool {
-        self.waiting
-    }
-}
-
-/// Why a connection was not made.
-enum Refusal {
-    /// The guest's doing; it is told, and everything else goes on.
-    Guest(String),
-    /// Ours.
-    Host(ServeError),
-}
-
-impl From<NegotiateError> for Refusal {
-    fn from(e: NegotiateError) -> Self {
-        match e {
-            // A guest can do no more to our reading than forbid it; any other want of xenstored's
-            // is none of its doing, and must not cost it the disk (security.md T6).
-            NegotiateError::Store(e) if !matches!(e, StoreError::Access { .. }) => {
-                Refusal::Host(e.into())
-            }
-            e => Refusal::Guest(e.to_string()),
-        }
     }
 }

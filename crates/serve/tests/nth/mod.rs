@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
-use ferrite_io::uring::Uring;
 use ferrite_serve::lifecycle::EngineFactory;
 use ferrite_xen::hypervisor::{
     CopySegment, Direction, DomId, GNTST_GENERAL_ERROR, GrantRef, Hypervisor, HypervisorError,
@@ -95,16 +94,16 @@ impl Nth {
 
 /// Engines as a [`Plan`](super::rig::Plan) takes them.
 pub fn engines(nth: &Arc<Nth>) -> EngineFactory {
-    let nth = nth.clone();
+    let (nth, engines) = (nth.clone(), super::rig::engines());
     Arc::new(move |arena, entries| {
         nth.check(Call::MakeEngine)?;
-        let inner = Uring::new(arena, entries)?;
+        let inner = engines(arena, entries)?;
         Ok(Box::new(FailingEngine { inner, nth: nth.clone(), failed: Vec::new() }))
     })
 }
 
 struct FailingEngine {
-    inner: Uring,
+    inner: Box<dyn Engine>,
     nth: Arc<Nth>,
     failed: Vec<Completion>,
 }
