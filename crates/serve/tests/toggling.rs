@@ -348,7 +348,7 @@ fn a_guest_that_toggles_gets_its_disk_back_and_leaves_nothing_behind() {
     let (base, mappings) = (Holdings::now(), Holdings::mappings());
     let (start, mut toggled) = (Instant::now(), Duration::ZERO);
     let mut traces = 0;
-    for round in 0..12 * scale() {
+    for round in 0..8 * scale() {
         let observer = Observer::of(&rig);
         let begun = Instant::now();
         (0..600).for_each(|_| guest.act());
@@ -436,6 +436,20 @@ fn a_directory_that_vanishes_under_a_toggling_guest_closes_the_disk() {
         guest.settle();
         assert!(rig.is_running());
     }
+}
+
+#[test]
+fn a_guest_that_closes_what_was_never_open_is_told_that_it_is_closed() {
+    let _alone = alone();
+    let rig = Rig::new(plan());
+    let mut guest = Guest::new(&rig, 25);
+    for _ in 0..3 {
+        guest.front.set_state(6).unwrap();
+        guest.front.wait_for_backend(&[6], PATIENCE).unwrap();
+        guest.front.set_state(1).unwrap();
+        guest.front.wait_for_backend(&[2], PATIENCE).unwrap();
+    }
+    guest.settle();
 }
 
 /// What a guest does that was resumed elsewhere (blkif.md 3.8): the backend has been at 4 all the

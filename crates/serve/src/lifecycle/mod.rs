@@ -344,7 +344,9 @@ impl Backend<'_> {
                 refused.reset();
                 let was_attached = attached.is_some();
                 self.detach(attached)?;
-                if was_attached || matches!(look.own, State::Closing | State::Connected) {
+                // One that closes waits for our 6, whatever it has missed of us (3.6).
+                let waits = look.front == State::Closed;
+                if waits || was_attached || matches!(look.own, State::Closing | State::Connected) {
                     self.set_state(look, State::Closed)?;
                 }
             }
@@ -423,7 +425,8 @@ impl Backend<'_> {
         if holds {
             return Ok(false);
         }
-        self.set_state(look, State::Closed)?;
+        // The toolstack waits for it, and its own 5 may have come since we looked.
+        self.write_state(State::Closed)?;
         Ok(true)
     }
 
