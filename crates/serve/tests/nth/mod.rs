@@ -18,6 +18,7 @@ use ferrite_xen::hypervisor::{
     Link, RingMemory, STATUS_UNTOUCHED,
 };
 use ferrite_xen::loopback::Loopback;
+use ferrite_xen::mover::Moving;
 use ferrite_xen::store::Store;
 use ferrite_xen::store::wire::{Decoder, ErrorName, Message};
 
@@ -190,13 +191,14 @@ impl Hypervisor for FailingHypervisor {
         domid: DomId,
         ring: &[GrantRef],
         port: u32,
+        moving: &Moving,
     ) -> Result<Box<dyn Link>, HypervisorError> {
         self.nth.check(Call::Connect).map_err(|source| HypervisorError::Host {
             what: "map a ring".into(),
             source,
             hint: "it was made to fail",
         })?;
-        let inner = self.inner.connect(domid, ring, port)?;
+        let inner = self.inner.connect(domid, ring, port, moving)?;
         Ok(Box::new(FailingLink { inner, nth: self.nth.clone() }))
     }
 }
