@@ -11,7 +11,6 @@ use std::process::Command;
 /// The program.
 pub(super) struct Ferrite {
     program: PathBuf,
-    help: String,
     /// How long each run measures.
     seconds: f64,
 }
@@ -26,13 +25,7 @@ impl Ferrite {
             run_logged(&mut command, &fresh_log("bench-build")?)
         })?;
         let program = steps::target_dir().join("release/ferrite");
-        let help = steps::output(Command::new(&program).args(["bench", "-h"]))?;
-        Ok(Ferrite { program, help, seconds })
-    }
-
-    /// Whether the help of `ferrite bench` has this word.
-    pub(super) fn knows(&self, word: &str) -> bool {
-        self.help.contains(word)
+        Ok(Ferrite { program, seconds })
     }
 
     /// One run on `image`, with these options, parted by spaces.

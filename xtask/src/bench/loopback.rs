@@ -119,9 +119,6 @@ fn queues(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> 
 
 /// The ways to move data beside each other, for small requests and for large ones.
 fn movers(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> {
-    if !setup.ferrite.knows("persistent") {
-        return Ok(Vec::new());
-    }
     let mut rows = Vec::new();
     for (block, load) in [("4 KiB", "--block 4K --depth 32"), ("128 KiB", "--block 128K --depth 8")]
     {
