@@ -21,8 +21,8 @@ use ferrite_serve::lifecycle::Outcome;
 use ferrite_serve::trace;
 use ferrite_xen::abi::{PlainOp, Protocol};
 use ferrite_xen::hypervisor::DomId;
-use ferrite_xen::loopback::BACKEND_DOMID;
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
+use ferrite_xen::loopback::{BACKEND_DOMID, GuestOptions};
 
 use rig::{PATIENCE, Plan, Rig, scale};
 
@@ -139,6 +139,8 @@ fn plan() -> Plan {
     Plan {
         bytes: BYTES,
         pool_bytes: 4 << 20,
+        // Rings that are forgotten with their grants in place are lost to the guest.
+        guest: GuestOptions { frames: 256 << 10, grants: 320 << 10, ports: 64 },
         engine: Arc::new(move |arena, entries| {
             let inner = engines(arena, entries)?;
             Ok(Box::new(Late { inner, held: HashMap::new(), random: SplitMix64::new(5) }))
