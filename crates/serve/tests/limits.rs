@@ -1,5 +1,5 @@
 //! What a guest can use up: nothing that it does not give back (security.md T7), no log (T16), no
-//! processor time once its ring is stopped (T13).
+//! processor time once its ring is stopped (T13), no mappings beyond its budget (T9).
 //!
 //! All of it is counted for the whole process, so these tests run one at a time.
 
@@ -9,15 +9,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once};
 use std::time::{Duration, Instant};
 
+use ferrite_serve::negotiate::Offer;
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
 };
 use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
+use ferrite_xen::mover::{Budget, Mover};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use rig::{PATIENCE, Plan, Rig, scale};
+use rig::{PATIENCE, Plan, Rig, moving, offer, scale};
 
 /// Counts lines as a log at its usual level would have them.
 struct Lines;
@@ -221,6 +223,70 @@ fn frontends_that_are_refused_again_and_again_are_a_handful_of_lines_too() {
             front.wait_for_backend(&[6], PATIENCE).unwrap();
         }
     });
+}
+
+/// The largest guests there are, on disks that together may map less than a tenth of their pages.
+fn exhaust_mappings(mover: Mover) {
+    const OF_DISK: usize = 256;
+    const OF_HOST: usize = 640;
+    let dir = rig::dir_in_memory();
+    let budget = || {
+        let path = dir.path().join("map-budget");
+        Budget::of_host(&path, OF_HOST as u32, OF_DISK as u32).unwrap()
+    };
+    let offer = Offer { max_queues: 16, persistent: mover == Mover::Persistent, ..offer() };
+    let rig = |_| {
+        Rig::new(Plan {
+            bytes: 16 << 20,
+            offer,
+            moving: moving(mover, budget()),
+            ..Plan::default()
+        })
+    };
+    let rigs: Vec<Rig> = (0..4).map(rig).collect();
+    let windows = FrontOptions { queues: 16, ..FrontOptions::windows() };
+    let mut fronts: Vec<Frontend> = rigs.iter().map(|rig| rig.connect(&windows)).collect();
+    for round in 0..2 {
+        for (disk, front) in fronts.iter_mut().enumerate() {
+            assert_eq!((front.queues.len(), front.queues[0].entries()), (16, 512));
+            let buffer = front.space().buffer(256).unwrap();
+            for (q, queue) in front.queues.iter_mut().enumerate() {
+                let byte = (1 + round + 2 * (16 * disk + q)) as u8;
+                buffer.fill(0, buffer.len(), byte);
+                queue.write(q as u64 * 2048, &buffer, 0, buffer.len()).unwrap();
+                assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+                buffer.fill(0, buffer.len(), 0);
+                queue.read(q as u64 * 2048, &buffer, 0, buffer.len()).unwrap();
+                assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+                assert!(buffer.to_vec(0, buffer.len()).iter().all(|b| *b == byte));
+            }
+        }
+        let claimed: Vec<usize> = rigs.iter().map(Rig::claimed_mappings).collect();
+        assert!(claimed.iter().all(|n| *n <= OF_DISK), "{claimed:?}");
+        assert_eq!(claimed.iter().sum::<usize>(), OF_HOST, "{claimed:?}");
+        assert!(rigs.iter().all(|rig| rig.counts().mapped <= OF_DISK as u64));
+    }
+    assert!(rigs.iter().all(|rig| rig.counts().fallbacks > 0));
+    for (rig, front) in rigs.iter().zip(&mut fronts) {
+        front.close(PATIENCE).unwrap();
+        assert_eq!((rig.claimed_mappings(), rig.counts().mapped), (0, 0));
+        assert_eq!(front.space().memory().grants().users(), 0);
+    }
+}
+
+#[test]
+fn guests_that_want_all_mappings_get_their_share_and_the_rest_copied() {
+    let _alone = alone();
+    // Once for everything that is made at the first use.
+    exhaust_mappings(Mover::Persistent);
+    let before = held();
+    for mover in [Mover::Map, Mover::Persistent] {
+        exhaust_mappings(mover);
+    }
+    let after = held();
+    assert_eq!(after.descriptors, before.descriptors, "{before:?} became {after:?}");
+    assert!(after.mappings <= before.mappings, "{before:?} became {after:?}");
+    assert!(after.rss_kib < before.rss_kib + 8192, "{before:?} became {after:?}");
 }
 
 /// Time that this process's threads of that name have used, in clock ticks.

@@ -278,6 +278,11 @@ impl Rig {
         data
     }
 
+    /// What its movers may have mapped, claimed from its budget.
+    pub fn claimed_mappings(&self) -> usize {
+        self.plan.moving.maps.budget().claimed()
+    }
+
     /// What its movers have done.
     pub fn counts(&self) -> Counts {
         self.plan.moving.maps.counts()

@@ -122,9 +122,8 @@ impl World {
 
     /// Moves the first 512 bytes of these pages; the status of each.
     fn go(&mut self, direction: Direction, grefs: impl IntoIterator<Item = u32>) -> Vec<i16> {
-        let segment = |(i, gref)| {
-            CopySegment::new(self.arena.span(i * PAGE_SIZE, 512), GrantRef(gref), 0)
-        };
+        let segment =
+            |(i, gref)| CopySegment::new(self.arena.span(i * PAGE_SIZE, 512), GrantRef(gref), 0);
         let mut segments: Vec<_> = grefs.into_iter().enumerate().map(segment).collect();
         self.carrier.copy(&mut self.guest, &self.arena, direction, &mut segments).unwrap();
         segments.iter().map(|s| s.status).collect()

@@ -3,6 +3,7 @@
 //! xen-evtchn and xen-gntalloc loaded and xenstored started, run the binary with `--ignored`.
 
 mod links;
+mod movers;
 mod own_domain;
 mod store;
 
