@@ -278,6 +278,12 @@ impl Rig {
         data
     }
 
+    /// From the next start on, the backend is one of this mover.
+    pub fn change_mover(&mut self, mover: Mover) {
+        self.plan.moving = moving(mover, Budget::of_disk(DISK_MAPPINGS));
+        self.plan.offer.persistent = mover == Mover::Persistent;
+    }
+
     /// What its movers may have mapped, claimed from its budget.
     pub fn claimed_mappings(&self) -> usize {
         self.plan.moving.maps.budget().claimed()
