@@ -140,7 +140,7 @@ fn plan() -> Plan {
         bytes: BYTES,
         pool_bytes: 4 << 20,
         // Rings that are forgotten with their grants in place are lost to the guest.
-        guest: GuestOptions { frames: 256 << 10, grants: 320 << 10, ports: 64 },
+        guest: GuestOptions { frames: 96 << 10, grants: 128 << 10, ports: 64 },
         engine: Arc::new(move |arena, entries| {
             let inner = engines(arena, entries)?;
             Ok(Box::new(Late { inner, held: HashMap::new(), random: SplitMix64::new(5) }))
@@ -289,7 +289,8 @@ impl Guest {
         for queue in &mut self.front.queues {
             while let Ok(Some(_)) = queue.take() {}
             while queue.free_slots() > 0 {
-                let (sector, pages) = (random.below(1000), 1 + random.below(20) as usize);
+                let most = if random.below(10) == 0 { 20 } else { 3 };
+                let (sector, pages) = (random.below(1000), 1 + random.below(most) as usize);
                 let asked = match random.below(40) {
                     0 => queue.flush(),
                     1 => queue.plain(PlainOp::Barrier, sector, &[buffer.segment(0, 0, 7)]),
@@ -344,13 +345,17 @@ impl Guest {
 #[test]
 fn a_guest_that_toggles_gets_its_disk_back_and_leaves_nothing_behind() {
     let _alone = alone();
+    (0..u64::from(scale())).for_each(|n| toggle(21 + 100 * n));
+}
+
+fn toggle(seed: u64) {
     let rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, 21);
+    let mut guest = Guest::new(&rig, seed);
     guest.settle();
     let (base, mappings) = (Holdings::now(), Holdings::mappings());
     let (start, mut toggled) = (Instant::now(), Duration::ZERO);
     let mut traces = 0;
-    for round in 0..8 * scale() {
+    for round in 0..8 {
         let observer = Observer::of(&rig);
         let begun = Instant::now();
         (0..600).for_each(|_| guest.act());
@@ -370,11 +375,15 @@ fn a_guest_that_toggles_gets_its_disk_back_and_leaves_nothing_behind() {
 #[test]
 fn a_disk_that_is_unplugged_from_a_toggling_guest_goes() {
     let _alone = alone();
+    (0..u64::from(scale())).for_each(|n| unplug(22 + 100 * n));
+}
+
+fn unplug(seed: u64) {
     let mut rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, 22);
+    let mut guest = Guest::new(&rig, seed);
     guest.settle();
     let mut base = None;
-    for round in 0..8 * scale() {
+    for round in 0..8 {
         let observer = Observer::of(&rig);
         let disk = rig.disk.clone();
         let (before, after) = (guest.below(200), guest.below(400));
@@ -419,11 +428,15 @@ fn make_directory(rig: &Rig, domid: DomId) {
 #[test]
 fn a_directory_that_vanishes_under_a_toggling_guest_closes_the_disk() {
     let _alone = alone();
+    (0..u64::from(scale())).for_each(|n| remove_directory(23 + 100 * n));
+}
+
+fn remove_directory(seed: u64) {
     let mut rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, 23);
+    let mut guest = Guest::new(&rig, seed);
     guest.settle();
     let base = Holdings::now();
-    for round in 0..8 * scale() {
+    for round in 0..8 {
         let before = guest.below(200);
         (0..before).for_each(|_| guest.act());
         rig.machine.store().unwrap().remove(&rig.disk.frontend).unwrap();
