@@ -31,12 +31,12 @@ fn aggregate(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement
     }
     let rounds = plan.run(setup.runs)?;
     let best = rounds.best(&COUNTS, |sample| sample.iops).unwrap_or(COUNTS[0]);
+    let many = |guests: &str| format!("{guests} guest{}", if guests == "1" { "" } else { "s" });
     let row = |guests: &str| {
-        let plural = if guests == "1" { "" } else { "s" };
-        let name = format!("{medium}, 4 KiB randread, depth 32, {guests} guest{plural}: rate");
+        let name = format!("{medium}, 4 KiB randread, depth 32, {}: rate", many(guests));
         let ours = rounds.each(|r| r.of(guests).iops);
         Measurement::of_runs(PART, name, "IOPS", &ours)
-            .against_runs(format!("{best} guests"), &rounds.each(|r| r.of(best).iops))
+            .against_runs(many(best), &rounds.each(|r| r.of(best).iops))
             .target(Target::AtLeast(0.9))
     };
     Ok(COUNTS.iter().map(|guests| row(guests)).collect())

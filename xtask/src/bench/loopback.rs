@@ -120,18 +120,19 @@ fn queues(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> 
 /// The ways to move data beside each other, for small requests and for large ones.
 fn movers(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> {
     let mut rows = Vec::new();
-    for (block, load) in [("4 KiB", "--block 4K --depth 32"), ("128 KiB", "--block 128K --depth 8")]
-    {
+    for (block, depth) in [(4, 32), (128, 8)] {
         let run = |mover: &'static str| {
-            move || setup.ferrite.bench(image, &format!("{load} --mover {mover}"))
+            let options = format!("--block {block}K --depth {depth} --mover {mover}");
+            move || setup.ferrite.bench(image, &options)
         };
-        let rounds = Plan::new(format!("{medium}: movers, {block}"))
+        let rounds = Plan::new(format!("{medium}: movers, {block} KiB"))
             .add("copy", run("copy"))
             .add("map", run("map"))
             .add("persistent", run("persistent"))
             .run(setup.runs)?;
         for mover in ["map", "persistent"] {
-            let name = |what| format!("{medium}, {block} randread, {mover}: {what}");
+            let name =
+                |what| format!("{medium}, {block} KiB randread, depth {depth}, {mover}: {what}");
             let ours = rounds.each(|r| r.of(mover).iops);
             let peers = rounds.each(|r| r.of("copy").iops);
             let rate = Measurement::of_runs(PART, name("rate"), "IOPS", &ours);
