@@ -13,7 +13,7 @@ mod rounds;
 mod table;
 mod xen;
 
-use crate::packages;
+use crate::{packages, steps};
 use anyhow::Result;
 use result::Measurement;
 use std::process::ExitCode;
@@ -96,15 +96,24 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 /// Runs the parts that were asked for. Each writes `target/bench/PART.json` and prints its table
-/// as soon as it is done.
+/// as soon as it is done; one that fails does not keep the others from running.
 pub(crate) fn run(arguments: &BenchArguments) -> Result<ExitCode> {
     let chosen = |part: &&Part| arguments.parts.is_empty() || arguments.parts.contains(part);
+    let mut code = ExitCode::SUCCESS;
     for part in Part::ALL.iter().filter(chosen) {
-        let measurements = part.run(arguments)?;
-        let machine = machine::describe();
-        let file = result::write(part.name(), &machine, &measurements)?;
-        println!("\n{}\n{machine}", table::markdown(&measurements));
-        println!("{}", file.display());
+        if let Err(error) = run_part(*part, arguments) {
+            steps::say(format!("{} failed: {}", part.name(), steps::chain(&error)));
+            code = ExitCode::FAILURE;
+        }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
+}
+
+fn run_part(part: Part, arguments: &BenchArguments) -> Result<()> {
+    let measurements = part.run(arguments)?;
+    let machine = machine::describe();
+    let file = result::write(part.name(), &machine, &measurements)?;
+    println!("\n{}\n{machine}", table::markdown(&measurements));
+    println!("{}", file.display());
+    Ok(())
 }
