@@ -77,6 +77,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
 
+    /// Ask the device for completions instead of waiting for its interrupts, where IMAGE is a block
+    /// device with poll queues: a processor is busy whenever requests are in flight.
+    #[arg(long)]
+    pub(crate) poll_storage: bool,
+
     /// Memory for data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
     pub(crate) memory: usize,
@@ -203,6 +208,11 @@ pub(crate) struct BenchArgs {
     /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
+
+    /// Ask the device for completions instead of waiting for its interrupts, where IMAGE is a block
+    /// device with poll queues: a processor is busy whenever requests are in flight.
+    #[arg(long)]
+    pub(crate) poll_storage: bool,
 
     /// Memory for each guest's data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     };
     let disk = Disk::open(&args.image, &options)?;
     tracing::info!("opened {disk}");
-    let kind = choose(args.engine)?;
+    let kind = choose(args.engine, args.poll_storage)?;
     let mut store = Store::open().map_err(|e| no_xen(args, e))?;
     make_run_dir(&run_dir)?;
     let config = Config {
@@ -76,17 +76,25 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
 }
 
 /// Chooses the engine, for all queues and all connections to come.
-pub(crate) fn choose(choice: EngineChoice) -> Result<EngineKind, Failure> {
+pub(crate) fn choose(choice: EngineChoice, poll_storage: bool) -> Result<EngineKind, Failure> {
     let chosen = choice.decide().map_err(|e| {
         let what = format!("no engine for disk I/O (--engine {choice})");
         Failure::new(what, e, "ferrite doctor shows what this kernel offers")
     })?;
-    let name = chosen.kind.name();
+    let kind = match (chosen.kind, poll_storage) {
+        (kind, false) => kind,
+        (EngineKind::Uring, true) => EngineKind::UringPolled,
+        (kind, true) => {
+            let why = format!("only io_uring can poll, and the engine is {}", kind.name());
+            let help = "leave --poll-storage out; ferrite doctor shows what this kernel offers";
+            return Err(Failure::new("cannot poll the storage", why, help));
+        }
+    };
     match chosen.without_uring {
-        Some(why) => tracing::info!("disk I/O goes through {name}: {why}"),
-        None => tracing::info!("disk I/O goes through {name}"),
+        Some(why) => tracing::info!("disk I/O goes through {}: {why}", kind.name()),
+        None => tracing::info!("disk I/O goes through {}", kind.name()),
     }
-    Ok(chosen.kind)
+    Ok(kind)
 }
 
 /// One for every queue.

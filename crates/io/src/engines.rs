@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::aio::{self, Aio};
 use crate::arena::Arena;
 use crate::engine::Engine;
-use crate::uring::{self, Uring};
+use crate::uring::{self, PolledUring, Uring};
 
 /// An engine of the kernel's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,10 +17,12 @@ pub enum EngineKind {
     Uring,
     /// [`Aio`].
     Aio,
+    /// [`PolledUring`]: only where it is asked for.
+    UringPolled,
 }
 
 impl EngineKind {
-    /// All of them, the best first.
+    /// Those that work on any medium, the best first.
     pub const ALL: [EngineKind; 2] = [EngineKind::Uring, EngineKind::Aio];
 
     /// What its [`Engine::name`] is.
@@ -28,6 +30,7 @@ impl EngineKind {
         match self {
             EngineKind::Uring => "io_uring",
             EngineKind::Aio => "aio",
+            EngineKind::UringPolled => "io_uring polled",
         }
     }
 
@@ -37,7 +40,7 @@ impl EngineKind {
     /// Why it does not, and what to do about it.
     pub fn probe(self) -> io::Result<()> {
         match self {
-            EngineKind::Uring => uring::probe().map(drop),
+            EngineKind::Uring | EngineKind::UringPolled => uring::probe().map(drop),
             EngineKind::Aio => aio::probe(),
         }
     }
@@ -50,6 +53,7 @@ impl EngineKind {
         Ok(match self {
             EngineKind::Uring => Box::new(Uring::new(arena, entries)?),
             EngineKind::Aio => Box::new(Aio::new(arena, entries)?),
+            EngineKind::UringPolled => Box::new(PolledUring::new(arena, entries)?),
         })
     }
 }
@@ -100,7 +104,7 @@ impl fmt::Display for EngineChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             EngineChoice::Auto => "auto",
-            EngineChoice::Only(EngineKind::Uring) => "uring",
+            EngineChoice::Only(EngineKind::Uring | EngineKind::UringPolled) => "uring",
             EngineChoice::Only(EngineKind::Aio) => "aio",
         })
     }

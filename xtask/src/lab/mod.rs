@@ -32,6 +32,9 @@ pub(crate) const SCRATCH_512: &str = "scratch512";
 /// Scratch disk with 4096-byte sectors.
 pub(crate) const SCRATCH_4096: &str = "scratch4096";
 
+/// NVMe scratch disk; `modprobe nvme` brings it up.
+pub(crate) const SCRATCH_NVME: &str = "scratchnvme";
+
 /// Something of ours for the dom0.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
@@ -69,8 +72,9 @@ impl Lab {
         let payload = make_payload(&dir.path, root, programs)?;
         let socket = dir.socket.clone();
         let scratch = [
-            Scratch { serial: SCRATCH_512, bytes: 512 << 20, sector_bytes: 512 },
-            Scratch { serial: SCRATCH_4096, bytes: 512 << 20, sector_bytes: 4096 },
+            Scratch { serial: SCRATCH_512, bytes: 512 << 20, sector_bytes: 512, nvme: false },
+            Scratch { serial: SCRATCH_4096, bytes: 512 << 20, sector_bytes: 4096, nvme: false },
+            Scratch { serial: SCRATCH_NVME, bytes: 512 << 20, sector_bytes: 512, nvme: true },
         ];
         let machine = Machine {
             root,

@@ -16,6 +16,9 @@ pub(crate) struct Scratch {
     pub(crate) bytes: u64,
     /// Its logical sector size.
     pub(crate) sector_bytes: u32,
+    /// Whether it is an NVMe device (the dom0 loads its driver when a test wants it), otherwise a
+    /// virtio one.
+    pub(crate) nvme: bool,
 }
 
 /// Memory of the whole host.
@@ -175,8 +178,9 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
         let file = machine.dir.join(format!("{}.raw", disk.serial));
         File::create(&file)?.set_len(disk.bytes)?;
         command.arg("-drive").arg(drive(&file, disk.serial, ",discard=unmap"));
+        let model = if disk.nvme { "nvme" } else { "virtio-blk-pci" };
         command.arg("-device").arg(format!(
-            "virtio-blk-pci,drive={id},serial={id},logical_block_size={n},physical_block_size={n}",
+            "{model},drive={id},serial={id},logical_block_size={n},physical_block_size={n}",
             id = disk.serial,
             n = disk.sector_bytes
         ));

@@ -7,6 +7,7 @@ mod fio;
 mod host;
 mod lifecycle;
 mod media;
+mod nvme;
 mod recovery;
 mod runner;
 
@@ -49,6 +50,7 @@ pub(crate) fn all() -> Vec<Case> {
         fio::CASES,
         recovery::CASES,
         engines::CASES,
+        nvme::CASES,
         filesystem::CASES,
         lifecycle::CASES,
         media::CASES,

@@ -15,7 +15,15 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// `chosen`: the engine that `--engine auto` takes here.
 pub(super) fn checks(chosen: Option<EngineKind>) -> Vec<Check> {
-    vec![version(), io_uring(chosen), aio(chosen), huge_pages(), locked_memory(), run_directory()]
+    vec![
+        version(),
+        io_uring(chosen),
+        aio(chosen),
+        polled_storage(),
+        huge_pages(),
+        locked_memory(),
+        run_directory(),
+    ]
 }
 
 fn check(name: &'static str, state: State, found: String, means: impl Into<String>) -> Check {
@@ -77,6 +85,31 @@ fn aio(chosen: Option<EngineKind>) -> Check {
             check(name, state, format!("not available: {e}"), "not needed where io_uring works")
         }
     }
+}
+
+/// Block devices whose completions can be asked for, and NVMe namespaces as character devices.
+fn polled_storage() -> Check {
+    let name = "polled storage";
+    let names = |dir: &str, fits: &dyn Fn(&str) -> bool| {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let mut names: Vec<String> =
+            entries.filter_map(|e| e.file_name().into_string().ok()).filter(|n| fits(n)).collect();
+        names.sort();
+        names.join(" ")
+    };
+    let is_polled =
+        |name: &str| read(&format!("/sys/block/{name}/queue/io_poll")).as_deref() == Some("1");
+    let polled = names("/sys/block", &is_polled);
+    let queues = read("/sys/module/nvme/parameters/poll_queues");
+    let (found, means) = match (polled.is_empty(), queues.as_deref()) {
+        (false, _) => (format!("poll queues: {polled}"), "used with --poll-storage"),
+        (true, Some("0")) => (
+            "no poll queues; the NVMe driver has none (nvme.poll_queues=0)".into(),
+            "load nvme with poll_queues=N (one a queue of each disk) to use --poll-storage",
+        ),
+        (true, _) => ("no device has poll queues".into(), "--poll-storage would change nothing"),
+    };
+    check(name, State::Ok, found, means)
 }
 
 fn huge_pages() -> Check {

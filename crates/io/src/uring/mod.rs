@@ -13,6 +13,7 @@
 //!   kernel is done with the arena and the files.
 
 mod entry;
+mod polled;
 mod setup;
 mod table;
 #[cfg(test)]
@@ -33,6 +34,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Job, Offload};
 use entry::Vectors;
+pub use polled::PolledUring;
 use setup::Step;
 pub use setup::{SetupError, UringFeatures, probe};
 use table::{Kind, Table};
@@ -73,6 +75,9 @@ pub struct Uring {
     ring: IoUring,
     features: UringFeatures,
     enabled: bool,
+    /// Completions are found only by entering the kernel (`IORING_SETUP_IOPOLL`); it then takes
+    /// reads and writes of polled devices, and nothing else.
+    polled: bool,
     files: Vec<File>,
     table: Table,
     /// Entries given to the ring (the kernel may not have looked yet) without a completion.
@@ -113,19 +118,29 @@ impl Uring {
     /// # Errors
     /// A [`SetupError`] inside, if this kernel has no usable io_uring.
     pub fn new(arena: Arc<Arena>, entries: u32) -> io::Result<Uring> {
-        let mut uring = Self::without_tables(arena, &setup::STEPS, entries)?;
+        Self::with_tables(arena, entries, false)
+    }
+
+    fn with_tables(arena: Arc<Arena>, entries: u32, polled: bool) -> io::Result<Uring> {
+        let mut uring = Self::without_tables(arena, &setup::STEPS, entries, polled)?;
         uring.register_files();
         Ok(uring)
     }
 
     /// One that uses files by descriptor and memory by address.
-    fn without_tables(arena: Arc<Arena>, steps: &[Step], entries: u32) -> io::Result<Uring> {
-        let (ring, features) = setup::build(steps, entries)?;
+    fn without_tables(
+        arena: Arc<Arena>,
+        steps: &[Step],
+        entries: u32,
+        polled: bool,
+    ) -> io::Result<Uring> {
+        let (ring, features) = setup::build(steps, entries, polled)?;
         let times = vec![Timespec::new(); features.sq_entries as usize].into();
         Ok(Uring {
             ring,
             features,
             enabled: false,
+            polled,
             files: Vec::new(),
             table: Table::default(),
             pending: 0,
@@ -280,6 +295,11 @@ impl Uring {
     /// Whether completions wait in the ring.
     fn has_completions(&mut self) -> bool {
         !self.ring.completion().is_empty()
+    }
+
+    /// Whether a reap would find something.
+    fn has_backlog_or_completions(&mut self) -> bool {
+        !self.backlog.is_empty() || self.has_completions()
     }
 
     /// Takes the ring's completions. Returns whether there was any, of whatever kind.
@@ -515,6 +535,7 @@ impl Engine for Uring {
                 let sq = self.ring.submission();
                 (sq.len(), sq.cq_overflow() || sq.taskrun())
             };
+            let due = due || (self.polled && self.pending > 0);
             if queued == 0 && !due {
                 return Ok(());
             }
@@ -554,6 +575,9 @@ impl Engine for Uring {
 
     fn may_reap(&mut self) -> bool {
         if !self.backlog.is_empty() || self.has_completions() {
+            return true;
+        }
+        if self.polled && self.pending > 0 {
             return true;
         }
         let sq = self.ring.submission();

@@ -132,12 +132,17 @@ pub(super) enum Step {
 pub(super) const STEPS: [Step; 5] =
     [Step::DeferTaskrun, Step::SingleIssuer, Step::CoopTaskrun, Step::SubmitAll, Step::Plain];
 
-/// A disabled ring with the best flags that the kernel takes among those of `steps`.
-pub(super) fn build(steps: &[Step], entries: u32) -> Result<(IoUring, UringFeatures), SetupError> {
+/// A disabled ring with the best flags that the kernel takes among those of `steps`. `polled`: it
+/// asks devices for their completions, rather than being told (`IORING_SETUP_IOPOLL`).
+pub(super) fn build(
+    steps: &[Step],
+    entries: u32,
+    polled: bool,
+) -> Result<(IoUring, UringFeatures), SetupError> {
     let entries = entries.max(1);
     let mut last = io::Error::from_raw_os_error(libc::EINVAL);
     for step in steps.iter().copied() {
-        match build_at(step, entries) {
+        match build_at(step, entries, polled) {
             Ok(ring) => return check(ring, step),
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => last = e,
             Err(e) => {
@@ -154,13 +159,16 @@ pub(super) fn build(steps: &[Step], entries: u32) -> Result<(IoUring, UringFeatu
     })
 }
 
-fn build_at(step: Step, entries: u32) -> io::Result<IoUring> {
+fn build_at(step: Step, entries: u32, polled: bool) -> io::Result<IoUring> {
     let mut b = IoUring::builder();
     // Started disabled, the ring binds to the thread that enables it, not to the one that built
     // it: engines are made before the threads that use them.
     b.setup_r_disabled().setup_clamp().dontfork();
     // More operations than the submission queue holds are in flight at once.
     b.setup_cqsize(entries.saturating_mul(4));
+    if polled {
+        b.setup_iopoll();
+    }
     if step >= Step::SubmitAll {
         b.setup_submit_all();
     }

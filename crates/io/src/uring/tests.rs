@@ -93,7 +93,7 @@ fn every_step_down_does_the_same_work_with_tables_and_without() {
     for step in setup::STEPS {
         for tables in [true, false] {
             let arena = Arena::new(1).unwrap();
-            let Ok(mut e) = Uring::without_tables(arena.clone(), &[step], 16) else {
+            let Ok(mut e) = Uring::without_tables(arena.clone(), &[step], 16, false) else {
                 continue; // This kernel is too old for it.
             };
             assert_eq!(e.features.single_issuer, step >= Step::SingleIssuer);
@@ -108,7 +108,7 @@ fn every_step_down_does_the_same_work_with_tables_and_without() {
 
 #[test]
 fn the_lowest_step_asks_for_nothing_that_linux_5_11_lacks() {
-    let (ring, features) = setup::build(&[Step::Plain], 0).unwrap();
+    let (ring, features) = setup::build(&[Step::Plain], 0, false).unwrap();
     assert!(ring.params().sq_entries() >= 1);
     assert!(!features.submit_all && !features.coop_taskrun && !features.defer_taskrun);
 }

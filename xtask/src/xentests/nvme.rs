@@ -1,0 +1,83 @@
+//! Polled storage, on an emulated NVMe device in the dom0.
+
+use super::{Bench, Case, expect_eq, ferrite};
+use crate::lab::SCRATCH_NVME;
+use crate::lab::disk::{Disk, DiskOptions};
+use crate::lab::guest::{Guest, GuestOptions};
+use anyhow::{Context, Result, bail};
+
+pub(super) const CASES: &[Case] = &[ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll)];
+
+/// Loads the driver with a poll queue; the name of the device, as `nvme0`.
+fn load(bench: &mut Bench<'_>) -> Result<String> {
+    let command = format!(
+        "lsmod | grep -q '^nvme ' || modprobe nvme poll_queues=1
+         for n in $(seq 100); do
+             for d in /sys/class/nvme/nvme*; do
+                 if grep -qs {SCRATCH_NVME} $d/serial && [ -b /dev/${{d##*/}}n1 ]; then
+                     echo ${{d##*/}}; exit 0
+                 fi
+             done; sleep 0.1
+         done; exit 1"
+    );
+    bench.lab.sh_for(&command, 60).context("the NVMe device does not come up in the dom0")
+}
+
+fn iopoll(bench: &mut Bench<'_>) -> Result<()> {
+    bench.lab.serve_arguments.clear();
+    let device = load(bench)?;
+    let block = format!("{device}n1");
+    let told = bench.lab.sh("ferrite doctor")?;
+    if !told.contains(&format!("poll queues: {block}")) {
+        bail!("ferrite doctor does not see the poll queue of {block}:\n{told}");
+    }
+    let options = DiskOptions {
+        arguments: "--poll-storage".into(),
+        ..DiskOptions::new(&format!("/dev/{block}"), "xvda")
+    };
+    let (mut guest, mut disk) = bench.guest_with(&GuestOptions::default(), options)?;
+    let log = disk.backend_log(bench.lab)?;
+    if !log.contains("disk I/O goes through io_uring polled") || log.contains("is not polled") {
+        bail!("the backend does not poll:\n{log}");
+    }
+    let before = interrupts(bench, &device)?;
+    verify(bench, &mut guest, &mut disk)?;
+    // Flushes and discards go by interrupt, reads and writes do not: there are thousands.
+    let of_fio = interrupts(bench, &device)? - before;
+    let ios: u64 =
+        bench.lab.sh(&format!("awk '{{print $1+$5}}' /sys/block/{block}/stat"))?.parse()?;
+    if ios < 1000 || of_fio > ios / 4 {
+        bail!("{of_fio} interrupts for {ios} reads and writes: they are not polled");
+    }
+    Ok(())
+}
+
+/// Interrupts of the device's queues so far.
+fn interrupts(bench: &mut Bench<'_>, device: &str) -> Result<u64> {
+    let command = format!(
+        "awk '/{device}q[1-9]/ {{ for (i = 2; $i ~ /^[0-9]+$/; i++) n += $i }} END {{ print n + 0 }}' \
+         /proc/interrupts"
+    );
+    Ok(bench.lab.sh(&command)?.parse()?)
+}
+
+/// A guest that verifies what it writes, and whose backend is killed and started meanwhile.
+fn verify(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
+    let fio = format!(
+        "fio --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
+         --iodepth=32 --randrepeat=1 --fsync=64 --thread --minimal --filename={} \
+         --name=small --rw=randwrite --bs=4k --size=3m --offset=0 \
+         --name=large --rw=randwrite --bs=1m --size=16m --offset=64m",
+        disk.node()
+    );
+    let job = guest.begin(bench.lab, &fio, 600)?;
+    let progress =
+        "until [ $(awk '{print $1+$5}' /sys/block/xvda/stat) -ge 300 ]; do sleep 0.1; done";
+    guest.sh(bench.lab, progress, 200).context("the guest's requests do not go on")?;
+    disk.crash_backend(bench.lab)?;
+    disk.start_backend(bench.lab)?;
+    guest.finish_ok(bench.lab, &job).context("fio, with its backend killed once")?;
+    guest.sh(bench.lab, "blkdiscard -f -o 128m -l 64m /dev/xvda", 100)?;
+    let size = guest.sh(bench.lab, "blockdev --getsize64 /dev/xvda", 20)?;
+    expect_eq("the disk's size", &size.as_str(), &"536870912")
+}
