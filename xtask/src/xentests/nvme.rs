@@ -77,7 +77,7 @@ fn verify(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<(
     disk.crash_backend(bench.lab)?;
     disk.start_backend(bench.lab)?;
     guest.finish_ok(bench.lab, &job).context("fio, with its backend killed once")?;
-    guest.sh(bench.lab, "blkdiscard -f -o 128m -l 64m /dev/xvda", 100)?;
+    guest.sh(bench.lab, "blkdiscard -f -o 134217728 -l 8388608 /dev/xvda", 100)?;
     let size = guest.sh(bench.lab, "blockdev --getsize64 /dev/xvda", 20)?;
     expect_eq("the disk's size", &size.as_str(), &"536870912")
 }
