@@ -123,6 +123,14 @@ impl Disk {
         }
     }
 
+    /// Whether only an engine that sends NVMe commands can do its I/O.
+    pub fn passthrough(&self) -> bool {
+        match self {
+            Disk::Raw(d) => d.passthrough(),
+            Disk::Null(_) => false,
+        }
+    }
+
     /// Offset, length and memory address of every data operation must be multiples of this:
     /// 512 or 4096.
     pub fn block_bytes(&self) -> u32 {

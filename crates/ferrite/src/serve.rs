@@ -42,7 +42,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     };
     let disk = Disk::open(&args.image, &options)?;
     tracing::info!("opened {disk}");
-    let kind = choose(args.engine, args.poll_storage)?;
+    let kind = choose(args.engine, args.poll_storage, &disk)?;
     let mut store = Store::open().map_err(|e| no_xen(args, e))?;
     make_run_dir(&run_dir)?;
     let config = Config {
@@ -76,18 +76,24 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
 }
 
 /// Chooses the engine, for all queues and all connections to come.
-pub(crate) fn choose(choice: EngineChoice, poll_storage: bool) -> Result<EngineKind, Failure> {
+pub(crate) fn choose(
+    choice: EngineChoice,
+    poll_storage: bool,
+    disk: &Disk,
+) -> Result<EngineKind, Failure> {
     let chosen = choice.decide().map_err(|e| {
         let what = format!("no engine for disk I/O (--engine {choice})");
         Failure::new(what, e, "ferrite doctor shows what this kernel offers")
     })?;
     let kind = match (chosen.kind, poll_storage) {
-        (kind, false) => kind,
+        (EngineKind::Uring, polled) if disk.passthrough() => EngineKind::Nvme { polled },
         (EngineKind::Uring, true) => EngineKind::UringPolled,
-        (kind, true) => {
-            let why = format!("only io_uring can poll, and the engine is {}", kind.name());
-            let help = "leave --poll-storage out; ferrite doctor shows what this kernel offers";
-            return Err(Failure::new("cannot poll the storage", why, help));
+        (kind, false) if !disk.passthrough() => kind,
+        (kind, _) => {
+            let why = format!("only io_uring can, and the engine is {}", kind.name());
+            let help = "leave --poll-storage out and name a block device (/dev/nvmeXnY); ferrite \
+                        doctor shows what this kernel offers";
+            return Err(Failure::new("cannot poll storage or send NVMe commands", why, help));
         }
     };
     match chosen.without_uring {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::aio::{self, Aio};
 use crate::arena::Arena;
 use crate::engine::Engine;
-use crate::uring::{self, PolledUring, Uring};
+use crate::uring::{self, NvmeUring, PolledUring, Uring};
 
 /// An engine of the kernel's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +19,11 @@ pub enum EngineKind {
     Aio,
     /// [`PolledUring`]: only where it is asked for.
     UringPolled,
+    /// [`NvmeUring`]: for disks that are the character device of an NVMe namespace.
+    Nvme {
+        /// Whether completions are asked for.
+        polled: bool,
+    },
 }
 
 impl EngineKind {
@@ -31,6 +36,8 @@ impl EngineKind {
             EngineKind::Uring => "io_uring",
             EngineKind::Aio => "aio",
             EngineKind::UringPolled => "io_uring polled",
+            EngineKind::Nvme { polled: false } => "io_uring nvme",
+            EngineKind::Nvme { polled: true } => "io_uring nvme polled",
         }
     }
 
@@ -40,7 +47,9 @@ impl EngineKind {
     /// Why it does not, and what to do about it.
     pub fn probe(self) -> io::Result<()> {
         match self {
-            EngineKind::Uring | EngineKind::UringPolled => uring::probe().map(drop),
+            EngineKind::Uring | EngineKind::UringPolled | EngineKind::Nvme { .. } => {
+                uring::probe().map(drop)
+            }
             EngineKind::Aio => aio::probe(),
         }
     }
@@ -54,6 +63,7 @@ impl EngineKind {
             EngineKind::Uring => Box::new(Uring::new(arena, entries)?),
             EngineKind::Aio => Box::new(Aio::new(arena, entries)?),
             EngineKind::UringPolled => Box::new(PolledUring::new(arena, entries)?),
+            EngineKind::Nvme { polled } => Box::new(NvmeUring::new(arena, entries, polled)?),
         })
     }
 }
@@ -104,8 +114,8 @@ impl fmt::Display for EngineChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             EngineChoice::Auto => "auto",
-            EngineChoice::Only(EngineKind::Uring | EngineKind::UringPolled) => "uring",
             EngineChoice::Only(EngineKind::Aio) => "aio",
+            EngineChoice::Only(_) => "uring",
         })
     }
 }

@@ -5,6 +5,7 @@
 //! * [`engine`]: the [`Engine`](engine::Engine) trait, batches of operations in and
 //!   completions out; [`uring`] implements it on io_uring, [`aio`] on Linux AIO, and [`engines`]
 //!   chooses between them.
+//! * [`nvme`]: what an NVMe namespace is, and the commands for it.
 //! * [`executor`] and [`reactor`]: straight-line `async fn` for whatever has steps, on the same
 //!   engine and the same thread as the hot path.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
@@ -16,6 +17,7 @@ pub mod clock;
 pub mod engine;
 pub mod engines;
 pub mod executor;
+pub mod nvme;
 pub mod pool;
 pub mod reactor;
 pub mod shm;

@@ -6,7 +6,11 @@ use crate::lab::disk::{Disk, DiskOptions};
 use crate::lab::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
-pub(super) const CASES: &[Case] = &[ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll)];
+pub(super) const CASES: &[Case] = &[
+    ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll),
+    ferrite("nvme/passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, false)),
+    ferrite("nvme/polled-passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, true)),
+];
 
 /// Loads the driver with a poll queue; the name of the device, as `nvme0`.
 fn load(bench: &mut Bench<'_>) -> Result<String> {
@@ -42,14 +46,46 @@ fn iopoll(bench: &mut Bench<'_>) -> Result<()> {
     }
     let before = interrupts(bench, &device)?;
     verify(bench, &mut guest, &mut disk)?;
-    // Flushes and discards go by interrupt, reads and writes do not: there are thousands.
-    let of_fio = interrupts(bench, &device)? - before;
-    let ios: u64 =
-        bench.lab.sh(&format!("awk '{{print $1+$5}}' /sys/block/{block}/stat"))?.parse()?;
-    if ios < 1000 || of_fio > ios / 4 {
-        bail!("{of_fio} interrupts for {ios} reads and writes: they are not polled");
+    let taken = interrupts(bench, &device)? - before;
+    // Flushes and discards go by interrupt, reads and writes do not.
+    let count = format!("awk '{{print $1+$5}}' /sys/block/{block}/stat");
+    let ios: u64 = bench.lab.sh(&count)?.parse()?;
+    if ios < 1000 || taken > ios / 4 {
+        bail!("{taken} interrupts for {ios} reads and writes: they are not polled");
     }
     Ok(())
+}
+
+fn passthrough(bench: &mut Bench<'_>, polled: bool) -> Result<()> {
+    bench.lab.serve_arguments.clear();
+    let device = load(bench)?;
+    let node = format!("/dev/{}n1", device.replace("nvme", "ng"));
+    let arguments = if polled { "--poll-storage" } else { "" }.into();
+    let options = DiskOptions { arguments, ..DiskOptions::new(&node, "xvda") };
+    let before = block_layer(bench, &device)?;
+    let (mut guest, mut disk) = bench.guest_with(&GuestOptions::default(), options)?;
+    let log = disk.backend_log(bench.lab)?;
+    let engine = if polled { "io_uring nvme polled" } else { "io_uring nvme" };
+    if !log.contains(&format!("disk I/O goes through {engine}\n")) {
+        bail!("the backend does not send commands:\n{log}");
+    }
+    // Nobody else may have the namespace meanwhile.
+    if bench.lab.dom0(&format!("mkfs.ext4 -q /dev/{device}n1"), 60)?.status == 0 {
+        bail!("the namespace's block device is not claimed");
+    }
+    verify(bench, &mut guest, &mut disk)?;
+    // Opening the block device to claim it reads its partition table, and no more.
+    let through = block_layer(bench, &device)? - before;
+    if through > 100 {
+        bail!("{through} requests went through the block layer");
+    }
+    Ok(())
+}
+
+/// Requests that the block device's own statistics know of.
+fn block_layer(bench: &mut Bench<'_>, device: &str) -> Result<u64> {
+    let count = format!("awk '{{print $1+$5}}' /sys/block/{device}n1/stat");
+    Ok(bench.lab.sh(&count)?.parse()?)
 }
 
 /// Interrupts of the device's queues so far.

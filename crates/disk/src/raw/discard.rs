@@ -9,6 +9,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_io::engine::FileId;
+use ferrite_io::nvme::Namespace;
 use ferrite_io::reactor::Io;
 use rustix::fs::{ioctl_blksszget, major, minor};
 use rustix::io::Errno;
@@ -37,8 +38,19 @@ impl Discard {
     pub(super) fn of(opened: &Opened) -> Option<Discard> {
         match opened.medium {
             Medium::File => Some(for_file(opened)),
-            Medium::BlockDevice => for_device(opened),
+            Medium::BlockDevice | Medium::Nvme => for_device(opened),
         }
+    }
+
+    /// By commands, in the namespace's blocks.
+    pub(super) fn of_namespace(namespace: &Namespace) -> Option<Discard> {
+        let block = namespace.block_bytes;
+        namespace.deallocates.then_some(Discard {
+            limits: DiscardLimits { granularity_bytes: block, alignment_bytes: 0 },
+            unit_bytes: u64::from(block),
+            chunk_bytes: CHUNK_BYTES,
+            refused: AtomicBool::new(false),
+        })
     }
 
     pub(super) fn limits(&self) -> Option<DiscardLimits> {
@@ -102,7 +114,7 @@ impl Raw {
         for (offset, len) in chunks(offset, len, how.chunk_bytes) {
             let done = match self.medium {
                 Medium::File => io.punch_hole(files[0], offset, len).await,
-                Medium::BlockDevice => io.discard(files[0], offset, len).await,
+                Medium::BlockDevice | Medium::Nvme => io.discard(files[0], offset, len).await,
             };
             if let Err(e) = done {
                 if !is_unsupported(&e) {

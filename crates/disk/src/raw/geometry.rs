@@ -3,6 +3,7 @@
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 
+use ferrite_io::nvme::Namespace;
 use rustix::fs::{
     AtFlags, OFlags, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_blkpbszget,
     ioctl_blksszget, major, minor, statx,
@@ -39,6 +40,15 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
+    /// Commands go past every cache of the kernel's, in the namespace's blocks.
+    pub(super) fn of_namespace(namespace: &Namespace) -> Geometry {
+        Geometry {
+            block_bytes: if namespace.block_bytes > 512 { MAX_BLOCK_BYTES } else { 512 },
+            physical_block_bytes: namespace.block_bytes.max(512),
+            buffered_because: None,
+        }
+    }
+
     /// Decides, and sets the open file's flags accordingly: on the one open file that also holds
     /// the locks, rather than by opening it again.
     pub(super) fn choose(opened: &Opened, size_bytes: u64) -> rustix::io::Result<Geometry> {
@@ -87,7 +97,7 @@ fn direct_block(opened: &Opened) -> Result<u32, String> {
         };
     }
     match opened.medium {
-        Medium::BlockDevice => ioctl_blksszget(&opened.file)
+        Medium::BlockDevice | Medium::Nvme => ioctl_blksszget(&opened.file)
             .map_err(|e| format!("the device does not tell its block size: {e}")),
         Medium::File => file_block(opened),
     }
@@ -138,7 +148,7 @@ fn try_direct(file: &OwnedFd, base: OFlags, block: u32) -> Result<u32, String> {
 /// Writes smaller than this, or not aligned to it, may cost a read.
 fn physical_block(opened: &Opened) -> u32 {
     let told = match opened.medium {
-        Medium::BlockDevice => ioctl_blkpbszget(&opened.file).unwrap_or(0),
+        Medium::BlockDevice | Medium::Nvme => ioctl_blkpbszget(&opened.file).unwrap_or(0),
         Medium::File => u32::try_from(opened.stat.st_blksize).unwrap_or(0).min(USUAL_BLOCK_BYTES),
     };
     if told.is_power_of_two() { told.max(SECTOR_BYTES as u32) } else { SECTOR_BYTES as u32 }

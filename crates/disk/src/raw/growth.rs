@@ -62,7 +62,7 @@ impl GrowthWatch {
     pub(super) fn of(file: &Arc<OwnedFd>, medium: Medium) -> GrowthWatch {
         let means = match medium {
             Medium::File => inotify_of(file),
-            Medium::BlockDevice => events(),
+            Medium::BlockDevice | Medium::Nvme => events(),
         };
         GrowthWatch(means.unwrap_or(Means::Ask))
     }

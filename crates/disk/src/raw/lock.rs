@@ -14,6 +14,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_io::nvme::block_device;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
 use rustix::io::Errno;
 
@@ -35,6 +36,9 @@ pub(super) struct Opened {
     pub(super) file: OwnedFd,
     pub(super) stat: Stat,
     pub(super) medium: Medium,
+    /// The block device of an NVMe namespace that is used by commands, held so that nobody else
+    /// mounts or claims it.
+    pub(super) claim: Option<OwnedFd>,
 }
 
 /// The end of one attempt.
@@ -71,7 +75,13 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskErr
 fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
     let before = stat(path).map_err(|e| open_error(path, read_only, e))?;
     let medium = classify(path, &before)?;
-    let grace = if medium == Medium::BlockDevice { DEVICE_GRACE } else { Duration::ZERO };
+    let grace = if medium == Medium::File { Duration::ZERO } else { DEVICE_GRACE };
+    let claim = match claim(medium, &before, read_only) {
+        Ok(claim) => claim,
+        Err((device, e)) => {
+            return Ok(Attempt::Busy(grace, format!("its block device {device} is in use ({e})")));
+        }
+    };
     let file = match rustix::fs::open(path, flags(medium, read_only), Mode::empty()) {
         Ok(file) => file,
         Err(e @ (Errno::BUSY | Errno::TXTBSY | Errno::AGAIN)) => {
@@ -100,7 +110,22 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
     if !read_only && medium == Medium::BlockDevice && is_write_protected(&stat) {
         return Err(open_error(path, read_only, Errno::ROFS));
     }
-    Ok(Attempt::Done(Opened { file, stat, medium }))
+    Ok(Attempt::Done(Opened { file, stat, medium, claim }))
+}
+
+/// Opens the block device of an NVMe namespace for itself alone, where there is one and it is to
+/// be written: commands to the character device ask nobody.
+fn claim(medium: Medium, stat: &Stat, read_only: bool) -> Result<Option<OwnedFd>, (String, Errno)> {
+    let device = block_device((major(stat.st_rdev), minor(stat.st_rdev)));
+    let Some(device) = device.filter(|_| medium == Medium::Nvme && !read_only) else {
+        return Ok(None);
+    };
+    let path = format!("/dev/{device}");
+    match rustix::fs::open(&path, flags(Medium::BlockDevice, false), Mode::empty()) {
+        Ok(file) => Ok(Some(file)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(e) => Err((path, e)),
+    }
 }
 
 /// The kernel lets a write-protected device be opened for writing, and fails the writes. A
@@ -115,7 +140,7 @@ fn is_write_protected(stat: &Stat) -> bool {
 fn flags(medium: Medium, read_only: bool) -> OFlags {
     let access = match (read_only, medium) {
         (true, _) => OFlags::RDONLY,
-        (false, Medium::File) => OFlags::RDWR,
+        (false, Medium::File | Medium::Nvme) => OFlags::RDWR,
         (false, Medium::BlockDevice) => OFlags::RDWR | OFlags::EXCL,
     };
     access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK
@@ -127,8 +152,13 @@ fn classify(path: &Path, stat: &Stat) -> Result<Medium, DiskError> {
         FileType::RegularFile => return Ok(Medium::File),
         FileType::BlockDevice => return Ok(Medium::BlockDevice),
         FileType::Directory => ("it is a directory", "name an image file inside of it"),
+        FileType::CharacterDevice
+            if block_device((major(stat.st_rdev), minor(stat.st_rdev))).is_some() =>
+        {
+            return Ok(Medium::Nvme);
+        }
         FileType::CharacterDevice => (
-            "it is a character device",
+            "it is a character device, and none of an NVMe namespace (/dev/ngXnY)",
             "name a regular file or a block device (for a disk without medium, null:)",
         ),
         _ => ("it is a pipe or socket", "name a regular file or a block device"),

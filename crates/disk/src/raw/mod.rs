@@ -2,12 +2,14 @@
 
 use std::fmt;
 use std::io::ErrorKind::{Interrupted, WouldBlock};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
+use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
+use rustix::io::Errno;
 
 use crate::size::Human;
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, Intent, OpenOptions, SECTOR_BYTES};
@@ -20,15 +22,18 @@ mod zero;
 
 use geometry::Geometry;
 pub use growth::GrowthWatch;
+use lock::Opened;
 
 /// How often a flush may be interrupted, or be without the kernel's resources, in a row.
 const FLUSH_RETRIES: u32 = 16;
 
-/// The two kinds of medium that a raw disk can be.
+/// The kinds of medium that a raw disk can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Medium {
     File,
     BlockDevice,
+    /// The character device of an NVMe namespace: only engines that send commands can use it.
+    Nvme,
 }
 
 /// An open and locked raw image.
@@ -42,6 +47,7 @@ pub struct Raw {
     sectors: AtomicU64,
     shrink_reported: AtomicBool,
     discard: Option<discard::Discard>,
+    _claim: Option<OwnedFd>,
     /// How far [`zero`] got down its list of means.
     zero_means: AtomicU8,
 }
@@ -51,15 +57,26 @@ impl Raw {
     /// is done, and nothing is written.
     pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
         let opened = lock::open(path, options)?;
+        let namespace = match opened.medium {
+            Medium::Nvme => Some(namespace(path, &opened, options.read_only)?),
+            _ => None,
+        };
         let bytes = size_bytes(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "its size could not be read", e))?;
         check_size(path, bytes)?;
-        let geometry = Geometry::choose(&opened, bytes)
-            .map_err(|e| io_error(path, "its access mode could not be set", e))?;
+        let geometry = match &namespace {
+            Some(namespace) => Geometry::of_namespace(namespace),
+            None => Geometry::choose(&opened, bytes)
+                .map_err(|e| io_error(path, "its access mode could not be set", e))?,
+        };
         if let Some(reason) = &geometry.buffered_because {
             tracing::info!(image = %path.display(), reason, "the page cache is used for this image");
         }
-        let discard = if options.read_only { None } else { discard::Discard::of(&opened) };
+        let discard = match &namespace {
+            _ if options.read_only => None,
+            Some(namespace) => discard::Discard::of_namespace(namespace),
+            None => discard::Discard::of(&opened),
+        };
         Ok(Raw {
             file: Arc::new(opened.file),
             path: path.to_owned(),
@@ -69,6 +86,7 @@ impl Raw {
             sectors: AtomicU64::new(bytes / SECTOR_BYTES),
             shrink_reported: AtomicBool::new(false),
             discard,
+            _claim: opened.claim,
             zero_means: AtomicU8::new(0),
         })
     }
@@ -92,6 +110,11 @@ impl Raw {
     /// Whether I/O bypasses the page cache.
     pub fn direct(&self) -> bool {
         self.geometry.buffered_because.is_none()
+    }
+
+    /// Whether only an engine that sends NVMe commands can do its I/O.
+    pub(crate) fn passthrough(&self) -> bool {
+        self.medium == Medium::Nvme
     }
 
     pub(crate) fn discard_limits(&self) -> Option<DiscardLimits> {
@@ -154,6 +177,29 @@ fn size_bytes(file: &OwnedFd, medium: Medium) -> rustix::io::Result<u64> {
     match medium {
         Medium::File => Ok(u64::try_from(fstat(file)?.st_size).unwrap_or(0)),
         Medium::BlockDevice => seek(file, SeekFrom::End(0)),
+        Medium::Nvme => match Namespace::of(file.as_fd()) {
+            Ok(namespace) => Ok(namespace.bytes),
+            Err(e) => Err(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
+        },
+    }
+}
+
+/// What the controller says about an NVMe namespace, if it can be used so.
+fn namespace(path: &Path, opened: &Opened, read_only: bool) -> Result<Namespace, DiskError> {
+    let refuse =
+        |kind, why: String, help: &str| Err(DiskError::new(kind, cannot_open(path), why, help));
+    match Namespace::of(opened.file.as_fd()) {
+        Ok(found) if found.write_protected && !read_only => refuse(
+            ErrorKind::Permission,
+            "the namespace is write-protected".into(),
+            "serve it read-only (--read-only), or lift the protection",
+        ),
+        Ok(found) => Ok(found),
+        Err(e) => refuse(
+            ErrorKind::Unsuitable,
+            format!("it cannot be used by NVMe commands: {e}"),
+            "name its block device (/dev/nvmeXnY) instead",
+        ),
     }
 }
 
@@ -191,6 +237,7 @@ impl fmt::Display for Raw {
         let medium = match self.medium {
             Medium::File => "raw file",
             Medium::BlockDevice => "block device",
+            Medium::Nvme => "NVMe namespace",
         };
         let mode = if self.read_only { "read-only" } else { "read-write" };
         let size = Human(self.sectors() * SECTOR_BYTES);

@@ -35,7 +35,7 @@ impl Raw {
         }
         let chunk = match self.medium {
             Medium::File => FILE_CHUNK_BYTES,
-            Medium::BlockDevice => DEVICE_CHUNK_BYTES,
+            Medium::BlockDevice | Medium::Nvme => DEVICE_CHUNK_BYTES,
         };
         for (offset, len) in chunks(offset, len, chunk) {
             self.zero_chunk(io, files[0], offset, len, zeros).await?;

@@ -42,7 +42,7 @@ const RAMP_NS: u64 = 250_000_000;
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let disk = open(args)?;
     let tasks = task::split(args, &disk)?;
-    let kind = crate::serve::choose(args.engine, args.poll_storage)?;
+    let kind = crate::serve::choose(args.engine, args.poll_storage, &disk)?;
     let medium = report::Medium::of(&disk, kind);
     let mut host = Host::start(args, disk, kind, &tasks)?;
     let idle_rss_kib = idle::rss_kib();

@@ -100,6 +100,7 @@ fn polled_storage() -> Check {
     let is_polled =
         |name: &str| read(&format!("/sys/block/{name}/queue/io_poll")).as_deref() == Some("1");
     let polled = names("/sys/block", &is_polled);
+    let commands = names("/dev", &is_namespace);
     let queues = read("/sys/module/nvme/parameters/poll_queues");
     let (found, means) = match (polled.is_empty(), queues.as_deref()) {
         (false, _) => (format!("poll queues: {polled}"), "used with --poll-storage"),
@@ -109,7 +110,18 @@ fn polled_storage() -> Check {
         ),
         (true, _) => ("no device has poll queues".into(), "--poll-storage would change nothing"),
     };
+    let found = match commands.is_empty() {
+        true => found,
+        false => format!("{found}; for NVMe commands: {commands}"),
+    };
     check(name, State::Ok, found, means)
+}
+
+/// Whether a name in /dev is the character device of an NVMe namespace: `ng0n1`.
+fn is_namespace(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let parts = name.strip_prefix("ng").and_then(|rest| rest.split_once('n'));
+    parts.is_some_and(|(controller, namespace)| number(controller) && number(namespace))
 }
 
 fn huge_pages() -> Check {
@@ -200,6 +212,12 @@ fn run_directory() -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_namespace_is_known_by_its_name() {
+        assert!(is_namespace("ng0n1") && is_namespace("ng12n34"));
+        assert!(!["ng0", "ngn1", "nvme0n1", "ng0n1p1", "ng"].into_iter().any(is_namespace));
+    }
 
     #[test]
     fn the_chosen_word_is_the_one_in_brackets() {

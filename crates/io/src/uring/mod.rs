@@ -13,6 +13,7 @@
 //!   kernel is done with the arena and the files.
 
 mod entry;
+mod passthrough;
 mod polled;
 mod setup;
 mod table;
@@ -22,7 +23,7 @@ mod tests;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -34,6 +35,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Job, Offload};
 use entry::Vectors;
+pub use passthrough::NvmeUring;
 pub use polled::PolledUring;
 use setup::Step;
 pub use setup::{SetupError, UringFeatures, probe};
@@ -44,8 +46,10 @@ const FIXED_FILES: u32 = 64;
 
 /// `user_data` of entries that are not in the table: the watch on the helper thread's eventfd,
 const WATCH: u64 = u64::MAX;
-/// and cancellations.
+/// cancellations,
 const CANCEL: u64 = u64::MAX - 1;
+/// and the watch on another ring.
+const RING: u64 = u64::MAX - 2;
 
 /// The longest time that is asked of the kernel, in seconds: far below where it would overflow.
 const MAX_TIME_S: u64 = 1 << 32;
@@ -63,6 +67,7 @@ enum Sqe {
     Vectored { index: u32, transfer: Transfer, file: FileId, offset: u64, bufs: Box<[Span]> },
     Cancel { target: u64 },
     Watch,
+    Ring { fd: RawFd },
 }
 
 struct File {
@@ -99,6 +104,8 @@ pub struct Uring {
     offload: Option<Offload>,
     /// Whether the ring watches the helper thread's eventfd.
     watching: bool,
+    /// Whether it watches another ring.
+    watching_ring: bool,
     /// Last, so that it is unmapped after the ring is gone.
     arena: Arc<Arena>,
 }
@@ -152,6 +159,7 @@ impl Uring {
             pinned: None,
             offload: None,
             watching: false,
+            watching_ring: false,
             arena,
         })
     }
@@ -217,6 +225,9 @@ impl Uring {
                 return self.put_vectored(index, transfer, file, offset, &bufs);
             }
             Sqe::Cancel { target } => opcode::AsyncCancel::new(target).build().user_data(CANCEL),
+            Sqe::Ring { fd } => {
+                opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build().user_data(RING)
+            }
             Sqe::Watch => match &self.offload {
                 Some(offload) => opcode::PollAdd::new(Fd(offload.wake_fd()), libc::POLLIN as u32)
                     .build()
@@ -292,6 +303,15 @@ impl Uring {
         }
     }
 
+    /// Wakes the next wait when the ring with this descriptor, which outlives this engine's next
+    /// completion, has completions of its own.
+    fn watch_ring(&mut self, fd: RawFd) {
+        if !self.watching_ring {
+            self.watching_ring = true;
+            self.queue(Sqe::Ring { fd });
+        }
+    }
+
     /// Whether completions wait in the ring.
     fn has_completions(&mut self) -> bool {
         !self.ring.completion().is_empty()
@@ -311,6 +331,7 @@ impl Uring {
             match cqe.user_data() {
                 CANCEL => {}
                 WATCH => watch_ended = true,
+                RING => self.watching_ring = false,
                 index => match self.table.remove(index) {
                     Some((token, kind)) => {
                         out.push(Completion { token, raw: meaning(kind, cqe.result()) });
@@ -403,6 +424,9 @@ impl Uring {
         let waits: Vec<u64> = self.table.waits().map(|(index, _)| index).collect();
         for target in waits {
             self.queue(Sqe::Cancel { target });
+        }
+        if self.watching_ring {
+            self.queue(Sqe::Cancel { target: RING });
         }
         // The watch on the helper thread ends with its last call.
         while self.pending > 0 || !self.spill.is_empty() {

@@ -1,0 +1,325 @@
+//! NVMe namespaces by their character devices (`/dev/ngXnY`): what they are, and the commands that
+//! read and write them (NVM Express base and NVM command set specifications).
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::PathBuf;
+
+use rustix::fs::{fstat, major, minor};
+
+/// `_IO('N', 0x40)` of linux/nvme_ioctl.h: the namespace's number.
+const IOCTL_ID: libc::Ioctl = 0x4e40;
+/// `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
+const IOCTL_ADMIN: libc::Ioctl = 0xc048_4e41;
+/// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: data in one piece,
+pub(crate) const URING_IO: u32 = 0xc048_4e80;
+/// and by vectors.
+pub(crate) const URING_IO_VEC: u32 = 0xc048_4e81;
+
+/// Identify, an admin command.
+const IDENTIFY: u8 = 0x06;
+const IDENTIFY_BYTES: usize = 4096;
+
+const FLUSH: u8 = 0x00;
+const WRITE: u8 = 0x01;
+const READ: u8 = 0x02;
+const DATASET_MANAGEMENT: u8 = 0x09;
+/// Dataset management: the ranges may be deallocated.
+const DEALLOCATE: u32 = 1 << 2;
+
+const PAGE_BYTES: u64 = 4096;
+/// Blocks that one command can name.
+const MAX_BLOCKS: u64 = 1 << 16;
+
+/// `struct nvme_passthru_cmd` and `struct nvme_uring_cmd`, which differ in the last word only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Command {
+    opcode: u8,
+    flags: u8,
+    reserved: u16,
+    namespace: u32,
+    dwords_2_3: [u32; 2],
+    metadata: u64,
+    /// Where the data is, or its vectors.
+    pub(crate) address: u64,
+    metadata_bytes: u32,
+    /// Bytes of data, or how many vectors.
+    pub(crate) data_len: u32,
+    dwords_10_15: [u32; 6],
+    timeout_ms: u32,
+    result: u32,
+}
+
+const _: () = assert!(size_of::<Command>() == 72);
+
+impl Command {
+    /// As the body of an entry of 128 bytes has it.
+    pub(crate) fn to_bytes(self) -> [u8; 80] {
+        let mut bytes = [0; 80];
+        let mut at = 0;
+        let mut put = |part: &[u8]| {
+            bytes[at..at + part.len()].copy_from_slice(part);
+            at += part.len();
+        };
+        put(&[self.opcode, self.flags]);
+        put(&self.reserved.to_ne_bytes());
+        put(&self.namespace.to_ne_bytes());
+        self.dwords_2_3.iter().for_each(|d| put(&d.to_ne_bytes()));
+        put(&self.metadata.to_ne_bytes());
+        put(&self.address.to_ne_bytes());
+        put(&self.metadata_bytes.to_ne_bytes());
+        put(&self.data_len.to_ne_bytes());
+        self.dwords_10_15.iter().for_each(|d| put(&d.to_ne_bytes()));
+        put(&self.timeout_ms.to_ne_bytes());
+        put(&self.result.to_ne_bytes());
+        bytes
+    }
+}
+
+/// A namespace, as far as reading and writing it needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Namespace {
+    id: u32,
+    /// Its size.
+    pub bytes: u64,
+    /// Bytes of a logical block.
+    pub block_bytes: u32,
+    /// Most bytes that one command transfers.
+    pub max_transfer_bytes: u32,
+    /// Whether blocks can be deallocated.
+    pub deallocates: bool,
+    /// Whether the controller refuses writes.
+    pub write_protected: bool,
+}
+
+impl Namespace {
+    /// Asks the controller about the namespace of an open `/dev/ngXnY`.
+    ///
+    /// # Errors
+    /// What the kernel says; `Unsupported` for formats with metadata in the data.
+    pub fn of(file: BorrowedFd<'_>) -> io::Result<Namespace> {
+        // SAFETY: no argument, no memory.
+        let id = unsafe { libc::ioctl(file.as_raw_fd(), IOCTL_ID) };
+        let id = u32::try_from(id).map_err(|_| io::Error::last_os_error())?;
+        let namespace = identify(file, id, 0)?;
+        let controller = identify(file, 0, 1)?;
+        let mut found = decode(id, &namespace, &controller)?;
+        if let Some(limit) = kernel_limit_bytes(file) {
+            found.max_transfer_bytes = found.max_transfer_bytes.min(limit).max(found.block_bytes);
+        }
+        Ok(found)
+    }
+
+    /// One that no controller has.
+    #[cfg(test)]
+    pub(crate) fn pretended(bytes: u64, block_bytes: u32, max_transfer_bytes: u32) -> Namespace {
+        Namespace {
+            id: 1,
+            bytes,
+            block_bytes,
+            max_transfer_bytes,
+            deallocates: true,
+            write_protected: false,
+        }
+    }
+
+    /// The first block and the number of blocks of a range, or the errno of what is wrong with it.
+    fn blocks(&self, offset: u64, bytes: u64) -> Result<(u64, u64), i32> {
+        let block = u64::from(self.block_bytes);
+        match offset.is_multiple_of(block) && bytes.is_multiple_of(block) && bytes > 0 {
+            true => Ok((offset / block, bytes / block)),
+            false => Err(libc::EINVAL),
+        }
+    }
+
+    /// A transfer of `bytes` at `offset`; where in memory is the caller's to say.
+    pub(crate) fn transfer(&self, write: bool, offset: u64, bytes: u64) -> Result<Command, i32> {
+        let (first, blocks) = self.blocks(offset, bytes)?;
+        if blocks > MAX_BLOCKS || bytes > u64::from(self.max_transfer_bytes) {
+            return Err(libc::EINVAL);
+        }
+        Ok(Command {
+            opcode: if write { WRITE } else { READ },
+            namespace: self.id,
+            dwords_10_15: [first as u32, (first >> 32) as u32, blocks as u32 - 1, 0, 0, 0],
+            ..Command::default()
+        })
+    }
+
+    pub(crate) fn flush(&self) -> Command {
+        Command { opcode: FLUSH, namespace: self.id, ..Command::default() }
+    }
+
+    /// Deallocates a range, and the memory that the command reads: its list of ranges.
+    pub(crate) fn deallocate(&self, offset: u64, bytes: u64) -> Result<(Command, [u64; 2]), i32> {
+        let (first, blocks) = self.blocks(offset, bytes)?;
+        let blocks = u32::try_from(blocks).map_err(|_| libc::EINVAL)?;
+        let command = Command {
+            opcode: DATASET_MANAGEMENT,
+            namespace: self.id,
+            data_len: 16,
+            dwords_10_15: [0, DEALLOCATE, 0, 0, 0, 0],
+            ..Command::default()
+        };
+        // Attributes (none) in the low half, the number of blocks in the high one.
+        Ok((command, [u64::from(blocks) << 32, first]))
+    }
+}
+
+/// The errno for the status of a command that the controller has ended with an error.
+pub(crate) fn errno_of_status(status: i32) -> i32 {
+    // The status code type and the code; above them is what the kernel uses for retries.
+    match status & 0x7ff {
+        0x001 => libc::EOPNOTSUPP,
+        0x002 => libc::EINVAL,
+        0x020 => libc::EROFS,
+        0x081 => libc::ENOSPC,
+        // Not ready, or a path error: to be tried again.
+        0x082 | 0x300..=0x3ff => libc::EAGAIN,
+        _ => libc::EIO,
+    }
+}
+
+fn identify(file: BorrowedFd<'_>, namespace: u32, what: u32) -> io::Result<[u8; IDENTIFY_BYTES]> {
+    let mut data = [0; IDENTIFY_BYTES];
+    let mut command = Command {
+        opcode: IDENTIFY,
+        namespace,
+        address: data.as_mut_ptr() as u64,
+        data_len: IDENTIFY_BYTES as u32,
+        dwords_10_15: [what, 0, 0, 0, 0, 0],
+        ..Command::default()
+    };
+    // SAFETY: the kernel reads and writes the command, and writes that many bytes of `data`; both
+    // outlive the call.
+    match unsafe { libc::ioctl(file.as_raw_fd(), IOCTL_ADMIN, &raw mut command) } {
+        0 => Ok(data),
+        status if status > 0 => Err(io::Error::from_raw_os_error(errno_of_status(status))),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn decode(
+    id: u32,
+    namespace: &[u8; IDENTIFY_BYTES],
+    controller: &[u8; IDENTIFY_BYTES],
+) -> io::Result<Namespace> {
+    let refuse = |text: &str| Err(io::Error::new(io::ErrorKind::Unsupported, text));
+    let blocks = u64::from_le_bytes(std::array::from_fn(|i| namespace[i]));
+    let format = usize::from((namespace[26] & 0xf) | (namespace[26] >> 5 & 3) << 4);
+    let at = 128 + 4 * format;
+    if namespace[at] != 0 || namespace[at + 1] != 0 {
+        return refuse("its blocks carry metadata");
+    }
+    let shift = u32::from(namespace[at + 2]);
+    if !(9..=12).contains(&shift) {
+        return refuse("its blocks are neither of 512 nor of up to 4096 bytes");
+    }
+    let Some(bytes) = blocks.checked_mul(1 << shift) else { return refuse("its size overflows") };
+    // In units of the controller's smallest page, which is at least this; 0: no limit.
+    let max = match controller[77] {
+        0 => MAX_BLOCKS << shift,
+        pages => (PAGE_BYTES << pages.min(20)).min(MAX_BLOCKS << shift),
+    };
+    let optional = u16::from_le_bytes([controller[520], controller[521]]);
+    Ok(Namespace {
+        id,
+        bytes,
+        block_bytes: 1 << shift,
+        max_transfer_bytes: u32::try_from(max).unwrap_or(1 << 30),
+        deallocates: optional & 1 << 2 != 0,
+        write_protected: namespace[99] & 1 != 0,
+    })
+}
+
+/// The block device of the same namespace: `nvme0n1` for `/dev/ng0n1`. Nothing: it is no
+/// character device of a namespace.
+pub fn block_device(device: (u32, u32)) -> Option<String> {
+    let of = PathBuf::from(format!("/sys/dev/char/{}:{}", device.0, device.1));
+    let subsystem = std::fs::read_link(of.join("subsystem")).ok()?;
+    if subsystem.file_name()? != "nvme-generic" {
+        return None;
+    }
+    let name = std::fs::read_link(of).ok()?;
+    name.file_name()?.to_str()?.strip_prefix("ng").map(|rest| format!("nvme{rest}"))
+}
+
+/// What the kernel maps for one command: its own limit, and a page a segment.
+fn kernel_limit_bytes(file: BorrowedFd<'_>) -> Option<u32> {
+    let stat = fstat(file).ok()?;
+    let name = block_device((major(stat.st_rdev), minor(stat.st_rdev)))?;
+    let number = |what: &str| -> Option<u32> {
+        let path = format!("/sys/block/{name}/queue/{what}");
+        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+    };
+    let by_size = number("max_hw_sectors_kb")?.saturating_mul(1024);
+    // One segment less: memory need not begin on a page.
+    let by_segments = number("max_segments")?.saturating_sub(1).saturating_mul(PAGE_BYTES as u32);
+    Some(by_size.min(by_segments))
+}
+
+/// Whether the namespace's driver has poll queues.
+pub(crate) fn has_poll_queues(file: impl AsFd) -> bool {
+    let Ok(stat) = fstat(file.as_fd()) else { return false };
+    block_device((major(stat.st_rdev), minor(stat.st_rdev))).is_some_and(|name| {
+        let path = format!("/sys/block/{name}/queue/io_poll");
+        std::fs::read_to_string(path).is_ok_and(|text| text.trim() == "1")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pages(shift: u8, mdts: u8) -> ([u8; IDENTIFY_BYTES], [u8; IDENTIFY_BYTES]) {
+        let (mut namespace, mut controller) = ([0; IDENTIFY_BYTES], [0; IDENTIFY_BYTES]);
+        namespace[..8].copy_from_slice(&1000u64.to_le_bytes());
+        // The second format of the list.
+        namespace[26] = 1;
+        namespace[128 + 4 + 2] = shift;
+        controller[77] = mdts;
+        controller[520] = 1 << 2;
+        (namespace, controller)
+    }
+
+    #[test]
+    fn a_namespace_is_what_its_identity_pages_say() {
+        let (namespace, controller) = pages(12, 5);
+        let n = decode(3, &namespace, &controller).unwrap();
+        assert_eq!((n.id, n.bytes, n.block_bytes), (3, 4_096_000, 4096));
+        assert_eq!(
+            (n.max_transfer_bytes, n.deallocates, n.write_protected),
+            (128 << 10, true, false)
+        );
+        let (mut namespace, controller) = pages(9, 0);
+        assert_eq!(decode(1, &namespace, &controller).unwrap().max_transfer_bytes, 32 << 20);
+        namespace[128 + 4] = 8;
+        assert!(decode(1, &namespace, &controller).unwrap_err().to_string().contains("metadata"));
+        let (namespace, controller) = pages(13, 0);
+        assert!(decode(1, &namespace, &controller).is_err());
+    }
+
+    #[test]
+    fn commands_name_blocks_and_refuse_parts_of_them() {
+        let (namespace, controller) = pages(12, 5);
+        let n = decode(3, &namespace, &controller).unwrap();
+        let bytes = n.transfer(true, 5 << 12, 8 << 12).unwrap().to_bytes();
+        assert_eq!((bytes[0], bytes[4]), (WRITE, 3));
+        assert_eq!((bytes[40], bytes[48]), (5, 7), "first block, and blocks less one");
+        for (offset, len) in [(1, 4096), (0, 4095), (0, 0), (0, 256 << 10)] {
+            assert_eq!(n.transfer(false, offset, len), Err(libc::EINVAL), "{offset}+{len}");
+        }
+        let (command, range) = n.deallocate(8192, 4096).unwrap();
+        assert_eq!((command.opcode, command.data_len, range), (9, 16, [1 << 32, 2]));
+        assert_eq!(n.flush().to_bytes()[0], FLUSH);
+    }
+
+    #[test]
+    fn a_status_becomes_the_error_that_callers_know() {
+        assert_eq!(errno_of_status(0x4001), libc::EOPNOTSUPP);
+        assert_eq!(errno_of_status(0x281), libc::EIO);
+        assert_eq!(errno_of_status(0x4020), libc::EROFS);
+        assert_eq!(errno_of_status(0x371), libc::EAGAIN);
+    }
+}

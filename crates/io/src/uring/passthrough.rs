@@ -1,0 +1,521 @@
+//! io_uring with NVMe passthrough: reads, writes, flushes and deallocations of `/dev/ngXnY` go to
+//! the driver as NVMe commands (`IORING_OP_URING_CMD`), past the block layer.
+//!
+//! Commands need entries of twice the size, so they have a ring of their own beside the main one,
+//! which watches it while it sleeps; with `polled`, and a driver that has poll queues, waiting
+//! means to look at both, as in [`PolledUring`](super::PolledUring).
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use io_uring::types::Fd;
+use io_uring::{IoUring, cqueue, opcode, squeue};
+use rustix::fs::{OFlags, fcntl_getfl, fstat, major, minor};
+
+use super::table::{Kind, Table};
+use super::{KEPT, Uring, errno_of};
+use crate::arena::{Arena, Span};
+use crate::clock::{Clock, SystemClock};
+use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
+use crate::nvme::{self, Command, Namespace};
+use crate::vector::Vector;
+
+/// The main ring's sleep with commands in flight where the caller names no end.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// A file that commands go to.
+struct Target {
+    fd: Arc<OwnedFd>,
+    namespace: Namespace,
+    writable: bool,
+}
+
+/// What the kernel reads until a command has ended, at an address that stays.
+#[derive(Default)]
+struct Memory {
+    vectors: [Vector; MAX_VECTORED],
+    range: [u64; 2],
+}
+
+/// What is known of a command in flight.
+#[derive(Default)]
+struct Flight {
+    memory: Box<Memory>,
+    /// What its completion counts.
+    bytes: u32,
+}
+
+/// The engine on two rings; see the module text.
+pub struct NvmeUring {
+    main: Uring,
+    ring: IoUring<squeue::Entry128, cqueue::Entry32>,
+    polled: bool,
+    /// By the main ring's numbers: those that commands go to.
+    targets: Vec<Option<Target>>,
+    table: Table,
+    /// By index in the table.
+    flights: Vec<Flight>,
+    /// Entries in the ring without a completion.
+    pending: usize,
+    spill: VecDeque<squeue::Entry128>,
+    backlog: Vec<Completion>,
+    arena: Arc<Arena>,
+}
+
+impl NvmeUring {
+    /// As [`Uring::new`]; `polled`: ask for completions instead of waiting for interrupts.
+    ///
+    /// # Errors
+    /// A [`SetupError`](super::SetupError) inside, or the kernel's for the ring of commands
+    /// (Linux 5.19 and newer).
+    pub fn new(arena: Arc<Arena>, entries: u32, polled: bool) -> io::Result<NvmeUring> {
+        let main = Uring::new(arena.clone(), entries)?;
+        let mut builder = IoUring::<squeue::Entry128, cqueue::Entry32>::builder();
+        builder.setup_clamp().dontfork().setup_cqsize(entries.max(1).saturating_mul(4));
+        builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+        if polled {
+            builder.setup_iopoll();
+        }
+        let ring = builder.build(entries.max(1)).map_err(|e| {
+            let text =
+                format!("no io_uring for NVMe commands (Linux 5.19 or newer is needed): {e}");
+            io::Error::new(e.kind(), text)
+        })?;
+        Ok(NvmeUring {
+            main,
+            ring,
+            polled,
+            targets: Vec::new(),
+            table: Table::default(),
+            flights: Vec::new(),
+            pending: 0,
+            spill: VecDeque::new(),
+            backlog: Vec::new(),
+            arena,
+        })
+    }
+
+    fn target(&self, file: FileId) -> Option<&Target> {
+        self.targets.get(file.0 as usize).and_then(Option::as_ref)
+    }
+
+    /// Queues a command, or completes it if there is something wrong with it.
+    fn queue(&mut self, token: Token, file: FileId, made: Result<Made, i32>) {
+        let (target, made) = match (self.target(file), made) {
+            (Some(target), Ok(made)) if target.writable || !made.changes => (target, made),
+            (Some(_), Ok(_)) | (None, _) => return self.fail(token, libc::EBADF),
+            (_, Err(errno)) => return self.fail(token, errno),
+        };
+        let fd = Fd(target.fd.as_raw_fd());
+        let index = self.table.insert(token, Kind::Data);
+        if self.flights.len() <= index as usize {
+            self.flights.resize_with(index as usize + 1, Flight::default);
+        }
+        let flight = &mut self.flights[index as usize];
+        flight.bytes = made.bytes;
+        let mut command = made.command;
+        match made.data {
+            Data::Nothing => {}
+            Data::At(address, bytes) => (command.address, command.data_len) = (address, bytes),
+            Data::Vectors(vectors, n) => {
+                flight.memory.vectors = *vectors;
+                command.address = flight.memory.vectors.as_ptr() as u64;
+                command.data_len = n;
+            }
+            Data::Range(range) => {
+                flight.memory.range = range;
+                command.address = flight.memory.range.as_ptr() as u64;
+            }
+        }
+        let op = opcode::UringCmd80::new(fd, made.op).cmd(command.to_bytes());
+        self.spill.push_back(op.build().user_data(u64::from(index)));
+        self.unspill();
+    }
+
+    fn fail(&mut self, token: Token, errno: i32) {
+        self.backlog.push(Completion { token, raw: -errno });
+    }
+
+    fn unspill(&mut self) {
+        let mut queue = self.ring.submission();
+        while !queue.is_full() {
+            let Some(entry) = self.spill.pop_front() else { break };
+            // SAFETY: data is in the arena, and vectors and ranges in self.flights, in boxes that
+            // are used again only after the command has ended; `drop` waits for all of them.
+            if unsafe { queue.push(&entry) }.is_err() {
+                self.spill.push_front(entry);
+                break;
+            }
+            self.pending += 1;
+        }
+    }
+
+    /// Hands over the commands, and lets the kernel work off what it has for us.
+    fn submit_commands(&mut self) -> io::Result<()> {
+        loop {
+            self.unspill();
+            let (queued, due) = {
+                let queue = self.ring.submission();
+                (queue.len(), queue.cq_overflow() || queue.taskrun())
+            };
+            if queued == 0 && !due && !(self.polled && self.pending > 0) {
+                return Ok(());
+            }
+            if !self.enter(0)? || self.spill.is_empty() {
+                return Ok(());
+            }
+            self.collect();
+        }
+    }
+
+    /// Whether the kernel can take more now.
+    fn enter(&mut self, want: usize) -> io::Result<bool> {
+        match self.ring.submitter().submit_and_wait(want) {
+            Ok(_) => Ok(true),
+            Err(e) => match errno_of(&e) {
+                libc::EINTR => Ok(true),
+                libc::EAGAIN | libc::EBUSY => Ok(false),
+                _ => Err(e),
+            },
+        }
+    }
+
+    /// Moves the completions of commands to the backlog.
+    fn collect(&mut self) {
+        for cqe in self.ring.completion() {
+            self.pending -= 1;
+            let index = cqe.user_data();
+            let Some((token, _)) = self.table.remove(index) else { continue };
+            let raw = match cqe.result() {
+                0 => self.flights[index as usize].bytes as i32,
+                status if status > 0 => -nvme::errno_of_status(status),
+                error => error,
+            };
+            self.backlog.push(Completion { token, raw });
+        }
+    }
+
+    fn commands_in_flight(&self) -> usize {
+        self.table.len()
+    }
+
+    fn spin(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        let deadline_ns = timeout.map(|t| {
+            let ns = u64::try_from(t.as_nanos()).unwrap_or(u64::MAX);
+            SystemClock.now_ns().saturating_add(ns)
+        });
+        loop {
+            self.main.submit()?;
+            self.submit_commands()?;
+            self.collect();
+            let found = !self.backlog.is_empty() || self.main.has_backlog_or_completions();
+            if found || deadline_ns.is_some_and(|d| SystemClock.now_ns() >= d) {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// A command before it has its place.
+struct Made {
+    op: u32,
+    command: Command,
+    data: Data,
+    /// What its completion counts.
+    bytes: u32,
+    /// Whether it changes the medium.
+    changes: bool,
+}
+
+enum Data {
+    Nothing,
+    At(u64, u32),
+    Vectors(Box<[Vector; MAX_VECTORED]>, u32),
+    Range([u64; 2]),
+}
+
+/// One read or write, shortened to what a command can transfer.
+fn transfer(target: &Target, arena: &Arena, write: bool, at: u64, buf: Span) -> Result<Made, i32> {
+    let buf = buf.slice(0, buf.len().min(target.namespace.max_transfer_bytes as usize));
+    let address = arena.checked_ptr(buf).ok_or(libc::EFAULT)?.as_ptr() as u64;
+    let bytes = buf.len() as u32;
+    let command = target.namespace.transfer(write, at, u64::from(bytes))?;
+    let data = Data::At(address, bytes);
+    Ok(Made { op: nvme::URING_IO, command, data, bytes, changes: write })
+}
+
+/// The same by vectors.
+fn vectored(
+    target: &Target,
+    arena: &Arena,
+    write: bool,
+    at: u64,
+    bufs: &[Span],
+) -> Result<Made, i32> {
+    let mut left = target.namespace.max_transfer_bytes as usize;
+    let cut = |buf: &Span| {
+        let buf = buf.slice(0, buf.len().min(left));
+        left -= buf.len();
+        buf
+    };
+    let bufs: Vec<Span> = bufs.iter().map(cut).filter(|buf| !buf.is_empty()).collect();
+    let bytes = bufs.iter().map(Span::len).sum::<usize>() as u32;
+    let command = target.namespace.transfer(write, at, u64::from(bytes))?;
+    let mut vectors = Box::new([Vector::default(); MAX_VECTORED]);
+    Vector::fill(&mut vectors, arena, &bufs)?;
+    let data = Data::Vectors(vectors, bufs.len() as u32);
+    Ok(Made { op: nvme::URING_IO_VEC, command, data, bytes, changes: write })
+}
+
+impl Engine for NvmeUring {
+    fn name(&self) -> &'static str {
+        if self.polled { "io_uring nvme polled" } else { "io_uring nvme" }
+    }
+
+    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
+        let id = self.main.add_file(file.clone())?;
+        let stat = fstat(&file)?;
+        let target = match nvme::block_device((major(stat.st_rdev), minor(stat.st_rdev))) {
+            None => None,
+            Some(_) if self.polled && !nvme::has_poll_queues(&file) => {
+                let text = "its driver has no poll queues (nvme.poll_queues=N)";
+                return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+            }
+            Some(_) => {
+                let namespace = Namespace::of(file.as_fd())?;
+                // The kernel lets a privileged process write by commands whatever the mode is.
+                let writable = fcntl_getfl(&file)?.intersects(OFlags::RDWR | OFlags::WRONLY);
+                Some(Target { fd: file, namespace, writable })
+            }
+        };
+        self.targets.push(target);
+        Ok(id)
+    }
+
+    fn push(&mut self, token: Token, op: Op) {
+        let file = match op {
+            Op::Read { file, .. }
+            | Op::Write { file, .. }
+            | Op::Sync { file }
+            | Op::PunchHole { file, .. }
+            | Op::ZeroRange { file, .. }
+            | Op::Discard { file, .. } => file,
+            Op::Readable { .. } | Op::Timer { .. } => return self.main.push(token, op),
+        };
+        let Some(target) = self.target(file) else { return self.main.push(token, op) };
+        let made = match op {
+            Op::Read { offset, buf, .. } => transfer(target, &self.arena, false, offset, buf),
+            Op::Write { offset, buf, .. } => transfer(target, &self.arena, true, offset, buf),
+            Op::Sync { .. } => Ok(Made {
+                op: nvme::URING_IO,
+                command: target.namespace.flush(),
+                data: Data::Nothing,
+                bytes: 0,
+                changes: false,
+            }),
+            Op::Discard { offset, len, .. } => {
+                target.namespace.deallocate(offset, len).map(|(command, range)| Made {
+                    op: nvme::URING_IO,
+                    command,
+                    data: Data::Range(range),
+                    bytes: 0,
+                    changes: true,
+                })
+            }
+            // What was deallocated need not read as zeros.
+            _ => Err(libc::EOPNOTSUPP),
+        };
+        self.queue(token, file, made);
+    }
+
+    fn push_vectored(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) {
+        assert!(bufs.len() <= MAX_VECTORED, "{} spans in one operation", bufs.len());
+        match self.target(file) {
+            Some(target) => {
+                let write = transfer == Transfer::Write;
+                let made = vectored(target, &self.arena, write, offset, bufs);
+                self.queue(token, file, made);
+            }
+            None => self.main.push_vectored(token, transfer, file, offset, bufs),
+        }
+    }
+
+    fn cancel(&mut self, token: Token) {
+        self.main.cancel(token);
+    }
+
+    fn submit(&mut self) -> io::Result<()> {
+        self.submit_commands()?;
+        self.main.submit()
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        if self.commands_in_flight() == 0 && self.backlog.is_empty() {
+            return self.main.wait(timeout);
+        }
+        if self.polled {
+            return self.spin(timeout);
+        }
+        self.submit_commands()?;
+        self.collect();
+        if !self.backlog.is_empty() {
+            return self.main.submit();
+        }
+        self.main.watch_ring(self.ring.as_raw_fd());
+        self.main.wait(Some(timeout.unwrap_or(LONG)))
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        self.collect();
+        out.append(&mut self.backlog);
+        self.main.reap(out);
+    }
+
+    fn may_reap(&mut self) -> bool {
+        if !self.backlog.is_empty() || (self.polled && self.pending > 0) || self.main.may_reap() {
+            return true;
+        }
+        let due = {
+            let queue = self.ring.submission();
+            queue.taskrun() || queue.cq_overflow()
+        };
+        due || !self.ring.completion().is_empty()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.commands_in_flight() + self.backlog.len() + self.main.in_flight()
+    }
+}
+
+impl Drop for NvmeUring {
+    /// Sees all commands to their end; the main ring's own drop follows.
+    fn drop(&mut self) {
+        while self.pending > 0 || !self.spill.is_empty() {
+            self.unspill();
+            if let Err(e) = self.enter(1) {
+                tracing::error!(
+                    "NVMe commands in flight cannot be waited for, memory is kept: {e}"
+                );
+                KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(self.arena.clone());
+                std::mem::forget(std::mem::take(&mut self.flights));
+                return;
+            }
+            self.collect();
+            self.backlog.clear();
+        }
+    }
+}
+
+impl fmt::Debug for NvmeUring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NvmeUring")
+            .field("main", &self.main)
+            .field("polled", &self.polled)
+            .field("commands", &self.commands_in_flight())
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    fn engine(polled: bool) -> (NvmeUring, Arc<Arena>) {
+        let arena = Arena::new(1).unwrap();
+        (NvmeUring::new(arena.clone(), 4, polled).unwrap(), arena)
+    }
+
+    /// A device that takes any command and does nothing, or refuses it, as a namespace.
+    fn add(e: &mut NvmeUring, path: &str, writable: bool) -> FileId {
+        let fd: Arc<OwnedFd> = Arc::new(std::fs::File::open(path).unwrap().into());
+        let id = e.main.add_file(fd.clone()).unwrap();
+        let namespace = Namespace::pretended(1 << 20, 512, 8192);
+        e.targets.push(Some(Target { fd, namespace, writable }));
+        id
+    }
+
+    fn wait_for(e: &mut NvmeUring, n: usize) -> Vec<Completion> {
+        let (mut out, start) = (Vec::new(), Instant::now());
+        while out.len() < n {
+            assert!(start.elapsed() < Duration::from_secs(20), "{} of {n} completed", out.len());
+            e.wait(None).unwrap();
+            e.reap(&mut out);
+        }
+        out.sort_by_key(|c| c.token);
+        out
+    }
+
+    #[test]
+    fn files_that_are_no_namespaces_are_served_by_the_main_ring() {
+        let (mut e, arena) = engine(false);
+        let f = e.add_file(Arc::new(tempfile::tempfile().unwrap().into())).unwrap();
+        let buf = arena.span(0, 4096);
+        e.push(1, Op::Write { file: f, offset: 0, buf });
+        e.push_vectored(2, Transfer::Write, f, 4096, &[buf, buf]);
+        e.push(3, Op::Sync { file: f });
+        e.push(4, Op::Timer { after: Duration::from_millis(1) });
+        let raw: Vec<i32> = wait_for(&mut e, 4).iter().map(|c| c.raw).collect();
+        assert_eq!((raw, e.in_flight()), (vec![4096, 8192, 0, 0], 0));
+    }
+
+    #[test]
+    fn many_commands_complete_beside_other_operations_and_a_transfer_has_a_limit() {
+        let (mut e, arena) = engine(false);
+        let f = add(&mut e, "/dev/null", true);
+        let buf = arena.span(0, 64 << 10);
+        for token in 0..100 {
+            match token % 4 {
+                0 => e.push(token, Op::Read { file: f, offset: 512, buf }),
+                1 => e.push(token, Op::Sync { file: f }),
+                2 => e.push(token, Op::Discard { file: f, offset: 0, len: 1 << 20 }),
+                _ => {
+                    let (a, b) = (buf.slice(0, 6144), buf.slice(8192, 4096));
+                    e.push_vectored(token, Transfer::Write, f, 0, &[a, b]);
+                }
+            }
+        }
+        e.push(100, Op::Timer { after: Duration::from_millis(1) });
+        for c in wait_for(&mut e, 101) {
+            let expected = if c.token < 100 { [8192, 0, 0, 8192][c.token as usize % 4] } else { 0 };
+            assert_eq!(c.raw, expected, "{c:?}");
+        }
+        assert_eq!(e.in_flight(), 0);
+        e.push(1, Op::Sync { file: f });
+        e.submit().unwrap();
+        drop(e);
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_command_is_its_completion() {
+        let (mut e, arena) = engine(false);
+        let refusing = add(&mut e, "/dev/zero", true);
+        let read_only = add(&mut e, "/dev/null", false);
+        let buf = arena.span(0, 512);
+        for (op, raw) in [
+            (Op::Read { file: refusing, offset: 0, buf }, -libc::EOPNOTSUPP),
+            (Op::Write { file: read_only, offset: 0, buf }, -libc::EBADF),
+            (Op::Discard { file: read_only, offset: 0, len: 512 }, -libc::EBADF),
+            (Op::Read { file: read_only, offset: 0, buf }, 512),
+            (Op::Read { file: read_only, offset: 1, buf }, -libc::EINVAL),
+            (Op::Read { file: read_only, offset: 0, buf: buf.slice(0, 511) }, -libc::EINVAL),
+            (Op::PunchHole { file: refusing, offset: 0, len: 512 }, -libc::EOPNOTSUPP),
+            (Op::Sync { file: FileId(9) }, -libc::EBADF),
+        ] {
+            e.push(7, op);
+            assert_eq!(wait_for(&mut e, 1), [Completion { token: 7, raw }], "{op:?}");
+        }
+    }
+}
