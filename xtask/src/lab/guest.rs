@@ -34,9 +34,17 @@ impl GuestOptions {
         let set = given.iter().filter_map(|(name, value)| Some(format!("{name}={}", (*value)?)));
         set.collect::<Vec<_>>().join(",")
     }
+
+    /// With persistent grants blkfront has a page of its own for each segment of each slot of its
+    /// rings: a gigabyte for two of the largest rings.
+    fn memory_mib(&self) -> u32 {
+        let slots = self.queues.unwrap_or(self.vcpus) * (32 << self.ring_order.unwrap_or(0));
+        let segments = self.indirect.unwrap_or(32).max(11) + 1;
+        GUEST_MEMORY_MIB + slots * segments / 256
+    }
 }
 
-/// Memory of a guest; the less, the faster its kernel is up.
+/// Memory of a guest beside its disks; the less, the faster its kernel is up.
 const GUEST_MEMORY_MIB: u32 = 256;
 /// How long a guest may take from its start to its agent; 4 s when nothing else runs.
 const START_LIMIT_S: u64 = 180;
@@ -79,9 +87,10 @@ impl Guest {
         let name = lab.next_guest();
         let config = format!(
             "name=\"{name}\"\ntype=\"pv\"\nkernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
-             memory={GUEST_MEMORY_MIB}\nvcpus={}\n\
+             memory={}\nvcpus={}\n\
              extra=\"console=hvc0 rdinit=/init quiet panic=-1 {} lab.blkfront={}\"\n\
              on_poweroff=\"destroy\"\non_reboot=\"destroy\"\non_crash=\"destroy\"\n",
+            options.memory_mib(),
             options.vcpus,
             lab.pace().linux_arguments(),
             options.module_parameters()

@@ -1,7 +1,7 @@
 //! fio with checksums over every shape of ring: block sizes, queues, ring orders, indirect segments.
 
 use super::{Bench, Case, any, expect_eq};
-use crate::lab::disk::{Disk, DiskOptions};
+use crate::lab::disk::{Backend, Disk, DiskOptions};
 use crate::lab::guest::{Guest, GuestOptions};
 use anyhow::{Result, bail};
 
@@ -77,8 +77,14 @@ fn check_negotiated(
         Some(0..=11) => "indirect descriptors: disabled",
         _ => "indirect descriptors: enabled",
     };
-    if !log.contains(wanted) {
-        bail!("blkfront did not say {wanted:?}:\n{log}");
+    let is_persistent = bench.lab.serve_arguments.contains("--mover persistent");
+    let grants = match bench.backend {
+        Backend::Ferrite if is_persistent => "persistent grants: enabled",
+        Backend::Ferrite => "persistent grants: disabled",
+        _ => "persistent grants: ",
+    };
+    if let Some(missing) = [wanted, grants].into_iter().find(|text| !log.contains(text)) {
+        bail!("blkfront did not say {missing:?}:\n{log}");
     }
     let limit = guest.sh(bench.lab, "cat /sys/block/xvda/queue/max_segments", 20)?;
     let segments = options.indirect.filter(|indirect| *indirect > 11).unwrap_or(11);
