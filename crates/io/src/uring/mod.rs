@@ -19,6 +19,7 @@ mod setup;
 mod table;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -33,7 +34,7 @@ use io_uring::{EnterFlags, IoUring, opcode, squeue};
 use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
-use crate::offload::{Call, Job, Offload};
+use crate::offload::{Call, Offload};
 use entry::Vectors;
 pub use passthrough::NvmeUring;
 pub use polled::PolledUring;
@@ -279,39 +280,6 @@ impl Uring {
         }
     }
 
-    fn offload(&mut self, index: u32, file: FileId, call: Call) {
-        let Some(file) = self.files.get(file.0 as usize).map(|f| f.fd.clone()) else {
-            return self.fail(u64::from(index), libc::EBADF);
-        };
-        if self.offload.is_none() {
-            match Offload::start() {
-                Ok(offload) => self.offload = Some(offload),
-                Err(e) => return self.fail(u64::from(index), errno_of(&e)),
-            }
-        }
-        if let Some(offload) = self.offload.as_mut() {
-            offload.give(Job { id: u64::from(index), file, call });
-            self.watch();
-        }
-    }
-
-    /// Watches the helper thread if there is something to come from it.
-    fn watch(&mut self) {
-        if self.offload.as_ref().is_some_and(|o| o.outstanding > 0) && !self.watching {
-            self.watching = true;
-            self.queue(Sqe::Watch);
-        }
-    }
-
-    /// Wakes the next wait when the ring with this descriptor, which outlives this engine's next
-    /// completion, has completions of its own.
-    fn watch_ring(&mut self, fd: RawFd) {
-        if !self.watching_ring {
-            self.watching_ring = true;
-            self.queue(Sqe::Ring { fd });
-        }
-    }
-
     /// Whether completions wait in the ring.
     fn has_completions(&mut self) -> bool {
         !self.ring.completion().is_empty()
@@ -345,17 +313,6 @@ impl Uring {
             self.take_offloaded(out);
         }
         seen > 0
-    }
-
-    fn take_offloaded(&mut self, out: &mut Vec<Completion>) {
-        let Some(offload) = self.offload.as_mut() else { return };
-        self.watching = false;
-        for (index, raw) in offload.take() {
-            if let Some((token, _)) = self.table.remove(index) {
-                out.push(Completion { token, raw });
-            }
-        }
-        self.watch();
     }
 
     /// Makes room in the completion queue. Returns whether there was something in it.
