@@ -213,40 +213,50 @@ fn measure(
     let mut disk = Disk::attach(lab, guest, backend, options)?;
     disk.wait_connected(lab)?;
     guest.sh(lab, &format!("until [ -b {} ]; do sleep 0.1; done", disk.node()), 60)?;
-    let mut values = Vec::new();
-    for test in tests {
-        let value = fio(lab, guest, &disk, test, seconds)
-            .with_context(|| disk.describe(lab))
-            .with_context(|| test.name)?;
+    let values = fio(lab, guest, &disk, tests, seconds).with_context(|| disk.describe(lab))?;
+    for (test, value) in tests.iter().zip(&values) {
         say(format!("  {}: {value:.0} {}", test.name, test.unit.name()));
-        values.push(value);
     }
     disk.unplug(lab)?;
     Ok(values)
 }
 
-/// Runs one test; the figure is in its unit.
-fn fio(lab: &mut Lab, guest: &mut Guest, disk: &Disk, test: &Test, seconds: f64) -> Result<f64> {
-    let command = format!(
-        "fio --name=t --filename={} --ioengine=libaio --direct=1 --time_based --runtime={}ms \
-         --group_reporting --minimal {}",
+/// Runs the tests one after the other; each figure is in its test's unit. One fio runs them all:
+/// its start takes longer here than a short test.
+fn fio(
+    lab: &mut Lab,
+    guest: &mut Guest,
+    disk: &Disk,
+    tests: &[&Test],
+    seconds: f64,
+) -> Result<Vec<f64>> {
+    let mut command = format!(
+        "fio --filename={} --ioengine=libaio --direct=1 --time_based --runtime={}ms \
+         --group_reporting --minimal",
         disk.node(),
         (seconds * 1000.0).round(),
-        test.fio
     );
-    let line = guest.sh(lab, &command, 120 + seconds.ceil() as u64)?;
-    figure(&line, test.unit).with_context(|| format!("odd output of fio: {line}"))
+    for test in tests {
+        command += &format!(" --name={} --stonewall {}", test.key, test.fio);
+    }
+    let limit_s = 120 + (seconds * tests.len() as f64).ceil() as u64;
+    let output = guest.sh(lab, &command, limit_s)?;
+    tests
+        .iter()
+        .map(|test| figure(&output, test).with_context(|| format!("odd output of fio: {output}")))
+        .collect()
 }
 
-/// The figure of a line in fio's terse format, version 3: reads and writes together, of which one
+/// The test's figure in fio's terse output, version 3: reads and writes together, of which one
 /// is zero.
-fn figure(line: &str, unit: Unit) -> Option<f64> {
-    let fields: Vec<&str> = line.lines().last()?.split(';').collect();
+fn figure(output: &str, test: &Test) -> Option<f64> {
+    let mut lines = output.lines().map(|line| line.split(';').collect::<Vec<_>>());
+    let fields = lines.find(|fields| fields.get(2) == Some(&test.key))?;
     let sum = |read: usize, write: usize| -> Option<f64> {
         let number = |at: usize| fields.get(at)?.parse::<f64>().ok();
         Some(number(read)? + number(write)?)
     };
-    match unit {
+    match test.unit {
         Unit::Iops => sum(7, 48),
         // Given in KiB/s.
         Unit::Bandwidth => Some(sum(6, 47)? * 1024.0 / 1e6),
@@ -291,12 +301,19 @@ mod tests {
 
     #[test]
     fn fios_figures_are_found_for_reads_and_for_writes() {
-        let mut fields = vec!["0"; 130];
-        (fields[6], fields[7]) = ("4000", "1000");
-        assert_eq!(figure(&fields.join(";"), Unit::Iops), Some(1000.0));
-        (fields[6], fields[47]) = ("0", "1000000");
-        assert_eq!(figure(&fields.join(";"), Unit::Bandwidth), Some(1024.0));
-        assert_eq!(figure("fio: failed", Unit::Iops), None);
+        let line = |key, figures: [(usize, &'static str); 2]| {
+            let mut fields = vec!["0"; 130];
+            fields[2] = key;
+            figures.iter().for_each(|(at, figure)| fields[*at] = figure);
+            fields.join(";")
+        };
+        let output = line("qd1", [(6, "4000"), (7, "1000")])
+            + "\n"
+            + &line("write-1m", [(47, "1000000"), (48, "977")]);
+        let of = |key: &str| figure(&output, TESTS.iter().find(|test| test.key == key)?);
+        assert_eq!(of("qd1"), Some(1000.0));
+        assert_eq!(of("write-1m"), Some(1024.0));
+        assert_eq!(of("qd32"), None);
     }
 
     #[test]
