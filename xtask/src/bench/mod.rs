@@ -8,6 +8,7 @@ mod guests;
 mod image;
 mod loopback;
 mod machine;
+mod profile;
 mod result;
 mod rounds;
 mod table;

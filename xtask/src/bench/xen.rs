@@ -2,12 +2,13 @@
 //! number of instructions on the whole path, and hardly on how loaded this machine is. Caches and
 //! flushes of the address translation cost nothing there.
 
+use super::profile::{self, Profiler};
 use super::result::{Measurement, Target};
 use crate::lab::disk::{Backend, Disk, DiskOptions};
 use crate::lab::guest::{Guest, GuestOptions};
 use crate::lab::qemu::Pace;
 use crate::lab::{Lab, root};
-use crate::steps::{say, step};
+use crate::steps::{self, say, step};
 use crate::{checks, packages};
 use anyhow::{Context, Result};
 
@@ -27,6 +28,10 @@ pub(crate) struct XenArguments {
     /// Further arguments of `ferrite serve`; given more than once, each is measured for itself.
     #[arg(long, allow_hyphen_values = true)]
     ferrite_args: Vec<String>,
+    /// Says what each request's instructions go to, instead of measuring speed; into
+    /// target/bench/xen-profile.md.
+    #[arg(long)]
+    profile: bool,
 }
 
 /// Who serves the disk.
@@ -130,6 +135,9 @@ const TESTS: &[Test] = &[
     },
 ];
 
+/// Seconds of the two runs whose difference is profiled.
+const PROFILE_S: (f64, f64) = (0.1, 0.4);
+
 /// Size of the RAM disk behind every backend.
 const DISK_MIB: u32 = 128;
 
@@ -149,7 +157,12 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     let qdisk = arguments.only.contains(&Peer::Qdisk);
     let root = root::ensure(if qdisk { suite.with_peers() } else { suite })?;
     let programs = [checks::build_ferrite()?];
-    let mut lab = Lab::boot_at(Pace::Instructions, &root, &programs).context(
+    let mut profiler = match arguments.profile {
+        true => Some(Profiler::new(&programs[0].file)?),
+        false => None,
+    };
+    let plugin = profiler.as_ref().map(Profiler::arguments).unwrap_or_default();
+    let mut lab = Lab::boot_at(Pace::Instructions, &root, &programs, &plugin).context(
         "counting instructions works with QEMU 7.2; 10.0 stops with \"Bad icount read\"",
     )?;
     // blkback as it is by itself, and every page of the disk in place before it is read.
@@ -162,13 +175,36 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
         60,
     )?;
     let mut guest = step("start a guest", || Guest::start(&mut lab, &GuestOptions::default()))?;
+    if let Some(profiler) = &mut profiler {
+        profiler.read_symbols(&mut lab, &mut guest)?;
+    }
     let mut columns = Vec::new();
+    let mut profiles = String::new();
     for (peer, extra) in variants(arguments) {
         let name = format!("{peer:?} {extra}").trim().to_lowercase();
-        let values = step(&name, || {
-            measure(&mut lab, &mut guest, peer, &extra, &tests, arguments.xen_seconds)
-        })?;
-        columns.push(Column { peer, name, values });
+        let mut disk = attach(&mut lab, &mut guest, peer, &extra)?;
+        match &profiler {
+            Some(profiler) => {
+                profiles += &step(&format!("profile of {name}"), || {
+                    profile(&mut lab, &mut guest, &disk, profiler, &name, &tests)
+                })?;
+            }
+            None => {
+                let seconds = arguments.xen_seconds;
+                let values = step(&name, || fio(&mut lab, &mut guest, &disk, &tests, seconds))?;
+                for (test, value) in tests.iter().zip(&values) {
+                    say(format!("  {}: {value:.0} {}", test.name, test.unit.name()));
+                }
+                columns.push(Column { peer, name, values });
+            }
+        }
+        disk.unplug(&mut lab)?;
+    }
+    if profiler.is_some() {
+        let file = steps::target_dir().join("bench").join("xen-profile.md");
+        std::fs::write(&file, &profiles)
+            .with_context(|| format!("cannot write {}", file.display()))?;
+        println!("{profiles}");
     }
     Ok(compare(&tests, &columns))
 }
@@ -194,15 +230,8 @@ fn variants(arguments: &XenArguments) -> Vec<(Peer, String)> {
     list
 }
 
-/// Gives the guest a disk, runs the tests on it and takes it away again.
-fn measure(
-    lab: &mut Lab,
-    guest: &mut Guest,
-    peer: Peer,
-    extra: &str,
-    tests: &[&Test],
-    seconds: f64,
-) -> Result<Vec<f64>> {
+/// Gives the guest a disk over the RAM disk.
+fn attach(lab: &mut Lab, guest: &mut Guest, peer: Peer, extra: &str) -> Result<Disk> {
     let backend = match peer {
         Peer::Blkback => Backend::Blkback,
         Peer::Qdisk => Backend::Qdisk,
@@ -210,19 +239,47 @@ fn measure(
     };
     let mut options = DiskOptions::new("/dev/ram0", "xvda");
     options.arguments = extra.to_owned();
-    let mut disk = Disk::attach(lab, guest, backend, options)?;
+    let disk = Disk::attach(lab, guest, backend, options)?;
     disk.wait_connected(lab)?;
     guest.sh(lab, &format!("until [ -b {} ]; do sleep 0.1; done", disk.node()), 60)?;
-    let values = fio(lab, guest, &disk, tests, seconds).with_context(|| disk.describe(lab))?;
-    for (test, value) in tests.iter().zip(&values) {
-        say(format!("  {}: {value:.0} {}", test.name, test.unit.name()));
-    }
-    disk.unplug(lab)?;
-    Ok(values)
+    Ok(disk)
 }
 
-/// Runs the tests one after the other; each figure is in its test's unit. One fio runs them all:
-/// its start takes longer here than a short test.
+/// Profiles the tests, one after the other. A short and a longer run differ in nothing but the
+/// requests: fio's own start and end are in both.
+fn profile(
+    lab: &mut Lab,
+    guest: &mut Guest,
+    disk: &Disk,
+    profiler: &Profiler,
+    name: &str,
+    tests: &[&Test],
+) -> Result<String> {
+    let maps = match disk.pid() {
+        Some(pid) => lab.sh(&format!("cat /proc/{pid}/maps"))?,
+        None => String::new(),
+    };
+    let mut text = String::new();
+    for test in tests {
+        let mut run = |seconds: f64| -> Result<_> {
+            let before = profiler.counters()?;
+            let output = fio_output(lab, guest, disk, &[test], seconds)?;
+            let counts = profile::difference(&profiler.counters()?, &before);
+            let ios = requests(&output, test).context("odd output of fio")?;
+            Ok((counts, ios))
+        };
+        // The first run finds nothing in its place, neither here nor there.
+        run(PROFILE_S.0)?;
+        let (short, few) = run(PROFILE_S.0)?;
+        let (long, many) = run(PROFILE_S.1)?;
+        let counts = profile::difference(&long, &short);
+        text += &profiler.report(&format!("{}: {name}", test.name), &counts, many - few, &maps);
+        text += "\n";
+    }
+    Ok(text)
+}
+
+/// Runs the tests one after the other; each figure is in its test's unit.
 fn fio(
     lab: &mut Lab,
     guest: &mut Guest,
@@ -230,6 +287,23 @@ fn fio(
     tests: &[&Test],
     seconds: f64,
 ) -> Result<Vec<f64>> {
+    let output =
+        fio_output(lab, guest, disk, tests, seconds).with_context(|| disk.describe(lab))?;
+    tests
+        .iter()
+        .map(|test| figure(&output, test).with_context(|| format!("odd output of fio: {output}")))
+        .collect()
+}
+
+/// What fio prints in its terse format, version 3: a line for each test. One fio runs them all:
+/// its start takes longer here than a short test.
+fn fio_output(
+    lab: &mut Lab,
+    guest: &mut Guest,
+    disk: &Disk,
+    tests: &[&Test],
+    seconds: f64,
+) -> Result<String> {
     let mut command = format!(
         "fio --filename={} --ioengine=libaio --direct=1 --time_based --runtime={}ms \
          --group_reporting --minimal",
@@ -240,27 +314,34 @@ fn fio(
         command += &format!(" --name={} --stonewall {}", test.key, test.fio);
     }
     let limit_s = 120 + (seconds * tests.len() as f64).ceil() as u64;
-    let output = guest.sh(lab, &command, limit_s)?;
-    tests
-        .iter()
-        .map(|test| figure(&output, test).with_context(|| format!("odd output of fio: {output}")))
-        .collect()
+    guest.sh(lab, &command, limit_s)
 }
 
-/// The test's figure in fio's terse output, version 3: reads and writes together, of which one
+/// The sum of a test's two fields in fio's output, one for reads and one for writes, of which one
 /// is zero.
-fn figure(output: &str, test: &Test) -> Option<f64> {
+fn sum(output: &str, test: &Test, read: usize, write: usize) -> Option<f64> {
     let mut lines = output.lines().map(|line| line.split(';').collect::<Vec<_>>());
     let fields = lines.find(|fields| fields.get(2) == Some(&test.key))?;
-    let sum = |read: usize, write: usize| -> Option<f64> {
-        let number = |at: usize| fields.get(at)?.parse::<f64>().ok();
-        Some(number(read)? + number(write)?)
-    };
+    let number = |at: usize| fields.get(at)?.parse::<f64>().ok();
+    Some(number(read)? + number(write)?)
+}
+
+/// The test's figure, in its unit.
+fn figure(output: &str, test: &Test) -> Option<f64> {
     match test.unit {
-        Unit::Iops => sum(7, 48),
+        Unit::Iops => sum(output, test, 7, 48),
         // Given in KiB/s.
-        Unit::Bandwidth => Some(sum(6, 47)? * 1024.0 / 1e6),
+        Unit::Bandwidth => Some(sum(output, test, 6, 47)? * 1024.0 / 1e6),
     }
+}
+
+/// The requests of a test: its bytes, given in KiB, by its block size.
+fn requests(output: &str, test: &Test) -> Option<f64> {
+    let block_kib = match test.unit {
+        Unit::Iops => 4.0,
+        Unit::Bandwidth => 1024.0,
+    };
+    Some(sum(output, test, 5, 46)? / block_kib)
 }
 
 /// A row for each test, each way that ferrite ran, and each peer.

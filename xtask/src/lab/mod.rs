@@ -59,15 +59,25 @@ pub(crate) struct Lab {
 impl Lab {
     /// Boots a host whose dom0 finds `programs` in its PATH.
     pub(crate) fn boot(root: &Root, programs: &[Program]) -> Result<Lab> {
-        Self::boot_at(Pace::Clock, root, programs)
+        Self::boot_at(Pace::Clock, root, programs, &[])
     }
 
-    /// Boots a host whose time is made of what `pace` says.
-    pub(crate) fn boot_at(pace: Pace, root: &Root, programs: &[Program]) -> Result<Lab> {
-        step("boot Xen and its dom0", || Self::boot_quietly(pace, root, programs))
+    /// Boots a host whose time is made of what `pace` says; `arguments` are the emulator's.
+    pub(crate) fn boot_at(
+        pace: Pace,
+        root: &Root,
+        programs: &[Program],
+        arguments: &[String],
+    ) -> Result<Lab> {
+        step("boot Xen and its dom0", || Self::boot_quietly(pace, root, programs, arguments))
     }
 
-    fn boot_quietly(pace: Pace, root: &Root, programs: &[Program]) -> Result<Lab> {
+    fn boot_quietly(
+        pace: Pace,
+        root: &Root,
+        programs: &[Program],
+        arguments: &[String],
+    ) -> Result<Lab> {
         let dir = RunDir::new()?;
         let payload = make_payload(&dir.path, root, programs)?;
         let socket = dir.socket.clone();
@@ -83,6 +93,7 @@ impl Lab {
             scratch: &scratch,
             socket: &socket,
             pace,
+            arguments,
         };
         let mut qemu = Qemu::start(&machine)?;
         let mut channel = Channel::connect(&socket, Duration::from_secs(20))

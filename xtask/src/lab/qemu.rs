@@ -89,6 +89,8 @@ pub(crate) struct Machine<'a> {
     pub(crate) socket: &'a Path,
     /// What its time is made of.
     pub(crate) pace: Pace,
+    /// Further arguments of the emulator.
+    pub(crate) arguments: &'a [String],
 }
 
 impl Qemu {
@@ -151,6 +153,7 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
         command.args(["-icount", "shift=0,align=off,sleep=off"]);
         command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm"]);
     }
+    command.args(machine.arguments);
     command.args(["-smp", "1", "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
     command.args(["-no-reboot", "-nic", "none", "-device", "virtio-rng-pci"]);
     command.arg("-serial").arg(format!("file:{}", console.display()));

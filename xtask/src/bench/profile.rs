@@ -1,0 +1,284 @@
+//! What the instructions of an I/O go to: counters of the emulator for every block of code,
+//! attributed to guest, hypervisor and dom0, and to their functions.
+
+use crate::lab::Lab;
+use crate::lab::guest::Guest;
+use crate::steps::{self, output, run_logged};
+use anyhow::{Context, Result, bail};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Where Linux and Xen place themselves; what lies lower is user space.
+const XEN: std::ops::Range<u64> = 0xffff_8000_0000_0000..0xffff_8800_0000_0000;
+const KERNEL: u64 = 0xffff_ffff_8000_0000;
+const MODULES: u64 = 0xffff_ffff_c000_0000;
+/// Functions that a report names.
+const TOP: usize = 40;
+/// How long the emulator may take to write its counters.
+const WRITE_LIMIT: Duration = Duration::from_secs(60);
+
+/// A block of code: its address, and where its page lies in the emulator's memory.
+type Place = (u64, u64);
+/// Instructions executed in each block.
+pub(super) type Counts = HashMap<Place, i64>;
+
+/// Functions by their addresses, ascending.
+#[derive(Default)]
+struct Symbols(Vec<(u64, String)>);
+
+impl Symbols {
+    /// From lines of `ADDRESS KIND NAME [MODULE]`, as nm and kallsyms write them.
+    fn parse(text: &str, kinds: &str) -> Symbols {
+        let mut list: Vec<(u64, String)> = text
+            .lines()
+            .filter_map(|line| {
+                let mut words = line.splitn(3, ' ');
+                let address = u64::from_str_radix(words.next()?, 16).ok()?;
+                let kind = words.next()?;
+                let name = words.next()?.replace('\t', " ");
+                kinds.contains(kind).then_some((address, name))
+            })
+            .collect();
+        list.sort_by_key(|symbol| symbol.0);
+        Symbols(list)
+    }
+
+    fn at(&self, address: u64) -> &str {
+        match self.0.partition_point(|symbol| symbol.0 <= address) {
+            0 => "?",
+            after => &self.0[after - 1].1,
+        }
+    }
+
+    fn address(&self, name: &str) -> Option<u64> {
+        self.0.iter().find(|symbol| symbol.1 == name).map(|symbol| symbol.0)
+    }
+}
+
+/// A mapping of the backend's process: addresses, offset in its file, the file.
+struct Mapping {
+    addresses: std::ops::Range<u64>,
+    offset: u64,
+    file: String,
+}
+
+fn mappings(maps: &str) -> Vec<Mapping> {
+    let parse = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (from, to) = words.first()?.split_once('-')?;
+        let number = |text: &str| u64::from_str_radix(text, 16).ok();
+        Some(Mapping {
+            addresses: number(from)?..number(to)?,
+            offset: number(words.get(2)?)?,
+            file: words.get(5)?.rsplit('/').next()?.to_owned(),
+        })
+    };
+    maps.lines().filter_map(parse).collect()
+}
+
+/// Counts the instructions of one host.
+pub(super) struct Profiler {
+    plugin: PathBuf,
+    request: PathBuf,
+    dir: PathBuf,
+    ferrite: Symbols,
+    dom0: Symbols,
+    guest: Symbols,
+    xen: Symbols,
+}
+
+impl Profiler {
+    /// Builds the emulator's plugin; `ferrite` is the program that serves.
+    pub(super) fn new(ferrite: &Path) -> Result<Profiler> {
+        let dir = steps::target_dir().join("bench").join("profile");
+        std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        let dir = dir.canonicalize()?;
+        let (source, plugin) = (dir.join("profile.c"), dir.join("profile.so"));
+        std::fs::write(&source, include_str!("scripts/profile.c"))?;
+        let mut cc = Command::new("cc");
+        cc.args(["-O2", "-shared", "-fPIC", "-o"]).arg(&plugin).arg(&source);
+        run_logged(&mut cc, &dir.join("cc.log")).context("cannot build the emulator's plugin")?;
+        let request = dir.join("request");
+        let _ = std::fs::remove_file(&request);
+        let names = output(Command::new("nm").args(["-C", "--defined-only"]).arg(ferrite))?;
+        let ferrite = Symbols::parse(&names, "tTwW");
+        Ok(Profiler {
+            plugin,
+            request,
+            dir,
+            ferrite,
+            dom0: Symbols::default(),
+            guest: Symbols::default(),
+            xen: Symbols::default(),
+        })
+    }
+
+    /// The emulator's arguments that load the plugin.
+    pub(super) fn arguments(&self) -> Vec<String> {
+        let plugin = format!("{},request={}", self.plugin.display(), self.request.display());
+        vec!["-plugin".into(), plugin]
+    }
+
+    /// Learns the functions of the kernels and of Xen.
+    pub(super) fn read_symbols(&mut self, lab: &mut Lab, guest: &mut Guest) -> Result<()> {
+        self.dom0 = Symbols::parse(&lab.sh("cat /proc/kallsyms")?, "tTwW");
+        // Both kernels are the same; their modules lie elsewhere.
+        let modules = guest.sh(lab, "grep '\\[' /proc/kallsyms", 60)?;
+        self.guest = Symbols::parse(&modules, "tTwW");
+        self.xen = Symbols::parse(&lab.sh("cat /proc/xen/xensyms")?, "tT");
+        Ok(())
+    }
+
+    /// All counters as they are now.
+    pub(super) fn counters(&self) -> Result<Counts> {
+        let (file, asked) = (self.dir.join("counters"), self.dir.join("request.new"));
+        std::fs::write(&asked, format!("{}\n", file.display()))?;
+        std::fs::rename(&asked, &self.request)?;
+        let deadline = Instant::now() + WRITE_LIMIT;
+        while self.request.exists() {
+            if Instant::now() > deadline {
+                bail!("the emulator does not write its counters");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let mut counts = Counts::new();
+        for record in std::fs::read(&file)?.chunks_exact(24) {
+            let number = |at: usize| {
+                let bytes = record[at..at + 8].try_into().unwrap_or_default();
+                u64::from_le_bytes(bytes)
+            };
+            *counts.entry((number(0), number(8))).or_default() += number(16) as i64;
+        }
+        Ok(counts)
+    }
+
+    /// The report on `counts`, which `ios` requests took. `maps`: of the backend's process.
+    pub(super) fn report(&self, title: &str, counts: &Counts, ios: f64, maps: &str) -> String {
+        let Some(in_dom0) = self.divide(counts) else {
+            return format!("### {title}\n\nNothing that could be told apart.\n");
+        };
+        let maps = mappings(maps);
+        let mut owners: HashMap<&str, i64> = HashMap::new();
+        let mut functions: HashMap<(&str, String), i64> = HashMap::new();
+        for (place, count) in counts {
+            let (owner, function) = self.attribute(*place, in_dom0(place.1), &maps);
+            *owners.entry(owner).or_default() += count;
+            *functions.entry((owner, function)).or_default() += count;
+        }
+        let all: i64 = owners.values().sum();
+        let mut text = format!(
+            "### {title}\n\n{:.0} instructions a request\n\n| instructions | part | whose |\n|---|---|---|\n",
+            all as f64 / ios
+        );
+        let mut owners: Vec<_> = owners.into_iter().collect();
+        owners.sort_by_key(|(_, count)| -count);
+        for (owner, count) in owners {
+            let part = 100.0 * count as f64 / all as f64;
+            text += &format!("| {:.0} | {part:.1} % | {owner} |\n", count as f64 / ios);
+        }
+        text += "\n| instructions | whose | function |\n|---|---|---|\n";
+        let mut functions: Vec<_> = functions.into_iter().collect();
+        functions.sort_by_key(|(_, count)| -count);
+        for ((owner, function), count) in functions.into_iter().take(TOP) {
+            text += &format!("| {:.0} | {owner} | `{function}` |\n", count as f64 / ios);
+        }
+        text
+    }
+
+    /// Tells the dom0's memory from the guest's: both are far apart in the emulator's, and the
+    /// widest gap between a function that only one of them runs and one that only the other does
+    /// divides them.
+    fn divide(&self, counts: &Counts) -> Option<impl Fn(u64) -> bool + use<>> {
+        let place_of = |symbols: &Symbols, name: &str| {
+            let start = symbols.address(name)?;
+            let found = counts.iter().find(|((address, _), count)| {
+                **count > 0 && (start..start + 0x200).contains(address)
+            });
+            found.map(|((_, place), _)| *place)
+        };
+        let dom0 = place_of(&self.dom0, "brd_submit_bio [brd]")?;
+        let guest = place_of(&self.guest, "blkif_queue_rq [xen_blkfront]")?;
+        let between = dom0.min(guest)..=dom0.max(guest);
+        let mut places: Vec<u64> = counts
+            .iter()
+            .filter(|((address, place), count)| {
+                **count > 0 && !XEN.contains(address) && between.contains(place)
+            })
+            .map(|((_, place), _)| *place)
+            .collect();
+        places.sort_unstable();
+        let gap = places.windows(2).max_by_key(|pair| pair[1] - pair[0])?;
+        let limit = gap[1];
+        Some(move |place: u64| (place >= limit) == (dom0 >= limit))
+    }
+
+    /// Whose a block is, and its function.
+    fn attribute(
+        &self,
+        (address, _): Place,
+        in_dom0: bool,
+        maps: &[Mapping],
+    ) -> (&'static str, String) {
+        if XEN.contains(&address) {
+            return ("Xen", self.xen.at(address).to_owned());
+        }
+        if address >= KERNEL {
+            let symbols = if in_dom0 || address < MODULES { &self.dom0 } else { &self.guest };
+            let owner = if in_dom0 { "dom0's kernel" } else { "guest's kernel" };
+            return (owner, symbols.at(address).to_owned());
+        }
+        if !in_dom0 {
+            return ("guest's user space", "fio".into());
+        }
+        let owner = "dom0's user space";
+        let Some(mapping) = maps.iter().find(|mapping| mapping.addresses.contains(&address)) else {
+            return (owner, "others".into());
+        };
+        if mapping.file != "ferrite" {
+            return (owner, mapping.file.clone());
+        }
+        let same_file = maps.iter().filter(|other| other.file == mapping.file);
+        let base = same_file.map(|other| other.addresses.start - other.offset).min().unwrap_or(0);
+        (owner, self.ferrite.at(address - base).to_owned())
+    }
+}
+
+/// What `after` has more than `before`.
+pub(super) fn difference(after: &Counts, before: &Counts) -> Counts {
+    let mut counts = after.clone();
+    before.iter().for_each(|(place, count)| *counts.entry(*place).or_default() -= count);
+    counts.retain(|_, count| *count != 0);
+    counts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_belongs_to_the_function_before_it() {
+        let text = "ffffffff81000000 T first\nffffffff81000100 t second\t[brd]\nff d data\n";
+        let symbols = Symbols::parse(text, "tT");
+        assert_eq!(symbols.at(0xffff_ffff_8100_00ff), "first");
+        assert_eq!(symbols.at(0xffff_ffff_8100_0100), "second [brd]");
+        assert_eq!(symbols.at(0), "?");
+        assert_eq!(symbols.address("second [brd]"), Some(0xffff_ffff_8100_0100));
+    }
+
+    #[test]
+    fn a_difference_holds_what_has_changed() {
+        let before = Counts::from([((1, 1), 5), ((2, 1), 7)]);
+        let after = Counts::from([((1, 1), 5), ((2, 1), 9), ((3, 1), 1)]);
+        assert_eq!(difference(&after, &before), Counts::from([((2, 1), 2), ((3, 1), 1)]));
+    }
+
+    #[test]
+    fn a_mapping_without_a_file_is_left_out() {
+        let maps = "1000-2000 r-xp 00001000 fd:00 12 /lab/bin/ferrite\n3000-4000 rw-p 0 00:00 0\n";
+        let maps = mappings(maps);
+        assert_eq!(maps.len(), 1);
+        assert_eq!((maps[0].offset, maps[0].file.as_str()), (0x1000, "ferrite"));
+    }
+}
