@@ -136,6 +136,22 @@ pub trait Engine {
         true
     }
 
+    /// Queues the reading of up to 8 bytes from `fd`, which must not block, for the next
+    /// submission; they are dropped. It completes with their number; if there was nothing, with
+    /// `EAGAIN` or as soon as there is something, as the kernel likes. `false`: this engine saves
+    /// nothing by it, and the caller reads for itself.
+    fn drain(&mut self, token: Token, fd: i32) -> bool {
+        let _ = (token, fd);
+        false
+    }
+
+    /// Queues the writing of four bytes to `fd`, which must not block, for the next submission.
+    /// It completes only if it fails. `false`: as for [`drain`](Engine::drain).
+    fn put(&mut self, token: Token, fd: i32, word: u32) -> bool {
+        let _ = (token, fd, word);
+        false
+    }
+
     /// Queues one operation. Never fails: what is wrong with it comes back as its completion.
     /// A full submission queue is submitted first.
     fn push(&mut self, token: Token, op: Op);

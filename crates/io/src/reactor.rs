@@ -145,6 +145,16 @@ impl Reactor {
         self.engine(|e| e.add_file(file))
     }
 
+    /// See [`Engine::drain`].
+    pub fn drain(&mut self, token: Token, fd: i32) -> bool {
+        self.engine(|e| e.drain(token, fd))
+    }
+
+    /// See [`Engine::put`].
+    pub fn put(&mut self, token: Token, fd: i32, word: u32) -> bool {
+        self.engine(|e| e.put(token, fd, word))
+    }
+
     /// See [`Engine::pin`].
     pub fn pin(&mut self, region: Span) {
         self.engine(|e| e.pin(region));

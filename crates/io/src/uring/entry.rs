@@ -87,8 +87,8 @@ impl Uring {
             }
             Op::Readable { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build(),
             Op::Timer { after } => {
-                let time =
-                    &mut self.times[self.queued as usize % self.features.sq_entries as usize];
+                let place = self.place();
+                let time = &mut self.times[place];
                 *time = timespec(after);
                 opcode::Timeout::new(time).build()
             }

@@ -14,12 +14,14 @@
 
 mod entry;
 mod passthrough;
+mod pin;
 mod polled;
 mod setup;
 mod table;
 #[cfg(test)]
 mod tests;
 mod watch;
+mod words;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -41,6 +43,7 @@ pub use polled::PolledUring;
 use setup::Step;
 pub use setup::{SetupError, UringFeatures, probe};
 use table::{Kind, Table};
+use words::{PUT, Words};
 
 /// Places in the table of fixed files; further files are used by descriptor.
 const FIXED_FILES: u32 = 64;
@@ -93,6 +96,7 @@ pub struct Uring {
     /// The times of timers, by place in the submission queue: a place is used again only after
     /// the kernel has taken the entry, and with it has read the time.
     times: Box<[Timespec]>,
+    words: Words,
     /// The memory of vectored transfers, by place in the submission queue likewise.
     vectors: Vectors,
     /// What did not fit into the submission queue while the kernel took nothing.
@@ -143,7 +147,8 @@ impl Uring {
         polled: bool,
     ) -> io::Result<Uring> {
         let (ring, features) = setup::build(steps, entries, polled)?;
-        let times = vec![Timespec::new(); features.sq_entries as usize].into();
+        let sq_entries = features.sq_entries;
+        let times = vec![Timespec::new(); sq_entries as usize].into();
         Ok(Uring {
             ring,
             features,
@@ -154,6 +159,7 @@ impl Uring {
             pending: 0,
             queued: 0,
             times,
+            words: Words::new(sq_entries),
             vectors: Vectors::default(),
             spill: VecDeque::new(),
             backlog: Vec::new(),
@@ -209,14 +215,14 @@ impl Uring {
     /// Puts an entry into the submission queue, after those that spilled over.
     fn queue(&mut self, sqe: Sqe) {
         if self.has_room() {
-            self.put(sqe);
+            self.queue_now(sqe);
         } else {
             self.spill.push_back(sqe);
         }
     }
 
     /// Puts an entry into the submission queue, which has room.
-    fn put(&mut self, sqe: Sqe) {
+    fn queue_now(&mut self, sqe: Sqe) {
         let entry = match sqe {
             Sqe::Op { index, op } => match self.entry(op) {
                 Ok(entry) => entry.user_data(u64::from(index)),
@@ -254,6 +260,11 @@ impl Uring {
         }
     }
 
+    /// The place in the submission queue of the next entry.
+    fn place(&self) -> usize {
+        self.queued as usize % self.features.sq_entries as usize
+    }
+
     /// The last step into the submission queue, which has room.
     fn hand_over(&mut self, entry: &squeue::Entry) {
         // SAFETY: data is in the arena, which `drop` keeps until the operation has ended; times
@@ -275,7 +286,7 @@ impl Uring {
     fn unspill(&mut self) {
         while !self.spill.is_empty() && !self.is_full() {
             if let Some(sqe) = self.spill.pop_front() {
-                self.put(sqe);
+                self.queue_now(sqe);
             }
         }
     }
@@ -300,6 +311,11 @@ impl Uring {
                 CANCEL => {}
                 WATCH => watch_ended = true,
                 RING => self.watching_ring = false,
+                // Not waited for, so not among the pending ones.
+                PUT => {
+                    seen -= 1;
+                    out.extend(self.words.failed(cqe.result()));
+                }
                 index => match self.table.remove(index) {
                     Some((token, kind)) => {
                         out.push(Completion { token, raw: meaning(kind, cqe.result()) });
@@ -434,34 +450,19 @@ impl Engine for Uring {
     }
 
     fn pin(&mut self, region: Span) {
-        if self.pinned == Some(region) || !self.unpin() {
-            return;
-        }
-        let iov_base = self.arena.ptr(region).as_ptr().cast();
-        let buffer = libc::iovec { iov_base, iov_len: region.len() };
-        // SAFETY: the memory is the arena's, which is dropped after the ring (and its pages are
-        // held for as long as they are registered).
-        match unsafe { self.ring.submitter().register_buffers(&[buffer]) } {
-            Ok(()) => {
-                self.pinned = Some(region);
-                self.features.fixed_buffers = true;
-            }
-            Err(e) => self.features.fixed_buffers_errno = Some(errno_of(&e)),
-        }
+        self.pin_region(region);
+    }
+
+    fn drain(&mut self, token: Token, fd: i32) -> bool {
+        self.drain_word(token, fd)
+    }
+
+    fn put(&mut self, token: Token, fd: i32, word: u32) -> bool {
+        self.put_word(token, fd, word)
     }
 
     fn unpin(&mut self) -> bool {
-        if self.pinned.is_none() {
-            return true;
-        }
-        // Before Linux 5.13 this waits until nothing at all is in flight, a watch on a descriptor
-        // included; the flag came later than that.
-        let waits = !self.features.defer_taskrun && !self.features.coop_taskrun;
-        if waits || self.ring.submitter().unregister_buffers().is_err() {
-            return false;
-        }
-        self.pinned = None;
-        true
+        self.unpin_region()
     }
 
     fn push(&mut self, token: Token, op: Op) {
@@ -578,6 +579,7 @@ impl Drop for Uring {
         {
             // Not on its thread, for one. The kernel may go on using the memory, so it stays.
             tracing::error!("io_uring dropped with operations in flight, memory is kept: {e}");
+            self.words.abandon();
             KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(self.arena.clone());
             return;
         }

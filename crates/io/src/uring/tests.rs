@@ -157,6 +157,33 @@ fn pinning_comes_and_goes_between_transfers_and_while_something_waits() {
 }
 
 #[test]
+fn events_are_read_and_let_through_with_the_next_submission() {
+    use rustix::event::{EventfdFlags, eventfd};
+    let mut e = Uring::new(Arena::new(1).unwrap(), 8).unwrap();
+    let event = eventfd(5, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let (read_end, write_end) = std::io::pipe().unwrap();
+    let mut out = Vec::new();
+    assert!(e.drain(7, event.as_raw_fd()));
+    e.wait(None).unwrap();
+    e.reap(&mut out);
+    assert_eq!(out.pop(), Some(Completion { token: 7, raw: 8 }));
+    // Nothing completes, and so a wait is not ended by it.
+    if !e.put(9, write_end.as_raw_fd(), 0x0403_0201) {
+        return; // Before Linux 5.17.
+    }
+    e.wait(Some(Duration::from_millis(5))).unwrap();
+    e.reap(&mut out);
+    assert_eq!((out.len(), e.in_flight()), (0, 0));
+    let mut word = [0; 4];
+    rustix::io::read(&read_end, &mut word).unwrap();
+    assert_eq!(u32::from_ne_bytes(word), 0x0403_0201);
+    assert!(e.put(9, read_end.as_raw_fd(), 1));
+    e.submit().unwrap();
+    e.reap(&mut out);
+    assert_eq!(out, [Completion { token: 9, raw: -libc::EBADF }]);
+}
+
+#[test]
 fn errors_of_the_setup_say_what_to_do() {
     let e: io::Error = SetupError::Forbidden.into();
     assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);

@@ -43,6 +43,10 @@ use wait::Waiting;
 const EVENT: Token = 1 << 32;
 /// Completion of the queue's waker becoming readable.
 const WAKE: Token = EVENT + 1;
+/// Completion of the event's being read.
+const DRAIN: Token = EVENT + 2;
+/// Failure to let the next event through.
+const REARM: Token = EVENT + 3;
 
 /// Everything that a queue is made of.
 pub struct Parts {
@@ -100,8 +104,10 @@ pub struct Queue {
     broken: bool,
     /// Requests are there and cannot be taken: no buffer, or the gate is closed.
     stalled: bool,
-    /// An operation waits for the event channel.
+    /// An operation waits for the event channel, or reads from it.
     event_armed: bool,
+    /// It is one that reads, and was not handed over yet.
+    drain_queued: bool,
     waiting: Waiting,
     /// Flushes taken off the ring; wraps.
     flushes: u32,
@@ -164,6 +170,7 @@ impl Queue {
             broken: false,
             stalled: false,
             event_armed: false,
+            drain_queued: false,
             flushes: 0,
             fetch: Vec::with_capacity(entries),
             copy_in: Vec::with_capacity(entries),
@@ -231,10 +238,11 @@ impl Queue {
         match completion.token {
             EVENT => {
                 completion.result()?;
-                self.event_armed = false;
-                if self.ring.link().take_event()? {
-                    self.event_taken();
-                }
+                self.event_came()?;
+            }
+            DRAIN => self.event_drained(completion.result())?,
+            REARM => {
+                completion.result()?;
             }
             WAKE => {
                 completion.result()?;

@@ -9,7 +9,7 @@ use ferrite_io::engine::Op;
 use ferrite_io::reactor::Wait;
 
 use super::storm::Storm;
-use super::{EVENT, Queue};
+use super::{DRAIN, EVENT, Queue, REARM};
 use crate::polling::{Look, Poller, RunDelay, lost_ns, wake_up_ns};
 use crate::tuning::Tuning;
 
@@ -50,7 +50,7 @@ impl Queue {
     /// How the next turn of the reactor shall wait. Before a sleep, the final check of the ring,
     /// and only then the event channel is let through again (blkif.md 1.4 and 5).
     pub(super) fn next_wait(&mut self) -> io::Result<Wait> {
-        if self.work_is_pending() {
+        if std::mem::take(&mut self.drain_queued) || self.work_is_pending() {
             return Ok(Wait::No);
         }
         // Held back by something that will wake us: the guest's events would only disturb.
@@ -73,14 +73,55 @@ impl Queue {
             Ok(true) | Err(_) => return Ok(Wait::No),
             Ok(false) => {}
         }
+        self.listen()?;
+        let cold = Duration::from_nanos(COLD_NS);
+        Ok(Wait::Until((self.waiting.warm && self.flights.in_use() == 0).then_some(cold)))
+    }
+
+    /// Lets the guest's next event wake this queue.
+    fn listen(&mut self) -> io::Result<()> {
+        let link = self.ring.link();
+        let fd = link.event_fd().as_raw_fd();
+        match link.rearm_word() {
+            Some(word) if self.reactor.put(REARM, fd, word) => self.ring.link().rearmed(),
+            _ => self.ring.link().rearm()?,
+        }
         if !self.event_armed {
-            let fd = self.ring.link().event_fd().as_raw_fd();
             self.reactor.push(EVENT, Op::Readable { fd });
             self.event_armed = true;
         }
-        self.ring.link().rearm()?;
-        let cold = Duration::from_nanos(COLD_NS);
-        Ok(Wait::Until((self.waiting.warm && self.flights.in_use() == 0).then_some(cold)))
+        Ok(())
+    }
+
+    /// An event has come: it is read with the next submission, or now.
+    pub(super) fn event_came(&mut self) -> io::Result<()> {
+        let fd = self.ring.link().event_fd().as_raw_fd();
+        // Should there be nothing to read after all, it may wait for the next event.
+        self.event_armed = self.reactor.drain(DRAIN, fd);
+        self.drain_queued = self.event_armed;
+        if !self.event_armed && self.ring.link().take_event()? {
+            self.count_event();
+        }
+        Ok(())
+    }
+
+    /// It was read.
+    pub(super) fn event_drained(&mut self, result: io::Result<u32>) -> io::Result<()> {
+        self.event_armed = false;
+        match result {
+            Ok(_) => {
+                self.ring.link().event_taken();
+                self.count_event();
+                Ok(())
+            }
+            Err(e)
+                if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
+            {
+                Ok(())
+            }
+            // The link knows what to do about its descriptor's errors.
+            Err(_) => self.ring.link().take_event().map(drop),
+        }
     }
 
     /// Looks for requests and completions for as long as that is worth it. Meanwhile the guest
@@ -125,7 +166,7 @@ impl Queue {
     }
 
     /// One event of the guest's was taken.
-    pub(super) fn event_taken(&mut self) {
+    fn count_event(&mut self) {
         let waiting = &mut self.waiting;
         waiting.storm.event();
         let hold_ns = waiting.storm.hold_ns();

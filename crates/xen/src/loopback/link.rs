@@ -318,6 +318,10 @@ impl Link for LoopbackLink {
         Ok(())
     }
 
+    fn event_taken(&mut self) {
+        self.taken = true;
+    }
+
     fn notify(&mut self) -> io::Result<()> {
         signal(self.guest.descriptors.to_front(self.port))
     }

@@ -79,6 +79,22 @@ impl EventChannel {
             .map(drop)
     }
 
+    /// See [`Link::event_taken`](crate::hypervisor::Link::event_taken). The kernel gives out no
+    /// port but the one that is bound.
+    pub(super) fn taken(&mut self) {
+        self.taken = true;
+    }
+
+    /// See [`Link::rearm_word`](crate::hypervisor::Link::rearm_word).
+    pub(super) fn rearm_word(&self) -> Option<u32> {
+        self.taken.then_some(self.port)
+    }
+
+    /// See [`Link::rearmed`](crate::hypervisor::Link::rearmed).
+    pub(super) fn rearmed(&mut self) {
+        self.taken = false;
+    }
+
     /// See [`Link::rearm`](crate::hypervisor::Link::rearm).
     pub(super) fn rearm(&mut self) -> io::Result<()> {
         if !self.taken {

@@ -208,6 +208,18 @@ impl Link for XenLink {
         self.events.rearm()
     }
 
+    fn event_taken(&mut self) {
+        self.events.taken();
+    }
+
+    fn rearm_word(&self) -> Option<u32> {
+        self.events.rearm_word()
+    }
+
+    fn rearmed(&mut self) {
+        self.events.rearmed();
+    }
+
     fn notify(&mut self) -> io::Result<()> {
         self.events.notify()
     }

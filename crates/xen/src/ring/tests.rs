@@ -39,6 +39,8 @@ impl Link for BareLink {
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+    fn event_taken(&mut self) {}
+
     fn take_event(&mut self) -> io::Result<bool> {
         Ok(false)
     }
