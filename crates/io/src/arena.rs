@@ -35,21 +35,25 @@ pub struct Span {
 
 impl Span {
     /// Bytes in the range.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len as usize
     }
 
     /// Whether the range has no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Bytes from the start of the arena to the start of the range.
+    #[inline]
     pub fn offset(&self) -> usize {
         self.offset as usize
     }
 
     /// This range and `next` as one, if `next` begins where this ends.
+    #[inline]
     pub fn join(self, next: Span) -> Option<Span> {
         let len = self.len.checked_add(next.len)?;
         (self.offset + self.len == next.offset).then_some(Span { offset: self.offset, len })
@@ -59,6 +63,7 @@ impl Span {
     ///
     /// # Panics
     /// If that is not inside this range.
+    #[inline]
     pub fn slice(&self, from: usize, len: usize) -> Span {
         let inside = from.checked_add(len).is_some_and(|end| end <= self.len());
         assert!(inside, "bytes {from}..+{len} of a span of {}", self.len);
@@ -203,6 +208,7 @@ impl Arena {
     ///
     /// # Panics
     /// If the span is not inside this arena.
+    #[inline]
     pub fn ptr(&self, s: Span) -> NonNull<u8> {
         match self.checked_ptr(s) {
             Some(p) => p,
@@ -211,6 +217,7 @@ impl Arena {
     }
 
     /// [`ptr`](Arena::ptr) for those that answer a bad span with an error.
+    #[inline]
     pub(crate) fn checked_ptr(&self, s: Span) -> Option<NonNull<u8>> {
         if s.offset() + s.len() > self.len {
             return None;

@@ -24,6 +24,9 @@ use bitmap::{PAGES, PageMap, SlabSet};
 /// Bytes in a slab: the largest blkif request (256 segments of one page).
 pub const SLAB_BYTES: usize = 1 << 20;
 
+/// The most that a kernel pins in one piece, in bytes.
+const MAX_PINNED_BYTES: usize = 1 << 30;
+
 /// Bytes in a page, the unit of allocation.
 pub const PAGE_BYTES: usize = 4096;
 
@@ -37,6 +40,8 @@ pub struct Pool {
     /// The own slabs of the queues by index; `None` while a `QueuePool` has it.
     own: Mutex<Vec<Option<PageMap>>>,
     slabs: u32,
+    /// Queues that use buffers, or may.
+    warm: Mutex<usize>,
 }
 
 impl Pool {
@@ -54,7 +59,7 @@ impl Pool {
             shared.give(slab);
         }
         let own = Mutex::new(vec![Some(PageMap::empty()); queues]);
-        Ok(Arc::new(Pool { arena, shared, own, slabs }))
+        Ok(Arc::new(Pool { arena, shared, own, slabs, warm: Mutex::new(0) }))
     }
 
     /// The memory, to build engines on.
@@ -81,11 +86,19 @@ impl Pool {
         slabs[index] = Some(own);
         let own = index as u32;
         let held = vec![own];
-        QueuePool { pool: self.clone(), own, slabs, held, in_use, not_sync: PhantomData }
+        QueuePool {
+            pool: self.clone(),
+            own,
+            slabs,
+            held,
+            in_use,
+            warm: false,
+            not_sync: PhantomData,
+        }
     }
 
-    fn slab(&self, slab: u32) -> Span {
-        self.arena.span(slab as usize * SLAB_BYTES, SLAB_BYTES)
+    fn warm(&self) -> std::sync::MutexGuard<'_, usize> {
+        self.warm.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn own(&self) -> std::sync::MutexGuard<'_, Vec<Option<PageMap>>> {
@@ -131,6 +144,7 @@ pub struct QueuePool {
     held: Vec<u32>,
     /// Pages.
     in_use: u32,
+    warm: bool,
     not_sync: PhantomData<Cell<()>>,
 }
 
@@ -194,23 +208,26 @@ impl QueuePool {
         self.pool.shared.give(slab);
     }
 
-    /// The slab that this queue holds for ever, to be [pinned](crate::engine::Engine::pin).
-    pub fn own_slab(&self) -> Span {
-        self.pool.slab(self.own)
+    /// Says that this queue is going to use buffers; what an engine may
+    /// [pin](crate::engine::Engine::pin) for it until [`cool`](Self::cool).
+    pub fn warm(&mut self) -> Span {
+        if !std::mem::replace(&mut self.warm, true) {
+            *self.pool.warm() += 1;
+        }
+        self.pool.arena.span(0, self.pool.arena.len().min(MAX_PINNED_BYTES))
     }
 
-    /// Gives the memory of all slabs that nobody uses back to the system: this queue's own, if
-    /// `own` (no engine may have it pinned), and the shared ones. It reads as zeros then.
-    pub fn release(&mut self, own: bool) {
-        if own && self.in_use == 0 {
-            self.pool.arena.release(self.own_slab());
+    /// Says that this queue uses no buffers for now, and that no engine has them pinned. When no
+    /// queue does, the memory is given back to the system, and reads as zeros.
+    pub fn cool(&mut self) {
+        if self.in_use > 0 || !std::mem::take(&mut self.warm) {
+            return;
         }
-        // Each is taken, so that nobody gets it meanwhile; a queue that finds none waits for what
-        // it has in flight, as it does when all are in use.
-        let taken: Vec<u32> = std::iter::from_fn(|| self.pool.shared.take()).collect();
-        for slab in taken {
-            self.pool.arena.release(self.pool.slab(slab));
-            self.pool.shared.give(slab);
+        // Locked until it is done, so that a queue that warms up meanwhile waits.
+        let mut warm = self.pool.warm();
+        *warm -= 1;
+        if *warm == 0 {
+            self.pool.arena.release(self.pool.arena.span(0, self.pool.arena.len()));
         }
     }
 
@@ -227,6 +244,7 @@ impl Drop for QueuePool {
         if self.in_use > 0 {
             tracing::error!(queue = self.own, bytes = self.in_use(), "buffers were not freed");
         }
+        self.cool();
         let own = self.own as usize;
         let map = self.slabs[own].take();
         self.pool.own()[own] = map;

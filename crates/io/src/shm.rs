@@ -88,6 +88,7 @@ impl Shm {
     }
 
     /// The address of `len` bytes at `offset`, which must be a multiple of `align`.
+    #[inline]
     fn at(&self, offset: usize, len: usize, align: usize) -> *mut u8 {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(inside, "bytes {offset}..+{len} of shared memory of {}", self.len);
@@ -96,6 +97,7 @@ impl Shm {
         unsafe { self.base.as_ptr().add(offset) }
     }
 
+    #[inline]
     fn u32_at(&self, offset: usize) -> &AtomicU32 {
         // SAFETY: `at` checked bounds; the base is page aligned, so the address is as aligned as
         // the offset; the mapping lives as long as `self`, and Rust code here only ever uses
@@ -103,6 +105,7 @@ impl Shm {
         unsafe { AtomicU32::from_ptr(self.at(offset, 4, 4).cast()) }
     }
 
+    #[inline]
     fn u64_at(&self, offset: usize) -> &AtomicU64 {
         // SAFETY: as in `u32_at`.
         unsafe { AtomicU64::from_ptr(self.at(offset, 8, 8).cast()) }
@@ -112,6 +115,7 @@ impl Shm {
     ///
     /// # Panics
     /// If `offset` is outside or no multiple of 4.
+    #[inline]
     pub fn load_u32(&self, offset: usize) -> u32 {
         self.u32_at(offset).load(Ordering::Acquire)
     }
@@ -120,6 +124,7 @@ impl Shm {
     ///
     /// # Panics
     /// If `offset` is outside or no multiple of 4.
+    #[inline]
     pub fn store_u32(&self, offset: usize, value: u32) {
         self.u32_at(offset).store(value, Ordering::Release);
     }
@@ -128,6 +133,7 @@ impl Shm {
     ///
     /// # Panics
     /// If `offset` is outside or no multiple of 8.
+    #[inline]
     pub fn load_u64(&self, offset: usize) -> u64 {
         self.u64_at(offset).load(Ordering::Acquire)
     }
@@ -136,14 +142,29 @@ impl Shm {
     ///
     /// # Panics
     /// If `offset` is outside or no multiple of 8.
+    #[inline]
     pub fn store_u64(&self, offset: usize, value: u64) {
         self.u64_at(offset).store(value, Ordering::Release);
+    }
+
+    /// Stores `values` one after the other, each with release ordering, from `offset` on.
+    ///
+    /// # Panics
+    /// If that is outside, or `offset` no multiple of 8.
+    #[inline]
+    pub fn store_words<const N: usize>(&self, offset: usize, values: &[u64; N]) {
+        let first = self.at(offset, 8 * N, 8).cast::<u64>();
+        for (i, value) in values.iter().enumerate() {
+            // SAFETY: `at` checked all N words; as in `u64_at` otherwise.
+            unsafe { AtomicU64::from_ptr(first.add(i)) }.store(*value, Ordering::Release);
+        }
     }
 
     /// Copies `from` to `offset`; not atomic as a whole.
     ///
     /// # Panics
     /// If that is outside.
+    #[inline]
     pub fn copy_in(&self, offset: usize, from: &[u8]) {
         // SAFETY: `at` checked that the range is mapped; `from` is no part of the mapping, to
         // which no reference exists.

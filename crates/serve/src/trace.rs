@@ -117,9 +117,7 @@ impl TraceRing {
     /// Appends one record; the oldest gives way.
     pub fn push(&mut self, record: &Record) {
         let at = HEADER_BYTES + (self.head % RECORDS) as usize * RECORD_BYTES;
-        for (i, word) in record.words().into_iter().enumerate() {
-            self.shm.store_u64(at + 8 * i, word);
-        }
+        self.shm.store_words(at, &record.words());
         self.head += 1;
         self.shm.store_u64(HEAD_AT, self.head);
     }

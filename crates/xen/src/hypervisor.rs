@@ -67,6 +67,7 @@ impl CopySegment {
     ///
     /// # Panics
     /// If the piece is empty or leaves the frame: callers pass validated segments only.
+    #[inline]
     pub fn new(local: Span, gref: GrantRef, offset: u16) -> Self {
         assert!(
             !local.is_empty() && usize::from(offset) + local.len() <= PAGE_SIZE,
@@ -76,27 +77,32 @@ impl CopySegment {
     }
 
     /// Ours, in the arena given to [`Link::copy`].
+    #[inline]
     pub fn local(&self) -> Span {
         self.local
     }
 
     /// Bytes, 1 to 4096.
     #[expect(clippy::len_without_is_empty, reason = "never empty")]
+    #[inline]
     pub fn len(&self) -> u16 {
         self.local.len() as u16
     }
 
     /// First byte in the guest's frame.
+    #[inline]
     pub fn offset(&self) -> u16 {
         self.offset
     }
 
     /// The guest's frame.
+    #[inline]
     pub fn gref(&self) -> GrantRef {
         self.gref
     }
 
     /// Whether the hypervisor copied it all.
+    #[inline]
     pub fn is_ok(&self) -> bool {
         self.status == GNTST_OKAY
     }

@@ -106,16 +106,19 @@ impl BackRing {
     }
 
     /// Slots, a power of two; also the bound on requests in flight.
+    #[inline]
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
     /// Index of the next request to consume.
+    #[inline]
     pub fn req_cons(&self) -> u32 {
         self.req_cons
     }
 
     /// Index of the next response to write.
+    #[inline]
     pub fn rsp_prod(&self) -> u32 {
         self.rsp_prod
     }
@@ -137,6 +140,7 @@ impl BackRing {
     ///
     /// # Errors
     /// The producer is impossible (XSA-38 class): never index on it.
+    #[inline]
     pub fn unconsumed(&self) -> Result<u32, RingViolation> {
         // Acquire: the slots' contents were written before the producer was.
         let req_prod = self.word(REQ_PROD).load(Ordering::Acquire);
@@ -158,6 +162,7 @@ impl BackRing {
 
     /// A private copy of the next request's slot; each word is read once. To be called only
     /// after [`unconsumed`](Self::unconsumed) has seen it.
+    #[inline]
     pub fn peek(&self) -> Slot {
         let mut slot = Slot::default();
         let from = self.slot_ptr(self.req_cons);
@@ -183,6 +188,7 @@ impl BackRing {
 
     /// Takes the request that [`peek`](Self::peek) showed. Its slot may from now on be
     /// overwritten with a response.
+    #[inline]
     pub fn consume(&mut self) {
         self.req_cons = self.req_cons.wrapping_add(1);
     }
@@ -192,6 +198,7 @@ impl BackRing {
     ///
     /// # Panics
     /// If nothing is unanswered: a bug of ours, and the guest would lose its disk over it.
+    #[inline]
     pub fn respond(&mut self, response: Response) {
         assert_ne!(self.rsp_prod, self.req_cons, "a response without a request");
         let to = self.slot_ptr(self.rsp_prod);
@@ -236,12 +243,14 @@ impl BackRing {
         Ok(self.unconsumed()? > 0)
     }
 
+    #[inline]
     fn word(&self, offset: usize) -> &AtomicU32 {
         // SAFETY: the header's words are aligned and inside the first page, which `link` keeps
         // mapped as long as `self` lives; the guest's own accesses are atomic at this size.
         unsafe { AtomicU32::from_ptr(self.base.add(offset).as_ptr().cast()) }
     }
 
+    #[inline]
     fn slot_ptr(&self, index: u32) -> *mut u8 {
         let slot = (index & (self.entries - 1)) as usize;
         // SAFETY: `entries` slots fit in the mapping (Protocol::entries), and slot < entries.

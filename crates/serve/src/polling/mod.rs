@@ -45,6 +45,8 @@ const CHECK_NS: u64 = 1_000_000;
 const SHORT_SLEEPS: u32 = 3;
 /// Looks in vain after a beginning that do not count.
 const GRACE: u32 = 3;
+/// Looks with success that halve the next pause.
+const FORGIVEN_BY: u32 = 256;
 /// The hit rate is kept as so many parts.
 const WHOLE: u32 = 1 << 16;
 
@@ -111,6 +113,8 @@ pub(crate) struct Poller {
     short_sleeps: u32,
     /// Of the last looks, weighted by age; of [`WHOLE`].
     hit_rate: u32,
+    /// Looks in a row that found most things.
+    hits: u32,
     /// Looks that may still find nothing while the window grows to what is needed.
     grace: u32,
     paused_until_ns: u64,
@@ -121,8 +125,11 @@ pub(crate) struct Poller {
 }
 
 impl Poller {
-    /// Nothing is known yet. `wake_up_ns`: what it takes to wake a thread on this machine.
-    pub(crate) fn new(window: PollWindow, wake_up_ns: u64) -> Poller {
+    /// Nothing is known yet. `wake_up_ns`: what it takes to wake a thread on this machine; `cpus`:
+    /// processors that this process may use. With one alone, whoever we look for cannot run.
+    pub(crate) fn new(window: PollWindow, wake_up_ns: u64, cpus: usize) -> Poller {
+        let alone = window == PollWindow::Auto && cpus < 2;
+        let window = if alone { PollWindow::Fixed(0) } else { window };
         let min_ns = wake_up_ns.clamp(MIN_AUTO_NS, MAX_AUTO_NS / 4);
         Poller {
             window,
@@ -131,6 +138,7 @@ impl Poller {
             now_ns: 0,
             short_sleeps: 0,
             hit_rate: WHOLE / 2,
+            hits: 0,
             grace: GRACE,
             paused_until_ns: 0,
             pause_ns: PAUSE_NS.0,
@@ -180,7 +188,10 @@ impl Poller {
         if self.hit_rate < WHOLE / 4 {
             self.pause(look.to_ns);
         } else if self.hit_rate > WHOLE / 4 * 3 {
-            self.pause_ns = PAUSE_NS.0;
+            self.hits = self.hits.saturating_add(1);
+            if self.hits.is_multiple_of(FORGIVEN_BY) {
+                self.pause_ns = (self.pause_ns / 2).max(PAUSE_NS.0);
+            }
         }
     }
 
@@ -193,6 +204,7 @@ impl Poller {
         self.now_ns = 0;
         self.short_sleeps = 0;
         self.hit_rate = WHOLE / 2;
+        self.hits = 0;
         self.grace = GRACE;
     }
 

@@ -6,7 +6,7 @@
 
 use ferrite_io::arena::Span;
 use ferrite_xen::abi::STATUS_ERROR;
-use ferrite_xen::hypervisor::{CopySegment, Direction, PAGE_SIZE};
+use ferrite_xen::hypervisor::{CopySegment, Direction};
 
 use super::Queue;
 use super::flight::{Flight, Ticket};
@@ -114,20 +114,19 @@ impl Queue {
     }
 
     fn add_segments(&mut self, ticket: &Ticket) {
-        let block_bytes = self.connection.device.disk.block_bytes();
         let zero_page = self.connection.pool.zero_page();
         let flight = self.flights.get(ticket);
-        let Some(layout) = Layout::of(flight, block_bytes) else { return };
+        let Some(layout) = flight.layout else { return };
         let mut at = 0;
-        for segment in &flight.segments {
+        self.segments.extend(flight.segments.iter().map(|segment| {
+            let bytes = segment.bytes();
             let local = match flight.zeros {
-                true => zero_page.slice(0, segment.bytes()),
-                false => layout.data.slice(at, segment.bytes()),
+                true => zero_page.slice(0, bytes),
+                false => layout.data.slice(at, bytes),
             };
-            at += segment.bytes();
-            self.segments.push(CopySegment::new(local, segment.gref(), segment.offset()));
-        }
-        debug_assert!(self.segments.iter().all(|s| usize::from(s.len()) <= PAGE_SIZE));
+            at += bytes;
+            CopySegment::new(local, segment.gref(), segment.offset())
+        }));
     }
 
     /// Carries out what is in `segments`. `false`: the call itself failed.

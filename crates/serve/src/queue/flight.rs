@@ -3,6 +3,7 @@
 use ferrite_io::pool::Buf;
 use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, STATUS_OKAY};
 
+use super::copy::Layout;
 use crate::request::{Action, Segment, Work};
 use crate::trace::Record;
 
@@ -54,6 +55,8 @@ pub(super) struct Flight {
     pub(super) segments: Vec<Segment>,
     /// Where its data is; none for requests without.
     pub(super) buf: Option<Buf>,
+    /// How its data lies there.
+    pub(super) layout: Option<Layout>,
     /// The data read is all zeros and is not in `buf`.
     pub(super) zeros: bool,
     /// Bytes of the aligned range that storage has done.
@@ -86,6 +89,7 @@ impl Flights {
             work: Work { action: Action::Flush, sector: 0, sectors: 0 },
             segments: Vec::with_capacity(MAX_DIRECT_SEGMENTS),
             buf: None,
+            layout: None,
             zeros: false,
             done_bytes: 0,
             retries: 0,
@@ -130,6 +134,7 @@ impl Flights {
         f.status = STATUS_OKAY;
         f.work = Work { action: Action::Flush, sector: 0, sectors: 0 };
         f.segments.clear();
+        f.layout = None;
         f.zeros = false;
         f.done_bytes = 0;
         f.retries = 0;

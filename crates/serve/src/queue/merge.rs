@@ -10,7 +10,6 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, FileId, MAX_VECTORED, Op, Transfer};
 
 use super::Queue;
-use super::copy::Layout;
 use super::flight::Ticket;
 
 /// The largest shared operation, in bytes.
@@ -95,8 +94,7 @@ impl Queue {
 
     /// Gives a request its part of a shared operation's bytes; without one it goes on alone.
     fn share_out(&mut self, ticket: Ticket, left: &mut usize, now_ns: u64) {
-        let block_bytes = self.connection.device.disk.block_bytes();
-        let Some(layout) = Layout::of(self.flights.get(&ticket), block_bytes) else {
+        let Some(layout) = self.flights.get(&ticket).layout else {
             unreachable!("only requests with data share operations");
         };
         let part = layout.blocks.len().min(*left);

@@ -23,7 +23,7 @@ impl Queue {
     pub(super) fn start_task(&mut self, ticket: Ticket) {
         let connection = self.connection.clone();
         let flight = self.flights.get(&ticket);
-        let layout = Layout::of(flight, connection.device.disk.block_bytes());
+        let layout = flight.layout;
         let task = Task {
             arena: connection.pool.arena().clone(),
             connection,

@@ -49,7 +49,7 @@ impl Queue {
     fn place(&mut self, ticket: Ticket, transfer: Transfer, now_ns: u64) {
         let disk = &self.connection.device.disk;
         let flight = self.flights.get(&ticket);
-        let Some(layout) = Layout::of(flight, disk.block_bytes()) else {
+        let Some(layout) = flight.layout else {
             unreachable!("reads and writes have buffers");
         };
         let blocks = layout.blocks;
@@ -78,7 +78,7 @@ impl Queue {
         let disk = &self.connection.device.disk;
         let block_bytes = disk.block_bytes() as usize;
         let flight = self.flights.get(&ticket);
-        let Some(layout) = Layout::of(flight, disk.block_bytes()) else {
+        let Some(layout) = flight.layout else {
             unreachable!("only data operations carry an entry's number");
         };
         match completion.result() {

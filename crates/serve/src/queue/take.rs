@@ -9,6 +9,7 @@ use ferrite_xen::hypervisor::{CopySegment, Direction, GrantRef, PAGE_SIZE};
 use ferrite_xen::ring::RingViolation;
 
 use super::Queue;
+use super::copy::Layout;
 use super::flight::Ticket;
 use crate::quiet::told;
 use crate::request::{
@@ -172,10 +173,13 @@ impl Queue {
         raw.clear();
         let arena = self.connection.pool.arena().clone();
         for (_, span) in descriptor_spans(self.buffer(ticket), head) {
-            for at in (0..span.len()).step_by(SEGMENT_BYTES) {
-                let mut bytes = [0; SEGMENT_BYTES];
-                arena.copy_out(span.slice(at, SEGMENT_BYTES), &mut bytes);
-                raw.push(RawSegment::decode(&bytes));
+            let mut bytes = [0; 32 * SEGMENT_BYTES];
+            for at in (0..span.len()).step_by(bytes.len()) {
+                let len = bytes.len().min(span.len() - at);
+                let here = &mut bytes[..len];
+                arena.copy_out(span.slice(at, here.len()), here);
+                let (segments, _) = here.as_chunks();
+                raw.extend(segments.iter().map(RawSegment::decode));
             }
         }
         raw
@@ -197,13 +201,15 @@ impl Queue {
 
     /// Sends a checked request to its next stage.
     fn admit(&mut self, ticket: Ticket, work: Work) {
-        let block = u64::from(self.connection.device.disk.block_bytes());
+        let block_bytes = self.connection.device.disk.block_bytes();
+        let block = u64::from(block_bytes);
         if matches!(work.action, Action::Flush | Action::FlushThenWrite) {
             self.flushes = self.flushes.wrapping_add(1);
         }
         let flight = self.flights.get(&ticket);
         flight.flushes = self.flushes;
         flight.work = work;
+        flight.layout = Layout::of(flight, block_bytes);
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
         flight.record.segments = flight.segments.len() as u16;

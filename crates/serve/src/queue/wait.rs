@@ -2,6 +2,7 @@
 //! when the sleep is long.
 
 use std::io;
+use std::num::NonZero;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
@@ -30,20 +31,28 @@ pub(super) struct Waiting {
     idle_since_ns: Option<u64>,
     /// Buffers were in use since memory was given back last.
     pub(super) warm: bool,
+    /// The kernel does not let go of them.
+    pinned: bool,
 }
 
 impl Waiting {
     /// To be made on the queue's thread.
     pub(super) fn new(tuning: &Tuning) -> Waiting {
         Waiting {
-            poller: Poller::new(tuning.poll, wake_up_ns()),
+            poller: Poller::new(tuning.poll, wake_up_ns(), cpus()),
             delay: RunDelay::of_this_thread(),
             storm: Storm::default(),
             held_until_ns: 0,
             idle_since_ns: None,
             warm: false,
+            pinned: false,
         }
     }
+}
+
+/// Processors that this process may use.
+fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
 impl Queue {
@@ -75,7 +84,8 @@ impl Queue {
         }
         self.listen()?;
         let cold = Duration::from_nanos(COLD_NS);
-        Ok(Wait::Until((self.waiting.warm && self.flights.in_use() == 0).then_some(cold)))
+        let warm = self.waiting.warm && !self.waiting.pinned && self.flights.in_use() == 0;
+        Ok(Wait::Until(warm.then_some(cold)))
     }
 
     /// Lets the guest's next event wake this queue.
@@ -194,15 +204,18 @@ impl Queue {
     /// Buffers will be used.
     pub(super) fn warm_up(&mut self) {
         if !std::mem::replace(&mut self.waiting.warm, true) {
-            self.reactor.pin(self.pool.own_slab());
+            let all = self.pool.warm();
+            self.reactor.pin(all);
         }
     }
 
     /// Nothing has been asked of this queue for a while.
     fn give_memory_back(&mut self) {
-        if std::mem::take(&mut self.waiting.warm) {
-            let own = self.reactor.unpin();
-            self.pool.release(own);
+        if !self.reactor.unpin() {
+            self.waiting.pinned = true;
+        } else if self.waiting.warm {
+            self.waiting.warm = false;
+            self.pool.cool();
             self.counters().releases.add(1);
         }
     }
