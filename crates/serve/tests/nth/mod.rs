@@ -249,6 +249,10 @@ impl Link for FailingLink {
         self.inner.take_event()
     }
 
+    fn event_taken(&mut self) {
+        self.inner.event_taken();
+    }
+
     fn rearm(&mut self) -> io::Result<()> {
         self.nth.check(Call::Rearm)?;
         self.inner.rearm()
