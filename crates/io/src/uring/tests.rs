@@ -6,6 +6,8 @@ use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use std::os::fd::AsRawFd;
+
 use super::*;
 use crate::clock::{Random, SplitMix64};
 

@@ -33,6 +33,9 @@ pub const MAX_WINDOW_US: u32 = 10_000;
 /// The longest window that is found by itself, in nanoseconds: storage that takes longer than
 /// this is not made noticeably slower by a wake-up.
 const MAX_AUTO_NS: u64 = 200_000;
+/// At least this long may a window become, in nanoseconds: a wake-up that was measured while the
+/// processors were busy looks cheaper than it is when they rest.
+const LEAST_MAX_NS: u64 = 100_000;
 /// Windows are at least this long, in nanoseconds.
 const MIN_AUTO_NS: u64 = 5_000;
 /// A stretch without a look at the clock of more than this, in nanoseconds, was not ours.
@@ -134,7 +137,7 @@ impl Poller {
         Poller {
             window,
             min_ns,
-            max_ns: (min_ns * 8).min(MAX_AUTO_NS),
+            max_ns: (min_ns * 8).clamp(LEAST_MAX_NS, MAX_AUTO_NS),
             now_ns: 0,
             short_sleeps: 0,
             hit_rate: WHOLE / 2,
