@@ -112,6 +112,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<ExitCode> {
 
 fn run_part(part: Part, arguments: &BenchArguments) -> Result<()> {
     let measurements = part.run(arguments)?;
+    if measurements.is_empty() {
+        return Ok(()); // a profile leaves the last results alone
+    }
     let machine = machine::describe();
     let file = result::write(part.name(), &machine, &measurements)?;
     println!("\n{}\n{machine}", table::markdown(&measurements));
