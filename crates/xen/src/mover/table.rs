@@ -4,7 +4,7 @@
 //! places are chosen by a hash with a key of this table's own, at most half of them are in use, and
 //! everything is allocated when the table is made.
 
-use std::hash::{BuildHasher, RandomState};
+use ferrite_io::clock::{Random, SplitMix64};
 
 /// No slot, no entry.
 const NONE: u16 = u16::MAX;
@@ -21,7 +21,7 @@ struct Entry<V> {
 
 /// A table of fixed capacity: open addressing, linear probing, no tombstones.
 pub(super) struct Table<V> {
-    key: RandomState,
+    key: u64,
     /// Numbers of entries, or [`NONE`]; a power of two of them.
     slots: Box<[u16]>,
     entries: Box<[Entry<V>]>,
@@ -44,7 +44,7 @@ impl<V> Table<V> {
             value: None,
         };
         Table {
-            key: RandomState::new(),
+            key: SplitMix64::from_system().next_u64(),
             slots: vec![NONE; (2 * capacity).next_power_of_two()].into(),
             entries: (0..capacity).map(entry).collect(),
             free: 0,
@@ -115,7 +115,8 @@ impl<V> Table<V> {
     }
 
     fn home(&self, gref: u32) -> usize {
-        self.key.hash_one(gref) as usize & (self.slots.len() - 1)
+        let mixed = SplitMix64::new(self.key ^ u64::from(gref)).next_u64();
+        mixed as usize & (self.slots.len() - 1)
     }
 
     /// The slot of a reference, or the one where it would be put.
