@@ -3,6 +3,7 @@
 //! One line of counters a queue, each with one writer, so that counting costs a store; readers
 //! take what is there, and may see one counter a moment before another.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -72,6 +73,27 @@ counters! {
     notifications,
     /// Times that buffers were given back to the system, after a while without requests.
     releases,
+}
+
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rate = 100 * self.hits / self.looks.max(1);
+        write!(
+            f,
+            "{} requests in {} sweeps, {} transfers ({} requests merged); {} events taken ({} times \
+             held back), {} sent; looked {} times for {} ms ({rate} % found work), slept {} times",
+            self.requests,
+            self.sweeps,
+            self.transfers,
+            self.merged,
+            self.events,
+            self.held_events,
+            self.notifications,
+            self.looks,
+            self.looked_ns / 1_000_000,
+            self.sleeps,
+        )
+    }
 }
 
 /// A counter with one writer.

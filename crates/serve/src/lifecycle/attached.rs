@@ -260,6 +260,7 @@ impl Attached {
         if self.moving.mover != Mover::Copy {
             tracing::debug!("disconnected: {}", self.moving.maps.counts());
         }
+        tracing::debug!("since the start: {}", self.connection.counters.counts());
     }
 }
 
