@@ -174,7 +174,7 @@ impl Disk {
         let process = match self.backend {
             Backend::Blkback => return Ok(()),
             Backend::Ferrite => format!(
-                "ferrite serve {} --xen {}/{} --queues 4 {read_only} {} {}",
+                "ferrite serve {} --xen {}/{} {read_only} {} {}",
                 quote(&self.options.image),
                 self.domid,
                 self.devid,
