@@ -172,13 +172,11 @@ fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Ou
     Ok(reports.into_iter().map(outcome).collect())
 }
 
-/// What every `ferrite serve` of the Xen tests is told. The lab's dom0 has one processor, and would
-/// get one queue by itself.
+/// What every `ferrite serve` of the Xen tests is told.
 fn serve_arguments(arguments: &TestArguments) -> String {
     let engine = arguments.engine.as_ref().map(|engine| format!("--engine {engine}"));
     let mover = arguments.mover.as_ref().map(|mover| format!("--mover {mover}"));
-    let queues = Some("--queues 4".to_owned());
-    [queues, engine, mover].into_iter().flatten().collect::<Vec<_>>().join(" ")
+    [engine, mover].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 /// One line a check, then the line that counts.

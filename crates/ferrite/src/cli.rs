@@ -58,10 +58,10 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     pub(crate) read_only: bool,
 
-    /// Offer up to this many queues, each with a thread of its own. By default one for each
-    /// processor of this domain, up to 4.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub(crate) queues: Option<u32>,
+    /// Offer up to this many queues, each with a thread of its own.
+    #[arg(long, value_name = "N", default_value_t = 4,
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) queues: u32,
 
     /// Offer rings of up to 2^N pages.
     #[arg(long, value_name = "N", default_value_t = 4,
@@ -340,7 +340,7 @@ mod tests {
         let Command::Serve(args) = cli.command else { panic!("not serve") };
         assert_eq!((args.image.as_str(), args.read_only), ("a.img", false));
         assert_eq!((args.xen.domain.0, args.xen.device), (3, 51712));
-        assert_eq!((args.queues, args.ring_order, args.indirect), (None, 4, 256));
+        assert_eq!((args.queues, args.ring_order, args.indirect), (4, 4, 256));
         assert_eq!((args.memory, args.engine), (8 << 20, EngineChoice::Auto));
         assert_eq!((args.mover, args.map_budget, args.map_budget_host), (Mover::Copy, 4224, 65536));
     }

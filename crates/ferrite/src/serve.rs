@@ -50,7 +50,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         domid,
         devid,
         offer: Offer {
-            max_queues: args.queues.unwrap_or_else(queues),
+            max_queues: args.queues,
             max_ring_order: args.ring_order,
             max_indirect_segments: args.indirect as u16,
             persistent: args.mover == Mover::Persistent,
@@ -73,11 +73,6 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         Err(e) => return Err(failed(args, &e)),
     }
     Ok(())
-}
-
-/// As many queues as threads can run at once, and not more than Linux guests use.
-fn queues() -> u32 {
-    std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(4) as u32)
 }
 
 /// Chooses the engine, for all queues and all connections to come.
