@@ -23,6 +23,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::connection::{Device, Waker};
 use crate::counters::Counters;
 use crate::negotiate::{self, NegotiateError, Offer};
+use crate::polling::wake_up_ns;
 use crate::quiet::told;
 use crate::tuning::Tuning;
 
@@ -155,6 +156,8 @@ pub fn serve(
     config: &Config,
     stop: &Waker,
 ) -> Result<Outcome, ServeError> {
+    // Measured now, once: no guest waits for us yet.
+    wake_up_ns();
     let control = Arc::new(Waker::new().map_err(|e| ServeError::host("make an eventfd", e))?);
     let offer = Offer {
         max_indirect_segments: config.offer.max_indirect_segments.min(largest_request(device)),

@@ -1,5 +1,6 @@
 //! What a wake-up costs here.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ferrite_io::clock::{Clock, SystemClock};
@@ -7,8 +8,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::connection::Waker;
 
-/// Round trips that are measured.
+/// Round trips that are measured at most,
 const ROUNDS: usize = 21;
+/// and for how long, in nanoseconds: on a busy machine each can take many times as long.
+const MEASURE_NS: u64 = 3_000_000;
 /// If it cannot be measured, in nanoseconds.
 const GUESS_NS: u64 = 20_000;
 
@@ -22,24 +25,29 @@ pub fn wake_up_ns() -> u64 {
 
 fn measure() -> Option<u64> {
     let (there, back) = (Arc::new(Waker::new().ok()?), Arc::new(Waker::new().ok()?));
-    let (hears, answers) = (there.clone(), back.clone());
+    let over = Arc::new(AtomicBool::new(false));
+    let (hears, answers, ends) = (there.clone(), back.clone(), over.clone());
     let echo = std::thread::Builder::new().name("wake-up".to_owned()).spawn(move || {
-        for _ in 0..ROUNDS {
-            wait(&hears);
+        wait(&hears);
+        while !ends.load(Ordering::Acquire) {
             answers.wake();
+            wait(&hears);
         }
     });
     let echo = echo.ok()?;
-    let mut trips_ns = [0; ROUNDS];
-    for trip_ns in &mut trips_ns {
+    let start_ns = SystemClock.now_ns();
+    let mut trips_ns = Vec::with_capacity(ROUNDS);
+    while trips_ns.len() < ROUNDS && SystemClock.now_ns() < start_ns + MEASURE_NS {
         let from_ns = SystemClock.now_ns();
         there.wake();
         wait(&back);
-        *trip_ns = SystemClock.now_ns() - from_ns;
+        trips_ns.push(SystemClock.now_ns() - from_ns);
     }
+    over.store(true, Ordering::Release);
+    there.wake();
     echo.join().ok()?;
     trips_ns.sort_unstable();
-    Some(trips_ns[ROUNDS / 2] / 2)
+    trips_ns.get(trips_ns.len() / 2).map(|trip_ns| trip_ns / 2)
 }
 
 /// Sleeps until the other has called.
