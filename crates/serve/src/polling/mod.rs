@@ -3,7 +3,7 @@
 //! A queue that has nothing to do either sleeps, which costs the time to be woken, or looks at its
 //! ring and its completions for a while, which costs a processor that others may want. Looking is
 //! worth it when something usually comes within a few times the cost of being woken, and when
-//! the processor has nothing else to do. [`Poller`] decides that from what it has seen; the only
+//! the processor has nothing else to do. `Poller` decides that from what it has seen; the only
 //! times in it are those that it is given, so that a test can play any history to it.
 //!
 //! * The window grows while sleeps turn out short, to what would have found the end of the last
