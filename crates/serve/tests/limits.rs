@@ -278,14 +278,21 @@ fn exhaust_mappings(mover: Mover) {
 fn guests_that_want_all_mappings_get_their_share_and_the_rest_copied() {
     let _alone = alone();
     let exhaust = || [Mover::Map, Mover::Persistent].into_iter().for_each(exhaust_mappings);
-    // Once for everything that is made at the first use, and the allocator's own store.
+    // Once for everything that is made at the first use.
     exhaust();
     let before = held();
-    exhaust();
+    let mut last = before.rss_kib;
+    // What is lost is lost each time; an allocator's store fills up once.
+    let settles = (0..6).any(|_| {
+        exhaust();
+        let rss_kib = held().rss_kib;
+        let grown_kib = rss_kib.saturating_sub(std::mem::replace(&mut last, rss_kib));
+        grown_kib < 1024
+    });
     let after = held();
+    assert!(settles, "{before:?} became {after:?}");
     assert_eq!(after.descriptors, before.descriptors, "{before:?} became {after:?}");
     assert!(after.mappings <= before.mappings, "{before:?} became {after:?}");
-    assert!(after.rss_kib < before.rss_kib + 8192, "{before:?} became {after:?}");
 }
 
 /// Time that this process's threads of that name have used, in clock ticks.
