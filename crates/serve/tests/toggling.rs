@@ -369,7 +369,8 @@ fn toggle(seed: u64) {
     let requests = rig.counters.counts().requests;
     println!("{} actions in {toggled:?} of {:?}", guest.actions, start.elapsed());
     println!("{requests} requests answered, {traces} traces read");
-    assert!(requests > 1000 && traces > 0, "nothing was in flight or nobody looked");
+    // How many there is time for depends on what else the machine does; settling needs some 100.
+    assert!(requests > 300 && traces > 0, "nothing was in flight or nobody looked");
 }
 
 #[test]
