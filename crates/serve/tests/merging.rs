@@ -52,6 +52,17 @@ fn write_all(front: &mut Frontend, buffer: &Buffer) -> Vec<i16> {
     statuses
 }
 
+/// Reads all pages in one sweep and finds what was written.
+fn read_all_back(front: &mut Frontend, buffer: &Buffer) {
+    let queue = &mut front.queues[0];
+    for page in shuffled() {
+        queue.read(page as u64 * 8, buffer, (SWEEP + page) * PAGE, PAGE).unwrap();
+    }
+    assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+    let back = buffer.to_vec(SWEEP * PAGE, SWEEP * PAGE);
+    assert!(back == buffer.to_vec(0, SWEEP * PAGE));
+}
+
 #[test]
 fn neighbours_share_an_operation_and_every_page_gets_to_its_place() {
     for merge in [true, false] {
@@ -63,13 +74,7 @@ fn neighbours_share_an_operation_and_every_page_gets_to_its_place() {
         assert_eq!(counts.merged > 0, merge);
         assert_eq!(counts.transfers + counts.merged, SWEEP as u64);
 
-        let queue = &mut front.queues[0];
-        for page in shuffled() {
-            queue.read(page as u64 * 8, &buffer, (SWEEP + page) * PAGE, PAGE).unwrap();
-        }
-        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
-        let back = buffer.to_vec(SWEEP * PAGE, SWEEP * PAGE);
-        assert!(back == buffer.to_vec(0, SWEEP * PAGE));
+        read_all_back(&mut front, &buffer);
         front.close(PATIENCE).unwrap();
     }
 }
@@ -113,13 +118,7 @@ fn a_short_shared_operation_is_continued_from_where_it_stopped() {
         assert_eq!(write_all(&mut front, &buffer), [STATUS_OKAY; SWEEP], "short by {short}");
         assert!(rig.sectors(0, SWEEP * PAGE) == buffer.to_vec(0, SWEEP * PAGE));
         faults.once(is_read, fault);
-        let queue = &mut front.queues[0];
-        for page in shuffled() {
-            queue.read(page as u64 * 8, &buffer, (SWEEP + page) * PAGE, PAGE).unwrap();
-        }
-        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
-        let back = buffer.to_vec(SWEEP * PAGE, SWEEP * PAGE);
-        assert!(back == buffer.to_vec(0, SWEEP * PAGE));
+        read_all_back(&mut front, &buffer);
         front.close(PATIENCE).unwrap();
     }
 }
