@@ -64,6 +64,24 @@ pub enum Op {
         /// Bytes.
         len: u64,
     },
+    /// The range has space of its own, zeros where there was none, and the file reaches to its end
+    /// (`fallocate`).
+    Allocate {
+        /// Which file.
+        file: FileId,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// The file ends here: what was beyond is gone, what was missing reads as zeros
+    /// (`ftruncate`). It blocks, so engines run it beside the queue.
+    SetLen {
+        /// Which file.
+        file: FileId,
+        /// Bytes.
+        len: u64,
+    },
     /// A hint to a block device that the range is unused (`BLKDISCARD`). The ioctl blocks, so
     /// engines run it beside the queue.
     Discard {

@@ -9,6 +9,8 @@
 //! * [`executor`] and [`reactor`]: straight-line `async fn` for whatever has steps, on the same
 //!   engine and the same thread as the hot path.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
+//! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
+//!   threads.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
 
 pub mod aio;
@@ -20,6 +22,8 @@ pub mod executor;
 pub mod nvme;
 pub mod pool;
 pub mod reactor;
+pub mod scratch;
+pub mod shared_lock;
 pub mod shm;
 pub mod uring;
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fs::{FallocateFlags, fallocate, fdatasync};
+use rustix::fs::{FallocateFlags, fallocate, fdatasync, ftruncate};
 use rustix::io::Errno;
 
 use crate::engine::Op;
@@ -32,7 +32,9 @@ pub(crate) enum Call {
     Discard { offset: u64, len: u64 },
     /// `fdatasync`.
     Sync,
-    /// `fallocate` that never changes the file's size.
+    /// `ftruncate`.
+    SetLen { len: u64 },
+    /// `fallocate`.
     Fallocate { flags: FallocateFlags, offset: u64, len: u64 },
     /// Nothing, but it takes its time.
     #[cfg(test)]
@@ -42,14 +44,17 @@ pub(crate) enum Call {
 impl Call {
     /// The call that does what the operation asks for, if there is one.
     pub(crate) fn of(op: Op) -> Option<Call> {
-        let fallocate = |flags, offset, len| {
-            let flags = flags | FallocateFlags::KEEP_SIZE;
-            Some(Call::Fallocate { flags, offset, len })
-        };
+        let fallocate = |flags, offset, len| Some(Call::Fallocate { flags, offset, len });
         match op {
             Op::Sync { .. } => Some(Call::Sync),
-            Op::PunchHole { offset, len, .. } => fallocate(FallocateFlags::PUNCH_HOLE, offset, len),
-            Op::ZeroRange { offset, len, .. } => fallocate(FallocateFlags::ZERO_RANGE, offset, len),
+            Op::PunchHole { offset, len, .. } => {
+                fallocate(FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
+            }
+            Op::ZeroRange { offset, len, .. } => {
+                fallocate(FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, offset, len)
+            }
+            Op::Allocate { offset, len, .. } => fallocate(FallocateFlags::empty(), offset, len),
+            Op::SetLen { len, .. } => Some(Call::SetLen { len }),
             Op::Discard { offset, len, .. } => Some(Call::Discard { offset, len }),
             Op::Read { .. } | Op::Write { .. } | Op::Readable { .. } | Op::Timer { .. } => None,
         }
@@ -71,6 +76,7 @@ impl Job {
     fn call_once(&self) -> Result<(), Errno> {
         match self.call {
             Call::Sync => fdatasync(&self.file),
+            Call::SetLen { len } => ftruncate(&self.file, len),
             Call::Fallocate { flags, offset, len } => fallocate(&self.file, flags, offset, len),
             Call::Discard { offset, len } => {
                 let range = [offset, len];

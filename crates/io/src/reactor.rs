@@ -420,6 +420,22 @@ impl Io {
         self.op(Op::ZeroRange { file, offset, len }).await.map(drop)
     }
 
+    /// See [`Op::Allocate`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn allocate(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
+        self.op(Op::Allocate { file, offset, len }).await.map(drop)
+    }
+
+    /// See [`Op::SetLen`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn set_len(&self, file: FileId, len: u64) -> io::Result<()> {
+        self.op(Op::SetLen { file, len }).await.map(drop)
+    }
+
     /// See [`Op::Discard`].
     ///
     /// # Errors

@@ -71,6 +71,7 @@ on_each_engine!(
     the_medium_s_errors_come_back_and_the_engine_goes_on,
     what_is_wrong_with_an_operation_is_its_completion,
     holes_are_punched_and_ranges_zeroed_without_growing_the_file,
+    files_are_made_longer_with_space_of_their_own_and_cut_off,
     a_discard_of_a_regular_file_is_refused_by_its_completion,
     more_operations_than_both_queues_hold_all_complete,
     a_vectored_transfer_is_one_operation_on_many_spans,
@@ -188,6 +189,19 @@ fn holes_are_punched_and_ranges_zeroed_without_growing_the_file(kind: EngineKind
     arena.fill(buf, 1);
     assert_eq!(run(e.as_mut(), Op::Read { file: f, offset: 0, buf }), 64 << 10);
     assert_eq!(bytes_at(&arena, buf), vec![0; 64 << 10]);
+}
+
+fn files_are_made_longer_with_space_of_their_own_and_cut_off(kind: EngineKind) {
+    let (mut e, _) = engine(kind, 8);
+    let owned = file(&[7; 4096]);
+    let f = e.add_file(owned.clone()).unwrap();
+    let stat = |fd: &OwnedFd| rustix::fs::fstat(fd).unwrap();
+    assert_eq!(run(e.as_mut(), Op::Allocate { file: f, offset: 4096, len: 1 << 20 }), 0);
+    assert_eq!(stat(&owned).st_size, (1 << 20) + 4096);
+    assert!(stat(&owned).st_blocks * 512 >= 1 << 20);
+    assert_eq!(run(e.as_mut(), Op::SetLen { file: f, len: 512 }), 0);
+    assert_eq!(stat(&owned).st_size, 512);
+    assert_eq!(run(e.as_mut(), Op::SetLen { file: f, len: u64::MAX }), -libc::EINVAL);
 }
 
 fn a_discard_of_a_regular_file_is_refused_by_its_completion(kind: EngineKind) {

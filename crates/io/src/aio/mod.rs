@@ -377,12 +377,14 @@ impl Engine for Aio {
                 let iocb = self.iocb(token, context::FDSYNC, file, 0);
                 self.queue(token, iocb.map(|iocb| Queued { iocb, file, vectors: None }));
             }
-            Op::PunchHole { file, .. } | Op::ZeroRange { file, .. } | Op::Discard { file, .. } => {
-                match Call::of(op) {
-                    Some(call) => self.offload(token, file, call),
-                    None => self.fail(token, libc::EINVAL),
-                }
-            }
+            Op::PunchHole { file, .. }
+            | Op::ZeroRange { file, .. }
+            | Op::Allocate { file, .. }
+            | Op::SetLen { file, .. }
+            | Op::Discard { file, .. } => match Call::of(op) {
+                Some(call) => self.offload(token, file, call),
+                None => self.fail(token, libc::EINVAL),
+            },
             Op::Readable { fd } if fd < 0 => self.fail(token, libc::EBADF),
             Op::Readable { fd } => self.waits.add_readable(fd, token),
             Op::Timer { after } => self.waits.add_timer(deadline_ns(after), token),

@@ -80,11 +80,14 @@ impl Uring {
                 on_file!(self.target(file)?, |fd| opcode::Fsync::new(fd).flags(flags))
             }
             Op::PunchHole { file, offset, len } => {
-                self.fallocate(file, offset, len, libc::FALLOC_FL_PUNCH_HOLE)?
+                let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                self.fallocate(file, offset, len, mode)?
             }
             Op::ZeroRange { file, offset, len } => {
-                self.fallocate(file, offset, len, libc::FALLOC_FL_ZERO_RANGE)?
+                let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+                self.fallocate(file, offset, len, mode)?
             }
+            Op::Allocate { file, offset, len } => self.fallocate(file, offset, len, 0)?,
             Op::Readable { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build(),
             Op::Timer { after } => {
                 let place = self.place();
@@ -93,7 +96,7 @@ impl Uring {
                 opcode::Timeout::new(time).build()
             }
             // `push` gives it to the helper thread.
-            Op::Discard { .. } => return Err(libc::EINVAL),
+            Op::Discard { .. } | Op::SetLen { .. } => return Err(libc::EINVAL),
         })
     }
 
@@ -127,7 +130,6 @@ impl Uring {
     }
 
     fn fallocate(&self, file: FileId, at: u64, len: u64, mode: i32) -> Result<squeue::Entry, i32> {
-        let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
         let (file, at, len) = (self.target(file)?, Self::offset(at)?, Self::offset(len)?);
         Ok(on_file!(file, |fd| opcode::Fallocate::new(fd, len).offset(at).mode(mode)))
     }

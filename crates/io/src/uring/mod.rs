@@ -467,7 +467,7 @@ impl Engine for Uring {
 
     fn push(&mut self, token: Token, op: Op) {
         let kind = match op {
-            Op::Discard { .. } => Kind::Offloaded,
+            Op::Discard { .. } | Op::SetLen { .. } => Kind::Offloaded,
             Op::Readable { .. } => Kind::Poll,
             Op::Timer { .. } => Kind::Timer,
             _ => Kind::Data,
@@ -477,6 +477,7 @@ impl Engine for Uring {
             Op::Discard { file, offset, len } => {
                 self.offload(index, file, Call::Discard { offset, len });
             }
+            Op::SetLen { file, len } => self.offload(index, file, Call::SetLen { len }),
             op => self.queue(Sqe::Op { index, op }),
         }
     }

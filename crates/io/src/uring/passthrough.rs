@@ -303,6 +303,8 @@ impl Engine for NvmeUring {
             | Op::Sync { file }
             | Op::PunchHole { file, .. }
             | Op::ZeroRange { file, .. }
+            | Op::Allocate { file, .. }
+            | Op::SetLen { file, .. }
             | Op::Discard { file, .. } => file,
             Op::Readable { .. } | Op::Timer { .. } => return self.main.push(token, op),
         };

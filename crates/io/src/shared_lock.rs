@@ -1,0 +1,128 @@
+//! A lock for tasks of several threads: it may be held across waiting.
+//!
+//! Each thread has a reactor of its own, and what comes from another thread has to come through a
+//! descriptor. So whoever finds the lock taken waits for an eventfd of its own, and whoever lets
+//! go hands the lock to the first of them. Contention is rare where this is used (commits of
+//! metadata), so a descriptor for each wait does no harm.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::reactor::Io;
+
+/// One that waits.
+struct Waiter {
+    wake: OwnedFd,
+    /// It has been handed the lock, and may not know yet.
+    owns: Mutex<bool>,
+}
+
+#[derive(Default)]
+struct State {
+    held: bool,
+    waiting: VecDeque<Arc<Waiter>>,
+}
+
+/// See the module text.
+#[derive(Default)]
+pub struct SharedLock {
+    state: Mutex<State>,
+}
+
+impl SharedLock {
+    /// Free.
+    pub fn new() -> SharedLock {
+        SharedLock::default()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the lock is this task's; first come, first served. It is let go when the guard
+    /// is dropped, also with its task.
+    ///
+    /// # Errors
+    /// Out of descriptors, or those of the wait; the lock is not held then.
+    pub async fn lock(&self, io: &Io) -> io::Result<Held<'_>> {
+        let waiter = {
+            let mut state = self.state();
+            if !state.held {
+                state.held = true;
+                return Ok(Held(self));
+            }
+            let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+            let waiter = Arc::new(Waiter { wake, owns: Mutex::new(false) });
+            state.waiting.push_back(waiter.clone());
+            waiter
+        };
+        let mut waiting = Waiting { lock: self, waiter, accepted: false };
+        while !waiting.owns() {
+            io.readable(waiting.waiter.wake.as_raw_fd()).await?;
+        }
+        waiting.accepted = true;
+        Ok(Held(self))
+    }
+
+    /// Takes the lock if nobody has it.
+    pub fn try_lock(&self) -> Option<Held<'_>> {
+        let mut state = self.state();
+        (!std::mem::replace(&mut state.held, true)).then(|| Held(self))
+    }
+
+    fn unlock(&self) {
+        let mut state = self.state();
+        match state.waiting.pop_front() {
+            None => state.held = false,
+            Some(next) => {
+                *next.owns.lock().unwrap_or_else(PoisonError::into_inner) = true;
+                // It can fail only if the counter is full, and then it wakes already.
+                let _ = rustix::io::write(&next.wake, &1u64.to_ne_bytes());
+            }
+        }
+    }
+}
+
+/// A place in the queue. Dropped before its turn it is given up; after it, the lock is passed on.
+struct Waiting<'a> {
+    lock: &'a SharedLock,
+    waiter: Arc<Waiter>,
+    /// A guard stands for the lock now.
+    accepted: bool,
+}
+
+impl Waiting<'_> {
+    fn owns(&self) -> bool {
+        *self.waiter.owns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if self.accepted {
+            return;
+        }
+        let mut state = self.lock.state();
+        let before = state.waiting.len();
+        state.waiting.retain(|w| !Arc::ptr_eq(w, &self.waiter));
+        let was_waiting = state.waiting.len() < before;
+        drop(state);
+        if !was_waiting {
+            self.lock.unlock();
+        }
+    }
+}
+
+/// The lock is held until this is dropped.
+#[must_use = "the lock is let go at once"]
+pub struct Held<'a>(&'a SharedLock);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.unlock();
+    }
+}
