@@ -11,11 +11,14 @@
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
 //! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
 //!   threads.
+//! * [`directory`]: changes of directory entries, which a crash may take back.
+//! * [`sim`]: an engine and directories of a machine whose power can be cut, for tests.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
 
 pub mod aio;
 pub mod arena;
 pub mod clock;
+pub mod directory;
 pub mod engine;
 pub mod engines;
 pub mod executor;
@@ -25,6 +28,7 @@ pub mod reactor;
 pub mod scratch;
 pub mod shared_lock;
 pub mod shm;
+pub mod sim;
 pub mod uring;
 
 mod offload;

@@ -1,0 +1,69 @@
+//! What programs do to directories: where the order of files coming and going matters for what
+//! survives a crash, it goes through [`Directory`], so that a simulated world can take it back.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// Changes of directory entries. None of them is durable before [`sync`](Directory::sync).
+pub trait Directory {
+    /// Makes an empty file, readable and writable by its owner and readable by its group.
+    ///
+    /// # Errors
+    /// `AlreadyExists`, and what the kernel says; so for all of them.
+    fn create_new(&self, path: &Path) -> io::Result<OwnedFd>;
+
+    /// Gives a file another name, `to`.
+    ///
+    /// # Errors
+    /// `AlreadyExists`, and what the kernel says.
+    fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()>;
+
+    /// Gives the file the name `to` instead; a file that had that name is replaced by it.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+
+    /// Takes a name away, and the file with it if it was the last one.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    fn remove(&self, path: &Path) -> io::Result<()>;
+
+    /// All that was done to the entries of `directory` is durable when this returns.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    fn sync(&self, directory: &Path) -> io::Result<()>;
+}
+
+/// The directories of this machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostDirectory;
+
+impl Directory for HostDirectory {
+    fn create_new(&self, path: &Path) -> io::Result<OwnedFd> {
+        let file =
+            File::options().read(true).write(true).create_new(true).mode(0o640).open(path)?;
+        Ok(file.into())
+    }
+
+    fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::hard_link(from, to)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+
+    fn sync(&self, directory: &Path) -> io::Result<()> {
+        File::open(directory)?.sync_all()
+    }
+}

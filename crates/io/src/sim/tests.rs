@@ -1,0 +1,268 @@
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::directory::Directory;
+use crate::engine::{FileId, Op};
+use crate::reactor::{Io, Reactor};
+
+/// A machine with one file, and a process on it.
+struct Rig {
+    dir: TempDir,
+    world: SimWorld,
+    arena: Arc<Arena>,
+    reactor: Reactor,
+    file: FileId,
+}
+
+impl Rig {
+    fn new(seed: u64, bytes: u64) -> Rig {
+        let dir = TempDir::new_in("/dev/shm").unwrap();
+        File::create_new(dir.path().join("file")).unwrap().set_len(bytes).unwrap();
+        fs::create_dir(dir.path().join("attic")).unwrap();
+        let (world, arena) = (SimWorld::new(seed), Arena::new(1 << 20).unwrap());
+        let mut reactor = Reactor::new(world.engine(arena.clone()));
+        let file = add(&mut reactor, &dir.path().join("file"));
+        Rig { dir, world, arena, reactor, file }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("file")
+    }
+
+    fn run<T>(&mut self, work: impl AsyncFnOnce(Io, FileId) -> io::Result<T>) -> io::Result<T> {
+        let (io, file) = (self.reactor.io(), self.file);
+        self.reactor.block_on(work(io, file))?
+    }
+
+    fn write(&mut self, offset: u64, byte: u8, len: usize) -> io::Result<()> {
+        let buf = self.arena.span(0, len);
+        self.arena.fill(buf, byte);
+        self.run(async |io, file| io.write_all(file, offset, buf).await)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.run(async |io, file| io.sync(file).await)
+    }
+}
+
+fn add(reactor: &mut Reactor, path: &Path) -> FileId {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    reactor.add_file(Arc::new(file.into())).unwrap()
+}
+
+/// What a power cut after `work` may leave of the file, over many seeds.
+fn outcomes(bytes: u64, work: impl Fn(&mut Rig)) -> BTreeSet<Vec<u8>> {
+    let outcome = |seed| {
+        let mut rig = Rig::new(seed, bytes);
+        work(&mut rig);
+        rig.world.cut_power().unwrap();
+        fs::read(rig.path()).unwrap()
+    };
+    (0..200).map(outcome).collect()
+}
+
+#[test]
+fn what_was_written_is_read_back_at_once_by_anybody() {
+    let mut rig = Rig::new(1, 8192);
+    rig.write(512, 7, 1024).unwrap();
+    let buf = rig.arena.span(4096, 2048);
+    rig.run(async |io, file| io.read_exact(file, 0, buf).await).unwrap();
+    let mut bytes = vec![0; 2048];
+    rig.arena.copy_out(buf, &mut bytes);
+    assert_eq!(bytes, fs::read(rig.path()).unwrap()[..2048]);
+    assert_eq!((bytes[511], bytes[512], bytes[1535], bytes[1536]), (0, 7, 7, 0));
+}
+
+#[test]
+fn a_power_cut_leaves_any_mixture_of_unsynced_sectors_and_nothing_else() {
+    let seen = outcomes(1024, |rig| {
+        rig.write(0, 1, 1024).unwrap();
+        rig.write(0, 2, 512).unwrap();
+    });
+    let of = |a: u8, b: u8| [vec![a; 512], vec![b; 512]].concat();
+    let allowed = [0, 1, 2].into_iter().flat_map(|a| [0, 1].map(|b| of(a, b))).collect();
+    assert_eq!(seen, allowed);
+}
+
+#[test]
+fn what_was_synced_survives_every_power_cut() {
+    let seen = outcomes(1024, |rig| {
+        rig.write(0, 1, 1024).unwrap();
+        rig.sync().unwrap();
+        rig.write(512, 2, 512).unwrap();
+    });
+    let of = |b: u8| [vec![1; 512], vec![b; 512]].concat();
+    assert_eq!(seen, BTreeSet::from([of(1), of(2)]));
+}
+
+#[test]
+fn a_file_that_grew_is_short_or_long_and_never_has_what_nobody_wrote() {
+    let seen = outcomes(512, |rig| rig.write(512, 3, 512).unwrap());
+    let long = |b: u8| [vec![0; 512], vec![b; 512]].concat();
+    assert_eq!(seen, BTreeSet::from([vec![0; 512], long(0), long(3)]));
+}
+
+#[test]
+fn a_hole_shows_old_bytes_or_zeros_until_it_is_synced() {
+    let punch = |rig: &mut Rig| {
+        rig.write(0, 5, 1024).unwrap();
+        rig.sync().unwrap();
+        rig.run(async |io, file| io.punch_hole(file, 256, 512).await).unwrap();
+    };
+    let half = [vec![5; 256], vec![0; 512], vec![5; 256]].concat();
+    let seen = outcomes(1024, punch);
+    assert!(seen.contains(&half) && seen.contains(&vec![5; 1024]) && seen.len() == 4);
+    let synced = outcomes(1024, |rig| {
+        punch(rig);
+        rig.sync().unwrap();
+    });
+    assert_eq!(synced, BTreeSet::from([half]));
+}
+
+#[test]
+fn a_write_over_a_durable_hole_never_shows_what_the_hole_replaced() {
+    let seen = outcomes(512, |rig| {
+        rig.write(0, 5, 512).unwrap();
+        rig.sync().unwrap();
+        rig.run(async |io, file| io.punch_hole(file, 0, 512).await).unwrap();
+        rig.sync().unwrap();
+        rig.write(0, 6, 512).unwrap();
+    });
+    assert_eq!(seen, BTreeSet::from([vec![0; 512], vec![6; 512]]));
+}
+
+#[test]
+fn a_killed_process_loses_nothing_that_was_completed() {
+    for seed in 0..50 {
+        let mut rig = Rig::new(seed, 4096);
+        rig.write(0, 1, 4096).unwrap();
+        let buf = rig.arena.span(0, 4096);
+        rig.arena.fill(buf, 2);
+        rig.reactor.push(1, Op::Write { file: rig.file, offset: 0, buf });
+        rig.world.stop_at(Some(rig.world.step() + 1));
+        rig.reactor.turn(crate::reactor::Wait::No, &mut Vec::new()).unwrap_err();
+        rig.world.kill_process().unwrap();
+        let bytes = fs::read(rig.path()).unwrap();
+        assert!(bytes.chunks(512).all(|s| s == [1; 512] || s == [2; 512]), "seed {seed}");
+        let text = rig.sync().unwrap_err().to_string();
+        assert!(text.contains("dead"), "{text}");
+    }
+}
+
+#[test]
+fn a_failed_sync_may_have_lost_what_a_later_sync_does_not_bring_back() {
+    let seen = outcomes(512, |rig| {
+        rig.write(0, 1, 512).unwrap();
+        let (range, errno) = (0..u64::MAX, libc::EIO);
+        let fault = Fault { on: On::Sync, range, per_mille: 1000, errno, times: 1 };
+        rig.world.set_faults(vec![fault]);
+        assert_eq!(rig.sync().unwrap_err().raw_os_error(), Some(libc::EIO));
+        rig.sync().unwrap();
+    });
+    assert_eq!(seen, BTreeSet::from([vec![0; 512], vec![1; 512]]));
+}
+
+#[test]
+fn transfers_are_cut_short_and_interrupted_and_end_all_the_same() {
+    let mut rig = Rig::new(3, 1 << 20);
+    rig.world.set_nuisances(500, 300);
+    for i in 0..50 {
+        rig.write(i * 8192, i as u8, 8192).unwrap();
+    }
+    let bytes = fs::read(rig.path()).unwrap();
+    assert!((0..50).all(|i| bytes[i * 8192..][..8192].iter().all(|b| *b == i as u8)));
+}
+
+#[test]
+fn the_same_seed_gives_the_same_history() {
+    let history = |seed| {
+        let mut rig = Rig::new(seed, 65536);
+        rig.world.set_nuisances(200, 100);
+        for i in 0..40 {
+            rig.write((i * 1536) % 61440, i as u8 + 1, 2048).unwrap();
+            if i % 7 == 0 {
+                // It may be interrupted, too.
+                let _ = rig.sync();
+            }
+        }
+        let step = rig.world.step();
+        rig.world.cut_power().unwrap();
+        (step, rig.world.clock().now_ns(), fs::read(rig.path()).unwrap())
+    };
+    assert_eq!(history(11), history(11));
+    assert_ne!(history(11), history(12));
+}
+
+#[test]
+fn a_world_stops_at_exactly_the_step_that_was_asked_for() {
+    let steps = |stop: Option<u64>| {
+        let mut rig = Rig::new(5, 65536);
+        rig.world.stop_at(stop);
+        let done = (0..10).try_for_each(|i| {
+            rig.write(i * 512, 1, 512)?;
+            rig.sync()
+        });
+        (done.is_ok(), rig.world.step())
+    };
+    let (_, all) = steps(None);
+    assert_eq!(all, 40);
+    for step in 0..all {
+        assert_eq!(steps(Some(step)), (false, step));
+    }
+}
+
+#[test]
+fn time_is_the_worlds_own() {
+    let mut rig = Rig::new(9, 512);
+    let hour = Duration::from_secs(3600);
+    rig.run(async |io, _| io.sleep(hour).await).unwrap();
+    assert!(rig.world.clock().now_ns() >= hour.as_nanos() as u64);
+}
+
+#[test]
+fn the_last_directory_operations_that_were_not_synced_may_be_undone() {
+    let mut seen = BTreeSet::new();
+    for seed in 0..100 {
+        let rig = Rig::new(seed, 512);
+        let dir = rig.world.directories(&rig.dir.path().join("attic"));
+        let at = |name: &str| rig.dir.path().join(name);
+        dir.create_new(&at("a")).unwrap();
+        dir.sync(rig.dir.path()).unwrap();
+        dir.hard_link(&at("file"), &at("b")).unwrap();
+        dir.rename(&at("a"), &at("file")).unwrap();
+        dir.remove(&at("b")).unwrap();
+        rig.world.cut_power().unwrap();
+        let names = ["a", "b", "file"].map(|n| fs::metadata(at(n)).ok().map(|m| m.len()));
+        seen.insert(names);
+    }
+    // In order: nothing, the link, the renaming over the old file, the removal.
+    let old = [Some(0), None, Some(512)];
+    let linked = [Some(0), Some(512), Some(512)];
+    let renamed = [None, Some(512), Some(0)];
+    let removed = [None, None, Some(0)];
+    assert_eq!(seen, BTreeSet::from([old, linked, renamed, removed]));
+}
+
+#[test]
+fn a_file_made_shorter_and_longer_again_has_old_bytes_or_zeros_behind_the_cut() {
+    for seed in 0..100 {
+        let rig = Rig::new(seed, 2048);
+        let file = File::options().read(true).write(true).open(rig.path()).unwrap();
+        file.write_all_at(&[9; 2048], 0).unwrap();
+        let mut sim = SimFile::new(file).unwrap();
+        sim.set_len(1, 700).unwrap();
+        sim.set_len(2, 2048).unwrap();
+        let random = &mut SplitMix64::new(seed);
+        let fate = Fate::choose(random);
+        sim.cut(fate, random).unwrap();
+        let bytes = fs::read(rig.path()).unwrap();
+        let old = vec![9; 2048];
+        let zeros = [vec![9; 700], vec![0; 1348]].concat();
+        assert!([&old, &zeros, &old[..700].to_vec()].contains(&&bytes), "seed {seed}");
+    }
+}
