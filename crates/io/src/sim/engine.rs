@@ -224,9 +224,10 @@ impl InFlight {
     fn may_end(&self, now_ns: u64) -> bool {
         match self.op {
             _ if self.cancelled => true,
-            // SAFETY: the operation's contract is that the descriptor stays open until its end.
             Op::Readable { fd } if fd >= 0 => {
-                is_readable(unsafe { BorrowedFd::borrow_raw(fd) }).unwrap_or(true)
+                // SAFETY: the operation's contract is that the descriptor stays open until its end.
+                let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+                is_readable(fd).unwrap_or(true)
             }
             Op::Timer { .. } => self.due_ns <= now_ns,
             _ => true,
