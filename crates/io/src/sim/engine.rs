@@ -244,7 +244,9 @@ impl InFlight {
             Op::Read { offset, .. } | Op::Write { offset, .. } => offset..offset + self.len(),
             Op::PunchHole { offset, len, .. }
             | Op::ZeroRange { offset, len, .. }
+            | Op::Allocate { offset, len, .. }
             | Op::Discard { offset, len, .. } => offset..offset.saturating_add(len),
+            Op::SetLen { len, .. } => len..len + 1,
             _ => 0..0,
         }
     }
@@ -278,6 +280,8 @@ fn file_of(op: &Op) -> Option<FileId> {
         | Op::Sync { file }
         | Op::PunchHole { file, .. }
         | Op::ZeroRange { file, .. }
+        | Op::Allocate { file, .. }
+        | Op::SetLen { file, .. }
         | Op::Discard { file, .. } => Some(*file),
         Op::Readable { .. } | Op::Timer { .. } => None,
     }
@@ -327,11 +331,8 @@ impl State {
                 return Ok(len as i32);
             }
             Op::Sync { .. } => file.sync(op.since),
-            Op::PunchHole { offset, len, .. } | Op::ZeroRange { offset, len, .. } => {
-                file.zero(step, offset, len)?;
-            }
             Op::Discard { .. } => return Ok(-libc::EOPNOTSUPP),
-            Op::Readable { .. } | Op::Timer { .. } => {}
+            _ => self.apply_all(op, step)?,
         }
         Ok(0)
     }
@@ -354,6 +355,8 @@ impl State {
             Op::PunchHole { offset, len, .. } | Op::ZeroRange { offset, len, .. } => {
                 file.zero(step, offset, len)
             }
+            Op::Allocate { offset, len, .. } => file.allocate(step, offset.saturating_add(len)),
+            Op::SetLen { len, .. } => file.set_len(step, len),
             _ => Ok(()),
         }
     }

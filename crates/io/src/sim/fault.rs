@@ -24,7 +24,11 @@ impl On {
             Op::Read { .. } => Some(On::Read),
             Op::Write { .. } => Some(On::Write),
             Op::Sync { .. } => Some(On::Sync),
-            Op::PunchHole { .. } | Op::ZeroRange { .. } | Op::Discard { .. } => Some(On::Change),
+            Op::PunchHole { .. }
+            | Op::ZeroRange { .. }
+            | Op::Discard { .. }
+            | Op::Allocate { .. }
+            | Op::SetLen { .. } => Some(On::Change),
             Op::Readable { .. } | Op::Timer { .. } => None,
         }
     }

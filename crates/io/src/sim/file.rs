@@ -121,8 +121,12 @@ impl SimFile {
         Ok(())
     }
 
+    /// The file reaches to `end` at least.
+    pub(super) fn allocate(&mut self, at: u64, end: u64) -> io::Result<()> {
+        self.set_len(at, self.size.max(end))
+    }
+
     /// Changes the size, to less or more.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no operation asks for it yet"))]
     pub(super) fn set_len(&mut self, at: u64, size: u64) -> io::Result<()> {
         if size == self.size {
             return Ok(());
