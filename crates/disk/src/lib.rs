@@ -5,6 +5,7 @@
 //! to wait (flush, discard, writing zeros) is an `async fn` on the caller's [`Io`].
 //!
 //! * [`Raw`]: a regular file or a block device, byte for byte.
+//! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
 //! * [`Null`]: reads zeros, forgets writes; for measuring everything above it.
 
 #![forbid(unsafe_code)]
@@ -12,33 +13,63 @@
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_io::arena::Span;
-use ferrite_io::engine::FileId;
-use ferrite_io::reactor::Io;
 
 mod error;
+mod image;
+mod journal;
+mod name;
 mod null;
+mod port;
 mod raw;
+mod session;
 pub mod size;
 
 pub use error::{DiskError, ErrorKind};
+pub use image::{Image, MAX_LAYERS};
+pub use name::{Format, ImageName};
 pub use null::Null;
+pub use port::Port;
 pub use raw::{GrowthWatch, Raw};
+pub use session::Session;
 
 /// Bytes of a sector, the unit of sizes on the wire (blkif.md 3.3), whatever the medium has.
 pub const SECTOR_BYTES: u64 = 512;
 
+/// Bytes of metadata that a disk keeps in memory by default, besides what it cannot do without.
+pub const METADATA_BYTES: usize = 16 << 20;
+
+/// Scratch memory in bytes that each thread of a disk with metadata needs.
+const SCRATCH_BYTES: usize = 256 << 10;
+
 /// How to open a disk. The default is read-write, and not to wait for its lock.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct OpenOptions {
     /// Open the medium itself read-only (XSA-142: a flag above a writable file is not enough).
     pub read_only: bool,
     /// How long to wait for a holder of the lock to let go; none: fail at once. A process that
     /// takes over from a killed one waits until the dead one's last operation has ended.
     pub wait_for_lock: Option<Duration>,
+    /// Where answered changes of metadata are kept until they are durable, so that they survive
+    /// the death of this process; on tmpfs. None: they do not.
+    pub state_dir: Option<PathBuf>,
+    /// Memory in bytes for tables and bitmaps that can be read again.
+    pub metadata_bytes: usize,
+}
+
+impl Default for OpenOptions {
+    fn default() -> OpenOptions {
+        OpenOptions {
+            read_only: false,
+            wait_for_lock: None,
+            state_dir: None,
+            metadata_bytes: METADATA_BYTES,
+        }
+    }
 }
 
 /// What the caller of [`Disk::map`] is about to do.
@@ -67,6 +98,11 @@ pub enum Extent {
         /// Bytes, from the start of the range asked for.
         len: u64,
     },
+    /// It takes steps to get there: [`Disk::read`] or [`Disk::write`].
+    Slow {
+        /// Bytes, from the start of the range asked for.
+        len: u64,
+    },
 }
 
 /// What a guest is told about discard.
@@ -83,20 +119,47 @@ pub struct DiscardLimits {
 pub enum Disk {
     /// A file or block device, byte for byte.
     Raw(Raw),
+    /// A chain of images.
+    Image(Image),
     /// No medium at all.
     Null(Null),
 }
 
 impl Disk {
-    /// Opens and locks `image`: `null:`, `null:SIZE`, or the path of a raw file or block device.
-    /// Nothing is ever created, truncated or written by opening.
+    /// Opens and locks `image`: `null:`, `null:SIZE`, or an [`ImageName`]. No image is ever
+    /// created, truncated or written by opening.
     ///
     /// # Errors
     /// See [`ErrorKind`]; the text names the image, the reason and the next step.
     pub fn open(image: &str, options: &OpenOptions) -> Result<Disk, DiskError> {
         match image.strip_prefix("null:") {
             Some(size) => Null::open(size, options).map(Disk::Null),
-            None => Raw::open(image.as_ref(), options).map(Disk::Raw),
+            None => Disk::open_image(&ImageName::parse(image)?, options),
+        }
+    }
+
+    /// Opens and locks an image whose format is known; see [`open`](Disk::open).
+    ///
+    /// # Errors
+    /// As [`open`](Disk::open).
+    pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
+        match name.format {
+            Format::Raw => Raw::open(&name.path, options).map(Disk::Raw),
+            Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
+        }
+    }
+
+    /// Whether I/O bypasses the page cache.
+    pub fn direct(&self) -> bool {
+        self.medium().is_some_and(Raw::direct)
+    }
+
+    /// What lies in files; none of a disk without.
+    fn medium(&self) -> Option<&Raw> {
+        match self {
+            Disk::Raw(d) => Some(d),
+            Disk::Image(d) => Some(d.medium()),
+            Disk::Null(_) => None,
         }
     }
 
@@ -105,6 +168,7 @@ impl Disk {
     pub fn sectors(&self) -> u64 {
         match self {
             Disk::Raw(d) => d.sectors(),
+            Disk::Image(d) => d.sectors(),
             Disk::Null(d) => d.sectors(),
         }
     }
@@ -119,39 +183,32 @@ impl Disk {
     pub fn read_only(&self) -> bool {
         match self {
             Disk::Raw(d) => d.read_only(),
+            Disk::Image(d) => d.medium().read_only(),
             Disk::Null(d) => d.read_only(),
         }
     }
 
     /// Whether only an engine that sends NVMe commands can do its I/O.
     pub fn passthrough(&self) -> bool {
-        match self {
-            Disk::Raw(d) => d.passthrough(),
-            Disk::Null(_) => false,
-        }
+        self.medium().is_some_and(Raw::passthrough)
     }
 
     /// Offset, length and memory address of every data operation must be multiples of this:
     /// 512 or 4096.
     pub fn block_bytes(&self) -> u32 {
-        match self {
-            Disk::Raw(d) => d.block_bytes(),
-            Disk::Null(_) => SECTOR_BYTES as u32,
-        }
+        self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes)
     }
 
     /// Smaller writes than this may cost the medium a read first: a hint for the guest.
     pub fn physical_block_bytes(&self) -> u32 {
-        match self {
-            Disk::Raw(d) => d.physical_block_bytes(),
-            Disk::Null(_) => null::PHYSICAL_BLOCK_BYTES,
-        }
+        self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes)
     }
 
     /// What to publish about discard; none: do not offer it.
     pub fn discard_limits(&self) -> Option<DiscardLimits> {
         match self {
             Disk::Raw(d) => d.discard_limits(),
+            Disk::Image(d) => d.medium().discard_limits(),
             Disk::Null(d) => d.discard_limits(),
         }
     }
@@ -161,11 +218,13 @@ impl Disk {
     pub fn files(&self) -> Vec<Arc<OwnedFd>> {
         match self {
             Disk::Raw(d) => d.files(),
+            Disk::Image(d) => d.files(),
             Disk::Null(_) => Vec::new(),
         }
     }
 
-    /// Translates the beginning of a range; never blocks.
+    /// Translates the beginning of a range; never blocks. What was written where this said is
+    /// reported with [`wrote`](Disk::wrote).
     ///
     /// # Panics
     /// If the range is empty or not inside the disk: callers check first, with
@@ -174,6 +233,7 @@ impl Disk {
         assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
         match self {
             Disk::Raw(d) => d.map(offset, len, intent),
+            Disk::Image(d) => d.map(offset, len, intent),
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -187,7 +247,7 @@ impl Disk {
     pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
         match self {
             Disk::Raw(d) => d.refresh_size(),
-            Disk::Null(_) => Ok(None),
+            Disk::Image(_) | Disk::Null(_) => Ok(None),
         }
     }
 
@@ -195,7 +255,62 @@ impl Disk {
     pub fn growth_watch(&self) -> GrowthWatch {
         match self {
             Disk::Raw(d) => d.growth_watch(),
-            Disk::Null(_) => GrowthWatch::never(),
+            Disk::Image(_) | Disk::Null(_) => GrowthWatch::never(),
+        }
+    }
+
+    /// Scratch memory in bytes that a [`Port`] to this disk needs; 0: none.
+    pub fn scratch_bytes(&self) -> usize {
+        match self {
+            Disk::Image(_) => SCRATCH_BYTES,
+            Disk::Raw(_) | Disk::Null(_) => 0,
+        }
+    }
+
+    /// Whether the disk has metadata, so that translating can hit or miss what is in memory.
+    pub fn has_metadata(&self) -> bool {
+        matches!(self, Disk::Image(_))
+    }
+
+    /// The kernel has been given the data of a range that was written where
+    /// [`map`](Disk::map) said: readers see it from now on, and it survives the death of this
+    /// process. To be called before the write is answered. Memory only, never blocks.
+    pub fn wrote(&self, offset: u64, len: u64) {
+        if let Disk::Image(d) = self {
+            d.wrote(offset, len);
+        }
+    }
+
+    /// Reads a range, whatever steps that takes.
+    ///
+    /// # Errors
+    /// `InvalidInput`: not inside the disk. `InvalidData`: metadata is damaged. Others as the
+    /// kernel gives them.
+    pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        if !self.contains(offset, buf.len() as u64) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        match self {
+            Disk::Raw(_) => port.io.read_exact(port.files[0], offset, buf).await,
+            Disk::Image(d) => d.read(port, offset, buf).await,
+            Disk::Null(_) => {
+                port.memory().fill(buf, 0);
+                Ok(())
+            }
+        }
+    }
+
+    /// Writes a range, whatever steps that takes. It is visible, and survives the death of this
+    /// process, when this returns `Ok`; [`flush`](Disk::flush) makes it durable.
+    ///
+    /// # Errors
+    /// As [`read`](Disk::read); `PermissionDenied`: read-only; `StorageFull`.
+    pub async fn write(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        self.check_change(offset, buf.len() as u64)?;
+        match self {
+            Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
+            Disk::Image(d) => d.write(port, offset, buf).await,
+            Disk::Null(_) => Ok(()),
         }
     }
 
@@ -204,29 +319,39 @@ impl Disk {
     /// # Errors
     /// As the kernel gives them. It reports a lost write once only, so the caller must not take
     /// a later success for good (design.md, traps).
-    pub async fn flush(&self, io: &Io, files: &[FileId]) -> io::Result<()> {
+    pub async fn flush(&self, port: &Port) -> io::Result<()> {
         match self {
-            Disk::Raw(d) => d.flush(io, files).await,
+            Disk::Raw(d) => d.flush(&port.io, &port.files).await,
+            Disk::Image(_) if self.read_only() => Ok(()),
+            Disk::Image(d) => d.flush(port).await,
             Disk::Null(_) => Ok(()),
         }
     }
 
-    /// Tells the medium that a range is not needed any more. It reads as zeros or as before;
-    /// bytes outside of it are never touched, however it is aligned (security.md T20).
+    /// The last thing to be done with a disk: a flush, and what makes its image complete for
+    /// other programs. Nothing may be under way.
+    ///
+    /// # Errors
+    /// As [`flush`](Disk::flush).
+    pub async fn close(&self, port: &Port) -> io::Result<()> {
+        match self {
+            Disk::Image(d) if !self.read_only() => d.close(port).await,
+            _ => self.flush(port).await,
+        }
+    }
+
+    /// Tells the medium that a range is not needed any more. It reads as zeros or as before, or,
+    /// in an image with a parent, as the parent; bytes outside of it are never touched, however it
+    /// is aligned (security.md T20).
     ///
     /// # Errors
     /// `Unsupported`: this medium cannot, and will not later. `PermissionDenied`: read-only.
     /// `InvalidInput`: not inside the disk. Others as the kernel gives them.
-    pub async fn discard(
-        &self,
-        io: &Io,
-        files: &[FileId],
-        offset: u64,
-        len: u64,
-    ) -> io::Result<()> {
+    pub async fn discard(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
         self.check_change(offset, len)?;
         match self {
-            Disk::Raw(d) => d.discard(io, files, offset, len).await,
+            Disk::Raw(d) => d.discard(&port.io, &port.files, offset, len).await,
+            Disk::Image(d) => d.discard(port, offset, len).await,
             Disk::Null(_) => Ok(()),
         }
     }
@@ -240,15 +365,15 @@ impl Disk {
     /// [`block_bytes`](Disk::block_bytes). Others as the kernel gives them.
     pub async fn write_zeroes(
         &self,
-        io: &Io,
-        files: &[FileId],
+        port: &Port,
         offset: u64,
         len: u64,
         zeros: Span,
     ) -> io::Result<()> {
         self.check_change(offset, len)?;
         match self {
-            Disk::Raw(d) => d.write_zeroes(io, files, offset, len, zeros).await,
+            Disk::Raw(d) => d.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
+            Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
             Disk::Null(_) => Ok(()),
         }
     }
@@ -270,6 +395,7 @@ impl fmt::Display for Disk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Disk::Raw(d) => d.fmt(f),
+            Disk::Image(d) => d.fmt(f),
             Disk::Null(d) => d.fmt(f),
         }
     }

@@ -10,8 +10,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{MIB, dir_on_tmpfs, image, open};
+use common::{MIB, dir_on_tmpfs, image, open, port};
 use ferrite_disk::Disk;
+use ferrite_disk::Port;
 use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use ferrite_io::pool::Pool;
@@ -102,22 +103,25 @@ impl Bench {
         Bench { disk, script, reactor, pool: Pool::new(2 << 20, 1).unwrap(), _dir: dir }
     }
 
+    fn port(&self) -> Port {
+        port(&self.reactor, &self.pool, vec![FileId(0)])
+    }
+
     fn flush(&mut self) -> Result<(), Option<i32>> {
-        let io = self.reactor.io();
-        let done = self.reactor.block_on(self.disk.flush(&io, &[FileId(0)])).unwrap();
+        let port = self.port();
+        let done = self.reactor.block_on(self.disk.flush(&port)).unwrap();
         done.map_err(|e| e.raw_os_error())
     }
 
     fn discard(&mut self, offset: u64, len: u64) -> Result<(), Option<i32>> {
-        let io = self.reactor.io();
-        let files = [FileId(0)];
-        let done = self.reactor.block_on(self.disk.discard(&io, &files, offset, len)).unwrap();
+        let port = self.port();
+        let done = self.reactor.block_on(self.disk.discard(&port, offset, len)).unwrap();
         done.map_err(|e| e.raw_os_error())
     }
 
     fn write_zeroes(&mut self, offset: u64, len: u64) -> Result<(), Option<i32>> {
-        let (io, zeros) = (self.reactor.io(), self.pool.zero_page());
-        let work = async { self.disk.write_zeroes(&io, &[FileId(0)], offset, len, zeros).await };
+        let (port, zeros) = (self.port(), self.pool.zero_page());
+        let work = async { self.disk.write_zeroes(&port, offset, len, zeros).await };
         self.reactor.block_on(work).unwrap().map_err(|e| e.raw_os_error())
     }
 

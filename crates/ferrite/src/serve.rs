@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::{Disk, OpenOptions};
+use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
@@ -27,6 +27,8 @@ const BACKEND_KIND: &str = "vbd3";
 const RUN_DIR: &str = "/run/ferrite";
 /// In there, the file by which all backends of this host share what may be mapped.
 const MAP_BUDGET: &str = "map-budget";
+/// In there, what was answered and is not yet in the images' metadata.
+const IMAGES: &str = "images";
 /// How long a take-over waits for the killed predecessor's last I/O to end.
 const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
 
@@ -39,6 +41,8 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         read_only: args.read_only,
         // A table there: a predecessor was killed, and its I/O may still be under way.
         wait_for_lock: run_dir.join("inflight").exists().then_some(TAKE_OVER_WAIT),
+        state_dir: Some(Path::new(RUN_DIR).join(IMAGES)),
+        ..OpenOptions::default()
     };
     let disk = Disk::open(&args.image, &options)?;
     tracing::info!("opened {disk}");
@@ -64,7 +68,15 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
     let stop = stop_on_signals()?;
-    match serve(&mut store, &Xen::new(), &device, &config, &stop) {
+    let outcome = serve(&mut store, &Xen::new(), &device, &config, &stop);
+    if outcome.is_ok() {
+        close(&device, &config.engine).map_err(|e| {
+            let help = "what was answered is kept on this host: mend the cause and run the same \
+                        command again";
+            Failure::new(format!("cannot close {}", args.image), e, help)
+        })?;
+    }
+    match outcome {
         Ok(Outcome::Unplugged) => tracing::info!("{} was unplugged", args.xen),
         Ok(Outcome::Stopped) => tracing::info!(
             "stopped; a guest that had connected {} waits until it is served again",
@@ -106,6 +118,15 @@ pub(crate) fn choose(
 /// One for every queue.
 pub(crate) fn engines(kind: EngineKind) -> EngineFactory {
     Arc::new(move |arena, entries| kind.open(arena, entries))
+}
+
+/// Makes the image complete for whoever opens it next.
+pub(crate) fn close(device: &Device, engine: &EngineFactory) -> std::io::Result<()> {
+    const ENTRIES: u32 = 32;
+    if device.flush_has_failed() || !device.disk.has_metadata() {
+        return Ok(());
+    }
+    Session::new(device.disk.clone(), |arena| engine(arena, ENTRIES))?.close()
 }
 
 /// Called when the run directory is there.

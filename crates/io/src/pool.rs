@@ -40,6 +40,8 @@ pub struct Pool {
     /// The own slabs of the queues by index; `None` while a `QueuePool` has it.
     own: Mutex<Vec<Option<PageMap>>>,
     slabs: u32,
+    /// Behind the slabs, for each queue.
+    scratch_bytes: usize,
     /// Queues that use buffers, or may.
     warm: Mutex<usize>,
 }
@@ -50,16 +52,38 @@ impl Pool {
     /// # Errors
     /// Those of [`Arena::new`].
     pub fn new(bytes: usize, queues: usize) -> io::Result<Arc<Pool>> {
+        Pool::with_scratch(bytes, queues, 0)
+    }
+
+    /// The same, and besides it `scratch_bytes` for each queue, rounded up to pages, that are no
+    /// buffers: see [`scratch`](Self::scratch).
+    ///
+    /// # Errors
+    /// Those of [`Arena::new`].
+    pub fn with_scratch(
+        bytes: usize,
+        queues: usize,
+        scratch_bytes: usize,
+    ) -> io::Result<Arc<Pool>> {
         let least = queues.saturating_mul(SLAB_BYTES).saturating_add(PAGE_BYTES);
-        let arena = Arena::new(bytes.max(least))?;
+        let scratch_bytes = scratch_bytes.next_multiple_of(PAGE_BYTES);
+        let aside = queues.saturating_mul(scratch_bytes);
+        let arena = Arena::new(bytes.max(least).saturating_add(aside))?;
         // An arena is below 4 GiB, so this is below 4096.
-        let slabs = (arena.len() / SLAB_BYTES) as u32;
+        let slabs = ((arena.len() - aside) / SLAB_BYTES) as u32;
         let shared = SlabSet::new(slabs);
         for slab in queues as u32..slabs {
             shared.give(slab);
         }
         let own = Mutex::new(vec![Some(PageMap::empty()); queues]);
-        Ok(Arc::new(Pool { arena, shared, own, slabs, warm: Mutex::new(0) }))
+        Ok(Arc::new(Pool { arena, shared, own, slabs, warm: Mutex::new(0), scratch_bytes }))
+    }
+
+    /// Memory of one queue for other things than guests' data; empty, unless it was asked for. It
+    /// is given back to the system with the buffers.
+    pub fn scratch(&self, queue: usize) -> Span {
+        let first = self.slabs as usize * SLAB_BYTES;
+        self.arena.span(first + queue * self.scratch_bytes, self.scratch_bytes)
     }
 
     /// The memory, to build engines on.
@@ -69,7 +93,7 @@ impl Pool {
 
     /// 4096 bytes that nobody writes: they are zero.
     pub fn zero_page(&self) -> Span {
-        self.arena.span(self.arena.len() - PAGE_BYTES, PAGE_BYTES)
+        self.arena.span(self.slabs as usize * SLAB_BYTES - PAGE_BYTES, PAGE_BYTES)
     }
 
     /// The part of queue `index`, until it is dropped.

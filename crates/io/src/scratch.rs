@@ -38,13 +38,15 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Hands out pieces of `region`, which belongs to nobody else from now on.
+    /// Hands out pieces of `region`, which belongs to nobody else from now on; an empty one is for
+    /// those that take none.
     ///
     /// # Panics
-    /// If the region is not whole pages, or smaller than [`MIN_REGION_BYTES`].
+    /// If the region is not whole pages, or smaller than [`MIN_REGION_BYTES`] and not empty.
     pub fn new(arena: Arc<Arena>, region: Span) -> Scratch {
         let whole = region.offset().is_multiple_of(UNIT_BYTES);
-        assert!(whole && region.len() >= MIN_REGION_BYTES, "{region:?} is no scratch region");
+        let large = region.is_empty() || region.len() >= MIN_REGION_BYTES;
+        assert!(whole && large, "{region:?} is no scratch region");
         let taken = vec![false; region.len() / UNIT_BYTES];
         let state = State { taken, waiting: VecDeque::new(), next_number: 0 };
         Scratch { arena, region, state: Rc::new(RefCell::new(state)) }
@@ -53,8 +55,9 @@ impl Scratch {
     /// A piece of `bytes`, rounded up to 4096; what is in it is left from its last use.
     ///
     /// # Panics
-    /// For 0 bytes, or more than [`MAX_PIECE_BYTES`].
+    /// For 0 bytes, or more than [`MAX_PIECE_BYTES`]; if the region is empty.
     pub async fn take(&self, bytes: usize) -> Piece {
+        assert!(!self.region.is_empty(), "nothing was set aside to take from");
         assert!((1..=MAX_PIECE_BYTES).contains(&bytes), "a piece of {bytes} bytes");
         let units = bytes.div_ceil(UNIT_BYTES);
         let mut number = Number { scratch: self, number: None };

@@ -26,7 +26,7 @@ const LATCH_BYTES: usize = 64;
 /// A disk that is served, from attach to detach.
 pub struct Device {
     /// What is served.
-    pub disk: Disk,
+    pub disk: Arc<Disk>,
     /// Where times come from.
     pub clock: Arc<dyn Clock>,
     /// What may be logged about it.
@@ -43,7 +43,7 @@ impl Device {
     /// A device in good order.
     pub fn new(disk: Disk, clock: Arc<dyn Clock>) -> Device {
         Device {
-            disk,
+            disk: Arc::new(disk),
             clock,
             quiet: Budgets::default(),
             flush_failed: AtomicBool::new(false),

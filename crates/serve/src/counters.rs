@@ -57,6 +57,10 @@ counters! {
     transfers,
     /// Requests that shared such an operation with another.
     merged,
+    /// Requests whose place was known from metadata in memory.
+    metadata_hits,
+    /// Requests for which metadata had to be read or changed first.
+    metadata_misses,
     /// Looks for work before a sleep.
     looks,
     /// Looks that found some.

@@ -11,7 +11,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::lock::Opened;
-use super::{Medium, sysfs_number};
+use super::{Medium, Use, sysfs_number};
 use crate::SECTOR_BYTES;
 
 /// The largest block that the path above this crate is built for.
@@ -51,10 +51,17 @@ impl Geometry {
 
     /// Decides, and sets the open file's flags accordingly: on the one open file that also holds
     /// the locks, rather than by opening it again.
-    pub(super) fn choose(opened: &Opened, size_bytes: u64) -> rustix::io::Result<Geometry> {
+    pub(super) fn choose(
+        opened: &Opened,
+        size_bytes: u64,
+        use_: Use,
+    ) -> rustix::io::Result<Geometry> {
         let base = fcntl_getfl(&opened.file)? - OFlags::NONBLOCK - OFlags::DIRECT;
         let direct = direct_block(opened)
-            .and_then(|block| check_block(block, size_bytes))
+            .and_then(|block| match use_ {
+                Use::Disk => check_block(block, size_bytes),
+                Use::Medium => check_medium_block(block),
+            })
             .and_then(|block| try_direct(&opened.file, base, block));
         let (block_bytes, buffered_because) = match direct {
             Ok(block) => (block, None),
@@ -126,6 +133,14 @@ fn check_block(block: u32, size_bytes: u64) -> Result<u32, String> {
         return Err(format!("its size is not a multiple of {block}, as direct I/O needs here"));
     }
     Ok(block)
+}
+
+/// Images have sectors of 512 bytes, and grow by them.
+fn check_medium_block(block: u32) -> Result<u32, String> {
+    match block {
+        0..=512 => Ok(SECTOR_BYTES as u32),
+        _ => Err(format!("direct I/O would need blocks of {block} bytes, and images have 512")),
+    }
 }
 
 /// Switches to `O_DIRECT`, and reads one block to see that it works: some file systems accept the

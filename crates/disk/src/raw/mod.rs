@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
-use rustix::io::Errno;
+use rustix::io::{Errno, pread};
 
 use crate::size::Human;
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, Intent, OpenOptions, SECTOR_BYTES};
@@ -36,6 +36,15 @@ enum Medium {
     Nvme,
 }
 
+/// What a file or device is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    /// To be a disk itself.
+    Disk,
+    /// To hold an image.
+    Medium,
+}
+
 /// An open and locked raw image.
 #[derive(Debug)]
 pub struct Raw {
@@ -56,17 +65,36 @@ impl Raw {
     /// Opens the image as the options say. What is wrong with it is found before anything else
     /// is done, and nothing is written.
     pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+        Raw::open_for(path, options, Use::Disk)
+    }
+
+    /// Opens what an image with metadata is in: of any size, and accessed in sectors.
+    pub(crate) fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+        Raw::open_for(path, options, Use::Medium)
+    }
+
+    fn open_for(path: &Path, options: &OpenOptions, use_: Use) -> Result<Raw, DiskError> {
         let opened = lock::open(path, options)?;
+        if use_ == Use::Medium && opened.medium == Medium::Nvme {
+            return Err(DiskError::new(
+                ErrorKind::Unsuitable,
+                cannot_open(path),
+                "an image cannot be used by NVMe commands",
+                "name its block device (/dev/nvmeXnY) instead",
+            ));
+        }
         let namespace = match opened.medium {
             Medium::Nvme => Some(namespace(path, &opened, options.read_only)?),
             _ => None,
         };
         let bytes = size_bytes(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "its size could not be read", e))?;
-        check_size(path, bytes)?;
+        if use_ == Use::Disk {
+            check_size(path, bytes)?;
+        }
         let geometry = match &namespace {
             Some(namespace) => Geometry::of_namespace(namespace),
-            None => Geometry::choose(&opened, bytes)
+            None => Geometry::choose(&opened, bytes, use_)
                 .map_err(|e| io_error(path, "its access mode could not be set", e))?,
         };
         if let Some(reason) = &geometry.buffered_because {
@@ -89,6 +117,53 @@ impl Raw {
             _claim: opened.claim,
             zero_means: AtomicU8::new(0),
         })
+    }
+
+    /// Where it is, as it was named.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether it can grow, be punched and be cut off.
+    pub(crate) fn is_file(&self) -> bool {
+        self.medium == Medium::File
+    }
+
+    /// Device and inode of a file; the number of a block device, and 0.
+    pub(crate) fn inode(&self) -> std::io::Result<(u64, u64)> {
+        let stat = fstat(&self.file)?;
+        Ok(if self.is_file() { (stat.st_dev, stat.st_ino) } else { (stat.st_rdev, 0) })
+    }
+
+    /// The size in bytes, now.
+    pub(crate) fn bytes_now(&self) -> std::io::Result<u64> {
+        Ok(size_bytes(&self.file, self.medium)?)
+    }
+
+    /// Reads `len` bytes, or as many as there are, while the caller waits: for opening images,
+    /// when there is no reactor yet.
+    pub(crate) fn read_now(&self, offset: u64, len: usize) -> std::io::Result<Vec<u8>> {
+        const ALIGN: usize = 4096;
+        let before = offset as usize % ALIGN;
+        let (from, span) = (offset - before as u64, (before + len).next_multiple_of(ALIGN));
+        let mut memory = vec![0u8; span + ALIGN];
+        let start = memory.as_ptr().align_offset(ALIGN);
+        let (mut got, mut retries) = (0, 0);
+        while got < span {
+            match pread(&self.file, &mut memory[start + got..start + span], from + got as u64) {
+                Ok(0) => break,
+                // What follows a piece of a block is the end of the file.
+                Ok(n) if !n.is_multiple_of(SECTOR_BYTES as usize) => {
+                    got += n;
+                    break;
+                }
+                Ok(n) => got += n,
+                Err(Errno::INTR | Errno::AGAIN) if retries < FLUSH_RETRIES => retries += 1,
+                Err(e) => return Err(e.into()),
+            }
+        }
+        memory.truncate(start + got.min(before + len));
+        Ok(memory.split_off((start + before).min(memory.len())))
     }
 
     pub(crate) fn sectors(&self) -> u64 {

@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use ferrite_disk::{Disk, DiskError, Extent, Intent, OpenOptions};
+use ferrite_disk::{Disk, DiskError, OpenOptions, Port};
 use ferrite_io::engine::FileId;
 use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::{Buf, Pool, QueuePool};
 use ferrite_io::reactor::{Io, Reactor};
+use ferrite_io::scratch::Scratch;
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -103,7 +104,7 @@ pub(crate) struct Queue {
 
 impl Queue {
     pub(crate) fn new(disk: Disk) -> Queue {
-        let pool = Pool::new(2 << 20, 1).unwrap();
+        let pool = Pool::with_scratch(2 << 20, 1, disk.scratch_bytes()).unwrap();
         let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
         let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
         let mut reactor = Reactor::new(kind.open(pool.arena().clone(), 64).unwrap());
@@ -121,79 +122,61 @@ impl Queue {
         self.buffers.alloc(bytes).expect("a buffer of at most 1 MiB")
     }
 
-    /// Writes through [`Disk::map`].
+    /// Writes, wherever [`Disk::map`] says.
     pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let buffer = self.buffer(bytes.len());
         let span = buffer.span().slice(0, bytes.len());
         self.pool.arena().copy_in(span, bytes);
-        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
-        let done = self.reactor.block_on(async move {
-            let mut at = 0;
-            while at < bytes.len() as u64 {
-                let left = bytes.len() as u64 - at;
-                at += match disk.map(offset + at, left, Intent::Write) {
-                    Extent::Zeros { len } => len,
-                    Extent::Data { file, offset, len } => {
-                        let part = span.slice(at as usize, len as usize);
-                        io.write_all(files[file], offset, part).await?;
-                        len
-                    }
-                };
-            }
-            Ok(())
-        });
+        let (port, disk) = (self.port(), self.disk.clone());
+        let done = self.reactor.block_on(async move { disk.write(&port, offset, span).await });
         self.buffers.free(buffer);
         done.unwrap()
     }
 
-    /// Reads through [`Disk::map`].
+    /// Reads, wherever [`Disk::map`] says.
     pub(crate) fn read(&mut self, offset: u64, len: usize) -> io::Result<Vec<u8>> {
         let buffer = self.buffer(len);
         let span = buffer.span().slice(0, len);
         self.pool.arena().fill(span, 0xEE);
-        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
-        let arena = self.pool.arena().clone();
-        let done: io::Result<()> = self
-            .reactor
-            .block_on(async move {
-                let mut at = 0;
-                while at < len as u64 {
-                    at += match disk.map(offset + at, len as u64 - at, Intent::Read) {
-                        Extent::Zeros { len } => {
-                            arena.fill(span.slice(at as usize, len as usize), 0);
-                            len
-                        }
-                        Extent::Data { file, offset, len } => {
-                            let part = span.slice(at as usize, len as usize);
-                            io.read_exact(files[file], offset, part).await?;
-                            len
-                        }
-                    };
-                }
-                Ok(())
-            })
-            .unwrap();
+        let (port, disk) = (self.port(), self.disk.clone());
+        let done = self.reactor.block_on(async move { disk.read(&port, offset, span).await });
+        let done: io::Result<()> = done.unwrap();
         let mut bytes = vec![0; len];
         self.pool.arena().copy_out(span, &mut bytes);
         self.buffers.free(buffer);
         done.map(|()| bytes)
     }
 
+    pub(crate) fn port(&self) -> Port {
+        port(&self.reactor, &self.pool, self.files.clone())
+    }
+
     pub(crate) fn flush(&mut self) -> io::Result<()> {
-        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
-        self.reactor.block_on(async move { disk.flush(&io, &files).await }).unwrap()
+        let (port, disk) = (self.port(), self.disk.clone());
+        self.reactor.block_on(async move { disk.flush(&port).await }).unwrap()
+    }
+
+    pub(crate) fn close(&mut self) -> io::Result<()> {
+        let (port, disk) = (self.port(), self.disk.clone());
+        self.reactor.block_on(async move { disk.close(&port).await }).unwrap()
     }
 
     pub(crate) fn discard(&mut self, offset: u64, len: u64) -> io::Result<()> {
-        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
-        self.reactor.block_on(async move { disk.discard(&io, &files, offset, len).await }).unwrap()
+        let (port, disk) = (self.port(), self.disk.clone());
+        self.reactor.block_on(async move { disk.discard(&port, offset, len).await }).unwrap()
     }
 
     pub(crate) fn write_zeroes(&mut self, offset: u64, len: u64) -> io::Result<()> {
-        let (io, disk, files) = (self.io(), self.disk.clone(), self.files.clone());
+        let (port, disk) = (self.port(), self.disk.clone());
         let zeros = self.pool.zero_page();
         self.reactor
-            .block_on(async move { disk.write_zeroes(&io, &files, offset, len, zeros).await })
+            .block_on(async move { disk.write_zeroes(&port, offset, len, zeros).await })
             .unwrap()
     }
+}
+
+/// What a disk's steps run on: this reactor, and the pool's scratch memory of its first queue.
+pub(crate) fn port(reactor: &Reactor, pool: &Pool, files: Vec<FileId>) -> Port {
+    let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
+    Port { io: reactor.io(), files: files.into(), scratch }
 }

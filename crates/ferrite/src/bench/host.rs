@@ -1,6 +1,7 @@
 //! The machine: guests that are processes, and their backends, which are threads of this one.
 
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -12,7 +13,7 @@ use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::engines::EngineKind;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::{Counters, Counts};
-use ferrite_serve::lifecycle::{Config, Outcome, ServeError, serve};
+use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
@@ -26,6 +27,7 @@ use super::tally::Tally;
 use super::task::{Said, Task, Times};
 use crate::cli::BenchArgs;
 use crate::exit::Failure;
+use crate::serve::{close, engines};
 
 /// The number of the guests' disk: xvda.
 pub(super) const DEVID: u32 = 202 << 8;
@@ -85,6 +87,10 @@ pub(super) struct Host {
     progress: Progress,
     loopback: Arc<Loopback>,
     machine: Machine,
+    device: Arc<Device>,
+    engine: EngineFactory,
+    /// Of all backends.
+    run_dir: TempDir,
 }
 
 impl Host {
@@ -94,6 +100,7 @@ impl Host {
         disk: Disk,
         kind: EngineKind,
         tasks: &[Task],
+        run_dir: TempDir,
     ) -> Result<Host, Failure> {
         let mut machine = Machine::new().map_err(no_machine)?;
         let mut disks = Vec::new();
@@ -108,12 +115,21 @@ impl Host {
         let (guests, backends) = (Vec::new(), Vec::new());
         let counters = Vec::new();
         let kept = loopback.clone();
-        let mut host =
-            Host { guests, backends, events, done, counters, progress, loopback: kept, machine };
-        // Removed as soon as all is connected: files that are mapped need no name.
-        let run_dir = run_dir()?;
+        let mut host = Host {
+            guests,
+            backends,
+            events,
+            done,
+            counters,
+            progress,
+            loopback: kept,
+            machine,
+            device: device.clone(),
+            engine: engines(kind),
+            run_dir,
+        };
         for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
-            let config = config(args, task, disk, kind, &run_dir, i)?;
+            let config = config(args, task, disk, kind, host.run_dir.path(), i)?;
             host.counters.push(config.counters.clone());
             host.start_backend(i, &loopback, &device, config, sender.clone())?;
             host.start_guest(i, task, disk.domid, sender.clone())?;
@@ -182,6 +198,17 @@ impl Host {
             }
         }
         Ok(())
+    }
+
+    /// Makes the image complete for whoever opens it next; all guests have ended.
+    pub(super) fn close(&self) -> Result<(), Failure> {
+        close(&self.device, &self.engine).map_err(|e| {
+            Failure::new(
+                "cannot close the image",
+                e,
+                "check the storage; the image may be unusable",
+            )
+        })
     }
 
     /// Counts what wakes the backends while nobody asks them for anything.
@@ -320,10 +347,10 @@ fn config(
     task: &Task,
     disk: &DiskPaths,
     kind: EngineKind,
-    run_dir: &TempDir,
+    run_dir: &Path,
     i: usize,
 ) -> Result<Config, Failure> {
-    let run_dir = run_dir.path().join(i.to_string());
+    let run_dir = run_dir.join(i.to_string());
     std::fs::create_dir(&run_dir).map_err(no_run_dir)?;
     Ok(Config {
         backend: disk.backend.clone(),
@@ -341,13 +368,14 @@ fn config(
         },
         pool_bytes: args.memory,
         run_dir,
-        engine: crate::serve::engines(kind),
+        engine: engines(kind),
         tuning: args.tuning.tuning(),
         counters: Counters::default(),
     })
 }
 
-fn run_dir() -> Result<TempDir, Failure> {
+/// For everything that a backend keeps on tmpfs.
+pub(super) fn run_dir() -> Result<TempDir, Failure> {
     let prefix = format!("ferrite-bench-{}-", std::process::id());
     let make = |dir| tempfile::Builder::new().prefix(&prefix).tempdir_in(dir);
     make(RUN_DIRS[0]).or_else(|_| make(RUN_DIRS[1])).map_err(no_run_dir)

@@ -6,6 +6,7 @@
 //! processor time of this process is the backend's, and nothing of the guests is in it.
 
 use std::io::{self, Write as _};
+use std::path::Path;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions};
@@ -40,11 +41,12 @@ const RAMP_NS: u64 = 250_000_000;
 
 /// Measures, and prints the result.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
-    let disk = open(args)?;
+    let run_dir = host::run_dir()?;
+    let disk = open(args, run_dir.path())?;
     let tasks = task::split(args, &disk)?;
     let kind = crate::serve::choose(args.engine, args.poll_storage, &disk)?;
     let medium = report::Medium::of(&disk, kind);
-    let mut host = Host::start(args, disk, kind, &tasks)?;
+    let mut host = Host::start(args, disk, kind, &tasks, run_dir)?;
     let idle_rss_kib = idle::rss_kib();
     let idle = args.idle.map(|seconds| host.leave_idle(seconds)).transpose()?;
     let start_ns = SystemClock.now_ns() + LEAD_NS;
@@ -57,6 +59,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
     let counts = host.counts().since(&counts);
     let tally = host.finish()?;
+    host.close()?;
     let aside = Aside { counts, idle_rss_kib, idle, segments_per_copy: host.segments_per_copy() };
     let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, aside)?;
     print(&if args.json { report.json()? } else { report.text() })?;
@@ -71,8 +74,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
 }
 
 /// Read-only if that is enough. Measuring must not cost anybody their data.
-fn open(args: &BenchArgs) -> Result<Disk, Failure> {
-    let options = OpenOptions { read_only: !args.mode.writes(), wait_for_lock: None };
+fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
+    let options = OpenOptions {
+        read_only: !args.mode.writes(),
+        state_dir: Some(state_dir.join("images")),
+        ..OpenOptions::default()
+    };
     let disk = Disk::open(&args.image, &options)?;
     if args.mode.writes() && !matches!(disk, Disk::Null(_)) && !args.force_overwrite {
         return Err(Failure {

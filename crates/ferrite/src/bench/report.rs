@@ -31,11 +31,7 @@ pub(super) struct Medium {
 
 impl Medium {
     pub(super) fn of(disk: &Disk, engine: EngineKind) -> Medium {
-        let direct = match disk {
-            Disk::Raw(raw) => raw.direct(),
-            Disk::Null(_) => false,
-        };
-        Medium { description: disk.to_string(), direct, engine }
+        Medium { description: disk.to_string(), direct: disk.direct(), engine }
     }
 }
 

@@ -306,10 +306,10 @@ fn new_connection(
 ) -> Result<Arc<Connection>, ServeError> {
     let queues = wanted.queues.len();
     let config = backend.config;
-    let pool = Pool::new(config.pool_bytes, queues)
+    let device = backend.device.clone();
+    let pool = Pool::with_scratch(config.pool_bytes, queues, device.disk.scratch_bytes())
         .map_err(|e| ServeError::host("get memory for the buffer pool", e))?;
     let shape = Shape { protocol: wanted.protocol, max_indirect_segments, discard, queues };
-    let device = backend.device.clone();
     Connection::new(device, pool, shape, config.tuning, config.counters.clone())
         .map(Arc::new)
         .map_err(|e| ServeError::host("make an eventfd", e))

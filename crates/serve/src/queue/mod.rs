@@ -12,10 +12,12 @@ use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use ferrite_disk::Port;
 use ferrite_io::clock::Clock;
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token};
+use ferrite_io::engine::{Completion, Engine, Op, Token};
 use ferrite_io::pool::QueuePool;
 use ferrite_io::reactor::{Reactor, Wait};
+use ferrite_io::scratch::Scratch;
 use ferrite_xen::abi::RawSegment;
 use ferrite_xen::hypervisor::CopySegment;
 use ferrite_xen::ring::{BackRing, RingViolation};
@@ -93,7 +95,7 @@ pub struct Queue {
     /// Before the ring, so that it is dropped first: it waits on the descriptor of the ring's link.
     reactor: Reactor,
     ring: BackRing,
-    files: Rc<[FileId]>,
+    port: Port,
     pool: QueuePool,
     flights: Flights,
     table: QueueTable,
@@ -148,6 +150,9 @@ impl Queue {
         let files = connection.device.disk.files();
         let files: Vec<_> =
             files.into_iter().map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
+        let scratch = connection.pool.scratch(index);
+        let scratch = Scratch::new(connection.pool.arena().clone(), scratch);
+        let port = Port { io: reactor.io(), files: files.into(), scratch };
         let max_segments = usize::from(connection.max_indirect_segments).max(11);
         let mut flights = Flights::new(ring.entries());
         for unanswered in &replay {
@@ -162,7 +167,7 @@ impl Queue {
             index,
             ring,
             reactor,
-            files: files.into(),
+            port,
             flights,
             table,
             trace,

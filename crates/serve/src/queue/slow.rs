@@ -2,13 +2,10 @@
 //! ranges that lie in several places. One task a request, on this thread.
 
 use std::io;
-use std::rc::Rc;
 use std::sync::Arc;
 
-use ferrite_disk::{Disk, Extent, Intent};
+use ferrite_disk::{Disk, Intent, Port};
 use ferrite_io::arena::Arena;
-use ferrite_io::engine::FileId;
-use ferrite_io::reactor::Io;
 use ferrite_xen::abi::STATUS_ERROR;
 
 use super::Queue;
@@ -27,8 +24,7 @@ impl Queue {
         let task = Task {
             arena: connection.pool.arena().clone(),
             connection,
-            io: self.reactor.io(),
-            files: self.files.clone(),
+            port: self.port.clone(),
             work: flight.work,
             layout,
         };
@@ -92,8 +88,7 @@ impl Queue {
 struct Task {
     connection: Arc<Connection>,
     arena: Arc<Arena>,
-    io: Io,
-    files: Rc<[FileId]>,
+    port: Port,
     work: Work,
     layout: Option<Layout>,
 }
@@ -118,7 +113,7 @@ impl Task {
                 Ok(())
             }
             Action::Discard => {
-                disk.discard(&self.io, &self.files, self.work.offset(), self.work.bytes()).await
+                disk.discard(&self.port, self.work.offset(), self.work.bytes()).await
             }
         }
     }
@@ -138,40 +133,21 @@ impl Task {
         self.transfer(Intent::Write).await
     }
 
-    /// Reads or writes the whole blocks, extent by extent.
+    /// Reads or writes the whole blocks.
     async fn transfer(&self, intent: Intent) -> io::Result<()> {
         let Some(layout) = self.layout else { return Ok(()) };
         let disk: &Disk = &self.connection.device.disk;
-        let mut done = 0;
-        while done < layout.blocks.len() {
-            let rest = layout.blocks.len() - done;
-            let extent = disk.map(layout.offset + done as u64, rest as u64, intent);
-            let (Extent::Data { len, .. } | Extent::Zeros { len }) = extent;
-            let piece =
-                layout.blocks.slice(done, usize::try_from(len).map_or(rest, |l| l.min(rest)));
-            if piece.is_empty() {
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "past the end"));
-            }
-            match (extent, intent) {
-                (Extent::Data { file, offset, .. }, Intent::Read) => {
-                    self.io.read_exact(self.files[file], offset, piece).await?;
-                }
-                (Extent::Data { file, offset, .. }, Intent::Write) => {
-                    self.io.write_all(self.files[file], offset, piece).await?;
-                }
-                (Extent::Zeros { .. }, Intent::Read) => self.arena.fill(piece, 0),
-                (Extent::Zeros { .. }, Intent::Write) => {}
-            }
-            done += piece.len();
+        match intent {
+            Intent::Read => disk.read(&self.port, layout.offset, layout.blocks).await,
+            Intent::Write => disk.write(&self.port, layout.offset, layout.blocks).await,
         }
-        Ok(())
     }
 
     /// Everything answered before is on the medium, or the device refuses writes from now on: the
     /// kernel reports a lost write once, to one caller, and then forgets it.
     async fn flush(&self) -> io::Result<()> {
         let device = &self.connection.device;
-        let result = device.disk.flush(&self.io, &self.files).await;
+        let result = device.disk.flush(&self.port).await;
         if let Err(e) = &result
             && device.latch_flush_failure()
         {

@@ -54,9 +54,17 @@ impl Queue {
         };
         let blocks = layout.blocks;
         let all = blocks.len() as u64;
-        match disk.map(layout.offset, all, intent(transfer)) {
+        let extent = disk.map(layout.offset, all, intent(transfer));
+        if disk.has_metadata() {
+            let counters = self.connection.counters.queue(self.index);
+            match extent {
+                Extent::Slow { .. } => counters.metadata_misses.add(1),
+                Extent::Data { .. } | Extent::Zeros { .. } => counters.metadata_hits.add(1),
+            }
+        }
+        match extent {
             Extent::Data { file, offset, len } if len >= all => {
-                let file = self.files[file];
+                let file = self.port.files[file];
                 let flushes = flight.flushes;
                 self.placed.push(Placed { ticket, transfer, file, offset, blocks, flushes });
             }
@@ -64,7 +72,9 @@ impl Queue {
                 flight.zeros = true;
                 self.data_done(ticket, now_ns);
             }
-            Extent::Data { .. } | Extent::Zeros { .. } => self.start_task(ticket),
+            Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => {
+                self.start_task(ticket);
+            }
         }
     }
 
@@ -89,6 +99,12 @@ impl Queue {
                 flight.done_bytes =
                     if now < layout.blocks.len() { now - now % block_bytes } else { now };
                 if flight.done_bytes >= layout.blocks.len() {
+                    if flight.work.action == Action::Write {
+                        self.connection
+                            .device
+                            .disk
+                            .wrote(layout.offset, layout.blocks.len() as u64);
+                    }
                     self.data_done(ticket, now_ns);
                 } else if flight.done_bytes > before {
                     flight.retries = 0;
@@ -111,7 +127,8 @@ impl Queue {
         }
     }
 
-    /// Starts what is left of a request's transfer, by itself.
+    /// Starts what is left of a request's transfer, by itself. What a write was given is still
+    /// its place, so the rest of it lies where the translation says.
     pub(super) fn push_rest(&mut self, ticket: Ticket, layout: Layout) {
         let flight = self.flights.get(&ticket);
         let done = flight.done_bytes;
@@ -122,11 +139,14 @@ impl Queue {
             _ => Transfer::Write,
         };
         match self.connection.device.disk.map(from, rest.len() as u64, intent(transfer)) {
-            Extent::Data { file, offset, .. } => {
-                let op = op(transfer, self.files[file], offset, rest);
+            Extent::Data { file, offset, len } if len >= rest.len() as u64 => {
+                let op = op(transfer, self.port.files[file], offset, rest);
                 self.reactor.push(u64::from(ticket.park()), op);
             }
-            Extent::Zeros { .. } => self.start_task(ticket),
+            // All of it again: the same bytes go to the same place.
+            Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => {
+                self.start_task(ticket);
+            }
         }
     }
 

@@ -188,7 +188,11 @@ impl Rig {
 
     /// The same with another way to the store or to the guest.
     pub fn start_with(&mut self, mut store: Store, hypervisor: Box<dyn Hypervisor>) {
-        let options = OpenOptions { read_only: self.plan.read_only, wait_for_lock: Some(PATIENCE) };
+        let options = OpenOptions {
+            read_only: self.plan.read_only,
+            wait_for_lock: Some(PATIENCE),
+            ..OpenOptions::default()
+        };
         let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();
         let device = Arc::new(Device::new(disk, SystemClock::shared()));
         let stop = Arc::new(Waker::new().unwrap());

@@ -1,0 +1,261 @@
+//! A disk whose sectors lie in images with metadata: a chain of layers, the leaf first.
+//!
+//! The first layer that answers for a sector wins; what none has is zeros. Only the leaf is ever
+//! written. On the hot path ([`Image::map`], [`Image::wrote`]) nothing waits and no lock is taken
+//! for metadata that is in memory; what is not there, and whatever allocates or commits, is an
+//! `async fn` on the caller's [`Port`].
+//!
+//! A write goes: `map` says where (space for it may be set aside by that), the data is written,
+//! [`Image::wrote`] makes it visible in memory and in the journal, the guest is answered. The
+//! metadata on the medium follows with the next [`Image::flush`], in the order that the format's
+//! `commit` gives.
+
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use ferrite_io::arena::Span;
+
+use crate::name::ImageName;
+use crate::{DiskError, Extent, Intent, OpenOptions, Port, Raw, SECTOR_BYTES};
+
+mod layer;
+
+pub(crate) use layer::{Found, Layer};
+
+/// The longest chain that is opened. XAPI's storage manager ends at 30.
+pub const MAX_LAYERS: usize = 256;
+
+/// A chain of layers, open and locked.
+#[derive(Debug)]
+pub struct Image {
+    /// The leaf first.
+    layers: Box<[Layer]>,
+}
+
+/// What is below a layer: where copy-on-write gets the rest of a cluster from.
+#[derive(Clone, Copy)]
+pub(crate) struct Below<'a> {
+    layers: &'a [Layer],
+    /// Index of the first of them in the chain, and so of its file.
+    first: usize,
+}
+
+impl Below<'_> {
+    /// Whether there is nothing: what the layer above does not have is zeros.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// Reads what the layers below say, zeros where they say nothing or end.
+    pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        read(self.layers, self.first, port, offset, buf).await
+    }
+
+    /// What they say about the beginning of a range; `file` of data is an index into the port's.
+    pub(crate) fn map(&self, offset: u64, len: u64) -> Extent {
+        find(self.layers, self.first, offset, len)
+    }
+}
+
+impl Image {
+    /// Opens the chain that begins with `name`; see [`Disk::open`](crate::Disk::open).
+    pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
+        let layers = layer::open_chain(name, options)?;
+        Ok(Image { layers: layers.into() })
+    }
+
+    fn leaf(&self) -> &Layer {
+        &self.layers[0]
+    }
+
+    fn below_leaf(&self) -> Below<'_> {
+        Below { layers: &self.layers[1..], first: 1 }
+    }
+
+    /// The layers, the leaf first.
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    pub(crate) fn sectors(&self) -> u64 {
+        self.leaf().bytes() / SECTOR_BYTES
+    }
+
+    pub(crate) fn medium(&self) -> &Raw {
+        self.leaf().medium()
+    }
+
+    pub(crate) fn files(&self) -> Vec<Arc<OwnedFd>> {
+        self.layers.iter().flat_map(|layer| layer.medium().files()).collect()
+    }
+
+    pub(crate) fn map(&self, offset: u64, len: u64, intent: Intent) -> Extent {
+        match intent {
+            Intent::Read => find(&self.layers, 0, offset, len),
+            Intent::Write => match self.leaf().place(self.below_leaf(), offset, len) {
+                Found::Data { offset, len } => Extent::Data { file: 0, offset, len },
+                Found::Zeros { len }
+                | Found::Below { len }
+                | Found::Slow { len }
+                | Found::Packed { len }
+                | Found::Copy { len } => Extent::Slow { len },
+            },
+        }
+    }
+
+    /// See [`Disk::wrote`](crate::Disk::wrote).
+    pub(crate) fn wrote(&self, offset: u64, len: u64) {
+        self.leaf().wrote(offset, len);
+    }
+
+    pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        read(&self.layers, 0, port, offset, buf).await
+    }
+
+    pub(crate) async fn write(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        let (leaf, below) = (self.leaf(), self.below_leaf());
+        let mut done = 0;
+        while done < buf.len() {
+            let (at, left) = (offset + done as u64, buf.len() - done);
+            match leaf.place(below, at, left as u64) {
+                Found::Data { offset: to, len } => {
+                    let piece = buf.slice(done, part(len, left)?);
+                    port.io.write_all(port.files[0], to, piece).await?;
+                    leaf.wrote(at, piece.len() as u64);
+                    done += piece.len();
+                }
+                Found::Copy { len } => {
+                    let piece = buf.slice(done, part(len, left)?);
+                    leaf.write_copying(port, below, at, piece).await?;
+                    done += piece.len();
+                }
+                Found::Zeros { len }
+                | Found::Below { len }
+                | Found::Slow { len }
+                | Found::Packed { len } => {
+                    let len = part(len, left)? as u64;
+                    leaf.prepare(port, below, at, len).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
+        self.leaf().commit(port).await
+    }
+
+    pub(crate) async fn discard(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        self.leaf().discard(port, self.below_leaf(), offset, len).await
+    }
+
+    pub(crate) async fn write_zeroes(
+        &self,
+        port: &Port,
+        offset: u64,
+        len: u64,
+        zeros: Span,
+    ) -> io::Result<()> {
+        self.leaf().write_zeroes(port, self.below_leaf(), offset, len, zeros).await
+    }
+
+    pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
+        self.leaf().close(port).await
+    }
+}
+
+impl fmt::Display for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.leaf())?;
+        match self.layers.len() - 1 {
+            0 => Ok(()),
+            1 => write!(f, ", over 1 parent"),
+            n => write!(f, ", over {n} parents"),
+        }
+    }
+}
+
+/// The part of `left` bytes that a layer has answered for.
+fn part(len: u64, left: usize) -> io::Result<usize> {
+    match usize::try_from(len).unwrap_or(left).min(left) {
+        0 => Err(io::Error::new(io::ErrorKind::InvalidData, "a layer answered for no bytes")),
+        n => Ok(n),
+    }
+}
+
+/// The first layer that answers for the beginning of a range.
+fn find(layers: &[Layer], first: usize, offset: u64, len: u64) -> Extent {
+    let mut len = len;
+    for (i, layer) in layers.iter().enumerate() {
+        match layer.find(offset, len) {
+            Found::Data { offset, len } => return Extent::Data { file: first + i, offset, len },
+            Found::Zeros { len } => return Extent::Zeros { len },
+            Found::Slow { len } | Found::Packed { len } | Found::Copy { len } => {
+                return Extent::Slow { len };
+            }
+            Found::Below { len: below } => len = below,
+        }
+    }
+    Extent::Zeros { len }
+}
+
+async fn read(
+    layers: &[Layer],
+    first: usize,
+    port: &Port,
+    offset: u64,
+    buf: Span,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < buf.len() {
+        let (at, left) = (offset + done as u64, buf.len() - done);
+        done += match find(layers, first, at, left as u64) {
+            Extent::Data { file, offset, len } => {
+                let piece = buf.slice(done, part(len, left)?);
+                port.io.read_exact(port.files[file], offset, piece).await?;
+                piece.len()
+            }
+            Extent::Zeros { len } => {
+                let piece = buf.slice(done, part(len, left)?);
+                port.memory().fill(piece, 0);
+                piece.len()
+            }
+            Extent::Slow { len } => {
+                let piece = buf.slice(done, part(len, left)?);
+                read_slow(layers, first, port, at, piece).await?
+            }
+        };
+    }
+    Ok(())
+}
+
+/// Has the layer that could not answer at once load its metadata, or unpack its data into `buf`.
+/// Returns the bytes that are in `buf` now.
+async fn read_slow(
+    layers: &[Layer],
+    first: usize,
+    port: &Port,
+    offset: u64,
+    buf: Span,
+) -> io::Result<usize> {
+    let mut len = buf.len() as u64;
+    for (i, layer) in layers.iter().enumerate() {
+        let file = port.files[first + i];
+        match layer.find(offset, len) {
+            Found::Below { len: below } => len = below,
+            Found::Slow { len } => {
+                layer.load(port, file, offset, len).await?;
+                return Ok(0);
+            }
+            Found::Packed { len } => {
+                let piece = buf.slice(0, part(len, buf.len())?);
+                layer.unpack(port, file, offset, piece).await?;
+                return Ok(piece.len());
+            }
+            Found::Data { .. } | Found::Zeros { .. } | Found::Copy { .. } => return Ok(0),
+        }
+    }
+    Ok(0)
+}

@@ -1,0 +1,300 @@
+//! Metadata that was answered for and is not durable yet, in memory that outlives the process.
+//!
+//! An answered write survives the death of the process (not of the power): its data was given to
+//! the kernel before the answer, and the change of metadata that makes it visible is here, until a
+//! commit has made it durable. The file is on tmpfs, one for each image that is open for writing,
+//! named after device and inode, and has the image's UUID inside. Whoever opens the image next
+//! takes the records over.
+//!
+//! Order of stores: a record's words first, then its key (release), so that a record that is seen
+//! is whole; a record is changed by single words; it is freed by clearing its key. A process may
+//! die between any two of these.
+
+use std::io::{self, ErrorKind::InvalidData, ErrorKind::NotFound};
+use std::path::{Path, PathBuf};
+
+use ferrite_io::shm::Shm;
+
+use crate::{DiskError, ErrorKind};
+
+/// `ferrjrn1`, little-endian.
+const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn1");
+const HEADER_BYTES: usize = 64;
+const WORD_BYTES: usize = 8;
+
+/// Which image a journal belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    /// Device and inode of a file; of a block device its own number, and 0.
+    pub(crate) inode: (u64, u64),
+    /// The image's own identifier; zeros for formats without.
+    pub(crate) uuid: [u8; 16],
+}
+
+/// What a record says; the format that wrote it knows what key and words mean.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) slot: Slot,
+    pub(crate) key: u64,
+    pub(crate) words: Box<[u64]>,
+}
+
+/// The place of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Slot(u32);
+
+/// The records of one image. With no directory for it there is only the bound on their number.
+pub(crate) struct Journal {
+    file: Option<(Shm, PathBuf)>,
+    words: usize,
+    free: Vec<u32>,
+    capacity: u32,
+}
+
+impl Journal {
+    /// Opens the image's journal in `dir`, or makes one for `capacity` records of so many words.
+    /// The records that are in it come back, and stay where they are.
+    ///
+    /// # Errors
+    /// It cannot be made or read; it is of another image or another kind.
+    pub(crate) fn open(
+        dir: Option<&Path>,
+        identity: Identity,
+        words: usize,
+        capacity: u32,
+    ) -> Result<(Journal, Vec<Record>), DiskError> {
+        let mut journal = Journal { file: None, words, free: Vec::new(), capacity };
+        let mut records = Vec::new();
+        if let Some(dir) = dir {
+            let path = path_in(dir, identity.inode);
+            let shm = match Shm::open(&path) {
+                // Its maker died over it: nothing was answered for.
+                Ok(shm) if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC => {
+                    drop(shm);
+                    make(dir, &path, identity, words, capacity)
+                        .map_err(|e| cannot(&path, "made", e))?
+                }
+                Ok(shm) => {
+                    check(&path, &shm, identity, words, capacity)?;
+                    shm
+                }
+                Err(e) if matches!(e.kind(), NotFound | InvalidData) => {
+                    make(dir, &path, identity, words, capacity)
+                        .map_err(|e| cannot(&path, "made", e))?
+                }
+                Err(e) => return Err(cannot(&path, "opened", e)),
+            };
+            journal.file = Some((shm, path));
+            records = journal.records();
+        }
+        journal.free = (0..capacity).rev().collect();
+        journal.free.retain(|slot| !records.iter().any(|r| r.slot.0 == *slot));
+        Ok((journal, records))
+    }
+
+    /// The records that a process has left behind, for those that only want to read; none if there
+    /// is no journal.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn peek(
+        dir: Option<&Path>,
+        identity: Identity,
+        words: usize,
+        capacity: u32,
+    ) -> Result<Vec<Record>, DiskError> {
+        match dir.map(|dir| path_in(dir, identity.inode)) {
+            Some(path) if path.exists() => {
+                Self::open(dir, identity, words, capacity).map(|(_, records)| records)
+            }
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    fn records(&self) -> Vec<Record> {
+        let Some((shm, _)) = &self.file else { return Vec::new() };
+        let record = |slot| {
+            let at = self.at(slot);
+            let key = shm.load_u64(at).checked_sub(1)?;
+            let words = (1..=self.words).map(|i| shm.load_u64(at + i * WORD_BYTES)).collect();
+            Some(Record { slot: Slot(slot), key, words })
+        };
+        (0..self.capacity).filter_map(record).collect()
+    }
+
+    fn at(&self, slot: u32) -> usize {
+        HEADER_BYTES + slot as usize * (1 + self.words) * WORD_BYTES
+    }
+
+    /// A new record; `None`: there is no room, and a commit has to make some first.
+    ///
+    /// # Panics
+    /// If `key` is `u64::MAX`, or the number of words is not what the journal was made for.
+    pub(crate) fn claim(&mut self, key: u64, words: &[u64]) -> Option<Slot> {
+        assert!(key < u64::MAX && words.len() == self.words, "not a record of this journal");
+        let slot = self.free.pop()?;
+        if let Some((shm, _)) = &self.file {
+            let at = self.at(slot);
+            for (i, word) in words.iter().enumerate() {
+                shm.store_u64(at + (1 + i) * WORD_BYTES, *word);
+            }
+            shm.store_u64(at, key + 1);
+        }
+        Some(Slot(slot))
+    }
+
+    /// Changes one word of a record.
+    ///
+    /// # Panics
+    /// If there is no such word.
+    pub(crate) fn store(&mut self, slot: Slot, word: usize, value: u64) {
+        assert!(word < self.words, "word {word} of a record of {}", self.words);
+        if let Some((shm, _)) = &self.file {
+            shm.store_u64(self.at(slot.0) + (1 + word) * WORD_BYTES, value);
+        }
+    }
+
+    /// What the record says is durable now, or no longer true.
+    pub(crate) fn release(&mut self, slot: Slot) {
+        if let Some((shm, _)) = &self.file {
+            shm.store_u64(self.at(slot.0), 0);
+        }
+        debug_assert!(!self.free.contains(&slot.0), "{slot:?} is released twice");
+        self.free.push(slot.0);
+    }
+
+    /// Records in it.
+    pub(crate) fn len(&self) -> usize {
+        self.capacity as usize - self.free.len()
+    }
+
+    /// Records that there is room for.
+    pub(crate) fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    /// The image is closed in good order: there is nothing to take over.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub(crate) fn remove(&mut self) -> io::Result<()> {
+        match self.file.take() {
+            Some((_, path)) if self.len() == 0 => std::fs::remove_file(path),
+            other => {
+                self.file = other;
+                Ok(())
+            }
+        }
+    }
+}
+
+fn path_in(dir: &Path, (device, inode): (u64, u64)) -> PathBuf {
+    dir.join(format!("{device:x}-{inode:x}.journal"))
+}
+
+fn make(
+    dir: &Path,
+    path: &Path,
+    identity: Identity,
+    words: usize,
+    capacity: u32,
+) -> io::Result<Shm> {
+    use std::os::unix::fs::DirBuilderExt;
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+    let shm = Shm::create(path, HEADER_BYTES + capacity as usize * (1 + words) * WORD_BYTES)?;
+    let [first, second] = halves(identity.uuid);
+    shm.store_u64(8, first);
+    shm.store_u64(16, second);
+    shm.store_u64(24, words as u64);
+    shm.store_u64(32, u64::from(capacity));
+    // Last: a process may die before, and what it leaves is no journal then.
+    shm.store_u64(0, MAGIC);
+    Ok(shm)
+}
+
+fn halves(uuid: [u8; 16]) -> [u64; 2] {
+    let n = u128::from_le_bytes(uuid);
+    [n as u64, (n >> 64) as u64]
+}
+
+/// Whether the file is the journal of this image.
+fn check(
+    path: &Path,
+    shm: &Shm,
+    identity: Identity,
+    words: usize,
+    capacity: u32,
+) -> Result<(), DiskError> {
+    let bytes = HEADER_BYTES + capacity as usize * (1 + words) * WORD_BYTES;
+    let refuse = |why: &str| {
+        let what = format!("cannot take over what {} says", path.display());
+        let help = "answered writes may be in it: open the image as it was open before; if it is \
+                    left from an image that is gone, remove the file";
+        Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
+    };
+    if shm.len() != bytes || shm.load_u64(24) != words as u64 {
+        return refuse("it was made for another format or by another version");
+    }
+    if [shm.load_u64(8), shm.load_u64(16)] != halves(identity.uuid) {
+        return refuse("it belongs to an image with another UUID");
+    }
+    Ok(())
+}
+
+fn cannot(path: &Path, verb: &str, e: io::Error) -> DiskError {
+    let help = "it keeps what was answered if this process dies; it needs a tmpfs with room (df)";
+    let what = format!("{} cannot be {verb}", path.display());
+    DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const IDENTITY: Identity = Identity { inode: (1, 2), uuid: [7; 16] };
+
+    fn open(dir: &Path) -> (Journal, Vec<Record>) {
+        Journal::open(Some(dir), IDENTITY, 3, 4).unwrap()
+    }
+
+    #[test]
+    fn what_was_claimed_is_there_for_the_next_process() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut journal, records) = open(dir.path());
+        assert!(records.is_empty());
+        let a = journal.claim(0, &[1, 2, 3]).unwrap();
+        let b = journal.claim(9, &[4, 5, 6]).unwrap();
+        journal.store(b, 1, 50);
+        journal.release(a);
+        drop(journal);
+        let (mut journal, records) = open(dir.path());
+        assert_eq!(records, [Record { slot: b, key: 9, words: Box::new([4, 50, 6]) }]);
+        assert_eq!((journal.len(), journal.room()), (1, 3));
+        journal.remove().unwrap();
+        assert_eq!(Journal::peek(Some(dir.path()), IDENTITY, 3, 4).unwrap(), records);
+        journal.release(b);
+        journal.remove().unwrap();
+        assert!(Journal::peek(Some(dir.path()), IDENTITY, 3, 4).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_full_journal_gives_no_slot_with_a_file_or_without() {
+        let dir = tempfile::tempdir().unwrap();
+        for dir in [Some(dir.path()), None] {
+            let (mut journal, _) = Journal::open(dir, IDENTITY, 1, 2).unwrap();
+            let slot = journal.claim(1, &[0]).unwrap();
+            assert!(journal.claim(2, &[0]).is_some() && journal.claim(3, &[0]).is_none());
+            journal.release(slot);
+            assert!(journal.claim(3, &[0]).is_some());
+        }
+    }
+
+    #[test]
+    fn the_journal_of_another_image_or_kind_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        drop(open(dir.path()));
+        let other = Identity { uuid: [8; 16], ..IDENTITY };
+        assert!(Journal::open(Some(dir.path()), other, 3, 4).is_err());
+        assert!(Journal::open(Some(dir.path()), IDENTITY, 2, 4).is_err());
+    }
+}

@@ -1,0 +1,27 @@
+//! What a disk's steps need of the thread that they run on.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::FileId;
+use ferrite_io::reactor::Io;
+use ferrite_io::scratch::Scratch;
+
+/// One thread's way to a disk's files: the `async fn`s of [`Disk`](crate::Disk) run on it.
+#[derive(Clone)]
+pub struct Port {
+    /// The thread's reactor.
+    pub io: Io,
+    /// [`Disk::files`](crate::Disk::files), registered with it, in that order.
+    pub files: Rc<[FileId]>,
+    /// Memory for metadata, of the engine's arena.
+    pub scratch: Scratch,
+}
+
+impl Port {
+    /// The arena that data is in.
+    pub fn memory(&self) -> &Arc<Arena> {
+        self.scratch.arena()
+    }
+}

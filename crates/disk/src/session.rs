@@ -1,0 +1,136 @@
+//! A disk with an engine and memory of its own, for one thread: what offline tools, and the end of
+//! serving, work with.
+
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+
+use ferrite_io::arena::{Arena, Span};
+use ferrite_io::engine::Engine;
+use ferrite_io::pool::{Pool, QueuePool, SLAB_BYTES};
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
+
+use crate::{Disk, Port};
+
+/// See the module text.
+pub struct Session {
+    disk: Arc<Disk>,
+    port: Port,
+    pool: Arc<Pool>,
+    buffers: QueuePool,
+    /// Last, as its drop waits for operations on all of the above.
+    reactor: Reactor,
+}
+
+impl Session {
+    /// Registers the disk's files with an engine that `open` makes on a new arena.
+    ///
+    /// # Errors
+    /// No memory, no engine, or it does not take the files.
+    pub fn new(
+        disk: Arc<Disk>,
+        open: impl FnOnce(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
+    ) -> io::Result<Session> {
+        let pool = Pool::with_scratch(SLAB_BYTES, 1, disk.scratch_bytes())?;
+        let mut reactor = Reactor::new(open(pool.arena().clone())?);
+        let files = disk.files().into_iter().map(|f| reactor.add_file(f));
+        let files = files.collect::<io::Result<_>>()?;
+        let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
+        let port = Port { io: reactor.io(), files, scratch };
+        let buffers = pool.queue(0);
+        Ok(Session { disk, port, pool, buffers, reactor })
+    }
+
+    /// The disk.
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// What the disk's `async fn`s run on.
+    pub fn port(&self) -> &Port {
+        &self.port
+    }
+
+    /// Memory that stays zero, 4096 bytes.
+    pub fn zero_page(&self) -> Span {
+        self.pool.zero_page()
+    }
+
+    /// Runs a future to its end, and tasks beside it.
+    ///
+    /// # Errors
+    /// See [`Reactor::block_on`].
+    pub fn run<T>(&mut self, future: impl Future<Output = T>) -> io::Result<T> {
+        self.reactor.block_on(future)
+    }
+
+    /// Reads into `to`, at most 1 MiB.
+    ///
+    /// # Errors
+    /// See [`Disk::read`].
+    ///
+    /// # Panics
+    /// If `to` is empty or longer than that.
+    pub fn read(&mut self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        let buffer = self.buffer(to.len())?;
+        let span = buffer.span().slice(0, to.len());
+        let done = self.reactor.block_on(self.disk.read(&self.port, offset, span));
+        self.pool.arena().copy_out(span, to);
+        self.buffers.free(buffer);
+        done?
+    }
+
+    /// Writes `from`, at most 1 MiB.
+    ///
+    /// # Errors
+    /// See [`Disk::write`].
+    ///
+    /// # Panics
+    /// If `from` is empty or longer than that.
+    pub fn write(&mut self, offset: u64, from: &[u8]) -> io::Result<()> {
+        let buffer = self.buffer(from.len())?;
+        let span = buffer.span().slice(0, from.len());
+        self.pool.arena().copy_in(span, from);
+        let done = self.reactor.block_on(self.disk.write(&self.port, offset, span));
+        self.buffers.free(buffer);
+        done?
+    }
+
+    fn buffer(&mut self, bytes: usize) -> io::Result<ferrite_io::pool::Buf> {
+        self.buffers.alloc(bytes).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+    }
+
+    /// See [`Disk::flush`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.reactor.block_on(self.disk.flush(&self.port))?
+    }
+
+    /// See [`Disk::discard`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn discard(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        self.reactor.block_on(self.disk.discard(&self.port, offset, len))?
+    }
+
+    /// See [`Disk::write_zeroes`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn write_zeroes(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        let zeros = self.zero_page();
+        self.reactor.block_on(self.disk.write_zeroes(&self.port, offset, len, zeros))?
+    }
+
+    /// See [`Disk::close`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn close(mut self) -> io::Result<()> {
+        self.reactor.block_on(self.disk.close(&self.port))?
+    }
+}
