@@ -1,0 +1,107 @@
+//! What can be put to the test.
+
+use std::future::Future;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ferrite_io::arena::{Arena, Span};
+use ferrite_io::engine::FileId;
+use ferrite_io::reactor::Io;
+use ferrite_io::sim::SimDirectory;
+
+/// The directory of one machine, on a tmpfs.
+pub struct Place {
+    /// Where images are.
+    pub images: PathBuf,
+    /// Memory that outlives a process and not a power cut.
+    pub state: PathBuf,
+    /// How entries of `images` are changed.
+    pub directory: SimDirectory,
+}
+
+impl Place {
+    /// An image by its name.
+    pub fn image(&self, name: &str) -> PathBuf {
+        self.images.join(name)
+    }
+}
+
+/// One queue's way to the disk.
+#[derive(Clone)]
+pub struct Queue {
+    /// Its reactor.
+    pub io: Io,
+    /// The disk's files, registered with it.
+    pub files: Rc<[FileId]>,
+    /// The memory of all data.
+    pub arena: Arc<Arena>,
+    /// A page of zeros.
+    pub zeros: Span,
+}
+
+/// An open disk. Offsets and lengths are bytes, whole sectors.
+pub trait Disk: 'static {
+    /// Its size.
+    fn sectors(&self) -> u64;
+
+    /// What each queue registers.
+    fn files(&self) -> Vec<Arc<OwnedFd>>;
+
+    /// Reads all of `to`.
+    fn read(&self, queue: &Queue, offset: u64, to: Span) -> impl Future<Output = io::Result<()>>;
+
+    /// Writes all of `from`.
+    fn write(&self, queue: &Queue, offset: u64, from: Span)
+    -> impl Future<Output = io::Result<()>>;
+
+    /// All that was answered is durable.
+    fn flush(&self, queue: &Queue) -> impl Future<Output = io::Result<()>>;
+
+    /// The range is not needed any more.
+    fn discard(&self, queue: &Queue, offset: u64, len: u64)
+    -> impl Future<Output = io::Result<()>>;
+
+    /// The range becomes zeros.
+    fn write_zeroes(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        len: u64,
+    ) -> impl Future<Output = io::Result<()>>;
+
+    /// The end of its use; it promises what a flush does.
+    fn close(&self, queue: &Queue) -> impl Future<Output = io::Result<()>>;
+}
+
+/// A kind of disk: how images of it are made, opened and checked.
+pub trait Format {
+    /// Its disks.
+    type Disk: Disk;
+
+    /// What `--format` calls it.
+    fn name(&self) -> &'static str;
+
+    /// Makes an image of `sectors`, durable, before the story begins.
+    ///
+    /// # Errors
+    /// A text for people; so for all of these.
+    fn create(&self, place: &Place, sectors: u64) -> Result<(), String>;
+
+    /// Opens the disk for writing.
+    ///
+    /// # Errors
+    /// As above.
+    fn open(&self, place: &Place) -> Result<Self::Disk, String>;
+
+    /// Checks the image, which is not open. `thorough`: also by other people's programs.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    fn check(&self, place: &Place, thorough: bool) -> Result<(), String>;
+
+    /// Sectors near which its metadata changes.
+    fn hot_spots(&self, sectors: u64) -> Vec<u64>;
+}

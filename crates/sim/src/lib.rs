@@ -1,0 +1,21 @@
+//! Stories of disks on a machine that fails: the real code of the formats, on the simulated
+//! machine of [`ferrite_io::sim`], against a [`model`] of what each sector may hold.
+//!
+//! A [`story`] is a few rounds of load on one disk, each ended by closing the disk, by the death
+//! of the process or by a power cut, at any step; then the disk is opened again, looked at by its
+//! own check, and compared. Everything in a story follows from its seed.
+//!
+//! * [`format`]: what can be put to the test, and how it is made and opened.
+//! * [`load`]: requests from several queues.
+//! * [`machine`]: the directory, the files and the processes of a story.
+//! * [`stamp`]: contents that say where they come from.
+
+#![forbid(unsafe_code)]
+
+pub mod format;
+pub mod load;
+pub mod machine;
+pub mod model;
+pub mod raw;
+pub mod stamp;
+pub mod story;

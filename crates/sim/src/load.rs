@@ -1,0 +1,212 @@
+//! Requests from several queues, each with several at a time.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use ferrite_io::arena::Span;
+use ferrite_io::clock::{Random, SplitMix64};
+
+use crate::format::{Disk, Queue};
+use crate::model::{Change, Model, Ticket};
+use crate::stamp;
+
+/// Sectors of the largest request.
+pub const MAX_REQUEST_SECTORS: u64 = 128;
+
+/// How often each kind of request is issued, in relation to the others.
+#[derive(Clone, Copy, Debug)]
+pub struct Mix {
+    /// Reads.
+    pub reads: u64,
+    /// Writes.
+    pub writes: u64,
+    /// Flushes.
+    pub flushes: u64,
+    /// Discards.
+    pub discards: u64,
+    /// Writes of zeros.
+    pub zeroes: u64,
+    /// Sectors of the largest request.
+    pub max_sectors: u64,
+    /// Of a hundred requests, how many are near a hot spot of the format.
+    pub near: u64,
+}
+
+/// What all tasks of one load share.
+pub struct Load<D> {
+    /// The disk; its own in each round.
+    pub disk: D,
+    /// What it may hold.
+    pub model: Rc<RefCell<Model>>,
+    /// The seed of the contents.
+    pub seed: u64,
+    /// The number of the next write; goes on from round to round.
+    pub numbers: Rc<Cell<u64>>,
+    /// What comes next.
+    pub random: RefCell<SplitMix64>,
+    /// Requests that are not issued yet.
+    pub left: Cell<u64>,
+    /// Tasks that have not ended.
+    pub tasks: Cell<usize>,
+    /// The mixture.
+    pub mix: Mix,
+    /// See [`crate::format::Format::hot_spots`].
+    pub hot_spots: Vec<u64>,
+    /// Whether requests may fail.
+    pub may_fail: bool,
+    /// A flush has failed: nothing more is issued, as a backend does it.
+    pub flush_failed: Cell<bool>,
+    /// What was wrong first.
+    pub trouble: RefCell<Option<String>>,
+}
+
+enum Request {
+    Read(u64, u64),
+    Change(u64, u64, Change),
+    Flush,
+}
+
+impl<D: Disk> Load<D> {
+    /// One of the tasks: issues one request after the other, with its data in `buf`.
+    pub async fn task(self: Rc<Self>, queue: Queue, buf: Span) {
+        while self.left.get() > 0 && !self.flush_failed.get() && self.trouble.borrow().is_none() {
+            self.left.set(self.left.get() - 1);
+            let done = match self.next() {
+                Request::Read(first, sectors) => self.read(&queue, buf, first, sectors).await,
+                Request::Change(first, sectors, change) => {
+                    self.change(&queue, buf, first, sectors, change).await
+                }
+                Request::Flush => self.flush(&queue).await,
+            };
+            if let Err(text) = done {
+                self.trouble.borrow_mut().get_or_insert(text);
+            }
+        }
+        self.tasks.set(self.tasks.get() - 1);
+    }
+
+    fn next(&self) -> Request {
+        let mut random = self.random.borrow_mut();
+        let mix = self.mix;
+        let all = mix.reads + mix.writes + mix.flushes + mix.discards + mix.zeroes;
+        let mut kind = random.below(all);
+        let mut is = |share: u64| {
+            let yes = kind < share;
+            kind = kind.wrapping_sub(share);
+            yes
+        };
+        if is(mix.flushes) {
+            return Request::Flush;
+        }
+        let (reads, writes, discards) = (is(mix.reads), is(mix.writes), is(mix.discards));
+        let large = !writes && !reads;
+        let (first, sectors) = self.range(&mut random, large);
+        if reads {
+            Request::Read(first, sectors)
+        } else if writes {
+            let number = self.numbers.get();
+            self.numbers.set(number + 1);
+            Request::Change(first, sectors, Change::Write(number))
+        } else if discards {
+            Request::Change(first, sectors, Change::Discard)
+        } else {
+            Request::Change(first, sectors, Change::Zero)
+        }
+    }
+
+    /// Small requests are many, and where the format's metadata changes. What moves no data may
+    /// be `large`.
+    fn range(&self, random: &mut SplitMix64, large: bool) -> (u64, u64) {
+        let all = self.disk.sectors();
+        let mut max = [1, 8, self.mix.max_sectors][random.below(3) as usize];
+        if large && random.below(3) == 0 {
+            max = all;
+        }
+        let sectors = 1 + random.below(max.min(all));
+        let sectors = if random.below(4) == 0 { sectors.next_multiple_of(8) } else { sectors };
+        let sectors = sectors.min(if large { all } else { all.min(MAX_REQUEST_SECTORS) });
+        let first = if random.below(100) < self.mix.near {
+            let spot = self.hot_spots[random.below(self.hot_spots.len() as u64) as usize];
+            (spot + random.below(24)).saturating_sub(12)
+        } else {
+            random.below(all)
+        };
+        (first.min(all - sectors), sectors)
+    }
+
+    async fn read(&self, queue: &Queue, buf: Span, first: u64, sectors: u64) -> Result<(), String> {
+        let ticket = self.model.borrow_mut().issue_read(first, sectors);
+        let to = buf.slice(0, sectors as usize * stamp::SECTOR);
+        let done = self.disk.read(queue, first * 512, to).await;
+        let mut model = self.model.borrow_mut();
+        match done {
+            Ok(()) => {
+                let mut bytes = vec![0; to.len()];
+                queue.arena.copy_out(to, &mut bytes);
+                let values = bytes.chunks_exact(stamp::SECTOR).zip(ticket.range());
+                let found: Vec<_> = values.map(|(b, s)| stamp::read(b, self.seed, s)).collect();
+                model.answer_read(ticket, Some(&found))
+            }
+            Err(e) => {
+                model.answer_read(ticket, None)?;
+                self.failed("read", ticket, &e)
+            }
+        }
+    }
+
+    async fn change(
+        &self,
+        queue: &Queue,
+        buf: Span,
+        first: u64,
+        sectors: u64,
+        change: Change,
+    ) -> Result<(), String> {
+        let ticket = self.model.borrow_mut().issue(first, sectors, change);
+        let (offset, len) = (first * 512, sectors * 512);
+        let (what, done) = match change {
+            Change::Write(number) => {
+                let from = buf.slice(0, len as usize);
+                let mut bytes = vec![0; from.len()];
+                for (sector, to) in ticket.range().zip(bytes.chunks_exact_mut(stamp::SECTOR)) {
+                    stamp::write(to, self.seed, sector, number);
+                }
+                queue.arena.copy_in(from, &bytes);
+                ("write", self.disk.write(queue, offset, from).await)
+            }
+            Change::Zero => ("write of zeros", self.disk.write_zeroes(queue, offset, len).await),
+            Change::Discard => ("discard", self.disk.discard(queue, offset, len).await),
+        };
+        self.model.borrow_mut().answer(ticket, done.is_ok());
+        match done {
+            Ok(()) => Ok(()),
+            Err(e) => self.failed(what, ticket, &e),
+        }
+    }
+
+    async fn flush(&self, queue: &Queue) -> Result<(), String> {
+        let issued = self.model.borrow_mut().issue_flush();
+        match self.disk.flush(queue).await {
+            // A flush beside one that failed may have been told of nothing.
+            Ok(()) if !self.flush_failed.get() => {
+                self.model.borrow_mut().flushed(issued);
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+            Err(e) if self.may_fail => {
+                self.flush_failed.set(true);
+                let _ = e;
+                Ok(())
+            }
+            Err(e) => Err(format!("a flush failed where nothing was wrong: {e}")),
+        }
+    }
+
+    fn failed(&self, what: &str, ticket: Ticket, e: &std::io::Error) -> Result<(), String> {
+        if self.may_fail {
+            return Ok(());
+        }
+        let range = ticket.range();
+        Err(format!("a {what} of sectors {range:?} failed where nothing was wrong: {e}"))
+    }
+}

@@ -1,0 +1,187 @@
+//! The machine of a story: its directory, its files, and processes with several queues.
+
+use std::cell::RefCell;
+use std::fs;
+use std::future::Future;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_io::arena::{Arena, Span};
+use ferrite_io::engine::FileId;
+use ferrite_io::reactor::{Reactor, Wait};
+use ferrite_io::sim::SimWorld;
+use tempfile::TempDir;
+
+use crate::format::{Place, Queue};
+use crate::load::MAX_REQUEST_SECTORS;
+
+/// Requests of a queue at a time, at most.
+pub const MAX_DEPTH: usize = 4;
+
+/// Queues of a disk, at most.
+pub const MAX_QUEUES: usize = 3;
+
+const BUFFER_BYTES: usize = MAX_REQUEST_SECTORS as usize * 512;
+const ZEROS_BYTES: usize = 4096;
+const QUEUE_BYTES: usize = ZEROS_BYTES + MAX_DEPTH * BUFFER_BYTES;
+
+/// Turns without a step after which time is moved, and how often that is done before giving up.
+const PATIENCE: u32 = 1000;
+const MAX_NAPS: u32 = 50;
+
+thread_local! {
+    /// One arena does for all stories of a thread, one after the other.
+    static ARENA: RefCell<Option<Arc<Arena>>> = const { RefCell::new(None) };
+}
+
+/// See the module text.
+pub struct Machine {
+    /// What happens.
+    pub world: SimWorld,
+    /// Where.
+    pub place: Place,
+    arena: Arc<Arena>,
+    _dir: TempDir,
+}
+
+impl Machine {
+    /// A machine with nothing on it.
+    ///
+    /// # Errors
+    /// This real machine's.
+    pub fn new(seed: u64) -> io::Result<Machine> {
+        let dir = TempDir::with_prefix_in("ferrite-sim-", "/dev/shm")?;
+        let at = |name: &str| -> io::Result<_> {
+            let path = dir.path().join(name);
+            fs::create_dir(&path)?;
+            Ok(path)
+        };
+        let world = SimWorld::new(seed);
+        let directory = world.directories(&at("attic")?);
+        let place = Place { images: at("images")?, state: at("state")?, directory };
+        let made = ARENA.with_borrow(Option::clone);
+        let arena = match made {
+            Some(arena) => arena,
+            None => Arena::new(MAX_QUEUES * QUEUE_BYTES)?,
+        };
+        ARENA.set(Some(arena.clone()));
+        Ok(Machine { world, place, arena, _dir: dir })
+    }
+
+    /// A process with `count` queues, each of which has registered all `files`.
+    ///
+    /// # Errors
+    /// The world stands still.
+    pub fn queues(&self, count: usize, files: &[Arc<OwnedFd>]) -> io::Result<Vec<Thread>> {
+        (0..count).map(|i| self.queue(i, files)).collect()
+    }
+
+    fn queue(&self, i: usize, files: &[Arc<OwnedFd>]) -> io::Result<Thread> {
+        let mut reactor = Reactor::new(self.world.engine(self.arena.clone()));
+        let ids: io::Result<Vec<FileId>> =
+            files.iter().map(|f| reactor.add_file(f.clone())).collect();
+        let memory = self.arena.span(i * QUEUE_BYTES, QUEUE_BYTES);
+        let queue = Queue {
+            io: reactor.io(),
+            files: Rc::from(ids?),
+            arena: self.arena.clone(),
+            zeros: memory.slice(0, ZEROS_BYTES),
+        };
+        Ok(Thread { reactor, queue, memory })
+    }
+
+    /// Lets the threads run in an order that the world chooses, until `done` or until the world
+    /// stands still.
+    ///
+    /// # Errors
+    /// Nothing goes on, and it is not done.
+    pub fn drive(&self, threads: &mut [Thread], done: impl Fn() -> bool) -> Result<(), String> {
+        let (mut still, mut naps, mut before) = (0, 0, self.world.step());
+        let mut out = Vec::new();
+        while !done() {
+            let i = self.world.below(threads.len() as u64) as usize;
+            match threads[i].reactor.turn(Wait::No, &mut out) {
+                Err(_) if self.world.stopped() => return Ok(()),
+                Err(e) => return Err(format!("the engine: {e}")),
+                Ok(()) => {}
+            }
+            still += 1;
+            if self.world.step() != before {
+                (still, naps, before) = (0, 0, self.world.step());
+            } else if still == PATIENCE {
+                still = 0;
+                naps += 1;
+                self.world.clock().sleep(Duration::from_millis(200));
+            }
+            if naps == MAX_NAPS {
+                return Err("all that is left waits for something that does not come".into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs one `async fn` on a thread; none: the world stood still before its end.
+    ///
+    /// # Errors
+    /// As [`drive`](Machine::drive).
+    pub fn run<T: 'static>(
+        &self,
+        thread: &mut Thread,
+        work: impl Future<Output = T> + 'static,
+    ) -> Result<Option<T>, String> {
+        let result = Rc::new(RefCell::new(None));
+        let to = result.clone();
+        thread.reactor.spawn(async move {
+            let done = work.await;
+            to.replace(Some(done));
+        });
+        let threads = std::slice::from_mut(thread);
+        self.drive(threads, || result.borrow().is_some())?;
+        Ok(result.take())
+    }
+
+    /// Cuts the power: what is in memory is gone, too.
+    ///
+    /// # Errors
+    /// This real machine's.
+    pub fn cut_power(&self) -> io::Result<()> {
+        self.world.cut_power()?;
+        fs::remove_dir_all(&self.place.state)?;
+        fs::create_dir(&self.place.state)
+    }
+
+    /// Copies all files of the machine to a directory.
+    ///
+    /// # Errors
+    /// This real machine's.
+    pub fn keep(&self, to: &Path) -> io::Result<()> {
+        for from in [&self.place.images, &self.place.state] {
+            for entry in fs::read_dir(from)? {
+                let entry = entry?;
+                fs::create_dir_all(to)?;
+                fs::copy(entry.path(), to.join(entry.file_name()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One thread of a process: a queue of the disk.
+pub struct Thread {
+    /// Its reactor.
+    pub reactor: Reactor,
+    /// What tasks on it need.
+    pub queue: Queue,
+    memory: Span,
+}
+
+impl Thread {
+    /// The memory of its task number `i`.
+    pub fn buffer(&self, i: usize) -> Span {
+        self.memory.slice(ZEROS_BYTES + i * BUFFER_BYTES, BUFFER_BYTES)
+    }
+}

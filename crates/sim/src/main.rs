@@ -1,0 +1,146 @@
+//! `ferrite-sim`: tells stories of disks on a machine whose power fails, and says which of them
+//! ended badly.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_sim::format::Format;
+use ferrite_sim::model::After;
+use ferrite_sim::raw::Raw;
+use ferrite_sim::story::{Plan, Scenario, Told, Violation, tell};
+
+/// Cuts the power of a simulated machine while it uses virtual disks.
+///
+/// The same seed tells exactly the same story. Exit code 1: a disk held what it must not hold.
+#[derive(Parser)]
+#[command(name = "ferrite-sim", version)]
+struct Arguments {
+    /// The first story's seed; the next ones count up from it. Default: a random one.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Tell stories for that long. Default: one of each.
+    #[arg(long, value_name = "S")]
+    seconds: Option<u64>,
+    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close; or all.
+    #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
+    scenario: Scenarios,
+    /// raw; or all.
+    #[arg(long, default_value = "all", value_name = "FORMAT", value_parser = ["all", "raw"])]
+    format: String,
+    /// Tell each story once for each of the first round's steps and for each kind of end.
+    #[arg(long)]
+    steps: bool,
+    /// End the first round at this step by this, as a report says: STEP:power or STEP:death.
+    #[arg(long, value_name = "STEP:KIND", value_parser = cut, conflicts_with = "steps")]
+    cut: Option<(u64, After)>,
+    /// Keep the files of a story that ends badly there.
+    #[arg(long, value_name = "DIR")]
+    keep: Option<PathBuf>,
+}
+
+#[derive(Clone)]
+struct Scenarios(Vec<Scenario>);
+
+fn scenarios(name: &str) -> Result<Scenarios, String> {
+    let found = Scenario::ALL.into_iter().filter(|s| name == "all" || s.name() == name);
+    let found: Vec<Scenario> = found.collect();
+    if found.is_empty() { Err("there is no such scenario".into()) } else { Ok(Scenarios(found)) }
+}
+
+fn cut(text: &str) -> Result<(u64, After), String> {
+    let (step, kind) = text.split_once(':').ok_or("it is STEP:power or STEP:death")?;
+    let step = step.parse().map_err(|e| format!("the step: {e}"))?;
+    match kind {
+        "power" => Ok((step, After::PowerCut)),
+        "death" => Ok((step, After::Death)),
+        _ => Err("the kind is power or death".into()),
+    }
+}
+
+/// What was told so far.
+#[derive(Default)]
+struct Sum {
+    stories: u64,
+    told: Told,
+}
+
+impl Sum {
+    fn add(&mut self, told: Told) {
+        self.stories += 1;
+        self.told.steps += told.steps;
+        self.told.cuts += told.cuts;
+        self.told.deaths += told.deaths;
+        self.told.closes += told.closes;
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let seed = arguments.seed.unwrap_or_else(|| SplitMix64::from_system().next_u64() >> 16);
+    println!("seed {seed}");
+    let (began, mut sum) = (Instant::now(), Sum::default());
+    let result = stories(&arguments, seed, began, &mut sum);
+    let Told { steps, cuts, deaths, closes, .. } = sum.told;
+    println!(
+        "{} stories in {:.1} s: {steps} steps, {cuts} power cuts, {deaths} deaths of the process, \
+         {closes} closes",
+        sum.stories,
+        began.elapsed().as_secs_f64()
+    );
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(violation) => {
+            println!("{violation}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn stories(
+    arguments: &Arguments,
+    first: u64,
+    began: Instant,
+    sum: &mut Sum,
+) -> Result<(), Box<Violation>> {
+    let limit = arguments.seconds.map(Duration::from_secs);
+    for seed in first.. {
+        for scenario in &arguments.scenario.0 {
+            let keep = arguments.keep.clone();
+            let plan = Plan { seed, scenario: *scenario, cut: arguments.cut, keep };
+            if ["all", "raw"].contains(&arguments.format.as_str()) {
+                story(arguments, &Raw, &plan, sum)?;
+            }
+            if limit.is_some_and(|limit| began.elapsed() >= limit) {
+                return Ok(());
+            }
+        }
+        if limit.is_none() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn story(
+    arguments: &Arguments,
+    format: &impl Format,
+    plan: &Plan,
+    sum: &mut Sum,
+) -> Result<(), Box<Violation>> {
+    if !arguments.steps {
+        sum.add(tell(format, plan)?);
+        return Ok(());
+    }
+    // As far as the first round goes if nothing ends it.
+    let whole = tell(format, &Plan { cut: Some((u64::MAX, After::Death)), ..plan.clone() })?;
+    for step in 0..=whole.first_round {
+        for after in [After::PowerCut, After::Death] {
+            sum.add(tell(format, &Plan { cut: Some((step, after)), ..plan.clone() })?);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,351 @@
+//! What a disk may hold: for each sector, everything that was written to it and may still, or
+//! again, be what is read.
+//!
+//! Time here is a count of events: each request is given one number when it is issued and one
+//! when it is answered. A write *supersedes* another one if it was issued after that one's answer.
+//! * A read shows no value that was superseded by a write answered before the read was issued.
+//! * The death of the process leaves no value that was superseded by an answered write.
+//! * A power cut leaves no value that was superseded by a durable write, one that was answered
+//!   before a successful flush was issued.
+
+use std::collections::BTreeMap;
+
+use crate::stamp::Value;
+
+/// What was done to a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Written, by the write of this number.
+    Write(u64),
+    /// Made zeros.
+    Zero,
+    /// Discarded: it reads as before, as zeros, or as what is below.
+    Discard,
+}
+
+/// A request that was issued, to be answered.
+#[derive(Clone, Copy, Debug)]
+pub struct Ticket {
+    first: u64,
+    sectors: u64,
+    issued: u64,
+    changes: bool,
+}
+
+impl Ticket {
+    /// The sectors of the request.
+    pub fn range(&self) -> std::ops::Range<u64> {
+        self.first..self.first + self.sectors
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Record {
+    value: Value,
+    issued: u64,
+    answered: Option<u64>,
+    /// It may be there, and supersedes nothing: a discard, or a request that failed.
+    weak: bool,
+    durable: bool,
+}
+
+impl Record {
+    fn superseded_by(&self, other: &Record) -> bool {
+        !other.weak && self.answered.is_some_and(|at| at < other.issued)
+    }
+}
+
+/// After what the disk is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum After {
+    /// The process died; the kernel has all that it was given.
+    Death,
+    /// The power was cut.
+    PowerCut,
+    /// It was closed in an orderly way, which promises what a flush does.
+    Close,
+}
+
+/// The model of one disk; see the module text.
+#[derive(Default)]
+pub struct Model {
+    now: u64,
+    sectors: u64,
+    history: BTreeMap<u64, Vec<Record>>,
+    /// What the layers below the leaf hold; zeros where nothing is said.
+    below: BTreeMap<u64, Value>,
+    reads: usize,
+}
+
+impl Model {
+    /// A new disk: zeros.
+    pub fn new(sectors: u64) -> Model {
+        Model { sectors, ..Model::default() }
+    }
+
+    /// Its size.
+    pub fn sectors(&self) -> u64 {
+        self.sectors
+    }
+
+    /// It has grown; the new part is zeros.
+    pub fn grow(&mut self, sectors: u64) {
+        self.sectors = self.sectors.max(sectors);
+    }
+
+    /// What is there now is below a new leaf from now on. Only after [`settle`](Model::settle).
+    pub fn snapshot(&mut self) {
+        let present = self.history.iter().filter_map(|(s, r)| Some((*s, r.last()?.value)));
+        self.below = present.collect();
+    }
+
+    /// Nothing is known about what the layers below the leaf hold: what is there, is there as the
+    /// leaf's own.
+    pub fn coalesced(&mut self, below: BTreeMap<u64, Value>) {
+        self.below = below;
+    }
+
+    /// What the layers below the leaf hold.
+    pub fn below(&self) -> &BTreeMap<u64, Value> {
+        &self.below
+    }
+
+    /// A read is issued.
+    pub fn issue_read(&mut self, first: u64, sectors: u64) -> Ticket {
+        self.now += 1;
+        self.reads += 1;
+        Ticket { first, sectors, issued: self.now, changes: false }
+    }
+
+    /// A change is issued.
+    pub fn issue(&mut self, first: u64, sectors: u64, change: Change) -> Ticket {
+        self.now += 1;
+        let issued = self.now;
+        for sector in first..first + sectors {
+            let below = self.below.get(&sector).copied().unwrap_or(Value::Zeros);
+            let records = self.history.entry(sector).or_insert_with(|| vec![initial(Value::Zeros)]);
+            let mut push = |value, weak| {
+                records.push(Record { value, issued, answered: None, weak, durable: false });
+            };
+            match change {
+                Change::Write(number) => push(Value::Written(number), false),
+                Change::Zero => push(Value::Zeros, false),
+                Change::Discard => {
+                    push(Value::Zeros, true);
+                    push(below, true);
+                }
+            }
+        }
+        Ticket { first, sectors, issued, changes: true }
+    }
+
+    /// A change is answered.
+    pub fn answer(&mut self, ticket: Ticket, ok: bool) {
+        assert!(ticket.changes, "a read is answered with what it found");
+        self.now += 1;
+        for sector in ticket.range() {
+            for record in self.history.entry(sector).or_default() {
+                if record.issued == ticket.issued {
+                    record.answered = Some(self.now);
+                    record.weak |= !ok;
+                }
+            }
+        }
+    }
+
+    /// A read is answered: `found` for each of its sectors, or no answer at all.
+    ///
+    /// # Errors
+    /// The first sector that has what it may not have.
+    pub fn answer_read(
+        &mut self,
+        ticket: Ticket,
+        found: Option<&[Result<Value, String>]>,
+    ) -> Result<(), String> {
+        self.now += 1;
+        self.reads -= 1;
+        let Some(found) = found else { return Ok(()) };
+        for (sector, found) in ticket.range().zip(found) {
+            let counts = |r: &Record| r.answered.is_some_and(|at| at < ticket.issued);
+            self.check(sector, found, "a read", counts)?;
+        }
+        Ok(())
+    }
+
+    /// A flush is issued.
+    pub fn issue_flush(&mut self) -> u64 {
+        self.now += 1;
+        self.now
+    }
+
+    /// The flush that was issued as `flush` has succeeded.
+    pub fn flushed(&mut self, flush: u64) {
+        self.now += 1;
+        for records in self.history.values_mut() {
+            for record in records.iter_mut() {
+                record.durable |= record.answered.is_some_and(|at| at < flush);
+            }
+            if self.reads == 0 {
+                let all = records.clone();
+                records.retain(|r| !all.iter().any(|o| o.durable && r.superseded_by(o)));
+            }
+        }
+    }
+
+    /// Checks one sector of a disk that was opened again.
+    ///
+    /// # Errors
+    /// It has what it may not have.
+    pub fn check_after(
+        &self,
+        after: After,
+        sector: u64,
+        found: &Result<Value, String>,
+    ) -> Result<(), String> {
+        match after {
+            After::Death => {
+                self.check(sector, found, "the death of the process", |r| r.answered.is_some())
+            }
+            After::PowerCut => self.check(sector, found, "a power cut", |r| r.durable),
+            After::Close => self.check(sector, found, "closing", |r| r.answered.is_some()),
+        }
+    }
+
+    /// What a sector was found to hold is what it holds: requests that were never answered are
+    /// history. After a power cut or closing, it is durable.
+    pub fn settle(&mut self, after: After, sector: u64, found: Value) {
+        self.now += 2;
+        let now = self.now;
+        let Some(records) = self.history.get_mut(&sector) else { return };
+        if after != After::Death {
+            *records = vec![Record { issued: now, answered: Some(now), ..initial(found) }];
+            return;
+        }
+        for record in records.iter_mut().filter(|r| r.answered.is_none()) {
+            record.answered = Some(now - 1);
+            record.weak = true;
+        }
+        let durable = false;
+        records.push(Record {
+            value: found,
+            issued: now,
+            answered: Some(now),
+            weak: false,
+            durable,
+        });
+    }
+
+    /// The sectors that anything was ever done to.
+    pub fn touched(&self) -> impl Iterator<Item = u64> + '_ {
+        self.history.keys().copied()
+    }
+
+    /// `counts`: which records supersede others.
+    fn check(
+        &self,
+        sector: u64,
+        found: &Result<Value, String>,
+        what: &str,
+        counts: impl Fn(&Record) -> bool,
+    ) -> Result<(), String> {
+        let untouched = [initial(Value::Zeros)];
+        let records = self.history.get(&sector).map_or(&untouched[..], |r| r);
+        let allowed = |r: &&Record| !records.iter().any(|o| counts(o) && r.superseded_by(o));
+        if let Ok(found) = found
+            && records.iter().filter(allowed).any(|r| r.value == *found)
+        {
+            return Ok(());
+        }
+        let mut values: Vec<Value> = records.iter().filter(allowed).map(|r| r.value).collect();
+        values.sort();
+        values.dedup();
+        let values: Vec<String> = values.iter().map(ToString::to_string).collect();
+        let found = found.as_ref().map_or_else(String::clone, ToString::to_string);
+        let values = values.join(", ");
+        Err(format!("sector {sector} after {what}: allowed: {values}; found: {found}"))
+    }
+}
+
+fn initial(value: Value) -> Record {
+    Record { value, issued: 0, answered: Some(0), weak: false, durable: true }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(model: &Model, after: After, value: Value) -> bool {
+        model.check_after(after, 3, &Ok(value)).is_ok()
+    }
+
+    const W1: Value = Value::Written(1);
+    const W2: Value = Value::Written(2);
+
+    #[test]
+    fn a_power_cut_leaves_what_was_flushed_or_anything_written_since() {
+        let mut model = Model::new(10);
+        let first = model.issue(3, 1, Change::Write(1));
+        assert!(found(&model, After::PowerCut, W1) && found(&model, After::PowerCut, Value::Zeros));
+        model.answer(first, true);
+        let flush = model.issue_flush();
+        let second = model.issue(3, 1, Change::Write(2));
+        model.answer(second, true);
+        model.flushed(flush);
+        assert!(found(&model, After::PowerCut, W1) && found(&model, After::PowerCut, W2));
+        assert!(!found(&model, After::PowerCut, Value::Zeros));
+        assert!(!found(&model, After::Death, W1) && found(&model, After::Death, W2));
+        assert!(model.check_after(After::PowerCut, 3, &Err("torn".into())).is_err());
+    }
+
+    #[test]
+    fn writes_at_the_same_time_leave_either() {
+        let mut model = Model::new(10);
+        let first = model.issue(3, 1, Change::Write(1));
+        let second = model.issue(3, 1, Change::Write(2));
+        model.answer(second, true);
+        model.answer(first, true);
+        assert!(found(&model, After::Death, W1) && found(&model, After::Death, W2));
+        assert!(!found(&model, After::Death, Value::Zeros));
+    }
+
+    #[test]
+    fn a_failed_write_and_a_discard_may_have_happened_or_not() {
+        let mut model = Model::new(10);
+        let first = model.issue(3, 1, Change::Write(1));
+        model.answer(first, true);
+        let second = model.issue(3, 1, Change::Write(2));
+        model.answer(second, false);
+        let flush = model.issue_flush();
+        model.flushed(flush);
+        assert!(found(&model, After::PowerCut, W1) && found(&model, After::PowerCut, W2));
+        assert!(!found(&model, After::PowerCut, Value::Zeros));
+        let discard = model.issue(3, 1, Change::Discard);
+        model.answer(discard, true);
+        let values = [W1, W2, Value::Zeros];
+        assert!(values.iter().all(|v| found(&model, After::Death, *v)));
+    }
+
+    #[test]
+    fn a_read_shows_what_was_answered_before_it_was_issued_or_later() {
+        let mut model = Model::new(10);
+        let write = model.issue(3, 1, Change::Write(1));
+        let early = model.issue_read(3, 1);
+        model.answer(write, true);
+        let late = model.issue_read(3, 1);
+        assert!(model.answer_read(early, Some(&[Ok(Value::Zeros)])).is_ok());
+        let text = model.answer_read(late, Some(&[Ok(Value::Zeros)])).unwrap_err();
+        assert_eq!(text, "sector 3 after a read: allowed: write 1; found: zeros");
+    }
+
+    #[test]
+    fn what_is_seen_after_a_death_is_not_durable_yet() {
+        let mut model = Model::new(10);
+        let write = model.issue(3, 1, Change::Write(1));
+        model.answer(write, true);
+        model.settle(After::Death, 3, W1);
+        assert!(found(&model, After::PowerCut, Value::Zeros) && found(&model, After::PowerCut, W1));
+        assert!(!found(&model, After::Death, Value::Zeros));
+        model.settle(After::PowerCut, 3, Value::Zeros);
+        assert!(!found(&model, After::PowerCut, W1));
+    }
+}

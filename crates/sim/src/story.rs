@@ -1,0 +1,402 @@
+//! One story: what happens follows from its seed, what may be found afterwards from the model.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::sim::{Fault, On};
+
+use crate::format::{Disk, Format};
+use crate::load::{Load, MAX_REQUEST_SECTORS, Mix};
+use crate::machine::{MAX_DEPTH, MAX_QUEUES, Machine, Thread};
+use crate::model::{After, Model};
+use crate::stamp;
+
+/// EIO, as the kernel gives it.
+const EIO: i32 = 5;
+
+/// What a story is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scenario {
+    /// Everything.
+    Mixed,
+    /// Writes to all parts of a disk that has nothing yet.
+    FirstWrites,
+    /// Single sectors in few places.
+    Bitmaps,
+    /// As many flushes as writes.
+    FlushStorm,
+    /// Discard, and writes to what was discarded.
+    Discards,
+    /// Writes of zeros.
+    Zeroes,
+    /// Opened, used a little, closed, again and again.
+    Close,
+}
+
+impl Scenario {
+    /// All of them.
+    pub const ALL: [Scenario; 7] = [
+        Scenario::Mixed,
+        Scenario::FirstWrites,
+        Scenario::Bitmaps,
+        Scenario::FlushStorm,
+        Scenario::Discards,
+        Scenario::Zeroes,
+        Scenario::Close,
+    ];
+
+    /// What `--scenario` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Scenario::Mixed => "mixed",
+            Scenario::FirstWrites => "first-writes",
+            Scenario::Bitmaps => "bitmaps",
+            Scenario::FlushStorm => "flush-storm",
+            Scenario::Discards => "discards",
+            Scenario::Zeroes => "zeroes",
+            Scenario::Close => "close",
+        }
+    }
+
+    fn mix(self) -> Mix {
+        let mix = Mix {
+            reads: 20,
+            writes: 50,
+            flushes: 6,
+            discards: 8,
+            zeroes: 6,
+            max_sectors: MAX_REQUEST_SECTORS,
+            near: 60,
+        };
+        match self {
+            Scenario::Mixed => mix,
+            Scenario::FirstWrites => {
+                Mix { reads: 5, writes: 90, flushes: 4, discards: 0, zeroes: 0, near: 20, ..mix }
+            }
+            Scenario::Bitmaps => Mix { writes: 80, flushes: 8, max_sectors: 3, near: 98, ..mix },
+            Scenario::FlushStorm => Mix { reads: 5, writes: 50, flushes: 45, ..mix },
+            Scenario::Discards => Mix { reads: 10, writes: 40, flushes: 8, discards: 40, ..mix },
+            Scenario::Zeroes => Mix { reads: 10, writes: 40, flushes: 8, zeroes: 40, ..mix },
+            Scenario::Close => Mix { reads: 10, ..mix },
+        }
+    }
+}
+
+/// What to tell.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Everything else follows from it.
+    pub seed: u64,
+    /// What it is about.
+    pub scenario: Scenario,
+    /// The first round ends at this step, by this; none: as the seed says.
+    pub cut: Option<(u64, After)>,
+    /// Where the files go if something is found.
+    pub keep: Option<PathBuf>,
+}
+
+/// What a story without a finding was.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Told {
+    /// Steps of the world in the first round.
+    pub first_round: u64,
+    /// Steps in all.
+    pub steps: u64,
+    /// Power cuts.
+    pub cuts: u64,
+    /// Deaths of the process.
+    pub deaths: u64,
+    /// Disks closed.
+    pub closes: u64,
+}
+
+/// What was found.
+#[derive(Clone, Debug)]
+pub struct Violation {
+    /// Of what.
+    pub format: &'static str,
+    /// In which story.
+    pub plan: Plan,
+    /// In which of its rounds, from 0.
+    pub round: u64,
+    /// The world's step at which the round ended, or had come to.
+    pub step: u64,
+    /// What.
+    pub what: String,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Plan { seed, scenario, .. } = &self.plan;
+        let scenario = scenario.name();
+        let Violation { format, round, step, what, .. } = self;
+        writeln!(f, "VIOLATION in round {round}, at step {step}: {what}")?;
+        write!(f, "replay: ferrite-sim --seed {seed} --scenario {scenario} --format {format}")?;
+        if let Some((step, after)) = self.plan.cut {
+            let after = if after == After::Death { "death" } else { "power" };
+            write!(f, " --cut {step}:{after}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Tells the story.
+///
+/// # Errors
+/// What was found.
+pub fn tell<F: Format>(format: &F, plan: &Plan) -> Result<Told, Box<Violation>> {
+    let mut told = Told::default();
+    let fail = |round, step, what| {
+        let (format, plan) = (format.name(), plan.clone());
+        Box::new(Violation { format, plan, round, step, what })
+    };
+    let mut story = Story::begin(format, plan).map_err(|what| fail(0, 0, what))?;
+    for round in 0..story.rounds {
+        let done = story.round(round, &mut told);
+        let step = story.machine.world.step();
+        if round == 0 {
+            told.first_round = step;
+        }
+        told.steps = step;
+        if let Err(what) = done {
+            let kept = plan.keep.as_ref().map(|dir| story.machine.keep(dir));
+            let note = match (kept, &plan.keep) {
+                (Some(Err(e)), _) => format!("; the files could not be kept: {e}"),
+                (Some(Ok(())), Some(dir)) => format!("; the files are in {}", dir.display()),
+                _ => String::new(),
+            };
+            return Err(fail(round, story.ended_at, what + &note));
+        }
+    }
+    Ok(told)
+}
+
+struct Story<'a, F: Format> {
+    format: &'a F,
+    plan: &'a Plan,
+    machine: Machine,
+    model: Rc<RefCell<Model>>,
+    numbers: Rc<Cell<u64>>,
+    random: SplitMix64,
+    rounds: u64,
+    ended_at: u64,
+}
+
+impl<'a, F: Format> Story<'a, F> {
+    fn begin(format: &'a F, plan: &'a Plan) -> Result<Self, String> {
+        let mut random = SplitMix64::new(plan.seed ^ 0x5717_0000);
+        let machine = Machine::new(plan.seed).map_err(|e| e.to_string())?;
+        let sectors = sizes(&mut random);
+        format.create(&machine.place, sectors)?;
+        let rounds = match plan.scenario {
+            _ if plan.cut.is_some() => 1,
+            Scenario::Close => 5,
+            _ => 1 + random.below(3),
+        };
+        let model = Rc::new(RefCell::new(Model::new(sectors)));
+        let numbers = Rc::new(Cell::new(1));
+        Ok(Story { format, plan, machine, model, numbers, random, rounds, ended_at: 0 })
+    }
+
+    /// Load, its end, and what is there afterwards.
+    fn round(&mut self, round: u64, told: &mut Told) -> Result<(), String> {
+        let forced = self.plan.cut.filter(|_| round == 0);
+        let faulty = self.random.below(4) == 0 && forced.is_none();
+        self.trouble(faulty);
+        let stop = match forced {
+            Some((step, _)) => Some(step),
+            None => self.end_of_round(),
+        };
+        self.machine.world.stop_at(stop);
+        let (disk_closed, flush_failed) = self.use_disk(faulty)?;
+        self.ended_at = self.machine.world.step();
+        self.machine.world.set_faults(Vec::new());
+        self.machine.world.stop_at(self.machine.world.stopped().then_some(0));
+        let after = match forced {
+            Some((_, after)) => after,
+            None if flush_failed => After::PowerCut,
+            None if disk_closed => [After::Close, After::PowerCut][self.random.below(2) as usize],
+            None => [After::Death, After::PowerCut][self.random.below(2) as usize],
+        };
+        let broken = |e| format!("the simulator: {e}");
+        match after {
+            After::PowerCut => {
+                told.cuts += 1;
+                self.machine.cut_power().map_err(broken)?;
+            }
+            After::Death => {
+                told.deaths += 1;
+                self.machine.world.kill_process().map_err(broken)?;
+            }
+            After::Close => told.closes += 1,
+        }
+        self.examine(after)
+    }
+
+    /// What goes wrong in a round.
+    fn trouble(&mut self, faulty: bool) {
+        let random = &mut self.random;
+        let nuisances = [(0, 0), (50, 20), (400, 200)][random.below(3) as usize];
+        self.machine.world.set_nuisances(nuisances.0, nuisances.1);
+        let mut faults = Vec::new();
+        if faulty {
+            let on = [On::Read, On::Write, On::Sync, On::Change][random.below(4) as usize];
+            let per_mille = [5, 50, 300][random.below(3) as usize];
+            let times = 1 + random.below(5);
+            faults.push(Fault { on, range: 0..u64::MAX, per_mille, errno: EIO, times });
+        }
+        self.machine.world.set_faults(faults);
+    }
+
+    /// At which step the world stops; none: when all is done.
+    fn end_of_round(&mut self) -> Option<u64> {
+        if self.plan.scenario == Scenario::Close || self.random.below(8) == 0 {
+            return None;
+        }
+        let reach = 1 << (4 + self.random.below(7));
+        Some(self.machine.world.step() + 1 + self.random.below(reach))
+    }
+
+    /// Opens the disk, and loads it until all is done or the world stands still. Whether it was
+    /// closed, and whether a flush had failed.
+    fn use_disk(&mut self, faulty: bool) -> Result<(bool, bool), String> {
+        let disk = self.format.open(&self.machine.place)?;
+        let queues = 1 + self.random.below(MAX_QUEUES as u64) as usize;
+        let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
+        let left = match self.plan.scenario {
+            Scenario::Close => 1 + self.random.below(12),
+            _ => 8 + self.random.below(180),
+        };
+        let sectors = disk.sectors();
+        let files = disk.files();
+        let load = Rc::new(Load {
+            disk,
+            model: self.model.clone(),
+            seed: self.plan.seed,
+            numbers: self.numbers.clone(),
+            random: RefCell::new(SplitMix64::new(self.random.next_u64())),
+            left: Cell::new(left),
+            tasks: Cell::new(queues * depth),
+            mix: self.plan.scenario.mix(),
+            hot_spots: self.format.hot_spots(sectors),
+            may_fail: faulty,
+            flush_failed: Cell::new(false),
+            trouble: RefCell::new(None),
+        });
+        let mut threads = match self.machine.queues(queues, &files) {
+            Err(_) if self.machine.world.stopped() => return Ok((false, false)),
+            threads => threads.map_err(|e| e.to_string())?,
+        };
+        for thread in &threads {
+            for i in 0..depth {
+                let task = load.clone().task(thread.queue.clone(), thread.buffer(i));
+                thread.reactor.spawn(task);
+            }
+        }
+        self.machine.drive(&mut threads, || load.tasks.get() == 0)?;
+        if let Some(text) = load.trouble.take() {
+            self.ended_at = self.machine.world.step();
+            return Err(text);
+        }
+        let failed = load.flush_failed.get();
+        if failed || self.machine.world.stopped() {
+            return Ok((false, failed));
+        }
+        self.close(&load, &mut threads[0], faulty)
+    }
+
+    fn close(
+        &mut self,
+        load: &Rc<Load<F::Disk>>,
+        thread: &mut Thread,
+        faulty: bool,
+    ) -> Result<(bool, bool), String> {
+        let issued = self.model.borrow_mut().issue_flush();
+        let (at, queue) = (load.clone(), thread.queue.clone());
+        let closed = self.machine.run(thread, async move { at.disk.close(&queue).await })?;
+        match closed {
+            None => Ok((false, false)),
+            Some(Ok(())) => {
+                self.model.borrow_mut().flushed(issued);
+                Ok((true, false))
+            }
+            Some(Err(_)) if faulty => Ok((false, true)),
+            Some(Err(e)) => Err(format!("closing failed where nothing was wrong: {e}")),
+        }
+    }
+
+    /// Checks the image, opens it, compares all that was ever touched, and now and then the rest.
+    fn examine(&mut self, after: After) -> Result<(), String> {
+        let thorough = self.random.below(16) == 0;
+        let place = &self.machine.place;
+        // What a process left in the memory that outlives it is part of the image then.
+        if after != After::Death {
+            self.format.check(place, thorough).map_err(|e| format!("its check says: {e}"))?;
+        }
+        let disk = Rc::new(self.format.open(place).map_err(|e| format!("after {after:?}: {e}"))?);
+        let sectors = self.model.borrow().sectors();
+        if disk.sectors() != sectors {
+            let now = disk.sectors();
+            return Err(format!("after {after:?} it has {now} sectors, and not {sectors}"));
+        }
+        let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
+        for range in self.ranges(sectors) {
+            self.compare(after, &disk, &mut threads[0], range)?;
+        }
+        Ok(())
+    }
+
+    /// What to look at, in pieces.
+    fn ranges(&mut self, sectors: u64) -> Vec<Range<u64>> {
+        let all = self.random.below(8) == 0;
+        let piece = MAX_REQUEST_SECTORS;
+        let model = self.model.borrow();
+        let mut pieces: Vec<u64> = match all {
+            true => (0..sectors.div_ceil(piece)).collect(),
+            false => model.touched().map(|s| s / piece).collect(),
+        };
+        pieces.push(self.random.below(sectors) / piece);
+        pieces.sort_unstable();
+        pieces.dedup();
+        pieces.iter().map(|p| p * piece..((p + 1) * piece).min(sectors)).collect()
+    }
+
+    fn compare(
+        &mut self,
+        after: After,
+        disk: &Rc<F::Disk>,
+        thread: &mut Thread,
+        range: Range<u64>,
+    ) -> Result<(), String> {
+        let len = (range.end - range.start) as usize * stamp::SECTOR;
+        let (to, offset) = (thread.buffer(0).slice(0, len), range.start * 512);
+        let (at, queue) = (disk.clone(), thread.queue.clone());
+        let read = async move { at.read(&queue, offset, to).await };
+        let read = self.machine.run(thread, read)?;
+        match read {
+            Some(Ok(())) => {}
+            other => return Err(format!("after {after:?} {range:?} cannot be read: {other:?}")),
+        }
+        let mut bytes = vec![0; len];
+        thread.queue.arena.copy_out(to, &mut bytes);
+        let mut model = self.model.borrow_mut();
+        for (sector, bytes) in range.zip(bytes.chunks_exact(stamp::SECTOR)) {
+            let found = stamp::read(bytes, self.plan.seed, sector);
+            model.check_after(after, sector, &found)?;
+            if let Ok(value) = found {
+                model.settle(after, sector, value);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Sectors of a story's disk: small, so that requests meet.
+fn sizes(random: &mut SplitMix64) -> u64 {
+    let sizes = [1, 9, 2048, 4096, 3 * 4096, 3 * 4096 + 1, 5 * 4096 + 8];
+    sizes[random.below(sizes.len() as u64) as usize]
+}

@@ -1,0 +1,321 @@
+//! The simulator finds what it is there to find: formats with wrong orders of writes and syncs.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_io::arena::Span;
+use ferrite_sim::format::{Disk, Format, Place, Queue};
+use ferrite_sim::raw::Raw;
+use ferrite_sim::story::{Plan, Scenario, Violation, tell};
+
+/// The first of so many fixed seeds whose story ends badly.
+fn find(format: &impl Format, scenario: Scenario, seeds: u64) -> Option<Box<Violation>> {
+    let plan = |seed| Plan { seed, scenario, cut: None, keep: None };
+    (0..seeds).find_map(|seed| tell(format, &plan(seed)).err())
+}
+
+/// Raw, and a flush that tells the guest what it wants to hear.
+struct DeafFlush;
+struct DeafDisk(ferrite_disk::Disk);
+
+impl Format for DeafFlush {
+    type Disk = DeafDisk;
+
+    fn name(&self) -> &'static str {
+        "deaf"
+    }
+
+    fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
+        Raw.create(place, sectors)
+    }
+
+    fn open(&self, place: &Place) -> Result<DeafDisk, String> {
+        Raw.open(place).map(DeafDisk)
+    }
+
+    fn check(&self, _: &Place, _: bool) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn hot_spots(&self, sectors: u64) -> Vec<u64> {
+        Raw.hot_spots(sectors)
+    }
+}
+
+impl Disk for DeafDisk {
+    fn sectors(&self) -> u64 {
+        Disk::sectors(&self.0)
+    }
+
+    fn files(&self) -> Vec<Arc<OwnedFd>> {
+        Disk::files(&self.0)
+    }
+
+    async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
+        Disk::read(&self.0, queue, offset, to).await
+    }
+
+    async fn write(&self, queue: &Queue, offset: u64, from: Span) -> io::Result<()> {
+        Disk::write(&self.0, queue, offset, from).await
+    }
+
+    async fn flush(&self, _: &Queue) -> io::Result<()> {
+        Ok(())
+    }
+
+    async fn discard(&self, queue: &Queue, offset: u64, len: u64) -> io::Result<()> {
+        Disk::discard(&self.0, queue, offset, len).await
+    }
+
+    async fn write_zeroes(&self, queue: &Queue, offset: u64, len: u64) -> io::Result<()> {
+        Disk::write_zeroes(&self.0, queue, offset, len).await
+    }
+
+    async fn close(&self, queue: &Queue) -> io::Result<()> {
+        Disk::close(&self.0, queue).await
+    }
+}
+
+/// What a toy image does wrong.
+#[derive(Clone, Copy, PartialEq)]
+enum Order {
+    /// Nothing: data, sync, map, sync, and an answer only then.
+    Right,
+    /// Data and map, sync: the map may be durable before the data.
+    MissingSync,
+    /// The map is in this process's memory until a flush, and what was answered dies with it.
+    AnswerTooEarly,
+}
+
+/// A disk whose sectors are put one behind the other as they are first written: a header, then
+/// slots of two sectors: the number of the disk's sector plus one, and its content. The content is
+/// never written in place again: old slots of a sector are passed over.
+struct Toy(Order);
+
+#[derive(Default)]
+struct ToyMap {
+    slots: BTreeMap<u64, u64>,
+    next: u64,
+    /// Slots whose numbers are written.
+    committed: BTreeSet<u64>,
+    /// Slots with data whose numbers are not written yet.
+    dirty: Vec<(u64, u64)>,
+    committing: bool,
+}
+
+struct ToyDisk {
+    file: Arc<OwnedFd>,
+    order: Order,
+    sectors: u64,
+    map: RefCell<ToyMap>,
+}
+
+const IMAGE: &str = "toy";
+
+impl Format for Toy {
+    type Disk = ToyDisk;
+
+    fn name(&self) -> &'static str {
+        "toy"
+    }
+
+    fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
+        let made = File::create_new(place.image(IMAGE)).and_then(|f| {
+            f.write_all_at(&sectors.to_le_bytes(), 0)?;
+            f.set_len(512 + sectors * 1024)
+        });
+        made.map_err(|e| e.to_string())
+    }
+
+    fn open(&self, place: &Place) -> Result<ToyDisk, String> {
+        let open = || -> io::Result<ToyDisk> {
+            let file = File::options().read(true).write(true).open(place.image(IMAGE))?;
+            let number = |offset| -> io::Result<u64> {
+                let mut word = [0; 8];
+                file.read_exact_at(&mut word, offset)?;
+                Ok(u64::from_le_bytes(word))
+            };
+            let sectors = number(0)?;
+            let mut map = ToyMap::default();
+            for slot in 0..sectors {
+                if let Some(sector) = number(512 + slot * 1024)?.checked_sub(1) {
+                    map.slots.insert(sector, slot);
+                    map.committed.insert(slot);
+                    map.next = slot + 1;
+                }
+            }
+            let order = self.0;
+            Ok(ToyDisk { file: Arc::new(file.into()), order, sectors, map: RefCell::new(map) })
+        };
+        open().map_err(|e| e.to_string())
+    }
+
+    fn check(&self, place: &Place, _: bool) -> Result<(), String> {
+        self.open(place).map(drop)
+    }
+
+    fn hot_spots(&self, sectors: u64) -> Vec<u64> {
+        vec![0, sectors / 2]
+    }
+}
+
+impl ToyDisk {
+    /// Where a sector is, or will be.
+    fn place(&self, sector: u64) -> u64 {
+        let mut map = self.map.borrow_mut();
+        if let Some(slot) = map.slots.get(&sector) {
+            return *slot;
+        }
+        let slot = map.next;
+        map.next += 1;
+        map.slots.insert(sector, slot);
+        slot
+    }
+
+    async fn write_sector(&self, queue: &Queue, sector: u64, from: Span) -> io::Result<()> {
+        let slot = self.place(sector);
+        queue.io.write_all(queue.files[0], 1024 + slot * 1024, from).await?;
+        let mut map = self.map.borrow_mut();
+        if !map.committed.contains(&slot) {
+            map.dirty.push((sector, slot));
+        }
+        Ok(())
+    }
+
+    async fn sync(&self, queue: &Queue) -> io::Result<()> {
+        loop {
+            match queue.io.sync(queue.files[0]).await {
+                Err(e) if matches!(e.raw_os_error(), Some(4 | 11)) => {}
+                done => return done,
+            }
+        }
+    }
+
+    /// One commit at a time: a second one waits for the first.
+    async fn commit(&self, queue: &Queue) -> io::Result<()> {
+        while self.map.borrow().committing {
+            queue.io.sleep(Duration::from_micros(10)).await?;
+        }
+        self.map.borrow_mut().committing = true;
+        let dirty = std::mem::take(&mut self.map.borrow_mut().dirty);
+        let done = self.commit_alone(queue, &dirty).await;
+        let mut map = self.map.borrow_mut();
+        map.committing = false;
+        match done {
+            Ok(()) => map.committed.extend(dirty.iter().map(|(_, slot)| *slot)),
+            Err(_) => map.dirty.extend(dirty),
+        }
+        done
+    }
+
+    async fn commit_alone(&self, queue: &Queue, dirty: &[(u64, u64)]) -> io::Result<()> {
+        if self.order != Order::MissingSync {
+            self.sync(queue).await?;
+        }
+        // The first sector of the page of zeros, which nothing else here uses.
+        let head = queue.zeros.slice(0, 8);
+        for (sector, slot) in dirty {
+            queue.arena.copy_in(head, &(sector + 1).to_le_bytes());
+            queue.io.write_all(queue.files[0], 512 + slot * 1024, head).await?;
+        }
+        self.sync(queue).await
+    }
+
+    /// Without memory that outlives the process, an answer needs the map to be in the file.
+    async fn before_answer(&self, queue: &Queue) -> io::Result<()> {
+        if self.order == Order::AnswerTooEarly { Ok(()) } else { self.commit(queue).await }
+    }
+}
+
+impl Disk for ToyDisk {
+    fn sectors(&self) -> u64 {
+        self.sectors
+    }
+
+    fn files(&self) -> Vec<Arc<OwnedFd>> {
+        vec![self.file.clone()]
+    }
+
+    async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
+        for i in 0..to.len() / 512 {
+            let slot = self.map.borrow().slots.get(&(offset / 512 + i as u64)).copied();
+            let part = to.slice(i * 512, 512);
+            match slot {
+                Some(slot) => {
+                    queue.io.read_exact(queue.files[0], 1024 + slot * 1024, part).await?;
+                }
+                None => queue.arena.fill(part, 0),
+            }
+        }
+        Ok(())
+    }
+
+    async fn write(&self, queue: &Queue, offset: u64, from: Span) -> io::Result<()> {
+        for i in 0..from.len() / 512 {
+            let sector = offset / 512 + i as u64;
+            self.write_sector(queue, sector, from.slice(i * 512, 512)).await?;
+        }
+        self.before_answer(queue).await
+    }
+
+    async fn flush(&self, queue: &Queue) -> io::Result<()> {
+        self.commit(queue).await
+    }
+
+    async fn discard(&self, _: &Queue, _: u64, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    async fn write_zeroes(&self, queue: &Queue, offset: u64, len: u64) -> io::Result<()> {
+        for i in 0..len / 512 {
+            self.write_sector(queue, offset / 512 + i, queue.zeros.slice(512, 512)).await?;
+        }
+        self.before_answer(queue).await
+    }
+
+    async fn close(&self, queue: &Queue) -> io::Result<()> {
+        self.commit(queue).await
+    }
+}
+
+#[test]
+fn a_flush_that_is_not_passed_on_is_found_and_found_again_by_its_seed() {
+    let found = find(&DeafFlush, Scenario::FlushStorm, 40).expect("a violation");
+    assert!(found.what.contains("after a power cut: allowed:"), "{found}");
+    let again = tell(&DeafFlush, &found.plan).unwrap_err();
+    assert_eq!((&again.what, again.step), (&found.what, found.step));
+}
+
+#[test]
+fn a_map_that_may_be_durable_before_its_data_is_found() {
+    let found = find(&Toy(Order::MissingSync), Scenario::Bitmaps, 100).expect("a violation");
+    assert!(found.what.contains("after a power cut"), "{found}");
+}
+
+#[test]
+fn an_answered_write_that_dies_with_the_process_is_found() {
+    let found = find(&Toy(Order::AnswerTooEarly), Scenario::Bitmaps, 100).expect("a violation");
+    assert!(found.what.contains("after the death of the process"), "{found}");
+}
+
+#[test]
+fn the_toy_that_does_nothing_wrong_is_left_alone() {
+    if let Some(found) = find(&Toy(Order::Right), Scenario::Bitmaps, 40) {
+        panic!("{found}");
+    }
+}
+
+#[test]
+fn raw_keeps_its_promises_in_the_first_stories_of_all_kinds() {
+    for scenario in Scenario::ALL {
+        if let Some(found) = find(&Raw, scenario, 20) {
+            panic!("{found}");
+        }
+    }
+}
