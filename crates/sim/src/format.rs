@@ -4,12 +4,10 @@ use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::rc::Rc;
 use std::sync::Arc;
 
+use ferrite_disk::Port;
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::engine::FileId;
-use ferrite_io::reactor::Io;
 use ferrite_io::sim::SimDirectory;
 
 /// The directory of one machine, on a tmpfs.
@@ -32,14 +30,17 @@ impl Place {
 /// One queue's way to the disk.
 #[derive(Clone)]
 pub struct Queue {
-    /// Its reactor.
-    pub io: Io,
-    /// The disk's files, registered with it.
-    pub files: Rc<[FileId]>,
-    /// The memory of all data.
-    pub arena: Arc<Arena>,
+    /// What the disk's steps run on.
+    pub port: Port,
     /// A page of zeros.
     pub zeros: Span,
+}
+
+impl Queue {
+    /// The memory of all data.
+    pub fn memory(&self) -> &Arc<Arena> {
+        self.port.memory()
+    }
 }
 
 /// An open disk. Offsets and lengths are bytes, whole sectors.

@@ -142,7 +142,7 @@ impl<D: Disk> Load<D> {
         match done {
             Ok(()) => {
                 let mut bytes = vec![0; to.len()];
-                queue.arena.copy_out(to, &mut bytes);
+                queue.memory().copy_out(to, &mut bytes);
                 let values = bytes.chunks_exact(stamp::SECTOR).zip(ticket.range());
                 let found: Vec<_> = values.map(|(b, s)| stamp::read(b, self.seed, s)).collect();
                 model.answer_read(ticket, Some(&found))
@@ -171,7 +171,7 @@ impl<D: Disk> Load<D> {
                 for (sector, to) in ticket.range().zip(bytes.chunks_exact_mut(stamp::SECTOR)) {
                     stamp::write(to, self.seed, sector, number);
                 }
-                queue.arena.copy_in(from, &bytes);
+                queue.memory().copy_in(from, &bytes);
                 ("write", self.disk.write(queue, offset, from).await)
             }
             Change::Zero => ("write of zeros", self.disk.write_zeroes(queue, offset, len).await),

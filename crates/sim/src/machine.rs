@@ -10,9 +10,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_disk::Port;
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::FileId;
 use ferrite_io::reactor::{Reactor, Wait};
+use ferrite_io::scratch::Scratch;
 use ferrite_io::sim::SimWorld;
 use tempfile::TempDir;
 
@@ -27,7 +29,8 @@ pub const MAX_QUEUES: usize = 3;
 
 const BUFFER_BYTES: usize = MAX_REQUEST_SECTORS as usize * 512;
 const ZEROS_BYTES: usize = 4096;
-const QUEUE_BYTES: usize = ZEROS_BYTES + MAX_DEPTH * BUFFER_BYTES;
+const SCRATCH_BYTES: usize = 256 << 10;
+const QUEUE_BYTES: usize = SCRATCH_BYTES + ZEROS_BYTES + MAX_DEPTH * BUFFER_BYTES;
 
 /// Turns without a step after which time is moved, and how often that is done before giving up.
 const PATIENCE: u32 = 1000;
@@ -85,12 +88,11 @@ impl Machine {
         let ids: io::Result<Vec<FileId>> =
             files.iter().map(|f| reactor.add_file(f.clone())).collect();
         let memory = self.arena.span(i * QUEUE_BYTES, QUEUE_BYTES);
-        let queue = Queue {
-            io: reactor.io(),
-            files: Rc::from(ids?),
-            arena: self.arena.clone(),
-            zeros: memory.slice(0, ZEROS_BYTES),
-        };
+        let (scratch, rest) = (memory.slice(0, SCRATCH_BYTES), QUEUE_BYTES - SCRATCH_BYTES);
+        let scratch = Scratch::new(self.arena.clone(), scratch);
+        let port = Port { io: reactor.io(), files: Rc::from(ids?), scratch };
+        let memory = memory.slice(SCRATCH_BYTES, rest);
+        let queue = Queue { port, zeros: memory.slice(0, ZEROS_BYTES) };
         Ok(Thread { reactor, queue, memory })
     }
 

@@ -53,17 +53,23 @@ impl Disk for ferrite_disk::Disk {
     }
 
     async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
-        let mut at = 0;
-        while at < to.len() as u64 {
-            at += match self.map(offset + at, to.len() as u64 - at, Intent::Read) {
+        let mut done = 0;
+        while done < to.len() {
+            let (at, left) = (offset + done as u64, (to.len() - done) as u64);
+            done += match self.map(at, left, Intent::Read) {
                 Extent::Zeros { len } => {
-                    queue.arena.fill(to.slice(at as usize, len as usize), 0);
-                    len
+                    queue.memory().fill(to.slice(done, len as usize), 0);
+                    len as usize
                 }
                 Extent::Data { file, offset, len } => {
-                    let part = to.slice(at as usize, len as usize);
-                    queue.io.read_exact(queue.files[file], offset, part).await?;
-                    len
+                    let (port, part) = (&queue.port, to.slice(done, len as usize));
+                    port.io.read_exact(port.files[file], offset, part).await?;
+                    part.len()
+                }
+                Extent::Slow { len } => {
+                    let part = to.slice(done, len as usize);
+                    self.read(&queue.port, at, part).await?;
+                    part.len()
                 }
             };
         }
@@ -71,14 +77,21 @@ impl Disk for ferrite_disk::Disk {
     }
 
     async fn write(&self, queue: &Queue, offset: u64, from: Span) -> io::Result<()> {
-        let mut at = 0;
-        while at < from.len() as u64 {
-            at += match self.map(offset + at, from.len() as u64 - at, Intent::Write) {
-                Extent::Zeros { len } => len,
+        let mut done = 0;
+        while done < from.len() {
+            let (at, left) = (offset + done as u64, (from.len() - done) as u64);
+            done += match self.map(at, left, Intent::Write) {
+                Extent::Zeros { len } => len as usize,
                 Extent::Data { file, offset, len } => {
-                    let part = from.slice(at as usize, len as usize);
-                    queue.io.write_all(queue.files[file], offset, part).await?;
-                    len
+                    let (port, part) = (&queue.port, from.slice(done, len as usize));
+                    port.io.write_all(port.files[file], offset, part).await?;
+                    self.wrote(at, len);
+                    part.len()
+                }
+                Extent::Slow { len } => {
+                    let part = from.slice(done, len as usize);
+                    self.write(&queue.port, at, part).await?;
+                    part.len()
                 }
             };
         }
@@ -86,18 +99,18 @@ impl Disk for ferrite_disk::Disk {
     }
 
     async fn flush(&self, queue: &Queue) -> io::Result<()> {
-        self.flush(&queue.io, &queue.files).await
+        self.flush(&queue.port).await
     }
 
     async fn discard(&self, queue: &Queue, offset: u64, len: u64) -> io::Result<()> {
-        self.discard(&queue.io, &queue.files, offset, len).await
+        self.discard(&queue.port, offset, len).await
     }
 
     async fn write_zeroes(&self, queue: &Queue, offset: u64, len: u64) -> io::Result<()> {
-        self.write_zeroes(&queue.io, &queue.files, offset, len, queue.zeros).await
+        self.write_zeroes(&queue.port, offset, len, queue.zeros).await
     }
 
     async fn close(&self, queue: &Queue) -> io::Result<()> {
-        self.flush(&queue.io, &queue.files).await
+        self.close(&queue.port).await
     }
 }

@@ -382,7 +382,7 @@ impl<'a, F: Format> Story<'a, F> {
             other => return Err(format!("after {after:?} {range:?} cannot be read: {other:?}")),
         }
         let mut bytes = vec![0; len];
-        thread.queue.arena.copy_out(to, &mut bytes);
+        thread.queue.memory().copy_out(to, &mut bytes);
         let mut model = self.model.borrow_mut();
         for (sector, bytes) in range.zip(bytes.chunks_exact(stamp::SECTOR)) {
             let found = stamp::read(bytes, self.plan.seed, sector);

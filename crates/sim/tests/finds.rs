@@ -180,7 +180,7 @@ impl ToyDisk {
 
     async fn write_sector(&self, queue: &Queue, sector: u64, from: Span) -> io::Result<()> {
         let slot = self.place(sector);
-        queue.io.write_all(queue.files[0], 1024 + slot * 1024, from).await?;
+        queue.port.io.write_all(queue.port.files[0], 1024 + slot * 1024, from).await?;
         let mut map = self.map.borrow_mut();
         if !map.committed.contains(&slot) {
             map.dirty.push((sector, slot));
@@ -190,7 +190,7 @@ impl ToyDisk {
 
     async fn sync(&self, queue: &Queue) -> io::Result<()> {
         loop {
-            match queue.io.sync(queue.files[0]).await {
+            match queue.port.io.sync(queue.port.files[0]).await {
                 Err(e) if matches!(e.raw_os_error(), Some(4 | 11)) => {}
                 done => return done,
             }
@@ -200,7 +200,7 @@ impl ToyDisk {
     /// One commit at a time: a second one waits for the first.
     async fn commit(&self, queue: &Queue) -> io::Result<()> {
         while self.map.borrow().committing {
-            queue.io.sleep(Duration::from_micros(10)).await?;
+            queue.port.io.sleep(Duration::from_micros(10)).await?;
         }
         self.map.borrow_mut().committing = true;
         let dirty = std::mem::take(&mut self.map.borrow_mut().dirty);
@@ -221,8 +221,8 @@ impl ToyDisk {
         // The first sector of the page of zeros, which nothing else here uses.
         let head = queue.zeros.slice(0, 8);
         for (sector, slot) in dirty {
-            queue.arena.copy_in(head, &(sector + 1).to_le_bytes());
-            queue.io.write_all(queue.files[0], 512 + slot * 1024, head).await?;
+            queue.memory().copy_in(head, &(sector + 1).to_le_bytes());
+            queue.port.io.write_all(queue.port.files[0], 512 + slot * 1024, head).await?;
         }
         self.sync(queue).await
     }
@@ -248,9 +248,9 @@ impl Disk for ToyDisk {
             let part = to.slice(i * 512, 512);
             match slot {
                 Some(slot) => {
-                    queue.io.read_exact(queue.files[0], 1024 + slot * 1024, part).await?;
+                    queue.port.io.read_exact(queue.port.files[0], 1024 + slot * 1024, part).await?;
                 }
-                None => queue.arena.fill(part, 0),
+                None => queue.memory().fill(part, 0),
             }
         }
         Ok(())
