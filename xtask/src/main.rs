@@ -6,6 +6,7 @@ mod checks;
 mod demo;
 mod lab;
 mod packages;
+mod powercuts;
 mod rest;
 mod steps;
 mod xentests;
@@ -28,6 +29,8 @@ enum Task {
     Demo,
     /// Runs the tests.
     Test(checks::TestArguments),
+    /// Cuts the power of simulated machines for hours.
+    Nightly(powercuts::NightlyArguments),
     /// Compares Ferrite with other backends and with the bare machine.
     Bench(bench::BenchArguments),
     /// The lab: a real Xen host in an emulator.
@@ -81,6 +84,7 @@ fn run(task: Task) -> Result<ExitCode> {
     match task {
         Task::Demo => demo::run(),
         Task::Test(arguments) => checks::test(&arguments),
+        Task::Nightly(arguments) => powercuts::nightly(&arguments),
         Task::Bench(arguments) => bench::run(&arguments),
         Task::Lab(LabTask::Build { suite, peers }) => {
             packages::ensure(&[packages::LAB])?;

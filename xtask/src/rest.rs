@@ -6,6 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::checks::{Outcome, check, fresh_log};
+use crate::powercuts;
 use crate::steps::{self, cargo, run_logged};
 
 /// The licence gate. Built once into target/tools: three minutes of processor time.
@@ -28,6 +29,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
         check("tests of interleavings", interleavings),
         check("tests under valgrind", valgrind),
         check("tests under AddressSanitizer", address_sanitizer),
+        check("power cuts", powercuts::test),
         check("documentation", || {
             let mut doc = cargo();
             doc.args(["doc", "--locked", "--workspace", "--no-deps"]);

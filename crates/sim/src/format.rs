@@ -103,6 +103,20 @@ pub trait Format {
     /// What is wrong with it.
     fn check(&self, place: &Place, thorough: bool) -> Result<(), String>;
 
+    /// Puts a new leaf of `sectors` on top of the image, which is not open, both durable.
+    ///
+    /// # Errors
+    /// As above; and where the format has no such thing.
+    fn snapshot(&self, place: &Place, sectors: u64) -> Result<(), String> {
+        let _ = (place, sectors);
+        Err("there are no snapshots of this".into())
+    }
+
+    /// Whether [`snapshot`](Format::snapshot) works.
+    fn has_snapshots(&self) -> bool {
+        false
+    }
+
     /// Sectors near which its metadata changes.
     fn hot_spots(&self, sectors: u64) -> Vec<u64>;
 }

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 pub mod format;
+pub mod images;
 pub mod load;
 pub mod machine;
 pub mod model;

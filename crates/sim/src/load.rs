@@ -119,7 +119,7 @@ impl<D: Disk> Load<D> {
     fn range(&self, random: &mut SplitMix64, large: bool) -> (u64, u64) {
         let all = self.disk.sectors();
         let mut max = [1, 8, self.mix.max_sectors][random.below(3) as usize];
-        if large && random.below(3) == 0 {
+        if large && random.below(12) == 0 {
             max = all;
         }
         let sectors = 1 + random.below(max.min(all));

@@ -7,8 +7,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use ferrite_disk::Format as DiskFormat;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_sim::format::Format;
+use ferrite_sim::images::Images;
 use ferrite_sim::model::After;
 use ferrite_sim::raw::Raw;
 use ferrite_sim::story::{Plan, Scenario, Told, Violation, tell};
@@ -61,6 +63,9 @@ fn cut(text: &str) -> Result<(u64, After), String> {
     }
 }
 
+/// The formats that stories are told of.
+const SERVED: [DiskFormat; 1] = [DiskFormat::Raw];
+
 /// What was told so far.
 #[derive(Default)]
 struct Sum {
@@ -111,8 +116,11 @@ fn stories(
         for scenario in &arguments.scenario.0 {
             let keep = arguments.keep.clone();
             let plan = Plan { seed, scenario: *scenario, cut: arguments.cut, keep };
-            if ["all", "raw"].contains(&arguments.format.as_str()) {
-                story(arguments, &Raw, &plan, sum)?;
+            for format in formats(&arguments.format) {
+                match format {
+                    DiskFormat::Raw => story(arguments, &Raw, &plan, sum)?,
+                    other => story(arguments, &Images(other), &plan, sum)?,
+                }
             }
             if limit.is_some_and(|limit| began.elapsed() >= limit) {
                 return Ok(());
@@ -123,6 +131,10 @@ fn stories(
         }
     }
     Ok(())
+}
+
+fn formats(name: &str) -> impl Iterator<Item = DiskFormat> {
+    SERVED.into_iter().filter(move |f| name == "all" || f.name() == name)
 }
 
 fn story(

@@ -8,7 +8,7 @@
 //! * A power cut leaves no value that was superseded by a durable write, one that was answered
 //!   before a successful flush was issued.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::stamp::Value;
 
@@ -72,6 +72,8 @@ pub struct Model {
     now: u64,
     sectors: u64,
     history: BTreeMap<u64, Vec<Record>>,
+    /// The sectors that a flush may have something to say about.
+    open: BTreeSet<u64>,
     /// What the layers below the leaf hold; zeros where nothing is said.
     below: BTreeMap<u64, Value>,
     reads: usize,
@@ -99,17 +101,6 @@ impl Model {
         self.below = present.collect();
     }
 
-    /// Nothing is known about what the layers below the leaf hold: what is there, is there as the
-    /// leaf's own.
-    pub fn coalesced(&mut self, below: BTreeMap<u64, Value>) {
-        self.below = below;
-    }
-
-    /// What the layers below the leaf hold.
-    pub fn below(&self) -> &BTreeMap<u64, Value> {
-        &self.below
-    }
-
     /// A read is issued.
     pub fn issue_read(&mut self, first: u64, sectors: u64) -> Ticket {
         self.now += 1;
@@ -121,6 +112,7 @@ impl Model {
     pub fn issue(&mut self, first: u64, sectors: u64, change: Change) -> Ticket {
         self.now += 1;
         let issued = self.now;
+        self.open.extend(first..first + sectors);
         for sector in first..first + sectors {
             let below = self.below.get(&sector).copied().unwrap_or(Value::Zeros);
             let records = self.history.entry(sector).or_insert_with(|| vec![initial(Value::Zeros)]);
@@ -181,15 +173,18 @@ impl Model {
     /// The flush that was issued as `flush` has succeeded.
     pub fn flushed(&mut self, flush: u64) {
         self.now += 1;
-        for records in self.history.values_mut() {
+        let prune = self.reads == 0;
+        self.open.retain(|sector| {
+            let Some(records) = self.history.get_mut(sector) else { return false };
             for record in records.iter_mut() {
                 record.durable |= record.answered.is_some_and(|at| at < flush);
             }
-            if self.reads == 0 {
+            if prune && records.len() > 1 {
                 let all = records.clone();
                 records.retain(|r| !all.iter().any(|o| o.durable && r.superseded_by(o)));
             }
-        }
+            records.len() > 1 || !records.iter().all(|r| r.durable)
+        });
     }
 
     /// Checks one sector of a disk that was opened again.
@@ -226,6 +221,7 @@ impl Model {
             record.weak = true;
         }
         let durable = false;
+        self.open.insert(sector);
         records.push(Record {
             value: found,
             issued: now,

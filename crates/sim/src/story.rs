@@ -204,6 +204,7 @@ impl<'a, F: Format> Story<'a, F> {
 
     /// Load, its end, and what is there afterwards.
     fn round(&mut self, round: u64, told: &mut Told) -> Result<(), String> {
+        self.snapshot()?;
         let forced = self.plan.cut.filter(|_| round == 0);
         let faulty = self.random.below(4) == 0 && forced.is_none();
         self.trouble(faulty);
@@ -235,6 +236,29 @@ impl<'a, F: Format> Story<'a, F> {
             After::Close => told.closes += 1,
         }
         self.examine(after)
+    }
+
+    /// Before a round: a new leaf, now and then.
+    fn snapshot(&mut self) -> Result<(), String> {
+        if !self.format.has_snapshots() || self.random.below(3) > 0 {
+            return Ok(());
+        }
+        // What the death of a process left behind belongs to the image before it is a parent.
+        let disk = Rc::new(self.format.open(&self.machine.place)?);
+        let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
+        let (at, queue) = (disk.clone(), threads[0].queue.clone());
+        let issued = self.model.borrow_mut().issue_flush();
+        match self.machine.run(&mut threads[0], async move { at.close(&queue).await })? {
+            Some(Ok(())) => self.model.borrow_mut().flushed(issued),
+            other => return Err(format!("closing before a snapshot: {other:?}")),
+        }
+        drop((threads, disk));
+        for _ in 0..1 + self.random.below(2) {
+            let sectors = self.model.borrow().sectors();
+            self.format.snapshot(&self.machine.place, sectors)?;
+            self.model.borrow_mut().snapshot();
+        }
+        Ok(())
     }
 
     /// What goes wrong in a round.
