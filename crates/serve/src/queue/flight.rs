@@ -1,5 +1,7 @@
 //! Requests in flight: a fixed table, and tickets that cannot be lost.
 
+use std::io;
+
 use ferrite_io::pool::Buf;
 use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, STATUS_OKAY};
 
@@ -59,12 +61,12 @@ pub(super) struct Flight {
     pub(super) layout: Option<Layout>,
     /// The data read is all zeros and is not in `buf`.
     pub(super) zeros: bool,
-    /// Bytes of the aligned range that storage has done.
-    pub(super) done_bytes: usize,
-    /// Times that storage asked to try again in a row.
-    pub(super) retries: u32,
-    /// The request that shares its operation and comes after it on the medium.
-    pub(super) next: Option<u16>,
+    /// The pieces that its data was cut into.
+    pub(super) pieces: usize,
+    /// Those that have not ended.
+    pub(super) pieces_left: usize,
+    /// The first failure among those that have.
+    pub(super) failed: Option<io::Error>,
     /// Flushes that were taken off the ring before it.
     pub(super) flushes: u32,
     /// Its trace record.
@@ -91,9 +93,9 @@ impl Flights {
             buf: None,
             layout: None,
             zeros: false,
-            done_bytes: 0,
-            retries: 0,
-            next: None,
+            pieces: 0,
+            pieces_left: 0,
+            failed: None,
             flushes: 0,
             record: Record::default(),
         };
@@ -136,9 +138,9 @@ impl Flights {
         f.segments.clear();
         f.layout = None;
         f.zeros = false;
-        f.done_bytes = 0;
-        f.retries = 0;
-        f.next = None;
+        f.pieces = 0;
+        f.pieces_left = 0;
+        f.failed = None;
         f.record = Record { id, operation: response_op, ..Record::default() };
         f.record.stages.taken_ns = now_ns;
     }
@@ -146,6 +148,11 @@ impl Flights {
     /// The request of a ticket.
     pub(super) fn get(&mut self, ticket: &Ticket) -> &mut Flight {
         &mut self.flights[ticket.entry()]
+    }
+
+    /// The request in an entry, of which the caller has a part but not the ticket.
+    pub(super) fn at(&mut self, entry: u16) -> &mut Flight {
+        &mut self.flights[usize::from(entry)]
     }
 
     /// Ends the duty: the response is published.

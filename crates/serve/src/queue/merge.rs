@@ -1,23 +1,22 @@
-//! Requests of one sweep that are neighbours on the medium share one operation.
+//! Neighbours on the medium share one operation, whichever requests of a sweep they belong to.
 //!
 //! Requests in flight together have no order among them, so those between two flushes or barriers
 //! are sorted by place, and runs become vectored transfers; nothing is moved across a flush or
 //! a barrier. A run is bounded in bytes, so that a device still has several operations to work
-//! on, and in pieces. When a shared operation fails or stops short, the requests that it did not
-//! cover are done again one by one: each gets the status that it would have got alone.
+//! on, and in pieces. When a shared operation fails or stops short, the pieces that it did not
+//! cover are done again one by one: each request gets the status that it would have got alone.
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, FileId, MAX_VECTORED, Op, Transfer};
 
 use super::Queue;
-use super::flight::Ticket;
 
 /// The largest shared operation, in bytes.
 const MAX_MERGED_BYTES: usize = 512 << 10;
 
-/// A request whose data lies in one place.
+/// A piece of a request's data, and where it lies.
 pub(super) struct Placed {
-    pub(super) ticket: Ticket,
+    pub(super) piece: u16,
     pub(super) transfer: Transfer,
     pub(super) file: FileId,
     pub(super) offset: u64,
@@ -40,7 +39,7 @@ impl Placed {
 }
 
 impl Queue {
-    /// Gives all placed requests to the engine.
+    /// Gives all placed pieces to the engine.
     pub(super) fn push_placed(&mut self) {
         let mut placed = std::mem::take(&mut self.placed);
         if self.connection.tuning.merge && placed.len() > 1 {
@@ -50,17 +49,15 @@ impl Queue {
         while let Some(first) = all.next() {
             let (transfer, file, offset) = (first.transfer, first.file, first.offset);
             let mut run = Run::new(first.blocks);
+            let leader = first.piece;
             let mut last = first;
-            let leader = last.ticket.entry() as u16;
             while self.connection.tuning.merge
                 && let Some(next) = all.next_if(|next| last.touches(next) && run.add(next.blocks))
             {
-                self.flights.get(&last.ticket).next = Some(next.ticket.entry() as u16);
+                self.pieces.get(last.piece).next = Some(next.piece);
                 self.counters().merged.add(1);
-                last.ticket.park();
                 last = next;
             }
-            last.ticket.park();
             self.counters().transfers.add(1);
             match run.pieces() {
                 [one] => self.reactor.push(u64::from(leader), op(transfer, file, offset, *one)),
@@ -73,18 +70,16 @@ impl Queue {
         self.placed = placed;
     }
 
-    /// An operation for data has ended: of one request, or of several.
+    /// An operation for data has ended: of one piece, or of several.
     pub(super) fn transfer_completed(&mut self, leader: u16, completion: Completion, now_ns: u64) {
-        let ticket = Ticket::unpark(leader);
-        let Some(mut next) = self.flights.get(&ticket).next.take() else {
-            return self.storage_completed(ticket, completion, now_ns);
+        let Some(mut next) = self.pieces.get(leader).next.take() else {
+            return self.piece_completed(leader, completion, now_ns);
         };
         let mut left = completion.result().map_or(0, |bytes| bytes as usize);
-        self.share_out(ticket, &mut left, now_ns);
+        self.share_out(leader, &mut left, now_ns);
         loop {
-            let ticket = Ticket::unpark(next);
-            let after = self.flights.get(&ticket).next.take();
-            self.share_out(ticket, &mut left, now_ns);
+            let after = self.pieces.get(next).next.take();
+            self.share_out(next, &mut left, now_ns);
             match after {
                 Some(after) => next = after,
                 None => return,
@@ -92,18 +87,15 @@ impl Queue {
         }
     }
 
-    /// Gives a request its part of a shared operation's bytes; without one it goes on alone.
-    fn share_out(&mut self, ticket: Ticket, left: &mut usize, now_ns: u64) {
-        let Some(layout) = self.flights.get(&ticket).layout else {
-            unreachable!("only requests with data share operations");
-        };
-        let part = layout.blocks.len().min(*left);
+    /// Gives a piece its part of a shared operation's bytes; without one it goes on alone.
+    fn share_out(&mut self, index: u16, left: &mut usize, now_ns: u64) {
+        let part = self.pieces.get(index).blocks.len().min(*left);
         *left -= part;
         if part == 0 {
-            return self.push_rest(ticket, layout);
+            return self.push_rest(index);
         }
         // A request is at most 1 MiB.
-        self.storage_completed(ticket, Completion { token: 0, raw: part as i32 }, now_ns);
+        self.piece_completed(index, Completion { token: 0, raw: part as i32 }, now_ns);
     }
 }
 

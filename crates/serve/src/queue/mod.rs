@@ -31,6 +31,7 @@ mod answer;
 mod copy;
 mod flight;
 mod merge;
+mod pieces;
 mod slow;
 mod storage;
 mod storm;
@@ -39,6 +40,7 @@ mod wait;
 
 use flight::{Flights, Ticket};
 use merge::Placed;
+use pieces::Pieces;
 use wait::Waiting;
 
 /// Completion of the event channel's descriptor becoming readable.
@@ -121,6 +123,7 @@ pub struct Queue {
     /// Requests that storage can begin.
     ready: Vec<Ticket>,
     /// Those of them whose place on the medium is known.
+    pieces: Pieces,
     placed: Vec<Placed>,
     /// Reads that are done and whose data is to be copied to the guest.
     copy_out: Vec<Ticket>,
@@ -180,6 +183,7 @@ impl Queue {
             fetch: Vec::with_capacity(entries),
             copy_in: Vec::with_capacity(entries),
             ready: Vec::with_capacity(entries),
+            pieces: Pieces::new(entries as u32),
             placed: Vec::with_capacity(entries),
             copy_out: Vec::with_capacity(entries),
             finished: Vec::with_capacity(entries),
@@ -256,8 +260,8 @@ impl Queue {
                 let fd = waker.fd().as_raw_fd();
                 self.reactor.push(WAKE, Op::Readable { fd });
             }
-            entry => {
-                self.transfer_completed(entry as u16, completion, now_ns);
+            piece => {
+                self.transfer_completed(piece as u16, completion, now_ns);
             }
         }
         Ok(())

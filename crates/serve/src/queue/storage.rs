@@ -3,6 +3,7 @@
 use std::io;
 
 use ferrite_disk::{Extent, Intent};
+use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, Transfer};
 use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
 
@@ -10,6 +11,7 @@ use super::Queue;
 use super::copy::Layout;
 use super::flight::Ticket;
 use super::merge::{Placed, op};
+use super::pieces::{MAX_PIECES, Piece};
 use crate::quiet::told;
 use crate::request::Action;
 
@@ -52,8 +54,7 @@ impl Queue {
         let Some(layout) = flight.layout else {
             unreachable!("reads and writes have buffers");
         };
-        let blocks = layout.blocks;
-        let all = blocks.len() as u64;
+        let all = layout.blocks.len() as u64;
         let extent = disk.map(layout.offset, all, intent(transfer));
         if disk.has_metadata() {
             let counters = self.connection.counters.queue(self.index);
@@ -64,90 +65,139 @@ impl Queue {
         }
         match extent {
             Extent::Data { file, offset, len } if len >= all => {
-                let file = self.port.files[file];
-                let flushes = flight.flushes;
-                self.placed.push(Placed { ticket, transfer, file, offset, blocks, flushes });
+                flight.pieces = 1;
+                flight.pieces_left = 1;
+                self.add_piece(ticket.park(), transfer, layout.blocks, (file, offset));
             }
             Extent::Zeros { len } if len >= all => {
                 flight.zeros = true;
                 self.data_done(ticket, now_ns);
             }
-            Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => {
-                self.start_task(ticket);
+            Extent::Slow { .. } => self.start_task(ticket),
+            Extent::Data { .. } | Extent::Zeros { .. } => {
+                self.place_in_pieces(ticket, layout, transfer, now_ns);
             }
         }
     }
 
-    /// A data operation has ended: done, to be continued, to be tried again, or failed.
-    pub(super) fn storage_completed(
-        &mut self,
-        ticket: Ticket,
-        completion: Completion,
-        now_ns: u64,
-    ) {
+    /// Places data that lies in several places, unless there are too many of them or one is not
+    /// known: then it becomes a task.
+    fn place_in_pieces(&mut self, ticket: Ticket, layout: Layout, transfer: Transfer, now_ns: u64) {
         let disk = &self.connection.device.disk;
-        let block_bytes = disk.block_bytes() as usize;
+        let (mut found, mut count, mut done) = ([None; MAX_PIECES], 0, 0);
+        while done < layout.blocks.len() {
+            let (at, left) = (layout.offset + done as u64, layout.blocks.len() - done);
+            let extent = disk.map(at, left as u64, intent(transfer));
+            let (Extent::Data { len, .. } | Extent::Zeros { len } | Extent::Slow { len }) = extent;
+            let blocks = layout.blocks.slice(done, (len as usize).min(left));
+            match extent {
+                Extent::Data { file, offset, .. } if count < MAX_PIECES => {
+                    found[count] = Some((blocks, (file, offset)));
+                    count += 1;
+                }
+                Extent::Zeros { .. } if transfer == Transfer::Read => {
+                    self.connection.pool.arena().fill(blocks, 0);
+                }
+                Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => {
+                    return self.start_task(ticket);
+                }
+            }
+            done += blocks.len();
+        }
+        if count == 0 {
+            return self.data_done(ticket, now_ns);
+        }
+        if !self.pieces.reserve(count) {
+            return self.start_task(ticket);
+        }
         let flight = self.flights.get(&ticket);
-        let Some(layout) = flight.layout else {
-            unreachable!("only data operations carry an entry's number");
-        };
+        flight.pieces = count;
+        flight.pieces_left = count;
+        let entry = ticket.park();
+        for (blocks, place) in found.into_iter().flatten() {
+            self.add_piece(entry, transfer, blocks, place);
+        }
+    }
+
+    fn add_piece(
+        &mut self,
+        entry: u16,
+        transfer: Transfer,
+        blocks: Span,
+        (file, offset): (usize, u64),
+    ) {
+        let file = self.port.files[file];
+        let (done_bytes, retries, next) = (0, 0, None);
+        let piece = Piece { entry, transfer, file, offset, blocks, done_bytes, retries, next };
+        let flushes = self.flights.at(entry).flushes;
+        let index = self.pieces.add(piece);
+        self.placed.push(Placed { piece: index, transfer, file, offset, blocks, flushes });
+    }
+
+    /// An operation of one piece has ended: done, to be continued, to be tried again, or failed.
+    pub(super) fn piece_completed(&mut self, index: u16, completion: Completion, now_ns: u64) {
+        let block_bytes = self.connection.device.disk.block_bytes() as usize;
+        let piece = self.pieces.get(index);
         match completion.result() {
             Ok(bytes) => {
-                let before = flight.done_bytes;
+                let before = piece.done_bytes;
                 // A piece of a block cannot be continued from: it is done again.
                 let now = before + bytes as usize;
-                flight.done_bytes =
-                    if now < layout.blocks.len() { now - now % block_bytes } else { now };
-                if flight.done_bytes >= layout.blocks.len() {
-                    if flight.work.action == Action::Write {
-                        self.connection
-                            .device
-                            .disk
-                            .wrote(layout.offset, layout.blocks.len() as u64);
-                    }
-                    self.data_done(ticket, now_ns);
-                } else if flight.done_bytes > before {
-                    flight.retries = 0;
-                    self.push_rest(ticket, layout);
+                piece.done_bytes =
+                    if now < piece.blocks.len() { now - now % block_bytes } else { now };
+                if piece.done_bytes >= piece.blocks.len() {
+                    self.piece_ended(index, None, now_ns);
+                } else if piece.done_bytes > before {
+                    piece.retries = 0;
+                    self.push_rest(index);
                 } else {
                     let e = io::Error::new(io::ErrorKind::UnexpectedEof, "no progress");
-                    self.storage_failed(ticket, &e, now_ns);
+                    self.piece_ended(index, Some(e), now_ns);
                 }
             }
             Err(e) => {
                 let again =
                     matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock);
-                if again && flight.retries < RETRIES {
-                    flight.retries += 1;
-                    self.push_rest(ticket, layout);
+                if again && piece.retries < RETRIES {
+                    piece.retries += 1;
+                    self.push_rest(index);
                 } else {
-                    self.storage_failed(ticket, &e, now_ns);
+                    self.piece_ended(index, Some(e), now_ns);
                 }
             }
         }
     }
 
-    /// Starts what is left of a request's transfer, by itself. What a write was given is still
-    /// its place, so the rest of it lies where the translation says.
-    pub(super) fn push_rest(&mut self, ticket: Ticket, layout: Layout) {
-        let flight = self.flights.get(&ticket);
-        let done = flight.done_bytes;
-        let rest = layout.blocks.slice(done, layout.blocks.len() - done);
-        let from = layout.offset + done as u64;
-        let transfer = match flight.work.action {
-            Action::Read => Transfer::Read,
-            _ => Transfer::Write,
-        };
-        match self.connection.device.disk.map(from, rest.len() as u64, intent(transfer)) {
-            Extent::Data { file, offset, len } if len >= rest.len() as u64 => {
-                let op = op(transfer, self.port.files[file], offset, rest);
-                self.reactor.push(u64::from(ticket.park()), op);
-            }
-            // All of it again: the same bytes go to the same place.
-            Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => {
-                self.start_task(ticket);
-            }
+    /// Starts what is left of a piece, by itself, where it was to be.
+    pub(super) fn push_rest(&mut self, index: u16) {
+        let piece = *self.pieces.get(index);
+        let done = piece.done_bytes;
+        let rest = piece.blocks.slice(done, piece.blocks.len() - done);
+        let op = op(piece.transfer, piece.file, piece.offset + done as u64, rest);
+        self.reactor.push(u64::from(index), op);
+    }
+
+    /// With the last of its pieces a request has ended.
+    fn piece_ended(&mut self, index: u16, error: Option<io::Error>, now_ns: u64) {
+        let entry = self.pieces.remove(index).entry;
+        let flight = self.flights.at(entry);
+        if flight.failed.is_none() {
+            flight.failed = error;
         }
+        flight.pieces_left -= 1;
+        if flight.pieces_left > 0 {
+            return;
+        }
+        self.pieces.give_back(flight.pieces);
+        let (failed, action, layout) = (flight.failed.take(), flight.work.action, flight.layout);
+        let ticket = Ticket::unpark(entry);
+        if let Some(e) = failed {
+            return self.storage_failed(ticket, &e, now_ns);
+        }
+        if let (Action::Write, Some(layout)) = (action, layout) {
+            self.connection.device.disk.wrote(layout.offset, layout.blocks.len() as u64);
+        }
+        self.data_done(ticket, now_ns);
     }
 
     /// All data of a request is where it belongs.
