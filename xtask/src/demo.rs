@@ -106,9 +106,50 @@ fn demonstrate(lab: &mut Lab) -> Result<Shown> {
         bail!("the image took {before} KiB and takes {after} KiB: it did not shrink");
     }
     sh(lab, "umount /mnt && e2fsck -fn /dev/xvda1")?;
-    guest.check_blkfront(lab)?;
     shown.fact("file system", "clean, by e2fsck in the guest");
+    snapshot(lab, &mut guest, &mut shown)?;
+    guest.check_blkfront(lab)?;
     Ok(shown)
+}
+
+/// A VHD, a snapshot of it, and the guest writing to the leaf: the parent stays as it was.
+fn snapshot(lab: &mut Lab, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
+    let (raw, leaf, parent) = ("/lab/vhd.raw", "/lab/leaf.vhd", "/lab/parent.vhd");
+    shown.timed("make a VHD, snapshot it", || {
+        lab.sh(&format!(
+            "rm -f {leaf} {parent}; dd if=/dev/urandom of={raw} bs=1M count=16 2>/dev/null; \
+             truncate -s 256M {raw}; ferrite image convert {raw} {leaf} && \
+             ferrite image snapshot {leaf} {parent}"
+        ))
+    })?;
+    let before = lab.sh(&format!("sha256sum <{parent}"))?;
+    let mut disk = Disk::attach(lab, guest, Backend::Ferrite, DiskOptions::new(leaf, "xvdb"))?;
+    disk.wait_connected(lab)?;
+    let read = shown.timed("read and write the leaf", || {
+        let command = "until [ -b /dev/xvdb ]; do sleep 0.2; done; sha256sum </dev/xvdb; \
+             dd if=/dev/urandom of=/dev/xvdb bs=4k seek=1000 count=500 oflag=direct 2>/dev/null; \
+             dd if=/dev/urandom of=/dev/xvdb bs=1M seek=100 count=4 oflag=direct 2>/dev/null; \
+             sync; sha256sum </dev/xvdb";
+        guest.sh(lab, command, LIMIT_S)
+    })?;
+    disk.unplug(lab)?;
+    let (first, second) = read.split_once('\n').unwrap_or((&read, ""));
+    if first != lab.sh(&format!("sha256sum <{raw}"))? || first == second {
+        bail!("the guest read something else than what the parent holds, or wrote nothing");
+    }
+    let after = lab.sh(&format!("ferrite image check {leaf} >/dev/null && sha256sum <{parent}"))?;
+    if after != before {
+        bail!("the parent has changed: its checksum was {before} and is {after}");
+    }
+    let sizes = lab.sh(&format!("du -k {leaf} {parent} | awk '{{print $1}}'"))?;
+    let sizes: Vec<_> = sizes.lines().collect();
+    let (leaf, parent) =
+        (sizes.first().copied().unwrap_or("?"), sizes.get(1).copied().unwrap_or("?"));
+    shown.fact(
+        "VHD snapshot",
+        format!("6 MiB written to the leaf ({leaf} KiB); parent ({parent} KiB) as it was"),
+    );
+    Ok(())
 }
 
 fn start(lab: &mut Lab, image: &str) -> Result<(Guest, Disk)> {

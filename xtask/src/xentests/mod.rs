@@ -5,6 +5,7 @@ mod engines;
 mod filesystem;
 mod fio;
 mod host;
+mod images;
 mod lifecycle;
 mod media;
 mod nvme;
@@ -49,6 +50,7 @@ pub(crate) fn all() -> Vec<Case> {
     [
         fio::CASES,
         recovery::CASES,
+        images::CASES,
         engines::CASES,
         nvme::CASES,
         filesystem::CASES,

@@ -45,10 +45,19 @@ fn wait_for_progress(
 
 fn killed(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::default(), 256)?;
-    let job = verify_job(bench, &mut guest, &disk)?;
-    let mut done = finished(bench, &mut guest)?;
+    killed_under_verify(bench, &mut guest, &mut disk)
+}
+
+/// A guest that verifies what it writes, and whose backend dies three times meanwhile.
+pub(super) fn killed_under_verify(
+    bench: &mut Bench<'_>,
+    guest: &mut Guest,
+    disk: &mut Disk,
+) -> Result<()> {
+    let job = verify_job(bench, guest, disk)?;
+    let mut done = finished(bench, guest)?;
     for _ in 0..3 {
-        done = wait_for_progress(bench, &mut guest, done, 300)?;
+        done = wait_for_progress(bench, guest, done, 300)?;
         disk.crash_backend(bench.lab)?;
         disk.start_backend(bench.lab)?;
     }
