@@ -29,7 +29,7 @@ const TASK_BIT: u64 = 1 << 63;
 /// Polls of tasks in one turn, before and after the reaping each.
 const POLLS_PER_TURN: usize = 256;
 
-/// How often in a row a transfer may be interrupted or say "try again".
+/// How often in a row a transfer or a sync may be interrupted or say "try again".
 const RETRIES: u32 = 64;
 
 /// How long a turn may wait.
@@ -382,26 +382,26 @@ impl Io {
                     done += (n as usize).min(rest.len());
                     retries = 0;
                 }
-                Err(e) => {
-                    let kind = e.kind();
-                    let again =
-                        matches!(kind, io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock);
-                    if !again || retries == RETRIES {
-                        return Err(e);
-                    }
-                    retries += 1;
-                }
+                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
+                Err(e) => return Err(e),
             }
         }
         Ok(())
     }
 
-    /// See [`Op::Sync`].
+    /// See [`Op::Sync`]. One that was interrupted, or found no resources, says nothing about what
+    /// was written, and is tried again; any other error does, and is told once.
     ///
     /// # Errors
     /// What the kernel says.
     pub async fn sync(&self, file: FileId) -> io::Result<()> {
-        self.op(Op::Sync { file }).await.map(drop)
+        let mut retries = 0;
+        loop {
+            match self.op(Op::Sync { file }).await {
+                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
+                done => return done.map(drop),
+            }
+        }
     }
 
     /// See [`Op::PunchHole`].
@@ -465,6 +465,11 @@ impl Io {
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
         self.shared.executor.spawn(future);
     }
+}
+
+/// Whether the same operation may well succeed the next time.
+fn is_passing(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
 
 /// One operation: pushed when it is polled first.

@@ -5,7 +5,7 @@ use std::fs;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -146,13 +146,43 @@ impl Machine {
         Ok(result.take())
     }
 
+    /// Puts the memory that outlives a process aside as it is at the moment of its death: the
+    /// process of a story is dropped in good order, and may still write to it then.
+    ///
+    /// # Errors
+    /// This real machine's; so for all of these.
+    pub fn set_aside(&self) -> io::Result<()> {
+        copy(&self.place.state, &self.aside())
+    }
+
+    /// Kills the process, whose threads are gone.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn kill_process(&self) -> io::Result<()> {
+        self.world.kill_process()?;
+        if self.aside().exists() {
+            fs::remove_dir_all(&self.place.state)?;
+            fs::rename(self.aside(), &self.place.state)?;
+        }
+        Ok(())
+    }
+
+    fn aside(&self) -> PathBuf {
+        self.place.state.with_extension("aside")
+    }
+
     /// Cuts the power: what is in memory is gone, too.
     ///
     /// # Errors
     /// This real machine's.
     pub fn cut_power(&self) -> io::Result<()> {
         self.world.cut_power()?;
-        fs::remove_dir_all(&self.place.state)?;
+        for dir in [self.place.state.clone(), self.aside()] {
+            if dir.exists() {
+                fs::remove_dir_all(dir)?;
+            }
+        }
         fs::create_dir(&self.place.state)
     }
 
@@ -161,15 +191,23 @@ impl Machine {
     /// # Errors
     /// This real machine's.
     pub fn keep(&self, to: &Path) -> io::Result<()> {
-        for from in [&self.place.images, &self.place.state] {
-            for entry in fs::read_dir(from)? {
-                let entry = entry?;
-                fs::create_dir_all(to)?;
-                fs::copy(entry.path(), to.join(entry.file_name()))?;
-            }
-        }
-        Ok(())
+        copy(&self.place.images, &to.join("images"))?;
+        copy(&self.place.state, &to.join("state"))
     }
+}
+
+/// Copies a directory with all that is in it.
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let (from, to) = (entry.path(), to.join(entry.file_name()));
+        match entry.file_type()?.is_dir() {
+            true => copy(&from, &to)?,
+            false => fs::copy(&from, &to).map(drop)?,
+        }
+    }
+    Ok(())
 }
 
 /// One thread of a process: a queue of the disk.

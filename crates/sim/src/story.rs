@@ -231,7 +231,7 @@ impl<'a, F: Format> Story<'a, F> {
             }
             After::Death => {
                 told.deaths += 1;
-                self.machine.world.kill_process().map_err(broken)?;
+                self.machine.kill_process().map_err(broken)?;
             }
             After::Close => told.closes += 1,
         }
@@ -327,10 +327,14 @@ impl<'a, F: Format> Story<'a, F> {
             return Err(text);
         }
         let failed = load.flush_failed.get();
-        if failed || self.machine.world.stopped() {
-            return Ok((false, failed));
+        let mut closed = (false, failed);
+        if !failed && !self.machine.world.stopped() {
+            closed = self.close(&load, &mut threads[0], faulty)?;
         }
-        self.close(&load, &mut threads[0], faulty)
+        if self.machine.world.stopped() {
+            self.machine.set_aside().map_err(|e| e.to_string())?;
+        }
+        Ok(closed)
     }
 
     fn close(

@@ -1,7 +1,6 @@
 //! A regular file or a block device, byte for byte.
 
 use std::fmt;
-use std::io::ErrorKind::{Interrupted, WouldBlock};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -235,13 +234,6 @@ impl Raw {
     ) -> std::io::Result<()> {
         if self.read_only {
             return Ok(());
-        }
-        // Neither says anything about what was written; any other error does (and is told once).
-        for _ in 0..FLUSH_RETRIES {
-            match io.sync(files[0]).await {
-                Err(e) if matches!(e.kind(), Interrupted | WouldBlock) => {}
-                done => return done,
-            }
         }
         io.sync(files[0]).await
     }
