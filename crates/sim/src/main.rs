@@ -24,9 +24,12 @@ struct Arguments {
     /// The first story's seed; the next ones count up from it. Default: a random one.
     #[arg(long)]
     seed: Option<u64>,
-    /// Tell stories for that long. Default: one of each.
+    /// Tell stories for that long.
     #[arg(long, value_name = "S")]
     seconds: Option<u64>,
+    /// Tell a story of each kind for so many seeds.
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seconds")]
+    seeds: u64,
     /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
@@ -112,7 +115,8 @@ fn stories(
     sum: &mut Sum,
 ) -> Result<(), Box<Violation>> {
     let limit = arguments.seconds.map(Duration::from_secs);
-    for seed in first.. {
+    let end = limit.map_or(first.saturating_add(arguments.seeds), |_| u64::MAX);
+    for seed in first..end {
         for scenario in &arguments.scenario.0 {
             let keep = arguments.keep.clone();
             let plan = Plan { seed, scenario: *scenario, cut: arguments.cut, keep };
@@ -125,9 +129,6 @@ fn stories(
             if limit.is_some_and(|limit| began.elapsed() >= limit) {
                 return Ok(());
             }
-        }
-        if limit.is_none() {
-            break;
         }
     }
     Ok(())
