@@ -25,10 +25,15 @@ pub(crate) const LAB: &[Need] = &[
 ];
 
 /// What the tests outside the lab take.
-pub(crate) const CHECKS: &[Need] = &[("fio", "fio"), ("valgrind", "valgrind")];
+pub(crate) const CHECKS: &[Need] = &[
+    ("fio", "fio"),
+    ("valgrind", "valgrind"),
+    ("qemu-img", "qemu-utils"),
+    ("vhdiinfo", "libvhdi-utils"),
+];
 
 /// Whom the bench compares with.
-pub(crate) const PEERS: &[Need] = &[("fio", "fio")];
+pub(crate) const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
 
 /// Finds a command the way a root shell would: the system folders count even when PATH lacks them.
 pub(crate) fn find(command: &str) -> Option<PathBuf> {

@@ -246,6 +246,9 @@ pub(crate) enum Mode {
     Randwrite,
     /// Read and write blocks anywhere, half of each.
     Randrw,
+    /// Read stretches of 112 KiB one after the other, of each the even blocks and then the odd
+    /// ones: what is contiguous on the disk comes out of order.
+    Interleaved,
 }
 
 impl Mode {

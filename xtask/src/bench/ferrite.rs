@@ -5,7 +5,7 @@ use crate::checks::fresh_log;
 use crate::steps::{self, cargo, run_logged, step};
 use anyhow::{Context, Result};
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The program.
@@ -33,9 +33,22 @@ impl Ferrite {
     /// # Errors
     /// It failed, or its result makes no sense.
     pub(super) fn bench(&self, image: &str, options: &str) -> Result<Sample> {
+        self.bench_for(self.seconds, image, options)
+    }
+
+    /// The same, for so long.
+    ///
+    /// # Errors
+    /// As [`bench`](Self::bench).
+    pub(super) fn bench_for(&self, seconds: f64, image: &str, options: &str) -> Result<Sample> {
         let mut command = Command::new(&self.program);
-        command.args(["bench", image, "--json", "--seconds", &self.seconds.to_string()]);
+        command.args(["bench", image, "--json", "--seconds", &seconds.to_string()]);
         parse(&steps::output(command.args(options.split_whitespace()))?)
+    }
+
+    /// The program.
+    pub(super) fn program(&self) -> &Path {
+        &self.program
     }
 
     /// A bare loop of the same copies; a request is a page.
@@ -61,6 +74,8 @@ fn parse(text: &str) -> Result<Sample> {
         guest_cpu_us: needed("/guest_cpu_us_per_io")?,
         lat_us: needed("/lat_us/mean")?,
         p50_us: needed("/lat_us/p50")?,
+        p99_us: number("/lat_us/p99").unwrap_or(f64::NAN),
+        open_us: number("/open_us").unwrap_or(f64::NAN),
         wake_up_us: number("/wake_up_us").unwrap_or(f64::NAN),
         segments_per_copy: number("/segments_per_copy").unwrap_or(f64::NAN),
         idle_rss_kib: number("/idle_rss_kib").unwrap_or(f64::NAN),

@@ -6,6 +6,7 @@ mod ferrite;
 mod fio;
 mod guests;
 mod image;
+mod images;
 mod loopback;
 mod machine;
 mod profile;
@@ -43,6 +44,8 @@ enum Part {
     Loopback,
     /// The path to a real disk, beside fio.
     Disk,
+    /// VHD and qcow2, full, partly filled, fresh and in chains, beside raw.
+    Images,
     /// Many guests, and disks at rest.
     Guests,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
@@ -51,13 +54,14 @@ enum Part {
 
 impl Part {
     /// Every part, in the order in which they run.
-    const ALL: &[Part] = &[Part::Loopback, Part::Disk, Part::Guests, Part::Xen];
+    const ALL: &[Part] = &[Part::Loopback, Part::Disk, Part::Images, Part::Guests, Part::Xen];
 
     /// The part's name: in the results, and of their file.
     fn name(self) -> &'static str {
         match self {
             Part::Loopback => "loopback",
             Part::Disk => "disk",
+            Part::Images => "images",
             Part::Guests => "guests",
             Part::Xen => "xen",
         }
@@ -67,6 +71,7 @@ impl Part {
         match self {
             Part::Loopback => loopback::run(&Setup::new(arguments)?),
             Part::Disk => disk::run(&Setup::new(arguments)?),
+            Part::Images => images::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Xen => xen::run(&arguments.xen),
         }

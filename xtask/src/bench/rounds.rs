@@ -17,6 +17,10 @@ pub(super) struct Sample {
     pub(super) lat_us: f64,
     /// The median latency.
     pub(super) p50_us: f64,
+    /// The latency that one request of a hundred exceeds.
+    pub(super) p99_us: f64,
+    /// Opening the image.
+    pub(super) open_us: f64,
     /// What it costs to wake a thread on this machine.
     pub(super) wake_up_us: f64,
     /// Segments of one grant copy.
@@ -35,6 +39,8 @@ impl Sample {
         guest_cpu_us: f64::NAN,
         lat_us: f64::NAN,
         p50_us: f64::NAN,
+        p99_us: f64::NAN,
+        open_us: f64::NAN,
         wake_up_us: f64::NAN,
         segments_per_copy: f64::NAN,
         idle_rss_kib: f64::NAN,

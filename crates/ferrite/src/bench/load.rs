@@ -12,6 +12,19 @@ use super::tally::{Counter, Tally};
 use super::task::{Task, Times};
 use crate::cli::Mode;
 
+/// The stretch whose blocks come out of order, as in the thesis's third experiment (mission.md 4).
+const INTERLEAVED_SECTORS: u64 = 112 << 10 >> 9;
+
+/// The block that comes at place `i`, of so many: in each whole stretch the even ones, then the
+/// odd ones.
+fn interleaved(i: u64, stretch: u64, blocks: u64) -> u64 {
+    if stretch < 3 || i / stretch >= blocks / stretch {
+        return i;
+    }
+    let (start, within, evens) = (i / stretch * stretch, i % stretch, stretch.div_ceil(2));
+    start + if within < evens { 2 * within } else { 2 * (within - evens) + 1 }
+}
+
 /// A request that is in flight, or will be.
 #[derive(Clone, Copy, Default)]
 struct Place {
@@ -45,14 +58,20 @@ impl Choice {
         }
     }
 
+    fn following(&mut self) -> u64 {
+        let block = self.next;
+        self.next = (block + 1) % self.blocks;
+        block
+    }
+
     /// A sector, and whether to write there.
     fn next(&mut self) -> (u64, bool) {
-        let block = match self.mode.is_random() {
-            true => self.random.below(self.blocks),
-            false => {
-                let block = self.next;
-                self.next = (block + 1) % self.blocks;
-                block
+        let block = match self.mode {
+            Mode::Randread | Mode::Randwrite | Mode::Randrw => self.random.below(self.blocks),
+            Mode::Read | Mode::Write => self.following(),
+            Mode::Interleaved => {
+                let block = self.following();
+                interleaved(block, INTERLEAVED_SECTORS / self.block_sectors, self.blocks)
             }
         };
         let write = match self.mode {
@@ -197,6 +216,12 @@ fn cpu_ns() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn interleaved_blocks_come_once_each_and_even_before_odd() {
+        let order: Vec<_> = (0..17).map(|i| super::interleaved(i, 7, 17)).collect();
+        assert_eq!(order, [0, 2, 4, 6, 1, 3, 5, 7, 9, 11, 13, 8, 10, 12, 14, 15, 16]);
+    }
+
     use super::*;
 
     fn choices(mode: Mode, n: usize) -> Vec<(u64, bool)> {

@@ -42,10 +42,12 @@ const RAMP_NS: u64 = 250_000_000;
 /// Measures, and prints the result.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let run_dir = host::run_dir()?;
+    let began_ns = SystemClock.now_ns();
     let disk = open(args, run_dir.path())?;
+    let open_ns = SystemClock.now_ns() - began_ns;
     let tasks = task::split(args, &disk)?;
     let kind = crate::serve::choose(args.engine, args.poll_storage, &disk)?;
-    let medium = report::Medium::of(&disk, kind);
+    let medium = report::Medium::of(&disk, kind, open_ns);
     let mut host = Host::start(args, disk, kind, &tasks, run_dir)?;
     let idle_rss_kib = idle::rss_kib();
     let idle = args.idle.map(|seconds| host.leave_idle(seconds)).transpose()?;

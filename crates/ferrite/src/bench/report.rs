@@ -27,11 +27,18 @@ pub(super) struct Medium {
     direct: bool,
     /// By which engine.
     engine: EngineKind,
+    /// How long opening it took.
+    open_us: f64,
 }
 
 impl Medium {
-    pub(super) fn of(disk: &Disk, engine: EngineKind) -> Medium {
-        Medium { description: disk.to_string(), direct: disk.direct(), engine }
+    pub(super) fn of(disk: &Disk, engine: EngineKind, open_ns: u64) -> Medium {
+        Medium {
+            description: disk.to_string(),
+            direct: disk.direct(),
+            engine,
+            open_us: us(open_ns),
+        }
     }
 }
 
@@ -81,6 +88,8 @@ pub(super) struct Report {
     image: String,
     disk: String,
     direct: bool,
+    /// Opening the image: for a format with metadata, reading what is needed of it.
+    open_us: f64,
     engine: &'static str,
     mode: Mode,
     block_bytes: u32,
@@ -153,6 +162,7 @@ impl Report {
             image: args.image.clone(),
             disk: medium.description,
             direct: medium.direct,
+            open_us: medium.open_us,
             engine: medium.engine.name(),
             mode: args.mode,
             block_bytes: args.block,

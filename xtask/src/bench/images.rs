@@ -1,0 +1,255 @@
+//! Images with metadata beside raw ones, by the same path.
+
+mod huge;
+
+use super::Setup;
+use super::image::Image;
+use super::result::{Measurement, Target};
+use super::rounds::{Plan, Rounds, Sample};
+use crate::steps::{self, step};
+use anyhow::{Context, Result};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+const PART: &str = "images";
+const MIB: usize = 1024;
+/// Layers of the chain over its base.
+const CHAIN: u32 = 20;
+
+/// Measures it all, in memory and in the build folder's file system.
+pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
+    let disk = steps::target_dir().join("bench");
+    fs::create_dir_all(&disk)?;
+    let mut rows = Vec::new();
+    for (medium, dir) in [("tmpfs", Path::new("/dev/shm")), ("disk", &disk)] {
+        let dir = Folder::make(dir)?;
+        let set = Set::make(setup, medium, &dir.0)?;
+        rows.extend(set.full()?);
+        if medium == "tmpfs" {
+            rows.extend(set.chains()?);
+        } else {
+            rows.extend(set.fresh()?);
+            rows.extend(set.interleaved()?);
+            rows.extend(set.convert()?);
+            rows.extend(huge::open(setup, &dir.0)?);
+        }
+    }
+    Ok(rows)
+}
+
+/// A folder of our own, removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn make(parent: &Path) -> Result<Folder> {
+        let path = parent.join(format!("ferrite-bench-images-{}", std::process::id()));
+        fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(Folder(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What cannot be removed is said by whoever finds it.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The same contents as raw, VHD and qcow2, every block written.
+struct Set<'a> {
+    setup: &'a Setup,
+    medium: &'static str,
+    dir: &'a Path,
+    raw: String,
+    _raw: Image,
+    vhd: String,
+    qcow2: String,
+}
+
+impl<'a> Set<'a> {
+    fn make(setup: &'a Setup, medium: &'static str, dir: &'a Path) -> Result<Set<'a>> {
+        let image = Image::make(dir, MIB)?;
+        let raw = image.path();
+        let set = Set {
+            setup,
+            medium,
+            dir,
+            raw: format!("raw:{raw}"),
+            _raw: image,
+            vhd: file(dir, "full.vhd"),
+            qcow2: file(dir, "full.qcow2"),
+        };
+        for to in [&set.vhd, &set.qcow2] {
+            set.image(&["convert", &set.raw, to])?;
+        }
+        Ok(set)
+    }
+
+    /// Runs `ferrite image`.
+    fn image(&self, arguments: &[&str]) -> Result<String> {
+        let mut command = Command::new(self.setup.ferrite.program());
+        steps::output(command.arg("image").args(arguments))
+    }
+
+    /// What each of some images gets, by one load.
+    fn race(&self, name: &str, images: &[(&'static str, &str)], load: &str) -> Result<Rounds> {
+        let mut plan = Plan::new(format!("{}: {name}", self.medium));
+        for (name, image) in images {
+            plan = plan.add(*name, move || self.setup.ferrite.bench(image, load));
+        }
+        plan.run(self.setup.runs)
+    }
+
+    fn rate(
+        &self,
+        name: String,
+        rounds: &Rounds,
+        ours: &str,
+        peer: &str,
+        least: f64,
+    ) -> Measurement {
+        let iops = |of: &str| rounds.each(|r| r.of(of).iops);
+        Measurement::of_runs(PART, format!("{}, {name}", self.medium), "IOPS", &iops(ours))
+            .against_runs(peer, &iops(peer))
+            .target(Target::AtLeast(least))
+    }
+
+    fn full(&self) -> Result<Vec<Measurement>> {
+        let images = [("raw", &*self.raw), ("vhd", &*self.vhd), ("qcow2", &*self.qcow2)];
+        let mut rows = Vec::new();
+        for (mode, depth) in
+            [("randread", 1), ("randread", 32), ("randwrite", 1), ("randwrite", 32)]
+        {
+            let load = format!("--mode {mode} --depth {depth} --force-overwrite");
+            let name = format!("4 KiB {mode}, depth {depth}");
+            let rounds = self.race(&name, &images, &load)?;
+            for (format, least) in [("vhd", 0.95), ("qcow2", 0.9)] {
+                let name = format!("{name}: full {format}");
+                rows.push(self.rate(name, &rounds, format, "raw", least));
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Partly filled, and behind many snapshots with writes to each.
+    fn chains(&self) -> Result<Vec<Measurement>> {
+        let (partial, chain) = (file(self.dir, "partial.vhd"), file(self.dir, "chain.vhd"));
+        step("make a partly filled VHD and a chain", || {
+            self.image(&["create", &partial, &format!("{MIB}M")])?;
+            self.scatter(&partial)?;
+            self.image(&["convert", &self.raw, &chain])?;
+            for i in 0..CHAIN {
+                let parent = file(self.dir, &format!("chain-{i}.vhd"));
+                self.image(&["snapshot", &chain, &parent])?;
+                self.scatter(&chain)?;
+            }
+            Ok(())
+        })?;
+        let images = [("full", &*self.vhd), ("partial", &*partial), ("chain", &*chain)];
+        let mut rows = Vec::new();
+        for depth in [1, 32] {
+            let load = format!("--mode randread --depth {depth}");
+            let rounds = self.race(&format!("chains, depth {depth}"), &images, &load)?;
+            let name = |what| format!("4 KiB randread, depth {depth}: {what}");
+            rows.push(self.rate(name("partly filled VHD"), &rounds, "partial", "full", 0.95));
+            let what = "VHD behind a chain of 20";
+            rows.push(self.rate(name(what), &rounds, "chain", "full", 0.8));
+        }
+        Ok(rows)
+    }
+
+    /// Writes here and there, for a moment.
+    fn scatter(&self, image: &str) -> Result<()> {
+        let load = "--mode randwrite --depth 32 --force-overwrite";
+        self.setup.ferrite.bench_for(0.1, image, load).map(drop)
+    }
+
+    /// Writes to a disk that has nothing yet, from the first moment on, beside the raw disk that
+    /// has everything.
+    fn fresh(&self) -> Result<Vec<Measurement>> {
+        let load = "--mode randwrite --depth 32 --force-overwrite";
+        let raw = || self.setup.ferrite.bench(&self.raw, load);
+        let fresh = |format: &'static str| {
+            move || -> Result<Sample> {
+                let image = file(self.dir, &format!("fresh.{format}"));
+                self.image(&["create", "--force", &image, "16G"])?;
+                self.setup.ferrite.bench(&image, load)
+            }
+        };
+        let sparse = || {
+            let image = file(self.dir, "fresh.raw");
+            self.image(&["create", "--force", &image, "16G"])?;
+            self.setup.ferrite.bench(&image, load)
+        };
+        let rounds = Plan::new("disk: fresh images")
+            .add("raw", raw)
+            .add("sparse raw", sparse)
+            .add("vhd", fresh("vhd"))
+            .add("qcow2", fresh("qcow2"))
+            .run(self.setup.runs)?;
+        let name = |format| format!("4 KiB randwrite, depth 32: fresh {format}");
+        let p99 = |of: &str| rounds.each(|r| r.of(of).p99_us);
+        let sparse = rounds.each(|r| r.of("sparse raw").iops);
+        let p99 = |format| {
+            let name = format!("disk, {}: p99", name(format));
+            Measurement::of_runs(PART, name, "us", &p99(format)).against_runs("raw", &p99("raw"))
+        };
+        Ok(vec![
+            self.rate(name("vhd"), &rounds, "vhd", "raw", 0.6),
+            p99("vhd").target(Target::AtMost(4.0)),
+            self.rate(name("qcow2"), &rounds, "qcow2", "raw", 0.4),
+            p99("qcow2"),
+            // What the file system takes for space that was never written.
+            Measurement::of_runs(PART, format!("disk, {}", name("raw, sparse")), "IOPS", &sparse)
+                .against_runs("raw", &rounds.each(|r| r.of("raw").iops)),
+        ])
+    }
+
+    /// What is contiguous on the disk and comes out of order.
+    fn interleaved(&self) -> Result<Vec<Measurement>> {
+        let run = |options: &'static str| {
+            let options = format!("--depth 56 --block 4K {options}");
+            move || self.setup.ferrite.bench(&self.vhd, &options)
+        };
+        let rounds = Plan::new("disk: interleaved reads of a VHD")
+            .add("merging", run("--mode interleaved"))
+            .add("without merging", run("--mode interleaved --no-merge"))
+            .add("sequential", run("--mode read"))
+            .run(self.setup.runs)?;
+        let row = |peer, least| {
+            let name = format!("112 KiB interleaved in 4 KiB reads, VHD, beside {peer}");
+            self.rate(name, &rounds, "merging", peer, least)
+        };
+        Ok(vec![row("without merging", 3.0), row("sequential", 1.0 / 1.2)])
+    }
+
+    fn convert(&self) -> Result<Vec<Measurement>> {
+        let raw = self.raw.trim_start_matches("raw:");
+        let to = file(self.dir, "converted.vhd");
+        let timed = |run: &dyn Fn() -> Result<()>| -> Result<Sample> {
+            let began = Instant::now();
+            run()?;
+            // A rate, so that ratios read like all others: MiB a second.
+            Ok(Sample { iops: MIB as f64 / began.elapsed().as_secs_f64(), ..Sample::UNKNOWN })
+        };
+        let ours = || self.image(&["convert", "--force", &self.raw, &to]).map(drop);
+        let theirs = || {
+            let mut command = Command::new("qemu-img");
+            command.args(["convert", "-f", "raw", "-O", "vpc", "-T", "none", "-t", "none"]);
+            steps::output(command.args([raw, &to])).map(drop)
+        };
+        let rounds = Plan::new("disk: raw to VHD")
+            .add("ferrite", || timed(&ours))
+            .add("qemu-img", || timed(&theirs))
+            .run(self.setup.runs)?;
+        let rate = |of: &str| rounds.each(|r| r.of(of).iops);
+        let row = Measurement::of_runs(PART, "disk, convert raw to VHD", "MiB/s", &rate("ferrite"));
+        Ok(vec![row.against_runs("qemu-img", &rate("qemu-img")).target(Target::AtLeast(1.0))])
+    }
+}
+
+fn file(dir: &Path, name: &str) -> String {
+    dir.join(name).display().to_string()
+}
