@@ -28,6 +28,7 @@ mod port;
 mod raw;
 mod session;
 pub mod size;
+pub mod vhd;
 
 pub use error::{DiskError, ErrorKind};
 pub use image::{Image, MAX_LAYERS};

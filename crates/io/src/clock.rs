@@ -49,6 +49,12 @@ impl Clock for SystemClock {
     }
 }
 
+/// The time of day in seconds since 1970, for timestamps that people read; it may jump.
+pub fn unix_time_s() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |since| since.as_secs())
+}
+
 /// SplitMix64 (Steele, Lea, Flood 2014): one word of state, any seed is good.
 #[derive(Clone, Debug)]
 pub struct SplitMix64(u64);

@@ -1,0 +1,205 @@
+//! Where everything of a dynamic image is, and that nothing lies outside of it or over anything
+//! else.
+
+use super::batmap::Batmap;
+use super::footer::{self, Footer};
+use super::header::{self, Header};
+use super::{Malformed, SECTOR, whole_sectors};
+
+/// A table's entry for a block that has no place.
+pub(crate) const UNUSED: u32 = u32::MAX;
+
+/// A part of the file that is metadata and does not move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Region {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    pub(crate) what: &'static str,
+}
+
+/// The places of a dynamic or differencing image's parts.
+#[derive(Clone, Debug)]
+pub(crate) struct Layout {
+    /// Ordered by place, and disjoint.
+    regions: Vec<Region>,
+    /// Blocks of the disk.
+    pub(crate) blocks: u32,
+    /// Bytes of a block's data.
+    pub(crate) block_bytes: u64,
+    /// Bytes of a block's bitmap, which stands before the data: whole sectors.
+    pub(crate) bitmap_bytes: u64,
+    /// Bytes of the file or device.
+    pub(crate) medium_bytes: u64,
+}
+
+impl Layout {
+    /// # Errors
+    /// Metadata outside of the medium, or over other metadata.
+    pub(crate) fn new(
+        footer: &Footer,
+        header: &Header,
+        batmap: Option<&Batmap>,
+        medium_bytes: u64,
+    ) -> Result<Layout, Malformed> {
+        let mut regions = Vec::with_capacity(16);
+        let mut add = |start: u64, len: u64, what| match start.checked_add(len) {
+            Some(end) if end <= medium_bytes => {
+                regions.push(Region { start, end, what });
+                Ok(())
+            }
+            _ => {
+                let why = format!("{what} of {len} bytes, outside of the image's {medium_bytes}");
+                Err(Malformed::new(start, why))
+            }
+        };
+        add(0, footer::BYTES as u64, "the footer's copy")?;
+        add(footer.data_offset, header::BYTES as u64, "the dynamic header")?;
+        let table_bytes = whole_sectors(u64::from(header.max_entries) * 4);
+        add(header.table_offset, table_bytes, "the block table")?;
+        if let (Some(batmap), Some(at)) = (batmap, Batmap::header_offset(footer, header)) {
+            add(at, SECTOR, "the batmap's header")?;
+            add(batmap.offset, batmap.len, "the batmap")?;
+        }
+        for locator in header.locators.iter().filter(|l| l.reads() && l.room_bytes() > 0) {
+            add(locator.offset, locator.room_bytes(), "a parent locator")?;
+        }
+        regions.sort_by_key(|r| r.start);
+        if let Some(pair) = regions.windows(2).find(|pair| pair[0].end > pair[1].start) {
+            let why = format!("{} lies over {}", pair[1].what, pair[0].what);
+            return Err(Malformed::new(pair[1].start, why));
+        }
+        let block_bytes = u64::from(header.block_bytes);
+        // Header::parse has seen that this is at most MAX_BLOCKS.
+        let blocks = footer.current_size.div_ceil(block_bytes) as u32;
+        let bitmap_bytes = whole_sectors(block_bytes.div_ceil(SECTOR * 8));
+        Ok(Layout { regions, blocks, block_bytes, bitmap_bytes, medium_bytes })
+    }
+
+    /// Bytes that a block takes in the file, bitmap and data.
+    pub(crate) fn stride(&self) -> u64 {
+        self.bitmap_bytes + self.block_bytes
+    }
+
+    /// Where metadata ends that does not move.
+    pub(crate) fn metadata_end(&self) -> u64 {
+        self.regions.last().map_or(0, |r| r.end)
+    }
+
+    /// Whether a block can be at `sector`: inside the medium, and over no metadata. `entry_at`
+    /// is the byte offset of the table's entry that says so.
+    pub(crate) fn check_place(&self, sector: u32, entry_at: u64) -> Result<(), Malformed> {
+        let start = u64::from(sector) * SECTOR;
+        let end = start + self.stride();
+        if end > self.medium_bytes {
+            let why = format!(
+                "block table: a block at byte {start}, which would end outside of the image's {} \
+                 bytes",
+                self.medium_bytes
+            );
+            return Err(Malformed::new(entry_at, why));
+        }
+        if start >= self.metadata_end() {
+            return Ok(());
+        }
+        match self.regions.iter().find(|r| r.start < end && start < r.end) {
+            None => Ok(()),
+            Some(r) => {
+                let why = format!("block table: a block at byte {start}, over {}", r.what);
+                Err(Malformed::new(entry_at, why))
+            }
+        }
+    }
+
+    /// The place of the first block, of all at `sectors`, that lies over another. Sorts them.
+    pub(crate) fn find_overlap(&self, sectors: &mut [u32]) -> Option<(u32, u32)> {
+        sectors.sort_unstable();
+        let stride = self.stride() / SECTOR;
+        let pair = sectors.windows(2).find(|p| u64::from(p[1]) - u64::from(p[0]) < stride)?;
+        Some((pair[0], pair[1]))
+    }
+
+    /// Where a block may be placed at or after byte `from`: its data begins at a multiple of
+    /// 4 KiB, so that no guest's page becomes two of the medium's blocks, and its bitmap stands
+    /// just before. `None`: the table cannot say such a place.
+    pub(crate) fn aligned_place(&self, from: u64) -> Option<u32> {
+        let data = (from + self.bitmap_bytes).next_multiple_of(4096);
+        let sector = (data - self.bitmap_bytes) / SECTOR;
+        u32::try_from(sector).ok().filter(|sector| *sector != UNUSED)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::footer::{Creator, Kind};
+    use super::super::locator::Locator;
+    use super::super::{Stamp, Uuid};
+    use super::*;
+
+    fn image() -> (Footer, Header) {
+        let stamp = Stamp { uuid: Uuid([1; 16]), unix_s: 0 };
+        let footer = Footer::new(Kind::Differencing, 9 << 20, Creator::LIBVHD, &stamp);
+        (footer, Header::new(1536, 5, 2 << 20))
+    }
+
+    const FILE: u64 = 64 << 20;
+
+    #[test]
+    fn blocks_may_be_anywhere_but_outside_and_over_metadata() {
+        let (footer, mut header) = image();
+        header.table_offset = 8 << 20;
+        let layout = Layout::new(&footer, &header, None, FILE).unwrap();
+        assert_eq!((layout.blocks, layout.bitmap_bytes), (5, 512));
+        let sector = |byte: u64| (byte / 512) as u32;
+        assert!(layout.check_place(3, 0).is_ok());
+        assert!(layout.check_place(sector(8 << 20) + 1, 0).is_ok());
+        assert!(layout.check_place(sector(FILE - 512 - (2 << 20)), 0).is_ok());
+        for (at, why) in [
+            (0, "over the footer's copy"),
+            (2, "over the dynamic header"),
+            (sector(7 << 20), "over the block table"),
+            (sector(FILE - (2 << 20)), "outside of the image"),
+            (UNUSED - 1, "outside of the image"),
+        ] {
+            let error = layout.check_place(at, 77).unwrap_err();
+            assert!(error.offset == 77 && error.why.contains(why), "{error}");
+        }
+    }
+
+    #[test]
+    fn blocks_over_each_other_are_found() {
+        let (footer, header) = image();
+        let layout = Layout::new(&footer, &header, None, FILE).unwrap();
+        assert_eq!(layout.find_overlap(&mut [9000, 10, 4107]), None);
+        assert_eq!(layout.find_overlap(&mut [9000, 10, 4106]), Some((10, 4106)));
+        assert_eq!(layout.find_overlap(&mut [7, 9000, 7]), Some((7, 7)));
+    }
+
+    #[test]
+    fn metadata_outside_or_over_other_metadata_is_refused() {
+        let (footer, header) = image();
+        let refused = |footer: &Footer, header: &Header| {
+            Layout::new(footer, header, None, FILE).unwrap_err().why
+        };
+        let mut far = footer.clone();
+        far.data_offset = u64::MAX - 511;
+        assert!(refused(&far, &header).contains("outside"));
+        let mut over = header.clone();
+        over.table_offset = 1024;
+        assert!(refused(&footer, &over).contains("the block table lies over the dynamic header"));
+        let mut huge = header.clone();
+        huge.max_entries = u32::MAX;
+        assert!(refused(&footer, &huge).contains("outside"));
+        let mut locator = header.clone();
+        locator.locators[3] = Locator { code: *b"W2ru", space: 1, len: 4, offset: 1536 };
+        assert!(refused(&footer, &locator).contains("a parent locator"));
+    }
+
+    #[test]
+    fn data_of_new_blocks_begins_at_4_kib() {
+        let (footer, header) = image();
+        let layout = Layout::new(&footer, &header, None, FILE).unwrap();
+        assert_eq!(layout.aligned_place(4096), Some(15));
+        assert_eq!(layout.aligned_place(4096 - 512), Some(7));
+        assert_eq!(layout.aligned_place(u64::from(u32::MAX) * 512), None);
+    }
+}

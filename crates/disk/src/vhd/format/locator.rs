@@ -1,0 +1,246 @@
+//! Parent locators: paths to the parent, each in the way of one platform.
+//!
+//! * `MACX`: a `file:` URL in UTF-8. libvhd writes `file://./NAME` and escapes nothing.
+//! * `W2RU`: a path relative to the child's directory, UTF-16 (little-endian), with `\`.
+//! * `W2KU`: an absolute path, otherwise alike. libvhd writes a relative one here, too.
+//!
+//! The deprecated ones (`Wi2r`, `Wi2k`, `Mac `) are let be, and not used.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use super::{Malformed, SECTOR, array, be32, be64, put, tag, whole_sectors};
+
+/// Bytes that the text of one locator may have: a path of 4,096 characters in UTF-16, and more.
+pub(crate) const MAX_TEXT_BYTES: u64 = 16 << 10;
+
+/// One entry of the header.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Locator {
+    /// The platform; four zeros: none.
+    pub(crate) code: [u8; 4],
+    /// Room for the text: sectors by the specification; bytes in everything that Hyper-V and
+    /// libvhd write.
+    pub(crate) space: u32,
+    /// Bytes of the text.
+    pub(crate) len: u32,
+    /// Byte offset of the text.
+    pub(crate) offset: u64,
+}
+
+impl Locator {
+    /// Bytes of an entry.
+    pub(crate) const BYTES: usize = 24;
+
+    pub(crate) fn parse(bytes: &[u8; Self::BYTES], at: u64) -> Result<Locator, Malformed> {
+        let locator = Locator {
+            code: array(bytes, 0),
+            space: be32(bytes, 4),
+            len: be32(bytes, 8),
+            offset: be64(bytes, 16),
+        };
+        if !locator.is_used() {
+            return Ok(Locator::default());
+        }
+        let bad = |why| Err(Malformed::new(at, format!("parent locator: {why}")));
+        let known = [b"W2ru", b"W2ku", b"MacX", b"Wi2r", b"Wi2k", b"Mac "];
+        if !known.contains(&&locator.code) {
+            return bad(format!("unknown platform code {}", tag(locator.code)));
+        }
+        if locator.reads() {
+            let (len, room) = (u64::from(locator.len), locator.room_bytes());
+            if len > room || room > MAX_TEXT_BYTES {
+                return bad(format!("{len} bytes in room for {room} (at most {MAX_TEXT_BYTES})"));
+            }
+            if !locator.offset.is_multiple_of(SECTOR) {
+                return bad(format!("text at byte {}, no sector's start", locator.offset));
+            }
+        }
+        Ok(locator)
+    }
+
+    pub(crate) fn bytes(&self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        put(&mut out, 0, &self.code);
+        put(&mut out, 4, &self.space.to_be_bytes());
+        put(&mut out, 8, &self.len.to_be_bytes());
+        put(&mut out, 16, &self.offset.to_be_bytes());
+        out
+    }
+
+    /// Whether there is an entry at all.
+    pub(crate) fn is_used(&self) -> bool {
+        self.code != [0; 4]
+    }
+
+    /// Whether it is of a platform whose paths are understood.
+    pub(crate) fn reads(&self) -> bool {
+        matches!(&self.code, b"W2ru" | b"W2ku" | b"MacX")
+    }
+
+    /// Room for the text in bytes, from whichever unit it is in.
+    pub(crate) fn room_bytes(&self) -> u64 {
+        match u64::from(self.space) {
+            sectors @ 0..512 => sectors * SECTOR,
+            bytes => whole_sectors(bytes),
+        }
+    }
+}
+
+/// The text of a locator as paths to try, those first that are most likely meant. Paths that are
+/// not absolute are relative to the child's directory.
+///
+/// # Errors
+/// The text is no path of its platform.
+pub(crate) fn decode(code: [u8; 4], text: &[u8]) -> Result<Vec<PathBuf>, String> {
+    let path = match &code {
+        b"MacX" => {
+            let text = text.split(|b| *b == 0).next().unwrap_or(text);
+            let path = text.strip_prefix(b"file://").ok_or("no file: URL")?;
+            // An authority (`file://localhost/…`) is of no use; `.` is libvhd's way to say
+            // "relative".
+            let path = path.strip_prefix(b"localhost").unwrap_or(path);
+            let plain = path.to_vec();
+            let unescaped = unescape(path);
+            return match unescaped == plain {
+                true => Ok(vec![checked(plain)?]),
+                false => Ok(vec![checked(unescaped)?, checked(plain)?]),
+            };
+        }
+        b"W2ru" | b"W2ku" => {
+            let units = text.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+            let units: Vec<u16> = units.take_while(|unit| *unit != 0).collect();
+            String::from_utf16(&units).map_err(|_| "no valid UTF-16")?
+        }
+        other => return Err(format!("platform {} is not supported", tag(*other))),
+    };
+    let path = path.replace('\\', "/");
+    // libvhd drops the drive of a machine that it is not on.
+    let path = match path.as_bytes() {
+        [b'a'..=b'z' | b'A'..=b'Z', b':', ..] => path[2..].to_owned(),
+        _ => path,
+    };
+    Ok(vec![checked(path.into_bytes())?])
+}
+
+fn checked(path: Vec<u8>) -> Result<PathBuf, String> {
+    match path.is_empty() || path.contains(&0) {
+        true => Err("an empty path, or one with a NUL".into()),
+        false => Ok(OsString::from_vec(path).into()),
+    }
+}
+
+fn unescape(text: &[u8]) -> Vec<u8> {
+    let digit = |b: Option<&u8>| b.and_then(|b| char::from(*b).to_digit(16));
+    let mut out = Vec::with_capacity(text.len());
+    let mut at = 0;
+    while let Some(byte) = text.get(at) {
+        match (byte, digit(text.get(at + 1)), digit(text.get(at + 2))) {
+            (b'%', Some(high), Some(low)) => {
+                out.push((high * 16 + low) as u8);
+                at += 3;
+            }
+            _ => {
+                out.push(*byte);
+                at += 1;
+            }
+        }
+    }
+    out
+}
+
+/// The text of a `MacX` locator. What libvhd could not read as it stands is escaped: bytes that
+/// are not printable ASCII, and the escape itself.
+pub(crate) fn encode_url(path: &Path) -> Vec<u8> {
+    let mut out = b"file://".to_vec();
+    for byte in path.as_os_str().as_bytes() {
+        match byte {
+            b'%' => out.extend_from_slice(b"%25"),
+            b' '..=b'~' => out.push(*byte),
+            _ => out.extend_from_slice(format!("%{byte:02X}").as_bytes()),
+        }
+    }
+    out
+}
+
+/// The text of a `W2ru` or `W2ku` locator; none for a path that it cannot say.
+pub(crate) fn encode_windows(path: &Path) -> Option<Vec<u8>> {
+    let path = path.to_str().filter(|path| !path.contains('\\'))?;
+    let path = path.replace('/', "\\");
+    Some(path.encode_utf16().flat_map(u16::to_le_bytes).collect())
+}
+
+/// The parent's name in the header.
+pub(crate) fn utf16_be(text: &str) -> Vec<u8> {
+    text.encode_utf16().flat_map(u16::to_be_bytes).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn paths(code: &[u8; 4], text: &[u8]) -> Vec<String> {
+        let paths = decode(*code, text).unwrap();
+        paths.into_iter().map(|p| p.into_os_string().into_string().unwrap()).collect()
+    }
+
+    fn utf16(text: &str) -> Vec<u8> {
+        text.encode_utf16().flat_map(u16::to_le_bytes).collect()
+    }
+
+    #[test]
+    fn what_others_write_is_understood() {
+        assert_eq!(paths(b"MacX", b"file://./base.vhd"), ["./base.vhd"]);
+        assert_eq!(
+            paths(b"MacX", b"file:///srv/a%20b.vhd\0\0"),
+            ["/srv/a b.vhd", "/srv/a%20b.vhd"]
+        );
+        assert_eq!(paths(b"MacX", b"file://localhost/srv/100%"), ["/srv/100%"]);
+        assert_eq!(paths(b"W2ru", &utf16(".\\base.vhd\0junk")), ["./base.vhd"]);
+        assert_eq!(paths(b"W2ku", &utf16("C:\\vm\\b\u{e4}se.vhd")), ["/vm/b\u{e4}se.vhd"]);
+    }
+
+    #[test]
+    fn what_is_no_path_is_refused() {
+        assert!(decode(*b"MacX", b"http://x").is_err());
+        assert!(decode(*b"MacX", b"file://").is_err());
+        assert!(decode(*b"MacX", b"file://a%00b").is_err());
+        assert!(decode(*b"W2ru", &[0, 0xd8, b'a', 0]).is_err());
+        assert!(decode(*b"Mac ", b"alias").is_err());
+        assert!(decode(*b"W2ru", b"").is_err());
+    }
+
+    #[test]
+    fn absurd_lengths_and_places_are_refused() {
+        let at = |space, len, offset| {
+            Locator::parse(&Locator { code: *b"MacX", space, len, offset }.bytes(), 0)
+        };
+        assert!(
+            at(1, 512, 1536).is_ok() && at(512, 512, 1536).is_ok() && at(600, 600, 512).is_ok()
+        );
+        assert!(at(1, 513, 1536).is_err() && at(u32::MAX, 5, 1536).is_err());
+        assert!(at(64, 5, 1536).is_err() && at(1, 5, 1537).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn names_of_any_kind_come_back(name in "[^\\\\/\0]{1,40}") {
+            let path = Path::new("./dir").join(&name);
+            prop_assert_eq!(&decode(*b"MacX", &encode_url(&path)).unwrap()[0], &path);
+            prop_assert_eq!(&decode(*b"W2ru", &encode_windows(&path).unwrap()).unwrap()[0], &path);
+        }
+
+        #[test]
+        fn no_bytes_make_it_panic(text in proptest::collection::vec(any::<u8>(), 0..80)) {
+            for code in [b"MacX", b"W2ru", b"W2ku"] {
+                let _ = decode(*code, &text);
+            }
+            let mut entry = [0; Locator::BYTES];
+            let n = text.len().min(Locator::BYTES);
+            entry[..n].copy_from_slice(&text[..n]);
+            let _ = Locator::parse(&entry, 0);
+        }
+    }
+}

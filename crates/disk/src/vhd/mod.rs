@@ -1,0 +1,4 @@
+//! VHD.
+#![allow(dead_code)]
+
+mod format;
