@@ -6,8 +6,9 @@ use std::io;
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
-use super::Below;
+use super::{Below, MAX_LAYERS};
 use crate::name::{Format, ImageName};
+use crate::vhd::{Uuid, Vhd};
 use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw, SECTOR_BYTES};
 
 /// What a layer knows about the beginning of a range. Lengths are bytes from its start, never 0;
@@ -33,6 +34,8 @@ pub(crate) enum Found {
 pub(crate) enum Layer {
     /// Byte for byte; the last of a chain.
     Raw(Raw),
+    /// Microsoft's format.
+    Vhd(Vhd),
 }
 
 impl Layer {
@@ -40,6 +43,7 @@ impl Layer {
     pub(crate) fn bytes(&self) -> u64 {
         match self {
             Layer::Raw(raw) => raw.sectors() * SECTOR_BYTES,
+            Layer::Vhd(vhd) => vhd.bytes(),
         }
     }
 
@@ -47,12 +51,22 @@ impl Layer {
     pub(crate) fn medium(&self) -> &Raw {
         match self {
             Layer::Raw(raw) => raw,
+            Layer::Vhd(vhd) => vhd.medium(),
         }
     }
 
     pub(crate) fn format(&self) -> Format {
         match self {
             Layer::Raw(_) => Format::Raw,
+            Layer::Vhd(_) => Format::Vhd,
+        }
+    }
+
+    /// Memory for metadata that can be read again.
+    fn set_metadata_bytes(&mut self, bytes: usize) {
+        match self {
+            Layer::Raw(_) => {}
+            Layer::Vhd(vhd) => vhd.set_metadata_bytes(bytes),
         }
     }
 
@@ -60,6 +74,7 @@ impl Layer {
     pub(crate) fn find(&self, offset: u64, len: u64) -> Found {
         match self {
             Layer::Raw(raw) => find_raw(raw, offset, len),
+            Layer::Vhd(vhd) => vhd.find(offset, len),
         }
     }
 
@@ -68,15 +83,16 @@ impl Layer {
         let _ = below;
         match self {
             Layer::Raw(_) => Found::Data { offset, len },
+            Layer::Vhd(vhd) => vhd.place(offset, len),
         }
     }
 
     /// The data of a placed write was given to the kernel: it is visible from now on, in memory
     /// and in the journal.
     pub(crate) fn wrote(&self, offset: u64, len: u64) {
-        let _ = (offset, len);
         match self {
             Layer::Raw(_) => {}
+            Layer::Vhd(vhd) => vhd.wrote(offset, len),
         }
     }
 
@@ -88,9 +104,9 @@ impl Layer {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
-        let _ = (port, file, offset, len);
         match self {
             Layer::Raw(_) => Ok(()),
+            Layer::Vhd(vhd) => vhd.load(port, file, offset, len).await,
         }
     }
 
@@ -103,9 +119,10 @@ impl Layer {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
-        let _ = (port, below, offset, len);
+        let _ = below;
         match self {
             Layer::Raw(_) => Ok(()),
+            Layer::Vhd(vhd) => vhd.prepare(port, offset, len).await,
         }
     }
 
@@ -119,7 +136,7 @@ impl Layer {
     ) -> io::Result<()> {
         let _ = below;
         match self {
-            Layer::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
+            Layer::Raw(_) | Layer::Vhd(_) => port.io.write_all(port.files[0], offset, buf).await,
         }
     }
 
@@ -132,7 +149,7 @@ impl Layer {
         buf: Span,
     ) -> io::Result<()> {
         match self {
-            Layer::Raw(_) => port.io.read_exact(file, offset, buf).await,
+            Layer::Raw(_) | Layer::Vhd(_) => port.io.read_exact(file, offset, buf).await,
         }
     }
 
@@ -140,6 +157,7 @@ impl Layer {
     pub(crate) async fn commit(&self, port: &Port) -> io::Result<()> {
         match self {
             Layer::Raw(raw) => raw.flush(&port.io, &port.files).await,
+            Layer::Vhd(vhd) => vhd.commit(port).await,
         }
     }
 
@@ -153,6 +171,7 @@ impl Layer {
         let _ = below;
         match self {
             Layer::Raw(raw) => raw.discard(&port.io, &port.files, offset, len).await,
+            Layer::Vhd(vhd) => vhd.discard(port, offset, len).await,
         }
     }
 
@@ -164,9 +183,9 @@ impl Layer {
         len: u64,
         zeros: Span,
     ) -> io::Result<()> {
-        let _ = below;
         match self {
             Layer::Raw(raw) => raw.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
+            Layer::Vhd(vhd) => vhd.write_zeroes(port, below, offset, len, zeros).await,
         }
     }
 
@@ -174,6 +193,7 @@ impl Layer {
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         match self {
             Layer::Raw(_) => self.commit(port).await,
+            Layer::Vhd(vhd) => vhd.close(port).await,
         }
     }
 }
@@ -182,6 +202,7 @@ impl fmt::Display for Layer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Layer::Raw(raw) => raw.fmt(f),
+            Layer::Vhd(vhd) => vhd.fmt(f),
         }
     }
 }
@@ -196,13 +217,77 @@ fn find_raw(raw: &Raw, offset: u64, len: u64) -> Found {
 
 /// Opens an image and its parents. The leaf is opened as the options say, parents read-only.
 pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<Layer>, DiskError> {
+    let mut layers = vec![open_layer(name, options)?];
+    let parents = OpenOptions { read_only: true, ..options.clone() };
+    while let Some(found) = open_parent(&layers, &parents)? {
+        layers.push(found);
+    }
+    let share = options.metadata_bytes / layers.len();
+    layers.iter_mut().for_each(|layer| layer.set_metadata_bytes(share));
+    Ok(layers)
+}
+
+fn open_layer(name: &ImageName, options: &OpenOptions) -> Result<Layer, DiskError> {
     match name.format {
-        Format::Raw => Ok(vec![Layer::Raw(Raw::open(&name.path, options)?)]),
-        format @ (Format::Vhd | Format::Qcow2) => Err(DiskError::new(
+        Format::Raw => Raw::open(&name.path, options).map(Layer::Raw),
+        Format::Vhd => Vhd::open(&name.path, options).map(Layer::Vhd),
+        Format::Qcow2 => Err(DiskError::new(
             ErrorKind::Unsuitable,
             format!("cannot open image {}", name.path.display()),
-            format!("images in format {format} are not served by this build"),
-            "use a raw image",
+            "images in format qcow2 are not served by this build",
+            "convert it to VHD or raw (qemu-img convert)",
         )),
     }
+}
+
+/// The parent of the last layer, if it has one.
+fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>, DiskError> {
+    let Some(Layer::Vhd(child)) = layers.last() else { return Ok(None) };
+    let Some(parent) = child.parent() else { return Ok(None) };
+    let child_path = child.medium().path();
+    let refuse = |why: String, help: &str| {
+        let what = format!("cannot open image {}", child_path.display());
+        Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
+    };
+    if layers.len() == MAX_LAYERS {
+        let why = format!("it has a parent, and is number {MAX_LAYERS} of its chain already");
+        return refuse(why, "coalesce some of the chain first");
+    }
+    let mut last = None;
+    for path in parent.paths.iter().filter(|path| path.exists()) {
+        if is_layer(layers, path) {
+            let why = format!("its parent {} is itself or one of its children", path.display());
+            return refuse(why, "the chain is damaged: find the image that it was made on");
+        }
+        let format = if parent.uuid == Uuid::NIL { Format::Raw } else { Format::Vhd };
+        let opened = open_layer(&ImageName { format, path: path.clone() }, options);
+        let accepted = opened.and_then(|layer| {
+            if let Layer::Vhd(vhd) = &layer {
+                child.accepts_parent(vhd)?;
+            }
+            Ok(layer)
+        });
+        match accepted {
+            Ok(layer) => return Ok(Some(layer)),
+            Err(e) => last = last.or(Some(e)),
+        }
+    }
+    match last {
+        Some(e) => Err(e),
+        None => refuse(
+            format!("its parent {:?} is at none of {:?}", parent.name, parent.paths),
+            "put the parent back to where it was when the image was made",
+        ),
+    }
+}
+
+/// Whether `path` is open as one of the layers.
+fn is_layer(layers: &[Layer], path: &std::path::Path) -> bool {
+    use std::os::unix::fs::{FileTypeExt, MetadataExt};
+    let Ok(meta) = path.metadata() else { return false };
+    let inode = match meta.file_type().is_block_device() {
+        true => (meta.rdev(), 0),
+        false => (meta.dev(), meta.ino()),
+    };
+    layers.iter().any(|layer| layer.medium().inode().is_ok_and(|open| open == inode))
 }

@@ -67,8 +67,11 @@ impl Raw {
         Raw::open_for(path, options, Use::Disk)
     }
 
-    /// Opens what an image with metadata is in: of any size, and accessed in sectors.
-    pub(crate) fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+    /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
+    ///
+    /// # Errors
+    /// As [`Disk::open`](crate::Disk::open).
+    pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
         Raw::open_for(path, options, Use::Medium)
     }
 
@@ -195,7 +198,8 @@ impl Raw {
         self.discard.as_ref().and_then(discard::Discard::limits)
     }
 
-    pub(crate) fn files(&self) -> Vec<Arc<OwnedFd>> {
+    /// The open file, for an engine.
+    pub fn files(&self) -> Vec<Arc<OwnedFd>> {
         vec![self.file.clone()]
     }
 

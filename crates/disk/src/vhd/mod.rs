@@ -1,4 +1,311 @@
-//! VHD.
-#![allow(dead_code)]
+//! VHD: fixed, dynamic and differencing images, as blktap's `vhd-util`, Hyper-V and QEMU have them.
+//!
+//! * `format`: the structures, as pure code over bytes.
+//! * `meta`: reading and checking them from a file.
+//! * [`Vhd`]: an open image, one layer of a disk.
+//!
+//! A dynamic image: a copy of the footer, the dynamic header, a table with the place of each
+//! block, the batmap (libvhd's), parent locators, blocks (a bitmap of their sectors, then the
+//! data) in any order, and the footer.
 
+use std::fmt;
+use std::io::Result as IoResult;
+use std::path::{Path, PathBuf};
+
+use ferrite_io::arena::Span;
+use ferrite_io::engine::FileId;
+
+use crate::image::{Below, Found};
+use crate::journal::{Identity, Journal};
+use crate::size::Human;
+use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
+
+mod blocks;
+mod close;
+mod create;
 mod format;
+mod meta;
+mod pieces;
+
+pub use create::{NewImage, NewParent};
+pub use format::footer::{Creator, Footer, Kind};
+pub use format::geometry::Geometry;
+pub use format::header::DEFAULT_BLOCK_BYTES;
+pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
+
+use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
+use format::batmap::Batmap;
+use format::header::Header;
+use meta::{FooterAt, Footers};
+
+/// What a differencing image says about its parent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parent {
+    /// Its identity; nil: the parent is a raw image.
+    pub uuid: Uuid,
+    /// Its file name, for people.
+    pub name: String,
+    /// Where it may be, the likeliest first.
+    pub paths: Vec<PathBuf>,
+}
+
+/// How an image's sectors are found.
+enum Body {
+    /// One after the other.
+    Fixed,
+    /// By a table.
+    Sparse(Box<Sparse>),
+}
+
+struct Sparse {
+    header: Header,
+    batmap: Option<Batmap>,
+    blocks: Blocks,
+    parent: Option<Parent>,
+}
+
+/// An open image; see the module text.
+pub struct Vhd {
+    raw: Raw,
+    footer: Footer,
+    footer_at: FooterAt,
+    body: Body,
+}
+
+impl Vhd {
+    /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is
+    /// written. What a process that died has left in the journal is taken over.
+    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
+        Vhd::of(Raw::open_medium(path, options)?, options)
+    }
+
+    fn of(raw: Raw, options: &OpenOptions) -> Result<Vhd, DiskError> {
+        let path = raw.path().to_owned();
+        let bad = |e: meta::MetaError| e.for_image(&path);
+        let footers = Footers::read(&raw).map_err(bad)?;
+        let (footer, footer_at) = footers.choose().map_err(|e| bad(e.into()))?;
+        let body = match footer.kind {
+            Kind::Fixed => fixed(&footer, footers.end_at).map_err(|e| bad(e.into()))?,
+            Kind::Dynamic | Kind::Differencing => {
+                let sparse = meta::read_sparse(&raw, &footer, footers.medium_bytes).map_err(bad)?;
+                let parent = match footer.kind {
+                    Kind::Differencing => Some(Parent {
+                        uuid: sparse.header.parent_uuid,
+                        name: sparse.header.parent_name(),
+                        paths: meta::read_parent_paths(&raw, &sparse.header).map_err(bad)?,
+                    }),
+                    _ => None,
+                };
+                Body::Sparse(Box::new(self::sparse(&raw, &footer, sparse, parent, options)?))
+            }
+        };
+        Ok(Vhd { raw, footer, footer_at, body })
+    }
+
+    /// Bytes of the virtual disk.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.footer.current_size
+    }
+
+    /// The file or device that it is in.
+    pub(crate) fn medium(&self) -> &Raw {
+        &self.raw
+    }
+
+    /// Memory for bitmaps.
+    pub(crate) fn set_metadata_bytes(&mut self, bytes: usize) {
+        if let Body::Sparse(sparse) = &mut self.body {
+            sparse.blocks.set_metadata_bytes(bytes);
+        }
+    }
+
+    /// What its footer says.
+    pub fn footer(&self) -> &Footer {
+        &self.footer
+    }
+
+    /// Its parent; none but in a differencing image.
+    pub fn parent(&self) -> Option<&Parent> {
+        match &self.body {
+            Body::Fixed => None,
+            Body::Sparse(sparse) => sparse.parent.as_ref(),
+        }
+    }
+
+    /// Whether `parent` is the parent that this image was made on. A parent that carries this
+    /// image's own identity is one, too: a coalesce was interrupted after its last step, the
+    /// parent has all of this image's sectors and is to be renamed over it.
+    pub(crate) fn accepts_parent(&self, parent: &Vhd) -> Result<(), DiskError> {
+        let expected = self.parent().map_or(Uuid::NIL, |p| p.uuid);
+        let found = parent.footer.uuid;
+        if found == expected {
+            return Ok(());
+        }
+        if found == self.footer.uuid {
+            tracing::warn!(
+                image = %self.raw.path().display(),
+                parent = %parent.raw.path().display(),
+                "an unfinished coalesce: the parent has all of this image already; rename the \
+                 parent over the image to finish it",
+            );
+            return Ok(());
+        }
+        Err(DiskError::new(
+            ErrorKind::Unsuitable,
+            format!("cannot open image {}", self.raw.path().display()),
+            format!(
+                "its parent {} has the UUID {found}, but the image was made on {expected}",
+                parent.raw.path().display()
+            ),
+            "find the image with that UUID (ferrite image info); if the parent was replaced on \
+             purpose, the image has to be made anew on it",
+        ))
+    }
+
+    pub(crate) fn find(&self, offset: u64, len: u64) -> Found {
+        match &self.body {
+            Body::Fixed => match self.bytes().checked_sub(offset) {
+                None | Some(0) => Found::Zeros { len },
+                Some(left) => Found::Data { offset, len: len.min(left) },
+            },
+            Body::Sparse(sparse) => sparse.blocks.find(offset, len),
+        }
+    }
+
+    pub(crate) fn place(&self, offset: u64, len: u64) -> Found {
+        match &self.body {
+            Body::Fixed => Found::Data { offset, len },
+            Body::Sparse(sparse) => sparse.blocks.place(offset, len),
+        }
+    }
+
+    pub(crate) fn wrote(&self, offset: u64, len: u64) {
+        if let Body::Sparse(sparse) = &self.body {
+            sparse.blocks.wrote(offset, len);
+        }
+    }
+
+    pub(crate) async fn load(
+        &self,
+        port: &Port,
+        file: FileId,
+        offset: u64,
+        len: u64,
+    ) -> IoResult<()> {
+        match &self.body {
+            Body::Fixed => Ok(()),
+            Body::Sparse(sparse) => sparse.blocks.load(port, file, offset, len).await,
+        }
+    }
+
+    pub(crate) async fn prepare(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
+        match &self.body {
+            Body::Fixed => Ok(()),
+            Body::Sparse(sparse) => sparse.blocks.prepare(port, &self.raw, offset, len).await,
+        }
+    }
+
+    pub(crate) async fn commit(&self, port: &Port) -> IoResult<()> {
+        match &self.body {
+            _ if self.raw.read_only() => Ok(()),
+            Body::Fixed => self.raw.flush(&port.io, &port.files).await,
+            Body::Sparse(sparse) => sparse.blocks.commit(port).await,
+        }
+    }
+
+    pub(crate) async fn discard(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
+        match &self.body {
+            Body::Fixed => self.raw.discard(&port.io, &port.files, offset, len).await,
+            Body::Sparse(sparse) => sparse.blocks.discard(port, &self.raw, offset, len).await,
+        }
+    }
+
+    pub(crate) async fn write_zeroes(
+        &self,
+        port: &Port,
+        below: Below<'_>,
+        offset: u64,
+        len: u64,
+        zeros: Span,
+    ) -> IoResult<()> {
+        let (raw, files) = (&self.raw, &port.files);
+        match &self.body {
+            Body::Fixed => raw.write_zeroes(&port.io, files, offset, len, zeros).await,
+            Body::Sparse(sparse) => {
+                sparse.blocks.write_zeroes(port, raw, below, offset, len, zeros).await
+            }
+        }
+    }
+}
+
+fn fixed(footer: &Footer, end_at: u64) -> Result<Body, Malformed> {
+    if footer.current_size > end_at {
+        let why = format!("footer: a disk of {} bytes in {end_at}", footer.current_size);
+        return Err(Malformed::new(end_at, why));
+    }
+    Ok(Body::Fixed)
+}
+
+fn sparse(
+    raw: &Raw,
+    footer: &Footer,
+    meta: meta::Sparse,
+    parent: Option<Parent>,
+    options: &OpenOptions,
+) -> Result<Sparse, DiskError> {
+    let inode = raw.inode().map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
+    let identity = Identity { inode, uuid: footer.uuid.0 };
+    let dir = options.state_dir.as_deref();
+    let (journal, records) = match options.read_only {
+        false => Journal::open(dir, identity, RECORD_WORDS, RECORDS)?,
+        true => {
+            let records = Journal::peek(dir, identity, RECORD_WORDS, RECORDS)?;
+            (Journal::open(None, identity, RECORD_WORDS, RECORDS)?.0, records)
+        }
+    };
+    let blocks = Blocks::new(Opened {
+        layout: meta.layout,
+        table_offset: meta.header.table_offset,
+        disk_bytes: footer.current_size,
+        differencing: footer.kind == Kind::Differencing,
+        is_file: raw.is_file(),
+        places: meta.places,
+        metadata_bytes: options.metadata_bytes,
+        journal,
+    });
+    if !records.is_empty() {
+        tracing::info!(
+            image = %raw.path().display(),
+            records = records.len(),
+            "taking over what the last process had answered and not flushed",
+        );
+        blocks.replay(records, !options.read_only).map_err(|why| {
+            DiskError::new(
+                ErrorKind::Unsuitable,
+                format!("cannot open image {}", raw.path().display()),
+                format!("the journal of its last process does not fit it: {why}"),
+                "the image was changed by another program since; remove its journal from the \
+                 state directory to go on without the last answered writes",
+            )
+        })?;
+    }
+    Ok(Sparse { header: meta.header, batmap: meta.batmap, blocks, parent })
+}
+
+/// One line for people: what it is, its size, and its medium.
+impl fmt::Display for Vhd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.footer.kind {
+            Kind::Fixed => "fixed",
+            Kind::Dynamic => "dynamic",
+            Kind::Differencing => "differencing",
+        };
+        write!(f, "{kind} VHD of {} in {}", Human(self.bytes()), self.raw)
+    }
+}
+
+impl fmt::Debug for Vhd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vhd").field("raw", &self.raw).field("footer", &self.footer).finish()
+    }
+}

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+pub(crate) mod vhd;
+
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};

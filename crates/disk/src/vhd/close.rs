@@ -1,0 +1,58 @@
+//! Leaving an image complete for other programs.
+
+use std::io;
+
+use super::format::batmap::{Batmap, covered_bytes};
+use super::format::{SECTOR, footer};
+use super::meta::FooterAt;
+use super::pieces::write_bytes;
+use super::{Body, Sparse, Vhd};
+use crate::Port;
+
+impl Vhd {
+    /// While an image is open the copy of the footer at its beginning counts; the one at the end
+    /// is gone once the image has grown. The order here:
+    ///
+    /// 1. A commit: all data and metadata is durable.
+    /// 2. The batmap and the footer behind the last block; `fdatasync`. The batmap is a hint with
+    ///    a checksum, so half of it is as good as none.
+    /// 3. A file is cut off behind the footer; `fdatasync`. Before that the footer is followed by
+    ///    unused space, and the copy counts.
+    /// 4. The journal, which is empty since 1, is removed.
+    pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
+        self.commit(port).await?;
+        let Body::Sparse(sparse) = &self.body else { return Ok(()) };
+        if !self.raw.read_only() {
+            let footer_missing = self.footer_at == FooterAt::Start;
+            if let Some(end) = sparse.blocks.closing(footer_missing) {
+                self.complete(port, sparse, end).await?;
+            }
+            sparse.blocks.closed()?;
+        }
+        Ok(())
+    }
+
+    async fn complete(&self, port: &Port, sparse: &Sparse, end: u64) -> io::Result<()> {
+        let file = port.files[0];
+        let at = match self.raw.is_file() {
+            true => end,
+            false => self.raw.bytes_now()? / SECTOR * SECTOR - SECTOR,
+        };
+        if let Some(batmap) = &sparse.batmap {
+            let header_at = Batmap::header_offset(&self.footer, &sparse.header);
+            let map = sparse.blocks.batmap(covered_bytes(self.footer.current_size) as usize);
+            let header = batmap.header_for(&map);
+            let mut pieces: Vec<(u64, &[u8])> = vec![(batmap.offset, &map)];
+            pieces.extend(header_at.map(|at| (at, &header[..])));
+            write_bytes(port, file, &pieces).await?;
+        }
+        let footer: [u8; footer::BYTES] = self.footer.bytes();
+        write_bytes(port, file, &[(at, &footer)]).await?;
+        port.io.sync(file).await?;
+        if self.raw.is_file() {
+            port.io.set_len(file, at + SECTOR).await?;
+            port.io.sync(file).await?;
+        }
+        Ok(())
+    }
+}

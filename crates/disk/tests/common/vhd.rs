@@ -1,0 +1,84 @@
+//! Making VHDs, and what the tools of others say about them.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use ferrite_disk::vhd::{Footer, NewImage, NewParent};
+use ferrite_disk::{Disk, DiskError, OpenOptions, Port, Raw};
+use ferrite_io::engines::EngineChoice;
+use ferrite_io::pool::Pool;
+use ferrite_io::reactor::Reactor;
+
+use super::Queue;
+
+/// How these tests open images: a ring that was dropped lets go of its files a little later.
+pub(crate) fn options() -> OpenOptions {
+    OpenOptions { wait_for_lock: Some(Duration::from_secs(30)), ..OpenOptions::default() }
+}
+
+/// A queue on an image.
+pub(crate) fn queue(path: &Path) -> Queue {
+    Queue::new(Disk::open(name(path), &options()).unwrap())
+}
+
+/// Runs steps on files that are no disk yet; the first is file 0.
+pub(crate) fn offline<T>(media: &[&Raw], steps: impl AsyncFnOnce(Port) -> T) -> T {
+    let pool = Pool::with_scratch(2 << 20, 1, 256 << 10).unwrap();
+    let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+    let mut reactor = Reactor::new(kind.open(pool.arena().clone(), 64).unwrap());
+    let files = media.iter().flat_map(|raw| raw.files());
+    let files = files.map(|f| reactor.add_file(f).unwrap()).collect();
+    let port = super::port(&reactor, &pool, files);
+    reactor.block_on(steps(port)).unwrap()
+}
+
+/// Makes an image in a new file.
+pub(crate) fn create(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
+    File::create_new(path).unwrap();
+    let raw = Raw::open_medium(path, &options()).unwrap();
+    offline(&[&raw], async |port| new.create(&port, &raw).await)
+}
+
+/// A parent in the same directory or elsewhere.
+pub(crate) fn parent(path: &Path, footer: &Footer) -> NewParent {
+    NewParent {
+        uuid: footer.uuid,
+        bytes: footer.current_size,
+        modified_unix_s: 0,
+        path: path.canonicalize().unwrap(),
+    }
+}
+
+/// The output of a peer that is installed. `None`: it is not, which is said, and is an error where
+/// peers are demanded.
+pub(crate) fn peer(program: &str, args: &[&str]) -> Option<String> {
+    let output = match Command::new(program).args(args).output() {
+        Ok(output) => output,
+        Err(_) => {
+            let demanded = std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_some();
+            assert!(!demanded, "{program} is not installed");
+            eprintln!("skipped: {program} is not installed");
+            return None;
+        }
+    };
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(
+        output.status.success(),
+        "{program} {args:?}: {}{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
+    Some(text(&output.stdout))
+}
+
+/// A path as text.
+pub(crate) fn name(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A file in a directory.
+pub(crate) fn at(dir: &tempfile::TempDir, name: &str) -> PathBuf {
+    dir.path().join(name)
+}

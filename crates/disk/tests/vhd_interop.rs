@@ -1,0 +1,159 @@
+//! VHDs of ours in other programs, and theirs here.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::vhd::{at, create, name, parent, peer, queue};
+use common::{MIB, Queue, dir_on_disk};
+use ferrite_disk::vhd::NewImage;
+
+/// What a peer may make of a size: nothing but the size itself.
+const SIZES: [u64; 6] = [
+    512,
+    2 * MIB - 512,
+    2 * MIB,
+    2 * MIB + 512,
+    // The last that a geometry can say, and one more.
+    65535 * 16 * 255 * 512,
+    2040 << 30,
+];
+
+/// Places worth writing to in a disk: the beginning, around a block's border, the end.
+fn places(bytes: u64) -> Vec<(u64, Vec<u8>)> {
+    let pattern = |seed: u64, len: u64| {
+        (0..len).map(|i| ((i * 31 + seed * 7 + i / 512) % 251) as u8 + 1).collect::<Vec<u8>>()
+    };
+    let mut places = vec![(0, pattern(1, 512.min(bytes)))];
+    for border in [2 * MIB, bytes / 2 / (2 * MIB) * (2 * MIB)] {
+        if border >= 4096 && border + 4096 <= bytes {
+            places.push((border - 4096, pattern(border / 512, 8192)));
+        }
+    }
+    if bytes > 8192 {
+        places.push((bytes - 3584, pattern(9, 3584)));
+    }
+    places
+}
+
+fn write_places(path: &Path, bytes: u64) {
+    let mut disk = queue(path);
+    assert_eq!(disk.disk.sectors() * 512, bytes);
+    for (offset, data) in places(bytes) {
+        disk.write(offset, &data).unwrap();
+    }
+    disk.close().unwrap();
+}
+
+/// A raw file with the same contents.
+fn raw_model(path: &Path, bytes: u64) {
+    use std::os::unix::fs::FileExt;
+    let file = fs::File::create_new(path).unwrap();
+    file.set_len(bytes).unwrap();
+    for (offset, data) in places(bytes) {
+        file.write_all_at(&data, offset).unwrap();
+    }
+}
+
+fn check_places(path: &Path, bytes: u64) {
+    let mut disk = queue(path);
+    assert_eq!(disk.disk.sectors() * 512, bytes, "{}", path.display());
+    for (offset, data) in places(bytes) {
+        let found = disk.read(offset, data.len()).unwrap();
+        assert!(found == data, "{} at {offset}", path.display());
+    }
+}
+
+#[test]
+fn qemu_reads_what_was_written_to_ours() {
+    for bytes in SIZES {
+        for fixed in [false, true] {
+            if fixed && bytes > 4 * MIB {
+                continue;
+            }
+            let dir = dir_on_disk();
+            let (ours, raw) = (at(&dir, "ours.vhd"), at(&dir, "model.raw"));
+            create(&ours, &NewImage { fixed, ..NewImage::dynamic(bytes) }).unwrap();
+            write_places(&ours, bytes);
+            check_places(&ours, bytes);
+            raw_model(&raw, bytes);
+            let args = ["compare", "-f", "vpc", "-F", "raw", name(&ours), name(&raw)];
+            let Some(said) = peer("qemu-img", &args) else { return };
+            assert!(said.contains("identical"), "{bytes} bytes, fixed: {fixed}: {said}");
+        }
+    }
+}
+
+#[test]
+fn ours_reads_what_qemu_wrote() {
+    for bytes in SIZES {
+        for subformat in ["dynamic", "fixed"] {
+            if subformat == "fixed" && bytes > 4 * MIB {
+                continue;
+            }
+            let dir = dir_on_disk();
+            let (theirs, raw) = (at(&dir, "theirs.vhd"), at(&dir, "model.raw"));
+            raw_model(&raw, bytes);
+            let options = format!("subformat={subformat},force_size=on");
+            let args =
+                ["convert", "-f", "raw", "-O", "vpc", "-o", &options, name(&raw), name(&theirs)];
+            if peer("qemu-img", &args).is_none() {
+                return;
+            }
+            check_places(&theirs, bytes);
+            // And what we change, QEMU sees.
+            let mut disk = queue(&theirs);
+            disk.write(0, &[0xA5; 512]).unwrap();
+            disk.close().unwrap();
+            use std::os::unix::fs::FileExt;
+            fs::File::options()
+                .write(true)
+                .open(&raw)
+                .unwrap()
+                .write_all_at(&[0xA5; 512], 0)
+                .unwrap();
+            let args = ["compare", "-f", "vpc", "-F", "raw", name(&theirs), name(&raw)];
+            let said = peer("qemu-img", &args).unwrap();
+            assert!(said.contains("identical"), "{bytes} bytes, {subformat}: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_chain_reads_the_youngest_data() {
+    let dir = dir_on_disk();
+    let (base, middle, leaf) = (at(&dir, "base.vhd"), at(&dir, "middle.vhd"), at(&dir, "leaf.vhd"));
+    let first = create(&base, &NewImage::dynamic(6 * MIB)).unwrap();
+    let mut disk = queue(&base);
+    disk.write(0, &[1; 8192]).unwrap();
+    disk.write(3 * MIB, &[1; 8192]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let second = create(&middle, &NewImage::differencing(6 * MIB, parent(&base, &first))).unwrap();
+    let mut disk = queue(&middle);
+    disk.write(4096, &[2; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    create(&leaf, &NewImage::differencing(6 * MIB, parent(&middle, &second))).unwrap();
+    let before = fs::read(&base).unwrap();
+    let mut disk = queue(&leaf);
+    disk.write(3 * MIB + 512, &[3; 512]).unwrap();
+    let read = |disk: &mut Queue, at: u64| disk.read(at, 512).unwrap()[0];
+    for round in 0..2 {
+        assert_eq!(read(&mut disk, 0), 1, "{round}");
+        assert_eq!(read(&mut disk, 4096), 2);
+        assert_eq!(read(&mut disk, 4608), 1);
+        assert_eq!(read(&mut disk, 3 * MIB), 1);
+        assert_eq!(read(&mut disk, 3 * MIB + 512), 3);
+        assert_eq!(read(&mut disk, 5 * MIB), 0);
+        disk.close().unwrap();
+        drop(disk);
+        disk = queue(&leaf);
+    }
+    drop(disk);
+    assert!(fs::read(&base).unwrap() == before);
+    let Some(said) = peer("vhdiinfo", &[name(&leaf)]) else { return };
+    assert!(said.contains(&second.uuid.to_string()), "{said}");
+    assert!(said.contains("middle.vhd"), "{said}");
+}
