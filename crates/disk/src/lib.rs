@@ -282,6 +282,12 @@ impl Disk {
         }
     }
 
+    /// Whether there are answered changes that only this host's memory has, because no flush came
+    /// since: a [`flush`](Disk::flush) writes them down. A look at memory.
+    pub fn is_unsaved(&self) -> bool {
+        matches!(self, Disk::Image(d) if d.is_unsaved())
+    }
+
     /// Reads a range, whatever steps that takes.
     ///
     /// # Errors

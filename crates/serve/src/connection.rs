@@ -37,6 +37,17 @@ pub struct Device {
     flush_failed: AtomicBool,
     /// Where that is remembered for successors.
     latch: OnceLock<Shm>,
+    /// Somebody sees to it that metadata gets to the medium.
+    saving: AtomicBool,
+}
+
+/// The duty to bring a disk's metadata to its medium, of one queue at a time.
+pub(crate) struct Saving(Arc<Device>);
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        self.0.saving.store(false, Ordering::SeqCst);
+    }
 }
 
 impl Device {
@@ -48,6 +59,7 @@ impl Device {
             quiet: Budgets::default(),
             flush_failed: AtomicBool::new(false),
             latch: OnceLock::new(),
+            saving: AtomicBool::new(false),
         }
     }
 
@@ -62,6 +74,12 @@ impl Device {
             latch.store_u32(0, 1);
         }
         !self.flush_failed.swap(true, Ordering::SeqCst)
+    }
+
+    /// The duty to save what no flush has asked for, if there is something and nobody has it.
+    pub(crate) fn take_saving(self: &Arc<Device>) -> Option<Saving> {
+        let wanted = self.disk.is_unsaved() && !self.saving.load(Ordering::Relaxed);
+        (wanted && !self.saving.swap(true, Ordering::SeqCst)).then(|| Saving(self.clone()))
     }
 
     /// From now on remembers a failed flush in this file, which outlives the process; `anew` for a

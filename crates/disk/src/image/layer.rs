@@ -189,6 +189,15 @@ impl Layer {
         }
     }
 
+    /// Whether there is something for [`commit`](Self::commit) to do besides a sync. A look at
+    /// memory.
+    pub(crate) fn is_unsaved(&self) -> bool {
+        match self {
+            Layer::Raw(_) => false,
+            Layer::Vhd(vhd) => vhd.is_unsaved(),
+        }
+    }
+
     /// A commit, and everything that makes the image complete for other programs.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         match self {

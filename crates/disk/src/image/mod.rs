@@ -143,6 +143,10 @@ impl Image {
         Ok(())
     }
 
+    pub(crate) fn is_unsaved(&self) -> bool {
+        self.leaf().is_unsaved()
+    }
+
     pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
         self.leaf().commit(port).await
     }

@@ -119,6 +119,11 @@ impl Vhd {
         }
     }
 
+    /// Whether a commit has metadata to write.
+    pub(crate) fn is_unsaved(&self) -> bool {
+        matches!(&self.body, Body::Sparse(sparse) if sparse.blocks.is_unsaved())
+    }
+
     /// What its footer says.
     pub fn footer(&self) -> &Footer {
         &self.footer

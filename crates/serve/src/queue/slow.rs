@@ -3,6 +3,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferrite_disk::{Disk, Intent, Port};
 use ferrite_io::arena::Arena;
@@ -11,8 +12,11 @@ use ferrite_xen::abi::STATUS_ERROR;
 use super::Queue;
 use super::copy::Layout;
 use super::flight::Ticket;
-use crate::connection::Connection;
+use crate::connection::{Connection, Device};
 use crate::request::{Action, Work};
+
+/// How long metadata may stay behind what was answered if no flush comes.
+const SAVE_AFTER: Duration = Duration::from_secs(2);
 
 impl Queue {
     /// Makes a task of a request; its result is found by
@@ -47,10 +51,26 @@ impl Queue {
                 self.connection.wake_all();
             }
             match result {
-                Ok(()) => self.data_done(ticket, now_ns),
+                Ok(()) => {
+                    self.save_soon();
+                    self.data_done(ticket, now_ns);
+                }
                 Err(e) => self.storage_failed(ticket, &e, now_ns),
             }
         }
+    }
+
+    /// Sees to it that what was answered gets into the image's metadata though no flush asks for
+    /// it: until then a crash of the host would lose it, however long ago it was written.
+    pub(super) fn save_soon(&mut self) {
+        let Some(saving) = self.connection.device.take_saving() else { return };
+        let (device, port) = (self.connection.device.clone(), self.port.clone());
+        self.reactor.spawn(async move {
+            let _saving = saving;
+            // A sleep that fails is none; a flush that fails has told so.
+            let _ = port.io.sleep(SAVE_AFTER).await;
+            let _ = flush(&device, &port).await;
+        });
     }
 
     /// Begins the request that needs the disk for itself, if its time has come: nothing else of
@@ -143,20 +163,24 @@ impl Task {
         }
     }
 
-    /// Everything answered before is on the medium, or the device refuses writes from now on: the
-    /// kernel reports a lost write once, to one caller, and then forgets it.
+    /// Everything answered before is on the medium, or the device refuses writes from now on.
     async fn flush(&self) -> io::Result<()> {
-        let device = &self.connection.device;
-        let result = device.disk.flush(&self.port).await;
-        if let Err(e) = &result
-            && device.latch_flush_failure()
-        {
-            tracing::error!(
-                "flush failed: {e}; what was written may be lost, and the guest cannot be told by \
-                 a flush alone, so all its writes fail until the disk is attached again. Check \
-                 the storage, then detach and attach the disk"
-            );
-        }
-        result
+        flush(&self.connection.device, &self.port).await
     }
+}
+
+/// A flush whose failure is not forgotten: the kernel reports a lost write once, to one caller, and
+/// then never again.
+async fn flush(device: &Device, port: &Port) -> io::Result<()> {
+    let result = device.disk.flush(port).await;
+    if let Err(e) = &result
+        && device.latch_flush_failure()
+    {
+        tracing::error!(
+            "flush failed: {e}; what was written may be lost, and the guest cannot be told by a \
+             flush alone, so all its writes fail until the disk is attached again. Check the \
+             storage, then detach and attach the disk"
+        );
+    }
+    result
 }

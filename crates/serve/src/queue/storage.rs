@@ -196,6 +196,7 @@ impl Queue {
         }
         if let (Action::Write, Some(layout)) = (action, layout) {
             self.connection.device.disk.wrote(layout.offset, layout.blocks.len() as u64);
+            self.save_soon();
         }
         self.data_done(ticket, now_ns);
     }

@@ -55,6 +55,7 @@ impl Blocks {
             Ok(()) => outdated.into_iter().for_each(|record| state.journal.release(record)),
             Err(_) => state.outdated.extend(outdated),
         }
+        self.unsaved.store(!state.dirty.is_empty(), std::sync::atomic::Ordering::Relaxed);
         self.set_tight(&state);
         done
     }

@@ -110,6 +110,8 @@ pub(super) struct Blocks {
     budget_slots: usize,
     /// Writes have to wait for a commit: the journal or the budget is almost used up.
     tight: AtomicBool,
+    /// There are dirty blocks.
+    unsaved: AtomicBool,
     /// Evictions of blocks, by block number modulo their number: who reads a bitmap from disk
     /// looks whether one came between.
     generations: Box<[AtomicU32]>,
@@ -165,6 +167,7 @@ impl Blocks {
             table,
             budget_slots: 0,
             tight: AtomicBool::new(false),
+            unsaved: AtomicBool::new(false),
             generations: (0..GENERATIONS).map(|_| AtomicU32::new(0)).collect(),
             state: Mutex::new(State {
                 next: end,
@@ -363,11 +366,17 @@ impl Blocks {
     /// Writes the entry, and has the next commit take the block. Only under the lock.
     fn mark_dirty(&self, state: &mut State, block: u32, entry: Entry) {
         state.changed = true;
+        self.unsaved.store(true, Ordering::Relaxed);
         if !entry.has(Entry::DIRTY) {
             state.dirty.push(block);
         }
         self.set_entry(block, entry.with(Entry::DIRTY));
         self.set_tight(state);
+    }
+
+    /// Whether a commit has something to write.
+    pub(super) fn is_unsaved(&self) -> bool {
+        self.unsaved.load(Ordering::Relaxed)
     }
 
     fn set_tight(&self, state: &State) {
