@@ -15,6 +15,10 @@ pub enum ErrorKind {
     Unsuitable,
     /// This user may not, or the medium is write-protected.
     Permission,
+    /// It would destroy something, and was not told to.
+    Refused,
+    /// It was told to stop.
+    Interrupted,
     /// The kernel reported something else.
     Io,
 }

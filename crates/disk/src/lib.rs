@@ -28,6 +28,7 @@ mod port;
 mod raw;
 mod session;
 pub mod size;
+pub mod tools;
 pub mod vhd;
 
 pub use error::{DiskError, ErrorKind};

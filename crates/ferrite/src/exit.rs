@@ -59,7 +59,11 @@ impl From<DiskError> for Failure {
             ErrorKind::Usage => Code::Usage,
             ErrorKind::NotFound => Code::NotFound,
             ErrorKind::InUse => Code::Busy,
-            ErrorKind::Unsuitable | ErrorKind::Permission | ErrorKind::Io => Code::Failed,
+            ErrorKind::Unsuitable
+            | ErrorKind::Permission
+            | ErrorKind::Refused
+            | ErrorKind::Interrupted
+            | ErrorKind::Io => Code::Failed,
         };
         let (what, why, help) = (e.what().into(), e.why().into(), e.help().into());
         Failure { code, what, why, help }

@@ -274,6 +274,15 @@ impl Arena {
         // SAFETY: `ptr` checked that the span is mapped memory of that length.
         unsafe { volatile::fill(self.ptr(s).as_ptr(), s.len(), byte) }
     }
+
+    /// Whether every byte of the span is zero.
+    ///
+    /// # Panics
+    /// If the span is not inside this arena.
+    pub fn is_zero(&self, s: Span) -> bool {
+        // SAFETY: `ptr` checked that the span is mapped memory of that length.
+        unsafe { volatile::is_zero(self.ptr(s).as_ptr(), s.len()) }
+    }
 }
 
 impl Drop for Arena {
@@ -365,6 +374,18 @@ mod tests {
         assert!(s.slice(8192, 0).is_empty());
         for (from, len) in [(0, 8193), (8192, 1), (usize::MAX, 1), (1, usize::MAX)] {
             assert!(std::panic::catch_unwind(|| s.slice(from, len)).is_err(), "{from} {len}");
+        }
+    }
+
+    #[test]
+    fn a_byte_that_is_not_zero_is_seen_wherever_it_is() {
+        let arena = Arena::new(1).unwrap();
+        for at in [0, 3, 8, 61, 95] {
+            let span = arena.span(4096 + 3, 96);
+            assert!(arena.is_zero(span));
+            arena.copy_in(span.slice(at, 1), &[1]);
+            assert!(!arena.is_zero(span), "byte {at}");
+            arena.copy_in(span.slice(at, 1), &[0]);
         }
     }
 

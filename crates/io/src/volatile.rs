@@ -86,3 +86,18 @@ unsafe fn bytes_in(to: *mut u8, from: &[u8]) {
         unsafe { to.add(i).write_volatile(*byte) };
     }
 }
+
+/// Whether all of `len` bytes from `from` on are zero.
+///
+/// # Safety
+/// `from` must be mapped readable memory of that length.
+pub(crate) unsafe fn is_zero(from: *const u8, len: usize) -> bool {
+    let (head, words) = split(from, len);
+    let tail = head + words * WORD;
+    // SAFETY: every access is inside from..from+len; words are aligned by `split`.
+    unsafe {
+        let edges = (0..head).chain(tail..len).all(|i| from.add(i).read_volatile() == 0);
+        let from = from.add(head).cast::<u64>();
+        edges && (0..words).all(|i| from.add(i).read_volatile() == 0)
+    }
+}

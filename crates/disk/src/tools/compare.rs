@@ -1,0 +1,96 @@
+//! Whether two disks read the same.
+
+use std::cell::Cell;
+use std::io;
+
+use ferrite_io::arena::Span;
+use ferrite_io::pool::SLAB_BYTES;
+
+use super::desk::Desk;
+use super::extents::{What, look};
+use super::{Comparison, Progress, Workshop, broken};
+use crate::{Disk, DiskError, ImageName, Port, SECTOR_BYTES};
+
+/// A disk, the way to it, memory for 1 MiB of it, and its size.
+struct Side<'a> {
+    disk: &'a Disk,
+    port: Port,
+    buf: Span,
+    bytes: u64,
+}
+
+impl Side<'_> {
+    /// How many bytes from `at` on are known to be zeros, and if none, how many can be read.
+    async fn ahead(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
+        // What a disk that has ended would have is zeros.
+        if at >= self.bytes {
+            return Ok((true, len));
+        }
+        let piece = look(self.disk, &self.port, at, len.min(self.bytes - at)).await?;
+        Ok((piece.what == What::Zeros, piece.len))
+    }
+
+    async fn read(&self, at: u64, len: usize, zeros: bool) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        if !zeros {
+            let span = self.buf.slice(0, len);
+            self.disk.read(&self.port, at, span).await?;
+            self.port.memory().copy_out(span, &mut bytes);
+        }
+        Ok(bytes)
+    }
+}
+
+impl Workshop<'_> {
+    /// Compares what two disks read as. They may have different sizes if the rest is zeros.
+    ///
+    /// # Errors
+    /// One of them cannot be opened or read; `Interrupted` if the progress said to stop.
+    pub fn compare(&self, a: &ImageName, b: &ImageName) -> Result<Comparison, DiskError> {
+        let disks = [self.open(a, true)?, self.open(b, true)?];
+        let cannot =
+            |e| broken(format!("cannot compare {} and {}", a.path.display(), b.path.display()), e);
+        let mut desk = Desk::new(self, 2).map_err(cannot)?;
+        let mut side = |disk| -> io::Result<Side<'_>> {
+            let bytes = Disk::sectors(disk) * SECTOR_BYTES;
+            Ok(Side { disk, port: desk.port(disk)?, buf: desk.buffer()?, bytes })
+        };
+        let a = side(&disks[0]).map_err(cannot)?;
+        let b = side(&disks[1]).map_err(cannot)?;
+        let first = desk.run(self.first_difference(&a, &b)).map_err(cannot)?;
+        Ok(Comparison {
+            identical: first.is_none(),
+            first_difference_bytes: first,
+            virtual_bytes: [a.bytes, b.bytes],
+        })
+    }
+
+    async fn first_difference(&self, a: &Side<'_>, b: &Side<'_>) -> io::Result<Option<u64>> {
+        let end = a.bytes.max(b.bytes);
+        let told = Cell::new(0u64);
+        let mut at = 0;
+        while at < end {
+            let ((zeros_a, len_a), (zeros_b, len_b)) =
+                (a.ahead(at, end - at).await?, b.ahead(at, end - at).await?);
+            let mut len = len_a.min(len_b);
+            if !(zeros_a && zeros_b) {
+                len = len.min(SLAB_BYTES as u64);
+                let n = len as usize;
+                let (bytes_a, bytes_b) =
+                    (a.read(at, n, zeros_a).await?, b.read(at, n, zeros_b).await?);
+                let differ = bytes_a.iter().zip(&bytes_b).position(|(a, b)| a != b);
+                if let Some(i) = differ {
+                    return Ok(Some(at + i as u64));
+                }
+            }
+            at += len;
+            if at - told.get() >= SLAB_BYTES as u64 {
+                told.set(at);
+                if !(self.progress)(Progress { done_bytes: at, total_bytes: end }) {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,271 @@
+//! New images: empty ones, and those on a parent.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::desk::Desk;
+use super::files::{NewFile, Over, is_device, is_write_protected, protect, same_file};
+use super::{Done, Workshop, broken, parent_dir, refused, unsuitable};
+use crate::size::Human;
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, Raw, SECTOR_BYTES};
+
+/// What a new image shall be.
+#[derive(Clone, Debug, Default)]
+pub struct NewImage {
+    /// Of the disk; none: the parent's.
+    pub bytes: Option<u64>,
+    /// What it is made on.
+    pub parent: Option<ImageName>,
+    /// All space at once.
+    pub fixed: bool,
+    /// The unit of allocation: a block of VHD, a cluster of qcow2; none: the usual one.
+    pub unit_bytes: Option<u32>,
+    /// What is there under its name may be lost.
+    pub force: bool,
+}
+
+/// A parent, open and locked against writers.
+pub(super) struct Parent {
+    disk: Disk,
+    name: ImageName,
+    /// Where it is: its directory without links, and its name.
+    path: PathBuf,
+}
+
+impl Parent {
+    pub(super) fn bytes(&self) -> u64 {
+        self.disk.sectors() * SECTOR_BYTES
+    }
+}
+
+impl Workshop<'_> {
+    /// Makes an image, durably. A parent is made read-only, if it is not yet.
+    ///
+    /// # Errors
+    /// It exists already, or cannot be made like this.
+    pub fn create(&self, name: &ImageName, new: &NewImage) -> Result<Done, DiskError> {
+        let mut notes = Vec::new();
+        let parent = match &new.parent {
+            None => None,
+            Some(parent) => Some(self.parent(name, parent, &mut notes)?),
+        };
+        let bytes = size(name, new, parent.as_ref())?;
+        let file = self.new_file(&name.path, Over::forced(new.force))?;
+        self.write_new(&file, name.format, new, parent.as_ref(), bytes)?;
+        file.finish()?;
+        Ok(done(name, bytes, notes))
+    }
+
+    /// Writes a new image into its file, durably.
+    pub(super) fn write_new(
+        &self,
+        file: &NewFile<'_>,
+        format: Format,
+        new: &NewImage,
+        parent: Option<&Parent>,
+        bytes: u64,
+    ) -> Result<(), DiskError> {
+        let what = || format!("cannot make {}", file.path().display());
+        let raw = file.open()?;
+        let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
+        let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
+        let done = desk.run(async { Ok(empty(&port, &raw, format, new, parent, bytes).await) });
+        done.map_err(|e| broken(what(), e))?
+    }
+
+    /// Opens a parent, and sees to it that nobody writes to it from now on.
+    fn parent(
+        &self,
+        child: &ImageName,
+        name: &ImageName,
+        notes: &mut Vec<String>,
+    ) -> Result<Parent, DiskError> {
+        let what = || format!("cannot make {}", child.path.display());
+        if child.format == Format::Raw {
+            let help = "give it a name that ends in .vhd or .qcow2; ferrite image convert makes a \
+                        raw copy";
+            return Err(unsuitable(what(), "a raw image cannot have a parent", help));
+        }
+        self.settle(name)?;
+        let disk = self.open(name, true)?;
+        let cannot = |e| broken(format!("cannot make {} read-only", name.path.display()), e);
+        if !is_device(&name.path) && !is_write_protected(&name.path).map_err(cannot)? {
+            protect(&name.path, true).map_err(cannot)?;
+            notes.push(format!("{} is read-only now, as it has a child", name.path.display()));
+        }
+        let path = absolute(&name.path).map_err(|e| broken(what(), e))?;
+        Ok(Parent { disk, name: name.clone(), path })
+    }
+
+    /// What a killed backend has left in its journal is brought into the image: a parent has to be
+    /// complete without it.
+    fn settle(&self, name: &ImageName) -> Result<(), DiskError> {
+        if name.format == Format::Raw {
+            return Ok(());
+        }
+        let disk = match self.open(name, false) {
+            Ok(disk) => disk,
+            // Readers have it open, so it is nobody's to write; or we may not.
+            Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Permission) => return Ok(()),
+            Err(e) => return Err(e),
+        };
+        self.close(&disk, &name.path)
+    }
+
+    /// Completes an image that was opened for writing.
+    pub(super) fn close(&self, disk: &Disk, path: &Path) -> Result<(), DiskError> {
+        let cannot = |e| broken(format!("cannot complete {}", path.display()), e);
+        let mut desk = Desk::new(self, 0).map_err(cannot)?;
+        let port = desk.port(disk).map_err(cannot)?;
+        desk.run(disk.close(&port)).map_err(cannot)
+    }
+
+    /// `leaf` becomes `parent`, and what has its name from then on is a new image on that.
+    /// Nothing is copied. Both names are in one directory.
+    ///
+    /// The order: a second name for the file; the new leaf, whole and synced; the new leaf over
+    /// the old name. A crash before the last leaves the leaf as it was, a crash after it the
+    /// new one, and there is always one.
+    ///
+    /// # Errors
+    /// The leaf is in use; `parent` exists and is something else.
+    pub fn snapshot(&self, leaf: &ImageName, parent: &ImageName) -> Result<Done, DiskError> {
+        let what = || format!("cannot make a snapshot of {}", leaf.path.display());
+        let cannot = |e: io::Error| broken(what(), e);
+        check_snapshot_names(leaf, parent)?;
+        let disk = self.open(leaf, false)?;
+        self.close(&disk, &leaf.path)?;
+        let bytes = disk.sectors() * SECTOR_BYTES;
+        let exists = parent.path.symlink_metadata().is_ok();
+        if exists && self.is_parent(&disk, &parent.path)? {
+            protect(&parent.path, true).map_err(cannot)?;
+            let note = format!("nothing to do: {} is its parent already", parent.path.display());
+            return Ok(done(leaf, bytes, vec![note]));
+        }
+        if exists && !same_file(&leaf.path, &parent.path).map_err(cannot)? {
+            let why = format!("{} exists and is another file", parent.path.display());
+            return Err(refused(what(), why, "choose another name for the parent"));
+        }
+        if !exists {
+            self.directory.hard_link(&leaf.path, &parent.path).map_err(cannot)?;
+            self.sync_dir(&parent.path)?;
+        }
+        // The lock stays on the file, whose name is the parent's from the last step on.
+        let path = absolute(&parent.path).map_err(cannot)?;
+        let parent = Parent { disk, name: parent.clone(), path };
+        let file = self.new_file(&leaf.path, Over::Mine)?;
+        self.write_new(&file, leaf.format, &NewImage::default(), Some(&parent), bytes)?;
+        file.finish()?;
+        protect(&parent.path, true).map_err(cannot)?;
+        let note = format!("what it was is {} now, read-only", parent.name.path.display());
+        Ok(done(leaf, bytes, vec![note]))
+    }
+
+    fn is_parent(&self, disk: &Disk, path: &Path) -> Result<bool, DiskError> {
+        let Disk::Image(image) = disk else { return Ok(false) };
+        let Some(below) = image.layers().get(1) else { return Ok(false) };
+        same_file(below.medium().path(), path)
+            .map_err(|e| broken(format!("cannot look at {}", path.display()), e))
+    }
+}
+
+fn check_snapshot_names(leaf: &ImageName, parent: &ImageName) -> Result<(), DiskError> {
+    let what = || format!("cannot make a snapshot of {}", leaf.path.display());
+    if leaf.format == Format::Raw {
+        let help = "make an image on it instead: ferrite image clone RAW NEW.vhd";
+        return Err(unsuitable(what(), "a raw image cannot have a parent", help));
+    }
+    if is_device(&leaf.path) {
+        let help = "make an image on it instead: ferrite image clone";
+        return Err(unsuitable(what(), "a block device has one name only", help));
+    }
+    if leaf.format != parent.format {
+        let why =
+            format!("the parent would be {}, but its name says {}", leaf.format, parent.format);
+        return Err(unsuitable(what(), why, "give the parent a name with the image's extension"));
+    }
+    let dirs = absolute_dir(&leaf.path).and_then(|a| Ok((a, absolute_dir(&parent.path)?)));
+    match dirs.map_err(|e| broken(what(), e))? {
+        (a, b) if a == b => Ok(()),
+        _ => {
+            let why = "the parent would be in another directory, where its own parent and its \
+                       children would not find each other";
+            Err(unsuitable(what(), why, "name a parent in the image's directory"))
+        }
+    }
+}
+
+fn absolute_dir(path: &Path) -> io::Result<PathBuf> {
+    fs::canonicalize(parent_dir(path))
+}
+
+/// A file's directory without links, and its name, which may be one: that is how it was named.
+pub(super) fn absolute(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(absolute_dir(path)?.join(name))
+}
+
+pub(super) fn done(name: &ImageName, virtual_bytes: u64, notes: Vec<String>) -> Done {
+    let path = name.path.display().to_string();
+    Done { path, format: name.format.name(), virtual_bytes, notes }
+}
+
+fn size(name: &ImageName, new: &NewImage, parent: Option<&Parent>) -> Result<u64, DiskError> {
+    let refuse = |why: String, help: &str| {
+        let what = format!("cannot make {}", name.path.display());
+        Err(DiskError::new(ErrorKind::Usage, what, why, help))
+    };
+    match (new.bytes, parent.map(Parent::bytes)) {
+        (None, None) => refuse("it has no size".into(), "give a size, or a parent"),
+        (Some(0), _) => refuse("its size is 0".into(), "give a size"),
+        (Some(bytes), _) if !bytes.is_multiple_of(SECTOR_BYTES) => {
+            refuse(format!("{bytes} bytes are no whole sectors"), "give a multiple of 512")
+        }
+        (Some(bytes), Some(least)) if bytes < least => refuse(
+            format!("it would be smaller than its parent, which has {}", Human(least)),
+            "leave the size out, or give a larger one",
+        ),
+        (bytes, parent) => Ok(bytes.or(parent).unwrap_or_default()),
+    }
+}
+
+/// Writes an image without data, durably.
+async fn empty(
+    port: &Port,
+    raw: &Raw,
+    format: Format,
+    new: &NewImage,
+    parent: Option<&Parent>,
+    bytes: u64,
+) -> Result<(), DiskError> {
+    let _ = parent;
+    match format {
+        Format::Raw => {
+            let made = empty_raw(port, raw, new, bytes).await;
+            made.map_err(|e| broken(format!("cannot make {}", raw.path().display()), e))
+        }
+        Format::Vhd | Format::Qcow2 => {
+            let what = format!("cannot make {}", raw.path().display());
+            Err(unsuitable(what, "this build cannot", "make a raw image"))
+        }
+    }
+}
+
+async fn empty_raw(port: &Port, raw: &Raw, new: &NewImage, bytes: u64) -> io::Result<()> {
+    let file = port.files[0];
+    if !raw.is_file() {
+        return match raw.bytes_now()? {
+            room if room < bytes => Err(io::ErrorKind::StorageFull.into()),
+            _ => Ok(()),
+        };
+    }
+    port.io.set_len(file, bytes).await?;
+    if new.fixed {
+        match port.io.allocate(file, 0, bytes).await {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+            done => done?,
+        }
+    }
+    port.io.sync(file).await
+}

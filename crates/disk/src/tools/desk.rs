@@ -1,0 +1,105 @@
+//! An engine and memory for an operation, and the disks that it works on.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+
+use ferrite_io::arena::Span;
+use ferrite_io::pool::{Buf, Pool, QueuePool, SLAB_BYTES};
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
+
+use super::Workshop;
+use crate::{Disk, Port, SCRATCH_BYTES};
+
+/// Scratch memory: as much as two disks need.
+const SCRATCHES: usize = 2;
+
+/// See the module text. One thread's.
+pub(super) struct Desk {
+    scratch: Scratch,
+    buffers: QueuePool,
+    zeros: Span,
+    /// Last, as its drop waits for operations on all of the above.
+    reactor: Reactor,
+}
+
+impl Desk {
+    /// With memory for `buffers` of 1 MiB.
+    pub(super) fn new(shop: &Workshop<'_>, buffers: usize) -> io::Result<Desk> {
+        // The last slab lacks a page, so it holds no such buffer.
+        let pool = Pool::with_scratch((buffers + 1) * SLAB_BYTES, 1, SCRATCHES * SCRATCH_BYTES)?;
+        let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
+        let (buffers, zeros) = (pool.queue(0), pool.zero_page());
+        let reactor = Reactor::new((shop.engine)(pool.arena().clone())?);
+        Ok(Desk { scratch, buffers, zeros, reactor })
+    }
+
+    /// The way to a disk's files.
+    pub(super) fn port(&mut self, disk: &Disk) -> io::Result<Port> {
+        self.port_of(disk.files())
+    }
+
+    /// The way to files.
+    pub(super) fn port_of(&mut self, files: Vec<Arc<OwnedFd>>) -> io::Result<Port> {
+        let files = files.into_iter().map(|f| self.reactor.add_file(f));
+        let files = files.collect::<io::Result<_>>()?;
+        Ok(Port { io: self.reactor.io(), files, scratch: self.scratch.clone() })
+    }
+
+    /// Memory that stays zero, 4096 bytes.
+    pub(super) fn zeros(&self) -> Span {
+        self.zeros
+    }
+
+    /// A buffer of 1 MiB, which is the desk's until its end.
+    pub(super) fn buffer(&mut self) -> io::Result<Span> {
+        let buffer: Option<Buf> = self.buffers.alloc(SLAB_BYTES);
+        buffer.map(|b| b.span()).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+    }
+
+    /// Runs a future to its end.
+    pub(super) fn run<T>(&mut self, future: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        self.reactor.block_on(future)?
+    }
+}
+
+/// Whether one of several tasks has failed, so that the others end early.
+#[derive(Clone, Default)]
+pub(super) struct Stop(Rc<Cell<bool>>);
+
+impl Stop {
+    pub(super) fn raise(&self) {
+        self.0.set(true);
+    }
+
+    pub(super) fn is_raised(&self) -> bool {
+        self.0.get()
+    }
+}
+
+/// Runs all futures to their ends, beside each other; the first error counts.
+pub(super) async fn all<'a>(
+    mut futures: Vec<Pin<Box<dyn Future<Output = io::Result<()>> + 'a>>>,
+) -> io::Result<()> {
+    let mut first = Ok(());
+    poll_fn(|cx| {
+        futures.retain_mut(|future| match future.as_mut().poll(cx) {
+            Poll::Pending => true,
+            Poll::Ready(done) => {
+                if first.is_ok() {
+                    first = done;
+                }
+                false
+            }
+        });
+        if futures.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    first
+}

@@ -1,0 +1,182 @@
+//! Where the parts of a disk are: the chain asked from memory, its metadata loaded where that
+//! takes it, and the holes of files.
+
+use std::io;
+
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use super::desk::Desk;
+use super::{Kind, Workshop, broken};
+use crate::image::{Found, Layer};
+use crate::{Disk, DiskError, Extent as Place, ImageName, Intent, Port, Raw, SECTOR_BYTES};
+
+/// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
+/// read in whole blocks, too.
+const BLOCK: u64 = 4096;
+
+/// What the beginning of a range is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) len: u64,
+    /// The layer that says so, the leaf is 0; none: no layer has it.
+    pub(super) layer: Option<usize>,
+    pub(super) what: What,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    /// Bytes of the layer's file from here on.
+    Data(u64),
+    /// Compressed in the layer's file.
+    Packed,
+    Zeros,
+}
+
+/// Looks at the beginning of a range, which is inside the disk.
+pub(super) async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
+    match disk {
+        Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
+        Disk::Raw(raw) => match disk.map(offset, len, Intent::Read) {
+            Place::Data { offset, len, .. } => Ok(data(raw, 0, offset, len)),
+            Place::Zeros { len } | Place::Slow { len } => {
+                Ok(Piece { len, layer: Some(0), what: What::Zeros })
+            }
+        },
+        Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
+    }
+}
+
+async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
+    let mut len = len;
+    for (i, layer) in layers.iter().enumerate() {
+        match look_at_layer(layer, i, port, offset, len).await? {
+            (Some(piece), _) => return Ok(piece),
+            (None, below) => len = below,
+        }
+    }
+    Ok(Piece { len, layer: None, what: What::Zeros })
+}
+
+/// What one layer has of the beginning of a range: a piece, or nothing for so many bytes.
+pub(super) async fn look_at_layer(
+    layer: &Layer,
+    i: usize,
+    port: &Port,
+    offset: u64,
+    len: u64,
+) -> io::Result<(Option<Piece>, u64)> {
+    loop {
+        let piece = match layer.find(offset, len) {
+            Found::Below { len } => return Ok((None, len)),
+            Found::Slow { len } => {
+                layer.load(port, port.files[i], offset, len).await?;
+                continue;
+            }
+            Found::Data { offset, len } => data(layer.medium(), i, offset, len),
+            Found::Zeros { len } => Piece { len, layer: Some(i), what: What::Zeros },
+            Found::Packed { len } | Found::Copy { len } => {
+                Piece { len, layer: Some(i), what: What::Packed }
+            }
+        };
+        if piece.len == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a layer answered for nothing"));
+        }
+        return Ok((Some(piece), 0));
+    }
+}
+
+/// Data of a file, or the hole that is there.
+fn data(raw: &Raw, layer: usize, offset: u64, len: u64) -> Piece {
+    let piece = |what, len| Piece { len, layer: Some(layer), what };
+    match hole(raw, offset, len) {
+        Some(Ahead::Hole(len)) => piece(What::Zeros, len),
+        Some(Ahead::Data(len)) => piece(What::Data(offset), len),
+        None => piece(What::Data(offset), len),
+    }
+}
+
+enum Ahead {
+    Hole(u64),
+    Data(u64),
+}
+
+/// What is at `offset`; none: the file system does not tell.
+fn hole(raw: &Raw, offset: u64, len: u64) -> Option<Ahead> {
+    if !raw.is_file() {
+        return None;
+    }
+    let file = raw.files().pop()?;
+    let data_at = match seek(&file, SeekFrom::Data(offset)) {
+        Ok(at) => at / BLOCK * BLOCK,
+        // Nothing but a hole up to the end, or no hole was ever heard of here.
+        Err(Errno::NXIO) => u64::MAX,
+        Err(_) => return None,
+    };
+    if data_at > offset {
+        // A file that ends has no hole behind its end: reading there is the format's trouble.
+        let end = raw.bytes_now().ok()?;
+        return (offset < end).then(|| Ahead::Hole((data_at - offset).min(len)));
+    }
+    let hole_at = seek(&file, SeekFrom::Hole(offset)).ok()?.next_multiple_of(BLOCK);
+    (hole_at > offset).then(|| Ahead::Data((hole_at - offset).min(len)))
+}
+
+impl Workshop<'_> {
+    /// Tells `each` extent of a disk, in order, neighbours of a kind as one. `false`: enough.
+    ///
+    /// # Errors
+    /// The image cannot be opened or its metadata not be read.
+    pub fn map(
+        &self,
+        name: &ImageName,
+        mut each: impl FnMut(&super::Extent) -> bool,
+    ) -> Result<(), DiskError> {
+        let disk = self.open(name, true)?;
+        let cannot = |e| broken(format!("cannot map {}", name.path.display()), e);
+        let mut desk = Desk::new(self, 1).map_err(cannot)?;
+        let port = desk.port(&disk).map_err(cannot)?;
+        let done = desk.run(async {
+            let end = disk.sectors() * SECTOR_BYTES;
+            let (mut at, mut last): (u64, Option<super::Extent>) = (0, None);
+            while at < end {
+                let piece = look(&disk, &port, at, end - at).await?;
+                let next = extent(at, piece);
+                at += piece.len;
+                match &mut last {
+                    Some(extent) if extent.continues_with(&next) => {
+                        extent.length_bytes += next.length_bytes;
+                    }
+                    Some(extent) if !each(extent) => return Ok(()),
+                    _ => last = Some(next),
+                }
+            }
+            if let Some(extent) = &last {
+                each(extent);
+            }
+            Ok(())
+        });
+        done.map_err(cannot)
+    }
+}
+
+fn extent(start_bytes: u64, piece: Piece) -> super::Extent {
+    let (kind, offset_bytes) = match (piece.what, piece.layer) {
+        (What::Data(offset), _) => (Kind::Data, Some(offset)),
+        (What::Packed, _) => (Kind::Compressed, None),
+        (What::Zeros, Some(_)) => (Kind::Zero, None),
+        (What::Zeros, None) => (Kind::Unallocated, None),
+    };
+    let layer = piece.layer;
+    super::Extent { start_bytes, length_bytes: piece.len, kind, layer, offset_bytes }
+}
+
+/// What of a file's space is in use on the file system, in bytes; of a device, its size.
+pub(super) fn disk_bytes(raw: &Raw) -> io::Result<u64> {
+    if !raw.is_file() {
+        return raw.bytes_now();
+    }
+    let file = raw.files().pop().ok_or(io::ErrorKind::NotFound)?;
+    let stat = rustix::fs::fstat(&file)?;
+    Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
+}

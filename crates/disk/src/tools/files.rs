@@ -1,0 +1,214 @@
+//! New files under temporary names, and how they get their own.
+
+use std::ffi::OsString;
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use super::{Workshop, broken, parent_dir, refused, unsuitable};
+use crate::{DiskError, OpenOptions, Raw};
+
+/// Behind a file's name: what is on its way to replace it.
+const NEW: &str = ".ferrite-new";
+
+/// What becomes of a file that has the name already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Over {
+    /// Nothing: it stays, and the new one is not made.
+    Keep,
+    /// It is lost, if nobody is using it.
+    Lose,
+    /// The caller has it locked, and knows.
+    Mine,
+}
+
+impl Over {
+    pub(super) fn forced(force: bool) -> Over {
+        if force { Over::Lose } else { Over::Keep }
+    }
+}
+
+/// A file that is being made; away again if it does not get its name.
+pub(super) struct NewFile<'a> {
+    shop: &'a Workshop<'a>,
+    path: PathBuf,
+    to: PathBuf,
+    /// There is a file with that name, which is replaced.
+    replaces: bool,
+    /// It is locked, so that nobody is using it.
+    _replaced: Option<Raw>,
+    /// It needs no other name: a device, which is written where it is, or done.
+    named: bool,
+}
+
+/// Another name in the same directory.
+pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = OsString::from(path.file_name().unwrap_or_default());
+    name.push(suffix);
+    path.with_file_name(name)
+}
+
+impl Workshop<'_> {
+    /// Begins a file that is to be called `to`.
+    pub(super) fn new_file(&self, to: &Path, over: Over) -> Result<NewFile<'_>, DiskError> {
+        let what = || format!("cannot make {}", to.display());
+        let file = self.old_file(to, NEW, over)?;
+        if file.named {
+            return Ok(file);
+        }
+        let path = &file.path;
+        match self.directory.create_new(path) {
+            Ok(_) => {}
+            // Of a program that was killed, or of one that is at work.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                self.open_new(path)?;
+                self.directory.remove(path).map_err(|e| broken(what(), e))?;
+                self.directory.create_new(path).map_err(|e| broken(what(), e))?;
+            }
+            Err(e) => return Err(broken(what(), e)),
+        }
+        Ok(file)
+    }
+
+    /// Goes on with a file that is there under its temporary name.
+    pub(super) fn old_file(
+        &self,
+        to: &Path,
+        suffix: &str,
+        over: Over,
+    ) -> Result<NewFile<'_>, DiskError> {
+        let new = |path, replaces, replaced, named| NewFile {
+            shop: self,
+            path,
+            to: to.into(),
+            replaces,
+            _replaced: replaced,
+            named,
+        };
+        if is_device(to) {
+            if over == Over::Keep {
+                let what = format!("cannot make {}", to.display());
+                let help = "name another device, or overwrite it with --force";
+                return Err(refused(what, "all that is on the device would be lost", help));
+            }
+            return Ok(new(to.to_owned(), false, None, true));
+        }
+        let path = beside(to, suffix);
+        if over == Over::Mine {
+            return Ok(new(path, true, None, false));
+        }
+        let replaced = self.replaced(to, over == Over::Lose)?;
+        Ok(new(path, replaced.is_some(), replaced, false))
+    }
+
+    /// Opens and locks a file that is being made.
+    fn open_new(&self, path: &Path) -> Result<Raw, DiskError> {
+        Raw::open_medium(path, &OpenOptions::default())
+    }
+
+    /// What would be replaced, locked.
+    fn replaced(&self, to: &Path, force: bool) -> Result<Option<Raw>, DiskError> {
+        let what = || format!("cannot make {}", to.display());
+        let meta = match fs::symlink_metadata(to) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            meta => meta.map_err(|e| broken(what(), e))?,
+        };
+        if !meta.is_file() {
+            let help = "name a file that is not there yet, in a directory that is";
+            return Err(unsuitable(what(), "something that is no regular file is there", help));
+        }
+        if !force {
+            let why = format!("it exists and would be lost, with {} bytes in it", meta.len());
+            return Err(refused(what(), why, "choose another name, or overwrite it with --force"));
+        }
+        let options = OpenOptions { read_only: false, ..OpenOptions::default() };
+        Raw::open_medium(to, &options).map(Some)
+    }
+
+    /// Makes what was done to the directory of `path` durable.
+    pub(super) fn sync_dir(&self, path: &Path) -> Result<(), DiskError> {
+        let dir = parent_dir(path);
+        let failed = |e| broken(format!("cannot sync directory {}", dir.display()), e);
+        self.directory.sync(dir).map_err(failed)
+    }
+}
+
+impl NewFile<'_> {
+    /// Opens and locks it.
+    pub(super) fn open(&self) -> Result<Raw, DiskError> {
+        self.shop.open_new(&self.path)
+    }
+
+    /// Where it is while it is being made.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// It stays under its temporary name, for somebody who goes on later.
+    pub(super) fn keep(mut self) {
+        self.named = true;
+    }
+
+    /// Gives it its name, durably. Its content must be durable already.
+    pub(super) fn finish(mut self) -> Result<(), DiskError> {
+        if self.named {
+            return Ok(());
+        }
+        let directory = self.shop.directory;
+        let what = || format!("cannot make {}", self.to.display());
+        if self.replaces {
+            directory.rename(&self.path, &self.to).map_err(|e| broken(what(), e))?;
+        } else {
+            // A link fails if somebody has made a file of that name meanwhile; a rename does not.
+            match directory.hard_link(&self.path, &self.to) {
+                Ok(()) => directory.remove(&self.path).map_err(|e| broken(what(), e))?,
+                Err(e) if has_no_links(&e) => {
+                    directory.rename(&self.path, &self.to).map_err(|e| broken(what(), e))?;
+                }
+                Err(e) => return Err(broken(what(), e)),
+            }
+        }
+        self.named = true;
+        self.shop.sync_dir(&self.to)
+    }
+}
+
+impl Drop for NewFile<'_> {
+    fn drop(&mut self) {
+        if !self.named {
+            let _ = self.shop.directory.remove(&self.path);
+        }
+    }
+}
+
+fn has_no_links(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied)
+}
+
+/// A block device has one name for all that is ever in it.
+pub(super) fn is_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
+}
+
+/// Whether two paths are of the same file.
+pub(super) fn same_file(a: &Path, b: &Path) -> io::Result<bool> {
+    let (a, b) = (fs::metadata(a)?, fs::metadata(b)?);
+    Ok((a.dev(), a.ino()) == (b.dev(), b.ino()))
+}
+
+/// Whether nobody has the permission to write it.
+pub(super) fn is_write_protected(path: &Path) -> io::Result<bool> {
+    Ok(fs::metadata(path)?.permissions().mode() & 0o222 == 0)
+}
+
+/// Takes everybody's permission to write away, or gives it to the owner. Not a device's.
+pub(super) fn protect(path: &Path, protect: bool) -> io::Result<()> {
+    let meta = fs::metadata(path)?;
+    if !meta.is_file() {
+        return Ok(());
+    }
+    let mode = meta.permissions().mode();
+    let new = if protect { mode & !0o222 } else { mode | 0o200 };
+    if new == mode { Ok(()) } else { fs::set_permissions(path, Permissions::from_mode(new)) }
+}

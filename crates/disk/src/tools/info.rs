@@ -1,0 +1,84 @@
+//! What there is to know about an image, and what it takes.
+
+use std::path::Path;
+
+use super::files::is_write_protected;
+use super::{Info, LayerInfo, Usage, Workshop, broken, extents};
+use crate::image::Layer;
+use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
+
+impl Workshop<'_> {
+    /// What an image and its parents say about themselves. Their data are not read.
+    ///
+    /// # Errors
+    /// It cannot be opened, or one of its parents.
+    pub fn info(&self, name: &ImageName) -> Result<Info, DiskError> {
+        let disk = self.open(name, true)?;
+        self.info_of(&disk)
+    }
+
+    pub(super) fn info_of(&self, disk: &Disk) -> Result<Info, DiskError> {
+        let virtual_bytes = disk.sectors() * SECTOR_BYTES;
+        let chain = match disk {
+            Disk::Null(_) => Vec::new(),
+            Disk::Raw(raw) => vec![raw_info(raw)?],
+            Disk::Image(image) => {
+                image.layers().iter().map(layer_info).collect::<Result<_, _>>()?
+            }
+        };
+        Ok(Info { virtual_bytes, chain })
+    }
+
+    /// What a disk takes: in its images, and on the file systems.
+    ///
+    /// # Errors
+    /// As [`info`](Workshop::info).
+    pub fn du(&self, name: &ImageName) -> Result<Usage, DiskError> {
+        let Info { virtual_bytes, chain } = self.info(name)?;
+        Ok(Usage {
+            virtual_bytes,
+            allocated_bytes: chain.iter().map(|l| l.allocated_bytes).sum(),
+            file_bytes: chain.iter().map(|l| l.file_bytes).sum(),
+            disk_bytes: chain.iter().map(|l| l.disk_bytes).sum(),
+            chain,
+        })
+    }
+}
+
+fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
+    let disk_bytes = medium_bytes(raw, extents::disk_bytes(raw))?;
+    Ok(LayerInfo {
+        virtual_bytes: raw.sectors() * SECTOR_BYTES,
+        allocated_bytes: Some(disk_bytes.min(raw.sectors() * SECTOR_BYTES)),
+        ..of_medium(raw, Format::Raw)?
+    })
+}
+
+fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
+    match layer {
+        Layer::Raw(raw) => raw_info(raw),
+    }
+}
+
+/// What the file says.
+fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
+    let path: &Path = raw.path();
+    Ok(LayerInfo {
+        path: path.display().to_string(),
+        format: format.name(),
+        kind: None,
+        virtual_bytes: 0,
+        allocated_bytes: None,
+        file_bytes: medium_bytes(raw, raw.bytes_now())?,
+        disk_bytes: medium_bytes(raw, extents::disk_bytes(raw))?,
+        unit_bytes: None,
+        uuid: None,
+        creator: None,
+        journal: false,
+        read_only: medium_bytes(raw, is_write_protected(path))?,
+    })
+}
+
+fn medium_bytes<T>(raw: &Raw, found: std::io::Result<T>) -> Result<T, DiskError> {
+    found.map_err(|e| broken(format!("cannot examine {}", raw.path().display()), e))
+}

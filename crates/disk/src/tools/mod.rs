@@ -1,0 +1,100 @@
+//! What is done to images that nobody is using: made, copied, merged, looked at. `ferrite image`
+//! is a command line for this, and the simulator cuts its power.
+//!
+//! Each operation is a function of a [`Workshop`], whatever the formats are. Those that make or
+//! replace files keep to one order, so that a crash at any point leaves every name with an image
+//! that was whole before or is whole now:
+//! 1. the new image is written under a temporary name beside its own, and synced,
+//! 2. it gets its name by one operation on the directory, which is then synced.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ferrite_io::arena::Arena;
+use ferrite_io::directory::Directory;
+use ferrite_io::engine::Engine;
+
+use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions};
+
+mod compare;
+mod convert;
+mod create;
+mod desk;
+mod extents;
+mod files;
+mod info;
+mod report;
+mod resize;
+mod resume;
+
+pub use convert::Convert;
+pub use create::NewImage;
+pub use report::*;
+
+/// Where operations get what they need of their world.
+pub struct Workshop<'a> {
+    /// Entries of directories are changed through this.
+    pub directory: &'a dyn Directory,
+    /// Opens what does the I/O.
+    pub engine: &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
+    /// See [`OpenOptions::state_dir`].
+    pub state_dir: Option<PathBuf>,
+    /// Told now and then how far it is. `false`: stop in good order, as soon as possible.
+    pub progress: &'a dyn Fn(Progress) -> bool,
+}
+
+/// How far an operation is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes of the disk that are behind.
+    pub done_bytes: u64,
+    /// Bytes of the disk.
+    pub total_bytes: u64,
+}
+
+impl Workshop<'_> {
+    fn options(&self, read_only: bool) -> OpenOptions {
+        OpenOptions { read_only, state_dir: self.state_dir.clone(), ..OpenOptions::default() }
+    }
+
+    fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
+        Disk::open_image(name, &self.options(read_only))
+    }
+}
+
+/// It would take something away, and was not told to.
+fn refused(what: String, why: impl Into<String>, help: &str) -> DiskError {
+    DiskError::new(ErrorKind::Refused, what, why, help)
+}
+
+/// It is not what this operation can work on.
+fn unsuitable(what: String, why: impl Into<String>, help: &str) -> DiskError {
+    DiskError::new(ErrorKind::Unsuitable, what, why, help)
+}
+
+/// The kernel, or an image's metadata, stopped it.
+fn broken(what: impl Into<String>, e: io::Error) -> DiskError {
+    let (kind, help) = match e.kind() {
+        io::ErrorKind::InvalidData => {
+            (ErrorKind::Unsuitable, "the image is damaged: ferrite image check says where")
+        }
+        io::ErrorKind::NotFound => (ErrorKind::NotFound, "check the path"),
+        io::ErrorKind::PermissionDenied => (
+            ErrorKind::Permission,
+            "run as a user who may, or check the modes of file and directory",
+        ),
+        io::ErrorKind::StorageFull => (ErrorKind::Io, "make room, or use another file system"),
+        io::ErrorKind::Interrupted => (ErrorKind::Interrupted, "run the same command again"),
+        _ => (ErrorKind::Io, "check the medium below it and the kernel's log (dmesg)"),
+    };
+    DiskError::new(kind, what, e.to_string(), help).with_source(e)
+}
+
+/// The directory that a file is in.
+fn parent_dir(path: &Path) -> &Path {
+    match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    }
+}

@@ -1,0 +1,122 @@
+//! What operations find out, with the names that it has everywhere, also as JSON
+//! (docs/images.md). Sizes and offsets are bytes.
+
+use serde::Serialize;
+
+/// An image and what it stands on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Info {
+    /// Of the virtual disk.
+    pub virtual_bytes: u64,
+    /// The layers, the image itself first.
+    pub chain: Vec<LayerInfo>,
+}
+
+/// One image of a chain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LayerInfo {
+    /// Where it is.
+    pub path: String,
+    /// `raw`, `vhd` or `qcow2`.
+    pub format: &'static str,
+    /// The format's own kinds: fixed, dynamic, differencing; the version of qcow2.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
+    /// Of the virtual disk that it knows of.
+    pub virtual_bytes: u64,
+    /// Of data that it has; none: it does not say without being read.
+    pub allocated_bytes: Option<u64>,
+    /// Of the file's length.
+    pub file_bytes: u64,
+    /// Of space that the file takes on its file system.
+    pub disk_bytes: u64,
+    /// The unit of allocation: a block of VHD, a cluster of qcow2.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unit_bytes: Option<u64>,
+    /// Its identity, if the format has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+    /// The program that made it, if the format says so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub creator: Option<String>,
+    /// Answered writes of a backend that is running or was killed are not in its metadata yet.
+    pub journal: bool,
+    /// Nobody but root may write it: the mode of a parent.
+    pub read_only: bool,
+}
+
+/// What a disk takes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Usage {
+    /// Of the virtual disk.
+    pub virtual_bytes: u64,
+    /// Of data in all layers.
+    pub allocated_bytes: Option<u64>,
+    /// Of all files' lengths.
+    pub file_bytes: u64,
+    /// Of space that all files take on their file systems.
+    pub disk_bytes: u64,
+    /// By layer, the leaf first.
+    pub chain: Vec<LayerInfo>,
+}
+
+/// The kinds of [`Extent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// Bytes of a file.
+    Data,
+    /// Compressed bytes of a file.
+    Compressed,
+    /// A layer says that it is zeros, or its file has a hole there.
+    Zero,
+    /// No layer has it: it reads as zeros.
+    Unallocated,
+}
+
+/// A part of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Extent {
+    /// Where it begins in the disk.
+    pub start_bytes: u64,
+    /// How long it is.
+    pub length_bytes: u64,
+    /// What it is.
+    pub kind: Kind,
+    /// The index in the chain of the layer that has it, 0 for the leaf.
+    pub layer: Option<usize>,
+    /// Where it begins in the layer's file.
+    pub offset_bytes: Option<u64>,
+}
+
+impl Extent {
+    pub(super) fn continues_with(&self, next: &Extent) -> bool {
+        let offset = self.offset_bytes.map(|offset| offset + self.length_bytes);
+        (self.kind, self.layer, offset) == (next.kind, next.layer, next.offset_bytes)
+    }
+}
+
+/// How two disks compare.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Comparison {
+    /// They read the same; where only the longer one has anything, that is zeros.
+    pub identical: bool,
+    /// The first byte that differs.
+    pub first_difference_bytes: Option<u64>,
+    /// Their sizes.
+    pub virtual_bytes: [u64; 2],
+}
+
+/// What has become of an image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Done {
+    /// Where the image is.
+    pub path: String,
+    /// `raw`, `vhd` or `qcow2`.
+    pub format: &'static str,
+    /// Of the virtual disk.
+    pub virtual_bytes: u64,
+    /// What was done besides what was asked for, and what is left to do.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
+}

@@ -1,0 +1,92 @@
+//! Other sizes for disks.
+
+use super::create::done;
+use super::desk::Desk;
+use super::extents::{What, look};
+use super::files::{is_device, is_write_protected};
+use super::{Done, Workshop, broken, refused, unsuitable};
+use crate::size::Human;
+use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+
+impl Workshop<'_> {
+    /// Makes a disk larger, at once; or, if nothing is allocated behind its new end and `force`
+    /// says so, smaller.
+    ///
+    /// # Errors
+    /// `Refused`: something would be lost. Those of the image.
+    pub fn resize(&self, name: &ImageName, bytes: u64, force: bool) -> Result<Done, DiskError> {
+        let what = || format!("cannot resize {}", name.path.display());
+        if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) {
+            let why = format!("{bytes} bytes are no size of a disk");
+            return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));
+        }
+        if is_device(&name.path) {
+            let help = "resize the device (lvextend, for one)";
+            return Err(unsuitable(what(), "a block device has the size that it has", help));
+        }
+        let protected = is_write_protected(&name.path).map_err(|e| broken(what(), e))?;
+        if protected && !force {
+            let why = "it is read-only, as parents are: its children would change with it";
+            return Err(refused(what(), why, "resize the leaf; or say --force"));
+        }
+        let disk = self.open(name, false)?;
+        let before = disk.sectors() * SECTOR_BYTES;
+        if bytes < before {
+            self.check_tail(&disk, name, bytes, before, force)?;
+        }
+        if bytes != before {
+            self.set_size(disk, name, bytes)?;
+        }
+        Ok(done(name, bytes, Vec::new()))
+    }
+
+    /// Whether nothing is allocated behind the new end.
+    fn check_tail(
+        &self,
+        disk: &Disk,
+        name: &ImageName,
+        bytes: u64,
+        before: u64,
+        force: bool,
+    ) -> Result<(), DiskError> {
+        let what = || format!("cannot shrink {}", name.path.display());
+        let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;
+        let port = desk.port(disk).map_err(|e| broken(what(), e))?;
+        let data = desk.run(async {
+            let mut at = bytes;
+            while at < before {
+                let piece = look(disk, &port, at, before - at).await?;
+                if piece.what != What::Zeros {
+                    return Ok(Some(at));
+                }
+                at += piece.len;
+            }
+            Ok(None)
+        });
+        if let Some(at) = data.map_err(|e| broken(what(), e))? {
+            let why = format!("there is data at byte {at}, behind its new end");
+            let help = "discard what is behind the new end in the guest (blkdiscard, fstrim) first";
+            return Err(unsuitable(what(), why, help));
+        }
+        if !force {
+            let why = format!("{} at its end would be gone", Human(before - bytes));
+            let help = "nothing is allocated there: --force does it, if no partition ends there";
+            return Err(refused(what(), why, help));
+        }
+        Ok(())
+    }
+
+    fn set_size(&self, disk: Disk, name: &ImageName, bytes: u64) -> Result<(), DiskError> {
+        let cannot = |e| broken(format!("cannot resize {}", name.path.display()), e);
+        let mut desk = Desk::new(self, 0).map_err(cannot)?;
+        let port = desk.port(&disk).map_err(cannot)?;
+        match &disk {
+            Disk::Raw(_) => desk.run(async {
+                port.io.set_len(port.files[0], bytes).await?;
+                port.io.sync(port.files[0]).await
+            }),
+            _ => Err(std::io::ErrorKind::Unsupported.into()),
+        }
+        .map_err(cannot)
+    }
+}
