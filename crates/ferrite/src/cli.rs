@@ -9,6 +9,7 @@ use ferrite_xen::loopback::CopyWith;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 use serde::{Deserialize, Serialize};
 
+use crate::image::args::ImageArgs;
 use crate::vdev::Vbd;
 
 /// A virtual-disk backend for Xen guests.
@@ -36,6 +37,8 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Measure the backend without Xen: guests are processes of this machine.
     Bench(BenchArgs),
+    /// Make, look at, copy, merge and mend disk images that nobody is using.
+    Image(ImageArgs),
     /// One guest of `bench`, which starts it.
     #[command(hide = true)]
     BenchGuest(BenchGuestArgs),

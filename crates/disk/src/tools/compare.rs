@@ -4,9 +4,8 @@ use std::cell::Cell;
 use std::io;
 
 use ferrite_io::arena::Span;
-use ferrite_io::pool::SLAB_BYTES;
 
-use super::desk::Desk;
+use super::desk::{BUFFER_BYTES, Desk};
 use super::extents::{What, look};
 use super::{Comparison, Progress, Workshop, broken};
 use crate::{Disk, DiskError, ImageName, Port, SECTOR_BYTES};
@@ -74,7 +73,7 @@ impl Workshop<'_> {
                 (a.ahead(at, end - at).await?, b.ahead(at, end - at).await?);
             let mut len = len_a.min(len_b);
             if !(zeros_a && zeros_b) {
-                len = len.min(SLAB_BYTES as u64);
+                len = len.min(BUFFER_BYTES as u64);
                 let n = len as usize;
                 let (bytes_a, bytes_b) =
                     (a.read(at, n, zeros_a).await?, b.read(at, n, zeros_b).await?);
@@ -84,7 +83,7 @@ impl Workshop<'_> {
                 }
             }
             at += len;
-            if at - told.get() >= SLAB_BYTES as u64 {
+            if at - told.get() >= BUFFER_BYTES as u64 {
                 told.set(at);
                 if !(self.progress)(Progress { done_bytes: at, total_bytes: end }) {
                     return Err(io::ErrorKind::Interrupted.into());

@@ -8,11 +8,10 @@ use std::path::Path;
 use std::pin::Pin;
 
 use ferrite_io::arena::Span;
-use ferrite_io::pool::SLAB_BYTES;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::create::done;
-use super::desk::{Desk, Stop, all};
+use super::desk::{BUFFER_BYTES, Desk, Stop, all};
 use super::extents::{What, look};
 use super::files::{NewFile, Over, is_device, same_file};
 use super::resume::{PARTIAL, Resume, Source};
@@ -22,7 +21,7 @@ use crate::{Disk, DiskError, ErrorKind, ImageName, Port, SECTOR_BYTES};
 /// Pieces on their way at a time.
 const IN_FLIGHT: usize = 16;
 /// Bytes of a piece, at most: a buffer.
-const PIECE: u64 = SLAB_BYTES as u64;
+const PIECE: u64 = BUFFER_BYTES as u64;
 /// What is all zeros in units of this many bytes is not written.
 const ZERO_UNIT: usize = 64 << 10;
 /// After so many bytes they are made durable, so that an interrupted conversion can go on there.

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use super::desk::Desk;
 use super::files::{NewFile, Over, is_device, is_write_protected, protect, same_file};
-use super::{Done, Workshop, broken, parent_dir, refused, unsuitable};
+use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::size::Human;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, Raw, SECTOR_BYTES};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
 /// What a new image shall be.
 #[derive(Clone, Debug, Default)]
@@ -27,10 +27,10 @@ pub struct NewImage {
 
 /// A parent, open and locked against writers.
 pub(super) struct Parent {
-    disk: Disk,
-    name: ImageName,
+    pub(super) disk: Disk,
+    pub(super) name: ImageName,
     /// Where it is: its directory without links, and its name.
-    path: PathBuf,
+    pub(super) path: PathBuf,
 }
 
 impl Parent {
@@ -70,7 +70,8 @@ impl Workshop<'_> {
         let raw = file.open()?;
         let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
-        let done = desk.run(async { Ok(empty(&port, &raw, format, new, parent, bytes).await) });
+        let done =
+            desk.run(async { Ok(formats::empty(&port, &raw, format, new, parent, bytes).await) });
         done.map_err(|e| broken(what(), e))?
     }
 
@@ -86,6 +87,10 @@ impl Workshop<'_> {
             let help = "give it a name that ends in .vhd or .qcow2; ferrite image convert makes a \
                         raw copy";
             return Err(unsuitable(what(), "a raw image cannot have a parent", help));
+        }
+        if !formats::stands_on(child.format, name.format) {
+            let why = format!("a {} cannot have a parent in format {}", child.format, name.format);
+            return Err(unsuitable(what(), why, "give both the same format"));
         }
         self.settle(name)?;
         let disk = self.open(name, true)?;
@@ -228,44 +233,4 @@ fn size(name: &ImageName, new: &NewImage, parent: Option<&Parent>) -> Result<u64
         ),
         (bytes, parent) => Ok(bytes.or(parent).unwrap_or_default()),
     }
-}
-
-/// Writes an image without data, durably.
-async fn empty(
-    port: &Port,
-    raw: &Raw,
-    format: Format,
-    new: &NewImage,
-    parent: Option<&Parent>,
-    bytes: u64,
-) -> Result<(), DiskError> {
-    let _ = parent;
-    match format {
-        Format::Raw => {
-            let made = empty_raw(port, raw, new, bytes).await;
-            made.map_err(|e| broken(format!("cannot make {}", raw.path().display()), e))
-        }
-        Format::Vhd | Format::Qcow2 => {
-            let what = format!("cannot make {}", raw.path().display());
-            Err(unsuitable(what, "this build cannot", "make a raw image"))
-        }
-    }
-}
-
-async fn empty_raw(port: &Port, raw: &Raw, new: &NewImage, bytes: u64) -> io::Result<()> {
-    let file = port.files[0];
-    if !raw.is_file() {
-        return match raw.bytes_now()? {
-            room if room < bytes => Err(io::ErrorKind::StorageFull.into()),
-            _ => Ok(()),
-        };
-    }
-    port.io.set_len(file, bytes).await?;
-    if new.fixed {
-        match port.io.allocate(file, 0, bytes).await {
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
-            done => done?,
-        }
-    }
-    port.io.sync(file).await
 }

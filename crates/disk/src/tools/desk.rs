@@ -9,8 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
-use ferrite_io::arena::Span;
-use ferrite_io::pool::{Buf, Pool, QueuePool, SLAB_BYTES};
+use ferrite_io::arena::{Arena, Span};
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
@@ -19,25 +18,27 @@ use crate::{Disk, Port, SCRATCH_BYTES};
 
 /// Scratch memory: as much as two disks need.
 const SCRATCHES: usize = 2;
+/// Of a buffer.
+pub(super) const BUFFER_BYTES: usize = 1 << 20;
 
 /// See the module text. One thread's.
 pub(super) struct Desk {
     scratch: Scratch,
-    buffers: QueuePool,
-    zeros: Span,
-    /// Last, as its drop waits for operations on all of the above.
+    /// Those that are nobody's yet.
+    buffers: Vec<Span>,
+    /// Its drop waits for operations on memory and files.
     reactor: Reactor,
 }
 
 impl Desk {
-    /// With memory for `buffers` of 1 MiB.
+    /// With memory for so many buffers.
     pub(super) fn new(shop: &Workshop<'_>, buffers: usize) -> io::Result<Desk> {
-        // The last slab lacks a page, so it holds no such buffer.
-        let pool = Pool::with_scratch((buffers + 1) * SLAB_BYTES, 1, SCRATCHES * SCRATCH_BYTES)?;
-        let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
-        let (buffers, zeros) = (pool.queue(0), pool.zero_page());
-        let reactor = Reactor::new((shop.engine)(pool.arena().clone())?);
-        Ok(Desk { scratch, buffers, zeros, reactor })
+        let scratch_bytes = SCRATCHES * SCRATCH_BYTES;
+        let arena = Arena::new(buffers * BUFFER_BYTES + scratch_bytes)?;
+        let scratch = Scratch::new(arena.clone(), arena.span(0, scratch_bytes));
+        let buffer = |i| arena.span(scratch_bytes + i * BUFFER_BYTES, BUFFER_BYTES);
+        let buffers = (0..buffers).map(buffer).collect();
+        Ok(Desk { scratch, buffers, reactor: Reactor::new((shop.engine)(arena)?) })
     }
 
     /// The way to a disk's files.
@@ -52,15 +53,9 @@ impl Desk {
         Ok(Port { io: self.reactor.io(), files, scratch: self.scratch.clone() })
     }
 
-    /// Memory that stays zero, 4096 bytes.
-    pub(super) fn zeros(&self) -> Span {
-        self.zeros
-    }
-
-    /// A buffer of 1 MiB, which is the desk's until its end.
+    /// One of the buffers.
     pub(super) fn buffer(&mut self) -> io::Result<Span> {
-        let buffer: Option<Buf> = self.buffers.alloc(SLAB_BYTES);
-        buffer.map(|b| b.span()).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+        self.buffers.pop().ok_or_else(|| io::ErrorKind::OutOfMemory.into())
     }
 
     /// Runs a future to its end.

@@ -3,8 +3,7 @@
 use std::path::Path;
 
 use super::files::is_write_protected;
-use super::{Info, LayerInfo, Usage, Workshop, broken, extents};
-use crate::image::Layer;
+use super::{Info, LayerInfo, Usage, Workshop, broken, extents, formats};
 use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
 
 impl Workshop<'_> {
@@ -23,7 +22,7 @@ impl Workshop<'_> {
             Disk::Null(_) => Vec::new(),
             Disk::Raw(raw) => vec![raw_info(raw)?],
             Disk::Image(image) => {
-                image.layers().iter().map(layer_info).collect::<Result<_, _>>()?
+                image.layers().iter().map(formats::layer_info).collect::<Result<_, _>>()?
             }
         };
         Ok(Info { virtual_bytes, chain })
@@ -45,7 +44,7 @@ impl Workshop<'_> {
     }
 }
 
-fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
+pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
     let disk_bytes = medium_bytes(raw, extents::disk_bytes(raw))?;
     Ok(LayerInfo {
         virtual_bytes: raw.sectors() * SECTOR_BYTES,
@@ -54,14 +53,8 @@ fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
     })
 }
 
-fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
-    match layer {
-        Layer::Raw(raw) => raw_info(raw),
-    }
-}
-
 /// What the file says.
-fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
+pub(super) fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
     let path: &Path = raw.path();
     Ok(LayerInfo {
         path: path.display().to_string(),

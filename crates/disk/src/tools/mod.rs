@@ -23,6 +23,7 @@ mod create;
 mod desk;
 mod extents;
 mod files;
+mod formats;
 mod info;
 mod report;
 mod resize;

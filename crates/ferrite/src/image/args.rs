@@ -1,0 +1,205 @@
+//! The command line of `ferrite image`.
+
+use clap::{Args, Subcommand, ValueEnum};
+use ferrite_disk::{Format, size};
+use ferrite_io::engines::EngineChoice;
+
+/// `ferrite image`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "An image is named vhd:PATH, qcow2:PATH or raw:PATH, or by a path that ends \
+                        in .vhd or .qcow2; any other path is raw. Contents are never looked at \
+                        for that. Sizes are bytes, or numbers with K, M, G, T (powers of 1024)."
+)]
+pub(crate) struct ImageArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: ImageCommand,
+
+    /// Print JSON instead of text.
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+
+    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    pub(crate) engine: EngineChoice,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImageCommand {
+    /// Make an empty image, thin unless --fixed says otherwise, or one on a parent.
+    Create(CreateArgs),
+    /// Show what an image and its parents say about themselves.
+    Info(OneArgs),
+    /// Keep what the disk is now: its file becomes PARENT, read-only, and a new image on that
+    /// takes its name. Takes no time, copies nothing.
+    Snapshot(SnapshotArgs),
+    /// Make a new disk that begins as PARENT is. PARENT becomes read-only.
+    Clone(CloneArgs),
+    /// Copy a disk into a new image of any format, its parents included.
+    Convert(ConvertArgs),
+    /// Make a disk larger, or smaller where nothing is allocated.
+    Resize(ResizeArgs),
+    /// Show which parts of a disk are where.
+    Map(OneArgs),
+    /// Compare what two disks read as; ends with 1 if they differ.
+    Compare(CompareArgs),
+    /// Show what a disk takes: in its images, and on the file systems.
+    Du(OneArgs),
+}
+
+/// One image.
+#[derive(Debug, Args)]
+pub(crate) struct OneArgs {
+    /// The image.
+    pub(crate) image: String,
+}
+
+/// `create`.
+#[derive(Debug, Args)]
+pub(crate) struct CreateArgs {
+    /// The new image.
+    pub(crate) image: String,
+
+    /// Of the disk; may be left out with --parent.
+    #[arg(value_parser = bytes, required_unless_present = "parent")]
+    pub(crate) size: Option<u64>,
+
+    /// Make it on this image, which becomes read-only.
+    #[arg(long, value_name = "IMAGE")]
+    pub(crate) parent: Option<String>,
+
+    /// Take all space at once.
+    #[arg(long, conflicts_with = "parent")]
+    pub(crate) fixed: bool,
+
+    #[command(flatten)]
+    pub(crate) unit: UnitArgs,
+
+    /// Overwrite what has the name.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// The unit of allocation.
+#[derive(Debug, Args)]
+pub(crate) struct UnitArgs {
+    /// Allocate in units of so many bytes: a VHD's blocks (2M), a qcow2's clusters (64K).
+    #[arg(long, value_name = "SIZE", value_parser = unit, visible_alias = "cluster")]
+    pub(crate) block: Option<u32>,
+}
+
+/// `snapshot`.
+#[derive(Debug, Args)]
+pub(crate) struct SnapshotArgs {
+    /// The disk. It must not be in use.
+    pub(crate) leaf: String,
+
+    /// The name that its file gets, in the same directory.
+    pub(crate) parent: String,
+}
+
+/// `clone`.
+#[derive(Debug, Args)]
+pub(crate) struct CloneArgs {
+    /// What the new disk begins as.
+    pub(crate) parent: String,
+
+    /// The new disk, a VHD or qcow2.
+    pub(crate) new: String,
+
+    /// Overwrite what has the name.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// `convert`.
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// What is copied.
+    pub(crate) source: String,
+
+    /// The new image.
+    pub(crate) destination: String,
+
+    /// The format of SOURCE, whatever its name says.
+    #[arg(long, value_enum)]
+    pub(crate) from: Option<FormatName>,
+
+    /// The format of DESTINATION, whatever its name says.
+    #[arg(long, value_enum)]
+    pub(crate) to: Option<FormatName>,
+
+    /// Go on where an interrupted run ended.
+    #[arg(long)]
+    pub(crate) resume: bool,
+
+    /// Take all space at once.
+    #[arg(long)]
+    pub(crate) fixed: bool,
+
+    #[command(flatten)]
+    pub(crate) unit: UnitArgs,
+
+    /// Overwrite what has the name, and start again if there is an interrupted run.
+    #[arg(long, conflicts_with = "resume")]
+    pub(crate) force: bool,
+}
+
+/// `resize`.
+#[derive(Debug, Args)]
+pub(crate) struct ResizeArgs {
+    /// The image.
+    pub(crate) image: String,
+
+    /// Its new size.
+    #[arg(value_parser = bytes)]
+    pub(crate) size: u64,
+
+    /// Cut off what is behind the new end, where nothing is allocated; resize a read-only image.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// `compare`.
+#[derive(Debug, Args)]
+pub(crate) struct CompareArgs {
+    /// One image.
+    pub(crate) a: String,
+    /// The other.
+    pub(crate) b: String,
+}
+
+/// The formats by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FormatName {
+    /// Byte for byte.
+    Raw,
+    /// Virtual Hard Disk.
+    Vhd,
+    /// QEMU's format.
+    Qcow2,
+}
+
+impl From<FormatName> for Format {
+    fn from(name: FormatName) -> Format {
+        match name {
+            FormatName::Raw => Format::Raw,
+            FormatName::Vhd => Format::Vhd,
+            FormatName::Qcow2 => Format::Qcow2,
+        }
+    }
+}
+
+fn bytes(text: &str) -> Result<u64, String> {
+    size::parse(text).map_err(|e| e.to_string())
+}
+
+fn unit(text: &str) -> Result<u32, String> {
+    let bytes = bytes(text)?;
+    match u32::try_from(bytes) {
+        Ok(bytes) if bytes.is_power_of_two() && bytes >= 512 => Ok(bytes),
+        _ => Err("it must be a power of two, at least 512".into()),
+    }
+}

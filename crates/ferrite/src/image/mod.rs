@@ -1,0 +1,203 @@
+//! `ferrite image`: disk images that nobody is using. The work is `ferrite_disk::tools`; here are
+//! names, options, progress and text.
+
+use std::io::{self, Write as _};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use ferrite_disk::{Format, ImageName};
+use ferrite_io::directory::HostDirectory;
+use ferrite_io::engines::{EngineChoice, EngineKind};
+use serde::Serialize;
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+use crate::exit::{Code, Failure};
+
+pub(crate) mod args;
+mod progress;
+mod text;
+
+use args::{CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand};
+use progress::Shown;
+
+/// Where answered changes of images in use are kept; see `serve`.
+const STATE_DIR: &str = "/run/ferrite/images";
+/// Operations in flight.
+const ENTRIES: u32 = 128;
+
+/// Does one command.
+pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
+    let kind = engine(args.engine)?;
+    let stopped = stop_on_signals()?;
+    let shown = Shown::new(args.json, stopped);
+    let shop = Workshop {
+        directory: &HostDirectory,
+        engine: &|arena| kind.open(arena, ENTRIES),
+        state_dir: state_dir(),
+        progress: &|progress| shown.show(progress),
+    };
+    let done = command(&shop, args, &shown);
+    shown.clear();
+    done
+}
+
+fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), Failure> {
+    let out = Out { json: args.json, shown };
+    match &args.command {
+        ImageCommand::Create(create) => out.say(&self::create(shop, create)?, text::made),
+        ImageCommand::Info(one) => out.say(&shop.info(&name(&one.image)?)?, text::info),
+        ImageCommand::Snapshot(it) => {
+            out.say(&shop.snapshot(&name(&it.leaf)?, &name(&it.parent)?)?, text::made)
+        }
+        ImageCommand::Clone(it) => {
+            let parent = Some(name(&it.parent)?);
+            let new = NewImage { parent, force: it.force, ..NewImage::default() };
+            out.say(&shop.create(&name(&it.new)?, &new)?, text::made)
+        }
+        ImageCommand::Convert(convert) => out.say(&self::convert(shop, convert)?, text::made),
+        ImageCommand::Resize(it) => {
+            out.say(&shop.resize(&name(&it.image)?, it.size, it.force)?, text::resized)
+        }
+        ImageCommand::Map(one) => map(shop, &out, &one.image),
+        ImageCommand::Compare(compare) => self::compare(shop, &out, compare),
+        ImageCommand::Du(one) => out.say(&shop.du(&name(&one.image)?)?, text::usage),
+    }
+}
+
+/// How results are printed.
+struct Out<'a> {
+    json: bool,
+    shown: &'a Shown,
+}
+
+impl Out<'_> {
+    /// Prints a result: as JSON, or as the text that `text` makes of it.
+    fn say<T: Serialize>(&self, result: &T, text: impl Fn(&T) -> String) -> Result<(), Failure> {
+        self.shown.clear();
+        let text = if self.json { json(result)? + "\n" } else { text(result) };
+        print(&text)
+    }
+}
+
+fn json(result: &impl Serialize) -> Result<String, Failure> {
+    serde_json::to_string_pretty(result)
+        .map_err(|e| Failure::new("cannot print JSON", e, "run the command without --json"))
+}
+
+/// Whoever has closed standard output wants no more of it.
+fn print(text: &str) -> Result<(), Failure> {
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::new("cannot print the result", e, "check where standard output goes"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn name(text: &str) -> Result<ImageName, Failure> {
+    Ok(ImageName::parse(text)?)
+}
+
+fn create(shop: &Workshop<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools::Done, Failure> {
+    let new = NewImage {
+        bytes: args.size,
+        parent: args.parent.as_deref().map(name).transpose()?,
+        fixed: args.fixed,
+        unit_bytes: args.unit.block,
+        force: args.force,
+    };
+    Ok(shop.create(&name(&args.image)?, &new)?)
+}
+
+fn convert(shop: &Workshop<'_>, args: &ConvertArgs) -> Result<ferrite_disk::tools::Done, Failure> {
+    let mut from = name(&args.source)?;
+    let mut to = name(&args.destination)?;
+    from.format = args.from.map_or(from.format, Format::from);
+    to.format = args.to.map_or(to.format, Format::from);
+    let how = Convert {
+        force: args.force,
+        resume: args.resume,
+        fixed: args.fixed,
+        unit_bytes: args.unit.block,
+    };
+    Ok(shop.convert(&from, &to, &how)?)
+}
+
+/// Extents are printed as they are found: there may be millions.
+fn map(shop: &Workshop<'_>, out: &Out<'_>, image: &str) -> Result<(), Failure> {
+    let mut printed = Ok(());
+    let mut first = true;
+    let mut put = |text: String| {
+        printed = io::stdout().lock().write_all(text.as_bytes());
+        printed.is_ok()
+    };
+    put(if out.json { "[".into() } else { text::map_head() });
+    let mapped = shop.map(&name(image)?, |extent| {
+        let comma = if std::mem::take(&mut first) { "\n" } else { ",\n" };
+        put(match out.json {
+            true => format!("{comma}  {}", serde_json::to_string(extent).unwrap_or_default()),
+            false => text::extent(extent),
+        })
+    });
+    if out.json {
+        put("\n]\n".into());
+    }
+    mapped?;
+    match printed {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::new("cannot print the map", e, "check where standard output goes"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
+    let found = shop.compare(&name(&args.a)?, &name(&args.b)?)?;
+    out.say(&found, text::comparison)?;
+    match found.first_difference_bytes {
+        None => Ok(()),
+        Some(at) => Err(Failure {
+            code: Code::Failed,
+            what: format!("{} and {} differ", args.a, args.b),
+            why: format!("the first difference is at byte {at}"),
+            help: "ferrite image map shows where each has its data".into(),
+        }),
+    }
+}
+
+fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
+    let chosen = choice.decide().map_err(|e| {
+        let what = format!("no engine for disk I/O (--engine {choice})");
+        Failure::new(what, e, "ferrite doctor shows what this kernel offers")
+    })?;
+    Ok(chosen.kind)
+}
+
+/// Where a killed backend has left what it had answered; none where it can have left nothing.
+fn state_dir() -> Option<PathBuf> {
+    let path = Path::new(STATE_DIR);
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
+    (made.is_ok() && path.read_dir().is_ok()).then(|| path.to_owned())
+}
+
+/// SIGINT and SIGTERM end an operation in good order, a second one at once.
+fn stop_on_signals() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        let registered = signal_hook::flag::register_conditional_shutdown(signal, 1, stop.clone())
+            .and_then(|_| signal_hook::flag::register(signal, stop.clone()));
+        registered.map_err(|e| {
+            Failure::new("cannot listen to signals", e, "check the limits of this process")
+        })?;
+    }
+    Ok(stop)
+}
+
+impl Shown {
+    fn stopped(flag: &AtomicBool) -> bool {
+        flag.load(Ordering::Relaxed)
+    }
+}

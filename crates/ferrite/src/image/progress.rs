@@ -1,0 +1,49 @@
+//! How far an operation is, on one line of the terminal.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use ferrite_disk::tools::Progress;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+const LINE: &str = "{bar:40} {percent:>3}% {bytes_per_sec} {eta_precise} left";
+
+/// A bar, from the first time on that there is something to show. On anything but a terminal,
+/// nothing.
+pub(super) struct Shown {
+    bar: RefCell<Option<ProgressBar>>,
+    quiet: bool,
+    stop: Arc<AtomicBool>,
+}
+
+impl Shown {
+    pub(super) fn new(quiet: bool, stop: Arc<AtomicBool>) -> Shown {
+        Shown { bar: RefCell::new(None), quiet, stop }
+    }
+
+    /// Shows it; `false`: somebody wants it to stop.
+    pub(super) fn show(&self, progress: Progress) -> bool {
+        if !self.quiet {
+            let mut bar = self.bar.borrow_mut();
+            let bar = bar.get_or_insert_with(|| new_bar(progress.total_bytes));
+            bar.set_position(progress.done_bytes);
+        }
+        !Shown::stopped(&self.stop)
+    }
+
+    /// Takes the line away.
+    pub(super) fn clear(&self) {
+        if let Some(bar) = self.bar.borrow_mut().take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn new_bar(total: u64) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
+    match ProgressStyle::with_template(LINE) {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}

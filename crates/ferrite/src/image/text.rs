@@ -1,0 +1,108 @@
+//! Results as text for people.
+
+use std::fmt::Write as _;
+
+use ferrite_disk::size::Human;
+use ferrite_disk::tools::{Comparison, Done, Extent, Info, Kind, LayerInfo, Usage};
+
+fn with_notes(mut line: String, notes: &[String]) -> String {
+    line.push('\n');
+    for note in notes {
+        let _ = writeln!(line, "note: {note}");
+    }
+    line
+}
+
+pub(super) fn made(done: &Done) -> String {
+    let size = Human(done.virtual_bytes);
+    with_notes(format!("{}: {} of {size}", done.path, done.format), &done.notes)
+}
+
+pub(super) fn resized(done: &Done) -> String {
+    with_notes(format!("{}: {} now", done.path, Human(done.virtual_bytes)), &done.notes)
+}
+
+pub(super) fn info(info: &Info) -> String {
+    let mut out = format!("disk of {} ({} bytes)\n", Human(info.virtual_bytes), info.virtual_bytes);
+    for (i, layer) in info.chain.iter().enumerate() {
+        let what = if i == 0 { "image" } else { "parent" };
+        let _ = writeln!(out, "{what}: {}", layer.path);
+        layer_lines(&mut out, layer);
+    }
+    out
+}
+
+fn layer_lines(out: &mut String, layer: &LayerInfo) {
+    let mut line = |what: &str, value: String| {
+        let _ = writeln!(out, "  {what:<11} {value}");
+    };
+    match &layer.kind {
+        Some(kind) => line("format", format!("{}, {kind}", layer.format)),
+        None => line("format", layer.format.into()),
+    }
+    line("size", Human(layer.virtual_bytes).to_string());
+    if let Some(bytes) = layer.allocated_bytes {
+        line("allocated", Human(bytes).to_string());
+    }
+    let (file, disk) = (Human(layer.file_bytes), Human(layer.disk_bytes));
+    line("file", format!("{file}, {disk} on disk"));
+    if let Some(bytes) = layer.unit_bytes {
+        line("unit", Human(bytes).to_string());
+    }
+    if let Some(uuid) = &layer.uuid {
+        line("uuid", uuid.clone());
+    }
+    if let Some(creator) = &layer.creator {
+        line("creator", creator.clone());
+    }
+    if layer.read_only {
+        line("mode", "read-only".into());
+    }
+    if layer.journal {
+        line("journal", "yes: a backend uses it, or was killed".into());
+    }
+}
+
+pub(super) fn usage(usage: &Usage) -> String {
+    let mut out = format!("{:>12} {:>12} {:>12}  {}\n", "allocated", "file", "on disk", "image");
+    let mut row = |allocated: Option<u64>, file, disk, name: &str| {
+        let allocated = allocated.map_or("-".into(), |bytes| Human(bytes).to_string());
+        let (file, disk) = (Human(file).to_string(), Human(disk).to_string());
+        let _ = writeln!(out, "{allocated:>12} {file:>12} {disk:>12}  {name}");
+    };
+    for layer in &usage.chain {
+        row(layer.allocated_bytes, layer.file_bytes, layer.disk_bytes, &layer.path);
+    }
+    let total = format!("in all, for a disk of {}", Human(usage.virtual_bytes));
+    row(usage.allocated_bytes, usage.file_bytes, usage.disk_bytes, &total);
+    out
+}
+
+pub(super) fn map_head() -> String {
+    format!("{:>18} {:>16} {:<12} {:>5} {:>18}\n", "start", "length", "kind", "layer", "offset")
+}
+
+pub(super) fn extent(extent: &Extent) -> String {
+    let kind = match extent.kind {
+        Kind::Data => "data",
+        Kind::Compressed => "compressed",
+        Kind::Zero => "zero",
+        Kind::Unallocated => "unallocated",
+    };
+    let or_dash = |n: Option<String>| n.unwrap_or_else(|| "-".into());
+    let layer = or_dash(extent.layer.map(|n| n.to_string()));
+    let offset = or_dash(extent.offset_bytes.map(|n| n.to_string()));
+    let (start, length) = (extent.start_bytes, extent.length_bytes);
+    format!("{start:>18} {length:>16} {kind:<12} {layer:>5} {offset:>18}\n")
+}
+
+pub(super) fn comparison(found: &Comparison) -> String {
+    let [a, b] = found.virtual_bytes;
+    match (found.identical, a == b) {
+        (true, true) => "they read the same\n".into(),
+        (true, false) => {
+            format!("they read the same; what {} has more is zeros\n", Human(a.max(b)))
+        }
+        (false, _) => String::new(),
+    }
+}

@@ -1,0 +1,97 @@
+//! A directory with images, and the programs that work on it.
+
+use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// See the module text.
+pub(crate) struct Place(TempDir);
+
+impl Place {
+    pub(crate) fn new() -> Place {
+        Place(TempDir::new().unwrap())
+    }
+
+    pub(crate) fn path(&self, name: &str) -> String {
+        self.0.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    /// Runs `ferrite image` in the directory.
+    pub(crate) fn image(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.arg("image").args(args).current_dir(self.0.path()).env_remove("RUST_LOG");
+        command.output().expect("ferrite runs")
+    }
+
+    /// It works, says nothing on standard error, and this on standard output.
+    #[track_caller]
+    pub(crate) fn ok(&self, args: &[&str]) -> String {
+        let output = self.image(args);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && text.is_empty(), "{args:?}: {text}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// It fails with this code, and says why in two lines.
+    #[track_caller]
+    pub(crate) fn fails(&self, code: i32, args: &[&str]) -> String {
+        let output = self.image(args);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
+        let lines: Vec<&str> = text.lines().collect();
+        let form = [lines.first(), lines.last()].map(|line| line.copied().unwrap_or_default());
+        assert!(form[0].starts_with("ferrite: ") && form[1].starts_with("help: "), "{text}");
+        text
+    }
+
+    /// A file of that length with bytes that are not zero in these ranges (offset, length).
+    pub(crate) fn pattern(&self, name: &str, len: u64, ranges: &[(u64, u64)]) {
+        let _ = fs::remove_file(self.path(name));
+        let mut file = File::create(self.path(name)).unwrap();
+        file.set_len(len).unwrap();
+        for (offset, len) in ranges {
+            let bytes: Vec<u8> = (0..*len).map(|i| ((offset + i) % 251) as u8 + 1).collect();
+            file.seek(SeekFrom::Start(*offset)).unwrap();
+            file.write_all(&bytes).unwrap();
+        }
+    }
+
+    /// Whether two files have the same bytes.
+    pub(crate) fn same(&self, a: &str, b: &str) -> bool {
+        let open = |name| File::open(self.path(name)).unwrap();
+        let (mut a, mut b) = (open(a), open(b));
+        let (mut x, mut y) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+        loop {
+            let n = a.read(&mut x).unwrap();
+            if n == 0 {
+                return b.read(&mut y).unwrap() == 0;
+            }
+            if b.read_exact(&mut y[..n]).is_err() || x[..n] != y[..n] {
+                return false;
+            }
+        }
+    }
+
+    /// No temporary file is left.
+    #[track_caller]
+    pub(crate) fn has_no_leftovers(&self) {
+        for entry in fs::read_dir(self.0.path()).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            assert!(!name.contains("ferrite-new") && !name.contains("partial"), "{name}");
+        }
+    }
+}
+
+pub(crate) fn json(text: &str) -> serde_json::Value {
+    serde_json::from_str(text).unwrap()
+}
+
+/// What `qemu-img` says; none where it is not installed.
+pub(crate) fn qemu_img(args: &[&str]) -> Option<String> {
+    let output = Command::new("qemu-img").args(args).output().ok()?;
+    Some(String::from_utf8_lossy(&output.stdout).into_owned())
+}
