@@ -21,17 +21,24 @@ use crate::size::Human;
 use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
 
 mod blocks;
+mod check;
 mod close;
 mod create;
+mod footers;
 mod format;
+mod identity;
 mod meta;
 mod pieces;
+mod repair;
+mod resize;
 
+pub use check::{Finding, Problem, Report, check};
 pub use create::{NewImage, NewParent};
 pub use format::footer::{Creator, Footer, Kind};
 pub use format::geometry::Geometry;
 pub use format::header::DEFAULT_BLOCK_BYTES;
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
+pub use repair::repair;
 
 use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
 use format::batmap::Batmap;
@@ -74,8 +81,12 @@ pub struct Vhd {
 
 impl Vhd {
     /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is
-    /// written. What a process that died has left in the journal is taken over.
-    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
+    /// written. What a process that died has left in the journal is taken over. Its parent is not
+    /// opened.
+    ///
+    /// # Errors
+    /// It cannot be opened or locked, or makes no sense; the text says where and what.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
         Vhd::of(Raw::open_medium(path, options)?, options)
     }
 
@@ -103,12 +114,12 @@ impl Vhd {
     }
 
     /// Bytes of the virtual disk.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.footer.current_size
     }
 
     /// The file or device that it is in.
-    pub(crate) fn medium(&self) -> &Raw {
+    pub fn medium(&self) -> &Raw {
         &self.raw
     }
 
@@ -127,6 +138,24 @@ impl Vhd {
     /// What its footer says.
     pub fn footer(&self) -> &Footer {
         &self.footer
+    }
+
+    /// Bytes of a block; none of a fixed image.
+    pub fn block_bytes(&self) -> Option<u32> {
+        match &self.body {
+            Body::Fixed => None,
+            Body::Sparse(sparse) => Some(sparse.header.block_bytes),
+        }
+    }
+
+    /// Bytes of the disk that have space in the image: whole blocks.
+    pub fn allocated_bytes(&self) -> u64 {
+        match &self.body {
+            Body::Fixed => self.bytes(),
+            Body::Sparse(sparse) => {
+                u64::from(sparse.blocks.allocated()) * u64::from(sparse.header.block_bytes)
+            }
+        }
     }
 
     /// Its parent; none but in a differencing image.
@@ -300,11 +329,7 @@ fn sparse(
 /// One line for people: what it is, its size, and its medium.
 impl fmt::Display for Vhd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = match self.footer.kind {
-            Kind::Fixed => "fixed",
-            Kind::Dynamic => "dynamic",
-            Kind::Differencing => "differencing",
-        };
+        let kind = self.footer.kind;
         write!(f, "{kind} VHD of {} in {}", Human(self.bytes()), self.raw)
     }
 }

@@ -1,8 +1,10 @@
 //! Making VHDs, and what the tools of others say about them.
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::vhd::{Footer, NewImage, NewParent};
@@ -25,11 +27,15 @@ pub(crate) fn queue(path: &Path) -> Queue {
 
 /// Runs steps on files that are no disk yet; the first is file 0.
 pub(crate) fn offline<T>(media: &[&Raw], steps: impl AsyncFnOnce(Port) -> T) -> T {
+    offline_files(media.iter().flat_map(|raw| raw.files()).collect(), steps)
+}
+
+/// The same, for open files.
+pub(crate) fn offline_files<T>(files: Vec<Arc<OwnedFd>>, steps: impl AsyncFnOnce(Port) -> T) -> T {
     let pool = Pool::with_scratch(2 << 20, 1, 256 << 10).unwrap();
     let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
     let mut reactor = Reactor::new(kind.open(pool.arena().clone(), 64).unwrap());
-    let files = media.iter().flat_map(|raw| raw.files());
-    let files = files.map(|f| reactor.add_file(f).unwrap()).collect();
+    let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
     let port = super::port(&reactor, &pool, files);
     reactor.block_on(steps(port)).unwrap()
 }

@@ -17,6 +17,7 @@ use ferrite_io::shared_lock::SharedLock;
 
 use super::format::SECTOR;
 use super::format::layout::{Layout, UNUSED};
+use crate::Port;
 use crate::image::Found;
 use crate::journal::{Journal, Slot as Record};
 
@@ -494,6 +495,41 @@ impl Blocks {
         let mut state = self.lock();
         (state.changed, state.cut) = (false, false);
         state.journal.remove()
+    }
+
+    /// Where the last part of the image ends that is used.
+    pub(super) fn end(&self) -> u64 {
+        self.lock().next
+    }
+
+    /// The table's entry for a block, if it has a place.
+    pub(super) fn place_of(&self, block: u32) -> Option<u32> {
+        let entry = Entry(self.table.get(block as usize)?.load(Ordering::Acquire));
+        (entry.state() != Where::Empty).then(|| entry.sector())
+    }
+
+    /// Blocks that have a place.
+    pub(super) fn allocated(&self) -> u32 {
+        let placed = |block: &u32| self.place_of(*block).is_some();
+        (0..self.table.len() as u32).filter(placed).count() as u32
+    }
+
+    /// The first byte at or behind `from` that the image itself has; a block without a single
+    /// present sector counts, if it is wholly behind.
+    pub(super) async fn used_behind(&self, port: &Port, from: u64) -> io::Result<Option<u64>> {
+        let mut at = from;
+        while at < self.disk_bytes {
+            let part = self.part(at, self.disk_bytes - at);
+            match self.look(part).1 {
+                Look::Unknown => self.load_block(port, port.files[0], part.block).await?,
+                Look::Present(_) => return Ok(Some(at)),
+                Look::Absent(_) if part.first == 0 && self.place_of(part.block).is_some() => {
+                    return Ok(Some(at));
+                }
+                Look::Absent(n) => at += u64::from(n) * SECTOR,
+            }
+        }
+        Ok(None)
     }
 
     /// The bits of the batmap: blocks that are known to be full.

@@ -1,5 +1,7 @@
 //! The footer: what every VHD has, at its end, and a dynamic one also at its beginning.
 
+use std::fmt;
+
 use super::geometry::Geometry;
 use super::{
     MAX_DISK_BYTES, Malformed, SECTOR, Stamp, Uuid, array, be16, be32, be64, checksum, put, tag,
@@ -41,6 +43,16 @@ impl Kind {
             Kind::Dynamic => 3,
             Kind::Differencing => 4,
         }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Kind::Fixed => "fixed",
+            Kind::Dynamic => "dynamic",
+            Kind::Differencing => "differencing",
+        })
     }
 }
 

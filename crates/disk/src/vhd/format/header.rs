@@ -130,6 +130,17 @@ impl Header {
         out
     }
 
+    /// The first sector of the header in `old` with this one's table: its second sector, and what
+    /// is in reserved fields, stay as they are. `None`: `old` is no whole header.
+    pub(crate) fn moved_table(&self, old: &[u8]) -> Option<[u8; SECTOR as usize]> {
+        let mut raw: [u8; BYTES] = old.try_into().ok()?;
+        put(&mut raw, 16, &self.table_offset.to_be_bytes());
+        put(&mut raw, 28, &self.max_entries.to_be_bytes());
+        let sum = checksum(&raw, CHECKSUM_AT);
+        put(&mut raw, CHECKSUM_AT, &sum.to_be_bytes());
+        Some(array(&raw, 0))
+    }
+
     /// Sets the parent's file name; what does not fit is cut off, since nothing depends on it.
     pub(crate) fn set_parent_name(&mut self, name: &str) {
         self.parent_name = [0; PARENT_NAME_BYTES];

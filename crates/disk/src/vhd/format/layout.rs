@@ -80,6 +80,11 @@ impl Layout {
         self.bitmap_bytes + self.block_bytes
     }
 
+    /// First and last byte (exclusive) of metadata that does not move.
+    pub(crate) fn regions(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.regions.iter().map(|r| (r.start, r.end))
+    }
+
     /// Where metadata ends that does not move.
     pub(crate) fn metadata_end(&self) -> u64 {
         self.regions.last().map_or(0, |r| r.end)

@@ -1,0 +1,162 @@
+//! Other sizes.
+
+use std::io;
+
+use super::footers::replace_footers;
+use super::format::batmap::{self, Batmap};
+use super::format::footer::Footer;
+use super::format::geometry::Geometry;
+use super::format::header::{self, Header};
+use super::format::layout::UNUSED;
+use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR, whole_sectors};
+use super::pieces::{write_bytes, write_filled, write_pieces};
+use super::{Body, Sparse, Vhd};
+use crate::{DiskError, ErrorKind, Port};
+
+impl Vhd {
+    /// Gives the disk another size, at once: no data is moved. The image is closed by that.
+    ///
+    /// Where the table has no room, a larger one is written behind the last block (1), with a
+    /// batmap; `fdatasync`; then the first sector of the dynamic header, which has the table's
+    /// place and size and the checksum, is replaced (2); `fdatasync`; then the footers (3). Before
+    /// 2 the new table is unused space; between 2 and 3 it is a table with room.
+    ///
+    /// # Errors
+    /// Not whole sectors, too large, no room on the device, or smaller with something allocated
+    /// behind the new end: nothing was changed. The kernel's: as after a crash, the size is the
+    /// old or the new one.
+    pub async fn resize(self, port: &Port, bytes: u64) -> Result<(), DiskError> {
+        let path = self.raw.path().display().to_string();
+        let error = |kind, why: String, help: &str| {
+            DiskError::new(kind, format!("cannot resize {path}"), why, help)
+        };
+        let broken = |e: io::Error| {
+            let help = "check the medium and the kernel's log (dmesg), then run it again";
+            error(ErrorKind::Io, e.to_string(), help).with_source(e)
+        };
+        if bytes == 0 || bytes > MAX_DISK_BYTES || !bytes.is_multiple_of(SECTOR) {
+            let why = format!("a disk of {bytes} bytes");
+            return Err(error(ErrorKind::Usage, why, "a VHD has whole sectors, up to 2040 GiB"));
+        }
+        let footer = Footer {
+            current_size: bytes,
+            geometry: Geometry::of_sectors(bytes / SECTOR),
+            ..self.footer.clone()
+        };
+        match &self.body {
+            Body::Fixed if bytes < self.bytes() => {
+                let help = "convert it to a dynamic image first";
+                Err(error(ErrorKind::Unsuitable, "a fixed image cannot shrink".into(), help))
+            }
+            Body::Fixed => self.grow_fixed(port, &footer).await.map_err(broken),
+            Body::Sparse(sparse) => {
+                if bytes < self.bytes() {
+                    let used = sparse.blocks.used_behind(port, bytes).await.map_err(broken)?;
+                    if let Some(at) = used {
+                        let why = format!("there is data at byte {at}, behind its new end");
+                        let help = "discard it in the guest first (blkdiscard)";
+                        return Err(error(ErrorKind::Unsuitable, why, help));
+                    }
+                }
+                let blocks = bytes.div_ceil(u64::from(sparse.header.block_bytes));
+                if blocks > u64::from(MAX_BLOCKS) {
+                    let why = format!("{blocks} blocks; at most {MAX_BLOCKS} are supported");
+                    return Err(error(ErrorKind::Unsuitable, why, "convert it to larger blocks"));
+                }
+                self.close(port).await.map_err(broken)?;
+                self.resize_sparse(port, sparse, &footer, blocks as u32).await.map_err(broken)
+            }
+        }
+    }
+
+    /// The new end is written with the footer in it, in one go, so that the file ends with a
+    /// footer whether it is longer already or not. What was the footer becomes data, and zeros.
+    async fn grow_fixed(&self, port: &Port, footer: &Footer) -> io::Result<()> {
+        let file = port.files[0];
+        let (old, new) = (self.bytes(), footer.current_size);
+        if !self.raw.is_file() && self.raw.bytes_now()? < new + SECTOR {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        replace_footers(port, 0, &self.raw, footer, new).await?;
+        if new > old {
+            write_filled(port, file, old, SECTOR, 0).await?;
+            if self.raw.is_file() {
+                match port.io.allocate(file, old, new - old).await {
+                    Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+                    done => done?,
+                }
+            }
+        }
+        port.io.sync(file).await
+    }
+
+    async fn resize_sparse(
+        &self,
+        port: &Port,
+        sparse: &Sparse,
+        footer: &Footer,
+        blocks: u32,
+    ) -> io::Result<()> {
+        let mut end = sparse.blocks.end();
+        if blocks > sparse.header.max_entries {
+            end = self.move_table(port, sparse, footer, blocks, end).await?;
+        } else if let (Some(map), Some(at)) =
+            (&sparse.batmap, Batmap::header_offset(footer, &sparse.header))
+        {
+            // Its checksum is made for as many bytes as the disk's size says.
+            let full = sparse.blocks.batmap(batmap::covered_bytes(footer.current_size) as usize);
+            if full.len() as u64 <= map.len {
+                let raw = map.header_for(&full);
+                write_bytes(port, port.files[0], &[(map.offset, &full), (at, &raw)]).await?;
+                port.io.sync(port.files[0]).await?;
+            }
+        }
+        replace_footers(port, 0, &self.raw, footer, end).await
+    }
+
+    /// Writes a larger table behind everything else, and has the header name it. Returns the new
+    /// end.
+    async fn move_table(
+        &self,
+        port: &Port,
+        sparse: &Sparse,
+        footer: &Footer,
+        blocks: u32,
+        end: u64,
+    ) -> io::Result<u64> {
+        let file = port.files[0];
+        let table_offset = end.next_multiple_of(4096);
+        let header = Header { table_offset, max_entries: blocks, ..sparse.header.clone() };
+        let table_bytes = whole_sectors(u64::from(blocks) * 4);
+        let mut end = table_offset + table_bytes;
+        let map = Batmap::header_offset(footer, &header).map(|at| (at, Batmap::new(at, blocks)));
+        if let Some((_, map)) = &map {
+            end = map.offset + map.len;
+        }
+        if !self.raw.is_file() && self.raw.bytes_now()? < end + SECTOR {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        let sectors = (table_bytes / SECTOR) as u32;
+        write_pieces(port, file, (0..sectors).step_by(64), |first, to| {
+            for entry in first * 128..(first + 64).min(sectors) * 128 {
+                let place = sparse.blocks.place_of(entry).unwrap_or(UNUSED);
+                to.extend_from_slice(&place.to_be_bytes());
+            }
+            table_offset + u64::from(first) * SECTOR
+        })
+        .await?;
+        if let Some((at, map)) = &map {
+            write_filled(port, file, map.offset, map.len, 0).await?;
+            let full = sparse.blocks.batmap(batmap::covered_bytes(footer.current_size) as usize);
+            let raw = map.header_for(&full);
+            write_bytes(port, file, &[(map.offset, &full), (*at, &raw)]).await?;
+        }
+        port.io.sync(file).await?;
+        // The second sector stays, whatever is in its reserved fields.
+        let old = self.raw.read_now(footer.data_offset, header::BYTES)?;
+        let first = header.moved_table(&old).ok_or(io::ErrorKind::UnexpectedEof)?;
+        write_bytes(port, file, &[(footer.data_offset, &first)]).await?;
+        port.io.sync(file).await?;
+        Ok(end)
+    }
+}

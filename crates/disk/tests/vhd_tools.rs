@@ -1,0 +1,254 @@
+//! Checking, repairing and resizing VHDs, and the end of a coalesce.
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use common::vhd::{at, create, name, offline, options, parent, peer, queue};
+use common::{MIB, dir_on_disk, dir_on_tmpfs};
+use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
+use ferrite_disk::{OpenOptions, Raw};
+use tempfile::TempDir;
+
+const BYTES: u64 = 9 * MIB + 512;
+
+fn check(path: &Path) -> Vec<Problem> {
+    let raw = Raw::open_medium(path, &OpenOptions { read_only: true, ..options() }).unwrap();
+    let mut problems: Vec<Problem> =
+        vhd::check(&raw).unwrap().findings.iter().map(|f| f.problem).collect();
+    problems.dedup();
+    problems
+}
+
+fn repair(path: &Path) {
+    let raw = Raw::open_medium(path, &options()).unwrap();
+    offline(&[&raw], async |port| vhd::repair(&port, &raw).await).unwrap();
+}
+
+fn resize(path: &Path, bytes: u64) -> Result<(), ferrite_disk::DiskError> {
+    let image = Vhd::open(path, &options())?;
+    let files = image.medium().files();
+    common::vhd::offline_files(files, async |port| image.resize(&port, bytes).await)
+}
+
+/// An image with three blocks, one of them whole.
+fn image(dir: &TempDir) -> std::path::PathBuf {
+    let path = at(dir, "a.vhd");
+    create(&path, &NewImage::dynamic(BYTES)).unwrap();
+    let mut disk = queue(&path);
+    for (offset, byte) in [(4 * MIB, 3), (0, 1), (9 * MIB, 4)] {
+        disk.write(offset, &[byte; 512]).unwrap();
+    }
+    disk.close().unwrap();
+    path
+}
+
+fn is_intact(path: &Path) {
+    let mut disk = queue(path);
+    for (offset, byte) in [(4 * MIB, 3), (0, 1), (9 * MIB, 4), (2 * MIB, 0), (4 * MIB + 512, 0)] {
+        assert_eq!(disk.read(offset, 512).unwrap(), [byte; 512], "at {offset}");
+    }
+}
+
+fn change(path: &Path, offset: u64, bytes: &[u8]) {
+    File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
+}
+
+fn table_entry(path: &Path, block: u64) -> u32 {
+    let mut entry = [0; 4];
+    File::open(path).unwrap().read_exact_at(&mut entry, 1536 + block * 4).unwrap();
+    u32::from_be_bytes(entry)
+}
+
+#[test]
+fn a_closed_image_has_nothing_wrong() {
+    let dir = dir_on_disk();
+    assert_eq!(check(&image(&dir)), []);
+    for (name, new) in [
+        ("fixed.vhd", NewImage { fixed: true, ..NewImage::dynamic(MIB) }),
+        ("empty.vhd", NewImage::dynamic(512)),
+        ("small.vhd", NewImage { block_bytes: 4096, ..NewImage::dynamic(MIB) }),
+        ("room.vhd", NewImage { room_for_bytes: 1 << 40, ..NewImage::dynamic(MIB) }),
+    ] {
+        create(&at(&dir, name), &new).unwrap();
+        assert_eq!(check(&at(&dir, name)), [], "{name}");
+    }
+}
+
+#[test]
+fn an_image_whose_process_died_is_sound_and_repair_completes_it() {
+    let dir = dir_on_disk();
+    let path = image(&dir);
+    let mut disk = queue(&path);
+    disk.write(2 * MIB + 512, &[0; 512]).unwrap();
+    disk.flush().unwrap();
+    drop(disk);
+    assert_eq!(check(&path), [Problem::EndFooter, Problem::Leak]);
+    repair(&path);
+    assert_eq!(check(&path), []);
+    is_intact(&path);
+}
+
+#[test]
+fn damaged_footers_are_written_again_from_the_whole_one() {
+    let dir = dir_on_disk();
+    let path = image(&dir);
+    let end = fs::metadata(&path).unwrap().len() - 512;
+    for (offset, problem) in [(end, Problem::EndFooter), (0, Problem::FooterCopy)] {
+        let before = fs::read(&path).unwrap();
+        change(&path, offset + 40, b"damage");
+        assert_eq!(check(&path), [problem]);
+        is_intact(&path);
+        repair(&path);
+        assert_eq!(check(&path), []);
+        assert!(fs::read(&path).unwrap() == before);
+    }
+}
+
+#[test]
+fn a_wrong_batmap_is_made_again_from_the_bitmaps() {
+    let dir = dir_on_disk();
+    let path = image(&dir);
+    let map = 1536 + 512 + 512;
+    let before = fs::read(&path).unwrap();
+    change(&path, map, &[0x5f]);
+    assert_eq!(check(&path), [Problem::Batmap]);
+    is_intact(&path);
+    repair(&path);
+    assert_eq!(check(&path), []);
+    assert!(fs::read(&path).unwrap() == before);
+    // One that is whole but says too much.
+    let first = u64::from(table_entry(&path, 0)) * 512;
+    change(&path, first + 3, &[0x7f]);
+    assert_eq!(check(&path), [Problem::BatmapBit]);
+    repair(&path);
+    assert_eq!(check(&path), []);
+}
+
+#[test]
+fn places_that_make_no_sense_are_named_and_nothing_is_mended() {
+    let dir = dir_on_disk();
+    let path = image(&dir);
+    let good = fs::read(&path).unwrap();
+    let first = table_entry(&path, 0);
+    for (entry, problem) in [
+        (0u32, Problem::Place),
+        (3, Problem::Place),
+        (u32::MAX - 1, Problem::Place),
+        (first + 1, Problem::Overlap),
+        (first, Problem::Overlap),
+    ] {
+        fs::write(&path, &good).unwrap();
+        change(&path, 1536 + 4, &entry.to_be_bytes());
+        assert!(check(&path).contains(&problem), "{entry}");
+        assert!(Vhd::open(&path, &options()).is_err());
+        let before = fs::read(&path).unwrap();
+        repair(&path);
+        assert!(fs::read(&path).unwrap() == before, "{entry}");
+    }
+}
+
+#[test]
+fn a_disk_grows_with_room_in_its_table_and_without() {
+    for room_for_bytes in [0, 1 << 40] {
+        let dir = dir_on_disk();
+        let path = at(&dir, "a.vhd");
+        create(&path, &NewImage { room_for_bytes, ..NewImage::dynamic(BYTES) }).unwrap();
+        let mut disk = queue(&path);
+        for (offset, byte) in [(4 * MIB, 3), (0, 1), (9 * MIB, 4)] {
+            disk.write(offset, &[byte; 512]).unwrap();
+        }
+        disk.close().unwrap();
+        drop(disk);
+        // The table gets a second sector with the last.
+        for bytes in [BYTES + 512, 10 * MIB, 300 * MIB, 900 * MIB] {
+            resize(&path, bytes).unwrap();
+            is_intact(&path);
+            let problems = check(&path);
+            assert!(problems.is_empty() || problems == [Problem::Leak], "{problems:?}");
+            let mut disk = queue(&path);
+            assert_eq!(disk.disk.sectors() * 512, bytes);
+            assert_eq!(disk.read(bytes - 512, 512).unwrap(), [0; 512]);
+            disk.write(bytes - 512, &[9; 512]).unwrap();
+            disk.close().unwrap();
+            drop(disk);
+            if let Some(said) = peer("qemu-img", &["info", "-f", "vpc", name(&path)]) {
+                assert!(said.contains(&format!("({bytes} bytes)")), "{said}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_disk_shrinks_only_if_nothing_is_behind_its_new_end() {
+    let dir = dir_on_disk();
+    let path = image(&dir);
+    let before = fs::read(&path).unwrap();
+    for bytes in [9 * MIB, MIB, 512, 0, 513] {
+        assert!(resize(&path, bytes).is_err(), "{bytes}");
+        assert!(fs::read(&path).unwrap() == before);
+    }
+    let path = at(&dir, "b.vhd");
+    create(&path, &NewImage::dynamic(BYTES)).unwrap();
+    let mut disk = queue(&path);
+    disk.write(0, &[1; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    resize(&path, 2 * MIB).unwrap();
+    assert_eq!(check(&path), []);
+    assert_eq!(queue(&path).disk.sectors(), 4096);
+}
+
+#[test]
+fn a_fixed_image_grows_and_what_was_its_footer_is_zeros() {
+    let dir = dir_on_disk();
+    let path = at(&dir, "a.vhd");
+    create(&path, &NewImage { fixed: true, ..NewImage::dynamic(MIB) }).unwrap();
+    let mut disk = queue(&path);
+    disk.write(MIB - 512, &[7; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    resize(&path, 3 * MIB).unwrap();
+    assert!(resize(&path, MIB).is_err());
+    let mut disk = queue(&path);
+    assert_eq!(disk.disk.sectors(), 3 * 2048);
+    assert_eq!(disk.read(MIB - 512, 512).unwrap(), [7; 512]);
+    assert!(disk.read(MIB, MIB as usize).unwrap().iter().all(|b| *b == 0));
+    drop(disk);
+    assert_eq!(check(&path), []);
+}
+
+#[test]
+fn a_parent_with_the_childs_identity_serves_both_names() {
+    let dir = dir_on_tmpfs();
+    let (base, child, grandchild) =
+        (at(&dir, "base.vhd"), at(&dir, "child.vhd"), at(&dir, "grandchild.vhd"));
+    let first = create(&base, &NewImage::dynamic(4 * MIB)).unwrap();
+    let second = create(&child, &NewImage::differencing(4 * MIB, parent(&base, &first))).unwrap();
+    create(&grandchild, &NewImage::differencing(4 * MIB, parent(&child, &second))).unwrap();
+    let mut disk = queue(&child);
+    disk.write(MIB, &[2; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    // The merge, of the little that there is.
+    let mut disk = queue(&base);
+    disk.write(MIB, &[2; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let small = Vhd::open(&child, &OpenOptions { read_only: true, ..options() }).unwrap();
+    let image = Vhd::open(&base, &options()).unwrap();
+    let files = image.medium().files();
+    common::vhd::offline_files(files, async |port| image.take_identity(&port, &small).await)
+        .unwrap();
+    drop(small);
+    for _ in 0..2 {
+        assert_eq!(queue(&grandchild).read(MIB, 512).unwrap(), [2; 512]);
+        assert_eq!(check(&base.exists().then_some(&base).unwrap_or(&child)), []);
+        if base.exists() {
+            assert_eq!(queue(&child).read(MIB, 512).unwrap(), [2; 512]);
+            fs::rename(&base, &child).unwrap();
+        }
+    }
+}
