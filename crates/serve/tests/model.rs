@@ -13,7 +13,7 @@ use ferrite_xen::loopback::{CopyWith, GuestOptions};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, scale};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, images, scale};
 
 /// Small, so that requests meet.
 const SECTORS: u64 = 1024;
@@ -289,7 +289,7 @@ fn against_the_model(image: PathBuf, copy_with: CopyWith, cases: u32) {
     assert!(model.writes > 0);
     drop(front);
     drop(rig);
-    let medium = std::fs::read(&image).unwrap();
+    let medium = images::contents(&image);
     for (sector, data) in medium.chunks(512).take(SECTORS as usize).enumerate() {
         model.check(data, sector as u64, &model.sectors[sector], "medium");
     }
@@ -317,6 +317,15 @@ fn a_disk_in_memory_does_what_the_model_does_with_copies_by_the_kernel() {
 fn a_file_past_the_page_cache_does_what_the_model_does() {
     let dir = tempfile::TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     against_the_model(image_in(dir.path()), CopyWith::Memcpy, 12 * scale());
+}
+
+#[test]
+fn images_do_what_the_model_does() {
+    for format in images::FORMATS {
+        let dir = dir_in_memory();
+        let image = images::make(dir.path(), format, SECTORS * 512);
+        against_the_model(image, CopyWith::Memcpy, 20 * scale());
+    }
 }
 
 /// Whatever is not whole blocks is read, changed and written back, alone on the disk: no

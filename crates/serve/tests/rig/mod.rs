@@ -3,6 +3,8 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
+pub mod images;
+
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -191,6 +193,7 @@ impl Rig {
         let options = OpenOptions {
             read_only: self.plan.read_only,
             wait_for_lock: Some(PATIENCE),
+            state_dir: Some(images::state_dir(&self.image)),
             ..OpenOptions::default()
         };
         let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();

@@ -1,0 +1,59 @@
+//! Images in every format, and what is in them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ferrite_disk::tools::{NewImage, Workshop};
+use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_io::directory::HostDirectory;
+
+use super::{PATIENCE, engine_kind};
+
+/// The formats, alone and as the leaf of a chain.
+pub const FORMATS: [&str; 2] = ["vhd", "chain.vhd"];
+
+/// Where the answered metadata of images in this directory is kept.
+pub fn state_dir(image: &Path) -> PathBuf {
+    image.parent().unwrap().join("state")
+}
+
+/// A new image that reads as zeros; of a chain, the leaf.
+pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
+    let kind = engine_kind();
+    let workshop = Workshop {
+        directory: &HostDirectory,
+        engine: &move |arena| kind.open(arena, 32),
+        state_dir: None,
+        progress: &|_| true,
+    };
+    let name = |file: &str| ImageName::parse(dir.join(file).to_str().unwrap()).unwrap();
+    let (chain, extension) = match format.strip_prefix("chain.") {
+        Some(extension) => (true, extension),
+        None => (false, format),
+    };
+    let leaf = name(&format!("disk.{extension}"));
+    let mut new = NewImage { bytes: Some(bytes), ..NewImage::default() };
+    if chain {
+        let parent = name(&format!("parent.{extension}"));
+        workshop.create(&parent, &new).unwrap();
+        new.parent = Some(parent);
+    }
+    workshop.create(&leaf, &new).unwrap();
+    leaf.path
+}
+
+/// All sectors of an image that nobody has open, with what a process that died had answered.
+pub fn contents(image: &Path) -> Vec<u8> {
+    let state_dir = Some(state_dir(image));
+    let wait_for_lock = Some(PATIENCE);
+    let options =
+        OpenOptions { read_only: true, wait_for_lock, state_dir, ..OpenOptions::default() };
+    let disk = Disk::open(image.to_str().unwrap(), &options).unwrap();
+    let mut bytes = vec![0; disk.sectors() as usize * 512];
+    let kind = engine_kind();
+    let mut session = Session::new(Arc::new(disk), |arena| kind.open(arena, 32)).unwrap();
+    for (i, piece) in bytes.chunks_mut(1 << 20).enumerate() {
+        session.read((i as u64) << 20, piece).unwrap();
+    }
+    bytes
+}
