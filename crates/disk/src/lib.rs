@@ -25,6 +25,7 @@ mod journal;
 mod name;
 mod null;
 mod port;
+pub mod qcow2;
 mod raw;
 mod session;
 pub mod size;

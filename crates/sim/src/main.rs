@@ -33,8 +33,8 @@ struct Arguments {
     /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
-    /// raw, vhd; or all.
-    #[arg(long, default_value = "all", value_name = "FORMAT", value_parser = ["all", "raw", "vhd"])]
+    /// raw, vhd, qcow2; or all.
+    #[arg(long, default_value = "all", value_name = "FORMAT", value_parser = ["all", "raw", "vhd", "qcow2"])]
     format: String,
     /// Tell each story once for each of the first round's steps and for each kind of end.
     #[arg(long)]
@@ -67,7 +67,7 @@ fn cut(text: &str) -> Result<(u64, After), String> {
 }
 
 /// The formats that stories are told of.
-const SERVED: [DiskFormat; 2] = [DiskFormat::Raw, DiskFormat::Vhd];
+const SERVED: [DiskFormat; 3] = DiskFormat::ALL;
 
 /// What was told so far.
 #[derive(Default)]

@@ -2,12 +2,14 @@
 
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::{Below, MAX_LAYERS};
 use crate::name::{Format, ImageName};
+use crate::qcow2::Qcow2;
 use crate::vhd::{Uuid, Vhd};
 use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw, SECTOR_BYTES};
 
@@ -36,6 +38,8 @@ pub(crate) enum Layer {
     Raw(Raw),
     /// Microsoft's format.
     Vhd(Vhd),
+    /// QEMU's format.
+    Qcow2(Box<Qcow2>),
 }
 
 impl Layer {
@@ -44,6 +48,7 @@ impl Layer {
         match self {
             Layer::Raw(raw) => raw.sectors() * SECTOR_BYTES,
             Layer::Vhd(vhd) => vhd.bytes(),
+            Layer::Qcow2(q) => q.bytes(),
         }
     }
 
@@ -52,6 +57,7 @@ impl Layer {
         match self {
             Layer::Raw(raw) => raw,
             Layer::Vhd(vhd) => vhd.medium(),
+            Layer::Qcow2(q) => q.medium(),
         }
     }
 
@@ -59,6 +65,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => Format::Raw,
             Layer::Vhd(_) => Format::Vhd,
+            Layer::Qcow2(_) => Format::Qcow2,
         }
     }
 
@@ -67,6 +74,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => {}
             Layer::Vhd(vhd) => vhd.set_metadata_bytes(bytes),
+            Layer::Qcow2(q) => q.set_metadata_bytes(bytes),
         }
     }
 
@@ -75,6 +83,7 @@ impl Layer {
         match self {
             Layer::Raw(raw) => find_raw(raw, offset, len),
             Layer::Vhd(vhd) => vhd.find(offset, len),
+            Layer::Qcow2(q) => q.find(offset, len),
         }
     }
 
@@ -84,6 +93,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => Found::Data { offset, len },
             Layer::Vhd(vhd) => vhd.place(offset, len),
+            Layer::Qcow2(q) => q.place(below, offset, len),
         }
     }
 
@@ -93,6 +103,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => {}
             Layer::Vhd(vhd) => vhd.wrote(offset, len),
+            Layer::Qcow2(q) => q.wrote(offset, len),
         }
     }
 
@@ -107,6 +118,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => Ok(()),
             Layer::Vhd(vhd) => vhd.load(port, file, offset, len).await,
+            Layer::Qcow2(q) => q.load(port, file, offset, len).await,
         }
     }
 
@@ -123,6 +135,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => Ok(()),
             Layer::Vhd(vhd) => vhd.prepare(port, offset, len).await,
+            Layer::Qcow2(q) => q.prepare(port, offset, len).await,
         }
     }
 
@@ -137,6 +150,7 @@ impl Layer {
         let _ = below;
         match self {
             Layer::Raw(_) | Layer::Vhd(_) => port.io.write_all(port.files[0], offset, buf).await,
+            Layer::Qcow2(q) => q.write_copying(port, below, offset, buf).await,
         }
     }
 
@@ -150,6 +164,7 @@ impl Layer {
     ) -> io::Result<()> {
         match self {
             Layer::Raw(_) | Layer::Vhd(_) => port.io.read_exact(file, offset, buf).await,
+            Layer::Qcow2(q) => q.unpack(port, file, offset, buf).await,
         }
     }
 
@@ -158,6 +173,7 @@ impl Layer {
         match self {
             Layer::Raw(raw) => raw.flush(&port.io, &port.files).await,
             Layer::Vhd(vhd) => vhd.commit(port).await,
+            Layer::Qcow2(q) => q.commit(port).await,
         }
     }
 
@@ -172,6 +188,7 @@ impl Layer {
         match self {
             Layer::Raw(raw) => raw.discard(&port.io, &port.files, offset, len).await,
             Layer::Vhd(vhd) => vhd.discard(port, offset, len).await,
+            Layer::Qcow2(q) => q.discard(port, below, offset, len).await,
         }
     }
 
@@ -186,6 +203,7 @@ impl Layer {
         match self {
             Layer::Raw(raw) => raw.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
             Layer::Vhd(vhd) => vhd.write_zeroes(port, below, offset, len, zeros).await,
+            Layer::Qcow2(q) => q.write_zeroes(port, below, offset, len, zeros).await,
         }
     }
 
@@ -195,6 +213,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => false,
             Layer::Vhd(vhd) => vhd.is_unsaved(),
+            Layer::Qcow2(q) => q.is_unsaved(),
         }
     }
 
@@ -203,6 +222,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => self.commit(port).await,
             Layer::Vhd(vhd) => vhd.close(port).await,
+            Layer::Qcow2(q) => q.close(port).await,
         }
     }
 }
@@ -212,6 +232,7 @@ impl fmt::Display for Layer {
         match self {
             Layer::Raw(raw) => raw.fmt(f),
             Layer::Vhd(vhd) => vhd.fmt(f),
+            Layer::Qcow2(q) => q.fmt(f),
         }
     }
 }
@@ -240,19 +261,31 @@ fn open_layer(name: &ImageName, options: &OpenOptions) -> Result<Layer, DiskErro
     match name.format {
         Format::Raw => Raw::open(&name.path, options).map(Layer::Raw),
         Format::Vhd => Vhd::open(&name.path, options).map(Layer::Vhd),
-        Format::Qcow2 => Err(DiskError::new(
-            ErrorKind::Unsuitable,
-            format!("cannot open image {}", name.path.display()),
-            "images in format qcow2 are not served by this build",
-            "convert it to VHD or raw (qemu-img convert)",
-        )),
+        Format::Qcow2 => {
+            let medium = Raw::open_medium(&name.path, options)?;
+            Ok(Layer::Qcow2(Box::new(Qcow2::open(medium, options)?)))
+        }
     }
 }
 
 /// The parent of the last layer, if it has one.
 fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>, DiskError> {
-    let Some(Layer::Vhd(child)) = layers.last() else { return Ok(None) };
-    let Some(parent) = child.parent() else { return Ok(None) };
+    let Some(child) = layers.last() else { return Ok(None) };
+    let (name, names) = match child {
+        Layer::Raw(_) => return Ok(None),
+        Layer::Qcow2(child) => match child.parent()? {
+            Some(parent) => (parent.path.display().to_string(), vec![parent]),
+            None => return Ok(None),
+        },
+        Layer::Vhd(child) => match child.parent() {
+            Some(parent) => {
+                let format = if parent.uuid == Uuid::NIL { Format::Raw } else { Format::Vhd };
+                let name = |path: &PathBuf| ImageName { format, path: path.clone() };
+                (parent.name.clone(), parent.paths.iter().map(name).collect())
+            }
+            None => return Ok(None),
+        },
+    };
     let child_path = child.medium().path();
     let refuse = |why: String, help: &str| {
         let what = format!("cannot open image {}", child_path.display());
@@ -263,16 +296,15 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
         return refuse(why, "coalesce some of the chain first");
     }
     let mut last = None;
-    for path in parent.paths.iter().filter(|path| path.exists()) {
-        if is_layer(layers, path) {
-            let why = format!("its parent {} is itself or one of its children", path.display());
+    for candidate in names.iter().filter(|candidate| candidate.path.exists()) {
+        if is_layer(layers, &candidate.path) {
+            let path = candidate.path.display();
+            let why = format!("its parent {path} is itself or one of its children");
             return refuse(why, "the chain is damaged: find the image that it was made on");
         }
-        let format = if parent.uuid == Uuid::NIL { Format::Raw } else { Format::Vhd };
-        let opened = open_layer(&ImageName { format, path: path.clone() }, options);
-        let accepted = opened.and_then(|layer| {
-            if let Layer::Vhd(vhd) = &layer {
-                child.accepts_parent(vhd)?;
+        let accepted = open_layer(candidate, options).and_then(|layer| {
+            if let (Layer::Vhd(child), Layer::Vhd(parent)) = (child, &layer) {
+                child.accepts_parent(parent)?;
             }
             Ok(layer)
         });
@@ -281,10 +313,11 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             Err(e) => last = last.or(Some(e)),
         }
     }
+    let paths: Vec<_> = names.iter().map(|candidate| &candidate.path).collect();
     match last {
         Some(e) => Err(e),
         None => refuse(
-            format!("its parent {:?} is at none of {:?}", parent.name, parent.paths),
+            format!("its parent {name:?} is at none of {paths:?}"),
             "put the parent back to where it was when the image was made",
         ),
     }

@@ -7,6 +7,7 @@ use super::create::Parent;
 use super::info::{of_medium, raw_info};
 use super::{LayerInfo, NewImage, broken, unsuitable};
 use crate::image::Layer;
+use crate::qcow2::NewImage as NewQcow2;
 use crate::vhd::{DEFAULT_BLOCK_BYTES, Kind, NewImage as NewVhd, NewParent, Stamp, Uuid, Vhd};
 use crate::{Disk, DiskError, Format, Port, Raw};
 
@@ -36,10 +37,24 @@ pub(super) async fn empty(
             new.create(port, raw).await.map(|_| ())
         }
         Format::Qcow2 => {
-            let what = format!("cannot make {}", raw.path().display());
-            Err(unsuitable(what, "this build cannot", "make a VHD"))
+            let backing = parent.map(|parent| qcow2_backing(parent, raw)).transpose()?;
+            let room_for_bytes = 0;
+            let usual = NewQcow2::new(bytes);
+            let cluster_bytes = new.unit_bytes.unwrap_or(usual.cluster_bytes);
+            let new = NewQcow2 { backing, cluster_bytes, room_for_bytes, ..usual };
+            new.create(port, raw).await
         }
     }
+}
+
+/// A parent's name for a new image.
+fn qcow2_backing(parent: &Parent, child: &Raw) -> Result<(String, Format), DiskError> {
+    let name = parent.path.to_str().map(|name| (name.to_owned(), parent.name.format));
+    name.ok_or_else(|| {
+        let what = format!("cannot make {}", child.path().display());
+        let why = format!("the name of its parent, {}, is no UTF-8", parent.path.display());
+        unsuitable(what, why, "rename the parent")
+    })
 }
 
 async fn empty_raw(port: &Port, raw: &Raw, new: &NewImage, bytes: u64) -> io::Result<()> {
@@ -96,6 +111,12 @@ pub(super) fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
     match layer {
         Layer::Raw(raw) => raw_info(raw),
         Layer::Vhd(vhd) => vhd_info(vhd),
+        Layer::Qcow2(qcow2) => Ok(LayerInfo {
+            kind: Some(format!("version {}", qcow2.version())),
+            virtual_bytes: qcow2.bytes(),
+            unit_bytes: Some(qcow2.cluster_bytes()),
+            ..of_medium(qcow2.medium(), Format::Qcow2)?
+        }),
     }
 }
 

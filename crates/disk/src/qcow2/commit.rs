@@ -1,0 +1,233 @@
+//! Bringing the disk up to date.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::atomic::Ordering;
+
+use super::state::{L1_KEYS, l1_key};
+use super::{Qcow2, meta};
+use crate::Port;
+
+/// Counts that one commit lowers at most: each may need a slice of its own in memory.
+const MAX_LOWERED: usize = 1024;
+
+/// Commits that it may take at a close until nothing is left to write.
+const MAX_LAST_COMMITS: usize = 1 << 20;
+
+/// What a commit takes with it.
+struct Dirty {
+    /// Slices of refcounts, with their places.
+    refs: Vec<(u64, u64)>,
+    /// Slices of tables to which nothing on disk refers.
+    fresh: Vec<u64>,
+    /// Slices of the others.
+    known: Vec<u64>,
+    /// Sectors of L1.
+    l1: Vec<usize>,
+    /// Clusters that lose a reference with it.
+    leaving: Vec<u64>,
+}
+
+/// A commit under way. One whose task was dropped has failed.
+struct Commit<'a> {
+    image: &'a Qcow2,
+    dirty: Dirty,
+    done: bool,
+}
+
+impl Drop for Commit<'_> {
+    fn drop(&mut self) {
+        self.image.end_commit(&mut self.dirty, self.done);
+    }
+}
+
+impl Qcow2 {
+    /// A flush: all that was answered is durable, the data and what makes them visible.
+    ///
+    /// The order of writes:
+    /// 1. counts that may go down, since a commit before has removed the reference durably;
+    ///    counts of new clusters; entries of new tables, which nothing on disk refers to; sync.
+    ///    The sync also makes all data durable that were written to new clusters.
+    /// 2. entries of tables and of L1, which make new clusters and tables reachable; sync.
+    ///
+    /// A cut of the power in 1 leaves clusters with a count and no reference; in 2, any subset of
+    /// the entries: each refers to what 1 has made durable. Each entry is within a sector, so it is
+    /// old or new. What changes after the beginning belongs to the next commit: its entries are
+    /// left out, because their counts may not have been written.
+    pub(crate) async fn commit(&self, port: &Port) -> io::Result<()> {
+        let _alone = self.commits.lock(&port.io).await?;
+        self.commit_alone(port).await
+    }
+
+    /// Whether [`commit`](Self::commit) has something to write.
+    pub(crate) fn is_unsaved(&self) -> bool {
+        !self.medium.read_only() && self.state().dirty()
+    }
+
+    /// A commit for the sake of room.
+    pub(super) async fn commit_now(&self, port: &Port) -> io::Result<()> {
+        self.commit(port).await
+    }
+
+    async fn commit_alone(&self, port: &Port) -> io::Result<()> {
+        self.lower_counts(port).await?;
+        let Some(dirty) = self.begin_commit() else { return meta::sync(port).await };
+        let mut commit = Commit { image: self, dirty, done: false };
+        let done = self.write_dirty(port, &commit.dirty).await;
+        commit.done = done.is_ok();
+        done
+    }
+
+    /// Lowers the counts of clusters that nothing on disk refers to any more.
+    async fn lower_counts(&self, port: &Port) -> io::Result<()> {
+        for _ in 0..MAX_LOWERED {
+            let Some(cluster) = self.state().due.last().copied() else { break };
+            self.load_refs(port, cluster).await?;
+            let mut state = self.state();
+            state.due.pop();
+            // Without a count there is nothing to lower: the image was damaged before.
+            if let Some(count) = state.refs.get(cluster).filter(|n| *n > 0) {
+                state.refs.set(cluster, count - 1);
+            }
+        }
+        Ok(())
+    }
+
+    fn begin_commit(&self) -> Option<Dirty> {
+        let mut state = self.state();
+        if state.changed.is_empty() && state.refs.dirty() == 0 {
+            return None;
+        }
+        state.committing = std::mem::take(&mut state.changed);
+        let committing = &state.committing;
+        let slices: BTreeSet<u64> =
+            committing.range(..L1_KEYS).map(|(cluster, _)| self.slice(*cluster).0).collect();
+        let entries = self.cache.slice_entries() as u64;
+        let (fresh, known) = slices.into_iter().partition(|slice| {
+            let index = self.l1_index(slice * entries);
+            committing.contains_key(&l1_key(index))
+        });
+        let l1: BTreeSet<usize> =
+            committing.range(L1_KEYS..).map(|(key, _)| (key - L1_KEYS) as usize / 64).collect();
+        Some(Dirty {
+            fresh,
+            known,
+            l1: l1.into_iter().collect(),
+            leaving: std::mem::take(&mut state.leaving),
+            refs: state.refs.begin_writing(),
+        })
+    }
+
+    async fn write_dirty(&self, port: &Port, dirty: &Dirty) -> io::Result<()> {
+        let file = port.files[0];
+        let places: Vec<u64> = dirty.refs.iter().map(|(_, offset)| *offset).collect();
+        let slice_bytes = self.state().refs.slice_bytes();
+        meta::write_blocks(port, file, slice_bytes, &places, |i, block| {
+            block.copy_from_slice(self.state().refs.bytes(dirty.refs[i].0));
+        })
+        .await?;
+        self.write_slices(port, &dirty.fresh).await?;
+        meta::sync(port).await?;
+        if dirty.known.is_empty() && dirty.l1.is_empty() {
+            return Ok(());
+        }
+        self.write_slices(port, &dirty.known).await?;
+        let places: Vec<u64> =
+            dirty.l1.iter().map(|sector| self.header.l1_offset + *sector as u64 * 512).collect();
+        meta::write_blocks(port, file, 512, &places, |i, block| {
+            self.l1_sector(dirty.l1[i], block);
+        })
+        .await?;
+        meta::sync(port).await
+    }
+
+    async fn write_slices(&self, port: &Port, slices: &[u64]) -> io::Result<()> {
+        let mut places = Vec::with_capacity(slices.len());
+        for slice in slices {
+            let place = self.slice_offset(*slice)?;
+            places.push(place.ok_or_else(|| meta::damaged("a changed entry without a table"))?);
+        }
+        let bytes = self.cache.slice_entries() * 8;
+        meta::write_blocks(port, port.files[0], bytes, &places, |i, block| {
+            let state = self.state();
+            let Some(entries) = self.slice_at_commit(&state, slices[i]) else {
+                unreachable!("slice {} is being committed and was evicted", slices[i])
+            };
+            for (to, entry) in block.chunks_exact_mut(8).zip(entries) {
+                to.copy_from_slice(&entry.to_be_bytes());
+            }
+        })
+        .await
+    }
+
+    /// A sector of L1 as it was when the commit began. The table's last sector may have fewer
+    /// entries; what follows it in its cluster is not used.
+    fn l1_sector(&self, sector: usize, block: &mut [u8]) {
+        let state = self.state();
+        for (i, to) in block.chunks_exact_mut(8).enumerate() {
+            let index = sector * 64 + i;
+            let entry = match state.changed.get(&l1_key(index)) {
+                Some(old) => *old,
+                None => self.l1.get(index).map_or(0, |e| e.load(Ordering::Acquire)),
+            };
+            to.copy_from_slice(&entry.to_be_bytes());
+        }
+    }
+
+    /// After a failed commit everything is as dirty as before it.
+    fn end_commit(&self, dirty: &mut Dirty, done: bool) {
+        let mut state = self.state();
+        let state = &mut *state;
+        let committing = std::mem::take(&mut state.committing);
+        state.refs.end_writing(&dirty.refs, done);
+        for (key, old) in committing {
+            if done {
+                state.settle(key);
+                if key < L1_KEYS {
+                    self.cache.pin(self.slice(key).0, -1);
+                }
+            } else if state.changed.insert(key, old).is_some() && key < L1_KEYS {
+                // It was pinned by both.
+                self.cache.pin(self.slice(key).0, -1);
+            }
+        }
+        match done {
+            true => state.due.append(&mut dirty.leaving),
+            false => state.leaving.append(&mut dirty.leaving),
+        }
+    }
+
+    /// The last commit, and what other programs expect of an image that nobody uses: no count too
+    /// high, no unused space behind the end.
+    pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
+        let _alone = self.commits.lock(&port.io).await?;
+        {
+            // Places that were given to writes that failed.
+            let mut state = self.state();
+            let state = &mut *state;
+            for (cluster, host) in std::mem::take(&mut state.pending) {
+                self.cache.pin(self.slice(cluster).0, -1);
+                state.untake(host >> self.header.cluster_bits);
+            }
+        }
+        for _ in 0..MAX_LAST_COMMITS {
+            self.commit_alone(port).await?;
+            if !self.state().dirty() {
+                break;
+            }
+        }
+        let (used_end, cut) = {
+            let mut state = self.state();
+            let used = state.used_end << self.header.cluster_bits;
+            let cut = state.end.take().is_some() && self.medium.is_file();
+            (state.run, state.spare) = Default::default();
+            (used, cut)
+        };
+        if cut && self.medium.bytes_now()? > used_end {
+            meta::again(|| port.io.set_len(port.files[0], used_end)).await?;
+            self.limit.store(used_end, Ordering::Release);
+            meta::sync(port).await?;
+        }
+        self.state().journal.remove()
+    }
+}

@@ -1,0 +1,202 @@
+//! Entries of L1 and L2 tables, decoded strictly ("Cluster mapping" of qemu's docs/interop/qcow2).
+
+use std::fmt;
+
+/// Bit 63: the refcount is exactly one, so it may be written in place.
+pub(crate) const COPIED: u64 = 1 << 63;
+/// Bit 62 of an L2 entry.
+const COMPRESSED: u64 = 1 << 62;
+/// Bit 0 of an L2 entry, version 3: reads as zeros whatever else it says.
+pub(crate) const ZERO: u64 = 1;
+/// Bits 9 to 55.
+pub(crate) const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
+/// Host clusters end here: what the offset bits can say.
+pub(crate) const MAX_HOST_BYTES: u64 = 1 << 56;
+
+/// What cannot be decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BadEntry {
+    entry: u64,
+    why: &'static str,
+}
+
+impl fmt::Display for BadEntry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "entry {:#018x} {}", self.entry, self.why)
+    }
+}
+
+/// Where compressed data are: from a byte on, in whole 512-byte sectors of which the first and the
+/// last may belong to other clusters, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Packed {
+    /// First byte.
+    pub(crate) offset: u64,
+    /// Bytes to the end of the last sector.
+    pub(crate) len: u64,
+}
+
+impl Packed {
+    /// The host clusters that it touches, as numbers.
+    pub(crate) fn clusters(&self, cluster_bits: u32) -> std::ops::RangeInclusive<u64> {
+        let last = self.offset + self.len - 1;
+        self.offset >> cluster_bits..=last >> cluster_bits
+    }
+}
+
+/// A decoded L2 entry. Offsets are bytes in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cluster {
+    /// Ask the backing file.
+    Unallocated,
+    /// Reads as zeros; may have a place of its own, whose bytes do not count.
+    Zero {
+        /// The place, if there is one.
+        host: Option<u64>,
+        /// Whether the place may be written.
+        copied: bool,
+    },
+    /// Ordinary data.
+    Data {
+        /// The place.
+        host: u64,
+        /// Whether the place may be written.
+        copied: bool,
+    },
+    /// Compressed data; never written in place.
+    Packed(Packed),
+}
+
+impl Cluster {
+    /// The place of the cluster's own, if it has one.
+    pub(crate) fn host(&self) -> Option<u64> {
+        match *self {
+            Cluster::Data { host, .. } => Some(host),
+            Cluster::Zero { host, .. } => host,
+            Cluster::Unallocated | Cluster::Packed(_) => None,
+        }
+    }
+}
+
+/// Decodes an L2 entry.
+pub(crate) fn cluster(entry: u64, version: u32, cluster_bits: u32) -> Result<Cluster, BadEntry> {
+    let bad = |why| Err(BadEntry { entry, why });
+    if entry == 0 {
+        return Ok(Cluster::Unallocated);
+    }
+    let copied = entry & COPIED != 0;
+    if entry & COMPRESSED != 0 {
+        if copied {
+            return bad("says both compressed and writable in place");
+        }
+        return packed(entry, cluster_bits);
+    }
+    if entry & !(COPIED | OFFSET | ZERO) != 0 {
+        return bad("has reserved bits set");
+    }
+    let host = entry & OFFSET;
+    if host & ((1 << cluster_bits) - 1) != 0 {
+        return bad("points into the middle of a cluster");
+    }
+    if copied && host == 0 {
+        return bad("says writable in place, but has no place");
+    }
+    match entry & ZERO != 0 {
+        true if version < 3 => bad("has the zero flag, which version 2 does not have"),
+        true => Ok(Cluster::Zero { host: (host != 0).then_some(host), copied }),
+        false => Ok(Cluster::Data { host, copied }),
+    }
+}
+
+fn packed(entry: u64, cluster_bits: u32) -> Result<Cluster, BadEntry> {
+    let x = 62 - (cluster_bits - 8);
+    let offset = entry & ((1 << x) - 1);
+    let more_sectors = (entry & (COMPRESSED - 1)) >> x;
+    let end = (offset & !511) + (more_sectors + 1) * 512;
+    if end > MAX_HOST_BYTES {
+        return Err(BadEntry { entry, why: "points to compressed data behind 64 PiB" });
+    }
+    if offset < 1 << cluster_bits {
+        return Err(BadEntry { entry, why: "points to compressed data inside of the header" });
+    }
+    Ok(Cluster::Packed(Packed { offset, len: end - offset }))
+}
+
+/// Where the L2 table of an L1 entry is, and whether it may be written; none: there is no table.
+pub(crate) fn l2_table(entry: u64, cluster_bits: u32) -> Result<Option<(u64, bool)>, BadEntry> {
+    let bad = |why| Err(BadEntry { entry, why });
+    let (host, copied) = (entry & OFFSET, entry & COPIED != 0);
+    if entry & !(COPIED | OFFSET) != 0 {
+        return bad("has reserved bits set");
+    }
+    if host & ((1 << cluster_bits) - 1) != 0 {
+        return bad("points into the middle of a cluster");
+    }
+    match host {
+        0 if copied => bad("says writable in place, but has no place"),
+        0 => Ok(None),
+        _ => Ok(Some((host, copied))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn each_kind_of_cluster_is_told_from_the_others() {
+        let host = 0x5_0000;
+        for (entry, kind) in [
+            (0, Cluster::Unallocated),
+            (1, Cluster::Zero { host: None, copied: false }),
+            (host | 1, Cluster::Zero { host: Some(host), copied: false }),
+            (COPIED | host | 1, Cluster::Zero { host: Some(host), copied: true }),
+            (host, Cluster::Data { host, copied: false }),
+            (COPIED | host, Cluster::Data { host, copied: true }),
+        ] {
+            assert_eq!(cluster(entry, 3, 16), Ok(kind), "{entry:#x}");
+        }
+    }
+
+    #[test]
+    fn what_is_against_the_format_is_refused() {
+        for entry in
+            [2, 1 << 56, 1 << 61, 0x5_0200, COPIED, COPIED | 1, COPIED | COMPRESSED | 0x50000]
+        {
+            assert!(cluster(entry, 3, 16).is_err(), "{entry:#x}");
+        }
+        assert!(cluster(1, 2, 16).is_err());
+        for entry in [1, 2, 1 << 56, 1 << 62, 0x200, COPIED] {
+            assert!(l2_table(entry, 16).is_err(), "{entry:#x}");
+        }
+    }
+
+    #[test]
+    fn a_compressed_descriptor_counts_whole_sectors_from_its_first() {
+        // 64 KiB clusters: the offset has 54 bits, the number of further sectors 8.
+        let entry = COMPRESSED | 3 << 54 | 0x1_2345;
+        let packed = Packed { offset: 0x1_2345, len: 0x1_2200 + 4 * 512 - 0x1_2345 };
+        assert_eq!(cluster(entry, 3, 16), Ok(Cluster::Packed(packed)));
+        assert_eq!(packed.clusters(16), 1..=1);
+        assert_eq!(Packed { offset: 0x1_FFFF, len: 2 }.clusters(16), 1..=2);
+        // Small clusters: offset bits beyond 55 must be 0.
+        assert!(cluster(COMPRESSED | 1 << 57, 3, 9).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_entry_is_decoded_or_refused(entry: u64, bits in 9u32..=21, version in 2u32..=3) {
+            let _ = l2_table(entry, bits);
+            if let Ok(found) = cluster(entry, version, bits) {
+                if let Some(host) = found.host() {
+                    prop_assert!(host % (1 << bits) == 0 && host < MAX_HOST_BYTES && host > 0);
+                }
+                if let Cluster::Packed(p) = found {
+                    prop_assert!(p.len > 0 && p.len <= 2 << bits);
+                    prop_assert!((p.offset + p.len) % 512 == 0);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! Fresh clusters: runs of free ones with space behind them, and the refcount blocks for them.
+
+use std::io;
+use std::sync::atomic::Ordering;
+
+use super::entry::MAX_HOST_BYTES;
+use super::header::{self, MAX_REFTABLE_BYTES};
+use super::state::Run;
+use super::{Qcow2, meta};
+use crate::Port;
+
+/// The first run, and how far runs grow: from the second on each is twice as long as the one
+/// before, so a disk with few writes stays small and one with many waits seldom.
+const FIRST_RUN_BYTES: u64 = 1 << 20;
+const LONGEST_RUN_BYTES: u64 = 64 << 20;
+
+/// Refcount blocks that are made at once cover about so much, so that small clusters do not need
+/// two syncs for every few hundred KiB.
+const BLOCKS_COVER_BYTES: u64 = 1 << 30;
+const MAX_BLOCKS_AT_ONCE: u64 = 64;
+
+/// Refcount blocks looked at to find the last cluster in use; behind so many empty ones the rest
+/// is taken for used.
+const MAX_EMPTY_BLOCKS: usize = 64;
+
+/// Slices of refcounts without a free cluster, behind what should be the last one in use, until
+/// they are taken for damage.
+const MAX_USED_SLICES: u32 = 4096;
+
+/// Called off or done, the next caller may look for a run.
+struct Refilling<'a>(&'a Qcow2);
+
+impl Drop for Refilling<'_> {
+    fn drop(&mut self) {
+        self.0.refilling.store(false, Ordering::Release);
+    }
+}
+
+impl Qcow2 {
+    /// Sets the next run aside, unless that was done meanwhile.
+    pub(super) async fn refill(&self, port: &Port) -> io::Result<()> {
+        let _done = Refilling(self);
+        let _alone = self.growth.lock(&port.io).await?;
+        let (known, step) = {
+            let mut state = self.state();
+            if state.spare.left() > 0 {
+                return Ok(());
+            }
+            let (shortest, longest) = (FIRST_RUN_BYTES, LONGEST_RUN_BYTES);
+            let clusters = |bytes: u64| (bytes >> self.header.cluster_bits).max(4);
+            state.step = (state.step * 2).clamp(clusters(shortest), clusters(longest));
+            (state.end, state.step)
+        };
+        let mut at = match known {
+            Some(end) => end,
+            None => self.find_end(port).await?,
+        };
+        let mut looked_at = 0;
+        let mut run = loop {
+            at = self.cover(port, at).await?;
+            self.load_refs(port, at).await?;
+            match self.free_run(at, step) {
+                Ok(run) => break run,
+                Err(_) if looked_at == MAX_USED_SLICES => {
+                    return Err(meta::damaged("refcounts behind the end of the file"));
+                }
+                Err(next) => at = next,
+            }
+            looked_at += 1;
+        };
+        (run.end, run.zeroed) = self.provide(port, run.next, run.end).await?;
+        let mut state = self.state();
+        state.end = Some(run.end);
+        state.spare = run;
+        if state.run.left() == 0 {
+            state.run = std::mem::take(&mut state.spare);
+        }
+        Ok(())
+    }
+
+    /// Free clusters from `at` on within its slice of refcounts, or where to look next.
+    fn free_run(&self, at: u64, step: u64) -> Result<Run, u64> {
+        let state = self.state();
+        let entries = state.refs.slice_entries();
+        let slice_end = (at / entries + 1) * entries;
+        let free = |cluster: &u64| state.refs.get(*cluster) == Some(0);
+        let first = (at..slice_end).find(free).ok_or(slice_end)?;
+        let count = (first..slice_end).take(step as usize).take_while(free).count();
+        Ok(Run { next: first, end: first + count as u64, zeroed: false })
+    }
+
+    /// Where the clusters in use end, by the refcounts, but not behind the end of the file.
+    async fn find_end(&self, port: &Port) -> io::Result<u64> {
+        let file_end = self.medium.bytes_now()?.div_ceil(self.cluster_bytes());
+        let (mut slices, entries) = {
+            let state = self.state();
+            let per_block = state.refs.block_entries() / state.refs.slice_entries();
+            let last = state.refs.table().iter().rposition(|block| *block != 0);
+            let end = last.map_or(0, |block| (block as u64 + 1) * per_block);
+            let first = end.saturating_sub(MAX_EMPTY_BLOCKS as u64 * per_block);
+            (first..end, state.refs.slice_entries())
+        };
+        let fallback = slices.start * entries;
+        let last = loop {
+            let Some(slice) = slices.next_back() else { break fallback };
+            self.load_refs(port, slice * entries).await?;
+            let state = self.state();
+            let used = |cluster: &u64| state.refs.get(*cluster).is_some_and(|n| n > 0);
+            if let Some(last) = (slice * entries..(slice + 1) * entries).rev().find(used) {
+                break last + 1;
+            }
+        };
+        let end = last.min(file_end).max(1);
+        let mut state = self.state();
+        state.used_end = state.used_end.max(end);
+        Ok(end)
+    }
+
+    /// Reads the refcounts around a cluster. Where there is no block they are all 0, and stay so.
+    pub(super) async fn load_refs(&self, port: &Port, cluster: u64) -> io::Result<()> {
+        let (slice, offset, len) = {
+            let state = self.state();
+            let slice = state.refs.slice_of(cluster);
+            if state.refs.holds(slice) {
+                return Ok(());
+            }
+            (slice, state.refs.offset(slice), state.refs.slice_bytes())
+        };
+        let bytes = match offset {
+            Some(offset) => meta::read(port, port.files[0], offset, len).await?,
+            None => return Ok(()),
+        };
+        let mut state = self.state();
+        let keep = [state.run, state.spare].map(|run| state.refs.slice_of(run.next));
+        state.refs.install(slice, bytes.into(), &keep);
+        Ok(())
+    }
+
+    /// Makes space behind clusters, or as many of them as the medium has; the end, and whether
+    /// the space reads as zeros.
+    async fn provide(&self, port: &Port, first: u64, end: u64) -> io::Result<(u64, bool)> {
+        let (file, bits) = (port.files[0], self.header.cluster_bits);
+        let (from, mut to) = (first << bits, end << bits);
+        if to > MAX_HOST_BYTES {
+            return Err(full("the format ends at 64 PiB"));
+        }
+        let there = self.medium.bytes_now()?;
+        if !self.medium.is_file() {
+            to = to.min(there >> bits << bits);
+            return if from < to {
+                Ok((to >> bits, false))
+            } else {
+                Err(full("the device is full"))
+            };
+        }
+        let mut zeroed = true;
+        if from < there {
+            // Left from a run that was not used up, or freed: whatever is in it.
+            let old = there.min(to) - from;
+            zeroed = meta::again(|| port.io.zero_range(file, from, old)).await.is_ok()
+                || meta::again(|| port.io.punch_hole(file, from, old)).await.is_ok();
+        }
+        match meta::again(|| port.io.allocate(file, from, to - from)).await {
+            Ok(()) => {}
+            // A file system without allocation: a longer file, at least.
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                if to > there {
+                    meta::again(|| port.io.set_len(file, to)).await?;
+                }
+            }
+            Err(e) => return Err(e),
+        }
+        self.limit.fetch_max(to, Ordering::AcqRel);
+        Ok((end, zeroed))
+    }
+
+    /// Sees to it that there is a refcount block for cluster `at`; the first free cluster from
+    /// there on that the caller may look at.
+    ///
+    /// Order: a new block, with the counts of itself and of what was made with it; sync; the entry
+    /// of the table that refers to it; sync. Only then does anything refer to a cluster that it
+    /// counts. A cut of the power before the second sync leaves unused space.
+    async fn cover(&self, port: &Port, at: u64) -> io::Result<u64> {
+        let (block, entries, table) = {
+            let state = self.state();
+            let entries = state.refs.block_entries();
+            (at / entries, entries, state.refs.table().len() as u64)
+        };
+        if block >= table {
+            return self.grow_reftable(port, at).await;
+        }
+        if self.state().refs.table()[block as usize] != 0 {
+            return Ok(at);
+        }
+        let count = self.blocks_at_once(at, block, entries);
+        self.make_blocks(port, at, count, count).await?;
+        meta::sync(port).await?;
+        let bits = self.header.cluster_bits;
+        let (first, sectors) = {
+            let mut state = self.state();
+            let table = state.refs.table_mut();
+            for i in 0..count {
+                table[(block + i) as usize] = (at + i) << bits;
+            }
+            let (first, last) = (block / 64, (block + count - 1) / 64);
+            let entries = &table[first as usize * 64..(last as usize + 1) * 64];
+            (first, entries.iter().flat_map(|e| e.to_be_bytes()).collect::<Vec<u8>>())
+        };
+        let offset = self.reftable_offset() + first * 512;
+        let done = match meta::write(port, port.files[0], offset, &sectors).await {
+            Ok(()) => meta::sync(port).await,
+            failed => failed,
+        };
+        if let Err(e) = done {
+            // It may be on disk or not. The space is not used again, so either is right.
+            let mut state = self.state();
+            state.refs.table_mut()[block as usize..(block + count) as usize].fill(0);
+            state.end = Some(at + count);
+            return Err(e);
+        }
+        let mut state = self.state();
+        state.used_end = state.used_end.max(at + count);
+        Ok(at + count)
+    }
+
+    /// How many blocks that are missing are made together: neighbours, whose own counts are all in
+    /// one slice.
+    fn blocks_at_once(&self, at: u64, block: u64, entries: u64) -> u64 {
+        let state = self.state();
+        let wanted = (BLOCKS_COVER_BYTES >> self.header.cluster_bits) / entries;
+        let slice_left = state.refs.slice_entries() - at % state.refs.slice_entries();
+        let most = wanted.clamp(1, MAX_BLOCKS_AT_ONCE).min(slice_left.div_ceil(2));
+        let missing = state.refs.table()[block as usize..].iter().take(most as usize);
+        missing.take_while(|offset| **offset == 0).count() as u64
+    }
+
+    /// Writes `count` new refcount blocks at cluster `at`, which is the first that they count, with
+    /// a count of one for `used` clusters from `at` on. Nothing is synced.
+    async fn make_blocks(&self, port: &Port, at: u64, count: u64, used: u64) -> io::Result<()> {
+        let (bits, order) = (self.header.cluster_bits, self.header.refcount_order);
+        let (end, zeroed) = self.provide(port, at, at + used).await?;
+        if end < at + used {
+            return Err(full("the device is full"));
+        }
+        if !zeroed {
+            let (offset, len) = (at << bits, count << bits);
+            meta::write_zeros(port, port.files[0], offset, len).await?;
+        }
+        let (entries, block_entries, slice_bytes) = {
+            let state = self.state();
+            let refs = &state.refs;
+            (refs.slice_entries(), refs.block_entries(), refs.slice_bytes())
+        };
+        let first_block = at / block_entries;
+        let mut cluster = at;
+        while cluster < at + used {
+            let slice = cluster / entries;
+            let end = ((slice + 1) * entries).min(at + used);
+            let mut bytes = vec![0; slice_bytes];
+            for c in cluster..end {
+                super::refcount::set(&mut bytes, order, (c % entries) as usize, 1);
+            }
+            let in_block = slice * entries % block_entries / entries * slice_bytes as u64;
+            let block = (at + (cluster / block_entries - first_block)) << bits;
+            meta::write(port, port.files[0], block + in_block, &bytes).await?;
+            cluster = end;
+        }
+        Ok(())
+    }
+
+    fn reftable_offset(&self) -> u64 {
+        self.reftable.load(Ordering::Acquire)
+    }
+
+    /// Replaces the refcount table by one of at least twice the size, so that it covers cluster
+    /// `at`, where new blocks, and behind them the table, are put.
+    ///
+    /// Order: blocks and table; sync; the header's sector, which names the table; sync. Then the
+    /// old table's clusters are free. A cut before the second sync leaves unused space, one after
+    /// it leaks the old table at the most.
+    async fn grow_reftable(&self, port: &Port, at: u64) -> io::Result<u64> {
+        let bits = self.header.cluster_bits;
+        let (mut table, entries) = {
+            let state = self.state();
+            (state.refs.table().to_vec(), state.refs.block_entries())
+        };
+        let (first, old_len) = (at / entries, table.len() as u64);
+        let needed = (first + 1).max(old_len * 2) * 8;
+        let clusters = needed.div_ceil(self.cluster_bytes()).max(1);
+        if clusters << bits > MAX_REFTABLE_BYTES.max(self.cluster_bytes()) {
+            return Err(full("the refcount table cannot grow beyond 8 MiB"));
+        }
+        let mut blocks = 1;
+        while (first + blocks) * entries < at + blocks + clusters {
+            blocks += 1;
+        }
+        let used = blocks + clusters;
+        self.make_blocks(port, at, blocks, used).await?;
+        table.resize((clusters << bits) as usize / 8, 0);
+        for i in 0..blocks {
+            table[(first + i) as usize] = (at + i) << bits;
+        }
+        let offset = (at + blocks) << bits;
+        let bytes: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
+        meta::write(port, port.files[0], offset, &bytes).await?;
+        meta::sync(port).await?;
+        self.patch_header(port, |sector| {
+            sector[48..56].copy_from_slice(&offset.to_be_bytes());
+            sector[56..60].copy_from_slice(&(clusters as u32).to_be_bytes());
+        })
+        .await?;
+        let old = self.reftable.swap(offset, Ordering::AcqRel) >> bits;
+        let mut state = self.state();
+        *state.refs.table_mut() = table;
+        state.due.extend(old..old + (old_len * 8).div_ceil(self.cluster_bytes()));
+        state.used_end = state.used_end.max(at + used);
+        Ok(at + used)
+    }
+
+    /// Changes the header's first sector, in which all of its fields are, and syncs it. A sector
+    /// is never torn.
+    pub(super) async fn patch_header(
+        &self,
+        port: &Port,
+        change: impl FnOnce(&mut [u8]),
+    ) -> io::Result<()> {
+        let mut sector = meta::read(port, port.files[0], 0, 512).await?;
+        change(&mut sector);
+        meta::write(port, port.files[0], 0, &sector).await?;
+        meta::sync(port).await
+    }
+
+    /// What has to be done before the first write: features that this program does not keep up to
+    /// date are said to be out of date (an autoclear bit that stays would make other programs
+    /// believe a bitmap that lacks what is written now), and a file that ends within a cluster is
+    /// made longer.
+    pub(super) async fn make_ready(&self, port: &Port) -> io::Result<()> {
+        let _alone = self.growth.lock(&port.io).await?;
+        if self.ready.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut autoclear = self.header.autoclear;
+        if autoclear != 0 {
+            autoclear = 0;
+            let at = header::AUTOCLEAR_AT;
+            self.patch_header(port, |sector| sector[at..at + 8].copy_from_slice(&[0; 8])).await?;
+        }
+        debug_assert_eq!(autoclear, 0);
+        let bytes = self.medium.bytes_now()?;
+        let whole = bytes.next_multiple_of(self.cluster_bytes());
+        if self.medium.is_file() && whole > bytes {
+            meta::again(|| port.io.set_len(port.files[0], whole)).await?;
+        }
+        if self.medium.is_file() {
+            self.limit.fetch_max(whole, Ordering::AcqRel);
+        }
+        self.ready.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+fn full(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::StorageFull, format!("qcow2 image: no space is left: {why}"))
+}

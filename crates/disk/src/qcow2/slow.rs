@@ -1,0 +1,539 @@
+//! What takes I/O before a range can be read or written.
+
+use std::io;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use ferrite_io::arena::Span;
+use ferrite_io::engine::FileId;
+use ferrite_io::scratch::{MAX_PIECE_BYTES, Piece};
+
+use super::cache::Full;
+use super::entry::{self, COPIED, Cluster, Packed};
+use super::state::{State, l1_key, own};
+use super::{CLUSTER_LOCKS, Qcow2, TABLE_LOCKS, meta, unpack};
+use crate::image::{Below, Found};
+use crate::{Extent, Port};
+
+/// How often something is made ready that others use up meanwhile, until that is an error.
+const TRIES: u32 = 64;
+
+/// A cluster that gets a new place. While this lives it gets no other one.
+struct Copying<'a> {
+    image: &'a Qcow2,
+    cluster: u64,
+    old: u64,
+    /// Byte offset of the new place.
+    host: u64,
+    zeroed: bool,
+}
+
+impl Drop for Copying<'_> {
+    fn drop(&mut self) {
+        self.image.state().copying.remove(&self.cluster);
+    }
+}
+
+/// How a cluster that could not be written where it is can be written.
+enum Begun<'a> {
+    /// To a new place.
+    Copying(Copying<'a>),
+    /// Where another write has got a place meanwhile: nothing has to be copied.
+    Join(u64),
+    /// There is something to prepare first.
+    NotYet,
+}
+
+impl Qcow2 {
+    /// Reads the slice that [`find`](Self::find) lacked, or says what is wrong with an entry.
+    pub(crate) async fn load(
+        &self,
+        port: &Port,
+        file: FileId,
+        offset: u64,
+        _len: u64,
+    ) -> io::Result<()> {
+        let cluster = offset >> self.header.cluster_bits;
+        for _ in 0..TRIES {
+            match self.load_slice(port, file, cluster).await? {
+                Ok(()) => return self.check_entry(cluster),
+                // All that could make room is dirty: a commit cleans it.
+                Err(Full) if self.medium.read_only() => break,
+                Err(Full) => self.commit_now(port).await?,
+            }
+        }
+        Err(out_of_memory())
+    }
+
+    /// One slice, into the cache. Locked for each table: a slice that was read before another task
+    /// changed it, wrote it and let it go must not be put in after that.
+    async fn load_slice(
+        &self,
+        port: &Port,
+        file: FileId,
+        cluster: u64,
+    ) -> io::Result<Result<(), Full>> {
+        let index = self.l1_index(cluster);
+        let _alone = self.tables[index % TABLE_LOCKS].lock(&port.io).await?;
+        let (slice, _) = self.slice(cluster);
+        let Some(offset) = self.slice_offset(slice)? else { return Ok(Ok(())) };
+        if self.cache.holds(slice) {
+            return Ok(Ok(()));
+        }
+        let len = self.cache.slice_entries() * 8;
+        let bytes = meta::read(port, file, offset, len).await?;
+        let entries: Vec<u64> = bytes.chunks_exact(8).map(|e| super::header::be64(e, 0)).collect();
+        if let Some(entry) = entries.iter().find(|entry| self.overlaps_metadata(**entry)) {
+            return Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table")));
+        }
+        let _state = self.state();
+        Ok(self.cache.install(slice, &entries))
+    }
+
+    /// Where a slice is in the file; none: there is no table.
+    pub(super) fn slice_offset(&self, slice: u64) -> io::Result<Option<u64>> {
+        let entries = self.cache.slice_entries() as u64;
+        let l1 = self.l1[self.l1_index(slice * entries)].load(Ordering::Acquire);
+        let table = entry::l2_table(l1, self.header.cluster_bits)
+            .map_err(|e| meta::damaged(format!("L1: {e}")))?;
+        let in_table = slice * entries % self.header.l2_entries() * 8;
+        Ok(table.map(|(offset, _)| offset + in_table))
+    }
+
+    /// Why an entry that is in memory cannot be used, if it cannot.
+    fn check_entry(&self, cluster: u64) -> io::Result<()> {
+        let Some(entry) = self.entry(cluster) else { return Ok(()) };
+        let (version, bits) = (self.header.version, self.header.cluster_bits);
+        let at = cluster << bits;
+        let found = entry::cluster(entry, version, bits)
+            .map_err(|e| meta::damaged(format!("L2, for byte {at:#x} of the disk: {e}")))?;
+        let limit = self.limit.load(Ordering::Acquire).next_multiple_of(self.cluster_bytes());
+        match found {
+            Cluster::Data { host, .. } if host >= limit => Err(meta::damaged(format!(
+                "byte {at:#x} of the disk is at {host:#x}, outside of the file"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes [`place`](Self::place) answer for the beginning of a range.
+    pub(crate) async fn prepare(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        if !self.ready.load(Ordering::Acquire) {
+            self.make_ready(port).await?;
+        }
+        // At half of the journal: others go on with the rest while this one commits.
+        let (room, changes) = {
+            let state = self.state();
+            (state.room(), state.changed.len())
+        };
+        if changes > room || room < 4 {
+            self.commit_now(port).await?;
+        }
+        let cluster = offset >> self.header.cluster_bits;
+        self.own_table(port, self.l1_index(cluster)).await?;
+        self.load(port, port.files[0], offset, len).await?;
+        let low = {
+            let state = self.state();
+            state.spare.left() == 0 && state.run.left() <= state.step / 2
+        };
+        if low {
+            self.refill(port).await?;
+        }
+        Ok(())
+    }
+
+    /// A fresh cluster, however long it takes to find one.
+    async fn take(&self, port: &Port) -> io::Result<(u64, bool)> {
+        for _ in 0..TRIES {
+            if let Some(taken) = self.state().take() {
+                return Ok(taken);
+            }
+            self.refill(port).await?;
+        }
+        Err(out_of_memory())
+    }
+
+    /// Sees to it that the table of an L1 entry is there and the image's own. A table that a
+    /// snapshot shares is copied; the old one loses a reference once the new one is on disk.
+    ///
+    /// The new table's contents are given to the kernel before the entry can be noted, so they are
+    /// there for whoever takes over from this process.
+    async fn own_table(&self, port: &Port, index: usize) -> io::Result<()> {
+        if self.l1[index].load(Ordering::Acquire) & COPIED != 0 {
+            return Ok(());
+        }
+        let _alone = self.tables[index % TABLE_LOCKS].lock(&port.io).await?;
+        let old = self.l1[index].load(Ordering::Acquire);
+        let bits = self.header.cluster_bits;
+        let shared = match entry::l2_table(old, bits) {
+            Ok(Some((_, true))) => return Ok(()),
+            Ok(Some((offset, false))) => Some(offset),
+            Ok(None) => None,
+            Err(e) => return Err(meta::damaged(format!("L1: {e}"))),
+        };
+        let (new, zeroed) = self.take(port).await?;
+        let done = match shared {
+            Some(from) => self.copy_table(port, from, new << bits).await,
+            None if zeroed => Ok(()),
+            None => meta::write_zeros(port, port.files[0], new << bits, self.cluster_bytes()).await,
+        };
+        let mut state = self.state();
+        if let Err(e) = done {
+            state.untake(new);
+            return Err(e);
+        }
+        if state.room() == 0 {
+            state.untake(new);
+            return Ok(());
+        }
+        state.note(l1_key(index), old, own(new << bits));
+        state.leaving.extend(shared.map(|offset| offset >> bits));
+        self.l1[index].store(own(new << bits), Ordering::Release);
+        Ok(())
+    }
+
+    async fn copy_table(&self, port: &Port, from: u64, to: u64) -> io::Result<()> {
+        let mut done = 0;
+        while done < self.cluster_bytes() {
+            let part = (self.cluster_bytes() - done).min(MAX_PIECE_BYTES as u64);
+            let bytes = meta::read(port, port.files[0], from + done, part as usize).await?;
+            meta::write(port, port.files[0], to + done, &bytes).await?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Writes `buf`, part of one cluster that cannot be written where it is, and everything around
+    /// it, to a new place.
+    pub(crate) async fn write_copying(
+        &self,
+        port: &Port,
+        below: Below<'_>,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<()> {
+        let (cluster, within) = self.split(offset);
+        let lock = &self.clusters[(cluster % CLUSTER_LOCKS as u64) as usize];
+        let _alone = lock.lock(&port.io).await?;
+        for _ in 0..TRIES {
+            match self.place(below, offset, buf.len() as u64) {
+                // Somebody has copied it meanwhile.
+                Found::Data { offset: to, len } => {
+                    let part = buf.slice(0, buf.len().min(len as usize));
+                    port.io.write_all(port.files[0], to, part).await?;
+                    self.wrote(offset, part.len() as u64);
+                    if part.len() == buf.len() {
+                        return Ok(());
+                    }
+                }
+                Found::Copy { .. } => match self.begin_copying(port, cluster).await? {
+                    Begun::Copying(copying) => {
+                        if self.copy(port, below, copying, offset, buf).await? {
+                            return Ok(());
+                        }
+                    }
+                    Begun::Join(host) => {
+                        port.io.write_all(port.files[0], host + within, buf).await?;
+                        self.wrote(offset, buf.len() as u64);
+                        return Ok(());
+                    }
+                    Begun::NotYet => {
+                        self.prepare(port, offset, buf.len() as u64).await?;
+                    }
+                },
+                _ => self.prepare(port, offset, buf.len() as u64).await?,
+            }
+        }
+        Err(out_of_memory())
+    }
+
+    /// Finds a new place for a cluster.
+    async fn begin_copying(&self, port: &Port, cluster: u64) -> io::Result<Begun<'_>> {
+        let Some(old) = self.entry(cluster) else { return Ok(Begun::NotYet) };
+        let own_place = match self.decode(old) {
+            // Zeros with a place of their own: what is in it is not read before the entry says so.
+            Some(Cluster::Zero { host: Some(host), copied: true })
+                if host + self.cluster_bytes() <= self.limit.load(Ordering::Acquire) =>
+            {
+                Some(host)
+            }
+            Some(_) => None,
+            None => return self.check_entry(cluster).map(|()| Begun::NotYet),
+        };
+        let mut copying = {
+            let mut state = self.state();
+            if let Some(host) = state.pending.get(&cluster) {
+                return Ok(Begun::Join(*host));
+            }
+            state.copying.insert(cluster);
+            Copying { image: self, cluster, old, host: own_place.unwrap_or(0), zeroed: false }
+        };
+        if own_place.is_none() {
+            let (new, zeroed) = self.take(port).await?;
+            (copying.host, copying.zeroed) = (new << self.header.cluster_bits, zeroed);
+        }
+        Ok(Begun::Copying(copying))
+    }
+
+    /// Copies; false: the cluster has changed meanwhile.
+    async fn copy(
+        &self,
+        port: &Port,
+        below: Below<'_>,
+        copying: Copying<'_>,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<bool> {
+        let (cluster, old, host) = (copying.cluster, copying.old, copying.host);
+        let mut done = self.copy_pieces(port, below, &copying, offset, buf).await;
+        for _ in 0..TRIES {
+            if done.is_err() || self.entry(cluster).is_some_and(|entry| entry != old) {
+                break;
+            }
+            if self.publish_if(cluster, old, own(host)) {
+                return Ok(true);
+            }
+            done = self.prepare(port, offset, buf.len() as u64).await;
+        }
+        if self.decode(old).and_then(|c| c.host()) != Some(host) {
+            self.state().untake(host >> self.header.cluster_bits);
+        }
+        done.map(|()| false)
+    }
+
+    /// Replaces an entry that nobody else changes, if it is in memory and there is room to note it.
+    pub(super) fn publish_if(&self, cluster: u64, old: u64, new: u64) -> bool {
+        let mut state = self.state();
+        let ready = state.room() > 0 && self.entry(cluster) == Some(old);
+        if ready {
+            self.publish(&mut state, cluster, new);
+        }
+        ready
+    }
+
+    /// Fills the new place of a cluster, a piece of scratch memory at a time: what is in `buf` from
+    /// there, the rest from where it was.
+    async fn copy_pieces(
+        &self,
+        port: &Port,
+        below: Below<'_>,
+        copying: &Copying<'_>,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<()> {
+        let size = self.cluster_bytes();
+        let start = copying.cluster * size;
+        let (from, to) = (offset - start, offset - start + buf.len() as u64);
+        let source = self.source(port, copying).await?;
+        // The piece's own zeros need not be written into space that is zeros.
+        let skip = copying.zeroed && matches!(source, Source::Zeros);
+        let mut at = 0;
+        while at < size {
+            let end = (at + MAX_PIECE_BYTES as u64).min(size);
+            // What of the piece is in the buffer.
+            let (first, last) = (from.clamp(at, end), to.clamp(at, end));
+            if first < last && (skip || (first == at && last == end)) {
+                let part = buf.slice((first - from) as usize, (last - first) as usize);
+                port.io.write_all(port.files[0], copying.host + first, part).await?;
+            } else if !skip {
+                let part = (first < last)
+                    .then(|| buf.slice((first - from) as usize, (last - first) as usize));
+                self.copy_piece(port, below, copying, &source, (at, end), (first, part)).await?;
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    async fn copy_piece(
+        &self,
+        port: &Port,
+        below: Below<'_>,
+        copying: &Copying<'_>,
+        source: &Source,
+        (at, end): (u64, u64),
+        (first, part): (u64, Option<Span>),
+    ) -> io::Result<()> {
+        let memory = port.memory();
+        let len = (end - at) as usize;
+        let piece = match source {
+            Source::Below => self.piece_of_below(port, below, copying, at, len).await?,
+            _ => port.scratch.take(len).await,
+        };
+        let span = piece.span();
+        match source {
+            Source::Zeros => memory.fill(span, 0),
+            Source::Bytes(bytes) => memory.copy_in(span, &bytes[at as usize..end as usize]),
+            Source::File(host) => {
+                let got = meta::read_part(port, port.files[0], host + at, span).await?;
+                memory.fill(span.slice(got, span.len() - got), 0);
+            }
+            Source::Below => {}
+        }
+        if let Some(part) = part {
+            let mut bytes = vec![0; part.len()];
+            memory.copy_out(part, &mut bytes);
+            memory.copy_in(span.slice((first - at) as usize, part.len()), &bytes);
+        }
+        port.io.write_all(port.files[0], copying.host + at, span).await
+    }
+
+    /// A piece of scratch memory with what is below a part of a cluster.
+    ///
+    /// Whoever holds scratch memory may not wait for more. So if the layers below have all that it
+    /// takes in memory, their data are read by their places (parents do not change); otherwise one
+    /// task at a time may hold a piece and have the layers take more.
+    async fn piece_of_below(
+        &self,
+        port: &Port,
+        below: Below<'_>,
+        copying: &Copying<'_>,
+        at: u64,
+        len: usize,
+    ) -> io::Result<Piece> {
+        let start = copying.cluster * self.cluster_bytes() + at;
+        // Behind the end of the disk nobody has anything.
+        let there = self.bytes().saturating_sub(start).min(len as u64) as usize;
+        let (extents, nested) = match in_memory(below, start, there as u64) {
+            Some(extents) => (Some(extents), None),
+            None => (None, Some(self.nested.lock(&port.io).await?)),
+        };
+        let piece = port.scratch.take(len).await;
+        let span = piece.span();
+        port.memory().fill(span.slice(there, len - there), 0);
+        let Some(extents) = extents else {
+            if there > 0 {
+                below.read(port, start, span.slice(0, there)).await?;
+            }
+            drop(nested);
+            return Ok(piece);
+        };
+        let mut done = 0;
+        for extent in extents {
+            match extent {
+                Extent::Data { file, offset, len } => {
+                    let part = span.slice(done, len as usize);
+                    port.io.read_exact(port.files[file], offset, part).await?;
+                    done += len as usize;
+                }
+                Extent::Zeros { len } | Extent::Slow { len } => {
+                    port.memory().fill(span.slice(done, len as usize), 0);
+                    done += len as usize;
+                }
+            }
+        }
+        Ok(piece)
+    }
+
+    /// Where the old bytes of a cluster are.
+    async fn source(&self, port: &Port, copying: &Copying<'_>) -> io::Result<Source> {
+        Ok(match self.decode(copying.old) {
+            Some(Cluster::Data { host, .. }) => Source::File(host),
+            Some(Cluster::Zero { .. }) => Source::Zeros,
+            Some(Cluster::Packed(packed)) => {
+                Source::Bytes(self.unpacked(port, port.files[0], packed).await?)
+            }
+            Some(Cluster::Unallocated) => Source::Below,
+            None => return Err(meta::damaged("an entry that cannot be read")),
+        })
+    }
+
+    /// Reads from a compressed cluster.
+    pub(crate) async fn unpack(
+        &self,
+        port: &Port,
+        file: FileId,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<()> {
+        let (cluster, within) = self.split(offset);
+        let entry = self.entry(cluster).and_then(|entry| self.decode(entry));
+        // Anything else by now: the caller asks again.
+        let Some(Cluster::Packed(packed)) = entry else {
+            return self.reread(port, file, offset, buf).await;
+        };
+        let range = within as usize..within as usize + buf.len();
+        {
+            let last = self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
+            if last.0 == packed.offset {
+                port.memory().copy_in(buf, &last.1[range]);
+                return Ok(());
+            }
+        }
+        let bytes = self.unpacked(port, file, packed).await?;
+        port.memory().copy_in(buf, &bytes[range]);
+        // Where compressed data are, nothing else is put while the image is open.
+        *self.unpacked.lock().unwrap_or_else(PoisonError::into_inner) = (packed.offset, bytes);
+        Ok(())
+    }
+
+    /// A cluster that was compressed a moment ago, and has been written to since.
+    async fn reread(&self, port: &Port, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
+        for _ in 0..TRIES {
+            match self.find(offset, buf.len() as u64) {
+                Found::Data { offset, len } if len == buf.len() as u64 => {
+                    return port.io.read_exact(file, offset, buf).await;
+                }
+                Found::Zeros { len } if len == buf.len() as u64 => {
+                    port.memory().fill(buf, 0);
+                    return Ok(());
+                }
+                Found::Slow { len } => self.load(port, file, offset, len).await?,
+                _ => break,
+            }
+        }
+        Err(out_of_memory())
+    }
+
+    async fn unpacked(&self, port: &Port, file: FileId, packed: Packed) -> io::Result<Vec<u8>> {
+        let first = packed.offset & !511;
+        let len = (packed.offset + packed.len - first) as usize;
+        let bytes = meta::read(port, file, first, len).await?;
+        let mut cluster = vec![0; self.cluster_bytes() as usize];
+        let from = (packed.offset - first) as usize;
+        unpack::unpack(self.header.compression, &bytes[from..], &mut cluster)?;
+        Ok(cluster)
+    }
+
+    /// Entries of a slice as they were when the commit under way began.
+    pub(super) fn slice_at_commit(&self, state: &State, slice: u64) -> Option<Vec<u64>> {
+        let first = slice * self.cache.slice_entries() as u64;
+        let mut entries: Vec<u64> = self
+            .cache
+            .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Acquire)).collect())?;
+        let end = first + entries.len() as u64;
+        for (cluster, old) in state.changed.range(first..end) {
+            entries[(cluster - first) as usize] = *old;
+        }
+        Some(entries)
+    }
+}
+
+/// Where the layers below have a range; none: it takes I/O to know.
+fn in_memory(below: Below<'_>, start: u64, len: u64) -> Option<Vec<Extent>> {
+    let (mut at, end) = (start, start + len);
+    let mut extents = Vec::new();
+    while at < end {
+        let extent = below.map(at, end - at);
+        at += match extent {
+            Extent::Data { len, .. } | Extent::Zeros { len } => len.max(1),
+            Extent::Slow { .. } => return None,
+        };
+        extents.push(extent);
+    }
+    Some(extents)
+}
+
+/// Where the bytes of a cluster come from.
+enum Source {
+    Zeros,
+    Bytes(Vec<u8>),
+    File(u64),
+    Below,
+}
+
+/// Whatever is made ready is used up by others at once.
+fn out_of_memory() -> io::Error {
+    let text = "qcow2 image: its metadata does not fit into the memory for it";
+    io::Error::new(io::ErrorKind::OutOfMemory, text)
+}

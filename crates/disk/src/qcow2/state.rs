@@ -1,0 +1,170 @@
+//! What changes, under one short lock: places given to writes, entries not yet on disk, refcounts.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use crate::journal::{Journal, Slot};
+
+use super::entry::COPIED;
+use super::refs::Refs;
+
+/// Words of a journal record: the entry now, the one on disk, and the one that may have got there
+/// with a commit that was not finished. The key is the guest's cluster, or [`l1_key`].
+pub(super) const WORDS: usize = 3;
+
+/// The key of an L1 entry: above all guest's clusters.
+pub(super) fn l1_key(index: usize) -> u64 {
+    L1_KEYS | index as u64
+}
+
+/// The first of them.
+pub(super) const L1_KEYS: u64 = 1 << 62;
+
+/// Free clusters with space behind them, to be given to writes in order.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Run {
+    pub(super) next: u64,
+    pub(super) end: u64,
+    /// The space reads as zeros.
+    pub(super) zeroed: bool,
+}
+
+impl Run {
+    pub(super) fn left(&self) -> u64 {
+        self.end - self.next
+    }
+}
+
+/// See the module text.
+pub(super) struct State {
+    pub(super) journal: Journal,
+    /// Records of entries that differ from the disk's, by key.
+    slots: HashMap<u64, Slot>,
+    /// Entries changed since the last commit began, with what they were then, by key.
+    pub(super) changed: BTreeMap<u64, u64>,
+    /// What the commit that is under way makes durable.
+    pub(super) committing: BTreeMap<u64, u64>,
+    /// Places given to writes of clusters that have none, until the data are there.
+    pub(super) pending: HashMap<u64, u64>,
+    /// Clusters that are being copied to a new place.
+    pub(super) copying: HashSet<u64>,
+    pub(super) refs: Refs,
+    pub(super) run: Run,
+    pub(super) spare: Run,
+    /// Where the next run is looked for, as a cluster; none: not yet known.
+    pub(super) end: Option<u64>,
+    /// Clusters of the next run.
+    pub(super) step: u64,
+    /// Behind the last cluster that is in use.
+    pub(super) used_end: u64,
+    /// Clusters that `changed` refers to no more.
+    pub(super) leaving: Vec<u64>,
+    /// Clusters to which no entry on disk refers any more: their counts may go down.
+    pub(super) due: Vec<u64>,
+}
+
+impl State {
+    pub(super) fn new(journal: Journal, refs: Refs) -> State {
+        State {
+            journal,
+            slots: HashMap::new(),
+            changed: BTreeMap::new(),
+            committing: BTreeMap::new(),
+            pending: HashMap::new(),
+            copying: HashSet::new(),
+            refs,
+            run: Run::default(),
+            spare: Run::default(),
+            end: None,
+            step: 0,
+            used_end: 0,
+            leaving: Vec::new(),
+            due: Vec::new(),
+        }
+    }
+
+    /// Records that nobody has a claim on: each place given needs one later.
+    pub(super) fn room(&self) -> usize {
+        self.journal.room().saturating_sub(self.pending.len())
+    }
+
+    /// A fresh cluster, which counts as used from now on, and whether it reads as zeros.
+    pub(super) fn take(&mut self) -> Option<(u64, bool)> {
+        if self.run.left() == 0 {
+            self.run = std::mem::take(&mut self.spare);
+        }
+        if self.run.left() == 0 {
+            return None;
+        }
+        let cluster = self.run.next;
+        self.run.next += 1;
+        self.refs.set(cluster, 1);
+        self.used_end = self.used_end.max(cluster + 1);
+        Some((cluster, self.run.zeroed))
+    }
+
+    /// Nothing refers to a fresh cluster after all. Data may be on the way to it, so it is not
+    /// given out again before the image is opened next.
+    pub(super) fn untake(&mut self, cluster: u64) {
+        if self.refs.get(cluster).is_some() {
+            self.refs.set(cluster, 0);
+        } else {
+            self.due.push(cluster);
+        }
+    }
+
+    /// Notes that an entry was `old` and is `new`; the record comes before anybody
+    /// is answered. True: nothing was noted since the last commit began.
+    pub(super) fn note(&mut self, key: u64, old: u64, new: u64) -> bool {
+        match self.slots.get(&key) {
+            Some(slot) => {
+                if self.committing.contains_key(&key) && !self.changed.contains_key(&key) {
+                    // The commit under way may bring `old` to the disk.
+                    self.journal.store(*slot, 2, old);
+                }
+                self.journal.store(*slot, 0, new);
+            }
+            None => {
+                let Some(slot) = self.journal.claim(key, &[new, old, old]) else {
+                    unreachable!("the journal's room was looked at before")
+                };
+                self.slots.insert(key, slot);
+            }
+        }
+        let first = !self.changed.contains_key(&key);
+        self.changed.entry(key).or_insert(old);
+        first
+    }
+
+    /// Takes over a record of a process that died.
+    pub(super) fn adopt(&mut self, key: u64, slot: Slot) {
+        self.slots.insert(key, slot);
+    }
+
+    /// What the record of an entry says is on disk.
+    pub(super) fn settle(&mut self, key: u64) {
+        let Some(slot) = self.slots.get(&key).copied() else { return };
+        match self.changed.get(&key) {
+            Some(on_disk) => {
+                self.journal.store(slot, 1, *on_disk);
+                self.journal.store(slot, 2, *on_disk);
+            }
+            None => {
+                self.slots.remove(&key);
+                self.journal.release(slot);
+            }
+        }
+    }
+
+    /// Whether the disk lacks anything that is known here.
+    pub(super) fn dirty(&self) -> bool {
+        !self.changed.is_empty()
+            || self.refs.dirty() > 0
+            || !self.due.is_empty()
+            || !self.leaving.is_empty()
+    }
+}
+
+/// The entry of a cluster of its own at a place.
+pub(super) fn own(host: u64) -> u64 {
+    host | COPIED
+}

@@ -1,0 +1,119 @@
+//! A disk as it should be: which sector holds what, and sessions to compare it with.
+
+#![allow(dead_code)]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
+use ferrite_io::engines::EngineChoice;
+
+pub(crate) const SECTOR: u64 = 512;
+
+/// Sectors that are not zeros, with the number that they are full of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Model(pub(crate) BTreeMap<u64, u64>);
+
+/// The bytes of `count` sectors from `first` on that were written with `stamp`.
+pub(crate) fn pattern(first: u64, count: u64, stamp: u64) -> Vec<u8> {
+    (first..first + count).flat_map(|sector| content(mix(sector, stamp))).collect()
+}
+
+fn mix(sector: u64, stamp: u64) -> u64 {
+    (sector + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(stamp << 32 | 1)
+}
+
+fn content(word: u64) -> impl Iterator<Item = u8> {
+    (0..64).flat_map(move |_| word.to_le_bytes())
+}
+
+impl Model {
+    pub(crate) fn write(&mut self, first: u64, count: u64, stamp: u64) {
+        self.0.extend((first..first + count).map(|sector| (sector, mix(sector, stamp))));
+    }
+
+    pub(crate) fn zero(&mut self, first: u64, count: u64) {
+        let gone: Vec<u64> = self.0.range(first..first + count).map(|(s, _)| *s).collect();
+        gone.iter().for_each(|s| {
+            self.0.remove(s);
+        });
+    }
+
+    /// The bytes of a range of sectors.
+    pub(crate) fn bytes(&self, first: u64, count: u64) -> Vec<u8> {
+        let word = |sector| self.0.get(&sector).copied().unwrap_or(0);
+        (first..first + count).flat_map(|sector| content(word(sector))).collect()
+    }
+}
+
+/// Opens an image read-write, without a journal.
+pub(crate) fn open(name: &str) -> Session {
+    session(name, &OpenOptions::default()).unwrap()
+}
+
+/// Opens an image.
+pub(crate) fn session(name: &str, options: &OpenOptions) -> Result<Session, DiskError> {
+    Ok(session_of(Disk::open_image(&ImageName::parse(name)?, options)?))
+}
+
+/// A session of a disk, with the engine that the tests run on.
+pub(crate) fn session_of(disk: Disk) -> Session {
+    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
+    let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+    Session::new(Arc::new(disk), |arena| kind.open(arena, 64)).unwrap()
+}
+
+/// Reads every part of the disk that the model or its surroundings know of, and compares.
+pub(crate) fn compare(session: &mut Session, model: &Model) {
+    let sectors = session.disk().sectors();
+    let mut from = 0;
+    let mut starts: Vec<u64> = model.0.keys().map(|s| s / 256 * 256).collect();
+    starts.extend([0, sectors / 2 / 256 * 256, (sectors - 1) / 256 * 256]);
+    starts.sort_unstable();
+    starts.dedup();
+    for start in starts.into_iter().filter(|s| *s < sectors) {
+        assert!(start >= from);
+        let count = 256.min(sectors - start);
+        let mut bytes = vec![0xEE; (count * SECTOR) as usize];
+        session.read(start * SECTOR, &mut bytes).unwrap();
+        let wanted = model.bytes(start, count);
+        if bytes != wanted {
+            let at = bytes.iter().zip(&wanted).position(|(a, b)| a != b).unwrap();
+            panic!("sector {} differs", start + at as u64 / SECTOR);
+        }
+        from = start + count;
+    }
+}
+
+/// Runs `qemu-img`. None: it is not installed, which is said, and an error where peers are wanted.
+pub(crate) fn qemu_img(args: &[&str]) -> Option<(bool, String)> {
+    match Command::new("qemu-img").args(args).output() {
+        Ok(output) => {
+            let text = [output.stdout, output.stderr].concat();
+            Some((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
+        }
+        Err(e) => {
+            assert!(std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_none(), "qemu-img: {e}");
+            eprintln!("skipped: no qemu-img here");
+            None
+        }
+    }
+}
+
+/// Runs `qemu-img`, which has to succeed; false: it is not installed.
+#[track_caller]
+pub(crate) fn qemu(args: &[&str]) -> bool {
+    match qemu_img(args) {
+        Some((true, _)) => true,
+        Some((false, text)) => panic!("qemu-img {args:?}: {text}"),
+        None => false,
+    }
+}
+
+/// That `qemu-img check` finds nothing.
+#[track_caller]
+pub(crate) fn check_clean(path: &Path) {
+    qemu(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
+}

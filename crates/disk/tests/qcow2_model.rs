@@ -1,0 +1,226 @@
+//! qcow2 against a model: random operations, in images of all kinds, with the process dying and
+//! coming back between them.
+
+mod model;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ferrite_disk::{OpenOptions, Session};
+use model::{Model, check_clean, compare, pattern, qemu, session};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+const SECTORS: u64 = 6 << 11;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Write {
+        first: u64,
+        count: u64,
+    },
+    Zero {
+        first: u64,
+        count: u64,
+    },
+    Discard {
+        first: u64,
+        count: u64,
+    },
+    Read {
+        first: u64,
+        count: u64,
+    },
+    Flush,
+    /// Closed in good order, checked and opened again.
+    Close,
+    /// The process dies and the kernel keeps what it was given.
+    Die,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    // Mostly at few places, so that things happen to the same cluster.
+    let first = prop_oneof![0..SECTORS, 0u64..300, SECTORS - 200..SECTORS];
+    let range = (first, prop_oneof![1u64..9, 1u64..600, Just(128)]).prop_map(|(first, count)| {
+        let first = if count == 128 { first / 128 * 128 } else { first };
+        (first, count.min(SECTORS - first))
+    });
+    prop_oneof![
+        8 => range.clone().prop_map(|(first, count)| Op::Write { first, count }),
+        2 => range.clone().prop_map(|(first, count)| Op::Zero { first, count }),
+        2 => range.clone().prop_map(|(first, count)| Op::Discard { first, count }),
+        2 => range.prop_map(|(first, count)| Op::Read { first, count }),
+        2 => Just(Op::Flush),
+        1 => Just(Op::Close),
+        2 => Just(Op::Die),
+    ]
+}
+
+struct Machine {
+    dir: TempDir,
+    image: PathBuf,
+    options: OpenOptions,
+    session: Option<Session>,
+    model: Model,
+    stamp: u64,
+}
+
+impl Machine {
+    fn new(dir: TempDir, image: PathBuf, model: Model) -> Machine {
+        let state_dir = Some(dir.path().join("state"));
+        // The kernel lets go of a dead ring's files some time later.
+        let wait_for_lock = Some(Duration::from_secs(10));
+        let metadata_bytes = 256 << 10;
+        let options =
+            OpenOptions { state_dir, wait_for_lock, metadata_bytes, ..OpenOptions::default() };
+        let mut machine = Machine { dir, image, options, session: None, model, stamp: 1 };
+        machine.open();
+        machine
+    }
+
+    fn open(&mut self) {
+        self.session = Some(session(self.image.to_str().unwrap(), &self.options).unwrap());
+    }
+
+    fn run(&mut self, op: &Op) {
+        let session = self.session.as_mut().unwrap();
+        match *op {
+            Op::Write { first, count } => {
+                self.stamp += 1;
+                session.write(first * 512, &pattern(first, count, self.stamp)).unwrap();
+                self.model.write(first, count, self.stamp);
+            }
+            Op::Zero { first, count } => {
+                session.write_zeroes(first * 512, count * 512).unwrap();
+                self.model.zero(first, count);
+            }
+            Op::Discard { first, count } => {
+                session.discard(first * 512, count * 512).unwrap();
+                self.adopt_discarded(first, count);
+            }
+            Op::Read { first, count } => {
+                let mut bytes = vec![0xEE; (count * 512) as usize];
+                session.read(first * 512, &mut bytes).unwrap();
+                assert!(bytes == self.model.bytes(first, count));
+            }
+            Op::Flush => session.flush().unwrap(),
+            Op::Close => {
+                self.session.take().unwrap().close().unwrap();
+                check_clean(&self.image);
+                self.open();
+            }
+            Op::Die => {
+                self.session = None;
+                self.open();
+            }
+        }
+    }
+
+    /// What was discarded reads as before or as zeros, sector by sector, and stays so.
+    fn adopt_discarded(&mut self, first: u64, count: u64) {
+        let mut bytes = vec![0xEE; (count * 512) as usize];
+        self.session.as_mut().unwrap().read(first * 512, &mut bytes).unwrap();
+        for (i, sector) in bytes.chunks(512).enumerate() {
+            let at = first + i as u64;
+            if sector.iter().all(|b| *b == 0) {
+                self.model.zero(at, 1);
+            } else {
+                assert!(sector == self.model.bytes(at, 1), "sector {at} after a discard");
+            }
+        }
+    }
+
+    fn end(mut self) {
+        compare(self.session.as_mut().unwrap(), &self.model);
+        self.session.take().unwrap().close().unwrap();
+        check_clean(&self.image);
+        self.open();
+        compare(self.session.as_mut().unwrap(), &self.model);
+        drop(self.session);
+        let left = std::fs::read_dir(self.dir.path().join("state")).unwrap().count();
+        assert_eq!(left, 1, "only the journal of the image that is open");
+    }
+}
+
+fn make(dir: &Path, name: &str, args: &[&str]) -> Option<PathBuf> {
+    let path = dir.join(name);
+    let size = (SECTORS * 512).to_string();
+    let mut all = vec!["create", "-q", "-f", "qcow2"];
+    all.extend(args);
+    all.extend([path.to_str().unwrap(), &size]);
+    qemu(&all).then_some(path)
+}
+
+fn tmpfs() -> TempDir {
+    TempDir::new_in("/dev/shm").unwrap()
+}
+
+fn run(options: &str, ops: &[Op]) {
+    let dir = tmpfs();
+    let Some(image) = make(dir.path(), "a.qcow2", &["-o", options]) else { return };
+    let mut machine = Machine::new(dir, image, Model::default());
+    ops.iter().for_each(|op| machine.run(op));
+    machine.end();
+}
+
+/// A parent with something in it, and a child of it.
+fn run_child(parent: &str, child: &str, ops: &[Op]) {
+    let dir = tmpfs();
+    let mut model = Model::default();
+    let base = if parent == "raw" {
+        let base = dir.path().join("base.img");
+        std::fs::File::create(&base).unwrap().set_len(SECTORS / 2 * 512).unwrap();
+        base
+    } else {
+        let Some(base) = make(dir.path(), "base.qcow2", &["-o", parent]) else { return };
+        base
+    };
+    let mut session = model::open(base.to_str().unwrap());
+    for (first, count) in [(0, 5), (100, 300), (SECTORS / 2 - 70, 70)] {
+        session.write(first * 512, &pattern(first, count, 7)).unwrap();
+        model.write(first, count, 7);
+    }
+    session.close().unwrap();
+    let format = if parent == "raw" { "raw" } else { "qcow2" };
+    let backing = ["-b", base.to_str().unwrap(), "-F", format, "-o", child];
+    let Some(image) = make(dir.path(), "a.qcow2", &backing) else { return };
+    let before = std::fs::read(&base).unwrap();
+    let mut machine = Machine::new(dir, image, model);
+    ops.iter().for_each(|op| machine.run(op));
+    assert!(before == std::fs::read(&base).unwrap(), "the parent has changed");
+    machine.end();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn an_image_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..60)) {
+        run("cluster_size=64k", &ops);
+    }
+
+    #[test]
+    fn an_image_with_small_clusters_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..40)) {
+        run("cluster_size=512", &ops);
+    }
+
+    #[test]
+    fn an_image_of_version_2_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..40)) {
+        run("compat=0.10,cluster_size=4k", &ops);
+    }
+
+    #[test]
+    fn a_child_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..60)) {
+        run_child("cluster_size=64k", "cluster_size=64k", &ops);
+    }
+
+    #[test]
+    fn a_child_of_a_raw_disk_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..40)) {
+        run_child("raw", "cluster_size=16k", &ops);
+    }
+
+    #[test]
+    fn a_child_of_version_2_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..40)) {
+        run_child("compat=0.10", "compat=0.10,cluster_size=128k", &ops);
+    }
+}
