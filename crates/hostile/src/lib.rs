@@ -1,0 +1,44 @@
+//! Inputs that were made to harm, and what has to be true of everything that reads them.
+//!
+//! * [`targets`]: one function a parser of what guests, images and xenstore can send. The fuzzer
+//!   (`fuzz/` in the repository) calls them with what it makes up; `tests/corpus.rs` calls them
+//!   with what it has found so far, on every test run.
+//! * [`images`]: images as plain bytes, from the specifications of their formats and not from our
+//!   code that reads them, to be damaged at will.
+
+#![forbid(unsafe_code)]
+
+mod guest;
+pub mod images;
+mod names;
+mod replies;
+mod whole;
+
+pub use whole::Recipe;
+
+/// A function that takes any bytes. It panics if the code that it calls breaks a rule.
+pub type Target = fn(&[u8]);
+
+/// All of them, by the names of the fuzz targets and of their corpora.
+pub const TARGETS: [(&str, Target); 9] = [
+    ("image_name", names::image_name),
+    ("journal", whole::journal),
+    ("qcow2", whole::qcow2),
+    ("ring", guest::ring),
+    ("size", names::size),
+    ("store_client", replies::store_client),
+    ("store_keys", replies::store_keys),
+    ("store_wire", replies::store_wire),
+    ("vhd", whole::vhd),
+];
+
+/// Runs the target of that name.
+///
+/// # Panics
+/// If there is none, or the input has found something.
+pub fn run(name: &str, input: &[u8]) {
+    match TARGETS.iter().find(|(known, _)| *known == name) {
+        Some((_, target)) => target(input),
+        None => panic!("there is no target {name:?}"),
+    }
+}

@@ -1,0 +1,35 @@
+//! What people and images write as text.
+
+use ferrite_disk::size::{self, Human};
+use ferrite_disk::{Format, ImageName};
+
+/// [`ImageName::parse`]: whatever it takes, it takes again with the format in front.
+pub(crate) fn image_name(input: &[u8]) {
+    let Ok(text) = std::str::from_utf8(input) else { return };
+    match ImageName::parse(text) {
+        Ok(name) => {
+            let path = name.path.to_str().expect("it was text");
+            assert!(text.ends_with(path), "{text:?} names {path:?}");
+            if !path.is_empty() {
+                let again = ImageName::parse(&format!("{}:{path}", name.format));
+                assert_eq!(again.ok(), Some(name.clone()));
+            }
+            let unprefixed = name.path.as_os_str().len() == text.len();
+            assert!(!unprefixed || Format::of_path(&name.path) == name.format);
+        }
+        Err(e) => assert!(!e.why().is_empty() && !e.help().is_empty()),
+    }
+}
+
+/// [`size::parse`]: no overflow, and no number that means another one.
+pub(crate) fn size(input: &[u8]) {
+    let Ok(text) = std::str::from_utf8(input) else { return };
+    match size::parse(text) {
+        Ok(bytes) => {
+            assert!(bytes <= i64::MAX as u64);
+            assert_eq!(size::parse(&bytes.to_string()), Ok(bytes));
+            assert!(Human(bytes).to_string().len() < 32);
+        }
+        Err(e) => assert!(e.to_string().len() < 400, "{e}"),
+    }
+}

@@ -1,0 +1,116 @@
+//! Whole files: images and journals, opened as a disk, read, and written to where that is the
+//! question.
+
+mod journal;
+mod recipe;
+mod stage;
+
+use ferrite_disk::{Disk, DiskError, Extent, Format, Intent, Session};
+use ferrite_io::sim::SimWorld;
+
+pub(crate) use journal::journal;
+pub use recipe::Recipe;
+use stage::Stage;
+
+/// What an image costs at most: ranges mapped, and bytes of a read.
+const MAPPED_RANGES: usize = 48;
+const READ_BYTES: usize = 4096;
+
+/// A VHD and its parents.
+pub(crate) fn vhd(input: &[u8]) {
+    image(Format::Vhd, input);
+}
+
+/// A qcow2 image and its backing files.
+pub(crate) fn qcow2(input: &[u8]) {
+    image(Format::Qcow2, input);
+}
+
+fn image(format: Format, input: &[u8]) {
+    let Some(recipe) = Recipe::decode(input) else { return };
+    Stage::with(|stage| {
+        stage.put_image(format, &recipe.file(format));
+        let before = stage.fingerprint();
+        if let Some(disk) = opened(stage.open(format, true, None)) {
+            read_around(disk);
+        }
+        // Opening for writing, and going away again, is no write either.
+        let writable = opened(stage.open(format, false, None));
+        assert_eq!(stage.fingerprint(), before, "opening or reading has changed a file");
+        if let Some(disk) = writable.filter(|_| recipe.writes()) {
+            let parents = stage.parents();
+            write_around(disk);
+            assert_eq!(stage.parents(), parents, "a parent was written to");
+            let again = stage.open(format, true, None);
+            read_around(again.expect("an image that was closed in good order opens again"));
+        }
+    });
+}
+
+/// An image that opens, or an error that says something.
+fn opened(result: Result<Disk, DiskError>) -> Option<Disk> {
+    match result {
+        Ok(disk) => Some(disk),
+        Err(e) => {
+            let text = format!("{e} {}", e.help());
+            assert!(!e.why().is_empty() && !e.help().is_empty() && text.len() < 16 << 10, "{text}");
+            None
+        }
+    }
+}
+
+fn session(disk: Disk) -> Session {
+    let world = SimWorld::new(1);
+    Session::new(disk.into(), |arena| Ok(world.engine(arena))).expect("a session")
+}
+
+/// Asks for the whole disk, range by range, and reads some of each.
+fn read_around(disk: Disk) {
+    let mut session = session(disk);
+    let end = session.disk().sectors() * 512;
+    let files = session.disk().files().len();
+    // From the start on, and again from places further on: tables have their ends there.
+    for start in [0, end / 3 & !511, end.saturating_sub(64 << 10) & !511] {
+        let mut at = start;
+        for _ in 0..MAPPED_RANGES / 3 {
+            if at >= end {
+                break;
+            }
+            let extent = session.disk().map(at, end - at, Intent::Read);
+            let (Extent::Data { len, .. } | Extent::Zeros { len } | Extent::Slow { len }) = extent;
+            assert!(len > 0 && len <= end - at, "{extent:?} at {at} of {end}");
+            if let Extent::Data { file, offset, len } = extent {
+                assert!(file < files && offset.checked_add(len).is_some(), "{extent:?}");
+            }
+            let piece = len.min(READ_BYTES as u64) as usize;
+            let mut bytes = vec![0xEE; piece];
+            if session.read(at, &mut bytes).is_err() {
+                // It is gone for good: metadata that make no sense, or a file that is too short.
+                at += piece as u64;
+                continue;
+            }
+            at += match extent {
+                Extent::Slow { .. } => piece as u64,
+                Extent::Data { .. } | Extent::Zeros { .. } => len,
+            };
+        }
+    }
+}
+
+/// Writes here and there: what is answered is what is read.
+fn write_around(disk: Disk) {
+    let mut session = session(disk);
+    let end = session.disk().sectors() * 512;
+    for (i, at) in [0, end / 2 & !511, end - 512].into_iter().enumerate() {
+        let bytes = vec![i as u8 + 0xA0; READ_BYTES.min((end - at) as usize)];
+        if session.write(at, &bytes).is_ok() {
+            let mut read = vec![0; bytes.len()];
+            let done = session.read(at, &mut read);
+            assert!(done.is_ok() && read == bytes, "{at}: {done:?}, not what was written");
+        }
+    }
+    let _ = session.flush();
+    let _ = session.discard(0, (64 << 10).min(end));
+    let _ = session.write_zeroes(0, 512.min(end));
+    let _ = session.close();
+}
