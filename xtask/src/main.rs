@@ -4,7 +4,9 @@
 mod bench;
 mod checks;
 mod demo;
+mod fuzz;
 mod lab;
+mod nightly;
 mod packages;
 mod powercuts;
 mod rest;
@@ -30,7 +32,7 @@ enum Task {
     /// Runs the tests.
     Test(checks::TestArguments),
     /// Cuts the power of simulated machines for hours.
-    Nightly(powercuts::NightlyArguments),
+    Nightly(nightly::NightlyArguments),
     /// Compares Ferrite with other backends and with the bare machine.
     Bench(bench::BenchArguments),
     /// The lab: a real Xen host in an emulator.
@@ -84,7 +86,7 @@ fn run(task: Task) -> Result<ExitCode> {
     match task {
         Task::Demo => demo::run(),
         Task::Test(arguments) => checks::test(&arguments),
-        Task::Nightly(arguments) => powercuts::nightly(&arguments),
+        Task::Nightly(arguments) => nightly::nightly(&arguments),
         Task::Bench(arguments) => bench::run(&arguments),
         Task::Lab(LabTask::Build { suite, peers }) => {
             packages::ensure(&[packages::LAB])?;

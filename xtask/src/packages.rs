@@ -32,6 +32,9 @@ pub(crate) const CHECKS: &[Need] = &[
     ("vhdiinfo", "libvhdi-utils"),
 ];
 
+/// What building the fuzz targets takes.
+pub(crate) const FUZZ: &[Need] = &[("cc", "gcc"), ("c++", "g++")];
+
 /// Whom the bench compares with.
 pub(crate) const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
 

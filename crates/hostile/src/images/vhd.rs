@@ -6,7 +6,7 @@ use super::Sketch;
 pub const FOOTER_BYTES: u64 = 512;
 /// Bytes of the header of a dynamic disk, which stands behind the footer's copy here.
 pub const HEADER_BYTES: u64 = 1024;
-/// Where the block table of [`dynamic`] is.
+/// Where the block table of [`Dynamic`] is.
 pub const TABLE_AT: u64 = FOOTER_BYTES + HEADER_BYTES;
 /// A block that has no place.
 pub const UNUSED: u32 = u32::MAX;

@@ -70,7 +70,7 @@ fn read_around(disk: Disk) {
     let end = session.disk().sectors() * 512;
     let files = session.disk().files().len();
     // From the start on, and again from places further on: tables have their ends there.
-    for start in [0, end / 3 & !511, end.saturating_sub(64 << 10) & !511] {
+    for start in [0, end / 3, end.saturating_sub(64 << 10)].map(whole_sectors) {
         let mut at = start;
         for _ in 0..MAPPED_RANGES / 3 {
             if at >= end {
@@ -101,7 +101,7 @@ fn read_around(disk: Disk) {
 fn write_around(disk: Disk) {
     let mut session = session(disk);
     let end = session.disk().sectors() * 512;
-    for (i, at) in [0, end / 2 & !511, end - 512].into_iter().enumerate() {
+    for (i, at) in [0, whole_sectors(end / 2), end - 512].into_iter().enumerate() {
         let bytes = vec![i as u8 + 0xA0; READ_BYTES.min((end - at) as usize)];
         if session.write(at, &bytes).is_ok() {
             let mut read = vec![0; bytes.len()];
@@ -113,4 +113,8 @@ fn write_around(disk: Disk) {
     let _ = session.discard(0, (64 << 10).min(end));
     let _ = session.write_zeroes(0, 512.min(end));
     let _ = session.close();
+}
+
+fn whole_sectors(bytes: u64) -> u64 {
+    bytes & !511
 }
