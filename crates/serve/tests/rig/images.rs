@@ -10,7 +10,7 @@ use ferrite_io::directory::HostDirectory;
 use super::{PATIENCE, engine_kind};
 
 /// The formats, alone and as the leaf of a chain.
-pub const FORMATS: [&str; 2] = ["vhd", "chain.vhd"];
+pub const FORMATS: [&str; 4] = ["vhd", "qcow2", "chain.vhd", "chain.qcow2"];
 
 /// Where the answered metadata of images in this directory is kept.
 pub fn state_dir(image: &Path) -> PathBuf {
