@@ -81,10 +81,12 @@ impl Qcow2 {
     /// Lowers the counts of clusters that nothing on disk refers to any more.
     async fn lower_counts(&self, port: &Port) -> io::Result<()> {
         for _ in 0..MAX_LOWERED {
-            let Some(cluster) = self.state().due.last().copied() else { break };
-            self.load_refs(port, cluster).await?;
+            let Some(cluster) = self.state().due.pop() else { break };
+            if let Err(e) = self.load_refs(port, cluster).await {
+                self.state().due.push(cluster);
+                return Err(e);
+            }
             let mut state = self.state();
-            state.due.pop();
             // Without a count there is nothing to lower: the image was damaged before.
             if let Some(count) = state.refs.get(cluster).filter(|n| *n > 0) {
                 state.refs.set(cluster, count - 1);

@@ -318,6 +318,10 @@ impl Qcow2 {
         expected: Option<u64>,
     ) -> Result<u64, Why> {
         let same = |host| expected.is_none_or(|e| e == host);
+        // A range may go on in another table, and in memory it may be one that is shared.
+        if !self.writable(self.l1_entry(cluster)) {
+            return Err(Why::Slow);
+        }
         // Again, under the lock: the entry may have changed.
         let entry = self.entry(cluster).ok_or(Why::Slow)?;
         if let Some(host) = self.in_place(entry) {
@@ -380,6 +384,7 @@ impl Qcow2 {
     /// Replaces an entry, for all threads and for the next process. The slice is in memory, its
     /// table is the image's own, and the journal has room.
     fn publish(&self, state: &mut State, cluster: u64, new: u64) {
+        debug_assert!(self.l1_entry(cluster) & COPIED != 0, "a shared table is changed");
         let (slice, i) = self.slice(cluster);
         let old = self.entry(cluster).unwrap_or(0);
         // The record first: what can be read was noted.
