@@ -19,6 +19,7 @@ use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions};
 
 mod compare;
 mod convert;
+mod copy;
 mod create;
 mod desk;
 mod extents;

@@ -1,0 +1,236 @@
+//! Copying from disk to disk: several pieces on their way at a time, zeros neither read nor
+//! written.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::io;
+use std::path::Path;
+use std::pin::Pin;
+
+use ferrite_io::arena::Span;
+use ferrite_io::shared_lock::SharedLock;
+
+use super::desk::{BUFFER_BYTES, Desk, Stop, all};
+use super::extents::{What, look, look_at_layer};
+use super::resume::Resume;
+use super::{Progress, Workshop};
+use crate::{Disk, Port, SECTOR_BYTES};
+
+/// Pieces on their way at a time.
+const IN_FLIGHT: usize = 16;
+/// Bytes of a piece of data, at most.
+const PIECE: u64 = BUFFER_BYTES as u64;
+/// Bytes of a piece of zeros, at most.
+const ZERO_PIECE: u64 = 256 << 20;
+/// What is all zeros in units of this many bytes is not written.
+const ZERO_UNIT: usize = 64 << 10;
+/// After so many bytes they are made durable, so that an interrupted copy can go on there.
+const SYNC_EVERY: u64 = 1 << 30;
+
+/// What of the source is copied, and what that means for the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// All of it, into a disk of zeros: zeros are left out.
+    Fill,
+    /// What its leaf has, over something else: zeros that the leaf has are written as zeros.
+    Merge,
+}
+
+/// A part of the source.
+#[derive(Clone, Copy)]
+struct Piece {
+    at: u64,
+    len: u64,
+    zeros: bool,
+}
+
+/// The two disks, and how far it is.
+pub(super) struct Copying<'a> {
+    shop: &'a Workshop<'a>,
+    mode: Mode,
+    from: (&'a Disk, Port),
+    to: (&'a Disk, Port),
+    buffers: Vec<Span>,
+    /// Memory that stays zero.
+    zeros: Span,
+    /// Whoever has it looks for the next piece.
+    looking: SharedLock,
+    next: Cell<u64>,
+    end: u64,
+    /// Where the pieces begin that are on their way.
+    in_flight: RefCell<BTreeSet<u64>>,
+    stop: Stop,
+    unsynced: Cell<u64>,
+    syncing: Cell<bool>,
+    /// Where it is noted how far it is, beside this path.
+    notes: Option<(RefCell<Resume>, &'a Path)>,
+}
+
+impl<'a> Copying<'a> {
+    pub(super) fn new(
+        shop: &'a Workshop<'a>,
+        desk: &mut Desk,
+        mode: Mode,
+        from: &'a Disk,
+        to: &'a Disk,
+    ) -> io::Result<Copying<'a>> {
+        let zeros = desk.buffer()?;
+        Ok(Copying {
+            shop,
+            mode,
+            from: (from, desk.port(from)?),
+            to: (to, desk.port(to)?),
+            buffers: (0..IN_FLIGHT).map(|_| desk.buffer()).collect::<io::Result<_>>()?,
+            zeros,
+            looking: SharedLock::new(),
+            next: Cell::new(0),
+            end: from.sectors() * SECTOR_BYTES,
+            in_flight: RefCell::default(),
+            stop: Stop::default(),
+            unsynced: Cell::new(0),
+            syncing: Cell::new(false),
+            notes: None,
+        })
+    }
+
+    /// A desk that is large enough.
+    pub(super) fn desk(shop: &Workshop<'_>) -> io::Result<Desk> {
+        Desk::new(shop, IN_FLIGHT + 1)
+    }
+
+    /// Begins where the state says, and notes beside `path` how far it gets.
+    pub(super) fn go_on(&mut self, state: Resume, path: &'a Path) {
+        self.next.set(state.done_bytes);
+        self.notes = Some((RefCell::new(state), path));
+    }
+
+    /// Copies everything, and makes the destination complete. If it is stopped or fails, what
+    /// was copied is made durable all the same.
+    pub(super) async fn run(&self) -> io::Result<()> {
+        let worker = |buf: &Span| -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+            let buf = *buf;
+            Box::pin(async move {
+                let done = self.work(buf).await;
+                if done.is_err() {
+                    self.stop.raise();
+                }
+                done
+            })
+        };
+        match all(self.buffers.iter().map(worker).collect()).await {
+            Ok(()) => self.to.0.close(&self.to.1).await,
+            Err(e) => {
+                // The first trouble counts, not what follows from it.
+                let _ = self.sync().await;
+                Err(e)
+            }
+        }
+    }
+
+    /// One of the workers: takes pieces as long as there are any.
+    async fn work(&self, buf: Span) -> io::Result<()> {
+        while let Some(piece) = self.next().await? {
+            self.copy(piece, buf).await?;
+            // What failed stays in there: nothing behind it counts as done.
+            self.in_flight.borrow_mut().remove(&piece.at);
+            self.unsynced.set(self.unsynced.get() + piece.len);
+            if self.unsynced.get() >= SYNC_EVERY && !self.syncing.get() {
+                self.sync().await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The next piece that there is something to do for.
+    async fn next(&self) -> io::Result<Option<Piece>> {
+        let _held = self.looking.lock(&self.from.1.io).await?;
+        loop {
+            let at = self.next.get();
+            if at >= self.end || self.stop.is_raised() {
+                return Ok(None);
+            }
+            let progress = Progress { done_bytes: at, total_bytes: self.end };
+            if !(self.shop.progress)(progress) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let (what, len) = self.look(at).await?;
+            let (zeros, most) = match what {
+                Some(What::Zeros) if self.mode == Mode::Merge => (true, ZERO_PIECE),
+                Some(What::Zeros) | None => {
+                    self.next.set(at + len);
+                    continue;
+                }
+                Some(What::Data(_) | What::Packed) => (false, PIECE),
+            };
+            let len = len.min(most - at % most);
+            self.in_flight.borrow_mut().insert(at);
+            self.next.set(at + len);
+            return Ok(Some(Piece { at, len, zeros }));
+        }
+    }
+
+    /// What the beginning of the rest is, and how much of it; none: nothing to copy.
+    async fn look(&self, at: u64) -> io::Result<(Option<What>, u64)> {
+        let (disk, port) = &self.from;
+        match (self.mode, disk) {
+            (Mode::Merge, Disk::Image(image)) => {
+                let leaf = &image.layers()[0];
+                let (piece, below) = look_at_layer(leaf, 0, port, at, self.end - at).await?;
+                Ok(piece.map_or((None, below), |piece| (Some(piece.what), piece.len)))
+            }
+            _ => look(disk, port, at, self.end - at).await.map(|p| (Some(p.what), p.len)),
+        }
+    }
+
+    async fn copy(&self, piece: Piece, buf: Span) -> io::Result<()> {
+        let (to, to_port) = &self.to;
+        if piece.zeros {
+            return to.write_zeroes(to_port, piece.at, piece.len, self.zeros).await;
+        }
+        let (from, from_port) = &self.from;
+        let buf = buf.slice(0, piece.len as usize);
+        from.read(from_port, piece.at, buf).await?;
+        if self.mode == Mode::Merge {
+            return to.write(to_port, piece.at, buf).await;
+        }
+        for (start, len) in self.runs(buf) {
+            to.write(to_port, piece.at + start as u64, buf.slice(start, len)).await?;
+        }
+        Ok(())
+    }
+
+    /// The parts of a buffer that are not all zeros.
+    fn runs(&self, buf: Span) -> impl Iterator<Item = (usize, usize)> {
+        let memory = self.from.1.memory();
+        let unit = move |at: usize| ZERO_UNIT.min(buf.len() - at);
+        let zero = move |at: usize| memory.is_zero(buf.slice(at, unit(at)));
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            while at < buf.len() && zero(at) {
+                at += unit(at);
+            }
+            let from = at;
+            while at < buf.len() && !zero(at) {
+                at += unit(at);
+            }
+            (at > from).then_some((from, at - from))
+        })
+    }
+
+    /// Makes durable what was copied, and notes it. The order: what is complete is found, then
+    /// synced, then noted.
+    async fn sync(&self) -> io::Result<()> {
+        self.syncing.set(true);
+        self.unsynced.set(0);
+        let first = self.in_flight.borrow().first().copied();
+        let done_bytes = first.unwrap_or(self.next.get());
+        let synced = self.to.0.flush(&self.to.1).await;
+        self.syncing.set(false);
+        synced?;
+        let Some((state, path)) = &self.notes else { return Ok(()) };
+        let mut state = state.borrow_mut();
+        state.done_bytes = done_bytes;
+        state.save(path)
+    }
+}
