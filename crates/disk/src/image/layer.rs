@@ -257,7 +257,7 @@ pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<
     Ok(layers)
 }
 
-fn open_layer(name: &ImageName, options: &OpenOptions) -> Result<Layer, DiskError> {
+pub(super) fn open_layer(name: &ImageName, options: &OpenOptions) -> Result<Layer, DiskError> {
     match name.format {
         Format::Raw => Raw::open(&name.path, options).map(Layer::Raw),
         Format::Vhd => Vhd::open(&name.path, options).map(Layer::Vhd),

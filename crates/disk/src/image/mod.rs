@@ -66,6 +66,17 @@ impl Image {
         Ok(Image { layers: layers.into() })
     }
 
+    /// Opens one image without its parents: what it does not have is zeros. For merging it into
+    /// them.
+    pub(crate) fn open_alone(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
+        Ok(Image { layers: [layer::open_layer(name, options)?].into() })
+    }
+
+    /// The leaf by itself; the parents are closed.
+    pub(crate) fn into_leaf(self) -> Option<Layer> {
+        self.layers.into_iter().next()
+    }
+
     fn leaf(&self) -> &Layer {
         &self.layers[0]
     }

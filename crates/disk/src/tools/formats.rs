@@ -2,14 +2,17 @@
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
-use super::create::Parent;
+use super::create::{Parent, absolute};
 use super::info::{of_medium, raw_info};
-use super::{LayerInfo, NewImage, broken, unsuitable};
-use crate::image::Layer;
+use super::{Checked, Finding, LayerInfo, NewImage, broken, unsuitable};
+use crate::image::{Image, Layer};
 use crate::qcow2::NewImage as NewQcow2;
-use crate::vhd::{DEFAULT_BLOCK_BYTES, Kind, NewImage as NewVhd, NewParent, Stamp, Uuid, Vhd};
-use crate::{Disk, DiskError, Format, Port, Raw};
+use crate::vhd::{
+    self, DEFAULT_BLOCK_BYTES, NewImage as NewVhd, NewParent, Problem, Stamp, Uuid, Vhd,
+};
+use crate::{Disk, DiskError, Format, ImageName, OpenOptions, Port, Raw};
 
 /// Writes an image of `bytes` without data into a new file or a device, durably.
 pub(super) async fn empty(
@@ -49,7 +52,13 @@ pub(super) async fn empty(
 
 /// A parent's name for a new image.
 fn qcow2_backing(parent: &Parent, child: &Raw) -> Result<(String, Format), DiskError> {
-    let name = parent.path.to_str().map(|name| (name.to_owned(), parent.name.format));
+    // In one directory they stay together when that is moved.
+    let together = absolute(child.path()).is_ok_and(|p| p.parent() == parent.path.parent());
+    let path = match parent.path.file_name() {
+        Some(name) if together => Path::new(name),
+        _ => &parent.path,
+    };
+    let name = path.to_str().map(|name| (name.to_owned(), parent.name.format));
     name.ok_or_else(|| {
         let what = format!("cannot make {}", child.path().display());
         let why = format!("the name of its parent, {}, is no UTF-8", parent.path.display());
@@ -122,18 +131,113 @@ pub(super) fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
 
 fn vhd_info(vhd: &Vhd) -> Result<LayerInfo, DiskError> {
     let footer = vhd.footer();
-    let kind = match footer.kind {
-        Kind::Fixed => "fixed",
-        Kind::Dynamic => "dynamic",
-        Kind::Differencing => "differencing",
-    };
     let (app, version) = (footer.creator.app, footer.creator.version);
     let app: String = app.iter().map(|b| char::from(*b)).filter(char::is_ascii_graphic).collect();
     Ok(LayerInfo {
-        kind: Some(kind.into()),
+        kind: Some(footer.kind.to_string()),
         virtual_bytes: vhd.bytes(),
+        allocated_bytes: Some(vhd.allocated_bytes()),
+        unit_bytes: vhd.block_bytes().map(u64::from),
         uuid: Some(footer.uuid.to_string()),
         creator: Some(format!("{app} {}.{}", version >> 16, version & 0xffff)),
         ..of_medium(vhd.medium(), Format::Vhd)?
     })
+}
+
+/// Gives a disk another size; it is closed by that.
+pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
+    let cannot = |raw: &Raw, e| broken(format!("cannot resize {}", raw.path().display()), e);
+    match disk {
+        Disk::Null(_) => Ok(()),
+        Disk::Raw(raw) => resize_raw(port, bytes).await.map_err(|e| cannot(&raw, e)),
+        Disk::Image(image) => match image.into_leaf() {
+            Some(Layer::Raw(raw)) => resize_raw(port, bytes).await.map_err(|e| cannot(&raw, e)),
+            Some(Layer::Vhd(vhd)) => vhd.resize(port, bytes).await,
+            Some(Layer::Qcow2(qcow2)) => Err(not_qcow2("resize", qcow2.medium())),
+            None => Ok(()),
+        },
+    }
+}
+
+fn not_qcow2(verb: &str, raw: &Raw) -> DiskError {
+    let what = format!("cannot {verb} {}", raw.path().display());
+    let help = format!("qemu-img {verb} can, while nobody is using it");
+    unsuitable(what, "this build cannot do that with qcow2", &help)
+}
+
+async fn resize_raw(port: &Port, bytes: u64) -> io::Result<()> {
+    port.io.set_len(port.files[0], bytes).await?;
+    port.io.sync(port.files[0]).await
+}
+
+/// Completes a parent that has all of its child, with the child's identity if the format has one.
+pub(super) async fn take_identity(port: &Port, parent: Disk, child: &Disk) -> io::Result<()> {
+    let Disk::Image(parent) = parent else { return Ok(()) };
+    match (parent.into_leaf(), leaf(child)) {
+        (Some(Layer::Vhd(parent)), Some(Layer::Vhd(child))) => {
+            parent.take_identity(port, child).await
+        }
+        (Some(layer), _) => layer.close(port).await,
+        (None, _) => Ok(()),
+    }
+}
+
+/// Where an image's parent may be; nowhere, if it has none or cannot be opened.
+pub(super) fn parents(name: &ImageName) -> Vec<PathBuf> {
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let Ok(image) = Image::open_alone(name, &options) else { return Vec::new() };
+    match image.into_leaf() {
+        Some(Layer::Vhd(vhd)) => vhd.parent().map(|p| p.paths.clone()).unwrap_or_default(),
+        Some(Layer::Qcow2(qcow2)) => match qcow2.parent() {
+            Ok(Some(parent)) => vec![parent.path],
+            _ => Vec::new(),
+        },
+        Some(Layer::Raw(_)) | None => Vec::new(),
+    }
+}
+
+/// Looks for inconsistencies in one image.
+pub(super) fn check(raw: &Raw, format: Format) -> Result<Checked, DiskError> {
+    let (findings, more_findings) = match format {
+        Format::Raw => (Vec::new(), 0),
+        Format::Qcow2 => return Err(not_qcow2("check", raw)),
+        Format::Vhd => {
+            let report = vhd::check(raw)?;
+            (report.findings.iter().map(vhd_finding).collect(), report.more)
+        }
+    };
+    let path = raw.path().display().to_string();
+    Ok(Checked { path, format: format.name(), findings, more_findings })
+}
+
+fn vhd_finding(found: &vhd::Finding) -> Finding {
+    let kind = match found.problem {
+        Problem::EndFooter => "end-footer",
+        Problem::FooterCopy => "footer-copy",
+        Problem::Footers => "footers",
+        Problem::Header => "header",
+        Problem::Place => "place",
+        Problem::Overlap => "overlap",
+        Problem::Batmap => "batmap",
+        Problem::BatmapBit => "batmap-bit",
+        Problem::Bitmap => "bitmap",
+        Problem::Locators => "locators",
+        Problem::Leak => "leak",
+    };
+    Finding {
+        offset_bytes: Some(found.offset),
+        kind: kind.into(),
+        why: found.why.clone(),
+        harmless: found.problem.is_harmless(),
+        mendable: found.problem.is_mendable(),
+    }
+}
+
+/// Mends what can be mended.
+pub(super) async fn repair(port: &Port, raw: &Raw, format: Format) -> Result<(), DiskError> {
+    match format {
+        Format::Raw => Ok(()),
+        Format::Qcow2 => Err(not_qcow2("check", raw)),
+        Format::Vhd => vhd::repair(port, raw).await.map(|_| ()),
+    }
 }

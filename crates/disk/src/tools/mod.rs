@@ -17,6 +17,8 @@ use ferrite_io::engine::Engine;
 
 use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions};
 
+mod check;
+mod coalesce;
 mod compare;
 mod convert;
 mod copy;

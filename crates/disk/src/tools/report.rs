@@ -120,3 +120,58 @@ pub struct Done {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
 }
+
+/// One inconsistency.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// Where in the file.
+    pub offset_bytes: Option<u64>,
+    /// What kind of, in one word.
+    pub kind: String,
+    /// The reason.
+    pub why: String,
+    /// The image can be used, and reads what it should.
+    pub harmless: bool,
+    /// `repair` mends it.
+    pub mendable: bool,
+}
+
+/// What was found in one image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Checked {
+    /// Where it is.
+    pub path: String,
+    /// `raw`, `vhd` or `qcow2`.
+    pub format: &'static str,
+    /// Empty: it is in order.
+    pub findings: Vec<Finding>,
+    /// Findings that are not listed.
+    pub more_findings: u64,
+}
+
+impl Checked {
+    /// Whether it reads what it should.
+    pub fn is_usable(&self) -> bool {
+        self.more_findings == 0 && self.findings.iter().all(|f| f.harmless)
+    }
+}
+
+/// What a check has found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CheckReport {
+    /// All images read what they should.
+    pub usable: bool,
+    /// The image, and its parents if they were asked for.
+    pub images: Vec<Checked>,
+}
+
+/// What a repair has done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Repaired {
+    /// It was tried; otherwise it was only looked at.
+    pub done: bool,
+    /// Before it.
+    pub before: Checked,
+    /// After it.
+    pub after: Checked,
+}

@@ -4,7 +4,7 @@ use super::create::done;
 use super::desk::Desk;
 use super::extents::{What, look};
 use super::files::{is_device, is_write_protected};
-use super::{Done, Workshop, broken, refused, unsuitable};
+use super::{Done, Workshop, broken, formats, refused, unsuitable};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
@@ -76,17 +76,16 @@ impl Workshop<'_> {
         Ok(())
     }
 
-    fn set_size(&self, disk: Disk, name: &ImageName, bytes: u64) -> Result<(), DiskError> {
+    /// Gives an open disk another size; it is closed by that.
+    pub(super) fn set_size(
+        &self,
+        disk: Disk,
+        name: &ImageName,
+        bytes: u64,
+    ) -> Result<(), DiskError> {
         let cannot = |e| broken(format!("cannot resize {}", name.path.display()), e);
         let mut desk = Desk::new(self, 0).map_err(cannot)?;
         let port = desk.port(&disk).map_err(cannot)?;
-        match &disk {
-            Disk::Raw(_) => desk.run(async {
-                port.io.set_len(port.files[0], bytes).await?;
-                port.io.sync(port.files[0]).await
-            }),
-            _ => Err(std::io::ErrorKind::Unsupported.into()),
-        }
-        .map_err(cannot)
+        desk.run(async { Ok(formats::resize(&port, disk, bytes).await) }).map_err(cannot)?
     }
 }

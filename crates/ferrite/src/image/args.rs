@@ -39,6 +39,12 @@ pub(crate) enum ImageCommand {
     Clone(CloneArgs),
     /// Copy a disk into a new image of any format, its parents included.
     Convert(ConvertArgs),
+    /// Look for inconsistencies in an image; ends with 1 if it does not read what it should.
+    Check(CheckArgs),
+    /// Mend what can be mended without guessing; without --force, only show what that would be.
+    Repair(RepairArgs),
+    /// Merge a child into its parent, which takes the child's name.
+    Coalesce(CoalesceArgs),
     /// Make a disk larger, or smaller where nothing is allocated.
     Resize(ResizeArgs),
     /// Show which parts of a disk are where.
@@ -144,6 +150,39 @@ pub(crate) struct ConvertArgs {
 
     /// Overwrite what has the name, and start again if there is an interrupted run.
     #[arg(long, conflicts_with = "resume")]
+    pub(crate) force: bool,
+}
+
+/// `check`.
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// The image.
+    pub(crate) image: String,
+
+    /// Check its parents, too.
+    #[arg(long)]
+    pub(crate) chain: bool,
+}
+
+/// `repair`.
+#[derive(Debug, Args)]
+pub(crate) struct RepairArgs {
+    /// The image.
+    pub(crate) image: String,
+
+    /// Do it.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// `coalesce`.
+#[derive(Debug, Args)]
+pub(crate) struct CoalesceArgs {
+    /// The child.
+    pub(crate) child: String,
+
+    /// Even if that destroys other children of the parent.
+    #[arg(long)]
     pub(crate) force: bool,
 }
 

@@ -20,7 +20,7 @@ pub(crate) mod args;
 mod progress;
 mod text;
 
-use args::{CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand};
+use args::{CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand};
 use progress::Shown;
 
 /// Where answered changes of images in use are kept; see `serve`.
@@ -58,6 +58,15 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
             out.say(&shop.create(&name(&it.new)?, &new)?, text::made)
         }
         ImageCommand::Convert(convert) => out.say(&self::convert(shop, convert)?, text::made),
+        ImageCommand::Check(it) => check(shop, &out, it),
+        ImageCommand::Repair(it) => {
+            let repaired = shop.repair(&name(&it.image)?, it.force)?;
+            out.say(&repaired, text::repaired)?;
+            Ok(repaired.or_refused()?)
+        }
+        ImageCommand::Coalesce(it) => {
+            out.say(&shop.coalesce(&name(&it.child)?, it.force)?, text::made)
+        }
         ImageCommand::Resize(it) => {
             out.say(&shop.resize(&name(&it.image)?, it.size, it.force)?, text::resized)
         }
@@ -152,6 +161,18 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, image: &str) -> Result<(), Failure> {
         }
         _ => Ok(()),
     }
+}
+
+/// What is found is the result; damage decides how the command ends.
+fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
+    let report = shop.check(&name(&args.image)?, args.chain)?;
+    out.say(&report, text::report)?;
+    if report.usable {
+        return Ok(());
+    }
+    let why = "it does not read what it should";
+    let help = format!("ferrite image repair {} shows what can be mended", args.image);
+    Err(Failure::new(format!("{} is damaged", args.image), why, help))
 }
 
 fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {

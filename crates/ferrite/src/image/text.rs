@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
-use ferrite_disk::tools::{Comparison, Done, Extent, Info, Kind, LayerInfo, Usage};
+use ferrite_disk::tools::{
+    CheckReport, Checked, Comparison, Done, Extent, Info, Kind, LayerInfo, Repaired, Usage,
+};
 
 fn with_notes(mut line: String, notes: &[String]) -> String {
     line.push('\n');
@@ -104,5 +106,39 @@ pub(super) fn comparison(found: &Comparison) -> String {
             format!("they read the same; what {} has more is zeros\n", Human(a.max(b)))
         }
         (false, _) => String::new(),
+    }
+}
+
+pub(super) fn report(report: &CheckReport) -> String {
+    report.images.iter().map(|image| findings(image)).collect()
+}
+
+fn findings(image: &Checked) -> String {
+    if image.findings.is_empty() {
+        return format!("{}: in order\n", image.path);
+    }
+    let mut out = format!("{}:\n", image.path);
+    for found in &image.findings {
+        let at = found.offset_bytes.map_or(String::new(), |at| format!(" at byte {at}"));
+        let what = match (found.harmless, found.mendable) {
+            (true, true) => "harmless, mendable",
+            (true, false) => "harmless",
+            (false, true) => "mendable",
+            (false, false) => "damage",
+        };
+        let _ = writeln!(out, "  {}{at}: {} ({what})", found.kind, found.why);
+    }
+    if image.more_findings > 0 {
+        let _ = writeln!(out, "  and {} more", image.more_findings);
+    }
+    out
+}
+
+pub(super) fn repaired(repaired: &Repaired) -> String {
+    let mended = repaired.before.findings.iter().filter(|f| f.mendable).count();
+    match (repaired.done, mended) {
+        (_, 0) => findings(&repaired.after),
+        (false, n) => format!("{}what would be mended: {n}\n", findings(&repaired.before)),
+        (true, n) => format!("mended: {n}\n{}", findings(&repaired.after)),
     }
 }

@@ -1,9 +1,16 @@
 //! A directory with images, and the programs that work on it.
 
+// Each test program uses a part of it.
+#![allow(dead_code)]
+
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Output};
+use std::sync::Arc;
 
+use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_io::engines::EngineChoice;
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -54,10 +61,24 @@ impl Place {
         let mut file = File::create(self.path(name)).unwrap();
         file.set_len(len).unwrap();
         for (offset, len) in ranges {
-            let bytes: Vec<u8> = (0..*len).map(|i| ((offset + i) % 251) as u8 + 1).collect();
             file.seek(SeekFrom::Start(*offset)).unwrap();
-            file.write_all(&bytes).unwrap();
+            file.write_all(&bytes(*offset, *len)).unwrap();
         }
+    }
+
+    /// Writes that pattern into an image, as a guest would.
+    pub(crate) fn write(&self, name: &str, ranges: &[(u64, u64)]) {
+        let path = ImageName::parse(&self.path(name)).unwrap();
+        let disk = Disk::open_image(&path, &OpenOptions::default()).unwrap();
+        let kind = EngineChoice::Auto.decide().unwrap().kind;
+        let mut session = Session::new(Arc::new(disk), |arena| kind.open(arena, 8)).unwrap();
+        for (offset, len) in ranges {
+            for at in (0..*len).step_by(64 << 10) {
+                let len = (len - at).min(64 << 10);
+                session.write(offset + at, &bytes(offset + at, len)).unwrap();
+            }
+        }
+        session.close().unwrap();
     }
 
     /// Whether two files have the same bytes.
@@ -84,6 +105,32 @@ impl Place {
             assert!(!name.contains("ferrite-new") && !name.contains("partial"), "{name}");
         }
     }
+}
+
+fn bytes(offset: u64, len: u64) -> Vec<u8> {
+    (offset..offset + len).map(|at| (at % 251) as u8 + 1).collect()
+}
+
+/// What an interrupted conversion of one file leaves.
+pub(crate) fn note(
+    path: &str,
+    meta: &fs::Metadata,
+    format: &str,
+    virtual_bytes: u64,
+    done_bytes: u64,
+) -> serde_json::Value {
+    let modified_ns = meta.mtime() * 1_000_000_000 + meta.mtime_nsec();
+    serde_json::json!({
+        "sources": [{
+            "path": fs::canonicalize(path).unwrap(),
+            "file_bytes": meta.len(),
+            "modified_ns": modified_ns,
+            "inode": meta.ino(),
+        }],
+        "format": format,
+        "virtual_bytes": virtual_bytes,
+        "done_bytes": done_bytes,
+    })
 }
 
 pub(crate) fn json(text: &str) -> serde_json::Value {

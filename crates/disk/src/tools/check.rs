@@ -1,0 +1,99 @@
+//! Whether an image is in order, and what can be done if not.
+
+use super::desk::Desk;
+use super::{
+    CheckReport, Checked, Finding, Repaired, Workshop, broken, formats, refused, unsuitable,
+};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
+
+impl Workshop<'_> {
+    /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is
+    /// written.
+    ///
+    /// # Errors
+    /// It cannot be read, or is in use. What is wrong with it is in the report.
+    pub fn check(&self, name: &ImageName, chain: bool) -> Result<CheckReport, DiskError> {
+        let mut images = vec![self.check_one(name)?];
+        match self.open(name, true) {
+            Ok(Disk::Image(image)) if chain => {
+                for layer in &image.layers()[1..] {
+                    let path = layer.medium().path().to_owned();
+                    images.push(self.check_one(&ImageName { format: layer.format(), path })?);
+                }
+            }
+            Ok(_) => {}
+            Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
+            // What is wrong may not be with the image itself, but with what it stands on.
+            Err(e) if images[0].is_usable() => images[0].findings.push(Finding {
+                offset_bytes: None,
+                kind: "chain".into(),
+                why: e.why().into(),
+                harmless: false,
+                mendable: false,
+            }),
+            Err(_) => {}
+        }
+        Ok(CheckReport { usable: images.iter().all(Checked::is_usable), images })
+    }
+
+    fn check_one(&self, name: &ImageName) -> Result<Checked, DiskError> {
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let open = match name.format {
+            Format::Raw => Raw::open,
+            Format::Vhd | Format::Qcow2 => Raw::open_medium,
+        };
+        let raw = open(&name.path, &options)?;
+        formats::check(&raw, name.format)
+    }
+
+    /// Mends what can be mended without guessing, if `force` says so; otherwise only tells what
+    /// that would be. What a killed backend has left is brought into the image first.
+    ///
+    /// # Errors
+    /// It cannot be read or written, or is in use.
+    pub fn repair(&self, name: &ImageName, force: bool) -> Result<Repaired, DiskError> {
+        let what = || format!("cannot repair {}", name.path.display());
+        if name.format == Format::Raw {
+            let help = "the guest's file system has tools for what is in it";
+            return Err(unsuitable(what(), "a raw image has nothing that could be mended", help));
+        }
+        let before = self.check_one(name)?;
+        if !force {
+            return Ok(Repaired { done: false, before: before.clone(), after: before });
+        }
+        match self.open(name, false) {
+            Ok(disk) => self.close(&disk, &name.path)?,
+            Err(e) if e.kind() != ErrorKind::Unsuitable => return Err(e),
+            // It cannot be opened: that may be what is to be mended.
+            Err(_) => {}
+        }
+        let raw = Raw::open_medium(&name.path, &OpenOptions::default())?;
+        let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;
+        let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
+        let mended = desk.run(async { Ok(formats::repair(&port, &raw, name.format).await) });
+        mended.map_err(|e| broken(what(), e))??;
+        let after = formats::check(&raw, name.format)?;
+        Ok(Repaired { done: true, before, after })
+    }
+}
+
+impl Repaired {
+    /// What `force` was needed for and not given, as an error.
+    ///
+    /// # Errors
+    /// There is something to mend.
+    pub fn or_refused(&self) -> Result<(), DiskError> {
+        let mendable = self.after.findings.iter().any(|f| f.mendable);
+        let what = format!("cannot repair {}", self.after.path);
+        if !self.done && mendable {
+            let help = "--force does it; take a copy of the file first if you can";
+            return Err(refused(what, "metadata would be overwritten", help));
+        }
+        if self.after.is_usable() {
+            return Ok(());
+        }
+        let help = "what is not mendable needs a backup; ferrite image convert copies what can \
+                    still be read";
+        Err(unsuitable(what, "there is damage that nothing is known to mend", help))
+    }
+}

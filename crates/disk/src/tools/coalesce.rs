@@ -1,0 +1,155 @@
+//! A child merged into its parent.
+//!
+//! The order: what the child has is copied into the parent, then synced; the parent gets the
+//! child's identity, where the format has such a thing; the parent is renamed over the child.
+//! Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
+//! any point leaves a chain that is whole, and running it again does what is left.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::copy::{Copying, Mode};
+use super::create::{absolute, done};
+use super::desk::Desk;
+use super::files::{is_device, is_write_protected, protect, same_file};
+use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
+use crate::image::Image;
+use crate::{Disk, DiskError, Format, ImageName, SECTOR_BYTES};
+
+/// What a chain says about the two.
+struct Pair {
+    parent: ImageName,
+    parent_bytes: u64,
+    child_bytes: u64,
+    /// Of what the parent stands on.
+    below_bytes: u64,
+}
+
+impl Workshop<'_> {
+    /// Merges `child` into its parent, which takes the child's name. The child's own children stay
+    /// as they are. If another image in the directory stands on the parent, its content would
+    /// change: that takes `force`.
+    ///
+    /// # Errors
+    /// One of the two is in use; `Refused`; those of the images. The child is whole in any case.
+    pub fn coalesce(&self, child: &ImageName, force: bool) -> Result<Done, DiskError> {
+        let what = || format!("cannot coalesce {}", child.path.display());
+        let pair = self.pair(child)?;
+        if !force && let Some(other) = self.dependent(child, &pair.parent)? {
+            let (other, parent) = (other.display(), pair.parent.path.display());
+            let why = format!("{other} has the same parent, {parent}, and would be destroyed");
+            return Err(refused(what(), why, "remove or flatten (convert) the other one first"));
+        }
+        let cannot = |e| broken(what(), e);
+        // Both locked against everybody, the child without its parent.
+        let upper = Disk::Image(Image::open_alone(child, &self.options(false))?);
+        self.close(&upper, &child.path)?;
+        let read_only = is_write_protected(&child.path).map_err(cannot)?;
+        protect(&pair.parent.path, false).map_err(cannot)?;
+        if pair.parent_bytes < pair.child_bytes {
+            let disk = self.open(&pair.parent, false)?;
+            self.set_size(disk, &pair.parent, pair.child_bytes)?;
+        }
+        let lower = self.open(&pair.parent, false)?;
+        let mut desk = Copying::desk(self).map_err(cannot)?;
+        let copying = Copying::new(self, &mut desk, Mode::Merge, &upper, &lower);
+        let copying = copying.map_err(cannot)?;
+        desk.run(copying.run()).map_err(cannot)?;
+        drop(copying);
+        drop(desk);
+        self.take_place(upper, lower, child, &pair.parent)?;
+        protect(&child.path, read_only).map_err(cannot)?;
+        let note = format!("{} is gone: it has this name now", pair.parent.path.display());
+        Ok(done(child, pair.child_bytes, vec![note]))
+    }
+
+    /// The steps that follow the copying; the locks of both are held until the end.
+    fn take_place(
+        &self,
+        upper: Disk,
+        lower: Disk,
+        child: &ImageName,
+        parent: &ImageName,
+    ) -> Result<(), DiskError> {
+        let cannot = |e| broken(format!("cannot coalesce {}", child.path.display()), e);
+        let mut desk = Desk::new(self, 0).map_err(cannot)?;
+        let port = desk.port(&lower).map_err(cannot)?;
+        let _locked = lower.files();
+        desk.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
+        self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
+        self.sync_dir(&child.path)
+    }
+
+    /// What the chain says, if it can be merged at all.
+    fn pair(&self, child: &ImageName) -> Result<Pair, DiskError> {
+        let refuse = |why: String, help: &str| {
+            Err(unsuitable(format!("cannot coalesce {}", child.path.display()), why, help))
+        };
+        let disk = self.open(child, true)?;
+        let layers = match &disk {
+            Disk::Image(image) => image.layers(),
+            _ => &[],
+        };
+        let Some(below) = layers.get(1) else {
+            return refuse("it has no parent".into(), "there is nothing to merge it into");
+        };
+        let path = below.medium().path().to_owned();
+        let pair = Pair {
+            parent: ImageName { format: below.format(), path },
+            parent_bytes: below.bytes(),
+            child_bytes: disk.sectors() * SECTOR_BYTES,
+            below_bytes: layers.get(2).map_or(0, |layer| layer.bytes()),
+        };
+        if pair.parent.format != child.format {
+            let why = format!("its parent is {}, and could not take its name", pair.parent.format);
+            return refuse(why, "ferrite image convert makes one image of both");
+        }
+        if is_device(&child.path) || is_device(&pair.parent.path) {
+            let help = "ferrite image convert makes one image of both";
+            return refuse("a block device cannot take another one's name".into(), help);
+        }
+        let dirs = absolute(&child.path).and_then(|c| Ok((c, absolute(&pair.parent.path)?)));
+        let dirs =
+            dirs.map_err(|e| broken(format!("cannot look at {}", child.path.display()), e))?;
+        if dirs.0.parent() != dirs.1.parent() {
+            let help = "ferrite image convert makes one image of both";
+            return refuse("its parent is in another directory".into(), help);
+        }
+        if pair.child_bytes < pair.parent_bytes {
+            let help = "grow it first: ferrite image resize";
+            return refuse("it is smaller than its parent".into(), help);
+        }
+        if pair.parent_bytes < pair.child_bytes && pair.below_bytes > pair.parent_bytes {
+            let help = "coalesce the parent first";
+            return refuse(
+                "it is larger than its parent, and so is what that stands on".into(),
+                help,
+            );
+        }
+        Ok(pair)
+    }
+
+    /// Another image in the directory that stands on `parent`. Those that cannot be opened do
+    /// not count: whoever is using one has its parent locked, too.
+    fn dependent(
+        &self,
+        child: &ImageName,
+        parent: &ImageName,
+    ) -> Result<Option<PathBuf>, DiskError> {
+        let dir = parent_dir(&parent.path);
+        let cannot = |e| broken(format!("cannot look through {}", dir.display()), e);
+        for entry in fs::read_dir(dir).map_err(cannot)? {
+            let path = entry.map_err(cannot)?.path();
+            let format = Format::of_path(&path);
+            let is = |other: &Path| same_file(&path, other).unwrap_or(true);
+            if format == Format::Raw || is(&child.path) || is(&parent.path) {
+                continue;
+            }
+            let parents = formats::parents(&ImageName { format, path: path.clone() });
+            if parents.iter().any(|p| same_file(p, &parent.path).unwrap_or(false)) {
+                return Ok(Some(path));
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,199 @@
+//! `ferrite image` on chains, damage and interruptions.
+
+mod images;
+
+use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::PermissionsExt;
+
+use images::{MIB, Place, json};
+
+/// A file that is overwritten where `ranges` say, as a guest would.
+fn change(place: &Place, name: &str, at: u64, byte: u8) {
+    let mut file = File::options().write(true).open(place.path(name)).unwrap();
+    file.seek(SeekFrom::Start(at)).unwrap();
+    file.write_all(&[byte; 4096]).unwrap();
+}
+
+/// `NAME.img` as a VHD on `parent.vhd`, with what differs from that.
+fn child_with(place: &Place, child: &str, parent: &str, ranges: &[(u64, u64)]) {
+    place.ok(&["clone", parent, child]);
+    place.write(child, ranges);
+}
+
+#[test]
+fn a_child_is_merged_and_its_parent_takes_its_name() {
+    let place = Place::new();
+    place.pattern("base.img", 16 * MIB, &[(0, MIB), (8 * MIB, MIB)]);
+    place.ok(&["convert", "base.img", "disk.vhd"]);
+    place.ok(&["snapshot", "disk.vhd", "base.vhd"]);
+    child_with(&place, "grandchild.vhd", "disk.vhd", &[]);
+    let before = json(&place.ok(&["info", "disk.vhd", "--json"]));
+    let text = place.ok(&["coalesce", "disk.vhd"]);
+    assert!(text.contains("base.vhd is gone"), "{text}");
+    place.ok(&["compare", "base.img", "disk.vhd"]);
+    place.ok(&["compare", "base.img", "grandchild.vhd"]);
+    let after = json(&place.ok(&["info", "disk.vhd", "--json"]));
+    assert_eq!(after["chain"].as_array().unwrap().len(), 1);
+    assert_eq!(after["chain"][0]["uuid"], before["chain"][0]["uuid"]);
+    assert!(!fs::exists(place.path("base.vhd")).unwrap());
+    place.ok(&["check", "disk.vhd"]);
+    place.ok(&["check", "grandchild.vhd", "--chain"]);
+}
+
+#[test]
+fn a_merge_brings_data_to_the_parent_and_grows_it() {
+    let place = Place::new();
+    place.pattern("a.img", 16 * MIB, &[(0, 3 * MIB), (9 * MIB, MIB)]);
+    place.ok(&["convert", "a.img", "base.vhd"]);
+    place.ok(&["create", "--parent", "base.vhd", "disk.vhd", "24M"]);
+    place.write("disk.vhd", &[(MIB, 8192), (5 * MIB, 2 * MIB), (23 * MIB, 4096)]);
+    place.ok(&["convert", "disk.vhd", "expected.img"]);
+    place.ok(&["coalesce", "disk.vhd"]);
+    place.ok(&["compare", "disk.vhd", "expected.img"]);
+    let info = json(&place.ok(&["info", "disk.vhd", "--json"]));
+    assert_eq!(info["virtual_bytes"], 24 * MIB);
+    assert_eq!(info["chain"].as_array().unwrap().len(), 1);
+    place.ok(&["check", "disk.vhd"]);
+}
+
+#[test]
+fn a_parent_with_other_children_is_not_changed_without_force() {
+    let place = Place::new();
+    place.ok(&["create", "base.vhd", "8M"]);
+    child_with(&place, "one.vhd", "base.vhd", &[(0, 4096)]);
+    child_with(&place, "two.vhd", "base.vhd", &[]);
+    let before = fs::read(place.path("base.vhd")).unwrap();
+    let text = place.fails(1, &["coalesce", "one.vhd"]);
+    assert!(text.contains("two.vhd has the same parent") && text.contains("destroyed"), "{text}");
+    assert_eq!(fs::read(place.path("base.vhd")).unwrap(), before);
+    place.ok(&["coalesce", "one.vhd", "--force"]);
+    let text = place.fails(1, &["info", "two.vhd"]);
+    assert!(text.contains("parent"), "{text}");
+    let text = place.fails(1, &["check", "two.vhd"]);
+    assert!(text.contains("is damaged"), "{text}");
+}
+
+#[test]
+fn what_cannot_be_merged_says_what_to_do() {
+    let place = Place::new();
+    place.pattern("raw.img", 4 * MIB, &[(0, MIB)]);
+    place.ok(&["clone", "raw.img", "on-raw.vhd"]);
+    let text = place.fails(1, &["coalesce", "on-raw.vhd"]);
+    assert!(text.contains("could not take its name") && text.contains("convert"), "{text}");
+    place.ok(&["create", "single.vhd", "4M"]);
+    let text = place.fails(1, &["coalesce", "single.vhd"]);
+    assert!(text.contains("it has no parent"), "{text}");
+}
+
+#[test]
+fn a_damaged_footer_is_found_and_mended_with_force() {
+    let place = Place::new();
+    place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
+    place.ok(&["convert", "a.img", "a.vhd"]);
+    assert_eq!(place.ok(&["check", "a.vhd"]), "a.vhd: in order\n");
+    assert_eq!(place.ok(&["repair", "a.vhd"]), "a.vhd: in order\n");
+    let end = fs::metadata(place.path("a.vhd")).unwrap().len() - 512;
+    let mut file = File::options().read(true).write(true).open(place.path("a.vhd")).unwrap();
+    file.seek(SeekFrom::Start(end + 70)).unwrap();
+    file.write_all(b"damage").unwrap();
+    let report = json(&place.ok(&["check", "a.vhd", "--json"]));
+    assert_eq!(report["usable"], true);
+    assert_eq!(report["images"][0]["findings"][0]["kind"], "end-footer");
+    assert_eq!(report["images"][0]["findings"][0]["offset_bytes"], end);
+    let text = place.fails(1, &["repair", "a.vhd"]);
+    assert!(text.contains("--force does it"), "{text}");
+    let mut bytes = Vec::new();
+    file.seek(SeekFrom::Start(end + 70)).unwrap();
+    file.read_to_end(&mut bytes).unwrap();
+    assert!(bytes.starts_with(b"damage"), "it was only asked");
+    let text = place.ok(&["repair", "a.vhd", "--force"]);
+    assert!(text.contains("mended: 1") && text.contains("in order"), "{text}");
+    place.ok(&["compare", "a.img", "a.vhd"]);
+}
+
+#[test]
+fn damage_that_cannot_be_mended_ends_with_1() {
+    let place = Place::new();
+    place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
+    place.ok(&["convert", "a.img", "a.vhd"]);
+    // The first entry of the block table: far outside of the file.
+    let mut file = File::options().write(true).open(place.path("a.vhd")).unwrap();
+    file.seek(SeekFrom::Start(1536)).unwrap();
+    file.write_all(&[0x70, 0, 0, 0]).unwrap();
+    let output = place.image(&["check", "a.vhd"]);
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("at byte 1536") && text.contains("(damage)"), "{text}");
+    let text = place.fails(1, &["repair", "a.vhd", "--force"]);
+    assert!(text.contains("nothing is known to mend"), "{text}");
+    for command in [&["info", "a.vhd"][..], &["map", "a.vhd"], &["convert", "a.vhd", "b.img"]] {
+        place.fails(1, command);
+    }
+    place.has_no_leftovers();
+}
+
+#[test]
+fn a_vhd_grows_and_shrinks_only_where_nothing_is() {
+    let place = Place::new();
+    place.pattern("a.img", 8 * MIB, &[(0, MIB), (7 * MIB, MIB)]);
+    place.ok(&["convert", "a.img", "a.vhd"]);
+    place.ok(&["resize", "a.vhd", "5G"]);
+    place.ok(&["check", "a.vhd"]);
+    place.ok(&["compare", "a.img", "a.vhd"]);
+    let text = place.fails(1, &["resize", "a.vhd", "1G"]);
+    assert!(text.contains("4 GiB at its end would be gone"), "{text}");
+    place.ok(&["resize", "a.vhd", "1G", "--force"]);
+    let text = place.fails(1, &["resize", "a.vhd", "4M", "--force"]);
+    assert!(text.contains("there is data at byte"), "{text}");
+    place.ok(&["compare", "a.img", "a.vhd"]);
+    place.ok(&["clone", "a.vhd", "b.vhd"]);
+    let text = place.fails(1, &["resize", "a.vhd", "2G"]);
+    assert!(text.contains("it is read-only, as parents are"), "{text}");
+}
+
+#[test]
+fn a_conversion_that_was_interrupted_goes_on() {
+    let place = Place::new();
+    place.pattern("a.img", 64 * MIB, &[(0, 40 * MIB), (60 * MIB, MIB)]);
+    place.ok(&["convert", "a.img", "whole.vhd"]);
+    let meta = fs::metadata(place.path("a.img")).unwrap();
+    // What an interrupted run leaves: the image up to some point, and the note.
+    place.ok(&["create", "part.vhd", "64M"]);
+    place.write("part.vhd", &[(0, 16 * MIB)]);
+    fs::rename(place.path("part.vhd"), place.path("b.vhd.partial")).unwrap();
+    let note = images::note(&place.path("a.img"), &meta, "vhd", 64 * MIB, 16 * MIB);
+    fs::write(place.path("b.vhd.partial.json"), note.to_string()).unwrap();
+    let text = place.fails(1, &["convert", "a.img", "b.vhd"]);
+    assert!(text.contains("interrupted") && text.contains("--resume"), "{text}");
+    place.ok(&["convert", "a.img", "b.vhd", "--resume"]);
+    place.ok(&["compare", "a.img", "b.vhd"]);
+    place.has_no_leftovers();
+}
+
+#[test]
+fn a_conversion_of_something_else_does_not_go_on() {
+    let place = Place::new();
+    place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
+    let meta = fs::metadata(place.path("a.img")).unwrap();
+    place.ok(&["create", "b.vhd.partial.vhd", "8M"]);
+    fs::rename(place.path("b.vhd.partial.vhd"), place.path("b.vhd.partial")).unwrap();
+    let note = images::note(&place.path("a.img"), &meta, "vhd", 8 * MIB, MIB);
+    fs::write(place.path("b.vhd.partial.json"), note.to_string()).unwrap();
+    change(&place, "a.img", 0, 7);
+    let text = place.fails(1, &["convert", "a.img", "b.vhd", "--resume"]);
+    assert!(text.contains("the source has changed since"), "{text}");
+    place.ok(&["convert", "a.img", "b.vhd", "--force"]);
+    place.ok(&["compare", "a.img", "b.vhd"]);
+}
+
+#[test]
+fn a_parents_mode_and_a_leafs_mode_stay_what_they_are() {
+    let place = Place::new();
+    place.ok(&["create", "disk.vhd", "4M"]);
+    place.ok(&["snapshot", "disk.vhd", "one.vhd"]);
+    let mode = |name| fs::metadata(place.path(name)).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode("disk.vhd"), mode("one.vhd")), (0o640, 0o440));
+    place.ok(&["coalesce", "disk.vhd"]);
+    assert_eq!(mode("disk.vhd"), 0o640);
+}
