@@ -110,7 +110,7 @@ pub(super) fn comparison(found: &Comparison) -> String {
 }
 
 pub(super) fn report(report: &CheckReport) -> String {
-    report.images.iter().map(|image| findings(image)).collect()
+    report.images.iter().map(findings).collect()
 }
 
 fn findings(image: &Checked) -> String {
