@@ -4,12 +4,14 @@
 mod common;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use common::vhd::{self, at, create, parent};
-use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs};
+use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{NewImage, NewParent, Uuid};
 use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::{Random, SplitMix64};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tempfile::TempDir;
@@ -91,6 +93,13 @@ impl Model {
     }
 }
 
+/// A device by a name in the directory of its parents, as logical volumes have one.
+fn symlink(dir: &TempDir, device: &Path) -> PathBuf {
+    let link = at(dir, "leaf.vhd");
+    std::os::unix::fs::symlink(device, &link).unwrap();
+    link
+}
+
 struct World {
     leaf: PathBuf,
     options: OpenOptions,
@@ -99,8 +108,14 @@ struct World {
 }
 
 impl World {
-    fn new(dir: &TempDir, state: &TempDir, block_bytes: u32, base: Base, small: bool) -> World {
-        let leaf = at(dir, "leaf.vhd");
+    /// `device`: the leaf is on this, which is full of garbage.
+    fn new(
+        dir: &TempDir,
+        state: &TempDir,
+        (block_bytes, base, small): (u32, Base, bool),
+        device: Option<&Path>,
+    ) -> World {
+        let leaf = device.map_or_else(|| at(dir, "leaf.vhd"), |device| symlink(dir, device));
         let mut new = NewImage { block_bytes, ..NewImage::dynamic(SECTORS * 512) };
         let mut below = vec![0; SECTORS as usize];
         if base != Base::None {
@@ -134,7 +149,10 @@ impl World {
                 new.parent = Some(parent(&path, &footer));
             }
         }
-        create(&leaf, &new).unwrap();
+        match device {
+            None => create(&leaf, &new).unwrap(),
+            Some(_) => vhd::create_on(&leaf, &new).unwrap(),
+        };
         let options = OpenOptions {
             state_dir: Some(state.path().into()),
             metadata_bytes: if small { 0 } else { 16 << 20 },
@@ -153,6 +171,12 @@ impl World {
         let disk = Disk::open(self.leaf.to_str().unwrap(), &self.options).unwrap();
         assert_eq!(before, stat(), "opening has written");
         self.queue = Some(Queue::new(disk));
+    }
+
+    fn open_if_closed(&mut self) {
+        if self.queue.is_none() {
+            self.open();
+        }
     }
 
     fn step(&mut self, number: usize, step: &Step) {
@@ -206,7 +230,7 @@ fn run(dir: impl Fn() -> TempDir, cases: u32) {
     runner
         .run(&all, |(base, block_bytes, small, steps)| {
             let (dir, state) = (dir(), dir_on_tmpfs());
-            let mut world = World::new(&dir, &state, block_bytes, base, small);
+            let mut world = World::new(&dir, &state, (block_bytes, base, small), None);
             for (i, step) in steps.iter().enumerate() {
                 world.step(i, step);
             }
@@ -221,12 +245,12 @@ fn run(dir: impl Fn() -> TempDir, cases: u32) {
 
 #[test]
 fn an_image_on_disk_is_what_its_model_says() {
-    run(dir_on_disk, 24);
+    run(dir_on_disk, 16);
 }
 
 #[test]
 fn an_image_in_memory_is_what_its_model_says() {
-    run(dir_on_tmpfs, 120);
+    run(dir_on_tmpfs, 64);
 }
 
 #[test]
@@ -245,4 +269,124 @@ fn an_image_without_a_place_for_its_journal_keeps_what_was_flushed() {
     // What the dead process had set aside is used again, and reads as zeros.
     queue.write(4 * MIB + 512, &[3; 512]).unwrap();
     assert_eq!(queue.read(4 * MIB, 512).unwrap(), [0; 512]);
+}
+
+/// A device of so many bytes, none of them zero.
+fn garbage(dir: &TempDir, bytes: u64) -> Option<Loop> {
+    let file = at(dir, "device");
+    fs::write(&file, vec![0xEE; bytes as usize]).unwrap();
+    Loop::attach(&file, 512)
+}
+
+#[test]
+fn an_image_on_a_block_device_is_what_its_model_says() {
+    let steps = proptest::collection::vec(step(), 1..60);
+    let blocks = prop_oneof![Just(4096u32), Just(65536), Just(2 << 20)];
+    let bases = prop_oneof![Just(Base::None), Just(Base::Vhd)];
+    let mut runner = TestRunner::new(Config { cases: 8, ..Config::default() });
+    runner
+        .run(&(bases, blocks, any::<bool>(), steps), |(base, block_bytes, small, steps)| {
+            let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+            let Some(device) = garbage(&dir, 16 * MIB) else { return Ok(()) };
+            let kind = (block_bytes, base, small);
+            let mut world = World::new(&dir, &state, kind, Some(&device.0));
+            for (i, step) in steps.iter().enumerate() {
+                world.step(i, step);
+            }
+            for last in [Step::Die, Step::Reopen] {
+                world.step(steps.len(), &last);
+                world.check_all(steps.len());
+            }
+            world.queue = None;
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_device_that_is_full_says_so_and_keeps_what_it_has() {
+    let dir = dir_on_disk();
+    let Some(device) = garbage(&dir, 8 * MIB) else { return };
+    vhd::create_on(&device.0, &NewImage::dynamic(64 * MIB)).unwrap();
+    let mut disk = vhd::queue(&device.0);
+    for block in 0..3u64 {
+        disk.write(block * 2 * MIB, &[1 + block as u8; 512]).unwrap();
+    }
+    let full = disk.write(30 * MIB, &[9; 512]).unwrap_err();
+    assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    disk.write(MIB, &[7; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let mut disk = vhd::queue(&device.0);
+    assert_eq!(disk.read(MIB, 512).unwrap(), [7; 512]);
+    assert_eq!(disk.read(4 * MIB, 1024).unwrap(), [[3; 512], [0; 512]].concat());
+    assert_eq!(disk.read(30 * MIB, 512).unwrap(), [0; 512]);
+    drop(disk);
+    // A device that is too small for what is not even data.
+    let large = NewImage::dynamic(2040 << 30);
+    let small = garbage(&dir_on_disk(), MIB);
+    if let Some(small) = small {
+        assert!(vhd::create_on(&small.0, &large).unwrap_err().to_string().contains("are needed"));
+    }
+}
+
+#[test]
+fn several_queues_see_each_others_writes() {
+    const QUEUES: usize = 4;
+    for (block_bytes, base, small) in [
+        (4096, Base::Vhd, true),
+        (65536, Base::Vhd, true),
+        (2 << 20, Base::Raw, false),
+        (4096, Base::None, true),
+    ] {
+        let (dir, state) = (dir_on_tmpfs(), dir_on_tmpfs());
+        let mut world = World::new(&dir, &state, (block_bytes, base, small), None);
+        let disk = world.queue.take().unwrap().disk;
+        // Each queue has every fourth sector, so that all share blocks, bitmaps and table sectors.
+        let mine: Vec<Vec<u8>> = std::thread::scope(|scope| {
+            let work = |queue: usize| {
+                let (disk, below) = (Arc::clone(&disk), world.model.below.clone());
+                scope.spawn(move || write_own_sectors(Queue::of(disk), queue, QUEUES, below))
+            };
+            let threads: Vec<_> = (0..QUEUES).map(work).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        for s in 0..SECTORS as usize {
+            world.model.now[s] = mine[s % QUEUES][s];
+        }
+        drop(disk);
+        for last in [Step::Die, Step::Reopen] {
+            world.open_if_closed();
+            world.step(0, &last);
+            world.check_all(0);
+        }
+    }
+}
+
+/// Writes sectors that no other queue writes, reads them again, flushes now and then. Returns what
+/// is in them at the end.
+fn write_own_sectors(mut disk: Queue, queue: usize, queues: usize, below: Vec<u8>) -> Vec<u8> {
+    let mut now = below;
+    let mut random = SplitMix64::new(queue as u64);
+    let turns = SECTORS / queues as u64;
+    for turn in 0..3000 {
+        let s = random.below(turns) as usize * queues + queue;
+        match random.below(40) {
+            0 => disk.flush().unwrap(),
+            1 => {
+                disk.write_zeroes(s as u64 * 512, 512).unwrap();
+                now[s] = 0;
+            }
+            2..20 => {
+                let byte = 1 + random.below(250) as u8;
+                disk.write(s as u64 * 512, &[byte; 512]).unwrap();
+                now[s] = byte;
+            }
+            _ => {
+                let found = disk.read(s as u64 * 512, 512).unwrap();
+                assert!(found == [now[s]; 512], "queue {queue}, turn {turn}, sector {s}");
+            }
+        }
+    }
+    now
 }

@@ -135,8 +135,11 @@ pub(super) struct Sparse {
     pub(super) header: Header,
     pub(super) layout: Layout,
     pub(super) batmap: Option<Batmap>,
-    /// By block: its table entry, and whether the batmap says that it is full.
-    pub(super) places: Vec<(u32, bool)>,
+    /// By block: its table entry.
+    pub(super) places: Vec<u32>,
+    /// A bit for each block that the batmap says is full, the highest of a byte first; empty
+    /// without a valid one.
+    pub(super) full: Vec<u8>,
 }
 
 /// Reads the dynamic header and what it names, without the table.
@@ -203,7 +206,7 @@ pub(super) fn read_sparse(
             layout.check_place(entry, header.table_offset + u64::from(block) * 4)?;
             sectors.push(entry);
         }
-        places.push((entry, false));
+        places.push(entry);
         Ok(())
     })?;
     if let Some((a, b)) = layout.find_overlap(&mut sectors) {
@@ -215,15 +218,14 @@ pub(super) fn read_sparse(
         return Err(Malformed::new(header.table_offset, why).into());
     }
     drop(sectors);
+    let mut full = Vec::new();
     if let Some(map) = &batmap {
         let bytes = read(raw, map.offset, batmap::covered_bytes(footer.current_size) as usize)?;
         if map.is_valid(&bytes) {
-            let bit =
-                |block: usize| bytes.get(block / 8).is_some_and(|b| b << (block % 8) & 0x80 != 0);
-            places.iter_mut().enumerate().for_each(|(block, place)| place.1 = bit(block));
+            full = bytes;
         }
     }
-    Ok(Sparse { header, layout, batmap, places })
+    Ok(Sparse { header, layout, batmap, places, full })
 }
 
 /// The paths that the locators say, those first that are relative to the image.

@@ -304,6 +304,7 @@ fn sparse(
         differencing: footer.kind == Kind::Differencing,
         is_file: raw.is_file(),
         places: meta.places,
+        full: meta.full,
         metadata_bytes: options.metadata_bytes,
         journal,
     });

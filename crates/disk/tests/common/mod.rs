@@ -106,6 +106,11 @@ pub(crate) struct Queue {
 
 impl Queue {
     pub(crate) fn new(disk: Disk) -> Queue {
+        Queue::of(Arc::new(disk))
+    }
+
+    /// One of several queues.
+    pub(crate) fn of(disk: Arc<Disk>) -> Queue {
         let pool = Pool::with_scratch(2 << 20, 1, disk.scratch_bytes()).unwrap();
         let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
         let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
@@ -113,7 +118,7 @@ impl Queue {
         let files = disk.files();
         let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
         let buffers = pool.queue(0);
-        Queue { disk: Arc::new(disk), files, pool, buffers, reactor }
+        Queue { disk, files, pool, buffers, reactor }
     }
 
     pub(crate) fn io(&self) -> Io {

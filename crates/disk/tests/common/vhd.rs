@@ -20,9 +20,9 @@ pub(crate) fn options() -> OpenOptions {
     OpenOptions { wait_for_lock: Some(Duration::from_secs(30)), ..OpenOptions::default() }
 }
 
-/// A queue on an image.
+/// A queue on a VHD, whatever its name.
 pub(crate) fn queue(path: &Path) -> Queue {
-    Queue::new(Disk::open(name(path), &options()).unwrap())
+    Queue::new(Disk::open(&format!("vhd:{}", name(path)), &options()).unwrap())
 }
 
 /// Runs steps on files that are no disk yet; the first is file 0.
@@ -43,6 +43,11 @@ pub(crate) fn offline_files<T>(files: Vec<Arc<OwnedFd>>, steps: impl AsyncFnOnce
 /// Makes an image in a new file.
 pub(crate) fn create(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
     File::create_new(path).unwrap();
+    create_on(path, new)
+}
+
+/// Makes an image on what is there: a block device.
+pub(crate) fn create_on(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
     let raw = Raw::open_medium(path, &options()).unwrap();
     offline(&[&raw], async |port| new.create(&port, &raw).await)
 }

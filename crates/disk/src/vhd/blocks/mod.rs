@@ -131,9 +131,10 @@ pub(super) struct Opened {
     pub(super) disk_bytes: u64,
     pub(super) differencing: bool,
     pub(super) is_file: bool,
-    /// By block: its entry of the table ([`UNUSED`] for none), and whether the batmap says that it
-    /// is full.
-    pub(super) places: Vec<(u32, bool)>,
+    /// By block: its entry of the table ([`UNUSED`] for none).
+    pub(super) places: Vec<u32>,
+    /// A bit for each block that the batmap says is full; blocks behind its end are not.
+    pub(super) full: Vec<u8>,
     /// Memory for bitmaps.
     pub(super) metadata_bytes: usize,
     /// An empty journal, or one whose records are for [`Blocks::replay`].
@@ -146,14 +147,17 @@ impl Blocks {
         let sectors_per_block = (layout.block_bytes / SECTOR) as u32;
         let words = sectors_per_block.div_ceil(64) as usize;
         let mut end = layout.metadata_end();
+        let is_full =
+            |block: usize| opened.full.get(block / 8).is_some_and(|b| b << (block % 8) & 0x80 != 0);
         let table: Box<[AtomicU64]> = places
             .iter()
-            .map(|(sector, full)| {
+            .enumerate()
+            .map(|(block, sector)| {
                 if *sector == UNUSED {
                     return AtomicU64::new(Entry::EMPTY.0);
                 }
                 end = end.max(u64::from(*sector) * SECTOR + layout.stride());
-                let known = if *full { Where::Full } else { Where::OnDisk };
+                let known = if is_full(block) { Where::Full } else { Where::OnDisk };
                 AtomicU64::new(Entry::new(*sector, known).0)
             })
             .collect();
