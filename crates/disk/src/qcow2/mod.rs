@@ -24,6 +24,7 @@ use crate::size::Human;
 use crate::{Extent, Raw};
 
 mod cache;
+mod check;
 mod commit;
 mod create;
 mod entry;
@@ -33,12 +34,16 @@ mod meta;
 mod open;
 mod refcount;
 mod refs;
+mod repair;
+mod resize;
 mod slow;
 mod state;
 mod unpack;
 mod zero;
 
+pub use check::{Finding, Problem, Report, check};
 pub use create::NewImage;
+pub use repair::repair;
 
 use cache::Cache;
 use entry::{COPIED, Cluster};
@@ -431,3 +436,6 @@ impl fmt::Display for Qcow2 {
         write!(f, "qcow2 image {path}, {size}, {mode}, clusters of {cluster}")
     }
 }
+
+#[cfg(test)]
+mod tests;

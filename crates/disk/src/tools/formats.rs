@@ -8,7 +8,7 @@ use super::create::{Parent, absolute};
 use super::info::{of_medium, raw_info};
 use super::{Checked, Finding, LayerInfo, NewImage, broken, unsuitable};
 use crate::image::{Image, Layer};
-use crate::qcow2::NewImage as NewQcow2;
+use crate::qcow2::{self, NewImage as NewQcow2};
 use crate::vhd::{
     self, DEFAULT_BLOCK_BYTES, NewImage as NewVhd, NewParent, Problem, Stamp, Uuid, Vhd,
 };
@@ -150,19 +150,30 @@ pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), Di
     match disk {
         Disk::Null(_) => Ok(()),
         Disk::Raw(raw) => resize_raw(port, bytes).await.map_err(|e| cannot(&raw, e)),
-        Disk::Image(image) => match image.into_leaf() {
-            Some(Layer::Raw(raw)) => resize_raw(port, bytes).await.map_err(|e| cannot(&raw, e)),
-            Some(Layer::Vhd(vhd)) => vhd.resize(port, bytes).await,
-            Some(Layer::Qcow2(qcow2)) => Err(not_qcow2("resize", qcow2.medium())),
-            None => Ok(()),
-        },
+        Disk::Image(image) => {
+            let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);
+            resize_layer(port, image.into_leaf(), bytes, below_bytes).await
+        }
     }
 }
 
-fn not_qcow2(verb: &str, raw: &Raw) -> DiskError {
-    let what = format!("cannot {verb} {}", raw.path().display());
-    let help = format!("qemu-img {verb} can, while nobody is using it");
-    unsuitable(what, "this build cannot do that with qcow2", &help)
+/// Gives a layer another size, above a disk of `below_bytes`.
+async fn resize_layer(
+    port: &Port,
+    layer: Option<Layer>,
+    bytes: u64,
+    below_bytes: u64,
+) -> Result<(), DiskError> {
+    let cannot = |raw: &Raw, e| broken(format!("cannot resize {}", raw.path().display()), e);
+    match layer {
+        Some(Layer::Raw(raw)) => resize_raw(port, bytes).await.map_err(|e| cannot(&raw, e)),
+        Some(Layer::Vhd(vhd)) => vhd.resize(port, bytes).await,
+        Some(Layer::Qcow2(qcow2)) => {
+            let done = qcow2.resize(port, bytes, below_bytes).await;
+            done.map_err(|e| cannot(qcow2.medium(), e))
+        }
+        None => Ok(()),
+    }
 }
 
 async fn resize_raw(port: &Port, bytes: u64) -> io::Result<()> {
@@ -200,7 +211,10 @@ pub(super) fn parents(name: &ImageName) -> Vec<PathBuf> {
 pub(super) fn check(raw: &Raw, format: Format) -> Result<Checked, DiskError> {
     let (findings, more_findings) = match format {
         Format::Raw => (Vec::new(), 0),
-        Format::Qcow2 => return Err(not_qcow2("check", raw)),
+        Format::Qcow2 => {
+            let report = qcow2::check(raw)?;
+            (report.findings.iter().map(qcow2_finding).collect(), report.more)
+        }
         Format::Vhd => {
             let report = vhd::check(raw)?;
             (report.findings.iter().map(vhd_finding).collect(), report.more)
@@ -208,6 +222,26 @@ pub(super) fn check(raw: &Raw, format: Format) -> Result<Checked, DiskError> {
     };
     let path = raw.path().display().to_string();
     Ok(Checked { path, format: format.name(), findings, more_findings })
+}
+
+fn qcow2_finding(found: &qcow2::Finding) -> Finding {
+    let kind = match found.problem {
+        qcow2::Problem::Header => "header",
+        qcow2::Problem::Marked => "marked",
+        qcow2::Problem::Entry => "entry",
+        qcow2::Problem::Outside => "place",
+        qcow2::Problem::CountTooLow => "refcount",
+        qcow2::Problem::Leak => "leak",
+        qcow2::Problem::Flag => "copied-flag",
+        qcow2::Problem::List => "list",
+    };
+    Finding {
+        offset_bytes: Some(found.offset),
+        kind: kind.into(),
+        why: found.why.clone(),
+        harmless: found.problem.is_harmless(),
+        mendable: found.problem.is_mendable(),
+    }
 }
 
 fn vhd_finding(found: &vhd::Finding) -> Finding {
@@ -237,7 +271,7 @@ fn vhd_finding(found: &vhd::Finding) -> Finding {
 pub(super) async fn repair(port: &Port, raw: &Raw, format: Format) -> Result<(), DiskError> {
     match format {
         Format::Raw => Ok(()),
-        Format::Qcow2 => Err(not_qcow2("check", raw)),
+        Format::Qcow2 => qcow2::repair(port, raw).await.map(|_| ()),
         Format::Vhd => vhd::repair(port, raw).await.map(|_| ()),
     }
 }

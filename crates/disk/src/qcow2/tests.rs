@@ -1,0 +1,213 @@
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ferrite_io::arena::Arena;
+use ferrite_io::engines::EngineChoice;
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
+use proptest::prelude::*;
+
+use super::*;
+use crate::image::Layer;
+use crate::{Disk, OpenOptions, Port, Session};
+
+/// A reactor and the way to one file.
+fn port_to(raw: &Raw) -> (Reactor, Port) {
+    let arena = Arena::new(2 << 20).unwrap();
+    let kind = EngineChoice::Auto.decide().unwrap().kind;
+    let mut reactor = Reactor::new(kind.open(arena.clone(), 16).unwrap());
+    let files: Vec<_> = raw.files().into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
+    let scratch = Scratch::new(arena.clone(), arena.span(0, 256 << 10));
+    let port = Port { io: reactor.io(), files: Rc::from(files), scratch };
+    (reactor, port)
+}
+
+fn options() -> OpenOptions {
+    // The kernel lets go of a dead ring's files some time later.
+    let wait_for_lock = Some(std::time::Duration::from_secs(10));
+    OpenOptions { wait_for_lock, ..OpenOptions::default() }
+}
+
+fn medium(path: &Path) -> Raw {
+    Raw::open_medium(path, &options()).unwrap()
+}
+
+fn create(path: &Path, new: &NewImage) {
+    std::fs::File::create(path).unwrap();
+    let raw = medium(path);
+    let (mut reactor, port) = port_to(&raw);
+    reactor.block_on(new.create(&port, &raw)).unwrap().unwrap();
+}
+
+fn open(path: &Path) -> Session {
+    let name = crate::ImageName { format: crate::Format::Qcow2, path: path.to_owned() };
+    let disk = Disk::open_image(&name, &options()).unwrap();
+    let kind = EngineChoice::Auto.decide().unwrap().kind;
+    Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
+}
+
+/// What QEMU finds: 0 nothing, 2 errors, 3 leaks; none where it is not installed.
+fn qemu_check(path: &Path) -> Option<i32> {
+    let output = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(path).output();
+    match output {
+        Ok(output) => output.status.code(),
+        Err(e) => {
+            assert!(std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_none(), "qemu-img: {e}");
+            eprintln!("skipped: no qemu-img here");
+            None
+        }
+    }
+}
+
+fn same_as_qemu(path: &Path, report: &Report) {
+    let Some(code) = qemu_check(path) else { return };
+    let expected = match report {
+        r if r.is_clean() => 0,
+        r if r.findings.iter().all(|f| f.problem == Problem::Leak) => 3,
+        _ => 2,
+    };
+    assert_eq!(code, expected, "{report:?}");
+}
+
+fn kinds() -> Vec<NewImage> {
+    let new = NewImage::new(40 << 20);
+    vec![
+        new.clone(),
+        NewImage { version: 2, cluster_bytes: 4096, ..new.clone() },
+        NewImage { cluster_bytes: 512, refcount_bits: 1, ..new.clone() },
+        NewImage { cluster_bytes: 2 << 20, refcount_bits: 64, ..new.clone() },
+        NewImage { cluster_bytes: 1024, refcount_bits: 8, ..new },
+    ]
+}
+
+#[test]
+fn new_images_are_clean_and_stay_so_in_use() {
+    for new in kinds() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.qcow2");
+        create(&path, &new);
+        let report = check(&medium(&path)).unwrap();
+        assert!(report.is_clean(), "{new:?}: {report:?}");
+        same_as_qemu(&path, &report);
+        let mut session = open(&path);
+        for i in 0..40u64 {
+            session.write(i * 1_000_448 / 512 * 512, &[i as u8 + 1; 9 * 512]).unwrap();
+        }
+        session.close().unwrap();
+        let report = check(&medium(&path)).unwrap();
+        assert!(report.is_clean() && report.allocated_clusters >= 19, "{new:?}: {report:?}");
+        same_as_qemu(&path, &report);
+    }
+}
+
+/// Changes the count of the cluster with a guest's first byte, and sees it found and mended.
+#[test]
+fn wrong_counts_are_found_and_mended() {
+    for (count, problem) in [(0u64, Problem::CountTooLow), (2, Problem::Leak)] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.qcow2");
+        create(&path, &NewImage { refcount_bits: 64, ..NewImage::new(40 << 20) });
+        let mut session = open(&path);
+        session.write(0, &[7; 4096]).unwrap();
+        session.close().unwrap();
+        let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+        let last = file.metadata().unwrap().len().div_ceil(65536) - 1;
+        // The last cluster is the one: an L2 table was made before.
+        file.write_all_at(&count.to_be_bytes(), (2 << 16) + last * 8).unwrap();
+        let raw = medium(&path);
+        let report = check(&raw).unwrap();
+        let found = |p| report.findings.iter().any(|f| f.problem == p && f.offset == last << 16);
+        assert!(found(problem), "{report:?}");
+        let (mut reactor, port) = port_to(&raw);
+        assert_eq!(reactor.block_on(repair(&port, &raw)).unwrap().unwrap(), report);
+        assert!(check(&raw).unwrap().is_clean());
+        assert!(qemu_check(&path).is_none_or(|code| code == 0));
+        drop((reactor, port, raw));
+        let mut bytes = [0; 4096];
+        open(&path).read(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [7; 4096]);
+    }
+}
+
+#[test]
+fn disks_grow_with_their_tables() {
+    for (cluster_bytes, from, to) in [
+        (65536, 40u64 << 20, 1u64 << 40),
+        (65536, 40 << 20, 16 << 40),
+        (512, 1 << 20, 100 << 20),
+        (4096, 1 << 30, 1 << 30 | 4096),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.qcow2");
+        create(&path, &NewImage { cluster_bytes, ..NewImage::new(from) });
+        let mut session = open(&path);
+        session.write(from - 512, &[3; 512]).unwrap();
+        session.close().unwrap();
+        let mut session = open(&path);
+        let (disk, port) = (session.disk().clone(), session.port().clone());
+        let Disk::Image(image) = &*disk else { unreachable!("it is an image") };
+        let Layer::Qcow2(qcow2) = &image.layers()[0] else { unreachable!("it is qcow2") };
+        session.run(qcow2.resize(&port, to, 0)).unwrap().unwrap();
+        drop((disk, port, session));
+        let report = check(&medium(&path)).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        same_as_qemu(&path, &report);
+        let mut session = open(&path);
+        assert_eq!(session.disk().sectors() * 512, to);
+        session.write(to - 512, &[4; 512]).unwrap();
+        for (at, byte) in [(from - 512, 3), (to - 512, 4), (0, 0)] {
+            let mut bytes = [9; 512];
+            session.read(at, &mut bytes).unwrap();
+            assert_eq!(bytes, [byte; 512]);
+        }
+        session.close().unwrap();
+        same_as_qemu(&path, &check(&medium(&path)).unwrap());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+
+    /// Tables that refer to each other, to nowhere and to themselves.
+    #[test]
+    fn hostile_tables_give_errors_and_reading_writes_nothing(
+        words in proptest::collection::vec((0u64..5 * 8192, prop_oneof![
+            any::<u64>(),
+            (0u64..9).prop_map(|c| COPIED | c << 16),
+            (0u64..9).prop_map(|c| c << 16),
+        ]), 1..30),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.qcow2");
+        create(&path, &NewImage::new(40 << 20));
+        let mut session = open(&path);
+        session.write(1 << 20, &[7; 4096]).unwrap();
+        session.close().unwrap();
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        for (word, value) in words {
+            // Behind the header: that has tests of its own.
+            file.write_all_at(&value.to_be_bytes(), (1 << 16) + word * 8).unwrap();
+        }
+        let before = std::fs::read(&path).unwrap();
+        let _ = check(&medium(&path));
+        let name = crate::ImageName { format: crate::Format::Qcow2, path: path.clone() };
+        if let Ok(disk) = Disk::open_image(&name, &options()) {
+            let kind = EngineChoice::Auto.decide().unwrap().kind;
+            let mut session =
+                Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap();
+            let mut bytes = vec![0; 1 << 20];
+            for at in (0..40 << 20).step_by(1 << 20) {
+                let _ = session.read(at, &mut bytes);
+            }
+            prop_assert!(before == std::fs::read(&path).unwrap());
+            let _ = session.write(0, &[1; 512]);
+            let _ = session.write(20 << 20, &bytes);
+            let _ = session.discard(0, 4 << 20);
+            let _ = session.flush();
+            let _ = session.close();
+        }
+    }
+}
