@@ -34,8 +34,10 @@ impl Workshop<'_> {
         if bytes < before {
             self.check_tail(&disk, name, bytes, before, force)?;
         }
-        if bytes != before {
-            self.set_size(disk, name, bytes)?;
+        match bytes == before {
+            // One that was interrupted may have come so far, and not be durable.
+            true => self.close(&disk, &name.path)?,
+            false => self.set_size(disk, name, bytes)?,
         }
         Ok(done(name, bytes, Vec::new()))
     }

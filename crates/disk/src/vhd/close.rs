@@ -1,6 +1,7 @@
 //! Leaving an image complete for other programs.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use super::format::batmap::{Batmap, covered_bytes};
 use super::format::{SECTOR, footer};
@@ -39,12 +40,8 @@ impl Vhd {
             false => self.raw.bytes_now()? / SECTOR * SECTOR - SECTOR,
         };
         if let Some(batmap) = &sparse.batmap {
-            let header_at = Batmap::header_offset(&self.footer, &sparse.header);
             let map = sparse.blocks.batmap(covered_bytes(self.footer.current_size) as usize);
-            let header = batmap.header_for(&map);
-            let mut pieces: Vec<(u64, &[u8])> = vec![(batmap.offset, &map)];
-            pieces.extend(header_at.map(|at| (at, &header[..])));
-            write_bytes(port, file, &pieces).await?;
+            self.write_batmap(port, sparse, batmap, &map).await?;
         }
         let footer: [u8; footer::BYTES] = self.footer.bytes();
         write_bytes(port, file, &[(at, &footer)]).await?;
@@ -52,6 +49,38 @@ impl Vhd {
         if self.raw.is_file() {
             port.io.set_len(file, at + SECTOR).await?;
             port.io.sync(file).await?;
+        }
+        Ok(())
+    }
+
+    async fn write_batmap(
+        &self,
+        port: &Port,
+        sparse: &Sparse,
+        batmap: &Batmap,
+        map: &[u8],
+    ) -> io::Result<()> {
+        let header = batmap.header_for(map);
+        let mut pieces: Vec<(u64, &[u8])> = vec![(batmap.offset, map)];
+        let header_at = Batmap::header_offset(&self.footer, &sparse.header);
+        pieces.extend(header_at.map(|at| (at, &header[..])));
+        write_bytes(port, port.files[0], &pieces).await
+    }
+
+    /// Before the first bit of a bitmap is cleared the batmap says of no block any more that it is
+    /// full, durably: whoever opens the image after a crash believes it without a look at the
+    /// bitmap. Closing writes it anew.
+    pub(super) async fn forget_full(&self, port: &Port, sparse: &Sparse) -> io::Result<()> {
+        let Some(batmap) = &sparse.batmap else { return Ok(()) };
+        if !sparse.full_on_disk.load(Ordering::Acquire) || sparse.blocks.whole() {
+            return Ok(());
+        }
+        let _held = sparse.forgetting.lock(&port.io).await?;
+        if sparse.full_on_disk.load(Ordering::Acquire) {
+            let map = vec![0; covered_bytes(self.footer.current_size) as usize];
+            self.write_batmap(port, sparse, batmap, &map).await?;
+            port.io.sync(port.files[0]).await?;
+            sparse.full_on_disk.store(false, Ordering::Release);
         }
         Ok(())
     }

@@ -11,9 +11,11 @@
 use std::fmt;
 use std::io::Result as IoResult;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
+use ferrite_io::shared_lock::SharedLock;
 
 use crate::image::{Below, Found};
 use crate::journal::{Identity, Journal};
@@ -67,6 +69,10 @@ enum Body {
 struct Sparse {
     header: Header,
     batmap: Option<Batmap>,
+    /// The batmap on disk says of some block that it is full.
+    full_on_disk: AtomicBool,
+    /// Held by whoever changes that.
+    forgetting: SharedLock,
     blocks: Blocks,
     parent: Option<Parent>,
 }
@@ -250,7 +256,10 @@ impl Vhd {
     pub(crate) async fn discard(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
         match &self.body {
             Body::Fixed => self.raw.discard(&port.io, &port.files, offset, len).await,
-            Body::Sparse(sparse) => sparse.blocks.discard(port, &self.raw, offset, len).await,
+            Body::Sparse(sparse) => {
+                self.forget_full(port, sparse).await?;
+                sparse.blocks.discard(port, &self.raw, offset, len).await
+            }
         }
     }
 
@@ -297,6 +306,7 @@ fn sparse(
             (Journal::open(None, identity, RECORD_WORDS, RECORDS)?.0, records)
         }
     };
+    let full_on_disk = AtomicBool::new(meta.places.iter().any(|(_, full)| *full));
     let blocks = Blocks::new(Opened {
         layout: meta.layout,
         table_offset: meta.header.table_offset,
@@ -324,7 +334,8 @@ fn sparse(
             )
         })?;
     }
-    Ok(Sparse { header: meta.header, batmap: meta.batmap, blocks, parent })
+    let (header, batmap, forgetting) = (meta.header, meta.batmap, SharedLock::new());
+    Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent })
 }
 
 /// One line for people: what it is, its size, and its medium.

@@ -7,7 +7,7 @@ use std::io;
 
 use ferrite_io::arena::Span;
 
-use super::entry::State as Where;
+use super::entry::{Entry, State as Where};
 use super::{Blocks, Look, Part, masks};
 use crate::image::Below;
 use crate::{Extent, Port, Raw};
@@ -71,7 +71,9 @@ impl Blocks {
     }
 
     /// Makes the range read as zeros. What reads so already (no place and nothing below, or zeros
-    /// below) stays as it is; the rest gets zeros in its place, and then its bits.
+    /// below) stays as it is; the rest gets zeros in its place, and then its bits. A bit that a
+    /// discard has cleared in memory only is no reason to leave out anything: if this process
+    /// dies, it is set again, and what was there before is back.
     pub(in crate::vhd) async fn write_zeroes(
         &self,
         port: &Port,
@@ -92,9 +94,12 @@ impl Blocks {
                 }
                 Look::Absent(n) => {
                     part.sectors = n;
-                    let zero = !self.differencing
-                        || matches!(below.map(offset, part.bytes()),
-                            Extent::Zeros { len } if len >= part.bytes());
+                    let entry = self.entry(part.block);
+                    let zero = !entry.has(Entry::DIRTY)
+                        && !entry.has(Entry::BUSY)
+                        && (!self.differencing
+                            || matches!(below.map(offset, part.bytes()),
+                                Extent::Zeros { len } if len >= part.bytes()));
                     if zero {
                         offset += part.bytes();
                         continue;

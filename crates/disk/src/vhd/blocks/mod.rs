@@ -206,7 +206,7 @@ impl Blocks {
 
     /// New blocks are wholly present from their beginning: their space reads as zeros, and so do
     /// sectors that were never written. QEMU does that, too.
-    fn whole(&self) -> bool {
+    pub(in crate::vhd) fn whole(&self) -> bool {
         self.is_file && !self.differencing
     }
 
