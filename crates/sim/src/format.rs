@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use ferrite_disk::Port;
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::sim::SimDirectory;
+use ferrite_io::sim::{SimDirectory, SimWorld};
 
 /// The directory of one machine, on a tmpfs.
 pub struct Place {
@@ -18,6 +18,8 @@ pub struct Place {
     pub state: PathBuf,
     /// How entries of `images` are changed.
     pub directory: SimDirectory,
+    /// Where engines are from.
+    pub world: SimWorld,
 }
 
 impl Place {
@@ -77,6 +79,19 @@ pub trait Disk: 'static {
     fn close(&self, queue: &Queue) -> impl Future<Output = io::Result<()>>;
 }
 
+/// What is done to an image that is not open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// A new image of so many sectors.
+    Create(u64),
+    /// A new leaf on top; what was the leaf gets this number, which no other layer has.
+    Snapshot(u64),
+    /// What the leaf has goes into its parent, which is the leaf from then on.
+    Coalesce,
+    /// So many sectors instead of fewer.
+    Grow(u64),
+}
+
 /// A kind of disk: how images of it are made, opened and checked.
 pub trait Format {
     /// Its disks.
@@ -103,18 +118,25 @@ pub trait Format {
     /// What is wrong with it.
     fn check(&self, place: &Place, thorough: bool) -> Result<(), String>;
 
-    /// Puts a new leaf of `sectors` on top of the image, which is not open, both durable.
-    ///
-    /// # Errors
-    /// As above; and where the format has no such thing.
-    fn snapshot(&self, place: &Place, sectors: u64) -> Result<(), String> {
-        let _ = (place, sectors);
-        Err("there are no snapshots of this".into())
+    /// What else can be done to an image of it that is not open.
+    fn can(&self, operation: Operation) -> bool {
+        let _ = operation;
+        false
     }
 
-    /// Whether [`snapshot`](Format::snapshot) works.
-    fn has_snapshots(&self) -> bool {
-        false
+    /// Does it. An operation that was interrupted can be done again.
+    ///
+    /// # Errors
+    /// As above; and where the format cannot.
+    fn operate(&self, place: &Place, operation: Operation) -> Result<(), String> {
+        let _ = place;
+        Err(format!("{operation:?} is not for this format"))
+    }
+
+    /// Whether there is an image.
+    fn exists(&self, place: &Place) -> bool {
+        let _ = place;
+        true
     }
 
     /// Sectors near which its metadata changes.

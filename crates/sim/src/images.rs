@@ -1,14 +1,12 @@
-//! Images with metadata: VHD and qcow2, alone or on top of others.
+//! Images in the formats of this project, alone or on top of others.
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
-use std::process::Command;
-use std::sync::Mutex;
+use std::sync::Arc;
 
-use ferrite_disk::{Disk, ImageName, OpenOptions};
+use ferrite_disk::tools::{NewImage, Workshop};
+use ferrite_disk::{Disk, DiskError, Format as Kind, ImageName, OpenOptions, Session, vhd};
 
-use crate::format::{Format, Place};
+use crate::format::{Format, Operation, Place};
+use crate::qemu;
 
 /// Clusters of qcow2 images: small ones, so that small disks have several tables.
 const CLUSTER_SECTORS: u64 = 8;
@@ -16,45 +14,33 @@ const CLUSTER_SECTORS: u64 = 8;
 /// Blocks of VHD images.
 const BLOCK_SECTORS: u64 = 4096;
 
-/// Where an image's parent is, seen from its own directory: so a chain can be moved as it grows.
-const BELOW: &str = "below";
-
-/// New images by format and size: making one takes longer than a story.
-static TEMPLATES: Mutex<BTreeMap<(&'static str, u64, bool), Vec<u8>>> = Mutex::new(BTreeMap::new());
-
 /// The images of one format.
-pub struct Images(pub ferrite_disk::Format);
+pub struct Images(pub Kind);
 
 impl Images {
-    fn leaf(&self) -> String {
-        format!("disk.{}", self.0)
+    fn name(&self, place: &Place, name: &str) -> ImageName {
+        ImageName { format: self.0, path: place.image(&format!("{name}.{}", self.0)) }
     }
 
-    /// An empty image of `sectors`; with a parent, that one's name is in it.
-    fn template(&self, sectors: u64, parent: bool) -> Result<Vec<u8>, String> {
-        let mut templates = TEMPLATES.lock().map_err(|e| e.to_string())?;
-        let key = (self.0.name(), sectors, parent);
-        if let Some(made) = templates.get(&key) {
-            return Ok(made.clone());
+    fn leaf(&self, place: &Place) -> ImageName {
+        self.name(place, "disk")
+    }
+
+    fn unit_sectors(&self) -> u64 {
+        match self.0 {
+            Kind::Raw => 0,
+            Kind::Vhd => BLOCK_SECTORS,
+            Kind::Qcow2 => CLUSTER_SECTORS,
         }
-        let dir = tempfile::tempdir().map_err(|e| e.to_string())?;
-        let bytes = (sectors * 512).to_string();
-        let cluster = format!("cluster_size={}", CLUSTER_SECTORS * 512);
-        let options = match self.0 {
-            ferrite_disk::Format::Vhd => ["-f", "vpc", "-o", "subformat=dynamic,force_size=on"],
-            _ => ["-f", "qcow2", "-o", &cluster],
-        };
-        let mut create = vec!["create", "-q"];
-        create.extend(options);
-        let leaf = self.leaf();
-        let base = format!("{BELOW}/{leaf}");
-        if parent {
-            create.extend(["-b", &base, "-F", "qcow2", "-u"]);
-        }
-        run(dir.path(), "qemu-img", &[&create[..], &[&leaf, &bytes]].concat())?;
-        let made = fs::read(dir.path().join(leaf)).map_err(|e| e.to_string())?;
-        templates.insert(key, made.clone());
-        Ok(made)
+    }
+
+    /// Brings what a dead process left behind into the image; its size.
+    fn settled(&self, place: &Place) -> Result<u64, String> {
+        let disk = Arc::new(self.open(place)?);
+        let sectors = disk.sectors();
+        let session = Session::new(disk, |arena| Ok(place.world.engine(arena)));
+        session.and_then(Session::close).map_err(|e| e.to_string())?;
+        Ok(sectors)
     }
 }
 
@@ -66,63 +52,85 @@ impl Format for Images {
     }
 
     fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
-        fs::write(place.image(&self.leaf()), self.template(sectors, false)?)
-            .map_err(|e| e.to_string())
+        self.operate(place, Operation::Create(sectors))
     }
 
     fn open(&self, place: &Place) -> Result<Disk, String> {
         let options =
             OpenOptions { state_dir: Some(place.state.clone()), ..OpenOptions::default() };
-        let name = ImageName { format: self.0, path: place.image(&self.leaf()) };
-        Disk::open_image(&name, &options).map_err(|e| e.to_string())
+        Disk::open_image(&self.leaf(place), &options).map_err(|e| e.to_string())
     }
 
     fn check(&self, place: &Place, thorough: bool) -> Result<(), String> {
-        if thorough && self.0 == ferrite_disk::Format::Qcow2 {
-            // 3: space that nothing refers to, which a power cut may leave.
-            let found = run(&place.images, "qemu-img", &["check", "-q", &self.leaf()]);
-            return found.or_else(|e| if e.contains("exit status: 3") { Ok(()) } else { Err(e) });
+        match self.0 {
+            Kind::Qcow2 if thorough => qemu::check(place),
+            Kind::Vhd => check_vhd(&self.leaf(place)),
+            Kind::Raw | Kind::Qcow2 => Ok(()),
         }
-        Ok(())
     }
 
     fn hot_spots(&self, sectors: u64) -> Vec<u64> {
         let unit = match self.0 {
-            ferrite_disk::Format::Vhd => BLOCK_SECTORS,
+            Kind::Raw => sectors.max(2) / 2,
+            Kind::Vhd => BLOCK_SECTORS,
             // An L2 table of one cluster maps so many sectors.
-            _ => CLUSTER_SECTORS * CLUSTER_SECTORS * 512 / 8,
+            Kind::Qcow2 => CLUSTER_SECTORS * CLUSTER_SECTORS * 512 / 8,
         };
         (0..=sectors / unit).map(|i| i * unit).chain([8, sectors]).collect()
     }
 
-    fn has_snapshots(&self) -> bool {
-        self.0 == ferrite_disk::Format::Qcow2
+    fn can(&self, operation: Operation) -> bool {
+        match operation {
+            Operation::Create(_) => true,
+            Operation::Grow(_) => self.0 != Kind::Qcow2,
+            Operation::Snapshot(_) => self.0 != Kind::Raw,
+            Operation::Coalesce => false,
+        }
     }
 
-    fn snapshot(&self, place: &Place, sectors: u64) -> Result<(), String> {
-        let (leaf, below) = (self.leaf(), place.image(BELOW));
-        let work = || -> std::io::Result<()> {
-            let new = place.image("new");
-            fs::create_dir(&new)?;
-            if below.exists() {
-                fs::rename(&below, new.join(BELOW))?;
-            }
-            fs::rename(place.image(&leaf), new.join(&leaf))?;
-            fs::rename(&new, &below)
+    fn exists(&self, place: &Place) -> bool {
+        self.leaf(place).path.exists()
+    }
+
+    fn operate(&self, place: &Place, operation: Operation) -> Result<(), String> {
+        if self.0 == Kind::Qcow2 {
+            let sectors = match operation {
+                Operation::Create(sectors) => sectors,
+                _ => self.settled(place)?,
+            };
+            return qemu::operate(place, operation, sectors, CLUSTER_SECTORS);
+        }
+        let shop = Workshop {
+            directory: &place.directory,
+            engine: &|arena| Ok(place.world.engine(arena)),
+            state_dir: Some(place.state.clone()),
+            progress: &|_| true,
         };
-        work().map_err(|e| e.to_string())?;
-        fs::write(place.image(&leaf), self.template(sectors, true)?).map_err(|e| e.to_string())
+        let leaf = self.leaf(place);
+        let done: Result<_, DiskError> = match operation {
+            Operation::Create(sectors) => {
+                let unit_bytes = u32::try_from(self.unit_sectors() * 512).ok().filter(|n| *n > 0);
+                let bytes = Some(sectors * 512);
+                shop.create(&leaf, &NewImage { bytes, unit_bytes, ..NewImage::default() })
+            }
+            Operation::Snapshot(number) => {
+                shop.snapshot(&leaf, &self.name(place, &format!("layer-{number}")))
+            }
+            Operation::Grow(sectors) => shop.resize(&leaf, sectors * 512, false),
+            Operation::Coalesce => return Err("not yet".into()),
+        };
+        done.map(drop).map_err(|e| e.to_string())
     }
 }
 
-/// Runs a program of other people's.
-fn run(dir: &Path, program: &str, arguments: &[&str]) -> Result<(), String> {
-    let output = Command::new(program).args(arguments).current_dir(dir).output();
-    let output = output.map_err(|e| format!("{program} cannot be started: {e}"))?;
-    if output.status.success() {
-        return Ok(());
+fn check_vhd(leaf: &ImageName) -> Result<(), String> {
+    let name = ImageName { format: Kind::Raw, path: leaf.path.clone() };
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let medium = Disk::open_image(&name, &options).map_err(|e| e.to_string())?;
+    let Disk::Raw(medium) = medium else { return Err("it is no file".into()) };
+    let report = vhd::check(&medium).map_err(|e| e.to_string())?;
+    match report.findings.iter().find(|finding| !finding.problem.is_harmless()) {
+        Some(finding) => Err(finding.to_string()),
+        None => Ok(()),
     }
-    let said = [output.stdout, output.stderr].concat();
-    let said = String::from_utf8_lossy(&said).trim().to_owned();
-    Err(format!("{program} {}: {}: {said}", arguments.join(" "), output.status))
 }

@@ -12,11 +12,12 @@
 
 #![forbid(unsafe_code)]
 
+mod disk;
 pub mod format;
 pub mod images;
 pub mod load;
 pub mod machine;
 pub mod model;
-pub mod raw;
+mod qemu;
 pub mod stamp;
 pub mod story;

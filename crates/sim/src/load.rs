@@ -48,6 +48,8 @@ pub struct Load<D> {
     pub left: Cell<u64>,
     /// Tasks that have not ended.
     pub tasks: Cell<usize>,
+    /// See [`crate::story::Plan::trace`].
+    pub trace: Option<u64>,
     /// The mixture.
     pub mix: Mix,
     /// See [`crate::format::Format::hot_spots`].
@@ -134,6 +136,12 @@ impl<D: Disk> Load<D> {
         (first.min(all - sectors), sectors)
     }
 
+    fn trace(&self, ticket: Ticket, what: &dyn std::fmt::Debug) {
+        if self.trace.is_some_and(|sector| ticket.range().contains(&sector)) {
+            println!("{:?}: {what:?}", ticket.range());
+        }
+    }
+
     async fn read(&self, queue: &Queue, buf: Span, first: u64, sectors: u64) -> Result<(), String> {
         let ticket = self.model.borrow_mut().issue_read(first, sectors);
         let to = buf.slice(0, sectors as usize * stamp::SECTOR);
@@ -163,6 +171,7 @@ impl<D: Disk> Load<D> {
         change: Change,
     ) -> Result<(), String> {
         let ticket = self.model.borrow_mut().issue(first, sectors, change);
+        self.trace(ticket, &change);
         let (offset, len) = (first * 512, sectors * 512);
         let (what, done) = match change {
             Change::Write(number) => {
@@ -177,6 +186,7 @@ impl<D: Disk> Load<D> {
             Change::Zero => ("write of zeros", self.disk.write_zeroes(queue, offset, len).await),
             Change::Discard => ("discard", self.disk.discard(queue, offset, len).await),
         };
+        self.trace(ticket, &(change, &done));
         self.model.borrow_mut().answer(ticket, done.is_ok());
         match done {
             Ok(()) => Ok(()),
@@ -186,7 +196,11 @@ impl<D: Disk> Load<D> {
 
     async fn flush(&self, queue: &Queue) -> Result<(), String> {
         let issued = self.model.borrow_mut().issue_flush();
-        match self.disk.flush(queue).await {
+        let done = self.disk.flush(queue).await;
+        if self.trace.is_some() {
+            println!("flush: {done:?}");
+        }
+        match done {
             // A flush beside one that failed may have been told of nothing.
             Ok(()) if !self.flush_failed.get() => {
                 self.model.borrow_mut().flushed(issued);

@@ -65,7 +65,8 @@ impl Machine {
         };
         let world = SimWorld::new(seed);
         let directory = world.directories(&at("attic")?);
-        let place = Place { images: at("images")?, state: at("state")?, directory };
+        let (images, state) = (at("images")?, at("state")?);
+        let place = Place { images, state, directory, world: world.clone() };
         let made = ARENA.with_borrow(Option::clone);
         let arena = match made {
             Some(arena) => arena,

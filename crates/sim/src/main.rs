@@ -12,7 +12,6 @@ use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_sim::format::Format;
 use ferrite_sim::images::Images;
 use ferrite_sim::model::After;
-use ferrite_sim::raw::Raw;
 use ferrite_sim::story::{Plan, Scenario, Told, Violation, tell};
 
 /// Cuts the power of a simulated machine while it uses virtual disks.
@@ -30,7 +29,7 @@ struct Arguments {
     /// Tell a story of each kind for so many seeds.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seconds")]
     seeds: u64,
-    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close; or all.
+    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, operations; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
     /// raw, vhd, qcow2; or all.
@@ -42,6 +41,9 @@ struct Arguments {
     /// End the first round at this step by this, as a report says: STEP:power or STEP:death.
     #[arg(long, value_name = "STEP:KIND", value_parser = cut, conflicts_with = "steps")]
     cut: Option<(u64, After)>,
+    /// Print every request that touches this sector.
+    #[arg(long, value_name = "SECTOR")]
+    trace: Option<u64>,
     /// Keep the files of a story that ends badly there.
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
@@ -65,9 +67,6 @@ fn cut(text: &str) -> Result<(u64, After), String> {
         _ => Err("the kind is power or death".into()),
     }
 }
-
-/// The formats that stories are told of.
-const SERVED: [DiskFormat; 3] = DiskFormat::ALL;
 
 /// What was told so far.
 #[derive(Default)]
@@ -119,12 +118,10 @@ fn stories(
     for seed in first..end {
         for scenario in &arguments.scenario.0 {
             let keep = arguments.keep.clone();
-            let plan = Plan { seed, scenario: *scenario, cut: arguments.cut, keep };
+            let (cut, trace) = (arguments.cut, arguments.trace);
+            let plan = Plan { seed, scenario: *scenario, cut, keep, trace };
             for format in formats(&arguments.format) {
-                match format {
-                    DiskFormat::Raw => story(arguments, &Raw, &plan, sum)?,
-                    other => story(arguments, &Images(other), &plan, sum)?,
-                }
+                story(arguments, &Images(format), &plan, sum)?;
             }
             if limit.is_some_and(|limit| began.elapsed() >= limit) {
                 return Ok(());
@@ -135,7 +132,7 @@ fn stories(
 }
 
 fn formats(name: &str) -> impl Iterator<Item = DiskFormat> {
-    SERVED.into_iter().filter(move |f| name == "all" || f.name() == name)
+    DiskFormat::ALL.into_iter().filter(move |f| name == "all" || f.name() == name)
 }
 
 fn story(

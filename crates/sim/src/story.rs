@@ -7,13 +7,17 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::directory::Directory;
 use ferrite_io::sim::{Fault, On};
 
-use crate::format::{Disk, Format};
+use crate::format::{Disk, Format, Operation};
 use crate::load::{Load, MAX_REQUEST_SECTORS, Mix};
 use crate::machine::{MAX_DEPTH, MAX_QUEUES, Machine, Thread};
 use crate::model::{After, Model};
 use crate::stamp;
+
+/// Layers of a chain at most.
+const MAX_LAYERS: u64 = 4;
 
 /// EIO, as the kernel gives it.
 const EIO: i32 = 5;
@@ -35,11 +39,13 @@ pub enum Scenario {
     Zeroes,
     /// Opened, used a little, closed, again and again.
     Close,
+    /// Made, snapshotted, coalesced, resized, with a little use in between.
+    Operations,
 }
 
 impl Scenario {
     /// All of them.
-    pub const ALL: [Scenario; 7] = [
+    pub const ALL: [Scenario; 8] = [
         Scenario::Mixed,
         Scenario::FirstWrites,
         Scenario::Bitmaps,
@@ -47,6 +53,7 @@ impl Scenario {
         Scenario::Discards,
         Scenario::Zeroes,
         Scenario::Close,
+        Scenario::Operations,
     ];
 
     /// What `--scenario` calls it.
@@ -59,6 +66,7 @@ impl Scenario {
             Scenario::Discards => "discards",
             Scenario::Zeroes => "zeroes",
             Scenario::Close => "close",
+            Scenario::Operations => "operations",
         }
     }
 
@@ -81,7 +89,7 @@ impl Scenario {
             Scenario::FlushStorm => Mix { reads: 5, writes: 50, flushes: 45, ..mix },
             Scenario::Discards => Mix { reads: 10, writes: 40, flushes: 8, discards: 40, ..mix },
             Scenario::Zeroes => Mix { reads: 10, writes: 40, flushes: 8, zeroes: 40, ..mix },
-            Scenario::Close => Mix { reads: 10, ..mix },
+            Scenario::Close | Scenario::Operations => Mix { reads: 10, ..mix },
         }
     }
 }
@@ -97,6 +105,8 @@ pub struct Plan {
     pub cut: Option<(u64, After)>,
     /// Where the files go if something is found.
     pub keep: Option<PathBuf>,
+    /// Prints every request that touches this sector.
+    pub trace: Option<u64>,
 }
 
 /// What a story without a finding was.
@@ -184,6 +194,7 @@ struct Story<'a, F: Format> {
     random: SplitMix64,
     rounds: u64,
     ended_at: u64,
+    layers: u64,
 }
 
 impl<'a, F: Format> Story<'a, F> {
@@ -191,21 +202,45 @@ impl<'a, F: Format> Story<'a, F> {
         let mut random = SplitMix64::new(plan.seed ^ 0x5717_0000);
         let machine = Machine::new(plan.seed).map_err(|e| e.to_string())?;
         let sectors = sizes(&mut random);
-        format.create(&machine.place, sectors)?;
         let rounds = match plan.scenario {
             _ if plan.cut.is_some() => 1,
             Scenario::Close => 5,
+            Scenario::Operations => 4,
             _ => 1 + random.below(3),
         };
         let model = Rc::new(RefCell::new(Model::new(sectors)));
         let numbers = Rc::new(Cell::new(1));
-        Ok(Story { format, plan, machine, model, numbers, random, rounds, ended_at: 0 })
+        let (ended_at, layers) = (0, 1);
+        Ok(Story { format, plan, machine, model, numbers, random, rounds, ended_at, layers })
     }
 
     /// Load, its end, and what is there afterwards.
     fn round(&mut self, round: u64, told: &mut Told) -> Result<(), String> {
-        self.snapshot()?;
         let forced = self.plan.cut.filter(|_| round == 0);
+        let operations = self.plan.scenario == Scenario::Operations;
+        if round == 0 {
+            let create = Operation::Create(self.model.borrow().sectors());
+            match operations {
+                true => self.operate(create, forced, told)?,
+                false => self.format.create(&self.machine.place, self.model.borrow().sectors())?,
+            }
+        } else if operations {
+            let operation = self.choose();
+            self.operate(operation, None, told)?;
+        } else if self.layers < MAX_LAYERS && self.random.below(3) == 0 {
+            let snapshot = Operation::Snapshot(self.layers);
+            if self.format.can(snapshot) {
+                self.do_whole(snapshot)?;
+            }
+        }
+        self.use_and_look(forced.filter(|_| !operations), told)
+    }
+
+    fn use_and_look(
+        &mut self,
+        forced: Option<(u64, After)>,
+        told: &mut Told,
+    ) -> Result<(), String> {
         let faulty = self.random.below(4) == 0 && forced.is_none();
         self.trouble(faulty);
         let stop = match forced {
@@ -214,51 +249,138 @@ impl<'a, F: Format> Story<'a, F> {
         };
         self.machine.world.stop_at(stop);
         let (disk_closed, flush_failed) = self.use_disk(faulty)?;
-        self.ended_at = self.machine.world.step();
-        self.machine.world.set_faults(Vec::new());
-        self.machine.world.stop_at(self.machine.world.stopped().then_some(0));
         let after = match forced {
             Some((_, after)) => after,
             None if flush_failed => After::PowerCut,
-            None if disk_closed => [After::Close, After::PowerCut][self.random.below(2) as usize],
-            None => [After::Death, After::PowerCut][self.random.below(2) as usize],
+            None if disk_closed => self.one_of([After::Close, After::PowerCut]),
+            None => self.one_of([After::Death, After::PowerCut]),
         };
+        self.end(after, told)?;
+        let sectors = self.model.borrow().sectors();
+        self.examine(after, &[sectors])
+    }
+
+    fn one_of<T: Copy, const N: usize>(&mut self, all: [T; N]) -> T {
+        all[self.random.below(N as u64) as usize]
+    }
+
+    /// The end of a process, one way or the other.
+    fn end(&mut self, after: After, told: &mut Told) -> Result<(), String> {
+        let world = &self.machine.world;
+        self.ended_at = world.step();
+        world.set_faults(Vec::new());
+        world.stop_at(None);
         let broken = |e| format!("the simulator: {e}");
         match after {
             After::PowerCut => {
                 told.cuts += 1;
-                self.machine.cut_power().map_err(broken)?;
+                self.machine.cut_power().map_err(broken)
             }
             After::Death => {
                 told.deaths += 1;
-                self.machine.kill_process().map_err(broken)?;
+                self.machine.kill_process().map_err(broken)
             }
-            After::Close => told.closes += 1,
+            After::Close => {
+                told.closes += 1;
+                Ok(())
+            }
         }
-        self.examine(after)
     }
 
-    /// Before a round: a new leaf, now and then.
-    fn snapshot(&mut self) -> Result<(), String> {
-        if !self.format.has_snapshots() || self.random.below(3) > 0 {
-            return Ok(());
+    /// An operation that the format has.
+    fn choose(&mut self) -> Operation {
+        let sectors = self.model.borrow().sectors();
+        let grown = sectors + self.one_of([1, 8, 4096, 9000]);
+        let mut all = vec![Operation::Grow(grown)];
+        if self.layers < MAX_LAYERS {
+            all.push(Operation::Snapshot(self.layers));
         }
-        // What the death of a process left behind belongs to the image before it is a parent.
-        let disk = Rc::new(self.format.open(&self.machine.place)?);
-        let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
-        let (at, queue) = (disk.clone(), threads[0].queue.clone());
+        if self.layers > 1 {
+            all.push(Operation::Coalesce);
+        }
+        all.retain(|operation| self.format.can(*operation));
+        match all.len() as u64 {
+            0 => Operation::Create(sectors),
+            n => all[self.random.below(n) as usize],
+        }
+    }
+
+    /// An operation that nothing interrupts.
+    fn do_whole(&mut self, operation: Operation) -> Result<(), String> {
         let issued = self.model.borrow_mut().issue_flush();
-        match self.machine.run(&mut threads[0], async move { at.close(&queue).await })? {
-            Some(Ok(())) => self.model.borrow_mut().flushed(issued),
-            other => return Err(format!("closing before a snapshot: {other:?}")),
-        }
-        drop((threads, disk));
-        for _ in 0..1 + self.random.below(2) {
-            let sectors = self.model.borrow().sectors();
-            self.format.snapshot(&self.machine.place, sectors)?;
-            self.model.borrow_mut().snapshot();
+        let done = self.format.operate(&self.machine.place, operation);
+        done.map_err(|e| format!("{operation:?} failed where nothing was wrong: {e}"))?;
+        let mut model = self.model.borrow_mut();
+        model.flushed(issued);
+        match operation {
+            Operation::Snapshot(_) => {
+                model.snapshot();
+                self.layers += 1;
+            }
+            Operation::Coalesce => self.layers -= 1,
+            Operation::Grow(sectors) => model.grow(sectors),
+            Operation::Create(_) => {}
         }
         Ok(())
+    }
+
+    /// An operation that may be interrupted, and is done again then.
+    fn operate(
+        &mut self,
+        operation: Operation,
+        forced: Option<(u64, After)>,
+        told: &mut Told,
+    ) -> Result<(), String> {
+        if matches!(operation, Operation::Create(_)) && self.format.exists(&self.machine.place) {
+            return Ok(());
+        }
+        let before = self.model.borrow().sectors();
+        let stop = match forced {
+            Some((step, _)) => Some(step),
+            None => self.end_of_round(),
+        };
+        self.trouble(false);
+        self.machine.world.stop_at(stop);
+        let done = self.do_whole(operation);
+        self.ended_at = self.machine.world.step();
+        let stopped = self.machine.world.stopped();
+        let finished = done.is_ok();
+        let after = match forced {
+            Some((_, after)) => after,
+            None if !stopped => self.one_of([After::Close, After::PowerCut]),
+            None => self.one_of([After::Death, After::PowerCut]),
+        };
+        if stopped {
+            self.machine.set_aside().map_err(|e| e.to_string())?;
+            // Not done, or done and not told: a discard may show what was there in either case.
+            if let (Err(_), Operation::Snapshot(_)) = (&done, operation) {
+                self.model.borrow_mut().snapshot();
+            }
+        } else {
+            done?;
+        }
+        self.end(after, told)?;
+        if self.format.exists(&self.machine.place) {
+            let sizes = match operation {
+                Operation::Grow(sectors) if stopped => vec![before, sectors],
+                _ => vec![self.model.borrow().sectors()],
+            };
+            self.examine(after, &sizes)?;
+        } else if !matches!(operation, Operation::Create(_)) {
+            return Err(format!("after {after:?} in {operation:?} there is no image"));
+        } else if !stopped {
+            return Err(format!("after {after:?} a new image is not there"));
+        }
+        // Within seconds a file system writes its journal, whether who asked for it lives or not.
+        let place = &self.machine.place;
+        place.directory.sync(&place.images).map_err(|e| e.to_string())?;
+        let made = matches!(operation, Operation::Create(_)) && self.format.exists(place);
+        if finished || made {
+            return Ok(());
+        }
+        self.do_whole(operation).map_err(|e| format!("again, after {after:?}: {e}"))?;
+        let sectors = self.model.borrow().sectors();
+        self.examine(After::Close, &[sectors])
     }
 
     /// What goes wrong in a round.
@@ -292,7 +414,7 @@ impl<'a, F: Format> Story<'a, F> {
         let queues = 1 + self.random.below(MAX_QUEUES as u64) as usize;
         let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
         let left = match self.plan.scenario {
-            Scenario::Close => 1 + self.random.below(12),
+            Scenario::Close | Scenario::Operations => 1 + self.random.below(12),
             _ => 8 + self.random.below(180),
         };
         let sectors = disk.sectors();
@@ -302,6 +424,7 @@ impl<'a, F: Format> Story<'a, F> {
             model: self.model.clone(),
             seed: self.plan.seed,
             numbers: self.numbers.clone(),
+            trace: self.plan.trace,
             random: RefCell::new(SplitMix64::new(self.random.next_u64())),
             left: Cell::new(left),
             tasks: Cell::new(queues * depth),
@@ -358,7 +481,7 @@ impl<'a, F: Format> Story<'a, F> {
     }
 
     /// Checks the image, opens it, compares all that was ever touched, and now and then the rest.
-    fn examine(&mut self, after: After) -> Result<(), String> {
+    fn examine(&mut self, after: After, sizes: &[u64]) -> Result<(), String> {
         let thorough = self.random.below(16) == 0;
         let place = &self.machine.place;
         // What a process left in the memory that outlives it is part of the image then.
@@ -366,11 +489,11 @@ impl<'a, F: Format> Story<'a, F> {
             self.format.check(place, thorough).map_err(|e| format!("its check says: {e}"))?;
         }
         let disk = Rc::new(self.format.open(place).map_err(|e| format!("after {after:?}: {e}"))?);
-        let sectors = self.model.borrow().sectors();
-        if disk.sectors() != sectors {
-            let now = disk.sectors();
-            return Err(format!("after {after:?} it has {now} sectors, and not {sectors}"));
+        let sectors = disk.sectors();
+        if !sizes.contains(&sectors) {
+            return Err(format!("after {after:?} it has {sectors} sectors, and not {sizes:?}"));
         }
+        self.model.borrow_mut().grow(sectors);
         let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
         for range in self.ranges(sectors) {
             self.compare(after, &disk, &mut threads[0], range)?;
@@ -414,6 +537,9 @@ impl<'a, F: Format> Story<'a, F> {
         let mut model = self.model.borrow_mut();
         for (sector, bytes) in range.zip(bytes.chunks_exact(stamp::SECTOR)) {
             let found = stamp::read(bytes, self.plan.seed, sector);
+            if self.plan.trace == Some(sector) {
+                println!("step {}: after {after:?}: {found:?}", self.ended_at);
+            }
             model.check_after(after, sector, &found)?;
             if let Ok(value) = found {
                 model.settle(after, sector, value);

@@ -11,17 +11,18 @@ use std::time::Duration;
 
 use ferrite_io::arena::Span;
 use ferrite_sim::format::{Disk, Format, Place, Queue};
-use ferrite_sim::raw::Raw;
+use ferrite_sim::images::Images;
 use ferrite_sim::story::{Plan, Scenario, Violation, tell};
 
 /// The first of so many fixed seeds whose story ends badly.
 fn find(format: &impl Format, scenario: Scenario, seeds: u64) -> Option<Box<Violation>> {
-    let plan = |seed| Plan { seed, scenario, cut: None, keep: None };
+    let plan = |seed| Plan { seed, scenario, cut: None, keep: None, trace: None };
     (0..seeds).find_map(|seed| tell(format, &plan(seed)).err())
 }
 
 /// Raw, and a flush that tells the guest what it wants to hear.
 struct DeafFlush;
+const RAW: Images = Images(ferrite_disk::Format::Raw);
 struct DeafDisk(ferrite_disk::Disk);
 
 impl Format for DeafFlush {
@@ -32,11 +33,11 @@ impl Format for DeafFlush {
     }
 
     fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
-        Raw.create(place, sectors)
+        RAW.create(place, sectors)
     }
 
     fn open(&self, place: &Place) -> Result<DeafDisk, String> {
-        Raw.open(place).map(DeafDisk)
+        RAW.open(place).map(DeafDisk)
     }
 
     fn check(&self, _: &Place, _: bool) -> Result<(), String> {
@@ -44,7 +45,7 @@ impl Format for DeafFlush {
     }
 
     fn hot_spots(&self, sectors: u64) -> Vec<u64> {
-        Raw.hot_spots(sectors)
+        RAW.hot_spots(sectors)
     }
 }
 

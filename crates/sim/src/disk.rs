@@ -1,47 +1,13 @@
-//! Raw images.
+//! The disks of this project, used as a backend uses them.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use ferrite_disk::{Extent, Intent, OpenOptions};
+use ferrite_disk::{Extent, Intent};
 use ferrite_io::arena::Span;
 
-use crate::format::{Disk, Format, Place, Queue};
-
-/// A file, byte for byte.
-pub struct Raw;
-
-/// Its file's name.
-const IMAGE: &str = "disk.raw";
-
-impl Format for Raw {
-    type Disk = ferrite_disk::Disk;
-
-    fn name(&self) -> &'static str {
-        "raw"
-    }
-
-    fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
-        let made = File::create_new(place.image(IMAGE)).and_then(|f| f.set_len(sectors * 512));
-        made.map_err(|e| format!("cannot make an image: {e}"))
-    }
-
-    fn open(&self, place: &Place) -> Result<ferrite_disk::Disk, String> {
-        let path = place.image(IMAGE);
-        ferrite_disk::Disk::open(&path.to_string_lossy(), &OpenOptions::default())
-            .map_err(|e| e.to_string())
-    }
-
-    fn check(&self, _: &Place, _: bool) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn hot_spots(&self, sectors: u64) -> Vec<u64> {
-        vec![0, 8, sectors / 2, sectors]
-    }
-}
+use crate::format::{Disk, Queue};
 
 impl Disk for ferrite_disk::Disk {
     fn sectors(&self) -> u64 {
