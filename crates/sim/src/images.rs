@@ -82,7 +82,7 @@ impl Format for Images {
     fn can(&self, operation: Operation) -> bool {
         match operation {
             Operation::Create(_) => true,
-            Operation::Grow(_) => self.0 != Kind::Qcow2,
+            Operation::Grow(_) => self.0 == Kind::Raw,
             Operation::Snapshot(_) => self.0 != Kind::Raw,
             Operation::Coalesce => false,
         }
