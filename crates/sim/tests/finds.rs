@@ -296,7 +296,8 @@ fn a_flush_that_is_not_passed_on_is_found_and_found_again_by_its_seed() {
 #[test]
 fn a_map_that_may_be_durable_before_its_data_is_found() {
     let found = find(&Toy(Order::MissingSync), Scenario::Bitmaps, 100).expect("a violation");
-    assert!(found.what.contains("after a power cut"), "{found}");
+    // By the comparison, or by a read of the next round.
+    assert!(found.what.contains("; found: "), "{found}");
 }
 
 #[test]

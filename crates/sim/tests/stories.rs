@@ -25,7 +25,7 @@ fn raw_keeps_its_promises() {
 /// Stories that ended badly once.
 #[test]
 fn what_was_mended_stays_mended() {
-    use ferrite_disk::Format::{Raw, Vhd};
+    use ferrite_disk::Format::{Qcow2, Raw, Vhd};
     for (format, scenario, seed) in [
         // A grow that was interrupted, and done again without a sync.
         (Raw, Scenario::Operations, 166),
@@ -33,6 +33,10 @@ fn what_was_mended_stays_mended() {
         (Vhd, Scenario::Discards, 28),
         // A batmap that said full where a discard had cleared bits.
         (Vhd, Scenario::Discards, 83),
+        // A temporary name that a power cut brought back, of a file that was finished.
+        (Vhd, Scenario::Operations, 20),
+        // A commit after a sync that failed, of clusters whose copied data was lost.
+        (Qcow2, Scenario::FlushStorm, 58),
     ] {
         let plan = Plan { seed, scenario, cut: None, keep: None, trace: None };
         if let Err(found) = tell(&Images(format), &plan) {
@@ -44,4 +48,9 @@ fn what_was_mended_stays_mended() {
 #[test]
 fn vhd_keeps_its_promises() {
     tell_all(&Images(ferrite_disk::Format::Vhd), 8);
+}
+
+#[test]
+fn qcow2_keeps_its_promises() {
+    tell_all(&Images(ferrite_disk::Format::Qcow2), 8);
 }

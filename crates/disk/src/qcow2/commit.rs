@@ -69,9 +69,25 @@ impl Qcow2 {
         self.commit(port).await
     }
 
+    /// A sync that fails has made the kernel forget what was not written, and the next one is
+    /// told nothing of it: in clusters that were copied there is data of long ago, too. So the
+    /// entries that refer to them must not reach the disk any more.
+    pub(super) async fn sync(&self, port: &Port) -> io::Result<()> {
+        let done = meta::sync(port).await;
+        if done.is_err() {
+            self.lost.store(true, Ordering::Release);
+        }
+        done
+    }
+
     async fn commit_alone(&self, port: &Port) -> io::Result<()> {
+        if self.lost.load(Ordering::Acquire) {
+            let text = "a sync of this image has failed, and what was written before may be lost: \
+                        nothing is committed until it is opened again";
+            return Err(io::Error::other(text));
+        }
         self.lower_counts(port).await?;
-        let Some(dirty) = self.begin_commit() else { return meta::sync(port).await };
+        let Some(dirty) = self.begin_commit() else { return self.sync(port).await };
         let mut commit = Commit { image: self, dirty, done: false };
         let done = self.write_dirty(port, &commit.dirty).await;
         commit.done = done.is_ok();
@@ -129,7 +145,7 @@ impl Qcow2 {
         })
         .await?;
         self.write_slices(port, &dirty.fresh).await?;
-        meta::sync(port).await?;
+        self.sync(port).await?;
         if dirty.known.is_empty() && dirty.l1.is_empty() {
             return Ok(());
         }
@@ -140,7 +156,7 @@ impl Qcow2 {
             self.l1_sector(dirty.l1[i], block);
         })
         .await?;
-        meta::sync(port).await
+        self.sync(port).await
     }
 
     async fn write_slices(&self, port: &Port, slices: &[u64]) -> io::Result<()> {
@@ -228,7 +244,7 @@ impl Qcow2 {
         if cut && self.medium.bytes_now()? > used_end {
             meta::again(|| port.io.set_len(port.files[0], used_end)).await?;
             self.limit.store(used_end, Ordering::Release);
-            meta::sync(port).await?;
+            self.sync(port).await?;
         }
         self.state().journal.remove()
     }

@@ -194,7 +194,7 @@ impl Qcow2 {
         }
         let count = self.blocks_at_once(at, block, entries);
         self.make_blocks(port, at, count, count).await?;
-        meta::sync(port).await?;
+        self.sync(port).await?;
         let bits = self.header.cluster_bits;
         let (first, sectors) = {
             let mut state = self.state();
@@ -208,7 +208,7 @@ impl Qcow2 {
         };
         let offset = self.reftable_offset() + first * 512;
         let done = match meta::write(port, port.files[0], offset, &sectors).await {
-            Ok(()) => meta::sync(port).await,
+            Ok(()) => self.sync(port).await,
             failed => failed,
         };
         if let Err(e) = done {
@@ -303,7 +303,7 @@ impl Qcow2 {
         let offset = (at + blocks) << bits;
         let bytes: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
         meta::write(port, port.files[0], offset, &bytes).await?;
-        meta::sync(port).await?;
+        self.sync(port).await?;
         self.patch_header(port, |sector| {
             sector[48..56].copy_from_slice(&offset.to_be_bytes());
             sector[56..60].copy_from_slice(&(clusters as u32).to_be_bytes());
@@ -327,7 +327,7 @@ impl Qcow2 {
         let mut sector = meta::read(port, port.files[0], 0, 512).await?;
         change(&mut sector);
         meta::write(port, port.files[0], 0, &sector).await?;
-        meta::sync(port).await
+        self.sync(port).await
     }
 
     /// What has to be done before the first write: features that this program does not keep up to

@@ -76,6 +76,8 @@ pub(crate) struct Qcow2 {
     ready: AtomicBool,
     /// Somebody is about to look for the next run.
     refilling: AtomicBool,
+    /// A sync has failed: nothing is committed any more.
+    lost: AtomicBool,
     /// The cluster that was unpacked last: its entry and its bytes.
     unpacked: Mutex<(u64, Vec<u8>)>,
     commits: SharedLock,

@@ -58,6 +58,7 @@ impl Qcow2 {
             limit: AtomicU64::new(tables.limit),
             ready: AtomicBool::new(false),
             refilling: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
             unpacked: Mutex::new((0, Vec::new())),
             commits: SharedLock::new(),
             growth: SharedLock::new(),

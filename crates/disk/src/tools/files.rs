@@ -62,7 +62,10 @@ impl Workshop<'_> {
             Ok(_) => {}
             // Of a program that was killed, or of one that is at work.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                self.open_new(path)?;
+                // Or, after a crash, a second name of a file that was finished.
+                if !same_file(path, to).unwrap_or(false) {
+                    self.open_new(path)?;
+                }
                 self.directory.remove(path).map_err(|e| broken(what(), e))?;
                 self.directory.create_new(path).map_err(|e| broken(what(), e))?;
             }
