@@ -1,11 +1,17 @@
 //! The first stories of all kinds, of the formats that are served.
 
+use std::sync::{Mutex, PoisonError};
+
 use ferrite_sim::format::Format;
 use ferrite_sim::images::Images;
 use ferrite_sim::story::{Plan, Scenario, tell};
 
+/// A program that one test starts would, for a moment, hold the locks of another test's images.
+static ALONE: Mutex<()> = Mutex::new(());
+
 /// Tells the stories of the first so many seeds.
 fn tell_all(format: &impl Format, seeds: u64) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for scenario in Scenario::ALL {
         for seed in 0..seeds {
             if let Err(found) =
@@ -25,6 +31,7 @@ fn raw_keeps_its_promises() {
 /// Stories that ended badly once.
 #[test]
 fn what_was_mended_stays_mended() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     use ferrite_disk::Format::{Qcow2, Raw, Vhd};
     for (format, scenario, seed) in [
         // A grow that was interrupted, and done again without a sync.

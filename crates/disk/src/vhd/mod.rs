@@ -306,7 +306,7 @@ fn sparse(
             (Journal::open(None, identity, RECORD_WORDS, RECORDS)?.0, records)
         }
     };
-    let full_on_disk = AtomicBool::new(meta.places.iter().any(|(_, full)| *full));
+    let full_on_disk = AtomicBool::new(meta.full.iter().any(|bits| *bits != 0));
     let blocks = Blocks::new(Opened {
         layout: meta.layout,
         table_offset: meta.header.table_offset,
