@@ -4,9 +4,12 @@
 mod model;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use ferrite_disk::{OpenOptions, Session};
+use ferrite_io::engines::EngineChoice;
 use model::{Model, check_clean, compare, pattern, qemu, session};
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -222,5 +225,75 @@ proptest! {
     #[test]
     fn a_child_of_version_2_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..40)) {
         run_child("compat=0.10", "compat=0.10,cluster_size=128k", &ops);
+    }
+}
+
+/// Each thread has every fourth sector of the disk, so all write to the same clusters at once.
+fn several_queues(image: &Path, metadata_bytes: usize, model: &mut Model) {
+    const THREADS: u64 = 4;
+    let options = OpenOptions { metadata_bytes, ..OpenOptions::default() };
+    let name = ferrite_disk::ImageName::parse(image.to_str().unwrap()).unwrap();
+    let disk = Arc::new(ferrite_disk::Disk::open_image(&name, &options).unwrap());
+    let session = |disk: &Arc<ferrite_disk::Disk>| {
+        let kind = EngineChoice::Auto.decide().unwrap().kind;
+        Session::new(disk.clone(), |arena| kind.open(arena, 64)).unwrap()
+    };
+    let work = |thread: u64| {
+        let mut session = session(&disk);
+        let mut part = Model::default();
+        for i in 0..400u64 {
+            let sector = (i / 3 * 7919 + i % 3 * 4) % (SECTORS / THREADS) * THREADS + thread;
+            session.write(sector * 512, &pattern(sector, 1, i + 1)).unwrap();
+            part.write(sector, 1, i + 1);
+            let mut bytes = [0; 512];
+            session.read(sector * 512, &mut bytes).unwrap();
+            assert!(bytes[..] == part.bytes(sector, 1), "sector {sector} just after its write");
+            if i % 97 == thread * 20 {
+                session.flush().unwrap();
+            }
+        }
+        part
+    };
+    let work = &work;
+    let parts: Vec<Model> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|t| scope.spawn(move || work(t))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    parts.into_iter().for_each(|part| model.0.extend(part.0));
+    let mut last = session(&disk);
+    compare(&mut last, model);
+    last.close().unwrap();
+    drop(disk);
+    check_clean(image);
+    let options = OpenOptions { wait_for_lock: Some(Duration::from_secs(10)), ..options };
+    compare(&mut model::session(image.to_str().unwrap(), &options).unwrap(), model);
+}
+
+#[test]
+fn several_queues_write_to_the_same_clusters_at_once() {
+    for (options, metadata_bytes) in
+        [("cluster_size=64k", 16 << 20), ("cluster_size=4k", 0), ("cluster_size=512", 0)]
+    {
+        let dir = tmpfs();
+        let Some(image) = make(dir.path(), "a.qcow2", &["-o", options]) else { return };
+        several_queues(&image, metadata_bytes, &mut Model::default());
+    }
+}
+
+#[test]
+fn several_queues_copy_the_same_clusters_at_once() {
+    for (options, metadata_bytes) in [("cluster_size=64k", 16 << 20), ("cluster_size=4k", 0)] {
+        let dir = tmpfs();
+        let Some(base) = make(dir.path(), "base.qcow2", &["-o", options]) else { return };
+        let mut model = Model::default();
+        let mut session = model::open(base.to_str().unwrap());
+        for first in (0..SECTORS - 256).step_by(512) {
+            session.write(first * 512, &pattern(first, 256, 77)).unwrap();
+            model.write(first, 256, 77);
+        }
+        session.close().unwrap();
+        let backing = ["-b", base.to_str().unwrap(), "-F", "qcow2", "-o", options];
+        let Some(image) = make(dir.path(), "a.qcow2", &backing) else { return };
+        several_queues(&image, metadata_bytes, &mut model);
     }
 }
