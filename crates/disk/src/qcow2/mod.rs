@@ -7,7 +7,7 @@
 //! commits are slow paths.
 //!
 //! # What survives what
-//! The order of writes is with [`commit`](Qcow2::commit). On disk, a refcount is never smaller
+//! The order of writes is with `Qcow2::commit`. On disk, a refcount is never smaller
 //! than the number of references: after a cut of the power clusters may be leaked, nothing else.
 //! Clusters that lose their last reference while the image is open are not given out again before
 //! it is opened the next time: operations that were in flight may still be on their way to them.
