@@ -157,3 +157,80 @@ fn a_chain_reads_the_youngest_data() {
     assert!(said.contains(&second.uuid.to_string()), "{said}");
     assert!(said.contains("middle.vhd"), "{said}");
 }
+
+#[test]
+fn qemu_writes_to_ours() {
+    let dir = dir_on_disk();
+    let path = at(&dir, "ours.vhd");
+    create(&path, &NewImage::dynamic(20 * MIB)).unwrap();
+    // QEMU does not know the batmap, and puts its first block there.
+    for (pattern, offset) in [(7, "1M"), (8, "19M")] {
+        let write = format!("write -P {pattern} {offset} 64k");
+        if peer("qemu-io", &["-f", "vpc", "-c", &write, name(&path)]).is_none() {
+            return;
+        }
+    }
+    for round in 0..2 {
+        let mut disk = queue(&path);
+        assert_eq!(disk.read(MIB, 65536).unwrap(), [7; 65536], "{round}");
+        assert_eq!(disk.read(19 * MIB, 65536).unwrap(), [8; 65536]);
+        assert_eq!(disk.read(0, 65536).unwrap(), [0; 65536]);
+        disk.write(8 * MIB, &[9; 4096]).unwrap();
+        disk.close().unwrap();
+    }
+    let read = ["read -P 7 1M 64k", "read -P 8 19M 64k", "read -P 9 8M 4k", "read -P 0 0 64k"];
+    for read in read {
+        let said = peer("qemu-io", &["-r", "-f", "vpc", "-c", read, name(&path)]).unwrap();
+        assert!(!said.contains("failed"), "{read}: {said}");
+    }
+}
+
+/// A chain mounted by libvhdi, as long as it lives.
+struct Mounted(std::path::PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        common::run("umount", &[name(&self.0)]);
+    }
+}
+
+#[test]
+fn libvhdi_reads_a_chain_of_ours() {
+    let dir = dir_on_disk();
+    const BYTES: u64 = 8 * MIB;
+    let (base, leaf, mount) = (at(&dir, "base.vhd"), at(&dir, "leaf.vhd"), at(&dir, "mnt"));
+    let footer = create(&base, &NewImage::dynamic(BYTES)).unwrap();
+    let mut disk = queue(&base);
+    for at in (0..BYTES).step_by(65536 * 3) {
+        disk.write(at, &vec![(at >> 16) as u8 + 1; 65536]).unwrap();
+    }
+    disk.close().unwrap();
+    drop(disk);
+    create(&leaf, &NewImage::differencing(BYTES, parent(&base, &footer))).unwrap();
+    let mut disk = queue(&leaf);
+    // In units of 4 KiB: where a byte of a bitmap says "some", libvhdi 20210425 takes the rest of
+    // its sectors for zeros, whatever the parent has.
+    for at in (4096..BYTES).step_by(12 * 4096) {
+        disk.write(at, &[0xF0 + (at / 4096 % 7) as u8; 4096]).unwrap();
+    }
+    disk.close().unwrap();
+    let mut ours = Vec::new();
+    for at in (0..BYTES).step_by(MIB as usize) {
+        ours.extend(disk.read(at, MIB as usize).unwrap());
+    }
+    drop(disk);
+    fs::create_dir(&mount).unwrap();
+    if !Path::new("/dev/fuse").exists() {
+        eprintln!("skipped: there is no FUSE here");
+        return;
+    }
+    if peer("vhdimount", &[name(&leaf), name(&mount)]).is_none() {
+        return;
+    }
+    let mounted = Mounted(mount);
+    // The numbers count from the base.
+    let theirs = fs::read(mounted.0.join("vhdi2")).unwrap();
+    assert_eq!(theirs.len(), ours.len());
+    let differs = theirs.iter().zip(&ours).position(|(a, b)| a != b);
+    assert_eq!(differs, None, "byte {differs:?}");
+}

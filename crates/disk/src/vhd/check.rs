@@ -138,9 +138,9 @@ pub(super) struct Survey {
 pub(super) struct SparseSurvey {
     pub(super) header: Header,
     pub(super) batmap: Option<Batmap>,
-    /// Bits for full blocks, as the bitmaps say.
+    /// Bits of the batmap, as the bitmaps say.
     pub(super) full: Vec<u8>,
-    /// Where the last part ends that is used.
+    /// Where the footer of a file belongs.
     pub(super) end: u64,
     /// Parts before that which nothing refers to.
     pub(super) gaps: Vec<(u64, u64)>,
@@ -243,11 +243,17 @@ fn survey_blocks(
             report.add(Problem::Overlap, entry_at(pair[1].block), why);
         }
     }
-    let full = read_bitmaps(raw, report, footer, &layout, &placed)?;
+    let mut full = read_bitmaps(raw, report, footer, &layout, &placed)?;
     if let Some(batmap) = &batmap {
         check_batmap(raw, report, footer, batmap, &full)?;
     }
     let (end, gaps) = unused(&layout, &placed);
+    let qemu = footer.kind == Kind::Dynamic
+        && layout.qemu_overwrites_batmap(placed.iter().map(|p| p.sector));
+    let end = layout.footer_at(end, qemu);
+    if qemu {
+        full.fill(0);
+    }
     check_leaks(report, raw.is_file(), footers, end, &gaps);
     // With entries that make no sense nothing can be said about what is unused.
     let sound = report.findings[before..]

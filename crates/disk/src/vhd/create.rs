@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{self, Creator, Footer, Kind};
 use super::format::header::{self, DEFAULT_BLOCK_BYTES, Header};
-use super::format::layout::UNUSED;
+use super::format::layout::{Layout, UNUSED};
 use super::format::locator::{self, Locator, MAX_TEXT_BYTES};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR, Stamp, Uuid, whole_sectors};
 use super::pieces::{write_bytes, write_filled};
@@ -93,6 +93,8 @@ struct Plan {
     sparse: Option<SparsePlan>,
     /// Where metadata ends, or the data of a fixed disk.
     end: u64,
+    /// Where the footer of a file stands.
+    footer_at: u64,
 }
 
 struct SparsePlan {
@@ -115,7 +117,7 @@ impl Plan {
                 return Err("a fixed image cannot have a parent".into());
             }
             let footer = Footer::new(Kind::Fixed, new.bytes, Creator::LIBVHD, &new.stamp);
-            return Ok(Plan { footer, sparse: None, end: new.bytes });
+            return Ok(Plan { footer, sparse: None, end: new.bytes, footer_at: new.bytes });
         }
         Plan::sparse(new, path)
     }
@@ -152,12 +154,20 @@ impl Plan {
             texts = set_parent(&mut header, parent, path, end)?;
             end += header.locators.iter().map(Locator::room_bytes).sum::<u64>();
         }
-        Ok(Plan { footer, sparse: Some(SparsePlan { header, batmap, texts }), end })
+        let mut footer_at = end;
+        if kind == Kind::Dynamic {
+            let layout = Layout::new(&footer, &header, batmap.as_ref(), u64::MAX);
+            let layout = layout.map_err(|bad| bad.to_string())?;
+            let qemu = layout.qemu_overwrites_batmap(std::iter::empty());
+            footer_at = layout.footer_at(end, qemu);
+        }
+        let sparse = Some(SparsePlan { header, batmap, texts });
+        Ok(Plan { footer, sparse, end, footer_at })
     }
 
     async fn write(&self, port: &Port, device_bytes: Option<u64>) -> io::Result<()> {
         let (io, file) = (&port.io, port.files[0]);
-        let footer_at = device_bytes.map_or(self.end, |bytes| bytes - SECTOR);
+        let footer_at = device_bytes.map_or(self.footer_at, |bytes| bytes - SECTOR);
         if device_bytes.is_some() {
             // What may have been an image is none from here on.
             let none = [0; SECTOR as usize];

@@ -25,7 +25,7 @@ impl Vhd {
             Footer { uuid: child.footer.uuid, hidden: child.footer.hidden, ..self.footer.clone() };
         let end = match &self.body {
             Body::Fixed => self.bytes(),
-            Body::Sparse(sparse) => sparse.blocks.end(),
+            Body::Sparse(sparse) => sparse.blocks.footer_at(),
         };
         replace_footers(port, 0, &self.raw, &footer, end).await
     }

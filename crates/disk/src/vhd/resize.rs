@@ -4,10 +4,10 @@ use std::io;
 
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
-use super::format::footer::Footer;
+use super::format::footer::{Footer, Kind};
 use super::format::geometry::Geometry;
 use super::format::header::{self, Header};
-use super::format::layout::UNUSED;
+use super::format::layout::{Layout, UNUSED};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR, whole_sectors};
 use super::pieces::{write_bytes, write_filled, write_pieces};
 use super::{Body, Sparse, Vhd};
@@ -97,9 +97,9 @@ impl Vhd {
         footer: &Footer,
         blocks: u32,
     ) -> io::Result<()> {
-        let mut end = sparse.blocks.end();
+        let mut end = sparse.blocks.footer_at();
         if blocks > sparse.header.max_entries {
-            end = self.move_table(port, sparse, footer, blocks, end).await?;
+            end = self.move_table(port, sparse, footer, blocks).await?;
         } else if let (Some(map), Some(at)) =
             (&sparse.batmap, Batmap::header_offset(footer, &sparse.header))
         {
@@ -114,18 +114,18 @@ impl Vhd {
         replace_footers(port, 0, &self.raw, footer, end).await
     }
 
-    /// Writes a larger table behind everything else, and has the header name it. Returns the new
-    /// end.
+    /// Writes a larger table behind everything else, and has the header name it. Returns where the
+    /// footer of a file belongs. No block is behind the new batmap, so it stays empty for now (see
+    /// `Layout::qemu_overwrites_batmap`).
     async fn move_table(
         &self,
         port: &Port,
         sparse: &Sparse,
         footer: &Footer,
         blocks: u32,
-        end: u64,
     ) -> io::Result<u64> {
         let file = port.files[0];
-        let table_offset = end.next_multiple_of(4096);
+        let table_offset = sparse.blocks.end().next_multiple_of(4096);
         let header = Header { table_offset, max_entries: blocks, ..sparse.header.clone() };
         let table_bytes = whole_sectors(u64::from(blocks) * 4);
         let mut end = table_offset + table_bytes;
@@ -147,9 +147,8 @@ impl Vhd {
         .await?;
         if let Some((at, map)) = &map {
             write_filled(port, file, map.offset, map.len, 0).await?;
-            let full = sparse.blocks.batmap(batmap::covered_bytes(footer.current_size) as usize);
-            let raw = map.header_for(&full);
-            write_bytes(port, file, &[(map.offset, &full), (*at, &raw)]).await?;
+            let raw = map.header_for(&vec![0; batmap::covered_bytes(footer.current_size) as usize]);
+            write_bytes(port, file, &[(*at, &raw)]).await?;
         }
         port.io.sync(file).await?;
         // The second sector stays, whatever is in its reserved fields.
@@ -157,6 +156,10 @@ impl Vhd {
         let first = header.moved_table(&old).ok_or(io::ErrorKind::UnexpectedEof)?;
         write_bytes(port, file, &[(footer.data_offset, &first)]).await?;
         port.io.sync(file).await?;
-        Ok(end)
+        let map = map.as_ref().map(|(_, map)| map);
+        let layout = Layout::new(footer, &header, map, u64::MAX);
+        let layout = layout.map_err(|bad| io::Error::new(io::ErrorKind::InvalidData, bad))?;
+        let qemu = footer.kind == Kind::Dynamic;
+        Ok(layout.footer_at(end, qemu && layout.qemu_overwrites_batmap(std::iter::empty())))
     }
 }

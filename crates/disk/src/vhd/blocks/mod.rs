@@ -483,15 +483,26 @@ impl Blocks {
         self.padding(i) | u64::MAX.checked_shr(in_word as u32).unwrap_or(0)
     }
 
-    /// Where the footer belongs, if the image was changed or `anyway`; no block is placed from
-    /// now on.
+    /// Where the footer of a file belongs, if the image was changed or `anyway`; no block is placed
+    /// from now on.
     pub(super) fn closing(&self, anyway: bool) -> Option<u64> {
         let mut state = self.lock();
-        let wanted = state.changed || anyway;
-        if wanted {
-            state.run_end = state.next;
+        if !state.changed && !anyway {
+            return None;
         }
-        wanted.then_some(state.next)
+        state.run_end = state.next;
+        drop(state);
+        Some(self.footer_at())
+    }
+
+    /// Where the footer of a file belongs.
+    pub(super) fn footer_at(&self) -> u64 {
+        self.layout.footer_at(self.end(), self.qemu_overwrites_batmap())
+    }
+
+    fn qemu_overwrites_batmap(&self) -> bool {
+        let placed = (0..self.table.len() as u32).filter_map(|block| self.place_of(block));
+        !self.differencing && self.layout.qemu_overwrites_batmap(placed)
     }
 
     /// Everything is on disk.
@@ -536,9 +547,12 @@ impl Blocks {
         Ok(None)
     }
 
-    /// The bits of the batmap: blocks that are known to be full.
+    /// The bits of the batmap: blocks that are known to be full; none where QEMU needs zeros.
     pub(super) fn batmap(&self, bytes: usize) -> Vec<u8> {
         let mut map = vec![0; bytes];
+        if self.qemu_overwrites_batmap() {
+            return map;
+        }
         for (block, entry) in self.table.iter().enumerate().take(bytes * 8) {
             if Entry(entry.load(Ordering::Acquire)).state() == Where::Full {
                 map[block / 8] |= 0x80 >> (block % 8);

@@ -30,6 +30,9 @@ pub(crate) struct Layout {
     pub(crate) bitmap_bytes: u64,
     /// Bytes of the file or device.
     pub(crate) medium_bytes: u64,
+    /// Where the block table ends.
+    table_end: u64,
+    has_batmap: bool,
 }
 
 impl Layout {
@@ -72,7 +75,32 @@ impl Layout {
         // Header::parse has seen that this is at most MAX_BLOCKS.
         let blocks = footer.current_size.div_ceil(block_bytes) as u32;
         let bitmap_bytes = whole_sectors(block_bytes.div_ceil(SECTOR * 8));
-        Ok(Layout { regions, blocks, block_bytes, bitmap_bytes, medium_bytes })
+        Ok(Layout {
+            regions,
+            blocks,
+            block_bytes,
+            bitmap_bytes,
+            medium_bytes,
+            table_end: header.table_offset + table_bytes,
+            has_batmap: batmap.is_some(),
+        })
+    }
+
+    /// Whether QEMU would put the next new block over the batmap, which it does not know: behind
+    /// the table it sees the end of the last of `blocks`, given by their sectors, or nothing. It
+    /// takes for granted that there are zeros, so then all bits of the batmap are clear, and the
+    /// footer has the place that [`footer_at`](Self::footer_at) says.
+    pub(crate) fn qemu_overwrites_batmap(&self, blocks: impl Iterator<Item = u32>) -> bool {
+        self.has_batmap && !{ blocks }.any(|sector| u64::from(sector) * SECTOR >= self.table_end)
+    }
+
+    /// Where the footer of a file stands whose used parts end at `end`. If QEMU overwrites the
+    /// batmap: behind the block that it would put there, where it writes its own footer.
+    pub(crate) fn footer_at(&self, end: u64, qemu_overwrites_batmap: bool) -> u64 {
+        match qemu_overwrites_batmap {
+            true => end.max(self.table_end + self.stride()),
+            false => end,
+        }
     }
 
     /// Bytes that a block takes in the file, bitmap and data.
