@@ -111,6 +111,11 @@ impl Journal {
         }
     }
 
+    /// Whether there is one for the image with this inode.
+    pub(crate) fn exists(dir: Option<&Path>, inode: (u64, u64)) -> bool {
+        dir.is_some_and(|dir| path_in(dir, inode).exists())
+    }
+
     fn records(&self) -> Vec<Record> {
         let Some((shm, _)) = &self.file else { return Vec::new() };
         let record = |slot| {

@@ -4,6 +4,8 @@ use std::path::Path;
 
 use super::files::is_write_protected;
 use super::{Info, LayerInfo, Usage, Workshop, broken, extents, formats};
+use crate::image::Layer;
+use crate::journal::Journal;
 use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
 
 impl Workshop<'_> {
@@ -21,11 +23,19 @@ impl Workshop<'_> {
         let chain = match disk {
             Disk::Null(_) => Vec::new(),
             Disk::Raw(raw) => vec![raw_info(raw)?],
-            Disk::Image(image) => {
-                image.layers().iter().map(formats::layer_info).collect::<Result<_, _>>()?
-            }
+            Disk::Image(image) => image
+                .layers()
+                .iter()
+                .map(|layer| self.layer_info(layer))
+                .collect::<Result<_, _>>()?,
         };
         Ok(Info { virtual_bytes, chain })
+    }
+
+    fn layer_info(&self, layer: &Layer) -> Result<LayerInfo, DiskError> {
+        let inode = examined(layer.medium(), layer.medium().inode())?;
+        let journal = Journal::exists(self.state_dir.as_deref(), inode);
+        Ok(LayerInfo { journal, ..formats::layer_info(layer)? })
     }
 
     /// What a disk takes: in its images, and on the file systems.
@@ -45,7 +55,7 @@ impl Workshop<'_> {
 }
 
 pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
-    let disk_bytes = medium_bytes(raw, extents::disk_bytes(raw))?;
+    let disk_bytes = examined(raw, extents::disk_bytes(raw))?;
     Ok(LayerInfo {
         virtual_bytes: raw.sectors() * SECTOR_BYTES,
         allocated_bytes: Some(disk_bytes.min(raw.sectors() * SECTOR_BYTES)),
@@ -62,16 +72,16 @@ pub(super) fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskErro
         kind: None,
         virtual_bytes: 0,
         allocated_bytes: None,
-        file_bytes: medium_bytes(raw, raw.bytes_now())?,
-        disk_bytes: medium_bytes(raw, extents::disk_bytes(raw))?,
+        file_bytes: examined(raw, raw.bytes_now())?,
+        disk_bytes: examined(raw, extents::disk_bytes(raw))?,
         unit_bytes: None,
         uuid: None,
         creator: None,
         journal: false,
-        read_only: medium_bytes(raw, is_write_protected(path))?,
+        read_only: examined(raw, is_write_protected(path))?,
     })
 }
 
-fn medium_bytes<T>(raw: &Raw, found: std::io::Result<T>) -> Result<T, DiskError> {
+fn examined<T>(raw: &Raw, found: std::io::Result<T>) -> Result<T, DiskError> {
     found.map_err(|e| broken(format!("cannot examine {}", raw.path().display()), e))
 }
