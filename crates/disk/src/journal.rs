@@ -47,7 +47,10 @@ pub(crate) struct Slot(u32);
 pub(crate) struct Journal {
     file: Option<(Shm, PathBuf)>,
     words: usize,
+    /// Slots below `fresh` that have no record.
     free: Vec<u32>,
+    /// From here on no slot was ever used. Most images need few, and chains are long.
+    fresh: u32,
     capacity: u32,
 }
 
@@ -63,7 +66,7 @@ impl Journal {
         words: usize,
         capacity: u32,
     ) -> Result<(Journal, Vec<Record>), DiskError> {
-        let mut journal = Journal { file: None, words, free: Vec::new(), capacity };
+        let mut journal = Journal { file: None, words, free: Vec::new(), fresh: 0, capacity };
         let mut records = Vec::new();
         if let Some(dir) = dir {
             let path = path_in(dir, identity.inode);
@@ -87,8 +90,11 @@ impl Journal {
             journal.file = Some((shm, path));
             records = journal.records();
         }
-        journal.free = (0..capacity).rev().collect();
-        journal.free.retain(|slot| !records.iter().any(|r| r.slot.0 == *slot));
+        // The records come in the order of their slots.
+        for record in &records {
+            journal.free.extend(journal.fresh..record.slot.0);
+            journal.fresh = record.slot.0 + 1;
+        }
         Ok((journal, records))
     }
 
@@ -137,7 +143,14 @@ impl Journal {
     /// If `key` is `u64::MAX`, or the number of words is not what the journal was made for.
     pub(crate) fn claim(&mut self, key: u64, words: &[u64]) -> Option<Slot> {
         assert!(key < u64::MAX && words.len() == self.words, "not a record of this journal");
-        let slot = self.free.pop()?;
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None if self.fresh < self.capacity => {
+                self.fresh += 1;
+                self.fresh - 1
+            }
+            None => return None,
+        };
         if let Some((shm, _)) = &self.file {
             let at = self.at(slot);
             for (i, word) in words.iter().enumerate() {
@@ -170,12 +183,12 @@ impl Journal {
 
     /// Records in it.
     pub(crate) fn len(&self) -> usize {
-        self.capacity as usize - self.free.len()
+        self.capacity as usize - self.room()
     }
 
     /// Records that there is room for.
     pub(crate) fn room(&self) -> usize {
-        self.free.len()
+        (self.capacity - self.fresh) as usize + self.free.len()
     }
 
     /// The image is closed in good order: there is nothing to take over.

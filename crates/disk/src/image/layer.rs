@@ -248,7 +248,10 @@ fn find_raw(raw: &Raw, offset: u64, len: u64) -> Found {
 /// Opens an image and its parents. The leaf is opened as the options say, parents read-only.
 pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<Layer>, DiskError> {
     let mut layers = vec![open_layer(name, options)?];
-    let parents = OpenOptions { read_only: true, ..options.clone() };
+    // How many there are is known at the end; until then each gets little, so that a chain that
+    // is made to harm takes little, too (security.md T17).
+    let metadata_bytes = options.metadata_bytes / 16;
+    let parents = OpenOptions { read_only: true, metadata_bytes, ..options.clone() };
     while let Some(found) = open_parent(&layers, &parents)? {
         layers.push(found);
     }
