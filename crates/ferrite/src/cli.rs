@@ -259,11 +259,6 @@ impl Mode {
     pub(crate) fn writes(self) -> bool {
         matches!(self, Mode::Write | Mode::Randwrite | Mode::Randrw)
     }
-
-    /// Whether blocks are chosen at random.
-    pub(crate) fn is_random(self) -> bool {
-        matches!(self, Mode::Randread | Mode::Randwrite | Mode::Randrw)
-    }
 }
 
 /// `ferrite bench-guest`.

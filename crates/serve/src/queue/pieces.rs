@@ -117,7 +117,9 @@ mod tests {
         }
         assert!(!pieces.reserve(MAX_PIECES));
         assert_eq!(taken.len(), 32 + SPARE_PIECES / (MAX_PIECES - 1) * (MAX_PIECES - 1));
-        taken.into_iter().for_each(|i| drop(pieces.remove(i)));
+        for index in taken {
+            pieces.remove(index);
+        }
         pieces.give_back(1 + SPARE_PIECES / (MAX_PIECES - 1) * (MAX_PIECES - 1));
         assert!(pieces.spare == SPARE_PIECES && pieces.free.len() == 32 + SPARE_PIECES);
     }
