@@ -57,6 +57,9 @@ pub(super) struct Copying<'a> {
     /// Whoever has it looks for the next piece.
     looking: SharedLock,
     next: Cell<u64>,
+    /// Up to here there is data: how far a run of it goes is asked once, as some file systems
+    /// (tmpfs) walk all of it for the answer.
+    data_end: Cell<u64>,
     end: u64,
     /// Where the pieces begin that are on their way.
     in_flight: RefCell<BTreeSet<u64>>,
@@ -85,6 +88,7 @@ impl<'a> Copying<'a> {
             zeros,
             looking: SharedLock::new(),
             next: Cell::new(0),
+            data_end: Cell::new(0),
             end: from.sectors() * SECTOR_BYTES,
             in_flight: RefCell::default(),
             stop: Stop::default(),
@@ -154,14 +158,20 @@ impl<'a> Copying<'a> {
             if !(self.shop.progress)(progress) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
-            let (what, len) = self.look(at).await?;
+            let (what, len) = match self.data_end.get().checked_sub(at) {
+                Some(len @ 1..) => (Some(What::Packed), len),
+                _ => self.look(at).await?,
+            };
             let (zeros, most) = match what {
                 Some(What::Zeros) if self.mode == Mode::Merge => (true, ZERO_PIECE),
                 Some(What::Zeros) | None => {
                     self.next.set(at + len);
                     continue;
                 }
-                Some(What::Data(_) | What::Packed) => (false, PIECE),
+                Some(What::Data(_) | What::Packed) => {
+                    self.data_end.set(at + len);
+                    (false, PIECE)
+                }
             };
             let len = len.min(most - at % most);
             self.in_flight.borrow_mut().insert(at);
