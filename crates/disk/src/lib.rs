@@ -2,7 +2,7 @@
 //!
 //! A disk is a *translation*. [`Disk::map`] answers from memory, without waiting, where a range
 //! of the disk lies; the caller merges neighbours and does the I/O on its own queue. Whatever has
-//! to wait (flush, discard, writing zeros) is an `async fn` on the caller's [`Io`].
+//! to wait (flush, discard, writing zeros) is an `async fn` on the caller's [`Port`].
 //!
 //! * [`Raw`]: a regular file or a block device, byte for byte.
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
@@ -217,7 +217,7 @@ impl Disk {
     }
 
     /// The open files that [`Extent::Data`] names by index. Every queue registers all of them,
-    /// in this order, with its own engine, and hands the [`FileId`]s to the `async` functions.
+    /// in this order, with its own engine, and hands them to the `async` functions in a [`Port`].
     pub fn files(&self) -> Vec<Arc<OwnedFd>> {
         match self {
             Disk::Raw(d) => d.files(),
