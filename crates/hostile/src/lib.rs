@@ -1,6 +1,6 @@
 //! Inputs that were made to harm, and what has to be true of everything that reads them.
 //!
-//! * `targets`: one function a parser of what guests, images and xenstore can send. The fuzzer
+//! * [`TARGETS`]: one function a parser of what guests, images and xenstore can send. The fuzzer
 //!   (`fuzz/` in the repository) calls them with what it makes up; `tests/corpus.rs` calls them
 //!   with what it has found so far, on every test run.
 //! * [`images`]: images as plain bytes, from the specifications of their formats and not from our

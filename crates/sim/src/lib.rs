@@ -5,7 +5,7 @@
 //! of the process or by a power cut, at any step; then the disk is opened again, looked at by its
 //! own check, and compared. Everything in a story follows from its seed.
 //!
-//! * [`format`]: what can be put to the test, and how it is made and opened.
+//! * [`mod@format`]: what can be put to the test, and how it is made and opened.
 //! * [`load`]: requests from several queues.
 //! * [`machine`]: the directory, the files and the processes of a story.
 //! * [`stamp`]: contents that say where they come from.
