@@ -23,13 +23,13 @@ pub type Target = fn(&[u8]);
 pub const TARGETS: [(&str, Target); 9] = [
     ("image_name", names::image_name),
     ("journal", whole::journal),
-    ("qcow2", whole::qcow2),
+    ("qcow2", whole::qcow2_image),
     ("ring", guest::ring),
     ("size", names::size),
     ("store_client", replies::store_client),
     ("store_keys", replies::store_keys),
     ("store_wire", replies::store_wire),
-    ("vhd", whole::vhd),
+    ("vhd", whole::vhd_image),
 ];
 
 /// Runs the target of that name.

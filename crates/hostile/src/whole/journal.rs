@@ -31,7 +31,7 @@ pub(crate) fn journal(input: &[u8]) {
         let at = if own_header { 0 } else { HEADER_BYTES as u64 };
         let room = (file.bytes() - at) as usize;
         file.put(at, &bytes[..bytes.len().min(room)]);
-        put(stage, format, &file);
+        file.save(&path(stage, format)).expect("room on /dev/shm");
         if let Some(disk) = opened(stage.open(format, read_only, Some(stage.state()))) {
             if read_only {
                 read_around(disk);
@@ -60,19 +60,19 @@ fn take_over(stage: &Stage, format: Format, disk: ferrite_disk::Disk) {
 
 /// The journal of a process that had nothing to say.
 fn template(stage: &Stage, format: Format) -> Option<Sketch> {
-    let _ = fs::remove_file(path(stage, format));
-    drop(stage.open(format, false, Some(stage.state())).ok()?);
-    let mut file = fs::File::open(path(stage, format)).ok()?;
-    let mut header = [0; HEADER_BYTES];
-    file.read_exact(&mut header).ok()?;
-    assert_ne!(header[WORDS_AT], 0, "the layout of journals has changed");
-    let mut out = Sketch::new(file.metadata().ok()?.len());
-    out.put(0, &header);
-    Some(out)
-}
-
-fn put(stage: &Stage, format: Format, file: &Sketch) {
-    file.save(&path(stage, format)).expect("room on /dev/shm");
+    let made = stage.template(format);
+    if made.is_none() {
+        drop(stage.open(format, false, Some(stage.state())).ok()?);
+        let mut file = fs::File::open(path(stage, format)).ok()?;
+        let mut header = [0; HEADER_BYTES];
+        file.read_exact(&mut header).ok()?;
+        assert_ne!(header[WORDS_AT], 0, "the layout of journals has changed");
+        let mut out = Sketch::new(file.metadata().ok()?.len());
+        out.put(0, &header);
+        stage.set_template(format, &out);
+        return Some(out);
+    }
+    made
 }
 
 fn path(stage: &Stage, format: Format) -> std::path::PathBuf {

@@ -5,7 +5,8 @@ mod journal;
 mod recipe;
 mod stage;
 
-use ferrite_disk::{Disk, DiskError, Extent, Format, Intent, Session};
+use ferrite_disk::vhd::{self, Finding, Problem};
+use ferrite_disk::{Disk, DiskError, Extent, Format, Intent, OpenOptions, Raw, Session};
 use ferrite_io::sim::SimWorld;
 
 pub(crate) use journal::journal;
@@ -17,12 +18,12 @@ const MAPPED_RANGES: usize = 48;
 const READ_BYTES: usize = 4096;
 
 /// A VHD and its parents.
-pub(crate) fn vhd(input: &[u8]) {
+pub(crate) fn vhd_image(input: &[u8]) {
     image(Format::Vhd, input);
 }
 
 /// A qcow2 image and its backing files.
-pub(crate) fn qcow2(input: &[u8]) {
+pub(crate) fn qcow2_image(input: &[u8]) {
     image(Format::Qcow2, input);
 }
 
@@ -31,7 +32,11 @@ fn image(format: Format, input: &[u8]) {
     Stage::with(|stage| {
         stage.put_image(format, &recipe.file(format));
         let before = stage.fingerprint();
-        if let Some(disk) = opened(stage.open(format, true, None)) {
+        let readable = opened(stage.open(format, true, None));
+        if format == Format::Vhd {
+            check_vhd(stage, readable.is_some());
+        }
+        if let Some(disk) = readable {
             read_around(disk);
         }
         // Opening for writing, and going away again, is no write either.
@@ -62,6 +67,19 @@ fn opened(result: Result<Disk, DiskError>) -> Option<Disk> {
 fn session(disk: Disk) -> Session {
     let world = SimWorld::new(1);
     Session::new(disk.into(), |arena| Ok(world.engine(arena))).expect("a session")
+}
+
+/// An image with damage that cannot be lived with is not opened.
+fn check_vhd(stage: &Stage, opens: bool) {
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let raw = Raw::open_medium(&stage.path(Format::Vhd), &options).expect("a regular file");
+    let Ok(report) = vhd::check(&raw) else { return };
+    let fatal = |f: &&Finding| {
+        matches!(f.problem, Problem::Footers | Problem::Header | Problem::Place | Problem::Overlap)
+    };
+    let worst = report.findings.iter().find(fatal);
+    assert!(!(opens && worst.is_some()), "it opens, and the check says {worst:?}");
+    assert!(report.findings.iter().all(|f| f.why.len() < 4096));
 }
 
 /// Asks for the whole disk, range by range, and reads some of each.

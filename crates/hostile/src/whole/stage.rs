@@ -1,5 +1,6 @@
 //! A directory in memory with an image of each input in turn, and parents that it may name.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -19,6 +20,8 @@ const COMPARED_BYTES: u64 = 256 << 10;
 pub(super) struct Stage {
     dir: TempDir,
     parents: Vec<PathBuf>,
+    /// Empty journals.
+    templates: RefCell<Vec<(Format, Sketch)>>,
 }
 
 /// Size, allocation, and beginning of a file.
@@ -63,7 +66,7 @@ impl Stage {
         }
         std::fs::create_dir(at("dir"))?;
         std::fs::create_dir(at("state"))?;
-        Ok(Stage { dir, parents: paths })
+        Ok(Stage { dir, parents: paths, templates: RefCell::default() })
     }
 
     /// The image of that format.
@@ -74,6 +77,16 @@ impl Stage {
     /// Where journals are.
     pub(super) fn state(&self) -> PathBuf {
         self.dir.path().join("state")
+    }
+
+    /// The journal of that format's image with nothing in it, if it was made already.
+    pub(super) fn template(&self, format: Format) -> Option<Sketch> {
+        let templates = self.templates.borrow();
+        templates.iter().find(|(of, _)| *of == format).map(|(_, sketch)| sketch.clone())
+    }
+
+    pub(super) fn set_template(&self, format: Format, sketch: &Sketch) {
+        self.templates.borrow_mut().push((format, sketch.clone()));
     }
 
     pub(super) fn put_image(&self, format: Format, sketch: &Sketch) {
