@@ -10,8 +10,12 @@ use ferrite_io::engine::FileId;
 use super::{Below, MAX_LAYERS};
 use crate::name::{Format, ImageName};
 use crate::qcow2::Qcow2;
+use crate::size::Human;
 use crate::vhd::{Uuid, Vhd};
 use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw, SECTOR_BYTES};
+
+/// Memory for the tables of a chain that stay there as a whole: 32 VHDs of 2,040 GiB each.
+const MAX_TABLE_BYTES: u64 = 256 << 20;
 
 /// What a layer knows about the beginning of a range. Lengths are bytes from its start, never 0;
 /// offsets are in the layer's file.
@@ -49,6 +53,15 @@ impl Layer {
             Layer::Raw(raw) => raw.sectors() * SECTOR_BYTES,
             Layer::Vhd(vhd) => vhd.bytes(),
             Layer::Qcow2(q) => q.bytes(),
+        }
+    }
+
+    /// Memory for tables that stay there as a whole.
+    fn table_bytes(&self) -> u64 {
+        match self {
+            Layer::Raw(_) => 0,
+            Layer::Vhd(vhd) => vhd.table_bytes(),
+            Layer::Qcow2(qcow2) => qcow2.table_bytes(),
         }
     }
 
@@ -254,10 +267,26 @@ pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<
     let parents = OpenOptions { read_only: true, metadata_bytes, ..options.clone() };
     while let Some(found) = open_parent(&layers, &parents)? {
         layers.push(found);
+        check_tables(&layers)?;
     }
     let share = options.metadata_bytes / layers.len();
     layers.iter_mut().for_each(|layer| layer.set_metadata_bytes(share));
     Ok(layers)
+}
+
+/// Tables that stay in memory as a whole add up: a file that is all hole can have 32 MiB of them
+/// (security.md T17).
+fn check_tables(layers: &[Layer]) -> Result<(), DiskError> {
+    let bytes: u64 = layers.iter().map(Layer::table_bytes).sum();
+    if bytes <= MAX_TABLE_BYTES {
+        return Ok(());
+    }
+    Err(DiskError::new(
+        ErrorKind::Unsuitable,
+        format!("cannot open image {}", layers[0].medium().path().display()),
+        format!("the tables of its first {} images take {}", layers.len(), Human(bytes)),
+        "coalesce some of the chain first; at most 256 MiB are used for the tables of a chain",
+    ))
 }
 
 pub(super) fn open_layer(name: &ImageName, options: &OpenOptions) -> Result<Layer, DiskError> {

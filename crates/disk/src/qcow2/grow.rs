@@ -89,7 +89,8 @@ impl Qcow2 {
         Ok(Run { next: first, end: first + count as u64, zeroed: false })
     }
 
-    /// Where the clusters in use end, by the refcounts, but not behind the end of the file.
+    /// Where the clusters in use end, by the refcounts, but not behind the end of the file, nor
+    /// before the last table: refcounts that deny one are wrong, or made to harm (T17).
     async fn find_end(&self, port: &Port) -> io::Result<u64> {
         let file_end = self.medium.bytes_now()?.div_ceil(self.cluster_bytes());
         let (mut slices, entries) = {
@@ -110,7 +111,8 @@ impl Qcow2 {
                 break last + 1;
             }
         };
-        let end = last.min(file_end).max(1);
+        let tables_end = self.metadata.last().map_or(1, |cluster| cluster + 1);
+        let end = last.min(file_end).max(tables_end);
         let mut state = self.state();
         state.used_end = state.used_end.max(end);
         Ok(end)

@@ -99,6 +99,11 @@ impl Qcow2 {
         &self.medium
     }
 
+    /// Memory for L1.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        size_of_val(&*self.l1) as u64
+    }
+
     /// Bytes of the disk.
     pub(crate) fn bytes(&self) -> u64 {
         self.header.disk_bytes

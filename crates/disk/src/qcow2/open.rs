@@ -17,6 +17,9 @@ use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
 use crate::journal::{Identity, Journal, Record};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
+/// Bytes of a table that are read at once.
+const TABLE_PIECE: u64 = 1 << 20;
+
 const HELP_DAMAGED: &str =
     "check it (ferrite image check), and take a backup of it before anything";
 
@@ -215,8 +218,13 @@ impl Tables {
         let head = medium.read_now(0, HEAD_BYTES as usize).map_err(io)?;
         let header = Header::parse(&head, bytes).map_err(|e| cannot.header(&e))?;
         let table = |offset, bytes: u64| -> Result<Vec<u64>, DiskError> {
-            let bytes = read_whole(medium, offset, bytes as usize).map_err(io)?;
-            Ok(bytes.chunks_exact(8).map(|e| be64(e, 0)).collect())
+            let mut entries = Vec::with_capacity((bytes / 8) as usize);
+            for at in (0..bytes).step_by(TABLE_PIECE as usize) {
+                let len = (bytes - at).min(TABLE_PIECE) as usize;
+                let piece = read_whole(medium, offset + at, len).map_err(io)?;
+                entries.extend(piece.chunks_exact(8).map(|e| be64(e, 0)));
+            }
+            Ok(entries)
         };
         let l1 = table(header.l1_offset, u64::from(header.l1_entries) * 8)?;
         // Parents are only read.

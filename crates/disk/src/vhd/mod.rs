@@ -202,6 +202,14 @@ impl Vhd {
         ))
     }
 
+    /// Memory for the block table.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        match &self.body {
+            Body::Fixed => 0,
+            Body::Sparse(sparse) => sparse.blocks.table_bytes(),
+        }
+    }
+
     pub(crate) fn find(&self, offset: u64, len: u64) -> Found {
         match &self.body {
             Body::Fixed => match self.bytes().checked_sub(offset) {

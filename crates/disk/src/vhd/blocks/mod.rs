@@ -196,6 +196,10 @@ impl Blocks {
         blocks
     }
 
+    pub(super) fn table_bytes(&self) -> u64 {
+        size_of_val(&*self.table) as u64
+    }
+
     pub(super) fn set_metadata_bytes(&mut self, bytes: usize) {
         self.budget_slots = (bytes / Slab::slot_bytes(self.slab.words())).max(64);
     }
