@@ -109,7 +109,7 @@ fn image(target: &str, name: &str, file: &Sketch) -> io::Result<()> {
     let same = if target == "vhd" { Recipe::SAME_FOOTERS } else { 0 };
     let read = Recipe { flags: flags | same, hole_at: 0, hole: 0, bytes };
     put(target, name, &read.encode())?;
-    let write = Recipe { flags: flags | Recipe::WRITE, ..read };
+    let write = Recipe { flags: flags | Recipe::WRITE | Recipe::REPAIR, ..read };
     put(target, &format!("{name}-written"), &write.encode())
 }
 

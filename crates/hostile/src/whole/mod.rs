@@ -5,8 +5,12 @@ mod journal;
 mod recipe;
 mod stage;
 
-use ferrite_disk::vhd::{self, Finding, Problem};
-use ferrite_disk::{Disk, DiskError, Extent, Format, Intent, OpenOptions, Raw, Session};
+use ferrite_disk::{
+    Disk, DiskError, Extent, Format, Intent, OpenOptions, Port, Raw, Session, qcow2, vhd,
+};
+use ferrite_io::pool::Pool;
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
 use ferrite_io::sim::SimWorld;
 
 pub(crate) use journal::journal;
@@ -33,9 +37,7 @@ fn image(format: Format, input: &[u8]) {
         stage.put_image(format, &recipe.file(format));
         let before = stage.fingerprint();
         let readable = opened(stage.open(format, true, None));
-        if format == Format::Vhd {
-            check_vhd(stage, readable.is_some());
-        }
+        check(stage, format, readable.is_some());
         if let Some(disk) = readable {
             read_around(disk);
         }
@@ -48,6 +50,9 @@ fn image(format: Format, input: &[u8]) {
             assert_eq!(stage.parents(), parents, "a parent was written to");
             let again = stage.open(format, true, None);
             read_around(again.expect("an image that was closed in good order opens again"));
+        }
+        if recipe.repairs() {
+            repair(stage, format);
         }
     });
 }
@@ -70,16 +75,57 @@ fn session(disk: Disk) -> Session {
 }
 
 /// An image with damage that cannot be lived with is not opened.
-fn check_vhd(stage: &Stage, opens: bool) {
+fn check(stage: &Stage, format: Format, opens: bool) {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let raw = Raw::open_medium(&stage.path(Format::Vhd), &options).expect("a regular file");
-    let Ok(report) = vhd::check(&raw) else { return };
-    let fatal = |f: &&Finding| {
-        matches!(f.problem, Problem::Footers | Problem::Header | Problem::Place | Problem::Overlap)
+    let raw = Raw::open_medium(&stage.path(format), &options).expect("a regular file");
+    // Reasons, and those for which there is no image.
+    let (all, fatal): (Vec<String>, Vec<String>) = match format {
+        Format::Vhd => {
+            use vhd::Problem::{Footers, Header, Overlap, Place};
+            let Ok(report) = vhd::check(&raw) else { return };
+            let fatal = |f: &&vhd::Finding| matches!(f.problem, Footers | Header | Place | Overlap);
+            let fatal = report.findings.iter().filter(fatal).map(|f| f.why.clone()).collect();
+            (report.findings.into_iter().map(|f| f.why).collect(), fatal)
+        }
+        _ => {
+            let Ok(report) = qcow2::check(&raw) else { return };
+            let fatal = |f: &&qcow2::Finding| f.problem == qcow2::Problem::Header;
+            let fatal = report.findings.iter().filter(fatal).map(|f| f.why.clone()).collect();
+            (report.findings.into_iter().map(|f| f.why).collect(), fatal)
+        }
     };
-    let worst = report.findings.iter().find(fatal);
-    assert!(!(opens && worst.is_some()), "it opens, and the check says {worst:?}");
-    assert!(report.findings.iter().all(|f| f.why.len() < 4096));
+    assert!(!opens || fatal.is_empty(), "it opens, and the check says {fatal:?}");
+    assert!(all.iter().all(|why| !why.is_empty() && why.len() < 4096));
+}
+
+/// What could be mended is mended, and a second look finds nothing more to mend.
+fn repair(stage: &Stage, format: Format) {
+    let Ok(raw) = Raw::open_medium(&stage.path(format), &OpenOptions::default()) else { return };
+    let pool = Pool::with_scratch(1 << 20, 1, 256 << 10).expect("memory");
+    let mut reactor = Reactor::new(SimWorld::new(1).engine(pool.arena().clone()));
+    let files = raw.files().into_iter().map(|f| reactor.add_file(f).expect("a file")).collect();
+    let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
+    let port = Port { io: reactor.io(), files, scratch };
+    let left = |mendable: bool, why: &str| {
+        assert!(!mendable, "still to be mended after a repair: {why}");
+    };
+    let run = |reactor: &mut Reactor| match format {
+        Format::Vhd => {
+            let done = reactor.block_on(vhd::repair(&port, &raw)).expect("a reactor");
+            let before = done.ok().filter(|r| r.findings.iter().all(|f| f.problem.is_mendable()));
+            if let (Some(_), Ok(after)) = (before, vhd::check(&raw)) {
+                after.findings.iter().for_each(|f| left(f.problem.is_mendable(), &f.why));
+            }
+        }
+        _ => {
+            let done = reactor.block_on(qcow2::repair(&port, &raw)).expect("a reactor");
+            let before = done.ok().filter(|r| r.findings.iter().all(|f| f.problem.is_mendable()));
+            if let (Some(_), Ok(after)) = (before, qcow2::check(&raw)) {
+                after.findings.iter().for_each(|f| left(f.problem.is_mendable(), &f.why));
+            }
+        }
+    };
+    run(&mut reactor);
 }
 
 /// Asks for the whole disk, range by range, and reads some of each.

@@ -37,6 +37,8 @@ impl Recipe {
     pub const SAME_FOOTERS: u8 = 4;
     /// The image is written to.
     pub const WRITE: u8 = 8;
+    /// The image is repaired.
+    pub const REPAIR: u8 = 16;
 
     /// `None`: too short for one.
     pub fn decode(input: &[u8]) -> Option<Recipe> {
@@ -60,6 +62,10 @@ impl Recipe {
 
     pub(super) fn writes(&self) -> bool {
         self.flags & Recipe::WRITE != 0
+    }
+
+    pub(super) fn repairs(&self) -> bool {
+        self.flags & Recipe::REPAIR != 0
     }
 
     pub(super) fn file(&self, format: Format) -> Sketch {
