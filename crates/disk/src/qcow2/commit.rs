@@ -87,11 +87,23 @@ impl Qcow2 {
             return Err(io::Error::other(text));
         }
         self.lower_counts(port).await?;
-        let Some(dirty) = self.begin_commit() else { return self.sync(port).await };
+        let Some(dirty) = self.begin_commit() else { return self.sync_and_leave(port).await };
         let mut commit = Commit { image: self, dirty, done: false };
         let done = self.write_dirty(port, &commit.dirty).await;
         commit.done = done.is_ok();
         done
+    }
+
+    /// A commit without a change. What a process had replaced on disk before it died, and was
+    /// taken over from it, is without a reference once that is durable.
+    async fn sync_and_leave(&self, port: &Port) -> io::Result<()> {
+        self.sync(port).await?;
+        let mut state = self.state();
+        if state.changed.is_empty() {
+            let mut left = std::mem::take(&mut state.leaving);
+            state.due.append(&mut left);
+        }
+        Ok(())
     }
 
     /// Lowers the counts of clusters that nothing on disk refers to any more.
