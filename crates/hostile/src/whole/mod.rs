@@ -109,7 +109,7 @@ fn repair(stage: &Stage, format: Format) {
     let left = |mendable: bool, why: &str| {
         assert!(!mendable, "still to be mended after a repair: {why}");
     };
-    let run = |reactor: &mut Reactor| match format {
+    match format {
         Format::Vhd => {
             let done = reactor.block_on(vhd::repair(&port, &raw)).expect("a reactor");
             let before = done.ok().filter(|r| r.findings.iter().all(|f| f.problem.is_mendable()));
@@ -124,8 +124,7 @@ fn repair(stage: &Stage, format: Format) {
                 after.findings.iter().for_each(|f| left(f.problem.is_mendable(), &f.why));
             }
         }
-    };
-    run(&mut reactor);
+    }
 }
 
 /// Asks for the whole disk, range by range, and reads some of each.
