@@ -71,8 +71,7 @@ impl Journal {
         if let Some(dir) = dir {
             let path = path_in(dir, identity.inode);
             let shm = match Shm::open(&path) {
-                // Its maker died over it: nothing was answered for.
-                Ok(shm) if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC => {
+                Ok(shm) if says_nothing(&shm) => {
                     drop(shm);
                     make(dir, &path, identity, words, capacity)
                         .map_err(|e| cannot(&path, "made", e))?
@@ -230,6 +229,19 @@ fn make(
     Ok(shm)
 }
 
+/// Whether nothing was answered for in it: its maker died over it, or everything is durable. Whose
+/// it was is all the same then; an image may have been resized since, or its inode be another's.
+fn says_nothing(shm: &Shm) -> bool {
+    if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC {
+        return true;
+    }
+    let (words, capacity) = (shm.load_u64(24), shm.load_u64(32));
+    let slot_bytes = words.saturating_add(1).saturating_mul(WORD_BYTES as u64);
+    let bytes = slot_bytes.saturating_mul(capacity).saturating_add(HEADER_BYTES as u64);
+    let slots = (HEADER_BYTES as u64..bytes).step_by(slot_bytes as usize);
+    bytes <= shm.len() as u64 && slots.into_iter().all(|at| shm.load_u64(at as usize) == 0)
+}
+
 fn halves(uuid: [u8; 16]) -> [u64; 2] {
     let n = u128::from_le_bytes(uuid);
     [n as u64, (n >> 64) as u64]
@@ -310,9 +322,13 @@ mod tests {
     #[test]
     fn the_journal_of_another_image_or_kind_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        drop(open(dir.path()));
+        let (mut journal, _) = open(dir.path());
+        let slot = journal.claim(1, &[1, 2, 3]).unwrap();
         let other = Identity { uuid: [8; 16], ..IDENTITY };
         assert!(Journal::open(Some(dir.path()), other, 3, 4).is_err());
         assert!(Journal::open(Some(dir.path()), IDENTITY, 2, 4).is_err());
+        // One that says nothing is nobody's.
+        journal.release(slot);
+        assert!(Journal::open(Some(dir.path()), other, 2, 4).unwrap().1.is_empty());
     }
 }

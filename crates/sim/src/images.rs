@@ -82,9 +82,8 @@ impl Format for Images {
     fn can(&self, operation: Operation) -> bool {
         match operation {
             Operation::Create(_) => true,
-            Operation::Grow(_) => self.0 == Kind::Raw,
-            Operation::Snapshot(_) => self.0 != Kind::Raw,
-            Operation::Coalesce => false,
+            Operation::Grow(_) => true,
+            Operation::Snapshot(_) | Operation::Coalesce => self.0 != Kind::Raw,
         }
     }
 
@@ -93,13 +92,6 @@ impl Format for Images {
     }
 
     fn operate(&self, place: &Place, operation: Operation) -> Result<(), String> {
-        if self.0 == Kind::Qcow2 {
-            let sectors = match operation {
-                Operation::Create(sectors) => sectors,
-                _ => self.settled(place)?,
-            };
-            return qemu::operate(place, operation, sectors, CLUSTER_SECTORS);
-        }
         let shop = Workshop {
             directory: &place.directory,
             engine: &|arena| Ok(place.world.engine(arena)),
@@ -117,7 +109,12 @@ impl Format for Images {
                 shop.snapshot(&leaf, &self.name(place, &format!("layer-{number}")))
             }
             Operation::Grow(sectors) => shop.resize(&leaf, sectors * 512, false),
-            Operation::Coalesce => return Err("not yet".into()),
+            // Done again after an interruption that came behind its last step, there is nothing to
+            // merge left.
+            Operation::Coalesce if shop.info(&leaf).is_ok_and(|info| info.chain.len() == 1) => {
+                return Ok(());
+            }
+            Operation::Coalesce => shop.coalesce(&leaf, false),
         };
         done.map(drop).map_err(|e| e.to_string())
     }

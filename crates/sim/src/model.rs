@@ -74,8 +74,9 @@ pub struct Model {
     history: BTreeMap<u64, Vec<Record>>,
     /// The sectors that a flush may have something to say about.
     open: BTreeSet<u64>,
-    /// What the layers below the leaf hold; zeros where nothing is said.
-    below: BTreeMap<u64, Value>,
+    /// What layers below the leaf may hold, besides zeros: all that a snapshot has ever put there,
+    /// since merging a layer brings back what was below it.
+    below: BTreeMap<u64, Vec<Value>>,
     reads: usize,
 }
 
@@ -97,8 +98,12 @@ impl Model {
 
     /// What is there now is below a new leaf from now on. Only after [`settle`](Model::settle).
     pub fn snapshot(&mut self) {
-        let present = self.history.iter().filter_map(|(s, r)| Some((*s, r.last()?.value)));
-        self.below = present.collect();
+        for (sector, records) in &self.history {
+            let below = self.below.entry(*sector).or_default();
+            if let Some(last) = records.last().filter(|last| !below.contains(&last.value)) {
+                below.push(last.value);
+            }
+        }
     }
 
     /// A read is issued.
@@ -114,7 +119,7 @@ impl Model {
         let issued = self.now;
         self.open.extend(first..first + sectors);
         for sector in first..first + sectors {
-            let below = self.below.get(&sector).copied().unwrap_or(Value::Zeros);
+            let below = self.below.get(&sector).map_or(&[][..], Vec::as_slice);
             let records = self.history.entry(sector).or_insert_with(|| vec![initial(Value::Zeros)]);
             let mut push = |value, weak| {
                 records.push(Record { value, issued, answered: None, weak, durable: false });
@@ -124,7 +129,7 @@ impl Model {
                 Change::Zero => push(Value::Zeros, false),
                 Change::Discard => {
                     push(Value::Zeros, true);
-                    push(below, true);
+                    below.iter().for_each(|value| push(*value, true));
                 }
             }
         }
