@@ -33,15 +33,6 @@ impl Images {
             Kind::Qcow2 => CLUSTER_SECTORS,
         }
     }
-
-    /// Brings what a dead process left behind into the image; its size.
-    fn settled(&self, place: &Place) -> Result<u64, String> {
-        let disk = Arc::new(self.open(place)?);
-        let sectors = disk.sectors();
-        let session = Session::new(disk, |arena| Ok(place.world.engine(arena)));
-        session.and_then(Session::close).map_err(|e| e.to_string())?;
-        Ok(sectors)
-    }
 }
 
 impl Format for Images {
