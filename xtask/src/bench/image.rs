@@ -24,17 +24,9 @@ impl Image {
         step(&format!("fill an image of {mib} MiB in {}", dir.display()), || {
             std::fs::create_dir_all(dir)?;
             let path = dir.join(format!("ferrite-bench-{}.img", std::process::id()));
-            let mut options = File::options();
-            let file = options.read(true).write(true).create_new(true).open(&path);
-            let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
+            let file = filled(&path, mib);
             std::fs::remove_file(&path)?;
-            let mut block = noise();
-            for i in 0..mib {
-                block[..8].copy_from_slice(&(i as u64).to_le_bytes());
-                file.write_all(&block).context("is there room for it?")?;
-            }
-            file.sync_all()?;
-            Ok(Image { file })
+            Ok(Image { file: file? })
         })
     }
 
@@ -42,6 +34,19 @@ impl Image {
     pub(super) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
+}
+
+/// A new file in which every block has been written.
+pub(super) fn filled(path: &Path, mib: usize) -> Result<File> {
+    let file = File::options().read(true).write(true).create_new(true).open(path);
+    let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
+    let mut block = noise();
+    for i in 0..mib {
+        block[..8].copy_from_slice(&(i as u64).to_le_bytes());
+        file.write_all(&block).context("is there room for it?")?;
+    }
+    file.sync_all()?;
+    Ok(file)
 }
 
 /// A MiB that no storage can make smaller.

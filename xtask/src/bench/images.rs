@@ -3,7 +3,7 @@
 mod huge;
 
 use super::Setup;
-use super::image::Image;
+use super::image;
 use super::result::{Measurement, Target};
 use super::rounds::{Plan, Rounds, Sample};
 use crate::steps::{self, step};
@@ -63,21 +63,21 @@ struct Set<'a> {
     medium: &'static str,
     dir: &'a Path,
     raw: String,
-    _raw: Image,
     vhd: String,
     qcow2: String,
 }
 
 impl<'a> Set<'a> {
     fn make(setup: &'a Setup, medium: &'static str, dir: &'a Path) -> Result<Set<'a>> {
-        let image = Image::make(dir, MIB)?;
-        let raw = image.path();
+        let raw = file(dir, "full.raw");
+        step(&format!("fill an image of {MIB} MiB on {medium}"), || {
+            image::filled(raw.as_ref(), MIB)
+        })?;
         let set = Set {
             setup,
             medium,
             dir,
-            raw: format!("raw:{raw}"),
-            _raw: image,
+            raw,
             vhd: file(dir, "full.vhd"),
             qcow2: file(dir, "full.qcow2"),
         };
@@ -226,7 +226,7 @@ impl<'a> Set<'a> {
     }
 
     fn convert(&self) -> Result<Vec<Measurement>> {
-        let raw = self.raw.trim_start_matches("raw:");
+        let raw = &*self.raw;
         let to = file(self.dir, "converted.vhd");
         let timed = |run: &dyn Fn() -> Result<()>| -> Result<Sample> {
             let began = Instant::now();
