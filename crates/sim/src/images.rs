@@ -1,9 +1,7 @@
 //! Images in the formats of this project, alone or on top of others.
 
-use std::sync::Arc;
-
 use ferrite_disk::tools::{NewImage, Workshop};
-use ferrite_disk::{Disk, DiskError, Format as Kind, ImageName, OpenOptions, Session, vhd};
+use ferrite_disk::{Disk, DiskError, Format as Kind, ImageName, OpenOptions, vhd};
 
 use crate::format::{Format, Operation, Place};
 use crate::qemu;

@@ -199,8 +199,9 @@ fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
 
 /// Who holds the `flock`, as far as the kernel tells.
 fn locked(stat: &Stat, grace: Duration) -> Attempt {
+    // The kernel names no holder that has ended, nor one of another process namespace.
     let Some(pid) = lock_holder(stat) else {
-        return Attempt::Busy(grace, "another process has locked it".into());
+        return Attempt::Busy(GONE_GRACE, "another process has locked it".into());
     };
     match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
         Ok(name) => {
