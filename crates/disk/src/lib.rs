@@ -20,6 +20,7 @@ use std::time::Duration;
 use ferrite_io::arena::Span;
 
 mod error;
+mod finding;
 mod image;
 mod journal;
 mod name;
@@ -33,6 +34,7 @@ pub mod tools;
 pub mod vhd;
 
 pub use error::{DiskError, ErrorKind};
+pub use finding::Finding;
 pub use image::{Image, MAX_LAYERS};
 pub use name::{Format, ImageName};
 pub use null::Null;

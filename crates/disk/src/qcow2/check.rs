@@ -4,16 +4,12 @@
 //! The counts of a window of clusters are in memory at a time, so the memory does not depend on
 //! the size of the image; an image with clusters all over a large file is read several times.
 
-use std::fmt;
 use std::io;
 
 use super::entry::{self, COPIED, Cluster};
 use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, be32, be64};
 use super::refcount;
 use crate::{DiskError, ErrorKind, Raw};
-
-/// Findings that are listed one by one; more are counted.
-const MAX_FINDINGS: usize = 1000;
 
 /// Clusters whose counts are in memory: two of four bytes each.
 const WINDOW: u64 = 1 << 22;
@@ -66,21 +62,7 @@ impl Problem {
 }
 
 /// One inconsistency.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
-    /// What kind of.
-    pub problem: Problem,
-    /// Byte offset in the file of what is wrong.
-    pub offset: u64,
-    /// The reason.
-    pub why: String,
-}
-
-impl fmt::Display for Finding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at byte {}: {}", self.offset, self.why)
-    }
-}
+pub type Finding = crate::Finding<Problem>;
 
 /// What a check has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -99,11 +81,8 @@ pub struct Report {
 
 impl Report {
     fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
-        if self.findings.len() == MAX_FINDINGS {
-            self.more += 1;
-            return;
-        }
-        self.findings.push(Finding { problem, offset, why: why.into() });
+        let finding = Finding { problem, offset, why: why.into() };
+        finding.list(&mut self.findings, &mut self.more);
     }
 
     /// Whether nothing was found.

@@ -1,7 +1,5 @@
 //! Looking for inconsistencies, without changing anything.
 
-use std::fmt;
-
 use super::format::SECTOR;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
@@ -9,9 +7,6 @@ use super::format::header::Header;
 use super::format::layout::{Layout, UNUSED};
 use super::meta::{self, Footers, MetaError};
 use crate::{DiskError, Raw};
-
-/// Findings that are listed one by one; more are counted.
-const MAX_FINDINGS: usize = 1000;
 
 /// What can be wrong with an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,21 +70,7 @@ impl Problem {
 }
 
 /// One inconsistency.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
-    /// What kind of.
-    pub problem: Problem,
-    /// Byte offset in the file of what is wrong.
-    pub offset: u64,
-    /// The reason.
-    pub why: String,
-}
-
-impl fmt::Display for Finding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at byte {}: {}", self.offset, self.why)
-    }
-}
+pub type Finding = crate::Finding<Problem>;
 
 /// What a check has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -106,11 +87,8 @@ pub struct Report {
 
 impl Report {
     fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
-        if self.findings.len() == MAX_FINDINGS {
-            self.more += 1;
-            return;
-        }
-        self.findings.push(Finding { problem, offset, why: why.into() });
+        let finding = Finding { problem, offset, why: why.into() };
+        finding.list(&mut self.findings, &mut self.more);
     }
 
     fn add_error(&mut self, problem: Problem, e: MetaError) -> Result<(), MetaError> {
