@@ -21,8 +21,13 @@ use crate::name::ImageName;
 use crate::{DiskError, Extent, Intent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
 mod layer;
+mod shortcut;
 
 pub(crate) use layer::{Found, Layer};
+use shortcut::{Owner, PAGE_BYTES, Shortcut};
+
+/// The shortcut's part of the memory for metadata.
+const SHORTCUT_SHARE: usize = 4;
 
 /// The longest chain that is opened. XAPI's storage manager ends at 30.
 pub const MAX_LAYERS: usize = 256;
@@ -32,6 +37,8 @@ pub const MAX_LAYERS: usize = 256;
 pub struct Image {
     /// The leaf first.
     layers: Box<[Layer]>,
+    /// Of a chain that is long enough for it.
+    shortcut: Option<Shortcut>,
 }
 
 /// What is below a layer: where copy-on-write gets the rest of a cluster from.
@@ -50,7 +57,8 @@ impl Below<'_> {
 
     /// Reads what the layers below say, zeros where they say nothing or end.
     pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        read(self.layers, self.first, port, offset, buf).await
+        let map = |offset, len| self.map(offset, len);
+        read(self.layers, self.first, map, port, offset, buf).await
     }
 
     /// What they say about the beginning of a range; `file` of data is an index into the port's.
@@ -63,13 +71,16 @@ impl Image {
     /// Opens the chain that begins with `name`; see [`Disk::open`](crate::Disk::open).
     pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
         let layers = layer::open_chain(name, options)?;
-        Ok(Image { layers: layers.into() })
+        let bytes = layers.first().map_or(0, Layer::bytes);
+        let budget_bytes = options.metadata_bytes / SHORTCUT_SHARE;
+        let shortcut = Shortcut::new(layers.len(), bytes, budget_bytes);
+        Ok(Image { layers: layers.into(), shortcut })
     }
 
     /// Opens one image without its parents: what it does not have is zeros. For merging it into
     /// them.
     pub(crate) fn open_alone(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
-        Ok(Image { layers: [layer::open_layer(name, options)?].into() })
+        Ok(Image { layers: [layer::open_layer(name, options)?].into(), shortcut: None })
     }
 
     /// The leaf by itself; the parents are closed.
@@ -104,7 +115,7 @@ impl Image {
 
     pub(crate) fn map(&self, offset: u64, len: u64, intent: Intent) -> Extent {
         match intent {
-            Intent::Read => find(&self.layers, 0, offset, len),
+            Intent::Read => self.map_read(offset, len),
             Intent::Write => match self.leaf().place(self.below_leaf(), offset, len) {
                 Found::Data { offset, len } => Extent::Data { file: 0, offset, len },
                 Found::Zeros { len }
@@ -116,13 +127,55 @@ impl Image {
         }
     }
 
+    /// The leaf's answer, or that of the layers below; of a single page, by the shortcut.
+    fn map_read(&self, offset: u64, len: u64) -> Extent {
+        let len = match self.leaf().find(offset, len) {
+            Found::Data { offset, len } => return Extent::Data { file: 0, offset, len },
+            Found::Zeros { len } => return Extent::Zeros { len },
+            Found::Slow { len } | Found::Packed { len } | Found::Copy { len } => {
+                return Extent::Slow { len };
+            }
+            Found::Below { len } => len,
+        };
+        let page = offset / PAGE_BYTES;
+        match &self.shortcut {
+            Some(shortcut) if (offset + len - 1) / PAGE_BYTES == page => {
+                self.map_page(shortcut, page, offset, len)
+            }
+            _ => self.below_leaf().map(offset, len),
+        }
+    }
+
+    /// What the layers below the leaf say of a range within a page.
+    fn map_page(&self, shortcut: &Shortcut, page: u64, offset: u64, len: u64) -> Extent {
+        let owner = shortcut.get(page).or_else(|| {
+            let start = page * PAGE_BYTES;
+            let bytes = PAGE_BYTES.min(self.leaf().bytes().saturating_sub(start));
+            let owner = match self.below_leaf().map(start, bytes) {
+                Extent::Data { file, len, .. } if len >= bytes => Owner::Layer(file),
+                Extent::Zeros { len } if len >= bytes => Owner::Nobody,
+                // In several places, or not in memory.
+                Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => return None,
+            };
+            shortcut.put(page, owner);
+            Some(owner)
+        });
+        match owner {
+            Some(Owner::Nobody) => Extent::Zeros { len },
+            // What it knew then it may have to read again.
+            Some(Owner::Layer(layer)) => find(&self.layers[layer..=layer], layer, offset, len),
+            None => self.below_leaf().map(offset, len),
+        }
+    }
+
     /// See [`Disk::wrote`](crate::Disk::wrote).
     pub(crate) fn wrote(&self, offset: u64, len: u64) {
         self.leaf().wrote(offset, len);
     }
 
     pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        read(&self.layers, 0, port, offset, buf).await
+        let map = |offset, len| self.map_read(offset, len);
+        read(&self.layers, 0, map, port, offset, buf).await
     }
 
     pub(crate) async fn write(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
@@ -216,9 +269,11 @@ fn find(layers: &[Layer], first: usize, offset: u64, len: u64) -> Extent {
     Extent::Zeros { len }
 }
 
+/// Reads where `map` says, which knows these layers.
 async fn read(
     layers: &[Layer],
     first: usize,
+    map: impl Fn(u64, u64) -> Extent,
     port: &Port,
     offset: u64,
     buf: Span,
@@ -226,7 +281,7 @@ async fn read(
     let mut done = 0;
     while done < buf.len() {
         let (at, left) = (offset + done as u64, buf.len() - done);
-        done += match find(layers, first, at, left as u64) {
+        done += match map(at, left as u64) {
             Extent::Data { file, offset, len } => {
                 let piece = buf.slice(done, part(len, left)?);
                 port.io.read_exact(port.files[file], offset, piece).await?;

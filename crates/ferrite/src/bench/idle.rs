@@ -33,6 +33,12 @@ pub(super) fn rss_kib() -> Option<u64> {
     Some(last)
 }
 
+/// What of that are pages of files: the program, which the kernel has once for all of its
+/// processes and can read again.
+pub(super) fn file_kib() -> Option<u64> {
+    status_value("/proc/self/status", "RssFile:")
+}
+
 /// Context switches of each thread of this process but the calling one, wanted or not.
 pub(super) struct Switches(BTreeMap<String, u64>);
 

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let kind = crate::serve::choose(args.engine, args.poll_storage, &disk)?;
     let medium = report::Medium::of(&disk, kind, open_ns);
     let mut host = Host::start(args, disk, kind, &tasks, run_dir)?;
-    let idle_rss_kib = idle::rss_kib();
+    let (idle_rss_kib, idle_file_kib) = (idle::rss_kib(), idle::file_kib());
     let idle = args.idle.map(|seconds| host.leave_idle(seconds)).transpose()?;
     let start_ns = SystemClock.now_ns() + LEAD_NS;
     let from_ns = start_ns + RAMP_NS;
@@ -62,7 +62,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let counts = host.counts().since(&counts);
     let tally = host.finish()?;
     host.close()?;
-    let aside = Aside { counts, idle_rss_kib, idle, segments_per_copy: host.segments_per_copy() };
+    let segments_per_copy = host.segments_per_copy();
+    let aside = Aside { counts, idle_rss_kib, idle_file_kib, idle, segments_per_copy };
     let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, aside)?;
     print(&if args.json { report.json()? } else { report.text() })?;
     match tally.errors {

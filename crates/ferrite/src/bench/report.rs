@@ -47,6 +47,7 @@ impl Medium {
 pub(super) struct Aside {
     pub(super) counts: Counts,
     pub(super) idle_rss_kib: Option<u64>,
+    pub(super) idle_file_kib: Option<u64>,
     pub(super) idle: Option<Idle>,
     pub(super) segments_per_copy: Option<f64>,
 }
@@ -74,6 +75,8 @@ pub(super) struct Report {
     lat_us: Latency,
     /// Of the whole process, when all guests were connected and had sent nothing.
     idle_rss_kib: Option<u64>,
+    /// Pages of files in it: the program.
+    idle_file_kib: Option<u64>,
     /// What woke the backend while nobody asked it for anything; only with --idle.
     #[serde(skip_serializing_if = "Option::is_none")]
     idle: Option<Idle>,
@@ -152,6 +155,7 @@ impl Report {
                 max: us(counter.max_ns()),
             },
             idle_rss_kib: aside.idle_rss_kib,
+            idle_file_kib: aside.idle_file_kib,
             idle: aside.idle,
             wake_up_us: us(wake_up_ns()),
             segments_per_copy: aside.segments_per_copy.map(round),
