@@ -113,8 +113,14 @@ impl Qcow2 {
         // L1 first: it says where the others' tables are.
         let mut records = records;
         records.sort_unstable_by_key(|r| (r.key < L1_KEYS, r.key));
+        if records.windows(2).any(|pair| pair[0].key == pair[1].key) {
+            return Err(changed_by_others("there are two records of one entry"));
+        }
         for record in &records {
             let [new, old, middle] = record.words[..] else { unreachable!("a record has 3 words") };
+            if record.key < L1_KEYS && self.overlaps_metadata(new) {
+                return Err(changed_by_others("an entry refers to a table"));
+            }
             let now = self.entry_on_disk(record.key)?;
             if ![new, old, middle].contains(&now) {
                 return Err(changed_by_others("an entry differs from both states that it had"));
