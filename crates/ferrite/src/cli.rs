@@ -50,7 +50,8 @@ pub(crate) enum Command {
 /// `ferrite serve`.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
-    /// A raw disk image or block device; null: or null:SIZE for a disk that keeps nothing.
+    /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
+    /// device; null: or null:SIZE for a disk that keeps nothing.
     pub(crate) image: String,
 
     /// The guest's device: its domain number, and the device as a number or as xvda, hda, sda.
@@ -147,8 +148,8 @@ pub(crate) struct DoctorArgs {
                         grant copies. docs/bench.md says how to compare it with fio."
 )]
 pub(crate) struct BenchArgs {
-    /// A raw disk image or block device; null: or null:SIZE for a disk that keeps nothing. All
-    /// guests share it; each queue of each guest has a part of it to itself.
+    /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
+    /// device; null: or null:SIZE for a disk that keeps nothing. All guests share it; each queue of each guest has a part of it to itself.
     pub(crate) image: String,
 
     /// Guests, each a process.
