@@ -78,7 +78,8 @@ impl Device {
 
     /// The duty to save what no flush has asked for, if there is something and nobody has it.
     pub(crate) fn take_saving(self: &Arc<Device>) -> Option<Saving> {
-        let wanted = self.disk.is_unsaved() && !self.saving.load(Ordering::Relaxed);
+        // Asked after each write: the cheaper question first.
+        let wanted = !self.saving.load(Ordering::Relaxed) && self.disk.is_unsaved();
         (wanted && !self.saving.swap(true, Ordering::SeqCst)).then(|| Saving(self.clone()))
     }
 
