@@ -10,7 +10,7 @@ use std::sync::Arc;
 use common::vhd::{self, at, create, parent};
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{NewImage, NewParent, Uuid};
-use ferrite_disk::{Disk, OpenOptions};
+use ferrite_disk::{Disk, Extent, Intent, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -269,6 +269,30 @@ fn an_image_without_a_place_for_its_journal_keeps_what_was_flushed() {
     // What the dead process had set aside is used again, and reads as zeros.
     queue.write(4 * MIB + 512, &[3; 512]).unwrap();
     assert_eq!(queue.read(4 * MIB, 512).unwrap(), [0; 512]);
+}
+
+/// The process dies in a commit that has written the table, and not told the journal yet.
+#[test]
+fn a_block_that_was_placed_and_not_written_shows_what_is_below() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let mut world = World::new(&dir, &state, (2 << 20, Base::Vhd, false), None);
+    let mut queue = world.queue.take().unwrap();
+    let end = SECTORS * 512;
+    queue.write(end - 512, &[1; 512]).unwrap();
+    world.model.set(SECTORS - 1, 1, 1);
+    let placed = queue.disk.map(0, 512, Intent::Write);
+    assert!(matches!(placed, Extent::Data { .. }), "{placed:?}");
+    let mut journals = fs::read_dir(state.path()).unwrap();
+    let journal = journals.next().unwrap().unwrap().path();
+    let before = fs::read(&journal).unwrap();
+    queue.flush().unwrap();
+    drop(queue);
+    fs::write(&journal, before).unwrap();
+    for last in [Step::Flush, Step::Die] {
+        world.open_if_closed();
+        world.step(0, &last);
+        world.check_all(0);
+    }
 }
 
 /// A device of so many bytes, none of them zero.

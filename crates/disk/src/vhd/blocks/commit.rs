@@ -73,13 +73,12 @@ impl Blocks {
         Ok(())
     }
 
-    /// A bitmap of which only the new bits are in memory cannot be written.
+    /// A bitmap that is on disk only, or of which only the new bits are in memory, cannot be
+    /// written. What is loaded here stays: dirty blocks are not evicted.
     async fn complete_bitmaps(&self, port: &Port, n: usize) -> io::Result<()> {
         let blocks: Vec<u32> = self.lock().dirty.iter().take(n).copied().collect();
         for block in blocks {
-            if matches!(self.entry(block).state(), Where::Overlay(_)) {
-                self.load_block(port, port.files[0], block).await?;
-            }
+            self.load_block(port, port.files[0], block).await?;
         }
         Ok(())
     }
@@ -97,7 +96,10 @@ impl Blocks {
                     let bytes = (0..self.slab.words()).flat_map(|i| bits.word(i).to_be_bytes());
                     Some(bytes.take(self.bitmap_bytes_used()).collect())
                 }
-                Where::Empty | Where::OnDisk | Where::Full => None,
+                Where::Full => None,
+                Where::Empty | Where::OnDisk => {
+                    unreachable!("block {block} is dirty and its bitmap is not in memory")
+                }
             };
             self.set_entry(block, entry.without(Entry::DIRTY).with(Entry::BUSY));
             let records = state.records.remove(&block).unwrap_or_default();
