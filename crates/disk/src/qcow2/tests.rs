@@ -132,6 +132,26 @@ fn wrong_counts_are_found_and_mended() {
     }
 }
 
+/// A write that fails may have left some of its data in the place that it was given.
+#[test]
+fn what_a_failed_write_has_left_does_not_come_up_after_zeros() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    create(&path, &NewImage::new(40 << 20));
+    let mut session = open(&path);
+    session.write(20 << 20, &[1; 512]).unwrap();
+    let placed = session.disk().map(0, 4096, crate::Intent::Write);
+    let Extent::Data { offset, .. } = placed else { panic!("{placed:?}") };
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.write_all_at(&[2; 4096], offset).unwrap();
+    session.write_zeroes(0, 2048).unwrap();
+    session.write(8192, &[3; 512]).unwrap();
+    session.flush().unwrap();
+    let mut bytes = [9; 2048];
+    session.read(0, &mut bytes).unwrap();
+    assert!(bytes == [0; 2048], "what failed is back");
+}
+
 #[test]
 fn disks_grow_with_their_tables() {
     for (cluster_bytes, from, to) in [

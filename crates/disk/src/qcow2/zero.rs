@@ -14,6 +14,9 @@ use crate::image::{Below, Found};
 enum Step {
     /// It is written in place.
     InPlace { offset: u64, len: u64 },
+    /// A place is given to writes that are not done, or have failed: what they left there must not
+    /// come up when the next one makes it visible.
+    Pending { offset: u64, len: u64 },
     /// It reads as zeros already.
     Nothing { len: u64 },
     /// Whole clusters that the entry can call zeros.
@@ -42,7 +45,7 @@ impl Qcow2 {
                     len
                 }
                 // A hint: what cannot be freed as a whole stays as it is.
-                Step::Write { len } | Step::Nothing { len } => len,
+                Step::Pending { len, .. } | Step::Write { len } | Step::Nothing { len } => len,
                 Step::Flag { cluster, entry } => self.flag(port, cluster, entry, at, left).await?,
                 Step::Prepare { len } => {
                     self.prepare(port, at, len).await?;
@@ -70,6 +73,11 @@ impl Qcow2 {
                     self.medium.write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
                     len
                 }
+                Step::Pending { offset, len } => {
+                    self.medium.write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
+                    self.wrote(at, len);
+                    len
+                }
                 Step::Nothing { len } => len,
                 Step::Flag { cluster, entry } => self.flag(port, cluster, entry, at, left).await?,
                 Step::Write { len } => {
@@ -91,6 +99,9 @@ impl Qcow2 {
         let size = self.cluster_bytes();
         let one = len.min(size - within);
         let l1 = self.l1_entry(cluster);
+        if let Some(host) = self.state().pending.get(&cluster) {
+            return Step::Pending { offset: host + within, len: one };
+        }
         let found = self.find(offset, len);
         if let Found::Below { .. } = found
             && self.zeros_below(below, cluster)
