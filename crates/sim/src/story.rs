@@ -309,6 +309,9 @@ impl<'a, F: Format> Story<'a, F> {
     fn do_whole(&mut self, operation: Operation) -> Result<(), String> {
         let issued = self.model.borrow_mut().issue_flush();
         let done = self.format.operate(&self.machine.place, operation);
+        if self.plan.trace.is_some() {
+            println!("step {}: {operation:?}: {done:?}", self.machine.world.step());
+        }
         done.map_err(|e| format!("{operation:?} failed where nothing was wrong: {e}"))?;
         let mut model = self.model.borrow_mut();
         model.flushed(issued);
