@@ -196,3 +196,19 @@ fn a_disk_grows_at_once_and_shrinks_only_where_nothing_is() {
     assert!(text.contains("there is data at byte 1572864"), "{text}");
     assert_eq!(fs::metadata(place.path("a.img")).unwrap().len(), 8 * MIB);
 }
+
+#[test]
+fn what_a_qcow2_image_has_is_told_and_all_its_space_at_once_is_refused() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB), (3 * MIB, 512)]);
+    place.ok(&["convert", "a.img", "a.qcow2"]);
+    let info = json(&place.ok(&["info", "a.qcow2", "--json"]));
+    assert_eq!(info["chain"][0]["allocated_bytes"], MIB + (64 << 10));
+    let usage = json(&place.ok(&["du", "a.qcow2", "--json"]));
+    assert_eq!(usage["allocated_bytes"], MIB + (64 << 10));
+    for command in [&["create", "b.qcow2", "1M"][..], &["convert", "a.img", "b.qcow2"]] {
+        let text = place.fails(2, &[command, &["--fixed"]].concat());
+        assert!(text.contains("help: leave --fixed out"), "{text}");
+    }
+    place.has_no_leftovers();
+}

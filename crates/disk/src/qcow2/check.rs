@@ -9,6 +9,7 @@ use std::io;
 use super::entry::{self, COPIED, Cluster};
 use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, be32, be64};
 use super::refcount;
+use super::snapshots::Entries;
 use crate::{DiskError, ErrorKind, Raw};
 
 /// Clusters whose counts are in memory: two of four bytes each.
@@ -20,7 +21,7 @@ const MAX_WINDOWS: u32 = 1024;
 /// Of metadata, at a time.
 const PIECE_BYTES: u64 = 64 << 10;
 
-/// The largest table of snapshots, or directory of bitmaps.
+/// The largest directory of bitmaps.
 const MAX_LIST_BYTES: u64 = 64 << 20;
 
 const EXT_BITMAPS: u32 = 0x2385_2875;
@@ -388,29 +389,20 @@ impl Walk<'_> {
     }
 
     fn snapshots(&mut self) -> io::Result<()> {
-        let start = self.header.snapshots_offset;
-        let mut at = start;
-        for i in 0..self.header.snapshots {
-            let head = read(self.raw, at, 40)?;
-            let (l1, entries) = (be64(&head, 0), be32(&head, 8));
-            let (id, name) = (be32(&head, 12) >> 16, be32(&head, 12) & 0xFFFF);
-            let len = 40 + u64::from(id) + u64::from(name) + u64::from(be32(&head, 36));
-            let len = len.next_multiple_of(8);
-            let l1_end = l1.checked_add(u64::from(entries) * 8);
-            let file_bytes = self.file_clusters << self.header.cluster_bits;
-            let sane = at + len - start <= MAX_LIST_BYTES
-                && at + len <= file_bytes
-                && self.is_place(l1)
-                && u64::from(entries) * 8 <= super::header::MAX_L1_BYTES
-                && l1_end.is_some_and(|end| end <= file_bytes);
-            if !sane {
-                self.add(Problem::List, at, format!("the entry of snapshot {i} makes no sense"));
-                break;
-            }
-            self.range(l1, u64::from(entries) * 8);
-            self.l1(l1, entries, false)?;
-            at += len;
+        let file_bytes = self.file_clusters << self.header.cluster_bits;
+        let mut entries = Entries::new(self.raw, self.header, file_bytes);
+        while let Some(entry) = entries.next()? {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(bad) => {
+                    self.add(Problem::List, bad.at, bad.to_string());
+                    break;
+                }
+            };
+            self.range(entry.l1_offset, u64::from(entry.l1_entries) * 8);
+            self.l1(entry.l1_offset, entry.l1_entries, false)?;
         }
+        let (start, at) = (self.header.snapshots_offset, entries.end());
         // The first cluster was counted with the header's places.
         if at > start {
             let first = (start >> self.header.cluster_bits) + 1;

@@ -37,13 +37,16 @@ mod refs;
 mod repair;
 mod resize;
 mod slow;
+mod snapshots;
 mod state;
+mod told;
 mod unpack;
 mod zero;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::NewImage;
 pub use repair::repair;
+pub(crate) use snapshots::Told;
 
 use cache::Cache;
 use entry::{COPIED, Cluster};

@@ -13,7 +13,7 @@ use super::entry::{self, COPIED, Cluster};
 use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
 use super::refs::Refs;
 use super::state::{L1_KEYS, State, WORDS};
-use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
+use super::{MAX_CHANGES, Qcow2, SLICE_BYTES, snapshots};
 use crate::journal::{Identity, Journal, Record};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
@@ -239,7 +239,12 @@ impl Tables {
             false => table(header.reftable_offset, header.reftable_bytes())?,
         };
         let limit = bytes & !511;
-        let metadata = metadata(&header, &l1, &reftable, bytes).map_err(|e| cannot.header(&e))?;
+        let snapshots = match medium.read_only() {
+            true => Vec::new(),
+            false => snapshots::clusters(medium, &header, bytes).map_err(io)?,
+        };
+        let metadata = metadata(&header, &l1, &reftable, snapshots, bytes);
+        let metadata = metadata.map_err(|e| cannot.header(&e))?;
         Ok(Tables { header, l1, reftable, metadata, limit })
     }
 }
@@ -249,11 +254,12 @@ fn metadata(
     header: &Header,
     l1: &[u64],
     reftable: &[u64],
+    snapshots: Vec<u64>,
     file_bytes: u64,
 ) -> Result<Vec<u64>, HeaderError> {
     let bits = header.cluster_bits;
     let damaged = |why: String| Err(HeaderError::Damaged(why));
-    let mut clusters = Vec::new();
+    let mut clusters = snapshots;
     for (i, entry) in l1.iter().enumerate().filter(|(_, e)| **e != 0) {
         match entry::l2_table(*entry, bits) {
             Ok(Some((offset, _))) if offset < file_bytes => clusters.push(offset >> bits),

@@ -7,7 +7,7 @@ use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{NewFile, Over, is_device, same_file};
 use super::resume::{PARTIAL, Resume, Source};
-use super::{Done, NewImage, Workshop, broken, unsuitable};
+use super::{Done, NewImage, Workshop, broken, formats, unsuitable};
 use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
 
 /// How to convert.
@@ -41,6 +41,7 @@ impl Workshop<'_> {
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
         let cannot = |e| broken(what(), e);
+        formats::check_fixed(to, how.fixed)?;
         if same_file(&from.path, &to.path).is_ok_and(|same| same) {
             let help = "name another destination";
             return Err(unsuitable(what(), "both are the same file", help));

@@ -45,6 +45,7 @@ impl Workshop<'_> {
     /// # Errors
     /// It exists already, or cannot be made like this.
     pub fn create(&self, name: &ImageName, new: &NewImage) -> Result<Done, DiskError> {
+        formats::check_fixed(name, new.fixed)?;
         let mut notes = Vec::new();
         let parent = match &new.parent {
             None => None,

@@ -5,14 +5,25 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::create::{Parent, absolute};
-use super::info::{of_medium, raw_info};
-use super::{Checked, Finding, LayerInfo, NewImage, broken, unsuitable};
+use super::info::{examined, of_medium, raw_info};
+use super::{Checked, Finding, LayerInfo, NewImage, SnapshotInfo, broken, unsuitable};
 use crate::image::{Image, Layer};
-use crate::qcow2::{self, NewImage as NewQcow2};
+use crate::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};
 use crate::vhd::{
     self, DEFAULT_BLOCK_BYTES, NewImage as NewVhd, NewParent, Problem, Stamp, Uuid, Vhd,
 };
-use crate::{Disk, DiskError, Format, ImageName, OpenOptions, Port, Raw};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw};
+
+/// Refuses what a new image of a format cannot be, before anything is made.
+pub(super) fn check_fixed(name: &ImageName, fixed: bool) -> Result<(), DiskError> {
+    if !fixed || name.format != Format::Qcow2 {
+        return Ok(());
+    }
+    let what = format!("cannot make {}", name.path.display());
+    let help = "leave --fixed out, or make a .vhd or a raw disk; qemu-img create -f qcow2 -o \
+                preallocation=falloc makes such a qcow2 image";
+    Err(DiskError::new(ErrorKind::Usage, what, "a qcow2 image always grows with its data", help))
+}
 
 /// Writes an image of `bytes` without data into a new file or a device, durably.
 pub(super) async fn empty(
@@ -120,13 +131,27 @@ pub(super) fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
     match layer {
         Layer::Raw(raw) => raw_info(raw),
         Layer::Vhd(vhd) => vhd_info(vhd),
-        Layer::Qcow2(qcow2) => Ok(LayerInfo {
-            kind: Some(format!("version {}", qcow2.version())),
-            virtual_bytes: qcow2.bytes(),
-            unit_bytes: Some(qcow2.cluster_bytes()),
-            ..of_medium(qcow2.medium(), Format::Qcow2)?
-        }),
+        Layer::Qcow2(qcow2) => qcow2_info(qcow2),
     }
+}
+
+fn qcow2_info(qcow2: &Qcow2) -> Result<LayerInfo, DiskError> {
+    let raw = qcow2.medium();
+    let snapshot = |told: Told| SnapshotInfo {
+        id: told.id,
+        name: told.name,
+        virtual_bytes: told.disk_bytes.unwrap_or(qcow2.bytes()),
+        created_unix_s: told.created_unix_s,
+        vm_state_bytes: told.vm_state_bytes,
+    };
+    Ok(LayerInfo {
+        kind: Some(format!("version {}", qcow2.version())),
+        virtual_bytes: qcow2.bytes(),
+        allocated_bytes: examined(raw, qcow2.allocated_bytes())?,
+        unit_bytes: Some(qcow2.cluster_bytes()),
+        snapshots: examined(raw, qcow2.snapshots())?.into_iter().map(snapshot).collect(),
+        ..of_medium(raw, Format::Qcow2)?
+    })
 }
 
 fn vhd_info(vhd: &Vhd) -> Result<LayerInfo, DiskError> {

@@ -77,11 +77,12 @@ pub(super) fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskErro
         unit_bytes: None,
         uuid: None,
         creator: None,
+        snapshots: Vec::new(),
         journal: false,
         read_only: examined(raw, is_write_protected(path))?,
     })
 }
 
-fn examined<T>(raw: &Raw, found: std::io::Result<T>) -> Result<T, DiskError> {
+pub(super) fn examined<T>(raw: &Raw, found: std::io::Result<T>) -> Result<T, DiskError> {
     found.map_err(|e| broken(format!("cannot examine {}", raw.path().display()), e))
 }

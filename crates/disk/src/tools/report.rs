@@ -24,7 +24,8 @@ pub struct LayerInfo {
     pub kind: Option<String>,
     /// Of the virtual disk that it knows of.
     pub virtual_bytes: u64,
-    /// Of data that it has; none: it does not say without being read.
+    /// Of the disk, with space in the image; none: more of it would have to be read than is
+    /// sensible.
     pub allocated_bytes: Option<u64>,
     /// Of the file's length.
     pub file_bytes: u64,
@@ -39,10 +40,28 @@ pub struct LayerInfo {
     /// The program that made it, if the format says so.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub creator: Option<String>,
+    /// The snapshots inside of it, the first thousand.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<SnapshotInfo>,
     /// Answered writes of a backend that is running or was killed are not in its metadata yet.
     pub journal: bool,
     /// Nobody but root may write it: the mode of a parent.
     pub read_only: bool,
+}
+
+/// A snapshot inside of a qcow2 image: other programs make them, and they are kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SnapshotInfo {
+    /// By which other programs know it.
+    pub id: String,
+    /// By which people do.
+    pub name: String,
+    /// Of its disk.
+    pub virtual_bytes: u64,
+    /// When it was made, in seconds since 1970.
+    pub created_unix_s: u64,
+    /// Of a machine's memory and devices that were saved with it.
+    pub vm_state_bytes: u64,
 }
 
 /// What a disk takes.

@@ -57,6 +57,10 @@ fn layer_lines(out: &mut String, layer: &LayerInfo) {
     if let Some(creator) = &layer.creator {
         line("creator", creator.clone());
     }
+    for snapshot in &layer.snapshots {
+        let (id, name) = (&snapshot.id, &snapshot.name);
+        line("snapshot", format!("{id}: {name}, {}", Human(snapshot.virtual_bytes)));
+    }
     if layer.read_only {
         line("mode", "read-only".into());
     }
