@@ -118,6 +118,9 @@ impl Qcow2 {
             // Without a count there is nothing to lower: the image was damaged before.
             if let Some(count) = state.refs.get(cluster).filter(|n| *n > 0) {
                 state.refs.set(cluster, count - 1);
+                if count == 1 {
+                    state.came_free(cluster);
+                }
             }
         }
         Ok(())
@@ -250,7 +253,8 @@ impl Qcow2 {
             let mut state = self.state();
             let used = state.used_end << self.header.cluster_bits;
             let cut = state.end.take().is_some() && self.medium.is_file();
-            (state.run, state.spare) = Default::default();
+            state.run = Default::default();
+            state.spares.clear();
             (used, cut)
         };
         if cut && self.medium.bytes_now()? > used_end {

@@ -43,18 +43,31 @@ impl Qcow2 {
         let _alone = self.growth.lock(&port.io).await?;
         let (known, step) = {
             let mut state = self.state();
-            if state.spare.left() > 0 {
+            if !state.spares.is_empty() {
                 return Ok(());
             }
+            // Left by a task that was dropped.
+            state.claimed.clear();
             let (shortest, longest) = (FIRST_RUN_BYTES, LONGEST_RUN_BYTES);
             let clusters = |bytes: u64| (bytes >> self.header.cluster_bits).max(4);
             state.step = (state.step * 2).clamp(clusters(shortest), clusters(longest));
             (state.end, state.step)
         };
-        let mut at = match known {
+        let end = match known {
             Some(end) => end,
             None => self.find_end(port).await?,
         };
+        let mut runs = self.reuse(port, step).await?;
+        if runs.is_empty() {
+            runs.push(self.extend(port, end, step).await?);
+        }
+        self.state().add_runs(runs);
+        Ok(())
+    }
+
+    /// Sets clusters aside behind those in use.
+    async fn extend(&self, port: &Port, end: u64, step: u64) -> io::Result<Run> {
+        let mut at = end;
         let mut looked_at = 0;
         let mut run = loop {
             at = self.cover(port, at).await?;
@@ -69,24 +82,22 @@ impl Qcow2 {
             looked_at += 1;
         };
         (run.end, run.zeroed) = self.provide(port, run.next, run.end).await?;
-        let mut state = self.state();
-        state.end = Some(run.end);
-        state.spare = run;
-        if state.run.left() == 0 {
-            state.run = std::mem::take(&mut state.spare);
-        }
-        Ok(())
+        self.state().end = Some(run.end);
+        Ok(run)
     }
 
-    /// Free clusters from `at` on within its slice of refcounts, or where to look next.
+    /// Claims free clusters from `at` on within its slice of refcounts, or tells where to look
+    /// next.
     fn free_run(&self, at: u64, step: u64) -> Result<Run, u64> {
-        let state = self.state();
+        let mut state = self.state();
         let entries = state.refs.slice_entries();
         let slice_end = (at / entries + 1) * entries;
         let free = |cluster: &u64| state.refs.get(*cluster) == Some(0);
         let first = (at..slice_end).find(free).ok_or(slice_end)?;
         let count = (first..slice_end).take(step as usize).take_while(free).count();
-        Ok(Run { next: first, end: first + count as u64, zeroed: false })
+        let run = Run { next: first, end: first + count as u64, zeroed: false };
+        state.claimed.push(run);
+        Ok(run)
     }
 
     /// Where the clusters in use end, by the refcounts, but not behind the end of the file, nor
@@ -115,6 +126,8 @@ impl Qcow2 {
         let end = last.min(file_end).max(tables_end);
         let mut state = self.state();
         state.used_end = state.used_end.max(end);
+        state.end = Some(end);
+        state.search = Some(0..end);
         Ok(end)
     }
 
@@ -133,14 +146,19 @@ impl Qcow2 {
             None => return Ok(()),
         };
         let mut state = self.state();
-        let keep = [state.run, state.spare].map(|run| state.refs.slice_of(run.next));
+        let keep = state.kept_refs();
         state.refs.install(slice, bytes.into(), &keep);
         Ok(())
     }
 
     /// Makes space behind clusters, or as many of them as the medium has; the end, and whether
     /// the space reads as zeros.
-    async fn provide(&self, port: &Port, first: u64, end: u64) -> io::Result<(u64, bool)> {
+    pub(super) async fn provide(
+        &self,
+        port: &Port,
+        first: u64,
+        end: u64,
+    ) -> io::Result<(u64, bool)> {
         let (file, bits) = (port.files[0], self.header.cluster_bits);
         let (from, mut to) = (first << bits, end << bits);
         if to > MAX_HOST_BYTES {

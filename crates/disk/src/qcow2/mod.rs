@@ -11,6 +11,7 @@
 //! than the number of references: after a cut of the power clusters may be leaked, nothing else.
 //! Clusters that lose their last reference while the image is open are not given out again before
 //! it is opened the next time: operations that were in flight may still be on their way to them.
+//! Those that were free when it was opened are (`reuse`).
 //! What a guest discards keeps its place and loses its space (a hole in the file).
 
 use std::fmt;
@@ -36,6 +37,7 @@ mod refcount;
 mod refs;
 mod repair;
 mod resize;
+mod reuse;
 mod slow;
 mod snapshots;
 mod state;
@@ -354,8 +356,8 @@ impl Qcow2 {
         if state.room() == 0 || cluster >= self.header.guest_clusters() {
             return Err(Why::Slow);
         }
-        let next = if state.run.left() > 0 { state.run } else { state.spare };
-        if next.left() == 0 || !same(next.next * self.cluster_bytes()) {
+        let next = state.next_run().ok_or(Why::Slow)?;
+        if !same(next.next * self.cluster_bytes()) {
             return Err(Why::Slow);
         }
         if !next.zeroed {
@@ -372,10 +374,7 @@ impl Qcow2 {
     /// Whether this caller has to look for the next run: one does while the others go on with what
     /// is left of this one.
     fn wants_run(&self) -> bool {
-        let low = {
-            let state = self.state();
-            state.spare.left() == 0 && state.run.left() <= state.step / 2
-        };
+        let low = self.state().is_low();
         low && !self.refilling.swap(true, Ordering::AcqRel)
     }
 

@@ -89,6 +89,13 @@ impl Qcow2 {
     /// Fresh clusters, one after the other, with counts of one; the byte offset of the first.
     async fn contiguous(&self, port: &Port, count: u64) -> io::Result<u64> {
         const TRIES: u64 = 1 << 16;
+        {
+            // Not between others: there may be nothing but single ones.
+            let mut state = self.state();
+            state.run = Default::default();
+            state.spares.clear();
+            state.search = Some(0..0);
+        }
         let mut first = None;
         let mut got = 0;
         for _ in 0..TRIES.max(count * 4) {

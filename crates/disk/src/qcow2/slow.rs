@@ -132,10 +132,7 @@ impl Qcow2 {
         let cluster = offset >> self.header.cluster_bits;
         self.own_table(port, self.l1_index(cluster)).await?;
         self.load(port, port.files[0], offset, len).await?;
-        let low = {
-            let state = self.state();
-            state.spare.left() == 0 && state.run.left() <= state.step / 2
-        };
+        let low = self.state().is_low();
         if low {
             self.refill(port).await?;
         }

@@ -1,6 +1,8 @@
 //! What changes, under one short lock: places given to writes, entries not yet on disk, refcounts.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+
+use std::ops::Range;
 
 use crate::journal::{Journal, Slot};
 
@@ -49,7 +51,15 @@ pub(super) struct State {
     pub(super) copying: HashSet<u64>,
     pub(super) refs: Refs,
     pub(super) run: Run,
-    pub(super) spare: Run,
+    /// What follows it.
+    pub(super) spares: VecDeque<Run>,
+    /// Runs that are being set aside: their counts stay in memory, too.
+    pub(super) claimed: Vec<Run>,
+    /// Where free clusters between others are looked for; none: it is not yet known where the
+    /// clusters in use end.
+    pub(super) search: Option<Range<u64>>,
+    /// Slices of refcounts with clusters that came free while the image is open.
+    freed: HashSet<u64>,
     /// Where the next run is looked for, as a cluster; none: not yet known.
     pub(super) end: Option<u64>,
     /// Clusters of the next run.
@@ -73,7 +83,10 @@ impl State {
             copying: HashSet::new(),
             refs,
             run: Run::default(),
-            spare: Run::default(),
+            spares: VecDeque::new(),
+            claimed: Vec::new(),
+            search: None,
+            freed: HashSet::new(),
             end: None,
             step: 0,
             used_end: 0,
@@ -90,10 +103,7 @@ impl State {
     /// A fresh cluster, which counts as used from now on, and whether it reads as zeros.
     pub(super) fn take(&mut self) -> Option<(u64, bool)> {
         if self.run.left() == 0 {
-            self.run = std::mem::take(&mut self.spare);
-        }
-        if self.run.left() == 0 {
-            return None;
+            self.run = self.spares.pop_front()?;
         }
         let cluster = self.run.next;
         self.run.next += 1;
@@ -102,14 +112,54 @@ impl State {
         Some((cluster, self.run.zeroed))
     }
 
+    /// The run that the next cluster is taken from.
+    pub(super) fn next_run(&self) -> Option<Run> {
+        if self.run.left() > 0 { Some(self.run) } else { self.spares.front().copied() }
+    }
+
+    /// Whether it is time to look for the next run.
+    pub(super) fn is_low(&self) -> bool {
+        self.spares.is_empty() && self.run.left() <= self.step / 2
+    }
+
+    /// Free clusters have been set aside.
+    pub(super) fn add_runs(&mut self, runs: Vec<Run>) {
+        self.claimed.clear();
+        self.spares.extend(runs);
+        if self.run.left() == 0 {
+            self.run = self.spares.pop_front().unwrap_or_default();
+        }
+    }
+
+    /// Slices of refcounts that have to stay in memory: a cluster is taken without waiting.
+    pub(super) fn kept_refs(&self) -> Vec<u64> {
+        let runs = self.spares.iter().chain(&self.claimed).chain([&self.run]);
+        runs.map(|run| self.refs.slice_of(run.next)).collect()
+    }
+
     /// Nothing refers to a fresh cluster after all. Data may be on the way to it, so it is not
     /// given out again before the image is opened next.
     pub(super) fn untake(&mut self, cluster: u64) {
         if self.refs.get(cluster).is_some() {
             self.refs.set(cluster, 0);
+            self.came_free(cluster);
         } else {
             self.due.push(cluster);
         }
+    }
+
+    /// A cluster's count is 0 now. Operations that were in flight may still be on their way to it,
+    /// so nothing around it is given out before the image is opened next.
+    pub(super) fn came_free(&mut self, cluster: u64) {
+        let slice = self.refs.slice_of(cluster);
+        if self.search.as_ref().is_none_or(|range| !range.is_empty()) {
+            self.freed.insert(slice);
+        }
+    }
+
+    /// Whether a cluster came free in a slice of refcounts while the image is open.
+    pub(super) fn has_freed(&self, slice: u64) -> bool {
+        self.freed.contains(&slice)
     }
 
     /// Notes that an entry was `old` and is `new`; the record comes before anybody
