@@ -297,9 +297,13 @@ fn a_block_that_was_placed_and_not_written_shows_what_is_below() {
 
 /// A device of so many bytes, none of them zero.
 fn garbage(dir: &TempDir, bytes: u64) -> Option<Loop> {
+    garbage_in_blocks(dir, bytes, 512)
+}
+
+fn garbage_in_blocks(dir: &TempDir, bytes: u64, block_bytes: u32) -> Option<Loop> {
     let file = at(dir, "device");
     fs::write(&file, vec![0xEE; bytes as usize]).unwrap();
-    Loop::attach(&file, 512)
+    Loop::attach(&file, block_bytes)
 }
 
 #[test]
@@ -307,12 +311,14 @@ fn an_image_on_a_block_device_is_what_its_model_says() {
     let steps = proptest::collection::vec(step(), 1..60);
     let blocks = prop_oneof![Just(4096u32), Just(65536), Just(2 << 20)];
     let bases = prop_oneof![Just(Base::None), Just(Base::Vhd)];
-    let mut runner = TestRunner::new(Config { cases: 8, ..Config::default() });
+    let media = prop_oneof![Just(512u32), Just(4096)];
+    let mut runner = TestRunner::new(Config { cases: 12, ..Config::default() });
+    let kinds = (blocks, bases, any::<bool>());
     runner
-        .run(&(bases, blocks, any::<bool>(), steps), |(base, block_bytes, small, steps)| {
+        .run(&(media, kinds, steps), |(medium, kind, steps)| {
             let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
-            let Some(device) = garbage(&dir, 16 * MIB) else { return Ok(()) };
-            let kind = (block_bytes, base, small);
+            let device = garbage_in_blocks(&dir, 16 * MIB, medium);
+            let Some(device) = device else { return Ok(()) };
             let mut world = World::new(&dir, &state, kind, Some(&device.0));
             for (i, step) in steps.iter().enumerate() {
                 world.step(i, step);

@@ -120,8 +120,10 @@ fn file_block(opened: &Opened) -> Result<u32, String> {
     Ok(block.and_then(|b| u32::try_from(b).ok()).unwrap_or(USUAL_BLOCK_BYTES))
 }
 
+/// The node of a device lies on a tmpfs, too; its data do not.
 fn is_tmpfs(opened: &Opened) -> bool {
-    fstatfs(&opened.file).is_ok_and(|s| s.f_type as u64 == TMPFS_MAGIC)
+    opened.medium == Medium::File
+        && fstatfs(&opened.file).is_ok_and(|s| s.f_type as u64 == TMPFS_MAGIC)
 }
 
 fn check_block(block: u32, size_bytes: u64) -> Result<u32, String> {

@@ -63,6 +63,13 @@ impl Raw {
                 Err(e) if is_unsupported(&e) => {
                     self.zero_means.fetch_max(means + 1, Ordering::Relaxed);
                 }
+                // A range of sectors that is none of the device's larger blocks.
+                Err(e)
+                    if e.kind() == io::ErrorKind::InvalidInput
+                        && self.medium == Medium::BlockDevice =>
+                {
+                    return write_memory(io, file, offset, len, zeros).await;
+                }
                 done => return done,
             }
         }

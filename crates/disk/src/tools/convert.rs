@@ -6,6 +6,7 @@ use std::path::Path;
 use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{NewFile, Over, is_device, same_file};
+use super::formats::{Blank, shows_medium};
 use super::resume::{PARTIAL, Resume, Source};
 use super::{Done, NewImage, Workshop, broken, formats, unsuitable};
 use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
@@ -59,7 +60,12 @@ impl Workshop<'_> {
         // No journal: what is not durable is written again.
         let target = Disk::open_image(&name, &OpenOptions::default())?;
         let mut desk = Copying::desk(self).map_err(cannot)?;
-        let copying = Copying::new(self, &mut desk, Mode::Fill, &source, &target);
+        let new = NewImage { fixed: how.fixed, ..NewImage::default() };
+        let mode = match is_device(&to.path) && shows_medium(to.format, &new) {
+            true => Mode::Replace,
+            false => Mode::Fill,
+        };
+        let copying = Copying::new(self, &mut desk, mode, &source, &target);
         let mut copying = copying.map_err(cannot)?;
         if !is_device(&to.path) {
             copying.go_on(state, &to.path);
@@ -119,7 +125,8 @@ impl Workshop<'_> {
             self.directory.create_new(file.path()).map_err(cannot)?;
         }
         let new = NewImage { fixed: how.fixed, unit_bytes: how.unit_bytes, ..NewImage::default() };
-        self.write_new(&file, to.format, &new, None, fresh.virtual_bytes)?;
+        let below = (None, Blank::Anything);
+        self.write_new(&file, to.format, &new, below, fresh.virtual_bytes)?;
         Ok((file, fresh))
     }
 }

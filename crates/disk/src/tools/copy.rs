@@ -33,6 +33,8 @@ const SYNC_EVERY: u64 = 1 << 30;
 pub(super) enum Mode {
     /// All of it, into a disk of zeros: zeros are left out.
     Fill,
+    /// All of it, over whatever is there: zeros are written.
+    Replace,
     /// What its leaf has, over something else: zeros that the leaf has are written as zeros.
     Merge,
 }
@@ -162,15 +164,19 @@ impl<'a> Copying<'a> {
                 Some(len @ 1..) => (Some(What::Packed), len),
                 _ => self.look(at).await?,
             };
-            let (zeros, most) = match what {
-                Some(What::Zeros) if self.mode == Mode::Merge => (true, ZERO_PIECE),
-                Some(What::Zeros) | None => {
+            let whole = self.whole_blocks(at, len);
+            let (zeros, most, len) = match what {
+                Some(What::Zeros) if self.mode != Mode::Fill && whole > 0 => {
+                    (true, ZERO_PIECE, whole)
+                }
+                Some(What::Zeros) | None if self.mode != Mode::Replace => {
                     self.next.set(at + len);
                     continue;
                 }
-                Some(What::Data(_) | What::Packed) => {
-                    self.data_end.set(at + len);
-                    (false, PIECE)
+                Some(What::Data(_) | What::Packed | What::Zeros) | None => {
+                    let end = (at + len).next_multiple_of(self.block()).min(self.end);
+                    self.data_end.set(end);
+                    (false, PIECE, end - at)
                 }
             };
             let len = len.min(most - at % most);
@@ -178,6 +184,19 @@ impl<'a> Copying<'a> {
             self.next.set(at + len);
             return Ok(Some(Piece { at, len, zeros }));
         }
+    }
+
+    /// What pieces are multiples of. Only devices have larger blocks than images have sectors.
+    fn block(&self) -> u64 {
+        match self.mode {
+            Mode::Replace => u64::from(self.to.0.block_bytes()),
+            Mode::Fill | Mode::Merge => SECTOR_BYTES,
+        }
+    }
+
+    /// As much of a range as is whole blocks, the disk's last part counted as one.
+    fn whole_blocks(&self, at: u64, len: u64) -> u64 {
+        if at + len == self.end { len } else { len / self.block() * self.block() }
     }
 
     /// What the beginning of the rest is, and how much of it; none: nothing to copy.
@@ -201,7 +220,7 @@ impl<'a> Copying<'a> {
         let (from, from_port) = &self.from;
         let buf = buf.slice(0, piece.len as usize);
         from.read(from_port, piece.at, buf).await?;
-        if self.mode == Mode::Merge {
+        if self.mode != Mode::Fill {
             return to.write(to_port, piece.at, buf).await;
         }
         for (start, len) in self.runs(buf) {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::desk::Desk;
 use super::files::{NewFile, Over, is_device, is_write_protected, protect, same_file};
+use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
@@ -53,7 +54,7 @@ impl Workshop<'_> {
         };
         let bytes = size(name, new, parent.as_ref())?;
         let file = self.new_file(&name.path, Over::forced(new.force))?;
-        self.write_new(&file, name.format, new, parent.as_ref(), bytes)?;
+        self.write_new(&file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
         Ok(done(name, bytes, notes))
     }
@@ -64,7 +65,7 @@ impl Workshop<'_> {
         file: &NewFile<'_>,
         format: Format,
         new: &NewImage,
-        parent: Option<&Parent>,
+        below: (Option<&Parent>, Blank),
         bytes: u64,
     ) -> Result<(), DiskError> {
         let what = || format!("cannot make {}", file.path().display());
@@ -72,7 +73,7 @@ impl Workshop<'_> {
         let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let done =
-            desk.run(async { Ok(formats::empty(&port, &raw, format, new, parent, bytes).await) });
+            desk.run(async { Ok(formats::empty(&port, &raw, format, new, below, bytes).await) });
         done.map_err(|e| broken(what(), e))?
     }
 
@@ -161,7 +162,8 @@ impl Workshop<'_> {
         let path = absolute(&parent.path).map_err(cannot)?;
         let parent = Parent { disk, name: parent.clone(), path };
         let file = self.new_file(&leaf.path, Over::Mine)?;
-        self.write_new(&file, leaf.format, &NewImage::default(), Some(&parent), bytes)?;
+        let new = NewImage::default();
+        self.write_new(&file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
         protect(&parent.path, true).map_err(cannot)?;
         let note = format!("what it was is {} now, read-only", parent.name.path.display());

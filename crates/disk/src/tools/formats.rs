@@ -4,6 +4,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use ferrite_io::scratch::MAX_PIECE_BYTES;
+
 use super::create::{Parent, absolute};
 use super::info::{examined, of_medium, raw_info};
 use super::{Checked, Finding, LayerInfo, NewImage, SnapshotInfo, broken, unsuitable};
@@ -25,15 +27,33 @@ pub(super) fn check_fixed(name: &ImageName, fixed: bool) -> Result<(), DiskError
     Err(DiskError::new(ErrorKind::Usage, what, "a qcow2 image always grows with its data", help))
 }
 
+/// What an image on a device reads as where nothing was written to it yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Blank {
+    /// Zeros.
+    Zeros,
+    /// Anything, where the format has no say in it: every byte will be written.
+    Anything,
+}
+
+/// Whether an image on a device shows what was on it before, until that is written over.
+pub(super) fn shows_medium(format: Format, new: &NewImage) -> bool {
+    format == Format::Raw || format == Format::Vhd && new.fixed
+}
+
 /// Writes an image of `bytes` without data into a new file or a device, durably.
 pub(super) async fn empty(
     port: &Port,
     raw: &Raw,
     format: Format,
     new: &NewImage,
-    parent: Option<&Parent>,
+    (parent, blank): (Option<&Parent>, Blank),
     bytes: u64,
 ) -> Result<(), DiskError> {
+    if !raw.is_file() && blank == Blank::Zeros && shows_medium(format, new) {
+        let what = || format!("cannot make {}", raw.path().display());
+        zero_device(port, raw, bytes).await.map_err(|e| broken(what(), e))?;
+    }
     match format {
         Format::Raw => {
             let made = empty_raw(port, raw, new, bytes).await;
@@ -75,6 +95,16 @@ fn qcow2_backing(parent: &Parent, child: &Raw) -> Result<(String, Format), DiskE
         let why = format!("the name of its parent, {}, is no UTF-8", parent.path.display());
         unsuitable(what, why, "rename the parent")
     })
+}
+
+/// Writes zeros over what is on a device.
+async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
+    if raw.bytes_now()? < bytes {
+        return Err(io::ErrorKind::StorageFull.into());
+    }
+    let zeros = port.scratch.take(MAX_PIECE_BYTES).await;
+    port.memory().fill(zeros.span(), 0);
+    raw.write_zeroes(&port.io, &port.files, 0, bytes, zeros.span()).await
 }
 
 async fn empty_raw(port: &Port, raw: &Raw, new: &NewImage, bytes: u64) -> io::Result<()> {

@@ -1,0 +1,76 @@
+//! What the tools make of media that are not empty, and of images with something left to do.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::vhd::at;
+use common::{Loop, MIB, dir_on_disk};
+use ferrite_disk::ImageName;
+use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use ferrite_io::directory::HostDirectory;
+use ferrite_io::engines::EngineChoice;
+
+fn name(text: &str, path: &Path) -> ImageName {
+    ImageName::parse(&format!("{text}:{}", path.to_str().unwrap())).unwrap()
+}
+
+fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
+    let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+    work(&Workshop {
+        directory: &HostDirectory,
+        engine: &move |arena| kind.open(arena, 64),
+        state_dir: state.map(Path::to_owned),
+        progress: &|_| true,
+    })
+}
+
+/// A device has on it whatever was there before.
+#[test]
+fn a_copy_on_a_device_is_the_same_where_the_source_is_zeros() {
+    for block_bytes in [512, 4096] {
+        copy_to_devices(block_bytes);
+    }
+}
+
+fn copy_to_devices(block_bytes: u32) {
+    let dir = dir_on_disk();
+    let source = at(&dir, "source.img");
+    let bytes = 4 * MIB + u64::from(block_bytes);
+    let mut content = vec![0; bytes as usize];
+    content[MIB as usize..][..512].fill(7);
+    content[(3 * MIB) as usize + 1024..][..512].fill(8);
+    fs::write(&source, &content).unwrap();
+    for (format, fixed) in [("raw", false), ("vhd", true), ("vhd", false), ("qcow2", false)] {
+        let file = at(&dir, "device");
+        fs::write(&file, vec![0xEE; 8 * MIB as usize]).unwrap();
+        let Some(device) = Loop::attach(&file, block_bytes) else { return };
+        let (from, to) = (name("raw", &source), name(format, &device.0));
+        let how = Convert { force: true, fixed, ..Convert::default() };
+        work(None, |shop| shop.convert(&from, &to, &how)).unwrap();
+        let back = at(&dir, &format!("{format}-{fixed}.img"));
+        let how = Convert::default();
+        work(None, |shop| shop.convert(&to, &name("raw", &back), &how)).unwrap();
+        let found = fs::read(&back).unwrap();
+        let wrong = found.iter().zip(&content).position(|(a, b)| a != b);
+        assert_eq!(wrong, None, "{format}, fixed: {fixed}");
+    }
+}
+
+#[test]
+fn a_new_fixed_image_on_a_device_reads_as_zeros() {
+    for (block_bytes, bytes) in [(512, 4 * MIB + 512), (4096, 4 * MIB), (4096, 4 * MIB + 512)] {
+        let dir = dir_on_disk();
+        let file = at(&dir, "device");
+        fs::write(&file, vec![0xEE; 8 * MIB as usize]).unwrap();
+        let Some(device) = Loop::attach(&file, block_bytes) else { return };
+        let image = name("vhd", &device.0);
+        let new = NewImage { bytes: Some(bytes), fixed: true, force: true, ..NewImage::default() };
+        work(None, |shop| shop.create(&image, &new)).unwrap();
+        let back = name("raw", &at(&dir, "back.img"));
+        work(None, |shop| shop.convert(&image, &back, &Convert::default())).unwrap();
+        assert!(fs::read(&back.path).unwrap().iter().all(|byte| *byte == 0));
+    }
+}
