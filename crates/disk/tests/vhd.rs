@@ -12,6 +12,7 @@ use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{NewImage, NewParent, Uuid};
 use ferrite_disk::{Disk, Extent, Intent, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::reactor::Wait;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tempfile::TempDir;
@@ -269,6 +270,35 @@ fn an_image_without_a_place_for_its_journal_keeps_what_was_flushed() {
     // What the dead process had set aside is used again, and reads as zeros.
     queue.write(4 * MIB + 512, &[3; 512]).unwrap();
     assert_eq!(queue.read(4 * MIB, 512).unwrap(), [0; 512]);
+}
+
+/// A queue ends when its guest lets go of it, with whatever it does of its own accord.
+#[test]
+fn what_a_queue_was_committing_when_it_ended_is_committed_by_the_next() {
+    let dir = dir_on_disk();
+    for turns in 0..12 {
+        let path = at(&dir, &format!("{turns}.vhd"));
+        create(&path, &NewImage::dynamic(SECTORS * 512)).unwrap();
+        let disk = Disk::open(path.to_str().unwrap(), &vhd::options()).unwrap();
+        let mut ends = Queue::new(disk);
+        let disk = ends.disk.clone();
+        ends.write(2 * MIB, &[1; 512]).unwrap();
+        let port = ends.port();
+        let flushed = disk.clone();
+        ends.reactor.spawn(async move {
+            let _ = flushed.flush(&port).await;
+        });
+        for _ in 0..turns {
+            ends.reactor.turn(Wait::No, &mut Vec::new()).unwrap();
+        }
+        drop(ends);
+        let mut next = Queue::of(disk);
+        next.flush().unwrap();
+        assert!(!next.disk.is_unsaved());
+        drop(next);
+        let found = vhd::queue(&path).read(2 * MIB, 512).unwrap();
+        assert!(found == [1; 512], "after {turns} turns");
+    }
 }
 
 /// The process dies in a commit that has written the table, and not told the journal yet.

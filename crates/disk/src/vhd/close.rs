@@ -79,7 +79,7 @@ impl Vhd {
         if sparse.full_on_disk.load(Ordering::Acquire) {
             let map = vec![0; covered_bytes(self.footer.current_size) as usize];
             self.write_batmap(port, sparse, batmap, &map).await?;
-            port.io.sync(port.files[0]).await?;
+            sparse.blocks.sync(port).await?;
             sparse.full_on_disk.store(false, Ordering::Release);
         }
         Ok(())

@@ -12,6 +12,7 @@
 //! first sync may not have seen.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, Record, SECTOR};
@@ -38,25 +39,55 @@ struct Item {
     records: Vec<(u32, Record)>,
 }
 
+/// Blocks that a commit has taken. What it does not bring to its end, because it fails or is given
+/// up with its task, is dirty as before.
+struct Batch<'a> {
+    blocks: &'a Blocks,
+    items: Vec<Item>,
+    done: bool,
+}
+
+impl Drop for Batch<'_> {
+    fn drop(&mut self) {
+        self.blocks.settle(std::mem::take(&mut self.items), self.done);
+    }
+}
+
 impl Blocks {
     /// A flush.
     pub(in crate::vhd) async fn commit(&self, port: &Port) -> io::Result<()> {
         let _held = self.committing.lock(&port.io).await?;
+        if self.lost.load(Ordering::Acquire) {
+            let text = "a sync of this image has failed, and what was written before may be lost: \
+                        nothing is committed until it is opened again";
+            return Err(io::Error::other(text));
+        }
         let (mut left, outdated) = {
-            let mut state = self.lock();
-            (state.dirty.len(), std::mem::take(&mut state.outdated))
+            let state = self.lock();
+            (state.dirty.len(), state.outdated.len())
         };
         let done = match left {
-            0 => port.io.sync(port.files[0]).await,
+            0 => self.sync(port).await,
             _ => self.commit_dirty(port, &mut left).await,
         };
         let mut state = self.lock();
-        match &done {
-            Ok(()) => outdated.into_iter().for_each(|record| state.journal.release(record)),
-            Err(_) => state.outdated.extend(outdated),
+        let state = &mut *state;
+        if done.is_ok() {
+            state.outdated.drain(..outdated).for_each(|record| state.journal.release(record));
         }
-        self.unsaved.store(!state.dirty.is_empty(), std::sync::atomic::Ordering::Relaxed);
-        self.set_tight(&state);
+        self.unsaved.store(!state.dirty.is_empty(), Ordering::Relaxed);
+        self.set_tight(state);
+        done
+    }
+
+    /// A sync that fails has made the kernel forget what was not written, and the next one is told
+    /// nothing of it. So whatever refers to that must not reach the disk any more, nor may another
+    /// flush succeed.
+    pub(in crate::vhd) async fn sync(&self, port: &Port) -> io::Result<()> {
+        let done = port.io.sync(port.files[0]).await;
+        if done.is_err() {
+            self.lost.store(true, Ordering::Release);
+        }
         done
     }
 
@@ -64,11 +95,11 @@ impl Blocks {
     async fn commit_dirty(&self, port: &Port, left: &mut usize) -> io::Result<()> {
         while *left > 0 {
             self.complete_bitmaps(port, BATCH.min(*left)).await?;
-            let batch = self.take_batch(BATCH.min(*left));
-            *left -= batch.len().clamp(1, *left);
-            let done = self.write_batch(port, &batch).await;
-            self.settle(batch, done.is_ok());
-            done?;
+            let items = self.take_batch(BATCH.min(*left));
+            *left -= items.len().clamp(1, *left);
+            let mut batch = Batch { blocks: self, items, done: false };
+            self.write_batch(port, &batch.items).await?;
+            batch.done = true;
         }
         Ok(())
     }
@@ -121,7 +152,7 @@ impl Blocks {
         };
         let new = batch.iter().filter(|item| item.new);
         write_pieces(port, file, new, bitmap).await?;
-        port.io.sync(file).await?;
+        self.sync(port).await?;
         let old = batch.iter().filter(|item| !item.new);
         write_pieces(port, file, old, bitmap).await?;
         let runs = table_runs(batch.iter().filter(|item| item.new).map(|item| item.block));
@@ -132,7 +163,7 @@ impl Blocks {
             self.table_offset + u64::from(run.first) * SECTOR
         })
         .await?;
-        port.io.sync(file).await
+        self.sync(port).await
     }
 
     /// What the table on disk says of a block, this commit included.

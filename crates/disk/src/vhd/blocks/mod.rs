@@ -113,6 +113,8 @@ pub(super) struct Blocks {
     tight: AtomicBool,
     /// There are dirty blocks.
     unsaved: AtomicBool,
+    /// A sync has failed.
+    lost: AtomicBool,
     /// Evictions of blocks, by block number modulo their number: who reads a bitmap from disk
     /// looks whether one came between.
     generations: Box<[AtomicU32]>,
@@ -173,6 +175,7 @@ impl Blocks {
             budget_slots: 0,
             tight: AtomicBool::new(false),
             unsaved: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
             generations: (0..GENERATIONS).map(|_| AtomicU32::new(0)).collect(),
             state: Mutex::new(State {
                 next: end,
