@@ -2,6 +2,7 @@
 
 #![allow(dead_code)]
 
+pub(crate) mod failing;
 pub(crate) mod vhd;
 
 use std::fs::File;
@@ -11,7 +12,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, DiskError, OpenOptions, Port};
-use ferrite_io::engine::FileId;
+use ferrite_io::engine::{Engine, FileId};
 use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::{Buf, Pool, QueuePool};
 use ferrite_io::reactor::{Io, Reactor};
@@ -111,10 +112,19 @@ impl Queue {
 
     /// One of several queues.
     pub(crate) fn of(disk: Arc<Disk>) -> Queue {
+        Queue::on(disk, |engine| engine)
+    }
+
+    /// One whose engine is put into another.
+    pub(crate) fn on(
+        disk: Arc<Disk>,
+        wrap: impl FnOnce(Box<dyn Engine>) -> Box<dyn Engine>,
+    ) -> Queue {
         let pool = Pool::with_scratch(2 << 20, 1, disk.scratch_bytes()).unwrap();
         let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
         let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-        let mut reactor = Reactor::new(kind.open(pool.arena().clone(), 64).unwrap());
+        let engine = kind.open(pool.arena().clone(), 64).unwrap();
+        let mut reactor = Reactor::new(wrap(engine));
         let files = disk.files();
         let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
         let buffers = pool.queue(0);

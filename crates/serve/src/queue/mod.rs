@@ -5,7 +5,7 @@
 //! (`copy.rs`), answer (`answer.rs`). Whatever has steps (flush, discard, barriers, ranges that
 //! lie in several places) is a task (`slow.rs`) on the same thread.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -133,6 +133,8 @@ pub struct Queue {
     alone: VecDeque<Ticket>,
     /// The first of them has been begun.
     alone_running: bool,
+    /// A flush that no request asked for is under way.
+    saving: Rc<Cell<bool>>,
     /// Tasks that have ended.
     task_results: Rc<RefCell<Vec<TaskResult>>>,
 
@@ -189,6 +191,7 @@ impl Queue {
             finished: Vec::with_capacity(entries),
             alone: VecDeque::new(),
             alone_running: false,
+            saving: Rc::default(),
             task_results: Rc::default(),
             segments: Vec::new(),
             raw_segments: Vec::with_capacity(max_segments),
@@ -225,7 +228,9 @@ impl Queue {
             self.start_ready();
             self.answer()?;
             self.start_alone();
-            if self.connection.stopping() && self.flights.in_use() == 0 {
+            // Metadata on its way must not meet that of the next who writes some.
+            let idle = self.flights.in_use() == 0 && !self.saving.get();
+            if self.connection.stopping() && idle {
                 return Ok(());
             }
             // What was started may be done by the time the kernel has taken it; asking the guest

@@ -65,11 +65,14 @@ impl Queue {
     pub(super) fn save_soon(&mut self) {
         let Some(saving) = self.connection.device.take_saving() else { return };
         let (device, port) = (self.connection.device.clone(), self.port.clone());
+        let under_way = self.saving.clone();
         self.reactor.spawn(async move {
             let _saving = saving;
             // A sleep that fails is none; a flush that fails has told so.
             let _ = port.io.sleep(SAVE_AFTER).await;
+            under_way.set(true);
             let _ = flush(&device, &port).await;
+            under_way.set(false);
         });
     }
 
