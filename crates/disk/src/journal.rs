@@ -108,11 +108,20 @@ impl Journal {
         words: usize,
         capacity: u32,
     ) -> Result<Vec<Record>, DiskError> {
-        match dir.map(|dir| path_in(dir, identity.inode)) {
-            Some(path) if path.exists() => {
-                Self::open(dir, identity, words, capacity).map(|(_, records)| records)
-            }
-            _ => Ok(Vec::new()),
+        match Self::holds(dir, identity.inode) {
+            true => Self::open(dir, identity, words, capacity).map(|(_, records)| records),
+            false => Ok(Vec::new()),
+        }
+    }
+
+    /// Whether a process has left records behind for the image with this inode. Nothing is made or
+    /// changed: other readers may be looking at it, too.
+    pub(crate) fn holds(dir: Option<&Path>, inode: (u64, u64)) -> bool {
+        match dir.map(|dir| Shm::open(path_in(dir, inode))) {
+            Some(Ok(shm)) => !says_nothing(&shm),
+            // What cannot be looked at may hold any.
+            Some(Err(e)) => !matches!(e.kind(), NotFound | InvalidData),
+            None => false,
         }
     }
 

@@ -5,10 +5,10 @@ mod common;
 use std::fs;
 use std::path::Path;
 
-use common::vhd::at;
-use common::{Loop, MIB, dir_on_disk};
-use ferrite_disk::ImageName;
+use common::vhd::{at, options};
+use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use ferrite_disk::{Disk, ImageName, OpenOptions};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::EngineChoice;
 
@@ -72,5 +72,57 @@ fn a_new_fixed_image_on_a_device_reads_as_zeros() {
         let back = name("raw", &at(&dir, "back.img"));
         work(None, |shop| shop.convert(&image, &back, &Convert::default())).unwrap();
         assert!(fs::read(&back.path).unwrap().iter().all(|byte| *byte == 0));
+    }
+}
+
+/// Opens an image as a backend does.
+fn serve(image: &ImageName, state: &Path, read_only: bool) -> Queue {
+    let options = OpenOptions { read_only, state_dir: Some(state.into()), ..options() };
+    Queue::new(Disk::open_image(image, &options).unwrap())
+}
+
+/// A child and its parent; a backend of the child was killed before it had flushed.
+fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
+    let path = |file: &str| dir.join(format!("{file}.{format}"));
+    let (parent, child) = (name(format, &path("parent")), name(format, &path("child")));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    work(None, |shop| shop.create(&parent, &new)).unwrap();
+    let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+    work(None, |shop| shop.create(&child, &on)).unwrap();
+    serve(&child, state, false).write(MIB, &[5; 512]).unwrap();
+    (parent, child)
+}
+
+#[test]
+fn what_a_killed_backend_has_answered_survives_a_repair_without_the_parent() {
+    for format in ["vhd", "qcow2"] {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (parent, child) = killed(dir.path(), state.path(), format);
+        let away = at(&dir, "away");
+        fs::rename(&parent.path, &away).unwrap();
+        let _ = work(Some(state.path()), |shop| shop.repair(&child, true));
+        fs::rename(&away, &parent.path).unwrap();
+        let found = serve(&child, state.path(), false).read(MIB, 512).unwrap();
+        assert!(found == [5; 512], "{format}");
+    }
+}
+
+/// Whoever flushes a disk flushes its leaf: what its parent lacks would stay on this host.
+#[test]
+fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
+    for format in ["vhd", "qcow2"] {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (_, image) = killed(dir.path(), state.path(), format);
+        let reader = serve(&image, state.path(), true);
+        let leaf = name(format, &at(&dir, &format!("leaf.{format}")));
+        let new = NewImage { parent: Some(image.clone()), ..NewImage::default() };
+        work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap_err();
+        drop(reader);
+        // The lock is let go when the reader's operations have ended.
+        drop(serve(&image, state.path(), false));
+        work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap();
+        fs::remove_dir_all(state.path()).unwrap();
+        let found = serve(&leaf, state.path(), false).read(MIB, 512).unwrap();
+        assert!(found == [5; 512], "{format}");
     }
 }

@@ -1,9 +1,13 @@
 //! Whether an image is in order, and what can be done if not.
 
+use std::io;
+
 use super::desk::Desk;
 use super::{
     CheckReport, Checked, Finding, Repaired, Workshop, broken, formats, refused, unsuitable,
 };
+use crate::image::Image;
+use crate::journal::Journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
 impl Workshop<'_> {
@@ -46,6 +50,11 @@ impl Workshop<'_> {
         formats::check(&raw, name.format)
     }
 
+    /// Whether a killed backend has answered what is not in the image yet.
+    pub(super) fn is_behind(&self, raw: &Raw) -> io::Result<bool> {
+        Ok(Journal::holds(self.state_dir.as_deref(), raw.inode()?))
+    }
+
     /// Mends what can be mended without guessing, if `force` says so; otherwise only tells what
     /// that would be. What a killed backend has left is brought into the image first.
     ///
@@ -61,13 +70,19 @@ impl Workshop<'_> {
         if !force {
             return Ok(Repaired { done: false, before: before.clone(), after: before });
         }
-        match self.open(name, false) {
-            Ok(disk) => self.close(&disk, &name.path)?,
+        // Without its parents, which may not be there.
+        let unusable = match Image::open_alone(name, &self.options(false)) {
+            Ok(image) => self.close(&Disk::Image(image), &name.path).map(|()| None)?,
             Err(e) if e.kind() != ErrorKind::Unsuitable => return Err(e),
             // It cannot be opened: that may be what is to be mended.
-            Err(_) => {}
-        }
+            Err(e) => Some(e),
+        };
         let raw = Raw::open_medium(&name.path, &OpenOptions::default())?;
+        match unusable {
+            // What was answered lies where the image says that there is nothing.
+            Some(e) if self.is_behind(&raw).map_err(|e| broken(what(), e))? => return Err(e),
+            _ => {}
+        }
         let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let mended = desk.run(async { Ok(formats::repair(&port, &raw, name.format).await) });

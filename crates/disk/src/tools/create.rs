@@ -8,6 +8,7 @@ use super::desk::Desk;
 use super::files::{NewFile, Over, is_device, is_write_protected, protect, same_file};
 use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
+use crate::image::Layer;
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
@@ -96,6 +97,7 @@ impl Workshop<'_> {
         }
         self.settle(name)?;
         let disk = self.open(name, true)?;
+        self.check_settled(&disk).map_err(|e| broken(what(), e))??;
         let cannot = |e| broken(format!("cannot make {} read-only", name.path.display()), e);
         if !is_device(&name.path) && !is_write_protected(&name.path).map_err(cannot)? {
             protect(&name.path, true).map_err(cannot)?;
@@ -113,11 +115,27 @@ impl Workshop<'_> {
         }
         let disk = match self.open(name, false) {
             Ok(disk) => disk,
-            // Readers have it open, so it is nobody's to write; or we may not.
+            // Readers have it open, so it is nobody's to write; or we may not. It may be complete.
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Permission) => return Ok(()),
             Err(e) => return Err(e),
         };
         self.close(&disk, &name.path)
+    }
+
+    /// A flush is one of the leaf: what its parents lack would be on this host only, for ever.
+    fn check_settled(&self, parent: &Disk) -> io::Result<Result<(), DiskError>> {
+        let Disk::Image(image) = parent else { return Ok(Ok(())) };
+        for medium in image.layers().iter().map(Layer::medium) {
+            if self.is_behind(medium)? {
+                let path = medium.path().display();
+                let what = format!("cannot make an image on {path}");
+                let why = "what a killed backend has answered is not in it yet, and it cannot be \
+                           written to now";
+                let help = format!("close what reads it, then ferrite image repair --force {path}");
+                return Ok(Err(DiskError::new(ErrorKind::InUse, what, why, help)));
+            }
+        }
+        Ok(Ok(()))
     }
 
     /// Completes an image that was opened for writing.
