@@ -3,14 +3,13 @@
 
 mod model;
 
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::tools::{CheckReport, Info, Workshop};
-use ferrite_disk::{ImageName, OpenOptions, Session};
-use ferrite_io::directory::HostDirectory;
-use ferrite_io::engines::EngineChoice;
-use model::{Model, check_clean, compare, open, pattern, qemu, qemu_img, session};
+use ferrite_disk::tools::{CheckReport, Info};
+use ferrite_disk::{OpenOptions, Session};
+use model::{
+    Model, check_clean, compare, name, open, pattern, peek, poke, qemu, qemu_img, session, shop,
+};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -21,20 +20,6 @@ fn dir() -> TempDir {
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
-}
-
-fn name(path: &Path) -> ImageName {
-    ImageName::parse(text(path)).unwrap()
-}
-
-fn shop<T>(use_it: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    use_it(&Workshop {
-        directory: &HostDirectory,
-        engine: &|arena| kind.open(arena, 64),
-        state_dir: None,
-        progress: &|_| true,
-    })
 }
 
 fn info(path: &Path) -> Info {
@@ -133,23 +118,6 @@ fn snapshots_and_what_is_allocated_are_told() {
     assert!(layer.snapshots.iter().all(|s| s.virtual_bytes == 6 * MIB && s.created_unix_s > 0));
     let clusters: std::collections::BTreeSet<u64> = kept[2].0.keys().map(|s| s / 128).collect();
     assert_eq!(layer.allocated_bytes, Some(clusters.len() as u64 * (64 << 10)));
-}
-
-/// Changes 8 bytes of an image.
-fn poke(path: &Path, at: u64, change: impl FnOnce(u64) -> u64) {
-    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
-    let mut bytes = [0; 8];
-    file.read_exact_at(&mut bytes, at).unwrap();
-    file.write_all_at(&change(u64::from_be_bytes(bytes)).to_be_bytes(), at).unwrap();
-}
-
-fn peek(path: &Path, at: u64) -> u64 {
-    let mut found = 0;
-    poke(path, at, |value| {
-        found = value;
-        value
-    });
-    found
 }
 
 #[test]

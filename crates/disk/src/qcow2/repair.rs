@@ -1,9 +1,10 @@
 //! Making refcounts and flags what the references say. What an image holds is not touched.
 
+use std::collections::BTreeSet;
 use std::io;
 
 use super::check::{Fix, Report, failed, survey};
-use super::header::{CORRUPT, DIRTY, Header, be64};
+use super::header::{CORRUPT, DIRTY, Header, MAX_REFTABLE_BYTES, be64};
 use super::{meta, refcount};
 use crate::{DiskError, Port, Raw};
 
@@ -24,7 +25,7 @@ const SECTOR: u64 = 512;
 /// crash in between, a repair finds what is left to do.
 ///
 /// # Errors
-/// It cannot be read or written; or clusters are in use for which there is no refcount block.
+/// It cannot be read or written; a block device has no room for refcounts that are missing.
 pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     let (header, before) = survey(raw, |_| {}).map_err(|e| failed(raw, "repair", e))?;
     let Some(header) = header.filter(|_| before.is_mendable() && !before.is_clean()) else {
@@ -37,18 +38,18 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
 async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
     for _ in 0..MAX_ROUNDS {
         let (mut counts, mut flags) = (Vec::new(), Vec::new());
-        let (_, report) = survey(raw, |fix| match fix {
+        let (header, report) = survey(raw, |fix| match fix {
             Fix::Count { cluster, found } if counts.len() < MAX_FIXES => {
                 counts.push((cluster, found));
             }
             Fix::Flag { offset, entry } if flags.len() < MAX_FIXES => flags.push((offset, entry)),
             Fix::Count { .. } | Fix::Flag { .. } => {}
         })?;
-        if !report.is_mendable() {
+        let Some(header) = header.filter(|_| report.is_mendable()) else {
             return Err(meta::damaged("it has changed meanwhile"));
-        }
+        };
         if !counts.is_empty() {
-            set_counts(port, raw, header, &counts).await?;
+            set_counts(port, raw, &header, &counts).await?;
         } else if !flags.is_empty() {
             for (offset, entry) in flags {
                 let at = (offset % SECTOR) as usize;
@@ -70,7 +71,8 @@ async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
     Ok(())
 }
 
-/// Sets counts, a sector of a block at a time. They come in the order of their clusters.
+/// Sets counts, a sector of a block at a time. They come in the order of their clusters. Blocks
+/// that are missing are made first.
 async fn set_counts(
     port: &Port,
     raw: &Raw,
@@ -79,20 +81,22 @@ async fn set_counts(
 ) -> io::Result<()> {
     let (entries, order) = (header.block_entries(), header.refcount_order);
     let per_sector = refcount::entries(9, order);
-    let table = raw.read_now(header.reftable_offset, header.reftable_bytes() as usize)?;
-    let block_of = |cluster: u64| {
-        let at = usize::try_from(cluster / entries * 8).unwrap_or(usize::MAX);
-        let inside = at.checked_add(8).is_some_and(|end| end <= table.len());
-        (if inside { be64(&table, at) } else { 0 }, cluster % entries / per_sector)
-    };
-    // Nothing is written if a block is missing: rather an image as it was than half of it mended.
-    if let Some((cluster, _)) = counts.iter().find(|(cluster, _)| block_of(*cluster).0 == 0) {
-        let at = cluster << header.cluster_bits;
-        let text = format!("there is no refcount block for the cluster at byte {at}; convert it");
-        return Err(meta::damaged(text));
+    let mut table = raw.read_now(header.reftable_offset, header.reftable_bytes() as usize)?;
+    // The file may end before its last cluster does.
+    table.resize(header.reftable_bytes() as usize, 0);
+    let table: Vec<u64> = table.chunks_exact(8).map(|e| be64(e, 0)).collect();
+    let block_of = |cluster: u64| table.get((cluster / entries) as usize).copied().unwrap_or(0);
+    let missing: BTreeSet<u64> = counts
+        .iter()
+        .filter(|(cluster, _)| block_of(*cluster) == 0)
+        .map(|(cluster, _)| cluster / entries)
+        .collect();
+    if !missing.is_empty() {
+        return make_blocks(port, raw, header, table, missing).await;
     }
-    for same in counts.chunk_by(|a, b| block_of(a.0) == block_of(b.0)) {
-        let (block, sector) = block_of(same[0].0);
+    let place = |cluster: u64| (block_of(cluster), cluster % entries / per_sector);
+    for same in counts.chunk_by(|a, b| place(a.0) == place(b.0)) {
+        let (block, sector) = place(same[0].0);
         change(port, block + sector * SECTOR, |bytes| {
             for (cluster, found) in same {
                 let i = (cluster % per_sector) as usize;
@@ -102,6 +106,64 @@ async fn set_counts(
         .await?;
     }
     Ok(())
+}
+
+/// Makes empty blocks of refcounts behind the end of the file, where nothing refers to, and those
+/// that count them, and a longer table if this one ends before them. What they should say is found
+/// by the next look.
+///
+/// The order: blocks and a longer table; sync; the entries of the table, or the header's sector
+/// that names the longer one. A crash before leaves unused space behind the end of the file.
+async fn make_blocks(
+    port: &Port,
+    raw: &Raw,
+    header: &Header,
+    mut table: Vec<u64>,
+    mut missing: BTreeSet<u64>,
+) -> io::Result<()> {
+    let (bits, entries) = (header.cluster_bits, header.block_entries());
+    let first = raw.bytes_now()?.div_ceil(header.cluster_bytes());
+    let present = |table: &[u64], block: u64| table.get(block as usize).is_some_and(|o| *o != 0);
+    // New blocks and the table have to be counted themselves.
+    let (used, table_clusters) = loop {
+        let blocks = missing.len() as u64;
+        let needed = missing.last().map_or(0, |last| last + 1).max(table.len() as u64);
+        let table_clusters = match needed > table.len() as u64 {
+            true => (needed * 8).div_ceil(header.cluster_bytes()),
+            false => 0,
+        };
+        let used = blocks + table_clusters;
+        let counting = first / entries..=(first + used - 1) / entries;
+        missing.extend(counting.filter(|block| !present(&table, *block)));
+        if missing.len() as u64 == blocks {
+            break (used, table_clusters);
+        }
+    };
+    let table_bytes = table_clusters << bits;
+    if table_bytes > MAX_REFTABLE_BYTES.max(header.cluster_bytes()) {
+        return Err(meta::damaged("clusters lie so far apart that no table can count them"));
+    }
+    if !raw.is_file() && (first + used) << bits > raw.bytes_now()? {
+        return Err(meta::damaged("a block of refcounts is missing, and the device is full"));
+    }
+    meta::write_zeros(port, port.files[0], first << bits, used << bits).await?;
+    table.resize(table.len().max((table_bytes / 8) as usize), 0);
+    for (i, block) in missing.iter().enumerate() {
+        table[*block as usize] = (first + i as u64) << bits;
+    }
+    let bytes: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
+    if table_clusters == 0 {
+        meta::sync(port).await?;
+        return meta::write(port, port.files[0], header.reftable_offset, &bytes).await;
+    }
+    let offset = (first + missing.len() as u64) << bits;
+    meta::write(port, port.files[0], offset, &bytes).await?;
+    meta::sync(port).await?;
+    change(port, 0, |sector| {
+        sector[48..56].copy_from_slice(&offset.to_be_bytes());
+        sector[56..60].copy_from_slice(&(table_clusters as u32).to_be_bytes());
+    })
+    .await
 }
 
 async fn change(port: &Port, offset: u64, change: impl FnOnce(&mut [u8])) -> io::Result<()> {

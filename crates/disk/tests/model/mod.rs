@@ -3,11 +3,14 @@
 #![allow(dead_code)]
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
+use ferrite_disk::tools::Workshop;
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
+use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::EngineChoice;
 
 pub(crate) const SECTOR: u64 = 512;
@@ -116,4 +119,38 @@ pub(crate) fn qemu(args: &[&str]) -> bool {
 #[track_caller]
 pub(crate) fn check_clean(path: &Path) {
     qemu(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
+}
+
+/// The name of an image.
+pub(crate) fn name(path: &Path) -> ImageName {
+    ImageName::parse(path.to_str().unwrap()).unwrap()
+}
+
+/// A place to work on images that nobody uses.
+pub(crate) fn shop<T>(use_it: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+    use_it(&Workshop {
+        directory: &HostDirectory,
+        engine: &|arena| kind.open(arena, 64),
+        state_dir: None,
+        progress: &|_| true,
+    })
+}
+
+/// Changes 8 bytes of an image.
+pub(crate) fn poke(path: &Path, at: u64, change: impl FnOnce(u64) -> u64) {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let mut bytes = [0; 8];
+    file.read_exact_at(&mut bytes, at).unwrap();
+    file.write_all_at(&change(u64::from_be_bytes(bytes)).to_be_bytes(), at).unwrap();
+}
+
+/// Reads them.
+pub(crate) fn peek(path: &Path, at: u64) -> u64 {
+    let mut found = 0;
+    poke(path, at, |value| {
+        found = value;
+        value
+    });
+    found
 }
