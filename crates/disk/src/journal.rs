@@ -6,6 +6,9 @@
 //! named after device and inode, and has the image's UUID inside. Whoever opens the image next
 //! takes the records over.
 //!
+//! The file is short at first, and grows ahead of its use: space that it has counts, so a record
+//! that there is room for can be made, whatever becomes of the tmpfs.
+//!
 //! Order of stores: a record's words first, then its key (release), so that a record that is seen
 //! is whole; a record is changed by single words; it is freed by clearing its key. A process may
 //! die between any two of these.
@@ -21,6 +24,12 @@ use crate::{DiskError, ErrorKind};
 const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn1");
 const HEADER_BYTES: usize = 64;
 const WORD_BYTES: usize = 8;
+
+/// Records that the file always has space for besides those that are in it, as long as the tmpfs
+/// has some: more than writes are in flight at a time, but for the largest rings.
+const AHEAD: u32 = 1 << 10;
+/// Records that a new file has space for.
+const FIRST: u32 = 2 * AHEAD;
 
 /// Which image a journal belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +60,11 @@ pub(crate) struct Journal {
     free: Vec<u32>,
     /// From here on no slot was ever used. Most images need few, and chains are long.
     fresh: u32,
+    /// From here on the file has no space yet.
+    ready: u32,
     capacity: u32,
+    /// The tmpfs had no space to grow into.
+    stuck: bool,
 }
 
 impl Journal {
@@ -66,7 +79,8 @@ impl Journal {
         words: usize,
         capacity: u32,
     ) -> Result<(Journal, Vec<Record>), DiskError> {
-        let mut journal = Journal { file: None, words, free: Vec::new(), fresh: 0, capacity };
+        let (free, fresh, ready, stuck) = (Vec::new(), 0, capacity, false);
+        let mut journal = Journal { file: None, words, free, fresh, ready, capacity, stuck };
         let mut records = Vec::new();
         if let Some(dir) = dir {
             let path = path_in(dir, identity.inode);
@@ -86,6 +100,7 @@ impl Journal {
                 }
                 Err(e) => return Err(cannot(&path, "opened", e)),
             };
+            journal.ready = slots(shm.len(), words).min(capacity);
             journal.file = Some((shm, path));
             records = journal.records();
         }
@@ -138,11 +153,32 @@ impl Journal {
             let words = (1..=self.words).map(|i| shm.load_u64(at + i * WORD_BYTES)).collect();
             Some(Record { slot: Slot(slot), key, words })
         };
-        (0..self.capacity).filter_map(record).collect()
+        (0..self.ready).filter_map(record).collect()
     }
 
     fn at(&self, slot: u32) -> usize {
-        HEADER_BYTES + slot as usize * (1 + self.words) * WORD_BYTES
+        file_bytes(slot, self.words)
+    }
+
+    /// Sees to it that there is room for so many more records, if the tmpfs has it.
+    pub(crate) fn reserve(&mut self, records: usize) {
+        let wanted = (self.fresh as usize + records).saturating_sub(self.free.len());
+        if wanted <= self.ready as usize || self.ready == self.capacity || self.stuck {
+            return;
+        }
+        let ready = (self.ready * 2).max(u32::try_from(wanted).unwrap_or(u32::MAX));
+        let ready = ready.min(self.capacity);
+        let Some((shm, path)) = &mut self.file else { return };
+        match Shm::lengthen(&path, file_bytes(ready, self.words)) {
+            Ok(longer) => (*shm, self.ready) = (longer, ready),
+            Err(e) => {
+                self.stuck = true;
+                tracing::warn!(
+                    "{} cannot grow, and flushes will be more frequent: {e}",
+                    path.display()
+                );
+            }
+        }
     }
 
     /// A new record; `None`: there is no room, and a commit has to make some first.
@@ -153,7 +189,7 @@ impl Journal {
         assert!(key < u64::MAX && words.len() == self.words, "not a record of this journal");
         let slot = match self.free.pop() {
             Some(slot) => slot,
-            None if self.fresh < self.capacity => {
+            None if self.fresh < self.ready => {
                 self.fresh += 1;
                 self.fresh - 1
             }
@@ -166,6 +202,8 @@ impl Journal {
             }
             shm.store_u64(at, key + 1);
         }
+        // As much again as there is: who commits at half of it shall find that.
+        self.reserve(self.len().max(AHEAD as usize));
         Some(Slot(slot))
     }
 
@@ -187,16 +225,22 @@ impl Journal {
         }
         debug_assert!(!self.free.contains(&slot.0), "{slot:?} is released twice");
         self.free.push(slot.0);
+        self.stuck &= self.len() > 0;
     }
 
     /// Records in it.
     pub(crate) fn len(&self) -> usize {
-        self.capacity as usize - self.room()
+        self.fresh as usize - self.free.len()
     }
 
-    /// Records that there is room for.
+    /// Records that there is room for, whatever happens.
     pub(crate) fn room(&self) -> usize {
-        (self.capacity - self.fresh) as usize + self.free.len()
+        self.ready as usize - self.len()
+    }
+
+    /// Records that there is room for if the tmpfs has it.
+    pub(crate) fn left(&self) -> usize {
+        self.capacity as usize - self.len()
     }
 
     /// The image is closed in good order: there is nothing to take over.
@@ -214,6 +258,17 @@ impl Journal {
     }
 }
 
+/// Bytes of a file with space for so many records.
+fn file_bytes(slots: u32, words: usize) -> usize {
+    HEADER_BYTES + slots as usize * (1 + words) * WORD_BYTES
+}
+
+/// Records that a file of so many bytes has space for.
+fn slots(bytes: usize, words: usize) -> u32 {
+    let slots = bytes.saturating_sub(HEADER_BYTES) / ((1 + words) * WORD_BYTES);
+    u32::try_from(slots).unwrap_or(u32::MAX)
+}
+
 fn path_in(dir: &Path, (device, inode): (u64, u64)) -> PathBuf {
     dir.join(format!("{device:x}-{inode:x}.journal"))
 }
@@ -227,7 +282,7 @@ fn make(
 ) -> io::Result<Shm> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-    let shm = Shm::create(path, HEADER_BYTES + capacity as usize * (1 + words) * WORD_BYTES)?;
+    let shm = Shm::create(path, file_bytes(capacity.min(FIRST), words))?;
     let [first, second] = halves(identity.uuid);
     shm.store_u64(8, first);
     shm.store_u64(16, second);
@@ -244,11 +299,12 @@ fn says_nothing(shm: &Shm) -> bool {
     if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC {
         return true;
     }
-    let (words, capacity) = (shm.load_u64(24), shm.load_u64(32));
-    let slot_bytes = words.saturating_add(1).saturating_mul(WORD_BYTES as u64);
-    let bytes = slot_bytes.saturating_mul(capacity).saturating_add(HEADER_BYTES as u64);
-    let slots = (HEADER_BYTES as u64..bytes).step_by(slot_bytes as usize);
-    bytes <= shm.len() as u64 && slots.into_iter().all(|at| shm.load_u64(at as usize) == 0)
+    let words = usize::try_from(shm.load_u64(24)).unwrap_or(usize::MAX);
+    if words >= shm.len() {
+        return false;
+    }
+    let keys = (0..slots(shm.len(), words)).map(|slot| shm.load_u64(file_bytes(slot, words)));
+    keys.into_iter().all(|key| key == 0)
 }
 
 fn halves(uuid: [u8; 16]) -> [u64; 2] {
@@ -264,14 +320,14 @@ fn check(
     words: usize,
     capacity: u32,
 ) -> Result<(), DiskError> {
-    let bytes = HEADER_BYTES + capacity as usize * (1 + words) * WORD_BYTES;
     let refuse = |why: &str| {
         let what = format!("cannot take over what {} says", path.display());
         let help = "answered writes may be in it: open the image as it was open before; if it is \
                     left from an image that is gone, remove the file";
         Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
     };
-    if shm.len() != bytes || shm.load_u64(24) != words as u64 {
+    let made_for = [shm.load_u64(24), shm.load_u64(32)];
+    if made_for != [words as u64, u64::from(capacity)] || shm.len() > file_bytes(capacity, words) {
         return refuse("it was made for another format or by another version");
     }
     if [shm.load_u64(8), shm.load_u64(16)] != halves(identity.uuid) {
@@ -339,5 +395,41 @@ mod tests {
         // One that says nothing is nobody's.
         journal.release(slot);
         assert!(Journal::open(Some(dir.path()), other, 2, 4).unwrap().1.is_empty());
+    }
+
+    #[test]
+    fn a_journal_is_short_until_it_is_used_and_the_next_process_gets_all_of_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = || Journal::open(Some(dir.path()), IDENTITY, 8, 1 << 16).unwrap();
+        let bytes = || path_in(dir.path(), IDENTITY.inode).metadata().unwrap().len();
+        let (mut journal, _) = open();
+        for key in 0..1000 {
+            journal.claim(key, &[key; 8]).unwrap();
+        }
+        assert!(bytes() < 160 << 10, "{} bytes", bytes());
+        for key in 1000..1 << 16 {
+            assert!(journal.room() >= journal.left().min(AHEAD as usize));
+            journal.claim(key, &[key; 8]).unwrap();
+        }
+        assert!(journal.claim(1 << 16, &[0; 8]).is_none());
+        drop(journal);
+        let (_, records) = open();
+        let right = |(key, r): (u64, &Record)| r.key == key && *r.words == [key; 8];
+        assert!(records.len() == 1 << 16 && (0..).zip(&records).all(right));
+    }
+
+    #[test]
+    fn where_a_journal_cannot_grow_its_room_is_what_it_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut journal, _) = Journal::open(Some(dir.path()), IDENTITY, 1, 1 << 16).unwrap();
+        std::fs::remove_file(path_in(dir.path(), IDENTITY.inode)).unwrap();
+        let mut slots = Vec::new();
+        while journal.room() > 0 {
+            slots.push(journal.claim(1, &[1]).unwrap());
+        }
+        assert_eq!(slots.len(), FIRST as usize);
+        assert!(journal.claim(1, &[1]).is_none() && journal.left() > 0);
+        journal.release(slots[0]);
+        assert!(journal.claim(1, &[1]).is_some());
     }
 }

@@ -71,6 +71,23 @@ impl Shm {
         Self::map(&file, bytes)
     }
 
+    /// Makes such a file longer, by zeros, and maps all of it. Older mappings of it stay as long as
+    /// they are, and both see what is stored in either.
+    ///
+    /// # Errors
+    /// Those of `open`, `fallocate` (`StorageFull`: the file is as it was) and `mmap`;
+    /// `InvalidInput` if the file is longer already.
+    pub fn lengthen(path: impl AsRef<Path>, bytes: usize) -> io::Result<Shm> {
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+        let meta = file.metadata()?;
+        if !meta.is_file() || meta.len() > bytes as u64 {
+            let text = "shared memory can only be made longer";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        Self::map(&file, bytes)
+    }
+
     fn map(file: &File, bytes: usize) -> io::Result<Shm> {
         // All pages exist from now on: a full tmpfs is an error here.
         fallocate(file, FallocateFlags::empty(), 0, bytes as u64)?;
@@ -222,6 +239,20 @@ mod tests {
         let two = Shm::open(&path).unwrap();
         one.store_u32(0, 1);
         assert_eq!(two.load_u32(0), 1);
+    }
+
+    #[test]
+    fn a_longer_mapping_has_what_the_shorter_one_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        let short = Shm::create(&path, 4096).unwrap();
+        short.store_u64(8, 1);
+        let long = Shm::lengthen(&path, 10_000).unwrap();
+        short.store_u64(16, 2);
+        assert_eq!((long.load_u64(8), long.load_u64(16), long.load_u64(9_992)), (1, 2, 0));
+        assert_eq!((short.len(), Shm::open(&path).unwrap().len()), (4096, 10_000));
+        let error = Shm::lengthen(&path, 4096).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 
     #[test]

@@ -122,11 +122,14 @@ impl Qcow2 {
             self.make_ready(port).await?;
         }
         // At half of the journal: others go on with the rest while this one commits.
-        let (room, changes) = {
-            let state = self.state();
-            (state.room(), state.changed.len())
+        let (room, left, changes) = {
+            let mut state = self.state();
+            let pending = state.pending.len();
+            state.journal.reserve(pending + 4);
+            let left = state.journal.left().saturating_sub(pending);
+            (state.room(), left, state.changed.len())
         };
-        if changes > room || room < 4 {
+        if changes > left || room < 4 {
             self.commit_now(port).await?;
         }
         let cluster = offset >> self.header.cluster_bits;

@@ -34,11 +34,13 @@ use slab::{Slab, masks};
 
 /// Words of a journal record: of a bitmap, or the place of a block.
 pub(super) const RECORD_WORDS: usize = 8;
-/// Records that a journal has room for: 4.5 MiB.
+/// Records that a journal may have: 4.5 MiB.
 pub(super) const RECORDS: u32 = 1 << 16;
 /// With fewer left, writes wait for a commit. Writes that were placed before need records when
 /// they are done; queues and buffers bound their number far below this.
 const RESERVED_RECORDS: usize = 1 << 14;
+/// The same where the tmpfs is full, and the journal has only the space that it has.
+const RESERVED_WHEN_STUCK: usize = 1 << 9;
 /// Counters of evictions; blocks share them.
 const GENERATIONS: usize = 256;
 
@@ -392,7 +394,8 @@ impl Blocks {
     }
 
     fn set_tight(&self, state: &State) {
-        let tight = state.journal.room() < RESERVED_RECORDS
+        let tight = state.journal.left() < RESERVED_RECORDS
+            || state.journal.room() < RESERVED_WHEN_STUCK
             || (!self.whole() && state.dirty.len() * 4 > self.budget_slots * 3);
         self.tight.store(tight, Ordering::Relaxed);
     }
