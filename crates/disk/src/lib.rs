@@ -351,6 +351,15 @@ impl Disk {
         }
     }
 
+    /// Lets others open what was [closed](Disk::close), while this process still has it open.
+    /// Nothing may be written from now on. A block device stays claimed until it is dropped.
+    pub fn unlock(&self) {
+        for file in self.files() {
+            // There is nothing that could be done about an error: the lock goes with the file.
+            let _ = rustix::fs::flock(&*file, rustix::fs::FlockOperation::Unlock);
+        }
+    }
+
     /// Tells the medium that a range is not needed any more. It reads as zeros or as before, or,
     /// in an image with a parent, as the parent; bytes outside of it are never touched, however it
     /// is aligned (security.md T20).

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::{Disk, OpenOptions, Session};
+use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
+use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, close, serve};
 use ferrite_serve::negotiate::Offer;
 use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;
@@ -63,18 +63,15 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         pool_bytes: args.memory,
         run_dir,
         engine: engines(kind),
+        closes: true,
         tuning: args.tuning.tuning(),
         counters: Counters::default(),
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
     let stop = stop_on_signals()?;
     let outcome = serve(&mut store, &Xen::new(), &device, &config, &stop);
-    if outcome.is_ok() {
-        close(&device, &config.engine).map_err(|e| {
-            let help = "what was answered is kept on this host: mend the cause and run the same \
-                        command again";
-            Failure::new(format!("cannot close {}", args.image), e, help)
-        })?;
+    if let Ok(Outcome::Stopped) = outcome {
+        close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
     }
     match outcome {
         Ok(Outcome::Unplugged) => tracing::info!("{} was unplugged", args.xen),
@@ -118,15 +115,6 @@ pub(crate) fn choose(
 /// One for every queue.
 pub(crate) fn engines(kind: EngineKind) -> EngineFactory {
     Arc::new(move |arena, entries| kind.open(arena, entries))
-}
-
-/// Makes the image complete for whoever opens it next.
-pub(crate) fn close(device: &Device, engine: &EngineFactory) -> std::io::Result<()> {
-    const ENTRIES: u32 = 32;
-    if device.flush_has_failed() || !device.disk.has_metadata() {
-        return Ok(());
-    }
-    Session::new(device.disk.clone(), |arena| engine(arena, ENTRIES))?.close()
 }
 
 /// Called when the run directory is there.
@@ -178,6 +166,10 @@ fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
     let help = match e {
         ServeError::Store(_) | ServeError::Host { .. } => {
             "the guest waits: mend the cause and run the same command again"
+        }
+        ServeError::Close(_) => {
+            "what was answered is kept on this host: mend the cause and run the same command again, \
+             or open the image with ferrite image check"
         }
         ServeError::Attachment(_) => "check DOMID/DEVID against xl list and xl block-list",
         ServeError::TakeOver(_) => {

@@ -65,6 +65,7 @@ fn process_backend() {
         pool_bytes: 8 << 20,
         run_dir: env(RUN_DIR).into(),
         engine: engines(),
+        closes: true,
         tuning: Tuning::default(),
         counters: Counters::default(),
     };

@@ -13,7 +13,7 @@ use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::engines::EngineKind;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::{Counters, Counts};
-use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
+use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, close, serve};
 use ferrite_serve::negotiate::Offer;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
@@ -27,7 +27,7 @@ use super::tally::Tally;
 use super::task::{Said, Task, Times};
 use crate::cli::BenchArgs;
 use crate::exit::Failure;
-use crate::serve::{close, engines};
+use crate::serve::engines;
 
 /// The number of the guests' disk: xvda.
 pub(super) const DEVID: u32 = 202 << 8;
@@ -369,6 +369,8 @@ fn config(
         pool_bytes: args.memory,
         run_dir,
         engine: engines(kind),
+        // Several guests may have it.
+        closes: false,
         tuning: args.tuning.tuning(),
         counters: Counters::default(),
     })

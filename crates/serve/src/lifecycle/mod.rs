@@ -28,9 +28,13 @@ use crate::quiet::told;
 use crate::tuning::Tuning;
 
 mod attached;
+mod closing;
 mod refusal;
 
+pub use closing::close;
+
 use attached::Attached;
+use closing::Closing;
 use refusal::{Refusal, Refused};
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
@@ -101,6 +105,8 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Storage engines.
     pub engine: EngineFactory,
+    /// No other guest has the disk: it is closed when it is unplugged, before that is announced.
+    pub closes: bool,
     /// How queues work.
     pub tuning: Tuning,
     /// Where they count what they do; the caller may look at any time.
@@ -128,6 +134,9 @@ pub enum ServeError {
     /// The guest is connected, and its connection cannot be taken over.
     #[error("cannot take over the running guest: {0}")]
     TakeOver(String),
+    /// The guest has let go of the disk, and storage failed when its image was to be closed.
+    #[error("cannot close the image: {0}")]
+    Close(#[source] io::Error),
     /// This host's fault: no memory, no descriptors, a queue that failed.
     #[error("cannot {what}: {source}")]
     Host {
@@ -218,6 +227,16 @@ impl Look {
             && matches!(self.front, State::Initialised | State::Connected)
     }
 
+    /// The disk is to go, by the toolstack's wish or with its guest.
+    fn is_unwanted(&self) -> bool {
+        !self.online || self.dead
+    }
+
+    /// The frontend has not let go of it.
+    fn is_held(&self) -> bool {
+        matches!(self.front, State::Initialised | State::Connected | State::Closing)
+    }
+
     /// Nobody has served this directory before, or a predecessor that got no further than its
     /// offer. Otherwise our state follows from the frontend's.
     fn is_fresh(&self) -> bool {
@@ -280,11 +299,11 @@ impl Backend<'_> {
             let look = self.look(frontend)?;
             if look.gone {
                 self.detach(&mut attached)?;
-                return Ok(Outcome::Unplugged);
+                return self.unplugged(false);
             }
             self.follow(frontend, look, &mut attached, &mut refused)?;
-            if attached.is_none() && (!look.online || look.dead) && self.let_go(look)? {
-                return Ok(Outcome::Unplugged);
+            if attached.is_none() && look.is_unwanted() && !look.is_held() {
+                return self.unplugged(true);
             }
             let timeout = self.rest(&mut growth, attached.is_some())?;
             if self.wait(timeout, growth.fd())? {
@@ -349,7 +368,9 @@ impl Backend<'_> {
                 self.detach(attached)?;
                 // One that closes waits for our 6, whatever it has missed of us (3.6).
                 let waits = look.front == State::Closed;
-                if waits || was_attached || matches!(look.own, State::Closing | State::Connected) {
+                let closes = matches!(look.own, State::Closing | State::Connected);
+                // Otherwise that is announced when the image is closed, too.
+                if (waits || was_attached || closes) && !look.is_unwanted() {
                     self.set_state(look, State::Closed)?;
                 }
             }
@@ -422,15 +443,18 @@ impl Backend<'_> {
         negotiate::read_frontend(self.store, frontend, &self.offer)
     }
 
-    /// The disk is to go, by the toolstack's wish or with its guest. `true`: nobody holds it.
-    fn let_go(&mut self, look: Look) -> Result<bool, ServeError> {
-        let holds = matches!(look.front, State::Initialised | State::Connected | State::Closing);
-        if holds {
-            return Ok(false);
+    /// The end of a disk that nobody holds. `announce`: the toolstack waits for our 6, and its own
+    /// 5 may have come since we looked.
+    fn unplugged(&mut self, announce: bool) -> Result<Outcome, ServeError> {
+        let Config { engine, closes, .. } = self.config;
+        let closing = closes.then(|| Closing::begin(self.device, engine)).transpose()?;
+        if let Some(closing) = &closing {
+            closing.wait_a_while();
         }
-        // The toolstack waits for it, and its own 5 may have come since we looked.
-        self.write_state(State::Closed)?;
-        Ok(true)
+        let announced = if announce { self.write_state(State::Closed) } else { Ok(()) };
+        closing.map_or(Ok(()), Closing::wait)?;
+        announced?;
+        Ok(Outcome::Unplugged)
     }
 
     fn detach(&mut self, attached: &mut Option<Attached>) -> Result<(), ServeError> {

@@ -207,6 +207,7 @@ impl Rig {
             pool_bytes: self.plan.pool_bytes,
             run_dir: self.dir.path().to_owned(),
             engine: self.plan.engine.clone(),
+            closes: true,
             tuning: self.plan.tuning,
             counters: self.counters.clone(),
             moving: self.plan.moving.clone(),

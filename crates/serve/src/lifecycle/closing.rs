@@ -1,0 +1,70 @@
+//! Closing the image of a disk that is unplugged, before that is announced: a toolstack that hears
+//! of it may open the image at once.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_disk::Session;
+
+use super::{EngineFactory, ServeError};
+use crate::connection::Device;
+
+/// How long the announcement waits for storage: libxl gives a backend 10 s to close.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Operations in flight for it.
+const ENTRIES: u32 = 32;
+
+/// An image that is being closed, on a thread of its own: storage may be stuck.
+pub(super) struct Closing {
+    thread: JoinHandle<io::Result<()>>,
+    done: Receiver<()>,
+}
+
+impl Closing {
+    pub(super) fn begin(device: &Arc<Device>, engine: &EngineFactory) -> Result<Self, ServeError> {
+        let (device, engine) = (device.clone(), engine.clone());
+        let (tell, done) = channel();
+        let body = move || {
+            let closed = close(&device, &engine);
+            device.disk.unlock();
+            // Fails if nobody waits any more.
+            let _ = tell.send(());
+            closed
+        };
+        let thread = std::thread::Builder::new().name("close".to_owned()).spawn(body);
+        let thread = thread.map_err(|e| ServeError::host("start a thread", e))?;
+        Ok(Closing { thread, done })
+    }
+
+    /// Waits until it is done, but not for ever.
+    pub(super) fn wait_a_while(&self) {
+        if self.done.recv_timeout(PATIENCE).is_err() {
+            tracing::warn!(
+                "storage takes long to close the image: the disk is said to be unplugged before"
+            );
+        }
+    }
+
+    /// Waits until it is done.
+    pub(super) fn wait(self) -> Result<(), ServeError> {
+        match self.thread.join() {
+            Ok(closed) => closed.map_err(ServeError::Close),
+            Err(_) => Err(ServeError::Close(io::Error::other("a panic: this is a bug in ferrite"))),
+        }
+    }
+}
+
+/// Makes an image complete for whoever opens it next.
+///
+/// # Errors
+/// Those of storage. What was answered is in the image's journal then.
+pub fn close(device: &Device, engine: &EngineFactory) -> io::Result<()> {
+    if device.flush_has_failed() || !device.disk.has_metadata() {
+        return Ok(());
+    }
+    Session::new(device.disk.clone(), |arena| engine(arena, ENTRIES))?.close()
+}

@@ -1,0 +1,73 @@
+//! What a toolstack finds that has heard of an unplugged disk.
+
+mod rig;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_serve::lifecycle::{EngineFactory, Outcome};
+use ferrite_xen::loopback::front::FrontOptions;
+
+use rig::{PATIENCE, Plan, Rig, dir_in_memory, engines, images};
+
+const BYTES: u64 = 8 << 20;
+
+fn plan(image: PathBuf) -> Plan {
+    Plan { bytes: BYTES, pool_bytes: 4 << 20, image: Some(image), ..Plan::default() }
+}
+
+#[test]
+fn an_image_is_whole_and_free_as_soon_as_its_disk_is_said_to_be_closed() {
+    for format in images::FORMATS {
+        let dir = dir_in_memory();
+        let image = images::make(dir.path(), format, BYTES);
+        for round in 0..10u8 {
+            let mut rig = Rig::new(plan(image.clone()));
+            let disk = rig.disk.clone();
+            let mut front = rig.connect(&FrontOptions::default());
+            let buffer = front.space().buffer(1).unwrap();
+            buffer.fill(0, 4096, round + 1);
+            front.queues[0].write(u64::from(round) * 1000, &buffer, 0, 4096).unwrap();
+            assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+            rig.machine.unplug(&disk).unwrap();
+            front.close(PATIENCE).unwrap();
+            rig.machine.wait_for_backend(&disk, &[6], PATIENCE).unwrap();
+            // At once, and without a journal: what was answered is in the image.
+            let opened = Disk::open(image.to_str().unwrap(), &OpenOptions::default());
+            drop(opened.unwrap_or_else(|e| panic!("{format}, round {round}: {e}")));
+            assert_eq!(images::state_dir(&image).read_dir().unwrap().count(), 0);
+            assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+        }
+        let bytes = images::contents(&image);
+        for round in 0..10 {
+            assert_eq!(bytes[round * 512_000..][..4096], vec![round as u8 + 1; 4096]);
+        }
+    }
+}
+
+#[test]
+fn storage_that_is_stuck_does_not_keep_a_disk_from_being_unplugged() {
+    let dir = dir_in_memory();
+    let image = images::make(dir.path(), "vhd", BYTES);
+    let (release, released) = channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let usual = engines();
+    // The image is closed with few operations in flight, queues have a ring of them and more.
+    let engine: EngineFactory = Arc::new(move |arena, entries| {
+        if entries == 32 {
+            let _ = released.lock().unwrap().recv();
+        }
+        usual(arena, entries)
+    });
+    let mut rig = Rig::new(Plan { engine, ..plan(image) });
+    let disk = rig.disk.clone();
+    let mut front = rig.connect(&FrontOptions::default());
+    rig.machine.unplug(&disk).unwrap();
+    front.close(PATIENCE).unwrap();
+    rig.machine.wait_for_backend(&disk, &[6], PATIENCE).unwrap();
+    assert!(rig.is_running(), "it is not closed yet");
+    release.send(()).unwrap();
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+}
