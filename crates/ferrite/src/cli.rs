@@ -171,6 +171,11 @@ pub(crate) struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=512))]
     pub(crate) depth: u32,
 
+    /// Send that many at once, and the next when all of them were answered, instead of one for
+    /// each answer.
+    #[arg(long)]
+    pub(crate) batch: bool,
+
     /// Bytes of each request, a multiple of 512.
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = block)]
     pub(crate) block: u32,

@@ -105,6 +105,17 @@ fn guests_and_queues_share_an_image_with_either_copy() {
 }
 
 #[test]
+fn a_batch_is_on_the_ring_at_once_and_the_next_comes_after_its_last_answer() {
+    let r = result("null:", &["--batch", "--depth", "8"]);
+    assert_eq!((&r["batch"], &r["errors"]), (&true.into(), &0.into()));
+    let count = |key: &str| r["counts"][key].as_u64().unwrap_or_else(|| panic!("{key} in {r}"));
+    // The backend sees all of a batch or nothing; where the counted time begins and ends, it may
+    // be in the middle of one.
+    let (requests, sweeps) = (count("requests"), count("sweeps"));
+    assert!(sweeps > 0 && requests.abs_diff(8 * sweeps) <= 8, "{r}");
+}
+
+#[test]
 fn queues_without_work_are_connected_all_the_same() {
     let r = result("null:", &["--queues", "4", "--load-queues", "1", "--idle", "0.2"]);
     assert_eq!((&r["queues"], &r["load_queues"], &r["errors"]), (&4.into(), &1.into(), &0.into()));

@@ -88,6 +88,7 @@ pub(super) struct Load {
     buffer: Buffer,
     block_bytes: usize,
     poll_ns: u64,
+    batch: bool,
     choice: Choice,
     places: Vec<Place>,
     /// Numbers of places without a request.
@@ -117,6 +118,7 @@ impl Load {
             buffer,
             block_bytes: task.block_bytes as usize,
             poll_ns: u64::from(task.poll_us) * 1000,
+            batch: task.batch,
             choice: Choice::new(task, part),
             places: places.collect(),
             idle: (0..depth).rev().collect(),
@@ -144,10 +146,12 @@ impl Load {
         let mut cpu_from_ns = cpu_ns();
         let mut counting = false;
         while now_ns < times.until_ns {
-            while let Some(place) = self.idle.pop() {
-                self.send(place, now_ns)?;
+            if !self.batch || self.queue.in_flight() == 0 {
+                while let Some(place) = self.idle.pop() {
+                    self.send(place, now_ns)?;
+                }
+                self.queue.push()?;
             }
-            self.queue.push()?;
             self.take_some()?;
             now_ns = clock.now_ns();
             if now_ns >= times.from_ns && !counting {
@@ -230,6 +234,7 @@ mod tests {
             mode,
             block_bytes: 4096,
             depth: 1,
+            batch: false,
             ring_order: 0,
             max_indirect: 0,
             poll_us: 0,

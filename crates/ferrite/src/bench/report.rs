@@ -100,6 +100,7 @@ pub(super) struct Report {
     queues: u32,
     load_queues: u32,
     depth: u32,
+    batch: bool,
     ring_order: u32,
     indirect: u32,
     guest_poll_us: u32,
@@ -174,6 +175,7 @@ impl Report {
             queues: args.queues,
             load_queues: task.parts.len() as u32,
             depth: args.depth,
+            batch: args.batch,
             ring_order: task.ring_order,
             indirect: args.indirect,
             guest_poll_us: task.poll_us,
@@ -204,12 +206,13 @@ impl Report {
         line(
             "load",
             format!(
-                "{} of {}, {}, {} each, {} in flight each, ring order {}, {} s",
+                "{} of {}, {}, {} each, {} {} each, ring order {}, {} s",
                 format!("{:?}", self.mode).to_lowercase(),
                 Human(self.block_bytes.into()),
                 many(self.guests, "guest"),
                 many(self.queues, "queue"),
                 self.depth,
+                if self.batch { "at once" } else { "in flight" },
                 self.ring_order,
                 self.seconds
             ),

@@ -23,6 +23,8 @@ pub(super) struct Task {
     pub(super) mode: Mode,
     pub(super) block_bytes: u32,
     pub(super) depth: u32,
+    /// Send requests only when none is in flight, as many as `depth`.
+    pub(super) batch: bool,
     pub(super) ring_order: u32,
     pub(super) max_indirect: u32,
     /// How long to look for responses before sleeping.
@@ -93,6 +95,7 @@ pub(super) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure>
         mode: args.mode,
         block_bytes: args.block,
         depth: args.depth,
+        batch: args.batch,
         ring_order,
         max_indirect: args.indirect,
         poll_us: poll_us(args, loaded),
