@@ -79,6 +79,84 @@ fn neighbours_share_an_operation_and_every_page_gets_to_its_place() {
     }
 }
 
+/// The places of `n` blocks in the order in which the thesis's guest sends them (mission.md, 4).
+fn even_before_odd(n: usize) -> impl Iterator<Item = usize> {
+    (0..n).step_by(2).chain((1..n).step_by(2))
+}
+
+#[test]
+fn a_batch_in_the_wrong_order_is_one_operation_on_one_piece_of_memory() {
+    const BATCH: usize = 28;
+    let (rig, faults) = rig(true);
+    let front_options = FrontOptions { order: 1, ..FrontOptions::default() };
+    let mut front = rig.connect(&front_options);
+    let buffer = front.space().buffer(2 * BATCH).unwrap();
+    (0..BATCH).for_each(|page| buffer.write(page * PAGE, &[page as u8 + 1; PAGE]));
+    let operations = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let seen = operations.clone();
+    // Of a vectored operation it would see the first piece.
+    faults.set(move |op| {
+        if let Op::Write { buf, .. } | Op::Read { buf, .. } = op {
+            seen.lock().unwrap().push((is_write(op), buf.len()));
+        }
+        Fault::None
+    });
+    let queue = &mut front.queues[0];
+    for page in even_before_odd(BATCH) {
+        queue.write(page as u64 * 8, &buffer, page * PAGE, PAGE).unwrap();
+    }
+    assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+    for page in even_before_odd(BATCH) {
+        queue.read(page as u64 * 8, &buffer, (BATCH + page) * PAGE, PAGE).unwrap();
+    }
+    assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+    let bytes = BATCH * PAGE;
+    assert_eq!(*operations.lock().unwrap(), [(true, bytes), (false, bytes)]);
+    assert!(rig.sectors(0, bytes) == buffer.to_vec(0, bytes));
+    assert!(buffer.to_vec(bytes, bytes) == buffer.to_vec(0, bytes));
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn neighbours_of_all_sizes_get_to_their_places_in_any_order() {
+    let (rig, _) = rig(true);
+    let front_options = FrontOptions { order: 2, ..FrontOptions::default() };
+    let mut front = rig.connect(&front_options);
+    let mut random = SplitMix64::new(5);
+    let pages = 200;
+    let buffer = front.space().buffer(2 * pages).unwrap();
+    for round in 0..20 {
+        for at in (0..pages * PAGE).step_by(512) {
+            buffer.write(at, &random.next_u64().to_le_bytes());
+        }
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        while pieces.len() < 64 {
+            // Whole pages mostly, and some that leave a part of their buffer free.
+            let sectors = [8, 8, 8, 16, 24, 7][random.below(6) as usize];
+            pieces.push((at, sectors));
+            at += sectors;
+        }
+        for i in (1..pieces.len()).rev() {
+            pieces.swap(i, random.below(i as u64 + 1) as usize);
+        }
+        let queue = &mut front.queues[0];
+        for (sector, sectors) in &pieces {
+            queue.write(*sector as u64, &buffer, sector * 512, sectors * 512).unwrap();
+        }
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+        for (sector, sectors) in &pieces {
+            let to = pages * PAGE + sector * 512;
+            queue.read(*sector as u64, &buffer, to, sectors * 512).unwrap();
+        }
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+        let bytes = at * 512;
+        assert!(rig.sectors(0, bytes) == buffer.to_vec(0, bytes), "round {round}");
+        assert!(buffer.to_vec(pages * PAGE, bytes) == buffer.to_vec(0, bytes), "round {round}");
+    }
+    front.close(PATIENCE).unwrap();
+}
+
 #[test]
 fn when_a_shared_operation_fails_only_the_request_at_fault_does() {
     let (rig, faults) = rig(true);

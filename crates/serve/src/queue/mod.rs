@@ -31,6 +31,7 @@ mod answer;
 mod copy;
 mod flight;
 mod merge;
+mod neighbours;
 mod pieces;
 mod slow;
 mod storage;
@@ -40,6 +41,7 @@ mod wait;
 
 use flight::{Flights, Ticket};
 use merge::Placed;
+use neighbours::Neighbours;
 use pieces::Pieces;
 use wait::Waiting;
 
@@ -118,6 +120,8 @@ pub struct Queue {
 
     /// Requests of this sweep whose indirect pages are to be fetched.
     fetch: Vec<take::Fetch>,
+    /// Those of this sweep that could share an operation.
+    neighbours: Neighbours,
     /// Requests of this sweep whose data is to be copied from the guest.
     copy_in: Vec<Ticket>,
     /// Requests that storage can begin.
@@ -183,6 +187,7 @@ impl Queue {
             drain_queued: false,
             flushes: 0,
             fetch: Vec::with_capacity(entries),
+            neighbours: Neighbours::default(),
             copy_in: Vec::with_capacity(entries),
             ready: Vec::with_capacity(entries),
             pieces: Pieces::new(entries as u32),
@@ -223,6 +228,7 @@ impl Queue {
                 report(QueueEvent::Violation(violation));
             }
             self.fetch_indirect();
+            self.order_buffers();
             self.copy_in();
             let started = !self.ready.is_empty();
             self.start_ready();

@@ -24,6 +24,11 @@ use crate::request::{
 /// 4.3), so little is lost by it.
 const SWEEP: u32 = 16;
 
+/// Most requests of a sweep in which some that lie next to each other on the disk came in the wrong
+/// order. What comes after them may belong between them: cut in the middle, little of a batch
+/// would share an operation. With it whole, there are few operations to wait for.
+const LONG_SWEEP: u32 = 64;
+
 /// An indirect request whose segments are still in the guest.
 pub(super) struct Fetch {
     pub(super) ticket: Ticket,
@@ -56,9 +61,17 @@ impl Queue {
     }
 
     fn take_from_ring(&mut self, limits: &Limits, now_ns: u64) -> Result<(), RingViolation> {
-        let mut there = self.ring.unconsumed()?.min(SWEEP);
+        let there = self.ring.unconsumed()?;
         let before = self.ring.req_cons();
-        while there > 0 && !self.is_holding_back() {
+        let (mut taken, mut limit, mut out_of_order) = (0, SWEEP, 0);
+        while taken < there && !self.is_holding_back() {
+            if taken == limit {
+                let now = self.neighbours.out_of_order();
+                if now == out_of_order || limit == LONG_SWEEP {
+                    break;
+                }
+                (out_of_order, limit) = (now, limit + SWEEP);
+            }
             let Some(entry) = self.flights.peek_free() else { break };
             let slot = self.ring.peek();
             let request = Request::decode(self.connection.protocol, &slot);
@@ -70,7 +83,7 @@ impl Queue {
             self.table.take(entry, self.ring.req_cons(), &slot);
             self.ring.consume();
             self.check(ticket, &request, limits);
-            there -= 1;
+            taken += 1;
         }
         if self.ring.req_cons() != before {
             self.waiting.storm.taken();
@@ -220,10 +233,18 @@ impl Queue {
         } else if work.action == Action::Barrier || (work.action.takes_data() && below_block) {
             // Its data is copied when its turn has come; until then nothing else is taken.
             self.alone.push_back(ticket);
-        } else if work.action.takes_data() {
-            self.copy_in.push(ticket);
         } else {
-            self.ready.push(ticket);
+            if self.connection.tuning.merge
+                && let (Action::Read | Action::Write, Some(layout)) = (work.action, &flight.layout)
+            {
+                let write = work.action == Action::Write;
+                self.neighbours.add(ticket.entry() as u16, write, layout);
+            }
+            if work.action.takes_data() {
+                self.copy_in.push(ticket);
+            } else {
+                self.ready.push(ticket);
+            }
         }
     }
 

@@ -1,0 +1,107 @@
+//! Requests of a sweep that lie next to each other on the disk, in whatever order they came.
+//!
+//! Seen before any data are moved, because two things follow from it: a sweep in which neighbours
+//! came in the wrong order is longer, since the rest of a batch may belong between them; and their
+//! buffers are exchanged, so that what is contiguous on the disk is contiguous in memory and one
+//! plain transfer moves it (mission.md, block 4, factor 3). A device pays for each piece of
+//! scattered memory.
+
+use ferrite_io::pool::Buf;
+
+use super::copy::Layout;
+use super::flight::Flights;
+
+/// The key's bit that tells writes from reads. Offsets on a disk are below.
+const WRITE: u64 = 1 << 63;
+
+/// A request that was taken in this sweep.
+#[derive(Clone, Copy)]
+struct Here {
+    /// Where its whole blocks begin on the disk, in bytes, and [`WRITE`].
+    key: u64,
+    bytes: u32,
+    entry: u16,
+    /// How many of the sweep came before it.
+    turn: u16,
+}
+
+impl Here {
+    /// Whether `next` begins where this ends.
+    fn touches(&self, next: &Here) -> bool {
+        self.key + u64::from(self.bytes) == next.key
+    }
+}
+
+/// The reads and writes of a sweep.
+#[derive(Default)]
+pub(super) struct Neighbours {
+    requests: Vec<Here>,
+    /// Used by [`order_buffers`](Self::order_buffers).
+    bufs: Vec<Buf>,
+}
+
+impl Neighbours {
+    /// One more of the sweep.
+    pub(super) fn add(&mut self, entry: u16, write: bool, layout: &Layout) {
+        let key = layout.offset | if write { WRITE } else { 0 };
+        // A request is at most 1 MiB.
+        let bytes = layout.blocks.len() as u32;
+        // A ring has at most 512 entries.
+        let turn = self.requests.len() as u16;
+        self.requests.push(Here { key, bytes, entry, turn });
+    }
+
+    /// How many begin where one ends that came later.
+    pub(super) fn out_of_order(&mut self) -> usize {
+        self.sort();
+        let is = |pair: &&[Here]| pair[0].touches(&pair[1]) && pair[0].turn > pair[1].turn;
+        self.requests.windows(2).filter(is).count()
+    }
+
+    fn sort(&mut self) {
+        self.requests.sort_unstable_by_key(|here| here.key);
+    }
+
+    /// Gives neighbours each other's buffers, so that these follow each other as the requests do
+    /// on the disk. Nothing may be in the buffers yet. Ends the sweep.
+    pub(super) fn order_buffers(&mut self, flights: &mut Flights, block_bytes: u32) {
+        if self.requests.len() > 1 {
+            self.sort();
+            let requests = std::mem::take(&mut self.requests);
+            for run in requests.chunk_by(Here::touches).filter(|run| run.len() > 1) {
+                self.order_run(run, flights, block_bytes);
+            }
+            self.requests = requests;
+        }
+        self.requests.clear();
+    }
+
+    /// Buffers of one size, so that each fits each, and which their data fill: others would not
+    /// follow each other without a gap.
+    fn order_run(&mut self, run: &[Here], flights: &mut Flights, block_bytes: u32) {
+        let Some(first) = flights.at(run[0].entry).buf.as_ref().map(|buf| buf.span().len()) else {
+            return;
+        };
+        let mut before = None;
+        let mut ordered = true;
+        for here in run {
+            let span = flights.at(here.entry).buf.as_ref().map(Buf::span);
+            if span.is_none_or(|span| span.len() != first || span.len() != here.bytes as usize) {
+                return;
+            }
+            let at = span.map(|span| span.offset());
+            ordered &= before < at;
+            before = at;
+        }
+        if ordered {
+            return;
+        }
+        self.bufs.extend(run.iter().filter_map(|here| flights.at(here.entry).buf.take()));
+        self.bufs.sort_unstable_by_key(|buf| buf.span().offset());
+        for (here, buf) in run.iter().zip(self.bufs.drain(..)) {
+            let flight = flights.at(here.entry);
+            flight.buf = Some(buf);
+            flight.layout = Layout::of(flight, block_bytes);
+        }
+    }
+}
