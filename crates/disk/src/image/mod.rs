@@ -22,9 +22,11 @@ use crate::{DiskError, Extent, Intent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
 mod layer;
 mod shortcut;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use layer::{Found, Layer};
-use shortcut::{Owner, PAGE_BYTES, Shortcut};
+use shortcut::{GROUP_BYTES, Owner, Owners, PAGE_BYTES, Shortcut};
 
 /// The shortcut's part of the memory for metadata.
 const SHORTCUT_SHARE: usize = 4;
@@ -148,23 +150,22 @@ impl Image {
 
     /// What the layers below the leaf say of a range within a page.
     fn map_page(&self, shortcut: &Shortcut, page: u64, offset: u64, len: u64) -> Extent {
-        let owner = shortcut.get(page).or_else(|| {
-            let start = page * PAGE_BYTES;
-            let bytes = PAGE_BYTES.min(self.leaf().bytes().saturating_sub(start));
-            let owner = match self.below_leaf().map(start, bytes) {
-                Extent::Data { file, len, .. } if len >= bytes => Owner::Layer(file),
-                Extent::Zeros { len } if len >= bytes => Owner::Nobody,
-                // In several places, or not in memory.
-                Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => return None,
-            };
-            shortcut.put(page, owner);
-            Some(owner)
-        });
-        match owner {
+        match shortcut.get(page) {
             Some(Owner::Nobody) => Extent::Zeros { len },
             // What it knew then it may have to read again.
             Some(Owner::Layer(layer)) => find(&self.layers[layer..=layer], layer, offset, len),
-            None => self.below_leaf().map(offset, len),
+            Some(Owner::Ask) => self.below_leaf().map(offset, len),
+            None => {
+                let extent = self.below_leaf().map(offset, len);
+                // What is not in memory of this page is not of its neighbours either.
+                if !matches!(extent, Extent::Slow { .. }) {
+                    let group = offset / GROUP_BYTES;
+                    let below = self.below_leaf();
+                    let bytes = self.leaf().bytes();
+                    shortcut.put(group, &Owners::of(below.layers, below.first, group, bytes));
+                }
+                extent
+            }
         }
     }
 

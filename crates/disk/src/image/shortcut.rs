@@ -3,18 +3,39 @@
 //! Those layers do not change while they are open, so an answer stays true; without this, a read
 //! behind a long chain asks each layer, and each answer is a cache miss or two. Pages, because that
 //! is what small reads are; larger ranges ask the layers, and have fewer requests to do it for.
+//!
+//! What a layer knows of the pages around the one that is asked for stands in the same cache line,
+//! so a miss finds out about a whole group of them. A page takes a byte here, so that the table of a
+//! disk in use stays in the processor's cache.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::{Found, Layer};
 
 /// The unit in bytes.
 pub(super) const PAGE_BYTES: u64 = 4096;
 
+/// Pages that are found out about together.
+const GROUP_PAGES: u64 = 64;
+pub(super) const GROUP_BYTES: u64 = GROUP_PAGES * PAGE_BYTES;
+
 /// With fewer layers below the leaf there is nothing to gain.
 const MIN_BELOW: usize = 2;
 
-/// No layer has it: zeros.
-const NOBODY: u64 = 0xFF_FFFF;
-const LAYER_BITS: u32 = 24;
+/// Pages of an entry,
+const ENTRY_PAGES: u64 = 8;
+/// bits of each,
+const OWNER_BITS: u32 = 6;
+/// and what is above them: which pages they are of those that share the entry.
+const TAG_SHIFT: u32 = ENTRY_PAGES as u32 * OWNER_BITS;
+
+/// Owners in an entry; from the last on the layers by their index in the chain, the first of which
+/// is 1.
+const UNKNOWN: u64 = 0;
+const NOBODY: u64 = 1;
+const ASK: u64 = 2;
+const LAYERS: u64 = ASK;
+const MAX_LAYER: u64 = (1 << OWNER_BITS) - 1 - LAYERS;
 
 /// Who has a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,79 +44,219 @@ pub(super) enum Owner {
     Layer(usize),
     /// It reads as zeros.
     Nobody,
+    /// The layers know: it is in several places.
+    Ask,
 }
 
-/// A table with a place for each page number modulo its size; a page that comes later takes the
-/// place of the one before. Written and read by all queues, each entry for itself.
+/// A table with an entry for each eight pages by their number modulo its size; those that come later
+/// take the place of those before. Written and read by all queues, each entry for itself.
 #[derive(Debug)]
 pub(super) struct Shortcut {
-    /// Page number plus one, and the layer; 0: empty.
     entries: Box<[AtomicU64]>,
 }
 
 impl Shortcut {
     /// For a disk of so many bytes; none for a short chain.
     pub(super) fn new(layers: usize, disk_bytes: u64, budget_bytes: usize) -> Option<Shortcut> {
-        let pages = disk_bytes.div_ceil(PAGE_BYTES);
-        if layers <= MIN_BELOW || layers as u64 >= NOBODY || pages >> (64 - LAYER_BITS) != 0 {
+        if layers <= MIN_BELOW {
             return None;
         }
-        let pages = usize::try_from(pages).unwrap_or(usize::MAX);
-        let most = (budget_bytes / size_of::<AtomicU64>()).max(2);
-        let entries = most.min(pages.max(1));
+        let needed = disk_bytes.div_ceil(GROUP_BYTES).max(1) * (GROUP_PAGES / ENTRY_PAGES);
+        let most = (budget_bytes / size_of::<AtomicU64>()) as u64;
+        let entries = most.min(needed).max(GROUP_PAGES / ENTRY_PAGES);
         // Down to a power of two, so that the modulo is a mask.
-        let entries = 1 << entries.ilog2();
-        Some(Shortcut { entries: (0..entries).map(|_| AtomicU64::new(0)).collect() })
+        let bits = entries.ilog2();
+        if needed >> bits >> (u64::BITS - TAG_SHIFT) != 0 {
+            return None;
+        }
+        Some(Shortcut { entries: (0..1u64 << bits).map(|_| AtomicU64::new(0)).collect() })
     }
 
-    fn entry(&self, page: u64) -> &AtomicU64 {
-        &self.entries[page as usize & (self.entries.len() - 1)]
+    /// The entry with a page, and its tag.
+    fn entry(&self, page: u64) -> (&AtomicU64, u64) {
+        let number = page / ENTRY_PAGES;
+        let bits = self.entries.len().ilog2();
+        (&self.entries[number as usize & (self.entries.len() - 1)], number >> bits)
     }
 
     /// Who has the page, if that is known.
     pub(super) fn get(&self, page: u64) -> Option<Owner> {
-        let entry = self.entry(page).load(Relaxed);
-        if entry >> LAYER_BITS != page + 1 {
+        let (entry, tag) = self.entry(page);
+        let entry = entry.load(Relaxed);
+        if entry >> TAG_SHIFT != tag {
             return None;
         }
-        Some(match entry & NOBODY {
-            NOBODY => Owner::Nobody,
-            layer => Owner::Layer(layer as usize),
-        })
+        let shift = (page % ENTRY_PAGES) as u32 * OWNER_BITS;
+        match entry >> shift & ((1 << OWNER_BITS) - 1) {
+            UNKNOWN => None,
+            NOBODY => Some(Owner::Nobody),
+            ASK => Some(Owner::Ask),
+            layer => Some(Owner::Layer((layer - LAYERS) as usize)),
+        }
     }
 
-    /// Remembers who has the page.
-    pub(super) fn put(&self, page: u64, owner: Owner) {
-        let layer = match owner {
-            Owner::Layer(layer) => layer as u64,
-            Owner::Nobody => NOBODY,
-        };
-        self.entry(page).store((page + 1) << LAYER_BITS | layer, Relaxed);
+    /// Remembers who has the pages of a group.
+    pub(super) fn put(&self, group: u64, owners: &Owners) {
+        for (i, owners) in owners.0.chunks_exact(ENTRY_PAGES as usize).enumerate() {
+            let (entry, tag) = self.entry(group * GROUP_PAGES + i as u64 * ENTRY_PAGES);
+            let coded = owners.iter().rev().fold(0, |all, owner| all << OWNER_BITS | code(*owner));
+            entry.store(tag << TAG_SHIFT | coded, Relaxed);
+        }
     }
+}
+
+fn code(owner: Option<Owner>) -> u64 {
+    match owner {
+        None => UNKNOWN,
+        Some(Owner::Nobody) => NOBODY,
+        Some(Owner::Layer(layer)) if layer as u64 <= MAX_LAYER => layer as u64 + LAYERS,
+        // The rest of a very long chain is asked.
+        Some(Owner::Layer(_) | Owner::Ask) => ASK,
+    }
+}
+
+/// Who has the pages of a group; none: not known without I/O.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Owners([Option<Owner>; GROUP_PAGES as usize]);
+
+impl Owners {
+    /// What these layers, the first of which has index `first` in the chain, have of a group of a
+    /// disk that ends at `disk_bytes`.
+    pub(super) fn of(layers: &[Layer], first: usize, group: u64, disk_bytes: u64) -> Owners {
+        let mut owners = [None; GROUP_PAGES as usize];
+        let start = group * GROUP_BYTES;
+        let bytes = disk_bytes.saturating_sub(start).min(GROUP_BYTES);
+        // A bit for each page that nobody has answered for yet.
+        let mut open = mask(0, bytes.div_ceil(PAGE_BYTES));
+        for (i, layer) in layers.iter().enumerate() {
+            for (from, to) in runs(std::mem::take(&mut open)) {
+                let end = (to * PAGE_BYTES).min(bytes);
+                let mut page = from;
+                while page < to {
+                    let at = page * PAGE_BYTES;
+                    let found = layer.find(start + at, end - at);
+                    let (len, answer) = answer(found, first + i);
+                    // Up to the disk's end, where a page may be cut off, or to the last whole one.
+                    let upto = match at + len {
+                        upto if upto >= end => to,
+                        upto => upto / PAGE_BYTES,
+                    };
+                    match answer {
+                        Answer::Is(owner) => owners[page as usize..upto as usize].fill(owner),
+                        Answer::Below => open |= mask(page, upto),
+                    }
+                    page = upto;
+                    if page < to && (at + len) % PAGE_BYTES != 0 {
+                        owners[page as usize] = Some(Owner::Ask);
+                        page += 1;
+                    }
+                }
+            }
+        }
+        for (from, to) in runs(open) {
+            owners[from as usize..to as usize].fill(Some(Owner::Nobody));
+        }
+        Owners(owners)
+    }
+}
+
+/// What a layer says of a page.
+enum Answer {
+    Is(Option<Owner>),
+    Below,
+}
+
+/// The bytes that it is about, and the answer.
+fn answer(found: Found, layer: usize) -> (u64, Answer) {
+    match found {
+        Found::Data { len, .. } => (len, Answer::Is(Some(Owner::Layer(layer)))),
+        Found::Zeros { len } => (len, Answer::Is(Some(Owner::Nobody))),
+        Found::Below { len } => (len, Answer::Below),
+        Found::Slow { len } | Found::Packed { len } | Found::Copy { len } => {
+            (len, Answer::Is(None))
+        }
+    }
+}
+
+/// The bits from `from` up to `to`.
+fn mask(from: u64, to: u64) -> u64 {
+    let upto = |n: u64| if n == 64 { u64::MAX } else { (1 << n) - 1 };
+    upto(to) & !upto(from)
+}
+
+/// The runs of ones: where each begins and ends.
+fn runs(mut bits: u64) -> impl Iterator<Item = (u64, u64)> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        if bits == 0 {
+            return None;
+        }
+        let zeros = bits.trailing_zeros();
+        let ones = (bits >> zeros).trailing_ones();
+        let from = at + u64::from(zeros);
+        at = from + u64::from(ones);
+        bits = bits.checked_shr(zeros + ones).unwrap_or(0);
+        Some((from, at))
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn all(owner: Option<Owner>) -> Owners {
+        Owners([owner; GROUP_PAGES as usize])
+    }
+
     #[test]
     fn a_page_is_known_until_another_takes_its_place() {
-        let table = Shortcut::new(3, 1 << 30, 64).unwrap();
-        assert_eq!(table.entries.len(), 8);
-        assert_eq!(table.get(0), None);
-        table.put(0, Owner::Layer(1));
-        table.put(5, Owner::Nobody);
-        assert_eq!((table.get(0), table.get(5)), (Some(Owner::Layer(1)), Some(Owner::Nobody)));
-        assert_eq!((table.get(8), table.get(13)), (None, None));
-        table.put(8, Owner::Layer(2));
-        assert_eq!((table.get(0), table.get(8)), (None, Some(Owner::Layer(2))));
+        let table = Shortcut::new(3, 1 << 30, 8 * 16).unwrap();
+        assert_eq!((table.entries.len(), table.get(0)), (16, None));
+        let mut owners = all(Some(Owner::Layer(1)));
+        owners.0[9] = Some(Owner::Nobody);
+        owners.0[10] = None;
+        owners.0[63] = Some(Owner::Ask);
+        table.put(0, &owners);
+        for (page, owner) in owners.0.into_iter().enumerate() {
+            assert_eq!(table.get(page as u64), owner, "page {page}");
+        }
+        table.put(1, &all(Some(Owner::Layer(2))));
+        // 128 pages have a place of their own.
+        assert_eq!((table.get(128), table.get(128 * 77)), (None, None));
+        table.put(2, &all(Some(Owner::Nobody)));
+        assert_eq!((table.get(0), table.get(128)), (None, Some(Owner::Nobody)));
+        assert_eq!(table.get(64), Some(Owner::Layer(2)));
+    }
+
+    #[test]
+    fn layers_beyond_what_an_entry_can_say_are_asked() {
+        let table = Shortcut::new(256, 1 << 30, 1 << 20).unwrap();
+        for layer in [1, MAX_LAYER as usize, MAX_LAYER as usize + 1, 255] {
+            table.put(0, &all(Some(Owner::Layer(layer))));
+            let known = if layer > MAX_LAYER as usize { Owner::Ask } else { Owner::Layer(layer) };
+            assert_eq!(table.get(5), Some(known));
+        }
     }
 
     #[test]
     fn it_is_as_large_as_the_disk_or_the_budget_and_not_there_for_short_chains() {
-        assert!(Shortcut::new(2, 1 << 30, 1 << 20).is_none());
-        assert_eq!(Shortcut::new(3, 40960, 1 << 20).unwrap().entries.len(), 8);
-        assert_eq!(Shortcut::new(256, 1 << 40, 1 << 20).unwrap().entries.len(), 1 << 17);
-        assert_eq!(Shortcut::new(3, 512, 0).unwrap().entries.len(), 1);
+        let entries = |layers, disk_bytes, budget_bytes| {
+            Shortcut::new(layers, disk_bytes, budget_bytes).map(|table| table.entries.len())
+        };
+        assert_eq!(entries(2, 1 << 30, 1 << 20), None);
+        assert_eq!(entries(3, 1 << 30, 4 << 20), Some(1 << 15));
+        assert_eq!(entries(256, 1 << 40, 1 << 20), Some(1 << 17));
+        assert_eq!(entries(3, 512, 0), Some(8));
+        // The tag could not tell so many pages apart.
+        assert_eq!(entries(3, 64 << 40, 0), None);
+    }
+
+    #[test]
+    fn runs_and_masks_are_opposites() {
+        for bits in [0, 1, 1 << 63, u64::MAX, 0xF0F0_0000_0000_000F, 0x8000_0000_0000_0001] {
+            let again = runs(bits).fold(0, |all, (from, to)| all | mask(from, to));
+            assert_eq!(again, bits, "{bits:#x}");
+        }
+        assert_eq!(runs(0b0110_1000).collect::<Vec<_>>(), [(3, 4), (5, 7)]);
     }
 }
