@@ -146,7 +146,7 @@ impl Owners {
                         Answer::Below => open |= mask(page, upto),
                     }
                     page = upto;
-                    if page < to && (at + len) % PAGE_BYTES != 0 {
+                    if page < to && !(at + len).is_multiple_of(PAGE_BYTES) {
                         owners[page as usize] = Some(Owner::Ask);
                         page += 1;
                     }
