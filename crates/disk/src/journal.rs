@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use ferrite_io::shm::Shm;
 
-use crate::{DiskError, ErrorKind};
+use crate::{DiskError, ErrorKind, Raw};
 
 /// `ferrjrn1`, little-endian.
 const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn1");
@@ -36,8 +36,23 @@ const FIRST: u32 = 2 * AHEAD;
 pub(crate) struct Identity {
     /// Device and inode of a file; of a block device its own number, and 0.
     pub(crate) inode: (u64, u64),
-    /// The image's own identifier; zeros for formats without.
+    /// The image's own identifier, and when its file was made.
     pub(crate) uuid: [u8; 16],
+}
+
+impl Identity {
+    /// Of the image with this identifier in `raw`. A copy has the identifier of its original, and
+    /// may get the number of a file that is gone; it was made later.
+    ///
+    /// # Errors
+    /// The file cannot be examined.
+    pub(crate) fn of(raw: &Raw, uuid: [u8; 16]) -> io::Result<Identity> {
+        let mut uuid = uuid;
+        for (byte, made) in uuid.iter_mut().zip(raw.made_ns()?.to_le_bytes()) {
+            *byte ^= made;
+        }
+        Ok(Identity { inode: raw.inode()?, uuid })
+    }
 }
 
 /// What a record says; the format that wrote it knows what key and words mean.

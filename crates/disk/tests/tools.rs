@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 use std::path::Path;
 
-use common::vhd::{at, options};
+use common::vhd::{at, options, peer};
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
 use ferrite_disk::{Disk, ImageName, OpenOptions};
@@ -125,4 +125,48 @@ fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
         let found = serve(&leaf, state.path(), false).read(MIB, 512).unwrap();
         assert!(found == [5; 512], "{format}");
     }
+}
+
+/// qemu gives a new cluster the first place that nothing on disk counts: just where the killed
+/// backend had put its own.
+#[test]
+fn a_place_that_another_program_has_taken_is_not_taken_over() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let image = name("qcow2", &at(&dir, "a.qcow2"));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    work(None, |shop| shop.create(&image, &new)).unwrap();
+    let mut disk = serve(&image, state.path(), false);
+    disk.write(0, &[1; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    serve(&image, state.path(), false).write(MIB, &[2; 512]).unwrap();
+    let path = image.path.to_str().unwrap();
+    drop(serve(&image, state.path(), true));
+    let Some(_) = peer("qemu-io", &["-f", "qcow2", "-c", "write -P 3 2M 512", path]) else {
+        return;
+    };
+    let options = OpenOptions { state_dir: Some(state.path().into()), ..options() };
+    let error = Disk::open_image(&image, &options).unwrap_err();
+    assert!(error.to_string().contains("another use"), "{error}");
+}
+
+/// File systems give the number of a file that is gone to the next one.
+#[test]
+fn the_journal_of_an_image_that_is_gone_is_not_that_of_its_successor() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let image = name("qcow2", &at(&dir, "a.qcow2"));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    let inode = |path: &Path| std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).unwrap());
+    work(None, |shop| shop.create(&image, &new)).unwrap();
+    serve(&image, state.path(), false).write(0, &[1; 512]).unwrap();
+    drop(serve(&image, state.path(), true));
+    let before = inode(&image.path);
+    fs::remove_file(&image.path).unwrap();
+    work(None, |shop| shop.create(&image, &new)).unwrap();
+    if inode(&image.path) != before {
+        return eprintln!("skipped: the new file has another number");
+    }
+    let options = OpenOptions { state_dir: Some(state.path().into()), ..options() };
+    let error = Disk::open_image(&image, &options).unwrap_err();
+    assert!(error.to_string().contains("another UUID"), "{error}");
 }

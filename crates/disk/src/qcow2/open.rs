@@ -1,6 +1,7 @@
 //! Opening: the header, L1 and the refcount table are read and checked, nothing is written, and
 //! what a process that died has left in the journal is taken over.
 
+use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 use std::sync::Mutex;
@@ -116,6 +117,7 @@ impl Qcow2 {
         if records.windows(2).any(|pair| pair[0].key == pair[1].key) {
             return Err(changed_by_others("there are two records of one entry"));
         }
+        let (mut taken, mut counted) = (HashSet::new(), HashSet::new());
         for record in &records {
             let [new, old, middle] = record.words[..] else { unreachable!("a record has 3 words") };
             if record.key < L1_KEYS && self.overlaps_metadata(new) {
@@ -135,8 +137,46 @@ impl Qcow2 {
                 }
                 continue;
             }
-            self.count_taken_over(new)?;
+            let has_count = self.count_taken_over(new)?;
+            let host = new & entry::OFFSET;
+            if host != 0 && host != now & entry::OFFSET {
+                let cluster = host >> self.header.cluster_bits;
+                if !taken.insert(cluster) || self.metadata.binary_search(&cluster).is_ok() {
+                    return Err(changed_by_others("a cluster has got another use"));
+                }
+                counted.extend(has_count.then_some(cluster));
+            }
             self.redo(record, now, new);
+        }
+        self.check_unused(&counted)
+    }
+
+    /// Clusters that only records refer to have a count if a commit has come so far; or because
+    /// another program has given them to something else since.
+    fn check_unused(&self, clusters: &HashSet<u64>) -> io::Result<()> {
+        if clusters.is_empty() {
+            return Ok(());
+        }
+        let bits = self.header.cluster_bits;
+        for l1 in &self.l1 {
+            let Ok(Some((table, _))) = entry::l2_table(l1.load(Ordering::Relaxed), bits) else {
+                continue;
+            };
+            for at in (0..self.cluster_bytes()).step_by(TABLE_PIECE as usize) {
+                let len = (self.cluster_bytes() - at).min(TABLE_PIECE) as usize;
+                let piece = read_whole(&self.medium, table + at, len)?;
+                let used = |entry: u64| match self.decode(entry) {
+                    Some(Cluster::Packed(packed)) => {
+                        packed.clusters(bits).any(|cluster| clusters.contains(&cluster))
+                    }
+                    found => found
+                        .and_then(|found| found.host())
+                        .is_some_and(|host| clusters.contains(&(host >> bits))),
+                };
+                if piece.chunks_exact(8).map(|e| be64(e, 0)).any(|e| e != 0 && used(e)) {
+                    return Err(changed_by_others("a cluster has got another use"));
+                }
+            }
         }
         Ok(())
     }
@@ -166,11 +206,11 @@ impl Qcow2 {
     }
 
     /// The count of a cluster that a record refers to. A commit may have written it already: the
-    /// cluster was taken before its data were there. Nobody else may have the cluster.
-    fn count_taken_over(&self, new: u64) -> io::Result<()> {
+    /// cluster was taken before its data were there. `true`: it has one.
+    fn count_taken_over(&self, new: u64) -> io::Result<bool> {
         let host = new & entry::OFFSET;
         if self.medium.read_only() || host == 0 {
-            return Ok(());
+            return Ok(false);
         }
         let cluster = host >> self.header.cluster_bits;
         if host + self.cluster_bytes() > self.limit.load(Ordering::Relaxed) {
@@ -185,11 +225,13 @@ impl Qcow2 {
             state.refs.install(slice, bytes.into(), &[]);
         }
         match state.refs.get(cluster) {
-            Some(0) => state.refs.set(cluster, 1),
-            Some(1) => {}
-            _ => return Err(changed_by_others("a cluster has got another use")),
+            Some(0) => {
+                state.refs.set(cluster, 1);
+                Ok(false)
+            }
+            Some(1) => Ok(true),
+            _ => Err(changed_by_others("a cluster has got another use")),
         }
-        Ok(())
     }
 
     fn redo(&self, record: &Record, now: u64, new: u64) {
@@ -315,7 +357,7 @@ fn identity(medium: &Raw, header: &Header) -> io::Result<Identity> {
     uuid[8..].copy_from_slice(&header.l1_offset.to_le_bytes());
     // The offset is a multiple of 512.
     uuid[8] = header.cluster_bits as u8;
-    Ok(Identity { inode: medium.inode()?, uuid })
+    Identity::of(medium, uuid)
 }
 
 /// Reads metadata; what is behind the end of the file is zeros.

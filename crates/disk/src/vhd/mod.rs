@@ -304,8 +304,8 @@ fn sparse(
     parent: Option<Parent>,
     options: &OpenOptions,
 ) -> Result<Sparse, DiskError> {
-    let inode = raw.inode().map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
-    let identity = Identity { inode, uuid: footer.uuid.0 };
+    let identity = Identity::of(raw, footer.uuid.0);
+    let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
     let dir = options.state_dir.as_deref();
     let (journal, records) = match options.read_only {
         false => Journal::open(dir, identity, RECORD_WORDS, RECORDS)?,
