@@ -5,6 +5,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::fs::{OFlags, fcntl_getfl};
+
 use super::fault::On;
 use super::file::SECTOR_BYTES;
 use super::{SimWorld, State};
@@ -23,7 +25,8 @@ pub(super) struct InFlight {
     bufs: Vec<Span>,
     /// The memory that they are in.
     arena: Arc<Arena>,
-    /// In the world's table; none: the operation names a file that is not in the engine's.
+    /// In the world's table; none: the operation names a file that is not in the engine's, or wants
+    /// to change one that was opened read-only.
     file: Option<usize>,
     /// The step of its submission.
     since: u64,
@@ -32,14 +35,21 @@ pub(super) struct InFlight {
     cancelled: bool,
 }
 
+/// A file that is kept open, as the kernel would.
+struct Opened {
+    _file: Arc<OwnedFd>,
+    /// In the world's table.
+    index: usize,
+    writable: bool,
+}
+
 /// See [`SimWorld::engine`].
 pub(super) struct SimEngine {
     world: SimWorld,
     arena: Arc<Arena>,
     number: u64,
     life: u64,
-    /// Kept open, as the kernel would; with the index in the world's table.
-    files: Vec<(Arc<OwnedFd>, usize)>,
+    files: Vec<Opened>,
     queued: Vec<InFlight>,
     done: Vec<Completion>,
 }
@@ -56,7 +66,9 @@ impl SimEngine {
     }
 
     fn queue(&mut self, token: Token, op: Op, bufs: Vec<Span>) {
-        let file = file_of(&op).and_then(|f| self.files.get(f.0 as usize)).map(|(_, i)| *i);
+        let file = file_of(&op).and_then(|f| self.files.get(f.0 as usize));
+        let reads = matches!(op, Op::Read { .. } | Op::Sync { .. });
+        let file = file.filter(|f| reads || f.writable).map(|f| f.index);
         let arena = self.arena.clone();
         let (since, due_ns, cancelled) = (0, 0, false);
         self.queued.push(InFlight { token, op, bufs, arena, file, since, due_ns, cancelled });
@@ -111,7 +123,8 @@ impl Engine for SimEngine {
         self.check(&state)?;
         let index = state.add_file(&file)?;
         drop(state);
-        self.files.push((file, index));
+        let writable = fcntl_getfl(&file)?.intersects(OFlags::WRONLY | OFlags::RDWR);
+        self.files.push(Opened { _file: file, index, writable });
         Ok(FileId(self.files.len() as u32 - 1))
     }
 
@@ -319,6 +332,9 @@ impl State {
         }
         let len = self.faults.shorten(op.len(), &mut self.random);
         let file = &mut self.files[index].1;
+        if let Some(errno) = file.refuses(&op.op) {
+            return Ok(-errno);
+        }
         match op.op {
             Op::Read { offset, .. } => {
                 let mut data = vec![0; len as usize];
@@ -327,11 +343,14 @@ impl State {
                 return Ok(read as i32);
             }
             Op::Write { offset, .. } => {
+                let len = file.room(offset, len);
+                if len == 0 && op.len() > 0 {
+                    return Ok(-libc::ENOSPC);
+                }
                 file.write(step, offset, &op.data(len))?;
                 return Ok(len as i32);
             }
             Op::Sync { .. } => file.sync(op.since),
-            Op::Discard { .. } => return Ok(-libc::EOPNOTSUPP),
             _ => self.apply_all(op, step)?,
         }
         Ok(0)
@@ -350,8 +369,15 @@ impl State {
     fn apply_all(&mut self, op: &InFlight, step: u64) -> io::Result<()> {
         let Some(index) = op.file else { return Ok(()) };
         let file = &mut self.files[index].1;
+        if file.refuses(&op.op).is_some() {
+            return Ok(());
+        }
         match op.op {
-            Op::Write { offset, .. } => file.write(step, offset, &op.data(op.len())),
+            Op::Write { offset, .. } => {
+                let len = file.room(offset, op.len());
+                file.write(step, offset, &op.data(len))
+            }
+            Op::Discard { offset, len, .. } => file.discard(step, offset, len, &mut self.random),
             Op::PunchHole { offset, len, .. } | Op::ZeroRange { offset, len, .. } => {
                 file.zero(step, offset, len)
             }
@@ -366,7 +392,7 @@ impl State {
         let (Op::Write { offset, .. }, Some(index)) = (op.op, op.file) else {
             return if self.random.below(2) == 0 { self.apply_all(op, step) } else { Ok(()) };
         };
-        let data = op.data(op.len());
+        let data = op.data(self.files[index].1.room(offset, op.len()));
         let end = offset + data.len() as u64;
         let mut at = offset;
         while at < end {

@@ -13,11 +13,15 @@ use rustix::fs::{FallocateFlags, SeekFrom, fallocate, ftruncate, seek};
 use rustix::io::Errno;
 
 use crate::clock::{Random, SplitMix64};
+use crate::engine::Op;
 
 /// What a medium writes as a whole or not at all, in bytes.
 pub(super) const SECTOR_BYTES: u64 = 512;
 
 const SECTOR: usize = SECTOR_BYTES as usize;
+
+/// What a device forgets as a whole or not at all, in bytes.
+const DISCARD_BYTES: u64 = 16 << 10;
 
 type Sector = Box<[u8; SECTOR]>;
 
@@ -25,7 +29,8 @@ type Sector = Box<[u8; SECTOR]>;
 struct Version {
     /// The step at which it came.
     at: u64,
-    /// The change of allocation that brought it; none: a write.
+    /// The change of allocation that brought it; none: a write within the file. What makes a file
+    /// longer is on the medium before its new length is (ext4 `data=ordered`, XFS, btrfs).
     change: Option<u64>,
     /// A sync failed to write it, and the kernel has forgotten that it is dirty.
     lost: bool,
@@ -60,9 +65,19 @@ impl Fate {
     }
 }
 
+/// What a device can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// Discard: any of the range is zeros then.
+    pub discards: bool,
+    /// Making a range zeros without being sent them.
+    pub zeroes: bool,
+}
+
 pub(super) struct SimFile {
     file: File,
     size: u64,
+    device: Option<Device>,
     sectors: BTreeMap<u64, Vec<Version>>,
     changes: Vec<Change>,
     /// The number of the first of `changes`, counted since the beginning.
@@ -73,7 +88,35 @@ impl SimFile {
     /// A file whose present content is durable.
     pub(super) fn new(file: File) -> io::Result<SimFile> {
         let size = file.metadata()?.len();
-        Ok(SimFile { file, size, sectors: BTreeMap::new(), changes: Vec::new(), first_change: 0 })
+        let (sectors, changes) = (BTreeMap::new(), Vec::new());
+        Ok(SimFile { file, size, device: None, sectors, changes, first_change: 0 })
+    }
+
+    /// It is a device from now on.
+    pub(super) fn become_device(&mut self, device: Device) -> io::Result<()> {
+        self.size = self.file.metadata()?.len();
+        self.device = Some(device);
+        Ok(())
+    }
+
+    /// The errno with which it refuses what it cannot do.
+    pub(super) fn refuses(&self, op: &Op) -> Option<i32> {
+        let can = match (self.device, op) {
+            (None, Op::Discard { .. }) | (Some(_), Op::Allocate { .. }) => false,
+            (Some(device), Op::Discard { .. }) => device.discards,
+            (Some(device), Op::PunchHole { .. } | Op::ZeroRange { .. }) => device.zeroes,
+            (Some(_), Op::SetLen { .. }) => return Some(libc::EINVAL),
+            _ => true,
+        };
+        (!can).then_some(libc::EOPNOTSUPP)
+    }
+
+    /// How much of a write it takes: a device no more than it has.
+    pub(super) fn room(&self, offset: u64, len: u64) -> u64 {
+        match self.device {
+            None => len,
+            Some(_) => len.min(self.size.saturating_sub(offset)),
+        }
     }
 
     /// Bytes read; 0 at the end of the file.
@@ -95,29 +138,68 @@ impl SimFile {
         let before = area.clone();
         let start = (offset - first * SECTOR_BYTES) as usize;
         area[start..start + data.len()].copy_from_slice(data);
+        let (old_end, end) = (self.size, offset + data.len() as u64);
+        let longer = (end > old_end).then(|| self.change(at, false));
         for (i, sector) in (first..=last).enumerate() {
             let range = i * SECTOR..(i + 1) * SECTOR;
-            self.push(sector, &before[range.clone()], at, None, &area[range]);
+            let change = longer.filter(|_| sector * SECTOR_BYTES >= old_end);
+            self.push(sector, &before[range.clone()], at, change, &area[range]);
         }
         self.file.write_all_at(data, offset)?;
-        let end = offset + data.len() as u64;
-        if end > self.size {
-            self.change(at, false);
-            self.size = end;
-        }
+        self.size = end.max(old_end);
         Ok(())
     }
 
-    /// Makes a range zero: a hole, or freshly allocated space.
+    /// Makes a range zero: a hole, or freshly allocated space. A device does what a write does.
     pub(super) fn zero(&mut self, at: u64, offset: u64, len: u64) -> io::Result<()> {
         let end = offset.saturating_add(len).min(self.size);
         if offset >= end {
             return Ok(());
         }
+        if self.device.is_some() {
+            return self.write_zeros(at, offset, end);
+        }
         let change = self.change(at, true);
         self.forget(at, change, offset, end)?;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         fallocate(&self.file, flags, offset, end - offset)?;
+        Ok(())
+    }
+
+    fn write_zeros(&mut self, at: u64, offset: u64, end: u64) -> io::Result<()> {
+        let mut from = offset;
+        while let Some((start, stop)) = data_after(&self.file, from, end)? {
+            let (start, stop) = (start.max(offset), stop.min(end));
+            self.write(at, start, &vec![0; (stop - start) as usize])?;
+            from = stop;
+        }
+        // Sectors that are zero already may come back from an earlier moment.
+        let range = offset.div_ceil(SECTOR_BYTES)..end / SECTOR_BYTES;
+        for (_, versions) in self.sectors.range_mut(range) {
+            if versions.last().is_some_and(|v| v.at != at) {
+                versions.push(Version { at, change: None, lost: false, bytes: None });
+            }
+        }
+        Ok(())
+    }
+
+    /// A device forgets what it likes of a range.
+    pub(super) fn discard(
+        &mut self,
+        at: u64,
+        offset: u64,
+        len: u64,
+        random: &mut SplitMix64,
+    ) -> io::Result<()> {
+        let end = offset.saturating_add(len).min(self.size);
+        let (mut from, all) = (offset, random.below(2) == 0);
+        while from < end {
+            let stop = (from / DISCARD_BYTES * DISCARD_BYTES + DISCARD_BYTES).min(end);
+            if all || random.below(2) == 0 {
+                self.write_zeros(at, from, stop)?;
+            }
+            from = stop;
+        }
         Ok(())
     }
 
@@ -184,7 +266,10 @@ impl SimFile {
         let size = self.changes.get(kept).map_or(self.size, |c| c.size_before);
         let half = self.changes.get(kept).is_some_and(|c| c.divisible);
         let (kept, half) = (self.first_change + kept as u64, half);
-        ftruncate(&self.file, size)?;
+        // Changing nothing would change the file's times.
+        if self.file.metadata()?.len() != size {
+            ftruncate(&self.file, size)?;
+        }
         for (sector, versions) in std::mem::take(&mut self.sectors) {
             let offset = sector * SECTOR_BYTES;
             if offset >= size {

@@ -16,6 +16,9 @@
 //! * A sync that fails leaves each sector either durable or forgotten: a later one does not
 //!   write it again.
 //!
+//! Files can be made devices ([`SimWorld::set_device`]): they have the size that they have, no
+//! holes and nothing to allocate, and a write behind their end fails.
+//!
 //! The world counts steps: each submission, each completion, each directory operation. It can be
 //! stopped at any of them, and from then on nothing moves until it is cut or killed.
 
@@ -48,6 +51,7 @@ pub use fault::{Fault, On};
 use directory::Entries;
 use engine::{InFlight, SimEngine};
 use fault::Faults;
+pub use file::Device;
 use file::{Fate, SimFile};
 
 /// Device and inode number of a file.
@@ -65,6 +69,8 @@ struct State {
     random: SplitMix64,
     /// In the order in which they came: numbers of inodes differ from run to run.
     files: Vec<(Identity, SimFile)>,
+    /// The files that are devices, for ever.
+    devices: Vec<(Identity, Device)>,
     entries: Entries,
     faults: Faults,
     step: u64,
@@ -82,6 +88,7 @@ impl SimWorld {
         let state = State {
             random: SplitMix64::new(seed),
             files: Vec::new(),
+            devices: Vec::new(),
             entries: Entries::default(),
             faults: Faults::default(),
             step: 0,
@@ -102,6 +109,22 @@ impl SimWorld {
     /// The machine's clock: it goes on when its engines work, and by [`Clock::sleep`].
     pub fn clock(&self) -> Arc<dyn Clock> {
         self.clock.clone()
+    }
+
+    /// Makes a file a device, of the size that it has now; or tells that it is a larger one now.
+    ///
+    /// # Errors
+    /// The real file could not be looked at.
+    pub fn set_device(&self, fd: impl AsFd, device: Device) -> io::Result<()> {
+        let state = &mut *self.state();
+        let stat = fstat(&fd)?;
+        let identity = (stat.st_dev, stat.st_ino);
+        state.devices.retain(|(other, _)| *other != identity);
+        state.devices.push((identity, device));
+        if let Some((_, file)) = state.files.iter_mut().find(|(other, _)| *other == identity) {
+            file.become_device(device)?;
+        }
+        Ok(())
     }
 
     /// What goes wrong from now on, instead of what did before.
@@ -219,7 +242,11 @@ impl State {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(path)?,
             file => file?,
         };
-        self.files.push((identity, SimFile::new(file)?));
+        let mut file = SimFile::new(file)?;
+        if let Some((_, device)) = self.devices.iter().find(|(other, _)| *other == identity) {
+            file.become_device(*device)?;
+        }
+        self.files.push((identity, file));
         Ok(self.files.len() - 1)
     }
 }

@@ -102,9 +102,14 @@ fn what_was_synced_survives_every_power_cut() {
 
 #[test]
 fn a_file_that_grew_is_short_or_long_and_never_has_what_nobody_wrote() {
-    let seen = outcomes(512, |rig| rig.write(512, 3, 512).unwrap());
     let long = |b: u8| [vec![0; 512], vec![b; 512]].concat();
-    assert_eq!(seen, BTreeSet::from([vec![0; 512], long(0), long(3)]));
+    let seen = outcomes(512, |rig| rig.write(512, 3, 512).unwrap());
+    assert_eq!(seen, BTreeSet::from([vec![0; 512], long(3)]));
+    let allocated = outcomes(512, |rig| {
+        rig.run(async |io, file| io.set_len(file, 1024).await).unwrap();
+        rig.write(512, 3, 512).unwrap();
+    });
+    assert_eq!(allocated, BTreeSet::from([vec![0; 512], long(0), long(3)]));
 }
 
 #[test]
@@ -265,4 +270,32 @@ fn a_file_made_shorter_and_longer_again_has_old_bytes_or_zeros_behind_the_cut() 
         let zeros = [vec![9; 700], vec![0; 1348]].concat();
         assert!([&old, &zeros, &old[..700].to_vec()].contains(&&bytes), "seed {seed}");
     }
+}
+
+#[test]
+fn a_device_keeps_its_size_and_a_discard_leaves_what_was_there_or_zeros() {
+    let device = Device { discards: true, zeroes: false };
+    let mut seen = BTreeSet::new();
+    for seed in 0..40 {
+        let mut rig = Rig::new(seed, 64 << 10);
+        rig.world.set_device(File::open(rig.path()).unwrap(), device).unwrap();
+        rig.write(0, 7, 64 << 10).unwrap();
+        rig.sync().unwrap();
+        let full = rig.write((64 << 10) - 512, 8, 1024).unwrap_err();
+        assert_eq!(full.raw_os_error(), Some(libc::ENOSPC));
+        for refused in [
+            rig.run(async |io, file| io.allocate(file, 0, 1 << 20).await),
+            rig.run(async |io, file| io.set_len(file, 0).await),
+            rig.run(async |io, file| io.zero_range(file, 0, 512).await),
+        ] {
+            let errno = refused.unwrap_err().raw_os_error();
+            assert!(matches!(errno, Some(libc::EOPNOTSUPP | libc::EINVAL)));
+        }
+        rig.run(async |io, file| io.discard(file, 0, 32 << 10).await).unwrap();
+        let bytes = fs::read(rig.path()).unwrap();
+        assert!(bytes[..32 << 10].iter().all(|b| *b == 7 || *b == 0));
+        assert!(bytes[32 << 10..63 << 10].iter().all(|b| *b == 7) && bytes.len() == 64 << 10);
+        seen.insert((bytes[0], bytes[31 << 10]));
+    }
+    assert_eq!(seen.len(), 4);
 }
