@@ -155,6 +155,19 @@ impl Journal {
         }
     }
 
+    /// Removes what is left of an image that was in this file or on this device before: what is made
+    /// there now is another one, even if nothing in it says so.
+    ///
+    /// # Errors
+    /// It cannot be removed.
+    pub(crate) fn forget(dir: Option<&Path>, inode: (u64, u64)) -> Result<(), DiskError> {
+        let Some(path) = dir.map(|dir| path_in(dir, inode)) else { return Ok(()) };
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != NotFound => Err(cannot(&path, "removed", e)),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether there is one for the image with this inode.
     pub(crate) fn exists(dir: Option<&Path>, inode: (u64, u64)) -> bool {
         dir.is_some_and(|dir| path_in(dir, inode).exists())

@@ -64,6 +64,9 @@ pub struct OpenOptions {
     pub state_dir: Option<PathBuf>,
     /// Memory in bytes for tables and bitmaps that can be read again.
     pub metadata_bytes: usize,
+    /// Use files as block devices are used: they keep their size and their space, and what was
+    /// never written in them may be anything.
+    pub fixed_size: bool,
 }
 
 impl Default for OpenOptions {
@@ -73,6 +76,7 @@ impl Default for OpenOptions {
             wait_for_lock: None,
             state_dir: None,
             metadata_bytes: METADATA_BYTES,
+            fixed_size: false,
         }
     }
 }

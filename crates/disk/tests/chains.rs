@@ -55,6 +55,7 @@ fn against_a_copy(format: &str) {
         directory: &HostDirectory,
         engine: &move |arena| kind.open(arena, 32),
         state_dir: None,
+        fixed_size: false,
         progress: &|_| true,
     };
     let leaf = name(dir.path(), &format!("disk.{format}"));

@@ -35,8 +35,9 @@ pub(super) struct Discard {
 
 impl Discard {
     /// None if the medium cannot.
-    pub(super) fn of(opened: &Opened) -> Option<Discard> {
+    pub(super) fn of(opened: &Opened, fixed_size: bool) -> Option<Discard> {
         match opened.medium {
+            Medium::File if fixed_size => Some(for_fixed_file()),
             Medium::File => Some(for_file(opened)),
             Medium::BlockDevice | Medium::Nvme => for_device(opened),
         }
@@ -70,6 +71,17 @@ fn for_file(opened: &Opened) -> Discard {
             alignment_bytes: 0,
         },
         unit_bytes: 1,
+        chunk_bytes: CHUNK_BYTES,
+        refused: AtomicBool::new(false),
+    }
+}
+
+/// A file that is used as a device is, is asked what a device is asked.
+fn for_fixed_file() -> Discard {
+    let unit = crate::SECTOR_BYTES as u32;
+    Discard {
+        limits: DiscardLimits { granularity_bytes: unit, alignment_bytes: 0 },
+        unit_bytes: u64::from(unit),
         chunk_bytes: CHUNK_BYTES,
         refused: AtomicBool::new(false),
     }
@@ -112,9 +124,9 @@ impl Raw {
         };
         let Some((offset, len)) = shrink(offset, len, how.unit_bytes) else { return Ok(()) };
         for (offset, len) in chunks(offset, len, how.chunk_bytes) {
-            let done = match self.medium {
-                Medium::File => io.punch_hole(files[0], offset, len).await,
-                Medium::BlockDevice | Medium::Nvme => io.discard(files[0], offset, len).await,
+            let done = match self.is_file() {
+                true => io.punch_hole(files[0], offset, len).await,
+                false => io.discard(files[0], offset, len).await,
             };
             if let Err(e) = done {
                 if !is_unsupported(&e) {

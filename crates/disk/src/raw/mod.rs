@@ -50,6 +50,8 @@ pub struct Raw {
     file: Arc<OwnedFd>,
     path: PathBuf,
     medium: Medium,
+    /// A file that is used as a device is: see [`OpenOptions::fixed_size`].
+    fixed_size: bool,
     read_only: bool,
     geometry: Geometry,
     sectors: AtomicU64,
@@ -105,12 +107,13 @@ impl Raw {
         let discard = match &namespace {
             _ if options.read_only => None,
             Some(namespace) => discard::Discard::of_namespace(namespace),
-            None => discard::Discard::of(&opened),
+            None => discard::Discard::of(&opened, options.fixed_size),
         };
         Ok(Raw {
             file: Arc::new(opened.file),
             path: path.to_owned(),
             medium: opened.medium,
+            fixed_size: options.fixed_size,
             read_only: options.read_only,
             geometry,
             sectors: AtomicU64::new(bytes / SECTOR_BYTES),
@@ -128,13 +131,16 @@ impl Raw {
 
     /// Whether it can grow, be punched and be cut off.
     pub(crate) fn is_file(&self) -> bool {
-        self.medium == Medium::File
+        self.medium == Medium::File && !self.fixed_size
     }
 
     /// Device and inode of a file; the number of a block device, and 0.
     pub(crate) fn inode(&self) -> std::io::Result<(u64, u64)> {
         let stat = fstat(&self.file)?;
-        Ok(if self.is_file() { (stat.st_dev, stat.st_ino) } else { (stat.st_rdev, 0) })
+        Ok(match self.medium {
+            Medium::File => (stat.st_dev, stat.st_ino),
+            Medium::BlockDevice | Medium::Nvme => (stat.st_rdev, 0),
+        })
     }
 
     /// When a file was made, as far as its file system tells; of a device 0, as its node may be

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::image::Image;
 use crate::journal::Journal;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Raw};
 
 impl Workshop<'_> {
     /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is
@@ -41,7 +41,7 @@ impl Workshop<'_> {
     }
 
     fn check_one(&self, name: &ImageName) -> Result<Checked, DiskError> {
-        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let options = self.medium_options(true);
         let open = match name.format {
             Format::Raw => Raw::open,
             Format::Vhd | Format::Qcow2 => Raw::open_medium,
@@ -77,7 +77,7 @@ impl Workshop<'_> {
             // It cannot be opened: that may be what is to be mended.
             Err(e) => Some(e),
         };
-        let raw = Raw::open_medium(&name.path, &OpenOptions::default())?;
+        let raw = Raw::open_medium(&name.path, &self.medium_options(false))?;
         match unusable {
             // What was answered lies where the image says that there is nothing.
             Some(e) if self.is_behind(&raw).map_err(|e| broken(what(), e))? => return Err(e),

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use super::copy::{Copying, Mode};
 use super::create::{absolute, done};
 use super::desk::Desk;
-use super::files::{is_device, is_write_protected, protect, same_file};
+use super::files::{is_write_protected, protect, same_file};
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::image::Image;
 use crate::{Disk, DiskError, Format, ImageName, SECTOR_BYTES};
@@ -104,7 +104,7 @@ impl Workshop<'_> {
             let why = format!("its parent is {}, and could not take its name", pair.parent.format);
             return refuse(why, "ferrite image convert makes one image of both");
         }
-        if is_device(&child.path) || is_device(&pair.parent.path) {
+        if self.is_device(&child.path) || self.is_device(&pair.parent.path) {
             let help = "ferrite image convert makes one image of both";
             return refuse("a block device cannot take another one's name".into(), help);
         }

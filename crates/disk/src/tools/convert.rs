@@ -1,15 +1,14 @@
 //! Copies of disks, in whichever format.
 
 use std::io;
-use std::path::Path;
 
 use super::copy::{Copying, Mode};
 use super::create::done;
-use super::files::{NewFile, Over, is_device, same_file};
+use super::files::{NewFile, Over, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{PARTIAL, Resume, Source};
 use super::{Done, NewImage, Workshop, broken, formats, unsuitable};
-use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
+use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 /// How to convert.
 #[derive(Clone, Debug, Default)]
@@ -58,23 +57,26 @@ impl Workshop<'_> {
         let (file, state) = self.destination(to, how, fresh)?;
         let name = ImageName { format: to.format, path: file.path().to_owned() };
         // No journal: what is not durable is written again.
-        let target = Disk::open_image(&name, &OpenOptions::default())?;
+        let target = Disk::open_image(&name, &self.medium_options(false))?;
         let mut desk = Copying::desk(self).map_err(cannot)?;
         let new = NewImage { fixed: how.fixed, ..NewImage::default() };
-        let mode = match is_device(&to.path) && shows_medium(to.format, &new) {
+        let mode = match self.is_device(&to.path) && shows_medium(to.format, &new) {
             true => Mode::Replace,
             false => Mode::Fill,
         };
         let copying = Copying::new(self, &mut desk, mode, &source, &target);
         let mut copying = copying.map_err(cannot)?;
-        if !is_device(&to.path) {
+        if !self.is_device(&to.path) {
             copying.go_on(state, &to.path);
         }
         let copied = desk.run(copying.run());
         drop(copying);
         if let Err(e) = copied {
             file.keep();
-            return Err(interrupted(what(), e, &to.path));
+            return Err(match self.is_device(&to.path) {
+                true => broken(what(), e),
+                false => interrupted(what(), e),
+            });
         }
         drop(target);
         file.finish()?;
@@ -91,23 +93,30 @@ impl Workshop<'_> {
     ) -> Result<(NewFile<'_>, Resume), DiskError> {
         let what = || format!("cannot convert to {}", to.path.display());
         let file = self.old_file(&to.path, PARTIAL, Over::forced(how.force))?;
-        let exists = !is_device(&to.path) && file.path().symlink_metadata().is_ok();
+        let mut exists = !self.is_device(&to.path) && file.path().symlink_metadata().is_ok();
+        if exists && same_file(file.path(), &to.path).unwrap_or(false) {
+            // After a crash, a second name of what was finished.
+            self.directory.remove(file.path()).map_err(|e| broken(what(), e))?;
+            exists = false;
+        }
         let refuse =
             |why: String, help: &str| Err(DiskError::new(ErrorKind::Refused, what(), why, help));
         if how.resume && exists {
-            return match Resume::load(&to.path) {
+            let (why, help) = match Resume::load(&to.path) {
                 Some(state) if (Resume { done_bytes: 0, ..state.clone() }) == fresh => {
-                    Ok((file, state))
+                    return Ok((file, state));
                 }
-                Some(_) => refuse(
+                Some(_) => (
                     "the source has changed since, or it was another conversion".into(),
                     "start again with --force",
                 ),
-                None => refuse(
+                None => (
                     format!("{} does not say how far it is", file.path().display()),
                     "start again with --force",
                 ),
             };
+            file.keep();
+            return refuse(why, help);
         }
         if exists && !how.force {
             let why =
@@ -116,7 +125,7 @@ impl Workshop<'_> {
             return refuse(why, "go on with --resume, or start again with --force");
         }
         let cannot = |e| broken(what(), e);
-        if !is_device(&to.path) {
+        if !self.is_device(&to.path) {
             if exists {
                 // Locked, if somebody is at work on it.
                 file.open()?;
@@ -141,10 +150,7 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
     }
 }
 
-fn interrupted(what: String, e: io::Error, to: &Path) -> DiskError {
-    if is_device(to) {
-        return broken(what, e);
-    }
+fn interrupted(what: String, e: io::Error) -> DiskError {
     let kind = match e.kind() {
         io::ErrorKind::Interrupted => ErrorKind::Interrupted,
         _ => ErrorKind::Io,

@@ -5,10 +5,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::desk::Desk;
-use super::files::{NewFile, Over, is_device, is_write_protected, protect, same_file};
+use super::files::{NewFile, Over, is_write_protected, protect, same_file};
 use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::image::Layer;
+use crate::journal::Journal;
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
@@ -71,6 +72,8 @@ impl Workshop<'_> {
     ) -> Result<(), DiskError> {
         let what = || format!("cannot make {}", file.path().display());
         let raw = file.open()?;
+        let inode = raw.inode().map_err(|e| broken(what(), e))?;
+        Journal::forget(self.state_dir.as_deref(), inode)?;
         let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let done =
@@ -99,7 +102,7 @@ impl Workshop<'_> {
         let disk = self.open(name, true)?;
         self.check_settled(&disk).map_err(|e| broken(what(), e))??;
         let cannot = |e| broken(format!("cannot make {} read-only", name.path.display()), e);
-        if !is_device(&name.path) && !is_write_protected(&name.path).map_err(cannot)? {
+        if !self.is_device(&name.path) && !is_write_protected(&name.path).map_err(cannot)? {
             protect(&name.path, true).map_err(cannot)?;
             notes.push(format!("{} is read-only now, as it has a child", name.path.display()));
         }
@@ -158,7 +161,7 @@ impl Workshop<'_> {
     pub fn snapshot(&self, leaf: &ImageName, parent: &ImageName) -> Result<Done, DiskError> {
         let what = || format!("cannot make a snapshot of {}", leaf.path.display());
         let cannot = |e: io::Error| broken(what(), e);
-        check_snapshot_names(leaf, parent)?;
+        self.check_snapshot_names(leaf, parent)?;
         let disk = self.open(leaf, false)?;
         self.close(&disk, &leaf.path)?;
         let bytes = disk.sectors() * SECTOR_BYTES;
@@ -188,37 +191,41 @@ impl Workshop<'_> {
         Ok(done(leaf, bytes, vec![note]))
     }
 
+    fn check_snapshot_names(&self, leaf: &ImageName, parent: &ImageName) -> Result<(), DiskError> {
+        let what = || format!("cannot make a snapshot of {}", leaf.path.display());
+        if leaf.format == Format::Raw {
+            let help = "make an image on it instead: ferrite image clone RAW NEW.vhd";
+            return Err(unsuitable(what(), "a raw image cannot have a parent", help));
+        }
+        if self.is_device(&leaf.path) {
+            let help = "make an image on it instead: ferrite image clone";
+            return Err(unsuitable(what(), "a block device has one name only", help));
+        }
+        if leaf.format != parent.format {
+            let why =
+                format!("the parent would be {}, but its name says {}", leaf.format, parent.format);
+            return Err(unsuitable(
+                what(),
+                why,
+                "give the parent a name with the image's extension",
+            ));
+        }
+        let dirs = absolute_dir(&leaf.path).and_then(|a| Ok((a, absolute_dir(&parent.path)?)));
+        match dirs.map_err(|e| broken(what(), e))? {
+            (a, b) if a == b => Ok(()),
+            _ => {
+                let why = "the parent would be in another directory, where its own parent and its \
+                           children would not find each other";
+                Err(unsuitable(what(), why, "name a parent in the image's directory"))
+            }
+        }
+    }
+
     fn is_parent(&self, disk: &Disk, path: &Path) -> Result<bool, DiskError> {
         let Disk::Image(image) = disk else { return Ok(false) };
         let Some(below) = image.layers().get(1) else { return Ok(false) };
         same_file(below.medium().path(), path)
             .map_err(|e| broken(format!("cannot look at {}", path.display()), e))
-    }
-}
-
-fn check_snapshot_names(leaf: &ImageName, parent: &ImageName) -> Result<(), DiskError> {
-    let what = || format!("cannot make a snapshot of {}", leaf.path.display());
-    if leaf.format == Format::Raw {
-        let help = "make an image on it instead: ferrite image clone RAW NEW.vhd";
-        return Err(unsuitable(what(), "a raw image cannot have a parent", help));
-    }
-    if is_device(&leaf.path) {
-        let help = "make an image on it instead: ferrite image clone";
-        return Err(unsuitable(what(), "a block device has one name only", help));
-    }
-    if leaf.format != parent.format {
-        let why =
-            format!("the parent would be {}, but its name says {}", leaf.format, parent.format);
-        return Err(unsuitable(what(), why, "give the parent a name with the image's extension"));
-    }
-    let dirs = absolute_dir(&leaf.path).and_then(|a| Ok((a, absolute_dir(&parent.path)?)));
-    match dirs.map_err(|e| broken(what(), e))? {
-        (a, b) if a == b => Ok(()),
-        _ => {
-            let why = "the parent would be in another directory, where its own parent and its \
-                       children would not find each other";
-            Err(unsuitable(what(), why, "name a parent in the image's directory"))
-        }
     }
 }
 

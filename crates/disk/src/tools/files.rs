@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use super::{Workshop, broken, parent_dir, refused, unsuitable};
-use crate::{DiskError, OpenOptions, Raw};
+use crate::{DiskError, Raw};
 
 /// Behind a file's name: what is on its way to replace it.
 const NEW: &str = ".ferrite-new";
@@ -89,7 +89,7 @@ impl Workshop<'_> {
             _replaced: replaced,
             named,
         };
-        if is_device(to) {
+        if self.is_device(to) {
             if over == Over::Keep {
                 let what = format!("cannot make {}", to.display());
                 let help = "name another device, or overwrite it with --force";
@@ -105,9 +105,15 @@ impl Workshop<'_> {
         Ok(new(path, replaced.is_some(), replaced, false))
     }
 
+    /// A block device, or what is used as one, has one name for all that is ever in it.
+    pub(super) fn is_device(&self, path: &Path) -> bool {
+        let meta = fs::metadata(path);
+        meta.is_ok_and(|m| m.file_type().is_block_device() || (self.fixed_size && m.is_file()))
+    }
+
     /// Opens and locks a file that is being made.
     fn open_new(&self, path: &Path) -> Result<Raw, DiskError> {
-        Raw::open_medium(path, &OpenOptions::default())
+        Raw::open_medium(path, &self.medium_options(false))
     }
 
     /// What would be replaced, locked.
@@ -125,8 +131,7 @@ impl Workshop<'_> {
             let why = format!("it exists and would be lost, with {} bytes in it", meta.len());
             return Err(refused(what(), why, "choose another name, or overwrite it with --force"));
         }
-        let options = OpenOptions { read_only: false, ..OpenOptions::default() };
-        Raw::open_medium(to, &options).map(Some)
+        Raw::open_medium(to, &self.medium_options(false)).map(Some)
     }
 
     /// Makes what was done to the directory of `path` durable.
@@ -187,11 +192,6 @@ impl Drop for NewFile<'_> {
 
 fn has_no_links(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied)
-}
-
-/// A block device has one name for all that is ever in it.
-pub(super) fn is_device(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
 }
 
 /// Whether two paths are of the same file.

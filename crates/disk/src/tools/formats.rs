@@ -104,7 +104,8 @@ async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
     }
     let zeros = port.scratch.take(MAX_PIECE_BYTES).await;
     port.memory().fill(zeros.span(), 0);
-    raw.write_zeroes(&port.io, &port.files, 0, bytes, zeros.span()).await
+    raw.write_zeroes(&port.io, &port.files, 0, bytes, zeros.span()).await?;
+    port.io.sync(port.files[0]).await
 }
 
 async fn empty_raw(port: &Port, raw: &Raw, new: &NewImage, bytes: u64) -> io::Result<()> {

@@ -44,6 +44,8 @@ pub struct Workshop<'a> {
     pub engine: &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
     /// See [`OpenOptions::state_dir`].
     pub state_dir: Option<PathBuf>,
+    /// See [`OpenOptions::fixed_size`].
+    pub fixed_size: bool,
     /// Told now and then how far it is. `false`: stop in good order, as soon as possible.
     pub progress: &'a dyn Fn(Progress) -> bool,
 }
@@ -59,7 +61,12 @@ pub struct Progress {
 
 impl Workshop<'_> {
     fn options(&self, read_only: bool) -> OpenOptions {
-        OpenOptions { read_only, state_dir: self.state_dir.clone(), ..OpenOptions::default() }
+        OpenOptions { state_dir: self.state_dir.clone(), ..self.medium_options(read_only) }
+    }
+
+    /// For what is not opened as a disk that may have been in use: no journal.
+    fn medium_options(&self, read_only: bool) -> OpenOptions {
+        OpenOptions { read_only, fixed_size: self.fixed_size, ..OpenOptions::default() }
     }
 
     fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {

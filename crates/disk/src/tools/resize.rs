@@ -3,10 +3,10 @@
 use super::create::done;
 use super::desk::Desk;
 use super::extents::{What, look};
-use super::files::{is_device, is_write_protected};
+use super::files::is_write_protected;
 use super::{Done, Workshop, broken, formats, refused, unsuitable};
 use crate::size::Human;
-use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
 impl Workshop<'_> {
     /// Makes a disk larger, at once; or, if nothing is allocated behind its new end and `force`
@@ -20,7 +20,7 @@ impl Workshop<'_> {
             let why = format!("{bytes} bytes are no size of a disk");
             return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));
         }
-        if is_device(&name.path) {
+        if name.format == Format::Raw && self.is_device(&name.path) {
             let help = "resize the device (lvextend, for one)";
             return Err(unsuitable(what(), "a block device has the size that it has", help));
         }

@@ -65,7 +65,7 @@ impl NewImage {
     }
 
     /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`.
-    /// What was on a device is lost.
+    /// What was on a device is lost, and is what a fixed image on it reads as.
     ///
     /// # Errors
     /// The options contradict each other, or the medium: nothing was written then. Or the

@@ -26,7 +26,8 @@ pub(super) async fn replace_footers(
     let bytes = footer.bytes();
     if footer.kind == Kind::Fixed {
         // Its only one: a single sector.
-        write_bytes(port, file, &[(end, &bytes)]).await?;
+        let at = if raw.is_file() { end } else { raw.bytes_now()? / SECTOR * SECTOR - SECTOR };
+        write_bytes(port, file, &[(at, &bytes)]).await?;
         return io.sync(file).await;
     }
     let at = match raw.is_file() {

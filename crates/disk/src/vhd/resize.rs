@@ -9,9 +9,13 @@ use super::format::geometry::Geometry;
 use super::format::header::{self, Header};
 use super::format::layout::{Layout, UNUSED};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR, whole_sectors};
+use super::meta::FooterAt;
 use super::pieces::{write_bytes, write_filled, write_pieces};
 use super::{Body, Sparse, Vhd};
 use crate::{DiskError, ErrorKind, Port};
+
+/// Memory of zeros that is written over and over where the medium knows nothing better.
+const ZEROS_BYTES: usize = 64 << 10;
 
 impl Vhd {
     /// Gives the disk another size, at once: no data is moved. The image is closed by that.
@@ -64,30 +68,67 @@ impl Vhd {
                     return Err(error(ErrorKind::Unsuitable, why, "convert it to larger blocks"));
                 }
                 self.close(port).await.map_err(broken)?;
+                if bytes > self.bytes() {
+                    self.clear_tail(port, sparse).await.map_err(broken)?;
+                }
                 self.resize_sparse(port, sparse, &footer, blocks as u32).await.map_err(broken)
             }
         }
     }
 
-    /// The new end is written with the footer in it, in one go, so that the file ends with a
-    /// footer whether it is longer already or not. What was the footer becomes data, and zeros.
+    /// At any moment the medium ends with a whole footer, and what the disk gets reads as zeros:
+    ///
+    /// 1. A file is made longer by writing the footer, as it was, where the new one shall be, in
+    ///    one sector; `fdatasync`. A device ends where it ended.
+    /// 2. What lies between the old end and the new one, in a file the old footer, becomes zeros;
+    ///    `fdatasync`.
+    /// 3. The footer, one sector, becomes the new one; `fdatasync`.
     async fn grow_fixed(&self, port: &Port, footer: &Footer) -> io::Result<()> {
         let file = port.files[0];
         let (old, new) = (self.bytes(), footer.current_size);
-        if !self.raw.is_file() && self.raw.bytes_now()? < new + SECTOR {
-            return Err(io::ErrorKind::StorageFull.into());
-        }
-        replace_footers(port, 0, &self.raw, footer, new).await?;
-        if new > old {
-            write_filled(port, file, old, SECTOR, 0).await?;
-            if self.raw.is_file() {
+        let FooterAt::End(mut at) = self.footer_at else {
+            return Err(io::ErrorKind::InvalidData.into());
+        };
+        if self.raw.is_file() {
+            if at < new {
+                at = new;
+                write_bytes(port, file, &[(at, &self.footer.bytes())]).await?;
+                port.io.sync(file).await?;
                 match port.io.allocate(file, old, new - old).await {
                     Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
                     done => done?,
                 }
             }
+        } else if at < new {
+            return Err(io::ErrorKind::StorageFull.into());
         }
+        if new > old {
+            self.write_zeros(port, old, new - old).await?;
+            port.io.sync(file).await?;
+        }
+        write_bytes(port, file, &[(at, &footer.bytes())]).await?;
         port.io.sync(file).await
+    }
+
+    /// Makes a range of the medium zeros.
+    async fn write_zeros(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        let zeros = port.scratch.take(ZEROS_BYTES).await;
+        port.memory().fill(zeros.span(), 0);
+        self.raw.write_zeroes(&port.io, &port.files, offset, len, zeros.span()).await
+    }
+
+    /// The part of the last block that was behind the disk's end and will not be: its bits may be
+    /// set, and on a device there may be anything. Zeros, durable.
+    async fn clear_tail(&self, port: &Port, sparse: &Sparse) -> io::Result<()> {
+        let block_bytes = u64::from(sparse.header.block_bytes);
+        let (block, within) = (self.bytes() / block_bytes, self.bytes() % block_bytes);
+        let place = u32::try_from(block).ok().and_then(|block| sparse.blocks.place_of(block));
+        if let Some(sector) = place.filter(|_| within > 0) {
+            let data = u64::from(sector) * SECTOR + sparse.blocks.bitmap_bytes();
+            self.write_zeros(port, data + within, block_bytes - within).await?;
+            port.io.sync(port.files[0]).await?;
+        }
+        Ok(())
     }
 
     async fn resize_sparse(
@@ -104,7 +145,13 @@ impl Vhd {
             (&sparse.batmap, Batmap::header_offset(footer, &sparse.header))
         {
             // Its checksum is made for as many bytes as the disk's size says.
-            let full = sparse.blocks.batmap(batmap::covered_bytes(footer.current_size) as usize);
+            let len = batmap::covered_bytes(footer.current_size) as usize;
+            let mut full = sparse.blocks.batmap(len);
+            // The last block may have become larger than what its bits were looked at for.
+            let last = (self.bytes() / u64::from(sparse.header.block_bytes)) as usize;
+            if let Some(byte) = full.get_mut(last / 8) {
+                *byte &= !(0x80 >> (last % 8));
+            }
             if full.len() as u64 <= map.len {
                 let raw = map.header_for(&full);
                 write_bytes(port, port.files[0], &[(map.offset, &full), (at, &raw)]).await?;

@@ -37,6 +37,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
         state_dir: state_dir(),
+        fixed_size: false,
         progress: &|progress| shown.show(progress),
     };
     let done = command(&shop, args, &shown);

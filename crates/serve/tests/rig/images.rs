@@ -24,6 +24,7 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
         directory: &HostDirectory,
         engine: &move |arena| kind.open(arena, 32),
         state_dir: None,
+        fixed_size: false,
         progress: &|_| true,
     };
     let name = |file: &str| ImageName::parse(dir.join(file).to_str().unwrap()).unwrap();

@@ -201,6 +201,11 @@ impl Blocks {
         blocks
     }
 
+    /// Bytes of a block's bitmap, which stands before its data.
+    pub(super) fn bitmap_bytes(&self) -> u64 {
+        self.layout.bitmap_bytes
+    }
+
     pub(super) fn table_bytes(&self) -> u64 {
         size_of_val(&*self.table) as u64
     }
