@@ -20,6 +20,8 @@ pub struct Place {
     pub directory: SimDirectory,
     /// Where engines are from.
     pub world: SimWorld,
+    /// What a format is free to choose follows from it.
+    pub seed: u64,
 }
 
 impl Place {
@@ -90,6 +92,10 @@ pub enum Operation {
     Coalesce,
     /// So many sectors instead of fewer.
     Grow(u64),
+    /// Another image on top of the leaf, which stays as it is. The number is its own.
+    Clone(u64),
+    /// Another image with all that the leaf has. The number is its own.
+    Convert(u64),
 }
 
 /// A kind of disk: how images of it are made, opened and checked.
@@ -97,8 +103,8 @@ pub trait Format {
     /// Its disks.
     type Disk: Disk;
 
-    /// What `--format` calls it.
-    fn name(&self) -> &'static str;
+    /// The part of a command line that says which it is.
+    fn name(&self) -> String;
 
     /// Makes an image of `sectors`, durable, before the story begins.
     ///
@@ -139,6 +145,25 @@ pub trait Format {
         true
     }
 
+    /// Opens what [`Operation::Clone`] or [`Operation::Convert`] have made, for reading, once it is
+    /// checked; none: it is not there yet.
+    ///
+    /// # Errors
+    /// As above.
+    fn open_copy(&self, place: &Place, operation: Operation) -> Result<Option<Self::Disk>, String> {
+        let _ = (place, operation);
+        Ok(None)
+    }
+
+    /// Takes away what such an operation has left.
+    ///
+    /// # Errors
+    /// As above.
+    fn remove_copy(&self, place: &Place, operation: Operation) -> Result<(), String> {
+        let _ = (place, operation);
+        Ok(())
+    }
+
     /// Sectors near which its metadata changes.
-    fn hot_spots(&self, sectors: u64) -> Vec<u64>;
+    fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64>;
 }

@@ -1,43 +1,336 @@
-//! Images in the formats of this project, alone or on top of others.
+//! Images in the formats of this project, alone or on top of others, in files or on devices.
 
-use ferrite_disk::tools::{NewImage, Workshop};
-use ferrite_disk::{Disk, DiskError, Format as Kind, ImageName, OpenOptions, vhd};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 
+use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use ferrite_disk::{
+    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, Raw, qcow2, vhd,
+};
+use ferrite_io::clock::{Random, SplitMix64};
+
+use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};
 use crate::qemu;
 
-/// Clusters of qcow2 images: small ones, so that small disks have several tables.
-const CLUSTER_SECTORS: u64 = 8;
+/// Units of allocation in bytes, the likelier ones more than once. Small ones, so that small disks
+/// have several tables.
+const BLOCKS: [u32; 8] =
+    [2 << 20, 2 << 20, 2 << 20, 512 << 10, 512 << 10, 512 << 10, 64 << 10, 4 << 10];
+const CLUSTERS: [u32; 8] = [4 << 10, 4 << 10, 4 << 10, 512, 16 << 10, 64 << 10, 64 << 10, 2 << 20];
 
-/// Blocks of VHD images.
-const BLOCK_SECTORS: u64 = 4096;
+/// What a new layer has, whatever it is made on.
+const USUAL_BLOCK: u32 = 2 << 20;
+const USUAL_CLUSTER: u32 = 64 << 10;
+
+/// What images are in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Medium {
+    /// Files, which grow and have holes.
+    Files,
+    /// Block devices.
+    Devices,
+}
 
 /// The images of one format.
-pub struct Images(pub Kind);
+#[derive(Clone, Copy, Debug)]
+pub struct Images {
+    kind: Kind,
+    medium: Medium,
+    unit_bytes: Option<u32>,
+}
+
+/// What the seed decides about the images of a story.
+struct Shape {
+    /// Of the first image: blocks, or clusters.
+    unit_bytes: u32,
+    /// All space at once.
+    fixed: bool,
+    devices: Devices,
+}
 
 impl Images {
+    /// In files.
+    pub const fn new(kind: Kind) -> Images {
+        Images { kind, medium: Medium::Files, unit_bytes: None }
+    }
+
+    /// The same on another medium.
+    pub const fn on(self, medium: Medium) -> Images {
+        Images { medium, ..self }
+    }
+
+    /// The same with the first image's blocks or clusters of this size, whatever the seed says.
+    pub const fn in_units(self, unit_bytes: u32) -> Images {
+        Images { unit_bytes: Some(unit_bytes), ..self }
+    }
+
+    fn on_devices(&self) -> bool {
+        self.medium == Medium::Devices
+    }
+
+    fn shape(&self, place: &Place) -> Shape {
+        let mut random = SplitMix64::new(place.seed ^ 0x5AFE);
+        let units = if self.kind == Kind::Vhd { BLOCKS } else { CLUSTERS };
+        let unit_bytes = units[random.below(units.len() as u64) as usize];
+        let fixed = random.below(10) == 0 && self.unit_bytes.is_none();
+        let fixed = fixed && self.kind == Kind::Vhd;
+        let unit_bytes = self.unit_bytes.unwrap_or(unit_bytes);
+        Shape { unit_bytes, fixed, devices: Devices::choose(&mut random) }
+    }
+
     fn name(&self, place: &Place, name: &str) -> ImageName {
-        ImageName { format: self.0, path: place.image(&format!("{name}.{}", self.0)) }
+        named(place, name, self.kind)
     }
 
     fn leaf(&self, place: &Place) -> ImageName {
         self.name(place, "disk")
     }
 
-    fn unit_sectors(&self) -> u64 {
-        match self.0 {
-            Kind::Raw => 0,
-            Kind::Vhd => BLOCK_SECTORS,
-            Kind::Qcow2 => CLUSTER_SECTORS,
+    fn copy(&self, place: &Place, operation: Operation) -> ImageName {
+        let of = |number: u64, kinds: &[Kind]| kinds[number as usize % kinds.len()];
+        match operation {
+            Operation::Convert(n) => {
+                let kind = of(n + place.seed, &[Kind::Raw, Kind::Vhd, Kind::Qcow2]);
+                named(place, &format!("copy-{n}"), kind)
+            }
+            Operation::Clone(n) => {
+                let kind = match self.kind {
+                    // A VHD stands on VHDs and raw images only.
+                    Kind::Qcow2 => Kind::Qcow2,
+                    Kind::Raw | Kind::Vhd => of(n + place.seed, &[Kind::Vhd, Kind::Qcow2]),
+                };
+                named(place, &format!("clone-{n}"), kind)
+            }
+            _ => self.leaf(place),
         }
     }
+
+    /// Says of an image on a device that it is complete: the device is there in any case.
+    fn mark(&self, name: &ImageName) -> PathBuf {
+        let mut path = name.path.clone().into_os_string();
+        path.push(".made");
+        path.into()
+    }
+
+    fn is_made(&self, name: &ImageName) -> bool {
+        if self.on_devices() { self.mark(name).exists() } else { name.path.exists() }
+    }
+
+    fn options(&self, place: &Place, read_only: bool) -> OpenOptions {
+        OpenOptions {
+            read_only,
+            state_dir: Some(place.state.clone()),
+            fixed_size: self.on_devices(),
+            ..OpenOptions::default()
+        }
+    }
+
+    fn check_image(&self, name: &ImageName) -> Result<(), String> {
+        let options = OpenOptions {
+            read_only: true,
+            fixed_size: self.on_devices(),
+            ..OpenOptions::default()
+        };
+        let medium = || Raw::open_medium(&name.path, &options).map_err(|e| e.to_string());
+        let bad = match name.format {
+            Kind::Raw => None,
+            Kind::Vhd => {
+                let report = vhd::check(&medium()?).map_err(|e| e.to_string())?;
+                let bad = report.findings.iter().find(|finding| !finding.problem.is_harmless());
+                bad.map(ToString::to_string)
+            }
+            Kind::Qcow2 => {
+                let report = qcow2::check(&medium()?).map_err(|e| e.to_string())?;
+                let bad = report.findings.iter().find(|finding| !finding.problem.is_harmless());
+                bad.map(ToString::to_string)
+            }
+        };
+        bad.map_or(Ok(()), Err)
+    }
+
+    /// What an image may come to take, whatever is done to it.
+    fn room_bytes(&self, kind: Kind, sectors: u64) -> u64 {
+        let bytes = sectors * 512;
+        match kind {
+            Kind::Raw => bytes,
+            // Blocks keep their places. The smallest have a sector for a bitmap, and are aligned.
+            // A fixed image has its footer at the end of its device, which cannot grow then.
+            Kind::Vhd => 2 * bytes + (48 << 20),
+            // Clusters that are replaced, or leaked, are not used again at once.
+            Kind::Qcow2 => 3 * bytes + (64 << 20),
+        }
+    }
+
+    /// The device of a new image, if it is to be on one.
+    fn provide(
+        &self,
+        place: &Place,
+        name: &ImageName,
+        new: &NewImage,
+        sectors: u64,
+    ) -> Result<(), String> {
+        if !self.on_devices() || name.path.exists() {
+            return Ok(());
+        }
+        let devices = self.shape(place).devices;
+        let bytes = self.room_bytes(name.format, sectors);
+        devices.provide(place, &name.path, bytes).map_err(|e| e.to_string())?;
+        if devices.remains == Remains::Image && name.format != Kind::Raw {
+            let old = NewImage { bytes: Some(sectors * 512), parent: None, ..new.clone() };
+            devices::leave_image(place, name, &old)?;
+        }
+        Ok(())
+    }
+
+    fn shop<T>(&self, place: &Place, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+        work(&Workshop {
+            directory: &place.directory,
+            engine: &|arena| Ok(place.world.engine(arena)),
+            state_dir: Some(place.state.clone()),
+            fixed_size: self.on_devices(),
+            progress: &|_| true,
+        })
+    }
+
+    /// Makes an image, with a device for it.
+    fn make(
+        &self,
+        place: &Place,
+        name: &ImageName,
+        new: &NewImage,
+        sectors: u64,
+    ) -> Result<(), String> {
+        let new = NewImage { force: self.on_devices(), ..new.clone() };
+        self.provide(place, name, &new, sectors)?;
+        self.shop(place, |shop| shop.create(name, &new)).map_err(|e| e.to_string())?;
+        if self.on_devices() {
+            fs::write(self.mark(name), "").map_err(|e| e.to_string())?;
+        }
+        Ok(())
+    }
+
+    fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
+        let shape = self.shape(place);
+        let new = NewImage {
+            bytes: Some(sectors * 512),
+            unit_bytes: (self.kind != Kind::Raw).then_some(shape.unit_bytes),
+            fixed: shape.fixed,
+            ..NewImage::default()
+        };
+        self.make(place, &self.leaf(place), &new, sectors)
+    }
+
+    /// A device cannot get another one's name, but its administrator can give it another one, and
+    /// does, as XAPI does it; if the new leaf does not come to be, he takes that back.
+    fn snapshot_device(&self, place: &Place, number: u64) -> Result<(), String> {
+        let (leaf, parent) = (self.leaf(place), self.name(place, &format!("layer-{number}")));
+        let sectors = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+        let sectors = sectors.virtual_bytes / 512;
+        let files = |e: std::io::Error| e.to_string();
+        fs::rename(&leaf.path, &parent.path).map_err(files)?;
+        fs::remove_file(self.mark(&leaf)).map_err(files)?;
+        let new = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+        let made = self.make(place, &leaf, &new, sectors);
+        if made.is_err() {
+            fs::remove_file(&leaf.path).map_err(files)?;
+            fs::rename(&parent.path, &leaf.path).map_err(files)?;
+            fs::write(self.mark(&leaf), "").map_err(files)?;
+        }
+        made
+    }
+
+    fn grow(&self, place: &Place, sectors: u64) -> Result<(), String> {
+        let leaf = self.leaf(place);
+        let shape = self.shape(place);
+        if self.on_devices() && !shape.fixed {
+            let bytes = self.room_bytes(self.kind, sectors);
+            let devices = shape.devices;
+            devices.provide(place, &leaf.path, bytes).map_err(|e| e.to_string())?;
+        }
+        let done = self.shop(place, |shop| shop.resize(&leaf, sectors * 512, false));
+        done.map(drop).map_err(|e| e.to_string())
+    }
+
+    fn coalesce(&self, place: &Place) -> Result<(), String> {
+        let leaf = self.leaf(place);
+        // Done again after an interruption that came behind its last step, there is nothing to
+        // merge left.
+        let alone = |shop: &Workshop<'_>| shop.info(&leaf).is_ok_and(|info| info.chain.len() == 1);
+        let done = self.shop(place, |shop| match alone(shop) {
+            true => Ok(()),
+            false => shop.coalesce(&leaf, false).map(drop),
+        });
+        done.map_err(|e| e.to_string())
+    }
+
+    fn clone_leaf(&self, place: &Place, operation: Operation) -> Result<(), String> {
+        let (leaf, clone) = (self.leaf(place), self.copy(place, operation));
+        if !self.on_devices() && clone.path.exists() {
+            return Ok(());
+        }
+        let info = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+        let new = NewImage { parent: Some(leaf.clone()), ..NewImage::default() };
+        let done = self.make(place, &clone, &new, info.virtual_bytes / 512);
+        // The story goes on with the leaf.
+        if !self.on_devices() {
+            let mode = fs::Permissions::from_mode(0o644);
+            fs::set_permissions(&leaf.path, mode).map_err(|e| e.to_string())?;
+        }
+        done
+    }
+
+    /// Now and then somebody stops it, and has it go on.
+    fn convert(&self, place: &Place, operation: Operation) -> Result<(), String> {
+        let (leaf, copy) = (self.leaf(place), self.copy(place, operation));
+        let info = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+        let shape = self.shape(place);
+        let new = NewImage::default();
+        self.provide(place, &copy, &new, info.virtual_bytes / 512)?;
+        let patience = std::cell::Cell::new(place.world.below(24));
+        let asked = |_| {
+            patience.set(patience.get().saturating_sub(1));
+            patience.get() != 1
+        };
+        let shop = Workshop {
+            directory: &place.directory,
+            engine: &|arena| Ok(place.world.engine(arena)),
+            state_dir: Some(place.state.clone()),
+            fixed_size: self.on_devices(),
+            progress: &asked,
+        };
+        let (mut resume, mut force) = (!self.on_devices(), self.on_devices());
+        let done = loop {
+            let how = Convert { force, resume, fixed: shape.fixed, unit_bytes: None };
+            match shop.convert(&leaf, &copy, &how) {
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                // There is nothing to go on with, or it is done and was not told.
+                Err(e) if e.kind() == ErrorKind::Refused && !force => {
+                    (resume, force) = (false, true)
+                }
+                done => break done,
+            }
+        };
+        done.map_err(|e| e.to_string())?;
+        if self.on_devices() {
+            fs::write(self.mark(&copy), "").map_err(|e| e.to_string())?;
+        }
+        Ok(())
+    }
+}
+
+fn named(place: &Place, name: &str, format: Kind) -> ImageName {
+    ImageName { format, path: place.image(&format!("{name}.{format}")) }
 }
 
 impl Format for Images {
     type Disk = Disk;
 
-    fn name(&self) -> &'static str {
-        self.0.name()
+    fn name(&self) -> String {
+        let unit = self.unit_bytes.map_or(String::new(), |unit| format!(" --unit {unit}"));
+        let medium = if self.on_devices() { " --medium device" } else { "" };
+        format!("--format {}{medium}{unit}", self.kind)
     }
 
     fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
@@ -45,78 +338,74 @@ impl Format for Images {
     }
 
     fn open(&self, place: &Place) -> Result<Disk, String> {
-        let options =
-            OpenOptions { state_dir: Some(place.state.clone()), ..OpenOptions::default() };
-        Disk::open_image(&self.leaf(place), &options).map_err(|e| e.to_string())
+        Disk::open_image(&self.leaf(place), &self.options(place, false)).map_err(|e| e.to_string())
     }
 
     fn check(&self, place: &Place, thorough: bool) -> Result<(), String> {
-        match self.0 {
-            Kind::Qcow2 if thorough => qemu::check(place),
-            Kind::Vhd => check_vhd(&self.leaf(place)),
-            Kind::Raw | Kind::Qcow2 => Ok(()),
-        }
+        let leaf = self.leaf(place);
+        self.check_image(&leaf)?;
+        if thorough && self.kind == Kind::Qcow2 { qemu::check(place) } else { Ok(()) }
     }
 
-    fn hot_spots(&self, sectors: u64) -> Vec<u64> {
-        let unit = match self.0 {
-            Kind::Raw => sectors.max(2) / 2,
-            Kind::Vhd => BLOCK_SECTORS,
-            // An L2 table of one cluster maps so many sectors.
-            Kind::Qcow2 => CLUSTER_SECTORS * CLUSTER_SECTORS * 512 / 8,
+    fn open_copy(&self, place: &Place, operation: Operation) -> Result<Option<Disk>, String> {
+        let copy = self.copy(place, operation);
+        if !self.is_made(&copy) {
+            return Ok(None);
+        }
+        self.check_image(&copy)?;
+        let disk = Disk::open_image(&copy, &self.options(place, true));
+        disk.map(Some).map_err(|e: DiskError| e.to_string())
+    }
+
+    fn remove_copy(&self, place: &Place, operation: Operation) -> Result<(), String> {
+        let copy = self.copy(place, operation);
+        for path in [copy.path.clone(), self.mark(&copy)] {
+            if path.exists() {
+                fs::remove_file(path).map_err(|e| e.to_string())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64> {
+        let unit_bytes = u64::from(self.shape(place).unit_bytes);
+        let tables = |cluster: u64| cluster / 512 * cluster / 8;
+        let units = match self.kind {
+            Kind::Raw => vec![sectors.max(2) / 2],
+            Kind::Vhd => vec![unit_bytes / 512, u64::from(USUAL_BLOCK) / 512],
+            // What an L2 table of one cluster maps.
+            Kind::Qcow2 => vec![tables(unit_bytes), tables(u64::from(USUAL_CLUSTER)) / 64],
         };
-        (0..=sectors / unit).map(|i| i * unit).chain([8, sectors]).collect()
+        let spots = units.iter().flat_map(|unit| (0..=sectors / unit).map(move |i| i * unit));
+        spots.chain([8, sectors]).collect()
     }
 
     fn can(&self, operation: Operation) -> bool {
         match operation {
-            Operation::Create(_) => true,
-            Operation::Grow(_) => true,
-            Operation::Snapshot(_) | Operation::Coalesce => self.0 != Kind::Raw,
+            Operation::Create(_) | Operation::Clone(_) | Operation::Convert(_) => true,
+            Operation::Grow(_) => self.kind != Kind::Raw || !self.on_devices(),
+            Operation::Snapshot(_) => self.kind != Kind::Raw,
+            Operation::Coalesce => self.kind != Kind::Raw && !self.on_devices(),
         }
     }
 
     fn exists(&self, place: &Place) -> bool {
-        self.leaf(place).path.exists()
+        self.is_made(&self.leaf(place))
     }
 
     fn operate(&self, place: &Place, operation: Operation) -> Result<(), String> {
-        let shop = Workshop {
-            directory: &place.directory,
-            engine: &|arena| Ok(place.world.engine(arena)),
-            state_dir: Some(place.state.clone()),
-            progress: &|_| true,
-        };
-        let leaf = self.leaf(place);
-        let done: Result<_, DiskError> = match operation {
-            Operation::Create(sectors) => {
-                let unit_bytes = u32::try_from(self.unit_sectors() * 512).ok().filter(|n| *n > 0);
-                let bytes = Some(sectors * 512);
-                shop.create(&leaf, &NewImage { bytes, unit_bytes, ..NewImage::default() })
-            }
+        match operation {
+            Operation::Create(sectors) => self.create(place, sectors),
+            Operation::Snapshot(number) if self.on_devices() => self.snapshot_device(place, number),
             Operation::Snapshot(number) => {
-                shop.snapshot(&leaf, &self.name(place, &format!("layer-{number}")))
+                let (leaf, layer) = (self.leaf(place), format!("layer-{number}"));
+                let done = self.shop(place, |shop| shop.snapshot(&leaf, &self.name(place, &layer)));
+                done.map(drop).map_err(|e| e.to_string())
             }
-            Operation::Grow(sectors) => shop.resize(&leaf, sectors * 512, false),
-            // Done again after an interruption that came behind its last step, there is nothing to
-            // merge left.
-            Operation::Coalesce if shop.info(&leaf).is_ok_and(|info| info.chain.len() == 1) => {
-                return Ok(());
-            }
-            Operation::Coalesce => shop.coalesce(&leaf, false),
-        };
-        done.map(drop).map_err(|e| e.to_string())
-    }
-}
-
-fn check_vhd(leaf: &ImageName) -> Result<(), String> {
-    let name = ImageName { format: Kind::Raw, path: leaf.path.clone() };
-    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let medium = Disk::open_image(&name, &options).map_err(|e| e.to_string())?;
-    let Disk::Raw(medium) = medium else { return Err("it is no file".into()) };
-    let report = vhd::check(&medium).map_err(|e| e.to_string())?;
-    match report.findings.iter().find(|finding| !finding.problem.is_harmless()) {
-        Some(finding) => Err(finding.to_string()),
-        None => Ok(()),
+            Operation::Grow(sectors) => self.grow(place, sectors),
+            Operation::Coalesce => self.coalesce(place),
+            Operation::Clone(_) => self.clone_leaf(place, operation),
+            Operation::Convert(_) => self.convert(place, operation),
+        }
     }
 }

@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+mod devices;
 mod disk;
 pub mod format;
 pub mod images;

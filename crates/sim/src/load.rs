@@ -186,10 +186,13 @@ impl<D: Disk> Load<D> {
             Change::Zero => ("write of zeros", self.disk.write_zeroes(queue, offset, len).await),
             Change::Discard => ("discard", self.disk.discard(queue, offset, len).await),
         };
+        // The guest is told that the medium cannot.
+        let cannot = matches!(&done, Err(e) if e.kind() == std::io::ErrorKind::Unsupported);
         self.trace(ticket, &(change, &done));
         self.model.borrow_mut().answer(ticket, done.is_ok());
         match done {
             Ok(()) => Ok(()),
+            Err(_) if cannot && change == Change::Discard => Ok(()),
             Err(e) => self.failed(what, ticket, &e),
         }
     }

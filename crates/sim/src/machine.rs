@@ -66,7 +66,7 @@ impl Machine {
         let world = SimWorld::new(seed);
         let directory = world.directories(&at("attic")?);
         let (images, state) = (at("images")?, at("state")?);
-        let place = Place { images, state, directory, world: world.clone() };
+        let place = Place { images, state, directory, world: world.clone(), seed };
         let made = ARENA.with_borrow(Option::clone);
         let arena = match made {
             Some(arena) => arena,

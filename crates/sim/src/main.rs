@@ -10,7 +10,7 @@ use clap::Parser;
 use ferrite_disk::Format as DiskFormat;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_sim::format::Format;
-use ferrite_sim::images::Images;
+use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
 use ferrite_sim::story::{Plan, Scenario, Told, Violation, tell};
 
@@ -35,6 +35,12 @@ struct Arguments {
     /// raw, vhd, qcow2; or all.
     #[arg(long, default_value = "all", value_name = "FORMAT", value_parser = ["all", "raw", "vhd", "qcow2"])]
     format: String,
+    /// What images are in: file, device; or all.
+    #[arg(long, default_value = "all", value_name = "MEDIUM", value_parser = ["all", "file", "device"])]
+    medium: String,
+    /// Blocks or clusters of this size, in bytes, instead of what the seed says.
+    #[arg(long, value_name = "BYTES")]
+    unit: Option<u32>,
     /// Tell each story once for each of the first round's steps and for each kind of end.
     #[arg(long)]
     steps: bool,
@@ -120,8 +126,8 @@ fn stories(
             let keep = arguments.keep.clone();
             let (cut, trace) = (arguments.cut, arguments.trace);
             let plan = Plan { seed, scenario: *scenario, cut, keep, trace };
-            for format in formats(&arguments.format) {
-                story(arguments, &Images(format), &plan, sum)?;
+            for images in images(arguments) {
+                story(arguments, &images, &plan, sum)?;
             }
             if limit.is_some_and(|limit| began.elapsed() >= limit) {
                 return Ok(());
@@ -131,8 +137,13 @@ fn stories(
     Ok(())
 }
 
-fn formats(name: &str) -> impl Iterator<Item = DiskFormat> {
-    DiskFormat::ALL.into_iter().filter(move |f| name == "all" || f.name() == name)
+fn images(arguments: &Arguments) -> impl Iterator<Item = Images> + '_ {
+    let is = |said: &str, name: &str| said == "all" || said == name;
+    let formats = DiskFormat::ALL.into_iter().filter(move |f| is(&arguments.format, f.name()));
+    let media = [("file", Medium::Files), ("device", Medium::Devices)];
+    let media = media.into_iter().filter(move |(name, _)| is(&arguments.medium, name));
+    let all = formats.flat_map(move |f| media.clone().map(move |(_, m)| Images::new(f).on(m)));
+    all.map(|images| arguments.unit.map_or(images, |unit| images.in_units(unit)))
 }
 
 fn story(

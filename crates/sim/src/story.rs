@@ -128,7 +128,7 @@ pub struct Told {
 #[derive(Clone, Debug)]
 pub struct Violation {
     /// Of what.
-    pub format: &'static str,
+    pub format: String,
     /// In which story.
     pub plan: Plan,
     /// In which of its rounds, from 0.
@@ -145,7 +145,7 @@ impl fmt::Display for Violation {
         let scenario = scenario.name();
         let Violation { format, round, step, what, .. } = self;
         writeln!(f, "VIOLATION in round {round}, at step {step}: {what}")?;
-        write!(f, "replay: ferrite-sim --seed {seed} --scenario {scenario} --format {format}")?;
+        write!(f, "replay: ferrite-sim --seed {seed} --scenario {scenario} {format}")?;
         if let Some((step, after)) = self.plan.cut {
             let after = if after == After::Death { "death" } else { "power" };
             write!(f, " --cut {step}:{after}")?;
@@ -195,6 +195,8 @@ struct Story<'a, F: Format> {
     rounds: u64,
     ended_at: u64,
     layers: u64,
+    /// Clones and copies that were made.
+    copies: u64,
 }
 
 impl<'a, F: Format> Story<'a, F> {
@@ -205,13 +207,23 @@ impl<'a, F: Format> Story<'a, F> {
         let rounds = match plan.scenario {
             _ if plan.cut.is_some() => 1,
             Scenario::Close => 5,
-            Scenario::Operations => 4,
+            Scenario::Operations => 6,
             _ => 1 + random.below(3),
         };
         let model = Rc::new(RefCell::new(Model::new(sectors)));
         let numbers = Rc::new(Cell::new(1));
-        let (ended_at, layers) = (0, 1);
-        Ok(Story { format, plan, machine, model, numbers, random, rounds, ended_at, layers })
+        Ok(Story {
+            format,
+            plan,
+            machine,
+            model,
+            numbers,
+            random,
+            rounds,
+            ended_at: 0,
+            layers: 1,
+            copies: 0,
+        })
     }
 
     /// Load, its end, and what is there afterwards.
@@ -225,8 +237,10 @@ impl<'a, F: Format> Story<'a, F> {
                 false => self.format.create(&self.machine.place, self.model.borrow().sectors())?,
             }
         } else if operations {
-            let operation = self.choose();
-            self.operate(operation, None, told)?;
+            match self.choose() {
+                copy @ (Operation::Clone(_) | Operation::Convert(_)) => self.copy(copy, told)?,
+                operation => self.operate(operation, None, told)?,
+            }
         } else if self.layers < MAX_LAYERS && self.random.below(3) == 0 {
             let snapshot = Operation::Snapshot(self.layers);
             if self.format.can(snapshot) {
@@ -291,7 +305,8 @@ impl<'a, F: Format> Story<'a, F> {
     fn choose(&mut self) -> Operation {
         let sectors = self.model.borrow().sectors();
         let grown = sectors + self.one_of([1, 8, 4096, 9000]);
-        let mut all = vec![Operation::Grow(grown)];
+        let (clone, convert) = (Operation::Clone(self.copies), Operation::Convert(self.copies));
+        let mut all = vec![Operation::Grow(grown), clone, convert];
         if self.layers < MAX_LAYERS {
             all.push(Operation::Snapshot(self.layers));
         }
@@ -322,7 +337,7 @@ impl<'a, F: Format> Story<'a, F> {
             }
             Operation::Coalesce => self.layers -= 1,
             Operation::Grow(sectors) => model.grow(sectors),
-            Operation::Create(_) => {}
+            Operation::Create(_) | Operation::Clone(_) | Operation::Convert(_) => {}
         }
         Ok(())
     }
@@ -432,7 +447,7 @@ impl<'a, F: Format> Story<'a, F> {
             left: Cell::new(left),
             tasks: Cell::new(queues * depth),
             mix: self.plan.scenario.mix(),
-            hot_spots: self.format.hot_spots(sectors),
+            hot_spots: self.format.hot_spots(&self.machine.place, sectors),
             may_fail: faulty,
             flush_failed: Cell::new(false),
             trouble: RefCell::new(None),
@@ -487,10 +502,8 @@ impl<'a, F: Format> Story<'a, F> {
     fn examine(&mut self, after: After, sizes: &[u64]) -> Result<(), String> {
         let thorough = self.random.below(16) == 0;
         let place = &self.machine.place;
-        // What a process left in the memory that outlives it is part of the image then.
-        if after != After::Death {
-            self.format.check(place, thorough).map_err(|e| format!("its check says: {e}"))?;
-        }
+        // After a death, too: the power may be cut before anybody looks at what is in memory.
+        self.format.check(place, thorough).map_err(|e| format!("its check says: {e}"))?;
         let disk = Rc::new(self.format.open(place).map_err(|e| format!("after {after:?}: {e}"))?);
         let sectors = disk.sectors();
         if !sizes.contains(&sectors) {
@@ -499,9 +512,66 @@ impl<'a, F: Format> Story<'a, F> {
         self.model.borrow_mut().grow(sectors);
         let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
         for range in self.ranges(sectors) {
-            self.compare(after, &disk, &mut threads[0], range)?;
+            self.compare(after, &disk, &mut threads[0], range, true)?;
         }
         Ok(())
+    }
+
+    /// An operation that makes another image of the leaf, and may be interrupted. The leaf stays as
+    /// it is, and what has the other's name is whole.
+    fn copy(&mut self, operation: Operation, told: &mut Told) -> Result<(), String> {
+        self.copies += 1;
+        let stop = self.end_of_round();
+        self.trouble(false);
+        self.machine.world.stop_at(stop);
+        let done = self.format.operate(&self.machine.place, operation);
+        self.ended_at = self.machine.world.step();
+        let stopped = self.machine.world.stopped();
+        let after = match stopped {
+            false => self.one_of([After::Close, After::PowerCut]),
+            true => self.one_of([After::Death, After::PowerCut]),
+        };
+        match stopped {
+            true => self.machine.set_aside().map_err(|e| e.to_string())?,
+            false => done.map_err(|e| format!("{operation:?}, nothing was wrong: {e}"))?,
+        }
+        self.end(after, told)?;
+        // It promises no more of the leaf than that it does not change.
+        let after = if after == After::Close { After::Death } else { after };
+        let sectors = self.model.borrow().sectors();
+        self.examine(after, &[sectors])?;
+        let whole = self.examine_copy(operation)?;
+        if !whole && !stopped {
+            return Err(format!("after {after:?} what {operation:?} made is not there"));
+        }
+        let place = &self.machine.place;
+        place.directory.sync(&place.images).map_err(|e| e.to_string())?;
+        if stopped {
+            let again = self.format.operate(place, operation);
+            again.map_err(|e| format!("again, after {after:?} in {operation:?}: {e}"))?;
+            self.examine(After::Death, &[sectors])?;
+            if !self.examine_copy(operation)? {
+                return Err(format!("what {operation:?} made again is not there"));
+            }
+        }
+        self.format.remove_copy(&self.machine.place, operation)
+    }
+
+    /// Compares what such an operation has made with the leaf. Whether there is anything.
+    fn examine_copy(&mut self, operation: Operation) -> Result<bool, String> {
+        let of = |e| format!("what {operation:?} made: {e}");
+        let disk = self.format.open_copy(&self.machine.place, operation).map_err(of)?;
+        let Some(disk) = disk.map(Rc::new) else { return Ok(false) };
+        // A device may have room for more.
+        let sectors = self.model.borrow().sectors();
+        if disk.sectors() < sectors {
+            return Err(of(format!("{} sectors instead of {sectors}", disk.sectors())));
+        }
+        let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
+        for range in self.ranges(sectors) {
+            self.compare(After::Death, &disk, &mut threads[0], range, false).map_err(of)?;
+        }
+        Ok(true)
     }
 
     /// What to look at, in pieces.
@@ -525,6 +595,7 @@ impl<'a, F: Format> Story<'a, F> {
         disk: &Rc<F::Disk>,
         thread: &mut Thread,
         range: Range<u64>,
+        settle: bool,
     ) -> Result<(), String> {
         let len = (range.end - range.start) as usize * stamp::SECTOR;
         let (to, offset) = (thread.buffer(0).slice(0, len), range.start * 512);
@@ -544,7 +615,7 @@ impl<'a, F: Format> Story<'a, F> {
                 println!("step {}: after {after:?}: {found:?}", self.ended_at);
             }
             model.check_after(after, sector, &found)?;
-            if let Ok(value) = found {
+            if let (Ok(value), true) = (found, settle) {
                 model.settle(after, sector, value);
             }
         }

@@ -22,14 +22,14 @@ fn find(format: &impl Format, scenario: Scenario, seeds: u64) -> Option<Box<Viol
 
 /// Raw, and a flush that tells the guest what it wants to hear.
 struct DeafFlush;
-const RAW: Images = Images(ferrite_disk::Format::Raw);
+const RAW: Images = Images::new(ferrite_disk::Format::Raw);
 struct DeafDisk(ferrite_disk::Disk);
 
 impl Format for DeafFlush {
     type Disk = DeafDisk;
 
-    fn name(&self) -> &'static str {
-        "deaf"
+    fn name(&self) -> String {
+        "deaf".into()
     }
 
     fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
@@ -44,8 +44,8 @@ impl Format for DeafFlush {
         Ok(())
     }
 
-    fn hot_spots(&self, sectors: u64) -> Vec<u64> {
-        RAW.hot_spots(sectors)
+    fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64> {
+        RAW.hot_spots(place, sectors)
     }
 }
 
@@ -122,8 +122,8 @@ const IMAGE: &str = "toy";
 impl Format for Toy {
     type Disk = ToyDisk;
 
-    fn name(&self) -> &'static str {
-        "toy"
+    fn name(&self) -> String {
+        "toy".into()
     }
 
     fn create(&self, place: &Place, sectors: u64) -> Result<(), String> {
@@ -161,7 +161,7 @@ impl Format for Toy {
         self.open(place).map(drop)
     }
 
-    fn hot_spots(&self, sectors: u64) -> Vec<u64> {
+    fn hot_spots(&self, _: &Place, sectors: u64) -> Vec<u64> {
         vec![0, sectors / 2]
     }
 }

@@ -25,7 +25,7 @@ fn tell_all(format: &impl Format, seeds: u64) {
 
 #[test]
 fn raw_keeps_its_promises() {
-    tell_all(&Images(ferrite_disk::Format::Raw), 20);
+    tell_all(&Images::new(ferrite_disk::Format::Raw), 20);
 }
 
 /// Stories that ended badly once.
@@ -46,7 +46,7 @@ fn what_was_mended_stays_mended() {
         (Qcow2, Scenario::FlushStorm, 58),
     ] {
         let plan = Plan { seed, scenario, cut: None, keep: None, trace: None };
-        if let Err(found) = tell(&Images(format), &plan) {
+        if let Err(found) = tell(&Images::new(format), &plan) {
             panic!("{found}");
         }
     }
@@ -54,10 +54,10 @@ fn what_was_mended_stays_mended() {
 
 #[test]
 fn vhd_keeps_its_promises() {
-    tell_all(&Images(ferrite_disk::Format::Vhd), 8);
+    tell_all(&Images::new(ferrite_disk::Format::Vhd), 8);
 }
 
 #[test]
 fn qcow2_keeps_its_promises() {
-    tell_all(&Images(ferrite_disk::Format::Qcow2), 8);
+    tell_all(&Images::new(ferrite_disk::Format::Qcow2), 8);
 }
