@@ -168,9 +168,10 @@ impl Journal {
         }
     }
 
-    /// Whether there is one for the image with this inode.
-    pub(crate) fn exists(dir: Option<&Path>, inode: (u64, u64)) -> bool {
-        dir.is_some_and(|dir| path_in(dir, inode).exists())
+    /// Whether there is one for the image with this inode that has any records.
+    pub(crate) fn has_records(dir: Option<&Path>, inode: (u64, u64)) -> bool {
+        let shm = dir.map(|dir| Shm::open(&path_in(dir, inode)));
+        matches!(shm, Some(Ok(shm)) if !says_nothing(&shm))
     }
 
     fn records(&self) -> Vec<Record> {

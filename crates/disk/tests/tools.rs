@@ -20,6 +20,7 @@ fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
     let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
     let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
     work(&Workshop {
+        fixed_size: false,
         directory: &HostDirectory,
         engine: &move |arena| kind.open(arena, 64),
         state_dir: state.map(Path::to_owned),

@@ -302,7 +302,8 @@ impl Images {
         };
         let (mut resume, mut force) = (!self.on_devices(), self.on_devices());
         let done = loop {
-            let how = Convert { force, resume, fixed: shape.fixed, unit_bytes: None };
+            let fixed = shape.fixed && copy.format != Kind::Qcow2;
+            let how = Convert { force, resume, fixed, unit_bytes: None };
             match shop.convert(&leaf, &copy, &how) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 // There is nothing to go on with, or it is done and was not told.

@@ -539,8 +539,9 @@ impl<'a, F: Format> Story<'a, F> {
         // It promises no more of the leaf than that it does not change.
         let after = if after == After::Close { After::Death } else { after };
         let sectors = self.model.borrow().sectors();
-        self.examine(after, &[sectors])?;
+        // First, with what the leaf was when it was copied: the power may have taken from it since.
         let whole = self.examine_copy(operation)?;
+        self.examine(after, &[sectors])?;
         if !whole && !stopped {
             return Err(format!("after {after:?} what {operation:?} made is not there"));
         }

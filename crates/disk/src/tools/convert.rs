@@ -50,6 +50,7 @@ impl Workshop<'_> {
         let bytes = source.sectors() * SECTOR_BYTES;
         let fresh = Resume {
             sources: sources(&source, from).map_err(cannot)?,
+            journal: self.info_of(&source)?.chain.iter().any(|layer| layer.journal),
             format: to.format.name().into(),
             virtual_bytes: bytes,
             done_bytes: 0,

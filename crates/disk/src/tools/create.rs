@@ -110,12 +110,9 @@ impl Workshop<'_> {
         Ok(Parent { disk, name: name.clone(), path })
     }
 
-    /// What a killed backend has left in its journal is brought into the image: a parent has to be
-    /// complete without it.
+    /// What a killed backend has left, in its journal or in the page cache, is brought to the
+    /// medium: a parent has to be complete without it, and must not change any more.
     fn settle(&self, name: &ImageName) -> Result<(), DiskError> {
-        if name.format == Format::Raw {
-            return Ok(());
-        }
         let disk = match self.open(name, false) {
             Ok(disk) => disk,
             // Readers have it open, so it is nobody's to write; or we may not. It may be complete.

@@ -40,6 +40,9 @@ impl Source {
 pub(super) struct Resume {
     /// The source's files, the leaf first.
     pub(super) sources: Vec<Source>,
+    /// Some of the source is in memory only, where a process that died left it: after a cut of the
+    /// power it is gone, and the files have not changed.
+    pub(super) journal: bool,
     /// `raw`, `vhd` or `qcow2`.
     pub(super) format: String,
     /// Of the disk.
