@@ -29,6 +29,7 @@ fn session(name: &ImageName, metadata_bytes: usize) -> Session {
 fn chain(dir: &Path, random: &mut SplitMix64) -> ImageName {
     let kind = EngineChoice::Auto.decide().unwrap().kind;
     let workshop = Workshop {
+        fixed_size: false,
         directory: &HostDirectory,
         engine: &move |arena| kind.open(arena, 32),
         state_dir: None,

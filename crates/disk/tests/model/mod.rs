@@ -130,6 +130,7 @@ pub(crate) fn name(path: &Path) -> ImageName {
 pub(crate) fn shop<T>(use_it: impl FnOnce(&Workshop<'_>) -> T) -> T {
     let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
     use_it(&Workshop {
+        fixed_size: false,
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, 64),
         state_dir: None,
