@@ -8,7 +8,7 @@ use std::path::Path;
 use common::vhd::{at, options, peer};
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
-use ferrite_disk::{Disk, ImageName, OpenOptions};
+use ferrite_disk::{Disk, ImageName, OpenOptions, vhd};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::EngineChoice;
 
@@ -170,4 +170,23 @@ fn the_journal_of_an_image_that_is_gone_is_not_that_of_its_successor() {
     let options = OpenOptions { state_dir: Some(state.path().into()), ..options() };
     let error = Disk::open_image(&image, &options).unwrap_err();
     assert!(error.to_string().contains("another UUID"), "{error}");
+}
+
+/// Other programs make such images.
+#[test]
+fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {
+    let dir = dir_on_disk();
+    let (parent, child) = (name("vhd", &at(&dir, "p.vhd")), name("vhd", &at(&dir, "c.vhd")));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    work(None, |shop| shop.create(&parent, &new)).unwrap();
+    let mut disk = Queue::new(Disk::open_image(&parent, &options()).unwrap());
+    disk.write(6 * MIB, &[6; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let footer = vhd::Vhd::open(&parent.path, &options()).unwrap().footer().clone();
+    let below = vhd::Footer { current_size: 4 * MIB, ..footer };
+    let below = common::vhd::parent(&parent.path, &below);
+    common::vhd::create(&child.path, &vhd::NewImage::differencing(4 * MIB, below)).unwrap();
+    let grown = work(None, |shop| shop.resize(&child, 8 * MIB, false));
+    assert!(grown.unwrap_err().to_string().contains("parent is larger"));
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::vhd::{at, create, name, offline, options, parent, peer, queue};
-use common::{MIB, dir_on_disk, dir_on_tmpfs};
+use common::{Loop, MIB, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_disk::{OpenOptions, Raw};
 use tempfile::TempDir;
@@ -178,6 +178,28 @@ fn a_disk_grows_with_room_in_its_table_and_without() {
                 assert!(said.contains(&format!("({bytes} bytes)")), "{said}");
             }
         }
+    }
+}
+
+/// What the last block has behind the disk's end is whatever was there before.
+#[test]
+fn what_a_disk_gets_as_it_grows_is_zeros_on_a_device_too() {
+    for sectors in [1, 3] {
+        let dir = dir_on_disk();
+        let file = at(&dir, "device");
+        fs::write(&file, vec![0xEE; 16 * MIB as usize]).unwrap();
+        let Some(device) = Loop::attach(&file, 512) else { return };
+        let bytes = 4 * MIB + sectors * 512;
+        common::vhd::create_on(&device.0, &NewImage::dynamic(bytes)).unwrap();
+        let mut disk = queue(&device.0);
+        disk.write(4 * MIB, &[7; 512]).unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        resize(&device.0, 6 * MIB).unwrap();
+        let mut disk = queue(&device.0);
+        assert!(disk.read(4 * MIB, 512).unwrap() == [7; 512]);
+        let new = disk.read(bytes, 64 << 10).unwrap();
+        assert!(new.iter().all(|byte| *byte == 0), "{sectors} sectors: {:#x}", new[0]);
     }
 }
 

@@ -223,6 +223,11 @@ async fn resize_layer(
     let cannot = |raw: &Raw, e| broken(format!("cannot resize {}", raw.path().display()), e);
     match layer {
         Some(Layer::Raw(raw)) => resize_raw(port, bytes).await.map_err(|e| cannot(&raw, e)),
+        Some(Layer::Vhd(vhd)) if bytes > vhd.bytes() && below_bytes > vhd.bytes() => {
+            let what = format!("cannot resize {}", vhd.medium().path().display());
+            let why = "its parent is larger: what is behind the disk's end would be seen";
+            Err(unsuitable(what, why, "ferrite image convert makes a copy, which can grow"))
+        }
         Some(Layer::Vhd(vhd)) => vhd.resize(port, bytes).await,
         Some(Layer::Qcow2(qcow2)) => {
             let done = qcow2.resize(port, bytes, below_bytes).await;

@@ -124,9 +124,9 @@ impl Blocks {
             let bits = match entry.state() {
                 Where::Bits(slot) | Where::Overlay(slot) => {
                     let bits = self.slab.slot(slot);
-                    let bytes = (0..self.slab.words()).flat_map(|i| bits.word(i).to_be_bytes());
-                    Some(bytes.take(self.bitmap_bytes_used()).collect())
+                    Some(self.bitmap(block, |i| bits.word(i)))
                 }
+                Where::Full if self.is_cut(block) => Some(self.bitmap(block, |_| u64::MAX)),
                 Where::Full => None,
                 Where::Empty | Where::OnDisk => {
                     unreachable!("block {block} is dirty and its bitmap is not in memory")
@@ -137,6 +137,14 @@ impl Blocks {
             Item { block, sector: entry.sector(), new: entry.has(Entry::NEW), bits, records }
         };
         blocks.into_iter().map(item).collect()
+    }
+
+    /// A bitmap as it is written. What is behind the disk's end is not present, should the disk
+    /// grow: nobody has written it.
+    fn bitmap(&self, block: u32, word: impl Fn(usize) -> u64) -> Box<[u8]> {
+        let hidden = |i| if self.is_cut(block) { self.padding_of(block, i) } else { 0 };
+        let words = (0..self.slab.words()).map(|i| word(i) & !hidden(i));
+        words.flat_map(u64::to_be_bytes).take(self.bitmap_bytes_used()).collect()
     }
 
     async fn write_batch(&self, port: &Port, batch: &[Item]) -> io::Result<()> {

@@ -498,6 +498,11 @@ impl Blocks {
         self.padding(i) | u64::MAX.checked_shr(in_word as u32).unwrap_or(0)
     }
 
+    /// Whether a block reaches behind the disk's end, into space that may hold anything.
+    fn is_cut(&self, block: u32) -> bool {
+        !self.whole() && u64::from(block) + 1 > self.disk_bytes >> self.block_shift
+    }
+
     /// Where the footer of a file belongs, if the image was changed or `anyway`; no block is placed
     /// from now on.
     pub(super) fn closing(&self, anyway: bool) -> Option<u64> {
@@ -569,7 +574,8 @@ impl Blocks {
             return map;
         }
         for (block, entry) in self.table.iter().enumerate().take(bytes * 8) {
-            if Entry(entry.load(Ordering::Acquire)).state() == Where::Full {
+            let full = Entry(entry.load(Ordering::Acquire)).state() == Where::Full;
+            if full && !self.is_cut(block as u32) {
                 map[block / 8] |= 0x80 >> (block % 8);
             }
         }
