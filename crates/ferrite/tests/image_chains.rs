@@ -197,3 +197,24 @@ fn a_parents_mode_and_a_leafs_mode_stay_what_they_are() {
     place.ok(&["coalesce", "disk.vhd"]);
     assert_eq!(mode("disk.vhd"), 0o640);
 }
+
+#[test]
+fn a_merge_that_names_its_parent_never_merges_the_next_one() {
+    for extension in ["vhd", "qcow2"] {
+        let place = Place::new();
+        let [base, middle, leaf] = ["base", "middle", "leaf"].map(|n| format!("{n}.{extension}"));
+        place.ok(&["create", &base, "4M"]);
+        place.ok(&["clone", &base, &middle]);
+        place.ok(&["clone", &middle, &leaf]);
+        let text = place.fails(1, &["coalesce", &leaf, "--into", &base]);
+        assert!(text.contains("it stands on") && text.contains(&middle), "{text}");
+        let merge = ["coalesce", &leaf, "--into", &middle];
+        place.ok(&merge);
+        let after = fs::read(place.path(&leaf)).unwrap();
+        // Run again by somebody who was not told.
+        let text = place.ok(&merge);
+        assert!(text.contains("nothing to do"), "{text}");
+        assert_eq!(fs::read(place.path(&leaf)).unwrap(), after);
+        assert!(fs::exists(place.path(&base)).unwrap());
+    }
+}

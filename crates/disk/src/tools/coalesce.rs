@@ -1,11 +1,12 @@
 //! A child merged into its parent.
 //!
 //! The order: what the child has is copied into the parent, then synced; the parent gets the
-//! child's identity, where the format has such a thing; the parent is renamed over the child.
-//! Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
+//! child's mode, and its identity, where the format has such a thing; the parent is renamed over
+//! the child. Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
 //! any point leaves a chain that is whole, and running it again does what is left.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::copy::{Copying, Mode};
@@ -57,10 +58,47 @@ impl Workshop<'_> {
         desk.run(copying.run()).map_err(cannot)?;
         drop(copying);
         drop(desk);
+        protect(&pair.parent.path, read_only).map_err(cannot)?;
         self.take_place(upper, lower, child, &pair.parent)?;
-        protect(&child.path, read_only).map_err(cannot)?;
         let note = format!("{} is gone: it has this name now", pair.parent.path.display());
         Ok(done(child, pair.child_bytes, vec![note]))
+    }
+
+    /// As [`coalesce`](Self::coalesce), but into this parent only: if the two were merged before,
+    /// and perhaps nobody was told, that is found out by the parent being gone.
+    ///
+    /// # Errors
+    /// As there; the child stands on another image.
+    pub fn coalesce_into(
+        &self,
+        child: &ImageName,
+        parent: &ImageName,
+        force: bool,
+    ) -> Result<Done, DiskError> {
+        let what = || format!("cannot coalesce {}", child.path.display());
+        let disk = self.open(child, true)?;
+        let below = match &disk {
+            Disk::Image(image) => image.layers().get(1).map(|layer| layer.medium().path()),
+            _ => None,
+        };
+        let (bytes, named) = (disk.sectors() * SECTOR_BYTES, parent.path.display());
+        if parent.path.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+            self.sync_dir(&child.path)?;
+            let note = format!("nothing to do: {named} is gone, as it is after they were merged");
+            return Ok(done(child, bytes, vec![note]));
+        }
+        let cannot = |e| broken(what(), e);
+        if below.map(|below| same_file(below, &parent.path)).transpose().map_err(cannot)?
+            != Some(true)
+        {
+            let why = match below {
+                Some(below) => format!("it stands on {}, not on {named}", below.display()),
+                None => format!("it has no parent, and so not {named}"),
+            };
+            return Err(unsuitable(what(), why, "ferrite image info shows its chain"));
+        }
+        drop(disk);
+        self.coalesce(child, force)
     }
 
     /// The steps that follow the copying; the locks of both are held until the end.

@@ -16,6 +16,9 @@ struct Side<'a> {
     port: Port,
     buf: Span,
     bytes: u64,
+    /// Whether there are zeros, and up to where: asked once for each part of the disk, as some
+    /// file systems (tmpfs) walk all of it for the answer.
+    part: Cell<(bool, u64)>,
 }
 
 impl Side<'_> {
@@ -25,8 +28,12 @@ impl Side<'_> {
         if at >= self.bytes {
             return Ok((true, len));
         }
-        let piece = look(self.disk, &self.port, at, len.min(self.bytes - at)).await?;
-        Ok((piece.what == What::Zeros, piece.len))
+        if self.part.get().1 <= at {
+            let piece = look(self.disk, &self.port, at, self.bytes - at).await?;
+            self.part.set((piece.what == What::Zeros, at + piece.len));
+        }
+        let (zeros, end) = self.part.get();
+        Ok((zeros, len.min(end - at)))
     }
 
     async fn read(&self, at: u64, len: usize, zeros: bool) -> io::Result<Vec<u8>> {
@@ -52,7 +59,8 @@ impl Workshop<'_> {
         let mut desk = Desk::new(self, 2).map_err(cannot)?;
         let mut side = |disk| -> io::Result<Side<'_>> {
             let bytes = Disk::sectors(disk) * SECTOR_BYTES;
-            Ok(Side { disk, port: desk.port(disk)?, buf: desk.buffer()?, bytes })
+            let part = Cell::new((false, 0));
+            Ok(Side { disk, port: desk.port(disk)?, buf: desk.buffer()?, bytes, part })
         };
         let a = side(&disks[0]).map_err(cannot)?;
         let b = side(&disks[1]).map_err(cannot)?;

@@ -181,6 +181,10 @@ pub(crate) struct CoalesceArgs {
     /// The child.
     pub(crate) child: String,
 
+    /// Only into this parent: if that is gone they were merged before, and nothing is done.
+    #[arg(long, value_name = "PARENT")]
+    pub(crate) into: Option<String>,
+
     /// Even if that destroys other children of the parent.
     #[arg(long)]
     pub(crate) force: bool,

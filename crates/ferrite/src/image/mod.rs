@@ -66,7 +66,12 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
             Ok(repaired.or_refused()?)
         }
         ImageCommand::Coalesce(it) => {
-            out.say(&shop.coalesce(&name(&it.child)?, it.force)?, text::made)
+            let child = name(&it.child)?;
+            let done = match &it.into {
+                Some(parent) => shop.coalesce_into(&child, &name(parent)?, it.force)?,
+                None => shop.coalesce(&child, it.force)?,
+            };
+            out.say(&done, text::made)
         }
         ImageCommand::Resize(it) => {
             out.say(&shop.resize(&name(&it.image)?, it.size, it.force)?, text::resized)
