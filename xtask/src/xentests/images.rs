@@ -1,6 +1,6 @@
 //! Disks whose sectors lie in images: chains with a history, served to a real guest.
 
-use super::recovery::killed_under_verify;
+use super::recovery::{THREE_KILLS, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
 use crate::lab::disk::{Disk, DiskOptions};
 use crate::lab::guest::{Guest, GuestOptions};
@@ -64,7 +64,7 @@ fn qcow2_killed(bench: &mut Bench<'_>) -> Result<()> {
 fn killed(bench: &mut Bench<'_>, extension: &str) -> Result<()> {
     let chain = Chain::make(bench, extension)?;
     let (mut guest, mut disk) = chain.attach(bench)?;
-    killed_under_verify(bench, &mut guest, &mut disk)?;
+    killed_under_verify(bench, &mut guest, &mut disk, &THREE_KILLS)?;
     disk.unplug(bench.lab)?;
     chain.check(bench)
 }

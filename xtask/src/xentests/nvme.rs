@@ -1,5 +1,6 @@
 //! Polled storage, on an emulated NVMe device in the dom0.
 
+use super::recovery::{Load, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
 use crate::lab::SCRATCH_NVME;
 use crate::lab::disk::{Disk, DiskOptions};
@@ -99,20 +100,8 @@ fn interrupts(bench: &mut Bench<'_>, device: &str) -> Result<u64> {
 
 /// A guest that verifies what it writes, and whose backend is killed and started meanwhile.
 fn verify(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
-    let fio = format!(
-        "fio --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
-         --iodepth=32 --randrepeat=1 --fsync=64 --thread --minimal --filename={} \
-         --name=small --rw=randwrite --bs=4k --size=3m --offset=0 \
-         --name=large --rw=randwrite --bs=1m --size=16m --offset=64m",
-        disk.node()
-    );
-    let job = guest.begin(bench.lab, &fio, 600)?;
-    let progress =
-        "until [ $(awk '{print $1+$5}' /sys/block/xvda/stat) -ge 300 ]; do sleep 0.1; done";
-    guest.sh(bench.lab, progress, 200).context("the guest's requests do not go on")?;
-    disk.crash_backend(bench.lab)?;
-    disk.start_backend(bench.lab)?;
-    guest.finish_ok(bench.lab, &job).context("fio, with its backend killed once")?;
+    let load = Load { kills: 1, options: "--fsync=64", large: "--bs=1m --size=16m" };
+    killed_under_verify(bench, guest, disk, &load)?;
     guest.sh(bench.lab, "blkdiscard -f -o 134217728 -l 8388608 /dev/xvda", 100)?;
     let size = guest.sh(bench.lab, "blockdev --getsize64 /dev/xvda", 20)?;
     expect_eq("the disk's size", &size.as_str(), &"536870912")

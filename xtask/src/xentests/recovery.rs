@@ -10,13 +10,26 @@ pub(super) const CASES: &[Case] = &[
     ferrite("recovery/stopped-and-started-under-verify", stopped),
 ];
 
-/// Writes and verifies again and again, in large and small requests at once.
-fn verify_job(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<Job> {
+/// What a guest does whose backend dies: how often, the options of all jobs, and the large
+/// requests among them.
+pub(super) struct Load {
+    pub(super) kills: u32,
+    pub(super) options: &'static str,
+    pub(super) large: &'static str,
+}
+
+/// Three times, while all is written and verified again.
+pub(super) const THREE_KILLS: Load =
+    Load { kills: 3, options: "--loops=2", large: "--bs=128k --size=24m" };
+
+/// Writes and verifies, in large and small requests at once.
+fn verify_job(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk, load: &Load) -> Result<Job> {
+    let (options, large) = (load.options, load.large);
     let command = format!(
         "fio --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
-         --iodepth=32 --loops=2 --randrepeat=1 --thread --minimal --filename={} \
+         --iodepth=32 {options} --randrepeat=1 --thread --minimal --filename={} \
          --name=small --rw=randwrite --bs=4k --size=3m --offset=0 \
-         --name=large --rw=randwrite --bs=128k --size=24m --offset=64m",
+         --name=large --rw=randwrite {large} --offset=64m",
         disk.node()
     );
     guest.begin(bench.lab, &command, 600)
@@ -39,35 +52,36 @@ fn wait_for_progress(
     let command = format!(
         "until [ $(awk '{{print $1+$5}}' /sys/block/xvda/stat) -ge {target} ]; do sleep 0.1; done"
     );
-    guest.sh(bench.lab, &command, 120).context("the guest's requests do not go on")?;
+    guest.sh(bench.lab, &command, 200).context("the guest's requests do not go on")?;
     finished(bench, guest)
 }
 
 fn killed(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::default(), 256)?;
-    killed_under_verify(bench, &mut guest, &mut disk)
+    killed_under_verify(bench, &mut guest, &mut disk, &THREE_KILLS)
 }
 
-/// A guest that verifies what it writes, and whose backend dies three times meanwhile.
+/// A guest that verifies what it writes, and whose backend dies meanwhile.
 pub(super) fn killed_under_verify(
     bench: &mut Bench<'_>,
     guest: &mut Guest,
     disk: &mut Disk,
+    load: &Load,
 ) -> Result<()> {
-    let job = verify_job(bench, guest, disk)?;
+    let job = verify_job(bench, guest, disk, load)?;
     let mut done = finished(bench, guest)?;
-    for _ in 0..3 {
+    for _ in 0..load.kills {
         done = wait_for_progress(bench, guest, done, 300)?;
         disk.crash_backend(bench.lab)?;
         disk.start_backend(bench.lab)?;
     }
-    guest.finish_ok(bench.lab, &job).context("fio, with its backend killed three times")?;
+    guest.finish_ok(bench.lab, &job).context("fio, with its backend killed")?;
     disk.wait_connected(bench.lab)
 }
 
 fn stopped(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::default(), 256)?;
-    let job = verify_job(bench, &mut guest, &disk)?;
+    let job = verify_job(bench, &mut guest, &disk, &THREE_KILLS)?;
     let done = finished(bench, &mut guest)?;
     wait_for_progress(bench, &mut guest, done, 300)?;
     disk.stop_backend(bench.lab)?;
