@@ -474,3 +474,21 @@ fn write_own_sectors(mut disk: Queue, queue: usize, queues: usize, below: Vec<u8
     }
     now
 }
+
+#[test]
+fn the_last_sector_of_an_open_file_is_never_a_guests() {
+    let dir = dir_on_tmpfs();
+    let path = at(&dir, "a.vhd");
+    create(&path, &NewImage { block_bytes: 4096, ..NewImage::dynamic(64 * MIB) }).unwrap();
+    let mut disk = vhd::queue(&path);
+    let footer = fs::read(&path).unwrap();
+    let mut forged = vec![0; 4096];
+    forged[3584..].copy_from_slice(&footer[footer.len() - 512..]);
+    for block in 0..5000u64 {
+        disk.write(block * 4096, &forged).unwrap();
+        if block % 499 == 0 {
+            let bytes = fs::read(&path).unwrap();
+            assert!(bytes[bytes.len() - 512..].iter().all(|b| *b == 0), "{block}");
+        }
+    }
+}

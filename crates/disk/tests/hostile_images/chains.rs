@@ -86,6 +86,33 @@ fn a_chain_of_a_thousand_is_refused() {
 }
 
 #[test]
+fn the_longest_chain_is_read_and_one_that_is_longer_refused() {
+    let den = Den::new();
+    let last = MAX_LAYERS as u16;
+    for i in 0..=last {
+        let name = format!("{i}.vhd");
+        let image = match i {
+            0 => Dynamic { uuid: [0; 16], ..vhd::small() }.build(),
+            _ => child(Format::Vhd, i, i - 1, &format!("{}.vhd", i - 1)),
+        };
+        den.put(&name, &image);
+    }
+    den.refuses(&den.path(&format!("{last}.vhd")), Format::Vhd, "number 256 of its chain");
+    let longest = den.path(&format!("{}.vhd", last - 1));
+    let verdict = den.judge(&longest, Format::Vhd, true);
+    assert!(matches!(verdict, Verdict::Reads(_)), "it {verdict}");
+}
+
+#[test]
+fn a_parent_that_is_gone_or_replaced_is_refused() {
+    let den = Den::new();
+    let image = child(Format::Vhd, 2, 1, "parent.vhd");
+    den.refuses_image(Format::Vhd, &image, "is at none of");
+    den.put("parent.vhd", &Dynamic { uuid: [3; 16], ..vhd::small() }.build());
+    den.refuses_image(Format::Vhd, &image, "but the image was made on");
+}
+
+#[test]
 fn parents_that_are_no_files_are_refused() {
     let den = Den::new();
     std::fs::create_dir(den.path("dir")).unwrap();

@@ -1,13 +1,22 @@
 //! One VHD.
 
-use ferrite_disk::Format;
+use ferrite_disk::{Format, OpenOptions, Raw};
 use ferrite_hostile::images::Sketch;
 use ferrite_hostile::images::vhd::{self, Dynamic, FOOTER_BYTES, Parent, Sealed, TABLE_AT};
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
 
 use super::Den;
 
 fn refuses(den: &Den, image: &Sketch, why: &str) {
     den.refuses_image(Format::Vhd, image, why);
+}
+
+/// The reason has the place of what is wrong.
+fn refuses_with_place(den: &Den, image: &Sketch, why: &str) {
+    refuses(den, image, why);
+    refuses(den, image, "at byte");
 }
 
 /// A footer field, in both footers, with the right checksums.
@@ -43,7 +52,9 @@ fn an_undamaged_image_is_read() {
 #[test]
 fn what_is_cut_off_is_refused() {
     let den = Den::new();
-    for bytes in [0, 1, 511, 512, 513, 1024, 1535, 1536, 2000] {
+    let blocks_at = vhd::small().blocks_at();
+    for bytes in [1, 511, 512, 513, 1024, 1535, 1536].into_iter().chain((0..blocks_at).step_by(257))
+    {
         let mut image = vhd::small().build();
         image.set_bytes(bytes);
         refuses(&den, &image, "");
@@ -77,12 +88,12 @@ fn what_is_not_known_is_refused() {
         (60, &[0, 0, 0, 5], "unknown disk type"),
         (60, &[0xFF; 4], "unknown disk type"),
     ] {
-        refuses(&den, &with_footer(field, value), why);
+        refuses_with_place(&den, &with_footer(field, value), why);
     }
     for (field, value, why) in
         [(0, b"cxsparsE".as_slice(), "cookie"), (24, &[0, 2, 0, 0], "unknown version")]
     {
-        refuses(&den, &with_header(field, value), why);
+        refuses_with_place(&den, &with_header(field, value), why);
     }
 }
 
@@ -184,4 +195,46 @@ fn parent_locators_that_make_no_sense_do_no_harm() {
         let image = Dynamic { uuid: [9; 16], parent: Some(parent), ..vhd::small() }.build();
         refuses(&den, &image, "");
     }
+}
+
+#[test]
+fn footers_of_different_images_are_refused() {
+    let den = Den::new();
+    // A guest writes a whole image to the beginning of its fixed disk.
+    let mut image = vhd::fixed(1 << 20, [8; 16], 0);
+    image.put(0, &vhd::small().build().get(0, 4096));
+    refuses(&den, &image, "of different images");
+}
+
+/// Opens, reads and checks, whatever that gives.
+fn use_all(den: &Den, image: &Sketch) {
+    let path = den.put("image.vhd", image);
+    den.judge(&path, Format::Vhd, true);
+    let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let raw = Raw::open_medium(&path, &read_only).unwrap();
+    let _ = ferrite_disk::vhd::check(&raw);
+}
+
+#[test]
+fn no_change_of_metadata_makes_it_panic() {
+    let den = Den::new();
+    let good = vhd::small().build();
+    let metadata = TABLE_AT + FOOTER_BYTES;
+    let changes = proptest::collection::vec((0..metadata, any::<u8>()), 1..6);
+    let mut runner = TestRunner::new(Config { cases: 200, ..Config::default() });
+    let done = runner.run(&(changes, any::<bool>()), |(changes, sealed)| {
+        let mut image = vhd::small().build();
+        for (at, byte) in changes {
+            image.put(at, &[byte]);
+        }
+        if sealed {
+            Sealed::Footer.forge(&mut image, 0, 0, &[]);
+            Sealed::Header.forge(&mut image, FOOTER_BYTES, 0, &[]);
+            let footer = image.get(0, FOOTER_BYTES as usize);
+            image.put(good.bytes() - FOOTER_BYTES, &footer);
+        }
+        use_all(&den, &image);
+        Ok(())
+    });
+    done.unwrap();
 }
