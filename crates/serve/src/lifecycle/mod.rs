@@ -29,12 +29,15 @@ use crate::tuning::Tuning;
 
 mod attached;
 mod closing;
+mod look;
 mod refusal;
 
 pub use closing::close;
+pub use look::State;
 
 use attached::Attached;
 use closing::Closing;
+use look::Look;
 use refusal::{Refusal, Refused};
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
@@ -42,45 +45,6 @@ const RESIZE_CHECK: Duration = Duration::from_secs(1);
 
 /// The token of the watch on the frontend's state.
 const FRONTEND: &str = "frontend";
-
-/// XenbusState, `xen/include/public/io/xenbus.h`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    /// No such node, or nothing that can be understood.
-    Unknown = 0,
-    /// 1
-    Initialising = 1,
-    /// 2
-    InitWait = 2,
-    /// 3
-    Initialised = 3,
-    /// 4
-    Connected = 4,
-    /// 5
-    Closing = 5,
-    /// 6
-    Closed = 6,
-    /// 7
-    Reconfiguring = 7,
-    /// 8
-    Reconfigured = 8,
-}
-
-impl State {
-    fn parse(value: Option<&[u8]>) -> State {
-        match value {
-            Some(b"1") => State::Initialising,
-            Some(b"2") => State::InitWait,
-            Some(b"3") => State::Initialised,
-            Some(b"4") => State::Connected,
-            Some(b"5") => State::Closing,
-            Some(b"6") => State::Closed,
-            Some(b"7") => State::Reconfiguring,
-            Some(b"8") => State::Reconfigured,
-            _ => State::Unknown,
-        }
-    }
-}
 
 /// Builds a queue's storage engine over the arena, for so many operations in flight; called on
 /// the queue's own thread.
@@ -203,45 +167,6 @@ struct Backend<'a> {
     moved: bool,
     /// Answered when the size was last asked for.
     requests: u64,
-}
-
-/// All states at one look.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Look {
-    front: State,
-    /// The frontend has written its state since the last look, whatever it wrote.
-    moved: bool,
-    own: State,
-    online: bool,
-    /// The toolstack has removed the directory.
-    gone: bool,
-    /// The guest does not exist any more.
-    dead: bool,
-}
-
-impl Look {
-    /// A predecessor had connected this frontend, and it has not closed since: it may have
-    /// requests in flight. (Closing on our side is the toolstack's wish to unplug.)
-    fn is_in_use(&self) -> bool {
-        matches!(self.own, State::Connected | State::Closing)
-            && matches!(self.front, State::Initialised | State::Connected)
-    }
-
-    /// The disk is to go, by the toolstack's wish or with its guest.
-    fn is_unwanted(&self) -> bool {
-        !self.online || self.dead
-    }
-
-    /// The frontend has not let go of it.
-    fn is_held(&self) -> bool {
-        matches!(self.front, State::Initialised | State::Connected | State::Closing)
-    }
-
-    /// Nobody has served this directory before, or a predecessor that got no further than its
-    /// offer. Otherwise our state follows from the frontend's.
-    fn is_fresh(&self) -> bool {
-        matches!(self.own, State::Unknown | State::Initialising | State::InitWait)
-    }
 }
 
 impl Backend<'_> {
