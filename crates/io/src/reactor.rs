@@ -44,10 +44,28 @@ pub enum Wait {
 /// The state of one future's operation.
 enum Slot {
     Free,
-    InFlight(Waker),
+    InFlight(Waker, Kind),
     /// The future is gone, the operation is not.
-    Abandoned,
+    Abandoned(Kind),
     Done(i32),
+}
+
+/// What an operation in flight is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// It touches a file, and ends by itself.
+    Work,
+    /// It ends when something comes, or is called off.
+    Wait,
+}
+
+impl Kind {
+    fn of(op: &Op) -> Kind {
+        match op {
+            Op::Readable { .. } | Op::Timer { .. } => Kind::Wait,
+            _ => Kind::Work,
+        }
+    }
 }
 
 /// The slots of all futures' operations. A slot is taken until its completion has come.
@@ -57,18 +75,21 @@ struct Slots {
     free: Vec<u32>,
     /// Those `InFlight` or `Abandoned`.
     in_flight: usize,
+    /// Those of them that are work.
+    working: usize,
 }
 
 impl Slots {
-    fn take(&mut self, waker: Waker) -> u32 {
+    fn take(&mut self, waker: Waker, kind: Kind) -> u32 {
         self.in_flight += 1;
+        self.working += usize::from(kind == Kind::Work);
         match self.free.pop() {
             Some(i) => {
-                self.slots[i as usize] = Slot::InFlight(waker);
+                self.slots[i as usize] = Slot::InFlight(waker, kind);
                 i
             }
             None => {
-                self.slots.push(Slot::InFlight(waker));
+                self.slots.push(Slot::InFlight(waker, kind));
                 // One slot a living operation: memory ends before 32 bits do.
                 (self.slots.len() - 1) as u32
             }
@@ -84,18 +105,23 @@ impl Slots {
     fn complete(&mut self, i: u32, raw: i32) -> Option<Waker> {
         let slot = self.slots.get_mut(i as usize)?;
         match std::mem::replace(slot, Slot::Done(raw)) {
-            Slot::InFlight(waker) => {
-                self.in_flight -= 1;
+            Slot::InFlight(waker, kind) => {
+                self.ended(kind);
                 return Some(waker);
             }
-            Slot::Abandoned => {
-                self.in_flight -= 1;
+            Slot::Abandoned(kind) => {
+                self.ended(kind);
                 self.release(i);
             }
             // An engine completes an operation once; a second time is not believed.
             other => *slot = other,
         }
         None
+    }
+
+    fn ended(&mut self, kind: Kind) {
+        self.in_flight -= 1;
+        self.working -= usize::from(kind == Kind::Work);
     }
 }
 
@@ -300,9 +326,24 @@ impl Reactor {
 }
 
 impl Drop for Reactor {
-    /// Drops the tasks, then the engine, which waits for what is in flight. An [`Io`] that is
-    /// left gets errors from now on.
+    /// Waits for what tasks have given to the kernel, drops the tasks, then the engine, which
+    /// waits for everything else that is in flight. An [`Io`] that is left gets errors from now on.
+    ///
+    /// A task's locks are free with it, and another thread does again what it had begun. A write
+    /// of the task's must not come behind that thread's.
     fn drop(&mut self) {
+        let mut out = Vec::new();
+        while self.shared.slots.borrow().working > 0 {
+            let waited = self.engine(|e| {
+                let waited = e.wait(None);
+                e.reap(&mut out);
+                waited
+            });
+            self.wake(0, &mut out);
+            if waited.is_err() {
+                break;
+            }
+        }
         self.shared.executor.clear();
         let engine = self.shared.engine.borrow_mut().take();
         drop(engine);
@@ -487,7 +528,7 @@ impl OpFuture<'_> {
             let text = "the reactor of this handle is gone";
             return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
         };
-        let slot = self.shared.slots.borrow_mut().take(waker.clone());
+        let slot = self.shared.slots.borrow_mut().take(waker.clone(), Kind::of(&self.op));
         engine.push(TASK_BIT | u64::from(slot), self.op);
         self.slot = Some(slot);
         Ok(())
@@ -513,7 +554,7 @@ impl Future for OpFuture<'_> {
                 self.slot = None;
                 Poll::Ready(done.result())
             }
-            Some(Slot::InFlight(waker)) => {
+            Some(Slot::InFlight(waker, _)) => {
                 let other = !waker.will_wake(cx.waker());
                 let old = other.then(|| std::mem::replace(waker, cx.waker().clone()));
                 drop(slots);
@@ -531,11 +572,12 @@ impl Drop for OpFuture<'_> {
         let mut slots = self.shared.slots.borrow_mut();
         match slots.slots.get_mut(i as usize) {
             Some(Slot::Done(_)) => slots.release(i),
-            Some(slot @ Slot::InFlight(_)) => {
-                let waker = std::mem::replace(slot, Slot::Abandoned);
+            Some(slot @ Slot::InFlight(..)) => {
+                let kind = Kind::of(&self.op);
+                let waker = std::mem::replace(slot, Slot::Abandoned(kind));
                 drop(slots);
                 drop(waker);
-                if matches!(self.op, Op::Readable { .. } | Op::Timer { .. })
+                if kind == Kind::Wait
                     && let Some(engine) = self.shared.engine.borrow_mut().as_mut()
                 {
                     engine.cancel(TASK_BIT | u64::from(i));

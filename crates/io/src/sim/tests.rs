@@ -8,7 +8,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::directory::Directory;
 use crate::engine::{FileId, Op};
-use crate::reactor::{Io, Reactor};
+use crate::reactor::{Io, Reactor, Wait};
 
 /// A machine with one file, and a process on it.
 struct Rig {
@@ -219,6 +219,35 @@ fn a_world_stops_at_exactly_the_step_that_was_asked_for() {
     for step in 0..all {
         assert_eq!(steps(Some(step)), (false, step));
     }
+}
+
+/// What it holds until it is dropped may be a lock: the next one would write before it.
+#[test]
+fn a_task_of_a_reactor_that_is_dropped_ends_behind_its_operation() {
+    struct Guard(PathBuf, Rc<RefCell<Vec<u8>>>);
+    impl Drop for Guard {
+        fn drop(&mut self) {
+            self.1.replace(fs::read(&self.0).unwrap());
+        }
+    }
+    let rig = Rig::new(4, 512);
+    let seen = Rc::new(RefCell::new(Vec::new()));
+    let guard = Guard(rig.path(), seen.clone());
+    let Rig { mut reactor, file, arena, .. } = rig;
+    arena.fill(arena.span(0, 512), 7);
+    let (io, buf) = (reactor.io(), arena.span(0, 512));
+    reactor.spawn(async move {
+        let _guard = guard;
+        let _ = io.write_all(file, 0, buf).await;
+    });
+    reactor.spawn({
+        let io = reactor.io();
+        async move { drop(io.sleep(Duration::from_secs(3600)).await) }
+    });
+    reactor.turn(Wait::No, &mut Vec::new()).unwrap();
+    assert!(reactor.in_flight() > 0);
+    drop(reactor);
+    assert_eq!(*seen.borrow(), [7; 512]);
 }
 
 #[test]
