@@ -18,10 +18,8 @@ const MAX_LAST_COMMITS: usize = 1 << 20;
 struct Dirty {
     /// Slices of refcounts, with their places.
     refs: Vec<(u64, u64)>,
-    /// Slices of tables to which nothing on disk refers.
-    fresh: Vec<u64>,
-    /// Slices of the others.
-    known: Vec<u64>,
+    /// Slices of tables.
+    slices: Vec<u64>,
     /// Sectors of L1.
     l1: Vec<usize>,
     /// Clusters that lose a reference with it.
@@ -46,9 +44,10 @@ impl Qcow2 {
     ///
     /// The order of writes:
     /// 1. counts that may go down, since a commit before has removed the reference durably;
-    ///    counts of new clusters; entries of new tables, which nothing on disk refers to; sync.
-    ///    The sync also makes all data durable that were written to new clusters.
-    /// 2. entries of tables and of L1, which make new clusters and tables reachable; sync.
+    ///    counts of new clusters; sync. The sync also makes all data durable that were written to
+    ///    new clusters, and what new tables were filled with.
+    /// 2. entries of tables and of L1, which make new clusters and tables reachable; sync. Those
+    ///    of new tables, too: a commit that failed may have written what refers to the table.
     ///
     /// A cut of the power in 1 leaves clusters with a count and no reference; in 2, any subset of
     /// the entries: each refers to what 1 has made durable. Each entry is within a sector, so it is
@@ -135,16 +134,10 @@ impl Qcow2 {
         let committing = &state.committing;
         let slices: BTreeSet<u64> =
             committing.range(..L1_KEYS).map(|(cluster, _)| self.slice(*cluster).0).collect();
-        let entries = self.cache.slice_entries() as u64;
-        let (fresh, known) = slices.into_iter().partition(|slice| {
-            let index = self.l1_index(slice * entries);
-            committing.contains_key(&l1_key(index))
-        });
         let l1: BTreeSet<usize> =
             committing.range(L1_KEYS..).map(|(key, _)| (key - L1_KEYS) as usize / 64).collect();
         Some(Dirty {
-            fresh,
-            known,
+            slices: slices.into_iter().collect(),
             l1: l1.into_iter().collect(),
             leaving: std::mem::take(&mut state.leaving),
             refs: state.refs.begin_writing(),
@@ -159,12 +152,11 @@ impl Qcow2 {
             block.copy_from_slice(self.state().refs.bytes(dirty.refs[i].0));
         })
         .await?;
-        self.write_slices(port, &dirty.fresh).await?;
         self.sync(port).await?;
-        if dirty.known.is_empty() && dirty.l1.is_empty() {
+        if dirty.slices.is_empty() && dirty.l1.is_empty() {
             return Ok(());
         }
-        self.write_slices(port, &dirty.known).await?;
+        self.write_slices(port, &dirty.slices).await?;
         let places: Vec<u64> =
             dirty.l1.iter().map(|sector| self.header.l1_offset + *sector as u64 * 512).collect();
         meta::write_blocks(port, file, 512, &places, |i, block| {

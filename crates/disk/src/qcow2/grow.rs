@@ -305,15 +305,19 @@ impl Qcow2 {
             (state.refs.table().to_vec(), state.refs.block_entries())
         };
         let (first, old_len) = (at / entries, table.len() as u64);
-        let needed = (first + 1).max(old_len * 2) * 8;
-        let clusters = needed.div_ceil(self.cluster_bytes()).max(1);
-        if clusters << bits > MAX_REFTABLE_BYTES.max(self.cluster_bytes()) {
-            return Err(full("the refcount table cannot grow beyond 8 MiB"));
-        }
         let mut blocks = 1;
-        while (first + blocks) * entries < at + blocks + clusters {
+        let clusters = loop {
+            // The blocks count themselves and the table, which has entries for all of them.
+            let needed = (first + blocks).max(old_len * 2) * 8;
+            let clusters = needed.div_ceil(self.cluster_bytes());
+            if clusters << bits > MAX_REFTABLE_BYTES.max(self.cluster_bytes()) {
+                return Err(full("the refcount table cannot grow beyond 8 MiB"));
+            }
+            if (first + blocks) * entries >= at + blocks + clusters {
+                break clusters;
+            }
             blocks += 1;
-        }
+        };
         let used = blocks + clusters;
         self.make_blocks(port, at, blocks, used).await?;
         table.resize((clusters << bits) as usize / 8, 0);
@@ -324,11 +328,17 @@ impl Qcow2 {
         let bytes: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
         meta::write(port, port.files[0], offset, &bytes).await?;
         self.sync(port).await?;
-        self.patch_header(port, |sector| {
+        let named = self.patch_header(port, |sector| {
             sector[48..56].copy_from_slice(&offset.to_be_bytes());
             sector[56..60].copy_from_slice(&(clusters as u32).to_be_bytes());
-        })
-        .await?;
+        });
+        if let Err(e) = named.await {
+            // It may name the new table or the old one, and what is added to one is missing in the
+            // other: nothing that needs counts of new blocks may get to the disk any more.
+            self.lost.store(true, Ordering::Release);
+            self.state().end = Some(at + used);
+            return Err(e);
+        }
         let old = self.reftable.swap(offset, Ordering::AcqRel) >> bits;
         let mut state = self.state();
         *state.refs.table_mut() = table;

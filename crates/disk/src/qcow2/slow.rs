@@ -301,10 +301,12 @@ impl Qcow2 {
         done.map(|()| false)
     }
 
-    /// Replaces an entry that nobody else changes, if it is in memory and there is room to note it.
+    /// Replaces an entry that nobody else changes, if it is in memory and there is room to note it,
+    /// and no write has got a place by it meanwhile.
     pub(super) fn publish_if(&self, cluster: u64, old: u64, new: u64) -> bool {
         let mut state = self.state();
-        let ready = state.room() > 0 && self.entry(cluster) == Some(old);
+        let placed = state.pending.contains_key(&cluster);
+        let ready = !placed && state.room() > 0 && self.entry(cluster) == Some(old);
         if ready {
             self.publish(&mut state, cluster, new);
         }
@@ -447,9 +449,17 @@ impl Qcow2 {
         buf: Span,
     ) -> io::Result<()> {
         let (cluster, within) = self.split(offset);
-        let entry = self.entry(cluster).and_then(|entry| self.decode(entry));
-        // Anything else by now: the caller asks again.
-        let Some(Cluster::Packed(packed)) = entry else {
+        let entry = || self.entry(cluster).and_then(|entry| self.decode(entry));
+        let mut found = entry();
+        for _ in 0..TRIES {
+            if found.is_some() {
+                break;
+            }
+            // Evicted since the caller looked.
+            self.load(port, file, offset, buf.len() as u64).await?;
+            found = entry();
+        }
+        let Some(Cluster::Packed(packed)) = found else {
             return self.reread(port, file, offset, buf).await;
         };
         let range = within as usize..within as usize + buf.len();

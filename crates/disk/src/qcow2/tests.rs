@@ -14,6 +14,8 @@ use super::*;
 use crate::image::Layer;
 use crate::{Disk, OpenOptions, Port, Session};
 
+mod trouble;
+
 /// A reactor and the way to one file.
 fn port_to(raw: &Raw) -> (Reactor, Port) {
     let arena = Arena::new(2 << 20).unwrap();
@@ -47,6 +49,16 @@ fn open(path: &Path) -> Session {
     let disk = Disk::open_image(&name, &options()).unwrap();
     let kind = EngineChoice::Auto.decide().unwrap().kind;
     Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
+}
+
+fn qcow2_of(disk: &Disk) -> &Qcow2 {
+    let Disk::Image(image) = disk else { unreachable!("it is an image") };
+    let Layer::Qcow2(qcow2) = &image.layers()[0] else { unreachable!("it is qcow2") };
+    qcow2
+}
+
+fn with_qcow2<T>(session: &Session, look: impl FnOnce(&Qcow2) -> T) -> T {
+    look(qcow2_of(session.disk()))
 }
 
 /// What QEMU finds: 0 nothing, 2 errors, 3 leaks; none where it is not installed.
@@ -152,6 +164,36 @@ fn what_a_failed_write_has_left_does_not_come_up_after_zeros() {
     assert!(bytes == [0; 2048], "what failed is back");
 }
 
+/// Between the look at an entry and the reading, another thread may need its place in memory.
+#[test]
+fn a_compressed_cluster_is_read_though_its_entry_was_let_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    create(&path, &NewImage::new(1 << 20));
+    let mut session = open(&path);
+    session.write(0, &[7; 65536]).unwrap();
+    session.close().unwrap();
+    let table = with_qcow2(&open(&path), |qcow2| qcow2.l1_entry(0) & entry::OFFSET);
+    let mut stream = flate2::Compress::new(flate2::Compression::default(), false);
+    let mut packed = Vec::with_capacity(512);
+    stream.compress_vec(&[9; 65536], &mut packed, flate2::FlushCompress::Finish).unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    // The last cluster is the guest's; one sector of it is enough.
+    let host = file.metadata().unwrap().len() - 65536;
+    file.write_all_at(&packed, host).unwrap();
+    file.write_all_at(&(1u64 << 62 | host).to_be_bytes(), table).unwrap();
+    let mut session = open(&path);
+    let (disk, port) = (session.disk().clone(), session.port().clone());
+    let bytes = session.run(async {
+        let piece = port.scratch.take(4096).await;
+        qcow2_of(&disk).unpack(&port, port.files[0], 0, piece.span()).await.unwrap();
+        let mut bytes = [0; 4096];
+        port.memory().copy_out(piece.span(), &mut bytes);
+        bytes
+    });
+    assert_eq!(bytes.unwrap(), [9; 4096]);
+}
+
 #[test]
 fn disks_grow_with_their_tables() {
     for (cluster_bytes, from, to) in [
@@ -168,9 +210,7 @@ fn disks_grow_with_their_tables() {
         session.close().unwrap();
         let mut session = open(&path);
         let (disk, port) = (session.disk().clone(), session.port().clone());
-        let Disk::Image(image) = &*disk else { unreachable!("it is an image") };
-        let Layer::Qcow2(qcow2) = &image.layers()[0] else { unreachable!("it is qcow2") };
-        session.run(qcow2.resize(&port, to, 0)).unwrap().unwrap();
+        session.run(qcow2_of(&disk).resize(&port, to, 0)).unwrap().unwrap();
         drop((disk, port, session));
         let report = check(&medium(&path)).unwrap();
         assert!(report.is_clean(), "{report:?}");

@@ -1,0 +1,224 @@
+//! A machine on which writes fail, and whose power is cut at any step after that.
+
+use std::future::{Future, poll_fn};
+use std::task::Poll;
+
+use ferrite_io::sim::{Fault, On, SimWorld};
+use tempfile::TempDir;
+
+use super::super::state::Run;
+use super::*;
+
+/// EIO, as the kernel gives it.
+const EIO: i32 = 5;
+
+struct Machine {
+    dir: TempDir,
+    world: SimWorld,
+    session: Session,
+}
+
+impl Machine {
+    fn new(seed: u64, make: impl FnOnce(&Path)) -> Machine {
+        let dir = TempDir::new_in("/dev/shm").unwrap();
+        make(&dir.path().join("a.qcow2"));
+        let world = SimWorld::new(seed);
+        let disk = open_disk(&dir.path().join("a.qcow2"));
+        let session = Session::new(Arc::new(disk), |arena| Ok(world.engine(arena))).unwrap();
+        Machine { dir, world, session }
+    }
+
+    fn fail_once(&self, range: std::ops::Range<u64>) {
+        let fault = Fault { on: On::Write, range, per_mille: 1000, errno: EIO, times: 1 };
+        self.world.set_faults(vec![fault]);
+    }
+
+    /// The world stands still so many steps from now.
+    fn stop_after(&self, steps: u64) {
+        self.world.stop_at(Some(self.world.step() + steps));
+    }
+
+    /// The power is cut; what is on the medium is in order, but for leaks. Whether the world had
+    /// been stopped before.
+    fn end(self) -> bool {
+        let Machine { dir, world, session } = self;
+        let stopped = world.stopped();
+        world.cut_power().unwrap();
+        drop(session);
+        let report = check(&medium(&dir.path().join("a.qcow2"))).unwrap();
+        let harmful: Vec<_> = report.findings.iter().filter(|f| !f.problem.is_harmless()).collect();
+        assert!(harmful.is_empty(), "{harmful:?}");
+        stopped
+    }
+}
+
+fn open_disk(path: &Path) -> Disk {
+    let name = crate::ImageName { format: crate::Format::Qcow2, path: path.to_owned() };
+    Disk::open_image(&name, &options()).unwrap()
+}
+
+fn small(path: &Path) {
+    create(path, &NewImage { cluster_bytes: 512, ..NewImage::new(8 << 20) });
+}
+
+/// A commit that fails may have written the entry of a new table before. What the table gets then
+/// may only be written behind the counts of what it refers to.
+#[test]
+fn a_table_that_a_failed_commit_made_reachable_refers_to_nothing_without_a_count() {
+    for seed in 0..4 {
+        for stop in 1.. {
+            let mut machine = Machine::new(seed, small);
+            let session = &mut machine.session;
+            // With 512 bytes a cluster, a sector of L1 maps 2 MiB.
+            session.write(0, &[1; 512]).unwrap();
+            session.write(4 << 20, &[1; 512]).unwrap();
+            let l1 = with_qcow2(session, |qcow2| qcow2.header.l1_offset);
+            machine.fail_once(l1 + 1024..l1 + 1536);
+            machine.session.flush().unwrap_err();
+            machine.session.write(8 << 10, &[2; 4096]).unwrap();
+            machine.stop_after(stop);
+            let _ = machine.session.flush();
+            if !machine.end() {
+                break;
+            }
+        }
+    }
+}
+
+/// Whether the header that could not be written names the new refcount table, nobody knows.
+#[test]
+fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
+    let make = |path: &Path| {
+        // Its refcount table has room for 2 MiB, and the disk is made larger than that.
+        let new = NewImage { cluster_bytes: 512, refcount_bits: 64, ..NewImage::new(1 << 20) };
+        create(path, &new);
+        let mut session = open(path);
+        let port = session.port().clone();
+        let disk = session.disk().clone();
+        session.run(qcow2_of(&disk).resize(&port, 8 << 20, 0)).unwrap().unwrap();
+        drop((session, port, disk));
+        let mut session = open(path);
+        for at in (0..3 << 19).step_by(1 << 16) {
+            session.write(at, &[1; 1 << 16]).unwrap();
+        }
+        session.close().unwrap();
+    };
+    for seed in 0..4 {
+        for stop in (1..).step_by(3) {
+            let mut machine = Machine::new(seed, make);
+            let mut at = 4 << 20;
+            machine.session.write(at, &[2; 512]).unwrap();
+            machine.session.flush().unwrap();
+            machine.fail_once(0..512);
+            while machine.session.write(at, &[2; 1 << 14]).is_ok() {
+                at += 1 << 14;
+                assert!(at < 7 << 20, "the table did not have to grow");
+            }
+            machine.stop_after(stop);
+            for i in 0..4 {
+                // What is in flight in a world that stands still keeps its memory.
+                if !machine.world.stopped() {
+                    let _ = machine.session.write(at + (i << 14), &[3; 1 << 14]);
+                }
+            }
+            if !machine.world.stopped() {
+                let _ = machine.session.flush();
+            }
+            if !machine.end() {
+                break;
+            }
+        }
+    }
+}
+
+/// Polls `first` so often, then runs `second` to its end, then `first`.
+async fn one_within_another(first: impl Future, times: u32, second: impl Future) {
+    let mut first = std::pin::pin!(first);
+    let mut left = times;
+    poll_fn(|cx| {
+        if left == 0 || first.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        left -= 1;
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+    second.await;
+    if left == 0 {
+        first.await;
+    }
+}
+
+/// A commit that lowers many counts makes room for theirs.
+#[test]
+fn counts_of_the_next_run_are_there_whatever_is_read_meanwhile() {
+    for times in (0..60).step_by(2) {
+        let make = |path: &Path| {
+            // 64 counts to a slice.
+            let new = NewImage { cluster_bytes: 512, refcount_bits: 64, ..NewImage::new(8 << 20) };
+            create(path, &new);
+            let mut session = open(path);
+            for at in (0..3 << 20).step_by(1 << 20) {
+                session.write(at, &vec![1; 1 << 20]).unwrap();
+            }
+            session.close().unwrap();
+        };
+        let mut machine = Machine::new(1, make);
+        let session = &mut machine.session;
+        let (disk, port) = (session.disk().clone(), session.port().clone());
+        let qcow2 = qcow2_of(&disk);
+        let load = async {
+            for cluster in (0..6000).step_by(64) {
+                qcow2.load_refs(&port, cluster).await.unwrap();
+            }
+        };
+        let refill = async { qcow2.refill(&port).await.unwrap() };
+        session.run(one_within_another(refill, times, load)).unwrap();
+        let taken = {
+            let mut state = qcow2.state();
+            assert!(state.run.left() > 0);
+            state.take()
+        };
+        assert!(taken.is_some());
+        qcow2.state().run = Run::default();
+        drop((disk, port));
+        machine.end();
+    }
+}
+
+/// The refcount table is made so large that it has entries for the blocks that it needs itself.
+#[test]
+fn a_table_far_behind_what_refcounts_cover_does_no_harm() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    create(&path, &NewImage { cluster_bytes: 512, ..NewImage::new(1 << 20) });
+    let l1 = with_qcow2(&open(&path), |qcow2| qcow2.header.l1_offset);
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    // In the 128th block of 256 counts each, and the last two are free.
+    let table = 32765u64 << 9;
+    file.write_all_at(&(COPIED | table).to_be_bytes(), l1).unwrap();
+    file.set_len(table + 512).unwrap();
+    let mut session = open(&path);
+    session.write(512 << 10, &[1; 512]).unwrap();
+    session.close().unwrap();
+    let mut bytes = [0; 512];
+    open(&path).read(512 << 10, &mut bytes).unwrap();
+    assert_eq!(bytes, [1; 512]);
+}
+
+/// Zeros that are noted by the entry alone would hide the place that a write is on its way to, and
+/// the next one would bring up what a failed write has left in it.
+#[test]
+fn the_entry_of_a_cluster_with_a_place_given_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    create(&path, &NewImage::new(1 << 20));
+    let mut session = open(&path);
+    session.write(1 << 19, &[1; 512]).unwrap();
+    let placed = session.disk().map(0, 4096, crate::Intent::Write);
+    assert!(matches!(placed, Extent::Data { .. }), "{placed:?}");
+    assert!(!with_qcow2(&session, |qcow2| qcow2.publish_if(0, 0, entry::ZERO)));
+    session.write(0, &[1; 512]).unwrap();
+    assert!(!with_qcow2(&session, |qcow2| qcow2.state().pending.contains_key(&0)));
+}
