@@ -78,6 +78,15 @@ impl Cluster {
     }
 }
 
+/// Decodes an L2 entry of ordinary data, which almost all are; none: it may be anything else.
+#[inline]
+pub(crate) fn data(entry: u64, cluster_bits: u32) -> Option<Cluster> {
+    let host = entry & !COPIED;
+    let place = OFFSET & (u64::MAX << cluster_bits);
+    let copied = entry & COPIED != 0;
+    (host != 0 && host & !place == 0).then_some(Cluster::Data { host, copied })
+}
+
 /// Decodes an L2 entry.
 pub(crate) fn cluster(entry: u64, version: u32, cluster_bits: u32) -> Result<Cluster, BadEntry> {
     let bad = |why| Err(BadEntry { entry, why });
@@ -188,6 +197,11 @@ mod tests {
         #[test]
         fn any_entry_is_decoded_or_refused(entry: u64, bits in 9u32..=21, version in 2u32..=3) {
             let _ = l2_table(entry, bits);
+            for entry in [entry, entry & (COPIED | OFFSET) & (u64::MAX << bits)] {
+                let all = cluster(entry, version, bits).ok();
+                let is_data = all.filter(|c| matches!(c, Cluster::Data { .. }));
+                prop_assert_eq!(data(entry, bits), is_data);
+            }
             if let Ok(found) = cluster(entry, version, bits) {
                 if let Some(host) = found.host() {
                     prop_assert!(host % (1 << bits) == 0 && host < MAX_HOST_BYTES && host > 0);

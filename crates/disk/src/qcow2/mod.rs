@@ -138,13 +138,13 @@ impl Qcow2 {
 
     /// The slice with a cluster's entry, and the entry's index in it.
     fn slice(&self, cluster: u64) -> (u64, usize) {
-        let entries = self.cache.slice_entries() as u64;
-        (cluster / entries, (cluster % entries) as usize)
+        let entries = self.cache.slice_entries();
+        (cluster >> entries.trailing_zeros(), cluster as usize & (entries - 1))
     }
 
     /// The index in L1 of the table with a cluster's entry.
     fn l1_index(&self, cluster: u64) -> usize {
-        (cluster / self.header.l2_entries()) as usize
+        (cluster >> self.header.l2_entries().trailing_zeros()) as usize
     }
 
     fn l1_entry(&self, cluster: u64) -> u64 {
@@ -156,7 +156,11 @@ impl Qcow2 {
         l1 & COPIED != 0 && self.ready.load(Ordering::Acquire)
     }
 
+    #[inline]
     fn decode(&self, entry: u64) -> Option<Cluster> {
+        if let Some(data) = entry::data(entry, self.header.cluster_bits) {
+            return Some(data);
+        }
         entry::cluster(entry, self.header.version, self.header.cluster_bits).ok()
     }
 

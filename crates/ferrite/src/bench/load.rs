@@ -47,7 +47,12 @@ impl Choice {
     /// The same choices each time, and others in each part.
     fn new(task: &Task, (first, sectors): (u64, u64)) -> Choice {
         let block_sectors = u64::from(task.block_bytes) / SECTOR_BYTES;
-        let blocks = sectors / block_sectors;
+        let mut blocks = sectors / block_sectors;
+        let stretch = INTERLEAVED_SECTORS / block_sectors;
+        if task.mode == Mode::Interleaved && stretch > 0 && blocks > stretch {
+            // Whole stretches only, so that a batch of a stretch is always one.
+            blocks -= blocks % stretch;
+        }
         Choice {
             mode: task.mode,
             first,

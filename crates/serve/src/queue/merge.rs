@@ -41,8 +41,7 @@ impl Placed {
 impl Queue {
     /// Lets neighbours of the sweep have neighbouring buffers, before there are data in them.
     pub(super) fn order_buffers(&mut self) {
-        let block_bytes = self.connection.device.disk.block_bytes();
-        self.neighbours.order_buffers(&mut self.flights, block_bytes);
+        self.neighbours.order_buffers(&mut self.flights, &self.connection.device.disk);
     }
 
     /// Gives all placed pieces to the engine.

@@ -1,15 +1,20 @@
 //! Requests of a sweep that lie next to each other on the disk, in whatever order they came.
 //!
-//! Seen before any data are moved, because two things follow from it: a sweep in which neighbours
-//! came in the wrong order is longer, since the rest of a batch may belong between them; and their
-//! buffers are exchanged, so that what is contiguous on the disk is contiguous in memory and one
-//! plain transfer moves it (mission.md, block 4, factor 3). A device pays for each piece of
-//! scattered memory.
+//! Seen before any data are moved, because two things follow from it: a sweep of requests that are
+//! close together, with gaps between them, is longer, since the rest of a batch may belong there;
+//! and neighbours' buffers are exchanged, so that what is contiguous on the disk is contiguous in
+//! memory and one plain transfer moves it (mission.md, block 4, factor 3). A device pays for each
+//! piece of scattered memory.
 
+use ferrite_disk::Disk;
 use ferrite_io::pool::Buf;
 
 use super::copy::Layout;
 use super::flight::Flights;
+
+/// The stretch of a disk, in bytes, in which requests are close together: two of the largest
+/// shared operations.
+const CLOSE_BYTES: u64 = 1 << 20;
 
 /// The key's bit that tells writes from reads. Offsets on a disk are below.
 const WRITE: u64 = 1 << 63;
@@ -21,8 +26,6 @@ struct Here {
     key: u64,
     bytes: u32,
     entry: u16,
-    /// How many of the sweep came before it.
-    turn: u16,
 }
 
 impl Here {
@@ -45,31 +48,30 @@ impl Neighbours {
     pub(super) fn add(&mut self, entry: u16, write: bool, layout: &Layout) {
         let key = layout.offset | if write { WRITE } else { 0 };
         // A request is at most 1 MiB.
-        let bytes = layout.blocks.len() as u32;
-        // A ring has at most 512 entries.
-        let turn = self.requests.len() as u16;
-        self.requests.push(Here { key, bytes, entry, turn });
+        self.requests.push(Here { key, bytes: layout.blocks.len() as u32, entry });
     }
 
-    /// How many begin where one ends that came later.
-    pub(super) fn out_of_order(&mut self) -> usize {
-        self.sort();
-        let is = |pair: &&[Here]| pair[0].touches(&pair[1]) && pair[0].turn > pair[1].turn;
-        self.requests.windows(2).filter(is).count()
-    }
-
-    fn sort(&mut self) {
-        self.requests.sort_unstable_by_key(|here| here.key);
+    /// Whether they are close together and leave gaps.
+    pub(super) fn leave_gaps(&self) -> bool {
+        let (mut start, mut end, mut bytes) = (u64::MAX, 0, 0);
+        for here in &self.requests {
+            let at = here.key & !WRITE;
+            start = start.min(at);
+            end = end.max(at + u64::from(here.bytes));
+            bytes += u64::from(here.bytes);
+        }
+        let stretch = end.saturating_sub(start);
+        bytes < stretch && stretch <= CLOSE_BYTES
     }
 
     /// Gives neighbours each other's buffers, so that these follow each other as the requests do
     /// on the disk. Nothing may be in the buffers yet. Ends the sweep.
-    pub(super) fn order_buffers(&mut self, flights: &mut Flights, block_bytes: u32) {
+    pub(super) fn order_buffers(&mut self, flights: &mut Flights, disk: &Disk) {
         if self.requests.len() > 1 {
-            self.sort();
+            self.requests.sort_unstable_by_key(|here| here.key);
             let requests = std::mem::take(&mut self.requests);
             for run in requests.chunk_by(Here::touches).filter(|run| run.len() > 1) {
-                self.order_run(run, flights, block_bytes);
+                self.order_run(run, flights, disk);
             }
             self.requests = requests;
         }
@@ -78,7 +80,7 @@ impl Neighbours {
 
     /// Buffers of one size, so that each fits each, and which their data fill: others would not
     /// follow each other without a gap.
-    fn order_run(&mut self, run: &[Here], flights: &mut Flights, block_bytes: u32) {
+    fn order_run(&mut self, run: &[Here], flights: &mut Flights, disk: &Disk) {
         let Some(first) = flights.at(run[0].entry).buf.as_ref().map(|buf| buf.span().len()) else {
             return;
         };
@@ -101,7 +103,7 @@ impl Neighbours {
         for (here, buf) in run.iter().zip(self.bufs.drain(..)) {
             let flight = flights.at(here.entry);
             flight.buf = Some(buf);
-            flight.layout = Layout::of(flight, block_bytes);
+            flight.layout = Layout::of(flight, disk.block_bytes());
         }
     }
 }

@@ -24,9 +24,9 @@ use crate::request::{
 /// 4.3), so little is lost by it.
 const SWEEP: u32 = 16;
 
-/// Most requests of a sweep in which some that lie next to each other on the disk came in the wrong
-/// order. What comes after them may belong between them: cut in the middle, little of a batch
-/// would share an operation. With it whole, there are few operations to wait for.
+/// Most requests of a sweep of requests that are close together and leave gaps. What comes after them
+/// may belong there: cut in the middle, little of a batch would share an operation. With it whole,
+/// there are few operations to wait for.
 const LONG_SWEEP: u32 = 64;
 
 /// An indirect request whose segments are still in the guest.
@@ -63,14 +63,13 @@ impl Queue {
     fn take_from_ring(&mut self, limits: &Limits, now_ns: u64) -> Result<(), RingViolation> {
         let there = self.ring.unconsumed()?;
         let before = self.ring.req_cons();
-        let (mut taken, mut limit, mut out_of_order) = (0, SWEEP, 0);
+        let (mut taken, mut limit) = (0, SWEEP);
         while taken < there && !self.is_holding_back() {
             if taken == limit {
-                let now = self.neighbours.out_of_order();
-                if now == out_of_order || limit == LONG_SWEEP {
+                if limit == LONG_SWEEP || !self.neighbours.leave_gaps() {
                     break;
                 }
-                (out_of_order, limit) = (now, limit + SWEEP);
+                limit += SWEEP;
             }
             let Some(entry) = self.flights.peek_free() else { break };
             let slot = self.ring.peek();
