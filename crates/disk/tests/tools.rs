@@ -8,7 +8,7 @@ use std::path::Path;
 use common::vhd::{at, options, peer};
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
-use ferrite_disk::{Disk, ImageName, OpenOptions, vhd};
+use ferrite_disk::{Disk, ImageName, OpenOptions, Raw, vhd};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::EngineChoice;
 
@@ -87,10 +87,15 @@ fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
     let path = |file: &str| dir.join(format!("{file}.{format}"));
     let (parent, child) = (name(format, &path("parent")), name(format, &path("child")));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    // Tools do not wait for locks, and the kernel lets go of a dead ring's files a little later.
+    let until_free = |image: &ImageName| drop(Raw::open_medium(&image.path, &options()).unwrap());
     work(None, |shop| shop.create(&parent, &new)).unwrap();
+    until_free(&parent);
     let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
     work(None, |shop| shop.create(&child, &on)).unwrap();
     serve(&child, state, false).write(MIB, &[5; 512]).unwrap();
+    until_free(&parent);
+    until_free(&child);
     (parent, child)
 }
 
