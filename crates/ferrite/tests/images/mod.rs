@@ -127,6 +127,7 @@ pub(crate) fn note(
             "modified_ns": modified_ns,
             "inode": meta.ino(),
         }],
+        "journal": false,
         "format": format,
         "virtual_bytes": virtual_bytes,
         "done_bytes": done_bytes,
