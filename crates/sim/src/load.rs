@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::sim::SimWorld;
 
 use crate::format::{Disk, Queue};
 use crate::model::{Change, Model, Ticket};
@@ -50,6 +51,12 @@ pub struct Load<D> {
     pub tasks: Cell<usize>,
     /// See [`crate::story::Plan::trace`].
     pub trace: Option<u64>,
+    /// The machine, which stops some steps after a certain flush has begun.
+    pub world: SimWorld,
+    /// Flushes until then; 0: it does not.
+    pub flushes_left: Cell<u64>,
+    /// How many steps after its beginning.
+    pub steps_into_flush: u64,
     /// The mixture.
     pub mix: Mix,
     /// See [`crate::format::Format::hot_spots`].
@@ -198,6 +205,12 @@ impl<D: Disk> Load<D> {
     }
 
     async fn flush(&self, queue: &Queue) -> Result<(), String> {
+        if self.flushes_left.get() > 0 {
+            self.flushes_left.set(self.flushes_left.get() - 1);
+            if self.flushes_left.get() == 0 && !self.world.stopped() {
+                self.world.stop_at(Some(self.world.step() + self.steps_into_flush));
+            }
+        }
         let issued = self.model.borrow_mut().issue_flush();
         let done = self.disk.flush(queue).await;
         if self.trace.is_some() {

@@ -234,7 +234,12 @@ impl<'a, F: Format> Story<'a, F> {
             let create = Operation::Create(self.model.borrow().sectors());
             match operations {
                 true => self.operate(create, forced, told)?,
-                false => self.format.create(&self.machine.place, self.model.borrow().sectors())?,
+                false => {
+                    self.format.create(&self.machine.place, self.model.borrow().sectors())?;
+                    if forced.is_none() {
+                        self.begin_chain()?;
+                    }
+                }
             }
         } else if operations {
             match self.choose() {
@@ -250,6 +255,18 @@ impl<'a, F: Format> Story<'a, F> {
         self.use_and_look(forced.filter(|_| !operations), told)
     }
 
+    /// One of three stories begins on a parent that has something.
+    fn begin_chain(&mut self) -> Result<(), String> {
+        let snapshot = Operation::Snapshot(self.layers);
+        if self.random.below(3) > 0 || !self.format.can(snapshot) {
+            return Ok(());
+        }
+        self.use_disk(false, (0, 0))?;
+        let sectors = self.model.borrow().sectors();
+        self.examine(After::Close, &[sectors])?;
+        self.do_whole(snapshot)
+    }
+
     fn use_and_look(
         &mut self,
         forced: Option<(u64, After)>,
@@ -262,7 +279,12 @@ impl<'a, F: Format> Story<'a, F> {
             None => self.end_of_round(),
         };
         self.machine.world.stop_at(stop);
-        let (disk_closed, flush_failed) = self.use_disk(faulty)?;
+        // One half ends while metadata is on its way.
+        let in_flush = match self.random.below(2) == 0 && forced.is_none() {
+            true => (1 + self.random.below(4), 1 + self.random.below(24)),
+            false => (0, 0),
+        };
+        let (disk_closed, flush_failed) = self.use_disk(faulty, in_flush)?;
         let after = match forced {
             Some((_, after)) => after,
             None if flush_failed => After::PowerCut,
@@ -427,7 +449,12 @@ impl<'a, F: Format> Story<'a, F> {
 
     /// Opens the disk, and loads it until all is done or the world stands still. Whether it was
     /// closed, and whether a flush had failed.
-    fn use_disk(&mut self, faulty: bool) -> Result<(bool, bool), String> {
+    /// `flush`, `steps`: see [`Load`].
+    fn use_disk(
+        &mut self,
+        faulty: bool,
+        (flush, steps): (u64, u64),
+    ) -> Result<(bool, bool), String> {
         let disk = self.format.open(&self.machine.place)?;
         let queues = 1 + self.random.below(MAX_QUEUES as u64) as usize;
         let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
@@ -446,6 +473,9 @@ impl<'a, F: Format> Story<'a, F> {
             random: RefCell::new(SplitMix64::new(self.random.next_u64())),
             left: Cell::new(left),
             tasks: Cell::new(queues * depth),
+            world: self.machine.world.clone(),
+            flushes_left: Cell::new(flush),
+            steps_into_flush: steps,
             mix: self.plan.scenario.mix(),
             hot_spots: self.format.hot_spots(&self.machine.place, sectors),
             may_fail: faulty,

@@ -102,6 +102,8 @@ struct Toy(Order);
 #[derive(Default)]
 struct ToyMap {
     slots: BTreeMap<u64, u64>,
+    /// Slots given to writes whose data are not there yet; an old life may have left some.
+    pending: BTreeMap<u64, u64>,
     next: u64,
     /// Slots whose numbers are written.
     committed: BTreeSet<u64>,
@@ -170,12 +172,12 @@ impl ToyDisk {
     /// Where a sector is, or will be.
     fn place(&self, sector: u64) -> u64 {
         let mut map = self.map.borrow_mut();
-        if let Some(slot) = map.slots.get(&sector) {
+        if let Some(slot) = map.slots.get(&sector).or_else(|| map.pending.get(&sector)) {
             return *slot;
         }
         let slot = map.next;
         map.next += 1;
-        map.slots.insert(sector, slot);
+        map.pending.insert(sector, slot);
         slot
     }
 
@@ -183,6 +185,8 @@ impl ToyDisk {
         let slot = self.place(sector);
         queue.port.io.write_all(queue.port.files[0], 1024 + slot * 1024, from).await?;
         let mut map = self.map.borrow_mut();
+        map.pending.remove(&sector);
+        map.slots.insert(sector, slot);
         if !map.committed.contains(&slot) {
             map.dirty.push((sector, slot));
         }
