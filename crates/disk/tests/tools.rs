@@ -82,13 +82,16 @@ fn serve(image: &ImageName, state: &Path, read_only: bool) -> Queue {
     Queue::new(Disk::open_image(image, &options).unwrap())
 }
 
+/// Tools do not wait for locks, and the kernel lets go of a dead ring's files a little later.
+fn until_free(image: &ImageName) {
+    drop(Raw::open_medium(&image.path, &options()).unwrap());
+}
+
 /// A child and its parent; a backend of the child was killed before it had flushed.
 fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
     let path = |file: &str| dir.join(format!("{file}.{format}"));
     let (parent, child) = (name(format, &path("parent")), name(format, &path("child")));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    // Tools do not wait for locks, and the kernel lets go of a dead ring's files a little later.
-    let until_free = |image: &ImageName| drop(Raw::open_medium(&image.path, &options()).unwrap());
     work(None, |shop| shop.create(&parent, &new)).unwrap();
     until_free(&parent);
     let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
@@ -192,6 +195,8 @@ fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {
     let below = vhd::Footer { current_size: 4 * MIB, ..footer };
     let below = common::vhd::parent(&parent.path, &below);
     common::vhd::create(&child.path, &vhd::NewImage::differencing(4 * MIB, below)).unwrap();
-    let grown = work(None, |shop| shop.resize(&child, 8 * MIB, false));
-    assert!(grown.unwrap_err().to_string().contains("parent is larger"));
+    until_free(&parent);
+    until_free(&child);
+    let error = work(None, |shop| shop.resize(&child, 8 * MIB, false)).unwrap_err();
+    assert!(error.to_string().contains("parent is larger"), "{error}");
 }
