@@ -127,8 +127,7 @@ fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
         let new = NewImage { parent: Some(image.clone()), ..NewImage::default() };
         work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap_err();
         drop(reader);
-        // The lock is let go when the reader's operations have ended.
-        drop(serve(&image, state.path(), false));
+        until_free(&image);
         work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap();
         fs::remove_dir_all(state.path()).unwrap();
         let found = serve(&leaf, state.path(), false).read(MIB, 512).unwrap();
