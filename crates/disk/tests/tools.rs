@@ -8,7 +8,7 @@ use std::path::Path;
 use common::vhd::{at, options, peer};
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
-use ferrite_disk::{Disk, ImageName, OpenOptions, Raw, vhd};
+use ferrite_disk::{Disk, ImageName, OpenOptions, vhd};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::EngineChoice;
 
@@ -82,23 +82,15 @@ fn serve(image: &ImageName, state: &Path, read_only: bool) -> Queue {
     Queue::new(Disk::open_image(image, &options).unwrap())
 }
 
-/// Tools do not wait for locks, and the kernel lets go of a dead ring's files a little later.
-fn until_free(image: &ImageName) {
-    drop(Raw::open_medium(&image.path, &options()).unwrap());
-}
-
 /// A child and its parent; a backend of the child was killed before it had flushed.
 fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
     let path = |file: &str| dir.join(format!("{file}.{format}"));
     let (parent, child) = (name(format, &path("parent")), name(format, &path("child")));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
     work(None, |shop| shop.create(&parent, &new)).unwrap();
-    until_free(&parent);
     let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
     work(None, |shop| shop.create(&child, &on)).unwrap();
     serve(&child, state, false).write(MIB, &[5; 512]).unwrap();
-    until_free(&parent);
-    until_free(&child);
     (parent, child)
 }
 
@@ -127,7 +119,6 @@ fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
         let new = NewImage { parent: Some(image.clone()), ..NewImage::default() };
         work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap_err();
         drop(reader);
-        until_free(&image);
         work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap();
         fs::remove_dir_all(state.path()).unwrap();
         let found = serve(&leaf, state.path(), false).read(MIB, 512).unwrap();
@@ -194,8 +185,6 @@ fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {
     let below = vhd::Footer { current_size: 4 * MIB, ..footer };
     let below = common::vhd::parent(&parent.path, &below);
     common::vhd::create(&child.path, &vhd::NewImage::differencing(4 * MIB, below)).unwrap();
-    until_free(&parent);
-    until_free(&child);
     let error = work(None, |shop| shop.resize(&child, 8 * MIB, false)).unwrap_err();
     assert!(error.to_string().contains("parent is larger"), "{error}");
 }

@@ -31,6 +31,10 @@ const DEVICE_GRACE: Duration = Duration::from_millis(500);
 /// medium takes `wait_for_lock`.
 const GONE_GRACE: Duration = Duration::from_secs(5);
 
+/// A worker thread of the kernel lets go of a file a little after the end of its last operation,
+/// so an image that this process has just closed may be locked for a moment.
+const OWN_GRACE: Duration = Duration::from_millis(500);
+
 /// An image that is open and locked.
 pub(super) struct Opened {
     pub(super) file: OwnedFd,
@@ -203,6 +207,7 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
     let Some(pid) = lock_holder(stat) else {
         return Attempt::Busy(GONE_GRACE, "another process has locked it".into());
     };
+    let grace = if pid == std::process::id() { grace.max(OWN_GRACE) } else { grace };
     match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
         Ok(name) => {
             Attempt::Busy(grace, format!("process {pid} ({}) has locked it", name.trim_end()))
