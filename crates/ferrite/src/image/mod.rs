@@ -207,7 +207,19 @@ fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
 fn state_dir() -> Option<PathBuf> {
     let path = Path::new(STATE_DIR);
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
-    (made.is_ok() && path.read_dir().is_ok()).then(|| path.to_owned())
+    match made.and_then(|()| path.read_dir()) {
+        Ok(_) => Some(path.to_owned()),
+        Err(e) => {
+            let denied = e.kind() == io::ErrorKind::PermissionDenied;
+            if denied && path.parent().is_some_and(Path::exists) {
+                tracing::warn!(
+                    "{STATE_DIR} cannot be read: what a killed backend has answered for an image \
+                     and left there is not seen; if one was killed, run this as root",
+                );
+            }
+            None
+        }
+    }
 }
 
 /// SIGINT and SIGTERM end an operation in good order, a second one at once.
