@@ -219,6 +219,18 @@ impl Raw {
         self.discard.as_ref().and_then(discard::Discard::limits)
     }
 
+    /// Whether a file has space for whole blocks between two places, as far as its file system
+    /// tells; a device has no holes.
+    pub(crate) fn has_space_for(&self, from: u64, to: u64) -> bool {
+        const BLOCK: u64 = 4096;
+        let (from, to) = (from.next_multiple_of(BLOCK), to / BLOCK * BLOCK);
+        match seek(&self.file, SeekFrom::Data(from)) {
+            Ok(at) => at < to,
+            Err(Errno::NXIO) => false,
+            Err(_) => from < to,
+        }
+    }
+
     /// The open file, for an engine.
     pub fn files(&self) -> Vec<Arc<OwnedFd>> {
         vec![self.file.clone()]

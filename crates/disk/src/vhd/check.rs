@@ -32,7 +32,7 @@ pub enum Problem {
     Bitmap,
     /// No parent locator makes sense.
     Locators,
-    /// Space that nothing refers to, or that is cut off already.
+    /// Space of a file that nothing refers to.
     Leak,
 }
 
@@ -232,7 +232,7 @@ fn survey_blocks(
     if qemu {
         full.fill(0);
     }
-    check_leaks(report, raw.is_file(), footers, end, &gaps);
+    check_leaks(report, raw, footers, end, &gaps);
     // With entries that make no sense nothing can be said about what is unused.
     let sound = report.findings[before..]
         .iter()
@@ -313,18 +313,16 @@ fn unused(layout: &Layout, placed: &[Placed]) -> (u64, Vec<(u64, u64)>) {
     (end, gaps)
 }
 
-fn check_leaks(
-    report: &mut Report,
-    is_file: bool,
-    footers: &Footers,
-    end: u64,
-    gaps: &[(u64, u64)],
-) {
-    for (from, to) in gaps {
+fn check_leaks(report: &mut Report, raw: &Raw, footers: &Footers, end: u64, gaps: &[(u64, u64)]) {
+    // All space of a device is there whether it is used or not.
+    if !raw.is_file() {
+        return;
+    }
+    for (from, to) in gaps.iter().filter(|(from, to)| raw.has_space_for(*from, *to)) {
         report.add(Problem::Leak, *from, format!("{} bytes that nothing refers to", to - from));
     }
     let tail = footers.medium_bytes.saturating_sub(end + SECTOR);
-    if is_file && tail >= 4096 {
+    if tail >= 4096 {
         report.add(Problem::Leak, end, format!("{tail} bytes behind the last block"));
     }
 }
