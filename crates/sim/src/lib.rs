@@ -8,6 +8,7 @@
 //! * [`mod@format`]: what can be put to the test, and how it is made and opened.
 //! * [`load`]: requests from several queues.
 //! * [`machine`]: the directory, the files and the processes of a story.
+//! * [`plan`]: which story, and what was found in it.
 //! * [`stamp`]: contents that say where they come from.
 
 #![forbid(unsafe_code)]
@@ -19,6 +20,7 @@ pub mod images;
 pub mod load;
 pub mod machine;
 pub mod model;
+pub mod plan;
 mod qemu;
 pub mod stamp;
 pub mod story;

@@ -49,7 +49,7 @@ pub struct Load<D> {
     pub left: Cell<u64>,
     /// Tasks that have not ended.
     pub tasks: Cell<usize>,
-    /// See [`crate::story::Plan::trace`].
+    /// See [`crate::plan::Plan::trace`].
     pub trace: Option<u64>,
     /// The machine, which stops some steps after a certain flush has begun.
     pub world: SimWorld,

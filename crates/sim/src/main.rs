@@ -12,7 +12,8 @@ use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
-use ferrite_sim::story::{Plan, Scenario, Told, Violation, tell};
+use ferrite_sim::plan::{Plan, Scenario, Told, Violation};
+use ferrite_sim::story::tell;
 
 /// Cuts the power of a simulated machine while it uses virtual disks.
 ///

@@ -1,9 +1,7 @@
 //! One story: what happens follows from its seed, what may be found afterwards from the model.
 
 use std::cell::{Cell, RefCell};
-use std::fmt;
 use std::ops::Range;
-use std::path::PathBuf;
 use std::rc::Rc;
 
 use ferrite_io::clock::{Random, SplitMix64};
@@ -11,9 +9,10 @@ use ferrite_io::directory::Directory;
 use ferrite_io::sim::{Fault, On};
 
 use crate::format::{Disk, Format, Operation};
-use crate::load::{Load, MAX_REQUEST_SECTORS, Mix};
+use crate::load::{Load, MAX_REQUEST_SECTORS};
 use crate::machine::{MAX_DEPTH, MAX_QUEUES, Machine, Thread};
 use crate::model::{After, Model};
+use crate::plan::{Plan, Scenario, Told, Violation};
 use crate::stamp;
 
 /// Layers of a chain at most.
@@ -21,138 +20,6 @@ const MAX_LAYERS: u64 = 4;
 
 /// EIO, as the kernel gives it.
 const EIO: i32 = 5;
-
-/// What a story is about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scenario {
-    /// Everything.
-    Mixed,
-    /// Writes to all parts of a disk that has nothing yet.
-    FirstWrites,
-    /// Single sectors in few places.
-    Bitmaps,
-    /// As many flushes as writes.
-    FlushStorm,
-    /// Discard, and writes to what was discarded.
-    Discards,
-    /// Writes of zeros.
-    Zeroes,
-    /// Opened, used a little, closed, again and again.
-    Close,
-    /// Made, snapshotted, coalesced, resized, with a little use in between.
-    Operations,
-}
-
-impl Scenario {
-    /// All of them.
-    pub const ALL: [Scenario; 8] = [
-        Scenario::Mixed,
-        Scenario::FirstWrites,
-        Scenario::Bitmaps,
-        Scenario::FlushStorm,
-        Scenario::Discards,
-        Scenario::Zeroes,
-        Scenario::Close,
-        Scenario::Operations,
-    ];
-
-    /// What `--scenario` calls it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Scenario::Mixed => "mixed",
-            Scenario::FirstWrites => "first-writes",
-            Scenario::Bitmaps => "bitmaps",
-            Scenario::FlushStorm => "flush-storm",
-            Scenario::Discards => "discards",
-            Scenario::Zeroes => "zeroes",
-            Scenario::Close => "close",
-            Scenario::Operations => "operations",
-        }
-    }
-
-    fn mix(self) -> Mix {
-        let mix = Mix {
-            reads: 20,
-            writes: 50,
-            flushes: 6,
-            discards: 8,
-            zeroes: 6,
-            max_sectors: MAX_REQUEST_SECTORS,
-            near: 60,
-        };
-        match self {
-            Scenario::Mixed => mix,
-            Scenario::FirstWrites => {
-                Mix { reads: 5, writes: 90, flushes: 4, discards: 0, zeroes: 0, near: 20, ..mix }
-            }
-            Scenario::Bitmaps => Mix { writes: 80, flushes: 8, max_sectors: 3, near: 98, ..mix },
-            Scenario::FlushStorm => Mix { reads: 5, writes: 50, flushes: 45, ..mix },
-            Scenario::Discards => Mix { reads: 10, writes: 40, flushes: 8, discards: 40, ..mix },
-            Scenario::Zeroes => Mix { reads: 10, writes: 40, flushes: 8, zeroes: 40, ..mix },
-            Scenario::Close | Scenario::Operations => Mix { reads: 10, ..mix },
-        }
-    }
-}
-
-/// What to tell.
-#[derive(Clone, Debug)]
-pub struct Plan {
-    /// Everything else follows from it.
-    pub seed: u64,
-    /// What it is about.
-    pub scenario: Scenario,
-    /// The first round ends at this step, by this; none: as the seed says.
-    pub cut: Option<(u64, After)>,
-    /// Where the files go if something is found.
-    pub keep: Option<PathBuf>,
-    /// Prints every request that touches this sector.
-    pub trace: Option<u64>,
-}
-
-/// What a story without a finding was.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Told {
-    /// Steps of the world in the first round.
-    pub first_round: u64,
-    /// Steps in all.
-    pub steps: u64,
-    /// Power cuts.
-    pub cuts: u64,
-    /// Deaths of the process.
-    pub deaths: u64,
-    /// Disks closed.
-    pub closes: u64,
-}
-
-/// What was found.
-#[derive(Clone, Debug)]
-pub struct Violation {
-    /// Of what.
-    pub format: String,
-    /// In which story.
-    pub plan: Plan,
-    /// In which of its rounds, from 0.
-    pub round: u64,
-    /// The world's step at which the round ended, or had come to.
-    pub step: u64,
-    /// What.
-    pub what: String,
-}
-
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Plan { seed, scenario, .. } = &self.plan;
-        let scenario = scenario.name();
-        let Violation { format, round, step, what, .. } = self;
-        writeln!(f, "VIOLATION in round {round}, at step {step}: {what}")?;
-        write!(f, "replay: ferrite-sim --seed {seed} --scenario {scenario} {format}")?;
-        if let Some((step, after)) = self.plan.cut {
-            let after = if after == After::Death { "death" } else { "power" };
-            write!(f, " --cut {step}:{after}")?;
-        }
-        Ok(())
-    }
-}
 
 /// Tells the story.
 ///

@@ -12,7 +12,8 @@ use std::time::Duration;
 use ferrite_io::arena::Span;
 use ferrite_sim::format::{Disk, Format, Place, Queue};
 use ferrite_sim::images::Images;
-use ferrite_sim::story::{Plan, Scenario, Violation, tell};
+use ferrite_sim::plan::{Plan, Scenario, Violation};
+use ferrite_sim::story::tell;
 
 /// The first of so many fixed seeds whose story ends badly.
 fn find(format: &impl Format, scenario: Scenario, seeds: u64) -> Option<Box<Violation>> {

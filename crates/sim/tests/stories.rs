@@ -4,7 +4,8 @@ use std::sync::{Mutex, PoisonError};
 
 use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
-use ferrite_sim::story::{Plan, Scenario, tell};
+use ferrite_sim::plan::{Plan, Scenario};
+use ferrite_sim::story::tell;
 
 /// A program that one test starts would, for a moment, hold the locks of another test's images.
 static ALONE: Mutex<()> = Mutex::new(());
