@@ -126,6 +126,21 @@ fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
     }
 }
 
+/// Other programs ask no journal.
+#[test]
+fn an_image_that_another_program_has_put_a_leaf_on_is_completed_by_a_repair() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (_, image) = killed(dir.path(), state.path(), "vhd");
+    let footer = vhd::Vhd::open(&image.path, &options()).unwrap().footer().clone();
+    let leaf = name("vhd", &at(&dir, "leaf.vhd"));
+    let new = vhd::NewImage::differencing(8 * MIB, common::vhd::parent(&image.path, &footer));
+    common::vhd::create(&leaf.path, &new).unwrap();
+    assert!(serve(&leaf, state.path(), true).read(MIB, 512).unwrap() == [5; 512]);
+    work(Some(state.path()), |shop| shop.repair(&image, true)).unwrap();
+    fs::remove_dir_all(state.path()).unwrap();
+    assert!(serve(&leaf, state.path(), true).read(MIB, 512).unwrap() == [5; 512]);
+}
+
 /// qemu gives a new cluster the first place that nothing on disk counts: just where the killed
 /// backend had put its own.
 #[test]

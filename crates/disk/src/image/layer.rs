@@ -8,6 +8,7 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::{Below, MAX_LAYERS};
+use crate::journal::Journal;
 use crate::name::{Format, ImageName};
 use crate::qcow2::Qcow2;
 use crate::size::Human;
@@ -266,12 +267,29 @@ pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<
     let metadata_bytes = options.metadata_bytes / 16;
     let parents = OpenOptions { read_only: true, metadata_bytes, ..options.clone() };
     while let Some(found) = open_parent(&layers, &parents)? {
+        if !options.read_only {
+            warn_of_unsettled(found.medium(), options);
+        }
         layers.push(found);
         check_tables(&layers)?;
     }
     let share = options.metadata_bytes / layers.len();
     layers.iter_mut().for_each(|layer| layer.set_metadata_bytes(share));
     Ok(layers)
+}
+
+/// A flush is one of the leaf: what a killed backend had answered while a parent was the leaf, and
+/// another program has put an image on since, is in this host's memory only. So is what a coalesce
+/// that was killed had written to the parent; that is in the child, too.
+fn warn_of_unsettled(parent: &Raw, options: &OpenOptions) {
+    let state_dir = options.state_dir.as_deref();
+    if parent.inode().is_ok_and(|inode| Journal::holds(state_dir, inode)) {
+        let path = parent.path().display();
+        tracing::warn!(
+            "parent {path} lacks what a killed process has answered for it, which is lost with \
+             this host: ferrite image repair --force {path} completes it, while nothing uses it"
+        );
+    }
 }
 
 /// Tables that stay in memory as a whole add up: a file that is all hole can have 32 MiB of them
