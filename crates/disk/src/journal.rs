@@ -168,12 +168,6 @@ impl Journal {
         }
     }
 
-    /// Whether there is one for the image with this inode that has any records.
-    pub(crate) fn has_records(dir: Option<&Path>, inode: (u64, u64)) -> bool {
-        let shm = dir.map(|dir| Shm::open(path_in(dir, inode)));
-        matches!(shm, Some(Ok(shm)) if !says_nothing(&shm))
-    }
-
     fn records(&self) -> Vec<Record> {
         let Some((shm, _)) = &self.file else { return Vec::new() };
         let record = |slot| {

@@ -34,7 +34,7 @@ impl Workshop<'_> {
 
     fn layer_info(&self, layer: &Layer) -> Result<LayerInfo, DiskError> {
         let inode = examined(layer.medium(), layer.medium().inode())?;
-        let journal = Journal::has_records(self.state_dir.as_deref(), inode);
+        let journal = Journal::holds(self.state_dir.as_deref(), inode);
         Ok(LayerInfo { journal, ..formats::layer_info(layer)? })
     }
 
