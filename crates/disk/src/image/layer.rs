@@ -278,16 +278,20 @@ pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<
     Ok(layers)
 }
 
-/// A flush is one of the leaf: what a killed backend had answered while a parent was the leaf, and
-/// another program has put an image on since, is in this host's memory only. So is what a coalesce
-/// that was killed had written to the parent; that is in the child, too.
+/// What a killed backend had answered while a parent was the leaf, and another program has put an
+/// image on since, is in the parent's journal. It is read with the parent, but a flush is one of
+/// the leaf: it stays in this host's memory.
+///
+/// No reason to refuse the disk: a coalesce that was killed leaves a journal of its parent, too,
+/// and what that says is in the child as well.
 fn warn_of_unsettled(parent: &Raw, options: &OpenOptions) {
     let state_dir = options.state_dir.as_deref();
     if parent.inode().is_ok_and(|inode| Journal::holds(state_dir, inode)) {
         let path = parent.path().display();
         tracing::warn!(
-            "parent {path} lacks what a killed process has answered for it, which is lost with \
-             this host: ferrite image repair --force {path} completes it, while nothing uses it"
+            "what a killed process has answered for parent {path} is read from this host's \
+             memory, and would be lost with the host: ferrite image repair --force {path} brings \
+             it into the image, while nothing uses it"
         );
     }
 }

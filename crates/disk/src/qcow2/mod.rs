@@ -41,6 +41,7 @@ mod reuse;
 mod slow;
 mod snapshots;
 mod state;
+mod takeover;
 mod told;
 mod unpack;
 mod zero;
@@ -73,6 +74,9 @@ pub(crate) struct Qcow2 {
     state: Mutex<State>,
     /// Clusters that tables were in when the image was opened, sorted.
     metadata: Box<[u64]>,
+    /// By cluster, sorted: entries that a dead process has answered for, where this one only
+    /// reads.
+    answered: Vec<(u64, u64)>,
     /// Where the refcount table is.
     reftable: AtomicU64,
     /// Places from here on, in bytes, are outside of the file.
@@ -114,8 +118,8 @@ impl Qcow2 {
         self.header.disk_bytes
     }
 
-    /// Memory for entries that can be read again. What was taken over from a process that died
-    /// stays where it is.
+    /// Memory for entries that can be read again. What was taken over from a process that died,
+    /// to be written, stays where it is.
     pub(crate) fn set_metadata_bytes(&mut self, bytes: usize) {
         if self.state().changed.is_empty() {
             self.cache = Cache::new(bytes, self.cache.slice_entries());

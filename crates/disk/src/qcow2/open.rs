@@ -1,25 +1,24 @@
 //! Opening: the header, L1 and the refcount table are read and checked, nothing is written, and
 //! what a process that died has left in the journal is taken over.
 
-use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use ferrite_io::shared_lock::SharedLock;
 
 use super::cache::Cache;
-use super::entry::{self, COPIED, Cluster};
+use super::entry;
 use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
 use super::refs::Refs;
-use super::state::{L1_KEYS, State, WORDS};
+use super::state::{State, WORDS};
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES, snapshots};
-use crate::journal::{Identity, Journal, Record};
+use crate::journal::{Identity, Journal};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
 /// Bytes of a table that are read at once.
-const TABLE_PIECE: u64 = 1 << 20;
+pub(super) const TABLE_PIECE: u64 = 1 << 20;
 
 const HELP_DAMAGED: &str =
     "check it (ferrite image check), and take a backup of it before anything";
@@ -39,12 +38,13 @@ impl Qcow2 {
     pub(crate) fn open(medium: Raw, options: &OpenOptions) -> Result<Qcow2, DiskError> {
         let cannot = Cannot(format!("cannot open image {}", medium.path().display()));
         let read_only = medium.read_only();
-        let tables = Tables::read(&medium, &cannot)?;
+        let dir = options.state_dir.as_deref();
+        let left = Journal::holds(dir, medium.inode().map_err(|e| cannot.io(e))?);
+        let tables = Tables::read(&medium, left || !read_only, &cannot)?;
         if !read_only {
             check_writable(&tables.header, &cannot)?;
         }
         let identity = identity(&medium, &tables.header).map_err(|e| cannot.io(e))?;
-        let dir = options.state_dir.as_deref();
         let (journal, records) = if read_only {
             let records = Journal::peek(dir, identity, WORDS, MAX_CHANGES)?;
             (Journal::open(None, identity, WORDS, MAX_CHANGES)?.0, records)
@@ -53,11 +53,12 @@ impl Qcow2 {
         };
         let entries = (tables.header.cluster_bytes().min(SLICE_BYTES) / 8) as usize;
         let refs = Refs::new(&tables.header, tables.reftable);
-        let image = Qcow2 {
+        let mut image = Qcow2 {
             l1: tables.l1.into_iter().map(AtomicU64::new).collect(),
             cache: Cache::new(options.metadata_bytes, entries),
             state: Mutex::new(State::new(journal, refs)),
             metadata: tables.metadata.into(),
+            answered: Vec::new(),
             reftable: AtomicU64::new(tables.header.reftable_offset),
             limit: AtomicU64::new(tables.limit),
             ready: AtomicBool::new(false),
@@ -103,164 +104,12 @@ impl Qcow2 {
         let folder = path.parent().unwrap_or(Path::new(""));
         Ok(Some(ImageName { format, path: folder.join(name) }))
     }
-
-    /// Makes what a dead process has answered for visible again, as dirty as it was there. Its
-    /// operations have ended: it held the image's lock until then.
-    ///
-    /// A record is believed if the disk has the entry from before the change, or the one after
-    /// it: any other means that somebody else has written to the image since.
-    fn take_over(&self, records: Vec<Record>) -> io::Result<()> {
-        let writable = !self.medium.read_only();
-        // L1 first: it says where the others' tables are.
-        let mut records = records;
-        records.sort_unstable_by_key(|r| (r.key < L1_KEYS, r.key));
-        if records.windows(2).any(|pair| pair[0].key == pair[1].key) {
-            return Err(changed_by_others("there are two records of one entry"));
-        }
-        let (mut taken, mut counted) = (HashSet::new(), HashSet::new());
-        for record in &records {
-            let [new, old, middle] = record.words[..] else { unreachable!("a record has 3 words") };
-            if record.key < L1_KEYS && self.overlaps_metadata(new) {
-                return Err(changed_by_others("an entry refers to a table"));
-            }
-            let now = self.entry_on_disk(record.key)?;
-            if ![new, old, middle].contains(&now) {
-                return Err(changed_by_others("an entry differs from both states that it had"));
-            }
-            if now == middle && now != old {
-                self.leave_record(record.key, old, middle);
-            }
-            if now == new {
-                self.leave_record(record.key, old, new);
-                if writable {
-                    self.state().journal.release(record.slot);
-                }
-                continue;
-            }
-            let has_count = self.count_taken_over(new)?;
-            let host = new & entry::OFFSET;
-            if host != 0 && host != now & entry::OFFSET {
-                let cluster = host >> self.header.cluster_bits;
-                if !taken.insert(cluster) || self.metadata.binary_search(&cluster).is_ok() {
-                    return Err(changed_by_others("a cluster has got another use"));
-                }
-                counted.extend(has_count.then_some(cluster));
-            }
-            self.redo(record, now, new);
-        }
-        self.check_unused(&counted)
-    }
-
-    /// Clusters that only records refer to have a count if a commit has come so far; or because
-    /// another program has given them to something else since.
-    fn check_unused(&self, clusters: &HashSet<u64>) -> io::Result<()> {
-        if clusters.is_empty() {
-            return Ok(());
-        }
-        let bits = self.header.cluster_bits;
-        for l1 in &self.l1 {
-            let Ok(Some((table, _))) = entry::l2_table(l1.load(Ordering::Relaxed), bits) else {
-                continue;
-            };
-            for at in (0..self.cluster_bytes()).step_by(TABLE_PIECE as usize) {
-                let len = (self.cluster_bytes() - at).min(TABLE_PIECE) as usize;
-                let piece = read_whole(&self.medium, table + at, len)?;
-                let used = |entry: u64| match self.decode(entry) {
-                    Some(Cluster::Packed(packed)) => {
-                        packed.clusters(bits).any(|cluster| clusters.contains(&cluster))
-                    }
-                    found => found
-                        .and_then(|found| found.host())
-                        .is_some_and(|host| clusters.contains(&(host >> bits))),
-                };
-                if piece.chunks_exact(8).map(|e| be64(e, 0)).any(|e| e != 0 && used(e)) {
-                    return Err(changed_by_others("a cluster has got another use"));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The entry of a record's key, which is in memory from then on.
-    fn entry_on_disk(&self, key: u64) -> io::Result<u64> {
-        if key >= L1_KEYS {
-            let entry = self.l1.get((key - L1_KEYS) as usize);
-            let entry = entry.ok_or_else(|| changed_by_others("an entry is outside of L1"))?;
-            return Ok(entry.load(Ordering::Relaxed));
-        }
-        if key >= self.header.guest_clusters() {
-            return Err(changed_by_others("an entry is outside of the disk"));
-        }
-        let (slice, _) = self.slice(key);
-        if !self.cache.holds(slice) {
-            let offset = self.slice_offset(slice)?;
-            let offset = offset.ok_or_else(|| changed_by_others("an entry has lost its table"))?;
-            let bytes = read_whole(&self.medium, offset, self.cache.slice_entries() * 8)?;
-            let entries: Vec<u64> = bytes.chunks_exact(8).map(|e| be64(e, 0)).collect();
-            if self.cache.install(slice, &entries).is_err() {
-                let text = "more changes than the memory for metadata holds; allow more";
-                return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
-            }
-        }
-        Ok(self.entry(key).unwrap_or(0))
-    }
-
-    /// The count of a cluster that a record refers to. A commit may have written it already: the
-    /// cluster was taken before its data were there. `true`: it has one.
-    fn count_taken_over(&self, new: u64) -> io::Result<bool> {
-        let host = new & entry::OFFSET;
-        if self.medium.read_only() || host == 0 {
-            return Ok(false);
-        }
-        let cluster = host >> self.header.cluster_bits;
-        if host + self.cluster_bytes() > self.limit.load(Ordering::Relaxed) {
-            return Err(changed_by_others("a cluster is outside of the file"));
-        }
-        let mut state = self.state();
-        let slice = state.refs.slice_of(cluster);
-        if !state.refs.holds(slice) {
-            let offset = state.refs.offset(slice);
-            let offset = offset.ok_or_else(|| changed_by_others("a refcount block is gone"))?;
-            let bytes = read_whole(&self.medium, offset, state.refs.slice_bytes())?;
-            state.refs.install(slice, bytes.into(), &[]);
-        }
-        match state.refs.get(cluster) {
-            Some(0) => {
-                state.refs.set(cluster, 1);
-                Ok(false)
-            }
-            Some(1) => Ok(true),
-            _ => Err(changed_by_others("a cluster has got another use")),
-        }
-    }
-
-    fn redo(&self, record: &Record, now: u64, new: u64) {
-        let mut state = self.state();
-        state.adopt(record.key, record.slot);
-        if record.key >= L1_KEYS {
-            state.note(record.key, now, new);
-            self.leave(&mut state, now & !COPIED, new);
-            self.l1[(record.key - L1_KEYS) as usize].store(new, Ordering::Relaxed);
-        } else {
-            self.publish(&mut state, record.key, new);
-        }
-    }
-
-    /// The commit under way has replaced `old` on disk, but not lowered its count yet.
-    fn leave_record(&self, key: u64, old: u64, new: u64) {
-        let old = if key >= L1_KEYS { old & !COPIED } else { old };
-        self.leave(&mut self.state(), old, new);
-    }
-
-    /// Whether an entry of a table refers to what is a table itself.
-    pub(super) fn overlaps_metadata(&self, entry: u64) -> bool {
-        let host = self.decode(entry).as_ref().and_then(Cluster::host);
-        host.is_some_and(|h| self.metadata.binary_search(&(h >> self.header.cluster_bits)).is_ok())
-    }
 }
 
 impl Tables {
-    fn read(medium: &Raw, cannot: &Cannot) -> Result<Tables, DiskError> {
+    /// `all`: also those that only a writer needs, and who looks whether others have written since
+    /// a process died. Most parents are read without.
+    fn read(medium: &Raw, all: bool, cannot: &Cannot) -> Result<Tables, DiskError> {
         let io = |e| cannot.io(e);
         let bytes = medium.bytes_now().map_err(io)?;
         let head = medium.read_now(0, HEAD_BYTES as usize).map_err(io)?;
@@ -275,16 +124,12 @@ impl Tables {
             Ok(entries)
         };
         let l1 = table(header.l1_offset, u64::from(header.l1_entries) * 8)?;
-        // Parents are only read.
-        let reftable = match medium.read_only() {
-            true => Vec::new(),
-            false => table(header.reftable_offset, header.reftable_bytes())?,
-        };
+        let (mut reftable, mut snapshots) = (Vec::new(), Vec::new());
+        if all {
+            reftable = table(header.reftable_offset, header.reftable_bytes())?;
+            snapshots = snapshots::clusters(medium, &header, bytes).map_err(io)?;
+        }
         let limit = bytes & !511;
-        let snapshots = match medium.read_only() {
-            true => Vec::new(),
-            false => snapshots::clusters(medium, &header, bytes).map_err(io)?,
-        };
         let metadata = metadata(&header, &l1, &reftable, snapshots, bytes);
         let metadata = metadata.map_err(|e| cannot.header(&e))?;
         Ok(Tables { header, l1, reftable, metadata, limit })
@@ -361,14 +206,10 @@ fn identity(medium: &Raw, header: &Header) -> io::Result<Identity> {
 }
 
 /// Reads metadata; what is behind the end of the file is zeros.
-fn read_whole(medium: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+pub(super) fn read_whole(medium: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = medium.read_now(offset, len)?;
     bytes.resize(len, 0);
     Ok(bytes)
-}
-
-fn changed_by_others(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 /// The first half of all errors of opening.

@@ -82,7 +82,7 @@ impl Qcow2 {
         }
         let len = self.cache.slice_entries() * 8;
         let bytes = meta::read(port, file, offset, len).await?;
-        let entries: Vec<u64> = bytes.chunks_exact(8).map(|e| super::header::be64(e, 0)).collect();
+        let entries = self.entries_of(slice, &bytes);
         if let Some(entry) = entries.iter().find(|entry| self.overlaps_metadata(**entry)) {
             return Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table")));
         }

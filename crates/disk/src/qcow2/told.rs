@@ -3,7 +3,6 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
-use super::header::be64;
 use super::snapshots::{self, Told};
 use super::{Qcow2, entry};
 
@@ -47,12 +46,11 @@ impl Qcow2 {
                 other => other.is_some_and(|cluster| cluster.host().is_some()),
             };
             // What a process that died had answered is in memory only.
-            let in_memory = self.cache.read(slice, |entries| {
-                let used = entries.iter().take(left as usize);
-                used.filter(|e| has_place(e.load(Ordering::Relaxed))).count()
-            });
-            let used = on_disk.chunks_exact(8).take(left as usize);
-            found += in_memory.unwrap_or_else(|| used.filter(|e| has_place(be64(e, 0))).count());
+            let in_memory = self
+                .cache
+                .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Relaxed)).collect());
+            let entries: Vec<u64> = in_memory.unwrap_or_else(|| self.entries_of(slice, on_disk));
+            found += entries.into_iter().take(left as usize).filter(|e| has_place(*e)).count();
         }
         Ok(found as u64)
     }

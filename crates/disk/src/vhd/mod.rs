@@ -315,7 +315,7 @@ fn sparse(
         }
     };
     let full_on_disk = AtomicBool::new(meta.full.iter().any(|bits| *bits != 0));
-    let blocks = Blocks::new(Opened {
+    let mut blocks = Blocks::new(Opened {
         layout: meta.layout,
         table_offset: meta.header.table_offset,
         disk_bytes: footer.current_size,

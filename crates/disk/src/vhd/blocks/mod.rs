@@ -210,8 +210,11 @@ impl Blocks {
         size_of_val(&*self.table) as u64
     }
 
+    /// What was taken over from a process that died is besides: who only reads has it for good,
+    /// and needs room for the rest.
     pub(super) fn set_metadata_bytes(&mut self, bytes: usize) {
-        self.budget_slots = (bytes / Slab::slot_bytes(self.slab.words())).max(64);
+        let dirty = self.lock().dirty.len();
+        self.budget_slots = (bytes / Slab::slot_bytes(self.slab.words())).max(dirty + 64);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -8,11 +8,22 @@ use crate::journal::Record;
 
 impl Blocks {
     /// Takes over a journal's records: in memory everything is as it was, and dirty. `keep`: the
-    /// records are in this image's journal, which releases them once they are durable.
+    /// records are in this image's journal, which releases them once they are durable. Otherwise
+    /// the image is only read, and they are another's to write; others may read them, too.
     ///
     /// # Errors
     /// They do not fit what is on disk. Nothing was written.
-    pub(in crate::vhd) fn replay(&self, records: Vec<Record>, keep: bool) -> Result<(), String> {
+    pub(in crate::vhd) fn replay(
+        &mut self,
+        records: Vec<Record>,
+        keep: bool,
+    ) -> Result<(), String> {
+        // Nothing could be evicted to make room.
+        self.budget_slots = self.budget_slots.max(records.len());
+        self.take_over(records, keep)
+    }
+
+    fn take_over(&self, records: Vec<Record>, keep: bool) -> Result<(), String> {
         let mut state = self.lock();
         let (places, bits): (Vec<Record>, Vec<Record>) =
             records.into_iter().partition(|record| record.key as u32 == 0);

@@ -1,0 +1,205 @@
+//! A backend was killed, and before it came back another program has put an image on the one that
+//! it had open: what was answered is only in the journal of what is a parent now.
+
+mod common;
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use common::vhd::{at, name, options, peer};
+use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs};
+use ferrite_disk::tools::{Convert, Extent, Kind, NewImage, Workshop};
+use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions};
+use ferrite_io::directory::HostDirectory;
+use ferrite_io::engines::EngineChoice;
+use tempfile::TempDir;
+
+const GIB: u64 = 1 << 30;
+
+/// Two images on a third, whose backend was killed.
+struct Chain {
+    dir: TempDir,
+    state: TempDir,
+    parent: ImageName,
+    children: [ImageName; 2],
+}
+
+impl Chain {
+    /// The parent's backend has answered writes at these places, of which only the first is
+    /// flushed, and was killed. The children were made as other programs do: without a look at the
+    /// journal.
+    fn new(format: &str, bytes: u64, written: &[u64]) -> Chain {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let image = |file: &str| {
+            let path = at(&dir, &format!("{file}.{format}"));
+            ImageName::parse(&format!("{format}:{}", name(&path))).unwrap()
+        };
+        let (parent, children) = (image("parent"), [image("a"), image("b")]);
+        let new = NewImage { bytes: Some(bytes), ..NewImage::default() };
+        work(None, |shop| shop.create(&parent, &new)).unwrap();
+        // While there is nothing in it, our own tools do no more than others.
+        for child in &children {
+            let new = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+            work(None, |shop| shop.create(child, &new)).unwrap();
+        }
+        fs::set_permissions(&parent.path, Permissions::from_mode(0o644)).unwrap();
+        let chain = Chain { dir, state, parent, children };
+        let mut backend = chain.serve(&chain.parent, false).unwrap();
+        for (i, at) in written.iter().enumerate() {
+            backend.write(*at, &[i as u8 + 1; 512]).unwrap();
+            if i == 0 {
+                backend.flush().unwrap();
+            }
+        }
+        drop(backend);
+        // When it has let go of the file.
+        drop(chain.serve(&chain.parent, true).unwrap());
+        chain
+    }
+
+    /// Opens an image as a backend does.
+    fn serve(&self, image: &ImageName, read_only: bool) -> Result<Queue, DiskError> {
+        let options = OpenOptions {
+            read_only,
+            state_dir: Some(self.state.path().into()),
+            metadata_bytes: MIB as usize,
+            ..options()
+        };
+        Disk::open_image(image, &options).map(Queue::new)
+    }
+
+    /// The journals, by name.
+    fn journals(&self) -> Vec<(String, Vec<u8>)> {
+        let entries = fs::read_dir(self.state.path()).unwrap().map(|entry| entry.unwrap());
+        let file = |e: fs::DirEntry| (e.file_name().into_string().unwrap(), e.path());
+        let mut all: Vec<_> =
+            entries.map(file).map(|(name, path)| (name, fs::read(path).unwrap())).collect();
+        all.sort();
+        all
+    }
+}
+
+fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    let kind = "auto".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+    work(&Workshop {
+        fixed_size: false,
+        directory: &HostDirectory,
+        engine: &move |arena| kind.open(arena, 64),
+        state_dir: state.map(Path::to_owned),
+        progress: &|_| true,
+    })
+}
+
+fn holds(queue: &mut Queue, written: &[u64]) {
+    for (i, at) in written.iter().enumerate() {
+        let found = queue.read(*at, 1024).unwrap();
+        assert!(found[..512] == [i as u8 + 1; 512], "byte {at}: {}", found[0]);
+        assert!(found[512..] == [0; 512], "behind byte {at}: {}", found[512]);
+    }
+}
+
+#[test]
+fn several_children_at_once_read_what_the_parents_killed_backend_has_answered() {
+    for format in ["vhd", "qcow2"] {
+        let written = [0, MIB, 5 * MIB + 512];
+        let chain = Chain::new(format, 8 * MIB, &written);
+        let (journals, file) = (chain.journals(), fs::read(&chain.parent.path).unwrap());
+        let mut disks = chain.children.each_ref().map(|c| chain.serve(c, false).unwrap());
+        for (disk, byte) in disks.iter_mut().zip([0x71, 0x72]) {
+            holds(disk, &written);
+            // Beside what is in the parent, and over it.
+            disk.write(512, &[byte; 512]).unwrap();
+            disk.write(MIB, &[byte; 512]).unwrap();
+            disk.flush().unwrap();
+        }
+        for (disk, byte) in disks.iter_mut().zip([0x71, 0x72]) {
+            assert!(disk.read(0, 512).unwrap() == [1; 512], "{format}");
+            assert!(disk.read(512, 512).unwrap() == [byte; 512], "{format}");
+            assert!(disk.read(MIB, 512).unwrap() == [byte; 512], "{format}");
+            disk.close().unwrap();
+        }
+        drop(disks);
+        // The parent is nobody's to write, and its journal the next one's to read.
+        assert!(chain.journals() == journals, "{format}");
+        assert!(fs::read(&chain.parent.path).unwrap() == file, "{format}");
+    }
+}
+
+/// Places far apart: each has a table of its own to be kept, and a parent gets little memory.
+#[test]
+fn a_parent_that_lacks_more_than_its_memory_for_metadata_holds_is_read_with_all_of_it() {
+    for format in ["vhd", "qcow2"] {
+        let written: Vec<u64> = (0..240).map(|i| i * 33 * MIB).collect();
+        let chain = Chain::new(format, 8 * GIB, &written);
+        for read_only in [true, false] {
+            let mut disk = chain.serve(&chain.children[0], read_only).unwrap();
+            holds(&mut disk, &written);
+            // What lies between was never written, and its tables take memory, too.
+            for at in (0..240).map(|i| i * 33 * MIB + 16 * MIB) {
+                assert!(disk.read(at, 512).unwrap() == [0; 512], "{format}, byte {at}");
+            }
+            holds(&mut disk, &written);
+        }
+        // So is the image by itself.
+        holds(&mut chain.serve(&chain.parent, true).unwrap(), &written);
+    }
+}
+
+#[test]
+fn tools_see_a_chain_as_it_is_served() {
+    for format in ["vhd", "qcow2"] {
+        let written = [0, 4 * MIB];
+        let chain = Chain::new(format, 8 * MIB, &written);
+        let mut content = vec![0; 8 * MIB as usize];
+        content[..512].fill(1);
+        content[4 * MIB as usize..][..512].fill(2);
+        let raw = |file| {
+            let path = at(&chain.dir, file);
+            ImageName::parse(&format!("raw:{}", name(&path))).unwrap()
+        };
+        let (copy, flat) = (raw("copy.img"), raw("flat.img"));
+        fs::write(&copy.path, &content).unwrap();
+        let child = &chain.children[0];
+        work(Some(chain.state.path()), |shop| {
+            assert!(shop.compare(child, &copy).unwrap().identical, "{format}");
+            shop.convert(child, &flat, &Convert::default()).unwrap();
+            let mut found = 0;
+            let count = |extent: &Extent| {
+                let range = extent.start_bytes..extent.start_bytes + extent.length_bytes;
+                let theirs = extent.kind == Kind::Data && extent.layer == Some(1);
+                found += written.iter().filter(|at| theirs && range.contains(at)).count();
+                true
+            };
+            shop.map(child, count).unwrap();
+            assert_eq!(found, written.len(), "{format}");
+            assert!(shop.check(child, true).unwrap().usable, "{format}");
+            let info = shop.info(child).unwrap();
+            let journals: Vec<bool> = info.chain.iter().map(|layer| layer.journal).collect();
+            assert_eq!(journals, [false, true], "{format}");
+            assert!(info.chain[1].allocated_bytes > Some(0), "{format}");
+        });
+        assert!(fs::read(&flat.path).unwrap() == content, "{format}");
+    }
+}
+
+/// qemu gives new data the first place that nothing on disk refers to: just where the killed
+/// backend had put its own.
+#[test]
+fn a_parent_that_another_program_has_written_to_since_is_refused_by_all_its_children() {
+    for (format, qemu) in [("vhd", "vpc"), ("qcow2", "qcow2")] {
+        let chain = Chain::new(format, 16 * MIB, &[0, 4 * MIB]);
+        let path = name(&chain.parent.path);
+        let Some(_) = peer("qemu-io", &["-f", qemu, "-c", "write -P 3 8M 512", path]) else {
+            return;
+        };
+        for (child, read_only) in chain.children.iter().zip([false, true]) {
+            let error = chain.serve(child, read_only).err().expect(format);
+            assert!(error.to_string().contains("parent"), "{error}");
+            assert!(error.help().contains("another program"), "{error}: {}", error.help());
+        }
+        let child = &chain.children[0];
+        let report = work(Some(chain.state.path()), |shop| shop.check(child, true)).unwrap();
+        assert!(!report.usable, "{format}");
+    }
+}
