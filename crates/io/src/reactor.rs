@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,14 +23,15 @@ use crate::arena::Span;
 use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use crate::executor::Executor;
 
+mod handle;
+
+pub use handle::Io;
+
 /// Marks the tokens of operations that a future waits for; the rest is the index of its slot.
 const TASK_BIT: u64 = 1 << 63;
 
 /// Polls of tasks in one turn, before and after the reaping each.
 const POLLS_PER_TURN: usize = 256;
-
-/// How often in a row a transfer or a sync may be interrupted or say "try again".
-const RETRIES: u32 = 64;
 
 /// How long a turn may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,7 +161,7 @@ impl Reactor {
 
     /// A handle for async code on this thread.
     pub fn io(&self) -> Io {
-        Io { shared: self.shared.clone() }
+        Io::new(self.shared.clone())
     }
 
     /// Adds a file; see [`Engine::add_file`].
@@ -359,232 +360,6 @@ struct Flag(AtomicBool);
 impl Wake for Flag {
     fn wake(self: Arc<Self>) {
         self.0.store(true, Ordering::Release);
-    }
-}
-
-/// A handle to a thread's reactor for async code on that thread.
-#[derive(Clone)]
-pub struct Io {
-    shared: Rc<Shared>,
-}
-
-impl Io {
-    fn op(&self, op: Op) -> OpFuture<'_> {
-        OpFuture { shared: &self.shared, op, slot: None }
-    }
-
-    /// Reads at most `buf.len()` bytes; 0 is end of file.
-    ///
-    /// # Errors
-    /// What the kernel says; so for all operations here. `BrokenPipe` once the reactor is gone.
-    pub async fn read(&self, file: FileId, offset: u64, buf: Span) -> io::Result<u32> {
-        self.op(Op::Read { file, offset, buf }).await
-    }
-
-    /// Writes at most `buf.len()` bytes.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn write(&self, file: FileId, offset: u64, buf: Span) -> io::Result<u32> {
-        self.op(Op::Write { file, offset, buf }).await
-    }
-
-    /// Reads all of `buf`, however many operations that takes.
-    ///
-    /// # Errors
-    /// What the kernel says; `UnexpectedEof` if the file ends before that.
-    pub async fn read_exact(&self, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
-        let read = |offset, buf| Op::Read { file, offset, buf };
-        self.transfer(offset, buf, read, io::ErrorKind::UnexpectedEof).await
-    }
-
-    /// Writes all of `buf`, however many operations that takes.
-    ///
-    /// # Errors
-    /// What the kernel says; `WriteZero` if it takes nothing and gives no error.
-    pub async fn write_all(&self, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
-        let write = |offset, buf| Op::Write { file, offset, buf };
-        self.transfer(offset, buf, write, io::ErrorKind::WriteZero).await
-    }
-
-    async fn transfer(
-        &self,
-        offset: u64,
-        buf: Span,
-        op: impl Fn(u64, Span) -> Op,
-        no_progress: io::ErrorKind,
-    ) -> io::Result<()> {
-        let (mut done, mut retries) = (0, 0);
-        while done < buf.len() {
-            let rest = buf.slice(done, buf.len() - done);
-            match self.op(op(offset.saturating_add(done as u64), rest)).await {
-                Ok(0) => return Err(no_progress.into()),
-                Ok(n) => {
-                    done += (n as usize).min(rest.len());
-                    retries = 0;
-                }
-                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
-                Err(e) => return Err(e),
-            }
-        }
-        Ok(())
-    }
-
-    /// See [`Op::Sync`]. One that was interrupted, or found no resources, says nothing about what
-    /// was written, and is tried again; any other error does, and is told once.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn sync(&self, file: FileId) -> io::Result<()> {
-        let mut retries = 0;
-        loop {
-            match self.op(Op::Sync { file }).await {
-                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
-                done => return done.map(drop),
-            }
-        }
-    }
-
-    /// See [`Op::PunchHole`].
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn punch_hole(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::PunchHole { file, offset, len }).await.map(drop)
-    }
-
-    /// See [`Op::ZeroRange`].
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn zero_range(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::ZeroRange { file, offset, len }).await.map(drop)
-    }
-
-    /// See [`Op::Allocate`].
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn allocate(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::Allocate { file, offset, len }).await.map(drop)
-    }
-
-    /// See [`Op::SetLen`].
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn set_len(&self, file: FileId, len: u64) -> io::Result<()> {
-        self.op(Op::SetLen { file, len }).await.map(drop)
-    }
-
-    /// See [`Op::Discard`].
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn discard(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::Discard { file, offset, len }).await.map(drop)
-    }
-
-    /// Waits until `fd` has something to read, has hung up or is in error. It must stay open
-    /// meanwhile.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn readable(&self, fd: i32) -> io::Result<()> {
-        self.op(Op::Readable { fd }).await.map(drop)
-    }
-
-    /// Waits for `after`.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub async fn sleep(&self, after: Duration) -> io::Result<()> {
-        self.op(Op::Timer { after }).await.map(drop)
-    }
-
-    /// Adds a task; see [`Reactor::spawn`].
-    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
-        self.shared.executor.spawn(future);
-    }
-}
-
-/// Whether the same operation may well succeed the next time.
-fn is_passing(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
-}
-
-/// One operation: pushed when it is polled first.
-struct OpFuture<'a> {
-    shared: &'a Shared,
-    op: Op,
-    /// Taken by the operation in flight.
-    slot: Option<u32>,
-}
-
-impl OpFuture<'_> {
-    fn start(&mut self, waker: &Waker) -> io::Result<()> {
-        let mut engine = self.shared.engine.borrow_mut();
-        let Some(engine) = engine.as_mut() else {
-            let text = "the reactor of this handle is gone";
-            return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
-        };
-        let slot = self.shared.slots.borrow_mut().take(waker.clone(), Kind::of(&self.op));
-        engine.push(TASK_BIT | u64::from(slot), self.op);
-        self.slot = Some(slot);
-        Ok(())
-    }
-}
-
-impl Future for OpFuture<'_> {
-    type Output = io::Result<u32>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(i) = self.slot else {
-            return match self.start(cx.waker()) {
-                Ok(()) => Poll::Pending,
-                Err(e) => Poll::Ready(Err(e)),
-            };
-        };
-        let mut slots = self.shared.slots.borrow_mut();
-        match slots.slots.get_mut(i as usize) {
-            Some(Slot::Done(raw)) => {
-                let done = Completion { token: 0, raw: *raw };
-                slots.release(i);
-                drop(slots);
-                self.slot = None;
-                Poll::Ready(done.result())
-            }
-            Some(Slot::InFlight(waker, _)) => {
-                let other = !waker.will_wake(cx.waker());
-                let old = other.then(|| std::mem::replace(waker, cx.waker().clone()));
-                drop(slots);
-                drop(old);
-                Poll::Pending
-            }
-            _ => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
-        }
-    }
-}
-
-impl Drop for OpFuture<'_> {
-    fn drop(&mut self) {
-        let Some(i) = self.slot else { return };
-        let mut slots = self.shared.slots.borrow_mut();
-        match slots.slots.get_mut(i as usize) {
-            Some(Slot::Done(_)) => slots.release(i),
-            Some(slot @ Slot::InFlight(..)) => {
-                let kind = Kind::of(&self.op);
-                let waker = std::mem::replace(slot, Slot::Abandoned(kind));
-                drop(slots);
-                drop(waker);
-                if kind == Kind::Wait
-                    && let Some(engine) = self.shared.engine.borrow_mut().as_mut()
-                {
-                    engine.cancel(TASK_BIT | u64::from(i));
-                }
-            }
-            _ => {}
-        }
     }
 }
 

@@ -12,6 +12,7 @@
 //! * Dropping the engine performs what was submitted, calls off what waits, and returns when the
 //!   kernel is done with the arena and the files.
 
+mod enter;
 mod entry;
 mod passthrough;
 mod pin;
@@ -30,11 +31,10 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use io_uring::types::{Fd, SubmitArgs, Timespec};
-use io_uring::{EnterFlags, IoUring, opcode, squeue};
+use io_uring::types::{Fd, Timespec};
+use io_uring::{IoUring, opcode, squeue};
 
 use crate::arena::{Arena, Span};
-use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Offload};
 use entry::Vectors;
@@ -57,9 +57,6 @@ const RING: u64 = u64::MAX - 2;
 
 /// The longest time that is asked of the kernel, in seconds: far below where it would overflow.
 const MAX_TIME_S: u64 = 1 << 32;
-
-/// How long to leave a kernel alone that is short of memory, in nanoseconds.
-const SHORTAGE_NS: u64 = 1_000_000;
 
 /// Arenas that the kernel may still use although their engine is gone; see `drop`.
 static KEPT: Mutex<Vec<Arc<Arena>>> = Mutex::new(Vec::new());
@@ -184,15 +181,6 @@ impl Uring {
     /// What the kernel gave.
     pub fn features(&self) -> UringFeatures {
         self.features.clone()
-    }
-
-    /// Binds the ring to this thread, once.
-    fn enable(&mut self) -> io::Result<()> {
-        if !self.enabled {
-            self.ring.submitter().register_enable_rings()?;
-            self.enabled = true;
-        }
-        Ok(())
     }
 
     fn is_full(&mut self) -> bool {
@@ -341,57 +329,6 @@ impl Uring {
         any
     }
 
-    /// Enters the kernel: submits what is queued and waits for `want` completions at most
-    /// `timeout`. Returns whether the kernel can take more now (false: it is short of memory).
-    fn enter(&mut self, want: usize, timeout: Option<Duration>) -> io::Result<bool> {
-        let entered = match timeout {
-            Some(t) => {
-                let time = timespec(t);
-                self.ring.submitter().submit_with_args(want, &SubmitArgs::new().timespec(&time))
-            }
-            None => self.ring.submitter().submit_and_wait(want),
-        };
-        match entered.map_err(|e| (errno_of(&e), e)) {
-            Ok(_) | Err((libc::ETIME | libc::EINTR, _)) => Ok(true),
-            Err((libc::EAGAIN | libc::EBUSY, _)) => Ok(false),
-            Err((_, e)) => Err(e),
-        }
-    }
-
-    /// Lets the kernel finish something, without giving it more: at most [`SHORTAGE_NS`].
-    fn relieve(&mut self) -> io::Result<()> {
-        let time = timespec(Duration::from_nanos(SHORTAGE_NS));
-        let args = SubmitArgs::new().timespec(&time);
-        let flags = EnterFlags::GETEVENTS | EnterFlags::EXT_ARG;
-        // SAFETY: the argument is what EXT_ARG says it is, and outlives the call.
-        match unsafe { self.ring.submitter().enter(0, 1, flags.bits(), Some(&args)) } {
-            Ok(_) => Ok(()),
-            Err(e) => match errno_of(&e) {
-                libc::ETIME | libc::EINTR | libc::EAGAIN | libc::EBUSY => Ok(()),
-                _ => Err(e),
-            },
-        }
-    }
-
-    /// Waits until there is a completion or `deadline_ns` of the monotonic clock is over.
-    fn wait_until(&mut self, deadline_ns: Option<u64>) -> io::Result<()> {
-        loop {
-            self.unspill();
-            let left_ns = deadline_ns.map(|d| d.saturating_sub(SystemClock.now_ns()));
-            let can_take = self.enter(1, left_ns.map(Duration::from_nanos))?;
-            if self.has_completions() || !self.backlog.is_empty() {
-                return Ok(());
-            }
-            if !can_take {
-                self.relieve()?;
-            }
-            // A signal ends the kernel's wait as well, so only the clock tells.
-            if deadline_ns.is_some_and(|d| SystemClock.now_ns() >= d) {
-                return Ok(());
-            }
-        }
-    }
-
     /// Calls off what waits and sees everything else to its end.
     fn finish(&mut self) -> io::Result<()> {
         let waits: Vec<u64> = self.table.waits().map(|(index, _)| index).collect();
@@ -509,46 +446,11 @@ impl Engine for Uring {
     }
 
     fn submit(&mut self) -> io::Result<()> {
-        self.enable()?;
-        loop {
-            self.unspill();
-            // Due: completions that the kernel works off, or moves to the queue that was full,
-            // only when it is entered.
-            let (queued, due) = {
-                let sq = self.ring.submission();
-                (sq.len(), sq.cq_overflow() || sq.taskrun())
-            };
-            let due = due || (self.polled && self.pending > 0);
-            if queued == 0 && !due {
-                return Ok(());
-            }
-            let can_take = self.enter(0, None)?;
-            let left = self.ring.submission().len();
-            // Short of memory, and nothing to free some: what is left waits for the next call.
-            if !can_take && left == queued && !self.make_room() {
-                return Ok(());
-            }
-            if left == 0 && self.spill.is_empty() {
-                return Ok(());
-            }
-        }
+        self.submit_all()
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.enable()?;
-        let idle = self.in_flight() == 0 && timeout.is_none();
-        if idle || timeout == Some(Duration::ZERO) || !self.backlog.is_empty() {
-            return self.submit();
-        }
-        if self.has_completions() {
-            return self.submit();
-        }
-        let max_ns = MAX_TIME_S * 1_000_000_000;
-        let deadline = timeout.map(|t| {
-            let ns = u64::try_from(t.as_nanos()).unwrap_or(max_ns).min(max_ns);
-            SystemClock.now_ns().saturating_add(ns)
-        });
-        self.wait_until(deadline)
+        self.wait_for(timeout)
     }
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
