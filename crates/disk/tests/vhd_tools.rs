@@ -62,6 +62,52 @@ fn table_entry(path: &Path, block: u64) -> u32 {
     u32::from_be_bytes(entry)
 }
 
+/// A fixed image's only footer is in the last sector.
+#[test]
+fn who_opens_a_fixed_image_on_a_device_that_has_grown_is_told_where_its_footer_belongs() {
+    let dir = dir_on_disk();
+    let path = at(&dir, "device");
+    create(&path, &NewImage { fixed: true, ..NewImage::dynamic(MIB) }).unwrap();
+    let old = fs::metadata(&path).unwrap().len() / 512 - 1;
+    File::options().write(true).open(&path).unwrap().set_len(2 * MIB).unwrap();
+    let device = OpenOptions { fixed_size: true, ..options() };
+    let error = Vhd::open(&path, &device).unwrap_err();
+    let command = error.help().split(": ").last().unwrap().replace("OLD", &old.to_string());
+    assert!(command.starts_with("dd ") && command.ends_with("seek=4095"), "{command}");
+    common::run("sh", &["-c", &command]).unwrap();
+    assert_eq!(Vhd::open(&path, &device).unwrap().bytes(), MIB);
+}
+
+/// Windows keeps paths of its own kinds in images that are older than itself.
+#[test]
+fn the_text_of_a_deprecated_locator_outlives_repairs_and_new_blocks() {
+    let dir = dir_on_disk();
+    let (below, path) = (image(&dir), at(&dir, "child.vhd"));
+    let footer = Vhd::open(&below, &options()).unwrap().footer().clone();
+    create(&path, &NewImage::differencing(BYTES, parent(&below, &footer))).unwrap();
+    let end = fs::metadata(&path).unwrap().len();
+    let (text, place) = ([0xAB; 512], end.next_multiple_of(4096) + 8192);
+    let mut header = fs::read(&path).unwrap()[512..1536].to_vec();
+    let locator = &mut header[576 + 7 * 24..][..24];
+    locator[..12].copy_from_slice(b"Wi2k\0\0\x02\0\0\0\x02\0");
+    locator[16..].copy_from_slice(&place.to_be_bytes());
+    header[36..40].fill(0);
+    let sum = header.iter().fold(0u32, |sum, byte| sum + u32::from(*byte));
+    header[36..40].copy_from_slice(&(!sum).to_be_bytes());
+    change(&path, 512, &header);
+    change(&path, place, &text);
+    change(&path, place + 16384, &[0; 512]);
+    assert_eq!(check(&path), [Problem::EndFooter, Problem::Leak]);
+    repair(&path);
+    assert_eq!(check(&path), []);
+    let mut disk = queue(&path);
+    (0..4).for_each(|i| disk.write(i * 2 * MIB, &[7; 512]).unwrap());
+    disk.close().unwrap();
+    drop(disk);
+    assert_eq!(check(&path), []);
+    assert!(fs::read(&path).unwrap()[place as usize..][..512] == text);
+}
+
 #[test]
 fn a_closed_image_has_nothing_wrong() {
     let dir = dir_on_disk();

@@ -100,7 +100,10 @@ impl Vhd {
         let path = raw.path().to_owned();
         let bad = |e: meta::MetaError| e.for_image(&path);
         let footers = Footers::read(&raw).map_err(bad)?;
-        let (footer, footer_at) = footers.choose().map_err(|e| bad(e.into()))?;
+        let (footer, footer_at) = footers.choose().map_err(|e| match footers.end {
+            Err(_) if !raw.is_file() => no_footer(&raw, footers.end_at, &e),
+            _ => bad(e.into()),
+        })?;
         let body = match footer.kind {
             Kind::Fixed => fixed(&footer, footers.end_at).map_err(|e| bad(e.into()))?,
             Kind::Dynamic | Kind::Differencing => {
@@ -287,6 +290,23 @@ impl Vhd {
             }
         }
     }
+}
+
+/// A device may have grown below the image. Where it ended before, nobody but its owner knows: what
+/// looks like a footer within a fixed disk a guest may have written.
+fn no_footer(raw: &Raw, end_at: u64, bad: &Malformed) -> DiskError {
+    let (path, seek) = (raw.path().display(), end_at / format::SECTOR);
+    let help = format!(
+        "check that a VHD is on it; if the device has grown, the footer is in the last sector that \
+         it had before (number OLD): dd if={path} of={path} bs=512 count=1 conv=notrunc skip=OLD \
+         seek={seek}"
+    );
+    DiskError::new(
+        ErrorKind::Unsuitable,
+        format!("cannot open image {path}"),
+        bad.to_string(),
+        help,
+    )
 }
 
 fn fixed(footer: &Footer, end_at: u64) -> Result<Body, Malformed> {

@@ -22,6 +22,9 @@ pub(crate) struct Region {
 pub(crate) struct Layout {
     /// Ordered by place, and disjoint.
     regions: Vec<Region>,
+    /// Texts of locators that are not used any more. Nothing else is put there, and they are no
+    /// reason to refuse anything, wherever they are.
+    old_texts: Vec<(u64, u64)>,
     /// Blocks of the disk.
     pub(crate) blocks: u32,
     /// Bytes of a block's data.
@@ -63,8 +66,15 @@ impl Layout {
             add(at, SECTOR, "the batmap's header")?;
             add(batmap.offset, batmap.len, "the batmap")?;
         }
-        for locator in header.locators.iter().filter(|l| l.reads() && l.room_bytes() > 0) {
-            add(locator.offset, locator.room_bytes(), "a parent locator")?;
+        let mut old_texts = Vec::new();
+        for locator in header.locators.iter().filter(|l| l.is_used() && l.room_bytes() > 0) {
+            if locator.reads() {
+                add(locator.offset, locator.room_bytes(), "a parent locator")?;
+            } else {
+                let (start, end) =
+                    (locator.offset, locator.offset.checked_add(locator.room_bytes()));
+                old_texts.extend(end.filter(|end| *end <= medium_bytes).map(|end| (start, end)));
+            }
         }
         regions.sort_by_key(|r| r.start);
         if let Some(pair) = regions.windows(2).find(|pair| pair[0].end > pair[1].start) {
@@ -77,6 +87,7 @@ impl Layout {
         let bitmap_bytes = whole_sectors(block_bytes.div_ceil(SECTOR * 8));
         Ok(Layout {
             regions,
+            old_texts,
             blocks,
             block_bytes,
             bitmap_bytes,
@@ -110,12 +121,12 @@ impl Layout {
 
     /// First and last byte (exclusive) of metadata that does not move.
     pub(crate) fn regions(&self) -> impl Iterator<Item = (u64, u64)> {
-        self.regions.iter().map(|r| (r.start, r.end))
+        self.regions.iter().map(|r| (r.start, r.end)).chain(self.old_texts.iter().copied())
     }
 
     /// Where metadata ends that does not move.
     pub(crate) fn metadata_end(&self) -> u64 {
-        self.regions.last().map_or(0, |r| r.end)
+        self.regions().map(|(_, end)| end).max().unwrap_or(0)
     }
 
     /// Whether a block can be at `sector`: inside the medium, and over no metadata. `entry_at`
@@ -225,6 +236,19 @@ mod tests {
         let mut locator = header.clone();
         locator.locators[3] = Locator { code: *b"W2ru", space: 1, len: 4, offset: 1536 };
         assert!(refused(&footer, &locator).contains("a parent locator"));
+    }
+
+    #[test]
+    fn the_text_of_a_locator_that_is_not_used_any_more_is_kept_and_refuses_nothing() {
+        let (footer, mut header) = image();
+        let text = |offset| Locator { code: *b"Wi2k", space: 512, len: 9, offset };
+        header.locators[0] = text(1 << 20);
+        header.locators[1] = text(1536);
+        header.locators[2] = text(u64::MAX - 3);
+        let layout = Layout::new(&footer, &header, None, FILE).unwrap();
+        assert!(layout.regions().any(|region| region == (1 << 20, (1 << 20) + 512)));
+        assert_eq!(layout.metadata_end(), (1 << 20) + 512);
+        assert!(layout.check_place(2048, 0).is_ok());
     }
 
     #[test]
