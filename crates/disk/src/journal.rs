@@ -44,6 +44,10 @@ impl Identity {
     /// Of the image with this identifier in `raw`. A copy has the identifier of its original, and
     /// may get the number of a file that is gone; it was made later.
     ///
+    /// When the file was changed last says nothing: the process that died did that itself, to its
+    /// end, and had no chance to note it. So whoever takes records over looks at what they refer
+    /// to. A cluster that another program has used meanwhile and freed again is not found that way.
+    ///
     /// # Errors
     /// The file cannot be examined.
     pub(crate) fn of(raw: &Raw, uuid: [u8; 16]) -> io::Result<Identity> {

@@ -6,16 +6,20 @@ mod common;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 
+use common::failing::Failing;
 use common::vhd::{at, name, options, peer};
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::tools::{Convert, Extent, Kind, NewImage, Workshop};
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions};
 use ferrite_io::directory::HostDirectory;
+use ferrite_io::engine::{FileId, Op};
 use ferrite_io::engines::EngineChoice;
 use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
+const EIO: i32 = 5;
 
 /// Two images on a third, whose backend was killed.
 struct Chain {
@@ -60,13 +64,17 @@ impl Chain {
 
     /// Opens an image as a backend does.
     fn serve(&self, image: &ImageName, read_only: bool) -> Result<Queue, DiskError> {
+        self.open(image, read_only).map(Queue::new)
+    }
+
+    fn open(&self, image: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
         let options = OpenOptions {
             read_only,
             state_dir: Some(self.state.path().into()),
             metadata_bytes: MIB as usize,
             ..options()
         };
-        Disk::open_image(image, &options).map(Queue::new)
+        Disk::open_image(image, &options)
     }
 
     /// The journals, by name.
@@ -201,5 +209,42 @@ fn a_parent_that_another_program_has_written_to_since_is_refused_by_all_its_chil
         let child = &chain.children[0];
         let report = work(Some(chain.state.path()), |shop| shop.check(child, true)).unwrap();
         assert!(!report.usable, "{format}");
+    }
+}
+
+/// Where the killed backend only wrote over what was there, nothing else says that it did.
+#[test]
+fn the_first_flush_of_a_disk_is_one_of_its_parents_too() {
+    for format in ["vhd", "qcow2"] {
+        let chain = Chain::new(format, 8 * MIB, &[0]);
+        // How often the parent was synced, and whether that fails.
+        let syncs = Arc::new(Mutex::new((0, None)));
+        let decide = || {
+            let syncs = syncs.clone();
+            move |op: &Op| match op {
+                Op::Sync { file: FileId(1) } => {
+                    let (count, errno) = &mut *syncs.lock().unwrap();
+                    *count += 1;
+                    errno.take()
+                }
+                _ => None,
+            }
+        };
+        let open = || {
+            let disk = Arc::new(chain.open(&chain.children[0], false).unwrap());
+            Queue::on(disk, |engine| Box::new(Failing::new(engine, Box::new(decide()))))
+        };
+        let mut disk = open();
+        disk.write(MIB, &[9; 512]).unwrap();
+        assert_eq!(syncs.lock().unwrap().0, 0);
+        (0..3).for_each(|_| disk.flush().unwrap());
+        assert_eq!(syncs.lock().unwrap().0, 1, "{format}");
+        disk.close().unwrap();
+        drop(disk);
+        // The kernel tells once that something is lost.
+        syncs.lock().unwrap().1 = Some(EIO);
+        let mut disk = open();
+        (0..3).for_each(|_| assert!(disk.flush().is_err(), "{format}"));
+        assert_eq!(syncs.lock().unwrap().0, 2, "{format}");
     }
 }

@@ -21,11 +21,13 @@ use crate::name::ImageName;
 use crate::{DiskError, Extent, Intent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
 mod layer;
+mod settled;
 mod shortcut;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use layer::{Found, Layer};
+use settled::Settled;
 use shortcut::{GROUP_BYTES, Owner, Owners, PAGE_BYTES, Shortcut};
 
 /// The shortcut's part of the memory for metadata.
@@ -41,6 +43,7 @@ pub struct Image {
     layers: Box<[Layer]>,
     /// Of a chain that is long enough for it.
     shortcut: Option<Shortcut>,
+    settled: Settled,
 }
 
 /// What is below a layer: where copy-on-write gets the rest of a cluster from.
@@ -76,13 +79,18 @@ impl Image {
         let bytes = layers.first().map_or(0, Layer::bytes);
         let budget_bytes = options.metadata_bytes / SHORTCUT_SHARE;
         let shortcut = Shortcut::new(layers.len(), bytes, budget_bytes);
-        Ok(Image { layers: layers.into(), shortcut })
+        Ok(Image::of(layers, shortcut))
     }
 
     /// Opens one image without its parents: what it does not have is zeros. For merging it into
     /// them.
     pub(crate) fn open_alone(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
-        Ok(Image { layers: [layer::open_layer(name, options)?].into(), shortcut: None })
+        Ok(Image::of(vec![layer::open_layer(name, options)?], None))
+    }
+
+    fn of(layers: Vec<Layer>, shortcut: Option<Shortcut>) -> Image {
+        let settled = Settled::new(layers.len());
+        Image { layers: layers.into(), shortcut, settled }
     }
 
     /// The leaf by itself; the parents are closed.
@@ -213,7 +221,9 @@ impl Image {
     }
 
     pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
-        self.leaf().commit(port).await
+        let settled = self.settled.settle(port, &self.layers).await;
+        self.leaf().commit(port).await?;
+        settled
     }
 
     pub(crate) async fn discard(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
@@ -231,7 +241,9 @@ impl Image {
     }
 
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
-        self.leaf().close(port).await
+        let settled = self.settled.settle(port, &self.layers).await;
+        self.leaf().close(port).await?;
+        settled
     }
 }
 

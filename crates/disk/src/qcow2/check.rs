@@ -48,7 +48,7 @@ pub enum Problem {
 }
 
 impl Problem {
-    /// Whether [`repair`](super::repair) mends it, without guessing.
+    /// Whether [`repair`](super::repair()) mends it, without guessing.
     pub fn is_mendable(self) -> bool {
         match self {
             Problem::Marked | Problem::CountTooLow | Problem::Leak | Problem::Flag => true,

@@ -134,6 +134,11 @@ impl Raw {
         self.medium == Medium::File && !self.fixed_size
     }
 
+    /// Whether it can be synced by who may not write to it: an NVMe flush is a command.
+    pub(crate) fn can_sync_read_only(&self) -> bool {
+        self.medium != Medium::Nvme
+    }
+
     /// Device and inode of a file; the number of a block device, and 0.
     pub(crate) fn inode(&self) -> std::io::Result<(u64, u64)> {
         let stat = fstat(&self.file)?;
