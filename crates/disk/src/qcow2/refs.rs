@@ -110,8 +110,8 @@ impl Refs {
         self.dirty
     }
 
-    /// Takes the dirty slices for writing: offset and bytes each. [`written`](Self::written) is
-    /// told how that went.
+    /// Takes the dirty slices for writing: number and offset each.
+    /// [`end_writing`](Self::end_writing) is told how that went.
     pub(super) fn begin_writing(&mut self) -> Vec<(u64, u64)> {
         let dirty: Vec<u64> =
             self.slices.iter().filter(|(_, s)| s.dirty).map(|(n, _)| *n).collect();

@@ -37,7 +37,7 @@ pub enum Problem {
 }
 
 impl Problem {
-    /// Whether [`repair`](super::repair) mends it, without guessing.
+    /// Whether [`repair`](super::repair()) mends it, without guessing.
     pub fn is_mendable(self) -> bool {
         match self {
             Problem::EndFooter

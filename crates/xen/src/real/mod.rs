@@ -51,7 +51,7 @@ impl Default for Xen {
 }
 
 impl Xen {
-    /// Opens nothing yet: each queue has descriptors of its own. See [`probe`] for what is there.
+    /// Opens nothing yet: each queue has descriptors of its own. See [`probe()`] for what is there.
     pub fn new() -> Xen {
         Xen::at(Path::new("/"))
     }
