@@ -296,6 +296,12 @@ impl Disk {
         matches!(self, Disk::Image(d) if d.is_unsaved())
     }
 
+    /// Whether a parent has answered writes of a killed process that only this host's memory knows
+    /// of: [`Session::adopt`] is due before the disk is used.
+    pub fn is_unsettled(&self) -> bool {
+        matches!(self, Disk::Image(d) if !self.read_only() && !d.unsettled().is_empty())
+    }
+
     /// Reads a range, whatever steps that takes.
     ///
     /// # Errors

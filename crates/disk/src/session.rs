@@ -13,6 +13,9 @@ use ferrite_io::scratch::Scratch;
 
 use crate::{Disk, Port};
 
+/// Bytes that are adopted at once.
+const ADOPTED_BYTES: usize = 1 << 20;
+
 /// See the module text.
 pub struct Session {
     disk: Arc<Disk>,
@@ -124,6 +127,33 @@ impl Session {
     pub fn write_zeroes(&mut self, offset: u64, len: u64) -> io::Result<()> {
         let zeros = self.zero_page();
         self.reactor.block_on(self.disk.write_zeroes(&self.port, offset, len, zeros))?
+    }
+
+    /// Copies what only this host's memory knows of the disk's parents into the disk's own image,
+    /// durably, and returns how many bytes that took. Nobody else uses the disk meanwhile.
+    ///
+    /// # Errors
+    /// Those of reading and writing. Done again, it goes on.
+    pub fn adopt(&mut self) -> io::Result<u64> {
+        let disk = self.disk.clone();
+        let Disk::Image(image) = &*disk else { return Ok(0) };
+        let (mut copied, mut bytes) = (0, vec![0; ADOPTED_BYTES]);
+        for part in image.unsettled() {
+            let mut at = part.start;
+            while at < part.end {
+                let (lacks, len) = self.reactor.block_on(image.lacks(&self.port, part, at))??;
+                let len = len.min(ADOPTED_BYTES as u64);
+                if lacks {
+                    let bytes = &mut bytes[..len as usize];
+                    self.read(at, bytes)?;
+                    self.write(at, bytes)?;
+                    copied += len;
+                }
+                at += len;
+            }
+        }
+        self.flush()?;
+        Ok(copied)
     }
 
     /// See [`Disk::close`].

@@ -12,7 +12,7 @@ use common::failing::Failing;
 use common::vhd::{at, name, options, peer};
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::tools::{Convert, Extent, Kind, NewImage, Workshop};
-use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions};
+use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engine::{FileId, Op};
 use ferrite_io::engines::EngineChoice;
@@ -188,6 +188,42 @@ fn tools_see_a_chain_as_it_is_served() {
             assert!(info.chain[1].allocated_bytes > Some(0), "{format}");
         });
         assert!(fs::read(&flat.path).unwrap() == content, "{format}");
+    }
+}
+
+/// The guest was answered, and flushes the disk that it has now.
+#[test]
+fn what_only_a_parents_journal_has_is_the_leafs_once_that_has_adopted_it() {
+    for format in ["vhd", "qcow2"] {
+        let written = [0, MIB, 5 * MIB + 512, 8 * MIB - 512];
+        let chain = Chain::new(format, 8 * MIB, &written);
+        let child = &chain.children[0];
+        let mut disk = chain.serve(child, false).unwrap();
+        disk.write(MIB + 512, &[9; 512]).unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        let adopt = || {
+            let disk = Arc::new(chain.open(child, false).unwrap());
+            assert!(disk.is_unsettled(), "{format}");
+            let kind = "auto".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+            let mut session = Session::new(disk, |arena| kind.open(arena, 32)).unwrap();
+            session.adopt().unwrap()
+        };
+        let copied = adopt();
+        assert!((3 * 512..=8 * MIB).contains(&copied), "{format}: {copied}");
+        assert_eq!(adopt(), 0, "{format}");
+        assert!(!chain.journals().is_empty());
+        let before = fs::read(&chain.parent.path).unwrap();
+        // The host goes down.
+        drop(chain.serve(child, true).unwrap());
+        fs::remove_dir_all(chain.state.path()).unwrap();
+        let mut disk = chain.serve(child, true).unwrap();
+        for (at, byte) in [(0, 1), (MIB, 2), (MIB + 512, 9), (5 * MIB + 512, 3), (8 * MIB - 512, 4)]
+        {
+            assert!(disk.read(at, 512).unwrap() == [byte; 512], "{format}, byte {at}");
+        }
+        assert!(disk.read(4 * MIB, 512).unwrap() == [0; 512]);
+        assert!(fs::read(&chain.parent.path).unwrap() == before);
     }
 }
 

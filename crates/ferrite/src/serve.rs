@@ -1,11 +1,12 @@
 //! `ferrite serve`: one disk, one guest, in the foreground.
 
+use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::{Disk, OpenOptions};
+use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
@@ -31,6 +32,9 @@ const MAP_BUDGET: &str = "map-budget";
 const IMAGES: &str = "images";
 /// How long a take-over waits for the killed predecessor's last I/O to end.
 const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
+
+/// Operations in flight before a guest is served.
+const ADOPT_ENTRIES: u32 = 32;
 
 /// Serves one disk. The image comes first: what is wrong with it is said on any machine, with
 /// Xen or without.
@@ -68,6 +72,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         counters: Counters::default(),
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
+    adopt(&device.disk, &config.engine).map_err(|e| no_copy(args, e))?;
     let stop = stop_on_signals()?;
     let outcome = serve(&mut store, &Xen::new(), &device, &config, &stop);
     if let Ok(Outcome::Stopped) = outcome {
@@ -82,6 +87,27 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         Err(e) => return Err(failed(args, &e)),
     }
     Ok(())
+}
+
+/// What a killed backend has left in memory for an image that is a parent now becomes the leaf's.
+fn adopt(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
+    if disk.is_unsettled() {
+        let bytes = Session::new(disk.clone(), |arena| engine(arena, ADOPT_ENTRIES))?.adopt()?;
+        tracing::warn!(
+            bytes,
+            "a parent of this image lacks what a killed backend had answered for it: it was copied \
+             from there into the image, so that a flush can make it durable",
+        );
+    }
+    Ok(())
+}
+
+fn no_copy(args: &ServeArgs, e: io::Error) -> Failure {
+    let what =
+        format!("{} cannot be completed with what a killed backend had answered", args.image);
+    let help =
+        "make room for it, or bring it into the parent (ferrite image repair --force PARENT)";
+    Failure::new(what, e, help)
 }
 
 /// Chooses the engine, for all queues and all connections to come.

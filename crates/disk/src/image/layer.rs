@@ -8,7 +8,6 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::{Below, MAX_LAYERS};
-use crate::journal::Journal;
 use crate::name::{Format, ImageName};
 use crate::qcow2::Qcow2;
 use crate::size::Human;
@@ -231,6 +230,16 @@ impl Layer {
         }
     }
 
+    /// What a reader has taken over from a process that died: parts of the disk in bytes, start and
+    /// length, that are at least in part of that.
+    pub(crate) fn taken_over(&self) -> Vec<(u64, u64)> {
+        match self {
+            Layer::Raw(_) => Vec::new(),
+            Layer::Vhd(vhd) => vhd.taken_over(),
+            Layer::Qcow2(q) => q.taken_over(),
+        }
+    }
+
     /// A commit, and everything that makes the image complete for other programs.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         match self {
@@ -267,33 +276,12 @@ pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<
     let metadata_bytes = options.metadata_bytes / 16;
     let parents = OpenOptions { read_only: true, metadata_bytes, ..options.clone() };
     while let Some(found) = open_parent(&layers, &parents)? {
-        if !options.read_only {
-            warn_of_unsettled(found.medium(), options);
-        }
         layers.push(found);
         check_tables(&layers)?;
     }
     let share = options.metadata_bytes / layers.len();
     layers.iter_mut().for_each(|layer| layer.set_metadata_bytes(share));
     Ok(layers)
-}
-
-/// What a killed backend had answered while a parent was the leaf, and another program has put an
-/// image on since, is in the parent's journal. It is read with the parent, but a flush is one of
-/// the leaf: it stays in this host's memory.
-///
-/// No reason to refuse the disk: a coalesce that was killed leaves a journal of its parent, too,
-/// and what that says is in the child as well.
-fn warn_of_unsettled(parent: &Raw, options: &OpenOptions) {
-    let state_dir = options.state_dir.as_deref();
-    if parent.inode().is_ok_and(|inode| Journal::holds(state_dir, inode)) {
-        let path = parent.path().display();
-        tracing::warn!(
-            "what a killed process has answered for parent {path} is read from this host's \
-             memory, and would be lost with the host: ferrite image repair --force {path} brings \
-             it into the image, while nothing uses it"
-        );
-    }
 }
 
 /// Tables that stay in memory as a whole add up: a file that is all hole can have 32 MiB of them

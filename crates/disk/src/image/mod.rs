@@ -20,6 +20,7 @@ use ferrite_io::arena::Span;
 use crate::name::ImageName;
 use crate::{DiskError, Extent, Intent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
+mod adopt;
 mod layer;
 mod settled;
 mod shortcut;

@@ -171,6 +171,14 @@ impl Qcow2 {
         self.answered.push((key, new));
     }
 
+    /// What a process that died had answered, if this one only reads: parts of the disk in bytes,
+    /// start and length.
+    pub(crate) fn taken_over(&self) -> Vec<(u64, u64)> {
+        let part =
+            |(cluster, _): &(u64, u64)| (cluster << self.header.cluster_bits, self.cluster_bytes());
+        self.answered.iter().map(part).collect()
+    }
+
     /// The entries of a slice whose bytes were read: those of the file, and over them what a dead
     /// process has answered for and this one cannot write.
     pub(super) fn entries_of(&self, slice: u64, bytes: &[u8]) -> Vec<u64> {

@@ -144,6 +144,15 @@ impl Vhd {
         matches!(&self.body, Body::Sparse(sparse) if sparse.blocks.is_unsaved())
     }
 
+    /// What a process that died had answered, if this one only reads: parts of the disk in bytes,
+    /// start and length.
+    pub(crate) fn taken_over(&self) -> Vec<(u64, u64)> {
+        match &self.body {
+            Body::Sparse(sparse) if self.raw.read_only() => sparse.blocks.dirty_parts(),
+            _ => Vec::new(),
+        }
+    }
+
     /// What its footer says.
     pub fn footer(&self) -> &Footer {
         &self.footer

@@ -47,6 +47,12 @@ impl Blocks {
         Ok(())
     }
 
+    /// The blocks that are not as they are on disk: start and length in bytes of the disk.
+    pub(in crate::vhd) fn dirty_parts(&self) -> Vec<(u64, u64)> {
+        let part = |block: &u32| (u64::from(*block) << self.block_shift, self.layout.block_bytes);
+        self.lock().dirty.iter().map(part).collect()
+    }
+
     fn keep(&self, state: &mut State, record: &Record, keep: bool) {
         if keep {
             let block = (record.key >> 32) as u32;
