@@ -13,7 +13,9 @@
 //!   long, and starts again. (A guest on our own processor cannot send while we look.)
 //! * Time that this thread had to wait for a processor, and gaps in which it did not run while it
 //!   looked (another thread, or another domain had the processor), mean that the host has no
-//!   processor to spare: it pauses.
+//!   processor to spare: it pauses. Both are judged over a millisecond or so of looking: one
+//!   interrupt is a gap, and a thread that sleeps is now and then woken on a processor that is
+//!   taken while another is free.
 //! * A disk has a [`Budget`] of processor time to look with, all queues together.
 
 use std::fmt;
@@ -33,13 +35,12 @@ pub const MAX_WINDOW_US: u32 = 10_000;
 /// The longest window that is found by itself, in nanoseconds: storage that takes longer than
 /// this is not made noticeably slower by a wake-up.
 const MAX_AUTO_NS: u64 = 200_000;
-/// At least this long may a window become, in nanoseconds: a wake-up that was measured while the
-/// processors were busy looks cheaper than it is when they rest.
-const LEAST_MAX_NS: u64 = 100_000;
 /// Windows are at least this long, in nanoseconds.
 const MIN_AUTO_NS: u64 = 5_000;
 /// A stretch without a look at the clock of more than this, in nanoseconds, was not ours.
 const GAP_NS: u64 = 30_000;
+/// Gaps are judged over so much looking, in nanoseconds.
+const RECENT_NS: u64 = 1_000_000;
 /// Pauses, in nanoseconds: the first, and the longest.
 const PAUSE_NS: (u64, u64) = (2_000_000, 1_000_000_000);
 /// How often the time spent waiting for a processor is asked for, in nanoseconds.
@@ -108,9 +109,8 @@ pub(crate) fn lost_ns(since_ns: u64) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Poller {
     window: PollWindow,
-    /// The smallest and the largest window of [`PollWindow::Auto`].
+    /// The smallest window of [`PollWindow::Auto`].
     min_ns: u64,
-    max_ns: u64,
     /// The window now; 0: none.
     now_ns: u64,
     short_sleeps: u32,
@@ -125,6 +125,18 @@ pub(crate) struct Poller {
     /// When the time spent waiting was last asked for, and what it was.
     checked: Option<(u64, u64)>,
     check_at_ns: u64,
+    /// Time spent looking since then.
+    looked_ns: u64,
+    recent: Recent,
+}
+
+/// The last looks together; older ones count less.
+#[derive(Debug, Default)]
+struct Recent {
+    /// The time in which the thread did not run.
+    lost_ns: u64,
+    /// All of it.
+    took_ns: u64,
 }
 
 impl Poller {
@@ -137,7 +149,6 @@ impl Poller {
         Poller {
             window,
             min_ns,
-            max_ns: (min_ns * 8).clamp(LEAST_MAX_NS, MAX_AUTO_NS),
             now_ns: 0,
             short_sleeps: 0,
             hit_rate: WHOLE / 2,
@@ -147,6 +158,8 @@ impl Poller {
             pause_ns: PAUSE_NS.0,
             checked: None,
             check_at_ns: 0,
+            looked_ns: 0,
+            recent: Recent::default(),
         }
     }
 
@@ -165,13 +178,15 @@ impl Poller {
     }
 
     /// The time that this thread has spent ready to run but waiting for a processor, ever. More
-    /// than a fiftieth of the time since the last call: there is no processor to spare.
+    /// than an eighth of the time since the last call, if most of that was spent looking: there is
+    /// no processor to spare.
     pub(crate) fn waited(&mut self, now_ns: u64, total_ns: u64) {
         self.check_at_ns = now_ns + CHECK_NS;
         let last = self.checked.replace((now_ns, total_ns));
         let Some((then_ns, before_ns)) = last else { return };
-        let waited_ns = total_ns.saturating_sub(before_ns);
-        if waited_ns * 50 > now_ns - then_ns {
+        let (waited_ns, of_ns) = (total_ns.saturating_sub(before_ns), now_ns - then_ns);
+        let slept = std::mem::take(&mut self.looked_ns) * 2 < of_ns;
+        if !slept && waited_ns * 8 > of_ns {
             self.pause(now_ns);
         }
     }
@@ -179,8 +194,15 @@ impl Poller {
     /// A look is over.
     pub(crate) fn looked(&mut self, look: Look) {
         let took_ns = look.to_ns - look.from_ns;
-        if look.lost_ns * 4 > took_ns {
+        self.looked_ns += took_ns;
+        self.recent.lost_ns += look.lost_ns;
+        self.recent.took_ns += took_ns;
+        if self.recent.lost_ns * 4 > self.recent.took_ns.max(RECENT_NS) {
             return self.pause(look.to_ns);
+        }
+        if self.recent.took_ns > RECENT_NS {
+            self.recent.lost_ns /= 2;
+            self.recent.took_ns /= 2;
         }
         if !look.hit && self.grace > 0 {
             self.grace -= 1;
@@ -209,12 +231,13 @@ impl Poller {
         self.hit_rate = WHOLE / 2;
         self.hits = 0;
         self.grace = GRACE;
+        self.recent = Recent::default();
     }
 
     /// A sleep of so many nanoseconds is over, counted from the beginning of the look before it if
     /// there was one.
     pub(crate) fn slept(&mut self, idle_ns: u64) {
-        if idle_ns > self.max_ns {
+        if idle_ns > MAX_AUTO_NS {
             self.short_sleeps = 0;
             self.now_ns = if self.now_ns / 2 < self.min_ns { 0 } else { self.now_ns / 2 };
             return;
@@ -222,7 +245,7 @@ impl Poller {
         self.short_sleeps = (self.short_sleeps + 1).min(SHORT_SLEEPS);
         if self.short_sleeps == SHORT_SLEEPS {
             // What would have found this, and a bit: no two sleeps are alike.
-            let enough_ns = (idle_ns + idle_ns / 4).clamp(self.min_ns, self.max_ns);
+            let enough_ns = (idle_ns + idle_ns / 4).clamp(self.min_ns, MAX_AUTO_NS);
             self.now_ns = self.now_ns.max(enough_ns);
         }
     }
