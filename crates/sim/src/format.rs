@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use ferrite_disk::Port;
 use ferrite_io::arena::{Arena, Span};
+use ferrite_io::clock::SplitMix64;
 use ferrite_io::sim::{SimDirectory, SimWorld};
 
 /// The directory of one machine, on a tmpfs.
@@ -161,6 +162,16 @@ pub trait Format {
     /// As above.
     fn remove_copy(&self, place: &Place, operation: Operation) -> Result<(), String> {
         let _ = (place, operation);
+        Ok(())
+    }
+
+    /// Does to the image, which is not open and all durable, what other programs do and ours do
+    /// not. Its contents stay.
+    ///
+    /// # Errors
+    /// As above.
+    fn change_by_others(&self, place: &Place, random: &mut SplitMix64) -> Result<(), String> {
+        let _ = (place, random);
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use ferrite_io::clock::{Random, SplitMix64};
 
 use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};
-use crate::qemu;
+use crate::{packed, qemu};
 
 /// Units of allocation in bytes, the likelier ones more than once. Small ones, so that small disks
 /// have several tables.
@@ -366,6 +366,13 @@ impl Format for Images {
             }
         }
         Ok(())
+    }
+
+    fn change_by_others(&self, place: &Place, random: &mut SplitMix64) -> Result<(), String> {
+        match self.kind {
+            Kind::Qcow2 => packed::pack(&self.leaf(place).path, random).map_err(|e| e.to_string()),
+            Kind::Raw | Kind::Vhd => Ok(()),
+        }
     }
 
     fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64> {

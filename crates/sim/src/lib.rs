@@ -20,6 +20,7 @@ pub mod images;
 pub mod load;
 pub mod machine;
 pub mod model;
+mod packed;
 pub mod plan;
 mod qemu;
 pub mod stamp;

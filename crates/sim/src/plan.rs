@@ -23,13 +23,15 @@ pub enum Scenario {
     Zeroes,
     /// Opened, used a little, closed, again and again.
     Close,
+    /// Writes to an image that another program has compressed, and compresses again.
+    Compressed,
     /// Made, snapshotted, coalesced, resized, with a little use in between.
     Operations,
 }
 
 impl Scenario {
     /// All of them.
-    pub const ALL: [Scenario; 8] = [
+    pub const ALL: [Scenario; 9] = [
         Scenario::Mixed,
         Scenario::FirstWrites,
         Scenario::Bitmaps,
@@ -37,6 +39,7 @@ impl Scenario {
         Scenario::Discards,
         Scenario::Zeroes,
         Scenario::Close,
+        Scenario::Compressed,
         Scenario::Operations,
     ];
 
@@ -50,6 +53,7 @@ impl Scenario {
             Scenario::Discards => "discards",
             Scenario::Zeroes => "zeroes",
             Scenario::Close => "close",
+            Scenario::Compressed => "compressed",
             Scenario::Operations => "operations",
         }
     }
@@ -73,6 +77,8 @@ impl Scenario {
             Scenario::FlushStorm => Mix { reads: 5, writes: 50, flushes: 45, ..mix },
             Scenario::Discards => Mix { reads: 10, writes: 40, flushes: 8, discards: 40, ..mix },
             Scenario::Zeroes => Mix { reads: 10, writes: 40, flushes: 8, zeroes: 40, ..mix },
+            // What is written in small pieces leaves clusters that are worth compressing.
+            Scenario::Compressed => Mix { flushes: 12, max_sectors: 12, near: 30, ..mix },
             Scenario::Close | Scenario::Operations => Mix { reads: 10, ..mix },
         }
     }

@@ -74,6 +74,7 @@ impl<'a, F: Format> Story<'a, F> {
         let rounds = match plan.scenario {
             _ if plan.cut.is_some() => 1,
             Scenario::Close => 5,
+            Scenario::Compressed => 3,
             Scenario::Operations => 6,
             _ => 1 + random.below(3),
         };
@@ -97,13 +98,18 @@ impl<'a, F: Format> Story<'a, F> {
     fn round(&mut self, round: u64, told: &mut Told) -> Result<(), String> {
         let forced = self.plan.cut.filter(|_| round == 0);
         let operations = self.plan.scenario == Scenario::Operations;
+        if round > 0 && self.plan.scenario == Scenario::Compressed {
+            self.change_by_others()?;
+        }
         if round == 0 {
             let create = Operation::Create(self.model.borrow().sectors());
             match operations {
                 true => self.operate(create, forced, told)?,
                 false => {
                     self.format.create(&self.machine.place, self.model.borrow().sectors())?;
-                    if forced.is_none() {
+                    if self.plan.scenario == Scenario::Compressed {
+                        self.begin_compressed()?;
+                    } else if forced.is_none() {
                         self.begin_chain()?;
                     }
                 }
@@ -120,6 +126,31 @@ impl<'a, F: Format> Story<'a, F> {
             }
         }
         self.use_and_look(forced.filter(|_| !operations), told)
+    }
+
+    /// Something to be compressed.
+    fn begin_compressed(&mut self) -> Result<(), String> {
+        self.use_disk(false, (0, 0))?;
+        let sectors = self.model.borrow().sectors();
+        self.examine(After::Close, &[sectors])?;
+        self.change_by_others()
+    }
+
+    /// Another program works on the image, once it was closed in good order.
+    fn change_by_others(&mut self) -> Result<(), String> {
+        self.trouble(false);
+        let disk = self.format.open(&self.machine.place)?;
+        let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
+        let queue = threads[0].queue.clone();
+        let close = async move { disk.close(&queue).await };
+        let closed = self.machine.run(&mut threads[0], close)?;
+        drop(threads);
+        if !matches!(closed, Some(Ok(()))) {
+            return Err(format!("closing failed where nothing was wrong: {closed:?}"));
+        }
+        self.format.change_by_others(&self.machine.place, &mut self.random)?;
+        let sectors = self.model.borrow().sectors();
+        self.examine(After::Death, &[sectors]).map_err(|e| format!("after others: {e}"))
     }
 
     /// One of three stories begins on a parent that has something.
@@ -327,6 +358,7 @@ impl<'a, F: Format> Story<'a, F> {
         let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
         let left = match self.plan.scenario {
             Scenario::Close | Scenario::Operations => 1 + self.random.below(12),
+            Scenario::Compressed => 40 + self.random.below(400),
             _ => 8 + self.random.below(180),
         };
         let sectors = disk.sectors();

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::Ordering;
 
-use super::state::{L1_KEYS, l1_key};
+use super::state::{L1_KEYS, Left, l1_key};
 use super::{Qcow2, meta};
 use crate::Port;
 
@@ -23,7 +23,9 @@ struct Dirty {
     /// Sectors of L1.
     l1: Vec<usize>,
     /// Clusters that lose a reference with it.
-    leaving: Vec<u64>,
+    leaving: Vec<Left>,
+    /// Clusters that came free, and whose counts it brings to the disk.
+    lowered: Vec<u64>,
 }
 
 /// A commit under way. One whose task was dropped has failed.
@@ -105,24 +107,30 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Lowers the counts of clusters that nothing on disk refers to any more.
+    /// Lowers the counts of clusters that nothing on disk refers to any more, and that nobody
+    /// reads: who has begun to read compressed data before they were replaced gets to the end.
     async fn lower_counts(&self, port: &Port) -> io::Result<()> {
+        let mut waiting = Vec::new();
+        let mut done = Ok(());
         for _ in 0..MAX_LOWERED {
-            let Some(cluster) = self.state().due.pop() else { break };
-            if let Err(e) = self.load_refs(port, cluster).await {
-                self.state().due.push(cluster);
-                return Err(e);
-            }
+            let Some(left) = self.state().due.pop() else { break };
+            done = self.load_refs(port, left.cluster).await;
             let mut state = self.state();
-            // Without a count there is nothing to lower: the image was damaged before.
-            if let Some(count) = state.refs.get(cluster).filter(|n| *n > 0) {
-                state.refs.set(cluster, count - 1);
+            if done.is_err() || state.is_unpacking(left.cluster) {
+                waiting.push(left);
+            } else if let Some(count) = state.refs.get(left.cluster).filter(|n| *n > 0) {
+                state.refs.set(left.cluster, count - 1);
                 if count == 1 {
-                    state.came_free(cluster);
+                    state.came_free(left);
                 }
             }
+            // Without a count there is nothing to lower: the image was damaged before.
+            if done.is_err() {
+                break;
+            }
         }
-        Ok(())
+        self.state().due.append(&mut waiting);
+        done
     }
 
     fn begin_commit(&self) -> Option<Dirty> {
@@ -140,6 +148,7 @@ impl Qcow2 {
             slices: slices.into_iter().collect(),
             l1: l1.into_iter().collect(),
             leaving: std::mem::take(&mut state.leaving),
+            lowered: std::mem::take(&mut state.lowered),
             refs: state.refs.begin_writing(),
         })
     }
@@ -216,9 +225,12 @@ impl Qcow2 {
                 self.cache.pin(self.slice(key).0, -1);
             }
         }
-        match done {
-            true => state.due.append(&mut dirty.leaving),
-            false => state.leaving.append(&mut dirty.leaving),
+        if done {
+            state.due.append(&mut dirty.leaving);
+            dirty.lowered.drain(..).for_each(|cluster| state.unbar(cluster));
+        } else {
+            state.leaving.append(&mut dirty.leaving);
+            state.lowered.append(&mut dirty.lowered);
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::entry::MAX_HOST_BYTES;
 use super::header::{self, MAX_REFTABLE_BYTES};
-use super::state::Run;
+use super::state::{Left, Run};
 use super::{Qcow2, meta};
 use crate::Port;
 
@@ -47,7 +47,7 @@ impl Qcow2 {
                 return Ok(());
             }
             // Left by a task that was dropped.
-            state.claimed.clear();
+            state.unclaim();
             let (shortest, longest) = (FIRST_RUN_BYTES, LONGEST_RUN_BYTES);
             let clusters = |bytes: u64| (bytes >> self.header.cluster_bits).max(4);
             state.step = (state.step * 2).clamp(clusters(shortest), clusters(longest));
@@ -342,7 +342,8 @@ impl Qcow2 {
         let old = self.reftable.swap(offset, Ordering::AcqRel) >> bits;
         let mut state = self.state();
         *state.refs.table_mut() = table;
-        state.due.extend(old..old + (old_len * 8).div_ceil(self.cluster_bytes()));
+        let old = old..old + (old_len * 8).div_ceil(self.cluster_bytes());
+        state.due.extend(old.map(|cluster| Left { cluster, readers_known: true }));
         state.used_end = state.used_end.max(at + used);
         Ok(at + used)
     }

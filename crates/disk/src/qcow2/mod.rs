@@ -9,10 +9,9 @@
 //! # What survives what
 //! The order of writes is with `Qcow2::commit`. On disk, a refcount is never smaller
 //! than the number of references: after a cut of the power clusters may be leaked, nothing else.
-//! Clusters that lose their last reference while the image is open are not given out again before
-//! it is opened the next time: operations that were in flight may still be on their way to them.
-//! Those that were free when it was opened are (`reuse`).
-//! What a guest discards keeps its place and loses its space (a hole in the file).
+//! Clusters that are free, or come free, are used before the file grows (`reuse`).
+//! What a guest discards keeps its place and loses its space (a hole in the file), so that nothing
+//! is ever on its way to a cluster of the image's own that has become another's.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -54,7 +53,7 @@ pub(crate) use snapshots::Told;
 use cache::Cache;
 use entry::{COPIED, Cluster};
 use header::Header;
-use state::{State, own};
+use state::{Left, State, own};
 
 /// Entries of a slice: 4 KiB, or a whole table where that is smaller.
 const SLICE_BYTES: u64 = 4096;
@@ -422,11 +421,13 @@ impl Qcow2 {
         let kept = self.decode(new).and_then(|c| c.host());
         match self.decode(old) {
             Some(Cluster::Packed(packed)) => {
-                state.leaving.extend(packed.clusters(self.header.cluster_bits));
+                let clusters = packed.clusters(self.header.cluster_bits);
+                state.leaving.extend(clusters.map(|c| Left { cluster: c, readers_known: true }));
             }
             Some(cluster) => {
                 let gone = cluster.host().filter(|host| Some(*host) != kept);
-                state.leaving.extend(gone.map(|host| host >> self.header.cluster_bits));
+                let gone = gone.map(|host| host >> self.header.cluster_bits);
+                state.leaving.extend(gone.map(|c| Left { cluster: c, readers_known: false }));
             }
             None => {}
         }

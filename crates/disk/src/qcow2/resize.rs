@@ -4,6 +4,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use super::header::{MAX_DISK_BYTES, MAX_L1_BYTES};
+use super::state::Left;
 use super::{Qcow2, meta};
 use crate::Port;
 
@@ -66,7 +67,8 @@ impl Qcow2 {
         if offset != old_offset {
             let first = old_offset >> self.header.cluster_bits;
             let count = (old_entries * 8).div_ceil(self.cluster_bytes());
-            self.state().due.extend(first..first + count);
+            let old = first..first + count;
+            self.state().due.extend(old.map(|cluster| Left { cluster, readers_known: true }));
         }
         self.close(port).await
     }

@@ -1,13 +1,26 @@
-//! Free clusters between others, which snapshots that were deleted and other programs' discards
-//! leave: they are used before the file grows.
+//! Free clusters between others, which snapshots that were deleted, other programs' discards and
+//! compressed data that were replaced leave: they are used before the file grows.
 //!
 //! Each slice of refcounts is looked at once, from the start of the file on, some whenever fresh
 //! clusters are needed; so opening costs nothing, and a full image of any size little at a time.
-//! Only what was free when the image was opened is given out. Its release was durable then, and
-//! whoever held the image before has nothing in flight any more. A cluster that comes free while
-//! the image is open may have operations on their way to it (a read that was mapped before the
-//! entry changed), so the slice with its count is passed by, and it is found after the next
-//! opening.
+//! What was free when the image was opened is given out at once: its release was durable then, and
+//! whoever held the image before has nothing in flight any more.
+//!
+//! # What comes free while the image is open
+//! A cluster is given out again when these have happened, in this order:
+//! 1. A commit has removed the last reference from the disk, and synced that. Until then a cut of
+//!    the power could bring the reference back, and with it another's data.
+//! 2. Whoever was reading there is done. Its count stays up until then (`State::unpacking`).
+//! 3. The next commit has brought its count of 0 to the disk. A process that dies then leaves a
+//!    journal whose references to it are believed by that count.
+//!
+//! Its slice of refcounts is passed by meanwhile (`State::is_barred`), and looked at again
+//! afterwards.
+//!
+//! Reads of data that are not compressed are done by queues, which do not say when they are done
+//! with a place. So a cluster of data that comes free is found after the next opening. There are
+//! few of them: the image's own clusters keep their places for good, and shared ones keep the
+//! snapshot's reference.
 
 use std::io;
 
@@ -40,10 +53,7 @@ impl Qcow2 {
                 Ok((end, zeroed)) => (runs[i].end, runs[i].zeroed) = (end, zeroed),
                 Err(e) => {
                     // They are looked at again, if there is space by then.
-                    let mut state = self.state();
-                    if let Some(range) = &mut state.search {
-                        range.start = runs[0].next;
-                    }
+                    self.state().unclaim();
                     return Err(e);
                 }
             }
@@ -54,6 +64,9 @@ impl Qcow2 {
     /// The cluster from which on to look; where there is no block of refcounts there is nothing.
     fn next_to_search(&self) -> Option<u64> {
         let mut state = self.state();
+        if let Some(slice) = state.next_again() {
+            return Some(slice * state.refs.slice_entries());
+        }
         let mut range = state.search.clone()?;
         let (slice_entries, block_entries) =
             (state.refs.slice_entries(), state.refs.block_entries());
@@ -61,7 +74,7 @@ impl Qcow2 {
             let slice = state.refs.slice_of(range.start);
             if state.refs.offset(slice).is_none() {
                 range.start = (range.start / block_entries + 1) * block_entries;
-            } else if state.has_freed(slice) {
+            } else if state.is_barred(slice) {
                 range.start = (slice + 1) * slice_entries;
             } else {
                 break;
@@ -72,19 +85,23 @@ impl Qcow2 {
         found
     }
 
-    /// Claims the free clusters of the slice of `from`, from there on; how many.
+    /// Claims the free clusters of the slice of `from`, from there on, or all of one that is looked
+    /// at again; how many.
     fn claim_in_slice(&self, state: &mut State, from: u64, wanted: u64) -> u64 {
         let Some(range) = state.search.clone() else { return 0 };
-        let entries = state.refs.slice_entries();
-        let end = ((from / entries + 1) * entries).min(range.end);
-        if state.has_freed(state.refs.slice_of(from)) {
+        let (slice, entries) = (state.refs.slice_of(from), state.refs.slice_entries());
+        let end = ((slice + 1) * entries).min(range.end);
+        if state.is_barred(slice) {
             return 0;
         }
-        let (mut at, mut got) = (from, 0);
+        let again = state.is_again(slice);
+        let (mut at, mut got) = (if again { slice * entries } else { from }, 0);
         while at < end && got < wanted && state.claimed.len() < MAX_RUNS {
             // Refcounts that deny a table are wrong, or made to harm (T17).
             let free = |cluster: &u64| {
-                state.refs.get(*cluster) == Some(0) && self.metadata.binary_search(cluster).is_err()
+                state.refs.get(*cluster) == Some(0)
+                    && self.metadata.binary_search(cluster).is_err()
+                    && !state.is_set_aside(*cluster)
             };
             let Some(first) = (at..end).find(free) else {
                 at = end;
@@ -94,7 +111,11 @@ impl Qcow2 {
             state.claimed.push(Run { next: first, end: first + count, zeroed: false });
             (at, got) = (first + count, got + count);
         }
-        state.search = Some(at..range.end);
+        match again {
+            true if at < end => {}
+            true => state.searched_again(slice),
+            false => state.search = Some(at..range.end),
+        }
         got
     }
 }

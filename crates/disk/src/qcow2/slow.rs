@@ -1,5 +1,6 @@
 //! What takes I/O before a range can be read or written.
 
+use std::cell::Cell;
 use std::io;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -10,7 +11,7 @@ use ferrite_io::scratch::{MAX_PIECE_BYTES, Piece};
 
 use super::cache::Full;
 use super::entry::{self, COPIED, Cluster, Packed};
-use super::state::{State, l1_key, own};
+use super::state::{Left, State, l1_key, own};
 use super::{CLUSTER_LOCKS, Qcow2, TABLE_LOCKS, meta, unpack};
 use crate::image::{Below, Found};
 use crate::{Extent, Port};
@@ -26,11 +27,95 @@ struct Copying<'a> {
     /// Byte offset of the new place.
     host: u64,
     zeroed: bool,
+    /// The place, where it is a fresh cluster.
+    fresh: Option<Fresh<'a>>,
+}
+
+impl Copying<'_> {
+    fn becomes(&self, fate: Fate) {
+        if let Some(fresh) = &self.fresh {
+            fresh.fate.set(fate);
+        }
+    }
+
+    /// See [`Fresh::is_good_without`].
+    fn is_good_without<T>(&self, done: io::Result<T>) -> io::Result<T> {
+        done.inspect_err(|_| self.becomes(Fate::Good))
+    }
 }
 
 impl Drop for Copying<'_> {
     fn drop(&mut self) {
         self.image.state().copying.remove(&self.cluster);
+    }
+}
+
+/// A fresh cluster that nothing refers to yet. Dropped, with its task, too, it is free again.
+struct Fresh<'a> {
+    image: &'a Qcow2,
+    cluster: u64,
+    /// Its space reads as zeros.
+    zeroed: bool,
+    fate: Cell<Fate>,
+}
+
+/// What becomes of a fresh cluster.
+#[derive(Clone, Copy)]
+enum Fate {
+    /// An entry refers to it.
+    Kept,
+    /// It is as good as any other: no write to it has failed, and none is in flight.
+    Good,
+    /// Neither is known.
+    Unknown,
+}
+
+impl<'a> Fresh<'a> {
+    fn offset(&self) -> u64 {
+        self.cluster << self.image.header.cluster_bits
+    }
+
+    /// The result of something that is not a write to it, and after which nobody goes on if it
+    /// has failed.
+    fn is_good_without<T>(&self, done: io::Result<T>) -> io::Result<T> {
+        done.inspect_err(|_| self.fate.set(Fate::Good))
+    }
+}
+
+impl Drop for Fresh<'_> {
+    fn drop(&mut self) {
+        match self.fate.get() {
+            Fate::Kept => {}
+            Fate::Good => self.image.state().give_back(self.cluster),
+            Fate::Unknown => self.image.state().untake(self.cluster),
+        }
+    }
+}
+
+/// Compressed data that are being read: what has them is not given to anything else.
+struct Reading<'a> {
+    image: &'a Qcow2,
+    packed: Packed,
+}
+
+impl<'a> Reading<'a> {
+    /// Begins to read a cluster's, unless it is not compressed any more. From then on it does not
+    /// matter what becomes of the entry.
+    fn begin(image: &'a Qcow2, cluster: u64, packed: Packed) -> Option<Reading<'a>> {
+        let mut state = image.state();
+        let entry = image.entry(cluster).and_then(|entry| image.decode(entry));
+        if entry != Some(Cluster::Packed(packed)) {
+            return None;
+        }
+        state.unpacking(packed.clusters(image.header.cluster_bits), true);
+        Some(Reading { image, packed })
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        let clusters = self.packed.clusters(self.image.header.cluster_bits);
+        self.image.state().unpacking(clusters, false);
     }
 }
 
@@ -143,10 +228,10 @@ impl Qcow2 {
     }
 
     /// A fresh cluster, however long it takes to find one.
-    async fn take(&self, port: &Port) -> io::Result<(u64, bool)> {
+    async fn take(&self, port: &Port) -> io::Result<Fresh<'_>> {
         for _ in 0..TRIES {
-            if let Some(taken) = self.state().take() {
-                return Ok(taken);
+            if let Some((cluster, zeroed)) = self.state().take() {
+                return Ok(Fresh { image: self, cluster, zeroed, fate: Cell::new(Fate::Unknown) });
             }
             self.refill(port).await?;
         }
@@ -171,33 +256,33 @@ impl Qcow2 {
             Ok(None) => None,
             Err(e) => return Err(meta::damaged(format!("L1: {e}"))),
         };
-        let (new, zeroed) = self.take(port).await?;
-        let done = match shared {
-            Some(from) => self.copy_table(port, from, new << bits).await,
-            None if zeroed => Ok(()),
-            None => meta::write_zeros(port, port.files[0], new << bits, self.cluster_bytes()).await,
-        };
-        let mut state = self.state();
-        if let Err(e) = done {
-            state.untake(new);
-            return Err(e);
+        let fresh = self.take(port).await?;
+        let new = fresh.offset();
+        match shared {
+            Some(from) => self.copy_table(port, from, &fresh).await?,
+            None if fresh.zeroed => {}
+            None => meta::write_zeros(port, port.files[0], new, self.cluster_bytes()).await?,
         }
+        let mut state = self.state();
         if state.room() == 0 {
-            state.untake(new);
+            fresh.fate.set(Fate::Good);
             return Ok(());
         }
-        state.note(l1_key(index), old, own(new << bits));
-        state.leaving.extend(shared.map(|offset| offset >> bits));
-        self.l1[index].store(own(new << bits), Ordering::Release);
+        state.note(l1_key(index), old, own(new));
+        let left = shared.map(|offset| Left { cluster: offset >> bits, readers_known: true });
+        state.leaving.extend(left);
+        self.l1[index].store(own(new), Ordering::Release);
+        fresh.fate.set(Fate::Kept);
         Ok(())
     }
 
-    async fn copy_table(&self, port: &Port, from: u64, to: u64) -> io::Result<()> {
+    async fn copy_table(&self, port: &Port, from: u64, to: &Fresh<'_>) -> io::Result<()> {
         let mut done = 0;
         while done < self.cluster_bytes() {
             let part = (self.cluster_bytes() - done).min(MAX_PIECE_BYTES as u64);
-            let bytes = meta::read(port, port.files[0], from + done, part as usize).await?;
-            meta::write(port, port.files[0], to + done, &bytes).await?;
+            let bytes = meta::read(port, port.files[0], from + done, part as usize).await;
+            let bytes = to.is_good_without(bytes)?;
+            meta::write(port, port.files[0], to.offset() + done, &bytes).await?;
             done += part;
         }
         Ok(())
@@ -266,11 +351,13 @@ impl Qcow2 {
                 return Ok(Begun::Join(*host));
             }
             state.copying.insert(cluster);
-            Copying { image: self, cluster, old, host: own_place.unwrap_or(0), zeroed: false }
+            let host = own_place.unwrap_or(0);
+            Copying { image: self, cluster, old, host, zeroed: false, fresh: None }
         };
         if own_place.is_none() {
-            let (new, zeroed) = self.take(port).await?;
-            (copying.host, copying.zeroed) = (new << self.header.cluster_bits, zeroed);
+            let fresh = self.take(port).await?;
+            (copying.host, copying.zeroed) = (fresh.offset(), fresh.zeroed);
+            copying.fresh = Some(fresh);
         }
         Ok(Begun::Copying(copying))
     }
@@ -286,17 +373,18 @@ impl Qcow2 {
     ) -> io::Result<bool> {
         let (cluster, old, host) = (copying.cluster, copying.old, copying.host);
         let mut done = self.copy_pieces(port, below, &copying, offset, buf).await;
+        if done.is_ok() {
+            copying.becomes(Fate::Good);
+        }
         for _ in 0..TRIES {
             if done.is_err() || self.entry(cluster).is_some_and(|entry| entry != old) {
                 break;
             }
             if self.publish_if(cluster, old, own(host)) {
+                copying.becomes(Fate::Kept);
                 return Ok(true);
             }
             done = self.prepare(port, offset, buf.len() as u64).await;
-        }
-        if self.decode(old).and_then(|c| c.host()) != Some(host) {
-            self.state().untake(host >> self.header.cluster_bits);
         }
         done.map(|()| false)
     }
@@ -326,7 +414,7 @@ impl Qcow2 {
         let size = self.cluster_bytes();
         let start = copying.cluster * size;
         let (from, to) = (offset - start, offset - start + buf.len() as u64);
-        let source = self.source(port, copying).await?;
+        let source = copying.is_good_without(self.source(port, copying).await)?;
         // The piece's own zeros need not be written into space that is zeros.
         let skip = copying.zeroed && matches!(source, Source::Zeros);
         let mut at = 0;
@@ -359,7 +447,10 @@ impl Qcow2 {
         let memory = port.memory();
         let len = (end - at) as usize;
         let piece = match source {
-            Source::Below => self.piece_of_below(port, below, copying, at, len).await?,
+            Source::Below => {
+                let piece = self.piece_of_below(port, below, copying, at, len).await;
+                copying.is_good_without(piece)?
+            }
             _ => port.scratch.take(len).await,
         };
         let span = piece.span();
@@ -367,7 +458,8 @@ impl Qcow2 {
             Source::Zeros => memory.fill(span, 0),
             Source::Bytes(bytes) => memory.copy_in(span, &bytes[at as usize..end as usize]),
             Source::File(host) => {
-                let got = meta::read_part(port, port.files[0], host + at, span).await?;
+                let got = meta::read_part(port, port.files[0], host + at, span).await;
+                let got = copying.is_good_without(got)?;
                 memory.fill(span.slice(got, span.len() - got), 0);
             }
             Source::Below => {}
@@ -470,9 +562,12 @@ impl Qcow2 {
                 return Ok(());
             }
         }
+        let Some(_reading) = Reading::begin(self, cluster, packed) else {
+            return self.reread(port, file, offset, buf).await;
+        };
         let bytes = self.unpacked(port, file, packed).await?;
         port.memory().copy_in(buf, &bytes[range]);
-        // Where compressed data are, nothing else is put while the image is open.
+        // An entry that refers to it says that nothing else was put there.
         *self.unpacked.lock().unwrap_or_else(PoisonError::into_inner) = (packed.offset, bytes);
         Ok(())
     }

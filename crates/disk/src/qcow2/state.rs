@@ -1,8 +1,8 @@
 //! What changes, under one short lock: places given to writes, entries not yet on disk, refcounts.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use crate::journal::{Journal, Slot};
 
@@ -36,6 +36,16 @@ impl Run {
     }
 }
 
+/// A cluster that loses a reference.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Left {
+    pub(super) cluster: u64,
+    /// Whoever still reads there is known: only compressed clusters and tables are read by code of
+    /// this image. Data are also read by queues, which ask where they are and do not say when
+    /// they are done.
+    pub(super) readers_known: bool,
+}
+
 /// See the module text.
 pub(super) struct State {
     pub(super) journal: Journal,
@@ -58,8 +68,15 @@ pub(super) struct State {
     /// Where free clusters between others are looked for; none: it is not yet known where the
     /// clusters in use end.
     pub(super) search: Option<Range<u64>>,
-    /// Slices of refcounts with clusters that came free while the image is open.
-    freed: HashSet<u64>,
+    /// How many clusters of a slice of refcounts came free and may not be given out, or not yet:
+    /// the slice is not searched.
+    barred: HashMap<u64, u32>,
+    /// Clusters among them whose counts were lowered and are not on disk yet.
+    pub(super) lowered: Vec<u64>,
+    /// Slices of refcounts to be looked at again: clusters in them came free, and may be used.
+    again: BTreeSet<u64>,
+    /// Clusters with compressed data that are being read, by how many.
+    unpacking: HashMap<u64, u32>,
     /// Where the next run is looked for, as a cluster; none: not yet known.
     pub(super) end: Option<u64>,
     /// Clusters of the next run.
@@ -67,9 +84,9 @@ pub(super) struct State {
     /// Behind the last cluster that is in use.
     pub(super) used_end: u64,
     /// Clusters that `changed` refers to no more.
-    pub(super) leaving: Vec<u64>,
+    pub(super) leaving: Vec<Left>,
     /// Clusters to which no entry on disk refers any more: their counts may go down.
-    pub(super) due: Vec<u64>,
+    pub(super) due: Vec<Left>,
 }
 
 impl State {
@@ -86,7 +103,10 @@ impl State {
             spares: VecDeque::new(),
             claimed: Vec::new(),
             search: None,
-            freed: HashSet::new(),
+            barred: HashMap::new(),
+            lowered: Vec::new(),
+            again: BTreeSet::new(),
+            unpacking: HashMap::new(),
             end: None,
             step: 0,
             used_end: 0,
@@ -137,29 +157,111 @@ impl State {
         runs.map(|run| self.refs.slice_of(run.next)).collect()
     }
 
-    /// Nothing refers to a fresh cluster after all. Data may be on the way to it, so it is not
-    /// given out again before the image is opened next.
+    /// Nothing refers to a fresh cluster after all. Data may be on the way to it, or it cannot be
+    /// written, so it is not given out again before the image is opened next.
     pub(super) fn untake(&mut self, cluster: u64) {
         if self.refs.get(cluster).is_some() {
             self.refs.set(cluster, 0);
-            self.came_free(cluster);
+            self.bar(cluster);
         } else {
-            self.due.push(cluster);
+            self.due.push(Left { cluster, readers_known: false });
         }
     }
 
-    /// A cluster's count is 0 now. Operations that were in flight may still be on their way to it,
-    /// so nothing around it is given out before the image is opened next.
-    pub(super) fn came_free(&mut self, cluster: u64) {
+    /// Nothing refers to a fresh cluster after all, nothing is on the way to it, and there is no
+    /// reason to think that it cannot be written: it is the next but one to be given out.
+    pub(super) fn give_back(&mut self, cluster: u64) {
+        if self.refs.get(cluster).is_none() {
+            return self.untake(cluster);
+        }
+        self.refs.set(cluster, 0);
+        self.spares.push_back(Run { next: cluster, end: cluster + 1, zeroed: false });
+    }
+
+    /// A cluster has lost its last reference, on disk, too, and its count is 0 from now on. It is
+    /// given out again when that count is on disk: a journal that says who has it is believed by
+    /// the count (`Qcow2::take_over`). Where somebody may still be reading, that is after the next
+    /// opening.
+    pub(super) fn came_free(&mut self, left: Left) {
+        self.bar(left.cluster);
+        if left.readers_known {
+            self.lowered.push(left.cluster);
+        }
+    }
+
+    fn bar(&mut self, cluster: u64) {
+        *self.barred.entry(self.refs.slice_of(cluster)).or_insert(0) += 1;
+    }
+
+    /// The count of a cluster that came free is on disk.
+    pub(super) fn unbar(&mut self, cluster: u64) {
         let slice = self.refs.slice_of(cluster);
-        if self.search.as_ref().is_none_or(|range| !range.is_empty()) {
-            self.freed.insert(slice);
+        let Some(count) = self.barred.get_mut(&slice) else { return };
+        *count -= 1;
+        if *count == 0 {
+            self.barred.remove(&slice);
+            self.search_again(cluster);
         }
     }
 
-    /// Whether a cluster came free in a slice of refcounts while the image is open.
-    pub(super) fn has_freed(&self, slice: u64) -> bool {
-        self.freed.contains(&slice)
+    /// Whether a slice of refcounts has a cluster that is free and may not be given out.
+    pub(super) fn is_barred(&self, slice: u64) -> bool {
+        self.barred.contains_key(&slice)
+    }
+
+    /// Free clusters around this one are looked for once more; before the first search all are
+    /// still ahead. Behind what was in use when the image was opened nothing is searched.
+    pub(super) fn search_again(&mut self, cluster: u64) {
+        if self.search.as_ref().is_some_and(|range| cluster < range.end) {
+            self.again.insert(self.refs.slice_of(cluster));
+        }
+    }
+
+    /// The first slice to be looked at again.
+    pub(super) fn next_again(&self) -> Option<u64> {
+        self.again.iter().copied().find(|slice| !self.is_barred(*slice))
+    }
+
+    /// Whether a slice is to be looked at again.
+    pub(super) fn is_again(&self, slice: u64) -> bool {
+        self.again.contains(&slice)
+    }
+
+    /// It was, to its end.
+    pub(super) fn searched_again(&mut self, slice: u64) {
+        self.again.remove(&slice);
+    }
+
+    /// Forgets the runs that were being set aside by a task that was dropped.
+    pub(super) fn unclaim(&mut self) {
+        for run in std::mem::take(&mut self.claimed) {
+            self.search_again(run.next);
+        }
+    }
+
+    /// Whether a cluster is one of those set aside.
+    pub(super) fn is_set_aside(&self, cluster: u64) -> bool {
+        let mut runs = self.spares.iter().chain(&self.claimed).chain([&self.run]);
+        runs.any(|run| (run.next..run.end).contains(&cluster))
+    }
+
+    /// Somebody begins to read compressed data, or ends; their clusters' counts stay meanwhile.
+    pub(super) fn unpacking(&mut self, clusters: RangeInclusive<u64>, begins: bool) {
+        for cluster in clusters {
+            let readers = self.unpacking.entry(cluster).or_insert(0);
+            match begins {
+                true => *readers += 1,
+                false => *readers -= 1,
+            }
+            if *readers == 0 {
+                self.unpacking.remove(&cluster);
+            }
+        }
+    }
+
+    /// Whether somebody reads compressed data in a cluster.
+    pub(super) fn is_unpacking(&self, cluster: u64) -> bool {
+        self.unpacking.contains_key(&cluster)
     }
 
     /// Notes that an entry was `old` and is `new`; the record comes before anybody
