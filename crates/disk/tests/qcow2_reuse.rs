@@ -6,7 +6,7 @@ mod model;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use model::{Model, check_clean, compare, open, pattern, qemu};
+use model::{Model, check_clean, compare, open, pattern, peek, poke, qemu};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -105,4 +105,66 @@ fn discarding_and_writing_again_and_again_does_not_make_the_file_grow() {
         check_clean(&path);
         assert_eq!(bytes(&path), full, "{options}");
     }
+}
+
+/// An image whose first MiBs, so many, are compressed to about half of their size.
+fn compressed(dir: &TempDir, mib: u64) -> Option<PathBuf> {
+    let (raw, path) = (dir.path().join("a.raw"), dir.path().join("a.qcow2"));
+    // Noise in every other sector.
+    let mut state = 1u64;
+    let mut bytes = Vec::new();
+    for _ in 0..mib * MIB / 1024 {
+        for _ in 0..64 {
+            state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+            bytes.extend_from_slice(&(state ^ state >> 29).to_le_bytes());
+        }
+        bytes.resize(bytes.len() + 512, 0);
+    }
+    std::fs::write(&raw, bytes).unwrap();
+    qemu(&["convert", "-c", "-f", "raw", "-O", "qcow2", text(&raw), text(&path)])
+        .then_some(path)
+}
+
+#[test]
+fn compressed_clusters_that_are_replaced_are_used_while_the_image_is_open() {
+    let dir = dir();
+    let Some(path) = compressed(&dir, 32) else { return };
+    let mut model = Model::default();
+    let packed = bytes(&path);
+    assert!(packed < 24 * MIB, "{packed}");
+    let mut disk = open(text(&path));
+    for mib in 0..32 {
+        disk.write(mib * MIB, &pattern(mib * 2048, 2048, 2)).unwrap();
+        model.write(mib * 2048, 2048, 2);
+        disk.flush().unwrap();
+    }
+    compare(&mut disk, &model);
+    disk.close().unwrap();
+    check_clean(&path);
+    compare(&mut open(text(&path)), &model);
+    // What the first two thirds left was there for the last.
+    let grown = bytes(&path) - packed;
+    assert!(grown < 24 * MIB, "{grown} for 32 MiB");
+}
+
+/// A guest tries again and again what cannot be done: a part of a cluster is written whose rest
+/// cannot be unpacked.
+#[test]
+fn writes_that_fail_for_what_is_around_them_take_no_space() {
+    let dir = dir();
+    let Some(path) = compressed(&dir, 1) else { return };
+    let entry = peek(&path, peek(&path, peek(&path, 40)) & !(1 << 63));
+    let packed_at = entry & ((1 << 54) - 1);
+    for i in 0..16 {
+        poke(&path, packed_at + i * 8, |_| u64::MAX);
+    }
+    let before = bytes(&path);
+    let mut disk = open(text(&path));
+    for _ in 0..300 {
+        disk.write(512, &[1; 512]).unwrap_err();
+    }
+    disk.close().unwrap();
+    let grown = bytes(&path) - before;
+    assert!(grown <= 2 * RUN, "{grown}");
+    check_clean(&path);
 }

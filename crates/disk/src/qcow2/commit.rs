@@ -109,7 +109,7 @@ impl Qcow2 {
 
     /// Lowers the counts of clusters that nothing on disk refers to any more, and that nobody
     /// reads: who has begun to read compressed data before they were replaced gets to the end.
-    async fn lower_counts(&self, port: &Port) -> io::Result<()> {
+    pub(super) async fn lower_counts(&self, port: &Port) -> io::Result<()> {
         let mut waiting = Vec::new();
         let mut done = Ok(());
         for _ in 0..MAX_LOWERED {

@@ -14,6 +14,7 @@ use super::*;
 use crate::image::Layer;
 use crate::{Disk, OpenOptions, Port, Session};
 
+mod reuse;
 mod trouble;
 
 /// A reactor and the way to one file.
@@ -164,24 +165,29 @@ fn what_a_failed_write_has_left_does_not_come_up_after_zeros() {
     assert!(bytes == [0; 2048], "what failed is back");
 }
 
+/// An image of 1 MiB whose first cluster is compressed, and full of nines.
+fn compressed(path: &Path) {
+    create(path, &NewImage::new(1 << 20));
+    let mut session = open(path);
+    session.write(0, &[7; 65536]).unwrap();
+    session.close().unwrap();
+    let table = with_qcow2(&open(path), |qcow2| qcow2.l1_entry(0) & entry::OFFSET);
+    let mut stream = flate2::Compress::new(flate2::Compression::default(), false);
+    let mut packed = Vec::with_capacity(512);
+    stream.compress_vec(&[9; 65536], &mut packed, flate2::FlushCompress::Finish).unwrap();
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    // The last cluster is the guest's; one sector of it is enough.
+    let host = file.metadata().unwrap().len() - 65536;
+    file.write_all_at(&packed, host).unwrap();
+    file.write_all_at(&(1u64 << 62 | host).to_be_bytes(), table).unwrap();
+}
+
 /// Between the look at an entry and the reading, another thread may need its place in memory.
 #[test]
 fn a_compressed_cluster_is_read_though_its_entry_was_let_go() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.qcow2");
-    create(&path, &NewImage::new(1 << 20));
-    let mut session = open(&path);
-    session.write(0, &[7; 65536]).unwrap();
-    session.close().unwrap();
-    let table = with_qcow2(&open(&path), |qcow2| qcow2.l1_entry(0) & entry::OFFSET);
-    let mut stream = flate2::Compress::new(flate2::Compression::default(), false);
-    let mut packed = Vec::with_capacity(512);
-    stream.compress_vec(&[9; 65536], &mut packed, flate2::FlushCompress::Finish).unwrap();
-    let file = std::fs::File::options().write(true).open(&path).unwrap();
-    // The last cluster is the guest's; one sector of it is enough.
-    let host = file.metadata().unwrap().len() - 65536;
-    file.write_all_at(&packed, host).unwrap();
-    file.write_all_at(&(1u64 << 62 | host).to_be_bytes(), table).unwrap();
+    compressed(&path);
     let mut session = open(&path);
     let (disk, port) = (session.disk().clone(), session.port().clone());
     let bytes = session.run(async {

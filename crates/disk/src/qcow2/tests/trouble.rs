@@ -132,7 +132,7 @@ fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
 }
 
 /// Polls `first` so often, then runs `second` to its end, then `first`.
-async fn one_within_another(first: impl Future, times: u32, second: impl Future) {
+pub(super) async fn one_within_another(first: impl Future, times: u32, second: impl Future) {
     let mut first = std::pin::pin!(first);
     let mut left = times;
     poll_fn(|cx| {
