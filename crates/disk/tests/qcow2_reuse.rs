@@ -121,8 +121,7 @@ fn compressed(dir: &TempDir, mib: u64) -> Option<PathBuf> {
         bytes.resize(bytes.len() + 512, 0);
     }
     std::fs::write(&raw, bytes).unwrap();
-    qemu(&["convert", "-c", "-f", "raw", "-O", "qcow2", text(&raw), text(&path)])
-        .then_some(path)
+    qemu(&["convert", "-c", "-f", "raw", "-O", "qcow2", text(&raw), text(&path)]).then_some(path)
 }
 
 #[test]

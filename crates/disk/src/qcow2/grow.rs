@@ -57,12 +57,36 @@ impl Qcow2 {
             Some(end) => end,
             None => self.find_end(port).await?,
         };
-        let mut runs = self.reuse(port, step).await?;
-        if runs.is_empty() {
-            runs.push(self.extend(port, end, step).await?);
+        let found = match self.reuse(port, step).await {
+            Ok(runs) if runs.is_empty() => self.extend(port, end, step).await.map(|run| vec![run]),
+            found => found,
+        };
+        let mut state = self.state();
+        match found {
+            Ok(runs) => state.add_runs(runs),
+            // This was ahead of its use: first, what is there is used up.
+            Err(e) if is_full(&e) && state.run.left() > 0 => state.step = state.run.left(),
+            Err(e) => return Err(e),
         }
-        self.state().add_runs(runs);
         Ok(())
+    }
+
+    /// [Provides](Self::provide) for as many clusters as there is space for, at least one, if
+    /// there is not enough for all. The next run will not be that long either.
+    pub(super) async fn provide_some(
+        &self,
+        port: &Port,
+        first: u64,
+        end: u64,
+    ) -> io::Result<(u64, bool)> {
+        let mut count = end - first;
+        loop {
+            match self.provide(port, first, first + count).await {
+                Err(e) if is_full(&e) && count > 1 => count /= 2,
+                done => return done,
+            }
+            self.state().step = count;
+        }
     }
 
     /// Sets clusters aside behind those in use.
@@ -81,7 +105,7 @@ impl Qcow2 {
             }
             looked_at += 1;
         };
-        (run.end, run.zeroed) = self.provide(port, run.next, run.end).await?;
+        (run.end, run.zeroed) = self.provide_some(port, run.next, run.end).await?;
         self.state().end = Some(run.end);
         Ok(run)
     }
@@ -212,8 +236,14 @@ impl Qcow2 {
         if self.state().refs.table()[block as usize] != 0 {
             return Ok(at);
         }
-        let count = self.blocks_at_once(at, block, entries);
-        self.make_blocks(port, at, count, count).await?;
+        let mut count = self.blocks_at_once(at, block, entries);
+        match self.make_blocks(port, at, count, count).await {
+            Err(e) if is_full(&e) && count > 1 => {
+                count = 1;
+                self.make_blocks(port, at, count, count).await?;
+            }
+            done => done?,
+        }
         self.sync(port).await?;
         let bits = self.header.cluster_bits;
         let (first, sectors) = {
@@ -388,6 +418,12 @@ impl Qcow2 {
         self.ready.store(true, Ordering::Release);
         Ok(())
     }
+}
+
+/// Whether there may be space for less.
+fn is_full(e: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(e.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }
 
 fn full(why: &str) -> io::Error {

@@ -47,15 +47,21 @@ impl Qcow2 {
                 break;
             }
         }
-        let mut runs = self.state().claimed.clone();
-        for i in 0..runs.len() {
-            match self.provide(port, runs[i].next, runs[i].end).await {
-                Ok((end, zeroed)) => (runs[i].end, runs[i].zeroed) = (end, zeroed),
-                Err(e) => {
-                    // They are looked at again, if there is space by then.
+        let claimed = self.state().claimed.clone();
+        let mut runs = Vec::with_capacity(claimed.len());
+        for run in claimed {
+            match self.provide_some(port, run.next, run.end).await {
+                Ok((end, zeroed)) => runs.push(Run { end, zeroed, ..run }),
+                Err(e) if runs.is_empty() => {
                     self.state().unclaim();
                     return Err(e);
                 }
+                Err(_) => {}
+            }
+            if runs.last().is_none_or(|last| last.end != run.end) {
+                // What got no space is looked at again, if there is some by then.
+                self.state().search_claimed_again();
+                break;
             }
         }
         Ok(runs)

@@ -234,7 +234,13 @@ impl State {
 
     /// Forgets the runs that were being set aside by a task that was dropped.
     pub(super) fn unclaim(&mut self) {
-        for run in std::mem::take(&mut self.claimed) {
+        self.search_claimed_again();
+        self.claimed.clear();
+    }
+
+    /// Looks once more at where the runs are that are being set aside.
+    pub(super) fn search_claimed_again(&mut self) {
+        for run in self.claimed.clone() {
             self.search_again(run.next);
         }
     }

@@ -1,0 +1,82 @@
+//! A file system that is nearly full: what there is space for is written.
+
+mod common;
+mod model;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::failing::Failing;
+use ferrite_disk::tools::NewImage;
+use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_io::engine::Op;
+use ferrite_io::engines::EngineChoice;
+use model::{Model, compare, name, pattern, shop};
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+const ENOSPC: i32 = 28;
+
+/// A session on a file system that has space for files of so many bytes.
+fn session(path: &Path, room_bytes: u64) -> Session {
+    let disk = Disk::open_image(&name(path), &OpenOptions::default()).unwrap();
+    let kind = EngineChoice::Auto.decide().unwrap().kind;
+    let decide = move |op: &Op| match *op {
+        Op::Allocate { offset, len, .. } if offset + len > room_bytes => Some(ENOSPC),
+        _ => None,
+    };
+    let open = |arena| -> std::io::Result<Box<dyn ferrite_io::engine::Engine>> {
+        Ok(Box::new(Failing::new(kind.open(arena, 16)?, Box::new(decide))))
+    };
+    Session::new(Arc::new(disk), open).unwrap()
+}
+
+fn create(image: &ImageName, unit_bytes: u64) {
+    let new = NewImage {
+        bytes: Some(256 * MIB),
+        unit_bytes: Some(unit_bytes as u32),
+        ..NewImage::default()
+    };
+    shop(|shop| shop.create(image, &new)).unwrap();
+}
+
+/// Writes one unit after the other until there is no space; how many there was space for.
+fn fill(session: &mut Session, model: &mut Model, unit_bytes: u64) -> u64 {
+    let sectors = unit_bytes / 512;
+    for unit in 0..256 * MIB / unit_bytes {
+        let (first, part) = (unit * sectors, sectors.min(2048));
+        if let Err(e) = session.write(first * 512, &pattern(first, part, 1)) {
+            assert_eq!(e.raw_os_error(), Some(ENOSPC), "{e}");
+            return unit;
+        }
+        model.write(first, part, 1);
+    }
+    panic!("it was never full");
+}
+
+#[test]
+fn writes_go_on_until_there_is_no_space_for_a_single_unit() {
+    for (extension, unit_bytes) in [("qcow2", 64 << 10), ("qcow2", 4 << 10), ("vhd", 2 * MIB)] {
+        for room_bytes in [20 * MIB + 700_000, 33 * MIB, 16 * MIB + 3 * (64 << 10)] {
+            let dir = TempDir::new_in("/dev/shm").unwrap();
+            let path = dir.path().join("a").with_extension(extension);
+            create(&name(&path), unit_bytes);
+            let mut model = Model::default();
+            let mut disk = session(&path, room_bytes);
+            let units = fill(&mut disk, &mut model, unit_bytes);
+            let unused = room_bytes - units * unit_bytes;
+            // Metadata, of which refcount blocks are made for more, and what is no whole unit.
+            let least = room_bytes / 64 + 2 * unit_bytes + (256 << 10);
+            assert!(unused <= least, "{extension} {unit_bytes}: {unused} bytes of {room_bytes}");
+            // What is there can be written, and found again.
+            disk.write(0, &pattern(0, 8, 2)).unwrap();
+            model.write(0, 8, 2);
+            disk.flush().unwrap();
+            compare(&mut disk, &model);
+            disk.close().unwrap();
+            let report = shop(|shop| shop.check(&name(&path), false)).unwrap();
+            assert!(report.images.iter().all(|image| image.findings.is_empty()));
+            compare(&mut session(&path, u64::MAX), &model);
+        }
+    }
+}
