@@ -69,7 +69,7 @@ fn a_cluster_is_not_given_out_before_its_count_is_down_on_disk() {
     let (disk, port) = (session.disk().clone(), session.port().clone());
     let qcow2 = qcow2_of(&disk);
     let cluster = packed_cluster(qcow2);
-    let mut found = |session: &mut Session| {
+    let found = |session: &mut Session| {
         let found = session.run(async { qcow2.reuse(&port, 1).await.unwrap() }).unwrap();
         qcow2.state().unclaim();
         found.iter().any(|run| run.next == cluster)
