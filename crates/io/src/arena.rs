@@ -66,10 +66,18 @@ impl Span {
     #[inline]
     pub fn slice(&self, from: usize, len: usize) -> Span {
         let inside = from.checked_add(len).is_some_and(|end| end <= self.len());
-        assert!(inside, "bytes {from}..+{len} of a span of {}", self.len);
+        if !inside {
+            outside(from, len, self.len());
+        }
         // Both are at most self.len, a u32.
         Span { offset: self.offset + from as u32, len: len as u32 }
     }
+}
+
+/// Apart from the checks, which would otherwise make the text ready each time that they pass.
+#[cold]
+fn outside(from: usize, len: usize, of: usize) -> ! {
+    panic!("bytes {from}..+{len} are outside of {of}")
 }
 
 /// What backs an arena.
@@ -198,7 +206,9 @@ impl Arena {
     /// If the arena is shorter.
     pub fn span(&self, offset: usize, len: usize) -> Span {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(inside, "bytes {offset}..+{len} of an arena of {}", self.len);
+        if !inside {
+            outside(offset, len, self.len);
+        }
         // MAX_ARENA_BYTES fits in 32 bits.
         Span { offset: offset as u32, len: len as u32 }
     }

@@ -108,10 +108,17 @@ impl Shm {
     #[inline]
     fn at(&self, offset: usize, len: usize, align: usize) -> *mut u8 {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(inside, "bytes {offset}..+{len} of shared memory of {}", self.len);
-        assert!(offset.is_multiple_of(align), "offset {offset} is no multiple of {align}");
+        if !inside || !offset.is_multiple_of(align) {
+            self.misplaced(offset, len, align);
+        }
         // SAFETY: offset + len is inside the mapping.
         unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Apart from [`at`](Self::at), which would otherwise make the text ready with each access.
+    #[cold]
+    fn misplaced(&self, offset: usize, len: usize, align: usize) -> ! {
+        panic!("bytes {offset}..+{len}, aligned to {align}, of shared memory of {}", self.len)
     }
 
     #[inline]
