@@ -11,12 +11,13 @@ use ferrite_io::shm::Shm;
 
 /// Records in a queue's ring; a power of two.
 pub const RECORDS: u64 = 1024;
-/// Bytes of a record: twelve 64-bit words.
-pub const RECORD_BYTES: usize = 96;
+/// Bytes of a record: nine 64-bit words.
+pub const RECORD_BYTES: usize = 8 * RECORD_WORDS;
+const RECORD_WORDS: usize = 9;
 /// Bytes before the first record: magic, record size, record count, head.
 const HEADER_BYTES: usize = 64;
-/// "FERTRC01"
-const MAGIC: u64 = u64::from_le_bytes(*b"FERTRC01");
+/// "FERTRC02"
+const MAGIC: u64 = u64::from_le_bytes(*b"FERTRC02");
 const HEAD_AT: usize = 24;
 
 /// When a request reached each stage, in nanoseconds of `CLOCK_MONOTONIC`; 0 where it did not.
@@ -56,22 +57,26 @@ pub struct Record {
 }
 
 impl Record {
-    fn words(&self) -> [u64; RECORD_BYTES / 8] {
+    fn words(&self) -> [u64; RECORD_WORDS] {
         let shape = u64::from(self.bytes) << 32
             | u64::from(self.segments) << 16
             | u64::from(self.status as u8) << 8
             | u64::from(self.operation);
         let s = &self.stages;
-        let times = [s.taken_ns, s.copied_in_ns, s.submitted_ns];
-        let ends = [s.completed_ns, s.copied_out_ns, s.answered_ns];
-        let mut words = [0; RECORD_BYTES / 8];
-        words[..3].copy_from_slice(&[self.id, self.sector, shape]);
-        words[3..6].copy_from_slice(&times);
-        words[6..9].copy_from_slice(&ends);
-        words
+        [
+            self.id,
+            self.sector,
+            shape,
+            s.taken_ns,
+            s.copied_in_ns,
+            s.submitted_ns,
+            s.completed_ns,
+            s.copied_out_ns,
+            s.answered_ns,
+        ]
     }
 
-    fn from_words(w: &[u64; RECORD_BYTES / 8]) -> Record {
+    fn from_words(w: &[u64; RECORD_WORDS]) -> Record {
         Record {
             id: w[0],
             sector: w[1],
