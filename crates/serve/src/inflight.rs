@@ -245,7 +245,7 @@ impl QueueTable {
     /// [`add_indirect`](Self::add_indirect).
     pub fn take(&self, entry: u32, req_index: u32, slot: &Slot) {
         let at = self.entry(entry);
-        self.shm.copy_in(at + SLOT_AT, &slot.0);
+        self.shm.store_words(at + SLOT_AT, &slot.words());
         self.shm.store_u32(at + SEGMENT_COUNT_AT, 0);
         self.shm.store_u32(at + REQ_INDEX_AT, req_index);
         self.shm.store_u32(at + STATE_AT, TAKEN);

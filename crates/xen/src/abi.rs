@@ -115,6 +115,15 @@ impl Protocol {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot(pub [u8; MAX_SLOT_BYTES]);
 
+impl Slot {
+    /// Its bytes as words.
+    #[inline]
+    pub fn words(&self) -> [u64; MAX_SLOT_BYTES / 8] {
+        let (words, _) = self.0.as_chunks();
+        std::array::from_fn(|i| u64::from_ne_bytes(words[i]))
+    }
+}
+
 impl Default for Slot {
     fn default() -> Self {
         Slot([0; MAX_SLOT_BYTES])
