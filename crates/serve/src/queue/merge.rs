@@ -26,8 +26,12 @@ pub(super) struct Placed {
 }
 
 impl Placed {
-    fn key(&self) -> (u32, u32, bool, u64) {
-        (self.flushes, self.file.0, self.transfer == Transfer::Write, self.offset)
+    /// What it is sorted by: flushes before it, file (of at most 256), transfer, place. One number,
+    /// because comparing tuples is most of what sorting them costs.
+    fn key(&self) -> u128 {
+        let write = u128::from(self.transfer == Transfer::Write);
+        let kind = u128::from(self.flushes) << 32 | u128::from(self.file.0) << 1 | write;
+        kind << 64 | u128::from(self.offset)
     }
 
     /// Whether `next` begins where this ends.
@@ -47,32 +51,42 @@ impl Queue {
     /// Gives all placed pieces to the engine.
     pub(super) fn push_placed(&mut self) {
         let mut placed = std::mem::take(&mut self.placed);
-        if self.connection.tuning.merge && placed.len() > 1 {
+        let merge = self.connection.tuning.merge;
+        if merge && placed.len() > 1 {
             placed.sort_unstable_by_key(Placed::key);
         }
-        let mut all = placed.drain(..).peekable();
-        while let Some(first) = all.next() {
-            let (transfer, file, offset) = (first.transfer, first.file, first.offset);
-            let mut run = Run::new(first.blocks);
-            let leader = first.piece;
-            let mut last = first;
-            while self.connection.tuning.merge
-                && let Some(next) = all.next_if(|next| last.touches(next) && run.add(next.blocks))
-            {
-                self.pieces.get(last.piece).next = Some(next.piece);
-                self.counters().merged.add(1);
-                last = next;
-            }
-            self.counters().transfers.add(1);
-            match run.pieces() {
-                [one] => self.reactor.push(u64::from(leader), op(transfer, file, offset, *one)),
-                pieces => {
-                    self.reactor.push_vectored(u64::from(leader), transfer, file, offset, pieces);
-                }
+        for run in placed.chunk_by(|here, next| merge && here.touches(next)) {
+            match run {
+                [alone] => self.push_shared(alone, &[alone.blocks]),
+                _ => self.push_run(run),
             }
         }
-        drop(all);
+        placed.clear();
         self.placed = placed;
+    }
+
+    /// Gives neighbours to the engine, in as few operations as the bounds of one allow.
+    fn push_run(&mut self, mut run: &[Placed]) {
+        while let [first, rest @ ..] = run {
+            let mut shared = Run::new(first.blocks);
+            let more = rest.iter().take_while(|next| shared.add(next.blocks)).count();
+            for (here, next) in run.iter().zip(&rest[..more]) {
+                self.pieces.get(here.piece).next = Some(next.piece);
+            }
+            self.counters().merged.add(more as u64);
+            self.push_shared(first, shared.pieces());
+            run = &rest[more..];
+        }
+    }
+
+    /// One operation for `first` and those behind it that share it, whose memory `spans` is.
+    fn push_shared(&mut self, first: &Placed, spans: &[Span]) {
+        self.counters().transfers.add(1);
+        let (token, transfer) = (u64::from(first.piece), first.transfer);
+        match spans {
+            [one] => self.reactor.push(token, op(transfer, first.file, first.offset, *one)),
+            _ => self.reactor.push_vectored(token, transfer, first.file, first.offset, spans),
+        }
     }
 
     /// An operation for data has ended: of one piece, or of several.
