@@ -25,18 +25,23 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// `None` for a request without a buffer.
-    pub(super) fn of(flight: &Flight, block_bytes: u32) -> Option<Layout> {
-        let block = u64::from(block_bytes);
+    /// `None` for a request without a buffer. `block_bytes` is a power of two.
+    pub(super) fn of(flight: &Flight, block_bytes: usize) -> Option<Layout> {
         let buf = flight.buf.as_ref()?.span();
-        let before = (flight.work.offset() % block) as usize;
-        let bytes = flight.work.bytes() as usize;
-        let whole = (before + bytes).next_multiple_of(block_bytes as usize);
+        let in_block = block_bytes - 1;
+        let (offset, bytes) = (flight.work.offset(), flight.work.bytes() as usize);
+        let before = offset as usize & in_block;
+        let whole = (before + bytes + in_block) & !in_block;
         Some(Layout {
-            offset: flight.work.offset() - before as u64,
+            offset: offset - before as u64,
             blocks: buf.slice(0, whole),
             data: buf.slice(before, bytes),
         })
+    }
+
+    /// Whether the request is of whole blocks only.
+    pub(super) fn is_whole(&self) -> bool {
+        self.blocks.len() == self.data.len()
     }
 }
 
@@ -114,14 +119,14 @@ impl Queue {
     }
 
     fn add_segments(&mut self, ticket: &Ticket) {
-        let zero_page = self.connection.pool.zero_page();
+        let pool = &self.connection.pool;
         let flight = self.flights.get(ticket);
         let Some(layout) = flight.layout else { return };
         let mut at = 0;
         self.segments.extend(flight.segments.iter().map(|segment| {
             let bytes = segment.bytes();
             let local = match flight.zeros {
-                true => zero_page.slice(0, bytes),
+                true => pool.zero_page().slice(0, bytes),
                 false => layout.data.slice(at, bytes),
             };
             at += bytes;

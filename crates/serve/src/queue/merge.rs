@@ -45,7 +45,7 @@ impl Placed {
 impl Queue {
     /// Lets neighbours of the sweep have neighbouring buffers, before there are data in them.
     pub(super) fn order_buffers(&mut self) {
-        self.neighbours.order_buffers(&mut self.flights, &self.connection.device.disk);
+        self.neighbours.order_buffers(&mut self.flights, self.block_bytes);
     }
 
     /// Gives all placed pieces to the engine.

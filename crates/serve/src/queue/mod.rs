@@ -104,6 +104,8 @@ pub struct Queue {
     flights: Flights,
     table: QueueTable,
     trace: TraceRing,
+    /// The disk's.
+    block_bytes: usize,
 
     replay: VecDeque<Unanswered>,
     /// The frontend broke the ring: nothing more is taken from it.
@@ -172,6 +174,7 @@ impl Queue {
             clock: connection.device.clock.clone(),
             pool: connection.pool.queue(index),
             waiting: Waiting::new(&connection.tuning),
+            block_bytes: connection.device.disk.block_bytes() as usize,
             connection,
             index,
             ring,

@@ -6,7 +6,6 @@
 //! memory and one plain transfer moves it (mission.md, block 4, factor 3). A device pays for each
 //! piece of scattered memory.
 
-use ferrite_disk::Disk;
 use ferrite_io::pool::Buf;
 
 use super::copy::Layout;
@@ -66,12 +65,12 @@ impl Neighbours {
 
     /// Gives neighbours each other's buffers, so that these follow each other as the requests do
     /// on the disk. Nothing may be in the buffers yet. Ends the sweep.
-    pub(super) fn order_buffers(&mut self, flights: &mut Flights, disk: &Disk) {
+    pub(super) fn order_buffers(&mut self, flights: &mut Flights, block_bytes: usize) {
         if self.requests.len() > 1 {
             self.requests.sort_unstable_by_key(|here| here.key);
             let requests = std::mem::take(&mut self.requests);
             for run in requests.chunk_by(Here::touches).filter(|run| run.len() > 1) {
-                self.order_run(run, flights, disk);
+                self.order_run(run, flights, block_bytes);
             }
             self.requests = requests;
         }
@@ -80,7 +79,7 @@ impl Neighbours {
 
     /// Buffers of one size, so that each fits each, and which their data fill: others would not
     /// follow each other without a gap.
-    fn order_run(&mut self, run: &[Here], flights: &mut Flights, disk: &Disk) {
+    fn order_run(&mut self, run: &[Here], flights: &mut Flights, block_bytes: usize) {
         let Some(first) = flights.at(run[0].entry).buf.as_ref().map(|buf| buf.span().len()) else {
             return;
         };
@@ -103,7 +102,7 @@ impl Neighbours {
         for (here, buf) in run.iter().zip(self.bufs.drain(..)) {
             let flight = flights.at(here.entry);
             flight.buf = Some(buf);
-            flight.layout = Layout::of(flight, disk.block_bytes());
+            flight.layout = Layout::of(flight, block_bytes);
         }
     }
 }

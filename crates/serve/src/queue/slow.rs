@@ -145,7 +145,7 @@ impl Task {
     /// The caller has the disk for itself then.
     async fn write(&self) -> io::Result<()> {
         let Some(layout) = self.layout else { return Ok(()) };
-        if layout.blocks.len() == layout.data.len() {
+        if layout.is_whole() {
             return self.transfer(Intent::Write).await;
         }
         // The request's bytes step aside while the blocks are read around them.

@@ -136,7 +136,6 @@ impl Queue {
 
     /// An operation of one piece has ended: done, to be continued, to be tried again, or failed.
     pub(super) fn piece_completed(&mut self, index: u16, completion: Completion, now_ns: u64) {
-        let block_bytes = self.connection.device.disk.block_bytes() as usize;
         let piece = self.pieces.get(index);
         match completion.result() {
             Ok(bytes) => {
@@ -144,7 +143,7 @@ impl Queue {
                 // A piece of a block cannot be continued from: it is done again.
                 let now = before + bytes as usize;
                 piece.done_bytes =
-                    if now < piece.blocks.len() { now - now % block_bytes } else { now };
+                    if now < piece.blocks.len() { now - now % self.block_bytes } else { now };
                 if piece.done_bytes >= piece.blocks.len() {
                     self.piece_ended(index, None, now_ns);
                 } else if piece.done_bytes > before {

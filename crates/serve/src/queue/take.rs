@@ -119,8 +119,7 @@ impl Queue {
             return Ok(None);
         }
         // A range that begins or ends inside a block of the medium is read whole.
-        let block = self.connection.device.disk.block_bytes() as usize;
-        let slack = if block > SECTOR_BYTES as usize { block } else { 0 };
+        let slack = if self.block_bytes > SECTOR_BYTES as usize { self.block_bytes } else { 0 };
         self.warm_up();
         match self.pool.alloc(data + slack) {
             Some(buf) => Ok(Some(buf)),
@@ -213,20 +212,17 @@ impl Queue {
 
     /// Sends a checked request to its next stage.
     fn admit(&mut self, ticket: Ticket, work: Work) {
-        let block_bytes = self.connection.device.disk.block_bytes();
-        let block = u64::from(block_bytes);
         if matches!(work.action, Action::Flush | Action::FlushThenWrite) {
             self.flushes = self.flushes.wrapping_add(1);
         }
         let flight = self.flights.get(&ticket);
         flight.flushes = self.flushes;
         flight.work = work;
-        flight.layout = Layout::of(flight, block_bytes);
+        flight.layout = Layout::of(flight, self.block_bytes);
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
         flight.record.segments = flight.segments.len() as u16;
-        let below_block =
-            !work.offset().is_multiple_of(block) || !work.bytes().is_multiple_of(block);
+        let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());
         if work.action != Action::Read && self.connection.device.flush_has_failed() {
             self.finish(ticket, STATUS_ERROR);
         } else if work.action == Action::Barrier || (work.action.takes_data() && below_block) {
