@@ -10,35 +10,31 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, FileId, MAX_VECTORED, Op, Transfer};
 
 use super::Queue;
+use super::pieces::Piece;
 
 /// The largest shared operation, in bytes.
 const MAX_MERGED_BYTES: usize = 512 << 10;
 
 /// A piece of a request's data, and where it lies.
 pub(super) struct Placed {
-    pub(super) piece: u16,
-    pub(super) transfer: Transfer,
-    pub(super) file: FileId,
-    pub(super) offset: u64,
-    pub(super) blocks: Span,
-    /// Flushes that were taken off the ring before it.
-    pub(super) flushes: u32,
+    /// Flushes that were taken off the ring before it, its file (of at most 256), its transfer, and
+    /// its place in the file, as one number: comparing several is most of what sorting them costs.
+    key: u128,
+    piece: u16,
+    blocks: Span,
 }
 
 impl Placed {
-    /// What it is sorted by: flushes before it, file (of at most 256), transfer, place. One number,
-    /// because comparing tuples is most of what sorting them costs.
-    fn key(&self) -> u128 {
-        let write = u128::from(self.transfer == Transfer::Write);
-        let kind = u128::from(self.flushes) << 32 | u128::from(self.file.0) << 1 | write;
-        kind << 64 | u128::from(self.offset)
+    pub(super) fn new(index: u16, piece: &Piece, flushes: u32) -> Placed {
+        let write = u64::from(piece.transfer == Transfer::Write);
+        let kind = u64::from(flushes) << 32 | u64::from(piece.file.0) << 1 | write;
+        let key = u128::from(kind) << 64 | u128::from(piece.offset);
+        Placed { key, piece: index, blocks: piece.blocks }
     }
 
     /// Whether `next` begins where this ends.
     fn touches(&self, next: &Placed) -> bool {
-        let end = self.offset + self.blocks.len() as u64;
-        let here = (self.flushes, self.file, self.transfer, end);
-        here == (next.flushes, next.file, next.transfer, next.offset)
+        self.key + self.blocks.len() as u128 == next.key
     }
 }
 
@@ -53,7 +49,7 @@ impl Queue {
         let mut placed = std::mem::take(&mut self.placed);
         let merge = self.connection.tuning.merge;
         if merge && placed.len() > 1 {
-            placed.sort_unstable_by_key(Placed::key);
+            placed.sort_unstable_by_key(|placed| placed.key);
         }
         for run in placed.chunk_by(|here, next| merge && here.touches(next)) {
             match run {
@@ -82,10 +78,11 @@ impl Queue {
     /// One operation for `first` and those behind it that share it, whose memory `spans` is.
     fn push_shared(&mut self, first: &Placed, spans: &[Span]) {
         self.counters().transfers.add(1);
-        let (token, transfer) = (u64::from(first.piece), first.transfer);
+        let Piece { transfer, file, offset, .. } = *self.pieces.get(first.piece);
+        let token = u64::from(first.piece);
         match spans {
-            [one] => self.reactor.push(token, op(transfer, first.file, first.offset, *one)),
-            _ => self.reactor.push_vectored(token, transfer, first.file, first.offset, spans),
+            [one] => self.reactor.push(token, op(transfer, file, offset, *one)),
+            _ => self.reactor.push_vectored(token, transfer, file, offset, spans),
         }
     }
 

@@ -131,7 +131,7 @@ impl Queue {
         let piece = Piece { entry, transfer, file, offset, blocks, done_bytes, retries, next };
         let flushes = self.flights.at(entry).flushes;
         let index = self.pieces.add(piece);
-        self.placed.push(Placed { piece: index, transfer, file, offset, blocks, flushes });
+        self.placed.push(Placed::new(index, &piece, flushes));
     }
 
     /// An operation of one piece has ended: done, to be continued, to be tried again, or failed.
