@@ -175,6 +175,16 @@ pub trait Format {
         Ok(())
     }
 
+    /// Does to an image that is not open what other programs do, durably: it reads as before. False:
+    /// nothing can be done.
+    ///
+    /// # Errors
+    /// As above.
+    fn give_past(&self, place: &Place) -> Result<bool, String> {
+        let _ = place;
+        Ok(false)
+    }
+
     /// Sectors near which its metadata changes.
     fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64>;
 }

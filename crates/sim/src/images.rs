@@ -12,7 +12,7 @@ use ferrite_io::clock::{Random, SplitMix64};
 
 use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};
-use crate::{packed, qemu};
+use crate::{packed, past, qemu};
 
 /// Units of allocation in bytes, the likelier ones more than once. Small ones, so that small disks
 /// have several tables.
@@ -373,6 +373,19 @@ impl Format for Images {
             Kind::Qcow2 => packed::pack(&self.leaf(place).path, random).map_err(|e| e.to_string()),
             Kind::Raw | Kind::Vhd => Ok(()),
         }
+    }
+
+    fn give_past(&self, place: &Place) -> Result<bool, String> {
+        if self.kind != Kind::Qcow2 {
+            return Ok(false);
+        }
+        let path = self.leaf(place).path;
+        let given = || -> std::io::Result<()> {
+            let file = fs::File::options().read(true).write(true).open(path)?;
+            past::give(file.try_clone()?, &mut SplitMix64::new(place.seed ^ 0x9A57))?;
+            place.world.changed_outside(&file)
+        };
+        given().map(|()| true).map_err(|e| e.to_string())
     }
 
     fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64> {

@@ -21,6 +21,7 @@ pub mod load;
 pub mod machine;
 pub mod model;
 mod packed;
+mod past;
 pub mod plan;
 mod qemu;
 pub mod stamp;

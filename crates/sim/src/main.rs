@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use ferrite_disk::Format as DiskFormat;
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::sim::Lie;
 use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
@@ -30,7 +31,7 @@ struct Arguments {
     /// Tell a story of each kind for so many seeds.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seconds")]
     seeds: u64,
-    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, operations; or all.
+    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, past, operations; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
     /// raw, vhd, qcow2; or all.
@@ -51,6 +52,9 @@ struct Arguments {
     /// Print every request that touches this sector.
     #[arg(long, value_name = "SECTOR")]
     trace: Option<u64>,
+    /// The medium ignores syncs, which has to be found: WHICH:OF, from 0:1, which is each.
+    #[arg(long, value_name = "WHICH:OF", value_parser = lie)]
+    lie: Option<Lie>,
     /// Keep the files of a story that ends badly there.
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
@@ -73,6 +77,13 @@ fn cut(text: &str) -> Result<(u64, After), String> {
         "death" => Ok((step, After::Death)),
         _ => Err("the kind is power or death".into()),
     }
+}
+
+fn lie(text: &str) -> Result<Lie, String> {
+    let (which, of) = text.split_once(':').ok_or("it is WHICH:OF")?;
+    let number = |text: &str| text.parse::<u64>().map_err(|e| e.to_string());
+    let (which, of) = (number(which)?, number(of)?);
+    if which < of { Ok(Lie::Sync { of, which }) } else { Err("WHICH is less than OF".into()) }
 }
 
 /// What was told so far.
@@ -126,7 +137,8 @@ fn stories(
         for scenario in &arguments.scenario.0 {
             let keep = arguments.keep.clone();
             let (cut, trace) = (arguments.cut, arguments.trace);
-            let plan = Plan { seed, scenario: *scenario, cut, keep, trace };
+            let plan =
+                Plan { cut, keep, trace, lie: arguments.lie.clone(), ..Plan::new(seed, *scenario) };
             for images in images(arguments) {
                 story(arguments, &images, &plan, sum)?;
             }

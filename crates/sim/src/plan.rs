@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use ferrite_io::sim::Lie;
+
 use crate::load::{MAX_REQUEST_SECTORS, Mix};
 use crate::model::After;
 
@@ -25,13 +27,16 @@ pub enum Scenario {
     Close,
     /// Writes to an image that another program has compressed, and compresses again.
     Compressed,
+    /// On an image that has a past: a parent with data, or snapshots, compressed clusters and free
+    /// ones between others.
+    Past,
     /// Made, snapshotted, coalesced, resized, with a little use in between.
     Operations,
 }
 
 impl Scenario {
     /// All of them.
-    pub const ALL: [Scenario; 9] = [
+    pub const ALL: [Scenario; 10] = [
         Scenario::Mixed,
         Scenario::FirstWrites,
         Scenario::Bitmaps,
@@ -40,6 +45,7 @@ impl Scenario {
         Scenario::Zeroes,
         Scenario::Close,
         Scenario::Compressed,
+        Scenario::Past,
         Scenario::Operations,
     ];
 
@@ -54,6 +60,7 @@ impl Scenario {
             Scenario::Zeroes => "zeroes",
             Scenario::Close => "close",
             Scenario::Compressed => "compressed",
+            Scenario::Past => "past",
             Scenario::Operations => "operations",
         }
     }
@@ -79,6 +86,9 @@ impl Scenario {
             Scenario::Zeroes => Mix { reads: 10, writes: 40, flushes: 8, zeroes: 40, ..mix },
             // What is written in small pieces leaves clusters that are worth compressing.
             Scenario::Compressed => Mix { flushes: 12, max_sectors: 12, near: 30, ..mix },
+            Scenario::Past => {
+                Mix { reads: 10, flushes: 10, discards: 12, max_sectors: 24, near: 90, ..mix }
+            }
             Scenario::Close | Scenario::Operations => Mix { reads: 10, ..mix },
         }
     }
@@ -97,6 +107,15 @@ pub struct Plan {
     pub keep: Option<PathBuf>,
     /// Prints every request that touches this sector.
     pub trace: Option<u64>,
+    /// What the medium lies about.
+    pub lie: Option<Lie>,
+}
+
+impl Plan {
+    /// A whole story.
+    pub const fn new(seed: u64, scenario: Scenario) -> Plan {
+        Plan { seed, scenario, cut: None, keep: None, trace: None, lie: None }
+    }
 }
 
 /// What a story without a finding was.

@@ -9,11 +9,25 @@ use ferrite_io::directory::Directory;
 use ferrite_io::sim::{Fault, On};
 
 use crate::format::{Disk, Format, Operation};
-use crate::load::{Load, MAX_REQUEST_SECTORS};
+use crate::load::{Load, MAX_REQUEST_SECTORS, Mix};
 use crate::machine::{MAX_DEPTH, MAX_QUEUES, Machine, Thread};
 use crate::model::{After, Model};
 use crate::plan::{Plan, Scenario, Told, Violation};
 use crate::stamp;
+
+/// Many large writes, so that what is below has much.
+const DENSE: Mix = Mix {
+    reads: 0,
+    writes: 92,
+    flushes: 4,
+    discards: 0,
+    zeroes: 4,
+    max_sectors: MAX_REQUEST_SECTORS,
+    near: 85,
+};
+
+/// Few sectors in many places.
+const SPARSE: Mix = Mix { reads: 0, writes: 100, flushes: 0, zeroes: 0, max_sectors: 1, ..DENSE };
 
 /// Layers of a chain at most.
 const MAX_LAYERS: u64 = 4;
@@ -70,6 +84,7 @@ impl<'a, F: Format> Story<'a, F> {
     fn begin(format: &'a F, plan: &'a Plan) -> Result<Self, String> {
         let mut random = SplitMix64::new(plan.seed ^ 0x5717_0000);
         let machine = Machine::new(plan.seed).map_err(|e| e.to_string())?;
+        machine.world.set_lie(plan.lie.clone());
         let sectors = sizes(&mut random);
         let rounds = match plan.scenario {
             _ if plan.cut.is_some() => 1,
@@ -109,6 +124,8 @@ impl<'a, F: Format> Story<'a, F> {
                     self.format.create(&self.machine.place, self.model.borrow().sectors())?;
                     if self.plan.scenario == Scenario::Compressed {
                         self.begin_compressed()?;
+                    } else if self.plan.scenario == Scenario::Past {
+                        self.begin_past()?;
                     } else if forced.is_none() {
                         self.begin_chain()?;
                     }
@@ -130,7 +147,7 @@ impl<'a, F: Format> Story<'a, F> {
 
     /// Something to be compressed.
     fn begin_compressed(&mut self) -> Result<(), String> {
-        self.use_disk(false, (0, 0))?;
+        self.use_disk(false, (0, 0), None)?;
         let sectors = self.model.borrow().sectors();
         self.examine(After::Close, &[sectors])?;
         self.change_by_others()
@@ -159,10 +176,33 @@ impl<'a, F: Format> Story<'a, F> {
         if self.random.below(3) > 0 || !self.format.can(snapshot) {
             return Ok(());
         }
-        self.use_disk(false, (0, 0))?;
-        let sectors = self.model.borrow().sectors();
-        self.examine(After::Close, &[sectors])?;
+        self.use_and_close(None)?;
         self.do_whole(snapshot)
+    }
+
+    /// The disk has much. Then other programs do what they do to images, or it gets a leaf with a
+    /// little of everything.
+    fn begin_past(&mut self) -> Result<(), String> {
+        let requests = 10 + self.random.below(40);
+        self.use_and_close(Some((DENSE, requests)))?;
+        let snapshot = Operation::Snapshot(self.layers);
+        if self.random.below(4) > 0 && self.format.give_past(&self.machine.place)? {
+            let sectors = self.model.borrow().sectors();
+            return self.examine(After::Close, &[sectors]);
+        }
+        if self.format.can(snapshot) {
+            self.do_whole(snapshot)?;
+            let requests = 4 + self.random.below(12);
+            self.use_and_close(Some((SPARSE, requests)))?;
+        }
+        Ok(())
+    }
+
+    /// Use in which nothing goes wrong; of this kind, and with so many requests.
+    fn use_and_close(&mut self, work: Option<(Mix, u64)>) -> Result<(), String> {
+        self.use_disk(false, (0, 0), work)?;
+        let sectors = self.model.borrow().sectors();
+        self.examine(After::Close, &[sectors])
     }
 
     fn use_and_look(
@@ -177,12 +217,19 @@ impl<'a, F: Format> Story<'a, F> {
             None => self.end_of_round(),
         };
         self.machine.world.stop_at(stop);
+        let past = self.plan.scenario == Scenario::Past && forced.is_none();
+        if past && self.random.below(4) > 0 {
+            let syncs = 2 << self.random.below(5);
+            let (sync, steps) = (1 + self.random.below(syncs), self.random.below(4));
+            self.machine.world.stop_at(None);
+            self.machine.world.stop_at_sync(sync, steps);
+        }
         // One half ends while metadata is on its way.
-        let in_flush = match self.random.below(2) == 0 && forced.is_none() {
+        let in_flush = match self.random.below(2) == 0 && forced.is_none() && !past {
             true => (1 + self.random.below(4), 1 + self.random.below(24)),
             false => (0, 0),
         };
-        let (disk_closed, flush_failed) = self.use_disk(faulty, in_flush)?;
+        let (disk_closed, flush_failed) = self.use_disk(faulty, in_flush, None)?;
         let after = match forced {
             Some((_, after)) => after,
             None if flush_failed => After::PowerCut,
@@ -347,20 +394,23 @@ impl<'a, F: Format> Story<'a, F> {
 
     /// Opens the disk, and loads it until all is done or the world stands still. Whether it was
     /// closed, and whether a flush had failed.
-    /// `flush`, `steps`: see [`Load`].
+    /// `flush`, `steps`: see [`Load`]. `work`: this, and not what the scenario is about.
     fn use_disk(
         &mut self,
         faulty: bool,
         (flush, steps): (u64, u64),
+        work: Option<(Mix, u64)>,
     ) -> Result<(bool, bool), String> {
         let disk = self.format.open(&self.machine.place)?;
         let queues = 1 + self.random.below(MAX_QUEUES as u64) as usize;
         let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
         let left = match self.plan.scenario {
+            _ if work.is_some() => 0,
             Scenario::Close | Scenario::Operations => 1 + self.random.below(12),
             Scenario::Compressed => 40 + self.random.below(400),
             _ => 8 + self.random.below(180),
         };
+        let (mix, left) = work.unwrap_or((self.plan.scenario.mix(), left));
         let sectors = disk.sectors();
         let files = disk.files();
         let load = Rc::new(Load {
@@ -375,7 +425,7 @@ impl<'a, F: Format> Story<'a, F> {
             world: self.machine.world.clone(),
             flushes_left: Cell::new(flush),
             steps_into_flush: steps,
-            mix: self.plan.scenario.mix(),
+            mix,
             hot_spots: self.format.hot_spots(&self.machine.place, sectors),
             may_fail: faulty,
             flush_failed: Cell::new(false),

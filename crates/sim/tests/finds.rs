@@ -17,7 +17,7 @@ use ferrite_sim::story::tell;
 
 /// The first of so many fixed seeds whose story ends badly.
 fn find(format: &impl Format, scenario: Scenario, seeds: u64) -> Option<Box<Violation>> {
-    let plan = |seed| Plan { seed, scenario, cut: None, keep: None, trace: None };
+    let plan = |seed| Plan::new(seed, scenario);
     (0..seeds).find_map(|seed| tell(format, &plan(seed)).err())
 }
 

@@ -15,9 +15,7 @@ fn tell_all(format: &impl Format, seeds: u64) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for scenario in Scenario::ALL {
         for seed in 0..seeds {
-            if let Err(found) =
-                tell(format, &Plan { seed, scenario, cut: None, keep: None, trace: None })
-            {
+            if let Err(found) = tell(format, &Plan::new(seed, scenario)) {
                 panic!("{found}");
             }
         }
@@ -49,7 +47,7 @@ fn what_was_mended_stays_mended() {
         // A commit after a sync that failed, of clusters whose copied data was lost.
         (Qcow2, Scenario::FlushStorm, 58),
     ] {
-        let plan = Plan { seed, scenario, cut: None, keep: None, trace: None };
+        let plan = Plan::new(seed, scenario);
         if let Err(found) = tell(&Images::new(format).in_units(units(format)), &plan) {
             panic!("{found}");
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use super::fault::On;
+use super::fault::{Deferred, Lie, On};
 use super::file::SECTOR_BYTES;
 use super::{SimWorld, State};
 use crate::arena::{Arena, Span};
@@ -170,6 +170,9 @@ impl Engine for SimEngine {
         while !self.queued.is_empty() {
             let mut op = self.queued.remove(0);
             op.since = state.next_step();
+            if matches!(op.op, Op::Sync { .. }) {
+                state.sync_begins();
+            }
             if let Op::Timer { after } = op.op {
                 op.due_ns = now_ns.saturating_add(after.as_nanos() as u64);
             }
@@ -347,13 +350,48 @@ impl State {
                 if len == 0 && op.len() > 0 {
                     return Ok(-libc::ENOSPC);
                 }
-                file.write(step, offset, &op.data(len))?;
+                if !self.faults.drops_write(&mut self.random) {
+                    self.write(index, step, offset, &op.data(len))?;
+                }
                 return Ok(len as i32);
             }
-            Op::Sync { .. } => file.sync(op.since),
+            Op::Sync { .. } => self.sync(index, op.since),
             _ => self.apply_all(op, step)?,
         }
         Ok(0)
+    }
+
+    fn write(&mut self, index: usize, step: u64, offset: u64, data: &[u8]) -> io::Result<()> {
+        if let (Some(Lie::SyncBefore(range)), Some(Deferred { file, .. })) =
+            (&self.faults.lie, self.faults.deferred)
+            && file == index
+            && range.start < offset + data.len() as u64
+            && offset < range.end
+        {
+            self.faults.deferred = None;
+        }
+        self.files[index].1.write(step, offset, data)
+    }
+
+    /// A sync is answered.
+    fn sync(&mut self, index: usize, since: u64) {
+        self.make_deferred_sync();
+        if self.faults.ignores_sync() {
+            return;
+        }
+        match self.faults.lie {
+            Some(Lie::SyncBefore(_)) => {
+                self.faults.deferred = Some(Deferred { file: index, since });
+            }
+            _ => self.files[index].1.sync(since),
+        }
+    }
+
+    /// No write has come that a sync of before does not count for.
+    pub(super) fn make_deferred_sync(&mut self) {
+        if let Some(Deferred { file, since }) = self.faults.deferred.take() {
+            self.files[file].1.sync(since);
+        }
     }
 
     /// What a process that is gone, or the power, leaves of an operation in flight. `some`: parts
@@ -375,7 +413,7 @@ impl State {
         match op.op {
             Op::Write { offset, .. } => {
                 let len = file.room(offset, op.len());
-                file.write(step, offset, &op.data(len))
+                self.write(index, step, offset, &op.data(len))
             }
             Op::Discard { offset, len, .. } => file.discard(step, offset, len, &mut self.random),
             Op::PunchHole { offset, len, .. } | Op::ZeroRange { offset, len, .. } => {
@@ -400,7 +438,7 @@ impl State {
             let next = ((at / SECTOR_BYTES + sectors) * SECTOR_BYTES).min(end);
             if self.random.below(2) == 0 {
                 let part = &data[(at - offset) as usize..(next - offset) as usize];
-                self.files[index].1.write(step, at, part)?;
+                self.write(index, step, at, part)?;
             }
             at = next;
         }

@@ -49,10 +49,44 @@ pub struct Fault {
     pub times: u64,
 }
 
+/// What a medium says that is not so. A format is none the better for it: this is how a simulator
+/// is known to find what it is there to find.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Lie {
+    /// Of so many syncs, the one of this number, from 0, is answered and does nothing.
+    Sync {
+        /// Syncs.
+        of: u64,
+        /// Which of them.
+        which: u64,
+    },
+    /// A sync does nothing if a write that touches these bytes follows it before the next sync: as
+    /// if that write had been made ahead of it.
+    SyncBefore(Range<u64>),
+    /// Of a thousand writes, so many are answered and not made.
+    Write {
+        /// How many.
+        per_mille: u64,
+    },
+}
+
+/// A sync that was answered, and is made only if no write follows that says otherwise.
+#[derive(Clone, Copy)]
+pub(super) struct Deferred {
+    /// In the world's table.
+    pub(super) file: usize,
+    /// See [`SimFile::sync`](super::file::SimFile::sync).
+    pub(super) since: u64,
+}
+
 /// All that goes wrong.
 #[derive(Default)]
 pub(super) struct Faults {
     pub(super) list: Vec<Fault>,
+    pub(super) lie: Option<Lie>,
+    /// Syncs that were answered.
+    pub(super) syncs: u64,
+    pub(super) deferred: Option<Deferred>,
     /// Transfers cut short, of a thousand.
     pub(super) short: u64,
     /// Operations that the kernel asks to try again, of a thousand.
@@ -74,6 +108,17 @@ impl Faults {
         })?;
         hit.times -= 1;
         Some(hit.errno)
+    }
+
+    /// Whether the medium only says that it has made this write.
+    pub(super) fn drops_write(&self, random: &mut SplitMix64) -> bool {
+        matches!(self.lie, Some(Lie::Write { per_mille }) if random.below(1000) < per_mille)
+    }
+
+    /// Whether this sync, the next one, is only said to be made.
+    pub(super) fn ignores_sync(&mut self) -> bool {
+        self.syncs += 1;
+        matches!(self.lie, Some(Lie::Sync { of, which }) if (self.syncs - 1) % of == which)
     }
 
     /// Whether an operation is interrupted, and how.

@@ -251,6 +251,14 @@ impl SimFile {
         self.sectors.retain(|_, versions| versions.len() > 1);
     }
 
+    /// Somebody else has changed it, durably.
+    pub(super) fn changed_outside(&mut self) -> io::Result<()> {
+        self.size = self.file.metadata()?.len();
+        self.sectors.clear();
+        self.changes.clear();
+        Ok(())
+    }
+
     /// Whether there is anything that a power cut could take.
     pub(super) fn is_durable(&self) -> bool {
         self.sectors.is_empty() && self.changes.is_empty()

@@ -46,7 +46,7 @@ mod file;
 mod tests;
 
 pub use directory::SimDirectory;
-pub use fault::{Fault, On};
+pub use fault::{Fault, Lie, On};
 
 use directory::Entries;
 use engine::{InFlight, SimEngine};
@@ -75,6 +75,8 @@ struct State {
     faults: Faults,
     step: u64,
     stop_at: Option<u64>,
+    /// Syncs until the world stops, and how many steps after the beginning of the last of them.
+    stop_at_sync: Option<(u64, u64)>,
     /// Which processes' lives the engines belong to: those of earlier ones are dead.
     life: u64,
     next_engine: u64,
@@ -93,6 +95,7 @@ impl SimWorld {
             faults: Faults::default(),
             step: 0,
             stop_at: None,
+            stop_at_sync: None,
             life: 0,
             next_engine: 0,
             in_flight: BTreeMap::new(),
@@ -132,6 +135,11 @@ impl SimWorld {
         self.state().faults.list = faults;
     }
 
+    /// What the medium lies about from now on; none: nothing.
+    pub fn set_lie(&self, lie: Option<Lie>) {
+        self.state().faults.lie = lie;
+    }
+
     /// Transfers that are cut short, and operations that the kernel asks to try again, of a
     /// thousand each.
     pub fn set_nuisances(&self, short: u64, again: u64) {
@@ -147,7 +155,25 @@ impl SimWorld {
 
     /// Stops the world as soon as this step has been made; none: not at all.
     pub fn stop_at(&self, step: Option<u64>) {
-        self.state().stop_at = step;
+        let mut state = self.state();
+        (state.stop_at, state.stop_at_sync) = (step, None);
+    }
+
+    /// Stops the world so many `steps` after the beginning of a sync, the so manyth from now on,
+    /// from 1: what is written before a sync without a need for its order is all in doubt then.
+    pub fn stop_at_sync(&self, sync: u64, steps: u64) {
+        self.state().stop_at_sync = Some((sync, steps));
+    }
+
+    /// Somebody else has changed a file, or a device, that no engine uses, and all that it holds
+    /// now is durable.
+    ///
+    /// # Errors
+    /// The real file could not be opened.
+    pub fn changed_outside(&self, fd: impl AsFd) -> io::Result<()> {
+        let state = &mut *self.state();
+        let index = state.add_file(&fd)?;
+        state.files[index].1.changed_outside()
     }
 
     /// Whether the world stands still. All that its engines and directories are asked to do fails.
@@ -167,10 +193,11 @@ impl SimWorld {
     /// The real files could not be changed.
     pub fn cut_power(&self) -> io::Result<()> {
         let state = &mut *self.state();
-        state.stop_at = None;
+        (state.stop_at, state.stop_at_sync) = (None, None);
         for op in state.take_in_flight() {
             state.apply_torn(&op, false)?;
         }
+        state.make_deferred_sync();
         let fate = Fate::choose(&mut state.random);
         for (_, file) in &mut state.files {
             file.cut(fate, &mut state.random)?;
@@ -187,7 +214,7 @@ impl SimWorld {
     /// The real files could not be changed.
     pub fn kill_process(&self) -> io::Result<()> {
         let state = &mut *self.state();
-        state.stop_at = None;
+        (state.stop_at, state.stop_at_sync) = (None, None);
         for op in state.take_in_flight() {
             state.apply_torn(&op, true)?;
         }
@@ -208,6 +235,18 @@ impl SimWorld {
 impl State {
     fn stopped(&self) -> bool {
         self.stop_at.is_some_and(|at| self.step >= at)
+    }
+
+    /// A sync has been submitted.
+    fn sync_begins(&mut self) {
+        match &mut self.stop_at_sync {
+            Some((1, steps)) => {
+                self.stop_at = Some(self.step + *steps);
+                self.stop_at_sync = None;
+            }
+            Some((left, _)) => *left -= 1,
+            None => {}
+        }
     }
 
     /// Makes a step, and says its number.
