@@ -107,7 +107,7 @@ pub struct Plan {
     pub keep: Option<PathBuf>,
     /// Prints every request that touches this sector.
     pub trace: Option<u64>,
-    /// What the medium lies about.
+    /// What the medium lies about, once there is an image.
     pub lie: Option<Lie>,
 }
 
@@ -158,6 +158,9 @@ impl fmt::Display for Violation {
         if let Some((step, after)) = self.plan.cut {
             let after = if after == After::Death { "death" } else { "power" };
             write!(f, " --cut {step}:{after}")?;
+        }
+        if let Some(Lie::Sync { of, which }) = self.plan.lie {
+            write!(f, " --lie {which}:{of}")?;
         }
         Ok(())
     }

@@ -84,7 +84,6 @@ impl<'a, F: Format> Story<'a, F> {
     fn begin(format: &'a F, plan: &'a Plan) -> Result<Self, String> {
         let mut random = SplitMix64::new(plan.seed ^ 0x5717_0000);
         let machine = Machine::new(plan.seed).map_err(|e| e.to_string())?;
-        machine.world.set_lie(plan.lie.clone());
         let sectors = sizes(&mut random);
         let rounds = match plan.scenario {
             _ if plan.cut.is_some() => 1,
@@ -117,11 +116,15 @@ impl<'a, F: Format> Story<'a, F> {
             self.change_by_others()?;
         }
         if round == 0 {
+            if operations {
+                self.machine.world.set_lie(self.plan.lie.clone());
+            }
             let create = Operation::Create(self.model.borrow().sectors());
             match operations {
                 true => self.operate(create, forced, told)?,
                 false => {
                     self.format.create(&self.machine.place, self.model.borrow().sectors())?;
+                    self.machine.world.set_lie(self.plan.lie.clone());
                     if self.plan.scenario == Scenario::Compressed {
                         self.begin_compressed()?;
                     } else if self.plan.scenario == Scenario::Past {
