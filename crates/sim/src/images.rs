@@ -18,7 +18,7 @@ use crate::{packed, past, qemu};
 /// have several tables.
 const BLOCKS: [u32; 8] =
     [2 << 20, 2 << 20, 2 << 20, 512 << 10, 512 << 10, 512 << 10, 64 << 10, 4 << 10];
-const CLUSTERS: [u32; 8] = [4 << 10, 4 << 10, 4 << 10, 512, 16 << 10, 64 << 10, 64 << 10, 2 << 20];
+const CLUSTERS: [u32; 8] = [4 << 10, 4 << 10, 4 << 10, 512, 512, 16 << 10, 64 << 10, 2 << 20];
 
 /// What a new layer has, whatever it is made on.
 const USUAL_BLOCK: u32 = 2 << 20;

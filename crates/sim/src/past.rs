@@ -8,6 +8,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use ferrite_io::clock::{Random, SplitMix64};
@@ -18,6 +19,9 @@ const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
 const ZERO: u64 = 1;
 const SECTOR: u64 = 512;
+
+/// Of clusters that nothing refers to.
+const MAX_LEAKED_BYTES: u64 = 8 << 20;
 
 /// Places in the header.
 const VERSION: usize = 4;
@@ -40,6 +44,8 @@ struct Image {
     /// Tables, with their places.
     tables: Vec<(u64, Vec<u64>)>,
     snapshots: u64,
+    /// Counted, and not referred to.
+    leaked: Range<u64>,
     /// The first cluster that was never used.
     end: u64,
     /// Where the next compressed data go, and where the cluster for them ends.
@@ -56,6 +62,9 @@ pub(crate) fn give(file: File, random: &mut SplitMix64) -> io::Result<()> {
     // Wide counts need many blocks, and so a large table.
     let order =
         if image.head[VERSION + 3] < 3 { 4 } else { [4, 5, 6, 6][random.below(4) as usize] };
+    if random.below(2) == 0 {
+        image.leak(order, random.below(150));
+    }
     image.count_anew(order)?;
     image.file.write_all_at(&image.head, 0)
 }
@@ -77,8 +86,8 @@ impl Image {
         let hosts = tables.iter().flat_map(|(at, table)| table.iter().chain([at]));
         let last = hosts.map(|entry| entry & OFFSET).chain(blocks).max().unwrap_or(0);
         let last = last.max(l1_at + l1_len * 8).max(table_at + table_bytes);
-        let (end, snapshots, packing) = ((last >> bits) + 1, 0, (0, 0));
-        Ok(Image { file, head, bits, l1, tables, snapshots, end, packing })
+        let (end, snapshots, leaked, packing) = ((last >> bits) + 1, 0, 0..0, (0, 0));
+        Ok(Image { file, head, bits, l1, tables, snapshots, leaked, end, packing })
     }
 
     fn cluster_bytes(&self) -> u64 {
@@ -165,9 +174,23 @@ impl Image {
         Ok(())
     }
 
+    /// Clusters that nothing refers to, so many that the table of refcounts has room for about `left` more
+    /// only; unless that takes much.
+    fn leak(&mut self, order: u32, left: u64) {
+        let per_table = (self.cluster_bytes() / 8) << (self.bits + 3 - order);
+        // A cluster of the table, and its blocks.
+        let left = left + (self.end / per_table + 1) * (1 + self.cluster_bytes() / 8);
+        let end = (self.end + left).next_multiple_of(per_table) - left;
+        if (end - self.end) << self.bits <= MAX_LEAKED_BYTES {
+            self.leaked = self.end..end;
+            self.end = end;
+        }
+    }
+
     /// References to each cluster, but for those of the counts' own clusters.
     fn references(&self) -> io::Result<Vec<u64>> {
         let mut refs = vec![0; self.end as usize];
+        refs[self.leaked.start as usize..self.leaked.end as usize].fill(1);
         let mut refer = |at: u64, len: u64, times: u64| {
             for cluster in at >> self.bits..(at + len).div_ceil(1 << self.bits) {
                 refs[cluster as usize] += times;

@@ -124,7 +124,6 @@ impl<'a, F: Format> Story<'a, F> {
                 true => self.operate(create, forced, told)?,
                 false => {
                     self.format.create(&self.machine.place, self.model.borrow().sectors())?;
-                    self.machine.world.set_lie(self.plan.lie.clone());
                     if self.plan.scenario == Scenario::Compressed {
                         self.begin_compressed()?;
                     } else if self.plan.scenario == Scenario::Past {
@@ -132,6 +131,7 @@ impl<'a, F: Format> Story<'a, F> {
                     } else if forced.is_none() {
                         self.begin_chain()?;
                     }
+                    self.machine.world.set_lie(self.plan.lie.clone());
                 }
             }
         } else if operations {

@@ -9,9 +9,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_disk::Format as Kind;
 use ferrite_io::arena::Span;
+use ferrite_io::sim::Lie;
 use ferrite_sim::format::{Disk, Format, Place, Queue};
-use ferrite_sim::images::Images;
+use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::plan::{Plan, Scenario, Violation};
 use ferrite_sim::story::tell;
 
@@ -316,4 +318,51 @@ fn the_toy_that_does_nothing_wrong_is_left_alone() {
     if let Some(found) = find(&Toy(Order::Right), Scenario::Bitmaps, 40) {
         panic!("{found}");
     }
+}
+
+/// The first of so many stories on a medium that lies so in which that is found.
+fn find_lie(images: Images, lie: &Lie, seeds: u64) -> Box<Violation> {
+    let plan = |seed| Plan { lie: Some(lie.clone()), ..Plan::new(seed, Scenario::Past) };
+    let found = (0..seeds).find_map(|seed| tell(&images, &plan(seed)).err());
+    let found = found.unwrap_or_else(|| panic!("{lie:?} is not found in {}", images.name()));
+    println!("{lie:?}: seed {}, {}: {}", found.plan.seed, images.name(), found.what);
+    found
+}
+
+/// All formats, in files and on devices.
+fn served() -> impl Iterator<Item = Images> {
+    let kinds = Kind::ALL.into_iter().map(Images::new);
+    kinds.flat_map(|images| [images, images.on(Medium::Devices)])
+}
+
+#[test]
+fn a_medium_that_ignores_each_sync_is_found_in_each_format() {
+    served().for_each(|images| drop(find_lie(images, &Lie::Sync { of: 1, which: 0 }, 50)));
+}
+
+/// A commit has two syncs: without the first, references may be durable before what they refer to.
+#[test]
+fn a_medium_that_ignores_each_second_sync_is_found_in_each_format() {
+    for which in 0..2 {
+        served().for_each(|images| drop(find_lie(images, &Lie::Sync { of: 2, which }, 200)));
+    }
+}
+
+#[test]
+fn a_medium_that_drops_writes_is_found_in_each_format() {
+    served().for_each(|images| drop(find_lie(images, &Lie::Write { per_mille: 20 }, 50)));
+}
+
+/// The bytes behind both headers, where the table of a small VHD is.
+#[test]
+fn a_table_of_a_vhd_that_is_written_ahead_of_the_data_is_found() {
+    let images = Images::new(Kind::Vhd).on(Medium::Devices);
+    find_lie(images, &Lie::SyncBefore(1536..4096), 200);
+}
+
+/// The header names the table of refcounts, which grows.
+#[test]
+fn a_header_of_a_qcow2_image_that_is_written_ahead_of_the_table_is_found() {
+    let images = Images::new(Kind::Qcow2).in_units(512);
+    find_lie(images, &Lie::SyncBefore(0..512), 200);
 }
