@@ -101,6 +101,39 @@ fn what_was_synced_survives_every_power_cut() {
 }
 
 #[test]
+fn a_medium_that_lies_about_a_sync_may_lose_what_was_written_before_it() {
+    let of = |a: u8, b: u8| [vec![a; 512], vec![b; 512]].concat();
+    let lost = BTreeSet::from([of(0, 0), of(0, 2), of(1, 0), of(1, 2)]);
+    let kept = BTreeSet::from([of(1, 0), of(1, 2)]);
+    let lies = [
+        (Lie::Sync { of: 2, which: 0 }, &lost),
+        (Lie::Sync { of: 2, which: 1 }, &kept),
+        (Lie::SyncBefore(512..1024), &lost),
+        (Lie::SyncBefore(0..512), &kept),
+    ];
+    for (lie, expected) in lies {
+        let seen = outcomes(1024, |rig| {
+            rig.world.set_lie(Some(lie.clone()));
+            rig.write(0, 1, 512).unwrap();
+            rig.sync().unwrap();
+            rig.write(512, 2, 512).unwrap();
+        });
+        assert_eq!(seen, *expected, "{lie:?}");
+    }
+}
+
+#[test]
+fn a_world_stops_at_the_beginning_of_the_sync_that_was_named() {
+    let mut rig = Rig::new(1, 1024);
+    rig.world.stop_at_sync(2, 0);
+    rig.sync().unwrap();
+    rig.write(0, 1, 512).unwrap();
+    assert!(rig.sync().is_err() && rig.world.stopped());
+    rig.world.cut_power().unwrap();
+    assert!(!rig.world.stopped());
+}
+
+#[test]
 fn a_file_that_grew_is_short_or_long_and_never_has_what_nobody_wrote() {
     let long = |b: u8| [vec![0; 512], vec![b; 512]].concat();
     let seen = outcomes(512, |rig| rig.write(512, 3, 512).unwrap());
