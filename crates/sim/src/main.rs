@@ -31,7 +31,8 @@ struct Arguments {
     /// Tell a story of each kind for so many seeds.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seconds")]
     seeds: u64,
-    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, compressed, past, operations; or all.
+    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, compressed, past,
+    /// operations; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
     /// raw, vhd, qcow2; or all.
