@@ -13,9 +13,9 @@
 //!   long, and starts again. (A guest on our own processor cannot send while we look.)
 //! * Time that this thread had to wait for a processor, and gaps in which it did not run while it
 //!   looked (another thread, or another domain had the processor), mean that the host has no
-//!   processor to spare: it pauses. Both are judged over a millisecond or so of looking: one
-//!   interrupt is a gap, and a thread that sleeps is now and then woken on a processor that is
-//!   taken while another is free.
+//!   processor to spare: it pauses. Both are judged over a millisecond or so: one interrupt is a
+//!   gap, too, and a thread that sleeps is now and then woken on a processor that is taken for a
+//!   moment while another is free.
 //! * A disk has a [`Budget`] of processor time to look with, all queues together.
 
 use std::fmt;
@@ -39,6 +39,8 @@ const MAX_AUTO_NS: u64 = 200_000;
 const MIN_AUTO_NS: u64 = 5_000;
 /// A stretch without a look at the clock of more than this, in nanoseconds, was not ours.
 const GAP_NS: u64 = 30_000;
+/// Another thread that has work for a processor keeps it for at least so long, in nanoseconds.
+const SLICE_NS: u64 = 1_000_000;
 /// Gaps are judged over so much looking, in nanoseconds.
 const RECENT_NS: u64 = 1_000_000;
 /// Pauses, in nanoseconds: the first, and the longest.
@@ -177,16 +179,17 @@ impl Poller {
         self.window == PollWindow::Auto && now_ns >= self.check_at_ns
     }
 
-    /// The time that this thread has spent ready to run but waiting for a processor, ever. More
-    /// than an eighth of the time since the last call, if most of that was spent looking: there is
-    /// no processor to spare.
+    /// The time that this thread has spent ready to run but waiting for a processor, ever. If that
+    /// is a time slice more than at the last call, or an eighth of a time most of which was spent
+    /// looking, there is no processor to spare.
     pub(crate) fn waited(&mut self, now_ns: u64, total_ns: u64) {
         self.check_at_ns = now_ns + CHECK_NS;
+        let looked_ns = std::mem::take(&mut self.looked_ns);
         let last = self.checked.replace((now_ns, total_ns));
         let Some((then_ns, before_ns)) = last else { return };
         let (waited_ns, of_ns) = (total_ns.saturating_sub(before_ns), now_ns - then_ns);
-        let slept = std::mem::take(&mut self.looked_ns) * 2 < of_ns;
-        if !slept && waited_ns * 8 > of_ns {
+        let while_looking = looked_ns * 2 > of_ns && waited_ns * 8 > of_ns;
+        if while_looking || waited_ns >= SLICE_NS {
             self.pause(now_ns);
         }
     }

@@ -130,6 +130,18 @@ fn waiting_after_sleeps_keeps_nobody_from_looking() {
     }
 }
 
+/// Somebody else works where this sleeps: looking would take from them.
+#[test]
+fn waiting_for_a_whole_slice_ends_looking_whatever_was_done_meanwhile() {
+    let mut p = looking();
+    p.waited(0, 0);
+    p.looked(look(0, CHECK_NS / 4, true));
+    p.waited(5 * CHECK_NS, SLICE_NS - 1);
+    assert!(p.window_ns(5 * CHECK_NS) > 0);
+    p.waited(10 * CHECK_NS, 2 * SLICE_NS - 1);
+    assert_eq!(p.window_ns(10 * CHECK_NS), 0);
+}
+
 #[test]
 fn an_interrupt_now_and_then_keeps_nobody_from_looking() {
     let mut p = looking();
