@@ -43,8 +43,9 @@ const GAP_NS: u64 = 30_000;
 const SLICE_NS: u64 = 1_000_000;
 /// Gaps are judged over so much looking, in nanoseconds.
 const RECENT_NS: u64 = 1_000_000;
-/// Pauses, in nanoseconds: the first, and the longest.
-const PAUSE_NS: (u64, u64) = (2_000_000, 1_000_000_000);
+/// Pauses, in nanoseconds: the first, and the longest. Where there is no processor to spare, a
+/// thread that is woken often waits for a slice at least once in the first.
+const PAUSE_NS: (u64, u64) = (10_000_000, 1_000_000_000);
 /// How often the time spent waiting for a processor is asked for, in nanoseconds.
 const CHECK_NS: u64 = 1_000_000;
 /// Short sleeps in a row before looking begins.
@@ -185,8 +186,11 @@ impl Poller {
     pub(crate) fn waited(&mut self, now_ns: u64, total_ns: u64) {
         self.check_at_ns = now_ns + CHECK_NS;
         let looked_ns = std::mem::take(&mut self.looked_ns);
-        let last = self.checked.replace((now_ns, total_ns));
-        let Some((then_ns, before_ns)) = last else { return };
+        let Some((then_ns, before_ns)) = self.checked.replace((now_ns, total_ns)) else {
+            // Nothing is known yet, and the first look may move the guest to where others work.
+            self.paused_until_ns = now_ns + PAUSE_NS.0;
+            return;
+        };
         let (waited_ns, of_ns) = (total_ns.saturating_sub(before_ns), now_ns - then_ns);
         let while_looking = looked_ns * 2 > of_ns && waited_ns * 8 > of_ns;
         if while_looking || waited_ns >= SLICE_NS {
@@ -223,12 +227,16 @@ impl Poller {
         }
     }
 
-    /// Stops looking for a while, and begins anew then.
+    /// Stops looking for a while, and begins anew then. A pause that there is already becomes no
+    /// shorter, and as long as a first one from now on.
     fn pause(&mut self, now_ns: u64) {
-        if now_ns >= self.paused_until_ns {
-            self.paused_until_ns = now_ns + self.pause_ns;
-            self.pause_ns = (self.pause_ns * 2).min(PAUSE_NS.1);
-        }
+        let for_ns = if now_ns < self.paused_until_ns {
+            PAUSE_NS.0
+        } else {
+            let next_ns = (self.pause_ns * 2).min(PAUSE_NS.1);
+            std::mem::replace(&mut self.pause_ns, next_ns)
+        };
+        self.paused_until_ns = self.paused_until_ns.max(now_ns + for_ns);
         self.now_ns = 0;
         self.short_sleeps = 0;
         self.hit_rate = WHOLE / 2;

@@ -101,45 +101,70 @@ fn hits_keep_it_going_and_forgive_earlier_pauses() {
     assert_eq!(p.pause_ns, PAUSE_NS.0);
 }
 
-#[test]
-fn a_thread_that_waits_for_its_processor_stops_looking() {
+/// One that has begun to look, and has been told at 0 how long its thread waited so far: not at
+/// all. From the time that is returned on it looks.
+fn looking_and_told() -> (Poller, u64) {
     let mut p = looking();
     assert!(p.asks_for_wait(0));
-    p.waited(0, 500);
+    p.waited(0, 0);
     assert!(!p.asks_for_wait(CHECK_NS - 1));
-    let most = |ms| look(ms * CHECK_NS, CHECK_NS / 4 * 3, true);
-    p.looked(most(0));
-    p.waited(CHECK_NS, 500 + CHECK_NS / 10);
-    assert!(p.window_ns(CHECK_NS) > 0, "a tenth is no shortage");
-    p.looked(most(1));
-    p.waited(2 * CHECK_NS, 500 + CHECK_NS / 10 + CHECK_NS / 5);
-    assert_eq!(p.window_ns(2 * CHECK_NS), 0);
+    assert_eq!(p.window_ns(0), 0, "nothing is known yet");
+    p.waited(PAUSE_NS.0, 0);
+    assert!(p.window_ns(PAUSE_NS.0) > 0);
+    (p, PAUSE_NS.0)
+}
+
+#[test]
+fn a_thread_that_waits_for_its_processor_stops_looking() {
+    let (mut p, from_ns) = looking_and_told();
+    let most = |now_ns| look(now_ns, CHECK_NS / 4 * 3, true);
+    p.looked(most(from_ns));
+    let now_ns = from_ns + CHECK_NS;
+    p.waited(now_ns, CHECK_NS / 10);
+    assert!(p.window_ns(now_ns) > 0, "a tenth is no shortage");
+    p.looked(most(now_ns));
+    let now_ns = now_ns + CHECK_NS;
+    p.waited(now_ns, CHECK_NS / 10 + CHECK_NS / 5);
+    assert_eq!(p.window_ns(now_ns), 0);
 }
 
 /// The scheduler now and then wakes a thread on a processor that is taken although another is
 /// free, so what a thread waited for that slept tells nothing of one that looks.
 #[test]
 fn waiting_after_sleeps_keeps_nobody_from_looking() {
-    let mut p = looking();
-    let mut waited_ns = 0;
-    for ms in 0..100 {
-        p.waited(ms * CHECK_NS, waited_ns);
-        p.looked(look(ms * CHECK_NS, CHECK_NS / 4, true));
-        waited_ns += CHECK_NS / 2;
-        assert!(p.window_ns(ms * CHECK_NS) > 0);
+    let (mut p, from_ns) = looking_and_told();
+    for ms in 1..100 {
+        let now_ns = from_ns + ms * CHECK_NS;
+        p.looked(look(now_ns - CHECK_NS, CHECK_NS / 4, true));
+        p.waited(now_ns, ms * CHECK_NS / 2);
+        assert!(p.window_ns(now_ns) > 0);
     }
 }
 
 /// Somebody else works where this sleeps: looking would take from them.
 #[test]
 fn waiting_for_a_whole_slice_ends_looking_whatever_was_done_meanwhile() {
+    let (mut p, from_ns) = looking_and_told();
+    let now_ns = from_ns + 5 * CHECK_NS;
+    p.waited(now_ns, SLICE_NS - 1);
+    assert!(p.window_ns(now_ns) > 0);
+    let now_ns = now_ns + 5 * CHECK_NS;
+    p.waited(now_ns, 2 * SLICE_NS - 1);
+    assert_eq!(p.window_ns(now_ns), 0);
+}
+
+#[test]
+fn where_slices_are_waited_for_again_and_again_looking_never_begins() {
     let mut p = looking();
-    p.waited(0, 0);
-    p.looked(look(0, CHECK_NS / 4, true));
-    p.waited(5 * CHECK_NS, SLICE_NS - 1);
-    assert!(p.window_ns(5 * CHECK_NS) > 0);
-    p.waited(10 * CHECK_NS, 2 * SLICE_NS - 1);
-    assert_eq!(p.window_ns(10 * CHECK_NS), 0);
+    for i in 0..1000 {
+        let now_ns = i * (PAUSE_NS.0 - CHECK_NS);
+        p.waited(now_ns, i * SLICE_NS);
+        for _ in 0..SHORT_SLEEPS {
+            p.slept(30_000);
+        }
+        assert_eq!(p.window_ns(now_ns), 0);
+        assert_eq!(p.window_ns(now_ns + PAUSE_NS.0 - CHECK_NS), 0);
+    }
 }
 
 #[test]
