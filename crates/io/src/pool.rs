@@ -80,7 +80,8 @@ impl Pool {
     }
 
     /// Memory of one queue for other things than guests' data; empty, unless it was asked for. It
-    /// is given back to the system with the buffers.
+    /// is given back to the system when that queue [cools](QueuePool::cool), by nobody else: a
+    /// queue that never had data, and so was never warm, may be using its own.
     pub fn scratch(&self, queue: usize) -> Span {
         let first = self.slabs as usize * SLAB_BYTES;
         self.arena.span(first + queue * self.scratch_bytes, self.scratch_bytes)
@@ -241,17 +242,20 @@ impl QueuePool {
         self.pool.arena.span(0, self.pool.arena.len().min(MAX_PINNED_BYTES))
     }
 
-    /// Says that this queue uses no buffers for now, and that no engine has them pinned. When no
-    /// queue does, the memory is given back to the system, and reads as zeros.
+    /// Says that this queue uses neither buffers nor its scratch memory for now, and that no
+    /// engine has them pinned. The scratch memory is given back to the system; the buffers are
+    /// when no queue uses any. What is given back reads as zeros.
     pub fn cool(&mut self) {
         if self.in_use > 0 || !std::mem::take(&mut self.warm) {
             return;
         }
+        let arena = &self.pool.arena;
+        arena.release(self.pool.scratch(self.own as usize));
         // Locked until it is done, so that a queue that warms up meanwhile waits.
         let mut warm = self.pool.warm();
         *warm -= 1;
         if *warm == 0 {
-            self.pool.arena.release(self.pool.arena.span(0, self.pool.arena.len()));
+            arena.release(arena.span(0, self.pool.slabs as usize * SLAB_BYTES));
         }
     }
 

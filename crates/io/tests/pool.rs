@@ -143,6 +143,29 @@ fn the_page_of_zeros_is_zero_and_the_memory_is_no_more_than_asked_for() {
 }
 
 #[test]
+fn a_queue_that_cools_or_ends_leaves_the_others_scratch_memory_alone() {
+    const BYTES: usize = 256 << 10;
+    let pool = Pool::with_scratch(SLAB_BYTES, 2, BYTES).unwrap();
+    let (arena, own, other) = (pool.arena(), pool.scratch(0), pool.scratch(1));
+    // Queue 1 never had data, so it is not warm; its tasks' metadata is here.
+    let _other = pool.queue(1);
+    for ends in [false, true] {
+        arena.fill(own, 0xa5);
+        arena.fill(other, 0x5a);
+        let mut queue = pool.queue(0);
+        let _ = queue.warm();
+        if !ends {
+            queue.cool();
+        }
+        drop(queue);
+        let mut found = vec![0; BYTES];
+        arena.copy_out(other, &mut found);
+        assert!(found.iter().all(|b| *b == 0x5a), "zeroed under its user");
+        assert!(arena.is_zero(own), "its own is given back");
+    }
+}
+
+#[test]
 fn pages_that_were_not_freed_stay_taken_in_the_queues_next_life() {
     let pool = Pool::new(1, 1).unwrap();
     let mut queue = pool.queue(0);

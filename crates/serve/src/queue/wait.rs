@@ -196,7 +196,9 @@ impl Queue {
             self.waiting.poller.slept(idle_ns);
             self.counters().sleeps.add(1);
         }
-        if idle && idle_ns >= COLD_NS && self.flights.in_use() == 0 {
+        // A save is a task without a request, and has metadata in the scratch memory.
+        let unused = self.flights.in_use() == 0 && self.reactor.tasks() == 0;
+        if idle && idle_ns >= COLD_NS && unused {
             self.give_memory_back();
         }
     }
