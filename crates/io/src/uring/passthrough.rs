@@ -27,6 +27,9 @@ use crate::vector::Vector;
 /// The main ring's sleep with commands in flight where the caller names no end.
 const LONG: Duration = Duration::from_secs(3600);
 
+/// And with commands that the kernel has no memory for now: they wake nobody.
+const SHORTAGE: Duration = Duration::from_millis(1);
+
 /// A file that commands go to.
 struct Target {
     fd: Arc<OwnedFd>,
@@ -63,6 +66,9 @@ pub struct NvmeUring {
     pending: usize,
     spill: VecDeque<squeue::Entry128>,
     backlog: Vec<Completion>,
+    /// How often the kernel is to refuse what it is given.
+    #[cfg(test)]
+    refusals: u32,
     arena: Arc<Arena>,
 }
 
@@ -95,6 +101,8 @@ impl NvmeUring {
             pending: 0,
             spill: VecDeque::new(),
             backlog: Vec::new(),
+            #[cfg(test)]
+            refusals: 0,
             arena,
         })
     }
@@ -172,8 +180,18 @@ impl NvmeUring {
         }
     }
 
+    /// Whether there are commands that the kernel has not taken.
+    fn has_unsubmitted(&mut self) -> bool {
+        !self.spill.is_empty() || !self.ring.submission().is_empty()
+    }
+
     /// Whether the kernel can take more now.
     fn enter(&mut self, want: usize) -> io::Result<bool> {
+        #[cfg(test)]
+        if self.refusals > 0 {
+            self.refusals -= 1;
+            return Ok(false);
+        }
         match self.ring.submitter().submit_and_wait(want) {
             Ok(_) => Ok(true),
             Err(e) => match errno_of(&e) {
@@ -375,7 +393,9 @@ impl Engine for NvmeUring {
             return self.main.submit();
         }
         self.main.watch_ring(self.ring.as_raw_fd());
-        self.main.wait(Some(timeout.unwrap_or(LONG)))
+        let timeout = timeout.unwrap_or(LONG);
+        let short = self.has_unsubmitted();
+        self.main.wait(Some(if short { timeout.min(SHORTAGE) } else { timeout }))
     }
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
@@ -471,6 +491,18 @@ mod tests {
         e.push(4, Op::Timer { after: Duration::from_millis(1) });
         let raw: Vec<i32> = wait_for(&mut e, 4).iter().map(|c| c.raw).collect();
         assert_eq!((raw, e.in_flight()), (vec![4096, 8192, 0, 0], 0));
+    }
+
+    #[test]
+    fn commands_that_the_kernel_had_no_memory_for_are_given_to_it_again() {
+        let (mut e, _) = engine(false);
+        let f = add(&mut e, "/dev/null", true);
+        for token in 0..10 {
+            e.push(token, Op::Sync { file: f });
+        }
+        e.refusals = 3;
+        assert!(wait_for(&mut e, 10).iter().all(|c| c.raw == 0));
+        assert_eq!(e.refusals, 0);
     }
 
     #[test]
