@@ -151,9 +151,8 @@ impl Offload {
 
     /// The results that are there, with their jobs' ids.
     pub(crate) fn take(&mut self) -> Vec<(u64, i32)> {
-        // The eventfd first: a result that comes after it wakes once more.
-        let _ = rustix::io::read(&self.results.wake, &mut [0u8; 8]);
         let mut done = self.results.done.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = rustix::io::read(&self.results.wake, &mut [0u8; 8]);
         self.results.any.store(false, Ordering::Relaxed);
         let done = std::mem::take(&mut *done);
         self.outstanding -= done.len();
@@ -166,8 +165,8 @@ impl Results {
         let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         done.push((id, raw));
         self.any.store(true, Ordering::Release);
-        drop(done);
-        // It can fail only if the counter is full, and then it wakes already.
+        // Under the lock, as the read in `take`: written later, it would wake for what was taken
+        // already, again and again, since nobody reads it before there are results. It can fail only if the counter is full, and then it wakes already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 }
@@ -191,5 +190,38 @@ impl Drop for Offload {
         {
             tracing::error!("the helper thread panicked");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::engine::is_readable;
+
+    /// The descriptor must not wake for a result that was taken, nor be silent about one that was
+    /// not.
+    #[test]
+    fn the_descriptor_is_readable_while_there_are_results_and_no_longer() {
+        const EACH: u64 = 50_000;
+        let mut offload = Offload::start().unwrap();
+        offload.outstanding = 3 * EACH as usize;
+        let results = offload.results.clone();
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| (0..EACH).for_each(|id| results.push(id, 0)));
+            }
+            while offload.outstanding > 0 {
+                assert!(start.elapsed() < Duration::from_secs(60));
+                let done = results.done.lock().unwrap();
+                let readable = is_readable(results.wake.as_fd()).unwrap();
+                assert_eq!(readable, !done.is_empty(), "{} to come", offload.outstanding);
+                drop(done);
+                offload.take();
+            }
+        });
     }
 }
