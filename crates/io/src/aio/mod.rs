@@ -91,7 +91,7 @@ pub struct Aio {
     files: Vec<Arc<OwnedFd>>,
     entries: usize,
     queued: Vec<Queued>,
-    /// Of the vectored transfers in `queued`.
+    /// Of the vectored transfers in `queued`, in the same order.
     vectors: Vec<[Vector; MAX_VECTORED]>,
     /// What `io_submit` takes: reused by each call.
     addresses: Vec<usize>,
@@ -258,9 +258,11 @@ impl Aio {
                 }
             }
         }
-        self.queued.drain(..done);
-        if self.queued.is_empty() {
-            self.vectors.clear();
+        // Both lists are in the order in which they were pushed.
+        let vectors = self.queued.drain(..done).filter(|q| q.vectors.is_some()).count();
+        if vectors > 0 {
+            self.vectors.drain(..vectors);
+            self.queued.iter_mut().filter_map(|q| q.vectors.as_mut()).for_each(|i| *i -= vectors);
         }
         done > 0
     }

@@ -91,6 +91,27 @@ fn what_the_context_has_no_room_for_goes_there_later() {
 }
 
 #[test]
+fn vectors_of_what_the_kernel_has_taken_are_let_go() {
+    let (mut e, arena) = engine(1);
+    let f = e.add_file(file(&[7; 3 * PAGE])).unwrap();
+    let (mut out, mut pushed, mut reaps) = (Vec::new(), 0, 0);
+    while reaps < 5 {
+        let bufs = [arena.span(0, PAGE), arena.span(2 * PAGE, PAGE)];
+        e.push_vectored(pushed, Transfer::Read, f, pushed % 2 * PAGE as u64, &bufs);
+        pushed += 1;
+        assert_eq!(e.vectors.len(), e.queued.len());
+        // Room for a part of what waits.
+        if e.queued.len() > e.in_kernel {
+            e.reap(&mut out);
+            reaps += 1;
+        }
+    }
+    let left = pushed as usize - out.len();
+    out.extend(wait_for(&mut e, left));
+    assert!(out.iter().all(|c| c.raw == 2 * PAGE as i32), "{out:?}");
+}
+
+#[test]
 fn an_operation_that_the_kernel_refuses_takes_no_other_with_it() {
     let (mut e, arena) = engine(8);
     let good = e.add_file(file(&[7; PAGE])).unwrap();
