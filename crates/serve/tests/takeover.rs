@@ -505,6 +505,39 @@ fn without_the_right_table_nothing_is_taken_over_and_nothing_touched() {
     front.close(PATIENCE).unwrap();
 }
 
+/// Old blkfronts go to 5 while a file system is mounted ("Device in use; refusing to close"), and
+/// do I/O as before.
+#[test]
+fn a_guest_that_closes_and_is_not_done_is_taken_over() {
+    let (mut rig, mut front, _buffer) = interrupted();
+    front.set_state(5).unwrap();
+    for _ in 0..2 {
+        // Our state is 4 the first time, 5 the second.
+        rig.start();
+        front.wait_for_backend(&[5], PATIENCE).unwrap();
+        let replies = front.queues[0].drain(PATIENCE).unwrap();
+        assert!(replies.len() == 1 && replies[0].is_ok());
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+        front.queues[0].flush().unwrap();
+        front.queues[0].push().unwrap();
+    }
+    rig.start();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    front.close(PATIENCE).unwrap();
+    // With nothing to take over the guest is let go.
+    for state in [4, 5] {
+        front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+        std::fs::remove_file(rig.run_dir().join("inflight")).unwrap();
+        let path = format!("{}/state", rig.disk.backend);
+        let state = state.to_string();
+        rig.machine.store().unwrap().write(&path, state.as_bytes()).unwrap();
+        front.set_state(5).unwrap();
+        rig.start();
+        front.close(PATIENCE).unwrap();
+    }
+}
+
 #[test]
 fn a_ring_that_was_changed_meanwhile_is_not_taken_over() {
     let (mut rig, mut front, _buffer) = interrupted();

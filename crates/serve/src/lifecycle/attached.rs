@@ -87,10 +87,14 @@ impl Attached {
         frontend: &str,
     ) -> Result<Attached, ServeError> {
         let refuse = |why: String| ServeError::TakeOver(why);
+        let cannot = |e: Refusal| match e {
+            Refusal::Guest(why) => refuse(why),
+            Refusal::Host(e) => e,
+        };
         let (offer, discard) = published_offer(backend.store, &backend.config.backend)
-            .map_err(|e| refuse(e.to_string()))?;
+            .map_err(|e| cannot(e.into()))?;
         let wanted =
-            read_frontend(backend.store, frontend, &offer).map_err(|e| refuse(e.to_string()))?;
+            read_frontend(backend.store, frontend, &offer).map_err(|e| cannot(e.into()))?;
         let indirect = offer.max_indirect_segments;
         if indirect > largest_request(backend.device) {
             return Err(refuse(format!("it was offered requests of {indirect} segments")));
@@ -102,10 +106,7 @@ impl Attached {
         let mut prepared = Vec::new();
         let mut undone = 0;
         for (i, table) in table.into_queues().into_iter().enumerate() {
-            let link = new_link(backend, &wanted, i, &moving).map_err(|e| match e {
-                Refusal::Guest(why) => refuse(why),
-                Refusal::Host(e) => e,
-            })?;
+            let link = new_link(backend, &wanted, i, &moving).map_err(cannot)?;
             let resume = table
                 .resume(BackRing::shared_rsp_prod(&*link))
                 .ok_or_else(|| refuse(format!("queue {i}: its guest has changed the ring")))?;

@@ -55,10 +55,10 @@ pub(super) struct Look {
 
 impl Look {
     /// A predecessor had connected this frontend, and it has not closed since: it may have
-    /// requests in flight. (Closing on our side is the toolstack's wish to unplug.)
+    /// requests in flight. Closing on our side is the toolstack's wish to unplug; on the frontend's
+    /// it need not be its end: old blkfronts with a mounted file system do I/O there as before.
     pub(super) fn is_in_use(&self) -> bool {
-        matches!(self.own, State::Connected | State::Closing)
-            && matches!(self.front, State::Initialised | State::Connected)
+        matches!(self.own, State::Connected | State::Closing) && self.is_held()
     }
 
     /// The disk is to go, by the toolstack's wish or with its guest.

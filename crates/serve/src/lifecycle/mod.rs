@@ -214,7 +214,7 @@ impl Backend<'_> {
             .map_err(|e| ServeError::host("remember failed flushes", e))?;
         let mut attached = None;
         if look.is_in_use() {
-            attached = Some(Attached::take_over(self, frontend)?);
+            attached = self.take_over(frontend, look)?;
         } else if look.online && look.is_fresh() {
             self.offer(State::InitWait)?;
         }
@@ -241,6 +241,20 @@ impl Backend<'_> {
             if let Some(attached) = &mut attached {
                 attached.check_queues(self)?;
             }
+        }
+    }
+
+    /// What a predecessor had connected; none if there is nothing and the frontend is to go on
+    /// without. One at work must not: what it has in flight would never be answered.
+    fn take_over(&mut self, frontend: &str, look: Look) -> Result<Option<Attached>, ServeError> {
+        match Attached::take_over(self, frontend) {
+            Ok(attached) => Ok(Some(attached)),
+            // Nobody had connected it, or not these rings: it gets its 5, and goes.
+            Err(ServeError::TakeOver(why)) if look.front == State::Closing => {
+                tracing::warn!("not taken over: {why}");
+                Ok(None)
+            }
+            Err(e) => Err(e),
         }
     }
 
