@@ -538,6 +538,29 @@ fn a_guest_that_closes_and_is_not_done_is_taken_over() {
     }
 }
 
+/// A guest that was resumed while nobody served it (3.8): it is at 3, with rings that no backend
+/// has seen.
+#[test]
+fn a_resumed_guest_whose_rings_are_new_is_connected() {
+    let (mut rig, mut front, _buffer) = interrupted();
+    for with_table in [true, false] {
+        if !with_table {
+            std::fs::remove_file(rig.run_dir().join("inflight")).unwrap();
+        }
+        front.offer(&FrontOptions { queues: 2, ..FrontOptions::default() }).unwrap();
+        rig.start();
+        let buffer = front.space().buffer(1).unwrap();
+        for queue in &mut front.queues {
+            queue.read(0, &buffer, 0, 4096).unwrap();
+            assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        }
+        front.finish(PATIENCE).unwrap();
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    }
+    rig.start();
+    front.close(PATIENCE).unwrap();
+}
+
 #[test]
 fn a_ring_that_was_changed_meanwhile_is_not_taken_over() {
     let (mut rig, mut front, _buffer) = interrupted();

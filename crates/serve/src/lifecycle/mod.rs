@@ -244,13 +244,14 @@ impl Backend<'_> {
         }
     }
 
-    /// What a predecessor had connected; none if there is nothing and the frontend is to go on
-    /// without. One at work must not: what it has in flight would never be answered.
+    /// What a predecessor had connected; none if that is not there and the frontend goes on from
+    /// its state. One at work cannot: what it has in flight would never be answered.
     fn take_over(&mut self, frontend: &str, look: Look) -> Result<Option<Attached>, ServeError> {
         match Attached::take_over(self, frontend) {
             Ok(attached) => Ok(Some(attached)),
-            // Nobody had connected it, or not these rings: it gets its 5, and goes.
-            Err(ServeError::TakeOver(why)) if look.front == State::Closing => {
+            // At 3 nothing is in flight: a resumed guest sets up new rings and does its requests
+            // again (3.8). At 5, nobody had connected it, or not these rings: it gets its 5, and goes.
+            Err(ServeError::TakeOver(why)) if look.front != State::Connected => {
                 tracing::warn!("not taken over: {why}");
                 Ok(None)
             }
