@@ -3,10 +3,10 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
-use ferrite_disk::Disk;
+use ferrite_disk::{Disk, Port};
 use ferrite_io::clock::Clock;
 use ferrite_io::pool::Pool;
 use ferrite_io::shm::Shm;
@@ -76,8 +76,30 @@ impl Device {
         !self.flush_failed.swap(true, Ordering::SeqCst)
     }
 
+    /// A flush whose failure is not forgotten: the kernel reports a lost write once, to one caller,
+    /// and then never again.
+    pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
+        let result = self.disk.flush(port).await;
+        if let Err(e) = &result
+            && self.latch_flush_failure()
+        {
+            tracing::error!(
+                "flush failed: {e}; what was written may be lost, and the guest cannot be told by \
+                 a flush alone, so all its writes fail until the disk is attached again. Check \
+                 the storage, then detach and attach the disk"
+            );
+        }
+        result
+    }
+
     /// The duty to save what no flush has asked for, if there is something and nobody has it.
     pub(crate) fn take_saving(self: &Arc<Device>) -> Option<Saving> {
+        if !self.disk.has_metadata() {
+            return None;
+        }
+        // One who gives the duty back asks again after that, a writer after its write: with this
+        // between, one of the two sees what the other did.
+        fence(Ordering::SeqCst);
         // Asked after each write: the cheaper question first.
         let wanted = !self.saving.load(Ordering::Relaxed) && self.disk.is_unsaved();
         (wanted && !self.saving.swap(true, Ordering::SeqCst)).then(|| Saving(self.clone()))

@@ -11,6 +11,7 @@ use ferrite_disk::Session;
 
 use super::{EngineFactory, ServeError};
 use crate::connection::Device;
+use crate::quiet::told;
 
 /// How long the announcement waits for storage: libxl gives a backend 10 s to close.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -55,6 +56,29 @@ impl Closing {
             Ok(closed) => closed.map_err(ServeError::Close),
             Err(_) => Err(ServeError::Close(io::Error::other("a panic: this is a bug in ferrite"))),
         }
+    }
+}
+
+/// Brings to the medium what was answered and no flush has asked for, when nobody is connected who
+/// would see to it. A look at memory if there is nothing.
+pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
+    let disk = &device.disk;
+    if device.flush_has_failed() || disk.read_only() || !disk.is_unsaved() {
+        return;
+    }
+    let saved = Session::new(device.disk.clone(), |arena| engine(arena, ENTRIES));
+    let saved = saved.and_then(|mut session| {
+        let port = session.port().clone();
+        session.run(device.flush(&port))?
+    });
+    if let Err(e) = saved
+        && let Some(held_back) = device.quiet.storage.allow(device.clock.now_ns())
+    {
+        tracing::error!(
+            held_back = told(held_back),
+            "cannot bring the image's metadata up to date: {e}; what was answered is kept on this \
+             host until that works"
+        );
     }
 }
 

@@ -230,6 +230,9 @@ impl Backend<'_> {
             if attached.is_none() && look.is_unwanted() && !look.is_held() {
                 return self.unplugged(true);
             }
+            if attached.is_none() {
+                closing::save(self.device, &self.config.engine);
+            }
             let timeout = self.rest(&mut growth, attached.is_some())?;
             if self.wait(timeout, growth.fd())? {
                 if let Some(attached) = attached.take() {

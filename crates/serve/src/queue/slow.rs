@@ -12,7 +12,7 @@ use ferrite_xen::abi::STATUS_ERROR;
 use super::Queue;
 use super::copy::Layout;
 use super::flight::Ticket;
-use crate::connection::{Connection, Device};
+use crate::connection::Connection;
 use crate::request::{Action, Work};
 
 /// How long metadata may stay behind what was answered if no flush comes.
@@ -63,16 +63,24 @@ impl Queue {
     /// Sees to it that what was answered gets into the image's metadata though no flush asks for
     /// it: until then a crash of the host would lose it, however long ago it was written.
     pub(super) fn save_soon(&mut self) {
-        let Some(saving) = self.connection.device.take_saving() else { return };
+        let mut duty = self.connection.device.take_saving();
+        if duty.is_none() {
+            return;
+        }
         let (device, port) = (self.connection.device.clone(), self.port.clone());
         let under_way = self.saving.clone();
         self.reactor.spawn(async move {
-            let _saving = saving;
-            // A sleep that fails is none; a flush that fails has told so.
-            let _ = port.io.sleep(SAVE_AFTER).await;
-            under_way.set(true);
-            let _ = flush(&device, &port).await;
-            under_way.set(false);
+            while let Some(saving) = duty {
+                // A sleep that fails is none.
+                let _ = port.io.sleep(SAVE_AFTER).await;
+                under_way.set(true);
+                let saved = device.flush(&port).await;
+                under_way.set(false);
+                drop(saving);
+                // Writes that were answered meanwhile found somebody at it. A flush that failed
+                // has told so.
+                duty = if saved.is_ok() { device.take_saving() } else { None };
+            }
         });
     }
 
@@ -168,22 +176,6 @@ impl Task {
 
     /// Everything answered before is on the medium, or the device refuses writes from now on.
     async fn flush(&self) -> io::Result<()> {
-        flush(&self.connection.device, &self.port).await
+        self.connection.device.flush(&self.port).await
     }
-}
-
-/// A flush whose failure is not forgotten: the kernel reports a lost write once, to one caller, and
-/// then never again.
-async fn flush(device: &Device, port: &Port) -> io::Result<()> {
-    let result = device.disk.flush(port).await;
-    if let Err(e) = &result
-        && device.latch_flush_failure()
-    {
-        tracing::error!(
-            "flush failed: {e}; what was written may be lost, and the guest cannot be told by a \
-             flush alone, so all its writes fail until the disk is attached again. Check the \
-             storage, then detach and attach the disk"
-        );
-    }
-    result
 }

@@ -31,6 +31,9 @@ pub enum Fault {
     Short(usize),
     /// It ends without having done anything, and without an error.
     Nothing,
+    /// Its thread waits until the test lets go of [`Faults::gate`]; then the kernel does it, or it
+    /// fails with this error number.
+    Held(Option<i32>),
 }
 
 /// Tells operations apart.
@@ -80,6 +83,8 @@ pub struct Faults {
     alone: Arc<Mutex<OfOp>>,
     /// What was seen of that.
     pub traffic: Arc<Traffic>,
+    /// For [`Fault::Held`].
+    pub gate: Arc<Mutex<()>>,
     /// The engine of the thread with this name refuses to go on.
     broken: Arc<Mutex<Option<String>>>,
 }
@@ -92,6 +97,7 @@ impl Faults {
             decide: Arc::new(Mutex::new(decide)),
             alone: Arc::new(Mutex::new(|_| false)),
             traffic: Arc::default(),
+            gate: Arc::default(),
             broken: Arc::default(),
         }
     }
@@ -166,7 +172,10 @@ impl Faulty {
         let alone = is_alone(op);
         self.faults.traffic.begin(alone);
         self.under_way.insert(token, alone);
-        (self.faults.decide.lock().unwrap())(op)
+        let fault = (self.faults.decide.lock().unwrap())(op);
+        let Fault::Held(errno) = fault else { return fault };
+        drop(self.faults.gate.lock().unwrap());
+        errno.map_or(Fault::None, Fault::Errno)
     }
 }
 
@@ -208,6 +217,7 @@ impl Engine for Faulty {
                 self.inner.push(token, Op::Write { file, offset, buf });
             }
             (Fault::Short(_), op) => panic!("{op:?} cannot be short"),
+            (Fault::Held(_), _) => unreachable!("the wait is over"),
         }
     }
 
@@ -229,6 +239,7 @@ impl Engine for Faulty {
             Fault::None => self.inner.push_vectored(token, transfer, file, offset, bufs),
             Fault::Errno(errno) => self.done.push(Completion { token, raw: -errno }),
             Fault::Nothing => self.done.push(Completion { token, raw: 0 }),
+            Fault::Held(_) => unreachable!("the wait is over"),
             Fault::Short(n) => {
                 let bufs = shortened(bufs, n);
                 self.inner.push_vectored(token, transfer, file, offset, &bufs);

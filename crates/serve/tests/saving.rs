@@ -1,0 +1,105 @@
+//! Metadata of what was answered gets to the medium though no flush asks for it (ARCHITECTURE.md,
+//! "A write into new space costs what one into old space does").
+
+mod faulty;
+mod rig;
+
+use std::path::Path;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use ferrite_serve::lifecycle::Outcome;
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+
+use faulty::{Fault, Faults, is_sync};
+use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};
+
+const BYTES: u64 = 4 << 20;
+
+/// Serves this image to a guest with two queues.
+fn connected(image: &Path, faults: &Faults) -> (Rig, Frontend, Buffer) {
+    let (image, engine) = (Some(image.to_owned()), faults.factory());
+    let rig = Rig::new(Plan { image, engine, ..Plan::default() });
+    let front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let buffer = front.space().buffer(1).unwrap();
+    (rig, front, buffer)
+}
+
+fn write(queue: &mut FrontQueue, buffer: &Buffer, sector: u64, byte: u8) {
+    buffer.fill(0, 4096, byte);
+    queue.write(sector, buffer, 0, 4096).unwrap();
+    assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+}
+
+/// Stops the backend; then the power goes, and with it the journal.
+fn after_a_crash(rig: &mut Rig, image: &Path) -> Vec<u8> {
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    std::fs::remove_dir_all(images::state_dir(image)).unwrap();
+    images::contents(image)
+}
+
+/// Tells of each sync, and does the first one so.
+fn syncs(faults: &Faults, first: impl FnOnce() -> Fault + Send + 'static) -> Receiver<()> {
+    let (begun, syncs) = channel();
+    let mut first = Some(first);
+    faults.set(move |op| match is_sync(op) {
+        true => {
+            let _ = begun.send(());
+            first.take().map_or(Fault::None, |first| first())
+        }
+        false => Fault::None,
+    });
+    syncs
+}
+
+/// That nobody waits for it is no reason to stop halfway.
+#[test]
+fn what_is_being_saved_as_the_guest_leaves_is_saved() {
+    let dir = dir_in_memory();
+    let image = images::make(dir.path(), "vhd", BYTES);
+    let faults = Faults::none();
+    let (mut rig, mut front, buffer) = connected(&image, &faults);
+    let saving = syncs(&faults, || {
+        // Storage that takes its time: the guest is gone before the next step.
+        std::thread::sleep(Duration::from_millis(300));
+        Fault::None
+    });
+    write(&mut front.queues[0], &buffer, 8, 0xA1);
+    saving.recv_timeout(PATIENCE).unwrap();
+    front.close(PATIENCE).unwrap();
+    assert!(after_a_crash(&mut rig, &image)[4096..8192] == [0xA1; 4096]);
+}
+
+#[test]
+fn what_was_written_just_before_the_guest_leaves_is_saved() {
+    for format in images::FORMATS {
+        let dir = dir_in_memory();
+        let image = images::make(dir.path(), format, BYTES);
+        let (mut rig, mut front, buffer) = connected(&image, &Faults::none());
+        write(&mut front.queues[0], &buffer, 8, 0xA1);
+        front.close(PATIENCE).unwrap();
+        assert!(after_a_crash(&mut rig, &image)[4096..8192] == [0xA1; 4096], "{format}");
+    }
+}
+
+#[test]
+fn what_is_written_during_a_save_is_saved_by_another() {
+    let dir = dir_in_memory();
+    let image = images::make(dir.path(), "vhd", BYTES);
+    let faults = Faults::none();
+    let (mut rig, mut front, buffer) = connected(&image, &faults);
+    let syncs = syncs(&faults, || Fault::Held(None));
+    let held = faults.gate.lock().unwrap();
+    write(&mut front.queues[0], &buffer, 8, 0xA1);
+    syncs.recv_timeout(PATIENCE).unwrap();
+    // Another block of the image.
+    write(&mut front.queues[1], &buffer, (2 << 20) / 512, 0xA2);
+    drop(held);
+    // The other one of the first save, then that of the second, which is not cut short.
+    for which in ["second", "third"] {
+        let told = syncs.recv_timeout(PATIENCE);
+        assert!(told.is_ok(), "there is no {which} sync");
+    }
+    let bytes = after_a_crash(&mut rig, &image);
+    assert!(bytes[4096..8192] == [0xA1; 4096] && bytes[2 << 20..][..4096] == [0xA2; 4096]);
+}
