@@ -77,9 +77,12 @@ impl Device {
     }
 
     /// A flush whose failure is not forgotten: the kernel reports a lost write once, to one caller,
-    /// and then never again.
+    /// and then never again. So one that succeeds after another has failed says nothing.
     pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
         let result = self.disk.flush(port).await;
+        if result.is_ok() && self.flush_has_failed() {
+            return Err(io::Error::other("an earlier flush has failed"));
+        }
         if let Err(e) = &result
             && self.latch_flush_failure()
         {

@@ -228,6 +228,40 @@ fn after_a_failed_flush_all_writes_fail_until_the_disk_is_attached_again() {
     }
 }
 
+/// The kernel tells one caller of a lost write: the next sync succeeds and means nothing.
+#[test]
+fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
+    for segments in [0, 1] {
+        let (rig, faults) = rig();
+        let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+        let buffer = front.space().buffer(1).unwrap();
+        buffer.fill(0, 4096, 0x77);
+        let (begun, flushing) = channel();
+        let mut first = Some(Fault::Held(Some(EIO)));
+        faults.set(move |op| match is_sync(op) {
+            true => {
+                let _ = begun.send(());
+                first.take().unwrap_or(Fault::None)
+            }
+            false => Fault::None,
+        });
+        let held = faults.gate.lock().unwrap();
+        front.queues[0].flush().unwrap();
+        front.queues[0].push().unwrap();
+        flushing.recv_timeout(PATIENCE).unwrap();
+        // Taken in one sweep: the answer to the first says that the second was taken, too.
+        front.queues[1].read(BYTES / 512, &buffer, 0, 4096).unwrap();
+        let data = [buffer.segment(0, 0, 7)];
+        front.queues[1].plain(PlainOp::Barrier, 0, &data[..segments]).unwrap();
+        assert_eq!(front.queues[1].next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
+        drop(held);
+        assert_eq!(front.queues[0].next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
+        assert_eq!(front.queues[1].next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
+        assert_eq!(rig.sectors(0, 4096), vec![0; 4096], "the barrier's data was written");
+        front.close(PATIENCE).unwrap();
+    }
+}
+
 /// Between the guest's leaving and its coming back nothing is connected, and the process may be
 /// replaced just then.
 #[test]
