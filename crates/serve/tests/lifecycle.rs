@@ -80,6 +80,31 @@ fn an_image_that_grows_is_a_larger_disk_at_once() {
     front.close(PATIENCE).unwrap();
 }
 
+/// The toolstack's 5 stands until the guest has let go: it is how it asks (blkif.md 3.6).
+#[test]
+fn an_image_that_grows_while_its_disk_is_to_be_unplugged_does_not_take_that_back() {
+    let mut rig = Rig::new(plan());
+    let (mut front, _) = connected(&rig);
+    let disk = rig.disk.clone();
+    rig.machine.unplug(&disk).unwrap();
+    let image = std::fs::OpenOptions::new().write(true).open(&rig.image).unwrap();
+    let grown = |front: &mut Frontend, times: u64| {
+        image.set_len(times * BYTES).unwrap();
+        let sectors = times * BYTES / 512;
+        wait_until("the new size", || front.read_features().unwrap().sectors == sectors);
+    };
+    grown(&mut front, 2);
+    assert_eq!(front.backend_state().unwrap(), 5);
+    works(&mut front);
+    // Back with other rings (3.8) meanwhile.
+    front.offer(&FrontOptions::default()).unwrap();
+    works(&mut front);
+    grown(&mut front, 3);
+    assert_eq!(front.backend_state().unwrap(), 5);
+    front.close(PATIENCE).unwrap();
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+}
+
 #[test]
 fn an_image_that_grows_before_anybody_connects_has_its_new_size() {
     let rig = Rig::new(plan());

@@ -438,13 +438,17 @@ impl Backend<'_> {
         self.store.read(&format!("{}/{key}", self.config.backend))
     }
 
-    /// Publishes all that is offered, together with our state.
+    /// Publishes all that is offered, together with our state; that of a disk that is to go is the
+    /// toolstack's 5.
     fn offer(&mut self, state: State) -> Result<(), ServeError> {
         let discard = self.may_discard()?;
         let (backend, offer, disk) = (&self.config.backend, self.offer, &self.device.disk);
         self.update(|tx| {
             negotiate::publish(tx, backend, disk, &offer, discard)?;
-            tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes())
+            match tx.read(&format!("{backend}/online"))?.as_deref() {
+                Some(b"0") => Ok(()),
+                _ => tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes()),
+            }
         })?;
         Ok(())
     }
@@ -515,10 +519,12 @@ impl Backend<'_> {
         let backend = &self.config.backend;
         self.update(|tx| {
             tx.write(&format!("{backend}/sectors"), sectors.to_string().as_bytes())?;
-            if connected {
-                tx.write(&format!("{backend}/state"), b"4")?;
+            let path = format!("{backend}/state");
+            // It may be the toolstack's 5 by now.
+            match tx.read(&path)? {
+                Some(state) if connected && state == b"4" => tx.write(&path, &state),
+                _ => Ok(()),
             }
-            Ok(())
         })?;
         Ok(())
     }
