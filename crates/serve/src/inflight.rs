@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 use ferrite_io::shm::Shm;
 use ferrite_xen::abi::{MAX_SLOT_BYTES, Protocol, RawSegment, SEGMENT_BYTES, Slot};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"FERINF01");
+const MAGIC: u64 = u64::from_le_bytes(*b"FERINF02");
 const MAGIC_AT: usize = 0;
 const SIZE_AT: usize = 8;
 const QUEUES_AT: usize = 12;
@@ -40,9 +40,10 @@ const ENTRIES_AT: usize = 16;
 const SEGMENTS_AT: usize = 20;
 const IDENTITY_LEN_AT: usize = 24;
 const IDENTITY_AT: usize = 64;
-/// Room for the identity, which is text of our own making.
-const IDENTITY_MAX: usize = 4096 - IDENTITY_AT;
-const HEADER_BYTES: usize = 4096;
+const HEADER_BYTES: usize = 16 << 10;
+/// Room for the identity, which is text of our own making: with 64 queues and 16 pages a ring, the
+/// most that there are, 12.5 KiB for these.
+const IDENTITY_MAX: usize = HEADER_BYTES - IDENTITY_AT;
 
 // Of a queue's region.
 const REQ_CONS_AT: usize = 0;

@@ -210,3 +210,15 @@ proptest! {
         prop_assert_eq!(model.answered, (0..model.taken).collect::<Vec<_>>());
     }
 }
+
+/// 64 queues (`--queues`) with rings of 16 pages, and numbers as long as they get.
+#[test]
+fn the_largest_connection_has_a_table() {
+    let rings = vec!["4294967295"; 16].join(",");
+    let text = vec![format!("ring={rings} port=4294967295"); 64].join("; ");
+    let identity = Identity { text, ring_order: 4, queues: 64, ..identity() };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(PATH);
+    Table::create(&path, identity.clone()).unwrap();
+    Table::open(&path, identity).unwrap();
+}
