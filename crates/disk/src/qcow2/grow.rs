@@ -201,15 +201,15 @@ impl Qcow2 {
         if from < there {
             // Left from a run that was not used up, or freed: whatever is in it.
             let old = there.min(to) - from;
-            zeroed = meta::again(|| port.io.zero_range(file, from, old)).await.is_ok()
-                || meta::again(|| port.io.punch_hole(file, from, old)).await.is_ok();
+            zeroed = port.io.zero_range(file, from, old).await.is_ok()
+                || port.io.punch_hole(file, from, old).await.is_ok();
         }
-        match meta::again(|| port.io.allocate(file, from, to - from)).await {
+        match port.io.allocate(file, from, to - from).await {
             Ok(()) => {}
             // A file system without allocation: a longer file, at least.
             Err(e) if e.kind() == io::ErrorKind::Unsupported => {
                 if to > there {
-                    meta::again(|| port.io.set_len(file, to)).await?;
+                    port.io.set_len(file, to).await?;
                 }
             }
             Err(e) => return Err(e),
@@ -410,7 +410,7 @@ impl Qcow2 {
         let bytes = self.medium.bytes_now()?;
         let whole = bytes.next_multiple_of(self.cluster_bytes());
         if self.medium.is_file() && whole > bytes {
-            meta::again(|| port.io.set_len(port.files[0], whole)).await?;
+            port.io.set_len(port.files[0], whole).await?;
         }
         if self.medium.is_file() {
             self.limit.fetch_max(whole, Ordering::AcqRel);

@@ -139,20 +139,6 @@ pub(super) async fn sync(port: &Port) -> io::Result<()> {
     port.io.sync(port.files[0]).await
 }
 
-/// Repeats what was interrupted, or had no resources of the kernel's: that says nothing about what
-/// was to be done.
-pub(super) async fn again<F: Future<Output = io::Result<()>>>(
-    step: impl Fn() -> F,
-) -> io::Result<()> {
-    for _ in 0..RETRIES {
-        match step().await {
-            Err(e) if is_temporary(&e) => {}
-            done => return done,
-        }
-    }
-    step().await
-}
-
 /// An error of the image's contents, with the reason.
 pub(super) fn damaged(why: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("qcow2 image: {}", why.into()))

@@ -12,7 +12,7 @@ use super::{Kind, Shared, Slot, TASK_BIT};
 use crate::arena::Span;
 use crate::engine::{Completion, FileId, Op};
 
-/// How often in a row a transfer or a sync may be interrupted or say "try again".
+/// How often in a row an operation may be interrupted or say "try again".
 const RETRIES: u32 = 64;
 
 /// A handle to a thread's reactor for async code on that thread.
@@ -28,6 +28,18 @@ impl Io {
 
     fn op(&self, op: Op) -> OpFuture<'_> {
         OpFuture { shared: &self.shared, op, slot: None }
+    }
+
+    /// The same operation until it was done or failed. One that was interrupted, or found no
+    /// resources, says nothing about what it was to do.
+    async fn op_to_its_end(&self, op: Op) -> io::Result<u32> {
+        let mut retries = 0;
+        loop {
+            match self.op(op).await {
+                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
+                done => return done,
+            }
+        }
     }
 
     /// Reads at most `buf.len()` bytes; 0 is end of file.
@@ -71,35 +83,23 @@ impl Io {
         op: impl Fn(u64, Span) -> Op,
         no_progress: io::ErrorKind,
     ) -> io::Result<()> {
-        let (mut done, mut retries) = (0, 0);
+        let mut done = 0;
         while done < buf.len() {
             let rest = buf.slice(done, buf.len() - done);
-            match self.op(op(offset.saturating_add(done as u64), rest)).await {
-                Ok(0) => return Err(no_progress.into()),
-                Ok(n) => {
-                    done += (n as usize).min(rest.len());
-                    retries = 0;
-                }
-                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
-                Err(e) => return Err(e),
+            match self.op_to_its_end(op(offset.saturating_add(done as u64), rest)).await? {
+                0 => return Err(no_progress.into()),
+                n => done += (n as usize).min(rest.len()),
             }
         }
         Ok(())
     }
 
-    /// See [`Op::Sync`]. One that was interrupted, or found no resources, says nothing about what
-    /// was written, and is tried again; any other error does, and is told once.
+    /// See [`Op::Sync`]. An error means that what was written may be lost, and is told once.
     ///
     /// # Errors
     /// What the kernel says.
     pub async fn sync(&self, file: FileId) -> io::Result<()> {
-        let mut retries = 0;
-        loop {
-            match self.op(Op::Sync { file }).await {
-                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
-                done => return done.map(drop),
-            }
-        }
+        self.op_to_its_end(Op::Sync { file }).await.map(drop)
     }
 
     /// See [`Op::PunchHole`].
@@ -107,7 +107,7 @@ impl Io {
     /// # Errors
     /// What the kernel says.
     pub async fn punch_hole(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::PunchHole { file, offset, len }).await.map(drop)
+        self.op_to_its_end(Op::PunchHole { file, offset, len }).await.map(drop)
     }
 
     /// See [`Op::ZeroRange`].
@@ -115,7 +115,7 @@ impl Io {
     /// # Errors
     /// What the kernel says.
     pub async fn zero_range(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::ZeroRange { file, offset, len }).await.map(drop)
+        self.op_to_its_end(Op::ZeroRange { file, offset, len }).await.map(drop)
     }
 
     /// See [`Op::Allocate`].
@@ -123,7 +123,7 @@ impl Io {
     /// # Errors
     /// What the kernel says.
     pub async fn allocate(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::Allocate { file, offset, len }).await.map(drop)
+        self.op_to_its_end(Op::Allocate { file, offset, len }).await.map(drop)
     }
 
     /// See [`Op::SetLen`].
@@ -131,7 +131,7 @@ impl Io {
     /// # Errors
     /// What the kernel says.
     pub async fn set_len(&self, file: FileId, len: u64) -> io::Result<()> {
-        self.op(Op::SetLen { file, len }).await.map(drop)
+        self.op_to_its_end(Op::SetLen { file, len }).await.map(drop)
     }
 
     /// See [`Op::Discard`].
@@ -139,7 +139,7 @@ impl Io {
     /// # Errors
     /// What the kernel says.
     pub async fn discard(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op(Op::Discard { file, offset, len }).await.map(drop)
+        self.op_to_its_end(Op::Discard { file, offset, len }).await.map(drop)
     }
 
     /// Waits until `fd` has something to read, has hung up or is in error. It must stay open

@@ -323,7 +323,7 @@ impl State {
             });
         };
         let Some(index) = op.file else { return Ok(-libc::EBADF) };
-        if let Some(errno) = self.faults.nuisance(on, &mut self.random) {
+        if let Some(errno) = self.faults.nuisance(&mut self.random) {
             return Ok(-errno);
         }
         if let Some(errno) = self.faults.hit(on, op.range(), &mut self.random) {

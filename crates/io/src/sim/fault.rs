@@ -122,8 +122,8 @@ impl Faults {
     }
 
     /// Whether an operation is interrupted, and how.
-    pub(super) fn nuisance(&self, on: On, random: &mut SplitMix64) -> Option<i32> {
-        if on == On::Change || self.again == 0 || random.below(1000) >= self.again {
+    pub(super) fn nuisance(&self, random: &mut SplitMix64) -> Option<i32> {
+        if self.again == 0 || random.below(1000) >= self.again {
             return None;
         }
         Some([libc::EAGAIN, libc::EINTR][random.below(2) as usize])
