@@ -48,11 +48,15 @@ fn run(name: &str, command: &mut Command) -> Result<()> {
     run_logged(command, &fresh_log(name)?)
 }
 
-/// The disks and the backend once more, on the engine of kernels without io_uring.
+/// The disks, the backend and the program once more, on the engine of kernels without io_uring.
+/// (The tests of `ferrite-io` run on both anyway.)
 fn tests_on_aio() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite-disk", "--package", "ferrite-serve"]);
-    run("tests-on-aio", test.args(["--tests"]).env("FERRITE_TEST_ENGINE", "aio"))
+    test.args(["test", "--locked", "--tests"]);
+    for package in ["ferrite-disk", "ferrite-serve", "ferrite"] {
+        test.args(["--package", package]);
+    }
+    run("tests-on-aio", test.env("FERRITE_TEST_ENGINE", "aio"))
 }
 
 /// Tests of the backend in which data moves, once more with another mover.

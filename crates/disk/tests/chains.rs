@@ -7,7 +7,7 @@ use ferrite_disk::tools::{NewImage, Workshop};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::directory::HostDirectory;
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 
 const BYTES: usize = 8 << 20;
 const SECTOR: usize = 512;
@@ -19,8 +19,7 @@ fn name(dir: &Path, file: &str) -> ImageName {
 fn session(name: &ImageName) -> Session {
     let options = OpenOptions::default();
     let disk = Arc::new(Disk::open_image(name, &options).unwrap());
-    let kind = "auto".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    Session::new(disk, |arena| kind.open(arena, 32)).unwrap()
+    Session::new(disk, |arena| test_engine().open(arena, 32)).unwrap()
 }
 
 /// A place and a length in bytes, whole sectors: one, a page, part of a page, or many pages.
@@ -50,10 +49,9 @@ fn compare(session: &mut Session, random: &mut SplitMix64, copy: &[u8], times: u
 
 fn against_a_copy(format: &str) {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
-    let kind = "auto".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
     let workshop = Workshop {
         directory: &HostDirectory,
-        engine: &move |arena| kind.open(arena, 32),
+        engine: &|arena| test_engine().open(arena, 32),
         state_dir: None,
         fixed_size: false,
         progress: &|_| true,

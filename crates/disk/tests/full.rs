@@ -10,7 +10,7 @@ use common::failing::Failing;
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::engine::Op;
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 use model::{Model, compare, name, pattern, shop};
 use tempfile::TempDir;
 
@@ -20,13 +20,12 @@ const ENOSPC: i32 = 28;
 /// A session on a file system that has space for files of so many bytes.
 fn session(path: &Path, room_bytes: u64) -> Session {
     let disk = Disk::open_image(&name(path), &OpenOptions::default()).unwrap();
-    let kind = EngineChoice::Auto.decide().unwrap().kind;
     let decide = move |op: &Op| match *op {
         Op::Allocate { offset, len, .. } if offset + len > room_bytes => Some(ENOSPC),
         _ => None,
     };
     let open = |arena| -> std::io::Result<Box<dyn ferrite_io::engine::Engine>> {
-        Ok(Box::new(Failing::new(kind.open(arena, 16)?, Box::new(decide))))
+        Ok(Box::new(Failing::new(test_engine().open(arena, 16)?, Box::new(decide))))
     };
     Session::new(Arc::new(disk), open).unwrap()
 }

@@ -5,17 +5,15 @@ mod common;
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use common::failing::Failing;
 use common::vhd::{at, name, options, peer};
-use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs};
-use ferrite_disk::tools::{Convert, Extent, Kind, NewImage, Workshop};
+use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
+use ferrite_disk::tools::{Convert, Extent, Kind, NewImage};
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
-use ferrite_io::directory::HostDirectory;
 use ferrite_io::engine::{FileId, Op};
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
@@ -86,17 +84,6 @@ impl Chain {
         all.sort();
         all
     }
-}
-
-fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    let kind = "auto".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    work(&Workshop {
-        fixed_size: false,
-        directory: &HostDirectory,
-        engine: &move |arena| kind.open(arena, 64),
-        state_dir: state.map(Path::to_owned),
-        progress: &|_| true,
-    })
 }
 
 fn holds(queue: &mut Queue, written: &[u64]) {
@@ -205,8 +192,7 @@ fn what_only_a_parents_journal_has_is_the_leafs_once_that_has_adopted_it() {
         let adopt = || {
             let disk = Arc::new(chain.open(child, false).unwrap());
             assert!(disk.is_unsettled(), "{format}");
-            let kind = "auto".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-            let mut session = Session::new(disk, |arena| kind.open(arena, 32)).unwrap();
+            let mut session = Session::new(disk, |arena| test_engine().open(arena, 32)).unwrap();
             session.adopt().unwrap()
         };
         let copied = adopt();

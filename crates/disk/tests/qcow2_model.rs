@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use ferrite_disk::{OpenOptions, Session};
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 use model::{Model, check_clean, compare, pattern, qemu, qemu_img, session};
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -290,8 +290,7 @@ fn several_queues(image: &Path, metadata_bytes: usize, model: &mut Model) {
     let name = ferrite_disk::ImageName::parse(image.to_str().unwrap()).unwrap();
     let disk = Arc::new(ferrite_disk::Disk::open_image(&name, &options).unwrap());
     let session = |disk: &Arc<ferrite_disk::Disk>| {
-        let kind = EngineChoice::Auto.decide().unwrap().kind;
-        Session::new(disk.clone(), |arena| kind.open(arena, 64)).unwrap()
+        Session::new(disk.clone(), |arena| test_engine().open(arena, 64)).unwrap()
     };
     let work = |thread: u64| {
         let mut session = session(&disk);

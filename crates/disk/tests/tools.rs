@@ -6,26 +6,12 @@ use std::fs;
 use std::path::Path;
 
 use common::vhd::{at, options, peer};
-use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
-use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
+use ferrite_disk::tools::{Convert, NewImage};
 use ferrite_disk::{Disk, ImageName, OpenOptions, vhd};
-use ferrite_io::directory::HostDirectory;
-use ferrite_io::engines::EngineChoice;
 
 fn name(text: &str, path: &Path) -> ImageName {
     ImageName::parse(&format!("{text}:{}", path.to_str().unwrap())).unwrap()
-}
-
-fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
-    let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    work(&Workshop {
-        fixed_size: false,
-        directory: &HostDirectory,
-        engine: &move |arena| kind.open(arena, 64),
-        state_dir: state.map(Path::to_owned),
-        progress: &|_| true,
-    })
 }
 
 /// A device has on it whatever was there before.

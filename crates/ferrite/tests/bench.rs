@@ -4,12 +4,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use ferrite_io::engines::{EngineChoice, test_engine};
 use serde_json::Value;
 use tempfile::TempDir;
 
 fn bench(image: &str, more: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
     command.args(["bench", image, "--seconds", "0.3"]).args(more).env_remove("RUST_LOG");
+    if !more.contains(&"--engine") {
+        command.args(["--engine", &EngineChoice::Only(test_engine()).to_string()]);
+    }
     command.output().expect("ferrite runs")
 }
 

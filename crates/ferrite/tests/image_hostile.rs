@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::io::{Seek as _, SeekFrom, Write as _};
 use std::process::Command;
 
-use images::{MIB, Place};
+use images::{MIB, Place, engine};
 
 /// What an image's file is made to hold.
 type Bend = fn(&mut File);
@@ -21,9 +21,9 @@ fn put(file: &mut File, at: u64, bytes: &[u8]) {
 fn limited(place: &Place, args: &[&str]) -> (Option<i32>, String) {
     let program = env!("CARGO_BIN_EXE_ferrite");
     // Data only: code, and the rings of the kernel, are not what an image can make larger.
-    let script = r#"ulimit -t 1; ulimit -d 65536; exec "$0" image "$@""#;
+    let script = r#"ulimit -t 1; ulimit -d 65536; exec "$0" image --engine "$@""#;
     let mut command = Command::new("sh");
-    command.args(["-c", script, program]).args(args).current_dir(place.path("."));
+    command.args(["-c", script, program, &engine()]).args(args).current_dir(place.path("."));
     let output = command.env_remove("RUST_LOG").output().unwrap();
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }

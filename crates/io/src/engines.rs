@@ -110,6 +110,19 @@ impl EngineChoice {
     }
 }
 
+/// The engine that tests run on: what the variable `FERRITE_TEST_ENGINE` says, otherwise the best
+/// that works here.
+///
+/// # Panics
+/// If that does not work here.
+pub fn test_engine() -> EngineKind {
+    let choice = match std::env::var("FERRITE_TEST_ENGINE") {
+        Ok(text) => text.parse().expect("FERRITE_TEST_ENGINE names an engine"),
+        Err(_) => EngineChoice::Auto,
+    };
+    choice.decide().expect("the engine that tests run on works here").kind
+}
+
 impl fmt::Display for EngineChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

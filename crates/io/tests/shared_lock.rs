@@ -4,14 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use ferrite_io::arena::Arena;
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::shared_lock::SharedLock;
 
 fn reactor() -> Reactor {
-    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
-    let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    Reactor::new(kind.open(Arena::new(1).unwrap(), 8).unwrap())
+    Reactor::new(test_engine().open(Arena::new(1).unwrap(), 8).unwrap())
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::directory::HostDirectory;
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 
 use super::*;
 use crate::tools::{NewImage, Workshop};
@@ -20,14 +20,14 @@ fn options(metadata_bytes: usize) -> OpenOptions {
 
 fn session(name: &ImageName, metadata_bytes: usize) -> Session {
     let disk = Arc::new(Disk::open_image(name, &options(metadata_bytes)).unwrap());
-    let kind = EngineChoice::Auto.decide().unwrap().kind;
+    let kind = test_engine();
     Session::new(disk, |arena| kind.open(arena, 32)).unwrap()
 }
 
 /// A layer of each kind and more, each longer than its parent, no end at the end of a page, with
 /// writes of single sectors, pages and many pages in each.
 fn chain(dir: &Path, random: &mut SplitMix64) -> ImageName {
-    let kind = EngineChoice::Auto.decide().unwrap().kind;
+    let kind = test_engine();
     let workshop = Workshop {
         fixed_size: false,
         directory: &HostDirectory,

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ferrite_io::arena::Arena;
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ mod trouble;
 /// A reactor and the way to one file.
 fn port_to(raw: &Raw) -> (Reactor, Port) {
     let arena = Arena::new(2 << 20).unwrap();
-    let kind = EngineChoice::Auto.decide().unwrap().kind;
+    let kind = test_engine();
     let mut reactor = Reactor::new(kind.open(arena.clone(), 16).unwrap());
     let files: Vec<_> = raw.files().into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
     let scratch = Scratch::new(arena.clone(), arena.span(0, 256 << 10));
@@ -48,7 +48,7 @@ fn create(path: &Path, new: &NewImage) {
 fn open(path: &Path) -> Session {
     let name = crate::ImageName { format: crate::Format::Qcow2, path: path.to_owned() };
     let disk = Disk::open_image(&name, &options()).unwrap();
-    let kind = EngineChoice::Auto.decide().unwrap().kind;
+    let kind = test_engine();
     Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
 }
 
@@ -261,7 +261,7 @@ proptest! {
         let _ = check(&medium(&path));
         let name = crate::ImageName { format: crate::Format::Qcow2, path: path.clone() };
         if let Ok(disk) = Disk::open_image(&name, &options()) {
-            let kind = EngineChoice::Auto.decide().unwrap().kind;
+            let kind = test_engine();
             let mut session =
                 Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap();
             let mut bytes = vec![0; 1 << 20];

@@ -11,9 +11,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+use ferrite_disk::tools::Workshop;
 use ferrite_disk::{Disk, DiskError, OpenOptions, Port};
+use ferrite_io::directory::HostDirectory;
 use ferrite_io::engine::{Engine, FileId};
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 use ferrite_io::pool::{Buf, Pool, QueuePool};
 use ferrite_io::reactor::{Io, Reactor};
 use ferrite_io::scratch::Scratch;
@@ -48,6 +50,25 @@ pub(crate) fn image(dir: &TempDir, bytes: u64) -> PathBuf {
     path
 }
 
+/// A place to work on images that nobody uses.
+pub(crate) fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    work(&Workshop {
+        fixed_size: false,
+        directory: &HostDirectory,
+        engine: &|arena| test_engine().open(arena, 64),
+        state_dir: state.map(Path::to_owned),
+        progress: &|_| true,
+    })
+}
+
+/// Says that a test cannot be done here; an error where that is not to be.
+#[track_caller]
+pub(crate) fn skipped(why: &str) {
+    let demanded = std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_some();
+    assert!(!(demanded && rustix::process::geteuid().is_root()), "{why}");
+    eprintln!("skipped: {why}");
+}
+
 /// Runs a program of the system's; its output, or `None` if there is none or it failed.
 pub(crate) fn run(program: &str, args: &[&str]) -> Option<String> {
     let output = Command::new(program).args(args).output().ok()?;
@@ -58,12 +79,12 @@ pub(crate) fn run(program: &str, args: &[&str]) -> Option<String> {
 pub(crate) struct Loop(pub(crate) PathBuf);
 
 impl Loop {
-    /// `None` where there are none, and says so.
+    /// `None` where there are none, see [`skipped`].
     pub(crate) fn attach(file: &Path, block_bytes: u32) -> Option<Loop> {
         let block = block_bytes.to_string();
         let made = run("losetup", &["--find", "--show", "-b", &block, file.to_str().unwrap()]);
         if made.is_none() {
-            eprintln!("skipped: no loop devices for this user");
+            skipped("no loop devices for this user");
         }
         made.map(|device| Loop(device.into()))
     }
@@ -79,11 +100,12 @@ impl Drop for Loop {
 pub(crate) struct Mount(pub(crate) PathBuf);
 
 impl Mount {
+    /// `None` where that is not possible, see [`skipped`].
     pub(crate) fn new(args: &[&str], at: &Path) -> Option<Mount> {
         let mut all = args.to_vec();
         all.push(at.to_str().unwrap());
         if run("mount", &all).is_none() {
-            eprintln!("skipped: mounting is not possible here");
+            skipped("mounting is not possible here");
             return None;
         }
         Some(Mount(at.to_owned()))
@@ -121,9 +143,7 @@ impl Queue {
         wrap: impl FnOnce(Box<dyn Engine>) -> Box<dyn Engine>,
     ) -> Queue {
         let pool = Pool::with_scratch(2 << 20, 1, disk.scratch_bytes()).unwrap();
-        let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
-        let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-        let engine = kind.open(pool.arena().clone(), 64).unwrap();
+        let engine = test_engine().open(pool.arena().clone(), 64).unwrap();
         let mut reactor = Reactor::new(wrap(engine));
         let files = disk.files();
         let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();

@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use ferrite_disk::vhd::{Footer, NewImage, NewParent};
 use ferrite_disk::{Disk, DiskError, OpenOptions, Port, Raw};
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engine::{Engine, Op};
+use ferrite_io::engines::test_engine;
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
 
 use super::Queue;
+use super::failing::Failing;
 
 /// How these tests open images: a ring that was dropped lets go of its files a little later.
 pub(crate) fn options() -> OpenOptions {
@@ -32,9 +34,18 @@ pub(crate) fn offline<T>(media: &[&Raw], steps: impl AsyncFnOnce(Port) -> T) -> 
 
 /// The same, for open files.
 pub(crate) fn offline_files<T>(files: Vec<Arc<OwnedFd>>, steps: impl AsyncFnOnce(Port) -> T) -> T {
+    offline_on(|engine| engine, files, steps)
+}
+
+/// The same, on an engine around the usual one.
+fn offline_on<T>(
+    wrap: impl FnOnce(Box<dyn Engine>) -> Box<dyn Engine>,
+    files: Vec<Arc<OwnedFd>>,
+    steps: impl AsyncFnOnce(Port) -> T,
+) -> T {
     let pool = Pool::with_scratch(2 << 20, 1, 256 << 10).unwrap();
-    let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    let mut reactor = Reactor::new(kind.open(pool.arena().clone(), 64).unwrap());
+    let engine = test_engine().open(pool.arena().clone(), 64).unwrap();
+    let mut reactor = Reactor::new(wrap(engine));
     let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
     let port = super::port(&reactor, &pool, files);
     reactor.block_on(steps(port)).unwrap()
@@ -44,6 +55,16 @@ pub(crate) fn offline_files<T>(files: Vec<Arc<OwnedFd>>, steps: impl AsyncFnOnce
 pub(crate) fn create(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
     File::create_new(path).unwrap();
     create_on(path, new)
+}
+
+/// The same on a file system that sets no space aside, so that a fixed image is sparse.
+pub(crate) fn create_sparse(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
+    const ENOSYS: i32 = 38;
+    File::create_new(path).unwrap();
+    let raw = Raw::open_medium(path, &options()).unwrap();
+    let decide = |op: &Op| matches!(op, Op::Allocate { .. }).then_some(ENOSYS);
+    let wrap = |engine| Box::new(Failing::new(engine, Box::new(decide))) as Box<dyn Engine>;
+    offline_on(wrap, raw.files(), async |port| new.create(&port, &raw).await)
 }
 
 /// Makes an image on what is there: a block device.
@@ -82,6 +103,19 @@ pub(crate) fn peer(program: &str, args: &[&str]) -> Option<String> {
         text(&output.stderr)
     );
     Some(text(&output.stdout))
+}
+
+/// That `vhd-util`, which no distribution has, finds nothing wrong with an image, where it is
+/// installed.
+#[track_caller]
+pub(crate) fn check_by_vhd_util(path: &Path) {
+    match Command::new("vhd-util").args(["check", "-n", name(path)]).output() {
+        Ok(output) => {
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success(), "vhd-util check {}: {text}", path.display());
+        }
+        Err(_) => eprintln!("skipped: vhd-util is not installed"),
+    }
 }
 
 /// A path as text.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ferrite_disk::tools::Workshop;
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::test_engine;
 
 pub(crate) const SECTOR: u64 = 512;
 
@@ -63,9 +63,7 @@ pub(crate) fn session(name: &str, options: &OpenOptions) -> Result<Session, Disk
 
 /// A session of a disk, with the engine that the tests run on.
 pub(crate) fn session_of(disk: Disk) -> Session {
-    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
-    let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    Session::new(Arc::new(disk), |arena| kind.open(arena, 64)).unwrap()
+    Session::new(Arc::new(disk), |arena| test_engine().open(arena, 64)).unwrap()
 }
 
 /// Reads every part of the disk that the model or its surroundings know of, and compares.
@@ -128,11 +126,10 @@ pub(crate) fn name(path: &Path) -> ImageName {
 
 /// A place to work on images that nobody uses.
 pub(crate) fn shop<T>(use_it: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
     use_it(&Workshop {
         fixed_size: false,
         directory: &HostDirectory,
-        engine: &|arena| kind.open(arena, 64),
+        engine: &|arena| test_engine().open(arena, 64),
         state_dir: None,
         progress: &|_| true,
     })

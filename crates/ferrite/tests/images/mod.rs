@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
-use ferrite_io::engines::EngineChoice;
+use ferrite_io::engines::{EngineChoice, test_engine};
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -29,9 +29,15 @@ impl Place {
 
     /// Runs `ferrite image` in the directory.
     pub(crate) fn image(&self, args: &[&str]) -> Output {
+        self.command(args).output().expect("ferrite runs")
+    }
+
+    /// `ferrite image` in the directory, on the engine that the tests run on.
+    pub(crate) fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-        command.arg("image").args(args).current_dir(self.0.path()).env_remove("RUST_LOG");
-        command.output().expect("ferrite runs")
+        command.args(["image", "--engine", &engine()]).args(args);
+        command.current_dir(self.0.path()).env_remove("RUST_LOG");
+        command
     }
 
     /// It works, says nothing on standard error, and this on standard output.
@@ -70,8 +76,8 @@ impl Place {
     pub(crate) fn write(&self, name: &str, ranges: &[(u64, u64)]) {
         let path = ImageName::parse(&self.path(name)).unwrap();
         let disk = Disk::open_image(&path, &OpenOptions::default()).unwrap();
-        let kind = EngineChoice::Auto.decide().unwrap().kind;
-        let mut session = Session::new(Arc::new(disk), |arena| kind.open(arena, 8)).unwrap();
+        let mut session =
+            Session::new(Arc::new(disk), |arena| test_engine().open(arena, 8)).unwrap();
         for (offset, len) in ranges {
             for at in (0..*len).step_by(64 << 10) {
                 let len = (len - at).min(64 << 10);
@@ -105,6 +111,11 @@ impl Place {
             assert!(!name.contains("ferrite-new") && !name.contains("partial"), "{name}");
         }
     }
+}
+
+/// What the option `--engine` is told.
+pub(crate) fn engine() -> String {
+    EngineChoice::Only(test_engine()).to_string()
 }
 
 fn bytes(offset: u64, len: u64) -> Vec<u8> {

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use ferrite_disk::tools::{NewImage, Workshop};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
+use ferrite_io::engines::test_engine;
 
-use super::{PATIENCE, engine_kind};
+use super::PATIENCE;
 
 /// The formats, alone and as the leaf of a chain.
 pub const FORMATS: [&str; 4] = ["vhd", "qcow2", "chain.vhd", "chain.qcow2"];
@@ -17,16 +18,18 @@ pub fn state_dir(image: &Path) -> PathBuf {
     image.parent().unwrap().join("state")
 }
 
-/// A new image that reads as zeros; of a chain, the leaf.
-pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
-    let kind = engine_kind();
-    let workshop = Workshop {
+fn work<T>(state_dir: Option<PathBuf>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    work(&Workshop {
         directory: &HostDirectory,
-        engine: &move |arena| kind.open(arena, 32),
-        state_dir: None,
+        engine: &|arena| test_engine().open(arena, 32),
+        state_dir,
         fixed_size: false,
         progress: &|_| true,
-    };
+    })
+}
+
+/// A new image that reads as zeros; of a chain, the leaf.
+pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
     let name = |file: &str| ImageName::parse(dir.join(file).to_str().unwrap()).unwrap();
     let (chain, extension) = match format.strip_prefix("chain.") {
         Some(extension) => (true, extension),
@@ -36,11 +39,27 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
     let mut new = NewImage { bytes: Some(bytes), ..NewImage::default() };
     if chain {
         let parent = name(&format!("parent.{extension}"));
-        workshop.create(&parent, &new).unwrap();
+        work(None, |shop| shop.create(&parent, &new)).unwrap();
         new.parent = Some(parent);
     }
-    workshop.create(&leaf, &new).unwrap();
+    work(None, |shop| shop.create(&leaf, &new)).unwrap();
     leaf.path
+}
+
+/// That nothing is wrong with an image that nobody has open, and its parents.
+#[track_caller]
+pub fn check(image: &Path) {
+    let name = ImageName::parse(image.to_str().unwrap()).unwrap();
+    let report = work(Some(state_dir(image)), |shop| shop.check(&name, true)).unwrap();
+    assert!(report.usable, "{report:?}");
+}
+
+/// Writes to an image that nobody has open, and closes it in good order.
+pub fn write(image: &Path, offset: u64, bytes: &[u8]) {
+    let disk = Disk::open(image.to_str().unwrap(), &OpenOptions::default()).unwrap();
+    let mut session = Session::new(Arc::new(disk), |arena| test_engine().open(arena, 32)).unwrap();
+    session.write(offset, bytes).unwrap();
+    session.close().unwrap();
 }
 
 /// All sectors of an image that nobody has open, with what a process that died had answered.
@@ -51,8 +70,7 @@ pub fn contents(image: &Path) -> Vec<u8> {
         OpenOptions { read_only: true, wait_for_lock, state_dir, ..OpenOptions::default() };
     let disk = Disk::open(image.to_str().unwrap(), &options).unwrap();
     let mut bytes = vec![0; disk.sectors() as usize * 512];
-    let kind = engine_kind();
-    let mut session = Session::new(Arc::new(disk), |arena| kind.open(arena, 32)).unwrap();
+    let mut session = Session::new(Arc::new(disk), |arena| test_engine().open(arena, 32)).unwrap();
     for (i, piece) in bytes.chunks_mut(1 << 20).enumerate() {
         session.read((i as u64) << 20, piece).unwrap();
     }

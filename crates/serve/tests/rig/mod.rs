@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
-use ferrite_io::engines::{EngineChoice, EngineKind};
+use ferrite_io::engines::test_engine;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
@@ -63,17 +63,25 @@ pub fn dir_in_memory() -> TempDir {
     TempDir::new_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
+/// Says that a test cannot be done here; an error where that is not to be.
+#[track_caller]
+pub fn skipped(why: &str) {
+    let demanded = std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_some();
+    assert!(!(demanded && rustix::process::geteuid().is_root()), "{why}");
+    eprintln!("skipped: {why}");
+}
+
 /// A loop device with blocks of 4096 bytes, as long as it lives. Needs root.
 pub struct Loop(pub PathBuf);
 
 impl Loop {
-    /// `None` where there are none, and says so.
+    /// `None` where there are none, see [`skipped`].
     pub fn attach(file: &Path) -> Option<Loop> {
         let mut command = Command::new("losetup");
         command.args(["--find", "--show", "--sector-size", "4096"]).arg(file);
         let output = command.output().ok().filter(|o| o.status.success());
         if output.is_none() {
-            eprintln!("skipped: no loop devices for this user");
+            skipped("no loop devices for this user");
         }
         Some(Loop(String::from_utf8_lossy(&output?.stdout).trim().into()))
     }
@@ -85,15 +93,9 @@ impl Drop for Loop {
     }
 }
 
-/// The engine that the tests run on: what `FERRITE_TEST_ENGINE` says, otherwise io_uring.
-pub fn engine_kind() -> EngineKind {
-    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
-    choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind
-}
-
 /// One for every queue.
 pub fn engines() -> EngineFactory {
-    let kind = engine_kind();
+    let kind = test_engine();
     Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
