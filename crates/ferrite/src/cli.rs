@@ -353,6 +353,20 @@ mod tests {
     }
 
     #[test]
+    fn every_option_of_serve_is_in_the_documentation() {
+        use clap::CommandFactory;
+        let cli = Cli::command();
+        let serve = cli.find_subcommand("serve").unwrap();
+        let text = include_str!("../../../docs/serve.md");
+        let options: Vec<&str> = serve.get_arguments().filter_map(|a| a.get_long()).collect();
+        assert!(options.len() > 10, "{options:?}");
+        for option in options {
+            let told = [' ', '`'].map(|end| text.contains(&format!("--{option}{end}")));
+            assert!(told.contains(&true), "--{option} is not in docs/serve.md");
+        }
+    }
+
+    #[test]
     fn values_out_of_range_are_refused() {
         for bad in [
             ["--queues", "0"],
