@@ -4,9 +4,13 @@ mod images;
 
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::process::Stdio;
+use std::thread;
+use std::time::Duration;
 
 use images::{MIB, Place, json};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// A file that is overwritten where `ranges` say, as a guest would.
 fn change(place: &Place, name: &str, at: u64, byte: u8) {
@@ -166,6 +170,51 @@ fn a_conversion_that_was_interrupted_goes_on() {
     fs::write(place.path("b.vhd.partial.json"), note.to_string()).unwrap();
     let text = place.fails(1, &["convert", "a.img", "b.vhd"]);
     assert!(text.contains("interrupted") && text.contains("--resume"), "{text}");
+    place.ok(&["convert", "a.img", "b.vhd", "--resume"]);
+    place.ok(&["compare", "a.img", "b.vhd"]);
+    place.has_no_leftovers();
+}
+
+/// Begins to convert a file of so many MiB to `b.vhd`, and ends that with SIGINT as soon as some
+/// of it is there. What it said; none: it was done before.
+fn interrupt(place: &Place, mib: u64) -> Option<String> {
+    let mut source = fs::File::create(place.path("a.img")).unwrap();
+    let mut piece = vec![0; MIB as usize];
+    for n in 0..mib {
+        piece.fill(n as u8 | 1);
+        source.write_all(&piece).unwrap();
+    }
+    let mut convert = place.command(&["convert", "a.img", "b.vhd"]);
+    let mut convert = convert.stderr(Stdio::piped()).spawn().unwrap();
+    let some = || {
+        let partial = fs::metadata(place.path("b.vhd.partial"));
+        partial.is_ok_and(|meta| meta.blocks() * 512 > 8 * MIB)
+    };
+    while !some() && convert.try_wait().unwrap().is_none() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    if convert.try_wait().unwrap().is_none() {
+        kill_process(Pid::from_child(&convert), Signal::INT).unwrap();
+    }
+    let output = convert.wait_with_output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    (output.status.code() == Some(1)).then_some(text)
+}
+
+#[test]
+fn a_conversion_that_is_interrupted_by_its_user_goes_on() {
+    let (place, text) = [128, 512, 2048]
+        .into_iter()
+        .find_map(|mib| {
+            let place = Place::new();
+            interrupt(&place, mib).map(|text| (place, text))
+        })
+        .expect("copying 2 GiB takes long enough to be interrupted");
+    assert!(text.contains("interrupted") && text.contains("--resume"), "{text}");
+    let note = json(&fs::read_to_string(place.path("b.vhd.partial.json")).unwrap());
+    let done = note["done_bytes"].as_u64().unwrap();
+    assert!(0 < done && done < note["virtual_bytes"].as_u64().unwrap(), "{note}");
+    assert!(!fs::exists(place.path("b.vhd")).unwrap());
     place.ok(&["convert", "a.img", "b.vhd", "--resume"]);
     place.ok(&["compare", "a.img", "b.vhd"]);
     place.has_no_leftovers();
