@@ -1,9 +1,17 @@
-//! The commands of docs/images.md, as they stand there.
+//! The commands of docs/images.md, as they stand there, and the names in their JSON.
 
+mod images;
+
+use std::collections::BTreeSet;
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use images::{MIB, Place, json, qemu_img};
+use serde_json::Value;
 use tempfile::TempDir;
+
+const PAGE: &str = include_str!("../../../docs/images.md");
 
 /// What stands in blocks of shell commands.
 fn commands(text: &str) -> String {
@@ -22,8 +30,7 @@ fn commands(text: &str) -> String {
 
 #[test]
 fn the_commands_in_the_documentation_work() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let script = commands(&std::fs::read_to_string(root.join("docs/images.md")).unwrap());
+    let script = commands(PAGE);
     for command in ["create", "info", "snapshot", "clone", "convert", "check", "repair", "resize"]
         .into_iter()
         .chain(["coalesce", "map", "compare", "du"])
@@ -39,4 +46,75 @@ fn the_commands_in_the_documentation_work() {
     let output = sh.env("PATH", path).env_remove("RUST_LOG").output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}");
+}
+
+/// What stands between backticks.
+fn quoted(text: &str) -> impl Iterator<Item = String> {
+    text.split('`').skip(1).step_by(2).map(str::to_owned)
+}
+
+fn add_names(value: &Value, to: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(name, value)| {
+            to.insert(name.clone());
+            add_names(value, to);
+        }),
+        Value::Array(values) => values.iter().for_each(|value| add_names(value, to)),
+        _ => {}
+    }
+}
+
+/// All names that the commands print, on images of every kind.
+fn printed() -> BTreeSet<String> {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(MIB, MIB)]);
+    place.ok(&["convert", "a.img", "a.qcow2"]);
+    let _ = qemu_img(&["snapshot", "-c", "first", &place.path("a.qcow2")]);
+    place.ok(&["create", "damaged.vhd", "4M"]);
+    // Its second footer.
+    let file = fs::File::options().write(true).open(place.path("damaged.vhd")).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 512).unwrap();
+    let mut names = BTreeSet::new();
+    for command in [
+        &["clone", "a.img", "leaf.vhd"][..],
+        &["convert", "a.img", "b.vhd"],
+        &["resize", "b.vhd", "8M"],
+        &["snapshot", "b.vhd", "c.vhd"],
+        &["coalesce", "b.vhd"],
+        &["info", "leaf.vhd"],
+        &["info", "a.qcow2"],
+        &["du", "leaf.vhd"],
+        &["map", "leaf.vhd"],
+        &["check", "--chain", "leaf.vhd"],
+        &["check", "damaged.vhd"],
+        &["repair", "--force", "damaged.vhd"],
+        &["compare", "a.img", "leaf.vhd"],
+    ] {
+        add_names(&json(&place.ok(&[command, &["--json"]].concat())), &mut names);
+    }
+    names
+}
+
+#[test]
+fn the_table_of_json_names_is_complete_and_has_nothing_else() {
+    let (_, section) = PAGE.split_once("\n## JSON\n").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let rows: Vec<Vec<&str>> = section
+        .lines()
+        .filter_map(|line| Some(line.strip_prefix('|')?.split('|').collect()))
+        .collect();
+    let mut table: BTreeSet<String> = rows.iter().flat_map(|row| quoted(row[0])).collect();
+    let snapshots = rows.iter().find(|row| row[0].contains("`snapshots`")).unwrap();
+    let mut of_snapshots: BTreeSet<String> = quoted(snapshots[2]).collect();
+    of_snapshots.insert("snapshots".into());
+    table.extend(of_snapshots.clone());
+    let printed = printed();
+    let missing: Vec<_> = printed.difference(&table).collect();
+    assert!(missing.is_empty(), "not in docs/images.md: {missing:?}");
+    let mut unused: Vec<_> = table.difference(&printed).collect();
+    if !printed.contains("snapshots") {
+        // There is no QEMU here to make one.
+        unused.retain(|name| !of_snapshots.contains(*name));
+    }
+    assert!(unused.is_empty(), "in docs/images.md and never printed: {unused:?}");
 }
