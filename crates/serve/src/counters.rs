@@ -96,7 +96,14 @@ impl fmt::Display for Counts {
             self.looks,
             self.looked_ns / 1_000_000,
             self.sleeps,
-        )
+        )?;
+        match (self.metadata_hits, self.metadata_misses) {
+            // A raw disk.
+            (0, 0) => Ok(()),
+            (hits, misses) => {
+                write!(f, "; metadata: {hits} requests had it in memory, {misses} waited for it")
+            }
+        }
     }
 }
 
@@ -152,5 +159,14 @@ mod tests {
         assert_eq!((counts.requests, counts.hits), (7, 1));
         assert_eq!(counts.since(&before).requests, 4);
         assert!(counts.named().any(|named| named == ("requests", 7)));
+    }
+
+    #[test]
+    fn metadata_is_spoken_of_where_a_disk_has_some() {
+        let raw = Counts { requests: 7, ..Counts::default() };
+        assert!(!raw.to_string().contains("metadata"), "{raw}");
+        let image = Counts { metadata_hits: 5, metadata_misses: 2, ..raw };
+        let text = image.to_string();
+        assert!(text.ends_with("metadata: 5 requests had it in memory, 2 waited for it"), "{text}");
     }
 }

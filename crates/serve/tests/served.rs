@@ -6,7 +6,7 @@ use ferrite_serve::lifecycle::Outcome;
 use ferrite_xen::abi::Protocol;
 use ferrite_xen::loopback::front::{FrontOptions, RingKeys};
 
-use rig::{PATIENCE, Plan, Rig};
+use rig::{PATIENCE, Plan, Rig, images};
 
 #[test]
 fn what_is_written_is_read_back_and_is_on_the_medium() {
@@ -32,6 +32,27 @@ fn what_is_written_is_read_back_and_is_on_the_medium() {
     queue.push().unwrap();
     assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
     assert_eq!(back.to_vec(0, 64 * 4096), data);
+    front.close(PATIENCE).unwrap();
+}
+
+/// The bitmap of a block of a differencing VHD is read with its first request, and then known.
+#[test]
+fn metadata_that_has_to_be_read_is_a_miss_once() {
+    let dir = rig::dir_in_memory();
+    let image = images::make(dir.path(), "chain.vhd", 16 << 20);
+    images::write(&image, 32768, &[7; 4096]);
+    let rig = Rig::new(Plan { image: Some(image), ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(1).unwrap();
+    for (hits, misses) in [(0, 1), (1, 1), (2, 1)] {
+        let queue = &mut front.queues[0];
+        queue.read(64, &buffer, 0, 4096).unwrap();
+        queue.push().unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        assert_eq!(buffer.to_vec(0, 4096), [7; 4096]);
+        let counts = rig.counters.counts();
+        assert_eq!((counts.metadata_hits, counts.metadata_misses), (hits, misses));
+    }
     front.close(PATIENCE).unwrap();
 }
 
