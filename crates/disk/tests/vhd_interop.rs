@@ -3,20 +3,26 @@
 mod common;
 
 use std::fs;
+use std::hash::{DefaultHasher, Hasher};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use common::vhd::{at, create, name, parent, peer, queue};
-use common::{MIB, Queue, dir_on_disk};
+use common::vhd::{at, check_by_vhd_util, create, create_sparse, name, parent, peer, queue};
+use common::{MIB, Queue, dir_on_disk, skipped, work};
+use ferrite_disk::ImageName;
+use ferrite_disk::tools::Convert;
 use ferrite_disk::vhd::NewImage;
+use rustix::fs::{SeekFrom, seek};
 
 /// What a peer may make of a size: nothing but the size itself.
-const SIZES: [u64; 6] = [
+const SIZES: [u64; 7] = [
     512,
     2 * MIB - 512,
     2 * MIB,
     2 * MIB + 512,
     // The last that a geometry can say, and one more.
     65535 * 16 * 255 * 512,
+    65535 * 16 * 255 * 512 + 512,
     2040 << 30,
 ];
 
@@ -48,7 +54,6 @@ fn write_places(path: &Path, bytes: u64) {
 
 /// A raw file with the same contents.
 fn raw_model(path: &Path, bytes: u64) {
-    use std::os::unix::fs::FileExt;
     let file = fs::File::create_new(path).unwrap();
     file.set_len(bytes).unwrap();
     for (offset, data) in places(bytes) {
@@ -65,57 +70,137 @@ fn check_places(path: &Path, bytes: u64) {
     }
 }
 
+/// The hash of what a raw file holds and where, zeros left out: files that differ in nothing but
+/// trailing zeros have the same. Holes are not read.
+fn hash(path: &Path) -> u64 {
+    let file = fs::File::open(path).unwrap();
+    let mut hasher = DefaultHasher::new();
+    let mut page = [0; 4096];
+    let mut at = 0;
+    while let Ok(data) = seek(&file, SeekFrom::Data(at)) {
+        let hole = seek(&file, SeekFrom::Hole(data)).unwrap();
+        at = data / 4096 * 4096;
+        while at < hole {
+            page.fill(0);
+            // The last page may be a part of one.
+            read_at(&file, &mut page, at);
+            if page.iter().any(|byte| *byte != 0) {
+                hasher.write_u64(at);
+                hasher.write(&page);
+            }
+            at += 4096;
+        }
+    }
+    hasher.finish()
+}
+
+fn read_at(file: &fs::File, page: &mut [u8], at: u64) {
+    let mut got = 0;
+    while got < page.len() {
+        match file.read_at(&mut page[got..], at + got as u64).unwrap() {
+            0 => break,
+            n => got += n,
+        }
+    }
+}
+
+/// The hash of what QEMU reads from a VHD; none: there is no QEMU.
+fn hash_by_qemu(image: &Path) -> Option<u64> {
+    let raw = image.with_extension("by-qemu");
+    peer("qemu-img", &["convert", "-f", "vpc", "-O", "raw", name(image), name(&raw)])?;
+    let hash = hash(&raw);
+    fs::remove_file(raw).unwrap();
+    Some(hash)
+}
+
+/// And of what we read.
+fn hash_by_us(image: &Path) -> u64 {
+    let raw = image.with_extension("by-us");
+    let named = |format: &str, path| ImageName::parse(&format!("{format}:{}", name(path))).unwrap();
+    let (from, to) = (named("vhd", image), named("raw", &raw));
+    work(None, |shop| shop.convert(&from, &to, &Convert::default())).unwrap();
+    let hash = hash(&raw);
+    fs::remove_file(raw).unwrap();
+    hash
+}
+
 #[test]
 fn qemu_reads_what_was_written_to_ours() {
     for bytes in SIZES {
         for fixed in [false, true] {
-            if fixed && bytes > 4 * MIB {
-                continue;
-            }
             let dir = dir_on_disk();
             let (ours, raw) = (at(&dir, "ours.vhd"), at(&dir, "model.raw"));
-            create(&ours, &NewImage { fixed, ..NewImage::dynamic(bytes) }).unwrap();
+            let new = NewImage { fixed, ..NewImage::dynamic(bytes) };
+            match fixed {
+                true => create_sparse(&ours, &new).unwrap(),
+                false => create(&ours, &new).unwrap(),
+            };
             write_places(&ours, bytes);
             check_places(&ours, bytes);
+            // It knows whole blocks only.
+            if bytes % (2 * MIB) == 0 {
+                check_by_vhd_util(&ours);
+            }
             raw_model(&raw, bytes);
+            let Some(theirs) = hash_by_qemu(&ours) else { return };
+            assert_eq!(theirs, hash(&raw), "{bytes} bytes, fixed: {fixed}");
+            assert_eq!(hash_by_us(&ours), theirs, "{bytes} bytes, fixed: {fixed}");
             let args = ["compare", "-f", "vpc", "-F", "raw", name(&ours), name(&raw)];
-            let Some(said) = peer("qemu-img", &args) else { return };
+            let said = peer("qemu-img", &args).unwrap();
             assert!(said.contains("identical"), "{bytes} bytes, fixed: {fixed}: {said}");
         }
     }
+}
+
+/// Has QEMU make a VHD of a raw file; false: there is no QEMU.
+fn convert_by_qemu(raw: &Path, options: &str, to: &Path) -> bool {
+    let args = ["convert", "-f", "raw", "-O", "vpc", "-o", options, name(raw), name(to)];
+    peer("qemu-img", &args).is_some()
 }
 
 #[test]
 fn ours_reads_what_qemu_wrote() {
     for bytes in SIZES {
         for subformat in ["dynamic", "fixed"] {
-            if subformat == "fixed" && bytes > 4 * MIB {
-                continue;
-            }
             let dir = dir_on_disk();
             let (theirs, raw) = (at(&dir, "theirs.vhd"), at(&dir, "model.raw"));
             raw_model(&raw, bytes);
             let options = format!("subformat={subformat},force_size=on");
-            let args =
-                ["convert", "-f", "raw", "-O", "vpc", "-o", &options, name(&raw), name(&theirs)];
-            if peer("qemu-img", &args).is_none() {
+            if !convert_by_qemu(&raw, &options, &theirs) {
                 return;
             }
             check_places(&theirs, bytes);
+            assert_eq!(hash_by_us(&theirs), hash(&raw), "{bytes} bytes, {subformat}");
             // And what we change, QEMU sees.
             let mut disk = queue(&theirs);
             disk.write(0, &[0xA5; 512]).unwrap();
             disk.close().unwrap();
-            use std::os::unix::fs::FileExt;
-            fs::File::options()
-                .write(true)
-                .open(&raw)
-                .unwrap()
-                .write_all_at(&[0xA5; 512], 0)
-                .unwrap();
-            let args = ["compare", "-f", "vpc", "-F", "raw", name(&theirs), name(&raw)];
-            let said = peer("qemu-img", &args).unwrap();
-            assert!(said.contains("identical"), "{bytes} bytes, {subformat}: {said}");
+            let file = fs::File::options().write(true).open(&raw).unwrap();
+            file.write_all_at(&[0xA5; 512], 0).unwrap();
+            assert_eq!(hash_by_qemu(&theirs), Some(hash(&raw)), "{bytes} bytes, {subformat}");
+        }
+    }
+}
+
+/// Without `force_size` QEMU makes a disk as large as the next geometry says, and believes the
+/// geometry when it opens it. We have to see the same size.
+#[test]
+fn ours_reads_what_qemu_made_by_geometry() {
+    for bytes in SIZES {
+        for subformat in ["dynamic", "fixed"] {
+            let dir = dir_on_disk();
+            let (theirs, raw) = (at(&dir, "theirs.vhd"), at(&dir, "model.raw"));
+            raw_model(&raw, bytes);
+            if !convert_by_qemu(&raw, &format!("subformat={subformat}"), &theirs) {
+                return;
+            }
+            let args = ["info", "-f", "vpc", "--output=json", name(&theirs)];
+            let info = peer("qemu-img", &args).unwrap();
+            let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+            let seen = queue(&theirs).disk.sectors() * 512;
+            assert_eq!(info["virtual-size"], seen, "{bytes} bytes, {subformat}");
+            assert!(seen >= bytes, "{bytes} bytes, {subformat}: {seen}");
+            assert_eq!(hash_by_us(&theirs), hash(&raw), "{bytes} bytes, {subformat}");
         }
     }
 }
@@ -153,6 +238,7 @@ fn a_chain_reads_the_youngest_data() {
     }
     drop(disk);
     assert!(fs::read(&base).unwrap() == before);
+    check_by_vhd_util(&leaf);
     let Some(said) = peer("vhdiinfo", &[name(&leaf)]) else { return };
     assert!(said.contains(&second.uuid.to_string()), "{said}");
     assert!(said.contains("middle.vhd"), "{said}");
@@ -221,8 +307,7 @@ fn libvhdi_reads_a_chain_of_ours() {
     drop(disk);
     fs::create_dir(&mount).unwrap();
     if !Path::new("/dev/fuse").exists() {
-        eprintln!("skipped: there is no FUSE here");
-        return;
+        return skipped("there is no FUSE here");
     }
     if peer("vhdimount", &[name(&leaf), name(&mount)]).is_none() {
         return;
