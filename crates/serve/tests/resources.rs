@@ -15,10 +15,13 @@ use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend, Reply};
 use ferrite_xen::loopback::{CopyWith, GuestOptions};
 
 use nth::{Call, EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, FailingHypervisor, Nth};
-use rig::{PATIENCE, Plan, Rig, scale};
+use rig::{PATIENCE, Plan, Rig, images, scale};
+use tempfile::TempDir;
 
 const ERRNOS: [i32; 5] = [ENOMEM, EAGAIN, EINTR, ENOSPC, EIO];
 const BYTES: u64 = 1 << 20;
+/// In place of the format of an image.
+const RAW: &str = "raw";
 /// Calls of a kind of which one fails, in a run of the usual length.
 const CALLS: u64 = 24;
 
@@ -57,15 +60,19 @@ struct Life {
     /// Backends that have ended with an error.
     ended: u32,
     errors: usize,
+    _image_dir: TempDir,
 }
 
 impl Life {
-    fn new(nth: Arc<Nth>) -> Life {
+    /// On an image in this format, or a raw file.
+    fn new(format: &str, nth: Arc<Nth>) -> Life {
         count_panics();
-        let rig = Rig::without_backend(Plan { engine: nth::engines(&nth), ..plan() });
+        let dir = rig::dir_in_memory();
+        let image = (format != RAW).then(|| images::make(dir.path(), format, BYTES));
+        let rig = Rig::without_backend(Plan { engine: nth::engines(&nth), image, ..plan() });
         let front = rig.frontend();
         let buffer = front.space().buffer(40).unwrap();
-        let mut life = Life { rig, front, buffer, nth, ended: 0, errors: 0 };
+        let mut life = Life { rig, front, buffer, nth, ended: 0, errors: 0, _image_dir: dir };
         life.start();
         life
     }
@@ -209,8 +216,12 @@ struct Lived {
 }
 
 fn live(call: Call, n: u64, times: u64, errno: i32) -> Lived {
+    live_on(RAW, call, n, times, errno)
+}
+
+fn live_on(format: &str, call: Call, n: u64, times: u64, errno: i32) -> Lived {
     let nth = Nth::new(call, n, times, errno);
-    let mut life = Life::new(nth.clone());
+    let mut life = Life::new(format, nth.clone());
     life.connect();
     let flush_failed = life.work();
     let over = nth.was_reached() && times == 1;
@@ -218,17 +229,24 @@ fn live(call: Call, n: u64, times: u64, errno: i32) -> Lived {
     life.close();
     life.unplug();
     assert_eq!(PANICS.load(Ordering::SeqCst), 0, "{nth:?}");
+    if format != RAW {
+        images::check(&life.rig.image);
+    }
     Lived { reached: nth.was_reached(), ended: life.ended, errors: life.errors }
 }
 
 /// One life for each call of this kind that can fail, each with another error, or with all.
 fn each(call: Call, most: u64, check: impl Fn(u64, Lived)) {
+    each_on(RAW, call, most, check);
+}
+
+fn each_on(format: &str, call: Call, most: u64, check: impl Fn(u64, Lived)) {
     let mut n = 1;
     while n <= most * u64::from(scale()) {
         let turn = n as usize % ERRNOS.len();
         let errnos = if scale() > 1 { &ERRNOS[..] } else { &ERRNOS[turn..=turn] };
         for errno in errnos {
-            let lived = live(call, n, 1, *errno);
+            let lived = live_on(format, call, n, 1, *errno);
             if !lived.reached {
                 println!("{call:?}: {} calls", n - 1);
                 assert!(n > 1, "{call:?} is never called");
@@ -304,4 +322,34 @@ fn a_store_that_refuses_anything_once_costs_nobody_a_disk() {
     each(Call::Store, 1000, |n, lived| {
         assert!(lived.ended <= 1 && lived.errors == 0, "request {n}");
     });
+}
+
+/// What an image does besides: setting space aside, reading and writing metadata, commits.
+#[test]
+fn images_outlive_what_raw_disks_outlive_and_are_in_order_afterwards() {
+    for format in ["chain.vhd", "qcow2"] {
+        each_on(format, Call::Storage, 2 * CALLS, |n, lived| {
+            assert_eq!(lived.ended, 0, "{format} {n}");
+        });
+        for call in [Call::AddFile, Call::Submit, Call::Wait, Call::Readable] {
+            each_on(format, call, CALLS / 4, |n, lived| {
+                // A request may have waited for another's metadata.
+                let bearable = usize::from(call == Call::Readable);
+                let Lived { ended, errors, .. } = lived;
+                let what = format!("{format} {call:?} {n}: {ended} ended, {errors} errors");
+                assert!(ended <= 1 && errors <= bearable, "{what}");
+            });
+        }
+        for call in [Call::Copy, Call::CopySegment] {
+            each_on(format, call, CALLS / 4, |n, lived| {
+                assert!(lived.ended == 0 && lived.errors > 0, "{format} {call:?} {n}");
+            });
+        }
+        for errno in ERRNOS {
+            let lived = live_on(format, Call::Storage, 1, u64::MAX, errno);
+            assert_eq!(lived.ended, 0, "{format} {errno}");
+            // Every write; where nothing was written, reads need no storage.
+            assert!(lived.errors >= 10, "{format} {errno}: {} errors", lived.errors);
+        }
+    }
 }
