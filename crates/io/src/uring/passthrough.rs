@@ -80,17 +80,7 @@ impl NvmeUring {
     /// (Linux 5.19 and newer).
     pub fn new(arena: Arc<Arena>, entries: u32, polled: bool) -> io::Result<NvmeUring> {
         let main = Uring::new(arena.clone(), entries)?;
-        let mut builder = IoUring::<squeue::Entry128, cqueue::Entry32>::builder();
-        builder.setup_clamp().dontfork().setup_cqsize(entries.max(1).saturating_mul(4));
-        builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
-        if polled {
-            builder.setup_iopoll();
-        }
-        let ring = builder.build(entries.max(1)).map_err(|e| {
-            let text =
-                format!("no io_uring for NVMe commands (Linux 5.19 or newer is needed): {e}");
-            io::Error::new(e.kind(), text)
-        })?;
+        let ring = command_ring(entries, polled)?;
         Ok(NvmeUring {
             main,
             ring,
@@ -105,6 +95,15 @@ impl NvmeUring {
             refusals: 0,
             arena,
         })
+    }
+
+    /// Waits for interrupts from now on: a polled ring completes nothing of a driver without poll
+    /// queues. Files are added before there are commands.
+    fn stop_polling(&mut self) -> io::Result<()> {
+        assert_eq!(self.commands_in_flight(), 0, "the ring is exchanged under its commands");
+        self.ring = command_ring(self.ring.params().sq_entries(), false)?;
+        self.polled = false;
+        Ok(())
     }
 
     fn target(&self, file: FileId) -> Option<&Target> {
@@ -238,6 +237,23 @@ impl NvmeUring {
     }
 }
 
+/// The ring for commands; `polled`: completions are found only by asking for them.
+fn command_ring(
+    entries: u32,
+    polled: bool,
+) -> io::Result<IoUring<squeue::Entry128, cqueue::Entry32>> {
+    let mut builder = IoUring::<squeue::Entry128, cqueue::Entry32>::builder();
+    builder.setup_clamp().dontfork().setup_cqsize(entries.max(1).saturating_mul(4));
+    builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+    if polled {
+        builder.setup_iopoll();
+    }
+    builder.build(entries.max(1)).map_err(|e| {
+        let text = format!("no io_uring for NVMe commands (Linux 5.19 or newer is needed): {e}");
+        io::Error::new(e.kind(), text)
+    })
+}
+
 /// A command before it has its place.
 struct Made {
     op: u32,
@@ -299,11 +315,12 @@ impl Engine for NvmeUring {
         let stat = fstat(&file)?;
         let target = match nvme::block_device((major(stat.st_rdev), minor(stat.st_rdev))) {
             None => None,
-            Some(_) if self.polled && !nvme::has_poll_queues(&file) => {
-                let text = "its driver has no poll queues (nvme.poll_queues=N)";
-                return Err(io::Error::new(io::ErrorKind::Unsupported, text));
-            }
             Some(_) => {
+                if self.polled && !nvme::has_poll_queues(&file) {
+                    let why = "its driver has no poll queues (nvme.poll_queues=N)";
+                    tracing::warn!("file {} of the disk is not polled: {why}", id.0);
+                    self.stop_polling()?;
+                }
                 let namespace = Namespace::of(file.as_fd())?;
                 // The kernel lets a privileged process write by commands whatever the mode is.
                 let writable = fcntl_getfl(&file)?.intersects(OFlags::RDWR | OFlags::WRONLY);
@@ -530,6 +547,17 @@ mod tests {
         e.push(1, Op::Sync { file: f });
         e.submit().unwrap();
         drop(e);
+    }
+
+    #[test]
+    fn a_driver_without_poll_queues_is_waited_for() {
+        let (mut e, arena) = engine(true);
+        assert_eq!(e.name(), "io_uring nvme polled");
+        e.stop_polling().unwrap();
+        let f = add(&mut e, "/dev/null", true);
+        e.push(1, Op::Read { file: f, offset: 0, buf: arena.span(0, 512) });
+        assert_eq!(wait_for(&mut e, 1), [Completion { token: 1, raw: 512 }]);
+        assert_eq!(e.name(), "io_uring nvme");
     }
 
     #[test]
