@@ -1,12 +1,13 @@
 //! Stories of disks on machines whose power fails (`ferrite-sim`): a fixed set and two minutes of
 //! new ones with the tests, hours of new ones by night.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use crate::checks::fresh_log;
+use crate::packages;
 use crate::steps::{self, cargo, run_logged, say, step};
 
 /// Seeds of the fixed set, from 1 on; each is a story of every scenario, format and medium.
@@ -22,7 +23,7 @@ pub(crate) fn test() -> Result<()> {
     let runs = steps::cpus().clamp(1, 2);
     let share = |i: usize| -> Result<()> {
         let log = fresh_log(&format!("power-cuts-{i}"))?;
-        let run = |arguments: &[&str]| run_logged(Command::new(&program).args(arguments), &log);
+        let run = |arguments: &[&str]| run_logged(told_by(&program).args(arguments), &log);
         let seeds = FIXED_SEEDS / runs as u64;
         run(&["--seed", &(1 + i as u64 * seeds).to_string(), "--seeds", &seeds.to_string()])?;
         if i == 0 {
@@ -41,11 +42,12 @@ pub(crate) fn test() -> Result<()> {
 
 /// New stories on every processor; what is found stays in the build folder. False: something was.
 pub(crate) fn nightly(seconds: u64) -> Result<bool> {
+    packages::ensure(&[packages::CHECKS])?;
     let program = build()?;
     let kept = steps::target_dir().join("power-cuts");
     let runs = (0..steps::cpus()).map(|i| -> Result<_> {
         let keep = kept.join(i.to_string());
-        let mut command = Command::new(&program);
+        let mut command = told_by(&program);
         command.args(["--seconds", &seconds.to_string(), "--keep"]).arg(keep);
         command.spawn().with_context(|| format!("cannot start {}", program.display()))
     });
@@ -58,6 +60,13 @@ pub(crate) fn nightly(seconds: u64) -> Result<bool> {
         }
     }
     Ok(good)
+}
+
+/// The simulator; what it has images checked with was installed.
+fn told_by(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.env("FERRITE_TEST_REQUIRE_PEERS", "1");
+    command
 }
 
 fn build() -> Result<PathBuf> {
