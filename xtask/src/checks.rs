@@ -102,6 +102,9 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     }
     if with_rest {
         needs.push(packages::CHECKS);
+        if !packages::is_root() {
+            needs.push(packages::MOUNTS);
+        }
     }
     packages::ensure(&needs)?;
     let suite = Suite::by_name(&arguments.suite)?;

@@ -32,6 +32,10 @@ pub(crate) const CHECKS: &[Need] = &[
     ("vhdiinfo", "libvhdi-utils"),
 ];
 
+/// What vhdimount mounts with for a user who is not root. The package has the program under both
+/// its names, that of FUSE 2 (libvhdi in bookworm) and that of FUSE 3.
+pub(crate) const MOUNTS: &[Need] = &[("fusermount", "fuse3"), ("fusermount3", "fuse3")];
+
 /// What building the fuzz targets takes.
 pub(crate) const FUZZ: &[Need] = &[("cc", "gcc"), ("c++", "g++")];
 
