@@ -73,7 +73,6 @@ impl Workshop<'_> {
         let copied = desk.run(copying.run());
         drop(copying);
         if let Err(e) = copied {
-            file.keep();
             return Err(match self.is_device(&to.path) {
                 true => broken(what(), e),
                 false => interrupted(what(), e),
@@ -85,7 +84,7 @@ impl Workshop<'_> {
         Ok(done(to, bytes, Vec::new()))
     }
 
-    /// The file to write to, and how far it is.
+    /// The file to write to, and how far it is. From here on it stays, whatever comes.
     fn destination(
         &self,
         to: &ImageName,
@@ -93,7 +92,7 @@ impl Workshop<'_> {
         fresh: Resume,
     ) -> Result<(NewFile<'_>, Resume), DiskError> {
         let what = || format!("cannot convert to {}", to.path.display());
-        let file = self.old_file(&to.path, PARTIAL, Over::forced(how.force))?;
+        let mut file = self.old_file(&to.path, PARTIAL, Over::forced(how.force))?;
         let mut exists = !self.is_device(&to.path) && file.path().symlink_metadata().is_ok();
         if exists && same_file(file.path(), &to.path).unwrap_or(false) {
             // After a crash, a second name of what was finished.
@@ -116,27 +115,28 @@ impl Workshop<'_> {
                     "start again with --force",
                 ),
             };
-            file.keep();
             return refuse(why, help);
         }
         if exists && !how.force {
             let why =
                 format!("{} is there, of a conversion that was interrupted", file.path().display());
-            file.keep();
             return refuse(why, "go on with --resume, or start again with --force");
         }
         let cannot = |e| broken(what(), e);
+        if exists {
+            // Locked, if somebody is at work on it.
+            file.open()?;
+        }
         if !self.is_device(&to.path) {
             if exists {
-                // Locked, if somebody is at work on it.
-                file.open()?;
                 self.directory.remove(file.path()).map_err(cannot)?;
             }
-            self.directory.create_new(file.path()).map_err(cannot)?;
+            file.create().map_err(cannot)?;
         }
         let new = NewImage { fixed: how.fixed, unit_bytes: how.unit_bytes, ..NewImage::default() };
         let below = (None, Blank::Anything);
         self.write_new(&file, to.format, &new, below, fresh.virtual_bytes)?;
+        file.keep();
         Ok((file, fresh))
     }
 }

@@ -29,7 +29,7 @@ impl Over {
     }
 }
 
-/// A file that is being made; away again if it does not get its name.
+/// A file that is being made; away again if it was made here and does not get its name.
 pub(super) struct NewFile<'a> {
     shop: &'a Workshop<'a>,
     path: PathBuf,
@@ -38,8 +38,11 @@ pub(super) struct NewFile<'a> {
     replaces: bool,
     /// It is locked, so that nobody is using it.
     _replaced: Option<Raw>,
-    /// It needs no other name: a device, which is written where it is, or done.
-    named: bool,
+    /// It needs no other name: a device, which is written where it is.
+    in_place: bool,
+    /// Made here, and nobody's loss if it goes. What was there before is somebody else's: of a
+    /// program at work, of one that was interrupted, or an image that happens to have this name.
+    ours: bool,
 }
 
 /// Another name in the same directory.
@@ -53,41 +56,41 @@ impl Workshop<'_> {
     /// Begins a file that is to be called `to`.
     pub(super) fn new_file(&self, to: &Path, over: Over) -> Result<NewFile<'_>, DiskError> {
         let what = || format!("cannot make {}", to.display());
-        let file = self.old_file(to, NEW, over)?;
-        if file.named {
+        let mut file = self.old_file(to, NEW, over)?;
+        if file.in_place {
             return Ok(file);
         }
-        let path = &file.path;
-        match self.directory.create_new(path) {
-            Ok(_) => {}
+        match file.create() {
+            Ok(()) => {}
             // Of a program that was killed, or of one that is at work.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 // Or, after a crash, a second name of a file that was finished.
-                if !same_file(path, to).unwrap_or(false) {
-                    self.open_new(path)?;
+                if !same_file(&file.path, to).unwrap_or(false) {
+                    self.open_new(&file.path)?;
                 }
-                self.directory.remove(path).map_err(|e| broken(what(), e))?;
-                self.directory.create_new(path).map_err(|e| broken(what(), e))?;
+                self.directory.remove(&file.path).map_err(|e| broken(what(), e))?;
+                file.create().map_err(|e| broken(what(), e))?;
             }
             Err(e) => return Err(broken(what(), e)),
         }
         Ok(file)
     }
 
-    /// Goes on with a file that is there under its temporary name.
+    /// Goes on with a file that is there under its temporary name. It stays if that fails.
     pub(super) fn old_file(
         &self,
         to: &Path,
         suffix: &str,
         over: Over,
     ) -> Result<NewFile<'_>, DiskError> {
-        let new = |path, replaces, replaced, named| NewFile {
+        let new = |path, replaces, replaced, in_place| NewFile {
             shop: self,
             path,
             to: to.into(),
             replaces,
             _replaced: replaced,
-            named,
+            in_place,
+            ours: false,
         };
         if self.is_device(to) {
             if over == Over::Keep {
@@ -153,14 +156,21 @@ impl NewFile<'_> {
         &self.path
     }
 
-    /// It stays under its temporary name, for somebody who goes on later.
-    pub(super) fn keep(mut self) {
-        self.named = true;
+    /// Makes it, empty.
+    pub(super) fn create(&mut self) -> io::Result<()> {
+        self.shop.directory.create_new(&self.path)?;
+        self.ours = true;
+        Ok(())
+    }
+
+    /// Whatever comes, it stays under its temporary name, for somebody who goes on later.
+    pub(super) fn keep(&mut self) {
+        self.ours = false;
     }
 
     /// Gives it its name, durably. Its content must be durable already.
     pub(super) fn finish(mut self) -> Result<(), DiskError> {
-        if self.named {
+        if self.in_place {
             return Ok(());
         }
         let directory = self.shop.directory;
@@ -174,17 +184,22 @@ impl NewFile<'_> {
                 Err(e) if has_no_links(&e) => {
                     directory.rename(&self.path, &self.to).map_err(|e| broken(what(), e))?;
                 }
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                    let why = "a file of that name was made meanwhile";
+                    let help = "move that away and run the same command again";
+                    return Err(refused(what(), why, help));
+                }
                 Err(e) => return Err(broken(what(), e)),
             }
         }
-        self.named = true;
+        self.ours = false;
         self.shop.sync_dir(&self.to)
     }
 }
 
 impl Drop for NewFile<'_> {
     fn drop(&mut self) {
-        if !self.named {
+        if self.ours {
             let _ = self.shop.directory.remove(&self.path);
         }
     }

@@ -1,0 +1,132 @@
+//! Which files the tools make, take and leave.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::vhd::at;
+use common::{MIB, dir_on_disk};
+use ferrite_disk::tools::{Convert, NewImage, Progress, Workshop};
+use ferrite_disk::{ErrorKind, ImageName};
+use ferrite_io::directory::HostDirectory;
+use ferrite_io::engines::EngineChoice;
+use tempfile::TempDir;
+
+/// By its extension.
+fn name(path: &Path) -> ImageName {
+    ImageName::parse(path.to_str().unwrap()).unwrap()
+}
+
+fn work<T>(work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    watched(&|_| true, work)
+}
+
+fn watched<T>(progress: &dyn Fn(Progress) -> bool, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
+    let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
+    work(&Workshop {
+        fixed_size: false,
+        directory: &HostDirectory,
+        engine: &move |arena| kind.open(arena, 64),
+        state_dir: None,
+        progress,
+    })
+}
+
+fn forced() -> Convert {
+    Convert { force: true, ..Convert::default() }
+}
+
+fn resumed() -> Convert {
+    Convert { resume: true, ..Convert::default() }
+}
+
+/// A raw disk without zeros, and where a copy of it goes.
+fn source(dir: &TempDir) -> (ImageName, ImageName) {
+    let path = at(dir, "a.img");
+    let bytes: Vec<u8> = (0..40 * MIB).map(|at| (at % 251) as u8 + 1).collect();
+    fs::write(&path, bytes).unwrap();
+    (name(&path), name(&at(dir, "b.vhd")))
+}
+
+/// Stops a conversion when half is done; what it leaves.
+fn interrupt(from: &ImageName, to: &ImageName) -> (PathBuf, PathBuf) {
+    let half = |progress: Progress| progress.done_bytes < progress.total_bytes / 2;
+    let error = watched(&half, |shop| shop.convert(from, to, &Convert::default())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+    let (partial, note) = remains(to);
+    assert!(partial.exists() && note.exists());
+    (partial, note)
+}
+
+fn remains(to: &ImageName) -> (PathBuf, PathBuf) {
+    let path = to.path.to_str().unwrap();
+    (format!("{path}.partial").into(), format!("{path}.partial.json").into())
+}
+
+fn same(a: &ImageName, b: &ImageName) -> bool {
+    work(|shop| shop.compare(a, b)).unwrap().first_difference_bytes.is_none()
+}
+
+#[test]
+fn a_second_conversion_leaves_the_first_ones_file_alone() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    let (partial, _) = interrupt(&from, &to);
+    let holder = fs::File::open(&partial).unwrap();
+    holder.lock().unwrap();
+    let before = fs::read(&partial).unwrap();
+    for how in [forced(), resumed()] {
+        let error = work(|shop| shop.convert(&from, &to, &how)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
+        assert!(fs::read(&partial).unwrap() == before, "{how:?}");
+    }
+    drop(holder);
+    work(|shop| shop.convert(&from, &to, &resumed())).unwrap();
+    assert!(same(&from, &to));
+}
+
+#[test]
+fn a_source_that_is_called_like_an_unfinished_copy_is_not_removed() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    work(|shop| shop.convert(&from, &to, &Convert::default())).unwrap();
+    let odd = ImageName { path: at(&dir, "c.vhd.partial"), ..to.clone() };
+    fs::rename(&to.path, &odd.path).unwrap();
+    let error = work(|shop| shop.convert(&odd, &name(&at(&dir, "c.vhd")), &forced())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
+    assert!(same(&from, &odd));
+}
+
+#[test]
+fn a_second_create_leaves_the_first_ones_file_alone() {
+    let dir = dir_on_disk();
+    let image = name(&at(&dir, "a.vhd"));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    let first = at(&dir, "a.vhd.ferrite-new");
+    let holder = fs::File::create_new(&first).unwrap();
+    holder.lock().unwrap();
+    let error = work(|shop| shop.create(&image, &new)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
+    assert!(first.exists());
+    drop(holder);
+    work(|shop| shop.create(&image, &new)).unwrap();
+    assert!(!first.exists());
+}
+
+#[test]
+fn a_complete_copy_is_kept_when_its_name_is_taken() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    let (partial, _) = remains(&to);
+    let take = |_: Progress| {
+        fs::write(&to.path, b"precious").unwrap();
+        true
+    };
+    let error = watched(&take, |shop| shop.convert(&from, &to, &Convert::default())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    assert_eq!(fs::read(&to.path).unwrap(), b"precious");
+    let copy = ImageName { path: partial, ..to.clone() };
+    assert!(same(&from, &copy));
+}
