@@ -69,6 +69,50 @@ fn same(a: &ImageName, b: &ImageName) -> bool {
     work(|shop| shop.compare(a, b)).unwrap().first_difference_bytes.is_none()
 }
 
+/// Cut off before its first note, the new copy would go on where the old one had ended.
+#[test]
+fn a_copy_that_starts_again_does_not_go_on_from_an_earlier_ones_note() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    let (partial, note) = interrupt(&from, &to);
+    // What a kill leaves when the first byte is asked for.
+    let (killed, killed_note) = remains(&name(&at(&dir, "killed.vhd")));
+    let seen = std::cell::Cell::new(false);
+    let killed_at_once = |_: Progress| {
+        if !seen.replace(true) {
+            assert!(!note.exists(), "the old note is there");
+            fs::copy(&partial, &killed).unwrap();
+            if note.exists() {
+                fs::copy(&note, &killed_note).unwrap();
+            }
+        }
+        true
+    };
+    watched(&killed_at_once, |shop| shop.convert(&from, &to, &forced())).unwrap();
+    assert!(seen.get() && same(&from, &to));
+    let again = name(&at(&dir, "killed.vhd"));
+    if work(|shop| shop.convert(&from, &again, &resumed())).is_err() {
+        work(|shop| shop.convert(&from, &again, &forced())).unwrap();
+    }
+    assert!(same(&from, &again));
+}
+
+/// A crash between a copy's name and the end of its note.
+#[test]
+fn a_note_of_a_copy_that_was_finished_is_nothing_to_go_on_from() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    let (partial, note) = interrupt(&from, &to);
+    fs::remove_file(&partial).unwrap();
+    let seen = std::cell::Cell::new(false);
+    let look = |_: Progress| {
+        assert!(seen.replace(true) || !note.exists(), "the old note is there");
+        true
+    };
+    watched(&look, |shop| shop.convert(&from, &to, &resumed())).unwrap();
+    assert!(seen.get() && same(&from, &to));
+}
+
 #[test]
 fn a_second_conversion_leaves_the_first_ones_file_alone() {
     let dir = dir_on_disk();

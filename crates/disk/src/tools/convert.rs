@@ -80,8 +80,15 @@ impl Workshop<'_> {
         }
         drop(target);
         file.finish()?;
-        Resume::remove(&to.path).map_err(cannot)?;
+        self.forget(to)?;
         Ok(done(to, bytes, Vec::new()))
+    }
+
+    /// What was noted of an earlier copy is gone, durably: it would pass for this one's.
+    fn forget(&self, to: &ImageName) -> Result<(), DiskError> {
+        let what = || format!("cannot remove what is noted of {}", to.path.display());
+        Resume::remove(&to.path).map_err(|e| broken(what(), e))?;
+        self.sync_dir(&to.path)
     }
 
     /// The file to write to, and how far it is. From here on it stays, whatever comes.
@@ -127,6 +134,7 @@ impl Workshop<'_> {
             // Locked, if somebody is at work on it.
             file.open()?;
         }
+        self.forget(to)?;
         if !self.is_device(&to.path) {
             if exists {
                 self.directory.remove(file.path()).map_err(cannot)?;
