@@ -3,6 +3,7 @@
 mod common;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use common::vhd::at;
@@ -173,4 +174,39 @@ fn a_complete_copy_is_kept_when_its_name_is_taken() {
     assert_eq!(fs::read(&to.path).unwrap(), b"precious");
     let copy = ImageName { path: partial, ..to.clone() };
     assert!(same(&from, &copy));
+}
+
+/// By the owner's mode: the super-user is not kept from writing.
+#[test]
+fn an_image_that_may_have_children_is_no_snapshots_leaf() {
+    for extension in ["vhd", "qcow2"] {
+        let dir = dir_on_disk();
+        let [disk, child, old] =
+            ["disk", "child", "old"].map(|n| name(&at(&dir, &format!("{n}.{extension}"))));
+        let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+        work(|shop| shop.create(&disk, &new)).unwrap();
+        let on = NewImage { parent: Some(disk.clone()), ..NewImage::default() };
+        work(|shop| shop.create(&child, &on)).unwrap();
+        let error = work(|shop| shop.snapshot(&disk, &old)).unwrap_err();
+        let denied = [ErrorKind::Refused, ErrorKind::Permission].contains(&error.kind());
+        assert!(denied && !old.path.exists(), "{error}");
+        // One that is done already is nothing to refuse.
+        work(|shop| shop.snapshot(&child, &old)).unwrap();
+        fs::set_permissions(&child.path, fs::Permissions::from_mode(0o440)).unwrap();
+        if let Err(error) = work(|shop| shop.snapshot(&child, &old)) {
+            assert_eq!(error.kind(), ErrorKind::Permission, "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_of_a_symbolic_link_is_refused() {
+    let dir = dir_on_disk();
+    let [disk, link, old] = ["disk.vhd", "link.vhd", "old.vhd"].map(|n| name(&at(&dir, n)));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    work(|shop| shop.create(&disk, &new)).unwrap();
+    std::os::unix::fs::symlink("disk.vhd", &link.path).unwrap();
+    let error = work(|shop| shop.snapshot(&link, &old)).unwrap_err();
+    assert!(error.to_string().contains("symbolic link"), "{error}");
+    assert!(link.path.is_symlink() && !old.path.is_symlink() && !old.path.exists());
 }

@@ -154,24 +154,31 @@ impl Workshop<'_> {
     /// new one, and there is always one.
     ///
     /// # Errors
-    /// The leaf is in use; `parent` exists and is something else.
+    /// The leaf is in use, or a parent itself; `parent` exists and is something else.
     pub fn snapshot(&self, leaf: &ImageName, parent: &ImageName) -> Result<Done, DiskError> {
         let what = || format!("cannot make a snapshot of {}", leaf.path.display());
         let cannot = |e: io::Error| broken(what(), e);
         self.check_snapshot_names(leaf, parent)?;
         let disk = self.open(leaf, false)?;
-        self.close(&disk, &leaf.path)?;
         let bytes = disk.sectors() * SECTOR_BYTES;
         let exists = parent.path.symlink_metadata().is_ok();
         if exists && self.is_parent(&disk, &parent.path)? {
             protect(&parent.path, true).map_err(cannot)?;
+            self.sync_dir(&leaf.path)?;
             let note = format!("nothing to do: {} is its parent already", parent.path.display());
             return Ok(done(leaf, bytes, vec![note]));
+        }
+        if is_write_protected(&leaf.path).map_err(cannot)? {
+            let why = "it is read-only, as parents are: its children would see what is written \
+                       under its name from then on";
+            let help = "make an image on it instead: ferrite image clone";
+            return Err(refused(what(), why, help));
         }
         if exists && !same_file(&leaf.path, &parent.path).map_err(cannot)? {
             let why = format!("{} exists and is another file", parent.path.display());
             return Err(refused(what(), why, "choose another name for the parent"));
         }
+        self.close(&disk, &leaf.path)?;
         if !exists {
             self.directory.hard_link(&leaf.path, &parent.path).map_err(cannot)?;
             self.sync_dir(&parent.path)?;
@@ -197,6 +204,10 @@ impl Workshop<'_> {
         if self.is_device(&leaf.path) {
             let help = "make an image on it instead: ferrite image clone";
             return Err(unsuitable(what(), "a block device has one name only", help));
+        }
+        if leaf.path.is_symlink() {
+            let why = "it is a symbolic link, and would be one to the parent then";
+            return Err(unsuitable(what(), why, "name the file that it leads to"));
         }
         if leaf.format != parent.format {
             let why =
