@@ -15,7 +15,7 @@ use super::desk::Desk;
 use super::files::{is_write_protected, protect, same_file};
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::image::Image;
-use crate::{Disk, DiskError, Format, ImageName, SECTOR_BYTES};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
 /// What a chain says about the two.
 struct Pair {
@@ -34,34 +34,51 @@ impl Workshop<'_> {
     /// # Errors
     /// One of the two is in use; `Refused`; those of the images. The child is whole in any case.
     pub fn coalesce(&self, child: &ImageName, force: bool) -> Result<Done, DiskError> {
+        self.merge(child, &self.pair(child)?, force)
+    }
+
+    /// Merges the two. What the chain said when nobody had it locked is asked again when both are.
+    fn merge(&self, child: &ImageName, pair: &Pair, force: bool) -> Result<Done, DiskError> {
         let what = || format!("cannot coalesce {}", child.path.display());
-        let pair = self.pair(child)?;
-        if !force && let Some(other) = self.dependent(child, &pair.parent)? {
-            let (other, parent) = (other.display(), pair.parent.path.display());
-            let why = format!("{other} has the same parent, {parent}, and would be destroyed");
-            return Err(refused(what(), why, "remove or flatten (convert) the other one first"));
-        }
         let cannot = |e| broken(what(), e);
+        self.check_alone(child, &pair.parent, force)?;
         // Both locked against everybody, the child without its parent.
-        let upper = Disk::Image(Image::open_alone(child, &self.options(false))?);
+        let upper = Image::open_alone(child, &self.options(false))?;
+        check_same(&upper, child, pair)?;
+        let upper = Disk::Image(upper);
         self.close(&upper, &child.path)?;
-        let read_only = is_write_protected(&child.path).map_err(cannot)?;
+        let mode = fs::metadata(&child.path).map_err(cannot)?.permissions();
+        let was_read_only = is_write_protected(&pair.parent.path).map_err(cannot)?;
         protect(&pair.parent.path, false).map_err(cannot)?;
-        if pair.parent_bytes < pair.child_bytes {
-            let disk = self.open(&pair.parent, false)?;
-            self.set_size(disk, &pair.parent, pair.child_bytes)?;
+        let lower = self.lower(child, pair, force);
+        if lower.is_err() && was_read_only {
+            protect(&pair.parent.path, true).map_err(cannot)?;
         }
-        let lower = self.open(&pair.parent, false)?;
+        let lower = lower?;
         let mut desk = Copying::desk(self).map_err(cannot)?;
         let copying = Copying::new(self, &mut desk, Mode::Merge, &upper, &lower);
         let copying = copying.map_err(cannot)?;
         desk.run(copying.run()).map_err(cannot)?;
         drop(copying);
         drop(desk);
-        protect(&pair.parent.path, read_only).map_err(cannot)?;
+        fs::set_permissions(&pair.parent.path, mode).map_err(cannot)?;
         self.take_place(upper, lower, child, &pair.parent)?;
         let note = format!("{} is gone: it has this name now", pair.parent.path.display());
         Ok(done(child, pair.child_bytes, vec![note]))
+    }
+
+    /// The parent, locked, as large as the child, and nobody else's.
+    fn lower(&self, child: &ImageName, pair: &Pair, force: bool) -> Result<Disk, DiskError> {
+        let open = || {
+            let disk = self.open(&pair.parent, false)?;
+            self.check_alone(child, &pair.parent, force).map(|()| disk)
+        };
+        let disk = open()?;
+        if disk.sectors() * SECTOR_BYTES >= pair.child_bytes {
+            return Ok(disk);
+        }
+        self.set_size(disk, &pair.parent, pair.child_bytes)?;
+        open()
     }
 
     /// As [`coalesce`](Self::coalesce), but into this parent only: if the two were merged before,
@@ -77,28 +94,20 @@ impl Workshop<'_> {
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot coalesce {}", child.path.display());
         let disk = self.open(child, true)?;
-        let below = match &disk {
-            Disk::Image(image) => image.layers().get(1).map(|layer| layer.medium().path()),
-            _ => None,
-        };
         let (bytes, named) = (disk.sectors() * SECTOR_BYTES, parent.path.display());
         if parent.path.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
             self.sync_dir(&child.path)?;
             let note = format!("nothing to do: {named} is gone, as it is after they were merged");
             return Ok(done(child, bytes, vec![note]));
         }
-        let cannot = |e| broken(what(), e);
-        if below.map(|below| same_file(below, &parent.path)).transpose().map_err(cannot)?
-            != Some(true)
-        {
-            let why = match below {
-                Some(below) => format!("it stands on {}, not on {named}", below.display()),
-                None => format!("it has no parent, and so not {named}"),
-            };
+        drop(disk);
+        let pair = self.pair(child)?;
+        let below = &pair.parent.path;
+        if !same_file(below, &parent.path).map_err(|e| broken(what(), e))? {
+            let why = format!("it stands on {}, not on {named}", below.display());
             return Err(unsuitable(what(), why, "ferrite image info shows its chain"));
         }
-        drop(disk);
-        self.coalesce(child, force)
+        self.merge(child, &pair, force)
     }
 
     /// The steps that follow the copying; the locks of both are held until the end.
@@ -167,6 +176,23 @@ impl Workshop<'_> {
         Ok(pair)
     }
 
+    /// Refuses what would destroy another child of the parent.
+    fn check_alone(
+        &self,
+        child: &ImageName,
+        parent: &ImageName,
+        force: bool,
+    ) -> Result<(), DiskError> {
+        if force {
+            return Ok(());
+        }
+        let Some(other) = self.dependent(child, parent)? else { return Ok(()) };
+        let what = format!("cannot coalesce {}", child.path.display());
+        let (other, parent) = (other.display(), parent.path.display());
+        let why = format!("{other} has the same parent, {parent}, and would be destroyed");
+        Err(refused(what, why, "remove or flatten (convert) the other one first"))
+    }
+
     /// Another image in the directory that stands on `parent`. Those that cannot be opened do
     /// not count: whoever is using one has its parent locked, too.
     fn dependent(
@@ -189,5 +215,100 @@ impl Workshop<'_> {
             }
         }
         Ok(None)
+    }
+}
+
+/// Whether a child that is locked now is still what it was: another command may have made a
+/// snapshot of it, merged or resized it.
+fn check_same(upper: &Image, child: &ImageName, pair: &Pair) -> Result<(), DiskError> {
+    let is_parent = |path: &PathBuf| same_file(path, &pair.parent.path).unwrap_or(false);
+    let same = formats::parents_of(upper).iter().any(is_parent);
+    if same && upper.sectors() * SECTOR_BYTES == pair.child_bytes {
+        return Ok(());
+    }
+    let what = format!("cannot coalesce {}", child.path.display());
+    let why = "another command has changed its chain meanwhile";
+    let help = "look at it (ferrite image info) and run the same command again";
+    Err(DiskError::new(ErrorKind::InUse, what, why, help))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tools::NewImage;
+    use ferrite_io::directory::HostDirectory;
+    use ferrite_io::engines::EngineChoice;
+
+    fn work<T>(work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+        let kind = EngineChoice::Auto.decide().unwrap().kind;
+        work(&Workshop {
+            fixed_size: false,
+            directory: &HostDirectory,
+            engine: &move |arena| kind.open(arena, 64),
+            state_dir: None,
+            progress: &|_| true,
+        })
+    }
+
+    /// A parent and a child in a directory.
+    fn chain(dir: &Path, format: Format) -> [ImageName; 2] {
+        let [parent, child] = ["parent", "child"]
+            .map(|n| ImageName { format, path: dir.join(format!("{n}.{format}")) });
+        let new = NewImage { bytes: Some(8 << 20), ..NewImage::default() };
+        work(|shop| shop.create(&parent, &new)).unwrap();
+        let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+        work(|shop| shop.create(&child, &on)).unwrap();
+        [parent, child]
+    }
+
+    fn contents(dir: &Path) -> Vec<(PathBuf, Vec<u8>, bool)> {
+        let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+        let read = |path: PathBuf| {
+            (path.clone(), fs::read(&path).unwrap(), is_write_protected(&path).unwrap())
+        };
+        let mut all: Vec<_> = paths.map(read).collect();
+        all.sort();
+        all
+    }
+
+    /// What it does between a command's look at the chain and its locks, the command must see.
+    fn refused_after(between: impl Fn(&Workshop<'_>, &[ImageName; 2])) {
+        for format in [Format::Vhd, Format::Qcow2] {
+            let dir = tempfile::TempDir::new().unwrap();
+            let names = chain(dir.path(), format);
+            work(|shop| {
+                let pair = shop.pair(&names[1]).unwrap();
+                between(shop, &names);
+                let before = contents(dir.path());
+                let error = shop.merge(&names[1], &pair, false).unwrap_err();
+                let expected = [ErrorKind::InUse, ErrorKind::Refused];
+                assert!(expected.contains(&error.kind()), "{error}");
+                assert!(contents(dir.path()) == before, "{format}");
+            });
+        }
+    }
+
+    #[test]
+    fn a_snapshot_between_the_look_and_the_locks_is_seen() {
+        refused_after(|shop, [_, child]| {
+            let middle = child.path.with_file_name(format!("middle.{}", child.format));
+            shop.snapshot(child, &ImageName { path: middle, ..child.clone() }).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_clone_of_the_parent_between_the_look_and_the_locks_is_seen() {
+        refused_after(|shop, [parent, child]| {
+            let other = child.path.with_file_name(format!("other.{}", child.format));
+            let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+            shop.create(&ImageName { path: other, ..child.clone() }, &on).unwrap();
+        });
+    }
+
+    #[test]
+    fn another_size_between_the_look_and_the_locks_is_seen() {
+        refused_after(|shop, [_, child]| {
+            shop.resize(child, 16 << 20, false).unwrap();
+        });
     }
 }

@@ -257,8 +257,12 @@ pub(super) async fn take_identity(port: &Port, parent: Disk, child: &Disk) -> io
 /// Where an image's parent may be; nowhere, if it has none or cannot be opened.
 pub(super) fn parents(name: &ImageName) -> Vec<PathBuf> {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let Ok(image) = Image::open_alone(name, &options) else { return Vec::new() };
-    match image.into_leaf() {
+    Image::open_alone(name, &options).map(|image| parents_of(&image)).unwrap_or_default()
+}
+
+/// Where the parent of an open image may be.
+pub(super) fn parents_of(image: &Image) -> Vec<PathBuf> {
+    match image.layers().first() {
         Some(Layer::Vhd(vhd)) => vhd.parent().map(|p| p.paths.clone()).unwrap_or_default(),
         Some(Layer::Qcow2(qcow2)) => match qcow2.parent() {
             Ok(Some(parent)) => vec![parent.path],
