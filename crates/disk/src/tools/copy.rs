@@ -68,6 +68,9 @@ pub(super) struct Copying<'a> {
     stop: Stop,
     unsynced: Cell<u64>,
     syncing: Cell<bool>,
+    /// A flush has failed: the kernel may have dropped what it could not write, and says so once
+    /// only. What is noted before is all that can be gone on from.
+    lost: Cell<bool>,
     /// Where it is noted how far it is, beside this path.
     notes: Option<(RefCell<Resume>, &'a Path)>,
 }
@@ -96,6 +99,7 @@ impl<'a> Copying<'a> {
             stop: Stop::default(),
             unsynced: Cell::new(0),
             syncing: Cell::new(false),
+            lost: Cell::new(false),
             notes: None,
         })
     }
@@ -250,16 +254,71 @@ impl<'a> Copying<'a> {
     /// Makes durable what was copied, and notes it. The order: what is complete is found, then
     /// synced, then noted.
     async fn sync(&self) -> io::Result<()> {
+        if self.lost.get() {
+            return Err(io::Error::other("an earlier flush has failed"));
+        }
         self.syncing.set(true);
         self.unsynced.set(0);
         let first = self.in_flight.borrow().first().copied();
         let done_bytes = first.unwrap_or(self.next.get());
         let synced = self.to.0.flush(&self.to.1).await;
         self.syncing.set(false);
+        self.lost.set(self.lost.get() || synced.is_err());
         synced?;
         let Some((state, path)) = &self.notes else { return Ok(()) };
         let mut state = state.borrow_mut();
         state.done_bytes = done_bytes;
         state.save(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::PathBuf;
+
+    use ferrite_io::sim::{Fault, On, SimWorld};
+
+    use super::*;
+    use crate::{Format, ImageName};
+
+    /// The kernel tells of what it has lost once, and a later flush is fine.
+    #[test]
+    fn nothing_is_noted_as_durable_after_a_flush_that_failed() {
+        let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let [from, to] = ["from", "to"].map(|name| -> PathBuf {
+            let path = dir.path().join(name);
+            fs::write(&path, vec![1; 1 << 20]).unwrap();
+            path
+        });
+        let world = SimWorld::new(1);
+        let shop = Workshop {
+            fixed_size: false,
+            directory: &world.directories(dir.path()),
+            engine: &|arena| Ok(world.engine(arena)),
+            state_dir: None,
+            progress: &|_| false,
+        };
+        let open = |path: &PathBuf, read_only| {
+            shop.open(&ImageName { format: Format::Raw, path: path.clone() }, read_only).unwrap()
+        };
+        let (source, target) = (open(&from, true), open(&to, false));
+        let mut desk = Copying::desk(&shop).unwrap();
+        let mut copying = Copying::new(&shop, &mut desk, Mode::Fill, &source, &target).unwrap();
+        let state = Resume {
+            sources: Vec::new(),
+            journal: false,
+            format: "raw".into(),
+            virtual_bytes: 1 << 20,
+            done_bytes: 4096,
+        };
+        copying.go_on(state, &to);
+        let on = On::Sync;
+        let fault = Fault { on, range: 0..u64::MAX, per_mille: 1000, errno: 5, times: 1 };
+        world.set_faults(vec![fault]);
+        desk.run(copying.sync()).unwrap_err();
+        // It is stopped, and would make durable what there is.
+        desk.run(copying.run()).unwrap_err();
+        assert!(Resume::load(&to).is_none());
     }
 }
