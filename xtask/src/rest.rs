@@ -22,6 +22,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
             clippy.args(["clippy", "--locked", "--workspace", "--all-targets", "--", "-Dwarnings"]);
             run("clippy", &mut clippy)
         }),
+        check("fuzz targets compile", fuzz_targets),
         check("tests", || {
             let mut test = cargo();
             test.args(["test", "--locked", "--workspace"]);
@@ -46,6 +47,15 @@ pub(crate) fn rest() -> Vec<Outcome> {
 
 fn run(name: &str, command: &mut Command) -> Result<()> {
     run_logged(command, &fresh_log(name)?)
+}
+
+/// The night's fuzz targets, which are a workspace of their own. Checking links nothing, so the
+/// fuzzer's own library need not be built, nor be where this says.
+fn fuzz_targets() -> Result<()> {
+    let mut check = cargo();
+    check.args(["check", "--locked", "--manifest-path", "fuzz/Cargo.toml", "--target-dir"]);
+    check.arg(steps::target_dir().join("fuzz-check")).env("RUSTFLAGS", "-Dwarnings");
+    run("fuzz-targets", check.env("CUSTOM_LIBFUZZER_PATH", "/unused/libfuzzer.a"))
 }
 
 /// The disks, the backend and the program once more, on the engine of kernels without io_uring.
