@@ -58,6 +58,8 @@ pub struct Budgets {
     pub connections: SharedQuiet,
     /// Storage that fails.
     pub storage: SharedQuiet,
+    /// A xenstore that fails.
+    pub store: SharedQuiet,
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ use crate::tuning::Tuning;
 
 mod attached;
 mod closing;
+mod growth;
 mod look;
 mod refusal;
 
@@ -40,8 +41,8 @@ use closing::Closing;
 use look::Look;
 use refusal::{Refusal, Refused};
 
-/// How often the medium is asked whether it has grown, while the guest is at work.
-const RESIZE_CHECK: Duration = Duration::from_secs(1);
+/// When xenstore is asked again that has not done what it was asked.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// The token of the watch on the frontend's state.
 const FRONTEND: &str = "frontend";
@@ -136,9 +137,18 @@ pub fn serve(
         max_indirect_segments: config.offer.max_indirect_segments.min(largest_request(device)),
         ..config.offer
     };
-    let (moved, requests) = (false, u64::MAX);
-    let mut backend =
-        Backend { store, hypervisor, device, config, offer, control, stop, moved, requests };
+    let mut backend = Backend {
+        store,
+        hypervisor,
+        device,
+        config,
+        offer,
+        control,
+        stop,
+        moved: false,
+        requests: u64::MAX,
+        grown: false,
+    };
     backend.store.watch(&config.backend, "backend")?;
     let Some(frontend) = backend.wait_for_directory()? else { return Ok(Outcome::Stopped) };
     backend.store.watch(&format!("{frontend}/state"), FRONTEND)?;
@@ -167,6 +177,8 @@ struct Backend<'a> {
     moved: bool,
     /// Answered when the size was last asked for.
     requests: u64,
+    /// The size has grown and is not published.
+    grown: bool,
 }
 
 impl Backend<'_> {
@@ -221,28 +233,84 @@ impl Backend<'_> {
         let mut refused = Refused::default();
         let mut growth = self.device.disk.growth_watch();
         loop {
-            let look = self.look(frontend)?;
-            if look.gone {
-                self.detach(&mut attached)?;
-                return self.unplugged(false);
+            let ended = match self.turn(frontend, &mut attached, &mut refused, &mut growth) {
+                Err(ServeError::Store(e)) if attached.is_some() => self.endure(e, &mut attached)?,
+                ended => ended?,
+            };
+            if let Some(outcome) = ended {
+                return Ok(outcome);
             }
-            self.follow(frontend, look, &mut attached, &mut refused)?;
-            if attached.is_none() && look.is_unwanted() && !look.is_held() {
-                return self.unplugged(true);
+        }
+    }
+
+    /// Looks once, does what follows, and waits for something to change. The outcome, if this is
+    /// the end.
+    fn turn(
+        &mut self,
+        frontend: &str,
+        attached: &mut Option<Attached>,
+        refused: &mut Refused,
+        growth: &mut GrowthWatch,
+    ) -> Result<Option<Outcome>, ServeError> {
+        let look = self.look(frontend)?;
+        if look.gone {
+            self.detach(attached)?;
+            return self.unplugged(false).map(Some);
+        }
+        self.follow(frontend, look, attached, refused)?;
+        if attached.is_none() {
+            if look.is_unwanted() && !look.is_held() {
+                return self.unplugged(true).map(Some);
             }
-            if attached.is_none() {
-                closing::save(self.device, &self.config.engine);
-            }
-            let timeout = self.rest(&mut growth, attached.is_some())?;
-            if self.wait(timeout, growth.fd())? {
-                if let Some(attached) = attached.take() {
-                    attached.stop()?;
-                }
-                return Ok(Outcome::Stopped);
-            }
+            closing::save(self.device, &self.config.engine);
+        }
+        let timeout = self.rest(growth, attached.is_some())?;
+        if self.wait(timeout, growth.fd())? {
+            return self.stopped(attached).map(Some);
+        }
+        self.control.clear();
+        if let Some(attached) = attached {
+            attached.check_queues(self)?;
+        }
+        Ok(None)
+    }
+
+    /// The end that was asked for.
+    fn stopped(&mut self, attached: &mut Option<Attached>) -> Result<Outcome, ServeError> {
+        attached.take().map_or(Ok(()), Attached::stop)?;
+        Ok(Outcome::Stopped)
+    }
+
+    /// xenstore has failed us, and the guest's data does not depend on it (security.md T12): waits
+    /// a moment before it is asked again; with the connection to it gone, until the end.
+    fn endure(
+        &mut self,
+        e: StoreError,
+        attached: &mut Option<Attached>,
+    ) -> Result<Option<Outcome>, ServeError> {
+        if let Some(held_back) = self.device.quiet.store.allow(self.device.clock.now_ns()) {
+            tracing::error!(
+                held_back = told(held_back),
+                "{e}; the guest is served on, but its states are not followed until this {}",
+                if e.is_fatal() { "process is started again" } else { "works" }
+            );
+        }
+        // A look that failed may have had news.
+        self.moved = true;
+        let timeout = (!e.is_fatal()).then_some(ASK_AGAIN);
+        loop {
+            let [_, stop] = self.wait_for([self.control.fd(), self.stop.fd()], timeout)?;
             self.control.clear();
-            if let Some(attached) = &mut attached {
-                attached.check_queues(self)?;
+            if stop {
+                let outcome = self.stopped(attached)?;
+                return if e.is_fatal() { Err(e.into()) } else { Ok(Some(outcome)) };
+            }
+            match attached.as_mut().map_or(Ok(()), |attached| attached.check_queues(self)) {
+                Err(ServeError::Store(_)) | Ok(()) => {}
+                Err(e) => return Err(e),
+            }
+            if !e.is_fatal() {
+                return Ok(None);
             }
         }
     }
@@ -260,22 +328,6 @@ impl Backend<'_> {
             }
             Err(e) => Err(e),
         }
-    }
-
-    /// Asks for the medium's size, and says when to ask again: soon, while the guest is at work;
-    /// when we are told, while it is not.
-    fn rest(
-        &mut self,
-        growth: &mut GrowthWatch,
-        connected: bool,
-    ) -> Result<Option<Duration>, ServeError> {
-        let requests = self.config.counters.counts().requests;
-        let idle = std::mem::replace(&mut self.requests, requests) == requests;
-        growth.ignore();
-        let told = idle && growth.listen();
-        // After listening has begun: what comes later than this is told.
-        self.check_size(connected)?;
-        Ok((!told).then_some(RESIZE_CHECK))
     }
 
     /// Does what follows from the frontend's state (blkif.md 3.6).
@@ -335,12 +387,15 @@ impl Backend<'_> {
             // all the time, so it may be at 4 again before it was seen at 3.
             let connected = look.front == State::Connected;
             let same = connected && !look.moved
-                || match self.wanted(frontend) {
+                || match self.wanted(frontend).map_err(Refusal::from) {
                     Ok(wanted) => a.wanted().has_rings_of(&wanted),
-                    Err(_) => connected,
+                    Err(Refusal::Guest(_)) => connected,
+                    Err(Refusal::Host(e)) => return Err(e),
                 };
             if same {
-                return Ok(());
+                // Said once more if xenstore did not take it.
+                let unsaid = matches!(look.own, State::InitWait | State::Closed);
+                return if unsaid { self.offer(State::Connected) } else { Ok(()) };
             }
             if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
                 tracing::info!(
@@ -498,37 +553,6 @@ impl Backend<'_> {
         }
     }
 
-    /// Publishes a size that has grown: the new number, and our state once more, in one
-    /// transaction, is what makes Linux look (blkif.md 3.7).
-    fn check_size(&mut self, connected: bool) -> Result<(), ServeError> {
-        let grown = match self.device.disk.refresh_size() {
-            Ok(grown) => grown,
-            Err(e) => {
-                let now_ns = self.device.clock.now_ns();
-                if let Some(held_back) = self.device.quiet.storage.allow(now_ns) {
-                    tracing::warn!(
-                        held_back = told(held_back),
-                        "cannot ask for the size of the image: {e}"
-                    );
-                }
-                return Ok(());
-            }
-        };
-        let Some(sectors) = grown else { return Ok(()) };
-        tracing::info!("the image has grown to {sectors} sectors");
-        let backend = &self.config.backend;
-        self.update(|tx| {
-            tx.write(&format!("{backend}/sectors"), sectors.to_string().as_bytes())?;
-            let path = format!("{backend}/state");
-            // It may be the toolstack's 5 by now.
-            match tx.read(&path)? {
-                Some(state) if connected && state == b"4" => tx.write(&path, &state),
-                _ => Ok(()),
-            }
-        })?;
-        Ok(())
-    }
-
     /// Waits for a watch, a queue, for `other` or the end of `timeout`. `true`: asked to stop.
     fn wait(
         &mut self,
@@ -538,19 +562,28 @@ impl Backend<'_> {
         // Even a guest that never stops to write keeps nobody from asking us to stop.
         let changed = self.drain_watches()? || self.moved;
         let timeout = if changed { Some(Duration::ZERO) } else { timeout };
-        let timeout = timeout
-            .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let (store, control, stop) = (self.store.fd(), self.control.fd(), self.stop.fd());
         // Without another, the stop twice.
-        let mut fds = [store, control, stop, other.unwrap_or(stop)]
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        let [_, _, stop, _] =
+            self.wait_for([store, control, stop, other.unwrap_or(stop)], timeout)?;
+        self.drain_watches()?;
+        Ok(stop)
+    }
+
+    /// Waits for one of these, or the end of `timeout`; which are readable.
+    fn wait_for<const N: usize>(
+        &self,
+        fds: [BorrowedFd<'_>; N],
+        timeout: Option<Duration>,
+    ) -> Result<[bool; N], ServeError> {
+        let timeout = timeout
+            .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
+        let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(ServeError::host("wait for events", e.into())),
         }
-        let stop = fds[2].revents().contains(PollFlags::IN);
-        self.drain_watches()?;
-        Ok(stop)
+        Ok(fds.map(|fd| fd.revents().contains(PollFlags::IN)))
     }
 
     fn drain_watches(&mut self) -> Result<bool, StoreError> {

@@ -1,0 +1,174 @@
+//! A xenstore that does not answer, or is gone: the guest's data does not wait for it (security.md
+//! T12).
+
+mod rig;
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use ferrite_serve::lifecycle::{Outcome, ServeError};
+use ferrite_xen::loopback::CopyWith;
+use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_xen::store::Store;
+
+use rig::{PATIENCE, Plan, Rig};
+
+const BYTES: u64 = 1 << 20;
+/// How long the backend waits for a reply: long enough for those that are not withheld.
+const TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Stands between a backend and the store.
+#[derive(Clone)]
+struct Between {
+    client: Arc<UnixStream>,
+    /// Replies are withheld.
+    silent: Arc<(Mutex<bool>, Condvar)>,
+    /// Where this is asked for, silence begins.
+    silent_at: Arc<Mutex<Option<&'static str>>>,
+    /// Messages or parts of them that went to the store.
+    asked: Arc<AtomicUsize>,
+}
+
+impl Between {
+    fn new(server: OwnedFd) -> (Between, Store) {
+        let (theirs, client) = UnixStream::pair().unwrap();
+        let server = UnixStream::from(server);
+        server.set_nonblocking(false).unwrap();
+        let between = Between {
+            client: Arc::new(client.try_clone().unwrap()),
+            silent: Arc::default(),
+            silent_at: Arc::default(),
+            asked: Arc::default(),
+        };
+        let (up, down) = (between.clone(), between.clone());
+        let (up_from, up_to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        std::thread::spawn(move || forward(up_from, up_to, |bytes| up.asks(bytes)));
+        std::thread::spawn(move || forward(server, client, |_| down.wait()));
+        (between, Store::from_fd(theirs.into()).with_timeout(TIMEOUT))
+    }
+
+    fn asks(&self, bytes: &[u8]) {
+        let at = *self.silent_at.lock().unwrap();
+        if at.is_some_and(|at| bytes.windows(at.len()).any(|here| here == at.as_bytes())) {
+            self.be_silent(true);
+        }
+        self.asked.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn wait(&self) {
+        let silent = self.silent.0.lock().unwrap();
+        drop(self.silent.1.wait_while(silent, |silent| *silent).unwrap());
+    }
+
+    fn be_silent(&self, silent: bool) {
+        *self.silent.0.lock().unwrap() = silent;
+        self.silent.1.notify_all();
+    }
+
+    fn be_silent_at(&self, asked: Option<&'static str>) {
+        *self.silent_at.lock().unwrap() = asked;
+        self.be_silent(false);
+    }
+
+    /// Waits until a request was given up and another made, with `meanwhile` done all the time.
+    fn wait_for_timeout(&self, mut meanwhile: impl FnMut()) {
+        let end = Instant::now() + PATIENCE;
+        while !*self.silent.0.lock().unwrap() {
+            assert!(Instant::now() < end, "what silence waits for is not asked for");
+            std::thread::yield_now();
+        }
+        let first = self.asked.load(Ordering::SeqCst);
+        while self.asked.load(Ordering::SeqCst) < first + 2 {
+            meanwhile();
+            assert!(Instant::now() < end, "xenstore is not asked any more");
+        }
+    }
+}
+
+fn forward(mut from: UnixStream, mut to: UnixStream, before: impl Fn(&[u8])) {
+    let mut bytes = [0; 4096];
+    while let Ok(n @ 1..) = from.read(&mut bytes) {
+        before(&bytes[..n]);
+        if to.write_all(&bytes[..n]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+fn rig() -> (Rig, Between) {
+    let mut rig = Rig::without_backend(Plan { bytes: BYTES, ..Plan::default() });
+    let (between, store) = Between::new(rig.machine.backend().unwrap().store);
+    let hypervisor = rig.machine.loopback(CopyWith::Memcpy).unwrap();
+    rig.start_with(store, Box::new(hypervisor));
+    (rig, between)
+}
+
+fn works(rig: &Rig, front: &mut Frontend) {
+    assert!(rig.is_running());
+    let buffer = front.space().buffer(1).unwrap();
+    front.queues[0].write(8, &buffer, 0, 4096).unwrap();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+}
+
+#[test]
+fn a_store_that_does_not_answer_holds_no_data_up_and_is_followed_when_it_does() {
+    let (mut rig, between) = rig();
+    let mut front = rig.connect(&FrontOptions::default());
+    // It cannot be told of the new size.
+    between.be_silent_at(Some("/sectors"));
+    let image = std::fs::OpenOptions::new().write(true).open(&rig.image).unwrap();
+    image.set_len(2 * BYTES).unwrap();
+    between.wait_for_timeout(|| works(&rig, &mut front));
+    front.set_state(5).unwrap();
+    works(&rig, &mut front);
+    between.be_silent_at(None);
+    front.wait_for_backend(&[5], PATIENCE).unwrap();
+    let end = Instant::now() + PATIENCE;
+    while front.read_features().unwrap().sectors != 2 * BYTES / 512 {
+        assert!(Instant::now() < end, "the new size is not published");
+        works(&rig, &mut front);
+    }
+    front.close(PATIENCE).unwrap();
+    front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+    works(&rig, &mut front);
+    front.close(PATIENCE).unwrap();
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+}
+
+#[test]
+fn a_store_that_does_not_take_the_word_that_a_guest_is_connected_is_told_again() {
+    let (mut rig, between) = rig();
+    let mut front = rig.frontend();
+    front.wait_for_backend(&[2], PATIENCE).unwrap();
+    front.read_features().unwrap();
+    between.be_silent_at(Some("physical-sector-size"));
+    front.offer(&FrontOptions::default()).unwrap();
+    between.wait_for_timeout(std::thread::yield_now);
+    between.be_silent_at(None);
+    front.finish(PATIENCE).unwrap();
+    works(&rig, &mut front);
+    front.close(PATIENCE).unwrap();
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+}
+
+#[test]
+fn a_store_that_is_gone_ends_the_backend_when_it_is_stopped_and_no_sooner() {
+    let (mut rig, between) = rig();
+    let mut front = rig.connect(&FrontOptions::default());
+    between.client.shutdown(Shutdown::Both).unwrap();
+    for _ in 0..50 {
+        works(&rig, &mut front);
+    }
+    let error = rig.stop().unwrap_err();
+    assert!(matches!(error, ServeError::Store(_)), "{error}");
+    assert_eq!(front.backend_state().unwrap(), 4);
+    rig.start();
+    works(&rig, &mut front);
+    front.close(PATIENCE).unwrap();
+}
