@@ -3,11 +3,12 @@
 mod common;
 
 use std::fs;
+use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use common::vhd::at;
-use common::{MIB, dir_on_disk};
+use common::{Loop, MIB, dir_on_disk};
 use ferrite_disk::tools::{Convert, NewImage, Progress, Workshop};
 use ferrite_disk::{ErrorKind, ImageName};
 use ferrite_io::directory::HostDirectory;
@@ -209,4 +210,19 @@ fn a_snapshot_of_a_symbolic_link_is_refused() {
     let error = work(|shop| shop.snapshot(&link, &old)).unwrap_err();
     assert!(error.to_string().contains("symbolic link"), "{error}");
     assert!(link.path.is_symlink() && !old.path.is_symlink() && !old.path.exists());
+}
+
+/// Neither its size nor any time says that somebody has written to it.
+#[test]
+fn a_copy_of_a_device_does_not_go_on() {
+    let dir = dir_on_disk();
+    let (file, to) = source(&dir);
+    let Some(device) = Loop::attach(&file.path, 512) else { return };
+    let from = ImageName { path: device.0.clone(), ..file };
+    interrupt(&from, &to);
+    fs::File::options().write(true).open(&device.0).unwrap().write_all(&[0xEE; 4096]).unwrap();
+    let error = work(|shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+    assert!(same(&from, &to));
 }

@@ -55,6 +55,7 @@ impl Workshop<'_> {
             virtual_bytes: bytes,
             done_bytes: 0,
         };
+        let from_device = fresh.is_of_device();
         let (file, state) = self.destination(to, how, fresh)?;
         let name = ImageName { format: to.format, path: file.path().to_owned() };
         // No journal: what is not durable is written again.
@@ -75,7 +76,7 @@ impl Workshop<'_> {
         if let Err(e) = copied {
             return Err(match self.is_device(&to.path) {
                 true => broken(what(), e),
-                false => interrupted(what(), e),
+                false => interrupted(what(), e, from_device),
             });
         }
         drop(target);
@@ -110,6 +111,12 @@ impl Workshop<'_> {
             |why: String, help: &str| Err(DiskError::new(ErrorKind::Refused, what(), why, help));
         if how.resume && exists {
             let (why, help) = match Resume::load(&to.path) {
+                Some(_) if fresh.is_of_device() => (
+                    "the source is on a block device, which does not tell whether it has changed \
+                     since"
+                        .into(),
+                    "start again with --force",
+                ),
                 Some(state) if (Resume { done_bytes: 0, ..state.clone() }) == fresh => {
                     return Ok((file, state));
                 }
@@ -159,7 +166,7 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
     }
 }
 
-fn interrupted(what: String, e: io::Error) -> DiskError {
+fn interrupted(what: String, e: io::Error, from_device: bool) -> DiskError {
     let kind = match e.kind() {
         io::ErrorKind::Interrupted => ErrorKind::Interrupted,
         _ => ErrorKind::Io,
@@ -168,7 +175,12 @@ fn interrupted(what: String, e: io::Error) -> DiskError {
         io::ErrorKind::Interrupted => "interrupted".to_owned(),
         _ => e.to_string(),
     };
-    let help = "go on with --resume when the cause is mended; what is done so far is beside the \
-                destination, with .partial behind its name";
+    let help = match from_device {
+        true => "start again with --force when the cause is mended",
+        false => {
+            "go on with --resume when the cause is mended; what is done so far is beside the \
+             destination, with .partial behind its name"
+        }
+    };
     DiskError::new(kind, what, why, help).with_source(e)
 }

@@ -56,6 +56,11 @@ impl Resume {
         beside(to, STATE)
     }
 
+    /// Whether nothing tells if the source has changed: a device has no times.
+    pub(super) fn is_of_device(&self) -> bool {
+        self.sources.iter().any(|source| !source.path.is_file())
+    }
+
     /// What was left for `to`; none: nothing, or nothing of use.
     pub(super) fn load(to: &Path) -> Option<Resume> {
         let path = Resume::path(to);
