@@ -4,7 +4,7 @@ mod common;
 
 use std::fs;
 use std::io::Write as _;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use common::vhd::at;
@@ -225,4 +225,52 @@ fn a_copy_of_a_device_does_not_go_on() {
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     work(|shop| shop.convert(&from, &to, &forced())).unwrap();
     assert!(same(&from, &to));
+}
+
+/// Owner, group and permissions; the super-user's tests only have another owner.
+fn rights(image: &ImageName) -> (u32, u32, u32) {
+    let meta = fs::metadata(&image.path).unwrap();
+    (meta.uid(), meta.gid(), meta.mode() & 0o777)
+}
+
+fn set_rights(image: &ImageName, mode: u32) -> (u32, u32, u32) {
+    fs::set_permissions(&image.path, fs::Permissions::from_mode(mode)).unwrap();
+    let _ = std::os::unix::fs::chown(&image.path, Some(4321), Some(1234));
+    rights(image)
+}
+
+#[test]
+fn what_replaces_an_image_has_its_owner_and_mode() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    let new = NewImage { bytes: Some(8 * MIB), force: true, ..NewImage::default() };
+    work(|shop| shop.create(&to, &new)).unwrap();
+    for mode in [0o600, 0o660] {
+        let expected = set_rights(&to, mode);
+        work(|shop| shop.create(&to, &new)).unwrap();
+        assert_eq!(rights(&to), expected, "create");
+        work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+        assert_eq!(rights(&to), expected, "convert");
+    }
+    // A parent's place is taken by what is none.
+    let (user, group, _) = set_rights(&to, 0o440);
+    work(|shop| shop.create(&to, &new)).unwrap();
+    assert_eq!(rights(&to), (user, group, 0o640));
+}
+
+#[test]
+fn a_disk_has_the_same_owner_and_mode_after_a_snapshot_and_a_merge() {
+    for mode in [0o600, 0o660] {
+        let dir = dir_on_disk();
+        let [disk, old] = ["disk.vhd", "old.vhd"].map(|n| name(&at(&dir, n)));
+        let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+        work(|shop| shop.create(&disk, &new)).unwrap();
+        let expected = set_rights(&disk, mode);
+        work(|shop| shop.snapshot(&disk, &old)).unwrap();
+        assert_eq!(rights(&disk), expected);
+        assert_eq!(rights(&old).2, mode & 0o444);
+        set_rights(&old, 0o400);
+        work(|shop| shop.coalesce(&disk, false)).unwrap();
+        assert_eq!(rights(&disk), expected);
+    }
 }

@@ -1,18 +1,19 @@
 //! A child merged into its parent.
 //!
 //! The order: what the child has is copied into the parent, then synced; the parent gets the
-//! child's mode, and its identity, where the format has such a thing; the parent is renamed over
+//! child's owner and mode, and its identity, where the format has such a thing; the parent is renamed over
 //! the child. Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
 //! any point leaves a chain that is whole, and running it again does what is left.
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::copy::{Copying, Mode};
 use super::create::{absolute, done};
 use super::desk::Desk;
-use super::files::{is_write_protected, protect, same_file};
+use super::files::{is_write_protected, protect, same_file, take_rights};
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::image::Image;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
@@ -47,7 +48,7 @@ impl Workshop<'_> {
         check_same(&upper, child, pair)?;
         let upper = Disk::Image(upper);
         self.close(&upper, &child.path)?;
-        let mode = fs::metadata(&child.path).map_err(cannot)?.permissions();
+        let rights = fs::metadata(&child.path).map_err(cannot)?;
         let was_read_only = is_write_protected(&pair.parent.path).map_err(cannot)?;
         protect(&pair.parent.path, false).map_err(cannot)?;
         let lower = self.lower(child, pair, force);
@@ -61,7 +62,7 @@ impl Workshop<'_> {
         desk.run(copying.run()).map_err(cannot)?;
         drop(copying);
         drop(desk);
-        fs::set_permissions(&pair.parent.path, mode).map_err(cannot)?;
+        take_rights(&pair.parent.path, &rights, rights.mode()).map_err(cannot)?;
         self.take_place(upper, lower, child, &pair.parent)?;
         let note = format!("{} is gone: it has this name now", pair.parent.path.display());
         Ok(done(child, pair.child_bytes, vec![note]))

@@ -1,10 +1,12 @@
 //! New files under temporary names, and how they get their own.
 
 use std::ffi::OsString;
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Metadata, Permissions};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
 
 use super::{Workshop, broken, parent_dir, refused, unsuitable};
 use crate::{DiskError, Raw};
@@ -176,6 +178,11 @@ impl NewFile<'_> {
         let directory = self.shop.directory;
         let what = || format!("cannot make {}", self.to.display());
         if self.replaces {
+            if let Ok(old) = fs::metadata(&self.to) {
+                // What is replaced may have been a parent; this one is not.
+                let mode = old.mode() | 0o200;
+                take_rights(&self.path, &old, mode).map_err(|e| broken(what(), e))?;
+            }
             directory.rename(&self.path, &self.to).map_err(|e| broken(what(), e))?;
         } else {
             // A link fails if somebody has made a file of that name meanwhile; a rename does not.
@@ -218,6 +225,18 @@ pub(super) fn same_file(a: &Path, b: &Path) -> io::Result<bool> {
 /// Whether nobody has the permission to write it.
 pub(super) fn is_write_protected(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.permissions().mode() & 0o222 == 0)
+}
+
+/// Gives a file that is about to take another one's name that one's owner, and a mode. Who may not
+/// give it away gives it to the group; if that may not be, either, the group gets nothing.
+pub(super) fn take_rights(path: &Path, old: &Metadata, mode: u32) -> io::Result<()> {
+    // Not through a link that somebody has put there.
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let (user, group) = (Some(old.uid()), Some(old.gid()));
+    let given = fchown(&file, user, group).or_else(|_| fchown(&file, None, group));
+    let lost = if given.is_ok() { 0 } else { 0o070 };
+    file.set_permissions(Permissions::from_mode(mode & 0o777 & !lost))
 }
 
 /// Takes everybody's permission to write away, or gives it to the owner. Not a device's.
