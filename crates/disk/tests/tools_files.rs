@@ -7,10 +7,10 @@ use std::io::Write as _;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use common::vhd::at;
-use common::{Loop, MIB, dir_on_disk};
+use common::vhd::{at, options};
+use common::{Loop, MIB, Queue, dir_on_disk};
 use ferrite_disk::tools::{Convert, NewImage, Progress, Workshop};
-use ferrite_disk::{ErrorKind, ImageName};
+use ferrite_disk::{Disk, ErrorKind, ImageName};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::EngineChoice;
 use tempfile::TempDir;
@@ -273,4 +273,29 @@ fn a_disk_has_the_same_owner_and_mode_after_a_snapshot_and_a_merge() {
         work(|shop| shop.coalesce(&disk, false)).unwrap();
         assert_eq!(rights(&disk), expected);
     }
+}
+
+#[test]
+fn what_a_refusal_to_shrink_a_vhd_advises_helps() {
+    let dir = dir_on_disk();
+    let [disk, copy] = ["disk.vhd", "copy.vhd"].map(|n| name(&at(&dir, n)));
+    let new = NewImage { bytes: Some(16 * MIB), ..NewImage::default() };
+    work(|shop| shop.create(&disk, &new)).unwrap();
+    let open = || Queue::new(Disk::open_image(&disk, &options()).unwrap());
+    let mut queue = open();
+    queue.write(12 * MIB, &[1; 4096]).unwrap();
+    queue.close().unwrap();
+    drop(queue);
+    let refused = || {
+        let error = work(|shop| shop.resize(&disk, 8 * MIB, true)).unwrap_err();
+        assert!(error.help().contains("convert"), "{error}");
+    };
+    refused();
+    let mut queue = open();
+    queue.discard(12 * MIB, 2 * MIB).unwrap();
+    queue.close().unwrap();
+    drop(queue);
+    refused();
+    work(|shop| shop.convert(&disk, &copy, &Convert::default())).unwrap();
+    work(|shop| shop.resize(&copy, 8 * MIB, true)).unwrap();
 }

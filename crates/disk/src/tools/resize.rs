@@ -67,7 +67,14 @@ impl Workshop<'_> {
         });
         if let Some(at) = data.map_err(|e| broken(what(), e))? {
             let why = format!("there is data at byte {at}, behind its new end");
-            let help = "discard what is behind the new end in the guest (blkdiscard, fstrim) first";
+            let help = match name.format {
+                // Its blocks stay allocated.
+                Format::Vhd => {
+                    "discard what is behind the new end in the guest (blkdiscard, fstrim), and \
+                     convert the disk: the copy has nothing there, and can shrink"
+                }
+                _ => "discard what is behind the new end in the guest (blkdiscard, fstrim) first",
+            };
             return Err(unsuitable(what(), why, help));
         }
         if !force {

@@ -197,8 +197,8 @@ impl Vhd {
             tracing::warn!(
                 image = %self.raw.path().display(),
                 parent = %parent.raw.path().display(),
-                "an unfinished coalesce: the parent has all of this image already; rename the \
-                 parent over the image to finish it",
+                "an unfinished coalesce: the parent had all of this image; run ferrite image \
+                 coalesce again to finish it",
             );
             return Ok(());
         }

@@ -57,8 +57,9 @@ impl Vhd {
                 if bytes < self.bytes() {
                     let used = sparse.blocks.used_behind(port, bytes).await.map_err(broken)?;
                     if let Some(at) = used {
-                        let why = format!("there is data at byte {at}, behind its new end");
-                        let help = "discard it in the guest first (blkdiscard)";
+                        let why = format!("there is a block at byte {at}, behind its new end");
+                        let help = "what was discarded keeps its block: convert the disk \
+                                    (ferrite image convert), the copy has none there and can shrink";
                         return Err(error(ErrorKind::Unsuitable, why, help));
                     }
                 }
