@@ -102,7 +102,6 @@ impl Layer {
 
     /// For a write; may set space aside. Asked of the leaf only, as all that follow.
     pub(crate) fn place(&self, below: Below<'_>, offset: u64, len: u64) -> Found {
-        let _ = below;
         match self {
             Layer::Raw(_) => Found::Data { offset, len },
             Layer::Vhd(vhd) => vhd.place(offset, len),
@@ -137,14 +136,7 @@ impl Layer {
 
     /// Makes [`place`](Self::place) answer for the range: metadata loaded, space in the file, room
     /// in the journal.
-    pub(crate) async fn prepare(
-        &self,
-        port: &Port,
-        below: Below<'_>,
-        offset: u64,
-        len: u64,
-    ) -> io::Result<()> {
-        let _ = below;
+    pub(crate) async fn prepare(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
         match self {
             Layer::Raw(_) => Ok(()),
             Layer::Vhd(vhd) => vhd.prepare(port, offset, len).await,
@@ -160,7 +152,6 @@ impl Layer {
         offset: u64,
         buf: Span,
     ) -> io::Result<()> {
-        let _ = below;
         match self {
             Layer::Raw(_) | Layer::Vhd(_) => port.io.write_all(port.files[0], offset, buf).await,
             Layer::Qcow2(q) => q.write_copying(port, below, offset, buf).await,
@@ -197,7 +188,6 @@ impl Layer {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
-        let _ = below;
         match self {
             Layer::Raw(raw) => raw.discard(&port.io, &port.files, offset, len).await,
             Layer::Vhd(vhd) => vhd.discard(port, offset, len).await,

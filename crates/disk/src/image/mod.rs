@@ -210,7 +210,7 @@ impl Image {
                 | Found::Slow { len }
                 | Found::Packed { len } => {
                     let len = part(len, left)? as u64;
-                    leaf.prepare(port, below, at, len).await?;
+                    leaf.prepare(port, at, len).await?;
                 }
             }
         }

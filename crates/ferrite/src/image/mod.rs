@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
 use ferrite_disk::{Format, ImageName};
@@ -233,10 +233,4 @@ fn stop_on_signals() -> Result<Arc<AtomicBool>, Failure> {
         })?;
     }
     Ok(stop)
-}
-
-impl Shown {
-    fn stopped(flag: &AtomicBool) -> bool {
-        flag.load(Ordering::Relaxed)
-    }
 }

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_disk::tools::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -29,7 +29,7 @@ impl Shown {
             let bar = bar.get_or_insert_with(|| new_bar(progress.total_bytes));
             bar.set_position(progress.done_bytes);
         }
-        !Shown::stopped(&self.stop)
+        !self.stop.load(Ordering::Relaxed)
     }
 
     /// Takes the line away.
