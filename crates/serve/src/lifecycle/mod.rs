@@ -41,8 +41,10 @@ use closing::Closing;
 use look::Look;
 use refusal::{Refusal, Refused};
 
-/// When xenstore is asked again that has not done what it was asked.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// When xenstore is asked again that has not done what it was asked; twice as long each time, up to
+/// the maximum.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+const ASK_AGAIN_MAX: Duration = Duration::from_secs(1);
 
 /// The token of the watch on the frontend's state.
 const FRONTEND: &str = "frontend";
@@ -232,10 +234,18 @@ impl Backend<'_> {
         }
         let mut refused = Refused::default();
         let mut growth = self.device.disk.growth_watch();
+        let mut pause = ASK_AGAIN;
         loop {
             let ended = match self.turn(frontend, &mut attached, &mut refused, &mut growth) {
-                Err(ServeError::Store(e)) if attached.is_some() => self.endure(e, &mut attached)?,
-                ended => ended?,
+                Err(ServeError::Store(e)) if attached.is_some() => {
+                    let ended = self.endure(e, pause, &mut attached)?;
+                    pause = (pause * 2).min(ASK_AGAIN_MAX);
+                    ended
+                }
+                ended => {
+                    pause = ASK_AGAIN;
+                    ended?
+                }
             };
             if let Some(outcome) = ended {
                 return Ok(outcome);
@@ -282,10 +292,11 @@ impl Backend<'_> {
     }
 
     /// xenstore has failed us, and the guest's data does not depend on it (security.md T12): waits
-    /// a moment before it is asked again; with the connection to it gone, until the end.
+    /// for `pause` before it is asked again; with the connection to it gone, until the end.
     fn endure(
         &mut self,
         e: StoreError,
+        pause: Duration,
         attached: &mut Option<Attached>,
     ) -> Result<Option<Outcome>, ServeError> {
         if let Some(held_back) = self.device.quiet.store.allow(self.device.clock.now_ns()) {
@@ -297,7 +308,7 @@ impl Backend<'_> {
         }
         // A look that failed may have had news.
         self.moved = true;
-        let timeout = (!e.is_fatal()).then_some(ASK_AGAIN);
+        let timeout = (!e.is_fatal()).then_some(pause);
         loop {
             let [_, stop] = self.wait_for([self.control.fd(), self.stop.fd()], timeout)?;
             self.control.clear();
@@ -540,19 +551,6 @@ impl Backend<'_> {
         self.update(|tx| tx.write(&path, (state as u32).to_string().as_bytes()))
     }
 
-    /// Where xl and the kernel's drivers leave errors, for `xenstore-ls` and toolstacks. A guest
-    /// can cause it, so that xenstored refuses it (a quota, say) is no reason to end.
-    fn report_error(&mut self, why: &str) -> Result<(), StoreError> {
-        let path = error_path(&self.config.backend);
-        match self.store.write(&path, format!("1 {why}").as_bytes()) {
-            Err(e) if !e.is_fatal() => {
-                tracing::debug!("cannot report an error in xenstore: {e}");
-                Ok(())
-            }
-            result => result,
-        }
-    }
-
     /// Waits for a watch, a queue, for `other` or the end of `timeout`. `true`: asked to stop.
     fn wait(
         &mut self,
@@ -593,15 +591,5 @@ impl Backend<'_> {
             self.moved |= event.token == FRONTEND;
         }
         Ok(any)
-    }
-}
-
-/// The node for errors of the device with this directory: `error/` stands before the part that is
-/// relative to the domain.
-fn error_path(backend: &str) -> String {
-    let absolute = backend.strip_prefix("/local/domain/").and_then(|rest| rest.split_once('/'));
-    match absolute {
-        Some((domid, rest)) => format!("/local/domain/{domid}/error/{rest}/error"),
-        None => format!("error/{backend}/error"),
     }
 }

@@ -2,7 +2,7 @@
 
 use ferrite_xen::store::StoreError;
 
-use super::ServeError;
+use super::{Backend, ServeError};
 use crate::negotiate::NegotiateError;
 
 /// A frontend that was refused is left alone until it moves: no loop of errors.
@@ -43,5 +43,30 @@ impl From<NegotiateError> for Refusal {
             }
             e => Refusal::Guest(e.to_string()),
         }
+    }
+}
+
+impl Backend<'_> {
+    /// Where xl and the kernel's drivers leave errors, for `xenstore-ls` and toolstacks. A guest
+    /// can cause it, so that xenstored refuses it (a quota, say) is no reason to end.
+    pub(super) fn report_error(&mut self, why: &str) -> Result<(), StoreError> {
+        let path = error_path(&self.config.backend);
+        match self.store.write(&path, format!("1 {why}").as_bytes()) {
+            Err(e) if !e.is_fatal() => {
+                tracing::debug!("cannot report an error in xenstore: {e}");
+                Ok(())
+            }
+            result => result,
+        }
+    }
+}
+
+/// The node for errors of the device with this directory: `error/` stands before the part that is
+/// relative to the domain.
+fn error_path(backend: &str) -> String {
+    let absolute = backend.strip_prefix("/local/domain/").and_then(|rest| rest.split_once('/'));
+    match absolute {
+        Some((domid, rest)) => format!("/local/domain/{domid}/error/{rest}/error"),
+        None => format!("error/{backend}/error"),
     }
 }
