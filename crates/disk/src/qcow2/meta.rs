@@ -16,18 +16,25 @@ const RETRIES: u32 = 16;
 
 /// Reads what is there; behind the end of the file there are zeros. Offset and length are
 /// multiples of 512.
+///
+/// There is memory for the bytes only while there is scratch memory to read them through: that
+/// bounds how many are at it, and so what compressed clusters of megabytes take when a guest asks for
+/// as many at once as it can (security.md T17).
 pub(super) async fn read(
     port: &Port,
     file: FileId,
     offset: u64,
     len: usize,
 ) -> io::Result<Vec<u8>> {
+    if len == 0 {
+        return Ok(Vec::new());
+    }
+    let piece = port.scratch.take(len.min(MAX_PIECE_BYTES)).await;
     let mut bytes = vec![0; len];
     let mut at = 0;
     while at < len {
         let part = (len - at).min(MAX_PIECE_BYTES);
-        let piece = port.scratch.take(part).await;
-        let got = read_part(port, file, offset + at as u64, piece.span()).await?;
+        let got = read_part(port, file, offset + at as u64, piece.span().slice(0, part)).await?;
         port.memory().copy_out(piece.span().slice(0, got), &mut bytes[at..at + got]);
         if got < part {
             break;

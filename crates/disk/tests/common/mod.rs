@@ -155,7 +155,7 @@ impl Queue {
         self.reactor.io()
     }
 
-    fn buffer(&mut self, bytes: usize) -> Buf {
+    pub(crate) fn buffer(&mut self, bytes: usize) -> Buf {
         self.buffers.alloc(bytes).expect("a buffer of at most 1 MiB")
     }
 

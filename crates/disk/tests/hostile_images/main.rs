@@ -2,6 +2,8 @@
 //! nothing written.
 
 mod chains;
+#[path = "../common/mod.rs"]
+mod common;
 mod qcow2;
 mod vhd;
 

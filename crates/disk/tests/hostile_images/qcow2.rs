@@ -1,10 +1,14 @@
 //! One qcow2 image.
 
+use std::future::{Future as _, poll_fn};
+use std::task::Poll;
+
 use ferrite_disk::{Disk, Format, OpenOptions};
 use ferrite_hostile::images::Sketch;
 use ferrite_hostile::images::qcow2::{self, COMPRESSED, COPIED, Image, field};
 
-use super::{Den, Verdict, read_some};
+use super::common::Queue;
+use super::{Den, LIMIT_KIB, Memory, Verdict, open, read_some};
 
 fn refuses(den: &Den, image: &Sketch, why: &str) {
     den.refuses_image(Format::Qcow2, image, why);
@@ -189,6 +193,50 @@ fn a_large_l1_table_is_read_within_bounds() {
     for read_only in [true, false] {
         den.judge(&path, Format::Qcow2, read_only);
     }
+}
+
+/// As long as an entry can say, which is two clusters of the largest size, and as many at once as
+/// four queues of one page can have.
+#[test]
+fn compressed_clusters_that_are_asked_for_all_at_once_are_read_a_few_at_a_time() {
+    const CLUSTERS: u64 = 128;
+    let den = Den::new();
+    let disk_bytes = CLUSTERS << 21;
+    let small = qcow2::small();
+    let plan = Image { cluster_bits: 21, disk_bytes, present: vec![], zeros: vec![], ..small };
+    let mut image = plan.build();
+    for guest in 0..CLUSTERS {
+        let entry = COMPRESSED | 0x1FFF << 49 | (plan.data_at() + guest * 512);
+        image.put_u64(plan.l2_at() + 8 * guest, entry);
+    }
+    image.set_bytes(plan.data_at() + (8 << 20));
+    let path = den.put("image.qcow2", &image);
+    let mut queue = Queue::new(open(&path, Format::Qcow2, true).unwrap());
+    let buffer = queue.buffer(CLUSTERS as usize * 512);
+    let (disk, port) = (queue.disk.clone(), queue.port());
+    let memory = Memory::watch();
+    let mut reads: Vec<_> = (0..CLUSTERS)
+        .map(|guest| {
+            let span = buffer.span().slice(guest as usize * 512, 512);
+            let (disk, port) = (&disk, &port);
+            Box::pin(async move { disk.read(port, guest << 21, span).await })
+        })
+        .collect();
+    let mut failed = 0;
+    let all = poll_fn(|cx| {
+        reads.retain_mut(|read| match read.as_mut().poll(cx) {
+            Poll::Pending => true,
+            Poll::Ready(done) => {
+                failed += u64::from(done.is_err());
+                false
+            }
+        });
+        if reads.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    });
+    queue.reactor.block_on(all).unwrap();
+    // Zeros are no deflate stream.
+    assert_eq!(failed, CLUSTERS);
+    assert!(memory.taken_kib() < LIMIT_KIB, "{} KiB", memory.taken_kib());
 }
 
 #[test]
