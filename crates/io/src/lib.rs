@@ -17,6 +17,7 @@
 
 pub mod aio;
 pub mod arena;
+pub mod byte_locks;
 pub mod clock;
 pub mod directory;
 pub mod engine;

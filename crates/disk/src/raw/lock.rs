@@ -8,11 +8,15 @@
 //!   overtaken by it.
 //! * `O_EXCL` on a block device that is to be written: refused while it is mounted or claimed by
 //!   device mapper, RAID or another exclusive opener, and refuses them from then on.
+//!
+//! QEMU does not know `flock`. What it has open is seen all the same, by its own locks, at the time
+//! of opening; QEMU sees nothing of ours.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
+use ferrite_io::byte_locks::is_locked_by_others;
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::nvme::block_device;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
@@ -34,6 +38,13 @@ const GONE_GRACE: Duration = Duration::from_secs(5);
 /// A worker thread of the kernel lets go of a file a little after the end of its last operation,
 /// so an image that this process has just closed may be locked for a moment.
 const OWN_GRACE: Duration = Duration::from_millis(500);
+
+/// QEMU's locks on bytes of an image ("disk image file locking" in its manual): at 100
+/// and a permission's number, who uses the permission; at 200, who lets nobody else use it. The
+/// permissions: 0 to read what is consistent, 1 to write, 3 to change the size.
+const QEMU_WRITES: [u32; 2] = [101, 103];
+const QEMU_FORBIDS_READING: [u32; 1] = [200];
+const QEMU_FORBIDS_WRITING: [u32; 2] = [201, 203];
 
 /// An image that is open and locked.
 pub(super) struct Opened {
@@ -102,6 +113,13 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
         Err(Errno::AGAIN) => return Ok(locked(&before, grace)),
         Err(e) => return Err(io_error(path, "it could not be locked", e)),
     }
+    if used_by_qemu(&file, read_only) {
+        let why = match read_only {
+            true => "QEMU (or one of its tools) writes to it",
+            false => "QEMU (or one of its tools) has it open",
+        };
+        return Ok(Attempt::Busy(grace, why.into()));
+    }
     // Whoever had the image may have put another one in its place before letting it go.
     let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
     let now = rustix::fs::stat(path).map_err(|e| open_error(path, read_only, e))?;
@@ -115,6 +133,14 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
         return Err(open_error(path, read_only, Errno::ROFS));
     }
     Ok(Attempt::Done(Opened { file, stat, medium, claim }))
+}
+
+/// Whether QEMU does with it what does not go together with what we want. Where there are no such
+/// locks QEMU has none, either.
+fn used_by_qemu(file: &OwnedFd, read_only: bool) -> bool {
+    let is_set = |byte: &u32| is_locked_by_others(file, *byte).unwrap_or(false);
+    QEMU_WRITES.iter().chain(&QEMU_FORBIDS_READING).any(is_set)
+        || !read_only && QEMU_FORBIDS_WRITING.iter().any(is_set)
 }
 
 /// Opens the block device of an NVMe namespace for itself alone, where there is one and it is to
