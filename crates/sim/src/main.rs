@@ -13,7 +13,7 @@ use ferrite_io::sim::Lie;
 use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
-use ferrite_sim::plan::{Plan, Scenario, Told, Violation};
+use ferrite_sim::plan::{Cut, Plan, Scenario, Told, Violation};
 use ferrite_sim::story::tell;
 
 /// Cuts the power of a simulated machine while it uses virtual disks.
@@ -44,12 +44,13 @@ struct Arguments {
     /// Blocks or clusters of this size, in bytes, instead of what the seed says.
     #[arg(long, value_name = "BYTES")]
     unit: Option<u32>,
-    /// Tell each story once for each of the first round's steps and for each kind of end.
+    /// Tell each story once for each step of each of its rounds and for each kind of end.
     #[arg(long)]
     steps: bool,
-    /// End the first round at this step by this, as a report says: STEP:power or STEP:death.
-    #[arg(long, value_name = "STEP:KIND", value_parser = cut, conflicts_with = "steps")]
-    cut: Option<(u64, After)>,
+    /// End this round, and the story, at this step by this: the numbers of a report, and power or
+    /// death.
+    #[arg(long, value_name = "ROUND:STEP:KIND", value_parser = cut, conflicts_with = "steps")]
+    cut: Option<Cut>,
     /// Print every request that touches this sector.
     #[arg(long, value_name = "SECTOR")]
     trace: Option<u64>,
@@ -70,14 +71,18 @@ fn scenarios(name: &str) -> Result<Scenarios, String> {
     if found.is_empty() { Err("there is no such scenario".into()) } else { Ok(Scenarios(found)) }
 }
 
-fn cut(text: &str) -> Result<(u64, After), String> {
-    let (step, kind) = text.split_once(':').ok_or("it is STEP:power or STEP:death")?;
-    let step = step.parse().map_err(|e| format!("the step: {e}"))?;
-    match kind {
-        "power" => Ok((step, After::PowerCut)),
-        "death" => Ok((step, After::Death)),
-        _ => Err("the kind is power or death".into()),
-    }
+fn cut(text: &str) -> Result<Cut, String> {
+    let parts: Vec<&str> = text.split(':').collect();
+    let [round, step, kind] = parts[..] else {
+        return Err("it is ROUND:STEP:power or ROUND:STEP:death".into());
+    };
+    let number = |name: &str, text: &str| text.parse().map_err(|e| format!("the {name}: {e}"));
+    let after = match kind {
+        "power" => After::PowerCut,
+        "death" => After::Death,
+        _ => return Err("the kind is power or death".into()),
+    };
+    Ok(Cut { round: number("round", round)?, step: number("step", step)?, after })
 }
 
 fn lie(text: &str) -> Result<Lie, String> {
@@ -167,14 +172,26 @@ fn story(
     sum: &mut Sum,
 ) -> Result<(), Box<Violation>> {
     if !arguments.steps {
-        sum.add(tell(format, plan)?);
+        let told = tell(format, plan)?;
+        if let (Some(cut), None) = (plan.cut, &told.cut_round) {
+            println!("the story of seed {} has no round {}", plan.seed, cut.round);
+        }
+        sum.add(told);
         return Ok(());
     }
-    // As far as the first round goes if nothing ends it.
-    let whole = tell(format, &Plan { cut: Some((u64::MAX, After::Death)), ..plan.clone() })?;
-    for step in 0..=whole.first_round {
-        for after in [After::PowerCut, After::Death] {
-            sum.add(tell(format, &Plan { cut: Some((step, after)), ..plan.clone() })?);
+    let mut tell_cut = |round, step, after| -> Result<_, Box<Violation>> {
+        let told = tell(format, &Plan { cut: Some(Cut { round, step, after }), ..plan.clone() })?;
+        let cut_round = told.cut_round.clone();
+        sum.add(told);
+        Ok(cut_round)
+    };
+    for round in 0.. {
+        // As far as the round goes if nothing ends it.
+        let Some(steps) = tell_cut(round, u64::MAX, After::Death)? else { break };
+        for step in steps {
+            for after in [After::PowerCut, After::Death] {
+                tell_cut(round, step, after)?;
+            }
         }
     }
     Ok(())

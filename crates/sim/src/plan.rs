@@ -1,6 +1,7 @@
 //! What is told, and what is found in it.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use ferrite_io::sim::Lie;
@@ -94,6 +95,17 @@ impl Scenario {
     }
 }
 
+/// An end of a round that is not the seed's choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Which, from 0. Those before it are as the seed says, and it is the last.
+    pub round: u64,
+    /// The world's step that is the last, as in reports.
+    pub step: u64,
+    /// By what.
+    pub after: After,
+}
+
 /// What to tell.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -101,8 +113,8 @@ pub struct Plan {
     pub seed: u64,
     /// What it is about.
     pub scenario: Scenario,
-    /// The first round ends at this step, by this; none: as the seed says.
-    pub cut: Option<(u64, After)>,
+    /// Ends the story; none: as the seed says.
+    pub cut: Option<Cut>,
     /// Where the files go if something is found.
     pub keep: Option<PathBuf>,
     /// Prints every request that touches this sector.
@@ -119,10 +131,11 @@ impl Plan {
 }
 
 /// What a story without a finding was.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Told {
-    /// Steps of the world in the first round.
-    pub first_round: u64,
+    /// The world's steps at which the round of the plan's cut could have been cut: from its first
+    /// to where it ended. None: there was no such round.
+    pub cut_round: Option<RangeInclusive<u64>>,
     /// Steps in all.
     pub steps: u64,
     /// Power cuts.
@@ -155,9 +168,9 @@ impl fmt::Display for Violation {
         let Violation { format, round, step, what, .. } = self;
         writeln!(f, "VIOLATION in round {round}, at step {step}: {what}")?;
         write!(f, "replay: ferrite-sim --seed {seed} --scenario {scenario} {format}")?;
-        if let Some((step, after)) = self.plan.cut {
+        if let Some(Cut { round, step, after }) = self.plan.cut {
             let after = if after == After::Death { "death" } else { "power" };
-            write!(f, " --cut {step}:{after}")?;
+            write!(f, " --cut {round}:{step}:{after}")?;
         }
         if let Some(Lie::Sync { of, which }) = self.plan.lie {
             write!(f, " --lie {which}:{of}")?;

@@ -12,7 +12,7 @@ use crate::format::{Disk, Format, Operation};
 use crate::load::{Load, MAX_REQUEST_SECTORS, Mix};
 use crate::machine::{MAX_DEPTH, MAX_QUEUES, Machine, Thread};
 use crate::model::{After, Model};
-use crate::plan::{Plan, Scenario, Told, Violation};
+use crate::plan::{Cut, Plan, Scenario, Told, Violation};
 use crate::stamp;
 
 /// Many large writes, so that what is below has much.
@@ -49,9 +49,6 @@ pub fn tell<F: Format>(format: &F, plan: &Plan) -> Result<Told, Box<Violation>> 
     for round in 0..story.rounds {
         let done = story.round(round, &mut told);
         let step = story.machine.world.step();
-        if round == 0 {
-            told.first_round = step;
-        }
         told.steps = step;
         if let Err(what) = done {
             let kept = plan.keep.as_ref().map(|dir| story.machine.keep(dir));
@@ -86,12 +83,12 @@ impl<'a, F: Format> Story<'a, F> {
         let machine = Machine::new(plan.seed).map_err(|e| e.to_string())?;
         let sectors = sizes(&mut random);
         let rounds = match plan.scenario {
-            _ if plan.cut.is_some() => 1,
             Scenario::Close => 5,
             Scenario::Compressed => 3,
             Scenario::Operations => 6,
             _ => 1 + random.below(3),
         };
+        let rounds = plan.cut.map_or(rounds, |cut| rounds.min(cut.round + 1));
         let model = Rc::new(RefCell::new(Model::new(sectors)));
         let numbers = Rc::new(Cell::new(1));
         Ok(Story {
@@ -110,7 +107,7 @@ impl<'a, F: Format> Story<'a, F> {
 
     /// Load, its end, and what is there afterwards.
     fn round(&mut self, round: u64, told: &mut Told) -> Result<(), String> {
-        let forced = self.plan.cut.filter(|_| round == 0);
+        let forced = self.plan.cut.filter(|cut| cut.round == round);
         let operations = self.plan.scenario == Scenario::Operations;
         if round > 0 && self.plan.scenario == Scenario::Compressed {
             self.change_by_others()?;
@@ -128,7 +125,7 @@ impl<'a, F: Format> Story<'a, F> {
                         self.begin_compressed()?;
                     } else if self.plan.scenario == Scenario::Past {
                         self.begin_past()?;
-                    } else if forced.is_none() {
+                    } else {
                         self.begin_chain()?;
                     }
                     self.machine.world.set_lie(self.plan.lie.clone());
@@ -136,8 +133,10 @@ impl<'a, F: Format> Story<'a, F> {
             }
         } else if operations {
             match self.choose() {
-                copy @ (Operation::Clone(_) | Operation::Convert(_)) => self.copy(copy, told)?,
-                operation => self.operate(operation, None, told)?,
+                copy @ (Operation::Clone(_) | Operation::Convert(_)) => {
+                    self.copy(copy, forced, told)?;
+                }
+                operation => self.operate(operation, forced, told)?,
             }
         } else if self.layers < MAX_LAYERS && self.random.below(3) == 0 {
             let snapshot = Operation::Snapshot(self.layers);
@@ -208,17 +207,11 @@ impl<'a, F: Format> Story<'a, F> {
         self.examine(After::Close, &[sectors])
     }
 
-    fn use_and_look(
-        &mut self,
-        forced: Option<(u64, After)>,
-        told: &mut Told,
-    ) -> Result<(), String> {
+    fn use_and_look(&mut self, forced: Option<Cut>, told: &mut Told) -> Result<(), String> {
         let faulty = self.random.below(4) == 0 && forced.is_none();
         self.trouble(faulty);
-        let stop = match forced {
-            Some((step, _)) => Some(step),
-            None => self.end_of_round(),
-        };
+        let stop = self.end_of_round(forced);
+        let began = self.machine.world.step();
         self.machine.world.stop_at(stop);
         let past = self.plan.scenario == Scenario::Past && forced.is_none();
         if past && self.random.below(4) > 0 {
@@ -234,12 +227,15 @@ impl<'a, F: Format> Story<'a, F> {
         };
         let (disk_closed, flush_failed) = self.use_disk(faulty, in_flush, None)?;
         let after = match forced {
-            Some((_, after)) => after,
+            Some(cut) => cut.after,
             None if flush_failed => After::PowerCut,
             None if disk_closed => self.one_of([After::Close, After::PowerCut]),
             None => self.one_of([After::Death, After::PowerCut]),
         };
         self.end(after, told)?;
+        if forced.is_some() {
+            told.cut_round = Some(began..=self.ended_at);
+        }
         let sectors = self.model.borrow().sectors();
         self.examine(after, &[sectors])
     }
@@ -316,28 +312,25 @@ impl<'a, F: Format> Story<'a, F> {
     fn operate(
         &mut self,
         operation: Operation,
-        forced: Option<(u64, After)>,
+        forced: Option<Cut>,
         told: &mut Told,
     ) -> Result<(), String> {
         if matches!(operation, Operation::Create(_)) && self.format.exists(&self.machine.place) {
             return Ok(());
         }
         let before = self.model.borrow().sectors();
-        let stop = match forced {
-            Some((step, _)) => Some(step),
-            None => self.end_of_round(),
-        };
+        let stop = self.end_of_round(forced);
+        let began = self.machine.world.step();
         self.trouble(false);
         self.machine.world.stop_at(stop);
         let done = self.do_whole(operation);
         self.ended_at = self.machine.world.step();
         let stopped = self.machine.world.stopped();
         let finished = done.is_ok();
-        let after = match forced {
-            Some((_, after)) => after,
-            None if !stopped => self.one_of([After::Close, After::PowerCut]),
-            None => self.one_of([After::Death, After::PowerCut]),
-        };
+        let after = self.end_of_operation(forced, stopped);
+        if forced.is_some() {
+            told.cut_round = Some(began..=self.ended_at);
+        }
         if stopped {
             self.machine.set_aside().map_err(|e| e.to_string())?;
             // Not done, or done and not told: a discard may show what was there in either case.
@@ -387,12 +380,24 @@ impl<'a, F: Format> Story<'a, F> {
     }
 
     /// At which step the world stops; none: when all is done.
-    fn end_of_round(&mut self) -> Option<u64> {
+    fn end_of_round(&mut self, forced: Option<Cut>) -> Option<u64> {
+        if let Some(cut) = forced {
+            return Some(cut.step);
+        }
         if self.plan.scenario == Scenario::Close || self.random.below(8) == 0 {
             return None;
         }
         let reach = 1 << (4 + self.random.below(7));
         Some(self.machine.world.step() + 1 + self.random.below(reach))
+    }
+
+    /// What ends a process that has made an operation, or was stopped while it did.
+    fn end_of_operation(&mut self, forced: Option<Cut>, stopped: bool) -> After {
+        match (forced, stopped) {
+            (Some(cut), _) => cut.after,
+            (None, false) => self.one_of([After::Close, After::PowerCut]),
+            (None, true) => self.one_of([After::Death, After::PowerCut]),
+        }
     }
 
     /// Opens the disk, and loads it until all is done or the world stands still. Whether it was
@@ -501,18 +506,24 @@ impl<'a, F: Format> Story<'a, F> {
 
     /// An operation that makes another image of the leaf, and may be interrupted. The leaf stays as
     /// it is, and what has the other's name is whole.
-    fn copy(&mut self, operation: Operation, told: &mut Told) -> Result<(), String> {
+    fn copy(
+        &mut self,
+        operation: Operation,
+        forced: Option<Cut>,
+        told: &mut Told,
+    ) -> Result<(), String> {
         self.copies += 1;
-        let stop = self.end_of_round();
+        let stop = self.end_of_round(forced);
+        let began = self.machine.world.step();
         self.trouble(false);
         self.machine.world.stop_at(stop);
         let done = self.format.operate(&self.machine.place, operation);
         self.ended_at = self.machine.world.step();
         let stopped = self.machine.world.stopped();
-        let after = match stopped {
-            false => self.one_of([After::Close, After::PowerCut]),
-            true => self.one_of([After::Death, After::PowerCut]),
-        };
+        let after = self.end_of_operation(forced, stopped);
+        if forced.is_some() {
+            told.cut_round = Some(began..=self.ended_at);
+        }
         match stopped {
             true => self.machine.set_aside().map_err(|e| e.to_string())?,
             false => done.map_err(|e| format!("{operation:?}, nothing was wrong: {e}"))?,

@@ -15,7 +15,8 @@ use ferrite_io::arena::Span;
 use ferrite_io::sim::Lie;
 use ferrite_sim::format::{Disk, Format, Place, Queue};
 use ferrite_sim::images::{Images, Medium};
-use ferrite_sim::plan::{Plan, Scenario, Violation};
+use ferrite_sim::model::After;
+use ferrite_sim::plan::{Cut, Plan, Scenario, Violation};
 use ferrite_sim::story::tell;
 
 /// The first of so many fixed seeds whose story ends badly.
@@ -299,6 +300,40 @@ fn a_flush_that_is_not_passed_on_is_found_and_found_again_by_its_seed() {
     assert!(found.what.contains("after a power cut: allowed:"), "{found}");
     let again = tell(&DeafFlush, &found.plan).unwrap_err();
     assert_eq!((&again.what, again.step), (&found.what, found.step));
+}
+
+#[test]
+fn a_cut_of_a_later_round_is_found_again_by_what_is_printed() {
+    let plan = |seed, step, after| {
+        let cut = Some(Cut { round: 1, step, after });
+        Plan { cut, ..Plan::new(seed, Scenario::FlushStorm) }
+    };
+    let found = (0..40).find_map(|seed| {
+        let steps = tell(&DeafFlush, &plan(seed, u64::MAX, After::Death)).ok()?.cut_round?;
+        let middle = (steps.start() + steps.end()) / 2;
+        tell(&DeafFlush, &plan(seed, middle, After::PowerCut)).err()
+    });
+    let found = found.expect("a violation");
+    let command = format!(" --cut 1:{}:power", found.step);
+    assert!(found.round == 1 && found.to_string().contains(&command), "{found}");
+    let again = tell(&DeafFlush, &found.plan).unwrap_err();
+    assert_eq!((&again.what, again.step), (&found.what, found.step));
+}
+
+#[test]
+fn every_round_of_a_story_can_be_cut_and_there_are_no_more() {
+    let images = Images::new(Kind::Vhd);
+    let mut end = 0;
+    for round in 0..6 {
+        let cut = Some(Cut { round, step: u64::MAX, after: After::Death });
+        let told = tell(&images, &Plan { cut, ..Plan::new(3, Scenario::Operations) }).unwrap();
+        let steps = told.cut_round.unwrap();
+        assert!(end < *steps.end() && steps.start() < steps.end(), "{round}: {steps:?}");
+        end = *steps.end();
+    }
+    let cut = Some(Cut { round: 6, step: u64::MAX, after: After::Death });
+    let told = tell(&images, &Plan { cut, ..Plan::new(3, Scenario::Operations) }).unwrap();
+    assert_eq!(told.cut_round, None);
 }
 
 #[test]
