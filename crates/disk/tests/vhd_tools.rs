@@ -8,7 +8,7 @@ use std::path::Path;
 
 use common::vhd::{at, create, name, offline, options, parent, peer, queue};
 use common::{Loop, MIB, dir_on_disk, dir_on_tmpfs};
-use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
+use ferrite_disk::vhd::{self, Footer, NewImage, Problem, Uuid, Vhd};
 use ferrite_disk::{OpenOptions, Raw};
 use tempfile::TempDir;
 
@@ -76,6 +76,61 @@ fn who_opens_a_fixed_image_on_a_device_that_has_grown_is_told_where_its_footer_b
     assert!(command.starts_with("dd ") && command.ends_with("seek=4095"), "{command}");
     common::run("sh", &["-c", &command]).unwrap();
     assert_eq!(Vhd::open(&path, &device).unwrap().bytes(), MIB);
+}
+
+/// The beginning of a fixed disk is its guest's: there it says that the disk is an image on another
+/// guest's disk, which the footer at the end of the device contradicts, until the device grows.
+#[test]
+fn a_guest_of_a_fixed_image_on_a_device_that_has_grown_gets_no_other_disk() {
+    let dir = dir_on_disk();
+    let (other, forged) = (at(&dir, "other.img"), at(&dir, "forged.vhd"));
+    fs::write(&other, vec![0xAB; MIB as usize]).unwrap();
+    let nobodys =
+        Footer { uuid: Uuid::NIL, ..create(&at(&dir, "x.vhd"), &NewImage::dynamic(MIB)).unwrap() };
+    create(&forged, &NewImage::differencing(MIB, parent(&other, &nobodys))).unwrap();
+    let mut forged = fs::read(&forged).unwrap();
+    assert_eq!(queue(&at(&dir, "forged.vhd")).read(0, 512).unwrap(), [0xAB; 512]);
+    for kind in [4, 3] {
+        let path = at(&dir, &format!("device{kind}"));
+        create(&path, &NewImage { fixed: true, ..NewImage::dynamic(MIB) }).unwrap();
+        let before = fs::metadata(&path).unwrap().len();
+        forged[60..68].copy_from_slice(&[0, 0, 0, kind, 0, 0, 0, 0]);
+        let sum = forged[..512].iter().fold(0u32, |sum, byte| sum + u32::from(*byte));
+        forged[64..68].copy_from_slice(&(!sum).to_be_bytes());
+        change(&path, 0, &forged);
+        File::options().write(true).open(&path).unwrap().set_len(2 * MIB).unwrap();
+        let grown = fs::read(&path).unwrap();
+        let device = OpenOptions { fixed_size: true, ..options() };
+        let error = Vhd::open(&path, &device).unwrap_err();
+        assert!(error.to_string().contains("guest's") && error.help().contains("dd "), "{error:?}");
+        // Nor does a repair believe it.
+        let raw = Raw::open_medium(&path, &device).unwrap();
+        let found = offline(&[&raw], async |port| vhd::repair(&port, &raw).await).unwrap();
+        assert!(found.findings.iter().any(|f| f.problem == Problem::Footers));
+        drop(raw);
+        assert!(fs::read(&path).unwrap() == grown);
+        // The owner says what it is.
+        let footer = &grown[before as usize - 512..before as usize];
+        change(&path, 2 * MIB - 512, footer);
+        Vhd::open(&path, &device).unwrap_err();
+        change(&path, 0, &[0; 512]);
+        assert_eq!(Vhd::open(&path, &device).unwrap().bytes(), MIB);
+    }
+}
+
+/// What tapdisk leaves of one that it has open, or growing the device of a closed one.
+#[test]
+fn a_dynamic_image_on_a_device_that_lost_its_end_is_opened_when_its_owner_has_put_the_copy_there() {
+    let dir = dir_on_disk();
+    let path = image(&dir);
+    File::options().write(true).open(&path).unwrap().set_len(64 * MIB).unwrap();
+    change(&path, 64 * MIB - 512, &[0xC7; 512]);
+    let device = OpenOptions { fixed_size: true, ..options() };
+    let error = Vhd::open(&path, &device).unwrap_err();
+    let command = error.help().split(": ").last().unwrap().replace("OLD", "0");
+    common::run("sh", &["-c", &command]).unwrap();
+    assert_eq!(Vhd::open(&path, &device).unwrap().bytes(), BYTES);
+    is_intact(&path);
 }
 
 /// Windows keeps paths of its own kinds in images that are older than itself.

@@ -1,8 +1,10 @@
 //! Images in the formats of this project, alone or on top of others, in files or on devices.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
 use ferrite_disk::{
@@ -246,11 +248,22 @@ impl Images {
         let shape = self.shape(place);
         if self.on_devices() && !shape.fixed {
             let bytes = self.room_bytes(self.kind, sectors);
-            let devices = shape.devices;
-            devices.provide(place, &leaf.path, bytes).map_err(|e| e.to_string())?;
+            self.enlarge(place, &leaf.path, bytes).map_err(|e| e.to_string())?;
         }
         let done = self.shop(place, |shop| shop.resize(&leaf, sectors * 512, false));
         done.map(drop).map_err(|e| e.to_string())
+    }
+
+    /// Makes a device larger, and copies a VHD's footer to the new end.
+    fn enlarge(&self, place: &Place, path: &Path, bytes: u64) -> io::Result<()> {
+        let device = File::options().read(true).write(true).open(path)?;
+        let mut footer = [0; 512];
+        device.read_exact_at(&mut footer, device.metadata()?.len() - 512)?;
+        self.shape(place).devices.provide(place, path, bytes)?;
+        match self.kind {
+            Kind::Vhd => device.write_all_at(&footer, device.metadata()?.len() - 512),
+            _ => Ok(()),
+        }
     }
 
     fn coalesce(&self, place: &Place) -> Result<(), String> {

@@ -3,47 +3,42 @@
 use std::io;
 
 use super::format::SECTOR;
-use super::format::footer::{Footer, Kind};
+use super::format::footer::Footer;
 use super::pieces::write_bytes;
 use crate::{Port, Raw};
 
-/// Replaces the footers of the image in `raw`, which is file `file` of the port. Everything that
-/// the new one refers to is durable. `end`: where the last part ends that is used.
+/// Replaces the footers of the dynamic or differencing image in `raw`, which is file 0 of the port.
+/// Everything that the new one refers to is durable. `end`: where the last part ends that is used.
 ///
-/// Two footers of different images are refused by whoever opens the image, so a dynamic one has
-/// only the copy at the beginning for a while:
-/// 1. the footer at the end is taken away (a file is cut off there); `fdatasync`,
-/// 2. the copy at the beginning, one sector, becomes the new one; `fdatasync`,
-/// 3. the new one is written at the end; `fdatasync`.
+/// Of two footers of one image that at the end counts, so that is written first, then the copy at
+/// the beginning, each with an `fdatasync`. Two footers of different images are refused by whoever
+/// opens the image; so when a file gets another identity, zeros come to the end before that, and
+/// the copy counts for a while. On a device nothing but the end counts: there an image with
+/// another identity is none until all is done.
+///
+/// A file is cut off behind its footer when that, or the zeros, are durable: its last sector is
+/// never anything else.
 pub(super) async fn replace_footers(
     port: &Port,
-    index: usize,
     raw: &Raw,
+    old: &Footer,
     footer: &Footer,
     end: u64,
 ) -> io::Result<()> {
-    let (io, file) = (&port.io, port.files[index]);
-    let bytes = footer.bytes();
-    if footer.kind == Kind::Fixed {
-        // Its only one: a single sector.
-        let at = if raw.is_file() { end } else { raw.bytes_now()? / SECTOR * SECTOR - SECTOR };
-        write_bytes(port, file, &[(at, &bytes)]).await?;
-        return io.sync(file).await;
-    }
-    let at = match raw.is_file() {
-        true => {
-            io.set_len(file, end).await?;
-            end
-        }
-        false => {
-            let at = raw.bytes_now()? / SECTOR * SECTOR - SECTOR;
-            write_bytes(port, file, &[(at, &[0; SECTOR as usize])]).await?;
-            at
-        }
+    let (io, file) = (&port.io, port.files[0]);
+    let at = if raw.is_file() { end } else { raw.bytes_now()? / SECTOR * SECTOR - SECTOR };
+    let (new, none) = (footer.bytes(), [0; SECTOR as usize]);
+    let steps: &[(u64, &[u8])] = match old.uuid == footer.uuid {
+        true => &[(at, &new), (0, &new)],
+        false => &[(at, &none), (0, &new), (at, &new)],
     };
-    io.sync(file).await?;
-    write_bytes(port, file, &[(0, &bytes)]).await?;
-    io.sync(file).await?;
-    write_bytes(port, file, &[(at, &bytes)]).await?;
-    io.sync(file).await
+    for (number, step) in steps.iter().enumerate() {
+        write_bytes(port, file, &[*step]).await?;
+        io.sync(file).await?;
+        if number == 0 && raw.is_file() {
+            io.set_len(file, at + SECTOR).await?;
+            io.sync(file).await?;
+        }
+    }
+    Ok(())
 }

@@ -10,6 +10,8 @@ use std::io;
 
 use super::footers::replace_footers;
 use super::format::footer::Footer;
+use super::meta::FooterAt;
+use super::pieces::write_bytes;
 use super::{Body, Vhd};
 use crate::Port;
 
@@ -23,10 +25,17 @@ impl Vhd {
         self.close(port).await?;
         let footer =
             Footer { uuid: child.footer.uuid, hidden: child.footer.hidden, ..self.footer.clone() };
-        let end = match &self.body {
-            Body::Fixed => self.bytes(),
-            Body::Sparse(sparse) => sparse.blocks.footer_at(),
-        };
-        replace_footers(port, 0, &self.raw, &footer, end).await
+        match (&self.body, self.footer_at) {
+            (Body::Sparse(sparse), _) => {
+                let end = sparse.blocks.footer_at();
+                replace_footers(port, &self.raw, &self.footer, &footer, end).await
+            }
+            // Its only one: a single sector. There may be space between the disk and that.
+            (Body::Fixed, FooterAt::End(at)) => {
+                write_bytes(port, port.files[0], &[(at, &footer.bytes())]).await?;
+                port.io.sync(port.files[0]).await
+            }
+            (Body::Fixed, FooterAt::Start) => Err(io::ErrorKind::InvalidData.into()),
+        }
     }
 }

@@ -86,6 +86,7 @@ pub(super) struct Footers {
     pub(super) end: Result<Footer, Malformed>,
     pub(super) end_at: u64,
     pub(super) medium_bytes: u64,
+    is_file: bool,
 }
 
 impl Footers {
@@ -105,15 +106,20 @@ impl Footers {
         let mut array = [0; 512];
         array.copy_from_slice(&bytes);
         let end = Footer::parse(&array, end_at);
-        Ok(Footers { start, end, end_at, medium_bytes })
+        Ok(Footers { start, end, end_at, medium_bytes, is_file: raw.is_file() })
     }
 
-    /// The footer that counts: the one at the end, as for everybody else. While an image is open
-    /// its end is not written, so after a crash the copy at its beginning serves.
+    /// The footer that counts: the one at the end, as for everybody else. While an image in a file
+    /// is open its end is not written, so after a crash the copy at its beginning serves.
     ///
     /// A guest can write the first sector of a fixed disk, and the last of an image that tapdisk
     /// had open when the host crashed. So two footers that are whole and of different images are
     /// refused: one of them is a guest's.
+    ///
+    /// A device has its footer at its end while it is open, too, and if that is missing the device
+    /// has grown. Then what is at its beginning may be a fixed disk's first sector, and what its
+    /// guest has written there names any file of the host as its parent, or shows it what other
+    /// guests have left on the rest of the device. So there a copy alone is never believed.
     pub(super) fn choose(&self) -> Result<(Footer, FooterAt), Malformed> {
         match (&self.start, &self.end) {
             (Ok(start), Ok(end)) if start.uuid != end.uuid || start.kind != end.kind => {
@@ -122,9 +128,16 @@ impl Footers {
                 Err(Malformed::new(self.end_at, why))
             }
             (_, Ok(end)) => Ok((end.clone(), FooterAt::End(self.end_at))),
-            (Ok(start), Err(_)) if start.kind != Kind::Fixed => {
-                Ok((start.clone(), FooterAt::Start))
-            }
+            (Ok(start), Err(bad)) if start.kind != Kind::Fixed => match self.is_file {
+                true => Ok((start.clone(), FooterAt::Start)),
+                false => {
+                    let why = format!(
+                        "{}; the one at the device's beginning may be a fixed disk's guest's",
+                        bad.why
+                    );
+                    Err(Malformed::new(bad.offset, why))
+                }
+            },
             (_, Err(bad)) => Err(bad.clone()),
         }
     }

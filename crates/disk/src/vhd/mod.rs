@@ -301,14 +301,17 @@ impl Vhd {
     }
 }
 
-/// A device may have grown below the image. Where it ended before, nobody but its owner knows: what
-/// looks like a footer within a fixed disk a guest may have written.
+/// A device may have grown below the image, or lost its footer with another program's crash
+/// (tapdisk takes it away while it has an image open). Where it ended before, and whether what is
+/// in it is a fixed disk, nobody but its owner knows: what looks like a footer within a fixed disk
+/// a guest may have written.
 fn no_footer(raw: &Raw, end_at: u64, bad: &Malformed) -> DiskError {
     let (path, seek) = (raw.path().display(), end_at / format::SECTOR);
     let help = format!(
         "check that a VHD is on it; if the device has grown, the footer is in the last sector that \
-         it had before (number OLD): dd if={path} of={path} bs=512 count=1 conv=notrunc skip=OLD \
-         seek={seek}"
+         it had before (number OLD); an image that you know to be dynamic or differencing has a \
+         copy in sector 0, while a fixed one's guest writes there what it likes: dd if={path} \
+         of={path} bs=512 count=1 conv=notrunc skip=OLD seek={seek}"
     );
     DiskError::new(
         ErrorKind::Unsuitable,

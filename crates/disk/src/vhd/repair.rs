@@ -4,7 +4,6 @@
 use super::check::{Problem, Report, survey};
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
-use super::format::footer::{Footer, Kind};
 use super::pieces::write_bytes;
 use crate::{DiskError, ErrorKind, Port, Raw};
 
@@ -50,25 +49,8 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
         port.io.sync(file).await.map_err(failed)?;
     }
     if has(Problem::EndFooter) || has(Problem::FooterCopy) || has(Problem::Leak) {
-        mend_footers(port, raw, &found.footer, sparse.end, has(Problem::FooterCopy))
-            .await
-            .map_err(failed)?;
+        let footer = &found.footer;
+        replace_footers(port, raw, footer, footer, sparse.end).await.map_err(failed)?;
     }
     Ok(report)
-}
-
-/// With a damaged copy at the beginning the one at the end must stay until that is whole.
-async fn mend_footers(
-    port: &Port,
-    raw: &Raw,
-    footer: &Footer,
-    end: u64,
-    copy_damaged: bool,
-) -> std::io::Result<()> {
-    debug_assert_ne!(footer.kind, Kind::Fixed, "a fixed image has one footer");
-    if copy_damaged {
-        write_bytes(port, port.files[0], &[(0, &footer.bytes())]).await?;
-        port.io.sync(port.files[0]).await?;
-    }
-    replace_footers(port, 0, raw, footer, end).await
 }

@@ -159,7 +159,7 @@ impl Vhd {
                 port.io.sync(port.files[0]).await?;
             }
         }
-        replace_footers(port, 0, &self.raw, footer, end).await
+        replace_footers(port, &self.raw, &self.footer, footer, end).await
     }
 
     /// Writes a larger table behind everything else, and has the header name it. Returns where the
