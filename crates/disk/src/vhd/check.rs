@@ -140,7 +140,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
         Ok(footers) => footers,
         Err(e) => return report.add_error(Problem::Footers, e).map(|()| None),
     };
-    let (footer, _) = match footers.choose() {
+    let (footer, footer_at) = match footers.choose() {
         Ok(chosen) => chosen,
         Err(bad) => {
             report.add(Problem::Footers, bad.offset, bad.why);
@@ -153,7 +153,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
     if let Err(bad) = &footers.end {
         report.add(Problem::EndFooter, bad.offset, bad.why.clone());
     }
-    let medium_bytes = footers.medium_bytes;
+    let room = footer_at.room(footers.medium_bytes);
     if footer.kind == Kind::Fixed {
         if footer.current_size > footers.end_at {
             let why = format!("footer: a disk of {} bytes in less", footer.current_size);
@@ -169,7 +169,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
         }
         Ok(_) => {}
     }
-    let (header, batmap, layout) = match meta::read_header(raw, &footer, medium_bytes) {
+    let (header, batmap, layout) = match meta::read_header(raw, &footer, room) {
         Ok(found) => found,
         Err(e) => return report.add_error(Problem::Header, e).map(|()| None),
     };

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use super::footers::last_sector;
 use super::format::batmap::{Batmap, covered_bytes};
 use super::format::{SECTOR, footer};
 use super::meta::FooterAt;
@@ -24,7 +25,8 @@ impl Vhd {
         self.commit(port).await?;
         let Body::Sparse(sparse) = &self.body else { return Ok(()) };
         if !self.raw.read_only() {
-            let footer_missing = self.footer_at == FooterAt::Start;
+            let footer_missing = self.footer_at == FooterAt::Start
+                || sparse.blocks.is_moved(last_sector(&self.raw)?);
             if let Some(end) = sparse.blocks.closing(footer_missing) {
                 self.complete(port, sparse, end).await?;
             }
@@ -37,7 +39,7 @@ impl Vhd {
         let file = port.files[0];
         let at = match self.raw.is_file() {
             true => end,
-            false => self.raw.bytes_now()? / SECTOR * SECTOR - SECTOR,
+            false => last_sector(&self.raw)?,
         };
         if let Some(batmap) = &sparse.batmap {
             let map = sparse.blocks.batmap(covered_bytes(self.footer.current_size) as usize);

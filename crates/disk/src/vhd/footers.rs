@@ -7,8 +7,17 @@ use super::format::footer::Footer;
 use super::pieces::write_bytes;
 use crate::{Port, Raw};
 
+/// Byte offset of a medium's last sector, where the footer of a device stands.
+///
+/// # Errors
+/// The kernel does not say how large it is.
+pub(super) fn last_sector(raw: &Raw) -> io::Result<u64> {
+    Ok((raw.bytes_now()? / SECTOR * SECTOR).saturating_sub(SECTOR))
+}
+
 /// Replaces the footers of the dynamic or differencing image in `raw`, which is file 0 of the port.
-/// Everything that the new one refers to is durable. `end`: where the last part ends that is used.
+/// Everything that the new one refers to is durable, and the copy at the beginning is whole
+/// (`Blocks::mend_copy`). `end`: where the last part ends that is used.
 ///
 /// Of two footers of one image that at the end counts, so that is written first, then the copy at
 /// the beginning, each with an `fdatasync`. Two footers of different images are refused by whoever
@@ -26,7 +35,7 @@ pub(super) async fn replace_footers(
     end: u64,
 ) -> io::Result<()> {
     let (io, file) = (&port.io, port.files[0]);
-    let at = if raw.is_file() { end } else { raw.bytes_now()? / SECTOR * SECTOR - SECTOR };
+    let at = if raw.is_file() { end } else { last_sector(raw)? };
     let (new, none) = (footer.bytes(), [0; SECTOR as usize]);
     let steps: &[(u64, &[u8])] = match old.uuid == footer.uuid {
         true => &[(at, &new), (0, &new)],

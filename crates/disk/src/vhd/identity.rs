@@ -28,6 +28,7 @@ impl Vhd {
         match (&self.body, self.footer_at) {
             (Body::Sparse(sparse), _) => {
                 let end = sparse.blocks.footer_at();
+                sparse.blocks.mend_copy(port).await?;
                 replace_footers(port, &self.raw, &self.footer, &footer, end).await
             }
             // Its only one: a single sector. There may be space between the disk and that.

@@ -89,6 +89,16 @@ pub(super) struct Footers {
     is_file: bool,
 }
 
+impl FooterAt {
+    /// Where the rest of an image in a medium of so many bytes ends: nothing lies over its footer.
+    pub(super) fn room(self, medium_bytes: u64) -> u64 {
+        match self {
+            FooterAt::End(at) => at,
+            FooterAt::Start => medium_bytes,
+        }
+    }
+}
+
 impl Footers {
     pub(super) fn read(raw: &Raw) -> Result<Footers, MetaError> {
         let medium_bytes = raw.bytes_now().map_err(|e| MetaError::Io(0, e))?;

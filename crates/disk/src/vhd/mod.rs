@@ -107,7 +107,8 @@ impl Vhd {
         let body = match footer.kind {
             Kind::Fixed => fixed(&footer, footers.end_at).map_err(|e| bad(e.into()))?,
             Kind::Dynamic | Kind::Differencing => {
-                let sparse = meta::read_sparse(&raw, &footer, footers.medium_bytes).map_err(bad)?;
+                let sparse = meta::read_sparse(&raw, &footer, footer_at.room(footers.medium_bytes));
+                let sparse = sparse.map_err(bad)?;
                 let parent = match footer.kind {
                     Kind::Differencing => Some(Parent {
                         uuid: sparse.header.parent_uuid,
@@ -116,7 +117,9 @@ impl Vhd {
                     }),
                     _ => None,
                 };
-                Body::Sparse(Box::new(self::sparse(&raw, &footer, sparse, parent, options)?))
+                Body::Sparse(Box::new(self::sparse(
+                    &raw, &footers, &footer, sparse, parent, options,
+                )?))
             }
         };
         Ok(Vhd { raw, footer, footer_at, body })
@@ -331,6 +334,7 @@ fn fixed(footer: &Footer, end_at: u64) -> Result<Body, Malformed> {
 
 fn sparse(
     raw: &Raw,
+    footers: &Footers,
     footer: &Footer,
     meta: meta::Sparse,
     parent: Option<Parent>,
@@ -353,6 +357,9 @@ fn sparse(
         disk_bytes: footer.current_size,
         differencing: footer.kind == Kind::Differencing,
         is_file: raw.is_file(),
+        footer: footer.bytes(),
+        copy_whole: footers.start.as_ref() == Ok(footer),
+        last_sector: footers.end_at,
         places: meta.places,
         full: meta.full,
         metadata_bytes: options.metadata_bytes,

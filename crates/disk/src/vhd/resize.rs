@@ -140,6 +140,8 @@ impl Vhd {
         blocks: u32,
     ) -> io::Result<()> {
         let mut end = sparse.blocks.footer_at();
+        // A larger table may take the place of the footer at the end of a file.
+        sparse.blocks.mend_copy(port).await?;
         if blocks > sparse.header.max_entries {
             end = self.move_table(port, sparse, footer, blocks).await?;
         } else if let (Some(map), Some(at)) =

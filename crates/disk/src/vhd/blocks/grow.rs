@@ -2,10 +2,13 @@
 //! write to a new block costs what a write to an old one does.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use super::entry::State as Where;
 use super::{Blocks, Part, State};
+use crate::vhd::footers::last_sector;
 use crate::vhd::format::SECTOR;
+use crate::vhd::pieces::write_bytes;
 use crate::{Port, Raw};
 
 /// The smallest and the largest step in bytes.
@@ -22,7 +25,7 @@ impl Blocks {
         len: u64,
     ) -> io::Result<()> {
         self.load(port, port.files[0], offset, len).await?;
-        if self.tight.load(std::sync::atomic::Ordering::Relaxed) {
+        if self.tight.load(Ordering::Relaxed) {
             self.commit(port).await?;
         }
         let new = |part: &Part| self.entry(part.block).state() == Where::Empty;
@@ -66,12 +69,24 @@ impl Blocks {
         }
         match self.is_file {
             true => self.grow_file(port, wanted).await,
-            false => self.grow_device(raw, wanted),
+            false => self.grow_device(port, raw, wanted).await,
         }
     }
 
+    /// Before the footer at the end goes, or what it refers to changes, the copy at the beginning is
+    /// made whole: it may be damaged, or older.
+    pub(in crate::vhd) async fn mend_copy(&self, port: &Port) -> io::Result<()> {
+        if !self.copy_whole.load(Ordering::Acquire) {
+            write_bytes(port, port.files[0], &[(0, &self.footer)]).await?;
+            self.sync(port).await?;
+            self.copy_whole.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
     /// Makes the file longer. Its last sector is never given to a block, so that a guest cannot
-    /// write what would look like a footer to whoever opens the image after a crash.
+    /// write what would look like a footer to whoever opens the image after a crash: zeros are
+    /// durable there before the file is cut off behind them.
     async fn grow_file(&self, port: &Port, wanted: usize) -> io::Result<()> {
         let (from, cut, least, step) = {
             let state = self.lock();
@@ -82,7 +97,10 @@ impl Blocks {
         if !cut {
             // The footer goes with it: until `close` writes it again, the copy at 0 serves. The
             // table on disk names nothing behind this point, so nothing can be lost.
-            port.io.set_len(port.files[0], from).await?;
+            self.mend_copy(port).await?;
+            write_bytes(port, port.files[0], &[(from, &[0; SECTOR as usize])]).await?;
+            self.sync(port).await?;
+            port.io.set_len(port.files[0], from + SECTOR).await?;
             self.lock().cut = true;
         }
         let mut got = allocate(port, from, step).await.map(|()| step);
@@ -102,12 +120,17 @@ impl Blocks {
     }
 
     /// All of a device is there from the beginning; but it may have been made larger. Its last
-    /// sector is the footer's.
-    fn grow_device(&self, raw: &Raw, wanted: usize) -> io::Result<()> {
-        let bytes = raw.bytes_now()?;
+    /// sector is the footer's, which is durable there before a block takes the place of the old one.
+    async fn grow_device(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
+        let last = last_sector(raw)?;
+        if last > self.last_sector.load(Ordering::Acquire) {
+            write_bytes(port, port.files[0], &[(last, &self.footer)]).await?;
+            self.sync(port).await?;
+            self.last_sector.store(last, Ordering::Release);
+        }
         let mut state = self.lock();
         state.refilling = false;
-        state.run_end = state.run_end.max((bytes / SECTOR * SECTOR).saturating_sub(SECTOR));
+        state.run_end = state.run_end.max(last);
         match self.end_of(&state, wanted) {
             Some(end) if end <= state.run_end => Ok(()),
             _ => Err(io::ErrorKind::StorageFull.into()),

@@ -16,6 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use ferrite_io::shared_lock::SharedLock;
 
 use super::format::SECTOR;
+use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
 use crate::Port;
 use crate::image::Found;
@@ -107,6 +108,12 @@ pub(super) struct Blocks {
     differencing: bool,
     /// The file can grow, and what was never written in it reads as zeros.
     is_file: bool,
+    /// The footer as it stands on disk.
+    footer: [u8; footer::BYTES],
+    /// The copy of it at the beginning is whole and as it should be.
+    copy_whole: AtomicBool,
+    /// Byte offset of the last sector that a device had when the footer was written there.
+    last_sector: AtomicU64,
     table: Box<[AtomicU64]>,
     slab: Slab,
     /// Slots that bitmaps are kept in; more only if all of them are dirty.
@@ -135,6 +142,11 @@ pub(super) struct Opened {
     pub(super) disk_bytes: u64,
     pub(super) differencing: bool,
     pub(super) is_file: bool,
+    /// The footer, and whether the copy at the beginning is the same.
+    pub(super) footer: [u8; footer::BYTES],
+    pub(super) copy_whole: bool,
+    /// Byte offset of the medium's last sector.
+    pub(super) last_sector: u64,
     /// By block: its entry of the table ([`UNUSED`] for none).
     pub(super) places: Vec<u32>,
     /// A bit for each block that the batmap says is full; blocks behind its end are not.
@@ -173,6 +185,9 @@ impl Blocks {
             sectors_per_block,
             differencing: opened.differencing,
             is_file: opened.is_file,
+            footer: opened.footer,
+            copy_whole: AtomicBool::new(opened.copy_whole),
+            last_sector: AtomicU64::new(opened.last_sector),
             table,
             budget_slots: 0,
             tight: AtomicBool::new(false),
@@ -526,6 +541,11 @@ impl Blocks {
     fn qemu_overwrites_batmap(&self) -> bool {
         let placed = (0..self.table.len() as u32).filter_map(|block| self.place_of(block));
         !self.differencing && self.layout.qemu_overwrites_batmap(placed)
+    }
+
+    /// Whether a device is not as large any more as when the footer was written to its end.
+    pub(super) fn is_moved(&self, last_sector: u64) -> bool {
+        !self.is_file && self.last_sector.load(Ordering::Acquire) != last_sector
     }
 
     /// Everything is on disk.
