@@ -3,8 +3,10 @@
 
 mod common;
 
+use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use common::failing::Failing;
@@ -13,7 +15,7 @@ use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{NewImage, NewParent, Uuid};
 use ferrite_disk::{Disk, Extent, Intent, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::engine::Op;
+use ferrite_io::engine::{FileId, Op};
 use ferrite_io::reactor::Wait;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -322,6 +324,41 @@ fn after_a_sync_that_failed_within_a_write_no_flush_succeeds() {
     world.open();
     for i in 0..failed.unwrap() {
         assert_eq!(world.queue.as_mut().unwrap().read(i * 4096, 512).unwrap(), [1; 512]);
+    }
+}
+
+/// One of two table sectors is written, and with it the place of a block that gets more data.
+#[test]
+fn after_a_commit_that_failed_data_is_durable_before_the_bitmap_that_says_so() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let mut world = World::new(&dir, &state, (4096, Base::Raw, false), None);
+    let disk = world.queue.take().unwrap().disk;
+    let ops: Rc<RefCell<Vec<(FileId, bool)>>> = Rc::default();
+    let (list, mut broken) = (ops.clone(), true);
+    let far = 8 * 128 * 4096;
+    let decide = move |op: &Op| match *op {
+        Op::Write { offset, .. } if offset == 1536 + 8 * 512 && broken => {
+            broken = false;
+            Some(5)
+        }
+        Op::Write { file, .. } | Op::Sync { file } => {
+            list.borrow_mut().push((file, matches!(op, Op::Sync { .. })));
+            None
+        }
+        _ => None,
+    };
+    let mut queue = Queue::on(disk, |inner| Box::new(Failing::new(inner, Box::new(decide))));
+    queue.write(0, &[1; 512]).unwrap();
+    queue.write(far, &[1; 512]).unwrap();
+    queue.flush().unwrap_err();
+    queue.write(1024, &[2; 512]).unwrap();
+    ops.take();
+    for syncs in [3, 1] {
+        queue.flush().unwrap();
+        let ops = ops.take();
+        let (file, _) = ops[0];
+        assert!(ops.iter().all(|op| op.0 == file) && ops[0].1, "{ops:?}");
+        assert_eq!(ops.iter().filter(|op| op.1).count(), syncs);
     }
 }
 

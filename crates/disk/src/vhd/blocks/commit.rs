@@ -8,6 +8,10 @@
 //!    everything they refer to is durable.
 //! 4. `fdatasync`.
 //!
+//! After a commit that failed, some of its table sectors may be on disk. Then blocks are not new
+//! any more, though nobody knows which, and the next commit has a sync before step 1: for the data
+//! that was written since.
+//!
 //! What is written is the state at the start: bits that are set later stand for data that the
 //! first sync may not have seen.
 
@@ -74,6 +78,7 @@ impl Blocks {
         let state = &mut *state;
         if done.is_ok() {
             state.outdated.drain(..outdated).for_each(|record| state.journal.release(record));
+            state.again = false;
         }
         self.unsaved.store(!state.dirty.is_empty(), Ordering::Relaxed);
         self.set_tight(state);
@@ -158,6 +163,9 @@ impl Blocks {
             to.resize(start + self.layout.bitmap_bytes as usize, 0);
             u64::from(item.sector) * SECTOR
         };
+        if self.lock().again {
+            self.sync(port).await?;
+        }
         let new = batch.iter().filter(|item| item.new);
         write_pieces(port, file, new, bitmap).await?;
         self.sync(port).await?;
@@ -187,6 +195,7 @@ impl Blocks {
     /// After a commit that failed everything is dirty as before.
     fn settle(&self, batch: Vec<Item>, done: bool) {
         let mut state = self.lock();
+        state.again |= !done;
         for item in batch {
             let entry = self.entry(item.block).without(Entry::BUSY);
             let records = item.records.into_iter().map(|(_, record)| record);

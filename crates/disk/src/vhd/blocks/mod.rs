@@ -81,6 +81,8 @@ struct State {
     cut: bool,
     /// A task was sent to set space aside.
     refilling: bool,
+    /// A commit has failed, and none has written what it should have since.
+    again: bool,
     /// Something was changed since the image was opened.
     changed: bool,
     /// The blocks with [`Entry::DIRTY`].
@@ -199,6 +201,7 @@ impl Blocks {
                 run_end: end,
                 cut: false,
                 refilling: false,
+                again: false,
                 changed: false,
                 dirty: Vec::new(),
                 journal: opened.journal,
