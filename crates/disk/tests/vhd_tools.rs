@@ -171,7 +171,6 @@ fn a_closed_image_has_nothing_wrong() {
         ("fixed.vhd", NewImage { fixed: true, ..NewImage::dynamic(MIB) }),
         ("empty.vhd", NewImage::dynamic(512)),
         ("small.vhd", NewImage { block_bytes: 4096, ..NewImage::dynamic(MIB) }),
-        ("room.vhd", NewImage { room_for_bytes: 1 << 40, ..NewImage::dynamic(MIB) }),
     ] {
         create(&at(&dir, name), &new).unwrap();
         assert_eq!(check(&at(&dir, name)), [], "{name}");
@@ -253,10 +252,11 @@ fn places_that_make_no_sense_are_named_and_nothing_is_mended() {
 
 #[test]
 fn a_disk_grows_with_room_in_its_table_and_without() {
-    for room_for_bytes in [0, 1 << 40] {
+    for first in [BYTES, 1 << 40] {
         let dir = dir_on_disk();
         let path = at(&dir, "a.vhd");
-        create(&path, &NewImage { room_for_bytes, ..NewImage::dynamic(BYTES) }).unwrap();
+        create(&path, &NewImage::dynamic(first)).unwrap();
+        resize(&path, BYTES).unwrap();
         let mut disk = queue(&path);
         for (offset, byte) in [(4 * MIB, 3), (0, 1), (9 * MIB, 4)] {
             disk.write(offset, &[byte; 512]).unwrap();
@@ -279,6 +279,30 @@ fn a_disk_grows_with_room_in_its_table_and_without() {
                 assert!(said.contains(&format!("({bytes} bytes)")), "{said}");
             }
         }
+    }
+}
+
+/// What stands in the table behind its end means nothing, also when the disk comes to reach there.
+#[test]
+fn a_disk_gets_no_blocks_as_it_grows() {
+    let dir = dir_on_disk();
+    let path = at(&dir, "a.vhd");
+    create(&path, &NewImage::dynamic(900 * MIB)).unwrap();
+    resize(&path, BYTES).unwrap();
+    let mut disk = queue(&path);
+    disk.write(0, &[7; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let first = table_entry(&path, 0).to_be_bytes();
+    for block in [5, 127, 128, 200] {
+        change(&path, 1536 + block * 4, &first);
+    }
+    resize(&path, 600 * MIB).unwrap();
+    assert_eq!(check(&path), []);
+    let mut disk = queue(&path);
+    assert_eq!(disk.read(0, 512).unwrap(), [7; 512]);
+    for block in [5, 127, 128, 200] {
+        assert_eq!(disk.read(block * 2 * MIB, 512).unwrap(), [0; 512]);
     }
 }
 

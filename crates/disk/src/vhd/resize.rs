@@ -1,6 +1,7 @@
 //! Other sizes.
 
 use std::io;
+use std::ops::Range;
 
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
@@ -16,6 +17,8 @@ use crate::{DiskError, ErrorKind, Port};
 
 /// Memory of zeros that is written over and over where the medium knows nothing better.
 const ZEROS_BYTES: usize = 64 << 10;
+/// Entries in a sector of the table.
+const ENTRIES: u32 = 128;
 
 impl Vhd {
     /// Gives the disk another size, at once: no data is moved. The image is closed by that.
@@ -24,6 +27,8 @@ impl Vhd {
     /// batmap; `fdatasync`; then the first sector of the dynamic header, which has the table's
     /// place and size and the checksum, is replaced (2); `fdatasync`; then the footers (3). Before
     /// 2 the new table is unused space; between 2 and 3 it is a table with room.
+    /// Where there was room, the entries that the disk gets become unused before 3: nobody has
+    /// looked at them so far.
     ///
     /// # Errors
     /// Not whole sectors, too large, no room on the device, or smaller with something allocated
@@ -144,7 +149,17 @@ impl Vhd {
         sparse.blocks.mend_copy(port).await?;
         if blocks > sparse.header.max_entries {
             end = self.move_table(port, sparse, footer, blocks).await?;
-        } else if let (Some(map), Some(at)) =
+        } else {
+            let sectors = sparse.blocks.blocks() / ENTRIES..blocks.div_ceil(ENTRIES);
+            write_table(port, sparse, sparse.header.table_offset, sectors).await?;
+            port.io.sync(port.files[0]).await?;
+            self.resize_batmap(port, sparse, footer).await?;
+        }
+        replace_footers(port, &self.raw, &self.footer, footer, end).await
+    }
+
+    async fn resize_batmap(&self, port: &Port, sparse: &Sparse, footer: &Footer) -> io::Result<()> {
+        if let (Some(map), Some(at)) =
             (&sparse.batmap, Batmap::header_offset(footer, &sparse.header))
         {
             // Its checksum is made for as many bytes as the disk's size says.
@@ -161,7 +176,7 @@ impl Vhd {
                 port.io.sync(port.files[0]).await?;
             }
         }
-        replace_footers(port, &self.raw, &self.footer, footer, end).await
+        Ok(())
     }
 
     /// Writes a larger table behind everything else, and has the header name it. Returns where the
@@ -186,15 +201,7 @@ impl Vhd {
         if !self.raw.is_file() && self.raw.bytes_now()? < end + SECTOR {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        let sectors = (table_bytes / SECTOR) as u32;
-        write_pieces(port, file, (0..sectors).step_by(64), |first, to| {
-            for entry in first * 128..(first + 64).min(sectors) * 128 {
-                let place = sparse.blocks.place_of(entry).unwrap_or(UNUSED);
-                to.extend_from_slice(&place.to_be_bytes());
-            }
-            table_offset + u64::from(first) * SECTOR
-        })
-        .await?;
+        write_table(port, sparse, table_offset, 0..(table_bytes / SECTOR) as u32).await?;
         if let Some((at, map)) = &map {
             write_filled(port, file, map.offset, map.len, 0).await?;
             let raw = map.header_for(&vec![0; batmap::covered_bytes(footer.current_size) as usize]);
@@ -212,4 +219,23 @@ impl Vhd {
         let qemu = footer.kind == Kind::Dynamic;
         Ok(layout.footer_at(end, qemu && layout.qemu_overwrites_batmap(std::iter::empty())))
     }
+}
+
+/// Writes these sectors of a table at `offset`: blocks of the disk as they are, others without a
+/// place.
+async fn write_table(
+    port: &Port,
+    sparse: &Sparse,
+    offset: u64,
+    sectors: Range<u32>,
+) -> io::Result<()> {
+    let end = sectors.end;
+    write_pieces(port, port.files[0], sectors.step_by(64), |first, to| {
+        for entry in first * ENTRIES..(first + 64).min(end) * ENTRIES {
+            let place = sparse.blocks.place_of(entry).unwrap_or(UNUSED);
+            to.extend_from_slice(&place.to_be_bytes());
+        }
+        offset + u64::from(first) * SECTOR
+    })
+    .await
 }

@@ -563,6 +563,11 @@ impl Blocks {
         self.lock().next
     }
 
+    /// Blocks of the disk.
+    pub(super) fn blocks(&self) -> u32 {
+        self.layout.blocks
+    }
+
     /// The table's entry for a block, if it has a place.
     pub(super) fn place_of(&self, block: u32) -> Option<u32> {
         let entry = Entry(self.table.get(block as usize)?.load(Ordering::Acquire));
