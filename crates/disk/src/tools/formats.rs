@@ -65,7 +65,6 @@ pub(super) async fn empty(
                 fixed: new.fixed,
                 parent: parent.map(vhd_parent),
                 block_bytes: new.unit_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
-                room_for_bytes: 0,
                 stamp: Stamp::from_system(),
             };
             new.create(port, raw).await.map(|_| ())

@@ -79,10 +79,6 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Findings that are not listed.
     pub more: u64,
-    /// Blocks of the disk.
-    pub blocks: u32,
-    /// Blocks that have a place.
-    pub allocated_blocks: u32,
 }
 
 impl Report {
@@ -213,7 +209,6 @@ fn survey_blocks(
         }
         Ok(())
     })?;
-    (report.blocks, report.allocated_blocks) = (layout.blocks, placed.len() as u32);
     placed.sort_unstable_by_key(|p| p.sector);
     for pair in placed.windows(2) {
         if u64::from(pair[1].sector - pair[0].sector) * SECTOR < layout.stride() {

@@ -39,9 +39,6 @@ pub struct NewImage {
     pub parent: Option<NewParent>,
     /// Bytes of a block.
     pub block_bytes: u32,
-    /// Room in the table for a disk of so many bytes, so that growing up to that size moves
-    /// nothing; 0: none.
-    pub room_for_bytes: u64,
     /// Its identity.
     pub stamp: Stamp,
 }
@@ -54,7 +51,6 @@ impl NewImage {
             fixed: false,
             parent: None,
             block_bytes: DEFAULT_BLOCK_BYTES,
-            room_for_bytes: 0,
             stamp: Stamp::from_system(),
         }
     }
@@ -124,7 +120,7 @@ impl Plan {
 
     fn sparse(new: &NewImage, path: &Path) -> Result<Plan, String> {
         let block = u64::from(new.block_bytes);
-        let entries = new.bytes.max(new.room_for_bytes.min(MAX_DISK_BYTES)).div_ceil(block.max(1));
+        let entries = new.bytes.div_ceil(block.max(1));
         if !new.block_bytes.is_power_of_two() || block < SECTOR || entries > MAX_BLOCKS.into() {
             return Err(format!("blocks of {block} bytes for such a disk"));
         }

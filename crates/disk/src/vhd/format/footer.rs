@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::geometry::Geometry;
 use super::{
-    MAX_DISK_BYTES, Malformed, SECTOR, Stamp, Uuid, array, be16, be32, be64, checksum, put, tag,
+    MAX_DISK_BYTES, Malformed, SECTOR, Stamp, Uuid, array, be16, be32, be64, checksum, put,
 };
 
 /// Bytes of a footer.
@@ -215,12 +215,6 @@ impl Footer {
         let sum = checksum(&out, CHECKSUM_AT);
         put(&mut out, CHECKSUM_AT, &sum.to_be_bytes());
         out
-    }
-
-    /// The creator, for people.
-    pub fn creator_name(&self) -> String {
-        let version = self.creator.version;
-        format!("{} {}.{}", tag(self.creator.app), version >> 16, version & 0xffff)
     }
 }
 
