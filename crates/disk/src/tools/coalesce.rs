@@ -273,7 +273,7 @@ mod tests {
     }
 
     /// What it does between a command's look at the chain and its locks, the command must see.
-    fn refused_after(between: impl Fn(&Workshop<'_>, &[ImageName; 2])) {
+    fn refused_after(force: bool, between: impl Fn(&Workshop<'_>, &[ImageName; 2])) {
         for format in [Format::Vhd, Format::Qcow2] {
             let dir = tempfile::TempDir::new().unwrap();
             let names = chain(dir.path(), format);
@@ -281,7 +281,7 @@ mod tests {
                 let pair = shop.pair(&names[1]).unwrap();
                 between(shop, &names);
                 let before = contents(dir.path());
-                let error = shop.merge(&names[1], &pair, false).unwrap_err();
+                let error = shop.merge(&names[1], &pair, force).unwrap_err();
                 let expected = [ErrorKind::InUse, ErrorKind::Refused];
                 assert!(expected.contains(&error.kind()), "{error}");
                 assert!(contents(dir.path()) == before, "{format}");
@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn a_snapshot_between_the_look_and_the_locks_is_seen() {
-        refused_after(|shop, [_, child]| {
+        refused_after(true, |shop, [_, child]| {
             let middle = child.path.with_file_name(format!("middle.{}", child.format));
             shop.snapshot(child, &ImageName { path: middle, ..child.clone() }).unwrap();
         });
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn a_clone_of_the_parent_between_the_look_and_the_locks_is_seen() {
-        refused_after(|shop, [parent, child]| {
+        refused_after(false, |shop, [parent, child]| {
             let other = child.path.with_file_name(format!("other.{}", child.format));
             let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
             shop.create(&ImageName { path: other, ..child.clone() }, &on).unwrap();
@@ -308,7 +308,7 @@ mod tests {
 
     #[test]
     fn another_size_between_the_look_and_the_locks_is_seen() {
-        refused_after(|shop, [_, child]| {
+        refused_after(true, |shop, [_, child]| {
             shop.resize(child, 16 << 20, false).unwrap();
         });
     }
