@@ -76,6 +76,12 @@ fn writes_go_on_until_there_is_no_space_for_a_single_unit() {
             let report = shop(|shop| shop.check(&name(&path), false)).unwrap();
             assert!(report.images.iter().all(|image| image.findings.is_empty()));
             compare(&mut session(&path, u64::MAX), &model);
+            // The same after the next start, when nothing is set aside yet.
+            let mut disk = session(&path, room_bytes);
+            disk.write(0, &pattern(0, 8, 3)).unwrap();
+            model.write(0, 8, 3);
+            compare(&mut disk, &model);
+            disk.discard(0, unit_bytes).unwrap();
         }
     }
 }

@@ -203,6 +203,26 @@ impl Qcow2 {
 
     /// Makes [`place`](Self::place) answer for the beginning of a range.
     pub(crate) async fn prepare(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        self.prepare_entry(port, offset, len).await?;
+        // On a full file system what has a place can still be written.
+        if !self.has_place(offset >> self.header.cluster_bits) && self.state().is_low() {
+            self.refill(port).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether a write of a cluster needs no fresh one.
+    fn has_place(&self, cluster: u64) -> bool {
+        let own = match self.entry(cluster).and_then(|entry| self.decode(entry)) {
+            Some(Cluster::Data { copied, .. } | Cluster::Zero { host: Some(_), copied }) => copied,
+            _ => false,
+        };
+        own || self.state().pending.contains_key(&cluster)
+    }
+
+    /// Makes the entry at the beginning of a range one that can be changed: it is in memory, in a
+    /// table of the image's own, and there is room to note it.
+    pub(super) async fn prepare_entry(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
         if !self.ready.load(Ordering::Acquire) {
             self.make_ready(port).await?;
         }
@@ -219,12 +239,7 @@ impl Qcow2 {
         }
         let cluster = offset >> self.header.cluster_bits;
         self.own_table(port, self.l1_index(cluster)).await?;
-        self.load(port, port.files[0], offset, len).await?;
-        let low = self.state().is_low();
-        if low {
-            self.refill(port).await?;
-        }
-        Ok(())
+        self.load(port, port.files[0], offset, len).await
     }
 
     /// A fresh cluster, however long it takes to find one.
@@ -384,7 +399,7 @@ impl Qcow2 {
                 copying.becomes(Fate::Kept);
                 return Ok(true);
             }
-            done = self.prepare(port, offset, buf.len() as u64).await;
+            done = self.prepare_entry(port, offset, buf.len() as u64).await;
         }
         done.map(|()| false)
     }

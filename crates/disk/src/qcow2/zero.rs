@@ -48,7 +48,7 @@ impl Qcow2 {
                 Step::Pending { len, .. } | Step::Write { len } | Step::Nothing { len } => len,
                 Step::Flag { cluster, entry } => self.flag(port, cluster, entry, at, left).await?,
                 Step::Prepare { len } => {
-                    self.prepare(port, at, len).await?;
+                    self.prepare_entry(port, at, len).await?;
                     0
                 }
             };
@@ -86,7 +86,7 @@ impl Qcow2 {
                     part.len() as u64
                 }
                 Step::Prepare { len } => {
-                    self.prepare(port, at, len).await?;
+                    self.prepare_entry(port, at, len).await?;
                     0
                 }
             };
@@ -146,7 +146,7 @@ impl Qcow2 {
             return Ok(len.min(self.cluster_bytes()));
         }
         // Changed meanwhile, or no room to note it: look again.
-        self.prepare(port, offset, len).await?;
+        self.prepare_entry(port, offset, len).await?;
         Ok(0)
     }
 }
