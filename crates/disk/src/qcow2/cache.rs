@@ -36,9 +36,12 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    /// For about `bytes` of entries, `slice_entries` to a slice; at least one set of slots.
+    /// For at most `bytes` of entries, `slice_entries` to a slice, but at least one set of slots.
+    ///
+    /// The number of sets is a power of two, so that slices that share a set share it in any
+    /// smaller cache, too: what was pinned there has room here.
     pub(super) fn new(bytes: usize, slice_entries: usize) -> Cache {
-        let sets = (bytes / (slice_entries * 8 * WAYS)).max(1);
+        let sets = 1 << (bytes / (slice_entries * 8 * WAYS)).max(1).ilog2();
         let slot = || Slot {
             entries: OnceLock::new(),
             used: AtomicBool::new(false),

@@ -14,6 +14,7 @@ use super::*;
 use crate::image::Layer;
 use crate::{Disk, OpenOptions, Port, Session};
 
+mod memory;
 mod reuse;
 mod trouble;
 

@@ -1,0 +1,36 @@
+//! The memory for metadata is small.
+
+use super::*;
+
+fn open_with(path: &Path, options: &OpenOptions) -> Session {
+    let name = crate::ImageName { format: crate::Format::Qcow2, path: path.to_owned() };
+    let disk = Disk::open_image(&name, options).unwrap();
+    let kind = test_engine();
+    Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
+}
+
+/// A chain shares the memory, and who takes over has all of it: then entries are elsewhere.
+#[test]
+fn what_a_dead_process_had_in_memory_fits_into_that_of_the_next() {
+    let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let new = NewImage { cluster_bytes: 512, ..NewImage::new(8 << 20) };
+    create(&at("a.qcow2"), &new);
+    for (name, parent) in [("b.qcow2", "a.qcow2"), ("c.qcow2", "b.qcow2")] {
+        let backing = Some((parent.into(), crate::Format::Qcow2));
+        create(&at(name), &NewImage { backing, ..new.clone() });
+    }
+    let options =
+        OpenOptions { metadata_bytes: 64 << 10, state_dir: Some(at("state")), ..options() };
+    let mut session = open_with(&at("c.qcow2"), &options);
+    for k in 0..9 {
+        session.write(k << 19, &[k as u8 + 1; 512]).unwrap();
+    }
+    drop(session);
+    let mut session = open_with(&at("c.qcow2"), &options);
+    for k in 0..9 {
+        let mut bytes = [0; 512];
+        session.read(k << 19, &mut bytes).unwrap();
+        assert_eq!(bytes, [k as u8 + 1; 512]);
+    }
+}
