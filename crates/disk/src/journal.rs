@@ -9,6 +9,9 @@
 //! The file is short at first, and grows ahead of its use: space that it has counts, so a record
 //! that there is room for can be made, whatever becomes of the tmpfs.
 //!
+//! After a flush whose sync failed it says nothing any more: what it refers to may be lost, as
+//! after a power cut.
+//!
 //! Order of stores: a record's words first, then its key (release), so that a record that is seen
 //! is whole; a record is changed by single words; it is freed by clearing its key. A process may
 //! die between any two of these.
@@ -24,6 +27,9 @@ use crate::{DiskError, ErrorKind, Raw};
 const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn1");
 const HEADER_BYTES: usize = 64;
 const WORD_BYTES: usize = 8;
+
+/// Where the header says, by anything but 0, that the records are void.
+const VOID_AT: usize = 40;
 
 /// Records that the file always has space for besides those that are in it, as long as the tmpfs
 /// has some: more than writes are in flight at a time, but for the largest rings.
@@ -255,6 +261,13 @@ impl Journal {
         self.stuck &= self.len() > 0;
     }
 
+    /// What the records refer to may be lost: nobody takes them over.
+    pub(crate) fn void(&mut self) {
+        if let Some((shm, _)) = &self.file {
+            shm.store_u64(VOID_AT, 1);
+        }
+    }
+
     /// Records in it.
     pub(crate) fn len(&self) -> usize {
         self.fresh as usize - self.free.len()
@@ -320,10 +333,11 @@ fn make(
     Ok(shm)
 }
 
-/// Whether nothing was answered for in it: its maker died over it, or everything is durable. Whose
-/// it was is all the same then; an image may have been resized since, or its inode be another's.
+/// Whether nothing was answered for in it: its maker died over it, everything is durable, or it is
+/// void. Whose it was is all the same then; an image may have been resized since, or its inode be
+/// another's.
 fn says_nothing(shm: &Shm) -> bool {
-    if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC {
+    if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC || shm.load_u64(VOID_AT) != 0 {
         return true;
     }
     let words = usize::try_from(shm.load_u64(24)).unwrap_or(usize::MAX);
@@ -422,6 +436,20 @@ mod tests {
         // One that says nothing is nobody's.
         journal.release(slot);
         assert!(Journal::open(Some(dir.path()), other, 2, 4).unwrap().1.is_empty());
+    }
+
+    #[test]
+    fn a_void_journal_says_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut journal, _) = open(dir.path());
+        journal.claim(1, &[1, 2, 3]).unwrap();
+        journal.void();
+        assert!(!Journal::holds(Some(dir.path()), IDENTITY.inode));
+        journal.claim(2, &[1, 2, 3]).unwrap();
+        drop(journal);
+        let (mut journal, records) = open(dir.path());
+        assert!(records.is_empty() && journal.claim(3, &[1, 2, 3]).is_some());
+        assert_eq!(open(dir.path()).1.len(), 1);
     }
 
     #[test]

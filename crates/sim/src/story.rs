@@ -59,6 +59,9 @@ pub fn tell<F: Format>(format: &F, plan: &Plan) -> Result<Told, Box<Violation>> 
             };
             return Err(fail(round, story.ended_at, what + &note));
         }
+        if story.over {
+            break;
+        }
     }
     Ok(told)
 }
@@ -71,6 +74,8 @@ struct Story<'a, F: Format> {
     numbers: Rc<Cell<u64>>,
     random: SplitMix64,
     rounds: u64,
+    /// What can be read is not what is on the medium, and no program can know that.
+    over: bool,
     ended_at: u64,
     layers: u64,
     /// Clones and copies that were made.
@@ -99,6 +104,7 @@ impl<'a, F: Format> Story<'a, F> {
             numbers,
             random,
             rounds,
+            over: false,
             ended_at: 0,
             layers: 1,
             copies: 0,
@@ -228,7 +234,7 @@ impl<'a, F: Format> Story<'a, F> {
         let (disk_closed, flush_failed) = self.use_disk(faulty, in_flush, None)?;
         let after = match forced {
             Some(cut) => cut.after,
-            None if flush_failed => After::PowerCut,
+            None if flush_failed => self.one_of([After::Death, After::PowerCut]),
             None if disk_closed => self.one_of([After::Close, After::PowerCut]),
             None => self.one_of([After::Death, After::PowerCut]),
         };
@@ -237,7 +243,12 @@ impl<'a, F: Format> Story<'a, F> {
             told.cut_round = Some(began..=self.ended_at);
         }
         let sectors = self.model.borrow().sectors();
-        self.examine(after, &[sectors])
+        if !flush_failed {
+            return self.examine(after, &[sectors]);
+        }
+        // Also without a power cut what no flush has promised may be gone.
+        self.over = after == After::Death;
+        self.examine(After::PowerCut, &[sectors])
     }
 
     fn one_of<T: Copy, const N: usize>(&mut self, all: [T; N]) -> T {

@@ -172,13 +172,21 @@ impl Layer {
         }
     }
 
-    /// Flush: everything that was answered is durable, data and metadata.
+    /// Flush: everything that was answered is durable, data and metadata. Once it has failed
+    /// because of a sync, the next process finds what a power cut would have left: the guest was
+    /// told. Where only a write was told, it finds what was answered.
     pub(crate) async fn commit(&self, port: &Port) -> io::Result<()> {
-        match self {
+        let done = match self {
             Layer::Raw(raw) => raw.flush(&port.io, &port.files).await,
             Layer::Vhd(vhd) => vhd.commit(port).await,
             Layer::Qcow2(q) => q.commit(port).await,
+        };
+        match self {
+            Layer::Vhd(vhd) if done.is_err() => vhd.flush_failed(),
+            Layer::Qcow2(q) if done.is_err() => q.flush_failed(),
+            _ => {}
         }
+        done
     }
 
     pub(crate) async fn discard(

@@ -81,6 +81,14 @@ impl Qcow2 {
         done
     }
 
+    /// A flush has failed. If that was because of a sync, the next process does not bring back what
+    /// is perhaps lost.
+    pub(crate) fn flush_failed(&self) {
+        if self.lost.load(Ordering::Acquire) {
+            self.state().journal.void();
+        }
+    }
+
     async fn commit_alone(&self, port: &Port) -> io::Result<()> {
         if self.lost.load(Ordering::Acquire) {
             let text = "a sync of this image has failed, and what was written before may be lost: \

@@ -276,6 +276,13 @@ impl Vhd {
         }
     }
 
+    /// See [`Layer::commit`](crate::image::Layer::commit).
+    pub(crate) fn flush_failed(&self) {
+        if let Body::Sparse(sparse) = &self.body {
+            sparse.blocks.flush_failed();
+        }
+    }
+
     pub(crate) async fn discard(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
         match &self.body {
             Body::Fixed => self.raw.discard(&port.io, &port.files, offset, len).await,

@@ -12,10 +12,10 @@ use super::*;
 /// EIO, as the kernel gives it.
 const EIO: i32 = 5;
 
-struct Machine {
-    dir: TempDir,
+pub(super) struct Machine {
+    pub(super) dir: TempDir,
     world: SimWorld,
-    session: Session,
+    pub(super) session: Session,
 }
 
 impl Machine {
@@ -23,13 +23,21 @@ impl Machine {
         let dir = TempDir::new_in("/dev/shm").unwrap();
         make(&dir.path().join("a.qcow2"));
         let world = SimWorld::new(seed);
-        let disk = open_disk(&dir.path().join("a.qcow2"));
-        let session = Session::new(Arc::new(disk), |arena| Ok(world.engine(arena))).unwrap();
+        let session = session_on(dir.path(), &world);
         Machine { dir, world, session }
     }
 
-    fn fail_once(&self, range: std::ops::Range<u64>) {
-        let fault = Fault { on: On::Write, range, per_mille: 1000, errno: EIO, times: 1 };
+    /// The process dies, and the next one opens the image.
+    fn reopen(self) -> Machine {
+        let Machine { dir, world, session } = self;
+        drop(session);
+        world.kill_process().unwrap();
+        let session = session_on(dir.path(), &world);
+        Machine { dir, world, session }
+    }
+
+    fn fail_once(&self, on: On, range: std::ops::Range<u64>) {
+        let fault = Fault { on, range, per_mille: 1000, errno: EIO, times: 1 };
         self.world.set_faults(vec![fault]);
     }
 
@@ -52,13 +60,28 @@ impl Machine {
     }
 }
 
-fn open_disk(path: &Path) -> Disk {
-    let name = crate::ImageName { format: crate::Format::Qcow2, path: path.to_owned() };
-    Disk::open_image(&name, &options()).unwrap()
+/// With a journal.
+fn open_in(dir: &Path, read_only: bool) -> Disk {
+    let name = crate::ImageName { format: crate::Format::Qcow2, path: dir.join("a.qcow2") };
+    let options = OpenOptions { read_only, state_dir: Some(dir.join("state")), ..options() };
+    Disk::open_image(&name, &options).unwrap()
+}
+
+fn session_on(dir: &Path, world: &SimWorld) -> Session {
+    Session::new(Arc::new(open_in(dir, false)), |arena| Ok(world.engine(arena))).unwrap()
 }
 
 fn small(path: &Path) {
     create(path, &NewImage { cluster_bytes: 512, ..NewImage::new(8 << 20) });
+}
+
+/// With clusters of so many bytes, on a parent that is full of fives.
+fn on_parent(cluster_bytes: u32) -> impl FnOnce(&Path) {
+    move |path| {
+        std::fs::write(path.with_file_name("parent"), vec![5; 8 << 20]).unwrap();
+        let backing = Some(("parent".into(), crate::Format::Raw));
+        create(path, &NewImage { cluster_bytes, backing, ..NewImage::new(8 << 20) });
+    }
 }
 
 /// A commit that fails may have written the entry of a new table before. What the table gets then
@@ -73,7 +96,7 @@ fn a_table_that_a_failed_commit_made_reachable_refers_to_nothing_without_a_count
             session.write(0, &[1; 512]).unwrap();
             session.write(4 << 20, &[1; 512]).unwrap();
             let l1 = with_qcow2(session, |qcow2| qcow2.header.l1_offset);
-            machine.fail_once(l1 + 1024..l1 + 1536);
+            machine.fail_once(On::Write, l1 + 1024..l1 + 1536);
             machine.session.flush().unwrap_err();
             machine.session.write(8 << 10, &[2; 4096]).unwrap();
             machine.stop_after(stop);
@@ -85,31 +108,33 @@ fn a_table_that_a_failed_commit_made_reachable_refers_to_nothing_without_a_count
     }
 }
 
+/// An image whose refcount table will have to grow.
+fn small_table(path: &Path) {
+    // It has room for 2 MiB, and the disk is made larger than that.
+    let new = NewImage { cluster_bytes: 512, refcount_bits: 64, ..NewImage::new(1 << 20) };
+    create(path, &new);
+    let mut session = open(path);
+    let port = session.port().clone();
+    let disk = session.disk().clone();
+    session.run(qcow2_of(&disk).resize(&port, 8 << 20, 0)).unwrap().unwrap();
+    drop((session, port, disk));
+    let mut session = open(path);
+    for at in (0..3 << 19).step_by(1 << 16) {
+        session.write(at, &[1; 1 << 16]).unwrap();
+    }
+    session.close().unwrap();
+}
+
 /// Whether the header that could not be written names the new refcount table, nobody knows.
 #[test]
 fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
-    let make = |path: &Path| {
-        // Its refcount table has room for 2 MiB, and the disk is made larger than that.
-        let new = NewImage { cluster_bytes: 512, refcount_bits: 64, ..NewImage::new(1 << 20) };
-        create(path, &new);
-        let mut session = open(path);
-        let port = session.port().clone();
-        let disk = session.disk().clone();
-        session.run(qcow2_of(&disk).resize(&port, 8 << 20, 0)).unwrap().unwrap();
-        drop((session, port, disk));
-        let mut session = open(path);
-        for at in (0..3 << 19).step_by(1 << 16) {
-            session.write(at, &[1; 1 << 16]).unwrap();
-        }
-        session.close().unwrap();
-    };
     for seed in 0..4 {
         for stop in (1..).step_by(3) {
-            let mut machine = Machine::new(seed, make);
+            let mut machine = Machine::new(seed, small_table);
             let mut at = 4 << 20;
             machine.session.write(at, &[2; 512]).unwrap();
             machine.session.flush().unwrap();
-            machine.fail_once(0..512);
+            machine.fail_once(On::Write, 0..512);
             while machine.session.write(at, &[2; 1 << 14]).is_ok() {
                 at += 1 << 14;
                 assert!(at < 7 << 20, "the table did not have to grow");
@@ -221,4 +246,27 @@ fn the_entry_of_a_cluster_with_a_place_given_stays() {
     assert!(!with_qcow2(&session, |qcow2| qcow2.publish_if(0, 0, entry::ZERO)));
     session.write(0, &[1; 512]).unwrap();
     assert!(!with_qcow2(&session, |qcow2| qcow2.state().pending.contains_key(&0)));
+}
+
+/// Of what was written before a sync that failed, nobody knows whether it is on the medium: after a
+/// flush has said so the records must not bring back what refers to it.
+#[test]
+fn what_a_failed_sync_has_lost_is_not_taken_over() {
+    for seed in 0..8 {
+        let mut machine = Machine::new(seed, on_parent(65536));
+        // The first one syncs the parent, too.
+        machine.session.flush().unwrap();
+        machine.session.write(4096, &[1; 512]).unwrap();
+        machine.fail_once(On::Sync, 0..u64::MAX);
+        machine.session.flush().unwrap_err();
+        machine.session.write(1 << 20, &[2; 512]).unwrap();
+        let mut machine = machine.reopen();
+        machine.session.flush().unwrap();
+        machine.world.cut_power().unwrap();
+        let Machine { dir, session, .. } = machine;
+        drop(session);
+        let mut bytes = vec![0; 65536];
+        open(&dir.path().join("a.qcow2")).read(0, &mut bytes).unwrap();
+        assert!(bytes == [5; 65536], "seed {seed}");
+    }
 }
