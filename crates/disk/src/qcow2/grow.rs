@@ -191,11 +191,12 @@ impl Qcow2 {
         let there = self.medium.bytes_now()?;
         if !self.medium.is_file() {
             to = to.min(there >> bits << bits);
-            return if from < to {
-                Ok((to >> bits, false))
-            } else {
-                Err(full("the device is full"))
-            };
+            if to <= from {
+                return Err(full("the device is full"));
+            }
+            // It may be larger than it was.
+            self.limit.fetch_max(to, Ordering::AcqRel);
+            return Ok((to >> bits, false));
         }
         let mut zeroed = true;
         if from < there {

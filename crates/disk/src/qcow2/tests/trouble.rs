@@ -270,3 +270,38 @@ fn what_a_failed_sync_has_lost_is_not_taken_over() {
         assert!(bytes == [5; 65536], "seed {seed}");
     }
 }
+
+/// A device may be made larger while its image is open.
+#[test]
+fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    let file = std::fs::File::create(&path).unwrap();
+    file.set_len(1 << 20).unwrap();
+    let fixed = OpenOptions { fixed_size: true, ..options() };
+    let raw = Raw::open_medium(&path, &fixed).unwrap();
+    let (mut reactor, port) = port_to(&raw);
+    let new = NewImage { cluster_bytes: 4096, ..NewImage::new(40 << 20) };
+    reactor.block_on(new.create(&port, &raw)).unwrap().unwrap();
+    drop((reactor, port, raw));
+    let name = crate::ImageName { format: crate::Format::Qcow2, path };
+    let disk = Disk::open_image(&name, &fixed).unwrap();
+    let kind = test_engine();
+    let mut session = Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap();
+    let mut at = 0;
+    let full = loop {
+        match session.write(at, &[1; 4096]) {
+            Ok(()) => at += 4096,
+            Err(e) => break e,
+        }
+    };
+    assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    file.set_len(4 << 20).unwrap();
+    session.write(at, &[2; 4096]).unwrap();
+    let mut bytes = [0; 4096];
+    session.read(at, &mut bytes).unwrap();
+    assert_eq!(bytes, [2; 4096]);
+    let used = with_qcow2(&session, |qcow2| qcow2.state().used_end);
+    session.write(at, &[3; 4096]).unwrap();
+    assert_eq!(with_qcow2(&session, |qcow2| qcow2.state().used_end), used);
+}
