@@ -43,6 +43,9 @@ impl Qcow2 {
                 if writable {
                     self.leave_record(record.key, old, new);
                     self.state().journal.release(record.slot);
+                } else if record.key < L1_KEYS {
+                    // Its table may be one that only a record refers to.
+                    self.lay_over(record.key, new);
                 }
                 continue;
             }

@@ -271,6 +271,22 @@ fn what_a_failed_sync_has_lost_is_not_taken_over() {
     }
 }
 
+/// The table is reachable by the journal alone, though what is in it is on the medium.
+#[test]
+fn a_reader_is_told_of_clusters_in_a_table_that_only_the_journal_names() {
+    for seed in 0..4 {
+        let mut machine = Machine::new(seed, small);
+        machine.session.write(0, &[1; 512]).unwrap();
+        let l1 = with_qcow2(&machine.session, |qcow2| qcow2.header.l1_offset);
+        machine.fail_once(On::Write, l1..l1 + 512);
+        machine.session.flush().unwrap_err();
+        let Machine { dir, session, .. } = machine;
+        drop(session);
+        let disk = open_in(dir.path(), true);
+        assert_eq!(qcow2_of(&disk).taken_over(), [(0, 512)], "seed {seed}");
+    }
+}
+
 /// A device may be made larger while its image is open.
 #[test]
 fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
