@@ -23,10 +23,6 @@ struct Slot {
     pins: AtomicU32,
 }
 
-/// No slot of its set can be had: all are pinned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Full;
-
 /// See the module text.
 pub(super) struct Cache {
     /// By slot: (slice + 1) and the number of uses; 0: empty.
@@ -108,7 +104,17 @@ impl Cache {
         entries[i].swap(entry, Ordering::AcqRel)
     }
 
-    /// Adds reasons to keep a slice, or takes some away. Under the lock of the state.
+    /// Whether a slice may get a reason to stay. The last slot of a set keeps none: what others
+    /// need to read can always be put in, whatever becomes of those reasons. Under the lock of the
+    /// state.
+    pub(super) fn can_pin(&self, slice: u64) -> bool {
+        let pinned = |i: usize| self.slots[i].pins.load(Ordering::Relaxed) > 0;
+        self.find(slice).is_some_and(|(i, _)| pinned(i))
+            || self.set(slice).filter(|i| !pinned(*i)).count() > 1
+    }
+
+    /// Adds reasons to keep a slice, if it [may](Self::can_pin) get any, or takes some away. Under
+    /// the lock of the state.
     ///
     /// # Panics
     /// If the slice is not here, or has fewer reasons than are taken away.
@@ -125,11 +131,16 @@ impl Cache {
 
     /// Puts a slice in, in the place of one that is not pinned. Under the lock of the state. A
     /// slice that is here already stays as it is.
-    pub(super) fn install(&self, slice: u64, entries: &[u64]) -> Result<(), Full> {
+    ///
+    /// # Panics
+    /// If all are pinned.
+    pub(super) fn install(&self, slice: u64, entries: &[u64]) {
         if self.holds(slice) {
-            return Ok(());
+            return;
         }
-        let i = self.victim(slice).ok_or(Full)?;
+        let Some(i) = self.victim(slice) else {
+            unreachable!("all slots that slice {slice} may be in are pinned")
+        };
         let uses = self.tags[i].load(Ordering::Relaxed).wrapping_add(1) & ((1 << USE_BITS) - 1);
         // Readers of the old slice see this no later than anything stored below.
         self.tags[i].store(uses, Ordering::Relaxed);
@@ -140,7 +151,6 @@ impl Cache {
         }
         self.slots[i].used.store(true, Ordering::Relaxed);
         self.tags[i].store((slice + 1) << USE_BITS | uses, Ordering::Release);
-        Ok(())
     }
 
     /// An empty slot, or the first that nobody has looked at lately; the others lose that mark.
@@ -176,36 +186,42 @@ mod tests {
     fn a_slice_is_found_until_it_is_evicted() {
         let cache = Cache::new(0, 4);
         for slice in 0..8 {
-            cache.install(slice, &[slice; 4]).unwrap();
+            cache.install(slice, &[slice; 4]);
         }
         assert!((0..8).all(|s| first(&cache, s) == Some(s)));
-        cache.install(8, &[8; 4]).unwrap();
+        cache.install(8, &[8; 4]);
         assert_eq!(first(&cache, 8), Some(8));
         assert_eq!((0..8).filter(|s| cache.holds(*s)).count(), 7);
     }
 
     #[test]
-    fn what_is_pinned_stays() {
+    fn what_is_pinned_stays_and_others_come_and_go() {
         let cache = Cache::new(0, 4);
-        for slice in 0..8 {
-            cache.install(slice, &[slice; 4]).unwrap();
+        for slice in 0..7 {
+            cache.install(slice, &[slice; 4]);
+            assert!(cache.can_pin(slice));
             cache.pin(slice, 1);
         }
-        assert_eq!(cache.install(8, &[8; 4]), Err(Full));
+        for slice in 7..20 {
+            cache.install(slice, &[slice; 4]);
+            assert!(!cache.can_pin(slice) && cache.can_pin(3));
+            assert!((0..7).chain([slice]).all(|s| cache.holds(s)));
+        }
         cache.pin(3, -1);
-        cache.install(8, &[8; 4]).unwrap();
-        assert!(!cache.holds(3));
-        assert!([0, 1, 2, 4, 5, 6, 7, 8].iter().all(|s| cache.holds(*s)));
+        assert!(cache.can_pin(19));
+        cache.install(20, &[20; 4]);
+        cache.install(21, &[21; 4]);
+        assert!(!cache.holds(3) && [0, 1, 2, 4, 5, 6, 21].iter().all(|s| cache.holds(*s)));
     }
 
     #[test]
     fn what_was_looked_at_outlives_what_was_not() {
         let cache = Cache::new(0, 4);
-        (0..9).for_each(|s| cache.install(s, &[s; 4]).unwrap());
+        (0..9).for_each(|s| cache.install(s, &[s; 4]));
         let kept: Vec<u64> = (0..8).filter(|s| cache.holds(*s)).take(3).collect();
         for slice in 9..12 {
             kept.iter().for_each(|s| assert_eq!(first(&cache, *s), Some(*s)));
-            cache.install(slice, &[slice; 4]).unwrap();
+            cache.install(slice, &[slice; 4]);
         }
         assert!(kept.iter().all(|s| cache.holds(*s)));
     }
@@ -234,7 +250,7 @@ mod tests {
                 for n in 0..100_000u64 {
                     let slice = n * 7 % 19;
                     let _held = lock.lock().unwrap();
-                    cache.install(slice, &[slice; 16]).unwrap();
+                    cache.install(slice, &[slice; 16]);
                 }
             });
         });

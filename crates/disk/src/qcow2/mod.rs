@@ -360,7 +360,8 @@ impl Qcow2 {
         if let Some(host) = state.pending.get(&cluster) {
             return if same(*host) { Ok(*host) } else { Err(Why::Slow) };
         }
-        if state.room() == 0 || cluster >= self.header.guest_clusters() {
+        let room = state.room() > 0 && self.can_pin(state, cluster);
+        if !room || cluster >= self.header.guest_clusters() {
             return Err(Why::Slow);
         }
         let next = state.next_run().ok_or(Why::Slow)?;

@@ -9,7 +9,6 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::{MAX_PIECE_BYTES, Piece};
 
-use super::cache::Full;
 use super::entry::{self, COPIED, Cluster, Packed};
 use super::state::{Left, State, l1_key, own};
 use super::{CLUSTER_LOCKS, Qcow2, TABLE_LOCKS, meta, unpack};
@@ -139,31 +138,19 @@ impl Qcow2 {
         _len: u64,
     ) -> io::Result<()> {
         let cluster = offset >> self.header.cluster_bits;
-        for _ in 0..TRIES {
-            match self.load_slice(port, file, cluster).await? {
-                Ok(()) => return self.check_entry(cluster),
-                // All that could make room is dirty: a commit cleans it.
-                Err(Full) if self.medium.read_only() => break,
-                Err(Full) => self.commit_now(port).await?,
-            }
-        }
-        Err(out_of_memory())
+        self.load_slice(port, file, cluster).await?;
+        self.check_entry(cluster)
     }
 
     /// One slice, into the cache. Locked for each table: a slice that was read before another task
     /// changed it, wrote it and let it go must not be put in after that.
-    async fn load_slice(
-        &self,
-        port: &Port,
-        file: FileId,
-        cluster: u64,
-    ) -> io::Result<Result<(), Full>> {
+    async fn load_slice(&self, port: &Port, file: FileId, cluster: u64) -> io::Result<()> {
         let index = self.l1_index(cluster);
         let _alone = self.tables[index % TABLE_LOCKS].lock(&port.io).await?;
         let (slice, _) = self.slice(cluster);
-        let Some(offset) = self.slice_offset(slice)? else { return Ok(Ok(())) };
+        let Some(offset) = self.slice_offset(slice)? else { return Ok(()) };
         if self.cache.holds(slice) {
-            return Ok(Ok(()));
+            return Ok(());
         }
         let len = self.cache.slice_entries() * 8;
         let bytes = meta::read(port, file, offset, len).await?;
@@ -172,7 +159,8 @@ impl Qcow2 {
             return Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table")));
         }
         let _state = self.state();
-        Ok(self.cache.install(slice, &entries))
+        self.cache.install(slice, &entries);
+        Ok(())
     }
 
     /// Where a slice is in the file; none: there is no table.
@@ -239,7 +227,23 @@ impl Qcow2 {
         }
         let cluster = offset >> self.header.cluster_bits;
         self.own_table(port, self.l1_index(cluster)).await?;
-        self.load(port, port.files[0], offset, len).await
+        self.load(port, port.files[0], offset, len).await?;
+        if self.entry(cluster).is_some_and(|entry| self.in_place(entry).is_some()) {
+            return Ok(());
+        }
+        for _ in 0..TRIES {
+            if self.can_pin(&self.state(), cluster) {
+                return Ok(());
+            }
+            // What others have changed is in the way.
+            self.commit_now(port).await?;
+        }
+        Err(out_of_memory())
+    }
+
+    /// Whether a cluster's slice may be kept in memory until its changes are on disk.
+    pub(super) fn can_pin(&self, _: &State, cluster: u64) -> bool {
+        self.cache.can_pin(self.slice(cluster).0)
     }
 
     /// A fresh cluster, however long it takes to find one.
@@ -409,7 +413,8 @@ impl Qcow2 {
     pub(super) fn publish_if(&self, cluster: u64, old: u64, new: u64) -> bool {
         let mut state = self.state();
         let placed = state.pending.contains_key(&cluster);
-        let ready = !placed && state.room() > 0 && self.entry(cluster) == Some(old);
+        let room = state.room() > 0 && self.can_pin(&state, cluster);
+        let ready = !placed && room && self.entry(cluster) == Some(old);
         if ready {
             self.publish(&mut state, cluster, new);
         }

@@ -59,7 +59,7 @@ impl Qcow2 {
                 counted.extend(has_count.then_some(cluster));
             }
             match writable {
-                true => self.redo(record, now, new),
+                true => self.redo(record, now, new)?,
                 false => self.lay_over(record.key, new),
             }
         }
@@ -111,11 +111,7 @@ impl Qcow2 {
             let offset = self.slice_offset(slice)?;
             let offset = offset.ok_or_else(|| changed_by_others("an entry has lost its table"))?;
             let bytes = read_whole(&self.medium, offset, self.cache.slice_entries() * 8)?;
-            let entries = self.entries_of(slice, &bytes);
-            if self.cache.install(slice, &entries).is_err() {
-                let text = "more changes than the memory for metadata holds; allow more";
-                return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
-            }
+            self.cache.install(slice, &self.entries_of(slice, &bytes));
         }
         Ok(self.entry(key).unwrap_or(0))
     }
@@ -151,8 +147,12 @@ impl Qcow2 {
         }
     }
 
-    fn redo(&self, record: &Record, now: u64, new: u64) {
+    fn redo(&self, record: &Record, now: u64, new: u64) -> io::Result<()> {
         let mut state = self.state();
+        if record.key < L1_KEYS && !self.can_pin(&state, record.key) {
+            let text = "more changes than the memory for metadata holds; allow more";
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
+        }
         state.adopt(record.key, record.slot);
         if record.key >= L1_KEYS {
             state.note(record.key, now, new);
@@ -161,6 +161,7 @@ impl Qcow2 {
         } else {
             self.publish(&mut state, record.key, new);
         }
+        Ok(())
     }
 
     /// Records come in the order of their keys, those of L1 first. The slice is in memory.

@@ -34,3 +34,40 @@ fn what_a_dead_process_had_in_memory_fits_into_that_of_the_next() {
         assert_eq!(bytes, [k as u8 + 1; 512]);
     }
 }
+
+/// The places that they were given keep their entries in memory.
+#[test]
+fn writes_that_failed_do_not_keep_others_from_what_they_need() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    create(&path, &NewImage::new(1 << 30));
+    // One set of slots, and slices of 32 MiB.
+    let options = OpenOptions { metadata_bytes: 32 << 10, ..options() };
+    let mut session = open_with(&path, &options);
+    let tenth = 20 << 25;
+    session.write(tenth, &[7; 512]).unwrap();
+    session.flush().unwrap();
+    let (disk, port) = (session.disk().clone(), session.port().clone());
+    let qcow2 = qcow2_of(&disk);
+    let mut given = 0;
+    for slice in 0..9u64 {
+        let at = slice << 25;
+        let placed = session.run(async {
+            while !matches!(disk.map(at, 512, crate::Intent::Write), Extent::Data { .. }) {
+                qcow2.prepare(&port, at, 512).await?;
+            }
+            Ok::<_, std::io::Error>(())
+        });
+        given += u32::from(placed.unwrap().is_ok());
+    }
+    assert!((7..9).contains(&given));
+    let mut bytes = [0; 512];
+    session.read(tenth, &mut bytes).unwrap();
+    assert_eq!(bytes, [7; 512]);
+    session.write(tenth, &[8; 512]).unwrap();
+    session.write(0, &[9; 512]).unwrap();
+    session.flush().unwrap();
+    drop((disk, port));
+    session.close().unwrap();
+    assert!(check(&medium(&path)).unwrap().is_clean());
+}
