@@ -275,10 +275,10 @@ impl State {
     pub(super) fn note(&mut self, key: u64, old: u64, new: u64) -> bool {
         match self.slots.get(&key) {
             Some(slot) => {
-                if self.committing.contains_key(&key) && !self.changed.contains_key(&key) {
-                    // The commit under way may bring `old` to the disk.
-                    self.journal.store(*slot, 2, old);
-                }
+                // A commit under way, or one that failed, may have brought `old` to the disk. There
+                // is nothing else that it may have: an entry gets a place of its own, for good, at
+                // once or after it was made zeros.
+                self.journal.store(*slot, 2, old);
                 self.journal.store(*slot, 0, new);
             }
             None => {

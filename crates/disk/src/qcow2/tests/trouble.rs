@@ -287,6 +287,29 @@ fn a_reader_is_told_of_clusters_in_a_table_that_only_the_journal_names() {
     }
 }
 
+#[test]
+fn an_entry_that_changes_after_a_commit_that_failed_is_taken_over() {
+    for seed in 0..4 {
+        let mut machine = Machine::new(seed, on_parent(512));
+        machine.session.write(32 << 10, &[1; 512]).unwrap();
+        machine.session.flush().unwrap();
+        machine.session.write_zeroes(0, 512).unwrap();
+        machine.session.write(40 << 10, &[1; 512]).unwrap();
+        let second = with_qcow2(&machine.session, |qcow2| qcow2.slice_offset(1).unwrap().unwrap());
+        machine.fail_once(On::Write, second..second + 512);
+        machine.session.flush().unwrap_err();
+        machine.session.write(0, &[2; 512]).unwrap();
+        let mut machine = machine.reopen();
+        let mut bytes = [0; 512];
+        for (at, byte) in [(0, 2), (512, 5), (32 << 10, 1), (40 << 10, 1)] {
+            machine.session.read(at, &mut bytes).unwrap();
+            assert_eq!(bytes, [byte; 512], "seed {seed}, {at}");
+        }
+        machine.session.flush().unwrap();
+        machine.end();
+    }
+}
+
 /// A device may be made larger while its image is open.
 #[test]
 fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
