@@ -552,7 +552,8 @@ impl Qcow2 {
         })
     }
 
-    /// Reads from a compressed cluster.
+    /// Reads from a cluster that was compressed a moment ago: others may write to it meanwhile, or
+    /// need the memory that its entry is in.
     pub(crate) async fn unpack(
         &self,
         port: &Port,
@@ -560,46 +561,18 @@ impl Qcow2 {
         offset: u64,
         buf: Span,
     ) -> io::Result<()> {
-        let (cluster, within) = self.split(offset);
-        let entry = || self.entry(cluster).and_then(|entry| self.decode(entry));
-        let mut found = entry();
+        let len = buf.len() as u64;
         for _ in 0..TRIES {
-            if found.is_some() {
-                break;
-            }
-            // Evicted since the caller looked.
-            self.load(port, file, offset, buf.len() as u64).await?;
-            found = entry();
-        }
-        let Some(Cluster::Packed(packed)) = found else {
-            return self.reread(port, file, offset, buf).await;
-        };
-        let range = within as usize..within as usize + buf.len();
-        {
-            let last = self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
-            if last.0 == packed.offset {
-                port.memory().copy_in(buf, &last.1[range]);
-                return Ok(());
-            }
-        }
-        let Some(_reading) = Reading::begin(self, cluster, packed) else {
-            return self.reread(port, file, offset, buf).await;
-        };
-        let bytes = self.unpacked(port, file, packed).await?;
-        port.memory().copy_in(buf, &bytes[range]);
-        // An entry that refers to it says that nothing else was put there.
-        *self.unpacked.lock().unwrap_or_else(PoisonError::into_inner) = (packed.offset, bytes);
-        Ok(())
-    }
-
-    /// A cluster that was compressed a moment ago, and has been written to since.
-    async fn reread(&self, port: &Port, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
-        for _ in 0..TRIES {
-            match self.find(offset, buf.len() as u64) {
-                Found::Data { offset, len } if len == buf.len() as u64 => {
+            match self.find(offset, len) {
+                Found::Packed { .. } => {
+                    if self.read_packed(port, file, offset, buf).await? {
+                        return Ok(());
+                    }
+                }
+                Found::Data { offset, len: there } if there == len => {
                     return port.io.read_exact(file, offset, buf).await;
                 }
-                Found::Zeros { len } if len == buf.len() as u64 => {
+                Found::Zeros { len: there } if there == len => {
                     port.memory().fill(buf, 0);
                     return Ok(());
                 }
@@ -608,6 +581,33 @@ impl Qcow2 {
             }
         }
         Err(out_of_memory())
+    }
+
+    /// Reads from a compressed cluster; false: its entry is gone, or another.
+    async fn read_packed(
+        &self,
+        port: &Port,
+        file: FileId,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<bool> {
+        let (cluster, within) = self.split(offset);
+        let entry = self.entry(cluster).and_then(|entry| self.decode(entry));
+        let Some(Cluster::Packed(packed)) = entry else { return Ok(false) };
+        let range = within as usize..within as usize + buf.len();
+        {
+            let last = self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
+            if last.0 == packed.offset {
+                port.memory().copy_in(buf, &last.1[range]);
+                return Ok(true);
+            }
+        }
+        let Some(_reading) = Reading::begin(self, cluster, packed) else { return Ok(false) };
+        let bytes = self.unpacked(port, file, packed).await?;
+        port.memory().copy_in(buf, &bytes[range]);
+        // An entry that refers to it says that nothing else was put there.
+        *self.unpacked.lock().unwrap_or_else(PoisonError::into_inner) = (packed.offset, bytes);
+        Ok(true)
     }
 
     async fn unpacked(&self, port: &Port, file: FileId, packed: Packed) -> io::Result<Vec<u8>> {
