@@ -19,6 +19,9 @@ const LONGEST_RUN_BYTES: u64 = 64 << 20;
 const BLOCKS_COVER_BYTES: u64 = 1 << 30;
 const MAX_BLOCKS_AT_ONCE: u64 = 64;
 
+/// Entries in a sector of the refcount table.
+const SECTOR_ENTRIES: u64 = 64;
+
 /// Refcount blocks looked at to find the last cluster in use; behind so many empty ones the rest
 /// is taken for used.
 const MAX_EMPTY_BLOCKS: usize = 64;
@@ -26,6 +29,22 @@ const MAX_EMPTY_BLOCKS: usize = 64;
 /// Slices of refcounts without a free cluster, behind what should be the last one in use, until
 /// they are taken for damage.
 const MAX_USED_SLICES: u32 = 4096;
+
+/// The header is being made to name another refcount table. Called off or failed, it may name
+/// either, and what is added to one is missing in the other: nothing that needs counts of new
+/// blocks may get to the disk any more.
+struct Renaming<'a> {
+    image: &'a Qcow2,
+    done: bool,
+}
+
+impl Drop for Renaming<'_> {
+    fn drop(&mut self) {
+        if !self.done {
+            self.image.lost.store(true, Ordering::Release);
+        }
+    }
+}
 
 /// Called off or done, the next caller may look for a run.
 struct Refilling<'a>(&'a Qcow2);
@@ -247,40 +266,37 @@ impl Qcow2 {
         }
         self.sync(port).await?;
         let bits = self.header.cluster_bits;
-        let (first, sectors) = {
-            let mut state = self.state();
-            let table = state.refs.table_mut();
-            for i in 0..count {
-                table[(block + i) as usize] = (at + i) << bits;
-            }
-            let (first, last) = (block / 64, (block + count - 1) / 64);
-            let entries = &table[first as usize * 64..(last as usize + 1) * 64];
-            (first, entries.iter().flat_map(|e| e.to_be_bytes()).collect::<Vec<u8>>())
-        };
-        let offset = self.reftable_offset() + first * 512;
-        let done = match meta::write(port, port.files[0], offset, &sectors).await {
-            Ok(()) => self.sync(port).await,
-            failed => failed,
-        };
-        if let Err(e) = done {
-            // It may be on disk or not. The space is not used again, so either is right.
-            let mut state = self.state();
-            state.refs.table_mut()[block as usize..(block + count) as usize].fill(0);
-            state.end = Some(at + count);
-            return Err(e);
+        let first = block / SECTOR_ENTRIES * SECTOR_ENTRIES;
+        let sector = first as usize..(first + SECTOR_ENTRIES) as usize;
+        let mut entries = self.state().refs.table()[sector.clone()].to_vec();
+        for i in 0..count {
+            entries[(block - first + i) as usize] = (at + i) << bits;
         }
-        let mut state = self.state();
-        state.used_end = state.used_end.max(at + count);
+        let bytes: Vec<u8> = entries.iter().flat_map(|e| e.to_be_bytes()).collect();
+        self.keep_in_file(at + count);
+        meta::write(port, port.files[0], self.reftable_offset() + first * 8, &bytes).await?;
+        self.sync(port).await?;
+        self.state().refs.table_mut()[sector].copy_from_slice(&entries);
         Ok(at + count)
     }
 
+    /// What is about to be written may refer to clusters up to `end`, even if that fails or is
+    /// called off: nothing else gets them, and they are not cut off.
+    fn keep_in_file(&self, end: u64) {
+        let mut state = self.state();
+        state.used_end = state.used_end.max(end);
+        state.end = Some(end);
+    }
+
     /// How many blocks that are missing are made together: neighbours, whose own counts are all in
-    /// one slice.
+    /// one slice, and whose entries are in one sector, which is never torn: the first of them counts
+    /// the others.
     fn blocks_at_once(&self, at: u64, block: u64, entries: u64) -> u64 {
         let state = self.state();
         let wanted = (BLOCKS_COVER_BYTES >> self.header.cluster_bits) / entries;
         let slice_left = state.refs.slice_entries() - at % state.refs.slice_entries();
         let most = wanted.clamp(1, MAX_BLOCKS_AT_ONCE).min(slice_left.div_ceil(2));
+        let most = most.min(SECTOR_ENTRIES - block % SECTOR_ENTRIES);
         let missing = state.refs.table()[block as usize..].iter().take(most as usize);
         missing.take_while(|offset| **offset == 0).count() as u64
     }
@@ -359,23 +375,19 @@ impl Qcow2 {
         let bytes: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
         meta::write(port, port.files[0], offset, &bytes).await?;
         self.sync(port).await?;
-        let named = self.patch_header(port, |sector| {
+        self.keep_in_file(at + used);
+        let mut renaming = Renaming { image: self, done: false };
+        self.patch_header(port, |sector| {
             sector[48..56].copy_from_slice(&offset.to_be_bytes());
             sector[56..60].copy_from_slice(&(clusters as u32).to_be_bytes());
-        });
-        if let Err(e) = named.await {
-            // It may name the new table or the old one, and what is added to one is missing in the
-            // other: nothing that needs counts of new blocks may get to the disk any more.
-            self.lost.store(true, Ordering::Release);
-            self.state().end = Some(at + used);
-            return Err(e);
-        }
+        })
+        .await?;
+        renaming.done = true;
         let old = self.reftable.swap(offset, Ordering::AcqRel) >> bits;
         let mut state = self.state();
         *state.refs.table_mut() = table;
         let old = old..old + (old_len * 8).div_ceil(self.cluster_bytes());
         state.due.extend(old.map(|cluster| Left { cluster, readers_known: true }));
-        state.used_end = state.used_end.max(at + used);
         Ok(at + used)
     }
 

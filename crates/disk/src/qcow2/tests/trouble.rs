@@ -156,6 +156,53 @@ fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
     }
 }
 
+/// The same where the task that writes the header is dropped.
+#[test]
+fn a_refcount_table_whose_naming_was_called_off_is_left_alone() {
+    for times in (1..).step_by(2) {
+        let mut machine = Machine::new(times, small_table);
+        let table = |session: &Session| with_qcow2(session, |q| q.state().refs.table().len());
+        let before = table(&machine.session);
+        let mut at = 4 << 20;
+        let mut given_up = false;
+        while table(&machine.session) == before && !given_up {
+            let (disk, port) = (machine.session.disk().clone(), machine.session.port().clone());
+            let write = async {
+                let piece = port.scratch.take(1 << 14).await;
+                disk.write(&port, at, piece.span()).await.unwrap();
+            };
+            given_up = machine.session.run(given_up_after(write, times)).unwrap();
+            at += 1 << 14;
+        }
+        for i in 1..8 {
+            let _ = machine.session.write(at + (i << 14), &[3; 1 << 14]);
+        }
+        let _ = machine.session.flush();
+        machine.end();
+        if !given_up {
+            break;
+        }
+    }
+}
+
+/// Polls a future so often at most; whether it was not done by then.
+async fn given_up_after(work: impl Future, times: u64) -> bool {
+    let mut work = std::pin::pin!(work);
+    let mut left = times;
+    poll_fn(|cx| {
+        if work.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(false);
+        }
+        left -= 1;
+        if left == 0 {
+            return Poll::Ready(true);
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await
+}
+
 /// Polls `first` so often, then runs `second` to its end, then `first`.
 pub(super) async fn one_within_another(first: impl Future, times: u32, second: impl Future) {
     let mut first = std::pin::pin!(first);
@@ -307,6 +354,27 @@ fn an_entry_that_changes_after_a_commit_that_failed_is_taken_over() {
         }
         machine.session.flush().unwrap();
         machine.end();
+    }
+}
+
+/// What was answered with an error may be on the medium.
+#[test]
+fn a_refcount_block_that_the_table_may_name_is_not_cut_off() {
+    for seed in 0..8 {
+        let mut machine = Machine::new(seed, small);
+        let table = with_qcow2(&machine.session, |qcow2| qcow2.header.reftable_offset);
+        machine.fail_once(On::Write, table..table + 512);
+        let mut at = 0;
+        while machine.session.write(at, &[1; 4096]).is_ok() {
+            at += 4096;
+            assert!(at < 8 << 20, "no block had to be made");
+        }
+        let Machine { dir, session, .. } = machine;
+        session.close().unwrap();
+        let path = dir.path().join("a.qcow2");
+        let report = check(&medium(&path)).unwrap();
+        assert!(report.findings.iter().all(|f| f.problem.is_harmless()), "{report:?}");
+        open(&path).write(at, &[1; 4096]).unwrap();
     }
 }
 
