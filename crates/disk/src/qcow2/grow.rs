@@ -145,7 +145,7 @@ impl Qcow2 {
 
     /// Where the clusters in use end, by the refcounts, but not behind the end of the file, nor
     /// before the last table: refcounts that deny one are wrong, or made to harm (T17).
-    async fn find_end(&self, port: &Port) -> io::Result<u64> {
+    pub(super) async fn find_end(&self, port: &Port) -> io::Result<u64> {
         let file_end = self.medium.bytes_now()?.div_ceil(self.cluster_bytes());
         let (mut slices, entries) = {
             let state = self.state();

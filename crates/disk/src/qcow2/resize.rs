@@ -89,8 +89,11 @@ impl Qcow2 {
     }
 
     /// Fresh clusters, one after the other, with counts of one; the byte offset of the first.
-    async fn contiguous(&self, port: &Port, count: u64) -> io::Result<u64> {
+    pub(super) async fn contiguous(&self, port: &Port, count: u64) -> io::Result<u64> {
         const TRIES: u64 = 1 << 16;
+        if self.state().end.is_none() {
+            self.find_end(port).await?;
+        }
         {
             // Not between others: there may be nothing but single ones.
             let mut state = self.state();

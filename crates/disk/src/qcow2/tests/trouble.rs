@@ -412,3 +412,24 @@ fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
     session.write(at, &[3; 4096]).unwrap();
     assert_eq!(with_qcow2(&session, |qcow2| qcow2.state().used_end), used);
 }
+
+/// A larger L1 table is not looked for between others, where there may be nothing but single ones.
+#[test]
+fn single_free_clusters_are_left_alone_when_many_neighbours_are_needed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    create(&path, &NewImage::new(40 << 20));
+    let mut session = open(&path);
+    session.write(0, &[1; 1 << 20]).unwrap();
+    session.close().unwrap();
+    let mut session = open(&path);
+    let (disk, port) = (session.disk().clone(), session.port().clone());
+    let qcow2 = qcow2_of(&disk);
+    let found = session.run(async {
+        qcow2.load_refs(&port, 0).await.unwrap();
+        qcow2.state().refs.set(8, 0);
+        qcow2.contiguous(&port, 4).await.unwrap()
+    });
+    assert!(found.unwrap() > 8 << 16);
+    assert!(!qcow2.state().is_barred(0));
+}
