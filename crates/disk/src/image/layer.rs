@@ -130,7 +130,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => Ok(()),
             Layer::Vhd(vhd) => vhd.load(port, file, offset, len).await,
-            Layer::Qcow2(q) => q.load(port, file, offset, len).await,
+            Layer::Qcow2(q) => q.load(port, file, offset).await,
         }
     }
 
@@ -140,7 +140,7 @@ impl Layer {
         match self {
             Layer::Raw(_) => Ok(()),
             Layer::Vhd(vhd) => vhd.prepare(port, offset, len).await,
-            Layer::Qcow2(q) => q.prepare(port, offset, len).await,
+            Layer::Qcow2(q) => q.prepare(port, offset).await,
         }
     }
 

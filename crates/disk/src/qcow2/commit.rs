@@ -65,11 +65,6 @@ impl Qcow2 {
         !self.medium.read_only() && self.state().dirty()
     }
 
-    /// A commit for the sake of room.
-    pub(super) async fn commit_now(&self, port: &Port) -> io::Result<()> {
-        self.commit(port).await
-    }
-
     /// A sync that fails has made the kernel forget what was not written, and the next one is
     /// told nothing of it: in clusters that were copied there is data of long ago, too. So the
     /// entries that refer to them must not reach the disk any more.

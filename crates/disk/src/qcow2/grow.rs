@@ -413,13 +413,10 @@ impl Qcow2 {
         if self.ready.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut autoclear = self.header.autoclear;
-        if autoclear != 0 {
-            autoclear = 0;
+        if self.header.autoclear != 0 {
             let at = header::AUTOCLEAR_AT;
             self.patch_header(port, |sector| sector[at..at + 8].copy_from_slice(&[0; 8])).await?;
         }
-        debug_assert_eq!(autoclear, 0);
         let bytes = self.medium.bytes_now()?;
         let whole = bytes.next_multiple_of(self.cluster_bytes());
         if self.medium.is_file() && whole > bytes {

@@ -130,13 +130,7 @@ enum Begun<'a> {
 
 impl Qcow2 {
     /// Reads the slice that [`find`](Self::find) lacked, or says what is wrong with an entry.
-    pub(crate) async fn load(
-        &self,
-        port: &Port,
-        file: FileId,
-        offset: u64,
-        _len: u64,
-    ) -> io::Result<()> {
+    pub(crate) async fn load(&self, port: &Port, file: FileId, offset: u64) -> io::Result<()> {
         let cluster = offset >> self.header.cluster_bits;
         self.load_slice(port, file, cluster).await?;
         self.check_entry(cluster)
@@ -190,8 +184,8 @@ impl Qcow2 {
     }
 
     /// Makes [`place`](Self::place) answer for the beginning of a range.
-    pub(crate) async fn prepare(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
-        self.prepare_entry(port, offset, len).await?;
+    pub(crate) async fn prepare(&self, port: &Port, offset: u64) -> io::Result<()> {
+        self.prepare_entry(port, offset).await?;
         // On a full file system what has a place can still be written.
         if !self.has_place(offset >> self.header.cluster_bits) && self.state().is_low() {
             self.refill(port).await?;
@@ -210,7 +204,7 @@ impl Qcow2 {
 
     /// Makes the entry at the beginning of a range one that can be changed: it is in memory, in a
     /// table of the image's own, and there is room to note it.
-    pub(super) async fn prepare_entry(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+    pub(super) async fn prepare_entry(&self, port: &Port, offset: u64) -> io::Result<()> {
         if !self.ready.load(Ordering::Acquire) {
             self.make_ready(port).await?;
         }
@@ -223,11 +217,11 @@ impl Qcow2 {
             (state.room(), left, state.changed.len())
         };
         if changes > left || room < 4 {
-            self.commit_now(port).await?;
+            self.commit(port).await?;
         }
         let cluster = offset >> self.header.cluster_bits;
         self.own_table(port, self.l1_index(cluster)).await?;
-        self.load(port, port.files[0], offset, len).await?;
+        self.load(port, port.files[0], offset).await?;
         if self.entry(cluster).is_some_and(|entry| self.in_place(entry).is_some()) {
             return Ok(());
         }
@@ -236,7 +230,7 @@ impl Qcow2 {
                 return Ok(());
             }
             // What others have changed is in the way.
-            self.commit_now(port).await?;
+            self.commit(port).await?;
         }
         Err(out_of_memory())
     }
@@ -342,10 +336,10 @@ impl Qcow2 {
                         return Ok(());
                     }
                     Begun::NotYet => {
-                        self.prepare(port, offset, buf.len() as u64).await?;
+                        self.prepare(port, offset).await?;
                     }
                 },
-                _ => self.prepare(port, offset, buf.len() as u64).await?,
+                _ => self.prepare(port, offset).await?,
             }
         }
         Err(out_of_memory())
@@ -403,7 +397,7 @@ impl Qcow2 {
                 copying.becomes(Fate::Kept);
                 return Ok(true);
             }
-            done = self.prepare_entry(port, offset, buf.len() as u64).await;
+            done = self.prepare_entry(port, offset).await;
         }
         done.map(|()| false)
     }
@@ -576,7 +570,7 @@ impl Qcow2 {
                     port.memory().fill(buf, 0);
                     return Ok(());
                 }
-                Found::Slow { len } => self.load(port, file, offset, len).await?,
+                Found::Slow { .. } => self.load(port, file, offset).await?,
                 _ => break,
             }
         }

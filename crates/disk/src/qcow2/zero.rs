@@ -24,7 +24,7 @@ enum Step {
     /// Zeros have to be written, with whatever that takes.
     Write { len: u64 },
     /// First of all, metadata.
-    Prepare { len: u64 },
+    Prepare,
 }
 
 impl Qcow2 {
@@ -47,8 +47,8 @@ impl Qcow2 {
                 // A hint: what cannot be freed as a whole stays as it is.
                 Step::Pending { len, .. } | Step::Write { len } | Step::Nothing { len } => len,
                 Step::Flag { cluster, entry } => self.flag(port, cluster, entry, at, left).await?,
-                Step::Prepare { len } => {
-                    self.prepare_entry(port, at, len).await?;
+                Step::Prepare => {
+                    self.prepare_entry(port, at).await?;
                     0
                 }
             };
@@ -85,8 +85,8 @@ impl Qcow2 {
                     self.write_copying(port, below, at, part).await?;
                     part.len() as u64
                 }
-                Step::Prepare { len } => {
-                    self.prepare_entry(port, at, len).await?;
+                Step::Prepare => {
+                    self.prepare_entry(port, at).await?;
                     0
                 }
             };
@@ -112,13 +112,13 @@ impl Qcow2 {
         let whole = within == 0 && (one == size || offset + one == self.bytes());
         match found {
             Found::Zeros { len } => Step::Nothing { len },
-            Found::Slow { .. } => Step::Prepare { len: one },
-            _ if !self.writable(l1) => Step::Prepare { len: one },
+            Found::Slow { .. } => Step::Prepare,
+            _ if !self.writable(l1) => Step::Prepare,
             _ => match self.entry(cluster) {
-                None => Step::Prepare { len: one },
+                None => Step::Prepare,
                 Some(e) if self.in_place(e).is_some() => match self.place(below, offset, len) {
                     Found::Data { offset, len } => Step::InPlace { offset, len },
-                    _ => Step::Prepare { len: one },
+                    _ => Step::Prepare,
                 },
                 Some(entry) if whole && self.header.version >= 3 => Step::Flag { cluster, entry },
                 Some(_) => Step::Write { len: one },
@@ -146,7 +146,7 @@ impl Qcow2 {
             return Ok(len.min(self.cluster_bytes()));
         }
         // Changed meanwhile, or no room to note it: look again.
-        self.prepare_entry(port, offset, len).await?;
+        self.prepare_entry(port, offset).await?;
         Ok(0)
     }
 }

@@ -54,7 +54,7 @@ fn writes_that_failed_do_not_keep_others_from_what_they_need() {
         let at = slice << 25;
         let placed = session.run(async {
             while !matches!(disk.map(at, 512, crate::Intent::Write), Extent::Data { .. }) {
-                qcow2.prepare(&port, at, 512).await?;
+                qcow2.prepare(&port, at).await?;
             }
             Ok::<_, std::io::Error>(())
         });
