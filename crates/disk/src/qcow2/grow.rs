@@ -289,8 +289,8 @@ impl Qcow2 {
     }
 
     /// How many blocks that are missing are made together: neighbours, whose own counts are all in
-    /// one slice, and whose entries are in one sector, which is never torn: the first of them counts
-    /// the others.
+    /// one slice, and whose entries are in one sector, which is never torn: the first of them
+    /// counts the others.
     fn blocks_at_once(&self, at: u64, block: u64, entries: u64) -> u64 {
         let state = self.state();
         let wanted = (BLOCKS_COVER_BYTES >> self.header.cluster_bits) / entries;

@@ -71,3 +71,37 @@ fn writes_that_failed_do_not_keep_others_from_what_they_need() {
     session.close().unwrap();
     assert!(check(&medium(&path)).unwrap().is_clean());
 }
+
+/// Between two looks at an entry another thread may need its place in memory.
+#[test]
+fn a_compressed_cluster_is_read_while_its_entry_comes_and_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.qcow2");
+    compressed(&path);
+    let mut session = open_with(&path, &OpenOptions { metadata_bytes: 32 << 10, ..options() });
+    let (disk, port) = (session.disk().clone(), session.port().clone());
+    let qcow2 = qcow2_of(&disk);
+    let stop = AtomicBool::new(false);
+    let read = async {
+        let piece = port.scratch.take(4096).await;
+        for _ in 0..2000 {
+            *qcow2.unpacked.lock().unwrap() = (0, Vec::new());
+            qcow2.unpack(&port, port.files[0], 0, piece.span()).await?;
+        }
+        let mut bytes = [0; 4096];
+        port.memory().copy_out(piece.span(), &mut bytes);
+        Ok::<_, std::io::Error>(bytes)
+    };
+    let bytes = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for slice in (1..=16).cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
+                let _state = qcow2.state();
+                qcow2.cache.install(slice, &[0; 512]);
+            }
+        });
+        let bytes = session.run(read);
+        stop.store(true, Ordering::Relaxed);
+        bytes
+    });
+    assert_eq!(bytes.unwrap().unwrap(), [9; 4096]);
+}
