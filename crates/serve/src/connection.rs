@@ -47,6 +47,8 @@ pub(crate) struct Saving(Arc<Device>);
 impl Drop for Saving {
     fn drop(&mut self) {
         self.0.saving.store(false, Ordering::SeqCst);
+        // Who had the duty asks again after this whether anything is unsaved: see `take_saving`.
+        fence(Ordering::SeqCst);
     }
 }
 
@@ -97,15 +99,14 @@ impl Device {
 
     /// The duty to save what no flush has asked for, if there is something and nobody has it.
     pub(crate) fn take_saving(self: &Arc<Device>) -> Option<Saving> {
-        if !self.disk.has_metadata() {
+        if !self.disk.is_unsaved() {
             return None;
         }
-        // One who gives the duty back asks again after that, a writer after its write: with this
-        // between, one of the two sees what the other did.
+        // Together with that of who gives the duty back: one of the two sees what the other did.
         fence(Ordering::SeqCst);
-        // Asked after each write: the cheaper question first.
-        let wanted = !self.saving.load(Ordering::Relaxed) && self.disk.is_unsaved();
-        (wanted && !self.saving.swap(true, Ordering::SeqCst)).then(|| Saving(self.clone()))
+        let free =
+            !self.saving.load(Ordering::Relaxed) && !self.saving.swap(true, Ordering::SeqCst);
+        free.then(|| Saving(self.clone()))
     }
 
     /// From now on remembers a failed flush in this file, which outlives the process; `anew` for a

@@ -16,12 +16,16 @@ use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};
 
 const BYTES: u64 = 4 << 20;
 
-/// Serves this image to a guest with two queues.
+/// Serves this image to a guest with two queues. It has grown for its first block, which takes a
+/// sync, so that those to come are the saves'.
 fn connected(image: &Path, faults: &Faults) -> (Rig, Frontend, Buffer) {
     let (image, engine) = (Some(image.to_owned()), faults.factory());
     let rig = Rig::new(Plan { image, engine, ..Plan::default() });
-    let front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
     let buffer = front.space().buffer(1).unwrap();
+    write(&mut front.queues[0], &buffer, 0, 0xA0);
+    front.queues[0].flush().unwrap();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
     (rig, front, buffer)
 }
 
