@@ -243,7 +243,8 @@ impl<'a, F: Format> Story<'a, F> {
             told.cut_round = Some(began..=self.ended_at);
         }
         let sectors = self.model.borrow().sectors();
-        if !flush_failed {
+        // A process that dies with the news of a failed sync has told nobody.
+        if !flush_failed && !self.machine.world.has_forgotten() {
             return self.examine(after, &[sectors]);
         }
         // Also without a power cut what no flush has promised may be gone.

@@ -264,6 +264,11 @@ impl SimFile {
         self.sectors.is_empty() && self.changes.is_empty()
     }
 
+    /// Whether something can be read that a failed sync has not written, and none to come will.
+    pub(super) fn has_forgotten(&self) -> bool {
+        self.sectors.values().flatten().any(|version| version.lost)
+    }
+
     /// The file as one possible power cut leaves it.
     pub(super) fn cut(&mut self, fate: Fate, random: &mut SplitMix64) -> io::Result<()> {
         let kept = match fate.newest {

@@ -221,6 +221,12 @@ impl SimWorld {
         Ok(())
     }
 
+    /// Whether something can be read that a sync has failed to write, and that no later one will,
+    /// though it succeeds. Only who was told of the failure knows.
+    pub fn has_forgotten(&self) -> bool {
+        self.state().files.iter().any(|(_, file)| file.has_forgotten())
+    }
+
     /// Whether a power cut now would change nothing.
     pub fn is_durable(&self) -> bool {
         let state = self.state();
