@@ -14,7 +14,9 @@ use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use faulty::{Fault, Faults, is_sync};
 use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};
 
-const BYTES: u64 = 4 << 20;
+/// Of an image's blocks; a write into a new one leaves metadata to save.
+const BLOCK: usize = 2 << 20;
+const BYTES: u64 = 4 * BLOCK as u64;
 
 /// Serves this image to a guest with two queues. It has grown for its first block, which takes a
 /// sync, so that those to come are the saves'.
@@ -68,10 +70,10 @@ fn what_is_being_saved_as_the_guest_leaves_is_saved() {
         std::thread::sleep(Duration::from_millis(300));
         Fault::None
     });
-    write(&mut front.queues[0], &buffer, 8, 0xA1);
+    write(&mut front.queues[0], &buffer, BLOCK as u64 / 512, 0xA1);
     saving.recv_timeout(PATIENCE).unwrap();
     front.close(PATIENCE).unwrap();
-    assert!(after_a_crash(&mut rig, &image)[4096..8192] == [0xA1; 4096]);
+    assert!(after_a_crash(&mut rig, &image)[BLOCK..][..4096] == [0xA1; 4096]);
 }
 
 #[test]
@@ -80,9 +82,9 @@ fn what_was_written_just_before_the_guest_leaves_is_saved() {
         let dir = dir_in_memory();
         let image = images::make(dir.path(), format, BYTES);
         let (mut rig, mut front, buffer) = connected(&image, &Faults::none());
-        write(&mut front.queues[0], &buffer, 8, 0xA1);
+        write(&mut front.queues[0], &buffer, BLOCK as u64 / 512, 0xA1);
         front.close(PATIENCE).unwrap();
-        assert!(after_a_crash(&mut rig, &image)[4096..8192] == [0xA1; 4096], "{format}");
+        assert!(after_a_crash(&mut rig, &image)[BLOCK..][..4096] == [0xA1; 4096], "{format}");
     }
 }
 
@@ -94,10 +96,10 @@ fn what_is_written_during_a_save_is_saved_by_another() {
     let (mut rig, mut front, buffer) = connected(&image, &faults);
     let syncs = syncs(&faults, || Fault::Held(None));
     let held = faults.gate.lock().unwrap();
-    write(&mut front.queues[0], &buffer, 8, 0xA1);
+    write(&mut front.queues[0], &buffer, BLOCK as u64 / 512, 0xA1);
     syncs.recv_timeout(PATIENCE).unwrap();
     // Another block of the image.
-    write(&mut front.queues[1], &buffer, (2 << 20) / 512, 0xA2);
+    write(&mut front.queues[1], &buffer, 2 * BLOCK as u64 / 512, 0xA2);
     drop(held);
     // The other one of the first save, then that of the second, which is not cut short.
     for which in ["second", "third"] {
@@ -105,5 +107,6 @@ fn what_is_written_during_a_save_is_saved_by_another() {
         assert!(told.is_ok(), "there is no {which} sync");
     }
     let bytes = after_a_crash(&mut rig, &image);
-    assert!(bytes[4096..8192] == [0xA1; 4096] && bytes[2 << 20..][..4096] == [0xA2; 4096]);
+    let written = |block: usize, byte| bytes[block * BLOCK..][..4096] == [byte; 4096];
+    assert!(written(1, 0xA1) && written(2, 0xA2));
 }
