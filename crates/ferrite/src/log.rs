@@ -1,6 +1,6 @@
 //! Log messages go to standard error; whoever emits them keeps their rate down.
 
-use std::io::{self, IsTerminal};
+use std::io;
 
 use tracing_subscriber::EnvFilter;
 
@@ -21,7 +21,6 @@ pub(crate) fn set_up(cli: &Cli) {
     tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new(default)))
         .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
         .init();
     if !understood {
         tracing::warn!(

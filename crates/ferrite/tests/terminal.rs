@@ -1,0 +1,75 @@
+//! Each command on a terminal, where libraries behave differently than on a pipe.
+
+mod images;
+
+use std::process::Command;
+
+use images::{MIB, Place};
+
+/// Runs a shell line on a terminal of its own; its exit code and what the terminal showed.
+fn on_terminal(place: &Place, line: &str) -> (i32, String) {
+    let mut script = Command::new("script");
+    script.args(["--quiet", "--return", "--command", line, "/dev/null"]);
+    script.current_dir(place.path(".")).env_remove("RUST_LOG").env("TERM", "xterm");
+    let output = script.output().expect("script(1) of bsdutils runs");
+    (output.status.code().unwrap(), String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// What is shown on standard error alone; a bar that comes and goes does not count.
+fn errors(place: &Place, args: &str) -> (i32, String) {
+    let program = env!("CARGO_BIN_EXE_ferrite");
+    let (code, text) = on_terminal(place, &format!("{program} {args} >/dev/null"));
+    let is_bar =
+        |line: &str| ["\u{1b}", " left", " are connected"].iter().any(|p| line.contains(p));
+    let lines = text.split(['\r', '\n']).map(str::trim);
+    let said: Vec<&str> = lines.filter(|line| !line.is_empty() && !is_bar(line)).collect();
+    (code, said.join("\n"))
+}
+
+#[test]
+fn commands_that_succeed_say_nothing_but_their_result() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+    for args in [
+        "--help",
+        "image create b.vhd 4M",
+        "image convert a.img c.vhd",
+        "image info c.vhd",
+        "image map c.vhd",
+        "image du c.vhd",
+        "image check c.vhd",
+        "image repair c.vhd",
+        "image compare a.img c.vhd",
+        "image resize b.vhd 8M",
+        "image snapshot c.vhd d.vhd",
+        "image coalesce c.vhd",
+        "image clone c.vhd e.vhd",
+        "bench null: --seconds 0.2",
+        "bench-bare memcpy --pages 8 --batch 3 --seconds 0.1",
+    ] {
+        assert_eq!(errors(&place, args), (0, String::new()), "{args}");
+    }
+}
+
+#[test]
+fn commands_that_fail_begin_with_why() {
+    let place = Place::new();
+    for args in ["image info no.vhd", "serve no.vhd --xen 32000/xvda", "bench no.vhd"] {
+        let (code, text) = errors(&place, args);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(code == 3 && lines.len() == 2, "{args}: {text}");
+        assert!(lines[0].starts_with("ferrite: ") && lines[1].starts_with("help: "), "{text}");
+    }
+    let (_, text) = errors(&place, "doctor");
+    assert!(text.is_empty() || text.starts_with("ferrite: "), "{text}");
+}
+
+#[test]
+fn a_line_of_the_log_has_no_control_characters_on_a_terminal() {
+    let place = Place::new();
+    place.pattern("a.img", MIB, &[]);
+    let line = format!("{} -vv image info a.img", env!("CARGO_BIN_EXE_ferrite"));
+    let (code, text) = on_terminal(&place, &line);
+    assert_eq!(code, 0, "{text}");
+    assert!(!text.contains('\u{1b}'), "{text:?}");
+}
