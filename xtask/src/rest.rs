@@ -66,6 +66,9 @@ fn tests_on_aio() -> Result<()> {
     for package in ["ferrite-disk", "ferrite-serve", "ferrite"] {
         test.args(["--package", package]);
     }
+    // Most of their time is the kernel's grace period at the end of each context, when no processor
+    // is needed.
+    test.env("RUST_TEST_THREADS", (4 * steps::cpus()).to_string());
     run("tests-on-aio", test.env("FERRITE_TEST_ENGINE", "aio"))
 }
 

@@ -110,23 +110,26 @@ pub struct Aio {
     arena: Arc<Arena>,
 }
 
-/// Whether Linux AIO works here: sets up a small context and drops it.
+/// Whether this kernel has Linux AIO. It makes no context: the end of one waits for an RCU grace
+/// period, tens of milliseconds, which every command would pay.
 ///
 /// # Errors
-/// An [`AioError`] inside, if it does not.
+/// An [`AioError`] inside, if there is none.
 pub fn probe() -> io::Result<()> {
-    context_for(8).map(drop)
+    match Context::new(0) {
+        // The kernel looks at the number, so it has the call.
+        Err(libc::EINVAL) | Ok(_) => Ok(()),
+        Err(errno) => Err(failed(0, errno)),
+    }
 }
 
-fn context_for(entries: u32) -> io::Result<Context> {
-    Context::new(entries).map_err(|errno| {
-        let error = match errno {
-            libc::ENOSYS | libc::EPERM => AioError::Missing,
-            libc::EAGAIN => AioError::Full(entries),
-            _ => AioError::Other { entries, source: io::Error::from_raw_os_error(errno) },
-        };
-        error.into()
-    })
+fn failed(entries: u32, errno: i32) -> io::Error {
+    let error = match errno {
+        libc::ENOSYS | libc::EPERM => AioError::Missing,
+        libc::EAGAIN => AioError::Full(entries),
+        _ => AioError::Other { entries, source: io::Error::from_raw_os_error(errno) },
+    };
+    error.into()
 }
 
 impl Aio {
@@ -138,7 +141,7 @@ impl Aio {
     pub fn new(arena: Arc<Arena>, entries: u32) -> io::Result<Aio> {
         let entries = entries.max(1);
         Ok(Aio {
-            context: context_for(entries)?,
+            context: Context::new(entries).map_err(|errno| failed(entries, errno))?,
             eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             stale: false,
             files: Vec::new(),
