@@ -1,6 +1,7 @@
 //! Why a disk could not be opened or asked for its size.
 
 use std::io;
+use std::path::Path;
 
 /// What a program does about an error; the text is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +14,8 @@ pub enum ErrorKind {
     InUse,
     /// It is there, but cannot be a disk: a directory, a socket, a wrong size.
     Unsuitable,
+    /// What stands in it contradicts itself.
+    Damaged,
     /// This user may not, or the medium is write-protected.
     Permission,
     /// It would destroy something, and was not told to.
@@ -46,6 +49,16 @@ impl DiskError {
 
     pub(crate) fn with_source(mut self, source: impl Into<io::Error>) -> DiskError {
         self.source = Some(source.into());
+        self
+    }
+
+    /// The same, of a file under the name that it gets in the end: `temporary` is one that nobody
+    /// has named.
+    pub(crate) fn renamed(mut self, temporary: &Path, name: &Path) -> DiskError {
+        let [from, to] = [temporary, name].map(|path| path.display().to_string());
+        for text in [&mut self.what, &mut self.why, &mut self.help] {
+            *text = text.replace(&from, &to);
+        }
         self
     }
 

@@ -1,6 +1,8 @@
 //! The command line.
 
-use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
+use std::process::ExitCode;
+
+use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use ferrite_disk::size;
 use ferrite_io::engines::EngineChoice;
 use ferrite_serve::polling::PollWindow;
@@ -9,6 +11,7 @@ use ferrite_xen::loopback::CopyWith;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 use serde::{Deserialize, Serialize};
 
+use crate::exit::Code;
 use crate::image::args::ImageArgs;
 use crate::vdev::Vbd;
 
@@ -16,8 +19,8 @@ use crate::vdev::Vbd;
 #[derive(Debug, Parser)]
 #[command(
     version,
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 in use. \
-                  RUST_LOG selects log messages more finely than -v."
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 in use, 5 damaged, \
+                  130 interrupted. RUST_LOG selects log messages more finely than -v."
 )]
 pub(crate) struct Cli {
     /// Log more: -v for what happens, -vv for everything.
@@ -26,6 +29,25 @@ pub(crate) struct Cli {
 
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+/// Prints why the command line is not understood, or the help that it asks for.
+pub(crate) fn refuse(e: &clap::Error) -> ExitCode {
+    // With standard error closed, the code is all that can be given.
+    let _ = e.print();
+    match e.exit_code() {
+        0 => ExitCode::SUCCESS,
+        _ if is_check() => Code::NOT_CHECKED.into(),
+        _ => Code::USAGE.into(),
+    }
+}
+
+/// Whether the command is `image check`, whatever else there is: 2 would say that it has found
+/// damage.
+fn is_check() -> bool {
+    let understood = Cli::command().ignore_errors(true).try_get_matches();
+    let image = understood.as_ref().ok().and_then(|cli| cli.subcommand_matches("image"));
+    image.is_some_and(|image| image.subcommand_name() == Some("check"))
 }
 
 /// What to do.
@@ -337,7 +359,6 @@ mod tests {
 
     #[test]
     fn the_definition_is_consistent() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 
@@ -354,7 +375,6 @@ mod tests {
 
     #[test]
     fn every_option_of_serve_is_in_the_documentation() {
-        use clap::CommandFactory;
         let cli = Cli::command();
         let serve = cli.find_subcommand("serve").unwrap();
         let text = include_str!("../../../docs/serve.md");

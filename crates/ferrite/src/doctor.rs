@@ -47,7 +47,7 @@ struct Report {
     checks: Vec<Check>,
 }
 
-/// Looks at everything and prints it. Whatever is missing, the command itself succeeds.
+/// Looks at everything and prints it. It fails where guests cannot be served.
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let report = examine();
     let text = if args.json { json(&report)? } else { table(&report) };
@@ -55,8 +55,19 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
             Err(Failure::new("cannot print the report", e, "check where standard output goes"))
         }
-        _ => Ok(()),
+        _ => verdict(&report),
     }
+}
+
+fn verdict(report: &Report) -> Result<(), Failure> {
+    if report.xen && report.engine.is_some() {
+        return Ok(());
+    }
+    let missing = report.checks.iter().filter(|c| c.state == State::No).map(|c| c.name);
+    let why = format!("missing: {}", missing.collect::<Vec<_>>().join(", "));
+    let help =
+        "the report says of each what follows from that; images can be worked on without Xen";
+    Err(Failure::new("guests cannot be served on this machine", why, help))
 }
 
 fn examine() -> Report {

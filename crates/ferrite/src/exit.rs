@@ -6,17 +6,46 @@ use std::process::ExitCode;
 
 use ferrite_disk::{DiskError, ErrorKind};
 
-/// The exit codes, besides 0. Part of the interface: scripts depend on them.
+/// An exit code, besides 0. Part of the interface: scripts depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Code {
+pub(crate) struct Code(u8);
+
+impl Code {
     /// It was tried and did not work.
-    Failed = 1,
+    pub(crate) const FAILED: Code = Code(1);
     /// The command line makes no sense.
-    Usage = 2,
+    pub(crate) const USAGE: Code = Code(2);
     /// What was named is not there.
-    NotFound = 3,
+    const NOT_FOUND: Code = Code(3);
     /// What was named is in use by somebody else.
-    Busy = 4,
+    const BUSY: Code = Code(4);
+    /// The image contradicts itself.
+    const DAMAGED: Code = Code(5);
+    /// A signal asked for the end: what a shell says of a command that Ctrl-C has ended.
+    pub(crate) const INTERRUPTED: Code = Code(130);
+
+    /// Of `image compare`, as of qemu-img: they differ,
+    pub(crate) const DIFFER: Code = Code(1);
+    /// or that could not be found out.
+    pub(crate) const NOT_COMPARED: Code = Code(2);
+
+    /// Of `image check`, as of qemu-img: it could not be done,
+    pub(crate) const NOT_CHECKED: Code = Code(1);
+    /// the image does not read what it should,
+    pub(crate) const CORRUPT: Code = Code(2);
+    /// or it does, and has space that nothing refers to.
+    pub(crate) const LEAKS: Code = Code(3);
+
+    /// For those who need a number.
+    pub(crate) const fn number(self) -> u8 {
+        self.0
+    }
+}
+
+impl From<Code> for ExitCode {
+    fn from(code: Code) -> ExitCode {
+        ExitCode::from(code.0)
+    }
 }
 
 /// What failed, why, what to do next, and the code for it.
@@ -29,20 +58,28 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// A failure with [`Code::Failed`].
+    /// A failure with [`Code::FAILED`].
     pub(crate) fn new(
         what: impl Into<String>,
         why: impl fmt::Display,
         help: impl Into<String>,
     ) -> Failure {
-        Failure { code: Code::Failed, what: what.into(), why: why.to_string(), help: help.into() }
+        Failure { code: Code::FAILED, what: what.into(), why: why.to_string(), help: help.into() }
+    }
+
+    /// The same with another code, unless somebody has interrupted it.
+    pub(crate) fn with_code(self, code: Code) -> Failure {
+        match self.code {
+            Code::INTERRUPTED => self,
+            _ => Failure { code, ..self },
+        }
     }
 
     /// Writes the failure to standard error and gives the code to end with.
     pub(crate) fn report(&self) -> ExitCode {
         // With standard error closed, the code is all that can be given.
         let _ = write!(std::io::stderr().lock(), "{self}");
-        ExitCode::from(self.code as u8)
+        self.code.into()
     }
 }
 
@@ -56,14 +93,14 @@ impl fmt::Display for Failure {
 impl From<DiskError> for Failure {
     fn from(e: DiskError) -> Failure {
         let code = match e.kind() {
-            ErrorKind::Usage => Code::Usage,
-            ErrorKind::NotFound => Code::NotFound,
-            ErrorKind::InUse => Code::Busy,
-            ErrorKind::Unsuitable
-            | ErrorKind::Permission
-            | ErrorKind::Refused
-            | ErrorKind::Interrupted
-            | ErrorKind::Io => Code::Failed,
+            ErrorKind::Usage => Code::USAGE,
+            ErrorKind::NotFound => Code::NOT_FOUND,
+            ErrorKind::InUse => Code::BUSY,
+            ErrorKind::Damaged => Code::DAMAGED,
+            ErrorKind::Interrupted => Code::INTERRUPTED,
+            ErrorKind::Unsuitable | ErrorKind::Permission | ErrorKind::Refused | ErrorKind::Io => {
+                Code::FAILED
+            }
         };
         let (what, why, help) = (e.what().into(), e.why().into(), e.help().into());
         Failure { code, what, why, help }

@@ -13,10 +13,14 @@ mod exit;
 mod image;
 mod log;
 mod serve;
+mod signals;
 mod vdev;
 
 fn main() -> ExitCode {
-    let cli = cli::Cli::parse();
+    let cli = match cli::Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => return cli::refuse(&e),
+    };
     log::set_up(&cli);
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),

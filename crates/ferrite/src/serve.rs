@@ -16,11 +16,10 @@ use ferrite_serve::negotiate::Offer;
 use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 
 use crate::cli::ServeArgs;
 use crate::exit::Failure;
+use crate::signals;
 
 /// The kind of backend that xl and XAPI make for tapdisk: `backend/vbd3/<domid>/<devid>`.
 const BACKEND_KIND: &str = "vbd3";
@@ -169,18 +168,15 @@ fn parent(path: &Path) -> String {
     path.ancestors().nth(2).map(PathBuf::from).unwrap_or_default().display().to_string()
 }
 
-/// SIGTERM and SIGINT end the process in good order: everything taken is answered.
+/// SIGTERM, SIGINT and SIGHUP end the process in good order: everything taken is answered.
 fn stop_on_signals() -> Result<Arc<Waker>, Failure> {
-    let cannot = |e: std::io::Error| {
-        Failure::new("cannot listen to signals", e, "check the limits of this process")
-    };
-    let stop = Arc::new(Waker::new().map_err(cannot)?);
-    let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(cannot)?;
+    let stop = Arc::new(Waker::new().map_err(signals::cannot)?);
+    let mut signals = signals::listen()?;
     let wake = stop.clone();
     std::thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || signals.forever().for_each(|_| wake.wake()))
-        .map_err(cannot)?;
+        .map_err(signals::cannot)?;
     Ok(stop)
 }
 

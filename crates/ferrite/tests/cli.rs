@@ -134,7 +134,6 @@ fn help_and_version_succeed() {
 fn doctor_runs_everywhere() {
     let output = ferrite(&["doctor"]);
     let text = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(output.status.code(), Some(0));
     for word in
         ["kernel", "io_uring", "Linux AIO", "huge pages", "xen", "xenstore", "On this machine"]
     {
@@ -145,7 +144,6 @@ fn doctor_runs_everywhere() {
 #[test]
 fn doctor_prints_json_for_programs() {
     let output = ferrite(&["doctor", "--json"]);
-    assert_eq!(output.status.code(), Some(0));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["schema"], 1);
     assert!(report["xen"].is_boolean());

@@ -74,7 +74,7 @@ fn a_parent_with_other_children_is_not_changed_without_force() {
     place.ok(&["coalesce", "one.vhd", "--force"]);
     let text = place.fails(1, &["info", "two.vhd"]);
     assert!(text.contains("parent"), "{text}");
-    let text = place.fails(1, &["check", "two.vhd"]);
+    let text = place.fails(2, &["check", "two.vhd"]);
     assert!(text.contains("is damaged"), "{text}");
 }
 
@@ -117,7 +117,7 @@ fn a_damaged_footer_is_found_and_mended_with_force() {
 }
 
 #[test]
-fn damage_that_cannot_be_mended_ends_with_1() {
+fn damage_that_cannot_be_mended_is_told_by_the_exit_code() {
     let place = Place::new();
     place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
     place.ok(&["convert", "a.img", "a.vhd"]);
@@ -126,13 +126,13 @@ fn damage_that_cannot_be_mended_ends_with_1() {
     file.seek(SeekFrom::Start(1536)).unwrap();
     file.write_all(&[0x70, 0, 0, 0]).unwrap();
     let output = place.image(&["check", "a.vhd"]);
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("at byte 1536") && text.contains("(damage)"), "{text}");
-    let text = place.fails(1, &["repair", "a.vhd", "--force"]);
+    let text = place.fails(5, &["repair", "a.vhd", "--force"]);
     assert!(text.contains("nothing is known to mend"), "{text}");
     for command in [&["info", "a.vhd"][..], &["map", "a.vhd"], &["convert", "a.vhd", "b.img"]] {
-        place.fails(1, command);
+        place.fails(5, command);
     }
     place.has_no_leftovers();
 }
@@ -175,9 +175,9 @@ fn a_conversion_that_was_interrupted_goes_on() {
     place.has_no_leftovers();
 }
 
-/// Begins to convert a file of so many MiB to `b.vhd`, and ends that with SIGINT as soon as some
+/// Begins to convert a file of so many MiB to `b.vhd`, and ends that with a signal as soon as some
 /// of it is there. What it said; none: it was done before.
-fn interrupt(place: &Place, mib: u64) -> Option<String> {
+fn interrupt(place: &Place, mib: u64, signal: Signal) -> Option<String> {
     let mut source = fs::File::create(place.path("a.img")).unwrap();
     let mut piece = vec![0; MIB as usize];
     for n in 0..mib {
@@ -194,20 +194,26 @@ fn interrupt(place: &Place, mib: u64) -> Option<String> {
         thread::sleep(Duration::from_millis(1));
     }
     if convert.try_wait().unwrap().is_none() {
-        kill_process(Pid::from_child(&convert), Signal::INT).unwrap();
+        kill_process(Pid::from_child(&convert), signal).unwrap();
     }
     let output = convert.wait_with_output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
-    (output.status.code() == Some(1)).then_some(text)
+    (output.status.code() == Some(130)).then_some(text)
 }
 
 #[test]
 fn a_conversion_that_is_interrupted_by_its_user_goes_on() {
+    for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
+        goes_on_after(signal);
+    }
+}
+
+fn goes_on_after(signal: Signal) {
     let (place, text) = [128, 512, 2048]
         .into_iter()
         .find_map(|mib| {
             let place = Place::new();
-            interrupt(&place, mib).map(|text| (place, text))
+            interrupt(&place, mib, signal).map(|text| (place, text))
         })
         .expect("copying 2 GiB takes long enough to be interrupted");
     assert!(text.contains("interrupted") && text.contains("--resume"), "{text}");

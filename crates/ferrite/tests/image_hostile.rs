@@ -54,13 +54,14 @@ fn bent_images_are_refused_in_time_and_stay_as_they_are() {
         let before = fs::read(place.path(name)).unwrap();
         for command in ["info", "map", "du", "check", "repair"] {
             let (code, text) = limited(&place, &[command, name]);
-            assert!(matches!(code, Some(0 | 1)), "{what}: {command}: {code:?} {text}");
+            assert!(matches!(code, Some(0 | 1 | 2 | 5)), "{what}: {command}: {code:?} {text}");
             if matches!(command, "info" | "map" | "du") {
-                assert_eq!(code, Some(1), "{what}: {command}");
+                assert!(matches!(code, Some(1 | 5)), "{what}: {command}: {code:?}");
             }
             assert!(!text.contains("panicked"), "{what}: {text}");
         }
-        assert_eq!(limited(&place, &["convert", name, "copy.img"]).0, Some(1), "{what}");
+        let code = limited(&place, &["convert", name, "copy.img"]).0;
+        assert!(matches!(code, Some(1 | 5)), "{what}: {code:?}");
         assert_eq!(fs::read(place.path(name)).unwrap(), before, "{what}");
         place.has_no_leftovers();
     }

@@ -222,12 +222,16 @@ impl Cannot {
     }
 
     fn header(&self, e: &HeaderError) -> DiskError {
-        let help = match e {
-            HeaderError::NotQcow2(_) => "say which format it has (raw:PATH, vhd:PATH)",
-            HeaderError::Damaged(_) => HELP_DAMAGED,
-            HeaderError::Unsupported(_) => "convert it with the program that made it",
+        let (kind, help) = match e {
+            HeaderError::NotQcow2(_) => {
+                (ErrorKind::Unsuitable, "say which format it has (raw:PATH, vhd:PATH)")
+            }
+            HeaderError::Damaged(_) => (ErrorKind::Damaged, HELP_DAMAGED),
+            HeaderError::Unsupported(_) => {
+                (ErrorKind::Unsuitable, "convert it with the program that made it")
+            }
         };
-        DiskError::new(ErrorKind::Unsuitable, &self.0, e.to_string(), help)
+        DiskError::new(kind, &self.0, e.to_string(), help)
     }
 
     fn take_over(&self, e: io::Error) -> DiskError {

@@ -201,7 +201,7 @@ fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
         Errno::NOENT | Errno::NOTDIR => (
             ErrorKind::NotFound,
             "there is no such file".to_owned(),
-            "check the path; images are never created here (truncate -s 16G FILE makes one)",
+            "check the path; only ferrite image create and convert make images",
         ),
         Errno::ACCESS | Errno::PERM => (
             ErrorKind::Permission,

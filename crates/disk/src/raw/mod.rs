@@ -319,7 +319,7 @@ fn check_size(path: &Path, bytes: u64) -> Result<(), DiskError> {
     if bytes == 0 {
         return refuse(
             "it is empty".into(),
-            "give it a size first (truncate -s 16G FILE), or insert a medium",
+            "give it a size first (ferrite image create --force raw:FILE 16G), or insert a medium",
         );
     }
     if !bytes.is_multiple_of(SECTOR_BYTES) {

@@ -73,7 +73,9 @@ impl Workshop<'_> {
         // Without its parents, which may not be there.
         let unusable = match Image::open_alone(name, &self.options(false)) {
             Ok(image) => self.close(&Disk::Image(image), &name.path).map(|()| None)?,
-            Err(e) if e.kind() != ErrorKind::Unsuitable => return Err(e),
+            Err(e) if !matches!(e.kind(), ErrorKind::Unsuitable | ErrorKind::Damaged) => {
+                return Err(e);
+            }
             // It cannot be opened: that may be what is to be mended.
             Err(e) => Some(e),
         };
@@ -109,6 +111,7 @@ impl Repaired {
         }
         let help = "what is not mendable needs a backup; ferrite image convert copies what can \
                     still be read";
-        Err(unsuitable(what, "there is damage that nothing is known to mend", help))
+        let why = "there is damage that nothing is known to mend";
+        Err(DiskError::new(ErrorKind::Damaged, what, why, help))
     }
 }

@@ -59,7 +59,8 @@ impl Workshop<'_> {
         let (file, state) = self.destination(to, how, fresh)?;
         let name = ImageName { format: to.format, path: file.path().to_owned() };
         // No journal: what is not durable is written again.
-        let target = Disk::open_image(&name, &self.medium_options(false))?;
+        let target = Disk::open_image(&name, &self.medium_options(false));
+        let target = target.map_err(|e| file.named(e))?;
         let mut desk = Copying::desk(self).map_err(cannot)?;
         let new = NewImage { fixed: how.fixed, ..NewImage::default() };
         let mode = match self.is_device(&to.path) && shows_medium(to.format, &new) {

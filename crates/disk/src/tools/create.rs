@@ -70,6 +70,18 @@ impl Workshop<'_> {
         below: (Option<&Parent>, Blank),
         bytes: u64,
     ) -> Result<(), DiskError> {
+        self.write_under(file, format, new, below, bytes).map_err(|e| file.named(e))
+    }
+
+    /// The same, with errors that name the file as it is called now.
+    fn write_under(
+        &self,
+        file: &NewFile<'_>,
+        format: Format,
+        new: &NewImage,
+        below: (Option<&Parent>, Blank),
+        bytes: u64,
+    ) -> Result<(), DiskError> {
         let what = || format!("cannot make {}", file.path().display());
         let raw = file.open()?;
         let inode = raw.inode().map_err(|e| broken(what(), e))?;

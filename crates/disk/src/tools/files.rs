@@ -68,7 +68,7 @@ impl Workshop<'_> {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 // Or, after a crash, a second name of a file that was finished.
                 if !same_file(&file.path, to).unwrap_or(false) {
-                    self.open_new(&file.path)?;
+                    file.open()?;
                 }
                 self.directory.remove(&file.path).map_err(|e| broken(what(), e))?;
                 file.create().map_err(|e| broken(what(), e))?;
@@ -116,11 +116,6 @@ impl Workshop<'_> {
         meta.is_ok_and(|m| m.file_type().is_block_device() || (self.fixed_size && m.is_file()))
     }
 
-    /// Opens and locks a file that is being made.
-    fn open_new(&self, path: &Path) -> Result<Raw, DiskError> {
-        Raw::open_medium(path, &self.medium_options(false))
-    }
-
     /// What would be replaced, locked.
     fn replaced(&self, to: &Path, force: bool) -> Result<Option<Raw>, DiskError> {
         let what = || format!("cannot make {}", to.display());
@@ -150,7 +145,12 @@ impl Workshop<'_> {
 impl NewFile<'_> {
     /// Opens and locks it.
     pub(super) fn open(&self) -> Result<Raw, DiskError> {
-        self.shop.open_new(&self.path)
+        Raw::open_medium(&self.path, &self.shop.medium_options(false)).map_err(|e| self.named(e))
+    }
+
+    /// An error, of the name that was asked for.
+    pub(super) fn named(&self, e: DiskError) -> DiskError {
+        e.renamed(&self.path, &self.to)
     }
 
     /// Where it is while it is being made.

@@ -22,8 +22,7 @@ pub(super) fn check_fixed(name: &ImageName, fixed: bool) -> Result<(), DiskError
         return Ok(());
     }
     let what = format!("cannot make {}", name.path.display());
-    let help = "leave --fixed out, or make a .vhd or a raw disk; qemu-img create -f qcow2 -o \
-                preallocation=falloc makes such a qcow2 image";
+    let help = "leave --fixed out, or make a .vhd or a raw disk";
     Err(DiskError::new(ErrorKind::Usage, what, "a qcow2 image always grows with its data", help))
 }
 

@@ -88,7 +88,7 @@ fn unsuitable(what: String, why: impl Into<String>, help: &str) -> DiskError {
 fn broken(what: impl Into<String>, e: io::Error) -> DiskError {
     let (kind, help) = match e.kind() {
         io::ErrorKind::InvalidData => {
-            (ErrorKind::Unsuitable, "the image is damaged: ferrite image check says where")
+            (ErrorKind::Damaged, "the image is damaged: ferrite image check says where")
         }
         io::ErrorKind::NotFound => (ErrorKind::NotFound, "check the path"),
         io::ErrorKind::PermissionDenied => (

@@ -184,6 +184,14 @@ pub struct CheckReport {
     pub images: Vec<Checked>,
 }
 
+impl CheckReport {
+    /// Whether all that was found is space that nothing refers to.
+    pub fn leaks(&self) -> bool {
+        let mut findings = self.images.iter().flat_map(|image| &image.findings).peekable();
+        findings.peek().is_some() && findings.all(|found| found.kind == "leak")
+    }
+}
+
 /// What a repair has done.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Repaired {

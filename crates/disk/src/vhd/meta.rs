@@ -58,7 +58,7 @@ impl MetaError {
             MetaError::Bad(bad) => {
                 let help = "check that it is a VHD and complete; ferrite image check says more, \
                             and repair mends what can be mended";
-                DiskError::new(ErrorKind::Unsuitable, what, bad.to_string(), help)
+                DiskError::new(ErrorKind::Damaged, what, bad.to_string(), help)
             }
         }
     }

@@ -323,12 +323,7 @@ fn no_footer(raw: &Raw, end_at: u64, bad: &Malformed) -> DiskError {
          copy in sector 0, while a fixed one's guest writes there what it likes: dd if={path} \
          of={path} bs=512 count=1 conv=notrunc skip=OLD seek={seek}"
     );
-    DiskError::new(
-        ErrorKind::Unsuitable,
-        format!("cannot open image {path}"),
-        bad.to_string(),
-        help,
-    )
+    DiskError::new(ErrorKind::Damaged, format!("cannot open image {path}"), bad.to_string(), help)
 }
 
 fn fixed(footer: &Footer, end_at: u64) -> Result<Body, Malformed> {

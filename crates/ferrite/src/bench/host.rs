@@ -19,6 +19,7 @@ use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
 use ferrite_xen::mover::{Budget, DISK_MAPPINGS, Maps, Mover, Moving};
+use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
 use super::idle::{Idle, Switches};
@@ -42,6 +43,8 @@ enum Event {
     Said(usize, Said),
     /// A guest's process closed its output, which is its end.
     Gone(usize),
+    /// A signal asked for the end.
+    Stopped,
     /// A backend ended.
     Ended(usize, Result<Outcome, ServeError>),
 }
@@ -101,6 +104,7 @@ impl Host {
         kind: EngineKind,
         tasks: &[Task],
         run_dir: TempDir,
+        signals: Signals,
     ) -> Result<Host, Failure> {
         let mut machine = Machine::new().map_err(no_machine)?;
         let mut disks = Vec::new();
@@ -111,6 +115,7 @@ impl Host {
         let loopback = Arc::new(machine.loopback(args.copy_with).map_err(no_machine)?);
         let device = Arc::new(Device::new(disk, SystemClock::shared()));
         let (sender, events) = channel();
+        pass_on(signals, sender.clone())?;
         let (done, progress) = (vec![None; tasks.len()], Progress::new());
         let (guests, backends) = (Vec::new(), Vec::new());
         let counters = Vec::new();
@@ -215,10 +220,10 @@ impl Host {
     pub(super) fn leave_idle(&mut self, seconds: f64) -> Result<Idle, Failure> {
         let before = Switches::now();
         self.progress.show("leaving everything idle");
-        // In one sleep: this thread is not counted, and whoever fails is heard afterwards.
-        SystemClock.sleep(Duration::from_secs_f64(seconds));
+        // This thread is not counted. It sleeps through, unless somebody has something to say.
+        let until_ns = SystemClock.now_ns() + Duration::from_secs_f64(seconds).as_nanos() as u64;
+        self.wait(until_ns, |_, left| left)?;
         let context_switches = Switches::now().since(&before);
-        self.watch(0)?;
         Ok(Idle { seconds, context_switches })
     }
 
@@ -234,14 +239,25 @@ impl Host {
 
     /// Waits for that moment, and sees to it that everything goes on until then.
     pub(super) fn watch(&mut self, until_ns: u64) -> Result<(), Failure> {
+        self.wait(until_ns, |host, left| {
+            host.progress.show(&format!("measuring, {} s left", left.as_secs() + 1));
+            left.min(SECOND)
+        })
+    }
+
+    /// Waits until then, each time for as long as `nap` says of what is left.
+    fn wait(
+        &mut self,
+        until_ns: u64,
+        nap: impl Fn(&mut Host, Duration) -> Duration,
+    ) -> Result<(), Failure> {
         loop {
             let left_ns = until_ns.saturating_sub(SystemClock.now_ns());
             if left_ns == 0 {
                 return Ok(());
             }
-            let left = Duration::from_nanos(left_ns);
-            self.progress.show(&format!("measuring, {} s left", left.as_secs() + 1));
-            if let Some((i, Said::Done(tally))) = self.next(Some(left.min(SECOND)))? {
+            let nap = nap(self, Duration::from_nanos(left_ns));
+            if let Some((i, Said::Done(tally))) = self.next(Some(nap))? {
                 self.done[i] = Some(tally);
             }
         }
@@ -268,6 +284,7 @@ impl Host {
                     end.map_err(|e| backend_failed(i, &e))?;
                     running -= 1;
                 }
+                Ok(Event::Stopped) => return Err(super::interrupted()),
                 Ok(_) => {}
                 Err(_) => break,
             }
@@ -299,6 +316,7 @@ impl Host {
                 let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
                 Err(self.guest_failed(i, format!("its process ended: {status}")))
             }
+            Ok(Event::Stopped) => Err(super::interrupted()),
             Ok(Event::Ended(i, Err(e))) => Err(backend_failed(i, &e)),
             Ok(Event::Ended(i, Ok(outcome))) => Err(Failure::new(
                 format!("the backend of guest {i} failed"),
@@ -388,6 +406,19 @@ fn spawn(handle: GuestHandle, task: &Task) -> std::io::Result<Child> {
     let guest = handle.pass_to(&mut command);
     command.arg("bench-guest").arg(guest).arg(serde_json::to_string(task)?);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()
+}
+
+/// Has signals come as events.
+fn pass_on(mut signals: Signals, events: Sender<Event>) -> Result<(), Failure> {
+    let pass_on = move || {
+        for _ in signals.forever() {
+            if events.send(Event::Stopped).is_err() {
+                return;
+            }
+        }
+    };
+    let started = std::thread::Builder::new().name("signals".into()).spawn(pass_on);
+    started.map(drop).map_err(no_resources)
 }
 
 /// Passes on what a guest says.

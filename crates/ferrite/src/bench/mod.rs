@@ -7,14 +7,17 @@
 
 use std::io::{self, Write as _};
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::{Clock, SystemClock};
 use rustix::time::{ClockId, clock_gettime};
+use signal_hook::iterator::Signals;
 
 use crate::cli::BenchArgs;
 use crate::exit::{Code, Failure};
+use crate::signals;
 
 mod bare;
 mod guest;
@@ -41,6 +44,26 @@ const RAMP_NS: u64 = 250_000_000;
 
 /// Measures, and prints the result.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
+    let signals = signals::listen()?;
+    let stopped = signals::flag()?;
+    let measured = measure(args, signals);
+    // Ctrl-C ends the guests' processes as well: whatever is said of that is not the reason.
+    if stopped.load(Ordering::Relaxed) {
+        return Err(interrupted());
+    }
+    measured
+}
+
+fn interrupted() -> Failure {
+    Failure {
+        code: Code::INTERRUPTED,
+        what: "cannot finish the measurement".into(),
+        why: "interrupted".into(),
+        help: "run it again".into(),
+    }
+}
+
+fn measure(args: &BenchArgs, signals: Signals) -> Result<(), Failure> {
     let run_dir = host::run_dir()?;
     let began_ns = SystemClock.now_ns();
     let disk = open(args, run_dir.path())?;
@@ -48,7 +71,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let tasks = task::split(args, &disk)?;
     let kind = crate::serve::choose(args.engine, args.poll_storage, &disk)?;
     let medium = report::Medium::of(&disk, kind, open_ns);
-    let mut host = Host::start(args, disk, kind, &tasks, run_dir)?;
+    let mut host = Host::start(args, disk, kind, &tasks, run_dir, signals)?;
     let (idle_rss_kib, idle_file_kib) = (idle::rss_kib(), idle::file_kib());
     let idle = args.idle.map(|seconds| host.leave_idle(seconds)).transpose()?;
     let start_ns = SystemClock.now_ns() + LEAD_NS;
@@ -86,7 +109,7 @@ fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
     let disk = Disk::open(&args.image, &options)?;
     if args.mode.writes() && !matches!(disk, Disk::Null(_)) && !args.force_overwrite {
         return Err(Failure {
-            code: Code::Usage,
+            code: Code::USAGE,
             what: format!("refused to write to {}", args.image),
             why: "this mode overwrites what the image holds".to_owned(),
             help: "use an image that nobody needs and say --force-overwrite, or measure null:"

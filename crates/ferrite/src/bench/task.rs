@@ -139,7 +139,7 @@ fn poll_us(args: &BenchArgs, loaded: u32) -> u32 {
 }
 
 fn usage(why: String, help: impl Into<String>) -> Failure {
-    Failure { code: Code::Usage, what: "cannot measure that".to_owned(), why, help: help.into() }
+    Failure { code: Code::USAGE, what: "cannot measure that".to_owned(), why, help: help.into() }
 }
 
 #[cfg(test)]
@@ -174,7 +174,7 @@ mod tests {
         assert_eq!(parts(&tasks[0]), (4, vec![(0, 1024)]));
         assert_eq!(parts(&tasks[1]), (4, vec![(1024, 1024)]));
         let refused = try_split("null:1M --queues 2 --load-queues 3").unwrap_err();
-        assert_eq!(refused.code, Code::Usage);
+        assert_eq!(refused.code, Code::USAGE);
     }
 
     #[test]
@@ -184,13 +184,13 @@ mod tests {
         assert_eq!(order("null: --depth 33").unwrap(), 1);
         assert_eq!(order("null: --depth 512").unwrap(), 4);
         assert_eq!(order("null: --depth 1 --ring-order 3").unwrap(), 3);
-        assert_eq!(order("null: --depth 65 --ring-order 1").unwrap_err().code, Code::Usage);
+        assert_eq!(order("null: --depth 65 --ring-order 1").unwrap_err().code, Code::USAGE);
     }
 
     #[test]
     fn what_does_not_fit_is_refused() {
         for line in ["null: --block 48K --indirect 0", "null:4K --queues 2", "null:512"] {
-            assert_eq!(try_split(line).unwrap_err().code, Code::Usage, "{line}");
+            assert_eq!(try_split(line).unwrap_err().code, Code::USAGE, "{line}");
         }
         assert!(try_split("null: --block 44K --indirect 0").is_ok());
         assert!(try_split("null: --block 1M").is_ok());

@@ -4,17 +4,15 @@
 use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
 use ferrite_disk::{Format, ImageName};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
-use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::exit::{Code, Failure};
+use crate::signals;
 
 pub(crate) mod args;
 mod progress;
@@ -31,8 +29,7 @@ const ENTRIES: u32 = 128;
 /// Does one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     let kind = engine(args.engine)?;
-    let stopped = stop_on_signals()?;
-    let shown = Shown::new(args.json, stopped);
+    let shown = Shown::new(args.json, signals::flag_once()?);
     let shop = Workshop {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
@@ -171,23 +168,32 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, image: &str) -> Result<(), Failure> {
 
 /// What is found is the result; damage decides how the command ends.
 fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
-    let report = shop.check(&name(&args.image)?, args.chain)?;
+    let report = name(&args.image).and_then(|name| Ok(shop.check(&name, args.chain)?));
+    let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
     out.say(&report, text::report)?;
-    if report.usable {
-        return Ok(());
+    let image = &args.image;
+    let failure = |what: String, why: &str, help| Failure::new(what, why, help);
+    if !report.usable {
+        let help = format!("ferrite image repair {image} shows what can be mended");
+        let why = "it does not read what it should";
+        return Err(failure(format!("{image} is damaged"), why, help).with_code(Code::CORRUPT));
     }
-    let why = "it does not read what it should";
-    let help = format!("ferrite image repair {} shows what can be mended", args.image);
-    Err(Failure::new(format!("{} is damaged", args.image), why, help))
+    if report.leaks() {
+        let help = format!("ferrite image repair --force {image} frees it");
+        let why = "it has space that nothing refers to";
+        return Err(failure(format!("{image} could be smaller"), why, help).with_code(Code::LEAKS));
+    }
+    Ok(())
 }
 
 fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
-    let found = shop.compare(&name(&args.a)?, &name(&args.b)?)?;
+    let found = name(&args.a).and_then(|a| Ok(shop.compare(&a, &name(&args.b)?)?));
+    let found = found.map_err(|e| e.with_code(Code::NOT_COMPARED))?;
     out.say(&found, text::comparison)?;
     match found.first_difference_bytes {
         None => Ok(()),
         Some(at) => Err(Failure {
-            code: Code::Failed,
+            code: Code::DIFFER,
             what: format!("{} and {} differ", args.a, args.b),
             why: format!("the first difference is at byte {at}"),
             help: "ferrite image map shows where each has its data".into(),
@@ -220,17 +226,4 @@ fn state_dir() -> Option<PathBuf> {
             None
         }
     }
-}
-
-/// SIGINT and SIGTERM end an operation in good order, a second one at once.
-fn stop_on_signals() -> Result<Arc<AtomicBool>, Failure> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        let registered = signal_hook::flag::register_conditional_shutdown(signal, 1, stop.clone())
-            .and_then(|_| signal_hook::flag::register(signal, stop.clone()));
-        registered.map_err(|e| {
-            Failure::new("cannot listen to signals", e, "check the limits of this process")
-        })?;
-    }
-    Ok(stop)
 }

@@ -34,7 +34,7 @@ impl Place {
 
     /// `ferrite image` in the directory, on the engine that the tests run on.
     pub(crate) fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let mut command = listening();
         command.args(["image", "--engine", &engine()]).args(args);
         command.current_dir(self.0.path()).env_remove("RUST_LOG");
         command
@@ -111,6 +111,13 @@ impl Place {
             assert!(!name.contains("ferrite-new") && !name.contains("partial"), "{name}");
         }
     }
+}
+
+/// `ferrite`, with no signal ignored, as it may be where the tests were started (nohup).
+pub(crate) fn listening() -> Command {
+    let mut command = Command::new("env");
+    command.args(["--default-signal=HUP,INT,TERM", env!("CARGO_BIN_EXE_ferrite")]);
+    command
 }
 
 /// What the option `--engine` is told.

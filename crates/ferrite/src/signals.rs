@@ -1,0 +1,59 @@
+//! The signals that ask this program to end.
+
+use std::ffi::c_int;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::exit::Failure;
+
+/// All of them. SIGHUP is the end of the terminal; who started this under nohup(1) wants it to
+/// outlive that.
+fn ending() -> Vec<c_int> {
+    let mut signals = vec![SIGTERM, SIGINT];
+    signals.extend((!is_ignored(SIGHUP)).then_some(SIGHUP));
+    signals
+}
+
+/// Whether the kernel discards the signal, as whoever started this process has told it to.
+fn is_ignored(signal: c_int) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+/// Has the signals wait for whoever reads them.
+pub(crate) fn listen() -> Result<Signals, Failure> {
+    Signals::new(ending()).map_err(cannot)
+}
+
+/// A flag that each of them sets.
+pub(crate) fn flag() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in ending() {
+        signal_hook::flag::register(signal, stop.clone()).map_err(cannot)?;
+    }
+    Ok(stop)
+}
+
+/// A flag that the first of them sets; a second one ends the process at once.
+pub(crate) fn flag_once() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in ending() {
+        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED, stop.clone())
+            .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
+            .map_err(cannot)?;
+    }
+    Ok(stop)
+}
+
+/// What the process ends with that is told twice.
+const INTERRUPTED: c_int = crate::exit::Code::INTERRUPTED.number() as c_int;
+
+pub(crate) fn cannot(e: io::Error) -> Failure {
+    Failure::new("cannot listen to signals", e, "check the limits of this process")
+}

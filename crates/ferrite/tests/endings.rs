@@ -1,0 +1,216 @@
+//! How commands end: exit codes that programs can tell apart, signals, and what messages say.
+
+mod images;
+
+use std::fs::{self, File};
+use std::io::{Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use images::{MIB, Place, json, listening};
+use rustix::process::{Pid, Signal, kill_process};
+
+#[test]
+fn images_that_differ_and_images_that_cannot_be_compared_end_differently() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+    place.pattern("b.img", 4 * MIB, &[]);
+    place.ok(&["compare", "a.img", "a.img"]);
+    place.fails(1, &["compare", "a.img", "b.img"]);
+    fs::write(place.path("c.img"), b"no sector").unwrap();
+    place.fails(2, &["compare", "a.img", "c.img"]);
+    place.fails(2, &["compare", "a.img", "no.img"]);
+}
+
+#[test]
+fn a_check_says_by_its_code_whether_it_was_done_and_what_it_found() {
+    let place = Place::new();
+    place.ok(&["create", "a.qcow2", "4M"]);
+    place.ok(&["check", "a.qcow2"]);
+    place.fails(1, &["check", "no.qcow2"]);
+    let unknown = place.image(&["--engine", "auto", "check", "--frobnicate", "a.qcow2"]);
+    assert_eq!(unknown.status.code(), Some(1));
+    // The first refcount block counts a cluster behind the end.
+    let whole = fs::read(place.path("a.qcow2")).unwrap();
+    let at = |place: usize| u64::from_be_bytes(whole[place..place + 8].try_into().unwrap());
+    let block = at(at(48) as usize);
+    let put = |at: u64, bytes: &[u8]| {
+        let mut file = File::options().write(true).open(place.path("a.qcow2")).unwrap();
+        file.seek(SeekFrom::Start(at)).unwrap();
+        file.write_all(bytes).unwrap();
+    };
+    let clusters = whole.len().div_ceil(64 << 10) as u64;
+    put((clusters + 1) * (64 << 10) - 1, &[0]);
+    put(block + 2 * clusters, &[0, 1]);
+    let text = place.fails(3, &["check", "a.qcow2"]);
+    assert!(text.contains("nothing refers to"), "{text}");
+    if let Some(code) = qemu_check(&place.path("a.qcow2")) {
+        assert_eq!(code, Some(3));
+    }
+    // And does not count the header.
+    put(block, &[0, 0]);
+    let text = place.fails(2, &["check", "a.qcow2"]);
+    assert!(text.contains("is damaged"), "{text}");
+    if let Some(code) = qemu_check(&place.path("a.qcow2")) {
+        assert_eq!(code, Some(2));
+    }
+}
+
+/// The exit code of `qemu-img check`; none where it is not installed.
+fn qemu_check(path: &str) -> Option<Option<i32>> {
+    Some(Command::new("qemu-img").args(["check", path]).output().ok()?.status.code())
+}
+
+#[test]
+fn an_image_that_contradicts_itself_has_an_exit_code_of_its_own() {
+    for name in ["a.vhd", "a.qcow2"] {
+        let place = Place::new();
+        place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
+        place.ok(&["convert", "a.img", name]);
+        // The first entry of the block table; where the table of all tables is.
+        let at = if name == "a.vhd" { 1536 } else { 40 };
+        let mut file = File::options().write(true).open(place.path(name)).unwrap();
+        file.seek(SeekFrom::Start(at)).unwrap();
+        file.write_all(&[0x70, 0, 0, 0]).unwrap();
+        for command in [&["map", name][..], &["convert", name, "b.img"]] {
+            place.fails(5, command);
+        }
+    }
+}
+
+#[test]
+fn doctor_fails_where_guests_cannot_be_served() {
+    for args in [&["doctor"][..], &["doctor", "--json"]] {
+        let output = Command::new(env!("CARGO_BIN_EXE_ferrite")).args(args).output().unwrap();
+        let serves = if args.len() == 2 {
+            json(&String::from_utf8_lossy(&output.stdout))["xen"] == true
+        } else {
+            String::from_utf8_lossy(&output.stdout).contains("and guests can be served.")
+        };
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(if serves { 0 } else { 1 }), "{text}");
+        assert!(serves || text.starts_with("ferrite: guests cannot be served"), "{text}");
+    }
+}
+
+#[test]
+fn an_error_names_no_temporary_file() {
+    let place = Place::new();
+    place.pattern("source.img", MIB, &[]);
+    for command in [&["create", "a.vhd", "4M"][..], &["convert", "source.img", "a.vhd"]] {
+        let holders = ["a.vhd.ferrite-new", "a.vhd.partial"].map(|name| {
+            let file = File::create(place.path(name)).unwrap();
+            file.lock().unwrap();
+            file
+        });
+        let force = if command[0] == "convert" { &["--force"][..] } else { &[] };
+        let text = place.fails(4, &[command, force].concat());
+        assert!(text.contains("/a.vhd: process") || text.contains(" a.vhd: process"), "{text}");
+        assert!(!text.contains("ferrite-new") && !text.contains("partial"), "{text}");
+        drop(holders);
+    }
+}
+
+/// The directories on tmpfs of a bench.
+fn run_dirs(bench: &Child) -> Vec<PathBuf> {
+    let ours = format!("ferrite-bench-{}-", bench.id());
+    let entries = ["/dev/shm", "/run"].map(|dir| fs::read_dir(dir).into_iter().flatten());
+    let paths = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+    paths.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with(&ours)).collect()
+}
+
+/// A bench of a minute, as soon as it has made its directory.
+fn bench(mut command: Command) -> Child {
+    command.args(["bench", "null:", "--seconds", "60"]);
+    let mut bench = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    while run_dirs(&bench).is_empty() {
+        assert!(bench.try_wait().unwrap().is_none(), "it ended");
+        thread::sleep(Duration::from_millis(1));
+    }
+    bench
+}
+
+#[test]
+fn a_bench_that_is_told_to_end_leaves_nothing() {
+    for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
+        let mut bench = bench(listening());
+        kill_process(Pid::from_child(&bench), signal).unwrap();
+        assert_eq!(bench.wait().unwrap().code(), Some(130), "{signal:?}");
+        assert!(run_dirs(&bench).is_empty(), "{signal:?}");
+    }
+}
+
+#[test]
+fn who_asked_for_it_outlives_the_terminal() {
+    let mut command = Command::new("env");
+    command.args(["--ignore-signal=HUP", env!("CARGO_BIN_EXE_ferrite")]);
+    let mut bench = bench(command);
+    let status = fs::read_to_string(format!("/proc/{}/status", bench.id())).unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    let mask = u64::from_str_radix(mask.trim(), 16).unwrap();
+    kill_process(Pid::from_child(&bench), Signal::TERM).unwrap();
+    assert_eq!(bench.wait().unwrap().code(), Some(130));
+    assert_eq!(mask & 1, 1, "SIGHUP is not ignored any more");
+}
+
+/// All sources of a directory.
+fn sources(dir: &Path, to: &mut Vec<PathBuf>) {
+    for path in fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()) {
+        match path.is_dir() {
+            true => sources(&path, to),
+            false => to.push(path),
+        }
+    }
+}
+
+/// The commands that a text names: `ferrite image WORD` and `ferrite WORD`.
+fn named(text: &str) -> Vec<Vec<String>> {
+    // A literal may go on in the next line.
+    let text = text.replace('\\', " ").split_whitespace().collect::<Vec<_>>().join(" ");
+    let word = |text: &str| {
+        let end = text.find(|c: char| !c.is_ascii_lowercase() && c != '-');
+        text[..end.unwrap_or(text.len())].to_owned()
+    };
+    text.match_indices("ferrite ")
+        .map(|(at, found)| {
+            let rest = &text[at + found.len()..];
+            match rest.strip_prefix("image ") {
+                Some(rest) => vec!["image".to_owned(), word(rest)],
+                None => vec![word(rest)],
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn a_hint_names_commands_that_exist() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut files = Vec::new();
+    for name in ["ferrite", "disk", "serve", "xen", "io"] {
+        sources(&crates.join(name).join("src"), &mut files);
+    }
+    let mut commands = Vec::new();
+    for file in files.iter().filter(|path| path.extension().is_some_and(|e| e == "rs")) {
+        let text = fs::read_to_string(file).unwrap();
+        for (i, line) in text.lines().enumerate() {
+            let comment = line.trim_start().starts_with("//");
+            if !comment && line.contains("ferrite ") {
+                let two: Vec<&str> = text.lines().skip(i).take(2).collect();
+                commands.extend(named(&two.join("\n")));
+            }
+        }
+    }
+    commands.sort();
+    commands.dedup();
+    assert!(commands.iter().any(|c| c == &["image", "check"]), "{commands:?}");
+    for command in commands.iter().filter(|c| !PROSE.contains(&c.last().unwrap().as_str())) {
+        let mut help = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let output = help.args(command).arg("--help").output().unwrap();
+        assert!(output.status.success(), "ferrite {command:?} is named, and does not exist");
+    }
+}
+
+/// What follows the program's name where that is no command.
+const PROSE: [&str; 3] = ["processes", "runs", ""];
