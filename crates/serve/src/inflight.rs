@@ -238,19 +238,21 @@ pub struct QueueTable {
 impl QueueTable {
     /// Sets the indices of a ring that was just attached.
     pub fn start(&self, req_cons: u32, rsp_prod: u32) {
-        self.shm.store_u32(self.base + REQ_CONS_AT, req_cons);
-        self.shm.store_u32(self.base + RSP_PUBLISHED_AT, rsp_prod);
+        self.store(self.base + REQ_CONS_AT, req_cons);
+        self.store(self.base + RSP_PUBLISHED_AT, rsp_prod);
     }
 
     /// Steps 1 to 3 for a request without indirect pages, or whose pages come with
     /// [`add_indirect`](Self::add_indirect).
     pub fn take(&self, entry: u32, req_index: u32, slot: &Slot) {
         let at = self.entry(entry);
-        self.shm.store_words(at + SLOT_AT, &slot.words());
-        self.shm.store_u32(at + SEGMENT_COUNT_AT, 0);
-        self.shm.store_u32(at + REQ_INDEX_AT, req_index);
-        self.shm.store_u32(at + STATE_AT, TAKEN);
-        self.shm.store_u32(self.base + REQ_CONS_AT, req_index.wrapping_add(1));
+        if self.lives() {
+            self.shm.store_words(at + SLOT_AT, &slot.words());
+        }
+        self.store(at + SEGMENT_COUNT_AT, 0);
+        self.store(at + REQ_INDEX_AT, req_index);
+        self.store(at + STATE_AT, TAKEN);
+        self.store(self.base + REQ_CONS_AT, req_index.wrapping_add(1));
     }
 
     /// Adds the segments of an indirect request. Before this a successor fetches them from the
@@ -259,64 +261,95 @@ impl QueueTable {
         let at = self.entry(entry);
         for (i, s) in segments.iter().take(self.max_segments as usize).enumerate() {
             let bytes = u64::from_le_bytes(s.encode());
-            self.shm.store_u64(at + ENTRY_SEGMENTS_AT + i * SEGMENT_BYTES, bytes);
+            if self.lives() {
+                self.shm.store_u64(at + ENTRY_SEGMENTS_AT + i * SEGMENT_BYTES, bytes);
+            }
         }
-        self.shm.store_u32(at + SEGMENT_COUNT_AT, segments.len() as u32);
+        self.store(at + SEGMENT_COUNT_AT, segments.len() as u32);
     }
 
     /// Step 5.
     pub fn answer(&self, entry: u32, rsp_index: u32) {
         let at = self.entry(entry);
-        self.shm.store_u32(at + RSP_INDEX_AT, rsp_index);
-        self.shm.store_u32(at + STATE_AT, ANSWERING);
+        self.store(at + RSP_INDEX_AT, rsp_index);
+        self.store(at + STATE_AT, ANSWERING);
     }
 
     /// Step 8.
     pub fn published(&self, rsp_prod: u32) {
-        self.shm.store_u32(self.base + RSP_PUBLISHED_AT, rsp_prod);
+        self.store(self.base + RSP_PUBLISHED_AT, rsp_prod);
     }
 
     /// Step 9.
     pub fn free(&self, entry: u32) {
-        self.shm.store_u32(self.entry(entry) + STATE_AT, FREE);
+        self.store(self.entry(entry) + STATE_AT, FREE);
     }
 
     /// What the predecessor left, given the response producer that stands on the ring now.
-    /// Entries that were answered are freed. `None`: the guest has changed the producer to
-    /// something that we cannot have written, and the ring must not be served.
+    /// Entries that were answered are freed. `None`: table and producer contradict each other (the
+    /// guest has changed it to something that we cannot have written), and the ring must not be
+    /// served; the table stays as it was.
     pub fn resume(&self, shared_rsp_prod: u32) -> Option<Resume> {
-        let published = self.shm.load_u32(self.base + RSP_PUBLISHED_AT);
-        let answering =
-            (0..self.entries).filter(|&entry| self.state(entry) == ANSWERING).count() as u32;
-        // Ours moved the producer from `published` by at most the batch that was being answered.
-        if shared_rsp_prod.wrapping_sub(published) > answering {
-            return None;
-        }
-        // Before any entry changes: a successor that is killed here leaves what it found.
+        let (req_cons, unanswered) = self.look(shared_rsp_prod)?;
+        // From here on the producer is one that the table knows, wherever a successor is killed.
         self.published(shared_rsp_prod);
+        for entry in 0..self.entries {
+            match self.state(entry) {
+                ANSWERING if self.is_seen(entry, shared_rsp_prod) => self.free(entry),
+                // Its index will be another's now.
+                ANSWERING => self.store(self.entry(entry) + STATE_AT, TAKEN),
+                _ => {}
+            }
+        }
+        self.store(self.base + REQ_CONS_AT, req_cons);
+        Some(Resume { req_cons, rsp_prod: shared_rsp_prod, unanswered })
+    }
+
+    /// The next request to consume, and the unanswered ones by age. Changes nothing.
+    fn look(&self, shared_rsp_prod: u32) -> Option<(u32, Vec<Unanswered>)> {
         let mut req_cons = self.shm.load_u32(self.base + REQ_CONS_AT);
         let mut unanswered = Vec::new();
         for entry in (0..self.entries).filter(|&entry| self.state(entry) != FREE) {
-            let at = self.entry(entry);
-            let rsp_index = self.shm.load_u32(at + RSP_INDEX_AT);
-            let seen = (rsp_index.wrapping_sub(shared_rsp_prod) as i32) < 0;
-            if self.state(entry) == ANSWERING && seen {
-                self.free(entry);
+            if self.state(entry) == ANSWERING && self.is_seen(entry, shared_rsp_prod) {
                 continue;
             }
-            // Its index will be another's now.
-            self.shm.store_u32(at + STATE_AT, TAKEN);
-            let req_index = self.shm.load_u32(at + REQ_INDEX_AT);
+            let req_index = self.shm.load_u32(self.entry(entry) + REQ_INDEX_AT);
             if req_index == req_cons {
                 // Killed between steps 2 and 3.
                 req_cons = req_index.wrapping_add(1);
             }
             unanswered.push(self.read_entry(entry, req_index));
         }
-        self.shm.store_u32(self.base + REQ_CONS_AT, req_cons);
+        // Each consumed request was answered or is here. One answer more or less on the ring, and
+        // there would be an answer without a request, or a request that is never answered.
+        if req_cons.wrapping_sub(shared_rsp_prod) as usize != unanswered.len() {
+            return None;
+        }
         let age = |u: &Unanswered| req_cons.wrapping_sub(u.req_index);
         unanswered.sort_by_key(|u| std::cmp::Reverse(age(u)));
-        Some(Resume { req_cons, rsp_prod: shared_rsp_prod, unanswered })
+        Some((req_cons, unanswered))
+    }
+
+    /// Whether the guest has seen the response of an entry that is being answered.
+    fn is_seen(&self, entry: u32, shared_rsp_prod: u32) -> bool {
+        let rsp_index = self.shm.load_u32(self.entry(entry) + RSP_INDEX_AT);
+        (rsp_index.wrapping_sub(shared_rsp_prod) as i32) < 0
+    }
+
+    /// Every change of the table goes through here, or asks the same.
+    fn store(&self, at: usize, value: u32) {
+        if self.lives() {
+            self.shm.store_u32(at, value);
+        }
+    }
+
+    /// Whether the process was not killed: tests kill a model of it before any one store.
+    #[inline]
+    fn lives(&self) -> bool {
+        #[cfg(test)]
+        return tests::lives();
+        #[cfg(not(test))]
+        true
     }
 
     fn state(&self, entry: u32) -> u32 {

@@ -4,6 +4,7 @@
 mod rig;
 
 use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -582,4 +583,65 @@ fn a_ring_that_was_changed_meanwhile_is_not_taken_over() {
     rig.start();
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
     front.close(PATIENCE).unwrap();
+}
+
+/// Of `inflight.rs`: where the words of the only queue stand in its file.
+const PUBLISHED_AT: u64 = (16 << 10) + 4;
+const ENTRIES_AT: u64 = (16 << 10) + 64;
+const TAKEN: u32 = 1;
+const ANSWERING: u32 = 2;
+
+/// Killed with one answer published and its entry not yet free, two requests in hand. One answer
+/// more on the ring would leave these two with room for one.
+#[test]
+fn a_guest_that_answers_itself_after_a_kill_is_refused_at_every_restart() {
+    let mut rig = Rig::new(Plan { bytes: 1 << 20, ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(3).unwrap();
+    for page in 0..3 {
+        front.queues[0].read(0, &buffer, page * 4096, 4096).unwrap();
+    }
+    assert_eq!(front.queues[0].drain(PATIENCE).unwrap().len(), 3);
+    let end = rig.stop().unwrap();
+    assert_eq!(end, Outcome::Stopped);
+
+    let path = rig.run_dir().join("inflight");
+    let entry_bytes = (std::fs::metadata(&path).unwrap().len() - ENTRIES_AT) / 32;
+    let table = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let word = |at| {
+        let mut bytes = [0; 4];
+        table.read_exact_at(&mut bytes, at).unwrap();
+        u32::from_le_bytes(bytes)
+    };
+    let set = |at, value: u32| table.write_all_at(&value.to_le_bytes(), at).unwrap();
+    assert_eq!(word(PUBLISHED_AT), 3);
+    set(PUBLISHED_AT, 1);
+    for entry in 0..3 {
+        let at = ENTRIES_AT + entry * entry_bytes;
+        let answered = word(at + 8) == 0;
+        set(at, if answered { ANSWERING } else { TAKEN });
+    }
+    let ring = front.queues[0].ring();
+    for _ in 0..2 {
+        for lie in [0, 2, 3, 4] {
+            ring.store(RingWord::RspProd, lie);
+            rig.start();
+            let end = Instant::now() + PATIENCE;
+            while rig.is_running() {
+                assert!(Instant::now() < end, "{lie} was taken over");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let error = rig.join().unwrap_err();
+            assert!(matches!(error, ServeError::TakeOver(_)), "{lie}: {error}");
+            assert_eq!(front.backend_state().unwrap(), 4);
+        }
+    }
+    ring.store(RingWord::RspProd, 1);
+    rig.start();
+    let end = Instant::now() + PATIENCE;
+    while ring.load(RingWord::RspProd) != 3 {
+        assert!(Instant::now() < end, "two requests are left to be answered");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    rig.stop().unwrap();
 }

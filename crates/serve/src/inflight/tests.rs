@@ -1,3 +1,5 @@
+use std::cell::Cell;
+
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -6,6 +8,18 @@ use tempfile::TempDir;
 use super::*;
 
 const PATH: &str = "inflight";
+
+thread_local! {
+    /// Stores that this thread's process makes before it is killed.
+    static STORES_LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// Whether the next store is made.
+pub(super) fn lives() -> bool {
+    let left = STORES_LEFT.get();
+    STORES_LEFT.set(left.saturating_sub(1));
+    left > 0
+}
 
 fn identity() -> Identity {
     Identity {
@@ -209,6 +223,119 @@ proptest! {
         model.answered.sort_unstable();
         prop_assert_eq!(model.answered, (0..model.taken).collect::<Vec<_>>());
     }
+}
+
+/// A process that goes about its work, and the guest's view of it.
+struct Process<'a> {
+    table: &'a QueueTable,
+    req_cons: u32,
+    /// On the ring, for the guest to see.
+    rsp_prod: u32,
+    /// Entry and request of what is in hand.
+    in_hand: Vec<(u32, u32)>,
+    /// Requests whose answers the guest can see, in that order.
+    answered: Vec<u32>,
+}
+
+impl Process<'_> {
+    fn take(&mut self, entry: u32) {
+        self.table.take(entry, self.req_cons, &slot(self.req_cons));
+        if entry.is_multiple_of(3) {
+            let segment = RawSegment { gref: entry, first_sect: 0, last_sect: 7 };
+            self.table.add_indirect(entry, &[segment; 2]);
+        }
+        self.in_hand.push((entry, self.req_cons));
+        self.req_cons = self.req_cons.wrapping_add(1);
+    }
+
+    /// Answers these, of what is in hand, as one batch.
+    fn answer(&mut self, which: std::ops::Range<usize>) {
+        let batch: Vec<_> = self.in_hand.drain(which).collect();
+        for (i, (entry, _)) in batch.iter().enumerate() {
+            self.table.answer(*entry, self.rsp_prod.wrapping_add(i as u32));
+        }
+        let rsp_prod = self.rsp_prod.wrapping_add(batch.len() as u32);
+        // The guest's page is memory like the table's.
+        if lives() {
+            self.rsp_prod = rsp_prod;
+            self.answered.extend(batch.iter().map(|&(_, request)| request));
+        }
+        self.table.published(rsp_prod);
+        batch.iter().for_each(|&(entry, _)| self.table.free(entry));
+    }
+
+    /// Batches of several sizes, entries used again, requests overtaken, and a take-over between.
+    fn work(&mut self) {
+        (0..5).for_each(|entry| self.take(entry));
+        self.answer(1..4);
+        (1..4).for_each(|entry| self.take(entry));
+        self.answer(0..1);
+        self.answer(2..4);
+        let resume = self.table.resume(self.rsp_prod);
+        // One that was killed meanwhile finds out nothing.
+        assert!(resume.is_some() || STORES_LEFT.get() == 0);
+        (5..8).for_each(|entry| self.take(entry));
+        self.answer(0..3);
+    }
+}
+
+/// Killed before any one store, the guest then sets the producer as it likes: what is done again was
+/// never answered and has room for its answers, or there is no take-over.
+#[test]
+fn whatever_the_guest_does_to_the_producer_after_any_kill_is_refused_or_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let table = one_queue(&dir, false);
+    let blank = bytes_of(&table);
+    let (mut served, mut refused) = (0, 0);
+    for stores in 0.. {
+        table.shm.copy_in(0, &blank);
+        // Indices wrap around in the middle of it.
+        let start = u32::MAX - 3;
+        table.start(start, start);
+        STORES_LEFT.set(stores);
+        let (in_hand, answered) = (Vec::new(), Vec::new());
+        let (req_cons, rsp_prod) = (start, start);
+        let mut process = Process { table: &table, req_cons, rsp_prod, in_hand, answered };
+        process.work();
+        let was_killed = STORES_LEFT.get() == 0;
+        STORES_LEFT.set(usize::MAX);
+        let left = bytes_of(&table);
+        for lie in -40i32..=40 {
+            table.shm.copy_in(0, &left);
+            let producer = process.rsp_prod.wrapping_add_signed(lie);
+            let Some(resume) = table.resume(producer) else {
+                assert!(lie != 0, "killed before store {stores}: the guest did nothing");
+                assert!(bytes_of(&table) == left, "a refusal has changed the table");
+                refused += 1;
+                continue;
+            };
+            served += 1;
+            let unanswered = resume.unanswered;
+            let room = resume.req_cons.wrapping_sub(producer);
+            assert_eq!(unanswered.len() as u32, room, "before store {stores}, {lie}");
+            // A guest that takes answers back gets them again.
+            let kept = process.answered.len().saturating_add_signed(lie.min(0) as isize);
+            let seen = &process.answered[..kept];
+            assert!(unanswered.iter().all(|u| !seen.contains(&u.req_index)));
+            assert!(unanswered.iter().all(|u| u.slot == slot(u.req_index)));
+            let entries: std::collections::BTreeSet<_> =
+                unanswered.iter().map(|u| u.entry).collect();
+            assert_eq!(entries.len(), unanswered.len());
+            // It is the same for who takes over after this one, killed at once.
+            let again = table.resume(producer).unwrap();
+            assert_eq!((again.req_cons, again.unanswered), (resume.req_cons, unanswered));
+        }
+        if !was_killed {
+            break;
+        }
+    }
+    assert!(served > 100 && refused > 1000, "{served} served, {refused} refused");
+}
+
+fn bytes_of(table: &QueueTable) -> Vec<u8> {
+    let mut bytes = vec![0; table.shm.len()];
+    table.shm.copy_out(0, &mut bytes);
+    bytes
 }
 
 /// 64 queues (`--queues`) with rings of 16 pages, and numbers as long as they get.

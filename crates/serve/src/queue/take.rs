@@ -53,11 +53,11 @@ impl Queue {
         let limits = self.connection.limits();
         let now_ns = self.clock.now_ns();
         self.take_replayed(&limits, now_ns);
-        if self.replay.is_empty() && !self.broken && !self.connection.stopping() {
-            self.take_from_ring(&limits, now_ns)?;
-        }
+        let may_take = self.replay.is_empty() && !self.broken && !self.connection.stopping();
+        let taken = if may_take { self.take_from_ring(&limits, now_ns) } else { Ok(()) };
+        // After a violation, too: nothing else may ever wake this queue, and others would wait for it.
         self.leave_if_idle();
-        Ok(())
+        taken
     }
 
     fn take_from_ring(&mut self, limits: &Limits, now_ns: u64) -> Result<(), RingViolation> {

@@ -1,0 +1,150 @@
+//! Requests that need the disk for themselves, beside queues that break (security.md T4, T24): they
+//! wait for what is under way elsewhere, and for nothing else.
+
+mod faulty;
+mod rig;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use ferrite_io::engine::Op;
+use ferrite_serve::polling::PollWindow;
+use ferrite_serve::tuning::Tuning;
+use ferrite_xen::abi::PlainOp;
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
+
+use faulty::{Fault, Faults, is_read, is_sync};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory};
+
+/// What has to be alone on the disk.
+#[derive(Clone, Copy)]
+enum Alone {
+    Barrier,
+    /// A write of a part of the medium's block.
+    SmallWrite,
+}
+
+impl Alone {
+    /// Asks for it, in a page of its own for each number.
+    fn ask(self, queue: &mut FrontQueue, buffer: &Buffer, number: usize) {
+        let (sector, page) = (number as u64 * 8, number % buffer.pages());
+        match self {
+            Alone::Barrier => {
+                queue.plain(PlainOp::Barrier, sector, &[buffer.segment(page, 0, 7)]).unwrap()
+            }
+            Alone::SmallWrite => queue.write(sector + 1, buffer, page * 4096, 512).unwrap(),
+        };
+    }
+
+    /// Its first operation on storage.
+    fn begins_with(self, op: &Op) -> bool {
+        match self {
+            Alone::Barrier => is_sync(op),
+            Alone::SmallWrite => is_read(op),
+        }
+    }
+}
+
+/// Holds such operations until [`Faults::gate`] is let go of; how many were begun.
+fn hold(faults: &Faults, of: impl Fn(&Op) -> bool + Send + 'static) -> Arc<AtomicUsize> {
+    let begun = Arc::new(AtomicUsize::new(0));
+    let counted = begun.clone();
+    faults.set(move |op| match of(op) {
+        true => {
+            counted.fetch_add(1, Ordering::SeqCst);
+            Fault::Held(None)
+        }
+        false => Fault::None,
+    });
+    begun
+}
+
+fn wait_until(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "{what} does not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Queues that do not look for work: a ring is looked at when its queue is woken.
+fn three_queues(plan: Plan) -> (Rig, Frontend, Buffer, Faults) {
+    let faults = Faults::none();
+    let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
+    let rig = Rig::new(Plan { engine: faults.factory(), tuning, ..plan });
+    let front = rig.connect(&FrontOptions { queues: 3, ..FrontOptions::default() });
+    let buffer = front.space().buffer(32).unwrap();
+    (rig, front, buffer, faults)
+}
+
+/// The guest breaks a ring while another queue has the disk for itself, and tells nobody: the
+/// broken queue finds it as it is woken by the gate, and nothing wakes it again.
+fn a_broken_ring_holds_up_nobody(plan: Plan, alone: Alone) {
+    let (mut rig, mut front, buffer, faults) = three_queues(plan);
+    let begun = hold(&faults, move |op| alone.begins_with(op));
+    let held = faults.gate.lock().unwrap();
+    alone.ask(&mut front.queues[0], &buffer, 0);
+    front.queues[0].push().unwrap();
+    wait_until("the first request's turn", || begun.load(Ordering::SeqCst) == 1);
+    let ring = front.queues[1].ring();
+    ring.store(RingWord::ReqProd, front.queues[1].req_prod().wrapping_add(1 << 31));
+    drop(held);
+    assert!(rig.wait_for_error().contains("queue 1"));
+    for number in 0..8 {
+        for q in [0, 2] {
+            let queue = &mut front.queues[q];
+            alone.ask(queue, &buffer, number);
+            let replies =
+                queue.drain(PATIENCE).expect("the gate is held by a queue that is broken");
+            assert!(!replies.is_empty() && replies.iter().all(|reply| reply.is_ok()));
+        }
+    }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_barrier_does_not_wait_for_a_ring_that_was_broken_without_an_event() {
+    a_broken_ring_holds_up_nobody(Plan { bytes: 4 << 20, ..Plan::default() }, Alone::Barrier);
+}
+
+#[test]
+fn a_write_below_the_block_does_not_wait_for_a_ring_that_was_broken_without_an_event() {
+    let dir = dir_in_memory();
+    let file = dir.path().join("disk.img");
+    std::fs::File::create(&file).unwrap().set_len(4 << 20).unwrap();
+    let Some(device) = Loop::attach(&file) else { return };
+    let image = Some(device.0.clone());
+    a_broken_ring_holds_up_nobody(Plan { image, ..Plan::default() }, Alone::SmallWrite);
+}
+
+/// A queue whose engine breaks while it works ends, and the backend with it: a request of another
+/// queue that waits to be alone must not wait for it.
+#[test]
+fn a_queue_that_ends_with_work_under_way_is_not_waited_for() {
+    let plan = Plan { bytes: 4 << 20, ..Plan::default() };
+    let (mut rig, mut front, buffer, faults) = three_queues(plan);
+    for round in 0..4 {
+        let begun = hold(&faults, is_read);
+        let held = faults.gate.lock().unwrap();
+        front.queues[1].read(0, &buffer, 0, 4096).unwrap();
+        front.queues[1].push().unwrap();
+        wait_until("the read", || begun.load(Ordering::SeqCst) == 1);
+        let sweeps = rig.counters.counts().sweeps;
+        Alone::Barrier.ask(&mut front.queues[0], &buffer, 1);
+        front.queues[0].push().unwrap();
+        wait_until("the barrier's being taken", || rig.counters.counts().sweeps > sweeps);
+        faults.break_engine("queue-1");
+        drop(held);
+        let what = format!("round {round}: the end of the backend");
+        wait_until(&what, || !rig.is_running());
+        rig.join().unwrap_err();
+        faults.break_engine("");
+        faults.set(|_| Fault::None);
+        rig.start();
+        for queue in &mut front.queues {
+            assert!(queue.drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
+        }
+    }
+    front.close(PATIENCE).unwrap();
+}
