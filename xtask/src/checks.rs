@@ -77,6 +77,12 @@ fn build_host_tests() -> Result<Program> {
     })
 }
 
+/// What xl runs for our disks.
+fn hotplug_script() -> Program {
+    let top = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+    Program { name: "block-ferrite", file: PathBuf::from(top).join("dist/block-ferrite") }
+}
+
 /// An empty log in the build folder.
 pub(crate) fn fresh_log(name: &str) -> Result<PathBuf> {
     let dir = steps::target_dir().join("logs");
@@ -156,7 +162,9 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
 fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
     let root = root.context("the Xen tests cannot run")?;
     let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => (Backend::Ferrite, vec![build_ferrite()?, build_host_tests()?]),
+        BackendArgument::Ferrite => {
+            (Backend::Ferrite, vec![build_ferrite()?, build_host_tests()?, hotplug_script()])
+        }
         BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
     let selection = xentests::Selection {

@@ -4,6 +4,7 @@
 mod bench;
 mod checks;
 mod demo;
+mod docs;
 mod fuzz;
 mod lab;
 mod nightly;

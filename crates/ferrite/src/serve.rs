@@ -11,7 +11,9 @@ use ferrite_io::clock::SystemClock;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, close, serve};
+use ferrite_serve::lifecycle::{
+    Attachment, Config, EngineFactory, Outcome, ServeError, close, report_failure, serve,
+};
 use ferrite_serve::negotiate::Offer;
 use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;
@@ -35,25 +37,35 @@ const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
 /// Operations in flight before a guest is served.
 const ADOPT_ENTRIES: u32 = 32;
 
-/// Serves one disk. The image comes first: what is wrong with it is said on any machine, with
-/// Xen or without.
+/// Serves one disk. How its image is to be opened is known when the toolstack has attached it; what
+/// is wrong with the image is said before that, on any machine, with Xen or without.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     let (domid, devid) = (args.xen.domain, args.xen.device);
+    let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
     let run_dir = Path::new(RUN_DIR).join(format!("vbd-{domid}-{devid}"));
-    let options = OpenOptions {
-        read_only: args.read_only,
-        // A table there: a predecessor was killed, and its I/O may still be under way.
-        wait_for_lock: run_dir.join("inflight").exists().then_some(TAKE_OVER_WAIT),
-        state_dir: Some(Path::new(RUN_DIR).join(IMAGES)),
-        ..OpenOptions::default()
+    let stop = stop_on_signals()?;
+    let mut store = match Store::open() {
+        Ok(store) => store,
+        Err(e) => {
+            try_open(args, &run_dir)?;
+            return Err(no_xen(args, e));
+        }
     };
-    let disk = Disk::open(&args.image, &options)?;
-    tracing::info!("opened {disk}");
-    let kind = choose(args.engine, args.poll_storage, &disk)?;
-    let mut store = Store::open().map_err(|e| no_xen(args, e))?;
+    let Some(attachment) = attachment(args, &mut store, &backend, &run_dir, &stop)? else {
+        return Ok(());
+    };
+    let opened = open(args, attachment.read_only, &run_dir).and_then(|disk| {
+        tracing::info!("opened {disk}");
+        let kind = choose(args.engine, args.poll_storage, &disk)?;
+        Ok((disk, kind))
+    });
+    let (disk, kind) = opened.inspect_err(|failure| {
+        // The toolstack waits. That xenstore refuses it changes nothing about the failure.
+        let _ = report_failure(&mut store, &backend, &format!("{}: {}", failure.what, failure.why));
+    })?;
     make_run_dir(&run_dir)?;
     let config = Config {
-        backend: format!("backend/{BACKEND_KIND}/{domid}/{devid}"),
+        backend,
         domid,
         devid,
         offer: Offer {
@@ -72,7 +84,6 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
     adopt(&device.disk, &config.engine).map_err(|e| no_copy(args, e))?;
-    let stop = stop_on_signals()?;
     let outcome = serve(&mut store, &Xen::new(), &device, &config, &stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
@@ -86,6 +97,39 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         Err(e) => return Err(failed(args, &e)),
     }
     Ok(())
+}
+
+/// What the toolstack says of the disk, when it does. `None`: stopped before.
+fn attachment(
+    args: &ServeArgs,
+    store: &mut Store,
+    backend: &str,
+    run_dir: &Path,
+    stop: &Waker,
+) -> Result<Option<Attachment>, Failure> {
+    let domid = args.xen.domain;
+    let found = Attachment::read(store, backend, domid).map_err(|e| failed(args, &e))?;
+    if found.is_some() {
+        return Ok(found);
+    }
+    try_open(args, run_dir)?;
+    Attachment::wait(store, backend, domid, stop).map_err(|e| failed(args, &e))
+}
+
+/// Opens the image to read it, and lets go of it: so that what is wrong with it is said at once.
+fn try_open(args: &ServeArgs, run_dir: &Path) -> Result<(), Failure> {
+    open(args, true, run_dir).map(drop)
+}
+
+fn open(args: &ServeArgs, read_only: bool, run_dir: &Path) -> Result<Disk, Failure> {
+    let options = OpenOptions {
+        read_only: args.read_only || read_only,
+        // A table there: a predecessor was killed, and its I/O may still be under way.
+        wait_for_lock: run_dir.join("inflight").exists().then_some(TAKE_OVER_WAIT),
+        state_dir: Some(Path::new(RUN_DIR).join(IMAGES)),
+        ..OpenOptions::default()
+    };
+    Ok(Disk::open(&args.image, &options)?)
 }
 
 /// What a killed backend has left in memory for an image that is a parent now becomes the leaf's.

@@ -10,8 +10,10 @@ use ferrite_xen::abi::{MAX_RING_ORDER, Protocol, SECTOR_BYTES};
 use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::store::{Store, StoreError, Transaction};
 
-/// Bits of the `info` key.
-const INFO_READ_ONLY: u32 = 4;
+// Bits of the `info` key.
+pub(crate) const INFO_CDROM: u32 = 1;
+pub(crate) const INFO_REMOVABLE: u32 = 2;
+pub(crate) const INFO_READ_ONLY: u32 = 4;
 /// Most bytes of a guest's value that are repeated in an error.
 const SHOWN_BYTES: usize = 32;
 
@@ -84,7 +86,7 @@ pub enum NegotiateError {
     },
 }
 
-/// Writes everything that is known about the disk. Windows reads features before InitWait, Linux
+/// Writes everything that is known about the disk, with these bits of `info`. Windows reads features before InitWait, Linux
 /// at Connected: both find them, because this is done at both times (blkif.md 3.3).
 ///
 /// # Errors
@@ -95,6 +97,7 @@ pub fn publish(
     disk: &Disk,
     offer: &Offer,
     discard: bool,
+    info: u32,
 ) -> Result<(), StoreError> {
     let mut put = |key: &str, value: u64| -> Result<(), StoreError> {
         tx.write(&format!("{backend}/{key}"), value.to_string().as_bytes())
@@ -119,7 +122,7 @@ pub fn publish(
     // [MUST] 512 on the wire, always (3.5); what the medium likes better is a hint.
     put("sector-size", SECTOR_BYTES)?;
     put("physical-sector-size", disk.physical_block_bytes().into())?;
-    put("info", if disk.read_only() { INFO_READ_ONLY.into() } else { 0 })
+    put("info", info.into())
 }
 
 /// What a predecessor offered, for a take-over: from our own directory.

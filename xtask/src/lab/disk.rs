@@ -170,11 +170,10 @@ impl Disk {
 
     /// Starts the backend's process in the background; blkback is always there.
     pub(crate) fn start_backend(&mut self, lab: &mut Lab) -> Result<()> {
-        let read_only = if self.options.read_only { "--read-only" } else { "" };
         let process = match self.backend {
             Backend::Blkback => return Ok(()),
             Backend::Ferrite => format!(
-                "ferrite serve {} --xen {}/{} {read_only} {} {}",
+                "ferrite serve {} --xen {}/{} {} {}",
                 quote(&self.options.image),
                 self.domid,
                 self.devid,

@@ -1,16 +1,14 @@
 //! Disks that come and go, and guests that end without a word.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
-use crate::lab::channel::quote;
-use crate::lab::disk::{Disk, DiskOptions, ended};
+use crate::lab::disk::{DiskOptions, ended};
 use crate::lab::guest::GuestOptions;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 pub(super) const CASES: &[Case] = &[
     any("lifecycle/unplugged-and-plugged-in-again", unplug_and_replug),
     any("lifecycle/destroyed-with-io-in-flight", destroyed),
     ferrite("lifecycle/destroyed-guest-leaves-nothing-open", nothing_left_open),
-    ferrite("lifecycle/attached-and-detached-by-xl", attached_by_xl),
 ];
 
 /// Writes that never end by themselves.
@@ -79,58 +77,6 @@ fn nothing_left_open(bench: &mut Bench<'_>) -> Result<()> {
     );
     bench.lab.wait_until("open files and mapped grants back to base", &condition, 60)?;
     disk.remove_after_destroy(bench.lab)
-}
-
-/// What xl runs once the backend has published its features; with tapdisk it starts one.
-const HOTPLUG_SCRIPT: &str = "#!/bin/sh\n\
-     [ \"$1\" = remove ] || xenstore-write $XENBUS_PATH/hotplug-status connected\n";
-
-/// Since 4.19 xl hands disks to a backend of this kind; before, it refuses.
-const FIRST_XEN_MINOR_WITH_TAP: u32 = 19;
-
-fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
-    let image = bench.image(64)?;
-    let minor: u32 =
-        bench.lab.sh("xl info | sed -n 's/^xen_minor *: *//p'")?.trim().parse().context("Xen")?;
-    if minor < FIRST_XEN_MINOR_WITH_TAP {
-        return refused_by_xl(bench, &image);
-    }
-    let mut guest = bench.paused_guest(&GuestOptions::default())?;
-    guest.unpause(bench.lab)?;
-    guest.wait_ready(bench.lab)?;
-    let script = "/etc/xen/scripts/block-tap";
-    bench.lab.sh(&format!("printf %s {} >{script}; chmod 755 {script}", quote(HOTPLUG_SCRIPT)))?;
-    for _ in 0..2 {
-        let mut disk = Disk::serve(bench.lab, &guest, DiskOptions::new(&image, "xvdb"))?;
-        let spec = format!("format=raw,vdev=xvdb,backendtype=tap,target={image}");
-        bench.lab.sh(&format!("xl block-attach {} {spec}", guest.name()))?;
-        disk.wait_connected(bench.lab)?;
-        let command = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
-             dd if=/dev/urandom of=/tmp/data bs=64k count=4 2>/dev/null; \
-             dd if=/tmp/data of=/dev/xvdb bs=64k oflag=direct 2>/dev/null; \
-             dd if=/dev/xvdb bs=64k count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
-        guest.sh(bench.lab, command, 120)?;
-        bench.lab.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
-        disk.wait_backend_gone(bench.lab)?;
-        let directories = format!("{} {}", disk.frontend(), disk.backend_dir());
-        bench
-            .lab
-            .sh(&format!("for d in {directories}; do ! xenstore-exists $d || exit 1; done"))?;
-    }
-    Ok(())
-}
-
-/// An older xl knows of no backend, and leaves nothing behind.
-fn refused_by_xl(bench: &mut Bench<'_>, image: &str) -> Result<()> {
-    let guest = bench.paused_guest(&GuestOptions::default())?;
-    let spec = format!("format=raw,vdev=xvdb,backendtype=tap,target={image}");
-    let command = format!("xl block-attach {} {spec} 2>&1", guest.name());
-    let refused = bench.lab.dom0(&command, 60)?;
-    if refused.status == 0 || !refused.stdout.contains("no suitable backend") {
-        bail!("xl was expected to refuse {spec}, but ended with {}", refused.status);
-    }
-    bench.lab.sh("! xenstore-exists /local/domain/0/backend/vbd3")?;
-    Ok(())
 }
 
 fn open_files(bench: &mut Bench<'_>, pid: u32) -> Result<u64> {

@@ -11,6 +11,7 @@ mod media;
 mod nvme;
 mod recovery;
 mod runner;
+mod toolstack;
 
 pub(crate) use runner::{Report, Selection, run};
 
@@ -55,6 +56,7 @@ pub(crate) fn all() -> Vec<Case> {
         nvme::CASES,
         filesystem::CASES,
         lifecycle::CASES,
+        toolstack::CASES,
         media::CASES,
         discard::CASES,
         host::CASES,

@@ -11,7 +11,8 @@ use ferrite_xen::mover::{Mover, Moving};
 use ferrite_xen::ring::BackRing;
 use ferrite_xen::store::StoreError;
 
-use super::{Backend, Refusal, ServeError, largest_request};
+use super::refusal::Refusal;
+use super::{Backend, ServeError, largest_request};
 use crate::connection::{Connection, Shape, Waker};
 use crate::inflight::{Identity, QueueTable, Table, Unanswered};
 use crate::negotiate::{Wanted, published_offer, read_frontend};

@@ -47,6 +47,8 @@ pub(super) struct Look {
     pub(super) moved: bool,
     pub(super) own: State,
     pub(super) online: bool,
+    /// The toolstack's hotplug script, if it runs one, has connected the disk.
+    pub(super) plugged: bool,
     /// The toolstack has removed the directory.
     pub(super) gone: bool,
     /// The guest does not exist any more.
@@ -54,11 +56,9 @@ pub(super) struct Look {
 }
 
 impl Look {
-    /// A predecessor had connected this frontend, and it has not closed since: it may have
-    /// requests in flight. Closing on our side is the toolstack's wish to unplug; on the frontend's
-    /// it need not be its end: old blkfronts with a mounted file system do I/O there as before.
+    /// See [`is_in_use`].
     pub(super) fn is_in_use(&self) -> bool {
-        matches!(self.own, State::Connected | State::Closing) && self.is_held()
+        is_in_use(self.own, self.front)
     }
 
     /// The disk is to go, by the toolstack's wish or with its guest.
@@ -68,7 +68,7 @@ impl Look {
 
     /// The frontend has not let go of it.
     pub(super) fn is_held(&self) -> bool {
-        matches!(self.front, State::Initialised | State::Connected | State::Closing)
+        is_held(self.front)
     }
 
     /// Nobody has served this directory before, or a predecessor that got no further than its
@@ -76,4 +76,15 @@ impl Look {
     pub(super) fn is_fresh(&self) -> bool {
         matches!(self.own, State::Unknown | State::Initialising | State::InitWait)
     }
+}
+
+/// A predecessor had connected this frontend, and it has not closed since: it may have requests in
+/// flight. Closing on our side is the toolstack's wish to unplug; on the frontend's it need not be
+/// its end: old blkfronts with a mounted file system do I/O there as before.
+pub(super) fn is_in_use(own: State, front: State) -> bool {
+    matches!(own, State::Connected | State::Closing) && is_held(front)
+}
+
+fn is_held(front: State) -> bool {
+    matches!(front, State::Initialised | State::Connected | State::Closing)
 }

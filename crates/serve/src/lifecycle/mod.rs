@@ -5,7 +5,6 @@
 //! and a guest that toggles its state makes work only as fast as this loop looks (XSA-349, 350).
 
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,29 +16,35 @@ use ferrite_io::pool::SLAB_BYTES;
 use ferrite_xen::abi::SECTOR_BYTES;
 use ferrite_xen::hypervisor::{DomId, Hypervisor, PAGE_SIZE};
 use ferrite_xen::mover::Moving;
-use ferrite_xen::store::{Store, StoreError, Transaction};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use ferrite_xen::store::{Store, StoreError};
 
 use crate::connection::{Device, Waker};
 use crate::counters::Counters;
-use crate::negotiate::{self, NegotiateError, Offer};
+use crate::negotiate::Offer;
 use crate::polling::wake_up_ns;
 use crate::quiet::told;
 use crate::tuning::Tuning;
 
 mod attached;
+mod attachment;
 mod closing;
+mod connecting;
+mod directory;
 mod growth;
 mod look;
 mod refusal;
+mod waiting;
 
+pub use attachment::{Attachment, report_failure};
 pub use closing::close;
 pub use look::State;
 
 use attached::Attached;
+use attachment::DIRECTORY;
 use closing::Closing;
 use look::Look;
-use refusal::{Refusal, Refused};
+use refusal::Refused;
+use waiting::poll_all;
 
 /// When xenstore is asked again that has not done what it was asked; twice as long each time, up to
 /// the maximum.
@@ -139,11 +144,20 @@ pub fn serve(
         max_indirect_segments: config.offer.max_indirect_segments.min(largest_request(device)),
         ..config.offer
     };
+    let Some(attachment) = Attachment::wait(store, &config.backend, config.domid, stop)? else {
+        return Ok(Outcome::Stopped);
+    };
+    if attachment.read_only && !device.disk.read_only() {
+        let why = format!("{} is read-only, and its image is open for writing", config.backend);
+        return Err(ServeError::Attachment(why));
+    }
+    let frontend = attachment.frontend.clone();
     let mut backend = Backend {
         store,
         hypervisor,
         device,
         config,
+        attachment,
         offer,
         control,
         stop,
@@ -151,8 +165,7 @@ pub fn serve(
         requests: u64::MAX,
         grown: false,
     };
-    backend.store.watch(&config.backend, "backend")?;
-    let Some(frontend) = backend.wait_for_directory()? else { return Ok(Outcome::Stopped) };
+    backend.store.watch(&config.backend, DIRECTORY)?;
     backend.store.watch(&format!("{frontend}/state"), FRONTEND)?;
     backend.run(&frontend)
 }
@@ -170,6 +183,8 @@ struct Backend<'a> {
     hypervisor: &'a dyn Hypervisor,
     device: &'a Arc<Device>,
     config: &'a Config,
+    /// What the toolstack has said of the disk.
+    attachment: Attachment,
     /// What is offered, as far as this disk's requests fit into buffers.
     offer: Offer,
     /// Woken by queues that have something to report.
@@ -184,37 +199,6 @@ struct Backend<'a> {
 }
 
 impl Backend<'_> {
-    /// Waits until the toolstack has made the directory; gives the frontend's path, from the
-    /// toolstack's own side of it (XSA-175). `None`: asked to stop.
-    fn wait_for_directory(&mut self) -> Result<Option<String>, ServeError> {
-        let mut told = false;
-        loop {
-            let id = self.read("frontend-id")?;
-            if let (Some(id), Some(frontend)) = (id, self.read("frontend")?) {
-                return self.check_attachment(&id, frontend).map(Some);
-            }
-            if !told {
-                tracing::info!("waiting for {} to be attached", self.config.backend);
-                told = true;
-            }
-            if self.wait(None, None)? {
-                return Ok(None);
-            }
-        }
-    }
-
-    fn check_attachment(&self, id: &[u8], frontend: Vec<u8>) -> Result<String, ServeError> {
-        let Config { backend, domid, .. } = self.config;
-        if id != domid.to_string().as_bytes() {
-            let id = String::from_utf8_lossy(id);
-            return Err(ServeError::Attachment(format!(
-                "{backend} belongs to domain {id}, not to domain {domid}"
-            )));
-        }
-        String::from_utf8(frontend)
-            .map_err(|_| ServeError::Attachment(format!("{backend}/frontend is not a path")))
-    }
-
     /// The file that remembers a failed flush until the disk is attached again.
     fn latch_path(&self) -> PathBuf {
         self.config.run_dir.join("flush-failed")
@@ -231,6 +215,9 @@ impl Backend<'_> {
             attached = self.take_over(frontend, look)?;
         } else if look.online && look.is_fresh() {
             self.offer(State::InitWait)?;
+            if !look.plugged {
+                tracing::info!("waiting for the hotplug script to connect the disk");
+            }
         }
         let mut refused = Refused::default();
         let mut growth = self.device.disk.growth_watch();
@@ -310,7 +297,7 @@ impl Backend<'_> {
         self.moved = true;
         let timeout = (!e.is_fatal()).then_some(pause);
         loop {
-            let [_, stop] = self.wait_for([self.control.fd(), self.stop.fd()], timeout)?;
+            let [_, stop] = poll_all([self.control.fd(), self.stop.fd()], timeout)?;
             self.control.clear();
             if stop {
                 let outcome = self.stopped(attached)?;
@@ -359,7 +346,8 @@ impl Backend<'_> {
                 }
             }
             State::Initialised | State::Connected => {
-                if refused.is_waiting() || !look.online && attached.is_none() {
+                let may_connect = look.online && look.plugged;
+                if refused.is_waiting() || !may_connect && attached.is_none() {
                     return Ok(());
                 }
                 self.connect(frontend, look, attached, refused)?;
@@ -385,73 +373,6 @@ impl Backend<'_> {
         Ok(())
     }
 
-    fn connect(
-        &mut self,
-        frontend: &str,
-        look: Look,
-        attached: &mut Option<Attached>,
-        refused: &mut Refused,
-    ) -> Result<(), ServeError> {
-        let now_ns = self.device.clock.now_ns();
-        if let Some(a) = attached {
-            // Back with other rings and without having closed: a resumed guest (3.8). We are at 4
-            // all the time, so it may be at 4 again before it was seen at 3.
-            let connected = look.front == State::Connected;
-            let same = connected && !look.moved
-                || match self.wanted(frontend).map_err(Refusal::from) {
-                    Ok(wanted) => a.wanted().has_rings_of(&wanted),
-                    Err(Refusal::Guest(_)) => connected,
-                    Err(Refusal::Host(e)) => return Err(e),
-                };
-            if same {
-                // Said once more if xenstore did not take it.
-                let unsaid = matches!(look.own, State::InitWait | State::Closed);
-                return if unsaid { self.offer(State::Connected) } else { Ok(()) };
-            }
-            if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                tracing::info!(
-                    held_back = told(held_back),
-                    "the frontend has set up other rings: connecting anew"
-                );
-            }
-            self.detach(attached)?;
-        }
-        let connected = self
-            .wanted(frontend)
-            .map_err(Refusal::from)
-            .and_then(|wanted| Attached::connect(self, wanted));
-        match connected {
-            Ok(a) => {
-                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                    tracing::info!(held_back = told(held_back), "connected: {}", a.describe());
-                }
-                *attached = Some(a);
-                self.offer(State::Connected)
-            }
-            Err(Refusal::Host(e)) => Err(e),
-            Err(Refusal::Guest(why)) => {
-                if self.drain_watches()? {
-                    // What was read may have been half of one offer and half of the next.
-                    self.moved = true;
-                    return Ok(());
-                }
-                refused.refuse();
-                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                    tracing::error!(
-                        held_back = told(held_back),
-                        "cannot connect the frontend: {why}"
-                    );
-                }
-                self.report_error(&why)?;
-                Ok(self.write_state(State::Closing)?)
-            }
-        }
-    }
-
-    fn wanted(&mut self, frontend: &str) -> Result<negotiate::Wanted, NegotiateError> {
-        negotiate::read_frontend(self.store, frontend, &self.offer)
-    }
-
     /// The end of a disk that nobody holds. `announce`: the toolstack waits for our 6, and its own
     /// 5 may have come since we looked.
     fn unplugged(&mut self, announce: bool) -> Result<Outcome, ServeError> {
@@ -471,125 +392,5 @@ impl Backend<'_> {
             Some(a) => a.detach(),
             None => Ok(()),
         }
-    }
-
-    fn look(&mut self, frontend: &str) -> Result<Look, ServeError> {
-        let moved = std::mem::take(&mut self.moved);
-        let front = self.store.read(&format!("{frontend}/state"))?;
-        let own = self.read("state")?;
-        let online = self.read("online")?;
-        let gone = self.read("frontend")?.is_none();
-        let dead = front.is_none() && self.guest_is_dead()?;
-        Ok(Look {
-            front: State::parse(front.as_deref()),
-            moved,
-            own: State::parse(own.as_deref()),
-            online: online.as_deref() != Some(b"0"),
-            gone,
-            dead,
-        })
-    }
-
-    /// Whether the guest's home has gone with it. A driver domain may not look, and waits for the
-    /// toolstack.
-    fn guest_is_dead(&mut self) -> Result<bool, StoreError> {
-        match self.store.read(&format!("/local/domain/{}", self.config.domid)) {
-            Ok(home) => Ok(home.is_none()),
-            Err(StoreError::Access { .. }) => Ok(false),
-            Err(e) => Err(e),
-        }
-    }
-
-    fn read(&mut self, key: &str) -> Result<Option<Vec<u8>>, StoreError> {
-        self.store.read(&format!("{}/{key}", self.config.backend))
-    }
-
-    /// Publishes all that is offered, together with our state; that of a disk that is to go is the
-    /// toolstack's 5.
-    fn offer(&mut self, state: State) -> Result<(), ServeError> {
-        let discard = self.may_discard()?;
-        let (backend, offer, disk) = (&self.config.backend, self.offer, &self.device.disk);
-        self.update(|tx| {
-            negotiate::publish(tx, backend, disk, &offer, discard)?;
-            match tx.read(&format!("{backend}/online"))?.as_deref() {
-                Some(b"0") => Ok(()),
-                _ => tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes()),
-            }
-        })?;
-        Ok(())
-    }
-
-    /// Changes our directory, if the toolstack has not removed it: a node written a moment later
-    /// would make it again, and it would stay for ever.
-    fn update(
-        &mut self,
-        mut change: impl FnMut(&mut Transaction<'_>) -> Result<(), StoreError>,
-    ) -> Result<(), StoreError> {
-        let made_by_toolstack = format!("{}/frontend", self.config.backend);
-        self.store.transaction(|tx| match tx.read(&made_by_toolstack)? {
-            Some(_) => change(tx),
-            None => Ok(()),
-        })
-    }
-
-    /// Whether discard is offered: the disk can, and the toolstack does not mind.
-    fn may_discard(&mut self) -> Result<bool, StoreError> {
-        let disk = &self.device.disk;
-        let can = disk.discard_limits().is_some() && !disk.read_only();
-        Ok(can && self.read("discard-enable")?.as_deref() != Some(b"0"))
-    }
-
-    fn set_state(&mut self, look: Look, state: State) -> Result<(), ServeError> {
-        if look.own != state {
-            self.write_state(state)?;
-        }
-        Ok(())
-    }
-
-    fn write_state(&mut self, state: State) -> Result<(), StoreError> {
-        let path = format!("{}/state", self.config.backend);
-        self.update(|tx| tx.write(&path, (state as u32).to_string().as_bytes()))
-    }
-
-    /// Waits for a watch, a queue, for `other` or the end of `timeout`. `true`: asked to stop.
-    fn wait(
-        &mut self,
-        timeout: Option<Duration>,
-        other: Option<BorrowedFd<'_>>,
-    ) -> Result<bool, ServeError> {
-        // Even a guest that never stops to write keeps nobody from asking us to stop.
-        let changed = self.drain_watches()? || self.moved;
-        let timeout = if changed { Some(Duration::ZERO) } else { timeout };
-        let (store, control, stop) = (self.store.fd(), self.control.fd(), self.stop.fd());
-        // Without another, the stop twice.
-        let [_, _, stop, _] =
-            self.wait_for([store, control, stop, other.unwrap_or(stop)], timeout)?;
-        self.drain_watches()?;
-        Ok(stop)
-    }
-
-    /// Waits for one of these, or the end of `timeout`; which are readable.
-    fn wait_for<const N: usize>(
-        &self,
-        fds: [BorrowedFd<'_>; N],
-        timeout: Option<Duration>,
-    ) -> Result<[bool; N], ServeError> {
-        let timeout = timeout
-            .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
-        let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(ServeError::host("wait for events", e.into())),
-        }
-        Ok(fds.map(|fd| fd.revents().contains(PollFlags::IN)))
-    }
-
-    fn drain_watches(&mut self) -> Result<bool, StoreError> {
-        let mut any = false;
-        while let Some(event) = self.store.poll_event()? {
-            any = true;
-            self.moved |= event.token == FRONTEND;
-        }
-        Ok(any)
     }
 }

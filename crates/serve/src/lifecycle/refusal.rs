@@ -63,7 +63,7 @@ impl Backend<'_> {
 
 /// The node for errors of the device with this directory: `error/` stands before the part that is
 /// relative to the domain.
-fn error_path(backend: &str) -> String {
+pub(super) fn error_path(backend: &str) -> String {
     let absolute = backend.strip_prefix("/local/domain/").and_then(|rest| rest.split_once('/'));
     match absolute {
         Some((domid, rest)) => format!("/local/domain/{domid}/error/{rest}/error"),

@@ -17,7 +17,7 @@ use ferrite_io::clock::SystemClock;
 use ferrite_io::engines::test_engine;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, serve};
+use ferrite_serve::lifecycle::{Attachment, Config, EngineFactory, Outcome, ServeError, serve};
 use ferrite_serve::negotiate::Offer;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
@@ -192,8 +192,9 @@ impl Rig {
 
     /// The same with another way to the store or to the guest.
     pub fn start_with(&mut self, mut store: Store, hypervisor: Box<dyn Hypervisor>) {
+        let attachment = Attachment::read(&mut store, &self.disk.backend, self.domid);
         let options = OpenOptions {
-            read_only: self.plan.read_only,
+            read_only: self.plan.read_only || matches!(attachment, Ok(Some(a)) if a.read_only),
             wait_for_lock: Some(PATIENCE),
             state_dir: Some(images::state_dir(&self.image)),
             ..OpenOptions::default()

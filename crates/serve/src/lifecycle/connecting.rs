@@ -1,0 +1,77 @@
+//! Making a connection, or not.
+
+use super::attached::Attached;
+use super::look::{Look, State};
+use super::refusal::{Refusal, Refused};
+use super::{Backend, ServeError};
+use crate::negotiate::{self, NegotiateError};
+use crate::quiet::told;
+
+impl Backend<'_> {
+    pub(super) fn connect(
+        &mut self,
+        frontend: &str,
+        look: Look,
+        attached: &mut Option<Attached>,
+        refused: &mut Refused,
+    ) -> Result<(), ServeError> {
+        let now_ns = self.device.clock.now_ns();
+        if let Some(a) = attached {
+            // Back with other rings and without having closed: a resumed guest (3.8). We are at 4
+            // all the time, so it may be at 4 again before it was seen at 3.
+            let connected = look.front == State::Connected;
+            let same = connected && !look.moved
+                || match self.wanted(frontend).map_err(Refusal::from) {
+                    Ok(wanted) => a.wanted().has_rings_of(&wanted),
+                    Err(Refusal::Guest(_)) => connected,
+                    Err(Refusal::Host(e)) => return Err(e),
+                };
+            if same {
+                // Said once more if xenstore did not take it.
+                let unsaid = matches!(look.own, State::InitWait | State::Closed);
+                return if unsaid { self.offer(State::Connected) } else { Ok(()) };
+            }
+            if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
+                tracing::info!(
+                    held_back = told(held_back),
+                    "the frontend has set up other rings: connecting anew"
+                );
+            }
+            self.detach(attached)?;
+        }
+        let connected = self
+            .wanted(frontend)
+            .map_err(Refusal::from)
+            .and_then(|wanted| Attached::connect(self, wanted));
+        match connected {
+            Ok(a) => {
+                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
+                    tracing::info!(held_back = told(held_back), "connected: {}", a.describe());
+                }
+                *attached = Some(a);
+                self.offer(State::Connected)
+            }
+            Err(Refusal::Host(e)) => Err(e),
+            Err(Refusal::Guest(why)) => {
+                if self.drain_watches()? {
+                    // What was read may have been half of one offer and half of the next.
+                    self.moved = true;
+                    return Ok(());
+                }
+                refused.refuse();
+                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
+                    tracing::error!(
+                        held_back = told(held_back),
+                        "cannot connect the frontend: {why}"
+                    );
+                }
+                self.report_error(&why)?;
+                Ok(self.write_state(State::Closing)?)
+            }
+        }
+    }
+
+    fn wanted(&mut self, frontend: &str) -> Result<negotiate::Wanted, NegotiateError> {
+        negotiate::read_frontend(self.store, frontend, &self.offer)
+    }
+}

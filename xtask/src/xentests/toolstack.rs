@@ -1,0 +1,226 @@
+//! Disks that xl attaches, and what the documentation tells people to type.
+
+use super::{Bench, Case, expect_eq, ferrite};
+use crate::docs;
+use crate::lab::channel::quote;
+use crate::lab::disk::{Disk, DiskOptions, ended};
+use crate::lab::guest::{Guest, GuestOptions};
+use anyhow::{Context, Result, bail};
+
+pub(super) const CASES: &[Case] = &[
+    ferrite("lifecycle/attached-and-detached-by-xl", attached_by_xl),
+    ferrite("lifecycle/connected-when-the-script-of-xl-says-so", connected_by_script),
+    ferrite("docs/a-disk-is-attached-by-xl-as-printed", xl_as_printed),
+    ferrite("docs/a-disk-is-attached-by-hand-as-printed", by_hand_as_printed),
+    ferrite("docs/the-readme-serves-a-disk-as-printed", readme_as_printed),
+];
+
+/// Since 4.19 xl hands disks to a backend of this kind; before, it refuses.
+const FIRST_XEN_MINOR_WITH_TAP: u32 = 19;
+
+/// In the guest: what is written to the disk is read from it.
+const USE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
+     dd if=/dev/urandom of=/tmp/data bs=64k count=4 2>/dev/null; \
+     dd if=/tmp/data of=/dev/xvdb bs=64k oflag=direct 2>/dev/null; \
+     dd if=/dev/xvdb bs=64k count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
+
+/// In the guest: succeeds if a write gets through, whatever its own kernel thinks of that.
+const WRITE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --setrw /dev/xvdb; \
+     dd if=/dev/zero of=/dev/xvdb bs=4k count=1 oflag=direct";
+
+fn xl_knows_us(bench: &mut Bench<'_>) -> Result<bool> {
+    let minor = bench.lab.sh("xl info | sed -n 's/^xen_minor *: *//p'")?;
+    Ok(minor.trim().parse::<u32>().context("Xen")? >= FIRST_XEN_MINOR_WITH_TAP)
+}
+
+fn running_guest(bench: &mut Bench<'_>) -> Result<Guest> {
+    let mut guest = bench.paused_guest(&GuestOptions::default())?;
+    guest.unpause(bench.lab)?;
+    guest.wait_ready(bench.lab)?;
+    Ok(guest)
+}
+
+fn install_script(bench: &mut Bench<'_>) -> Result<()> {
+    bench.lab.sh("install -m 755 /lab/bin/block-ferrite /etc/xen/scripts/block-ferrite").map(drop)
+}
+
+/// What xl is told of a disk.
+fn spec(image: &str, script: &str, access: &str) -> String {
+    format!("format=raw,vdev=xvdb,backendtype=tap,script={script},access={access},target={image}")
+}
+
+fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
+    let image = bench.image(64)?;
+    if !xl_knows_us(bench)? {
+        return refused_by_xl(bench, &image);
+    }
+    install_script(bench)?;
+    let mut guest = running_guest(bench)?;
+    for access in ["w", "r", "w"] {
+        let mut disk = Disk::serve(bench.lab, &guest, DiskOptions::new(&image, "xvdb"))?;
+        let spec = spec(&image, "block-ferrite", access);
+        bench.lab.sh(&format!("xl block-attach {} {spec}", guest.name()))?;
+        disk.wait_connected(bench.lab)?;
+        match access {
+            "w" => guest.sh(bench.lab, USE, 120).map(drop)?,
+            _ => is_read_only(bench, &mut guest, &disk)?,
+        }
+        bench.lab.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
+        disk.wait_backend_gone(bench.lab)?;
+        let directories = format!("{} {}", disk.frontend(), disk.backend_dir());
+        bench
+            .lab
+            .sh(&format!("for d in {directories}; do ! xenstore-exists $d || exit 1; done"))?;
+    }
+    Ok(())
+}
+
+/// The guest says so and cannot write, and the image itself is open for nothing but reading.
+fn is_read_only(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<()> {
+    let sum = format!("sha256sum <{}", disk.image());
+    let before = bench.lab.sh(&sum)?;
+    let told = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --getro /dev/xvdb";
+    expect_eq("read-only flag", &guest.sh(bench.lab, told, 60)?.as_str(), &"1")?;
+    if guest.run(bench.lab, WRITE, 60)?.status == 0 {
+        bail!("a write succeeded on a disk that xl has attached with access=r");
+    }
+    expect_eq("the image's checksum", &bench.lab.sh(&sum)?, &before)?;
+    let Some(pid) = disk.pid() else { bail!("nobody serves the disk") };
+    // The last digit of the flags: 0 is O_RDONLY.
+    let modes = format!(
+        "for fd in /proc/{pid}/fd/*; do [ \"$(readlink $fd)\" = {} ] && \
+         sed -n 's/^flags:.*\\(.\\)$/\\1/p' /proc/{pid}/fdinfo/${{fd##*/}}; done; true",
+        disk.image()
+    );
+    let modes = bench.lab.sh(&modes)?;
+    if modes.is_empty() || modes.split_whitespace().any(|mode| mode != "0") {
+        bail!("the image of a disk with access=r is open with the modes {modes:?}");
+    }
+    Ok(())
+}
+
+/// An older xl knows of no backend, and leaves nothing behind.
+fn refused_by_xl(bench: &mut Bench<'_>, image: &str) -> Result<()> {
+    let guest = bench.paused_guest(&GuestOptions::default())?;
+    let spec = format!("format=raw,vdev=xvdb,backendtype=tap,target={image}");
+    let command = format!("xl block-attach {} {spec} 2>&1", guest.name());
+    let refused = bench.lab.dom0(&command, 60)?;
+    if refused.status == 0 || !refused.stdout.contains("no suitable backend") {
+        bail!("xl was expected to refuse {spec}, but ended with {}", refused.status);
+    }
+    bench.lab.sh("! xenstore-exists /local/domain/0/backend/vbd3")?;
+    Ok(())
+}
+
+/// A script that waits for /tmp/go before it is ours.
+const SLOW_SCRIPT: &str = "#!/bin/sh\n\
+     [ \"$1\" = remove ] || until [ -e /tmp/go ]; do sleep 0.1; done\n\
+     exec /lab/bin/block-ferrite \"$@\"\n";
+
+/// xl compares the backend's state with 2 whenever it comes to look, however late.
+fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    let image = bench.image(64)?;
+    let mut guest = running_guest(bench)?;
+    bench.lab.sh(&format!(
+        "rm -f /tmp/go; printf %s {} >/tmp/slow; chmod 755 /tmp/slow",
+        quote(SLOW_SCRIPT)
+    ))?;
+    let mut disk = Disk::serve(bench.lab, &guest, DiskOptions::new(&image, "xvdb"))?;
+    let spec = spec(&image, "/tmp/slow", "w");
+    let xl = format!("xl block-attach {} {spec}", guest.name());
+    let pid: u32 = bench.lab.sh(&format!("setsid {xl} >/tmp/xl.log 2>&1 & echo $!"))?.parse()?;
+    let offered = format!("[ \"$(xenstore-read {}/state)\" = 3 ]", disk.frontend());
+    bench.lab.wait_until("the guest's rings", &offered, 60)?;
+    // When this has been noticed, the backend has looked at the guest's state, too.
+    bench.lab.sh(&format!("truncate -s 65M {image}"))?;
+    let noticed = format!("[ \"$(xenstore-read {}/sectors)\" = 133120 ]", disk.backend_dir());
+    bench.lab.wait_until("the new size", &noticed, 60)?;
+    let state = bench.lab.sh(&format!("xenstore-read {}/state", disk.backend_dir()))?;
+    expect_eq("the state before the script has ended", &state.as_str(), &"2")?;
+    bench.lab.sh("touch /tmp/go")?;
+    bench.lab.wait_until("the end of xl", &ended(pid), 60)?;
+    disk.wait_connected(bench.lab)?;
+    guest.sh(bench.lab, USE, 120)?;
+    bench.lab.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
+    disk.wait_backend_gone(bench.lab)
+}
+
+/// Types blocks of commands into one shell of the dom0, in a folder with an image `disk.img` and
+/// with what is installed from the repository. `after` is called after each block.
+fn type_in(
+    bench: &mut Bench<'_>,
+    blocks: &[String],
+    mut after: impl FnMut(&mut Bench<'_>, usize) -> Result<()>,
+) -> Result<()> {
+    let mut script = "set -e\ncd /tmp/docs\n".to_owned();
+    for (i, block) in blocks.iter().enumerate() {
+        script += &format!("{block}touch done{i}\nuntil [ -e go{i} ]; do sleep 0.1; done\n");
+    }
+    let pid: u32 = bench
+        .lab
+        .sh(&format!(
+            "rm -rf /tmp/docs; mkdir -p /tmp/docs/dist; cd /tmp/docs; truncate -s 64M disk.img; \
+             cp /lab/bin/block-ferrite dist/; printf %s {} >script; \
+             setsid bash script </dev/null >log 2>&1 & echo $!",
+            quote(&script)
+        ))?
+        .parse()?;
+    for (i, block) in blocks.iter().enumerate() {
+        let done = format!("[ -e /tmp/docs/done{i} ]");
+        bench.lab.wait_until("a block", &format!("{done} || {}", ended(pid)), 120)?;
+        let said = bench.lab.sh("cat /tmp/docs/log")?;
+        if bench.lab.dom0(&done, 20)?.status != 0 {
+            bail!("these commands fail:\n{block}they say:\n{said}");
+        }
+        after(bench, i).with_context(|| format!("after\n{block}which said:\n{said}"))?;
+        bench.lab.sh(&format!("touch /tmp/docs/go{i}"))?;
+    }
+    bench.lab.wait_until("the shell's end", &ended(pid), 60)?;
+    bench.lab.wait_until("the end of ferrite", "! pgrep -x ferrite", 60)
+}
+
+/// A guest by the name that the documentation gives it.
+fn guest_g(bench: &mut Bench<'_>) -> Result<Guest> {
+    let guest = running_guest(bench)?;
+    bench.lab.sh(&format!("xl rename {} g", guest.domid()))?;
+    Ok(guest)
+}
+
+fn xl_as_printed(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    let mut guest = guest_g(bench)?;
+    let blocks = docs::SERVE.commands("Attaching a disk with xl");
+    expect_eq("blocks of commands", &blocks.len(), &3)?;
+    type_in(bench, &blocks, |bench, block| match block {
+        1 => guest.sh(bench.lab, USE, 120).map(drop),
+        _ => Ok(()),
+    })
+}
+
+fn by_hand_as_printed(bench: &mut Bench<'_>) -> Result<()> {
+    let mut guest = guest_g(bench)?;
+    let blocks = docs::SERVE.commands("Attaching a disk by hand");
+    expect_eq("blocks of commands", &blocks.len(), &2)?;
+    type_in(bench, &blocks, |bench, block| match block {
+        0 => guest.sh(bench.lab, USE, 120).map(drop),
+        _ => bench.lab.sh("! xenstore-exists /local/domain/0/backend/vbd3/*").map(drop),
+    })
+}
+
+/// There may be no such guest: the disk waits to be attached to it.
+fn readme_as_printed(bench: &mut Bench<'_>) -> Result<()> {
+    let blocks = docs::README.commands("Try it");
+    let (_, commands) = blocks
+        .iter()
+        .find_map(|block| block.split_once("cargo build --release\n"))
+        .context("the README builds ferrite, and then uses it")?;
+    let lines: Vec<String> = commands.lines().map(|line| format!("{line}\n")).collect();
+    let [doctor, serve] = &lines[..] else { bail!("other commands than expected:\n{commands}") };
+    let serve = format!("timeout --preserve-status 5 {serve}");
+    type_in(bench, &[doctor.clone(), serve], |_, _| Ok(()))
+}
