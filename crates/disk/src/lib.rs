@@ -364,9 +364,10 @@ impl Disk {
     /// Lets others open what was [closed](Disk::close), while this process still has it open.
     /// Nothing may be written from now on. A block device stays claimed until it is dropped.
     pub fn unlock(&self) {
-        for file in self.files() {
-            // There is nothing that could be done about an error: the lock goes with the file.
-            let _ = rustix::fs::flock(&*file, rustix::fs::FlockOperation::Unlock);
+        match self {
+            Disk::Raw(d) => d.unlock(),
+            Disk::Image(d) => d.layers().iter().for_each(|layer| layer.medium().unlock()),
+            Disk::Null(_) => {}
         }
     }
 

@@ -1,14 +1,17 @@
-//! Images that QEMU has open.
+//! Images that QEMU has open, and those that it would open while we have them.
 
 mod common;
 
+use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use common::vhd::{at, peer};
-use common::{MIB, dir_on_disk, image, open, open_read_only};
-use ferrite_disk::ErrorKind;
+use common::{Loop, MIB, dir_on_disk, image, open, open_read_only, work};
+use ferrite_disk::tools::NewImage;
+use ferrite_disk::{ErrorKind, ImageName};
+use ferrite_io::byte_locks::is_locked_by_others;
 
 /// `qemu-io` with a file open, until it is dropped.
 struct Holder(Child);
@@ -62,7 +65,7 @@ fn what_qemu_reads_is_in_use_for_writers() {
     open(&path).unwrap();
 }
 
-/// Who reads whatever comes (`-U`) keeps nobody out; readers of ours keep nobody of QEMU's out.
+/// Who reads whatever comes (`-U`) keeps nobody out; readers of ours keep no readers of QEMU's out.
 #[test]
 fn readers_do_not_disturb_each_other() {
     let dir = dir_on_disk();
@@ -74,4 +77,135 @@ fn readers_do_not_disturb_each_other() {
     drop((writer, holder));
     let _readers = [open_read_only(&path).unwrap(), open_read_only(&path).unwrap()];
     assert!(peer("qemu-img", &["info", "-f", "raw", name]).is_some());
+}
+
+/// The bytes of a file that somebody has locked, where QEMU's locks are.
+fn locked_bytes(path: &Path) -> Vec<u32> {
+    let file = File::open(path).unwrap();
+    (90..300).filter(|byte| is_locked_by_others(&file, *byte).unwrap()).collect()
+}
+
+/// Each of them by itself: consistent reading, writing and resizing are used, and the latter two
+/// left to nobody else.
+#[test]
+fn an_open_image_has_the_locks_that_qemu_would_have() {
+    let dir = dir_on_disk();
+    let path = image(&dir, MIB);
+    let writer = open(&path).unwrap();
+    assert_eq!(locked_bytes(&path), [100, 101, 103, 201, 203]);
+    drop(writer);
+    assert_eq!(locked_bytes(&path), [0; 0]);
+    let readers = [(); 2].map(|()| open_read_only(&path).unwrap());
+    assert_eq!(locked_bytes(&path), [100, 201, 203]);
+    drop(readers);
+    assert_eq!(locked_bytes(&path), [0; 0]);
+}
+
+/// Runs one of QEMU's programs: whether it worked, and what it said. None: it is not installed.
+fn qemu(program: &str, args: &[&str]) -> Option<(bool, String)> {
+    peer(program, &["--version"])?;
+    let output = Command::new(program).args(args).output().unwrap();
+    let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    // It ends with 0 whatever its commands have done.
+    let failed = program == "qemu-io" && text.contains("failed");
+    Some((output.status.success() && !failed, text))
+}
+
+#[track_caller]
+fn qemu_works(program: &str, args: &[&str]) {
+    if let Some((done, text)) = qemu(program, args) {
+        assert!(done, "{program} {args:?}: {text}");
+    }
+}
+
+#[track_caller]
+fn qemu_is_refused(program: &str, args: &[&str]) {
+    if let Some((done, text)) = qemu(program, args) {
+        assert!(!done && text.contains(" lock"), "{program} {args:?}: {text}");
+    }
+}
+
+#[test]
+fn qemu_does_not_write_to_what_is_open_and_reads_metadata_only_if_told_to() {
+    for format in ["raw", "qcow2", "vhd"] {
+        let dir = dir_on_disk();
+        let path = at(&dir, &format!("disk.{format}"));
+        let name = ImageName::parse(path.to_str().unwrap()).unwrap();
+        let new = NewImage { bytes: Some(4 * MIB), ..NewImage::default() };
+        work(None, |shop| shop.create(&name, &new)).unwrap();
+        let (path, format) = (path.to_str().unwrap(), format.replace("vhd", "vpc"));
+        let writer = open(path.as_ref()).unwrap();
+        qemu_is_refused("qemu-io", &["-f", &format, "-c", "write 0 512", path]);
+        // To qemu-io a raw disk may change under its reader, an image's metadata must not.
+        if format != "raw" {
+            qemu_is_refused("qemu-io", &["-r", "-f", &format, "-c", "read 0 512", path]);
+            qemu_is_refused("qemu-img", &["info", "-f", &format, path]);
+        }
+        qemu_is_refused("qemu-img", &["resize", "-f", &format, path, "8M"]);
+        qemu_works("qemu-img", &["info", "-U", "-f", &format, path]);
+        qemu_works("qemu-io", &["-r", "-U", "-f", &format, "-c", "read 0 512", path]);
+        drop(writer);
+        qemu_works("qemu-io", &["-f", &format, "-c", "write 0 512", path]);
+    }
+}
+
+#[test]
+fn qemu_reads_what_is_open_for_reading_and_does_not_write_to_it() {
+    let dir = dir_on_disk();
+    let path = image(&dir, MIB);
+    let readers = [(); 2].map(|()| open_read_only(&path).unwrap());
+    let path = path.to_str().unwrap();
+    qemu_is_refused("qemu-io", &["-f", "raw", "-c", "write 0 512", path]);
+    qemu_is_refused("qemu-img", &["resize", "-f", "raw", path, "2M"]);
+    qemu_works("qemu-io", &["-r", "-f", "raw", "-c", "read 0 512", path]);
+    drop(readers);
+    qemu_works("qemu-io", &["-f", "raw", "-c", "write 0 512", path]);
+}
+
+#[test]
+fn a_parent_serves_many_of_ours_and_of_qemus_and_is_written_by_none() {
+    let dir = dir_on_disk();
+    let name = |file: &str| ImageName::parse(at(&dir, file).to_str().unwrap()).unwrap();
+    let parent = name("parent.qcow2");
+    let new = NewImage { bytes: Some(4 * MIB), ..NewImage::default() };
+    work(None, |shop| shop.create(&parent, &new)).unwrap();
+    let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+    let children = ["a.qcow2", "b.qcow2", "c.qcow2"].map(name);
+    for child in &children {
+        work(None, |shop| shop.create(child, &on)).unwrap();
+    }
+    let [a, b, c] = children.map(|child| child.path.to_str().unwrap().to_owned());
+    let _open = [open(a.as_ref()).unwrap(), open(b.as_ref()).unwrap()];
+    assert_eq!(locked_bytes(&parent.path), [100, 201, 203]);
+    qemu_works("qemu-io", &["-f", "qcow2", "-c", "write 0 512", &c]);
+    qemu_is_refused("qemu-img", &["commit", "-f", "qcow2", &c]);
+    let parent = parent.path.to_str().unwrap();
+    qemu_is_refused("qemu-io", &["-f", "qcow2", "-c", "write 0 512", parent]);
+}
+
+#[test]
+fn qemu_does_not_write_to_a_device_that_is_open() {
+    let dir = dir_on_disk();
+    let Some(device) = Loop::attach(&image(&dir, MIB), 512) else { return };
+    let path = device.0.to_str().unwrap();
+    let open = open(&device.0).unwrap();
+    assert_eq!(locked_bytes(&device.0), [100, 101, 103, 201, 203]);
+    qemu_is_refused("qemu-io", &["-f", "raw", "-c", "write 0 512", path]);
+    qemu_works("qemu-io", &["-r", "-U", "-f", "raw", "-c", "read 0 512", path]);
+    drop(open);
+    qemu_works("qemu-io", &["-f", "raw", "-c", "write 0 512", path]);
+}
+
+/// As serving ends: the image is complete, and the process has it open for a while yet.
+#[test]
+fn what_was_let_go_of_opens_again_though_it_is_open_still() {
+    let dir = dir_on_disk();
+    let path = image(&dir, MIB);
+    let first = open(&path).unwrap();
+    first.unlock();
+    assert_eq!(locked_bytes(&path), [0; 0]);
+    let second = open(&path).unwrap();
+    drop(first);
+    assert_eq!(locked_bytes(&path), [100, 101, 103, 201, 203]);
+    drop(second);
 }

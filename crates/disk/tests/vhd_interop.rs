@@ -175,6 +175,7 @@ fn ours_reads_what_qemu_wrote() {
             let mut disk = queue(&theirs);
             disk.write(0, &[0xA5; 512]).unwrap();
             disk.close().unwrap();
+            drop(disk);
             let file = fs::File::options().write(true).open(&raw).unwrap();
             file.write_all_at(&[0xA5; 512], 0).unwrap();
             assert_eq!(hash_by_qemu(&theirs), Some(hash(&raw)), "{bytes} bytes, {subformat}");

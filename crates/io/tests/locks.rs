@@ -10,12 +10,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
+use ferrite_io::byte_locks::{is_locked_by_others, lock_shared};
 use ferrite_io::engine::Op;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FlockOperation, flock};
 
 const LOCK: FlockOperation = FlockOperation::NonBlockingLockExclusive;
+
+/// Of the image, that is locked, too.
+const BYTE: u32 = 101;
 
 /// Names the image to the process that is killed.
 const IMAGE: &str = "FERRITE_IO_TEST_IMAGE";
@@ -91,15 +95,19 @@ fn comes_free(kind: EngineKind) {
     assert!(lines.map_while(Result::ok).any(|line| line.ends_with("in flight")));
     let mine = open(&path);
     assert!(flock(&mine, LOCK).is_err());
+    assert!(is_locked_by_others(&*mine, BYTE).unwrap());
     child.kill().unwrap();
     child.wait().unwrap();
     take(&mine);
+    // The others go with it: a successor that has the one meets none of its predecessor's.
+    assert!(!is_locked_by_others(&*mine, BYTE).unwrap());
 }
 
 /// Writes for ever, with a lock.
 fn be_killed(image: &Path) -> ! {
     let mine = open(image);
     flock(&mine, LOCK).unwrap();
+    lock_shared(&*mine, BYTE).unwrap();
     let arena = Arena::new(1).unwrap();
     let choice: EngineChoice = std::env::var(ENGINE).unwrap().parse().unwrap();
     let mut e = choice.decide().unwrap().kind.open(arena.clone(), 64).unwrap();

@@ -65,7 +65,7 @@ fn with_qcow2<T>(session: &Session, look: impl FnOnce(&Qcow2) -> T) -> T {
 
 /// What QEMU finds: 0 nothing, 2 errors, 3 leaks; none where it is not installed.
 fn qemu_check(path: &Path) -> Option<i32> {
-    let output = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(path).output();
+    let output = Command::new("qemu-img").args(["check", "-U", "-f", "qcow2"]).arg(path).output();
     match output {
         Ok(output) => output.status.code(),
         Err(e) => {

@@ -1,6 +1,6 @@
 //! Opening an image so that nobody else has it.
 //!
-//! Two locks, both held by the very open file that all I/O goes through:
+//! Three locks, all held by the very open file that all I/O goes through:
 //! * `flock`, exclusive for a writer, shared for readers. It belongs to the open file, not to the
 //!   process, and an io_uring keeps the open file until its last operation has ended. So when a
 //!   process was killed, the lock becomes free only after the dead process's last write has
@@ -8,21 +8,19 @@
 //!   overtaken by it.
 //! * `O_EXCL` on a block device that is to be written: refused while it is mounted or claimed by
 //!   device mapper, RAID or another exclusive opener, and refuses them from then on.
-//!
-//! QEMU does not know `flock`. What it has open is seen all the same, by its own locks, at the time
-//! of opening; QEMU sees nothing of ours.
+//! * QEMU's own, since it knows neither of the two ([`qemu`]). They come after the `flock` and go
+//!   before it, so whoever has that meets no others of ours that would contradict.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_io::byte_locks::is_locked_by_others;
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::nvme::block_device;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
 use rustix::io::Errno;
 
-use super::{Medium, cannot_open, io_error, sysfs_number};
+use super::{Medium, cannot_open, io_error, qemu, sysfs_number};
 use crate::{DiskError, ErrorKind, OpenOptions};
 
 const RETRY_AFTER: Duration = Duration::from_millis(20);
@@ -38,13 +36,6 @@ const GONE_GRACE: Duration = Duration::from_secs(5);
 /// A worker thread of the kernel lets go of a file a little after the end of its last operation,
 /// so an image that this process has just closed may be locked for a moment.
 const OWN_GRACE: Duration = Duration::from_millis(500);
-
-/// QEMU's locks on bytes of an image ("disk image file locking" in its manual): at 100
-/// and a permission's number, who uses the permission; at 200, who lets nobody else use it. The
-/// permissions: 0 to read what is consistent, 1 to write, 3 to change the size.
-const QEMU_WRITES: [u32; 2] = [101, 103];
-const QEMU_FORBIDS_READING: [u32; 1] = [200];
-const QEMU_FORBIDS_WRITING: [u32; 2] = [201, 203];
 
 /// An image that is open and locked.
 pub(super) struct Opened {
@@ -113,7 +104,7 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
         Err(Errno::AGAIN) => return Ok(locked(&before, grace)),
         Err(e) => return Err(io_error(path, "it could not be locked", e)),
     }
-    if used_by_qemu(&file, read_only) {
+    if !share_with_qemu(path, &file, read_only) {
         let why = match read_only {
             true => "QEMU (or one of its tools) writes to it",
             false => "QEMU (or one of its tools) has it open",
@@ -135,12 +126,23 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
     Ok(Attempt::Done(Opened { file, stat, medium, claim }))
 }
 
-/// Whether QEMU does with it what does not go together with what we want. Where there are no such
-/// locks QEMU has none, either.
-fn used_by_qemu(file: &OwnedFd, read_only: bool) -> bool {
-    let is_set = |byte: &u32| is_locked_by_others(file, *byte).unwrap_or(false);
-    QEMU_WRITES.iter().chain(&QEMU_FORBIDS_READING).any(is_set)
-        || !read_only && QEMU_FORBIDS_WRITING.iter().any(is_set)
+/// Takes QEMU's locks; false if QEMU does with it what does not go together with what we want.
+fn share_with_qemu(path: &Path, file: &OwnedFd, read_only: bool) -> bool {
+    qemu::Permissions::new(read_only).take(file).unwrap_or_else(|e| {
+        tracing::warn!(
+            image = %path.display(),
+            "its file system has no locks on bytes ({e}): nothing keeps QEMU from using it, too",
+        );
+        true
+    })
+}
+
+/// Gives up the locks of a file that stays open. The `flock` is the last, as it says that all are
+/// gone.
+pub(super) fn release(file: &OwnedFd) {
+    qemu::release(file);
+    // There is nothing that could be done about an error: the lock goes with the file.
+    let _ = flock(file, FlockOperation::Unlock);
 }
 
 /// Opens the block device of an NVMe namespace for itself alone, where there is one and it is to

@@ -17,6 +17,7 @@ mod discard;
 mod geometry;
 mod growth;
 mod lock;
+mod qemu;
 mod zero;
 
 use geometry::Geometry;
@@ -234,6 +235,11 @@ impl Raw {
             Err(Errno::NXIO) => false,
             Err(_) => from < to,
         }
+    }
+
+    /// Gives up the locks, while it stays open.
+    pub(crate) fn unlock(&self) {
+        lock::release(&self.file);
     }
 
     /// The open file, for an engine.
