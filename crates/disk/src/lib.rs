@@ -380,10 +380,28 @@ impl Disk {
     /// `InvalidInput`: not inside the disk. Others as the kernel gives them.
     pub async fn discard(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
         self.check_change(offset, len)?;
+        let mut done = 0;
+        while done < len {
+            done += self.discard_part(port, offset + done, len - done).await?;
+            port.io.yield_to_others().await;
+        }
+        Ok(())
+    }
+
+    /// The beginning of a [`discard`](Disk::discard): a bounded amount of work, however long the
+    /// range is and whatever the image has in it. Gives the bytes that are done; 0: metadata was
+    /// read, go on. Between two parts callers [let others go first][yield], and may end.
+    ///
+    /// [yield]: ferrite_io::reactor::Io::yield_to_others
+    ///
+    /// # Errors
+    /// As [`discard`](Disk::discard).
+    pub async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
+        self.check_change(offset, len)?;
         match self {
-            Disk::Raw(d) => d.discard(&port.io, &port.files, offset, len).await,
-            Disk::Image(d) => d.discard(port, offset, len).await,
-            Disk::Null(_) => Ok(()),
+            Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
+            Disk::Image(d) => d.discard_part(port, offset, len).await,
+            Disk::Null(_) => Ok(len),
         }
     }
 

@@ -6,13 +6,13 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{MIB, dir_on_tmpfs, image, open, port};
-use ferrite_disk::Disk;
-use ferrite_disk::Port;
+use common::{MIB, dir_on_tmpfs, image, port};
+use ferrite_disk::{Disk, OpenOptions, Port};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use ferrite_io::pool::Pool;
@@ -87,20 +87,31 @@ struct Bench {
     script: Rc<RefCell<Script>>,
     reactor: Reactor,
     pool: Arc<Pool>,
+    path: PathBuf,
     _dir: tempfile::TempDir,
 }
 
 impl Bench {
     fn new(bytes: u64, answers: &[i32]) -> Bench {
+        Bench::with(bytes, answers, &OpenOptions::default())
+    }
+
+    fn with(bytes: u64, answers: &[i32], options: &OpenOptions) -> Bench {
         let dir = dir_on_tmpfs();
-        let disk = open(&image(&dir, bytes)).unwrap();
+        let path = image(&dir, bytes);
+        let disk = Disk::open(path.to_str().unwrap(), options).unwrap();
         let script = Rc::new(RefCell::new(Script {
             answers: answers.iter().copied().collect(),
             asked: Vec::new(),
         }));
         let engine = Scripted { script: script.clone(), done: Vec::new() };
         let reactor = Reactor::new(Box::new(engine));
-        Bench { disk, script, reactor, pool: Pool::new(2 << 20, 1).unwrap(), _dir: dir }
+        Bench { disk, script, reactor, pool: Pool::new(2 << 20, 1).unwrap(), path, _dir: dir }
+    }
+
+    fn allocate(&self, offset: u64, len: u64) {
+        let file = std::fs::OpenOptions::new().write(true).open(&self.path).unwrap();
+        rustix::fs::fallocate(file, rustix::fs::FallocateFlags::KEEP_SIZE, offset, len).unwrap();
     }
 
     fn port(&self) -> Port {
@@ -146,12 +157,32 @@ fn a_failed_flush_is_an_error_whatever_it_is() {
 #[test]
 fn a_long_discard_goes_in_chunks_and_ends_at_the_first_error() {
     let mut bench = Bench::new(4 * GIB, &[0, EIO]);
+    bench.allocate(0, 65 * MIB);
     assert_eq!(bench.discard(512, 3 * GIB), Err(Some(EIO)));
     let hole = |offset, len| Op::PunchHole { file: FILE, offset, len };
     assert_eq!(bench.asked(), [hole(512, GIB - 512), hole(GIB, GIB)]);
     assert!(bench.disk.discard_limits().is_some());
     assert_eq!(bench.discard(512, 1024), Ok(()));
     assert_eq!(bench.asked(), [hole(512, 1024)]);
+}
+
+/// What it costs is what there is to free, wherever in the file it is.
+#[test]
+fn a_long_discard_of_a_file_with_little_in_it_is_one_operation() {
+    let mut bench = Bench::new(1 << 44, &[]);
+    bench.allocate(1 << 43, MIB);
+    assert_eq!(bench.discard(0, 1 << 44), Ok(()));
+    assert_eq!(bench.asked(), [Op::PunchHole { file: FILE, offset: 0, len: 1 << 44 }]);
+}
+
+/// A device is told in chunks, whatever is behind it.
+#[test]
+fn a_long_discard_of_a_device_goes_in_chunks() {
+    let options = OpenOptions { fixed_size: true, ..OpenOptions::default() };
+    let mut bench = Bench::with(3 * GIB, &[], &options);
+    assert_eq!(bench.discard(512, 2 * GIB), Ok(()));
+    let discard = |offset, len| Op::Discard { file: FILE, offset, len };
+    assert_eq!(bench.asked(), [discard(512, GIB - 512), discard(GIB, GIB), discard(2 * GIB, 512)]);
 }
 
 #[test]

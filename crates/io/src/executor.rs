@@ -19,7 +19,7 @@ type LocalFuture = Pin<Box<dyn Future<Output = ()>>>;
 #[derive(Default)]
 struct ReadyQueue {
     indices: Mutex<VecDeque<u32>>,
-    /// The length of `indices`, for a look without the lock.
+    /// The length of `indices`, and tasks that have yielded: for a look without the lock.
     len: AtomicUsize,
 }
 
@@ -27,14 +27,14 @@ impl ReadyQueue {
     fn push(&self, index: u32) {
         let mut indices = self.indices.lock().unwrap_or_else(PoisonError::into_inner);
         indices.push_back(index);
-        self.len.store(indices.len(), Ordering::Release);
+        self.len.fetch_add(1, Ordering::Release);
     }
 
     fn pop(&self) -> Option<u32> {
         let mut indices = self.indices.lock().unwrap_or_else(PoisonError::into_inner);
-        let index = indices.pop_front();
-        self.len.store(indices.len(), Ordering::Release);
-        index
+        let index = indices.pop_front()?;
+        self.len.fetch_sub(1, Ordering::Release);
+        Some(index)
     }
 }
 
@@ -76,6 +76,8 @@ struct Tasks {
 pub struct Executor {
     tasks: RefCell<Tasks>,
     ready: Arc<ReadyQueue>,
+    /// Who lets everything else go first, in that order.
+    yielded: RefCell<VecDeque<Waker>>,
     live: Cell<usize>,
 }
 
@@ -103,9 +105,10 @@ impl Executor {
     }
 
     /// Polls tasks that were woken until there is none, or `max_polls` polls were made: a task
-    /// that wakes itself must not keep its thread from everything else. Returns the polls made.
+    /// that wakes itself must not keep its thread from everything else. The first of those that
+    /// have yielded is one of them. Returns the polls and wakings made.
     pub fn run(&self, max_polls: usize) -> usize {
-        let mut polls = 0;
+        let mut polls = usize::from(self.has_ready() && self.resume_one());
         while polls < max_polls && self.has_ready() {
             let Some(index) = self.ready.pop() else { break };
             polls += usize::from(self.poll(index));
@@ -149,7 +152,21 @@ impl Executor {
         true
     }
 
-    /// Whether a task was woken and not polled since.
+    /// Wakes `waker` in one of the next [`run`](Executor::run)s, when those before it had theirs: one
+    /// run wakes one. So what many tasks do at length takes a bounded part of their thread's time.
+    pub fn yield_to_others(&self, waker: &Waker) {
+        self.yielded.borrow_mut().push_back(waker.clone());
+        self.ready.len.fetch_add(1, Ordering::Release);
+    }
+
+    fn resume_one(&self) -> bool {
+        let Some(waker) = self.yielded.borrow_mut().pop_front() else { return false };
+        self.ready.len.fetch_sub(1, Ordering::Release);
+        waker.wake();
+        true
+    }
+
+    /// Whether a task was woken, or has yielded, and was not polled since.
     pub fn has_ready(&self) -> bool {
         self.ready.len.load(Ordering::Acquire) > 0
     }
@@ -169,6 +186,9 @@ impl Executor {
         loop {
             let slots = std::mem::take(&mut *self.tasks.borrow_mut()).slots;
             while self.ready.pop().is_some() {}
+            let yielded = self.yielded.take();
+            self.ready.len.fetch_sub(yielded.len(), Ordering::Release);
+            drop(yielded);
             let dropped = slots.into_iter().flatten().map(drop).count();
             if dropped == 0 {
                 break;
@@ -243,6 +263,43 @@ mod tests {
             Poll::Pending
         })
         .await;
+    }
+
+    #[test]
+    fn of_the_tasks_that_yield_each_run_polls_one_in_turn_and_all_others_that_are_ready() {
+        let e = Rc::new(Executor::new());
+        let turns: Rc<RefCell<Vec<u32>>> = Rc::default();
+        for task in 0..3 {
+            let (executor, turns) = (e.clone(), turns.clone());
+            e.spawn(async move {
+                for _ in 0..4 {
+                    turns.borrow_mut().push(task);
+                    let mut yielded = false;
+                    poll_fn(|cx| {
+                        if std::mem::replace(&mut yielded, true) {
+                            return Poll::Ready(());
+                        }
+                        executor.yield_to_others(cx.waker());
+                        Poll::Pending
+                    })
+                    .await;
+                }
+            });
+        }
+        e.run(100);
+        assert_eq!(turns.take(), [0, 1, 2], "their first polls");
+        let other = Rc::new(Cell::new(0));
+        for run in 1..=9 {
+            assert!(e.has_ready());
+            let counted = other.clone();
+            e.spawn(async move { counted.set(counted.get() + 1) });
+            e.run(100);
+            assert_eq!((turns.borrow().len(), other.get()), (run, run));
+        }
+        assert_eq!(turns.take(), [0, 1, 2, 0, 1, 2, 0, 1, 2]);
+        assert_eq!(e.len(), 3, "each has its last turn to come");
+        e.clear();
+        assert!(e.is_empty() && !e.has_ready());
     }
 
     #[test]

@@ -223,6 +223,11 @@ impl Reactor {
         !self.stash.is_empty() || self.shared.executor.has_ready() || self.engine(|e| e.may_reap())
     }
 
+    /// Whether a task is ready to run, or lets others go first: a look at memory.
+    pub fn has_ready(&self) -> bool {
+        self.shared.executor.has_ready()
+    }
+
     /// Calls off a wait of the hot path; see [`Engine::cancel`].
     pub fn cancel(&mut self, token: Token) {
         self.engine(|e| e.cancel(token));

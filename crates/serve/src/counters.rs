@@ -61,6 +61,8 @@ counters! {
     metadata_hits,
     /// Requests for which metadata had to be read or changed first.
     metadata_misses,
+    /// Parts that discards were done in.
+    discard_parts,
     /// Looks for work before a sleep.
     looks,
     /// Looks that found some.

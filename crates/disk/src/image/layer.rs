@@ -189,17 +189,18 @@ impl Layer {
         done
     }
 
-    pub(crate) async fn discard(
+    /// See [`Disk::discard_part`](crate::Disk::discard_part).
+    pub(crate) async fn discard_part(
         &self,
         port: &Port,
         below: Below<'_>,
         offset: u64,
         len: u64,
-    ) -> io::Result<()> {
+    ) -> io::Result<u64> {
         match self {
-            Layer::Raw(raw) => raw.discard(&port.io, &port.files, offset, len).await,
-            Layer::Vhd(vhd) => vhd.discard(port, offset, len).await,
-            Layer::Qcow2(q) => q.discard(port, below, offset, len).await,
+            Layer::Raw(raw) => raw.discard_part(&port.io, &port.files, offset, len).await,
+            Layer::Vhd(vhd) => vhd.discard_part(port, offset, len).await,
+            Layer::Qcow2(q) => q.discard_part(port, below, offset, len).await,
         }
     }
 

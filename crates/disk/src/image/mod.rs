@@ -227,8 +227,8 @@ impl Image {
         settled
     }
 
-    pub(crate) async fn discard(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
-        self.leaf().discard(port, self.below_leaf(), offset, len).await
+    pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
+        self.leaf().discard_part(port, self.below_leaf(), offset, len).await
     }
 
     pub(crate) async fn write_zeroes(

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ferrite_io::engine::FileId;
 use ferrite_io::nvme::Namespace;
 use ferrite_io::reactor::Io;
-use rustix::fs::{ioctl_blksszget, major, minor};
+use rustix::fs::{Stat, fstat, ioctl_blksszget, major, minor};
 use rustix::io::Errno;
 
 use super::lock::Opened;
@@ -21,6 +21,10 @@ use crate::DiscardLimits;
 /// One operation's share, so that each ends within reasonable time and a long discard lets
 /// others through (blkif.md 2, rule 10).
 const CHUNK_BYTES: u64 = 1 << 30;
+
+/// A file that has no more space than this is punched at once, however large its holes are: the work
+/// is what is freed.
+const LITTLE_BYTES: u64 = 64 << 20;
 
 /// How this medium discards.
 #[derive(Debug)]
@@ -119,24 +123,47 @@ impl Raw {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
+        let mut done = 0;
+        while done < len {
+            done += self.discard_part(io, files, offset + done, len - done).await?;
+        }
+        Ok(())
+    }
+
+    /// Discards the beginning of a range, by one operation; the bytes that this was.
+    pub(crate) async fn discard_part(
+        &self,
+        io: &Io,
+        files: &[FileId],
+        offset: u64,
+        len: u64,
+    ) -> io::Result<u64> {
         let Some(how) = self.discard.as_ref().filter(|d| d.limits().is_some()) else {
             return Err(unsupported());
         };
-        let Some((offset, len)) = shrink(offset, len, how.unit_bytes) else { return Ok(()) };
-        for (offset, len) in chunks(offset, len, how.chunk_bytes) {
-            let done = match self.is_file() {
-                true => io.punch_hole(files[0], offset, len).await,
-                false => io.discard(files[0], offset, len).await,
-            };
-            if let Err(e) = done {
-                if !is_unsupported(&e) {
-                    return Err(e);
-                }
+        let at_once = len > how.chunk_bytes && self.frees_little();
+        let chunk = if at_once { u64::MAX } else { how.chunk_bytes };
+        let Some((_, part)) = chunks(offset, len, chunk).next() else { return Ok(0) };
+        // Chunks end at whole units, so a part shrinks at the range's own ends only.
+        let Some((offset, len)) = shrink(offset, part, how.unit_bytes) else { return Ok(part) };
+        let done = match self.is_file() {
+            true => io.punch_hole(files[0], offset, len).await,
+            false => io.discard(files[0], offset, len).await,
+        };
+        match done {
+            Err(e) if is_unsupported(&e) => {
                 how.refused.store(true, Ordering::Relaxed);
-                return Err(unsupported());
+                Err(unsupported())
             }
+            done => done.map(|()| part),
         }
-        Ok(())
+    }
+
+    fn frees_little(&self) -> bool {
+        let allocated = |stat: Stat| {
+            u64::try_from(stat.st_blocks).map_or(u64::MAX, |blocks| blocks.saturating_mul(512))
+        };
+        self.is_file() && fstat(&self.file).is_ok_and(|stat| allocated(stat) <= LITTLE_BYTES)
     }
 }
 

@@ -283,12 +283,13 @@ impl Vhd {
         }
     }
 
-    pub(crate) async fn discard(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
+    /// See [`Disk::discard_part`](crate::Disk::discard_part).
+    pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> IoResult<u64> {
         match &self.body {
-            Body::Fixed => self.raw.discard(&port.io, &port.files, offset, len).await,
+            Body::Fixed => self.raw.discard_part(&port.io, &port.files, offset, len).await,
             Body::Sparse(sparse) => {
                 self.forget_full(port, sparse).await?;
-                sparse.blocks.discard(port, &self.raw, offset, len).await
+                sparse.blocks.discard_part(port, &self.raw, offset, len).await
             }
         }
     }

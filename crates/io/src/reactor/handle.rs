@@ -1,7 +1,7 @@
 //! Operations as `async fn`: each is pushed when its future is polled first, and has a slot of the
 //! reactor's until its completion has come.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -157,6 +157,20 @@ impl Io {
     /// What the kernel says.
     pub async fn sleep(&self, after: Duration) -> io::Result<()> {
         self.op(Op::Timer { after }).await.map(drop)
+    }
+
+    /// Lets everything else of this thread go first: the hot path, other tasks, and those that have
+    /// yielded before. For what goes on for long without waiting for anything.
+    pub async fn yield_to_others(&self) {
+        let mut yielded = false;
+        poll_fn(|cx| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            self.shared.executor.yield_to_others(cx.waker());
+            Poll::Pending
+        })
+        .await;
     }
 
     /// Adds a task; see [`Reactor::spawn`](super::Reactor::spawn).

@@ -139,6 +139,10 @@ pub struct Queue {
     alone: VecDeque<Ticket>,
     /// The first of them has been begun.
     alone_running: bool,
+    /// Discards that have not begun.
+    discards: VecDeque<Ticket>,
+    /// Those that have.
+    discarding: usize,
     /// A flush that no request asked for is under way.
     saving: Rc<Cell<bool>>,
     /// Tasks that have ended.
@@ -199,6 +203,8 @@ impl Queue {
             finished: Vec::with_capacity(entries),
             alone: VecDeque::new(),
             alone_running: false,
+            discards: VecDeque::new(),
+            discarding: 0,
             saving: Rc::default(),
             task_results: Rc::default(),
             segments: Vec::new(),
@@ -306,7 +312,7 @@ impl Queue {
         for ticket in lists.into_iter().flat_map(|l| l.drain(..)) {
             ticket.park();
         }
-        self.alone.drain(..).for_each(|ticket| {
+        self.alone.drain(..).chain(self.discards.drain(..)).for_each(|ticket| {
             ticket.park();
         });
         self.fetch.drain(..).for_each(|fetch| {

@@ -18,6 +18,10 @@ use crate::request::{Action, Work};
 /// How long metadata may stay behind what was answered if no flush comes.
 const SAVE_AFTER: Duration = Duration::from_secs(2);
 
+/// Discards of a queue at once. The others wait: each takes little of a guest to ask for, and may be
+/// of its whole disk. A flush waits for no more of them, nor does the end of the queue.
+const DISCARDS: usize = 4;
+
 impl Queue {
     /// Makes a task of a request; its result is found by
     /// [`collect_task_results`](Self::collect_task_results).
@@ -28,6 +32,7 @@ impl Queue {
         let task = Task {
             arena: connection.pool.arena().clone(),
             connection,
+            queue: self.index,
             port: self.port.clone(),
             work: flight.work,
             layout,
@@ -50,12 +55,29 @@ impl Queue {
                 self.connection.gate.open(self.index);
                 self.connection.wake_all();
             }
+            if self.flights.get(&ticket).work.action == Action::Discard {
+                self.discarding -= 1;
+                self.start_discards(now_ns);
+            }
             match result {
                 Ok(()) => {
                     self.save_soon();
                     self.data_done(ticket, now_ns);
                 }
                 Err(e) => self.storage_failed(ticket, &e, now_ns),
+            }
+        }
+    }
+
+    /// Begins discards, as many as there may be; with the queue about to stop, they are done.
+    pub(super) fn start_discards(&mut self, now_ns: u64) {
+        while self.connection.stopping() || self.discarding < DISCARDS {
+            let Some(ticket) = self.discards.pop_front() else { break };
+            if self.connection.stopping() {
+                self.data_done(ticket, now_ns);
+            } else {
+                self.discarding += 1;
+                self.start_task(ticket);
             }
         }
     }
@@ -118,6 +140,7 @@ impl Queue {
 /// A request as its task sees it.
 struct Task {
     connection: Arc<Connection>,
+    queue: usize,
     arena: Arc<Arena>,
     port: Port,
     work: Work,
@@ -126,7 +149,6 @@ struct Task {
 
 impl Task {
     async fn run(&self) -> io::Result<()> {
-        let disk = &self.connection.device.disk;
         match self.work.action {
             Action::Read => self.transfer(Intent::Read).await,
             Action::Write => self.write().await,
@@ -143,10 +165,25 @@ impl Task {
                 }
                 Ok(())
             }
-            Action::Discard => {
-                disk.discard(&self.port, self.work.offset(), self.work.bytes()).await
+            Action::Discard => self.discard().await,
+        }
+    }
+
+    /// In parts, between which everything else goes first. A discard is a hint: it ends early,
+    /// without an error, when the queue is to stop.
+    async fn discard(&self) -> io::Result<()> {
+        let connection = &self.connection;
+        let (offset, bytes) = (self.work.offset(), self.work.bytes());
+        let mut done = 0;
+        while done < bytes && !connection.stopping() {
+            let disk = &connection.device.disk;
+            done += disk.discard_part(&self.port, offset + done, bytes - done).await?;
+            connection.counters.queue(self.queue).discard_parts.add(1);
+            if done < bytes {
+                self.port.io.yield_to_others().await;
             }
         }
+        Ok(())
     }
 
     /// Writes; for what is smaller than the medium's block, reads the blocks around it first.

@@ -39,8 +39,12 @@ impl Queue {
             match self.flights.get(&ticket).work.action {
                 Action::Read => self.place(ticket, Transfer::Read, now_ns),
                 Action::Write => self.place(ticket, Transfer::Write, now_ns),
-                Action::Flush | Action::FlushThenWrite | Action::Discard | Action::Barrier => {
+                Action::Flush | Action::FlushThenWrite | Action::Barrier => {
                     self.start_task(ticket);
+                }
+                Action::Discard => {
+                    self.discards.push_back(ticket);
+                    self.start_discards(now_ns);
                 }
             }
         }

@@ -62,6 +62,10 @@ impl Queue {
         if std::mem::take(&mut self.drain_queued) || self.work_is_pending() {
             return Ok(Wait::No);
         }
+        // A discard that lets others go first is no reason to look for work, or to sleep.
+        if self.discarding > 0 && self.reactor.has_ready() {
+            return Ok(Wait::No);
+        }
         // Held back by something that will wake us: the guest's events would only disturb.
         let deaf = self.broken || self.stalled || self.is_holding_back();
         if deaf || self.connection.stopping() {

@@ -1,0 +1,163 @@
+//! A request that costs a guest nothing and may be of its whole disk (security.md T21): what it
+//! takes is bounded by what there is to free, everything else goes first, and it holds up no end.
+
+mod rig;
+
+use std::fs::OpenOptions;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrite_serve::lifecycle::Outcome;
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, Reply};
+use rustix::fs::{FallocateFlags, fallocate};
+use tempfile::TempDir;
+
+use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};
+
+const TIB: u64 = 1 << 40;
+/// In all slots of a ring of four pages.
+const DISCARDS: u64 = 128;
+
+/// A disk of one queue on this image.
+fn connected(image: PathBuf) -> (Rig, Frontend, Buffer) {
+    let rig = Rig::new(Plan { image: Some(image), ..Plan::default() });
+    let front = rig.connect(&FrontOptions { order: 2, ..FrontOptions::default() });
+    let buffer = front.space().buffer(16).unwrap();
+    (rig, front, buffer)
+}
+
+fn sparse(dir: &TempDir, bytes: u64) -> PathBuf {
+    let path = dir.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(bytes).unwrap();
+    path
+}
+
+fn discard_all(queue: &mut FrontQueue, bytes: u64, times: u64) {
+    for _ in 0..times {
+        queue.discard(0, bytes / 512, false).unwrap();
+    }
+}
+
+fn all_ok(replies: &[Reply]) -> bool {
+    replies.iter().all(|reply| reply.is_ok())
+}
+
+/// Discards of a whole disk, in all slots; the parts that they were done in.
+fn parts(rig: &Rig, front: &mut Frontend, bytes: u64) -> u64 {
+    let before = rig.counters.counts();
+    discard_all(&mut front.queues[0], bytes, DISCARDS);
+    let replies = front.queues[0].drain(PATIENCE).unwrap();
+    assert!(replies.len() == DISCARDS as usize && all_ok(&replies));
+    rig.counters.counts().since(&before).discard_parts
+}
+
+/// 64 TiB are 2^30 clusters, behind 2^17 entries of L1; of VHD, which ends before, a million blocks.
+/// A part takes thousands of these.
+#[test]
+fn discards_of_whole_thin_images_take_few_parts_and_what_is_allocated_some_more() {
+    for (format, bytes, most) in [("qcow2", 64 * TIB, 4), ("vhd", 2040 << 30, 80)] {
+        let dir = dir_in_memory();
+        let (rig, mut front, buffer) = connected(images::make(dir.path(), format, bytes));
+        let empty = parts(&rig, &mut front, bytes);
+        assert!((DISCARDS..=DISCARDS * most).contains(&empty), "{format}: {empty} parts");
+        // Each of these gets a cluster and a table, or a block.
+        const WRITES: u64 = 16;
+        for i in 0..WRITES {
+            front.queues[0].write(i * (bytes / 512 / WRITES), &buffer, 0, 4096).unwrap();
+            assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+        }
+        let some = parts(&rig, &mut front, bytes);
+        // A table is looked at in 16 slices, each of which may have to be read first.
+        let most = DISCARDS * (most + 20 * WRITES);
+        assert!((empty..=most).contains(&some), "{format}: {some} parts");
+        front.close(PATIENCE).unwrap();
+    }
+}
+
+/// A file that is all hole is one part, and one with something in it, a part for each GiB.
+#[test]
+fn discards_of_a_whole_sparse_file_take_what_there_is_to_free() {
+    let dir = dir_in_memory();
+    let image = sparse(&dir, 16 * TIB);
+    let file = OpenOptions::new().write(true).open(&image).unwrap();
+    let (rig, mut front, _buffer) = connected(image);
+    fallocate(&file, FallocateFlags::KEEP_SIZE, 15 * TIB, 65 << 20).unwrap();
+    let freed = parts(&rig, &mut front, 16 * TIB);
+    // The first few find it, and the last GiB of the disk frees it; there are four at once.
+    assert!((15 << 10..5 * (16 << 10) + DISCARDS).contains(&freed), "{freed} parts");
+    assert_eq!(parts(&rig, &mut front, 16 * TIB), DISCARDS);
+    front.close(PATIENCE).unwrap();
+}
+
+/// Behind discards of the whole disk come reads, in one batch: they are answered before most of
+/// those have ended.
+#[test]
+fn reads_behind_discards_of_the_whole_disk_overtake_them() {
+    for (format, bytes) in [("qcow2", 64 * TIB), ("vhd", 2040 << 30)] {
+        let dir = dir_in_memory();
+        let (_rig, mut front, buffer) = connected(images::make(dir.path(), format, bytes));
+        let queue = &mut front.queues[0];
+        const READS: u64 = 16;
+        discard_all(queue, bytes, DISCARDS - READS);
+        let reads: Vec<_> = (0..READS)
+            .map(|i| queue.read(i * 8, &buffer, i as usize * 4096, 4096).unwrap())
+            .collect();
+        let replies = queue.drain(PATIENCE).unwrap();
+        assert!(replies.len() == DISCARDS as usize && all_ok(&replies));
+        let last = replies.iter().rposition(|reply| reads.contains(&reply.tag)).unwrap();
+        // Seven sweeps take them all, and each turn ends two parts at most.
+        assert!(last < 64, "{format}: {} discards were done before the last read", last - 15);
+        front.close(PATIENCE).unwrap();
+    }
+}
+
+/// What a backend ends for.
+#[derive(Clone, Copy, Debug)]
+enum End {
+    Stop,
+    Unplug,
+    Close,
+}
+
+/// Discards that would take two million operations more: they end, and are answered, when the queue
+/// is to stop.
+#[test]
+fn discards_end_early_and_well_when_the_backend_is_to_end() {
+    for end in [End::Stop, End::Unplug, End::Close] {
+        let dir = dir_in_memory();
+        let image = sparse(&dir, 16 * TIB);
+        let file = OpenOptions::new().write(true).open(&image).unwrap();
+        // Beside the discards, so that there is always something to free.
+        fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 65 << 20).unwrap();
+        let (mut rig, mut front, _buffer) = connected(image);
+        for _ in 0..DISCARDS {
+            front.queues[0].discard(1 << 20, (16 * TIB) / 512 - (1 << 20), false).unwrap();
+        }
+        front.queues[0].push().unwrap();
+        let patience = Instant::now() + PATIENCE;
+        while rig.counters.counts().discard_parts == 0 {
+            assert!(Instant::now() < patience, "no discard is begun");
+            thread::sleep(Duration::from_millis(1));
+        }
+        match end {
+            End::Stop => assert_eq!(rig.stop().unwrap(), Outcome::Stopped),
+            End::Unplug => {
+                let disk = rig.disk.clone();
+                rig.machine.unplug(&disk).unwrap();
+                front.wait_for_backend(&[5], PATIENCE).unwrap();
+            }
+            End::Close => {}
+        }
+        if !matches!(end, End::Stop) {
+            front.close(PATIENCE).unwrap();
+        }
+        let parts = rig.counters.counts().discard_parts;
+        let all = DISCARDS * (16 << 10);
+        assert!(parts < all / 2, "{end:?}: {parts} of {all} parts were done");
+        if matches!(end, End::Stop) {
+            let replies = front.queues[0].drain(PATIENCE).unwrap();
+            assert!(replies.len() == DISCARDS as usize && all_ok(&replies), "{end:?}");
+        }
+    }
+}
