@@ -15,7 +15,7 @@ use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend, Tag};
 use ferrite_xen::mover::Mover;
 
 use faulty::{EAGAIN, EIO, Fault, Faults};
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, mover, scale};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, images, mover, scale};
 
 /// Requests that a guest has in flight, each with a part of the disk and of the buffer for itself.
 const PARTS: usize = 8;
@@ -311,6 +311,41 @@ fn buffers_that_were_given_back_and_are_used_again_show_nothing() {
         alternate(&mut tenants, 12);
     }
     end(tenants);
+}
+
+/// Reads of ranges that an image has in part: the rest is zeros, whatever the buffer had in it.
+#[test]
+fn what_is_nowhere_in_an_image_reads_as_zeros_beside_what_is_there() {
+    const CLUSTER: usize = 64 << 10;
+    for format in ["qcow2", "chain.qcow2", "vhd", "chain.vhd"] {
+        let dir = dir_in_memory();
+        let image = images::make(dir.path(), format, 64 << 20);
+        let rig = Rig::new(Plan { image: Some(image), pool_bytes: 2 << 20, ..Plan::default() });
+        let mut front = rig.connect(&options());
+        let buffer = front.space().buffer(64).unwrap();
+        let queue = &mut front.queues[0];
+        let mut model = vec![0; 64 * CLUSTER];
+        let mut random = SplitMix64::new(18);
+        for round in 1..=60 {
+            let sectors = 1 + random.below(8) as usize;
+            let at = random.below((model.len() / 512 - sectors) as u64) as usize;
+            buffer.fill(0, sectors * 512, round);
+            queue.write(at as u64, &buffer, 0, sectors * 512).unwrap();
+            assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+            model[at * 512..(at + sectors) * 512].fill(round);
+            // Whatever was in the pool's buffers before is in what is not written.
+            for _ in 0..4 {
+                let sectors = 1 + random.below(512) as usize;
+                let at = random.below((model.len() / 512 - sectors) as u64) as usize;
+                buffer.fill(0, buffer.len(), 0xEE);
+                queue.read(at as u64, &buffer, 0, sectors * 512).unwrap();
+                assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+                let there = &model[at * 512..(at + sectors) * 512];
+                assert!(buffer.to_vec(0, sectors * 512) == there, "{format}: {at}+{sectors}");
+            }
+        }
+        front.close(PATIENCE).unwrap();
+    }
 }
 
 /// There a request's blocks are read whole, with what stands around its own bytes.

@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_serve::polling::PollWindow;
+use ferrite_serve::tuning::Tuning;
 use ferrite_xen::abi::{
     IndirectOp, MAX_DIRECT_SEGMENTS, Message, OP_READ, PlainOp, Protocol, RawSegment, Request,
     STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY,
@@ -110,8 +112,9 @@ fn words_that_change_while_they_are_read_do_no_harm() {
     let end = Instant::now() + Duration::from_millis(2500) * scale();
     let mut number = 0u64;
     let mut last = Instant::now();
-    while Instant::now() < end || !pending.is_empty() {
-        while pending.len() < queue.entries() as usize && Instant::now() < end {
+    while Instant::now() < end || number <= 1000 || !pending.is_empty() {
+        let goes_on = Instant::now() < end || number <= 1000;
+        while pending.len() < queue.entries() as usize && goes_on {
             number += 1;
             pending.insert(number);
             let sector = number % 4096;
@@ -137,7 +140,6 @@ fn words_that_change_while_they_are_read_do_no_harm() {
     stop.store(true, Ordering::Relaxed);
     flipper.join().unwrap();
     println!("{} flips, {number} requests", flips.load(Ordering::Relaxed));
-    assert!(number > 1000);
 
     let known = |bytes: &[u8]| bytes.iter().all(|b| [GUEST, MEDIUM].contains(b));
     assert!(known(&data.to_vec(0, data.len())), "foreign bytes reached the guest");
@@ -245,6 +247,43 @@ fn a_bad_grant_fails_its_request_and_nothing_else() {
     }
 }
 
+/// What the buffer of a request has in it from the one before would do as descriptors: those of
+/// pages that are good. The page that should be there instead was not copied.
+#[test]
+fn a_page_of_descriptors_that_was_not_copied_is_not_read() {
+    const SEGMENTS: usize = 16;
+    let rig = Rig::new(Plan { bytes: 16 << 20, ..Plan::default() });
+    let mut v = Victim::new(&rig);
+    let space = v.front.space().clone();
+    let descriptors = space.buffer(SEGMENTS).unwrap();
+    for page in 0..SEGMENTS {
+        for i in 0..SEGMENTS {
+            let at = page * 4096 + i * 8;
+            descriptors.write(at, &v.good.segment(i % v.good.pages(), 0, 7).encode());
+        }
+    }
+    // Data of requests that fill every buffer that there may be.
+    let data: Vec<_> = (0..SEGMENTS).map(|page| descriptors.segment(page, 0, 7)).collect();
+    for _ in 0..4 {
+        while v.queue().free_slots() > 1 {
+            v.queue().indirect(IndirectOp::Write, 0, &data).unwrap();
+        }
+        assert!(v.queue().drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
+        v.good.fill(0, v.good.len(), 0x99);
+        for op in [IndirectOp::Write, IndirectOp::Read] {
+            for bad in [0, u32::MAX] {
+                let (nr_segments, pages) = (SEGMENTS as u16, [GrantRef(bad); 8]);
+                let message = Message::Indirect { op, nr_segments, sector: 8000, pages };
+                v.queue().message(op.byte(), message).unwrap();
+                assert_eq!(v.status(), STATUS_ERROR, "{op:?} by what was there before");
+            }
+        }
+        assert_eq!(rig.sectors(8000, SEGMENTS * 4096), vec![0; SEGMENTS * 4096]);
+        assert!(v.good.to_vec(0, v.good.len()).iter().all(|byte| *byte == 0x99));
+    }
+    v.goes_on(&rig);
+}
+
 #[test]
 fn pages_in_unusual_places_are_pages() {
     let rig = Rig::new(Plan { bytes: 4 << 20, ..Plan::default() });
@@ -325,7 +364,13 @@ fn a_grant_revoked_in_the_middle_of_a_copy_is_an_error_or_was_in_time() {
         });
         let segments: Vec<_> = (0..11).map(|page| pages.segment(page, 0, 7)).collect();
         let (mut good, mut bad) = (0, 0);
-        for round in 1..=1000 * scale() {
+        // What stays mapped cannot be revoked.
+        let lent = mover() == Mover::Persistent;
+        let (mut round, end) = (0, Instant::now() + PATIENCE);
+        // On a busy machine it may take long until a grant is revoked while somebody looks.
+        while round < 1000 * scale() || good == 0 || (bad == 0 && !lent) {
+            assert!(Instant::now() < end || round < 1000 * scale(), "{good} good, {bad} bad");
+            round += 1;
             (0..11).for_each(|page| stamp(&pages, page, round));
             v.queue().plain(PlainOp::Write, 0, &segments).unwrap();
             let written = v.status() == STATUS_OKAY;
@@ -346,9 +391,6 @@ fn a_grant_revoked_in_the_middle_of_a_copy_is_an_error_or_was_in_time() {
         stop.store(true, Ordering::Relaxed);
         let revoked = revoker.join().unwrap();
         println!("{copy_with}: {good} good, {bad} bad, {revoked} revocations");
-        // What stays mapped cannot be revoked.
-        let tried = bad > 0 || mover() == Mover::Persistent;
-        assert!(good > 0 && tried, "{good} good, {bad} bad: nothing was tried");
         v.goes_on(&rig);
         v.front.close(PATIENCE).unwrap();
         assert_eq!(space.memory().grants().users(), 0);
@@ -387,6 +429,29 @@ fn an_impossible_producer_stops_its_ring_and_no_other() {
     }
     rig.machine.unplug(&rig.disk.clone()).unwrap();
     rig.join().unwrap();
+}
+
+/// Whether to send an event follows from what the backend itself has published, not from what stands
+/// on the page: a guest that sleeps is woken.
+#[test]
+fn an_event_comes_though_the_producer_says_already_what_it_will_be() {
+    let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
+    let rig = Rig::new(Plan { bytes: 4 << 20, tuning, ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(1).unwrap();
+    let queue = &mut front.queues[0];
+    let ring = queue.ring();
+    for answered in 0..40 {
+        queue.read(0, &buffer, 0, 4096).unwrap();
+        while queue.take_event().unwrap() {}
+        ring.store(RingWord::RspEvent, answered + 1);
+        ring.store(RingWord::RspProd, answered + 1);
+        queue.push().unwrap();
+        assert!(queue.wait_event(PATIENCE).unwrap(), "no event for answer {answered}");
+        assert_eq!(ring.load(RingWord::RspProd), answered + 1);
+        assert!(queue.take().unwrap().is_some_and(|reply| reply.is_ok()));
+    }
+    front.close(PATIENCE).unwrap();
 }
 
 #[test]

@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ferrite_serve::polling::PollWindow;
+use ferrite_serve::tuning::Tuning;
 use ferrite_xen::loopback::front::{
     Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, RingWord,
 };
@@ -29,7 +31,9 @@ fn alone() -> impl Drop {
 }
 
 fn connected(options: &FrontOptions) -> (Rig, Frontend, Buffer) {
-    let rig = Rig::new(Plan { bytes: 4 << 20, ..Plan::default() });
+    // Looking for work before a sleep costs time of its own, which other tests look at.
+    let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
+    let rig = Rig::new(Plan { bytes: 4 << 20, tuning, ..Plan::default() });
     let front = rig.connect(options);
     let buffer = front.space().buffer(32).unwrap();
     (rig, front, buffer)
@@ -48,7 +52,7 @@ impl Storm {
         let ports: Vec<_> = (0..ports).map(|_| Arc::new(AtomicU32::new(NOBODY))).collect();
         let stop = Arc::new(AtomicBool::new(false));
         let (space, to, ended) = (space.clone(), ports.clone(), stop.clone());
-        let thread = std::thread::spawn(move || {
+        let thread = std::thread::Builder::new().name("storm".into()).spawn(move || {
             let mut sent = 0;
             while !ended.load(Ordering::Relaxed) {
                 for port in &to {
@@ -58,7 +62,7 @@ impl Storm {
             }
             sent
         });
-        Storm { ports, stop, thread }
+        Storm { ports, stop, thread: thread.unwrap() }
     }
 
     /// From now on to these queues.
@@ -79,13 +83,13 @@ impl Storm {
     }
 }
 
-/// Threads of this process that serve a queue.
-fn queue_threads() -> BTreeSet<String> {
+/// Threads of this process whose names begin so.
+fn threads(prefix: &str) -> BTreeSet<String> {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let name = |id: &String| std::fs::read_to_string(format!("/proc/self/task/{id}/comm"));
     tasks
         .map(|task| task.unwrap().file_name().into_string().unwrap())
-        .filter(|id| name(id).is_ok_and(|name| name.starts_with("queue-")))
+        .filter(|id| name(id).is_ok_and(|name| name.starts_with(prefix)))
         .collect()
 }
 
@@ -119,12 +123,12 @@ fn write(queue: &mut FrontQueue, buffer: &Buffer, sector: u64) {
 fn events_without_requests_cost_little_and_disturb_no_other_guest() {
     let _alone = alone();
     let (_quiet_rig, mut quiet, quiet_buffer) = connected(&FrontOptions::default());
-    let before = queue_threads();
+    let before = threads("queue-");
     let (rig, mut front, _buffer) = connected(&FrontOptions::default());
     let end = Instant::now() + PATIENCE;
     // It names itself when it runs for the first time, which may be after the connection.
     let thread = loop {
-        if let Some(thread) = queue_threads().difference(&before).next() {
+        if let Some(thread) = threads("queue-").difference(&before).next() {
             break thread.clone();
         }
         assert!(Instant::now() < end, "the queue's thread does not show itself");
@@ -144,8 +148,10 @@ fn events_without_requests_cost_little_and_disturb_no_other_guest() {
         raged += start.elapsed();
     }
     let (seen, cpu) = (rig.counters.counts().since(&counts), cpu_time(&thread) - cpu);
+    // It works without a pause, and shares a busy machine with all others.
+    let storms = threads("storm").iter().map(|thread| cpu_time(thread)).max().unwrap();
     let sent = storm.end();
-    println!("{sent} events sent, {} taken in {raged:?}, {cpu:?} of cpu time", seen.events);
+    println!("{sent} events sent in {storms:?}, {} taken in {raged:?} with {cpu:?}", seen.events);
     println!("the other guest: {beside_calm} requests beside calm, {beside_storm} beside storm");
     assert!(sent > 100 * seen.events, "{sent} events sent: this was no storm");
 
@@ -155,7 +161,7 @@ fn events_without_requests_cost_little_and_disturb_no_other_guest() {
     assert!(seen.events > 0 && seen.events <= most, "{} events, at most {most}", seen.events);
     assert!(seen.sleeps <= 2 * most, "{} sleeps in {holds} holds", seen.sleeps);
     assert!(seen.held_events + 5 >= seen.events, "{seen:?}");
-    assert!(cpu * 10 < raged, "{cpu:?} of {raged:?}");
+    assert!(cpu * 10 < storms, "{cpu:?} beside {storms:?}");
     assert!(beside_storm * 3 > beside_calm, "{beside_storm} requests instead of {beside_calm}");
 
     quiet.close(PATIENCE).unwrap();

@@ -37,6 +37,8 @@ mod slow;
 mod storage;
 mod storm;
 mod take;
+#[cfg(test)]
+mod tests;
 mod wait;
 
 use flight::{Flights, Ticket};

@@ -73,6 +73,8 @@ impl Queue {
             }
             let Some(entry) = self.flights.peek_free() else { break };
             let slot = self.ring.peek();
+            #[cfg(test)]
+            super::tests::slot_was_read();
             let request = Request::decode(self.connection.protocol, &slot);
             let Ok(buf) = self.reserve(&request.message) else { break };
             let Some(ticket) = self.flights.take(request.id, request.response_op, now_ns) else {

@@ -204,6 +204,12 @@ fn entry(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use tracing::field::Field;
+    use tracing::span::{Attributes, Id, Record};
+    use tracing::{Event, Metadata, Subscriber};
+
     use super::*;
 
     #[test]
@@ -227,6 +233,48 @@ mod tests {
         let (not_gntdev, _writer) = std::io::pipe().unwrap();
         let error = can_copy(&OwnedFd::from(not_gntdev)).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::ENOTTY));
+    }
+
+    /// Says how often the kernel refused to let go of grants.
+    #[derive(Clone, Default)]
+    struct Refused(Arc<AtomicU32>);
+
+    impl Subscriber for Refused {
+        fn enabled(&self, _: &Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &Attributes<'_>) -> Id {
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn event(&self, event: &Event<'_>) {
+            let mut text = |_: &Field, value: &dyn std::fmt::Debug| {
+                let refused = format!("{value:?}").contains("cannot release 2 grants");
+                self.0.fetch_add(u32::from(refused), Ordering::SeqCst);
+            };
+            event.record(&mut text);
+        }
+        fn enter(&self, _: &Id) {}
+        fn exit(&self, _: &Id) {}
+    }
+
+    /// Without Xen, the kernel's refusal is what shows that it was asked: what is unmapped and not
+    /// let go of keeps a dead domain's pages (security.md T7).
+    #[test]
+    fn pages_that_are_unmapped_are_let_go_of() {
+        let (not_gntdev, _writer) = std::io::pipe().unwrap();
+        let (len, none) = (2 * PAGE_SIZE, MapFlags::PRIVATE);
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ, none) };
+        let base = NonNull::new(base.unwrap().cast()).unwrap();
+        let device = Arc::new(OwnedFd::from(not_gntdev));
+        let refused = Refused::default();
+        tracing::subscriber::with_default(refused.clone(), || {
+            drop(Granted { device, base, pages: 2, index: 0 });
+        });
+        assert_eq!(refused.0.load(Ordering::SeqCst), 1);
     }
 
     #[test]
