@@ -10,9 +10,11 @@
 
 #![forbid(unsafe_code)]
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,6 +69,9 @@ pub struct OpenOptions {
     /// Use files as block devices are used: they keep their size and their space, and what was
     /// never written in them may be anything.
     pub fixed_size: bool,
+    /// Take no locks and mind nobody's: others may be writing to it. Read-only, and what is read
+    /// may be stale, or of several moments.
+    pub unlocked: bool,
 }
 
 impl Default for OpenOptions {
@@ -77,6 +82,7 @@ impl Default for OpenOptions {
             state_dir: None,
             metadata_bytes: METADATA_BYTES,
             fixed_size: false,
+            unlocked: false,
         }
     }
 }
@@ -140,9 +146,10 @@ impl Disk {
     ///
     /// # Errors
     /// See [`ErrorKind`]; the text names the image, the reason and the next step.
-    pub fn open(image: &str, options: &OpenOptions) -> Result<Disk, DiskError> {
-        match image.strip_prefix("null:") {
-            Some(size) => Null::open(size, options).map(Disk::Null),
+    pub fn open(image: impl AsRef<OsStr>, options: &OpenOptions) -> Result<Disk, DiskError> {
+        let image = image.as_ref();
+        match image.as_bytes().strip_prefix(b"null:") {
+            Some(size) => Null::open(&String::from_utf8_lossy(size), options).map(Disk::Null),
             None => Disk::open_image(&ImageName::parse(image)?, options),
         }
     }

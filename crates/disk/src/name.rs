@@ -1,6 +1,8 @@
 //! The name of a disk says its format. Contents are never looked at for that: a guest that may
 //! write a raw disk could turn it into an image that names any file of the host as its parent.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::{DiskError, ErrorKind};
@@ -66,22 +68,30 @@ impl ImageName {
     ///
     /// # Errors
     /// A prefix that is no format, or no path.
-    pub fn parse(text: &str) -> Result<ImageName, DiskError> {
+    pub fn parse(text: impl AsRef<OsStr>) -> Result<ImageName, DiskError> {
+        let text = text.as_ref();
         let refuse = |why: String| {
             let help = "write raw:PATH, vhd:PATH or qcow2:PATH, or a path that ends in .vhd or \
                         .qcow2 (anything else is raw; a colon in a file name needs ./ before it)";
-            Err(DiskError::new(ErrorKind::Usage, format!("cannot open {text}"), why, help))
+            Err(DiskError::new(
+                ErrorKind::Usage,
+                format!("cannot open {}", text.display()),
+                why,
+                help,
+            ))
         };
-        let prefixed = text.split_once(':').filter(|(prefix, _)| !prefix.contains('/'));
-        let name = match prefixed {
-            None => ImageName { format: Format::of_path(text.as_ref()), path: text.into() },
-            Some((prefix, path)) => match Format::by_name(prefix) {
-                Some(_) if path.is_empty() => return refuse("it names no file".into()),
-                Some(format) => ImageName { format, path: path.into() },
-                None => return refuse(format!("there is no format called {prefix:?}")),
-            },
+        // Names of files are bytes.
+        let mut parts = text.as_bytes().splitn(2, |byte| *byte == b':');
+        let prefixed = parts.next().zip(parts.next()).filter(|(prefix, _)| !prefix.contains(&b'/'));
+        let Some((prefix, path)) = prefixed else {
+            return Ok(ImageName { format: Format::of_path(text.as_ref()), path: text.into() });
         };
-        Ok(name)
+        let prefix = String::from_utf8_lossy(prefix);
+        match Format::by_name(&prefix) {
+            Some(_) if path.is_empty() => refuse("it names no file".into()),
+            Some(format) => Ok(ImageName { format, path: OsStr::from_bytes(path).into() }),
+            None => refuse(format!("there is no format called {prefix:?}")),
+        }
     }
 }
 
@@ -104,6 +114,20 @@ mod tests {
             let name = ImageName::parse(text).unwrap();
             assert_eq!(name, ImageName { format, path: path.into() }, "{text}");
         }
+    }
+
+    #[test]
+    fn a_name_that_is_no_utf8_is_a_name() {
+        for (text, format, path) in [
+            (&b"vhd:\xff.img"[..], Format::Vhd, &b"\xff.img"[..]),
+            (b"\xff.vhd", Format::Vhd, b"\xff.vhd"),
+            (b"./\xff:b", Format::Raw, b"./\xff:b"),
+        ] {
+            let path = OsStr::from_bytes(path).into();
+            let name = ImageName::parse(OsStr::from_bytes(text)).unwrap();
+            assert_eq!(name, ImageName { format, path });
+        }
+        assert!(ImageName::parse(OsStr::from_bytes(b"\xff:b")).is_err());
     }
 
     #[test]

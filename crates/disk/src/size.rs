@@ -2,25 +2,33 @@
 
 use std::fmt;
 
+use crate::SECTOR_BYTES;
+
 /// Why a size was not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
     /// Not digits with an optional unit.
-    #[error("{0:?} is not a size; write bytes, or a number with K, M, G, T or P: 512, 16M, 1G")]
+    #[error("{0:?} is not a size; write bytes, or a number with K, M, G, T or P: 512, 16M, 1.5G")]
     Syntax(String),
     /// More than a file can have.
     #[error("{0:?} is larger than a disk can be (8 EiB)")]
     TooLarge(String),
 }
 
-/// Bytes from `512`, `16M`, `1GiB`. Units are powers of 1024, in either case.
+/// Bytes from `512`, `16M`, `1.5G`, `1GiB`. Units are powers of 1024, in either case. A fraction is
+/// of a unit, and is rounded up to whole sectors.
 ///
 /// # Errors
 /// [`SizeError`] for anything else, and for 8 EiB and more.
 pub fn parse(text: &str) -> Result<u64, SizeError> {
     let syntax = || SizeError::Syntax(text.chars().take(40).collect());
-    let digits_end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (digits, unit) = text.split_at(digits_end);
+    let number_end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(number_end);
+    let (digits, fraction) = match number.split_once('.') {
+        Some((digits, fraction)) if is_fraction(fraction) && !unit.is_empty() => (digits, fraction),
+        Some(_) => return Err(syntax()),
+        None => (number, ""),
+    };
     if digits.is_empty() {
         return Err(syntax());
     }
@@ -37,7 +45,20 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     let too_large = || SizeError::TooLarge(text.chars().take(40).collect());
     let number: u64 = digits.parse().map_err(|_| too_large())?;
     let bytes = number.checked_mul(1 << shift).ok_or_else(too_large)?;
+    let bytes = bytes.checked_add(fraction_bytes(fraction, shift)).ok_or_else(too_large)?;
     if bytes > i64::MAX as u64 { Err(too_large()) } else { Ok(bytes) }
+}
+
+/// Digits, and so few that nothing overflows.
+fn is_fraction(text: &str) -> bool {
+    (1..=9).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// What stands behind the point, of a unit.
+fn fraction_bytes(digits: &str, shift: u32) -> u64 {
+    let tenths = 10u64.pow(digits.len() as u32);
+    let bytes = u128::from(digits.parse().unwrap_or(0u64)) << shift;
+    u64::try_from(bytes.div_ceil(tenths.into())).unwrap_or(0).next_multiple_of(SECTOR_BYTES)
 }
 
 /// Shows bytes in the largest unit that leaves the number whole or with one digit behind the
@@ -77,6 +98,9 @@ mod tests {
             ("1g", 1 << 30),
             ("2T", 2 << 40),
             ("1P", 1 << 50),
+            ("1.5G", 3 << 29),
+            ("0.25m", 1 << 18),
+            ("1.3GiB", 1_395_864_576),
         ] {
             assert_eq!(parse(text), Ok(bytes), "{text}");
         }
@@ -84,7 +108,22 @@ mod tests {
 
     #[test]
     fn what_is_not_a_size_is_refused() {
-        for text in ["", "M", "-1", "1.5G", "1 G", "0x10", "1GG", "1B", "1iB", "５"] {
+        for text in [
+            "",
+            "M",
+            "-1",
+            "1.5",
+            ".5G",
+            "1.G",
+            "1.5.5G",
+            "1.0000000001G",
+            "1 G",
+            "0x10",
+            "1GG",
+            "1B",
+            "1iB",
+            "５",
+        ] {
             assert!(matches!(parse(text), Err(SizeError::Syntax(_))), "{text}");
         }
         for text in ["8192P", "9223372036854775808", "18446744073709551616", "99999999999999P"] {

@@ -51,6 +51,7 @@ fn against_a_copy(format: &str) {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
     let workshop = Workshop {
         directory: &HostDirectory,
+        unlocked: false,
         engine: &|arena| test_engine().open(arena, 32),
         state_dir: None,
         fixed_size: false,

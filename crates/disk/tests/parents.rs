@@ -157,7 +157,7 @@ fn tools_see_a_chain_as_it_is_served() {
         fs::write(&copy.path, &content).unwrap();
         let child = &chain.children[0];
         work(Some(chain.state.path()), |shop| {
-            assert!(shop.compare(child, &copy).unwrap().identical, "{format}");
+            assert!(shop.compare(child, &copy, false).unwrap().identical, "{format}");
             shop.convert(child, &flat, &Convert::default()).unwrap();
             let mut found = 0;
             let count = |extent: &Extent| {

@@ -30,6 +30,7 @@ fn watched<T>(progress: &dyn Fn(Progress) -> bool, work: impl FnOnce(&Workshop<'
     work(&Workshop {
         fixed_size: false,
         directory: &HostDirectory,
+        unlocked: false,
         engine: &move |arena| kind.open(arena, 64),
         state_dir: None,
         progress,
@@ -68,7 +69,7 @@ fn remains(to: &ImageName) -> (PathBuf, PathBuf) {
 }
 
 fn same(a: &ImageName, b: &ImageName) -> bool {
-    work(|shop| shop.compare(a, b)).unwrap().first_difference_bytes.is_none()
+    work(|shop| shop.compare(a, b, false)).unwrap().first_difference_bytes.is_none()
 }
 
 /// Cut off before its first note, the new copy would go on where the old one had ended.

@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
@@ -74,7 +75,7 @@ pub(crate) enum Command {
 pub(crate) struct ServeArgs {
     /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
     /// device; null: or null:SIZE for a disk that keeps nothing.
-    pub(crate) image: String,
+    pub(crate) image: OsString,
 
     /// The guest's device: its domain number, and the device as a number or as xvda, hda, sda.
     #[arg(long, value_name = "DOMID/DEVID")]
@@ -366,7 +367,7 @@ mod tests {
     fn serve_has_the_documented_defaults() {
         let cli = Cli::try_parse_from(["ferrite", "serve", "a.img", "--xen", "3/xvda"]).unwrap();
         let Command::Serve(args) = cli.command else { panic!("not serve") };
-        assert_eq!((args.image.as_str(), args.read_only), ("a.img", false));
+        assert_eq!((args.image.to_str(), args.read_only), (Some("a.img"), false));
         assert_eq!((args.xen.domain.0, args.xen.device), (3, 51712));
         assert_eq!((args.queues, args.ring_order, args.indirect), (4, 4, 256));
         assert_eq!((args.memory, args.engine), (8 << 20, EngineChoice::Auto));

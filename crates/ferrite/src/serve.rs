@@ -146,8 +146,10 @@ fn adopt(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
 }
 
 fn no_copy(args: &ServeArgs, e: io::Error) -> Failure {
-    let what =
-        format!("{} cannot be completed with what a killed backend had answered", args.image);
+    let what = format!(
+        "{} cannot be completed with what a killed backend had answered",
+        args.image.display()
+    );
     let help =
         "make room for it, or bring it into the parent (ferrite image repair --force PARENT)";
     Failure::new(what, e, help)

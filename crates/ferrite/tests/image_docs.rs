@@ -92,6 +92,9 @@ fn printed() -> BTreeSet<String> {
     ] {
         add_names(&json(&place.ok(&[command, &["--json"]].concat())), &mut names);
     }
+    fs::remove_file(place.path("a.img")).unwrap();
+    let chain = place.image(&["info", "leaf.vhd", "--json"]);
+    add_names(&json(&String::from_utf8(chain.stdout).unwrap()), &mut names);
     names
 }
 

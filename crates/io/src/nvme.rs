@@ -10,7 +10,7 @@ use rustix::fs::{fstat, major, minor};
 /// `_IO('N', 0x40)` of linux/nvme_ioctl.h: the namespace's number.
 const IOCTL_ID: libc::Ioctl = 0x4e40;
 /// `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
-const IOCTL_ADMIN: libc::Ioctl = 0xc048_4e41;
+const IOCTL_ADMIN: libc::Ioctl = 0xc048_4e41_u32 as libc::Ioctl;
 /// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: data in one piece,
 pub(crate) const URING_IO: u32 = 0xc048_4e80;
 /// and by vectors.

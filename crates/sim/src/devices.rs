@@ -99,6 +99,7 @@ pub(crate) fn leave_image(place: &Place, name: &ImageName, new: &NewImage) -> Re
     let state_dir = (random.below(2) == 0).then(|| place.state.clone());
     let shop = Workshop {
         directory: &place.directory,
+        unlocked: false,
         engine: &|arena| Ok(world.engine(arena)),
         state_dir: state_dir.clone(),
         fixed_size: true,

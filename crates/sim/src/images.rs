@@ -189,6 +189,7 @@ impl Images {
     fn shop<T>(&self, place: &Place, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
         work(&Workshop {
             directory: &place.directory,
+            unlocked: false,
             engine: &|arena| Ok(place.world.engine(arena)),
             state_dir: Some(place.state.clone()),
             fixed_size: self.on_devices(),
@@ -308,6 +309,7 @@ impl Images {
         };
         let shop = Workshop {
             directory: &place.directory,
+            unlocked: false,
             engine: &|arena| Ok(place.world.engine(arena)),
             state_dir: Some(place.state.clone()),
             fixed_size: self.on_devices(),

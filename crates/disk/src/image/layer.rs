@@ -269,18 +269,35 @@ fn find_raw(raw: &Raw, offset: u64, len: u64) -> Found {
 
 /// Opens an image and its parents. The leaf is opened as the options say, parents read-only.
 pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<Layer>, DiskError> {
+    match open_as_far(name, options)? {
+        (layers, None) => Ok(layers),
+        (_, Some(e)) => Err(e),
+    }
+}
+
+/// The same, as far as it can be opened, and why it ends there.
+pub(crate) fn open_as_far(
+    name: &ImageName,
+    options: &OpenOptions,
+) -> Result<(Vec<Layer>, Option<DiskError>), DiskError> {
     let mut layers = vec![open_layer(name, options)?];
     // How many there are is known at the end; until then each gets little, so that a chain that
     // is made to harm takes little, too (security.md T17).
     let metadata_bytes = options.metadata_bytes / 16;
     let parents = OpenOptions { read_only: true, metadata_bytes, ..options.clone() };
-    while let Some(found) = open_parent(&layers, &parents)? {
-        layers.push(found);
-        check_tables(&layers)?;
-    }
+    let end = loop {
+        match open_parent(&layers, &parents) {
+            Ok(Some(found)) => layers.push(found),
+            Ok(None) => break None,
+            Err(e) => break Some(e),
+        }
+        if let Err(e) = check_tables(&layers) {
+            break Some(e);
+        }
+    };
     let share = options.metadata_bytes / layers.len();
     layers.iter_mut().for_each(|layer| layer.set_metadata_bytes(share));
-    Ok(layers)
+    Ok((layers, end))
 }
 
 /// Tables that stay in memory as a whole add up: a file that is all hole can have 32 MiB of them

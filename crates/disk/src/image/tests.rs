@@ -31,6 +31,7 @@ fn chain(dir: &Path, random: &mut SplitMix64) -> ImageName {
     let workshop = Workshop {
         fixed_size: false,
         directory: &HostDirectory,
+        unlocked: false,
         engine: &move |arena| kind.open(arena, 32),
         state_dir: None,
         progress: &|_| true,

@@ -59,14 +59,17 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskErr
     let clock = SystemClock;
     let start_ns = clock.now_ns();
     loop {
-        let (grace, why) = match attempt(path, options.read_only)? {
+        let (grace, why) = match attempt(path, options)? {
             Attempt::Done(opened) => return Ok(opened),
             Attempt::Busy(grace, why) => (grace, why),
         };
         let patience = options.wait_for_lock.unwrap_or_default().max(grace);
         if Duration::from_nanos(clock.now_ns() - start_ns) >= patience {
             let help = match options.read_only {
-                true => "stop its writer first, or serve a snapshot or copy of it",
+                true => {
+                    "stop its writer first, or use a snapshot or copy of it; ferrite image info, map, \
+                     du and check look at it all the same with -U"
+                }
                 false => {
                     "stop what uses it first (fuser -v shows it); several readers may share an \
                      image if all of them open it read-only"
@@ -78,7 +81,8 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskErr
     }
 }
 
-fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
+fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
+    let read_only = options.read_only;
     let before = stat(path).map_err(|e| open_error(path, read_only, e))?;
     let medium = classify(path, &before)?;
     let grace = if medium == Medium::File { Duration::ZERO } else { DEVICE_GRACE };
@@ -95,6 +99,10 @@ fn attempt(path: &Path, read_only: bool) -> Result<Attempt, DiskError> {
         }
         Err(e) => return Err(open_error(path, read_only, e)),
     };
+    if options.unlocked {
+        let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
+        return Ok(Attempt::Done(Opened { file, stat, medium, claim }));
+    }
     let operation = match read_only {
         true => FlockOperation::NonBlockingLockShared,
         false => FlockOperation::NonBlockingLockExclusive,

@@ -245,6 +245,7 @@ mod tests {
         work(&Workshop {
             fixed_size: false,
             directory: &HostDirectory,
+            unlocked: false,
             engine: &move |arena| kind.open(arena, 64),
             state_dir: None,
             progress: &|_| true,

@@ -48,11 +48,17 @@ impl Side<'_> {
 }
 
 impl Workshop<'_> {
-    /// Compares what two disks read as. They may have different sizes if the rest is zeros.
+    /// Compares what two disks read as. They may have different sizes if the rest is zeros, but not
+    /// if it is `strict`: then they differ where one of them ends.
     ///
     /// # Errors
     /// One of them cannot be opened or read; `Interrupted` if the progress said to stop.
-    pub fn compare(&self, a: &ImageName, b: &ImageName) -> Result<Comparison, DiskError> {
+    pub fn compare(
+        &self,
+        a: &ImageName,
+        b: &ImageName,
+        strict: bool,
+    ) -> Result<Comparison, DiskError> {
         let disks = [self.open(a, true)?, self.open(b, true)?];
         let cannot =
             |e| broken(format!("cannot compare {} and {}", a.path.display(), b.path.display()), e);
@@ -64,7 +70,10 @@ impl Workshop<'_> {
         };
         let a = side(&disks[0]).map_err(cannot)?;
         let b = side(&disks[1]).map_err(cannot)?;
-        let first = desk.run(self.first_difference(&a, &b)).map_err(cannot)?;
+        let shorter = a.bytes.min(b.bytes);
+        let end = if strict { shorter } else { a.bytes.max(b.bytes) };
+        let first = desk.run(self.first_difference(&a, &b, end)).map_err(cannot)?;
+        let first = first.or((strict && a.bytes != b.bytes).then_some(shorter));
         Ok(Comparison {
             identical: first.is_none(),
             first_difference_bytes: first,
@@ -72,8 +81,12 @@ impl Workshop<'_> {
         })
     }
 
-    async fn first_difference(&self, a: &Side<'_>, b: &Side<'_>) -> io::Result<Option<u64>> {
-        let end = a.bytes.max(b.bytes);
+    async fn first_difference(
+        &self,
+        a: &Side<'_>,
+        b: &Side<'_>,
+        end: u64,
+    ) -> io::Result<Option<u64>> {
         let told = Cell::new(0u64);
         let mut at = 0;
         while at < end {

@@ -295,6 +295,7 @@ mod tests {
         let shop = Workshop {
             fixed_size: false,
             directory: &world.directories(dir.path()),
+            unlocked: false,
             engine: &|arena| Ok(world.engine(arena)),
             state_dir: None,
             progress: &|_| false,

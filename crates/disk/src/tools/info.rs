@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::files::is_write_protected;
 use super::{Info, LayerInfo, Usage, Workshop, broken, extents, formats};
-use crate::image::Layer;
+use crate::image::{Layer, open_as_far};
 use crate::journal::Journal;
 use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
 
@@ -14,8 +14,25 @@ impl Workshop<'_> {
     /// # Errors
     /// It cannot be opened, or one of its parents.
     pub fn info(&self, name: &ImageName) -> Result<Info, DiskError> {
-        let disk = self.open(name, true)?;
-        self.info_of(&disk)
+        match self.info_as_far(name)? {
+            (info, None) => Ok(info),
+            (_, Some(e)) => Err(e),
+        }
+    }
+
+    /// The same of as much of the chain as can be opened, and why it ends there.
+    ///
+    /// # Errors
+    /// The image itself cannot be opened.
+    pub fn info_as_far(&self, name: &ImageName) -> Result<(Info, Option<DiskError>), DiskError> {
+        if name.format == Format::Raw {
+            let disk = self.open(name, true)?;
+            return Ok((self.info_of(&disk)?, None));
+        }
+        let (layers, end) = open_as_far(name, &self.options(true))?;
+        let chain = layers.iter().map(|layer| self.layer_info(layer)).collect::<Result<_, _>>()?;
+        let incomplete = end.as_ref().map(|e| e.why().to_owned());
+        Ok((Info { virtual_bytes: layers[0].bytes(), chain, incomplete }, end))
     }
 
     pub(super) fn info_of(&self, disk: &Disk) -> Result<Info, DiskError> {
@@ -29,7 +46,7 @@ impl Workshop<'_> {
                 .map(|layer| self.layer_info(layer))
                 .collect::<Result<_, _>>()?,
         };
-        Ok(Info { virtual_bytes, chain })
+        Ok(Info { virtual_bytes, chain, incomplete: None })
     }
 
     fn layer_info(&self, layer: &Layer) -> Result<LayerInfo, DiskError> {
@@ -43,7 +60,7 @@ impl Workshop<'_> {
     /// # Errors
     /// As [`info`](Workshop::info).
     pub fn du(&self, name: &ImageName) -> Result<Usage, DiskError> {
-        let Info { virtual_bytes, chain } = self.info(name)?;
+        let Info { virtual_bytes, chain, .. } = self.info(name)?;
         Ok(Usage {
             virtual_bytes,
             allocated_bytes: chain.iter().map(|l| l.allocated_bytes).sum(),

@@ -35,6 +35,7 @@ mod resume;
 pub use convert::Convert;
 pub use create::NewImage;
 pub use report::*;
+pub use resize::NewSize;
 
 /// Where operations get what they need of their world.
 pub struct Workshop<'a> {
@@ -46,6 +47,9 @@ pub struct Workshop<'a> {
     pub state_dir: Option<PathBuf>,
     /// See [`OpenOptions::fixed_size`].
     pub fixed_size: bool,
+    /// Look at images that others are using: see [`OpenOptions::unlocked`]. What is written is
+    /// locked all the same.
+    pub unlocked: bool,
     /// Told now and then how far it is. `false`: stop in good order, as soon as possible.
     pub progress: &'a dyn Fn(Progress) -> bool,
 }
@@ -61,12 +65,19 @@ pub struct Progress {
 
 impl Workshop<'_> {
     fn options(&self, read_only: bool) -> OpenOptions {
-        OpenOptions { state_dir: self.state_dir.clone(), ..self.medium_options(read_only) }
+        // What a process at work has in its journal changes under whoever reads it.
+        let state_dir = self.state_dir.clone().filter(|_| !self.unlocked);
+        OpenOptions { state_dir, ..self.medium_options(read_only) }
     }
 
     /// For what is not opened as a disk that may have been in use: no journal.
     fn medium_options(&self, read_only: bool) -> OpenOptions {
-        OpenOptions { read_only, fixed_size: self.fixed_size, ..OpenOptions::default() }
+        OpenOptions {
+            read_only,
+            fixed_size: self.fixed_size,
+            unlocked: self.unlocked && read_only,
+            ..OpenOptions::default()
+        }
     }
 
     fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {

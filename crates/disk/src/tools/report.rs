@@ -10,6 +10,9 @@ pub struct Info {
     pub virtual_bytes: u64,
     /// The layers, the image itself first.
     pub chain: Vec<LayerInfo>,
+    /// Why the chain ends before its last image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub incomplete: Option<String>,
 }
 
 /// One image of a chain.

@@ -8,18 +8,34 @@ use super::{Done, Workshop, broken, formats, refused, unsuitable};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
+/// The size that a disk shall have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewSize {
+    /// So many bytes.
+    To(u64),
+    /// So many bytes more than now.
+    By(u64),
+}
+
+impl From<u64> for NewSize {
+    fn from(bytes: u64) -> NewSize {
+        NewSize::To(bytes)
+    }
+}
+
 impl Workshop<'_> {
     /// Makes a disk larger, at once; or, if nothing is allocated behind its new end and `force`
     /// says so, smaller.
     ///
     /// # Errors
     /// `Refused`: something would be lost. Those of the image.
-    pub fn resize(&self, name: &ImageName, bytes: u64, force: bool) -> Result<Done, DiskError> {
+    pub fn resize(
+        &self,
+        name: &ImageName,
+        size: impl Into<NewSize>,
+        force: bool,
+    ) -> Result<Done, DiskError> {
         let what = || format!("cannot resize {}", name.path.display());
-        if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) {
-            let why = format!("{bytes} bytes are no size of a disk");
-            return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));
-        }
         if name.format == Format::Raw && self.is_device(&name.path) {
             let help = "resize the device (lvextend, for one)";
             return Err(unsuitable(what(), "a block device has the size that it has", help));
@@ -31,6 +47,14 @@ impl Workshop<'_> {
         }
         let disk = self.open(name, false)?;
         let before = disk.sectors() * SECTOR_BYTES;
+        let bytes = match size.into() {
+            NewSize::To(bytes) => bytes,
+            NewSize::By(more) => before.saturating_add(more),
+        };
+        if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || i64::try_from(bytes).is_err() {
+            let why = format!("{bytes} bytes are no size of a disk");
+            return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));
+        }
         if bytes < before {
             self.check_tail(&disk, name, bytes, before, force)?;
         }

@@ -20,7 +20,9 @@ const MAX_STATE_BYTES: u64 = 1 << 20;
 /// A file of the source as it was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Source {
-    path: PathBuf,
+    /// As it is shown: JSON has no other bytes.
+    path: String,
+    /// 0: of a device, whose node has no length.
     file_bytes: u64,
     modified_ns: i128,
     inode: u64,
@@ -30,7 +32,7 @@ impl Source {
     pub(super) fn of(path: &Path) -> io::Result<Source> {
         let meta = fs::metadata(path)?;
         let modified_ns = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
-        let path = fs::canonicalize(path)?;
+        let path = fs::canonicalize(path)?.display().to_string();
         Ok(Source { path, file_bytes: meta.len(), modified_ns, inode: meta.ino() })
     }
 }
@@ -58,7 +60,7 @@ impl Resume {
 
     /// Whether nothing tells if the source has changed: a device has no times.
     pub(super) fn is_of_device(&self) -> bool {
-        self.sources.iter().any(|source| !source.path.is_file())
+        self.sources.iter().any(|source| source.file_bytes == 0)
     }
 
     /// What was left for `to`; none: nothing, or nothing of use.

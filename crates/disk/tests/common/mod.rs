@@ -55,6 +55,7 @@ pub(crate) fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> 
     work(&Workshop {
         fixed_size: false,
         directory: &HostDirectory,
+        unlocked: false,
         engine: &|arena| test_engine().open(arena, 64),
         state_dir: state.map(Path::to_owned),
         progress: &|_| true,

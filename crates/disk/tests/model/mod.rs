@@ -129,6 +129,7 @@ pub(crate) fn shop<T>(use_it: impl FnOnce(&Workshop<'_>) -> T) -> T {
     use_it(&Workshop {
         fixed_size: false,
         directory: &HostDirectory,
+        unlocked: false,
         engine: &|arena| test_engine().open(arena, 64),
         state_dir: None,
         progress: &|_| true,

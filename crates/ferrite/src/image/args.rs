@@ -1,8 +1,13 @@
 //! The command line of `ferrite image`.
 
+use std::ffi::{OsStr, OsString};
+
 use clap::{Args, Subcommand, ValueEnum};
-use ferrite_disk::{Format, size};
+use ferrite_disk::tools::NewSize;
+use ferrite_disk::{Format, ImageName, size};
 use ferrite_io::engines::EngineChoice;
+
+use crate::exit::Failure;
 
 /// `ferrite image`.
 #[derive(Debug, Args)]
@@ -19,6 +24,14 @@ pub(crate) struct ImageArgs {
     /// Print JSON instead of text.
     #[arg(long, global = true)]
     pub(crate) json: bool,
+
+    /// As qemu-img's: json is --json.
+    #[arg(long, global = true, value_enum, value_name = "FORM", default_value = "human")]
+    pub(crate) output: OutputForm,
+
+    /// As qemu-img's; on a terminal progress is shown without it, too.
+    #[arg(short = 'p', long, global = true)]
+    pub(crate) progress: bool,
 
     /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
@@ -55,18 +68,66 @@ pub(crate) enum ImageCommand {
     Du(OneArgs),
 }
 
-/// One image.
+/// The forms of results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputForm {
+    /// Text.
+    Human,
+    /// JSON.
+    Json,
+}
+
+impl ImageArgs {
+    /// Whether results are JSON.
+    pub(crate) fn is_json(&self) -> bool {
+        self.json || self.output == OutputForm::Json
+    }
+}
+
+/// An image that is there.
+#[derive(Debug, Args)]
+pub(crate) struct NamedArgs {
+    /// The image.
+    pub(crate) image: OsString,
+
+    /// The format of IMAGE, whatever its name says.
+    #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
+    pub(crate) format: Option<FormatName>,
+}
+
+impl NamedArgs {
+    /// The image's name.
+    pub(crate) fn name(&self) -> Result<ImageName, Failure> {
+        name(&self.image, self.format)
+    }
+}
+
+/// An image that is only looked at.
 #[derive(Debug, Args)]
 pub(crate) struct OneArgs {
-    /// The image.
-    pub(crate) image: String,
+    #[command(flatten)]
+    pub(crate) named: NamedArgs,
+
+    /// Look at it even if it is in use: what is shown may be stale, or not fit together.
+    #[arg(short = 'U', long)]
+    pub(crate) force_share: bool,
+}
+
+/// An image's name, in the format that its user says, or its name.
+pub(crate) fn name(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
+    let name = ImageName::parse(text)?;
+    Ok(ImageName { format: format.map_or(name.format, Format::from), ..name })
 }
 
 /// `create`.
 #[derive(Debug, Args)]
 pub(crate) struct CreateArgs {
     /// The new image.
-    pub(crate) image: String,
+    pub(crate) image: OsString,
+
+    /// The format of IMAGE, whatever its name says.
+    #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
+    pub(crate) format: Option<FormatName>,
 
     /// Of the disk; may be left out with --parent.
     #[arg(value_parser = bytes, required_unless_present = "parent")]
@@ -74,7 +135,7 @@ pub(crate) struct CreateArgs {
 
     /// Make it on this image, which becomes read-only.
     #[arg(long, value_name = "IMAGE")]
-    pub(crate) parent: Option<String>,
+    pub(crate) parent: Option<OsString>,
 
     /// Take all space at once.
     #[arg(long, conflicts_with = "parent")]
@@ -100,20 +161,20 @@ pub(crate) struct UnitArgs {
 #[derive(Debug, Args)]
 pub(crate) struct SnapshotArgs {
     /// The disk. It must not be in use.
-    pub(crate) leaf: String,
+    pub(crate) leaf: OsString,
 
     /// The name that its file gets, in the same directory.
-    pub(crate) parent: String,
+    pub(crate) parent: OsString,
 }
 
 /// `clone`.
 #[derive(Debug, Args)]
 pub(crate) struct CloneArgs {
     /// What the new disk begins as.
-    pub(crate) parent: String,
+    pub(crate) parent: OsString,
 
     /// The new disk, a VHD or qcow2.
-    pub(crate) new: String,
+    pub(crate) new: OsString,
 
     /// Overwrite what has the name.
     #[arg(long)]
@@ -124,17 +185,17 @@ pub(crate) struct CloneArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
     /// What is copied.
-    pub(crate) source: String,
+    pub(crate) source: OsString,
 
     /// The new image.
-    pub(crate) destination: String,
+    pub(crate) destination: OsString,
 
     /// The format of SOURCE, whatever its name says.
-    #[arg(long, value_enum)]
+    #[arg(short = 'f', long, value_enum)]
     pub(crate) from: Option<FormatName>,
 
     /// The format of DESTINATION, whatever its name says.
-    #[arg(long, value_enum)]
+    #[arg(short = 'O', long, value_enum)]
     pub(crate) to: Option<FormatName>,
 
     /// Go on where an interrupted run ended.
@@ -156,8 +217,8 @@ pub(crate) struct ConvertArgs {
 /// `check`.
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
-    /// The image.
-    pub(crate) image: String,
+    #[command(flatten)]
+    pub(crate) one: OneArgs,
 
     /// Check its parents, too.
     #[arg(long)]
@@ -167,8 +228,8 @@ pub(crate) struct CheckArgs {
 /// `repair`.
 #[derive(Debug, Args)]
 pub(crate) struct RepairArgs {
-    /// The image.
-    pub(crate) image: String,
+    #[command(flatten)]
+    pub(crate) named: NamedArgs,
 
     /// Do it.
     #[arg(long)]
@@ -179,11 +240,11 @@ pub(crate) struct RepairArgs {
 #[derive(Debug, Args)]
 pub(crate) struct CoalesceArgs {
     /// The child.
-    pub(crate) child: String,
+    pub(crate) child: OsString,
 
     /// Only into this parent: if that is gone they were merged before, and nothing is done.
     #[arg(long, value_name = "PARENT")]
-    pub(crate) into: Option<String>,
+    pub(crate) into: Option<OsString>,
 
     /// Even if that destroys other children of the parent.
     #[arg(long)]
@@ -193,12 +254,12 @@ pub(crate) struct CoalesceArgs {
 /// `resize`.
 #[derive(Debug, Args)]
 pub(crate) struct ResizeArgs {
-    /// The image.
-    pub(crate) image: String,
+    #[command(flatten)]
+    pub(crate) named: NamedArgs,
 
-    /// Its new size.
-    #[arg(value_parser = bytes)]
-    pub(crate) size: u64,
+    /// Its new size; with + before it, how much is added.
+    #[arg(value_parser = new_size)]
+    pub(crate) size: NewSize,
 
     /// Cut off what is behind the new end, where nothing is allocated; resize a read-only image.
     #[arg(long)]
@@ -209,9 +270,21 @@ pub(crate) struct ResizeArgs {
 #[derive(Debug, Args)]
 pub(crate) struct CompareArgs {
     /// One image.
-    pub(crate) a: String,
+    pub(crate) a: OsString,
     /// The other.
-    pub(crate) b: String,
+    pub(crate) b: OsString,
+
+    /// The format of the one, whatever its name says.
+    #[arg(short = 'f', value_enum, value_name = "FORMAT")]
+    pub(crate) format_a: Option<FormatName>,
+
+    /// The format of the other.
+    #[arg(short = 'F', value_enum, value_name = "FORMAT")]
+    pub(crate) format_b: Option<FormatName>,
+
+    /// Disks of different sizes differ, even if what one has more is zeros.
+    #[arg(short = 's', long)]
+    pub(crate) strict: bool,
 }
 
 /// The formats by name.
@@ -219,7 +292,8 @@ pub(crate) struct CompareArgs {
 pub(crate) enum FormatName {
     /// Byte for byte.
     Raw,
-    /// Virtual Hard Disk.
+    /// Virtual Hard Disk; qemu-img's name for it is vpc.
+    #[value(alias = "vpc")]
     Vhd,
     /// QEMU's format.
     Qcow2,
@@ -237,6 +311,13 @@ impl From<FormatName> for Format {
 
 fn bytes(text: &str) -> Result<u64, String> {
     size::parse(text).map_err(|e| e.to_string())
+}
+
+fn new_size(text: &str) -> Result<NewSize, String> {
+    match text.strip_prefix('+') {
+        Some(more) => bytes(more).map(NewSize::By),
+        None => bytes(text).map(NewSize::To),
+    }
 }
 
 fn unit(text: &str) -> Result<u32, String> {

@@ -6,7 +6,6 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
-use ferrite_disk::{Format, ImageName};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
@@ -18,7 +17,9 @@ pub(crate) mod args;
 mod progress;
 mod text;
 
-use args::{CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand};
+use args::{
+    CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand, OneArgs, name,
+};
 use progress::Shown;
 
 /// Where answered changes of images in use are kept; see `serve`.
@@ -29,12 +30,13 @@ const ENTRIES: u32 = 128;
 /// Does one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     let kind = engine(args.engine)?;
-    let shown = Shown::new(args.json, signals::flag_once()?);
+    let shown = Shown::new(args.is_json(), signals::flag_once()?);
     let shop = Workshop {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
         state_dir: state_dir(),
         fixed_size: false,
+        unlocked: looks(&args.command),
         progress: &|progress| shown.show(progress),
     };
     let done = command(&shop, args, &shown);
@@ -43,39 +45,39 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
 }
 
 fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), Failure> {
-    let out = Out { json: args.json, shown };
+    let out = Out { json: args.is_json(), shown };
     match &args.command {
         ImageCommand::Create(create) => out.say(&self::create(shop, create)?, text::made),
-        ImageCommand::Info(one) => out.say(&shop.info(&name(&one.image)?)?, text::info),
+        ImageCommand::Info(one) => info(shop, &out, one),
         ImageCommand::Snapshot(it) => {
-            out.say(&shop.snapshot(&name(&it.leaf)?, &name(&it.parent)?)?, text::made)
+            out.say(&shop.snapshot(&name(&it.leaf, None)?, &name(&it.parent, None)?)?, text::made)
         }
         ImageCommand::Clone(it) => {
-            let parent = Some(name(&it.parent)?);
+            let parent = Some(name(&it.parent, None)?);
             let new = NewImage { parent, force: it.force, ..NewImage::default() };
-            out.say(&shop.create(&name(&it.new)?, &new)?, text::made)
+            out.say(&shop.create(&name(&it.new, None)?, &new)?, text::made)
         }
         ImageCommand::Convert(convert) => out.say(&self::convert(shop, convert)?, text::made),
         ImageCommand::Check(it) => check(shop, &out, it),
         ImageCommand::Repair(it) => {
-            let repaired = shop.repair(&name(&it.image)?, it.force)?;
+            let repaired = shop.repair(&it.named.name()?, it.force)?;
             out.say(&repaired, text::repaired)?;
             Ok(repaired.or_refused()?)
         }
         ImageCommand::Coalesce(it) => {
-            let child = name(&it.child)?;
+            let child = name(&it.child, None)?;
             let done = match &it.into {
-                Some(parent) => shop.coalesce_into(&child, &name(parent)?, it.force)?,
+                Some(parent) => shop.coalesce_into(&child, &name(parent, None)?, it.force)?,
                 None => shop.coalesce(&child, it.force)?,
             };
             out.say(&done, text::made)
         }
         ImageCommand::Resize(it) => {
-            out.say(&shop.resize(&name(&it.image)?, it.size, it.force)?, text::resized)
+            out.say(&shop.resize(&it.named.name()?, it.size, it.force)?, text::resized)
         }
-        ImageCommand::Map(one) => map(shop, &out, &one.image),
+        ImageCommand::Map(one) => map(shop, &out, one),
         ImageCommand::Compare(compare) => self::compare(shop, &out, compare),
-        ImageCommand::Du(one) => out.say(&shop.du(&name(&one.image)?)?, text::usage),
+        ImageCommand::Du(one) => out.say(&shop.du(&one.named.name()?)?, text::usage),
     }
 }
 
@@ -109,26 +111,41 @@ fn print(text: &str) -> Result<(), Failure> {
     }
 }
 
-fn name(text: &str) -> Result<ImageName, Failure> {
-    Ok(ImageName::parse(text)?)
+/// Whether the command shall look at an image that may be in use, and says what that is worth.
+fn looks(command: &ImageCommand) -> bool {
+    let one = match command {
+        ImageCommand::Info(one) | ImageCommand::Map(one) | ImageCommand::Du(one) => one,
+        ImageCommand::Check(check) => &check.one,
+        _ => return false,
+    };
+    if one.force_share {
+        let image = one.named.image.display();
+        eprintln!("note: {image} may be in use: what is shown may be stale, or not fit together");
+    }
+    one.force_share
+}
+
+/// As much as there is of a chain that cannot be opened as a whole, and why it cannot.
+fn info(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
+    let (info, end) = shop.info_as_far(&one.named.name()?)?;
+    out.say(&info, text::info)?;
+    end.map_or(Ok(()), |e| Err(e.into()))
 }
 
 fn create(shop: &Workshop<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools::Done, Failure> {
     let new = NewImage {
         bytes: args.size,
-        parent: args.parent.as_deref().map(name).transpose()?,
+        parent: args.parent.as_deref().map(|parent| name(parent, None)).transpose()?,
         fixed: args.fixed,
         unit_bytes: args.unit.block,
         force: args.force,
     };
-    Ok(shop.create(&name(&args.image)?, &new)?)
+    Ok(shop.create(&name(&args.image, args.format)?, &new)?)
 }
 
 fn convert(shop: &Workshop<'_>, args: &ConvertArgs) -> Result<ferrite_disk::tools::Done, Failure> {
-    let mut from = name(&args.source)?;
-    let mut to = name(&args.destination)?;
-    from.format = args.from.map_or(from.format, Format::from);
-    to.format = args.to.map_or(to.format, Format::from);
+    let from = name(&args.source, args.from)?;
+    let to = name(&args.destination, args.to)?;
     let how = Convert {
         force: args.force,
         resume: args.resume,
@@ -139,7 +156,8 @@ fn convert(shop: &Workshop<'_>, args: &ConvertArgs) -> Result<ferrite_disk::tool
 }
 
 /// Extents are printed as they are found: there may be millions.
-fn map(shop: &Workshop<'_>, out: &Out<'_>, image: &str) -> Result<(), Failure> {
+fn map(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
+    let name = one.named.name()?;
     let mut printed = Ok(());
     let mut first = true;
     let mut put = |text: String| {
@@ -147,7 +165,7 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, image: &str) -> Result<(), Failure> {
         printed.is_ok()
     };
     put(if out.json { "[".into() } else { text::map_head() });
-    let mapped = shop.map(&name(image)?, |extent| {
+    let mapped = shop.map(&name, |extent| {
         let comma = if std::mem::take(&mut first) { "\n" } else { ",\n" };
         put(match out.json {
             true => format!("{comma}  {}", serde_json::to_string(extent).unwrap_or_default()),
@@ -168,10 +186,10 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, image: &str) -> Result<(), Failure> {
 
 /// What is found is the result; damage decides how the command ends.
 fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
-    let report = name(&args.image).and_then(|name| Ok(shop.check(&name, args.chain)?));
+    let report = args.one.named.name().and_then(|name| Ok(shop.check(&name, args.chain)?));
     let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
     out.say(&report, text::report)?;
-    let image = &args.image;
+    let image = args.one.named.image.display();
     let failure = |what: String, why: &str, help| Failure::new(what, why, help);
     if !report.usable {
         let help = format!("ferrite image repair {image} shows what can be mended");
@@ -187,14 +205,17 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
 }
 
 fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
-    let found = name(&args.a).and_then(|a| Ok(shop.compare(&a, &name(&args.b)?)?));
+    let found = match (name(&args.a, args.format_a), name(&args.b, args.format_b)) {
+        (Ok(a), Ok(b)) => shop.compare(&a, &b, args.strict).map_err(Failure::from),
+        (Err(e), _) | (_, Err(e)) => Err(e),
+    };
     let found = found.map_err(|e| e.with_code(Code::NOT_COMPARED))?;
     out.say(&found, text::comparison)?;
     match found.first_difference_bytes {
         None => Ok(()),
         Some(at) => Err(Failure {
             code: Code::DIFFER,
-            what: format!("{} and {} differ", args.a, args.b),
+            what: format!("{} and {} differ", args.a.display(), args.b.display()),
             why: format!("the first difference is at byte {at}"),
             help: "ferrite image map shows where each has its data".into(),
         }),

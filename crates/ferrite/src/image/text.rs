@@ -31,6 +31,9 @@ pub(super) fn info(info: &Info) -> String {
         let _ = writeln!(out, "{what}: {}", layer.path);
         layer_lines(&mut out, layer);
     }
+    if let Some(why) = &info.incomplete {
+        let _ = writeln!(out, "the chain ends here: {why}");
+    }
     out
 }
 

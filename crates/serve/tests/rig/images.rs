@@ -21,6 +21,7 @@ pub fn state_dir(image: &Path) -> PathBuf {
 fn work<T>(state_dir: Option<PathBuf>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
     work(&Workshop {
         directory: &HostDirectory,
+        unlocked: false,
         engine: &|arena| test_engine().open(arena, 32),
         state_dir,
         fixed_size: false,

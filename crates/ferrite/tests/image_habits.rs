@@ -1,0 +1,128 @@
+//! `ferrite image` for whoever is used to qemu-img, on images in use, on chains with holes, and
+//! under names that are no text.
+
+mod images;
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use ferrite_disk::{Disk, OpenOptions};
+use images::{MIB, Place, json, listening};
+
+#[test]
+fn an_image_in_use_is_looked_at_if_that_is_asked_for() {
+    let place = Place::new();
+    place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
+    for name in ["a.img", "a.vhd", "a.qcow2"] {
+        if name != "a.img" {
+            place.ok(&["convert", "a.img", name]);
+        }
+        let used = Disk::open(place.path(name), &OpenOptions::default()).unwrap();
+        for command in ["info", "map", "du", "check"] {
+            let busy = if command == "check" { 1 } else { 4 };
+            let text = place.fails(busy, &[command, name]);
+            assert!(text.contains("with -U"), "{text}");
+            let output = place.image(&[command, "-U", name]);
+            let text = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(0), "{command} {name}: {text}");
+            assert!(text.starts_with("note: ") && text.contains("stale"), "{text}");
+            assert!(!output.stdout.is_empty());
+        }
+        // Who only looks keeps nobody from it, and others stay locked out.
+        place.fails(4, &["resize", name, "16M"]);
+        drop(used);
+        place.ok(&["info", name]);
+    }
+}
+
+#[test]
+fn what_can_be_seen_of_a_chain_without_its_parent_is_shown() {
+    for extension in ["vhd", "qcow2"] {
+        let place = Place::new();
+        let [base, middle, leaf] = ["base", "middle", "leaf"].map(|n| format!("{n}.{extension}"));
+        place.ok(&["create", &base, "4M"]);
+        place.ok(&["clone", &base, &middle]);
+        place.ok(&["clone", &middle, &leaf]);
+        fs::remove_file(place.path(&base)).unwrap();
+        let output = place.image(&["info", "--json", &leaf]);
+        assert_eq!(output.status.code(), Some(1));
+        let info = json(&String::from_utf8(output.stdout).unwrap());
+        assert_eq!(info["chain"].as_array().unwrap().len(), 2, "{info}");
+        assert!(info["incomplete"].as_str().unwrap().contains(&base), "{info}");
+        let output = place.image(&["info", &leaf]);
+        let [said, why] = [output.stdout, output.stderr].map(|t| String::from_utf8(t).unwrap());
+        assert!(said.contains(&middle) && said.contains("the chain ends here"), "{said}");
+        assert!(why.starts_with("ferrite: ") && why.contains("\nhelp: "), "{why}");
+        place.fails(1, &["map", &leaf]);
+    }
+}
+
+#[test]
+fn the_format_may_be_said_by_an_option() {
+    let place = Place::new();
+    place.pattern("a.vhd.raw", 4 * MIB, &[(0, MIB)]);
+    fs::rename(place.path("a.vhd.raw"), place.path("a.vhd")).unwrap();
+    place.ok(&["convert", "-p", "-f", "raw", "-O", "qcow2", "a.vhd", "b.disk"]);
+    let info = json(&place.ok(&["info", "-f", "qcow2", "--output=json", "b.disk"]));
+    assert_eq!(
+        (&info["virtual_bytes"], &info["chain"][0]["format"]),
+        (&(4 * MIB).into(), &"qcow2".into())
+    );
+    place.ok(&["compare", "-f", "raw", "-F", "qcow2", "a.vhd", "b.disk"]);
+    place.ok(&["check", "-f", "qcow2", "b.disk"]);
+    place.ok(&["create", "-f", "vpc", "c.disk", "1.5M"]);
+    let info = json(&place.ok(&["info", "vhd:c.disk", "--output", "json"]));
+    assert_eq!(info["virtual_bytes"], 3 * MIB / 2);
+    place.ok(&["resize", "-f", "vhd", "c.disk", "+1.5M"]);
+    let info = json(&place.ok(&["info", "vhd:c.disk", "--json"]));
+    assert_eq!(info["virtual_bytes"], 3 * MIB);
+    let text = place.fails(2, &["resize", "-f", "vhd", "c.disk", "+8191P"]);
+    assert!(text.contains("cannot resize c.disk"), "{text}");
+}
+
+#[test]
+fn disks_of_different_sizes_differ_if_they_are_compared_strictly() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+    place.pattern("b.img", 6 * MIB, &[(0, MIB)]);
+    place.ok(&["compare", "a.img", "b.img"]);
+    let text = place.fails(1, &["compare", "-s", "b.img", "a.img"]);
+    assert!(text.contains(&format!("at byte {}\n", 4 * MIB)), "{text}");
+    place.ok(&["compare", "--strict", "a.img", "a.img"]);
+}
+
+/// A name with a byte that no text has.
+fn odd(name: &str) -> OsString {
+    let bytes = name.bytes().map(|byte| if byte == b'?' { 0xff } else { byte });
+    OsStr::from_bytes(&bytes.collect::<Vec<u8>>()).to_owned()
+}
+
+#[test]
+fn names_that_are_no_utf8_are_names_for_every_command() {
+    let place = Place::new();
+    let run = |args: &[&str]| {
+        let mut command = listening();
+        command.arg("image").args(args.iter().map(|arg| odd(arg)));
+        let output = command.current_dir(place.path(".")).env_remove("RUST_LOG").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{args:?}: {text}");
+    };
+    run(&["create", "a?.vhd", "4M"]);
+    run(&["info", "a?.vhd", "--json"]);
+    run(&["convert", "a?.vhd", "vhd:b?"]);
+    run(&["compare", "a?.vhd", "vhd:b?"]);
+    run(&["resize", "a?.vhd", "+4M"]);
+    run(&["map", "a?.vhd"]);
+    run(&["du", "a?.vhd"]);
+    run(&["check", "a?.vhd"]);
+    run(&["repair", "a?.vhd"]);
+    assert!(File::open(Path::new(&place.path(".")).join(odd("b?"))).is_ok());
+    let output = listening()
+        .args([OsStr::new("serve"), &odd("no?.img"), OsStr::new("--xen")])
+        .arg("32000/xvda")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(3));
+}
