@@ -33,7 +33,7 @@ fn the_commands_in_the_documentation_work() {
     let script = commands(PAGE);
     for command in ["create", "info", "snapshot", "clone", "convert", "check", "repair", "resize"]
         .into_iter()
-        .chain(["coalesce", "map", "compare", "du"])
+        .chain(["coalesce", "rebase", "map", "compare", "du"])
     {
         assert!(script.contains(&format!("ferrite image {command} ")), "{command} has no example");
     }

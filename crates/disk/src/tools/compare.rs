@@ -11,19 +11,27 @@ use super::{Comparison, Progress, Workshop, broken};
 use crate::{Disk, DiskError, ImageName, Port, SECTOR_BYTES};
 
 /// A disk, the way to it, memory for 1 MiB of it, and its size.
-struct Side<'a> {
-    disk: &'a Disk,
-    port: Port,
-    buf: Span,
-    bytes: u64,
+pub(super) struct Side<'a> {
+    pub(super) disk: &'a Disk,
+    pub(super) port: Port,
+    pub(super) buf: Span,
+    pub(super) bytes: u64,
     /// Whether there are zeros, and up to where: asked once for each part of the disk, as some
     /// file systems (tmpfs) walk all of it for the answer.
     part: Cell<(bool, u64)>,
 }
 
+impl<'a> Side<'a> {
+    pub(super) fn new(desk: &mut Desk, disk: &'a Disk) -> io::Result<Side<'a>> {
+        let bytes = disk.sectors() * SECTOR_BYTES;
+        let part = Cell::new((false, 0));
+        Ok(Side { disk, port: desk.port(disk)?, buf: desk.buffer()?, bytes, part })
+    }
+}
+
 impl Side<'_> {
     /// How many bytes from `at` on are known to be zeros, and if none, how many can be read.
-    async fn ahead(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
+    pub(super) async fn ahead(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
         // What a disk that has ended would have is zeros.
         if at >= self.bytes {
             return Ok((true, len));
@@ -36,7 +44,7 @@ impl Side<'_> {
         Ok((zeros, len.min(end - at)))
     }
 
-    async fn read(&self, at: u64, len: usize, zeros: bool) -> io::Result<Vec<u8>> {
+    pub(super) async fn read(&self, at: u64, len: usize, zeros: bool) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; len];
         if !zeros {
             let span = self.buf.slice(0, len);
@@ -63,13 +71,8 @@ impl Workshop<'_> {
         let cannot =
             |e| broken(format!("cannot compare {} and {}", a.path.display(), b.path.display()), e);
         let mut desk = Desk::new(self, 2).map_err(cannot)?;
-        let mut side = |disk| -> io::Result<Side<'_>> {
-            let bytes = Disk::sectors(disk) * SECTOR_BYTES;
-            let part = Cell::new((false, 0));
-            Ok(Side { disk, port: desk.port(disk)?, buf: desk.buffer()?, bytes, part })
-        };
-        let a = side(&disks[0]).map_err(cannot)?;
-        let b = side(&disks[1]).map_err(cannot)?;
+        let a = Side::new(&mut desk, &disks[0]).map_err(cannot)?;
+        let b = Side::new(&mut desk, &disks[1]).map_err(cannot)?;
         let shorter = a.bytes.min(b.bytes);
         let end = if strict { shorter } else { a.bytes.max(b.bytes) };
         let first = desk.run(self.first_difference(&a, &b, end)).map_err(cannot)?;

@@ -94,7 +94,7 @@ impl Workshop<'_> {
     }
 
     /// Opens a parent, and sees to it that nobody writes to it from now on.
-    fn parent(
+    pub(super) fn parent(
         &self,
         child: &ImageName,
         name: &ImageName,
@@ -264,7 +264,11 @@ pub(super) fn done(name: &ImageName, virtual_bytes: u64, notes: Vec<String>) -> 
     Done { path, format: name.format.name(), virtual_bytes, notes }
 }
 
-fn size(name: &ImageName, new: &NewImage, parent: Option<&Parent>) -> Result<u64, DiskError> {
+pub(super) fn size(
+    name: &ImageName,
+    new: &NewImage,
+    parent: Option<&Parent>,
+) -> Result<u64, DiskError> {
     let refuse = |why: String, help: &str| {
         let what = format!("cannot make {}", name.path.display());
         Err(DiskError::new(ErrorKind::Usage, what, why, help))

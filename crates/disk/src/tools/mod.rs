@@ -28,12 +28,14 @@ mod extents;
 mod files;
 mod formats;
 mod info;
+mod rebase;
 mod report;
 mod resize;
 mod resume;
 
 pub use convert::Convert;
 pub use create::NewImage;
+pub use rebase::Rebase;
 pub use report::*;
 pub use resize::NewSize;
 

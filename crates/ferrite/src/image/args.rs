@@ -58,6 +58,8 @@ pub(crate) enum ImageCommand {
     Repair(RepairArgs),
     /// Merge a child into its parent, which takes the child's name.
     Coalesce(CoalesceArgs),
+    /// Have an image stand on another parent, and read as it does.
+    Rebase(RebaseArgs),
     /// Make a disk larger, or smaller where nothing is allocated.
     Resize(ResizeArgs),
     /// Show which parts of a disk are where.
@@ -249,6 +251,22 @@ pub(crate) struct CoalesceArgs {
     /// Even if that destroys other children of the parent.
     #[arg(long)]
     pub(crate) force: bool,
+}
+
+/// `rebase`.
+#[derive(Debug, Args)]
+pub(crate) struct RebaseArgs {
+    #[command(flatten)]
+    pub(crate) named: NamedArgs,
+
+    /// The new parent, which becomes read-only.
+    #[arg(short = 'b', long, value_name = "IMAGE")]
+    pub(crate) parent: OsString,
+
+    /// The new parent is the old one, which was moved: only the image's own data are kept, and the
+    /// old parent need not be there. If they differ, so does the disk afterwards.
+    #[arg(short = 'u', long = "unsafe")]
+    pub(crate) is_unsafe: bool,
 }
 
 /// `resize`.

@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use ferrite_disk::tools::{Convert, NewImage, Rebase, Workshop};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
@@ -70,6 +70,11 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
                 Some(parent) => shop.coalesce_into(&child, &name(parent, None)?, it.force)?,
                 None => shop.coalesce(&child, it.force)?,
             };
+            out.say(&done, text::made)
+        }
+        ImageCommand::Rebase(it) => {
+            let how = if it.is_unsafe { Rebase::Unsafe } else { Rebase::Safe };
+            let done = shop.rebase(&it.named.name()?, &name(&it.parent, None)?, how)?;
             out.say(&done, text::made)
         }
         ImageCommand::Resize(it) => {

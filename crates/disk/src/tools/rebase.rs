@@ -1,0 +1,166 @@
+//! Another parent for an image.
+//!
+//! The order: a new image on the new parent, under a temporary name, gets what the disk needs and is
+//! synced; then it gets the old one's identity; then its name, by one operation on the directory.
+//! Until that the old image is as it was, and the disk reads the same before and after.
+
+use std::io;
+
+use super::compare::Side;
+use super::copy::{Copying, Mode};
+use super::create::done;
+use super::desk::{BUFFER_BYTES, Desk};
+use super::files::{Over, is_write_protected, same_file};
+use super::formats::Blank;
+use super::{Done, NewImage, Progress, Workshop, broken, formats, refused, unsuitable};
+use crate::image::{Image, Layer};
+use crate::{Disk, DiskError, ImageName, SECTOR_BYTES};
+
+/// What differs is written in units of this.
+const UNIT: usize = 64 << 10;
+
+/// Whether the disk reads the same on the new parent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rebase {
+    /// It does: where the parents differ, the image gets what the old one has.
+    Safe,
+    /// Only the image's own data stay: for a parent that was moved, and reads the same.
+    Unsafe,
+}
+
+impl Workshop<'_> {
+    /// Has an image stand on another parent, which becomes read-only.
+    ///
+    /// # Errors
+    /// One of them is in use; `Refused`; those of the images. The image is whole in any case.
+    pub fn rebase(
+        &self,
+        name: &ImageName,
+        parent: &ImageName,
+        how: Rebase,
+    ) -> Result<Done, DiskError> {
+        let cannot = |e| broken(format!("cannot rebase {}", name.path.display()), e);
+        self.check_rebase(name, parent)?;
+        let old = match how {
+            Rebase::Safe => self.open(name, false)?,
+            // Its parent may not be there.
+            Rebase::Unsafe => Disk::Image(Image::open_alone(name, &self.options(false))?),
+        };
+        let unit_bytes = check_image(&old, name)?;
+        // What a killed backend has answered is of the image from here on.
+        self.close(&old, &name.path)?;
+        let mut notes = Vec::new();
+        let below = self.parent(name, parent, &mut notes)?;
+        let bytes = old.sectors() * SECTOR_BYTES;
+        let file = self.new_file(&name.path, Over::Mine)?;
+        let new = NewImage { unit_bytes, ..NewImage::default() };
+        let size = super::create::size(
+            name,
+            &NewImage { bytes: Some(bytes), ..new.clone() },
+            Some(&below),
+        )?;
+        self.write_new(&file, name.format, &new, (Some(&below), Blank::Zeros), size)?;
+        let temporary = ImageName { format: name.format, path: file.path().to_owned() };
+        let to = Disk::open_image(&temporary, &self.medium_options(false));
+        let to = to.map_err(|e| file.named(e))?;
+        match how {
+            Rebase::Safe => self.equalize(&old, &to).map_err(cannot)?,
+            Rebase::Unsafe => {
+                let mut desk = Copying::desk(self).map_err(cannot)?;
+                let copying = Copying::new(self, &mut desk, Mode::Merge, &old, &to);
+                desk.run(copying.map_err(cannot)?.run()).map_err(cannot)?;
+            }
+        }
+        let mut desk = Desk::new(self, 0).map_err(cannot)?;
+        let port = desk.port(&to).map_err(cannot)?;
+        let _locked = to.files();
+        desk.run(formats::take_identity(&port, to, &old)).map_err(cannot)?;
+        file.finish()?;
+        Ok(done(name, bytes, notes))
+    }
+
+    fn check_rebase(&self, name: &ImageName, parent: &ImageName) -> Result<(), DiskError> {
+        let what = || format!("cannot rebase {}", name.path.display());
+        let cannot = |e| broken(what(), e);
+        if same_file(&name.path, &parent.path).map_err(cannot)? {
+            let why = "it would be its own parent";
+            return Err(unsuitable(what(), why, "name another image as the parent"));
+        }
+        if self.is_device(&name.path) {
+            let help = "make an image in a file on the new parent: ferrite image clone";
+            return Err(unsuitable(what(), "a block device cannot be replaced", help));
+        }
+        if name.path.is_symlink() {
+            let why = "it is a symbolic link, which would be replaced";
+            return Err(unsuitable(what(), why, "name the file that it leads to"));
+        }
+        if is_write_protected(&name.path).map_err(cannot)? {
+            let why = "it is read-only, as parents are: its children would change with it";
+            return Err(refused(what(), why, "rebase the leaf of the chain"));
+        }
+        Ok(())
+    }
+
+    /// Writes to a disk what makes it read as another one, of the same size, and completes it.
+    fn equalize(&self, from: &Disk, to: &Disk) -> io::Result<()> {
+        let mut desk = Desk::new(self, 2)?;
+        let from = Side::new(&mut desk, from)?;
+        let to = Side::new(&mut desk, to)?;
+        desk.run(async {
+            let mut at = 0;
+            while at < from.bytes {
+                let progress = Progress { done_bytes: at, total_bytes: from.bytes };
+                if !(self.progress)(progress) {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
+                at += equalize_piece(&from, &to, at).await?;
+            }
+            to.disk.close(&to.port).await
+        })
+    }
+}
+
+/// Does it for the beginning of a range; returns the bytes that are equal now.
+async fn equalize_piece(from: &Side<'_>, to: &Side<'_>, at: u64) -> io::Result<u64> {
+    let left = from.bytes - at;
+    let ((no_data, len), (is_zero, len_to)) =
+        (from.ahead(at, left).await?, to.ahead(at, left).await?);
+    let len = len.min(len_to);
+    if no_data && is_zero {
+        return Ok(len);
+    }
+    let len = len.min(BUFFER_BYTES as u64);
+    let wanted = from.read(at, len as usize, no_data).await?;
+    let found = to.read(at, len as usize, is_zero).await?;
+    for (i, (wanted, found)) in wanted.chunks(UNIT).zip(found.chunks(UNIT)).enumerate() {
+        if wanted != found {
+            let span = to.buf.slice(0, wanted.len());
+            to.port.memory().copy_in(span, wanted);
+            to.disk.write(&to.port, at + (i * UNIT) as u64, span).await?;
+        }
+    }
+    Ok(len)
+}
+
+/// Whether the image itself can be made anew; its unit of allocation.
+fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
+    let layer = match old {
+        Disk::Image(image) => image.layers().first(),
+        Disk::Raw(_) | Disk::Null(_) => None,
+    };
+    let what = || format!("cannot rebase {}", name.path.display());
+    match layer {
+        Some(Layer::Qcow2(qcow2))
+            if !qcow2.snapshots().map_err(|e| broken(what(), e))?.is_empty() =>
+        {
+            let why = "there are snapshots inside of it, which would be lost";
+            Err(refused(what(), why, "delete them first (qemu-img snapshot -d)"))
+        }
+        Some(Layer::Qcow2(qcow2)) => Ok(u32::try_from(qcow2.cluster_bytes()).ok()),
+        Some(Layer::Vhd(vhd)) => Ok(vhd.block_bytes()),
+        Some(Layer::Raw(_)) | None => {
+            let help = "ferrite image clone makes an image on the parent";
+            Err(unsuitable(what(), "a raw image has no parent", help))
+        }
+    }
+}
