@@ -4,6 +4,7 @@
 mod bench;
 mod checks;
 mod demo;
+mod dist;
 mod docs;
 mod fuzz;
 mod lab;
@@ -36,6 +37,8 @@ enum Task {
     Nightly(nightly::NightlyArguments),
     /// Compares Ferrite with other backends and with the bare machine.
     Bench(bench::BenchArguments),
+    /// Makes what is installed on a host: a tar and a Debian package.
+    Dist(dist::DistArguments),
     /// The lab: a real Xen host in an emulator.
     #[command(subcommand)]
     Lab(LabTask),
@@ -89,6 +92,7 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Test(arguments) => checks::test(&arguments),
         Task::Nightly(arguments) => nightly::nightly(&arguments),
         Task::Bench(arguments) => bench::run(&arguments),
+        Task::Dist(arguments) => dist::dist(&arguments).map(|()| ExitCode::SUCCESS),
         Task::Lab(LabTask::Build { suite, peers }) => {
             packages::ensure(&[packages::LAB])?;
             let suite = lab::root::Suite::by_name(&suite)?;

@@ -39,6 +39,15 @@ pub(crate) const MOUNTS: &[Need] = &[("fusermount", "fuse3"), ("fusermount3", "f
 /// What building the fuzz targets takes.
 pub(crate) const FUZZ: &[Need] = &[("cc", "gcc"), ("c++", "g++")];
 
+/// What packing takes.
+pub(crate) const DIST: &[Need] = &[
+    ("dpkg-deb", "dpkg"),
+    ("tar", "tar"),
+    ("gzip", "gzip"),
+    ("xz", "xz-utils"),
+    ("readelf", "binutils"),
+];
+
 /// Whom the bench compares with.
 pub(crate) const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
 

@@ -1,6 +1,7 @@
 //! The command line.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
@@ -62,6 +63,9 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Make, look at, copy, merge and mend disk images that nobody is using.
     Image(ImageArgs),
+    /// Write manual pages and completions for shells, for packages.
+    #[command(hide = true)]
+    Generate(GenerateArgs),
     /// One guest of `bench`, which starts it.
     #[command(hide = true)]
     BenchGuest(BenchGuestArgs),
@@ -153,6 +157,13 @@ impl TuningArgs {
     pub(crate) fn tuning(&self) -> Tuning {
         Tuning { poll: self.poll_us, poll_cpu_percent: self.poll_cpu, merge: !self.no_merge }
     }
+}
+
+/// `ferrite generate`.
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// Where to: man/ and the completions are made there.
+    pub(crate) directory: PathBuf,
 }
 
 /// `ferrite doctor`.

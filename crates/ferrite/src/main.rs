@@ -10,6 +10,7 @@ mod bench;
 mod cli;
 mod doctor;
 mod exit;
+mod generate;
 mod image;
 mod log;
 mod serve;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Bench(args) => bench::run(args),
         cli::Command::Image(args) => image::run(args),
+        cli::Command::Generate(args) => generate::run(args),
         cli::Command::BenchGuest(args) => bench::run_guest(args),
         cli::Command::BenchBare(args) => bench::run_bare(args),
     };

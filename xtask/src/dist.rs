@@ -1,0 +1,183 @@
+//! `cargo xtask dist`: what is installed on a host, as a tar and as a Debian package.
+//!
+//! The package is written with dpkg-deb, which is wherever Debian packages are made. cargo-deb would
+//! be built first, takes as many lines of description, and calls the same layout.
+
+use crate::checks::fresh_log;
+use crate::packages;
+use crate::steps::{self, cargo, output, run_logged, step};
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The target whose programs need nothing of the host but its kernel.
+const STATIC_TARGET: &str = "x86_64-unknown-linux-musl";
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Options of `cargo xtask dist`.
+#[derive(clap::Args)]
+pub(crate) struct DistArguments {
+    /// Link everything into the program, for hosts with another or an older libc (XCP-ng).
+    #[arg(long = "static")]
+    is_static: bool,
+}
+
+/// What was made.
+pub(crate) struct Made {
+    pub(crate) tar: PathBuf,
+    pub(crate) deb: PathBuf,
+}
+
+/// Builds the program and packs it.
+pub(crate) fn dist(arguments: &DistArguments) -> Result<()> {
+    packages::ensure(&[packages::DIST])?;
+    let program = build(arguments.is_static)?;
+    let made = step("pack", || pack(&program, &steps::target_dir().join("dist")))?;
+    steps::say(format!("made {} and {}", made.tar.display(), made.deb.display()));
+    Ok(())
+}
+
+fn build(is_static: bool) -> Result<PathBuf> {
+    let mut command = cargo();
+    command.args(["build", "--locked", "--release", "--package", "ferrite"]);
+    // Hosts have processors of all ages.
+    command.env("RUSTFLAGS", "-C target-cpu=x86-64");
+    let mut folder = steps::target_dir().join("lab-build");
+    command.env("CARGO_TARGET_DIR", &folder);
+    if is_static {
+        check_static_target()?;
+        command.args(["--target", STATIC_TARGET]);
+        folder.push(STATIC_TARGET);
+    }
+    let log = fresh_log("dist-build")?;
+    step("build ferrite (release)", || run_logged(&mut command, &log))?;
+    Ok(folder.join("release/ferrite"))
+}
+
+/// Whether the compiler has its library for programs without a libc of the host.
+pub(crate) fn has_static_target() -> Result<bool> {
+    let sysroot = output(Command::new("rustc").args(["--print", "sysroot"]))?;
+    let library = Path::new(sysroot.trim()).join("lib/rustlib").join(STATIC_TARGET);
+    Ok(library.join("lib").is_dir())
+}
+
+fn check_static_target() -> Result<()> {
+    if has_static_target()? {
+        return Ok(());
+    }
+    bail!(
+        "the compiler has no library for {STATIC_TARGET}: install it (rustup target add \
+         {STATIC_TARGET}) and run again"
+    )
+}
+
+/// Puts everything in its place below a folder, and packs that.
+pub(crate) fn pack(program: &Path, to: &Path) -> Result<Made> {
+    let log = fresh_log("dist")?;
+    let _ = fs::remove_dir_all(to);
+    let root = to.join("root");
+    stage(program, &root, to, &log)?;
+    let name = format!("ferrite-{VERSION}-x86_64");
+    let tar = to.join(format!("{name}.tar.xz"));
+    let mut pack = Command::new("tar");
+    pack.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mtime=@0"]);
+    pack.arg("--transform").arg(format!("s,^\\.,{name},")).arg("-cJf").arg(&tar);
+    run_logged(pack.arg("-C").arg(&root).arg("."), &log)?;
+    let deb = to.join(format!("ferrite_{VERSION}_amd64.deb"));
+    control(program, &root)?;
+    let mut pack = Command::new("dpkg-deb");
+    pack.args(["--root-owner-group", "-Zxz", "--build"]).arg(&root).arg(&deb);
+    run_logged(pack.env("SOURCE_DATE_EPOCH", "0"), &log)?;
+    Ok(Made { tar, deb })
+}
+
+/// The files as they are installed.
+fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> {
+    let put = |from: &Path, path: &str, mode: u32| -> Result<()> {
+        let to = root.join(path);
+        fs::create_dir_all(to.parent().context("a file has a folder")?)?;
+        fs::copy(from, &to).with_context(|| format!("cannot read {}", from.display()))?;
+        fs::set_permissions(&to, fs::Permissions::from_mode(mode))?;
+        Ok(())
+    };
+    let ours = |name: &str| steps::repository().join("dist").join(name);
+    put(program, "usr/bin/ferrite", 0o755)?;
+    put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
+    put(&ours("tmpfiles.conf"), "usr/lib/tmpfiles.d/ferrite.conf", 0o644)?;
+    put(&ours("modules-load.conf"), "usr/lib/modules-load.d/ferrite.conf", 0o644)?;
+    put(&ours("block-ferrite"), "etc/xen/scripts/block-ferrite", 0o755)?;
+    put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
+    for page in ["serve.md", "images.md", "install.md"] {
+        let from = steps::repository().join("docs").join(page);
+        put(&from, &format!("usr/share/doc/ferrite/{page}"), 0o644)?;
+    }
+    let generated = scratch.join("generated");
+    fs::create_dir_all(&generated)?;
+    run_logged(Command::new(program).arg("generate").arg(&generated), log)?;
+    for page in fs::read_dir(generated.join("man"))? {
+        let page = page?.path();
+        run_logged(Command::new("gzip").args(["-9n"]).arg(&page), log)?;
+        let name = page.file_name().unwrap_or_default().to_string_lossy();
+        let packed = page.with_file_name(format!("{name}.gz"));
+        put(&packed, &format!("usr/share/man/man1/{name}.gz"), 0o644)?;
+    }
+    let completions = [
+        ("ferrite.bash", "usr/share/bash-completion/completions/ferrite"),
+        ("_ferrite", "usr/share/zsh/vendor-completions/_ferrite"),
+        ("ferrite.fish", "usr/share/fish/vendor_completions.d/ferrite.fish"),
+    ];
+    completions.iter().try_for_each(|(name, path)| put(&generated.join(name), path, 0o644))
+}
+
+/// What dpkg is told, beside the files.
+fn control(program: &Path, root: &Path) -> Result<()> {
+    let folder = root.join("DEBIAN");
+    fs::create_dir_all(&folder)?;
+    let needs = needs(&output(Command::new("readelf").args(["-W", "-d", "-V"]).arg(program))?);
+    let needs = needs.map(|needs| format!("Depends: {needs}\n")).unwrap_or_default();
+    let text = format!(
+        "Package: ferrite\nVersion: {VERSION}\nArchitecture: amd64\nSection: admin\n\
+         Priority: optional\nMaintainer: the Ferrite authors <ferrite@localhost>\n{needs}\
+         Description: Xen virtual-disk backend in user space\n \
+         Serves raw, VHD and qcow2 images to guests, and makes, copies, merges and\n \
+         checks such images.\n"
+    );
+    fs::write(folder.join("control"), text)?;
+    fs::write(folder.join("conffiles"), "/etc/xen/scripts/block-ferrite\n")?;
+    let script = folder.join("postinst");
+    fs::copy(steps::repository().join("dist/postinst"), &script)?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    Ok(())
+}
+
+/// The libraries that a program needs, as Debian calls them, from what readelf says of it; none if
+/// it is linked statically.
+fn needs(dynamic: &str) -> Option<String> {
+    dynamic.contains("(NEEDED)").then(|| {
+        let versions = dynamic.split("Name: GLIBC_").skip(1).filter_map(|rest| {
+            let mut numbers = rest.split_whitespace().next()?.split('.');
+            let (major, minor) = (numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?);
+            Some((major, minor))
+        });
+        let (major, minor): (u32, u32) = versions.max().unwrap_or((2, 0));
+        format!("libc6 (>= {major}.{minor}), libgcc-s1")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_package_needs_the_newest_libc_that_the_program_names() {
+        let text = " 0x0001 (NEEDED)  Shared library: [libc.so.6]\n\
+                    0x0010:   Name: GLIBC_2.9  Flags: none  Version: 5\n\
+                    0x0020:   Name: GLIBC_2.34  Flags: none  Version: 4\n\
+                    0x0030:   Name: GLIBC_2.2.5  Flags: none  Version: 3\n";
+        assert_eq!(needs(text).as_deref(), Some("libc6 (>= 2.34), libgcc-s1"));
+        assert_eq!(needs("There is no dynamic section in this file.\n"), None);
+    }
+}
