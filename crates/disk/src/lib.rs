@@ -146,7 +146,10 @@ impl Disk {
     ///
     /// # Errors
     /// See [`ErrorKind`]; the text names the image, the reason and the next step.
-    pub fn open(image: impl AsRef<OsStr>, options: &OpenOptions) -> Result<Disk, DiskError> {
+    pub fn open(
+        image: &(impl AsRef<OsStr> + ?Sized),
+        options: &OpenOptions,
+    ) -> Result<Disk, DiskError> {
         let image = image.as_ref();
         match image.as_bytes().strip_prefix(b"null:") {
             Some(size) => Null::open(&String::from_utf8_lossy(size), options).map(Disk::Null),

@@ -68,7 +68,7 @@ impl ImageName {
     ///
     /// # Errors
     /// A prefix that is no format, or no path.
-    pub fn parse(text: impl AsRef<OsStr>) -> Result<ImageName, DiskError> {
+    pub fn parse(text: &(impl AsRef<OsStr> + ?Sized)) -> Result<ImageName, DiskError> {
         let text = text.as_ref();
         let refuse = |why: String| {
             let help = "write raw:PATH, vhd:PATH or qcow2:PATH, or a path that ends in .vhd or \

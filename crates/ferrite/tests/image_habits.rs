@@ -19,7 +19,7 @@ fn an_image_in_use_is_looked_at_if_that_is_asked_for() {
         if name != "a.img" {
             place.ok(&["convert", "a.img", name]);
         }
-        let used = Disk::open(place.path(name), &OpenOptions::default()).unwrap();
+        let used = Disk::open(&place.path(name), &OpenOptions::default()).unwrap();
         for command in ["info", "map", "du", "check"] {
             let busy = if command == "check" { 1 } else { 4 };
             let text = place.fails(busy, &[command, name]);
