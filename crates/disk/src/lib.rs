@@ -23,6 +23,7 @@ use ferrite_io::arena::Span;
 
 mod error;
 mod finding;
+mod identity;
 mod image;
 mod journal;
 mod name;
@@ -37,6 +38,7 @@ pub mod vhd;
 
 pub use error::{DiskError, ErrorKind};
 pub use finding::Finding;
+pub use identity::DiskIdentity;
 pub use image::{Image, MAX_LAYERS};
 pub use name::{Format, ImageName};
 pub use null::Null;

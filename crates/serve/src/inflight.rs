@@ -29,21 +29,27 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use ferrite_disk::DiskIdentity;
 use ferrite_io::shm::Shm;
 use ferrite_xen::abi::{MAX_SLOT_BYTES, Protocol, RawSegment, SEGMENT_BYTES, Slot};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"FERINF02");
+const MAGIC: u64 = u64::from_le_bytes(*b"FERINF03");
 const MAGIC_AT: usize = 0;
 const SIZE_AT: usize = 8;
 const QUEUES_AT: usize = 12;
 const ENTRIES_AT: usize = 16;
 const SEGMENTS_AT: usize = 20;
 const IDENTITY_LEN_AT: usize = 24;
+const IMAGE_KEY_LEN_AT: usize = 28;
+const IMAGE_PATH_LEN_AT: usize = 32;
 const IDENTITY_AT: usize = 64;
 const HEADER_BYTES: usize = 16 << 10;
 /// Room for the identity, which is text of our own making: with 64 queues and 16 pages a ring, the
 /// most that there are, 12.5 KiB for these.
-const IDENTITY_MAX: usize = HEADER_BYTES - IDENTITY_AT;
+const IDENTITY_MAX: usize = IMAGE_KEY_AT - IDENTITY_AT;
+/// The image's key, and its path, which is cut off if it is longer.
+const IMAGE_KEY_AT: usize = IMAGE_PATH_AT - 512;
+const IMAGE_PATH_AT: usize = HEADER_BYTES - 1024;
 
 // Of a queue's region.
 const REQ_CONS_AT: usize = 0;
@@ -65,8 +71,10 @@ const ANSWERING: u32 = 2;
 /// What has to be the same for a table to belong to the connection that a guest has now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Guest, disk, image, and every key the frontend published, as text.
+    /// Guest, disk, and every key the frontend published, as text.
     pub text: String,
+    /// What the guest reads and writes. Only its key has to be the same.
+    pub image: DiskIdentity,
     /// The layout of its slots.
     pub protocol: Protocol,
     /// Ring size, 0 to 4.
@@ -120,6 +128,17 @@ pub enum TableError {
         /// What differs.
         why: String,
     },
+    /// The guest was served from another image.
+    #[error(
+        "its disk was served from {was}, and this is {is}; its writes would go to the wrong disk. \
+         Serve the image that it was served from, or detach the disk and attach it again"
+    )]
+    OtherImage {
+        /// The image that the guest knows: path and key.
+        was: String,
+        /// The one that is to be served.
+        is: String,
+    },
 }
 
 /// The table of one connection.
@@ -152,6 +171,14 @@ impl Table {
         shm.store_u32(SEGMENTS_AT, identity.max_segments);
         shm.store_u32(IDENTITY_LEN_AT, line.len() as u32);
         shm.copy_in(IDENTITY_AT, line.as_bytes());
+        for (len_at, at, text, most) in [
+            (IMAGE_KEY_LEN_AT, IMAGE_KEY_AT, &identity.image.key, IMAGE_PATH_AT - IMAGE_KEY_AT),
+            (IMAGE_PATH_LEN_AT, IMAGE_PATH_AT, &identity.image.path, HEADER_BYTES - IMAGE_PATH_AT),
+        ] {
+            let bytes = &text.as_bytes()[..text.len().min(most)];
+            shm.store_u32(len_at, bytes.len() as u32);
+            shm.copy_in(at, bytes);
+        }
         shm.store_u64(MAGIC_AT, MAGIC);
         std::fs::rename(&new, path).map_err(failed("put it in place"))?;
         Ok(Table { shm, identity })
@@ -160,7 +187,7 @@ impl Table {
     /// Opens the table that a predecessor left, if it is that of the same connection.
     ///
     /// # Errors
-    /// [`TableError::Foreign`] if it is not.
+    /// [`TableError::Foreign`] if it is not; [`TableError::OtherImage`].
     pub fn open(path: &Path, identity: Identity) -> Result<Table, TableError> {
         let foreign =
             |why: &str| TableError::Foreign { path: path.to_owned(), why: why.to_owned() };
@@ -174,12 +201,16 @@ impl Table {
             return Err(foreign("it was made with another --indirect"));
         }
         let line = identity.line();
-        let len = (shm.load_u32(IDENTITY_LEN_AT) as usize).min(IDENTITY_MAX);
-        let mut there = vec![0; len];
-        shm.copy_out(IDENTITY_AT, &mut there);
-        if there != line.as_bytes() {
-            let there = String::from_utf8_lossy(&there);
+        let there = text(&shm, IDENTITY_LEN_AT, IDENTITY_AT, IDENTITY_MAX);
+        if there != line {
             return Err(foreign(&format!("it says \"{there}\", the guest says \"{line}\"")));
+        }
+        let key = text(&shm, IMAGE_KEY_LEN_AT, IMAGE_KEY_AT, IMAGE_PATH_AT - IMAGE_KEY_AT);
+        if key != identity.image.key {
+            let path = text(&shm, IMAGE_PATH_LEN_AT, IMAGE_PATH_AT, HEADER_BYTES - IMAGE_PATH_AT);
+            let DiskIdentity { key: now, path: to } = &identity.image;
+            let (was, is) = (format!("{path} ({key})"), format!("{to} ({now})"));
+            return Err(TableError::OtherImage { was, is });
         }
         if shm.len() != bytes || shm.load_u32(SIZE_AT) as usize != bytes {
             return Err(foreign("its size is wrong"));
@@ -200,6 +231,13 @@ impl Table {
             })
             .collect()
     }
+}
+
+/// A text of the header, which the predecessor wrote.
+fn text(shm: &Shm, len_at: usize, at: usize, most: usize) -> String {
+    let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
+    shm.copy_out(at, &mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// A request that its guest was not answered for.

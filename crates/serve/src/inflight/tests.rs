@@ -24,6 +24,7 @@ pub(super) fn lives() -> bool {
 fn identity() -> Identity {
     Identity {
         text: "guest 7 ring-ref=8 event-channel=3".to_owned(),
+        image: DiskIdentity { key: "raw, inode 5".into(), path: "/srv/a.img".into() },
         protocol: Protocol::X86_64,
         ring_order: 0,
         queues: 2,
@@ -98,6 +99,27 @@ fn a_table_of_another_connection_is_refused_and_says_why() {
     assert!(matches!(Table::open(&path, smaller), Err(TableError::Foreign { .. })));
     std::fs::write(&path, b"short").unwrap();
     assert!(Table::open(&path, identity()).is_err());
+}
+
+#[test]
+fn a_table_of_another_image_is_refused_and_names_both_under_whatever_path() {
+    let dir = tempfile::tempdir().unwrap();
+    let _ = one_queue(&dir, false);
+    let path = dir.path().join(PATH);
+    let with = |key: &str, path: &str| {
+        let image = DiskIdentity { key: key.into(), path: path.into() };
+        Identity { image, ..identity() }
+    };
+    let e = Table::open(&path, with("raw, inode 6", "/srv/b.img")).err().unwrap();
+    assert!(matches!(e, TableError::OtherImage { .. }), "{e}");
+    for named in ["/srv/a.img (raw, inode 5)", "/srv/b.img (raw, inode 6)"] {
+        assert!(e.to_string().contains(named), "{e}");
+    }
+    assert!(Table::open(&path, with("raw, inode 5", "/srv/renamed.img")).is_ok());
+    // What does not fit is cut off, and only there.
+    let long = with("raw, inode 5", &"x".repeat(5000));
+    Table::create(&path, long.clone()).unwrap();
+    Table::open(&path, long).unwrap();
 }
 
 /// The steps of the module's text, and where the process may be killed.

@@ -100,6 +100,7 @@ impl Attached {
         if indirect > largest_request(backend.device) {
             return Err(refuse(format!("it was offered requests of {indirect} segments")));
         }
+        check_size(backend)?;
         let table = Table::open(&table_path(backend), identity(backend, &wanted, indirect)?)
             .map_err(|e| refuse(e.to_string()))?;
         let connection = new_connection(backend, &wanted, indirect, discard)?;
@@ -365,7 +366,10 @@ fn identity(
         Err(StoreError::Access { .. }) => None,
         vm => vm?,
     };
+    let image = backend.device.disk.identity();
+    let image = image.map_err(|e| ServeError::host("examine the image", e))?;
     Ok(Identity {
+        image,
         text: format!(
             "domain={} vm={} device={} {}",
             backend.config.domid,
@@ -378,6 +382,21 @@ fn identity(
         queues: wanted.queues.len() as u32,
         max_segments: max_indirect_segments.into(),
     })
+}
+
+/// The guest goes on with the size that it was told last. An image may have grown meanwhile; a
+/// shorter one is not the one that the guest knows.
+fn check_size(backend: &mut Backend<'_>) -> Result<(), ServeError> {
+    let told = backend.store.read_string(&format!("{}/sectors", backend.config.backend))?;
+    let sectors = backend.device.disk.sectors();
+    match told.and_then(|told| told.parse::<u64>().ok()) {
+        Some(told) if told > sectors => Err(ServeError::TakeOver(format!(
+            "its disk has {told} sectors, and {} has only {sectors}. Serve the image that it was \
+             served from, or detach the disk and attach it again",
+            backend.device.disk
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn remove(path: &Path) -> Result<(), ServeError> {
