@@ -3,6 +3,7 @@
 use std::io;
 
 use crate::image::Layer;
+use crate::journal::made_ns;
 use crate::{Disk, Raw};
 
 /// What tells an image from others while the host is up.
@@ -40,6 +41,6 @@ fn of_medium(raw: &Raw) -> io::Result<String> {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     Ok(match inode {
         0 => format!("device {major}:{minor}"),
-        _ => format!("inode {inode} of {major}:{minor}, made {}", raw.made_ns()?),
+        _ => format!("inode {inode} of {major}:{minor}, made {}", made_ns(raw.fd())?),
     })
 }

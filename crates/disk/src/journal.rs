@@ -2,9 +2,13 @@
 //!
 //! An answered write survives the death of the process (not of the power): its data was given to
 //! the kernel before the answer, and the change of metadata that makes it visible is here, until a
-//! commit has made it durable. The file is on tmpfs, one for each image that is open for writing,
-//! named after device and inode, and has the image's UUID inside. Whoever opens the image next
-//! takes the records over.
+//! commit has made it durable. The file is on tmpfs, one for each image that is open for writing.
+//! Whoever opens the image next takes the records over.
+//!
+//! # Whose it is
+//! It is named after the image's own identifier and its [`Place`], which a volume keeps under another
+//! device number. Both have to be alike. `shelf` finds it, and what looks as if it was the image's:
+//! the journal of an image with this identifier at another place, or of another one at this place.
 //!
 //! The file is short at first, and grows ahead of its use: space that it has counts, so a record
 //! that there is room for can be made, whatever becomes of the tmpfs.
@@ -16,20 +20,34 @@
 //! is whole; a record is changed by single words; it is freed by clearing its key. A process may
 //! die between any two of these.
 
+use std::fs::File;
 use std::io::{self, ErrorKind::InvalidData, ErrorKind::NotFound};
 use std::path::{Path, PathBuf};
 
 use ferrite_io::shm::Shm;
+use rustix::fs::{FlockOperation, flock};
 
-use crate::{DiskError, ErrorKind, Raw};
+use crate::{DiskError, ErrorKind, Format, Raw};
 
-/// `ferrjrn1`, little-endian.
-const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn1");
-const HEADER_BYTES: usize = 64;
+mod place;
+mod shelf;
+
+pub(crate) use place::{Place, made_ns};
+pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey};
+
+/// `ferrjrn2`, little-endian.
+const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn2");
+const HEADER_BYTES: usize = 4096;
 const WORD_BYTES: usize = 8;
 
 /// Where the header says, by anything but 0, that the records are void.
 const VOID_AT: usize = 40;
+/// The image's format, the lengths of the two texts, and these.
+const FORMAT_AT: usize = 48;
+const PLACE_LEN_AT: usize = 56;
+const PATH_LEN_AT: usize = 60;
+const PLACE_AT: usize = 64;
+const PATH_AT: usize = PLACE_AT + place::MAX_BYTES;
 
 /// Records that the file always has space for besides those that are in it, as long as the tmpfs
 /// has some: more than writes are in flight at a time, but for the largest rings.
@@ -38,30 +56,32 @@ const AHEAD: u32 = 1 << 10;
 const FIRST: u32 = 2 * AHEAD;
 
 /// Which image a journal belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
-    /// Device and inode of a file; of a block device its own number, and 0.
-    pub(crate) inode: (u64, u64),
-    /// The image's own identifier, and when its file was made.
-    pub(crate) uuid: [u8; 16],
+    pub(crate) format: Format,
+    /// The image's own identifier.
+    pub(crate) id: [u8; 16],
+    pub(crate) place: Place,
+    /// By which it was opened; for people, and to look whether it is there.
+    path: PathBuf,
 }
 
 impl Identity {
-    /// Of the image with this identifier in `raw`. A copy has the identifier of its original, and
-    /// may get the number of a file that is gone; it was made later.
+    /// Of the image with this identifier in `raw`.
     ///
     /// When the file was changed last says nothing: the process that died did that itself, to its
     /// end, and had no chance to note it. So whoever takes records over looks at what they refer
-    /// to. A cluster that another program has used meanwhile and freed again is not found that way.
+    /// to, and a qcow2 image is marked.
     ///
     /// # Errors
     /// The file cannot be examined.
-    pub(crate) fn of(raw: &Raw, uuid: [u8; 16]) -> io::Result<Identity> {
-        let mut uuid = uuid;
-        for (byte, made) in uuid.iter_mut().zip(raw.made_ns()?.to_le_bytes()) {
-            *byte ^= made;
-        }
-        Ok(Identity { inode: raw.inode()?, uuid })
+    pub(crate) fn of(raw: &Raw, format: Format, id: [u8; 16]) -> io::Result<Identity> {
+        let path = std::path::absolute(raw.path())?;
+        Ok(Identity { format, id, place: Place::of(raw.fd(), &path)?, path })
+    }
+
+    fn file_name(&self) -> String {
+        format!("{:032x}-{:016x}.journal", u128::from_be_bytes(self.id), self.place.hash())
     }
 }
 
@@ -80,6 +100,8 @@ pub(crate) struct Slot(u32);
 /// The records of one image. With no directory for it there is only the bound on their number.
 pub(crate) struct Journal {
     file: Option<(Shm, PathBuf)>,
+    /// The file, locked: whoever drops journals leaves this one alone.
+    lock: Option<File>,
     words: usize,
     /// Slots below `fresh` that have no record.
     free: Vec<u32>,
@@ -94,47 +116,45 @@ pub(crate) struct Journal {
 
 impl Journal {
     /// Opens the image's journal in `dir`, or makes one for `capacity` records of so many words.
-    /// The records that are in it come back, and stay where they are.
+    /// The records that are in it come back, and stay where they are. What nobody will ask for of
+    /// those who had the image before is removed: the caller has it locked.
     ///
     /// # Errors
-    /// It cannot be made or read; it is of another image or another kind.
+    /// It cannot be made or read; it is of another kind; another process has it open.
     pub(crate) fn open(
         dir: Option<&Path>,
-        identity: Identity,
+        identity: &Identity,
         words: usize,
         capacity: u32,
     ) -> Result<(Journal, Vec<Record>), DiskError> {
-        let (free, fresh, ready, stuck) = (Vec::new(), 0, capacity, false);
-        let mut journal = Journal { file: None, words, free, fresh, ready, capacity, stuck };
-        let mut records = Vec::new();
-        if let Some(dir) = dir {
-            let path = path_in(dir, identity.inode);
-            let shm = match Shm::open(&path) {
-                Ok(shm) if says_nothing(&shm) => {
-                    drop(shm);
-                    make(dir, &path, identity, words, capacity)
-                        .map_err(|e| cannot(&path, "made", e))?
-                }
-                Ok(shm) => {
-                    check(&path, &shm, identity, words, capacity)?;
-                    shm
-                }
-                Err(e) if matches!(e.kind(), NotFound | InvalidData) => {
-                    make(dir, &path, identity, words, capacity)
-                        .map_err(|e| cannot(&path, "made", e))?
-                }
-                Err(e) => return Err(cannot(&path, "opened", e)),
-            };
-            journal.ready = slots(shm.len(), words).min(capacity);
-            journal.file = Some((shm, path));
-            records = journal.records();
-        }
-        // The records come in the order of their slots.
-        for record in &records {
-            journal.free.extend(journal.fresh..record.slot.0);
-            journal.fresh = record.slot.0 + 1;
-        }
+        let mut journal = Journal::without(words, capacity);
+        let Some(dir) = dir else { return Ok((journal, Vec::new())) };
+        let path = dir.join(identity.file_name());
+        shelf::sweep(dir, identity, &path)?;
+        let made = |e| cannot(&path, "made", e);
+        let shm = match Shm::open(&path) {
+            Ok(shm) if says_nothing(&shm) => {
+                drop(shm);
+                make(dir, &path, identity, words, capacity).map_err(made)?
+            }
+            Ok(shm) => {
+                check(&path, &shm, identity, words, capacity)?;
+                shm
+            }
+            Err(e) if matches!(e.kind(), NotFound | InvalidData) => {
+                make(dir, &path, identity, words, capacity).map_err(made)?
+            }
+            Err(e) => return Err(cannot(&path, "opened", e)),
+        };
+        journal.lock = Some(lock(&path)?);
+        let records = journal.adopt(shm, path);
         Ok((journal, records))
+    }
+
+    /// One that dies with the process: only the bound on its number of records.
+    pub(crate) fn without(words: usize, capacity: u32) -> Journal {
+        let (free, fresh, ready, stuck) = (Vec::new(), 0, capacity, false);
+        Journal { file: None, lock: None, words, free, fresh, ready, capacity, stuck }
     }
 
     /// The records that a process has left behind, for those that only want to read; none if there
@@ -144,38 +164,34 @@ impl Journal {
     /// As [`open`](Self::open).
     pub(crate) fn peek(
         dir: Option<&Path>,
-        identity: Identity,
+        identity: &Identity,
         words: usize,
         capacity: u32,
     ) -> Result<Vec<Record>, DiskError> {
-        match Self::holds(dir, identity.inode) {
-            true => Self::open(dir, identity, words, capacity).map(|(_, records)| records),
-            false => Ok(Vec::new()),
+        let Some(path) = dir.map(|dir| dir.join(identity.file_name())) else {
+            return Ok(Vec::new());
+        };
+        match Shm::open(&path) {
+            Ok(shm) if says_nothing(&shm) => Ok(Vec::new()),
+            Ok(shm) => {
+                check(&path, &shm, identity, words, capacity)?;
+                Ok(Journal::without(words, capacity).adopt(shm, path))
+            }
+            Err(e) if matches!(e.kind(), NotFound | InvalidData) => Ok(Vec::new()),
+            Err(e) => Err(cannot(&path, "opened", e)),
         }
     }
 
-    /// Whether a process has left records behind for the image with this inode. Nothing is made or
-    /// changed: other readers may be looking at it, too.
-    pub(crate) fn holds(dir: Option<&Path>, inode: (u64, u64)) -> bool {
-        match dir.map(|dir| Shm::open(path_in(dir, inode))) {
-            Some(Ok(shm)) => !says_nothing(&shm),
-            // What cannot be looked at may hold any.
-            Some(Err(e)) => !matches!(e.kind(), NotFound | InvalidData),
-            None => false,
+    fn adopt(&mut self, shm: Shm, path: PathBuf) -> Vec<Record> {
+        self.ready = slots(shm.len(), self.words).min(self.capacity);
+        self.file = Some((shm, path));
+        let records = self.records();
+        // They come in the order of their slots.
+        for record in &records {
+            self.free.extend(self.fresh..record.slot.0);
+            self.fresh = record.slot.0 + 1;
         }
-    }
-
-    /// Removes what is left of an image that was in this file or on this device before: what is made
-    /// there now is another one, even if nothing in it says so.
-    ///
-    /// # Errors
-    /// It cannot be removed.
-    pub(crate) fn forget(dir: Option<&Path>, inode: (u64, u64)) -> Result<(), DiskError> {
-        let Some(path) = dir.map(|dir| path_in(dir, inode)) else { return Ok(()) };
-        match std::fs::remove_file(&path) {
-            Err(e) if e.kind() != NotFound => Err(cannot(&path, "removed", e)),
-            _ => Ok(()),
-        }
+        records
     }
 
     fn records(&self) -> Vec<Record> {
@@ -289,7 +305,11 @@ impl Journal {
     /// The file system's.
     pub(crate) fn remove(&mut self) -> io::Result<()> {
         match self.file.take() {
-            Some((_, path)) if self.len() == 0 => std::fs::remove_file(path),
+            Some((_, path)) if self.len() == 0 => {
+                let removed = std::fs::remove_file(path);
+                self.lock = None;
+                removed
+            }
             other => {
                 self.file = other;
                 Ok(())
@@ -309,33 +329,52 @@ fn slots(bytes: usize, words: usize) -> u32 {
     u32::try_from(slots).unwrap_or(u32::MAX)
 }
 
-fn path_in(dir: &Path, (device, inode): (u64, u64)) -> PathBuf {
-    dir.join(format!("{device:x}-{inode:x}.journal"))
+/// Keeps a journal from being dropped while it is used.
+fn lock(path: &Path) -> Result<File, DiskError> {
+    let file = File::open(path).map_err(|e| cannot(path, "opened", e))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(e) if e == rustix::io::Errno::AGAIN => {
+            let what = format!("{} cannot be opened", path.display());
+            let why = "another process has the image open, maybe by another device number";
+            Err(DiskError::new(ErrorKind::InUse, what, why, "stop what uses the image first"))
+        }
+        Err(e) => Err(cannot(path, "locked", e.into())),
+    }
 }
 
 fn make(
     dir: &Path,
     path: &Path,
-    identity: Identity,
+    identity: &Identity,
     words: usize,
     capacity: u32,
 ) -> io::Result<Shm> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     let shm = Shm::create(path, file_bytes(capacity.min(FIRST), words))?;
-    let [first, second] = halves(identity.uuid);
+    let [first, second] = halves(identity.id);
     shm.store_u64(8, first);
     shm.store_u64(16, second);
     shm.store_u64(24, words as u64);
     shm.store_u64(32, u64::from(capacity));
+    shm.store_u64(FORMAT_AT, identity.format as u64);
+    let path = identity.path.to_string_lossy();
+    for (len_at, at, text, most) in [
+        (PLACE_LEN_AT, PLACE_AT, identity.place.text(), place::MAX_BYTES),
+        (PATH_LEN_AT, PATH_AT, &*path, HEADER_BYTES - PATH_AT),
+    ] {
+        let bytes = &text.as_bytes()[..text.len().min(most)];
+        shm.store_u32(len_at, bytes.len() as u32);
+        shm.copy_in(at, bytes);
+    }
     // Last: a process may die before, and what it leaves is no journal then.
     shm.store_u64(0, MAGIC);
     Ok(shm)
 }
 
 /// Whether nothing was answered for in it: its maker died over it, everything is durable, or it is
-/// void. Whose it was is all the same then; an image may have been resized since, or its inode be
-/// another's.
+/// void. Whose it was is all the same then; an image may have been resized since.
 fn says_nothing(shm: &Shm) -> bool {
     if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC || shm.load_u64(VOID_AT) != 0 {
         return true;
@@ -348,8 +387,8 @@ fn says_nothing(shm: &Shm) -> bool {
     keys.into_iter().all(|key| key == 0)
 }
 
-fn halves(uuid: [u8; 16]) -> [u64; 2] {
-    let n = u128::from_le_bytes(uuid);
+fn halves(id: [u8; 16]) -> [u64; 2] {
+    let n = u128::from_le_bytes(id);
     [n as u64, (n >> 64) as u64]
 }
 
@@ -357,22 +396,24 @@ fn halves(uuid: [u8; 16]) -> [u64; 2] {
 fn check(
     path: &Path,
     shm: &Shm,
-    identity: Identity,
+    identity: &Identity,
     words: usize,
     capacity: u32,
 ) -> Result<(), DiskError> {
     let refuse = |why: &str| {
         let what = format!("cannot take over what {} says", path.display());
-        let help = "answered writes may be in it: open the image as it was open before; if it is \
-                    left from an image that is gone, remove the file";
+        let help = "answered writes may be in it: open the image as it was open before; ferrite \
+                    image journal drop gives them up";
         Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
     };
     let made_for = [shm.load_u64(24), shm.load_u64(32)];
     if made_for != [words as u64, u64::from(capacity)] || shm.len() > file_bytes(capacity, words) {
         return refuse("it was made for another format or by another version");
     }
-    if [shm.load_u64(8), shm.load_u64(16)] != halves(identity.uuid) {
-        return refuse("it belongs to an image with another UUID");
+    if [shm.load_u64(8), shm.load_u64(16)] != halves(identity.id)
+        || shelf::place_of(shm) != identity.place
+    {
+        return refuse("it belongs to another image");
     }
     Ok(())
 }
@@ -384,107 +425,4 @@ fn cannot(path: &Path, verb: &str, e: io::Error) -> DiskError {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const IDENTITY: Identity = Identity { inode: (1, 2), uuid: [7; 16] };
-
-    fn open(dir: &Path) -> (Journal, Vec<Record>) {
-        Journal::open(Some(dir), IDENTITY, 3, 4).unwrap()
-    }
-
-    #[test]
-    fn what_was_claimed_is_there_for_the_next_process() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, records) = open(dir.path());
-        assert!(records.is_empty());
-        let a = journal.claim(0, &[1, 2, 3]).unwrap();
-        let b = journal.claim(9, &[4, 5, 6]).unwrap();
-        journal.store(b, 1, 50);
-        journal.release(a);
-        drop(journal);
-        let (mut journal, records) = open(dir.path());
-        assert_eq!(records, [Record { slot: b, key: 9, words: Box::new([4, 50, 6]) }]);
-        assert_eq!((journal.len(), journal.room()), (1, 3));
-        journal.remove().unwrap();
-        assert_eq!(Journal::peek(Some(dir.path()), IDENTITY, 3, 4).unwrap(), records);
-        journal.release(b);
-        journal.remove().unwrap();
-        assert!(Journal::peek(Some(dir.path()), IDENTITY, 3, 4).unwrap().is_empty());
-    }
-
-    #[test]
-    fn a_full_journal_gives_no_slot_with_a_file_or_without() {
-        let dir = tempfile::tempdir().unwrap();
-        for dir in [Some(dir.path()), None] {
-            let (mut journal, _) = Journal::open(dir, IDENTITY, 1, 2).unwrap();
-            let slot = journal.claim(1, &[0]).unwrap();
-            assert!(journal.claim(2, &[0]).is_some() && journal.claim(3, &[0]).is_none());
-            journal.release(slot);
-            assert!(journal.claim(3, &[0]).is_some());
-        }
-    }
-
-    #[test]
-    fn the_journal_of_another_image_or_kind_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, _) = open(dir.path());
-        let slot = journal.claim(1, &[1, 2, 3]).unwrap();
-        let other = Identity { uuid: [8; 16], ..IDENTITY };
-        assert!(Journal::open(Some(dir.path()), other, 3, 4).is_err());
-        assert!(Journal::open(Some(dir.path()), IDENTITY, 2, 4).is_err());
-        // One that says nothing is nobody's.
-        journal.release(slot);
-        assert!(Journal::open(Some(dir.path()), other, 2, 4).unwrap().1.is_empty());
-    }
-
-    #[test]
-    fn a_void_journal_says_nothing() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, _) = open(dir.path());
-        journal.claim(1, &[1, 2, 3]).unwrap();
-        journal.void();
-        assert!(!Journal::holds(Some(dir.path()), IDENTITY.inode));
-        journal.claim(2, &[1, 2, 3]).unwrap();
-        drop(journal);
-        let (mut journal, records) = open(dir.path());
-        assert!(records.is_empty() && journal.claim(3, &[1, 2, 3]).is_some());
-        assert_eq!(open(dir.path()).1.len(), 1);
-    }
-
-    #[test]
-    fn a_journal_is_short_until_it_is_used_and_the_next_process_gets_all_of_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let open = || Journal::open(Some(dir.path()), IDENTITY, 8, 1 << 16).unwrap();
-        let bytes = || path_in(dir.path(), IDENTITY.inode).metadata().unwrap().len();
-        let (mut journal, _) = open();
-        for key in 0..1000 {
-            journal.claim(key, &[key; 8]).unwrap();
-        }
-        assert!(bytes() < 160 << 10, "{} bytes", bytes());
-        for key in 1000..1 << 16 {
-            assert!(journal.room() >= journal.left().min(AHEAD as usize));
-            journal.claim(key, &[key; 8]).unwrap();
-        }
-        assert!(journal.claim(1 << 16, &[0; 8]).is_none());
-        drop(journal);
-        let (_, records) = open();
-        let right = |(key, r): (u64, &Record)| r.key == key && *r.words == [key; 8];
-        assert!(records.len() == 1 << 16 && (0..).zip(&records).all(right));
-    }
-
-    #[test]
-    fn where_a_journal_cannot_grow_its_room_is_what_it_has() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, _) = Journal::open(Some(dir.path()), IDENTITY, 1, 1 << 16).unwrap();
-        std::fs::remove_file(path_in(dir.path(), IDENTITY.inode)).unwrap();
-        let mut slots = Vec::new();
-        while journal.room() > 0 {
-            slots.push(journal.claim(1, &[1]).unwrap());
-        }
-        assert_eq!(slots.len(), FIRST as usize);
-        assert!(journal.claim(1, &[1]).is_none() && journal.left() > 0);
-        journal.release(slots[0]);
-        assert!(journal.claim(1, &[1]).is_some());
-    }
-}
+mod tests;

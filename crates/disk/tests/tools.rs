@@ -150,27 +150,6 @@ fn a_place_that_another_program_has_taken_is_not_taken_over() {
     assert!(error.to_string().contains("another use"), "{error}");
 }
 
-/// File systems give the number of a file that is gone to the next one.
-#[test]
-fn the_journal_of_an_image_that_is_gone_is_not_that_of_its_successor() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
-    let image = name("qcow2", &at(&dir, "a.qcow2"));
-    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    let inode = |path: &Path| std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).unwrap());
-    work(None, |shop| shop.create(&image, &new)).unwrap();
-    serve(&image, state.path(), false).write(0, &[1; 512]).unwrap();
-    drop(serve(&image, state.path(), true));
-    let before = inode(&image.path);
-    fs::remove_file(&image.path).unwrap();
-    work(None, |shop| shop.create(&image, &new)).unwrap();
-    if inode(&image.path) != before {
-        return eprintln!("skipped: the new file has another number");
-    }
-    let options = OpenOptions { state_dir: Some(state.path().into()), ..options() };
-    let error = Disk::open_image(&image, &options).unwrap_err();
-    assert!(error.to_string().contains("another UUID"), "{error}");
-}
-
 /// Other programs make such images.
 #[test]
 fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {

@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::{Below, MAX_LAYERS};
+use crate::journal;
 use crate::name::{Format, ImageName};
 use crate::qcow2::Qcow2;
 use crate::size::Human;
@@ -239,6 +240,23 @@ impl Layer {
         }
     }
 
+    /// Whether a process that died has answered what is not in its file yet.
+    ///
+    /// # Errors
+    /// Its journal cannot be looked for.
+    pub(crate) fn has_journal(&self, dir: Option<&Path>) -> Result<bool, DiskError> {
+        let identity = match self {
+            Layer::Raw(_) => return Ok(false),
+            Layer::Vhd(vhd) => vhd.journal_identity(),
+            Layer::Qcow2(q) => q.journal_identity(),
+        };
+        let identity = identity.map_err(|e| {
+            let what = format!("cannot examine {}", self.medium().path().display());
+            DiskError::new(ErrorKind::Io, what, e.to_string(), "check the kernel's log (dmesg)")
+        })?;
+        Ok(journal::survey(dir, &identity)?.own)
+    }
+
     /// A commit, and everything that makes the image complete for other programs.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         match self {
@@ -382,7 +400,7 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
 }
 
 /// Whether `path` is open as one of the layers.
-fn is_layer(layers: &[Layer], path: &std::path::Path) -> bool {
+fn is_layer(layers: &[Layer], path: &Path) -> bool {
     use std::os::unix::fs::{FileTypeExt, MetadataExt};
     let Ok(meta) = path.metadata() else { return false };
     let inode = match meta.file_type().is_block_device() {

@@ -269,6 +269,19 @@ impl Qcow2 {
             self.limit.store(used_end, Ordering::Release);
             self.sync(port).await?;
         }
+        self.unmark(port).await?;
         self.state().journal.remove()
+    }
+
+    /// Nothing is in the journal any more, so it need not be looked for. Before that is removed: a
+    /// process that dies in between leaves an empty one. A mark without a journal says nothing,
+    /// either; whoever writes after this sets it again.
+    async fn unmark(&self, port: &Port) -> io::Result<()> {
+        let marked = self.mark != 0 && self.autoclear.load(Ordering::Acquire) == self.mark;
+        if marked && self.state().journal.len() == 0 {
+            self.ready.store(false, Ordering::Release);
+            self.set_autoclear(port, 0).await?;
+        }
+        Ok(())
     }
 }

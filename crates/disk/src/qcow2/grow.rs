@@ -404,19 +404,17 @@ impl Qcow2 {
         self.sync(port).await
     }
 
-    /// What has to be done before the first write: features that this program does not keep up to
-    /// date are said to be out of date (an autoclear bit that stays would make other programs
-    /// believe a bitmap that lacks what is written now), and a file that ends within a cluster is
-    /// made longer.
+    /// What has to be done before the first write, and so before the first change that only the
+    /// journal knows: the mark of that journal is in the header, durably, and a file that ends
+    /// within a cluster is made longer. Autoclear features of others are cleared, since they are
+    /// not kept up to date (one that stays would make other programs believe a bitmap that lacks
+    /// what is written now).
     pub(super) async fn make_ready(&self, port: &Port) -> io::Result<()> {
         let _alone = self.growth.lock(&port.io).await?;
         if self.ready.load(Ordering::Acquire) {
             return Ok(());
         }
-        if self.header.autoclear != 0 {
-            let at = header::AUTOCLEAR_AT;
-            self.patch_header(port, |sector| sector[at..at + 8].copy_from_slice(&[0; 8])).await?;
-        }
+        self.set_autoclear(port, self.mark).await?;
         let bytes = self.medium.bytes_now()?;
         let whole = bytes.next_multiple_of(self.cluster_bytes());
         if self.medium.is_file() && whole > bytes {
@@ -426,6 +424,20 @@ impl Qcow2 {
             self.limit.fetch_max(whole, Ordering::AcqRel);
         }
         self.ready.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Qcow2 {
+    /// Makes the header have these autoclear features, durably; version 2 has none.
+    pub(super) async fn set_autoclear(&self, port: &Port, features: u64) -> io::Result<()> {
+        if self.autoclear.load(Ordering::Acquire) == features {
+            return Ok(());
+        }
+        let at = header::AUTOCLEAR_AT;
+        let bytes = features.to_be_bytes();
+        self.patch_header(port, |sector| sector[at..at + 8].copy_from_slice(&bytes)).await?;
+        self.autoclear.store(features, Ordering::Release);
         Ok(())
     }
 }

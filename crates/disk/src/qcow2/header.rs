@@ -3,6 +3,8 @@
 //! Strict: what is not understood or out of bounds is refused before anything else of the image
 //! is looked at (security.md T17). Refusals name the field.
 
+use ferrite_io::clock::Random;
+
 use super::entry::MAX_HOST_BYTES;
 use super::refcount;
 use super::unpack::Compression;
@@ -31,6 +33,14 @@ const EXTERNAL_DATA: u64 = 1 << 2;
 const COMPRESSION_TYPE: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 const KNOWN_INCOMPATIBLE: u64 = DIRTY | CORRUPT | COMPRESSION_TYPE;
+
+/// Autoclear features of ours, which nobody else knows: whoever else writes to the image has to
+/// clear them, so as long as they are there nobody has. This one says that the image is open, and
+/// that a journal may say more than its tables.
+const OPEN: u64 = 1 << 63;
+/// The others are the number of that opening, by which its journal is known. It is a number of its
+/// own each time, so a copy that was made during another one is told apart.
+const OPENING: u64 = 0x7fff_ffff_ffff_0000;
 
 /// Limits of ours; those of tables are qemu's.
 pub(crate) const MAX_DISK_BYTES: u64 = 64 << 40;
@@ -109,6 +119,16 @@ impl Header {
     /// Clusters of the guest's, the last one maybe a part.
     pub(crate) fn guest_clusters(&self) -> u64 {
         self.disk_bytes.div_ceil(self.cluster_bytes())
+    }
+
+    /// The mark of a process that has the image open, or had and died.
+    pub(crate) fn mark(&self) -> Option<u64> {
+        (self.autoclear & OPEN != 0).then_some(self.autoclear & (OPEN | OPENING))
+    }
+
+    /// One for the next process; none in version 2, which has no such features.
+    pub(crate) fn new_mark(&self, random: &mut dyn Random) -> Option<u64> {
+        (self.version >= 3).then(|| OPEN | random.next_u64() & OPENING)
     }
 
     /// Clusters whose refcounts are in one block.

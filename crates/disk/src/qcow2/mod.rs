@@ -82,6 +82,10 @@ pub(crate) struct Qcow2 {
     limit: AtomicU64,
     /// The first write may begin: the header says what it has to.
     ready: AtomicBool,
+    /// The autoclear features while this process writes: the mark of its journal, 0 without one.
+    mark: u64,
+    /// Those that the header has.
+    autoclear: AtomicU64,
     /// Somebody is about to look for the next run.
     refilling: AtomicBool,
     /// A sync has failed: nothing is committed any more.

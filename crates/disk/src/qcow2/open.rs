@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
+use ferrite_io::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::cache::Cache;
@@ -14,7 +15,7 @@ use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
 use super::refs::Refs;
 use super::state::{State, WORDS};
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES, snapshots};
-use crate::journal::{Identity, Journal};
+use crate::journal::{self, Identity, Journal, Left};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
 /// Bytes of a table that are read at once.
@@ -39,17 +40,32 @@ impl Qcow2 {
         let cannot = Cannot(format!("cannot open image {}", medium.path().display()));
         let read_only = medium.read_only();
         let dir = options.state_dir.as_deref();
-        let left = Journal::holds(dir, medium.inode().map_err(|e| cannot.io(e))?);
-        let tables = Tables::read(&medium, left || !read_only, &cannot)?;
+        let bytes = medium.bytes_now().map_err(|e| cannot.io(e))?;
+        let head = medium.read_now(0, HEAD_BYTES as usize).map_err(|e| cannot.io(e))?;
+        let header = Header::parse(&head, bytes).map_err(|e| cannot.header(&e))?;
         if !read_only {
-            check_writable(&tables.header, &cannot)?;
+            check_writable(&header, &cannot)?;
         }
-        let identity = identity(&medium, &tables.header).map_err(|e| cannot.io(e))?;
-        let (journal, records) = if read_only {
-            let records = Journal::peek(dir, identity, WORDS, MAX_CHANGES)?;
-            (Journal::open(None, identity, WORDS, MAX_CHANGES)?.0, records)
-        } else {
-            Journal::open(dir, identity, WORDS, MAX_CHANGES)?
+        let identity = identity(&medium, &header).map_err(|e| cannot.io(e))?;
+        let left = cannot.find(dir, &identity, &header)?;
+        let tables = Tables::read(&medium, header, bytes, left || !read_only, &cannot)?;
+        let mut mark = 0;
+        let (journal, records) = match (read_only, left) {
+            (true, true) => {
+                let records = Journal::peek(dir, &identity, WORDS, MAX_CHANGES)?;
+                (Journal::without(WORDS, MAX_CHANGES), records)
+            }
+            (true, false) => (Journal::without(WORDS, MAX_CHANGES), Vec::new()),
+            (false, _) => {
+                let own = tables.header.mark().filter(|_| left);
+                let mut random = SplitMix64::from_system();
+                let new = own.or_else(|| tables.header.new_mark(&mut random));
+                mark = new.filter(|_| dir.is_some()).unwrap_or(0);
+                let identity = new.map_or(identity.id, id_of_mark);
+                let identity = Identity::of(&medium, Format::Qcow2, identity);
+                let identity = identity.map_err(|e| cannot.io(e))?;
+                Journal::open(dir, &identity, WORDS, MAX_CHANGES)?
+            }
         };
         let entries = (tables.header.cluster_bytes().min(SLICE_BYTES) / 8) as usize;
         let refs = Refs::new(&tables.header, tables.reftable);
@@ -62,6 +78,8 @@ impl Qcow2 {
             reftable: AtomicU64::new(tables.header.reftable_offset),
             limit: AtomicU64::new(tables.limit),
             ready: AtomicBool::new(false),
+            mark,
+            autoclear: AtomicU64::new(tables.header.autoclear),
             refilling: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             unpacked: Mutex::new((0, Vec::new())),
@@ -75,6 +93,11 @@ impl Qcow2 {
         };
         image.take_over(records).map_err(|e| cannot.take_over(e))?;
         Ok(image)
+    }
+
+    /// By which its journal is found.
+    pub(crate) fn journal_identity(&self) -> io::Result<Identity> {
+        identity(&self.medium, &self.header)
     }
 
     /// The backing file: a path, from the image's own folder if it is not absolute, and a format
@@ -109,11 +132,14 @@ impl Qcow2 {
 impl Tables {
     /// `all`: also those that only a writer needs, and who looks whether others have written since
     /// a process died. Most parents are read without.
-    fn read(medium: &Raw, all: bool, cannot: &Cannot) -> Result<Tables, DiskError> {
+    fn read(
+        medium: &Raw,
+        header: Header,
+        bytes: u64,
+        all: bool,
+        cannot: &Cannot,
+    ) -> Result<Tables, DiskError> {
         let io = |e| cannot.io(e);
-        let bytes = medium.bytes_now().map_err(io)?;
-        let head = medium.read_now(0, HEAD_BYTES as usize).map_err(io)?;
-        let header = Header::parse(&head, bytes).map_err(|e| cannot.header(&e))?;
         let table = |offset, bytes: u64| -> Result<Vec<u64>, DiskError> {
             let mut entries = Vec::with_capacity((bytes / 8) as usize);
             for at in (0..bytes).step_by(TABLE_PIECE as usize) {
@@ -195,14 +221,35 @@ fn check_writable(header: &Header, cannot: &Cannot) -> Result<(), DiskError> {
     Ok(())
 }
 
-/// qcow2 has no identifier; what stays the same as long as the image is open does for one.
+/// qcow2 has no identifier: its mark is one, while it is open. In version 2, which has no marks,
+/// what stays the same as long as the image is open does for one.
 fn identity(medium: &Raw, header: &Header) -> io::Result<Identity> {
-    let mut uuid = [0; 16];
-    uuid[..8].copy_from_slice(&header.disk_bytes.to_le_bytes());
-    uuid[8..].copy_from_slice(&header.l1_offset.to_le_bytes());
-    // The offset is a multiple of 512.
-    uuid[8] = header.cluster_bits as u8;
-    Identity::of(medium, uuid)
+    let mut id = [0; 16];
+    if header.version < 3 {
+        id[..8].copy_from_slice(&header.disk_bytes.to_le_bytes());
+        id[8..].copy_from_slice(&header.l1_offset.to_le_bytes());
+        // The offset is a multiple of 512.
+        id[8] = header.cluster_bits as u8;
+    } else if let Some(mark) = header.mark() {
+        id = id_of_mark(mark);
+    }
+    Identity::of(medium, Format::Qcow2, id)
+}
+
+fn id_of_mark(mark: u64) -> [u8; 16] {
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&mark.to_be_bytes());
+    id
+}
+
+/// The parts of the disk that records are of: first and last byte.
+fn parts(mut keys: Vec<u64>, header: &Header) -> Vec<(u64, u64)> {
+    keys.retain(|key| *key < header.guest_clusters());
+    keys.sort_unstable();
+    let size = header.cluster_bytes();
+    let last = header.disk_bytes - 1;
+    let runs = keys.chunk_by(|a, b| a + 1 == *b);
+    runs.map(|run| (run[0] * size, (run[run.len() - 1] * size + size - 1).min(last))).collect()
 }
 
 /// Reads metadata; what is behind the end of the file is zeros.
@@ -234,10 +281,50 @@ impl Cannot {
         DiskError::new(kind, &self.0, e.to_string(), help)
     }
 
+    /// Whether the image's own journal says something. Refused: it has lost its journal, as another
+    /// program has written to it, or somebody has put an older copy in its place.
+    fn find(
+        &self,
+        dir: Option<&Path>,
+        identity: &Identity,
+        header: &Header,
+    ) -> Result<bool, DiskError> {
+        let found = journal::survey(dir, identity)?;
+        if let Some(here) = found.here.filter(|left| left.format == Some(Format::Qcow2)) {
+            return Err(self.lost(&here, header));
+        }
+        match found.moved {
+            // Another image of version 2 may be just as large.
+            Some(moved) if !found.own && header.mark().is_some() => {
+                Err(moved.moved(self.0.clone()))
+            }
+            _ => Ok(found.own),
+        }
+    }
+
+    fn lost(&self, left: &Left, header: &Header) -> DiskError {
+        let parts = parts(left.keys.clone(), header);
+        let named: Vec<_> = parts.iter().take(8).map(|(a, b)| format!("{a} to {b}")).collect();
+        let more = match parts.len() - named.len() {
+            0 => String::new(),
+            n => format!(" and {n} more parts"),
+        };
+        let why = format!(
+            "another program has written to it, or an older copy was put in its place, after its \
+             backend was killed; writes that were answered and not flushed are lost: bytes {}{more}",
+            named.join(", ")
+        );
+        let help = format!(
+            "restore a backup, or go on without those writes: ferrite image journal drop --force {}",
+            left.name
+        );
+        DiskError::new(ErrorKind::Refused, &self.0, why, help)
+    }
+
     fn take_over(&self, e: io::Error) -> DiskError {
         let why = format!("what a process that died had answered cannot be taken over: {e}");
         let help = "another program has written to the image since, or the state directory is of \
-                    another image; remove its journal to give up those writes";
+                    another image; ferrite image journal list and drop give up those writes";
         DiskError::new(ErrorKind::Unsuitable, &self.0, why, help).with_source(e)
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 
 use super::check::{Fix, Report, failed, survey};
-use super::header::{CORRUPT, DIRTY, Header, MAX_REFTABLE_BYTES, be64};
+use super::header::{AUTOCLEAR_AT, CORRUPT, DIRTY, Header, MAX_REFTABLE_BYTES, be64};
 use super::{meta, refcount};
 use crate::{DiskError, Port, Raw};
 
@@ -36,6 +36,12 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
 }
 
 async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
+    if let Some(mark) = header.mark() {
+        // A journal does not know of what is changed here.
+        let (at, features) = (AUTOCLEAR_AT, header.autoclear & !mark);
+        change(port, 0, |head| head[at..at + 8].copy_from_slice(&features.to_be_bytes())).await?;
+        meta::sync(port).await?;
+    }
     for _ in 0..MAX_ROUNDS {
         let (mut counts, mut flags) = (Vec::new(), Vec::new());
         let (header, report) = survey(raw, |fix| match fix {

@@ -1,13 +1,13 @@
 //! A regular file or a block device, byte for byte.
 
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use ferrite_io::nvme::Namespace;
-use rustix::fs::{AtFlags, SeekFrom, StatxFlags, fstat, seek, statx};
+use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
 
 use crate::size::Human;
@@ -149,19 +149,9 @@ impl Raw {
         })
     }
 
-    /// When a file was made, as far as its file system tells; of a device 0, as its node may be
-    /// made anew at any time.
-    pub(crate) fn made_ns(&self) -> std::io::Result<u64> {
-        if !self.is_file() {
-            return Ok(0);
-        }
-        let stat = match statx(&self.file, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME) {
-            Ok(stat) if stat.stx_mask & StatxFlags::BTIME.bits() != 0 => stat,
-            Ok(_) | Err(Errno::NOSYS) => return Ok(0),
-            Err(e) => return Err(e.into()),
-        };
-        let seconds = u64::try_from(stat.stx_btime.tv_sec).unwrap_or(0);
-        Ok(seconds.wrapping_mul(1_000_000_000).wrapping_add(stat.stx_btime.tv_nsec.into()))
+    /// The open file, to be examined.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// The size in bytes, now.

@@ -1,13 +1,11 @@
 //! Whether an image is in order, and what can be done if not.
 
-use std::io;
-
 use super::desk::Desk;
 use super::{
     CheckReport, Checked, Finding, Repaired, Workshop, broken, formats, refused, unsuitable,
 };
 use crate::image::Image;
-use crate::journal::Journal;
+use crate::journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Raw};
 
 impl Workshop<'_> {
@@ -50,11 +48,6 @@ impl Workshop<'_> {
         formats::check(&raw, name.format)
     }
 
-    /// Whether a killed backend has answered what is not in the image yet.
-    pub(super) fn is_behind(&self, raw: &Raw) -> io::Result<bool> {
-        Ok(Journal::holds(self.state_dir.as_deref(), raw.inode()?))
-    }
-
     /// Mends what can be mended without guessing, if `force` says so; otherwise only tells what
     /// that would be. What a killed backend has left is brought into the image first.
     ///
@@ -82,7 +75,7 @@ impl Workshop<'_> {
         let raw = Raw::open_medium(&name.path, &self.medium_options(false))?;
         match unusable {
             // What was answered lies where the image says that there is nothing.
-            Some(e) if self.is_behind(&raw).map_err(|e| broken(what(), e))? => return Err(e),
+            Some(e) if journal::any_at(self.state_dir.as_deref(), &raw)? => return Err(e),
             _ => {}
         }
         let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;

@@ -8,8 +8,7 @@ use super::desk::Desk;
 use super::files::{NewFile, Over, is_write_protected, protect, same_file};
 use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
-use crate::image::Layer;
-use crate::journal::Journal;
+use crate::journal;
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
@@ -84,8 +83,7 @@ impl Workshop<'_> {
     ) -> Result<(), DiskError> {
         let what = || format!("cannot make {}", file.path().display());
         let raw = file.open()?;
-        let inode = raw.inode().map_err(|e| broken(what(), e))?;
-        Journal::forget(self.state_dir.as_deref(), inode)?;
+        journal::forget(self.state_dir.as_deref(), &raw)?;
         let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let done =
@@ -112,7 +110,7 @@ impl Workshop<'_> {
         }
         self.settle(name)?;
         let disk = self.open(name, true)?;
-        self.check_settled(&disk).map_err(|e| broken(what(), e))??;
+        self.check_settled(&disk)?;
         let cannot = |e| broken(format!("cannot make {} read-only", name.path.display()), e);
         if !self.is_device(&name.path) && !is_write_protected(&name.path).map_err(cannot)? {
             protect(&name.path, true).map_err(cannot)?;
@@ -135,19 +133,19 @@ impl Workshop<'_> {
     }
 
     /// A flush is one of the leaf: what its parents lack would be on this host only, for ever.
-    fn check_settled(&self, parent: &Disk) -> io::Result<Result<(), DiskError>> {
-        let Disk::Image(image) = parent else { return Ok(Ok(())) };
-        for medium in image.layers().iter().map(Layer::medium) {
-            if self.is_behind(medium)? {
-                let path = medium.path().display();
+    fn check_settled(&self, parent: &Disk) -> Result<(), DiskError> {
+        let Disk::Image(image) = parent else { return Ok(()) };
+        for layer in image.layers() {
+            if layer.has_journal(self.state_dir.as_deref())? {
+                let path = layer.medium().path().display();
                 let what = format!("cannot make an image on {path}");
                 let why = "what a killed backend has answered is not in it yet, and it cannot be \
                            written to now";
                 let help = format!("close what reads it, then ferrite image repair --force {path}");
-                return Ok(Err(DiskError::new(ErrorKind::InUse, what, why, help)));
+                return Err(DiskError::new(ErrorKind::InUse, what, why, help));
             }
         }
-        Ok(Ok(()))
+        Ok(())
     }
 
     /// Completes an image that was opened for writing.

@@ -5,7 +5,6 @@ use std::path::Path;
 use super::files::is_write_protected;
 use super::{Info, LayerInfo, Usage, Workshop, broken, extents, formats};
 use crate::image::{Layer, open_as_far};
-use crate::journal::Journal;
 use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
 
 impl Workshop<'_> {
@@ -50,8 +49,7 @@ impl Workshop<'_> {
     }
 
     fn layer_info(&self, layer: &Layer) -> Result<LayerInfo, DiskError> {
-        let inode = examined(layer.medium(), layer.medium().inode())?;
-        let journal = Journal::holds(self.state_dir.as_deref(), inode);
+        let journal = layer.has_journal(self.state_dir.as_deref())?;
         Ok(LayerInfo { journal, ..formats::layer_info(layer)? })
     }
 

@@ -28,6 +28,7 @@ mod extents;
 mod files;
 mod formats;
 mod info;
+mod journals;
 mod rebase;
 mod report;
 mod resize;

@@ -205,3 +205,30 @@ pub struct Repaired {
     /// After it.
     pub after: Checked,
 }
+
+/// What a backend that was killed, or is running, has answered and not written into an image yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct JournalInfo {
+    /// By which it is dropped.
+    pub name: String,
+    /// `vhd` or `qcow2`; none: another version of this program made it.
+    pub format: Option<&'static str>,
+    /// Where the image was.
+    pub path: String,
+    /// Answered changes of metadata; without any, nothing is lost with it.
+    pub records: u64,
+    /// What becomes of it.
+    pub state: JournalState,
+}
+
+/// The states of a journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum JournalState {
+    /// A process has the image open.
+    InUse,
+    /// Its image is where it was: who opens it next takes it over.
+    Kept,
+    /// Its image is gone, or somewhere else.
+    Stale,
+}

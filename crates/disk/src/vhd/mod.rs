@@ -18,9 +18,9 @@ use ferrite_io::engine::FileId;
 use ferrite_io::shared_lock::SharedLock;
 
 use crate::image::{Below, Found};
-use crate::journal::{Identity, Journal};
+use crate::journal::{self, Identity, Journal};
 use crate::size::Human;
-use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
+use crate::{DiskError, ErrorKind, Format, OpenOptions, Port, Raw};
 
 mod blocks;
 mod check;
@@ -154,6 +154,11 @@ impl Vhd {
             Body::Sparse(sparse) if self.raw.read_only() => sparse.blocks.dirty_parts(),
             _ => Vec::new(),
         }
+    }
+
+    /// By which its journal is found.
+    pub(crate) fn journal_identity(&self) -> IoResult<Identity> {
+        Identity::of(&self.raw, Format::Vhd, self.footer.uuid.0)
     }
 
     /// What its footer says.
@@ -343,16 +348,7 @@ fn sparse(
     parent: Option<Parent>,
     options: &OpenOptions,
 ) -> Result<Sparse, DiskError> {
-    let identity = Identity::of(raw, footer.uuid.0);
-    let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
-    let dir = options.state_dir.as_deref();
-    let (journal, records) = match options.read_only {
-        false => Journal::open(dir, identity, RECORD_WORDS, RECORDS)?,
-        true => {
-            let records = Journal::peek(dir, identity, RECORD_WORDS, RECORDS)?;
-            (Journal::open(None, identity, RECORD_WORDS, RECORDS)?.0, records)
-        }
-    };
+    let (journal, records) = journal_of(raw, footer, options)?;
     let full_on_disk = AtomicBool::new(meta.full.iter().any(|bits| *bits != 0));
     let mut blocks = Blocks::new(Opened {
         layout: meta.layout,
@@ -379,13 +375,36 @@ fn sparse(
                 ErrorKind::Unsuitable,
                 format!("cannot open image {}", raw.path().display()),
                 format!("the journal of its last process does not fit it: {why}"),
-                "the image was changed by another program since; remove its journal from the \
-                 state directory to go on without the last answered writes",
+                "the image was changed by another program since; ferrite image journal list and \
+                 drop give up the last answered writes",
             )
         })?;
     }
     let (header, batmap, forgetting) = (meta.header, meta.batmap, SharedLock::new());
     Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent })
+}
+
+/// The image's journal, and what a process that died has left in it. A copy has the UUID of its
+/// original, and nothing in it says whether it was made before what the journal says or after it.
+fn journal_of(
+    raw: &Raw,
+    footer: &Footer,
+    options: &OpenOptions,
+) -> Result<(Journal, Vec<journal::Record>), DiskError> {
+    let dir = options.state_dir.as_deref();
+    let identity = Identity::of(raw, Format::Vhd, footer.uuid.0);
+    let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
+    let left = journal::survey(dir, &identity)?;
+    if let (false, Some(moved)) = (left.own, left.moved) {
+        return Err(moved.moved(format!("cannot open image {}", raw.path().display())));
+    }
+    match options.read_only {
+        false => Journal::open(dir, &identity, RECORD_WORDS, RECORDS),
+        true => {
+            let records = Journal::peek(dir, &identity, RECORD_WORDS, RECORDS)?;
+            Ok((Journal::without(RECORD_WORDS, RECORDS), records))
+        }
+    }
 }
 
 /// One line for people: what it is, its size, and its medium.

@@ -68,6 +68,34 @@ pub(crate) enum ImageCommand {
     Compare(CompareArgs),
     /// Show what a disk takes: in its images, and on the file systems.
     Du(OneArgs),
+    /// Show, or give up, what killed backends have answered and not written into their images.
+    #[command(subcommand)]
+    Journal(JournalCommand),
+}
+
+/// `journal`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum JournalCommand {
+    /// Show all journals of this host.
+    List,
+    /// Give up what journals say. Whoever opens their images next does not see those writes.
+    Drop(DropArgs),
+}
+
+/// `journal drop`.
+#[derive(Debug, Args)]
+pub(crate) struct DropArgs {
+    /// The journals, as `list` names them.
+    #[arg(required_unless_present = "stale")]
+    pub(crate) names: Vec<String>,
+
+    /// All those whose images are gone.
+    #[arg(long)]
+    pub(crate) stale: bool,
+
+    /// Even if the image is there and lacks what the journal says.
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 /// The forms of results.

@@ -18,7 +18,8 @@ mod progress;
 mod text;
 
 use args::{
-    CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand, OneArgs, name,
+    CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand, JournalCommand,
+    OneArgs, name,
 };
 use progress::Shown;
 
@@ -83,6 +84,13 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
         ImageCommand::Map(one) => map(shop, &out, one),
         ImageCommand::Compare(compare) => self::compare(shop, &out, compare),
         ImageCommand::Du(one) => out.say(&shop.du(&one.named.name()?)?, text::usage),
+        ImageCommand::Journal(JournalCommand::List) => {
+            out.say(&shop.journals()?, |all| text::journals(all))
+        }
+        ImageCommand::Journal(JournalCommand::Drop(it)) => {
+            let dropped = shop.drop_journals(&it.names, it.stale, it.force)?;
+            out.say(&dropped, |all| text::dropped(all))
+        }
     }
 }
 

@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
 use ferrite_disk::tools::{
-    CheckReport, Checked, Comparison, Done, Extent, Info, Kind, LayerInfo, Repaired, Usage,
+    CheckReport, Checked, Comparison, Done, Extent, Info, JournalInfo, JournalState, Kind,
+    LayerInfo, Repaired, Usage,
 };
 
 fn with_notes(mut line: String, notes: &[String]) -> String {
@@ -148,4 +149,26 @@ pub(super) fn repaired(repaired: &Repaired) -> String {
         (false, n) => format!("{}what would be mended: {n}\n", findings(&repaired.before)),
         (true, n) => format!("mended: {n}\n{}", findings(&repaired.after)),
     }
+}
+
+pub(super) fn journals(all: &[JournalInfo]) -> String {
+    let mut out = String::new();
+    for journal in all {
+        let state = match journal.state {
+            JournalState::InUse => "in use",
+            JournalState::Kept => "kept for the image",
+            JournalState::Stale => "stale: the image is gone",
+        };
+        let _ = writeln!(out, "{}\n  image   {}", journal.name, journal.path);
+        let format = journal.format.unwrap_or("of another version");
+        let _ = writeln!(out, "  holds   {} changes, {format}\n  state   {state}", journal.records);
+    }
+    if all.is_empty() { "there is none\n".into() } else { out }
+}
+
+pub(super) fn dropped(all: &[JournalInfo]) -> String {
+    let line = |journal: &JournalInfo| {
+        format!("dropped: {}, {} changes of {}\n", journal.name, journal.records, journal.path)
+    };
+    if all.is_empty() { "nothing to drop\n".into() } else { all.iter().map(line).collect() }
 }

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::MetadataExt;
 
 use ferrite_disk::Format;
 
@@ -11,7 +10,11 @@ use super::{opened, read_around, session};
 use crate::images::{Sketch, qcow2, vhd};
 
 /// Bytes of a journal's header; the rest are records.
-const HEADER_BYTES: usize = 64;
+const HEADER_BYTES: usize = 4096;
+/// Where the header has the image's identifier, which begins with the mark of a qcow2 image, and
+/// where that has its mark.
+const ID_AT: u64 = 8;
+const MARK_AT: u64 = 88;
 /// Where the header has the words of a record.
 const WORDS_AT: usize = 24;
 
@@ -22,16 +25,21 @@ pub(crate) fn journal(input: &[u8]) {
     let format = if flags & 1 == 0 { Format::Vhd } else { Format::Qcow2 };
     let (read_only, own_header) = (flags & 2 != 0, flags & 4 != 0);
     Stage::with(|stage| {
-        let image = match format {
+        let mut image = match format {
             Format::Vhd => vhd::small().build(),
             _ => qcow2::small().build(),
         };
         stage.put_image(format, &image);
-        let Some(mut file) = template(stage, format) else { return };
+        let Some((name, mut file)) = template(stage, format) else { return };
+        if format == Format::Qcow2 {
+            image.put(MARK_AT, &file.get(ID_AT, 8));
+            stage.put_image(format, &image);
+        }
         let at = if own_header { 0 } else { HEADER_BYTES as u64 };
         let room = (file.bytes() - at) as usize;
         file.put(at, &bytes[..bytes.len().min(room)]);
-        file.save(&path(stage, format)).expect("room on /dev/shm");
+        clear(stage);
+        file.save(&stage.state().join(name)).expect("room on /dev/shm");
         if let Some(disk) = opened(stage.open(format, read_only, Some(stage.state()))) {
             if read_only {
                 read_around(disk);
@@ -39,7 +47,7 @@ pub(crate) fn journal(input: &[u8]) {
                 take_over(stage, format, disk);
             }
         }
-        let _ = fs::remove_file(path(stage, format));
+        clear(stage);
     });
 }
 
@@ -58,24 +66,29 @@ fn take_over(stage: &Stage, format: Format, disk: ferrite_disk::Disk) {
     assert!(!read || again && before == after, "what was taken over is lost");
 }
 
-/// The journal of a process that had nothing to say.
-fn template(stage: &Stage, format: Format) -> Option<Sketch> {
+/// The journal of a process that had nothing to say, and its name.
+fn template(stage: &Stage, format: Format) -> Option<(String, Sketch)> {
     let made = stage.template(format);
     if made.is_none() {
         drop(stage.open(format, false, Some(stage.state())).ok()?);
-        let mut file = fs::File::open(path(stage, format)).ok()?;
+        let entry = fs::read_dir(stage.state()).ok()?.next()?.ok()?;
+        let mut file = fs::File::open(entry.path()).ok()?;
         let mut header = [0; HEADER_BYTES];
         file.read_exact(&mut header).ok()?;
         assert_ne!(header[WORDS_AT], 0, "the layout of journals has changed");
         let mut out = Sketch::new(file.metadata().ok()?.len());
         out.put(0, &header);
-        stage.set_template(format, &out);
-        return Some(out);
+        let journal = (entry.file_name().into_string().ok()?, out);
+        stage.set_template(format, &journal);
+        return Some(journal);
     }
     made
 }
 
-fn path(stage: &Stage, format: Format) -> std::path::PathBuf {
-    let meta = fs::metadata(stage.path(format)).expect("the image");
-    stage.state().join(format!("{:x}-{:x}.journal", meta.dev(), meta.ino()))
+/// The next input finds none.
+fn clear(stage: &Stage) {
+    let entries = fs::read_dir(stage.state()).expect("the state directory");
+    for entry in entries.flatten() {
+        let _ = fs::remove_file(entry.path());
+    }
 }

@@ -20,8 +20,8 @@ const COMPARED_BYTES: u64 = 256 << 10;
 pub(super) struct Stage {
     dir: TempDir,
     parents: Vec<PathBuf>,
-    /// Empty journals.
-    templates: RefCell<Vec<(Format, Sketch)>>,
+    /// Empty journals, with their names.
+    templates: RefCell<Vec<(Format, (String, Sketch))>>,
 }
 
 /// Size, allocation, and beginning of a file.
@@ -80,13 +80,13 @@ impl Stage {
     }
 
     /// The journal of that format's image with nothing in it, if it was made already.
-    pub(super) fn template(&self, format: Format) -> Option<Sketch> {
+    pub(super) fn template(&self, format: Format) -> Option<(String, Sketch)> {
         let templates = self.templates.borrow();
-        templates.iter().find(|(of, _)| *of == format).map(|(_, sketch)| sketch.clone())
+        templates.iter().find(|(of, _)| *of == format).map(|(_, journal)| journal.clone())
     }
 
-    pub(super) fn set_template(&self, format: Format, sketch: &Sketch) {
-        self.templates.borrow_mut().push((format, sketch.clone()));
+    pub(super) fn set_template(&self, format: Format, journal: &(String, Sketch)) {
+        self.templates.borrow_mut().push((format, journal.clone()));
     }
 
     pub(super) fn put_image(&self, format: Format, sketch: &Sketch) {

@@ -1,0 +1,260 @@
+//! Finding journals: an image's own, those that may be its own, and all there are.
+
+use std::fs;
+use std::io::{self, ErrorKind::NotFound};
+use std::path::{Path, PathBuf};
+
+use ferrite_io::shm::Shm;
+use rustix::fs::{FlockOperation, flock};
+
+use super::place::MAX_BYTES;
+use super::{
+    FORMAT_AT, HEADER_BYTES, Identity, Journal, MAGIC, PATH_AT, PATH_LEN_AT, PLACE_AT,
+    PLACE_LEN_AT, Place, cannot, says_nothing,
+};
+use crate::{DiskError, ErrorKind, Format, Raw};
+
+const EXTENSION: &str = ".journal";
+
+/// A journal in which something was answered for.
+#[derive(Debug)]
+pub(crate) struct Left {
+    /// Of the file, without its extension.
+    pub(crate) name: String,
+    /// None: it is of another version of this program.
+    pub(crate) format: Option<Format>,
+    /// Where the image was.
+    pub(crate) path: PathBuf,
+    place: Place,
+    /// What its records are of, in the format's own numbers.
+    pub(crate) keys: Vec<u64>,
+}
+
+/// What there is for an image.
+#[derive(Debug, Default)]
+pub(crate) struct Survey {
+    /// Its own journal says something.
+    pub(crate) own: bool,
+    /// That of an image with the same identifier which is not where it was any more. It may be this
+    /// one, or this one may be a copy of it from some time ago.
+    pub(crate) moved: Option<Left>,
+    /// That of an image with another identifier which was at this place.
+    pub(crate) here: Option<Left>,
+}
+
+/// Looks for the journals that have to do with an image. Nothing is changed.
+///
+/// # Errors
+/// They cannot be read.
+pub(crate) fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, DiskError> {
+    let mut found = Survey::default();
+    let Some(dir) = dir else { return Ok(found) };
+    let own = identity.file_name();
+    let (id, place) = halves_of(&own);
+    for name in names(dir)? {
+        let (its_id, its_place) = halves_of(&name);
+        if its_id != id && its_place != place {
+            continue;
+        }
+        let Some(left) = left(dir, &name)? else { continue };
+        if name == own {
+            found.own = true;
+        } else if its_place == place && left.place == identity.place {
+            found.here = Some(left);
+        } else if its_id == id && !left.is_there() {
+            found.moved = Some(left);
+        }
+    }
+    Ok(found)
+}
+
+/// Whether any journal says something of what was in a file or on a device.
+///
+/// # Errors
+/// As [`survey`].
+pub(crate) fn any_at(dir: Option<&Path>, raw: &Raw) -> Result<bool, DiskError> {
+    let identity = Identity::of(raw, Format::Raw, [0; 16]);
+    let identity = identity.map_err(|e| cannot(raw.path(), "examined", e))?;
+    survey(dir, &identity).map(|found| found.here.is_some())
+}
+
+/// Removes what is left of images that were in this file or on this device before: what is made
+/// there now is another one.
+///
+/// # Errors
+/// It cannot be removed.
+pub(crate) fn forget(dir: Option<&Path>, raw: &Raw) -> Result<(), DiskError> {
+    let Some(dir) = dir else { return Ok(()) };
+    let identity = Identity::of(raw, Format::Raw, [0; 16]);
+    let identity = identity.map_err(|e| cannot(raw.path(), "examined", e))?;
+    at_place(dir, &identity)?.iter().try_for_each(|path| remove(path))
+}
+
+/// Removes those of this place that say nothing, but for the one at `own`.
+pub(super) fn sweep(dir: &Path, identity: &Identity, own: &Path) -> Result<(), DiskError> {
+    for path in at_place(dir, identity)? {
+        if path != own && Shm::open(&path).is_ok_and(|shm| says_nothing(&shm)) {
+            remove(&path)?;
+        }
+    }
+    Ok(())
+}
+
+fn at_place(dir: &Path, identity: &Identity) -> Result<Vec<PathBuf>, DiskError> {
+    let (_, place) = halves_of(&identity.file_name());
+    let mut paths = Vec::new();
+    for name in names(dir)?.into_iter().filter(|name| halves_of(name).1 == place) {
+        let path = dir.join(&name);
+        match Shm::open(&path) {
+            Ok(shm) if shm.len() >= HEADER_BYTES && place_of(&shm) == identity.place => {
+                paths.push(path);
+            }
+            _ => {}
+        }
+    }
+    Ok(paths)
+}
+
+fn remove(path: &Path) -> Result<(), DiskError> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != NotFound => Err(cannot(path, "removed", e)),
+        _ => Ok(()),
+    }
+}
+
+/// The names of all files that are called as journals are.
+fn names(dir: &Path) -> Result<Vec<String>, DiskError> {
+    let failed = |e| cannot(dir, "looked through", e);
+    let entries = match fs::read_dir(dir) {
+        Err(e) if e.kind() == NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(failed)?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let name = entry.map_err(failed)?.file_name();
+        names.extend(name.into_string().ok().filter(|name| name.ends_with(EXTENSION)));
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// The two parts of a name, the image's identifier and its place.
+fn halves_of(name: &str) -> (String, String) {
+    let name = name.strip_suffix(EXTENSION).unwrap_or(name);
+    let (id, place) = name.split_once('-').unwrap_or((name, ""));
+    (id.to_owned(), place.to_owned())
+}
+
+/// A journal, if something was answered for in it.
+fn left(dir: &Path, name: &str) -> Result<Option<Left>, DiskError> {
+    let path = dir.join(name);
+    let shm = match Shm::open(&path) {
+        Ok(shm) if says_nothing(&shm) => return Ok(None),
+        Ok(shm) => shm,
+        Err(e) if matches!(e.kind(), NotFound | io::ErrorKind::InvalidData) => return Ok(None),
+        Err(e) => return Err(cannot(&path, "opened", e)),
+    };
+    let words = usize::try_from(shm.load_u64(24)).unwrap_or(usize::MAX);
+    let capacity = u32::try_from(shm.load_u64(32)).unwrap_or(u32::MAX);
+    let (place, was, format) = (place_of(&shm), path_of(&shm), format_of(&shm));
+    let records = match words < shm.len() {
+        true => Journal::without(words, capacity).adopt(shm, path),
+        false => Vec::new(),
+    };
+    let keys = records.iter().map(|record| record.key).collect();
+    let name = name.strip_suffix(EXTENSION).unwrap_or(name).to_owned();
+    Ok(Some(Left { name, format, path: was, place, keys }))
+}
+
+impl Left {
+    /// Whether the image is still where it was.
+    fn is_there(&self) -> bool {
+        Place::at(&self.path).is_ok_and(|place| place == self.place)
+    }
+
+    /// Why an image cannot be opened that has this one's identifier, and what can be done.
+    pub(crate) fn moved(&self, what: String) -> DiskError {
+        let path = self.path.display();
+        let why = format!(
+            "a killed backend has left answered writes of an image with its identifier, which was \
+             {path} and is not there any more; this may be that image, or an older copy of it"
+        );
+        let help = format!(
+            "if it is that image, put it back to {path} by renaming it, or attach its volume \
+             again; if it is a copy, or you do without those writes: ferrite image journal drop {}",
+            self.name
+        );
+        DiskError::new(ErrorKind::Refused, what, why, help)
+    }
+}
+
+/// A text that was written by [`make`](super::make), or anything.
+fn text(shm: &Shm, len_at: usize, at: usize, most: usize) -> String {
+    let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
+    shm.copy_out(at, &mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+pub(super) fn place_of(shm: &Shm) -> Place {
+    Place::from_text(text(shm, PLACE_LEN_AT, PLACE_AT, MAX_BYTES))
+}
+
+fn path_of(shm: &Shm) -> PathBuf {
+    text(shm, PATH_LEN_AT, PATH_AT, HEADER_BYTES - PATH_AT).into()
+}
+
+fn format_of(shm: &Shm) -> Option<Format> {
+    Format::ALL.into_iter().find(|format| *format as u64 == shm.load_u64(FORMAT_AT))
+}
+
+/// A journal on the shelf.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    /// Of the file, without its extension.
+    pub(crate) name: String,
+    /// None: it is of another version of this program.
+    pub(crate) format: Option<Format>,
+    /// Where the image was.
+    pub(crate) path: PathBuf,
+    /// In it.
+    pub(crate) records: u64,
+    /// A process has it open.
+    pub(crate) in_use: bool,
+    /// The image is still where it was.
+    pub(crate) is_there: bool,
+}
+
+/// All journals.
+///
+/// # Errors
+/// They cannot be read.
+pub(crate) fn all(dir: &Path) -> Result<Vec<Kept>, DiskError> {
+    let mut found = Vec::new();
+    for file in names(dir)? {
+        let path = dir.join(&file);
+        let Some(lock) = fs::File::open(&path).ok() else { continue };
+        let in_use = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err();
+        let name = file.strip_suffix(EXTENSION).unwrap_or(&file).to_owned();
+        let shm = Shm::open(&path).ok();
+        let shm = shm.filter(|shm| shm.len() >= HEADER_BYTES && shm.load_u64(0) == MAGIC);
+        let Some(shm) = shm else {
+            let (format, path, records, is_there) = (None, PathBuf::new(), 0, false);
+            found.push(Kept { name, format, path, records, in_use, is_there });
+            continue;
+        };
+        let (was, place, format) = (path_of(&shm), place_of(&shm), format_of(&shm));
+        let is_there = Place::at(&was).is_ok_and(|now| now == place);
+        drop(shm);
+        let records = left(dir, &file)?.map_or(0, |left| left.keys.len() as u64);
+        found.push(Kept { name, format, path: was, records, in_use, is_there });
+    }
+    Ok(found)
+}
+
+/// Removes a journal, and with it what it says.
+///
+/// # Errors
+/// It cannot be removed.
+pub(crate) fn drop_kept(dir: &Path, kept: &Kept) -> Result<(), DiskError> {
+    remove(&dir.join(format!("{}{EXTENSION}", kept.name)))
+}

@@ -1,0 +1,198 @@
+//! What a killed backend had answered is found again with its image, and never with another one.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, run, work};
+use ferrite_disk::tools::{JournalInfo, JournalState, NewImage};
+use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
+
+const FORMATS: [Format; 2] = [Format::Vhd, Format::Qcow2];
+
+fn name(format: Format, path: &Path) -> ImageName {
+    ImageName { format, path: path.to_owned() }
+}
+
+fn create(image: &ImageName, force: bool) {
+    let new = NewImage { bytes: Some(8 * MIB), force, ..NewImage::default() };
+    work(None, |shop| shop.create(image, &new)).unwrap();
+}
+
+fn serve(image: &ImageName, state: &Path, read_only: bool) -> Result<Queue, DiskError> {
+    let state_dir = Some(state.to_owned());
+    let options = OpenOptions { read_only, state_dir, ..OpenOptions::default() };
+    Disk::open_image(image, &options).map(Queue::new)
+}
+
+/// A backend of a new image was killed with a write that was answered.
+fn killed(format: Format, dir: &Path, state: &Path) -> ImageName {
+    let image = name(format, &dir.join(format!("a.{format}")));
+    create(&image, false);
+    serve(&image, state, false).unwrap().write(MIB, &[5; 512]).unwrap();
+    image
+}
+
+fn byte(image: &ImageName, state: &Path) -> u8 {
+    serve(image, state, true).unwrap().read(MIB, 512).unwrap()[0]
+}
+
+fn journals(state: &Path) -> Vec<JournalInfo> {
+    work(Some(state), |shop| shop.journals()).unwrap()
+}
+
+fn is_usable(image: &ImageName, state: &Path) -> bool {
+    work(Some(state), |shop| shop.check(image, true)).unwrap().usable
+}
+
+#[test]
+fn a_volume_that_comes_back_as_another_device_has_what_was_answered() {
+    for format in FORMATS {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let file = dir.path().join("volume");
+        fs::File::create(&file).unwrap().set_len(32 * MIB).unwrap();
+        let Some(before) = Loop::attach(&file, 512) else { return };
+        let image = name(format, &before.0);
+        create(&image, true);
+        serve(&image, state.path(), false).unwrap().write(MIB, &[5; 512]).unwrap();
+        let after = Loop::attach(&file, 512).unwrap();
+        let back = name(format, &after.0);
+        drop(before);
+        assert_eq!(byte(&back, state.path()), 5, "{format}");
+
+        // Another volume, with an image of its own, has the number meanwhile.
+        let other = dir.path().join("other");
+        fs::File::create(&other).unwrap().set_len(32 * MIB).unwrap();
+        let device = image.path.to_str().unwrap();
+        if run("losetup", &[device, other.to_str().unwrap()]).is_some() {
+            let _detached = Loop(image.path.clone());
+            create(&image, true);
+            assert_eq!(byte(&image, state.path()), 0, "{format}");
+            assert!(is_usable(&image, state.path()), "{format}");
+            serve(&image, state.path(), false).unwrap().close().unwrap();
+        }
+        let mut disk = serve(&back, state.path(), false).unwrap();
+        assert!(disk.read(MIB, 512).unwrap() == [5; 512], "{format}");
+        disk.close().unwrap();
+        assert_eq!(journals(state.path()), [], "{format}");
+    }
+}
+
+#[test]
+fn a_new_image_in_the_place_of_one_that_is_gone_is_in_order_and_the_journal_is_stale() {
+    for format in FORMATS {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let image = killed(format, dir.path(), state.path());
+        drop(serve(&image, state.path(), true).unwrap());
+        fs::remove_file(&image.path).unwrap();
+        // File systems give the number of a file that is gone to the next one.
+        create(&image, false);
+        assert!(is_usable(&image, state.path()), "{format}");
+        assert_eq!(byte(&image, state.path()), 0, "{format}");
+        let found = journals(state.path());
+        assert_eq!((found.len(), found[0].state), (1, JournalState::Stale), "{format}");
+        assert!(found[0].records > 0 && found[0].path == image.path.to_str().unwrap());
+        let dropped = work(Some(state.path()), |shop| shop.drop_journals(&[], true, false));
+        assert_eq!(dropped.unwrap(), found, "{format}");
+        assert_eq!(journals(state.path()), [], "{format}");
+    }
+}
+
+#[test]
+fn an_image_is_renamed_with_what_was_answered_and_a_copy_beside_it_takes_nothing_away() {
+    for format in FORMATS {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let image = killed(format, dir.path(), state.path());
+        let copy = name(format, &dir.path().join("copy"));
+        fs::copy(&image.path, &copy.path).unwrap();
+        let mut disk = serve(&copy, state.path(), false).unwrap();
+        assert!(disk.read(MIB, 512).unwrap() == [0; 512], "{format}");
+        disk.write(2 * MIB, &[7; 512]).unwrap();
+        // Both at once, as two guests have them.
+        let mut original = serve(&image, state.path(), false).unwrap();
+        assert!(original.read(MIB, 512).unwrap() == [5; 512], "{format}");
+        assert!(original.read(2 * MIB, 512).unwrap() == [0; 512], "{format}");
+        drop((disk, original));
+        let renamed = name(format, &dir.path().join("renamed"));
+        fs::rename(&image.path, &renamed.path).unwrap();
+        assert_eq!(byte(&renamed, state.path()), 5, "{format}");
+        for image in [&renamed, &copy] {
+            serve(image, state.path(), false).unwrap().close().unwrap();
+        }
+        assert_eq!(journals(state.path()), [], "{format}");
+        assert_eq!(byte(&renamed, state.path()), 5, "{format}");
+    }
+}
+
+/// It may be the image, or a backup from before.
+#[test]
+fn a_copy_whose_original_is_gone_is_refused_until_the_journal_is_dropped() {
+    for format in FORMATS {
+        let (dir, other, state) = (dir_on_disk(), dir_on_tmpfs(), dir_on_tmpfs());
+        let image = killed(format, dir.path(), state.path());
+        let copy = name(format, &other.path().join("copy"));
+        fs::copy(&image.path, &copy.path).unwrap();
+        let away = dir.path().join("away");
+        fs::rename(&image.path, &away).unwrap();
+        let left = journals(state.path());
+        for read_only in [true, false] {
+            let error = serve(&copy, state.path(), read_only).err().unwrap();
+            assert!(error.help().contains(&left[0].name), "{format}: {}", error.help());
+            assert!(error.why().contains(image.path.to_str().unwrap()), "{format}: {error}");
+        }
+        assert!(!is_usable(&copy, state.path()), "{format}");
+        work(Some(state.path()), |shop| shop.repair(&copy, true)).unwrap_err();
+        assert_eq!(byte(&name(format, &away), state.path()), 5, "{format}");
+        let names = [left[0].name.clone()];
+        work(Some(state.path()), |shop| shop.drop_journals(&names, false, false)).unwrap();
+        serve(&copy, state.path(), false).unwrap().close().unwrap();
+        assert!(is_usable(&copy, state.path()), "{format}");
+    }
+}
+
+/// `cp backup.qcow2 disk.qcow2` keeps the file's number.
+#[test]
+fn a_qcow2_backup_that_is_copied_over_an_image_does_not_get_its_journal() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let image = name(Format::Qcow2, &dir.path().join("a.qcow2"));
+    create(&image, false);
+    let closed = fs::read(&image.path).unwrap();
+    serve(&image, state.path(), false).unwrap().write(MIB, &[5; 512]).unwrap();
+    let crashed = fs::read(&image.path).unwrap();
+    fs::write(&image.path, &closed).unwrap();
+    let error = serve(&image, state.path(), false).err().unwrap();
+    assert!(error.why().contains("bytes 1048576 to 1114111"), "{error}");
+    // And one that was made while another backend had it open.
+    fs::write(&image.path, &crashed).unwrap();
+    let mut disk = serve(&image, state.path(), false).unwrap();
+    disk.close().unwrap();
+    disk.write(2 * MIB, &[6; 512]).unwrap();
+    drop(disk);
+    serve(&image, state.path(), false).unwrap().write(3 * MIB, &[7; 512]).unwrap();
+    fs::write(&image.path, &crashed).unwrap();
+    let error = serve(&image, state.path(), false).err().unwrap();
+    assert!(error.why().contains("bytes 3145728 to"), "{error}");
+}
+
+#[test]
+fn a_journal_is_dropped_by_name_if_nobody_uses_it_and_by_force_if_its_image_is_there() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let image = killed(Format::Vhd, dir.path(), state.path());
+    let left = journals(state.path()).remove(0);
+    assert_eq!((left.state, left.format), (JournalState::Kept, Some("vhd")));
+    let drop_it = |names: &[String], force| {
+        work(Some(state.path()), |shop| shop.drop_journals(names, true, force))
+            .map_err(|e| e.kind())
+    };
+    let names = [left.name.clone()];
+    assert_eq!(drop_it(&names, false), Err(ErrorKind::Refused));
+    assert_eq!(drop_it(&["none".into()], false), Err(ErrorKind::NotFound));
+    let disk = serve(&image, state.path(), false).unwrap();
+    assert_eq!(journals(state.path())[0].state, JournalState::InUse);
+    assert_eq!(drop_it(&names, true), Err(ErrorKind::InUse));
+    drop(disk);
+    assert_eq!(byte(&image, state.path()), 5);
+    assert_eq!(drop_it(&names, true), Ok(vec![left]));
+    assert_eq!(byte(&image, state.path()), 0);
+}

@@ -1,0 +1,196 @@
+//! A qcow2 image is marked while it is open: if another program writes to it after a backend was
+//! killed, no answered write vanishes without a word.
+
+mod common;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
+use ferrite_disk::tools::NewImage;
+use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
+
+const IMAGE: &str = "FERRITE_TEST_IMAGE";
+const STATE: &str = "FERRITE_TEST_STATE";
+/// A cluster has 64 KiB; each write has one of its own.
+const CLUSTERS: u64 = 512;
+const CLUSTER: u64 = 64 << 10;
+const TRIES: u64 = 25;
+
+fn offset(write: u64) -> u64 {
+    write * 211 % CLUSTERS * CLUSTER
+}
+
+fn name(path: &Path) -> ImageName {
+    ImageName { format: Format::Qcow2, path: path.to_owned() }
+}
+
+fn create(path: &Path) {
+    let new = NewImage { bytes: Some(CLUSTERS * CLUSTER), ..NewImage::default() };
+    work(None, |shop| shop.create(&name(path), &new)).unwrap();
+}
+
+fn serve(path: &Path, state: &Path, read_only: bool) -> Result<Queue, DiskError> {
+    let state_dir = Some(state.to_owned());
+    let options = OpenOptions { read_only, state_dir, ..OpenOptions::default() };
+    Disk::open_image(&name(path), &options).map(Queue::new)
+}
+
+fn autoclear(path: &Path) -> u64 {
+    u64::from_be_bytes(fs::read(path).unwrap()[88..96].try_into().unwrap())
+}
+
+/// Not a test: a backend, when this program is run again with the environment that says so. It says
+/// which writes were answered.
+#[test]
+fn process_backend() {
+    let Ok(image) = std::env::var(IMAGE) else { return };
+    let state = std::env::var(STATE).unwrap();
+    let mut disk = serve(image.as_ref(), state.as_ref(), false).unwrap();
+    for write in 0..CLUSTERS {
+        disk.write(offset(write), &[write as u8 + 1; 512]).unwrap();
+        std::io::stderr().write_all(format!("{write}\n").as_bytes()).unwrap();
+        if write % 37 == 36 {
+            disk.flush().unwrap();
+        }
+    }
+}
+
+/// Kills a backend with SIGKILL after so many answers; how many there were.
+fn killed_after(answers: u64, image: &Path, state: &Path) -> u64 {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "process_backend", "--nocapture", "--test-threads=1"]);
+    command.env(IMAGE, image).env(STATE, state);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut answered = 0;
+    for line in lines {
+        let Ok(write) = line.unwrap().parse::<u64>() else { continue };
+        answered = write + 1;
+        if answered == answers {
+            child.kill().unwrap();
+        }
+    }
+    child.wait().unwrap();
+    assert!(answered >= answers, "it served {answered} writes");
+    answered
+}
+
+/// Kills backends, has a program at the image, and opens it again: all that was answered is there,
+/// or it is refused. How often it was.
+fn refused_after(program: &str, args: &[&str]) -> Option<u64> {
+    let mut refused = 0;
+    for round in 0..TRIES {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let path = dir.path().join("a.qcow2");
+        create(&path);
+        let answered = killed_after(1 + round * 7, &path, state.path());
+        let mut all = args.to_vec();
+        all.push(path.to_str().unwrap());
+        // It may find leaks, and say so by its exit code.
+        let Ok(done) = Command::new(program).args(&all).output() else {
+            skipped(&format!("no {program}"));
+            return None;
+        };
+        assert!(done.status.code().is_some_and(|code| code < 4), "{done:?}");
+        let mut disk = match serve(&path, state.path(), round % 2 == 0) {
+            Ok(disk) => disk,
+            Err(e) => {
+                assert_eq!(e.kind(), ErrorKind::Refused, "{e}");
+                assert!(e.why().contains("lost: bytes "), "{e}");
+                refused += 1;
+                continue;
+            }
+        };
+        for write in 0..answered {
+            let found = disk.read(offset(write), 512).unwrap();
+            assert!(
+                found == [write as u8 + 1; 512],
+                "{program} {args:?}: write {write} of {answered}"
+            );
+        }
+    }
+    Some(refused)
+}
+
+#[test]
+fn leaks_that_qemu_img_mends_after_a_kill_are_not_taken_for_free_space() {
+    let Some(refused) = refused_after("qemu-img", &["check", "-q", "-r", "leaks"]) else { return };
+    assert!(refused >= TRIES - 5, "{refused} of {TRIES}");
+}
+
+#[test]
+fn what_qemu_img_repairs_after_a_kill_is_refused_and_says_what_is_lost() {
+    let Some(refused) = refused_after("qemu-img", &["check", "-q", "-r", "all"]) else { return };
+    assert!(refused >= TRIES - 5, "{refused} of {TRIES}");
+}
+
+#[test]
+fn a_discard_by_qemu_io_after_a_kill_is_seen() {
+    let args = ["-f", "qcow2", "-d", "unmap", "-c", "discard 0 64k"];
+    let Some(refused) = refused_after("qemu-io", &args) else { return };
+    assert!(refused >= TRIES - 5, "{refused} of {TRIES}");
+}
+
+#[test]
+fn whoever_only_looks_takes_nothing_away() {
+    let Some(refused) = refused_after("qemu-img", &["check", "-q"]) else { return };
+    assert_eq!(refused, 0);
+    assert_eq!(refused_after("qemu-img", &["info"]), Some(0));
+}
+
+#[test]
+fn an_image_is_marked_from_its_first_write_to_its_end_and_by_another_mark_each_time() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let path = dir.path().join("a.qcow2");
+    create(&path);
+    let mut marks = vec![0];
+    for round in 0..3 {
+        let mut disk = serve(&path, state.path(), false).unwrap();
+        assert_eq!(autoclear(&path), 0, "opening writes nothing");
+        disk.write(round * MIB, &[1; 512]).unwrap();
+        marks.push(autoclear(&path));
+        assert!(marks[marks.len() - 1] >> 63 == 1 && marks[marks.len() - 1] & 0xffff == 0);
+        disk.close().unwrap();
+        assert_eq!(autoclear(&path), 0, "closed");
+        // Written to again, as when a toolstack gives the disk to another guest.
+        disk.write(round * MIB, &[2; 512]).unwrap();
+        disk.close().unwrap();
+    }
+    marks.sort_unstable();
+    marks.dedup();
+    assert_eq!(marks.len(), 4, "{marks:x?}");
+    // A dead process's mark stays as long as its journal does.
+    serve(&path, state.path(), false).unwrap().write(4 * MIB, &[3; 512]).unwrap();
+    let dead = autoclear(&path);
+    let mut next = serve(&path, state.path(), false).unwrap();
+    next.write(5 * MIB, &[4; 512]).unwrap();
+    assert_eq!(autoclear(&path), dead);
+    next.close().unwrap();
+    assert_eq!(autoclear(&path), 0);
+    assert_eq!(fs::read_dir(state.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn an_image_that_was_refused_is_used_again_when_its_journal_was_dropped() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let path = dir.path().join("a.qcow2");
+    create(&path);
+    killed_after(20, &path, state.path());
+    if run("qemu-img", &["check", "-q", "-r", "all", path.to_str().unwrap()]).is_none() {
+        return skipped("no qemu-img");
+    }
+    let report = work(Some(state.path()), |shop| shop.check(&name(&path), true)).unwrap();
+    assert!(!report.usable && report.images[0].findings[0].why.contains("lost"), "{report:?}");
+    work(Some(state.path()), |shop| shop.repair(&name(&path), true)).unwrap_err();
+    let error = serve(&path, state.path(), false).err().unwrap();
+    let journal = work(Some(state.path()), |shop| shop.journals()).unwrap().remove(0).name;
+    assert!(error.help().contains(&journal), "{}", error.help());
+    work(Some(state.path()), |shop| shop.drop_journals(&[journal], false, true)).unwrap();
+    let mut disk = serve(&path, state.path(), false).unwrap();
+    disk.write(0, &[9; 512]).unwrap();
+    disk.close().unwrap();
+}
