@@ -15,7 +15,7 @@ use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
 use super::refs::Refs;
 use super::state::{State, WORDS};
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES, snapshots};
-use crate::journal::{self, Identity, Journal, Left};
+use crate::journal::{self, Identity, Journal, Left, Record};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
 /// Bytes of a table that are read at once.
@@ -46,26 +46,11 @@ impl Qcow2 {
         if !read_only {
             check_writable(&header, &cannot)?;
         }
-        let identity = identity(&medium, &header).map_err(|e| cannot.io(e))?;
-        let left = cannot.find(dir, &identity, &header)?;
+        let left = cannot.find(dir, &medium, &header)?;
         let tables = Tables::read(&medium, header, bytes, left || !read_only, &cannot)?;
-        let mut mark = 0;
-        let (journal, records) = match (read_only, left) {
-            (true, true) => {
-                let records = Journal::peek(dir, &identity, WORDS, MAX_CHANGES)?;
-                (Journal::without(WORDS, MAX_CHANGES), records)
-            }
-            (true, false) => (Journal::without(WORDS, MAX_CHANGES), Vec::new()),
-            (false, _) => {
-                let own = tables.header.mark().filter(|_| left);
-                let mut random = SplitMix64::from_system();
-                let new = own.or_else(|| tables.header.new_mark(&mut random));
-                mark = new.filter(|_| dir.is_some()).unwrap_or(0);
-                let identity = new.map_or(identity.id, id_of_mark);
-                let identity = Identity::of(&medium, Format::Qcow2, identity);
-                let identity = identity.map_err(|e| cannot.io(e))?;
-                Journal::open(dir, &identity, WORDS, MAX_CHANGES)?
-            }
+        let (mark, journal, records) = match dir {
+            Some(dir) => cannot.journal(dir, &medium, &tables.header, left)?,
+            None => (0, Journal::without(WORDS, MAX_CHANGES), Vec::new()),
         };
         let entries = (tables.header.cluster_bytes().min(SLICE_BYTES) / 8) as usize;
         let refs = Refs::new(&tables.header, tables.reftable);
@@ -281,15 +266,38 @@ impl Cannot {
         DiskError::new(kind, &self.0, e.to_string(), help)
     }
 
+    /// The mark that this process sets, the journal, and what is in it. `left`: something is. Who
+    /// only reads sets none, and leaves the journal as it is.
+    fn journal(
+        &self,
+        dir: &Path,
+        medium: &Raw,
+        header: &Header,
+        left: bool,
+    ) -> Result<(u64, Journal, Vec<Record>), DiskError> {
+        let mut identity = identity(medium, header).map_err(|e| self.io(e))?;
+        if medium.read_only() {
+            let records = match left {
+                true => Journal::peek(Some(dir), &identity, WORDS, MAX_CHANGES)?,
+                false => Vec::new(),
+            };
+            return Ok((0, Journal::without(WORDS, MAX_CHANGES), records));
+        }
+        let new = || header.new_mark(&mut SplitMix64::from_system());
+        let mark = header.mark().filter(|_| left).or_else(new);
+        identity.id = mark.map_or(identity.id, id_of_mark);
+        let (journal, records) = Journal::open(Some(dir), &identity, WORDS, MAX_CHANGES)?;
+        Ok((mark.unwrap_or(0), journal, records))
+    }
+
     /// Whether the image's own journal says something. Refused: it has lost its journal, as another
     /// program has written to it, or somebody has put an older copy in its place.
-    fn find(
-        &self,
-        dir: Option<&Path>,
-        identity: &Identity,
-        header: &Header,
-    ) -> Result<bool, DiskError> {
-        let found = journal::survey(dir, identity)?;
+    fn find(&self, dir: Option<&Path>, medium: &Raw, header: &Header) -> Result<bool, DiskError> {
+        if dir.is_none() {
+            return Ok(false);
+        }
+        let identity = identity(medium, header).map_err(|e| self.io(e))?;
+        let found = journal::survey(dir, &identity)?;
         if let Some(here) = found.here.filter(|left| left.format == Some(Format::Qcow2)) {
             return Err(self.lost(&here, header));
         }

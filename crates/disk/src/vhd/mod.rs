@@ -392,6 +392,9 @@ fn journal_of(
     options: &OpenOptions,
 ) -> Result<(Journal, Vec<journal::Record>), DiskError> {
     let dir = options.state_dir.as_deref();
+    if dir.is_none() {
+        return Ok((Journal::without(RECORD_WORDS, RECORDS), Vec::new()));
+    }
     let identity = Identity::of(raw, Format::Vhd, footer.uuid.0);
     let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
     let left = journal::survey(dir, &identity)?;
