@@ -36,6 +36,7 @@ pub(crate) fn dist(arguments: &DistArguments) -> Result<()> {
     packages::ensure(&[packages::DIST])?;
     let program = build(arguments.is_static)?;
     let made = step("pack", || pack(&program, &steps::target_dir().join("dist")))?;
+    step("try the package", || try_out(&made, arguments.is_static))?;
     steps::say(format!("made {} and {}", made.tar.display(), made.deb.display()));
     Ok(())
 }
@@ -58,7 +59,7 @@ fn build(is_static: bool) -> Result<PathBuf> {
 }
 
 /// Whether the compiler has its library for programs without a libc of the host.
-pub(crate) fn has_static_target() -> Result<bool> {
+fn has_static_target() -> Result<bool> {
     let sysroot = output(Command::new("rustc").args(["--print", "sysroot"]))?;
     let library = Path::new(sysroot.trim()).join("lib/rustlib").join(STATIC_TARGET);
     Ok(library.join("lib").is_dir())
@@ -72,6 +73,47 @@ fn check_static_target() -> Result<()> {
         "the compiler has no library for {STATIC_TARGET}: install it (rustup target add \
          {STATIC_TARGET}) and run again"
     )
+}
+
+/// Packs the program that the tests have built, and tries the package.
+pub(crate) fn check() -> Result<()> {
+    packages::ensure(&[packages::DIST])?;
+    let log = fresh_log("dist-check")?;
+    run_logged(cargo().args(["build", "--locked", "--package", "ferrite"]), &log)?;
+    let program = steps::target_dir().join("debug/ferrite");
+    try_out(&pack(&program, &steps::target_dir().join("dist-check"))?, false)
+}
+
+/// Unpacks the package and has its program start and work on images.
+fn try_out(made: &Made, is_static: bool) -> Result<()> {
+    let log = fresh_log("dist-try")?;
+    let folder = made.deb.with_file_name("unpacked");
+    run_logged(Command::new("dpkg-deb").arg("-x").arg(&made.deb).arg(&folder), &log)?;
+    let program = folder.join("usr/bin/ferrite");
+    let told = output(Command::new("readelf").args(["-W", "-d"]).arg(&program))?;
+    if is_static && told.contains("(NEEDED)") {
+        bail!("the program is not linked statically:\n{told}");
+    }
+    let images = made.deb.with_file_name("images");
+    fs::create_dir_all(&images)?;
+    for line in [
+        "--version",
+        "image create --force a.vhd 64M",
+        "image convert --force a.vhd b.qcow2",
+        "image compare a.vhd b.qcow2",
+        "image check a.vhd",
+        "image check b.qcow2",
+    ] {
+        let mut command = Command::new(&program);
+        run_logged(command.args(line.split(' ')).current_dir(&images), &log)?;
+    }
+    let listed = output(Command::new("tar").arg("-tJf").arg(&made.tar))?;
+    for path in ["usr/bin/ferrite", "etc/xen/scripts/block-ferrite", "man1/ferrite-serve.1.gz"] {
+        if !listed.contains(path) || !(path.starts_with("man1") || folder.join(path).is_file()) {
+            bail!("{path} is not in the packages:\n{listed}");
+        }
+    }
+    Ok(())
 }
 
 /// Puts everything in its place below a folder, and packs that.

@@ -6,8 +6,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::checks::{Outcome, check, fresh_log};
-use crate::powercuts;
 use crate::steps::{self, cargo, run_logged};
+use crate::{dist, powercuts};
 
 /// The licence gate. Built once into target/tools: three minutes of processor time.
 const CARGO_DENY: &str = "0.20.2";
@@ -41,6 +41,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
             doc.args(["doc", "--locked", "--workspace", "--no-deps"]);
             run("doc", doc.env("RUSTDOCFLAGS", "-Dwarnings"))
         }),
+        check("packages", dist::check),
         check("licences, bans, sources", licences),
     ]
 }
