@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{
-    Attachment, Config, EngineFactory, Outcome, ServeError, close, report_failure, serve,
+    Attachment, Config, EngineFactory, Outcome, ServeError, close, report_failure, run_dir_name,
+    serve, sweep,
 };
 use ferrite_serve::negotiate::Offer;
 use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
@@ -42,7 +43,7 @@ const ADOPT_ENTRIES: u32 = 32;
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     let (domid, devid) = (args.xen.domain, args.xen.device);
     let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
-    let run_dir = Path::new(RUN_DIR).join(format!("vbd-{domid}-{devid}"));
+    let run_dir = Path::new(RUN_DIR).join(run_dir_name(domid, devid));
     let stop = stop_on_signals()?;
     let mut store = match Store::open() {
         Ok(store) => store,
@@ -51,6 +52,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
             return Err(no_xen(args, e));
         }
     };
+    if let Err(e) = sweep(&mut store, Path::new(RUN_DIR), &format!("backend/{BACKEND_KIND}")) {
+        tracing::warn!("cannot look for what disks that are gone have left: {e}");
+    }
     let Some(attachment) = attachment(args, &mut store, &backend, &run_dir, &stop)? else {
         return Ok(());
     };
@@ -63,7 +67,6 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         // The toolstack waits. That xenstore refuses it changes nothing about the failure.
         let _ = report_failure(&mut store, &backend, &format!("{}: {}", failure.what, failure.why));
     })?;
-    make_run_dir(&run_dir)?;
     let config = Config {
         backend,
         domid,
@@ -188,12 +191,12 @@ pub(crate) fn engines(kind: EngineKind) -> EngineFactory {
     Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
-/// Called when the run directory is there.
 fn moving(args: &ServeArgs) -> Result<Moving, Failure> {
     let path = Path::new(RUN_DIR).join(MAP_BUDGET);
     let budget = match args.mover {
         Mover::Copy => Budget::of_disk(0),
         Mover::Map | Mover::Persistent => {
+            make_dir(Path::new(RUN_DIR))?;
             Budget::of_host(&path, args.map_budget_host, args.map_budget).map_err(|e| {
                 let help = "it is made when it is not there; --mover copy does without it";
                 Failure::new(format!("cannot open {}", path.display()), e, help)
@@ -203,15 +206,11 @@ fn moving(args: &ServeArgs) -> Result<Moving, Failure> {
     Ok(Moving { mover: args.mover, maps: Maps::new(budget, SystemClock::shared()) })
 }
 
-fn make_run_dir(path: &Path) -> Result<(), Failure> {
+fn make_dir(path: &Path) -> Result<(), Failure> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| {
         let what = format!("cannot make {}", path.display());
-        Failure::new(what, e, format!("run as root, with tmpfs mounted on {}", parent(path)))
+        Failure::new(what, e, "run as root, with tmpfs mounted on /run")
     })
-}
-
-fn parent(path: &Path) -> String {
-    path.ancestors().nth(2).map(PathBuf::from).unwrap_or_default().display().to_string()
 }
 
 /// SIGTERM, SIGINT and SIGHUP end the process in good order: everything taken is answered.
@@ -232,7 +231,7 @@ fn no_xen(args: &ServeArgs, e: impl std::fmt::Display) -> Failure {
 
 fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
     let help = match e {
-        ServeError::Store(_) | ServeError::Host { .. } => {
+        ServeError::Store(_) | ServeError::Host { .. } | ServeError::RunDir { .. } => {
             "the guest waits: mend the cause and run the same command again"
         }
         ServeError::Close(_) => {

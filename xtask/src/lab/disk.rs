@@ -301,7 +301,8 @@ impl Disk {
     pub(crate) fn sweep(&mut self, lab: &mut Lab) -> Result<()> {
         let (front, back) = (self.frontend(), self.backend_dir());
         lab.sh(&format!(
-            "if xenstore-exists {back}/state; then xenstore-write {back}/online 0 {back}/state 5; \
+            "if xenstore-exists {back}/state && [ \"$(xenstore-read {back}/state)\" != 6 ]; then \
+             xenstore-write {back}/online 0 {back}/state 5; \
              for n in $(seq 50); do [ \"$(xenstore-read {back}/state)\" = 6 ] && break; sleep 0.1; \
              done; fi; xenstore-rm {front} 2>/dev/null; xenstore-rm {back} 2>/dev/null; \
              sleep 0.3; pkill -9 -x ferrite; losetup -D; true"

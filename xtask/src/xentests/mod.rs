@@ -139,7 +139,7 @@ impl<'a> Bench<'a> {
     /// What no test may leave behind in a living guest: a complaint of blkfront.
     fn check_guests(&mut self) -> Result<()> {
         for guest in &mut self.guests {
-            let alive = self.lab.dom0(&format!("xl domid {}", guest.name()), 30)?.status == 0;
+            let alive = self.lab.dom0(&format!("xl list {}", guest.domid()), 30)?.status == 0;
             if alive {
                 guest.check_blkfront(self.lab)?;
             }
@@ -160,16 +160,27 @@ impl<'a> Bench<'a> {
     /// Removes all guests and disks; what stays although it must go is an error.
     fn clean_up(&mut self) -> Result<()> {
         for guest in &self.guests {
-            let command = format!("xl destroy {} 2>/dev/null; true", guest.name());
+            let command = format!("xl destroy {} 2>/dev/null; true", guest.domid());
             self.lab.sh_for(&command, 120)?;
         }
         self.lab
             .wait_until("every guest gone, no zombie", "[ $(xl list | wc -l) = 2 ]", 60)
             .with_context(|| "a domain stays: somebody still holds its memory")?;
+        // Backends end by themselves when their guests are gone.
+        let ended = self.lab.dom0(&format!("timeout 20 sh -c '{ENDED}'"), 30)?.status == 0;
         for disk in &mut self.disks {
             disk.sweep(self.lab)?;
         }
-        self.lab.sh("rm -f /lab/image*.raw /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite")?;
+        let left = self.lab.sh(LEFT)?;
+        self.lab
+            .sh("rm -f /lab/image*.raw /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
+             xenstore-rm /local/domain/0/error 2>/dev/null; true")?;
+        if !ended {
+            bail!("a backend is still there when all guests are gone");
+        }
+        if !left.is_empty() {
+            bail!("these are left when all disks are gone:\n{left}");
+        }
         let broken = "dmesg | grep -E 'BUG:|Oops|general protection|hung task|Call Trace'";
         let said = self.lab.dom0(broken, 30)?;
         if said.status == 0 {
@@ -178,6 +189,15 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 }
+
+/// Waits for the end of all backends.
+const ENDED: &str = "while pgrep -x ferrite >/dev/null; do sleep 0.2; done";
+
+/// Prints what disks must not leave behind (security.md T22): files in memory, and errors in
+/// xenstore. A folder for the states of images and the file of the mapping budget are the host's.
+const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/images \
+     ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget 2>/dev/null; \
+     xenstore-ls -f /local/domain/0/error/backend/vbd3 2>/dev/null; true";
 
 /// Waits until the guest has made the disk's node.
 fn wait_for_node(lab: &mut Lab, guest: &mut Guest, disk: &Disk) -> Result<()> {

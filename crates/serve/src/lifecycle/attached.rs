@@ -12,9 +12,10 @@ use ferrite_xen::ring::BackRing;
 use ferrite_xen::store::StoreError;
 
 use super::refusal::Refusal;
+use super::run_dir::{TABLE, trace_path};
 use super::{Backend, ServeError, largest_request};
 use crate::connection::{Connection, Shape, Waker};
-use crate::inflight::{Identity, QueueTable, Table, Unanswered};
+use crate::inflight::{Identity, QueueTable, Table, TableError, Unanswered};
 use crate::negotiate::{Wanted, published_offer, read_frontend};
 use crate::queue::{Parts, Queue, QueueEnd, QueueEvent};
 use crate::quiet::told;
@@ -51,6 +52,7 @@ struct Prepared {
 impl Attached {
     /// Connects a frontend that has nothing in flight.
     pub(super) fn connect(backend: &mut Backend<'_>, wanted: Wanted) -> Result<Attached, Refusal> {
+        backend.enter_run_dir().map_err(Refusal::Host)?;
         let discard = backend.may_discard().map_err(|e| Refusal::Host(e.into()))?;
         let indirect = backend.offer.max_indirect_segments;
         let connection =
@@ -67,7 +69,11 @@ impl Attached {
         let identity = identity(backend, &wanted, indirect).map_err(Refusal::Host)?;
         let path = table_path(backend);
         let table = Table::create(&path, identity).map_err(|e| {
-            Refusal::Host(ServeError::host("keep a table", std::io::Error::other(e)))
+            let kind = match &e {
+                TableError::Io { source, .. } => source.kind(),
+                TableError::Foreign { .. } => std::io::ErrorKind::Other,
+            };
+            Refusal::Host(ServeError::run_dir("keep a table", std::io::Error::new(kind, e)))
         })?;
         let prepared = rings
             .into_iter()
@@ -92,6 +98,7 @@ impl Attached {
             Refusal::Guest(why) => refuse(why),
             Refusal::Host(e) => e,
         };
+        backend.enter_run_dir()?;
         let (offer, discard) = published_offer(backend.store, &backend.config.backend)
             .map_err(|e| cannot(e.into()))?;
         let wanted =
@@ -129,6 +136,11 @@ impl Attached {
         prepared: Vec<Prepared>,
         moving: Moving,
     ) -> Result<Attached, ServeError> {
+        // All of them before the first queue works.
+        let traces: Vec<_> = (0..prepared.len())
+            .map(|i| TraceRing::create(&trace_path(&backend.config.run_dir, i)))
+            .collect::<Result<_, _>>()
+            .map_err(|e| ServeError::run_dir("make a trace ring", e))?;
         let (sender, messages) = channel();
         let mut attached = Attached {
             wanted,
@@ -139,8 +151,8 @@ impl Attached {
             moving,
             hypervisor: backend.hypervisor.name(),
         };
-        for (index, prepared) in prepared.into_iter().enumerate() {
-            match attached.spawn(backend, index, prepared, sender.clone()) {
+        for (index, (prepared, trace)) in prepared.into_iter().zip(traces).enumerate() {
+            match attached.spawn(backend, index, prepared, trace, sender.clone()) {
                 Ok(thread) => attached.threads.push(thread),
                 Err(e) => {
                     attached.join();
@@ -156,11 +168,9 @@ impl Attached {
         backend: &Backend<'_>,
         index: usize,
         prepared: Prepared,
+        trace: TraceRing,
         sender: Sender<(usize, Message)>,
     ) -> Result<JoinHandle<()>, ServeError> {
-        let trace = backend.config.run_dir.join(format!("trace-{index}"));
-        let trace =
-            TraceRing::create(&trace).map_err(|e| ServeError::host("make a trace ring", e))?;
         let connection = self.connection.clone();
         let engine = backend.config.engine.clone();
         let control = backend.control.clone();
@@ -351,7 +361,7 @@ fn new_link(
 }
 
 fn table_path(backend: &Backend<'_>) -> PathBuf {
-    backend.config.run_dir.join("inflight")
+    backend.config.run_dir.join(TABLE)
 }
 
 fn identity(

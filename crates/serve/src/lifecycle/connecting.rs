@@ -49,8 +49,10 @@ impl Backend<'_> {
                     tracing::info!(held_back = told(held_back), "connected: {}", a.describe());
                 }
                 *attached = Some(a);
+                self.clear_error()?;
                 self.offer(State::Connected)
             }
+            Err(Refusal::Host(e @ ServeError::RunDir { .. })) => self.delay(&e),
             Err(Refusal::Host(e)) => Err(e),
             Err(Refusal::Guest(why)) => {
                 if self.drain_watches()? {
@@ -73,5 +75,15 @@ impl Backend<'_> {
 
     fn wanted(&mut self, frontend: &str) -> Result<negotiate::Wanted, NegotiateError> {
         negotiate::read_frontend(self.store, frontend, &self.offer)
+    }
+
+    /// The host cannot serve this guest now. It waits, and others are not concerned.
+    pub(super) fn delay(&mut self, why: &ServeError) -> Result<(), ServeError> {
+        self.delayed = true;
+        let now_ns = self.device.clock.now_ns();
+        if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
+            tracing::error!(held_back = told(held_back), "the guest has to wait: {why}");
+        }
+        Ok(self.report_error(&why.to_string())?)
     }
 }

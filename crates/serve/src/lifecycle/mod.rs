@@ -33,23 +33,29 @@ mod directory;
 mod growth;
 mod look;
 mod refusal;
+mod run_dir;
 mod waiting;
 
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
 pub use look::State;
+pub use run_dir::{run_dir_name, sweep};
 
 use attached::Attached;
 use attachment::DIRECTORY;
 use closing::Closing;
 use look::Look;
 use refusal::Refused;
+use run_dir::{LATCH, RunDir};
 use waiting::poll_all;
 
 /// When xenstore is asked again that has not done what it was asked; twice as long each time, up to
 /// the maximum.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 const ASK_AGAIN_MAX: Duration = Duration::from_secs(1);
+
+/// When a connection is tried again that the host could not make.
+const DELAY: Duration = Duration::from_millis(250);
 
 /// The token of the watch on the frontend's state.
 const FRONTEND: &str = "frontend";
@@ -109,6 +115,15 @@ pub enum ServeError {
     /// The guest has let go of the disk, and storage failed when its image was to be closed.
     #[error("cannot close the image: {0}")]
     Close(#[source] io::Error),
+    /// The run directory cannot be used now: there is no space, or another process works in it.
+    /// That delays a connection, and ends nothing.
+    #[error("cannot {what}: {source}")]
+    RunDir {
+        /// What was tried.
+        what: String,
+        /// The reason.
+        source: io::Error,
+    },
     /// This host's fault: no memory, no descriptors, a queue that failed.
     #[error("cannot {what}: {source}")]
     Host {
@@ -122,6 +137,21 @@ pub enum ServeError {
 impl ServeError {
     fn host(what: impl Into<String>, source: io::Error) -> Self {
         ServeError::Host { what: what.into(), source }
+    }
+
+    /// What was to be kept in the run directory could not be.
+    fn run_dir(what: impl Into<String>, source: io::Error) -> Self {
+        let what = what.into();
+        match source.kind() {
+            io::ErrorKind::WouldBlock => {
+                let source = io::Error::other("another process serves this disk");
+                ServeError::RunDir { what, source }
+            }
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                ServeError::RunDir { what, source }
+            }
+            _ => ServeError::Host { what, source },
+        }
     }
 }
 
@@ -161,6 +191,8 @@ pub fn serve(
         offer,
         control,
         stop,
+        run_dir: None,
+        delayed: false,
         moved: false,
         requests: u64::MAX,
         grown: false,
@@ -190,6 +222,10 @@ struct Backend<'a> {
     /// Woken by queues that have something to report.
     control: Arc<Waker>,
     stop: &'a Waker,
+    /// Since the first connection.
+    run_dir: Option<RunDir>,
+    /// A connection could not be made for want of the host's, and is to be tried again.
+    delayed: bool,
     /// The frontend has written its state since the last look at it.
     moved: bool,
     /// Answered when the size was last asked for.
@@ -201,18 +237,60 @@ struct Backend<'a> {
 impl Backend<'_> {
     /// The file that remembers a failed flush until the disk is attached again.
     fn latch_path(&self) -> PathBuf {
-        self.config.run_dir.join("flush-failed")
+        self.config.run_dir.join(LATCH)
+    }
+
+    /// Makes the run directory with what has to be there before a guest can write, if it is not.
+    fn enter_run_dir(&mut self) -> Result<(), ServeError> {
+        let path = &self.config.run_dir;
+        if self.run_dir.is_none() || !path.exists() {
+            let what = format!("work in {}", path.display());
+            self.run_dir = Some(RunDir::make(path).map_err(|e| ServeError::run_dir(what, e))?);
+        }
+        self.device
+            .remember_in(&self.latch_path(), false)
+            .map_err(|e| ServeError::run_dir("make room to remember failed flushes", e))
+    }
+
+    /// Nothing of this disk is left for a successor. Before the toolstack hears that: it may attach
+    /// a disk of this name at once.
+    fn remove_traces(&mut self) -> Result<(), StoreError> {
+        let existing = || RunDir::existing(&self.config.run_dir).ok().flatten();
+        if let Some(dir) = self.run_dir.take().or_else(existing)
+            && let Err(e) = dir.remove()
+        {
+            tracing::warn!("cannot remove {}: {e}", self.config.run_dir.display());
+        }
+        self.clear_error()
     }
 
     fn run(&mut self, frontend: &str) -> Result<Outcome, ServeError> {
-        let look = self.look(frontend)?;
-        // The toolstack writes 1 and we never do: a disk that was attached just now.
-        self.device
-            .remember_in(&self.latch_path(), look.own == State::Initialising)
-            .map_err(|e| ServeError::host("remember failed flushes", e))?;
+        let mut look = self.look(frontend)?;
+        if look.own == State::Initialising {
+            // The toolstack writes 1 and we never do: a disk that was attached just now, and has
+            // nothing of an older one of its name.
+            self.remove_traces()?;
+        } else if self.latch_path().exists() {
+            self.device
+                .remember_in(&self.latch_path(), false)
+                .map_err(|e| ServeError::host("remember failed flushes", e))?;
+        }
         let mut attached = None;
+        while look.is_in_use() {
+            match self.take_over(frontend, look) {
+                Err(e @ ServeError::RunDir { .. }) => self.delay(&e)?,
+                taken => {
+                    attached = taken?;
+                    break;
+                }
+            }
+            if self.wait(Some(DELAY), None)? {
+                return Ok(Outcome::Stopped);
+            }
+            look = self.look(frontend)?;
+        }
         if look.is_in_use() {
-            attached = self.take_over(frontend, look)?;
+            // Taken over, or set up anew when it is back.
         } else if look.online && look.is_fresh() {
             self.offer(State::InitWait)?;
             if !look.plugged {
@@ -261,7 +339,10 @@ impl Backend<'_> {
             }
             closing::save(self.device, &self.config.engine);
         }
-        let timeout = self.rest(growth, attached.is_some())?;
+        let mut timeout = self.rest(growth, attached.is_some())?;
+        if std::mem::take(&mut self.delayed) {
+            timeout = Some(timeout.map_or(DELAY, |t| t.min(DELAY)));
+        }
         if self.wait(timeout, growth.fd())? {
             return self.stopped(attached).map(Some);
         }
@@ -381,6 +462,7 @@ impl Backend<'_> {
         if let Some(closing) = &closing {
             closing.wait_a_while();
         }
+        self.remove_traces()?;
         let announced = if announce { self.write_state(State::Closed) } else { Ok(()) };
         closing.map_or(Ok(()), Closing::wait)?;
         announced?;

@@ -1,6 +1,6 @@
 //! Frontends that cannot be connected, and whose fault that is.
 
-use ferrite_xen::store::StoreError;
+use ferrite_xen::store::{Store, StoreError};
 
 use super::{Backend, ServeError};
 use crate::negotiate::NegotiateError;
@@ -59,6 +59,38 @@ impl Backend<'_> {
             result => result,
         }
     }
+}
+
+impl Backend<'_> {
+    /// What was reported holds no longer.
+    pub(super) fn clear_error(&mut self) -> Result<(), StoreError> {
+        match clear_error(self.store, &self.config.backend) {
+            Err(e) if !e.is_fatal() => {
+                tracing::debug!("cannot remove an error from xenstore: {e}");
+                Ok(())
+            }
+            result => result,
+        }
+    }
+}
+
+/// Removes what was reported of the device with this directory, and the node of its guest if that
+/// was all: domain numbers are used up, one a start.
+pub(super) fn clear_error(store: &mut Store, backend: &str) -> Result<(), StoreError> {
+    let error = error_path(backend);
+    if store.read(&error)?.is_none() {
+        return Ok(());
+    }
+    let of_device = error.rsplit_once('/').map_or("", |(dir, _)| dir);
+    let of_guest = of_device.rsplit_once('/').map_or("", |(dir, _)| dir);
+    store.transaction(|tx| {
+        tx.remove(of_device)?;
+        match tx.list(of_guest) {
+            Ok(devices) if devices.is_empty() => tx.remove(of_guest),
+            Ok(_) | Err(StoreError::NotFound { .. }) => Ok(()),
+            Err(e) => Err(e),
+        }
+    })
 }
 
 /// The node for errors of the device with this directory: `error/` stands before the part that is

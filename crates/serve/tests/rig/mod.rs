@@ -17,7 +17,9 @@ use ferrite_io::clock::SystemClock;
 use ferrite_io::engines::test_engine;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::{Attachment, Config, EngineFactory, Outcome, ServeError, serve};
+use ferrite_serve::lifecycle::{
+    Attachment, Config, EngineFactory, Outcome, ServeError, run_dir_name, serve,
+};
 use ferrite_serve::negotiate::Offer;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
@@ -152,6 +154,7 @@ pub struct Rig {
     pub dir: TempDir,
     pub image: PathBuf,
     pub counters: Counters,
+    run_dir: PathBuf,
     plan: Plan,
     backend: Option<(Arc<Waker>, Running)>,
 }
@@ -175,12 +178,23 @@ impl Rig {
             std::fs::File::create(&image).unwrap().set_len(plan.bytes).unwrap();
         }
         let counters = Counters::default();
-        Rig { machine, domid, disk, dir, image, counters, plan, backend: None }
+        let run_dir = dir.path().join(run_dir_name(domid, disk.devid));
+        Rig { machine, domid, disk, dir, image, counters, run_dir, plan, backend: None }
     }
 
     /// The toolstack attaches the disk (again).
     pub fn attach(&mut self) {
         self.disk = self.machine.attach_disk(self.domid, self.plan.virtual_disk()).unwrap();
+    }
+
+    /// The guest has gone with its disk, and was started again under another number, as guests are.
+    pub fn reboot(&mut self) {
+        self.machine.destroy(self.domid).unwrap();
+        assert_eq!(self.join().unwrap(), Outcome::Unplugged);
+        self.machine.remove_disk(&self.disk.clone()).unwrap();
+        self.domid = self.machine.add_guest(self.plan.guest).unwrap();
+        self.attach();
+        self.run_dir = self.dir.path().join(run_dir_name(self.domid, self.disk.devid));
     }
 
     /// Starts a backend (again).
@@ -208,7 +222,7 @@ impl Rig {
             devid: self.disk.devid,
             offer: self.plan.offer,
             pool_bytes: self.plan.pool_bytes,
-            run_dir: self.dir.path().to_owned(),
+            run_dir: self.run_dir.clone(),
             engine: self.plan.engine.clone(),
             closes: true,
             tuning: self.plan.tuning,
@@ -307,7 +321,7 @@ impl Rig {
 
     /// The backend's run directory.
     pub fn run_dir(&self) -> &Path {
-        self.dir.path()
+        &self.run_dir
     }
 }
 

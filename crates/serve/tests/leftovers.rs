@@ -1,0 +1,166 @@
+//! What is left of disks that are no more (security.md T22): nothing, however their guests and
+//! their backends ended. What a successor may ask for stays.
+
+mod rig;
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use ferrite_serve::lifecycle::{Outcome, report_failure, sweep};
+use ferrite_xen::loopback::front::{FrontOptions, Frontend, RingWord};
+use rustix::fs::{FlockOperation, flock};
+
+use rig::{PATIENCE, Plan, Rig, scale};
+
+const KIND: &str = "backend/vbd3";
+
+fn plan() -> Plan {
+    Plan { bytes: 1 << 20, pool_bytes: 4 << 20, ..Plan::default() }
+}
+
+fn works(front: &mut Frontend) {
+    let buffer = front.space().buffer(1).unwrap();
+    front.queues[0].write(8, &buffer, 0, 4096).unwrap();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+}
+
+/// One test at a time: they count what this process has open.
+fn alone() -> impl Drop {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Names of all that there is: files in memory, and errors in the store.
+fn leftovers(rig: &Rig) -> BTreeSet<String> {
+    let mut store = rig.machine.store().unwrap();
+    let errors = store.list(&format!("error/{KIND}")).unwrap_or_default();
+    let files = std::fs::read_dir(rig.dir.path()).unwrap();
+    let files = files.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
+    files.chain(errors.into_iter().map(|name| format!("error {name}"))).collect()
+}
+
+fn has_error(rig: &Rig) -> bool {
+    let path = format!("error/{KIND}/{}", rig.domid);
+    rig.machine.store().unwrap().read(&path).unwrap().is_some()
+}
+
+fn sweep_all(rig: &Rig) {
+    sweep(&mut rig.machine.store().unwrap(), rig.dir.path(), KIND).unwrap();
+}
+
+#[test]
+fn a_guest_that_is_started_again_and_again_leaves_nothing_whatever_it_does() {
+    let _alone = alone();
+    let mut rig = Rig::without_backend(plan());
+    let mut after_first = 0;
+    for round in 0..60 * scale() {
+        rig.start();
+        let mut front = rig.frontend();
+        match round % 4 {
+            0 => front.connect(&FrontOptions::default(), PATIENCE).unwrap(),
+            1 => {
+                front.wait_for_backend(&[2], PATIENCE).unwrap();
+                front.read_features().unwrap();
+                front
+                    .offer_edited(&FrontOptions::default(), |keys| keys.set("event-channel", "no"))
+                    .unwrap();
+                front.wait_for_backend(&[5], PATIENCE).unwrap();
+                assert!(has_error(&rig));
+            }
+            2 => {
+                front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+                works(&mut front);
+                let ring = front.queues[0].ring();
+                ring.store(RingWord::ReqProd, front.queues[0].req_prod().wrapping_add(1 << 20));
+                front.queues[0].notify().unwrap();
+                while !has_error(&rig) {
+                    std::thread::yield_now();
+                }
+            }
+            _ => front.wait_for_backend(&[2], PATIENCE).map(drop).unwrap(),
+        }
+        drop(front);
+        rig.reboot();
+        assert_eq!(leftovers(&rig), BTreeSet::from(["disk.img".to_owned()]), "round {round}");
+        if round < 4 {
+            // The first of each kind may load what stays loaded.
+            after_first = descriptors();
+        }
+        // The store's end of a connection is closed a moment later.
+        let end = Instant::now() + PATIENCE;
+        while descriptors() > after_first {
+            assert!(Instant::now() < end, "round {round}: {} descriptors", descriptors());
+            std::thread::yield_now();
+        }
+    }
+    rig.start();
+}
+
+#[test]
+fn what_a_killed_backend_has_left_stays_for_its_successor_and_goes_with_its_guest_or_disk() {
+    let _alone = alone();
+    for destroyed in [true, false] {
+        let mut rig = Rig::new(plan());
+        let mut front = rig.connect(&FrontOptions::default());
+        works(&mut front);
+        // A stop leaves what a kill leaves.
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+        report_failure(&mut rig.machine.store().unwrap(), &rig.disk.backend, "why not").unwrap();
+        sweep_all(&rig);
+        assert!(rig.run_dir().join("inflight").exists() && has_error(&rig));
+        rig.start();
+        works(&mut front);
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+
+        report_failure(&mut rig.machine.store().unwrap(), &rig.disk.backend, "why not").unwrap();
+        let disk = rig.disk.clone();
+        match destroyed {
+            true => rig.machine.destroy(rig.domid).unwrap(),
+            false => rig.machine.remove_disk(&disk).unwrap(),
+        }
+        // A process that is at its end still works there.
+        let holder = File::open(rig.run_dir()).unwrap();
+        flock(&holder, FlockOperation::LockExclusive).unwrap();
+        sweep_all(&rig);
+        assert!(rig.run_dir().join("inflight").exists() && !has_error(&rig));
+        drop(holder);
+        sweep_all(&rig);
+        assert!(!rig.run_dir().exists());
+    }
+}
+
+#[test]
+fn a_disk_that_another_process_serves_waits_until_that_has_ended() {
+    let _alone = alone();
+    let mut rig = Rig::without_backend(plan());
+    std::fs::create_dir(rig.run_dir()).unwrap();
+    let holder = File::open(rig.run_dir()).unwrap();
+    flock(&holder, FlockOperation::LockExclusive).unwrap();
+    rig.start();
+    let mut front = rig.frontend();
+    front.wait_for_backend(&[2], PATIENCE).unwrap();
+    front.read_features().unwrap();
+    front.offer(&FrontOptions::default()).unwrap();
+    let error = rig.wait_for_error();
+    assert!(error.contains("another process serves"), "{error}");
+    drop(holder);
+    front.finish(PATIENCE).unwrap();
+    works(&mut front);
+
+    // A take-over waits in the same way, and the requests in flight wait with it.
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    let holder = File::open(rig.run_dir()).unwrap();
+    flock(&holder, FlockOperation::LockExclusive).unwrap();
+    rig.start();
+    assert!(rig.wait_for_error().contains("another process serves"));
+    assert_eq!(front.backend_state().unwrap(), 4);
+    drop(holder);
+    works(&mut front);
+    front.close(PATIENCE).unwrap();
+}
