@@ -71,7 +71,7 @@ impl Attached {
         let table = Table::create(&path, identity).map_err(|e| {
             let kind = match &e {
                 TableError::Io { source, .. } => source.kind(),
-                TableError::Foreign { .. } => std::io::ErrorKind::Other,
+                _ => std::io::ErrorKind::Other,
             };
             Refusal::Host(ServeError::run_dir("keep a table", std::io::Error::new(kind, e)))
         })?;
