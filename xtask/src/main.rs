@@ -8,6 +8,7 @@ mod dist;
 mod docs;
 mod fuzz;
 mod lab;
+mod mutants;
 mod nightly;
 mod packages;
 mod powercuts;
@@ -33,7 +34,9 @@ enum Task {
     Demo,
     /// Runs the tests.
     Test(checks::TestArguments),
-    /// Cuts the power of simulated machines for hours.
+    /// Takes lines out of the code, one at a time: a test must notice each.
+    Mutants(mutants::MutantsArguments),
+    /// Mutants, then power cuts of simulated machines and fuzz targets for hours.
     Nightly(nightly::NightlyArguments),
     /// Compares Ferrite with other backends and with the bare machine.
     Bench(bench::BenchArguments),
@@ -90,6 +93,7 @@ fn run(task: Task) -> Result<ExitCode> {
     match task {
         Task::Demo => demo::run(),
         Task::Test(arguments) => checks::test(&arguments),
+        Task::Mutants(arguments) => mutants::mutants(&arguments),
         Task::Nightly(arguments) => nightly::nightly(&arguments),
         Task::Bench(arguments) => bench::run(&arguments),
         Task::Dist(arguments) => dist::dist(&arguments).map(|()| ExitCode::SUCCESS),

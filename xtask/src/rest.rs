@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::checks::{Outcome, check, fresh_log};
 use crate::steps::{self, cargo, run_logged};
-use crate::{dist, powercuts};
+use crate::{dist, mutants, powercuts};
 
 /// The licence gate. Built once into target/tools: three minutes of processor time.
 const CARGO_DENY: &str = "0.20.2";
@@ -22,6 +22,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
             clippy.args(["clippy", "--locked", "--workspace", "--all-targets", "--", "-Dwarnings"]);
             run("clippy", &mut clippy)
         }),
+        check("mutants apply", mutants::check),
         check("fuzz targets compile", fuzz_targets),
         check("tests", || {
             let mut test = cargo();

@@ -1,0 +1,97 @@
+//! A copy of the source, so that no mutant is ever in the work tree. Files that are as they were
+//! keep their times: little is compiled for each mutant.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use rustix::fs::{FlockOperation, flock};
+
+use super::list::Mutant;
+use crate::steps;
+
+/// See the module text.
+pub(super) struct Copy {
+    source: PathBuf,
+    build: PathBuf,
+    /// Nobody else changes the copy.
+    _lock: File,
+}
+
+impl Copy {
+    /// Brings the copy up to date with the work tree.
+    pub(super) fn make() -> Result<Copy> {
+        let folder = steps::target_dir().join("mutants");
+        fs::create_dir_all(&folder)?;
+        let lock = File::create(folder.join("lock"))?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .context("another `cargo xtask mutants` is running here")?;
+        let copy = Copy { source: folder.join("source"), build: folder.join("build"), _lock: lock };
+        let files = tracked()?;
+        for file in &files {
+            let bytes = fs::read(steps::repository().join(file))?;
+            copy.put(file, &bytes)?;
+        }
+        remove_others(&copy.source, &copy.source, &files)?;
+        Ok(copy)
+    }
+
+    fn put(&self, file: &Path, bytes: &[u8]) -> Result<()> {
+        let to = self.source.join(file);
+        if fs::read(&to).is_ok_and(|old| old == bytes) {
+            return Ok(());
+        }
+        fs::create_dir_all(to.parent().context("a file without a folder")?)?;
+        fs::write(&to, bytes).with_context(|| to.display().to_string())
+    }
+
+    /// Puts a mutant in.
+    pub(super) fn apply(&self, mutant: &Mutant) -> Result<()> {
+        let file = Path::new(&mutant.file);
+        let text = fs::read_to_string(steps::repository().join(file))?;
+        self.put(file, mutant.mutate(&text)?.as_bytes())
+    }
+
+    /// Takes it out again.
+    pub(super) fn restore(&self, mutant: &Mutant) -> Result<()> {
+        let file = Path::new(&mutant.file);
+        self.put(file, &fs::read(steps::repository().join(file))?)
+    }
+
+    /// `cargo` in the copy, with a build folder of its own: a mutant's programs must never lie
+    /// where the real ones are looked for.
+    pub(super) fn cargo(&self) -> Command {
+        let mut cargo = steps::cargo();
+        cargo.current_dir(&self.source).env("CARGO_TARGET_DIR", &self.build);
+        cargo
+    }
+
+    /// The simulator that was built last.
+    pub(super) fn simulator(&self) -> PathBuf {
+        self.build.join("debug/ferrite-sim")
+    }
+}
+
+/// All files of the work tree that belong to it, new ones too.
+fn tracked() -> Result<BTreeSet<PathBuf>> {
+    let mut git = Command::new("git");
+    git.current_dir(steps::repository());
+    git.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
+    let names = steps::output(&mut git)?;
+    let files = names.split('\0').filter(|name| !name.is_empty()).map(PathBuf::from);
+    Ok(files.filter(|file| steps::repository().join(file).is_file()).collect())
+}
+
+fn remove_others(folder: &Path, source: &Path, files: &BTreeSet<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            remove_others(&path, source, files)?;
+        } else if !files.contains(path.strip_prefix(source)?) {
+            fs::remove_file(&path)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,140 @@
+//! What must fail with a mutant: a test, or stories of the simulator.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::copy::Copy;
+use crate::checks::fresh_log;
+use crate::steps::run_logged;
+
+/// A test that takes longer hangs: with a mutant, that is how it notices.
+const LIMIT: Duration = Duration::from_secs(900);
+
+/// Stories within which the simulator has to notice.
+const MAX_STORIES: u64 = 1000;
+
+/// See the module text.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Proof {
+    /// One test.
+    Test { package: String, target: Vec<String>, name: String },
+    /// The simulator's arguments.
+    Stories(Vec<String>),
+}
+
+/// How it ended.
+pub(super) enum End {
+    /// Nothing was noticed; whether anything was run.
+    Passed {
+        ran: bool,
+    },
+    Failed {
+        how: String,
+    },
+}
+
+impl Proof {
+    pub(super) fn test(text: &str) -> Result<Proof> {
+        let words: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+        let [package, target @ .., name] = &words[..] else {
+            bail!("a test is PACKAGE TARGET NAME")
+        };
+        ensure!(!target.is_empty(), "a test is PACKAGE TARGET NAME: {text}");
+        Ok(Proof::Test { package: package.clone(), target: target.into(), name: name.clone() })
+    }
+
+    pub(super) fn stories(arguments: &str) -> Proof {
+        Proof::Stories(arguments.split_whitespace().map(str::to_owned).collect())
+    }
+
+    /// Builds it, which must succeed, and runs it.
+    pub(super) fn run(&self, copy: &Copy) -> Result<End> {
+        let (build, run) = (fresh_log("mutant-build")?, fresh_log("mutant-run")?);
+        match self {
+            Proof::Test { package, target, name } => {
+                let mut test = copy.cargo();
+                test.args(["test", "--locked", "--no-run", "--package", package]).args(target);
+                run_logged(&mut test, &build).context("it does not compile")?;
+                let mut test = copy.cargo();
+                test.args(["test", "--locked", "--package", package]).args(target);
+                test.args(["--", "--exact", name]);
+                let end = limited(&mut test, &run)?;
+                let text = fs::read_to_string(&run)?;
+                Ok(match end {
+                    Some(status) if status.success() => {
+                        End::Passed { ran: text.contains("test result: ok. 1 passed") }
+                    }
+                    Some(_) => End::Failed { how: "the test fails".into() },
+                    None => End::Failed { how: "the test hangs".into() },
+                })
+            }
+            Proof::Stories(arguments) => {
+                let mut sim = copy.cargo();
+                sim.args(["build", "--locked", "--package", "ferrite-sim"]);
+                run_logged(&mut sim, &build).context("it does not compile")?;
+                let end = limited(Command::new(copy.simulator()).args(arguments), &run)?;
+                told(end, &fs::read_to_string(&run)?)
+            }
+        }
+    }
+}
+
+/// What the simulator found, by its output.
+fn told(end: Option<ExitStatus>, text: &str) -> Result<End> {
+    let line = |mark: &str| text.lines().find(|line| line.contains(mark)).map(str::to_owned);
+    let stories = line(" stories in ").unwrap_or_default();
+    let stories = stories.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+    if let Some(stories) = stories {
+        ensure!(stories <= MAX_STORIES, "{stories} stories are more than {MAX_STORIES}");
+    }
+    match end.map(|status| status.code()) {
+        None => Ok(End::Failed { how: "a story hangs".into() }),
+        Some(Some(0)) => Ok(End::Passed { ran: stories.is_some_and(|n| n > 0) }),
+        Some(Some(2)) => bail!("ferrite-sim does not know these arguments:\n{text}"),
+        Some(_) => {
+            let what = line("VIOLATION").or_else(|| line("panicked at")).unwrap_or_default();
+            let after = stories.map_or(String::new(), |n| format!(" after {n} stories"));
+            Ok(End::Failed { how: format!("{what}{after}") })
+        }
+    }
+}
+
+/// Runs a command with its output in `log`. None: it took too long, and was killed with all that
+/// it had started.
+fn limited(command: &mut Command, log: &Path) -> Result<Option<ExitStatus>> {
+    let out = File::create(log)?;
+    command.env("FERRITE_TEST_REQUIRE_PEERS", "1").process_group(0).stdin(Stdio::null());
+    let mut child = command.stderr(out.try_clone()?).stdout(out).spawn().context("cannot start")?;
+    let began = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if began.elapsed() > LIMIT {
+            if let Some(group) = Pid::from_raw(child.id() as i32) {
+                kill_process_group(group, Signal::KILL)?;
+            }
+            child.wait()?;
+            return Ok(None);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+impl fmt::Display for Proof {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Proof::Test { package, target, name } => {
+                write!(f, "cargo test -p {package} {} {name}", target.join(" "))
+            }
+            Proof::Stories(arguments) => write!(f, "ferrite-sim {}", arguments.join(" ")),
+        }
+    }
+}
