@@ -36,6 +36,8 @@ pub mod size;
 pub mod tools;
 pub mod vhd;
 
+use image::Layer;
+
 pub use error::{DiskError, ErrorKind};
 pub use finding::Finding;
 pub use identity::DiskIdentity;
@@ -74,6 +76,8 @@ pub struct OpenOptions {
     /// Take no locks and mind nobody's: others may be writing to it. Read-only, and what is read
     /// may be stale, or of several moments.
     pub unlocked: bool,
+    /// The longest chain that is opened.
+    pub max_layers: usize,
 }
 
 impl Default for OpenOptions {
@@ -85,6 +89,7 @@ impl Default for OpenOptions {
             metadata_bytes: METADATA_BYTES,
             fixed_size: false,
             unlocked: false,
+            max_layers: MAX_LAYERS,
         }
     }
 }
@@ -181,6 +186,15 @@ impl Disk {
             Disk::Raw(d) => Some(d),
             Disk::Image(d) => Some(d.medium()),
             Disk::Null(_) => None,
+        }
+    }
+
+    /// All that it lies in, the leaf first.
+    fn media(&self) -> Vec<&Raw> {
+        match self {
+            Disk::Raw(d) => vec![d],
+            Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),
+            Disk::Null(_) => Vec::new(),
         }
     }
 

@@ -213,6 +213,93 @@ fn a_snapshot_of_a_symbolic_link_is_refused() {
     assert!(link.path.is_symlink() && !old.path.is_symlink() && !old.path.exists());
 }
 
+/// A disk with data, under names that lead to it without being another one.
+fn spellings(dir: &TempDir, extension: &str) -> (ImageName, Vec<ImageName>) {
+    let file = format!("disk.{extension}");
+    let disk = name(&at(dir, &file));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    work(|shop| shop.create(&disk, &new)).unwrap();
+    let mut queue = Queue::new(Disk::open_image(&disk, &options()).unwrap());
+    queue.write(MIB, &[7; 4096]).unwrap();
+    queue.close().unwrap();
+    fs::create_dir(at(dir, "sub")).unwrap();
+    let [link, folder] = [format!("link.{extension}"), "folder".into()].map(|n| at(dir, &n));
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    std::os::unix::fs::symlink(".", &folder).unwrap();
+    let paths = [
+        disk.path.clone(),
+        dir.path().join(".").join(&file),
+        at(dir, "sub").join("..").join(&file),
+        link,
+        folder.join(&file),
+    ];
+    let names = paths.map(|path| ImageName { path, ..disk.clone() });
+    (disk, names.into())
+}
+
+#[test]
+fn an_image_is_not_replaced_by_what_is_made_of_it_however_it_is_spelled() {
+    for extension in ["vhd", "qcow2"] {
+        let dir = dir_on_disk();
+        let (disk, spellings) = spellings(&dir, extension);
+        let before = (fs::read(&disk.path).unwrap(), rights(&disk));
+        for other in &spellings {
+            let [error, of_other] = [(&disk, other), (other, &disk)]
+                .map(|(a, b)| work(|shop| shop.snapshot(a, b)).unwrap_err());
+            assert_eq!(error.kind(), ErrorKind::Unsuitable, "{error}");
+            assert_eq!(of_other.kind(), ErrorKind::Unsuitable, "{of_other}");
+            let on = NewImage { parent: Some(other.clone()), force: true, ..NewImage::default() };
+            let error = work(|shop| shop.create(&disk, &on)).unwrap_err();
+            assert!(error.to_string().contains("same file"), "{error}");
+            let error = work(|shop| shop.convert(other, &disk, &forced())).unwrap_err();
+            assert!(error.to_string().contains("same file"), "{error}");
+            assert!((fs::read(&disk.path).unwrap(), rights(&disk)) == before, "{other:?}");
+        }
+    }
+}
+
+/// That is how far a snapshot may have come when it was interrupted.
+#[test]
+fn a_snapshot_goes_on_under_the_other_name_of_the_file() {
+    for extension in ["vhd", "qcow2"] {
+        let dir = dir_on_disk();
+        let (disk, _) = spellings(&dir, extension);
+        let old = name(&at(&dir, &format!("old.{extension}")));
+        fs::hard_link(&disk.path, &old.path).unwrap();
+        // With two names, the file still is itself under each.
+        let error = work(|shop| shop.snapshot(&disk, &disk)).unwrap_err();
+        assert!(error.to_string().contains("the disk itself"), "{error}");
+        work(|shop| shop.snapshot(&disk, &old)).unwrap();
+        assert_eq!(work(|shop| shop.info(&disk)).unwrap().chain.len(), 2);
+        let mut queue = Queue::new(Disk::open_image(&disk, &options()).unwrap());
+        assert!(queue.read(MIB, 4096).unwrap() == [7; 4096]);
+    }
+}
+
+#[test]
+fn a_parent_stays_as_it_is_when_no_child_can_be_made() {
+    let dir = dir_on_disk();
+    let (disk, _) = spellings(&dir, "vhd");
+    let taken = name(&at(&dir, "taken.vhd"));
+    fs::write(&taken.path, b"precious").unwrap();
+    let before = rights(&disk);
+    let on = NewImage { parent: Some(disk.clone()), ..NewImage::default() };
+    let error = work(|shop| shop.create(&taken, &on)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    assert_eq!(rights(&disk), before);
+}
+
+#[test]
+fn no_link_is_taken_for_the_image_when_a_child_is_merged() {
+    let dir = dir_on_disk();
+    let (disk, _) = spellings(&dir, "vhd");
+    let [old, link] = ["old.vhd", "link.vhd"].map(|n| name(&at(&dir, n)));
+    work(|shop| shop.snapshot(&disk, &old)).unwrap();
+    let error = work(|shop| shop.coalesce(&link, false)).unwrap_err();
+    assert!(error.to_string().contains("symbolic link"), "{error}");
+    assert!(link.path.is_symlink() && old.path.exists());
+}
+
 /// Neither its size nor any time says that somebody has written to it.
 #[test]
 fn a_copy_of_a_device_does_not_go_on() {

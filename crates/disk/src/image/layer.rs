@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
-use super::{Below, MAX_LAYERS};
+use super::Below;
 use crate::journal;
 use crate::name::{Format, ImageName};
 use crate::qcow2::Qcow2;
@@ -367,9 +367,12 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
         let what = format!("cannot open image {}", child_path.display());
         Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
     };
-    if layers.len() == MAX_LAYERS {
-        let why = format!("it has a parent, and is number {MAX_LAYERS} of its chain already");
-        return refuse(why, "coalesce some of the chain first");
+    if layers.len() >= options.max_layers {
+        let number = layers.len();
+        let why = format!("it has a parent, and is number {number} of its chain already");
+        let help =
+            format!("make the chain shorter: ferrite image coalesce {}", child_path.display());
+        return refuse(why, &help);
     }
     let mut last = None;
     for candidate in names.iter().filter(|candidate| candidate.path.exists()) {

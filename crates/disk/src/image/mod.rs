@@ -34,7 +34,7 @@ use shortcut::{GROUP_BYTES, Owner, Owners, PAGE_BYTES, Shortcut};
 /// The shortcut's part of the memory for metadata.
 const SHORTCUT_SHARE: usize = 4;
 
-/// The longest chain that is opened. XAPI's storage manager ends at 30.
+/// The longest chain that is made and served. XAPI's storage manager ends at 30.
 pub const MAX_LAYERS: usize = 256;
 
 /// A chain of layers, open and locked.

@@ -156,6 +156,12 @@ impl Workshop<'_> {
             let help = "ferrite image convert makes one image of both";
             return refuse("a block device cannot take another one's name".into(), help);
         }
+        for path in [&child.path, &pair.parent.path] {
+            if path.is_symlink() {
+                let why = format!("{} is a symbolic link, and would be replaced", path.display());
+                return refuse(why, "name the files themselves, in the image, too");
+            }
+        }
         let dirs = absolute(&child.path).and_then(|c| Ok((c, absolute(&pair.parent.path)?)));
         let dirs =
             dirs.map_err(|e| broken(format!("cannot look at {}", child.path.display()), e))?;

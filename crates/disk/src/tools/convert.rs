@@ -4,10 +4,10 @@ use std::io;
 
 use super::copy::{Copying, Mode};
 use super::create::done;
-use super::files::{NewFile, Over, same_file};
+use super::files::{NewFile, Over, check_apart, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{PARTIAL, Resume, Source};
-use super::{Done, NewImage, Workshop, broken, formats, unsuitable};
+use super::{Done, NewImage, Workshop, broken, formats};
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 /// How to convert.
@@ -42,11 +42,8 @@ impl Workshop<'_> {
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
         let cannot = |e| broken(what(), e);
         formats::check_fixed(to, how.fixed)?;
-        if same_file(&from.path, &to.path).is_ok_and(|same| same) {
-            let help = "name another destination";
-            return Err(unsuitable(what(), "both are the same file", help));
-        }
         let source = self.open(from, true)?;
+        check_apart(what(), &source, &to.path)?;
         let bytes = source.sectors() * SECTOR_BYTES;
         let fresh = Resume {
             sources: sources(&source, from).map_err(cannot)?,

@@ -5,12 +5,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::desk::Desk;
-use super::files::{NewFile, Over, is_write_protected, protect, same_file};
+use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
 use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::journal;
 use crate::size::Human;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, SECTOR_BYTES};
 
 /// What a new image shall be.
 #[derive(Clone, Debug, Default)]
@@ -48,13 +48,16 @@ impl Workshop<'_> {
     /// It exists already, or cannot be made like this.
     pub fn create(&self, name: &ImageName, new: &NewImage) -> Result<Done, DiskError> {
         formats::check_fixed(name, new.fixed)?;
-        let mut notes = Vec::new();
         let parent = match &new.parent {
             None => None,
-            Some(parent) => Some(self.parent(name, parent, &mut notes)?),
+            Some(parent) => Some(self.parent(name, parent)?),
         };
         let bytes = size(name, new, parent.as_ref())?;
         let file = self.new_file(&name.path, Over::forced(new.force))?;
+        let mut notes = Vec::new();
+        if let Some(parent) = &parent {
+            self.keep(parent, &mut notes)?;
+        }
         self.write_new(&file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
         Ok(done(name, bytes, notes))
@@ -91,13 +94,8 @@ impl Workshop<'_> {
         done.map_err(|e| broken(what(), e))?
     }
 
-    /// Opens a parent, and sees to it that nobody writes to it from now on.
-    pub(super) fn parent(
-        &self,
-        child: &ImageName,
-        name: &ImageName,
-        notes: &mut Vec<String>,
-    ) -> Result<Parent, DiskError> {
+    /// Opens a parent for a new image.
+    pub(super) fn parent(&self, child: &ImageName, name: &ImageName) -> Result<Parent, DiskError> {
         let what = || format!("cannot make {}", child.path.display());
         if child.format == Format::Raw {
             let help = "give it a name that ends in .vhd or .qcow2; ferrite image convert makes a \
@@ -110,14 +108,22 @@ impl Workshop<'_> {
         }
         self.settle(name)?;
         let disk = self.open(name, true)?;
+        check_apart(what(), &disk, &child.path)?;
+        check_length(what(), &disk, &name.path)?;
         self.check_settled(&disk)?;
-        let cannot = |e| broken(format!("cannot make {} read-only", name.path.display()), e);
-        if !self.is_device(&name.path) && !is_write_protected(&name.path).map_err(cannot)? {
-            protect(&name.path, true).map_err(cannot)?;
-            notes.push(format!("{} is read-only now, as it has a child", name.path.display()));
-        }
         let path = absolute(&name.path).map_err(|e| broken(what(), e))?;
         Ok(Parent { disk, name: name.clone(), path })
+    }
+
+    /// Sees to it that nobody writes to a parent from now on.
+    pub(super) fn keep(&self, parent: &Parent, notes: &mut Vec<String>) -> Result<(), DiskError> {
+        let path = &parent.name.path;
+        let cannot = |e| broken(format!("cannot make {} read-only", path.display()), e);
+        if !self.is_device(path) && !is_write_protected(path).map_err(cannot)? {
+            protect(path, true).map_err(cannot)?;
+            notes.push(format!("{} is read-only now, as it has a child", path.display()));
+        }
+        Ok(())
     }
 
     /// What a killed backend has left, in its journal or in the page cache, is brought to the
@@ -188,6 +194,7 @@ impl Workshop<'_> {
             let why = format!("{} exists and is another file", parent.path.display());
             return Err(refused(what(), why, "choose another name for the parent"));
         }
+        check_length(what(), &disk, &leaf.path)?;
         self.close(&disk, &leaf.path)?;
         if !exists {
             self.directory.hard_link(&leaf.path, &parent.path).map_err(cannot)?;
@@ -228,6 +235,10 @@ impl Workshop<'_> {
                 "give the parent a name with the image's extension",
             ));
         }
+        if same_name(&leaf.path, &parent.path).map_err(|e| broken(what(), e))? {
+            let why = format!("{} is the disk itself", parent.path.display());
+            return Err(unsuitable(what(), why, "give what it was another name"));
+        }
         let dirs = absolute_dir(&leaf.path).and_then(|a| Ok((a, absolute_dir(&parent.path)?)));
         match dirs.map_err(|e| broken(what(), e))? {
             (a, b) if a == b => Ok(()),
@@ -245,6 +256,17 @@ impl Workshop<'_> {
         same_file(below.medium().path(), path)
             .map_err(|e| broken(format!("cannot look at {}", path.display()), e))
     }
+}
+
+/// Refuses a new image on a chain that is as long as one may be.
+fn check_length(what: String, parent: &Disk, path: &Path) -> Result<(), DiskError> {
+    let layers = parent.media().len();
+    if layers < MAX_LAYERS {
+        return Ok(());
+    }
+    let why = format!("its chain would have {} images, and may have {MAX_LAYERS}", layers + 1);
+    let help = format!("make the chain shorter first: ferrite image coalesce {}", path.display());
+    Err(unsuitable(what, why, &help))
 }
 
 fn absolute_dir(path: &Path) -> io::Result<PathBuf> {

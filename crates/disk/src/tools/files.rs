@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 
 use super::{Workshop, broken, parent_dir, refused, unsuitable};
-use crate::{DiskError, Raw};
+use crate::{Disk, DiskError, Raw};
 
 /// Behind a file's name: what is on its way to replace it.
 const NEW: &str = ".ferrite-new";
@@ -216,10 +216,41 @@ fn has_no_links(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied)
 }
 
-/// Whether two paths are of the same file.
+/// What says which file it is, whatever leads to it: see [`Raw::inode`].
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let meta = fs::metadata(path)?;
+    Ok(match meta.file_type().is_block_device() {
+        true => (meta.rdev(), 0),
+        false => (meta.dev(), meta.ino()),
+    })
+}
+
+/// Whether two paths are of the same file, or nodes of the same block device.
 pub(super) fn same_file(a: &Path, b: &Path) -> io::Result<bool> {
-    let (a, b) = (fs::metadata(a)?, fs::metadata(b)?);
-    Ok((a.dev(), a.ino()) == (b.dev(), b.ino()))
+    Ok(identity(a)? == identity(b)?)
+}
+
+/// Whether two paths are one name, by whichever spelling, link or mount: what replaces the one
+/// replaces the other. Two names of one file are not.
+pub(super) fn same_name(a: &Path, b: &Path) -> io::Result<bool> {
+    let same = match same_file(a, b) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => false,
+        same => same?,
+    };
+    Ok(same && (fs::metadata(a)?.nlink() == 1 || fs::canonicalize(a)? == fs::canonicalize(b)?))
+}
+
+/// Refuses to make an image of what is read for it: a file of `source`, whatever leads to it.
+pub(super) fn check_apart(what: String, source: &Disk, to: &Path) -> Result<(), DiskError> {
+    let Ok(target) = identity(to) else { return Ok(()) };
+    for medium in source.media() {
+        if medium.inode().is_ok_and(|inode| inode == target) {
+            let (to, path) = (to.display(), medium.path().display());
+            let why = format!("{to} is the same file as {path}, which the new image is made of");
+            return Err(unsuitable(what, why, "name another destination"));
+        }
+    }
+    Ok(())
 }
 
 /// Whether nobody has the permission to write it.

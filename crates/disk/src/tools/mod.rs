@@ -15,7 +15,7 @@ use ferrite_io::arena::Arena;
 use ferrite_io::directory::Directory;
 use ferrite_io::engine::Engine;
 
-use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions};
+use crate::{Disk, DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions};
 
 mod check;
 mod coalesce;
@@ -33,6 +33,10 @@ mod rebase;
 mod report;
 mod resize;
 mod resume;
+
+/// The longest chain that is read and merged here, so that one that is too long to be served can be
+/// made shorter. Each image takes a descriptor.
+const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
 pub use convert::Convert;
 pub use create::NewImage;
@@ -79,6 +83,7 @@ impl Workshop<'_> {
             read_only,
             fixed_size: self.fixed_size,
             unlocked: self.unlocked && read_only,
+            max_layers: MAX_LAYERS_OFFLINE,
             ..OpenOptions::default()
         }
     }

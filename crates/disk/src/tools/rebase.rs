@@ -50,9 +50,10 @@ impl Workshop<'_> {
         // What a killed backend has answered is of the image from here on.
         self.close(&old, &name.path)?;
         let mut notes = Vec::new();
-        let below = self.parent(name, parent, &mut notes)?;
+        let below = self.parent(name, parent)?;
         let bytes = old.sectors() * SECTOR_BYTES;
         let file = self.new_file(&name.path, Over::Mine)?;
+        self.keep(&below, &mut notes)?;
         let new = NewImage { unit_bytes, ..NewImage::default() };
         let size = super::create::size(
             name,

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use ferrite_disk::tools::{Convert, NewImage, Rebase, Workshop};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::{EngineChoice, EngineKind};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
 
 use crate::exit::{Code, Failure};
@@ -30,6 +31,7 @@ const ENTRIES: u32 = 128;
 
 /// Does one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
+    allow_many_files();
     let kind = engine(args.engine)?;
     let shown = Shown::new(args.is_json(), signals::flag_once()?);
     let shop = Workshop {
@@ -233,6 +235,14 @@ fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(),
             help: "ferrite image map shows where each has its data".into(),
         }),
     }
+}
+
+/// Each image of a chain takes a descriptor, and the usual limit is kept low for programs that use
+/// select(2).
+fn allow_many_files() {
+    let limit = getrlimit(Resource::Nofile);
+    // If not, chains are as long as they may be now.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
