@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use ferrite_io::arena::Span;
 
+mod children;
 mod error;
 mod finding;
 mod identity;
@@ -78,6 +79,10 @@ pub struct OpenOptions {
     pub unlocked: bool,
     /// The longest chain that is opened.
     pub max_layers: usize,
+    /// Open for writing also what is write-protected by its mode, and what other images stand on:
+    /// whoever asks for that sees to it that all of them read what they did before, or knows
+    /// better. The kernel has a say in it, too.
+    pub even_parent: bool,
 }
 
 impl Default for OpenOptions {
@@ -90,6 +95,7 @@ impl Default for OpenOptions {
             fixed_size: false,
             unlocked: false,
             max_layers: MAX_LAYERS,
+            even_parent: false,
         }
     }
 }

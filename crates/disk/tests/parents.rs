@@ -68,6 +68,8 @@ impl Chain {
     fn open(&self, image: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
         let options = OpenOptions {
             read_only,
+            // A backend may have been at work before there were children.
+            even_parent: true,
             state_dir: Some(self.state.path().into()),
             metadata_bytes: MIB as usize,
             ..options()

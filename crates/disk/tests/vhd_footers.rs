@@ -191,7 +191,8 @@ fn a_fixed_parent_with_space_behind_its_disk_gets_the_childs_identity_where_its_
     change(&base, 3 * MIB, &bytes[MIB as usize..]);
     change(&base, 4096, &[7; 512]);
     let small = Vhd::open(&child, &OpenOptions { read_only: true, ..options() }).unwrap();
-    let image = Vhd::open(&base, &options()).unwrap();
+    let merging = OpenOptions { even_parent: true, ..options() };
+    let image = Vhd::open(&base, &merging).unwrap();
     let files = image.medium().files();
     offline_files(files, async |port| image.take_identity(&port, &small).await).unwrap();
     drop(small);

@@ -385,7 +385,8 @@ fn a_parent_with_the_childs_identity_serves_both_names() {
     disk.close().unwrap();
     drop(disk);
     let small = Vhd::open(&child, &OpenOptions { read_only: true, ..options() }).unwrap();
-    let image = Vhd::open(&base, &options()).unwrap();
+    let merging = OpenOptions { even_parent: true, ..options() };
+    let image = Vhd::open(&base, &merging).unwrap();
     let files = image.medium().files();
     common::vhd::offline_files(files, async |port| image.take_identity(&port, &small).await)
         .unwrap();

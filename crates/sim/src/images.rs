@@ -123,6 +123,8 @@ impl Images {
     fn options(&self, place: &Place, read_only: bool) -> OpenOptions {
         OpenOptions {
             read_only,
+            // A story goes on with its disk while a clone of it is there to be looked at.
+            even_parent: true,
             state_dir: Some(place.state.clone()),
             fixed_size: self.on_devices(),
             ..OpenOptions::default()

@@ -12,7 +12,7 @@ use super::unpack::Compression;
 /// Byte of the autoclear features in the header.
 pub(crate) const AUTOCLEAR_AT: usize = 88;
 
-const MAGIC: u32 = 0x5146_49FB;
+pub(super) const MAGIC: u32 = 0x5146_49FB;
 const HEADER_V2_BYTES: usize = 72;
 const HEADER_V3_BYTES: usize = 104;
 
@@ -47,7 +47,7 @@ pub(crate) const MAX_DISK_BYTES: u64 = 64 << 40;
 pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
 pub(crate) const MAX_REFTABLE_BYTES: u64 = 8 << 20;
 const MAX_SNAPSHOTS: u32 = 65536;
-const MAX_BACKING_NAME_BYTES: u32 = 1023;
+pub(super) const MAX_BACKING_NAME_BYTES: u32 = 1023;
 
 /// Why an image is not opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -30,6 +30,7 @@ mod create;
 mod entry;
 mod grow;
 mod header;
+mod lineage;
 mod meta;
 mod open;
 mod refcount;
@@ -47,6 +48,7 @@ mod zero;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::NewImage;
+pub(crate) use lineage::backing_path;
 pub use repair::repair;
 pub(crate) use snapshots::Told;
 

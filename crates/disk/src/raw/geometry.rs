@@ -49,6 +49,13 @@ impl Geometry {
         }
     }
 
+    /// Of what is read a little of, and never written.
+    pub(super) fn of_glance() -> Geometry {
+        let buffered_because = Some("it is only looked at".to_owned());
+        let block_bytes = SECTOR_BYTES as u32;
+        Geometry { block_bytes, physical_block_bytes: block_bytes, buffered_because }
+    }
+
     /// Decides, and sets the open file's flags accordingly: on the one open file that also holds
     /// the locks, rather than by opening it again.
     pub(super) fn choose(

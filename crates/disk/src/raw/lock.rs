@@ -81,10 +81,31 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskErr
     }
 }
 
+/// Opens a file or a block device for reading, without a lock.
+pub(super) fn glance(path: &Path) -> rustix::io::Result<Option<Opened>> {
+    let medium = |stat: &Stat| match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => Some(Medium::File),
+        FileType::BlockDevice => Some(Medium::BlockDevice),
+        _ => None,
+    };
+    let Some(found) = medium(&stat(path)?) else { return Ok(None) };
+    let file = rustix::fs::open(path, flags(found, true), Mode::empty())?;
+    let stat = fstat(&file)?;
+    let opened = medium(&stat).map(|medium| Opened { file, stat, medium, claim: None });
+    Ok(opened)
+}
+
 fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
     let read_only = options.read_only;
     let before = stat(path).map_err(|e| open_error(path, read_only, e))?;
     let medium = classify(path, &before)?;
+    let is_protected = |stat: &Stat| {
+        let for_writing = !read_only && !options.even_parent;
+        for_writing && medium == Medium::File && stat.st_mode & 0o222 == 0
+    };
+    if is_protected(&before) {
+        return Err(protected(path));
+    }
     let grace = if medium == Medium::File { Duration::ZERO } else { DEVICE_GRACE };
     let claim = match claim(medium, &before, read_only) {
         Ok(claim) => claim,
@@ -128,6 +149,10 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
     {
         return Ok(Attempt::Busy(grace, "it was replaced while it was being opened".into()));
     }
+    // An image may have been put on it before it was locked.
+    if is_protected(&stat) {
+        return Err(protected(path));
+    }
     if !read_only && medium == Medium::BlockDevice && is_write_protected(&stat) {
         return Err(open_error(path, read_only, Errno::ROFS));
     }
@@ -151,6 +176,14 @@ pub(super) fn release(file: &OwnedFd) {
     qemu::release(file);
     // There is nothing that could be done about an error: the lock goes with the file.
     let _ = flock(file, FlockOperation::Unlock);
+}
+
+/// Nobody has the permission to write to it. The kernel lets root do it all the same.
+fn protected(path: &Path) -> DiskError {
+    let why = "it is read-only by its mode, as parents are: the images on it would change with it";
+    let help = "serve it read-only (--read-only), or make a new image on it (ferrite image clone); \
+                if nothing stands on it, chmod u+w lets it be written";
+    DiskError::new(ErrorKind::Permission, cannot_open(path), why, help)
 }
 
 /// Opens the block device of an NVMe namespace for itself alone, where there is one and it is to

@@ -10,6 +10,7 @@ use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
 
+use crate::children;
 use crate::size::Human;
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, Intent, OpenOptions, SECTOR_BYTES};
 
@@ -110,7 +111,7 @@ impl Raw {
             Some(namespace) => discard::Discard::of_namespace(namespace),
             None => discard::Discard::of(&opened, options.fixed_size),
         };
-        Ok(Raw {
+        let raw = Raw {
             file: Arc::new(opened.file),
             path: path.to_owned(),
             medium: opened.medium,
@@ -122,7 +123,31 @@ impl Raw {
             discard,
             _claim: opened.claim,
             zero_means: AtomicU8::new(0),
-        })
+        };
+        if !options.read_only && !options.even_parent {
+            children::check_none(&raw)?;
+        }
+        Ok(raw)
+    }
+
+    /// Opens it for a look at metadata, without a lock: whoever uses it is not kept from that, and
+    /// what is read may be changing. None: it is neither a file nor a block device.
+    pub(crate) fn glance(path: &Path) -> std::io::Result<Option<Raw>> {
+        let Some(opened) = lock::glance(path)? else { return Ok(None) };
+        let bytes = size_bytes(&opened.file, opened.medium)?;
+        Ok(Some(Raw {
+            file: Arc::new(opened.file),
+            path: path.to_owned(),
+            medium: opened.medium,
+            fixed_size: false,
+            read_only: true,
+            geometry: Geometry::of_glance(),
+            sectors: AtomicU64::new(bytes / SECTOR_BYTES),
+            shrink_reported: AtomicBool::new(false),
+            discard: None,
+            _claim: None,
+            zero_means: AtomicU8::new(0),
+        }))
     }
 
     /// Where it is, as it was named.

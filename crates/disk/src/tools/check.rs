@@ -64,7 +64,7 @@ impl Workshop<'_> {
             return Ok(Repaired { done: false, before: before.clone(), after: before });
         }
         // Without its parents, which may not be there.
-        let unusable = match Image::open_alone(name, &self.options(false)) {
+        let unusable = match Image::open_alone(name, &Workshop::even_parents(self.options(false))) {
             Ok(image) => self.close(&Disk::Image(image), &name.path).map(|()| None)?,
             Err(e) if !matches!(e.kind(), ErrorKind::Unsuitable | ErrorKind::Damaged) => {
                 return Err(e);
@@ -72,7 +72,8 @@ impl Workshop<'_> {
             // It cannot be opened: that may be what is to be mended.
             Err(e) => Some(e),
         };
-        let raw = Raw::open_medium(&name.path, &self.medium_options(false))?;
+        let options = Workshop::even_parents(self.medium_options(false));
+        let raw = Raw::open_medium(&name.path, &options)?;
         match unusable {
             // What was answered lies where the image says that there is nothing.
             Some(e) if journal::any_at(self.state_dir.as_deref(), &raw)? => return Err(e),

@@ -8,15 +8,16 @@
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::copy::{Copying, Mode};
 use super::create::{absolute, done};
 use super::desk::Desk;
 use super::files::{is_write_protected, protect, same_file, take_rights};
-use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
+use super::{Done, Workshop, broken, formats, refused, unsuitable};
+use crate::children::{self, Ask, marks};
 use crate::image::Image;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
+use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 /// What a chain says about the two.
 struct Pair {
@@ -29,8 +30,8 @@ struct Pair {
 
 impl Workshop<'_> {
     /// Merges `child` into its parent, which takes the child's name. The child's own children stay
-    /// as they are. If another image in the directory stands on the parent, its content would
-    /// change: that takes `force`.
+    /// as they are. If another image stands on the parent, or that cannot be excluded, its content
+    /// would change: that takes `force`.
     ///
     /// # Errors
     /// One of the two is in use; `Refused`; those of the images. The child is whole in any case.
@@ -44,7 +45,7 @@ impl Workshop<'_> {
         let cannot = |e| broken(what(), e);
         self.check_alone(child, &pair.parent, force)?;
         // Both locked against everybody, the child without its parent.
-        let upper = Image::open_alone(child, &self.options(false))?;
+        let upper = Image::open_alone(child, &Workshop::even_parents(self.options(false)))?;
         check_same(&upper, child, pair)?;
         let upper = Disk::Image(upper);
         self.close(&upper, &child.path)?;
@@ -55,7 +56,7 @@ impl Workshop<'_> {
         if lower.is_err() && was_read_only {
             protect(&pair.parent.path, true).map_err(cannot)?;
         }
-        let lower = lower?;
+        let (lower, lost) = lower?;
         let mut desk = Copying::desk(self).map_err(cannot)?;
         let copying = Copying::new(self, &mut desk, Mode::Merge, &upper, &lower);
         let copying = copying.map_err(cannot)?;
@@ -65,18 +66,24 @@ impl Workshop<'_> {
         take_rights(&pair.parent.path, &rights, rights.mode()).map_err(cannot)?;
         self.take_place(upper, lower, child, &pair.parent)?;
         let note = format!("{} is gone: it has this name now", pair.parent.path.display());
-        Ok(done(child, pair.child_bytes, vec![note]))
+        Ok(done(child, pair.child_bytes, [note].into_iter().chain(lost).collect()))
     }
 
-    /// The parent, locked, as large as the child, and nobody else's.
-    fn lower(&self, child: &ImageName, pair: &Pair, force: bool) -> Result<Disk, DiskError> {
+    /// The parent, locked, as large as the child, and nobody else's; or what of others is lost.
+    fn lower(
+        &self,
+        child: &ImageName,
+        pair: &Pair,
+        force: bool,
+    ) -> Result<(Disk, Option<String>), DiskError> {
         let open = || {
-            let disk = self.open(&pair.parent, false)?;
-            self.check_alone(child, &pair.parent, force).map(|()| disk)
+            let options = Workshop::even_parents(self.options(false));
+            let disk = Disk::open_image(&pair.parent, &options)?;
+            self.check_alone(child, &pair.parent, force).map(|lost| (disk, lost))
         };
-        let disk = open()?;
+        let (disk, lost) = open()?;
         if disk.sectors() * SECTOR_BYTES >= pair.child_bytes {
-            return Ok(disk);
+            return Ok((disk, lost));
         }
         self.set_size(disk, &pair.parent, pair.child_bytes)?;
         open()
@@ -124,8 +131,15 @@ impl Workshop<'_> {
         let port = desk.port(&lower).map_err(cannot)?;
         let _locked = lower.files();
         desk.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
+        let marks = fs::canonicalize(&parent.path).map(|file| marks::beside(&file));
+        let marks = marks.map_err(cannot)?;
         self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
-        self.sync_dir(&child.path)
+        self.sync_dir(&child.path)?;
+        // Those that it names are gone, or lost.
+        match self.directory.remove(&marks) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(cannot(e)),
+            _ => Ok(()),
+        }
     }
 
     /// What the chain says, if it can be merged at all.
@@ -183,45 +197,41 @@ impl Workshop<'_> {
         Ok(pair)
     }
 
-    /// Refuses what would destroy another child of the parent.
+    /// Refuses what would destroy another child of the parent, or might; if it is forced, says what.
     fn check_alone(
         &self,
         child: &ImageName,
         parent: &ImageName,
         force: bool,
-    ) -> Result<(), DiskError> {
+    ) -> Result<Option<String>, DiskError> {
+        let what = || format!("cannot coalesce {}", child.path.display());
+        let cannot = |e| broken(what(), e);
+        let found = children::look(&parent.path, Some(&child.path), Ask::All).map_err(cannot)?;
+        let names = fs::metadata(&parent.path).map_err(cannot)?.nlink();
+        let path = parent.path.display();
+        if let Some(other) = found.child {
+            let other = other.display();
+            if force {
+                return Ok(Some(format!("{other} had the same parent, {path}, and is destroyed")));
+            }
+            let why = format!("{other} has the same parent, {path}, and would be destroyed");
+            let help = "remove or flatten (convert) the other one first, or say --force";
+            return Err(refused(what(), why, help));
+        }
+        let unknown = match (found.unknown, names) {
+            (Some(why), _) => why,
+            (None, 2..) => format!("{path} has {names} names (hard links)"),
+            (None, _) => return Ok(None),
+        };
         if force {
-            return Ok(());
+            return Ok(Some(format!(
+                "if {path} had other children, they are destroyed: {unknown}"
+            )));
         }
-        let Some(other) = self.dependent(child, parent)? else { return Ok(()) };
-        let what = format!("cannot coalesce {}", child.path.display());
-        let (other, parent) = (other.display(), parent.path.display());
-        let why = format!("{other} has the same parent, {parent}, and would be destroyed");
-        Err(refused(what, why, "remove or flatten (convert) the other one first"))
-    }
-
-    /// Another image in the directory that stands on `parent`. Those that cannot be opened do
-    /// not count: whoever is using one has its parent locked, too.
-    fn dependent(
-        &self,
-        child: &ImageName,
-        parent: &ImageName,
-    ) -> Result<Option<PathBuf>, DiskError> {
-        let dir = parent_dir(&parent.path);
-        let cannot = |e| broken(format!("cannot look through {}", dir.display()), e);
-        for entry in fs::read_dir(dir).map_err(cannot)? {
-            let path = entry.map_err(cannot)?.path();
-            let format = Format::of_path(&path);
-            let is = |other: &Path| same_file(&path, other).unwrap_or(true);
-            if format == Format::Raw || is(&child.path) || is(&parent.path) {
-                continue;
-            }
-            let parents = formats::parents(&ImageName { format, path: path.clone() });
-            if parents.iter().any(|p| same_file(p, &parent.path).unwrap_or(false)) {
-                return Ok(Some(path));
-            }
-        }
-        Ok(None)
+        let why = format!("other children of {path} cannot be excluded: {unknown}");
+        let help = "mend that first, or say --force if you know that there are none: they would be \
+                    destroyed";
+        Err(refused(what(), why, help))
     }
 }
 
@@ -241,7 +251,10 @@ fn check_same(upper: &Image, child: &ImageName, pair: &Pair) -> Result<(), DiskE
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::Format;
     use crate::tools::NewImage;
     use ferrite_io::directory::HostDirectory;
     use ferrite_io::engines::EngineChoice;

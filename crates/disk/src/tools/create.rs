@@ -8,6 +8,8 @@ use super::desk::Desk;
 use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
 use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
+use crate::children;
+use crate::children::marks::{Held, Mark};
 use crate::journal;
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, SECTOR_BYTES};
@@ -25,6 +27,8 @@ pub struct NewImage {
     pub unit_bytes: Option<u32>,
     /// What is there under its name may be lost.
     pub force: bool,
+    /// Even if its parent is in another folder and cannot be told of it.
+    pub unmarked: bool,
 }
 
 /// A parent, open and locked against writers.
@@ -55,9 +59,13 @@ impl Workshop<'_> {
         let bytes = size(name, new, parent.as_ref())?;
         let file = self.new_file(&name.path, Over::forced(new.force))?;
         let mut notes = Vec::new();
-        if let Some(parent) = &parent {
-            self.keep(parent, &mut notes)?;
-        }
+        let _marked = match &parent {
+            None => None,
+            Some(parent) => {
+                self.keep(parent, &mut notes)?;
+                self.mark(parent, &name.path, new.unmarked, &mut notes)?
+            }
+        };
         self.write_new(&file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
         Ok(done(name, bytes, notes))
@@ -126,10 +134,56 @@ impl Workshop<'_> {
         Ok(())
     }
 
+    /// Sees to it that a parent knows of a child that is not to be found in its folder, before that
+    /// has its name. What this returns is kept until then.
+    pub(super) fn mark(
+        &self,
+        parent: &Parent,
+        child: &Path,
+        unmarked: bool,
+        notes: &mut Vec<String>,
+    ) -> Result<Option<Held>, DiskError> {
+        let path = parent.name.path.display();
+        if self.is_device(&parent.name.path) {
+            let note = format!(
+                "{path} has no mode that would protect it, as it is a device: see to it that \
+                 nobody writes to it (lvchange --permission r)"
+            );
+            notes.push(note);
+            return Ok(None);
+        }
+        let cannot = |e| broken(format!("cannot make {}", child.display()), e);
+        let file = fs::canonicalize(&parent.name.path).map_err(cannot)?;
+        let child = absolute(child).map_err(cannot)?;
+        let is_device = self.is_device(&child);
+        // One in the folder is found there, if its name says what it is.
+        let found = child.parent() == file.parent() && Format::of_path(&child) != Format::Raw;
+        if !is_device && found {
+            return Ok(None);
+        }
+        let mark = Mark::of(child, is_device).map_err(cannot)?;
+        let left = children::leave_mark(self.directory, &file, &mark);
+        match left {
+            Ok(held) => Ok(Some(held)),
+            Err(e) if unmarked => {
+                notes.push(format!("{path} does not know of it ({e}): do not merge into that"));
+                Ok(None)
+            }
+            Err(e) => {
+                let what = format!("cannot make {}", mark.child.display());
+                let why = format!("its parent {path} could not be told of it ({e})");
+                let help = "say --unmarked if nobody will ever merge (coalesce) into the parent, or \
+                            convert the parent into a copy";
+                Err(DiskError::new(ErrorKind::Refused, what, why, help).with_source(e))
+            }
+        }
+    }
+
     /// What a killed backend has left, in its journal or in the page cache, is brought to the
     /// medium: a parent has to be complete without it, and must not change any more.
     fn settle(&self, name: &ImageName) -> Result<(), DiskError> {
-        let disk = match self.open(name, false) {
+        let options = Workshop::even_parents(self.options(false));
+        let disk = match Disk::open_image(name, &options) {
             Ok(disk) => disk,
             // Readers have it open, so it is nobody's to write; or we may not. It may be complete.
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Permission) => return Ok(()),
@@ -183,12 +237,6 @@ impl Workshop<'_> {
             self.sync_dir(&leaf.path)?;
             let note = format!("nothing to do: {} is its parent already", parent.path.display());
             return Ok(done(leaf, bytes, vec![note]));
-        }
-        if is_write_protected(&leaf.path).map_err(cannot)? {
-            let why = "it is read-only, as parents are: its children would see what is written \
-                       under its name from then on";
-            let help = "make an image on it instead: ferrite image clone";
-            return Err(refused(what(), why, help));
         }
         if exists && !same_file(&leaf.path, &parent.path).map_err(cannot)? {
             let why = format!("{} exists and is another file", parent.path.display());

@@ -9,10 +9,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 
 use super::{Workshop, broken, parent_dir, refused, unsuitable};
+use crate::children::{self, NEW, identity};
 use crate::{Disk, DiskError, Raw};
-
-/// Behind a file's name: what is on its way to replace it.
-const NEW: &str = ".ferrite-new";
 
 /// What becomes of a file that has the name already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,7 +129,10 @@ impl Workshop<'_> {
             let why = format!("it exists and would be lost, with {} bytes in it", meta.len());
             return Err(refused(what(), why, "choose another name, or overwrite it with --force"));
         }
-        Raw::open_medium(to, &self.medium_options(false)).map(Some)
+        let options = Workshop::even_parents(self.medium_options(false));
+        let replaced = Raw::open_medium(to, &options)?;
+        children::check_none(&replaced)?;
+        Ok(Some(replaced))
     }
 
     /// Makes what was done to the directory of `path` durable.
@@ -145,7 +146,8 @@ impl Workshop<'_> {
 impl NewFile<'_> {
     /// Opens and locks it.
     pub(super) fn open(&self) -> Result<Raw, DiskError> {
-        Raw::open_medium(&self.path, &self.shop.medium_options(false)).map_err(|e| self.named(e))
+        let options = Workshop::even_parents(self.shop.medium_options(false));
+        Raw::open_medium(&self.path, &options).map_err(|e| self.named(e))
     }
 
     /// An error, of the name that was asked for.
@@ -216,18 +218,9 @@ fn has_no_links(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied)
 }
 
-/// What says which file it is, whatever leads to it: see [`Raw::inode`].
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    let meta = fs::metadata(path)?;
-    Ok(match meta.file_type().is_block_device() {
-        true => (meta.rdev(), 0),
-        false => (meta.dev(), meta.ino()),
-    })
-}
-
 /// Whether two paths are of the same file, or nodes of the same block device.
 pub(super) fn same_file(a: &Path, b: &Path) -> io::Result<bool> {
-    Ok(identity(a)? == identity(b)?)
+    Ok(identity(&fs::metadata(a)?) == identity(&fs::metadata(b)?))
 }
 
 /// Whether two paths are one name, by whichever spelling, link or mount: what replaces the one
@@ -242,7 +235,7 @@ pub(super) fn same_name(a: &Path, b: &Path) -> io::Result<bool> {
 
 /// Refuses to make an image of what is read for it: a file of `source`, whatever leads to it.
 pub(super) fn check_apart(what: String, source: &Disk, to: &Path) -> Result<(), DiskError> {
-    let Ok(target) = identity(to) else { return Ok(()) };
+    let Ok(target) = fs::metadata(to).map(|meta| identity(&meta)) else { return Ok(()) };
     for medium in source.media() {
         if medium.inode().is_ok_and(|inode| inode == target) {
             let (to, path) = (to.display(), medium.path().display());

@@ -14,7 +14,7 @@ use crate::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};
 use crate::vhd::{
     self, DEFAULT_BLOCK_BYTES, NewImage as NewVhd, NewParent, Problem, Stamp, Uuid, Vhd,
 };
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, Raw};
 
 /// Refuses what a new image of a format cannot be, before anything is made.
 pub(super) fn check_fixed(name: &ImageName, fixed: bool) -> Result<(), DiskError> {
@@ -250,12 +250,6 @@ pub(super) async fn take_identity(port: &Port, parent: Disk, child: &Disk) -> io
         (Some(layer), _) => layer.close(port).await,
         (None, _) => Ok(()),
     }
-}
-
-/// Where an image's parent may be; nowhere, if it has none or cannot be opened.
-pub(super) fn parents(name: &ImageName) -> Vec<PathBuf> {
-    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-    Image::open_alone(name, &options).map(|image| parents_of(&image)).unwrap_or_default()
 }
 
 /// Where the parent of an open image may be.

@@ -88,6 +88,12 @@ impl Workshop<'_> {
         }
     }
 
+    /// For what is written to although other images stand on it: they read the same afterwards, or
+    /// are to be lost.
+    fn even_parents(options: OpenOptions) -> OpenOptions {
+        OpenOptions { even_parent: true, ..options }
+    }
+
     fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
         Disk::open_image(name, &self.options(read_only))
     }

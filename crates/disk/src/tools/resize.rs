@@ -6,7 +6,7 @@ use super::extents::{What, look};
 use super::files::is_write_protected;
 use super::{Done, Workshop, broken, formats, refused, unsuitable};
 use crate::size::Human;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
 
 /// The size that a disk shall have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,9 +43,10 @@ impl Workshop<'_> {
         let protected = is_write_protected(&name.path).map_err(|e| broken(what(), e))?;
         if protected && !force {
             let why = "it is read-only, as parents are: its children would change with it";
-            return Err(refused(what(), why, "resize the leaf; or say --force"));
+            return Err(refused(what(), why, "resize the leaf, or say --force"));
         }
-        let disk = self.open(name, false)?;
+        let options = OpenOptions { even_parent: force, ..self.options(false) };
+        let disk = Disk::open_image(name, &options)?;
         let before = disk.sectors() * SECTOR_BYTES;
         let bytes = match size.into() {
             NewSize::To(bytes) => bytes,

@@ -74,7 +74,7 @@ pub(super) fn read(raw: &Raw, offset: u64, len: usize) -> Result<Vec<u8>, MetaEr
     Ok(bytes)
 }
 
-fn read_array<const N: usize>(raw: &Raw, offset: u64) -> Result<[u8; N], MetaError> {
+pub(super) fn read_array<const N: usize>(raw: &Raw, offset: u64) -> Result<[u8; N], MetaError> {
     let mut out = [0; N];
     out.copy_from_slice(&read(raw, offset, N)?);
     Ok(out)

@@ -29,6 +29,7 @@ mod create;
 mod footers;
 mod format;
 mod identity;
+mod lineage;
 mod meta;
 mod pieces;
 mod repair;
@@ -39,7 +40,9 @@ pub use create::{NewImage, NewParent};
 pub use format::footer::{Creator, Footer, Kind};
 pub use format::geometry::Geometry;
 pub use format::header::DEFAULT_BLOCK_BYTES;
+pub(crate) use format::locator::{decode, encode_url};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
+pub(crate) use lineage::{Lineage, lineage};
 pub use repair::repair;
 
 use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};

@@ -22,9 +22,10 @@ pub(crate) fn options() -> OpenOptions {
     OpenOptions { wait_for_lock: Some(Duration::from_secs(30)), ..OpenOptions::default() }
 }
 
-/// A queue on a VHD, whatever its name.
+/// A queue on a VHD, whatever its name, and whatever stands on it.
 pub(crate) fn queue(path: &Path) -> Queue {
-    Queue::new(Disk::open(&format!("vhd:{}", name(path)), &options()).unwrap())
+    let options = OpenOptions { even_parent: true, ..options() };
+    Queue::new(Disk::open(&format!("vhd:{}", name(path)), &options).unwrap())
 }
 
 /// Runs steps on files that are no disk yet; the first is file 0.

@@ -50,7 +50,15 @@ fn circles_are_refused() {
                 let image = child(format, i + 1, next + 1, &format!("{next}.{format}"));
                 den.put(&format!("{i}.{format}"), &image);
             }
-            den.refuses(&den.path(&format!("0.{format}")), format, "itself or one of its children");
+            // Whoever would write to it is told of the one that stands on it first.
+            let why = [(true, "itself or one of its children"), (false, "stands on it")];
+            for (read_only, why) in why {
+                let path = den.path(&format!("0.{format}"));
+                match den.judge(&path, format, read_only) {
+                    Verdict::Refused(e) => super::check_text(&e, why),
+                    other => panic!("{why:?} was expected, and it {other}"),
+                }
+            }
         }
     }
 }

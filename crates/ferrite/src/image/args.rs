@@ -174,9 +174,21 @@ pub(crate) struct CreateArgs {
     #[command(flatten)]
     pub(crate) unit: UnitArgs,
 
+    #[command(flatten)]
+    pub(crate) marking: MarkArgs,
+
     /// Overwrite what has the name.
     #[arg(long)]
     pub(crate) force: bool,
+}
+
+/// What a parent in another folder is told.
+#[derive(Debug, Args)]
+pub(crate) struct MarkArgs {
+    /// Even if PARENT is in another folder where no note of its child can be left: whoever merges
+    /// into it there will not be warned.
+    #[arg(long)]
+    pub(crate) unmarked: bool,
 }
 
 /// The unit of allocation.
@@ -205,6 +217,9 @@ pub(crate) struct CloneArgs {
 
     /// The new disk, a VHD or qcow2.
     pub(crate) new: OsString,
+
+    #[command(flatten)]
+    pub(crate) marking: MarkArgs,
 
     /// Overwrite what has the name.
     #[arg(long)]
@@ -276,7 +291,7 @@ pub(crate) struct CoalesceArgs {
     #[arg(long, value_name = "PARENT")]
     pub(crate) into: Option<OsString>,
 
-    /// Even if that destroys other children of the parent.
+    /// Even if that destroys other children of the parent, or may.
     #[arg(long)]
     pub(crate) force: bool,
 }

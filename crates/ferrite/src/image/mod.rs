@@ -57,7 +57,8 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
         }
         ImageCommand::Clone(it) => {
             let parent = Some(name(&it.parent, None)?);
-            let new = NewImage { parent, force: it.force, ..NewImage::default() };
+            let unmarked = it.marking.unmarked;
+            let new = NewImage { parent, unmarked, force: it.force, ..NewImage::default() };
             out.say(&shop.create(&name(&it.new, None)?, &new)?, text::made)
         }
         ImageCommand::Convert(convert) => out.say(&self::convert(shop, convert)?, text::made),
@@ -154,6 +155,7 @@ fn create(shop: &Workshop<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools:
         fixed: args.fixed,
         unit_bytes: args.unit.block,
         force: args.force,
+        unmarked: args.marking.unmarked,
     };
     Ok(shop.create(&name(&args.image, args.format)?, &new)?)
 }

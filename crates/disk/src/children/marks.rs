@@ -1,0 +1,183 @@
+//! What a parent knows of its children in other folders, or without the name of an image: a file
+//! beside it, `PARENT.ferrite-children`, with a line for each.
+//!
+//! A file, since any file system has files, also for who may not write to the parent, as an
+//! attribute of the parent would need; and since an administrator can read and change it.
+//!
+//! A line says where the child was made and on which file system: `FSID file:///PATH`, `device` for
+//! the FSID of a block device. A child that is not there is gone, unless its file system is not
+//! there, either. A child with another parent now does not count. Lines of both kinds are left out
+//! when the next one is added.
+//!
+//! The order of adding one, before the child gets its name: the new list under another name, synced;
+//! that over the old one; the folder, synced. The list stays locked until the child has its name:
+//! before that, it would look as if it was gone.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::ErrorKind::{NotADirectory, NotFound};
+use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use ferrite_io::directory::Directory;
+use rustix::fs::{FlockOperation, flock, statvfs};
+
+use crate::vhd::{decode, encode_url};
+
+/// Behind the parent's name.
+const SUFFIX: &str = ".ferrite-children";
+/// Behind that: a list on its way.
+const NEXT: &str = ".new";
+/// What stands for the file system of a child on a block device.
+const DEVICE: &str = "device";
+/// A list of more than this is nobody's: 100,000 children.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// Where a child was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Mark {
+    pub(crate) child: PathBuf,
+    /// Of its file system; none: it is a block device.
+    file_system: Option<u64>,
+}
+
+/// What has become of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// It stands on the parent.
+    Child,
+    /// It is no more, or has another parent.
+    Gone,
+    /// Why that is not known.
+    Unknown(String),
+}
+
+impl Mark {
+    /// Of a child that is about to be made.
+    pub(crate) fn of(child: PathBuf, is_device: bool) -> io::Result<Mark> {
+        let file_system = if is_device { None } else { Some(file_system(&child)?) };
+        Ok(Mark { child, file_system })
+    }
+
+    fn parse(line: &str) -> Option<Mark> {
+        let (file_system, url) = line.split_once(' ')?;
+        let file_system = match file_system {
+            DEVICE => None,
+            id => Some(u64::from_str_radix(id, 16).ok()?),
+        };
+        let child = decode(*b"MacX", url.as_bytes()).ok()?.into_iter().next()?;
+        Some(Mark { child, file_system })
+    }
+
+    fn line(&self) -> Vec<u8> {
+        let mut line = match self.file_system {
+            None => DEVICE.to_owned(),
+            Some(id) => format!("{id:016x}"),
+        }
+        .into_bytes();
+        line.push(b' ');
+        line.extend(encode_url(&self.child));
+        line.push(b'\n');
+        line
+    }
+
+    /// Looks what has become of it; `carries` says whether the image at a path stands on the parent.
+    pub(crate) fn state(&self, carries: impl Fn(&Path) -> io::Result<bool>) -> State {
+        let child = self.child.display();
+        match carries(&self.child) {
+            Ok(true) => State::Child,
+            Err(e) if !matches!(e.kind(), NotFound | NotADirectory) => {
+                State::Unknown(format!("{child} was made on it, and cannot be read: {e}"))
+            }
+            // It is not there, or something else is.
+            Ok(false) | Err(_) => match self.file_system {
+                None if self.child.exists() => State::Gone,
+                None => State::Unknown(format!("{child} was made on it, and is not there")),
+                Some(id) if file_system(&self.child).is_ok_and(|now| now == id) => State::Gone,
+                Some(_) => State::Unknown(format!(
+                    "{child} was made on it, and that file system is not mounted now"
+                )),
+            },
+        }
+    }
+}
+
+/// The file system that a path is on, or would be.
+fn file_system(path: &Path) -> io::Result<u64> {
+    let there = path.ancestors().skip(1).find(|folder| folder.is_dir());
+    Ok(statvfs(there.unwrap_or(Path::new("/")))?.f_fsid)
+}
+
+/// Where the marks of the image in `file` are.
+pub(crate) fn beside(file: &Path) -> PathBuf {
+    with(file, SUFFIX)
+}
+
+fn with(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(suffix);
+    name.into()
+}
+
+/// The marks of the image in `file`. What makes no sense is left out.
+pub(crate) fn read(file: &Path) -> io::Result<Vec<Mark>> {
+    let path = beside(file);
+    let text = match fs::metadata(&path) {
+        Err(e) if e.kind() == NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(e),
+        Ok(meta) if meta.len() > MAX_BYTES => return Err(io::ErrorKind::FileTooLarge.into()),
+        Ok(_) => fs::read(&path)?,
+    };
+    Ok(String::from_utf8_lossy(&text).lines().filter_map(Mark::parse).collect())
+}
+
+/// The marks, which nobody else changes until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Held(#[expect(dead_code, reason = "it is the lock")] File);
+
+/// Adds a mark to those of the image in `file`, durably; see the module text. `keep` says of the
+/// others whether they are still of use.
+pub(crate) fn leave(
+    directory: &dyn Directory,
+    file: &Path,
+    mark: &Mark,
+    keep: impl Fn(&Mark) -> bool,
+) -> io::Result<Held> {
+    let path = beside(file);
+    let _old = lock(directory, &path)?;
+    let next = with(&path, NEXT);
+    match directory.remove(&next) {
+        Err(e) if e.kind() != NotFound => return Err(e),
+        _ => {}
+    }
+    let mut new = File::from(directory.create_new(&next)?);
+    // Nobody waits for this one yet.
+    flock(&new, FlockOperation::NonBlockingLockExclusive)?;
+    let others = read(file)?.into_iter().filter(|other| other.child != mark.child && keep(other));
+    let lines: Vec<u8> = others.chain([mark.clone()]).flat_map(|mark| mark.line()).collect();
+    new.write_all(&lines)?;
+    new.sync_all()?;
+    directory.rename(&next, &path)?;
+    directory.sync(path.parent().unwrap_or(Path::new("/")))?;
+    Ok(Held(new))
+}
+
+/// Locks the list that has the name, made if there is none.
+fn lock(directory: &dyn Directory, path: &Path) -> io::Result<File> {
+    loop {
+        let list = match File::open(path) {
+            Err(e) if e.kind() == NotFound => match directory.create_new(path) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
+                made => File::from(made?),
+            },
+            list => list?,
+        };
+        flock(&list, FlockOperation::LockExclusive)?;
+        // Whoever had it may have put another one in its place.
+        let meta = list.metadata()?;
+        if fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (meta.dev(), meta.ino())) {
+            return Ok(list);
+        }
+    }
+}

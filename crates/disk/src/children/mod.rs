@@ -1,0 +1,212 @@
+//! Which images stand on an image: whoever writes to it changes all of them.
+//!
+//! An image says what it stands on, and nothing says which images stand on it. So they are looked
+//! for where they can be: in its own folder, and where its [marks](marks) say that one was made.
+//! What other programs put on it from elsewhere is not found.
+//!
+//! A coalesce asks all files of the folder what they are. Opening a disk for writing asks only those
+//! with the name of an image: the first bytes of a raw disk are its guest's, which could claim to
+//! stand on another guest's disk and keep that from being served.
+
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use ferrite_io::directory::Directory;
+
+use crate::qcow2::backing_path;
+use crate::vhd::{Lineage, Uuid, lineage};
+use crate::{DiskError, ErrorKind, Format, Raw};
+
+pub(crate) mod marks;
+
+use marks::{Held, Mark};
+
+/// What a new file is called until it is complete: it is no image yet, or no longer.
+pub(crate) const NEW: &str = ".ferrite-new";
+
+/// Which files of the folder are asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ask {
+    /// Those whose name says that they are images, and those that can be.
+    Named,
+    /// All, and what cannot be asked counts.
+    All,
+}
+
+/// What is known of the images on a parent.
+#[derive(Debug, Default)]
+pub(crate) struct Children {
+    /// One of them.
+    pub(crate) child: Option<PathBuf>,
+    /// Why there may be others.
+    pub(crate) unknown: Option<String>,
+}
+
+/// An image that others may stand on.
+struct Target {
+    identity: (u64, u64),
+    /// Of a VHD.
+    uuid: Option<Uuid>,
+}
+
+/// Device and inode of a file; the number of a block device, and 0. See [`Raw::inode`].
+pub(crate) fn identity(meta: &Metadata) -> (u64, u64) {
+    match meta.file_type().is_block_device() {
+        true => (meta.rdev(), 0),
+        false => (meta.dev(), meta.ino()),
+    }
+}
+
+impl Target {
+    fn of(path: &Path) -> io::Result<Target> {
+        let uuid = match Raw::glance(path)? {
+            Some(raw) => lineage(&raw).ok().flatten().map(|lineage| lineage.uuid),
+            None => None,
+        };
+        Ok(Target { identity: identity(&fs::metadata(path)?), uuid })
+    }
+
+    fn is(&self, path: &Path) -> bool {
+        fs::metadata(path).is_ok_and(|meta| identity(&meta) == self.identity)
+    }
+
+    /// Whether the image at `path` stands on this one.
+    fn carries(&self, path: &Path) -> io::Result<bool> {
+        let Some(raw) = Raw::glance(path)? else { return Ok(false) };
+        match lineage(&raw)? {
+            Some(child) => Ok(self.carries_vhd(&child)),
+            None => Ok(backing_path(&raw)?.is_some_and(|parent| self.is(&parent))),
+        }
+    }
+
+    /// A VHD knows its parent by its UUID, too, which copies of it have as well. So if there is
+    /// something at its places, that counts, and if there is nothing, this one was moved away.
+    fn carries_vhd(&self, child: &Lineage) -> bool {
+        let Some(parent) = &child.parent else { return false };
+        let at_place = parent.paths.iter().any(|path| self.is(path));
+        if parent.uuid == Uuid::NIL {
+            return at_place;
+        }
+        let moved = || !parent.paths.iter().any(|path| path.exists());
+        match self.uuid {
+            Some(uuid) if uuid == parent.uuid => at_place || moved(),
+            // A coalesce of the two was interrupted behind the exchange of identities.
+            Some(uuid) if uuid == child.uuid => at_place,
+            _ => false,
+        }
+    }
+}
+
+/// Looks for images that stand on the one at `parent`, besides `except`.
+///
+/// # Errors
+/// The parent itself cannot be examined.
+pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result<Children> {
+    let target = Target::of(parent)?;
+    let except = except.and_then(|path| Some(identity(&fs::metadata(path).ok()?)));
+    let counts = |path: &Path| {
+        let identity = fs::metadata(path).ok().map(|meta| identity(&meta));
+        identity.is_none_or(|found| found != target.identity && Some(found) != except)
+    };
+    let mut found = Children::default();
+    // Beside the file itself, not beside a link to it.
+    let file = fs::canonicalize(parent)?;
+    marked(&file, &target, counts, &mut found);
+    if found.child.is_none() {
+        in_folder(&file, &target, counts, ask, &mut found);
+    }
+    Ok(found)
+}
+
+/// Those that the marks name.
+fn marked(file: &Path, target: &Target, counts: impl Fn(&Path) -> bool, found: &mut Children) {
+    let all = match marks::read(file) {
+        Ok(all) => all,
+        Err(e) => {
+            let marks = marks::beside(file);
+            found.unknown = Some(format!("{} cannot be read: {e}", marks.display()));
+            return;
+        }
+    };
+    for mark in all.iter().filter(|mark| counts(&mark.child)) {
+        match mark.state(|path| target.carries(path)) {
+            marks::State::Child => found.child = Some(mark.child.clone()),
+            marks::State::Unknown(why) => found.unknown = Some(why),
+            marks::State::Gone => {}
+        }
+    }
+}
+
+/// Those in the folder.
+fn in_folder(
+    file: &Path,
+    target: &Target,
+    counts: impl Fn(&Path) -> bool,
+    ask: Ask,
+    found: &mut Children,
+) {
+    let folder = file.parent().unwrap_or(Path::new("/"));
+    let unknown = |path: &Path, e: io::Error| format!("{} cannot be read: {e}", path.display());
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(e) if ask == Ask::All => return found.unknown = Some(unknown(folder, e)),
+        Err(_) => return,
+    };
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let named = ask == Ask::All || Format::of_path(&path) != Format::Raw;
+        let is_file = || fs::metadata(&path).is_ok_and(|meta| meta.is_file());
+        if !named || path.to_string_lossy().ends_with(NEW) || !is_file() || !counts(&path) {
+            continue;
+        }
+        match target.carries(&path) {
+            Ok(true) => return found.child = Some(path),
+            Ok(false) => {}
+            Err(e) if ask == Ask::All => found.unknown = Some(unknown(&path, e)),
+            Err(_) => {}
+        }
+    }
+}
+
+/// Notes beside the image in `file` that `mark` is of a child of it, and forgets those that are gone.
+///
+/// # Errors
+/// That is not durable.
+pub(crate) fn leave_mark(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<Held> {
+    let target = Target::of(file)?;
+    let keep = |other: &Mark| other.state(|path| target.carries(path)) != marks::State::Gone;
+    marks::leave(directory, file, mark, keep)
+}
+
+/// Refuses to write to an image that others stand on. It is open and locked, so that no image is
+/// put on it meanwhile. Of a block device nobody knows it.
+pub(crate) fn check_none(medium: &Raw) -> Result<(), DiskError> {
+    if !medium.is_file() {
+        return Ok(());
+    }
+    let path = medium.path();
+    let what = format!("cannot open image {} for writing", path.display());
+    let found = look(path, None, Ask::Named).map_err(|e| {
+        let help = "check the medium below it and the kernel's log (dmesg)";
+        DiskError::new(ErrorKind::Io, &what, e.to_string(), help).with_source(e)
+    })?;
+    if let Some(child) = found.child {
+        let child = child.display();
+        let why = format!("{child} stands on it, and would change with it");
+        let help = "open it read-only (ferrite serve --read-only), or make a new image on it \
+                    (ferrite image clone)";
+        return Err(DiskError::new(ErrorKind::Refused, what, why, help));
+    }
+    if let Some(why) = found.unknown {
+        let marks = marks::beside(&fs::canonicalize(path).unwrap_or(path.into()));
+        let why = format!("an image may stand on it: {why}");
+        let help = format!(
+            "bring that back, or open this one read-only; what is gone for good may be taken out \
+             of {}",
+            marks.display()
+        );
+        return Err(DiskError::new(ErrorKind::Refused, what, why, help));
+    }
+    Ok(())
+}

@@ -1,0 +1,381 @@
+//! Images that others stand on: who writes to them, and who merges into them.
+
+mod common;
+
+use std::cell::RefCell;
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use common::vhd::{at, options};
+use common::{MIB, Mount, Queue, dir_on_disk, work};
+use ferrite_disk::tools::{Done, NewImage, Workshop};
+use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions};
+use ferrite_io::directory::{Directory, HostDirectory};
+use ferrite_io::engines::test_engine;
+use tempfile::TempDir;
+
+const FORMATS: [&str; 2] = ["vhd", "qcow2"];
+
+fn name(format: &str, path: &Path) -> ImageName {
+    ImageName::parse(&format!("{format}:{}", path.to_str().unwrap())).unwrap()
+}
+
+fn create(image: &ImageName) {
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    work(None, |shop| shop.create(image, &new)).unwrap();
+}
+
+fn on(parent: &ImageName) -> NewImage {
+    NewImage { parent: Some(parent.clone()), ..NewImage::default() }
+}
+
+fn clone(parent: &ImageName, child: &ImageName) -> Done {
+    work(None, |shop| shop.create(child, &on(parent))).unwrap()
+}
+
+fn coalesce(child: &ImageName, force: bool) -> Result<Done, DiskError> {
+    work(None, |shop| shop.coalesce(child, force))
+}
+
+fn open(image: &ImageName) -> Result<Disk, DiskError> {
+    Disk::open_image(image, &options())
+}
+
+/// What who does not know better does.
+fn make_writable(image: &ImageName) {
+    fs::set_permissions(&image.path, Permissions::from_mode(0o644)).unwrap();
+}
+
+/// A parent and a child in a folder, and where another child is to be.
+struct Family {
+    dir: TempDir,
+    parent: ImageName,
+    child: ImageName,
+    other: ImageName,
+}
+
+impl Family {
+    /// `other` is a path from the folder.
+    fn new(format: &str, other: &str) -> Family {
+        let dir = dir_on_disk();
+        let image = |file: &str| name(format, &at(&dir, file));
+        let (parent, child) =
+            (image(&format!("parent.{format}")), image(&format!("child.{format}")));
+        fs::create_dir(at(&dir, "elsewhere")).unwrap();
+        create(&parent);
+        clone(&parent, &child);
+        let other = image(other);
+        Family { dir, parent, child, other }
+    }
+
+    /// With the other child.
+    fn whole(format: &str, other: &str) -> Family {
+        let family = Family::new(format, other);
+        clone(&family.parent, &family.other);
+        family
+    }
+
+    /// The merge would destroy the other child, so it is refused for that reason.
+    #[track_caller]
+    fn refuses(&self, why: &str) {
+        let before = fs::read(&self.parent.path).unwrap();
+        let error = coalesce(&self.child, false).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        assert!(error.to_string().contains(why), "{why:?} was expected: {error}");
+        assert!(fs::read(&self.parent.path).unwrap() == before);
+        drop(Disk::open_image(&self.child, &options()).unwrap());
+    }
+}
+
+#[test]
+fn a_write_protected_image_is_read_only_for_root_too() {
+    for format in ["raw", "vhd", "qcow2"] {
+        let dir = dir_on_disk();
+        let image = name(format, &at(&dir, "image"));
+        create(&image);
+        fs::set_permissions(&image.path, Permissions::from_mode(0o444)).unwrap();
+        let error = open(&image).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Permission, "{error}");
+        let advised = ["--read-only", "clone", "chmod"].map(|word| error.help().contains(word));
+        assert_eq!(advised, [true; 3], "{}", error.help());
+        let error = work(None, |shop| shop.resize(&image, 16 * MIB, false)).unwrap_err();
+        assert!(error.to_string().contains("read-only"), "{error}");
+        drop(Disk::open_image(&image, &OpenOptions { read_only: true, ..options() }).unwrap());
+        let known = OpenOptions { even_parent: true, ..options() };
+        if rustix::process::geteuid().is_root() {
+            drop(Disk::open_image(&image, &known).unwrap());
+        }
+    }
+}
+
+#[test]
+fn an_image_that_another_stands_on_is_not_opened_for_writing() {
+    for (below, format) in [("raw", "vhd"), ("vhd", "vhd"), ("raw", "qcow2"), ("qcow2", "qcow2")] {
+        for place in ["child.EXT", "child", "elsewhere/child.EXT", "elsewhere/child"] {
+            let dir = dir_on_disk();
+            fs::create_dir(at(&dir, "elsewhere")).unwrap();
+            let parent = name(below, &at(&dir, "parent.img"));
+            let child = name(format, &at(&dir, &place.replace("EXT", format)));
+            create(&parent);
+            clone(&parent, &child);
+            make_writable(&parent);
+            let before = fs::read(&parent.path).unwrap();
+            let error = open(&parent).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+            assert!(error.to_string().contains("stands on it"), "{error}");
+            let old = ImageName { path: at(&dir, "old"), ..parent.clone() };
+            let resize = |shop: &Workshop<'_>| shop.resize(&parent, 16 * MIB, false).map(drop);
+            let again = NewImage { bytes: Some(MIB), force: true, ..NewImage::default() };
+            let create = |shop: &Workshop<'_>| shop.create(&parent, &again).map(drop);
+            let snapshot = |shop: &Workshop<'_>| shop.snapshot(&parent, &old).map(drop);
+            work(None, resize).unwrap_err();
+            work(None, create).unwrap_err();
+            work(None, snapshot).unwrap_err();
+            assert!(!old.path.exists() && fs::read(&parent.path).unwrap() == before);
+            fs::remove_file(&child.path).unwrap();
+            drop(open(&parent).unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_merge_sees_children_that_were_made_elsewhere_or_have_no_extension() {
+    for format in FORMATS {
+        for other in ["elsewhere/other", &format!("elsewhere/other.{format}"), "other"] {
+            let family = Family::whole(format, other);
+            family.refuses("other");
+            let done = coalesce(&family.child, true).unwrap();
+            assert!(done.notes.iter().any(|note| note.contains("is destroyed")), "{done:?}");
+            open(&family.other).unwrap_err();
+        }
+    }
+}
+
+#[test]
+fn a_child_elsewhere_that_is_gone_or_has_another_parent_now_is_in_nobodys_way() {
+    for format in FORMATS {
+        for becomes in ["nothing", "a folder less", "an image", "another parent's"] {
+            let family = Family::whole(format, "elsewhere/other");
+            family.refuses("other");
+            fs::remove_file(&family.other.path).unwrap();
+            match becomes {
+                "nothing" => {}
+                "a folder less" => fs::remove_dir(at(&family.dir, "elsewhere")).unwrap(),
+                "an image" => create(&family.other),
+                _ => {
+                    let base = name(format, &at(&family.dir, "base"));
+                    create(&base);
+                    clone(&base, &family.other);
+                }
+            }
+            coalesce(&family.child, false).unwrap();
+            // The list has gone with the parent.
+            let left = |entry: io::Result<fs::DirEntry>| {
+                entry.unwrap().file_name().into_string().unwrap().contains("parent")
+            };
+            assert!(!fs::read_dir(family.dir.path()).unwrap().any(left), "{format}, {becomes}");
+        }
+    }
+}
+
+#[test]
+fn a_child_on_a_file_system_that_is_not_mounted_is_not_taken_for_gone() {
+    for format in FORMATS {
+        let family = Family::new(format, "elsewhere/other");
+        let folder = at(&family.dir, "elsewhere");
+        let Some(mount) = Mount::new(&["-t", "tmpfs", "none"], &folder) else { return };
+        clone(&family.parent, &family.other);
+        drop(mount);
+        family.refuses("not mounted");
+        make_writable(&family.parent);
+        fs::remove_file(&family.child.path).unwrap();
+        let error = open(&family.parent).unwrap_err();
+        assert!(error.to_string().contains("not mounted"), "{error}");
+        assert!(error.help().contains(".ferrite-children"), "{}", error.help());
+        // What its help says.
+        fs::remove_file(at(&family.dir, &format!("parent.{format}.ferrite-children"))).unwrap();
+        drop(open(&family.parent).unwrap());
+    }
+}
+
+#[test]
+fn what_does_not_say_what_it_stands_on_takes_force() {
+    let family = Family::new("qcow2", "other");
+    // A VHD whose footers are damaged, and a name that only QEMU understands.
+    let mut damaged = vec![0; 2048];
+    damaged[..8].copy_from_slice(b"conectix");
+    fs::write(&family.other.path, &damaged).unwrap();
+    family.refuses("cannot be excluded");
+    let mut named = vec![0; 1024];
+    let backing = format!(r#"json:{{"file.filename":"{}"}}"#, family.parent.path.display());
+    named[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
+    named[8..16].copy_from_slice(&512u64.to_be_bytes());
+    named[16..20].copy_from_slice(&(backing.len() as u32).to_be_bytes());
+    named[512..512 + backing.len()].copy_from_slice(backing.as_bytes());
+    fs::write(&family.other.path, &named).unwrap();
+    family.refuses("cannot be excluded");
+    let done = coalesce(&family.child, true).unwrap();
+    assert!(done.notes.iter().any(|note| note.contains("other")), "{done:?}");
+}
+
+#[test]
+fn a_parent_with_another_name_is_not_merged_into() {
+    let family = Family::new("vhd", "elsewhere/backup.vhd");
+    fs::hard_link(&family.parent.path, &family.other.path).unwrap();
+    family.refuses("2 names");
+}
+
+/// Its guest could keep other guests' disks from being served.
+#[test]
+fn what_a_guest_writes_into_a_raw_disk_keeps_no_image_from_being_served() {
+    let family = Family::new("qcow2", "hostile.img");
+    fs::copy(&family.child.path, &family.other.path).unwrap();
+    fs::remove_file(&family.child.path).unwrap();
+    make_writable(&family.parent);
+    drop(open(&family.parent).unwrap());
+}
+
+#[test]
+fn a_parent_that_was_moved_is_known_by_its_uuid_and_its_copy_is_its_own() {
+    let family = Family::new("vhd", "copy.vhd");
+    fs::copy(&family.parent.path, &family.other.path).unwrap();
+    make_writable(&family.other);
+    drop(open(&family.other).unwrap());
+    fs::remove_file(&family.parent.path).unwrap();
+    let error = open(&family.other).unwrap_err();
+    assert!(error.to_string().contains("child.vhd stands on it"), "{error}");
+}
+
+/// What a crash has left of another one.
+#[test]
+fn an_unfinished_image_is_no_child() {
+    let family = Family::new("vhd", "disk.vhd.ferrite-new");
+    let extra = name("vhd", &at(&family.dir, "extra.vhd"));
+    clone(&family.parent, &extra);
+    family.refuses("extra.vhd");
+    fs::rename(&extra.path, &family.other.path).unwrap();
+    coalesce(&family.child, false).unwrap();
+}
+
+/// Says what is done to directories, and may fail.
+struct Watched {
+    done: RefCell<Vec<String>>,
+    fails: Option<&'static str>,
+}
+
+impl Watched {
+    fn note(&self, what: &str, path: &Path) -> io::Result<()> {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        match self.fails {
+            Some(part) if name.contains(part) => Err(io::ErrorKind::ReadOnlyFilesystem.into()),
+            _ => {
+                self.done.borrow_mut().push(format!("{what} {name}"));
+                Ok(())
+            }
+        }
+    }
+
+    fn clone(&self, family: &Family, new: &NewImage) -> Result<Done, DiskError> {
+        let shop = Workshop {
+            fixed_size: false,
+            directory: self,
+            unlocked: false,
+            engine: &|arena| test_engine().open(arena, 64),
+            state_dir: None,
+            progress: &|_| true,
+        };
+        shop.create(&family.other, new)
+    }
+}
+
+impl Directory for Watched {
+    fn create_new(&self, path: &Path) -> io::Result<OwnedFd> {
+        self.note("create", path)?;
+        HostDirectory.create_new(path)
+    }
+
+    fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.note("name", to)?;
+        HostDirectory.hard_link(from, to)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.note("name", to)?;
+        HostDirectory.rename(from, to)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        HostDirectory.remove(path)
+    }
+
+    fn sync(&self, directory: &Path) -> io::Result<()> {
+        self.note("sync", &directory.canonicalize()?)?;
+        HostDirectory.sync(directory)
+    }
+}
+
+#[test]
+fn the_parent_knows_of_a_child_elsewhere_before_that_has_its_name() {
+    let family = Family::new("vhd", "elsewhere/other.vhd");
+    let watched = Watched { done: RefCell::default(), fails: None };
+    watched.clone(&family, &on(&family.parent)).unwrap();
+    let done = watched.done.into_inner();
+    let folder = format!("sync {}", family.dir.path().file_name().unwrap().to_str().unwrap());
+    let steps = ["name parent.vhd.ferrite-children", &folder, "name other.vhd", "sync elsewhere"];
+    let mut rest = done.iter();
+    assert!(steps.iter().all(|step| rest.any(|done| done == step)), "{done:?}");
+}
+
+#[test]
+fn a_clone_whose_parent_cannot_be_told_is_made_only_by_word() {
+    let family = Family::new("vhd", "elsewhere/other.vhd");
+    let watched = || Watched { done: RefCell::default(), fails: Some("ferrite-children") };
+    let error = watched().clone(&family, &on(&family.parent)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    assert!(error.help().contains("--unmarked"), "{}", error.help());
+    let left: Vec<_> = fs::read_dir(at(&family.dir, "elsewhere")).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
+    let new = NewImage { unmarked: true, ..on(&family.parent) };
+    let done = watched().clone(&family, &new).unwrap();
+    assert!(done.notes.iter().any(|note| note.contains("does not know")), "{done:?}");
+}
+
+#[test]
+fn clones_that_are_made_at_the_same_time_are_all_known() {
+    let family = Family::new("qcow2", "elsewhere/0");
+    let clones: Vec<ImageName> =
+        (0..8).map(|n| name("qcow2", &at(&family.dir, &format!("elsewhere/{n}")))).collect();
+    std::thread::scope(|scope| {
+        for child in &clones {
+            scope.spawn(|| clone(&family.parent, child));
+        }
+    });
+    let list = fs::read_to_string(at(&family.dir, "parent.qcow2.ferrite-children")).unwrap();
+    assert_eq!(list.lines().count(), clones.len(), "{list}");
+    // One by one they go, and the last one still counts.
+    for child in &clones {
+        family.refuses("elsewhere");
+        fs::remove_file(&child.path).unwrap();
+    }
+    coalesce(&family.child, false).unwrap();
+}
+
+/// Names of any bytes, and a link to the parent in the child's folder.
+#[test]
+fn odd_names_and_links_lead_to_the_same_parent() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    let family = Family::new("vhd", "elsewhere/other.vhd");
+    let link = ImageName { path: at(&family.dir, "elsewhere/link.vhd"), ..family.parent.clone() };
+    std::os::unix::fs::symlink(&family.parent.path, &link.path).unwrap();
+    let odd: PathBuf = at(&family.dir, "elsewhere").join(OsStr::from_bytes(b"a %41\n\xff.vhd"));
+    let odd = ImageName { path: odd, ..family.other.clone() };
+    clone(&link, &odd);
+    family.refuses("elsewhere");
+    let mut disk = Queue::new(open(&odd).unwrap());
+    disk.write(0, &[1; 512]).unwrap();
+    disk.close().unwrap();
+}
