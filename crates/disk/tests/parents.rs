@@ -228,7 +228,8 @@ fn a_parent_that_another_program_has_written_to_since_is_refused_by_all_its_chil
         for (child, read_only) in chain.children.iter().zip([false, true]) {
             let error = chain.serve(child, read_only).err().expect(format);
             assert!(error.to_string().contains("parent"), "{error}");
-            assert!(error.help().contains("another program"), "{error}: {}", error.help());
+            let text = format!("{error}: {}", error.help());
+            assert!(text.contains("another program"), "{text}");
         }
         let child = &chain.children[0];
         let report = work(Some(chain.state.path()), |shop| shop.check(child, true)).unwrap();

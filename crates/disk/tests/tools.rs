@@ -147,7 +147,7 @@ fn a_place_that_another_program_has_taken_is_not_taken_over() {
     };
     let options = OpenOptions { state_dir: Some(state.path().into()), ..options() };
     let error = Disk::open_image(&image, &options).unwrap_err();
-    assert!(error.to_string().contains("another use"), "{error}");
+    assert!(error.to_string().contains("another program has written to it"), "{error}");
 }
 
 /// Other programs make such images.
