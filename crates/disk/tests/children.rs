@@ -154,6 +154,16 @@ fn a_merge_sees_children_that_were_made_elsewhere_or_have_no_extension() {
     }
 }
 
+/// As other programs leave them: with nothing but what is in the file.
+#[test]
+fn a_merge_asks_files_what_they_are_and_not_their_names() {
+    for format in FORMATS {
+        let family = Family::whole(format, &format!("other.{format}"));
+        fs::rename(&family.other.path, at(&family.dir, "nameless")).unwrap();
+        family.refuses("nameless has the same parent");
+    }
+}
+
 #[test]
 fn a_child_elsewhere_that_is_gone_or_has_another_parent_now_is_in_nobodys_way() {
     for format in FORMATS {
@@ -298,6 +308,11 @@ impl Directory for Watched {
     }
 
     fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        let list = fs::File::open(to.with_file_name("../parent.vhd.ferrite-children"));
+        let lock = rustix::fs::FlockOperation::NonBlockingLockShared;
+        if list.is_ok_and(|list| rustix::fs::flock(list, lock).is_err()) {
+            self.note("locked", to)?;
+        }
         self.note("name", to)?;
         HostDirectory.hard_link(from, to)
     }
@@ -324,7 +339,9 @@ fn the_parent_knows_of_a_child_elsewhere_before_that_has_its_name() {
     watched.clone(&family, &on(&family.parent)).unwrap();
     let done = watched.done.into_inner();
     let folder = format!("sync {}", family.dir.path().file_name().unwrap().to_str().unwrap());
-    let steps = ["name parent.vhd.ferrite-children", &folder, "name other.vhd", "sync elsewhere"];
+    let list = "name parent.vhd.ferrite-children";
+    // Somebody who adds another one would take this one for gone.
+    let steps = [list, &folder, "locked other.vhd", "name other.vhd", "sync elsewhere"];
     let mut rest = done.iter();
     assert!(steps.iter().all(|step| rest.any(|done| done == step)), "{done:?}");
 }
