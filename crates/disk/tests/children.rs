@@ -231,13 +231,6 @@ fn what_does_not_say_what_it_stands_on_takes_force() {
     assert!(done.notes.iter().any(|note| note.contains("other")), "{done:?}");
 }
 
-#[test]
-fn a_parent_with_another_name_is_not_merged_into() {
-    let family = Family::new("vhd", "elsewhere/backup.vhd");
-    fs::hard_link(&family.parent.path, &family.other.path).unwrap();
-    family.refuses("2 names");
-}
-
 /// Its guest could keep other guests' disks from being served.
 #[test]
 fn what_a_guest_writes_into_a_raw_disk_keeps_no_image_from_being_served() {

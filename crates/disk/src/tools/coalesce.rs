@@ -207,7 +207,6 @@ impl Workshop<'_> {
         let what = || format!("cannot coalesce {}", child.path.display());
         let cannot = |e| broken(what(), e);
         let found = children::look(&parent.path, Some(&child.path), Ask::All).map_err(cannot)?;
-        let names = fs::metadata(&parent.path).map_err(cannot)?.nlink();
         let path = parent.path.display();
         if let Some(other) = found.child {
             let other = other.display();
@@ -218,11 +217,7 @@ impl Workshop<'_> {
             let help = "remove or flatten (convert) the other one first, or say --force";
             return Err(refused(what(), why, help));
         }
-        let unknown = match (found.unknown, names) {
-            (Some(why), _) => why,
-            (None, 2..) => format!("{path} has {names} names (hard links)"),
-            (None, _) => return Ok(None),
-        };
+        let Some(unknown) = found.unknown else { return Ok(None) };
         if force {
             return Ok(Some(format!(
                 "if {path} had other children, they are destroyed: {unknown}"
