@@ -40,7 +40,7 @@ pub mod vhd;
 use image::Layer;
 
 pub use error::{DiskError, ErrorKind};
-pub use finding::Finding;
+pub use finding::{Class, Counts, Finding, Kind as ProblemKind};
 pub use identity::DiskIdentity;
 pub use image::{Image, MAX_LAYERS};
 pub use name::{Format, ImageName};

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
 use ferrite_disk::{
-    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, Raw, qcow2, vhd,
+    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Raw, qcow2,
+    vhd,
 };
 use ferrite_io::clock::{Random, SplitMix64};
 

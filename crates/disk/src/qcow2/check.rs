@@ -7,9 +7,10 @@
 use std::io;
 
 use super::entry::{self, COPIED, Cluster};
-use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, be32, be64};
+use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be32, be64};
 use super::refcount;
 use super::snapshots::Entries;
+use crate::finding::{Class, Counts, Kind as ProblemKind};
 use crate::{DiskError, ErrorKind, Raw};
 
 /// Clusters whose counts are in memory: two of four bytes each.
@@ -45,20 +46,34 @@ pub enum Problem {
     Flag,
     /// The list of snapshots or of bitmaps cannot be read.
     List,
+    /// A version or feature that is not supported: nothing else was looked at.
+    Unsupported,
 }
 
-impl Problem {
-    /// Whether [`repair`](super::repair()) mends it, without guessing.
-    pub fn is_mendable(self) -> bool {
+impl ProblemKind for Problem {
+    fn class(self) -> Class {
         match self {
-            Problem::Marked | Problem::CountTooLow | Problem::Leak | Problem::Flag => true,
-            Problem::Header | Problem::Entry | Problem::Outside | Problem::List => false,
+            Problem::Leak => Class::Leak,
+            Problem::Unsupported => Class::Unsupported,
+            Problem::Header
+            | Problem::Marked
+            | Problem::Entry
+            | Problem::Outside
+            | Problem::CountTooLow
+            | Problem::Flag
+            | Problem::List => Class::Damage,
         }
     }
 
-    /// Whether the image can be used all the same, and reads what it should.
-    pub fn is_harmless(self) -> bool {
-        self == Problem::Leak
+    fn is_mendable(self) -> bool {
+        match self {
+            Problem::Marked | Problem::CountTooLow | Problem::Leak | Problem::Flag => true,
+            Problem::Header
+            | Problem::Entry
+            | Problem::Outside
+            | Problem::List
+            | Problem::Unsupported => false,
+        }
     }
 }
 
@@ -68,10 +83,10 @@ pub type Finding = crate::Finding<Problem>;
 /// What a check has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// At most 1,000.
+    /// The worst first, at most 1,000.
     pub findings: Vec<Finding>,
-    /// Findings that are not listed.
-    pub more: u64,
+    /// All findings, listed or not.
+    pub counts: Counts,
     /// Clusters of the disk.
     pub clusters: u64,
     /// Those that have a place, compressed or not.
@@ -83,17 +98,17 @@ pub struct Report {
 impl Report {
     fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
         let finding = Finding { problem, offset, why: why.into() };
-        finding.list(&mut self.findings, &mut self.more);
+        finding.list(&mut self.findings, &mut self.counts);
     }
 
     /// Whether nothing was found.
     pub fn is_clean(&self) -> bool {
-        self.findings.is_empty() && self.more == 0
+        self.counts.total() == 0
     }
 
     /// Whether all that was found can be mended.
     pub(super) fn is_mendable(&self) -> bool {
-        self.findings.iter().all(|f| f.problem.is_mendable())
+        self.counts.mendable == self.counts.total()
     }
 }
 
@@ -129,7 +144,11 @@ pub(super) fn survey(raw: &Raw, mut fix: impl FnMut(Fix)) -> io::Result<(Option<
     let header = match Header::parse(&head, file_bytes) {
         Ok(header) => header,
         Err(e) => {
-            report.add(Problem::Header, 0, e.to_string());
+            let problem = match e {
+                HeaderError::Unsupported(_) => Problem::Unsupported,
+                HeaderError::NotQcow2(_) | HeaderError::Damaged(_) => Problem::Header,
+            };
+            report.add(problem, 0, e.to_string());
             return Ok((None, report));
         }
     };

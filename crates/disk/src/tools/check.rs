@@ -4,6 +4,7 @@ use super::desk::Desk;
 use super::{
     CheckReport, Checked, Finding, Repaired, Workshop, broken, formats, refused, unsuitable,
 };
+use crate::finding::Class;
 use crate::image::Image;
 use crate::journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Raw};
@@ -26,16 +27,17 @@ impl Workshop<'_> {
             Ok(_) => {}
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
             // What is wrong may not be with the image itself, but with what it stands on.
-            Err(e) if images[0].is_usable() => images[0].findings.push(Finding {
+            Err(e) if images[0].is_usable() => images[0].add_first(Finding {
                 offset_bytes: None,
                 kind: "chain".into(),
                 why: e.why().into(),
+                class: Class::Damage,
                 harmless: false,
                 mendable: false,
             }),
             Err(_) => {}
         }
-        Ok(CheckReport { usable: images.iter().all(Checked::is_usable), images })
+        Ok(CheckReport::of(images))
     }
 
     fn check_one(&self, name: &ImageName) -> Result<Checked, DiskError> {
@@ -94,7 +96,7 @@ impl Repaired {
     /// # Errors
     /// There is something to mend.
     pub fn or_refused(&self) -> Result<(), DiskError> {
-        let mendable = self.after.findings.iter().any(|f| f.mendable);
+        let mendable = self.after.counts.mendable > 0;
         let what = format!("cannot repair {}", self.after.path);
         if !self.done && mendable {
             let help = "--force does it; take a copy of the file first if you can";

@@ -9,6 +9,7 @@ use ferrite_io::scratch::MAX_PIECE_BYTES;
 use super::create::{Parent, absolute};
 use super::info::{examined, of_medium, raw_info};
 use super::{Checked, Finding, LayerInfo, NewImage, SnapshotInfo, broken, unsuitable};
+use crate::finding::{Counts, Kind as ProblemKind};
 use crate::image::{Image, Layer};
 use crate::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};
 use crate::vhd::{
@@ -266,19 +267,20 @@ pub(super) fn parents_of(image: &Image) -> Vec<PathBuf> {
 
 /// Looks for inconsistencies in one image.
 pub(super) fn check(raw: &Raw, format: Format) -> Result<Checked, DiskError> {
-    let (findings, more_findings) = match format {
-        Format::Raw => (Vec::new(), 0),
+    let (findings, counts): (Vec<Finding>, Counts) = match format {
+        Format::Raw => Default::default(),
         Format::Qcow2 => {
             let report = qcow2::check(raw)?;
-            (report.findings.iter().map(qcow2_finding).collect(), report.more)
+            (report.findings.iter().map(qcow2_finding).collect(), report.counts)
         }
         Format::Vhd => {
             let report = vhd::check(raw)?;
-            (report.findings.iter().map(vhd_finding).collect(), report.more)
+            (report.findings.iter().map(vhd_finding).collect(), report.counts)
         }
     };
     let path = raw.path().display().to_string();
-    Ok(Checked { path, format: format.name(), findings, more_findings })
+    let more_findings = counts.total() - findings.len() as u64;
+    Ok(Checked { path, format: format.name(), counts, findings, more_findings })
 }
 
 fn qcow2_finding(found: &qcow2::Finding) -> Finding {
@@ -291,14 +293,9 @@ fn qcow2_finding(found: &qcow2::Finding) -> Finding {
         qcow2::Problem::Leak => "leak",
         qcow2::Problem::Flag => "copied-flag",
         qcow2::Problem::List => "list",
+        qcow2::Problem::Unsupported => "unsupported",
     };
-    Finding {
-        offset_bytes: Some(found.offset),
-        kind: kind.into(),
-        why: found.why.clone(),
-        harmless: found.problem.is_harmless(),
-        mendable: found.problem.is_mendable(),
-    }
+    finding(kind, found)
 }
 
 fn vhd_finding(found: &vhd::Finding) -> Finding {
@@ -314,12 +311,19 @@ fn vhd_finding(found: &vhd::Finding) -> Finding {
         Problem::Bitmap => "bitmap",
         Problem::Locators => "locators",
         Problem::Leak => "leak",
+        Problem::Unsupported => "unsupported",
     };
+    finding(kind, found)
+}
+
+fn finding<P: ProblemKind>(kind: &str, found: &crate::Finding<P>) -> Finding {
+    let class = found.problem.class();
     Finding {
         offset_bytes: Some(found.offset),
         kind: kind.into(),
         why: found.why.clone(),
-        harmless: found.problem.is_harmless(),
+        class,
+        harmless: class.is_harmless(),
         mendable: found.problem.is_mendable(),
     }
 }

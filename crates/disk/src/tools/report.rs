@@ -3,6 +3,8 @@
 
 use serde::Serialize;
 
+use crate::finding::{Class, Counts};
+
 /// An image and what it stands on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Info {
@@ -152,6 +154,8 @@ pub struct Finding {
     pub kind: String,
     /// The reason.
     pub why: String,
+    /// How bad it is.
+    pub class: Class,
     /// The image can be used, and reads what it should.
     pub harmless: bool,
     /// `repair` mends it.
@@ -165,17 +169,52 @@ pub struct Checked {
     pub path: String,
     /// `raw`, `vhd` or `qcow2`.
     pub format: &'static str,
-    /// Empty: it is in order.
+    /// All findings, by class.
+    pub counts: Counts,
+    /// The worst first, at most 1,000. Empty: it is in order.
     pub findings: Vec<Finding>,
     /// Findings that are not listed.
     pub more_findings: u64,
 }
 
 impl Checked {
+    /// Adds damage, before everything else.
+    pub(super) fn add_first(&mut self, finding: Finding) {
+        self.counts.add(finding.class, finding.mendable);
+        self.findings.insert(0, finding);
+    }
+
     /// Whether it reads what it should.
     pub fn is_usable(&self) -> bool {
-        self.more_findings == 0 && self.findings.iter().all(|f| f.harmless)
+        self.counts.damage == 0 && self.counts.unsupported == 0
     }
+
+    /// What becomes of all findings.
+    pub fn verdict(&self) -> Verdict {
+        match self.counts {
+            Counts { damage: 1.., .. } => Verdict::Damaged,
+            Counts { foreign: 1.., .. } => Verdict::Refused,
+            Counts { unsupported: 1.., .. } => Verdict::Unsupported,
+            Counts { leaks: 1.., .. } => Verdict::Leaks,
+            _ => Verdict::InOrder,
+        }
+    }
+}
+
+/// What a check comes to: what decides how a program ends that was asked for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// It reads what it should, and has no space that nothing refers to.
+    InOrder,
+    /// It reads what it should; there is space that nothing refers to.
+    Leaks,
+    /// It could not be checked: it has what is not supported.
+    Unsupported,
+    /// Another program refuses it, which was asked for.
+    Refused,
+    /// It does not read what it should.
+    Damaged,
 }
 
 /// What a check has found.
@@ -183,15 +222,16 @@ impl Checked {
 pub struct CheckReport {
     /// All images read what they should.
     pub usable: bool,
+    /// The worst of all images'.
+    pub verdict: Verdict,
     /// The image, and its parents if they were asked for.
     pub images: Vec<Checked>,
 }
 
 impl CheckReport {
-    /// Whether all that was found is space that nothing refers to.
-    pub fn leaks(&self) -> bool {
-        let mut findings = self.images.iter().flat_map(|image| &image.findings).peekable();
-        findings.peek().is_some() && findings.all(|found| found.kind == "leak")
+    pub(super) fn of(images: Vec<Checked>) -> CheckReport {
+        let verdict = images.iter().map(Checked::verdict).max().unwrap_or(Verdict::InOrder);
+        CheckReport { usable: images.iter().all(Checked::is_usable), verdict, images }
     }
 }
 

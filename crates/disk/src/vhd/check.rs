@@ -1,11 +1,12 @@
 //! Looking for inconsistencies, without changing anything.
 
-use super::format::SECTOR;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
 use super::format::header::Header;
 use super::format::layout::{Layout, UNUSED};
+use super::format::{Malformed, SECTOR};
 use super::meta::{self, Footers, MetaError};
+use crate::finding::{Class, Counts, Kind as ProblemKind};
 use crate::{DiskError, Raw};
 
 /// What can be wrong with an image.
@@ -34,11 +35,27 @@ pub enum Problem {
     Locators,
     /// Space of a file that nothing refers to.
     Leak,
+    /// A version, kind or feature that is not supported: there are no blocks.
+    Unsupported,
 }
 
-impl Problem {
-    /// Whether [`repair`](super::repair()) mends it, without guessing.
-    pub fn is_mendable(self) -> bool {
+impl ProblemKind for Problem {
+    fn class(self) -> Class {
+        match self {
+            Problem::Leak => Class::Leak,
+            Problem::EndFooter | Problem::FooterCopy | Problem::Batmap => Class::Harmless,
+            Problem::Unsupported => Class::Unsupported,
+            Problem::BatmapBit
+            | Problem::Footers
+            | Problem::Header
+            | Problem::Place
+            | Problem::Overlap
+            | Problem::Bitmap
+            | Problem::Locators => Class::Damage,
+        }
+    }
+
+    fn is_mendable(self) -> bool {
         match self {
             Problem::EndFooter
             | Problem::FooterCopy
@@ -50,21 +67,8 @@ impl Problem {
             | Problem::Place
             | Problem::Overlap
             | Problem::Bitmap
-            | Problem::Locators => false,
-        }
-    }
-
-    /// Whether the image can be used all the same, and reads what it should.
-    pub fn is_harmless(self) -> bool {
-        match self {
-            Problem::EndFooter | Problem::FooterCopy | Problem::Batmap | Problem::Leak => true,
-            Problem::BatmapBit
-            | Problem::Footers
-            | Problem::Header
-            | Problem::Place
-            | Problem::Overlap
-            | Problem::Bitmap
-            | Problem::Locators => false,
+            | Problem::Locators
+            | Problem::Unsupported => false,
         }
     }
 }
@@ -75,22 +79,38 @@ pub type Finding = crate::Finding<Problem>;
 /// What a check has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// In no certain order, at most 1,000.
+    /// The worst first, at most 1,000.
     pub findings: Vec<Finding>,
-    /// Findings that are not listed.
-    pub more: u64,
+    /// All findings, listed or not.
+    pub counts: Counts,
+    /// Of all findings, each once.
+    kinds: Vec<Problem>,
 }
 
 impl Report {
     fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
         let finding = Finding { problem, offset, why: why.into() };
-        finding.list(&mut self.findings, &mut self.more);
+        finding.list(&mut self.findings, &mut self.counts);
+        if !self.has(problem) {
+            self.kinds.push(problem);
+        }
+    }
+
+    /// Adds what is wrong with a structure, or that it is one of a kind that is not supported.
+    fn add_bad(&mut self, problem: Problem, bad: Malformed) {
+        let problem = if bad.unsupported { Problem::Unsupported } else { problem };
+        self.add(problem, bad.offset, bad.why);
+    }
+
+    /// Whether there is a finding of this kind, listed or not.
+    pub(super) fn has(&self, problem: Problem) -> bool {
+        self.kinds.contains(&problem)
     }
 
     fn add_error(&mut self, problem: Problem, e: MetaError) -> Result<(), MetaError> {
         match e {
             MetaError::Bad(bad) => {
-                self.add(problem, bad.offset, bad.why);
+                self.add_bad(problem, bad);
                 Ok(())
             }
             io => Err(io),
@@ -99,7 +119,7 @@ impl Report {
 
     /// Whether nothing was found.
     pub fn is_clean(&self) -> bool {
-        self.findings.is_empty() && self.more == 0
+        self.counts.total() == 0
     }
 }
 
@@ -139,9 +159,9 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
     let (footer, footer_at) = match footers.choose() {
         Ok(chosen) => chosen,
         Err(bad) => {
-            report.add(Problem::Footers, bad.offset, bad.why);
+            report.add_bad(Problem::Footers, bad);
             if let Err(bad) = &footers.start {
-                report.add(Problem::Footers, bad.offset, bad.why.clone());
+                report.add_bad(Problem::Footers, bad.clone());
             }
             return Ok(None);
         }
@@ -198,7 +218,6 @@ fn survey_blocks(
     layout: Layout,
 ) -> Result<Option<SparseSurvey>, MetaError> {
     let mut placed = Vec::new();
-    let before = report.findings.len();
     let entry_at = |block: u32| header.table_offset + u64::from(block) * 4;
     meta::for_each_entry(raw, &header, &layout, |block, sector| {
         if sector != UNUSED {
@@ -229,10 +248,8 @@ fn survey_blocks(
     }
     check_leaks(report, raw, footers, end, &gaps);
     // With entries that make no sense nothing can be said about what is unused.
-    let sound = report.findings[before..]
-        .iter()
-        .all(|f| !matches!(f.problem, Problem::Place | Problem::Overlap | Problem::Bitmap));
-    Ok((sound && report.more == 0).then_some(SparseSurvey { header, batmap, full, end, gaps }))
+    let unsound = [Problem::Place, Problem::Overlap, Problem::Bitmap].map(|p| report.has(p));
+    Ok((unsound == [false; 3]).then_some(SparseSurvey { header, batmap, full, end, gaps }))
 }
 
 /// Reads all bitmaps, in the order of the file; a bit for each block whose bits are all set.

@@ -55,6 +55,10 @@ impl MetaError {
                 let help = "check the medium below it and the kernel's log (dmesg)";
                 DiskError::new(ErrorKind::Io, what, self.to_string(), help)
             }
+            MetaError::Bad(bad) if bad.unsupported => {
+                let help = "use the program that made it, or convert it with that";
+                DiskError::new(ErrorKind::Unsuitable, what, bad.to_string(), help)
+            }
             MetaError::Bad(bad) => {
                 let help = "check that it is a VHD and complete; ferrite image check says more, \
                             and repair mends what can be mended";
@@ -145,7 +149,7 @@ impl Footers {
                         "{}; the one at the device's beginning may be a fixed disk's guest's",
                         bad.why
                     );
-                    Err(Malformed::new(bad.offset, why))
+                    Err(Malformed { why, ..bad.clone() })
                 }
             },
             (_, Err(bad)) => Err(bad.clone()),

@@ -21,7 +21,7 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     let mut report = Report::default();
     let found = survey(raw, &mut report).map_err(|e| e.for_image(raw.path()))?;
     let Some(found) = found.filter(|_| !report.is_clean()) else { return Ok(report) };
-    let has = |problem| report.findings.iter().any(|f| f.problem == problem);
+    let has = |problem| report.has(problem);
     let failed = |e: std::io::Error| {
         let what = format!("cannot repair {}", raw.path().display());
         let help = "run it again; check the medium and the kernel's log (dmesg)";

@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::tools::{Convert, NewImage, Rebase, Workshop};
+use ferrite_disk::tools::{Convert, NewImage, Rebase, Verdict, Workshop};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -207,18 +207,31 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
     let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
     out.say(&report, text::report)?;
     let image = args.one.named.image.display();
-    let failure = |what: String, why: &str, help| Failure::new(what, why, help);
-    if !report.usable {
-        let help = format!("ferrite image repair {image} shows what can be mended");
-        let why = "it does not read what it should";
-        return Err(failure(format!("{image} is damaged"), why, help).with_code(Code::CORRUPT));
-    }
-    if report.leaks() {
-        let help = format!("ferrite image repair --force {image} frees it");
-        let why = "it has space that nothing refers to";
-        return Err(failure(format!("{image} could be smaller"), why, help).with_code(Code::LEAKS));
-    }
-    Ok(())
+    let (code, what, why, help) = match report.verdict {
+        Verdict::InOrder => return Ok(()),
+        Verdict::Leaks => {
+            let help = format!("ferrite image repair --force {image} frees it");
+            let why = "it has space that nothing refers to";
+            (Code::LEAKS, format!("{image} could be smaller"), why, help)
+        }
+        Verdict::Unsupported => {
+            let help = "use the program that made it, or convert it with that".into();
+            let why = "it has something that is not supported here";
+            (Code::NOT_CHECKED, format!("cannot check {image}"), why, help)
+        }
+        Verdict::Refused => {
+            let help = "docs/internals/formats.md has the rules; ferrite image convert makes a copy \
+                        that follows them, if sizes and names do"
+                .into();
+            (Code::CORRUPT, format!("{image} is not for XAPI"), "vhd-util would refuse it", help)
+        }
+        Verdict::Damaged => {
+            let help = format!("ferrite image repair {image} shows what can be mended");
+            let why = "it does not read what it should";
+            (Code::CORRUPT, format!("{image} is damaged"), why, help)
+        }
+    };
+    Err(Failure::new(what, why, help).with_code(code))
 }
 
 fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {

@@ -7,6 +7,7 @@ use ferrite_disk::tools::{
     CheckReport, Checked, Comparison, Done, Extent, Info, JournalInfo, JournalState, Kind,
     LayerInfo, Repaired, Usage,
 };
+use ferrite_disk::{Class, Counts};
 
 fn with_notes(mut line: String, notes: &[String]) -> String {
     line.push('\n');
@@ -125,16 +126,18 @@ fn findings(image: &Checked) -> String {
     if image.findings.is_empty() {
         return format!("{}: in order\n", image.path);
     }
-    let mut out = format!("{}:\n", image.path);
+    let mut out = format!("{}: {}\n", image.path, counts(&image.counts));
     for found in &image.findings {
         let at = found.offset_bytes.map_or(String::new(), |at| format!(" at byte {at}"));
-        let what = match (found.harmless, found.mendable) {
-            (true, true) => "harmless, mendable",
-            (true, false) => "harmless",
-            (false, true) => "mendable",
-            (false, false) => "damage",
+        let class = match found.class {
+            Class::Damage => "damage",
+            Class::Unsupported => "not supported",
+            Class::Foreign => "refused by others",
+            Class::Harmless => "harmless",
+            Class::Leak => "leak",
         };
-        let _ = writeln!(out, "  {}{at}: {} ({what})", found.kind, found.why);
+        let mendable = if found.mendable { ", mendable" } else { "" };
+        let _ = writeln!(out, "  {}{at}: {} ({class}{mendable})", found.kind, found.why);
     }
     if image.more_findings > 0 {
         let _ = writeln!(out, "  and {} more", image.more_findings);
@@ -142,8 +145,21 @@ fn findings(image: &Checked) -> String {
     out
 }
 
+/// All findings in one line, the worst first.
+fn counts(counts: &Counts) -> String {
+    let all = [
+        (counts.damage, "damaged"),
+        (counts.unsupported, "not supported"),
+        (counts.foreign, "refused by others"),
+        (counts.harmless, "harmless"),
+        (counts.leaks, "leaked"),
+    ];
+    let some = all.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}"));
+    some.collect::<Vec<_>>().join(", ")
+}
+
 pub(super) fn repaired(repaired: &Repaired) -> String {
-    let mended = repaired.before.findings.iter().filter(|f| f.mendable).count();
+    let mended = repaired.before.counts.mendable;
     match (repaired.done, mended) {
         (_, 0) => findings(&repaired.after),
         (false, n) => format!("{}what would be mended: {n}\n", findings(&repaired.before)),

@@ -6,7 +6,8 @@ mod recipe;
 mod stage;
 
 use ferrite_disk::{
-    Disk, DiskError, Extent, Format, Intent, OpenOptions, Port, Raw, Session, qcow2, vhd,
+    Disk, DiskError, Extent, Format, Intent, OpenOptions, Port, ProblemKind, Raw, Session, qcow2,
+    vhd,
 };
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;

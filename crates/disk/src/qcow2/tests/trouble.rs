@@ -8,6 +8,7 @@ use tempfile::TempDir;
 
 use super::super::state::Run;
 use super::*;
+use crate::ProblemKind as _;
 
 /// EIO, as the kernel gives it.
 const EIO: i32 = 5;

@@ -72,7 +72,7 @@ impl Batmap {
         }
         if raw[KEY_AT] == 1 {
             let why = "batmap: the image is encrypted, which is not supported";
-            return Err(Malformed::new(at, why));
+            return Err(Malformed::unsupported(at, why));
         }
         let len = sectors * SECTOR;
         // Larger than its table's is of no use, and not read.

@@ -144,35 +144,37 @@ impl Footer {
     /// It is none, is damaged, or of a kind that is not supported.
     pub(crate) fn parse(bytes: &[u8; BYTES], offset: u64) -> Result<Footer, Malformed> {
         let bad = |why: String| Malformed::new(offset, format!("footer: {why}"));
+        let unsupported = |why: &str| Malformed::unsupported(offset, format!("footer: {why}"));
         match array(bytes, 0) {
             COOKIE => {}
-            POISON => return Err(bad("the image was disabled by vhd-util (v_poison)".into())),
+            POISON => return Err(unsupported("the image was disabled by vhd-util (v_poison)")),
             _ => return Err(bad("no cookie \"conectix\"".into())),
         }
         check_sum(bytes).map_err(&bad)?;
         let features = be32(bytes, 8);
         if features & !(FEATURE_TEMPORARY | FEATURE_RESERVED) != 0 {
-            return Err(bad(format!("unknown features {features:#x}")));
+            return Err(unsupported(&format!("unknown features {features:#x}")));
         }
         let version = be32(bytes, 12);
         if version >> 16 != VERSION >> 16 {
-            return Err(bad(format!("unknown version {}.{}", version >> 16, version & 0xffff)));
+            let why = format!("unknown version {}.{}", version >> 16, version & 0xffff);
+            return Err(unsupported(&why));
         }
         let kind = match be32(bytes, 60) {
             2 => Kind::Fixed,
             3 => Kind::Dynamic,
             4 => Kind::Differencing,
-            other => return Err(bad(format!("unknown disk type {other}"))),
+            other => return Err(unsupported(&format!("unknown disk type {other}"))),
         };
         let creator = Creator { app: array(bytes, 28), version: be32(bytes, 32) };
         if kind != Kind::Fixed && creator.has_native_bitmaps() {
-            return Err(bad(
-                "bitmaps of tapdisk 0.1 are not supported (vhd-update mends it)".into()
-            ));
+            let why = "bitmaps of tapdisk 0.1 are not supported (vhd-update mends it)";
+            return Err(unsupported(why));
         }
         let current_size = be64(bytes, 48);
         if current_size == 0 || current_size > MAX_DISK_BYTES {
-            return Err(bad(format!("a disk of {current_size} bytes (1 sector to 2040 GiB)")));
+            let why = format!("a disk of {current_size} bytes (1 sector to 2040 GiB)");
+            return Err(if current_size == 0 { bad(why) } else { unsupported(&why) });
         }
         if !current_size.is_multiple_of(SECTOR) {
             return Err(bad(format!("a disk of {current_size} bytes, which is not whole sectors")));

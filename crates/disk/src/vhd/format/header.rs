@@ -62,6 +62,8 @@ impl Header {
         footer: &Footer,
     ) -> Result<Header, Malformed> {
         let bad = |why: String| Err(Malformed::new(offset, format!("dynamic header: {why}")));
+        let unsupported =
+            |why: String| Err(Malformed::unsupported(offset, format!("dynamic header: {why}")));
         if array(bytes, 0) != COOKIE {
             return bad("no cookie \"cxsparse\"".into());
         }
@@ -71,14 +73,15 @@ impl Header {
         }
         let version = be32(bytes, 24);
         if version != VERSION {
-            return bad(format!("unknown version {}.{}", version >> 16, version & 0xffff));
+            let why = format!("unknown version {}.{}", version >> 16, version & 0xffff);
+            return unsupported(why);
         }
         let block_bytes = be32(bytes, 32);
         let fits = (SECTOR as u32..=MAX_BLOCK_BYTES).contains(&block_bytes);
         if !block_bytes.is_power_of_two() || !fits {
-            return bad(format!(
-                "blocks of {block_bytes} bytes (a power of two from 512 bytes to 256 MiB)"
-            ));
+            let why =
+                format!("blocks of {block_bytes} bytes (a power of two from 512 bytes to 256 MiB)");
+            return if block_bytes.is_power_of_two() { unsupported(why) } else { bad(why) };
         }
         let needed = footer.current_size.div_ceil(u64::from(block_bytes));
         let max_entries = be32(bytes, 28);
@@ -86,7 +89,7 @@ impl Header {
             return bad(format!("a table of {max_entries} entries for {needed} blocks"));
         }
         if needed > u64::from(MAX_BLOCKS) {
-            return bad(format!("{needed} blocks; at most {MAX_BLOCKS} are supported"));
+            return unsupported(format!("{needed} blocks; at most {MAX_BLOCKS} are supported"));
         }
         let table_offset = be64(bytes, 16);
         if !table_offset.is_multiple_of(SECTOR) {

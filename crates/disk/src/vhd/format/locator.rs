@@ -46,7 +46,8 @@ impl Locator {
         let bad = |why| Err(Malformed::new(at, format!("parent locator: {why}")));
         let known = [b"W2ru", b"W2ku", b"MacX", b"Wi2r", b"Wi2k", b"Mac "];
         if !known.contains(&&locator.code) {
-            return bad(format!("unknown platform code {}", tag(locator.code)));
+            let why = format!("parent locator: unknown platform code {}", tag(locator.code));
+            return Err(Malformed::unsupported(at, why));
         }
         if locator.reads() {
             let (len, room) = (u64::from(locator.len), locator.room_bytes());

@@ -32,11 +32,17 @@ pub struct Malformed {
     pub offset: u64,
     /// What it is and what is wrong with it.
     pub why: String,
+    /// It is in order, as far as that can be told, and of a kind that is not supported.
+    pub unsupported: bool,
 }
 
 impl Malformed {
     pub(crate) fn new(offset: u64, why: impl Into<String>) -> Malformed {
-        Malformed { offset, why: why.into() }
+        Malformed { offset, why: why.into(), unsupported: false }
+    }
+
+    pub(crate) fn unsupported(offset: u64, why: impl Into<String>) -> Malformed {
+        Malformed { unsupported: true, ..Malformed::new(offset, why) }
     }
 }
 

@@ -1,0 +1,117 @@
+//! What a check says of an image in which there is much to find.
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use common::vhd::{at, peer};
+use common::{MIB, dir_on_disk, work};
+use ferrite_disk::tools::{CheckReport, NewImage, Verdict};
+use ferrite_disk::{Class, ImageName};
+use tempfile::TempDir;
+
+/// Of the images here.
+const CLUSTER: u64 = 64 << 10;
+/// More than are listed.
+const LEAKS: u64 = 1500;
+const FIRST_LEAK: u64 = 100;
+/// A cluster behind those that leaked.
+const BEHIND: u64 = 1900;
+
+fn made(dir: &TempDir, format: &str) -> ImageName {
+    let path = at(dir, &format!("a.{format}"));
+    let name = ImageName::parse(&format!("{format}:{}", path.to_str().unwrap())).unwrap();
+    let new = NewImage { bytes: Some(16 * MIB), ..NewImage::default() };
+    work(None, |shop| shop.create(&name, &new)).unwrap();
+    name
+}
+
+fn check(name: &ImageName) -> CheckReport {
+    work(None, |shop| shop.check(name, false)).unwrap()
+}
+
+fn change(path: &Path, offset: u64, bytes: &[u8]) {
+    File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
+}
+
+fn number(path: &Path, offset: u64) -> u64 {
+    let mut bytes = [0; 8];
+    File::open(path).unwrap().read_exact_at(&mut bytes, offset).unwrap();
+    u64::from_be_bytes(bytes)
+}
+
+/// An image with clusters that have a count of one and nothing that refers to them.
+fn leaking(dir: &TempDir) -> ImageName {
+    let name = made(dir, "qcow2");
+    let path = &name.path;
+    File::options().write(true).open(path).unwrap().set_len(2000 * CLUSTER).unwrap();
+    let counts = number(path, number(path, 48));
+    let leaks: Vec<u8> = (0..LEAKS).flat_map(|_| [0, 1]).collect();
+    change(path, counts + FIRST_LEAK * 2, &leaks);
+    name
+}
+
+#[test]
+fn an_image_with_more_leaks_than_are_listed_is_usable_and_they_are_counted() {
+    let dir = dir_on_disk();
+    let name = leaking(&dir);
+    let report = check(&name);
+    assert!(report.usable);
+    assert_eq!(report.verdict, Verdict::Leaks);
+    let image = &report.images[0];
+    assert_eq!((image.counts.leaks, image.counts.total()), (LEAKS, LEAKS));
+    assert_eq!(image.findings.len() as u64 + image.more_findings, LEAKS);
+    // All of them are mended.
+    let repaired = work(None, |shop| shop.repair(&name, true)).unwrap();
+    assert_eq!(repaired.before.counts.mendable, LEAKS);
+    assert_eq!(repaired.after.verdict(), Verdict::InOrder);
+    peer("qemu-img", &["check", "-q", name.path.to_str().unwrap()]);
+}
+
+#[test]
+fn damage_behind_more_leaks_than_are_listed_is_listed_first() {
+    let dir = dir_on_disk();
+    let name = leaking(&dir);
+    let path = &name.path;
+    // An L2 table in the cluster before, and an entry in it for a cluster without a count.
+    let counts = number(path, number(path, 48));
+    change(path, counts + (BEHIND - 1) * 2, &[0, 1]);
+    change(path, number(path, 40), &(((BEHIND - 1) * CLUSTER) | (1 << 63)).to_be_bytes());
+    change(path, (BEHIND - 1) * CLUSTER, &(BEHIND * CLUSTER).to_be_bytes());
+    let report = check(&name);
+    assert!(!report.usable);
+    assert_eq!(report.verdict, Verdict::Damaged);
+    let image = &report.images[0];
+    assert_eq!((image.counts.damage, image.counts.leaks), (1, LEAKS));
+    let first = &image.findings[0];
+    assert_eq!((first.class, first.offset_bytes), (Class::Damage, Some(BEHIND * CLUSTER)));
+}
+
+#[test]
+fn what_is_not_supported_is_not_called_damage() {
+    let dir = dir_on_disk();
+    let qcow2 = made(&dir, "qcow2");
+    // Subclusters.
+    change(&qcow2.path, 79, &[1 << 4]);
+    let vhd = made(&dir, "vhd");
+    let mut footer = [0; 512];
+    let file = File::open(&vhd.path).unwrap();
+    let end = file.metadata().unwrap().len() - 512;
+    file.read_exact_at(&mut footer, end).unwrap();
+    // A feature without a name.
+    footer[11] |= 4;
+    footer[64..68].fill(0);
+    let sum = footer.iter().fold(0u32, |sum, byte| sum + u32::from(*byte));
+    footer[64..68].copy_from_slice(&(!sum).to_be_bytes());
+    change(&vhd.path, 0, &footer);
+    change(&vhd.path, end, &footer);
+    for name in [qcow2, vhd] {
+        let report = check(&name);
+        assert!(!report.usable);
+        assert_eq!(report.verdict, Verdict::Unsupported, "{:?}", report.images);
+        assert_eq!(report.images[0].counts.damage, 0);
+        assert!(report.images[0].findings.iter().all(|f| f.class == Class::Unsupported));
+    }
+}
