@@ -1,6 +1,7 @@
 //! Whether an image is in order, and what can be done if not.
 
 use super::desk::Desk;
+use super::formats::Rules;
 use super::{
     CheckReport, Checked, Finding, Repaired, Workshop, broken, formats, refused, unsuitable,
 };
@@ -16,14 +17,37 @@ impl Workshop<'_> {
     /// # Errors
     /// It cannot be read, or is in use. What is wrong with it is in the report.
     pub fn check(&self, name: &ImageName, chain: bool) -> Result<CheckReport, DiskError> {
-        let mut images = vec![self.check_one(name)?];
-        match self.open(name, true) {
-            Ok(Disk::Image(image)) if chain => {
-                for layer in &image.layers()[1..] {
-                    let path = layer.medium().path().to_owned();
-                    images.push(self.check_one(&ImageName { format: layer.format(), path })?);
-                }
-            }
+        self.check_by(name, chain, false)
+    }
+
+    /// The same, by the rules of other programs, too, which refuse images that are in order here:
+    /// of `vhd-util check`, which XAPI runs before it coalesces.
+    ///
+    /// # Errors
+    /// Those of [`check`](Self::check).
+    pub fn check_strictly(&self, name: &ImageName, chain: bool) -> Result<CheckReport, DiskError> {
+        self.check_by(name, chain, true)
+    }
+
+    fn check_by(
+        &self,
+        name: &ImageName,
+        chain: bool,
+        strict: bool,
+    ) -> Result<CheckReport, DiskError> {
+        let opened = self.open(name, true);
+        let layers = match &opened {
+            Ok(Disk::Image(image)) => image.layers(),
+            _ => &[],
+        };
+        let below = |i: usize| layers.get(i + 1).map(|layer| layer.medium().path());
+        let rules = |i| if strict { Rules::Theirs(below(i)) } else { Rules::Ours };
+        let mut images = vec![self.check_one(name, rules(0))?];
+        for (i, layer) in layers.iter().enumerate().skip(1).filter(|_| chain) {
+            let path = layer.medium().path().to_owned();
+            images.push(self.check_one(&ImageName { format: layer.format(), path }, rules(i))?);
+        }
+        match opened {
             Ok(_) => {}
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
             // What is wrong may not be with the image itself, but with what it stands on.
@@ -40,14 +64,14 @@ impl Workshop<'_> {
         Ok(CheckReport::of(images))
     }
 
-    fn check_one(&self, name: &ImageName) -> Result<Checked, DiskError> {
+    fn check_one(&self, name: &ImageName, rules: Rules<'_>) -> Result<Checked, DiskError> {
         let options = self.medium_options(true);
         let open = match name.format {
             Format::Raw => Raw::open,
             Format::Vhd | Format::Qcow2 => Raw::open_medium,
         };
         let raw = open(&name.path, &options)?;
-        formats::check(&raw, name.format)
+        formats::check(&raw, name.format, rules)
     }
 
     /// Mends what can be mended without guessing, if `force` says so; otherwise only tells what
@@ -61,7 +85,7 @@ impl Workshop<'_> {
             let help = "the guest's file system has tools for what is in it";
             return Err(unsuitable(what(), "a raw image has nothing that could be mended", help));
         }
-        let before = self.check_one(name)?;
+        let before = self.check_one(name, Rules::Ours)?;
         if !force {
             return Ok(Repaired { done: false, before: before.clone(), after: before });
         }
@@ -85,7 +109,7 @@ impl Workshop<'_> {
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let mended = desk.run(async { Ok(formats::repair(&port, &raw, name.format).await) });
         mended.map_err(|e| broken(what(), e))??;
-        let after = formats::check(&raw, name.format)?;
+        let after = formats::check(&raw, name.format, Rules::Ours)?;
         Ok(Repaired { done: true, before, after })
     }
 }

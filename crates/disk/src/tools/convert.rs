@@ -80,7 +80,8 @@ impl Workshop<'_> {
         drop(target);
         file.finish()?;
         self.forget(to)?;
-        Ok(done(to, bytes, Vec::new()))
+        let new = NewImage { unit_bytes: how.unit_bytes, ..new };
+        Ok(done(to, bytes, formats::warnings(to, &new, None, bytes)))
     }
 
     /// What was noted of an earlier copy is gone, durably: it would pass for this one's.

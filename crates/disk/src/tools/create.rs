@@ -68,6 +68,7 @@ impl Workshop<'_> {
         };
         self.write_new(&file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
+        notes.extend(formats::warnings(name, new, parent.as_ref(), bytes));
         Ok(done(name, bytes, notes))
     }
 
@@ -256,8 +257,10 @@ impl Workshop<'_> {
         self.write_new(&file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
         protect(&parent.path, true).map_err(cannot)?;
-        let note = format!("what it was is {} now, read-only", parent.name.path.display());
-        Ok(done(leaf, bytes, vec![note]))
+        let mut notes =
+            vec![format!("what it was is {} now, read-only", parent.name.path.display())];
+        notes.extend(formats::warnings(leaf, &new, Some(&parent), bytes));
+        Ok(done(leaf, bytes, notes))
     }
 
     fn check_snapshot_names(&self, leaf: &ImageName, parent: &ImageName) -> Result<(), DiskError> {

@@ -59,16 +59,7 @@ pub(super) async fn empty(
             let made = empty_raw(port, raw, new, bytes).await;
             made.map_err(|e| broken(format!("cannot make {}", raw.path().display()), e))
         }
-        Format::Vhd => {
-            let new = NewVhd {
-                bytes,
-                fixed: new.fixed,
-                parent: parent.map(vhd_parent),
-                block_bytes: new.unit_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
-                stamp: Stamp::from_system(),
-            };
-            new.create(port, raw).await.map(|_| ())
-        }
+        Format::Vhd => new_vhd(new, parent, bytes).create(port, raw).await.map(|_| ()),
         Format::Qcow2 => {
             let backing = parent.map(|parent| qcow2_backing(parent, raw)).transpose()?;
             let room_for_bytes = 0;
@@ -77,6 +68,29 @@ pub(super) async fn empty(
             let new = NewQcow2 { backing, cluster_bytes, room_for_bytes, ..usual };
             new.create(port, raw).await
         }
+    }
+}
+
+fn new_vhd(new: &NewImage, parent: Option<&Parent>, bytes: u64) -> NewVhd {
+    NewVhd {
+        bytes,
+        fixed: new.fixed,
+        parent: parent.map(vhd_parent),
+        block_bytes: new.unit_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
+        stamp: Stamp::from_system(),
+    }
+}
+
+/// What other programs that such images are for cannot do with a new one.
+pub(super) fn warnings(
+    name: &ImageName,
+    new: &NewImage,
+    parent: Option<&Parent>,
+    bytes: u64,
+) -> Vec<String> {
+    match name.format {
+        Format::Vhd => new_vhd(new, parent, bytes).not_for_libvhd(&name.path),
+        Format::Raw | Format::Qcow2 => Vec::new(),
     }
 }
 
@@ -265,8 +279,17 @@ pub(super) fn parents_of(image: &Image) -> Vec<PathBuf> {
     }
 }
 
+/// Rules of other programs, which a strict check applies, too.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Rules<'a> {
+    /// None.
+    Ours,
+    /// Theirs, of an image whose parent is there, if it has one and that was found.
+    Theirs(Option<&'a Path>),
+}
+
 /// Looks for inconsistencies in one image.
-pub(super) fn check(raw: &Raw, format: Format) -> Result<Checked, DiskError> {
+pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Checked, DiskError> {
     let (findings, counts): (Vec<Finding>, Counts) = match format {
         Format::Raw => Default::default(),
         Format::Qcow2 => {
@@ -274,7 +297,10 @@ pub(super) fn check(raw: &Raw, format: Format) -> Result<Checked, DiskError> {
             (report.findings.iter().map(qcow2_finding).collect(), report.counts)
         }
         Format::Vhd => {
-            let report = vhd::check(raw)?;
+            let report = match rules {
+                Rules::Ours => vhd::check(raw)?,
+                Rules::Theirs(parent) => vhd::check_strictly(raw, parent)?,
+            };
             (report.findings.iter().map(vhd_finding).collect(), report.counts)
         }
     };
@@ -312,6 +338,7 @@ fn vhd_finding(found: &vhd::Finding) -> Finding {
         Problem::Locators => "locators",
         Problem::Leak => "leak",
         Problem::Unsupported => "unsupported",
+        Problem::Refused => "vhd-util",
     };
     finding(kind, found)
 }

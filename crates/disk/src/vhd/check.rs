@@ -1,9 +1,10 @@
 //! Looking for inconsistencies, without changing anything.
 
+use super::footers::End;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
 use super::format::header::Header;
-use super::format::layout::{Layout, UNUSED};
+use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{Malformed, SECTOR};
 use super::meta::{self, Footers, MetaError};
 use crate::finding::{Class, Counts, Kind as ProblemKind};
@@ -37,6 +38,8 @@ pub enum Problem {
     Leak,
     /// A version, kind or feature that is not supported: there are no blocks.
     Unsupported,
+    /// `vhd-util check` refuses it, or libvhd cannot read it. Only of strict checks.
+    Refused,
 }
 
 impl ProblemKind for Problem {
@@ -45,6 +48,7 @@ impl ProblemKind for Problem {
             Problem::Leak => Class::Leak,
             Problem::EndFooter | Problem::FooterCopy | Problem::Batmap => Class::Harmless,
             Problem::Unsupported => Class::Unsupported,
+            Problem::Refused => Class::Foreign,
             Problem::BatmapBit
             | Problem::Footers
             | Problem::Header
@@ -68,7 +72,8 @@ impl ProblemKind for Problem {
             | Problem::Overlap
             | Problem::Bitmap
             | Problem::Locators
-            | Problem::Unsupported => false,
+            | Problem::Unsupported
+            | Problem::Refused => false,
         }
     }
 }
@@ -88,7 +93,7 @@ pub struct Report {
 }
 
 impl Report {
-    fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
+    pub(super) fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
         let finding = Finding { problem, offset, why: why.into() };
         finding.list(&mut self.findings, &mut self.counts);
         if !self.has(problem) {
@@ -134,8 +139,8 @@ pub(super) struct SparseSurvey {
     pub(super) batmap: Option<Batmap>,
     /// Bits of the batmap, as the bitmaps say.
     pub(super) full: Vec<u8>,
-    /// Where the footer of a file belongs.
-    pub(super) end: u64,
+    /// Where a file ends.
+    pub(super) end: End,
     /// Parts before that which nothing refers to.
     pub(super) gaps: Vec<(u64, u64)>,
 }
@@ -202,12 +207,6 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
     Ok(sparse.map(|sparse| Survey { footer, sparse: Some(sparse) }))
 }
 
-/// A table entry that makes sense.
-struct Placed {
-    sector: u32,
-    block: u32,
-}
-
 fn survey_blocks(
     raw: &Raw,
     report: &mut Report,
@@ -239,14 +238,16 @@ fn survey_blocks(
     if let Some(batmap) = &batmap {
         check_batmap(raw, report, footer, batmap, &full)?;
     }
-    let (end, gaps) = unused(&layout, &placed);
+    let (used, mut gaps) = layout.unused(&placed);
+    // Less between two parts is how blocks are aligned.
+    gaps.retain(|(from, to)| to - from >= 4096);
     let qemu = footer.kind == Kind::Dynamic
         && layout.qemu_overwrites_batmap(placed.iter().map(|p| p.sector));
-    let end = layout.footer_at(end, qemu);
+    let end = End { used, footer: layout.footer_at(used, qemu) };
     if qemu {
         full.fill(0);
     }
-    check_leaks(report, raw, footers, end, &gaps);
+    check_leaks(report, raw, footers, end.footer, &gaps);
     // With entries that make no sense nothing can be said about what is unused.
     let unsound = [Problem::Place, Problem::Overlap, Problem::Bitmap].map(|p| report.has(p));
     Ok((unsound == [false; 3]).then_some(SparseSurvey { header, batmap, full, end, gaps }))
@@ -303,26 +304,6 @@ fn check_batmap(
         }
     }
     Ok(())
-}
-
-/// Where everything that is used ends, and what before that is not. Less than 4 KiB between two
-/// parts is how blocks are aligned.
-fn unused(layout: &Layout, placed: &[Placed]) -> (u64, Vec<(u64, u64)>) {
-    let blocks = placed.iter().map(|p| {
-        let start = u64::from(p.sector) * SECTOR;
-        (start, start + layout.stride())
-    });
-    let mut used: Vec<(u64, u64)> = layout.regions().chain(blocks).collect();
-    used.sort_unstable();
-    let mut end = 0;
-    let mut gaps = Vec::new();
-    for (from, to) in used {
-        if from >= end + 4096 {
-            gaps.push((end, from));
-        }
-        end = end.max(to);
-    }
-    (end, gaps)
 }
 
 fn check_leaks(report: &mut Report, raw: &Raw, footers: &Footers, end: u64, gaps: &[(u64, u64)]) {

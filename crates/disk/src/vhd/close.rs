@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
-use super::footers::last_sector;
+use super::footers::{End, clear_before_footer, last_sector};
 use super::format::batmap::{Batmap, covered_bytes};
 use super::format::{SECTOR, footer};
 use super::meta::FooterAt;
@@ -16,11 +16,14 @@ impl Vhd {
     /// is gone once the image has grown. The order here:
     ///
     /// 1. A commit: all data and metadata is durable.
-    /// 2. The batmap and the footer behind the last block; `fdatasync`. The batmap is a hint with
+    /// 2. Where a file's footer stands further on than the last part that is used, there are zeros
+    ///    before it; `fdatasync`.
+    /// 3. The batmap and the footer behind the last block; `fdatasync`. The batmap is a hint with
     ///    a checksum, so half of it is as good as none.
-    /// 3. A file is cut off behind the footer; `fdatasync`. Before that the footer is followed by
-    ///    unused space, and the copy counts.
-    /// 4. The journal, which is empty since 1, is removed.
+    /// 4. A file is cut off behind the footer; `fdatasync`. Before that the footer is followed by
+    ///    unused space, and the copy counts. On a device that has grown there are zeros where the
+    ///    footer was; `fdatasync`.
+    /// 5. The journal, which is empty since 1, is removed.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         self.commit(port).await?;
         let Body::Sparse(sparse) = &self.body else { return Ok(()) };
@@ -35,12 +38,16 @@ impl Vhd {
         Ok(())
     }
 
-    async fn complete(&self, port: &Port, sparse: &Sparse, end: u64) -> io::Result<()> {
+    async fn complete(&self, port: &Port, sparse: &Sparse, end: End) -> io::Result<()> {
         let file = port.files[0];
         let at = match self.raw.is_file() {
-            true => end,
+            true => end.footer,
             false => last_sector(&self.raw)?,
         };
+        if end.used < end.footer {
+            sparse.blocks.mend_copy(port).await?;
+            clear_before_footer(port, &self.raw, end).await?;
+        }
         if let Some(batmap) = &sparse.batmap {
             let map = sparse.blocks.batmap(covered_bytes(self.footer.current_size) as usize);
             self.write_batmap(port, sparse, batmap, &map).await?;
@@ -51,6 +58,8 @@ impl Vhd {
         if self.raw.is_file() {
             port.io.set_len(file, at + SECTOR).await?;
             port.io.sync(file).await?;
+        } else if sparse.blocks.is_moved(at) {
+            sparse.blocks.forget_footer(port, at).await?;
         }
         Ok(())
     }

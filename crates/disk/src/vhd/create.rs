@@ -60,6 +60,29 @@ impl NewImage {
         NewImage { parent: Some(parent), ..NewImage::dynamic(bytes) }
     }
 
+    /// What libvhd, and XAPI with it, cannot do with the image at `path` that this will be.
+    pub fn not_for_libvhd(&self, path: &Path) -> Vec<String> {
+        let mut out = Vec::new();
+        if !self.fixed && self.block_bytes != DEFAULT_BLOCK_BYTES {
+            out.push("XAPI and XCP-ng cannot read it: libvhd knows blocks of 2 MiB only".into());
+        } else if !self.fixed && !self.bytes.is_multiple_of(u64::from(DEFAULT_BLOCK_BYTES)) {
+            let text = "XAPI and XCP-ng see its last part only if its size is a multiple of 2 MiB";
+            out.push(text.into());
+        }
+        let way = self.parent.as_ref().and_then(|parent| way_to(path, &parent.path).ok());
+        if let Some(way) = way {
+            let why = match way.to_str() {
+                Some(way) => locator::unreadable_by_libvhd(way),
+                None => Some("is not ASCII, which is all that libvhd reads"),
+            };
+            let said = |why| {
+                format!("XAPI and XCP-ng cannot read it: its parent's path {} {why}", way.display())
+            };
+            out.extend(why.map(said));
+        }
+        out
+    }
+
     /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`.
     /// What was on a device is lost, and is what a fixed image on it reads as.
     ///
@@ -222,14 +245,11 @@ pub(super) fn set_parent(
     header.set_parent_name(&name.to_string_lossy());
     header.parent_uuid = parent.uuid;
     header.parent_timestamp = footer::timestamp(parent.modified_unix_s);
-    let dir = child.parent().filter(|dir| !dir.as_os_str().is_empty());
-    let dir = dir.unwrap_or(Path::new(".")).canonicalize();
-    let dir = dir.map_err(|e| format!("its directory cannot be found: {e}"))?;
-    let relative = relative_path(&dir, &parent.path);
+    let relative = way_to(child, &parent.path)?;
     // The order that libvhd writes and reads them in.
     let texts = [
         Some((*b"MacX", locator::encode_url(&relative))),
-        locator::encode_windows(&parent.path).map(|text| (*b"W2ku", text)),
+        locator::encode_windows(&relative).map(|text| (*b"W2ku", text)),
         locator::encode_windows(&relative).map(|text| (*b"W2ru", text)),
     ];
     let mut at = at;
@@ -246,6 +266,14 @@ pub(super) fn set_parent(
         at += room;
     }
     Ok(out)
+}
+
+/// The way from a child's directory to its parent.
+fn way_to(child: &Path, parent: &Path) -> Result<PathBuf, String> {
+    let dir = child.parent().filter(|dir| !dir.as_os_str().is_empty());
+    let dir = dir.unwrap_or(Path::new(".")).canonicalize();
+    let dir = dir.map_err(|e| format!("its directory cannot be found: {e}"))?;
+    Ok(relative_path(&dir, parent))
 }
 
 /// The way from a directory to a file, both absolute: `./NAME`, `../OTHER/NAME`.

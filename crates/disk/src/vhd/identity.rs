@@ -27,7 +27,7 @@ impl Vhd {
             Footer { uuid: child.footer.uuid, hidden: child.footer.hidden, ..self.footer.clone() };
         match (&self.body, self.footer_at) {
             (Body::Sparse(sparse), _) => {
-                let end = sparse.blocks.footer_at();
+                let end = sparse.blocks.end_of_file();
                 sparse.blocks.mend_copy(port).await?;
                 replace_footers(port, &self.raw, &self.footer, &footer, end).await
             }

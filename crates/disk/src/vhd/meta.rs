@@ -78,6 +78,11 @@ pub(super) fn read(raw: &Raw, offset: u64, len: usize) -> Result<Vec<u8>, MetaEr
     Ok(bytes)
 }
 
+/// Reads a sector.
+pub(super) fn read_sector(raw: &Raw, offset: u64) -> Result<[u8; SECTOR as usize], MetaError> {
+    read_array(raw, offset)
+}
+
 pub(super) fn read_array<const N: usize>(raw: &Raw, offset: u64) -> Result<[u8; N], MetaError> {
     let mut out = [0; N];
     out.copy_from_slice(&read(raw, offset, N)?);
@@ -255,7 +260,8 @@ pub(super) fn read_sparse(
     Ok(Sparse { header, layout, batmap, places, full })
 }
 
-/// The paths that the locators say, those first that are relative to the image.
+/// The paths that the locators say: those first that end with the parent's name in the header, as
+/// nothing says whether a `%` is one or begins an escape; then those that are relative to the image.
 pub(super) fn read_parent_paths(raw: &Raw, header: &Header) -> Result<Vec<PathBuf>, MetaError> {
     let dir = raw.path().parent().unwrap_or(Path::new(""));
     let (mut relative, mut absolute): (Vec<PathBuf>, Vec<PathBuf>) = Default::default();
@@ -273,5 +279,7 @@ pub(super) fn read_parent_paths(raw: &Raw, header: &Header) -> Result<Vec<PathBu
         }
     }
     relative.append(&mut absolute);
+    let name = header.parent_name();
+    relative.sort_by_key(|path| path.file_name().is_none_or(|last| last.to_str() != Some(&name)));
     Ok(relative)
 }

@@ -34,6 +34,8 @@ mod meta;
 mod pieces;
 mod repair;
 mod resize;
+mod strict;
+mod table;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::{NewImage, NewParent};
@@ -44,6 +46,7 @@ pub(crate) use format::locator::{decode, encode_url};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
 pub(crate) use lineage::{Lineage, lineage};
 pub use repair::repair;
+pub use strict::check_strictly;
 
 use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
 use format::batmap::Batmap;

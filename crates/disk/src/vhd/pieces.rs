@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use ferrite_io::engine::FileId;
 
-use crate::Port;
+use crate::{Port, Raw};
 
 /// Bytes of the arena that one batch of operations uses.
 const BATCH_BYTES: usize = 64 << 10;
@@ -98,6 +98,51 @@ pub(super) async fn write_bytes(
         offset
     })
     .await
+}
+
+/// Makes zeros of a part of the medium, file 0 of the port; without space, where a file system has
+/// holes.
+///
+/// # Errors
+/// The kernel's.
+pub(super) async fn erase(port: &Port, raw: &Raw, offset: u64, len: u64) -> io::Result<()> {
+    if raw.is_file() {
+        match port.io.punch_hole(port.files[0], offset, len).await {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+            done => return done,
+        }
+    }
+    write_zeros(port, raw, offset, len).await
+}
+
+/// The same, with space for it.
+///
+/// # Errors
+/// The kernel's.
+pub(super) async fn write_zeros(port: &Port, raw: &Raw, offset: u64, len: u64) -> io::Result<()> {
+    let zeros = port.scratch.take(BATCH_BYTES).await;
+    port.memory().fill(zeros.span(), 0);
+    raw.write_zeroes(&port.io, &port.files, offset, len, zeros.span()).await
+}
+
+/// Copies a part of a file to another place in it; they do not overlap.
+///
+/// # Errors
+/// The kernel's.
+pub(super) async fn copy(
+    port: &Port,
+    file: FileId,
+    from: u64,
+    to: u64,
+    len: u64,
+) -> io::Result<()> {
+    let memory = port.scratch.take(BATCH_BYTES).await;
+    for at in (0..len).step_by(BATCH_BYTES) {
+        let part = memory.span().slice(0, (len - at).min(BATCH_BYTES as u64) as usize);
+        port.io.read_exact(file, from + at, part).await?;
+        port.io.write_all(file, to + at, part).await?;
+    }
+    Ok(())
 }
 
 /// Writes the same byte over a range.

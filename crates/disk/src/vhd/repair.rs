@@ -12,8 +12,9 @@ use crate::{DiskError, ErrorKind, Port, Raw};
 /// was found before; what is not [mendable](Problem::is_mendable) is as it was. If the places of
 /// blocks make no sense nothing is changed at all.
 ///
-/// The order: holes where nothing is; the batmap, which is a hint with a checksum; then the
-/// footers, one at a time. After a crash in between, a repair finds what is left to do.
+/// The order: the copy of the footer, which counts alone for a while; `fdatasync`; holes where
+/// nothing is; the batmap, which is a hint with a checksum; then the footers, one at a time. After a
+/// crash in between, a repair finds what is left to do.
 ///
 /// # Errors
 /// It cannot be read or written.
@@ -29,6 +30,10 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     };
     let Some(sparse) = &found.sparse else { return Ok(report) };
     let file = port.files[0];
+    if has(Problem::FooterCopy) {
+        write_bytes(port, file, &[(0, &found.footer.bytes())]).await.map_err(failed)?;
+        port.io.sync(file).await.map_err(failed)?;
+    }
     if raw.is_file() {
         for (from, to) in &sparse.gaps {
             match port.io.punch_hole(file, *from, to - from).await {

@@ -39,7 +39,7 @@ pub(crate) fn offline_files<T>(files: Vec<Arc<OwnedFd>>, steps: impl AsyncFnOnce
 }
 
 /// The same, on an engine around the usual one.
-fn offline_on<T>(
+pub(crate) fn offline_on<T>(
     wrap: impl FnOnce(Box<dyn Engine>) -> Box<dyn Engine>,
     files: Vec<Arc<OwnedFd>>,
     steps: impl AsyncFnOnce(Port) -> T,

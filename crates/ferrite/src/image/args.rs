@@ -268,6 +268,10 @@ pub(crate) struct CheckArgs {
     /// Check its parents, too.
     #[arg(long)]
     pub(crate) chain: bool,
+
+    /// By the rules of other programs, too: of vhd-util, which XAPI runs before it coalesces.
+    #[arg(long)]
+    pub(crate) strict: bool,
 }
 
 /// `repair`.

@@ -203,7 +203,12 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure>
 
 /// What is found is the result; damage decides how the command ends.
 fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
-    let report = args.one.named.name().and_then(|name| Ok(shop.check(&name, args.chain)?));
+    let report = args.one.named.name().and_then(|name| {
+        Ok(match args.strict {
+            true => shop.check_strictly(&name, args.chain)?,
+            false => shop.check(&name, args.chain)?,
+        })
+    });
     let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
     out.say(&report, text::report)?;
     let image = args.one.named.image.display();
@@ -220,9 +225,10 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
             (Code::NOT_CHECKED, format!("cannot check {image}"), why, help)
         }
         Verdict::Refused => {
-            let help = "docs/internals/formats.md has the rules; ferrite image convert makes a copy \
+            let help =
+                "docs/internals/formats.md has the rules; ferrite image convert makes a copy \
                         that follows them, if sizes and names do"
-                .into();
+                    .into();
             (Code::CORRUPT, format!("{image} is not for XAPI"), "vhd-util would refuse it", help)
         }
         Verdict::Damaged => {

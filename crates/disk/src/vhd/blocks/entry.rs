@@ -68,6 +68,11 @@ impl Entry {
         Entry(keep | number << STATE_SHIFT | u64::from(slot) << SLOT_SHIFT)
     }
 
+    /// The same of a block at another place.
+    pub(super) fn at(self, sector: u32) -> Entry {
+        Entry(self.0 & !u64::from(u32::MAX) | u64::from(sector))
+    }
+
     #[inline]
     pub(super) fn has(self, flag: u64) -> bool {
         self.0 & flag != 0
@@ -100,6 +105,8 @@ mod tests {
                 assert_eq!((entry.sector(), entry.state()), (u32::MAX - 1, state));
                 assert_eq!(entry.0 & Entry::FLAGS, flags);
                 assert_eq!(entry.without(flags).state(), state);
+                assert_eq!((entry.at(7).sector(), entry.at(7).state()), (7, state));
+                assert_eq!(entry.at(7).0 & Entry::FLAGS, flags);
             }
         }
         assert_eq!(Entry::EMPTY.state(), State::Empty);

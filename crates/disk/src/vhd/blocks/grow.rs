@@ -53,7 +53,7 @@ impl Blocks {
     }
 
     /// Has space for `wanted` more blocks, or says why there is none.
-    async fn refill(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
+    pub(super) async fn refill(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
         let full = || io::Error::from(io::ErrorKind::StorageFull);
         let enough = |state: &State| {
             let low = state.refilling && state.run_end - state.next < self.low_water(state);
@@ -119,14 +119,27 @@ impl Blocks {
         Ok(())
     }
 
+    /// The footer of a device is durable in its new last sector: zeros, durable, come to where it was.
+    pub(in crate::vhd) async fn forget_footer(&self, port: &Port, last: u64) -> io::Result<()> {
+        let old = self.last_sector.load(Ordering::Acquire);
+        write_bytes(port, port.files[0], &[(old, &[0; SECTOR as usize])]).await?;
+        self.sync(port).await?;
+        self.last_sector.store(last, Ordering::Release);
+        Ok(())
+    }
+
     /// All of a device is there from the beginning; but it may have been made larger. Its last
-    /// sector is the footer's, which is durable there before a block takes the place of the old one.
+    /// sector is the footer's:
+    ///
+    /// 1. The footer at the new end; `fdatasync`.
+    /// 2. Zeros where it was; `fdatasync`. A block that comes to lie there has what nobody wrote.
+    /// 3. Blocks may take its place.
     async fn grow_device(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
         let last = last_sector(raw)?;
         if last > self.last_sector.load(Ordering::Acquire) {
             write_bytes(port, port.files[0], &[(last, &self.footer)]).await?;
             self.sync(port).await?;
-            self.last_sector.store(last, Ordering::Release);
+            self.forget_footer(port, last).await?;
         }
         let mut state = self.lock();
         state.refilling = false;

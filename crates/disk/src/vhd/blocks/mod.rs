@@ -9,7 +9,6 @@
 //! (discard) are not in it: to come back after the death of the process is what a discard may do.
 
 use std::collections::HashMap;
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -18,13 +17,13 @@ use ferrite_io::shared_lock::SharedLock;
 use super::format::SECTOR;
 use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
-use crate::Port;
 use crate::image::Found;
 use crate::journal::{Journal, Slot as Record};
 
 mod cache;
 mod commit;
 mod discard;
+mod ends;
 mod entry;
 mod grow;
 mod replay;
@@ -522,95 +521,6 @@ impl Blocks {
     /// Whether a block reaches behind the disk's end, into space that may hold anything.
     fn is_cut(&self, block: u32) -> bool {
         !self.whole() && u64::from(block) + 1 > self.disk_bytes >> self.block_shift
-    }
-
-    /// Where the footer of a file belongs, if the image was changed or `anyway`; no block is placed
-    /// from now on.
-    pub(super) fn closing(&self, anyway: bool) -> Option<u64> {
-        let mut state = self.lock();
-        if !state.changed && !anyway {
-            return None;
-        }
-        state.run_end = state.next;
-        drop(state);
-        Some(self.footer_at())
-    }
-
-    /// Where the footer of a file belongs.
-    pub(super) fn footer_at(&self) -> u64 {
-        self.layout.footer_at(self.end(), self.qemu_overwrites_batmap())
-    }
-
-    fn qemu_overwrites_batmap(&self) -> bool {
-        let placed = (0..self.table.len() as u32).filter_map(|block| self.place_of(block));
-        !self.differencing && self.layout.qemu_overwrites_batmap(placed)
-    }
-
-    /// Whether a device is not as large any more as when the footer was written to its end.
-    pub(super) fn is_moved(&self, last_sector: u64) -> bool {
-        !self.is_file && self.last_sector.load(Ordering::Acquire) != last_sector
-    }
-
-    /// Everything is on disk.
-    pub(super) fn closed(&self) -> io::Result<()> {
-        let mut state = self.lock();
-        (state.changed, state.cut) = (false, false);
-        state.journal.remove()
-    }
-
-    /// Where the last part of the image ends that is used.
-    pub(super) fn end(&self) -> u64 {
-        self.lock().next
-    }
-
-    /// Blocks of the disk.
-    pub(super) fn blocks(&self) -> u32 {
-        self.layout.blocks
-    }
-
-    /// The table's entry for a block, if it has a place.
-    pub(super) fn place_of(&self, block: u32) -> Option<u32> {
-        let entry = Entry(self.table.get(block as usize)?.load(Ordering::Acquire));
-        (entry.state() != Where::Empty).then(|| entry.sector())
-    }
-
-    /// Blocks that have a place.
-    pub(super) fn allocated(&self) -> u32 {
-        let placed = |block: &u32| self.place_of(*block).is_some();
-        (0..self.table.len() as u32).filter(placed).count() as u32
-    }
-
-    /// The first byte at or behind `from` that the image itself has; a block without a single
-    /// present sector counts, if it is wholly behind.
-    pub(super) async fn used_behind(&self, port: &Port, from: u64) -> io::Result<Option<u64>> {
-        let mut at = from;
-        while at < self.disk_bytes {
-            let part = self.part(at, self.disk_bytes - at);
-            match self.look(part).1 {
-                Look::Unknown => self.load_block(port, port.files[0], part.block).await?,
-                Look::Present(_) => return Ok(Some(at)),
-                Look::Absent(_) if part.first == 0 && self.place_of(part.block).is_some() => {
-                    return Ok(Some(at));
-                }
-                Look::Absent(n) => at += u64::from(n) * SECTOR,
-            }
-        }
-        Ok(None)
-    }
-
-    /// The bits of the batmap: blocks that are known to be full; none where QEMU needs zeros.
-    pub(super) fn batmap(&self, bytes: usize) -> Vec<u8> {
-        let mut map = vec![0; bytes];
-        if self.qemu_overwrites_batmap() {
-            return map;
-        }
-        for (block, entry) in self.table.iter().enumerate().take(bytes * 8) {
-            let full = Entry(entry.load(Ordering::Acquire)).state() == Where::Full;
-            if full && !self.is_cut(block as u32) {
-                map[block / 8] |= 0x80 >> (block % 8);
-            }
-        }
-        map
     }
 }
 

@@ -18,7 +18,8 @@ const VERSION: u32 = 0x0001_0000;
 const CHECKSUM_AT: usize = 36;
 const PARENT_NAME_AT: usize = 64;
 const PARENT_NAME_BYTES: usize = 512;
-const LOCATORS_AT: usize = PARENT_NAME_AT + PARENT_NAME_BYTES;
+/// Where they begin.
+pub(crate) const LOCATORS_AT: usize = PARENT_NAME_AT + PARENT_NAME_BYTES;
 
 /// A header that was checked.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -17,6 +17,20 @@ pub(crate) struct Region {
     pub(crate) what: &'static str,
 }
 
+/// A block that has a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Placed {
+    pub(crate) sector: u32,
+    pub(crate) block: u32,
+}
+
+impl Placed {
+    /// Byte offset of its bitmap.
+    pub(crate) fn start(&self) -> u64 {
+        u64::from(self.sector) * SECTOR
+    }
+}
+
 /// The places of a dynamic or differencing image's parts.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
@@ -127,6 +141,36 @@ impl Layout {
     /// Where metadata ends that does not move.
     pub(crate) fn metadata_end(&self) -> u64 {
         self.regions().map(|(_, end)| end).max().unwrap_or(0)
+    }
+
+    /// Where everything that is used ends, with blocks at these places, and what before that is not.
+    pub(crate) fn unused(&self, placed: &[Placed]) -> (u64, Vec<(u64, u64)>) {
+        let blocks = placed.iter().map(|p| (p.start(), p.start() + self.stride()));
+        let mut used: Vec<(u64, u64)> = self.regions().chain(blocks).collect();
+        used.sort_unstable();
+        let mut end = 0;
+        let mut gaps = Vec::new();
+        for (from, to) in used {
+            if from > end {
+                gaps.push((end, from));
+            }
+            end = end.max(to);
+        }
+        (end, gaps)
+    }
+
+    /// The first place behind the footer's copy where `len` bytes lie over no metadata, whatever
+    /// blocks are there.
+    pub(crate) fn place_for_metadata(&self, len: u64) -> u64 {
+        let mut regions: Vec<(u64, u64)> = self.regions().collect();
+        regions.sort_unstable();
+        let mut at = SECTOR;
+        for (start, end) in regions {
+            if start < at + len && at < end {
+                at = whole_sectors(end);
+            }
+        }
+        at
     }
 
     /// Whether a block can be at `sector`: inside the medium, and over no metadata. `entry_at`
@@ -249,6 +293,20 @@ mod tests {
         assert!(layout.regions().any(|region| region == (1 << 20, (1 << 20) + 512)));
         assert_eq!(layout.metadata_end(), (1 << 20) + 512);
         assert!(layout.check_place(2048, 0).is_ok());
+    }
+
+    #[test]
+    fn metadata_is_put_into_the_first_gap_that_is_large_enough() {
+        let (footer, mut header) = image();
+        header.table_offset = 8192;
+        let layout = Layout::new(&footer, &header, None, FILE).unwrap();
+        assert_eq!(layout.place_for_metadata(512), 1536);
+        assert_eq!(layout.place_for_metadata(8192 - 1536), 1536);
+        assert_eq!(layout.place_for_metadata(8192 - 1536 + 512), 8192 + 512);
+        let block = Placed { sector: 64, block: 0 };
+        let (end, gaps) = layout.unused(&[block]);
+        assert_eq!(end, 64 * 512 + layout.stride());
+        assert_eq!(gaps, [(1536, 8192), (8704, 64 * 512)]);
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Parent locators: paths to the parent, each in the way of one platform.
 //!
-//! * `MACX`: a `file:` URL in UTF-8. libvhd writes `file://./NAME` and escapes nothing.
+//! * `MACX`: a `file:` URL in UTF-8. libvhd writes `file://./NAME`, and knows no escapes.
 //! * `W2RU`: a path relative to the child's directory, UTF-16 (little-endian), with `\`.
-//! * `W2KU`: an absolute path, otherwise alike. libvhd writes a relative one here, too.
+//! * `W2KU`: an absolute path, otherwise alike. libvhd writes a relative one here, too, and so do
+//!   we: `vhd-util check` demands that each leads to the parent, also after both were moved.
 //!
 //! The deprecated ones (`Wi2r`, `Wi2k`, `Mac `) are let be, and not used.
 
@@ -151,11 +152,16 @@ fn unescape(text: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The text of a `MacX` locator. What libvhd could not read as it stands is escaped: bytes that
-/// are not printable ASCII, and the escape itself.
+/// The text of a `MacX` locator. ASCII stands there as it is, as libvhd has it; a path with
+/// anything else libvhd cannot read, and it is escaped, for those who can.
 pub(crate) fn encode_url(path: &Path) -> Vec<u8> {
     let mut out = b"file://".to_vec();
-    for byte in path.as_os_str().as_bytes() {
+    let path = path.as_os_str().as_bytes();
+    if path.is_ascii() {
+        out.extend_from_slice(path);
+        return out;
+    }
+    for byte in path {
         match byte {
             b'%' => out.extend_from_slice(b"%25"),
             b' '..=b'~' => out.push(*byte),
@@ -165,11 +171,49 @@ pub(crate) fn encode_url(path: &Path) -> Vec<u8> {
     out
 }
 
-/// The text of a `W2ru` or `W2ku` locator; none for a path that it cannot say.
+/// The text of a `W2ru` or `W2ku` locator for a relative path, which begins with `.\`; none for
+/// one that it cannot say.
 pub(crate) fn encode_windows(path: &Path) -> Option<Vec<u8>> {
     let path = path.to_str().filter(|path| !path.contains('\\'))?;
-    let path = path.replace('/', "\\");
-    Some(path.encode_utf16().flat_map(u16::to_le_bytes).collect())
+    let path = path.strip_prefix("./").unwrap_or(path).replace('/', "\\");
+    Some(format!(".\\{path}").encode_utf16().flat_map(u16::to_le_bytes).collect())
+}
+
+/// Why libvhd does not find a parent by a path or name; none: it does.
+pub(crate) fn unreadable_by_libvhd(text: &str) -> Option<&'static str> {
+    let name = text.rsplit('/').next().unwrap_or(text);
+    if !text.is_ascii() {
+        Some("is not ASCII, which is all that libvhd reads")
+    } else if text.contains(|c: char| c.is_ascii_control()) {
+        Some("has a control character, which scripts on libvhd's output do not expect")
+    } else if text.contains('\\') {
+        Some("has a backslash, which libvhd takes for a directory's end")
+    } else if name.starts_with("C:") || name.starts_with("c:") {
+        Some("begins with C:, which libvhd takes for a drive")
+    } else {
+        None
+    }
+}
+
+/// The path that libvhd takes a locator's text for.
+pub(crate) fn as_libvhd_reads(code: [u8; 4], text: &[u8]) -> Option<PathBuf> {
+    let text: Vec<u8> = match &code {
+        b"MacX" => text.strip_prefix(b"file://")?.to_vec(),
+        _ => {
+            let units = text.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+            units.map(u8::try_from).collect::<Result<_, _>>().ok()?
+        }
+    };
+    let path = text.split(|byte| *byte == 0).next().filter(|path| path.is_ascii())?;
+    let path = String::from_utf8_lossy(path);
+    Some(match &code {
+        b"MacX" => PathBuf::from(&*path),
+        _ => {
+            let path = path.replace('\\', "/");
+            let path = path.strip_prefix("C:").or(path.strip_prefix("c:")).unwrap_or(&path);
+            PathBuf::from(path)
+        }
+    })
 }
 
 /// The parent's name in the header.
@@ -204,6 +248,21 @@ mod tests {
     }
 
     #[test]
+    fn what_libvhd_cannot_read_is_known() {
+        for name in ["base.vhd", "a b.vhd", "100%25.vhd", "../x/D:y.vhd"] {
+            assert_eq!(unreadable_by_libvhd(name), None, "{name}");
+        }
+        for name in ["b\u{e4}se.vhd", "a\tb.vhd", "a\\b.vhd", "c:base.vhd", "\u{7f}"] {
+            assert!(unreadable_by_libvhd(name).is_some(), "{name}");
+        }
+        let up = encode_windows(Path::new("../x/a.vhd")).unwrap();
+        assert_eq!(up, utf16(".\\..\\x\\a.vhd"));
+        assert_eq!(as_libvhd_reads(*b"W2ru", &up).unwrap(), Path::new("./../x/a.vhd"));
+        assert_eq!(as_libvhd_reads(*b"MacX", "file://./b\u{e4}se".as_bytes()), None);
+        assert_eq!(as_libvhd_reads(*b"MacX", b"./base"), None);
+    }
+
+    #[test]
     fn what_is_no_path_is_refused() {
         assert!(decode(*b"MacX", b"http://x").is_err());
         assert!(decode(*b"MacX", b"file://").is_err());
@@ -229,8 +288,13 @@ mod tests {
         #[test]
         fn names_of_any_kind_come_back(name in "[^\\\\/\0]{1,40}") {
             let path = Path::new("./dir").join(&name);
-            prop_assert_eq!(&decode(*b"MacX", &encode_url(&path)).unwrap()[0], &path);
-            prop_assert_eq!(&decode(*b"W2ru", &encode_windows(&path).unwrap()).unwrap()[0], &path);
+            let (url, text) = (encode_url(&path), encode_windows(&path).unwrap());
+            prop_assert!(decode(*b"MacX", &url).unwrap().contains(&path));
+            prop_assert_eq!(&decode(*b"W2ru", &text).unwrap()[0], &path);
+            if unreadable_by_libvhd(&name).is_none() {
+                prop_assert_eq!(as_libvhd_reads(*b"MacX", &url).unwrap(), path.clone());
+                prop_assert_eq!(as_libvhd_reads(*b"W2ku", &text).unwrap(), path);
+            }
         }
 
         #[test]
