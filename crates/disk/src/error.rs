@@ -18,7 +18,7 @@ pub enum ErrorKind {
     Damaged,
     /// This user may not, or the medium is write-protected.
     Permission,
-    /// It would destroy something, and was not told to.
+    /// It would destroy something, or let it be read, and was not told to.
     Refused,
     /// It was told to stop.
     Interrupted,

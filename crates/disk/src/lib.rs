@@ -22,6 +22,7 @@ use std::time::Duration;
 use ferrite_io::arena::Span;
 
 mod children;
+mod content;
 mod error;
 mod finding;
 mod identity;
@@ -29,6 +30,7 @@ mod image;
 mod journal;
 mod name;
 mod null;
+mod parents;
 mod port;
 pub mod qcow2;
 mod raw;
@@ -45,6 +47,7 @@ pub use identity::DiskIdentity;
 pub use image::{Image, MAX_LAYERS};
 pub use name::{Format, ImageName};
 pub use null::Null;
+pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents};
 pub use port::Port;
 pub use raw::{GrowthWatch, Raw};
 pub use session::Session;
@@ -83,6 +86,8 @@ pub struct OpenOptions {
     /// whoever asks for that sees to it that all of them read what they did before, or knows
     /// better. The kernel has a say in it, too.
     pub even_parent: bool,
+    /// Where the image's parents may be.
+    pub parents: Parents,
 }
 
 impl Default for OpenOptions {
@@ -96,6 +101,7 @@ impl Default for OpenOptions {
             unlocked: false,
             max_layers: MAX_LAYERS,
             even_parent: false,
+            parents: Parents::default(),
         }
     }
 }
@@ -166,7 +172,7 @@ impl Disk {
         let image = image.as_ref();
         match image.as_bytes().strip_prefix(b"null:") {
             Some(size) => Null::open(&String::from_utf8_lossy(size), options).map(Disk::Null),
-            None => Disk::open_image(&ImageName::parse(image)?, options),
+            None => Disk::open_image(&ImageName::of_existing(image, None)?, options),
         }
     }
 

@@ -1,11 +1,11 @@
-//! The name of a disk says its format. Contents are never looked at for that: a guest that may
-//! write a raw disk could turn it into an image that names any file of the host as its parent.
+//! The name of a disk says its format. Contents never choose one: a guest that may write a raw disk
+//! could turn it into an image that names any file of the host as its parent.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::{DiskError, ErrorKind};
+use crate::{DiskError, ErrorKind, content};
 
 /// How a disk's sectors lie in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,8 +67,40 @@ impl ImageName {
     /// colon in its first part is written with a prefix, or as `./a:b`.
     ///
     /// # Errors
-    /// A prefix that is no format, or no path.
+    /// A prefix that is no format, or no path; an extension of a format that is not read here.
     pub fn parse(text: &(impl AsRef<OsStr> + ?Sized)) -> Result<ImageName, DiskError> {
+        ImageName::parse_as(text, None)
+    }
+
+    /// The same of an image that is there. If nothing says that it is raw, it is not what looks like
+    /// an image: that would be overwritten.
+    ///
+    /// # Errors
+    /// As [`parse_as`](Self::parse_as); `Unsuitable`: it looks like an image.
+    pub fn of_existing(
+        text: &(impl AsRef<OsStr> + ?Sized),
+        said: Option<Format>,
+    ) -> Result<ImageName, DiskError> {
+        let name = ImageName::parse_as(text, said)?;
+        if name.format == Format::Raw && said.is_none() && !ImageName::says_format(text) {
+            content::refuse_images(&name.path)?;
+        }
+        Ok(name)
+    }
+
+    /// Whether there is a prefix.
+    pub fn says_format(text: &(impl AsRef<OsStr> + ?Sized)) -> bool {
+        prefix(text.as_ref()).is_some()
+    }
+
+    /// As [`parse`](Self::parse), in the format that was said, whatever the name says.
+    ///
+    /// # Errors
+    /// A prefix that is no format, or no path; an extension of a format that is not read here.
+    pub fn parse_as(
+        text: &(impl AsRef<OsStr> + ?Sized),
+        said: Option<Format>,
+    ) -> Result<ImageName, DiskError> {
         let text = text.as_ref();
         let refuse = |why: String| {
             let help = "write raw:PATH, vhd:PATH or qcow2:PATH, or a path that ends in .vhd or \
@@ -80,19 +112,42 @@ impl ImageName {
                 help,
             ))
         };
-        // Names of files are bytes.
-        let mut parts = text.as_bytes().splitn(2, |byte| *byte == b':');
-        let prefixed = parts.next().zip(parts.next()).filter(|(prefix, _)| !prefix.contains(&b'/'));
-        let Some((prefix, path)) = prefixed else {
-            return Ok(ImageName { format: Format::of_path(text.as_ref()), path: text.into() });
+        let (format, path) = match prefix(text) {
+            None => (Format::of_path(text.as_ref()), text),
+            Some((prefix, path)) => match Format::by_name(&prefix.to_string_lossy()) {
+                Some(_) if path.is_empty() => return refuse("it names no file".into()),
+                Some(format) => (format, path),
+                None => return refuse(format!("there is no format called {prefix:?}")),
+            },
         };
-        let prefix = String::from_utf8_lossy(prefix);
-        match Format::by_name(&prefix) {
-            Some(_) if path.is_empty() => refuse("it names no file".into()),
-            Some(format) => Ok(ImageName { format, path: OsStr::from_bytes(path).into() }),
-            None => refuse(format!("there is no format called {prefix:?}")),
+        match foreign_extension(path.as_ref()) {
+            Some(extension) if said.is_none() && !ImageName::says_format(text) => {
+                let what = format!("cannot open {}", text.display());
+                let why = format!("images in format {extension} are not read here");
+                let help = format!(
+                    "convert it first (qemu-img convert -O qcow2); raw:{}, if it is a raw disk in \
+                     spite of its name",
+                    text.display()
+                );
+                Err(DiskError::new(ErrorKind::Usage, what, why, help))
+            }
+            _ => Ok(ImageName { format: said.unwrap_or(format), path: path.into() }),
         }
     }
+}
+
+/// What is before the first colon, if that is no part of a path, and what follows.
+fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
+    // Names of files are bytes.
+    let mut parts = text.as_bytes().splitn(2, |byte| *byte == b':');
+    let (prefix, path) = parts.next().zip(parts.next())?;
+    let both = (OsStr::from_bytes(prefix), OsStr::from_bytes(path));
+    (!prefix.contains(&b'/')).then_some(both)
+}
+
+fn foreign_extension(path: &Path) -> Option<&'static str> {
+    let extension = path.extension()?.to_str()?.to_ascii_lowercase();
+    content::FOREIGN_EXTENSIONS.into_iter().find(|foreign| *foreign == extension)
 }
 
 #[cfg(test)]
@@ -128,6 +183,18 @@ mod tests {
             assert_eq!(name, ImageName { format, path });
         }
         assert!(ImageName::parse(OsStr::from_bytes(b"\xff:b")).is_err());
+    }
+
+    #[test]
+    fn names_of_formats_that_are_not_read_are_refused_unless_a_format_is_said() {
+        for text in ["a.vhdx", "a.avhdx", "/b/a.vmdk", "a.VDI", "./a.qed", "a.qcow"] {
+            let error = ImageName::parse(text).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
+            assert!(error.help().contains(&format!("raw:{text}")), "{error:?}");
+            let raw = ImageName::parse(&format!("raw:{text}")).unwrap();
+            assert_eq!(raw, ImageName { format: Format::Raw, path: text.into() });
+            assert_eq!(ImageName::parse_as(text, Some(Format::Raw)).unwrap(), raw);
+        }
     }
 
     #[test]

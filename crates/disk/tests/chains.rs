@@ -55,6 +55,7 @@ fn against_a_copy(format: &str) {
         engine: &|arena| test_engine().open(arena, 32),
         state_dir: None,
         fixed_size: false,
+        parents: ferrite_disk::Parents::default(),
         progress: &|_| true,
     };
     let leaf = name(dir.path(), &format!("disk.{format}"));

@@ -289,6 +289,7 @@ impl Watched {
             engine: &|arena| test_engine().open(arena, 64),
             state_dir: None,
             progress: &|_| true,
+            parents: ferrite_disk::Parents::Any,
         };
         shop.create(&family.other, new)
     }

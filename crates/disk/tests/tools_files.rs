@@ -29,6 +29,7 @@ fn watched<T>(progress: &dyn Fn(Progress) -> bool, work: impl FnOnce(&Workshop<'
     let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
     work(&Workshop {
         fixed_size: false,
+        parents: ferrite_disk::Parents::default(),
         directory: &HostDirectory,
         unlocked: false,
         engine: &move |arena| kind.open(arena, 64),

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::exit::Code;
 use crate::image::args::ImageArgs;
+use crate::parents::ParentsArgs;
 use crate::vdev::Vbd;
 
 /// A virtual-disk backend for Xen guests.
@@ -128,6 +129,9 @@ pub(crate) struct ServeArgs {
     /// Stop mapping when all ferrite processes of this host together have N pages mapped.
     #[arg(long, value_name = "N", default_value_t = HOST_MAPPINGS)]
     pub(crate) map_budget_host: u32,
+
+    #[command(flatten)]
+    pub(crate) parents: ParentsArgs,
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
@@ -266,6 +270,9 @@ pub(crate) struct BenchArgs {
     /// have two processors, otherwise 0.
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) guest_poll: Option<u32>,
+
+    #[command(flatten)]
+    pub(crate) parents: ParentsArgs,
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,

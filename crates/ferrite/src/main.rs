@@ -13,7 +13,9 @@ mod exit;
 mod generate;
 mod image;
 mod log;
+mod parents;
 mod serve;
+mod served_raw;
 mod signals;
 mod vdev;
 

@@ -1,7 +1,6 @@
 //! `ferrite serve`: one disk, one guest, in the foreground.
 
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +21,7 @@ use ferrite_xen::store::Store;
 
 use crate::cli::ServeArgs;
 use crate::exit::Failure;
+use crate::served_raw::{self, TABLE};
 use crate::signals;
 
 /// The kind of backend that xl and XAPI make for tapdisk: `backend/vbd3/<domid>/<devid>`.
@@ -67,6 +67,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         // The toolstack waits. That xenstore refuses it changes nothing about the failure.
         let _ = report_failure(&mut store, &backend, &format!("{}: {}", failure.what, failure.why));
     })?;
+    served_raw::note(&run_dir, &args.image);
     let config = Config {
         backend,
         domid,
@@ -128,11 +129,12 @@ fn open(args: &ServeArgs, read_only: bool, run_dir: &Path) -> Result<Disk, Failu
     let options = OpenOptions {
         read_only: args.read_only || read_only,
         // A table there: a predecessor was killed, and its I/O may still be under way.
-        wait_for_lock: run_dir.join("inflight").exists().then_some(TAKE_OVER_WAIT),
+        wait_for_lock: run_dir.join(TABLE).exists().then_some(TAKE_OVER_WAIT),
         state_dir: Some(Path::new(RUN_DIR).join(IMAGES)),
+        parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
-    Ok(Disk::open(&args.image, &options)?)
+    Ok(Disk::open(&served_raw::name(run_dir, &args.image), &options)?)
 }
 
 /// What a killed backend has left in memory for an image that is a parent now becomes the leaf's.

@@ -273,3 +273,55 @@ fn a_merge_that_names_its_parent_never_merges_the_next_one() {
         assert!(fs::exists(place.path(&base)).unwrap());
     }
 }
+
+/// The option that a command has told to use, with what follows it.
+fn told(text: &str) -> [String; 2] {
+    let mut words = text.split_whitespace().skip_while(|word| *word != "--parents");
+    [(); 2].map(|()| words.next().unwrap_or_default().trim_end_matches(',').to_owned())
+}
+
+#[test]
+fn a_clone_in_another_folder_says_what_it_takes_to_use_it() {
+    for extension in ["vhd", "qcow2"] {
+        let place = Place::new();
+        for folder in ["templates", "guests"] {
+            fs::create_dir(place.path(folder)).unwrap();
+        }
+        let [template, guest] =
+            [format!("templates/a.{extension}"), format!("guests/b.{extension}")];
+        place.ok(&["create", &template, "4M"]);
+        let option = told(&place.ok(&["clone", &template, &guest]));
+        assert_eq!(option[0], "--parents");
+        let option: [&str; 2] = [&option[0], &option[1]];
+        let copy = format!("guests/copy.{extension}");
+        for command in [
+            &["info", &guest][..],
+            &["map", &guest],
+            &["du", &guest],
+            &["check", "--chain", &guest],
+            &["compare", &guest, &template],
+            &["convert", &guest, &copy],
+            &["coalesce", &guest],
+            &["resize", &guest, "8M"],
+            &["snapshot", &guest, &copy],
+            &["clone", &guest, &copy],
+        ] {
+            let output = place.image(command);
+            let text = String::from_utf8(output.stderr).unwrap();
+            assert!(!output.status.success(), "{command:?}");
+            assert!(text.contains(&template) && text.contains("--parents"), "{command:?}: {text}");
+            assert_eq!(told(&text)[1], option[1], "{text}");
+        }
+        // The image itself is in order, and what it stands on was not looked at.
+        let text = place.ok(&["check", &guest]);
+        assert!(text.contains("not looked at") && text.contains("--parents"), "{text}");
+        place.ok(&[&["info", &guest][..], &option].concat());
+        place.ok(&[&option[..], &["check", "--chain", &guest]].concat());
+        place.ok(&["info", &guest, "--parents", "any"]);
+        // Or once for all, in the host's list.
+        let list = place.path("parents");
+        fs::write(&list, format!("# templates\n{}\n", option[1])).unwrap();
+        let mut listed = place.command(&["info", &guest]);
+        assert!(listed.env("FERRITE_PARENTS_FILE", &list).status().unwrap().success());
+    }
+}

@@ -103,6 +103,7 @@ pub(crate) fn leave_image(place: &Place, name: &ImageName, new: &NewImage) -> Re
         engine: &|arena| Ok(world.engine(arena)),
         state_dir: state_dir.clone(),
         fixed_size: true,
+        parents: ferrite_disk::Parents::default(),
         progress: &|_| true,
     };
     let new = NewImage { force: true, ..new.clone() };

@@ -196,6 +196,7 @@ impl Images {
             engine: &|arena| Ok(place.world.engine(arena)),
             state_dir: Some(place.state.clone()),
             fixed_size: self.on_devices(),
+            parents: ferrite_disk::Parents::default(),
             progress: &|_| true,
         })
     }
@@ -316,6 +317,7 @@ impl Images {
             engine: &|arena| Ok(place.world.engine(arena)),
             state_dir: Some(place.state.clone()),
             fixed_size: self.on_devices(),
+            parents: ferrite_disk::Parents::default(),
             progress: &asked,
         };
         let (mut resume, mut force) = (!self.on_devices(), self.on_devices());

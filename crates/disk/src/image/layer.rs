@@ -13,7 +13,7 @@ use crate::name::{Format, ImageName};
 use crate::qcow2::Qcow2;
 use crate::size::Human;
 use crate::vhd::{Uuid, Vhd};
-use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw, SECTOR_BYTES};
+use crate::{DiskError, ErrorKind, OpenOptions, Parents, Port, Raw, SECTOR_BYTES};
 
 /// Memory for the tables of a chain that stay there as a whole: 32 VHDs of 2,040 GiB each.
 const MAX_TABLE_BYTES: u64 = 256 << 20;
@@ -380,6 +380,11 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             let path = candidate.path.display();
             let why = format!("its parent {path} is itself or one of its children");
             return refuse(why, "the chain is damaged: find the image that it was made on");
+        }
+        let leaf = layers[0].medium().path();
+        if !options.parents.allow(leaf, &candidate.path).unwrap_or(false) {
+            last = last.or(Some(Parents::refusal(child_path, &candidate.path)));
+            continue;
         }
         let accepted = open_layer(candidate, options).and_then(|layer| {
             if let (Layer::Vhd(child), Layer::Vhd(parent)) = (child, &layer) {

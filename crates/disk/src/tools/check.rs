@@ -29,6 +29,11 @@ impl Workshop<'_> {
         self.check_by(name, chain, true)
     }
 
+    /// Whether what keeps an image from being opened is not its own.
+    fn opens_alone(&self, name: &ImageName) -> bool {
+        Image::open_alone(name, &self.options(true)).is_ok()
+    }
+
     fn check_by(
         &self,
         name: &ImageName,
@@ -50,6 +55,18 @@ impl Workshop<'_> {
         match opened {
             Ok(_) => {}
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
+            Err(e) if e.kind() == ErrorKind::Refused && chain => return Err(e),
+            // A parent that may not be one is not looked at.
+            Err(e) if e.kind() == ErrorKind::Refused && self.opens_alone(name) => {
+                images[0].add_first(Finding {
+                    offset_bytes: None,
+                    kind: "chain".into(),
+                    why: format!("not looked at: {} ({})", e.why(), e.help()),
+                    class: Class::Harmless,
+                    harmless: true,
+                    mendable: false,
+                });
+            }
             // What is wrong may not be with the image itself, but with what it stands on.
             Err(e) if images[0].is_usable() => images[0].add_first(Finding {
                 offset_bytes: None,

@@ -258,6 +258,7 @@ mod tests {
         let kind = EngineChoice::Auto.decide().unwrap().kind;
         work(&Workshop {
             fixed_size: false,
+            parents: crate::Parents::default(),
             directory: &HostDirectory,
             unlocked: false,
             engine: &move |arena| kind.open(arena, 64),

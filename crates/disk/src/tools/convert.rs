@@ -117,6 +117,7 @@ impl Workshop<'_> {
                     "start again with --force",
                 ),
                 Some(state) if (Resume { done_bytes: 0, ..state.clone() }) == fresh => {
+                    state.reserve(&to.path).map_err(|e| broken(what(), e))?;
                     return Ok((file, state));
                 }
                 Some(_) => (
@@ -150,6 +151,12 @@ impl Workshop<'_> {
         let new = NewImage { fixed: how.fixed, unit_bytes: how.unit_bytes, ..NewImage::default() };
         let below = (None, Blank::Anything);
         self.write_new(&file, to.format, &new, below, fresh.virtual_bytes)?;
+        if !self.is_device(&to.path)
+            && let Err(e) = fresh.begin(&to.path)
+        {
+            let _ = Resume::remove(&to.path);
+            return Err(cannot(e));
+        }
         file.keep();
         Ok((file, fresh))
     }

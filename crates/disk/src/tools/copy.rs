@@ -294,6 +294,7 @@ mod tests {
         let world = SimWorld::new(1);
         let shop = Workshop {
             fixed_size: false,
+            parents: crate::Parents::default(),
             directory: &world.directories(dir.path()),
             unlocked: false,
             engine: &|arena| Ok(world.engine(arena)),

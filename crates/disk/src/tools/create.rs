@@ -11,6 +11,7 @@ use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::children;
 use crate::children::marks::{Held, Mark};
 use crate::journal;
+use crate::parents::{CONFIGURED, to_allow};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, SECTOR_BYTES};
 
@@ -69,7 +70,33 @@ impl Workshop<'_> {
         self.write_new(&file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
         notes.extend(formats::warnings(name, new, parent.as_ref(), bytes));
+        notes.extend(parent.and_then(|parent| self.note_elsewhere(name, &parent)));
         Ok(done(name, bytes, notes))
+    }
+
+    /// What to say wherever a new image is opened whose parents are not in its folder.
+    fn note_elsewhere(&self, child: &ImageName, parent: &Parent) -> Option<String> {
+        let mut paths = vec![parent.path.clone()];
+        if let Disk::Image(image) = &parent.disk {
+            let layers = image.layers()[1..].iter();
+            paths.extend(layers.map(|layer| layer.medium().path().to_owned()));
+        }
+        let allowed = |path: &PathBuf| self.parents.allow(&child.path, path).unwrap_or(false);
+        let mut options: Vec<String> = Vec::new();
+        for path in paths.iter().filter(|path| !allowed(path)) {
+            let path = absolute(path).unwrap_or_else(|_| path.clone());
+            let option = format!("--parents {}", to_allow(&path));
+            if !options.contains(&option) {
+                options.push(option);
+            }
+        }
+        let (path, options) = (child.path.display(), options.join(" "));
+        (!options.is_empty()).then(|| {
+            format!(
+                "what it stands on is in another folder: ferrite serve and ferrite image take \
+                 {path} with {options} only, or with that in {CONFIGURED}"
+            )
+        })
     }
 
     /// Writes a new image into its file, durably.

@@ -15,7 +15,7 @@ use ferrite_io::arena::Arena;
 use ferrite_io::directory::Directory;
 use ferrite_io::engine::Engine;
 
-use crate::{Disk, DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions};
+use crate::{Disk, DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions, Parents};
 
 mod check;
 mod coalesce;
@@ -57,6 +57,8 @@ pub struct Workshop<'a> {
     /// Look at images that others are using: see [`OpenOptions::unlocked`]. What is written is
     /// locked all the same.
     pub unlocked: bool,
+    /// See [`OpenOptions::parents`].
+    pub parents: Parents,
     /// Told now and then how far it is. `false`: stop in good order, as soon as possible.
     pub progress: &'a dyn Fn(Progress) -> bool,
 }
@@ -84,6 +86,7 @@ impl Workshop<'_> {
             fixed_size: self.fixed_size,
             unlocked: self.unlocked && read_only,
             max_layers: MAX_LAYERS_OFFLINE,
+            parents: self.parents.clone(),
             ..OpenOptions::default()
         }
     }

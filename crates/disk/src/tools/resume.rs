@@ -5,6 +5,8 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::files::beside;
@@ -13,6 +15,10 @@ use super::files::beside;
 pub(super) const PARTIAL: &str = ".partial";
 /// And how far it is.
 const STATE: &str = ".partial.json";
+/// What that is written to first.
+const NEXT: &str = ".partial.json.new";
+/// Both take a multiple of this.
+const UNIT_BYTES: usize = 4096;
 
 /// Far more than what is ever written there.
 const MAX_STATE_BYTES: u64 = 1 << 20;
@@ -71,20 +77,57 @@ impl Resume {
         serde_json::from_slice(&text).ok()
     }
 
-    /// Leaves it. What it says is durable must be.
+    /// Leaves it for the first time, with all the space that [`save`](Self::save) will ever need:
+    /// what interrupts may be a disk that is full.
+    pub(super) fn begin(&self, to: &Path) -> io::Result<()> {
+        self.save(to)?;
+        self.reserve(to)
+    }
+
+    /// Takes the space for the next [`save`](Self::save).
+    pub(super) fn reserve(&self, to: &Path) -> io::Result<()> {
+        let mut file = File::create(beside(to, NEXT))?;
+        file.write_all(&self.text()?)?;
+        file.sync_all()
+    }
+
+    /// Leaves it. What it says is durable must be. The order: it is written over what was reserved,
+    /// or left by the save before the last; synced; and the two files exchange their names.
     pub(super) fn save(&self, to: &Path) -> io::Result<()> {
-        let new = beside(to, ".partial.json.new");
-        let mut file = File::create(&new)?;
-        file.write_all(&serde_json::to_vec_pretty(self)?)?;
+        let (next, text) = (beside(to, NEXT), self.text()?);
+        let mut file = File::options().write(true).create(true).truncate(false).open(&next)?;
+        file.write_all(&text)?;
+        file.set_len(text.len() as u64)?;
         file.sync_all()?;
-        fs::rename(&new, Resume::path(to))
+        exchange(&next, &Resume::path(to))
+    }
+
+    /// Its text, as long as it can ever get.
+    fn text(&self) -> io::Result<Vec<u8>> {
+        let longest = Resume { done_bytes: u64::MAX, ..self.clone() };
+        let bytes = serde_json::to_vec_pretty(&longest)?.len().next_multiple_of(UNIT_BYTES);
+        let mut text = serde_json::to_vec_pretty(self)?;
+        text.resize(bytes, b'\n');
+        Ok(text)
     }
 
     /// It is of no use any more.
     pub(super) fn remove(to: &Path) -> io::Result<()> {
-        match fs::remove_file(Resume::path(to)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            _ => Ok(()),
+        for suffix in [STATE, NEXT] {
+            match fs::remove_file(beside(to, suffix)) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
         }
+        Ok(())
+    }
+}
+
+/// Gives `to` the content of `next`, in one step; what was there has the other name then, where the
+/// file system can do that.
+fn exchange(next: &Path, to: &Path) -> io::Result<()> {
+    match renameat_with(CWD, next, CWD, to, RenameFlags::EXCHANGE) {
+        Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS) => fs::rename(next, to),
+        done => Ok(done?),
     }
 }

@@ -54,6 +54,7 @@ pub(crate) fn image(dir: &TempDir, bytes: u64) -> PathBuf {
 pub(crate) fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
     work(&Workshop {
         fixed_size: false,
+        parents: ferrite_disk::Parents::default(),
         directory: &HostDirectory,
         unlocked: false,
         engine: &|arena| test_engine().open(arena, 64),

@@ -128,6 +128,7 @@ pub(crate) fn name(path: &Path) -> ImageName {
 pub(crate) fn shop<T>(use_it: impl FnOnce(&Workshop<'_>) -> T) -> T {
     use_it(&Workshop {
         fixed_size: false,
+        parents: ferrite_disk::Parents::default(),
         directory: &HostDirectory,
         unlocked: false,
         engine: &|arena| test_engine().open(arena, 64),

@@ -104,6 +104,7 @@ fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
     let options = OpenOptions {
         read_only: !args.mode.writes(),
         state_dir: Some(state_dir.join("images")),
+        parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
     let disk = Disk::open(&args.image, &options)?;

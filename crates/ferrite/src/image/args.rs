@@ -8,18 +8,22 @@ use ferrite_disk::{Format, ImageName, size};
 use ferrite_io::engines::EngineChoice;
 
 use crate::exit::Failure;
+use crate::parents::ParentsArgs;
 
 /// `ferrite image`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "An image is named vhd:PATH, qcow2:PATH or raw:PATH, or by a path that ends \
-                        in .vhd or .qcow2; any other path is raw. Contents are never looked at \
-                        for that. Sizes are bytes, or numbers with K, M, G, T (powers of 1024)."
+                        in .vhd or .qcow2; any other path is raw, and refused if it looks like \
+                        an image. Sizes are bytes, or numbers with K, M, G, T (powers of 1024)."
 )]
 pub(crate) struct ImageArgs {
     /// What to do.
     #[command(subcommand)]
     pub(crate) command: ImageCommand,
+
+    #[command(flatten)]
+    pub(crate) parents: ParentsArgs,
 
     /// Print JSON instead of text.
     #[arg(long, global = true)]
@@ -128,7 +132,7 @@ pub(crate) struct NamedArgs {
 impl NamedArgs {
     /// The image's name.
     pub(crate) fn name(&self) -> Result<ImageName, Failure> {
-        name(&self.image, self.format)
+        existing(&self.image, self.format)
     }
 }
 
@@ -143,10 +147,14 @@ pub(crate) struct OneArgs {
     pub(crate) force_share: bool,
 }
 
-/// An image's name, in the format that its user says, or its name.
+/// The name of an image that is made, in the format that its user says, or its name.
 pub(crate) fn name(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
-    let name = ImageName::parse(text)?;
-    Ok(ImageName { format: format.map_or(name.format, Format::from), ..name })
+    Ok(ImageName::parse_as(text, format.map(Format::from))?)
+}
+
+/// Of an image that is there.
+pub(crate) fn existing(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
+    Ok(ImageName::of_existing(text, format.map(Format::from))?)
 }
 
 /// `create`.

@@ -20,7 +20,7 @@ mod text;
 
 use args::{
     CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand, JournalCommand,
-    OneArgs, name,
+    OneArgs, existing, name,
 };
 use progress::Shown;
 
@@ -40,6 +40,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         state_dir: state_dir(),
         fixed_size: false,
         unlocked: looks(&args.command),
+        parents: args.parents.allowed()?,
         progress: &|progress| shown.show(progress),
     };
     let done = command(&shop, args, &shown);
@@ -52,11 +53,10 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
     match &args.command {
         ImageCommand::Create(create) => out.say(&self::create(shop, create)?, text::made),
         ImageCommand::Info(one) => info(shop, &out, one),
-        ImageCommand::Snapshot(it) => {
-            out.say(&shop.snapshot(&name(&it.leaf, None)?, &name(&it.parent, None)?)?, text::made)
-        }
+        ImageCommand::Snapshot(it) => out
+            .say(&shop.snapshot(&existing(&it.leaf, None)?, &name(&it.parent, None)?)?, text::made),
         ImageCommand::Clone(it) => {
-            let parent = Some(name(&it.parent, None)?);
+            let parent = Some(existing(&it.parent, None)?);
             let unmarked = it.marking.unmarked;
             let new = NewImage { parent, unmarked, force: it.force, ..NewImage::default() };
             out.say(&shop.create(&name(&it.new, None)?, &new)?, text::made)
@@ -69,16 +69,16 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
             Ok(repaired.or_refused()?)
         }
         ImageCommand::Coalesce(it) => {
-            let child = name(&it.child, None)?;
+            let child = existing(&it.child, None)?;
             let done = match &it.into {
-                Some(parent) => shop.coalesce_into(&child, &name(parent, None)?, it.force)?,
+                Some(parent) => shop.coalesce_into(&child, &existing(parent, None)?, it.force)?,
                 None => shop.coalesce(&child, it.force)?,
             };
             out.say(&done, text::made)
         }
         ImageCommand::Rebase(it) => {
             let how = if it.is_unsafe { Rebase::Unsafe } else { Rebase::Safe };
-            let done = shop.rebase(&it.named.name()?, &name(&it.parent, None)?, how)?;
+            let done = shop.rebase(&it.named.name()?, &existing(&it.parent, None)?, how)?;
             out.say(&done, text::made)
         }
         ImageCommand::Resize(it) => {
@@ -151,7 +151,7 @@ fn info(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure
 fn create(shop: &Workshop<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools::Done, Failure> {
     let new = NewImage {
         bytes: args.size,
-        parent: args.parent.as_deref().map(|parent| name(parent, None)).transpose()?,
+        parent: args.parent.as_deref().map(|parent| existing(parent, None)).transpose()?,
         fixed: args.fixed,
         unit_bytes: args.unit.block,
         force: args.force,
@@ -161,7 +161,7 @@ fn create(shop: &Workshop<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools:
 }
 
 fn convert(shop: &Workshop<'_>, args: &ConvertArgs) -> Result<ferrite_disk::tools::Done, Failure> {
-    let from = name(&args.source, args.from)?;
+    let from = existing(&args.source, args.from)?;
     let to = name(&args.destination, args.to)?;
     let how = Convert {
         force: args.force,
@@ -241,7 +241,7 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
 }
 
 fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
-    let found = match (name(&args.a, args.format_a), name(&args.b, args.format_b)) {
+    let found = match (existing(&args.a, args.format_a), existing(&args.b, args.format_b)) {
         (Ok(a), Ok(b)) => shop.compare(&a, &b, args.strict).map_err(Failure::from),
         (Err(e), _) | (_, Err(e)) => Err(e),
     };

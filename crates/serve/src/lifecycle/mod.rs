@@ -39,7 +39,7 @@ mod waiting;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
 pub use look::State;
-pub use run_dir::{run_dir_name, sweep};
+pub use run_dir::{SERVED_RAW, run_dir_name, sweep};
 
 use attached::Attached;
 use attachment::DIRECTORY;

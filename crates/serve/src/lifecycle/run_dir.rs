@@ -18,6 +18,8 @@ use super::refusal::clear_error;
 pub(super) const TABLE: &str = "inflight";
 /// What remembers a failed flush until the disk is detached.
 pub(super) const LATCH: &str = "flush-failed";
+/// Which file the program has opened as a raw disk, for its successor; see there.
+pub const SERVED_RAW: &str = "served-raw";
 /// With a queue's number: the records of its requests.
 const TRACE: &str = "trace-";
 
@@ -75,7 +77,7 @@ impl RunDir {
             let entry = entry?;
             let name = entry.file_name();
             let name = name.to_string_lossy();
-            if name == TABLE || name == LATCH || name.starts_with(TRACE) {
+            if [TABLE, LATCH, SERVED_RAW].contains(&&*name) || name.starts_with(TRACE) {
                 std::fs::remove_file(entry.path())?;
             }
         }
@@ -181,7 +183,7 @@ mod tests {
         assert!(RunDir::existing(&path).unwrap().is_none());
         let first = RunDir::make(&path).unwrap();
         assert_eq!(RunDir::make(&path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
-        for name in [TABLE, LATCH, "trace-0", "trace-63", "trace-1.new"] {
+        for name in [TABLE, LATCH, SERVED_RAW, "trace-0", "trace-63", "trace-1.new"] {
             std::fs::write(path.join(name), b"x").unwrap();
         }
         std::fs::write(path.join("theirs"), b"x").unwrap();

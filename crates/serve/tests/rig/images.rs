@@ -25,6 +25,7 @@ fn work<T>(state_dir: Option<PathBuf>, work: impl FnOnce(&Workshop<'_>) -> T) ->
         engine: &|arena| test_engine().open(arena, 32),
         state_dir,
         fixed_size: false,
+        parents: ferrite_disk::Parents::default(),
         progress: &|_| true,
     })
 }

@@ -1,0 +1,88 @@
+//! What a file looks like whose name says nothing of its format.
+//!
+//! It never chooses a format: a guest can write anything into a raw disk. But an image that is
+//! taken for a raw disk by mistake is overwritten by its guest, header first, so what looks like
+//! one is opened as raw only if somebody has said that it is.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek as _, SeekFrom};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+use crate::{DiskError, ErrorKind, Format};
+
+/// Images of formats that are not read here, by the extensions of their names.
+pub(crate) const FOREIGN_EXTENSIONS: [&str; 6] = ["vhdx", "avhdx", "vmdk", "vdi", "qed", "qcow"];
+
+/// What stands where in an image, what that is called, and its format if that is read here.
+const MAGICS: [(usize, &[u8], &str, Option<Format>); 9] = [
+    (0, b"QFI\xfb\0\0\0\x01", "a qcow image of version 1", None),
+    (0, b"QFI\xfb", "a qcow2 image", Some(Format::Qcow2)),
+    (0, FOOTER, "a VHD", Some(Format::Vhd)),
+    (0, b"vhdxfile", "a VHDX image", None),
+    (0, b"KDMV", "a VMDK image", None),
+    (0, b"COWD", "a VMDK image", None),
+    (0, b"# Disk DescriptorFile", "a VMDK image", None),
+    (0, b"QED\0", "a QED image", None),
+    (64, b"\x7f\x10\xda\xbe", "a VDI image", None),
+];
+
+/// With this a VHD ends, and most begin.
+const FOOTER: &[u8] = b"conectix";
+/// Bytes from there to the end; old programs have written one less.
+const FOOTERS_BYTES: [u64; 2] = [512, 511];
+
+/// Refuses what looks like an image of some format. What cannot be looked at is let through: who
+/// opens it says why.
+pub(crate) fn refuse_images(path: &Path) -> Result<(), DiskError> {
+    let Ok(Some((name, format))) = look(path) else { return Ok(()) };
+    let shown = path.display();
+    let help = match format {
+        Some(format) => format!("{format}:{shown}, if that is what it is"),
+        None => "convert it first (qemu-img convert -O qcow2), if that is what it is".into(),
+    };
+    Err(DiskError::new(
+        ErrorKind::Unsuitable,
+        format!("cannot open {shown} as a raw disk"),
+        format!("its name says no format, and it looks like {name}, which would be overwritten"),
+        format!("say {help}; raw:{shown}, if its guest has written that into a raw disk"),
+    ))
+}
+
+fn look(path: &Path) -> io::Result<Option<(&'static str, Option<Format>)>> {
+    let kind = std::fs::metadata(path)?.file_type();
+    if !(kind.is_file() || kind.is_block_device()) {
+        return Ok(None);
+    }
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
+    let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let head = read(&file, 0)?;
+    let found = MAGICS.iter().find(|(at, magic, ..)| head[*at..].starts_with(magic));
+    if let Some((_, _, name, format)) = found {
+        return Ok(Some((name, *format)));
+    }
+    let end = file.seek(SeekFrom::End(0))?;
+    for at in FOOTERS_BYTES.iter().filter_map(|bytes| end.checked_sub(*bytes)) {
+        if read(&file, at)?.starts_with(FOOTER) {
+            return Ok(Some(("a VHD", Some(Format::Vhd))));
+        }
+    }
+    Ok(None)
+}
+
+/// A sector's bytes, zeros behind the end.
+fn read(file: &File, at: u64) -> io::Result<[u8; 512]> {
+    let mut bytes = [0; 512];
+    let mut got = 0;
+    while got < bytes.len() {
+        match file.read_at(&mut bytes[got..], at + got as u64) {
+            Ok(0) => break,
+            Ok(n) => got += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,108 @@
+//! Where the parents of an image may be.
+//!
+//! An image says itself which files it stands on, so whoever has made it chooses them. One that
+//! comes from a user could name the disk of another one, or any file of the host, and a guest would
+//! read it. So parents are where the image is, or where somebody who may decide that has said.
+//! What counts is where a name leads to in the end, through links and `..`.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use crate::{DiskError, ErrorKind};
+
+/// The host's own list of folders, for all commands.
+pub const CONFIGURED: &str = "/etc/ferrite/parents";
+
+/// What may be a parent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Parents {
+    /// Files in the folder of the image that is opened, and below; and everything that one of these
+    /// is, or has in it.
+    Within(Vec<PathBuf>),
+    /// Whatever the image names.
+    Any,
+}
+
+impl Default for Parents {
+    fn default() -> Parents {
+        Parents::Within(Vec::new())
+    }
+}
+
+impl Parents {
+    /// Whether `parent` may be one in the chain of `leaf`.
+    ///
+    /// # Errors
+    /// One of the two cannot be found.
+    pub(crate) fn allow(&self, leaf: &Path, parent: &Path) -> io::Result<bool> {
+        let Parents::Within(named) = self else { return Ok(true) };
+        let (leaf, found) = (fs::canonicalize(leaf)?, fs::canonicalize(parent)?);
+        let named: Vec<PathBuf> = named.iter().filter_map(|n| fs::canonicalize(n).ok()).collect();
+        let is_named = |path: &Path| named.iter().any(|n| path.starts_with(n));
+        if is_named(&found) {
+            return Ok(true);
+        }
+        let meta = fs::metadata(&found)?;
+        if meta.file_type().is_block_device() {
+            // Volumes have links as names (/dev/VG/LV), in folders that only the system changes:
+            // those of the file system that has the devices.
+            let folder = fs::canonicalize(folder(parent))?;
+            let systems = fs::metadata(&folder)?.dev() == fs::symlink_metadata(&found)?.dev();
+            return Ok(systems && is_named(&folder));
+        }
+        let own = own_folder(&leaf).filter(|_| leaf.is_file());
+        Ok(meta.is_file() && own.is_some_and(|own| found.starts_with(own)))
+    }
+
+    /// What `image` is told whose parent must not be that one.
+    pub(crate) fn refusal(image: &Path, parent: &Path) -> DiskError {
+        let found = fs::canonicalize(parent).unwrap_or_else(|_| parent.to_owned());
+        let leads = match found == parent {
+            true => String::new(),
+            false => format!(", which is {},", found.display()),
+        };
+        let allowed = to_allow(parent);
+        DiskError::new(
+            ErrorKind::Refused,
+            format!("cannot open image {}", image.display()),
+            format!(
+                "its parent {}{leads} is not in the image's folder or below, nor where parents \
+                 are allowed",
+                parent.display()
+            ),
+            format!(
+                "an image can name any file of this host; if it is meant to stand on that one, say \
+                 --parents {allowed}, or write {allowed} into {CONFIGURED}"
+            ),
+        )
+    }
+}
+
+/// What to name so that `parent` is allowed: its folder, or a device by itself.
+pub(crate) fn to_allow(parent: &Path) -> std::path::Display<'_> {
+    let is_file = fs::metadata(parent).is_ok_and(|meta| meta.is_file());
+    let is_link = fs::symlink_metadata(parent).is_ok_and(|meta| meta.is_symlink());
+    if is_file && !is_link { folder(parent).display() } else { parent.display() }
+}
+
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// The folder of an image, if that is one: below the root there is everything.
+fn own_folder(leaf: &Path) -> Option<&Path> {
+    leaf.parent().filter(|dir| dir.parent().is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_is_nobodys_own_folder() {
+        assert_eq!(own_folder("/a/disk.vhd".as_ref()), Some("/a".as_ref()));
+        assert_eq!(own_folder("/disk.vhd".as_ref()), None);
+    }
+}

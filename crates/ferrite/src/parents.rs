@@ -1,0 +1,79 @@
+//! Where parents of images may be: what the command line and the host say.
+
+use std::env;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use ferrite_disk::{CONFIGURED_PARENTS, Parents};
+
+use crate::exit::{Code, Failure};
+
+/// Allows all.
+const ANY: &str = "any";
+
+/// Names another file than [`CONFIGURED_PARENTS`].
+const CONFIGURED_BY: &str = "FERRITE_PARENTS_FILE";
+
+/// Of all commands that open chains.
+#[derive(Debug, Args)]
+pub(crate) struct ParentsArgs {
+    /// Allow parents of images in DIR and below, or the one image DIR, and not only in the image's
+    /// own folder and below; any: wherever they are. May be given several times.
+    #[arg(long = "parents", value_name = "DIR|any", global = true)]
+    named: Vec<PathBuf>,
+}
+
+impl ParentsArgs {
+    /// With what the host's own list says.
+    pub(crate) fn allowed(&self) -> Result<Parents, Failure> {
+        let file = env::var_os(CONFIGURED_BY).map_or(CONFIGURED_PARENTS.into(), PathBuf::from);
+        let named = [&self.named[..], &configured(&file)?].concat();
+        match named.iter().any(|dir| dir == Path::new(ANY)) {
+            true => Ok(Parents::Any),
+            false => Ok(Parents::Within(named)),
+        }
+    }
+}
+
+/// A folder a line; `#` begins what is for people.
+fn configured(file: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let text = match fs::read_to_string(file) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.map_err(|e| {
+            let what = format!("cannot read {}", file.display());
+            Failure::new(what, e, "it says which folders parents of images may be in")
+        })?,
+    };
+    let lines = text.lines().map(str::trim).enumerate();
+    let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+    lines
+        .map(|(i, line)| match line == ANY || line.starts_with('/') {
+            true => Ok(line.into()),
+            false => Err(Failure {
+                code: Code::USAGE,
+                what: format!("cannot use {}", file.display()),
+                why: format!("line {} is neither an absolute path nor \"{ANY}\"", i + 1),
+                help: "name a folder a line".into(),
+            }),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hosts_list_has_a_folder_a_line() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), "# templates\n/srv/templates\n\n  /dev/vg \nany\n").unwrap();
+        let found = configured(file.path()).unwrap();
+        assert_eq!(found, ["/srv/templates", "/dev/vg", "any"].map(PathBuf::from));
+        fs::write(file.path(), "/a\nsrv/b\n").unwrap();
+        let error = configured(file.path()).unwrap_err();
+        assert!(error.why.contains("line 2"), "{error}");
+        assert_eq!(configured(Path::new("/nonexistent/file")).unwrap(), [PathBuf::new(); 0]);
+    }
+}
