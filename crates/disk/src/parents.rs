@@ -64,6 +64,7 @@ impl Parents {
             false => format!(", which is {},", found.display()),
         };
         let allowed = to_allow(parent);
+        let allowed = allowed.display();
         DiskError::new(
             ErrorKind::Refused,
             format!("cannot open image {}", image.display()),
@@ -80,11 +81,12 @@ impl Parents {
     }
 }
 
-/// What to name so that `parent` is allowed: its folder, or a device by itself.
-pub(crate) fn to_allow(parent: &Path) -> std::path::Display<'_> {
-    let is_file = fs::metadata(parent).is_ok_and(|meta| meta.is_file());
-    let is_link = fs::symlink_metadata(parent).is_ok_and(|meta| meta.is_symlink());
-    if is_file && !is_link { folder(parent).display() } else { parent.display() }
+/// What to name so that `parent` is allowed: the folder that it is in, or a device by itself.
+pub(crate) fn to_allow(parent: &Path) -> PathBuf {
+    match fs::canonicalize(parent) {
+        Ok(found) if found.is_file() => folder(&found).to_owned(),
+        _ => parent.to_owned(),
+    }
 }
 
 fn folder(path: &Path) -> &Path {

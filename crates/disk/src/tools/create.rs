@@ -85,7 +85,7 @@ impl Workshop<'_> {
         let mut options: Vec<String> = Vec::new();
         for path in paths.iter().filter(|path| !allowed(path)) {
             let path = absolute(path).unwrap_or_else(|_| path.clone());
-            let option = format!("--parents {}", to_allow(&path));
+            let option = format!("--parents {}", to_allow(&path).display());
             if !options.contains(&option) {
                 options.push(option);
             }
