@@ -1,6 +1,7 @@
 //! `ferrite serve`: one disk, one guest, in the foreground.
 
 use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;

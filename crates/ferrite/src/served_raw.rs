@@ -21,7 +21,8 @@ pub(crate) const TABLE: &str = "inflight";
 
 /// The image's name, with a prefix if a predecessor has served it raw to the guest that is connected.
 pub(crate) fn name<'a>(run_dir: &Path, image: &'a OsStr) -> Cow<'a, OsStr> {
-    let served = || Some(fs::read_to_string(run_dir.join(SERVED_RAW)).ok()? == identity(image).ok()?);
+    let served =
+        || Some(fs::read_to_string(run_dir.join(SERVED_RAW)).ok()? == identity(image).ok()?);
     match says_nothing(image) && run_dir.join(TABLE).exists() && served() == Some(true) {
         true => Cow::Owned([OsStr::new("raw:"), image].into_iter().collect::<OsString>()),
         false => Cow::Borrowed(image),
