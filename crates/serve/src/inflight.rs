@@ -345,6 +345,12 @@ impl QueueTable {
 
     /// The next request to consume, and the unanswered ones by age. Changes nothing.
     fn look(&self, shared_rsp_prod: u32) -> Option<(u32, Vec<Unanswered>)> {
+        // Ours was there before the table knew of it: a guest that takes answers back would get them
+        // twice.
+        let published = self.shm.load_u32(self.base + RSP_PUBLISHED_AT);
+        if (shared_rsp_prod.wrapping_sub(published) as i32) < 0 {
+            return None;
+        }
         let mut req_cons = self.shm.load_u32(self.base + REQ_CONS_AT);
         let mut unanswered = Vec::new();
         for entry in (0..self.entries).filter(|&entry| self.state(entry) != FREE) {

@@ -123,10 +123,12 @@ fn write(queue: &mut FrontQueue, buffer: &Buffer, sector: u64) {
 fn events_without_requests_cost_little_and_disturb_no_other_guest() {
     let _alone = alone();
     let (_quiet_rig, mut quiet, quiet_buffer) = connected(&FrontOptions::default());
+    // A thread names itself when it runs for the first time, which may be after the connection: this
+    // one has run when it has answered.
+    pace(&mut quiet.queues[0], &quiet_buffer, Duration::from_millis(1));
     let before = threads("queue-");
     let (rig, mut front, _buffer) = connected(&FrontOptions::default());
     let end = Instant::now() + PATIENCE;
-    // It names itself when it runs for the first time, which may be after the connection.
     let thread = loop {
         if let Some(thread) = threads("queue-").difference(&before).next() {
             break thread.clone();

@@ -588,6 +588,8 @@ fn a_ring_that_was_changed_meanwhile_is_not_taken_over() {
 /// Of `inflight.rs`: where the words of the only queue stand in its file.
 const PUBLISHED_AT: u64 = (16 << 10) + 4;
 const ENTRIES_AT: u64 = (16 << 10) + 64;
+const REQ_INDEX_AT: u64 = 4;
+const RSP_INDEX_AT: u64 = 8;
 const TAKEN: u32 = 1;
 const ANSWERING: u32 = 2;
 
@@ -616,10 +618,16 @@ fn a_guest_that_answers_itself_after_a_kill_is_refused_at_every_restart() {
     let set = |at, value: u32| table.write_all_at(&value.to_le_bytes(), at).unwrap();
     assert_eq!(word(PUBLISHED_AT), 3);
     set(PUBLISHED_AT, 1);
-    for entry in 0..3 {
-        let at = ENTRIES_AT + entry * entry_bytes;
-        let answered = word(at + 8) == 0;
-        set(at, if answered { ANSWERING } else { TAKEN });
+    // How many entries were used depends on how many requests a sweep found: one is the model of all.
+    let mut used = vec![0; entry_bytes as usize];
+    table.read_exact_at(&mut used, ENTRIES_AT).unwrap();
+    assert!(used[16..16 + 64].iter().any(|byte| *byte != 0), "the first entry was not used");
+    for (entry, state) in [ANSWERING, TAKEN, TAKEN].into_iter().enumerate() {
+        let at = ENTRIES_AT + entry as u64 * entry_bytes;
+        table.write_all_at(&used, at).unwrap();
+        set(at + REQ_INDEX_AT, entry as u32);
+        set(at + RSP_INDEX_AT, entry as u32);
+        set(at, state);
     }
     let ring = front.queues[0].ring();
     for _ in 0..2 {
