@@ -20,6 +20,8 @@ pub enum ErrorKind {
     Permission,
     /// It would destroy something, or let it be read, and was not told to.
     Refused,
+    /// It stands on an image where parents are not allowed.
+    Parent,
     /// It was told to stop.
     Interrupted,
     /// The kernel reported something else.

@@ -66,7 +66,7 @@ impl Parents {
         let allowed = to_allow(parent);
         let allowed = allowed.display();
         DiskError::new(
-            ErrorKind::Refused,
+            ErrorKind::Parent,
             format!("cannot open image {}", image.display()),
             format!(
                 "its parent {}{leads} is not in the image's folder or below, nor where parents \

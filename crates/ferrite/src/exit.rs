@@ -98,9 +98,11 @@ impl From<DiskError> for Failure {
             ErrorKind::InUse => Code::BUSY,
             ErrorKind::Damaged => Code::DAMAGED,
             ErrorKind::Interrupted => Code::INTERRUPTED,
-            ErrorKind::Unsuitable | ErrorKind::Permission | ErrorKind::Refused | ErrorKind::Io => {
-                Code::FAILED
-            }
+            ErrorKind::Unsuitable
+            | ErrorKind::Permission
+            | ErrorKind::Refused
+            | ErrorKind::Parent
+            | ErrorKind::Io => Code::FAILED,
         };
         let (what, why, help) = (e.what().into(), e.why().into(), e.help().into());
         Failure { code, what, why, help }

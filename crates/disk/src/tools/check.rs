@@ -29,11 +29,6 @@ impl Workshop<'_> {
         self.check_by(name, chain, true)
     }
 
-    /// Whether what keeps an image from being opened is not its own.
-    fn opens_alone(&self, name: &ImageName) -> bool {
-        Image::open_alone(name, &self.options(true)).is_ok()
-    }
-
     fn check_by(
         &self,
         name: &ImageName,
@@ -55,9 +50,9 @@ impl Workshop<'_> {
         match opened {
             Ok(_) => {}
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
-            Err(e) if e.kind() == ErrorKind::Refused && chain => return Err(e),
             // A parent that may not be one is not looked at.
-            Err(e) if e.kind() == ErrorKind::Refused && self.opens_alone(name) => {
+            Err(e) if e.kind() == ErrorKind::Parent && chain => return Err(e),
+            Err(e) if e.kind() == ErrorKind::Parent => {
                 images[0].add_first(Finding {
                     offset_bytes: None,
                     kind: "chain".into(),

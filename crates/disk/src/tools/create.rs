@@ -93,8 +93,8 @@ impl Workshop<'_> {
         let (path, options) = (child.path.display(), options.join(" "));
         (!options.is_empty()).then(|| {
             format!(
-                "what it stands on is in another folder: ferrite serve and ferrite image take \
-                 {path} with {options} only, or with that in {CONFIGURED}"
+                "what it stands on is in another folder: {path} is opened with {options} only, \
+                 or with that in {CONFIGURED}"
             )
         })
     }
