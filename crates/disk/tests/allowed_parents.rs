@@ -51,7 +51,7 @@ fn on(image: &Path, parent: &str) {
 #[track_caller]
 fn refused(image: &Path, parent: &str, allowed: &[&Path]) {
     let error = open(image, Parents::default()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Parent, "{error}");
     assert!(error.why().contains(parent), "{error}");
     assert!(error.help().contains("--parents "), "{}", error.help());
     for allowed in allowed {
@@ -144,7 +144,7 @@ fn an_image_on_a_device_has_no_folder_of_its_own() {
         let options = OpenOptions { read_only: true, parents, ..OpenOptions::default() };
         Disk::open(&format!("qcow2:{}", leaf.0.display()), &options)
     };
-    assert_eq!(opened(Parents::default()).unwrap_err().kind(), ErrorKind::Refused);
+    assert_eq!(opened(Parents::default()).unwrap_err().kind(), ErrorKind::Parent);
     opened(within(&[&parent.0])).unwrap();
 }
 
@@ -162,7 +162,7 @@ fn what_is_in_the_folder_or_below_is_allowed_for_the_whole_chain() {
         let made = shop(|shop| shop.create(&middle, &upon(&base))).unwrap();
         assert!(made.notes.iter().any(|n| n.contains("--parents ")), "{made:?}");
         // The folder is that of the image that is opened.
-        assert_eq!(open(&middle.path, Parents::default()).unwrap_err().kind(), ErrorKind::Refused);
+        assert_eq!(open(&middle.path, Parents::default()).unwrap_err().kind(), ErrorKind::Parent);
         let made = shop(|shop| {
             let shop = ferrite_disk::tools::Workshop {
                 parents: within(&[dir.path()]),

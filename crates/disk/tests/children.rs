@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use common::vhd::{at, options};
 use common::{MIB, Mount, Queue, dir_on_disk, work};
 use ferrite_disk::tools::{Done, NewImage, Workshop};
-use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions};
+use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::test_engine;
 use tempfile::TempDir;
@@ -289,7 +289,7 @@ impl Watched {
             engine: &|arena| test_engine().open(arena, 64),
             state_dir: None,
             progress: &|_| true,
-            parents: ferrite_disk::Parents::Any,
+            parents: Parents::Any,
         };
         shop.create(&family.other, new)
     }
@@ -386,7 +386,8 @@ fn odd_names_and_links_lead_to_the_same_parent() {
     let odd = ImageName { path: odd, ..family.other.clone() };
     clone(&link, &odd);
     family.refuses("elsewhere");
-    let mut disk = Queue::new(open(&odd).unwrap());
+    let options = OpenOptions { parents: Parents::Any, ..options() };
+    let mut disk = Queue::new(Disk::open_image(&odd, &options).unwrap());
     disk.write(0, &[1; 512]).unwrap();
     disk.close().unwrap();
 }

@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use common::released::wait_until_released;
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
@@ -90,6 +91,7 @@ fn refused_after(program: &str, args: &[&str]) -> Option<u64> {
         let answered = killed_after(1 + round * 7, &path, state.path());
         let mut all = args.to_vec();
         all.push(path.to_str().unwrap());
+        wait_until_released(&path);
         // It may find leaks, and say so by its exit code.
         let Ok(done) = Command::new(program).args(&all).output() else {
             skipped(&format!("no {program}"));

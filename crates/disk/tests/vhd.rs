@@ -161,6 +161,8 @@ impl World {
         let options = OpenOptions {
             state_dir: Some(state.path().into()),
             metadata_bytes: if small { 0 } else { 16 << 20 },
+            // An image on a device has no folder of its own.
+            parents: ferrite_disk::Parents::Any,
             ..vhd::options()
         };
         let loose = vec![false; SECTORS as usize];

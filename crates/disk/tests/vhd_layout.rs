@@ -10,9 +10,9 @@ use std::path::Path;
 use common::failing::Failing;
 use common::vhd::{at, check_by_vhd_util, create, name, offline, options, parent, peer, queue};
 use common::{MIB, Queue, dir_on_disk, work};
-use ferrite_disk::tools::{NewImage as New, Verdict};
+use ferrite_disk::tools::{NewImage as New, Verdict, Workshop};
 use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
-use ferrite_disk::{Disk, ImageName, OpenOptions, Raw};
+use ferrite_disk::{Disk, ImageName, OpenOptions, Parents, Raw};
 use ferrite_io::engine::Op;
 
 const BLOCK: u64 = 2 * MIB;
@@ -314,6 +314,7 @@ fn a_chain_that_was_moved_as_a_whole_is_accepted() {
         fs::rename(at(&dir, "old"), at(&dir, "new")).unwrap();
         // Another disk under the name that the first one would have, were its `%` an escape.
         make("new/100%.vhd", new(Some(8 * MIB), None));
+        let shop = Workshop { parents: Parents::Any, state_dir: None, ..*shop };
         let report =
             shop.check_strictly(&named(&at(&dir, "new/sub/grandchild.vhd")), true).unwrap();
         assert_eq!(report.images.len(), 3);

@@ -397,10 +397,10 @@ fn a_table_of_a_vhd_that_is_written_ahead_of_the_data_is_found() {
     find_lie(images, &Lie::SyncBefore(1536..4096), 200..300);
 }
 
-/// The header names the table of refcounts, which grows now and then: in one of some 200
-/// stories a cut comes just then.
+/// The header names the table of refcounts, which grows now and then, and has the mark of an image
+/// that is open.
 #[test]
 fn a_header_of_a_qcow2_image_that_is_written_ahead_of_the_table_is_found() {
     let images = Images::new(Kind::Qcow2).in_units(512);
-    find_lie(images, &Lie::SyncBefore(0..512), 850..920);
+    find_lie(images, &Lie::SyncBefore(0..512), 0..100);
 }

@@ -45,7 +45,7 @@ fn a_raw_image_that_looks_like_qcow2_is_raw() {
     let file = image.build();
     let path = den.put("disk.img", &file);
     let options = OpenOptions::default();
-    let disk = Disk::open(path.to_str().unwrap(), &options).unwrap();
+    let disk = Disk::open(&format!("raw:{}", path.display()), &options).unwrap();
     assert_eq!(disk.sectors() * 512, file.bytes());
     assert_eq!(read_some(disk).unwrap(), file.get(0, file.bytes() as usize));
     // Neither as a parent: this one says that it is raw.

@@ -13,6 +13,10 @@ use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
+#[path = "../common/released.rs"]
+mod released;
+use released::wait_until_released;
+
 pub(crate) const SECTOR: u64 = 512;
 
 /// Sectors that are not zeros, with the number that they are full of.
@@ -90,6 +94,7 @@ pub(crate) fn compare(session: &mut Session, model: &Model) {
 
 /// Runs `qemu-img`. None: it is not installed, which is said, and an error where peers are wanted.
 pub(crate) fn qemu_img(args: &[&str]) -> Option<(bool, String)> {
+    args.iter().map(Path::new).filter(|path| path.is_file()).for_each(wait_until_released);
     match Command::new("qemu-img").args(args).output() {
         Ok(output) => {
             let text = [output.stdout, output.stderr].concat();
