@@ -7,6 +7,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use images::{MIB, Place, json, listening};
