@@ -2,16 +2,17 @@
 //! killed, no answered write vanishes without a word.
 
 mod common;
+mod model;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::released::wait_until_released;
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
+use model::wait_until_released;
 
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
 const STATE: &str = "FERRITE_TEST_STATE";

@@ -74,6 +74,6 @@ mod tests {
         fs::write(file.path(), "/a\nsrv/b\n").unwrap();
         let error = configured(file.path()).unwrap_err();
         assert!(error.why.contains("line 2"), "{error}");
-        assert_eq!(configured(Path::new("/nonexistent/file")).unwrap(), [PathBuf::new(); 0]);
+        assert!(configured(Path::new("/nonexistent/file")).unwrap().is_empty());
     }
 }

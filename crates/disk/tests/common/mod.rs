@@ -3,7 +3,6 @@
 #![allow(dead_code)]
 
 pub(crate) mod failing;
-pub(crate) mod released;
 pub(crate) mod vhd;
 
 use std::fs::File;
