@@ -19,7 +19,7 @@ const SECTOR: u64 = 512;
 /// Mends the image in `raw`, open for writing and file 0 of the port: leaked clusters are free
 /// again, refcounts are what there are references, flags what the refcounts say, and marks of an
 /// unfinished use are removed. Returns what was found before. If anything was found that is not
-/// [mendable](super::Problem::is_mendable), nothing is changed at all.
+/// [mendable](crate::ProblemKind::is_mendable), nothing is changed at all.
 ///
 /// The order: counts; sync; flags, which depend on them; sync; marks in the header; sync. After a
 /// crash in between, a repair finds what is left to do.
