@@ -183,6 +183,7 @@ fn an_image_that_was_refused_is_used_again_when_its_journal_was_dropped() {
     let path = dir.path().join("a.qcow2");
     create(&path);
     killed_after(20, &path, state.path());
+    wait_until_released(&path);
     if run("qemu-img", &["check", "-q", "-r", "all", path.to_str().unwrap()]).is_none() {
         return skipped("no qemu-img");
     }
