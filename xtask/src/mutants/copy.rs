@@ -12,6 +12,9 @@ use rustix::fs::{FlockOperation, flock};
 use super::list::Mutant;
 use crate::steps;
 
+/// Another build folder, which may have the dependencies already.
+const TARGET: &str = "FERRITE_MUTANTS_TARGET";
+
 /// See the module text.
 pub(super) struct Copy {
     source: PathBuf,
@@ -28,7 +31,8 @@ impl Copy {
         let lock = File::create(folder.join("lock"))?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .context("another `cargo xtask mutants` is running here")?;
-        let copy = Copy { source: folder.join("source"), build: folder.join("build"), _lock: lock };
+        let build = std::env::var_os(TARGET).map_or_else(|| folder.join("build"), PathBuf::from);
+        let copy = Copy { source: folder.join("source"), build, _lock: lock };
         let files = tracked()?;
         for file in &files {
             let bytes = fs::read(steps::repository().join(file))?;
@@ -60,8 +64,8 @@ impl Copy {
         self.put(file, &fs::read(steps::repository().join(file))?)
     }
 
-    /// `cargo` in the copy, with a build folder of its own: a mutant's programs must never lie
-    /// where the real ones are looked for.
+    /// `cargo` in the copy, with a build folder of its own unless told otherwise: a mutant's
+    /// programs must never lie where the real ones are looked for.
     pub(super) fn cargo(&self) -> Command {
         let mut cargo = steps::cargo();
         cargo.current_dir(&self.source).env("CARGO_TARGET_DIR", &self.build);

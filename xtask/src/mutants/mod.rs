@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::packages;
 use crate::steps::{self, say, step};
@@ -12,10 +12,12 @@ use crate::steps::{self, say, step};
 mod copy;
 mod list;
 mod proof;
+mod stop;
 
 use copy::Copy;
 use list::Mutant;
 use proof::{End, Proof};
+use stop::Stop;
 
 /// Options of `cargo xtask mutants`.
 #[derive(clap::Args)]
@@ -77,39 +79,54 @@ fn run(mutants: &[Mutant]) -> Result<bool> {
     list::check(mutants)?;
     packages::ensure(&[packages::CHECKS])?;
     let copy = Copy::make()?;
-    step("the same tests without a mutant", || control(&copy, mutants))?;
-    let mut survived = Vec::new();
-    for (i, mutant) in mutants.iter().enumerate() {
+    let stop = Stop::listen()?;
+    step("the same tests without a mutant", || control(&copy, mutants, &stop))?;
+    let (mut tried, mut survived, mut broken) = (0, Vec::new(), Vec::new());
+    for mutant in mutants {
         let began = Instant::now();
         copy.apply(mutant)?;
-        let end = mutant.proof()?.run(&copy).with_context(|| mutant.name.clone());
+        let end = mutant.proof()?.run(&copy, &stop);
         copy.restore(mutant)?;
-        let (number, all) = (i + 1, mutants.len());
-        let seconds = began.elapsed().as_secs_f64();
-        let word = match end? {
-            End::Passed { .. } => {
+        if stop.is_asked() {
+            break;
+        }
+        tried += 1;
+        let word = match end {
+            Ok(End::Failed { how }) => format!("noticed: {how}"),
+            Ok(End::Passed { .. }) => {
                 survived.push(mutant.name.as_str());
                 "SURVIVED".into()
             }
-            End::Failed { how } => format!("noticed: {how}"),
+            Err(error) => {
+                broken.push(mutant.name.as_str());
+                format!("CANNOT BE TRIED: {}", steps::chain(&error))
+            }
         };
-        say(format!("{number}/{all} {}: {word} ({seconds:.0} s)", mutant.name));
+        let seconds = began.elapsed().as_secs_f64();
+        say(format!("{tried}/{} {}: {word} ({seconds:.0} s)", mutants.len(), mutant.name));
     }
-    if !survived.is_empty() {
-        say(format!("no test notices: {}", survived.join(", ")));
+    for (what, names) in [("no test notices", &survived), ("cannot be tried", &broken)] {
+        if !names.is_empty() {
+            say(format!("{what}: {}", names.join(", ")));
+        }
     }
-    let noticed = mutants.len() - survived.len();
+    let noticed = tried - survived.len() - broken.len();
     say(format!("{noticed} of {} mutants noticed, {:.0} s", mutants.len(), steps::elapsed_s()));
-    Ok(survived.is_empty())
+    ensure!(tried == mutants.len(), "interrupted; not tried: {}", names(&mutants[tried..]));
+    Ok(noticed == tried)
+}
+
+fn names(mutants: &[Mutant]) -> String {
+    mutants.iter().map(|mutant| mutant.name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
 /// A test that fails without any mutant, or runs nothing, would notice everything.
-fn control(copy: &Copy, mutants: &[Mutant]) -> Result<()> {
+fn control(copy: &Copy, mutants: &[Mutant], stop: &Stop) -> Result<()> {
     let mut proofs: Vec<Proof> = mutants.iter().map(Mutant::proof).collect::<Result<_>>()?;
     proofs.sort();
     proofs.dedup();
     for proof in proofs {
-        match proof.run(copy)? {
+        match proof.run(copy, stop).with_context(|| proof.to_string())? {
             End::Passed { ran: true } => {}
             End::Passed { ran: false } => bail!("`{proof}` runs no test"),
             End::Failed { how } => bail!("`{proof}` fails without a mutant: {how}"),

@@ -11,11 +11,15 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::copy::Copy;
+use super::stop::Stop;
 use crate::checks::fresh_log;
 use crate::steps::run_logged;
 
 /// A test that takes longer hangs: with a mutant, that is how it notices.
 const LIMIT: Duration = Duration::from_secs(900);
+
+/// Of what a failing test says.
+const SHOWN_CHARS: usize = 160;
 
 /// Stories within which the simulator has to notice.
 const MAX_STORIES: u64 = 1000;
@@ -55,7 +59,7 @@ impl Proof {
     }
 
     /// Builds it, which must succeed, and runs it.
-    pub(super) fn run(&self, copy: &Copy) -> Result<End> {
+    pub(super) fn run(&self, copy: &Copy, stop: &Stop) -> Result<End> {
         let (build, run) = (fresh_log("mutant-build")?, fresh_log("mutant-run")?);
         match self {
             Proof::Test { package, target, name } => {
@@ -65,13 +69,13 @@ impl Proof {
                 let mut test = copy.cargo();
                 test.args(["test", "--locked", "--package", package]).args(target);
                 test.args(["--", "--exact", name]);
-                let end = limited(&mut test, &run)?;
+                let end = limited(&mut test, &run, stop)?;
                 let text = fs::read_to_string(&run)?;
                 Ok(match end {
                     Some(status) if status.success() => {
                         End::Passed { ran: text.contains("test result: ok. 1 passed") }
                     }
-                    Some(_) => End::Failed { how: "the test fails".into() },
+                    Some(_) => End::Failed { how: complaint(&text) },
                     None => End::Failed { how: "the test hangs".into() },
                 })
             }
@@ -79,7 +83,7 @@ impl Proof {
                 let mut sim = copy.cargo();
                 sim.args(["build", "--locked", "--package", "ferrite-sim"]);
                 run_logged(&mut sim, &build).context("it does not compile")?;
-                let end = limited(Command::new(copy.simulator()).args(arguments), &run)?;
+                let end = limited(Command::new(copy.simulator()).args(arguments), &run, stop)?;
                 told(end, &fs::read_to_string(&run)?)
             }
         }
@@ -106,9 +110,18 @@ fn told(end: Option<ExitStatus>, text: &str) -> Result<End> {
     }
 }
 
+/// What a test says as it fails: the line after its panic's place.
+fn complaint(text: &str) -> String {
+    let mut lines = text.lines().skip_while(|line| !line.contains("panicked at"));
+    match (lines.next(), lines.next()) {
+        (Some(_), Some(line)) => line.chars().take(SHOWN_CHARS).collect(),
+        _ => "the test fails".into(),
+    }
+}
+
 /// Runs a command with its output in `log`. None: it took too long, and was killed with all that
 /// it had started.
-fn limited(command: &mut Command, log: &Path) -> Result<Option<ExitStatus>> {
+fn limited(command: &mut Command, log: &Path, stop: &Stop) -> Result<Option<ExitStatus>> {
     let out = File::create(log)?;
     command.env("FERRITE_TEST_REQUIRE_PEERS", "1").process_group(0).stdin(Stdio::null());
     let mut child = command.stderr(out.try_clone()?).stdout(out).spawn().context("cannot start")?;
@@ -117,11 +130,12 @@ fn limited(command: &mut Command, log: &Path) -> Result<Option<ExitStatus>> {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
         }
-        if began.elapsed() > LIMIT {
+        if began.elapsed() > LIMIT || stop.is_asked() {
             if let Some(group) = Pid::from_raw(child.id() as i32) {
                 kill_process_group(group, Signal::KILL)?;
             }
             child.wait()?;
+            ensure!(!stop.is_asked(), "interrupted");
             return Ok(None);
         }
         std::thread::sleep(Duration::from_millis(20));
