@@ -1,10 +1,13 @@
 //! Stories of disks on machines whose power fails (`ferrite-sim`): a fixed set and two minutes of
 //! new ones with the tests, hours of new ones by night.
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::checks::fresh_log;
 use crate::packages;
@@ -13,12 +16,33 @@ use crate::steps::{self, cargo, run_logged, say, step};
 /// Seeds of the fixed set, from 1 on; each is a story of every scenario, format and medium.
 const FIXED_SEEDS: u64 = 40;
 
-/// Of these stories every step is cut; together they have all that changes metadata: creating, first
-/// writes to a block, bits, snapshot, coalescing, growing, discard.
-const STEP_BY_STEP: [&str; 4] = ["operations", "first-writes", "bitmaps", "discards"];
+/// Of these stories every step is cut: scenario, medium, seed, in VHD and in qcow2. They are short, and
+/// together they have all that changes metadata: creating, first writes to a block, bits, snapshot,
+/// coalescing, growing, discard.
+const STEP_BY_STEP: [(&str, &str, &str); 4] = [
+    ("operations", "file", "3"),
+    ("first-writes", "file", "3"),
+    ("bitmaps", "file", "3"),
+    ("discards", "file", "3"),
+];
 
-/// Short with each of them, and its operations are one of each kind.
-const STEPS_SEED: &str = "3";
+/// The same: format, scenario, medium, seed. Each takes at least one of the formats' rare paths
+/// (`ferrite_disk::Rare`), and none of these is left out but those [`IN_FIXED_SET`].
+const RARE: [(&str, &str, &str, &str); 10] = [
+    ("vhd", "emptied", "device", "1"),
+    ("vhd", "failures", "device", "1"),
+    ("vhd", "failures", "device", "2"),
+    ("vhd", "growth", "device", "1"),
+    ("vhd", "growth", "device", "2"),
+    ("vhd", "chains", "file", "5"),
+    ("vhd", "chains", "file", "6"),
+    ("qcow2", "failures", "device", "6"),
+    ("qcow2", "growth", "file", "1"),
+    ("qcow2", "chains", "file", "5"),
+];
+
+/// Taken by long stories only, and so in the fixed set: at whatever steps these are cut.
+const IN_FIXED_SET: [&str; 1] = ["cluster-reused"];
 
 /// Seconds of new ones.
 const FRESH_S: &str = "120";
@@ -28,17 +52,18 @@ const FRESH_S: &str = "120";
 pub(crate) fn test() -> Result<()> {
     let program = build()?;
     let runs = steps::cpus().clamp(1, 2);
+    let cut_paths = Mutex::new(Vec::new());
     let share = |i: usize| -> Result<()> {
         let log = fresh_log(&format!("power-cuts-{i}"))?;
         let run = |arguments: &[&str]| run_logged(told_by(&program).args(arguments), &log);
         let seeds = FIXED_SEEDS / runs as u64;
         run(&["--seed", &(1 + i as u64 * seeds).to_string(), "--seeds", &seeds.to_string()])?;
-        for format in ["vhd", "qcow2"].into_iter().skip(i).step_by(runs) {
-            for scenario in STEP_BY_STEP {
-                let story = ["--scenario", scenario, "--format", format, "--medium", "file"];
-                run(&[&["--steps", "--seed", STEPS_SEED], &story[..]].concat())?;
-            }
+        for (format, scenario, medium, seed) in step_by_step().into_iter().skip(i).step_by(runs) {
+            let story = ["--scenario", scenario, "--format", format, "--medium", medium];
+            run(&[&["--steps", "--seed", seed], &story[..]].concat())?;
         }
+        let text = fs::read_to_string(&log)?;
+        cut_paths.lock().unwrap_or_else(PoisonError::into_inner).extend(required_paths(&text));
         run(&["--seconds", FRESH_S])?;
         say(format!("the stories are counted in {}", log.display()));
         Ok(())
@@ -47,7 +72,49 @@ pub(crate) fn test() -> Result<()> {
         let share = &share;
         let runs: Vec<_> = (0..runs).map(|i| scope.spawn(move || share(i))).collect();
         runs.into_iter().try_for_each(|run| run.join().expect("a run that does not panic"))
-    })
+    })?;
+    all_taken(&cut_paths.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Format, scenario, medium, seed of all stories of which every step is cut.
+fn step_by_step() -> Vec<(&'static str, &'static str, &'static str, &'static str)> {
+    let usual = STEP_BY_STEP.iter().flat_map(|(scenario, medium, seed)| {
+        ["vhd", "qcow2"].map(|format| (format, *scenario, *medium, *seed))
+    });
+    usual.chain(RARE).collect()
+}
+
+/// Names of the rare paths, and how often they were cut at each step, as the simulator tells; of those
+/// in the fixed set only, how often they were taken.
+fn required_paths(log: &str) -> Vec<(String, u64)> {
+    let told = |begin: &'static str| {
+        let lines = log.lines().filter_map(move |line| line.strip_prefix(begin));
+        lines.flat_map(|line| line.split(", ")).filter_map(|path| {
+            let (name, times) = path.split_once(' ')?;
+            Some((name.to_owned(), times.parse().ok()?))
+        })
+    };
+    let fixed = told("paths: ").filter(|(name, _)| IN_FIXED_SET.contains(&name.as_str()));
+    told("paths cut at each step: ").chain(fixed).collect()
+}
+
+/// Says how often each path was cut, and fails if one never was.
+fn all_taken(paths: &[(String, u64)]) -> Result<()> {
+    let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
+    for (name, times) in paths {
+        *sums.entry(name).or_default() += times;
+    }
+    let told: Vec<String> = sums.iter().map(|(name, times)| format!("{name} {times}")).collect();
+    say(format!("rare paths cut at each of their steps: {}", told.join(", ")));
+    let never: Vec<&str> = sums.iter().filter(|(_, n)| **n == 0).map(|(name, _)| *name).collect();
+    ensure!(!sums.is_empty(), "ferrite-sim has not told of its paths");
+    ensure!(
+        never.is_empty(),
+        "no story that is cut at each step takes {}: find a seed that does (ferrite-sim --cut \
+         ROUND:18446744073709551615:death tells what a round takes)",
+        never.join(", ")
+    );
+    Ok(())
 }
 
 /// New stories on every processor; what is found stays in the build folder. False: something was.
@@ -86,4 +153,18 @@ fn build() -> Result<PathBuf> {
         run_logged(&mut command, &fresh_log("power-cuts-build")?)
     })?;
     Ok(steps::target_dir().join("release/ferrite-sim"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_no_story_takes_fails_the_run() {
+        let log = "paths: a 9, b 9\npaths cut at each step: a 1, b 0\n";
+        assert!(all_taken(&required_paths(log)).unwrap_err().to_string().contains("takes b"));
+        let more = log.to_owned() + "paths cut at each step: a 0, b 2\n";
+        all_taken(&required_paths(&more)).unwrap();
+        assert!(all_taken(&[]).is_err());
+    }
 }

@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use ferrite_io::shm::Shm;
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{DiskError, ErrorKind, Format, Raw};
+use crate::{DiskError, ErrorKind, Format, Rare, Raw};
 
 mod place;
 mod shelf;
@@ -281,6 +281,7 @@ impl Journal {
     pub(crate) fn void(&mut self) {
         if let Some((shm, _)) = &self.file {
             shm.store_u64(VOID_AT, 1);
+            Rare::JournalVoided.taken();
         }
     }
 

@@ -33,6 +33,7 @@ mod null;
 mod parents;
 mod port;
 pub mod qcow2;
+mod rare;
 mod raw;
 mod session;
 pub mod size;
@@ -49,6 +50,7 @@ pub use name::{Format, ImageName};
 pub use null::Null;
 pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents};
 pub use port::Port;
+pub use rare::Rare;
 pub use raw::{GrowthWatch, Raw};
 pub use session::Session;
 

@@ -11,7 +11,7 @@ use ferrite_io::pool::{Pool, QueuePool, SLAB_BYTES};
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
-use crate::{Disk, Port};
+use crate::{Disk, Port, Rare};
 
 /// Bytes that are adopted at once.
 const ADOPTED_BYTES: usize = 1 << 20;
@@ -153,6 +153,9 @@ impl Session {
             }
         }
         self.flush()?;
+        if copied > 0 {
+            Rare::ParentAdopted.taken();
+        }
         Ok(copied)
     }
 

@@ -53,19 +53,30 @@ impl Devices {
 
     /// A device of so many bytes at least, or makes it that large.
     pub(crate) fn provide(&self, place: &Place, path: &Path, bytes: u64) -> io::Result<()> {
+        self.enlarge(&place.world, place.seed, path, bytes)
+    }
+
+    /// The same, on a machine that is at work.
+    pub(crate) fn enlarge(
+        &self,
+        world: &SimWorld,
+        seed: u64,
+        path: &Path,
+        bytes: u64,
+    ) -> io::Result<()> {
         let file =
             File::options().create(true).truncate(false).read(true).write(true).open(path)?;
         let old = file.metadata()?.len();
         if old < bytes {
             file.set_len(bytes)?;
-            self.fill(place, &file, old, bytes.min(old + OLD_BYTES))?;
+            self.fill(seed, &file, old, bytes.min(old + OLD_BYTES))?;
         }
-        place.world.set_device(&file, self.device)
+        world.set_device(&file, self.device)
     }
 
-    fn fill(&self, place: &Place, file: &File, from: u64, to: u64) -> io::Result<()> {
+    fn fill(&self, seed: u64, file: &File, from: u64, to: u64) -> io::Result<()> {
         let mut bytes = vec![0; 1 << 20];
-        let mut random = SplitMix64::new(place.seed ^ from);
+        let mut random = SplitMix64::new(seed ^ from);
         match self.remains {
             Remains::Nothing => return Ok(()),
             Remains::Noise => {
@@ -75,7 +86,7 @@ impl Devices {
             }
             Remains::Guest | Remains::Image => {
                 for (sector, to) in bytes.chunks_exact_mut(stamp::SECTOR).enumerate() {
-                    stamp::write(to, !place.seed, sector as u64, 1);
+                    stamp::write(to, !seed, sector as u64, 1);
                 }
             }
         }

@@ -23,6 +23,10 @@ pub struct Place {
     pub world: SimWorld,
     /// What a format is free to choose follows from it.
     pub seed: u64,
+    /// Devices are too small for all that their disks can have.
+    pub tight: bool,
+    /// Units of allocation are small, so that requests fill them.
+    pub small_units: bool,
 }
 
 impl Place {
@@ -97,6 +101,12 @@ pub enum Operation {
     Clone(u64),
     /// Another image with all that the leaf has. The number is its own.
     Convert(u64),
+    /// As [`Snapshot`](Operation::Snapshot), by a program that knows nothing of journals, whatever
+    /// state the image is in.
+    Overlay(u64),
+    /// What the leaf's parent has goes into the parent of that, in a chain of so many layers: the
+    /// leaf stays.
+    CoalesceInner(u64),
 }
 
 /// A kind of disk: how images of it are made, opened and checked.
@@ -183,6 +193,37 @@ pub trait Format {
     fn give_past(&self, place: &Place) -> Result<bool, String> {
         let _ = place;
         Ok(false)
+    }
+
+    /// What a backend does before a guest connects.
+    ///
+    /// # Errors
+    /// The medium's.
+    fn begin_use(&self, place: &Place, disk: Self::Disk) -> io::Result<Self::Disk> {
+        let _ = place;
+        Ok(disk)
+    }
+
+    /// Whether a disk whose flush has failed can be used on: a later flush fails, too, unless all
+    /// that was answered is durable with it.
+    fn can_go_on(&self, place: &Place) -> bool {
+        let _ = place;
+        false
+    }
+
+    /// What makes the leaf's device larger while the disk is open; none: it is large enough.
+    fn enlarger(&self, place: &Place, sectors: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
+        let _ = (place, sectors);
+        None
+    }
+
+    /// What an administrator does after a crash, because the documents demand it.
+    ///
+    /// # Errors
+    /// As above.
+    fn administer(&self, place: &Place) -> io::Result<()> {
+        let _ = place;
+        Ok(())
     }
 
     /// Sectors near which its metadata changes.

@@ -5,17 +5,18 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use ferrite_disk::tools::{Convert, NewImage, Workshop};
 use ferrite_disk::{
-    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Raw, qcow2,
-    vhd,
+    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Raw, Session,
+    qcow2, vhd,
 };
 use ferrite_io::clock::{Random, SplitMix64};
 
 use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};
-use crate::{packed, past, qemu};
+use crate::{packed, past, qemu, tails};
 
 /// Units of allocation in bytes, the likelier ones more than once. Small ones, so that small disks
 /// have several tables.
@@ -77,6 +78,7 @@ impl Images {
         let mut random = SplitMix64::new(place.seed ^ 0x5AFE);
         let units = if self.kind == Kind::Vhd { BLOCKS } else { CLUSTERS };
         let unit_bytes = units[random.below(units.len() as u64) as usize];
+        let unit_bytes = if place.small_units { unit_bytes.min(64 << 10) } else { unit_bytes };
         let fixed = random.below(10) == 0 && self.unit_bytes.is_none();
         let fixed = fixed && self.kind == Kind::Vhd;
         let unit_bytes = self.unit_bytes.unwrap_or(unit_bytes);
@@ -155,6 +157,21 @@ impl Images {
         bad.map_or(Ok(()), Err)
     }
 
+    /// What a device has that is too small: about half of it can be written. None: it has all.
+    fn tight_bytes(&self, place: &Place, sectors: u64) -> Option<u64> {
+        let Shape { unit_bytes, fixed, .. } = self.shape(place);
+        if !place.tight || fixed || !self.on_devices() {
+            return None;
+        }
+        let (bytes, unit) = (sectors * 512, u64::from(unit_bytes));
+        match self.kind {
+            Kind::Raw => None,
+            // A block has a bitmap before it, and is aligned.
+            Kind::Vhd => Some((64 << 10) + (bytes.div_ceil(unit) / 2).max(1) * (unit + (8 << 10))),
+            Kind::Qcow2 => Some((64 << 10) + 8 * unit + (bytes / 2).next_multiple_of(unit)),
+        }
+    }
+
     /// What an image may come to take, whatever is done to it.
     fn room_bytes(&self, kind: Kind, sectors: u64) -> u64 {
         let bytes = sectors * 512;
@@ -180,9 +197,10 @@ impl Images {
             return Ok(());
         }
         let devices = self.shape(place).devices;
-        let bytes = self.room_bytes(name.format, sectors);
+        let tight = self.tight_bytes(place, sectors);
+        let bytes = tight.unwrap_or(self.room_bytes(name.format, sectors));
         devices.provide(place, &name.path, bytes).map_err(|e| e.to_string())?;
-        if devices.remains == Remains::Image && name.format != Kind::Raw {
+        if devices.remains == Remains::Image && name.format != Kind::Raw && tight.is_none() {
             let old = NewImage { bytes: Some(sectors * 512), parent: None, ..new.clone() };
             devices::leave_image(place, name, &old)?;
         }
@@ -255,6 +273,16 @@ impl Images {
             let bytes = self.room_bytes(self.kind, sectors);
             self.enlarge(place, &leaf.path, bytes).map_err(|e| e.to_string())?;
         }
+        if self.kind != Kind::Raw && !shape.fixed {
+            let now = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+            let file = File::options().read(true).write(true).open(&leaf.path);
+            let mut random = SplitMix64::new(place.seed ^ sectors);
+            let scribbled = file.and_then(|file| match self.kind {
+                Kind::Vhd => tails::of_vhd(&file, now.virtual_bytes, &mut random),
+                _ => tails::of_qcow2(&file, &mut random),
+            });
+            scribbled.map_err(|e| e.to_string())?;
+        }
         let done = self.shop(place, |shop| shop.resize(&leaf, sectors * 512, false));
         done.map(drop).map_err(|e| e.to_string())
     }
@@ -281,6 +309,45 @@ impl Images {
             false => shop.coalesce(&leaf, false).map(drop),
         });
         done.map_err(|e| e.to_string())
+    }
+
+    /// The parent of the leaf goes into its own; unless that was done before, and not told.
+    fn coalesce_inner(&self, place: &Place, layers: u64) -> Result<(), String> {
+        let leaf = self.leaf(place);
+        let done = self.shop(place, |shop| {
+            let chain = shop.info(&leaf)?.chain;
+            match chain.get(1) {
+                Some(inner) if chain.len() as u64 == layers => {
+                    let path = PathBuf::from(&inner.path);
+                    shop.coalesce(&ImageName { format: self.kind, path }, false).map(drop)
+                }
+                _ => Ok(()),
+            }
+        });
+        done.map_err(|e| e.to_string())
+    }
+
+    /// What another program does: it gives the image, whose process was killed, another name, and
+    /// puts a new leaf on it. Image and journal are left alone. Our own tools complete an image that
+    /// gets a child, so they are shown a copy.
+    fn overlay(&self, place: &Place, number: u64) -> Result<(), String> {
+        let (leaf, parent) = (self.leaf(place), self.name(place, &format!("layer-{number}")));
+        let real = place.image("real");
+        let files = |e: io::Error| e.to_string();
+        fs::rename(&leaf.path, &real).map_err(files)?;
+        fs::copy(&real, &parent.path).map_err(files)?;
+        let new = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+        let shop = Workshop {
+            directory: &place.directory,
+            engine: &|arena| Ok(place.world.engine(arena)),
+            state_dir: None,
+            fixed_size: false,
+            unlocked: false,
+            parents: ferrite_disk::Parents::default(),
+            progress: &|_| true,
+        };
+        shop.create(&leaf, &new).map_err(|e| e.to_string())?;
+        fs::rename(&real, &parent.path).map_err(files)
     }
 
     fn clone_leaf(&self, place: &Place, operation: Operation) -> Result<(), String> {
@@ -408,6 +475,56 @@ impl Format for Images {
         given().map(|()| true).map_err(|e| e.to_string())
     }
 
+    fn begin_use(&self, place: &Place, disk: Disk) -> io::Result<Disk> {
+        if !disk.is_unsettled() {
+            return Ok(disk);
+        }
+        let disk = Arc::new(disk);
+        Session::new(disk.clone(), |arena| Ok(place.world.engine(arena)))?.adopt()?;
+        Arc::into_inner(disk).ok_or_else(|| io::Error::other("the disk is still in use"))
+    }
+
+    fn can_go_on(&self, place: &Place) -> bool {
+        // What is as simple as a device is as forgetful: there the backend remembers.
+        self.kind != Kind::Raw && !self.shape(place).fixed
+    }
+
+    fn enlarger(&self, place: &Place, sectors: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
+        let leaf = self.leaf(place);
+        let small = self.tight_bytes(place, sectors)?;
+        let bytes = small + self.room_bytes(self.kind, sectors);
+        let (devices, world, seed) = (self.shape(place).devices, place.world.clone(), place.seed);
+        Some(Box::new(move || devices.enlarge(&world, seed, &leaf.path, bytes)))
+    }
+
+    /// The footer of a VHD on a device that was made larger is copied to the new end, if it is not
+    /// there.
+    fn administer(&self, place: &Place) -> io::Result<()> {
+        let leaf = self.leaf(place);
+        if self.kind != Kind::Vhd || !self.on_devices() || !place.tight || !self.is_made(&leaf) {
+            return Ok(());
+        }
+        let device = File::options().read(true).write(true).open(&leaf.path)?;
+        let sector = |at: u64| -> io::Result<[u8; 512]> {
+            let mut sector = [0; 512];
+            device.read_exact_at(&mut sector, at)?;
+            Ok(sector)
+        };
+        let mut header = [0; 8];
+        device.read_exact_at(&mut header, 48)?;
+        let small = self.tight_bytes(place, u64::from_be_bytes(header) / 512);
+        let (end, cookie) = (device.metadata()?.len() - 512, b"conectix");
+        let Some(old) = small.map(|small| small - 512).filter(|old| *old < end) else {
+            return Ok(());
+        };
+        let footer = sector(old)?;
+        if sector(end)?.starts_with(cookie) || !footer.starts_with(cookie) {
+            return Ok(());
+        }
+        // Nobody has written there: the world has nothing to take back.
+        device.write_all_at(&footer, end)
+    }
+
     fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64> {
         let unit_bytes = u64::from(self.shape(place).unit_bytes);
         let tables = |cluster: u64| cluster / 512 * cluster / 8;
@@ -426,7 +543,9 @@ impl Format for Images {
             Operation::Create(_) | Operation::Clone(_) | Operation::Convert(_) => true,
             Operation::Grow(_) => self.kind != Kind::Raw || !self.on_devices(),
             Operation::Snapshot(_) => self.kind != Kind::Raw,
-            Operation::Coalesce => self.kind != Kind::Raw && !self.on_devices(),
+            Operation::Coalesce | Operation::CoalesceInner(_) | Operation::Overlay(_) => {
+                self.kind != Kind::Raw && !self.on_devices()
+            }
         }
     }
 
@@ -445,6 +564,8 @@ impl Format for Images {
             }
             Operation::Grow(sectors) => self.grow(place, sectors),
             Operation::Coalesce => self.coalesce(place),
+            Operation::CoalesceInner(layers) => self.coalesce_inner(place, layers),
+            Operation::Overlay(number) => self.overlay(place, number),
             Operation::Clone(_) => self.clone_leaf(place, operation),
             Operation::Convert(_) => self.convert(place, operation),
         }

@@ -8,6 +8,7 @@
 //! * [`mod@format`]: what can be put to the test, and how it is made and opened.
 //! * [`load`]: requests from several queues.
 //! * [`machine`]: the directory, the files and the processes of a story.
+//! * [`paths`]: how often each of the formats' rare paths was taken.
 //! * [`plan`]: which story, and what was found in it.
 //! * [`stamp`]: contents that say where they come from.
 
@@ -22,7 +23,9 @@ pub mod machine;
 pub mod model;
 mod packed;
 mod past;
+pub mod paths;
 pub mod plan;
 mod qemu;
 pub mod stamp;
 pub mod story;
+mod tails;

@@ -31,6 +31,8 @@ pub struct Mix {
     pub max_sectors: u64,
     /// Of a hundred requests, how many are near a hot spot of the format.
     pub near: u64,
+    /// Requests are as large as can be, and begin at multiples of that: they fill blocks.
+    pub whole: bool,
 }
 
 /// What all tasks of one load share.
@@ -63,10 +65,30 @@ pub struct Load<D> {
     pub hot_spots: Vec<u64>,
     /// Whether requests may fail.
     pub may_fail: bool,
+    /// Whether the guest goes on after a failed flush.
+    pub goes_on: bool,
+    /// Flushes that have failed while the guest went on.
+    pub failures: Cell<u64>,
+    /// What fails are syncs, and nothing else.
+    pub syncs_fail: bool,
+    /// A flush has failed because of one.
+    pub told_of_sync: Cell<bool>,
     /// A flush has failed: nothing more is issued, as a backend does it.
     pub flush_failed: Cell<bool>,
+    /// What happens to the medium meanwhile.
+    pub midway: Midway,
     /// What was wrong first.
     pub trouble: RefCell<Option<String>>,
+}
+
+/// Something that is done once, when only so many requests are left; until then the medium may be
+/// full.
+#[derive(Default)]
+pub struct Midway {
+    /// How many.
+    pub left: u64,
+    /// What.
+    pub work: Option<Box<dyn Fn() -> std::io::Result<()>>>,
 }
 
 enum Request {
@@ -80,6 +102,11 @@ impl<D: Disk> Load<D> {
     pub async fn task(self: Rc<Self>, queue: Queue, buf: Span) {
         while self.left.get() > 0 && !self.flush_failed.get() && self.trouble.borrow().is_none() {
             self.left.set(self.left.get() - 1);
+            if let (Some(work), true) = (&self.midway.work, self.left.get() == self.midway.left)
+                && let Err(e) = work()
+            {
+                self.trouble.borrow_mut().get_or_insert(format!("the simulator: {e}"));
+            }
             let done = match self.next() {
                 Request::Read(first, sectors) => self.read(&queue, buf, first, sectors).await,
                 Request::Change(first, sectors, change) => {
@@ -140,6 +167,10 @@ impl<D: Disk> Load<D> {
         } else {
             random.below(all)
         };
+        if self.mix.whole {
+            let first = first.min(all - 1) / MAX_REQUEST_SECTORS * MAX_REQUEST_SECTORS;
+            return (first, MAX_REQUEST_SECTORS.min(all - first));
+        }
         (first.min(all - sectors), sectors)
     }
 
@@ -212,20 +243,22 @@ impl<D: Disk> Load<D> {
             }
         }
         let issued = self.model.borrow_mut().issue_flush();
+        let failures = self.failures.get();
         let done = self.disk.flush(queue).await;
         if self.trace.is_some() {
             println!("flush: {done:?}");
         }
         match done {
             // A flush beside one that failed may have been told of nothing.
-            Ok(()) if !self.flush_failed.get() => {
+            Ok(()) if !self.flush_failed.get() && failures == self.failures.get() => {
                 self.model.borrow_mut().flushed(issued);
                 Ok(())
             }
             Ok(()) => Ok(()),
-            Err(e) if self.may_fail => {
-                self.flush_failed.set(true);
-                let _ = e;
+            Err(_) if self.may_fail => {
+                self.failures.set(self.failures.get() + 1);
+                self.told_of_sync.set(self.syncs_fail);
+                self.flush_failed.set(!self.goes_on);
                 Ok(())
             }
             Err(e) => Err(format!("a flush failed where nothing was wrong: {e}")),
@@ -233,7 +266,8 @@ impl<D: Disk> Load<D> {
     }
 
     fn failed(&self, what: &str, ticket: Ticket, e: &std::io::Error) -> Result<(), String> {
-        if self.may_fail {
+        let full = self.midway.work.is_some() && e.kind() == std::io::ErrorKind::StorageFull;
+        if self.may_fail || full {
             return Ok(());
         }
         let range = ticket.range();

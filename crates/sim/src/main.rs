@@ -13,6 +13,7 @@ use ferrite_io::sim::Lie;
 use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
+use ferrite_sim::paths::{self, Paths};
 use ferrite_sim::plan::{Cut, Plan, Scenario, Told, Violation};
 use ferrite_sim::story::tell;
 
@@ -32,7 +33,7 @@ struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seconds")]
     seeds: u64,
     /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, compressed, past,
-    /// operations; or all.
+    /// operations, failures, emptied, growth, chains; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
     /// raw, vhd, qcow2; or all.
@@ -106,6 +107,7 @@ impl Sum {
         self.told.cuts += told.cuts;
         self.told.deaths += told.deaths;
         self.told.closes += told.closes;
+        self.told.paths.add(&told.paths);
     }
 }
 
@@ -113,6 +115,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let seed = arguments.seed.unwrap_or_else(|| SplitMix64::from_system().next_u64() >> 16);
     println!("seed {seed}");
+    paths::count();
     let (began, mut sum) = (Instant::now(), Sum::default());
     let result = stories(&arguments, seed, began, &mut sum);
     let Told { steps, cuts, deaths, closes, .. } = sum.told;
@@ -122,6 +125,8 @@ fn main() -> ExitCode {
         sum.stories,
         began.elapsed().as_secs_f64()
     );
+    let cut = if arguments.steps { "paths cut at each step" } else { "paths" };
+    println!("{cut}: {}", sum.told.paths);
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(violation) => {
@@ -180,8 +185,13 @@ fn story(
         return Ok(());
     }
     let mut tell_cut = |round, step, after| -> Result<_, Box<Violation>> {
-        let told = tell(format, &Plan { cut: Some(Cut { round, step, after }), ..plan.clone() })?;
+        let cut = Some(Cut { round, step, after });
+        let mut told = tell(format, &Plan { cut, ..plan.clone() })?;
         let cut_round = told.cut_round.clone();
+        // A path counts once, however many of its steps are cut.
+        if step != u64::MAX {
+            told.paths = Paths::default();
+        }
         sum.add(told);
         Ok(cut_round)
     };

@@ -106,6 +106,18 @@ impl Model {
         }
     }
 
+    /// The same where what is there is not durable: it may be what was there before, too.
+    pub fn overlay(&mut self) {
+        for (sector, records) in &self.history {
+            let below = self.below.entry(*sector).or_default();
+            for record in records {
+                if !below.contains(&record.value) {
+                    below.push(record.value);
+                }
+            }
+        }
+    }
+
     /// A read is issued.
     pub fn issue_read(&mut self, first: u64, sectors: u64) -> Ticket {
         self.now += 1;

@@ -8,6 +8,7 @@ use ferrite_io::sim::Lie;
 
 use crate::load::{MAX_REQUEST_SECTORS, Mix};
 use crate::model::After;
+use crate::paths::Paths;
 
 /// What a story is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,11 +34,20 @@ pub enum Scenario {
     Past,
     /// Made, snapshotted, coalesced, resized, with a little use in between.
     Operations,
+    /// In each round something fails, and the guest goes on and flushes again.
+    Failures,
+    /// What was full is discarded, made zeros and written again.
+    Emptied,
+    /// Made larger; or on a device that is too small, and made larger while it is in use.
+    Growth,
+    /// Chains that others make longer, on images whose process was killed, and that get shorter in
+    /// their middle.
+    Chains,
 }
 
 impl Scenario {
     /// All of them.
-    pub const ALL: [Scenario; 10] = [
+    pub const ALL: [Scenario; 14] = [
         Scenario::Mixed,
         Scenario::FirstWrites,
         Scenario::Bitmaps,
@@ -48,6 +58,10 @@ impl Scenario {
         Scenario::Compressed,
         Scenario::Past,
         Scenario::Operations,
+        Scenario::Failures,
+        Scenario::Emptied,
+        Scenario::Growth,
+        Scenario::Chains,
     ];
 
     /// What `--scenario` calls it.
@@ -63,6 +77,10 @@ impl Scenario {
             Scenario::Compressed => "compressed",
             Scenario::Past => "past",
             Scenario::Operations => "operations",
+            Scenario::Failures => "failures",
+            Scenario::Emptied => "emptied",
+            Scenario::Growth => "growth",
+            Scenario::Chains => "chains",
         }
     }
 
@@ -75,6 +93,7 @@ impl Scenario {
             zeroes: 6,
             max_sectors: MAX_REQUEST_SECTORS,
             near: 60,
+            whole: false,
         };
         match self {
             Scenario::Mixed => mix,
@@ -91,6 +110,19 @@ impl Scenario {
                 Mix { reads: 10, flushes: 10, discards: 12, max_sectors: 24, near: 90, ..mix }
             }
             Scenario::Close | Scenario::Operations => Mix { reads: 10, ..mix },
+            Scenario::Chains => Mix { reads: 5, writes: 70, flushes: 4, near: 20, ..mix },
+            Scenario::Failures => Mix { writes: 60, flushes: 15, discards: 4, ..mix },
+            Scenario::Emptied => Mix {
+                reads: 5,
+                writes: 15,
+                flushes: 15,
+                discards: 35,
+                zeroes: 30,
+                max_sectors: 64,
+                near: 70,
+                whole: false,
+            },
+            Scenario::Growth => Mix { reads: 5, writes: 80, discards: 2, near: 40, ..mix },
         }
     }
 }
@@ -144,6 +176,8 @@ pub struct Told {
     pub deaths: u64,
     /// Disks closed.
     pub closes: u64,
+    /// How often each of the rare paths was taken: in the round of the plan's cut, if it has one.
+    pub paths: Paths,
 }
 
 /// What was found.

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::state::{L1_KEYS, Left, l1_key};
 use super::{Qcow2, meta};
-use crate::Port;
+use crate::{Port, Rare};
 
 /// Counts that one commit lowers at most: each may need a slice of its own in memory.
 const MAX_LOWERED: usize = 1024;
@@ -72,6 +72,7 @@ impl Qcow2 {
         let done = meta::sync(port).await;
         if done.is_err() {
             self.lost.store(true, Ordering::Release);
+            Rare::SyncFailed.taken();
         }
         done
     }

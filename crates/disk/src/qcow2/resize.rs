@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::header::{MAX_DISK_BYTES, MAX_L1_BYTES};
 use super::state::Left;
 use super::{Qcow2, meta};
-use crate::Port;
+use crate::{Port, Rare};
 
 impl Qcow2 {
     /// Gives the disk another size; the image has to be opened again to be used with it. What is
@@ -64,6 +64,9 @@ impl Qcow2 {
             sector[40..48].copy_from_slice(&offset.to_be_bytes());
         })
         .await?;
+        if entries > old_entries {
+            Rare::LongerL1.taken();
+        }
         if offset != old_offset {
             let first = old_offset >> self.header.cluster_bits;
             let count = (old_entries * 8).div_ceil(self.cluster_bytes());

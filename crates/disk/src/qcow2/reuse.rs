@@ -26,7 +26,7 @@ use std::io;
 
 use super::Qcow2;
 use super::state::{Run, State};
-use crate::Port;
+use crate::{Port, Rare};
 
 /// Slices of refcounts that are looked at in one go: half a GiB each, with the usual clusters.
 const SLICES_AT_ONCE: u32 = 8;
@@ -116,6 +116,9 @@ impl Qcow2 {
             let count = (first..end).take((wanted - got) as usize).take_while(free).count() as u64;
             state.claimed.push(Run { next: first, end: first + count, zeroed: false });
             (at, got) = (first + count, got + count);
+        }
+        if again && got > 0 {
+            Rare::ClusterReused.taken();
         }
         match again {
             true if at < end => {}

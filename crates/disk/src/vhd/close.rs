@@ -9,7 +9,7 @@ use super::format::{SECTOR, footer};
 use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Sparse, Vhd};
-use crate::Port;
+use crate::{Port, Rare};
 
 impl Vhd {
     /// While an image is open the copy of the footer at its beginning counts; the one at the end
@@ -92,6 +92,7 @@ impl Vhd {
             self.write_batmap(port, sparse, batmap, &map).await?;
             sparse.blocks.sync(port).await?;
             sparse.full_on_disk.store(false, Ordering::Release);
+            Rare::BatmapCleared.taken();
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use super::format::footer::Footer;
 use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Vhd};
-use crate::Port;
+use crate::{Port, Rare};
 
 impl Vhd {
     /// Gives this image, a parent that has all data of the child and a disk at least as large, the
@@ -29,7 +29,9 @@ impl Vhd {
             (Body::Sparse(sparse), _) => {
                 let end = sparse.blocks.end_of_file();
                 sparse.blocks.mend_copy(port).await?;
-                replace_footers(port, &self.raw, &self.footer, &footer, end).await
+                replace_footers(port, &self.raw, &self.footer, &footer, end).await?;
+                Rare::IdentityTaken.taken();
+                Ok(())
             }
             // Its only one: a single sector. There may be space between the disk and that.
             (Body::Fixed, FooterAt::End(at)) => {

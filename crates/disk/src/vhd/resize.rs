@@ -11,7 +11,7 @@ use super::meta::FooterAt;
 use super::pieces::{write_bytes, write_zeros};
 use super::table::{self, ENTRIES};
 use super::{Body, Sparse, Vhd};
-use crate::{DiskError, ErrorKind, Port};
+use crate::{DiskError, ErrorKind, Port, Rare};
 
 impl Vhd {
     /// Gives the disk another size, at once: no data is moved but what is in the way of a larger
@@ -117,6 +117,7 @@ impl Vhd {
             let data = u64::from(sector) * SECTOR + sparse.blocks.bitmap_bytes();
             write_zeros(port, &self.raw, data + within, block_bytes - within).await?;
             port.io.sync(port.files[0]).await?;
+            Rare::TailCleared.taken();
         }
         Ok(())
     }

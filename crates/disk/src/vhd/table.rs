@@ -17,7 +17,7 @@ use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, Malformed, SECTOR, whole_sectors};
 use super::pieces::{copy, erase, write_bytes, write_filled, write_pieces};
 use super::{Sparse, Vhd};
-use crate::Port;
+use crate::{Port, Rare};
 
 /// Entries in a sector of the table.
 pub(super) const ENTRIES: u32 = 128;
@@ -140,7 +140,9 @@ impl Vhd {
         let old = self.raw.read_now(footer.data_offset, header::BYTES)?;
         let first = plan.header.moved_table(&old).ok_or(io::ErrorKind::UnexpectedEof)?;
         write_bytes(port, file, &[(footer.data_offset, &first)]).await?;
-        port.io.sync(file).await
+        port.io.sync(file).await?;
+        Rare::TableGrown.taken();
+        Ok(())
     }
 }
 

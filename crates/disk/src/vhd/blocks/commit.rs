@@ -20,9 +20,9 @@ use std::sync::atomic::Ordering;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, Record, SECTOR};
-use crate::Port;
 use crate::vhd::format::layout::UNUSED;
 use crate::vhd::pieces::write_pieces;
+use crate::{Port, Rare};
 
 /// Blocks that are committed at once: 4 MiB of bitmaps of the usual size.
 const BATCH: usize = 8192;
@@ -92,6 +92,7 @@ impl Blocks {
         let done = port.io.sync(port.files[0]).await;
         if done.is_err() {
             self.lost.store(true, Ordering::Release);
+            Rare::SyncFailed.taken();
         }
         done
     }
@@ -172,6 +173,7 @@ impl Blocks {
             u64::from(item.sector) * SECTOR
         };
         if self.lock().again {
+            Rare::CommitAgain.taken();
             self.sync(port).await?;
         }
         let new = batch.iter().filter(|item| item.new);

@@ -9,7 +9,7 @@ use super::{Blocks, Part, State};
 use crate::vhd::footers::last_sector;
 use crate::vhd::format::SECTOR;
 use crate::vhd::pieces::write_bytes;
-use crate::{Port, Raw};
+use crate::{Port, Rare, Raw};
 
 /// The smallest and the largest step in bytes.
 const MIN_STEP_BYTES: u64 = 16 << 20;
@@ -140,6 +140,7 @@ impl Blocks {
             write_bytes(port, port.files[0], &[(last, &self.footer)]).await?;
             self.sync(port).await?;
             self.forget_footer(port, last).await?;
+            Rare::DeviceGrown.taken();
         }
         let mut state = self.lock();
         state.refilling = false;

@@ -1,0 +1,245 @@
+//! A round of load, and what goes wrong in it.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::sim::{Fault, On};
+
+use super::Story;
+use crate::format::{Disk, Format};
+use crate::load::{Load, Midway, Mix};
+use crate::machine::{MAX_DEPTH, MAX_QUEUES, Thread};
+use crate::model::After;
+use crate::paths;
+use crate::plan::{Cut, Scenario, Told};
+
+/// EIO, as the kernel gives it.
+const EIO: i32 = 5;
+
+/// Where formats have their first metadata.
+const FIRST_METADATA: u64 = 16 << 10;
+
+/// How a disk was used.
+#[derive(Default)]
+pub(super) struct Used {
+    closed: bool,
+    /// A flush has failed, or closing has, and that was the last of it.
+    flush_failed: bool,
+    /// A flush has failed because of a sync.
+    told_of_sync: bool,
+}
+
+impl<F: Format> Story<'_, F> {
+    pub(super) fn use_and_look(
+        &mut self,
+        forced: Option<Cut>,
+        told: &mut Told,
+    ) -> Result<(), String> {
+        let scenario = self.plan.scenario;
+        let faulty = self.random.below(4) == 0 && forced.is_none();
+        let faulty = faulty && !self.machine.place.tight || scenario == Scenario::Failures;
+        self.trouble(faulty);
+        let stop = self.end_of_round(forced);
+        let began = self.machine.world.step();
+        self.count_anew(forced);
+        self.machine.world.stop_at(stop);
+        let past = scenario == Scenario::Past && forced.is_none();
+        let in_sync = past || scenario == Scenario::Failures && forced.is_none();
+        if in_sync && self.random.below(4) > 0 {
+            let syncs = 2 << self.random.below(5);
+            let (sync, steps) = (1 + self.random.below(syncs), self.random.below(4));
+            self.machine.world.stop_at(None);
+            self.machine.world.stop_at_sync(sync, steps);
+        }
+        // One half ends while metadata is on its way.
+        let in_flush = match self.random.below(2) == 0 && forced.is_none() && !past {
+            true => (1 + self.random.below(4), 1 + self.random.below(24)),
+            false => (0, 0),
+        };
+        let used = self.use_disk(faulty, in_flush, None)?;
+        let dies = self.plan.scenario == Scenario::Chains && self.random.below(2) == 0;
+        let after = match forced {
+            Some(cut) => cut.after,
+            None if used.flush_failed => self.one_of([After::Death, After::PowerCut]),
+            None if dies && !used.closed => After::Death,
+            None if used.closed => self.one_of([After::Close, After::PowerCut]),
+            None => self.one_of([After::Death, After::PowerCut]),
+        };
+        self.end(after, told)?;
+        if forced.is_some() {
+            told.cut_round = Some(began..=self.ended_at);
+            told.paths = paths::taken();
+        }
+        let sectors = self.model.borrow().sectors();
+        let forgotten = self.machine.world.has_forgotten();
+        let goes_on = self.goes_on();
+        if after == After::Death && goes_on && used.told_of_sync {
+            return self.succeed(sectors);
+        }
+        // A process that dies with the news of a failed sync has told nobody.
+        if !used.flush_failed && !forgotten {
+            return self.examine(after, &[sectors]);
+        }
+        // Also without a power cut what no flush has promised may be gone.
+        self.over = after == After::Death;
+        self.examine(After::PowerCut, &[sectors])
+    }
+
+    /// Whether the guest goes on after a failed flush.
+    fn goes_on(&self) -> bool {
+        let failures = self.plan.scenario == Scenario::Failures;
+        failures && self.format.can_go_on(&self.machine.place)
+    }
+
+    /// The guest was told that a sync has failed, and the process died. The next one finds what a
+    /// power cut would have left, and nothing that it makes durable refers to what is lost.
+    fn succeed(&mut self, sectors: u64) -> Result<(), String> {
+        self.look(After::PowerCut, &[sectors], false)?;
+        self.trouble(false);
+        self.close_whole()?;
+        self.machine.cut_power().map_err(|e| format!("the simulator: {e}"))?;
+        self.examine(After::PowerCut, &[sectors])
+    }
+
+    /// What goes wrong in a round.
+    pub(super) fn trouble(&mut self, faulty: bool) {
+        let random = &mut self.random;
+        let nuisances = [(0, 0), (50, 20), (400, 200)][random.below(3) as usize];
+        self.machine.world.set_nuisances(nuisances.0, nuisances.1);
+        let mut faults = Vec::new();
+        if faulty {
+            let on = [On::Read, On::Write, On::Sync, On::Change][random.below(4) as usize];
+            let per_mille = [5, 50, 300][random.below(3) as usize];
+            let times = 1 + random.below(5);
+            faults.push(Fault { on, range: 0..u64::MAX, per_mille, errno: EIO, times });
+        }
+        if faulty && self.plan.scenario == Scenario::Failures {
+            let on = [On::Write, On::Write, On::Sync][random.below(3) as usize];
+            // Of a write, often one of metadata; and the next may succeed.
+            let end = [u64::MAX, FIRST_METADATA][random.below(2) as usize];
+            let per_mille = [20, 100, 300][random.below(3) as usize];
+            faults = vec![Fault { on, range: 0..end, per_mille, errno: EIO, times: 1 }];
+        }
+        self.syncs_fail = faults.iter().any(|fault| fault.on == On::Sync);
+        self.machine.world.set_faults(faults);
+    }
+
+    /// At which step the world stops; none: when all is done.
+    pub(super) fn end_of_round(&mut self, forced: Option<Cut>) -> Option<u64> {
+        if let Some(cut) = forced {
+            return Some(cut.step);
+        }
+        if self.plan.scenario == Scenario::Close || self.random.below(8) == 0 {
+            return None;
+        }
+        let reach = 1 << (4 + self.random.below(7));
+        Some(self.machine.world.step() + 1 + self.random.below(reach))
+    }
+
+    /// Opens the disk, and loads it until all is done or the world stands still.
+    /// `flush`, `steps`: see [`Load`]. `work`: this, and not what the scenario is about.
+    pub(super) fn use_disk(
+        &mut self,
+        faulty: bool,
+        (flush, steps): (u64, u64),
+        work: Option<(Mix, u64)>,
+    ) -> Result<Used, String> {
+        let disk = self.format.open(&self.machine.place)?;
+        let disk = match self.format.begin_use(&self.machine.place, disk) {
+            Err(_) if faulty || self.machine.world.stopped() => return self.stopped(),
+            disk => disk.map_err(|e| format!("what parents' journals have: {e}"))?,
+        };
+        self.unadopted = false;
+        let queues = 1 + self.random.below(MAX_QUEUES as u64) as usize;
+        let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
+        let left = match self.plan.scenario {
+            _ if work.is_some() => 0,
+            Scenario::Chains => 8 + self.random.below(40),
+            Scenario::Close | Scenario::Operations => 1 + self.random.below(12),
+            Scenario::Compressed => 40 + self.random.below(400),
+            _ => 8 + self.random.below(180),
+        };
+        let (mix, left) = work.unwrap_or((self.plan.scenario.mix(), left));
+        let sectors = disk.sectors();
+        let files = disk.files();
+        let enlarger = self.format.enlarger(&self.machine.place, sectors);
+        let load = Rc::new(Load {
+            disk,
+            model: self.model.clone(),
+            seed: self.plan.seed,
+            numbers: self.numbers.clone(),
+            trace: self.plan.trace,
+            random: RefCell::new(SplitMix64::new(self.random.next_u64())),
+            left: Cell::new(left),
+            tasks: Cell::new(queues * depth),
+            world: self.machine.world.clone(),
+            flushes_left: Cell::new(flush),
+            steps_into_flush: steps,
+            mix,
+            hot_spots: self.format.hot_spots(&self.machine.place, sectors),
+            may_fail: faulty,
+            goes_on: self.goes_on(),
+            failures: Cell::new(0),
+            syncs_fail: self.syncs_fail,
+            told_of_sync: Cell::new(false),
+            flush_failed: Cell::new(false),
+            midway: Midway { left: left / 2, work: enlarger },
+            trouble: RefCell::new(None),
+        });
+        let mut threads = match self.machine.queues(queues, &files) {
+            Err(_) if self.machine.world.stopped() => return self.stopped(),
+            threads => threads.map_err(|e| e.to_string())?,
+        };
+        for thread in &threads {
+            for i in 0..depth {
+                let task = load.clone().task(thread.queue.clone(), thread.buffer(i));
+                thread.reactor.spawn(task);
+            }
+        }
+        self.machine.drive(&mut threads, || load.tasks.get() == 0)?;
+        if let Some(text) = load.trouble.take() {
+            self.ended_at = self.machine.world.step();
+            return Err(text);
+        }
+        let told_of_sync = load.told_of_sync.get();
+        let flush_failed = load.flush_failed.get();
+        let mut used = Used { flush_failed, told_of_sync, ..Used::default() };
+        if !flush_failed && !self.machine.world.stopped() {
+            (used.closed, used.flush_failed) = self.close(&load, &mut threads[0], faulty)?;
+        }
+        if self.machine.world.stopped() {
+            self.machine.set_aside().map_err(|e| e.to_string())?;
+        }
+        Ok(used)
+    }
+
+    /// The world stood still before there was anything to use.
+    fn stopped(&self) -> Result<Used, String> {
+        if self.machine.world.stopped() {
+            self.machine.set_aside().map_err(|e| e.to_string())?;
+        }
+        Ok(Used::default())
+    }
+
+    /// Whether it was closed, and whether that has failed.
+    fn close(
+        &mut self,
+        load: &Rc<Load<F::Disk>>,
+        thread: &mut Thread,
+        faulty: bool,
+    ) -> Result<(bool, bool), String> {
+        let issued = self.model.borrow_mut().issue_flush();
+        let (at, queue) = (load.clone(), thread.queue.clone());
+        let closed = self.machine.run(thread, async move { at.disk.close(&queue).await })?;
+        match closed {
+            None => Ok((false, false)),
+            Some(Ok(())) => {
+                self.model.borrow_mut().flushed(issued);
+                Ok((true, false))
+            }
+            Some(Err(_)) if faulty => Ok((false, true)),
+            Some(Err(e)) => Err(format!("closing failed where nothing was wrong: {e}")),
+        }
+    }
+}
