@@ -60,6 +60,8 @@ pub struct Budgets {
     pub storage: SharedQuiet,
     /// A xenstore that fails.
     pub store: SharedQuiet,
+    /// A guest that makes us ask xenstore too often.
+    pub pace: SharedQuiet,
 }
 
 #[cfg(test)]

@@ -183,7 +183,7 @@ fn a_guest_that_connects_again_and_again_is_a_handful_of_lines_too() {
     let rig = Rig::new(plan());
     let mut front = rig.frontend();
     assert_quiet("reconnecting", || {
-        for _ in 0..100 * scale() {
+        for _ in 0..60 * scale() {
             front.connect(&many(), PATIENCE).unwrap();
             send_errors(&mut front, 16);
             front.close(PATIENCE).unwrap();
@@ -213,7 +213,7 @@ fn frontends_that_are_refused_again_and_again_are_a_handful_of_lines_too() {
     let rig = Rig::new(plan());
     let mut front = rig.frontend();
     assert_quiet("refusals", || {
-        for _ in 0..200 * scale() {
+        for _ in 0..100 * scale() {
             front.set_state(1).unwrap();
             front.wait_for_backend(&[2], PATIENCE).unwrap();
             let options = FrontOptions::default();

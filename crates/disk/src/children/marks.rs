@@ -6,10 +6,10 @@
 //!
 //! A line says where the child was made and on which file system: `FSID file:///PATH`, `device` for
 //! the FSID of a block device. A child that is not there is gone, unless its file system is not
-//! there, either. A child with another parent now does not count. Lines of both kinds are left out
-//! when the next one is added.
+//! there, either. A child does not count whose chain does not lead to the parent any more. Lines of
+//! both kinds are left out when the next one is added.
 //!
-//! The order of adding one, before the child gets its name: the new list under another name, synced;
+//! The order of adding one, before the child gets its name, or another one: the new list under another name, synced;
 //! that over the old one; the folder, synced. The list stays locked until the child has its name:
 //! before that, it would look as if it was gone.
 
@@ -45,9 +45,9 @@ pub(crate) struct Mark {
 /// What has become of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// It stands on the parent.
+    /// Its chain leads to the parent.
     Child,
-    /// It is no more, or has another parent.
+    /// It is no more, or its chain does not lead there.
     Gone,
     /// Why that is not known.
     Unknown(String),
@@ -82,10 +82,11 @@ impl Mark {
         line
     }
 
-    /// Looks what has become of it; `carries` says whether the image at a path stands on the parent.
-    pub(crate) fn state(&self, carries: impl Fn(&Path) -> io::Result<bool>) -> State {
+    /// Looks what has become of it; `is_below` says whether the chain of the image at a path leads to
+    /// the parent.
+    pub(crate) fn state(&self, is_below: impl Fn(&Path) -> io::Result<bool>) -> State {
         let child = self.child.display();
-        match carries(&self.child) {
+        match is_below(&self.child) {
             Ok(true) => State::Child,
             Err(e) if !matches!(e.kind(), NotFound | NotADirectory) => {
                 State::Unknown(format!("{child} was made on it, and cannot be read: {e}"))

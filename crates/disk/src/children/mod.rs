@@ -8,6 +8,7 @@
 //! with the name of an image: the first bytes of a raw disk are its guest's, which could claim to
 //! stand on another guest's disk and keep that from being served.
 
+use std::collections::HashSet;
 use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -15,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
 
-use crate::qcow2::backing_path;
+use crate::qcow2::{backing_path, is_on_raw};
 use crate::vhd::{Lineage, Uuid, lineage};
 use crate::{DiskError, ErrorKind, Format, Raw};
 
@@ -25,6 +26,9 @@ use marks::{Held, Mark};
 
 /// What a new file is called until it is complete: it is no image yet, or no longer.
 pub(crate) const NEW: &str = ".ferrite-new";
+
+/// More images than any chain has that is read here.
+const MAX_CHAIN: usize = 4096;
 
 /// Which files of the folder are asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +85,36 @@ impl Target {
         }
     }
 
+    /// Whether the image at `path` stands on this one, with any number of others between the two but
+    /// not `except`.
+    fn is_below(&self, path: &Path, except: Option<(u64, u64)>) -> io::Result<bool> {
+        let Some(first) = Raw::glance(path)? else { return Ok(false) };
+        let (mut images, mut seen) = (vec![first], HashSet::new());
+        while let Some(image) = images.pop() {
+            let identity = image.inode()?;
+            if Some(identity) == except || !seen.insert(identity) {
+                continue;
+            }
+            if seen.len() > MAX_CHAIN {
+                return Err(io::Error::other("its chain is too long"));
+            }
+            let (carries, parents) = match lineage(&image)? {
+                Some(child) => (self.carries_vhd(&child), followed(child)),
+                None => {
+                    let parent = backing_path(&image)?;
+                    let carries = parent.as_deref().is_some_and(|parent| self.is(parent));
+                    let on_raw = parent.is_some() && is_on_raw(&image)?;
+                    (carries, parent.into_iter().filter(|_| !on_raw).collect())
+                }
+            };
+            if carries {
+                return Ok(true);
+            }
+            images.extend(glances(image.path(), &parents)?);
+        }
+        Ok(false)
+    }
+
     /// A VHD knows its parent by its UUID, too, which copies of it have as well. So if there is
     /// something at its places, that counts, and if there is nothing, this one was moved away.
     fn carries_vhd(&self, child: &Lineage) -> bool {
@@ -99,6 +133,27 @@ impl Target {
     }
 }
 
+/// Where the parent of a VHD may be that says in its turn what it stands on: not one that is raw.
+fn followed(child: Lineage) -> Vec<PathBuf> {
+    let parent = child.parent.filter(|parent| parent.uuid != Uuid::NIL);
+    parent.map_or(Vec::new(), |parent| parent.paths)
+}
+
+/// Those of the places of an image's parent where something is.
+fn glances(child: &Path, parents: &[PathBuf]) -> io::Result<Vec<Raw>> {
+    let mut found = Vec::new();
+    for parent in parents.iter().filter(|parent| parent.exists()) {
+        found.extend(Raw::glance(parent)?);
+    }
+    match parents.first() {
+        Some(parent) if found.is_empty() => {
+            let (child, parent) = (child.display(), parent.display());
+            Err(io::Error::other(format!("{child} stands on {parent}, which is not there")))
+        }
+        _ => Ok(found),
+    }
+}
+
 /// Looks for images that stand on the one at `parent`, besides `except`.
 ///
 /// # Errors
@@ -113,7 +168,7 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
     let mut found = Children::default();
     // Beside the file itself, not beside a link to it.
     let file = fs::canonicalize(parent)?;
-    marked(&file, &target, counts, &mut found);
+    marked(&file, &target, except, counts, &mut found);
     if found.child.is_none() {
         in_folder(&file, &target, counts, ask, &mut found);
     }
@@ -121,7 +176,13 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
 }
 
 /// Those that the marks name.
-fn marked(file: &Path, target: &Target, counts: impl Fn(&Path) -> bool, found: &mut Children) {
+fn marked(
+    file: &Path,
+    target: &Target,
+    except: Option<(u64, u64)>,
+    counts: impl Fn(&Path) -> bool,
+    found: &mut Children,
+) {
     let all = match marks::read(file) {
         Ok(all) => all,
         Err(e) => {
@@ -131,7 +192,7 @@ fn marked(file: &Path, target: &Target, counts: impl Fn(&Path) -> bool, found: &
         }
     };
     for mark in all.iter().filter(|mark| counts(&mark.child)) {
-        match mark.state(|path| target.carries(path)) {
+        match mark.state(|path| target.is_below(path, except)) {
             marks::State::Child => found.child = Some(mark.child.clone()),
             marks::State::Unknown(why) => found.unknown = Some(why),
             marks::State::Gone => {}
@@ -175,7 +236,8 @@ fn in_folder(
 /// That is not durable.
 pub(crate) fn leave_mark(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<Held> {
     let target = Target::of(file)?;
-    let keep = |other: &Mark| other.state(|path| target.carries(path)) != marks::State::Gone;
+    let is_below = |path: &Path| target.is_below(path, None);
+    let keep = |other: &Mark| other.state(is_below) != marks::State::Gone;
     marks::leave(directory, file, mark, keep)
 }
 

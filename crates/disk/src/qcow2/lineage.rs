@@ -6,11 +6,19 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use super::header::{MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};
+use super::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};
 use crate::Raw;
 
 /// The fields that all versions have.
 const FIELDS_BYTES: usize = 24;
+
+/// Whether the backing file of a qcow2 image is raw: what its guest has written there says nothing.
+pub(crate) fn is_on_raw(raw: &Raw) -> io::Result<bool> {
+    let head = raw.read_now(0, HEAD_BYTES as usize)?;
+    let header = Header::parse(&head, raw.bytes_now()?).ok();
+    let format = header.and_then(|header| header.backing?.format);
+    Ok(format.is_some_and(|format| format == "raw"))
+}
 
 /// Where the backing file of a qcow2 image is; none: it is no such image, or has none on this host.
 ///

@@ -48,7 +48,7 @@ mod zero;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::NewImage;
-pub(crate) use lineage::backing_path;
+pub(crate) use lineage::{backing_path, is_on_raw};
 pub use repair::repair;
 pub(crate) use snapshots::Told;
 

@@ -1,6 +1,7 @@
 //! A child merged into its parent.
 //!
-//! The order: what the child has is copied into the parent, then synced; the parent gets the
+//! The order: what the parent stands on knows of the child's name; what the child has is copied into
+//! the parent, then synced; the parent gets the
 //! child's owner and mode, and its identity, where the format has such a thing; the parent is renamed over
 //! the child. Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
 //! any point leaves a chain that is whole, and running it again does what is left.
@@ -57,6 +58,10 @@ impl Workshop<'_> {
             protect(&pair.parent.path, true).map_err(cannot)?;
         }
         let (lower, lost) = lower?;
+        let mut notes = Vec::new();
+        if let Some(below) = lower.media().get(1) {
+            self.mark_renamed(below.path(), &pair.parent.path, &child.path, &mut notes)?;
+        }
         let mut desk = Copying::desk(self).map_err(cannot)?;
         let copying = Copying::new(self, &mut desk, Mode::Merge, &upper, &lower);
         let copying = copying.map_err(cannot)?;
@@ -65,8 +70,9 @@ impl Workshop<'_> {
         drop(desk);
         take_rights(&pair.parent.path, &rights, rights.mode()).map_err(cannot)?;
         self.take_place(upper, lower, child, &pair.parent)?;
-        let note = format!("{} is gone: it has this name now", pair.parent.path.display());
-        Ok(done(child, pair.child_bytes, [note].into_iter().chain(lost).collect()))
+        notes.push(format!("{} is gone: it has this name now", pair.parent.path.display()));
+        notes.extend(lost);
+        Ok(done(child, pair.child_bytes, notes))
     }
 
     /// The parent, locked, as large as the child, and nobody else's; or what of others is lost.

@@ -9,7 +9,7 @@ use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same
 use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::children;
-use crate::children::marks::{Held, Mark};
+use crate::children::marks::{self, Held, Mark};
 use crate::journal;
 use crate::parents::{CONFIGURED, to_allow};
 use crate::size::Human;
@@ -64,7 +64,10 @@ impl Workshop<'_> {
             None => None,
             Some(parent) => {
                 self.keep(parent, &mut notes)?;
-                self.mark(parent, &name.path, new.unmarked, &mut notes)?
+                let help = "say --unmarked if nobody will ever merge (coalesce) into the parent, or \
+                            convert the parent into a copy";
+                let help = (!new.unmarked).then_some(help);
+                self.mark(&parent.name.path, &name.path, help, &mut notes)?
             }
         };
         self.write_new(&file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
@@ -163,16 +166,17 @@ impl Workshop<'_> {
     }
 
     /// Sees to it that a parent knows of a child that is not to be found in its folder, before that
-    /// has its name. What this returns is kept until then.
+    /// has its name. What this returns is kept until then. Without `help` for who cannot have the
+    /// parent told, that is no error.
     pub(super) fn mark(
         &self,
-        parent: &Parent,
+        parent: &Path,
         child: &Path,
-        unmarked: bool,
+        help: Option<&str>,
         notes: &mut Vec<String>,
     ) -> Result<Option<Held>, DiskError> {
-        let path = parent.name.path.display();
-        if self.is_device(&parent.name.path) {
+        let path = parent.display();
+        if self.is_device(parent) {
             let note = format!(
                 "{path} has no mode that would protect it, as it is a device: see to it that \
                  nobody writes to it (lvchange --permission r)"
@@ -181,30 +185,58 @@ impl Workshop<'_> {
             return Ok(None);
         }
         let cannot = |e| broken(format!("cannot make {}", child.display()), e);
-        let file = fs::canonicalize(&parent.name.path).map_err(cannot)?;
+        let file = fs::canonicalize(parent).map_err(cannot)?;
         let child = absolute(child).map_err(cannot)?;
-        let is_device = self.is_device(&child);
-        // One in the folder is found there, if its name says what it is.
-        let found = child.parent() == file.parent() && Format::of_path(&child) != Format::Raw;
-        if !is_device && found {
+        if self.is_found(&file, &child) {
             return Ok(None);
         }
+        let is_device = self.is_device(&child);
         let mark = Mark::of(child, is_device).map_err(cannot)?;
         let left = children::leave_mark(self.directory, &file, &mark);
-        match left {
-            Ok(held) => Ok(Some(held)),
-            Err(e) if unmarked => {
+        match (left, help) {
+            (Ok(held), _) => Ok(Some(held)),
+            (Err(e), None) => {
                 notes.push(format!("{path} does not know of it ({e}): do not merge into that"));
                 Ok(None)
             }
-            Err(e) => {
+            (Err(e), Some(help)) => {
                 let what = format!("cannot make {}", mark.child.display());
                 let why = format!("its parent {path} could not be told of it ({e})");
-                let help = "say --unmarked if nobody will ever merge (coalesce) into the parent, or \
-                            convert the parent into a copy";
                 Err(DiskError::new(ErrorKind::Refused, what, why, help).with_source(e))
             }
         }
+    }
+
+    /// Whether a child is found in its parent's folder, as its name says what it is.
+    fn is_found(&self, file: &Path, child: &Path) -> bool {
+        let named = child.parent() == file.parent() && Format::of_path(child) != Format::Raw;
+        named && !self.is_device(child)
+    }
+
+    /// Sees to it that a parent which knows of `child` knows the name, too, that this is about to
+    /// get; or that the image has which is about to be put in its place.
+    pub(super) fn mark_renamed(
+        &self,
+        parent: &Path,
+        child: &Path,
+        name: &Path,
+        notes: &mut Vec<String>,
+    ) -> Result<Option<Held>, DiskError> {
+        if self.is_device(parent) {
+            return Ok(None);
+        }
+        let cannot = |e| broken(format!("cannot make {}", name.display()), e);
+        let file = fs::canonicalize(parent).map_err(cannot)?;
+        let child = absolute(child).map_err(cannot)?;
+        let marked = || marks::read(&file).map_or(true, |all| all.iter().any(|m| m.child == child));
+        let known = self.is_found(&file, &child) || marked();
+        let help = format!(
+            "see to it that {} can be written; if nobody will ever merge into the parent, take the \
+             line of {} out of it",
+            marks::beside(&file).display(),
+            child.display()
+        );
+        self.mark(parent, name, known.then_some(&help), notes)
     }
 
     /// What a killed backend has left, in its journal or in the page cache, is brought to the
@@ -247,8 +279,8 @@ impl Workshop<'_> {
     /// `leaf` becomes `parent`, and what has its name from then on is a new image on that.
     /// Nothing is copied. Both names are in one directory.
     ///
-    /// The order: a second name for the file; the new leaf, whole and synced; the new leaf over
-    /// the old name. A crash before the last leaves the leaf as it was, a crash after it the
+    /// The order: a second name for the file; that in the marks of its own parent; the new leaf,
+    /// whole and synced; the new leaf over the old name. A crash before the last leaves the leaf as it was, a crash after it the
     /// new one, and there is always one.
     ///
     /// # Errors
@@ -276,16 +308,21 @@ impl Workshop<'_> {
             self.directory.hard_link(&leaf.path, &parent.path).map_err(cannot)?;
             self.sync_dir(&parent.path)?;
         }
+        let mut notes = Vec::new();
+        if let Some(below) = disk.media().get(1) {
+            self.mark_renamed(below.path(), &leaf.path, &parent.path, &mut notes)?;
+        }
         // The lock stays on the file, whose name is the parent's from the last step on.
         let path = absolute(&parent.path).map_err(cannot)?;
         let parent = Parent { disk, name: parent.clone(), path };
         let file = self.new_file(&leaf.path, Over::Mine)?;
+        let help = "give both names the extension of their format";
+        let _marked = self.mark(&parent.path, &leaf.path, Some(help), &mut notes)?;
         let new = NewImage::default();
         self.write_new(&file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
         protect(&parent.path, true).map_err(cannot)?;
-        let mut notes =
-            vec![format!("what it was is {} now, read-only", parent.name.path.display())];
+        notes.push(format!("what it was is {} now, read-only", parent.name.path.display()));
         notes.extend(formats::warnings(leaf, &new, Some(&parent), bytes));
         Ok(done(leaf, bytes, notes))
     }

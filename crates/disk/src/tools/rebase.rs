@@ -54,7 +54,9 @@ impl Workshop<'_> {
         let bytes = old.sectors() * SECTOR_BYTES;
         let file = self.new_file(&name.path, Over::Mine)?;
         self.keep(&below, &mut notes)?;
-        let _marked = self.mark(&below, &name.path, false, &mut notes)?;
+        let help =
+            "see to it that files can be made beside the parent, or convert that into a copy";
+        let _marked = self.mark(&below.name.path, &name.path, Some(help), &mut notes)?;
         let new = NewImage { unit_bytes, ..NewImage::default() };
         let size = super::create::size(
             name,

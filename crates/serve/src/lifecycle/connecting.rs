@@ -39,6 +39,7 @@ impl Backend<'_> {
             }
             self.detach(attached)?;
         }
+        self.pace.connection();
         let connected = self
             .wanted(frontend)
             .map_err(Refusal::from)

@@ -9,6 +9,7 @@ use crate::negotiate;
 impl Backend<'_> {
     pub(super) fn look(&mut self, frontend: &str) -> Result<Look, ServeError> {
         let moved = std::mem::take(&mut self.moved);
+        self.directory_moved = false;
         let front = self.store.read(&format!("{frontend}/state"))?;
         let own = self.read("state")?;
         let online = self.read("online")?;

@@ -32,6 +32,7 @@ mod connecting;
 mod directory;
 mod growth;
 mod look;
+mod pace;
 mod refusal;
 mod run_dir;
 mod waiting;
@@ -45,6 +46,7 @@ use attached::Attached;
 use attachment::DIRECTORY;
 use closing::Closing;
 use look::Look;
+use pace::Pace;
 use refusal::Refused;
 use run_dir::{LATCH, RunDir};
 use waiting::poll_all;
@@ -182,6 +184,7 @@ pub fn serve(
         return Err(ServeError::Attachment(why));
     }
     let frontend = attachment.frontend.clone();
+    let pace = Pace::new(device.clock.now_ns(), store.requests());
     let mut backend = Backend {
         store,
         hypervisor,
@@ -194,6 +197,8 @@ pub fn serve(
         run_dir: None,
         delayed: false,
         moved: false,
+        directory_moved: false,
+        pace,
         requests: u64::MAX,
         grown: false,
     };
@@ -228,6 +233,10 @@ struct Backend<'a> {
     delayed: bool,
     /// The frontend has written its state since the last look at it.
     moved: bool,
+    /// The same of our own directory, which the toolstack and we write.
+    directory_moved: bool,
+    /// How often xenstore is asked.
+    pace: Pace,
     /// Answered when the size was last asked for.
     requests: u64,
     /// The size has grown and is not published.
@@ -327,6 +336,9 @@ impl Backend<'_> {
         refused: &mut Refused,
         growth: &mut GrowthWatch,
     ) -> Result<Option<Outcome>, ServeError> {
+        if let Some(outcome) = self.keep_pace(frontend, attached)? {
+            return Ok(Some(outcome));
+        }
         let look = self.look(frontend)?;
         if look.gone {
             self.detach(attached)?;
@@ -375,7 +387,7 @@ impl Backend<'_> {
             );
         }
         // A look that failed may have had news.
-        self.moved = true;
+        (self.moved, self.directory_moved) = (true, true);
         let timeout = (!e.is_fatal()).then_some(pause);
         loop {
             let [_, stop] = poll_all([self.control.fd(), self.stop.fd()], timeout)?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use ferrite_xen::store::StoreError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::attachment::DIRECTORY;
 use super::{Backend, FRONTEND, ServeError};
 
 impl Backend<'_> {
@@ -30,6 +31,7 @@ impl Backend<'_> {
         while let Some(event) = self.store.poll_event()? {
             any = true;
             self.moved |= event.token == FRONTEND;
+            self.directory_moved |= event.token == DIRECTORY;
         }
         Ok(any)
     }

@@ -9,11 +9,12 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::SystemClock;
+use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::engines::test_engine;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
@@ -101,6 +102,26 @@ pub fn engines() -> EngineFactory {
     Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
+/// A clock that goes on when its test says so.
+#[derive(Default)]
+pub struct Hands(AtomicU64);
+
+impl Hands {
+    pub fn turn(&self, how_far: Duration) {
+        self.0.fetch_add(how_far.as_nanos() as u64, Ordering::SeqCst);
+    }
+}
+
+impl Clock for Hands {
+    fn now_ns(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    fn sleep(&self, how_long: Duration) {
+        self.turn(how_long);
+    }
+}
+
 /// What to build.
 pub struct Plan {
     /// Bytes of the image.
@@ -111,6 +132,7 @@ pub struct Plan {
     pub copy_with: CopyWith,
     pub engine: EngineFactory,
     pub tuning: Tuning,
+    pub clock: Arc<dyn Clock>,
     /// By the mover that `FERRITE_TEST_MOVER` names, grant copy if it is not set.
     pub moving: Moving,
     /// In place of a fresh sparse file.
@@ -130,6 +152,7 @@ impl Default for Plan {
             copy_with: CopyWith::Memcpy,
             engine: engines(),
             tuning: Tuning::default(),
+            clock: SystemClock::shared(),
             moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
             image: None,
             guest: GuestOptions::default(),
@@ -214,7 +237,7 @@ impl Rig {
             ..OpenOptions::default()
         };
         let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();
-        let device = Arc::new(Device::new(disk, SystemClock::shared()));
+        let device = Arc::new(Device::new(disk, self.plan.clock.clone()));
         let stop = Arc::new(Waker::new().unwrap());
         let config = Config {
             backend: self.disk.backend.clone(),

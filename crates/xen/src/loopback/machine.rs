@@ -16,6 +16,8 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use ferrite_io::clock::{Clock, SystemClock};
@@ -146,6 +148,15 @@ impl Machine {
     /// The kernel gives no socket.
     pub fn store(&self) -> Result<Store, LoopbackError> {
         Ok(Store::from_fd(self.server.connect(BACKEND_DOMID)?))
+    }
+
+    /// The same, with the number of requests that the store has had by it.
+    ///
+    /// # Errors
+    /// The kernel gives no socket.
+    pub fn counted_store(&self) -> Result<(Store, Arc<AtomicU64>), LoopbackError> {
+        let (socket, requests) = self.server.connect_counted(BACKEND_DOMID)?;
+        Ok((Store::from_fd(socket), requests))
     }
 
     /// A connection to the store that acts for a guest.

@@ -43,6 +43,8 @@ pub(super) struct Connection {
     decoder: Decoder,
     pub(super) watches: Watches,
     last_request_id: u32,
+    /// All that were ever made.
+    pub(super) requests: u64,
     /// The request whose reply is waited for.
     awaited: Option<u32>,
     reply: Option<Message>,
@@ -63,6 +65,7 @@ impl Connection {
             decoder: Decoder::new(),
             watches: Watches::default(),
             last_request_id: 0,
+            requests: 0,
             awaited: None,
             reply: None,
             abandoned: Vec::new(),
@@ -143,6 +146,7 @@ impl Connection {
         }
         // 0 is the number of watch events.
         self.last_request_id = self.last_request_id.checked_add(1).unwrap_or(1);
+        self.requests += 1;
         Ok(Message::new(kind, self.last_request_id, transaction_id, payload))
     }
 

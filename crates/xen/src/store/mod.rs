@@ -128,6 +128,11 @@ impl Store {
         self.connection.is_dead()
     }
 
+    /// Requests that were made of xenstore by this connection, ever.
+    pub fn requests(&self) -> u64 {
+        self.connection.requests
+    }
+
     fn session(&mut self) -> Session<'_> {
         Session { connection: &mut self.connection, transaction_id: NO_TRANSACTION }
     }

@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::tree::{Change, Draft, Tree, View, is_at_or_below};
 use crate::hypervisor::DomId;
@@ -37,6 +39,8 @@ struct Unsent {
 pub(super) struct Connection {
     domid: DomId,
     socket: OwnedFd,
+    /// Its requests, counted.
+    requests: Arc<AtomicU64>,
     decoder: Decoder,
     watches: Vec<Watch>,
     transactions: BTreeMap<u32, Draft>,
@@ -55,10 +59,11 @@ pub(super) struct Closed;
 type Outcome = Result<Vec<u8>, ErrorName>;
 
 impl Connection {
-    pub(super) fn new(domid: DomId, socket: OwnedFd) -> Connection {
+    pub(super) fn new(domid: DomId, socket: OwnedFd, requests: Arc<AtomicU64>) -> Connection {
         Connection {
             domid,
             socket,
+            requests,
             decoder: Decoder::new(),
             watches: Vec::new(),
             transactions: BTreeMap::new(),
@@ -136,6 +141,7 @@ impl Connection {
     }
 
     fn answer(&mut self, tree: &mut Tree, request: &Message, changes: &mut Vec<Change>) {
+        self.requests.fetch_add(1, Ordering::SeqCst);
         let outcome = match request.header.kind() {
             Ok(kind) => self.carry_out(tree, kind, request, changes),
             Err(_) => Err(ErrorName::NoSys),

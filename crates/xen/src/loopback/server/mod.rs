@@ -8,6 +8,7 @@ mod connection;
 mod tree;
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -24,7 +25,7 @@ pub use self::connection::home;
 /// What other threads ask of the server's.
 #[derive(Default)]
 struct Inbox {
-    connections: Vec<(DomId, OwnedFd)>,
+    connections: Vec<(DomId, OwnedFd, Arc<AtomicU64>)>,
     events: Vec<&'static str>,
     stop: bool,
 }
@@ -71,6 +72,17 @@ impl StoreServer {
     /// # Errors
     /// The kernel gives no socket.
     pub fn connect(&self, domid: DomId) -> Result<OwnedFd, LoopbackError> {
+        self.connect_counted(domid).map(|(socket, _)| socket)
+    }
+
+    /// The same, with the number of requests that have come by it.
+    ///
+    /// # Errors
+    /// The kernel gives no socket.
+    pub fn connect_counted(
+        &self,
+        domid: DomId,
+    ) -> Result<(OwnedFd, Arc<AtomicU64>), LoopbackError> {
         let (ours, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::STREAM,
@@ -78,8 +90,9 @@ impl StoreServer {
             None,
         )
         .map_err(LoopbackError::system("connect to the store"))?;
-        self.shared.ask(|inbox| inbox.connections.push((domid, ours)));
-        Ok(theirs)
+        let requests = Arc::new(AtomicU64::new(0));
+        self.shared.ask(|inbox| inbox.connections.push((domid, ours, requests.clone())));
+        Ok((theirs, requests))
     }
 
     /// Tells those who watch `@introduceDomain` that a domain has come.
@@ -132,7 +145,8 @@ impl Server {
         let events = std::mem::take(&mut inbox.events);
         let stop = inbox.stop;
         drop(inbox);
-        self.connections.extend(connections.into_iter().map(|(d, fd)| Connection::new(d, fd)));
+        let connections = connections.into_iter();
+        self.connections.extend(connections.map(|(d, fd, n)| Connection::new(d, fd, n)));
         for path in events {
             self.tell_all(&[Change { path: path.to_owned(), exact: false }]);
         }

@@ -1,0 +1,175 @@
+//! A guest cannot have xenstore asked for its disk without end: what it may cause is counted at the
+//! store, with a clock that stands still.
+
+mod rig;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use ferrite_serve::lifecycle::Outcome;
+use ferrite_xen::loopback::CopyWith;
+use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+
+use rig::{Hands, PATIENCE, Plan, Rig};
+
+/// Requests to xenstore that a disk has at once, and what a connection takes of them beside its own.
+const SAVED: u64 = 10_000;
+const CONNECTION: u64 = 100;
+/// More than one reading of everything takes.
+const READING: u64 = 400;
+
+struct Host {
+    rig: Rig,
+    clock: Arc<Hands>,
+    /// Requests to xenstore that were made for the disk.
+    requests: Arc<AtomicU64>,
+}
+
+impl Host {
+    fn new() -> Host {
+        let clock = Arc::new(Hands::default());
+        let plan = Plan { bytes: 1 << 20, clock: clock.clone(), ..Plan::default() };
+        let mut rig = Rig::without_backend(plan);
+        let (store, requests) = rig.machine.counted_store().unwrap();
+        let hypervisor = rig.machine.loopback(CopyWith::Memcpy).unwrap();
+        rig.start_with(store, Box::new(hypervisor));
+        Host { rig, clock, requests }
+    }
+
+    fn requests(&self) -> u64 {
+        self.requests.load(Ordering::SeqCst)
+    }
+
+    /// A connected guest writes its state until so many requests were made, and then thousands of
+    /// times more. Its requests are served all the time.
+    fn rewrite_until(&self, front: &mut Frontend, requests: u64) {
+        while self.requests() < requests {
+            front.set_state(4).unwrap();
+        }
+        for _ in 0..2000 {
+            front.set_state(4).unwrap();
+            works(front);
+        }
+    }
+
+    /// The backend ends by itself, though the clock stands still.
+    fn end(&mut self) -> Outcome {
+        let end = Instant::now() + PATIENCE;
+        while self.rig.is_running() {
+            assert!(Instant::now() < end, "the disk does not go");
+            std::thread::yield_now();
+        }
+        self.rig.join().unwrap()
+    }
+
+    /// One whose guest has used up all.
+    fn in_debt() -> (Host, Frontend) {
+        let host = Host::new();
+        let mut front = host.rig.connect(&FrontOptions::default());
+        host.rewrite_until(&mut front, SAVED - READING);
+        (host, front)
+    }
+}
+
+fn works(front: &mut Frontend) {
+    let buffer = front.space().buffer(1).unwrap();
+    front.queues[0].write(8, &buffer, 0, 4096).unwrap();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+}
+
+#[test]
+fn a_guest_that_rewrites_its_state_makes_as_many_requests_as_its_disk_has_and_is_served_on() {
+    let (mut host, mut front) = Host::in_debt();
+    let made = host.requests();
+    assert!(made <= SAVED + READING, "{made} requests to xenstore");
+
+    // What it writes now waits, and the last of it counts.
+    front.set_state(3).unwrap();
+    front.set_state(4).unwrap();
+    front.set_state(5).unwrap();
+    works(&mut front);
+    assert_eq!(front.backend_state().unwrap(), 4);
+    host.clock.turn(Duration::from_secs(2));
+    front.wait_for_backend(&[5], PATIENCE).unwrap();
+    front.set_state(6).unwrap();
+    front.wait_for_backend(&[6], PATIENCE).unwrap();
+
+    // In two seconds there were two thousand more; what it does not ask for comes back.
+    let made = host.requests();
+    assert!(made <= SAVED + 2000 + READING, "{made} requests to xenstore");
+    host.clock.turn(Duration::from_secs(10));
+    front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+    host.rewrite_until(&mut front, made + SAVED - 2 * READING);
+    let again = host.requests() - made;
+    assert!(again <= SAVED + READING, "{again} requests to xenstore");
+    host.clock.turn(Duration::from_secs(2));
+    front.close(PATIENCE).unwrap();
+    assert_eq!(host.rig.stop().unwrap(), Outcome::Stopped);
+}
+
+#[test]
+fn a_connection_takes_more_than_its_requests() {
+    let host = Host::new();
+    let mut front = host.rig.frontend();
+    const TIMES: u64 = 20;
+    for _ in 1..TIMES {
+        front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+        works(&mut front);
+        front.close(PATIENCE).unwrap();
+    }
+    front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+    let left = SAVED - TIMES * CONNECTION;
+    host.rewrite_until(&mut front, left - READING);
+    let made = host.requests();
+    assert!(made <= left + READING, "{made} requests to xenstore");
+    host.clock.turn(Duration::from_secs(2));
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_disk_whose_guest_has_used_up_all_is_stopped_at_once() {
+    let (mut host, mut front) = Host::in_debt();
+    assert_eq!(host.rig.stop().unwrap(), Outcome::Stopped);
+    // It was in use all the time, and a successor goes on.
+    host.rig.start();
+    works(&mut front);
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn new_rings_are_found_after_a_look_at_the_toolstack_that_came_first() {
+    let (host, mut front) = Host::in_debt();
+    front.offer(&FrontOptions { queues: 2, ..FrontOptions::default() }).unwrap();
+    front.set_state(4).unwrap();
+    let made = host.requests();
+    let note = format!("{}/note", host.rig.disk.backend);
+    host.rig.machine.store().unwrap().write(&note, b"1").unwrap();
+    while host.requests() == made {
+        std::thread::yield_now();
+    }
+    host.clock.turn(Duration::from_secs(2));
+    works(&mut front);
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_disk_whose_guest_has_used_up_all_goes_at_once_when_the_toolstack_removes_it() {
+    let (mut host, mut front) = Host::in_debt();
+    front.set_state(3).unwrap();
+    let disk = host.rig.disk.clone();
+    host.rig.machine.remove_disk(&disk).unwrap();
+    assert_eq!(host.end(), Outcome::Unplugged);
+}
+
+#[test]
+fn a_disk_whose_guest_has_used_up_all_goes_at_once_when_it_is_unplugged_and_let_go() {
+    let (mut host, front) = Host::in_debt();
+    let disk = host.rig.disk.clone();
+    // What `xl destroy` does: the frontend's directory first, and then it waits for our 6.
+    host.rig.machine.store().unwrap().remove(&disk.frontend).unwrap();
+    host.rig.machine.unplug(&disk).unwrap();
+    assert_eq!(host.end(), Outcome::Unplugged);
+    assert_eq!(host.rig.machine.backend_state(&disk).unwrap(), 6);
+    drop(front);
+}
