@@ -5,9 +5,14 @@
 //! reads and writes of devices with poll queues and nothing else, so everything else goes through
 //! an ordinary ring. While anything is in flight on the polled ring, waiting means to look at both;
 //! otherwise the ordinary ring sleeps as it always does.
+//!
+//! What the device's driver would have to split goes through the ordinary ring, too: the kernel does
+//! not poll for the parts, and Linux 6.1 with one processor never ends while somebody asks for them.
 
+use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,13 +23,50 @@ use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 
+const PAGE_BYTES: usize = 4096;
+
 /// The engine on two rings; see the module text.
 #[derive(Debug)]
 pub struct PolledUring {
     main: Uring,
     polled: Uring,
     /// For each file of the main ring its place in the polled one, if it is polled.
-    files: Vec<Option<FileId>>,
+    files: Vec<Option<Polled>>,
+}
+
+/// A file whose reads and writes are polled.
+#[derive(Clone, Copy, Debug)]
+struct Polled {
+    /// In the polled ring.
+    id: FileId,
+    whole: Whole,
+}
+
+/// What a driver takes as one transfer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Whole {
+    bytes: usize,
+    /// Pieces of memory of up to a page; all but the first begin with a page.
+    segments: usize,
+}
+
+impl Whole {
+    /// By the attributes of a queue in sysfs (Documentation/ABI/stable/sysfs-block of the kernel):
+    /// none if its driver has no poll queues.
+    fn of(queue: &Path) -> Option<Whole> {
+        let number = |name| fs::read_to_string(queue.join(name)).ok()?.trim().parse::<usize>().ok();
+        (number("io_poll")? == 1).then_some(())?;
+        Some(Whole { bytes: number("max_sectors_kb")? << 10, segments: number("max_segments")? })
+    }
+
+    fn takes(self, bufs: &[Span]) -> bool {
+        let ends_a_page = |buf: &Span| (buf.offset() + buf.len()) % PAGE_BYTES == 0;
+        let no_gap = |pair: &[Span]| ends_a_page(&pair[0]) && pair[1].offset() % PAGE_BYTES == 0;
+        let segments = |buf: &Span| (buf.offset() % PAGE_BYTES + buf.len()).div_ceil(PAGE_BYTES);
+        bufs.iter().map(Span::len).sum::<usize>() <= self.bytes
+            && bufs.iter().map(segments).sum::<usize>() <= self.segments
+            && bufs.windows(2).all(no_gap)
+    }
 }
 
 impl PolledUring {
@@ -40,27 +82,28 @@ impl PolledUring {
         })
     }
 
-    fn polled(&self, file: FileId) -> Option<FileId> {
-        self.files.get(file.0 as usize).copied().flatten()
+    /// The file in the polled ring, for a transfer that is polled.
+    fn polled(&self, file: FileId, bufs: &[Span]) -> Option<FileId> {
+        let polled = self.files.get(file.0 as usize)?.as_ref()?;
+        polled.whole.takes(bufs).then_some(polled.id)
     }
 }
 
-/// Why a file's I/O cannot be polled, or nothing if it can be.
-fn not_polled_because(file: BorrowedFd<'_>) -> Option<&'static str> {
-    let Ok(stat) = fstat(file) else { return Some("it cannot be looked at") };
+/// Which transfers can be polled, or why none can be.
+fn can_be_polled(file: BorrowedFd<'_>) -> Result<Whole, &'static str> {
+    let Ok(stat) = fstat(file) else { return Err("it cannot be looked at") };
     if FileType::from_raw_mode(stat.st_mode) != FileType::BlockDevice {
-        return Some("it is no block device");
+        return Err("it is no block device");
     }
     if !fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::DIRECT)) {
-        return Some("it is not open for direct I/O");
+        return Err("it is not open for direct I/O");
     }
     // A partition's queue is its device's.
     let device = format!("/sys/dev/block/{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
-    let polled = ["queue", "../queue"].iter().any(|queue| {
-        std::fs::read_to_string(format!("{device}/{queue}/io_poll"))
-            .is_ok_and(|text| text.trim() == "1")
-    });
-    (!polled).then_some("its driver has no poll queues (for NVMe: nvme.poll_queues=N)")
+    ["queue", "../queue"]
+        .iter()
+        .find_map(|queue| Whole::of(Path::new(&format!("{device}/{queue}"))))
+        .ok_or("its driver has no poll queues (for NVMe: nvme.poll_queues=N)")
 }
 
 impl Engine for PolledUring {
@@ -70,9 +113,9 @@ impl Engine for PolledUring {
 
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
         let id = self.main.add_file(file.clone())?;
-        let polled = match not_polled_because(file.as_fd()) {
-            None => Some(self.polled.add_file(file)?),
-            Some(why) => {
+        let polled = match can_be_polled(file.as_fd()) {
+            Ok(whole) => Some(Polled { id: self.polled.add_file(file)?, whole }),
+            Err(why) => {
                 tracing::warn!("file {} of the disk is not polled: {why}", id.0);
                 None
             }
@@ -95,7 +138,7 @@ impl Engine for PolledUring {
 
     fn push(&mut self, token: Token, op: Op) {
         let polled = match op {
-            Op::Read { file, .. } | Op::Write { file, .. } => self.polled(file),
+            Op::Read { file, buf, .. } | Op::Write { file, buf, .. } => self.polled(file, &[buf]),
             _ => None,
         };
         match (op, polled) {
@@ -117,7 +160,7 @@ impl Engine for PolledUring {
         offset: u64,
         bufs: &[Span],
     ) {
-        match self.polled(file) {
+        match self.polled(file, bufs) {
             Some(file) => self.polled.push_vectored(token, transfer, file, offset, bufs),
             None => self.main.push_vectored(token, transfer, file, offset, bufs),
         }
@@ -173,7 +216,7 @@ mod tests {
         let arena = Arena::new(1).unwrap();
         let mut e = PolledUring::new(arena.clone(), 8).unwrap();
         let file: Arc<OwnedFd> = Arc::new(tempfile::tempfile().unwrap().into());
-        assert_eq!(not_polled_because(file.as_fd()), Some("it is no block device"));
+        assert_eq!(can_be_polled(file.as_fd()), Err("it is no block device"));
         let f = e.add_file(file).unwrap();
         e.pin(arena.span(0, 4096));
         e.push(1, Op::Write { file: f, offset: 0, buf: arena.span(0, 4096) });
@@ -195,7 +238,8 @@ mod tests {
         let mut e = PolledUring::new(arena.clone(), 4).unwrap();
         let file: Arc<OwnedFd> = Arc::new(tempfile::tempfile().unwrap().into());
         let f = e.main.add_file(file.clone()).unwrap();
-        e.files.push(Some(e.polled.add_file(file).unwrap()));
+        let whole = Whole { bytes: 4096, segments: 1 };
+        e.files.push(Some(Polled { id: e.polled.add_file(file).unwrap(), whole }));
         // Not open for direct I/O: the kernel refuses each, and so each completes.
         for token in 0..20 {
             e.push(token, Op::Read { file: f, offset: 0, buf: arena.span(0, 512) });
@@ -209,5 +253,52 @@ mod tests {
         out.sort_by_key(|c| c.token);
         assert!(out[..20].iter().all(|c| c.raw == -libc::EOPNOTSUPP), "{out:?}");
         assert_eq!(out[20], Completion { token: 100, raw: 0 });
+    }
+
+    #[test]
+    fn what_the_driver_would_split_goes_through_the_main_ring() {
+        let arena = Arena::new(1).unwrap();
+        let mut e = PolledUring::new(arena.clone(), 4).unwrap();
+        let file: Arc<OwnedFd> = Arc::new(tempfile::tempfile().unwrap().into());
+        let f = e.main.add_file(file.clone()).unwrap();
+        let whole = Whole { bytes: 8192, segments: 2 };
+        e.files.push(Some(Polled { id: e.polled.add_file(file).unwrap(), whole }));
+        let write = |at, len| Op::Write { file: f, offset: 0, buf: arena.span(at, len) };
+        e.push(0, write(0, 8192));
+        e.push(1, write(0, 8704));
+        e.push(2, write(2048, 8192));
+        let vectored = [
+            (3, vec![arena.span(0, 4096), arena.span(8192, 4096)]),
+            (4, vec![arena.span(0, 2048), arena.span(8192, 2048)]),
+            (5, vec![arena.span(0, 4096), arena.span(6144, 2048)]),
+            (6, vec![arena.span(0, 4096), arena.span(8192, 4096), arena.span(16384, 512)]),
+        ];
+        for (token, bufs) in &vectored {
+            e.push_vectored(*token, Transfer::Write, f, 0, bufs);
+        }
+        let mut out = Vec::new();
+        while out.len() < 7 {
+            e.wait(None).unwrap();
+            e.reap(&mut out);
+        }
+        out.sort_by_key(|c| c.token);
+        // The polled ring refuses what is not direct, the other one takes everything.
+        let polled = -libc::EOPNOTSUPP;
+        let raw: Vec<i32> = out.iter().map(|c| c.raw).collect();
+        assert_eq!(raw, [polled, 8704, 8192, polled, 4096, 6144, 8704]);
+    }
+
+    #[test]
+    fn a_queue_without_polling_or_without_limits_is_not_polled() {
+        let queue = tempfile::tempdir().unwrap();
+        let put = |name: &str, text| fs::write(queue.path().join(name), text).unwrap();
+        assert_eq!(Whole::of(queue.path()), None);
+        put("io_poll", "1\n");
+        put("max_segments", "127\n");
+        assert_eq!(Whole::of(queue.path()), None);
+        put("max_sectors_kb", "252\n");
+        assert_eq!(Whole::of(queue.path()), Some(Whole { bytes: 252 << 10, segments: 127 }));
+        put("io_poll", "0\n");
+        assert_eq!(Whole::of(queue.path()), None);
     }
 }
