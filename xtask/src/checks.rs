@@ -4,7 +4,7 @@ use crate::lab::Program;
 use crate::lab::disk::Backend;
 use crate::lab::root::{self, Suite};
 use crate::steps::{self, cargo, run_logged, say, step};
-use crate::{packages, rest, xentests};
+use crate::{dist, packages, rest, xentests};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -77,10 +77,13 @@ fn build_host_tests() -> Result<Program> {
     })
 }
 
-/// What xl runs for our disks.
-fn hotplug_script() -> Program {
-    let top = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
-    Program { name: "block-ferrite", file: PathBuf::from(top).join("dist/block-ferrite") }
+/// What hosts install, with the release binary in it.
+fn build_package() -> Result<Program> {
+    let program = build_ferrite()?.file;
+    step("pack", || {
+        let made = dist::pack(&program, &steps::target_dir().join("dist-lab"))?;
+        Ok(Program { name: "ferrite.deb", file: made.deb })
+    })
 }
 
 /// An empty log in the build folder.
@@ -104,7 +107,7 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     let with_rest = arguments.xen.is_none();
     let mut needs = Vec::new();
     if with_xen {
-        needs.push(packages::LAB);
+        needs.extend([packages::LAB, packages::DIST]);
     }
     if with_rest {
         needs.push(packages::CHECKS);
@@ -162,9 +165,7 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
 fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
     let root = root.context("the Xen tests cannot run")?;
     let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => {
-            (Backend::Ferrite, vec![build_ferrite()?, build_host_tests()?, hotplug_script()])
-        }
+        BackendArgument::Ferrite => (Backend::Ferrite, vec![build_package()?, build_host_tests()?]),
         BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
     let selection = xentests::Selection {

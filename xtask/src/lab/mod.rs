@@ -38,7 +38,7 @@ pub(crate) const SCRATCH_NVME: &str = "scratchnvme";
 /// Something of ours for the dom0.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
-    /// Its name there.
+    /// Its name there; a Debian package (`.deb`) is installed.
     pub(crate) name: &'static str,
     /// The file here.
     pub(crate) file: PathBuf,
@@ -106,7 +106,12 @@ impl Lab {
                 "the dom0 did not come up (QEMU: {state}); end of its console:\n{console}"
             )));
         }
-        Ok(Lab { channel, qemu, _dir: dir, guests: 0, serve_arguments: String::new(), pace })
+        let mut lab =
+            Lab { channel, qemu, _dir: dir, guests: 0, serve_arguments: String::new(), pace };
+        for package in programs.iter().filter(|program| program.name.ends_with(".deb")) {
+            lab.sh_for(&format!("dpkg --install /lab/bin/{} 2>&1", package.name), 300)?;
+        }
+        Ok(lab)
     }
 
     /// What the host's time is made of.

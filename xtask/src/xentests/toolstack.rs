@@ -40,10 +40,6 @@ fn running_guest(bench: &mut Bench<'_>) -> Result<Guest> {
     Ok(guest)
 }
 
-fn install_script(bench: &mut Bench<'_>) -> Result<()> {
-    bench.lab.sh("install -m 755 /lab/bin/block-ferrite /etc/xen/scripts/block-ferrite").map(drop)
-}
-
 /// What xl is told of a disk.
 fn spec(image: &str, script: &str, access: &str) -> String {
     format!("format=raw,vdev=xvdb,backendtype=tap,script={script},access={access},target={image}")
@@ -54,7 +50,6 @@ fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return refused_by_xl(bench, &image);
     }
-    install_script(bench)?;
     let mut guest = running_guest(bench)?;
     for access in ["w", "r", "w"] {
         let mut disk = Disk::serve(bench.lab, &guest, DiskOptions::new(&image, "xvdb"))?;
@@ -115,7 +110,7 @@ fn refused_by_xl(bench: &mut Bench<'_>, image: &str) -> Result<()> {
 /// A script that waits for /tmp/go before it is ours.
 const SLOW_SCRIPT: &str = "#!/bin/sh\n\
      [ \"$1\" = remove ] || until [ -e /tmp/go ]; do sleep 0.1; done\n\
-     exec /lab/bin/block-ferrite \"$@\"\n";
+     exec /etc/xen/scripts/block-ferrite \"$@\"\n";
 
 /// xl compares the backend's state with 2 whenever it comes to look, however late.
 fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
@@ -163,7 +158,7 @@ fn type_in(
         .lab
         .sh(&format!(
             "rm -rf /tmp/docs; mkdir -p /tmp/docs/dist; cd /tmp/docs; truncate -s 64M disk.img; \
-             cp /lab/bin/block-ferrite dist/; printf %s {} >script; \
+             cp /etc/xen/scripts/block-ferrite dist/; printf %s {} >script; \
              setsid bash script </dev/null >log 2>&1 & echo $!",
             quote(&script)
         ))?
