@@ -41,6 +41,14 @@ impl NewImage {
         }
     }
 
+    /// Whether the image at `path` can be this, before anything is made.
+    ///
+    /// # Errors
+    /// The options contradict each other.
+    pub fn check(&self, path: &Path) -> Result<(), DiskError> {
+        Plan::new(self).map(drop).map_err(|why| refused(path, why))
+    }
+
     /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`.
     /// What was on a device is lost.
     ///
@@ -53,10 +61,7 @@ impl NewImage {
             let what = cannot(raw.path());
             DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)
         };
-        let refused = |why: String| {
-            let help = "sizes are whole sectors of 512 bytes, clusters have 512 bytes to 2 MiB";
-            DiskError::new(ErrorKind::Usage, cannot(raw.path()), why, help)
-        };
+        let refused = |why: String| refused(raw.path(), why);
         let medium_bytes = raw.bytes_now().map_err(failed)?;
         let plan = Plan::new(self).map_err(refused)?;
         if raw.is_file() && medium_bytes > 0 {
@@ -191,6 +196,12 @@ impl NewImage {
 fn whole_sectors(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes.resize(bytes.len().next_multiple_of(SECTOR_BYTES as usize), 0);
     bytes
+}
+
+fn refused(path: &Path, why: String) -> DiskError {
+    let help =
+        "sizes are whole sectors of 512 bytes, up to 64 TiB; clusters have 512 bytes to 2 MiB";
+    DiskError::new(ErrorKind::Usage, cannot(path), why, help)
 }
 
 fn cannot(path: &Path) -> String {

@@ -23,6 +23,12 @@ pub struct Convert {
     pub unit_bytes: Option<u32>,
 }
 
+impl Convert {
+    fn new_image(&self) -> NewImage {
+        NewImage { fixed: self.fixed, unit_bytes: self.unit_bytes, ..NewImage::default() }
+    }
+}
+
 impl Workshop<'_> {
     /// Copies what `from` reads as into a new image `to`, its chain flattened. What is zeros is
     /// neither read, where that is known, nor written.
@@ -41,10 +47,11 @@ impl Workshop<'_> {
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
         let cannot = |e| broken(what(), e);
-        formats::check_fixed(to, how.fixed)?;
         let source = self.open(from, true)?;
         check_apart(what(), &source, &to.path)?;
         let bytes = source.sectors() * SECTOR_BYTES;
+        let new = how.new_image();
+        formats::check_new(to, &new, None, bytes)?;
         let fresh = Resume {
             sources: sources(&source, from).map_err(cannot)?,
             journal: self.info_of(&source)?.chain.iter().any(|layer| layer.journal),
@@ -59,7 +66,6 @@ impl Workshop<'_> {
         let target = Disk::open_image(&name, &self.medium_options(false));
         let target = target.map_err(|e| file.named(e))?;
         let mut desk = Copying::desk(self).map_err(cannot)?;
-        let new = NewImage { fixed: how.fixed, ..NewImage::default() };
         let mode = match self.is_device(&to.path) && shows_medium(to.format, &new) {
             true => Mode::Replace,
             false => Mode::Fill,
@@ -80,7 +86,6 @@ impl Workshop<'_> {
         drop(target);
         file.finish()?;
         self.forget(to)?;
-        let new = NewImage { unit_bytes: how.unit_bytes, ..new };
         Ok(done(to, bytes, formats::warnings(to, &new, None, bytes)))
     }
 
@@ -148,9 +153,8 @@ impl Workshop<'_> {
             }
             file.create().map_err(cannot)?;
         }
-        let new = NewImage { fixed: how.fixed, unit_bytes: how.unit_bytes, ..NewImage::default() };
         let below = (None, Blank::Anything);
-        self.write_new(&file, to.format, &new, below, fresh.virtual_bytes)?;
+        self.write_new(&file, to.format, &how.new_image(), below, fresh.virtual_bytes)?;
         if !self.is_device(&to.path)
             && let Err(e) = fresh.begin(&to.path)
         {

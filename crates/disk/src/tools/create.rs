@@ -52,12 +52,12 @@ impl Workshop<'_> {
     /// # Errors
     /// It exists already, or cannot be made like this.
     pub fn create(&self, name: &ImageName, new: &NewImage) -> Result<Done, DiskError> {
-        formats::check_fixed(name, new.fixed)?;
         let parent = match &new.parent {
             None => None,
             Some(parent) => Some(self.parent(name, parent)?),
         };
         let bytes = size(name, new, parent.as_ref())?;
+        formats::check_new(name, new, parent.as_ref(), bytes)?;
         let file = self.new_file(&name.path, Over::forced(new.force))?;
         let mut notes = Vec::new();
         let _marked = match &parent {

@@ -17,8 +17,22 @@ use crate::vhd::{
 };
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, Raw};
 
-/// Refuses what a new image of a format cannot be, before anything is made.
-pub(super) fn check_fixed(name: &ImageName, fixed: bool) -> Result<(), DiskError> {
+/// Refuses what a new image of a format cannot be, before anything is made or changed.
+pub(super) fn check_new(
+    name: &ImageName,
+    new: &NewImage,
+    parent: Option<&Parent>,
+    bytes: u64,
+) -> Result<(), DiskError> {
+    check_fixed(name, new.fixed)?;
+    match name.format {
+        Format::Raw => Ok(()),
+        Format::Vhd => new_vhd(new, parent, bytes).check(&name.path),
+        Format::Qcow2 => new_qcow2(new, parent, &name.path, bytes)?.check(&name.path),
+    }
+}
+
+fn check_fixed(name: &ImageName, fixed: bool) -> Result<(), DiskError> {
     if !fixed || name.format != Format::Qcow2 {
         return Ok(());
     }
@@ -60,15 +74,20 @@ pub(super) async fn empty(
             made.map_err(|e| broken(format!("cannot make {}", raw.path().display()), e))
         }
         Format::Vhd => new_vhd(new, parent, bytes).create(port, raw).await.map(|_| ()),
-        Format::Qcow2 => {
-            let backing = parent.map(|parent| qcow2_backing(parent, raw)).transpose()?;
-            let room_for_bytes = 0;
-            let usual = NewQcow2::new(bytes);
-            let cluster_bytes = new.unit_bytes.unwrap_or(usual.cluster_bytes);
-            let new = NewQcow2 { backing, cluster_bytes, room_for_bytes, ..usual };
-            new.create(port, raw).await
-        }
+        Format::Qcow2 => new_qcow2(new, parent, raw.path(), bytes)?.create(port, raw).await,
     }
+}
+
+fn new_qcow2(
+    new: &NewImage,
+    parent: Option<&Parent>,
+    path: &Path,
+    bytes: u64,
+) -> Result<NewQcow2, DiskError> {
+    let backing = parent.map(|parent| qcow2_backing(parent, path)).transpose()?;
+    let usual = NewQcow2::new(bytes);
+    let cluster_bytes = new.unit_bytes.unwrap_or(usual.cluster_bytes);
+    Ok(NewQcow2 { backing, cluster_bytes, ..usual })
 }
 
 fn new_vhd(new: &NewImage, parent: Option<&Parent>, bytes: u64) -> NewVhd {
@@ -95,16 +114,16 @@ pub(super) fn warnings(
 }
 
 /// A parent's name for a new image.
-fn qcow2_backing(parent: &Parent, child: &Raw) -> Result<(String, Format), DiskError> {
+fn qcow2_backing(parent: &Parent, child: &Path) -> Result<(String, Format), DiskError> {
     // In one directory they stay together when that is moved.
-    let together = absolute(child.path()).is_ok_and(|p| p.parent() == parent.path.parent());
+    let together = absolute(child).is_ok_and(|p| p.parent() == parent.path.parent());
     let path = match parent.path.file_name() {
         Some(name) if together => Path::new(name),
         _ => &parent.path,
     };
     let name = path.to_str().map(|name| (name.to_owned(), parent.name.format));
     name.ok_or_else(|| {
-        let what = format!("cannot make {}", child.path().display());
+        let what = format!("cannot make {}", child.display());
         let why = format!("the name of its parent, {}, is no UTF-8", parent.path.display());
         unsuitable(what, why, "rename the parent")
     })

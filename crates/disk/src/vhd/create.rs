@@ -83,6 +83,14 @@ impl NewImage {
         out
     }
 
+    /// Whether the image at `path` can be this, before anything is made.
+    ///
+    /// # Errors
+    /// The options contradict each other.
+    pub fn check(&self, path: &Path) -> Result<(), DiskError> {
+        Plan::new(self, path).map(drop).map_err(|why| refused(path, &why))
+    }
+
     /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`.
     /// What was on a device is lost, and is what a fixed image on it reads as.
     ///
@@ -142,9 +150,10 @@ impl Plan {
     }
 
     fn sparse(new: &NewImage, path: &Path) -> Result<Plan, String> {
+        header::check_block_bytes(new.block_bytes)?;
         let block = u64::from(new.block_bytes);
-        let entries = new.bytes.div_ceil(block.max(1));
-        if !new.block_bytes.is_power_of_two() || block < SECTOR || entries > MAX_BLOCKS.into() {
+        let entries = new.bytes.div_ceil(block);
+        if entries > MAX_BLOCKS.into() {
             return Err(format!("blocks of {block} bytes for such a disk"));
         }
         let creator = match new.block_bytes {
@@ -328,6 +337,7 @@ mod tests {
         refused(&|new| new.bytes = MAX_DISK_BYTES + 512);
         refused(&|new| new.block_bytes = 3 << 20);
         refused(&|new| new.block_bytes = 0);
+        refused(&|new| new.block_bytes = 512 << 20);
         refused(&|new| (new.block_bytes, new.bytes) = (4096, MAX_DISK_BYTES));
         let parent = NewParent {
             uuid: Uuid::NIL,

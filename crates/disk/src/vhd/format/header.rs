@@ -21,6 +21,14 @@ const PARENT_NAME_BYTES: usize = 512;
 /// Where they begin.
 pub(crate) const LOCATORS_AT: usize = PARENT_NAME_AT + PARENT_NAME_BYTES;
 
+/// Whether an image can have blocks of that size; if not, why.
+pub(crate) fn check_block_bytes(bytes: u32) -> Result<(), String> {
+    match bytes.is_power_of_two() && (SECTOR as u32..=MAX_BLOCK_BYTES).contains(&bytes) {
+        true => Ok(()),
+        false => Err(format!("blocks of {bytes} bytes (a power of two from 512 bytes to 256 MiB)")),
+    }
+}
+
 /// A header that was checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
@@ -78,10 +86,7 @@ impl Header {
             return unsupported(why);
         }
         let block_bytes = be32(bytes, 32);
-        let fits = (SECTOR as u32..=MAX_BLOCK_BYTES).contains(&block_bytes);
-        if !block_bytes.is_power_of_two() || !fits {
-            let why =
-                format!("blocks of {block_bytes} bytes (a power of two from 512 bytes to 256 MiB)");
+        if let Err(why) = check_block_bytes(block_bytes) {
             return if block_bytes.is_power_of_two() { unsupported(why) } else { bad(why) };
         }
         let needed = footer.current_size.div_ceil(u64::from(block_bytes));
