@@ -308,6 +308,8 @@ impl QueueTable {
 
     /// Step 5.
     pub fn answer(&self, entry: u32, rsp_index: u32) {
+        #[cfg(test)]
+        crate::queue::tests::is_answering(rsp_index);
         let at = self.entry(entry);
         self.store(at + RSP_INDEX_AT, rsp_index);
         self.store(at + STATE_AT, ANSWERING);
@@ -320,6 +322,8 @@ impl QueueTable {
 
     /// Step 9.
     pub fn free(&self, entry: u32) {
+        #[cfg(test)]
+        crate::queue::tests::is_free(self.shm.load_u32(self.entry(entry) + RSP_INDEX_AT));
         self.store(self.entry(entry) + STATE_AT, FREE);
     }
 

@@ -13,7 +13,7 @@ use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, R
 use rustix::fs::{FallocateFlags, fallocate};
 use tempfile::TempDir;
 
-use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, images};
 
 const TIB: u64 = 1 << 40;
 /// In all slots of a ring of four pages.
@@ -162,4 +162,27 @@ fn discards_end_early_and_well_when_the_backend_is_to_end() {
             assert!(replies.len() == DISCARDS as usize && all_ok(&replies), "{end:?}");
         }
     }
+}
+
+/// A device is told of each GiB, whether there is something to free or not: reads behind discards of
+/// all of it are answered before the first of these, which end early when the queue is to stop.
+#[test]
+fn discards_of_a_whole_device_let_reads_go_first_and_hold_up_no_end() {
+    let dir = dir_in_memory();
+    let Some(device) = Loop::attach(&sparse(&dir, 16 * TIB)) else { return };
+    let (mut rig, mut front, buffer) = connected(device.0.clone());
+    const READS: u64 = 16;
+    let queue = &mut front.queues[0];
+    discard_all(queue, 16 * TIB, DISCARDS - READS);
+    let reads: Vec<_> =
+        (0..READS).map(|i| queue.read(i * 8, &buffer, i as usize * 4096, 4096).unwrap()).collect();
+    for _ in &reads {
+        let reply = queue.next_reply(PATIENCE).unwrap();
+        assert!(reply.is_ok() && reads.contains(&reply.tag), "a discard was done before a read");
+    }
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    let (parts, all) = (rig.counters.counts().discard_parts, (DISCARDS - READS) * (16 << 10));
+    assert!((1..all / 2).contains(&parts), "{parts} of {all} parts were done");
+    let replies = front.queues[0].drain(PATIENCE).unwrap();
+    assert!(replies.len() as u64 == DISCARDS - READS && all_ok(&replies));
 }

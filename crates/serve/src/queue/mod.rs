@@ -38,7 +38,7 @@ mod storage;
 mod storm;
 mod take;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod wait;
 
 use flight::{Flights, Ticket};
