@@ -8,7 +8,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process_group, setrlimit};
 
 use super::copy::Copy;
 use super::stop::Stop;
@@ -17,6 +17,9 @@ use crate::steps::run_logged;
 
 /// A test that takes longer hangs: with a mutant, that is how it notices.
 const LIMIT: Duration = Duration::from_secs(900);
+
+/// Memory of a test; none needs nearly as much.
+const MEMORY_BYTES: u64 = 4 << 30;
 
 /// Of what a failing test says.
 const SHOWN_CHARS: usize = 160;
@@ -124,7 +127,8 @@ fn complaint(text: &str) -> String {
 fn limited(command: &mut Command, log: &Path, stop: &Stop) -> Result<Option<ExitStatus>> {
     let out = File::create(log)?;
     command.env("FERRITE_TEST_REQUIRE_PEERS", "1").process_group(0).stdin(Stdio::null());
-    let mut child = command.stderr(out.try_clone()?).stdout(out).spawn().context("cannot start")?;
+    command.stderr(out.try_clone()?).stdout(out);
+    let mut child = with_little_memory(|| command.spawn())?.context("cannot start")?;
     let began = Instant::now();
     loop {
         if let Some(status) = child.try_wait()? {
@@ -140,6 +144,16 @@ fn limited(command: &mut Command, log: &Path, stop: &Stop) -> Result<Option<Exit
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// What is started meanwhile cannot take all of the host's memory, whatever a mutant makes of it.
+fn with_little_memory<T>(start: impl FnOnce() -> T) -> Result<T> {
+    let ours = getrlimit(Resource::Data);
+    let least = ours.current.map_or(MEMORY_BYTES, |current| current.min(MEMORY_BYTES));
+    setrlimit(Resource::Data, Rlimit { current: Some(least), ..ours })?;
+    let started = start();
+    setrlimit(Resource::Data, ours)?;
+    Ok(started)
 }
 
 impl fmt::Display for Proof {
