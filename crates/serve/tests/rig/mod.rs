@@ -267,6 +267,11 @@ impl Rig {
 
     /// Waits for a backend that ends by itself.
     pub fn join(&mut self) -> Result<Outcome, ServeError> {
+        let end = Instant::now() + PATIENCE;
+        while self.is_running() {
+            assert!(Instant::now() < end, "the backend does not end");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let (_, thread) = self.backend.take().expect("a backend runs");
         thread.join().expect("the backend does not panic")
     }
