@@ -2,12 +2,17 @@
 
 mod common;
 
+use std::cell::Cell;
 use std::fs;
 use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
 
+use common::failing::Failing;
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, run, work};
 use ferrite_disk::tools::{JournalInfo, JournalState, NewImage};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
+use ferrite_io::engine::Op;
 
 const FORMATS: [Format; 2] = [Format::Vhd, Format::Qcow2];
 
@@ -44,6 +49,32 @@ fn journals(state: &Path) -> Vec<JournalInfo> {
 
 fn is_usable(image: &ImageName, state: &Path) -> bool {
     work(Some(state), |shop| shop.check(image, true)).unwrap().usable
+}
+
+/// What was not flushed may be lost then, as after a power cut; who takes it over would put it in
+/// the place of what was flushed.
+#[test]
+fn a_close_whose_sync_has_failed_leaves_nothing_to_be_taken_over() {
+    for format in FORMATS {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let image = name(format, &dir.path().join(format!("a.{format}")));
+        create(&image, false);
+        let disk = serve(&image, state.path(), false).unwrap().disk;
+        let fails = Rc::new(Cell::new(false));
+        let decide = {
+            let fails = fails.clone();
+            move |op: &Op| (fails.get() && matches!(op, Op::Sync { .. })).then_some(5)
+        };
+        let mut queue =
+            Queue::on(Arc::clone(&disk), |engine| Box::new(Failing::new(engine, Box::new(decide))));
+        drop(disk);
+        queue.write(MIB, &[5; 512]).unwrap();
+        fails.set(true);
+        queue.close().unwrap_err();
+        drop(queue);
+        assert!(journals(state.path()).iter().all(|journal| journal.records == 0), "{format}");
+        assert_eq!(byte(&image, state.path()), 0, "{format}");
+    }
 }
 
 #[test]

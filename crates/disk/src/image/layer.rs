@@ -182,6 +182,11 @@ impl Layer {
             Layer::Vhd(vhd) => vhd.commit(port).await,
             Layer::Qcow2(q) => q.commit(port).await,
         };
+        self.flushed(done)
+    }
+
+    /// The end of a flush.
+    fn flushed(&self, done: io::Result<()>) -> io::Result<()> {
         match self {
             Layer::Vhd(vhd) if done.is_err() => vhd.flush_failed(),
             Layer::Qcow2(q) if done.is_err() => q.flush_failed(),
@@ -254,16 +259,19 @@ impl Layer {
             let what = format!("cannot examine {}", self.medium().path().display());
             DiskError::new(ErrorKind::Io, what, e.to_string(), "check the kernel's log (dmesg)")
         })?;
-        Ok(journal::survey(dir, &identity)?.own)
+        Ok(journal::survey(dir, &identity)?.own.is_some())
     }
 
-    /// A commit, and everything that makes the image complete for other programs.
+    /// A commit, and everything that makes the image complete for other programs. It fails as
+    /// [`commit`](Self::commit) does: a cluster that was copied may be lost with what was flushed
+    /// long ago, and the next process must not put it in the place of the old one.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
-        match self {
-            Layer::Raw(_) => self.commit(port).await,
+        let done = match self {
+            Layer::Raw(raw) => raw.flush(&port.io, &port.files).await,
             Layer::Vhd(vhd) => vhd.close(port).await,
             Layer::Qcow2(q) => q.close(port).await,
-        }
+        };
+        self.flushed(done)
     }
 }
 

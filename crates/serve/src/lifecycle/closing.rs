@@ -85,7 +85,8 @@ pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
 /// Makes an image complete for whoever opens it next.
 ///
 /// # Errors
-/// Those of storage. What was answered is in the image's journal then.
+/// Those of storage. What was answered is in the image's journal then, unless a sync has failed: then
+/// what was not flushed is as after a power cut.
 pub fn close(device: &Device, engine: &EngineFactory) -> io::Result<()> {
     if device.flush_has_failed() || !device.disk.has_metadata() {
         return Ok(());
