@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
@@ -37,22 +38,44 @@ impl Parents {
     /// # Errors
     /// One of the two cannot be found.
     pub(crate) fn allow(&self, leaf: &Path, parent: &Path) -> io::Result<bool> {
+        self.allow_found(&fs::canonicalize(leaf)?, parent, &fs::canonicalize(parent)?)
+    }
+
+    /// The same, of what was opened by these names. The kernel says where it is: what a name leads
+    /// to may be another file at each look.
+    ///
+    /// # Errors
+    /// It does not.
+    pub(crate) fn allow_opened(
+        &self,
+        leaf: BorrowedFd<'_>,
+        parent: &Path,
+        opened: BorrowedFd<'_>,
+    ) -> io::Result<bool> {
+        match self {
+            Parents::Any => Ok(true),
+            Parents::Within(_) => self.allow_found(&place(leaf)?, parent, &place(opened)?),
+        }
+    }
+
+    /// `leaf` and `found` are without links; `found` is what `parent` has led to.
+    fn allow_found(&self, leaf: &Path, parent: &Path, found: &Path) -> io::Result<bool> {
         let Parents::Within(named) = self else { return Ok(true) };
-        let (leaf, found) = (fs::canonicalize(leaf)?, fs::canonicalize(parent)?);
         let named: Vec<PathBuf> = named.iter().filter_map(|n| fs::canonicalize(n).ok()).collect();
         let is_named = |path: &Path| named.iter().any(|n| path.starts_with(n));
-        if is_named(&found) {
+        if is_named(found) {
             return Ok(true);
         }
-        let meta = fs::metadata(&found)?;
+        let meta = fs::symlink_metadata(found)?;
         if meta.file_type().is_block_device() {
             // Volumes have links as names (/dev/VG/LV), in folders that only the system changes:
             // those of the file system that has the devices.
             let folder = fs::canonicalize(folder(parent))?;
-            let systems = fs::metadata(&folder)?.dev() == fs::symlink_metadata(&found)?.dev();
-            return Ok(systems && is_named(&folder));
+            let systems = fs::metadata(&folder)?.dev() == meta.dev();
+            let name = folder.join(parent.file_name().unwrap_or_default());
+            return Ok(systems && is_named(&folder) && fs::canonicalize(name)? == found);
         }
-        let own = own_folder(&leaf).filter(|_| leaf.is_file());
+        let own = own_folder(leaf).filter(|_| leaf.is_file());
         Ok(meta.is_file() && own.is_some_and(|own| found.starts_with(own)))
     }
 
@@ -87,6 +110,11 @@ pub(crate) fn to_allow(parent: &Path) -> PathBuf {
         Ok(found) if found.is_file() => folder(&found).to_owned(),
         _ => parent.to_owned(),
     }
+}
+
+/// Where an open file is.
+fn place(file: BorrowedFd<'_>) -> io::Result<PathBuf> {
+    fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 fn folder(path: &Path) -> &Path {

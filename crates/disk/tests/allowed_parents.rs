@@ -3,16 +3,19 @@
 mod common;
 mod model;
 
-use std::fs;
+use std::fs::{self, File};
+use std::mem::MaybeUninit;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use common::vhd::at;
 use common::{Loop, MIB, dir_on_disk};
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 use model::{name, shop};
+use rustix::fs::{FlockOperation, flock, inotify};
 use tempfile::TempDir;
 
 fn open(path: &Path, parents: Parents) -> Result<Disk, DiskError> {
@@ -58,6 +61,48 @@ fn refused(image: &Path, parent: &str, allowed: &[&Path]) {
         open(image, within(&[allowed])).unwrap();
     }
     open(image, Parents::Any).unwrap();
+}
+
+#[test]
+fn a_link_that_is_swapped_after_it_was_checked_leads_to_nothing() {
+    let (_theirs, secret, mine) = secret();
+    let (own, link) = (at(&mine, "own.img"), at(&mine, "parent.img"));
+    fs::write(&own, vec![1; MIB as usize]).unwrap();
+    symlink(&own, &link).unwrap();
+    let image = at(&mine, "leaf.qcow2");
+    on(&image, "parent.img");
+    drop(open(&image, Parents::default()).unwrap());
+
+    // Whoever opens the image waits for a lock on its parent, which it has checked.
+    let busy = File::open(&own).unwrap();
+    flock(&busy, FlockOperation::NonBlockingLockExclusive).unwrap();
+    let watch = inotify::init(inotify::CreateFlags::CLOEXEC).unwrap();
+    inotify::add_watch(&watch, &own, inotify::WatchFlags::OPEN).unwrap();
+    let wait_for_lock = Some(Duration::from_secs(60));
+    let options = OpenOptions { read_only: true, wait_for_lock, ..OpenOptions::default() };
+    let name = name(&image);
+    let opener = std::thread::spawn(move || Disk::open_image(&name, &options));
+    let mut memory = [MaybeUninit::uninit(); 512];
+    inotify::Reader::new(&watch, &mut memory).next().unwrap();
+    let other = at(&mine, "other");
+    symlink(&secret, &other).unwrap();
+    fs::rename(&other, &link).unwrap();
+    let error = opener.join().unwrap().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Parent, "{error}");
+    drop(busy);
+}
+
+/// Opening can have effects by itself, and whoever uses the disk is in nobody's way.
+#[test]
+fn a_parent_that_is_not_allowed_is_not_opened() {
+    let (_theirs, secret, mine) = secret();
+    let image = at(&mine, "leaf.qcow2");
+    on(&image, secret.to_str().unwrap());
+    let busy = File::open(&secret).unwrap();
+    flock(&busy, FlockOperation::NonBlockingLockExclusive).unwrap();
+    let error = open(&image, Parents::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Parent, "{error}");
+    assert_eq!(open(&image, Parents::Any).unwrap_err().kind(), ErrorKind::InUse);
 }
 
 #[test]

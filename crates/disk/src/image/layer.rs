@@ -395,6 +395,7 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             continue;
         }
         let accepted = open_layer(candidate, options).and_then(|layer| {
+            check_opened(&layers[0], child_path, &candidate.path, &layer, &options.parents)?;
             if let (Layer::Vhd(child), Layer::Vhd(parent)) = (child, &layer) {
                 child.accepts_parent(parent)?;
             }
@@ -412,6 +413,21 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             format!("its parent {name:?} is at none of {paths:?}"),
             "put the parent back to where it was when the image was made",
         ),
+    }
+}
+
+/// Whether what was opened by a parent's name may be one: the name may have led elsewhere when it
+/// was checked, since whoever has a folder can swap links in it at any moment.
+fn check_opened(
+    leaf: &Layer,
+    child: &Path,
+    path: &Path,
+    parent: &Layer,
+    parents: &Parents,
+) -> Result<(), DiskError> {
+    match parents.allow_opened(leaf.medium().fd(), path, parent.medium().fd()) {
+        Ok(true) => Ok(()),
+        Ok(false) | Err(_) => Err(Parents::refusal(child, path)),
     }
 }
 
