@@ -25,7 +25,8 @@ use std::io::{self, ErrorKind::InvalidData, ErrorKind::NotFound};
 use std::path::{Path, PathBuf};
 
 use ferrite_io::shm::Shm;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, flock, fstat};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::{DiskError, ErrorKind, Format, Rare, Raw};
 
@@ -33,7 +34,7 @@ mod place;
 mod shelf;
 
 pub(crate) use place::{Place, made_ns};
-pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey};
+pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey, told_of};
 
 /// `ferrjrn2`, little-endian.
 const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn2");
@@ -48,6 +49,13 @@ const PLACE_LEN_AT: usize = 56;
 const PATH_LEN_AT: usize = 60;
 const PLACE_AT: usize = 64;
 const PATH_AT: usize = PLACE_AT + place::MAX_BYTES;
+/// Which of the two that follow is what was [told](Journal::tell) last: 1 or 2; 0: nothing was.
+const TOLD_AT: usize = HEADER_BYTES - 128;
+
+/// Words that a format tells about its image besides the records.
+pub(crate) const TOLD_WORDS: usize = 7;
+/// These words.
+pub(crate) type Told = [u64; TOLD_WORDS];
 
 /// Records that the file always has space for besides those that are in it, as long as the tmpfs
 /// has some: more than writes are in flight at a time, but for the largest rings.
@@ -285,6 +293,17 @@ impl Journal {
         }
     }
 
+    /// Says something about the image besides the records, in place of what was said before. A
+    /// process that dies has said the one or the other.
+    pub(crate) fn tell(&mut self, told: &Told) {
+        let Some((shm, _)) = &self.file else { return };
+        let next = if shm.load_u64(TOLD_AT) == 1 { 2 } else { 1 };
+        for (at, word) in (told_at(next)..).step_by(WORD_BYTES).zip(told) {
+            shm.store_u64(at, *word);
+        }
+        shm.store_u64(TOLD_AT, next);
+    }
+
     /// Records in it.
     pub(crate) fn len(&self) -> usize {
         self.fresh as usize - self.free.len()
@@ -319,6 +338,20 @@ impl Journal {
     }
 }
 
+/// Says that what a process that died has left of an image may be in a directory that cannot be
+/// read, unless it was not written to since the host was started: no journal is older.
+pub(crate) fn warn_unseen(raw: &Raw) {
+    let boot = clock_gettime(ClockId::Realtime).tv_sec - clock_gettime(ClockId::Boottime).tv_sec;
+    if fstat(raw.fd()).is_ok_and(|stat| raw.is_file() && stat.st_mtime < boot) {
+        return;
+    }
+    tracing::warn!(
+        "what a killed backend has answered for {} is not seen if it has left anything: its \
+         directory cannot be read; if one was killed, run this as root",
+        raw.path().display()
+    );
+}
+
 /// Bytes of a file with space for so many records.
 fn file_bytes(slots: u32, words: usize) -> usize {
     HEADER_BYTES + slots as usize * (1 + words) * WORD_BYTES
@@ -328,6 +361,17 @@ fn file_bytes(slots: u32, words: usize) -> usize {
 fn slots(bytes: usize, words: usize) -> u32 {
     let slots = bytes.saturating_sub(HEADER_BYTES) / ((1 + words) * WORD_BYTES);
     u32::try_from(slots).unwrap_or(u32::MAX)
+}
+
+fn told_at(which: u64) -> usize {
+    TOLD_AT + WORD_BYTES + (which as usize - 1) * TOLD_WORDS * WORD_BYTES
+}
+
+/// What a process has [told](Journal::tell), if it has.
+fn told(shm: &Shm) -> Option<Told> {
+    let which = shm.load_u64(TOLD_AT);
+    let words = (1..=2).contains(&which).then(|| told_at(which))?;
+    Some(std::array::from_fn(|i| shm.load_u64(words + i * WORD_BYTES)))
 }
 
 /// Keeps a journal from being dropped while it is used.
@@ -363,7 +407,7 @@ fn make(
     let path = identity.path.to_string_lossy();
     for (len_at, at, text, most) in [
         (PLACE_LEN_AT, PLACE_AT, identity.place.text(), place::MAX_BYTES),
-        (PATH_LEN_AT, PATH_AT, &*path, HEADER_BYTES - PATH_AT),
+        (PATH_LEN_AT, PATH_AT, &*path, TOLD_AT - PATH_AT),
     ] {
         let bytes = &text.as_bytes()[..text.len().min(most)];
         shm.store_u32(len_at, bytes.len() as u32);

@@ -74,6 +74,9 @@ pub struct OpenOptions {
     /// Where answered changes of metadata are kept until they are durable, so that they survive
     /// the death of this process; on tmpfs. None: they do not.
     pub state_dir: Option<PathBuf>,
+    /// There is such a directory, and it cannot be read: the log says so of images of which a
+    /// process that died may have left something there.
+    pub unseen_state: bool,
     /// Memory in bytes for tables and bitmaps that can be read again.
     pub metadata_bytes: usize,
     /// Use files as block devices are used: they keep their size and their space, and what was
@@ -98,6 +101,7 @@ impl Default for OpenOptions {
             read_only: false,
             wait_for_lock: None,
             state_dir: None,
+            unseen_state: false,
             metadata_bytes: METADATA_BYTES,
             fixed_size: false,
             unlocked: false,

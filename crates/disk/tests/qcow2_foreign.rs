@@ -81,30 +81,55 @@ fn killed_after(answers: u64, image: &Path, state: &Path) -> u64 {
     answered
 }
 
+/// An image of version 2, which has nothing that it could be marked by. False: no qemu-img.
+fn create_old(path: &Path) -> bool {
+    let (text, bytes) = (path.to_str().unwrap(), (CLUSTERS * CLUSTER).to_string());
+    let made = run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "compat=0.10", text, &bytes]);
+    if made.is_none() {
+        skipped("no qemu-img");
+    }
+    made.is_some()
+}
+
+/// In how many of the tries the image was refused, and in how many it was changed.
+#[derive(Debug, Default)]
+struct Noticed {
+    refused: u64,
+    changed: u64,
+}
+
 /// Kills backends, has a program at the image, and opens it again: all that was answered is there,
-/// or it is refused. How often it was.
-fn refused_after(program: &str, args: &[&str]) -> Option<u64> {
-    let mut refused = 0;
+/// or it is refused.
+fn noticed_after(old: bool, program: &str, args: &[&str]) -> Option<Noticed> {
+    let mut noticed = Noticed::default();
     for round in 0..TRIES {
         let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
         let path = dir.path().join("a.qcow2");
-        create(&path);
+        match old {
+            true if !create_old(&path) => return None,
+            true => {}
+            false => create(&path),
+        }
         let answered = killed_after(1 + round * 7, &path, state.path());
         let mut all = args.to_vec();
         all.push(path.to_str().unwrap());
         wait_until_released(&path);
+        let before = fs::read(&path).unwrap();
         // It may find leaks, and say so by its exit code.
         let Ok(done) = Command::new(program).args(&all).output() else {
             skipped(&format!("no {program}"));
             return None;
         };
         assert!(done.status.code().is_some_and(|code| code < 4), "{done:?}");
+        let changed = before != fs::read(&path).unwrap();
+        noticed.changed += u64::from(changed);
         let mut disk = match serve(&path, state.path(), round % 2 == 0) {
             Ok(disk) => disk,
             Err(e) => {
                 assert_eq!(e.kind(), ErrorKind::Refused, "{e}");
                 assert!(e.why().contains("lost: bytes "), "{e}");
-                refused += 1;
+                assert!(changed, "{program} {args:?}: nothing was written to it");
+                noticed.refused += 1;
                 continue;
             }
         };
@@ -116,7 +141,12 @@ fn refused_after(program: &str, args: &[&str]) -> Option<u64> {
             );
         }
     }
-    Some(refused)
+    Some(noticed)
+}
+
+/// The same of marked images: how often they were refused.
+fn refused_after(program: &str, args: &[&str]) -> Option<u64> {
+    noticed_after(false, program, args).map(|noticed| noticed.refused)
 }
 
 #[test]
@@ -136,6 +166,22 @@ fn a_discard_by_qemu_io_after_a_kill_is_seen() {
     let args = ["-f", "qcow2", "-d", "unmap", "-c", "discard 0 64k"];
     let Some(refused) = refused_after("qemu-io", &args) else { return };
     assert!(refused >= TRIES - 5, "{refused} of {TRIES}");
+}
+
+#[test]
+fn an_old_image_that_another_program_has_changed_after_a_kill_is_refused() {
+    let repairs = ["check", "-q", "-r", "all"];
+    let frees_leaks = ["check", "-q", "-r", "leaks"];
+    let discards = ["-f", "qcow2", "-d", "unmap", "-c", "discard 0 64k"];
+    // In the first 37 writes there is nothing on disk to discard.
+    for (program, args, least) in
+        [("qemu-img", &repairs[..], 24), ("qemu-img", &frees_leaks, 24), ("qemu-io", &discards, 15)]
+    {
+        let Some(noticed) = noticed_after(true, program, args) else { return };
+        eprintln!("{program} {args:?}: {noticed:?} of {TRIES}");
+        assert_eq!(noticed.refused, noticed.changed, "{program} {args:?}");
+        assert!(noticed.refused >= least, "{program} {args:?}: {noticed:?}");
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
-use images::{MIB, Place, json, listening};
+use images::{MIB, Place, json, listening, qemu_img};
 
 #[test]
 fn an_image_in_use_is_looked_at_if_that_is_asked_for() {
@@ -86,6 +86,31 @@ fn the_format_may_be_said_by_an_option() {
     assert_eq!(info["virtual_bytes"], 3 * MIB);
     let text = place.fails(2, &["resize", "-f", "vhd", "c.disk", "+8191P"]);
     assert!(text.contains("cannot resize c.disk"), "{text}");
+}
+
+#[test]
+fn an_old_qcow2_image_is_amended_as_qemu_img_does_it() {
+    let place = Place::new();
+    let path = place.path("old.qcow2");
+    let made = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", &path, "8M"];
+    if qemu_img(&made).is_none() {
+        return;
+    }
+    place.write("old.qcow2", &[(MIB, MIB)]);
+    place.ok(&["convert", "old.qcow2", "before.img"]);
+    let kind = || json(&place.ok(&["info", "old.qcow2", "--json"]))["chain"][0]["kind"].clone();
+    assert_eq!(kind(), "version 2");
+    let text = place.image(&["amend", "-o", "compat=0.10", "old.qcow2"]);
+    assert_eq!(text.status.code(), Some(2));
+    place.ok(&["amend", "-f", "qcow2", "-o", "compat=1.1", "old.qcow2"]);
+    assert_eq!(kind(), "version 3");
+    let text = place.ok(&["amend", "-o", "compat=v3", "old.qcow2"]);
+    assert!(text.contains("version 3 before"), "{text}");
+    assert!(qemu_img(&["check", &path]).unwrap().contains("No errors"));
+    place.ok(&["compare", "-s", "old.qcow2", "before.img"]);
+    place.fails(1, &["amend", "-o", "compat=1.1", "before.img"]);
+    place.ok(&["clone", "old.qcow2", "child.qcow2"]);
+    place.fails(1, &["amend", "-o", "compat=1.1", "old.qcow2"]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use rustix::fs::{FlockOperation, flock};
 use super::place::MAX_BYTES;
 use super::{
     FORMAT_AT, HEADER_BYTES, Identity, Journal, MAGIC, PATH_AT, PATH_LEN_AT, PLACE_AT,
-    PLACE_LEN_AT, Place, cannot, says_nothing,
+    PLACE_LEN_AT, Place, TOLD_AT, Told, cannot, says_nothing, told,
 };
 use crate::{DiskError, ErrorKind, Format, Raw};
 
@@ -33,8 +33,8 @@ pub(crate) struct Left {
 /// What there is for an image.
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
-    /// Its own journal says something.
-    pub(crate) own: bool,
+    /// Its own, if that says something.
+    pub(crate) own: Option<Left>,
     /// That of an image with the same identifier which is not where it was any more. It may be this
     /// one, or this one may be a copy of it from some time ago.
     pub(crate) moved: Option<Left>,
@@ -58,7 +58,7 @@ pub(crate) fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, 
         }
         let Some(left) = left(dir, &name)? else { continue };
         if name == own {
-            found.own = true;
+            found.own = Some(left);
         } else if its_place == place && left.place == identity.place {
             found.here = Some(left);
         } else if its_id == id && !left.is_there() {
@@ -66,6 +66,21 @@ pub(crate) fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, 
         }
     }
     Ok(found)
+}
+
+/// What the last process that wrote to an image has told about it besides the records, even if
+/// there are none.
+///
+/// # Errors
+/// Its journal cannot be read.
+pub(crate) fn told_of(dir: &Path, identity: &Identity) -> Result<Option<Told>, DiskError> {
+    let path = dir.join(identity.file_name());
+    match Shm::open(&path) {
+        Ok(shm) if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC => Ok(None),
+        Ok(shm) => Ok(told(&shm).filter(|_| place_of(&shm) == identity.place)),
+        Err(e) if matches!(e.kind(), NotFound | io::ErrorKind::InvalidData) => Ok(None),
+        Err(e) => Err(cannot(&path, "opened", e)),
+    }
 }
 
 /// Whether any journal says something of what was in a file or on a device.
@@ -200,7 +215,7 @@ pub(super) fn place_of(shm: &Shm) -> Place {
 }
 
 fn path_of(shm: &Shm) -> PathBuf {
-    text(shm, PATH_LEN_AT, PATH_AT, HEADER_BYTES - PATH_AT).into()
+    text(shm, PATH_LEN_AT, PATH_AT, TOLD_AT - PATH_AT).into()
 }
 
 fn format_of(shm: &Shm) -> Option<Format> {

@@ -76,7 +76,7 @@ fn journals_are_found_by_identifier_and_place() {
     drop(journal);
     let find = |identity: &Identity| {
         let found = survey(Some(dir.path()), identity).unwrap();
-        (found.own, found.moved.map(|l| l.keys), found.here.map(|l| l.keys))
+        (found.own.is_some(), found.moved.map(|l| l.keys), found.here.map(|l| l.keys))
     };
     let elsewhere = Identity { place: Place::from_text("inode 2".into()), ..identity() };
     let other = Identity { id: [8; 16], ..identity() };
@@ -116,7 +116,7 @@ fn a_void_journal_says_nothing() {
     let (mut journal, _) = open(dir.path());
     journal.claim(1, &[1, 2, 3]).unwrap();
     journal.void();
-    assert!(!survey(Some(dir.path()), &identity()).unwrap().own);
+    assert!(survey(Some(dir.path()), &identity()).unwrap().own.is_none());
     drop(journal.lock.take());
     journal.claim(2, &[1, 2, 3]).unwrap();
     drop(journal);

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::Ordering;
 
+use super::fingerprint::Writer;
 use super::state::{L1_KEYS, Left, l1_key};
 use super::{Qcow2, meta};
 use crate::{Port, Rare};
@@ -161,10 +162,16 @@ impl Qcow2 {
         let file = port.files[0];
         let places: Vec<u64> = dirty.refs.iter().map(|(_, offset)| *offset).collect();
         let slice_bytes = self.state().refs.slice_bytes();
+        let slices = dirty.refs.iter().map(|(slice, _)| *slice);
+        let slices = slices.clone().min().unwrap_or(0)..slices.max().map_or(0, |last| last + 1);
+        self.state().counts_change(Writer::Commit, slices.clone());
         meta::write_blocks(port, file, slice_bytes, &places, |i, block| {
-            block.copy_from_slice(self.state().refs.bytes(dirty.refs[i].0));
+            let mut state = self.state();
+            block.copy_from_slice(state.refs.bytes(dirty.refs[i].0));
+            state.counts_become(dirty.refs[i].0, block);
         })
         .await?;
+        self.state().counts_changed(Writer::Commit, &slices);
         self.sync(port).await?;
         if dirty.slices.is_empty() && dirty.l1.is_empty() {
             return Ok(());
@@ -250,6 +257,7 @@ impl Qcow2 {
                 self.cache.pin(self.slice(cluster).0, -1);
                 state.untake(host >> self.header.cluster_bits);
             }
+            state.free_bait();
         }
         for _ in 0..MAX_LAST_COMMITS {
             self.commit_alone(port).await?;

@@ -1,9 +1,11 @@
 //! Fresh clusters: runs of free ones with space behind them, and the refcount blocks for them.
 
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use super::entry::MAX_HOST_BYTES;
+use super::fingerprint::Writer;
 use super::header::{self, MAX_REFTABLE_BYTES};
 use super::state::{Left, Run};
 use super::{Qcow2, meta};
@@ -43,6 +45,27 @@ impl Drop for Renaming<'_> {
         if !self.done {
             self.image.lost.store(true, Ordering::Release);
         }
+    }
+}
+
+/// New blocks of refcounts that the table does not have yet.
+struct Made {
+    slices: Range<u64>,
+    /// Slices with counts that are not 0.
+    counts: Vec<(u64, Vec<u8>)>,
+}
+
+impl Made {
+    /// The table is about to get them.
+    fn appear(&self, image: &Qcow2) {
+        let mut state = image.state();
+        state.counts_change(Writer::Growth, self.slices.clone());
+        self.counts.iter().for_each(|(slice, bytes)| state.counts_become(*slice, bytes));
+    }
+
+    /// It has them.
+    fn appeared(&self, image: &Qcow2) {
+        image.state().counts_changed(Writer::Growth, &self.slices);
     }
 }
 
@@ -257,13 +280,13 @@ impl Qcow2 {
             return Ok(at);
         }
         let mut count = self.blocks_at_once(at, block, entries);
-        match self.make_blocks(port, at, count, count).await {
+        let made = match self.make_blocks(port, at, count, count).await {
             Err(e) if is_full(&e) && count > 1 => {
                 count = 1;
-                self.make_blocks(port, at, count, count).await?;
+                self.make_blocks(port, at, count, count).await?
             }
-            done => done?,
-        }
+            made => made?,
+        };
         self.sync(port).await?;
         let bits = self.header.cluster_bits;
         let first = block / SECTOR_ENTRIES * SECTOR_ENTRIES;
@@ -274,7 +297,9 @@ impl Qcow2 {
         }
         let bytes: Vec<u8> = entries.iter().flat_map(|e| e.to_be_bytes()).collect();
         self.keep_in_file(at + count);
+        made.appear(self);
         meta::write(port, port.files[0], self.reftable_offset() + first * 8, &bytes).await?;
+        made.appeared(self);
         self.sync(port).await?;
         self.state().refs.table_mut()[sector].copy_from_slice(&entries);
         Ok(at + count)
@@ -303,7 +328,7 @@ impl Qcow2 {
 
     /// Writes `count` new refcount blocks at cluster `at`, which is the first that they count, with
     /// a count of one for `used` clusters from `at` on. Nothing is synced.
-    async fn make_blocks(&self, port: &Port, at: u64, count: u64, used: u64) -> io::Result<()> {
+    async fn make_blocks(&self, port: &Port, at: u64, count: u64, used: u64) -> io::Result<Made> {
         let (bits, order) = (self.header.cluster_bits, self.header.refcount_order);
         let (end, zeroed) = self.provide(port, at, at + used).await?;
         if end < at + used {
@@ -319,6 +344,9 @@ impl Qcow2 {
             (refs.slice_entries(), refs.block_entries(), refs.slice_bytes())
         };
         let first_block = at / block_entries;
+        let blocks = first_block..first_block + count;
+        let slices = blocks.start * block_entries / entries..blocks.end * block_entries / entries;
+        let mut made = Made { slices, counts: Vec::new() };
         let mut cluster = at;
         while cluster < at + used {
             let slice = cluster / entries;
@@ -330,9 +358,10 @@ impl Qcow2 {
             let in_block = slice * entries % block_entries / entries * slice_bytes as u64;
             let block = (at + (cluster / block_entries - first_block)) << bits;
             meta::write(port, port.files[0], block + in_block, &bytes).await?;
+            made.counts.push((slice, bytes));
             cluster = end;
         }
-        Ok(())
+        Ok(made)
     }
 
     fn reftable_offset(&self) -> u64 {
@@ -366,7 +395,7 @@ impl Qcow2 {
             blocks += 1;
         };
         let used = blocks + clusters;
-        self.make_blocks(port, at, blocks, used).await?;
+        let made = self.make_blocks(port, at, blocks, used).await?;
         table.resize((clusters << bits) as usize / 8, 0);
         for i in 0..blocks {
             table[(first + i) as usize] = (at + i) << bits;
@@ -377,12 +406,14 @@ impl Qcow2 {
         self.sync(port).await?;
         self.keep_in_file(at + used);
         let mut renaming = Renaming { image: self, done: false };
+        made.appear(self);
         self.patch_header(port, |sector| {
             sector[48..56].copy_from_slice(&offset.to_be_bytes());
             sector[56..60].copy_from_slice(&(clusters as u32).to_be_bytes());
         })
         .await?;
         renaming.done = true;
+        made.appeared(self);
         let old = self.reftable.swap(offset, Ordering::AcqRel) >> bits;
         let mut state = self.state();
         *state.refs.table_mut() = table;
@@ -410,10 +441,19 @@ impl Qcow2 {
     /// not kept up to date (one that stays would make other programs believe a bitmap that lacks
     /// what is written now).
     pub(super) async fn make_ready(&self, port: &Port) -> io::Result<()> {
-        let _alone = self.growth.lock(&port.io).await?;
+        let _alone = self.readying.lock(&port.io).await?;
         if self.ready.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.lengthen(port).await?;
+        self.lay_bait(port).await?;
+        self.ready.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// The mark, and a file with whole clusters.
+    async fn lengthen(&self, port: &Port) -> io::Result<()> {
+        let _alone = self.growth.lock(&port.io).await?;
         self.set_autoclear(port, self.mark).await?;
         let bytes = self.medium.bytes_now()?;
         let whole = bytes.next_multiple_of(self.cluster_bytes());
@@ -423,7 +463,6 @@ impl Qcow2 {
         if self.medium.is_file() {
             self.limit.fetch_max(whole, Ordering::AcqRel);
         }
-        self.ready.store(true, Ordering::Release);
         Ok(())
     }
 }
@@ -443,7 +482,7 @@ impl Qcow2 {
 }
 
 /// Whether there may be space for less.
-fn is_full(e: &io::Error) -> bool {
+pub(super) fn is_full(e: &io::Error) -> bool {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     matches!(e.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }

@@ -28,6 +28,7 @@ mod check;
 mod commit;
 mod create;
 mod entry;
+mod fingerprint;
 mod grow;
 mod header;
 mod lineage;
@@ -44,6 +45,7 @@ mod state;
 mod takeover;
 mod told;
 mod unpack;
+mod upgrade;
 mod zero;
 
 pub use check::{Finding, Problem, Report, check};
@@ -51,6 +53,7 @@ pub use create::NewImage;
 pub(crate) use lineage::{backing_path, is_on_raw};
 pub use repair::repair;
 pub(crate) use snapshots::Told;
+pub use upgrade::upgrade;
 
 use cache::Cache;
 use entry::{COPIED, Cluster};
@@ -96,6 +99,8 @@ pub(crate) struct Qcow2 {
     unpacked: Mutex<(u64, Vec<u8>)>,
     commits: SharedLock,
     growth: SharedLock,
+    /// Who makes the image ready for the first write.
+    readying: SharedLock,
     /// Who holds scratch memory and may need more.
     nested: SharedLock,
     /// By L1 index: who loads a slice or makes a table.

@@ -11,6 +11,7 @@ use ferrite_io::shared_lock::SharedLock;
 
 use super::cache::Cache;
 use super::entry;
+use super::fingerprint::Fingerprint;
 use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
 use super::refs::Refs;
 use super::state::{State, WORDS};
@@ -46,18 +47,28 @@ impl Qcow2 {
         if !read_only {
             check_writable(&header, &cannot)?;
         }
+        // A mark tells, where there are marks.
+        if options.unseen_state && (header.version < 3 || header.mark().is_some()) {
+            journal::warn_unseen(&medium);
+        }
         let left = cannot.find(dir, &medium, &header)?;
-        let tables = Tables::read(&medium, header, bytes, left || !read_only, &cannot)?;
-        let (mark, journal, records) = match dir {
-            Some(dir) => cannot.journal(dir, &medium, &tables.header, left)?,
+        let all = left.is_some() || !read_only;
+        let tables = Tables::read(&medium, header, bytes, all, &cannot)?;
+        let fingerprint = match tables.header.version {
+            2 if all => cannot.fingerprint(dir, &medium, &tables, left.as_ref())?,
+            _ => None,
+        };
+        let (mark, mut journal, records) = match dir {
+            Some(dir) => cannot.journal(dir, &medium, &tables.header, left.is_some())?,
             None => (0, Journal::without(WORDS, MAX_CHANGES), Vec::new()),
         };
+        fingerprint.iter().for_each(|fingerprint| fingerprint.tell(&mut journal));
         let entries = (tables.header.cluster_bytes().min(SLICE_BYTES) / 8) as usize;
         let refs = Refs::new(&tables.header, tables.reftable);
         let mut image = Qcow2 {
             l1: tables.l1.into_iter().map(AtomicU64::new).collect(),
             cache: Cache::new(options.metadata_bytes, entries),
-            state: Mutex::new(State::new(journal, refs)),
+            state: Mutex::new(State::new(journal, refs, fingerprint)),
             metadata: tables.metadata.into(),
             answered: Vec::new(),
             reftable: AtomicU64::new(tables.header.reftable_offset),
@@ -70,6 +81,7 @@ impl Qcow2 {
             unpacked: Mutex::new((0, Vec::new())),
             commits: SharedLock::new(),
             growth: SharedLock::new(),
+            readying: SharedLock::new(),
             nested: SharedLock::new(),
             tables: std::array::from_fn(|_| SharedLock::new()),
             clusters: std::array::from_fn(|_| SharedLock::new()),
@@ -290,11 +302,16 @@ impl Cannot {
         Ok((mark.unwrap_or(0), journal, records))
     }
 
-    /// Whether the image's own journal says something. Refused: it has lost its journal, as another
+    /// The image's own journal, if that says something. Refused: it has lost its journal, as another
     /// program has written to it, or somebody has put an older copy in its place.
-    fn find(&self, dir: Option<&Path>, medium: &Raw, header: &Header) -> Result<bool, DiskError> {
+    fn find(
+        &self,
+        dir: Option<&Path>,
+        medium: &Raw,
+        header: &Header,
+    ) -> Result<Option<Left>, DiskError> {
         if dir.is_none() {
-            return Ok(false);
+            return Ok(None);
         }
         let identity = identity(medium, header).map_err(|e| self.io(e))?;
         let found = journal::survey(dir, &identity)?;
@@ -303,10 +320,32 @@ impl Cannot {
         }
         match found.moved {
             // Another image of version 2 may be just as large.
-            Some(moved) if !found.own && header.mark().is_some() => {
+            Some(moved) if found.own.is_none() && header.mark().is_some() => {
                 Err(moved.moved(self.0.clone()))
             }
             _ => Ok(found.own),
+        }
+    }
+
+    /// Of an image of version 2 that has a journal. Refused: another program has written to it since
+    /// `left`.
+    fn fingerprint(
+        &self,
+        dir: Option<&Path>,
+        medium: &Raw,
+        tables: &Tables,
+        left: Option<&Left>,
+    ) -> Result<Option<Fingerprint>, DiskError> {
+        let Some(dir) = dir else { return Ok(None) };
+        let (header, table) = (&tables.header, &tables.reftable);
+        let identity = identity(medium, header).map_err(|e| self.io(e))?;
+        let found = Fingerprint::read(medium, header, table);
+        let mut found = found.map_err(|e| self.io(e))?;
+        let Some(told) = journal::told_of(dir, &identity)? else { return Ok(Some(found)) };
+        let accepted = found.accept(medium, header, table, &told).map_err(|e| self.io(e))?;
+        match left.filter(|_| !accepted) {
+            Some(left) => Err(self.lost(left, header)),
+            None => Ok(Some(found)),
         }
     }
 

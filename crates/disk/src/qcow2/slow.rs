@@ -50,7 +50,7 @@ impl Drop for Copying<'_> {
 }
 
 /// A fresh cluster that nothing refers to yet. Dropped, with its task, too, it is free again.
-struct Fresh<'a> {
+pub(super) struct Fresh<'a> {
     image: &'a Qcow2,
     cluster: u64,
     /// Its space reads as zeros.
@@ -72,6 +72,12 @@ enum Fate {
 impl<'a> Fresh<'a> {
     fn offset(&self) -> u64 {
         self.cluster << self.image.header.cluster_bits
+    }
+
+    /// Something refers to it, or it is used without; its number.
+    pub(super) fn keep(self) -> u64 {
+        self.fate.set(Fate::Kept);
+        self.cluster
     }
 
     /// The result of something that is not a write to it, and after which nobody goes on if it
@@ -241,7 +247,7 @@ impl Qcow2 {
     }
 
     /// A fresh cluster, however long it takes to find one.
-    async fn take(&self, port: &Port) -> io::Result<Fresh<'_>> {
+    pub(super) async fn take(&self, port: &Port) -> io::Result<Fresh<'_>> {
         for _ in 0..TRIES {
             if let Some((cluster, zeroed)) = self.state().take() {
                 return Ok(Fresh { image: self, cluster, zeroed, fate: Cell::new(Fate::Unknown) });

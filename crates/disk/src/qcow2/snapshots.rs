@@ -41,6 +41,13 @@ pub(super) struct Entry {
     extra_len: u64,
 }
 
+impl Entry {
+    /// Whether it has what an entry need not have in version 2.
+    pub(super) fn has_sizes(&self) -> bool {
+        self.extra_len >= EXTRA_BYTES
+    }
+}
+
 /// An entry that makes no sense, and so nothing behind it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the entry of internal snapshot {index} at {at:#x} makes no sense")]

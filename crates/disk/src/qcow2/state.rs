@@ -7,6 +7,7 @@ use std::ops::{Range, RangeInclusive};
 use crate::journal::{Journal, Slot};
 
 use super::entry::COPIED;
+use super::fingerprint::Fingerprint;
 use super::refs::Refs;
 
 /// Words of a journal record: the entry now, the one on disk, and the one that may have got there
@@ -60,6 +61,8 @@ pub(super) struct State {
     /// Clusters that are being copied to a new place.
     pub(super) copying: HashSet<u64>,
     pub(super) refs: Refs,
+    /// In version 2, if there is a journal.
+    pub(super) fingerprint: Option<Fingerprint>,
     pub(super) run: Run,
     /// What follows it.
     pub(super) spares: VecDeque<Run>,
@@ -90,7 +93,7 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(journal: Journal, refs: Refs) -> State {
+    pub(super) fn new(journal: Journal, refs: Refs, fingerprint: Option<Fingerprint>) -> State {
         State {
             journal,
             slots: HashMap::new(),
@@ -99,6 +102,7 @@ impl State {
             pending: HashMap::new(),
             copying: HashSet::new(),
             refs,
+            fingerprint,
             run: Run::default(),
             spares: VecDeque::new(),
             claimed: Vec::new(),

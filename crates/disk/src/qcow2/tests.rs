@@ -14,9 +14,12 @@ use super::*;
 use crate::image::Layer;
 use crate::{Disk, OpenOptions, Port, Session};
 
+mod leaks;
 mod memory;
+mod old;
 mod reuse;
 mod trouble;
+mod upgrade;
 
 /// A reactor and the way to one file.
 fn port_to(raw: &Raw) -> (Reactor, Port) {

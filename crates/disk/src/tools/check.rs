@@ -114,7 +114,7 @@ impl Workshop<'_> {
         let raw = Raw::open_medium(&name.path, &options)?;
         match unusable {
             // What was answered lies where the image says that there is nothing.
-            Some(e) if journal::any_at(self.state_dir.as_deref(), &raw)? => return Err(e),
+            Some(e) if journal::any_at(self.readable_state(), &raw)? => return Err(e),
             _ => {}
         }
         let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;

@@ -125,7 +125,7 @@ impl Workshop<'_> {
     ) -> Result<(), DiskError> {
         let what = || format!("cannot make {}", file.path().display());
         let raw = file.open()?;
-        journal::forget(self.state_dir.as_deref(), &raw)?;
+        journal::forget(self.readable_state(), &raw)?;
         let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let done =
@@ -256,7 +256,7 @@ impl Workshop<'_> {
     fn check_settled(&self, parent: &Disk) -> Result<(), DiskError> {
         let Disk::Image(image) = parent else { return Ok(()) };
         for layer in image.layers() {
-            if layer.has_journal(self.state_dir.as_deref())? {
+            if layer.has_journal(self.readable_state())? {
                 let path = layer.medium().path().display();
                 let what = format!("cannot make an image on {path}");
                 let why = "what a killed backend has answered is not in it yet, and it cannot be \

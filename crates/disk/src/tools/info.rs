@@ -49,7 +49,7 @@ impl Workshop<'_> {
     }
 
     fn layer_info(&self, layer: &Layer) -> Result<LayerInfo, DiskError> {
-        let journal = layer.has_journal(self.state_dir.as_deref())?;
+        let journal = layer.has_journal(self.readable_state())?;
         Ok(LayerInfo { journal, ..formats::layer_info(layer)? })
     }
 

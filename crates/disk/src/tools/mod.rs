@@ -33,6 +33,7 @@ mod rebase;
 mod report;
 mod resize;
 mod resume;
+mod upgrade;
 
 /// The longest chain that is read and merged here, so that one that is too long to be served can be
 /// made shorter. Each image takes a descriptor.
@@ -50,7 +51,8 @@ pub struct Workshop<'a> {
     pub directory: &'a dyn Directory,
     /// Opens what does the I/O.
     pub engine: &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
-    /// See [`OpenOptions::state_dir`].
+    /// See [`OpenOptions::state_dir`]. One that this user may not read is not used, see
+    /// [`OpenOptions::unseen_state`].
     pub state_dir: Option<PathBuf>,
     /// See [`OpenOptions::fixed_size`].
     pub fixed_size: bool,
@@ -75,8 +77,15 @@ pub struct Progress {
 impl Workshop<'_> {
     fn options(&self, read_only: bool) -> OpenOptions {
         // What a process at work has in its journal changes under whoever reads it.
-        let state_dir = self.state_dir.clone().filter(|_| !self.unlocked);
-        OpenOptions { state_dir, ..self.medium_options(read_only) }
+        let used = self.state_dir.as_deref().filter(|_| !self.unlocked);
+        let state_dir = used.filter(|dir| is_readable(dir)).map(Path::to_owned);
+        let unseen_state = used.is_some() && state_dir.is_none();
+        OpenOptions { state_dir, unseen_state, ..self.medium_options(read_only) }
+    }
+
+    /// The state directory, if it can be read.
+    fn readable_state(&self) -> Option<&Path> {
+        self.state_dir.as_deref().filter(|dir| is_readable(dir))
     }
 
     /// For what is not opened as a disk that may have been in use: no journal.
@@ -100,6 +109,11 @@ impl Workshop<'_> {
     fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
         Disk::open_image(name, &self.options(read_only))
     }
+}
+
+/// Whether this user may read a directory, if it is there.
+fn is_readable(dir: &Path) -> bool {
+    !dir.read_dir().is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied)
 }
 
 /// It would take something away, and was not told to.

@@ -399,12 +399,15 @@ fn journal_of(
 ) -> Result<(Journal, Vec<journal::Record>), DiskError> {
     let dir = options.state_dir.as_deref();
     if dir.is_none() {
+        if options.unseen_state {
+            journal::warn_unseen(raw);
+        }
         return Ok((Journal::without(RECORD_WORDS, RECORDS), Vec::new()));
     }
     let identity = Identity::of(raw, Format::Vhd, footer.uuid.0);
     let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
     let left = journal::survey(dir, &identity)?;
-    if let (false, Some(moved)) = (left.own, left.moved) {
+    if let (None, Some(moved)) = (left.own, left.moved) {
         return Err(moved.moved(format!("cannot open image {}", raw.path().display())));
     }
     match options.read_only {

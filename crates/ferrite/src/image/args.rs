@@ -66,6 +66,8 @@ pub(crate) enum ImageCommand {
     Rebase(RebaseArgs),
     /// Make a disk larger, or smaller where nothing is allocated.
     Resize(ResizeArgs),
+    /// Make a qcow2 image of version 2 one of version 3 (-o compat=1.1).
+    Amend(AmendArgs),
     /// Show which parts of a disk are where.
     Map(OneArgs),
     /// Compare what two disks read as; ends with 1 if they differ.
@@ -337,6 +339,31 @@ pub(crate) struct ResizeArgs {
     /// Cut off what is behind the new end, where nothing is allocated; resize a read-only image.
     #[arg(long)]
     pub(crate) force: bool,
+}
+
+/// `amend`.
+#[derive(Debug, Args)]
+pub(crate) struct AmendArgs {
+    #[command(flatten)]
+    pub(crate) named: NamedArgs,
+
+    /// What is changed, as qemu-img calls it: compat=1.1 (or compat=v3).
+    #[arg(short = 'o', value_name = "OPTION", value_parser = amendment)]
+    pub(crate) amendment: Amendment,
+}
+
+/// What can be changed of an image where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Amendment {
+    /// qcow2's version 2 becomes version 3.
+    Version3,
+}
+
+fn amendment(text: &str) -> Result<Amendment, String> {
+    match text {
+        "compat=1.1" | "compat=v3" => Ok(Amendment::Version3),
+        _ => Err("only compat=1.1 can be changed; convert makes a copy with anything else".into()),
+    }
 }
 
 /// `compare`.

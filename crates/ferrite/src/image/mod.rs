@@ -19,8 +19,8 @@ mod progress;
 mod text;
 
 use args::{
-    CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand, JournalCommand,
-    OneArgs, existing, name,
+    Amendment, CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand,
+    JournalCommand, OneArgs, existing, name,
 };
 use progress::Shown;
 
@@ -83,6 +83,10 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
         }
         ImageCommand::Resize(it) => {
             out.say(&shop.resize(&it.named.name()?, it.size, it.force)?, text::resized)
+        }
+        ImageCommand::Amend(it) => {
+            let Amendment::Version3 = it.amendment;
+            out.say(&shop.upgrade(&it.named.name()?)?, text::made)
         }
         ImageCommand::Map(one) => map(shop, &out, one),
         ImageCommand::Compare(compare) => self::compare(shop, &out, compare),
@@ -274,7 +278,8 @@ fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
     Ok(chosen.kind)
 }
 
-/// Where a killed backend has left what it had answered; none where it can have left nothing.
+/// Where a killed backend has left what it had answered; none where it can have left nothing. The log
+/// tells of images of which something may be there if this user may not look.
 fn state_dir() -> Option<PathBuf> {
     let path = Path::new(STATE_DIR);
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
@@ -282,13 +287,7 @@ fn state_dir() -> Option<PathBuf> {
         Ok(_) => Some(path.to_owned()),
         Err(e) => {
             let denied = e.kind() == io::ErrorKind::PermissionDenied;
-            if denied && path.parent().is_some_and(Path::exists) {
-                tracing::warn!(
-                    "{STATE_DIR} cannot be read: what a killed backend has answered for an image \
-                     and left there is not seen; if one was killed, run this as root",
-                );
-            }
-            None
+            (denied && path.parent().is_some_and(Path::exists)).then(|| path.to_owned())
         }
     }
 }

@@ -1,0 +1,65 @@
+//! Who may not read what killed backends have left is told, where there may be something of the image.
+
+mod images;
+
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_io::engines::test_engine;
+use images::{MIB, Place};
+use rustix::process::geteuid;
+
+/// Of nobody.
+const USER: u32 = 65534;
+const SAYS: &str = "is not seen";
+
+/// A killed backend has left it with a journal.
+fn killed(image: &str, state: &Path) {
+    let name = ImageName::parse(image).unwrap();
+    let options = OpenOptions { state_dir: Some(state.to_owned()), ..OpenOptions::default() };
+    let disk = Arc::new(Disk::open_image(&name, &options).unwrap());
+    let mut session = Session::new(disk, |arena| test_engine().open(arena, 8)).unwrap();
+    session.write(MIB, &[1; 512]).unwrap();
+}
+
+/// What `ferrite image` tells somebody who may only read the image.
+fn told(place: &Place, args: &[&str]) -> String {
+    let output = place.command(args).uid(USER).gid(USER).output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{args:?}: {text}");
+    text
+}
+
+#[test]
+fn only_images_of_which_something_may_be_left_are_warned_of() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can be somebody else");
+        return;
+    }
+    // As a backend makes it.
+    fs::DirBuilder::new().recursive(true).mode(0o700).create("/run/ferrite").unwrap();
+    let (place, state) = (Place::new(), tempfile::tempdir().unwrap());
+    fs::set_permissions(place.path("."), Permissions::from_mode(0o755)).unwrap();
+    place.pattern("raw.img", MIB, &[(0, 512)]);
+    for name in ["idle.qcow2", "left.qcow2", "recent.vhd", "ancient.vhd"] {
+        place.ok(&["create", name, "4M"]);
+    }
+    killed(&place.path("left.qcow2"), state.path());
+    let ancient = File::options().write(true).open(place.path("ancient.vhd")).unwrap();
+    ancient.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)).unwrap();
+    for name in ["raw.img", "idle.qcow2", "ancient.vhd"] {
+        assert_eq!(told(&place, &["info", name]), "", "{name}");
+    }
+    for name in ["left.qcow2", "recent.vhd"] {
+        let text = told(&place, &["info", name]);
+        assert!(text.contains(SAYS) && text.contains(name) && text.contains("root"), "{text}");
+        // Whoever looks at images in use sees nothing of that, and was told so.
+        assert!(!told(&place, &["info", "-U", name]).contains(SAYS));
+    }
+    assert!(!place.ok(&["info", "recent.vhd"]).is_empty());
+}
