@@ -7,7 +7,7 @@ use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::engines::test_engine;
@@ -48,8 +48,14 @@ fn only_images_of_which_something_may_be_left_are_warned_of() {
     place.pattern("raw.img", MIB, &[(0, 512)]);
     for name in ["idle.qcow2", "left.qcow2", "recent.vhd", "ancient.vhd"] {
         place.ok(&["create", name, "4M"]);
+        fs::set_permissions(place.path(name), Permissions::from_mode(0o644)).unwrap();
     }
     killed(&place.path("left.qcow2"), state.path());
+    // A ring lets go of its files some time after it is gone.
+    let end = Instant::now() + Duration::from_secs(30);
+    while !place.image(&["info", "left.qcow2"]).status.success() {
+        assert!(Instant::now() < end, "left.qcow2 is not released");
+    }
     let ancient = File::options().write(true).open(place.path("ancient.vhd")).unwrap();
     ancient.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)).unwrap();
     for name in ["raw.img", "idle.qcow2", "ancient.vhd"] {
