@@ -44,20 +44,26 @@ pub async fn upgrade(port: &Port, raw: &Raw) -> Result<bool, DiskError> {
     }
     let head = raw.read_now(0, SECTOR).map_err(|e| failed(raw, "amend", e))?;
     let header = Header { version: 3, ..header };
-    let Some((sector, name)) = plan(&header, be64(&head, 8)) else {
+    let Some(plan) = plan(&header, be64(&head, 8)) else {
         return refuse("its header has no room for that", later);
     };
-    write(port, sector, name).await.map_err(|e| failed(raw, "amend", e))?;
+    write(port, &plan).await.map_err(|e| failed(raw, "amend", e))?;
     Ok(true)
 }
 
-/// The first sector, and what has to be where before it is; none: there is no room. The name of
-/// the backing file was at byte `name_at`.
-fn plan(header: &Header, name_at: u64) -> Option<(Vec<u8>, Option<(u64, Vec<u8>)>)> {
+/// What is written.
+struct Plan {
+    first_sector: Vec<u8>,
+    /// The backing file's name in sectors of its own, and where.
+    name: Option<(u64, Vec<u8>)>,
+}
+
+/// None: there is no room. The name of the backing file was at byte `name_at`.
+fn plan(header: &Header, name_at: u64) -> Option<Plan> {
     let mut sector = header.encode()?;
     if sector.len() <= SECTOR {
         sector.resize(SECTOR, 0);
-        return Some((sector, None));
+        return Some(Plan { first_sector: sector, name: None });
     }
     let backing = header.backing.as_ref()?;
     sector.truncate(sector.len() - backing.name.len());
@@ -70,15 +76,15 @@ fn plan(header: &Header, name_at: u64) -> Option<(Vec<u8>, Option<(u64, Vec<u8>)
     }
     sector[8..16].copy_from_slice(&at.to_be_bytes());
     sector.resize(SECTOR, 0);
-    Some((sector, Some((at, name))))
+    Some(Plan { first_sector: sector, name: Some((at, name)) })
 }
 
-async fn write(port: &Port, sector: Vec<u8>, name: Option<(u64, Vec<u8>)>) -> io::Result<()> {
-    if let Some((at, name)) = name {
-        meta::write(port, port.files[0], at, &name).await?;
+async fn write(port: &Port, plan: &Plan) -> io::Result<()> {
+    if let Some((at, name)) = &plan.name {
+        meta::write(port, port.files[0], *at, name).await?;
         meta::sync(port).await?;
     }
-    meta::write(port, port.files[0], 0, &sector).await?;
+    meta::write(port, port.files[0], 0, &plan.first_sector).await?;
     meta::sync(port).await
 }
 
