@@ -93,6 +93,9 @@ pub struct OpenOptions {
     pub even_parent: bool,
     /// Where the image's parents may be.
     pub parents: Parents,
+    /// The open file of the image itself, if the caller has that already: whoever has it locked can
+    /// open it in no other way, and nobody gets between.
+    pub opened: Option<Arc<OwnedFd>>,
 }
 
 impl Default for OpenOptions {
@@ -108,6 +111,7 @@ impl Default for OpenOptions {
             max_layers: MAX_LAYERS,
             even_parent: false,
             parents: Parents::default(),
+            opened: None,
         }
     }
 }

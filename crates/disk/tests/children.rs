@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use common::vhd::{at, options};
 use common::{MIB, Mount, Queue, dir_on_disk, work};
-use ferrite_disk::tools::{Done, NewImage, Workshop};
+use ferrite_disk::tools::{Done, NewImage, Progress, Rebase, Workshop};
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::test_engine;
@@ -36,6 +36,10 @@ fn clone(parent: &ImageName, child: &ImageName) -> Done {
     work(None, |shop| shop.create(child, &on(parent))).unwrap()
 }
 
+fn clone_anywhere(parent: &ImageName, child: &ImageName) -> Done {
+    anywhere(&HostDirectory, |shop| shop.create(child, &on(parent))).unwrap()
+}
+
 fn coalesce(child: &ImageName, force: bool) -> Result<Done, DiskError> {
     work(None, |shop| shop.coalesce(child, force))
 }
@@ -44,9 +48,32 @@ fn open(image: &ImageName) -> Result<Disk, DiskError> {
     Disk::open_image(image, &options())
 }
 
+/// Whatever is wherever.
+fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    work(&Workshop {
+        fixed_size: false,
+        directory,
+        unlocked: false,
+        engine: &|arena| test_engine().open(arena, 64),
+        state_dir: None,
+        progress: &|_| true,
+        parents: Parents::Any,
+    })
+}
+
+fn snapshot(leaf: &ImageName, parent: &ImageName) -> Done {
+    anywhere(&HostDirectory, |shop| shop.snapshot(leaf, parent)).unwrap()
+}
+
 /// What who does not know better does.
 fn make_writable(image: &ImageName) {
     fs::set_permissions(&image.path, Permissions::from_mode(0o644)).unwrap();
+}
+
+/// Gives an image one more name.
+fn link(image: &ImageName, name: &Path) -> ImageName {
+    fs::hard_link(&image.path, name).unwrap();
+    ImageName { path: name.to_owned(), ..image.clone() }
 }
 
 /// A parent and a child in a folder, and where another child is to be.
@@ -282,16 +309,21 @@ impl Watched {
     }
 
     fn clone(&self, family: &Family, new: &NewImage) -> Result<Done, DiskError> {
-        let shop = Workshop {
-            fixed_size: false,
-            directory: self,
-            unlocked: false,
-            engine: &|arena| test_engine().open(arena, 64),
-            state_dir: None,
-            progress: &|_| true,
-            parents: Parents::Any,
-        };
-        shop.create(&family.other, new)
+        anywhere(self, |shop| shop.create(&family.other, new))
+    }
+}
+
+impl Watched {
+    fn log(fails: Option<&'static str>) -> Watched {
+        Watched { done: RefCell::default(), fails }
+    }
+
+    /// Whether these were done, in this order.
+    #[track_caller]
+    fn did(self, steps: &[&str]) {
+        let done = self.done.into_inner();
+        let mut rest = done.iter();
+        assert!(steps.iter().all(|step| rest.any(|done| done == step)), "{done:?}");
     }
 }
 
@@ -329,21 +361,19 @@ impl Directory for Watched {
 #[test]
 fn the_parent_knows_of_a_child_elsewhere_before_that_has_its_name() {
     let family = Family::new("vhd", "elsewhere/other.vhd");
-    let watched = Watched { done: RefCell::default(), fails: None };
+    let watched = Watched::log(None);
     watched.clone(&family, &on(&family.parent)).unwrap();
-    let done = watched.done.into_inner();
     let folder = format!("sync {}", family.dir.path().file_name().unwrap().to_str().unwrap());
     let list = "name parent.vhd.ferrite-children";
     // Somebody who adds another one would take this one for gone.
     let steps = [list, &folder, "locked other.vhd", "name other.vhd", "sync elsewhere"];
-    let mut rest = done.iter();
-    assert!(steps.iter().all(|step| rest.any(|done| done == step)), "{done:?}");
+    watched.did(&steps);
 }
 
 #[test]
 fn a_clone_whose_parent_cannot_be_told_is_made_only_by_word() {
     let family = Family::new("vhd", "elsewhere/other.vhd");
-    let watched = || Watched { done: RefCell::default(), fails: Some("ferrite-children") };
+    let watched = || Watched::log(Some("ferrite-children"));
     let error = watched().clone(&family, &on(&family.parent)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert!(error.help().contains("--unmarked"), "{}", error.help());
@@ -352,6 +382,203 @@ fn a_clone_whose_parent_cannot_be_told_is_made_only_by_word() {
     let new = NewImage { unmarked: true, ..on(&family.parent) };
     let done = watched().clone(&family, &new).unwrap();
     assert!(done.notes.iter().any(|note| note.contains("does not know")), "{done:?}");
+}
+
+#[test]
+fn a_child_elsewhere_is_known_after_a_snapshot_and_after_a_merge() {
+    for format in FORMATS {
+        let family = Family::whole(format, "elsewhere/other");
+        let old = name(format, &at(&family.dir, "elsewhere/old"));
+        let watched = Watched::log(None);
+        anywhere(&watched, |shop| shop.snapshot(&family.other, &old)).unwrap();
+        let list = format!("name parent.{format}.ferrite-children");
+        watched.did(&[&list, "name old", "name other"]);
+        family.refuses("elsewhere");
+        // Only the new name is left of the two.
+        fs::remove_file(&family.other.path).unwrap();
+        family.refuses("elsewhere/old");
+        clone_anywhere(&old, &family.other);
+        let watched = Watched::log(None);
+        anywhere(&watched, |shop| shop.coalesce(&family.other, false)).unwrap();
+        watched.did(&[&list, "name other"]);
+        family.refuses("elsewhere/other");
+        fs::remove_file(&family.other.path).unwrap();
+        coalesce(&family.child, false).unwrap();
+    }
+}
+
+/// As other programs make a snapshot: the file gets another name, and its old one is a new image's.
+#[test]
+fn a_child_elsewhere_is_known_however_far_above_the_parent_its_name_is() {
+    for format in FORMATS {
+        let family = Family::whole(format, "elsewhere/other");
+        for _ in 0..3 {
+            let old = name(format, &at(&family.dir, "elsewhere/old"));
+            snapshot(&family.other, &old);
+            let list = at(&family.dir, &format!("parent.{format}.ferrite-children"));
+            let text = fs::read_to_string(&list).unwrap();
+            let known: Vec<_> = text.lines().filter(|line| !line.contains("/old")).collect();
+            fs::write(&list, known.join("\n") + "\n").unwrap();
+            family.refuses("elsewhere/other");
+            // Whoever adds a line leaves that one.
+            clone_anywhere(&family.parent, &name(format, &at(&family.dir, "elsewhere/more")));
+            let text = fs::read_to_string(&list).unwrap();
+            assert!(text.contains("elsewhere/other"), "{text}");
+            fs::remove_file(at(&family.dir, "elsewhere/more")).unwrap();
+            anywhere(&HostDirectory, |shop| shop.coalesce(&family.other, false)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_stands_on_the_child_is_in_no_merges_way() {
+    for format in FORMATS {
+        let family = Family::whole(format, "elsewhere/other");
+        let rebase =
+            |shop: &Workshop<'_>| shop.rebase(&family.other, &family.child, Rebase::Safe).map(drop);
+        anywhere(&HostDirectory, rebase).unwrap();
+        make_writable(&family.child);
+        coalesce(&family.child, false).unwrap();
+        let options = OpenOptions { parents: Parents::Any, ..options() };
+        drop(Disk::open_image(&family.other, &options).unwrap());
+    }
+}
+
+/// Its guest could keep what it stood on from being served, when it has a parent for once.
+#[test]
+fn what_a_guest_has_written_into_a_raw_parent_leads_nowhere() {
+    for format in FORMATS {
+        let family = Family::whole(format, "elsewhere/other");
+        let raw = name("raw", &at(&family.dir, "elsewhere/raw"));
+        fs::copy(&family.child.path, &raw.path).unwrap();
+        fs::remove_file(&family.other.path).unwrap();
+        clone_anywhere(&raw, &family.other);
+        fs::remove_file(at(&family.dir, "elsewhere/raw.ferrite-children")).ok();
+        fs::remove_file(&family.child.path).unwrap();
+        make_writable(&family.parent);
+        drop(open(&family.parent).unwrap());
+    }
+}
+
+#[test]
+fn a_snapshot_of_what_a_parent_knows_of_takes_a_list_that_can_be_written() {
+    for format in FORMATS {
+        let family = Family::whole(format, "elsewhere/other");
+        let old = name(format, &at(&family.dir, "elsewhere/old"));
+        let watched = || Watched::log(Some("parent"));
+        let take = |shop: &Workshop<'_>| shop.snapshot(&family.other, &old);
+        let error = anywhere(&watched(), take).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        assert!(error.help().contains("ferrite-children") && !old.path.exists(), "{error:?}");
+        // What its help says. The parent does not know of it then.
+        fs::remove_file(at(&family.dir, &format!("parent.{format}.ferrite-children"))).unwrap();
+        let done = anywhere(&watched(), take).unwrap();
+        assert!(done.notes.iter().any(|note| note.contains("does not know")), "{done:?}");
+    }
+}
+
+#[test]
+fn images_on_another_name_of_the_parent_are_in_a_merges_way() {
+    for format in FORMATS {
+        let file = format!("other.{format}");
+        for (second, child) in [("elsewhere/second", "elsewhere/"), ("second", "elsewhere/")] {
+            let family = Family::new(format, &format!("{child}{file}"));
+            let second = link(&family.parent, &at(&family.dir, second));
+            clone_anywhere(&second, &family.other);
+            family.refuses(if second.path.starts_with(at(&family.dir, "elsewhere")) {
+                "has 2 names"
+            } else {
+                "other"
+            });
+            make_writable(&family.parent);
+            fs::remove_file(&family.child.path).unwrap();
+            let error = open(&family.parent).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        }
+    }
+}
+
+#[test]
+fn another_name_of_the_child_would_be_destroyed_by_its_merge() {
+    for format in FORMATS {
+        let refusals =
+            [("second", "second has the same parent"), ("elsewhere/second", "has 2 names")];
+        for (second, why) in refusals {
+            let family = Family::new(format, "other");
+            let second = link(&family.child, &at(&family.dir, second));
+            let error = coalesce(&family.child, false).unwrap_err();
+            assert!(error.to_string().contains(why), "{error}");
+            fs::remove_file(&second.path).unwrap();
+            coalesce(&family.child, false).unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_image_with_another_name_is_written_to_if_all_of_them_are_known() {
+    for format in FORMATS {
+        let family = Family::new(format, "other");
+        // What interrupted commands leave.
+        let new = format!("child.{format}.ferrite-new");
+        let second = link(&family.child, &at(&family.dir, &new));
+        drop(open(&family.child).unwrap());
+        coalesce(&family.child, false).unwrap();
+        fs::remove_file(&second.path).unwrap();
+        let second = link(&family.child, &at(&family.dir, "second"));
+        drop(open(&family.child).unwrap());
+        fs::rename(&second.path, at(&family.dir, "elsewhere/second")).unwrap();
+        let error = open(&family.child).unwrap_err();
+        assert!(error.help().contains("-samefile"), "{error} {}", error.help());
+    }
+}
+
+/// Whoever does not know this program goes by the mode.
+#[test]
+fn a_parent_is_read_only_for_others_while_a_child_is_merged_and_when_that_fails() {
+    for format in FORMATS {
+        let family = Family::new(format, "other");
+        let mut disk = Queue::new(open(&family.child).unwrap());
+        disk.write(MIB, &[1; 4096]).unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        let mode = || fs::metadata(&family.parent.path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(), 0o440);
+        let seen = std::cell::Cell::new(0);
+        let stop = |_: Progress| {
+            seen.set(mode());
+            false
+        };
+        let error = work(None, |shop| {
+            let shop =
+                Workshop { progress: &stop, parents: Parents::default(), state_dir: None, ..*shop };
+            shop.coalesce(&family.child, false)
+        });
+        assert!(error.is_err() && seen.get() == 0o440 && mode() == 0o440, "{:o}", mode());
+        let watched = Watched::log(Some("child"));
+        anywhere(&watched, |shop| shop.coalesce(&family.child, false)).unwrap_err();
+        assert_eq!(mode(), 0o440);
+        coalesce(&family.child, false).unwrap();
+        assert_eq!(fs::metadata(&family.child.path).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+}
+
+#[test]
+fn a_line_that_makes_no_sense_counts_and_stays_until_somebody_removes_it() {
+    for line in ["/srv/vms/disk.vhd", "0123 file://", "x file:///a", "\u{fffd}"] {
+        let family = Family::new("vhd", "elsewhere/other");
+        let list = at(&family.dir, "parent.vhd.ferrite-children");
+        fs::write(&list, format!("\n{line}\n\n")).unwrap();
+        family.refuses("makes no sense");
+        clone(&family.parent, &family.other);
+        let text = fs::read_to_string(&list).unwrap();
+        assert!(text.lines().count() == 2 && text.contains(line), "{text}");
+        fs::remove_file(&family.other.path).unwrap();
+        family.refuses("makes no sense");
+        fs::remove_file(&family.child.path).unwrap();
+        make_writable(&family.parent);
+        let error = open(&family.parent).unwrap_err();
+        assert!(error.help().contains("parent.vhd.ferrite-children"), "{}", error.help());
+    }
 }
 
 #[test]

@@ -3,15 +3,18 @@
 mod common;
 
 use std::fs;
-use std::io::Write as _;
+use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use common::vhd::{at, options};
 use common::{Loop, MIB, Queue, dir_on_disk};
 use ferrite_disk::tools::{Convert, NewImage, Progress, Workshop};
-use ferrite_disk::{Disk, ErrorKind, ImageName};
-use ferrite_io::directory::HostDirectory;
+use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
+use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::EngineChoice;
 use tempfile::TempDir;
 
@@ -169,6 +172,128 @@ fn a_second_create_leaves_the_first_ones_file_alone() {
     assert!(!first.exists());
 }
 
+/// Where a command is when another one comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moment {
+    /// Its file is there, and not locked.
+    Made,
+    /// It is locked.
+    Empty,
+    /// It is complete, and about to get its name.
+    Complete,
+}
+
+/// Does something else at that moment.
+struct Met<'a> {
+    moment: Moment,
+    meets: &'a dyn Fn(),
+}
+
+impl Directory for Met<'_> {
+    fn create_new(&self, path: &Path) -> io::Result<OwnedFd> {
+        let made = HostDirectory.create_new(path);
+        if self.moment == Moment::Made && made.is_ok() {
+            (self.meets)();
+        }
+        made
+    }
+
+    fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        if self.moment == Moment::Complete {
+            (self.meets)();
+        }
+        HostDirectory.hard_link(from, to)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        if self.moment == Moment::Empty {
+            (self.meets)();
+        }
+        HostDirectory.rename(from, to)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        HostDirectory.remove(path)
+    }
+
+    fn sync(&self, directory: &Path) -> io::Result<()> {
+        HostDirectory.sync(directory)
+    }
+}
+
+/// The second command comes at a moment of the first one, and waits until that has ended before it
+/// gives its own file its name.
+#[test]
+fn of_two_that_make_a_file_one_succeeds_and_the_file_is_that_ones() {
+    for extension in ["vhd", "qcow2"] {
+        for moment in [Moment::Made, Moment::Empty, Moment::Complete] {
+            let dir = dir_on_disk();
+            fs::create_dir(at(&dir, "folder")).unwrap();
+            let [parent, image] =
+                ["parent", "folder/a"].map(|file| name(&at(&dir, &format!("{file}.{extension}"))));
+            let new = |mib| NewImage { bytes: Some(mib * MIB), ..NewImage::default() };
+            work(|shop| shop.create(&parent, &new(8))).unwrap();
+            let made = meeting(
+                &image,
+                moment,
+                [NewImage { parent: Some(parent.clone()), ..new(8) }, new(16)],
+            );
+            // What has no lock yet is taken for left over.
+            let bytes = match moment {
+                Moment::Made => [None, Some(16 * MIB)],
+                Moment::Empty | Moment::Complete => [Some(8 * MIB), None],
+            };
+            assert_eq!(made, bytes, "{extension}, {moment:?}");
+            let options = OpenOptions { parents: Parents::Any, ..options() };
+            let disk = Disk::open_image(&image, &options).unwrap();
+            assert_eq!(Some(disk.sectors() * 512), bytes[0].or(bytes[1]));
+            assert_eq!(fs::read_dir(at(&dir, "folder")).unwrap().count(), 1);
+        }
+    }
+}
+
+/// The sizes of what the first and the second have made; none if that is refused.
+fn meeting(image: &ImageName, moment: Moment, new: [NewImage; 2]) -> [Option<u64>; 2] {
+    let make = |new: &NewImage, moment, meets: &dyn Fn()| {
+        let directory = Met { moment, meets };
+        work(|shop| {
+            let shop = Workshop {
+                directory: &directory,
+                parents: Parents::default(),
+                state_dir: None,
+                ..*shop
+            };
+            match shop.create(image, new) {
+                Ok(done) => Some(done.virtual_bytes),
+                Err(e) => {
+                    assert_eq!(e.kind(), ErrorKind::InUse, "{e}");
+                    None
+                }
+            }
+        })
+    };
+    let [first, second] = new;
+    let [(come, comes), (ready, is_ready), (end, ended)] = [(); 3].map(|()| mpsc::channel());
+    let patience = Duration::from_secs(120);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(move || {
+            comes.recv_timeout(patience).unwrap();
+            let made = make(&second, Moment::Complete, &|| {
+                ready.send(()).unwrap();
+                ended.recv_timeout(patience).unwrap();
+            });
+            ready.send(()).unwrap();
+            made
+        });
+        let made = make(&first, moment, &|| {
+            come.send(()).unwrap();
+            is_ready.recv_timeout(patience).unwrap();
+        });
+        end.send(()).ok();
+        [made, other.join().unwrap()]
+    })
+}
+
 #[test]
 fn a_complete_copy_is_kept_when_its_name_is_taken() {
     let dir = dir_on_disk();
@@ -280,6 +405,43 @@ fn a_snapshot_goes_on_under_the_other_name_of_the_file() {
         assert_eq!(work(|shop| shop.info(&disk)).unwrap().chain.len(), 2);
         let mut queue = Queue::new(Disk::open_image(&disk, &options()).unwrap());
         assert!(queue.read(MIB, 4096).unwrap() == [7; 4096]);
+    }
+}
+
+/// As a script does that takes one each week.
+#[test]
+fn a_second_snapshot_under_the_same_name_is_refused_when_the_disk_has_changed() {
+    for extension in ["vhd", "qcow2"] {
+        let dir = dir_on_disk();
+        let (disk, _) = spellings(&dir, extension);
+        let old = name(&at(&dir, &format!("old.{extension}")));
+        work(|shop| shop.snapshot(&disk, &old)).unwrap();
+        // What the last step of one that was interrupted leaves.
+        fs::set_permissions(&old.path, fs::Permissions::from_mode(0o640)).unwrap();
+        let done = work(|shop| shop.snapshot(&disk, &old)).unwrap();
+        assert!(done.notes.iter().any(|note| note.contains("nothing to do")), "{done:?}");
+        assert_eq!(rights(&old).2, 0o440);
+        let refused = || {
+            let error = work(|shop| shop.snapshot(&disk, &old)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+            assert!(error.help().contains("another name"), "{error} {}", error.help());
+        };
+        let write = |bytes: &[u8]| {
+            let mut queue = Queue::new(Disk::open_image(&disk, &options()).unwrap());
+            queue.write(0, bytes).unwrap();
+            queue.close().unwrap();
+        };
+        // What reads as before may be what the guest has written.
+        write(&[0; 4096]);
+        refused();
+        write(&[1; 4096]);
+        refused();
+        assert_eq!(work(|shop| shop.info(&disk)).unwrap().chain.len(), 2);
+        let next = name(&at(&dir, &format!("next.{extension}")));
+        work(|shop| shop.snapshot(&disk, &next)).unwrap();
+        work(|shop| shop.resize(&disk, 16 * MIB, false)).unwrap();
+        let error = work(|shop| shop.snapshot(&disk, &next)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     }
 }
 

@@ -266,9 +266,11 @@ fn a_merge_that_names_its_parent_never_merges_the_next_one() {
         let merge = ["coalesce", &leaf, "--into", &middle];
         place.ok(&merge);
         let after = fs::read(place.path(&leaf)).unwrap();
-        // Run again by somebody who was not told.
-        let text = place.ok(&merge);
-        assert!(text.contains("nothing to do"), "{text}");
+        // Run again by somebody who was not told, or another name than was meant.
+        for into in [&middle, &format!("midle.{extension}")] {
+            let text = place.fails(3, &["coalesce", &leaf, "--into", into]);
+            assert!(text.contains("does not stand on") && text.contains("merged before"), "{text}");
+        }
         assert_eq!(fs::read(place.path(&leaf)).unwrap(), after);
         assert!(fs::exists(place.path(&base)).unwrap());
     }

@@ -6,7 +6,7 @@
 //!
 //! A line says where the child was made and on which file system: `FSID file:///PATH`, `device` for
 //! the FSID of a block device. A child that is not there is gone, unless its file system is not
-//! there, either. A child does not count whose chain does not lead to the parent any more. Lines of
+//! there, either. A line that makes no sense counts. A child does not count whose chain does not lead to the parent any more. Lines of
 //! both kinds are left out when the next one is added.
 //!
 //! The order of adding one, before the child gets its name, or another one: the new list under another name, synced;
@@ -42,6 +42,14 @@ pub(crate) struct Mark {
     file_system: Option<u64>,
 }
 
+/// A line of the list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Line {
+    Mark(Mark),
+    /// What makes no sense: somebody may have meant a child by it.
+    Unknown(Vec<u8>),
+}
+
 /// What has become of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum State {
@@ -60,8 +68,8 @@ impl Mark {
         Ok(Mark { child, file_system })
     }
 
-    fn parse(line: &str) -> Option<Mark> {
-        let (file_system, url) = line.split_once(' ')?;
+    fn parse(line: &[u8]) -> Option<Mark> {
+        let (file_system, url) = str::from_utf8(line).ok()?.split_once(' ')?;
         let file_system = match file_system {
             DEVICE => None,
             id => Some(u64::from_str_radix(id, 16).ok()?),
@@ -121,8 +129,25 @@ fn with(path: &Path, suffix: &str) -> PathBuf {
     name.into()
 }
 
-/// The marks of the image in `file`. What makes no sense is left out.
-pub(crate) fn read(file: &Path) -> io::Result<Vec<Mark>> {
+impl Line {
+    fn parse(line: &[u8]) -> Line {
+        Mark::parse(line).map_or_else(|| Line::Unknown(line.to_owned()), Line::Mark)
+    }
+
+    fn text(&self) -> Vec<u8> {
+        match self {
+            Line::Mark(mark) => mark.line(),
+            Line::Unknown(line) => [line, &b"\n"[..]].concat(),
+        }
+    }
+
+    pub(crate) fn is_of(&self, child: &Path) -> bool {
+        matches!(self, Line::Mark(mark) if mark.child == child)
+    }
+}
+
+/// The marks of the image in `file`.
+pub(crate) fn read(file: &Path) -> io::Result<Vec<Line>> {
     let path = beside(file);
     let text = match fs::metadata(&path) {
         Err(e) if e.kind() == NotFound => return Ok(Vec::new()),
@@ -130,7 +155,8 @@ pub(crate) fn read(file: &Path) -> io::Result<Vec<Mark>> {
         Ok(meta) if meta.len() > MAX_BYTES => return Err(io::ErrorKind::FileTooLarge.into()),
         Ok(_) => fs::read(&path)?,
     };
-    Ok(String::from_utf8_lossy(&text).lines().filter_map(Mark::parse).collect())
+    let lines = text.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
+    Ok(lines.map(Line::parse).collect())
 }
 
 /// The marks, which nobody else changes until this is dropped.
@@ -155,8 +181,12 @@ pub(crate) fn leave(
     let mut new = File::from(directory.create_new(&next)?);
     // Nobody waits for this one yet.
     flock(&new, FlockOperation::NonBlockingLockExclusive)?;
-    let others = read(file)?.into_iter().filter(|other| other.child != mark.child && keep(other));
-    let lines: Vec<u8> = others.chain([mark.clone()]).flat_map(|mark| mark.line()).collect();
+    let others = read(file)?.into_iter().filter(|line| match line {
+        Line::Mark(other) => other.child != mark.child && keep(other),
+        Line::Unknown(_) => true,
+    });
+    let lines = others.chain([Line::Mark(mark.clone())]);
+    let lines: Vec<u8> = lines.flat_map(|line| line.text()).collect();
     new.write_all(&lines)?;
     new.sync_all()?;
     directory.rename(&next, &path)?;

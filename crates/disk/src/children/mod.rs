@@ -2,7 +2,8 @@
 //!
 //! An image says what it stands on, and nothing says which images stand on it. So they are looked
 //! for where they can be: in its own folder, and where its [marks](marks) say that one was made.
-//! What other programs put on it from elsewhere is not found.
+//! What other programs put on it from elsewhere is not found. Nor is what stands on another name of
+//! the same file in another folder; so such a file may always have children.
 //!
 //! A coalesce asks all files of the folder what they are. Opening a disk for writing asks only those
 //! with the name of an image: the first bytes of a raw disk are its guest's, which could claim to
@@ -11,6 +12,7 @@
 use std::collections::HashSet;
 use std::fs::{self, Metadata};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -22,10 +24,12 @@ use crate::{DiskError, ErrorKind, Format, Raw};
 
 pub(crate) mod marks;
 
-use marks::{Held, Mark};
+use marks::{Held, Line, Mark};
 
 /// What a new file is called until it is complete: it is no image yet, or no longer.
 pub(crate) const NEW: &str = ".ferrite-new";
+/// The same of a copy that can be gone on with.
+pub(crate) const PARTIAL: &str = ".partial";
 
 /// More images than any chain has that is read here.
 const MAX_CHAIN: usize = 4096;
@@ -45,7 +49,15 @@ pub(crate) struct Children {
     /// One of them.
     pub(crate) child: Option<PathBuf>,
     /// Why there may be others.
-    pub(crate) unknown: Option<String>,
+    pub(crate) unknown: Option<Unknown>,
+}
+
+/// Something that may be a child.
+#[derive(Debug)]
+pub(crate) struct Unknown {
+    pub(crate) why: String,
+    /// For who wants to write to the parent.
+    pub(crate) help: String,
 }
 
 /// An image that others may stand on.
@@ -160,7 +172,8 @@ fn glances(child: &Path, parents: &[PathBuf]) -> io::Result<Vec<Raw>> {
 /// The parent itself cannot be examined.
 pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result<Children> {
     let target = Target::of(parent)?;
-    let except = except.and_then(|path| Some(identity(&fs::metadata(path).ok()?)));
+    let (except_path, except) =
+        (except, except.and_then(|path| Some(identity(&fs::metadata(path).ok()?))));
     let counts = |path: &Path| {
         let identity = fs::metadata(path).ok().map(|meta| identity(&meta));
         identity.is_none_or(|found| found != target.identity && Some(found) != except)
@@ -168,11 +181,62 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
     let mut found = Children::default();
     // Beside the file itself, not beside a link to it.
     let file = fs::canonicalize(parent)?;
-    marked(&file, &target, except, counts, &mut found);
+    let names = names(&file, &mut found)?;
+    for name in &names {
+        marked(name, &target, except, counts, &mut found);
+    }
+    if let Some(path) = except_path {
+        other_names(&fs::canonicalize(path)?, &mut found)?;
+    }
     if found.child.is_none() {
         in_folder(&file, &target, counts, ask, &mut found);
     }
     Ok(found)
+}
+
+/// The names that a file has in its folder; nobody knows what stands on the others.
+fn names(file: &Path, found: &mut Children) -> io::Result<Vec<PathBuf>> {
+    let meta = fs::metadata(file)?;
+    if meta.nlink() <= 1 || meta.file_type().is_block_device() {
+        return Ok(vec![file.to_owned()]);
+    }
+    let is_name = |path: &PathBuf| {
+        let other = fs::symlink_metadata(path);
+        other.is_ok_and(|other| identity(&other) == identity(&meta))
+    };
+    let entries = fs::read_dir(file.parent().unwrap_or(Path::new("/")))?;
+    let paths = entries.map(|entry| Ok(entry?.path()));
+    let names = paths.collect::<io::Result<Vec<_>>>()?.into_iter().filter(is_name);
+    let names: Vec<_> = names.collect();
+    if (names.len() as u64) < meta.nlink() {
+        let path = file.display();
+        let why = format!(
+            "{path} has {} names (hard links), and {} of them in its folder",
+            meta.nlink(),
+            names.len()
+        );
+        let help = format!(
+            "find the others (find DIRECTORY -xdev -samefile {path}) and remove them, or open it \
+             read-only"
+        );
+        found.unknown = Some(Unknown { why, help });
+    }
+    Ok(names)
+}
+
+/// Other names of a child: who merges it leaves them what it was, on a parent that changes.
+fn other_names(file: &Path, found: &mut Children) -> io::Result<()> {
+    let names = names(file, found)?;
+    let other = names.into_iter().find(|name| name != file && !is_unfinished(name));
+    found.child = other.or(found.child.take());
+    Ok(())
+}
+
+/// Whether a name is that of an image that is being made. After a crash it may be one more name of
+/// an image that was finished.
+fn is_unfinished(path: &Path) -> bool {
+    let name = path.as_os_str().as_bytes();
+    [NEW, PARTIAL].iter().any(|suffix| name.ends_with(suffix.as_bytes()))
 }
 
 /// Those that the marks name.
@@ -183,19 +247,33 @@ fn marked(
     counts: impl Fn(&Path) -> bool,
     found: &mut Children,
 ) {
+    let list = marks::beside(file);
+    let list = list.display();
+    let unknown = |why| {
+        let help = format!(
+            "bring that back, or open this one read-only; what is gone for good may be taken out \
+             of {list}"
+        );
+        Some(Unknown { why, help })
+    };
     let all = match marks::read(file) {
         Ok(all) => all,
-        Err(e) => {
-            let marks = marks::beside(file);
-            found.unknown = Some(format!("{} cannot be read: {e}", marks.display()));
-            return;
-        }
+        Err(e) => return found.unknown = unknown(format!("{list} cannot be read: {e}")),
     };
-    for mark in all.iter().filter(|mark| counts(&mark.child)) {
-        match mark.state(|path| target.is_below(path, except)) {
-            marks::State::Child => found.child = Some(mark.child.clone()),
-            marks::State::Unknown(why) => found.unknown = Some(why),
-            marks::State::Gone => {}
+    for line in &all {
+        match line {
+            Line::Mark(mark) if counts(&mark.child) => {
+                match mark.state(|path| target.is_below(path, except)) {
+                    marks::State::Child => found.child = Some(mark.child.clone()),
+                    marks::State::Unknown(why) => found.unknown = unknown(why),
+                    marks::State::Gone => {}
+                }
+            }
+            Line::Mark(_) => {}
+            Line::Unknown(line) => {
+                let line = String::from_utf8_lossy(line);
+                found.unknown = unknown(format!("a line of {list} makes no sense: {line:?}"));
+            }
         }
     }
 }
@@ -209,22 +287,28 @@ fn in_folder(
     found: &mut Children,
 ) {
     let folder = file.parent().unwrap_or(Path::new("/"));
-    let unknown = |path: &Path, e: io::Error| format!("{} cannot be read: {e}", path.display());
+    let unknown = |path: &Path, e: io::Error| {
+        let why = format!("{} cannot be read: {e}", path.display());
+        Some(Unknown { why, help: "see to it that it can be read".into() })
+    };
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
-        Err(e) if ask == Ask::All => return found.unknown = Some(unknown(folder, e)),
+        Err(e) if ask == Ask::All => return found.unknown = unknown(folder, e),
         Err(_) => return,
     };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let named = ask == Ask::All || Format::of_path(&path) != Format::Raw;
         let is_file = || fs::metadata(&path).is_ok_and(|meta| meta.is_file());
-        if !named || path.to_string_lossy().ends_with(NEW) || !is_file() || !counts(&path) {
+        if !named || path.as_os_str().as_bytes().ends_with(NEW.as_bytes()) || !is_file() {
+            continue;
+        }
+        if !counts(&path) {
             continue;
         }
         match target.carries(&path) {
             Ok(true) => return found.child = Some(path),
             Ok(false) => {}
-            Err(e) if ask == Ask::All => found.unknown = Some(unknown(&path, e)),
+            Err(e) if ask == Ask::All => found.unknown = unknown(&path, e),
             Err(_) => {}
         }
     }
@@ -260,14 +344,8 @@ pub(crate) fn check_none(medium: &Raw) -> Result<(), DiskError> {
                     (ferrite image clone)";
         return Err(DiskError::new(ErrorKind::Refused, what, why, help));
     }
-    if let Some(why) = found.unknown {
-        let marks = marks::beside(&fs::canonicalize(path).unwrap_or(path.into()));
+    if let Some(Unknown { why, help }) = found.unknown {
         let why = format!("an image may stand on it: {why}");
-        let help = format!(
-            "bring that back, or open this one read-only; what is gone for good may be taken out \
-             of {}",
-            marks.display()
-        );
         return Err(DiskError::new(ErrorKind::Refused, what, why, help));
     }
     Ok(())

@@ -113,7 +113,11 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
             return Ok(Attempt::Busy(grace, format!("its block device {device} is in use ({e})")));
         }
     };
-    let file = match rustix::fs::open(path, flags(medium, read_only), Mode::empty()) {
+    let opened = match &options.opened {
+        Some(opened) => rustix::io::fcntl_dupfd_cloexec(opened, 0),
+        None => rustix::fs::open(path, flags(medium, read_only), Mode::empty()),
+    };
+    let file = match opened {
         Ok(file) => file,
         Err(e @ (Errno::BUSY | Errno::TXTBSY | Errno::AGAIN)) => {
             return Ok(Attempt::Busy(grace, busy_reason(&before, medium, e)));

@@ -1,12 +1,11 @@
 //! A child merged into its parent.
 //!
 //! The order: what the parent stands on knows of the child's name; what the child has is copied into
-//! the parent, then synced; the parent gets the
-//! child's owner and mode, and its identity, where the format has such a thing; the parent is renamed over
-//! the child. Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
+//! the parent, then synced; the parent gets the child's identity, where the format has such a thing,
+//! and its owner and mode; the parent is renamed over the child. Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
 //! any point leaves a chain that is whole, and running it again does what is left.
 
-use std::fs;
+use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -14,7 +13,7 @@ use std::path::PathBuf;
 use super::copy::{Copying, Mode};
 use super::create::{absolute, done};
 use super::desk::Desk;
-use super::files::{is_write_protected, protect, same_file, take_rights};
+use super::files::{Protected, same_file, take_rights};
 use super::{Done, Workshop, broken, formats, refused, unsuitable};
 use crate::children::{self, Ask, marks};
 use crate::image::Image;
@@ -51,13 +50,10 @@ impl Workshop<'_> {
         let upper = Disk::Image(upper);
         self.close(&upper, &child.path)?;
         let rights = fs::metadata(&child.path).map_err(cannot)?;
-        let was_read_only = is_write_protected(&pair.parent.path).map_err(cannot)?;
-        protect(&pair.parent.path, false).map_err(cannot)?;
-        let lower = self.lower(child, pair, force);
-        if lower.is_err() && was_read_only {
-            protect(&pair.parent.path, true).map_err(cannot)?;
-        }
-        let (lower, lost) = lower?;
+        // What is open can be written to; others go by the mode, also after a crash.
+        let protected = Protected::lift(&pair.parent.path).map_err(cannot)?;
+        let (lower, lost) = self.lower(child, pair, force)?;
+        protected.restore().map_err(cannot)?;
         let mut notes = Vec::new();
         if let Some(below) = lower.media().get(1) {
             self.mark_renamed(below.path(), &pair.parent.path, &child.path, &mut notes)?;
@@ -68,8 +64,7 @@ impl Workshop<'_> {
         desk.run(copying.run()).map_err(cannot)?;
         drop(copying);
         drop(desk);
-        take_rights(&pair.parent.path, &rights, rights.mode()).map_err(cannot)?;
-        self.take_place(upper, lower, child, &pair.parent)?;
+        self.take_place(upper, lower, child, &pair.parent, &rights)?;
         notes.push(format!("{} is gone: it has this name now", pair.parent.path.display()));
         notes.extend(lost);
         Ok(done(child, pair.child_bytes, notes))
@@ -96,10 +91,10 @@ impl Workshop<'_> {
     }
 
     /// As [`coalesce`](Self::coalesce), but into this parent only: if the two were merged before,
-    /// and perhaps nobody was told, that is found out by the parent being gone.
+    /// and perhaps nobody was told, the next one is not touched.
     ///
     /// # Errors
-    /// As there; the child stands on another image.
+    /// As there; the child stands on another image, and `NotFound` if there is none of that name.
     pub fn coalesce_into(
         &self,
         child: &ImageName,
@@ -107,14 +102,14 @@ impl Workshop<'_> {
         force: bool,
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot coalesce {}", child.path.display());
-        let disk = self.open(child, true)?;
-        let (bytes, named) = (disk.sectors() * SECTOR_BYTES, parent.path.display());
+        let named = parent.path.display();
         if parent.path.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
             self.sync_dir(&child.path)?;
-            let note = format!("nothing to do: {named} is gone, as it is after they were merged");
-            return Ok(done(child, bytes, vec![note]));
+            let why = format!("it does not stand on {named}, which is not there");
+            let help = "if the two were merged before, there is nothing left to do; else name its \
+                        parent, which ferrite image info shows";
+            return Err(DiskError::new(ErrorKind::NotFound, what(), why, help));
         }
-        drop(disk);
         let pair = self.pair(child)?;
         let below = &pair.parent.path;
         if !same_file(below, &parent.path).map_err(|e| broken(what(), e))? {
@@ -131,6 +126,7 @@ impl Workshop<'_> {
         lower: Disk,
         child: &ImageName,
         parent: &ImageName,
+        rights: &Metadata,
     ) -> Result<(), DiskError> {
         let cannot = |e| broken(format!("cannot coalesce {}", child.path.display()), e);
         let mut desk = Desk::new(self, 0).map_err(cannot)?;
@@ -139,7 +135,10 @@ impl Workshop<'_> {
         desk.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
         let marks = fs::canonicalize(&parent.path).map(|file| marks::beside(&file));
         let marks = marks.map_err(cannot)?;
+        let protected = Protected::of(&parent.path).map_err(cannot)?;
+        take_rights(&parent.path, rights, rights.mode()).map_err(cannot)?;
         self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
+        protected.forget();
         self.sync_dir(&child.path)?;
         // Those that it names are gone, or lost.
         match self.directory.remove(&marks) {
@@ -223,7 +222,7 @@ impl Workshop<'_> {
             let help = "remove or flatten (convert) the other one first, or say --force";
             return Err(refused(what(), why, help));
         }
-        let Some(unknown) = found.unknown else { return Ok(None) };
+        let Some(unknown) = found.unknown.map(|unknown| unknown.why) else { return Ok(None) };
         if force {
             return Ok(Some(format!(
                 "if {path} had other children, they are destroyed: {unknown}"
@@ -257,6 +256,7 @@ mod tests {
     use super::*;
     use crate::Format;
     use crate::tools::NewImage;
+    use crate::tools::files::is_write_protected;
     use ferrite_io::directory::HostDirectory;
     use ferrite_io::engines::EngineChoice;
 

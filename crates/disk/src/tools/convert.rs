@@ -6,8 +6,9 @@ use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{NewFile, Over, check_apart, same_file};
 use super::formats::{Blank, shows_medium};
-use super::resume::{PARTIAL, Resume, Source};
+use super::resume::{Resume, Source};
 use super::{Done, NewImage, Workshop, broken, formats};
+use crate::children::PARTIAL;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 /// How to convert.
@@ -61,10 +62,8 @@ impl Workshop<'_> {
         };
         let from_device = fresh.is_of_device();
         let (file, state) = self.destination(to, how, fresh)?;
-        let name = ImageName { format: to.format, path: file.path().to_owned() };
         // No journal: what is not durable is written again.
-        let target = Disk::open_image(&name, &self.medium_options(false));
-        let target = target.map_err(|e| file.named(e))?;
+        let target = file.open_disk(to.format)?;
         let mut desk = Copying::desk(self).map_err(cannot)?;
         let mode = match self.is_device(&to.path) && shows_medium(to.format, &new) {
             true => Mode::Replace,
@@ -122,6 +121,7 @@ impl Workshop<'_> {
                     "start again with --force",
                 ),
                 Some(state) if (Resume { done_bytes: 0, ..state.clone() }) == fresh => {
+                    file.open()?;
                     state.reserve(&to.path).map_err(|e| broken(what(), e))?;
                     return Ok((file, state));
                 }
@@ -151,10 +151,10 @@ impl Workshop<'_> {
             if exists {
                 self.directory.remove(file.path()).map_err(cannot)?;
             }
-            file.create().map_err(cannot)?;
+            file.create().map_err(|e| file.not_made(e))?;
         }
         let below = (None, Blank::Anything);
-        self.write_new(&file, to.format, &how.new_image(), below, fresh.virtual_bytes)?;
+        self.write_new(&mut file, to.format, &how.new_image(), below, fresh.virtual_bytes)?;
         if !self.is_device(&to.path)
             && let Err(e) = fresh.begin(&to.path)
         {

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::desk::Desk;
+use super::extents::look_at_layer;
 use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
 use super::formats::Blank;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
@@ -58,7 +59,7 @@ impl Workshop<'_> {
         };
         let bytes = size(name, new, parent.as_ref())?;
         formats::check_new(name, new, parent.as_ref(), bytes)?;
-        let file = self.new_file(&name.path, Over::forced(new.force))?;
+        let mut file = self.new_file(&name.path, Over::forced(new.force))?;
         let mut notes = Vec::new();
         let _marked = match &parent {
             None => None,
@@ -70,7 +71,7 @@ impl Workshop<'_> {
                 self.mark(&parent.name.path, &name.path, help, &mut notes)?
             }
         };
-        self.write_new(&file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
+        self.write_new(&mut file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
         notes.extend(formats::warnings(name, new, parent.as_ref(), bytes));
         notes.extend(parent.and_then(|parent| self.note_elsewhere(name, &parent)));
@@ -105,26 +106,27 @@ impl Workshop<'_> {
     /// Writes a new image into its file, durably.
     pub(super) fn write_new(
         &self,
-        file: &NewFile<'_>,
+        file: &mut NewFile<'_>,
         format: Format,
         new: &NewImage,
         below: (Option<&Parent>, Blank),
         bytes: u64,
     ) -> Result<(), DiskError> {
-        self.write_under(file, format, new, below, bytes).map_err(|e| file.named(e))
+        let written = self.write_under(file, format, new, below, bytes);
+        written.map_err(|e| file.named(e))
     }
 
     /// The same, with errors that name the file as it is called now.
     fn write_under(
         &self,
-        file: &NewFile<'_>,
+        file: &mut NewFile<'_>,
         format: Format,
         new: &NewImage,
         below: (Option<&Parent>, Blank),
         bytes: u64,
     ) -> Result<(), DiskError> {
-        let what = || format!("cannot make {}", file.path().display());
         let raw = file.open()?;
+        let what = || format!("cannot make {}", file.path().display());
         journal::forget(self.readable_state(), &raw)?;
         let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
         let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
@@ -228,7 +230,8 @@ impl Workshop<'_> {
         let cannot = |e| broken(format!("cannot make {}", name.display()), e);
         let file = fs::canonicalize(parent).map_err(cannot)?;
         let child = absolute(child).map_err(cannot)?;
-        let marked = || marks::read(&file).map_or(true, |all| all.iter().any(|m| m.child == child));
+        let marked =
+            || marks::read(&file).map_or(true, |all| all.iter().any(|line| line.is_of(&child)));
         let known = self.is_found(&file, &child) || marked();
         let help = format!(
             "see to it that {} can be written; if nobody will ever merge into the parent, take the \
@@ -279,8 +282,8 @@ impl Workshop<'_> {
     /// `leaf` becomes `parent`, and what has its name from then on is a new image on that.
     /// Nothing is copied. Both names are in one directory.
     ///
-    /// The order: a second name for the file; that in the marks of its own parent; the new leaf,
-    /// whole and synced; the new leaf over the old name. A crash before the last leaves the leaf as it was, a crash after it the
+    /// The order: its own parent knows of the second name; that name for the file; the new leaf, whole
+    /// and synced; the new leaf over the old name. A crash before the last leaves the leaf as it was, a crash after it the
     /// new one, and there is always one.
     ///
     /// # Errors
@@ -293,10 +296,7 @@ impl Workshop<'_> {
         let bytes = disk.sectors() * SECTOR_BYTES;
         let exists = parent.path.symlink_metadata().is_ok();
         if exists && self.is_parent(&disk, &parent.path)? {
-            protect(&parent.path, true).map_err(cannot)?;
-            self.sync_dir(&leaf.path)?;
-            let note = format!("nothing to do: {} is its parent already", parent.path.display());
-            return Ok(done(leaf, bytes, vec![note]));
+            return self.snapshot_again(leaf, &parent.path, &disk);
         }
         if exists && !same_file(&leaf.path, &parent.path).map_err(cannot)? {
             let why = format!("{} exists and is another file", parent.path.display());
@@ -304,27 +304,75 @@ impl Workshop<'_> {
         }
         check_length(what(), &disk, &leaf.path)?;
         self.close(&disk, &leaf.path)?;
+        let mut notes = Vec::new();
+        let marked = match disk.media().get(1) {
+            Some(below) => self.mark_renamed(below.path(), &leaf.path, &parent.path, &mut notes)?,
+            None => None,
+        };
         if !exists {
             self.directory.hard_link(&leaf.path, &parent.path).map_err(cannot)?;
             self.sync_dir(&parent.path)?;
         }
-        let mut notes = Vec::new();
-        if let Some(below) = disk.media().get(1) {
-            self.mark_renamed(below.path(), &leaf.path, &parent.path, &mut notes)?;
-        }
+        drop(marked);
         // The lock stays on the file, whose name is the parent's from the last step on.
         let path = absolute(&parent.path).map_err(cannot)?;
         let parent = Parent { disk, name: parent.clone(), path };
-        let file = self.new_file(&leaf.path, Over::Mine)?;
+        let mut file = self.new_file(&leaf.path, Over::Mine)?;
         let help = "give both names the extension of their format";
         let _marked = self.mark(&parent.path, &leaf.path, Some(help), &mut notes)?;
         let new = NewImage::default();
-        self.write_new(&file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
+        self.write_new(&mut file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
         protect(&parent.path, true).map_err(cannot)?;
         notes.push(format!("what it was is {} now, read-only", parent.name.path.display()));
         notes.extend(formats::warnings(leaf, &new, Some(&parent), bytes));
         Ok(done(leaf, bytes, notes))
+    }
+
+    /// The end of one that was interrupted behind its last step, or was done: if nothing was written
+    /// to the disk since, there is nothing left to do.
+    fn snapshot_again(
+        &self,
+        leaf: &ImageName,
+        parent: &Path,
+        disk: &Disk,
+    ) -> Result<Done, DiskError> {
+        let what = || format!("cannot make a snapshot of {}", leaf.path.display());
+        let cannot = |e| broken(what(), e);
+        let (bytes, path) = (disk.sectors() * SECTOR_BYTES, parent.display());
+        protect(parent, true).map_err(cannot)?;
+        self.sync_dir(&leaf.path)?;
+        if let Disk::Image(image) = disk
+            && (image
+                .layers()
+                .get(1)
+                .is_some_and(|below| below.bytes() != image.layers()[0].bytes())
+                || !self.is_blank(disk).map_err(cannot)?)
+        {
+            let why = format!(
+                "{path} is its parent already, of an earlier snapshot, and the disk has changed since"
+            );
+            return Err(refused(what(), why, "choose another name for what it is now"));
+        }
+        let note = format!("nothing to do: {path} is its parent already, and reads the same");
+        Ok(done(leaf, bytes, vec![note]))
+    }
+
+    /// Whether a disk's own image has nothing: all that is read is its parents'.
+    fn is_blank(&self, disk: &Disk) -> io::Result<bool> {
+        let Disk::Image(image) = disk else { return Ok(false) };
+        let mut desk = Desk::new(self, 0)?;
+        let port = desk.port(disk)?;
+        desk.run(async {
+            let (mut at, end) = (0, disk.sectors() * SECTOR_BYTES);
+            while at < end {
+                match look_at_layer(&image.layers()[0], 0, &port, at, end - at).await? {
+                    (None, len) => at += len,
+                    (Some(_), _) => return Ok(false),
+                }
+            }
+            Ok(true)
+        })
     }
 
     fn check_snapshot_names(&self, leaf: &ImageName, parent: &ImageName) -> Result<(), DiskError> {

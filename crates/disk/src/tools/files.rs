@@ -3,14 +3,17 @@
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, Permissions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, fstat};
+use rustix::io::Errno;
 
 use super::{Workshop, broken, parent_dir, refused, unsuitable};
 use crate::children::{self, NEW, identity};
-use crate::{Disk, DiskError, Raw};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
 /// What becomes of a file that has the name already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,9 +33,15 @@ impl Over {
 }
 
 /// A file that is being made; away again if it was made here and does not get its name.
+///
+/// It is locked from its beginning until it has its name: one that is not is a program's that was
+/// killed, and whoever wants its temporary name removes it. A name may be another file's at any time
+/// but when that is locked, so each is compared with the locked file before it is used.
 pub(super) struct NewFile<'a> {
     shop: &'a Workshop<'a>,
     path: PathBuf,
+    /// It, locked.
+    file: Option<Arc<OwnedFd>>,
     to: PathBuf,
     /// There is a file with that name, which is replaced.
     replaces: bool,
@@ -69,9 +78,9 @@ impl Workshop<'_> {
                     file.open()?;
                 }
                 self.directory.remove(&file.path).map_err(|e| broken(what(), e))?;
-                file.create().map_err(|e| broken(what(), e))?;
+                file.create().map_err(|e| file.not_made(e))?;
             }
-            Err(e) => return Err(broken(what(), e)),
+            Err(e) => return Err(file.not_made(e)),
         }
         Ok(file)
     }
@@ -86,6 +95,7 @@ impl Workshop<'_> {
         let new = |path, replaces, replaced, in_place| NewFile {
             shop: self,
             path,
+            file: None,
             to: to.into(),
             replaces,
             _replaced: replaced,
@@ -144,10 +154,46 @@ impl Workshop<'_> {
 }
 
 impl NewFile<'_> {
-    /// Opens and locks it.
-    pub(super) fn open(&self) -> Result<Raw, DiskError> {
-        let options = Workshop::even_parents(self.shop.medium_options(false));
-        Raw::open_medium(&self.path, &options).map_err(|e| self.named(e))
+    /// Opens it, and locks it until it has its name.
+    pub(super) fn open(&mut self) -> Result<Raw, DiskError> {
+        let options = Workshop::even_parents(self.options());
+        let raw = Raw::open_medium(&self.path, &options).map_err(|e| self.named(e))?;
+        if self.file.is_none() {
+            self.file = raw.files().pop();
+        }
+        Ok(raw)
+    }
+
+    /// Opens the disk that is in it.
+    pub(super) fn open_disk(&self, format: Format) -> Result<Disk, DiskError> {
+        let name = ImageName { format, path: self.path.clone() };
+        Disk::open_image(&name, &self.options()).map_err(|e| self.named(e))
+    }
+
+    fn options(&self) -> OpenOptions {
+        OpenOptions { opened: self.file.clone(), ..self.shop.medium_options(false) }
+    }
+
+    /// Whether the temporary name is still that of the locked file.
+    fn is_there(&self) -> bool {
+        let found = fs::symlink_metadata(&self.path);
+        let locked = self.file.as_ref().and_then(|file| fstat(file).ok());
+        found.is_ok_and(|found| {
+            locked.is_some_and(|file| (found.dev(), found.ino()) == (file.st_dev, file.st_ino))
+        })
+    }
+
+    /// Why it could not be made.
+    pub(super) fn not_made(&self, e: io::Error) -> DiskError {
+        let what = format!("cannot make {}", self.to.display());
+        match e.kind() {
+            io::ErrorKind::AlreadyExists | io::ErrorKind::ResourceBusy => {
+                let why = "another command is making it at the same time";
+                let help = "wait for that, or choose another name";
+                DiskError::new(ErrorKind::InUse, what, why, help).with_source(e)
+            }
+            _ => broken(what, e),
+        }
     }
 
     /// An error, of the name that was asked for.
@@ -160,11 +206,19 @@ impl NewFile<'_> {
         &self.path
     }
 
-    /// Makes it, empty.
+    /// Makes it, empty and locked. Somebody who took it for left over before it was locked has it
+    /// locked, or has removed it.
     pub(super) fn create(&mut self) -> io::Result<()> {
-        self.shop.directory.create_new(&self.path)?;
-        self.ours = true;
-        Ok(())
+        let file = self.shop.directory.create_new(&self.path)?;
+        let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        self.file = Some(Arc::new(file));
+        // Who has it locked is about to remove it.
+        self.ours = locked != Err(Errno::AGAIN);
+        match locked {
+            Ok(()) if self.is_there() => Ok(()),
+            Ok(()) | Err(Errno::AGAIN) => Err(io::ErrorKind::ResourceBusy.into()),
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// Whatever comes, it stays under its temporary name, for somebody who goes on later.
@@ -179,6 +233,9 @@ impl NewFile<'_> {
         }
         let directory = self.shop.directory;
         let what = || format!("cannot make {}", self.to.display());
+        if !self.is_there() {
+            return Err(self.not_made(io::ErrorKind::ResourceBusy.into()));
+        }
         if self.replaces {
             if let Ok(old) = fs::metadata(&self.to) {
                 // What is replaced may have been a parent; this one is not.
@@ -208,7 +265,7 @@ impl NewFile<'_> {
 
 impl Drop for NewFile<'_> {
     fn drop(&mut self) {
-        if self.ours {
+        if self.ours && self.is_there() {
             let _ = self.shop.directory.remove(&self.path);
         }
     }
@@ -261,6 +318,43 @@ pub(super) fn take_rights(path: &Path, old: &Metadata, mode: u32) -> io::Result<
     let given = fchown(&file, user, group).or_else(|_| fchown(&file, None, group));
     let lost = if given.is_ok() { 0 } else { 0o070 };
     file.set_permissions(Permissions::from_mode(mode & 0o777 & !lost))
+}
+
+/// A file that is write-protected again when this is dropped, if it was before.
+pub(super) struct Protected<'a>(Option<&'a Path>);
+
+impl<'a> Protected<'a> {
+    /// Of a file with the mode that it has.
+    pub(super) fn of(path: &'a Path) -> io::Result<Protected<'a>> {
+        Ok(Protected(is_write_protected(path)?.then_some(path)))
+    }
+
+    /// Gives its owner the permission to write until this is dropped.
+    pub(super) fn lift(path: &'a Path) -> io::Result<Protected<'a>> {
+        let guard = Protected::of(path)?;
+        protect(path, false)?;
+        Ok(guard)
+    }
+
+    /// It is as it was.
+    pub(super) fn restore(mut self) -> io::Result<()> {
+        self.0.take().map_or(Ok(()), |path| protect(path, true))
+    }
+
+    /// It stays as it is now.
+    pub(super) fn forget(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Protected<'_> {
+    fn drop(&mut self) {
+        let Some(path) = self.0 else { return };
+        if let Err(e) = protect(path, true) {
+            let path = path.display();
+            tracing::error!("{path} could not be made read-only again ({e}): chmod a-w {path}");
+        }
+    }
 }
 
 /// Takes everybody's permission to write away, or gives it to the owner. Not a device's.

@@ -52,7 +52,7 @@ impl Workshop<'_> {
         let mut notes = Vec::new();
         let below = self.parent(name, parent)?;
         let bytes = old.sectors() * SECTOR_BYTES;
-        let file = self.new_file(&name.path, Over::Mine)?;
+        let mut file = self.new_file(&name.path, Over::Mine)?;
         self.keep(&below, &mut notes)?;
         let help =
             "see to it that files can be made beside the parent, or convert that into a copy";
@@ -63,10 +63,8 @@ impl Workshop<'_> {
             &NewImage { bytes: Some(bytes), ..new.clone() },
             Some(&below),
         )?;
-        self.write_new(&file, name.format, &new, (Some(&below), Blank::Zeros), size)?;
-        let temporary = ImageName { format: name.format, path: file.path().to_owned() };
-        let to = Disk::open_image(&temporary, &self.medium_options(false));
-        let to = to.map_err(|e| file.named(e))?;
+        self.write_new(&mut file, name.format, &new, (Some(&below), Blank::Zeros), size)?;
+        let to = file.open_disk(name.format)?;
         match how {
             Rebase::Safe => self.equalize(&old, &to).map_err(cannot)?,
             Rebase::Unsafe => {

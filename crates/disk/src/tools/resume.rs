@@ -11,8 +11,6 @@ use serde::{Deserialize, Serialize};
 
 use super::files::beside;
 
-/// Behind the destination's name: the image that is not complete yet.
-pub(super) const PARTIAL: &str = ".partial";
 /// And how far it is.
 const STATE: &str = ".partial.json";
 /// What that is written to first.

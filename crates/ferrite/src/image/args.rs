@@ -301,7 +301,8 @@ pub(crate) struct CoalesceArgs {
     /// The child.
     pub(crate) child: OsString,
 
-    /// Only into this parent: if that is gone they were merged before, and nothing is done.
+    /// Only into this parent: an error if the child stands on another one, and another error (3) if it
+    /// is not there, as after they were merged.
     #[arg(long, value_name = "PARENT")]
     pub(crate) into: Option<OsString>,
 
