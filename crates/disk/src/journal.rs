@@ -20,18 +20,23 @@
 //! is whole; a record is changed by single words; it is freed by clearing its key. A process may
 //! die between any two of these.
 
-use std::fs::File;
-use std::io::{self, ErrorKind::InvalidData, ErrorKind::NotFound};
+use std::io::{
+    self, ErrorKind::AlreadyExists, ErrorKind::InvalidData, ErrorKind::NotFound,
+    ErrorKind::WouldBlock,
+};
 use std::path::{Path, PathBuf};
 
 use ferrite_io::shm::Shm;
-use rustix::fs::{FlockOperation, flock, fstat};
+use rustix::fs::fstat;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::{DiskError, ErrorKind, Format, Rare, Raw};
 
+mod file;
 mod place;
 mod shelf;
+
+use file::{Content, Held};
 
 pub(crate) use place::{Place, made_ns};
 pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey, told_of};
@@ -107,9 +112,7 @@ pub(crate) struct Slot(u32);
 
 /// The records of one image. With no directory for it there is only the bound on their number.
 pub(crate) struct Journal {
-    file: Option<(Shm, PathBuf)>,
-    /// The file, locked: whoever drops journals leaves this one alone.
-    lock: Option<File>,
+    file: Option<(Shm, Held)>,
     words: usize,
     /// Slots below `fresh` that have no record.
     free: Vec<u32>,
@@ -139,30 +142,28 @@ impl Journal {
         let Some(dir) = dir else { return Ok((journal, Vec::new())) };
         let path = dir.join(identity.file_name());
         shelf::sweep(dir, identity, &path)?;
-        let made = |e| cannot(&path, "made", e);
-        let shm = match Shm::open(&path) {
-            Ok(shm) if says_nothing(&shm) => {
-                drop(shm);
-                make(dir, &path, identity, words, capacity).map_err(made)?
-            }
-            Ok(shm) => {
-                check(&path, &shm, identity, words, capacity)?;
-                shm
-            }
-            Err(e) if matches!(e.kind(), NotFound | InvalidData) => {
-                make(dir, &path, identity, words, capacity).map_err(made)?
-            }
-            Err(e) => return Err(cannot(&path, "opened", e)),
+        let (shm, held) = match Held::take(&path).map_err(|e| not_held(&path, "opened", e))? {
+            None => make(dir, &path, identity, words, capacity)?,
+            Some(held) => match held.map().map_err(|e| cannot(&path, "opened", e))? {
+                Some(shm) if Content::of(&shm) != Content::Nothing => {
+                    check(&path, &shm, identity, words, capacity)?;
+                    (shm, held)
+                }
+                // Another one, as others may have this one mapped.
+                _ => {
+                    held.remove().map_err(|e| cannot(&path, "removed", e))?;
+                    make(dir, &path, identity, words, capacity)?
+                }
+            },
         };
-        journal.lock = Some(lock(&path)?);
-        let records = journal.adopt(shm, path);
+        let records = journal.adopt(shm, held);
         Ok((journal, records))
     }
 
     /// One that dies with the process: only the bound on its number of records.
     pub(crate) fn without(words: usize, capacity: u32) -> Journal {
         let (free, fresh, ready, stuck) = (Vec::new(), 0, capacity, false);
-        Journal { file: None, lock: None, words, free, fresh, ready, capacity, stuck }
+        Journal { file: None, words, free, fresh, ready, capacity, stuck }
     }
 
     /// The records that a process has left behind, for those that only want to read; none if there
@@ -180,37 +181,26 @@ impl Journal {
             return Ok(Vec::new());
         };
         match Shm::open(&path) {
-            Ok(shm) if says_nothing(&shm) => Ok(Vec::new()),
+            Ok(shm) if Content::of(&shm) == Content::Nothing => Ok(Vec::new()),
             Ok(shm) => {
                 check(&path, &shm, identity, words, capacity)?;
-                Ok(Journal::without(words, capacity).adopt(shm, path))
+                Ok(records(&shm, words, capacity))
             }
             Err(e) if matches!(e.kind(), NotFound | InvalidData) => Ok(Vec::new()),
             Err(e) => Err(cannot(&path, "opened", e)),
         }
     }
 
-    fn adopt(&mut self, shm: Shm, path: PathBuf) -> Vec<Record> {
+    fn adopt(&mut self, shm: Shm, held: Held) -> Vec<Record> {
+        let records = records(&shm, self.words, self.capacity);
         self.ready = slots(shm.len(), self.words).min(self.capacity);
-        self.file = Some((shm, path));
-        let records = self.records();
+        self.file = Some((shm, held));
         // They come in the order of their slots.
         for record in &records {
             self.free.extend(self.fresh..record.slot.0);
             self.fresh = record.slot.0 + 1;
         }
         records
-    }
-
-    fn records(&self) -> Vec<Record> {
-        let Some((shm, _)) = &self.file else { return Vec::new() };
-        let record = |slot| {
-            let at = self.at(slot);
-            let key = shm.load_u64(at).checked_sub(1)?;
-            let words = (1..=self.words).map(|i| shm.load_u64(at + i * WORD_BYTES)).collect();
-            Some(Record { slot: Slot(slot), key, words })
-        };
-        (0..self.ready).filter_map(record).collect()
     }
 
     fn at(&self, slot: u32) -> usize {
@@ -225,14 +215,14 @@ impl Journal {
         }
         let ready = (self.ready * 2).max(u32::try_from(wanted).unwrap_or(u32::MAX));
         let ready = ready.min(self.capacity);
-        let Some((shm, path)) = &mut self.file else { return };
-        match Shm::lengthen(&path, file_bytes(ready, self.words)) {
+        let Some((shm, held)) = &mut self.file else { return };
+        match held.lengthen(file_bytes(ready, self.words)) {
             Ok(longer) => (*shm, self.ready) = (longer, ready),
             Err(e) => {
                 self.stuck = true;
                 tracing::warn!(
                     "{} cannot grow, and flushes will be more frequent: {e}",
-                    path.display()
+                    held.path().display()
                 );
             }
         }
@@ -325,11 +315,7 @@ impl Journal {
     /// The file system's.
     pub(crate) fn remove(&mut self) -> io::Result<()> {
         match self.file.take() {
-            Some((_, path)) if self.len() == 0 => {
-                let removed = std::fs::remove_file(path);
-                self.lock = None;
-                removed
-            }
+            Some((_, held)) if self.len() == 0 => held.remove(),
             other => {
                 self.file = other;
                 Ok(())
@@ -374,30 +360,36 @@ fn told(shm: &Shm) -> Option<Told> {
     Some(std::array::from_fn(|i| shm.load_u64(words + i * WORD_BYTES)))
 }
 
-/// Keeps a journal from being dropped while it is used.
-fn lock(path: &Path) -> Result<File, DiskError> {
-    let file = File::open(path).map_err(|e| cannot(path, "opened", e))?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(e) if e == rustix::io::Errno::AGAIN => {
-            let what = format!("{} cannot be opened", path.display());
-            let why = "another process has the image open, maybe by another device number";
-            Err(DiskError::new(ErrorKind::InUse, what, why, "stop what uses the image first"))
-        }
-        Err(e) => Err(cannot(path, "locked", e.into())),
-    }
+/// The records of a file, in the order of their slots.
+fn records(shm: &Shm, words: usize, capacity: u32) -> Vec<Record> {
+    let record = |slot| {
+        let at = file_bytes(slot, words);
+        let key = shm.load_u64(at).checked_sub(1)?;
+        let words = (1..=words).map(|i| shm.load_u64(at + i * WORD_BYTES)).collect();
+        Some(Record { slot: Slot(slot), key, words })
+    };
+    (0..slots(shm.len(), words).min(capacity)).filter_map(record).collect()
 }
 
+/// Makes the file of an image's journal, which has none.
 fn make(
     dir: &Path,
     path: &Path,
     identity: &Identity,
     words: usize,
     capacity: u32,
-) -> io::Result<Shm> {
+) -> Result<(Shm, Held), DiskError> {
     use std::os::unix::fs::DirBuilderExt;
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-    let shm = Shm::create(path, file_bytes(capacity.min(FIRST), words))?;
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    let held = made.and_then(|()| Held::create(path)).map_err(|e| not_held(path, "made", e))?;
+    let shm = match held.lengthen(file_bytes(capacity.min(FIRST), words)) {
+        Ok(shm) => shm,
+        Err(e) => {
+            // There is nothing in it, and the first error is the one to tell of.
+            let _ = held.remove();
+            return Err(cannot(path, "made", e));
+        }
+    };
     let [first, second] = halves(identity.id);
     shm.store_u64(8, first);
     shm.store_u64(16, second);
@@ -415,21 +407,7 @@ fn make(
     }
     // Last: a process may die before, and what it leaves is no journal then.
     shm.store_u64(0, MAGIC);
-    Ok(shm)
-}
-
-/// Whether nothing was answered for in it: its maker died over it, everything is durable, or it is
-/// void. Whose it was is all the same then; an image may have been resized since.
-fn says_nothing(shm: &Shm) -> bool {
-    if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC || shm.load_u64(VOID_AT) != 0 {
-        return true;
-    }
-    let words = usize::try_from(shm.load_u64(24)).unwrap_or(usize::MAX);
-    if words >= shm.len() {
-        return false;
-    }
-    let keys = (0..slots(shm.len(), words)).map(|slot| shm.load_u64(file_bytes(slot, words)));
-    keys.into_iter().all(|key| key == 0)
+    Ok((shm, held))
 }
 
 fn halves(id: [u8; 16]) -> [u64; 2] {
@@ -451,6 +429,9 @@ fn check(
                     image journal drop gives them up";
         Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
     };
+    if Content::of(shm) == Content::Foreign {
+        return Err(foreign(path));
+    }
     let made_for = [shm.load_u64(24), shm.load_u64(32)];
     if made_for != [words as u64, u64::from(capacity)] || shm.len() > file_bytes(capacity, words) {
         return refuse("it was made for another format or by another version");
@@ -461,6 +442,28 @@ fn check(
         return refuse("it belongs to another image");
     }
     Ok(())
+}
+
+/// Nobody knows what a journal says that another version of this program has left.
+fn foreign(path: &Path) -> DiskError {
+    let what = format!("cannot take over what {} says", path.display());
+    let why = "another version of ferrite has left it, and answered writes may be in it";
+    let name = path.file_stem().unwrap_or_default().display();
+    let help = format!(
+        "open the image with that version once, which brings them into the image; ferrite image \
+         journal drop --force {name} gives them up"
+    );
+    DiskError::new(ErrorKind::Unsuitable, what, why, help)
+}
+
+/// Why [`Held`] could not be had.
+fn not_held(path: &Path, verb: &str, e: io::Error) -> DiskError {
+    if !matches!(e.kind(), WouldBlock | AlreadyExists) {
+        return cannot(path, verb, e);
+    }
+    let what = format!("{} cannot be {verb}", path.display());
+    let why = "another process has the image open, maybe by another device number";
+    DiskError::new(ErrorKind::InUse, what, why, "stop what uses the image first")
 }
 
 fn cannot(path: &Path, verb: &str, e: io::Error) -> DiskError {

@@ -227,3 +227,31 @@ fn a_journal_is_dropped_by_name_if_nobody_uses_it_and_by_force_if_its_image_is_t
     assert_eq!(drop_it(&names, true), Ok(vec![left]));
     assert_eq!(byte(&image, state.path()), 0);
 }
+
+#[test]
+fn the_journal_of_another_version_keeps_its_image_from_all_that_write_and_is_dropped_by_force() {
+    for format in FORMATS {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let image = killed(format, dir.path(), state.path());
+        let before = fs::read(&image.path).unwrap();
+        let name = journals(state.path()).remove(0).name;
+        let file = state.path().join(format!("{name}.journal"));
+        let mut journal = fs::read(&file).unwrap();
+        journal[..8].copy_from_slice(b"ferrjrn9");
+        fs::write(&file, &journal).unwrap();
+        let shop = |force| work(Some(state.path()), |shop| shop.repair(&image, force)).err();
+        assert!(shop(true).is_some() && serve(&image, state.path(), false).is_err(), "{format}");
+        assert!(!is_usable(&image, state.path()), "{format}");
+        assert_eq!(journals(state.path())[0].state, JournalState::Foreign, "{format}");
+        let drop_it = |names: &[String], stale, force| {
+            work(Some(state.path()), |shop| shop.drop_journals(names, stale, force))
+                .map_err(|e| e.kind())
+        };
+        assert_eq!(drop_it(&[], true, false), Ok(Vec::new()), "{format}");
+        assert_eq!(drop_it(&[name.clone()], false, false), Err(ErrorKind::Refused), "{format}");
+        assert!(fs::read(&file).unwrap() == journal, "{format}");
+        assert!(fs::read(&image.path).unwrap() == before, "{format}");
+        assert_eq!(drop_it(&[name], false, true).unwrap().len(), 1, "{format}");
+        serve(&image, state.path(), false).unwrap().close().unwrap();
+    }
+}

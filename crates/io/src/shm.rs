@@ -62,31 +62,36 @@ impl Shm {
     /// Those of `open` and `mmap`; `InvalidData` for what is no regular file or has no bytes.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Shm> {
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+        Self::of(&OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?)
+    }
+
+    /// The same of a file that is open for reading and writing.
+    ///
+    /// # Errors
+    /// As [`open`](Shm::open).
+    pub fn of(file: &File) -> io::Result<Shm> {
         let meta = file.metadata()?;
         let bytes = usize::try_from(meta.len()).unwrap_or(0);
         if !meta.is_file() || bytes == 0 {
             let text = "not a shared memory file: it is no regular file or has no bytes";
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
-        Self::map(&file, bytes)
+        Self::map(file, bytes)
     }
 
-    /// Makes such a file longer, by zeros, and maps all of it. Older mappings of it stay as long as
-    /// they are, and both see what is stored in either.
+    /// Makes a file that is open for reading and writing longer, by zeros, and maps all of it. Older
+    /// mappings of it stay as long as they are, and both see what is stored in either.
     ///
     /// # Errors
-    /// Those of `open`, `fallocate` (`StorageFull`: the file is as it was) and `mmap`;
-    /// `InvalidInput` if the file is longer already.
-    pub fn lengthen(path: impl AsRef<Path>, bytes: usize) -> io::Result<Shm> {
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+    /// Those of `fallocate` (`StorageFull`: the file is as it was) and `mmap`; `InvalidInput` if the
+    /// file is longer already.
+    pub fn lengthen(file: &File, bytes: usize) -> io::Result<Shm> {
         let meta = file.metadata()?;
         if !meta.is_file() || meta.len() > bytes as u64 {
             let text = "shared memory can only be made longer";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        Self::map(&file, bytes)
+        Self::map(file, bytes)
     }
 
     fn map(file: &File, bytes: usize) -> io::Result<Shm> {
@@ -255,11 +260,12 @@ mod tests {
         let path = dir.path().join("table");
         let short = Shm::create(&path, 4096).unwrap();
         short.store_u64(8, 1);
-        let long = Shm::lengthen(&path, 10_000).unwrap();
+        let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let long = Shm::lengthen(&file, 10_000).unwrap();
         short.store_u64(16, 2);
         assert_eq!((long.load_u64(8), long.load_u64(16), long.load_u64(9_992)), (1, 2, 0));
         assert_eq!((short.len(), Shm::open(&path).unwrap().len()), (4096, 10_000));
-        let error = Shm::lengthen(&path, 4096).unwrap_err();
+        let error = Shm::lengthen(&file, 4096).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 

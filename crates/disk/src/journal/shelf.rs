@@ -1,18 +1,17 @@
 //! Finding journals: an image's own, those that may be its own, and all there are.
 
 use std::fs;
-use std::io::{self, ErrorKind::NotFound};
+use std::io::{self, ErrorKind::NotFound, ErrorKind::WouldBlock};
 use std::path::{Path, PathBuf};
-
-use ferrite_io::shm::Shm;
-use rustix::fs::{FlockOperation, flock};
 
 use super::place::MAX_BYTES;
 use super::{
-    FORMAT_AT, HEADER_BYTES, Identity, Journal, MAGIC, PATH_AT, PATH_LEN_AT, PLACE_AT,
-    PLACE_LEN_AT, Place, TOLD_AT, Told, cannot, says_nothing, told,
+    Content, FORMAT_AT, HEADER_BYTES, Held, Identity, MAGIC, PATH_AT, PATH_LEN_AT, PLACE_AT,
+    PLACE_LEN_AT, Place, TOLD_AT, Told, cannot, file, foreign, not_held, records, told,
 };
+use crate::tools::JournalState;
 use crate::{DiskError, ErrorKind, Format, Raw};
+use ferrite_io::shm::Shm;
 
 const EXTENSION: &str = ".journal";
 
@@ -45,7 +44,7 @@ pub(crate) struct Survey {
 /// Looks for the journals that have to do with an image. Nothing is changed.
 ///
 /// # Errors
-/// They cannot be read.
+/// They cannot be read, or one of them is another version's.
 pub(crate) fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, DiskError> {
     let mut found = Survey::default();
     let Some(dir) = dir else { return Ok(found) };
@@ -94,7 +93,7 @@ pub(crate) fn any_at(dir: Option<&Path>, raw: &Raw) -> Result<bool, DiskError> {
 }
 
 /// Removes what is left of images that were in this file or on this device before: what is made
-/// there now is another one.
+/// there now is another one. The caller has it locked, so what somebody holds is not of it.
 ///
 /// # Errors
 /// It cannot be removed.
@@ -102,17 +101,15 @@ pub(crate) fn forget(dir: Option<&Path>, raw: &Raw) -> Result<(), DiskError> {
     let Some(dir) = dir else { return Ok(()) };
     let identity = Identity::of(raw, Format::Raw, [0; 16]);
     let identity = identity.map_err(|e| cannot(raw.path(), "examined", e))?;
-    at_place(dir, &identity)?.iter().try_for_each(|path| remove(path))
+    at_place(dir, &identity)?.iter().try_for_each(|path| remove_if(path, |_| true))
 }
 
 /// Removes those of this place that say nothing, but for the one at `own`.
 pub(super) fn sweep(dir: &Path, identity: &Identity, own: &Path) -> Result<(), DiskError> {
-    for path in at_place(dir, identity)? {
-        if path != own && Shm::open(&path).is_ok_and(|shm| says_nothing(&shm)) {
-            remove(&path)?;
-        }
-    }
-    Ok(())
+    let others = at_place(dir, identity)?.into_iter().filter(|path| path != own);
+    others.into_iter().try_for_each(|path| {
+        remove_if(&path, |shm| shm.is_none_or(|shm| Content::of(shm) == Content::Nothing))
+    })
 }
 
 fn at_place(dir: &Path, identity: &Identity) -> Result<Vec<PathBuf>, DiskError> {
@@ -120,20 +117,28 @@ fn at_place(dir: &Path, identity: &Identity) -> Result<Vec<PathBuf>, DiskError> 
     let mut paths = Vec::new();
     for name in names(dir)?.into_iter().filter(|name| halves_of(name).1 == place) {
         let path = dir.join(&name);
-        match Shm::open(&path) {
-            Ok(shm) if shm.len() >= HEADER_BYTES && place_of(&shm) == identity.place => {
-                paths.push(path);
-            }
-            _ => {}
+        let Ok(shm) = Shm::open(&path) else { continue };
+        // Of another version's there is only the name to go by.
+        if Content::of(&shm) == Content::Foreign
+            || shm.len() >= HEADER_BYTES && place_of(&shm) == identity.place
+        {
+            paths.push(path);
         }
     }
     Ok(paths)
 }
 
-fn remove(path: &Path) -> Result<(), DiskError> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != NotFound => Err(cannot(path, "removed", e)),
-        _ => Ok(()),
+/// Removes a journal that nobody holds, if what is in it is `unneeded`.
+fn remove_if(path: &Path, unneeded: impl Fn(Option<&Shm>) -> bool) -> Result<(), DiskError> {
+    let held = match Held::take(path) {
+        Err(e) if e.kind() == WouldBlock => return Ok(()),
+        held => held.map_err(|e| cannot(path, "opened", e))?,
+    };
+    let Some(held) = held else { return Ok(()) };
+    let shm = held.map().map_err(|e| cannot(path, "opened", e))?;
+    match unneeded(shm.as_ref()) {
+        true => held.remove().map_err(|e| cannot(path, "removed", e)),
+        false => Ok(()),
     }
 }
 
@@ -161,21 +166,25 @@ fn halves_of(name: &str) -> (String, String) {
 }
 
 /// A journal, if something was answered for in it.
+///
+/// # Errors
+/// It cannot be read, or it is another version's.
 fn left(dir: &Path, name: &str) -> Result<Option<Left>, DiskError> {
     let path = dir.join(name);
     let shm = match Shm::open(&path) {
-        Ok(shm) if says_nothing(&shm) => return Ok(None),
         Ok(shm) => shm,
         Err(e) if matches!(e.kind(), NotFound | io::ErrorKind::InvalidData) => return Ok(None),
         Err(e) => return Err(cannot(&path, "opened", e)),
     };
+    match Content::of(&shm) {
+        Content::Nothing => return Ok(None),
+        Content::Foreign => return Err(foreign(&path)),
+        Content::Records => {}
+    }
     let words = usize::try_from(shm.load_u64(24)).unwrap_or(usize::MAX);
     let capacity = u32::try_from(shm.load_u64(32)).unwrap_or(u32::MAX);
     let (place, was, format) = (place_of(&shm), path_of(&shm), format_of(&shm));
-    let records = match words < shm.len() {
-        true => Journal::without(words, capacity).adopt(shm, path),
-        false => Vec::new(),
-    };
+    let records = records(&shm, words, capacity);
     let keys = records.iter().map(|record| record.key).collect();
     let name = name.strip_suffix(EXTENSION).unwrap_or(name).to_owned();
     Ok(Some(Left { name, format, path: was, place, keys }))
@@ -227,49 +236,68 @@ fn format_of(shm: &Shm) -> Option<Format> {
 pub(crate) struct Kept {
     /// Of the file, without its extension.
     pub(crate) name: String,
-    /// None: it is of another version of this program.
+    /// None: nobody knows, see `state`.
     pub(crate) format: Option<Format>,
     /// Where the image was.
     pub(crate) path: PathBuf,
     /// In it.
     pub(crate) records: u64,
-    /// A process has it open.
-    pub(crate) in_use: bool,
-    /// The image is still where it was.
-    pub(crate) is_there: bool,
+    pub(crate) state: JournalState,
 }
 
-/// All journals.
+/// All journals. None is held for it: a backend that starts meanwhile is not kept from its own.
 ///
 /// # Errors
 /// They cannot be read.
 pub(crate) fn all(dir: &Path) -> Result<Vec<Kept>, DiskError> {
-    let mut found = Vec::new();
-    for file in names(dir)? {
-        let path = dir.join(&file);
-        let Some(lock) = fs::File::open(&path).ok() else { continue };
-        let in_use = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err();
-        let name = file.strip_suffix(EXTENSION).unwrap_or(&file).to_owned();
-        let shm = Shm::open(&path).ok();
-        let shm = shm.filter(|shm| shm.len() >= HEADER_BYTES && shm.load_u64(0) == MAGIC);
-        let Some(shm) = shm else {
-            let (format, path, records, is_there) = (None, PathBuf::new(), 0, false);
-            found.push(Kept { name, format, path, records, in_use, is_there });
-            continue;
-        };
-        let (was, place, format) = (path_of(&shm), place_of(&shm), format_of(&shm));
-        let is_there = Place::at(&was).is_ok_and(|now| now == place);
-        drop(shm);
-        let records = left(dir, &file)?.map_or(0, |left| left.keys.len() as u64);
-        found.push(Kept { name, format, path: was, records, in_use, is_there });
+    let kept = |file: &String| kept(dir, file).transpose();
+    names(dir)?.iter().filter_map(kept).collect()
+}
+
+/// None: it is gone.
+fn kept(dir: &Path, file: &str) -> Result<Option<Kept>, DiskError> {
+    let path = dir.join(file);
+    let in_use = match file::is_held(&path) {
+        Err(e) if e.kind() == NotFound => return Ok(None),
+        in_use => in_use.map_err(|e| cannot(&path, "examined", e))?,
+    };
+    let name = file.strip_suffix(EXTENSION).unwrap_or(file).to_owned();
+    let state = |state| if in_use { JournalState::InUse } else { state };
+    let unknown =
+        |state| Kept { name: name.clone(), format: None, path: "".into(), records: 0, state };
+    let shm = match Shm::open(&path) {
+        Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+            return Ok(Some(unknown(state(JournalState::Stale))));
+        }
+        Err(e) if e.kind() == NotFound => return Ok(None),
+        shm => shm.map_err(|e| cannot(&path, "opened", e))?,
+    };
+    match Content::of(&shm) {
+        Content::Foreign => return Ok(Some(unknown(state(JournalState::Foreign)))),
+        // Its maker died over it.
+        Content::Nothing if shm.len() < HEADER_BYTES => {
+            return Ok(Some(unknown(state(JournalState::Stale))));
+        }
+        Content::Nothing | Content::Records => {}
     }
-    Ok(found)
+    let (was, place, format) = (path_of(&shm), place_of(&shm), format_of(&shm));
+    drop(shm);
+    let records = left(dir, file)?.map_or(0, |left| left.keys.len() as u64);
+    let state = state(match Place::at(&was).is_ok_and(|now| now == place) {
+        true => JournalState::Kept,
+        false => JournalState::Stale,
+    });
+    Ok(Some(Kept { name, format, path: was, records, state }))
 }
 
 /// Removes a journal, and with it what it says.
 ///
 /// # Errors
-/// It cannot be removed.
+/// It is in use; it cannot be removed.
 pub(crate) fn drop_kept(dir: &Path, kept: &Kept) -> Result<(), DiskError> {
-    remove(&dir.join(format!("{}{EXTENSION}", kept.name)))
+    let path = dir.join(format!("{}{EXTENSION}", kept.name));
+    match Held::take(&path).map_err(|e| not_held(&path, "dropped", e))? {
+        Some(held) => held.remove().map_err(|e| cannot(&path, "removed", e)),
+        None => Ok(()),
+    }
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::tools::JournalState;
 
 fn identity() -> Identity {
     let place = Place::from_text("inode 1 on a disk".into());
@@ -50,9 +51,9 @@ fn the_journal_of_another_kind_is_refused_and_one_that_says_nothing_is_nobodys()
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, _) = open(dir.path());
     let slot = journal.claim(1, &[1, 2, 3]).unwrap();
-    journal.lock = None;
+    drop(journal);
     assert!(Journal::open(Some(dir.path()), &identity(), 2, 4).is_err());
-    journal.release(slot);
+    open(dir.path()).0.release(slot);
     assert!(Journal::open(Some(dir.path()), &identity(), 2, 4).unwrap().1.is_empty());
 }
 
@@ -62,10 +63,100 @@ fn a_journal_that_a_process_has_open_is_not_opened_by_another() {
     let (journal, _) = open(dir.path());
     let error = Journal::open(Some(dir.path()), &identity(), 3, 4).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::InUse);
-    assert!(all(dir.path()).unwrap()[0].in_use);
     drop(journal);
-    assert!(!all(dir.path()).unwrap()[0].in_use);
     open(dir.path());
+}
+
+#[test]
+fn a_list_says_what_is_in_use_and_keeps_nobody_from_opening_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let state = || all(dir.path()).unwrap()[0].state;
+    let (journal, _) = open(dir.path());
+    assert_eq!(state(), JournalState::InUse);
+    drop(journal);
+    assert_ne!(state(), JournalState::InUse);
+    let ended = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(std::sync::atomic::Ordering::Relaxed) {
+                all(dir.path()).unwrap();
+            }
+        });
+        let refused = (0..300).filter_map(|_| {
+            Journal::open(Some(dir.path()), &identity(), 3, 4).err().map(|e| e.to_string())
+        });
+        let refused: Vec<_> = refused.collect();
+        ended.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(refused.is_empty(), "{refused:?}");
+    });
+}
+
+#[test]
+fn a_journal_that_a_process_has_open_stays_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut holder, _) = Journal::open(Some(dir.path()), &identity(), 8, 1 << 16).unwrap();
+    for key in 0..4 * u64::from(FIRST) {
+        holder.claim(key, &[key; 8]).unwrap();
+    }
+    (0..4 * FIRST).for_each(|slot| holder.release(Slot(slot)));
+    let bytes = || path_in(dir.path()).metadata().unwrap().len();
+    let before = bytes();
+    assert!(before > file_bytes(FIRST, 8) as u64);
+    let error = Journal::open(Some(dir.path()), &identity(), 8, 1 << 16).err().unwrap();
+    assert_eq!((error.kind(), bytes()), (ErrorKind::InUse, before));
+    // What the holder answers for then is there for the next one.
+    holder.claim(7, &[7; 8]).unwrap();
+    drop(holder);
+    assert_eq!(Journal::open(Some(dir.path()), &identity(), 8, 1 << 16).unwrap().1[0].key, 7);
+}
+
+/// One reads what a dead process has left, while another opens the image.
+#[test]
+fn a_journal_that_is_made_anew_is_not_cut_off_below_who_reads_the_old_one() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(open(dir.path()));
+    let reader = std::fs::File::open(path_in(dir.path())).unwrap();
+    let before = reader.metadata().unwrap().len();
+    let _new = open(dir.path());
+    assert_eq!(reader.metadata().unwrap().len(), before);
+}
+
+#[test]
+fn a_process_that_lost_its_journals_name_does_not_remove_the_next_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut first, _) = open(dir.path());
+    std::fs::remove_file(path_in(dir.path())).unwrap();
+    let (mut second, _) = open(dir.path());
+    second.claim(1, &[1, 2, 3]).unwrap();
+    first.remove().unwrap();
+    drop(second);
+    assert_eq!(open(dir.path()).1.len(), 1);
+}
+
+/// As a later version, or an earlier one, may have left it.
+#[test]
+fn the_journal_of_another_version_is_refused_and_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    for (magic, len) in [(*b"ferrjrn3", 8192), (*b"ferrjrn1", 64)] {
+        let mut bytes = vec![0; len];
+        bytes[..8].copy_from_slice(&magic);
+        std::fs::write(path_in(dir.path()), &bytes).unwrap();
+        let name = identity().file_name();
+        let refused = |error: Option<DiskError>| {
+            let error = error.unwrap();
+            assert_eq!(error.kind(), ErrorKind::Unsuitable);
+            assert!(error.help().contains(name.trim_end_matches(".journal")), "{}", error.help());
+        };
+        refused(Journal::open(Some(dir.path()), &identity(), 3, 4).err());
+        refused(Journal::peek(Some(dir.path()), &identity(), 3, 4).err());
+        refused(survey(Some(dir.path()), &identity()).err());
+        // It may be of this image, when it was elsewhere, or had another identifier.
+        let elsewhere = Identity { place: Place::from_text("inode 2".into()), ..identity() };
+        refused(survey(Some(dir.path()), &elsewhere).err());
+        refused(survey(Some(dir.path()), &Identity { id: [8; 16], ..identity() }).err());
+        assert_eq!(std::fs::read(path_in(dir.path())).unwrap(), bytes);
+        assert_eq!(all(dir.path()).unwrap()[0].state, JournalState::Foreign);
+    }
 }
 
 #[test]
@@ -117,7 +208,6 @@ fn a_void_journal_says_nothing() {
     journal.claim(1, &[1, 2, 3]).unwrap();
     journal.void();
     assert!(survey(Some(dir.path()), &identity()).unwrap().own.is_none());
-    drop(journal.lock.take());
     journal.claim(2, &[1, 2, 3]).unwrap();
     drop(journal);
     let (mut journal, records) = open(dir.path());
@@ -151,7 +241,13 @@ fn a_journal_is_short_until_it_is_used_and_the_next_process_gets_all_of_it() {
 fn where_a_journal_cannot_grow_its_room_is_what_it_has() {
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, _) = Journal::open(Some(dir.path()), &identity(), 1, 1 << 16).unwrap();
-    std::fs::remove_file(path_in(dir.path())).unwrap();
+    // Longer than it could ever get.
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(path_in(dir.path()))
+        .unwrap()
+        .set_len(1 << 30)
+        .unwrap();
     let mut slots = Vec::new();
     while journal.room() > 0 {
         slots.push(journal.claim(1, &[1]).unwrap());

@@ -277,7 +277,8 @@ fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
 /// Who holds the `flock`, as far as the kernel tells.
 fn locked(stat: &Stat, grace: Duration) -> Attempt {
     // The kernel names no holder that has ended, nor one of another process namespace.
-    let Some(pid) = lock_holder(stat) else {
+    let device = (major(stat.st_dev), minor(stat.st_dev));
+    let Some(pid) = flock_holder(device, stat.st_ino) else {
         return Attempt::Busy(GONE_GRACE, "another process has locked it".into());
     };
     let grace = if pid == std::process::id() { grace.max(OWN_GRACE) } else { grace };
@@ -295,10 +296,10 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
     }
 }
 
-/// Looks through /proc/locks for a `flock` on this inode. File systems that show another device
-/// number there than in `stat` are not found, nor are holders in other process namespaces.
-fn lock_holder(stat: &Stat) -> Option<u32> {
-    let inode = format!("{:02x}:{:02x}:{}", major(stat.st_dev), minor(stat.st_dev), stat.st_ino);
+/// Looks through /proc/locks for a `flock` on a file. File systems that show another device number
+/// there than in `stat` are not found, nor are holders in other process namespaces.
+pub(crate) fn flock_holder((major, minor): (u32, u32), inode: u64) -> Option<u32> {
+    let inode = format!("{major:02x}:{minor:02x}:{inode}");
     holder_in(&std::fs::read_to_string("/proc/locks").ok()?, &inode)
 }
 

@@ -24,6 +24,7 @@ mod zero;
 use geometry::Geometry;
 pub use growth::GrowthWatch;
 use lock::Opened;
+pub(crate) use lock::flock_holder;
 
 /// How often a flush may be interrupted, or be without the kernel's resources, in a row.
 const FLUSH_RETRIES: u32 = 16;

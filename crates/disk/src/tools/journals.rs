@@ -5,21 +5,13 @@ use crate::journal::{self, Kept};
 use crate::{DiskError, ErrorKind};
 
 impl Kept {
-    fn state(&self) -> JournalState {
-        match (self.in_use, self.is_there) {
-            (true, _) => JournalState::InUse,
-            (false, true) => JournalState::Kept,
-            (false, false) => JournalState::Stale,
-        }
-    }
-
     fn info(&self) -> JournalInfo {
         JournalInfo {
             name: self.name.clone(),
             format: self.format.map(|format| format.name()),
             path: self.path.display().to_string(),
             records: self.records,
-            state: self.state(),
+            state: self.state,
         }
     }
 }
@@ -62,7 +54,7 @@ impl Workshop<'_> {
                     help,
                 ));
             };
-            match kept.state() {
+            match kept.state {
                 JournalState::InUse => {
                     let why = format!("a process has {} open", kept.path.display());
                     let help = "stop what uses the image first";
@@ -77,10 +69,19 @@ impl Workshop<'_> {
                                 gives them up";
                     return Err(refused(what, why, help));
                 }
-                JournalState::Kept | JournalState::Stale => dropped.push(kept),
+                JournalState::Foreign if !force => {
+                    let why =
+                        "another version of ferrite has left it, and answered writes may be in it";
+                    let help = "open its image with that version once, which brings them into the \
+                                image; --force gives them up";
+                    return Err(refused(what, why, help));
+                }
+                JournalState::Kept | JournalState::Foreign | JournalState::Stale => {
+                    dropped.push(kept);
+                }
             }
         }
-        let is_stale = |kept: &&Kept| stale && kept.state() == JournalState::Stale;
+        let is_stale = |kept: &&Kept| stale && kept.state == JournalState::Stale;
         dropped.extend(all.iter().filter(|kept| is_stale(kept) && !names.contains(&kept.name)));
         if let Some(dir) = &self.state_dir {
             dropped.iter().try_for_each(|kept| journal::drop_kept(dir, kept))?;

@@ -251,7 +251,7 @@ pub struct Repaired {
 pub struct JournalInfo {
     /// By which it is dropped.
     pub name: String,
-    /// `vhd` or `qcow2`; none: another version of this program made it.
+    /// `vhd` or `qcow2`; none: another version of this program made it, or it is not complete.
     pub format: Option<&'static str>,
     /// Where the image was.
     pub path: String,
@@ -269,6 +269,8 @@ pub enum JournalState {
     InUse,
     /// Its image is where it was: who opens it next takes it over.
     Kept,
+    /// Another version of this program has left it: only that one can take it over.
+    Foreign,
     /// Its image is gone, or somewhere else.
     Stale,
 }

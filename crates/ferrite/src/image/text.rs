@@ -173,10 +173,11 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
         let state = match journal.state {
             JournalState::InUse => "in use",
             JournalState::Kept => "kept for the image",
+            JournalState::Foreign => "kept for the version of ferrite that has left it",
             JournalState::Stale => "stale: the image is gone",
         };
         let _ = writeln!(out, "{}\n  image   {}", journal.name, journal.path);
-        let format = journal.format.unwrap_or("of another version");
+        let format = journal.format.unwrap_or("of no known format");
         let _ = writeln!(out, "  holds   {} changes, {format}\n  state   {state}", journal.records);
     }
     if all.is_empty() { "there is none\n".into() } else { out }

@@ -1,0 +1,148 @@
+//! The files of journals, and whose they are.
+//!
+//! A file is looked into by anybody. It is made longer, replaced and removed only by who has it
+//! [`Held`], and never made shorter: others have it mapped.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use ferrite_io::shm::Shm;
+use rustix::fs::{FlockOperation, OFlags, flock, major, minor};
+
+use crate::raw::flock_holder;
+
+use super::{HEADER_BYTES, MAGIC, VOID_AT, file_bytes, slots};
+
+/// A journal's file, open and locked. While it has its name, nobody else holds the journal.
+#[derive(Debug)]
+pub(super) struct Held {
+    file: File,
+    path: PathBuf,
+}
+
+impl Held {
+    /// Of the file that is there; `None`: there is none.
+    ///
+    /// # Errors
+    /// `WouldBlock`: somebody else holds it. Otherwise the file system's.
+    pub(super) fn take(path: &Path) -> io::Result<Option<Held>> {
+        loop {
+            let file = match options().open(path) {
+                Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+                file => file?,
+            };
+            let held = Held::lock(file, path)?;
+            // Whoever had it may have removed or replaced it.
+            if held.has_its_name()? {
+                return Ok(Some(held));
+            }
+        }
+    }
+
+    /// A new one, without a byte.
+    ///
+    /// # Errors
+    /// `AlreadyExists`; `WouldBlock`: somebody else was faster. Otherwise the file system's.
+    pub(super) fn create(path: &Path) -> io::Result<Held> {
+        let held = Held::lock(options().create_new(true).mode(0o600).open(path)?, path)?;
+        match held.has_its_name()? {
+            true => Ok(held),
+            false => Err(ErrorKind::WouldBlock.into()),
+        }
+    }
+
+    fn lock(file: File, path: &Path) -> io::Result<Held> {
+        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        Ok(Held { file, path: path.to_owned() })
+    }
+
+    fn has_its_name(&self) -> io::Result<bool> {
+        let mine = self.file.metadata()?;
+        match fs::symlink_metadata(&self.path) {
+            Ok(now) => Ok((now.dev(), now.ino()) == (mine.dev(), mine.ino())),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is in it; `None`: nothing, not even a header.
+    pub(super) fn map(&self) -> io::Result<Option<Shm>> {
+        match self.file.metadata()?.len() {
+            0 => Ok(None),
+            _ => Shm::of(&self.file).map(Some),
+        }
+    }
+
+    /// Makes it longer.
+    pub(super) fn lengthen(&self, bytes: usize) -> io::Result<Shm> {
+        Shm::lengthen(&self.file, bytes)
+    }
+
+    /// Takes its name away.
+    pub(super) fn remove(self) -> io::Result<()> {
+        match self.has_its_name()? {
+            true => fs::remove_file(&self.path),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Never through a link, and without waiting for the other end of a pipe.
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    options.read(true).write(true).custom_flags(flags.bits().cast_signed());
+    options
+}
+
+/// Whether somebody holds a journal's file. It is not held for that, not even shared: a backend
+/// that starts just then would take that for another one.
+pub(super) fn is_held(path: &Path) -> io::Result<bool> {
+    let meta = fs::symlink_metadata(path)?;
+    let (dev, ino) = (meta.dev(), meta.ino());
+    Ok(flock_holder((major(dev), minor(dev)), ino).is_some())
+}
+
+/// What is to be thought of a journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// Nobody needs it: its maker died over it, everything in it is durable, or it is void. Whose
+    /// it was is all the same then; an image may have been resized since.
+    Nothing,
+    /// Something was answered for in it.
+    Records,
+    /// Another version of this program has made it, which may have answered for something.
+    Foreign,
+}
+
+impl Content {
+    pub(super) fn of(shm: &Shm) -> Content {
+        let magic = if shm.len() < 8 { 0 } else { shm.load_u64(0) };
+        // It is stored last.
+        if magic == 0 {
+            return Content::Nothing;
+        }
+        if magic != MAGIC || shm.len() < HEADER_BYTES {
+            return Content::Foreign;
+        }
+        if shm.load_u64(VOID_AT) != 0 {
+            return Content::Nothing;
+        }
+        let words = usize::try_from(shm.load_u64(24)).unwrap_or(usize::MAX);
+        if words >= shm.len() {
+            return Content::Foreign;
+        }
+        let mut keys =
+            (0..slots(shm.len(), words)).map(|slot| shm.load_u64(file_bytes(slot, words)));
+        match keys.all(|key| key == 0) {
+            true => Content::Nothing,
+            false => Content::Records,
+        }
+    }
+}
