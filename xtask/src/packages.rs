@@ -29,6 +29,7 @@ pub(crate) const CHECKS: &[Need] = &[
     ("fio", "fio"),
     ("valgrind", "valgrind"),
     ("qemu-img", "qemu-utils"),
+    ("qemu-storage-daemon", "qemu-system-common"),
     ("vhdiinfo", "libvhdi-utils"),
 ];
 

@@ -1,19 +1,25 @@
 //! Which image a disk is: what stays the same as long as a guest has it.
 
 use std::io;
+use std::path::Path;
 
 use crate::image::Layer;
-use crate::journal::made_ns;
+use crate::journal::{Place, look_at};
 use crate::{Disk, Raw};
 
 /// What tells an image from others while the host is up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskIdentity {
-    /// Format, UUID where the format has one, device and inode. The size is not in it: images grow
-    /// while they are served.
+    /// Format, UUID where the format has one, and what the file or device is, whatever number it has
+    /// now. The size is not in it: images grow while they are served.
     pub key: String,
     /// Where it is, as it was named.
     pub path: String,
+}
+
+impl DiskIdentity {
+    /// The longest key in bytes.
+    pub const MAX_KEY_BYTES: usize = 1280;
 }
 
 impl Disk {
@@ -35,12 +41,14 @@ impl Disk {
     }
 }
 
-/// A file's number is used again when it is gone; the new file was made later.
 fn of_medium(raw: &Raw) -> io::Result<String> {
-    let (device, inode) = raw.inode()?;
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    Ok(match inode {
-        0 => format!("device {major}:{minor}"),
-        _ => format!("inode {inode} of {major}:{minor}, made {}", made_ns(raw.fd())?),
-    })
+    Ok(Place::while_up(raw.fd())?.text().to_owned())
+}
+
+/// The same of what is at a path now, opened by nobody: a text without format and UUID.
+///
+/// # Errors
+/// There is nothing, or it cannot be examined.
+pub fn medium_at(path: &Path) -> io::Result<String> {
+    Ok(Place::while_up(look_at(path)?)?.text().to_owned())
 }

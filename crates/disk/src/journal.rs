@@ -38,7 +38,7 @@ mod shelf;
 
 use file::{Content, Held};
 
-pub(crate) use place::{Place, made_ns};
+pub(crate) use place::{Place, look_at};
 pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey, told_of};
 
 /// `ferrjrn2`, little-endian.

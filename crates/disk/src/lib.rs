@@ -44,7 +44,7 @@ use image::Layer;
 
 pub use error::{DiskError, ErrorKind};
 pub use finding::{Class, Counts, Finding, Kind as ProblemKind};
-pub use identity::DiskIdentity;
+pub use identity::{DiskIdentity, medium_at};
 pub use image::{Image, MAX_LAYERS};
 pub use name::{Format, ImageName};
 pub use null::Null;

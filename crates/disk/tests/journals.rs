@@ -243,15 +243,16 @@ fn the_journal_of_another_version_keeps_its_image_from_all_that_write_and_is_dro
         assert!(shop(true).is_some() && serve(&image, state.path(), false).is_err(), "{format}");
         assert!(!is_usable(&image, state.path()), "{format}");
         assert_eq!(journals(state.path())[0].state, JournalState::Foreign, "{format}");
+        let names = [name];
         let drop_it = |names: &[String], stale, force| {
             work(Some(state.path()), |shop| shop.drop_journals(names, stale, force))
                 .map_err(|e| e.kind())
         };
         assert_eq!(drop_it(&[], true, false), Ok(Vec::new()), "{format}");
-        assert_eq!(drop_it(&[name.clone()], false, false), Err(ErrorKind::Refused), "{format}");
+        assert_eq!(drop_it(&names, false, false), Err(ErrorKind::Refused), "{format}");
         assert!(fs::read(&file).unwrap() == journal, "{format}");
         assert!(fs::read(&image.path).unwrap() == before, "{format}");
-        assert_eq!(drop_it(&[name], false, true).unwrap().len(), 1, "{format}");
+        assert_eq!(drop_it(&names, false, true).unwrap().len(), 1, "{format}");
         serve(&image, state.path(), false).unwrap().close().unwrap();
     }
 }

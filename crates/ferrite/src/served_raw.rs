@@ -9,11 +9,10 @@
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
-use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
 
-use ferrite_disk::{Format, ImageName};
+use ferrite_disk::{Format, ImageName, medium_at};
 use ferrite_serve::lifecycle::SERVED_RAW;
 
 /// The table of a guest that is connected.
@@ -21,8 +20,9 @@ pub(crate) const TABLE: &str = "inflight";
 
 /// The image's name, with a prefix if a predecessor has served it raw to the guest that is connected.
 pub(crate) fn name<'a>(run_dir: &Path, image: &'a OsStr) -> Cow<'a, OsStr> {
-    let served =
-        || Some(fs::read_to_string(run_dir.join(SERVED_RAW)).ok()? == identity(image).ok()?);
+    let served = || {
+        Some(fs::read_to_string(run_dir.join(SERVED_RAW)).ok()? == medium_at(image.as_ref()).ok()?)
+    };
     match says_nothing(image) && run_dir.join(TABLE).exists() && served() == Some(true) {
         true => Cow::Owned([OsStr::new("raw:"), image].into_iter().collect::<OsString>()),
         false => Cow::Borrowed(image),
@@ -34,7 +34,7 @@ pub(crate) fn note(run_dir: &Path, image: &OsStr) {
     if !says_nothing(image) {
         return;
     }
-    let noted = identity(image).and_then(|text| {
+    let noted = medium_at(image.as_ref()).and_then(|text| {
         DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
         fs::write(run_dir.join(SERVED_RAW), text)
     });
@@ -50,15 +50,6 @@ pub(crate) fn note(run_dir: &Path, image: &OsStr) {
 /// Whether it is raw because nothing says otherwise.
 fn says_nothing(image: &OsStr) -> bool {
     !ImageName::says_format(image) && Format::of_path(image.as_ref()) == Format::Raw
-}
-
-fn identity(image: &OsStr) -> io::Result<String> {
-    let meta = fs::metadata(image)?;
-    // The node of a device may be made anew; what it is the node of counts.
-    match meta.rdev() {
-        0 => Ok(format!("file {} {}", meta.dev(), meta.ino())),
-        device => Ok(format!("device {device}")),
-    }
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ use ferrite_disk::DiskIdentity;
 use ferrite_io::shm::Shm;
 use ferrite_xen::abi::{MAX_SLOT_BYTES, Protocol, RawSegment, SEGMENT_BYTES, Slot};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"FERINF03");
+const MAGIC: u64 = u64::from_le_bytes(*b"FERINF04");
 const MAGIC_AT: usize = 0;
 const SIZE_AT: usize = 8;
 const QUEUES_AT: usize = 12;
@@ -48,7 +48,7 @@ const HEADER_BYTES: usize = 16 << 10;
 /// most that there are, 12.5 KiB for these.
 const IDENTITY_MAX: usize = IMAGE_KEY_AT - IDENTITY_AT;
 /// The image's key, and its path, which is cut off if it is longer.
-const IMAGE_KEY_AT: usize = IMAGE_PATH_AT - 512;
+const IMAGE_KEY_AT: usize = IMAGE_PATH_AT - DiskIdentity::MAX_KEY_BYTES;
 const IMAGE_PATH_AT: usize = HEADER_BYTES - 1024;
 
 // Of a queue's region.

@@ -1,4 +1,4 @@
-//! Where an image is, in words that do not change when its volume comes back under another device
+//! What a disk's medium is, in words that do not change when it comes back under another device
 //! number.
 
 use std::fs;
@@ -7,15 +7,22 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
+use ferrite_io::nvme::block_device;
 use rustix::fs::{
     AtFlags, FileType, Mode, OFlags, StatxFlags, fstat, fstatvfs, major, minor, statx,
 };
 use rustix::io::Errno;
 
 /// The longest that is kept.
-pub(super) const MAX_BYTES: usize = 1024;
+pub(super) const MAX_BYTES: usize = 4 * MAX_CHARS;
+const MAX_CHARS: usize = 256;
+/// The longest name of a file system; a file's number and its date go with it.
+const MAX_SYSTEM_CHARS: usize = 160;
 
-/// A file or a block device. Two that are alike are one.
+/// A device's number: major and minor.
+type Number = (u32, u32);
+
+/// A file or a device. Two that are alike are one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Place(String);
 
@@ -28,50 +35,125 @@ impl Place {
     ///
     /// # Errors
     /// It cannot be examined.
-    pub(super) fn of(file: impl AsFd, path: &Path) -> io::Result<Place> {
+    pub(crate) fn of(file: impl AsFd, path: &Path) -> io::Result<Place> {
+        Place::or_else(file, |_| format!("device {}", path.display()))
+    }
+
+    /// Of an open file, to be compared until the host goes down: a device that nobody names is its
+    /// number, and the kernel's count of the devices that it has seen, as another one may get the
+    /// number.
+    ///
+    /// # Errors
+    /// It cannot be examined.
+    pub(crate) fn while_up(file: impl AsFd) -> io::Result<Place> {
+        Place::or_else(file, |(major, minor)| {
+            let dir = format!("/sys/dev/block/{major}:{minor}");
+            let count = read(&dir, "diskseq").or_else(|| read(&dir, "../diskseq"));
+            let count = count.map(|count| format!(", number {count} since the host came up"));
+            format!("device {major}:{minor}{}", count.unwrap_or_default())
+        })
+    }
+
+    fn or_else(file: impl AsFd, unnamed: impl FnOnce(Number) -> String) -> io::Result<Place> {
         let stat = fstat(&file)?;
+        let number = (major(stat.st_rdev), minor(stat.st_rdev));
         let text = match FileType::from_raw_mode(stat.st_mode) {
-            FileType::BlockDevice | FileType::CharacterDevice => {
-                volume((major(stat.st_rdev), minor(stat.st_rdev)))
-                    .unwrap_or_else(|| format!("device {}", path.display()))
-            }
+            FileType::BlockDevice => volume(&by_number(number)).unwrap_or_else(|| unnamed(number)),
+            FileType::CharacterDevice => block_device(number)
+                .and_then(|name| volume(&format!("/sys/class/block/{name}")))
+                .unwrap_or_else(|| format!("character {}", unnamed(number))),
             _ => {
-                let system = volume((major(stat.st_dev), minor(stat.st_dev)));
-                let system = match system {
-                    Some(volume) => volume,
-                    None => format!("file system {:x}", fstatvfs(&file)?.f_fsid),
-                };
-                format!("inode {} made {} on {system}", stat.st_ino, made_ns(&file)?)
+                let (inode, made) = (stat.st_ino, made_ns(&file)?);
+                format!("inode {inode} made {made} on {}", file_system(&file)?)
             }
         };
-        Ok(Place(text.chars().take(MAX_BYTES / 4).collect()))
+        Ok(Place(short(text, MAX_CHARS)))
     }
 
     /// Of what a path leads to now.
-    pub(super) fn at(path: &Path) -> io::Result<Place> {
-        let flags = OFlags::PATH | OFlags::CLOEXEC;
-        Place::of(rustix::fs::open(path, flags, Mode::empty())?, path)
+    ///
+    /// # Errors
+    /// There is nothing, or it cannot be examined.
+    pub(crate) fn at(path: &Path) -> io::Result<Place> {
+        Place::of(look_at(path)?, path)
     }
 
     pub(super) fn from_text(text: String) -> Place {
         Place(text)
     }
 
-    pub(super) fn text(&self) -> &str {
+    pub(crate) fn text(&self) -> &str {
         &self.0
     }
 
-    /// A number for file names (FNV-1a).
+    /// A number for file names.
     pub(super) fn hash(&self) -> u64 {
-        let start = 0xcbf2_9ce4_8422_2325u64;
-        self.0
-            .bytes()
-            .fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+        hash(&self.0)
     }
 }
 
+/// Opens what a path leads to, for nothing but to examine it.
+pub(crate) fn look_at(path: &Path) -> io::Result<std::os::fd::OwnedFd> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+}
+
+/// The file system that an open file or folder is on, in words as [`Place`]'s: those of its volume,
+/// else its own identifier, else by what and where it is mounted. FUSE and NFS have no identifier,
+/// and files of two of them may have one number.
+///
+/// # Errors
+/// It cannot be examined.
+fn file_system(file: impl AsFd) -> io::Result<String> {
+    let stat = fstat(&file)?;
+    let number = (major(stat.st_dev), minor(stat.st_dev));
+    let text = match (volume(&by_number(number)), fstatvfs(&file)?.f_fsid) {
+        (Some(volume), _) => volume,
+        (None, 0) => mounted(&fs::read_to_string("/proc/self/mountinfo")?, number)
+            .unwrap_or_else(|| format!("file system {}:{}", number.0, number.1)),
+        (None, id) => format!("file system {id:x}"),
+    };
+    Ok(short(text, MAX_SYSTEM_CHARS))
+}
+
+/// What is mounted under this number. Lines are
+/// `36 35 0:40 /root /mount/point options [fields...] - type source options`.
+///
+/// A server and its export name a file system. What a local program serves, it calls what it
+/// likes, all the same mostly: it is where it is mounted first.
+fn mounted(mounts: &str, (major, minor): Number) -> Option<String> {
+    let number = format!("{major}:{minor}");
+    mounts.lines().find_map(|line| {
+        let (mount, system) = line.split_once(" - ")?;
+        let mut mount = mount.split(' ').skip(2);
+        let at = mount.next().filter(|found| *found == number).and_then(|_| mount.nth(1))?;
+        let mut system = system.split(' ');
+        let (kind, source) = (system.next()?, system.next()?);
+        let remote = source.contains(":/") || source.starts_with("//");
+        match remote && !kind.starts_with("fuse") {
+            true => Some(format!("{kind} {source}")),
+            false => Some(format!("{kind} {source} at {at}")),
+        }
+    })
+}
+
+/// The text, or another one for it that is no longer than that.
+fn short(text: String, chars: usize) -> String {
+    if text.chars().count() <= chars {
+        return text;
+    }
+    let mark = format!("~{:016x}", hash(&text));
+    text.chars().take(chars - mark.len()).chain(mark.chars()).collect()
+}
+
+/// FNV-1a.
+fn hash(text: &str) -> u64 {
+    let start = 0xcbf2_9ce4_8422_2325u64;
+    text.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
 /// When a file was made, as far as its file system tells.
-pub(crate) fn made_ns(file: impl AsFd) -> io::Result<u128> {
+fn made_ns(file: impl AsFd) -> io::Result<u128> {
     match statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME) {
         Ok(stat) if stat.stx_mask & StatxFlags::BTIME.bits() != 0 => {
             let seconds = u128::try_from(stat.stx_btime.tv_sec).unwrap_or(0);
@@ -82,18 +164,24 @@ pub(crate) fn made_ns(file: impl AsFd) -> io::Result<u128> {
     }
 }
 
+/// Where the kernel describes a block device.
+fn by_number((major, minor): Number) -> String {
+    format!("/sys/dev/block/{major}:{minor}")
+}
+
+/// What the kernel says of a device, if anything.
+fn read(dir: &str, name: &str) -> Option<String> {
+    let text = fs::read_to_string(format!("{dir}/{name}")).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
 /// What a block device is called, whatever its number.
-fn volume((major, minor): (u32, u32)) -> Option<String> {
-    let dir = format!("/sys/dev/block/{major}:{minor}");
-    let read = |dir: &str, name: &str| {
-        let text = fs::read_to_string(format!("{dir}/{name}")).ok()?;
-        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
-    };
-    if let Some(start) = read(&dir, "partition").and_then(|_| read(&dir, "start")) {
+fn volume(dir: &str) -> Option<String> {
+    if let Some(start) = read(dir, "partition").and_then(|_| read(dir, "start")) {
         let whole = named(&|name| read(&format!("{dir}/.."), name))?;
         return Some(format!("{whole}, from sector {start}"));
     }
-    named(&|name| read(&dir, name))
+    named(&|name| read(dir, name))
 }
 
 /// By what its driver says of it.
@@ -103,10 +191,59 @@ fn named(read: &dyn Fn(&str) -> Option<String>) -> Option<String> {
         .or_else(|| said("md/uuid", "array"))
         .or_else(|| said("wwid", "device"))
         .or_else(|| said("device/wwid", "device"))
+        .or_else(|| said("serial", "device with serial number"))
         .or_else(|| {
             let file = fs::metadata(read("loop/backing_file")?).ok()?;
             let made = file.created().ok()?.duration_since(UNIX_EPOCH).ok()?.as_nanos();
             let (number, from) = (std::os::unix::fs::MetadataExt::ino(&file), read("loop/offset")?);
             Some(format!("loop on inode {number} made {made}, from byte {from}"))
         })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+        27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
+        42 27 0:39 / /srv/a rw,nosuid - fuse /dev/fuse rw,user_id=0\n\
+        43 27 0:40 / /srv/b rw,nosuid master:3 shared:7 - fuse /dev/fuse rw,user_id=0\n\
+        44 27 0:41 / /run/sr-mount/1 rw - nfs4 server:/export/1 rw,vers=4.2\n\
+        45 27 0:42 / /run/sr-mount/2 rw - nfs4 server:/export/2 rw,vers=4.2\n\
+        46 27 0:43 / /run/sr-mount/3 rw - nfs4 server:/export/1 rw,vers=4.2\n\
+        47 27 0:44 / /srv/c rw - fuse.sshfs host:/a rw\n\
+        garbage\n";
+
+    #[test]
+    fn two_file_systems_without_an_identifier_are_told_apart_by_what_is_mounted() {
+        let name = |minor| mounted(MOUNTS, (0, minor));
+        assert_eq!(name(39).unwrap(), "fuse /dev/fuse at /srv/a");
+        assert_eq!(name(40).unwrap(), "fuse /dev/fuse at /srv/b");
+        assert_ne!(name(41), name(42));
+        assert_eq!(name(41), name(43), "mounted again, it has another number");
+        assert_eq!(name(44).unwrap(), "fuse.sshfs host:/a at /srv/c");
+        assert_eq!(name(4), None);
+        assert_eq!(mounted(MOUNTS, (254, 0)).unwrap(), "ext4 /dev/vda at /");
+        assert_eq!(mounted("1 2 0:39\n1 2 0:39 / / - \n - fuse a", (0, 39)), None);
+    }
+
+    #[test]
+    fn texts_that_differ_at_their_ends_only_stay_different_when_they_are_cut() {
+        let long = "é".repeat(MAX_CHARS);
+        assert_eq!(short(long.clone(), MAX_CHARS), long);
+        let [a, b] = ["a", "b"].map(|end| short(format!("{long}{end}"), MAX_CHARS));
+        assert_ne!(a, b);
+        assert!(a.chars().count() == MAX_CHARS && a.len() <= MAX_BYTES);
+    }
+
+    #[test]
+    fn a_device_is_what_its_driver_says_of_it() {
+        let says = |files: &[(&str, &str)]| {
+            let files = files.to_vec();
+            named(&|name| Some(files.iter().find(|file| file.0 == name)?.1.to_owned()))
+        };
+        assert_eq!(says(&[("serial", "7"), ("wwid", "naa.1")]).unwrap(), "device naa.1");
+        assert_eq!(says(&[("serial", "7")]).unwrap(), "device with serial number 7");
+        assert_eq!(says(&[("size", "7")]), None);
+    }
 }
