@@ -96,6 +96,8 @@ impl Blocks {
         let slot = match state.free_slots.pop() {
             Some(slot) => slot,
             None if state.owners.len() < self.budget_slots => self.new_slot(state),
+            // To look for one that is not dirty would be to look at most of them, each time.
+            None if state.dirty.len() >= state.owners.len() => self.new_slot(state),
             None => match self.evict(state) {
                 Some(slot) => slot,
                 // All of them are dirty; there are as many slots as blocks.
@@ -119,6 +121,10 @@ impl Blocks {
     /// Takes the slot of a bitmap that is as on disk and was not used lately (clock).
     fn evict(&self, state: &mut State) -> Option<u32> {
         for _ in 0..2 * state.owners.len() {
+            #[cfg(test)]
+            {
+                state.steps += 1;
+            }
             let slot = state.hand as u32;
             state.hand = (state.hand + 1) % state.owners.len();
             let block = state.owners[slot as usize];

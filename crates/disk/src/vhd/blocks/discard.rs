@@ -4,6 +4,7 @@
 //! another block's. What is given back is the space in the file below it, by punching holes.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use ferrite_io::arena::Span;
 
@@ -36,6 +37,11 @@ impl Blocks {
                 continue;
             }
             if !self.whole() {
+                // As before a write: bitmaps stay in memory until a commit, and one request may be
+                // for all of them.
+                if self.tight.load(Ordering::Relaxed) {
+                    self.commit(port).await?;
+                }
                 self.clear(port, part).await?;
             }
             if self.is_file {

@@ -96,6 +96,9 @@ struct State {
     free_slots: Vec<u32>,
     /// Where the next search for a slot begins.
     hand: usize,
+    /// Slots that all searches have looked at.
+    #[cfg(test)]
+    steps: u64,
 }
 
 /// See the module text.
@@ -209,6 +212,8 @@ impl Blocks {
                 owners: Vec::new(),
                 free_slots: Vec::new(),
                 hand: 0,
+                #[cfg(test)]
+                steps: 0,
             }),
             committing: SharedLock::new(),
             growing: SharedLock::new(),
@@ -535,3 +540,6 @@ fn place_words(sector: u32) -> [u64; RECORD_WORDS] {
     words[0] = u64::from(sector);
     words
 }
+
+#[cfg(test)]
+mod tests;
