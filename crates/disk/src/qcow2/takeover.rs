@@ -11,6 +11,10 @@ use super::open::{TABLE_PIECE, read_whole};
 use super::state::L1_KEYS;
 use crate::journal::Record;
 
+/// Bytes of tables that are read while the guest waits for its disk to come back: those of 512 GiB
+/// of data, with the usual clusters.
+const LOOKED_THROUGH_BYTES: u64 = 64 << 20;
+
 impl Qcow2 {
     /// Makes what a dead process has answered for visible again. Its operations have ended: it
     /// held the image's lock until then. Who may write has it among his changes; who may not, of
@@ -63,14 +67,19 @@ impl Qcow2 {
                 false => self.lay_over(record.key, new),
             }
         }
-        self.check_unused(&counted)
+        self.check_unused(&counted).map(|_| ())
     }
 
     /// Clusters that only records refer to have a count if a commit has come so far; or because
-    /// another program has given them to something else since.
-    fn check_unused(&self, clusters: &HashSet<u64>) -> io::Result<()> {
-        if clusters.is_empty() {
-            return Ok(());
+    /// another program has given them to something else since. That one has taken the mark away by
+    /// which the journal was found, so where there is one, and many tables, they are not read. The
+    /// bytes that were.
+    pub(super) fn check_unused(&self, clusters: &HashSet<u64>) -> io::Result<u64> {
+        let tables = self.l1.iter().filter(|l1| l1.load(Ordering::Relaxed) & entry::OFFSET != 0);
+        let bytes = tables.count() as u64 * self.cluster_bytes();
+        let is_marked = self.header.mark().is_some();
+        if clusters.is_empty() || is_marked && bytes > LOOKED_THROUGH_BYTES {
+            return Ok(0);
         }
         let bits = self.header.cluster_bits;
         for l1 in &self.l1 {
@@ -93,7 +102,7 @@ impl Qcow2 {
                 }
             }
         }
-        Ok(())
+        Ok(bytes)
     }
 
     /// The entry of a record's key, which is in memory from then on.

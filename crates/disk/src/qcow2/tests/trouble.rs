@@ -439,3 +439,28 @@ fn single_free_clusters_are_left_alone_when_many_neighbours_are_needed() {
     assert!(found.unwrap() > 8 << 16);
     assert!(!qcow2.state().is_barred(0));
 }
+
+/// While the guest waits: the tables of one disk may be 8 GiB.
+#[test]
+fn many_tables_of_a_marked_image_are_not_read_when_it_is_taken_over() {
+    let read = |tables: u64, version: u32| {
+        let table_covers = (2 << 20) / 8 * (2 << 20);
+        let new = NewImage {
+            version,
+            refcount_bits: 16,
+            cluster_bytes: 2 << 20,
+            ..NewImage::new(tables * table_covers)
+        };
+        let mut machine = Machine::new(1, |path| create(path, &new));
+        for table in 0..tables {
+            machine.session.write(table * table_covers, &[7; 512]).unwrap();
+        }
+        machine.session.flush().unwrap();
+        let machine = machine.reopen();
+        let unused = std::collections::HashSet::from([1 << 40]);
+        with_qcow2(&machine.session, |qcow2| qcow2.check_unused(&unused).unwrap())
+    };
+    assert_eq!(read(33, 3), 0);
+    assert_eq!(read(2, 3), 4 << 20);
+    assert_eq!(read(33, 2), 66 << 20, "it has no mark");
+}
