@@ -85,7 +85,7 @@ impl Waits {
         let all = others.iter().copied().chain(self.readable.iter().map(|(fd, _)| *fd));
         self.fds.extend(all.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }));
         let limit = limit_ns.map(|ns| libc::timespec {
-            tv_sec: (ns / 1_000_000_000) as libc::time_t,
+            tv_sec: (ns / 1_000_000_000) as _,
             tv_nsec: (ns % 1_000_000_000) as libc::c_long,
         });
         let limit = limit.as_ref().map_or(std::ptr::null(), |t| t as *const _);
