@@ -60,8 +60,9 @@ impl Whole {
     }
 
     fn takes(self, bufs: &[Span]) -> bool {
-        let ends_a_page = |buf: &Span| (buf.offset() + buf.len()) % PAGE_BYTES == 0;
-        let no_gap = |pair: &[Span]| ends_a_page(&pair[0]) && pair[1].offset() % PAGE_BYTES == 0;
+        let ends_a_page = |buf: &Span| (buf.offset() + buf.len()).is_multiple_of(PAGE_BYTES);
+        let begins_one = |buf: &Span| buf.offset().is_multiple_of(PAGE_BYTES);
+        let no_gap = |pair: &[Span]| ends_a_page(&pair[0]) && begins_one(&pair[1]);
         let segments = |buf: &Span| (buf.offset() % PAGE_BYTES + buf.len()).div_ceil(PAGE_BYTES);
         bufs.iter().map(Span::len).sum::<usize>() <= self.bytes
             && bufs.iter().map(segments).sum::<usize>() <= self.segments
