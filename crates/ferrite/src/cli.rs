@@ -1,13 +1,15 @@
 //! The command line.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use ferrite_disk::size;
 use ferrite_io::engines::EngineChoice;
-use ferrite_serve::polling::PollWindow;
+use ferrite_io::shares::Shares;
+use ferrite_serve::polling::{Budget, PollWindow, host_units};
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::loopback::CopyWith;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
@@ -114,6 +116,11 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     pub(crate) poll_storage: bool,
 
+    /// Use no more processor time than this, in percent of one processor: 200 is two; without it,
+    /// there is no bound.
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=6400))]
+    pub(crate) cpu: Option<u32>,
+
     /// Memory for data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
     pub(crate) memory: usize,
@@ -150,6 +157,11 @@ pub(crate) struct TuningArgs {
           value_parser = clap::value_parser!(u32).range(0..=6400))]
     pub(crate) poll_cpu: u32,
 
+    /// Processors that all disks of this host together may look for work with; by default half of
+    /// them, and at least one.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
+    pub(crate) poll_host: Option<u32>,
+
     /// Give each request to the storage by itself, even where neighbours could share an
     /// operation.
     #[arg(long)]
@@ -159,7 +171,16 @@ pub(crate) struct TuningArgs {
 impl TuningArgs {
     /// For the queues.
     pub(crate) fn tuning(&self) -> Tuning {
-        Tuning { poll: self.poll_us, poll_cpu_percent: self.poll_cpu, merge: !self.no_merge }
+        Tuning { poll: self.poll_us, merge: !self.no_merge }
+    }
+
+    /// What a disk may look for work with, as far as the others that share the file leave it.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub(crate) fn polling(&self, shared: &Path) -> io::Result<Budget> {
+        let units = self.poll_host.unwrap_or_else(host_units);
+        Ok(Budget::shared(self.poll_cpu, Shares::open(shared, units)?))
     }
 }
 

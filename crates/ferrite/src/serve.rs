@@ -16,7 +16,9 @@ use ferrite_serve::lifecycle::{
     serve, sweep,
 };
 use ferrite_serve::negotiate::Offer;
-use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
+use ferrite_serve::polling::Budget;
+use ferrite_serve::processors::{Limit, Processors};
+use ferrite_xen::mover::{self, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
 
@@ -31,6 +33,8 @@ const BACKEND_KIND: &str = "vbd3";
 const RUN_DIR: &str = "/run/ferrite";
 /// In there, the file by which all backends of this host share what may be mapped.
 const MAP_BUDGET: &str = "map-budget";
+/// In there, the file by which they share processors to look for work with.
+const POLL_BUDGET: &str = "poll-budget";
 /// In there, what was answered and is not yet in the images' metadata.
 const IMAGES: &str = "images";
 /// How long a take-over waits for the killed predecessor's last I/O to end.
@@ -85,6 +89,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         engine: engines(kind),
         closes: true,
         tuning: args.tuning.tuning(),
+        processors: processors(args),
         counters: Counters::default(),
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
@@ -197,16 +202,34 @@ pub(crate) fn engines(kind: EngineKind) -> EngineFactory {
 fn moving(args: &ServeArgs) -> Result<Moving, Failure> {
     let path = Path::new(RUN_DIR).join(MAP_BUDGET);
     let budget = match args.mover {
-        Mover::Copy => Budget::of_disk(0),
+        Mover::Copy => mover::Budget::of_disk(0),
         Mover::Map | Mover::Persistent => {
             make_dir(Path::new(RUN_DIR))?;
-            Budget::of_host(&path, args.map_budget_host, args.map_budget).map_err(|e| {
+            mover::Budget::of_host(&path, args.map_budget_host, args.map_budget).map_err(|e| {
                 let help = "it is made when it is not there; --mover copy does without it";
                 Failure::new(format!("cannot open {}", path.display()), e, help)
             })?
         }
     };
     Ok(Moving { mover: args.mover, maps: Maps::new(budget, SystemClock::shared()) })
+}
+
+/// Without the file that is shared, the disk is bounded by itself alone: it is no reason not to
+/// serve it.
+fn processors(args: &ServeArgs) -> Arc<Processors> {
+    let path = Path::new(RUN_DIR).join(POLL_BUDGET);
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
+    let polling = made.and_then(|()| args.tuning.polling(&path)).unwrap_or_else(|e| {
+        let percent = args.tuning.poll_cpu;
+        tracing::warn!(
+            "cannot open {}: {e}; this disk looks for work with up to {percent} % of a processor, \
+             whatever others do",
+            path.display()
+        );
+        Budget::new(percent)
+    });
+    let limit = args.cpu.map(|percent| Limit::new(percent, SystemClock::shared()));
+    Arc::new(Processors { polling, limit })
 }
 
 fn make_dir(path: &Path) -> Result<(), Failure> {

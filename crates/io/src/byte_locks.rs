@@ -28,6 +28,25 @@ pub fn lock_shared(file: impl AsFd, offset: u32) -> io::Result<()> {
     fcntl(file, libc::F_OFD_SETLK, libc::F_RDLCK, offset, 1).map(|_| ())
 }
 
+/// Takes an exclusive lock on the byte at `offset` for the open file, which must be open for writing.
+///
+/// # Errors
+/// `WouldBlock`: somebody has one. Otherwise as [`is_locked_by_others`].
+pub fn lock_exclusive(file: impl AsFd, offset: u32) -> io::Result<()> {
+    fcntl(file, libc::F_OFD_SETLK, libc::F_WRLCK, offset, 1).map(|_| ())
+}
+
+/// The first byte behind the lock of others that covers this one.
+pub fn end_of_lock(file: impl AsFd, offset: u32) -> u32 {
+    let next = offset + 1;
+    match fcntl(file, libc::F_OFD_GETLK, libc::F_WRLCK, offset, 1) {
+        Ok(found) if i32::from(found.l_type) != libc::F_UNLCK && found.l_len > 0 => {
+            u32::try_from(found.l_start + found.l_len).unwrap_or(u32::MAX).max(next)
+        }
+        _ => next,
+    }
+}
+
 /// Gives up all locks of the open file on `len` bytes from `offset` on.
 ///
 /// # Errors

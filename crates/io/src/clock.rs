@@ -10,6 +10,11 @@ pub trait Clock: Send + Sync {
     fn now_ns(&self) -> u64;
     /// Sleeps the calling thread.
     fn sleep(&self, how_long: Duration);
+    /// Processor time that all threads of this process have used, in nanoseconds. A simulated world
+    /// takes none.
+    fn process_cpu_ns(&self) -> u64 {
+        0
+    }
 }
 
 /// A source of random numbers; not for secrets.
@@ -36,17 +41,25 @@ impl SystemClock {
 
 impl Clock for SystemClock {
     fn now_ns(&self) -> u64 {
-        // The C library's way to the clock is the one that valgrind knows.
-        let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: `t` is a timespec of ours to be filled in.
-        let done = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut t) };
-        debug_assert_eq!(done, 0, "every Linux has this clock");
-        t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+        read(libc::CLOCK_MONOTONIC)
     }
 
     fn sleep(&self, how_long: Duration) {
         std::thread::sleep(how_long);
     }
+
+    fn process_cpu_ns(&self) -> u64 {
+        read(libc::CLOCK_PROCESS_CPUTIME_ID)
+    }
+}
+
+/// By the C library: its way to the clock is the one that valgrind knows.
+fn read(clock: libc::clockid_t) -> u64 {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `t` is a timespec of ours to be filled in.
+    let done = unsafe { libc::clock_gettime(clock, &mut t) };
+    debug_assert_eq!(done, 0, "every Linux has these clocks");
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
 /// The time of day in seconds since 1970, for timestamps that people read; it may jump.
@@ -88,6 +101,12 @@ impl Random for SplitMix64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn work_takes_processor_time() {
+        let before_ns = SystemClock.process_cpu_ns();
+        while SystemClock.process_cpu_ns() < before_ns + 1_000_000 {}
+    }
 
     #[test]
     fn splitmix_follows_the_published_sequence() {

@@ -11,6 +11,7 @@
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
 //! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
 //!   threads.
+//! * [`byte_locks`] and [`shares`]: locks on bytes of files, and what a host's processes share by them.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
 //! * [`sim`]: an engine and directories of a machine whose power can be cut, for tests.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
@@ -28,6 +29,7 @@ pub mod pool;
 pub mod reactor;
 pub mod scratch;
 pub mod shared_lock;
+pub mod shares;
 pub mod shm;
 pub mod sim;
 pub mod uring;

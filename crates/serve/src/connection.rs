@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::counters::Counters;
 use crate::gate::Gate;
-use crate::polling::Budget;
+use crate::processors::Processors;
 use crate::quiet::Budgets;
 use crate::request::Limits;
 use crate::tuning::Tuning;
@@ -190,8 +190,8 @@ pub struct Connection {
     pub discard: bool,
     /// How the queues work.
     pub tuning: Tuning,
-    /// What they may spend on looking for work.
-    pub poll_budget: Budget,
+    /// What they may use of processors.
+    pub processors: Arc<Processors>,
     /// What they have done.
     pub counters: Counters,
     stop: AtomicBool,
@@ -208,6 +208,7 @@ impl Connection {
         pool: Arc<Pool>,
         shape: Shape,
         tuning: Tuning,
+        processors: Arc<Processors>,
         counters: Counters,
     ) -> io::Result<Connection> {
         Ok(Connection {
@@ -218,7 +219,7 @@ impl Connection {
             max_indirect_segments: shape.max_indirect_segments,
             discard: shape.discard,
             tuning,
-            poll_budget: Budget::new(tuning.poll_cpu_percent),
+            processors,
             counters,
             stop: AtomicBool::new(false),
             wakers: (0..shape.queues).map(|_| Waker::new()).collect::<io::Result<_>>()?,

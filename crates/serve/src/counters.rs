@@ -71,6 +71,10 @@ counters! {
     looked_ns,
     /// Sleeps.
     sleeps,
+    /// Times that nothing was taken as the disk had used its processor time.
+    throttles,
+    /// How long that was, in nanoseconds.
+    throttled_ns,
     /// Events taken from the guest.
     events,
     /// Times that the guest's events were held back, as they came without requests.
@@ -99,6 +103,10 @@ impl fmt::Display for Counts {
             self.looked_ns / 1_000_000,
             self.sleeps,
         )?;
+        if self.throttles > 0 {
+            let ms = self.throttled_ns / 1_000_000;
+            write!(f, "; held back {} times for {ms} ms (--cpu)", self.throttles)?;
+        }
         match (self.metadata_hits, self.metadata_misses) {
             // A raw disk.
             (0, 0) => Ok(()),

@@ -6,6 +6,7 @@
 //! * [`gate`]: one request alone on the whole disk (barriers, writes below the block size).
 //! * [`inflight`]: the table that a successor takes over from.
 //! * [`polling`]: looking for work before going to sleep.
+//! * [`processors`]: what a disk may use of them.
 //! * [`tuning`]: how queues go about their work.
 //! * [`counters`]: what they have done.
 //! * [`trace`]: a record a request, always on.
@@ -25,6 +26,7 @@ pub mod inflight;
 pub mod lifecycle;
 pub mod negotiate;
 pub mod polling;
+pub mod processors;
 pub mod queue;
 pub mod quiet;
 pub mod request;

@@ -7,14 +7,12 @@ use crate::polling::PollWindow;
 pub struct Tuning {
     /// How long to look for work before going to sleep.
     pub poll: PollWindow,
-    /// Processor time that looking may take, all queues together, in percent of one processor.
-    pub poll_cpu_percent: u32,
     /// Whether neighbouring requests of a sweep share an operation.
     pub merge: bool,
 }
 
 impl Default for Tuning {
     fn default() -> Self {
-        Tuning { poll: PollWindow::Auto, poll_cpu_percent: 100, merge: true }
+        Tuning { poll: PollWindow::Auto, merge: true }
     }
 }

@@ -108,6 +108,7 @@ fn a_disk_of_mode_r_is_not_served_from_an_image_that_is_open_for_writing() {
         engine: engines(),
         closes: true,
         tuning: Tuning::default(),
+        processors: Arc::default(),
         counters: Counters::default(),
     };
     let hypervisor = rig.machine.loopback(CopyWith::Memcpy).unwrap();

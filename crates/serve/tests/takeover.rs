@@ -68,6 +68,7 @@ fn process_backend() {
         engine: engines(),
         closes: true,
         tuning: Tuning::default(),
+        processors: Arc::default(),
         counters: Counters::default(),
     };
     let mut store = Store::from_fd(handle.store);

@@ -15,6 +15,7 @@ use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::{Counters, Counts};
 use ferrite_serve::lifecycle::{Config, EngineFactory, Outcome, ServeError, close, serve};
 use ferrite_serve::negotiate::Offer;
+use ferrite_serve::processors::Processors;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
@@ -368,6 +369,7 @@ fn config(
     run_dir: &Path,
     i: usize,
 ) -> Result<Config, Failure> {
+    let polling = args.tuning.polling(&run_dir.join("poll-budget")).map_err(no_run_dir)?;
     let run_dir = run_dir.join(i.to_string());
     std::fs::create_dir(&run_dir).map_err(no_run_dir)?;
     Ok(Config {
@@ -390,6 +392,7 @@ fn config(
         // Several guests may have it.
         closes: false,
         tuning: args.tuning.tuning(),
+        processors: Arc::new(Processors { polling, limit: None }),
         counters: Counters::default(),
     })
 }

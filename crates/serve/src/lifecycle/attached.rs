@@ -270,6 +270,7 @@ impl Attached {
                 tracing::error!("a queue's thread panicked: this is a bug in ferrite");
             }
         }
+        self.connection.processors.polling.give_back();
         if self.moving.mover != Mover::Copy {
             tracing::debug!("disconnected: {}", self.moving.maps.counts());
         }
@@ -323,7 +324,8 @@ fn new_connection(
     let pool = Pool::with_scratch(config.pool_bytes, queues, device.disk.scratch_bytes())
         .map_err(|e| ServeError::host("get memory for the buffer pool", e))?;
     let shape = Shape { protocol: wanted.protocol, max_indirect_segments, discard, queues };
-    Connection::new(device, pool, shape, config.tuning, config.counters.clone())
+    let (processors, counters) = (config.processors.clone(), config.counters.clone());
+    Connection::new(device, pool, shape, config.tuning, processors, counters)
         .map(Arc::new)
         .map_err(|e| ServeError::host("make an eventfd", e))
 }

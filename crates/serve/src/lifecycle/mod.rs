@@ -22,6 +22,7 @@ use crate::connection::{Device, Waker};
 use crate::counters::Counters;
 use crate::negotiate::Offer;
 use crate::polling::wake_up_ns;
+use crate::processors::Processors;
 use crate::quiet::told;
 use crate::tuning::Tuning;
 
@@ -89,6 +90,8 @@ pub struct Config {
     pub closes: bool,
     /// How queues work.
     pub tuning: Tuning,
+    /// What they may use of processors.
+    pub processors: Arc<Processors>,
     /// Where they count what they do; the caller may look at any time.
     pub counters: Counters,
 }

@@ -1,24 +1,70 @@
 //! What a disk may spend on looking.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::num::NonZero;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use ferrite_io::shares::Shares;
 
 /// The time over which a budget is counted, in nanoseconds.
 const PERIOD_NS: u64 = 100_000_000;
+/// A unit that was not used for so long is another's, in nanoseconds.
+pub(crate) const HELD_NS: u64 = 100_000_000;
+/// After a refusal, how long not to ask again, in nanoseconds.
+const REFUSED_NS: u64 = 100_000_000;
 
 /// Processor time that all queues of a disk together may spend on looking. Counted in periods of
 /// 100 ms; a look that was begun is never cut short, so a period may end one window over.
+///
+/// What all disks of a host may spend together is handed out in units of one processor. A disk
+/// has one while it looks, and gives it back a moment after its last look.
 #[derive(Debug)]
 pub struct Budget {
     limit_ns: u64,
     period: AtomicU64,
     spent_ns: AtomicU64,
+    host: Option<Host>,
+}
+
+#[derive(Debug)]
+struct Host {
+    shares: Shares,
+    claimed: Mutex<Vec<u32>>,
+    /// How many these are.
+    units: AtomicU32,
+    refused_until_ns: AtomicU64,
+    /// When a queue looked last.
+    looked_ns: AtomicU64,
+}
+
+/// Processors that all disks of a host may look with by default: half of them, and at least one.
+pub fn host_units() -> u32 {
+    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    (cpus / 2).max(1) as u32
 }
 
 impl Budget {
     /// So many percent of one processor; 100 is one, all the time.
     pub fn new(percent: u32) -> Budget {
         let limit_ns = PERIOD_NS / 100 * u64::from(percent);
-        Budget { limit_ns, period: AtomicU64::new(0), spent_ns: AtomicU64::new(0) }
+        Budget { limit_ns, period: AtomicU64::new(0), spent_ns: AtomicU64::new(0), host: None }
+    }
+
+    /// The same, as far as there are units of the host's to be had.
+    pub fn shared(percent: u32, shares: Shares) -> Budget {
+        let host = Host {
+            shares,
+            claimed: Mutex::default(),
+            units: AtomicU32::new(0),
+            refused_until_ns: AtomicU64::new(0),
+            looked_ns: AtomicU64::new(0),
+        };
+        Budget { host: Some(host), ..Budget::new(percent) }
+    }
+
+    /// Whether there are units to be given back.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.host.is_some()
     }
 
     /// Whether there is something left of this period.
@@ -29,12 +75,64 @@ impl Budget {
         if self.period.swap(period, Relaxed) != period {
             self.spent_ns.store(0, Relaxed);
         }
-        self.spent_ns.load(Relaxed) < self.limit_ns
+        let spent_ns = self.spent_ns.load(Relaxed);
+        spent_ns < self.limit_ns
+            && self.host.as_ref().is_none_or(|host| host.covers(spent_ns, now_ns))
     }
 
-    /// Takes what was spent.
-    pub(crate) fn spend(&self, ns: u64) {
+    /// Takes what was spent, until now.
+    pub(crate) fn spend(&self, ns: u64, now_ns: u64) {
         self.spent_ns.fetch_add(ns, Relaxed);
+        if let Some(host) = &self.host {
+            host.looked_ns.store(now_ns, Relaxed);
+        }
+    }
+
+    /// Gives back to the host what no queue has used for a while.
+    pub(crate) fn give_back_unused(&self, now_ns: u64) {
+        if let Some(host) = &self.host
+            && now_ns.saturating_sub(host.looked_ns.load(Relaxed)) >= HELD_NS
+        {
+            host.give_back();
+        }
+    }
+
+    /// Gives back to the host all of it.
+    pub(crate) fn give_back(&self) {
+        if let Some(host) = &self.host {
+            host.give_back();
+        }
+    }
+}
+
+impl Host {
+    /// Whether there are units for what was spent and more, claimed if need be.
+    fn covers(&self, spent_ns: u64, now_ns: u64) -> bool {
+        spent_ns < u64::from(self.units.load(Relaxed)) * PERIOD_NS || self.claim(now_ns)
+    }
+
+    fn claim(&self, now_ns: u64) -> bool {
+        if now_ns < self.refused_until_ns.load(Relaxed) {
+            return false;
+        }
+        let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(unit) = self.shares.claim(&claimed) else {
+            self.refused_until_ns.store(now_ns + REFUSED_NS, Relaxed);
+            return false;
+        };
+        claimed.push(unit);
+        self.units.store(claimed.len() as u32, Relaxed);
+        true
+    }
+
+    fn give_back(&self) {
+        let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
+        for unit in claimed.drain(..) {
+            if let Err(e) = self.shares.release(unit) {
+                tracing::warn!("cannot give a share of the host's polling back: {e}");
+            }
+        }
+        self.units.store(0, Relaxed);
     }
 }
 
@@ -46,9 +144,9 @@ mod tests {
     fn what_is_spent_comes_back_with_the_next_period() {
         let budget = Budget::new(50);
         assert!(budget.is_left(7));
-        budget.spend(PERIOD_NS / 2 - 1);
+        budget.spend(PERIOD_NS / 2 - 1, 7);
         assert!(budget.is_left(PERIOD_NS - 1));
-        budget.spend(1);
+        budget.spend(1, 8);
         assert!(!budget.is_left(PERIOD_NS - 1));
         assert!(budget.is_left(PERIOD_NS));
     }
@@ -56,5 +154,62 @@ mod tests {
     #[test]
     fn nothing_is_nothing() {
         assert!(!Budget::new(0).is_left(1));
+    }
+
+    /// Disks of a host with so many units.
+    fn disks<const N: usize>(units: u32, percent: u32) -> [Budget; N] {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        [(); N].map(|()| Budget::shared(percent, Shares::open(file.path(), units).unwrap()))
+    }
+
+    #[test]
+    fn as_many_disks_look_as_the_host_has_units() {
+        let disks: [Budget; 3] = disks(2, 100);
+        assert_eq!(disks.each_ref().map(|disk| disk.is_left(1)), [true, true, false]);
+        assert_eq!(disks.each_ref().map(|disk| disk.is_left(2)), [true, true, false]);
+        // As when the backend ends.
+        let [first, second, third] = disks;
+        drop(first);
+        assert!(!third.is_left(REFUSED_NS), "who was refused does not ask again at once");
+        assert!(third.is_left(1 + REFUSED_NS) && second.is_left(1 + REFUSED_NS));
+        assert!(disks_of_none_look());
+    }
+
+    fn disks_of_none_look() -> bool {
+        let [disk]: [Budget; 1] = disks(0, 100);
+        !disk.is_left(1)
+    }
+
+    #[test]
+    fn a_unit_that_no_queue_uses_is_given_back_and_one_that_is_used_is_not() {
+        let [a, b]: [Budget; 2] = disks(1, 100);
+        assert!(a.is_left(1));
+        a.spend(1, 50);
+        // One queue has not looked since, and another has.
+        a.give_back_unused(49 + HELD_NS);
+        assert!(!b.is_left(49 + HELD_NS));
+        a.give_back_unused(50 + HELD_NS);
+        assert!(b.is_left(49 + HELD_NS + REFUSED_NS));
+        assert!(!a.is_left(50 + 2 * HELD_NS));
+        b.give_back();
+        assert!(a.is_left(50 + 2 * HELD_NS + REFUSED_NS));
+    }
+
+    #[test]
+    fn who_may_look_with_two_processors_takes_the_second_unit_when_the_first_is_used_up() {
+        let [a, b]: [Budget; 2] = disks(2, 150);
+        assert!(a.is_left(1));
+        a.spend(PERIOD_NS - 1, 2);
+        assert!(a.is_left(3) && b.is_left(3));
+        a.spend(1, 4);
+        assert!(!a.is_left(5), "the other has it");
+        b.give_back();
+        assert!(!a.is_left(6), "it has just asked");
+        a.give_back();
+        assert!(a.is_left(5 + REFUSED_NS));
+        a.spend(PERIOD_NS, 6 + REFUSED_NS);
+        assert!(a.is_left(7 + REFUSED_NS));
+        a.spend(PERIOD_NS / 2, 8 + REFUSED_NS);
+        assert!(!a.is_left(9 + REFUSED_NS), "more than its own");
     }
 }

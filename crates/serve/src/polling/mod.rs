@@ -16,7 +16,8 @@
 //!   processor to spare: it pauses. Both are judged over a millisecond or so: one interrupt is a
 //!   gap, too, and a thread that sleeps is now and then woken on a processor that is taken for a
 //!   moment while another is free.
-//! * A disk has a [`Budget`] of processor time to look with, all queues together.
+//! * A disk has a [`Budget`] of processor time to look with, all queues together, and shares
+//!   what all disks of the host have.
 
 use std::fmt;
 use std::str::FromStr;
@@ -25,7 +26,8 @@ mod budget;
 mod delay;
 mod wakeup;
 
-pub use budget::Budget;
+pub(crate) use budget::HELD_NS;
+pub use budget::{Budget, host_units};
 pub(crate) use delay::RunDelay;
 pub use wakeup::wake_up_ns;
 

@@ -39,12 +39,14 @@ mod storm;
 mod take;
 #[cfg(test)]
 pub(crate) mod tests;
+mod throttle;
 mod wait;
 
 use flight::{Flights, Ticket};
 use merge::Placed;
 use neighbours::Neighbours;
 use pieces::Pieces;
+use throttle::Throttled;
 use wait::Waiting;
 
 /// Completion of the event channel's descriptor becoming readable.
@@ -119,6 +121,7 @@ pub struct Queue {
     /// It is one that reads, and was not handed over yet.
     drain_queued: bool,
     waiting: Waiting,
+    throttled: Option<Throttled>,
     /// Flushes taken off the ring; wraps.
     flushes: u32,
 
@@ -180,6 +183,7 @@ impl Queue {
             clock: connection.device.clock.clone(),
             pool: connection.pool.queue(index),
             waiting: Waiting::new(&connection.tuning),
+            throttled: None,
             block_bytes: connection.device.disk.block_bytes() as usize,
             connection,
             index,
@@ -234,7 +238,9 @@ impl Queue {
         self.ring.link().notify()?;
         let mut completions = Vec::new();
         loop {
-            if let Err(violation) = self.take() {
+            if self.is_throttled() {
+                self.leave_if_idle();
+            } else if let Err(violation) = self.take() {
                 self.broken = true;
                 report(QueueEvent::Violation(violation));
             }
@@ -256,6 +262,7 @@ impl Queue {
             self.reactor.turn(wait, &mut completions)?;
             let now_ns = self.clock.now_ns();
             self.woke(wait != Wait::No, completions.is_empty(), now_ns);
+            self.throttle(now_ns);
             for completion in completions.drain(..) {
                 self.dispatch(completion, now_ns)?;
             }

@@ -22,6 +22,9 @@ const SAVE_AFTER: Duration = Duration::from_secs(2);
 /// of its whole disk. A flush waits for no more of them, nor does the end of the queue.
 const DISCARDS: usize = 4;
 
+/// How long a discard may sleep that has to end when its queue does.
+const STOPS_WITHIN: Duration = Duration::from_millis(50);
+
 impl Queue {
     /// Makes a task of a request; its result is found by
     /// [`collect_task_results`](Self::collect_task_results).
@@ -180,10 +183,22 @@ impl Task {
             done += disk.discard_part(&self.port, offset + done, bytes - done).await?;
             connection.counters.queue(self.queue).discard_parts.add(1);
             if done < bytes {
-                self.port.io.yield_to_others().await;
+                self.pause().await;
             }
         }
         Ok(())
+    }
+
+    /// Lets everything else go first, and waits while the disk has used its processor time.
+    async fn pause(&self) {
+        let connection = &self.connection;
+        self.port.io.yield_to_others().await;
+        while let Some(left) = connection.processors.debt(connection.device.clock.now_ns())
+            && !connection.stopping()
+        {
+            // A sleep that fails is none.
+            let _ = self.port.io.sleep(left.min(STOPS_WITHIN)).await;
+        }
     }
 
     /// Writes; for what is smaller than the medium's block, reads the blocks around it first.

@@ -11,7 +11,7 @@ use ferrite_io::reactor::Wait;
 
 use super::storm::Storm;
 use super::{DRAIN, EVENT, Queue, REARM};
-use crate::polling::{Look, Poller, RunDelay, lost_ns, wake_up_ns};
+use crate::polling::{HELD_NS, Look, Poller, RunDelay, lost_ns, wake_up_ns};
 use crate::tuning::Tuning;
 
 /// After so many nanoseconds without anything to do, memory is given back. One wake-up; none
@@ -27,6 +27,10 @@ pub(super) struct Waiting {
     pub(super) storm: Storm,
     /// Until then the guest's events are not listened to.
     held_until_ns: u64,
+    /// When this queue looked last, with a unit of the host's that may have to be given back.
+    looked_ns: Option<u64>,
+    /// It was given back, and nothing has come since that looking might have found sooner.
+    resting: bool,
     /// When the last thing to do was done.
     idle_since_ns: Option<u64>,
     /// Buffers were in use since memory was given back last.
@@ -43,6 +47,8 @@ impl Waiting {
             delay: RunDelay::of_this_thread(),
             storm: Storm::default(),
             held_until_ns: 0,
+            looked_ns: None,
+            resting: false,
             idle_since_ns: None,
             warm: false,
             pinned: false,
@@ -69,7 +75,10 @@ impl Queue {
         // Held back by something that will wake us: the guest's events would only disturb.
         let deaf = self.broken || self.stalled || self.is_holding_back();
         if deaf || self.connection.stopping() {
-            return Ok(Wait::Until(None));
+            return Ok(Wait::Until(self.until_unit_is_free()));
+        }
+        if let Some(throttled) = &self.throttled {
+            return Ok(Wait::Until(Some(throttled.left)));
         }
         let now_ns = self.clock.now_ns();
         self.waiting.idle_since_ns.get_or_insert(now_ns);
@@ -89,7 +98,12 @@ impl Queue {
         self.listen()?;
         let cold = Duration::from_nanos(COLD_NS);
         let warm = self.waiting.warm && !self.waiting.pinned && self.flights.in_use() == 0;
-        Ok(Wait::Until(warm.then_some(cold)))
+        Ok(Wait::Until(self.until_unit_is_free().or(warm.then_some(cold))))
+    }
+
+    /// How long to sleep before others of this host may look, if we have what it takes.
+    fn until_unit_is_free(&self) -> Option<Duration> {
+        self.waiting.looked_ns.map(|_| Duration::from_nanos(HELD_NS))
     }
 
     /// Lets the guest's next event wake this queue.
@@ -148,13 +162,20 @@ impl Queue {
             self.waiting.poller.waited(from_ns, total_ns);
         }
         let window_ns = self.waiting.poller.window_ns(from_ns);
-        if window_ns == 0 || !self.connection.poll_budget.is_left(from_ns) {
+        let processors = &self.connection.processors;
+        if window_ns == 0
+            || self.waiting.resting
+            || !processors.may_look()
+            || !processors.polling.is_left(from_ns)
+        {
             return false;
         }
         let look = self.look_until(from_ns, from_ns + window_ns);
         self.waiting.poller.looked(look);
         let took_ns = look.to_ns - look.from_ns;
-        self.connection.poll_budget.spend(took_ns);
+        let polling = &self.connection.processors.polling;
+        polling.spend(took_ns, look.to_ns);
+        self.waiting.looked_ns = polling.is_shared().then_some(look.to_ns);
         let counters = self.counters();
         counters.looks.add(1);
         counters.hits.add(u64::from(look.hit));
@@ -194,6 +215,14 @@ impl Queue {
 
     /// The reactor's turn is over; `slept`: it may have waited; `idle`: and nothing came of it.
     pub(super) fn woke(&mut self, slept: bool, idle: bool, now_ns: u64) {
+        self.waiting.resting &= idle;
+        if let Some(looked_ns) = self.waiting.looked_ns
+            && now_ns.saturating_sub(looked_ns) >= HELD_NS
+        {
+            self.waiting.looked_ns = None;
+            self.waiting.resting = idle;
+            self.connection.processors.polling.give_back_unused(now_ns);
+        }
         let Some(since_ns) = self.waiting.idle_since_ns.take() else { return };
         let idle_ns = now_ns.saturating_sub(since_ns);
         if slept {

@@ -22,6 +22,7 @@ use ferrite_serve::lifecycle::{
     Attachment, Config, EngineFactory, Outcome, ServeError, run_dir_name, serve,
 };
 use ferrite_serve::negotiate::Offer;
+use ferrite_serve::processors::Processors;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::loopback::front::{FrontOptions, Frontend};
@@ -132,6 +133,7 @@ pub struct Plan {
     pub copy_with: CopyWith,
     pub engine: EngineFactory,
     pub tuning: Tuning,
+    pub processors: Arc<Processors>,
     pub clock: Arc<dyn Clock>,
     /// By the mover that `FERRITE_TEST_MOVER` names, grant copy if it is not set.
     pub moving: Moving,
@@ -152,6 +154,7 @@ impl Default for Plan {
             copy_with: CopyWith::Memcpy,
             engine: engines(),
             tuning: Tuning::default(),
+            processors: Arc::default(),
             clock: SystemClock::shared(),
             moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
             image: None,
@@ -249,6 +252,7 @@ impl Rig {
             engine: self.plan.engine.clone(),
             closes: true,
             tuning: self.plan.tuning,
+            processors: self.plan.processors.clone(),
             counters: self.counters.clone(),
             moving: self.plan.moving.clone(),
         };

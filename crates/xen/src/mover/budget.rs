@@ -4,17 +4,14 @@
 //! and all backends together: 262,144 entries by default, and a PV domain needs two a page
 //! (blkif.md 4.2). One guest must not use it up for the others (XSA-300, security.md T9).
 //!
-//! The host's share is a file of which nothing is ever written: each disk that wants to map
-//! [`UNIT`] pages locks a byte of it. The kernel gives the locks of a process back however it ends,
-//! so there is nothing to repair after a crash.
+//! The host's budget is handed out in [`Shares`] of [`UNIT`] pages.
 
 use std::fmt;
-use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+
+use ferrite_io::shares::Shares;
 
 use super::Maps;
 
@@ -30,21 +27,16 @@ pub const HOST_MAPPINGS: u32 = 65_536;
 /// A disk's budget.
 pub struct Budget {
     disk_units: usize,
-    host: Option<Host>,
+    host: Option<Shares>,
     /// The units that are claimed: their places in the host's file, if there is one.
     claimed: Mutex<Vec<u32>>,
-}
-
-struct Host {
-    file: File,
-    units: u32,
 }
 
 impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} pages for this disk", self.disk_units * UNIT)?;
         match &self.host {
-            Some(host) => write!(f, ", {} for all of this host", host.units as usize * UNIT),
+            Some(host) => write!(f, ", {} for all of this host", host.units() as usize * UNIT),
             None => Ok(()),
         }
     }
@@ -63,10 +55,7 @@ impl Budget {
     /// # Errors
     /// The file system's.
     pub fn of_host(path: &Path, host_mappings: u32, disk_mappings: u32) -> io::Result<Budget> {
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = options.open(path)?;
-        let host = Host { file, units: host_mappings / UNIT as u32 };
+        let host = Shares::open(path, host_mappings / UNIT as u32)?;
         Ok(Budget { host: Some(host), ..Budget::of_disk(disk_mappings) })
     }
 
@@ -92,66 +81,9 @@ impl Budget {
         let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(at) = claimed.iter().position(|u| *u == unit) else { return };
         claimed.swap_remove(at);
-        if let Some(host) = &self.host {
-            host.unlock(unit);
-        }
-    }
-}
-
-impl Host {
-    /// A place that nobody has, and that is not among `own`: a lock never stands in its owner's
-    /// way. Looked for behind our last one, so that what we have is few stretches to others.
-    fn claim(&self, own: &[u32]) -> Option<u32> {
-        let start = own.last().map_or_else(|| std::process::id() % self.units.max(1), |u| u + 1);
-        self.claim_in(start, self.units, own).or_else(|| self.claim_in(0, start, own))
-    }
-
-    fn claim_in(&self, from: u32, to: u32, own: &[u32]) -> Option<u32> {
-        let mut at = from;
-        while at < to {
-            if own.contains(&at) {
-                at += 1;
-            } else if self.lock(at) {
-                return Some(at);
-            } else {
-                at = self.end_of_lock(at);
-            }
-        }
-        None
-    }
-
-    fn lock(&self, unit: u32) -> bool {
-        self.fcntl(libc::F_OFD_SETLK, libc::F_WRLCK, unit).is_ok()
-    }
-
-    fn unlock(&self, unit: u32) {
-        if let Err(e) = self.fcntl(libc::F_OFD_SETLK, libc::F_UNLCK, unit) {
+        if let Some(Err(e)) = self.host.as_ref().map(|host| host.release(unit)) {
             tracing::warn!("cannot give a share of the mapping budget back: {e}");
         }
-    }
-
-    /// The first place behind the lock that covers this one.
-    fn end_of_lock(&self, unit: u32) -> u32 {
-        let next = unit + 1;
-        match self.fcntl(libc::F_OFD_GETLK, libc::F_WRLCK, unit) {
-            Ok(found) if i32::from(found.l_type) != libc::F_UNLCK && found.l_len > 0 => {
-                u32::try_from(found.l_start + found.l_len).unwrap_or(u32::MAX).max(next)
-            }
-            _ => next,
-        }
-    }
-
-    fn fcntl(&self, command: libc::c_int, kind: libc::c_int, unit: u32) -> io::Result<libc::flock> {
-        let mut lock = libc::flock {
-            l_type: kind as libc::c_short,
-            l_whence: libc::SEEK_SET as libc::c_short,
-            l_start: libc::off_t::from(unit),
-            l_len: 1,
-            l_pid: 0,
-        };
-        // SAFETY: these commands take a `flock`, which the last of them fills in.
-        let done = unsafe { libc::fcntl(self.file.as_raw_fd(), command, &raw mut lock) };
-        if done < 0 { Err(io::Error::last_os_error()) } else { Ok(lock) }
     }
 }
 

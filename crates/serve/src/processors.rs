@@ -1,0 +1,215 @@
+//! What a disk may use of this host's processors.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use ferrite_io::clock::Clock;
+
+use crate::polling::Budget;
+
+/// How often the processor time is asked for, in nanoseconds.
+const CHECK_NS: u64 = 1_000_000;
+/// The time whose share can be saved up, in nanoseconds, as with the kernel's own limit (CFS).
+const SAVED_NS: u64 = 100_000_000;
+
+/// One disk's part.
+#[derive(Debug)]
+pub struct Processors {
+    /// For looking for work.
+    pub polling: Budget,
+    /// For everything, if that is bounded.
+    pub limit: Option<Limit>,
+}
+
+impl Default for Processors {
+    /// One processor to look with, and no other bound.
+    fn default() -> Self {
+        Processors { polling: Budget::new(100), limit: None }
+    }
+}
+
+impl Processors {
+    /// How long nothing is to be begun.
+    pub(crate) fn debt(&self, now_ns: u64) -> Option<Duration> {
+        self.limit.as_ref()?.debt(now_ns)
+    }
+
+    /// Whether looking for work leaves enough for the work.
+    pub(crate) fn may_look(&self) -> bool {
+        self.limit.as_ref().is_none_or(Limit::has_plenty)
+    }
+}
+
+/// A bound on the processor time of the whole process, which serves one disk.
+///
+/// The share of each moment is earned, and what threads have used is owed; in debt, queues take
+/// nothing. What they have begun goes on, and is paid for afterwards. The time is asked for once a
+/// millisecond, by one queue for all.
+pub struct Limit {
+    percent: u64,
+    clock: Arc<dyn Clock>,
+    account: Mutex<Account>,
+    /// When to ask again.
+    check_at_ns: AtomicU64,
+    /// The debt is paid then.
+    paid_at_ns: AtomicU64,
+    /// At least half of what can be saved up is there.
+    plenty: AtomicBool,
+}
+
+struct Account {
+    at_ns: u64,
+    used_ns: u64,
+    balance_ns: i64,
+}
+
+impl std::fmt::Debug for Limit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Limit({} %)", self.percent)
+    }
+}
+
+impl Limit {
+    /// So many percent of one processor, at least one.
+    pub fn new(percent: u32, clock: Arc<dyn Clock>) -> Limit {
+        let percent = u64::from(percent.max(1));
+        let account = Account {
+            at_ns: clock.now_ns(),
+            used_ns: clock.process_cpu_ns(),
+            balance_ns: (SAVED_NS * percent / 100) as i64,
+        };
+        Limit {
+            percent,
+            clock,
+            account: Mutex::new(account),
+            check_at_ns: AtomicU64::new(0),
+            paid_at_ns: AtomicU64::new(0),
+            plenty: AtomicBool::new(true),
+        }
+    }
+
+    fn has_plenty(&self) -> bool {
+        self.plenty.load(Relaxed)
+    }
+
+    fn debt(&self, now_ns: u64) -> Option<Duration> {
+        if now_ns >= self.check_at_ns.load(Relaxed) {
+            self.settle(now_ns);
+        }
+        let left_ns = self.paid_at_ns.load(Relaxed).saturating_sub(now_ns);
+        (left_ns > 0).then(|| Duration::from_nanos(left_ns))
+    }
+
+    fn settle(&self, now_ns: u64) {
+        let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another queue may have been faster, and have looked at the clock later.
+        let passed_ns = now_ns.saturating_sub(account.at_ns);
+        if passed_ns == 0 {
+            return;
+        }
+        let used_ns = self.clock.process_cpu_ns();
+        let spent_ns = used_ns.saturating_sub(account.used_ns) as i64;
+        let most_ns = (SAVED_NS * self.percent / 100) as i64;
+        let earned_ns = i64::try_from(u128::from(passed_ns) * u128::from(self.percent) / 100);
+        let earned_ns = earned_ns.unwrap_or(i64::MAX);
+        account.balance_ns = account.balance_ns.saturating_add(earned_ns).min(most_ns) - spent_ns;
+        (account.at_ns, account.used_ns) = (now_ns, used_ns);
+        let debt_ns = account.balance_ns.min(0).unsigned_abs();
+        let paid_at_ns = now_ns + (debt_ns * 100).div_ceil(self.percent);
+        self.plenty.store(account.balance_ns >= most_ns / 2, Relaxed);
+        self.paid_at_ns.store(paid_at_ns, Relaxed);
+        self.check_at_ns.store(paid_at_ns.max(now_ns + CHECK_NS), Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND_NS: u64 = 1_000_000_000;
+
+    /// Time, and processor time, as a test says.
+    #[derive(Default)]
+    struct World {
+        now_ns: AtomicU64,
+        cpu_ns: AtomicU64,
+        asked: AtomicU64,
+    }
+
+    impl World {
+        fn pass(&self, ns: u64, cpu_ns: u64) {
+            self.now_ns.fetch_add(ns, Relaxed);
+            self.cpu_ns.fetch_add(cpu_ns, Relaxed);
+        }
+    }
+
+    impl Clock for World {
+        fn now_ns(&self) -> u64 {
+            self.now_ns.load(Relaxed)
+        }
+        fn sleep(&self, _: Duration) {}
+        fn process_cpu_ns(&self) -> u64 {
+            self.asked.fetch_add(1, Relaxed);
+            self.cpu_ns.load(Relaxed)
+        }
+    }
+
+    /// What a process uses in ten seconds that works on `threads` processors, in steps of 10 us,
+    /// whenever it may.
+    fn used_in_ten_seconds(percent: u32, threads: u64) -> (u64, Arc<World>) {
+        let world = Arc::new(World::default());
+        let limit = Limit::new(percent, world.clone());
+        while world.now_ns() < 10 * SECOND_NS {
+            match limit.debt(world.now_ns()) {
+                Some(left) => world.pass(left.as_nanos() as u64, 0),
+                None => world.pass(10_000, threads * 10_000),
+            }
+        }
+        (world.cpu_ns.load(Relaxed), world)
+    }
+
+    #[test]
+    fn a_disk_gets_its_share_and_no_more_on_however_many_processors() {
+        for (percent, threads) in [(1, 1), (10, 1), (50, 1), (50, 4), (99, 2), (200, 4), (250, 8)] {
+            let (used_ns, _) = used_in_ten_seconds(percent, threads);
+            let share_ns = 10 * SECOND_NS / 100 * u64::from(percent);
+            let saved_ns = SAVED_NS / 100 * u64::from(percent);
+            let step_ns = threads * (CHECK_NS + 10_000);
+            assert!(used_ns >= share_ns, "{percent} %: {used_ns}");
+            assert!(used_ns <= share_ns + saved_ns + step_ns, "{percent} %: {used_ns}");
+        }
+    }
+
+    #[test]
+    fn who_uses_less_than_the_share_is_never_held_back() {
+        let (used_ns, world) = used_in_ten_seconds(100, 1);
+        assert_eq!(used_ns, 10 * SECOND_NS);
+        // Once a millisecond and not for each of a million steps.
+        assert!(world.asked.load(Relaxed) <= 10_001);
+    }
+
+    #[test]
+    fn no_more_is_saved_up_than_a_moments_share() {
+        let world = Arc::new(World::default());
+        let limit = Limit::new(50, world.clone());
+        world.pass(1000 * SECOND_NS, 0);
+        assert_eq!(limit.debt(world.now_ns()), None);
+        world.pass(CHECK_NS, SAVED_NS / 2 + 7);
+        assert_eq!(limit.debt(world.now_ns()), Some(Duration::from_nanos(14)));
+    }
+
+    #[test]
+    fn looking_leaves_half_of_it_for_work() {
+        let world = Arc::new(World::default());
+        let limit = Limit::new(100, world.clone());
+        assert!(limit.has_plenty());
+        world.pass(CHECK_NS, SAVED_NS / 2);
+        assert_eq!(limit.debt(world.now_ns()), None);
+        assert!(limit.has_plenty());
+        world.pass(CHECK_NS, CHECK_NS + 1);
+        assert_eq!(limit.debt(world.now_ns()), None);
+        assert!(!limit.has_plenty());
+    }
+}

@@ -1,0 +1,371 @@
+//! What a disk uses of its host's processors: looking is shared by the backends of a host, which are
+//! processes, and a disk that has used its processor time is held back and no other one.
+
+mod rig;
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::Clock;
+use ferrite_io::shares::Shares;
+use ferrite_serve::connection::{Device, Waker};
+use ferrite_serve::counters::Counters;
+use ferrite_serve::lifecycle::{Config, Outcome, serve};
+use ferrite_serve::polling::{Budget, PollWindow};
+use ferrite_serve::processors::{Limit, Processors};
+use ferrite_serve::tuning::Tuning;
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_xen::loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
+use ferrite_xen::mover::{self, DISK_MAPPINGS};
+use ferrite_xen::store::Store;
+
+use rig::{Hands, PATIENCE, Plan, Rig, dir_in_memory, engines, mover, moving, offer};
+
+const DEVID: u32 = 202 << 8;
+/// The backend's process: what it serves, where it lives, and how many may look.
+const BACKEND: &str = "FERRITE_TEST_BACKEND";
+const DIR: &str = "FERRITE_TEST_DIR";
+const SHARED: &str = "FERRITE_TEST_SHARED";
+const UNITS: &str = "FERRITE_TEST_UNITS";
+
+/// A clock that goes on by a microsecond each time that somebody looks at it, and by what its test
+/// says: however busy the machine is, a unit is not given back before.
+#[derive(Default)]
+struct Ticks(AtomicU64);
+
+impl Clock for Ticks {
+    fn now_ns(&self) -> u64 {
+        self.0.fetch_add(1000, Ordering::SeqCst)
+    }
+
+    fn sleep(&self, how_long: Duration) {
+        self.0.fetch_add(how_long.as_nanos() as u64, Ordering::SeqCst);
+    }
+}
+
+fn env(name: &str) -> String {
+    std::env::var(name).unwrap()
+}
+
+/// Not a test: the backend, when this program is run again with the environment that says so. For
+/// each line of its input it says how often it has looked for work, and slept; `turn` moves its clock.
+#[test]
+fn process_backend() {
+    let Ok(handle) = std::env::var(BACKEND) else { return };
+    let handle = BackendHandle::from_arg(&handle).unwrap();
+    let loopback = Loopback::new(CopyWith::Memcpy);
+    handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
+    let dir = env(DIR);
+    let image = Path::new(&dir).join("disk.img");
+    let options = OpenOptions { wait_for_lock: Some(PATIENCE), ..OpenOptions::default() };
+    let disk = Disk::open(image.to_str().unwrap(), &options).unwrap();
+    let clock = Arc::new(Ticks::default());
+    let device = Arc::new(Device::new(disk, clock.clone()));
+    let shares = Shares::open(env(SHARED).as_ref(), env(UNITS).parse().unwrap()).unwrap();
+    let counters = Counters::default();
+    let config = Config {
+        backend: DiskPaths::new(DomId(1), DEVID).backend,
+        domid: DomId(1),
+        devid: DEVID,
+        offer: offer(),
+        moving: moving(mover(), mover::Budget::of_disk(DISK_MAPPINGS)),
+        pool_bytes: 4 << 20,
+        run_dir: Path::new(&dir).join("run"),
+        engine: engines(),
+        closes: true,
+        tuning: Tuning { poll: PollWindow::Fixed(1), ..Tuning::default() },
+        processors: Arc::new(Processors { polling: Budget::shared(100, shares), limit: None }),
+        counters: counters.clone(),
+    };
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lines().map_while(Result::ok) {
+            if line == "turn" {
+                clock.sleep(Duration::from_secs(1));
+            }
+            let counts = counters.counts();
+            println!("\nlooks {} {}", counts.looks, counts.sleeps);
+        }
+    });
+    let stop = Waker::new().unwrap();
+    let outcome = serve(&mut Store::from_fd(handle.store), &loopback, &device, &config, &stop);
+    assert_eq!(outcome.unwrap(), Outcome::Unplugged);
+}
+
+/// A guest, and its backend in a process.
+struct Guest {
+    machine: Machine,
+    disk: DiskPaths,
+    dir: tempfile::TempDir,
+    backend: Backend,
+    front: Frontend,
+}
+
+struct Backend {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Backend {
+    fn start(machine: &Machine, dir: &Path, shared: &Path, units: u32) -> Backend {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let handle = machine.backend().unwrap().pass_to(&mut command);
+        command
+            .args(["process_backend", "--exact", "--nocapture"])
+            .env(BACKEND, handle)
+            .env(DIR, dir)
+            .env(SHARED, shared)
+            .env(UNITS, units.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Backend { child, input, output }
+    }
+
+    /// How often it has looked, and slept.
+    fn say(&mut self, what: &str) -> (u64, u64) {
+        writeln!(self.input, "{what}").unwrap();
+        let mut line = String::new();
+        loop {
+            line.clear();
+            assert_ne!(self.output.read_line(&mut line).unwrap(), 0, "the backend has ended");
+            if let Some(looks) = line.trim().strip_prefix("looks ") {
+                let (looks, sleeps) = looks.split_once(' ').unwrap();
+                return (looks.parse().unwrap(), sleeps.parse().unwrap());
+            }
+        }
+    }
+}
+
+impl Guest {
+    fn new(shared: &Path, units: u32) -> Guest {
+        let mut machine = Machine::new().unwrap();
+        let domid = machine.add_guest(GuestOptions::default()).unwrap();
+        let disk = machine.attach_disk(domid, VirtualDisk::xvd(0)).unwrap();
+        let dir = dir_in_memory();
+        let image = std::fs::File::create(dir.path().join("disk.img")).unwrap();
+        image.set_len(1 << 20).unwrap();
+        let backend = Backend::start(&machine, dir.path(), shared, units);
+        let mut front = Frontend::new(machine.guest(domid).unwrap(), disk.devid).unwrap();
+        front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+        Guest { machine, disk, dir, backend, front }
+    }
+
+    /// Looks of its backend while it has something to do and sleeps a few times, before each of
+    /// which it would look.
+    fn looks(&mut self) -> u64 {
+        let (looks, sleeps) = self.backend.say("");
+        let end = Instant::now() + PATIENCE;
+        loop {
+            works(&mut self.front);
+            let (looks_now, sleeps_now) = self.backend.say("");
+            if sleeps_now > sleeps + 3 {
+                return looks_now - looks;
+            }
+            assert!(Instant::now() < end, "the queue does not sleep");
+        }
+    }
+
+    /// The same, a while later.
+    fn looks_later(&mut self) -> u64 {
+        self.backend.say("turn");
+        self.looks()
+    }
+
+    fn kill(&mut self) {
+        self.backend.child.kill().unwrap();
+        self.backend.child.wait().unwrap();
+    }
+
+    fn restart(&mut self, shared: &Path, units: u32) {
+        self.backend = Backend::start(&self.machine, self.dir.path(), shared, units);
+    }
+
+    fn end(mut self) {
+        self.machine.unplug(&self.disk).unwrap();
+        self.front.close(PATIENCE).unwrap();
+        assert!(self.backend.child.wait().unwrap().success());
+    }
+}
+
+fn works(front: &mut Frontend) {
+    let buffer = front.space().buffer(1).unwrap();
+    front.queues[0].write(8, &buffer, 0, 4096).unwrap();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "{what} does not happen");
+    }
+}
+
+#[test]
+fn as_many_backends_look_for_work_as_the_host_has_units_and_others_follow_them() {
+    let host = dir_in_memory();
+    let shared = host.path().join("poll-budget");
+    let mut guests = [(); 3].map(|()| Guest::new(&shared, 2));
+    let [a, b, c] = &mut guests;
+    assert!(a.looks() > 0 && b.looks() > 0);
+    assert_eq!(c.looks(), 0, "there are two units");
+    assert_eq!(c.looks_later(), 0);
+
+    // It is killed, and another has its unit at once, also when it is back.
+    a.kill();
+    assert!(c.looks_later() > 0);
+    a.restart(&shared, 2);
+    works(&mut a.front);
+    assert_eq!(a.looks_later(), 0);
+    assert!(b.looks() > 0 && c.looks() > 0);
+
+    // Its guest has nothing to do, and it gives its unit back by itself.
+    b.backend.say("turn");
+    wait_until("that an idle backend gives its unit back", || a.looks_later() > 0);
+    assert!(c.looks() > 0);
+    assert_eq!(b.looks_later(), 0);
+
+    // Its guest lets go of the disk.
+    c.front.close(PATIENCE).unwrap();
+    assert!(b.looks_later() > 0);
+    c.front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+    assert_eq!(c.looks_later(), 0);
+
+    // Its disk is unplugged.
+    let [a, b, mut c] = guests;
+    a.end();
+    assert!(c.looks_later() > 0);
+    b.end();
+    c.end();
+}
+
+/// Time that stands still, and processor time, as a test says.
+#[derive(Default)]
+struct World {
+    now: Hands,
+    cpu: AtomicU64,
+}
+
+impl Clock for World {
+    fn now_ns(&self) -> u64 {
+        self.now.now_ns()
+    }
+
+    fn sleep(&self, how_long: Duration) {
+        self.now.turn(how_long);
+    }
+
+    fn process_cpu_ns(&self) -> u64 {
+        self.cpu.load(Ordering::SeqCst)
+    }
+}
+
+impl World {
+    /// The process has used so much in a moment.
+    fn use_up(&self, cpu: Duration) {
+        self.cpu.fetch_add(cpu.as_nanos() as u64, Ordering::SeqCst);
+        self.now.turn(Duration::from_millis(2));
+    }
+}
+
+/// A disk with half a processor, or without a bound.
+fn disk(world: &Arc<World>, limited: bool) -> Rig {
+    let clock: Arc<dyn Clock> = world.clone();
+    let limit = limited.then(|| Limit::new(50, clock.clone()));
+    let processors = Arc::new(Processors { polling: Budget::new(100), limit });
+    let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
+    Rig::new(Plan { bytes: 1 << 20, clock, processors, tuning, ..Plan::default() })
+}
+
+#[test]
+fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not() {
+    let world = Arc::new(World::default());
+    let (mut limited, mut other) = (disk(&world, true), disk(&world, false));
+    let mut front = limited.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let mut neighbour = other.connect(&FrontOptions::default());
+    (0..100).for_each(|_| works(&mut front));
+    assert_eq!(limited.counters.counts().throttles, 0);
+
+    // 50 ms were saved up: 150 are owed, and earned in 300.
+    world.use_up(Duration::from_millis(200));
+    let held = hold(&mut front, &mut neighbour);
+    assert!(held > 0, "the second queue has been asleep all the time");
+    let before = limited.counters.counts().requests;
+    let buffer = front.space().buffer(4).unwrap();
+    for (i, queue) in front.queues.iter_mut().enumerate() {
+        queue.write(8 * i as u64, &buffer, 0, 4096).unwrap();
+        queue.discard(64, 64, false).unwrap();
+        queue.push().unwrap();
+    }
+    (0..500).for_each(|_| works(&mut neighbour));
+    world.now.turn(Duration::from_millis(250));
+    (0..500).for_each(|_| works(&mut neighbour));
+    assert!(front.queues.iter_mut().all(|queue| queue.take().unwrap().is_none()));
+    assert_eq!(limited.counters.counts().requests, before);
+
+    world.now.turn(Duration::from_millis(100));
+    for queue in &mut front.queues {
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
+    }
+    let counts = limited.counters.counts();
+    assert_eq!(counts.requests, before + held + 4);
+    assert!(counts.throttles >= 1 && counts.throttled_ns >= 250_000_000, "{counts:?}");
+    assert_eq!(other.counters.counts().throttles, 0);
+
+    // Again in debt, for ever: it is stopped, and its guest waits for the next one.
+    world.use_up(Duration::from_secs(3600));
+    hold(&mut front, &mut neighbour);
+    let before = limited.counters.counts().requests;
+    front.queues[0].write(8, &buffer, 0, 4096).unwrap();
+    front.queues[0].push().unwrap();
+    (0..100).for_each(|_| works(&mut neighbour));
+    assert_eq!(limited.stop().unwrap(), Outcome::Stopped);
+    assert_eq!(limited.counters.counts().requests, before);
+    neighbour.close(PATIENCE).unwrap();
+    assert_eq!(other.stop().unwrap(), Outcome::Stopped);
+}
+
+/// Waits until the debt is known to the queues: one that was about to look at its ring may still
+/// take what it finds. Gives how many requests are held back.
+fn hold(front: &mut Frontend, neighbour: &mut Frontend) -> u64 {
+    let buffer = front.space().buffer(1).unwrap();
+    for queue in &mut front.queues {
+        queue.write(8, &buffer, 0, 4096).unwrap();
+        queue.push().unwrap();
+    }
+    (0..500).for_each(|_| works(neighbour));
+    let answered = front.queues.iter_mut().filter_map(|queue| queue.take().unwrap());
+    let answered = answered.filter(|reply| reply.is_ok()).count();
+    (front.queues.len() - answered) as u64
+}
+
+#[test]
+fn a_disk_in_debt_is_unplugged_at_once() {
+    let world = Arc::new(World::default());
+    let mut rig = disk(&world, true);
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    works(&mut front);
+    world.use_up(Duration::from_secs(3600));
+    let buffer = front.space().buffer(1).unwrap();
+    front.queues[1].write(8, &buffer, 0, 4096).unwrap();
+    front.queues[1].push().unwrap();
+    let disk = rig.disk.clone();
+    rig.machine.remove_disk(&disk).unwrap();
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+}
