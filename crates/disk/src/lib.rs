@@ -93,6 +93,9 @@ pub struct OpenOptions {
     pub even_parent: bool,
     /// Where the image's parents may be.
     pub parents: Parents,
+    /// A killed process had it open for writing, and its guest is connected still. Of the images that
+    /// may stand on it, those are asked that it knows of itself: the guest waits.
+    pub taken_over: bool,
     /// The open file of the image itself, if the caller has that already: whoever has it locked can
     /// open it in no other way, and nobody gets between.
     pub opened: Option<Arc<OwnedFd>>,
@@ -111,6 +114,7 @@ impl Default for OpenOptions {
             max_layers: MAX_LAYERS,
             even_parent: false,
             parents: Parents::default(),
+            taken_over: false,
             opened: None,
         }
     }

@@ -581,6 +581,70 @@ fn a_line_that_makes_no_sense_counts_and_stays_until_somebody_removes_it() {
     }
 }
 
+/// Reads of this thread, of whatever.
+fn reads() -> u64 {
+    let text = fs::read_to_string("/proc/thread-self/io").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("syscr: "));
+    line.unwrap().parse().unwrap()
+}
+
+/// A storage repository has thousands, and may be on a network.
+#[test]
+fn opening_for_writing_reads_the_head_of_each_image_once_and_nothing_at_a_takeover() {
+    const IMAGES: u64 = 40;
+    for format in FORMATS {
+        let family = Family::new(format, &format!("other.{format}"));
+        fs::remove_file(&family.other.path).ok();
+        create(&family.other);
+        let taken_over = OpenOptions { taken_over: true, ..options() };
+        let cost = |options: &OpenOptions| {
+            let before = reads();
+            drop(Disk::open_image(&family.other, options).unwrap());
+            reads() - before
+        };
+        let alone = [cost(&options()), cost(&taken_over)];
+        for n in 0..IMAGES {
+            // Half of them stand on something.
+            let image = name(format, &at(&family.dir, &format!("{n}.{format}")));
+            if n % 2 == 0 { create(&image) } else { drop(clone(&family.parent, &image)) }
+        }
+        let beside = [cost(&options()), cost(&taken_over)];
+        assert!(beside[0] - alone[0] <= IMAGES, "{format}: {alone:?}, {beside:?}");
+        assert_eq!(beside[1], alone[1], "{format}");
+    }
+}
+
+/// By its mode, and by what its own list says.
+#[test]
+fn what_was_put_on_an_image_before_a_takeover_is_seen() {
+    for format in FORMATS {
+        let family = Family::whole(format, "elsewhere/other");
+        fs::remove_file(&family.child.path).unwrap();
+        let taken_over = OpenOptions { taken_over: true, ..options() };
+        let error = Disk::open_image(&family.parent, &taken_over).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Permission, "{error}");
+        make_writable(&family.parent);
+        let error = Disk::open_image(&family.parent, &taken_over).unwrap_err();
+        assert!(error.to_string().contains("stands on it"), "{error}");
+    }
+}
+
+/// A guest has the first sector of a fixed disk.
+#[test]
+fn the_first_sector_of_a_fixed_disk_keeps_no_image_from_being_served() {
+    let family = Family::new("vhd", "fixed.vhd");
+    let new = NewImage { bytes: Some(8 * MIB), fixed: true, ..NewImage::default() };
+    work(None, |shop| shop.create(&family.other, &new)).unwrap();
+    let head = fs::read(&family.child.path).unwrap()[..4096].to_vec();
+    let mut disk = Queue::new(open(&family.other).unwrap());
+    disk.write(0, &head).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    fs::remove_file(&family.child.path).unwrap();
+    make_writable(&family.parent);
+    drop(open(&family.parent).unwrap());
+}
+
 #[test]
 fn clones_that_are_made_at_the_same_time_are_all_known() {
     let family = Family::new("qcow2", "elsewhere/0");

@@ -132,10 +132,12 @@ fn try_open(args: &ServeArgs, run_dir: &Path) -> Result<(), Failure> {
 }
 
 fn open(args: &ServeArgs, read_only: bool, run_dir: &Path) -> Result<Disk, Failure> {
+    // A table there: a predecessor was killed, and its I/O may still be under way.
+    let taken_over = run_dir.join(TABLE).exists();
     let options = OpenOptions {
         read_only: args.read_only || read_only,
-        // A table there: a predecessor was killed, and its I/O may still be under way.
-        wait_for_lock: run_dir.join(TABLE).exists().then_some(TAKE_OVER_WAIT),
+        wait_for_lock: taken_over.then_some(TAKE_OVER_WAIT),
+        taken_over,
         state_dir: Some(Path::new(RUN_DIR).join(IMAGES)),
         parents: args.parents.allowed()?,
         ..OpenOptions::default()

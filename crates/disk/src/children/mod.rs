@@ -7,7 +7,8 @@
 //!
 //! A coalesce asks all files of the folder what they are. Opening a disk for writing asks only those
 //! with the name of an image: the first bytes of a raw disk are its guest's, which could claim to
-//! stand on another guest's disk and keep that from being served.
+//! stand on another guest's disk and keep that from being served. It reads the head of each once, and
+//! more only of what may be a child by that, or is a fixed VHD.
 
 use std::collections::HashSet;
 use std::fs::{self, Metadata};
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 use ferrite_io::directory::Directory;
 
 use crate::qcow2::{backing_path, is_on_raw};
-use crate::vhd::{Lineage, Uuid, lineage};
+use crate::vhd::{Head, Lineage, Uuid, head, lineage};
 use crate::{DiskError, ErrorKind, Format, Raw};
 
 pub(crate) mod marks;
@@ -37,6 +38,8 @@ const MAX_CHAIN: usize = 4096;
 /// Which files of the folder are asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ask {
+    /// Those that the marks name.
+    Marked,
     /// Those whose name says that they are images, and those that can be.
     Named,
     /// All, and what cannot be asked counts.
@@ -94,6 +97,26 @@ impl Target {
         match lineage(&raw)? {
             Some(child) => Ok(self.carries_vhd(&child)),
             None => Ok(backing_path(&raw)?.is_some_and(|parent| self.is(&parent))),
+        }
+    }
+
+    /// The same of an image of a known format: what its head excludes is not read on.
+    fn carries_named(&self, path: &Path, format: Format) -> io::Result<bool> {
+        let Some(raw) = Raw::glance(path)? else { return Ok(false) };
+        match format {
+            Format::Raw => Ok(false),
+            Format::Qcow2 => Ok(backing_path(&raw)?.is_some_and(|parent| self.is(&parent))),
+            Format::Vhd => {
+                let of_another = |head: &Head| match head.parent {
+                    None => true,
+                    Some(Uuid::NIL) => false,
+                    Some(parent) => ![Some(parent), Some(head.uuid)].contains(&self.uuid),
+                };
+                if head(&raw).is_some_and(|head| of_another(&head)) {
+                    return Ok(false);
+                }
+                Ok(lineage(&raw)?.is_some_and(|child| self.carries_vhd(&child)))
+            }
         }
     }
 
@@ -188,7 +211,7 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
     if let Some(path) = except_path {
         other_names(&fs::canonicalize(path)?, &mut found)?;
     }
-    if found.child.is_none() {
+    if found.child.is_none() && ask != Ask::Marked {
         in_folder(&file, &target, counts, ask, &mut found);
     }
     Ok(found)
@@ -297,21 +320,30 @@ fn in_folder(
         Err(_) => return,
     };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
-        let named = ask == Ask::All || Format::of_path(&path) != Format::Raw;
-        let is_file = || fs::metadata(&path).is_ok_and(|meta| meta.is_file());
-        if !named || path.as_os_str().as_bytes().ends_with(NEW.as_bytes()) || !is_file() {
+        let format = Format::of_path(&path);
+        let is_new = path.as_os_str().as_bytes().ends_with(NEW.as_bytes());
+        let is_asked = || match ask {
+            Ask::All => !is_new && is_file(&path),
+            Ask::Marked | Ask::Named => format != Format::Raw && !is_new && is_file(&path),
+        };
+        if !is_asked() || !counts(&path) {
             continue;
         }
-        if !counts(&path) {
-            continue;
-        }
-        match target.carries(&path) {
+        let carries = match ask {
+            Ask::All => target.carries(&path),
+            Ask::Marked | Ask::Named => target.carries_named(&path, format),
+        };
+        match carries {
             Ok(true) => return found.child = Some(path),
             Ok(false) => {}
             Err(e) if ask == Ask::All => found.unknown = unknown(&path, e),
             Err(_) => {}
         }
     }
+}
+
+fn is_file(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|meta| meta.is_file())
 }
 
 /// Notes beside the image in `file` that `mark` is of a child of it, and forgets those that are gone.
@@ -327,13 +359,13 @@ pub(crate) fn leave_mark(directory: &dyn Directory, file: &Path, mark: &Mark) ->
 
 /// Refuses to write to an image that others stand on. It is open and locked, so that no image is
 /// put on it meanwhile. Of a block device nobody knows it.
-pub(crate) fn check_none(medium: &Raw) -> Result<(), DiskError> {
+pub(crate) fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {
     if !medium.is_file() {
         return Ok(());
     }
     let path = medium.path();
     let what = format!("cannot open image {} for writing", path.display());
-    let found = look(path, None, Ask::Named).map_err(|e| {
+    let found = look(path, None, ask).map_err(|e| {
         let help = "check the medium below it and the kernel's log (dmesg)";
         DiskError::new(ErrorKind::Io, &what, e.to_string(), help).with_source(e)
     })?;

@@ -10,7 +10,7 @@ use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
 
-use crate::children;
+use crate::children::{self, Ask};
 use crate::size::Human;
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, Intent, OpenOptions, SECTOR_BYTES};
 
@@ -25,6 +25,9 @@ use geometry::Geometry;
 pub use growth::GrowthWatch;
 use lock::Opened;
 pub(crate) use lock::flock_holder;
+
+/// What is read at once of an image that is only looked at: mostly all that is asked of it.
+const GLANCE_BYTES: usize = 4096;
 
 /// How often a flush may be interrupted, or be without the kernel's resources, in a row.
 const FLUSH_RETRIES: u32 = 16;
@@ -61,6 +64,8 @@ pub struct Raw {
     shrink_reported: AtomicBool,
     discard: Option<discard::Discard>,
     _claim: Option<OwnedFd>,
+    /// Its first bytes, of what is only looked at.
+    head: Vec<u8>,
     /// How far [`zero`] got down its list of means.
     zero_means: AtomicU8,
 }
@@ -123,10 +128,12 @@ impl Raw {
             shrink_reported: AtomicBool::new(false),
             discard,
             _claim: opened.claim,
+            head: Vec::new(),
             zero_means: AtomicU8::new(0),
         };
         if !options.read_only && !options.even_parent {
-            children::check_none(&raw)?;
+            let ask = if options.taken_over { Ask::Marked } else { Ask::Named };
+            children::check_none(&raw, ask)?;
         }
         Ok(raw)
     }
@@ -136,7 +143,7 @@ impl Raw {
     pub(crate) fn glance(path: &Path) -> std::io::Result<Option<Raw>> {
         let Some(opened) = lock::glance(path)? else { return Ok(None) };
         let bytes = size_bytes(&opened.file, opened.medium)?;
-        Ok(Some(Raw {
+        let mut raw = Raw {
             file: Arc::new(opened.file),
             path: path.to_owned(),
             medium: opened.medium,
@@ -147,8 +154,11 @@ impl Raw {
             shrink_reported: AtomicBool::new(false),
             discard: None,
             _claim: None,
+            head: Vec::new(),
             zero_means: AtomicU8::new(0),
-        }))
+        };
+        raw.head = raw.read_now(0, GLANCE_BYTES)?;
+        Ok(Some(raw))
     }
 
     /// Where it is, as it was named.
@@ -188,6 +198,10 @@ impl Raw {
     /// Reads `len` bytes, or as many as there are, while the caller waits: for opening images,
     /// when there is no reactor yet.
     pub(crate) fn read_now(&self, offset: u64, len: usize) -> std::io::Result<Vec<u8>> {
+        let end = usize::try_from(offset).ok().and_then(|at| Some((at, at.checked_add(len)?)));
+        if let Some(known) = end.and_then(|(at, end)| self.head.get(at..end)) {
+            return Ok(known.to_owned());
+        }
         const ALIGN: usize = 4096;
         let before = offset as usize % ALIGN;
         let (from, span) = (offset - before as u64, (before + len).next_multiple_of(ALIGN));

@@ -12,7 +12,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags, flock, fstat};
 use rustix::io::Errno;
 
 use super::{Workshop, broken, parent_dir, refused, unsuitable};
-use crate::children::{self, NEW, identity};
+use crate::children::{self, Ask, NEW, identity};
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
 /// What becomes of a file that has the name already.
@@ -141,7 +141,7 @@ impl Workshop<'_> {
         }
         let options = Workshop::even_parents(self.medium_options(false));
         let replaced = Raw::open_medium(to, &options)?;
-        children::check_none(&replaced)?;
+        children::check_none(&replaced, Ask::Named)?;
         Ok(Some(replaced))
     }
 

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::format::footer::Kind;
+use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::meta::{Footers, MetaError, read_array, read_parent_paths};
 use super::{Parent, Uuid};
@@ -15,6 +15,28 @@ const COOKIE: &[u8] = b"conectix";
 pub(crate) struct Lineage {
     pub(crate) uuid: Uuid,
     pub(crate) parent: Option<Parent>,
+}
+
+/// What the copy of the footer at the beginning of an image says.
+pub(crate) struct Head {
+    pub(crate) uuid: Uuid,
+    /// What it stands on; none: nothing.
+    pub(crate) parent: Option<Uuid>,
+}
+
+/// Of a VHD with such a copy; none: it is fixed, damaged, or no VHD.
+pub(crate) fn head(raw: &Raw) -> Option<Head> {
+    let footer = Footer::parse(&read_array(raw, 0).ok()?, 0).ok()?;
+    let parent = match footer.kind {
+        Kind::Fixed => return None,
+        Kind::Dynamic => None,
+        Kind::Differencing => {
+            let at = footer.data_offset;
+            let bytes = read_array::<{ header::BYTES }>(raw, at).ok()?;
+            Some(Header::parse(&bytes, at, &footer).ok()?.parent_uuid)
+        }
+    };
+    Some(Head { uuid: footer.uuid, parent })
 }
 
 /// Of a VHD; none: it is none.

@@ -44,7 +44,7 @@ pub use format::geometry::Geometry;
 pub use format::header::DEFAULT_BLOCK_BYTES;
 pub(crate) use format::locator::{decode, encode_url};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
-pub(crate) use lineage::{Lineage, lineage};
+pub(crate) use lineage::{Head, Lineage, head, lineage};
 pub use repair::repair;
 pub use strict::check_strictly;
 
