@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,8 +26,8 @@ pub struct Place {
     pub seed: u64,
     /// Devices are too small for all that their disks can have.
     pub tight: bool,
-    /// Units of allocation are small, so that requests fill them.
-    pub small_units: bool,
+    /// Units of allocation are those that images usually have.
+    pub usual_units: bool,
 }
 
 impl Place {
@@ -204,6 +205,16 @@ pub trait Format {
         Ok(disk)
     }
 
+    /// The same, durably, to an image that fills its medium then: a write may find no space. False:
+    /// nothing can be done.
+    ///
+    /// # Errors
+    /// As above.
+    fn fill_up(&self, place: &Place) -> Result<bool, String> {
+        let _ = place;
+        Ok(false)
+    }
+
     /// Whether a disk whose flush has failed can be used on: a later flush fails, too, unless all
     /// that was answered is durable with it.
     fn can_go_on(&self, place: &Place) -> bool {
@@ -224,6 +235,11 @@ pub trait Format {
     fn administer(&self, place: &Place) -> io::Result<()> {
         let _ = place;
         Ok(())
+    }
+
+    /// The bytes of its first table.
+    fn first_table(&self) -> Range<u64> {
+        0..16 << 10
     }
 
     /// Sectors near which its metadata changes.

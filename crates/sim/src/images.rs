@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -78,7 +79,8 @@ impl Images {
         let mut random = SplitMix64::new(place.seed ^ 0x5AFE);
         let units = if self.kind == Kind::Vhd { BLOCKS } else { CLUSTERS };
         let unit_bytes = units[random.below(units.len() as u64) as usize];
-        let unit_bytes = if place.small_units { unit_bytes.min(64 << 10) } else { unit_bytes };
+        let usual = if self.kind == Kind::Vhd { USUAL_BLOCK } else { USUAL_CLUSTER };
+        let unit_bytes = if place.usual_units { usual } else { unit_bytes };
         let fixed = random.below(10) == 0 && self.unit_bytes.is_none();
         let fixed = fixed && self.kind == Kind::Vhd;
         let unit_bytes = self.unit_bytes.unwrap_or(unit_bytes);
@@ -475,6 +477,21 @@ impl Format for Images {
         given().map(|()| true).map_err(|e| e.to_string())
     }
 
+    fn fill_up(&self, place: &Place) -> Result<bool, String> {
+        if self.kind != Kind::Qcow2 || !self.on_devices() {
+            return Ok(false);
+        }
+        let path = self.leaf(place).path;
+        let filled = || -> io::Result<()> {
+            let device = File::options().read(true).write(true).open(path)?;
+            let mut random = SplitMix64::new(place.seed ^ 0xF011);
+            let end = past::give_full(device.try_clone()?, &mut random)?;
+            device.set_len(end)?;
+            place.world.changed_outside(&device)
+        };
+        filled().map(|()| true).map_err(|e| e.to_string())
+    }
+
     fn begin_use(&self, place: &Place, disk: Disk) -> io::Result<Disk> {
         if !disk.is_unsettled() {
             return Ok(disk);
@@ -523,6 +540,14 @@ impl Format for Images {
         }
         // Nobody has written there: the world has nothing to take back.
         device.write_all_at(&footer, end)
+    }
+
+    fn first_table(&self) -> Range<u64> {
+        match self.kind {
+            // Behind the copy of the footer and the header.
+            Kind::Vhd => 1536..2048,
+            Kind::Raw | Kind::Qcow2 => 0..16 << 10,
+        }
     }
 
     fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64> {

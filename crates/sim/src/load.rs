@@ -31,7 +31,7 @@ pub struct Mix {
     pub max_sectors: u64,
     /// Of a hundred requests, how many are near a hot spot of the format.
     pub near: u64,
-    /// Requests are as large as can be, and begin at multiples of that: they fill blocks.
+    /// Requests are as large as can be, one beside the other, from the end to the beginning.
     pub whole: bool,
 }
 
@@ -75,14 +75,15 @@ pub struct Load<D> {
     pub told_of_sync: Cell<bool>,
     /// A flush has failed: nothing more is issued, as a backend does it.
     pub flush_failed: Cell<bool>,
+    /// Whether the medium may have no space.
+    pub full: bool,
     /// What happens to the medium meanwhile.
     pub midway: Midway,
     /// What was wrong first.
     pub trouble: RefCell<Option<String>>,
 }
 
-/// Something that is done once, when only so many requests are left; until then the medium may be
-/// full.
+/// Something that is done once, when only so many requests are left.
 #[derive(Default)]
 pub struct Midway {
     /// How many.
@@ -161,16 +162,16 @@ impl<D: Disk> Load<D> {
         let sectors = 1 + random.below(max.min(all));
         let sectors = if random.below(4) == 0 { sectors.next_multiple_of(8) } else { sectors };
         let sectors = sectors.min(if large { all } else { all.min(MAX_REQUEST_SECTORS) });
+        if self.mix.whole {
+            let first = self.left.get() % all.div_ceil(MAX_REQUEST_SECTORS) * MAX_REQUEST_SECTORS;
+            return (first, MAX_REQUEST_SECTORS.min(all - first));
+        }
         let first = if random.below(100) < self.mix.near {
             let spot = self.hot_spots[random.below(self.hot_spots.len() as u64) as usize];
             (spot + random.below(24)).saturating_sub(12)
         } else {
             random.below(all)
         };
-        if self.mix.whole {
-            let first = first.min(all - 1) / MAX_REQUEST_SECTORS * MAX_REQUEST_SECTORS;
-            return (first, MAX_REQUEST_SECTORS.min(all - first));
-        }
         (first.min(all - sectors), sectors)
     }
 
@@ -266,7 +267,7 @@ impl<D: Disk> Load<D> {
     }
 
     fn failed(&self, what: &str, ticket: Ticket, e: &std::io::Error) -> Result<(), String> {
-        let full = self.midway.work.is_some() && e.kind() == std::io::ErrorKind::StorageFull;
+        let full = self.full && e.kind() == std::io::ErrorKind::StorageFull;
         if self.may_fail || full {
             return Ok(());
         }

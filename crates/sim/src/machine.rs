@@ -66,8 +66,8 @@ impl Machine {
         let world = SimWorld::new(seed);
         let directory = world.directories(&at("attic")?);
         let (images, state) = (at("images")?, at("state")?);
-        let (world_too, tight, small_units) = (world.clone(), false, false);
-        let place = Place { images, state, directory, world: world_too, seed, tight, small_units };
+        let (world_too, tight, usual_units) = (world.clone(), false, false);
+        let place = Place { images, state, directory, world: world_too, seed, tight, usual_units };
         let made = ARENA.with_borrow(Option::clone);
         let arena = match made {
             Some(arena) => arena,

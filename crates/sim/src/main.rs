@@ -32,7 +32,7 @@ struct Arguments {
     /// Tell a story of each kind for so many seeds.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seconds")]
     seeds: u64,
-    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, compressed, past,
+    /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, compressed, past, full,
     /// operations, failures, emptied, growth, chains; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
@@ -48,6 +48,9 @@ struct Arguments {
     /// Tell each story once for each step of each of its rounds and for each kind of end.
     #[arg(long)]
     steps: bool,
+    /// The same for those steps that belong to a rare path, and for no others.
+    #[arg(long, conflicts_with_all = ["steps", "cut"])]
+    rare_steps: bool,
     /// End this round, and the story, at this step by this: the numbers of a report, and power or
     /// death.
     #[arg(long, value_name = "ROUND:STEP:KIND", value_parser = cut, conflicts_with = "steps")]
@@ -125,7 +128,8 @@ fn main() -> ExitCode {
         sum.stories,
         began.elapsed().as_secs_f64()
     );
-    let cut = if arguments.steps { "paths cut at each step" } else { "paths" };
+    let cut =
+        if arguments.steps || arguments.rare_steps { "paths cut at each step" } else { "paths" };
     println!("{cut}: {}", sum.told.paths);
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -176,7 +180,7 @@ fn story(
     plan: &Plan,
     sum: &mut Sum,
 ) -> Result<(), Box<Violation>> {
-    if !arguments.steps {
+    if !arguments.steps && !arguments.rare_steps {
         let told = tell(format, plan)?;
         if let (Some(cut), None) = (plan.cut, &told.cut_round) {
             println!("the story of seed {} has no round {}", plan.seed, cut.round);
@@ -187,18 +191,18 @@ fn story(
     let mut tell_cut = |round, step, after| -> Result<_, Box<Violation>> {
         let cut = Some(Cut { round, step, after });
         let mut told = tell(format, &Plan { cut, ..plan.clone() })?;
-        let cut_round = told.cut_round.clone();
+        let (cut_round, paths) = (told.cut_round.clone(), told.paths.clone());
         // A path counts once, however many of its steps are cut.
         if step != u64::MAX {
             told.paths = Paths::default();
         }
         sum.add(told);
-        Ok(cut_round)
+        Ok(cut_round.map(|steps| (steps, paths)))
     };
     for round in 0.. {
         // As far as the round goes if nothing ends it.
-        let Some(steps) = tell_cut(round, u64::MAX, After::Death)? else { break };
-        for step in steps {
+        let Some((steps, paths)) = tell_cut(round, u64::MAX, After::Death)? else { break };
+        for step in steps.filter(|step| arguments.steps || paths.have(*step)) {
             for after in [After::PowerCut, After::Death] {
                 tell_cut(round, step, after)?;
             }

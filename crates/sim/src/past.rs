@@ -46,10 +46,23 @@ struct Image {
     snapshots: u64,
     /// Counted, and not referred to.
     leaked: Range<u64>,
+    /// Free clusters that may stay so; none: all of them.
+    spare: Option<u64>,
     /// The first cluster that was never used.
     end: u64,
     /// Where the next compressed data go, and where the cluster for them ends.
     packing: (u64, u64),
+}
+
+/// Gives an image a past in which it came to be as full as its medium: all that it has is compressed,
+/// and of free clusters there are a few. The byte at which it ends.
+pub(crate) fn give_full(file: File, random: &mut SplitMix64) -> io::Result<u64> {
+    let mut image = Image::read(file)?;
+    image.pack(|| true)?;
+    image.spare = Some(2 + random.below(14));
+    image.count_anew(4)?;
+    image.file.write_all_at(&image.head, 0)?;
+    Ok(image.end << image.bits)
 }
 
 /// Gives an image a past, which `random` chooses.
@@ -87,7 +100,8 @@ impl Image {
         let last = hosts.map(|entry| entry & OFFSET).chain(blocks).max().unwrap_or(0);
         let last = last.max(l1_at + l1_len * 8).max(table_at + table_bytes);
         let (end, snapshots, leaked, packing) = ((last >> bits) + 1, 0, 0..0, (0, 0));
-        Ok(Image { file, head, bits, l1, tables, snapshots, leaked, end, packing })
+        let spare = None;
+        Ok(Image { file, head, bits, l1, tables, snapshots, leaked, spare, end, packing })
     }
 
     fn cluster_bytes(&self) -> u64 {
@@ -220,6 +234,10 @@ impl Image {
                     refer(entry & OFFSET, 1, times);
                 }
             }
+        }
+        if let Some(spare) = self.spare {
+            let free = refs.iter_mut().filter(|count| **count == 0);
+            free.skip(spare as usize).for_each(|count| *count = 1);
         }
         Ok(refs)
     }

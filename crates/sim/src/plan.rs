@@ -32,6 +32,9 @@ pub enum Scenario {
     /// On an image that has a past: a parent with data, or snapshots, compressed clusters and free
     /// ones between others.
     Past,
+    /// On a device that is full, with an image in which all is compressed: what comes free is used
+    /// again at once.
+    Full,
     /// Made, snapshotted, coalesced, resized, with a little use in between.
     Operations,
     /// In each round something fails, and the guest goes on and flushes again.
@@ -47,7 +50,7 @@ pub enum Scenario {
 
 impl Scenario {
     /// All of them.
-    pub const ALL: [Scenario; 14] = [
+    pub const ALL: [Scenario; 15] = [
         Scenario::Mixed,
         Scenario::FirstWrites,
         Scenario::Bitmaps,
@@ -57,6 +60,7 @@ impl Scenario {
         Scenario::Close,
         Scenario::Compressed,
         Scenario::Past,
+        Scenario::Full,
         Scenario::Operations,
         Scenario::Failures,
         Scenario::Emptied,
@@ -76,6 +80,7 @@ impl Scenario {
             Scenario::Close => "close",
             Scenario::Compressed => "compressed",
             Scenario::Past => "past",
+            Scenario::Full => "full",
             Scenario::Operations => "operations",
             Scenario::Failures => "failures",
             Scenario::Emptied => "emptied",
@@ -108,6 +113,11 @@ impl Scenario {
             Scenario::Compressed => Mix { flushes: 12, max_sectors: 12, near: 30, ..mix },
             Scenario::Past => {
                 Mix { reads: 10, flushes: 10, discards: 12, max_sectors: 24, near: 90, ..mix }
+            }
+            // What is replaced comes free with the second flush after that.
+            Scenario::Full => {
+                let mix = Mix { reads: 2, writes: 70, max_sectors: 24, near: 30, ..mix };
+                Mix { flushes: 25, discards: 3, zeroes: 3, ..mix }
             }
             Scenario::Close | Scenario::Operations => Mix { reads: 10, ..mix },
             Scenario::Chains => Mix { reads: 5, writes: 70, flushes: 4, near: 20, ..mix },

@@ -327,6 +327,7 @@ impl State {
             return Ok(-errno);
         }
         if let Some(errno) = self.faults.hit(on, op.range(), &mut self.random) {
+            self.failed();
             match on {
                 On::Sync => self.files[index].1.fail_sync(op.since, &mut self.random),
                 _ => self.apply_parts(op, step)?,
@@ -370,6 +371,7 @@ impl State {
         {
             self.faults.deferred = None;
         }
+        self.written(offset..offset + data.len() as u64);
         self.files[index].1.write(step, offset, data)
     }
 

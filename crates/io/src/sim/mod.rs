@@ -26,6 +26,7 @@ use std::cell::{RefCell, RefMut};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -57,6 +58,26 @@ use file::{Fate, SimFile};
 /// Device and inode number of a file.
 type Identity = (u64, u64);
 
+/// Which syncs count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SyncAfter {
+    /// All of them.
+    Anything,
+    /// Those before which these bytes of a file were written, since the last one.
+    Write(Range<u64>),
+    /// Those after a fault.
+    Fault,
+}
+
+/// See [`SimWorld::stop_at_sync`].
+struct StopAtSync {
+    after: SyncAfter,
+    /// Whether the next one counts.
+    counts: bool,
+    left: u64,
+    steps: u64,
+}
+
 /// A simulated machine; see the module text. Clones are the same machine.
 #[derive(Clone)]
 pub struct SimWorld {
@@ -75,8 +96,7 @@ struct State {
     faults: Faults,
     step: u64,
     stop_at: Option<u64>,
-    /// Syncs until the world stops, and how many steps after the beginning of the last of them.
-    stop_at_sync: Option<(u64, u64)>,
+    stop_at_sync: Option<StopAtSync>,
     /// Which processes' lives the engines belong to: those of earlier ones are dead.
     life: u64,
     next_engine: u64,
@@ -160,9 +180,11 @@ impl SimWorld {
     }
 
     /// Stops the world so many `steps` after the beginning of a sync, the so manyth from now on,
-    /// from 1: what is written before a sync without a need for its order is all in doubt then.
-    pub fn stop_at_sync(&self, sync: u64, steps: u64) {
-        self.state().stop_at_sync = Some((sync, steps));
+    /// from 1, of those that count: what is written before a sync without a need for its order is
+    /// all in doubt then.
+    pub fn stop_at_sync(&self, after: SyncAfter, sync: u64, steps: u64) {
+        let counts = after == SyncAfter::Anything;
+        self.state().stop_at_sync = Some(StopAtSync { after, counts, left: sync, steps });
     }
 
     /// Somebody else has changed a file, or a device, that no engine uses, and all that it holds
@@ -245,13 +267,29 @@ impl State {
 
     /// A sync has been submitted.
     fn sync_begins(&mut self) {
-        match &mut self.stop_at_sync {
-            Some((1, steps)) => {
-                self.stop_at = Some(self.step + *steps);
-                self.stop_at_sync = None;
-            }
-            Some((left, _)) => *left -= 1,
-            None => {}
+        let Some(stop) = self.stop_at_sync.as_mut().filter(|stop| stop.counts) else { return };
+        stop.left -= 1;
+        if stop.left == 0 {
+            self.stop_at = Some(self.step + stop.steps);
+            self.stop_at_sync = None;
+        } else if let SyncAfter::Write(_) = stop.after {
+            stop.counts = false;
+        }
+    }
+
+    /// These bytes of a file were written.
+    fn written(&mut self, bytes: Range<u64>) {
+        if let Some(stop) = &mut self.stop_at_sync
+            && let SyncAfter::Write(range) = &stop.after
+        {
+            stop.counts |= range.start < bytes.end && bytes.start < range.end;
+        }
+    }
+
+    /// Something has gone wrong.
+    fn failed(&mut self) {
+        if let Some(stop) = &mut self.stop_at_sync {
+            stop.counts |= stop.after == SyncAfter::Fault;
         }
     }
 

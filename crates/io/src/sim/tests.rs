@@ -125,12 +125,35 @@ fn a_medium_that_lies_about_a_sync_may_lose_what_was_written_before_it() {
 #[test]
 fn a_world_stops_at_the_beginning_of_the_sync_that_was_named() {
     let mut rig = Rig::new(1, 1024);
-    rig.world.stop_at_sync(2, 0);
+    rig.world.stop_at_sync(SyncAfter::Anything, 2, 0);
     rig.sync().unwrap();
     rig.write(0, 1, 512).unwrap();
     assert!(rig.sync().is_err() && rig.world.stopped());
     rig.world.cut_power().unwrap();
     assert!(!rig.world.stopped());
+}
+
+#[test]
+fn only_syncs_after_a_write_to_what_was_named_count() {
+    let mut rig = Rig::new(1, 1024);
+    rig.world.stop_at_sync(SyncAfter::Write(512..1024), 2, 0);
+    for at in [512, 0, 0] {
+        rig.write(at, 1, 512).unwrap();
+        rig.sync().unwrap();
+    }
+    rig.write(0, 2, 1024).unwrap();
+    assert!(rig.sync().is_err() && rig.world.stopped());
+}
+
+#[test]
+fn only_syncs_after_a_fault_count() {
+    let mut rig = Rig::new(1, 1024);
+    rig.world.stop_at_sync(SyncAfter::Fault, 1, 0);
+    rig.sync().unwrap();
+    let fault = Fault { on: On::Write, range: 0..512, per_mille: 1000, errno: 5, times: 1 };
+    rig.world.set_faults(vec![fault]);
+    assert!(rig.write(0, 1, 512).is_err() && !rig.world.stopped());
+    assert!(rig.sync().is_err() && rig.world.stopped());
 }
 
 #[test]

@@ -28,11 +28,14 @@ const DENSE: Mix = Mix {
     whole: false,
 };
 
-/// Whole blocks.
-const FULL: Mix = Mix { near: 0, whole: true, ..DENSE };
+/// The disk from its end to its beginning, and anew.
+const FULL: Mix = Mix { writes: 100, flushes: 0, zeroes: 0, whole: true, ..DENSE };
 
 /// Few sectors in many places.
 const SPARSE: Mix = Mix { reads: 0, writes: 100, flushes: 0, zeroes: 0, max_sectors: 1, ..DENSE };
+
+/// Where formats have their first metadata.
+const FIRST_METADATA: u64 = 16 << 10;
 
 /// Sectors of the largest disk.
 const LARGEST: u64 = 5 * 4096 + 8;
@@ -97,6 +100,8 @@ struct Story<'a, F: Format> {
     edges: Vec<u64>,
     /// What goes wrong in this round are syncs.
     syncs_fail: bool,
+    /// The medium is full.
+    full: bool,
     /// The last process was killed: it may have left a journal.
     died: bool,
 }
@@ -105,11 +110,13 @@ impl<'a, F: Format> Story<'a, F> {
     fn begin(format: &'a F, plan: &'a Plan) -> Result<Self, String> {
         let mut random = SplitMix64::new(plan.seed ^ 0x5717_0000);
         let mut machine = Machine::new(plan.seed).map_err(|e| e.to_string())?;
+        paths::of(&machine.world);
         machine.place.tight = plan.scenario == Scenario::Growth && plan.seed.is_multiple_of(2);
-        machine.place.small_units = plan.scenario == Scenario::Emptied;
-        let sectors = match machine.place.tight {
-            true => LARGEST,
-            false => sizes(&mut random),
+        machine.place.usual_units = plan.scenario == Scenario::Emptied;
+        let sectors = match plan.scenario {
+            _ if machine.place.tight => LARGEST,
+            Scenario::Full => 256 + random.below(1792),
+            _ => sizes(&mut random),
         };
         let rounds = match plan.scenario {
             Scenario::Close => 5,
@@ -137,6 +144,7 @@ impl<'a, F: Format> Story<'a, F> {
             unadopted: false,
             edges: Vec::new(),
             syncs_fail: false,
+            full: false,
             died: false,
         })
     }
@@ -160,6 +168,8 @@ impl<'a, F: Format> Story<'a, F> {
                         self.begin_compressed()?;
                     } else if self.plan.scenario == Scenario::Past {
                         self.begin_past()?;
+                    } else if self.plan.scenario == Scenario::Full {
+                        self.begin_filled()?;
                     } else if self.plan.scenario == Scenario::Emptied {
                         self.begin_full()?;
                     } else {
@@ -179,7 +189,7 @@ impl<'a, F: Format> Story<'a, F> {
             self.grow(forced, told)?;
         } else if self.plan.scenario == Scenario::Chains {
             self.change_chain(forced, told)?;
-        } else if self.layers < MAX_LAYERS && self.random.below(3) == 0 {
+        } else if !self.full && self.layers < MAX_LAYERS && self.random.below(3) == 0 {
             let snapshot = Operation::Snapshot(self.layers);
             if self.format.can(snapshot) {
                 self.do_whole(snapshot)?;
@@ -250,10 +260,20 @@ impl<'a, F: Format> Story<'a, F> {
         Ok(())
     }
 
+    /// All of the disk is written and compressed, and its device has no more space.
+    fn begin_filled(&mut self) -> Result<(), String> {
+        let all = self.model.borrow().sectors().div_ceil(MAX_REQUEST_SECTORS);
+        self.use_and_close(Some((FULL, all)))?;
+        self.full = self.format.fill_up(&self.machine.place)?;
+        let sectors = self.model.borrow().sectors();
+        self.examine(After::Close, &[sectors])
+    }
+
     /// Everything is written, in one layer or in two, and other programs can see it.
     fn begin_full(&mut self) -> Result<(), String> {
         let snapshot = Operation::Snapshot(self.layers);
-        let requests = 20 + self.random.below(60);
+        let all = self.model.borrow().sectors().div_ceil(MAX_REQUEST_SECTORS);
+        let requests = all / 2 + self.random.below(all);
         self.use_and_close(Some((FULL, requests)))?;
         if self.random.below(2) == 0 && self.format.can(snapshot) {
             self.do_whole(snapshot)?;

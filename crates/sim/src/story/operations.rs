@@ -4,8 +4,9 @@ use std::rc::Rc;
 
 use ferrite_io::clock::Random;
 use ferrite_io::directory::Directory;
+use ferrite_io::sim::SyncAfter;
 
-use super::{MAX_LAYERS, Story};
+use super::{FIRST_METADATA, MAX_LAYERS, Story};
 use crate::format::{Disk, Format, Operation};
 use crate::model::After;
 use crate::paths;
@@ -127,9 +128,15 @@ impl<F: Format> Story<'_, F> {
         self.machine.world.stop_at(stop);
         let often = [Scenario::Growth, Scenario::Chains].contains(&self.plan.scenario);
         if often && forced.is_none() && self.random.below(4) > 0 {
-            let (sync, steps) = (1 + self.random.below(8), self.random.below(6));
+            // What refers to something else is often at the beginning.
+            let head = self.random.below(2) == 0;
+            let (after, syncs, reach) = match head {
+                true => (SyncAfter::Write(0..FIRST_METADATA), 4, 2),
+                false => (SyncAfter::Anything, 8, 6),
+            };
+            let (sync, steps) = (1 + self.random.below(syncs), self.random.below(reach));
             self.machine.world.stop_at(None);
-            self.machine.world.stop_at_sync(sync, steps);
+            self.machine.world.stop_at_sync(after, sync, steps);
         }
         let done = self.do_whole(operation);
         self.ended_at = self.machine.world.step();

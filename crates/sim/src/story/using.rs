@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::sim::{Fault, On};
+use ferrite_io::sim::{Fault, On, SyncAfter};
 
 use super::Story;
 use crate::format::{Disk, Format};
@@ -16,9 +16,6 @@ use crate::plan::{Cut, Scenario, Told};
 
 /// EIO, as the kernel gives it.
 const EIO: i32 = 5;
-
-/// Where formats have their first metadata.
-const FIRST_METADATA: u64 = 16 << 10;
 
 /// How a disk was used.
 #[derive(Default)]
@@ -44,25 +41,21 @@ impl<F: Format> Story<'_, F> {
         let began = self.machine.world.step();
         self.count_anew(forced);
         self.machine.world.stop_at(stop);
-        let past = scenario == Scenario::Past && forced.is_none();
-        let in_sync = past || scenario == Scenario::Failures && forced.is_none();
-        if in_sync && self.random.below(4) > 0 {
-            let syncs = 2 << self.random.below(5);
-            let (sync, steps) = (1 + self.random.below(syncs), self.random.below(4));
-            self.machine.world.stop_at(None);
-            self.machine.world.stop_at_sync(sync, steps);
-        }
-        // One half ends while metadata is on its way.
-        let in_flush = match self.random.below(2) == 0 && forced.is_none() && !past {
-            true => (1 + self.random.below(4), 1 + self.random.below(24)),
-            false => (0, 0),
+        let in_flush = match forced {
+            Some(_) => (0, 0),
+            None => self.end_in_metadata(),
         };
         let used = self.use_disk(faulty, in_flush, None)?;
-        let dies = self.plan.scenario == Scenario::Chains && self.random.below(2) == 0;
+        let dies = match scenario {
+            Scenario::Chains => self.random.below(2) == 0,
+            Scenario::Full => self.random.below(4) > 0,
+            _ => false,
+        };
         let after = match forced {
             Some(cut) => cut.after,
             None if used.flush_failed => self.one_of([After::Death, After::PowerCut]),
             None if dies && !used.closed => After::Death,
+            None if self.metadata_fails() && self.random.below(2) == 0 => After::PowerCut,
             None if used.closed => self.one_of([After::Close, After::PowerCut]),
             None => self.one_of([After::Death, After::PowerCut]),
         };
@@ -86,6 +79,33 @@ impl<F: Format> Story<'_, F> {
         self.examine(After::PowerCut, &[sectors])
     }
 
+    /// Many rounds end while metadata is on its way: in one of the syncs, or in a flush, which this
+    /// says (see [`Load`]).
+    fn end_in_metadata(&mut self) -> (u64, u64) {
+        let scenario = self.plan.scenario;
+        let in_sync = [Scenario::Past, Scenario::Failures].contains(&scenario);
+        if in_sync && self.random.below(4) > 0 {
+            let (after, syncs, reach) = match scenario {
+                Scenario::Failures if self.metadata_fails() => (SyncAfter::Fault, 2, 2),
+                Scenario::Failures => (SyncAfter::Fault, 8, 4),
+                _ => (SyncAfter::Anything, 2 << self.random.below(5), 4),
+            };
+            let (sync, steps) = (1 + self.random.below(syncs), self.random.below(reach));
+            self.machine.world.stop_at(None);
+            self.machine.world.stop_at_sync(after, sync, steps);
+        }
+        if in_sync || self.random.below(2) == 0 {
+            return (0, 0);
+        }
+        let flushes = if scenario == Scenario::Full { 16 } else { 4 };
+        (1 + self.random.below(flushes), 1 + self.random.below(24))
+    }
+
+    /// Whether it is a write of metadata that fails, and the next commit is what matters.
+    fn metadata_fails(&self) -> bool {
+        self.plan.scenario == Scenario::Failures && !self.plan.seed.is_multiple_of(2)
+    }
+
     /// Whether the guest goes on after a failed flush.
     fn goes_on(&self) -> bool {
         let failures = self.plan.scenario == Scenario::Failures;
@@ -104,6 +124,7 @@ impl<F: Format> Story<'_, F> {
 
     /// What goes wrong in a round.
     pub(super) fn trouble(&mut self, faulty: bool) {
+        let metadata = self.metadata_fails();
         let random = &mut self.random;
         let nuisances = [(0, 0), (50, 20), (400, 200)][random.below(3) as usize];
         self.machine.world.set_nuisances(nuisances.0, nuisances.1);
@@ -115,11 +136,11 @@ impl<F: Format> Story<'_, F> {
             faults.push(Fault { on, range: 0..u64::MAX, per_mille, errno: EIO, times });
         }
         if faulty && self.plan.scenario == Scenario::Failures {
-            let on = [On::Write, On::Write, On::Sync][random.below(3) as usize];
-            // Of a write, often one of metadata; and the next may succeed.
-            let end = [u64::MAX, FIRST_METADATA][random.below(2) as usize];
-            let per_mille = [20, 100, 300][random.below(3) as usize];
-            faults = vec![Fault { on, range: 0..end, per_mille, errno: EIO, times: 1 }];
+            // One write of metadata, and the next may succeed; or anything.
+            let range = if metadata { self.format.first_table() } else { 0..u64::MAX };
+            let on = if metadata || random.below(3) == 0 { On::Write } else { On::Sync };
+            let per_mille = [300, 1000][random.below(2) as usize];
+            faults = vec![Fault { on, range, per_mille, errno: EIO, times: 1 }];
         }
         self.syncs_fail = faults.iter().any(|fault| fault.on == On::Sync);
         self.machine.world.set_faults(faults);
@@ -157,7 +178,8 @@ impl<F: Format> Story<'_, F> {
             _ if work.is_some() => 0,
             Scenario::Chains => 8 + self.random.below(40),
             Scenario::Close | Scenario::Operations => 1 + self.random.below(12),
-            Scenario::Compressed => 40 + self.random.below(400),
+            // Many find no space.
+            Scenario::Compressed | Scenario::Full => 40 + self.random.below(400),
             _ => 8 + self.random.below(180),
         };
         let (mix, left) = work.unwrap_or((self.plan.scenario.mix(), left));
@@ -184,6 +206,7 @@ impl<F: Format> Story<'_, F> {
             syncs_fail: self.syncs_fail,
             told_of_sync: Cell::new(false),
             flush_failed: Cell::new(false),
+            full: enlarger.is_some() || self.full,
             midway: Midway { left: left / 2, work: enlarger },
             trouble: RefCell::new(None),
         });
