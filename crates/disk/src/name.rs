@@ -93,10 +93,11 @@ impl ImageName {
         prefix(text.as_ref()).is_some()
     }
 
-    /// As [`parse`](Self::parse), in the format that was said, whatever the name says.
+    /// As [`parse`](Self::parse), in the format that was said, whatever the extension says.
     ///
     /// # Errors
-    /// A prefix that is no format, or no path; an extension of a format that is not read here.
+    /// A prefix that is no format, another one, or no path; an extension of a format that is not
+    /// read here.
     pub fn parse_as(
         text: &(impl AsRef<OsStr> + ?Sized),
         said: Option<Format>,
@@ -116,6 +117,9 @@ impl ImageName {
             None => (Format::of_path(text.as_ref()), text),
             Some((prefix, path)) => match Format::by_name(&prefix.to_string_lossy()) {
                 Some(_) if path.is_empty() => return refuse("it names no file".into()),
+                Some(format) if said.is_some_and(|said| said != format) => {
+                    return refuse(format!("it is named {format}, and another format was said"));
+                }
                 Some(format) => (format, path),
                 None => return refuse(format!("there is no format called {prefix:?}")),
             },
@@ -195,6 +199,14 @@ mod tests {
             assert_eq!(raw, ImageName { format: Format::Raw, path: text.into() });
             assert_eq!(ImageName::parse_as(text, Some(Format::Raw)).unwrap(), raw);
         }
+    }
+
+    #[test]
+    fn a_prefix_and_a_format_that_contradict_each_other_are_refused() {
+        let refused = ImageName::parse_as("raw:a.vhd", Some(Format::Vhd)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Usage);
+        let agreed = ImageName::parse_as("raw:a.vhd", Some(Format::Raw)).unwrap();
+        assert_eq!(agreed, ImageName { format: Format::Raw, path: "a.vhd".into() });
     }
 
     #[test]

@@ -434,8 +434,9 @@ fn a_child_elsewhere_is_known_however_far_above_the_parent_its_name_is() {
 fn what_stands_on_the_child_is_in_no_merges_way() {
     for format in FORMATS {
         let family = Family::whole(format, "elsewhere/other");
-        let rebase =
-            |shop: &Workshop<'_>| shop.rebase(&family.other, &family.child, Rebase::Safe).map(drop);
+        let rebase = |shop: &Workshop<'_>| {
+            shop.rebase(&family.other, &family.child, Rebase::Safe, false).map(drop)
+        };
         anywhere(&HostDirectory, rebase).unwrap();
         make_writable(&family.child);
         coalesce(&family.child, false).unwrap();

@@ -134,7 +134,7 @@ fn a_second_conversion_leaves_the_first_ones_file_alone() {
     let holder = fs::File::open(&partial).unwrap();
     holder.lock().unwrap();
     let before = fs::read(&partial).unwrap();
-    for how in [forced(), resumed()] {
+    for how in [Convert::default(), forced(), resumed()] {
         let error = work(|shop| shop.convert(&from, &to, &how)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
         assert!(fs::read(&partial).unwrap() == before, "{how:?}");
@@ -152,7 +152,7 @@ fn a_source_that_is_called_like_an_unfinished_copy_is_not_removed() {
     let odd = ImageName { path: at(&dir, "c.vhd.partial"), ..to.clone() };
     fs::rename(&to.path, &odd.path).unwrap();
     let error = work(|shop| shop.convert(&odd, &name(&at(&dir, "c.vhd")), &forced())).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unsuitable, "{error}");
     assert!(same(&from, &odd));
 }
 

@@ -1,4 +1,4 @@
-//! `ferrite image convert` onto a file system that is full. Needs root, or user namespaces; passes
+//! `ferrite image` on a file system that is full. Needs root, or user namespaces; passes
 //! without them, saying so.
 
 mod images;
@@ -64,4 +64,66 @@ fn a_conversion_that_cannot_begin_leaves_nothing() {
     let Some(text) = on_a_small_disk(&place, script) else { return };
     assert!(!text.contains("--resume") && text.contains("make room"), "{text}");
     assert!(text.ends_with("filler\n") && !text.contains("b.img.partial\n"), "{text}");
+}
+
+/// Without the image that it was for, nothing keeps it from being used.
+#[test]
+fn a_parent_is_as_it_was_when_the_disk_is_too_full_for_its_child() {
+    for format in ["vhd", "qcow2"] {
+        let place = Place::new();
+        let script = format!(
+            "$F create ../base.{format} 64M; $F create ../other.{format} 64M
+             chmod 660 ../base.{format}
+             $F create --parent ../other.{format} leaf.{format}; chmod u+w ../other.{format}
+             $F --parents .. rebase leaf.{format} -b ../base.{format}
+             chmod 660 ../base.{format}; rm leaf.{format}; $F clone ../other.{format} leaf.{format}
+             head -c 9m /dev/zero > filler || true
+             echo full
+             ! $F clone ../base.{format} x.{format}
+             ! $F --parents .. rebase leaf.{format} -b ../base.{format}
+             stat -c 'mode %a' ../base.{format}
+             cat ../base.{format}.ferrite-children || echo no list
+             $F resize ../base.{format} 128M
+             $F clone ../base.{format} ../good.{format}
+             chmod 640 ../base.{format}
+             ! $F clone ../base.{format} x.{format}
+             stat -c 'mode %a' ../base.{format}"
+        );
+        let Some(text) = on_a_small_disk(&place, &script) else { return };
+        let (_, text) = text.split_once("full\n").unwrap();
+        let modes: Vec<&str> = text.lines().filter(|line| line.starts_with("mode")).collect();
+        assert_eq!(modes, ["mode 660", "mode 440"], "{text}");
+        assert!(text.contains("no list"), "{text}");
+    }
+}
+
+#[test]
+fn a_snapshot_that_there_is_no_space_for_leaves_one_name() {
+    for format in ["vhd", "qcow2"] {
+        let place = Place::new();
+        let script = format!(
+            "$F create disk.{format} 64M
+             head -c 9m /dev/zero > filler || true
+             ! $F snapshot disk.{format} old.{format}
+             echo after; ls; echo end
+             rm filler
+             $F check disk.{format}
+             $F snapshot disk.{format} old.{format}"
+        );
+        let Some(text) = on_a_small_disk(&place, &script) else { return };
+        assert!(text.contains(&format!("after\ndisk.{format}\nfiller\nend\n")), "{text}");
+    }
+}
+
+/// As for who is not root.
+#[test]
+fn journals_that_cannot_be_read_are_not_none() {
+    let place = Place::new();
+    let script = "mount -t tmpfs tmpfs /run
+                  $F journal list
+                  rm -r /run/ferrite/images; touch /run/ferrite/images
+                  $F journal list || echo failed with $?";
+    let Some(text) = on_a_small_disk(&place, script) else { return };
+    assert!(text.starts_with("there is none\n"), "{text}");
+    assert!(text.ends_with("failed with 1\n") && text.matches("none").count() == 1, "{text}");
 }

@@ -80,7 +80,7 @@ fn what_cannot_be_rebased_stays_as_it_is() {
             }
         }
         let text = place.fails(2, &["rebase", &leaf, "--parent", &large]);
-        assert!(text.contains("smaller than its parent"), "{text}");
+        assert!(text.contains("the parent is larger"), "{text}");
         let text = place.fails(1, &["rebase", &one, "--parent", &two]);
         assert!(text.contains("read-only"), "{text}");
         place.fails(3, &["rebase", &leaf, "--parent", "no.vhd"]);

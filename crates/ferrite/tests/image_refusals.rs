@@ -2,9 +2,11 @@
 
 mod images;
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 
-use images::{MIB, Place};
+use images::{MIB, Place, json, qemu_img};
 
 /// All names of the directory, in order.
 fn names(place: &Place) -> Vec<String> {
@@ -29,6 +31,8 @@ fn a_new_image_that_could_not_be_opened_is_refused_before_anything_is_written() 
         &["create", "x.vhd", "1T", "--block", "2G"],
         &["create", "x.vhd", "3000T"],
         &["create", "x.qcow2", "65T"],
+        &["resize", "base.qcow2", "65T"],
+        &["resize", "base.vhd", "3000T"],
         &["create", "x.qcow2", "1T", "--block", "4M"],
         &["create", "good.vhd", "1T", "--block", "512M", "--force"],
         &["create", "--parent", "base.vhd", "x.vhd", "--block", "512M"],
@@ -48,4 +52,173 @@ fn a_new_image_that_could_not_be_opened_is_refused_before_anything_is_written() 
     }
     place.ok(&["create", "x.vhd", "1T", "--block", "256M"]);
     place.ok(&["info", "x.vhd"]);
+}
+
+/// The name of a qcow2's parent is text.
+#[test]
+fn a_snapshot_under_a_name_that_the_format_does_not_have_leaves_one_name() {
+    let place = Place::new();
+    place.ok(&["create", "a.qcow2", "4M"]);
+    let mut command = place.command(&["snapshot", "a.qcow2"]);
+    let output = command.arg(OsStr::from_bytes(b"par\xff.qcow2")).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(names(&place), ["a.qcow2"]);
+}
+
+#[test]
+fn a_disk_without_its_parent_is_not_checked_rather_than_damaged() {
+    for format in ["vhd", "qcow2"] {
+        let place = Place::new();
+        let [base, leaf] = ["base", "leaf"].map(|name| format!("{name}.{format}"));
+        place.ok(&["create", &base, "4M"]);
+        place.ok(&["clone", &base, &leaf]);
+        fs::remove_file(place.path(&base)).unwrap();
+        let text = place.fails(1, &["check", &leaf]);
+        assert!(text.contains("parent") && !text.contains("damaged"), "{text}");
+        let journals = || place.ok(&["journal", "list"]).matches(&place.path(&leaf)).count();
+        assert_eq!(journals(), 0);
+        for command in
+            [&["snapshot", &leaf, &format!("old.{format}")][..], &["resize", &leaf, "8M"]]
+        {
+            place.fails(1, command);
+            assert_eq!(journals(), 0, "{command:?} has left a journal");
+        }
+    }
+}
+
+#[test]
+fn what_is_no_image_is_damaged_whatever_its_name_says() {
+    let place = Place::new();
+    for name in ["a.vhd", "a.qcow2"] {
+        for content in [&b""[..], &[7; 4096]] {
+            fs::write(place.path(name), content).unwrap();
+            place.fails(5, &["info", name]);
+            let output = place.image(&["map", name]);
+            assert_eq!((output.status.code(), output.stdout), (Some(5), Vec::new()), "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_conversion_that_another_one_is_at_work_on_is_busy() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+    place.pattern("b.img.partial", 4 * MIB, &[(0, MIB)]);
+    let file = fs::File::open(place.path("b.img.partial")).unwrap();
+    file.lock().unwrap();
+    place.fails(4, &["convert", "a.img", "b.img"]);
+    drop(file);
+    let text = place.fails(1, &["convert", "raw:b.img.partial", "b.img", "--force"]);
+    assert!(text.contains("is the same file"), "{text}");
+    let text = place.fails(1, &["convert", "a.img", "b.img"]);
+    assert!(text.contains("interrupted"), "{text}");
+    place.ok(&["convert", "a.img", "b.img", "--force"]);
+}
+
+#[test]
+fn what_is_no_note_of_a_conversion_is_not_removed() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+    fs::write(place.path("b.vhd.partial.json"), "precious").unwrap();
+    place.fails(1, &["convert", "a.img", "b.vhd"]);
+    assert_eq!(fs::read(place.path("b.vhd.partial.json")).unwrap(), b"precious");
+    place.ok(&["convert", "a.img", "b.vhd", "--force"]);
+    assert_eq!(names(&place), ["a.img", "b.vhd"]);
+}
+
+#[test]
+fn what_qemu_reads_differently_is_said() {
+    let place = Place::new();
+    let warns = |args: &[&str]| place.ok(args).contains("QEMU");
+    assert!(warns(&["create", "a.vhd", "16M", "--block", "512"]));
+    assert!(warns(&["create", "b.vhd", "16M", "--block", "2K"]));
+    assert!(!warns(&["create", "c.vhd", "16M", "--block", "4K"]));
+    assert!(!warns(&["resize", "c.vhd", "100M"]));
+    let theirs = place.path("theirs.vhd");
+    if qemu_img(&["create", "-q", "-f", "vpc", &theirs, "40M"]).is_some() {
+        assert!(warns(&["resize", "theirs.vhd", "100M"]));
+        let info = json(&qemu_img(&["info", "--output=json", &theirs]).unwrap());
+        assert!(info["virtual-size"].as_u64().unwrap() < 100 * MIB, "{info}");
+    }
+}
+
+/// It was shrunk, and cannot grow again: what its parent has would come to light.
+#[test]
+fn a_disk_that_is_smaller_than_its_parent_is_told_what_is_left() {
+    for format in ["vhd", "qcow2"] {
+        let place = Place::new();
+        let [base, leaf] = ["base", "leaf"].map(|name| format!("{name}.{format}"));
+        place.ok(&["create", &base, "64M"]);
+        place.ok(&["clone", &base, &leaf]);
+        place.ok(&["resize", &leaf, "32M", "--force"]);
+        place.ok(&["clone", &base, &format!("other.{format}")]);
+        for (code, command) in [
+            (1, &["coalesce", &leaf, "--force"][..]),
+            (1, &["resize", &leaf, "64M"]),
+            (2, &["rebase", "-u", &leaf, "-b", &format!("other.{format}")]),
+        ] {
+            let text = place.fails(code, command);
+            assert!(text.contains("ferrite image convert"), "{command:?}: {text}");
+        }
+        place.ok(&["convert", &leaf, &format!("all.{format}")]);
+    }
+}
+
+#[test]
+fn a_name_that_is_too_long_is_said_to_be() {
+    let place = Place::new();
+    place.pattern("a.img", MIB, &[(0, 4096)]);
+    let name = |bytes: usize| format!("{}.vhd", "n".repeat(bytes - 4));
+    for args in [["create", &name(250), "1M"], ["convert", "a.img", &name(245)]] {
+        let text = place.fails(2, &args);
+        assert!(text.contains("a name of at most 238 bytes"), "{text}");
+        assert_eq!(names(&place), ["a.img"]);
+    }
+    place.ok(&["convert", "a.img", &name(238)]);
+    place.ok(&["create", "--force", &name(238), "1M"]);
+    // No list of children can be beside it.
+    fs::rename(place.path(&name(238)), place.path(&name(250))).unwrap();
+    place.ok(&["resize", &name(250), "2M"]);
+}
+
+#[test]
+fn a_format_that_the_name_contradicts_is_refused() {
+    let place = Place::new();
+    place.ok(&["create", "a.vhd", "4M"]);
+    place.fails(2, &["info", "-f", "vhd", "raw:a.vhd"]);
+    place.ok(&["info", "-f", "vhd", "vhd:a.vhd"]);
+}
+
+/// The list of a parent's children has a line for each, with escapes.
+#[test]
+fn a_clone_whose_path_has_what_the_list_uses_itself_is_not_lost() {
+    for odd in ["D%41", "a%20b", "%0a", "nl\nx", "100%"] {
+        let place = Place::new();
+        fs::create_dir(place.path("C")).unwrap();
+        fs::create_dir(place.path(odd)).unwrap();
+        place.ok(&["create", "C/base.vhd", "4M"]);
+        place.ok(&["clone", "C/base.vhd", "C/own.vhd"]);
+        place.ok(&["clone", "C/base.vhd", &format!("{odd}/vm.vhd")]);
+        let text = place.fails(1, &["coalesce", "C/own.vhd"]);
+        assert!(text.contains("vm.vhd"), "{odd}: {text}");
+    }
+}
+
+#[test]
+fn a_chain_is_whole_again_when_the_parent_of_its_middle_was_moved() {
+    for format in ["vhd", "qcow2"] {
+        let place = Place::new();
+        let [base, middle, leaf] = ["base", "middle", "leaf"].map(|n| format!("{n}.{format}"));
+        place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+        place.ok(&["convert", "a.img", &base]);
+        place.ok(&["clone", &base, &middle]);
+        place.ok(&["clone", &middle, &leaf]);
+        fs::create_dir(place.path("moved")).unwrap();
+        let moved = format!("moved/{base}");
+        fs::rename(place.path(&base), place.path(&moved)).unwrap();
+        place.fails(1, &["rebase", "-u", &middle, "-b", &moved]);
+        place.ok(&["rebase", "-u", "--force", &middle, "-b", &moved]);
+        place.ok(&["compare", "a.img", &leaf]);
+        assert!(fs::metadata(place.path(&middle)).unwrap().permissions().readonly());
+    }
 }

@@ -15,15 +15,16 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::ErrorKind::{NotADirectory, NotFound};
+use std::io::ErrorKind::{InvalidFilename, NotADirectory, NotFound};
 use std::io::{self, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
 use rustix::fs::{FlockOperation, flock, statvfs};
 
-use crate::vhd::{decode, encode_url};
+use crate::vhd::decode;
 
 /// Behind the parent's name.
 const SUFFIX: &str = ".ferrite-children";
@@ -85,7 +86,7 @@ impl Mark {
         }
         .into_bytes();
         line.push(b' ');
-        line.extend(encode_url(&self.child));
+        line.extend(url(&self.child));
         line.push(b'\n');
         line
     }
@@ -110,6 +111,18 @@ impl Mark {
             },
         }
     }
+}
+
+/// A path in one line, for who unescapes it: also one that has a `%` or a line's end itself.
+fn url(path: &Path) -> Vec<u8> {
+    let mut out = b"file://".to_vec();
+    for byte in path.as_os_str().as_bytes() {
+        match byte {
+            b' '..=b'~' if *byte != b'%' => out.push(*byte),
+            _ => out.extend_from_slice(format!("%{byte:02X}").as_bytes()),
+        }
+    }
+    out
 }
 
 /// The file system that a path is on, or would be.
@@ -150,7 +163,8 @@ impl Line {
 pub(crate) fn read(file: &Path) -> io::Result<Vec<Line>> {
     let path = beside(file);
     let text = match fs::metadata(&path) {
-        Err(e) if e.kind() == NotFound => return Ok(Vec::new()),
+        // Beside a file with so long a name there can be none.
+        Err(e) if matches!(e.kind(), NotFound | InvalidFilename) => return Ok(Vec::new()),
         Err(e) => return Err(e),
         Ok(meta) if meta.len() > MAX_BYTES => return Err(io::ErrorKind::FileTooLarge.into()),
         Ok(_) => fs::read(&path)?,
@@ -163,16 +177,29 @@ pub(crate) fn read(file: &Path) -> io::Result<Vec<Line>> {
 #[derive(Debug)]
 pub(crate) struct Held(#[expect(dead_code, reason = "it is the lock")] File);
 
-/// Adds a mark to those of the image in `file`, durably; see the module text. `keep` says of the
-/// others whether they are still of use.
+/// Adds a mark, if there is one, to those of the image in `file`, durably; see the module text.
+/// `keep` says of the others whether they are still of use. Without any, there is no list.
 pub(crate) fn leave(
     directory: &dyn Directory,
     file: &Path,
-    mark: &Mark,
+    mark: Option<&Mark>,
     keep: impl Fn(&Mark) -> bool,
 ) -> io::Result<Held> {
     let path = beside(file);
-    let _old = lock(directory, &path)?;
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    let old = lock(directory, &path)?;
+    let is_of = |child: &Path| mark.is_some_and(|mark| mark.child == child);
+    let others = read(file)?.into_iter().filter(|line| match line {
+        Line::Mark(other) => !is_of(&other.child) && keep(other),
+        Line::Unknown(_) => true,
+    });
+    let lines = others.chain(mark.cloned().map(Line::Mark));
+    let lines: Vec<u8> = lines.flat_map(|line| line.text()).collect();
+    if lines.is_empty() {
+        directory.remove(&path)?;
+        directory.sync(folder)?;
+        return Ok(Held(old));
+    }
     let next = with(&path, NEXT);
     match directory.remove(&next) {
         Err(e) if e.kind() != NotFound => return Err(e),
@@ -181,16 +208,10 @@ pub(crate) fn leave(
     let mut new = File::from(directory.create_new(&next)?);
     // Nobody waits for this one yet.
     flock(&new, FlockOperation::NonBlockingLockExclusive)?;
-    let others = read(file)?.into_iter().filter(|line| match line {
-        Line::Mark(other) => other.child != mark.child && keep(other),
-        Line::Unknown(_) => true,
-    });
-    let lines = others.chain([Line::Mark(mark.clone())]);
-    let lines: Vec<u8> = lines.flat_map(|line| line.text()).collect();
     new.write_all(&lines)?;
     new.sync_all()?;
     directory.rename(&next, &path)?;
-    directory.sync(path.parent().unwrap_or(Path::new("/")))?;
+    directory.sync(folder)?;
     Ok(Held(new))
 }
 

@@ -351,6 +351,18 @@ fn is_file(path: &Path) -> bool {
 /// # Errors
 /// That is not durable.
 pub(crate) fn leave_mark(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<Held> {
+    update_marks(directory, file, Some(mark))
+}
+
+/// Forgets those marks of the image in `file` that are of no image on it.
+///
+/// # Errors
+/// That is not durable.
+pub(crate) fn forget_gone(directory: &dyn Directory, file: &Path) -> io::Result<()> {
+    update_marks(directory, file, None).map(drop)
+}
+
+fn update_marks(directory: &dyn Directory, file: &Path, mark: Option<&Mark>) -> io::Result<Held> {
     let target = Target::of(file)?;
     let is_below = |path: &Path| target.is_below(path, None);
     let keep = |other: &Mark| other.state(is_below) != marks::State::Gone;

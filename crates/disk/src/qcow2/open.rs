@@ -267,9 +267,10 @@ impl Cannot {
 
     fn header(&self, e: &HeaderError) -> DiskError {
         let (kind, help) = match e {
-            HeaderError::NotQcow2(_) => {
-                (ErrorKind::Unsuitable, "say which format it has (raw:PATH, vhd:PATH)")
-            }
+            HeaderError::NotQcow2(_) => (
+                ErrorKind::Damaged,
+                "say which format it has, if it is another (raw:PATH, vhd:PATH)",
+            ),
             HeaderError::Damaged(_) => (ErrorKind::Damaged, HELP_DAMAGED),
             HeaderError::Unsupported(_) => {
                 (ErrorKind::Unsuitable, "convert it with the program that made it")

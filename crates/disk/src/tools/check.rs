@@ -62,6 +62,8 @@ impl Workshop<'_> {
                     mendable: false,
                 });
             }
+            // A parent that is missing, for one.
+            Err(e) if images[0].is_usable() && e.kind() == ErrorKind::Unsuitable => return Err(e),
             // What is wrong may not be with the image itself, but with what it stands on.
             Err(e) if images[0].is_usable() => images[0].add_first(Finding {
                 offset_bytes: None,

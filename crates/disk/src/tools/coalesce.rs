@@ -189,7 +189,8 @@ impl Workshop<'_> {
             return refuse("its parent is in another directory".into(), help);
         }
         if pair.child_bytes < pair.parent_bytes {
-            let help = "grow it first: ferrite image resize";
+            let help = "ferrite image convert makes one image of both, without what its parent has \
+                        behind its end";
             return refuse("it is smaller than its parent".into(), help);
         }
         if pair.parent_bytes < pair.child_bytes && pair.below_bytes > pair.parent_bytes {

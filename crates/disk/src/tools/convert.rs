@@ -4,7 +4,7 @@ use std::io;
 
 use super::copy::{Copying, Mode};
 use super::create::done;
-use super::files::{NewFile, Over, check_apart, same_file};
+use super::files::{NewFile, Over, beside, check_apart, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
 use super::{Done, NewImage, Workshop, broken, formats};
@@ -50,6 +50,7 @@ impl Workshop<'_> {
         let cannot = |e| broken(what(), e);
         let source = self.open(from, true)?;
         check_apart(what(), &source, &to.path)?;
+        check_apart(what(), &source, &beside(&to.path, PARTIAL))?;
         let bytes = source.sectors() * SECTOR_BYTES;
         let new = how.new_image();
         formats::check_new(to, &new, None, bytes)?;
@@ -90,7 +91,7 @@ impl Workshop<'_> {
 
     /// What was noted of an earlier copy is gone, durably: it would pass for this one's.
     fn forget(&self, to: &ImageName) -> Result<(), DiskError> {
-        let what = || format!("cannot remove what is noted of {}", to.path.display());
+        let what = || format!("cannot make {}", to.path.display());
         Resume::remove(&to.path).map_err(|e| broken(what(), e))?;
         self.sync_dir(&to.path)
     }
@@ -137,9 +138,19 @@ impl Workshop<'_> {
             return refuse(why, help);
         }
         if exists && !how.force {
+            if let Err(e) = file.open()
+                && e.kind() == ErrorKind::InUse
+            {
+                return Err(e);
+            }
             let why =
                 format!("{} is there, of a conversion that was interrupted", file.path().display());
             return refuse(why, "go on with --resume, or start again with --force");
+        }
+        if !how.force && Resume::is_foreign(&to.path).map_err(|e| broken(what(), e))? {
+            let why =
+                format!("what is at {}.json is no note of a conversion", file.path().display());
+            return refuse(why, "move it away, or choose another name; --force overwrites it");
         }
         let cannot = |e| broken(what(), e);
         if exists {

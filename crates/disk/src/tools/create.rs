@@ -2,12 +2,14 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::desk::Desk;
 use super::extents::look_at_layer;
 use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
 use super::formats::Blank;
+use super::undo::Undo;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
 use crate::children;
 use crate::children::marks::{self, Held, Mark};
@@ -53,6 +55,7 @@ impl Workshop<'_> {
     /// # Errors
     /// It exists already, or cannot be made like this.
     pub fn create(&self, name: &ImageName, new: &NewImage) -> Result<Done, DiskError> {
+        let mut undo = Undo::new(self);
         let parent = match &new.parent {
             None => None,
             Some(parent) => Some(self.parent(name, parent)?),
@@ -61,18 +64,17 @@ impl Workshop<'_> {
         formats::check_new(name, new, parent.as_ref(), bytes)?;
         let mut file = self.new_file(&name.path, Over::forced(new.force))?;
         let mut notes = Vec::new();
-        let _marked = match &parent {
-            None => None,
-            Some(parent) => {
-                self.keep(parent, &mut notes)?;
-                let help = "say --unmarked if nobody will ever merge (coalesce) into the parent, or \
-                            convert the parent into a copy";
-                let help = (!new.unmarked).then_some(help);
-                self.mark(&parent.name.path, &name.path, help, &mut notes)?
-            }
-        };
+        if let Some(parent) = &parent {
+            self.keep(parent, &mut undo, &mut notes)?;
+            let help = "say --unmarked if nobody will ever merge (coalesce) into the parent, or \
+                        convert the parent into a copy";
+            let help = (!new.unmarked).then_some(help);
+            let path = &parent.name.path;
+            undo.marked(path, self.mark(path, &name.path, help, &mut notes)?);
+        }
         self.write_new(&mut file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
+        undo.forget();
         notes.extend(formats::warnings(name, new, parent.as_ref(), bytes));
         notes.extend(parent.and_then(|parent| self.note_elsewhere(name, &parent)));
         Ok(done(name, bytes, notes))
@@ -157,10 +159,16 @@ impl Workshop<'_> {
     }
 
     /// Sees to it that nobody writes to a parent from now on.
-    pub(super) fn keep(&self, parent: &Parent, notes: &mut Vec<String>) -> Result<(), DiskError> {
+    pub(super) fn keep(
+        &self,
+        parent: &Parent,
+        undo: &mut Undo<'_>,
+        notes: &mut Vec<String>,
+    ) -> Result<(), DiskError> {
         let path = &parent.name.path;
         let cannot = |e| broken(format!("cannot make {} read-only", path.display()), e);
         if !self.is_device(path) && !is_write_protected(path).map_err(cannot)? {
+            undo.protected(path, fs::metadata(path).map_err(cannot)?.mode() & 0o7777);
             protect(path, true).map_err(cannot)?;
             notes.push(format!("{} is read-only now, as it has a child", path.display()));
         }
@@ -180,8 +188,8 @@ impl Workshop<'_> {
         let path = parent.display();
         if self.is_device(parent) {
             let note = format!(
-                "{path} has no mode that would protect it, as it is a device: see to it that \
-                 nobody writes to it (lvchange --permission r)"
+                "{path} is a device, so it has no mode that would protect it, and no command here \
+                 knows that an image stands on it: make it read-only (lvchange --permission r)"
             );
             notes.push(note);
             return Ok(None);
@@ -246,7 +254,7 @@ impl Workshop<'_> {
     /// medium: a parent has to be complete without it, and must not change any more.
     fn settle(&self, name: &ImageName) -> Result<(), DiskError> {
         let options = Workshop::even_parents(self.options(false));
-        let disk = match Disk::open_image(name, &options) {
+        let disk = match Workshop::open_to_write(name, &options) {
             Ok(disk) => disk,
             // Readers have it open, so it is nobody's to write; or we may not. It may be complete.
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Permission) => return Ok(()),
@@ -282,6 +290,8 @@ impl Workshop<'_> {
     /// `leaf` becomes `parent`, and what has its name from then on is a new image on that.
     /// Nothing is copied. Both names are in one directory.
     ///
+    /// If a step fails, the second name goes away again, while the leaf has the first.
+    ///
     /// The order: its own parent knows of the second name; that name for the file; the new leaf, whole
     /// and synced; the new leaf over the old name. A crash before the last leaves the leaf as it was, a crash after it the
     /// new one, and there is always one.
@@ -304,23 +314,26 @@ impl Workshop<'_> {
         }
         check_length(what(), &disk, &leaf.path)?;
         self.close(&disk, &leaf.path)?;
-        let mut notes = Vec::new();
-        let marked = match disk.media().get(1) {
-            Some(below) => self.mark_renamed(below.path(), &leaf.path, &parent.path, &mut notes)?,
-            None => None,
-        };
-        if !exists {
-            self.directory.hard_link(&leaf.path, &parent.path).map_err(cannot)?;
-            self.sync_dir(&parent.path)?;
-        }
-        drop(marked);
         // The lock stays on the file, whose name is the parent's from the last step on.
         let path = absolute(&parent.path).map_err(cannot)?;
         let parent = Parent { disk, name: parent.clone(), path };
+        let new = NewImage::default();
+        formats::check_new(leaf, &new, Some(&parent), bytes)?;
+        let mut notes = Vec::new();
+        let marked = match parent.disk.media().get(1) {
+            Some(below) => {
+                self.mark_renamed(below.path(), &leaf.path, &parent.name.path, &mut notes)?
+            }
+            None => None,
+        };
+        let _link = match exists {
+            true => None,
+            false => Some(self.link(&leaf.path, &parent.name.path)?),
+        };
+        drop(marked);
         let mut file = self.new_file(&leaf.path, Over::Mine)?;
         let help = "give both names the extension of their format";
         let _marked = self.mark(&parent.path, &leaf.path, Some(help), &mut notes)?;
-        let new = NewImage::default();
         self.write_new(&mut file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
         protect(&parent.path, true).map_err(cannot)?;

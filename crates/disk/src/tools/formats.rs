@@ -108,7 +108,12 @@ pub(super) fn warnings(
     bytes: u64,
 ) -> Vec<String> {
     match name.format {
-        Format::Vhd => new_vhd(new, parent, bytes).not_for_libvhd(&name.path),
+        Format::Vhd => {
+            let vhd = new_vhd(new, parent, bytes);
+            let mut notes = vhd.not_for_libvhd(&name.path);
+            notes.extend(vhd.not_for_qemu());
+            notes
+        }
         Format::Raw | Format::Qcow2 => Vec::new(),
     }
 }
@@ -232,6 +237,21 @@ fn vhd_info(vhd: &Vhd) -> Result<LayerInfo, DiskError> {
     })
 }
 
+/// What other programs that such images are for make of another size of a disk.
+pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
+    let qemu_bytes = match leaf(disk) {
+        Some(Layer::Vhd(vhd)) => vhd.footer().qemu_bytes(bytes),
+        _ => bytes,
+    };
+    let note = || {
+        format!(
+            "QEMU sees {qemu_bytes} bytes only: it takes the size of an image that it has made \
+             from the geometry; ferrite image convert makes a copy that it sees as a whole"
+        )
+    };
+    if qemu_bytes < bytes { vec![note()] } else { Vec::new() }
+}
+
 /// Gives a disk another size; it is closed by that.
 pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
     let cannot = |raw: &Raw, e| broken(format!("cannot resize {}", raw.path().display()), e);
@@ -255,15 +275,23 @@ async fn resize_layer(
     let cannot = |raw: &Raw, e| broken(format!("cannot resize {}", raw.path().display()), e);
     match layer {
         Some(Layer::Raw(raw)) => resize_raw(port, bytes).await.map_err(|e| cannot(&raw, e)),
-        Some(Layer::Vhd(vhd)) if bytes > vhd.bytes() && below_bytes > vhd.bytes() => {
-            let what = format!("cannot resize {}", vhd.medium().path().display());
+        Some(layer) if bytes > layer.bytes() && below_bytes > layer.bytes() => {
+            let what = format!("cannot resize {}", layer.medium().path().display());
             let why = "its parent is larger: what is behind the disk's end would be seen";
             Err(unsuitable(what, why, "ferrite image convert makes a copy, which can grow"))
         }
         Some(Layer::Vhd(vhd)) => vhd.resize(port, bytes).await,
         Some(Layer::Qcow2(qcow2)) => {
             let done = qcow2.resize(port, bytes, below_bytes).await;
-            done.map_err(|e| cannot(qcow2.medium(), e))
+            done.map_err(|e| match e.kind() {
+                io::ErrorKind::InvalidInput => {
+                    let what = format!("cannot resize {}", qcow2.medium().path().display());
+                    let help = "choose another size; ferrite image convert makes a copy of version \
+                                3, with larger clusters (--block) if that is said";
+                    DiskError::new(ErrorKind::Usage, what, e.to_string(), help)
+                }
+                _ => cannot(qcow2.medium(), e),
+            })
         }
         None => Ok(()),
     }

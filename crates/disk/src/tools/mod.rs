@@ -33,6 +33,7 @@ mod rebase;
 mod report;
 mod resize;
 mod resume;
+mod undo;
 mod upgrade;
 
 /// The longest chain that is read and merged here, so that one that is too long to be served can be
@@ -107,7 +108,17 @@ impl Workshop<'_> {
     }
 
     fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
-        Disk::open_image(name, &self.options(read_only))
+        match read_only {
+            true => Disk::open_image(name, &self.options(true)),
+            false => Workshop::open_to_write(name, &self.options(false)),
+        }
+    }
+
+    /// Opens a disk for writing that can be read. Who opens it for writing begins a journal, which
+    /// would stay if it turned out later that a parent is missing.
+    fn open_to_write(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
+        drop(Disk::open_image(name, &OpenOptions { read_only: true, ..options.clone() })?);
+        Disk::open_image(name, options)
     }
 }
 
@@ -137,6 +148,13 @@ fn broken(what: impl Into<String>, e: io::Error) -> DiskError {
             ErrorKind::Permission,
             "run as a user who may, or check the modes of file and directory",
         ),
+        io::ErrorKind::InvalidFilename => (
+            ErrorKind::Usage,
+            "choose a name of at most 238 bytes: until an image is complete, more is behind it",
+        ),
+        io::ErrorKind::ReadOnlyFilesystem => {
+            (ErrorKind::Permission, "the file system is read-only: use another one")
+        }
         io::ErrorKind::StorageFull => (ErrorKind::Io, "make room, or use another file system"),
         io::ErrorKind::Interrupted => (ErrorKind::Interrupted, "run the same command again"),
         _ => (ErrorKind::Io, "check the medium below it and the kernel's log (dmesg)"),

@@ -10,11 +10,13 @@ use super::compare::Side;
 use super::copy::{Copying, Mode};
 use super::create::done;
 use super::desk::{BUFFER_BYTES, Desk};
-use super::files::{Over, is_write_protected, same_file};
+use super::files::{Over, is_write_protected, protect, same_file};
 use super::formats::Blank;
+use super::undo::Undo;
 use super::{Done, NewImage, Progress, Workshop, broken, formats, refused, unsuitable};
 use crate::image::{Image, Layer};
-use crate::{Disk, DiskError, ImageName, SECTOR_BYTES};
+use crate::size::Human;
+use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
 
 /// What differs is written in units of this.
 const UNIT: usize = 64 << 10;
@@ -29,7 +31,8 @@ pub enum Rebase {
 }
 
 impl Workshop<'_> {
-    /// Has an image stand on another parent, which becomes read-only.
+    /// Has an image stand on another parent, which becomes read-only. With `force` the image may be
+    /// a parent itself, if nobody has its children open: they find it by its name and identity.
     ///
     /// # Errors
     /// One of them is in use; `Refused`; those of the images. The image is whole in any case.
@@ -38,32 +41,33 @@ impl Workshop<'_> {
         name: &ImageName,
         parent: &ImageName,
         how: Rebase,
+        force: bool,
     ) -> Result<Done, DiskError> {
         let cannot = |e| broken(format!("cannot rebase {}", name.path.display()), e);
-        self.check_rebase(name, parent)?;
+        let was_protected = self.check_rebase(name, parent, force)?;
+        let options = OpenOptions { even_parent: force, ..self.options(false) };
         let old = match how {
-            Rebase::Safe => self.open(name, false)?,
+            Rebase::Safe => Workshop::open_to_write(name, &options)?,
             // Its parent may not be there.
-            Rebase::Unsafe => Disk::Image(Image::open_alone(name, &self.options(false))?),
+            Rebase::Unsafe => Disk::Image(Image::open_alone(name, &options)?),
         };
         let unit_bytes = check_image(&old, name)?;
         // What a killed backend has answered is of the image from here on.
         self.close(&old, &name.path)?;
         let mut notes = Vec::new();
+        let mut undo = Undo::new(self);
         let below = self.parent(name, parent)?;
         let bytes = old.sectors() * SECTOR_BYTES;
+        let new = NewImage { unit_bytes, ..NewImage::default() };
+        check_size(name, bytes, below.bytes())?;
+        formats::check_new(name, &new, Some(&below), bytes)?;
         let mut file = self.new_file(&name.path, Over::Mine)?;
-        self.keep(&below, &mut notes)?;
+        self.keep(&below, &mut undo, &mut notes)?;
         let help =
             "see to it that files can be made beside the parent, or convert that into a copy";
-        let _marked = self.mark(&below.name.path, &name.path, Some(help), &mut notes)?;
-        let new = NewImage { unit_bytes, ..NewImage::default() };
-        let size = super::create::size(
-            name,
-            &NewImage { bytes: Some(bytes), ..new.clone() },
-            Some(&below),
-        )?;
-        self.write_new(&mut file, name.format, &new, (Some(&below), Blank::Zeros), size)?;
+        let marked = self.mark(&below.name.path, &name.path, Some(help), &mut notes)?;
+        undo.marked(&below.name.path, marked);
+        self.write_new(&mut file, name.format, &new, (Some(&below), Blank::Zeros), bytes)?;
         let to = file.open_disk(name.format)?;
         match how {
             Rebase::Safe => self.equalize(&old, &to).map_err(cannot)?,
@@ -78,10 +82,20 @@ impl Workshop<'_> {
         let _locked = to.files();
         desk.run(formats::take_identity(&port, to, &old)).map_err(cannot)?;
         file.finish()?;
+        undo.forget();
+        if was_protected {
+            protect(&name.path, true).map_err(cannot)?;
+        }
         Ok(done(name, bytes, notes))
     }
 
-    fn check_rebase(&self, name: &ImageName, parent: &ImageName) -> Result<(), DiskError> {
+    /// Whether the image is read-only, if it can be rebased.
+    fn check_rebase(
+        &self,
+        name: &ImageName,
+        parent: &ImageName,
+        force: bool,
+    ) -> Result<bool, DiskError> {
         let what = || format!("cannot rebase {}", name.path.display());
         let cannot = |e| broken(what(), e);
         if same_file(&name.path, &parent.path).map_err(cannot)? {
@@ -96,11 +110,14 @@ impl Workshop<'_> {
             let why = "it is a symbolic link, which would be replaced";
             return Err(unsuitable(what(), why, "name the file that it leads to"));
         }
-        if is_write_protected(&name.path).map_err(cannot)? {
+        let is_protected = is_write_protected(&name.path).map_err(cannot)?;
+        if is_protected && !force {
             let why = "it is read-only, as parents are: its children would change with it";
-            return Err(refused(what(), why, "rebase the leaf of the chain"));
+            let help = "rebase the leaf of the chain; if the new parent reads as the old one, \
+                        --force rebases this one";
+            return Err(refused(what(), why, help));
         }
-        Ok(())
+        Ok(is_protected)
     }
 
     /// Writes to a disk what makes it read as another one, of the same size, and completes it.
@@ -142,6 +159,20 @@ async fn equalize_piece(from: &Side<'_>, to: &Side<'_>, at: u64) -> io::Result<u
         }
     }
     Ok(len)
+}
+
+/// Refuses a parent that is larger than the disk: what is behind its end would come to light if the
+/// disk grows.
+fn check_size(name: &ImageName, bytes: u64, parent_bytes: u64) -> Result<(), DiskError> {
+    if bytes >= parent_bytes {
+        return Ok(());
+    }
+    let what = format!("cannot rebase {}", name.path.display());
+    let why =
+        format!("the parent is larger: {}, and the disk has {}", Human(parent_bytes), Human(bytes));
+    let help = "put its old parent back to where it was, if that was moved; ferrite image convert \
+                then makes a copy without a parent";
+    Err(DiskError::new(ErrorKind::Usage, what, why, help))
 }
 
 /// Whether the image itself can be made anew; its unit of allocation.

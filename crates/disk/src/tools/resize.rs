@@ -46,7 +46,7 @@ impl Workshop<'_> {
             return Err(refused(what(), why, "resize the leaf, or say --force"));
         }
         let options = OpenOptions { even_parent: force, ..self.options(false) };
-        let disk = Disk::open_image(name, &options)?;
+        let disk = Workshop::open_to_write(name, &options)?;
         let before = disk.sectors() * SECTOR_BYTES;
         let bytes = match size.into() {
             NewSize::To(bytes) => bytes,
@@ -59,12 +59,13 @@ impl Workshop<'_> {
         if bytes < before {
             self.check_tail(&disk, name, bytes, before, force)?;
         }
+        let notes = formats::resize_notes(&disk, bytes);
         match bytes == before {
             // One that was interrupted may have come so far, and not be durable.
             true => self.close(&disk, &name.path)?,
             false => self.set_size(disk, name, bytes)?,
         }
-        Ok(done(name, bytes, Vec::new()))
+        Ok(done(name, bytes, notes))
     }
 
     /// Whether nothing is allocated behind the new end.

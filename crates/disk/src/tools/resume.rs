@@ -75,6 +75,15 @@ impl Resume {
         serde_json::from_slice(&text).ok()
     }
 
+    /// Whether something is in its place that was never left here.
+    pub(super) fn is_foreign(to: &Path) -> io::Result<bool> {
+        match fs::symlink_metadata(Resume::path(to)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(e),
+            Ok(_) => Ok(Resume::load(to).is_none()),
+        }
+    }
+
     /// Leaves it for the first time, with all the space that [`save`](Self::save) will ever need:
     /// what interrupts may be a disk that is full.
     pub(super) fn begin(&self, to: &Path) -> io::Result<()> {

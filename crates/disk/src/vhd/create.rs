@@ -83,6 +83,14 @@ impl NewImage {
         out
     }
 
+    /// What QEMU cannot do with it: its bitmap of a small block has no bytes, so it looks for the
+    /// data where the bitmap is.
+    pub fn not_for_qemu(&self) -> Option<String> {
+        const LEAST_BYTES: u32 = 4096;
+        (!self.fixed && self.block_bytes < LEAST_BYTES)
+            .then(|| "QEMU reads something else in it: its blocks have less than 4 KiB".into())
+    }
+
     /// Whether the image at `path` can be this, before anything is made.
     ///
     /// # Errors

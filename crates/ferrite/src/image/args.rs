@@ -15,7 +15,7 @@ use crate::parents::ParentsArgs;
 #[command(
     after_help = "An image is named vhd:PATH, qcow2:PATH or raw:PATH, or by a path that ends \
                         in .vhd or .qcow2; any other path is raw, and refused if it looks like \
-                        an image. Sizes are bytes, or numbers with K, M, G, T (powers of 1024)."
+                        an image. Sizes are bytes, or numbers with K, M, G, T, P (powers of 1024)."
 )]
 pub(crate) struct ImageArgs {
     /// What to do.
@@ -56,7 +56,8 @@ pub(crate) enum ImageCommand {
     Clone(CloneArgs),
     /// Copy a disk into a new image of any format, its parents included.
     Convert(ConvertArgs),
-    /// Look for inconsistencies in an image; ends with 1 if it does not read what it should.
+    /// Look for inconsistencies in an image; ends with 2 if it does not read what it should, with 3
+    /// if it only has space that nothing refers to, and with 1 if it could not be checked.
     Check(CheckArgs),
     /// Mend what can be mended without guessing; without --force, only show what that would be.
     Repair(RepairArgs),
@@ -126,7 +127,7 @@ pub(crate) struct NamedArgs {
     /// The image.
     pub(crate) image: OsString,
 
-    /// The format of IMAGE, whatever its name says.
+    /// The format of IMAGE, whatever its extension says.
     #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
     pub(crate) format: Option<FormatName>,
 }
@@ -165,7 +166,7 @@ pub(crate) struct CreateArgs {
     /// The new image.
     pub(crate) image: OsString,
 
-    /// The format of IMAGE, whatever its name says.
+    /// The format of IMAGE, whatever its extension says.
     #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
     pub(crate) format: Option<FormatName>,
 
@@ -325,6 +326,10 @@ pub(crate) struct RebaseArgs {
     /// old parent need not be there. If they differ, so does the disk afterwards.
     #[arg(short = 'u', long = "unsafe")]
     pub(crate) is_unsafe: bool,
+
+    /// Even an image that others stand on: they change with it if the new parent differs.
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 /// `resize`.

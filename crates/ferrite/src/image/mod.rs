@@ -37,7 +37,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     let shop = Workshop {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
-        state_dir: state_dir(),
+        state_dir: state_dir(matches!(args.command, ImageCommand::Journal(_)))?,
         fixed_size: false,
         unlocked: looks(&args.command),
         parents: args.parents.allowed()?,
@@ -78,7 +78,8 @@ fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), F
         }
         ImageCommand::Rebase(it) => {
             let how = if it.is_unsafe { Rebase::Unsafe } else { Rebase::Safe };
-            let done = shop.rebase(&it.named.name()?, &existing(&it.parent, None)?, how)?;
+            let done =
+                shop.rebase(&it.named.name()?, &existing(&it.parent, None)?, how, it.force)?;
             out.say(&done, text::made)
         }
         ImageCommand::Resize(it) => {
@@ -185,15 +186,23 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure>
         printed = io::stdout().lock().write_all(text.as_bytes());
         printed.is_ok()
     };
-    put(if out.json { "[".into() } else { text::map_head() });
+    let head = || if out.json { "[".into() } else { text::map_head() };
     let mapped = shop.map(&name, |extent| {
-        let comma = if std::mem::take(&mut first) { "\n" } else { ",\n" };
+        let is_first = std::mem::take(&mut first);
+        let comma = if is_first { "\n" } else { ",\n" };
+        let head = if is_first { head() } else { String::new() };
         put(match out.json {
-            true => format!("{comma}  {}", serde_json::to_string(extent).unwrap_or_default()),
-            false => text::extent(extent),
+            true => {
+                format!("{head}{comma}  {}", serde_json::to_string(extent).unwrap_or_default())
+            }
+            false => head + &text::extent(extent),
         })
     });
-    if out.json {
+    // What failed before there was anything to show shows nothing.
+    if mapped.is_ok() && first {
+        put(head());
+    }
+    if out.json && (mapped.is_ok() || !first) {
         put("\n]\n".into());
     }
     mapped?;
@@ -279,15 +288,20 @@ fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
 }
 
 /// Where a killed backend has left what it had answered; none where it can have left nothing. The log
-/// tells of images of which something may be there if this user may not look.
-fn state_dir() -> Option<PathBuf> {
+/// tells of images of which something may be there if this user may not look, unless `needed` says
+/// that there is no going on without.
+fn state_dir(needed: bool) -> Result<Option<PathBuf>, Failure> {
     let path = Path::new(STATE_DIR);
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
     match made.and_then(|()| path.read_dir()) {
-        Ok(_) => Some(path.to_owned()),
+        Ok(_) => Ok(Some(path.to_owned())),
+        Err(e) if needed && path.parent().is_some_and(Path::exists) => {
+            let help = "run it as root, who serves disks";
+            Err(Failure::new(format!("cannot read {STATE_DIR}"), e, help))
+        }
         Err(e) => {
             let denied = e.kind() == io::ErrorKind::PermissionDenied;
-            (denied && path.parent().is_some_and(Path::exists)).then(|| path.to_owned())
+            Ok((denied && path.parent().is_some_and(Path::exists)).then(|| path.to_owned()))
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::geometry::Geometry;
+use super::geometry::{Geometry, MAX_SECTORS};
 use super::{
     MAX_DISK_BYTES, Malformed, SECTOR, Stamp, Uuid, array, be16, be32, be64, checksum, put,
 };
@@ -74,6 +74,11 @@ impl Creator {
     /// and no batmap). QEMU trusts its `current_size`, too.
     pub(crate) const HYPER_V: Creator = Creator { app: *b"win ", version: 0x000a_0000 };
 
+    /// Whether QEMU takes `current_size` for the size (`vpc_open`), and not the geometry.
+    fn is_sized_for_qemu(&self) -> bool {
+        [*b"win ", *b"qem2", *b"d2v ", *b"tap\0", *b"CTXS"].contains(&self.app)
+    }
+
     fn is_tapdisk(&self) -> bool {
         self.app.starts_with(b"tap")
     }
@@ -119,6 +124,19 @@ pub struct Footer {
 }
 
 impl Footer {
+    /// What QEMU would take for the size of an image with this creator and a disk of so many bytes.
+    pub(crate) fn qemu_bytes(&self, bytes: u64) -> u64 {
+        let total = bytes / SECTOR;
+        if self.creator.is_sized_for_qemu() || total >= MAX_SECTORS {
+            return bytes;
+        }
+        let geometry = Geometry::of_sectors(total);
+        u64::from(geometry.cylinders)
+            * u64::from(geometry.heads)
+            * u64::from(geometry.sectors)
+            * SECTOR
+    }
+
     /// A new image's footer.
     pub(crate) fn new(kind: Kind, bytes: u64, creator: Creator, stamp: &Stamp) -> Footer {
         let data_offset = if kind == Kind::Fixed { NOWHERE } else { BYTES as u64 };

@@ -1,0 +1,107 @@
+//! What is done for a new image before it has its name, and is undone if it never gets it.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use super::files::{protect, same_file};
+use super::{DiskError, Workshop, broken};
+use crate::Raw;
+use crate::children::{self, marks::Held};
+
+/// What was done to a parent. It is made before the parent is opened, so that it is undone when the
+/// parent is not locked here any more: others who work on the parent have it locked then.
+pub(super) struct Undo<'a> {
+    shop: &'a Workshop<'a>,
+    /// The parent, and the mode that it had.
+    protected: Option<(PathBuf, u32)>,
+    /// The parent, and its list of children.
+    marked: Option<(PathBuf, Held)>,
+}
+
+impl<'a> Undo<'a> {
+    pub(super) fn new(shop: &'a Workshop<'a>) -> Undo<'a> {
+        Undo { shop, protected: None, marked: None }
+    }
+
+    /// The parent had another mode.
+    pub(super) fn protected(&mut self, parent: &Path, mode: u32) {
+        self.protected = Some((parent.into(), mode));
+    }
+
+    /// The parent knows of the child. Its list stays locked until the child has its name.
+    pub(super) fn marked(&mut self, parent: &Path, held: Option<Held>) {
+        self.marked = held.map(|held| (parent.into(), held));
+    }
+
+    /// The child has its name.
+    pub(super) fn forget(mut self) {
+        (self.protected, self.marked) = (None, None);
+    }
+
+    /// The mode comes first: an image is opened for writing as its mode allows. It is taken away
+    /// again if that shows that others stand on the parent, or that somebody is putting one on it.
+    fn unprotect(&self, parent: &Path, mode: u32) -> std::io::Result<()> {
+        fs::set_permissions(parent, Permissions::from_mode(mode))?;
+        match Raw::open_medium(parent, &self.shop.medium_options(false)) {
+            Ok(_) => Ok(()),
+            Err(_) => protect(parent, true),
+        }
+    }
+}
+
+impl Drop for Undo<'_> {
+    fn drop(&mut self) {
+        if let Some((parent, held)) = self.marked.take() {
+            drop(held);
+            let path = parent.display();
+            let file = fs::canonicalize(&parent);
+            if let Err(e) = file.and_then(|f| children::forget_gone(self.shop.directory, &f)) {
+                tracing::warn!("{path} has a line for an image that was not made ({e})");
+            }
+        }
+        if let Some((parent, mode)) = self.protected.take()
+            && let Err(e) = self.unprotect(&parent, mode)
+        {
+            let path = parent.display();
+            tracing::warn!("{path} is read-only now, for an image that was not made ({e})");
+        }
+    }
+}
+
+/// A second name of an image: away again when this is dropped, unless the first one is another
+/// image's by then. The caller has the image locked for so long.
+pub(super) struct Link<'a> {
+    shop: &'a Workshop<'a>,
+    first: &'a Path,
+    second: &'a Path,
+}
+
+impl Workshop<'_> {
+    /// Gives an image a second name, durably.
+    pub(super) fn link<'a>(
+        &'a self,
+        first: &'a Path,
+        second: &'a Path,
+    ) -> Result<Link<'a>, DiskError> {
+        let cannot = |e| broken(format!("cannot make {}", second.display()), e);
+        self.directory.hard_link(first, second).map_err(cannot)?;
+        let link = Link { shop: self, first, second };
+        self.sync_dir(second)?;
+        Ok(link)
+    }
+}
+
+impl Drop for Link<'_> {
+    fn drop(&mut self) {
+        if !same_file(self.first, self.second).unwrap_or(false) {
+            return;
+        }
+        let removed = self.shop.directory.remove(self.second);
+        let synced = removed.map(|()| self.shop.sync_dir(self.second));
+        if !matches!(synced, Ok(Ok(()))) {
+            let (first, second) = (self.first.display(), self.second.display());
+            tracing::warn!("{second} is a second name of {first} still: rm {second}");
+        }
+    }
+}
