@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::{SimWorld, State};
@@ -13,8 +14,15 @@ use crate::directory::{Directory, HostDirectory};
 enum Undo {
     /// Take away the name that it gave.
     Remove(PathBuf),
-    /// Move a file back, first the one that was renamed, then the one that it replaced.
-    Move(Vec<(PathBuf, PathBuf)>),
+    /// Bring files back, first the one that was renamed, then the one that it replaced.
+    Bring(Vec<Back>),
+}
+
+/// How a name comes back: from a file that has another one, the first.
+enum Back {
+    Move(PathBuf, PathBuf),
+    /// Which it keeps.
+    Link(PathBuf, PathBuf),
 }
 
 struct Operation {
@@ -44,9 +52,12 @@ impl Entries {
         for op in self.0.split_off(kept).into_iter().rev() {
             match op.undo {
                 Undo::Remove(path) => std::fs::remove_file(path)?,
-                Undo::Move(moves) => {
-                    for (from, to) in moves {
-                        std::fs::rename(from, to)?;
+                Undo::Bring(names) => {
+                    for name in names {
+                        match name {
+                            Back::Move(from, to) => std::fs::rename(from, to)?,
+                            Back::Link(from, to) => std::fs::hard_link(from, to)?,
+                        }
                     }
                 }
             }
@@ -82,10 +93,16 @@ impl SimDirectory {
         Ok(done)
     }
 
-    fn put_away(&self, state: &State, path: &Path) -> io::Result<PathBuf> {
+    /// Takes a name away. A file that has another one does not go to the attic: it would have more
+    /// names there than on a real machine.
+    fn put_away(&self, state: &State, path: &Path) -> io::Result<Back> {
+        if let Some(other) = other_name(path)? {
+            std::fs::remove_file(path)?;
+            return Ok(Back::Link(other, path.to_owned()));
+        }
         let place = self.attic.join(state.step.to_string());
         std::fs::rename(path, &place)?;
-        Ok(place)
+        Ok(Back::Move(place, path.to_owned()))
     }
 }
 
@@ -110,20 +127,20 @@ impl Directory for SimDirectory {
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.step(|state| {
             std::fs::symlink_metadata(from)?;
-            let mut back = vec![(to.to_owned(), from.to_owned())];
+            let mut back = vec![Back::Move(to.to_owned(), from.to_owned())];
             if to.try_exists()? {
-                back.push((self.put_away(state, to)?, to.to_owned()));
+                back.push(self.put_away(state, to)?);
             }
             HostDirectory.rename(from, to)?;
-            state.did(&[from, to], Undo::Move(back));
+            state.did(&[from, to], Undo::Bring(back));
             Ok(())
         })
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
         self.step(|state| {
-            let place = self.put_away(state, path)?;
-            state.did(&[path], Undo::Move(vec![(place, path.to_owned())]));
+            let back = self.put_away(state, path)?;
+            state.did(&[path], Undo::Bring(vec![back]));
             Ok(())
         })
     }
@@ -134,6 +151,22 @@ impl Directory for SimDirectory {
             Ok(())
         })
     }
+}
+
+/// Another name of a file, in its directory.
+fn other_name(path: &Path) -> io::Result<Option<PathBuf>> {
+    let meta = std::fs::symlink_metadata(path)?;
+    if meta.nlink() < 2 {
+        return Ok(None);
+    }
+    for entry in std::fs::read_dir(path.parent().unwrap_or(Path::new("/")))? {
+        let other = entry?.path();
+        let found = std::fs::symlink_metadata(&other)?;
+        if other != path && (found.dev(), found.ino()) == (meta.dev(), meta.ino()) {
+            return Ok(Some(other));
+        }
+    }
+    Ok(None)
 }
 
 impl State {
