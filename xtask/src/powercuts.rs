@@ -34,9 +34,9 @@ const RARE: [(&str, &str, &str, &str); 8] = [
     ("vhd", "growth", "file", "13"),
     ("vhd", "growth", "device", "2"),
     ("vhd", "chains", "file", "8"),
-    ("qcow2", "failures", "file", "2"),
+    ("qcow2", "failures", "device", "6"),
     ("qcow2", "growth", "file", "1"),
-    ("qcow2", "full", "device", "3"),
+    ("qcow2", "full", "device", "1"),
 ];
 
 /// Seconds of new ones.
