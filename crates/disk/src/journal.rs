@@ -447,7 +447,7 @@ fn check(
 /// Nobody knows what a journal says that another version of this program has left.
 fn foreign(path: &Path) -> DiskError {
     let what = format!("cannot take over what {} says", path.display());
-    let why = "another version of ferrite has left it, and answered writes may be in it";
+    let why = "another version of this program has left it, and answered writes may be in it";
     let name = path.file_stem().unwrap_or_default().display();
     let help = format!(
         "open the image with that version once, which brings them into the image; ferrite image \

@@ -48,7 +48,7 @@ fn journals(state: &Path) -> Vec<JournalInfo> {
 }
 
 fn is_usable(image: &ImageName, state: &Path) -> bool {
-    work(Some(state), |shop| shop.check(image, true)).unwrap().usable
+    work(Some(state), |shop| shop.check(image, true)).is_ok_and(|report| report.usable)
 }
 
 /// What was not flushed may be lost then, as after a power cut; who takes it over would put it in

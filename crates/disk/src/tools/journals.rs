@@ -70,8 +70,7 @@ impl Workshop<'_> {
                     return Err(refused(what, why, help));
                 }
                 JournalState::Foreign if !force => {
-                    let why =
-                        "another version of ferrite has left it, and answered writes may be in it";
+                    let why = "another version of this program has left it, and answered writes may be in it";
                     let help = "open its image with that version once, which brings them into the \
                                 image; --force gives them up";
                     return Err(refused(what, why, help));
