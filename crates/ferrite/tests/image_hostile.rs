@@ -21,7 +21,7 @@ fn put(file: &mut File, at: u64, bytes: &[u8]) {
 fn limited(place: &Place, args: &[&str]) -> (Option<i32>, String) {
     let program = env!("CARGO_BIN_EXE_ferrite");
     // Data only: code, and the rings of the kernel, are not what an image can make larger.
-    let script = r#"ulimit -t 1; ulimit -d 65536; exec "$0" image --engine "$@""#;
+    let script = r#"ulimit -t 2; ulimit -d 65536; exec "$0" image --engine "$@""#;
     let mut command = Command::new("sh");
     command.args(["-c", script, program, &engine()]).args(args).current_dir(place.path("."));
     let output = command.env_remove("RUST_LOG").output().unwrap();

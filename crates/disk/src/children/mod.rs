@@ -126,7 +126,7 @@ impl Target {
         let Some(first) = Raw::glance(path)? else { return Ok(false) };
         let (mut images, mut seen) = (vec![first], HashSet::new());
         while let Some(image) = images.pop() {
-            let identity = image.inode()?;
+            let identity = image.inode();
             if Some(identity) == except || !seen.insert(identity) {
                 continue;
             }

@@ -439,5 +439,5 @@ fn is_layer(layers: &[Layer], path: &Path) -> bool {
         true => (meta.rdev(), 0),
         false => (meta.dev(), meta.ino()),
     };
-    layers.iter().any(|layer| layer.medium().inode().is_ok_and(|open| open == inode))
+    layers.iter().any(|layer| layer.medium().inode() == inode)
 }

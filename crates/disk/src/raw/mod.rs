@@ -56,6 +56,7 @@ pub struct Raw {
     file: Arc<OwnedFd>,
     path: PathBuf,
     medium: Medium,
+    inode: (u64, u64),
     /// A file that is used as a device is: see [`OpenOptions::fixed_size`].
     fixed_size: bool,
     read_only: bool,
@@ -117,8 +118,11 @@ impl Raw {
             Some(namespace) => discard::Discard::of_namespace(namespace),
             None => discard::Discard::of(&opened, options.fixed_size),
         };
+        let inode = inode(&opened.file, opened.medium)
+            .map_err(|e| io_error(path, "it could not be told from others", e))?;
         let raw = Raw {
             file: Arc::new(opened.file),
+            inode,
             path: path.to_owned(),
             medium: opened.medium,
             fixed_size: options.fixed_size,
@@ -143,8 +147,10 @@ impl Raw {
     pub(crate) fn glance(path: &Path) -> std::io::Result<Option<Raw>> {
         let Some(opened) = lock::glance(path)? else { return Ok(None) };
         let bytes = size_bytes(&opened.file, opened.medium)?;
+        let inode = inode(&opened.file, opened.medium)?;
         let mut raw = Raw {
             file: Arc::new(opened.file),
+            inode,
             path: path.to_owned(),
             medium: opened.medium,
             fixed_size: false,
@@ -177,12 +183,8 @@ impl Raw {
     }
 
     /// Device and inode of a file; the number of a block device, and 0.
-    pub(crate) fn inode(&self) -> std::io::Result<(u64, u64)> {
-        let stat = fstat(&self.file)?;
-        Ok(match self.medium {
-            Medium::File => (stat.st_dev, stat.st_ino),
-            Medium::BlockDevice | Medium::Nvme => (stat.st_rdev, 0),
-        })
+    pub(crate) fn inode(&self) -> (u64, u64) {
+        self.inode
     }
 
     /// The open file, to be examined.
@@ -375,6 +377,14 @@ fn cannot_open(path: &Path) -> String {
 fn io_error(path: &Path, what: &str, e: rustix::io::Errno) -> DiskError {
     let help = "check the medium below it and the kernel's log (dmesg)";
     DiskError::new(ErrorKind::Io, cannot_open(path), format!("{what}: {e}"), help).with_source(e)
+}
+
+fn inode(file: &OwnedFd, medium: Medium) -> rustix::io::Result<(u64, u64)> {
+    let stat = fstat(file)?;
+    Ok(match medium {
+        Medium::File => (stat.st_dev, stat.st_ino),
+        Medium::BlockDevice | Medium::Nvme => (stat.st_rdev, 0),
+    })
 }
 
 impl fmt::Display for Raw {

@@ -294,7 +294,7 @@ pub(super) fn same_name(a: &Path, b: &Path) -> io::Result<bool> {
 pub(super) fn check_apart(what: String, source: &Disk, to: &Path) -> Result<(), DiskError> {
     let Ok(target) = fs::metadata(to).map(|meta| identity(&meta)) else { return Ok(()) };
     for medium in source.media() {
-        if medium.inode().is_ok_and(|inode| inode == target) {
+        if medium.inode() == target {
             let (to, path) = (to.display(), medium.path().display());
             let why = format!("{to} is the same file as {path}, which the new image is made of");
             return Err(unsuitable(what, why, "name another destination"));

@@ -173,7 +173,7 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
         let state = match journal.state {
             JournalState::InUse => "in use",
             JournalState::Kept => "kept for the image",
-            JournalState::Foreign => "kept for the version of ferrite that has left it",
+            JournalState::Foreign => "of another version of this program",
             JournalState::Stale => "stale: the image is gone",
         };
         let _ = writeln!(out, "{}\n  image   {}", journal.name, journal.path);
