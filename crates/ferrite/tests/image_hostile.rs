@@ -1,5 +1,5 @@
 //! Images made to harm (security.md T17): every command that looks at one says what is wrong
-//! within a second of its own time and 64 MiB, and writes nothing.
+//! within two seconds of its own time and 64 MiB, and writes nothing.
 
 mod images;
 
