@@ -398,9 +398,9 @@ fn a_table_of_a_vhd_that_is_written_ahead_of_the_data_is_found() {
 }
 
 /// The header names the table of refcounts, which grows now and then, and has the mark of an image
-/// that is open.
+/// that is open: found in one of some 300 stories.
 #[test]
 fn a_header_of_a_qcow2_image_that_is_written_ahead_of_the_table_is_found() {
     let images = Images::new(Kind::Qcow2).in_units(512);
-    find_lie(images, &Lie::SyncBefore(0..512), 0..100);
+    find_lie(images, &Lie::SyncBefore(0..512), 300..400);
 }
