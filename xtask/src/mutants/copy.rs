@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
 
 use super::list::Mutant;
@@ -32,6 +32,12 @@ impl Copy {
         flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .context("another `cargo xtask mutants` is running here")?;
         let build = std::env::var_os(TARGET).map_or_else(|| folder.join("build"), PathBuf::from);
+        if build.canonicalize().ok() == Some(steps::target_dir().canonicalize()?) {
+            bail!(
+                "{TARGET} is the work tree's own build folder, where cargo would take a mutant's \
+                 programs for its; name another one"
+            );
+        }
         let copy = Copy { source: folder.join("source"), build, _lock: lock };
         let files = tracked()?;
         for file in &files {
