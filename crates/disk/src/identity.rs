@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use crate::image::Layer;
-use crate::journal::{Place, look_at};
+use crate::place::{Place, look_at};
 use crate::{Disk, Raw};
 
 /// What tells an image from others while the host is up.

@@ -24,38 +24,45 @@ use std::io::{
     self, ErrorKind::AlreadyExists, ErrorKind::InvalidData, ErrorKind::NotFound,
     ErrorKind::WouldBlock,
 };
+use std::os::fd::AsFd as _;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
+use ferrite_io::naming::Handle;
 use ferrite_io::shm::Shm;
 use rustix::fs::fstat;
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::place::{self, Place};
 use crate::{DiskError, ErrorKind, Format, Rare, Raw};
 
 mod file;
-mod place;
 mod shelf;
 
 use file::{Content, Held};
 
-pub(crate) use place::{Place, look_at};
 pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey, told_of};
 
-/// `ferrjrn2`, little-endian.
-const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn2");
-const HEADER_BYTES: usize = 4096;
+/// `ferrjrn3`, little-endian.
+const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn3");
+const HEADER_BYTES: usize = 8192;
 const WORD_BYTES: usize = 8;
 
 /// Where the header says, by anything but 0, that the records are void.
 const VOID_AT: usize = 40;
-/// The image's format, the lengths of the two texts, and these.
+/// The image's format, the lengths of what it is known by, and these.
 const FORMAT_AT: usize = 48;
 const PLACE_LEN_AT: usize = 56;
 const PATH_LEN_AT: usize = 60;
-const PLACE_AT: usize = 64;
-const PATH_AT: usize = PLACE_AT + place::MAX_BYTES;
+const HANDLE_LEN_AT: usize = 64;
+const PLACE_AT: usize = 72;
+const HANDLE_AT: usize = PLACE_AT + place::MAX_BYTES;
+const PATH_AT: usize = HANDLE_AT + Handle::MAX_BYTES;
+/// The longest path that the kernel takes.
+const MAX_PATH_BYTES: usize = 4096;
 /// Which of the two that follow is what was [told](Journal::tell) last: 1 or 2; 0: nothing was.
 const TOLD_AT: usize = HEADER_BYTES - 128;
+const _: () = assert!(PATH_AT + MAX_PATH_BYTES <= TOLD_AT);
 
 /// Words that a format tells about its image besides the records.
 pub(crate) const TOLD_WORDS: usize = 7;
@@ -77,6 +84,8 @@ pub(crate) struct Identity {
     pub(crate) place: Place,
     /// By which it was opened; for people, and to look whether it is there.
     path: PathBuf,
+    /// Of a file, which may have another name then.
+    handle: Option<Handle>,
 }
 
 impl Identity {
@@ -90,7 +99,8 @@ impl Identity {
     /// The file cannot be examined.
     pub(crate) fn of(raw: &Raw, format: Format, id: [u8; 16]) -> io::Result<Identity> {
         let path = std::path::absolute(raw.path())?;
-        Ok(Identity { format, id, place: Place::of(raw.fd(), &path)?, path })
+        let handle = if raw.is_file() { Handle::of(raw.fd().as_fd())? } else { None };
+        Ok(Identity { format, id, place: Place::of(raw.fd(), &path)?, path, handle })
     }
 
     fn file_name(&self) -> String {
@@ -396,12 +406,14 @@ fn make(
     shm.store_u64(24, words as u64);
     shm.store_u64(32, u64::from(capacity));
     shm.store_u64(FORMAT_AT, identity.format as u64);
-    let path = identity.path.to_string_lossy();
-    for (len_at, at, text, most) in [
-        (PLACE_LEN_AT, PLACE_AT, identity.place.text(), place::MAX_BYTES),
-        (PATH_LEN_AT, PATH_AT, &*path, TOLD_AT - PATH_AT),
+    let handle = identity.handle.as_ref().map(Handle::to_bytes).unwrap_or_default();
+    for (len_at, at, bytes, most) in [
+        (PLACE_LEN_AT, PLACE_AT, identity.place.text().as_bytes(), place::MAX_BYTES),
+        (PATH_LEN_AT, PATH_AT, identity.path.as_os_str().as_bytes(), MAX_PATH_BYTES),
+        (HANDLE_LEN_AT, HANDLE_AT, &handle, Handle::MAX_BYTES),
     ] {
-        let bytes = &text.as_bytes()[..text.len().min(most)];
+        // A part of it would be of another one.
+        let bytes = if bytes.len() <= most { bytes } else { &[] };
         shm.store_u32(len_at, bytes.len() as u32);
         shm.copy_in(at, bytes);
     }

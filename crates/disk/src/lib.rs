@@ -31,6 +31,7 @@ mod journal;
 mod name;
 mod null;
 mod parents;
+mod place;
 mod port;
 pub mod qcow2;
 mod rare;

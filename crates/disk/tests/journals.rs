@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use common::failing::Failing;
-use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, run, work};
+use common::{Loop, MIB, Mount, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
 use ferrite_disk::tools::{JournalInfo, JournalState, NewImage};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use ferrite_io::engine::Op;
@@ -127,6 +127,90 @@ fn a_new_image_in_the_place_of_one_that_is_gone_is_in_order_and_the_journal_is_s
         let dropped = work(Some(state.path()), |shop| shop.drop_journals(&[], true, false));
         assert_eq!(dropped.unwrap(), found, "{format}");
         assert_eq!(journals(state.path()), [], "{format}");
+    }
+}
+
+/// What an administrator types who wants to clean up.
+fn drop_stale(state: &Path) -> Vec<JournalInfo> {
+    work(Some(state), |shop| shop.drop_journals(&[], true, false)).unwrap()
+}
+
+#[test]
+fn the_journal_of_an_image_that_has_another_name_now_is_not_stale() {
+    for format in FORMATS {
+        for to in ["renamed", "other/a"] {
+            let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+            fs::create_dir(dir.path().join("other")).unwrap();
+            let image = killed(format, dir.path(), state.path());
+            let renamed = name(format, &dir.path().join(to));
+            fs::rename(&image.path, &renamed.path).unwrap();
+            // Another image under its old name is no reason, either.
+            create(&image, false);
+            assert_eq!(journals(state.path())[0].state, JournalState::Away, "{format}, {to}");
+            assert_eq!(drop_stale(state.path()), [], "{format}, {to}");
+            assert_eq!(byte(&renamed, state.path()), 5, "{format}, {to}");
+        }
+    }
+}
+
+#[test]
+fn the_journal_of_an_image_that_was_deleted_with_its_folder_is_stale() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let folder = dir.path().join("folder");
+    fs::create_dir(&folder).unwrap();
+    killed(Format::Vhd, &folder, state.path());
+    fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(drop_stale(state.path()).len(), 1);
+}
+
+#[test]
+fn the_journal_of_an_image_whose_file_system_is_not_mounted_is_not_stale() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (file, folder) = (dir.path().join("volume"), dir.path().join("folder"));
+    fs::create_dir(&folder).unwrap();
+    fs::File::create(&file).unwrap().set_len(64 * MIB).unwrap();
+    if run("mkfs.ext4", &["-q", file.to_str().unwrap()]).is_none() {
+        return skipped("there is no mkfs.ext4 here");
+    }
+    let mount = || Mount::new(&["-o", "loop", file.to_str().unwrap()], &folder);
+    let Some(mounted) = mount() else { return };
+    let image = killed(Format::Vhd, &folder, state.path());
+    drop(mounted);
+    assert_eq!(journals(state.path())[0].state, JournalState::Away);
+    assert_eq!(drop_stale(state.path()), []);
+    let Some(_mounted) = mount() else { return };
+    assert_eq!(byte(&image, state.path()), 5);
+    fs::remove_file(&image.path).unwrap();
+    assert_eq!(drop_stale(state.path()).len(), 1);
+}
+
+#[test]
+fn the_journal_of_a_volume_that_is_detached_is_not_stale() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let file = dir.path().join("volume");
+    fs::File::create(&file).unwrap().set_len(32 * MIB).unwrap();
+    let Some(device) = Loop::attach(&file, 512) else { return };
+    let image = name(Format::Vhd, &device.0);
+    create(&image, true);
+    serve(&image, state.path(), false).unwrap().write(MIB, &[5; 512]).unwrap();
+    drop(device);
+    assert_eq!(journals(state.path())[0].state, JournalState::Away);
+    assert_eq!(drop_stale(state.path()), []);
+    let back = Loop::attach(&file, 512).unwrap();
+    assert_eq!(byte(&name(Format::Vhd, &back.0), state.path()), 5);
+}
+
+#[test]
+fn a_journal_knows_its_image_by_any_path_that_the_kernel_takes() {
+    use std::os::unix::ffi::OsStrExt;
+    let bytes = std::ffi::OsStr::from_bytes(b"\xe9t\xe9");
+    let long: std::path::PathBuf = vec!["x".repeat(200); 19].iter().collect();
+    for folder in [bytes.as_ref(), long.as_path()] {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let folder = dir.path().join(folder);
+        fs::create_dir_all(&folder).unwrap();
+        killed(Format::Vhd, &folder, state.path());
+        assert_eq!(journals(state.path())[0].state, JournalState::Kept);
     }
 }
 

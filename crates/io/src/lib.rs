@@ -12,6 +12,7 @@
 //! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
 //!   threads.
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and what a host's processes share by them.
+//! * [`naming`]: what a file is, by whatever name, and a file system.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
 //! * [`sim`]: an engine and directories of a machine whose power can be cut, for tests.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
@@ -24,6 +25,7 @@ pub mod directory;
 pub mod engine;
 pub mod engines;
 pub mod executor;
+pub mod naming;
 pub mod nvme;
 pub mod pool;
 pub mod reactor;

@@ -1,16 +1,21 @@
 //! Finding journals: an image's own, those that may be its own, and all there are.
 
-use std::fs;
+use std::ffi::OsString;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind::NotFound, ErrorKind::WouldBlock};
+use std::os::fd::AsFd as _;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 
-use super::place::MAX_BYTES;
 use super::{
-    Content, FORMAT_AT, HEADER_BYTES, Held, Identity, MAGIC, PATH_AT, PATH_LEN_AT, PLACE_AT,
-    PLACE_LEN_AT, Place, TOLD_AT, Told, cannot, file, foreign, not_held, records, told,
+    Content, FORMAT_AT, HANDLE_AT, HANDLE_LEN_AT, HEADER_BYTES, Held, Identity, MAGIC,
+    MAX_PATH_BYTES, PATH_AT, PATH_LEN_AT, PLACE_AT, PLACE_LEN_AT, Told, cannot, file, foreign,
+    not_held, records, told,
 };
+use crate::place::{self, Place};
 use crate::tools::JournalState;
 use crate::{DiskError, ErrorKind, Format, Raw};
+use ferrite_io::naming::Handle;
 use ferrite_io::shm::Shm;
 
 const EXTENSION: &str = ".journal";
@@ -212,19 +217,24 @@ impl Left {
     }
 }
 
-/// A text that was written by [`make`](super::make), or anything.
-fn text(shm: &Shm, len_at: usize, at: usize, most: usize) -> String {
+/// What was written by [`make`](super::make), or anything.
+fn bytes(shm: &Shm, len_at: usize, at: usize, most: usize) -> Vec<u8> {
     let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
     shm.copy_out(at, &mut bytes);
-    String::from_utf8_lossy(&bytes).into_owned()
+    bytes
 }
 
 pub(super) fn place_of(shm: &Shm) -> Place {
-    Place::from_text(text(shm, PLACE_LEN_AT, PLACE_AT, MAX_BYTES))
+    let text = bytes(shm, PLACE_LEN_AT, PLACE_AT, place::MAX_BYTES);
+    Place::from_text(String::from_utf8_lossy(&text).into_owned())
 }
 
 fn path_of(shm: &Shm) -> PathBuf {
-    text(shm, PATH_LEN_AT, PATH_AT, TOLD_AT - PATH_AT).into()
+    OsString::from_vec(bytes(shm, PATH_LEN_AT, PATH_AT, MAX_PATH_BYTES)).into()
+}
+
+fn handle_of(shm: &Shm) -> Option<Handle> {
+    Handle::from_bytes(&bytes(shm, HANDLE_LEN_AT, HANDLE_AT, Handle::MAX_BYTES))
 }
 
 fn format_of(shm: &Shm) -> Option<Format> {
@@ -280,14 +290,30 @@ fn kept(dir: &Path, file: &str) -> Result<Option<Kept>, DiskError> {
         }
         Content::Nothing | Content::Records => {}
     }
-    let (was, place, format) = (path_of(&shm), place_of(&shm), format_of(&shm));
+    let (was, format) = (path_of(&shm), format_of(&shm));
+    let state = state(whereabouts(&was, &place_of(&shm), handle_of(&shm).as_ref()));
     drop(shm);
     let records = left(dir, file)?.map_or(0, |left| left.keys.len() as u64);
-    let state = state(match Place::at(&was).is_ok_and(|now| now == place) {
-        true => JournalState::Kept,
-        false => JournalState::Stale,
-    });
     Ok(Some(Kept { name, format, path: was, records, state }))
+}
+
+/// What has become of the image that was at `path`. It is gone only if its file system says so: what
+/// is not at its path may have been renamed, or not be mounted or attached now. A device tells nobody
+/// that it will not come back.
+fn whereabouts(path: &Path, place: &Place, handle: Option<&Handle>) -> JournalState {
+    let now = Place::at(path);
+    if now.as_ref().is_ok_and(|now| now == place) {
+        return JournalState::Kept;
+    }
+    let folder = path.ancestors().skip(1).find_map(|folder| File::open(folder).ok());
+    let Some((system, folder)) = place.file_system().zip(folder) else { return JournalState::Away };
+    let is_mounted = place::file_system(&folder).is_ok_and(|mounted| mounted == system);
+    let is_replaced = || now.is_ok_and(|now| now.has_replaced(place));
+    let is_gone = || match handle {
+        Some(handle) => handle.is_on(folder.as_fd()).is_ok_and(|there| !there),
+        None => is_replaced(),
+    };
+    if is_mounted && is_gone() { JournalState::Stale } else { JournalState::Away }
 }
 
 /// Removes a journal, and with it what it says.

@@ -3,7 +3,7 @@ use crate::tools::JournalState;
 
 fn identity() -> Identity {
     let place = Place::from_text("inode 1 on a disk".into());
-    Identity { format: Format::Vhd, id: [7; 16], place, path: "/srv/a.vhd".into() }
+    Identity { format: Format::Vhd, id: [7; 16], place, path: "/srv/a.vhd".into(), handle: None }
 }
 
 fn path_in(dir: &Path) -> PathBuf {

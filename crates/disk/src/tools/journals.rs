@@ -75,7 +75,10 @@ impl Workshop<'_> {
                                 image; --force gives them up";
                     return Err(refused(what, why, help));
                 }
-                JournalState::Kept | JournalState::Foreign | JournalState::Stale => {
+                JournalState::Kept
+                | JournalState::Foreign
+                | JournalState::Away
+                | JournalState::Stale => {
                     dropped.push(kept);
                 }
             }

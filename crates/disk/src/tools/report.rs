@@ -271,6 +271,8 @@ pub enum JournalState {
     Kept,
     /// Another version of this program has left it: only that one can take it over.
     Foreign,
-    /// Its image is gone, or somewhere else.
+    /// Its image is not where it was: renamed, or not mounted or attached now.
+    Away,
+    /// Its image is gone.
     Stale,
 }

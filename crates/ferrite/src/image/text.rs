@@ -174,6 +174,10 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
             JournalState::InUse => "in use",
             JournalState::Kept => "kept for the image",
             JournalState::Foreign => "of another version of this program",
+            JournalState::Away => {
+                "away: the image is not there, and may have another name or be on a volume that is \
+                 not attached"
+            }
             JournalState::Stale => "stale: the image is gone",
         };
         let _ = writeln!(out, "{}\n  image   {}", journal.name, journal.path);

@@ -14,7 +14,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 /// The longest that is kept.
-pub(super) const MAX_BYTES: usize = 4 * MAX_CHARS;
+pub(crate) const MAX_BYTES: usize = 4 * MAX_CHARS;
 const MAX_CHARS: usize = 256;
 /// The longest name of a file system; a file's number and its date go with it.
 const MAX_SYSTEM_CHARS: usize = 160;
@@ -78,7 +78,7 @@ impl Place {
         Place::of(look_at(path)?, path)
     }
 
-    pub(super) fn from_text(text: String) -> Place {
+    pub(crate) fn from_text(text: String) -> Place {
         Place(text)
     }
 
@@ -86,8 +86,27 @@ impl Place {
         &self.0
     }
 
+    /// A file's file system, as [`file_system`] calls it; none of a device.
+    pub(crate) fn file_system(&self) -> Option<&str> {
+        Some(self.file()?.1)
+    }
+
+    /// Whether a file of this place has the number of that one, and is another one.
+    pub(crate) fn has_replaced(&self, that: &Place) -> bool {
+        let number = |place: &Place| {
+            let (inode, system) = place.file()?;
+            Some((inode.split_once(' ')?.0.to_owned(), system.to_owned()))
+        };
+        self != that && number(self).is_some() && number(self) == number(that)
+    }
+
+    /// Of a file: number and date, and file system.
+    fn file(&self) -> Option<(&str, &str)> {
+        self.0.strip_prefix("inode ")?.split_once(" on ")
+    }
+
     /// A number for file names.
-    pub(super) fn hash(&self) -> u64 {
+    pub(crate) fn hash(&self) -> u64 {
         hash(&self.0)
     }
 }
@@ -104,7 +123,7 @@ pub(crate) fn look_at(path: &Path) -> io::Result<std::os::fd::OwnedFd> {
 ///
 /// # Errors
 /// It cannot be examined.
-fn file_system(file: impl AsFd) -> io::Result<String> {
+pub(crate) fn file_system(file: impl AsFd) -> io::Result<String> {
     let stat = fstat(&file)?;
     let number = (major(stat.st_dev), minor(stat.st_dev));
     let text = match (volume(&by_number(number)), fstatvfs(&file)?.f_fsid) {
