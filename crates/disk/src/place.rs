@@ -7,9 +7,10 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
+use ferrite_io::naming::file_system_uuid;
 use ferrite_io::nvme::block_device;
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, StatxFlags, fstat, fstatvfs, major, minor, statx,
+    AtFlags, FileType, Mode, OFlags, StatxFlags, fstat, fstatvfs, major, minor, openat, statx,
 };
 use rustix::io::Errno;
 
@@ -78,6 +79,18 @@ impl Place {
         Place::of(look_at(path)?, path)
     }
 
+    /// The same, to be compared after the host has started again.
+    ///
+    /// # Errors
+    /// There is nothing, or it cannot be examined.
+    pub(crate) fn lasting(path: &Path) -> io::Result<Place> {
+        let place = Place::at(path)?;
+        match place.file() {
+            None => Ok(place),
+            Some((file, _)) => Ok(Place(format!("inode {file} on {}", lasting_file_system(path)?))),
+        }
+    }
+
     pub(crate) fn from_text(text: String) -> Place {
         Place(text)
     }
@@ -133,6 +146,25 @@ pub(crate) fn file_system(file: impl AsFd) -> io::Result<String> {
         (None, id) => format!("file system {id:x}"),
     };
     Ok(short(text, MAX_SYSTEM_CHARS))
+}
+
+/// The file system that a path is on, or would be, as it is called also after the host has started again:
+/// identifiers of file systems that are made of a device's number change then, UUIDs do not.
+///
+/// # Errors
+/// It cannot be examined.
+pub(crate) fn lasting_file_system(path: &Path) -> io::Result<String> {
+    let there = path.ancestors().skip(1).find(|folder| folder.is_dir());
+    let folder = look_at(there.unwrap_or(Path::new("/")))?;
+    let stat = fstat(&folder)?;
+    let is_named = volume(&by_number((major(stat.st_dev), minor(stat.st_dev)))).is_some();
+    // Who may not open the folder gets another name, which is that of none that is known.
+    let uuid =
+        || file_system_uuid(openat(&folder, ".", OFlags::CLOEXEC, Mode::empty()).ok()?.as_fd());
+    match (!is_named).then(uuid).flatten() {
+        Some(uuid) => Ok(format!("file system {:032x}", u128::from_be_bytes(uuid))),
+        None => file_system(folder),
+    }
 }
 
 /// What is mounted under this number. Lines are

@@ -4,16 +4,21 @@
 //! A file, since any file system has files, also for who may not write to the parent, as an
 //! attribute of the parent would need; and since an administrator can read and change it.
 //!
-//! A line says where the child was made and on which file system: `FSID file:///PATH`, `device` for
-//! the FSID of a block device. A child that is not there is gone, unless its file system is not
-//! there, either. A line that makes no sense counts. A child does not count whose chain does not lead to the parent any more. Lines of
-//! both kinds are left out when the next one is added.
+//! A line says on which image the child was made, on which file system, and where:
+//! `of=PLACE on=FILE-SYSTEM file:///PATH`, or `device=PLACE` in the middle for a child on a block device, in
+//! words that stay the same when the host starts again. A child that is not there is gone, if its
+//! file system or device is there. A line that does not say which that is counts, and so does one that makes
+//! no sense. A child does not count whose chain does not lead to the parent any more. Lines of both
+//! kinds are left out when the next one is added.
+//!
+//! Whoever renames the parent leaves the list: another one in its folder that names it by its place is
+//! the parent's, too, in those lines only.
 //!
 //! The order of adding one, before the child gets its name, or another one: the new list under another name, synced;
 //! that over the old one; the folder, synced. The list stays locked until the child has its name:
 //! before that, it would look as if it was gone.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::ErrorKind::{InvalidFilename, NotADirectory, NotFound};
 use std::io::{self, Write as _};
@@ -22,16 +27,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
-use rustix::fs::{FlockOperation, flock, statvfs};
+use rustix::fs::{FlockOperation, flock};
 
-use crate::vhd::decode;
+use crate::place::{Place, lasting_file_system};
+use crate::vhd::{decode, unescape};
 
 /// Behind the parent's name.
 const SUFFIX: &str = ".ferrite-children";
 /// Behind that: a list on its way.
 const NEXT: &str = ".new";
-/// What stands for the file system of a child on a block device.
-const DEVICE: &str = "device";
+/// Before what a child was made on, and before the child's file system or device.
+const OF: &str = "of=";
+const ON: &str = "on=";
+const DEVICE: &str = "device=";
 /// A list of more than this is nobody's: 100,000 children.
 const MAX_BYTES: u64 = 16 << 20;
 
@@ -39,8 +47,19 @@ const MAX_BYTES: u64 = 16 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mark {
     pub(crate) child: PathBuf,
-    /// Of its file system; none: it is a block device.
-    file_system: Option<u64>,
+    medium: Medium,
+    /// On which image; none: it does not say.
+    parent: Option<Place>,
+}
+
+/// What a child is on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Medium {
+    FileSystem(String),
+    Device(Place),
+    /// A word that names none for sure: `device`, or a number that a file system has only until the
+    /// host goes down.
+    Unsure(String),
 }
 
 /// A line of the list.
@@ -63,32 +82,58 @@ pub(crate) enum State {
 }
 
 impl Mark {
-    /// Of a child that is about to be made.
-    pub(crate) fn of(child: PathBuf, is_device: bool) -> io::Result<Mark> {
-        let file_system = if is_device { None } else { Some(file_system(&child)?) };
-        Ok(Mark { child, file_system })
+    /// Of a child of `parent` that is about to be made.
+    pub(crate) fn of(parent: &Path, child: PathBuf, is_device: bool) -> io::Result<Mark> {
+        let medium = match is_device {
+            true => Medium::Device(Place::at(&child)?),
+            false => Medium::FileSystem(lasting_file_system(&child)?),
+        };
+        Ok(Mark { child, medium, parent: Some(Place::lasting(parent)?) })
     }
 
     fn parse(line: &[u8]) -> Option<Mark> {
-        let (file_system, url) = str::from_utf8(line).ok()?.split_once(' ')?;
-        let file_system = match file_system {
-            DEVICE => None,
-            id => Some(u64::from_str_radix(id, 16).ok()?),
+        let (first, rest) = str::from_utf8(line).ok()?.split_once(' ')?;
+        let (parent, medium, url) = match first.strip_prefix(OF) {
+            Some(place) => {
+                let (medium, url) = rest.split_once(' ')?;
+                let medium = match (medium.strip_prefix(ON), medium.strip_prefix(DEVICE)) {
+                    (Some(system), _) => Medium::FileSystem(plain(system)?),
+                    (None, device) => Medium::Device(Place::from_text(plain(device?)?)),
+                };
+                (Some(Place::from_text(plain(place)?)), medium, url)
+            }
+            None if first == "device" || u64::from_str_radix(first, 16).is_ok() => {
+                (None, Medium::Unsure(first.to_owned()), rest)
+            }
+            None => return None,
         };
         let child = decode(*b"MacX", url.as_bytes()).ok()?.into_iter().next()?;
-        Some(Mark { child, file_system })
+        Some(Mark { child, medium, parent })
     }
 
     fn line(&self) -> Vec<u8> {
-        let mut line = match self.file_system {
-            None => DEVICE.to_owned(),
-            Some(id) => format!("{id:016x}"),
+        let mut line = Vec::new();
+        let mut put = |word: &str, text: &[u8]| {
+            line.extend_from_slice(word.as_bytes());
+            line.extend(escape(text));
+        };
+        if let Some(place) = &self.parent {
+            put(OF, place.text().as_bytes());
+            put(" ", b"");
         }
-        .into_bytes();
-        line.push(b' ');
-        line.extend(url(&self.child));
-        line.push(b'\n');
+        match &self.medium {
+            Medium::FileSystem(system) => put(ON, system.as_bytes()),
+            Medium::Device(place) => put(DEVICE, place.text().as_bytes()),
+            Medium::Unsure(word) => put("", word.as_bytes()),
+        }
+        put(" file://", self.child.as_os_str().as_bytes());
+        put("\n", b"");
         line
+    }
+
+    /// Whether it says that it is of another one.
+    pub(crate) fn is_of_another(&self, parent: &Place) -> bool {
+        self.parent.as_ref().is_some_and(|its| its != parent)
     }
 
     /// Looks what has become of it; `is_below` says whether the chain of the image at a path leads to
@@ -101,34 +146,44 @@ impl Mark {
                 State::Unknown(format!("{child} was made on it, and cannot be read: {e}"))
             }
             // It is not there, or something else is.
-            Ok(false) | Err(_) => match self.file_system {
-                None if self.child.exists() => State::Gone,
-                None => State::Unknown(format!("{child} was made on it, and is not there")),
-                Some(id) if file_system(&self.child).is_ok_and(|now| now == id) => State::Gone,
-                Some(_) => State::Unknown(format!(
-                    "{child} was made on it, and that file system is not mounted now"
-                )),
-            },
+            Ok(false) | Err(_) => self.missing(),
         }
+    }
+
+    /// What has become of it if no child of the parent is there.
+    fn missing(&self) -> State {
+        let child = self.child.display();
+        let (is_there, why) = match &self.medium {
+            Medium::FileSystem(system) => (
+                lasting_file_system(&self.child).is_ok_and(|now| now == *system),
+                "and that file system is not mounted now",
+            ),
+            Medium::Device(place) => {
+                (Place::at(&self.child).is_ok_and(|now| now == *place), "and is not there")
+            }
+            Medium::Unsure(_) => (false, "and is not there; its line does not say on which volume"),
+        };
+        if is_there {
+            return State::Gone;
+        }
+        State::Unknown(format!("{child} was made on it, {why}"))
     }
 }
 
-/// A path in one line, for who unescapes it: also one that has a `%` or a line's end itself.
-fn url(path: &Path) -> Vec<u8> {
-    let mut out = b"file://".to_vec();
-    for byte in path.as_os_str().as_bytes() {
+/// A text in one word: also one that has a `%` or a line's end itself.
+fn escape(text: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for byte in text {
         match byte {
-            b' '..=b'~' if *byte != b'%' => out.push(*byte),
+            b'!'..=b'~' if *byte != b'%' => out.push(*byte),
             _ => out.extend_from_slice(format!("%{byte:02X}").as_bytes()),
         }
     }
     out
 }
 
-/// The file system that a path is on, or would be.
-fn file_system(path: &Path) -> io::Result<u64> {
-    let there = path.ancestors().skip(1).find(|folder| folder.is_dir());
-    Ok(statvfs(there.unwrap_or(Path::new("/")))?.f_fsid)
+fn plain(word: &str) -> Option<String> {
+    String::from_utf8(unescape(word.as_bytes())).ok().filter(|text| !text.is_empty())
 }
 
 /// Where the marks of the image in `file` are.
@@ -154,8 +209,20 @@ impl Line {
         }
     }
 
-    pub(crate) fn is_of(&self, child: &Path) -> bool {
-        matches!(self, Line::Mark(mark) if mark.child == child)
+    pub(crate) fn mark(&self) -> Option<&Mark> {
+        match self {
+            Line::Mark(mark) => Some(mark),
+            Line::Unknown(_) => None,
+        }
+    }
+
+    pub(crate) fn is_for(&self, child: &Path) -> bool {
+        self.mark().is_some_and(|mark| mark.child == child)
+    }
+
+    /// Whether it is of the image at this place.
+    pub(crate) fn is_of(&self, parent: &Place) -> bool {
+        self.mark().is_some_and(|mark| mark.parent.as_ref() == Some(parent))
     }
 }
 
@@ -173,6 +240,25 @@ pub(crate) fn read(file: &Path) -> io::Result<Vec<Line>> {
     Ok(lines.map(Line::parse).collect())
 }
 
+/// Names of the image in `file` before it was renamed: those of other lists in its folder with a line
+/// of its `place`; with `doubtful`, also those of lists that cannot be read.
+pub(crate) fn former_names(file: &Path, place: &Place, doubtful: bool) -> io::Result<Vec<PathBuf>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(file.parent().unwrap_or(Path::new("/")))? {
+        let list = entry?.path();
+        let Some(name) = list.as_os_str().as_bytes().strip_suffix(SUFFIX.as_bytes()) else {
+            continue;
+        };
+        let name = Path::new(OsStr::from_bytes(name));
+        if name != file
+            && read(name).map_or(doubtful, |lines| lines.iter().any(|line| line.is_of(place)))
+        {
+            names.push(name.to_owned());
+        }
+    }
+    Ok(names)
+}
+
 /// The marks, which nobody else changes until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Held(#[expect(dead_code, reason = "it is the lock")] File);
@@ -183,16 +269,13 @@ pub(crate) fn leave(
     directory: &dyn Directory,
     file: &Path,
     mark: Option<&Mark>,
-    keep: impl Fn(&Mark) -> bool,
+    keep: impl Fn(&Line) -> bool,
 ) -> io::Result<Held> {
     let path = beside(file);
     let folder = path.parent().unwrap_or(Path::new("/"));
     let old = lock(directory, &path)?;
-    let is_of = |child: &Path| mark.is_some_and(|mark| mark.child == child);
-    let others = read(file)?.into_iter().filter(|line| match line {
-        Line::Mark(other) => !is_of(&other.child) && keep(other),
-        Line::Unknown(_) => true,
-    });
+    let is_replaced = |line: &Line| mark.is_some_and(|mark| line.is_for(&mark.child));
+    let others = read(file)?.into_iter().filter(|line| !is_replaced(line) && keep(line));
     let lines = others.chain(mark.cloned().map(Line::Mark));
     let lines: Vec<u8> = lines.flat_map(|line| line.text()).collect();
     if lines.is_empty() {

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
 
+use crate::place::Place;
 use crate::qcow2::{backing_path, is_on_raw};
 use crate::vhd::{Head, Lineage, Uuid, head, lineage};
 use crate::{DiskError, ErrorKind, Format, Raw};
@@ -68,6 +69,8 @@ struct Target {
     identity: (u64, u64),
     /// Of a VHD.
     uuid: Option<Uuid>,
+    /// What it was called when images were made on it that may name it so still.
+    former: Vec<PathBuf>,
 }
 
 /// Device and inode of a file; the number of a block device, and 0. See [`Raw::inode`].
@@ -84,11 +87,13 @@ impl Target {
             Some(raw) => lineage(&raw).ok().flatten().map(|lineage| lineage.uuid),
             None => None,
         };
-        Ok(Target { identity: identity(&fs::metadata(path)?), uuid })
+        Ok(Target { identity: identity(&fs::metadata(path)?), uuid, former: Vec::new() })
     }
 
     fn is(&self, path: &Path) -> bool {
+        let is_former = || absolute(path).is_ok_and(|path| self.former.contains(&path));
         fs::metadata(path).is_ok_and(|meta| identity(&meta) == self.identity)
+            || !self.former.is_empty() && is_former()
     }
 
     /// Whether the image at `path` stands on this one.
@@ -168,6 +173,13 @@ impl Target {
     }
 }
 
+/// A file's directory without links, and its name, which may be one: that is how it was named.
+pub(crate) fn absolute(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    Ok(fs::canonicalize(folder.unwrap_or(Path::new(".")))?.join(name))
+}
+
 /// Where the parent of a VHD may be that says in its turn what it stands on: not one that is raw.
 fn followed(child: Lineage) -> Vec<PathBuf> {
     let parent = child.parent.filter(|parent| parent.uuid != Uuid::NIL);
@@ -194,19 +206,30 @@ fn glances(child: &Path, parents: &[PathBuf]) -> io::Result<Vec<Raw>> {
 /// # Errors
 /// The parent itself cannot be examined.
 pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result<Children> {
-    let target = Target::of(parent)?;
+    let mut target = Target::of(parent)?;
     let (except_path, except) =
         (except, except.and_then(|path| Some(identity(&fs::metadata(path).ok()?))));
+    let itself = target.identity;
     let counts = |path: &Path| {
         let identity = fs::metadata(path).ok().map(|meta| identity(&meta));
-        identity.is_none_or(|found| found != target.identity && Some(found) != except)
+        identity.is_none_or(|found| found != itself && Some(found) != except)
     };
     let mut found = Children::default();
     // Beside the file itself, not beside a link to it.
     let file = fs::canonicalize(parent)?;
     let names = names(&file, &mut found)?;
+    let place = Place::lasting(&file)?;
+    // Who has served the image until now has looked at the others.
+    if ask != Ask::Marked {
+        target.former = marks::former_names(&file, &place, ask == Ask::All).unwrap_or_default();
+    }
+    let is_its = |line: &Line| line.mark().is_none_or(|mark| counts(&mark.child));
     for name in &names {
-        marked(name, &target, except, counts, &mut found);
+        marked(name, &target, except, is_its, &mut found);
+    }
+    let is_its = |line: &Line| line.is_of(&place) && is_its(line);
+    for name in &target.former {
+        marked(name, &target, except, is_its, &mut found);
     }
     if let Some(path) = except_path {
         other_names(&fs::canonicalize(path)?, &mut found)?;
@@ -267,7 +290,7 @@ fn marked(
     file: &Path,
     target: &Target,
     except: Option<(u64, u64)>,
-    counts: impl Fn(&Path) -> bool,
+    counts: impl Fn(&Line) -> bool,
     found: &mut Children,
 ) {
     let list = marks::beside(file);
@@ -283,16 +306,13 @@ fn marked(
         Ok(all) => all,
         Err(e) => return found.unknown = unknown(format!("{list} cannot be read: {e}")),
     };
-    for line in &all {
+    for line in all.iter().filter(|line| counts(line)) {
         match line {
-            Line::Mark(mark) if counts(&mark.child) => {
-                match mark.state(|path| target.is_below(path, except)) {
-                    marks::State::Child => found.child = Some(mark.child.clone()),
-                    marks::State::Unknown(why) => found.unknown = unknown(why),
-                    marks::State::Gone => {}
-                }
-            }
-            Line::Mark(_) => {}
+            Line::Mark(mark) => match mark.state(|path| target.is_below(path, except)) {
+                marks::State::Child => found.child = Some(mark.child.clone()),
+                marks::State::Unknown(why) => found.unknown = unknown(why),
+                marks::State::Gone => {}
+            },
             Line::Unknown(line) => {
                 let line = String::from_utf8_lossy(line);
                 found.unknown = unknown(format!("a line of {list} makes no sense: {line:?}"));
@@ -363,10 +383,47 @@ pub(crate) fn forget_gone(directory: &dyn Directory, file: &Path) -> io::Result<
 }
 
 fn update_marks(directory: &dyn Directory, file: &Path, mark: Option<&Mark>) -> io::Result<Held> {
-    let target = Target::of(file)?;
+    let (target, place) = (Target::of(file)?, Place::lasting(file)?);
     let is_below = |path: &Path| target.is_below(path, None);
-    let keep = |other: &Mark| other.state(is_below) != marks::State::Gone;
+    let keep = |line: &Line| {
+        line.mark().is_none_or(|mark| {
+            // One that had this name before may have the child.
+            let is_anothers = mark.is_of_another(&place) && mark.child.exists();
+            is_anothers || mark.state(is_below) != marks::State::Gone
+        })
+    };
     marks::leave(directory, file, mark, keep)
+}
+
+/// The lists that have marks of an image, and what it is: see [`forget_all`].
+pub(crate) struct Lists(Vec<PathBuf>, Place);
+
+/// Finds the lists with marks of the image in `file`.
+///
+/// # Errors
+/// It cannot be examined.
+pub(crate) fn lists(file: &Path) -> io::Result<Lists> {
+    let place = Place::lasting(file)?;
+    let mut names = marks::former_names(file, &place, false)?;
+    names.push(file.to_owned());
+    Ok(Lists(names, place))
+}
+
+/// Forgets all marks of an image, which may have another name by now. Those of others stay.
+///
+/// # Errors
+/// That is not durable.
+pub(crate) fn forget_all(directory: &dyn Directory, Lists(names, place): &Lists) -> io::Result<()> {
+    for name in names.iter().filter(|name| marks::beside(name).exists()) {
+        let is_own = Some(name) == names.last();
+        let is_anothers = |line: &Line| match line.mark() {
+            Some(mark) if is_own => mark.is_of_another(place),
+            Some(_) => !line.is_of(place),
+            None => !is_own,
+        };
+        marks::leave(directory, name, None, is_anothers)?;
+    }
+    Ok(())
 }
 
 /// Refuses to write to an image that others stand on. It is open and locked, so that no image is

@@ -21,6 +21,7 @@ use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, maj
 use rustix::io::Errno;
 
 use super::{Medium, cannot_open, io_error, qemu, sysfs_number};
+use crate::children::{self, Ask};
 use crate::{DiskError, ErrorKind, OpenOptions};
 
 const RETRY_AFTER: Duration = Duration::from_millis(20);
@@ -185,8 +186,16 @@ pub(super) fn release(file: &OwnedFd) {
 /// Nobody has the permission to write to it. The kernel lets root do it all the same.
 fn protected(path: &Path) -> DiskError {
     let why = "it is read-only by its mode, as parents are: the images on it would change with it";
-    let help = "serve it read-only (--read-only), or make a new image on it (ferrite image clone); \
-                if nothing stands on it, chmod u+w lets it be written";
+    let help = "serve it read-only (--read-only), or make a new image on it (ferrite image clone)";
+    let known = children::look(path, None, Ask::Named);
+    let help = match known.as_ref().map(|found| (&found.child, &found.unknown)) {
+        Ok((Some(child), _)) => format!("{help}: {} stands on it", child.display()),
+        Ok((None, Some(unknown))) => format!("{help}: {}", unknown.why),
+        Ok((None, None)) | Err(_) => format!(
+            "{help}; no image is known to stand on it, and a clone that was cut off leaves its \
+             parent read-only: if there is none elsewhere, chmod u+w lets it be written"
+        ),
+    };
     DiskError::new(ErrorKind::Permission, cannot_open(path), why, help)
 }
 

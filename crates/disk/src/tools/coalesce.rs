@@ -11,11 +11,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use super::copy::{Copying, Mode};
-use super::create::{absolute, done};
+use super::create::done;
 use super::desk::Desk;
 use super::files::{Protected, same_file, take_rights};
 use super::{Done, Workshop, broken, formats, refused, unsuitable};
-use crate::children::{self, Ask, marks};
+use crate::children::{self, Ask, absolute};
 use crate::image::Image;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
@@ -133,18 +133,15 @@ impl Workshop<'_> {
         let port = desk.port(&lower).map_err(cannot)?;
         let _locked = lower.files();
         desk.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
-        let marks = fs::canonicalize(&parent.path).map(|file| marks::beside(&file));
-        let marks = marks.map_err(cannot)?;
+        let lists = fs::canonicalize(&parent.path).and_then(|file| children::lists(&file));
+        let lists = lists.map_err(cannot)?;
         let protected = Protected::of(&parent.path).map_err(cannot)?;
         take_rights(&parent.path, rights, rights.mode()).map_err(cannot)?;
         self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
         protected.forget();
         self.sync_dir(&child.path)?;
         // Those that it names are gone, or lost.
-        match self.directory.remove(&marks) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(cannot(e)),
-            _ => Ok(()),
-        }
+        children::forget_all(self.directory, &lists).map_err(cannot)
     }
 
     /// What the chain says, if it can be merged at all.

@@ -11,8 +11,8 @@ use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same
 use super::formats::Blank;
 use super::undo::Undo;
 use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
-use crate::children;
 use crate::children::marks::{self, Held, Mark};
+use crate::children::{self, absolute};
 use crate::journal;
 use crate::parents::{CONFIGURED, to_allow};
 use crate::size::Human;
@@ -201,7 +201,7 @@ impl Workshop<'_> {
             return Ok(None);
         }
         let is_device = self.is_device(&child);
-        let mark = Mark::of(child, is_device).map_err(cannot)?;
+        let mark = Mark::of(&file, child, is_device).map_err(cannot)?;
         let left = children::leave_mark(self.directory, &file, &mark);
         match (left, help) {
             (Ok(held), _) => Ok(Some(held)),
@@ -239,7 +239,7 @@ impl Workshop<'_> {
         let file = fs::canonicalize(parent).map_err(cannot)?;
         let child = absolute(child).map_err(cannot)?;
         let marked =
-            || marks::read(&file).map_or(true, |all| all.iter().any(|line| line.is_of(&child)));
+            || marks::read(&file).map_or(true, |all| all.iter().any(|line| line.is_for(&child)));
         let known = self.is_found(&file, &child) || marked();
         let help = format!(
             "see to it that {} can be written; if nobody will ever merge into the parent, take the \
@@ -320,22 +320,25 @@ impl Workshop<'_> {
         let new = NewImage::default();
         formats::check_new(leaf, &new, Some(&parent), bytes)?;
         let mut notes = Vec::new();
-        let marked = match parent.disk.media().get(1) {
-            Some(below) => {
-                self.mark_renamed(below.path(), &leaf.path, &parent.name.path, &mut notes)?
-            }
-            None => None,
-        };
+        // Each is undone when the names are what they were before it.
+        let mut undo_below = Undo::new(self);
+        if let Some(below) = parent.disk.media().get(1) {
+            let name = &parent.name.path;
+            let marked = self.mark_renamed(below.path(), &leaf.path, name, &mut notes)?;
+            undo_below.marked(below.path(), marked);
+        }
         let _link = match exists {
             true => None,
             false => Some(self.link(&leaf.path, &parent.name.path)?),
         };
-        drop(marked);
+        let mut undo = Undo::new(self);
         let mut file = self.new_file(&leaf.path, Over::Mine)?;
         let help = "give both names the extension of their format";
-        let _marked = self.mark(&parent.path, &leaf.path, Some(help), &mut notes)?;
+        undo.marked(&parent.path, self.mark(&parent.path, &leaf.path, Some(help), &mut notes)?);
         self.write_new(&mut file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
+        undo.forget();
+        undo_below.forget();
         protect(&parent.path, true).map_err(cannot)?;
         notes.push(format!("what it was is {} now, read-only", parent.name.path.display()));
         notes.extend(formats::warnings(leaf, &new, Some(&parent), bytes));
@@ -447,12 +450,6 @@ fn check_length(what: String, parent: &Disk, path: &Path) -> Result<(), DiskErro
 
 fn absolute_dir(path: &Path) -> io::Result<PathBuf> {
     fs::canonicalize(parent_dir(path))
-}
-
-/// A file's directory without links, and its name, which may be one: that is how it was named.
-pub(super) fn absolute(path: &Path) -> io::Result<PathBuf> {
-    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(absolute_dir(path)?.join(name))
 }
 
 pub(super) fn done(name: &ImageName, virtual_bytes: u64, notes: Vec<String>) -> Done {

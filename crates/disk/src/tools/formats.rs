@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 
 use ferrite_io::scratch::MAX_PIECE_BYTES;
 
-use super::create::{Parent, absolute};
+use super::create::Parent;
 use super::info::{examined, of_medium, raw_info};
 use super::{Checked, Finding, LayerInfo, NewImage, SnapshotInfo, broken, unsuitable};
+use crate::children::absolute;
 use crate::finding::{Counts, Kind as ProblemKind};
 use crate::image::{Image, Layer};
 use crate::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};

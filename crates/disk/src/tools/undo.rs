@@ -15,13 +15,13 @@ pub(super) struct Undo<'a> {
     shop: &'a Workshop<'a>,
     /// The parent, and the mode that it had.
     protected: Option<(PathBuf, u32)>,
-    /// The parent, and its list of children.
-    marked: Option<(PathBuf, Held)>,
+    /// Parents, and their lists of children.
+    marked: Vec<(PathBuf, Held)>,
 }
 
 impl<'a> Undo<'a> {
     pub(super) fn new(shop: &'a Workshop<'a>) -> Undo<'a> {
-        Undo { shop, protected: None, marked: None }
+        Undo { shop, protected: None, marked: Vec::new() }
     }
 
     /// The parent had another mode.
@@ -31,12 +31,13 @@ impl<'a> Undo<'a> {
 
     /// The parent knows of the child. Its list stays locked until the child has its name.
     pub(super) fn marked(&mut self, parent: &Path, held: Option<Held>) {
-        self.marked = held.map(|held| (parent.into(), held));
+        self.marked.extend(held.map(|held| (parent.into(), held)));
     }
 
     /// The child has its name.
     pub(super) fn forget(mut self) {
-        (self.protected, self.marked) = (None, None);
+        self.protected = None;
+        self.marked.clear();
     }
 
     /// The mode comes first: an image is opened for writing as its mode allows. It is taken away
@@ -52,7 +53,7 @@ impl<'a> Undo<'a> {
 
 impl Drop for Undo<'_> {
     fn drop(&mut self) {
-        if let Some((parent, held)) = self.marked.take() {
+        for (parent, held) in self.marked.drain(..) {
             drop(held);
             let path = parent.display();
             let file = fs::canonicalize(&parent);

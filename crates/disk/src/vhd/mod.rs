@@ -42,7 +42,7 @@ pub use create::{NewImage, NewParent};
 pub use format::footer::{Creator, Footer, Kind};
 pub use format::geometry::Geometry;
 pub use format::header::DEFAULT_BLOCK_BYTES;
-pub(crate) use format::locator::decode;
+pub(crate) use format::locator::{decode, unescape};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
 pub use repair::repair;

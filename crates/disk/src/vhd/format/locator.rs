@@ -133,7 +133,7 @@ fn checked(path: Vec<u8>) -> Result<PathBuf, String> {
     }
 }
 
-fn unescape(text: &[u8]) -> Vec<u8> {
+pub(crate) fn unescape(text: &[u8]) -> Vec<u8> {
     let digit = |b: Option<&u8>| b.and_then(|b| char::from(*b).to_digit(16));
     let mut out = Vec::with_capacity(text.len());
     let mut at = 0;

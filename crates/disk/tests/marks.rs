@@ -1,0 +1,250 @@
+//! How a parent knows of its children in other folders, whatever it and they are called now.
+
+mod common;
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use common::vhd::{at, options};
+use common::{MIB, Mount, dir_on_disk, run, skipped};
+use ferrite_disk::tools::{NewImage, Rebase, Workshop};
+use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, Parents};
+use ferrite_io::directory::{Directory, HostDirectory};
+use ferrite_io::engines::test_engine;
+use tempfile::TempDir;
+
+const FORMATS: [Format; 2] = [Format::Vhd, Format::Qcow2];
+
+fn shop<T>(directory: &dyn Directory, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    work(&Workshop {
+        fixed_size: false,
+        directory,
+        unlocked: false,
+        engine: &|arena| test_engine().open(arena, 64),
+        state_dir: None,
+        progress: &|_| true,
+        parents: Parents::Any,
+    })
+}
+
+/// A template in folder `a` and an image on it in `a`, and one in `b`.
+struct Tree {
+    dir: TempDir,
+    format: Format,
+}
+
+impl Tree {
+    fn new(format: Format) -> Tree {
+        let tree = Tree { dir: dir_on_disk(), format };
+        for folder in ["a", "b"] {
+            fs::create_dir(tree.path(folder)).unwrap();
+        }
+        tree.create("a/base");
+        tree.clone("a/base", "a/own");
+        tree
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        at(&self.dir, path)
+    }
+
+    fn image(&self, path: &str) -> ImageName {
+        ImageName { format: self.format, path: self.path(path) }
+    }
+
+    fn create(&self, name: &str) {
+        let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+        shop(&HostDirectory, |shop| shop.create(&self.image(name), &new)).unwrap();
+    }
+
+    fn clone(&self, parent: &str, name: &str) {
+        let new = NewImage { parent: Some(self.image(parent)), ..NewImage::default() };
+        shop(&HostDirectory, |shop| shop.create(&self.image(name), &new)).unwrap();
+    }
+
+    fn rename(&self, from: &str, to: &str) {
+        fs::rename(self.path(from), self.path(to)).unwrap();
+    }
+
+    fn remove(&self, path: &str) {
+        fs::remove_file(self.path(path)).unwrap();
+    }
+
+    fn list(&self, name: &str) -> String {
+        fs::read_to_string(self.path(&format!("{name}.ferrite-children"))).unwrap_or_default()
+    }
+
+    fn coalesce(&self, name: &str) -> Result<(), DiskError> {
+        shop(&HostDirectory, |shop| shop.coalesce(&self.image(name), false)).map(drop)
+    }
+
+    #[track_caller]
+    fn refuses_to_coalesce(&self, name: &str, why: &str) {
+        let error = self.coalesce(name).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        assert!(error.to_string().contains(why), "{why:?} was expected: {error}");
+    }
+
+    fn make_writable(&self, name: &str) {
+        fs::set_permissions(self.path(name), Permissions::from_mode(0o644)).unwrap();
+    }
+
+    fn open(&self, name: &str) -> Result<Disk, DiskError> {
+        Disk::open_image(&self.image(name), &options())
+    }
+}
+
+#[test]
+fn a_parent_that_was_renamed_knows_its_children_in_other_folders() {
+    for format in FORMATS {
+        let tree = Tree::new(format);
+        tree.clone("a/base", "b/vm");
+        tree.rename("a/base", "a/template");
+        let rebase = |shop: &Workshop<'_>| {
+            shop.rebase(&tree.image("a/own"), &tree.image("a/template"), Rebase::Unsafe, false)
+        };
+        shop(&HostDirectory, rebase).unwrap();
+        tree.refuses_to_coalesce("a/own", "b/vm");
+        // Another image gets the old name, and a child.
+        tree.create("a/base");
+        fs::create_dir(tree.path("c")).unwrap();
+        tree.clone("a/base", "c/other");
+        tree.refuses_to_coalesce("a/own", "b/vm");
+        tree.make_writable("a/template");
+        let error = tree.open("a/template").unwrap_err();
+        assert!(error.to_string().contains("stands on it"), "{error}");
+        tree.remove("b/vm");
+        tree.coalesce("a/own").unwrap();
+        // What it leaves of the list is the other one's.
+        assert_eq!(tree.list("a/base").lines().count(), 1, "{}", tree.list("a/base"));
+        tree.make_writable("a/base");
+        let error = tree.open("a/base").unwrap_err();
+        assert!(error.to_string().contains("c/other"), "{error}");
+        tree.open("a/own").unwrap();
+    }
+}
+
+#[test]
+fn a_forced_merge_leaves_no_line_that_keeps_the_disk_from_being_served() {
+    for format in FORMATS {
+        let tree = Tree::new(format);
+        tree.clone("a/base", "b/vm");
+        tree.rename("a/base", "a/template");
+        shop(&HostDirectory, |shop| {
+            let (own, template) = (tree.image("a/own"), tree.image("a/template"));
+            shop.rebase(&own, &template, Rebase::Unsafe, false).unwrap();
+            shop.coalesce(&own, true).unwrap();
+        });
+        assert_eq!(tree.list("a/base"), "");
+        tree.open("a/own").unwrap();
+    }
+}
+
+/// Its number is that of its device, and it gets another one when the host starts again.
+#[test]
+fn a_child_that_was_deleted_is_gone_although_its_file_system_has_another_number() {
+    let (files, folder) = (dir_on_disk(), "b");
+    let [volume, other] = ["volume", "other"].map(|name| at(&files, name));
+    for file in [&volume, &other] {
+        fs::File::create(file).unwrap().set_len(320 * MIB).unwrap();
+        if run("mkfs.xfs", &["-q", file.to_str().unwrap()]).is_none() {
+            return skipped("there is no mkfs.xfs here");
+        }
+    }
+    let mount =
+        |file: &Path, at: &Path| Mount::new(&["-o", "loop,nouuid", file.to_str().unwrap()], at);
+    let tree = Tree::new(Format::Qcow2);
+    let Some(mounted) = mount(&volume, &tree.path(folder)) else { return };
+    tree.clone("a/base", "b/vm");
+    drop(mounted);
+    // Another one may have the number now, and is in its place.
+    let mounted = mount(&other, &tree.path(folder)).unwrap();
+    tree.refuses_to_coalesce("a/own", "not mounted");
+    drop(mounted);
+    fs::create_dir(tree.path("c")).unwrap();
+    let _other = mount(&other, &tree.path("c")).unwrap();
+    let _mounted = mount(&volume, &tree.path(folder)).unwrap();
+    tree.refuses_to_coalesce("a/own", "b/vm");
+    tree.remove("b/vm");
+    tree.coalesce("a/own").unwrap();
+}
+
+#[test]
+fn a_line_that_does_not_say_on_which_volume_a_child_was_counts() {
+    for word in ["device", "00000000deadbeef"] {
+        let tree = Tree::new(Format::Vhd);
+        let line = format!("{word} file://{}\n", tree.path("b/vm").display());
+        fs::write(tree.path("a/base.ferrite-children"), &line).unwrap();
+        tree.refuses_to_coalesce("a/own", "does not say on which volume");
+        tree.clone("a/base", "b/other");
+        assert!(tree.list("a/base").contains(&line), "{}", tree.list("a/base"));
+    }
+}
+
+/// Does not give a file one name.
+struct Refuses(PathBuf);
+
+impl Directory for Refuses {
+    fn create_new(&self, path: &Path) -> io::Result<OwnedFd> {
+        HostDirectory.create_new(path)
+    }
+
+    fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        HostDirectory.hard_link(from, to)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        match to == self.0 {
+            true => Err(io::ErrorKind::StorageFull.into()),
+            false => HostDirectory.rename(from, to),
+        }
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        HostDirectory.remove(path)
+    }
+
+    fn sync(&self, directory: &Path) -> io::Result<()> {
+        HostDirectory.sync(directory)
+    }
+}
+
+#[test]
+fn a_snapshot_that_fails_leaves_no_line_for_what_never_was() {
+    for format in FORMATS {
+        let tree = Tree::new(format);
+        tree.clone("a/base", "b/vm");
+        let (disk, old) = (tree.image("b/vm"), tree.image("b/old"));
+        let before = tree.list("a/base");
+        let snapshot = |shop: &Workshop<'_>| shop.snapshot(&disk, &old);
+        shop(&Refuses(disk.path.clone()), snapshot).unwrap_err();
+        assert_eq!(tree.list("a/base"), before, "{format}");
+        let names = fs::read_dir(tree.path("b")).unwrap().count();
+        assert_eq!(names, 1, "{format}");
+        shop(&HostDirectory, snapshot).unwrap();
+    }
+}
+
+#[test]
+fn what_a_clone_that_was_cut_off_has_made_read_only_is_told_from_a_parent() {
+    for format in FORMATS {
+        let tree = Tree::new(format);
+        let error = tree.open("a/base").unwrap_err();
+        let help = error.help();
+        assert!(help.contains("a/own stands on it") && !help.contains("chmod"), "{help}");
+        tree.remove("a/own");
+        tree.clone("a/base", "b/vm");
+        let error = tree.open("a/base").unwrap_err();
+        let help = error.help();
+        assert!(help.contains("b/vm stands on it") && !help.contains("chmod"), "{help}");
+        tree.remove("b/vm");
+        let error = tree.open("a/base").unwrap_err();
+        let help = error.help();
+        assert!(help.contains("cut off") && help.contains("chmod u+w"), "{help}");
+        tree.make_writable("a/base");
+        tree.open("a/base").unwrap();
+    }
+}
