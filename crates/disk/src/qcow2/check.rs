@@ -22,6 +22,9 @@ const MAX_WINDOWS: u32 = 1024;
 /// Of metadata, at a time.
 const PIECE_BYTES: u64 = 64 << 10;
 
+/// A file system needs a few blocks for itself.
+const LEAST_UNUSED_BYTES: u64 = 64 << 10;
+
 /// The largest directory of bitmaps.
 const MAX_LIST_BYTES: u64 = 64 << 20;
 
@@ -93,6 +96,9 @@ pub struct Report {
     pub allocated_clusters: u64,
     /// Compressed ones among them.
     pub compressed_clusters: u64,
+    /// Of the file: what is behind the last cluster in use, and what other free clusters take on the
+    /// file system at least. A program that was killed leaves that.
+    pub unused_bytes: u64,
 }
 
 impl Report {
@@ -119,6 +125,8 @@ pub(super) enum Fix {
     Count { cluster: u64, found: u64 },
     /// An entry of a table in use, at its place in the file.
     Flag { offset: u64, entry: u64 },
+    /// Clusters of the file that nothing refers to, and whose counts are 0. They come in order.
+    Free { first: u64, end: u64 },
 }
 
 /// Checks the image in `raw`, which nobody has open for writing. Reads all tables.
@@ -167,6 +175,8 @@ pub(super) fn survey(raw: &Raw, mut fix: impl FnMut(Fix)) -> io::Result<(Option<
         stored: Vec::new(),
         found: Vec::new(),
         next: None,
+        free: 0,
+        tail: 0,
         report: &mut report,
         fix: &mut fix,
     };
@@ -175,13 +185,21 @@ pub(super) fn survey(raw: &Raw, mut fix: impl FnMut(Fix)) -> io::Result<(Option<
         walk.window()?;
         windows += 1;
         match walk.next {
-            Some(next) if windows < MAX_WINDOWS => walk.first = next,
+            Some(next) if windows < MAX_WINDOWS => {
+                // Between the two nothing has a reference or a count.
+                walk.free(walk.window_end(), next);
+                walk.first = next;
+            }
             Some(next) => {
                 let at = next << header.cluster_bits;
                 walk.report.add(Problem::List, at, "the clusters from here on were not looked at");
                 break;
             }
-            None => break,
+            None => {
+                walk.free(walk.window_end(), walk.file_clusters);
+                walk.report.unused_bytes = walk.unused_bytes()?;
+                break;
+            }
         }
     }
     Ok((Some(header), report))
@@ -207,6 +225,9 @@ struct Walk<'a> {
     found: Vec<u32>,
     /// The first cluster behind the window that has a reference or a count.
     next: Option<u64>,
+    /// Free clusters so far, and those of them that are the last so far.
+    free: u64,
+    tail: u64,
     report: &'a mut Report,
     fix: &'a mut dyn FnMut(Fix),
 }
@@ -240,7 +261,44 @@ impl Walk<'_> {
         self.snapshots()?;
         self.bitmaps()?;
         self.compare();
+        self.free_in_window();
         Ok(())
+    }
+
+    fn window_end(&self) -> u64 {
+        self.first + self.stored.len() as u64
+    }
+
+    fn free_in_window(&mut self) {
+        let is_free = |walk: &Walk<'_>, i: usize| walk.stored[i] == 0 && walk.found[i] == 0;
+        let (mut at, len) = (0, self.stored.len());
+        while let Some(first) = (at..len).find(|i| is_free(self, *i)) {
+            at = (first..len).find(|i| !is_free(self, *i)).unwrap_or(len);
+            self.free(self.first + first as u64, self.first + at as u64);
+        }
+    }
+
+    /// These clusters are free, as far as the file has them.
+    fn free(&mut self, first: u64, end: u64) {
+        let end = end.min(self.file_clusters);
+        if first < end {
+            self.free += end - first;
+            self.tail = if end == self.file_clusters { end - first } else { 0 };
+            (self.fix)(Fix::Free { first, end });
+        }
+    }
+
+    /// See [`Report::unused_bytes`]. Free clusters may be holes, and clusters in use may have some.
+    fn unused_bytes(&self) -> io::Result<u64> {
+        if !self.raw.is_file() {
+            return Ok(0);
+        }
+        let bits = self.header.cluster_bits;
+        let not_free = (self.file_clusters - self.free + self.tail) << bits;
+        let more =
+            self.raw.disk_bytes()?.saturating_sub(not_free).min((self.free - self.tail) << bits);
+        let unit = self.header.cluster_bytes().max(LEAST_UNUSED_BYTES);
+        Ok((self.tail << bits) + more / unit * unit)
     }
 
     /// What the refcounts say of the window.

@@ -265,6 +265,11 @@ impl Qcow2 {
                 break;
             }
         }
+        // A backend that was killed may have set space aside ahead of its use.
+        if self.ready.load(Ordering::Acquire) && self.state().end.is_none() {
+            // Without that the file stays as long as it is.
+            let _ = self.find_end(port).await;
+        }
         let (used_end, cut) = {
             let mut state = self.state();
             let used = state.used_end << self.header.cluster_bits;

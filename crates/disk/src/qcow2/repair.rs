@@ -1,4 +1,5 @@
-//! Making refcounts and flags what the references say. What an image holds is not touched.
+//! Making refcounts and flags what the references say, and giving unused space back. What an image
+//! holds is not touched.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -18,7 +19,8 @@ const SECTOR: u64 = 512;
 
 /// Mends the image in `raw`, open for writing and file 0 of the port: leaked clusters are free
 /// again, refcounts are what there are references, flags what the refcounts say, and marks of an
-/// unfinished use are removed. Returns what was found before. If anything was found that is not
+/// unfinished use are removed, and then the file gives back what no cluster in use has. Returns what
+/// was found before. If anything was found that is not
 /// [mendable](crate::ProblemKind::is_mendable), nothing is changed at all.
 ///
 /// The order: counts; sync; flags, which depend on them; sync; marks in the header; sync. After a
@@ -28,20 +30,33 @@ const SECTOR: u64 = 512;
 /// It cannot be read or written; a block device has no room for refcounts that are missing.
 pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     let (header, before) = survey(raw, |_| {}).map_err(|e| failed(raw, "repair", e))?;
-    let Some(header) = header.filter(|_| before.is_mendable() && !before.is_clean()) else {
+    let is_wasteful = before.unused_bytes > 0;
+    let Some(header) = header.filter(|_| before.is_mendable()) else { return Ok(before) };
+    if before.is_clean() && !is_wasteful {
         return Ok(before);
+    }
+    let mended = async {
+        unmark(port, &header).await?;
+        if !before.is_clean() {
+            mend(port, raw, &header).await?;
+        }
+        give_back(port, raw, &header).await
     };
-    mend(port, raw, &header).await.map_err(|e| failed(raw, "repair", e))?;
+    mended.await.map_err(|e| failed(raw, "repair", e))?;
     Ok(before)
 }
 
-async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
+async fn unmark(port: &Port, header: &Header) -> io::Result<()> {
     if let Some(mark) = header.mark() {
         // A journal does not know of what is changed here.
         let (at, features) = (AUTOCLEAR_AT, header.autoclear & !mark);
         change(port, 0, |head| head[at..at + 8].copy_from_slice(&features.to_be_bytes())).await?;
         meta::sync(port).await?;
     }
+    Ok(())
+}
+
+async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
     for _ in 0..MAX_ROUNDS {
         let (mut counts, mut flags) = (Vec::new(), Vec::new());
         let (header, report) = survey(raw, |fix| match fix {
@@ -49,7 +64,7 @@ async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
                 counts.push((cluster, found));
             }
             Fix::Flag { offset, entry } if flags.len() < MAX_FIXES => flags.push((offset, entry)),
-            Fix::Count { .. } | Fix::Flag { .. } => {}
+            Fix::Count { .. } | Fix::Flag { .. } | Fix::Free { .. } => {}
         })?;
         let Some(header) = header.filter(|_| report.is_mendable()) else {
             return Err(meta::damaged("it has changed meanwhile"));
@@ -75,6 +90,44 @@ async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
         meta::sync(port).await?;
     }
     Ok(())
+}
+
+/// Cuts the file off behind the last cluster in use, and makes holes of other free clusters.
+///
+/// The order: sync; the holes and the file's end; sync. Without the first one, a cut of the power
+/// could bring back an older entry that refers to a cluster which has lost its data: what a process
+/// that was killed had written is seen here, and may not be on the medium.
+async fn give_back(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
+    let mut free: Vec<(u64, u64)> = Vec::new();
+    let (_, report) = survey(raw, |fix| {
+        let Fix::Free { first, end } = fix else { return };
+        let has_room = free.len() < MAX_FIXES;
+        // Two windows may have parts of one.
+        match free.last_mut().filter(|last| last.1 == first) {
+            Some(last) => last.1 = end,
+            None if has_room => free.push((first, end)),
+            None => {}
+        }
+    })?;
+    if report.unused_bytes == 0 || !report.is_clean() {
+        return Ok(());
+    }
+    meta::sync(port).await?;
+    let (file, bits) = (port.files[0], header.cluster_bits);
+    let file_end = raw.bytes_now()?;
+    for (first, end) in free {
+        let (from, to) = (first << bits, end << bits);
+        if to >= file_end {
+            port.io.set_len(file, from).await?;
+        } else {
+            match port.io.punch_hole(file, from, to - from).await {
+                // It stays as large as it is.
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+                done => done?,
+            }
+        }
+    }
+    meta::sync(port).await
 }
 
 /// Sets counts, a sector of a block at a time. They come in the order of their clusters. Blocks

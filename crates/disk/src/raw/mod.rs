@@ -197,6 +197,15 @@ impl Raw {
         Ok(size_bytes(&self.file, self.medium)?)
     }
 
+    /// What of a file's space is in use on the file system, in bytes; of a device, its size.
+    pub(crate) fn disk_bytes(&self) -> std::io::Result<u64> {
+        if !self.is_file() {
+            return self.bytes_now();
+        }
+        let stat = fstat(&self.file)?;
+        Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
+    }
+
     /// Reads `len` bytes, or as many as there are, while the caller waits: for opening images,
     /// when there is no reactor yet.
     pub(crate) fn read_now(&self, offset: u64, len: usize) -> std::io::Result<Vec<u8>> {

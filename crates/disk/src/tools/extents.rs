@@ -170,13 +170,3 @@ fn extent(start_bytes: u64, piece: Piece) -> super::Extent {
     let layer = piece.layer;
     super::Extent { start_bytes, length_bytes: piece.len, kind, layer, offset_bytes }
 }
-
-/// What of a file's space is in use on the file system, in bytes; of a device, its size.
-pub(super) fn disk_bytes(raw: &Raw) -> io::Result<u64> {
-    if !raw.is_file() {
-        return raw.bytes_now();
-    }
-    let file = raw.files().pop().ok_or(io::ErrorKind::NotFound)?;
-    let stat = rustix::fs::fstat(&file)?;
-    Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
-}

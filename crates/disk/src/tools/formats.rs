@@ -338,23 +338,24 @@ pub(super) enum Rules<'a> {
 
 /// Looks for inconsistencies in one image.
 pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Checked, DiskError> {
-    let (findings, counts): (Vec<Finding>, Counts) = match format {
+    let (findings, counts, unused_bytes): (Vec<Finding>, Counts, u64) = match format {
         Format::Raw => Default::default(),
         Format::Qcow2 => {
             let report = qcow2::check(raw)?;
-            (report.findings.iter().map(qcow2_finding).collect(), report.counts)
+            let findings = report.findings.iter().map(qcow2_finding).collect();
+            (findings, report.counts, report.unused_bytes)
         }
         Format::Vhd => {
             let report = match rules {
                 Rules::Ours => vhd::check(raw)?,
                 Rules::Theirs(parent) => vhd::check_strictly(raw, parent)?,
             };
-            (report.findings.iter().map(vhd_finding).collect(), report.counts)
+            (report.findings.iter().map(vhd_finding).collect(), report.counts, 0)
         }
     };
     let path = raw.path().display().to_string();
     let more_findings = counts.total() - findings.len() as u64;
-    Ok(Checked { path, format: format.name(), counts, findings, more_findings })
+    Ok(Checked { path, format: format.name(), counts, findings, more_findings, unused_bytes })
 }
 
 fn qcow2_finding(found: &qcow2::Finding) -> Finding {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::files::is_write_protected;
-use super::{Info, LayerInfo, Usage, Workshop, broken, extents, formats};
+use super::{Info, LayerInfo, Usage, Workshop, broken, formats};
 use crate::image::{Layer, open_as_far};
 use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
 
@@ -70,7 +70,7 @@ impl Workshop<'_> {
 }
 
 pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
-    let disk_bytes = examined(raw, extents::disk_bytes(raw))?;
+    let disk_bytes = examined(raw, raw.disk_bytes())?;
     Ok(LayerInfo {
         virtual_bytes: raw.sectors() * SECTOR_BYTES,
         allocated_bytes: Some(disk_bytes.min(raw.sectors() * SECTOR_BYTES)),
@@ -88,7 +88,7 @@ pub(super) fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskErro
         virtual_bytes: 0,
         allocated_bytes: None,
         file_bytes: examined(raw, raw.bytes_now())?,
-        disk_bytes: examined(raw, extents::disk_bytes(raw))?,
+        disk_bytes: examined(raw, raw.disk_bytes())?,
         unit_bytes: None,
         uuid: None,
         creator: None,

@@ -175,6 +175,9 @@ pub struct Checked {
     pub findings: Vec<Finding>,
     /// Findings that are not listed.
     pub more_findings: u64,
+    /// Of the file, that no cluster in use has (qcow2), at least: `repair` gives it back. No finding, as
+    /// other programs leave such space, too.
+    pub unused_bytes: u64,
 }
 
 impl Checked {

@@ -123,10 +123,16 @@ pub(super) fn report(report: &CheckReport) -> String {
 }
 
 fn findings(image: &Checked) -> String {
-    if image.findings.is_empty() {
-        return format!("{}: in order\n", image.path);
+    let what = match image.findings.is_empty() {
+        true => "in order".into(),
+        false => counts(&image.counts),
+    };
+    let mut out = format!("{}: {what}\n", image.path);
+    if image.unused_bytes > 0 {
+        let unused = Human(image.unused_bytes);
+        let _ =
+            writeln!(out, "  {unused} of the file are not in use: repair --force gives them back");
     }
-    let mut out = format!("{}: {}\n", image.path, counts(&image.counts));
     for found in &image.findings {
         let at = found.offset_bytes.map_or(String::new(), |at| format!(" at byte {at}"));
         let class = match found.class {
@@ -160,11 +166,17 @@ fn counts(counts: &Counts) -> String {
 
 pub(super) fn repaired(repaired: &Repaired) -> String {
     let mended = repaired.before.counts.mendable;
-    match (repaired.done, mended) {
+    let given_back = repaired.before.unused_bytes.saturating_sub(repaired.after.unused_bytes);
+    let given_back = match repaired.done && given_back > 0 {
+        true => format!("given back: {}\n", Human(given_back)),
+        false => String::new(),
+    };
+    let text = match (repaired.done, mended) {
         (_, 0) => findings(&repaired.after),
         (false, n) => format!("{}what would be mended: {n}\n", findings(&repaired.before)),
         (true, n) => format!("mended: {n}\n{}", findings(&repaired.after)),
-    }
+    };
+    given_back + &text
 }
 
 pub(super) fn journals(all: &[JournalInfo]) -> String {
