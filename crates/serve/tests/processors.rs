@@ -1,6 +1,7 @@
 //! What a disk uses of its host's processors: looking is shared by the backends of a host, which are
 //! processes, and a disk that has used its processor time is held back and no other one.
 
+mod faulty;
 mod rig;
 
 use std::io::{BufRead, BufReader, Write};
@@ -25,7 +26,9 @@ use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_xen::mover::{self, DISK_MAPPINGS};
 use ferrite_xen::store::Store;
+use rustix::fs::{FallocateFlags, fallocate};
 
+use faulty::Faults;
 use rig::{Hands, PATIENCE, Plan, Rig, dir_in_memory, engines, mover, moving, offer};
 
 const DEVID: u32 = 202 << 8;
@@ -173,7 +176,7 @@ impl Guest {
         let (looks, sleeps) = self.backend.say("");
         let end = Instant::now() + PATIENCE;
         loop {
-            works(&mut self.front);
+            flushes(&mut self.front);
             let (looks_now, sleeps_now) = self.backend.say("");
             if sleeps_now > sleeps + 3 {
                 return looks_now - looks;
@@ -210,6 +213,12 @@ fn works(front: &mut Frontend) {
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
 }
 
+/// Without data no buffers are used, and nothing wakes an idle queue to let go of them.
+fn flushes(front: &mut Frontend) {
+    front.queues[0].flush().unwrap();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+}
+
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !done() {
@@ -231,7 +240,7 @@ fn as_many_backends_look_for_work_as_the_host_has_units_and_others_follow_them()
     a.kill();
     assert!(c.looks_later() > 0);
     a.restart(&shared, 2);
-    works(&mut a.front);
+    flushes(&mut a.front);
     assert_eq!(a.looks_later(), 0);
     assert!(b.looks() > 0 && c.looks() > 0);
 
@@ -285,12 +294,16 @@ impl World {
 }
 
 /// A disk with half a processor, or without a bound.
-fn disk(world: &Arc<World>, limited: bool) -> Rig {
+fn plan(world: &Arc<World>, limited: bool) -> Plan {
     let clock: Arc<dyn Clock> = world.clone();
     let limit = limited.then(|| Limit::new(50, clock.clone()));
     let processors = Arc::new(Processors { polling: Budget::new(100), limit });
     let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
-    Rig::new(Plan { bytes: 1 << 20, clock, processors, tuning, ..Plan::default() })
+    Plan { bytes: 1 << 20, clock, processors, tuning, ..Plan::default() }
+}
+
+fn disk(world: &Arc<World>, limited: bool) -> Rig {
+    Rig::new(plan(world, limited))
 }
 
 #[test]
@@ -368,4 +381,66 @@ fn a_disk_in_debt_is_unplugged_at_once() {
     let disk = rig.disk.clone();
     rig.machine.remove_disk(&disk).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+}
+
+/// A discard of a million parts, of a file with something to free.
+#[test]
+fn a_discard_pauses_while_its_disk_is_in_debt_and_ends_when_that_is_unplugged() {
+    const BYTES: u64 = 1 << 50;
+    let dir = dir_in_memory();
+    let image = dir.path().join("disk.img");
+    let file = std::fs::File::create(&image).unwrap();
+    file.set_len(BYTES).unwrap();
+    fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 65 << 20).unwrap();
+    let world = Arc::new(World::default());
+    let mut rig = Rig::new(Plan { image: Some(image), ..plan(&world, true) });
+    let other = disk(&world, false);
+    let mut front = rig.connect(&FrontOptions::default());
+    let mut neighbour = other.connect(&FrontOptions::default());
+    // Beside what there is to free, so that there always is.
+    front.queues[0].discard(1 << 20, BYTES / 512 - (1 << 20), false).unwrap();
+    front.queues[0].push().unwrap();
+    let counters = rig.counters.clone();
+    let parts = || counters.counts().discard_parts;
+    wait_until("that a discard is begun", || parts() > 0);
+    world.use_up(Duration::from_secs(3600));
+    // The part that was under way ends.
+    (0..100).for_each(|_| works(&mut neighbour));
+    let before = parts();
+    (0..500).for_each(|_| works(&mut neighbour));
+    assert_eq!(parts(), before);
+    assert!(front.queues[0].take().unwrap().is_none());
+    rig.machine.remove_disk(&rig.disk.clone()).unwrap();
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+    assert!(parts() < 1 << 19, "{} parts were done", parts());
+    neighbour.close(PATIENCE).unwrap();
+}
+
+/// What a predecessor has taken is done before the queue ends, and does not all fit into the
+/// memory of this one at once.
+#[test]
+fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
+    let world = Arc::new(World::default());
+    let faults = Faults::none();
+    let large = Plan { engine: faults.factory(), bytes: 4 << 20, ..plan(&world, true) };
+    let mut rig = Rig::new(large);
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(32).unwrap();
+    works(&mut front);
+    buffer.fill(0, 128 << 10, 0x42);
+    faults.break_engine("queue-0");
+    // As many as are taken at once.
+    for i in 0..16 {
+        front.queues[0].write(i * 256, &buffer, 0, 128 << 10).unwrap();
+    }
+    front.queues[0].push().unwrap();
+    rig.join().unwrap_err();
+    faults.break_engine("");
+    world.use_up(Duration::from_secs(3600));
+    rig.change_pool(1 << 20);
+    rig.start();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    rig.machine.remove_disk(&rig.disk.clone()).unwrap();
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+    assert!(rig.sectors(0, 2 << 20).iter().all(|byte| *byte == 0x42));
 }

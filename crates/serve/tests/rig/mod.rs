@@ -341,6 +341,11 @@ impl Rig {
         self.plan.offer.persistent = mover == Mover::Persistent;
     }
 
+    /// From the next start on, the backend has so much memory for data.
+    pub fn change_pool(&mut self, bytes: usize) {
+        self.plan.pool_bytes = bytes;
+    }
+
     /// What its movers may have mapped, claimed from its budget.
     pub fn claimed_mappings(&self) -> usize {
         self.plan.moving.maps.budget().claimed()
