@@ -301,6 +301,22 @@ impl Process<'_> {
     }
 }
 
+/// A process that was killed before this store, unless it came to its end before.
+fn killed_before<'a>(table: &'a QueueTable, blank: &[u8], stores: usize) -> (Process<'a>, bool) {
+    table.shm.copy_in(0, blank);
+    // Indices wrap around in the middle of it.
+    let start = u32::MAX - 3;
+    table.start(start, start);
+    STORES_LEFT.set(stores);
+    let (in_hand, answered) = (Vec::new(), Vec::new());
+    let (req_cons, rsp_prod) = (start, start);
+    let mut process = Process { table, req_cons, rsp_prod, in_hand, answered };
+    process.work();
+    let was_killed = STORES_LEFT.get() == 0;
+    STORES_LEFT.set(usize::MAX);
+    (process, was_killed)
+}
+
 /// Killed before any one store, the guest then sets the producer as it likes: what is done again was
 /// never answered and has room for its answers, or there is no take-over.
 #[test]
@@ -310,18 +326,11 @@ fn whatever_the_guest_does_to_the_producer_after_any_kill_is_refused_or_served()
     let blank = bytes_of(&table);
     let (mut served, mut refused) = (0, 0);
     for stores in 0.. {
-        table.shm.copy_in(0, &blank);
-        // Indices wrap around in the middle of it.
-        let start = u32::MAX - 3;
-        table.start(start, start);
-        STORES_LEFT.set(stores);
-        let (in_hand, answered) = (Vec::new(), Vec::new());
-        let (req_cons, rsp_prod) = (start, start);
-        let mut process = Process { table: &table, req_cons, rsp_prod, in_hand, answered };
-        process.work();
-        let was_killed = STORES_LEFT.get() == 0;
-        STORES_LEFT.set(usize::MAX);
+        let (process, was_killed) = killed_before(&table, &blank, stores);
         let left = bytes_of(&table);
+        // Killed between the two stores, it has answers on the ring that the table knows nothing of.
+        let published = table.shm.load_u32(table.base + RSP_PUBLISHED_AT);
+        let untold = process.rsp_prod.wrapping_sub(published).cast_signed();
         for lie in -40i32..=40 {
             table.shm.copy_in(0, &left);
             let producer = process.rsp_prod.wrapping_add_signed(lie);
@@ -335,8 +344,8 @@ fn whatever_the_guest_does_to_the_producer_after_any_kill_is_refused_or_served()
             let unanswered = resume.unanswered;
             let room = resume.req_cons.wrapping_sub(producer);
             assert_eq!(unanswered.len() as u32, room, "before store {stores}, {lie}");
-            // A guest that takes answers back gets them again.
-            let kept = process.answered.len().saturating_add_signed(lie.min(0) as isize);
+            // A guest that takes these back gets them again, and no others.
+            let kept = process.answered.len().saturating_add_signed(lie.clamp(-untold, 0) as isize);
             let seen = &process.answered[..kept];
             assert!(unanswered.iter().all(|u| !seen.contains(&u.req_index)));
             assert!(unanswered.iter().all(|u| u.slot == slot(u.req_index)));
@@ -352,6 +361,36 @@ fn whatever_the_guest_does_to_the_producer_after_any_kill_is_refused_or_served()
         }
     }
     assert!(served > 100 && refused > 1000, "{served} served, {refused} refused");
+}
+
+/// The successor is killed, too, after any store but none. What it has found on the ring, the table
+/// knows by then.
+#[test]
+fn answers_that_a_successor_has_found_are_not_taken_back_when_it_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let table = one_queue(&dir, false);
+    let blank = bytes_of(&table);
+    for stores in 0.. {
+        let (process, was_killed) = killed_before(&table, &blank, stores);
+        let left = bytes_of(&table);
+        for more in 1.. {
+            table.shm.copy_in(0, &left);
+            STORES_LEFT.set(more);
+            let _ = table.resume(process.rsp_prod);
+            let has_ended = STORES_LEFT.get() > 0;
+            STORES_LEFT.set(usize::MAX);
+            for lie in 1..10 {
+                let resume = table.resume(process.rsp_prod.wrapping_sub(lie));
+                assert!(resume.is_none(), "before stores {stores} and {more}: {lie} taken back");
+            }
+            if has_ended {
+                break;
+            }
+        }
+        if !was_killed {
+            break;
+        }
+    }
 }
 
 fn bytes_of(table: &QueueTable) -> Vec<u8> {
