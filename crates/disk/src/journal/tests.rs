@@ -142,7 +142,7 @@ fn a_process_that_lost_its_journals_name_does_not_remove_the_next_ones() {
 #[test]
 fn the_journal_of_another_version_is_refused_and_stays() {
     let dir = tempfile::tempdir().unwrap();
-    for (magic, len) in [(*b"ferrjrn3", 8192), (*b"ferrjrn1", 64)] {
+    for (magic, len) in [(*b"ferrjrn9", 8192), (*b"ferrjrn1", 64)] {
         let mut bytes = vec![0; len];
         bytes[..8].copy_from_slice(&magic);
         std::fs::write(path_in(dir.path()), &bytes).unwrap();
