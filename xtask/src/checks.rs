@@ -191,7 +191,8 @@ fn serve_arguments(arguments: &TestArguments) -> String {
     [engine, mover].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
-/// One line a check, then the line that counts.
+/// One line a check, then the failures' reasons, then the line that counts. Whoever reads a log by its
+/// end finds them there: all that was seen of a failure was printed when it happened.
 fn summary(outcomes: &[Outcome]) -> ExitCode {
     println!();
     for outcome in outcomes {
@@ -200,7 +201,7 @@ fn summary(outcomes: &[Outcome]) -> ExitCode {
     }
     for outcome in outcomes {
         if let Some(failure) = &outcome.failure {
-            println!("\n---- {} ----\n{failure}", outcome.name);
+            println!("\n---- {} ----\n{}", outcome.name, steps::shorten(failure));
         }
     }
     let failed = outcomes.iter().filter(|outcome| outcome.failure.is_some()).count();

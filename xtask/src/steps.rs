@@ -50,6 +50,29 @@ pub(crate) fn chain(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).collect::<Vec<_>>().join("\n  because: ")
 }
 
+/// Lines of a long text that are kept at its begin and at its end: what was done, and what came of it.
+const KEPT_LINES: (usize, usize) = (8, 16);
+/// Characters of a line that are kept.
+const KEPT_COLUMNS: usize = 240;
+
+/// A text of a bounded length for any other.
+pub(crate) fn shorten(text: &str) -> String {
+    let (first, last) = KEPT_LINES;
+    let mut lines: Vec<String> = text.lines().map(shorten_line).collect();
+    let held_back = lines.len().saturating_sub(first + last);
+    if held_back > 1 {
+        lines.splice(first..first + held_back, [format!("[{held_back} lines: see above]")]);
+    }
+    lines.join("\n")
+}
+
+fn shorten_line(line: &str) -> String {
+    match line.char_indices().nth(KEPT_COLUMNS) {
+        Some((end, _)) => format!("{} [...]", &line[..end]),
+        None => line.to_owned(),
+    }
+}
+
 /// Runs a command with its output going to `log` (appended), and shows the log's tail on failure.
 pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     let shown = describe(command);
@@ -144,4 +167,20 @@ pub(crate) fn cargo() -> Command {
 /// The processors this machine lets us use.
 pub(crate) fn cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_text_keeps_its_first_and_last_lines_and_a_short_one_all() {
+        let text = |lines: std::ops::Range<u32>| {
+            lines.map(|line| line.to_string()).collect::<Vec<_>>().join("\n")
+        };
+        assert_eq!(shorten(&text(0..25)), text(0..25));
+        let kept = format!("{}\n[976 lines: see above]\n{}", text(0..8), text(984..1000));
+        assert_eq!(shorten(&text(0..1000)), kept);
+        assert_eq!(shorten(&"ß".repeat(1000)), format!("{} [...]", "ß".repeat(240)));
+    }
 }

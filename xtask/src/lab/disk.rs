@@ -200,6 +200,11 @@ impl Disk {
         format!("/tmp/backend-{}-{}.{}.log", self.domid, self.devid, self.starts)
     }
 
+    /// Those of all its starts, as a pattern for the shell.
+    fn logs(&self) -> String {
+        format!("/tmp/backend-{}-{}.*.log", self.domid, self.devid)
+    }
+
     /// What the backend has written to its log since its last start.
     pub(crate) fn backend_log(&self, lab: &mut Lab) -> Result<String> {
         if self.backend == Backend::Blkback {
@@ -231,17 +236,24 @@ impl Disk {
 
     fn wait(&self, lab: &mut Lab, what: &str, condition: &str) -> Result<()> {
         let Err(error) = lab.wait_until(what, condition, STATE_LIMIT_S) else { return Ok(()) };
-        let seen = self.describe(lab);
-        Err(error.context(format!("{what} of {}\n{seen}", self.options.name)))
+        let (front, back) = (self.frontend(), self.backend_dir());
+        let command = format!("for d in {front} {back}; do xenstore-read $d/state 2>&1; done");
+        let states = lab.dom0(&command, 20).map_or_else(|e| e.to_string(), |o| o.stdout);
+        let states = states.lines().collect::<Vec<_>>().join(", ");
+        Err(error.context(format!(
+            "{what} of {}; states of frontend and backend: {states}",
+            self.options.name
+        )))
     }
 
-    /// The backend's log and both directories, for an error message.
+    /// The logs of the backend's starts and both directories, for whoever looks into a failure.
     pub(crate) fn describe(&self, lab: &mut Lab) -> String {
-        let log = self.backend_log(lab).unwrap_or_default();
-        let (front, back) = (self.frontend(), self.backend_dir());
-        let command = format!("xenstore-ls -f {front}; xenstore-ls -f {back}");
-        let store = lab.dom0(&command, 20).map(|output| output.stdout).unwrap_or_default();
-        format!("backend's log:\n{log}xenstore:\n{store}")
+        let (front, back, logs) = (self.frontend(), self.backend_dir(), self.logs());
+        let command = format!(
+            "tail -n 60 {logs} /dev/null; echo xenstore:; xenstore-ls -f {front}; xenstore-ls -f {back}"
+        );
+        let told = lab.dom0(&command, 20).map_or_else(|error| error.to_string(), |o| o.stdout);
+        format!("backend of {}:\n{}\n", self.options.name, told.trim_end())
     }
 
     /// Unplugs as a toolstack does: online=0 and state=5, waits for 6, removes the directories.

@@ -3,6 +3,7 @@
 use crate::lab::Lab;
 use crate::lab::channel::{Output, escape, quote};
 use anyhow::{Context, Result, bail};
+use std::time::Instant;
 
 /// How a guest is made; blkfront's parameters decide what it asks of the backend.
 #[derive(Clone, Copy, Debug)]
@@ -46,8 +47,14 @@ impl GuestOptions {
 
 /// Memory of a guest beside its disks; the less, the faster its kernel is up.
 const GUEST_MEMORY_MIB: u32 = 256;
-/// How long a guest may take from its start to its agent; 4 s when nothing else runs.
-const START_LIMIT_S: u64 = 180;
+/// What a guest may cost from its start to its agent, in seconds of the emulator's processor time:
+/// the clock of a busy machine does not tell a slow guest from one that stands still. 4 s when
+/// nothing else runs, ten times that on a machine with ten times the work.
+const START_LIMIT_CPU_S: f64 = 180.0;
+/// And by the clock: one that stands still costs next to nothing.
+const START_LIMIT_S: u64 = 600;
+/// How long one of the dom0's commands waits for the guest meanwhile.
+const START_CHECK_S: u64 = 30;
 
 /// Messages of blkfront that mean the backend broke the protocol or failed a request.
 const BLKFRONT_COMPLAINTS: &[&str] = &[
@@ -141,18 +148,51 @@ impl Guest {
 
     /// Waits until the guest takes commands.
     pub(crate) fn wait_ready(&mut self, lab: &mut Lab) -> Result<()> {
-        let console = lab.dom0(&read_to(&self.log, 0, "@@ready"), START_LIMIT_S)?;
-        if console.status != 0 {
-            bail!("guest {} did not come up:\n{}", self.name, self.console(lab));
+        let (began, began_cpu_s) = (Instant::now(), lab.cpu_s());
+        let patience = lab.pace().patience();
+        loop {
+            let console = lab.dom0(&read_to(&self.log, 0, "@@ready"), START_CHECK_S)?;
+            if console.status == 0 {
+                self.seen = console.stdout.len();
+                return Ok(());
+            }
+            let (elapsed_s, cpu_s) = (began.elapsed().as_secs(), lab.cpu_s() - began_cpu_s);
+            if cpu_s > START_LIMIT_CPU_S * f64::from(patience)
+                || elapsed_s > START_LIMIT_S * u64::from(patience)
+            {
+                bail!(
+                    "guest {} did not come up in {elapsed_s} s, of which the emulator ran for \
+                     {cpu_s:.0} s:\n{}",
+                    self.name,
+                    self.standstill(lab)
+                );
+            }
         }
-        self.seen = console.stdout.len();
-        Ok(())
     }
 
-    /// The end of the guest's console, for an error message.
+    /// The end of the guest's console, and the domains.
     fn console(&self, lab: &mut Lab) -> String {
-        let command = format!("tail -n 30 {}; xl list", self.log);
+        let command = format!("tail -n 60 {}; xl list", self.log);
         lab.dom0(&command, 20).map_or_else(|error| error.to_string(), |output| output.stdout)
+    }
+
+    /// Where a guest stands that does not answer, in few lines: the states of its disks, its
+    /// processors, and the end of its console. There its kernel is made to tell which tasks wait.
+    fn standstill(&self, lab: &mut Lab) -> String {
+        let (domid, log) = (self.domid, &self.log);
+        let command = format!(
+            "d=/local/domain/{domid}/device/vbd; for n in $(xenstore-list $d 2>/dev/null); do \
+             echo \"disk $n: frontend $(xenstore-read $d/$n/state), backend \
+             $(xenstore-read $(xenstore-read $d/$n/backend)/state)\"; done; xl vcpu-list {domid}; \
+             echo 'its console ends:'; tail -n 6 {log}; \
+             for key in 9 w; do xl sysrq {domid} $key; sleep 2; done"
+        );
+        lab.dom0(&command, 40).map_or_else(|error| error.to_string(), |output| output.stdout)
+    }
+
+    /// The domain and its console, for whoever looks into a failure.
+    pub(crate) fn describe(&self, lab: &mut Lab) -> String {
+        format!("guest {}:\n{}\n", self.name, self.console(lab).trim_end())
     }
 
     /// A shell line for the dom0 that gives a command to the guest, and the job it becomes.
@@ -201,11 +241,11 @@ impl Guest {
                 Ok(output)
             }
             None => bail!(
-                "guest {} did not answer to `{}` in {} s; its console and the domains:\n{}",
+                "guest {} did not answer to `{}` in {} s:\n{}",
                 self.name,
                 job.command,
                 job.limit_s,
-                self.console(lab)
+                self.standstill(lab)
             ),
         }
     }

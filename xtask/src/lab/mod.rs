@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 /// How long the host may take from power-on to its agent; 20 s when nothing else runs.
-const BOOT_LIMIT: Duration = Duration::from_secs(300);
+const BOOT_LIMIT: Duration = Duration::from_secs(600);
 /// What an answer may take beyond its command's own limit on a busy machine.
 const GRACE: Duration = Duration::from_secs(20);
 /// Size of the payload's file system, where images are made as well; a sparse file.

@@ -102,6 +102,13 @@ impl<'a> Bench<'a> {
         Ok(disk)
     }
 
+    /// A disk whose directories the toolstack will write.
+    fn serve(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
+        let disk = Disk::serve(self.lab, guest, options)?;
+        self.disks.push(disk.clone());
+        Ok(disk)
+    }
+
     /// A disk plugged into a running guest.
     fn plug(&mut self, guest: &mut Guest, options: DiskOptions) -> Result<Disk> {
         let disk = self.attach(guest, options)?;
@@ -147,14 +154,18 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// What a failed test's message shows of the disks: logs, xenstore, the dom0's kernel.
+    /// What is shown of a failed test beside the reason: the guests' consoles, logs and xenstore
+    /// of the disks, the dom0's kernel.
     fn evidence(&mut self) -> String {
         let mut text = String::new();
+        for guest in &self.guests {
+            text += &guest.describe(self.lab);
+        }
         for disk in &self.disks {
             text += &disk.describe(self.lab);
         }
         let kernel = self.lab.dom0("dmesg | tail -n 8", 20).map(|output| output.stdout);
-        text + "dom0's kernel:\n" + &kernel.unwrap_or_default()
+        text + "dom0's kernel:\n" + &kernel.unwrap_or_default() + "\n"
     }
 
     /// Removes all guests and disks; what stays although it must go is an error.

@@ -7,6 +7,7 @@ use crate::lab::{Lab, Program};
 use crate::steps;
 use anyhow::{Context, Result, bail};
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -32,7 +33,7 @@ pub(crate) struct Report {
     pub(crate) name: &'static str,
     /// Time it took, boot excluded.
     pub(crate) seconds: f64,
-    /// Why it failed.
+    /// Why it failed, without the evidence.
     pub(crate) failure: Option<String>,
 }
 
@@ -123,29 +124,28 @@ fn run_case(mut lab: Lab, backend: Backend, case: Case) -> (Report, Option<Lab>)
     let evidence = if result.is_err() { bench.evidence() } else { String::new() };
     let cleaned = bench.clean_up().context("after the test");
     let usable = cleaned.is_ok();
-    let failure = match (result, cleaned) {
-        (Ok(()), Ok(())) => None,
-        (Err(error), _) => Some(format!("{}\n{evidence}", steps::chain(&error))),
-        (Ok(()), Err(error)) => Some(steps::chain(&error)),
-    };
+    let failure = result.and(cleaned).err().as_ref().map(steps::chain);
     let seconds = began.elapsed().as_secs_f64();
     match &failure {
         None => steps::say(format!("xen {}: ok in {seconds:.1} s", case.name)),
         Some(why) => {
-            steps::say(format!("xen {}: FAILED after {seconds:.1} s\n{why}", case.name));
-            keep_console(&lab, case);
+            let all = format!("{evidence}{why}");
+            steps::say(format!("xen {}: FAILED after {seconds:.1} s\n{all}", case.name));
+            match keep(&lab, case, &all) {
+                Ok(dir) => steps::say(format!("that and the host's console: {}", dir.display())),
+                Err(error) => steps::say(format!("this could not be kept: {error}")),
+            }
         }
     }
     (Report { name: case.name, seconds, failure }, usable.then_some(lab))
 }
 
-/// A failed test's console stays in the build folder.
-fn keep_console(lab: &Lab, case: Case) {
+/// What a failed test leaves in the build folder: its evidence and the host's console.
+fn keep(lab: &Lab, case: Case, evidence: &str) -> Result<PathBuf> {
     let dir = steps::target_dir().join("lab-failures");
-    let file = dir.join(format!("{}.console.log", case.name.replace('/', "-")));
-    let kept = std::fs::create_dir_all(&dir).map_err(Into::into).and(lab.save_console(&file));
-    match kept {
-        Ok(()) => steps::say(format!("the host's console: {}", file.display())),
-        Err(error) => steps::say(format!("the host's console could not be kept: {error}")),
-    }
+    std::fs::create_dir_all(&dir)?;
+    let name = case.name.replace('/', "-");
+    std::fs::write(dir.join(format!("{name}.evidence.log")), evidence)?;
+    lab.save_console(&dir.join(format!("{name}.console.log")))?;
+    Ok(dir)
 }

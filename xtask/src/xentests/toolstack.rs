@@ -52,7 +52,7 @@ fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
     }
     let mut guest = running_guest(bench)?;
     for access in ["w", "r", "w"] {
-        let mut disk = Disk::serve(bench.lab, &guest, DiskOptions::new(&image, "xvdb"))?;
+        let mut disk = bench.serve(&guest, DiskOptions::new(&image, "xvdb"))?;
         let spec = spec(&image, "block-ferrite", access);
         bench.lab.sh(&format!("xl block-attach {} {spec}", guest.name()))?;
         disk.wait_connected(bench.lab)?;
@@ -123,7 +123,7 @@ fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
         "rm -f /tmp/go; printf %s {} >/tmp/slow; chmod 755 /tmp/slow",
         quote(SLOW_SCRIPT)
     ))?;
-    let mut disk = Disk::serve(bench.lab, &guest, DiskOptions::new(&image, "xvdb"))?;
+    let mut disk = bench.serve(&guest, DiskOptions::new(&image, "xvdb"))?;
     let spec = spec(&image, "/tmp/slow", "w");
     let xl = format!("xl block-attach {} {spec}", guest.name());
     let pid: u32 = bench.lab.sh(&format!("setsid {xl} >/tmp/xl.log 2>&1 & echo $!"))?.parse()?;
