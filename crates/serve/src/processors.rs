@@ -13,6 +13,9 @@ use crate::polling::Budget;
 const CHECK_NS: u64 = 1_000_000;
 /// The time whose share can be saved up, in nanoseconds, as with the kernel's own limit (CFS).
 const SAVED_NS: u64 = 100_000_000;
+/// What a disk that is to go has beyond its share, in nanoseconds: more than the requests of full
+/// rings take.
+const FAREWELL_NS: u64 = 1_000_000_000;
 
 /// One disk's part.
 #[derive(Debug)]
@@ -34,6 +37,13 @@ impl Processors {
     /// How long nothing is to be begun.
     pub(crate) fn debt(&self, now_ns: u64) -> Option<Duration> {
         self.limit.as_ref()?.debt(now_ns)
+    }
+
+    /// The disk is to go: see [`Limit::forgive`].
+    pub(crate) fn forgive(&self, now_ns: u64) {
+        if let Some(limit) = &self.limit {
+            limit.forgive(now_ns);
+        }
     }
 
     /// Whether looking for work leaves enough for the work.
@@ -63,6 +73,9 @@ struct Account {
     at_ns: u64,
     used_ns: u64,
     balance_ns: i64,
+    /// Used up before anything is owed.
+    free_ns: u64,
+    forgiven: bool,
 }
 
 impl std::fmt::Debug for Limit {
@@ -79,6 +92,8 @@ impl Limit {
             at_ns: clock.now_ns(),
             used_ns: clock.process_cpu_ns(),
             balance_ns: (SAVED_NS * percent / 100) as i64,
+            free_ns: 0,
+            forgiven: false,
         };
         Limit {
             percent,
@@ -102,6 +117,21 @@ impl Limit {
         (left_ns > 0).then(|| Duration::from_nanos(left_ns))
     }
 
+    /// Forgives the debt and a second of what comes next, once: Linux closes a disk without waiting
+    /// for what is on its rings, and unplugs nothing more if that is never answered. A guest that does
+    /// not let go has its share again afterwards.
+    fn forgive(&self, now_ns: u64) {
+        let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut account.forgiven, true) {
+            return;
+        }
+        account.free_ns = FAREWELL_NS;
+        account.used_ns = self.clock.process_cpu_ns();
+        account.balance_ns = account.balance_ns.max(0);
+        self.paid_at_ns.store(now_ns, Relaxed);
+        self.check_at_ns.store(now_ns, Relaxed);
+    }
+
     fn settle(&self, now_ns: u64) {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
         // Another queue may have been faster, and have looked at the clock later.
@@ -110,7 +140,10 @@ impl Limit {
             return;
         }
         let used_ns = self.clock.process_cpu_ns();
-        let spent_ns = used_ns.saturating_sub(account.used_ns) as i64;
+        let spent_ns = used_ns.saturating_sub(account.used_ns);
+        let free_ns = spent_ns.min(account.free_ns);
+        account.free_ns -= free_ns;
+        let spent_ns = (spent_ns - free_ns) as i64;
         let most_ns = (SAVED_NS * self.percent / 100) as i64;
         let earned_ns = i64::try_from(u128::from(passed_ns) * u128::from(self.percent) / 100);
         let earned_ns = earned_ns.unwrap_or(i64::MAX);
@@ -198,6 +231,23 @@ mod tests {
         assert_eq!(limit.debt(world.now_ns()), None);
         world.pass(CHECK_NS, SAVED_NS / 2 + 7);
         assert_eq!(limit.debt(world.now_ns()), Some(Duration::from_nanos(14)));
+    }
+
+    #[test]
+    fn a_disk_that_is_to_go_owes_nothing_and_has_a_second_once() {
+        let world = Arc::new(World::default());
+        let limit = Limit::new(50, world.clone());
+        world.pass(CHECK_NS, 3600 * SECOND_NS);
+        assert!(limit.debt(world.now_ns()) > Some(Duration::from_secs(7000)));
+        limit.forgive(world.now_ns());
+        assert_eq!(limit.debt(world.now_ns()), None);
+        world.pass(CHECK_NS, FAREWELL_NS);
+        assert_eq!(limit.debt(world.now_ns()), None);
+        world.pass(CHECK_NS, SECOND_NS);
+        let owed = limit.debt(world.now_ns());
+        assert!(owed > Some(Duration::from_millis(1900)), "{owed:?}");
+        limit.forgive(world.now_ns());
+        assert_eq!(limit.debt(world.now_ns()), owed);
     }
 
     #[test]

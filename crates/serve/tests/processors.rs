@@ -21,7 +21,7 @@ use ferrite_serve::polling::{Budget, PollWindow};
 use ferrite_serve::processors::{Limit, Processors};
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::hypervisor::DomId;
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_xen::loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_xen::mover::{self, DISK_MAPPINGS};
@@ -317,10 +317,10 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
 
     // 50 ms were saved up: 150 are owed, and earned in 300.
     world.use_up(Duration::from_millis(200));
-    let held = hold(&mut front, &mut neighbour);
+    let buffer = front.space().buffer(4).unwrap();
+    let held = hold(&mut front, &mut neighbour, &buffer);
     assert!(held > 0, "the second queue has been asleep all the time");
     let before = limited.counters.counts().requests;
-    let buffer = front.space().buffer(4).unwrap();
     for (i, queue) in front.queues.iter_mut().enumerate() {
         queue.write(8 * i as u64, &buffer, 0, 4096).unwrap();
         queue.discard(64, 64, false).unwrap();
@@ -343,7 +343,7 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
 
     // Again in debt, for ever: it is stopped, and its guest waits for the next one.
     world.use_up(Duration::from_secs(3600));
-    hold(&mut front, &mut neighbour);
+    hold(&mut front, &mut neighbour, &buffer);
     let before = limited.counters.counts().requests;
     front.queues[0].write(8, &buffer, 0, 4096).unwrap();
     front.queues[0].push().unwrap();
@@ -356,10 +356,9 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
 
 /// Waits until the debt is known to the queues: one that was about to look at its ring may still
 /// take what it finds. Gives how many requests are held back.
-fn hold(front: &mut Frontend, neighbour: &mut Frontend) -> u64 {
-    let buffer = front.space().buffer(1).unwrap();
+fn hold(front: &mut Frontend, neighbour: &mut Frontend, buffer: &Buffer) -> u64 {
     for queue in &mut front.queues {
-        queue.write(8, &buffer, 0, 4096).unwrap();
+        queue.write(8, buffer, 0, 4096).unwrap();
         queue.push().unwrap();
     }
     (0..500).for_each(|_| works(neighbour));
@@ -443,4 +442,29 @@ fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
     rig.machine.remove_disk(&rig.disk.clone()).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
     assert!(rig.sectors(0, 2 << 20).iter().all(|byte| *byte == 0x42));
+}
+
+/// Linux closes a disk at once, and cannot remove it while a request of its rings is unanswered.
+#[test]
+fn a_disk_in_debt_that_is_to_be_unplugged_answers_what_is_on_its_rings() {
+    let world = Arc::new(World::default());
+    let (mut rig, mut other) = (disk(&world, true), disk(&world, false));
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let mut neighbour = other.connect(&FrontOptions::default());
+    works(&mut front);
+    world.use_up(Duration::from_secs(3600));
+    let buffer = front.space().buffer(1).unwrap();
+    assert!(hold(&mut front, &mut neighbour, &buffer) > 0, "nothing is held back");
+    let disk = rig.disk.clone();
+    rig.machine.unplug(&disk).unwrap();
+    for queue in &mut front.queues {
+        assert!(queue.drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
+    }
+    // It has not let go of the disk, and what it takes from now on is paid for.
+    world.use_up(Duration::from_secs(3600));
+    assert!(hold(&mut front, &mut neighbour, &buffer) > 0);
+    front.close(PATIENCE).unwrap();
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+    neighbour.close(PATIENCE).unwrap();
+    assert_eq!(other.stop().unwrap(), Outcome::Stopped);
 }

@@ -237,6 +237,13 @@ impl Attached {
         Ok(())
     }
 
+    /// The toolstack wants the disk back: what is on the rings is answered while the guest is there
+    /// to hear it, whatever the disk has used of processors.
+    pub(super) fn hurry(&self, now_ns: u64) {
+        self.connection.processors.forgive(now_ns);
+        self.connection.wake_all();
+    }
+
     /// Answers what is in flight, gives everything of the guest's back, forgets the connection.
     pub(super) fn detach(mut self) -> Result<(), ServeError> {
         self.finish()?;

@@ -347,6 +347,11 @@ impl Backend<'_> {
             self.detach(attached)?;
             return self.unplugged(false).map(Some);
         }
+        if let Some(attached) = attached
+            && !look.online
+        {
+            attached.hurry(self.device.clock.now_ns());
+        }
         self.follow(frontend, look, attached, refused)?;
         if attached.is_none() {
             if look.is_unwanted() && !look.is_held() {
