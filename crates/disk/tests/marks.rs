@@ -248,3 +248,27 @@ fn what_a_clone_that_was_cut_off_has_made_read_only_is_told_from_a_parent() {
         tree.open("a/base").unwrap();
     }
 }
+
+/// A child in its parent's folder whose name says that it has the other format.
+#[test]
+fn a_child_with_the_extension_of_another_format_is_known_by_a_line_and_by_what_it_is() {
+    for format in FORMATS {
+        for has_line in [true, false] {
+            let tree = Tree::new(format);
+            let other = if format == Format::Vhd { "a/web.qcow2" } else { "a/web.vhd" };
+            tree.remove("a/own");
+            tree.clone("a/base", other);
+            assert!(tree.list("a/base").contains("web"), "{}", tree.list("a/base"));
+            if !has_line {
+                tree.remove("a/base.ferrite-children");
+            }
+            tree.make_writable("a/base");
+            let error = tree.open("a/base").unwrap_err();
+            assert!(error.to_string().contains("web"), "{error}");
+            let new = NewImage { bytes: Some(8 * MIB), force: true, ..NewImage::default() };
+            let before = fs::read(tree.path("a/base")).unwrap();
+            shop(&HostDirectory, |shop| shop.create(&tree.image("a/base"), &new)).unwrap_err();
+            assert!(fs::read(tree.path("a/base")).unwrap() == before);
+        }
+    }
+}

@@ -3,9 +3,10 @@
 
 mod model;
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::tools::{CheckReport, Info};
+use ferrite_disk::tools::{CheckReport, Info, NewImage};
 use ferrite_disk::{OpenOptions, Session};
 use model::{
     Model, check_clean, compare, name, open, pattern, peek, poke, qemu, qemu_img, session, shop,
@@ -118,6 +119,32 @@ fn snapshots_and_what_is_allocated_are_told() {
     assert!(layer.snapshots.iter().all(|s| s.virtual_bytes == 6 * MIB && s.created_unix_s > 0));
     let clusters: std::collections::BTreeSet<u64> = kept[2].0.keys().map(|s| s / 128).collect();
     assert_eq!(layer.allocated_bytes, Some(clusters.len() as u64 * (64 << 10)));
+}
+
+#[test]
+fn a_child_with_snapshots_inside_is_not_merged_even_by_force() {
+    let dir = dir();
+    let [base, child] = ["base", "child"].map(|n| name(&dir.path().join(format!("{n}.qcow2"))));
+    let new = NewImage { bytes: Some(6 * MIB), ..NewImage::default() };
+    shop(|shop| shop.create(&base, &new)).unwrap();
+    let on = NewImage { parent: Some(base.clone()), ..NewImage::default() };
+    shop(|shop| shop.create(&child, &on)).unwrap();
+    if !qemu(&["snapshot", "-c", "s", text(&child.path)]) {
+        return;
+    }
+    let before = [&base, &child].map(|image| std::fs::read(&image.path).unwrap());
+    for force in [false, true] {
+        let error = shop(|shop| shop.coalesce(&child, force)).unwrap_err();
+        assert!(error.to_string().contains("snapshots inside"), "{error}");
+        assert!(before == [&base, &child].map(|image| std::fs::read(&image.path).unwrap()));
+    }
+    assert!(qemu(&["snapshot", "-d", "s", text(&child.path)]));
+    // Those of the parent stay, in the file that has the child's name now.
+    std::fs::set_permissions(&base.path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    assert!(qemu(&["snapshot", "-c", "p", text(&base.path)]));
+    shop(|shop| shop.coalesce(&child, false)).unwrap();
+    assert_eq!(info(&child.path).chain[0].snapshots[0].name, "p");
+    check_clean(&child.path);
 }
 
 #[test]

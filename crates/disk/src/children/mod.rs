@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use ferrite_io::directory::Directory;
 
 use crate::place::Place;
-use crate::qcow2::{backing_path, is_on_raw};
+use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
 use crate::vhd::{Head, Lineage, Uuid, head, lineage};
 use crate::{DiskError, ErrorKind, Format, Raw};
 
@@ -105,24 +105,25 @@ impl Target {
         }
     }
 
-    /// The same of an image of a known format: what its head excludes is not read on.
-    fn carries_named(&self, path: &Path, format: Format) -> io::Result<bool> {
+    /// The same of one with the name of an image: what its head excludes is not read on. The name
+    /// may be of the other format than the image.
+    fn carries_named(&self, path: &Path) -> io::Result<bool> {
         let Some(raw) = Raw::glance(path)? else { return Ok(false) };
-        match format {
-            Format::Raw => Ok(false),
-            Format::Qcow2 => Ok(backing_path(&raw)?.is_some_and(|parent| self.is(&parent))),
-            Format::Vhd => {
-                let of_another = |head: &Head| match head.parent {
-                    None => true,
-                    Some(Uuid::NIL) => false,
-                    Some(parent) => ![Some(parent), Some(head.uuid)].contains(&self.uuid),
-                };
-                if head(&raw).is_some_and(|head| of_another(&head)) {
-                    return Ok(false);
-                }
-                Ok(lineage(&raw)?.is_some_and(|child| self.carries_vhd(&child)))
+        let of_another = |head: &Head| match head.parent {
+            None => true,
+            Some(Uuid::NIL) => false,
+            Some(parent) => ![Some(parent), Some(head.uuid)].contains(&self.uuid),
+        };
+        // A fixed VHD begins with what its guest has written, so its name counts first.
+        if Format::of_path(path) != Format::Qcow2 || !is_qcow2(&raw)? {
+            if head(&raw).is_some_and(|head| of_another(&head)) {
+                return Ok(false);
+            }
+            if let Some(child) = lineage(&raw)? {
+                return Ok(self.carries_vhd(&child));
             }
         }
+        Ok(backing_path(&raw)?.is_some_and(|parent| self.is(&parent)))
     }
 
     /// Whether the image at `path` stands on this one, with any number of others between the two but
@@ -340,18 +341,19 @@ fn in_folder(
         Err(_) => return,
     };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
-        let format = Format::of_path(&path);
         let is_new = path.as_os_str().as_bytes().ends_with(NEW.as_bytes());
         let is_asked = || match ask {
             Ask::All => !is_new && is_file(&path),
-            Ask::Marked | Ask::Named => format != Format::Raw && !is_new && is_file(&path),
+            Ask::Marked | Ask::Named => {
+                Format::of_path(&path) != Format::Raw && !is_new && is_file(&path)
+            }
         };
         if !is_asked() || !counts(&path) {
             continue;
         }
         let carries = match ask {
             Ask::All => target.carries(&path),
-            Ask::Marked | Ask::Named => target.carries_named(&path, format),
+            Ask::Marked | Ask::Named => target.carries_named(&path),
         };
         match carries {
             Ok(true) => return found.child = Some(path),

@@ -12,6 +12,12 @@ use crate::Raw;
 /// The fields that all versions have.
 const FIELDS_BYTES: usize = 24;
 
+/// Whether it begins as a qcow2 image does.
+pub(crate) fn is_qcow2(raw: &Raw) -> io::Result<bool> {
+    let head = raw.read_now(0, FIELDS_BYTES)?;
+    Ok(head.len() == FIELDS_BYTES && be32(&head, 0) == MAGIC)
+}
+
 /// Whether the backing file of a qcow2 image is raw: what its guest has written there says nothing.
 pub(crate) fn is_on_raw(raw: &Raw) -> io::Result<bool> {
     let head = raw.read_now(0, HEAD_BYTES as usize)?;

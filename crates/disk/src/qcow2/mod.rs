@@ -50,7 +50,7 @@ mod zero;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::NewImage;
-pub(crate) use lineage::{backing_path, is_on_raw};
+pub(crate) use lineage::{backing_path, is_on_raw, is_qcow2};
 pub use repair::repair;
 pub(crate) use snapshots::Told;
 pub use upgrade::upgrade;

@@ -14,6 +14,7 @@ use super::copy::{Copying, Mode};
 use super::create::done;
 use super::desk::Desk;
 use super::files::{Protected, same_file, take_rights};
+use super::rebase::check_snapshots;
 use super::{Done, Workshop, broken, formats, refused, unsuitable};
 use crate::children::{self, Ask, absolute};
 use crate::image::Image;
@@ -47,6 +48,7 @@ impl Workshop<'_> {
         // Both locked against everybody, the child without its parent.
         let upper = Image::open_alone(child, &Workshop::even_parents(self.options(false)))?;
         check_same(&upper, child, pair)?;
+        check_snapshots(&upper.layers()[0], what())?;
         let upper = Disk::Image(upper);
         self.close(&upper, &child.path)?;
         let rights = fs::metadata(&child.path).map_err(cannot)?;
@@ -56,7 +58,7 @@ impl Workshop<'_> {
         protected.restore().map_err(cannot)?;
         let mut notes = Vec::new();
         if let Some(below) = lower.media().get(1) {
-            self.mark_renamed(below.path(), &pair.parent.path, &child.path, &mut notes)?;
+            self.mark_renamed(below.path(), &pair.parent, child, &mut notes)?;
         }
         let mut desk = Copying::desk(self).map_err(cannot)?;
         let copying = Copying::new(self, &mut desk, Mode::Merge, &upper, &lower);

@@ -70,7 +70,7 @@ impl Workshop<'_> {
                         convert the parent into a copy";
             let help = (!new.unmarked).then_some(help);
             let path = &parent.name.path;
-            undo.marked(path, self.mark(path, &name.path, help, &mut notes)?);
+            undo.marked(path, self.mark(path, name, help, &mut notes)?);
         }
         self.write_new(&mut file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
@@ -181,7 +181,7 @@ impl Workshop<'_> {
     pub(super) fn mark(
         &self,
         parent: &Path,
-        child: &Path,
+        child: &ImageName,
         help: Option<&str>,
         notes: &mut Vec<String>,
     ) -> Result<Option<Held>, DiskError> {
@@ -194,14 +194,14 @@ impl Workshop<'_> {
             notes.push(note);
             return Ok(None);
         }
-        let cannot = |e| broken(format!("cannot make {}", child.display()), e);
+        let cannot = |e| broken(format!("cannot make {}", child.path.display()), e);
         let file = fs::canonicalize(parent).map_err(cannot)?;
-        let child = absolute(child).map_err(cannot)?;
-        if self.is_found(&file, &child) {
+        let path_of_child = absolute(&child.path).map_err(cannot)?;
+        if self.is_found(&file, &path_of_child, child.format) {
             return Ok(None);
         }
-        let is_device = self.is_device(&child);
-        let mark = Mark::of(&file, child, is_device).map_err(cannot)?;
+        let is_device = self.is_device(&path_of_child);
+        let mark = Mark::of(&file, path_of_child, is_device).map_err(cannot)?;
         let left = children::leave_mark(self.directory, &file, &mark);
         match (left, help) {
             (Ok(held), _) => Ok(Some(held)),
@@ -218,8 +218,8 @@ impl Workshop<'_> {
     }
 
     /// Whether a child is found in its parent's folder, as its name says what it is.
-    fn is_found(&self, file: &Path, child: &Path) -> bool {
-        let named = child.parent() == file.parent() && Format::of_path(child) != Format::Raw;
+    fn is_found(&self, file: &Path, child: &Path, format: Format) -> bool {
+        let named = child.parent() == file.parent() && Format::of_path(child) == format;
         named && !self.is_device(child)
     }
 
@@ -228,19 +228,19 @@ impl Workshop<'_> {
     pub(super) fn mark_renamed(
         &self,
         parent: &Path,
-        child: &Path,
-        name: &Path,
+        child: &ImageName,
+        name: &ImageName,
         notes: &mut Vec<String>,
     ) -> Result<Option<Held>, DiskError> {
         if self.is_device(parent) {
             return Ok(None);
         }
-        let cannot = |e| broken(format!("cannot make {}", name.display()), e);
+        let cannot = |e| broken(format!("cannot make {}", name.path.display()), e);
         let file = fs::canonicalize(parent).map_err(cannot)?;
-        let child = absolute(child).map_err(cannot)?;
+        let (child, format) = (absolute(&child.path).map_err(cannot)?, child.format);
         let marked =
             || marks::read(&file).map_or(true, |all| all.iter().any(|line| line.is_for(&child)));
-        let known = self.is_found(&file, &child) || marked();
+        let known = self.is_found(&file, &child, format) || marked();
         let help = format!(
             "see to it that {} can be written; if nobody will ever merge into the parent, take the \
              line of {} out of it",
@@ -323,8 +323,7 @@ impl Workshop<'_> {
         // Each is undone when the names are what they were before it.
         let mut undo_below = Undo::new(self);
         if let Some(below) = parent.disk.media().get(1) {
-            let name = &parent.name.path;
-            let marked = self.mark_renamed(below.path(), &leaf.path, name, &mut notes)?;
+            let marked = self.mark_renamed(below.path(), leaf, &parent.name, &mut notes)?;
             undo_below.marked(below.path(), marked);
         }
         let _link = match exists {
@@ -334,7 +333,7 @@ impl Workshop<'_> {
         let mut undo = Undo::new(self);
         let mut file = self.new_file(&leaf.path, Over::Mine)?;
         let help = "give both names the extension of their format";
-        undo.marked(&parent.path, self.mark(&parent.path, &leaf.path, Some(help), &mut notes)?);
+        undo.marked(&parent.path, self.mark(&parent.path, leaf, Some(help), &mut notes)?);
         self.write_new(&mut file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
         undo.forget();

@@ -65,7 +65,7 @@ impl Workshop<'_> {
         self.keep(&below, &mut undo, &mut notes)?;
         let help =
             "see to it that files can be made beside the parent, or convert that into a copy";
-        let marked = self.mark(&below.name.path, &name.path, Some(help), &mut notes)?;
+        let marked = self.mark(&below.name.path, name, Some(help), &mut notes)?;
         undo.marked(&below.name.path, marked);
         self.write_new(&mut file, name.format, &new, (Some(&below), Blank::Zeros), bytes)?;
         let to = file.open_disk(name.format)?;
@@ -175,6 +175,16 @@ fn check_size(name: &ImageName, bytes: u64, parent_bytes: u64) -> Result<(), Dis
     Err(DiskError::new(ErrorKind::Usage, what, why, help))
 }
 
+/// Refuses to replace an image that has snapshots inside.
+pub(super) fn check_snapshots(layer: &Layer, what: String) -> Result<(), DiskError> {
+    let Layer::Qcow2(qcow2) = layer else { return Ok(()) };
+    if qcow2.snapshots().map_err(|e| broken(what.clone(), e))?.is_empty() {
+        return Ok(());
+    }
+    let why = "there are snapshots inside of it, which would be lost";
+    Err(refused(what, why, "delete them first (qemu-img snapshot -d)"))
+}
+
 /// Whether the image itself can be made anew; its unit of allocation.
 fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
     let layer = match old {
@@ -182,13 +192,8 @@ fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
         Disk::Raw(_) | Disk::Null(_) => None,
     };
     let what = || format!("cannot rebase {}", name.path.display());
+    layer.map_or(Ok(()), |layer| check_snapshots(layer, what()))?;
     match layer {
-        Some(Layer::Qcow2(qcow2))
-            if !qcow2.snapshots().map_err(|e| broken(what(), e))?.is_empty() =>
-        {
-            let why = "there are snapshots inside of it, which would be lost";
-            Err(refused(what(), why, "delete them first (qemu-img snapshot -d)"))
-        }
         Some(Layer::Qcow2(qcow2)) => Ok(u32::try_from(qcow2.cluster_bytes()).ok()),
         Some(Layer::Vhd(vhd)) => Ok(vhd.block_bytes()),
         Some(Layer::Raw(_)) | None => {
