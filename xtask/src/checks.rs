@@ -1,10 +1,12 @@
 //! `cargo xtask test`: every check there is, and a summary of them.
 
+use crate::dist::{self, Squeeze};
 use crate::lab::Program;
 use crate::lab::disk::Backend;
 use crate::lab::root::{self, Suite};
+use crate::programs::Programs;
 use crate::steps::{self, cargo, run_logged, say, step};
-use crate::{dist, packages, rest, xentests};
+use crate::{packages, rest, xentests};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -72,7 +74,7 @@ pub(crate) fn build_ferrite() -> Result<Program> {
 /// The tests of the hypervisor's and the store's interfaces, which need a dom0 but no guest.
 fn build_host_tests() -> Result<Program> {
     step("build the tests for the dom0", || {
-        let file = rest::test_binary("ferrite-xen", &["--test", "on_xen"])?;
+        let file = Programs::build(&["--test", "on_xen"])?.test_file("xen", "on_xen")?;
         Ok(Program { name: "on_xen", file })
     })
 }
@@ -81,7 +83,7 @@ fn build_host_tests() -> Result<Program> {
 fn build_package() -> Result<Program> {
     let program = build_ferrite()?.file;
     step("pack", || {
-        let made = dist::pack(&program, &steps::target_dir().join("dist-lab"))?;
+        let made = dist::pack(&program, &steps::target_dir().join("dist-lab"), Squeeze::Little)?;
         Ok(Program { name: "ferrite.deb", file: made.deb })
     })
 }
@@ -119,14 +121,14 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     let suite = Suite::by_name(&arguments.suite)?;
     let mut outcomes = Vec::new();
     std::thread::scope(|scope| {
-        // Mostly downloading and unpacking: it fits beside compiling.
-        let root = with_xen.then(|| scope.spawn(move || root::ensure(suite)));
+        // Downloading, unpacking and one long link: they fit beside what waits for disks.
+        let prepared = with_xen.then(|| scope.spawn(move || prepare(suite, arguments.backend)));
         if with_rest {
             outcomes.extend(rest::rest());
         }
-        if let Some(root) = root {
-            let root = root.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));
-            outcomes.extend(xen(arguments, root));
+        if let Some(prepared) = prepared {
+            let prepared = prepared.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));
+            outcomes.extend(xen(arguments, prepared));
         }
     });
     Ok(summary(&outcomes))
@@ -146,10 +148,25 @@ pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<()>) -> Outcome {
     }
 }
 
+/// What the tests on a real Xen host take, beside the tests for the dom0.
+struct Prepared {
+    root: root::Root,
+    programs: Vec<Program>,
+}
+
+fn prepare(suite: Suite, backend: BackendArgument) -> Result<Prepared> {
+    let root = root::ensure(suite)?;
+    let programs = match backend {
+        BackendArgument::Ferrite => vec![build_package()?],
+        BackendArgument::Blkback => Vec::new(),
+    };
+    Ok(Prepared { root, programs })
+}
+
 /// The tests on a real Xen host.
-fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
+fn xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Vec<Outcome> {
     let began = Instant::now();
-    match run_xen(arguments, root) {
+    match run_xen(arguments, prepared) {
         Ok(outcomes) => outcomes,
         Err(error) => {
             say(steps::chain(&error));
@@ -162,12 +179,15 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
     }
 }
 
-fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
-    let root = root.context("the Xen tests cannot run")?;
-    let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => (Backend::Ferrite, vec![build_package()?, build_host_tests()?]),
-        BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
+fn run_xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Result<Vec<Outcome>> {
+    let Prepared { root, mut programs } = prepared.context("the Xen tests cannot run")?;
+    let backend = match arguments.backend {
+        BackendArgument::Ferrite => Backend::Ferrite,
+        BackendArgument::Blkback => Backend::Blkback,
     };
+    if backend == Backend::Ferrite {
+        programs.push(build_host_tests()?);
+    }
     let selection = xentests::Selection {
         filter: arguments.xen.clone().flatten(),
         backend,

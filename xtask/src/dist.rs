@@ -5,6 +5,7 @@
 
 use crate::checks::fresh_log;
 use crate::packages;
+use crate::programs::Programs;
 use crate::steps::{self, cargo, output, run_logged, step};
 use anyhow::{Context, Result, bail};
 use std::fs;
@@ -35,7 +36,7 @@ pub(crate) struct Made {
 pub(crate) fn dist(arguments: &DistArguments) -> Result<()> {
     packages::ensure(&[packages::DIST])?;
     let program = build(arguments.is_static)?;
-    let made = step("pack", || pack(&program, &steps::target_dir().join("dist")))?;
+    let made = step("pack", || pack(&program, &steps::target_dir().join("dist"), Squeeze::Well))?;
     step("try the package", || try_out(&made, arguments.is_static))?;
     steps::say(format!("made {} and {}", made.tar.display(), made.deb.display()));
     Ok(())
@@ -78,10 +79,8 @@ fn check_static_target() -> Result<()> {
 /// Packs the program that the tests have built, and tries the package.
 pub(crate) fn check() -> Result<()> {
     packages::ensure(&[packages::DIST])?;
-    let log = fresh_log("dist-check")?;
-    run_logged(cargo().args(["build", "--locked", "--package", "ferrite"]), &log)?;
-    let program = steps::target_dir().join("debug/ferrite");
-    try_out(&pack(&program, &steps::target_dir().join("dist-check"))?, false)
+    let program = Programs::build(&[])?.binary("ferrite", "ferrite")?;
+    try_out(&pack(&program, &steps::target_dir().join("dist-check"), Squeeze::Little)?, false)
 }
 
 /// Unpacks the package and has its program start and work on images.
@@ -116,8 +115,25 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     Ok(())
 }
 
+/// How hard to compress: what is tried and thrown away need not be small.
+#[derive(Clone, Copy)]
+pub(crate) enum Squeeze {
+    Little,
+    Well,
+}
+
+impl Squeeze {
+    /// The option of both xz and dpkg-deb.
+    fn level(self) -> &'static str {
+        match self {
+            Squeeze::Little => "0",
+            Squeeze::Well => "6",
+        }
+    }
+}
+
 /// Puts everything in its place below a folder, and packs that.
-pub(crate) fn pack(program: &Path, to: &Path) -> Result<Made> {
+pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> {
     let log = fresh_log("dist")?;
     let _ = fs::remove_dir_all(to);
     let root = to.join("root");
@@ -127,11 +143,13 @@ pub(crate) fn pack(program: &Path, to: &Path) -> Result<Made> {
     let mut pack = Command::new("tar");
     pack.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mtime=@0"]);
     pack.arg("--transform").arg(format!("s,^\\.,{name},")).arg("-cJf").arg(&tar);
+    pack.env("XZ_OPT", format!("-{}", squeeze.level()));
     run_logged(pack.arg("-C").arg(&root).arg("."), &log)?;
     let deb = to.join(format!("ferrite_{VERSION}_amd64.deb"));
     control(program, &root)?;
     let mut pack = Command::new("dpkg-deb");
-    pack.args(["--root-owner-group", "-Zxz", "--build"]).arg(&root).arg(&deb);
+    pack.args(["--root-owner-group", "-Zxz"]).arg(format!("-z{}", squeeze.level()));
+    pack.arg("--build").arg(&root).arg(&deb);
     run_logged(pack.env("SOURCE_DATE_EPOCH", "0"), &log)?;
     Ok(Made { tar, deb })
 }

@@ -12,6 +12,7 @@ mod mutants;
 mod nightly;
 mod packages;
 mod powercuts;
+mod programs;
 mod rest;
 mod steps;
 mod xentests;

@@ -1,10 +1,12 @@
-//! What takes hours: mutants, then power cuts with new seeds, then the fuzz targets.
+//! What takes hours: mutants, every test under AddressSanitizer, power cuts with new seeds, fuzz
+//! targets.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 
-use crate::{fuzz, mutants, powercuts, steps};
+use crate::steps::{self, say, step};
+use crate::{fuzz, mutants, powercuts, rest};
 
 /// Options of `cargo xtask nightly`.
 #[derive(clap::Args)]
@@ -12,7 +14,7 @@ pub(crate) struct NightlyArguments {
     /// For how long in all.
     #[arg(default_value_t = 8.0)]
     hours: f64,
-    /// Only one of the three.
+    /// Only one of the four.
     #[arg(long, value_enum)]
     only: Option<Part>,
 }
@@ -21,19 +23,25 @@ pub(crate) struct NightlyArguments {
 enum Part {
     /// Mutants, as long as that takes.
     Mutants,
+    /// Every test of the data path under AddressSanitizer.
+    Sanitizer,
     /// The simulator's stories.
     PowerCuts,
     /// The fuzz targets.
     Fuzz,
 }
 
-/// Runs all parts, whatever those before have found. Mutants come first; what they leave of the
-/// time is for the other two.
+/// Runs all parts, whatever those before have found. Mutants and the sanitizer come first; what they
+/// leave of the time is for the other two.
 pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
     let wanted = |part| arguments.only.is_none_or(|only| only == part);
     let mut good = true;
     if wanted(Part::Mutants) {
         good &= mutants::nightly()?;
+    }
+    if wanted(Part::Sanitizer) {
+        let every = step("every test under AddressSanitizer", rest::address_sanitizer_of_all);
+        good &= every.inspect_err(|error| say(steps::chain(error))).is_ok();
     }
     let seconds = arguments.hours * 3600.0 - steps::elapsed_s();
     let share = if arguments.only.is_some() { seconds } else { seconds / 2.0 } as u64;

@@ -11,7 +11,8 @@ use anyhow::{Context, Result, ensure};
 
 use crate::checks::fresh_log;
 use crate::packages;
-use crate::steps::{self, cargo, run_logged, say, step};
+use crate::programs::Programs;
+use crate::steps::{self, run_logged, say, step};
 
 /// Seeds of the fixed set, from 1 on; each is a story of every scenario, format and medium.
 const FIXED_SEEDS: u64 = 8;
@@ -143,12 +144,7 @@ fn told_by(program: &Path) -> Command {
 }
 
 fn build() -> Result<PathBuf> {
-    step("build ferrite-sim", || {
-        let mut command = cargo();
-        command.args(["build", "--locked", "--package", "ferrite-sim"]);
-        run_logged(&mut command, &fresh_log("power-cuts-build")?)
-    })?;
-    Ok(steps::target_dir().join("debug/ferrite-sim"))
+    step("build ferrite-sim", || Programs::build(&[])?.binary("sim", "ferrite-sim"))
 }
 
 #[cfg(test)]

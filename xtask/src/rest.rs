@@ -1,17 +1,25 @@
 //! Every check that needs no Xen host: format, lints, docs, licences, tests, memory checkers.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
 use crate::checks::{Outcome, check, fresh_log};
+use crate::programs::Programs;
 use crate::steps::{self, cargo, run_logged};
 use crate::{dist, mutants, powercuts};
 
-/// The licence gate. Built once into target/tools: three minutes of processor time.
+/// The licence gate. Built once into target/tools, without optimisation: it runs for a second.
 const CARGO_DENY: &str = "0.20.2";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// The backend's tests in which data moves.
+const DATA: &[&str] =
+    &["served", "exactness", "shapes", "model", "hostile", "limits", "lifecycle", "takeover"];
+
+/// Further ones that reach code with `unsafe` in it, or count its memory.
+const MEMORY: &[&str] = &["confidentiality", "discards", "merging", "resources", "storm", "unplug"];
 
 /// Runs them all, the quickest to fail first.
 pub(crate) fn rest() -> Vec<Outcome> {
@@ -63,27 +71,20 @@ fn fuzz_targets() -> Result<()> {
 /// The disks, the backend and the program once more, on the engine of kernels without io_uring.
 /// (The tests of `ferrite-io` run on both anyway.)
 fn tests_on_aio() -> Result<()> {
-    let mut test = cargo();
-    test.args(["test", "--locked", "--tests"]);
-    for package in ["ferrite-disk", "ferrite-serve", "ferrite"] {
-        test.args(["--package", package]);
-    }
     // Most of their time is the kernel's grace period at the end of each context, when no processor
     // is needed.
-    test.env("RUST_TEST_THREADS", (4 * steps::cpus()).to_string());
-    run("tests-on-aio", test.env("FERRITE_TEST_ENGINE", "aio"))
+    let threads = (4 * steps::cpus()).to_string();
+    let packages = ["disk", "serve", "ferrite"];
+    Programs::build(&[])?.run_all("aio", &packages, steps::cpus(), &|test| {
+        test.env("RUST_TEST_THREADS", &threads).env("FERRITE_TEST_ENGINE", "aio");
+    })
 }
 
 /// Tests of the backend in which data moves, once more with another mover.
 fn with_mover(mover: &str) -> Result<()> {
-    let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite-serve"]);
-    for target in
-        ["served", "exactness", "shapes", "model", "hostile", "limits", "lifecycle", "takeover"]
-    {
-        test.args(["--test", target]);
-    }
-    run(&format!("mover-{mover}"), test.env("FERRITE_TEST_MOVER", mover))
+    Programs::build(&[])?.run_some(&format!("mover-{mover}"), "serve", DATA, &|test| {
+        test.env("FERRITE_TEST_MOVER", mover);
+    })
 }
 
 /// What threads share, under shuttle's scheduler. (The pool's are among the ordinary tests.)
@@ -95,7 +96,7 @@ fn interleavings() -> Result<()> {
 
 /// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.
 fn valgrind() -> Result<()> {
-    let binary = test_binary("ferrite-xen", &["--lib"])?;
+    let binary = Programs::build(&[])?.test_file("xen", "ferrite_xen")?;
     let mut test = Command::new("valgrind");
     test.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]).arg(binary);
     // Proptest's cases are a hundred times slower there.
@@ -104,23 +105,25 @@ fn valgrind() -> Result<()> {
     run("valgrind", &mut test)
 }
 
-/// The path of one of a package's test programs.
-pub(crate) fn test_binary(package: &str, target: &[&str]) -> Result<PathBuf> {
-    let args = ["test", "--locked", "--no-run", "--message-format=json", "--package", package];
-    let messages = steps::output(cargo().args(args).args(target))?;
-    let artifact = messages
-        .lines()
-        .filter(|line| line.contains("\"test\":true"))
-        .find_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
-        .with_context(|| format!("cargo named no test binary of {package}"))?;
-    Ok(artifact.0.into())
-}
-
 /// All of the data path with every access checked. The sanitizer is part of the stable toolchain
 /// but behind a flag of the compiler's unstable ones.
 fn address_sanitizer() -> Result<()> {
+    let mut targets = vec!["--lib".to_owned()];
+    let mut names = test_files("crates/io/tests")?;
+    names.extend(test_files("crates/xen/tests")?);
+    names.extend(DATA.iter().chain(MEMORY).map(|name| (*name).to_owned()));
+    targets.extend(names.into_iter().flat_map(|name| ["--test".to_owned(), name]));
+    sanitized(&targets)
+}
+
+/// The same of every test of the three crates.
+pub(crate) fn address_sanitizer_of_all() -> Result<()> {
+    sanitized(&["--tests".to_owned()])
+}
+
+fn sanitized(targets: &[String]) -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--target", TARGET, "--tests"]);
+    test.args(["test", "--locked", "--target", TARGET]).args(targets);
     for package in ["ferrite-io", "ferrite-xen", "ferrite-serve"] {
         test.args(["--package", package]);
     }
@@ -134,13 +137,31 @@ fn address_sanitizer() -> Result<()> {
     run("address-sanitizer", &mut test)
 }
 
+/// The names of the test programs that cargo makes of a folder of tests.
+fn test_files(folder: &str) -> Result<Vec<String>> {
+    let folder = steps::repository().join(folder);
+    let entries =
+        std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "rs")
+            || path.join("main.rs").is_file()
+        {
+            names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+        }
+    }
+    Ok(names)
+}
+
 fn licences() -> Result<()> {
     let tools = steps::target_dir().join("tools");
     let deny = tools.join("bin/cargo-deny");
     if !is_version(&deny) {
         let mut install = cargo();
-        install.args(["install", "--locked", "cargo-deny", "--version", CARGO_DENY, "--root"]);
-        run("cargo-deny", install.arg(&tools))?;
+        install.args(["install", "--debug", "--locked", "cargo-deny", "--version", CARGO_DENY]);
+        install.env("CARGO_PROFILE_DEV_DEBUG", "0");
+        run("cargo-deny", install.arg("--root").arg(&tools))?;
     }
     if !is_version(&deny) {
         bail!("{} is not version {CARGO_DENY}", deny.display());

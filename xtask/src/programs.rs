@@ -1,0 +1,179 @@
+//! The test programs of the workspace: compiled once, run as often as checks need them.
+//!
+//! They are always built for the whole workspace. `--package` would give the crates they depend on
+//! another set of features, and everything would be compiled once more for each such choice.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Mutex;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::checks::fresh_log;
+use crate::steps::{self, cargo, run_logged};
+
+/// A program that cargo has built.
+pub(crate) struct Program {
+    /// The folder of its package below crates/.
+    package: String,
+    /// The name of its test file, library or binary.
+    name: String,
+    is_test: bool,
+    file: PathBuf,
+    folder: PathBuf,
+}
+
+/// The test programs of the workspace, and the programs that they use.
+pub(crate) struct Programs(Vec<Program>);
+
+/// What of cargo's messages is of use here.
+#[derive(Deserialize)]
+struct Message {
+    manifest_path: Option<PathBuf>,
+    executable: Option<PathBuf>,
+    target: Option<Target>,
+    profile: Option<Profile>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
+}
+
+impl Programs {
+    /// Builds what `targets` (`--lib`, `--test name`) select, or all test programs if that is empty.
+    pub(crate) fn build(targets: &[&str]) -> Result<Programs> {
+        let mut build = cargo();
+        build.args(["test", "--locked", "--workspace", "--no-run", "--message-format=json"]);
+        parse(&steps::output(build.args(targets))?)
+    }
+
+    /// The path of the test program of a package's test file, or of its library under the library's
+    /// name.
+    pub(crate) fn test_file(&self, package: &str, name: &str) -> Result<PathBuf> {
+        Ok(self.find(package, name, true)?.file.clone())
+    }
+
+    /// The path of one of the workspace's own programs, as tests run it.
+    pub(crate) fn binary(&self, package: &str, name: &str) -> Result<PathBuf> {
+        Ok(self.find(package, name, false)?.file.clone())
+    }
+
+    fn find(&self, package: &str, name: &str, is_test: bool) -> Result<&Program> {
+        let fits = |program: &&Program| {
+            program.package == package && program.name == name && program.is_test == is_test
+        };
+        self.0.iter().find(fits).with_context(|| format!("cargo built no {name} in {package}"))
+    }
+
+    /// Runs all tests of these packages, `at_once` programs at a time, and tells of each that fails.
+    pub(crate) fn run_all(
+        &self,
+        check: &str,
+        packages: &[&str],
+        at_once: usize,
+        told: &(dyn Fn(&mut Command) + Sync),
+    ) -> Result<()> {
+        let wanted =
+            self.0.iter().filter(|p| p.is_test && packages.contains(&p.package.as_str())).collect();
+        run_each(check, wanted, at_once, told)
+    }
+
+    /// Runs some test files of one package, one after the other.
+    pub(crate) fn run_some(
+        &self,
+        check: &str,
+        package: &str,
+        names: &[&str],
+        told: &(dyn Fn(&mut Command) + Sync),
+    ) -> Result<()> {
+        let find = |name: &&str| self.find(package, name, true);
+        run_each(check, names.iter().map(find).collect::<Result<_>>()?, 1, told)
+    }
+}
+
+impl Program {
+    /// The program in its package's folder, where cargo runs tests.
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.file);
+        command.current_dir(&self.folder);
+        command
+    }
+}
+
+fn run_each(
+    check: &str,
+    programs: Vec<&Program>,
+    at_once: usize,
+    told: &(dyn Fn(&mut Command) + Sync),
+) -> Result<()> {
+    let queue = Mutex::new(programs);
+    let failures = Mutex::new(Vec::new());
+    let work = || {
+        while let Some(program) = queue.lock().ok().and_then(|mut queue| queue.pop()) {
+            let mut command = program.command();
+            told(&mut command);
+            let log = fresh_log(&format!("{check}-{}-{}", program.package, program.name));
+            if let Err(error) = log.and_then(|log| run_logged(&mut command, &log))
+                && let Ok(mut failures) = failures.lock()
+            {
+                failures.push(steps::chain(&error));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        (0..at_once.max(1)).for_each(|_| {
+            scope.spawn(work);
+        });
+    });
+    let failures = failures.into_inner().unwrap_or_default();
+    if !failures.is_empty() {
+        bail!("{}", failures.join("\n"));
+    }
+    Ok(())
+}
+
+fn parse(messages: &str) -> Result<Programs> {
+    let mut programs = Vec::new();
+    for line in messages.lines().filter(|line| line.contains("\"executable\":\"")) {
+        let message: Message = serde_json::from_str(line).context("an odd message of cargo")?;
+        let (Some(file), Some(manifest), Some(target), Some(profile)) =
+            (message.executable, message.manifest_path, message.target, message.profile)
+        else {
+            continue;
+        };
+        let folder = manifest.parent().context("a manifest has a folder")?.to_path_buf();
+        let package = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let (name, is_test) = (target.name, profile.test);
+        programs.push(Program { package, name, is_test, file, folder });
+    }
+    Ok(Programs(programs))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_test_program_is_told_from_the_program_that_it_tests() {
+        let message = |test: bool, file: &str| {
+            format!(
+                "{{\"reason\":\"compiler-artifact\",\"manifest_path\":\"/r/crates/disk/Cargo.toml\",\
+                 \"target\":{{\"name\":\"a\"}},\"profile\":{{\"test\":{test}}},\
+                 \"executable\":\"{file}\"}}\n"
+            )
+        };
+        let text =
+            message(false, "/t/a") + &message(true, "/t/deps/a-1") + "{\"executable\":null}\n";
+        let programs = parse(&text).unwrap();
+        assert_eq!(programs.binary("disk", "a").unwrap(), PathBuf::from("/t/a"));
+        assert_eq!(programs.test_file("disk", "a").unwrap(), PathBuf::from("/t/deps/a-1"));
+        assert!(programs.test_file("serve", "a").is_err());
+    }
+}
