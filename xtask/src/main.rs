@@ -3,6 +3,8 @@
 
 mod bench;
 mod checks;
+#[cfg(test)]
+mod citations;
 mod demo;
 mod dist;
 mod docs;

@@ -392,7 +392,7 @@ impl Disk {
     ///
     /// # Errors
     /// As the kernel gives them. It reports a lost write once only, so the caller must not take
-    /// a later success for good (design.md, traps).
+    /// a later success for good (blkif.md 2, rule 3).
     pub async fn flush(&self, port: &Port) -> io::Result<()> {
         match self {
             Disk::Raw(d) => d.flush(&port.io, &port.files).await,
@@ -426,7 +426,7 @@ impl Disk {
 
     /// Tells the medium that a range is not needed any more. It reads as zeros or as before, or,
     /// in an image with a parent, as the parent; bytes outside of it are never touched, however it
-    /// is aligned (security.md T20).
+    /// is aligned (threats.md T20).
     ///
     /// # Errors
     /// `Unsupported`: this medium cannot, and will not later. `PermissionDenied`: read-only.
@@ -480,7 +480,7 @@ impl Disk {
         }
     }
 
-    /// The second line of defence for ranges and read-only disks (security.md T10).
+    /// The second line of defence for ranges and read-only disks (threats.md T10).
     fn check_change(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.read_only() {
             return Err(io::ErrorKind::PermissionDenied.into());

@@ -1,4 +1,4 @@
-//! An image names its parents itself: which of them are opened, and which are not (security.md T25).
+//! An image names its parents itself: which of them are opened, and which are not (threats.md T25).
 
 mod common;
 mod model;

@@ -1,4 +1,4 @@
-//! Images made to harm (security.md T17): every command that looks at one says what is wrong
+//! Images made to harm (threats.md T17): every command that looks at one says what is wrong
 //! within two seconds of its own time and 64 MiB, and writes nothing.
 
 mod images;

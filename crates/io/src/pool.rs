@@ -5,7 +5,7 @@
 //! always fits once the queue is idle, and no queue can starve another. The other slabs are
 //! shared: a [`QueuePool`] takes one when its own are full and gives it back when it is empty.
 //! Taking and giving are one atomic operation each; all else is private to the queue's thread.
-//! No buffer free means: stop consuming requests (security.md 2.3).
+//! No buffer free means: stop consuming requests (threats.md, by construction, 3).
 //!
 //! The last page of the last slab is no buffer but the page that stays zero.
 

@@ -2,7 +2,7 @@
 //!
 //! A [`RawSegment`] becomes a [`Segment`] here or the request is
 //! refused; nothing behind this module sees an unchecked number of a guest's. Rules: blkif.md 2,
-//! security.md T10, T15, T20.
+//! threats.md T10, T15, T20.
 
 use ferrite_xen::abi::{
     DISCARD_SECURE, IndirectOp, MAX_DIRECT_SEGMENTS, Message, PlainOp, RawSegment, SECTOR_BYTES,

@@ -1,4 +1,4 @@
-//! One fixed-size record a request, always on (design.md, step 7).
+//! One fixed-size record a request, always on (ARCHITECTURE.md, "A request's way").
 //!
 //! Each queue has a ring of records in a file on tmpfs, `trace-<queue>` in the disk's run
 //! directory, so that a reader in another process sees them and they outlive a crash. The writer

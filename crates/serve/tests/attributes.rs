@@ -1,4 +1,4 @@
-//! What the toolstack says of a disk in its directory, and what a guest gets of it (security.md
+//! What the toolstack says of a disk in its directory, and what a guest gets of it (threats.md
 //! T26), and when it gets it.
 
 mod rig;

@@ -1,5 +1,5 @@
 //! Two guests on one process, storage that is short, fails, is truncated or has holes, and grants
-//! that are no good (security.md T18): neither guest gets a byte of the other's, and no page of a
+//! that are no good (threats.md T18): neither guest gets a byte of the other's, and no page of a
 //! read that failed has anything of an earlier request's.
 
 mod faulty;

@@ -1,4 +1,4 @@
-//! A request that costs a guest nothing and may be of its whole disk (security.md T21): what it
+//! A request that costs a guest nothing and may be of its whole disk (threats.md T21): what it
 //! takes is bounded by what there is to free, everything else goes first, and it holds up no end.
 
 mod rig;

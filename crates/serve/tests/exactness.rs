@@ -1,4 +1,4 @@
-//! Answers to the last bit: padding (security.md T2), read-only disks and bounds (T10), what a
+//! Answers to the last bit: padding (threats.md T2), read-only disks and bounds (T10), what a
 //! hardened frontend checks (T14), discards of any shape (T20).
 
 mod rig;

@@ -1,4 +1,4 @@
-//! Storage that fails in every way (security.md T6, T18; blkif.md 2, rule 3): the request gets an
+//! Storage that fails in every way (threats.md T6, T18; blkif.md 2, rule 3): the request gets an
 //! error or is done, the guest gets no byte that is not its own, and the disk goes on.
 
 mod faulty;

@@ -1,4 +1,4 @@
-//! Requests that need the disk for themselves, beside queues that break (security.md T4, T24): they
+//! Requests that need the disk for themselves, beside queues that break (threats.md T4, T24): they
 //! wait for what is under way elsewhere, and for nothing else.
 
 mod faulty;

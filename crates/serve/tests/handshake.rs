@@ -1,4 +1,4 @@
-//! Frontends that publish nonsense (security.md T11): refused cleanly, told so, and no harm to a
+//! Frontends that publish nonsense (threats.md T11): refused cleanly, told so, and no harm to a
 //! correct one that comes after.
 
 mod rig;

@@ -1,4 +1,4 @@
-//! What is left of disks that are no more (security.md T22): nothing, however their guests and
+//! What is left of disks that are no more (threats.md T22): nothing, however their guests and
 //! their backends ended. What a successor may ask for stays.
 
 mod rig;

@@ -366,7 +366,7 @@ fn what_is_in_flight_is_answered_before_a_disk_closes() {
     }
 }
 
-/// security.md T3: a guest that writes its state as fast as it can makes the backend look, and
+/// threats.md T3: a guest that writes its state as fast as it can makes the backend look, and
 /// keeps it neither from its other work nor from ending.
 #[test]
 fn a_storm_of_states_holds_nothing_up() {

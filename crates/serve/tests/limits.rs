@@ -1,4 +1,4 @@
-//! What a guest can use up: nothing that it does not give back (security.md T7), no log (T16), no
+//! What a guest can use up: nothing that it does not give back (threats.md T7), no log (T16), no
 //! processor time once its ring is stopped (T13), no mappings beyond its budget (T9).
 //!
 //! All of it is counted for the whole process, so these tests run one at a time.

@@ -79,7 +79,7 @@ fn neighbours_share_an_operation_and_every_page_gets_to_its_place() {
     }
 }
 
-/// Pages in stretches of 112 KiB, of each the even before the odd ones (mission.md, 4).
+/// Pages in stretches of 112 KiB, of each the even before the odd ones (sources.md 4).
 fn even_before_odd(stretches: usize) -> impl Iterator<Item = usize> {
     let stretch = |start| (start..start + 28).step_by(2).chain((start + 1..start + 28).step_by(2));
     (0..stretches).flat_map(move |n| stretch(n * 28))

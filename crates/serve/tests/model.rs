@@ -1,5 +1,5 @@
 //! Random requests of all kinds and shapes, many in flight on several queues, against a model of
-//! the disk that knows what each of them may see and leave (security.md T15).
+//! the disk that knows what each of them may see and leave (threats.md T15).
 
 mod rig;
 

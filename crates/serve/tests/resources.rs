@@ -1,4 +1,4 @@
-//! Want of memory, descriptors, space and luck in every call that is made for a guest (security.md
+//! Want of memory, descriptors, space and luck in every call that is made for a guest (threats.md
 //! T6, XSA-362): a request gets an error or is done after all, a connection is made later, and no
 //! guest ever loses its disk to a want of the host's.
 

@@ -1,4 +1,4 @@
-//! Legal requests of extreme shapes, with a model of the disk beside them (security.md T15).
+//! Legal requests of extreme shapes, with a model of the disk beside them (threats.md T15).
 
 mod rig;
 

@@ -1,4 +1,4 @@
-//! The host has no descriptor, no memory or no space left just as a guest connects (security.md
+//! The host has no descriptor, no memory or no space left just as a guest connects (threats.md
 //! T6): the backend says so and ends, the guest's disk stays as it is, and a successor that finds
 //! enough connects it.
 

@@ -1,4 +1,4 @@
-//! A xenstore that does not answer, or is gone: the guest's data does not wait for it (security.md
+//! A xenstore that does not answer, or is gone: the guest's data does not wait for it (threats.md
 //! T12).
 
 mod rig;

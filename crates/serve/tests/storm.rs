@@ -1,4 +1,4 @@
-//! Events that come without requests, as fast as a guest can send them (security.md T8): they
+//! Events that come without requests, as fast as a guest can send them (threats.md T8): they
 //! cost the backend next to nothing, and neither the guest's own requests nor other guests wait.
 
 mod rig;

@@ -1,5 +1,5 @@
 //! Guests that change their state, their rings and their minds at a high rate while requests are
-//! in flight and others look at the disk (security.md T4; XSA-350, XSA-331): the disk ends
+//! in flight and others look at the disk (threats.md T4; XSA-350, XSA-331): the disk ends
 //! Connected or Closed as its guest wants in the end, and leaves no descriptor, mapping or thread.
 
 mod rig;

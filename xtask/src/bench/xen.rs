@@ -55,7 +55,7 @@ struct Test {
     /// fio's options for it.
     fio: &'static str,
     unit: Unit,
-    /// What blkback reached in the run that tapdisk3 was measured in: shared/xenlab/README.md.
+    /// What blkback reached in the run that tapdisk3 was measured in (docs/performance.md).
     blkback_then: f64,
     /// What tapdisk3 reached in that run.
     tapdisk_then: f64,

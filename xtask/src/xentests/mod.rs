@@ -204,7 +204,7 @@ impl<'a> Bench<'a> {
 /// Waits for the end of all backends.
 const ENDED: &str = "while pgrep -x ferrite >/dev/null; do sleep 0.2; done";
 
-/// Prints what disks must not leave behind (security.md T22): files in memory, and errors in
+/// Prints what disks must not leave behind (threats.md T22): files in memory, and errors in
 /// xenstore. A folder for the states of images and the file of the mapping budget are the host's.
 const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/images \
      ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget 2>/dev/null; \

@@ -308,7 +308,7 @@ pub(crate) fn open_as_far(
 ) -> Result<(Vec<Layer>, Option<DiskError>), DiskError> {
     let mut layers = vec![open_layer(name, options)?];
     // How many there are is known at the end; until then each gets little, so that a chain that
-    // is made to harm takes little, too (security.md T17).
+    // is made to harm takes little, too (threats.md T17).
     let metadata_bytes = options.metadata_bytes / 16;
     let parents = OpenOptions { read_only: true, metadata_bytes, opened: None, ..options.clone() };
     let end = loop {
@@ -327,7 +327,7 @@ pub(crate) fn open_as_far(
 }
 
 /// Tables that stay in memory as a whole add up: a file that is all hole can have 32 MiB of them
-/// (security.md T17).
+/// (threats.md T17).
 fn check_tables(layers: &[Layer]) -> Result<(), DiskError> {
     let bytes: u64 = layers.iter().map(Layer::table_bytes).sum();
     if bytes <= MAX_TABLE_BYTES {

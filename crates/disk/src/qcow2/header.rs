@@ -1,7 +1,7 @@
 //! The header, its extensions and the backing file's name: everything in the first cluster.
 //!
 //! Strict: what is not understood or out of bounds is refused before anything else of the image
-//! is looked at (security.md T17). Refusals name the field.
+//! is looked at (threats.md T17). Refusals name the field.
 
 use ferrite_io::clock::Random;
 

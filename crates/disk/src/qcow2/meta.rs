@@ -19,7 +19,7 @@ const RETRIES: u32 = 16;
 ///
 /// There is memory for the bytes only while there is scratch memory to read them through: that
 /// bounds how many are at it, and so what compressed clusters of megabytes take when a guest asks for
-/// as many at once as it can (security.md T17).
+/// as many at once as it can (threats.md T17).
 pub(super) async fn read(
     port: &Port,
     file: FileId,

@@ -1,5 +1,5 @@
 //! The table of internal snapshots: other programs make and delete them, here they are kept as
-//! they are. Read entry by entry, in bounded memory (security.md T17).
+//! they are. Read entry by entry, in bounded memory (threats.md T17).
 
 use std::io;
 

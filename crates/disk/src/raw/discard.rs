@@ -3,7 +3,7 @@
 //! In a file a range is punched out, exactly: the file system frees whole blocks and writes
 //! zeros into the rest. A device is told with `BLKDISCARD`, which works in logical blocks only,
 //! so the range is shrunk to them; a discard is a hint, and touching the neighbours would not be
-//! (security.md T20).
+//! (threats.md T20).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,4 @@
-//! Images that were made to harm (security.md T17): a clear error, bounded time and memory, and
+//! Images that were made to harm (threats.md T17): a clear error, bounded time and memory, and
 //! nothing written.
 
 mod chains;

@@ -12,7 +12,7 @@ use super::tally::{Counter, Tally};
 use super::task::{Task, Times};
 use crate::cli::Mode;
 
-/// The stretch whose blocks come out of order, as in the thesis's third experiment (mission.md 4).
+/// The stretch whose blocks come out of order, as in the thesis's third experiment (sources.md 4).
 const INTERLEAVED_SECTORS: u64 = 112 << 10 >> 9;
 
 /// The block that comes at place `i`, of so many: in each whole stretch the even ones, then the

@@ -379,7 +379,7 @@ impl Backend<'_> {
         Ok(Outcome::Stopped)
     }
 
-    /// xenstore has failed us, and the guest's data does not depend on it (security.md T12): waits
+    /// xenstore has failed us, and the guest's data does not depend on it (threats.md T12): waits
     /// for `pause` before it is asked again; with the connection to it gone, until the end.
     fn endure(
         &mut self,

@@ -37,7 +37,7 @@ impl From<NegotiateError> for Refusal {
     fn from(e: NegotiateError) -> Self {
         match e {
             // A guest can do no more to our reading than forbid it; any other want of xenstored's
-            // is none of its doing, and must not cost it the disk (security.md T6).
+            // is none of its doing, and must not cost it the disk (threats.md T6).
             NegotiateError::Store(e) if !matches!(e, StoreError::Access { .. }) => {
                 Refusal::Host(e.into())
             }

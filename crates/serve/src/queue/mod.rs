@@ -1,6 +1,6 @@
 //! One ring, one thread: requests from the ring to storage and back.
 //!
-//! [`Queue::run`] is one loop; a turn of it is one sweep of design.md, "a request's way":
+//! [`Queue::run`] is one loop; a turn of it is one sweep of ARCHITECTURE.md, "A request's way":
 //! take (`take.rs`), copy in (`copy.rs`), submit and complete (`storage.rs`), copy out
 //! (`copy.rs`), answer (`answer.rs`). Whatever has steps (flush, discard, barriers, ranges that
 //! lie in several places) is a task (`slow.rs`) on the same thread.

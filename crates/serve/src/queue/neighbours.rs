@@ -3,7 +3,7 @@
 //! Seen before any data are moved, because two things follow from it: a sweep of requests that are
 //! close together, with gaps between them, is longer, since the rest of a batch may belong there;
 //! and neighbours' buffers are exchanged, so that what is contiguous on the disk is contiguous in
-//! memory and one plain transfer moves it (mission.md, block 4, factor 3). A device pays for each
+//! memory and one plain transfer moves it (sources.md 4). A device pays for each
 //! piece of scattered memory.
 
 use ferrite_io::pool::Buf;

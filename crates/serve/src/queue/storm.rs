@@ -1,4 +1,4 @@
-//! Events that come without requests (security.md T8, XSA-332).
+//! Events that come without requests (threats.md T8, XSA-332).
 //!
 //! The kernel does no storm control for user space (blkif.md 5), so we do: a guest that sends
 //! events with nothing on the ring finds its channel left unacknowledged for a while, and what it

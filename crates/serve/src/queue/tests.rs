@@ -1,4 +1,4 @@
-//! A guest that changes a slot right after it was read (security.md T1): a real disk on loopback, and
+//! A guest that changes a slot right after it was read (threats.md T1): a real disk on loopback, and
 //! the change exactly in the window that a second thread of the guest's would have to hit. And what the
 //! table of `inflight.rs` says while a queue answers (T23): in which order, a kill would tell by chance.
 

@@ -2,7 +2,7 @@
 //!
 //! One 64-bit word a reference, changed by compare-and-swap only, as in version 1 of Xen's tables
 //! but with the number of users in it: so that a frontend that takes a grant back either gets it
-//! back for good or learns that it is in use, however many copies run (security.md T5, T14).
+//! back for good or learns that it is in use, however many copies run (threats.md T5, T14).
 //!
 //! | bits | meaning |
 //! |---|---|

@@ -2,7 +2,7 @@
 //!
 //! Xen keeps a record of each mapping in a table that the whole backend domain shares, all guests
 //! and all backends together: 262,144 entries by default, and a PV domain needs two a page
-//! (blkif.md 4.2). One guest must not use it up for the others (XSA-300, security.md T9).
+//! (blkif.md 4.2). One guest must not use it up for the others (XSA-300, threats.md T9).
 //!
 //! The host's budget is handed out in [`Shares`] of [`UNIT`] pages.
 

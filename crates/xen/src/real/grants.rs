@@ -260,7 +260,7 @@ mod tests {
     }
 
     /// Without Xen, the kernel's refusal is what shows that it was asked: what is unmapped and not
-    /// let go of keeps a dead domain's pages (security.md T7).
+    /// let go of keeps a dead domain's pages (threats.md T7).
     #[test]
     fn pages_that_are_unmapped_are_let_go_of() {
         let (not_gntdev, _writer) = std::io::pipe().unwrap();

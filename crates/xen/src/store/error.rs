@@ -19,7 +19,7 @@ impl fmt::Display for What<'_> {
         if self.path.is_empty() {
             return Ok(());
         }
-        // A path that is refused for its length must not fill the log either (security.md T16).
+        // A path that is refused for its length must not fill the log either (threats.md T16).
         let shown: String = self.path.chars().take(256).collect();
         write!(f, " {}{}", shown.escape_debug(), if shown == self.path { "" } else { "..." })
     }

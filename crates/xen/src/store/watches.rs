@@ -1,5 +1,5 @@
 //! Watch events that wait for their reader: at most one a watch, however often a guest writes a
-//! watched node (XSA-349, security.md T3).
+//! watched node (XSA-349, threats.md T3).
 
 use std::collections::{HashMap, VecDeque};
 

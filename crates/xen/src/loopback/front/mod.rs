@@ -277,7 +277,7 @@ impl Frontend {
     }
 
     /// As [`offer`](Self::offer), with the keys changed by `edit` before they are written: what a
-    /// hostile frontend does (security.md T11). Names are relative to the frontend's directory.
+    /// hostile frontend does (threats.md T11). Names are relative to the frontend's directory.
     ///
     /// # Errors
     /// As there.
