@@ -12,8 +12,8 @@ use ferrite_io::engines::{EngineChoice, EngineKind};
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{
-    Attachment, Config, EngineFactory, Outcome, ServeError, close, report_failure, run_dir_name,
-    serve, sweep,
+    Attachment, Config, EngineFactory, Outcome, STOPPED, ServeError, close, report_failure,
+    run_dir_name, serve, sweep,
 };
 use ferrite_serve::negotiate::Offer;
 use ferrite_serve::polling::Budget;
@@ -24,7 +24,7 @@ use ferrite_xen::store::Store;
 
 use crate::cli::ServeArgs;
 use crate::exit::Failure;
-use crate::served_raw::{self, TABLE};
+use crate::served_raw::{self, was_killed};
 use crate::signals;
 
 /// The kind of backend that xl and XAPI make for tapdisk: `backend/vbd3/<domid>/<devid>`.
@@ -72,7 +72,6 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         // The toolstack waits. That xenstore refuses it changes nothing about the failure.
         let _ = report_failure(&mut store, &backend, &format!("{}: {}", failure.what, failure.why));
     })?;
-    served_raw::note(&run_dir, &args.image);
     let config = Config {
         backend,
         domid,
@@ -86,6 +85,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         moving: moving(args)?,
         pool_bytes: args.memory,
         run_dir,
+        served_raw: served_raw::note(&args.image),
         engine: engines(kind),
         closes: true,
         tuning: args.tuning.tuning(),
@@ -97,6 +97,8 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     let outcome = serve(&mut store, &Xen::new(), &device, &config, &stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
+        // Without it the next one takes this one for killed, and does no harm.
+        let _ = std::fs::write(config.run_dir.join(STOPPED), "");
     }
     match outcome {
         Ok(Outcome::Unplugged) => tracing::info!("{} was unplugged", args.xen),
@@ -132,8 +134,8 @@ fn try_open(args: &ServeArgs, run_dir: &Path) -> Result<(), Failure> {
 }
 
 fn open(args: &ServeArgs, read_only: bool, run_dir: &Path) -> Result<Disk, Failure> {
-    // A table there: a predecessor was killed, and its I/O may still be under way.
-    let taken_over = run_dir.join(TABLE).exists();
+    // Of one that was killed I/O may still be under way.
+    let taken_over = was_killed(run_dir);
     let options = OpenOptions {
         read_only: args.read_only || read_only,
         wait_for_lock: taken_over.then_some(TAKE_OVER_WAIT),

@@ -8,15 +8,19 @@
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt as _;
+use std::fs;
 use std::path::Path;
 
 use ferrite_disk::{Format, ImageName, medium_at};
-use ferrite_serve::lifecycle::SERVED_RAW;
+use ferrite_serve::lifecycle::{SERVED_RAW, STOPPED};
 
 /// The table of a guest that is connected.
-pub(crate) const TABLE: &str = "inflight";
+const TABLE: &str = "inflight";
+
+/// Whether a predecessor was killed: its guest is connected, and it has not ended by itself.
+pub(crate) fn was_killed(run_dir: &Path) -> bool {
+    run_dir.join(TABLE).exists() && !run_dir.join(STOPPED).exists()
+}
 
 /// The image's name, with a prefix if a predecessor has served it raw to the guest that is connected.
 pub(crate) fn name<'a>(run_dir: &Path, image: &'a OsStr) -> Cow<'a, OsStr> {
@@ -29,22 +33,20 @@ pub(crate) fn name<'a>(run_dir: &Path, image: &'a OsStr) -> Cow<'a, OsStr> {
     }
 }
 
-/// Notes it of an image that is open, before its guest is connected.
-pub(crate) fn note(run_dir: &Path, image: &OsStr) {
+/// What to note of an image that is open, when its guest is connected.
+pub(crate) fn note(image: &OsStr) -> Option<String> {
     if !says_nothing(image) {
-        return;
+        return None;
     }
-    let noted = medium_at(image.as_ref()).and_then(|text| {
-        DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
-        fs::write(run_dir.join(SERVED_RAW), text)
-    });
-    if let Err(e) = noted {
+    let noted = medium_at(image.as_ref());
+    if let Err(e) = &noted {
         let image = image.display();
         tracing::warn!(
             "it cannot be noted that {image} is served raw ({e}): if its guest writes what looks like \
              an image, the next start takes raw:{image}",
         );
     }
+    noted.ok()
 }
 
 /// Whether it is raw because nothing says otherwise.
@@ -66,14 +68,15 @@ mod tests {
         }
         fs::write(at(TABLE), "").unwrap();
         assert_eq!(name(dir.path(), &image), image);
-        note(dir.path(), &image);
+        let serve = |image: &OsStr| fs::write(at(SERVED_RAW), note(image).unwrap()).unwrap();
+        serve(&image);
         assert_eq!(name(dir.path(), &image), OsString::from(format!("raw:{}", image.display())));
         assert_eq!(name(dir.path(), &other), other);
         assert_eq!(name(dir.path(), &vhd), vhd);
         // Another file under the same name.
         fs::rename(&other, &image).unwrap();
         assert_eq!(name(dir.path(), &image), image);
-        note(dir.path(), &image);
+        serve(&image);
         // The guest has let it go.
         fs::remove_file(at(TABLE)).unwrap();
         assert_eq!(name(dir.path(), &image), image);
@@ -84,8 +87,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let image = dir.path().join("lv").into_os_string();
         fs::write(&image, "").unwrap();
-        fs::write(dir.path().join(TABLE), "").unwrap();
-        note(dir.path(), OsStr::new(&format!("vhd:{}", image.display())));
-        assert_eq!(name(dir.path(), &image), image);
+        assert_eq!(note(OsStr::new(&format!("vhd:{}", image.display()))), None);
+        assert!(note(&image).is_some());
     }
 }

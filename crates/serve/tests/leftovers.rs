@@ -8,7 +8,7 @@ use std::fs::File;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use ferrite_serve::lifecycle::{Outcome, report_failure, sweep};
+use ferrite_serve::lifecycle::{Outcome, SERVED_RAW, STOPPED, report_failure, sweep};
 use ferrite_xen::loopback::front::{FrontOptions, Frontend, RingWord};
 use rustix::fs::{FlockOperation, flock};
 
@@ -52,6 +52,28 @@ fn has_error(rig: &Rig) -> bool {
 
 fn sweep_all(rig: &Rig) {
     sweep(&mut rig.machine.store().unwrap(), rig.dir.path(), KIND).unwrap();
+}
+
+/// Of a disk that was attached just now, too.
+#[test]
+fn what_is_served_is_noted_while_a_guest_is_connected() {
+    let _alone = alone();
+    let mut rig = Rig::new(plan());
+    let note = rig.run_dir().join(SERVED_RAW);
+    let mut front = rig.connect(&FrontOptions::default());
+    assert!(note.exists());
+    works(&mut front);
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    // The program says so when the image is complete.
+    let stopped = rig.run_dir().join(STOPPED);
+    std::fs::write(&stopped, "").unwrap();
+    rig.start();
+    works(&mut front);
+    assert!(note.exists() && !stopped.exists());
+    rig.machine.unplug(&rig.disk.clone()).unwrap();
+    front.close(PATIENCE).unwrap();
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+    assert!(leftovers(&rig).iter().all(|name| !name.starts_with("vbd-")));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
@@ -28,7 +29,7 @@ use ferrite_xen::mover::{self, DISK_MAPPINGS};
 use ferrite_xen::store::Store;
 use rustix::fs::{FallocateFlags, fallocate};
 
-use faulty::Faults;
+use faulty::{Fault, Faults, is_read};
 use rig::{Hands, PATIENCE, Plan, Rig, dir_in_memory, engines, mover, moving, offer};
 
 const DEVID: u32 = 202 << 8;
@@ -81,6 +82,7 @@ fn process_backend() {
         moving: moving(mover(), mover::Budget::of_disk(DISK_MAPPINGS)),
         pool_bytes: 4 << 20,
         run_dir: Path::new(&dir).join("run"),
+        served_raw: None,
         engine: engines(),
         closes: true,
         tuning: Tuning { poll: PollWindow::Fixed(1), ..Tuning::default() },
@@ -380,6 +382,51 @@ fn a_disk_in_debt_is_unplugged_at_once() {
     let disk = rig.disk.clone();
     rig.machine.remove_disk(&disk).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+}
+
+/// A queue that waits for a buffer is not listening to its guest. While its disk is in debt it does not
+/// see that there is one again, and nobody tells it.
+#[test]
+fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
+    const AT_ONCE: u64 = 32;
+    let world = Arc::new(World::default());
+    let faults = Faults::none();
+    let small = Plan {
+        engine: faults.factory(),
+        bytes: 4 << 20,
+        pool_bytes: 1 << 20,
+        ..plan(&world, true)
+    };
+    let rig = Rig::new(small);
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(32).unwrap();
+    works(&mut front);
+    let before = rig.counters.counts().requests;
+    let held = faults.gate.lock().unwrap();
+    let (begun, reading) = channel();
+    let mut first = Some(Fault::Held(None));
+    faults.set(move |op| match is_read(op) {
+        true => {
+            let _ = begun.send(());
+            first.take().unwrap_or(Fault::None)
+        }
+        false => Fault::None,
+    });
+    for i in 0..AT_ONCE {
+        front.queues[0].read(i * 256, &buffer, 0, 128 << 10).unwrap();
+    }
+    front.queues[0].push().unwrap();
+    reading.recv_timeout(PATIENCE).unwrap();
+    world.use_up(Duration::from_millis(200));
+    drop(held);
+    wait_until("that those are answered that have buffers", || {
+        rig.counters.counts().requests > before
+    });
+    assert!(rig.counters.counts().requests < before + AT_ONCE, "all of them had buffers");
+    world.now.turn(Duration::from_secs(1));
+    assert!(front.queues[0].drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
+    assert_eq!(rig.counters.counts().requests, before + AT_ONCE);
+    front.close(PATIENCE).unwrap();
 }
 
 /// A discard of a million parts, of a file with something to free.

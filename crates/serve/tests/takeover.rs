@@ -65,6 +65,7 @@ fn process_backend() {
         moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
         pool_bytes: 8 << 20,
         run_dir: env(RUN_DIR).into(),
+        served_raw: None,
         engine: engines(),
         closes: true,
         tuning: Tuning::default(),

@@ -1,15 +1,18 @@
 //! What a toolstack finds that has heard of an unplugged disk.
 
+mod faulty;
 mod rig;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_serve::lifecycle::{EngineFactory, Outcome};
 use ferrite_xen::loopback::front::FrontOptions;
 
+use faulty::{Fault, Faults, is_sync};
 use rig::{PATIENCE, Plan, Rig, dir_in_memory, engines, images};
 
 const BYTES: u64 = 8 << 20;
@@ -45,6 +48,31 @@ fn an_image_is_whole_and_free_as_soon_as_its_disk_is_said_to_be_closed() {
             assert_eq!(bytes[round * 512_000..][..4096], vec![round as u8 + 1; 4096]);
         }
     }
+}
+
+/// Another host may open the file as soon as it hears of it.
+#[test]
+fn what_a_raw_disk_was_written_is_on_the_medium_when_its_disk_is_said_to_be_closed() {
+    let faults = Faults::none();
+    let plan = Plan { bytes: BYTES, engine: faults.factory(), ..Plan::default() };
+    let mut rig = Rig::new(plan);
+    let disk = rig.disk.clone();
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(1).unwrap();
+    let synced = Arc::new(AtomicBool::new(false));
+    let syncs = synced.clone();
+    faults.set(move |op| {
+        syncs.fetch_or(is_sync(op), Ordering::SeqCst);
+        Fault::None
+    });
+    front.queues[0].write(8, &buffer, 0, 4096).unwrap();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    assert!(!synced.load(Ordering::SeqCst));
+    rig.machine.unplug(&disk).unwrap();
+    front.close(PATIENCE).unwrap();
+    rig.machine.wait_for_backend(&disk, &[6], PATIENCE).unwrap();
+    assert!(synced.load(Ordering::SeqCst));
+    assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
 }
 
 #[test]

@@ -388,6 +388,7 @@ fn config(
         },
         pool_bytes: args.memory,
         run_dir,
+        served_raw: None,
         engine: engines(kind),
         // Several guests may have it.
         closes: false,

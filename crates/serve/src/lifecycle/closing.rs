@@ -82,13 +82,15 @@ pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
     }
 }
 
-/// Makes an image complete for whoever opens it next.
+/// Makes an image complete for whoever opens it next, on whatever host: also a raw disk may have gone
+/// through this one's page cache.
 ///
 /// # Errors
 /// Those of storage. What was answered is in the image's journal then, unless a sync has failed: then
 /// what was not flushed is as after a power cut.
 pub fn close(device: &Device, engine: &EngineFactory) -> io::Result<()> {
-    if device.flush_has_failed() || !device.disk.has_metadata() {
+    let keeps_nothing = device.disk.read_only() && !device.disk.has_metadata();
+    if device.flush_has_failed() || keeps_nothing {
         return Ok(());
     }
     Session::new(device.disk.clone(), |arena| engine(arena, ENTRIES))?.close()

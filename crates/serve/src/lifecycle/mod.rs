@@ -41,7 +41,7 @@ mod waiting;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
 pub use look::State;
-pub use run_dir::{SERVED_RAW, run_dir_name, sweep};
+pub use run_dir::{SERVED_RAW, STOPPED, run_dir_name, sweep};
 
 use attached::Attached;
 use attachment::DIRECTORY;
@@ -84,6 +84,8 @@ pub struct Config {
     pub pool_bytes: usize,
     /// A directory on tmpfs for the in-flight table and the trace rings.
     pub run_dir: PathBuf,
+    /// What a successor finds in the run directory, under [`SERVED_RAW`], while a guest is connected.
+    pub served_raw: Option<String>,
     /// Storage engines.
     pub engine: EngineFactory,
     /// No other guest has the disk: it is closed when it is unplugged, before that is announced.
@@ -259,9 +261,21 @@ impl Backend<'_> {
             let what = format!("work in {}", path.display());
             self.run_dir = Some(RunDir::make(path).map_err(|e| ServeError::run_dir(what, e))?);
         }
+        self.say_what_is_served().map_err(|e| ServeError::run_dir("note what is served", e))?;
         self.device
             .remember_in(&self.latch_path(), false)
             .map_err(|e| ServeError::run_dir("make room to remember failed flushes", e))
+    }
+
+    fn say_what_is_served(&self) -> io::Result<()> {
+        let path = &self.config.run_dir;
+        if let Some(text) = &self.config.served_raw {
+            std::fs::write(path.join(SERVED_RAW), text)?;
+        }
+        match std::fs::remove_file(path.join(STOPPED)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
     }
 
     /// Nothing of this disk is left for a successor. Before the toolstack hears that: it may attach

@@ -18,10 +18,14 @@ use super::refusal::clear_error;
 pub(super) const TABLE: &str = "inflight";
 /// What remembers a failed flush until the disk is detached.
 pub(super) const LATCH: &str = "flush-failed";
-/// Which file the program has opened as a raw disk, for its successor; see there.
+/// Which file was opened as a raw disk, for a successor: see [`Config::served_raw`](super::Config).
 pub const SERVED_RAW: &str = "served-raw";
+/// The last backend has ended by itself, with the image complete. Gone as soon as one connects.
+pub const STOPPED: &str = "stopped";
 /// With a queue's number: the records of its requests.
 const TRACE: &str = "trace-";
+/// Behind the name of a file that is being made.
+const NEW: &str = ".new";
 
 /// How often it is tried to make a directory that others remove.
 const ATTEMPTS: u32 = 100;
@@ -77,7 +81,8 @@ impl RunDir {
             let entry = entry?;
             let name = entry.file_name();
             let name = name.to_string_lossy();
-            if [TABLE, LATCH, SERVED_RAW].contains(&&*name) || name.starts_with(TRACE) {
+            let name = name.strip_suffix(NEW).unwrap_or(&name);
+            if [TABLE, LATCH, SERVED_RAW, STOPPED].contains(&name) || name.starts_with(TRACE) {
                 std::fs::remove_file(entry.path())?;
             }
         }
@@ -183,8 +188,9 @@ mod tests {
         assert!(RunDir::existing(&path).unwrap().is_none());
         let first = RunDir::make(&path).unwrap();
         assert_eq!(RunDir::make(&path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
-        for name in [TABLE, LATCH, SERVED_RAW, "trace-0", "trace-63", "trace-1.new"] {
+        for name in [TABLE, LATCH, SERVED_RAW, STOPPED, "trace-0", "trace-63"] {
             std::fs::write(path.join(name), b"x").unwrap();
+            std::fs::write(path.join(name).with_extension("new"), b"x").unwrap();
         }
         std::fs::write(path.join("theirs"), b"x").unwrap();
         first.remove().unwrap();

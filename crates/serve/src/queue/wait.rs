@@ -75,7 +75,9 @@ impl Queue {
         // Held back by something that will wake us: the guest's events would only disturb.
         let deaf = self.broken || self.stalled || self.is_holding_back();
         if deaf || self.connection.stopping() {
-            return Ok(Wait::Until(self.until_unit_is_free()));
+            // What held it back may be gone while nothing may be taken: it is found out only then.
+            let throttled = self.throttled.as_ref().map(|throttled| throttled.left);
+            return Ok(Wait::Until(throttled.or(self.until_unit_is_free())));
         }
         if let Some(throttled) = &self.throttled {
             return Ok(Wait::Until(Some(throttled.left)));

@@ -19,7 +19,7 @@ use ferrite_io::engines::test_engine;
 use ferrite_serve::connection::{Device, Waker};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::lifecycle::{
-    Attachment, Config, EngineFactory, Outcome, ServeError, run_dir_name, serve,
+    Attachment, Config, EngineFactory, Outcome, SERVED_RAW, ServeError, run_dir_name, serve,
 };
 use ferrite_serve::negotiate::Offer;
 use ferrite_serve::processors::Processors;
@@ -249,6 +249,7 @@ impl Rig {
             offer: self.plan.offer,
             pool_bytes: self.plan.pool_bytes,
             run_dir: self.run_dir.clone(),
+            served_raw: Some(SERVED_RAW.to_owned()),
             engine: self.plan.engine.clone(),
             closes: true,
             tuning: self.plan.tuning,
