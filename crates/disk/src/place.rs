@@ -279,6 +279,18 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_has_anothers_number_has_replaced_it_on_the_same_file_system_only() {
+        let place = |text: &str| Place::from_text(text.into());
+        let old = place("inode 5 made 1 on volume a");
+        assert!(place("inode 5 made 2 on volume a").has_replaced(&old));
+        for other in ["inode 6 made 2 on volume a", "inode 5 made 2 on volume b", "volume a"] {
+            assert!(!place(other).has_replaced(&old), "{other}");
+        }
+        assert!(!old.has_replaced(&old) && !place("volume b").has_replaced(&place("volume a")));
+        assert_eq!((old.file_system(), place("volume a").file_system()), (Some("volume a"), None));
+    }
+
+    #[test]
     fn texts_that_differ_at_their_ends_only_stay_different_when_they_are_cut() {
         let long = "é".repeat(MAX_CHARS);
         assert_eq!(short(long.clone(), MAX_CHARS), long);

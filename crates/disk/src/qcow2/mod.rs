@@ -26,6 +26,7 @@ use crate::{Extent, Raw};
 mod cache;
 mod check;
 mod commit;
+mod copying;
 mod create;
 mod entry;
 mod fingerprint;
