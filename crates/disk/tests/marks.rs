@@ -116,6 +116,9 @@ fn a_parent_that_was_renamed_knows_its_children_in_other_folders() {
         tree.make_writable("a/template");
         let error = tree.open("a/template").unwrap_err();
         assert!(error.to_string().contains("stands on it"), "{error}");
+        // What stands on the other one by its name is in nobody's way.
+        let next = format!("a/next.{format}");
+        tree.clone("a/base", &next);
         tree.remove("b/vm");
         tree.coalesce("a/own").unwrap();
         // What it leaves of the list is the other one's.

@@ -224,13 +224,15 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
     if ask != Ask::Marked {
         target.former = marks::former_names(&file, &place, ask == Ask::All).unwrap_or_default();
     }
-    let is_its = |line: &Line| line.mark().is_none_or(|mark| counts(&mark.child));
-    for name in &names {
-        marked(name, &target, except, is_its, &mut found);
-    }
-    let is_its = |line: &Line| line.is_of(&place) && is_its(line);
+    let may_count = |line: &Line| line.mark().is_none_or(|mark| counts(&mark.child));
+    let is_its = |line: &Line| line.is_of(&place) && may_count(line);
     for name in &target.former {
         marked(name, &target, except, is_its, &mut found);
+    }
+    // What else stands on another image that has the name now is that one's.
+    target.former.retain(|name| !name.exists());
+    for name in &names {
+        marked(name, &target, except, may_count, &mut found);
     }
     if let Some(path) = except_path {
         other_names(&fs::canonicalize(path)?, &mut found)?;
