@@ -6,6 +6,8 @@ use std::process::ExitCode;
 
 use ferrite_disk::{DiskError, ErrorKind};
 
+use crate::plain::one_line;
+
 /// An exit code, besides 0. Part of the interface: scripts depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Code(u8);
@@ -85,8 +87,8 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "ferrite: {}: {}", self.what, self.why)?;
-        writeln!(f, "help: {}", self.help)
+        writeln!(f, "ferrite: {}: {}", one_line(&self.what), one_line(&self.why))?;
+        writeln!(f, "help: {}", one_line(&self.help))
     }
 }
 

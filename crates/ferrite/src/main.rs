@@ -14,6 +14,7 @@ mod generate;
 mod image;
 mod log;
 mod parents;
+mod plain;
 mod serve;
 mod served_raw;
 mod signals;

@@ -51,7 +51,17 @@ pub(crate) fn flag_once() -> Result<Arc<AtomicBool>, Failure> {
     Ok(stop)
 }
 
-/// What the process ends with that is told twice.
+/// Each of them ends the process at once. The flag says nothing.
+pub(crate) fn end_at_once() -> Result<Arc<AtomicBool>, Failure> {
+    let now = Arc::new(AtomicBool::new(true));
+    for signal in ending() {
+        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED, now.clone())
+            .map_err(cannot)?;
+    }
+    Ok(Arc::new(AtomicBool::new(false)))
+}
+
+/// What the process ends with that is told to.
 const INTERRUPTED: c_int = crate::exit::Code::INTERRUPTED.number() as c_int;
 
 pub(crate) fn cannot(e: io::Error) -> Failure {

@@ -4,7 +4,12 @@ mod images;
 
 use std::ffi::OsStr;
 use std::fs;
+use std::io::Read as _;
 use std::os::unix::ffi::OsStrExt as _;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
 
 use images::{MIB, Place, json, qemu_img};
 
@@ -221,4 +226,56 @@ fn a_chain_is_whole_again_when_the_parent_of_its_middle_was_moved() {
         place.ok(&["compare", "a.img", &leaf]);
         assert!(fs::metadata(place.path(&middle)).unwrap().permissions().readonly());
     }
+}
+
+/// Whoever names files, or the parents in an image, must not write to the terminal of who looks at
+/// it, or forge a line there.
+#[test]
+fn what_is_in_a_name_is_shown_and_not_sent_to_the_terminal() {
+    let place = Place::new();
+    let name = "y\x1b[31m\nfake.img";
+    place.pattern(name, MIB, &[]);
+    place.ok(&["create", "--parent", name, "c.qcow2"]);
+    let harmless = |text: &str| {
+        assert!(!text.contains('\x1b') && !text.contains("\nfake"), "{text:?}");
+        assert!(text.contains("y\\u{1b}[31m\\nfake.img"), "{text:?}");
+    };
+    for command in [&["info", "c.qcow2"][..], &["du", "c.qcow2"], &["info", name], &["check", name]]
+    {
+        harmless(&place.ok(command));
+    }
+    harmless(&place.fails(1, &["create", name, "1M"]));
+    fs::remove_file(place.path(name)).unwrap();
+    harmless(&place.fails(1, &["map", "c.qcow2"]));
+    harmless(&place.fails(3, &["map", name]));
+}
+
+/// Its output is not read on: whatever it is at, it does not come to look at a flag.
+#[test]
+fn a_command_that_only_looks_ends_when_it_is_told_to() {
+    let place = Place::new();
+    let ranges: Vec<(u64, u64)> = (0..4000).map(|i| (i * 8192, 4096)).collect();
+    place.pattern("a.img", 32 * MIB, &ranges);
+    for signal in [Signal::TERM, Signal::INT] {
+        let mut map = place.command(&["map", "a.img"]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut output = map.stdout.take().unwrap();
+        output.read_exact(&mut [0; 1]).unwrap();
+        kill_process(Pid::from_child(&map), signal).unwrap();
+        let end = Instant::now() + Duration::from_secs(30);
+        while map.try_wait().unwrap().is_none() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = map.kill();
+        assert_eq!(map.wait().unwrap().code(), Some(130), "{signal:?}");
+    }
+}
+
+#[test]
+fn a_comparison_whose_result_cannot_be_printed_does_not_say_that_they_differ() {
+    let place = Place::new();
+    place.pattern("a.img", MIB, &[(0, 4096)]);
+    place.pattern("b.img", MIB, &[(0, 4096)]);
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let output = place.command(&["compare", "a.img", "b.img"]).stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
 }

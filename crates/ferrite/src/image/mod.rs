@@ -12,6 +12,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
 
 use crate::exit::{Code, Failure};
+use crate::plain::one_line;
 use crate::signals;
 
 pub(crate) mod args;
@@ -33,7 +34,11 @@ const ENTRIES: u32 = 128;
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     allow_many_files();
     let kind = engine(args.engine)?;
-    let shown = Shown::new(args.is_json(), signals::flag_once()?);
+    let stop = match changes_nothing(&args.command) {
+        true => signals::end_at_once()?,
+        false => signals::flag_once()?,
+    };
+    let shown = Shown::new(args.is_json(), stop);
     let shop = Workshop {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
@@ -132,6 +137,19 @@ fn print(text: &str) -> Result<(), Failure> {
     }
 }
 
+/// Whether a command may end anywhere: it writes nothing. (Comparing ends by itself, and clears its bar.)
+fn changes_nothing(command: &ImageCommand) -> bool {
+    match command {
+        ImageCommand::Info(_)
+        | ImageCommand::Map(_)
+        | ImageCommand::Du(_)
+        | ImageCommand::Check(_)
+        | ImageCommand::Journal(JournalCommand::List) => true,
+        ImageCommand::Repair(repair) => !repair.force,
+        _ => false,
+    }
+}
+
 /// Whether the command shall look at an image that may be in use, and says what that is worth.
 fn looks(command: &ImageCommand) -> bool {
     let one = match command {
@@ -140,7 +158,8 @@ fn looks(command: &ImageCommand) -> bool {
         _ => return false,
     };
     if one.force_share {
-        let image = one.named.image.display();
+        let image = one.named.image.display().to_string();
+        let image = one_line(&image);
         eprintln!("note: {image} may be in use: what is shown may be stale, or not fit together");
     }
     one.force_share
@@ -259,7 +278,7 @@ fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(),
         (Err(e), _) | (_, Err(e)) => Err(e),
     };
     let found = found.map_err(|e| e.with_code(Code::NOT_COMPARED))?;
-    out.say(&found, text::comparison)?;
+    out.say(&found, text::comparison).map_err(|e| e.with_code(Code::NOT_COMPARED))?;
     match found.first_difference_bytes {
         None => Ok(()),
         Some(at) => Err(Failure {

@@ -9,32 +9,35 @@ use ferrite_disk::tools::{
 };
 use ferrite_disk::{Class, Counts};
 
+use crate::plain::one_line;
+
 fn with_notes(mut line: String, notes: &[String]) -> String {
     line.push('\n');
     for note in notes {
-        let _ = writeln!(line, "note: {note}");
+        let _ = writeln!(line, "note: {}", one_line(note));
     }
     line
 }
 
 pub(super) fn made(done: &Done) -> String {
     let size = Human(done.virtual_bytes);
-    with_notes(format!("{}: {} of {size}", done.path, done.format), &done.notes)
+    with_notes(format!("{}: {} of {size}", one_line(&done.path), done.format), &done.notes)
 }
 
 pub(super) fn resized(done: &Done) -> String {
-    with_notes(format!("{}: {} now", done.path, Human(done.virtual_bytes)), &done.notes)
+    let size = Human(done.virtual_bytes);
+    with_notes(format!("{}: {size} now", one_line(&done.path)), &done.notes)
 }
 
 pub(super) fn info(info: &Info) -> String {
     let mut out = format!("disk of {} ({} bytes)\n", Human(info.virtual_bytes), info.virtual_bytes);
     for (i, layer) in info.chain.iter().enumerate() {
         let what = if i == 0 { "image" } else { "parent" };
-        let _ = writeln!(out, "{what}: {}", layer.path);
+        let _ = writeln!(out, "{what}: {}", one_line(&layer.path));
         layer_lines(&mut out, layer);
     }
     if let Some(why) = &info.incomplete {
-        let _ = writeln!(out, "the chain ends here: {why}");
+        let _ = writeln!(out, "the chain ends here: {}", one_line(why));
     }
     out
 }
@@ -60,11 +63,14 @@ fn layer_lines(out: &mut String, layer: &LayerInfo) {
         line("uuid", uuid.clone());
     }
     if let Some(creator) = &layer.creator {
-        line("creator", creator.clone());
+        line("creator", one_line(creator).into_owned());
     }
     for snapshot in &layer.snapshots {
         let (id, name) = (&snapshot.id, &snapshot.name);
-        line("snapshot", format!("{id}: {name}, {}", Human(snapshot.virtual_bytes)));
+        line(
+            "snapshot",
+            one_line(&format!("{id}: {name}, {}", Human(snapshot.virtual_bytes))).into_owned(),
+        );
     }
     if layer.read_only {
         line("mode", "read-only".into());
@@ -79,7 +85,7 @@ pub(super) fn usage(usage: &Usage) -> String {
     let mut row = |allocated: Option<u64>, file, disk, name: &str| {
         let allocated = allocated.map_or("-".into(), |bytes| Human(bytes).to_string());
         let (file, disk) = (Human(file).to_string(), Human(disk).to_string());
-        let _ = writeln!(out, "{allocated:>12} {file:>12} {disk:>12}  {name}");
+        let _ = writeln!(out, "{allocated:>12} {file:>12} {disk:>12}  {}", one_line(name));
     };
     for layer in &usage.chain {
         row(layer.allocated_bytes, layer.file_bytes, layer.disk_bytes, &layer.path);
@@ -127,7 +133,7 @@ fn findings(image: &Checked) -> String {
         true => "in order".into(),
         false => counts(&image.counts),
     };
-    let mut out = format!("{}: {what}\n", image.path);
+    let mut out = format!("{}: {what}\n", one_line(&image.path));
     if image.unused_bytes > 0 {
         let unused = Human(image.unused_bytes);
         let _ =
@@ -143,7 +149,7 @@ fn findings(image: &Checked) -> String {
             Class::Leak => "leak",
         };
         let mendable = if found.mendable { ", mendable" } else { "" };
-        let _ = writeln!(out, "  {}{at}: {} ({class}{mendable})", found.kind, found.why);
+        let _ = writeln!(out, "  {}{at}: {} ({class}{mendable})", found.kind, one_line(&found.why));
     }
     if image.more_findings > 0 {
         let _ = writeln!(out, "  and {} more", image.more_findings);
@@ -192,7 +198,7 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
             }
             JournalState::Stale => "stale: the image is gone",
         };
-        let _ = writeln!(out, "{}\n  image   {}", journal.name, journal.path);
+        let _ = writeln!(out, "{}\n  image   {}", one_line(&journal.name), one_line(&journal.path));
         let format = journal.format.unwrap_or("of no known format");
         let _ = writeln!(out, "  holds   {} changes, {format}\n  state   {state}", journal.records);
     }
@@ -201,7 +207,8 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
 
 pub(super) fn dropped(all: &[JournalInfo]) -> String {
     let line = |journal: &JournalInfo| {
-        format!("dropped: {}, {} changes of {}\n", journal.name, journal.records, journal.path)
+        let (name, path) = (one_line(&journal.name), one_line(&journal.path));
+        format!("dropped: {name}, {} changes of {path}\n", journal.records)
     };
     if all.is_empty() { "nothing to drop\n".into() } else { all.iter().map(line).collect() }
 }
