@@ -109,6 +109,13 @@ fn died(machine: Machine) -> tempfile::TempDir {
     dir
 }
 
+/// Another program mends what it finds: what that was.
+fn repaired(dir: &Path) -> Report {
+    let raw = medium(&dir.join("a.qcow2"));
+    let (mut reactor, port) = port_to(&raw);
+    reactor.block_on(repair(&port, &raw)).unwrap().unwrap()
+}
+
 fn reopened(dir: &Path) -> Result<Disk, DiskError> {
     let name = ImageName { format: Format::Qcow2, path: dir.join("a.qcow2") };
     let options = OpenOptions { state_dir: Some(dir.join("state")), ..options() };
@@ -137,10 +144,7 @@ fn leaks_that_another_program_has_freed_after_half_a_commit_are_missed() {
         machine.fail_once(On::Write, table..table + 65536);
         machine.session.flush().unwrap_err();
         let dir = died(machine);
-        let raw = medium(&dir.path().join("a.qcow2"));
-        let (mut reactor, port) = port_to(&raw);
-        let before = reactor.block_on(repair(&port, &raw)).unwrap().unwrap();
-        drop((reactor, port, raw));
+        let before = repaired(dir.path());
         let bait = u64::from(version == 2);
         if before.counts.leaks == bait {
             // Nothing but the bait: what was answered with an error was written all the same.
@@ -159,12 +163,36 @@ fn a_repair_after_a_death_is_noticed_though_it_finds_nothing_else() {
     let mut machine = Machine::new(1, |path| create(path, &old(65536)));
     machine.session.write(1 << 20, &[2; 512]).unwrap();
     let dir = died(machine);
-    let raw = medium(&dir.path().join("a.qcow2"));
-    let (mut reactor, port) = port_to(&raw);
-    let before = reactor.block_on(repair(&port, &raw)).unwrap().unwrap();
+    let before = repaired(dir.path());
     assert_eq!((before.counts.leaks, before.counts.total()), (1, 1), "{before:?}");
-    drop((reactor, port, raw));
     is_refused(dir.path(), "lost: bytes 1048576 to 1114111");
+}
+
+/// The counts that were being written may be anything, but for the bait's.
+#[test]
+fn a_repair_after_a_death_within_a_commit_is_noticed_wherever_that_was() {
+    let (mut refused, mut done) = (0, 0);
+    for stop in 1.. {
+        let mut machine = Machine::new(1, |path| create(path, &old(65536)));
+        machine.session.write(1 << 20, &[2; 512]).unwrap();
+        machine.stop_after(stop);
+        let _ = machine.session.flush();
+        if !machine.world.stopped() {
+            break;
+        }
+        let dir = died(machine);
+        repaired(dir.path());
+        match reopened(dir.path()) {
+            Err(e) => {
+                assert_eq!(e.kind(), ErrorKind::Refused, "{e}");
+                assert_eq!(done, 0, "a death after fewer than {stop} steps was not noticed");
+                refused += 1;
+            }
+            // The journal says nothing any more.
+            Ok(_) => done += 1,
+        }
+    }
+    assert!(refused > 5, "{refused} refused, {done} done");
 }
 
 #[test]
