@@ -53,37 +53,40 @@ impl Drop for Export {
     }
 }
 
-fn create(path: &Path) {
+fn create(path: &Path, format: Format) {
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    let image = ImageName { format: Format::Vhd, path: path.to_owned() };
+    let image = ImageName { format, path: path.to_owned() };
     work(None, |shop| shop.create(&image, &new)).unwrap();
 }
 
-fn serve(path: &Path, state: &Path) -> Queue {
+fn serve(path: &Path, format: Format, state: &Path) -> Queue {
     let options = OpenOptions { state_dir: Some(state.to_owned()), ..OpenOptions::default() };
-    let image = ImageName { format: Format::Vhd, path: path.to_owned() };
+    let image = ImageName { format, path: path.to_owned() };
     Queue::new(Disk::open_image(&image, &options).unwrap())
 }
 
 #[test]
 fn images_on_two_file_systems_without_identifiers_leave_each_others_journals_alone() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
-    let at = |name: &str| dir.path().join(name);
-    let export = |name: &str| {
-        create(&at(&format!("{name}.vhd")));
-        Export::new(&at(&format!("{name}.vhd")), &at(name))
-    };
-    let (Some(a), Some(b)) = (export("a"), export("b")) else { return };
-    let number = |export: &Export| fs::metadata(&export.at).unwrap().ino();
-    assert_eq!(number(&a), number(&b));
-    let mut first = serve(&a.at, state.path());
-    let second = serve(&b.at, state.path());
-    assert_eq!(fs::read_dir(state.path()).unwrap().count(), 2);
-    first.write(MIB, &[5; 512]).unwrap();
-    drop((first, second));
-    // As after kill -9: another image is opened before the one with the answered write.
-    drop(serve(&b.at, state.path()));
-    assert!(serve(&a.at, state.path()).read(MIB, 512).unwrap() == [5; 512]);
+    for format in [Format::Vhd, Format::Qcow2] {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let at = |name: &str| dir.path().join(name);
+        let export = |name: &str| {
+            let file = at(&format!("{name}.{format}"));
+            create(&file, format);
+            Export::new(&file, &at(name))
+        };
+        let (Some(a), Some(b)) = (export("a"), export("b")) else { return };
+        let number = |export: &Export| fs::metadata(&export.at).unwrap().ino();
+        assert_eq!(number(&a), number(&b));
+        let mut first = serve(&a.at, format, state.path());
+        let second = serve(&b.at, format, state.path());
+        assert_eq!(fs::read_dir(state.path()).unwrap().count(), 2);
+        first.write(MIB, &[5; 512]).unwrap();
+        drop((first, second));
+        // As after kill -9: another image is opened before the one with the answered write.
+        drop(serve(&b.at, format, state.path()));
+        assert!(serve(&a.at, format, state.path()).read(MIB, 512).unwrap() == [5; 512]);
+    }
 }
 
 #[test]
