@@ -259,8 +259,24 @@ fn kernel_limit_bytes(file: BorrowedFd<'_>) -> Option<u32> {
     Some(by_size.min(by_segments))
 }
 
+/// Why commands for the namespace are not polled for, if they are not.
+pub(crate) fn not_polled(file: impl AsFd) -> Option<&'static str> {
+    if !has_poll_queues(file) {
+        return Some("its driver has no poll queues (nvme.poll_queues=N)");
+    }
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    (!polls_requests(&release)).then_some("polled NVMe commands need Linux 6.5")
+}
+
+/// Before Linux 6.5 a flush among polled commands ends by interrupt, and keeps there what runs then
+/// in the place of what is polled: the kernel crashes if it polls first, or if the process is killed.
+fn polls_requests(release: &str) -> bool {
+    let mut numbers = release.split(['.', '-']).map_while(|part| part.trim().parse::<u32>().ok());
+    matches!((numbers.next(), numbers.next()), (Some(major), Some(minor)) if (major, minor) >= (6, 5))
+}
+
 /// Whether the namespace's driver has poll queues.
-pub(crate) fn has_poll_queues(file: impl AsFd) -> bool {
+fn has_poll_queues(file: impl AsFd) -> bool {
     let Ok(stat) = fstat(file.as_fd()) else { return false };
     block_device((major(stat.st_rdev), minor(stat.st_rdev))).is_some_and(|name| {
         let path = format!("/sys/block/{name}/queue/io_poll");
@@ -281,6 +297,16 @@ mod tests {
         controller[77] = mdts;
         controller[520] = 1 << 2;
         (namespace, controller)
+    }
+
+    #[test]
+    fn commands_are_polled_for_by_kernels_that_survive_a_flush_among_them() {
+        for release in ["6.5.0", "6.12.94+deb13-amd64\n", "6.18-rc1", "10.0.0"] {
+            assert!(polls_requests(release), "{release}");
+        }
+        for release in ["6.1.0-50-amd64\n", "6.4.16", "5.19.17", "6", "six.5", ""] {
+            assert!(!polls_requests(release), "{release}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! the driver as NVMe commands (`IORING_OP_URING_CMD`), past the block layer.
 //!
 //! Commands need entries of twice the size, so they have a ring of their own beside the main one,
-//! which watches it while it sleeps; with `polled`, and a driver that has poll queues, waiting
+//! which watches it while it sleeps; with `polled`, and a kernel and driver that can, waiting
 //! means to look at both, as in [`PolledUring`](super::PolledUring).
 
 use std::collections::VecDeque;
@@ -98,7 +98,7 @@ impl NvmeUring {
     }
 
     /// Waits for interrupts from now on: a polled ring completes nothing of a driver without poll
-    /// queues. Files are added before there are commands.
+    /// queues, and crashes older kernels. Files are added before there are commands.
     fn stop_polling(&mut self) -> io::Result<()> {
         assert_eq!(self.commands_in_flight(), 0, "the ring is exchanged under its commands");
         self.ring = command_ring(self.ring.params().sq_entries(), false)?;
@@ -316,8 +316,9 @@ impl Engine for NvmeUring {
         let target = match nvme::block_device((major(stat.st_rdev), minor(stat.st_rdev))) {
             None => None,
             Some(_) => {
-                if self.polled && !nvme::has_poll_queues(&file) {
-                    let why = "its driver has no poll queues (nvme.poll_queues=N)";
+                if self.polled
+                    && let Some(why) = nvme::not_polled(&file)
+                {
                     tracing::warn!("file {} of the disk is not polled: {why}", id.0);
                     self.stop_polling()?;
                 }
