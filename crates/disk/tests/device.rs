@@ -55,6 +55,23 @@ fn a_device_has_one_writer() {
 }
 
 #[test]
+fn a_file_and_its_loop_device_are_not_written_at_once() {
+    let dir = dir_on_tmpfs();
+    let path = image(&dir, MIB);
+    let Some(device) = Loop::attach(&path, 512) else { return };
+    let refused = open(&path).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InUse);
+    assert!(refused.to_string().contains(device.0.to_str().unwrap()), "{refused}");
+    drop(open_read_only(&path).unwrap());
+    drop(device);
+    let _writer = open(&path).unwrap();
+    let Some(device) = Loop::attach(&path, 512) else { return };
+    let refused = open(&device.0).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InUse);
+    assert!(refused.to_string().contains(path.to_str().unwrap()), "{refused}");
+}
+
+#[test]
 fn a_mounted_device_is_busy_for_writers() {
     let dir = dir_on_tmpfs();
     let Some(device) = Loop::attach(&image(&dir, 16 * MIB), 512) else { return };

@@ -10,6 +10,9 @@
 //!   device mapper, RAID or another exclusive opener, and refuses them from then on.
 //! * QEMU's own, since it knows neither of the two ([`qemu`]). They come after the `flock` and go
 //!   before it, so whoever has that meets no others of ours that would contradict.
+//!
+//! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is
+//! locked. That is a look and no lock: what is attached afterwards is not noticed.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -20,7 +23,7 @@ use ferrite_io::nvme::block_device;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
 use rustix::io::Errno;
 
-use super::{Medium, cannot_open, io_error, qemu, sysfs_number};
+use super::{Medium, cannot_open, io_error, loops, qemu, sysfs_number};
 use crate::children::{self, Ask};
 use crate::{DiskError, ErrorKind, OpenOptions};
 
@@ -145,6 +148,9 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
         };
         return Ok(Attempt::Busy(grace, why.into()));
     }
+    if !read_only && let Some(why) = other_way(&before, medium) {
+        return Ok(Attempt::Busy(DEVICE_GRACE, why));
+    }
     // Whoever had the image may have put another one in its place before letting it go.
     let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
     let now = rustix::fs::stat(path).map_err(|e| open_error(path, read_only, e))?;
@@ -162,6 +168,19 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
         return Err(open_error(path, read_only, Errno::ROFS));
     }
     Ok(Attempt::Done(Opened { file, stat, medium, claim }))
+}
+
+/// Who uses the same bytes by way of a loop device.
+fn other_way(stat: &Stat, medium: Medium) -> Option<String> {
+    match medium {
+        Medium::File => loops::writer_of(stat).map(|device| {
+            format!("it is attached to {device}, which may be mounted (losetup -d detaches it)")
+        }),
+        Medium::BlockDevice => loops::locker_of(stat).map(|(file, pid)| {
+            format!("the file behind it, {}, is locked by process {pid}", file.display())
+        }),
+        Medium::Nvme => None,
+    }
 }
 
 /// Takes QEMU's locks; false if QEMU does with it what does not go together with what we want.

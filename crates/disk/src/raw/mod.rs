@@ -18,6 +18,7 @@ mod discard;
 mod geometry;
 mod growth;
 mod lock;
+mod loops;
 mod qemu;
 mod zero;
 

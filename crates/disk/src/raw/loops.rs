@@ -1,0 +1,39 @@
+//! Loop devices give a file a second way to its bytes, and the locks of one are not those of the
+//! other: a mounted file system would be written to under its feet.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Stat, major, minor, stat};
+
+use super::lock::flock_holder;
+
+/// The loop device by which a file may be written.
+pub(super) fn writer_of(file: &Stat) -> Option<String> {
+    let is_it = |device: &Path| {
+        let read_only = fs::read_to_string(device.join("ro")).ok()?;
+        let behind = stat(&behind(&device.join("loop"))?).ok()?;
+        let same = (behind.st_dev, behind.st_ino) == (file.st_dev, file.st_ino);
+        (same && read_only.trim() == "0").then_some(())
+    };
+    let devices = fs::read_dir("/sys/block").ok()?.filter_map(Result::ok);
+    let device = devices.map(|entry| entry.path()).find(|device| is_it(device).is_some())?;
+    Some(format!("/dev/{}", device.file_name()?.to_string_lossy()))
+}
+
+/// The file behind a loop device or a partition of one, and the process that has locked it.
+pub(super) fn locker_of(device: &Stat) -> Option<(PathBuf, u32)> {
+    let dir = format!("/sys/dev/block/{}:{}", major(device.st_rdev), minor(device.st_rdev));
+    let path = ["loop", "../loop"].iter().find_map(|name| behind(&Path::new(&dir).join(name)))?;
+    let file = stat(&path).ok()?;
+    let holder = flock_holder((major(file.st_dev), minor(file.st_dev)), file.st_ino)?;
+    Some((path, holder))
+}
+
+fn behind(of_loop: &Path) -> Option<PathBuf> {
+    let path = fs::read(of_loop.join("backing_file")).ok()?;
+    let path = path.strip_suffix(b"\n").unwrap_or(&path);
+    Some(OsStr::from_bytes(path).into())
+}
