@@ -9,6 +9,7 @@ mod images;
 mod lifecycle;
 mod media;
 mod nvme;
+mod processors;
 mod recovery;
 mod runner;
 mod toolstack;
@@ -56,6 +57,7 @@ pub(crate) fn all() -> Vec<Case> {
         nvme::CASES,
         filesystem::CASES,
         lifecycle::CASES,
+        processors::CASES,
         toolstack::CASES,
         media::CASES,
         discard::CASES,

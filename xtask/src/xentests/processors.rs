@@ -1,0 +1,87 @@
+//! What a disk may take of the dom0's processors, beside one that nothing bounds.
+
+use super::{Bench, Case, ferrite, wait_for_node};
+use crate::lab::disk::{Disk, DiskOptions};
+use crate::lab::guest::{Guest, GuestOptions};
+use anyhow::{Context, Result, bail};
+
+pub(super) const CASES: &[Case] = &[ferrite(
+    "processors/a-bounded-disk-takes-its-share-and-is-unplugged-while-it-waits",
+    bounded,
+)];
+
+/// Of one processor; the disk beside it takes several times as much of the lab's.
+const PERCENT: u32 = 5;
+
+/// The same reads from both disks, until these are gone.
+const ENDLESS_READS: &str = "fio --ioengine=libaio --direct=1 --rw=randread --bs=4k --iodepth=32 \
+     --size=64m --time_based --runtime=1000 --minimal \
+     --name=bounded --filename=/dev/xvda --name=free --filename=/dev/xvdb";
+
+fn bounded(bench: &mut Bench<'_>) -> Result<()> {
+    let mut guest = bench.paused_guest(&GuestOptions::default())?;
+    let mut held = attach(bench, &guest, "xvda", &format!("-v --cpu {PERCENT}"))?;
+    let mut free = attach(bench, &guest, "xvdb", "-v")?;
+    guest.unpause(bench.lab)?;
+    guest.wait_ready(bench.lab)?;
+    for disk in [&held, &free] {
+        disk.wait_connected(bench.lab)?;
+        wait_for_node(bench.lab, &mut guest, disk)?;
+    }
+    let before = (processor_ticks(bench, &held)?, processor_ticks(bench, &free)?);
+    let _endless = guest.begin(bench.lab, ENDLESS_READS, 1000)?;
+    wait_for_reads(bench, &mut guest, 1500)?;
+    let of_held = processor_ticks(bench, &held)? - before.0;
+    let of_free = processor_ticks(bench, &free)? - before.1;
+    let reads = (reads(bench, &mut guest, "xvda")?, reads(bench, &mut guest, "xvdb")?);
+    if reads.0 * 2 > reads.1 || of_held * 2 > of_free {
+        bail!(
+            "with --cpu {PERCENT}, {} reads in {of_held} ticks of a processor; the disk beside \
+             it: {} reads in {of_free}",
+            reads.0,
+            reads.1
+        );
+    }
+    // Requests wait in its ring all the time.
+    held.unplug(bench.lab).context("unplugging the disk that is held back")?;
+    wait_for_reads(bench, &mut guest, reads.1 + 200)?;
+    free.unplug(bench.lab)?;
+    for (disk, is_held) in [(&held, true), (&free, false)] {
+        let log = disk.backend_log(bench.lab)?;
+        if !log.contains("since the start: ") || log.contains("(--cpu)") != is_held {
+            bail!("{} was held back: {}; its log:\n{log}", disk.node(), !is_held);
+        }
+    }
+    Ok(())
+}
+
+fn attach(
+    bench: &mut Bench<'_>,
+    guest: &Guest,
+    name: &'static str,
+    arguments: &str,
+) -> Result<Disk> {
+    let image = bench.image(64)?;
+    let options = DiskOptions { arguments: arguments.into(), ..DiskOptions::new(&image, name) };
+    bench.attach(guest, options)
+}
+
+/// What the disk's process has used of processors, in the dom0's clock ticks.
+fn processor_ticks(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
+    let pid = disk.pid().context("nobody serves the disk")?;
+    Ok(bench.lab.sh(&format!("awk '{{print $14+$15}}' /proc/{pid}/stat"))?.parse()?)
+}
+
+/// Reads of a disk that the guest has finished.
+fn reads(bench: &mut Bench<'_>, guest: &mut Guest, name: &str) -> Result<u64> {
+    let count = format!("awk '{{print $1}}' /sys/block/{name}/stat");
+    Ok(guest.sh(bench.lab, &count, 30)?.parse()?)
+}
+
+/// Waits until the guest has finished so many reads of the disk that nothing bounds.
+fn wait_for_reads(bench: &mut Bench<'_>, guest: &mut Guest, count: u64) -> Result<()> {
+    let command = format!(
+        "until [ $(awk '{{print $1}}' /sys/block/xvdb/stat) -ge {count} ]; do sleep 0.1; done"
+    );
+    guest.sh(bench.lab, &command, 200).map(drop)
+}
