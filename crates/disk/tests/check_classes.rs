@@ -115,3 +115,22 @@ fn what_is_not_supported_is_not_called_damage() {
         assert!(report.images[0].findings.iter().all(|f| f.class == Class::Unsupported));
     }
 }
+
+/// Each would be looked at once more: a hundred thousand times in an image of some megabytes.
+#[test]
+fn a_table_that_many_entries_name_is_damage_and_not_looked_into() {
+    let dir = dir_on_disk();
+    let path = at(&dir, "a.qcow2");
+    let name = ImageName::parse(&format!("qcow2:{}", path.to_str().unwrap())).unwrap();
+    let new = NewImage { bytes: Some(1 << 40), ..NewImage::default() };
+    work(None, |shop| shop.create(&name, &new)).unwrap();
+    // A table whose every entry would be a finding.
+    let (l1, table) = (number(&path, 40), 100 * CLUSTER);
+    change(&path, table, &[0xFF; CLUSTER as usize]);
+    let entries: Vec<u8> = (0..2048).flat_map(|_| table.to_be_bytes()).collect();
+    change(&path, l1, &entries);
+    let report = check(&name);
+    assert_eq!(report.verdict, Verdict::Damaged);
+    let damage = report.images[0].counts.damage;
+    assert!((2048..4096).contains(&damage), "{damage} findings");
+}

@@ -373,13 +373,24 @@ impl Walk<'_> {
 
     /// A table of tables, and all that they refer to. Flags count only in what is in use.
     fn l1(&mut self, offset: u64, entries: u32, active: bool) -> io::Result<()> {
+        let doubled = self.doubled(offset, entries)?;
+        self.each_entry(offset, entries, |walk, index, entry| {
+            walk.l1_entry(offset + index * 8, index, entry, active, &doubled)
+        })
+    }
+
+    fn each_entry(
+        &mut self,
+        offset: u64,
+        entries: u32,
+        mut look: impl FnMut(&mut Self, u64, u64) -> io::Result<()>,
+    ) -> io::Result<()> {
         let (mut at, end) = (offset, offset + u64::from(entries) * 8);
         while at < end {
             let bytes = read(self.raw, at, (end - at).min(PIECE_BYTES))?;
             for (i, entry) in bytes.chunks_exact(8).map(|e| be64(e, 0)).enumerate() {
                 if entry != 0 {
-                    let index = (at + i as u64 * 8 - offset) / 8;
-                    self.l1_entry(at + i as u64 * 8, index, entry, active)?;
+                    look(self, (at - offset) / 8 + i as u64, entry)?;
                 }
             }
             at += bytes.len() as u64;
@@ -387,7 +398,30 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn l1_entry(&mut self, at: u64, index: u64, entry: u64, active: bool) -> io::Result<()> {
+    /// Tables that more than one entry names, sorted. No program makes such an image, opening it is
+    /// refused, and a small one could have the same table looked at a hundred thousand times.
+    fn doubled(&mut self, offset: u64, entries: u32) -> io::Result<Vec<u64>> {
+        let bits = self.header.cluster_bits;
+        let mut tables = Vec::new();
+        self.each_entry(offset, entries, |_, _, entry| {
+            tables.extend(entry::l2_table(entry, bits).ok().flatten().map(|(table, _)| table));
+            Ok(())
+        })?;
+        tables.sort_unstable();
+        let mut doubled: Vec<u64> =
+            tables.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect();
+        doubled.dedup();
+        Ok(doubled)
+    }
+
+    fn l1_entry(
+        &mut self,
+        at: u64,
+        index: u64,
+        entry: u64,
+        active: bool,
+        doubled: &[u64],
+    ) -> io::Result<()> {
         let bits = self.header.cluster_bits;
         let table = match entry::l2_table(entry, bits) {
             Ok(Some((table, _))) => table,
@@ -402,6 +436,10 @@ impl Walk<'_> {
             return Ok(());
         }
         let count = self.refer(table >> bits);
+        if doubled.binary_search(&table).is_ok() {
+            self.add(Problem::Entry, at, format!("others name the L2 table at {table:#x}, too"));
+            return Ok(());
+        }
         self.flag(count, at, entry, active);
         let mut done = 0;
         while done < 1 << bits {
