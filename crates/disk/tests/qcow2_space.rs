@@ -6,7 +6,7 @@ mod model;
 
 use std::cell::RefCell;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -193,4 +193,42 @@ fn nothing_is_given_back_before_a_sync() {
     // The first one is of the mark, which was taken away before.
     assert_eq!(done[cut - 2..cut], ["sync", "sync"], "{done:?}");
     assert_eq!(done.last(), Some(&"sync"), "{done:?}");
+}
+
+/// By its counts alone, the last cluster is unused.
+#[test]
+fn the_last_cluster_is_not_cut_off_when_its_count_is_lost() {
+    for resized in [false, true] {
+        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let path = dir.path().join("a.qcow2");
+        let new = NewImage { bytes: Some(64 * MIB), ..NewImage::default() };
+        work(None, |shop| shop.create(&name(&path), &new)).unwrap();
+        let write = |at, stamp| {
+            let mut queue = serve(&path, state.path());
+            queue.write(at, &[stamp; CLUSTER as usize]).unwrap();
+            queue.close().unwrap();
+        };
+        write(0, 1);
+        write(MIB, 2);
+        let file = fs::File::options().read(true).write(true).open(&path).unwrap();
+        let place = |at| {
+            let mut place = [0; 8];
+            file.read_exact_at(&mut place, at).unwrap();
+            u64::from_be_bytes(place)
+        };
+        let (block, last) = (place(place(48)), bytes(&path) / CLUSTER - 1);
+        file.write_all_at(&[0; 2], block + last * 2).unwrap();
+        let before = bytes(&path);
+        match resized {
+            true => drop(work(None, |shop| shop.resize(&name(&path), 65 * MIB, false)).unwrap()),
+            false => write(0, 3),
+        }
+        assert_eq!(bytes(&path), before, "resized: {resized}");
+        work(None, |shop| shop.repair(&name(&path), true)).unwrap();
+        assert_eq!(unused(&path), 0);
+        let mut queue = serve(&path, state.path());
+        assert!(queue.read(MIB, CLUSTER as usize).unwrap() == [2; CLUSTER as usize]);
+        let first = if resized { 1 } else { 3 };
+        assert!(queue.read(0, CLUSTER as usize).unwrap() == [first; CLUSTER as usize]);
+    }
 }

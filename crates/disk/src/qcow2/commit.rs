@@ -29,6 +29,10 @@ struct Dirty {
     lowered: Vec<u64>,
 }
 
+fn has_some(bytes: &[u8]) -> bool {
+    bytes.iter().any(|byte| *byte != 0)
+}
+
 /// A commit under way. One whose task was dropped has failed.
 struct Commit<'a> {
     image: &'a Qcow2,
@@ -246,7 +250,7 @@ impl Qcow2 {
     }
 
     /// The last commit, and what other programs expect of an image that nobody uses: no count too
-    /// high, no unused space behind the end.
+    /// high, no unused space behind the end. Counts that are too low are a repair's.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         let _alone = self.commits.lock(&port.io).await?;
         {
@@ -278,13 +282,30 @@ impl Qcow2 {
             state.spares.clear();
             (used, cut)
         };
-        if cut && self.medium.bytes_now()? > used_end {
+        if cut && self.medium.bytes_now()? > used_end && !self.has_data_behind(used_end)? {
             port.io.set_len(port.files[0], used_end).await?;
             self.limit.store(used_end, Ordering::Release);
             self.sync(port).await?;
         }
         self.unmark(port).await?;
         self.state().journal.remove()
+    }
+
+    /// Whether a file has data from a cluster on. What was set aside and not used has none, but for
+    /// blocks that the file system has filled with zeros. If there is some, its counts may be wrong:
+    /// only a repair reads what refers to it.
+    fn has_data_behind(&self, from: u64) -> io::Result<bool> {
+        const MAX_ZEROS_BYTES: u64 = 1 << 20;
+        let (mut at, mut left) = (from, MAX_ZEROS_BYTES);
+        while let Some(data) = self.medium.data_from(at) {
+            let bytes = data.end - data.start;
+            if bytes > left || has_some(&self.medium.read_now(data.start, bytes as usize)?) {
+                return Ok(true);
+            }
+            left -= bytes;
+            at = data.end;
+        }
+        Ok(false)
     }
 
     /// Nothing is in the journal any more, so it need not be looked for. Before that is removed: a

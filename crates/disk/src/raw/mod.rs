@@ -1,6 +1,7 @@
 //! A regular file or a block device, byte for byte.
 
 use std::fmt;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -276,6 +277,16 @@ impl Raw {
             Ok(at) => at < to,
             Err(Errno::NXIO) => false,
             Err(_) => from < to,
+        }
+    }
+
+    /// The next part of a file, from a place on, that may have data: all of it, where the file
+    /// system does not tell.
+    pub(crate) fn data_from(&self, from: u64) -> Option<Range<u64>> {
+        match seek(&self.file, SeekFrom::Data(from)) {
+            Ok(data) => Some(data..seek(&self.file, SeekFrom::Hole(data)).unwrap_or(u64::MAX)),
+            Err(Errno::NXIO) => None,
+            Err(_) => Some(from..u64::MAX),
         }
     }
 
