@@ -242,7 +242,7 @@ fn format_of(shm: &Shm) -> Option<Format> {
 }
 
 /// A journal on the shelf.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Kept {
     /// Of the file, without its extension.
     pub(crate) name: String,
@@ -267,10 +267,15 @@ pub(crate) fn all(dir: &Path) -> Result<Vec<Kept>, DiskError> {
 /// None: it is gone.
 fn kept(dir: &Path, file: &str) -> Result<Option<Kept>, DiskError> {
     let path = dir.join(file);
-    let in_use = match file::is_held(&path) {
-        Err(e) if e.kind() == NotFound => return Ok(None),
-        in_use => in_use.map_err(|e| cannot(&path, "examined", e))?,
-    };
+    match file::is_held(&path) {
+        Err(e) if e.kind() == NotFound => Ok(None),
+        in_use => examine(dir, file, in_use.map_err(|e| cannot(&path, "examined", e))?),
+    }
+}
+
+/// The same, if it is known whether somebody else holds it.
+fn examine(dir: &Path, file: &str, in_use: bool) -> Result<Option<Kept>, DiskError> {
+    let path = dir.join(file);
     let name = file.strip_suffix(EXTENSION).unwrap_or(file).to_owned();
     let state = |state| if in_use { JournalState::InUse } else { state };
     let unknown =
@@ -316,14 +321,30 @@ fn whereabouts(path: &Path, place: &Place, handle: Option<&Handle>) -> JournalSt
     if is_mounted && is_gone() { JournalState::Stale } else { JournalState::Away }
 }
 
-/// Removes a journal, and with it what it says.
+/// Removes journals, and with them what they say: all, or none if one is not what it was.
 ///
 /// # Errors
-/// It is in use; it cannot be removed.
-pub(crate) fn drop_kept(dir: &Path, kept: &Kept) -> Result<(), DiskError> {
-    let path = dir.join(format!("{}{EXTENSION}", kept.name));
-    match Held::take(&path).map_err(|e| not_held(&path, "dropped", e))? {
-        Some(held) => held.remove().map_err(|e| cannot(&path, "removed", e)),
-        None => Ok(()),
+/// One is in use, or has changed; they cannot be removed.
+pub(crate) fn drop_kept(dir: &Path, all: &[&Kept]) -> Result<(), DiskError> {
+    let held: Vec<_> = all.iter().map(|kept| hold(dir, kept)).collect::<Result<_, _>>()?;
+    held.into_iter().flatten().try_for_each(|held| {
+        let path = held.path().to_owned();
+        held.remove().map_err(|e| cannot(&path, "removed", e))
+    })
+}
+
+/// Holds a journal that is still what it was; none: it is gone. A backend may have been started and
+/// killed since, and its image may be there again.
+fn hold(dir: &Path, kept: &Kept) -> Result<Option<Held>, DiskError> {
+    let file = format!("{}{EXTENSION}", kept.name);
+    let path = dir.join(&file);
+    let held = Held::take(&path).map_err(|e| not_held(&path, "dropped", e))?;
+    if held.is_some() && examine(dir, &file, false)?.as_ref() != Some(kept) {
+        let what = format!("cannot drop {}", kept.name);
+        let why = "it has changed since it was examined";
+        let help =
+            "see what it is now (ferrite image journal list), and run the same command again";
+        return Err(DiskError::new(ErrorKind::InUse, what, why, help));
     }
+    Ok(held)
 }

@@ -92,6 +92,29 @@ fn a_list_says_what_is_in_use_and_keeps_nobody_from_opening_it() {
 }
 
 #[test]
+fn a_journal_that_has_changed_since_it_was_listed_is_not_dropped_nor_are_those_beside_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = Place::from_text("inode 2 on a disk".into());
+    let other = Identity { id: [8; 16], place, ..identity() };
+    drop(Journal::open(Some(dir.path()), &other, 3, 4).unwrap());
+    drop(open(dir.path()));
+    let listed = all(dir.path()).unwrap();
+    let listed: Vec<&Kept> = listed.iter().collect();
+    assert_eq!(listed.len(), 2);
+    // A backend is started and killed.
+    let (mut journal, _) = Journal::open(Some(dir.path()), &other, 3, 4).unwrap();
+    journal.claim(1, &[1, 2, 3]).unwrap();
+    drop(journal);
+    let error = drop_kept(dir.path(), &listed).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
+    let now = all(dir.path()).unwrap();
+    assert_eq!(now.iter().map(|kept| kept.records).sum::<u64>(), 1);
+    assert_eq!(now.len(), 2);
+    drop_kept(dir.path(), &now.iter().collect::<Vec<_>>()).unwrap();
+    assert!(all(dir.path()).unwrap().is_empty());
+}
+
+#[test]
 fn a_journal_that_a_process_has_open_stays_as_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let (mut holder, _) = Journal::open(Some(dir.path()), &identity(), 8, 1 << 16).unwrap();

@@ -79,14 +79,16 @@ impl Workshop<'_> {
                 | JournalState::Foreign
                 | JournalState::Away
                 | JournalState::Stale => {
-                    dropped.push(kept);
+                    if !dropped.iter().any(|other| other.name == kept.name) {
+                        dropped.push(kept);
+                    }
                 }
             }
         }
         let is_stale = |kept: &&Kept| stale && kept.state == JournalState::Stale;
         dropped.extend(all.iter().filter(|kept| is_stale(kept) && !names.contains(&kept.name)));
         if let Some(dir) = &self.state_dir {
-            dropped.iter().try_for_each(|kept| journal::drop_kept(dir, kept))?;
+            journal::drop_kept(dir, &dropped)?;
         }
         Ok(dropped.into_iter().map(Kept::info).collect())
     }
