@@ -32,6 +32,7 @@ mod name;
 mod null;
 mod parents;
 mod place;
+mod plain;
 mod port;
 pub mod qcow2;
 mod rare;

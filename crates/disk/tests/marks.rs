@@ -5,15 +5,16 @@ mod common;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use common::vhd::{at, options};
 use common::{MIB, Mount, dir_on_disk, run, skipped};
-use ferrite_disk::tools::{NewImage, Rebase, Workshop};
+use ferrite_disk::tools::{NewImage, Progress, Rebase, Workshop};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::test_engine;
+use rustix::fs::{CWD, FileType, FlockOperation, Mode, flock, mknodat};
 use tempfile::TempDir;
 
 const FORMATS: [Format; 2] = [Format::Vhd, Format::Qcow2];
@@ -274,4 +275,70 @@ fn a_child_with_the_extension_of_another_format_is_known_by_a_line_and_by_what_i
             assert!(fs::read(tree.path("a/base")).unwrap() == before);
         }
     }
+}
+
+/// Who may write in the folder can put it there.
+#[test]
+fn a_list_that_is_no_regular_file_is_refused_by_name_and_nobody_waits_for_it() {
+    let tree = Tree::new(Format::Vhd);
+    tree.make_writable("a/base");
+    let (list, file) = (tree.path("a/base.ferrite-children"), tree.path("file"));
+    fs::write(&file, "").unwrap();
+    let pipe = || mknodat(CWD, &list, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let make: [&dyn Fn(); 4] = [
+        &|| symlink("nowhere", &list).unwrap(),
+        &|| symlink(&file, &list).unwrap(),
+        &pipe,
+        &|| fs::create_dir(&list).unwrap(),
+    ];
+    for make in make {
+        fs::remove_file(&list).or_else(|_| fs::remove_dir(&list)).unwrap();
+        make();
+        let on = NewImage { parent: Some(tree.image("a/base")), ..NewImage::default() };
+        let clone = shop(&HostDirectory, |shop| shop.create(&tree.image("b/vm"), &on).map(drop));
+        tree.make_writable("a/base");
+        for refused in [clone, tree.open("a/base").map(drop), tree.coalesce("a/own")] {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains("base.ferrite-children"), "{error}");
+            assert!(error.contains("move it away"), "{error}");
+        }
+    }
+    // Another image's is not in its way.
+    fs::remove_dir(&list).unwrap();
+    tree.remove("a/own");
+    pipe();
+    tree.create("a/other");
+    tree.open("a/other").unwrap();
+}
+
+#[test]
+fn a_clone_does_not_wait_for_the_copy_of_a_rebase_and_both_are_known() {
+    let tree = Tree::new(Format::Vhd);
+    tree.clone("a/base", "b/vm");
+    tree.create("a/new");
+    let cloned = std::cell::Cell::new(false);
+    let during = |_: Progress| {
+        let list = fs::File::open(tree.path("a/new.ferrite-children")).unwrap();
+        flock(&list, FlockOperation::NonBlockingLockExclusive).expect("the list is locked");
+        drop(list);
+        if !cloned.replace(true) {
+            tree.clone("a/new", "b/other");
+        }
+        true
+    };
+    let rebase = |shop: &Workshop<'_>| {
+        let shop = Workshop {
+            progress: &during,
+            state_dir: None,
+            parents: Parents::Any,
+            directory: shop.directory,
+            engine: shop.engine,
+            ..*shop
+        };
+        shop.rebase(&tree.image("b/vm"), &tree.image("a/new"), Rebase::Safe, false)
+    };
+    shop(&HostDirectory, rebase).unwrap();
+    assert!(cloned.get());
+    let list = tree.list("a/new");
+    assert!(list.contains("b/vm") && list.contains("b/other"), "{list}");
 }

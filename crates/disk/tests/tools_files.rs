@@ -11,11 +11,12 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use common::vhd::{at, options};
-use common::{Loop, MIB, Queue, dir_on_disk};
+use common::{Loop, MIB, Queue, dir_on_disk, skipped};
 use ferrite_disk::tools::{Convert, NewImage, Progress, Workshop};
 use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::EngineChoice;
+use rustix::fs::{CWD, FileType, Mode, XattrFlags, lgetxattr, lremovexattr, mknodat, setxattr};
 use tempfile::TempDir;
 
 /// By its extension.
@@ -124,6 +125,50 @@ fn a_note_of_a_copy_that_was_finished_is_nothing_to_go_on_from() {
     };
     watched(&look, |shop| shop.convert(&from, &to, &resumed())).unwrap();
     assert!(seen.get() && same(&from, &to));
+}
+
+/// Who may write in the folder puts links there, under the names that a conversion will use.
+#[test]
+fn a_conversion_writes_through_no_link_and_waits_for_no_pipe() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    let victim = at(&dir, "victim");
+    fs::write(&victim, "precious").unwrap();
+    let (partial, note) = remains(&to);
+    let next = at(&dir, &format!("{}.new", note.file_name().unwrap().to_str().unwrap()));
+    let plants: [&dyn Fn(); 2] = [&|| std::os::unix::fs::symlink(&victim, &next).unwrap(), &|| {
+        fs::hard_link(&victim, &next).unwrap()
+    }];
+    for plant in plants {
+        let _ = fs::remove_file(&partial);
+        // While it is under way, before it notes how far it is.
+        let stop = |_: Progress| {
+            let _ = fs::remove_file(&next);
+            plant();
+            false
+        };
+        watched(&stop, |shop| shop.convert(&from, &to, &forced())).unwrap_err();
+        assert_eq!(fs::read(&victim).unwrap(), b"precious");
+        // Before it goes on.
+        let _ = fs::remove_file(&next);
+        plant();
+        watched(&|_| false, |shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+        assert_eq!(fs::read(&victim).unwrap(), b"precious");
+    }
+    // The copy itself.
+    let moved = at(&dir, "moved");
+    fs::rename(&partial, &moved).unwrap();
+    std::os::unix::fs::symlink(&moved, &partial).unwrap();
+    let before = fs::read(&moved).unwrap();
+    let error = work(|shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+    assert!(error.to_string().contains("link"), "{error}");
+    assert!(fs::read(&moved).unwrap() == before);
+    fs::remove_file(&note).unwrap();
+    mknodat(CWD, &note, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let error = work(|shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+    assert!(same(&from, &to) && fs::read(&moved).unwrap() == before);
 }
 
 #[test]
@@ -513,6 +558,58 @@ fn what_replaces_an_image_has_its_owner_and_mode() {
     let (user, group, _) = set_rights(&to, 0o440);
     work(|shop| shop.create(&to, &new)).unwrap();
     assert_eq!(rights(&to), (user, group, 0o640));
+}
+
+const LIST: &str = "system.posix_acl_access";
+
+/// An access control list that lets a user read a file, but not its group.
+fn list_for_one() -> Vec<u8> {
+    let none = u32::MAX;
+    let entries = [(1u16, 6u16, none), (2, 4, 4321), (4, 0, none), (16, 4, none), (32, 0, none)];
+    let bytes = |(tag, permissions, id): (u16, u16, u32)| {
+        [&tag.to_le_bytes()[..], &permissions.to_le_bytes(), &id.to_le_bytes()].concat()
+    };
+    [2u32.to_le_bytes().to_vec(), entries.into_iter().flat_map(bytes).collect()].concat()
+}
+
+fn list_of(image: &ImageName) -> Option<Vec<u8>> {
+    let mut list = vec![0; 1024];
+    let len = lgetxattr(&image.path, LIST, &mut list[..]).ok()?;
+    list.truncate(len);
+    Some(list)
+}
+
+/// Beside a list, the group's bits of the mode are what the list gives at most.
+#[test]
+fn what_replaces_an_image_has_its_access_control_list() {
+    let dir = dir_on_disk();
+    let (from, to) = source(&dir);
+    let old = name(&at(&dir, "old.vhd"));
+    let new = NewImage { bytes: Some(8 * MIB), force: true, ..NewImage::default() };
+    work(|shop| shop.create(&to, &new)).unwrap();
+    if setxattr(&to.path, LIST, &list_for_one(), XattrFlags::empty()).is_err() {
+        return skipped("a file system without access control lists");
+    }
+    let keeps = |what: &str| {
+        assert_eq!(list_of(&to), Some(list_for_one()), "{what}");
+        assert_eq!(rights(&to).2, 0o640, "{what}");
+    };
+    work(|shop| shop.create(&to, &new)).unwrap();
+    keeps("create");
+    work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+    keeps("convert");
+    work(|shop| shop.snapshot(&to, &old)).unwrap();
+    keeps("snapshot");
+    lremovexattr(&old.path, LIST).unwrap();
+    work(|shop| shop.coalesce(&to, false)).unwrap();
+    keeps("coalesce");
+    // One without a list gets none, whatever its folder gives to new files.
+    lremovexattr(&to.path, LIST).unwrap();
+    let expected = set_rights(&to, 0o640);
+    let default = "system.posix_acl_default";
+    setxattr(dir.path(), default, &list_for_one(), XattrFlags::empty()).unwrap();
+    work(|shop| shop.create(&to, &new)).unwrap();
+    assert_eq!((list_of(&to), rights(&to)), (None, expected));
 }
 
 #[test]

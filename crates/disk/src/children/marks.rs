@@ -30,6 +30,7 @@ use ferrite_io::directory::Directory;
 use rustix::fs::{FlockOperation, flock};
 
 use crate::place::{Place, lasting_file_system};
+use crate::plain;
 use crate::vhd::{decode, unescape};
 
 /// Behind the parent's name.
@@ -42,6 +43,8 @@ const ON: &str = "on=";
 const DEVICE: &str = "device=";
 /// A list of more than this is nobody's: 100,000 children.
 const MAX_BYTES: u64 = 16 << 20;
+/// How often a list may be replaced by others before it is locked.
+const MAX_TRIES: u32 = 1 << 16;
 
 /// Where a child was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -228,13 +231,10 @@ impl Line {
 
 /// The marks of the image in `file`.
 pub(crate) fn read(file: &Path) -> io::Result<Vec<Line>> {
-    let path = beside(file);
-    let text = match fs::metadata(&path) {
+    let text = match plain::read(&beside(file), MAX_BYTES) {
         // Beside a file with so long a name there can be none.
         Err(e) if matches!(e.kind(), NotFound | InvalidFilename) => return Ok(Vec::new()),
-        Err(e) => return Err(e),
-        Ok(meta) if meta.len() > MAX_BYTES => return Err(io::ErrorKind::FileTooLarge.into()),
-        Ok(_) => fs::read(&path)?,
+        text => text?,
     };
     let lines = text.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
     Ok(lines.map(Line::parse).collect())
@@ -300,19 +300,26 @@ pub(crate) fn leave(
 
 /// Locks the list that has the name, made if there is none.
 fn lock(directory: &dyn Directory, path: &Path) -> io::Result<File> {
-    loop {
-        let list = match File::open(path) {
+    for _ in 0..MAX_TRIES {
+        let list = match plain::open(path, File::options().read(true)) {
             Err(e) if e.kind() == NotFound => match directory.create_new(path) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 made => File::from(made?),
             },
-            list => list?,
+            list => list.map_err(|e| named(path, e))?,
         };
         flock(&list, FlockOperation::LockExclusive)?;
         // Whoever had it may have put another one in its place.
         let meta = list.metadata()?;
-        if fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (meta.dev(), meta.ino())) {
+        let now = fs::symlink_metadata(path);
+        if now.is_ok_and(|now| (now.dev(), now.ino()) == (meta.dev(), meta.ino())) {
             return Ok(list);
         }
     }
+    Err(named(path, io::ErrorKind::ResourceBusy.into()))
+}
+
+/// An error of a list, which is not the file that the caller speaks of.
+fn named(list: &Path, e: io::Error) -> io::Error {
+    io::Error::new(e.kind(), format!("{}: {e}", list.display()))
 }

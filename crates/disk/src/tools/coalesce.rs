@@ -5,9 +5,8 @@
 //! and its owner and mode; the parent is renamed over the child. Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
 //! any point leaves a chain that is whole, and running it again does what is left.
 
-use std::fs::{self, Metadata};
+use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use super::copy::{Copying, Mode};
@@ -51,7 +50,6 @@ impl Workshop<'_> {
         check_snapshots(&upper.layers()[0], what())?;
         let upper = Disk::Image(upper);
         self.close(&upper, &child.path)?;
-        let rights = fs::metadata(&child.path).map_err(cannot)?;
         // What is open can be written to; others go by the mode, also after a crash.
         let protected = Protected::lift(&pair.parent.path).map_err(cannot)?;
         let (lower, lost) = self.lower(child, pair, force)?;
@@ -66,7 +64,7 @@ impl Workshop<'_> {
         desk.run(copying.run()).map_err(cannot)?;
         drop(copying);
         drop(desk);
-        self.take_place(upper, lower, child, &pair.parent, &rights)?;
+        self.take_place(upper, lower, child, &pair.parent)?;
         notes.push(format!("{} is gone: it has this name now", pair.parent.path.display()));
         notes.extend(lost);
         Ok(done(child, pair.child_bytes, notes))
@@ -128,7 +126,6 @@ impl Workshop<'_> {
         lower: Disk,
         child: &ImageName,
         parent: &ImageName,
-        rights: &Metadata,
     ) -> Result<(), DiskError> {
         let cannot = |e| broken(format!("cannot coalesce {}", child.path.display()), e);
         let mut desk = Desk::new(self, 0).map_err(cannot)?;
@@ -138,7 +135,7 @@ impl Workshop<'_> {
         let lists = fs::canonicalize(&parent.path).and_then(|file| children::lists(&file));
         let lists = lists.map_err(cannot)?;
         let protected = Protected::of(&parent.path).map_err(cannot)?;
-        take_rights(&parent.path, rights, rights.mode()).map_err(cannot)?;
+        take_rights(&parent.path, &child.path, 0).map_err(cannot)?;
         self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
         protected.forget();
         self.sync_dir(&child.path)?;

@@ -123,6 +123,10 @@ impl Workshop<'_> {
                 ),
                 Some(state) if (Resume { done_bytes: 0, ..state.clone() }) == fresh => {
                     file.open()?;
+                    if !file.is_there() {
+                        let why = format!("{} is a link to another file", file.path().display());
+                        return refuse(why, "remove that, and start again");
+                    }
                     state.reserve(&to.path).map_err(|e| broken(what(), e))?;
                     return Ok((file, state));
                 }

@@ -1,19 +1,26 @@
 //! New files under temporary names, and how they get their own.
 
 use std::ffi::OsString;
-use std::fs::{self, File, Metadata, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{FlockOperation, Mode, OFlags, flock, fstat};
+use rustix::fs::{FlockOperation, XattrFlags, flock, fremovexattr, fsetxattr, fstat, lgetxattr};
 use rustix::io::Errno;
 
 use super::{Workshop, broken, parent_dir, refused, unsuitable};
 use crate::children::{self, Ask, NEW, identity};
+use crate::plain;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
+
+/// The attributes with a file's access control list and with its label for SELinux.
+const LIST: &str = "system.posix_acl_access";
+const LABEL: &str = "security.selinux";
+/// The kernel has none that is longer.
+const MAX_ATTRIBUTE_BYTES: usize = 64 << 10;
 
 /// What becomes of a file that has the name already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,7 +182,7 @@ impl NewFile<'_> {
     }
 
     /// Whether the temporary name is still that of the locked file.
-    fn is_there(&self) -> bool {
+    pub(super) fn is_there(&self) -> bool {
         let found = fs::symlink_metadata(&self.path);
         let locked = self.file.as_ref().and_then(|file| fstat(file).ok());
         found.is_ok_and(|found| {
@@ -237,10 +244,9 @@ impl NewFile<'_> {
             return Err(self.not_made(io::ErrorKind::ResourceBusy.into()));
         }
         if self.replaces {
-            if let Ok(old) = fs::metadata(&self.to) {
+            if self.to.exists() {
                 // What is replaced may have been a parent; this one is not.
-                let mode = old.mode() | 0o200;
-                take_rights(&self.path, &old, mode).map_err(|e| broken(what(), e))?;
+                take_rights(&self.path, &self.to, 0o200).map_err(|e| broken(what(), e))?;
             }
             directory.rename(&self.path, &self.to).map_err(|e| broken(what(), e))?;
         } else {
@@ -308,16 +314,47 @@ pub(super) fn is_write_protected(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.permissions().mode() & 0o222 == 0)
 }
 
-/// Gives a file that is about to take another one's name that one's owner, and a mode. Who may not
-/// give it away gives it to the group; if that may not be, either, the group gets nothing.
-pub(super) fn take_rights(path: &Path, old: &Metadata, mode: u32) -> io::Result<()> {
+/// Gives a file that is about to take another one's name that one's owner, access control list,
+/// label and mode, with `more` permissions. Who may not give it away gives it to the group; if that
+/// may not be, or the list cannot be had, the group gets nothing: beside a list, the mode's bits of
+/// the group are what the list may give at most.
+pub(super) fn take_rights(path: &Path, from: &Path, more: u32) -> io::Result<()> {
+    let old = fs::metadata(from)?;
     // Not through a link that somebody has put there.
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let file = plain::open(path, File::options().read(true))?;
     let (user, group) = (Some(old.uid()), Some(old.gid()));
     let given = fchown(&file, user, group).or_else(|_| fchown(&file, None, group));
-    let lost = if given.is_ok() { 0 } else { 0o070 };
-    file.set_permissions(Permissions::from_mode(mode & 0o777 & !lost))
+    if let Ok(Some(label)) = attribute(from, LABEL) {
+        // Without the right to do so the file has its folder's.
+        let _ = fsetxattr(&file, LABEL, &label, XattrFlags::empty());
+    }
+    let listed = take_list(&file, from);
+    let lost = if given.is_ok() && listed.is_ok() { 0 } else { 0o070 };
+    file.set_permissions(Permissions::from_mode((old.mode() | more) & 0o777 & !lost))
+}
+
+/// Gives a file the access control list of another one; or none, whatever its folder gave it.
+fn take_list(file: &File, from: &Path) -> io::Result<()> {
+    if let Some(list) = attribute(from, LIST)? {
+        return Ok(fsetxattr(file, LIST, &list, XattrFlags::empty())?);
+    }
+    match fremovexattr(file, LIST) {
+        Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(()),
+        done => Ok(done?),
+    }
+}
+
+/// An extended attribute of a file, if it has that.
+fn attribute(path: &Path, name: &str) -> io::Result<Option<Vec<u8>>> {
+    let mut value = vec![0; MAX_ATTRIBUTE_BYTES];
+    match lgetxattr(path, name, &mut value[..]) {
+        Ok(len) => {
+            value.truncate(len);
+            Ok(Some(value))
+        }
+        Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// A file that is write-protected again when this is dropped, if it was before.
@@ -366,4 +403,36 @@ pub(super) fn protect(path: &Path, protect: bool) -> io::Result<()> {
     let mode = meta.permissions().mode();
     let new = if protect { mode & !0o222 } else { mode | 0o200 };
     if new == mode { Ok(()) } else { fs::set_permissions(path, Permissions::from_mode(new)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// The list's mask would be what the group may do.
+    #[test]
+    fn where_the_list_cannot_be_had_the_group_gets_nothing() {
+        let (dir, without) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (old, new) = (dir.path().join("old"), without.path().join("new"));
+        fs::write(&old, "").unwrap();
+        let mut list = 2u32.to_le_bytes().to_vec();
+        for (tag, permissions) in [(1, 6), (2, 6), (4, 0), (16, 6), (32, 0)] {
+            list.extend([tag, 0, permissions, 0, 0, 0, 0, 0]);
+        }
+        let listed = rustix::fs::setxattr(&old, LIST, &list, XattrFlags::empty());
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "ramfs", "none"]).arg(without.path());
+        if listed.is_err() || !mount.status().is_ok_and(|status| status.success()) {
+            eprintln!("skipped: no lists, or mounting is not possible here");
+            return;
+        }
+        fs::write(&new, "").unwrap();
+        let taken = take_rights(&new, &old, 0);
+        let mode = fs::metadata(&new).map(|meta| meta.mode() & 0o777);
+        Command::new("umount").arg(without.path()).status().unwrap();
+        taken.unwrap();
+        assert_eq!(mode.unwrap(), 0o600);
+    }
 }

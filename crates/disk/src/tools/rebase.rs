@@ -1,7 +1,8 @@
 //! Another parent for an image.
 //!
 //! The order: a new image on the new parent, under a temporary name, gets what the disk needs and is
-//! synced; then it gets the old one's identity; then its name, by one operation on the directory.
+//! synced; then it gets the old one's identity; then the parent knows of it; then it gets its name,
+//! by one operation on the directory.
 //! Until that the old image is as it was, and the disk reads the same before and after.
 
 use std::io;
@@ -67,6 +68,9 @@ impl Workshop<'_> {
             "see to it that files can be made beside the parent, or convert that into a copy";
         let marked = self.mark(&below.name.path, name, Some(help), &mut notes)?;
         undo.marked(&below.name.path, marked);
+        // That was to see whether it can be told: who makes another image on it does not wait for
+        // the copy.
+        undo.unlock_lists();
         self.write_new(&mut file, name.format, &new, (Some(&below), Blank::Zeros), bytes)?;
         let to = file.open_disk(name.format)?;
         match how {
@@ -81,6 +85,9 @@ impl Workshop<'_> {
         let port = desk.port(&to).map_err(cannot)?;
         let _locked = to.files();
         desk.run(formats::take_identity(&port, to, &old)).map_err(cannot)?;
+        // Others may have taken the line for one of an image that is gone.
+        let marked = self.mark(&below.name.path, name, Some(help), &mut Vec::new())?;
+        undo.marked(&below.name.path, marked);
         file.finish()?;
         undo.forget();
         if was_protected {

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::files::beside;
+use crate::plain;
 
 /// And how far it is.
 const STATE: &str = ".partial.json";
@@ -69,9 +70,7 @@ impl Resume {
 
     /// What was left for `to`; none: nothing, or nothing of use.
     pub(super) fn load(to: &Path) -> Option<Resume> {
-        let path = Resume::path(to);
-        let size = fs::metadata(&path).ok()?.len();
-        let text = (size <= MAX_STATE_BYTES).then(|| fs::read(&path).ok())??;
+        let text = plain::read(&Resume::path(to), MAX_STATE_BYTES).ok()?;
         serde_json::from_slice(&text).ok()
     }
 
@@ -93,7 +92,7 @@ impl Resume {
 
     /// Takes the space for the next [`save`](Self::save).
     pub(super) fn reserve(&self, to: &Path) -> io::Result<()> {
-        let mut file = File::create(beside(to, NEXT))?;
+        let mut file = new_file(&beside(to, NEXT))?;
         file.write_all(&self.text()?)?;
         file.sync_all()
     }
@@ -102,7 +101,10 @@ impl Resume {
     /// or left by the save before the last; synced; and the two files exchange their names.
     pub(super) fn save(&self, to: &Path) -> io::Result<()> {
         let (next, text) = (beside(to, NEXT), self.text()?);
-        let mut file = File::options().write(true).create(true).truncate(false).open(&next)?;
+        let mut file = match reserved(&next) {
+            Some(file) => file,
+            None => new_file(&next)?,
+        };
         file.write_all(&text)?;
         file.set_len(text.len() as u64)?;
         file.sync_all()?;
@@ -127,6 +129,20 @@ impl Resume {
             }
         }
         Ok(())
+    }
+}
+
+/// What was reserved under a name, if it is nobody else's file.
+fn reserved(path: &Path) -> Option<File> {
+    let file = plain::open(path, File::options().write(true)).ok()?;
+    (file.metadata().ok()?.nlink() == 1).then_some(file)
+}
+
+/// An empty file under a name, in the place of whatever is there.
+fn new_file(path: &Path) -> io::Result<File> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => File::create_new(path),
     }
 }
 

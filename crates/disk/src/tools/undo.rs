@@ -15,13 +15,15 @@ pub(super) struct Undo<'a> {
     shop: &'a Workshop<'a>,
     /// The parent, and the mode that it had.
     protected: Option<(PathBuf, u32)>,
-    /// Parents, and their lists of children.
-    marked: Vec<(PathBuf, Held)>,
+    /// Parents that know of the child.
+    marked: Vec<PathBuf>,
+    /// Their lists of children.
+    held: Vec<Held>,
 }
 
 impl<'a> Undo<'a> {
     pub(super) fn new(shop: &'a Workshop<'a>) -> Undo<'a> {
-        Undo { shop, protected: None, marked: Vec::new() }
+        Undo { shop, protected: None, marked: Vec::new(), held: Vec::new() }
     }
 
     /// The parent had another mode.
@@ -31,7 +33,13 @@ impl<'a> Undo<'a> {
 
     /// The parent knows of the child. Its list stays locked until the child has its name.
     pub(super) fn marked(&mut self, parent: &Path, held: Option<Held>) {
-        self.marked.extend(held.map(|held| (parent.into(), held)));
+        self.marked.extend(held.is_some().then(|| parent.into()));
+        self.held.extend(held);
+    }
+
+    /// Others may put images on the parents; these are marked again before the child has its name.
+    pub(super) fn unlock_lists(&mut self) {
+        self.held.clear();
     }
 
     /// The child has its name.
@@ -53,8 +61,8 @@ impl<'a> Undo<'a> {
 
 impl Drop for Undo<'_> {
     fn drop(&mut self) {
-        for (parent, held) in self.marked.drain(..) {
-            drop(held);
+        self.unlock_lists();
+        for parent in self.marked.drain(..) {
             let path = parent.display();
             let file = fs::canonicalize(&parent);
             if let Err(e) = file.and_then(|f| children::forget_gone(self.shop.directory, &f)) {
