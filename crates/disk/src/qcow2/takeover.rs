@@ -31,6 +31,7 @@ impl Qcow2 {
             return Err(changed_by_others("there are two records of one entry"));
         }
         let (mut taken, mut counted) = (HashSet::new(), HashSet::new());
+        let mut tables = Vec::new();
         for record in &records {
             let [new, old, middle] = record.words[..] else { unreachable!("a record has 3 words") };
             if record.key < L1_KEYS && self.overlaps_metadata(new) {
@@ -66,7 +67,11 @@ impl Qcow2 {
                 true => self.redo(record, now, new)?,
                 false => self.lay_over(record.key, new),
             }
+            if let (false, Some(index)) = (writable, record.key.checked_sub(L1_KEYS)) {
+                tables.push((index, now));
+            }
         }
+        tables.into_iter().try_for_each(|(index, old)| self.lay_table_over(index, old))?;
         self.check_unused(&counted).map(|_| ())
     }
 
@@ -182,6 +187,30 @@ impl Qcow2 {
         let (slice, i) = self.slice(key);
         self.cache.set_entry(slice, i, new);
         self.answered.push((key, new));
+    }
+
+    /// What is in a table that only a record of L1 refers to is as little on the disk as the record,
+    /// though the table itself may have it: a process between the dead one and this one has then
+    /// taken its records for done. What the table before it had too is not of that.
+    fn lay_table_over(&mut self, index: u64, old: u64) -> io::Result<()> {
+        let table = |entry: u64| -> io::Result<Vec<u64>> {
+            let bytes = match entry & entry::OFFSET {
+                0 => return Ok(vec![0; self.header.l2_entries() as usize]),
+                offset => read_whole(&self.medium, offset, self.cluster_bytes() as usize)?,
+            };
+            Ok(bytes.chunks_exact(8).map(|e| be64(e, 0)).collect())
+        };
+        let new = table(self.l1[index as usize].load(Ordering::Relaxed))?;
+        let old = table(old)?;
+        let first = index * self.header.l2_entries();
+        for (cluster, (new, old)) in (first..).zip(new.into_iter().zip(old)) {
+            let at = self.answered.partition_point(|(known, _)| *known < cluster);
+            let is_known = self.answered.get(at).is_some_and(|(known, _)| *known == cluster);
+            if new & !COPIED != old & !COPIED && !is_known {
+                self.answered.insert(at, (cluster, new));
+            }
+        }
+        Ok(())
     }
 
     /// What a process that died had answered, if this one only reads: parts of the disk in bytes,
