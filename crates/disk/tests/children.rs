@@ -683,3 +683,17 @@ fn odd_names_and_links_lead_to_the_same_parent() {
     disk.write(0, &[1; 512]).unwrap();
     disk.close().unwrap();
 }
+
+/// It may be an older state of the disk that somebody keeps.
+#[test]
+fn a_parent_with_another_name_does_not_become_the_disk_under_that_name_too() {
+    for format in FORMATS {
+        let family = Family::new(format, "other");
+        let kept = link(&family.parent, &at(&family.dir, &format!("monday.{format}")));
+        let refused = coalesce(&family.child, false).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Refused);
+        assert!(refused.to_string().contains("has 2 names"), "{refused}");
+        fs::remove_file(&kept.path).unwrap();
+        coalesce(&family.child, false).unwrap();
+    }
+}

@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use super::copy::{Copying, Mode};
@@ -219,7 +220,16 @@ impl Workshop<'_> {
             let help = "remove or flatten (convert) the other one first, or say --force";
             return Err(refused(what(), why, help));
         }
-        let Some(unknown) = found.unknown.map(|unknown| unknown.why) else { return Ok(None) };
+        let Some(unknown) = found.unknown.map(|unknown| unknown.why) else {
+            let names = fs::metadata(&parent.path).map_err(cannot)?.nlink();
+            if names == 1 || force {
+                return Ok(None);
+            }
+            let why = format!("{path} has {names} names, and what all of them show would change");
+            let help = "a snapshot that was cut off leaves one, a backup may have made them: remove \
+                        what is not needed (find . -samefile shows them), or say --force";
+            return Err(refused(what(), why, help));
+        };
         if force {
             return Ok(Some(format!(
                 "if {path} had other children, they are destroyed: {unknown}"
