@@ -34,7 +34,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
         check("fuzz targets compile", fuzz_targets),
         check("tests", || {
             let mut test = cargo();
-            test.args(["test", "--locked", "--workspace"]);
+            test.args(["test", "--locked", "--workspace", "--no-fail-fast"]);
             // The peers were installed: a test that cannot find one fails.
             run("tests", test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
         }),

@@ -8,6 +8,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
 use ferrite_disk::tools::NewImage;
@@ -36,7 +37,9 @@ fn create(path: &Path) {
 
 fn serve(path: &Path, state: &Path, read_only: bool) -> Result<Queue, DiskError> {
     let state_dir = Some(state.to_owned());
-    let options = OpenOptions { read_only, state_dir, ..OpenOptions::default() };
+    // An io_uring of the process before keeps its files some time longer.
+    let wait_for_lock = Some(Duration::from_secs(30));
+    let options = OpenOptions { read_only, state_dir, wait_for_lock, ..OpenOptions::default() };
     Disk::open_image(&name(path), &options).map(Queue::new)
 }
 
@@ -68,16 +71,20 @@ fn killed_after(answers: u64, image: &Path, state: &Path) -> u64 {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let mut answered = 0;
+    let (mut answered, mut said) = (0, String::new());
     for line in lines {
-        let Ok(write) = line.unwrap().parse::<u64>() else { continue };
+        let line = line.unwrap();
+        let Ok(write) = line.parse::<u64>() else {
+            said += &(line + "\n");
+            continue;
+        };
         answered = write + 1;
         if answered == answers {
             child.kill().unwrap();
         }
     }
     child.wait().unwrap();
-    assert!(answered >= answers, "it served {answered} writes");
+    assert!(answered >= answers, "it served {answered} writes: {said}");
     answered
 }
 

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 
 use common::vhd::{at, peer};
 use common::{Loop, MIB, dir_on_disk, image, open, open_read_only, work};
@@ -39,6 +40,7 @@ impl Drop for Holder {
 
 #[test]
 fn what_qemu_writes_to_is_in_use_for_everybody() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let path = image(&dir, MIB);
     let Some(holder) = Holder::of(&path, "raw", &[]) else { return };
@@ -53,6 +55,7 @@ fn what_qemu_writes_to_is_in_use_for_everybody() {
 /// A raw disk may change under its reader, an image's metadata must not.
 #[test]
 fn what_qemu_reads_is_in_use_for_writers() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let path = at(&dir, "disk.qcow2");
     let Some(_) = peer("qemu-img", &["create", "-f", "qcow2", path.to_str().unwrap(), "1M"]) else {
@@ -68,6 +71,7 @@ fn what_qemu_reads_is_in_use_for_writers() {
 /// Who reads whatever comes (`-U`) keeps nobody out; readers of ours keep no readers of QEMU's out.
 #[test]
 fn readers_do_not_disturb_each_other() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let path = image(&dir, MIB);
     let Some(holder) = Holder::of(&path, "raw", &["-r", "-U"]) else { return };
@@ -77,6 +81,12 @@ fn readers_do_not_disturb_each_other() {
     drop((writer, holder));
     let _readers = [open_read_only(&path).unwrap(), open_read_only(&path).unwrap()];
     assert!(peer("qemu-img", &["info", "-f", "raw", name]).is_some());
+}
+
+/// One test at a time: a program that one starts has, for a moment, the open files of all others.
+fn alone() -> impl Drop {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The bytes of a file that somebody has locked, where QEMU's locks are.
@@ -89,6 +99,7 @@ fn locked_bytes(path: &Path) -> Vec<u32> {
 /// left to nobody else.
 #[test]
 fn an_open_image_has_the_locks_that_qemu_would_have() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let path = image(&dir, MIB);
     let writer = open(&path).unwrap();
@@ -127,6 +138,7 @@ fn qemu_is_refused(program: &str, args: &[&str]) {
 
 #[test]
 fn qemu_does_not_write_to_what_is_open_and_reads_metadata_only_if_told_to() {
+    let _alone = alone();
     for format in ["raw", "qcow2", "vhd"] {
         let dir = dir_on_disk();
         let path = at(&dir, &format!("disk.{format}"));
@@ -151,6 +163,7 @@ fn qemu_does_not_write_to_what_is_open_and_reads_metadata_only_if_told_to() {
 
 #[test]
 fn qemu_reads_what_is_open_for_reading_and_does_not_write_to_it() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let path = image(&dir, MIB);
     let readers = [(); 2].map(|()| open_read_only(&path).unwrap());
@@ -164,6 +177,7 @@ fn qemu_reads_what_is_open_for_reading_and_does_not_write_to_it() {
 
 #[test]
 fn a_parent_serves_many_of_ours_and_of_qemus_and_is_written_by_none() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let name = |file: &str| ImageName::parse(at(&dir, file).to_str().unwrap()).unwrap();
     let parent = name("parent.qcow2");
@@ -185,6 +199,7 @@ fn a_parent_serves_many_of_ours_and_of_qemus_and_is_written_by_none() {
 
 #[test]
 fn qemu_does_not_write_to_a_device_that_is_open() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let Some(device) = Loop::attach(&image(&dir, MIB), 512) else { return };
     let path = device.0.to_str().unwrap();
@@ -199,6 +214,7 @@ fn qemu_does_not_write_to_a_device_that_is_open() {
 /// As serving ends: the image is complete, and the process has it open for a while yet.
 #[test]
 fn what_was_let_go_of_opens_again_though_it_is_open_still() {
+    let _alone = alone();
     let dir = dir_on_disk();
     let path = image(&dir, MIB);
     let first = open(&path).unwrap();

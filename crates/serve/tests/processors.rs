@@ -388,7 +388,7 @@ fn a_disk_in_debt_is_unplugged_at_once() {
 /// see that there is one again, and nobody tells it.
 #[test]
 fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
-    const AT_ONCE: u64 = 32;
+    const AT_ONCE: u64 = 30;
     let world = Arc::new(World::default());
     let faults = Faults::none();
     let small = Plan {
@@ -399,7 +399,7 @@ fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
     };
     let rig = Rig::new(small);
     let mut front = rig.connect(&FrontOptions::default());
-    let buffer = front.space().buffer(32).unwrap();
+    let buffer = front.space().buffer(32 * AT_ONCE as usize).unwrap();
     works(&mut front);
     let before = rig.counters.counts().requests;
     let held = faults.gate.lock().unwrap();
@@ -413,7 +413,8 @@ fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
         false => Fault::None,
     });
     for i in 0..AT_ONCE {
-        front.queues[0].read(i * 256, &buffer, 0, 128 << 10).unwrap();
+        let to = (i as usize) << 17;
+        front.queues[0].read(i * 256, &buffer, to, 128 << 10).unwrap();
     }
     front.queues[0].push().unwrap();
     reading.recv_timeout(PATIENCE).unwrap();

@@ -262,7 +262,9 @@ fn each_on(format: &str, call: Call, most: u64, check: impl Fn(u64, Lived)) {
 fn an_engine_that_cannot_be_built_is_built_by_a_successor() {
     for call in [Call::MakeEngine, Call::AddFile] {
         each(call, CALLS, |n, lived| {
-            assert_eq!((lived.ended, lived.errors), (1, 0), "{call:?} {n}");
+            // The one behind those of the two queues is for closing: the guest is served until then.
+            let least = u32::from(n <= 2);
+            assert!((least..=1).contains(&lived.ended) && lived.errors == 0, "{call:?} {n}");
         });
     }
 }
