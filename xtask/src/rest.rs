@@ -90,8 +90,8 @@ fn with_mover(mover: &str) -> Result<()> {
 /// What threads share, under shuttle's scheduler. (The pool's are among the ordinary tests.)
 fn interleavings() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite-serve", "--lib"]);
-    run("interleavings", test.args(["--features", "shuttle", "gate::"]))
+    test.args(["test", "--locked", "--workspace", "--lib"]);
+    run("interleavings", test.args(["--features", "ferrite-serve/shuttle", "gate::"]))
 }
 
 /// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.
