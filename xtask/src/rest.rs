@@ -123,7 +123,7 @@ pub(crate) fn address_sanitizer_of_all() -> Result<()> {
 
 fn sanitized(targets: &[String]) -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--target", TARGET]).args(targets);
+    test.args(["test", "--locked", "--no-fail-fast", "--target", TARGET]).args(targets);
     for package in ["ferrite-io", "ferrite-xen", "ferrite-serve"] {
         test.args(["--package", package]);
     }
