@@ -9,47 +9,79 @@
 //! has. Store-then-load on both sides with SeqCst (Dekker): either the queue sees the gate
 //! closed, or the closer sees the queue busy.
 
-#[cfg(not(feature = "shuttle"))]
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
-
-#[cfg(feature = "shuttle")]
-use shuttle::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 /// Nobody holds the gate.
 const OPEN: u32 = 0;
 
-/// A queue's busy flag, alone on its cache line: it is stored to at every start and end of a
-/// burst.
-#[repr(align(128))]
-struct Busy(AtomicBool);
+const IDLE: u32 = 0;
+const BUSY: u32 = 1;
 
-/// The gate of one connected disk.
-pub struct Gate {
-    /// [`OPEN`], or the index of the queue that closed it plus one.
-    holder: AtomicU32,
-    busy: Box<[Busy]>,
+/// The atomic operations that a [`Gate`] is made of, all sequentially consistent, so that a scheduler
+/// that tries interleavings can stand in for the processor's.
+pub trait Word {
+    /// One that holds `value`.
+    fn holding(value: u32) -> Self;
+    /// What it holds.
+    fn load(&self) -> u32;
+    /// Lets it hold `value`.
+    fn store(&self, value: u32);
+    /// Lets it hold `value`, and gives what it held.
+    fn swap(&self, value: u32) -> u32;
+    /// Lets it hold `new` if it holds `old`; what else it holds is the error.
+    fn replace(&self, old: u32, new: u32) -> Result<u32, u32>;
 }
 
-impl Gate {
+impl Word for AtomicU32 {
+    fn holding(value: u32) -> Self {
+        AtomicU32::new(value)
+    }
+    fn load(&self) -> u32 {
+        self.load(SeqCst)
+    }
+    fn store(&self, value: u32) {
+        self.store(value, SeqCst);
+    }
+    fn swap(&self, value: u32) -> u32 {
+        self.swap(value, SeqCst)
+    }
+    fn replace(&self, old: u32, new: u32) -> Result<u32, u32> {
+        self.compare_exchange(old, new, SeqCst, SeqCst)
+    }
+}
+
+/// Whether a queue is busy, alone on its cache line: it is stored to at every start and end of a
+/// burst.
+#[repr(align(128))]
+struct Busy<W>(W);
+
+/// The gate of one connected disk.
+pub struct Gate<W = AtomicU32> {
+    /// [`OPEN`], or the index of the queue that closed it plus one.
+    holder: W,
+    busy: Box<[Busy<W>]>,
+}
+
+impl<W: Word> Gate<W> {
     /// An open gate for so many idle queues.
-    pub fn new(queues: usize) -> Gate {
-        let busy = (0..queues).map(|_| Busy(AtomicBool::new(false))).collect();
-        Gate { holder: AtomicU32::new(OPEN), busy }
+    pub fn new(queues: usize) -> Self {
+        let busy = (0..queues).map(|_| Busy(W::holding(IDLE))).collect();
+        Gate { holder: W::holding(OPEN), busy }
     }
 
     /// Says that `queue` is about to take requests. `false`: another queue holds the gate, and
     /// `queue` must not; it will be woken when the gate opens.
     pub fn enter(&self, queue: usize) -> bool {
-        self.busy[queue].0.store(true, SeqCst);
-        let holder = self.holder.load(SeqCst);
+        self.busy[queue].0.store(BUSY);
+        let holder = self.holder.load();
         holder == OPEN || holder == queue as u32 + 1
     }
 
     /// Says that nothing of `queue` is under way. `Some(holder)`: that queue may be waiting for
     /// just this and has to be woken.
     pub fn leave(&self, queue: usize) -> Option<usize> {
-        self.busy[queue].0.store(false, SeqCst);
-        match self.holder.load(SeqCst) {
+        self.busy[queue].0.store(IDLE);
+        match self.holder.load() {
             OPEN => None,
             holder => Some(holder as usize - 1).filter(|&h| h != queue),
         }
@@ -58,7 +90,7 @@ impl Gate {
     /// Tries to take the gate for `queue`; also `true` if it has it already.
     pub fn close(&self, queue: usize) -> bool {
         let me = queue as u32 + 1;
-        match self.holder.compare_exchange(OPEN, me, SeqCst, SeqCst) {
+        match self.holder.replace(OPEN, me) {
             Ok(_) => true,
             Err(holder) => holder == me,
         }
@@ -66,7 +98,7 @@ impl Gate {
 
     /// Whether every queue but `queue` is idle; with the gate closed it stays so.
     pub fn others_idle(&self, queue: usize) -> bool {
-        self.busy.iter().enumerate().all(|(i, b)| i == queue || !b.0.load(SeqCst))
+        self.busy.iter().enumerate().all(|(i, b)| i == queue || b.0.load() == IDLE)
     }
 
     /// Opens the gate that `queue` holds. All other queues have to be woken.
@@ -75,24 +107,24 @@ impl Gate {
     /// If another holds it: a bug of ours.
     pub fn open(&self, queue: usize) {
         let me = queue as u32 + 1;
-        assert_eq!(self.holder.swap(OPEN, SeqCst), me, "the gate is opened by who closed it");
+        assert_eq!(self.holder.swap(OPEN), me, "the gate is opened by who closed it");
     }
 
     /// Nothing of `queue` is under way any more, nor will be: the gate opens if it holds it. All
     /// other queues have to be woken.
     pub fn forfeit(&self, queue: usize) {
-        self.busy[queue].0.store(false, SeqCst);
-        let _ = self.holder.compare_exchange(queue as u32 + 1, OPEN, SeqCst, SeqCst);
+        self.busy[queue].0.store(IDLE);
+        let _ = self.holder.replace(queue as u32 + 1, OPEN);
     }
 }
 
-#[cfg(all(test, not(feature = "shuttle")))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_closed_gate_keeps_others_out_and_its_holder_in() {
-        let gate = Gate::new(2);
+        let gate: Gate = Gate::new(2);
         assert!(gate.enter(0) && gate.enter(1));
         assert!(gate.close(0));
         assert!(!gate.close(1) && gate.close(0));
@@ -107,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_queue_that_is_gone_neither_holds_the_gate_nor_is_waited_for() {
-        let gate = Gate::new(2);
+        let gate: Gate = Gate::new(2);
         assert!(gate.enter(0) && gate.enter(1) && gate.close(1));
         gate.forfeit(0);
         assert!(gate.others_idle(1) && gate.close(1));
@@ -116,15 +148,35 @@ mod tests {
     }
 }
 
-#[cfg(all(test, feature = "shuttle"))]
-mod interleavings {
+#[cfg(test)]
+mod shuttle_tests {
     use std::sync::Arc;
 
     use shuttle::sync::atomic::{AtomicU32, Ordering::SeqCst};
     use shuttle::sync::{Condvar, Mutex};
     use shuttle::thread;
 
-    use super::*;
+    use super::Word;
+
+    type Gate = super::Gate<AtomicU32>;
+
+    impl Word for AtomicU32 {
+        fn holding(value: u32) -> Self {
+            AtomicU32::new(value)
+        }
+        fn load(&self) -> u32 {
+            self.load(SeqCst)
+        }
+        fn store(&self, value: u32) {
+            self.store(value, SeqCst);
+        }
+        fn swap(&self, value: u32) -> u32 {
+            self.swap(value, SeqCst)
+        }
+        fn replace(&self, old: u32, new: u32) -> Result<u32, u32> {
+            self.compare_exchange(old, new, SeqCst, SeqCst)
+        }
+    }
 
     /// Three queues, each now working, now alone: nobody ever works beside one that is alone.
     #[test]
