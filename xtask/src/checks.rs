@@ -6,7 +6,8 @@ use crate::lab::disk::Backend;
 use crate::lab::root::{self, Suite};
 use crate::programs::Programs;
 use crate::steps::{self, cargo, run_logged, say, step};
-use crate::{packages, rest, xentests};
+use crate::xentests::{self, Tests};
+use crate::{packages, rest};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -18,8 +19,8 @@ pub(crate) struct TestArguments {
     /// Everything but the tests on a real Xen host.
     #[arg(long, conflicts_with = "xen")]
     fast: bool,
-    /// Only the tests on a real Xen host; with a value, those whose name contains it or
-    /// one of its parts between commas.
+    /// Only the tests on a real Xen host, and all of them, those of the night too; with a value,
+    /// those whose name contains it or one of its parts between commas.
     #[arg(long, value_name = "FILTER", num_args = 0..=1)]
     xen: Option<Option<String>>,
     /// Shows the names of the Xen tests.
@@ -134,6 +135,21 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     Ok(summary(&outcomes))
 }
 
+/// All tests on a real Xen host of one Debian release. False: one failed.
+pub(crate) fn xen_of(release: &str) -> Result<bool> {
+    let arguments = TestArguments {
+        fast: false,
+        xen: Some(None),
+        list: false,
+        hosts: None,
+        backend: BackendArgument::Ferrite,
+        engine: None,
+        mover: None,
+        suite: release.to_owned(),
+    };
+    Ok(test(&arguments)? == ExitCode::SUCCESS)
+}
+
 /// Runs one check between two progress lines.
 pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<()>) -> Outcome {
     let began = Instant::now();
@@ -189,6 +205,7 @@ fn run_xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Result<Vec<
         programs.push(build_host_tests()?);
     }
     let selection = xentests::Selection {
+        tests: if arguments.xen.is_some() { Tests::All } else { Tests::OfCommits },
         filter: arguments.xen.clone().flatten(),
         backend,
         hosts: arguments.hosts.unwrap_or_else(|| steps::cpus().min(2)),

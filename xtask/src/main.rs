@@ -39,7 +39,8 @@ enum Task {
     Test(checks::TestArguments),
     /// Takes lines out of the code, one at a time: a test must notice each.
     Mutants(mutants::MutantsArguments),
-    /// Mutants, then power cuts of simulated machines and fuzz targets for hours.
+    /// All tests on two releases of Xen and mutants, then power cuts of simulated machines and fuzz
+    /// targets for hours.
     Nightly(nightly::NightlyArguments),
     /// Compares Ferrite with other backends and with the bare machine.
     Bench(bench::BenchArguments),

@@ -1,12 +1,12 @@
-//! What takes hours: mutants, every test under AddressSanitizer, power cuts with new seeds, fuzz
-//! targets.
+//! What takes hours: every test on real Xen of two releases, mutants, every test under
+//! AddressSanitizer, power cuts with new seeds, fuzz targets.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 
 use crate::steps::{self, say, step};
-use crate::{fuzz, mutants, powercuts, rest};
+use crate::{checks, fuzz, mutants, powercuts, rest};
 
 /// Options of `cargo xtask nightly`.
 #[derive(clap::Args)]
@@ -14,13 +14,15 @@ pub(crate) struct NightlyArguments {
     /// For how long in all.
     #[arg(default_value_t = 8.0)]
     hours: f64,
-    /// Only one of the four.
+    /// Only one of the five.
     #[arg(long, value_enum)]
     only: Option<Part>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
+    /// Every test on a real Xen host, on Xen 4.20 and on 4.17.
+    Xen,
     /// Mutants, as long as that takes.
     Mutants,
     /// Every test of the data path under AddressSanitizer.
@@ -31,11 +33,16 @@ enum Part {
     Fuzz,
 }
 
-/// Runs all parts, whatever those before have found. Mutants and the sanitizer come first; what they
+/// Runs all parts, whatever those before have found. Those of a fixed length come first; what they
 /// leave of the time is for the other two.
 pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
     let wanted = |part| arguments.only.is_none_or(|only| only == part);
     let mut good = true;
+    if wanted(Part::Xen) {
+        for release in ["trixie", "bookworm"] {
+            good &= checks::xen_of(release)?;
+        }
+    }
     if wanted(Part::Mutants) {
         good &= mutants::nightly()?;
     }

@@ -23,7 +23,7 @@ const MEMORY: &[&str] = &["confidentiality", "discards", "merging", "resources",
 
 /// Runs them all, the quickest to fail first.
 pub(crate) fn rest() -> Vec<Outcome> {
-    vec![
+    let mut outcomes = vec![
         check("format", || run("format", cargo().args(["fmt", "--all", "--check"]))),
         check("clippy", || {
             let mut clippy = cargo();
@@ -38,20 +38,32 @@ pub(crate) fn rest() -> Vec<Outcome> {
             // The peers were installed: a test that cannot find one fails.
             run("tests", test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
         }),
-        check("tests on Linux AIO", tests_on_aio),
+    ];
+    std::thread::scope(|scope| {
+        // On AIO the tests mostly wait: what needs processors and no test fits beside them.
+        let beside = scope.spawn(without_tests);
+        outcomes.push(check("tests on Linux AIO", tests_on_aio));
+        outcomes.extend(beside.join().expect("checks that do not panic"));
+    });
+    outcomes.extend([
         check("tests with the mover map", || with_mover("map")),
         check("tests with the mover persistent", || with_mover("persistent")),
-        check("tests of interleavings", interleavings),
         check("tests under valgrind", valgrind),
         check("tests under AddressSanitizer", address_sanitizer),
         check("power cuts", powercuts::test),
+    ]);
+    outcomes
+}
+
+fn without_tests() -> [Outcome; 3] {
+    [
+        check("licences, bans, sources", licences),
+        check("packages", dist::check),
         check("documentation", || {
             let mut doc = cargo();
             doc.args(["doc", "--locked", "--workspace", "--no-deps"]);
             run("doc", doc.env("RUSTDOCFLAGS", "-Dwarnings"))
         }),
-        check("packages", dist::check),
-        check("licences, bans, sources", licences),
     ]
 }
 
@@ -85,13 +97,6 @@ fn with_mover(mover: &str) -> Result<()> {
     Programs::build(&[])?.run_some(&format!("mover-{mover}"), "serve", DATA, &|test| {
         test.env("FERRITE_TEST_MOVER", mover);
     })
-}
-
-/// What threads share, under shuttle's scheduler. (The pool's are among the ordinary tests.)
-fn interleavings() -> Result<()> {
-    let mut test = cargo();
-    test.args(["test", "--locked", "--workspace", "--lib"]);
-    run("interleavings", test.args(["--features", "ferrite-serve/shuttle", "gate::"]))
 }
 
 /// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.

@@ -7,10 +7,10 @@ use crate::lab::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
 pub(super) const CASES: &[Case] = &[
-    ferrite("images/a-vhd-leaf-killed-three-times-under-verify", vhd_killed),
+    ferrite("images/a-vhd-leaf-killed-three-times-under-verify", vhd_killed).by_night(),
     ferrite("images/a-qcow2-leaf-killed-three-times-under-verify", qcow2_killed),
     ferrite("images/a-vhd-leaf-changes-and-its-parent-does-not", vhd_parent),
-    ferrite("images/a-qcow2-leaf-changes-and-its-parent-does-not", qcow2_parent),
+    ferrite("images/a-qcow2-leaf-changes-and-its-parent-does-not", qcow2_parent).by_night(),
     ferrite("images/a-discard-gives-a-vhd-file-its-space-back", discard),
 ];
 

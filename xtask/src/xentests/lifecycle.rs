@@ -16,7 +16,8 @@ const ENDLESS_IO: &str = "fio --name=endless --ioengine=libaio --direct=1 --rw=r
      --iodepth=32 --size=64m --time_based --runtime=1000 --filename=/dev/xvda --minimal";
 
 fn unplug_and_replug(bench: &mut Bench<'_>) -> Result<()> {
-    let image = bench.image(64)?;
+    // An emulated processor takes half a second for the checksum of a MiB.
+    let image = bench.image(16)?;
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
     guest.unpause(bench.lab)?;
     guest.wait_ready(bench.lab)?;

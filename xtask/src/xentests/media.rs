@@ -8,7 +8,8 @@ use anyhow::{Result, bail};
 
 pub(super) const CASES: &[Case] = &[
     any("media/a-read-only-disk-refuses-writes", read_only),
-    any("media/block-device-with-512-byte-sectors", |bench| block_device(bench, SCRATCH_512)),
+    any("media/block-device-with-512-byte-sectors", |bench| block_device(bench, SCRATCH_512))
+        .by_night(),
     // The kernel's backend passes 4096-byte sectors on to the guest; on the wire here it is 512.
     ferrite("media/block-device-with-4096-byte-sectors", |bench| block_device(bench, SCRATCH_4096)),
 ];

@@ -30,21 +30,38 @@ enum Applies {
     Ferrite,
 }
 
+/// Which tests run unless others are asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tests {
+    /// Those of each commit: one at least of every group, and of each parameter its extremes.
+    OfCommits,
+    /// All, as by night: further values of the same parameters, too.
+    All,
+}
+
 /// One test.
 #[derive(Clone, Copy)]
 pub(crate) struct Case {
     /// `group/name`.
     pub(crate) name: &'static str,
     applies: Applies,
+    runs: Tests,
     run: fn(&mut Bench<'_>) -> Result<()>,
 }
 
+impl Case {
+    /// The same test, left to the night: another one of its group runs with each commit.
+    const fn by_night(self) -> Case {
+        Case { runs: Tests::All, ..self }
+    }
+}
+
 const fn any(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> Case {
-    Case { name, applies: Applies::Any, run }
+    Case { name, applies: Applies::Any, runs: Tests::OfCommits, run }
 }
 
 const fn ferrite(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> Case {
-    Case { name, applies: Applies::Ferrite, run }
+    Case { name, applies: Applies::Ferrite, runs: Tests::OfCommits, run }
 }
 
 /// Every test, in the order in which they run: the longest first, so that two hosts end together.

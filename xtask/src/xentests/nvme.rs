@@ -8,9 +8,10 @@ use crate::lab::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
 pub(super) const CASES: &[Case] = &[
-    ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll),
+    ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll).by_night(),
     ferrite("nvme/passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, false)),
-    ferrite("nvme/polled-passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, true)),
+    ferrite("nvme/polled-passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, true))
+        .by_night(),
 ];
 
 /// Loads the driver with a poll queue; the name of the device, as `nvme0`.

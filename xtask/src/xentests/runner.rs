@@ -1,6 +1,6 @@
 //! Runs the selected tests on one or more hosts and reports each on a line.
 
-use super::{Applies, Bench, Case, all};
+use super::{Applies, Bench, Case, Tests, all};
 use crate::lab::disk::Backend;
 use crate::lab::root::Root;
 use crate::lab::{Lab, Program};
@@ -14,6 +14,8 @@ use std::time::Instant;
 /// Which tests to run, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Selection {
+    /// Which of them.
+    pub(crate) tests: Tests,
     /// Groups or parts of names, with commas between them; nothing for all.
     pub(crate) filter: Option<String>,
     /// Who serves the disks.
@@ -62,7 +64,8 @@ fn selected(selection: &Selection) -> Result<Vec<Case>> {
     let fits = |case: &Case| {
         let applies = case.applies == Applies::Any || selection.backend == Backend::Ferrite;
         let named = |filter: &str| filter.split(',').any(|part| case.name.contains(part));
-        applies && selection.filter.as_deref().is_none_or(named)
+        let due = selection.tests == Tests::All || case.runs == Tests::OfCommits;
+        applies && due && selection.filter.as_deref().is_none_or(named)
     };
     let cases: Vec<Case> = all().into_iter().filter(fits).collect();
     if cases.is_empty() {
