@@ -130,6 +130,13 @@ pub(crate) fn look_at(path: &Path) -> io::Result<std::os::fd::OwnedFd> {
     Ok(rustix::fs::open(path, flags, Mode::empty())?)
 }
 
+/// Opens the nearest folder above a path that is there, for more than its path.
+pub(crate) fn folder_above(path: &Path) -> Option<std::os::fd::OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let open = |folder: &Path| rustix::fs::open(folder, flags, Mode::empty()).ok();
+    path.ancestors().skip(1).find_map(open)
+}
+
 /// The file system that an open file or folder is on, in words as [`Place`]'s: those of its volume,
 /// else its own identifier, else by what and where it is mounted. FUSE and NFS have no identifier,
 /// and files of two of them may have one number.

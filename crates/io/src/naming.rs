@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use rustix::fs::fstatfs;
+use rustix::fs::{fstat, fstatfs};
 
 /// `_IOR(0x15, 0, struct fsuuid2)` of linux/fs.h.
 const FS_IOC_GETFSUUID: libc::Ioctl = 0x8011_1500_u32 as libc::Ioctl;
@@ -85,8 +85,17 @@ impl Handle {
     /// Whether the file is on the file system of `folder`, which is open for more than its path.
     ///
     /// # Errors
-    /// Who asks may not know (it takes `CAP_DAC_READ_SEARCH`), and what else the kernel says.
+    /// As [`open_on`](Self::open_on).
     pub fn is_on(&self, folder: BorrowedFd<'_>) -> io::Result<bool> {
+        Ok(self.open_on(folder)?.is_some())
+    }
+
+    /// The file, to be examined, if the file system of `folder` has it under any name. The folder is
+    /// open for more than its path.
+    ///
+    /// # Errors
+    /// Who asks may not know (it takes `CAP_DAC_READ_SEARCH`), and what else the kernel says.
+    pub fn open_on(&self, folder: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
         let mut handle = [0; MAX_HANDLE_BYTES];
         handle[..self.bytes.len()].copy_from_slice(&self.bytes);
         let mut raw = Raw { bytes: self.bytes.len() as u32, kind: self.kind, handle };
@@ -97,12 +106,13 @@ impl Handle {
             unsafe { libc::open_by_handle_at(folder.as_raw_fd(), (&raw mut raw).cast(), flags) };
         if fd >= 0 {
             // SAFETY: the kernel has just opened it for us.
-            drop(unsafe { OwnedFd::from_raw_fd(fd) });
-            return Ok(true);
+            let file = unsafe { OwnedFd::from_raw_fd(fd) };
+            // One that somebody has open is found until that is closed, also without any name.
+            return Ok(Some(file).filter(|file| fstat(file).map_or(true, |stat| stat.st_nlink > 0)));
         }
         let e = io::Error::last_os_error();
         match e.raw_os_error() {
-            Some(libc::ESTALE) => Ok(false),
+            Some(libc::ESTALE) => Ok(None),
             _ => Err(e),
         }
     }

@@ -4,12 +4,18 @@
 //! A file, since any file system has files, also for who may not write to the parent, as an
 //! attribute of the parent would need; and since an administrator can read and change it.
 //!
-//! A line says on which image the child was made, on which file system, and where:
-//! `of=PLACE on=FILE-SYSTEM file:///PATH`, or `device=PLACE` in the middle for a child on a block device, in
-//! words that stay the same when the host starts again. A child that is not there is gone, if its
-//! file system or device is there. A line that does not say which that is counts, and so does one that makes
-//! no sense. A child does not count whose chain does not lead to the parent any more. Lines of both
-//! kinds are left out when the next one is added.
+//! A line says on which image the child was made, on which file system, which file it is there, and
+//! where: `of=PLACE on=FILE-SYSTEM handle=HEX file:///PATH`, or `of=PLACE device=PLACE file:///PATH`
+//! for a child on a block device, in words that stay the same when the host starts again. The URL is the
+//! last word: who does not know one of the others takes the line for one that makes no sense.
+//!
+//! A child that is not there is gone, if its file system is there and says that it has no such file any
+//! more: a handle is that of one file, whatever its name. Without a handle, or for who may not ask by
+//! it, a path at which nothing is says nothing: the child may have been moved. On a device it is gone if
+//! the device is there. A line that does not say on which file system the child was
+//! counts, and so does one that makes no sense. A child does not count whose chain does not lead to
+//! the parent any more. Lines of both kinds are left out when the next one is added, and a line learns
+//! then which file its child is now.
 //!
 //! Whoever renames the parent leaves the list: another one in its folder that names it by its place is
 //! the parent's, too, in those lines only.
@@ -18,18 +24,21 @@
 //! that over the old one; the folder, synced. The list stays locked until the child has its name:
 //! before that, it would look as if it was gone.
 
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::ErrorKind::{InvalidFilename, NotADirectory, NotFound};
 use std::io::{self, Write as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
-use rustix::fs::{FlockOperation, flock};
+use ferrite_io::naming::Handle;
+use rustix::fs::{FlockOperation, flock, fstat};
 
-use crate::place::{Place, lasting_file_system};
+use crate::place::{self, Place, lasting_file_system, look_at};
 use crate::plain;
 use crate::vhd::{decode, unescape};
 
@@ -41,6 +50,10 @@ const NEXT: &str = ".new";
 const OF: &str = "of=";
 const ON: &str = "on=";
 const DEVICE: &str = "device=";
+/// Before what its file system knows the child by, in hexadecimal digits.
+const HANDLE: &str = "handle=";
+/// Before where it is.
+const URL: &str = "file://";
 /// A list of more than this is nobody's: 100,000 children.
 const MAX_BYTES: u64 = 16 << 20;
 /// How often a list may be replaced by others before it is locked.
@@ -51,6 +64,8 @@ const MAX_TRIES: u32 = 1 << 16;
 pub(crate) struct Mark {
     pub(crate) child: PathBuf,
     medium: Medium,
+    /// Of its file, where the file system has such.
+    handle: Option<Handle>,
     /// On which image; none: it does not say.
     parent: Option<Place>,
 }
@@ -76,42 +91,73 @@ pub(crate) enum Line {
 /// What has become of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// Its chain leads to the parent.
-    Child,
+    /// The chain of the image at this path leads to the parent.
+    Child(PathBuf),
     /// It is no more, or its chain does not lead there.
     Gone,
     /// Why that is not known.
     Unknown(String),
 }
 
+/// Whom a mark is examined for.
+pub(crate) trait Family {
+    /// Whether the chain of the image at a path leads to the parent.
+    fn is_below(&self, path: &Path) -> io::Result<bool>;
+    /// Whether an image stands on any other.
+    fn has_parent(&self, path: &Path) -> io::Result<bool>;
+    /// Whether a file, by its device and number, is one that does not matter: the parent itself, or
+    /// who asks.
+    fn is_excepted(&self, file: (u64, u64)) -> bool;
+}
+
+/// Where the file of a mark is.
+enum Whereabouts {
+    AtPath,
+    /// No more, or something else has its path and nobody knows of it.
+    Nowhere,
+    /// Under another name.
+    Elsewhere(OwnedFd),
+    Unknown,
+}
+
 impl Mark {
-    /// Of a child of `parent` that is about to be made.
-    pub(crate) fn of(parent: &Path, child: PathBuf, is_device: bool) -> io::Result<Mark> {
-        let medium = match is_device {
-            true => Medium::Device(Place::at(&child)?),
-            false => Medium::FileSystem(lasting_file_system(&child)?),
+    /// Of a child of `parent` that is about to be made in the file `made`; none: on a device.
+    pub(crate) fn of(parent: &Path, child: PathBuf, made: Option<&Path>) -> io::Result<Mark> {
+        let (medium, handle) = match made {
+            None => (Medium::Device(Place::at(&child)?), None),
+            Some(made) => (
+                Medium::FileSystem(lasting_file_system(&child)?),
+                Handle::of(look_at(made)?.as_fd())?,
+            ),
         };
-        Ok(Mark { child, medium, parent: Some(Place::lasting(parent)?) })
+        Ok(Mark { child, medium, handle, parent: Some(Place::lasting(parent)?) })
     }
 
     fn parse(line: &[u8]) -> Option<Mark> {
         let (first, rest) = str::from_utf8(line).ok()?.split_once(' ')?;
-        let (parent, medium, url) = match first.strip_prefix(OF) {
+        let (parent, medium, rest) = match first.strip_prefix(OF) {
             Some(place) => {
-                let (medium, url) = rest.split_once(' ')?;
+                let (medium, rest) = rest.split_once(' ')?;
                 let medium = match (medium.strip_prefix(ON), medium.strip_prefix(DEVICE)) {
                     (Some(system), _) => Medium::FileSystem(plain(system)?),
                     (None, device) => Medium::Device(Place::from_text(plain(device?)?)),
                 };
-                (Some(Place::from_text(plain(place)?)), medium, url)
+                (Some(Place::from_text(plain(place)?)), medium, rest)
             }
             None if first == "device" || u64::from_str_radix(first, 16).is_ok() => {
                 (None, Medium::Unsure(first.to_owned()), rest)
             }
             None => return None,
         };
+        let (handle, url) = match rest.strip_prefix(HANDLE) {
+            Some(rest) => {
+                let (digits, url) = rest.split_once(' ')?;
+                (Some(Handle::from_bytes(&from_hex(digits)?)?), url)
+            }
+            None => (None, rest),
+        };
         let child = decode(*b"MacX", url.as_bytes()).ok()?.into_iter().next()?;
-        Some(Mark { child, medium, parent })
+        Some(Mark { child, medium, handle, parent })
     }
 
     fn line(&self) -> Vec<u8> {
@@ -129,7 +175,12 @@ impl Mark {
             Medium::Device(place) => put(DEVICE, place.text().as_bytes()),
             Medium::Unsure(word) => put("", word.as_bytes()),
         }
-        put(" file://", self.child.as_os_str().as_bytes());
+        put(" ", b"");
+        if let Some(handle) = &self.handle {
+            put(HANDLE, hex(&handle.to_bytes()).as_bytes());
+            put(" ", b"");
+        }
+        put(URL, self.child.as_os_str().as_bytes());
         put("\n", b"");
         line
     }
@@ -139,38 +190,113 @@ impl Mark {
         self.parent.as_ref().is_some_and(|its| its != parent)
     }
 
-    /// Looks what has become of it; `is_below` says whether the chain of the image at a path leads to
-    /// the parent.
-    pub(crate) fn state(&self, is_below: impl Fn(&Path) -> io::Result<bool>) -> State {
+    /// Looks what has become of it.
+    pub(crate) fn state(&self, family: &impl Family) -> State {
         let child = self.child.display();
-        match is_below(&self.child) {
-            Ok(true) => State::Child,
+        match family.is_below(&self.child) {
+            Ok(true) => State::Child(self.child.clone()),
             Err(e) if !matches!(e.kind(), NotFound | NotADirectory) => {
                 State::Unknown(format!("{child} was made on it, and cannot be read: {e}"))
             }
             // It is not there, or something else is.
-            Ok(false) | Err(_) => self.missing(),
+            Ok(false) | Err(_) => self.missing(family),
         }
     }
 
     /// What has become of it if no child of the parent is there.
-    fn missing(&self) -> State {
-        let child = self.child.display();
-        let (is_there, why) = match &self.medium {
-            Medium::FileSystem(system) => (
-                lasting_file_system(&self.child).is_ok_and(|now| now == *system),
-                "and that file system is not mounted now",
-            ),
-            Medium::Device(place) => {
-                (Place::at(&self.child).is_ok_and(|now| now == *place), "and is not there")
-            }
-            Medium::Unsure(_) => (false, "and is not there; its line does not say on which volume"),
+    fn missing(&self, family: &impl Family) -> State {
+        let why = match &self.medium {
+            Medium::FileSystem(_) if self.is_mounted() => match self.whereabouts() {
+                Whereabouts::AtPath | Whereabouts::Nowhere => return State::Gone,
+                Whereabouts::Elsewhere(file) => return self.moved(&file, family),
+                Whereabouts::Unknown => {
+                    "and is not there; nothing says whether it was deleted or moved"
+                }
+            },
+            Medium::FileSystem(_) => "and that file system is not mounted now",
+            Medium::Device(place) => match Place::at(&self.child) {
+                Ok(now) if now == *place => return State::Gone,
+                _ => "and is not there",
+            },
+            Medium::Unsure(_) => "and is not there; its line does not say on which volume",
         };
-        if is_there {
+        State::Unknown(format!("{} was made on it, {why}", self.child.display()))
+    }
+
+    fn is_mounted(&self) -> bool {
+        let now = lasting_file_system(&self.child);
+        now.is_ok_and(|now| matches!(&self.medium, Medium::FileSystem(system) if *system == now))
+    }
+
+    /// Where its file is, if its file system is there.
+    fn whereabouts(&self) -> Whereabouts {
+        if self.is_at_path() {
+            return Whereabouts::AtPath;
+        }
+        let Some(handle) = &self.handle else {
+            // An image there is what it was, with another parent.
+            let is_there = self.child.exists();
+            return if is_there { Whereabouts::Nowhere } else { Whereabouts::Unknown };
+        };
+        match place::folder_above(&self.child).map(|folder| handle.open_on(folder.as_fd())) {
+            Some(Ok(Some(file))) => Whereabouts::Elsewhere(file),
+            Some(Ok(None)) => Whereabouts::Nowhere,
+            Some(Err(_)) | None => Whereabouts::Unknown,
+        }
+    }
+
+    /// Whether what is at its path is its file.
+    fn is_at_path(&self) -> bool {
+        self.handle.is_some() && handle_at(&self.child) == self.handle
+    }
+
+    /// What has become of it if its file has another name. Only the kernel's cache knows which.
+    fn moved(&self, file: &OwnedFd, family: &impl Family) -> State {
+        let child = self.child.display();
+        let link = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let identity = match fstat(file) {
+            Ok(stat) => (stat.st_dev, stat.st_ino),
+            Err(e) => return State::Unknown(format!("{child} was moved, and cannot be read: {e}")),
+        };
+        if family.is_excepted(identity) || matches!(family.has_parent(&link), Ok(false)) {
             return State::Gone;
         }
-        State::Unknown(format!("{child} was made on it, {why}"))
+        let is_it = |path: &PathBuf| {
+            fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == identity)
+        };
+        let now = match fs::read_link(&link).ok().filter(is_it) {
+            Some(path) if matches!(family.is_below(&path), Ok(true)) => return State::Child(path),
+            Some(path) => format!("it is {} now", path.display()),
+            None => format!("find MOUNT-POINT -xdev -inum {} finds it", identity.1),
+        };
+        State::Unknown(format!("{child} was made on it and was moved ({now})"))
     }
+
+    /// The same, of the file that is at its path: of an image that was made anew there, or whose
+    /// line comes from a time without handles.
+    pub(crate) fn refreshed(mut self) -> Mark {
+        if self.is_mounted() && matches!(self.whereabouts(), Whereabouts::Nowhere) {
+            self.handle = handle_at(&self.child);
+        }
+        self
+    }
+}
+
+fn handle_at(path: &Path) -> Option<Handle> {
+    Handle::of(look_at(path).ok()?.as_fd()).ok()?
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(digits: &str) -> Option<Vec<u8>> {
+    let pair = |pair: &[u8]| match pair.iter().all(u8::is_ascii_hexdigit) {
+        true => u8::from_str_radix(str::from_utf8(pair).ok()?, 16).ok(),
+        false => None,
+    };
+    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
+    rest.is_empty().then(|| pairs.iter().map(|p| pair(p)).collect())?
 }
 
 /// A text in one word: also one that has a `%` or a line's end itself.
@@ -261,27 +387,53 @@ pub(crate) fn former_names(file: &Path, place: &Place, doubtful: bool) -> io::Re
 
 /// The marks, which nobody else changes until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Held(#[expect(dead_code, reason = "it is the lock")] File);
+pub(crate) struct Held {
+    _lock: File,
+    /// What the list did not have before.
+    pub(crate) added: Option<Mark>,
+}
 
-/// Adds a mark, if there is one, to those of the image in `file`, durably; see the module text.
-/// `keep` says of the others whether they are still of use. Without any, there is no list.
+/// Adds a mark to those of the image in `file`, durably; see the module text. `keep` says what becomes
+/// of the others.
 pub(crate) fn leave(
     directory: &dyn Directory,
     file: &Path,
-    mark: Option<&Mark>,
-    keep: impl Fn(&Line) -> bool,
+    mark: &Mark,
+    keep: impl Fn(Line) -> Option<Line>,
 ) -> io::Result<Held> {
+    let list = lock(directory, &beside(file))?;
+    let old = read(file)?;
+    let mark = Line::Mark(mark.clone());
+    let added = if old.contains(&mark) { None } else { mark.mark().cloned() };
+    let mut lines = distinct(old.into_iter().filter_map(keep).collect());
+    // Its file has the name of another line still if that is about to be renamed.
+    if !lines.contains(&mark) {
+        lines.push(mark);
+    }
+    let lock = replace(directory, file, list, &lines)?;
+    Ok(Held { _lock: lock, added })
+}
+
+/// The same without a new one. Without any, there is no list.
+pub(crate) fn review(
+    directory: &dyn Directory,
+    file: &Path,
+    keep: impl Fn(Line) -> Option<Line>,
+) -> io::Result<()> {
+    let list = lock(directory, &beside(file))?;
+    let lines = distinct(read(file)?.into_iter().filter_map(keep).collect());
+    replace(directory, file, list, &lines).map(drop)
+}
+
+/// Puts a list with these lines in the place of one that is locked; returns the one that has the name.
+fn replace(directory: &dyn Directory, file: &Path, old: File, lines: &[Line]) -> io::Result<File> {
     let path = beside(file);
     let folder = path.parent().unwrap_or(Path::new("/"));
-    let old = lock(directory, &path)?;
-    let is_replaced = |line: &Line| mark.is_some_and(|mark| line.is_for(&mark.child));
-    let others = read(file)?.into_iter().filter(|line| !is_replaced(line) && keep(line));
-    let lines = others.chain(mark.cloned().map(Line::Mark));
-    let lines: Vec<u8> = lines.flat_map(|line| line.text()).collect();
+    let lines: Vec<u8> = lines.iter().flat_map(Line::text).collect();
     if lines.is_empty() {
         directory.remove(&path)?;
         directory.sync(folder)?;
-        return Ok(Held(old));
+        return Ok(old);
     }
     let next = with(&path, NEXT);
     match directory.remove(&next) {
@@ -295,7 +447,21 @@ pub(crate) fn leave(
     new.sync_all()?;
     directory.rename(&next, &path)?;
     directory.sync(folder)?;
-    Ok(Held(new))
+    Ok(new)
+}
+
+/// Each line once, without those whose file is where another line says it is.
+pub(crate) fn distinct(lines: Vec<Line>) -> Vec<Line> {
+    let file = |line: &Line| {
+        let mark = line.mark()?;
+        Some((mark.parent.as_ref()?.text().to_owned(), mark.handle.as_ref()?.to_bytes()))
+    };
+    let is_at_path = |line: &Line| line.mark().is_some_and(Mark::is_at_path);
+    let found: HashSet<_> = lines.iter().filter(|line| is_at_path(line)).filter_map(file).collect();
+    let is_followed =
+        |line: &Line| file(line).is_some_and(|file| found.contains(&file)) && !is_at_path(line);
+    let mut seen = HashSet::new();
+    lines.into_iter().filter(|line| !is_followed(line) && seen.insert(line.text())).collect()
 }
 
 /// Locks the list that has the name, made if there is none.

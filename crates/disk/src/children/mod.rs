@@ -26,7 +26,7 @@ use crate::{DiskError, ErrorKind, Format, Raw};
 
 pub(crate) mod marks;
 
-use marks::{Held, Line, Mark};
+use marks::{Family, Held, Line, Mark, State};
 
 /// What a new file is called until it is complete: it is no image yet, or no longer.
 pub(crate) const NEW: &str = ".ferrite-new";
@@ -139,19 +139,29 @@ impl Target {
             if seen.len() > MAX_CHAIN {
                 return Err(io::Error::other("its chain is too long"));
             }
-            let (carries, parents) = match lineage(&image)? {
-                Some(child) => (self.carries_vhd(&child), followed(child)),
+            let (carries, parents, on_raw) = match lineage(&image)? {
+                Some(child) => {
+                    let carries = self.carries_vhd(&child);
+                    let parent =
+                        child.parent.map(|parent| (parent.uuid == Uuid::NIL, parent.paths));
+                    let (on_raw, paths) = parent.unwrap_or_default();
+                    (carries, paths, on_raw)
+                }
                 None => {
                     let parent = backing_path(&image)?;
                     let carries = parent.as_deref().is_some_and(|parent| self.is(parent));
                     let on_raw = parent.is_some() && is_on_raw(&image)?;
-                    (carries, parent.into_iter().filter(|_| !on_raw).collect())
+                    (carries, parent.into_iter().collect(), on_raw)
                 }
             };
             if carries {
                 return Ok(true);
             }
-            images.extend(glances(image.path(), &parents)?);
+            let there = those_there(image.path(), parents)?;
+            // What is raw says nothing of a parent.
+            if !on_raw {
+                images.extend(glances(&there)?);
+            }
         }
         Ok(false)
     }
@@ -181,24 +191,47 @@ pub(crate) fn absolute(path: &Path) -> io::Result<PathBuf> {
     Ok(fs::canonicalize(folder.unwrap_or(Path::new(".")))?.join(name))
 }
 
-/// Where the parent of a VHD may be that says in its turn what it stands on: not one that is raw.
-fn followed(child: Lineage) -> Vec<PathBuf> {
-    let parent = child.parent.filter(|parent| parent.uuid != Uuid::NIL);
-    parent.map_or(Vec::new(), |parent| parent.paths)
-}
-
 /// Those of the places of an image's parent where something is.
-fn glances(child: &Path, parents: &[PathBuf]) -> io::Result<Vec<Raw>> {
-    let mut found = Vec::new();
-    for parent in parents.iter().filter(|parent| parent.exists()) {
-        found.extend(Raw::glance(parent)?);
-    }
-    match parents.first() {
-        Some(parent) if found.is_empty() => {
+fn those_there(child: &Path, parents: Vec<PathBuf>) -> io::Result<Vec<PathBuf>> {
+    let (there, missing): (Vec<_>, Vec<_>) = parents.into_iter().partition(|path| path.exists());
+    match missing.first() {
+        Some(parent) if there.is_empty() => {
             let (child, parent) = (child.display(), parent.display());
             Err(io::Error::other(format!("{child} stands on {parent}, which is not there")))
         }
-        _ => Ok(found),
+        _ => Ok(there),
+    }
+}
+
+fn glances(paths: &[PathBuf]) -> io::Result<Vec<Raw>> {
+    let mut found = Vec::new();
+    for path in paths {
+        found.extend(Raw::glance(path)?);
+    }
+    Ok(found)
+}
+
+/// A parent that marks are of, and who asks for them.
+struct Asked<'a> {
+    target: &'a Target,
+    except: Option<(u64, u64)>,
+}
+
+impl Family for Asked<'_> {
+    fn is_below(&self, path: &Path) -> io::Result<bool> {
+        self.target.is_below(path, self.except)
+    }
+
+    fn has_parent(&self, path: &Path) -> io::Result<bool> {
+        let Some(raw) = Raw::glance(path)? else { return Ok(false) };
+        match lineage(&raw)? {
+            Some(vhd) => Ok(vhd.parent.is_some()),
+            None => Ok(backing_path(&raw)?.is_some()),
+        }
+    }
+
+    fn is_excepted(&self, file: (u64, u64)) -> bool {
+        file == self.target.identity || Some(file) == self.except
     }
 }
 
@@ -309,12 +342,12 @@ fn marked(
         Ok(all) => all,
         Err(e) => return found.unknown = unknown(format!("{list} cannot be read: {e}")),
     };
-    for line in all.iter().filter(|line| counts(line)) {
+    for line in marks::distinct(all).iter().filter(|line| counts(line)) {
         match line {
-            Line::Mark(mark) => match mark.state(|path| target.is_below(path, except)) {
-                marks::State::Child => found.child = Some(mark.child.clone()),
-                marks::State::Unknown(why) => found.unknown = unknown(why),
-                marks::State::Gone => {}
+            Line::Mark(mark) => match mark.state(&Asked { target, except }) {
+                State::Child(path) => found.child = Some(path),
+                State::Unknown(why) => found.unknown = unknown(why),
+                State::Gone => {}
             },
             Line::Unknown(line) => {
                 let line = String::from_utf8_lossy(line);
@@ -375,28 +408,35 @@ fn is_file(path: &Path) -> bool {
 /// # Errors
 /// That is not durable.
 pub(crate) fn leave_mark(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<Held> {
-    update_marks(directory, file, Some(mark))
+    let (target, place) = (Target::of(file)?, Place::lasting(file)?);
+    marks::leave(directory, file, mark, |line| reviewed(line, &target, &place))
 }
 
-/// Forgets those marks of the image in `file` that are of no image on it.
+/// Forgets a mark of a child of the image in `file` that was not made, and those that are gone.
 ///
 /// # Errors
 /// That is not durable.
-pub(crate) fn forget_gone(directory: &dyn Directory, file: &Path) -> io::Result<()> {
-    update_marks(directory, file, None).map(drop)
+pub(crate) fn take_mark_back(
+    directory: &dyn Directory,
+    file: &Path,
+    mark: &Mark,
+) -> io::Result<()> {
+    let (target, place) = (Target::of(file)?, Place::lasting(file)?);
+    let is_it = |line: &Line| line.mark() == Some(mark);
+    let keep = |line: Line| (!is_it(&line)).then(|| reviewed(line, &target, &place)).flatten();
+    marks::review(directory, file, keep)
 }
 
-fn update_marks(directory: &dyn Directory, file: &Path, mark: Option<&Mark>) -> io::Result<Held> {
-    let (target, place) = (Target::of(file)?, Place::lasting(file)?);
-    let is_below = |path: &Path| target.is_below(path, None);
-    let keep = |line: &Line| {
-        line.mark().is_none_or(|mark| {
-            // One that had this name before may have the child.
-            let is_anothers = mark.is_of_another(&place) && mark.child.exists();
-            is_anothers || mark.state(is_below) != marks::State::Gone
-        })
-    };
-    marks::leave(directory, file, mark, keep)
+/// What becomes of a line of an image's list when that is written anew.
+fn reviewed(line: Line, target: &Target, place: &Place) -> Option<Line> {
+    let Line::Mark(mark) = line else { return Some(line) };
+    // One that had this name before may have the child.
+    let is_anothers = mark.is_of_another(place) && mark.child.exists();
+    match mark.state(&Asked { target, except: None }) {
+        State::Child(path) if path == mark.child => Some(Line::Mark(mark.refreshed())),
+        State::Gone if !is_anothers => None,
+        _ => Some(Line::Mark(mark)),
+    }
 }
 
 /// The lists that have marks of an image, and what it is: see [`forget_all`].
@@ -425,7 +465,7 @@ pub(crate) fn forget_all(directory: &dyn Directory, Lists(names, place): &Lists)
             Some(_) => !line.is_of(place),
             None => !is_own,
         };
-        marks::leave(directory, name, None, is_anothers)?;
+        marks::review(directory, name, |line| Some(line).filter(is_anothers))?;
     }
     Ok(())
 }

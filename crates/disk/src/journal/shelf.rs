@@ -1,7 +1,7 @@
 //! Finding journals: an image's own, those that may be its own, and all there are.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, ErrorKind::NotFound, ErrorKind::WouldBlock};
 use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStringExt as _;
@@ -310,7 +310,7 @@ fn whereabouts(path: &Path, place: &Place, handle: Option<&Handle>) -> JournalSt
     if now.as_ref().is_ok_and(|now| now == place) {
         return JournalState::Kept;
     }
-    let folder = path.ancestors().skip(1).find_map(|folder| File::open(folder).ok());
+    let folder = place::folder_above(path);
     let Some((system, folder)) = place.file_system().zip(folder) else { return JournalState::Away };
     let is_mounted = place::file_system(&folder).is_ok_and(|mounted| mounted == system);
     let is_replaced = || now.is_ok_and(|now| now.has_replaced(place));

@@ -70,7 +70,7 @@ impl Workshop<'_> {
                         convert the parent into a copy";
             let help = (!new.unmarked).then_some(help);
             let path = &parent.name.path;
-            undo.marked(path, self.mark(path, name, help, &mut notes)?);
+            undo.marked(path, self.mark(path, name, file.path(), help, &mut notes)?);
         }
         self.write_new(&mut file, name.format, new, (parent.as_ref(), Blank::Zeros), bytes)?;
         file.finish()?;
@@ -176,12 +176,13 @@ impl Workshop<'_> {
     }
 
     /// Sees to it that a parent knows of a child that is not to be found in its folder, before that
-    /// has its name. What this returns is kept until then. Without `help` for who cannot have the
-    /// parent told, that is no error.
+    /// has its name; until then it is `made`. What this returns is kept until it has. Without `help`
+    /// for who cannot have the parent told, that is no error.
     pub(super) fn mark(
         &self,
         parent: &Path,
         child: &ImageName,
+        made: &Path,
         help: Option<&str>,
         notes: &mut Vec<String>,
     ) -> Result<Option<Held>, DiskError> {
@@ -200,8 +201,8 @@ impl Workshop<'_> {
         if self.is_found(&file, &path_of_child, child.format) {
             return Ok(None);
         }
-        let is_device = self.is_device(&path_of_child);
-        let mark = Mark::of(&file, path_of_child, is_device).map_err(cannot)?;
+        let made = (!self.is_device(&path_of_child)).then_some(made);
+        let mark = Mark::of(&file, path_of_child, made).map_err(cannot)?;
         let left = children::leave_mark(self.directory, &file, &mark);
         match (left, help) {
             (Ok(held), _) => Ok(Some(held)),
@@ -237,17 +238,17 @@ impl Workshop<'_> {
         }
         let cannot = |e| broken(format!("cannot make {}", name.path.display()), e);
         let file = fs::canonicalize(parent).map_err(cannot)?;
-        let (child, format) = (absolute(&child.path).map_err(cannot)?, child.format);
+        let (made, format) = (absolute(&child.path).map_err(cannot)?, child.format);
         let marked =
-            || marks::read(&file).map_or(true, |all| all.iter().any(|line| line.is_for(&child)));
-        let known = self.is_found(&file, &child, format) || marked();
+            || marks::read(&file).map_or(true, |all| all.iter().any(|line| line.is_for(&made)));
+        let known = self.is_found(&file, &made, format) || marked();
         let help = format!(
             "see to it that {} can be written; if nobody will ever merge into the parent, take the \
              line of {} out of it",
             marks::beside(&file).display(),
-            child.display()
+            made.display()
         );
-        self.mark(parent, name, known.then_some(&help), notes)
+        self.mark(parent, name, &made, known.then_some(&help), notes)
     }
 
     /// What a killed backend has left, in its journal or in the page cache, is brought to the
@@ -333,7 +334,8 @@ impl Workshop<'_> {
         let mut undo = Undo::new(self);
         let mut file = self.new_file(&leaf.path, Over::Mine)?;
         let help = "give both names the extension of their format";
-        undo.marked(&parent.path, self.mark(&parent.path, leaf, Some(help), &mut notes)?);
+        let marked = self.mark(&parent.path, leaf, file.path(), Some(help), &mut notes)?;
+        undo.marked(&parent.path, marked);
         self.write_new(&mut file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
         file.finish()?;
         undo.forget();

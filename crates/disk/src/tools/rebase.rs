@@ -66,7 +66,7 @@ impl Workshop<'_> {
         self.keep(&below, &mut undo, &mut notes)?;
         let help =
             "see to it that files can be made beside the parent, or convert that into a copy";
-        let marked = self.mark(&below.name.path, name, Some(help), &mut notes)?;
+        let marked = self.mark(&below.name.path, name, file.path(), Some(help), &mut notes)?;
         undo.marked(&below.name.path, marked);
         // That was to see whether it can be told: who makes another image on it does not wait for
         // the copy.
@@ -86,7 +86,7 @@ impl Workshop<'_> {
         let _locked = to.files();
         desk.run(formats::take_identity(&port, to, &old)).map_err(cannot)?;
         // Others may have taken the line for one of an image that is gone.
-        let marked = self.mark(&below.name.path, name, Some(help), &mut Vec::new())?;
+        let marked = self.mark(&below.name.path, name, file.path(), Some(help), &mut Vec::new())?;
         undo.marked(&below.name.path, marked);
         file.finish()?;
         undo.forget();

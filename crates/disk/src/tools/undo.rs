@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::files::{protect, same_file};
 use super::{DiskError, Workshop, broken};
 use crate::Raw;
-use crate::children::{self, marks::Held};
+use crate::children::{self, marks::Held, marks::Mark};
 
 /// What was done to a parent. It is made before the parent is opened, so that it is undone when the
 /// parent is not locked here any more: others who work on the parent have it locked then.
@@ -15,8 +15,8 @@ pub(super) struct Undo<'a> {
     shop: &'a Workshop<'a>,
     /// The parent, and the mode that it had.
     protected: Option<(PathBuf, u32)>,
-    /// Parents that know of the child.
-    marked: Vec<PathBuf>,
+    /// Parents that know of the child, and what their lists say of it.
+    marked: Vec<(PathBuf, Mark)>,
     /// Their lists of children.
     held: Vec<Held>,
 }
@@ -33,7 +33,8 @@ impl<'a> Undo<'a> {
 
     /// The parent knows of the child. Its list stays locked until the child has its name.
     pub(super) fn marked(&mut self, parent: &Path, held: Option<Held>) {
-        self.marked.extend(held.is_some().then(|| parent.into()));
+        let added = held.as_ref().and_then(|held| held.added.clone());
+        self.marked.extend(added.map(|mark| (parent.into(), mark)));
         self.held.extend(held);
     }
 
@@ -62,10 +63,11 @@ impl<'a> Undo<'a> {
 impl Drop for Undo<'_> {
     fn drop(&mut self) {
         self.unlock_lists();
-        for parent in self.marked.drain(..) {
+        for (parent, mark) in self.marked.drain(..) {
             let path = parent.display();
-            let file = fs::canonicalize(&parent);
-            if let Err(e) = file.and_then(|f| children::forget_gone(self.shop.directory, &f)) {
+            let take_back =
+                |file: PathBuf| children::take_mark_back(self.shop.directory, &file, &mark);
+            if let Err(e) = fs::canonicalize(&parent).and_then(take_back) {
                 tracing::warn!("{path} has a line for an image that was not made ({e})");
             }
         }
