@@ -103,8 +103,8 @@ fn refused_by_xl(bench: &mut Bench<'_>, image: &str) -> Result<()> {
     if refused.status == 0 || !refused.stdout.contains("no suitable backend") {
         bail!("xl was expected to refuse {spec}, but ended with {}", refused.status);
     }
-    bench.lab.sh("! xenstore-exists /local/domain/0/backend/vbd3")?;
-    Ok(())
+    let directory = format!("/local/domain/0/backend/vbd3/{}", guest.domid());
+    bench.lab.sh(&format!("! xenstore-exists {directory}")).map(drop)
 }
 
 /// A script that waits for /tmp/go before it is ours.
