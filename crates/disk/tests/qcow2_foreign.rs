@@ -11,11 +11,12 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
-use ferrite_disk::tools::NewImage;
+use ferrite_disk::tools::{NewImage, Progress, Workshop};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use model::wait_until_released;
 
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
+const MERGED: &str = "FERRITE_TEST_MERGED";
 const STATE: &str = "FERRITE_TEST_STATE";
 /// A cluster has 64 KiB; each write has one of its own.
 const CLUSTERS: u64 = 512;
@@ -259,4 +260,70 @@ fn an_image_that_was_refused_is_used_again_when_its_journal_was_dropped() {
     let mut disk = serve(&path, state.path(), false).unwrap();
     disk.write(0, &[9; 512]).unwrap();
     disk.close().unwrap();
+}
+
+/// Not a test: a merge that is killed, when this program is run again with the environment that says
+/// so.
+#[test]
+fn process_merge() {
+    let Ok(child) = std::env::var(MERGED) else { return };
+    let state = std::env::var(STATE).unwrap();
+    let steps = std::cell::Cell::new(0);
+    work(Some(state.as_ref()), |shop| {
+        let progress = |_: Progress| match steps.replace(steps.get() + 1) {
+            0..16 => true,
+            _ => std::process::abort(),
+        };
+        let (directory, engine, state_dir) = (shop.directory, shop.engine, shop.state_dir.clone());
+        let parents = shop.parents.clone();
+        Workshop { progress: &progress, directory, engine, state_dir, parents, ..*shop }
+            .coalesce(&name(child.as_ref()), false)
+    })
+    .unwrap();
+}
+
+/// As anybody would do after a kill.
+#[test]
+fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_qemu_img() {
+    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let [base, child] = ["base.qcow2", "child.qcow2"].map(|file| dir.path().join(file));
+    create(&base);
+    let on = NewImage { parent: Some(name(&base)), ..NewImage::default() };
+    work(None, |shop| shop.create(&name(&child), &on)).unwrap();
+    let mut disk = serve(&child, state.path(), false).unwrap();
+    for write in 0..CLUSTERS {
+        disk.write(write * CLUSTER, &[7; CLUSTER as usize]).unwrap();
+    }
+    disk.close().unwrap();
+    drop(disk);
+    let mut merge = Command::new(std::env::current_exe().unwrap());
+    merge.args(["--exact", "process_merge", "--nocapture"]).stdin(Stdio::null());
+    merge.env(MERGED, &child).env(STATE, state.path());
+    assert!(!merge.output().unwrap().status.success());
+    for path in [&base, &child] {
+        wait_until_released(path);
+    }
+    let repair = ["check", "-q", "-r", "all", base.to_str().unwrap()];
+    let Ok(repaired) = Command::new("qemu-img").args(repair).output() else {
+        return skipped("no qemu-img");
+    };
+    // It finds leaks, and says so by its exit code.
+    assert!(repaired.status.code().is_some_and(|code| code < 4), "{repaired:?}");
+    for chain in [false, true] {
+        let report = work(Some(state.path()), |shop| shop.check(&name(&child), chain)).unwrap();
+        let [leaf, parent] = &report.images[..] else { panic!("{report:?}") };
+        assert!(leaf.path.ends_with("child.qcow2") && leaf.findings.is_empty(), "{leaf:?}");
+        assert!(parent.path.ends_with("base.qcow2") && !parent.is_usable(), "{parent:?}");
+        assert!(!report.usable && report.verdict == parent.verdict());
+        let why = &parent.findings[0].why;
+        assert!(why.contains("journal drop --force") && why.contains("merge again"), "{why}");
+    }
+    // What it advises.
+    work(Some(state.path()), |shop| {
+        let journals = shop.journals().unwrap();
+        shop.drop_journals(&[journals[0].name.clone()], false, true).unwrap();
+        shop.coalesce(&name(&child), false).unwrap();
+    });
+    let mut disk = serve(&child, state.path(), true).unwrap();
+    assert!((0..CLUSTERS).all(|write| disk.read(write * CLUSTER, 512).unwrap() == [7; 512]));
 }

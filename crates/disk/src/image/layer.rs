@@ -352,24 +352,25 @@ pub(super) fn open_layer(name: &ImageName, options: &OpenOptions) -> Result<Laye
     }
 }
 
+/// What an image says of its parent: what that is called, and where it may be.
+pub(crate) fn parent_names(child: &Layer) -> Result<Option<(String, Vec<ImageName>)>, DiskError> {
+    Ok(match child {
+        Layer::Raw(_) => None,
+        Layer::Qcow2(child) => {
+            child.parent()?.map(|parent| (parent.path.display().to_string(), vec![parent]))
+        }
+        Layer::Vhd(child) => child.parent().map(|parent| {
+            let format = if parent.uuid == Uuid::NIL { Format::Raw } else { Format::Vhd };
+            let name = |path: &PathBuf| ImageName { format, path: path.clone() };
+            (parent.name.clone(), parent.paths.iter().map(name).collect())
+        }),
+    })
+}
+
 /// The parent of the last layer, if it has one.
 fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>, DiskError> {
     let Some(child) = layers.last() else { return Ok(None) };
-    let (name, names) = match child {
-        Layer::Raw(_) => return Ok(None),
-        Layer::Qcow2(child) => match child.parent()? {
-            Some(parent) => (parent.path.display().to_string(), vec![parent]),
-            None => return Ok(None),
-        },
-        Layer::Vhd(child) => match child.parent() {
-            Some(parent) => {
-                let format = if parent.uuid == Uuid::NIL { Format::Raw } else { Format::Vhd };
-                let name = |path: &PathBuf| ImageName { format, path: path.clone() };
-                (parent.name.clone(), parent.paths.iter().map(name).collect())
-            }
-            None => return Ok(None),
-        },
-    };
+    let Some((name, names)) = parent_names(child)? else { return Ok(None) };
     let child_path = child.medium().path();
     let refuse = |why: String, help: &str| {
         let what = format!("cannot open image {}", child_path.display());

@@ -27,7 +27,7 @@ mod shortcut;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use layer::{Found, Layer, open_as_far};
+pub(crate) use layer::{Found, Layer, open_as_far, parent_names};
 use settled::Settled;
 use shortcut::{GROUP_BYTES, Owner, Owners, PAGE_BYTES, Shortcut};
 

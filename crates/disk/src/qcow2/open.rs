@@ -363,7 +363,8 @@ impl Cannot {
             named.join(", ")
         );
         let help = format!(
-            "restore a backup, or go on without those writes: ferrite image journal drop --force {}",
+            "restore a backup, or go on without those writes: ferrite image journal drop --force {} \
+             (if it was a merge, ferrite image coalesce, the child has them still: then merge again)",
             left.name
         );
         DiskError::new(ErrorKind::Refused, &self.0, why, help)

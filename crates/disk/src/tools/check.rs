@@ -6,7 +6,7 @@ use super::{
     CheckReport, Checked, Finding, Repaired, Workshop, broken, formats, refused, unsuitable,
 };
 use crate::finding::Class;
-use crate::image::Image;
+use crate::image::{Image, Layer, open_as_far, parent_names};
 use crate::journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Raw};
 
@@ -35,10 +35,12 @@ impl Workshop<'_> {
         chain: bool,
         strict: bool,
     ) -> Result<CheckReport, DiskError> {
-        let opened = self.open(name, true);
-        let layers = match &opened {
-            Ok(Disk::Image(image)) => image.layers(),
-            _ => &[],
+        let (layers, end) = match name.format {
+            Format::Raw => (Vec::new(), self.open(name, true).err()),
+            Format::Vhd | Format::Qcow2 => match open_as_far(name, &self.options(true)) {
+                Ok(found) => found,
+                Err(e) => (Vec::new(), Some(e)),
+            },
         };
         let below = |i: usize| layers.get(i + 1).map(|layer| layer.medium().path());
         let rules = |i| if strict { Rules::Theirs(below(i)) } else { Rules::Ours };
@@ -47,35 +49,39 @@ impl Workshop<'_> {
             let path = layer.medium().path().to_owned();
             images.push(self.check_one(&ImageName { format: layer.format(), path }, rules(i))?);
         }
-        match opened {
-            Ok(_) => {}
-            Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
+        match end {
+            None => {}
+            Some(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
             // A parent that may not be one is not looked at.
-            Err(e) if e.kind() == ErrorKind::Parent && chain => return Err(e),
-            Err(e) if e.kind() == ErrorKind::Parent => {
-                images[0].add_first(Finding {
-                    offset_bytes: None,
-                    kind: "chain".into(),
-                    why: format!("not looked at: {} ({})", e.why(), e.help()),
-                    class: Class::Harmless,
-                    harmless: true,
-                    mendable: false,
-                });
+            Some(e) if e.kind() == ErrorKind::Parent && chain => return Err(e),
+            Some(e) if e.kind() == ErrorKind::Parent => {
+                let why = format!("not looked at: {} ({})", e.why(), e.help());
+                images[0].add_first(of_chain(why, Class::Harmless));
             }
             // A parent that is missing, for one.
-            Err(e) if images[0].is_usable() && e.kind() == ErrorKind::Unsuitable => return Err(e),
-            // What is wrong may not be with the image itself, but with what it stands on.
-            Err(e) if images[0].is_usable() => images[0].add_first(Finding {
-                offset_bytes: None,
-                kind: "chain".into(),
-                why: e.why().into(),
-                class: Class::Damage,
-                harmless: false,
-                mendable: false,
-            }),
-            Err(_) => {}
+            Some(e) if images[0].is_usable() && e.kind() == ErrorKind::Unsuitable => return Err(e),
+            Some(e) if images[0].is_usable() => match layers.last() {
+                // It is in order by itself, and what it stands on is not.
+                Some(child) => images.push(self.check_unusable(child, e)?),
+                None => images[0].add_first(of_chain(e.why().into(), Class::Damage)),
+            },
+            Some(_) => {}
         }
         Ok(CheckReport::of(images))
+    }
+
+    /// What is wrong with the parent of an image, which cannot be opened.
+    fn check_unusable(&self, child: &Layer, e: DiskError) -> Result<Checked, DiskError> {
+        let names = parent_names(child)?.map_or(Vec::new(), |(_, names)| names);
+        let Some(parent) = names.into_iter().find(|name| name.path.exists()) else {
+            return Err(e);
+        };
+        let mut checked = self.check_one(&parent, Rules::Ours)?;
+        if checked.is_usable() {
+            let why = format!("{} ({})", e.why(), e.help());
+            checked.add_first(of_chain(why, Class::Damage));
+        }
+        Ok(checked)
     }
 
     fn check_one(&self, name: &ImageName, rules: Rules<'_>) -> Result<Checked, DiskError> {
@@ -126,6 +132,13 @@ impl Workshop<'_> {
         let after = formats::check(&raw, name.format, Rules::Ours)?;
         Ok(Repaired { done: true, before, after })
     }
+}
+
+/// What is found where a chain is opened.
+fn of_chain(why: String, class: Class) -> Finding {
+    let kind = "chain".into();
+    let harmless = class.is_harmless();
+    Finding { offset_bytes: None, kind, why, class, harmless, mendable: false }
 }
 
 impl Repaired {

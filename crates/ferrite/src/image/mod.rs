@@ -243,7 +243,10 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
     });
     let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
     out.say(&report, text::report)?;
-    let image = args.one.named.image.display();
+    // What it is about may be an image below the one that was named.
+    let worst = report.images.iter().find(|image| image.verdict() == report.verdict);
+    let image = worst.map_or("", |image| &image.path);
+    let is_of_chain = worst.is_some_and(|image| image.findings[0].kind == "chain");
     let (code, what, why, help) = match report.verdict {
         Verdict::InOrder => return Ok(()),
         Verdict::Leaks => {
@@ -264,7 +267,10 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
             (Code::CORRUPT, format!("{image} is not for XAPI"), "vhd-util would refuse it", help)
         }
         Verdict::Damaged => {
-            let help = format!("ferrite image repair {image} shows what can be mended");
+            let help = match is_of_chain {
+                true => "what to do is said with what was found".into(),
+                false => format!("ferrite image repair {image} shows what can be mended"),
+            };
             let why = "it does not read what it should";
             (Code::CORRUPT, format!("{image} is damaged"), why, help)
         }
