@@ -4,6 +4,7 @@
 //! be built first, takes as many lines of description, and calls the same layout.
 
 use crate::checks::fresh_log;
+use crate::libc_free;
 use crate::packages;
 use crate::programs::Programs;
 use crate::steps::{self, cargo, output, run_logged, step};
@@ -12,9 +13,6 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-/// The target whose programs need nothing of the host but its kernel.
-const STATIC_TARGET: &str = "x86_64-unknown-linux-musl";
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -34,46 +32,43 @@ pub(crate) struct Made {
 
 /// Builds the program and packs it.
 pub(crate) fn dist(arguments: &DistArguments) -> Result<()> {
-    packages::ensure(&[packages::DIST])?;
-    let program = build(arguments.is_static)?;
-    let made = step("pack", || pack(&program, &steps::target_dir().join("dist"), Squeeze::Well))?;
-    step("try the package", || try_out(&made, arguments.is_static))?;
+    let made = make(arguments.is_static, "dist", Squeeze::Well)?;
     steps::say(format!("made {} and {}", made.tar.display(), made.deb.display()));
     Ok(())
 }
 
+/// Makes and tries the packages whose program is linked statically.
+pub(crate) fn check_static() -> Result<()> {
+    make(true, "dist-static", Squeeze::Little).map(drop)
+}
+
+fn make(is_static: bool, folder: &str, squeeze: Squeeze) -> Result<Made> {
+    packages::ensure(&[packages::DIST])?;
+    let program = build(is_static)?;
+    let made = step("pack", || pack(&program, &steps::target_dir().join(folder), squeeze))?;
+    step("try the package", || try_out(&made, is_static))?;
+    Ok(made)
+}
+
 fn build(is_static: bool) -> Result<PathBuf> {
-    let mut command = cargo();
-    command.args(["build", "--locked", "--release", "--package", "ferrite"]);
     // Hosts have processors of all ages.
-    command.env("RUSTFLAGS", "-C target-cpu=x86-64");
+    let flags = "-C target-cpu=x86-64";
     let mut folder = steps::target_dir().join("lab-build");
-    command.env("CARGO_TARGET_DIR", &folder);
+    let mut build = if is_static {
+        libc_free::build(flags)?
+    } else {
+        let mut build = cargo();
+        build.arg("build").env("RUSTFLAGS", flags);
+        build
+    };
+    build.args(["--locked", "--release", "--package", "ferrite"]);
+    build.env("CARGO_TARGET_DIR", &folder);
     if is_static {
-        check_static_target()?;
-        command.args(["--target", STATIC_TARGET]);
-        folder.push(STATIC_TARGET);
+        folder.push(libc_free::TARGET);
     }
     let log = fresh_log("dist-build")?;
-    step("build ferrite (release)", || run_logged(&mut command, &log))?;
+    step("build ferrite (release)", || run_logged(&mut build, &log))?;
     Ok(folder.join("release/ferrite"))
-}
-
-/// Whether the compiler has its library for programs without a libc of the host.
-fn has_static_target() -> Result<bool> {
-    let sysroot = output(Command::new("rustc").args(["--print", "sysroot"]))?;
-    let library = Path::new(sysroot.trim()).join("lib/rustlib").join(STATIC_TARGET);
-    Ok(library.join("lib").is_dir())
-}
-
-fn check_static_target() -> Result<()> {
-    if has_static_target()? {
-        return Ok(());
-    }
-    bail!(
-        "the compiler has no library for {STATIC_TARGET}: install it (rustup target add \
-         {STATIC_TARGET}) and run again"
-    )
 }
 
 /// Packs the program that the tests have built, and tries the package.

@@ -10,6 +10,7 @@ mod dist;
 mod docs;
 mod fuzz;
 mod lab;
+mod libc_free;
 mod mutants;
 mod nightly;
 mod packages;

@@ -1,12 +1,12 @@
 //! What takes hours: every test on real Xen of two releases, mutants, every test under
-//! AddressSanitizer, power cuts with new seeds, fuzz targets.
+//! AddressSanitizer, the program for any libc, power cuts with new seeds, fuzz targets.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 
 use crate::steps::{self, say, step};
-use crate::{checks, fuzz, mutants, powercuts, rest};
+use crate::{checks, dist, fuzz, mutants, powercuts, rest};
 
 /// Options of `cargo xtask nightly`.
 #[derive(clap::Args)]
@@ -14,7 +14,7 @@ pub(crate) struct NightlyArguments {
     /// For how long in all.
     #[arg(default_value_t = 8.0)]
     hours: f64,
-    /// Only one of the five.
+    /// Only one of the six.
     #[arg(long, value_enum)]
     only: Option<Part>,
 }
@@ -27,6 +27,8 @@ enum Part {
     Mutants,
     /// Every test of the data path under AddressSanitizer.
     Sanitizer,
+    /// The packages whose program is linked statically.
+    Static,
     /// The simulator's stories.
     PowerCuts,
     /// The fuzz targets.
@@ -49,6 +51,10 @@ pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
     if wanted(Part::Sanitizer) {
         let every = step("every test under AddressSanitizer", rest::address_sanitizer_of_all);
         good &= every.inspect_err(|error| say(steps::chain(error))).is_ok();
+    }
+    if wanted(Part::Static) {
+        let packages = step("the packages for any libc", dist::check_static);
+        good &= packages.inspect_err(|error| say(steps::chain(error))).is_ok();
     }
     let seconds = arguments.hours * 3600.0 - steps::elapsed_s();
     let share = if arguments.only.is_some() { seconds } else { seconds / 2.0 } as u64;

@@ -49,6 +49,22 @@ pub(crate) const DIST: &[Need] = &[
     ("readelf", "binutils"),
 ];
 
+/// Debian's newest compiler, whatever else is in PATH.
+pub(crate) const DEBIANS_CARGO: &str = "/usr/bin/cargo";
+pub(crate) const DEBIANS_RUSTC: &str = "/usr/bin/rustc";
+
+/// LLVM's unwinder.
+pub(crate) const UNWINDER: &str = "/usr/lib/llvm-19/lib/libunwind.a";
+
+/// What compiling for any libc takes where the compiler at hand cannot.
+pub(crate) const LIBC_FREE: &[Need] = &[
+    (DEBIANS_CARGO, "cargo-web"),
+    (DEBIANS_RUSTC, "rustc-web"),
+    ("/usr/lib/rustlib/src/rust/library/std/Cargo.toml", "rust-web-src"),
+    ("musl-gcc", "musl-tools"),
+    (UNWINDER, "libunwind-19-dev"),
+];
+
 /// Whom the bench compares with.
 pub(crate) const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
 
