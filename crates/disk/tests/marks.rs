@@ -188,12 +188,15 @@ fn a_line_that_does_not_say_on_which_volume_a_child_was_counts() {
     }
 }
 
-/// Does not give a file one name.
+/// Does not give one name to any file.
 struct Refuses(PathBuf);
 
 impl Directory for Refuses {
     fn create_new(&self, path: &Path) -> io::Result<OwnedFd> {
-        HostDirectory.create_new(path)
+        match path == self.0 {
+            true => Err(io::ErrorKind::StorageFull.into()),
+            false => HostDirectory.create_new(path),
+        }
     }
 
     fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -566,5 +569,49 @@ fn a_raw_parent_that_was_moved_with_its_list_has_its_child_still() {
         assert!(error.to_string().contains("b/vm"), "{error}");
         tree.remove("b/vm");
         open().unwrap();
+    }
+}
+
+#[test]
+fn a_clone_that_cannot_be_told_leaves_no_list_and_a_parent_that_can_be_written() {
+    for format in FORMATS {
+        for fails in ["a/base.ferrite-list.new", "a/base.ferrite-children", "b/vm.ferrite-new"] {
+            let tree = Tree::new(format);
+            tree.remove("a/own");
+            tree.remove("a/base.ferrite-children");
+            tree.make_writable("a/base");
+            let on = NewImage { parent: Some(tree.image("a/base")), ..NewImage::default() };
+            let clone = |shop: &Workshop<'_>| shop.create(&tree.image("b/vm"), &on);
+            shop(&Refuses(tree.path(fails)), clone).unwrap_err();
+            let names: Vec<_> = fs::read_dir(tree.path("a")).unwrap().collect();
+            assert_eq!(names.len(), 1, "{fails}: {names:?}");
+            tree.open("a/base").unwrap();
+        }
+    }
+}
+
+/// A name has at most 255 bytes, and more is behind it until a file is complete.
+#[test]
+fn a_parent_with_a_name_of_238_bytes_knows_its_children_and_a_longer_one_is_refused() {
+    for format in FORMATS {
+        for bytes in 234..=244 {
+            let tree = Tree::new(format);
+            let parent = format!("a/{}", "p".repeat(bytes));
+            tree.rename("a/base", &parent);
+            tree.remove("a/base.ferrite-children");
+            tree.make_writable(&parent);
+            let on = NewImage { parent: Some(tree.image(&parent)), ..NewImage::default() };
+            let made = shop(&HostDirectory, |shop| shop.create(&tree.image("b/vm"), &on));
+            if bytes <= 238 {
+                made.unwrap();
+                assert!(tree.list(&parent).contains("b/vm"), "{bytes}");
+                continue;
+            }
+            let error = made.unwrap_err().to_string();
+            assert!(error.contains("could not be told"), "{error}");
+            assert_eq!(fs::read_dir(tree.path("a")).unwrap().count(), 2, "{bytes}");
+            assert_eq!(fs::read_dir(tree.path("b")).unwrap().count(), 0, "{bytes}");
+            assert!(!fs::metadata(tree.path(&parent)).unwrap().permissions().readonly());
+        }
     }
 }

@@ -44,8 +44,8 @@ use crate::vhd::{decode, unescape};
 
 /// Behind the parent's name.
 const SUFFIX: &str = ".ferrite-children";
-/// Behind that: a list on its way.
-const NEXT: &str = ".new";
+/// The same of a list on its way, which needs no longer names.
+const NEXT: &str = ".ferrite-list.new";
 /// Before what a child was made on, and before the child's file system or device.
 const OF: &str = "of=";
 const ON: &str = "on=";
@@ -401,7 +401,7 @@ pub(crate) fn leave(
     mark: &Mark,
     keep: impl Fn(Line) -> Option<Line>,
 ) -> io::Result<Held> {
-    let list = lock(directory, &beside(file))?;
+    let list = List::lock(directory, file)?;
     let old = read(file)?;
     let mark = Line::Mark(mark.clone());
     let added = if old.contains(&mark) { None } else { mark.mark().cloned() };
@@ -410,7 +410,7 @@ pub(crate) fn leave(
     if !lines.contains(&mark) {
         lines.push(mark);
     }
-    let lock = replace(directory, file, list, &lines)?;
+    let lock = list.replace(&lines)?;
     Ok(Held { _lock: lock, added })
 }
 
@@ -420,34 +420,61 @@ pub(crate) fn review(
     file: &Path,
     keep: impl Fn(Line) -> Option<Line>,
 ) -> io::Result<()> {
-    let list = lock(directory, &beside(file))?;
+    let list = List::lock(directory, file)?;
     let lines = distinct(read(file)?.into_iter().filter_map(keep).collect());
-    replace(directory, file, list, &lines).map(drop)
+    list.replace(&lines).map(drop)
 }
 
-/// Puts a list with these lines in the place of one that is locked; returns the one that has the name.
-fn replace(directory: &dyn Directory, file: &Path, old: File, lines: &[Line]) -> io::Result<File> {
-    let path = beside(file);
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    let lines: Vec<u8> = lines.iter().flat_map(Line::text).collect();
-    if lines.is_empty() {
-        directory.remove(&path)?;
-        directory.sync(folder)?;
-        return Ok(old);
+/// The list of an image, locked. If nothing comes of it, it is away again when it has nothing.
+struct List<'a> {
+    directory: &'a dyn Directory,
+    file: &'a Path,
+    lock: File,
+}
+
+impl<'a> List<'a> {
+    fn lock(directory: &'a dyn Directory, file: &'a Path) -> io::Result<List<'a>> {
+        Ok(List { directory, file, lock: lock(directory, &beside(file))? })
     }
-    let next = with(&path, NEXT);
-    match directory.remove(&next) {
-        Err(e) if e.kind() != NotFound => return Err(e),
-        _ => {}
+
+    /// Puts a list with these lines in its place; returns the lock of the one that has the name.
+    fn replace(self, lines: &[Line]) -> io::Result<File> {
+        let lines: Vec<u8> = lines.iter().flat_map(Line::text).collect();
+        let path = beside(self.file);
+        let folder = path.parent().unwrap_or(Path::new("/"));
+        if lines.is_empty() {
+            self.directory.remove(&path)?;
+            self.directory.sync(folder)?;
+            return self.lock.try_clone();
+        }
+        let next = with(self.file, NEXT);
+        match self.directory.remove(&next) {
+            Err(e) if e.kind() != NotFound => return Err(named(&next, e)),
+            _ => {}
+        }
+        let mut new = File::from(self.directory.create_new(&next)?);
+        // Nobody waits for this one yet.
+        flock(&new, FlockOperation::NonBlockingLockExclusive)?;
+        let written = new.write_all(&lines).and_then(|()| new.sync_all());
+        if let Err(e) = written.and_then(|()| self.directory.rename(&next, &path)) {
+            let _ = self.directory.remove(&next);
+            return Err(e);
+        }
+        self.directory.sync(folder)?;
+        Ok(new)
     }
-    let mut new = File::from(directory.create_new(&next)?);
-    // Nobody waits for this one yet.
-    flock(&new, FlockOperation::NonBlockingLockExclusive)?;
-    new.write_all(&lines)?;
-    new.sync_all()?;
-    directory.rename(&next, &path)?;
-    directory.sync(folder)?;
-    Ok(new)
+}
+
+impl Drop for List<'_> {
+    fn drop(&mut self) {
+        let path = beside(self.file);
+        // Another one with the name is somebody else's.
+        if has_name(&self.lock, &path).unwrap_or(false)
+            && self.lock.metadata().is_ok_and(|list| list.len() == 0)
+        {
+            let _ = self.directory.remove(&path);
+        }
+    }
 }
 
 /// Each line once, without those whose file is where another line says it is.
@@ -476,13 +503,16 @@ fn lock(directory: &dyn Directory, path: &Path) -> io::Result<File> {
         };
         flock(&list, FlockOperation::LockExclusive)?;
         // Whoever had it may have put another one in its place.
-        let meta = list.metadata()?;
-        let now = fs::symlink_metadata(path);
-        if now.is_ok_and(|now| (now.dev(), now.ino()) == (meta.dev(), meta.ino())) {
+        if has_name(&list, path)? {
             return Ok(list);
         }
     }
     Err(named(path, io::ErrorKind::ResourceBusy.into()))
+}
+
+fn has_name(list: &File, path: &Path) -> io::Result<bool> {
+    let (list, now) = (list.metadata()?, fs::symlink_metadata(path));
+    Ok(now.is_ok_and(|now| (now.dev(), now.ino()) == (list.dev(), list.ino())))
 }
 
 /// An error of a list, which is not the file that the caller speaks of.

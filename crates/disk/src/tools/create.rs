@@ -168,8 +168,18 @@ impl Workshop<'_> {
         let path = &parent.name.path;
         let cannot = |e| broken(format!("cannot make {} read-only", path.display()), e);
         if !self.is_device(path) && !is_write_protected(path).map_err(cannot)? {
-            undo.protected(path, fs::metadata(path).map_err(cannot)?.mode() & 0o7777);
-            protect(path, true).map_err(cannot)?;
+            let mode = fs::metadata(path).map_err(cannot)?.mode() & 0o7777;
+            protect(path, true).map_err(|e| match e.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    let help = format!("have its owner do that: chmod a-w {}", path.display());
+                    let what = format!("cannot make {} read-only", path.display());
+                    let why =
+                        format!("what has a child must not change, and only its owner may ({e})");
+                    DiskError::new(ErrorKind::Permission, what, why, help).with_source(e)
+                }
+                _ => cannot(e),
+            })?;
+            undo.protected(path, mode);
             notes.push(format!("{} is read-only now, as it has a child", path.display()));
         }
         Ok(())
