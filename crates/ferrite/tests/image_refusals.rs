@@ -6,6 +6,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -278,4 +279,80 @@ fn a_comparison_whose_result_cannot_be_printed_does_not_say_that_they_differ() {
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let output = place.command(&["compare", "a.img", "b.img"]).stdout(full).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn what_has_a_temporary_name_and_is_no_file_is_named() {
+    let place = Place::new();
+    place.ok(&["create", "a.qcow2", "8M"]);
+    for (name, command) in [
+        ("x.qcow2.ferrite-new", &["create", "x.qcow2", "8M"][..]),
+        ("x.qcow2.ferrite-new", &["clone", "a.qcow2", "x.qcow2"]),
+        ("x.qcow2.partial", &["convert", "a.qcow2", "x.qcow2"]),
+        ("x.qcow2.partial.json.new", &["convert", "a.qcow2", "x.qcow2"]),
+    ] {
+        fs::create_dir(place.path(name)).unwrap();
+        let said = place.fails(1, command);
+        assert!(said.contains(&format!("{name} is no file")), "{said}");
+        assert_eq!(names(&place), ["a.qcow2", name], "{command:?}");
+        fs::remove_dir(place.path(name)).unwrap();
+    }
+}
+
+#[test]
+fn refusals_name_the_file_that_is_in_the_way() {
+    let place = Place::new();
+    place.ok(&["create", "base.qcow2", "8M"]);
+    place.ok(&["clone", "base.qcow2", "leaf.qcow2"]);
+    fs::set_permissions(place.path("base.qcow2"), fs::Permissions::from_mode(0o644)).unwrap();
+    std::os::unix::fs::symlink("base.qcow2", place.path("link.qcow2")).unwrap();
+    let before = names(&place);
+    for (code, command, why) in [
+        (
+            1,
+            &["rebase", "base.qcow2", "-b", "leaf.qcow2", "--force"][..],
+            "leaf.qcow2 stands on it",
+        ),
+        (1, &["rebase", "base.qcow2", "-b", "leaf.qcow2"], "leaf.qcow2 stands on it"),
+        (1, &["rebase", "-u", "base.qcow2", "-b", "leaf.qcow2"], "leaf.qcow2 stands on it"),
+        (3, &["rebase", "-u", "leaf.qcow2", "-b", "nowhere.qcow2"], "nowhere.qcow2"),
+        (1, &["coalesce", "leaf.qcow2", "--into", "link.qcow2"], "link.qcow2 is a symbolic link"),
+        (2, &["create", "x.img", "8M", "--block", "64K"], "a raw disk has no blocks"),
+        (2, &["create", "x.vhd", "8M", "--block", "2M", "--fixed"], "a fixed VHD has no blocks"),
+        (2, &["convert", "base.qcow2", "x.img", "--block", "64K"], "a raw disk has no blocks"),
+    ] {
+        let said = place.fails(code, command);
+        assert!(said.contains(why), "{command:?}: {said}");
+        assert_eq!(names(&place), before, "{command:?}");
+    }
+    // What it stands on, and not where that is.
+    fs::remove_file(place.path("base.qcow2")).unwrap();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        place.path("base.qcow2"),
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+        0,
+    )
+    .unwrap();
+    let said = place.fails(1, &["du", "leaf.qcow2"]);
+    assert!(said.contains("base.qcow2 is no file or device"), "{said}");
+}
+
+/// As one of another user's, which even root may not change.
+#[test]
+fn a_parent_that_cannot_be_made_read_only_is_not_said_to_be_it() {
+    let place = Place::new();
+    place.ok(&["create", "base.qcow2", "8M"]);
+    let base = place.path("base.qcow2");
+    let chattr = |how: &str| std::process::Command::new("chattr").args([how, &base]).status();
+    if !chattr("+i").is_ok_and(|status| status.success()) {
+        eprintln!("skipped: there are no immutable files here");
+        return;
+    }
+    let said = place.fails(1, &["clone", "base.qcow2", "x.qcow2"]);
+    chattr("-i").unwrap();
+    assert!(said.contains("only its owner may") && said.contains("chmod a-w"), "{said}");
+    assert!(!said.contains("is read-only now"), "{said}");
+    assert_eq!(names(&place), ["base.qcow2"]);
 }

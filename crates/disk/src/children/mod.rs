@@ -276,6 +276,14 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
     Ok(found)
 }
 
+/// Whether the chain of the image at `path` leads to the one at `parent`.
+///
+/// # Errors
+/// One of the chain cannot be examined.
+pub(crate) fn is_below(parent: &Path, path: &Path) -> io::Result<bool> {
+    Target::of(parent)?.is_below(path, None)
+}
+
 /// The names that a file has in its folder; nobody knows what stands on the others.
 fn names(file: &Path, found: &mut Children) -> io::Result<Vec<PathBuf>> {
     let meta = fs::metadata(file)?;

@@ -1,7 +1,9 @@
 //! One layer of a chain: the formats, and what each of them answers.
 
 use std::fmt;
+use std::fs;
 use std::io;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::arena::Span;
@@ -372,7 +374,7 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
     let Some(child) = layers.last() else { return Ok(None) };
     let Some((name, names)) = parent_names(child)? else { return Ok(None) };
     let child_path = child.medium().path();
-    let refuse = |why: String, help: &str| {
+    let refuse = |why: String, help: &str| -> Result<Option<Layer>, DiskError> {
         let what = format!("cannot open image {}", child_path.display());
         Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
     };
@@ -389,6 +391,12 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             let path = candidate.path.display();
             let why = format!("its parent {path} is itself or one of its children");
             return refuse(why, "the chain is damaged: find the image that it was made on");
+        }
+        if is_no_medium(&candidate.path) {
+            let why = format!("its parent {} is no file or device", candidate.path.display());
+            let help = "put the parent back to where it was when the image was made";
+            last = last.or(refuse(why, help).err());
+            continue;
         }
         let leaf = layers[0].medium().path();
         if !options.parents.allow(leaf, &candidate.path).unwrap_or(false) {
@@ -415,6 +423,14 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             "put the parent back to where it was when the image was made",
         ),
     }
+}
+
+/// Whether there is a folder, a pipe or a socket.
+fn is_no_medium(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|meta| {
+        let kind = meta.file_type();
+        kind.is_dir() || kind.is_fifo() || kind.is_socket()
+    })
 }
 
 /// Whether what was opened by a parent's name may be one: the name may have led elsewhere when it

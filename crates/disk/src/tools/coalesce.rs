@@ -111,6 +111,10 @@ impl Workshop<'_> {
                         parent, which ferrite image info shows";
             return Err(DiskError::new(ErrorKind::NotFound, what(), why, help));
         }
+        if parent.path.is_symlink() {
+            let why = format!("{named} is a symbolic link, which would lead nowhere then");
+            return Err(unsuitable(what(), why, "name the file that it leads to"));
+        }
         let pair = self.pair(child)?;
         let below = &pair.parent.path;
         if !same_file(below, &parent.path).map_err(|e| broken(what(), e))? {

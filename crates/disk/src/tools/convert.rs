@@ -4,7 +4,7 @@ use std::io;
 
 use super::copy::{Copying, Mode};
 use super::create::done;
-use super::files::{NewFile, Over, beside, check_apart, same_file};
+use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
 use super::{Done, NewImage, Workshop, broken, formats};
@@ -110,6 +110,10 @@ impl Workshop<'_> {
             // After a crash, a second name of what was finished.
             self.directory.remove(file.path()).map_err(|e| broken(what(), e))?;
             exists = false;
+        }
+        if !self.is_device(&to.path) {
+            check_regular(file.path(), what())?;
+            check_regular(&Resume::next(&to.path), what())?;
         }
         let refuse =
             |why: String, help: &str| Err(DiskError::new(ErrorKind::Refused, what(), why, help));

@@ -61,6 +61,18 @@ pub(super) struct NewFile<'a> {
     ours: bool,
 }
 
+/// Refuses a folder, a pipe and the like under a temporary name: it is no file that was being made.
+pub(super) fn check_regular(temporary: &Path, what: String) -> Result<(), DiskError> {
+    match fs::symlink_metadata(temporary) {
+        Ok(meta) if !meta.is_file() && !meta.is_symlink() => {
+            let path = temporary.display();
+            let why = format!("{path} is no file, and its name is needed meanwhile");
+            Err(refused(what, why, "move that away, or choose another name"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Another name in the same directory.
 pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path.file_name().unwrap_or_default());
@@ -80,6 +92,7 @@ impl Workshop<'_> {
             Ok(()) => {}
             // Of a program that was killed, or of one that is at work.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                check_regular(&file.path, what())?;
                 // Or, after a crash, a second name of a file that was finished.
                 if !same_file(&file.path, to).unwrap_or(false) {
                     file.open()?;

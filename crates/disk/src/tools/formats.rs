@@ -26,6 +26,7 @@ pub(super) fn check_new(
     bytes: u64,
 ) -> Result<(), DiskError> {
     check_fixed(name, new.fixed)?;
+    check_unit(name, new)?;
     match name.format {
         Format::Raw => Ok(()),
         Format::Vhd => new_vhd(new, parent, bytes).check(&name.path),
@@ -40,6 +41,18 @@ fn check_fixed(name: &ImageName, fixed: bool) -> Result<(), DiskError> {
     let what = format!("cannot make {}", name.path.display());
     let help = "leave --fixed out, or make a .vhd or a raw disk";
     Err(DiskError::new(ErrorKind::Usage, what, "a qcow2 image always grows with its data", help))
+}
+
+fn check_unit(name: &ImageName, new: &NewImage) -> Result<(), DiskError> {
+    let why = match name.format {
+        _ if new.unit_bytes.is_none() => return Ok(()),
+        Format::Raw => "a raw disk has no blocks",
+        Format::Vhd if new.fixed => "a fixed VHD has no blocks",
+        Format::Vhd | Format::Qcow2 => return Ok(()),
+    };
+    let what = format!("cannot make {}", name.path.display());
+    let help = "leave --block out, or make a .vhd (not --fixed) or a .qcow2";
+    Err(DiskError::new(ErrorKind::Usage, what, why, help))
 }
 
 /// What an image on a device reads as where nothing was written to it yet.

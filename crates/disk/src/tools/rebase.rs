@@ -5,6 +5,7 @@
 //! by one operation on the directory.
 //! Until that the old image is as it was, and the disk reads the same before and after.
 
+use std::fs;
 use std::io;
 
 use super::compare::Side;
@@ -15,6 +16,7 @@ use super::files::{Over, is_write_protected, protect, same_file};
 use super::formats::Blank;
 use super::undo::Undo;
 use super::{Done, NewImage, Progress, Workshop, broken, formats, refused, unsuitable};
+use crate::children;
 use crate::image::{Image, Layer};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
@@ -105,9 +107,17 @@ impl Workshop<'_> {
     ) -> Result<bool, DiskError> {
         let what = || format!("cannot rebase {}", name.path.display());
         let cannot = |e| broken(what(), e);
+        if let Err(e) = fs::metadata(&parent.path) {
+            let path = parent.path.display();
+            return Err(broken(format!("cannot look at the new parent {path}"), e));
+        }
         if same_file(&name.path, &parent.path).map_err(cannot)? {
             let why = "it would be its own parent";
             return Err(unsuitable(what(), why, "name another image as the parent"));
+        }
+        if children::is_below(&name.path, &parent.path).unwrap_or(false) {
+            let why = format!("the new parent {} stands on it", parent.path.display());
+            return Err(unsuitable(what(), why, "name an image that does not"));
         }
         if self.is_device(&name.path) {
             let help = "make an image in a file on the new parent: ferrite image clone";

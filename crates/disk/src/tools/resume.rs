@@ -120,6 +120,11 @@ impl Resume {
         Ok(text)
     }
 
+    /// What the next one is called until it is whole.
+    pub(super) fn next(to: &Path) -> PathBuf {
+        beside(to, NEXT)
+    }
+
     /// It is of no use any more.
     pub(super) fn remove(to: &Path) -> io::Result<()> {
         for suffix in [STATE, NEXT] {
