@@ -189,12 +189,15 @@ fn an_old_image_that_another_program_has_changed_after_a_kill_is_refused() {
     let frees_leaks = ["check", "-q", "-r", "leaks"];
     let discards = ["-f", "qcow2", "-d", "unmap", "-c", "discard 0 64k"];
     // In the first 37 writes there is nothing on disk to discard.
-    for (program, args, least) in
-        [("qemu-img", &repairs[..], 24), ("qemu-img", &frees_leaks, 24), ("qemu-io", &discards, 15)]
-    {
+    for (program, args, least) in [
+        ("qemu-img", &repairs[..], TRIES - 5),
+        ("qemu-img", &frees_leaks, TRIES - 5),
+        ("qemu-io", &discards, 15),
+    ] {
         let Some(noticed) = noticed_after(true, program, args) else { return };
         eprintln!("{program} {args:?}: {noticed:?} of {TRIES}");
-        assert_eq!(noticed.refused + noticed.missed, noticed.changed, "{program} {args:?}");
+        // What was changed and opens has all that was answered, or has missed it.
+        assert!(noticed.refused + noticed.missed <= noticed.changed, "{program} {args:?}");
         // Killed in the moment in which refcounts were being written: see docs/images.md.
         assert!(noticed.missed <= 3, "{program} {args:?}: {noticed:?}");
         assert!(noticed.refused >= least, "{program} {args:?}: {noticed:?}");
