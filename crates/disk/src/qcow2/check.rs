@@ -7,7 +7,7 @@
 use std::io;
 
 use super::entry::{self, COPIED, Cluster};
-use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be32, be64};
+use super::header::{CORRUPT, DIRTY, EXT_BITMAPS, HEAD_BYTES, Header, HeaderError, be32, be64};
 use super::refcount;
 use super::snapshots::Entries;
 use crate::finding::{Class, Counts, Kind as ProblemKind};
@@ -27,8 +27,6 @@ const LEAST_UNUSED_BYTES: u64 = 64 << 10;
 
 /// The largest directory of bitmaps.
 const MAX_LIST_BYTES: u64 = 64 << 20;
-
-const EXT_BITMAPS: u32 = 0x2385_2875;
 
 /// What can be wrong with an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

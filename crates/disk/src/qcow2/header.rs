@@ -22,6 +22,7 @@ pub(crate) const HEAD_BYTES: u64 = 64 << 10;
 const EXT_END: u32 = 0;
 const EXT_BACKING_FORMAT: u32 = 0xE279_2ACA;
 const EXT_FEATURE_NAMES: u32 = 0x6803_F857;
+pub(super) const EXT_BITMAPS: u32 = 0x2385_2875;
 /// More extensions than any program writes.
 const MAX_EXTENSIONS: usize = 64;
 
@@ -33,6 +34,9 @@ const EXTERNAL_DATA: u64 = 1 << 2;
 const COMPRESSION_TYPE: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 const KNOWN_INCOMPATIBLE: u64 = DIRTY | CORRUPT | COMPRESSION_TYPE;
+
+/// Autoclear feature: the dirty bitmaps inside are up to date.
+const BITMAPS_VALID: u64 = 1;
 
 /// Autoclear features of ours, which nobody else knows: whoever else writes to the image has to
 /// clear them, so as long as they are there nobody has. This one says that the image is open, and
@@ -129,6 +133,17 @@ impl Header {
     /// One for the next process; none in version 2, which has no such features.
     pub(crate) fn new_mark(&self, random: &mut dyn Random) -> Option<u64> {
         (self.version >= 3).then(|| OPEN | random.next_u64() & OPENING)
+    }
+
+    /// Dirty bitmaps inside, if they are up to date: whoever does not keep them says that they are not.
+    pub(crate) fn valid_bitmaps(&self) -> u32 {
+        let found = self.extensions.iter().find(|(kind, _)| *kind == EXT_BITMAPS);
+        match found {
+            Some((_, data)) if self.autoclear & BITMAPS_VALID != 0 && data.len() >= 4 => {
+                be32(data, 0)
+            }
+            _ => 0,
+        }
     }
 
     /// Clusters whose refcounts are in one block.

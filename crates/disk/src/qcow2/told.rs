@@ -55,6 +55,11 @@ impl Qcow2 {
         Ok(found as u64)
     }
 
+    /// How many dirty bitmaps it had that were up to date when it was opened.
+    pub(crate) fn valid_bitmaps(&self) -> u32 {
+        self.header.valid_bitmaps()
+    }
+
     /// The snapshots inside of it.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use super::copy::{Copying, Mode};
 use super::create::done;
 use super::desk::Desk;
 use super::files::{Protected, same_file, take_rights};
-use super::rebase::check_snapshots;
+use super::rebase::{check_snapshots, first_layer, note_bitmaps};
 use super::{Done, Workshop, broken, formats, refused, unsuitable};
 use crate::children::{self, Ask, absolute};
 use crate::image::Image;
@@ -56,6 +56,8 @@ impl Workshop<'_> {
         let (lower, lost) = self.lower(child, pair, force)?;
         protected.restore().map_err(cannot)?;
         let mut notes = Vec::new();
+        note_bitmaps(first_layer(&upper), &child.path, &mut notes);
+        note_bitmaps(first_layer(&lower), &pair.parent.path, &mut notes);
         if let Some(below) = lower.media().get(1) {
             self.mark_renamed(below.path(), &pair.parent, child, &mut notes)?;
         }

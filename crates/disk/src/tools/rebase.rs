@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io;
+use std::path::Path;
 
 use super::compare::Side;
 use super::copy::{Copying, Mode};
@@ -58,6 +59,7 @@ impl Workshop<'_> {
         // What a killed backend has answered is of the image from here on.
         self.close(&old, &name.path)?;
         let mut notes = Vec::new();
+        note_bitmaps(first_layer(&old), &name.path, &mut notes);
         let mut undo = Undo::new(self);
         let below = self.parent(name, parent)?;
         let bytes = old.sectors() * SECTOR_BYTES;
@@ -202,12 +204,31 @@ pub(super) fn check_snapshots(layer: &Layer, what: String) -> Result<(), DiskErr
     Err(refused(what, why, "delete them first (qemu-img snapshot -d)"))
 }
 
-/// Whether the image itself can be made anew; its unit of allocation.
-fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
-    let layer = match old {
+pub(super) fn first_layer(disk: &Disk) -> Option<&Layer> {
+    match disk {
         Disk::Image(image) => image.layers().first(),
         Disk::Raw(_) | Disk::Null(_) => None,
+    }
+}
+
+/// Says of the image whose layer this is that its dirty bitmaps do not outlive what is done to it.
+pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<String>) {
+    let count = match layer {
+        Some(Layer::Qcow2(qcow2)) => qcow2.valid_bitmaps(),
+        Some(Layer::Vhd(_) | Layer::Raw(_)) | None => 0,
     };
+    if count > 0 {
+        notes.push(format!(
+            "dirty bitmaps that were inside of {} and are lost: {count} (an incremental backup has \
+             to begin with a full one)",
+            path.display()
+        ));
+    }
+}
+
+/// Whether the image itself can be made anew; its unit of allocation.
+fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
+    let layer = first_layer(old);
     let what = || format!("cannot rebase {}", name.path.display());
     layer.map_or(Ok(()), |layer| check_snapshots(layer, what()))?;
     match layer {

@@ -196,6 +196,9 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
                 "away: the image is not there, and may have another name or be on a volume that is \
                  not attached"
             }
+            JournalState::Stale if journal.path.is_empty() => {
+                "no journal, or one that was begun only"
+            }
             JournalState::Stale => "stale: the image is gone",
         };
         let _ = writeln!(out, "{}\n  image   {}", one_line(&journal.name), one_line(&journal.path));
