@@ -10,11 +10,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use common::vhd::{at, options};
-use common::{MIB, Mount, Queue, dir_on_disk, work};
+use common::{MIB, Mount, Queue, anywhere, dir_on_disk, work};
 use ferrite_disk::tools::{Done, NewImage, Progress, Rebase, Workshop};
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
-use ferrite_io::engines::test_engine;
 use tempfile::TempDir;
 
 const FORMATS: [&str; 2] = ["vhd", "qcow2"];
@@ -46,19 +45,6 @@ fn coalesce(child: &ImageName, force: bool) -> Result<Done, DiskError> {
 
 fn open(image: &ImageName) -> Result<Disk, DiskError> {
     Disk::open_image(image, &options())
-}
-
-/// Whatever is wherever.
-fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    work(&Workshop {
-        fixed_size: false,
-        directory,
-        unlocked: false,
-        engine: &|arena| test_engine().open(arena, 64),
-        state_dir: None,
-        progress: &|_| true,
-        parents: Parents::Any,
-    })
 }
 
 fn snapshot(leaf: &ImageName, parent: &ImageName) -> Done {

@@ -3,17 +3,19 @@
 #![allow(dead_code)]
 
 pub(crate) mod failing;
+pub(crate) mod tree;
 pub(crate) mod vhd;
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
 use ferrite_disk::tools::Workshop;
-use ferrite_disk::{Disk, DiskError, OpenOptions, Port};
-use ferrite_io::directory::HostDirectory;
+use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Parents, Port};
+use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engine::{Engine, FileId};
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::{Buf, Pool, QueuePool};
@@ -52,15 +54,30 @@ pub(crate) fn image(dir: &TempDir, bytes: u64) -> PathBuf {
 
 /// A place to work on images that nobody uses.
 pub(crate) fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    work(&Workshop {
+    work(&Workshop { state_dir: state.map(Path::to_owned), ..workshop(&HostDirectory) })
+}
+
+/// The same, where the parents of images may be anywhere.
+pub(crate) fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    work(&Workshop { parents: Parents::Any, ..workshop(directory) })
+}
+
+fn workshop(directory: &dyn Directory) -> Workshop<'_> {
+    Workshop {
         fixed_size: false,
-        parents: ferrite_disk::Parents::default(),
-        directory: &HostDirectory,
+        parents: Parents::default(),
+        directory,
         unlocked: false,
         engine: &|arena| test_engine().open(arena, 64),
-        state_dir: state.map(Path::to_owned),
+        state_dir: None,
         progress: &|_| true,
-    })
+    }
+}
+
+/// Owner, group and permissions; the super-user's tests only have another owner.
+pub(crate) fn rights(image: &ImageName) -> (u32, u32, u32) {
+    let meta = fs::metadata(&image.path).unwrap();
+    (meta.uid(), meta.gid(), meta.mode() & 0o777)
 }
 
 /// Says that a test cannot be done here; an error where that is not to be.
