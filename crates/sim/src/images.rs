@@ -242,7 +242,7 @@ impl Images {
         let shape = self.shape(place);
         let new = NewImage {
             bytes: Some(sectors * 512),
-            unit_bytes: (self.kind != Kind::Raw).then_some(shape.unit_bytes),
+            unit_bytes: (self.kind != Kind::Raw && !shape.fixed).then_some(shape.unit_bytes),
             fixed: shape.fixed,
             ..NewImage::default()
         };
