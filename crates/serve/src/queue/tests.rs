@@ -128,8 +128,9 @@ fn the_table_is_ahead_of_the_ring_when_an_answer_begins_and_behind_it_when_it_en
     let _alone = alone();
     let rig = Rig::new(Plan { bytes: 4 << 20, ..Plan::default() });
     let mut front = rig.connect(&FrontOptions::default());
-    let buffer = front.space().buffer(1).unwrap();
     let batch = front.queues[0].entries();
+    // A page each: an answer gives back what its own request has granted.
+    let buffer = front.space().buffer(batch as usize).unwrap();
     // Told to the test's thread, which alone may fail.
     let wrong = Arc::new(AtomicU32::new(0));
     let seen = Arc::new([AtomicU32::new(0), AtomicU32::new(0)]);
@@ -144,8 +145,8 @@ fn the_table_is_ahead_of_the_ring_when_an_answer_begins_and_behind_it_when_it_en
     let (is_answering, is_free) = (look(0, |ahead| ahead >= 0), look(1, |ahead| ahead < 0));
     *hooks() = Some(Hooks { is_answering, is_free, ..Hooks::default() });
     for _ in 0..ROUNDS {
-        for _ in 0..batch {
-            front.queues[0].read(0, &buffer, 0, 4096).unwrap();
+        for page in 0..batch as usize {
+            front.queues[0].read(0, &buffer, page * 4096, 4096).unwrap();
         }
         assert!(front.queues[0].drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
     }
