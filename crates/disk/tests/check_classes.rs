@@ -3,7 +3,7 @@
 mod common;
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
 use common::vhd::{at, peer};
@@ -133,4 +133,25 @@ fn a_table_that_many_entries_name_is_damage_and_not_looked_into() {
     assert_eq!(report.verdict, Verdict::Damaged);
     let damage = report.images[0].counts.damage;
     assert!((2048..4096).contains(&damage), "{damage} findings");
+}
+
+#[test]
+fn damage_in_a_chain_is_told_although_what_is_below_it_is_missing() {
+    let dir = dir_on_disk();
+    let below = made(&dir, "qcow2");
+    let [parent, child] = ["parent.qcow2", "child.qcow2"]
+        .map(|file| ImageName::parse(at(&dir, file).to_str().unwrap()).unwrap());
+    for (image, parent) in [(&parent, &below), (&child, &parent)] {
+        let new = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
+        work(None, |shop| shop.create(image, &new)).unwrap();
+    }
+    std::fs::remove_file(&below.path).unwrap();
+    let check = || work(None, |shop| shop.check(&child, true));
+    check().unwrap_err();
+    // Its first cluster, the header's, is counted as free.
+    std::fs::set_permissions(&parent.path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    change(&parent.path, number(&parent.path, number(&parent.path, 48)), &[0, 0]);
+    let report = check().unwrap();
+    assert_eq!(report.verdict, Verdict::Damaged, "{report:?}");
+    assert!(!report.images[1].is_usable(), "{report:?}");
 }

@@ -3,6 +3,7 @@
 mod common;
 
 use std::fs;
+use std::io::Write as _;
 
 use common::tree::{FORMATS, Refuses, Tree};
 use common::vhd::options;
@@ -89,7 +90,8 @@ fn what_was_moved_and_stands_on_nothing_any_more_is_no_child() {
         let tree = Tree::new(format);
         tree.clone("a/base", "b/vm");
         tree.rename("b/vm", "b/flat");
-        fs::write(tree.path("b/flat"), [7; 4096]).unwrap();
+        tree.create("b/plain");
+        fs::write(tree.path("b/flat"), fs::read(tree.path("b/plain")).unwrap()).unwrap();
         tree.coalesce("a/own").unwrap();
     }
 }
@@ -140,6 +142,8 @@ fn a_missing_child_of_a_line_without_a_handle_may_have_been_moved() {
             shop.rebase(&tree.image("b/vm"), &tree.image("a/another"), Rebase::Unsafe, false)
         };
         anywhere(&HostDirectory, rebase).unwrap();
+        tree.refuses_to_coalesce("a/own", "another image is there");
+        fs::remove_file(list).unwrap();
         tree.coalesce("a/own").unwrap();
     }
 }
@@ -234,5 +238,79 @@ fn a_raw_parent_that_was_moved_with_its_list_has_its_child_still() {
         assert!(error.to_string().contains("b/vm"), "{error}");
         tree.remove("b/vm");
         open().unwrap();
+    }
+}
+
+#[test]
+fn what_has_the_path_of_a_child_that_was_moved_does_not_hide_that() {
+    for format in FORMATS {
+        let tree = Tree::new(format);
+        tree.clone("a/base", "b/vm");
+        tree.rename("b/vm", "b/moved");
+        // The image that is merged has the old path, too, under whatever name.
+        for target in ["a/own", "a/base"] {
+            std::os::unix::fs::symlink(tree.path(target), tree.path("b/vm")).unwrap();
+            tree.refuses_to_coalesce("a/own", "b/moved");
+            tree.remove("b/vm");
+        }
+        tree.remove("b/moved");
+        // And an image that was made there is merged.
+        tree.rename("a/own", "b/moved");
+        tree.clone("a/base", "a/own");
+        tree.refuses_to_coalesce("a/own", "b/moved");
+        tree.remove("b/moved");
+        tree.coalesce("a/own").unwrap();
+    }
+}
+
+#[test]
+fn another_image_at_the_path_of_a_child_without_a_handle_does_not_say_that_this_is_gone() {
+    for format in FORMATS {
+        let tree = Tree::new(format);
+        tree.clone("a/base", "b/vm");
+        let list = tree.path("a/base.ferrite-children");
+        fs::write(&list, without_handles(&tree.list("a/base"))).unwrap();
+        tree.rename("b/vm", "b/moved");
+        tree.create("b/vm");
+        tree.refuses_to_coalesce("a/own", "another image is there");
+        tree.rename("b/moved", "b/vm");
+        tree.refuses_to_coalesce("a/own", "b/vm");
+        tree.remove("b/vm");
+        fs::remove_file(list).unwrap();
+        tree.coalesce("a/own").unwrap();
+    }
+}
+
+#[test]
+fn a_child_that_lost_its_header_may_be_restored_and_counts() {
+    let tree = Tree::new(Format::Qcow2);
+    tree.clone("a/base", "b/vm");
+    let path = tree.path("b/vm");
+    let whole = fs::read(&path).unwrap();
+    let mut file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all(&[0; 512]).unwrap();
+    tree.refuses_to_coalesce("a/own", "cannot be read in it any more");
+    let mut file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all(&whole[..512]).unwrap();
+    tree.refuses_to_coalesce("a/own", "b/vm");
+    tree.remove("b/vm");
+    tree.coalesce("a/own").unwrap();
+}
+
+#[test]
+fn a_parent_that_is_a_mount_itself_has_clones_only_by_word() {
+    let tree = Tree::new(Format::Qcow2);
+    fs::write(tree.path("b/base"), "").unwrap();
+    let source = tree.path("a/base");
+    let bind = ["--bind", source.to_str().unwrap()];
+    let Some(_mount) = Mount::new(&bind, &tree.path("b/base")) else { return };
+    for child in ["b/vm", "b/vm.qcow2"] {
+        let new = NewImage { parent: Some(tree.image("b/base")), ..NewImage::default() };
+        let make =
+            |new: &NewImage| anywhere(&HostDirectory, |shop| shop.create(&tree.image(child), new));
+        let error = make(&new).unwrap_err();
+        assert!(error.to_string().contains("it is mounted where it is"), "{error}");
+        assert!(!tree.path(child).exists() && tree.list("b/base").is_empty());
+        make(&NewImage { unmarked: true, ..new }).unwrap();
     }
 }

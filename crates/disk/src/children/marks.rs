@@ -103,7 +103,7 @@ pub(crate) enum State {
 pub(crate) trait Family {
     /// Whether the chain of the image at a path leads to the parent.
     fn is_below(&self, path: &Path) -> io::Result<bool>;
-    /// Whether an image stands on any other.
+    /// Whether an image stands on any other; what is no image any more does not say.
     fn has_parent(&self, path: &Path) -> io::Result<bool>;
     /// Whether a file, by its device and number, is one that does not matter: the parent itself, or
     /// who asks.
@@ -207,8 +207,15 @@ impl Mark {
     fn missing(&self, family: &impl Family) -> State {
         let why = match &self.medium {
             Medium::FileSystem(_) if self.is_mounted() => match self.whereabouts() {
-                Whereabouts::AtPath | Whereabouts::Nowhere => return State::Gone,
+                Whereabouts::AtPath => match family.has_parent(&self.child) {
+                    Ok(_) => return State::Gone,
+                    Err(_) => "and what it stands on cannot be read in it any more",
+                },
+                Whereabouts::Nowhere => return State::Gone,
                 Whereabouts::Elsewhere(file) => return self.moved(&file, family),
+                Whereabouts::Unknown if self.child.exists() => {
+                    "and another image is there; nothing says whether it was deleted or moved"
+                }
                 Whereabouts::Unknown => {
                     "and is not there; nothing says whether it was deleted or moved"
                 }
@@ -233,16 +240,17 @@ impl Mark {
         if self.is_at_path() {
             return Whereabouts::AtPath;
         }
-        let Some(handle) = &self.handle else {
-            // An image there is what it was, with another parent.
-            let is_there = self.child.exists();
-            return if is_there { Whereabouts::Nowhere } else { Whereabouts::Unknown };
-        };
+        let Some(handle) = &self.handle else { return Whereabouts::Unknown };
         match place::folder_above(&self.child).map(|folder| handle.open_on(folder.as_fd())) {
             Some(Ok(Some(file))) => Whereabouts::Elsewhere(file),
             Some(Ok(None)) => Whereabouts::Nowhere,
             Some(Err(_)) | None => Whereabouts::Unknown,
         }
+    }
+
+    /// Whether its file is known, and not the one that is at its path.
+    pub(crate) fn is_displaced(&self) -> bool {
+        self.handle.is_some() && !self.is_at_path()
     }
 
     /// Whether what is at its path is its file.
@@ -275,7 +283,8 @@ impl Mark {
     /// The same, of the file that is at its path: of an image that was made anew there, or whose
     /// line comes from a time without handles.
     pub(crate) fn refreshed(mut self) -> Mark {
-        if self.is_mounted() && matches!(self.whereabouts(), Whereabouts::Nowhere) {
+        let is_new = || self.handle.is_none() || matches!(self.whereabouts(), Whereabouts::Nowhere);
+        if self.is_mounted() && is_new() {
             self.handle = handle_at(&self.child);
         }
         self
@@ -481,7 +490,9 @@ impl Drop for List<'_> {
 pub(crate) fn distinct(lines: Vec<Line>) -> Vec<Line> {
     let file = |line: &Line| {
         let mark = line.mark()?;
-        Some((mark.parent.as_ref()?.text().to_owned(), mark.handle.as_ref()?.to_bytes()))
+        let Medium::FileSystem(system) = &mark.medium else { return None };
+        let parent = mark.parent.as_ref()?.text().to_owned();
+        Some((parent, system.clone(), mark.handle.as_ref()?.to_bytes()))
     };
     let is_at_path = |line: &Line| line.mark().is_some_and(Mark::is_at_path);
     let found: HashSet<_> = lines.iter().filter(|line| is_at_path(line)).filter_map(file).collect();

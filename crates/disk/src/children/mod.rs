@@ -18,6 +18,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use crate::place::Place;
 use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
@@ -211,6 +212,17 @@ fn glances(paths: &[PathBuf]) -> io::Result<Vec<Raw>> {
     Ok(found)
 }
 
+/// Whether a file is a mount itself (`mount --bind`): its other name is in a folder that nobody knows.
+///
+/// # Errors
+/// Those of the file.
+pub(crate) fn is_mount_point(file: &Path) -> io::Result<bool> {
+    let mount = |path: &Path| {
+        statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID).map(|stat| stat.stx_mnt_id)
+    };
+    Ok(mount(file)? != mount(file.parent().unwrap_or(Path::new("/")))?)
+}
+
 /// A parent that marks are of, and who asks for them.
 struct Asked<'a> {
     target: &'a Target,
@@ -223,10 +235,12 @@ impl Family for Asked<'_> {
     }
 
     fn has_parent(&self, path: &Path) -> io::Result<bool> {
-        let Some(raw) = Raw::glance(path)? else { return Ok(false) };
+        let none = || io::Error::other("it is no image");
+        let raw = Raw::glance(path)?.ok_or_else(none)?;
         match lineage(&raw)? {
             Some(vhd) => Ok(vhd.parent.is_some()),
-            None => Ok(backing_path(&raw)?.is_some()),
+            None if is_qcow2(&raw)? => Ok(backing_path(&raw)?.is_some()),
+            None => Err(none()),
         }
     }
 
@@ -257,7 +271,9 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
     if ask != Ask::Marked {
         target.former = marks::former_names(&file, &place, ask == Ask::All).unwrap_or_default();
     }
-    let may_count = |line: &Line| line.mark().is_none_or(|mark| counts(&mark.child));
+    // What has the path of a child that was moved says nothing of that.
+    let may_count =
+        |line: &Line| line.mark().is_none_or(|mark| counts(&mark.child) || mark.is_displaced());
     let is_its = |line: &Line| line.is_of(&place) && may_count(line);
     for name in &target.former {
         marked(name, &target, except, is_its, &mut found);

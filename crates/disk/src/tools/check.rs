@@ -49,18 +49,22 @@ impl Workshop<'_> {
             let path = layer.medium().path().to_owned();
             images.push(self.check_one(&ImageName { format: layer.format(), path }, rules(i))?);
         }
+        // What was found is told, also where the rest cannot be looked at.
+        let is_sound = images.iter().all(Checked::is_usable);
         match end {
             None => {}
-            Some(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => return Err(e),
+            Some(e) if is_sound && matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => {
+                return Err(e);
+            }
             // A parent that may not be one is not looked at.
-            Some(e) if e.kind() == ErrorKind::Parent && chain => return Err(e),
+            Some(e) if e.kind() == ErrorKind::Parent && chain && is_sound => return Err(e),
             Some(e) if e.kind() == ErrorKind::Parent => {
                 let why = format!("not looked at: {} ({})", e.why(), e.help());
-                images[0].add_first(of_chain(why, Class::Harmless));
+                images[0].add_last(of_chain(why, Class::Harmless));
             }
             // A parent that is missing, for one.
-            Some(e) if images[0].is_usable() && e.kind() == ErrorKind::Unsuitable => return Err(e),
-            Some(e) if images[0].is_usable() => match layers.last() {
+            Some(e) if is_sound && e.kind() == ErrorKind::Unsuitable => return Err(e),
+            Some(e) if is_sound => match layers.last() {
                 // It is in order by itself, and what it stands on is not.
                 Some(child) => images.push(self.check_unusable(child, e)?),
                 None => images[0].add_first(of_chain(e.why().into(), Class::Damage)),

@@ -242,8 +242,8 @@ impl Workshop<'_> {
             )));
         }
         let why = format!("other children of {path} cannot be excluded: {unknown}");
-        let help = "mend that first (a clone that was moved: move it back, or ferrite image rebase -u \
-                    CLONE -b PARENT), or say --force if you know that there are none: they would be \
+        let help = "mend that first (a clone that was moved: move it back, or, if it stands on nothing \
+                    where it is, ferrite image rebase -u CLONE -b PARENT), or say --force if you know that there are none: they would be \
                     destroyed";
         Err(refused(what(), why, help))
     }

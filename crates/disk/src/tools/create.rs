@@ -208,12 +208,19 @@ impl Workshop<'_> {
         let cannot = |e| broken(format!("cannot make {}", child.path.display()), e);
         let file = fs::canonicalize(parent).map_err(cannot)?;
         let path_of_child = absolute(&child.path).map_err(cannot)?;
-        if self.is_found(&file, &path_of_child, child.format) {
+        let is_mounted = children::is_mount_point(&file).unwrap_or(false);
+        if !is_mounted && self.is_found(&file, &path_of_child, child.format) {
             return Ok(None);
         }
         let made = (!self.is_device(&path_of_child)).then_some(made);
         let mark = Mark::of(&file, path_of_child, made).map_err(cannot)?;
-        let left = children::leave_mark(self.directory, &file, &mark);
+        let left = match children::is_mount_point(&file) {
+            Ok(false) => children::leave_mark(self.directory, &file, &mark),
+            Ok(true) => Err(io::Error::other(
+                "it is mounted where it is, and who merges into it looks in its own folder",
+            )),
+            Err(e) => Err(e),
+        };
         match (left, help) {
             (Ok(held), _) => Ok(Some(held)),
             (Err(e), None) => {

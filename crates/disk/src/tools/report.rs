@@ -182,6 +182,11 @@ pub struct Checked {
 
 impl Checked {
     /// Adds damage, before everything else.
+    pub(super) fn add_last(&mut self, finding: Finding) {
+        self.counts.add(finding.class, finding.mendable);
+        self.findings.push(finding);
+    }
+
     pub(super) fn add_first(&mut self, finding: Finding) {
         self.counts.add(finding.class, finding.mendable);
         self.findings.insert(0, finding);

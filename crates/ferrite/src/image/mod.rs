@@ -246,8 +246,9 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
     // What it is about may be an image below the one that was named.
     let worst = report.images.iter().find(|image| image.verdict() == report.verdict);
     let image = worst.map_or("", |image| &image.path);
-    let is_of_chain =
-        worst.and_then(|image| image.findings.first()).is_some_and(|first| first.kind == "chain");
+    let is_of_chain = worst
+        .and_then(|image| image.findings.iter().find(|finding| !finding.harmless))
+        .is_some_and(|first| first.kind == "chain");
     let (code, what, why, help) = match report.verdict {
         Verdict::InOrder => return Ok(()),
         Verdict::Leaks => {
