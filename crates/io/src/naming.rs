@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::fs::{fstat, fstatfs};
 
@@ -15,6 +16,10 @@ const MAX_HANDLE_BYTES: usize = 128;
 /// File systems that find a file by its handle as long as it is there, also when it is in no cache:
 /// ext2 to ext4, XFS, Btrfs, tmpfs, F2FS. Others (FUSE, FAT) may say that it is gone.
 const LASTING: [u64; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010];
+
+/// How often the kernel is asked again while it gives the file's number to a new file.
+const TRIES_WHILE_REUSED: u32 = 200;
+const PAUSE_WHILE_REUSED: Duration = Duration::from_millis(1);
 
 /// `struct file_handle` with room for any.
 #[repr(C)]
@@ -96,6 +101,23 @@ impl Handle {
     /// # Errors
     /// Who asks may not know (it takes `CAP_DAC_READ_SEARCH`), and what else the kernel says.
     pub fn open_on(&self, folder: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
+        let mut tries = TRIES_WHILE_REUSED;
+        let file = loop {
+            match self.ask_on(folder) {
+                Ok(file) => break file,
+                Err(e) if e.raw_os_error() == Some(libc::ESTALE) => return Ok(None),
+                // `iget_locked` (fs/inode.c) says so, too, of a number that a file is being made
+                // with at this moment: the file with this handle is gone then.
+                Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && tries > 0 => tries -= 1,
+                Err(e) => return Err(e),
+            }
+            std::thread::sleep(PAUSE_WHILE_REUSED);
+        };
+        // One that somebody has open is found until that is closed, also without any name.
+        Ok(Some(file).filter(|file| fstat(file).map_or(true, |stat| stat.st_nlink > 0)))
+    }
+
+    fn ask_on(&self, folder: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let mut handle = [0; MAX_HANDLE_BYTES];
         handle[..self.bytes.len()].copy_from_slice(&self.bytes);
         let mut raw = Raw { bytes: self.bytes.len() as u32, kind: self.kind, handle };
@@ -104,17 +126,11 @@ impl Handle {
         // the call.
         let fd =
             unsafe { libc::open_by_handle_at(folder.as_raw_fd(), (&raw mut raw).cast(), flags) };
-        if fd >= 0 {
-            // SAFETY: the kernel has just opened it for us.
-            let file = unsafe { OwnedFd::from_raw_fd(fd) };
-            // One that somebody has open is found until that is closed, also without any name.
-            return Ok(Some(file).filter(|file| fstat(file).map_or(true, |stat| stat.st_nlink > 0)));
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
         }
-        let e = io::Error::last_os_error();
-        match e.raw_os_error() {
-            Some(libc::ESTALE) => Ok(None),
-            _ => Err(e),
-        }
+        // SAFETY: the kernel has just opened it for us.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }
 
@@ -137,6 +153,7 @@ pub fn file_system_uuid(file: BorrowedFd<'_>) -> Option<[u8; 16]> {
 mod tests {
     use std::fs::{self, File};
     use std::os::fd::AsFd;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
 
@@ -157,6 +174,33 @@ mod tests {
         fs::remove_file(&b).unwrap();
         File::create(&a).unwrap();
         assert_ne!(is_there(), Some(true));
+    }
+
+    /// ext4 has no memory for a file, it says, while its number is given to a new one.
+    #[test]
+    fn a_file_is_known_to_be_gone_while_its_number_is_used_again() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let folder = File::open(dir.path()).unwrap();
+        let path = dir.path().join("gone");
+        let Some(gone) = Handle::of(File::create(&path).unwrap().as_fd()).unwrap() else { return };
+        fs::remove_file(path).unwrap();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for n in 0..40_000 {
+                    let name = dir.path().join((n % 4).to_string());
+                    File::create(&name).unwrap();
+                    fs::remove_file(&name).unwrap();
+                }
+                done.store(true, Ordering::Relaxed);
+            });
+            while !done.load(Ordering::Relaxed) {
+                match gone.is_on(folder.as_fd()) {
+                    Ok(there) => assert!(!there),
+                    Err(e) => assert_eq!(e.raw_os_error(), Some(libc::EPERM), "{e}"),
+                }
+            }
+        });
     }
 
     #[test]

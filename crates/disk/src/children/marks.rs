@@ -117,7 +117,8 @@ enum Whereabouts {
     Nowhere,
     /// Under another name.
     Elsewhere(OwnedFd),
-    Unknown,
+    /// There is no handle, or the kernel does not say.
+    Unknown(Option<io::Error>),
 }
 
 impl Mark {
@@ -213,12 +214,7 @@ impl Mark {
                 },
                 Whereabouts::Nowhere => return State::Gone,
                 Whereabouts::Elsewhere(file) => return self.moved(&file, family),
-                Whereabouts::Unknown if self.child.exists() => {
-                    "and another image is there; nothing says whether it was deleted or moved"
-                }
-                Whereabouts::Unknown => {
-                    "and is not there; nothing says whether it was deleted or moved"
-                }
+                Whereabouts::Unknown(error) => return self.unknown(error),
             },
             Medium::FileSystem(_) => "and that file system is not mounted now",
             Medium::Device(place) => match Place::at(&self.child) {
@@ -228,6 +224,16 @@ impl Mark {
             Medium::Unsure(_) => "and is not there; its line does not say on which volume",
         };
         State::Unknown(format!("{} was made on it, {why}", self.child.display()))
+    }
+
+    /// Its file may have been deleted or moved.
+    fn unknown(&self, error: Option<io::Error>) -> State {
+        let child = self.child.display();
+        let there = if self.child.exists() { "another image is there" } else { "is not there" };
+        let why = error.map_or_else(String::new, |e| format!(" ({e})"));
+        State::Unknown(format!(
+            "{child} was made on it, and {there}; nothing says whether it was deleted or moved{why}"
+        ))
     }
 
     fn is_mounted(&self) -> bool {
@@ -240,11 +246,12 @@ impl Mark {
         if self.is_at_path() {
             return Whereabouts::AtPath;
         }
-        let Some(handle) = &self.handle else { return Whereabouts::Unknown };
+        let Some(handle) = &self.handle else { return Whereabouts::Unknown(None) };
         match place::folder_above(&self.child).map(|folder| handle.open_on(folder.as_fd())) {
             Some(Ok(Some(file))) => Whereabouts::Elsewhere(file),
             Some(Ok(None)) => Whereabouts::Nowhere,
-            Some(Err(_)) | None => Whereabouts::Unknown,
+            Some(Err(e)) => Whereabouts::Unknown(Some(e)),
+            None => Whereabouts::Unknown(None),
         }
     }
 
