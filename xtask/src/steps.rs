@@ -11,6 +11,9 @@ use std::time::Instant;
 
 /// Lines of a failed step's log that are shown.
 const LOG_TAIL_LINES: usize = 40;
+/// Failed tests that are shown, and lines of each.
+const SHOWN_PANICS: usize = 6;
+const LINES_OF_A_PANIC: usize = 4;
 
 static START: OnceLock<Instant> = OnceLock::new();
 
@@ -51,9 +54,9 @@ pub(crate) fn chain(error: &anyhow::Error) -> String {
 }
 
 /// Lines of a long text that are kept at its begin and at its end: what was done, and what came of it.
-const KEPT_LINES: (usize, usize) = (8, 16);
+const KEPT_LINES: (usize, usize) = (24, 48);
 /// Characters of a line that are kept.
-const KEPT_COLUMNS: usize = 240;
+const KEPT_COLUMNS: usize = 500;
 
 /// A text of a bounded length for any other.
 pub(crate) fn shorten(text: &str) -> String {
@@ -88,9 +91,27 @@ pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
         .status()
         .with_context(|| format!("cannot start `{shown}`"))?;
     if !status.success() {
-        bail!("`{shown}` ended with {status}; end of {}:\n{}", log.display(), tail(log));
+        let (panics, log_name) = (panics(log), log.display());
+        bail!("`{shown}` ended with {status}{panics}; end of {log_name}:\n{}", tail(log));
     }
     Ok(())
+}
+
+/// What the first failed tests said, out of a log that also has what the others did after them.
+fn panics(log: &Path) -> String {
+    let Ok(file) = File::open(log) else { return String::new() };
+    let (mut text, mut panics, mut follow) = (String::new(), 0, 0);
+    for line in BufReader::new(file).split(b'\n').map_while(Result::ok) {
+        let line = clean(&line);
+        if line.contains("panicked at ") && panics < SHOWN_PANICS {
+            (panics, follow) = (panics + 1, LINES_OF_A_PANIC);
+        }
+        if follow > 0 && !line.is_empty() {
+            text = text + "\n    " + &line;
+            follow -= 1;
+        }
+    }
+    text
 }
 
 /// Runs a command with its output shown as it comes.
@@ -178,9 +199,21 @@ mod tests {
         let text = |lines: std::ops::Range<u32>| {
             lines.map(|line| line.to_string()).collect::<Vec<_>>().join("\n")
         };
-        assert_eq!(shorten(&text(0..25)), text(0..25));
-        let kept = format!("{}\n[976 lines: see above]\n{}", text(0..8), text(984..1000));
+        assert_eq!(shorten(&text(0..73)), text(0..73));
+        let kept = format!("{}\n[928 lines: see above]\n{}", text(0..24), text(952..1000));
         assert_eq!(shorten(&text(0..1000)), kept);
-        assert_eq!(shorten(&"ß".repeat(1000)), format!("{} [...]", "ß".repeat(240)));
+        assert_eq!(shorten(&"ß".repeat(1000)), format!("{} [...]", "ß".repeat(500)));
+    }
+
+    #[test]
+    fn what_a_failed_test_said_is_shown_whatever_came_after_it() {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let later = "test result: ok\n".repeat(1000);
+        let text = format!("running\nthread 'a' panicked at b.rs:1:\nleft: 1\nright: 2\n{later}");
+        std::fs::write(log.path(), text).unwrap();
+        let mut fails = Command::new("false");
+        let error = run_logged(&mut fails, log.path()).unwrap_err().to_string();
+        assert!(error.contains("\n    thread 'a' panicked at b.rs:1:\n    left: 1\n"), "{error}");
+        assert!(error.lines().count() <= LOG_TAIL_LINES + LINES_OF_A_PANIC + 1, "{error}");
     }
 }

@@ -211,7 +211,9 @@ impl<'a> Bench<'a> {
         if !left.is_empty() {
             bail!("these are left when all disks are gone:\n{left}");
         }
-        let broken = "dmesg | grep -E 'BUG:|Oops|general protection|hung task|Call Trace'";
+        // What it complains of is said before the trace, and where it was in it.
+        let broken = "dmesg | grep -E -B8 -A24 'BUG:|Oops|general protection|Call Trace' | \
+                      grep -vE '  \\? |^--$' | head -48 | grep .";
         let said = self.lab.dom0(broken, 30)?;
         if said.status == 0 {
             bail!("the dom0's kernel complained:\n{}", said.stdout.trim());
