@@ -80,13 +80,15 @@ fn measure(args: &BenchArgs, signals: Signals) -> Result<(), Failure> {
     host.go(Times { start_ns, from_ns, until_ns })?;
     host.watch(from_ns)?;
     let (before, counts) = (CpuTime::now(), host.counts());
+    let late_ns = before.at_ns - from_ns;
     host.watch(until_ns)?;
+    let late_ns = late_ns.max(SystemClock.now_ns() - until_ns);
     let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
     let counts = host.counts().since(&counts);
     let tally = host.finish()?;
     host.close()?;
     let segments_per_copy = host.segments_per_copy();
-    let aside = Aside { counts, idle_rss_kib, idle_file_kib, idle, segments_per_copy };
+    let aside = Aside { counts, late_ns, idle_rss_kib, idle_file_kib, idle, segments_per_copy };
     let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, aside)?;
     print(&if args.json { report.json()? } else { report.text() })?;
     match tally.errors {

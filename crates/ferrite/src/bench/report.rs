@@ -42,10 +42,15 @@ impl Medium {
     }
 }
 
+/// What part of the counted time its counters may be late before the result says so.
+const LATE_PART: f64 = 0.05;
+
 /// What was seen of the backend before the first request, and apart from the requests.
 #[derive(Debug, Default)]
 pub(super) struct Aside {
     pub(super) counts: Counts,
+    /// How much later than the guests' counted time these counts began or ended.
+    pub(super) late_ns: u64,
     pub(super) idle_rss_kib: Option<u64>,
     pub(super) idle_file_kib: Option<u64>,
     pub(super) idle: Option<Idle>,
@@ -107,6 +112,8 @@ pub(super) struct Report {
     poll_us: String,
     /// What the queues did in the counted time, by name.
     counts: BTreeMap<&'static str, u64>,
+    /// How much later than the counted time those began or ended: the machine was busy.
+    late_us: f64,
     memory_bytes: usize,
     seconds: f64,
     version: &'static str,
@@ -181,6 +188,7 @@ impl Report {
             guest_poll_us: task.poll_us,
             poll_us: args.tuning.poll_us.to_string(),
             counts: aside.counts.named().collect(),
+            late_us: us(aside.late_ns),
             memory_bytes: args.memory,
             seconds: args.seconds,
             version: env!("CARGO_PKG_VERSION"),
@@ -258,6 +266,13 @@ impl Report {
         if let Some(idle) = &self.idle {
             let (switches, seconds) = (idle.context_switches, idle.seconds);
             line("idle", format!("{switches} context switches in {seconds} s"));
+        }
+        if self.late_us / 1e6 > self.seconds * LATE_PART {
+            let ms = self.late_us / 1e3;
+            line(
+                "busy",
+                format!("counters of the backend were read {ms:.0} ms late: run it again"),
+            );
         }
         line("errors", self.errors.to_string());
         text
