@@ -228,3 +228,21 @@ fn what_another_program_has_changed_in_counts_or_header_is_noticed() {
         is_refused(dir.path(), "lost: bytes 1048576 to 1114111");
     }
 }
+
+/// A program that keeps the mark, as one that copies blocks of the file does.
+#[test]
+fn an_entry_that_is_neither_old_nor_new_is_refused_with_what_is_lost() {
+    for version in [2, 3] {
+        let new = NewImage { version, ..old(65536) };
+        let mut machine = Machine::new(1, |path| create(path, &new));
+        machine.session.write(0, &[1; 512]).unwrap();
+        machine.session.flush().unwrap();
+        machine.session.write(1 << 20, &[2; 512]).unwrap();
+        let table = with_qcow2(&machine.session, |qcow2| qcow2.l1_entry(0) & entry::OFFSET);
+        let dir = died(machine);
+        let file = File::options().write(true).open(dir.path().join("a.qcow2")).unwrap();
+        let other = COPIED | (100 << 16);
+        file.write_all_at(&other.to_be_bytes(), table + (1 << 20 >> 16) * 8).unwrap();
+        is_refused(dir.path(), "lost: bytes 1048576 to 1114111");
+    }
+}
