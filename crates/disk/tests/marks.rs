@@ -47,6 +47,54 @@ fn a_parent_that_was_renamed_knows_its_children_in_other_folders() {
     }
 }
 
+/// A merge gives the parent's file the child's name, and what stands on that.
+#[test]
+fn a_merged_image_that_was_renamed_knows_what_stood_on_its_child() {
+    for format in FORMATS {
+        for renamed_before in [false, true] {
+            let tree = Tree::new(format);
+            tree.clone("a/own", "b/vm");
+            if renamed_before {
+                tree.rename("a/own", "a/disk");
+                tree.make_writable("a/disk");
+                tree.coalesce("a/disk").unwrap();
+                tree.rename("a/disk", "a/template");
+            } else {
+                tree.make_writable("a/own");
+                tree.coalesce("a/own").unwrap();
+                tree.rename("a/own", "a/template");
+            }
+            tree.make_writable("a/template");
+            let error = tree.open("a/template").unwrap_err();
+            assert!(error.to_string().contains("stands on it"), "{error}");
+            tree.clone("a/template", "a/next");
+            tree.refuses_to_coalesce("a/next", "b/vm");
+            tree.remove("b/vm");
+            tree.coalesce("a/next").unwrap();
+            assert_eq!(tree.list("a/own"), "", "{renamed_before}");
+        }
+    }
+}
+
+/// A rebase makes a new file of it.
+#[test]
+fn a_rebased_image_that_was_renamed_knows_what_stood_on_it() {
+    for format in FORMATS {
+        let tree = Tree::new(format);
+        tree.clone("a/own", "b/vm");
+        tree.create("a/other");
+        let rebase = |shop: &Workshop<'_>| {
+            shop.rebase(&tree.image("a/own"), &tree.image("a/other"), Rebase::Safe, true)
+        };
+        anywhere(&HostDirectory, rebase).unwrap();
+        tree.rename("a/own", "a/template");
+        tree.clone("a/template", "a/next");
+        tree.refuses_to_coalesce("a/next", "b/vm");
+        tree.remove("b/vm");
+        tree.coalesce("a/next").unwrap();
+    }
+}
+
 #[test]
 fn a_forced_merge_leaves_no_line_that_keeps_the_disk_from_being_served() {
     for format in FORMATS {

@@ -369,6 +369,16 @@ impl Line {
     pub(crate) fn is_of(&self, parent: &Place) -> bool {
         self.mark().is_some_and(|mark| mark.parent.as_ref() == Some(parent))
     }
+
+    /// The same, of what stands on `now` if it stood on `then`.
+    pub(crate) fn handed_over(mut self, then: &Place, now: &Place) -> Line {
+        if let Line::Mark(Mark { parent: Some(parent), .. }) = &mut self
+            && parent == then
+        {
+            parent.clone_from(now);
+        }
+        self
+    }
 }
 
 /// The marks of the image in `file`.

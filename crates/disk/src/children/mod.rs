@@ -494,6 +494,23 @@ pub(crate) fn forget_all(directory: &dyn Directory, Lists(names, place): &Lists)
     Ok(())
 }
 
+/// What stands on an image will stand on the one in `file`, which gets its name: the lines say so, and
+/// are found wherever that is renamed to.
+///
+/// # Errors
+/// That is not durable.
+pub(crate) fn inherit(
+    directory: &dyn Directory,
+    Lists(names, place): &Lists,
+    file: &Path,
+) -> io::Result<()> {
+    let heir = Place::lasting(file)?;
+    for name in names.iter().filter(|name| marks::beside(name).exists()) {
+        marks::review(directory, name, |line| Some(line.handed_over(place, &heir)))?;
+    }
+    Ok(())
+}
+
 /// Refuses to write to an image that others stand on. It is open and locked, so that no image is
 /// put on it meanwhile. Of a block device nobody knows it.
 pub(crate) fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {

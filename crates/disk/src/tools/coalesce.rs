@@ -139,15 +139,22 @@ impl Workshop<'_> {
         let port = desk.port(&lower).map_err(cannot)?;
         let _locked = lower.files();
         desk.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
-        let lists = fs::canonicalize(&parent.path).and_then(|file| children::lists(&file));
-        let lists = lists.map_err(cannot)?;
+        self.hand_over(child, parent).map_err(cannot)?;
         let protected = Protected::of(&parent.path).map_err(cannot)?;
         take_rights(&parent.path, &child.path, 0).map_err(cannot)?;
         self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
         protected.forget();
-        self.sync_dir(&child.path)?;
-        // Those that it names are gone, or lost.
-        children::forget_all(self.directory, &lists).map_err(cannot)
+        self.sync_dir(&child.path)
+    }
+
+    /// The parent's own children are gone, or lost, as it has the child's content; the child's will be
+    /// its. Lists that say so before the names do are right, whatever the next steps come to: who tries
+    /// again finds nothing to be done.
+    fn hand_over(&self, child: &ImageName, parent: &ImageName) -> io::Result<()> {
+        let (child, parent) = (fs::canonicalize(&child.path)?, fs::canonicalize(&parent.path)?);
+        let inherited = children::lists(&child)?;
+        children::forget_all(self.directory, &children::lists(&parent)?)?;
+        children::inherit(self.directory, &inherited, &parent)
     }
 
     /// What the chain says, if it can be merged at all.

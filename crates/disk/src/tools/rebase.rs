@@ -92,6 +92,10 @@ impl Workshop<'_> {
         // Others may have taken the line for one of an image that is gone.
         let marked = self.mark(&below.name.path, name, file.path(), Some(help), &mut Vec::new())?;
         undo.marked(&below.name.path, marked);
+        // What stands on it finds it by its name.
+        let kept = fs::canonicalize(&name.path).and_then(|kept| children::lists(&kept));
+        let inherited = kept.and_then(|kept| children::inherit(self.directory, &kept, file.path()));
+        inherited.map_err(cannot)?;
         file.finish()?;
         undo.forget();
         if was_protected {
