@@ -6,7 +6,7 @@ mod model;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use model::{Model, check_clean, compare, open, pattern, peek, poke, qemu};
+use model::{Model, check_clean, compare, open, pattern, peek, poke, qemu, wait_until_released};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -76,7 +76,9 @@ fn single_clusters_that_another_program_has_freed_are_used() {
         io.arg("-c").arg(format!("discard {}k 64k", cluster * 64));
         model.zero(cluster * 128, 128);
     }
-    assert!(io.output().unwrap().status.success());
+    wait_until_released(&path);
+    let output = io.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
     write(&path, &mut model, 32..48, 2);
     assert!(bytes(&path) <= full + RUN, "{full} and then {}", bytes(&path));
     check_clean(&path);

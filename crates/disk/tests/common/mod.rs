@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod failing;
+pub(crate) mod released;
 pub(crate) mod tree;
 pub(crate) mod vhd;
 
@@ -10,7 +11,6 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 
 use ferrite_disk::tools::Workshop;
@@ -90,7 +90,7 @@ pub(crate) fn skipped(why: &str) {
 
 /// Runs a program of the system's; its output, or `None` if there is none or it failed.
 pub(crate) fn run(program: &str, args: &[&str]) -> Option<String> {
-    let output = Command::new(program).args(args).output().ok()?;
+    let output = released::output(program, args).ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 

@@ -16,6 +16,7 @@ use ferrite_io::reactor::Reactor;
 
 use super::Queue;
 use super::failing::Failing;
+use super::released;
 
 /// How these tests open images: a ring that was dropped lets go of its files a little later.
 pub(crate) fn options() -> OpenOptions {
@@ -87,7 +88,7 @@ pub(crate) fn parent(path: &Path, footer: &Footer) -> NewParent {
 /// The output of a peer that is installed. `None`: it is not, which is said, and is an error where
 /// peers are demanded.
 pub(crate) fn peer(program: &str, args: &[&str]) -> Option<String> {
-    let output = match Command::new(program).args(args).output() {
+    let output = match released::output(program, args) {
         Ok(output) => output,
         Err(_) => {
             let demanded = std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_some();

@@ -2,19 +2,23 @@
 
 #![allow(dead_code)]
 
+// Some tests have both this and `common`.
+#[allow(clippy::duplicate_mod)]
+#[path = "../common/released.rs"]
+mod released;
+
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use ferrite_disk::tools::Workshop;
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
-use ferrite_io::byte_locks::is_locked_by_others;
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
+
+pub(crate) use released::wait_until_released;
 
 pub(crate) const SECTOR: u64 = 512;
 
@@ -88,20 +92,6 @@ pub(crate) fn compare(session: &mut Session, model: &Model) {
             panic!("sector {} differs", start + at as u64 / SECTOR);
         }
         from = start + count;
-    }
-}
-
-/// Who writes to an image has a lock there that QEMU minds.
-const QEMU_WRITES: u32 = 101;
-
-/// Waits until an image is nobody's: an io_uring keeps its files some time longer than the process
-/// that has died, or has dropped it. QEMU does not wait.
-pub(crate) fn wait_until_released(path: &Path) {
-    let Ok(file) = File::open(path) else { return };
-    let end = Instant::now() + Duration::from_secs(30);
-    while is_locked_by_others(&file, QEMU_WRITES).unwrap_or(false) {
-        assert!(Instant::now() < end, "{} is not released", path.display());
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
