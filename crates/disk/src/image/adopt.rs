@@ -8,7 +8,7 @@
 use std::io;
 
 use super::Image;
-use crate::image::Found;
+use crate::image::Mapping;
 use crate::{Port, SECTOR_BYTES};
 
 /// A part of the disk that a parent has from its journal, at least in part.
@@ -51,14 +51,14 @@ impl Image {
     async fn has(&self, port: &Port, layer: usize, at: u64, len: u64) -> io::Result<(bool, u64)> {
         loop {
             match self.layers[layer].find(at, len) {
-                Found::Below { len } => return Ok((false, len)),
-                Found::Slow { len } => {
+                Mapping::Backing { len } => return Ok((false, len)),
+                Mapping::Miss { len } => {
                     self.layers[layer].load(port, port.files[layer], at, len).await?;
                 }
-                Found::Data { len, .. }
-                | Found::Zeros { len }
-                | Found::Packed { len }
-                | Found::Copy { len } => return Ok((true, len)),
+                Mapping::Data { len, .. }
+                | Mapping::Zeros { len }
+                | Mapping::Compressed { len }
+                | Mapping::Cow { len } => return Ok((true, len)),
             }
         }
     }

@@ -10,6 +10,7 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::Below;
+use super::mapping::Mapping;
 use crate::journal;
 use crate::name::{Format, ImageName};
 use crate::qcow2::Qcow2;
@@ -19,24 +20,6 @@ use crate::{DiskError, ErrorKind, OpenOptions, Parents, Port, Raw, SECTOR_BYTES}
 
 /// Memory for the tables of a chain that stay there as a whole: 32 VHDs of 2,040 GiB each.
 const MAX_TABLE_BYTES: u64 = 256 << 20;
-
-/// What a layer knows about the beginning of a range. Lengths are bytes from its start, never 0;
-/// offsets are in the layer's file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Found {
-    /// It is there. For a write: write it there, then say so with [`Layer::wrote`].
-    Data { offset: u64, len: u64 },
-    /// It reads as zeros.
-    Zeros { len: u64 },
-    /// This layer has nothing: ask the one below.
-    Below { len: u64 },
-    /// It takes I/O to know: [`Layer::load`], for a write [`Layer::prepare`], then ask again.
-    Slow { len: u64 },
-    /// It is compressed: only [`Layer::unpack`] reads it.
-    Packed { len: u64 },
-    /// A write needs what is around it copied: only [`Layer::write_copying`] writes it.
-    Copy { len: u64 },
-}
 
 /// One open image of a chain.
 #[derive(Debug)]
@@ -95,7 +78,7 @@ impl Layer {
     }
 
     /// For a read. No waiting, no lock.
-    pub(crate) fn find(&self, offset: u64, len: u64) -> Found {
+    pub(crate) fn find(&self, offset: u64, len: u64) -> Mapping {
         match self {
             Layer::Raw(raw) => find_raw(raw, offset, len),
             Layer::Vhd(vhd) => vhd.find(offset, len),
@@ -104,9 +87,9 @@ impl Layer {
     }
 
     /// For a write; may set space aside. Asked of the leaf only, as all that follow.
-    pub(crate) fn place(&self, below: Below<'_>, offset: u64, len: u64) -> Found {
+    pub(crate) fn place(&self, below: Below<'_>, offset: u64, len: u64) -> Mapping {
         match self {
-            Layer::Raw(_) => Found::Data { offset, len },
+            Layer::Raw(_) => Mapping::Data { offset, len },
             Layer::Vhd(vhd) => vhd.place(offset, len),
             Layer::Qcow2(q) => q.place(below, offset, len),
         }
@@ -288,10 +271,10 @@ impl fmt::Display for Layer {
 }
 
 /// Beyond the end of a raw layer there are zeros.
-fn find_raw(raw: &Raw, offset: u64, len: u64) -> Found {
+fn find_raw(raw: &Raw, offset: u64, len: u64) -> Mapping {
     match (raw.sectors() * SECTOR_BYTES).checked_sub(offset) {
-        None | Some(0) => Found::Zeros { len },
-        Some(left) => Found::Data { offset, len: len.min(left) },
+        None | Some(0) => Mapping::Zeros { len },
+        Some(left) => Mapping::Data { offset, len: len.min(left) },
     }
 }
 

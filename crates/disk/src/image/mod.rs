@@ -22,12 +22,14 @@ use crate::{DiskError, Extent, Intent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
 mod adopt;
 mod layer;
+mod mapping;
 mod settled;
 mod shortcut;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use layer::{Found, Layer, open_as_far, parent_names};
+pub(crate) use layer::{Layer, open_as_far, parent_names};
+pub(crate) use mapping::Mapping;
 use settled::Settled;
 use shortcut::{GROUP_BYTES, Owner, Owners, PAGE_BYTES, Shortcut};
 
@@ -128,12 +130,12 @@ impl Image {
         match intent {
             Intent::Read => self.map_read(offset, len),
             Intent::Write => match self.leaf().place(self.below_leaf(), offset, len) {
-                Found::Data { offset, len } => Extent::Data { file: 0, offset, len },
-                Found::Zeros { len }
-                | Found::Below { len }
-                | Found::Slow { len }
-                | Found::Packed { len }
-                | Found::Copy { len } => Extent::Slow { len },
+                Mapping::Data { offset, len } => Extent::Data { file: 0, offset, len },
+                Mapping::Zeros { len }
+                | Mapping::Backing { len }
+                | Mapping::Miss { len }
+                | Mapping::Compressed { len }
+                | Mapping::Cow { len } => Extent::Slow { len },
             },
         }
     }
@@ -141,12 +143,12 @@ impl Image {
     /// The leaf's answer, or that of the layers below; of a single page, by the shortcut.
     fn map_read(&self, offset: u64, len: u64) -> Extent {
         let len = match self.leaf().find(offset, len) {
-            Found::Data { offset, len } => return Extent::Data { file: 0, offset, len },
-            Found::Zeros { len } => return Extent::Zeros { len },
-            Found::Slow { len } | Found::Packed { len } | Found::Copy { len } => {
+            Mapping::Data { offset, len } => return Extent::Data { file: 0, offset, len },
+            Mapping::Zeros { len } => return Extent::Zeros { len },
+            Mapping::Miss { len } | Mapping::Compressed { len } | Mapping::Cow { len } => {
                 return Extent::Slow { len };
             }
-            Found::Below { len } => len,
+            Mapping::Backing { len } => len,
         };
         let page = offset / PAGE_BYTES;
         match &self.shortcut {
@@ -194,21 +196,21 @@ impl Image {
         while done < buf.len() {
             let (at, left) = (offset + done as u64, buf.len() - done);
             match leaf.place(below, at, left as u64) {
-                Found::Data { offset: to, len } => {
+                Mapping::Data { offset: to, len } => {
                     let piece = buf.slice(done, part(len, left)?);
                     port.io.write_all(port.files[0], to, piece).await?;
                     leaf.wrote(at, piece.len() as u64);
                     done += piece.len();
                 }
-                Found::Copy { len } => {
+                Mapping::Cow { len } => {
                     let piece = buf.slice(done, part(len, left)?);
                     leaf.write_copying(port, below, at, piece).await?;
                     done += piece.len();
                 }
-                Found::Zeros { len }
-                | Found::Below { len }
-                | Found::Slow { len }
-                | Found::Packed { len } => {
+                Mapping::Zeros { len }
+                | Mapping::Backing { len }
+                | Mapping::Miss { len }
+                | Mapping::Compressed { len } => {
                     let len = part(len, left)? as u64;
                     leaf.prepare(port, at, len).await?;
                 }
@@ -272,12 +274,12 @@ fn find(layers: &[Layer], first: usize, offset: u64, len: u64) -> Extent {
     let mut len = len;
     for (i, layer) in layers.iter().enumerate() {
         match layer.find(offset, len) {
-            Found::Data { offset, len } => return Extent::Data { file: first + i, offset, len },
-            Found::Zeros { len } => return Extent::Zeros { len },
-            Found::Slow { len } | Found::Packed { len } | Found::Copy { len } => {
+            Mapping::Data { offset, len } => return Extent::Data { file: first + i, offset, len },
+            Mapping::Zeros { len } => return Extent::Zeros { len },
+            Mapping::Miss { len } | Mapping::Compressed { len } | Mapping::Cow { len } => {
                 return Extent::Slow { len };
             }
-            Found::Below { len: below } => len = below,
+            Mapping::Backing { len: below } => len = below,
         }
     }
     Extent::Zeros { len }
@@ -328,17 +330,17 @@ async fn read_slow(
     for (i, layer) in layers.iter().enumerate() {
         let file = port.files[first + i];
         match layer.find(offset, len) {
-            Found::Below { len: below } => len = below,
-            Found::Slow { len } => {
+            Mapping::Backing { len: below } => len = below,
+            Mapping::Miss { len } => {
                 layer.load(port, file, offset, len).await?;
                 return Ok(0);
             }
-            Found::Packed { len } => {
+            Mapping::Compressed { len } => {
                 let piece = buf.slice(0, part(len, buf.len())?);
                 layer.unpack(port, file, offset, piece).await?;
                 return Ok(piece.len());
             }
-            Found::Data { .. } | Found::Zeros { .. } | Found::Copy { .. } => return Ok(0),
+            Mapping::Data { .. } | Mapping::Zeros { .. } | Mapping::Cow { .. } => return Ok(0),
         }
     }
     Ok(0)

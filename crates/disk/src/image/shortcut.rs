@@ -10,7 +10,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::{Found, Layer};
+use super::{Layer, Mapping};
 
 /// The unit in bytes.
 pub(super) const PAGE_BYTES: u64 = 4096;
@@ -167,12 +167,12 @@ enum Answer {
 }
 
 /// The bytes that it is about, and the answer.
-fn answer(found: Found, layer: usize) -> (u64, Answer) {
+fn answer(found: Mapping, layer: usize) -> (u64, Answer) {
     match found {
-        Found::Data { len, .. } => (len, Answer::Is(Some(Owner::Layer(layer)))),
-        Found::Zeros { len } => (len, Answer::Is(Some(Owner::Nobody))),
-        Found::Below { len } => (len, Answer::Below),
-        Found::Slow { len } | Found::Packed { len } | Found::Copy { len } => {
+        Mapping::Data { len, .. } => (len, Answer::Is(Some(Owner::Layer(layer)))),
+        Mapping::Zeros { len } => (len, Answer::Is(Some(Owner::Nobody))),
+        Mapping::Backing { len } => (len, Answer::Below),
+        Mapping::Miss { len } | Mapping::Compressed { len } | Mapping::Cow { len } => {
             (len, Answer::Is(None))
         }
     }

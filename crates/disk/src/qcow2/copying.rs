@@ -11,7 +11,7 @@ use super::entry::Cluster;
 use super::slow::{Fate, Fresh, TRIES, out_of_memory};
 use super::state::own;
 use super::{CLUSTER_LOCKS, Qcow2, meta};
-use crate::image::{Below, Found};
+use crate::image::{Below, Mapping};
 use crate::{Extent, Port};
 
 /// A cluster that gets a new place. While this lives it gets no other one.
@@ -71,7 +71,7 @@ impl Qcow2 {
         for _ in 0..TRIES {
             match self.place(below, offset, buf.len() as u64) {
                 // Somebody has copied it meanwhile.
-                Found::Data { offset: to, len } => {
+                Mapping::Data { offset: to, len } => {
                     let part = buf.slice(0, buf.len().min(len as usize));
                     port.io.write_all(port.files[0], to, part).await?;
                     self.wrote(offset, part.len() as u64);
@@ -79,7 +79,7 @@ impl Qcow2 {
                         return Ok(());
                     }
                 }
-                Found::Copy { .. } => match self.begin_copying(port, cluster).await? {
+                Mapping::Cow { .. } => match self.begin_copying(port, cluster).await? {
                     Begun::Copying(copying) => {
                         if self.copy(port, below, copying, offset, buf).await? {
                             return Ok(());

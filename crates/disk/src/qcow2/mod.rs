@@ -19,7 +19,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
-use crate::image::{Below, Found};
+use crate::image::{Below, Mapping};
 use crate::size::Human;
 use crate::{Extent, Raw};
 
@@ -198,10 +198,10 @@ impl Qcow2 {
     }
 
     /// Where the beginning of a range is read: from memory, without a lock.
-    pub(crate) fn find(&self, offset: u64, len: u64) -> Found {
+    pub(crate) fn find(&self, offset: u64, len: u64) -> Mapping {
         // Behind the end of a parent that is shorter than its child there are zeros.
         let len = match self.bytes().checked_sub(offset) {
-            None | Some(0) => return Found::Zeros { len },
+            None | Some(0) => return Mapping::Zeros { len },
             Some(left) => len.min(left),
         };
         let (cluster, within) = self.split(offset);
@@ -211,13 +211,13 @@ impl Qcow2 {
             return found;
         }
         match entry::l2_table(self.l1_entry(cluster), self.header.cluster_bits) {
-            Ok(None) => Found::Below { len: len.min(self.table_left(offset)) },
-            _ => Found::Slow { len: len.min(self.slice_left(offset)) },
+            Ok(None) => Mapping::Backing { len: len.min(self.table_left(offset)) },
+            _ => Mapping::Miss { len: len.min(self.slice_left(offset)) },
         }
     }
 
     /// What clusters of the same kind, and in one piece, there are from the first entry on.
-    fn scan(&self, entries: &[AtomicU64], within: u64, len: u64) -> Found {
+    fn scan(&self, entries: &[AtomicU64], within: u64, len: u64) -> Mapping {
         let size = self.cluster_bytes();
         let clusters = (within + len).div_ceil(size).min(entries.len() as u64) as usize;
         let load = |e: &AtomicU64| e.load(Ordering::Acquire);
@@ -228,12 +228,12 @@ impl Qcow2 {
             1 + more.take_while(|(i, e)| same(i + 1, load(e))).count()
         };
         match self.decode(load(&entries[0])) {
-            None => Found::Slow { len: upto(1) },
-            Some(Cluster::Packed(_)) => Found::Packed { len: upto(1) },
-            Some(Cluster::Unallocated) => Found::Below { len: upto(count(&|_, e| e == 0)) },
+            None => Mapping::Miss { len: upto(1) },
+            Some(Cluster::Packed(_)) => Mapping::Compressed { len: upto(1) },
+            Some(Cluster::Unallocated) => Mapping::Backing { len: upto(count(&|_, e| e == 0)) },
             Some(Cluster::Zero { .. }) => {
                 let zero = |_, e| matches!(self.decode(e), Some(Cluster::Zero { .. }));
-                Found::Zeros { len: upto(count(&zero)) }
+                Mapping::Zeros { len: upto(count(&zero)) }
             }
             Some(Cluster::Data { host, .. }) => {
                 let next = |i, e: u64| e & !COPIED == host + i as u64 * size;
@@ -245,16 +245,16 @@ impl Qcow2 {
 
     /// Data behind the end of the file: an image may end within its last cluster, and what is not
     /// there reads as zeros. Whole clusters outside are damage.
-    fn clip(&self, offset: u64, len: u64) -> Found {
+    fn clip(&self, offset: u64, len: u64) -> Mapping {
         let limit = self.limit.load(Ordering::Acquire);
         if offset < limit {
-            return Found::Data { offset, len: len.min(limit - offset) };
+            return Mapping::Data { offset, len: len.min(limit - offset) };
         }
         match offset < limit.next_multiple_of(self.cluster_bytes()) {
-            true => {
-                Found::Zeros { len: len.min(self.cluster_bytes() - offset % self.cluster_bytes()) }
-            }
-            false => Found::Slow { len },
+            true => Mapping::Zeros {
+                len: len.min(self.cluster_bytes() - offset % self.cluster_bytes()),
+            },
+            false => Mapping::Miss { len },
         }
     }
 
@@ -271,9 +271,9 @@ impl Qcow2 {
 
     /// Where the beginning of a range is written. Data for a place are made visible by
     /// [`wrote`](Self::wrote).
-    pub(crate) fn place(&self, below: Below<'_>, offset: u64, len: u64) -> Found {
+    pub(crate) fn place(&self, below: Below<'_>, offset: u64, len: u64) -> Mapping {
         let (cluster, within) = self.split(offset);
-        let slow = Found::Slow { len: len.min(self.cluster_bytes() - within) };
+        let slow = Mapping::Miss { len: len.min(self.cluster_bytes() - within) };
         // An entry's flag counts only in a table that is the image's own.
         if !self.writable(self.l1_entry(cluster)) {
             return slow;
@@ -292,18 +292,18 @@ impl Qcow2 {
         });
         match seen {
             None => slow,
-            Some(Some((host, left))) => Found::Data { offset: host + within, len: len.min(left) },
+            Some(Some((host, left))) => Mapping::Data { offset: host + within, len: len.min(left) },
             Some(None) => self.place_fresh(below, offset, len),
         }
     }
 
     /// A place for clusters that have none that they may be written to.
-    fn place_fresh(&self, below: Below<'_>, offset: u64, len: u64) -> Found {
+    fn place_fresh(&self, below: Below<'_>, offset: u64, len: u64) -> Mapping {
         let (cluster, within) = self.split(offset);
         let size = self.cluster_bytes();
         let one = len.min(size - within);
-        let slow = Found::Slow { len: one };
-        let copy = Found::Copy { len: one };
+        let slow = Mapping::Miss { len: one };
+        let copy = Mapping::Cow { len: one };
         if !self.zeros_below(below, cluster) {
             return copy;
         }
@@ -327,7 +327,7 @@ impl Qcow2 {
             }
         }
         match first {
-            Some(host) => Found::Data { offset: host + within, len: len.min(n * size - within) },
+            Some(host) => Mapping::Data { offset: host + within, len: len.min(n * size - within) },
             None => slow,
         }
     }

@@ -13,7 +13,7 @@ use super::entry::{self, COPIED, Cluster, Packed};
 use super::state::{Left, State, l1_key, own};
 use super::{Qcow2, TABLE_LOCKS, meta, unpack};
 use crate::Port;
-use crate::image::Found;
+use crate::image::Mapping;
 
 /// How often something is made ready that others use up meanwhile, until that is an error.
 pub(super) const TRIES: u32 = 64;
@@ -295,19 +295,19 @@ impl Qcow2 {
         let len = buf.len() as u64;
         for _ in 0..TRIES {
             match self.find(offset, len) {
-                Found::Packed { .. } => {
+                Mapping::Compressed { .. } => {
                     if self.read_packed(port, file, offset, buf).await? {
                         return Ok(());
                     }
                 }
-                Found::Data { offset, len: there } if there == len => {
+                Mapping::Data { offset, len: there } if there == len => {
                     return port.io.read_exact(file, offset, buf).await;
                 }
-                Found::Zeros { len: there } if there == len => {
+                Mapping::Zeros { len: there } if there == len => {
                     port.memory().fill(buf, 0);
                     return Ok(());
                 }
-                Found::Slow { .. } => self.load(port, file, offset).await?,
+                Mapping::Miss { .. } => self.load(port, file, offset).await?,
                 _ => break,
             }
         }

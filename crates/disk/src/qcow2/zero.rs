@@ -11,7 +11,7 @@ use ferrite_io::arena::Span;
 use super::entry::{self, Cluster};
 use super::{CLUSTER_LOCKS, Qcow2};
 use crate::Port;
-use crate::image::{Below, Found};
+use crate::image::{Below, Mapping};
 
 /// What to do about the beginning of a range.
 enum Step {
@@ -56,15 +56,15 @@ impl Qcow2 {
                 continue;
             }
             match self.find(at, left) {
-                Found::Below { len } | Found::Zeros { len } => {
+                Mapping::Backing { len } | Mapping::Zeros { len } => {
                     done += len;
                     continue;
                 }
-                Found::Slow { .. } => {
+                Mapping::Miss { .. } => {
                     self.load(port, port.files[0], at).await?;
                     break;
                 }
-                Found::Data { .. } | Found::Packed { .. } | Found::Copy { .. } => {}
+                Mapping::Data { .. } | Mapping::Compressed { .. } | Mapping::Cow { .. } => {}
             }
             match self.step(below, at, left) {
                 Step::InPlace { offset, len } => {
@@ -148,7 +148,7 @@ impl Qcow2 {
             return Step::Pending { offset: host + within, len: one };
         }
         let found = self.find(offset, len);
-        if let Found::Below { .. } = found
+        if let Mapping::Backing { .. } = found
             && self.zeros_below(below, cluster)
         {
             return Step::Nothing { len: one };
@@ -156,13 +156,13 @@ impl Qcow2 {
         // The last cluster of the disk may be a part.
         let whole = within == 0 && (one == size || offset + one == self.bytes());
         match found {
-            Found::Zeros { len } => Step::Nothing { len },
-            Found::Slow { .. } => Step::Prepare,
+            Mapping::Zeros { len } => Step::Nothing { len },
+            Mapping::Miss { .. } => Step::Prepare,
             _ if !self.writable(l1) => Step::Prepare,
             _ => match self.entry(cluster) {
                 None => Step::Prepare,
                 Some(e) if self.in_place(e).is_some() => match self.place(below, offset, len) {
-                    Found::Data { offset, len } => Step::InPlace { offset, len },
+                    Mapping::Data { offset, len } => Step::InPlace { offset, len },
                     _ => Step::Prepare,
                 },
                 Some(entry) if whole && self.header.version >= 3 => Step::Flag { cluster, entry },

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use super::desk::Desk;
 use super::{Kind, Workshop, broken};
-use crate::image::{Found, Layer};
+use crate::image::{Layer, Mapping};
 use crate::{Disk, DiskError, Extent as Place, ImageName, Intent, Port, Raw, SECTOR_BYTES};
 
 /// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
@@ -68,14 +68,14 @@ pub(super) async fn look_at_layer(
 ) -> io::Result<(Option<Piece>, u64)> {
     loop {
         let piece = match layer.find(offset, len) {
-            Found::Below { len } => return Ok((None, len)),
-            Found::Slow { len } => {
+            Mapping::Backing { len } => return Ok((None, len)),
+            Mapping::Miss { len } => {
                 layer.load(port, port.files[i], offset, len).await?;
                 continue;
             }
-            Found::Data { offset, len } => data(layer.medium(), i, offset, len),
-            Found::Zeros { len } => Piece { len, layer: Some(i), what: What::Zeros },
-            Found::Packed { len } | Found::Copy { len } => {
+            Mapping::Data { offset, len } => data(layer.medium(), i, offset, len),
+            Mapping::Zeros { len } => Piece { len, layer: Some(i), what: What::Zeros },
+            Mapping::Compressed { len } | Mapping::Cow { len } => {
                 Piece { len, layer: Some(i), what: What::Packed }
             }
         };

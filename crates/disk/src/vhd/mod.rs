@@ -17,7 +17,7 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::shared_lock::SharedLock;
 
-use crate::image::{Below, Found};
+use crate::image::{Below, Mapping};
 use crate::journal::{self, Identity, Journal};
 use crate::size::Human;
 use crate::{DiskError, ErrorKind, Format, OpenOptions, Port, Raw};
@@ -236,19 +236,19 @@ impl Vhd {
         }
     }
 
-    pub(crate) fn find(&self, offset: u64, len: u64) -> Found {
+    pub(crate) fn find(&self, offset: u64, len: u64) -> Mapping {
         match &self.body {
             Body::Fixed => match self.bytes().checked_sub(offset) {
-                None | Some(0) => Found::Zeros { len },
-                Some(left) => Found::Data { offset, len: len.min(left) },
+                None | Some(0) => Mapping::Zeros { len },
+                Some(left) => Mapping::Data { offset, len: len.min(left) },
             },
             Body::Sparse(sparse) => sparse.blocks.find(offset, len),
         }
     }
 
-    pub(crate) fn place(&self, offset: u64, len: u64) -> Found {
+    pub(crate) fn place(&self, offset: u64, len: u64) -> Mapping {
         match &self.body {
-            Body::Fixed => Found::Data { offset, len },
+            Body::Fixed => Mapping::Data { offset, len },
             Body::Sparse(sparse) => sparse.blocks.place(offset, len),
         }
     }

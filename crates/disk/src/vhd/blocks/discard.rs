@@ -121,7 +121,7 @@ impl Blocks {
                 Look::Present(n) => part.sectors = n,
             }
             match self.place(offset, part.bytes()) {
-                crate::image::Found::Data { offset: at, len } => {
+                crate::image::Mapping::Data { offset: at, len } => {
                     raw.write_zeroes(&port.io, &port.files, at, len, zeros).await?;
                     self.wrote(offset, len);
                     offset += len;

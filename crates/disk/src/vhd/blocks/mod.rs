@@ -17,7 +17,7 @@ use ferrite_io::shared_lock::SharedLock;
 use super::format::SECTOR;
 use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
-use crate::image::Found;
+use crate::image::Mapping;
 use crate::journal::{Journal, Slot as Record};
 
 mod cache;
@@ -310,27 +310,27 @@ impl Blocks {
         }
     }
 
-    /// For a read: see [`Found`].
-    pub(super) fn find(&self, offset: u64, len: u64) -> Found {
+    /// For a read: see [`Mapping`].
+    pub(super) fn find(&self, offset: u64, len: u64) -> Mapping {
         let Some(left) = self.disk_bytes.checked_sub(offset).filter(|left| *left > 0) else {
-            return Found::Zeros { len };
+            return Mapping::Zeros { len };
         };
         let len = len.min(left);
         let part = self.part(offset, len);
         let bytes = |sectors: u32| (u64::from(sectors) * SECTOR).min(len);
         match self.look(part) {
             (entry, Look::Present(n)) => {
-                Found::Data { offset: self.data_offset(entry, part.first), len: bytes(n) }
+                Mapping::Data { offset: self.data_offset(entry, part.first), len: bytes(n) }
             }
-            (_, Look::Unknown) => Found::Slow { len: bytes(part.sectors) },
+            (_, Look::Unknown) => Mapping::Miss { len: bytes(part.sectors) },
             (_, Look::Absent(n)) => {
                 let mut absent = bytes(n);
                 if n == part.sectors {
                     absent = self.absent_from(offset, absent, len);
                 }
                 match self.differencing {
-                    true => Found::Below { len: absent },
-                    false => Found::Zeros { len: absent },
+                    true => Mapping::Backing { len: absent },
+                    false => Mapping::Zeros { len: absent },
                 }
             }
         }
@@ -349,24 +349,25 @@ impl Blocks {
         absent
     }
 
-    /// For a write: see [`Found`]. A block without a place gets one here, in space that was set
+    /// For a write: see [`Mapping`]. A block without a place gets one here, in space that was set
     /// aside before.
-    pub(super) fn place(&self, offset: u64, len: u64) -> Found {
+    pub(super) fn place(&self, offset: u64, len: u64) -> Mapping {
         let part = self.part(offset, len);
         let len = part.bytes().min(len);
-        let data = |entry: Entry| Found::Data { offset: self.data_offset(entry, part.first), len };
+        let data =
+            |entry: Entry| Mapping::Data { offset: self.data_offset(entry, part.first), len };
         match self.look(part) {
             (entry, Look::Present(n)) if n == part.sectors => data(entry),
-            (_, Look::Unknown) => Found::Slow { len },
+            (_, Look::Unknown) => Mapping::Miss { len },
             (entry, _) if entry.state() != Where::Empty => {
                 match self.tight.load(Ordering::Relaxed) {
-                    true => Found::Slow { len },
+                    true => Mapping::Miss { len },
                     false => data(entry),
                 }
             }
             _ => match self.place_new(part.block) {
                 Some(entry) => data(entry),
-                None => Found::Slow { len },
+                None => Mapping::Miss { len },
             },
         }
     }

@@ -1,0 +1,29 @@
+//! What a layer answers when it is asked where a range is.
+
+/// What a layer knows about the beginning of a range. Lengths are bytes from its start, never 0;
+/// offsets are in the layer's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mapping {
+    /// The layer has it. A write goes there, and [`Layer::wrote`] follows it.
+    ///
+    /// [`Layer::wrote`]: super::Layer::wrote
+    Data { offset: u64, len: u64 },
+    /// It reads as zeros.
+    Zeros { len: u64 },
+    /// The layer has nothing: the one below is asked.
+    Backing { len: u64 },
+    /// The table that says it is not in memory: [`Layer::load`], for a write [`Layer::prepare`], and the
+    /// question is repeated.
+    ///
+    /// [`Layer::load`]: super::Layer::load
+    /// [`Layer::prepare`]: super::Layer::prepare
+    Miss { len: u64 },
+    /// It is compressed: only [`Layer::unpack`] reads it.
+    ///
+    /// [`Layer::unpack`]: super::Layer::unpack
+    Compressed { len: u64 },
+    /// A write needs what is around it copied first: only [`Layer::write_copying`] writes it.
+    ///
+    /// [`Layer::write_copying`]: super::Layer::write_copying
+    Cow { len: u64 },
+}
