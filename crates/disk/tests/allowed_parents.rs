@@ -14,7 +14,7 @@ use common::vhd::at;
 use common::{Loop, MIB, dir_on_disk};
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
-use model::{name, shop};
+use model::{name, tools};
 use rustix::fs::{FlockOperation, flock, inotify};
 use tempfile::TempDir;
 
@@ -38,7 +38,8 @@ fn secret() -> (TempDir, PathBuf, TempDir) {
 /// A qcow2 image of 1 MiB whose header names a parent, whatever that is.
 fn on(image: &Path, parent: &str) {
     let name = name(image);
-    shop(|shop| shop.create(&name, &NewImage { bytes: Some(MIB), ..NewImage::default() })).unwrap();
+    tools(|tools| tools.create(&name, &NewImage { bytes: Some(MIB), ..NewImage::default() }))
+        .unwrap();
     let mut bytes = fs::read(image).unwrap();
     // Behind all fixed fields: the format's name, the end, and the parent's.
     let mut names = b"\xe2\x79\x2a\xca\0\0\0\x03raw\0\0\0\0\0\0\0\0\0\0\0\0\0".to_vec();
@@ -201,20 +202,20 @@ fn what_is_in_the_folder_or_below_is_allowed_for_the_whole_chain() {
         let [base, middle, leaf] =
             ["base", "below/middle", "leaf"].map(|n| name(&at(&dir, &format!("{n}.{extension}"))));
         let new = NewImage { bytes: Some(4 * MIB), ..NewImage::default() };
-        shop(|shop| shop.create(&base, &new)).unwrap();
+        tools(|tools| tools.create(&base, &new)).unwrap();
         let upon =
             |parent: &ImageName| NewImage { parent: Some(parent.clone()), ..NewImage::default() };
-        let made = shop(|shop| shop.create(&middle, &upon(&base))).unwrap();
+        let made = tools(|tools| tools.create(&middle, &upon(&base))).unwrap();
         assert!(made.notes.iter().any(|n| n.contains("--parents ")), "{made:?}");
         // The folder is that of the image that is opened.
         assert_eq!(open(&middle.path, Parents::default()).unwrap_err().kind(), ErrorKind::Parent);
-        let made = shop(|shop| {
-            let shop = ferrite_disk::tools::Workshop {
+        let made = tools(|tools| {
+            let tools = ferrite_disk::tools::ImageTools {
                 parents: within(&[dir.path()]),
                 state_dir: None,
-                ..*shop
+                ..*tools
             };
-            shop.create(&leaf, &upon(&middle))
+            tools.create(&leaf, &upon(&middle))
         });
         assert!(made.unwrap().notes.iter().all(|n| !n.contains("--parents")));
         open(&leaf.path, Parents::default()).unwrap();

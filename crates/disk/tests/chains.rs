@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::tools::{NewImage, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::directory::HostDirectory;
@@ -49,7 +49,7 @@ fn compare(session: &mut Session, random: &mut SplitMix64, copy: &[u8], times: u
 
 fn against_a_copy(format: &str) {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
-    let workshop = Workshop {
+    let workshop = ImageTools {
         directory: &HostDirectory,
         unlocked: false,
         engine: &|arena| test_engine().open(arena, 32),

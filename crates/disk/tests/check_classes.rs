@@ -24,12 +24,12 @@ fn made(dir: &TempDir, format: &str) -> ImageName {
     let path = at(dir, &format!("a.{format}"));
     let name = ImageName::parse(&format!("{format}:{}", path.to_str().unwrap())).unwrap();
     let new = NewImage { bytes: Some(16 * MIB), ..NewImage::default() };
-    work(None, |shop| shop.create(&name, &new)).unwrap();
+    work(None, |tools| tools.create(&name, &new)).unwrap();
     name
 }
 
 fn check(name: &ImageName) -> CheckReport {
-    work(None, |shop| shop.check(name, false)).unwrap()
+    work(None, |tools| tools.check(name, false)).unwrap()
 }
 
 fn change(path: &Path, offset: u64, bytes: &[u8]) {
@@ -64,7 +64,7 @@ fn an_image_with_more_leaks_than_are_listed_is_usable_and_they_are_counted() {
     assert_eq!((image.counts.leaks, image.counts.total()), (LEAKS, LEAKS));
     assert_eq!(image.findings.len() as u64 + image.more_findings, LEAKS);
     // All of them are mended.
-    let repaired = work(None, |shop| shop.repair(&name, true)).unwrap();
+    let repaired = work(None, |tools| tools.repair(&name, true)).unwrap();
     assert_eq!(repaired.before.counts.mendable, LEAKS);
     assert_eq!(repaired.after.verdict(), Verdict::InOrder);
     peer("qemu-img", &["check", "-q", name.path.to_str().unwrap()]);
@@ -123,7 +123,7 @@ fn a_table_that_many_entries_name_is_damage_and_not_looked_into() {
     let path = at(&dir, "a.qcow2");
     let name = ImageName::parse(&format!("qcow2:{}", path.to_str().unwrap())).unwrap();
     let new = NewImage { bytes: Some(1 << 40), ..NewImage::default() };
-    work(None, |shop| shop.create(&name, &new)).unwrap();
+    work(None, |tools| tools.create(&name, &new)).unwrap();
     // A table whose every entry would be a finding.
     let (l1, table) = (number(&path, 40), 100 * CLUSTER);
     change(&path, table, &[0xFF; CLUSTER as usize]);
@@ -143,10 +143,10 @@ fn damage_in_a_chain_is_told_although_what_is_below_it_is_missing() {
         .map(|file| ImageName::parse(at(&dir, file).to_str().unwrap()).unwrap());
     for (image, parent) in [(&parent, &below), (&child, &parent)] {
         let new = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
-        work(None, |shop| shop.create(image, &new)).unwrap();
+        work(None, |tools| tools.create(image, &new)).unwrap();
     }
     std::fs::remove_file(&below.path).unwrap();
-    let check = || work(None, |shop| shop.check(&child, true));
+    let check = || work(None, |tools| tools.check(&child, true));
     check().unwrap_err();
     // Its first cluster, the header's, is counted as free.
     std::fs::set_permissions(&parent.path, std::fs::Permissions::from_mode(0o644)).unwrap();

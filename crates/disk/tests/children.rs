@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use common::vhd::{at, options};
 use common::{MIB, Mount, Queue, anywhere, dir_on_disk, work};
-use ferrite_disk::tools::{Done, NewImage, Progress, Rebase, Workshop};
+use ferrite_disk::tools::{Done, ImageTools, NewImage, Progress, Rebase};
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
 use tempfile::TempDir;
@@ -24,7 +24,7 @@ fn name(format: &str, path: &Path) -> ImageName {
 
 fn create(image: &ImageName) {
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    work(None, |shop| shop.create(image, &new)).unwrap();
+    work(None, |tools| tools.create(image, &new)).unwrap();
 }
 
 fn on(parent: &ImageName) -> NewImage {
@@ -32,15 +32,15 @@ fn on(parent: &ImageName) -> NewImage {
 }
 
 fn clone(parent: &ImageName, child: &ImageName) -> Done {
-    work(None, |shop| shop.create(child, &on(parent))).unwrap()
+    work(None, |tools| tools.create(child, &on(parent))).unwrap()
 }
 
 fn clone_anywhere(parent: &ImageName, child: &ImageName) -> Done {
-    anywhere(&HostDirectory, |shop| shop.create(child, &on(parent))).unwrap()
+    anywhere(&HostDirectory, |tools| tools.create(child, &on(parent))).unwrap()
 }
 
 fn coalesce(child: &ImageName, force: bool) -> Result<Done, DiskError> {
-    work(None, |shop| shop.coalesce(child, force))
+    work(None, |tools| tools.coalesce(child, force))
 }
 
 fn open(image: &ImageName) -> Result<Disk, DiskError> {
@@ -48,7 +48,7 @@ fn open(image: &ImageName) -> Result<Disk, DiskError> {
 }
 
 fn snapshot(leaf: &ImageName, parent: &ImageName) -> Done {
-    anywhere(&HostDirectory, |shop| shop.snapshot(leaf, parent)).unwrap()
+    anywhere(&HostDirectory, |tools| tools.snapshot(leaf, parent)).unwrap()
 }
 
 /// What who does not know better does.
@@ -114,7 +114,7 @@ fn a_write_protected_image_is_read_only_for_root_too() {
         assert_eq!(error.kind(), ErrorKind::Permission, "{error}");
         let advised = ["--read-only", "clone", "chmod"].map(|word| error.help().contains(word));
         assert_eq!(advised, [true; 3], "{}", error.help());
-        let error = work(None, |shop| shop.resize(&image, 16 * MIB, false)).unwrap_err();
+        let error = work(None, |tools| tools.resize(&image, 16 * MIB, false)).unwrap_err();
         assert!(error.to_string().contains("read-only"), "{error}");
         drop(Disk::open_image(&image, &OpenOptions { read_only: true, ..options() }).unwrap());
         let known = OpenOptions { even_parent: true, ..options() };
@@ -140,10 +140,10 @@ fn an_image_that_another_stands_on_is_not_opened_for_writing() {
             assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
             assert!(error.to_string().contains("stands on it"), "{error}");
             let old = ImageName { path: at(&dir, "old"), ..parent.clone() };
-            let resize = |shop: &Workshop<'_>| shop.resize(&parent, 16 * MIB, false).map(drop);
+            let resize = |tools: &ImageTools<'_>| tools.resize(&parent, 16 * MIB, false).map(drop);
             let again = NewImage { bytes: Some(MIB), force: true, ..NewImage::default() };
-            let create = |shop: &Workshop<'_>| shop.create(&parent, &again).map(drop);
-            let snapshot = |shop: &Workshop<'_>| shop.snapshot(&parent, &old).map(drop);
+            let create = |tools: &ImageTools<'_>| tools.create(&parent, &again).map(drop);
+            let snapshot = |tools: &ImageTools<'_>| tools.snapshot(&parent, &old).map(drop);
             work(None, resize).unwrap_err();
             work(None, create).unwrap_err();
             work(None, snapshot).unwrap_err();
@@ -295,7 +295,7 @@ impl Watched {
     }
 
     fn clone(&self, family: &Family, new: &NewImage) -> Result<Done, DiskError> {
-        anywhere(self, |shop| shop.create(&family.other, new))
+        anywhere(self, |tools| tools.create(&family.other, new))
     }
 }
 
@@ -376,7 +376,7 @@ fn a_child_elsewhere_is_known_after_a_snapshot_and_after_a_merge() {
         let family = Family::whole(format, "elsewhere/other");
         let old = name(format, &at(&family.dir, "elsewhere/old"));
         let watched = Watched::log(None);
-        anywhere(&watched, |shop| shop.snapshot(&family.other, &old)).unwrap();
+        anywhere(&watched, |tools| tools.snapshot(&family.other, &old)).unwrap();
         let list = format!("name parent.{format}.ferrite-children");
         watched.did(&[&list, "name old", "name other"]);
         family.refuses("elsewhere");
@@ -385,7 +385,7 @@ fn a_child_elsewhere_is_known_after_a_snapshot_and_after_a_merge() {
         family.refuses("elsewhere/old");
         clone_anywhere(&old, &family.other);
         let watched = Watched::log(None);
-        anywhere(&watched, |shop| shop.coalesce(&family.other, false)).unwrap();
+        anywhere(&watched, |tools| tools.coalesce(&family.other, false)).unwrap();
         watched.did(&[&list, "name other"]);
         family.refuses("elsewhere/other");
         fs::remove_file(&family.other.path).unwrap();
@@ -411,7 +411,7 @@ fn a_child_elsewhere_is_known_however_far_above_the_parent_its_name_is() {
             let text = fs::read_to_string(&list).unwrap();
             assert!(text.contains("elsewhere/other"), "{text}");
             fs::remove_file(at(&family.dir, "elsewhere/more")).unwrap();
-            anywhere(&HostDirectory, |shop| shop.coalesce(&family.other, false)).unwrap();
+            anywhere(&HostDirectory, |tools| tools.coalesce(&family.other, false)).unwrap();
         }
     }
 }
@@ -420,8 +420,8 @@ fn a_child_elsewhere_is_known_however_far_above_the_parent_its_name_is() {
 fn what_stands_on_the_child_is_in_no_merges_way() {
     for format in FORMATS {
         let family = Family::whole(format, "elsewhere/other");
-        let rebase = |shop: &Workshop<'_>| {
-            shop.rebase(&family.other, &family.child, Rebase::Safe, false).map(drop)
+        let rebase = |tools: &ImageTools<'_>| {
+            tools.rebase(&family.other, &family.child, Rebase::Safe, false).map(drop)
         };
         anywhere(&HostDirectory, rebase).unwrap();
         make_writable(&family.child);
@@ -453,7 +453,7 @@ fn a_snapshot_of_what_a_parent_knows_of_takes_a_list_that_can_be_written() {
         let family = Family::whole(format, "elsewhere/other");
         let old = name(format, &at(&family.dir, "elsewhere/old"));
         let watched = || Watched::log(Some("parent"));
-        let take = |shop: &Workshop<'_>| shop.snapshot(&family.other, &old);
+        let take = |tools: &ImageTools<'_>| tools.snapshot(&family.other, &old);
         let error = anywhere(&watched(), take).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
         assert!(error.help().contains("ferrite-children") && !old.path.exists(), "{error:?}");
@@ -535,14 +535,18 @@ fn a_parent_is_read_only_for_others_while_a_child_is_merged_and_when_that_fails(
             seen.set(mode());
             false
         };
-        let error = work(None, |shop| {
-            let shop =
-                Workshop { progress: &stop, parents: Parents::default(), state_dir: None, ..*shop };
-            shop.coalesce(&family.child, false)
+        let error = work(None, |tools| {
+            let tools = ImageTools {
+                progress: &stop,
+                parents: Parents::default(),
+                state_dir: None,
+                ..*tools
+            };
+            tools.coalesce(&family.child, false)
         });
         assert!(error.is_err() && seen.get() == 0o440 && mode() == 0o440, "{:o}", mode());
         let watched = Watched::log(Some("child"));
-        anywhere(&watched, |shop| shop.coalesce(&family.child, false)).unwrap_err();
+        anywhere(&watched, |tools| tools.coalesce(&family.child, false)).unwrap_err();
         assert_eq!(mode(), 0o440);
         coalesce(&family.child, false).unwrap();
         assert_eq!(fs::metadata(&family.child.path).unwrap().permissions().mode() & 0o777, 0o640);
@@ -621,7 +625,7 @@ fn what_was_put_on_an_image_before_a_takeover_is_seen() {
 fn the_first_sector_of_a_fixed_disk_keeps_no_image_from_being_served() {
     let family = Family::new("vhd", "fixed.vhd");
     let new = NewImage { bytes: Some(8 * MIB), fixed: true, ..NewImage::default() };
-    work(None, |shop| shop.create(&family.other, &new)).unwrap();
+    work(None, |tools| tools.create(&family.other, &new)).unwrap();
     let head = fs::read(&family.child.path).unwrap()[..4096].to_vec();
     let mut disk = Queue::new(open(&family.other).unwrap());
     disk.write(0, &head).unwrap();

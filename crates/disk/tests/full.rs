@@ -11,7 +11,7 @@ use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::engine::Op;
 use ferrite_io::engines::test_engine;
-use model::{Model, compare, name, pattern, shop};
+use model::{Model, compare, name, pattern, tools};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -36,7 +36,7 @@ fn create(image: &ImageName, unit_bytes: u64) {
         unit_bytes: Some(unit_bytes as u32),
         ..NewImage::default()
     };
-    shop(|shop| shop.create(image, &new)).unwrap();
+    tools(|tools| tools.create(image, &new)).unwrap();
 }
 
 /// Writes one unit after the other until there is no space; how many there was space for.
@@ -73,7 +73,7 @@ fn writes_go_on_until_there_is_no_space_for_a_single_unit() {
             disk.flush().unwrap();
             compare(&mut disk, &model);
             disk.close().unwrap();
-            let report = shop(|shop| shop.check(&name(&path), false)).unwrap();
+            let report = tools(|tools| tools.check(&name(&path), false)).unwrap();
             assert!(report.images.iter().all(|image| image.findings.is_empty()));
             compare(&mut session(&path, u64::MAX), &model);
             // The same after the next start, when nothing is set aside yet.

@@ -22,7 +22,7 @@ fn name(format: Format, path: &Path) -> ImageName {
 
 fn create(image: &ImageName, force: bool) {
     let new = NewImage { bytes: Some(8 * MIB), force, ..NewImage::default() };
-    work(None, |shop| shop.create(image, &new)).unwrap();
+    work(None, |tools| tools.create(image, &new)).unwrap();
 }
 
 fn serve(image: &ImageName, state: &Path, read_only: bool) -> Result<Queue, DiskError> {
@@ -44,11 +44,11 @@ fn byte(image: &ImageName, state: &Path) -> u8 {
 }
 
 fn journals(state: &Path) -> Vec<JournalInfo> {
-    work(Some(state), |shop| shop.journals()).unwrap()
+    work(Some(state), |tools| tools.journals()).unwrap()
 }
 
 fn is_usable(image: &ImageName, state: &Path) -> bool {
-    work(Some(state), |shop| shop.check(image, true)).is_ok_and(|report| report.usable)
+    work(Some(state), |tools| tools.check(image, true)).is_ok_and(|report| report.usable)
 }
 
 /// What was not flushed may be lost then, as after a power cut; who takes it over would put it in
@@ -124,7 +124,7 @@ fn a_new_image_in_the_place_of_one_that_is_gone_is_in_order_and_the_journal_is_s
         let found = journals(state.path());
         assert_eq!((found.len(), found[0].state), (1, JournalState::Stale), "{format}");
         assert!(found[0].records > 0 && found[0].path == image.path.to_str().unwrap());
-        let dropped = work(Some(state.path()), |shop| shop.drop_journals(&[], true, false));
+        let dropped = work(Some(state.path()), |tools| tools.drop_journals(&[], true, false));
         assert_eq!(dropped.unwrap(), found, "{format}");
         assert_eq!(journals(state.path()), [], "{format}");
     }
@@ -132,7 +132,7 @@ fn a_new_image_in_the_place_of_one_that_is_gone_is_in_order_and_the_journal_is_s
 
 /// What an administrator types who wants to clean up.
 fn drop_stale(state: &Path) -> Vec<JournalInfo> {
-    work(Some(state), |shop| shop.drop_journals(&[], true, false)).unwrap()
+    work(Some(state), |tools| tools.drop_journals(&[], true, false)).unwrap()
 }
 
 #[test]
@@ -257,10 +257,10 @@ fn a_copy_whose_original_is_gone_is_refused_until_the_journal_is_dropped() {
             assert!(error.why().contains(image.path.to_str().unwrap()), "{format}: {error}");
         }
         assert!(!is_usable(&copy, state.path()), "{format}");
-        work(Some(state.path()), |shop| shop.repair(&copy, true)).unwrap_err();
+        work(Some(state.path()), |tools| tools.repair(&copy, true)).unwrap_err();
         assert_eq!(byte(&name(format, &away), state.path()), 5, "{format}");
         let names = [left[0].name.clone()];
-        work(Some(state.path()), |shop| shop.drop_journals(&names, false, false)).unwrap();
+        work(Some(state.path()), |tools| tools.drop_journals(&names, false, false)).unwrap();
         serve(&copy, state.path(), false).unwrap().close().unwrap();
         assert!(is_usable(&copy, state.path()), "{format}");
     }
@@ -297,7 +297,7 @@ fn a_journal_is_dropped_by_name_if_nobody_uses_it_and_by_force_if_its_image_is_t
     let left = journals(state.path()).remove(0);
     assert_eq!((left.state, left.format), (JournalState::Kept, Some("vhd")));
     let drop_it = |names: &[String], force| {
-        work(Some(state.path()), |shop| shop.drop_journals(names, true, force))
+        work(Some(state.path()), |tools| tools.drop_journals(names, true, force))
             .map_err(|e| e.kind())
     };
     let names = [left.name.clone()];
@@ -323,13 +323,13 @@ fn the_journal_of_another_version_keeps_its_image_from_all_that_write_and_is_dro
         let mut journal = fs::read(&file).unwrap();
         journal[..8].copy_from_slice(b"ferrjrn9");
         fs::write(&file, &journal).unwrap();
-        let shop = |force| work(Some(state.path()), |shop| shop.repair(&image, force)).err();
-        assert!(shop(true).is_some() && serve(&image, state.path(), false).is_err(), "{format}");
+        let tools = |force| work(Some(state.path()), |tools| tools.repair(&image, force)).err();
+        assert!(tools(true).is_some() && serve(&image, state.path(), false).is_err(), "{format}");
         assert!(!is_usable(&image, state.path()), "{format}");
         assert_eq!(journals(state.path())[0].state, JournalState::Foreign, "{format}");
         let names = [name];
         let drop_it = |names: &[String], stale, force| {
-            work(Some(state.path()), |shop| shop.drop_journals(names, stale, force))
+            work(Some(state.path()), |tools| tools.drop_journals(names, stale, force))
                 .map_err(|e| e.kind())
         };
         assert_eq!(drop_it(&[], true, false), Ok(Vec::new()), "{format}");

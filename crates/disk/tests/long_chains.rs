@@ -63,14 +63,14 @@ fn no_chain_is_made_that_cannot_be_served() {
         let (dir, leaf) = chain(MAX_LAYERS - 1, format);
         let path = |file: &str| dir.path().join(format!("{file}.{format}"));
         let named = |path: PathBuf| ImageName { format, path };
-        work(None, |shop| shop.snapshot(&leaf, &named(path("last")))).unwrap();
-        assert_eq!(work(None, |shop| shop.info(&leaf)).unwrap().chain.len(), MAX_LAYERS);
+        work(None, |tools| tools.snapshot(&leaf, &named(path("last")))).unwrap();
+        assert_eq!(work(None, |tools| tools.info(&leaf)).unwrap().chain.len(), MAX_LAYERS);
         drop(serve(&leaf).unwrap());
         let before = std::fs::metadata(&leaf.path).unwrap().permissions();
         let on = NewImage { parent: Some(leaf.clone()), ..NewImage::default() };
         let errors = [
-            work(None, |shop| shop.snapshot(&leaf, &named(path("more")))).unwrap_err(),
-            work(None, |shop| shop.create(&named(path("more")), &on)).unwrap_err(),
+            work(None, |tools| tools.snapshot(&leaf, &named(path("more")))).unwrap_err(),
+            work(None, |tools| tools.create(&named(path("more")), &on)).unwrap_err(),
         ];
         for error in errors {
             assert_eq!(error.kind(), ErrorKind::Unsuitable, "{error}");
@@ -91,23 +91,23 @@ fn a_chain_that_is_too_long_is_read_and_made_shorter() {
         let (dir, leaf) = chain(layers, format);
         let error = serve(&leaf).unwrap_err();
         assert!(error.help().contains("ferrite image coalesce"), "{}", error.help());
-        work(None, |shop| {
-            let info = shop.info(&leaf).unwrap();
+        work(None, |tools| {
+            let info = tools.info(&leaf).unwrap();
             assert_eq!(info.chain.len(), layers);
             let mut mapped = 0;
             let count = |extent: &ferrite_disk::tools::Extent| {
                 mapped += extent.length_bytes;
                 true
             };
-            shop.map(&leaf, count).unwrap();
+            tools.map(&leaf, count).unwrap();
             assert_eq!(mapped, info.virtual_bytes);
             let flat = ImageName { format: Format::Raw, path: dir.path().join("flat") };
-            shop.convert(&leaf, &flat, &Convert::default()).unwrap();
+            tools.convert(&leaf, &flat, &Convert::default()).unwrap();
             for _ in MAX_LAYERS..layers {
-                shop.coalesce(&leaf, false).unwrap();
+                tools.coalesce(&leaf, false).unwrap();
             }
-            assert_eq!(shop.info(&leaf).unwrap().chain.len(), MAX_LAYERS);
-            assert!(shop.compare(&leaf, &flat, false).unwrap().identical, "{format}");
+            assert_eq!(tools.info(&leaf).unwrap().chain.len(), MAX_LAYERS);
+            assert!(tools.compare(&leaf, &flat, false).unwrap().identical, "{format}");
         });
         drop(serve(&leaf).unwrap());
     }
@@ -126,7 +126,7 @@ fn the_longest_chain_that_is_read_takes_little_memory() {
         let (_dir, leaf) = chain(1000, format);
         let _ = std::fs::write("/proc/self/clear_refs", "5");
         let before = status_kib("VmRSS:");
-        assert_eq!(work(None, |shop| shop.info(&leaf)).unwrap().chain.len(), 1000);
+        assert_eq!(work(None, |tools| tools.info(&leaf)).unwrap().chain.len(), 1000);
         let taken = status_kib("VmHWM:").saturating_sub(before);
         assert!(taken < 128 << 10, "{format}: {taken} KiB");
     }

@@ -9,7 +9,7 @@ use std::path::Path;
 use common::tree::{FORMATS, Refuses, Tree};
 use common::vhd::at;
 use common::{MIB, Mount, anywhere, dir_on_disk, run, skipped};
-use ferrite_disk::tools::{NewImage, Progress, Rebase, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage, Progress, Rebase};
 use ferrite_disk::{Format, Parents};
 use ferrite_io::directory::HostDirectory;
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, flock, mknodat};
@@ -20,8 +20,8 @@ fn a_parent_that_was_renamed_knows_its_children_in_other_folders() {
         let tree = Tree::new(format);
         tree.clone("a/base", "b/vm");
         tree.rename("a/base", "a/template");
-        let rebase = |shop: &Workshop<'_>| {
-            shop.rebase(&tree.image("a/own"), &tree.image("a/template"), Rebase::Unsafe, false)
+        let rebase = |tools: &ImageTools<'_>| {
+            tools.rebase(&tree.image("a/own"), &tree.image("a/template"), Rebase::Unsafe, false)
         };
         anywhere(&HostDirectory, rebase).unwrap();
         tree.refuses_to_coalesce("a/own", "b/vm");
@@ -83,8 +83,8 @@ fn a_rebased_image_that_was_renamed_knows_what_stood_on_it() {
         let tree = Tree::new(format);
         tree.clone("a/own", "b/vm");
         tree.create("a/other");
-        let rebase = |shop: &Workshop<'_>| {
-            shop.rebase(&tree.image("a/own"), &tree.image("a/other"), Rebase::Safe, true)
+        let rebase = |tools: &ImageTools<'_>| {
+            tools.rebase(&tree.image("a/own"), &tree.image("a/other"), Rebase::Safe, true)
         };
         anywhere(&HostDirectory, rebase).unwrap();
         tree.rename("a/own", "a/template");
@@ -101,10 +101,10 @@ fn a_forced_merge_leaves_no_line_that_keeps_the_disk_from_being_served() {
         let tree = Tree::new(format);
         tree.clone("a/base", "b/vm");
         tree.rename("a/base", "a/template");
-        anywhere(&HostDirectory, |shop| {
+        anywhere(&HostDirectory, |tools| {
             let (own, template) = (tree.image("a/own"), tree.image("a/template"));
-            shop.rebase(&own, &template, Rebase::Unsafe, false).unwrap();
-            shop.coalesce(&own, true).unwrap();
+            tools.rebase(&own, &template, Rebase::Unsafe, false).unwrap();
+            tools.coalesce(&own, true).unwrap();
         });
         assert_eq!(tree.list("a/base"), "");
         tree.open("a/own").unwrap();
@@ -159,7 +159,7 @@ fn a_snapshot_that_fails_leaves_no_line_for_what_never_was() {
         tree.clone("a/base", "b/vm");
         let (disk, old) = (tree.image("b/vm"), tree.image("b/old"));
         let before = tree.list("a/base");
-        let snapshot = |shop: &Workshop<'_>| shop.snapshot(&disk, &old);
+        let snapshot = |tools: &ImageTools<'_>| tools.snapshot(&disk, &old);
         anywhere(&Refuses(disk.path.clone()), snapshot).unwrap_err();
         assert_eq!(tree.list("a/base"), before, "{format}");
         let names = fs::read_dir(tree.path("b")).unwrap().count();
@@ -207,7 +207,8 @@ fn a_child_with_the_extension_of_another_format_is_known_by_a_line_and_by_what_i
             assert!(error.to_string().contains("web"), "{error}");
             let new = NewImage { bytes: Some(8 * MIB), force: true, ..NewImage::default() };
             let before = fs::read(tree.path("a/base")).unwrap();
-            anywhere(&HostDirectory, |shop| shop.create(&tree.image("a/base"), &new)).unwrap_err();
+            anywhere(&HostDirectory, |tools| tools.create(&tree.image("a/base"), &new))
+                .unwrap_err();
             assert!(fs::read(tree.path("a/base")).unwrap() == before);
         }
     }
@@ -232,7 +233,7 @@ fn a_list_that_is_no_regular_file_is_refused_by_name_and_nobody_waits_for_it() {
         make();
         let on = NewImage { parent: Some(tree.image("a/base")), ..NewImage::default() };
         let clone =
-            anywhere(&HostDirectory, |shop| shop.create(&tree.image("b/vm"), &on).map(drop));
+            anywhere(&HostDirectory, |tools| tools.create(&tree.image("b/vm"), &on).map(drop));
         tree.make_writable("a/base");
         for refused in [clone, tree.open("a/base").map(drop), tree.coalesce("a/own")] {
             let error = refused.unwrap_err().to_string();
@@ -263,16 +264,16 @@ fn a_clone_does_not_wait_for_the_copy_of_a_rebase_and_both_are_known() {
         }
         true
     };
-    let rebase = |shop: &Workshop<'_>| {
-        let shop = Workshop {
+    let rebase = |tools: &ImageTools<'_>| {
+        let tools = ImageTools {
             progress: &during,
             state_dir: None,
             parents: Parents::Any,
-            directory: shop.directory,
-            engine: shop.engine,
-            ..*shop
+            directory: tools.directory,
+            engine: tools.engine,
+            ..*tools
         };
-        shop.rebase(&tree.image("b/vm"), &tree.image("a/new"), Rebase::Safe, false)
+        tools.rebase(&tree.image("b/vm"), &tree.image("a/new"), Rebase::Safe, false)
     };
     anywhere(&HostDirectory, rebase).unwrap();
     assert!(cloned.get());
@@ -289,7 +290,7 @@ fn a_clone_that_cannot_be_told_leaves_no_list_and_a_parent_that_can_be_written()
             tree.remove("a/base.ferrite-children");
             tree.make_writable("a/base");
             let on = NewImage { parent: Some(tree.image("a/base")), ..NewImage::default() };
-            let clone = |shop: &Workshop<'_>| shop.create(&tree.image("b/vm"), &on);
+            let clone = |tools: &ImageTools<'_>| tools.create(&tree.image("b/vm"), &on);
             anywhere(&Refuses(tree.path(fails)), clone).unwrap_err();
             let names: Vec<_> = fs::read_dir(tree.path("a")).unwrap().collect();
             assert_eq!(names.len(), 1, "{fails}: {names:?}");
@@ -309,7 +310,7 @@ fn a_parent_with_a_name_of_238_bytes_knows_its_children_and_a_longer_one_is_refu
             tree.remove("a/base.ferrite-children");
             tree.make_writable(&parent);
             let on = NewImage { parent: Some(tree.image(&parent)), ..NewImage::default() };
-            let made = anywhere(&HostDirectory, |shop| shop.create(&tree.image("b/vm"), &on));
+            let made = anywhere(&HostDirectory, |tools| tools.create(&tree.image("b/vm"), &on));
             if bytes <= 238 {
                 made.unwrap();
                 assert!(tree.list(&parent).contains("b/vm"), "{bytes}");

@@ -8,7 +8,7 @@ use std::io::Write as _;
 use common::tree::{FORMATS, Refuses, Tree};
 use common::vhd::options;
 use common::{MIB, Mount, anywhere};
-use ferrite_disk::tools::{NewImage, Rebase, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage, Rebase};
 use ferrite_disk::{Disk, Format, ImageName};
 use ferrite_io::directory::HostDirectory;
 
@@ -36,8 +36,8 @@ fn a_child_that_was_moved_or_renamed_is_not_taken_for_gone() {
             tree.remove("b/vm");
             tree.refuses_to_coalesce("a/own", to);
             // What the message advises.
-            let rebase = |shop: &Workshop<'_>| {
-                shop.rebase(&tree.image(to), &tree.image("a/base"), Rebase::Unsafe, false)
+            let rebase = |tools: &ImageTools<'_>| {
+                tools.rebase(&tree.image(to), &tree.image("a/base"), Rebase::Unsafe, false)
             };
             anywhere(&HostDirectory, rebase).unwrap();
             tree.refuses_to_coalesce("a/own", to);
@@ -58,7 +58,8 @@ fn children_in_a_tree_that_was_moved_as_a_whole_take_force() {
             tree.rename(folder, &format!("tree/{folder}"));
         }
         tree.refuses_to_coalesce("tree/a/own", "tree/b/vm");
-        let done = anywhere(&HostDirectory, |shop| shop.coalesce(&tree.image("tree/a/own"), true));
+        let done =
+            anywhere(&HostDirectory, |tools| tools.coalesce(&tree.image("tree/a/own"), true));
         let done = done.unwrap();
         assert!(done.notes.iter().any(|note| note.contains("destroyed")), "{done:?}");
         tree.open("tree/a/own").unwrap();
@@ -138,8 +139,8 @@ fn a_missing_child_of_a_line_without_a_handle_may_have_been_moved() {
         tree.refuses_to_coalesce("a/own", "deleted or moved");
         tree.rename("b/moved", "b/vm");
         tree.create("a/another");
-        let rebase = |shop: &Workshop<'_>| {
-            shop.rebase(&tree.image("b/vm"), &tree.image("a/another"), Rebase::Unsafe, false)
+        let rebase = |tools: &ImageTools<'_>| {
+            tools.rebase(&tree.image("b/vm"), &tree.image("a/another"), Rebase::Unsafe, false)
         };
         anywhere(&HostDirectory, rebase).unwrap();
         tree.refuses_to_coalesce("a/own", "another image is there");
@@ -163,7 +164,7 @@ fn where_a_file_system_has_no_handles_a_missing_child_takes_force() {
     assert!(line.ends_with("b/vm") && !line.contains("handle="), "{line}");
     tree.rename("b/vm", "b/moved");
     tree.refuses_to_coalesce("a/own", "deleted or moved");
-    anywhere(&HostDirectory, |shop| shop.coalesce(&tree.image("a/own"), true)).unwrap();
+    anywhere(&HostDirectory, |tools| tools.coalesce(&tree.image("a/own"), true)).unwrap();
 }
 
 #[test]
@@ -187,8 +188,10 @@ fn a_snapshot_a_day_that_is_merged_again_leaves_no_line_each() {
         tree.clone("a/base", "b/vm");
         for day in 0..4 {
             let old = format!("b/day-{day}");
-            anywhere(&HostDirectory, |shop| shop.snapshot(&tree.image("b/vm"), &tree.image(&old)))
-                .unwrap();
+            anywhere(&HostDirectory, |tools| {
+                tools.snapshot(&tree.image("b/vm"), &tree.image(&old))
+            })
+            .unwrap();
             assert!(tree.list("a/base").contains(&old), "{}", tree.list("a/base"));
             tree.coalesce("b/vm").unwrap();
             assert!(tree.list("a/base").lines().count() <= 3, "{}", tree.list("a/base"));
@@ -205,8 +208,8 @@ fn a_rebase_that_fails_leaves_what_the_parent_knew_of_the_child() {
         let tree = Tree::new(format);
         tree.clone("a/base", "b/vm");
         let before = tree.list("a/base");
-        let rebase = |shop: &Workshop<'_>| {
-            shop.rebase(&tree.image("b/vm"), &tree.image("a/base"), Rebase::Safe, false)
+        let rebase = |tools: &ImageTools<'_>| {
+            tools.rebase(&tree.image("b/vm"), &tree.image("a/base"), Rebase::Safe, false)
         };
         anywhere(&Refuses(tree.path("b/vm")), rebase).unwrap_err();
         assert_eq!(tree.list("a/base"), before);
@@ -225,9 +228,9 @@ fn a_raw_parent_that_was_moved_with_its_list_has_its_child_still() {
         let tree = Tree::new(format);
         let raw = |path: &str| ImageName { format: Format::Raw, path: tree.path(path) };
         let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-        anywhere(&HostDirectory, |shop| shop.create(&raw("a/old.img"), &new)).unwrap();
+        anywhere(&HostDirectory, |tools| tools.create(&raw("a/old.img"), &new)).unwrap();
         let on = NewImage { parent: Some(raw("a/old.img")), ..NewImage::default() };
-        anywhere(&HostDirectory, |shop| shop.create(&tree.image("b/vm"), &on)).unwrap();
+        anywhere(&HostDirectory, |tools| tools.create(&tree.image("b/vm"), &on)).unwrap();
         fs::create_dir(tree.path("c")).unwrap();
         for suffix in ["", ".ferrite-children"] {
             tree.rename(&format!("a/old.img{suffix}"), &format!("c/old.img{suffix}"));
@@ -306,8 +309,9 @@ fn a_parent_that_is_a_mount_itself_has_clones_only_by_word() {
     let Some(_mount) = Mount::new(&bind, &tree.path("b/base")) else { return };
     for child in ["b/vm", "b/vm.qcow2"] {
         let new = NewImage { parent: Some(tree.image("b/base")), ..NewImage::default() };
-        let make =
-            |new: &NewImage| anywhere(&HostDirectory, |shop| shop.create(&tree.image(child), new));
+        let make = |new: &NewImage| {
+            anywhere(&HostDirectory, |tools| tools.create(&tree.image(child), new))
+        };
         let error = make(&new).unwrap_err();
         assert!(error.to_string().contains("it is mounted where it is"), "{error}");
         assert!(!tree.path(child).exists() && tree.list("b/base").is_empty());

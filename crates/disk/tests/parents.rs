@@ -39,11 +39,11 @@ impl Chain {
         };
         let (parent, children) = (image("parent"), [image("a"), image("b")]);
         let new = NewImage { bytes: Some(bytes), ..NewImage::default() };
-        work(None, |shop| shop.create(&parent, &new)).unwrap();
+        work(None, |tools| tools.create(&parent, &new)).unwrap();
         // While there is nothing in it, our own tools do no more than others.
         for child in &children {
             let new = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
-            work(None, |shop| shop.create(child, &new)).unwrap();
+            work(None, |tools| tools.create(child, &new)).unwrap();
         }
         fs::set_permissions(&parent.path, Permissions::from_mode(0o644)).unwrap();
         let chain = Chain { dir, state, parent, children };
@@ -158,9 +158,9 @@ fn tools_see_a_chain_as_it_is_served() {
         let (copy, flat) = (raw("copy.img"), raw("flat.img"));
         fs::write(&copy.path, &content).unwrap();
         let child = &chain.children[0];
-        work(Some(chain.state.path()), |shop| {
-            assert!(shop.compare(child, &copy, false).unwrap().identical, "{format}");
-            shop.convert(child, &flat, &Convert::default()).unwrap();
+        work(Some(chain.state.path()), |tools| {
+            assert!(tools.compare(child, &copy, false).unwrap().identical, "{format}");
+            tools.convert(child, &flat, &Convert::default()).unwrap();
             let mut found = 0;
             let count = |extent: &Extent| {
                 let range = extent.start_bytes..extent.start_bytes + extent.length_bytes;
@@ -168,10 +168,10 @@ fn tools_see_a_chain_as_it_is_served() {
                 found += written.iter().filter(|at| theirs && range.contains(at)).count();
                 true
             };
-            shop.map(child, count).unwrap();
+            tools.map(child, count).unwrap();
             assert_eq!(found, written.len(), "{format}");
-            assert!(shop.check(child, true).unwrap().usable, "{format}");
-            let info = shop.info(child).unwrap();
+            assert!(tools.check(child, true).unwrap().usable, "{format}");
+            let info = tools.info(child).unwrap();
             let journals: Vec<bool> = info.chain.iter().map(|layer| layer.journal).collect();
             assert_eq!(journals, [false, true], "{format}");
             assert!(info.chain[1].allocated_bytes > Some(0), "{format}");
@@ -232,7 +232,7 @@ fn a_parent_that_another_program_has_written_to_since_is_refused_by_all_its_chil
             assert!(text.contains("another program"), "{text}");
         }
         let child = &chain.children[0];
-        let report = work(Some(chain.state.path()), |shop| shop.check(child, true));
+        let report = work(Some(chain.state.path()), |tools| tools.check(child, true));
         assert!(!report.is_ok_and(|report| report.usable), "{format}");
     }
 }

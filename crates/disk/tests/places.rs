@@ -56,7 +56,7 @@ impl Drop for Export {
 fn create(path: &Path, format: Format) {
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
     let image = ImageName { format, path: path.to_owned() };
-    work(None, |shop| shop.create(&image, &new)).unwrap();
+    work(None, |tools| tools.create(&image, &new)).unwrap();
 }
 
 fn serve(path: &Path, format: Format, state: &Path) -> Queue {

@@ -6,7 +6,7 @@ mod model;
 use std::path::Path;
 
 use ferrite_disk::tools::Rebase;
-use model::{name, qemu, shop};
+use model::{name, qemu, tools};
 use tempfile::TempDir;
 
 fn text(path: &Path) -> &str {
@@ -33,7 +33,7 @@ fn pair(dir: &TempDir, of_parent: u32, of_child: u32) -> Option<[std::path::Path
 fn who_merges_images_with_dirty_bitmaps_is_told_that_these_are_lost() {
     let dir = tempfile::tempdir().unwrap();
     let Some([base, leaf]) = pair(&dir, 1, 2) else { return };
-    let done = shop(|shop| shop.coalesce(&name(&leaf), false)).unwrap();
+    let done = tools(|tools| tools.coalesce(&name(&leaf), false)).unwrap();
     for (path, count) in [(&base, 1), (&leaf, 2)] {
         let said = format!("inside of {} and are lost: {count} ", path.display());
         assert!(done.notes.iter().any(|note| note.contains(&said)), "{:?}", done.notes);
@@ -45,7 +45,7 @@ fn a_rebase_says_whose_dirty_bitmaps_are_lost_and_nothing_where_there_are_none()
     let dir = tempfile::tempdir().unwrap();
     let Some([base, leaf]) = pair(&dir, 1, 1) else { return };
     let lost = |notes: &[String]| notes.iter().filter(|note| note.contains("are lost")).count();
-    let rebase = || shop(|shop| shop.rebase(&name(&leaf), &name(&base), Rebase::Safe, false));
+    let rebase = || tools(|tools| tools.rebase(&name(&leaf), &name(&base), Rebase::Safe, false));
     let first = rebase().unwrap();
     assert_eq!(lost(&first.notes), 1, "{:?}", first.notes);
     assert!(first.notes.iter().any(|note| note.contains(text(&leaf))), "{:?}", first.notes);

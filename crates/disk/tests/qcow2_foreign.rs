@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
-use ferrite_disk::tools::{NewImage, Progress, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage, Progress};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use model::wait_until_released;
 
@@ -33,7 +33,7 @@ fn name(path: &Path) -> ImageName {
 
 fn create(path: &Path) {
     let new = NewImage { bytes: Some(CLUSTERS * CLUSTER), ..NewImage::default() };
-    work(None, |shop| shop.create(&name(path), &new)).unwrap();
+    work(None, |tools| tools.create(&name(path), &new)).unwrap();
 }
 
 fn serve(path: &Path, state: &Path, read_only: bool) -> Result<Queue, DiskError> {
@@ -253,13 +253,13 @@ fn an_image_that_was_refused_is_used_again_when_its_journal_was_dropped() {
     if run("qemu-img", &["check", "-q", "-r", "all", path.to_str().unwrap()]).is_none() {
         return skipped("no qemu-img");
     }
-    let report = work(Some(state.path()), |shop| shop.check(&name(&path), true)).unwrap();
+    let report = work(Some(state.path()), |tools| tools.check(&name(&path), true)).unwrap();
     assert!(!report.usable && report.images[0].findings[0].why.contains("lost"), "{report:?}");
-    work(Some(state.path()), |shop| shop.repair(&name(&path), true)).unwrap_err();
+    work(Some(state.path()), |tools| tools.repair(&name(&path), true)).unwrap_err();
     let error = serve(&path, state.path(), false).err().unwrap();
-    let journal = work(Some(state.path()), |shop| shop.journals()).unwrap().remove(0).name;
+    let journal = work(Some(state.path()), |tools| tools.journals()).unwrap().remove(0).name;
     assert!(error.help().contains(&journal), "{}", error.help());
-    work(Some(state.path()), |shop| shop.drop_journals(&[journal], false, true)).unwrap();
+    work(Some(state.path()), |tools| tools.drop_journals(&[journal], false, true)).unwrap();
     let mut disk = serve(&path, state.path(), false).unwrap();
     disk.write(0, &[9; 512]).unwrap();
     disk.close().unwrap();
@@ -272,14 +272,15 @@ fn process_merge() {
     let Ok(child) = std::env::var(MERGED) else { return };
     let state = std::env::var(STATE).unwrap();
     let steps = std::cell::Cell::new(0);
-    work(Some(state.as_ref()), |shop| {
+    work(Some(state.as_ref()), |tools| {
         let progress = |_: Progress| match steps.replace(steps.get() + 1) {
             0..16 => true,
             _ => std::process::abort(),
         };
-        let (directory, engine, state_dir) = (shop.directory, shop.engine, shop.state_dir.clone());
-        let parents = shop.parents.clone();
-        Workshop { progress: &progress, directory, engine, state_dir, parents, ..*shop }
+        let (directory, engine, state_dir) =
+            (tools.directory, tools.engine, tools.state_dir.clone());
+        let parents = tools.parents.clone();
+        ImageTools { progress: &progress, directory, engine, state_dir, parents, ..*tools }
             .coalesce(&name(child.as_ref()), false)
     })
     .unwrap();
@@ -292,7 +293,7 @@ fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_
     let [base, child] = ["base.qcow2", "child.qcow2"].map(|file| dir.path().join(file));
     create(&base);
     let on = NewImage { parent: Some(name(&base)), ..NewImage::default() };
-    work(None, |shop| shop.create(&name(&child), &on)).unwrap();
+    work(None, |tools| tools.create(&name(&child), &on)).unwrap();
     let mut disk = serve(&child, state.path(), false).unwrap();
     for write in 0..CLUSTERS {
         disk.write(write * CLUSTER, &[7; CLUSTER as usize]).unwrap();
@@ -313,7 +314,7 @@ fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_
     // It finds leaks, and says so by its exit code.
     assert!(repaired.status.code().is_some_and(|code| code < 4), "{repaired:?}");
     for chain in [false, true] {
-        let report = work(Some(state.path()), |shop| shop.check(&name(&child), chain)).unwrap();
+        let report = work(Some(state.path()), |tools| tools.check(&name(&child), chain)).unwrap();
         let [leaf, parent] = &report.images[..] else { panic!("{report:?}") };
         assert!(leaf.path.ends_with("child.qcow2") && leaf.findings.is_empty(), "{leaf:?}");
         assert!(parent.path.ends_with("base.qcow2") && !parent.is_usable(), "{parent:?}");
@@ -322,10 +323,10 @@ fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_
         assert!(why.contains("journal drop --force") && why.contains("merge again"), "{why}");
     }
     // What it advises.
-    work(Some(state.path()), |shop| {
-        let journals = shop.journals().unwrap();
-        shop.drop_journals(&[journals[0].name.clone()], false, true).unwrap();
-        shop.coalesce(&name(&child), false).unwrap();
+    work(Some(state.path()), |tools| {
+        let journals = tools.journals().unwrap();
+        tools.drop_journals(&[journals[0].name.clone()], false, true).unwrap();
+        tools.coalesce(&name(&child), false).unwrap();
     });
     let mut disk = serve(&child, state.path(), true).unwrap();
     assert!((0..CLUSTERS).all(|write| disk.read(write * CLUSTER, 512).unwrap() == [7; 512]));

@@ -5,7 +5,7 @@ mod model;
 
 use std::path::{Path, PathBuf};
 
-use model::{Model, check_clean, compare, name, open, pattern, peek, poke, qemu, shop};
+use model::{Model, check_clean, compare, name, open, pattern, peek, poke, qemu, tools};
 use tempfile::TempDir;
 
 fn dir() -> TempDir {
@@ -38,7 +38,7 @@ fn blocks(path: &Path) -> Vec<u64> {
 }
 
 fn mends(path: &Path, model: &Model) {
-    let repaired = shop(|shop| shop.repair(&name(path), true)).unwrap();
+    let repaired = tools(|tools| tools.repair(&name(path), true)).unwrap();
     assert!(!repaired.before.findings.is_empty());
     assert!(repaired.after.findings.is_empty(), "{:?}", repaired.after);
     check_clean(path);

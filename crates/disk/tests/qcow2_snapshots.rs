@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use ferrite_disk::tools::{CheckReport, Info, NewImage};
 use ferrite_disk::{OpenOptions, Session};
 use model::{
-    Model, check_clean, compare, name, open, pattern, peek, poke, qemu, qemu_img, session, shop,
+    Model, check_clean, compare, name, open, pattern, peek, poke, qemu, qemu_img, session, tools,
 };
 use tempfile::TempDir;
 
@@ -24,11 +24,11 @@ fn text(path: &Path) -> &str {
 }
 
 fn info(path: &Path) -> Info {
-    shop(|shop| shop.info(&name(path))).unwrap()
+    tools(|tools| tools.info(&name(path))).unwrap()
 }
 
 fn check(path: &Path) -> CheckReport {
-    shop(|shop| shop.check(&name(path), false)).unwrap()
+    tools(|tools| tools.check(&name(path), false)).unwrap()
 }
 
 /// Writes all over a disk.
@@ -126,15 +126,15 @@ fn a_child_with_snapshots_inside_is_not_merged_even_by_force() {
     let dir = dir();
     let [base, child] = ["base", "child"].map(|n| name(&dir.path().join(format!("{n}.qcow2"))));
     let new = NewImage { bytes: Some(6 * MIB), ..NewImage::default() };
-    shop(|shop| shop.create(&base, &new)).unwrap();
+    tools(|tools| tools.create(&base, &new)).unwrap();
     let on = NewImage { parent: Some(base.clone()), ..NewImage::default() };
-    shop(|shop| shop.create(&child, &on)).unwrap();
+    tools(|tools| tools.create(&child, &on)).unwrap();
     if !qemu(&["snapshot", "-c", "s", text(&child.path)]) {
         return;
     }
     let before = [&base, &child].map(|image| std::fs::read(&image.path).unwrap());
     for force in [false, true] {
-        let error = shop(|shop| shop.coalesce(&child, force)).unwrap_err();
+        let error = tools(|tools| tools.coalesce(&child, force)).unwrap_err();
         assert!(error.to_string().contains("snapshots inside"), "{error}");
         assert!(before == [&base, &child].map(|image| std::fs::read(&image.path).unwrap()));
     }
@@ -142,7 +142,7 @@ fn a_child_with_snapshots_inside_is_not_merged_even_by_force() {
     // Those of the parent stay, in the file that has the child's name now.
     std::fs::set_permissions(&base.path, std::fs::Permissions::from_mode(0o644)).unwrap();
     assert!(qemu(&["snapshot", "-c", "p", text(&base.path)]));
-    shop(|shop| shop.coalesce(&child, false)).unwrap();
+    tools(|tools| tools.coalesce(&child, false)).unwrap();
     assert_eq!(info(&child.path).chain[0].snapshots[0].name, "p");
     check_clean(&child.path);
 }
@@ -191,7 +191,7 @@ fn counts_that_snapshots_need_are_mended() {
     for at in (block..block + 512).step_by(8) {
         poke(&path, at, |_| 0);
     }
-    let repaired = shop(|shop| shop.repair(&name(&path), true)).unwrap();
+    let repaired = tools(|tools| tools.repair(&name(&path), true)).unwrap();
     assert!(repaired.done && repaired.after.findings.is_empty(), "{repaired:?}");
     check_clean(&path);
     for (id, model) in ["one", "two", "three"].into_iter().zip(&kept) {

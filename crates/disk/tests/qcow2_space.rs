@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 use common::failing::Failing;
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
-use ferrite_disk::tools::{NewImage, Verdict, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage, Verdict};
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engine::Op;
@@ -26,7 +26,7 @@ const CLUSTER: u64 = 64 << 10;
 fn killed(dir: &TempDir, state: &Path) -> PathBuf {
     let path = dir.path().join("a.qcow2");
     let new = NewImage { bytes: Some(64 * MIB), ..NewImage::default() };
-    work(None, |shop| shop.create(&name(&path), &new)).unwrap();
+    work(None, |tools| tools.create(&name(&path), &new)).unwrap();
     let mut queue = serve(&path, state);
     for i in 0..1024 {
         queue.write(i * 7 % 1024 * CLUSTER, &[i as u8; 4096]).unwrap();
@@ -48,7 +48,7 @@ fn reads_as_written(path: &Path, state: &Path) {
 }
 
 fn unused(path: &Path) -> u64 {
-    let report = work(None, |shop| shop.check(&name(path), false)).unwrap();
+    let report = work(None, |tools| tools.check(&name(path), false)).unwrap();
     assert_eq!(report.verdict, Verdict::InOrder, "{report:?}");
     report.images[0].unused_bytes
 }
@@ -71,7 +71,8 @@ fn end_by_qemu(path: &Path) -> Option<u64> {
 fn what_a_killed_backend_had_set_aside_is_told_and_given_back_by_a_repair() {
     let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
     let path = killed(&dir, state.path());
-    let repair = |force| work(Some(state.path()), |shop| shop.repair(&name(&path), force)).unwrap();
+    let repair =
+        |force| work(Some(state.path()), |tools| tools.repair(&name(&path), force)).unwrap();
     // What was answered is in the file, if not in its tables.
     drop(serve(&path, state.path()));
     repair(true);
@@ -86,7 +87,8 @@ fn what_a_killed_backend_had_set_aside_is_told_and_given_back_by_a_repair() {
     let mut queue = serve(&path, state.path());
     queue.flush().unwrap();
     drop(queue);
-    let repair = |force| work(Some(state.path()), |shop| shop.repair(&name(&path), force)).unwrap();
+    let repair =
+        |force| work(Some(state.path()), |tools| tools.repair(&name(&path), force)).unwrap();
     let left = unused(&path);
     assert!(left > 8 * MIB, "{left}");
     let before = bytes(&path);
@@ -147,7 +149,7 @@ fn free_clusters_between_others_become_holes() {
     let taken = || fs::metadata(&path).unwrap().blocks() * 512;
     let (before, left) = (taken(), unused(&path));
     assert!(left > 7 * MIB && bytes(&path) < before + MIB, "{left} of {before}");
-    let repaired = work(None, |shop| shop.repair(&name(&path), true)).unwrap();
+    let repaired = work(None, |tools| tools.repair(&name(&path), true)).unwrap();
     assert_eq!(repaired.after.unused_bytes, 0);
     assert!(taken() + 7 * MIB < before, "{} of {before}", taken());
     check_clean(&path);
@@ -178,7 +180,7 @@ fn nothing_is_given_back_before_a_sync() {
         let engine = test_engine().open(arena, 64)?;
         Ok(Box::new(Failing::new(engine, Box::new(note))) as Box<dyn ferrite_io::engine::Engine>)
     };
-    let shop = Workshop {
+    let tools = ImageTools {
         fixed_size: false,
         directory: &HostDirectory,
         unlocked: false,
@@ -187,7 +189,7 @@ fn nothing_is_given_back_before_a_sync() {
         progress: &|_| true,
         parents: Parents::default(),
     };
-    shop.repair(&name(&path), true).unwrap();
+    tools.repair(&name(&path), true).unwrap();
     let done = done.take();
     let cut = done.iter().position(|op| *op == "other").unwrap();
     // The first one is of the mark, which was taken away before.
@@ -202,7 +204,7 @@ fn the_last_cluster_is_not_cut_off_when_its_count_is_lost() {
         let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
         let path = dir.path().join("a.qcow2");
         let new = NewImage { bytes: Some(64 * MIB), ..NewImage::default() };
-        work(None, |shop| shop.create(&name(&path), &new)).unwrap();
+        work(None, |tools| tools.create(&name(&path), &new)).unwrap();
         let write = |at, stamp| {
             let mut queue = serve(&path, state.path());
             queue.write(at, &[stamp; CLUSTER as usize]).unwrap();
@@ -220,11 +222,11 @@ fn the_last_cluster_is_not_cut_off_when_its_count_is_lost() {
         file.write_all_at(&[0; 2], block + last * 2).unwrap();
         let before = bytes(&path);
         match resized {
-            true => drop(work(None, |shop| shop.resize(&name(&path), 65 * MIB, false)).unwrap()),
+            true => drop(work(None, |tools| tools.resize(&name(&path), 65 * MIB, false)).unwrap()),
             false => write(0, 3),
         }
         assert_eq!(bytes(&path), before, "resized: {resized}");
-        work(None, |shop| shop.repair(&name(&path), true)).unwrap();
+        work(None, |tools| tools.repair(&name(&path), true)).unwrap();
         assert_eq!(unused(&path), 0);
         let mut queue = serve(&path, state.path());
         assert!(queue.read(MIB, CLUSTER as usize).unwrap() == [2; CLUSTER as usize]);

@@ -144,7 +144,7 @@ fn qemu_does_not_write_to_what_is_open_and_reads_metadata_only_if_told_to() {
         let path = at(&dir, &format!("disk.{format}"));
         let name = ImageName::parse(path.to_str().unwrap()).unwrap();
         let new = NewImage { bytes: Some(4 * MIB), ..NewImage::default() };
-        work(None, |shop| shop.create(&name, &new)).unwrap();
+        work(None, |tools| tools.create(&name, &new)).unwrap();
         let (path, format) = (path.to_str().unwrap(), format.replace("vhd", "vpc"));
         let writer = open(path.as_ref()).unwrap();
         qemu_is_refused("qemu-io", &["-f", &format, "-c", "write 0 512", path]);
@@ -182,11 +182,11 @@ fn a_parent_serves_many_of_ours_and_of_qemus_and_is_written_by_none() {
     let name = |file: &str| ImageName::parse(at(&dir, file).to_str().unwrap()).unwrap();
     let parent = name("parent.qcow2");
     let new = NewImage { bytes: Some(4 * MIB), ..NewImage::default() };
-    work(None, |shop| shop.create(&parent, &new)).unwrap();
+    work(None, |tools| tools.create(&parent, &new)).unwrap();
     let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
     let children = ["a.qcow2", "b.qcow2", "c.qcow2"].map(name);
     for child in &children {
-        work(None, |shop| shop.create(child, &on)).unwrap();
+        work(None, |tools| tools.create(child, &on)).unwrap();
     }
     let [a, b, c] = children.map(|child| child.path.to_str().unwrap().to_owned());
     let _open = [open(a.as_ref()).unwrap(), open(b.as_ref()).unwrap()];

@@ -36,10 +36,10 @@ fn copy_to_devices(block_bytes: u32) {
         let Some(device) = Loop::attach(&file, block_bytes) else { return };
         let (from, to) = (name("raw", &source), name(format, &device.0));
         let how = Convert { force: true, fixed, ..Convert::default() };
-        work(None, |shop| shop.convert(&from, &to, &how)).unwrap();
+        work(None, |tools| tools.convert(&from, &to, &how)).unwrap();
         let back = at(&dir, &format!("{format}-{fixed}.img"));
         let how = Convert::default();
-        work(None, |shop| shop.convert(&to, &name("raw", &back), &how)).unwrap();
+        work(None, |tools| tools.convert(&to, &name("raw", &back), &how)).unwrap();
         let found = fs::read(&back).unwrap();
         let wrong = found.iter().zip(&content).position(|(a, b)| a != b);
         assert_eq!(wrong, None, "{format}, fixed: {fixed}");
@@ -55,9 +55,9 @@ fn a_new_fixed_image_on_a_device_reads_as_zeros() {
         let Some(device) = Loop::attach(&file, block_bytes) else { return };
         let image = name("vhd", &device.0);
         let new = NewImage { bytes: Some(bytes), fixed: true, force: true, ..NewImage::default() };
-        work(None, |shop| shop.create(&image, &new)).unwrap();
+        work(None, |tools| tools.create(&image, &new)).unwrap();
         let back = name("raw", &at(&dir, "back.img"));
-        work(None, |shop| shop.convert(&image, &back, &Convert::default())).unwrap();
+        work(None, |tools| tools.convert(&image, &back, &Convert::default())).unwrap();
         assert!(fs::read(&back.path).unwrap().iter().all(|byte| *byte == 0));
     }
 }
@@ -73,9 +73,9 @@ fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
     let path = |file: &str| dir.join(format!("{file}.{format}"));
     let (parent, child) = (name(format, &path("parent")), name(format, &path("child")));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    work(None, |shop| shop.create(&parent, &new)).unwrap();
+    work(None, |tools| tools.create(&parent, &new)).unwrap();
     let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
-    work(None, |shop| shop.create(&child, &on)).unwrap();
+    work(None, |tools| tools.create(&child, &on)).unwrap();
     serve(&child, state, false).write(MIB, &[5; 512]).unwrap();
     (parent, child)
 }
@@ -87,7 +87,7 @@ fn what_a_killed_backend_has_answered_survives_a_repair_without_the_parent() {
         let (parent, child) = killed(dir.path(), state.path(), format);
         let away = at(&dir, "away");
         fs::rename(&parent.path, &away).unwrap();
-        let _ = work(Some(state.path()), |shop| shop.repair(&child, true));
+        let _ = work(Some(state.path()), |tools| tools.repair(&child, true));
         fs::rename(&away, &parent.path).unwrap();
         let found = serve(&child, state.path(), false).read(MIB, 512).unwrap();
         assert!(found == [5; 512], "{format}");
@@ -103,9 +103,9 @@ fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
         let reader = serve(&image, state.path(), true);
         let leaf = name(format, &at(&dir, &format!("leaf.{format}")));
         let new = NewImage { parent: Some(image.clone()), ..NewImage::default() };
-        work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap_err();
+        work(Some(state.path()), |tools| tools.create(&leaf, &new)).unwrap_err();
         drop(reader);
-        work(Some(state.path()), |shop| shop.create(&leaf, &new)).unwrap();
+        work(Some(state.path()), |tools| tools.create(&leaf, &new)).unwrap();
         fs::remove_dir_all(state.path()).unwrap();
         let found = serve(&leaf, state.path(), false).read(MIB, 512).unwrap();
         assert!(found == [5; 512], "{format}");
@@ -122,7 +122,7 @@ fn an_image_that_another_program_has_put_a_leaf_on_is_completed_by_a_repair() {
     let new = vhd::NewImage::differencing(8 * MIB, common::vhd::parent(&image.path, &footer));
     common::vhd::create(&leaf.path, &new).unwrap();
     assert!(serve(&leaf, state.path(), true).read(MIB, 512).unwrap() == [5; 512]);
-    work(Some(state.path()), |shop| shop.repair(&image, true)).unwrap();
+    work(Some(state.path()), |tools| tools.repair(&image, true)).unwrap();
     fs::remove_dir_all(state.path()).unwrap();
     assert!(serve(&leaf, state.path(), true).read(MIB, 512).unwrap() == [5; 512]);
 }
@@ -134,7 +134,7 @@ fn a_place_that_another_program_has_taken_is_not_taken_over() {
     let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
     let image = name("qcow2", &at(&dir, "a.qcow2"));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    work(None, |shop| shop.create(&image, &new)).unwrap();
+    work(None, |tools| tools.create(&image, &new)).unwrap();
     let mut disk = serve(&image, state.path(), false);
     disk.write(0, &[1; 512]).unwrap();
     disk.close().unwrap();
@@ -156,7 +156,7 @@ fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {
     let dir = dir_on_disk();
     let (parent, child) = (name("vhd", &at(&dir, "p.vhd")), name("vhd", &at(&dir, "c.vhd")));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    work(None, |shop| shop.create(&parent, &new)).unwrap();
+    work(None, |tools| tools.create(&parent, &new)).unwrap();
     let mut disk = Queue::new(Disk::open_image(&parent, &options()).unwrap());
     disk.write(6 * MIB, &[6; 512]).unwrap();
     disk.close().unwrap();
@@ -165,6 +165,6 @@ fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {
     let below = vhd::Footer { current_size: 4 * MIB, ..footer };
     let below = common::vhd::parent(&parent.path, &below);
     common::vhd::create(&child.path, &vhd::NewImage::differencing(4 * MIB, below)).unwrap();
-    let error = work(None, |shop| shop.resize(&child, 8 * MIB, false)).unwrap_err();
+    let error = work(None, |tools| tools.resize(&child, 8 * MIB, false)).unwrap_err();
     assert!(error.to_string().contains("parent is larger"), "{error}");
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::vhd::{at, options};
 use common::{Loop, MIB, Queue, dir_on_disk, rights};
-use ferrite_disk::tools::{Convert, NewImage, Progress, Workshop};
+use ferrite_disk::tools::{Convert, ImageTools, NewImage, Progress};
 use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::EngineChoice;
@@ -24,14 +24,14 @@ fn name(path: &Path) -> ImageName {
     ImageName::parse(path.to_str().unwrap()).unwrap()
 }
 
-fn work<T>(work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+fn work<T>(work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
     watched(&|_| true, work)
 }
 
-fn watched<T>(progress: &dyn Fn(Progress) -> bool, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+fn watched<T>(progress: &dyn Fn(Progress) -> bool, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
     let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
     let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    work(&Workshop {
+    work(&ImageTools {
         fixed_size: false,
         parents: ferrite_disk::Parents::default(),
         directory: &HostDirectory,
@@ -61,7 +61,7 @@ fn source(dir: &TempDir) -> (ImageName, ImageName) {
 /// Stops a conversion when half is done; what it leaves.
 fn interrupt(from: &ImageName, to: &ImageName) -> (PathBuf, PathBuf) {
     let half = |progress: Progress| progress.done_bytes < progress.total_bytes / 2;
-    let error = watched(&half, |shop| shop.convert(from, to, &Convert::default())).unwrap_err();
+    let error = watched(&half, |tools| tools.convert(from, to, &Convert::default())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
     let (partial, note) = remains(to);
     assert!(partial.exists() && note.exists());
@@ -80,7 +80,7 @@ fn noted_bytes(note: &Path) -> u64 {
 }
 
 fn same(a: &ImageName, b: &ImageName) -> bool {
-    work(|shop| shop.compare(a, b, false)).unwrap().first_difference_bytes.is_none()
+    work(|tools| tools.compare(a, b, false)).unwrap().first_difference_bytes.is_none()
 }
 
 /// Cut off before its first note, the new copy would go on where the old one had ended.
@@ -102,11 +102,11 @@ fn a_copy_that_starts_again_does_not_go_on_from_an_earlier_ones_note() {
         }
         true
     };
-    watched(&killed_at_once, |shop| shop.convert(&from, &to, &forced())).unwrap();
+    watched(&killed_at_once, |tools| tools.convert(&from, &to, &forced())).unwrap();
     assert!(seen.get() && same(&from, &to));
     let again = name(&at(&dir, "killed.vhd"));
-    if work(|shop| shop.convert(&from, &again, &resumed())).is_err() {
-        work(|shop| shop.convert(&from, &again, &forced())).unwrap();
+    if work(|tools| tools.convert(&from, &again, &resumed())).is_err() {
+        work(|tools| tools.convert(&from, &again, &forced())).unwrap();
     }
     assert!(same(&from, &again));
 }
@@ -123,7 +123,7 @@ fn a_note_of_a_copy_that_was_finished_is_nothing_to_go_on_from() {
         assert!(seen.replace(true) || noted_bytes(&note) == 0, "the old note is there");
         true
     };
-    watched(&look, |shop| shop.convert(&from, &to, &resumed())).unwrap();
+    watched(&look, |tools| tools.convert(&from, &to, &resumed())).unwrap();
     assert!(seen.get() && same(&from, &to));
 }
 
@@ -147,12 +147,12 @@ fn a_conversion_writes_through_no_link_and_waits_for_no_pipe() {
             plant();
             false
         };
-        watched(&stop, |shop| shop.convert(&from, &to, &forced())).unwrap_err();
+        watched(&stop, |tools| tools.convert(&from, &to, &forced())).unwrap_err();
         assert_eq!(fs::read(&victim).unwrap(), b"precious");
         // Before it goes on.
         let _ = fs::remove_file(&next);
         plant();
-        watched(&|_| false, |shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+        watched(&|_| false, |tools| tools.convert(&from, &to, &resumed())).unwrap_err();
         assert_eq!(fs::read(&victim).unwrap(), b"precious");
     }
     // The copy itself.
@@ -160,14 +160,14 @@ fn a_conversion_writes_through_no_link_and_waits_for_no_pipe() {
     fs::rename(&partial, &moved).unwrap();
     std::os::unix::fs::symlink(&moved, &partial).unwrap();
     let before = fs::read(&moved).unwrap();
-    let error = work(|shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+    let error = work(|tools| tools.convert(&from, &to, &resumed())).unwrap_err();
     assert!(error.to_string().contains("link"), "{error}");
     assert!(fs::read(&moved).unwrap() == before);
     fs::remove_file(&note).unwrap();
     mknodat(CWD, &note, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-    let error = work(|shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+    let error = work(|tools| tools.convert(&from, &to, &resumed())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
-    work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+    work(|tools| tools.convert(&from, &to, &forced())).unwrap();
     assert!(same(&from, &to) && fs::read(&moved).unwrap() == before);
 }
 
@@ -180,12 +180,12 @@ fn a_second_conversion_leaves_the_first_ones_file_alone() {
     holder.lock().unwrap();
     let before = fs::read(&partial).unwrap();
     for how in [Convert::default(), forced(), resumed()] {
-        let error = work(|shop| shop.convert(&from, &to, &how)).unwrap_err();
+        let error = work(|tools| tools.convert(&from, &to, &how)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
         assert!(fs::read(&partial).unwrap() == before, "{how:?}");
     }
     drop(holder);
-    work(|shop| shop.convert(&from, &to, &resumed())).unwrap();
+    work(|tools| tools.convert(&from, &to, &resumed())).unwrap();
     assert!(same(&from, &to));
 }
 
@@ -193,10 +193,11 @@ fn a_second_conversion_leaves_the_first_ones_file_alone() {
 fn a_source_that_is_called_like_an_unfinished_copy_is_not_removed() {
     let dir = dir_on_disk();
     let (from, to) = source(&dir);
-    work(|shop| shop.convert(&from, &to, &Convert::default())).unwrap();
+    work(|tools| tools.convert(&from, &to, &Convert::default())).unwrap();
     let odd = ImageName { path: at(&dir, "c.vhd.partial"), ..to.clone() };
     fs::rename(&to.path, &odd.path).unwrap();
-    let error = work(|shop| shop.convert(&odd, &name(&at(&dir, "c.vhd")), &forced())).unwrap_err();
+    let error =
+        work(|tools| tools.convert(&odd, &name(&at(&dir, "c.vhd")), &forced())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsuitable, "{error}");
     assert!(same(&from, &odd));
 }
@@ -209,11 +210,11 @@ fn a_second_create_leaves_the_first_ones_file_alone() {
     let first = at(&dir, "a.vhd.ferrite-new");
     let holder = fs::File::create_new(&first).unwrap();
     holder.lock().unwrap();
-    let error = work(|shop| shop.create(&image, &new)).unwrap_err();
+    let error = work(|tools| tools.create(&image, &new)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
     assert!(first.exists());
     drop(holder);
-    work(|shop| shop.create(&image, &new)).unwrap();
+    work(|tools| tools.create(&image, &new)).unwrap();
     assert!(!first.exists());
 }
 
@@ -277,7 +278,7 @@ fn of_two_that_make_a_file_one_succeeds_and_the_file_is_that_ones() {
             let [parent, image] =
                 ["parent", "folder/a"].map(|file| name(&at(&dir, &format!("{file}.{extension}"))));
             let new = |mib| NewImage { bytes: Some(mib * MIB), ..NewImage::default() };
-            work(|shop| shop.create(&parent, &new(8))).unwrap();
+            work(|tools| tools.create(&parent, &new(8))).unwrap();
             let made = meeting(
                 &image,
                 moment,
@@ -301,14 +302,14 @@ fn of_two_that_make_a_file_one_succeeds_and_the_file_is_that_ones() {
 fn meeting(image: &ImageName, moment: Moment, new: [NewImage; 2]) -> [Option<u64>; 2] {
     let make = |new: &NewImage, moment, meets: &dyn Fn()| {
         let directory = Met { moment, meets };
-        work(|shop| {
-            let shop = Workshop {
+        work(|tools| {
+            let tools = ImageTools {
                 directory: &directory,
                 parents: Parents::default(),
                 state_dir: None,
-                ..*shop
+                ..*tools
             };
-            match shop.create(image, new) {
+            match tools.create(image, new) {
                 Ok(done) => Some(done.virtual_bytes),
                 Err(e) => {
                     assert_eq!(e.kind(), ErrorKind::InUse, "{e}");
@@ -348,7 +349,7 @@ fn a_complete_copy_is_kept_when_its_name_is_taken() {
         fs::write(&to.path, b"precious").unwrap();
         true
     };
-    let error = watched(&take, |shop| shop.convert(&from, &to, &Convert::default())).unwrap_err();
+    let error = watched(&take, |tools| tools.convert(&from, &to, &Convert::default())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert_eq!(fs::read(&to.path).unwrap(), b"precious");
     let copy = ImageName { path: partial, ..to.clone() };
@@ -363,16 +364,16 @@ fn an_image_that_may_have_children_is_no_snapshots_leaf() {
         let [disk, child, old] =
             ["disk", "child", "old"].map(|n| name(&at(&dir, &format!("{n}.{extension}"))));
         let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-        work(|shop| shop.create(&disk, &new)).unwrap();
+        work(|tools| tools.create(&disk, &new)).unwrap();
         let on = NewImage { parent: Some(disk.clone()), ..NewImage::default() };
-        work(|shop| shop.create(&child, &on)).unwrap();
-        let error = work(|shop| shop.snapshot(&disk, &old)).unwrap_err();
+        work(|tools| tools.create(&child, &on)).unwrap();
+        let error = work(|tools| tools.snapshot(&disk, &old)).unwrap_err();
         let denied = [ErrorKind::Refused, ErrorKind::Permission].contains(&error.kind());
         assert!(denied && !old.path.exists(), "{error}");
         // One that is done already is nothing to refuse.
-        work(|shop| shop.snapshot(&child, &old)).unwrap();
+        work(|tools| tools.snapshot(&child, &old)).unwrap();
         fs::set_permissions(&child.path, fs::Permissions::from_mode(0o440)).unwrap();
-        if let Err(error) = work(|shop| shop.snapshot(&child, &old)) {
+        if let Err(error) = work(|tools| tools.snapshot(&child, &old)) {
             assert_eq!(error.kind(), ErrorKind::Permission, "{error}");
         }
     }
@@ -383,9 +384,9 @@ fn a_snapshot_of_a_symbolic_link_is_refused() {
     let dir = dir_on_disk();
     let [disk, link, old] = ["disk.vhd", "link.vhd", "old.vhd"].map(|n| name(&at(&dir, n)));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    work(|shop| shop.create(&disk, &new)).unwrap();
+    work(|tools| tools.create(&disk, &new)).unwrap();
     std::os::unix::fs::symlink("disk.vhd", &link.path).unwrap();
-    let error = work(|shop| shop.snapshot(&link, &old)).unwrap_err();
+    let error = work(|tools| tools.snapshot(&link, &old)).unwrap_err();
     assert!(error.to_string().contains("symbolic link"), "{error}");
     assert!(link.path.is_symlink() && !old.path.is_symlink() && !old.path.exists());
 }
@@ -395,7 +396,7 @@ fn spellings(dir: &TempDir, extension: &str) -> (ImageName, Vec<ImageName>) {
     let file = format!("disk.{extension}");
     let disk = name(&at(dir, &file));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-    work(|shop| shop.create(&disk, &new)).unwrap();
+    work(|tools| tools.create(&disk, &new)).unwrap();
     let mut queue = Queue::new(Disk::open_image(&disk, &options()).unwrap());
     queue.write(MIB, &[7; 4096]).unwrap();
     queue.close().unwrap();
@@ -422,13 +423,13 @@ fn an_image_is_not_replaced_by_what_is_made_of_it_however_it_is_spelled() {
         let before = (fs::read(&disk.path).unwrap(), rights(&disk));
         for other in &spellings {
             let [error, of_other] = [(&disk, other), (other, &disk)]
-                .map(|(a, b)| work(|shop| shop.snapshot(a, b)).unwrap_err());
+                .map(|(a, b)| work(|tools| tools.snapshot(a, b)).unwrap_err());
             assert_eq!(error.kind(), ErrorKind::Unsuitable, "{error}");
             assert_eq!(of_other.kind(), ErrorKind::Unsuitable, "{of_other}");
             let on = NewImage { parent: Some(other.clone()), force: true, ..NewImage::default() };
-            let error = work(|shop| shop.create(&disk, &on)).unwrap_err();
+            let error = work(|tools| tools.create(&disk, &on)).unwrap_err();
             assert!(error.to_string().contains("same file"), "{error}");
-            let error = work(|shop| shop.convert(other, &disk, &forced())).unwrap_err();
+            let error = work(|tools| tools.convert(other, &disk, &forced())).unwrap_err();
             assert!(error.to_string().contains("same file"), "{error}");
             assert!((fs::read(&disk.path).unwrap(), rights(&disk)) == before, "{other:?}");
         }
@@ -444,10 +445,10 @@ fn a_snapshot_goes_on_under_the_other_name_of_the_file() {
         let old = name(&at(&dir, &format!("old.{extension}")));
         fs::hard_link(&disk.path, &old.path).unwrap();
         // With two names, the file still is itself under each.
-        let error = work(|shop| shop.snapshot(&disk, &disk)).unwrap_err();
+        let error = work(|tools| tools.snapshot(&disk, &disk)).unwrap_err();
         assert!(error.to_string().contains("the disk itself"), "{error}");
-        work(|shop| shop.snapshot(&disk, &old)).unwrap();
-        assert_eq!(work(|shop| shop.info(&disk)).unwrap().chain.len(), 2);
+        work(|tools| tools.snapshot(&disk, &old)).unwrap();
+        assert_eq!(work(|tools| tools.info(&disk)).unwrap().chain.len(), 2);
         let mut queue = Queue::new(Disk::open_image(&disk, &options()).unwrap());
         assert!(queue.read(MIB, 4096).unwrap() == [7; 4096]);
     }
@@ -460,14 +461,14 @@ fn a_second_snapshot_under_the_same_name_is_refused_when_the_disk_has_changed() 
         let dir = dir_on_disk();
         let (disk, _) = spellings(&dir, extension);
         let old = name(&at(&dir, &format!("old.{extension}")));
-        work(|shop| shop.snapshot(&disk, &old)).unwrap();
+        work(|tools| tools.snapshot(&disk, &old)).unwrap();
         // What the last step of one that was interrupted leaves.
         fs::set_permissions(&old.path, fs::Permissions::from_mode(0o640)).unwrap();
-        let done = work(|shop| shop.snapshot(&disk, &old)).unwrap();
+        let done = work(|tools| tools.snapshot(&disk, &old)).unwrap();
         assert!(done.notes.iter().any(|note| note.contains("nothing to do")), "{done:?}");
         assert_eq!(rights(&old).2, 0o440);
         let refused = || {
-            let error = work(|shop| shop.snapshot(&disk, &old)).unwrap_err();
+            let error = work(|tools| tools.snapshot(&disk, &old)).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
             assert!(error.help().contains("another name"), "{error} {}", error.help());
         };
@@ -481,11 +482,11 @@ fn a_second_snapshot_under_the_same_name_is_refused_when_the_disk_has_changed() 
         refused();
         write(&[1; 4096]);
         refused();
-        assert_eq!(work(|shop| shop.info(&disk)).unwrap().chain.len(), 2);
+        assert_eq!(work(|tools| tools.info(&disk)).unwrap().chain.len(), 2);
         let next = name(&at(&dir, &format!("next.{extension}")));
-        work(|shop| shop.snapshot(&disk, &next)).unwrap();
-        work(|shop| shop.resize(&disk, 16 * MIB, false)).unwrap();
-        let error = work(|shop| shop.snapshot(&disk, &next)).unwrap_err();
+        work(|tools| tools.snapshot(&disk, &next)).unwrap();
+        work(|tools| tools.resize(&disk, 16 * MIB, false)).unwrap();
+        let error = work(|tools| tools.snapshot(&disk, &next)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     }
 }
@@ -498,7 +499,7 @@ fn a_parent_stays_as_it_is_when_no_child_can_be_made() {
     fs::write(&taken.path, b"precious").unwrap();
     let before = rights(&disk);
     let on = NewImage { parent: Some(disk.clone()), ..NewImage::default() };
-    let error = work(|shop| shop.create(&taken, &on)).unwrap_err();
+    let error = work(|tools| tools.create(&taken, &on)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert_eq!(rights(&disk), before);
 }
@@ -508,8 +509,8 @@ fn no_link_is_taken_for_the_image_when_a_child_is_merged() {
     let dir = dir_on_disk();
     let (disk, _) = spellings(&dir, "vhd");
     let [old, link] = ["old.vhd", "link.vhd"].map(|n| name(&at(&dir, n)));
-    work(|shop| shop.snapshot(&disk, &old)).unwrap();
-    let error = work(|shop| shop.coalesce(&link, false)).unwrap_err();
+    work(|tools| tools.snapshot(&disk, &old)).unwrap();
+    let error = work(|tools| tools.coalesce(&link, false)).unwrap_err();
     assert!(error.to_string().contains("symbolic link"), "{error}");
     assert!(link.path.is_symlink() && old.path.exists());
 }
@@ -523,9 +524,9 @@ fn a_copy_of_a_device_does_not_go_on() {
     let from = ImageName { path: device.0.clone(), ..file };
     interrupt(&from, &to);
     fs::File::options().write(true).open(&device.0).unwrap().write_all(&[0xEE; 4096]).unwrap();
-    let error = work(|shop| shop.convert(&from, &to, &resumed())).unwrap_err();
+    let error = work(|tools| tools.convert(&from, &to, &resumed())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
-    work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+    work(|tools| tools.convert(&from, &to, &forced())).unwrap();
     assert!(same(&from, &to));
 }
 
@@ -534,14 +535,14 @@ fn what_a_refusal_to_shrink_a_vhd_advises_helps() {
     let dir = dir_on_disk();
     let [disk, copy] = ["disk.vhd", "copy.vhd"].map(|n| name(&at(&dir, n)));
     let new = NewImage { bytes: Some(16 * MIB), ..NewImage::default() };
-    work(|shop| shop.create(&disk, &new)).unwrap();
+    work(|tools| tools.create(&disk, &new)).unwrap();
     let open = || Queue::new(Disk::open_image(&disk, &options()).unwrap());
     let mut queue = open();
     queue.write(12 * MIB, &[1; 4096]).unwrap();
     queue.close().unwrap();
     drop(queue);
     let refused = || {
-        let error = work(|shop| shop.resize(&disk, 8 * MIB, true)).unwrap_err();
+        let error = work(|tools| tools.resize(&disk, 8 * MIB, true)).unwrap_err();
         assert!(error.help().contains("convert"), "{error}");
     };
     refused();
@@ -550,6 +551,6 @@ fn what_a_refusal_to_shrink_a_vhd_advises_helps() {
     queue.close().unwrap();
     drop(queue);
     refused();
-    work(|shop| shop.convert(&disk, &copy, &Convert::default())).unwrap();
-    work(|shop| shop.resize(&copy, 8 * MIB, true)).unwrap();
+    work(|tools| tools.convert(&disk, &copy, &Convert::default())).unwrap();
+    work(|tools| tools.resize(&copy, 8 * MIB, true)).unwrap();
 }

@@ -9,11 +9,11 @@ use std::path::Path;
 use common::vhd::at;
 use common::{MIB, dir_on_disk, rights, skipped};
 use ferrite_disk::ImageName;
-use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use ferrite_disk::tools::{Convert, ImageTools, NewImage};
 use rustix::fs::{XattrFlags, lgetxattr, lremovexattr, setxattr};
 use tempfile::TempDir;
 
-fn work<T>(work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+fn work<T>(work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
     common::work(None, work)
 }
 
@@ -44,17 +44,17 @@ fn what_replaces_an_image_has_its_owner_and_mode() {
     let dir = dir_on_disk();
     let (from, to) = source(&dir);
     let new = NewImage { bytes: Some(8 * MIB), force: true, ..NewImage::default() };
-    work(|shop| shop.create(&to, &new)).unwrap();
+    work(|tools| tools.create(&to, &new)).unwrap();
     for mode in [0o600, 0o660] {
         let expected = set_rights(&to, mode);
-        work(|shop| shop.create(&to, &new)).unwrap();
+        work(|tools| tools.create(&to, &new)).unwrap();
         assert_eq!(rights(&to), expected, "create");
-        work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+        work(|tools| tools.convert(&from, &to, &forced())).unwrap();
         assert_eq!(rights(&to), expected, "convert");
     }
     // A parent's place is taken by what is none.
     let (user, group, _) = set_rights(&to, 0o440);
-    work(|shop| shop.create(&to, &new)).unwrap();
+    work(|tools| tools.create(&to, &new)).unwrap();
     assert_eq!(rights(&to), (user, group, 0o640));
 }
 
@@ -84,7 +84,7 @@ fn what_replaces_an_image_has_its_access_control_list() {
     let (from, to) = source(&dir);
     let old = name(&at(&dir, "old.vhd"));
     let new = NewImage { bytes: Some(8 * MIB), force: true, ..NewImage::default() };
-    work(|shop| shop.create(&to, &new)).unwrap();
+    work(|tools| tools.create(&to, &new)).unwrap();
     if setxattr(&to.path, LIST, &list_for_one(), XattrFlags::empty()).is_err() {
         return skipped("a file system without access control lists");
     }
@@ -92,21 +92,21 @@ fn what_replaces_an_image_has_its_access_control_list() {
         assert_eq!(list_of(&to), Some(list_for_one()), "{what}");
         assert_eq!(rights(&to).2, 0o640, "{what}");
     };
-    work(|shop| shop.create(&to, &new)).unwrap();
+    work(|tools| tools.create(&to, &new)).unwrap();
     keeps("create");
-    work(|shop| shop.convert(&from, &to, &forced())).unwrap();
+    work(|tools| tools.convert(&from, &to, &forced())).unwrap();
     keeps("convert");
-    work(|shop| shop.snapshot(&to, &old)).unwrap();
+    work(|tools| tools.snapshot(&to, &old)).unwrap();
     keeps("snapshot");
     lremovexattr(&old.path, LIST).unwrap();
-    work(|shop| shop.coalesce(&to, false)).unwrap();
+    work(|tools| tools.coalesce(&to, false)).unwrap();
     keeps("coalesce");
     // One without a list gets none, whatever its folder gives to new files.
     lremovexattr(&to.path, LIST).unwrap();
     let expected = set_rights(&to, 0o640);
     let default = "system.posix_acl_default";
     setxattr(dir.path(), default, &list_for_one(), XattrFlags::empty()).unwrap();
-    work(|shop| shop.create(&to, &new)).unwrap();
+    work(|tools| tools.create(&to, &new)).unwrap();
     assert_eq!((list_of(&to), rights(&to)), (None, expected));
 }
 
@@ -116,13 +116,13 @@ fn a_disk_has_the_same_owner_and_mode_after_a_snapshot_and_a_merge() {
         let dir = dir_on_disk();
         let [disk, old] = ["disk.vhd", "old.vhd"].map(|n| name(&at(&dir, n)));
         let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-        work(|shop| shop.create(&disk, &new)).unwrap();
+        work(|tools| tools.create(&disk, &new)).unwrap();
         let expected = set_rights(&disk, mode);
-        work(|shop| shop.snapshot(&disk, &old)).unwrap();
+        work(|tools| tools.snapshot(&disk, &old)).unwrap();
         assert_eq!(rights(&disk), expected);
         assert_eq!(rights(&old).2, mode & 0o444);
         set_rights(&old, 0o400);
-        work(|shop| shop.coalesce(&disk, false)).unwrap();
+        work(|tools| tools.coalesce(&disk, false)).unwrap();
         assert_eq!(rights(&disk), expected);
     }
 }

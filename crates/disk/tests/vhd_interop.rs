@@ -118,7 +118,7 @@ fn hash_by_us(image: &Path) -> u64 {
     let raw = image.with_extension("by-us");
     let named = |format: &str, path| ImageName::parse(&format!("{format}:{}", name(path))).unwrap();
     let (from, to) = (named("vhd", image), named("raw", &raw));
-    work(None, |shop| shop.convert(&from, &to, &Convert::default())).unwrap();
+    work(None, |tools| tools.convert(&from, &to, &Convert::default())).unwrap();
     let hash = hash(&raw);
     fs::remove_file(raw).unwrap();
     hash

@@ -10,7 +10,7 @@ use std::path::Path;
 use common::failing::Failing;
 use common::vhd::{at, check_by_vhd_util, create, name, offline, options, parent, peer, queue};
 use common::{MIB, Queue, dir_on_disk, work};
-use ferrite_disk::tools::{NewImage as New, Verdict, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage as New, Verdict};
 use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Parents, Raw};
 use ferrite_io::engine::Op;
@@ -305,8 +305,8 @@ fn a_chain_that_was_moved_as_a_whole_is_accepted() {
         parent: parent.map(|parent| named(&at(&dir, parent))),
         ..New::default()
     };
-    work(None, |shop| {
-        let make = |path: &str, new: New| shop.create(&named(&at(&dir, path)), &new).unwrap();
+    work(None, |tools| {
+        let make = |path: &str, new: New| tools.create(&named(&at(&dir, path)), &new).unwrap();
         assert!(make("old/100%25.vhd", new(Some(8 * MIB), None)).notes.is_empty());
         let notes = make("old/child.vhd", new(None, Some("old/100%25.vhd"))).notes;
         assert!(notes.iter().all(|note| note.contains("read-only now")), "{notes:?}");
@@ -314,9 +314,9 @@ fn a_chain_that_was_moved_as_a_whole_is_accepted() {
         fs::rename(at(&dir, "old"), at(&dir, "new")).unwrap();
         // Another disk under the name that the first one would have, were its `%` an escape.
         make("new/100%.vhd", new(Some(8 * MIB), None));
-        let shop = Workshop { parents: Parents::Any, state_dir: None, ..*shop };
+        let tools = ImageTools { parents: Parents::Any, state_dir: None, ..*tools };
         let report =
-            shop.check_strictly(&named(&at(&dir, "new/sub/grandchild.vhd")), true).unwrap();
+            tools.check_strictly(&named(&at(&dir, "new/sub/grandchild.vhd")), true).unwrap();
         assert_eq!(report.images.len(), 3);
         assert_eq!(report.verdict, Verdict::InOrder, "{:?}", report.images);
     });
@@ -327,10 +327,10 @@ fn what_libvhd_cannot_read_is_said_when_it_is_made_and_by_a_strict_check() {
     let dir = dir_on_disk();
     let made = |file: &str, new: New| {
         let image = named(&at(&dir, file));
-        work(None, |shop| {
-            let notes = shop.create(&image, &new).unwrap().notes.join("; ");
-            assert!(shop.check(&image, true).unwrap().verdict == Verdict::InOrder);
-            (notes, shop.check_strictly(&image, false).unwrap())
+        work(None, |tools| {
+            let notes = tools.create(&image, &new).unwrap().notes.join("; ");
+            assert!(tools.check(&image, true).unwrap().verdict == Verdict::InOrder);
+            (notes, tools.check_strictly(&image, false).unwrap())
         })
     };
     let sized = |bytes, unit_bytes| New { bytes: Some(bytes), unit_bytes, ..New::default() };

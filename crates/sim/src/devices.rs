@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::tools::{NewImage, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::sim::{Device, SimWorld};
@@ -108,7 +108,7 @@ pub(crate) fn leave_image(place: &Place, name: &ImageName, new: &NewImage) -> Re
     let able = Device { discards: false, zeroes: false };
     world.set_device(device, able).map_err(|e| e.to_string())?;
     let state_dir = (random.below(2) == 0).then(|| place.state.clone());
-    let shop = Workshop {
+    let tools = ImageTools {
         directory: &place.directory,
         unlocked: false,
         engine: &|arena| Ok(world.engine(arena)),
@@ -118,7 +118,7 @@ pub(crate) fn leave_image(place: &Place, name: &ImageName, new: &NewImage) -> Re
         progress: &|_| true,
     };
     let new = NewImage { force: true, ..new.clone() };
-    shop.create(name, &new).map_err(|e| e.to_string())?;
+    tools.create(name, &new).map_err(|e| e.to_string())?;
     let options = OpenOptions { state_dir, fixed_size: true, ..OpenOptions::default() };
     let disk = Disk::open_image(name, &options).map_err(|e| e.to_string())?;
     let sectors = disk.sectors();

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ferrite_disk::tools::{Convert, NewImage, Workshop};
+use ferrite_disk::tools::{Convert, ImageTools, NewImage};
 use ferrite_disk::{
     Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Raw, Session,
     qcow2, vhd,
@@ -209,8 +209,8 @@ impl Images {
         Ok(())
     }
 
-    fn shop<T>(&self, place: &Place, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-        work(&Workshop {
+    fn tools<T>(&self, place: &Place, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
+        work(&ImageTools {
             directory: &place.directory,
             unlocked: false,
             engine: &|arena| Ok(place.world.engine(arena)),
@@ -231,7 +231,7 @@ impl Images {
     ) -> Result<(), String> {
         let new = NewImage { force: self.on_devices(), ..new.clone() };
         self.provide(place, name, &new, sectors)?;
-        self.shop(place, |shop| shop.create(name, &new)).map_err(|e| e.to_string())?;
+        self.tools(place, |tools| tools.create(name, &new)).map_err(|e| e.to_string())?;
         if self.on_devices() {
             fs::write(self.mark(name), "").map_err(|e| e.to_string())?;
         }
@@ -253,7 +253,7 @@ impl Images {
     /// does, as XAPI does it; if the new leaf does not come to be, he takes that back.
     fn snapshot_device(&self, place: &Place, number: u64) -> Result<(), String> {
         let (leaf, parent) = (self.leaf(place), self.name(place, &format!("layer-{number}")));
-        let sectors = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+        let sectors = self.tools(place, |tools| tools.info(&leaf)).map_err(|e| e.to_string())?;
         let sectors = sectors.virtual_bytes / 512;
         let files = |e: std::io::Error| e.to_string();
         fs::rename(&leaf.path, &parent.path).map_err(files)?;
@@ -276,7 +276,7 @@ impl Images {
             self.enlarge(place, &leaf.path, bytes).map_err(|e| e.to_string())?;
         }
         if self.kind != Kind::Raw && !shape.fixed {
-            let now = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+            let now = self.tools(place, |tools| tools.info(&leaf)).map_err(|e| e.to_string())?;
             let file = File::options().read(true).write(true).open(&leaf.path);
             let mut random = SplitMix64::new(place.seed ^ sectors);
             let scribbled = file.and_then(|file| match self.kind {
@@ -285,7 +285,7 @@ impl Images {
             });
             scribbled.map_err(|e| e.to_string())?;
         }
-        let done = self.shop(place, |shop| shop.resize(&leaf, sectors * 512, false));
+        let done = self.tools(place, |tools| tools.resize(&leaf, sectors * 512, false));
         done.map(drop).map_err(|e| e.to_string())
     }
 
@@ -305,10 +305,11 @@ impl Images {
         let leaf = self.leaf(place);
         // Done again after an interruption that came behind its last step, there is nothing to
         // merge left.
-        let alone = |shop: &Workshop<'_>| shop.info(&leaf).is_ok_and(|info| info.chain.len() == 1);
-        let done = self.shop(place, |shop| match alone(shop) {
+        let alone =
+            |tools: &ImageTools<'_>| tools.info(&leaf).is_ok_and(|info| info.chain.len() == 1);
+        let done = self.tools(place, |tools| match alone(tools) {
             true => Ok(()),
-            false => shop.coalesce(&leaf, false).map(drop),
+            false => tools.coalesce(&leaf, false).map(drop),
         });
         done.map_err(|e| e.to_string())
     }
@@ -316,12 +317,12 @@ impl Images {
     /// The parent of the leaf goes into its own; unless that was done before, and not told.
     fn coalesce_inner(&self, place: &Place, layers: u64) -> Result<(), String> {
         let leaf = self.leaf(place);
-        let done = self.shop(place, |shop| {
-            let chain = shop.info(&leaf)?.chain;
+        let done = self.tools(place, |tools| {
+            let chain = tools.info(&leaf)?.chain;
             match chain.get(1) {
                 Some(inner) if chain.len() as u64 == layers => {
                     let path = PathBuf::from(&inner.path);
-                    shop.coalesce(&ImageName { format: self.kind, path }, false).map(drop)
+                    tools.coalesce(&ImageName { format: self.kind, path }, false).map(drop)
                 }
                 _ => Ok(()),
             }
@@ -339,7 +340,7 @@ impl Images {
         fs::rename(&leaf.path, &real).map_err(files)?;
         fs::copy(&real, &parent.path).map_err(files)?;
         let new = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
-        let shop = Workshop {
+        let tools = ImageTools {
             directory: &place.directory,
             engine: &|arena| Ok(place.world.engine(arena)),
             state_dir: None,
@@ -348,7 +349,7 @@ impl Images {
             parents: ferrite_disk::Parents::default(),
             progress: &|_| true,
         };
-        shop.create(&leaf, &new).map_err(|e| e.to_string())?;
+        tools.create(&leaf, &new).map_err(|e| e.to_string())?;
         fs::rename(&real, &parent.path).map_err(files)
     }
 
@@ -357,7 +358,7 @@ impl Images {
         if !self.on_devices() && clone.path.exists() {
             return Ok(());
         }
-        let info = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+        let info = self.tools(place, |tools| tools.info(&leaf)).map_err(|e| e.to_string())?;
         let new = NewImage { parent: Some(leaf.clone()), ..NewImage::default() };
         let done = self.make(place, &clone, &new, info.virtual_bytes / 512);
         // The story goes on with the leaf.
@@ -371,7 +372,7 @@ impl Images {
     /// Now and then somebody stops it, and has it go on.
     fn convert(&self, place: &Place, operation: Operation) -> Result<(), String> {
         let (leaf, copy) = (self.leaf(place), self.copy(place, operation));
-        let info = self.shop(place, |shop| shop.info(&leaf)).map_err(|e| e.to_string())?;
+        let info = self.tools(place, |tools| tools.info(&leaf)).map_err(|e| e.to_string())?;
         let shape = self.shape(place);
         let new = NewImage::default();
         self.provide(place, &copy, &new, info.virtual_bytes / 512)?;
@@ -380,7 +381,7 @@ impl Images {
             patience.set(patience.get().saturating_sub(1));
             patience.get() != 1
         };
-        let shop = Workshop {
+        let tools = ImageTools {
             directory: &place.directory,
             unlocked: false,
             engine: &|arena| Ok(place.world.engine(arena)),
@@ -393,7 +394,7 @@ impl Images {
         let done = loop {
             let fixed = shape.fixed && copy.format != Kind::Qcow2;
             let how = Convert { force, resume, fixed, unit_bytes: None };
-            match shop.convert(&leaf, &copy, &how) {
+            match tools.convert(&leaf, &copy, &how) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 // There is nothing to go on with, or it is done and was not told.
                 Err(e) if e.kind() == ErrorKind::Refused && !force => {
@@ -584,7 +585,8 @@ impl Format for Images {
             Operation::Snapshot(number) if self.on_devices() => self.snapshot_device(place, number),
             Operation::Snapshot(number) => {
                 let (leaf, layer) = (self.leaf(place), format!("layer-{number}"));
-                let done = self.shop(place, |shop| shop.snapshot(&leaf, &self.name(place, &layer)));
+                let done =
+                    self.tools(place, |tools| tools.snapshot(&leaf, &self.name(place, &layer)));
                 done.map(drop).map_err(|e| e.to_string())
             }
             Operation::Grow(sectors) => self.grow(place, sectors),

@@ -8,7 +8,7 @@ use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
 use super::*;
-use crate::tools::{NewImage, Workshop};
+use crate::tools::{ImageTools, NewImage};
 use crate::{Disk, Session};
 
 const KIB: u64 = 1024;
@@ -28,7 +28,7 @@ fn session(name: &ImageName, metadata_bytes: usize) -> Session {
 /// writes of single sectors, pages and many pages in each.
 fn chain(dir: &Path, random: &mut SplitMix64) -> ImageName {
     let kind = test_engine();
-    let workshop = Workshop {
+    let workshop = ImageTools {
         fixed_size: false,
         parents: crate::Parents::default(),
         directory: &HostDirectory,

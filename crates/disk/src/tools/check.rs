@@ -1,16 +1,16 @@
 //! Whether an image is in order, and what can be done if not.
 
-use super::desk::Desk;
 use super::formats::Rules;
+use super::io_context::IoContext;
 use super::{
-    CheckReport, Checked, Finding, Repaired, Workshop, broken, formats, refused, unsuitable,
+    CheckReport, Checked, Finding, ImageTools, Repaired, broken, formats, refused, unsuitable,
 };
 use crate::finding::Class;
 use crate::image::{Image, Layer, open_as_far, parent_names};
 use crate::journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Raw};
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is
     /// written.
     ///
@@ -114,7 +114,8 @@ impl Workshop<'_> {
             return Ok(Repaired { done: false, before: before.clone(), after: before });
         }
         // Without its parents, which may not be there.
-        let unusable = match Image::open_alone(name, &Workshop::even_parents(self.options(false))) {
+        let unusable = match Image::open_alone(name, &ImageTools::even_parents(self.options(false)))
+        {
             Ok(image) => self.close(&Disk::Image(image), &name.path).map(|()| None)?,
             Err(e) if !matches!(e.kind(), ErrorKind::Unsuitable | ErrorKind::Damaged) => {
                 return Err(e);
@@ -122,16 +123,16 @@ impl Workshop<'_> {
             // It cannot be opened: that may be what is to be mended.
             Err(e) => Some(e),
         };
-        let options = Workshop::even_parents(self.medium_options(false));
+        let options = ImageTools::even_parents(self.medium_options(false));
         let raw = Raw::open_medium(&name.path, &options)?;
         match unusable {
             // What was answered lies where the image says that there is nothing.
             Some(e) if journal::any_at(self.readable_state(), &raw)? => return Err(e),
             _ => {}
         }
-        let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;
-        let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
-        let mended = desk.run(async { Ok(formats::repair(&port, &raw, name.format).await) });
+        let mut context = IoContext::new(self, 0).map_err(|e| broken(what(), e))?;
+        let port = context.port_of(raw.files()).map_err(|e| broken(what(), e))?;
+        let mended = context.run(async { Ok(formats::repair(&port, &raw, name.format).await) });
         mended.map_err(|e| broken(what(), e))??;
         let after = formats::check(&raw, name.format, Rules::Ours)?;
         Ok(Repaired { done: true, before, after })

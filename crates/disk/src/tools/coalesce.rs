@@ -12,10 +12,10 @@ use std::path::PathBuf;
 
 use super::copy::{Copying, Mode};
 use super::create::done;
-use super::desk::Desk;
 use super::files::{Protected, same_file, take_rights};
+use super::io_context::IoContext;
 use super::rebase::{check_snapshots, first_layer, note_bitmaps};
-use super::{Done, Workshop, broken, formats, refused, unsuitable};
+use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 use crate::children::{self, Ask, absolute};
 use crate::image::Image;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
@@ -29,7 +29,7 @@ struct Pair {
     below_bytes: u64,
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Merges `child` into its parent, which takes the child's name. The child's own children stay
     /// as they are. If another image stands on the parent, or that cannot be excluded, its content
     /// would change: that takes `force`.
@@ -46,7 +46,7 @@ impl Workshop<'_> {
         let cannot = |e| broken(what(), e);
         self.check_alone(child, &pair.parent, force)?;
         // Both locked against everybody, the child without its parent.
-        let upper = Image::open_alone(child, &Workshop::even_parents(self.options(false)))?;
+        let upper = Image::open_alone(child, &ImageTools::even_parents(self.options(false)))?;
         check_same(&upper, child, pair)?;
         check_snapshots(&upper.layers()[0], what())?;
         let upper = Disk::Image(upper);
@@ -61,12 +61,12 @@ impl Workshop<'_> {
         if let Some(below) = lower.media().get(1) {
             self.mark_renamed(below.path(), &pair.parent, child, &mut notes)?;
         }
-        let mut desk = Copying::desk(self).map_err(cannot)?;
-        let copying = Copying::new(self, &mut desk, Mode::Merge, &upper, &lower);
+        let mut context = Copying::context(self).map_err(cannot)?;
+        let copying = Copying::new(self, &mut context, Mode::Merge, &upper, &lower);
         let copying = copying.map_err(cannot)?;
-        desk.run(copying.run()).map_err(cannot)?;
+        context.run(copying.run()).map_err(cannot)?;
         drop(copying);
-        drop(desk);
+        drop(context);
         self.take_place(upper, lower, child, &pair.parent)?;
         notes.push(format!("{} is gone: it has this name now", pair.parent.path.display()));
         notes.extend(lost);
@@ -81,7 +81,7 @@ impl Workshop<'_> {
         force: bool,
     ) -> Result<(Disk, Option<String>), DiskError> {
         let open = || {
-            let options = Workshop::even_parents(self.options(false));
+            let options = ImageTools::even_parents(self.options(false));
             let disk = Disk::open_image(&pair.parent, &options)?;
             self.check_alone(child, &pair.parent, force).map(|lost| (disk, lost))
         };
@@ -135,10 +135,10 @@ impl Workshop<'_> {
         parent: &ImageName,
     ) -> Result<(), DiskError> {
         let cannot = |e| broken(format!("cannot coalesce {}", child.path.display()), e);
-        let mut desk = Desk::new(self, 0).map_err(cannot)?;
-        let port = desk.port(&lower).map_err(cannot)?;
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port(&lower).map_err(cannot)?;
         let _locked = lower.files();
-        desk.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
+        context.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
         self.hand_over(child, parent).map_err(cannot)?;
         let protected = Protected::of(&parent.path).map_err(cannot)?;
         take_rights(&parent.path, &child.path, 0).map_err(cannot)?;
@@ -281,9 +281,9 @@ mod tests {
     use ferrite_io::directory::HostDirectory;
     use ferrite_io::engines::EngineChoice;
 
-    fn work<T>(work: impl FnOnce(&Workshop<'_>) -> T) -> T {
+    fn work<T>(work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
         let kind = EngineChoice::Auto.decide().unwrap().kind;
-        work(&Workshop {
+        work(&ImageTools {
             fixed_size: false,
             parents: crate::Parents::default(),
             directory: &HostDirectory,
@@ -299,9 +299,9 @@ mod tests {
         let [parent, child] = ["parent", "child"]
             .map(|n| ImageName { format, path: dir.join(format!("{n}.{format}")) });
         let new = NewImage { bytes: Some(8 << 20), ..NewImage::default() };
-        work(|shop| shop.create(&parent, &new)).unwrap();
+        work(|tools| tools.create(&parent, &new)).unwrap();
         let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
-        work(|shop| shop.create(&child, &on)).unwrap();
+        work(|tools| tools.create(&child, &on)).unwrap();
         [parent, child]
     }
 
@@ -316,15 +316,15 @@ mod tests {
     }
 
     /// What it does between a command's look at the chain and its locks, the command must see.
-    fn refused_after(force: bool, between: impl Fn(&Workshop<'_>, &[ImageName; 2])) {
+    fn refused_after(force: bool, between: impl Fn(&ImageTools<'_>, &[ImageName; 2])) {
         for format in [Format::Vhd, Format::Qcow2] {
             let dir = tempfile::TempDir::new().unwrap();
             let names = chain(dir.path(), format);
-            work(|shop| {
-                let pair = shop.pair(&names[1]).unwrap();
-                between(shop, &names);
+            work(|tools| {
+                let pair = tools.pair(&names[1]).unwrap();
+                between(tools, &names);
                 let before = contents(dir.path());
-                let error = shop.merge(&names[1], &pair, force).unwrap_err();
+                let error = tools.merge(&names[1], &pair, force).unwrap_err();
                 let expected = [ErrorKind::InUse, ErrorKind::Refused];
                 assert!(expected.contains(&error.kind()), "{error}");
                 assert!(contents(dir.path()) == before, "{format}");
@@ -334,25 +334,25 @@ mod tests {
 
     #[test]
     fn a_snapshot_between_the_look_and_the_locks_is_seen() {
-        refused_after(true, |shop, [_, child]| {
+        refused_after(true, |tools, [_, child]| {
             let middle = child.path.with_file_name(format!("middle.{}", child.format));
-            shop.snapshot(child, &ImageName { path: middle, ..child.clone() }).unwrap();
+            tools.snapshot(child, &ImageName { path: middle, ..child.clone() }).unwrap();
         });
     }
 
     #[test]
     fn a_clone_of_the_parent_between_the_look_and_the_locks_is_seen() {
-        refused_after(false, |shop, [parent, child]| {
+        refused_after(false, |tools, [parent, child]| {
             let other = child.path.with_file_name(format!("other.{}", child.format));
             let on = NewImage { parent: Some(parent.clone()), ..NewImage::default() };
-            shop.create(&ImageName { path: other, ..child.clone() }, &on).unwrap();
+            tools.create(&ImageName { path: other, ..child.clone() }, &on).unwrap();
         });
     }
 
     #[test]
     fn another_size_between_the_look_and_the_locks_is_seen() {
-        refused_after(true, |shop, [_, child]| {
-            shop.resize(child, 16 << 20, false).unwrap();
+        refused_after(true, |tools, [_, child]| {
+            tools.resize(child, 16 << 20, false).unwrap();
         });
     }
 }

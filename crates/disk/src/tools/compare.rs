@@ -5,9 +5,9 @@ use std::io;
 
 use ferrite_io::arena::Span;
 
-use super::desk::{BUFFER_BYTES, Desk};
 use super::extents::{What, look};
-use super::{Comparison, Progress, Workshop, broken};
+use super::io_context::{BUFFER_BYTES, IoContext};
+use super::{Comparison, ImageTools, Progress, broken};
 use crate::{Disk, DiskError, ImageName, Port, SECTOR_BYTES};
 
 /// A disk, the way to it, memory for 1 MiB of it, and its size.
@@ -22,10 +22,10 @@ pub(super) struct Side<'a> {
 }
 
 impl<'a> Side<'a> {
-    pub(super) fn new(desk: &mut Desk, disk: &'a Disk) -> io::Result<Side<'a>> {
+    pub(super) fn new(context: &mut IoContext, disk: &'a Disk) -> io::Result<Side<'a>> {
         let bytes = disk.sectors() * SECTOR_BYTES;
         let part = Cell::new((false, 0));
-        Ok(Side { disk, port: desk.port(disk)?, buf: desk.buffer()?, bytes, part })
+        Ok(Side { disk, port: context.port(disk)?, buf: context.buffer()?, bytes, part })
     }
 }
 
@@ -55,7 +55,7 @@ impl Side<'_> {
     }
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Compares what two disks read as. They may have different sizes if the rest is zeros, but not
     /// if it is `strict`: then they differ where one of them ends.
     ///
@@ -70,12 +70,12 @@ impl Workshop<'_> {
         let disks = [self.open(a, true)?, self.open(b, true)?];
         let cannot =
             |e| broken(format!("cannot compare {} and {}", a.path.display(), b.path.display()), e);
-        let mut desk = Desk::new(self, 2).map_err(cannot)?;
-        let a = Side::new(&mut desk, &disks[0]).map_err(cannot)?;
-        let b = Side::new(&mut desk, &disks[1]).map_err(cannot)?;
+        let mut context = IoContext::new(self, 2).map_err(cannot)?;
+        let a = Side::new(&mut context, &disks[0]).map_err(cannot)?;
+        let b = Side::new(&mut context, &disks[1]).map_err(cannot)?;
         let shorter = a.bytes.min(b.bytes);
         let end = if strict { shorter } else { a.bytes.max(b.bytes) };
-        let first = desk.run(self.first_difference(&a, &b, end)).map_err(cannot)?;
+        let first = context.run(self.first_difference(&a, &b, end)).map_err(cannot)?;
         let first = first.or((strict && a.bytes != b.bytes).then_some(shorter));
         Ok(Comparison {
             identical: first.is_none(),

@@ -7,7 +7,7 @@ use super::create::done;
 use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
-use super::{Done, NewImage, Workshop, broken, formats};
+use super::{Done, ImageTools, NewImage, broken, formats};
 use crate::children::PARTIAL;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
@@ -30,7 +30,7 @@ impl Convert {
     }
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Copies what `from` reads as into a new image `to`, its chain flattened. What is zeros is
     /// neither read, where that is known, nor written.
     ///
@@ -65,17 +65,17 @@ impl Workshop<'_> {
         let (file, state) = self.destination(to, how, fresh)?;
         // No journal: what is not durable is written again.
         let target = file.open_disk(to.format)?;
-        let mut desk = Copying::desk(self).map_err(cannot)?;
+        let mut context = Copying::context(self).map_err(cannot)?;
         let mode = match self.is_device(&to.path) && shows_medium(to.format, &new) {
             true => Mode::Replace,
             false => Mode::Fill,
         };
-        let copying = Copying::new(self, &mut desk, mode, &source, &target);
+        let copying = Copying::new(self, &mut context, mode, &source, &target);
         let mut copying = copying.map_err(cannot)?;
         if !self.is_device(&to.path) {
             copying.go_on(state, &to.path);
         }
-        let copied = desk.run(copying.run());
+        let copied = context.run(copying.run());
         drop(copying);
         if let Err(e) = copied {
             return Err(match self.is_device(&to.path) {

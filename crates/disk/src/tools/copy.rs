@@ -11,10 +11,10 @@ use std::pin::Pin;
 use ferrite_io::arena::Span;
 use ferrite_io::shared_lock::SharedLock;
 
-use super::desk::{BUFFER_BYTES, Desk, Stop, all};
 use super::extents::{What, look, look_at_layer};
+use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
-use super::{Progress, Workshop};
+use super::{ImageTools, Progress};
 use crate::{Disk, Port, SECTOR_BYTES};
 
 /// Pieces on their way at a time.
@@ -49,7 +49,7 @@ struct Piece {
 
 /// The two disks, and how far it is.
 pub(super) struct Copying<'a> {
-    shop: &'a Workshop<'a>,
+    tools: &'a ImageTools<'a>,
     mode: Mode,
     from: (&'a Disk, Port),
     to: (&'a Disk, Port),
@@ -77,19 +77,19 @@ pub(super) struct Copying<'a> {
 
 impl<'a> Copying<'a> {
     pub(super) fn new(
-        shop: &'a Workshop<'a>,
-        desk: &mut Desk,
+        tools: &'a ImageTools<'a>,
+        context: &mut IoContext,
         mode: Mode,
         from: &'a Disk,
         to: &'a Disk,
     ) -> io::Result<Copying<'a>> {
-        let zeros = desk.buffer()?;
+        let zeros = context.buffer()?;
         Ok(Copying {
-            shop,
+            tools,
             mode,
-            from: (from, desk.port(from)?),
-            to: (to, desk.port(to)?),
-            buffers: (0..IN_FLIGHT).map(|_| desk.buffer()).collect::<io::Result<_>>()?,
+            from: (from, context.port(from)?),
+            to: (to, context.port(to)?),
+            buffers: (0..IN_FLIGHT).map(|_| context.buffer()).collect::<io::Result<_>>()?,
             zeros,
             looking: SharedLock::new(),
             next: Cell::new(0),
@@ -104,9 +104,9 @@ impl<'a> Copying<'a> {
         })
     }
 
-    /// A desk that is large enough.
-    pub(super) fn desk(shop: &Workshop<'_>) -> io::Result<Desk> {
-        Desk::new(shop, IN_FLIGHT + 1)
+    /// A context that is large enough.
+    pub(super) fn context(tools: &ImageTools<'_>) -> io::Result<IoContext> {
+        IoContext::new(tools, IN_FLIGHT + 1)
     }
 
     /// Begins where the state says, and notes beside `path` how far it gets.
@@ -161,7 +161,7 @@ impl<'a> Copying<'a> {
                 return Ok(None);
             }
             let progress = Progress { done_bytes: at, total_bytes: self.end };
-            if !(self.shop.progress)(progress) {
+            if !(self.tools.progress)(progress) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let (what, len) = match self.data_end.get().checked_sub(at) {
@@ -292,7 +292,7 @@ mod tests {
             path
         });
         let world = SimWorld::new(1);
-        let shop = Workshop {
+        let tools = ImageTools {
             fixed_size: false,
             parents: crate::Parents::default(),
             directory: &world.directories(dir.path()),
@@ -302,11 +302,11 @@ mod tests {
             progress: &|_| false,
         };
         let open = |path: &PathBuf, read_only| {
-            shop.open(&ImageName { format: Format::Raw, path: path.clone() }, read_only).unwrap()
+            tools.open(&ImageName { format: Format::Raw, path: path.clone() }, read_only).unwrap()
         };
         let (source, target) = (open(&from, true), open(&to, false));
-        let mut desk = Copying::desk(&shop).unwrap();
-        let mut copying = Copying::new(&shop, &mut desk, Mode::Fill, &source, &target).unwrap();
+        let mut context = Copying::context(&tools).unwrap();
+        let mut copying = Copying::new(&tools, &mut context, Mode::Fill, &source, &target).unwrap();
         let state = Resume {
             sources: Vec::new(),
             journal: false,
@@ -318,9 +318,9 @@ mod tests {
         let on = On::Sync;
         let fault = Fault { on, range: 0..u64::MAX, per_mille: 1000, errno: 5, times: 1 };
         world.set_faults(vec![fault]);
-        desk.run(copying.sync()).unwrap_err();
+        context.run(copying.sync()).unwrap_err();
         // It is stopped, and would make durable what there is.
-        desk.run(copying.run()).unwrap_err();
+        context.run(copying.run()).unwrap_err();
         assert!(Resume::load(&to).is_none());
     }
 }

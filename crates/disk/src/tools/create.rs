@@ -5,12 +5,12 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::desk::Desk;
 use super::extents::look_at_layer;
 use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
 use super::formats::Blank;
+use super::io_context::IoContext;
 use super::undo::Undo;
-use super::{Done, Workshop, broken, formats, parent_dir, refused, unsuitable};
+use super::{Done, ImageTools, broken, formats, parent_dir, refused, unsuitable};
 use crate::children::marks::{self, Held, Mark};
 use crate::children::{self, absolute};
 use crate::journal;
@@ -49,7 +49,7 @@ impl Parent {
     }
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Makes an image, durably. A parent is made read-only, if it is not yet.
     ///
     /// # Errors
@@ -130,10 +130,10 @@ impl Workshop<'_> {
         let raw = file.open()?;
         let what = || format!("cannot make {}", file.path().display());
         journal::forget(self.readable_state(), &raw)?;
-        let mut desk = Desk::new(self, 1).map_err(|e| broken(what(), e))?;
-        let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
+        let mut context = IoContext::new(self, 1).map_err(|e| broken(what(), e))?;
+        let port = context.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let done =
-            desk.run(async { Ok(formats::empty(&port, &raw, format, new, below, bytes).await) });
+            context.run(async { Ok(formats::empty(&port, &raw, format, new, below, bytes).await) });
         done.map_err(|e| broken(what(), e))?
     }
 
@@ -271,8 +271,8 @@ impl Workshop<'_> {
     /// What a killed backend has left, in its journal or in the page cache, is brought to the
     /// medium: a parent has to be complete without it, and must not change any more.
     fn settle(&self, name: &ImageName) -> Result<(), DiskError> {
-        let options = Workshop::even_parents(self.options(false));
-        let disk = match Workshop::open_to_write(name, &options) {
+        let options = ImageTools::even_parents(self.options(false));
+        let disk = match ImageTools::open_to_write(name, &options) {
             Ok(disk) => disk,
             // Readers have it open, so it is nobody's to write; or we may not. It may be complete.
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Permission) => return Ok(()),
@@ -300,9 +300,9 @@ impl Workshop<'_> {
     /// Completes an image that was opened for writing.
     pub(super) fn close(&self, disk: &Disk, path: &Path) -> Result<(), DiskError> {
         let cannot = |e| broken(format!("cannot complete {}", path.display()), e);
-        let mut desk = Desk::new(self, 0).map_err(cannot)?;
-        let port = desk.port(disk).map_err(cannot)?;
-        desk.run(disk.close(&port)).map_err(cannot)
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port(disk).map_err(cannot)?;
+        context.run(disk.close(&port)).map_err(cannot)
     }
 
     /// `leaf` becomes `parent`, and what has its name from then on is a new image on that.
@@ -395,9 +395,9 @@ impl Workshop<'_> {
     /// Whether a disk's own image has nothing: all that is read is its parents'.
     fn is_blank(&self, disk: &Disk) -> io::Result<bool> {
         let Disk::Image(image) = disk else { return Ok(false) };
-        let mut desk = Desk::new(self, 0)?;
-        let port = desk.port(disk)?;
-        desk.run(async {
+        let mut context = IoContext::new(self, 0)?;
+        let port = context.port(disk)?;
+        context.run(async {
             let (mut at, end) = (0, disk.sectors() * SECTOR_BYTES);
             while at < end {
                 match look_at_layer(&image.layers()[0], 0, &port, at, end - at).await? {

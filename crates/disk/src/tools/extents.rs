@@ -6,8 +6,8 @@ use std::io;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::desk::Desk;
-use super::{Kind, Workshop, broken};
+use super::io_context::IoContext;
+use super::{ImageTools, Kind, broken};
 use crate::image::{Layer, Mapping};
 use crate::{Disk, DiskError, Extent as Place, ImageName, Intent, Port, Raw, SECTOR_BYTES};
 
@@ -122,7 +122,7 @@ fn hole(raw: &Raw, offset: u64, len: u64) -> Option<Ahead> {
     (hole_at > offset).then(|| Ahead::Data((hole_at - offset).min(len)))
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Tells `each` extent of a disk, in order, neighbours of a kind as one. `false`: enough.
     ///
     /// # Errors
@@ -134,9 +134,9 @@ impl Workshop<'_> {
     ) -> Result<(), DiskError> {
         let disk = self.open(name, true)?;
         let cannot = |e| broken(format!("cannot map {}", name.path.display()), e);
-        let mut desk = Desk::new(self, 1).map_err(cannot)?;
-        let port = desk.port(&disk).map_err(cannot)?;
-        let done = desk.run(async {
+        let mut context = IoContext::new(self, 1).map_err(cannot)?;
+        let port = context.port(&disk).map_err(cannot)?;
+        let done = context.run(async {
             let end = disk.sectors() * SECTOR_BYTES;
             let (mut at, mut last): (u64, Option<super::Extent>) = (0, None);
             while at < end {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use rustix::fs::{FlockOperation, XattrFlags, flock, fremovexattr, fsetxattr, fstat, lgetxattr};
 use rustix::io::Errno;
 
-use super::{Workshop, broken, parent_dir, refused, unsuitable};
+use super::{ImageTools, broken, parent_dir, refused, unsuitable};
 use crate::children::{self, Ask, NEW, identity};
 use crate::plain;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
@@ -45,7 +45,7 @@ impl Over {
 /// killed, and whoever wants its temporary name removes it. A name may be another file's at any time
 /// but when that is locked, so each is compared with the locked file before it is used.
 pub(super) struct NewFile<'a> {
-    shop: &'a Workshop<'a>,
+    tools: &'a ImageTools<'a>,
     path: PathBuf,
     /// It, locked.
     file: Option<Arc<OwnedFd>>,
@@ -80,7 +80,7 @@ pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
     path.with_file_name(name)
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Begins a file that is to be called `to`.
     pub(super) fn new_file(&self, to: &Path, over: Over) -> Result<NewFile<'_>, DiskError> {
         let what = || format!("cannot make {}", to.display());
@@ -113,7 +113,7 @@ impl Workshop<'_> {
         over: Over,
     ) -> Result<NewFile<'_>, DiskError> {
         let new = |path, replaces, replaced, in_place| NewFile {
-            shop: self,
+            tools: self,
             path,
             file: None,
             to: to.into(),
@@ -159,7 +159,7 @@ impl Workshop<'_> {
             let why = format!("it exists and would be lost, with {} bytes in it", meta.len());
             return Err(refused(what(), why, "choose another name, or overwrite it with --force"));
         }
-        let options = Workshop::even_parents(self.medium_options(false));
+        let options = ImageTools::even_parents(self.medium_options(false));
         let replaced = Raw::open_medium(to, &options)?;
         children::check_none(&replaced, Ask::Named)?;
         Ok(Some(replaced))
@@ -176,7 +176,7 @@ impl Workshop<'_> {
 impl NewFile<'_> {
     /// Opens it, and locks it until it has its name.
     pub(super) fn open(&mut self) -> Result<Raw, DiskError> {
-        let options = Workshop::even_parents(self.options());
+        let options = ImageTools::even_parents(self.options());
         let raw = Raw::open_medium(&self.path, &options).map_err(|e| self.named(e))?;
         if self.file.is_none() {
             self.file = raw.files().pop();
@@ -191,7 +191,7 @@ impl NewFile<'_> {
     }
 
     fn options(&self) -> OpenOptions {
-        OpenOptions { opened: self.file.clone(), ..self.shop.medium_options(false) }
+        OpenOptions { opened: self.file.clone(), ..self.tools.medium_options(false) }
     }
 
     /// Whether the temporary name is still that of the locked file.
@@ -229,7 +229,7 @@ impl NewFile<'_> {
     /// Makes it, empty and locked. Somebody who took it for left over before it was locked has it
     /// locked, or has removed it.
     pub(super) fn create(&mut self) -> io::Result<()> {
-        let file = self.shop.directory.create_new(&self.path)?;
+        let file = self.tools.directory.create_new(&self.path)?;
         let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
         self.file = Some(Arc::new(file));
         // Who has it locked is about to remove it.
@@ -251,7 +251,7 @@ impl NewFile<'_> {
         if self.in_place {
             return Ok(());
         }
-        let directory = self.shop.directory;
+        let directory = self.tools.directory;
         let what = || format!("cannot make {}", self.to.display());
         if !self.is_there() {
             return Err(self.not_made(io::ErrorKind::ResourceBusy.into()));
@@ -278,14 +278,14 @@ impl NewFile<'_> {
             }
         }
         self.ours = false;
-        self.shop.sync_dir(&self.to)
+        self.tools.sync_dir(&self.to)
     }
 }
 
 impl Drop for NewFile<'_> {
     fn drop(&mut self) {
         if self.ours && self.is_there() {
-            let _ = self.shop.directory.remove(&self.path);
+            let _ = self.tools.directory.remove(&self.path);
         }
     }
 }

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use super::files::is_write_protected;
-use super::{Info, LayerInfo, Usage, Workshop, broken, formats};
+use super::{ImageTools, Info, LayerInfo, Usage, broken, formats};
 use crate::image::{Layer, open_as_far};
 use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// What an image and its parents say about themselves. Their data are not read.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl Workshop<'_> {
     /// What a disk takes: in its images, and on the file systems.
     ///
     /// # Errors
-    /// As [`info`](Workshop::info).
+    /// As [`info`](ImageTools::info).
     pub fn du(&self, name: &ImageName) -> Result<Usage, DiskError> {
         let Info { virtual_bytes, chain, .. } = self.info(name)?;
         Ok(Usage {

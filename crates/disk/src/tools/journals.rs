@@ -1,6 +1,6 @@
 //! What killed backends have left, of all images.
 
-use super::{JournalInfo, JournalState, Workshop, refused};
+use super::{ImageTools, JournalInfo, JournalState, refused};
 use crate::journal::{self, Kept};
 use crate::{DiskError, ErrorKind};
 
@@ -16,7 +16,7 @@ impl Kept {
     }
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// All journals of this host.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! What is done to images that nobody is using: made, copied, merged, looked at. `ferrite image`
 //! is a command line for this, and the simulator cuts its power.
 //!
-//! Each operation is a function of a [`Workshop`], whatever the formats are. Those that make or
+//! Each operation is a function of a [`ImageTools`], whatever the formats are. Those that make or
 //! replace files keep to one order, so that a crash at any point leaves every name with an image
 //! that was whole before or is whole now:
 //! 1. the new image is written under a temporary name beside its own, and synced,
@@ -23,11 +23,11 @@ mod compare;
 mod convert;
 mod copy;
 mod create;
-mod desk;
 mod extents;
 mod files;
 mod formats;
 mod info;
+mod io_context;
 mod journals;
 mod rebase;
 mod report;
@@ -47,7 +47,7 @@ pub use report::*;
 pub use resize::NewSize;
 
 /// Where operations get what they need of their world.
-pub struct Workshop<'a> {
+pub struct ImageTools<'a> {
     /// Entries of directories are changed through this.
     pub directory: &'a dyn Directory,
     /// Opens what does the I/O.
@@ -75,7 +75,7 @@ pub struct Progress {
     pub total_bytes: u64,
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     fn options(&self, read_only: bool) -> OpenOptions {
         // What a process at work has in its journal changes under whoever reads it.
         let used = self.state_dir.as_deref().filter(|_| !self.unlocked);
@@ -110,7 +110,7 @@ impl Workshop<'_> {
     fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
         match read_only {
             true => Disk::open_image(name, &self.options(true)),
-            false => Workshop::open_to_write(name, &self.options(false)),
+            false => ImageTools::open_to_write(name, &self.options(false)),
         }
     }
 

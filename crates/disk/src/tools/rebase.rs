@@ -12,11 +12,11 @@ use std::path::Path;
 use super::compare::Side;
 use super::copy::{Copying, Mode};
 use super::create::done;
-use super::desk::{BUFFER_BYTES, Desk};
 use super::files::{Over, is_write_protected, protect, same_file};
 use super::formats::Blank;
+use super::io_context::{BUFFER_BYTES, IoContext};
 use super::undo::Undo;
-use super::{Done, NewImage, Progress, Workshop, broken, formats, refused, unsuitable};
+use super::{Done, ImageTools, NewImage, Progress, broken, formats, refused, unsuitable};
 use crate::children;
 use crate::image::{Image, Layer};
 use crate::size::Human;
@@ -34,7 +34,7 @@ pub enum Rebase {
     Unsafe,
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Has an image stand on another parent, which becomes read-only. With `force` the image may be
     /// a parent itself, if nobody has its children open: they find it by its name and identity.
     ///
@@ -51,7 +51,7 @@ impl Workshop<'_> {
         let was_protected = self.check_rebase(name, parent, force)?;
         let options = OpenOptions { even_parent: force, ..self.options(false) };
         let old = match how {
-            Rebase::Safe => Workshop::open_to_write(name, &options)?,
+            Rebase::Safe => ImageTools::open_to_write(name, &options)?,
             // Its parent may not be there.
             Rebase::Unsafe => Disk::Image(Image::open_alone(name, &options)?),
         };
@@ -80,15 +80,15 @@ impl Workshop<'_> {
         match how {
             Rebase::Safe => self.equalize(&old, &to).map_err(cannot)?,
             Rebase::Unsafe => {
-                let mut desk = Copying::desk(self).map_err(cannot)?;
-                let copying = Copying::new(self, &mut desk, Mode::Merge, &old, &to);
-                desk.run(copying.map_err(cannot)?.run()).map_err(cannot)?;
+                let mut context = Copying::context(self).map_err(cannot)?;
+                let copying = Copying::new(self, &mut context, Mode::Merge, &old, &to);
+                context.run(copying.map_err(cannot)?.run()).map_err(cannot)?;
             }
         }
-        let mut desk = Desk::new(self, 0).map_err(cannot)?;
-        let port = desk.port(&to).map_err(cannot)?;
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port(&to).map_err(cannot)?;
         let _locked = to.files();
-        desk.run(formats::take_identity(&port, to, &old)).map_err(cannot)?;
+        context.run(formats::take_identity(&port, to, &old)).map_err(cannot)?;
         // Others may have taken the line for one of an image that is gone.
         let marked = self.mark(&below.name.path, name, file.path(), Some(help), &mut Vec::new())?;
         undo.marked(&below.name.path, marked);
@@ -145,10 +145,10 @@ impl Workshop<'_> {
 
     /// Writes to a disk what makes it read as another one, of the same size, and completes it.
     fn equalize(&self, from: &Disk, to: &Disk) -> io::Result<()> {
-        let mut desk = Desk::new(self, 2)?;
-        let from = Side::new(&mut desk, from)?;
-        let to = Side::new(&mut desk, to)?;
-        desk.run(async {
+        let mut context = IoContext::new(self, 2)?;
+        let from = Side::new(&mut context, from)?;
+        let to = Side::new(&mut context, to)?;
+        context.run(async {
             let mut at = 0;
             while at < from.bytes {
                 let progress = Progress { done_bytes: at, total_bytes: from.bytes };

@@ -1,10 +1,10 @@
 //! Other sizes for disks.
 
 use super::create::done;
-use super::desk::Desk;
 use super::extents::{What, look};
 use super::files::is_write_protected;
-use super::{Done, Workshop, broken, formats, refused, unsuitable};
+use super::io_context::IoContext;
+use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
 
@@ -23,7 +23,7 @@ impl From<u64> for NewSize {
     }
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Makes a disk larger, at once; or, if nothing is allocated behind its new end and `force`
     /// says so, smaller.
     ///
@@ -46,7 +46,7 @@ impl Workshop<'_> {
             return Err(refused(what(), why, "resize the leaf, or say --force"));
         }
         let options = OpenOptions { even_parent: force, ..self.options(false) };
-        let disk = Workshop::open_to_write(name, &options)?;
+        let disk = ImageTools::open_to_write(name, &options)?;
         let before = disk.sectors() * SECTOR_BYTES;
         let bytes = match size.into() {
             NewSize::To(bytes) => bytes,
@@ -78,9 +78,9 @@ impl Workshop<'_> {
         force: bool,
     ) -> Result<(), DiskError> {
         let what = || format!("cannot shrink {}", name.path.display());
-        let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;
-        let port = desk.port(disk).map_err(|e| broken(what(), e))?;
-        let data = desk.run(async {
+        let mut context = IoContext::new(self, 0).map_err(|e| broken(what(), e))?;
+        let port = context.port(disk).map_err(|e| broken(what(), e))?;
+        let data = context.run(async {
             let mut at = bytes;
             while at < before {
                 let piece = look(disk, &port, at, before - at).await?;
@@ -119,8 +119,8 @@ impl Workshop<'_> {
         bytes: u64,
     ) -> Result<(), DiskError> {
         let cannot = |e| broken(format!("cannot resize {}", name.path.display()), e);
-        let mut desk = Desk::new(self, 0).map_err(cannot)?;
-        let port = desk.port(&disk).map_err(cannot)?;
-        desk.run(async { Ok(formats::resize(&port, disk, bytes).await) }).map_err(cannot)?
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port(&disk).map_err(cannot)?;
+        context.run(async { Ok(formats::resize(&port, disk, bytes).await) }).map_err(cannot)?
     }
 }

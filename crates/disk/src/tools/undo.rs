@@ -5,14 +5,14 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use super::files::{protect, same_file};
-use super::{DiskError, Workshop, broken};
+use super::{DiskError, ImageTools, broken};
 use crate::Raw;
 use crate::children::{self, marks::Held, marks::Mark};
 
 /// What was done to a parent. It is made before the parent is opened, so that it is undone when the
 /// parent is not locked here any more: others who work on the parent have it locked then.
 pub(super) struct Undo<'a> {
-    shop: &'a Workshop<'a>,
+    tools: &'a ImageTools<'a>,
     /// The parent, and the mode that it had.
     protected: Option<(PathBuf, u32)>,
     /// Parents that know of the child, and what their lists say of it.
@@ -22,8 +22,8 @@ pub(super) struct Undo<'a> {
 }
 
 impl<'a> Undo<'a> {
-    pub(super) fn new(shop: &'a Workshop<'a>) -> Undo<'a> {
-        Undo { shop, protected: None, marked: Vec::new(), held: Vec::new() }
+    pub(super) fn new(tools: &'a ImageTools<'a>) -> Undo<'a> {
+        Undo { tools, protected: None, marked: Vec::new(), held: Vec::new() }
     }
 
     /// The parent had another mode.
@@ -53,7 +53,7 @@ impl<'a> Undo<'a> {
     /// again if that shows that others stand on the parent, or that somebody is putting one on it.
     fn unprotect(&self, parent: &Path, mode: u32) -> std::io::Result<()> {
         fs::set_permissions(parent, Permissions::from_mode(mode))?;
-        match Raw::open_medium(parent, &self.shop.medium_options(false)) {
+        match Raw::open_medium(parent, &self.tools.medium_options(false)) {
             Ok(_) => Ok(()),
             Err(_) => protect(parent, true),
         }
@@ -66,7 +66,7 @@ impl Drop for Undo<'_> {
         for (parent, mark) in self.marked.drain(..) {
             let path = parent.display();
             let take_back =
-                |file: PathBuf| children::take_mark_back(self.shop.directory, &file, &mark);
+                |file: PathBuf| children::take_mark_back(self.tools.directory, &file, &mark);
             if let Err(e) = fs::canonicalize(&parent).and_then(take_back) {
                 tracing::warn!("{path} has a line for an image that was not made ({e})");
             }
@@ -83,12 +83,12 @@ impl Drop for Undo<'_> {
 /// A second name of an image: away again when this is dropped, unless the first one is another
 /// image's by then. The caller has the image locked for so long.
 pub(super) struct Link<'a> {
-    shop: &'a Workshop<'a>,
+    tools: &'a ImageTools<'a>,
     first: &'a Path,
     second: &'a Path,
 }
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Gives an image a second name, durably.
     pub(super) fn link<'a>(
         &'a self,
@@ -97,7 +97,7 @@ impl Workshop<'_> {
     ) -> Result<Link<'a>, DiskError> {
         let cannot = |e| broken(format!("cannot make {}", second.display()), e);
         self.directory.hard_link(first, second).map_err(cannot)?;
-        let link = Link { shop: self, first, second };
+        let link = Link { tools: self, first, second };
         self.sync_dir(second)?;
         Ok(link)
     }
@@ -108,8 +108,8 @@ impl Drop for Link<'_> {
         if !same_file(self.first, self.second).unwrap_or(false) {
             return;
         }
-        let removed = self.shop.directory.remove(self.second);
-        let synced = removed.map(|()| self.shop.sync_dir(self.second));
+        let removed = self.tools.directory.remove(self.second);
+        let synced = removed.map(|()| self.tools.sync_dir(self.second));
         if !matches!(synced, Ok(Ok(()))) {
             let (first, second) = (self.first.display(), self.second.display());
             tracing::warn!("{second} is a second name of {first} still: rm {second}");

@@ -1,14 +1,14 @@
 //! Later versions of formats, for images that stay where they are.
 
 use super::create::done;
-use super::desk::Desk;
-use super::{Done, Workshop, broken, unsuitable};
+use super::io_context::IoContext;
+use super::{Done, ImageTools, broken, unsuitable};
 use crate::image::Image;
 use crate::journal;
 use crate::qcow2;
 use crate::{Disk, DiskError, Format, ImageName, Raw};
 
-impl Workshop<'_> {
+impl ImageTools<'_> {
     /// Makes a qcow2 image of version 2 one of version 3. What a killed backend has left is brought
     /// into it first.
     ///
@@ -31,9 +31,9 @@ impl Workshop<'_> {
             let why = "a backend has used it just now, and was killed";
             return Err(unsuitable(what(), why, "run the same command again"));
         }
-        let mut desk = Desk::new(self, 0).map_err(|e| broken(what(), e))?;
-        let port = desk.port_of(raw.files()).map_err(|e| broken(what(), e))?;
-        let changed = desk.run(async { Ok(qcow2::upgrade(&port, &raw).await) });
+        let mut context = IoContext::new(self, 0).map_err(|e| broken(what(), e))?;
+        let port = context.port_of(raw.files()).map_err(|e| broken(what(), e))?;
+        let changed = context.run(async { Ok(qcow2::upgrade(&port, &raw).await) });
         let notes = match changed.map_err(|e| broken(what(), e))?? {
             true => Vec::new(),
             false => vec!["it was of version 3 before".to_owned()],

@@ -13,7 +13,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ferrite_disk::tools::Workshop;
+use ferrite_disk::tools::ImageTools;
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Parents, Port};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engine::{Engine, FileId};
@@ -53,17 +53,17 @@ pub(crate) fn image(dir: &TempDir, bytes: u64) -> PathBuf {
 }
 
 /// A place to work on images that nobody uses.
-pub(crate) fn work<T>(state: Option<&Path>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    work(&Workshop { state_dir: state.map(Path::to_owned), ..workshop(&HostDirectory) })
+pub(crate) fn work<T>(state: Option<&Path>, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
+    work(&ImageTools { state_dir: state.map(Path::to_owned), ..workshop(&HostDirectory) })
 }
 
 /// The same, where the parents of images may be anywhere.
-pub(crate) fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    work(&Workshop { parents: Parents::Any, ..workshop(directory) })
+pub(crate) fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
+    work(&ImageTools { parents: Parents::Any, ..workshop(directory) })
 }
 
-fn workshop(directory: &dyn Directory) -> Workshop<'_> {
-    Workshop {
+fn workshop(directory: &dyn Directory) -> ImageTools<'_> {
+    ImageTools {
         fixed_size: false,
         parents: Parents::default(),
         directory,

@@ -44,12 +44,12 @@ impl Tree {
 
     pub(crate) fn create(&self, name: &str) {
         let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
-        anywhere(&HostDirectory, |shop| shop.create(&self.image(name), &new)).unwrap();
+        anywhere(&HostDirectory, |tools| tools.create(&self.image(name), &new)).unwrap();
     }
 
     pub(crate) fn clone(&self, parent: &str, name: &str) {
         let new = NewImage { parent: Some(self.image(parent)), ..NewImage::default() };
-        anywhere(&HostDirectory, |shop| shop.create(&self.image(name), &new)).unwrap();
+        anywhere(&HostDirectory, |tools| tools.create(&self.image(name), &new)).unwrap();
     }
 
     pub(crate) fn rename(&self, from: &str, to: &str) {
@@ -65,7 +65,7 @@ impl Tree {
     }
 
     pub(crate) fn coalesce(&self, name: &str) -> Result<(), DiskError> {
-        anywhere(&HostDirectory, |shop| shop.coalesce(&self.image(name), false)).map(drop)
+        anywhere(&HostDirectory, |tools| tools.coalesce(&self.image(name), false)).map(drop)
     }
 
     #[track_caller]

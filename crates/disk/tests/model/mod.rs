@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use ferrite_disk::tools::Workshop;
+use ferrite_disk::tools::ImageTools;
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
@@ -133,8 +133,8 @@ pub(crate) fn name(path: &Path) -> ImageName {
 }
 
 /// A place to work on images that nobody uses.
-pub(crate) fn shop<T>(use_it: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    use_it(&Workshop {
+pub(crate) fn tools<T>(use_it: impl FnOnce(&ImageTools<'_>) -> T) -> T {
+    use_it(&ImageTools {
         fixed_size: false,
         parents: ferrite_disk::Parents::default(),
         directory: &HostDirectory,

@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::tools::{Convert, NewImage, Rebase, Verdict, Workshop};
+use ferrite_disk::tools::{Convert, ImageTools, NewImage, Rebase, Verdict};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -39,7 +39,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         false => signals::flag_once()?,
     };
     let shown = Shown::new(args.is_json(), stop);
-    let shop = Workshop {
+    let tools = ImageTools {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
         state_dir: state_dir(matches!(args.command, ImageCommand::Journal(_)))?,
@@ -48,60 +48,62 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         parents: args.parents.allowed()?,
         progress: &|progress| shown.show(progress),
     };
-    let done = command(&shop, args, &shown);
+    let done = command(&tools, args, &shown);
     shown.clear();
     done
 }
 
-fn command(shop: &Workshop<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), Failure> {
+fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), Failure> {
     let out = Out { json: args.is_json(), shown };
     match &args.command {
-        ImageCommand::Create(create) => out.say(&self::create(shop, create)?, text::made),
-        ImageCommand::Info(one) => info(shop, &out, one),
-        ImageCommand::Snapshot(it) => out
-            .say(&shop.snapshot(&existing(&it.leaf, None)?, &name(&it.parent, None)?)?, text::made),
+        ImageCommand::Create(create) => out.say(&self::create(tools, create)?, text::made),
+        ImageCommand::Info(one) => info(tools, &out, one),
+        ImageCommand::Snapshot(it) => out.say(
+            &tools.snapshot(&existing(&it.leaf, None)?, &name(&it.parent, None)?)?,
+            text::made,
+        ),
         ImageCommand::Clone(it) => {
             let parent = Some(existing(&it.parent, None)?);
             let unmarked = it.marking.unmarked;
             let new = NewImage { parent, unmarked, force: it.force, ..NewImage::default() };
-            out.say(&shop.create(&name(&it.new, None)?, &new)?, text::made)
+            out.say(&tools.create(&name(&it.new, None)?, &new)?, text::made)
         }
-        ImageCommand::Convert(convert) => out.say(&self::convert(shop, convert)?, text::made),
-        ImageCommand::Check(it) => check(shop, &out, it),
+        ImageCommand::Convert(convert) => out.say(&self::convert(tools, convert)?, text::made),
+        ImageCommand::Check(it) => check(tools, &out, it),
         ImageCommand::Repair(it) => {
-            let repaired = shop.repair(&it.named.name()?, it.force)?;
+            let repaired = tools.repair(&it.named.name()?, it.force)?;
             out.say(&repaired, text::repaired)?;
             Ok(repaired.or_refused()?)
         }
         ImageCommand::Coalesce(it) => {
             let child = existing(&it.child, None)?;
             let done = match &it.into {
-                Some(parent) => shop.coalesce_into(&child, &existing(parent, None)?, it.force)?,
-                None => shop.coalesce(&child, it.force)?,
+                Some(parent) => tools.coalesce_into(&child, &existing(parent, None)?, it.force)?,
+                None => tools.coalesce(&child, it.force)?,
             };
             out.say(&done, text::made)
         }
         ImageCommand::Rebase(it) => {
             let how = if it.is_unsafe { Rebase::Unsafe } else { Rebase::Safe };
             let done =
-                shop.rebase(&it.named.name()?, &existing(&it.parent, None)?, how, it.force)?;
+                tools.rebase(&it.named.name()?, &existing(&it.parent, None)?, how, it.force)?;
             out.say(&done, text::made)
         }
         ImageCommand::Resize(it) => {
-            out.say(&shop.resize(&it.named.name()?, it.size, it.force)?, text::resized)
+            out.say(&tools.resize(&it.named.name()?, it.size, it.force)?, text::resized)
         }
         ImageCommand::Amend(it) => {
             let Amendment::Version3 = it.amendment;
-            out.say(&shop.upgrade(&it.named.name()?)?, text::made)
+            out.say(&tools.upgrade(&it.named.name()?)?, text::made)
         }
-        ImageCommand::Map(one) => map(shop, &out, one),
-        ImageCommand::Compare(compare) => self::compare(shop, &out, compare),
-        ImageCommand::Du(one) => out.say(&shop.du(&one.named.name()?)?, text::usage),
+        ImageCommand::Map(one) => map(tools, &out, one),
+        ImageCommand::Compare(compare) => self::compare(tools, &out, compare),
+        ImageCommand::Du(one) => out.say(&tools.du(&one.named.name()?)?, text::usage),
         ImageCommand::Journal(JournalCommand::List) => {
-            out.say(&shop.journals()?, |all| text::journals(all))
+            out.say(&tools.journals()?, |all| text::journals(all))
         }
         ImageCommand::Journal(JournalCommand::Drop(it)) => {
-            let dropped = shop.drop_journals(&it.names, it.stale, it.force)?;
+            let dropped = tools.drop_journals(&it.names, it.stale, it.force)?;
             out.say(&dropped, |all| text::dropped(all))
         }
     }
@@ -166,13 +168,13 @@ fn looks(command: &ImageCommand) -> bool {
 }
 
 /// As much as there is of a chain that cannot be opened as a whole, and why it cannot.
-fn info(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
-    let (info, end) = shop.info_as_far(&one.named.name()?)?;
+fn info(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
+    let (info, end) = tools.info_as_far(&one.named.name()?)?;
     out.say(&info, text::info)?;
     end.map_or(Ok(()), |e| Err(e.into()))
 }
 
-fn create(shop: &Workshop<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools::Done, Failure> {
+fn create(tools: &ImageTools<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools::Done, Failure> {
     let new = NewImage {
         bytes: args.size,
         parent: args.parent.as_deref().map(|parent| existing(parent, None)).transpose()?,
@@ -181,10 +183,13 @@ fn create(shop: &Workshop<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools:
         force: args.force,
         unmarked: args.marking.unmarked,
     };
-    Ok(shop.create(&name(&args.image, args.format)?, &new)?)
+    Ok(tools.create(&name(&args.image, args.format)?, &new)?)
 }
 
-fn convert(shop: &Workshop<'_>, args: &ConvertArgs) -> Result<ferrite_disk::tools::Done, Failure> {
+fn convert(
+    tools: &ImageTools<'_>,
+    args: &ConvertArgs,
+) -> Result<ferrite_disk::tools::Done, Failure> {
     let from = existing(&args.source, args.from)?;
     let to = name(&args.destination, args.to)?;
     let how = Convert {
@@ -193,11 +198,11 @@ fn convert(shop: &Workshop<'_>, args: &ConvertArgs) -> Result<ferrite_disk::tool
         fixed: args.fixed,
         unit_bytes: args.unit.block,
     };
-    Ok(shop.convert(&from, &to, &how)?)
+    Ok(tools.convert(&from, &to, &how)?)
 }
 
 /// Extents are printed as they are found: there may be millions.
-fn map(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
+fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
     let name = one.named.name()?;
     let mut printed = Ok(());
     let mut first = true;
@@ -206,7 +211,7 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure>
         printed.is_ok()
     };
     let head = || if out.json { "[".into() } else { text::map_head() };
-    let mapped = shop.map(&name, |extent| {
+    let mapped = tools.map(&name, |extent| {
         let is_first = std::mem::take(&mut first);
         let comma = if is_first { "\n" } else { ",\n" };
         let head = if is_first { head() } else { String::new() };
@@ -234,11 +239,11 @@ fn map(shop: &Workshop<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure>
 }
 
 /// What is found is the result; damage decides how the command ends.
-fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
+fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
     let report = args.one.named.name().and_then(|name| {
         Ok(match args.strict {
-            true => shop.check_strictly(&name, args.chain)?,
-            false => shop.check(&name, args.chain)?,
+            true => tools.check_strictly(&name, args.chain)?,
+            false => tools.check(&name, args.chain)?,
         })
     });
     let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
@@ -280,9 +285,9 @@ fn check(shop: &Workshop<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Fai
     Err(Failure::new(what, why, help).with_code(code))
 }
 
-fn compare(shop: &Workshop<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
+fn compare(tools: &ImageTools<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
     let found = match (existing(&args.a, args.format_a), existing(&args.b, args.format_b)) {
-        (Ok(a), Ok(b)) => shop.compare(&a, &b, args.strict).map_err(Failure::from),
+        (Ok(a), Ok(b)) => tools.compare(&a, &b, args.strict).map_err(Failure::from),
         (Err(e), _) | (_, Err(e)) => Err(e),
     };
     let found = found.map_err(|e| e.with_code(Code::NOT_COMPARED))?;

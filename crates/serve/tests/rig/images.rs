@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ferrite_disk::tools::{NewImage, Workshop};
+use ferrite_disk::tools::{ImageTools, NewImage};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
@@ -18,8 +18,8 @@ pub fn state_dir(image: &Path) -> PathBuf {
     image.parent().unwrap().join("state")
 }
 
-fn work<T>(state_dir: Option<PathBuf>, work: impl FnOnce(&Workshop<'_>) -> T) -> T {
-    work(&Workshop {
+fn work<T>(state_dir: Option<PathBuf>, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
+    work(&ImageTools {
         directory: &HostDirectory,
         unlocked: false,
         engine: &|arena| test_engine().open(arena, 32),
@@ -41,10 +41,10 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
     let mut new = NewImage { bytes: Some(bytes), ..NewImage::default() };
     if chain {
         let parent = name(&format!("parent.{extension}"));
-        work(None, |shop| shop.create(&parent, &new)).unwrap();
+        work(None, |tools| tools.create(&parent, &new)).unwrap();
         new.parent = Some(parent);
     }
-    work(None, |shop| shop.create(&leaf, &new)).unwrap();
+    work(None, |tools| tools.create(&leaf, &new)).unwrap();
     leaf.path
 }
 
@@ -52,7 +52,7 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
 #[track_caller]
 pub fn check(image: &Path) {
     let name = ImageName::parse(image.to_str().unwrap()).unwrap();
-    let report = work(Some(state_dir(image)), |shop| shop.check(&name, true)).unwrap();
+    let report = work(Some(state_dir(image)), |tools| tools.check(&name, true)).unwrap();
     assert!(report.usable, "{report:?}");
 }
 

@@ -7,7 +7,7 @@ use ferrite_io::engines::test_engine;
 
 use super::*;
 use crate::image::Layer;
-use crate::tools::{NewImage, Workshop};
+use crate::tools::{ImageTools, NewImage};
 use crate::vhd::Body;
 use crate::{Disk, Format, ImageName, OpenOptions, Session};
 
@@ -33,7 +33,7 @@ fn with_state<T>(disk: &Disk, look: impl FnOnce(&State) -> T) -> T {
 
 /// A parent with data, and a child with as much.
 fn chain(dir: &std::path::Path) -> ImageName {
-    let workshop = Workshop {
+    let workshop = ImageTools {
         fixed_size: false,
         parents: crate::Parents::default(),
         directory: &HostDirectory,

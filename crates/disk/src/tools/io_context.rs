@@ -13,7 +13,7 @@ use ferrite_io::arena::{Arena, Span};
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
-use super::Workshop;
+use super::ImageTools;
 use crate::{Disk, Port, SCRATCH_BYTES};
 
 /// Scratch memory: as much as two disks need.
@@ -22,7 +22,7 @@ const SCRATCHES: usize = 2;
 pub(super) const BUFFER_BYTES: usize = 1 << 20;
 
 /// See the module text. One thread's.
-pub(super) struct Desk {
+pub(super) struct IoContext {
     scratch: Scratch,
     /// Those that are nobody's yet.
     buffers: Vec<Span>,
@@ -30,15 +30,15 @@ pub(super) struct Desk {
     reactor: Reactor,
 }
 
-impl Desk {
+impl IoContext {
     /// With memory for so many buffers.
-    pub(super) fn new(shop: &Workshop<'_>, buffers: usize) -> io::Result<Desk> {
+    pub(super) fn new(tools: &ImageTools<'_>, buffers: usize) -> io::Result<IoContext> {
         let scratch_bytes = SCRATCHES * SCRATCH_BYTES;
         let arena = Arena::new(buffers * BUFFER_BYTES + scratch_bytes)?;
         let scratch = Scratch::new(arena.clone(), arena.span(0, scratch_bytes));
         let buffer = |i| arena.span(scratch_bytes + i * BUFFER_BYTES, BUFFER_BYTES);
         let buffers = (0..buffers).map(buffer).collect();
-        Ok(Desk { scratch, buffers, reactor: Reactor::new((shop.engine)(arena)?) })
+        Ok(IoContext { scratch, buffers, reactor: Reactor::new((tools.engine)(arena)?) })
     }
 
     /// The way to a disk's files.
