@@ -15,8 +15,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::counters::Counters;
 use crate::gate::Gate;
+use crate::log_limit::LogLimits;
 use crate::processors::Processors;
-use crate::quiet::Budgets;
 use crate::request::Limits;
 use crate::tuning::Tuning;
 
@@ -30,7 +30,7 @@ pub struct Device {
     /// Where times come from.
     pub clock: Arc<dyn Clock>,
     /// What may be logged about it.
-    pub quiet: Budgets,
+    pub log_limits: LogLimits,
     /// A flush has failed: what the medium holds is not what was answered. Linux takes a failed
     /// empty flush for a disk without a cache and goes on, so all later writes fail until the
     /// disk is attached again (blkif.md 2, rule 3).
@@ -58,7 +58,7 @@ impl Device {
         Device {
             disk: Arc::new(disk),
             clock,
-            quiet: Budgets::default(),
+            log_limits: LogLimits::default(),
             flush_failed: AtomicBool::new(false),
             latch: OnceLock::new(),
             saving: AtomicBool::new(false),

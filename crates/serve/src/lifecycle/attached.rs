@@ -16,9 +16,9 @@ use super::run_dir::{TABLE, trace_path};
 use super::{Backend, ServeError, largest_request};
 use crate::connection::{Connection, Shape, Waker};
 use crate::inflight::{Identity, QueueTable, Table, TableError, Unanswered};
+use crate::log_limit::limited;
 use crate::negotiate::{Wanted, published_offer, read_frontend};
 use crate::queue::{Parts, Queue, QueueEnd, QueueEvent};
-use crate::quiet::told;
 use crate::trace::TraceRing;
 
 /// Operations that an engine may have in flight beside a ring's requests: the event channel, the
@@ -223,9 +223,7 @@ impl Attached {
                 Message::Event(QueueEvent::Violation(violation)) => {
                     let why = format!("queue {index} stopped for good: {violation}");
                     let now_ns = backend.device.clock.now_ns();
-                    if let Some(held_back) = backend.device.quiet.connections.allow(now_ns) {
-                        tracing::error!(held_back = told(held_back), "{why}");
-                    }
+                    limited!(error, backend.device.log_limits.connections, now_ns, "{why}");
                     backend.report_error(&why)?;
                 }
                 Message::End(QueueEnd::Stopped) => {}
@@ -343,13 +341,12 @@ fn moving(backend: &Backend<'_>, wanted: &Wanted) -> Moving {
     if configured.mover != Mover::Persistent || wanted.persistent {
         return configured.clone();
     }
-    let quiet = &backend.device.quiet.connections;
-    if let Some(held_back) = quiet.allow(backend.device.clock.now_ns()) {
-        tracing::info!(
-            held_back = told(held_back),
-            "the connection is not one of persistent grants: data goes by grant copy"
-        );
-    }
+    limited!(
+        info,
+        backend.device.log_limits.connections,
+        backend.device.clock.now_ns(),
+        "the connection is not one of persistent grants: data goes by grant copy"
+    );
     Moving { mover: Mover::Copy, maps: configured.maps.clone() }
 }
 

@@ -11,7 +11,7 @@ use ferrite_disk::Session;
 
 use super::{EngineFactory, ServeError};
 use crate::connection::Device;
-use crate::quiet::told;
+use crate::log_limit::limited;
 
 /// How long the announcement waits for storage: libxl gives a backend 10 s to close.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -71,11 +71,11 @@ pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
         let port = session.port().clone();
         session.run(device.flush(&port))?
     });
-    if let Err(e) = saved
-        && let Some(held_back) = device.quiet.storage.allow(device.clock.now_ns())
-    {
-        tracing::error!(
-            held_back = told(held_back),
+    if let Err(e) = saved {
+        limited!(
+            error,
+            device.log_limits.storage,
+            device.clock.now_ns(),
             "cannot bring the image's metadata up to date: {e}; what was answered is kept on this \
              host until that works"
         );

@@ -4,8 +4,8 @@ use super::attached::Attached;
 use super::look::{Look, State};
 use super::refusal::{Refusal, Refused};
 use super::{Backend, ServeError};
+use crate::log_limit::limited;
 use crate::negotiate::{self, NegotiateError};
-use crate::quiet::told;
 
 impl Backend<'_> {
     pub(super) fn connect(
@@ -31,12 +31,12 @@ impl Backend<'_> {
                 let unsaid = matches!(look.own, State::InitWait | State::Closed);
                 return if unsaid { self.offer(State::Connected) } else { Ok(()) };
             }
-            if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                tracing::info!(
-                    held_back = told(held_back),
-                    "the frontend has set up other rings: connecting anew"
-                );
-            }
+            limited!(
+                info,
+                self.device.log_limits.connections,
+                now_ns,
+                "the frontend has set up other rings: connecting anew"
+            );
             self.detach(attached)?;
         }
         self.pace.connection();
@@ -46,9 +46,13 @@ impl Backend<'_> {
             .and_then(|wanted| Attached::connect(self, wanted));
         match connected {
             Ok(a) => {
-                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                    tracing::info!(held_back = told(held_back), "connected: {}", a.describe());
-                }
+                limited!(
+                    info,
+                    self.device.log_limits.connections,
+                    now_ns,
+                    "connected: {}",
+                    a.describe()
+                );
                 *attached = Some(a);
                 self.clear_error()?;
                 self.offer(State::Connected)
@@ -62,12 +66,12 @@ impl Backend<'_> {
                     return Ok(());
                 }
                 refused.refuse();
-                if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-                    tracing::error!(
-                        held_back = told(held_back),
-                        "cannot connect the frontend: {why}"
-                    );
-                }
+                limited!(
+                    error,
+                    self.device.log_limits.connections,
+                    now_ns,
+                    "cannot connect the frontend: {why}"
+                );
                 self.report_error(&why)?;
                 Ok(self.write_state(State::Closing)?)
             }
@@ -82,9 +86,7 @@ impl Backend<'_> {
     pub(super) fn delay(&mut self, why: &ServeError) -> Result<(), ServeError> {
         self.delayed = true;
         let now_ns = self.device.clock.now_ns();
-        if let Some(held_back) = self.device.quiet.connections.allow(now_ns) {
-            tracing::error!(held_back = told(held_back), "the guest has to wait: {why}");
-        }
+        limited!(error, self.device.log_limits.connections, now_ns, "the guest has to wait: {why}");
         Ok(self.report_error(&why.to_string())?)
     }
 }

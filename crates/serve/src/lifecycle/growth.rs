@@ -5,7 +5,7 @@ use std::time::Duration;
 use ferrite_disk::GrowthWatch;
 
 use super::{Backend, ServeError};
-use crate::quiet::told;
+use crate::log_limit::limited;
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
 const RESIZE_CHECK: Duration = Duration::from_secs(1);
@@ -33,13 +33,12 @@ impl Backend<'_> {
         let grown = match self.device.disk.refresh_size() {
             Ok(grown) => grown,
             Err(e) => {
-                let now_ns = self.device.clock.now_ns();
-                if let Some(held_back) = self.device.quiet.storage.allow(now_ns) {
-                    tracing::warn!(
-                        held_back = told(held_back),
-                        "cannot ask for the size of the image: {e}"
-                    );
-                }
+                limited!(
+                    warn,
+                    self.device.log_limits.storage,
+                    self.device.clock.now_ns(),
+                    "cannot ask for the size of the image: {e}"
+                );
                 return Ok(());
             }
         };

@@ -20,10 +20,10 @@ use ferrite_xen::store::{Store, StoreError};
 
 use crate::connection::{Device, Waker};
 use crate::counters::Counters;
+use crate::log_limit::limited;
 use crate::negotiate::Offer;
 use crate::polling::wake_up_ns;
 use crate::processors::Processors;
-use crate::quiet::told;
 use crate::tuning::Tuning;
 
 mod attached;
@@ -401,13 +401,13 @@ impl Backend<'_> {
         pause: Duration,
         attached: &mut Option<Attached>,
     ) -> Result<Option<Outcome>, ServeError> {
-        if let Some(held_back) = self.device.quiet.store.allow(self.device.clock.now_ns()) {
-            tracing::error!(
-                held_back = told(held_back),
-                "{e}; the guest is served on, but its states are not followed until this {}",
-                if e.is_fatal() { "process is started again" } else { "works" }
-            );
-        }
+        limited!(
+            error,
+            self.device.log_limits.store,
+            self.device.clock.now_ns(),
+            "{e}; the guest is served on, but its states are not followed until this {}",
+            if e.is_fatal() { "process is started again" } else { "works" }
+        );
         // A look that failed may have had news.
         (self.moved, self.directory_moved) = (true, true);
         let timeout = (!e.is_fatal()).then_some(pause);

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::attached::Attached;
 use super::{Backend, Outcome, ServeError, poll_all};
-use crate::quiet::told;
+use crate::log_limit::limited;
 
 /// What one request costs of the time that has passed, in nanoseconds: 1,000 a second.
 const REQUEST_NS: i64 = 1_000_000;
@@ -65,9 +65,11 @@ impl Backend<'_> {
         loop {
             let now_ns = self.device.clock.now_ns();
             let Some(debt) = self.pace.debt(now_ns, self.store.requests()) else { return Ok(None) };
-            if !waited && let Some(held_back) = self.device.quiet.pace.allow(now_ns) {
-                tracing::warn!(
-                    held_back = told(held_back),
+            if !waited {
+                limited!(
+                    warn,
+                    self.device.log_limits.pace,
+                    now_ns,
                     "the guest changes its state too often: it is followed as far as 1000 requests \
                      to xenstore in a second go"
                 );

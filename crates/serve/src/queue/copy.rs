@@ -10,7 +10,7 @@ use ferrite_xen::hypervisor::{CopySegment, Direction};
 
 use super::Queue;
 use super::flight::{Flight, Ticket};
-use crate::quiet::told;
+use crate::log_limit::limited;
 
 /// Where a request's data stands in its buffer: from the offset in the medium's block that it has
 /// on the medium, so that the whole blocks around it can be read and written in place.
@@ -140,13 +140,13 @@ impl Queue {
         match self.ring.link().copy(arena, direction, &mut self.segments) {
             Ok(()) => true,
             Err(e) => {
-                if let Some(held_back) = self.held_back_lines() {
-                    tracing::warn!(
-                        queue = self.index,
-                        held_back = told(held_back),
-                        "grant copy failed: {e}"
-                    );
-                }
+                limited!(
+                    warn,
+                    self.connection.device.log_limits.requests,
+                    self.clock.now_ns(),
+                    queue = self.index,
+                    "grant copy failed: {e}"
+                );
                 false
             }
         }
@@ -158,16 +158,16 @@ impl Queue {
         let Some(bad) = self.segments[from..to].iter().find(|s| !s.is_ok()).copied() else {
             return true;
         };
-        if let Some(held_back) = self.held_back_lines() {
-            tracing::warn!(
-                queue = self.index,
-                held_back = told(held_back),
-                "request {:#x} of the guest failed: its grant {} was refused with status {}",
-                self.flights.get(ticket).id,
-                bad.gref().0,
-                bad.status
-            );
-        }
+        limited!(
+            warn,
+            self.connection.device.log_limits.requests,
+            self.clock.now_ns(),
+            queue = self.index,
+            "request {:#x} of the guest failed: its grant {} was refused with status {}",
+            self.flights.get(ticket).id,
+            bad.gref().0,
+            bad.status
+        );
         false
     }
 }

@@ -12,7 +12,7 @@ use super::copy::Layout;
 use super::flight::Ticket;
 use super::merge::{Placed, op};
 use super::pieces::{MAX_PIECES, Piece};
-use crate::quiet::told;
+use crate::log_limit::limited;
 use crate::request::Action;
 
 fn intent(transfer: Transfer) -> Intent {
@@ -220,16 +220,16 @@ impl Queue {
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
         let work = flight.work;
-        if let Some(held_back) = self.connection.device.quiet.storage.allow(now_ns) {
-            tracing::error!(
-                queue = self.index,
-                held_back = told(held_back),
-                "{:?} of sectors {}+{} failed: {e}; the guest gets an error for this request",
-                work.action,
-                work.sector,
-                work.sectors
-            );
-        }
+        limited!(
+            error,
+            self.connection.device.log_limits.storage,
+            now_ns,
+            queue = self.index,
+            "{:?} of sectors {}+{} failed: {e}; the guest gets an error for this request",
+            work.action,
+            work.sector,
+            work.sectors
+        );
         let unsupported =
             work.action == Action::Discard && matches!(e.kind(), io::ErrorKind::Unsupported);
         // Linux then stops to send discards: right, if the medium cannot do them.

@@ -11,7 +11,7 @@ use ferrite_xen::ring::RingViolation;
 use super::Queue;
 use super::copy::Layout;
 use super::flight::Ticket;
-use crate::quiet::told;
+use crate::log_limit::limited;
 use crate::request::{
     Action, IndirectHead, Limits, Refusal, Work, check_data, check_direct, check_indirect_head,
     reserve_bytes,
@@ -245,22 +245,15 @@ impl Queue {
         }
     }
 
-    /// Whether a line about a wrong request may be logged, see [`Quiet::allow`].
-    ///
-    /// [`Quiet::allow`]: crate::quiet::Quiet::allow
-    pub(super) fn held_back_lines(&self) -> Option<u64> {
-        self.connection.device.quiet.requests.allow(self.clock.now_ns())
-    }
-
     fn refuse(&mut self, ticket: Ticket, refusal: Refusal) {
-        if let Some(held_back) = self.held_back_lines() {
-            let id = self.flights.get(&ticket).id;
-            tracing::warn!(
-                queue = self.index,
-                held_back = told(held_back),
-                "request {id:#x} of the guest refused: {refusal}"
-            );
-        }
+        limited!(
+            warn,
+            self.connection.device.log_limits.requests,
+            self.clock.now_ns(),
+            queue = self.index,
+            "request {:#x} of the guest refused: {refusal}",
+            self.flights.get(&ticket).id
+        );
         self.finish(ticket, refusal.status());
     }
 

@@ -9,13 +9,13 @@ const WINDOW_NS: u64 = 10_000_000_000;
 
 /// Lets through five lines in ten seconds and counts the rest.
 #[derive(Debug, Default)]
-pub struct Quiet {
+pub struct LogLimit {
     window_start_ns: u64,
     lines: u32,
     held_back: u64,
 }
 
-impl Quiet {
+impl LogLimit {
     /// Whether to log now: the number of lines held back since the last one that was let through,
     /// or `None` for this one to be held back too.
     pub fn allow(&mut self, now_ns: u64) -> Option<u64> {
@@ -32,17 +32,28 @@ impl Quiet {
     }
 }
 
-/// The number of held back lines as the field of the next line: none if there were none.
-pub fn told(held_back: u64) -> Option<u64> {
+/// The number of held back lines as the field `held_back` of the next line: none if there were none.
+pub fn field(held_back: u64) -> Option<u64> {
     (held_back > 0).then_some(held_back)
 }
 
-/// A [`Quiet`] for several threads.
-#[derive(Debug, Default)]
-pub struct SharedQuiet(Mutex<Quiet>);
+/// Logs a line if `$limit` lets it through at `$now_ns`, and with it how many were held back: a level,
+/// a [`SharedLogLimit`], nanoseconds, then what that level's macro of tracing takes.
+macro_rules! limited {
+    ($level:ident, $limit:expr, $now_ns:expr, $($line:tt)+) => {
+        if let Some(held_back) = $limit.allow($now_ns) {
+            tracing::$level!(held_back = $crate::log_limit::field(held_back), $($line)+);
+        }
+    };
+}
+pub(crate) use limited;
 
-impl SharedQuiet {
-    /// As [`Quiet::allow`].
+/// A [`LogLimit`] for several threads.
+#[derive(Debug, Default)]
+pub struct SharedLogLimit(Mutex<LogLimit>);
+
+impl SharedLogLimit {
+    /// As [`LogLimit::allow`].
     pub fn allow(&self, now_ns: u64) -> Option<u64> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).allow(now_ns)
     }
@@ -51,17 +62,17 @@ impl SharedQuiet {
 /// What one disk may log, by cause, so that none drowns another. It belongs to the disk and not
 /// to a connection or a queue: a guest can make any number of those.
 #[derive(Debug, Default)]
-pub struct Budgets {
+pub struct LogLimits {
     /// Requests that are wrong.
-    pub requests: SharedQuiet,
+    pub requests: SharedLogLimit,
     /// Connections that come, go, break or are refused.
-    pub connections: SharedQuiet,
+    pub connections: SharedLogLimit,
     /// Storage that fails.
-    pub storage: SharedQuiet,
+    pub storage: SharedLogLimit,
     /// A xenstore that fails.
-    pub store: SharedQuiet,
+    pub store: SharedLogLimit,
     /// A guest that makes us ask xenstore too often.
-    pub pace: SharedQuiet,
+    pub pace: SharedLogLimit,
 }
 
 #[cfg(test)]
@@ -70,15 +81,15 @@ mod tests {
 
     #[test]
     fn a_million_errors_in_a_minute_give_thirty_lines_that_count_them_all() {
-        let mut quiet = Quiet::default();
-        let (mut lines, mut told) = (0, 0);
+        let mut limit = LogLimit::default();
+        let (mut lines, mut counted) = (0, 0);
         for i in 0..1_000_000u64 {
-            if let Some(held_back) = quiet.allow(WINDOW_NS + i * 60_000) {
+            if let Some(held_back) = limit.allow(WINDOW_NS + i * 60_000) {
                 lines += 1;
-                told += 1 + held_back;
+                counted += 1 + held_back;
             }
         }
         assert_eq!(lines, 30);
-        assert!(told > 800_000, "{told}");
+        assert!(counted > 800_000, "{counted}");
     }
 }
