@@ -152,12 +152,12 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "US|auto", default_value_t = PollWindow::Auto)]
     pub(crate) poll_us: PollWindow,
 
-    /// Processor time that looking may take, in percent of one processor.
+    /// Processor time that polling may take, in percent of one processor.
     #[arg(long, value_name = "PERCENT", default_value_t = 100,
           value_parser = clap::value_parser!(u32).range(0..=6400))]
     pub(crate) poll_cpu: u32,
 
-    /// Processors that all disks of this host together may look for work with; by default half of
+    /// Processors that all disks of this host together may poll with; by default half of
     /// them, and at least one.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
     pub(crate) poll_host: Option<u32>,
@@ -174,7 +174,7 @@ impl TuningArgs {
         Tuning { poll: self.poll_us, merge: !self.no_merge }
     }
 
-    /// What a disk may look for work with, as far as the others that share the file leave it.
+    /// What a disk may poll with, as far as the others that share the file leave it.
     ///
     /// # Errors
     /// The file cannot be opened.
@@ -286,7 +286,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
     pub(crate) memory: usize,
 
-    /// Microseconds that a guest looks for responses, the event already asked for, before it
+    /// Microseconds that a guest polls for responses, the event already asked for, before it
     /// sleeps, as Linux guests do that poll before they halt. By default 50 where every queue can
     /// have two processors, otherwise 0.
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1000))]

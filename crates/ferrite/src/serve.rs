@@ -33,7 +33,7 @@ const BACKEND_KIND: &str = "vbd3";
 const RUN_DIR: &str = "/run/ferrite";
 /// In there, the file by which all backends of this host share what may be mapped.
 const MAP_BUDGET: &str = "map-budget";
-/// In there, the file by which they share processors to look for work with.
+/// In there, the file by which they share processors to poll with.
 const POLL_BUDGET: &str = "poll-budget";
 /// In there, what was answered and is not yet in the images' metadata.
 const IMAGES: &str = "images";
@@ -226,7 +226,7 @@ fn processors(args: &ServeArgs) -> Arc<Processors> {
     let polling = made.and_then(|()| args.tuning.polling(&path)).unwrap_or_else(|e| {
         let percent = args.tuning.poll_cpu;
         tracing::warn!(
-            "cannot open {}: {e}; this disk looks for work with up to {percent} % of a processor, \
+            "cannot open {}: {e}; this disk polls with up to {percent} % of a processor, \
              whatever others do",
             path.display()
         );

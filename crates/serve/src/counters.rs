@@ -63,12 +63,12 @@ counters! {
     metadata_misses,
     /// Parts that discards were done in.
     discard_parts,
-    /// Looks for work before a sleep.
-    looks,
-    /// Looks that found some.
+    /// Polls for work before a sleep.
+    polls,
+    /// Polls that found some.
     hits,
-    /// Time spent looking, in nanoseconds.
-    looked_ns,
+    /// Time spent polling, in nanoseconds.
+    polled_ns,
     /// Sleeps.
     sleeps,
     /// Times that nothing was taken as the disk had used its processor time.
@@ -87,11 +87,11 @@ counters! {
 
 impl fmt::Display for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rate = 100 * self.hits / self.looks.max(1);
+        let rate = 100 * self.hits / self.polls.max(1);
         write!(
             f,
             "{} requests in {} sweeps, {} transfers ({} requests merged); {} events taken ({} times \
-             held back), {} sent; looked {} times for {} ms ({rate} % found work), slept {} times",
+             held back), {} sent; polled {} times for {} ms ({rate} % found work), slept {} times",
             self.requests,
             self.sweeps,
             self.transfers,
@@ -99,8 +99,8 @@ impl fmt::Display for Counts {
             self.events,
             self.held_events,
             self.notifications,
-            self.looks,
-            self.looked_ns / 1_000_000,
+            self.polls,
+            self.polled_ns / 1_000_000,
             self.sleeps,
         )?;
         if self.throttles > 0 {

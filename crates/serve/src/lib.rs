@@ -5,7 +5,7 @@
 //! * [`connection`]: what the queues of one connected disk share.
 //! * [`gate`]: one request alone on the whole disk (barriers, writes below the block size).
 //! * [`inflight`]: the table that a successor takes over from.
-//! * [`polling`]: looking for work before going to sleep.
+//! * [`polling`]: polling before going to sleep.
 //! * [`processors`]: what a disk may use of them.
 //! * [`tuning`]: how queues go about their work.
 //! * [`counters`]: what they have done.

@@ -20,14 +20,14 @@ const FAREWELL_NS: u64 = 1_000_000_000;
 /// One disk's part.
 #[derive(Debug)]
 pub struct Processors {
-    /// For looking for work.
+    /// For polling.
     pub polling: Budget,
     /// For everything, if that is bounded.
     pub limit: Option<Limit>,
 }
 
 impl Default for Processors {
-    /// One processor to look with, and no other bound.
+    /// One processor to poll with, and no other bound.
     fn default() -> Self {
         Processors { polling: Budget::new(100), limit: None }
     }
@@ -46,8 +46,8 @@ impl Processors {
         }
     }
 
-    /// Whether looking for work leaves enough for the work.
-    pub(crate) fn may_look(&self) -> bool {
+    /// Whether polling leaves enough for the work.
+    pub(crate) fn may_poll(&self) -> bool {
         self.limit.as_ref().is_none_or(Limit::has_plenty)
     }
 }
@@ -134,7 +134,7 @@ impl Limit {
 
     fn settle(&self, now_ns: u64) {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another queue may have been faster, and have looked at the clock later.
+        // Another queue may have been faster, and have read the clock later.
         let passed_ns = now_ns.saturating_sub(account.at_ns);
         if passed_ns == 0 {
             return;
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn looking_leaves_half_of_it_for_work() {
+    fn polling_leaves_half_of_it_for_work() {
         let world = Arc::new(World::default());
         let limit = Limit::new(100, world.clone());
         assert!(limit.has_plenty());

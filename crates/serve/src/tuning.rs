@@ -5,7 +5,7 @@ use crate::polling::PollWindow;
 /// Settings of a disk's queues. The defaults are what docs/performance.md shows to be best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// How long to look for work before going to sleep.
+    /// How long to poll for work before going to sleep.
     pub poll: PollWindow,
     /// Whether neighbouring requests of a sweep share an operation.
     pub merge: bool,

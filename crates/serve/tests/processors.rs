@@ -1,4 +1,4 @@
-//! What a disk uses of its host's processors: looking is shared by the backends of a host, which are
+//! What a disk uses of its host's processors: polling is shared by the backends of a host, which are
 //! processes, and a disk that has used its processor time is held back and no other one.
 
 mod faulty;
@@ -33,13 +33,13 @@ use faulty::{Fault, Faults, is_read};
 use rig::{Hands, PATIENCE, Plan, Rig, dir_in_memory, engines, mover, moving, offer};
 
 const DEVID: u32 = 202 << 8;
-/// The backend's process: what it serves, where it lives, and how many may look.
+/// The backend's process: what it serves, where it lives, and how many may poll.
 const BACKEND: &str = "FERRITE_TEST_BACKEND";
 const DIR: &str = "FERRITE_TEST_DIR";
 const SHARED: &str = "FERRITE_TEST_SHARED";
 const UNITS: &str = "FERRITE_TEST_UNITS";
 
-/// A clock that goes on by a microsecond each time that somebody looks at it, and by what its test
+/// A clock that goes on by a microsecond each time that somebody reads it, and by what its test
 /// says: however busy the machine is, a unit is not given back before.
 #[derive(Default)]
 struct Ticks(AtomicU64);
@@ -59,7 +59,7 @@ fn env(name: &str) -> String {
 }
 
 /// Not a test: the backend, when this program is run again with the environment that says so. For
-/// each line of its input it says how often it has looked for work, and slept; `turn` moves its clock.
+/// each line of its input it says how often it has polled, and slept; `turn` moves its clock.
 #[test]
 fn process_backend() {
     let Ok(handle) = std::env::var(BACKEND) else { return };
@@ -95,7 +95,7 @@ fn process_backend() {
                 clock.sleep(Duration::from_secs(1));
             }
             let counts = counters.counts();
-            println!("\nlooks {} {}", counts.looks, counts.sleeps);
+            println!("\npolls {} {}", counts.polls, counts.sleeps);
         }
     });
     let stop = Waker::new().unwrap();
@@ -143,16 +143,16 @@ impl Backend {
         Backend { child, input, output }
     }
 
-    /// How often it has looked, and slept.
+    /// How often it has polled, and slept.
     fn say(&mut self, what: &str) -> (u64, u64) {
         writeln!(self.input, "{what}").unwrap();
         let mut line = String::new();
         loop {
             line.clear();
             assert_ne!(self.output.read_line(&mut line).unwrap(), 0, "the backend has ended");
-            if let Some(looks) = line.trim().strip_prefix("looks ") {
-                let (looks, sleeps) = looks.split_once(' ').unwrap();
-                return (looks.parse().unwrap(), sleeps.parse().unwrap());
+            if let Some(polls) = line.trim().strip_prefix("polls ") {
+                let (polls, sleeps) = polls.split_once(' ').unwrap();
+                return (polls.parse().unwrap(), sleeps.parse().unwrap());
             }
         }
     }
@@ -173,24 +173,24 @@ impl Guest {
     }
 
     /// Looks of its backend while it has something to do and sleeps a few times, before each of
-    /// which it would look.
-    fn looks(&mut self) -> u64 {
-        let (looks, sleeps) = self.backend.say("");
+    /// which it would poll.
+    fn polls(&mut self) -> u64 {
+        let (polls, sleeps) = self.backend.say("");
         let end = Instant::now() + PATIENCE;
         loop {
             flushes(&mut self.front);
-            let (looks_now, sleeps_now) = self.backend.say("");
+            let (polls_now, sleeps_now) = self.backend.say("");
             if sleeps_now > sleeps + 3 {
-                return looks_now - looks;
+                return polls_now - polls;
             }
             assert!(Instant::now() < end, "the queue does not sleep");
         }
     }
 
     /// The same, a while later.
-    fn looks_later(&mut self) -> u64 {
+    fn polls_later(&mut self) -> u64 {
         self.backend.say("turn");
-        self.looks()
+        self.polls()
     }
 
     fn kill(&mut self) {
@@ -229,39 +229,39 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 #[test]
-fn as_many_backends_look_for_work_as_the_host_has_units_and_others_follow_them() {
+fn as_many_backends_poll_as_the_host_has_units_and_others_follow_them() {
     let host = dir_in_memory();
     let shared = host.path().join("poll-budget");
     let mut guests = [(); 3].map(|()| Guest::new(&shared, 2));
     let [a, b, c] = &mut guests;
-    assert!(a.looks() > 0 && b.looks() > 0);
-    assert_eq!(c.looks(), 0, "there are two units");
-    assert_eq!(c.looks_later(), 0);
+    assert!(a.polls() > 0 && b.polls() > 0);
+    assert_eq!(c.polls(), 0, "there are two units");
+    assert_eq!(c.polls_later(), 0);
 
     // It is killed, and another has its unit at once, also when it is back.
     a.kill();
-    assert!(c.looks_later() > 0);
+    assert!(c.polls_later() > 0);
     a.restart(&shared, 2);
     flushes(&mut a.front);
-    assert_eq!(a.looks_later(), 0);
-    assert!(b.looks() > 0 && c.looks() > 0);
+    assert_eq!(a.polls_later(), 0);
+    assert!(b.polls() > 0 && c.polls() > 0);
 
     // Its guest has nothing to do, and it gives its unit back by itself.
     b.backend.say("turn");
-    wait_until("that an idle backend gives its unit back", || a.looks_later() > 0);
-    assert!(c.looks() > 0);
-    assert_eq!(b.looks_later(), 0);
+    wait_until("that an idle backend gives its unit back", || a.polls_later() > 0);
+    assert!(c.polls() > 0);
+    assert_eq!(b.polls_later(), 0);
 
     // Its guest lets go of the disk.
     c.front.close(PATIENCE).unwrap();
-    assert!(b.looks_later() > 0);
+    assert!(b.polls_later() > 0);
     c.front.connect(&FrontOptions::default(), PATIENCE).unwrap();
-    assert_eq!(c.looks_later(), 0);
+    assert_eq!(c.polls_later(), 0);
 
     // Its disk is unplugged.
     let [a, b, mut c] = guests;
     a.end();
-    assert!(c.looks_later() > 0);
+    assert!(c.polls_later() > 0);
     b.end();
     c.end();
 }
@@ -356,7 +356,7 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
     assert_eq!(other.stop().unwrap(), Outcome::Stopped);
 }
 
-/// Waits until the debt is known to the queues: one that was about to look at its ring may still
+/// Waits until the debt is known to the queues: one that was about to read its ring may still
 /// take what it finds. Gives how many requests are held back.
 fn hold(front: &mut Frontend, neighbour: &mut Frontend, buffer: &Buffer) -> u64 {
     for queue in &mut front.queues {

@@ -244,10 +244,10 @@ impl Report {
         line(
             "waiting",
             format!(
-                "looked {} times ({:.0} % found work), {:.0} % of a processor; slept {} times",
-                count("looks"),
-                100.0 * share(count("hits"), count("looks")),
-                count("looked_ns") as f64 / 1e7 / self.seconds,
+                "polled {} times ({:.0} % found work), {:.0} % of a processor; slept {} times",
+                count("polls"),
+                100.0 * share(count("hits"), count("polls")),
+                count("polled_ns") as f64 / 1e7 / self.seconds,
                 count("sleeps"),
             ),
         );

@@ -12,7 +12,7 @@ use super::tally::Tally;
 use crate::cli::{BenchArgs, Mode};
 use crate::exit::{Code, Failure};
 
-/// How long guests look before they sleep, where there are processors enough.
+/// How long guests poll before they sleep, where there are processors enough.
 const POLL_US: u32 = 50;
 
 /// One guest's work.
@@ -27,7 +27,7 @@ pub(super) struct Task {
     pub(super) batch: bool,
     pub(super) ring_order: u32,
     pub(super) max_indirect: u32,
-    /// How long to look for responses before sleeping.
+    /// How long to poll for responses before sleeping.
     pub(super) poll_us: u32,
     /// Use persistent grants, if the backend offers them.
     pub(super) persistent: bool,
@@ -131,7 +131,7 @@ fn ring_order(args: &BenchArgs) -> Result<u32, Failure> {
 }
 
 /// Waking a processor that has gone to sleep can take longer than a request, and would be what is
-/// measured. But who looks on a processor that others need takes their time.
+/// measured. But who polls on a processor that others need takes their time.
 fn poll_us(args: &BenchArgs, loaded: u32) -> u32 {
     let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
     let wanted = 2 * args.guests as usize * loaded as usize;

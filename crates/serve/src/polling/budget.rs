@@ -1,4 +1,4 @@
-//! What a disk may spend on looking.
+//! What a disk may spend on polling.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -13,11 +13,11 @@ pub(crate) const HELD_NS: u64 = 100_000_000;
 /// After a refusal, how long not to ask again, in nanoseconds.
 const REFUSED_NS: u64 = 100_000_000;
 
-/// Processor time that all queues of a disk together may spend on looking. Counted in periods of
-/// 100 ms; a look that was begun is never cut short, so a period may end one window over.
+/// Processor time that all queues of a disk together may spend on polling. Counted in periods of
+/// 100 ms; a poll that was begun is never cut short, so a period may end one window over.
 ///
 /// What all disks of a host may spend together is handed out in units of one processor. A disk
-/// has one while it looks, and gives it back a moment after its last look.
+/// has one while it polls, and gives it back a moment after its last poll.
 #[derive(Debug)]
 pub struct Budget {
     limit_ns: u64,
@@ -33,11 +33,11 @@ struct Host {
     /// How many these are.
     units: AtomicU32,
     refused_until_ns: AtomicU64,
-    /// When a queue looked last.
-    looked_ns: AtomicU64,
+    /// When a queue polled last.
+    polled_ns: AtomicU64,
 }
 
-/// Processors that all disks of a host may look with by default: half of them, and at least one.
+/// Processors that all disks of a host may poll with by default: half of them, and at least one.
 pub fn host_units() -> u32 {
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
     (cpus / 2).max(1) as u32
@@ -57,7 +57,7 @@ impl Budget {
             claimed: Mutex::default(),
             units: AtomicU32::new(0),
             refused_until_ns: AtomicU64::new(0),
-            looked_ns: AtomicU64::new(0),
+            polled_ns: AtomicU64::new(0),
         };
         Budget { host: Some(host), ..Budget::new(percent) }
     }
@@ -84,14 +84,14 @@ impl Budget {
     pub(crate) fn spend(&self, ns: u64, now_ns: u64) {
         self.spent_ns.fetch_add(ns, Relaxed);
         if let Some(host) = &self.host {
-            host.looked_ns.store(now_ns, Relaxed);
+            host.polled_ns.store(now_ns, Relaxed);
         }
     }
 
     /// Gives back to the host what no queue has used for a while.
     pub(crate) fn give_back_unused(&self, now_ns: u64) {
         if let Some(host) = &self.host
-            && now_ns.saturating_sub(host.looked_ns.load(Relaxed)) >= HELD_NS
+            && now_ns.saturating_sub(host.polled_ns.load(Relaxed)) >= HELD_NS
         {
             host.give_back();
         }
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_disks_look_as_the_host_has_units() {
+    fn as_many_disks_poll_as_the_host_has_units() {
         let disks: [Budget; 3] = disks(2, 100);
         assert_eq!(disks.each_ref().map(|disk| disk.is_left(1)), [true, true, false]);
         assert_eq!(disks.each_ref().map(|disk| disk.is_left(2)), [true, true, false]);
@@ -172,10 +172,10 @@ mod tests {
         drop(first);
         assert!(!third.is_left(REFUSED_NS), "who was refused does not ask again at once");
         assert!(third.is_left(1 + REFUSED_NS) && second.is_left(1 + REFUSED_NS));
-        assert!(disks_of_none_look());
+        assert!(disks_of_none_poll());
     }
 
-    fn disks_of_none_look() -> bool {
+    fn disks_of_none_poll() -> bool {
         let [disk]: [Budget; 1] = disks(0, 100);
         !disk.is_left(1)
     }
@@ -185,7 +185,7 @@ mod tests {
         let [a, b]: [Budget; 2] = disks(1, 100);
         assert!(a.is_left(1));
         a.spend(1, 50);
-        // One queue has not looked since, and another has.
+        // One queue has not polled since, and another has.
         a.give_back_unused(49 + HELD_NS);
         assert!(!b.is_left(49 + HELD_NS));
         a.give_back_unused(50 + HELD_NS);
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_look_with_two_processors_takes_the_second_unit_when_the_first_is_used_up() {
+    fn who_may_poll_with_two_processors_takes_the_second_unit_when_the_first_is_used_up() {
         let [a, b]: [Budget; 2] = disks(2, 150);
         assert!(a.is_left(1));
         a.spend(PERIOD_NS - 1, 2);

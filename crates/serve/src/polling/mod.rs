@@ -1,7 +1,7 @@
-//! When to look for work before going to sleep, and for how long.
+//! When to poll for work before going to sleep, and for how long.
 //!
-//! A queue that has nothing to do either sleeps, which costs the time to be woken, or looks at its
-//! ring and its completions for a while, which costs a processor that others may want. Looking is
+//! A queue that has nothing to do either sleeps, which costs the time to be woken, or polls its
+//! ring and its completions for a while, which costs a processor that others may want. Polling is
 //! worth it when something usually comes within a few times the cost of being woken, and when
 //! the processor has nothing else to do. `Poller` decides that from what it has seen; the only
 //! times in it are those that it is given, so that a test can play any history to it.
@@ -9,14 +9,14 @@
 //! * The window grows while sleeps turn out short, to what would have found the end of the last
 //!   one, up to a few times the measured cost of a wake-up; and it shrinks while they turn out
 //!   long, as KVM's halt polling does.
-//! * Looks that find nothing end it: below a quarter of hits it pauses, each time twice as
-//!   long, and starts again. (A guest on our own processor cannot send while we look.)
+//! * Polls that find nothing end it: below a quarter of hits it pauses, each time twice as
+//!   long, and starts again. (A guest on our own processor cannot send while we poll.)
 //! * Time that this thread had to wait for a processor, and gaps in which it did not run while it
-//!   looked (another thread, or another domain had the processor), mean that the host has no
+//!   polled (another thread, or another domain had the processor), mean that the host has no
 //!   processor to spare: it pauses. Both are judged over a millisecond or so: one interrupt is a
 //!   gap, too, and a thread that sleeps is now and then woken on a processor that is taken for a
 //!   moment while another is free.
-//! * A disk has a [`Budget`] of processor time to look with, all queues together, and shares
+//! * A disk has a [`Budget`] of processor time to poll with, all queues together, and shares
 //!   what all disks of the host have.
 
 use std::fmt;
@@ -39,27 +39,27 @@ pub const MAX_WINDOW_US: u32 = 10_000;
 const MAX_AUTO_NS: u64 = 200_000;
 /// Windows are at least this long, in nanoseconds.
 const MIN_AUTO_NS: u64 = 5_000;
-/// A stretch without a look at the clock of more than this, in nanoseconds, was not ours.
+/// A stretch without a reading of the clock of more than this, in nanoseconds, was not ours.
 const GAP_NS: u64 = 30_000;
 /// Another thread that has work for a processor keeps it for at least so long, in nanoseconds.
 const SLICE_NS: u64 = 1_000_000;
-/// Gaps are judged over so much looking, in nanoseconds.
+/// Gaps are judged over so much polling, in nanoseconds.
 const RECENT_NS: u64 = 1_000_000;
 /// Pauses, in nanoseconds: the first, and the longest. Where there is no processor to spare, a
 /// thread that is woken often waits for a slice at least once in the first.
 const PAUSE_NS: (u64, u64) = (10_000_000, 1_000_000_000);
 /// How often the time spent waiting for a processor is asked for, in nanoseconds.
 const CHECK_NS: u64 = 1_000_000;
-/// Short sleeps in a row before looking begins.
+/// Short sleeps in a row before polling begins.
 const SHORT_SLEEPS: u32 = 3;
-/// Looks in vain after a beginning that do not count.
+/// Polls in vain after a beginning that do not count.
 const GRACE: u32 = 3;
-/// Looks with success that halve the next pause.
+/// Polls with success that halve the next pause.
 const FORGIVEN_BY: u32 = 256;
 /// The hit rate is kept as so many parts.
 const WHOLE: u32 = 1 << 16;
 
-/// How long a queue looks for work before it sleeps.
+/// How long a queue polls for work before it sleeps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PollWindow {
     /// As long as it pays.
@@ -92,21 +92,21 @@ impl FromStr for PollWindow {
     }
 }
 
-/// One look, from its beginning to its end.
+/// One poll, from its beginning to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Look {
+pub(crate) struct Poll {
     /// When it began.
     pub(crate) from_ns: u64,
     /// When it ended.
     pub(crate) to_ns: u64,
     /// The time of it in which the thread did not run.
-    pub(crate) lost_ns: u64,
+    pub(crate) stolen_ns: u64,
     /// Whether something came.
     pub(crate) hit: bool,
 }
 
-/// The gap since the last look at the clock, if it was none of ours.
-pub(crate) fn lost_ns(since_ns: u64) -> u64 {
+/// The gap since the last reading of the clock, if it was none of ours.
+pub(crate) fn stolen_ns(since_ns: u64) -> u64 {
     if since_ns > GAP_NS { since_ns } else { 0 }
 }
 
@@ -119,34 +119,34 @@ pub(crate) struct Poller {
     /// The window now; 0: none.
     now_ns: u64,
     short_sleeps: u32,
-    /// Of the last looks, weighted by age; of [`WHOLE`].
+    /// Of the last polls, weighted by age; of [`WHOLE`].
     hit_rate: u32,
-    /// Looks in a row that found most things.
+    /// Polls in a row that found most things.
     hits: u32,
-    /// Looks that may still find nothing while the window grows to what is needed.
+    /// Polls that may still find nothing while the window grows to what is needed.
     grace: u32,
     paused_until_ns: u64,
     pause_ns: u64,
     /// When the time spent waiting was last asked for, and what it was.
     checked: Option<(u64, u64)>,
     check_at_ns: u64,
-    /// Time spent looking since then.
-    looked_ns: u64,
+    /// Time spent polling since then.
+    polled_ns: u64,
     recent: Recent,
 }
 
-/// The last looks together; older ones count less.
+/// The last polls together; older ones count less.
 #[derive(Debug, Default)]
 struct Recent {
     /// The time in which the thread did not run.
-    lost_ns: u64,
+    stolen_ns: u64,
     /// All of it.
     took_ns: u64,
 }
 
 impl Poller {
     /// Nothing is known yet. `wake_up_ns`: what it takes to wake a thread on this machine; `cpus`:
-    /// processors that this process may use. With one alone, whoever we look for cannot run.
+    /// processors that this process may use. With one alone, whoever we poll for cannot run.
     pub(crate) fn new(window: PollWindow, wake_up_ns: u64, cpus: usize) -> Poller {
         let alone = window == PollWindow::Auto && cpus < 2;
         let window = if alone { PollWindow::Fixed(0) } else { window };
@@ -163,12 +163,12 @@ impl Poller {
             pause_ns: PAUSE_NS.0,
             checked: None,
             check_at_ns: 0,
-            looked_ns: 0,
+            polled_ns: 0,
             recent: Recent::default(),
         }
     }
 
-    /// How long to look now, in nanoseconds; 0: not at all.
+    /// How long to poll now, in nanoseconds; 0: not at all.
     pub(crate) fn window_ns(&self, now_ns: u64) -> u64 {
         match self.window {
             PollWindow::Fixed(us) => u64::from(us) * 1000,
@@ -184,43 +184,43 @@ impl Poller {
 
     /// The time that this thread has spent ready to run but waiting for a processor, ever. If that
     /// is a time slice more than at the last call, or an eighth of a time most of which was spent
-    /// looking, there is no processor to spare.
+    /// polling, there is no processor to spare.
     pub(crate) fn waited(&mut self, now_ns: u64, total_ns: u64) {
         self.check_at_ns = now_ns + CHECK_NS;
-        let looked_ns = std::mem::take(&mut self.looked_ns);
+        let polled_ns = std::mem::take(&mut self.polled_ns);
         let Some((then_ns, before_ns)) = self.checked.replace((now_ns, total_ns)) else {
-            // Nothing is known yet, and the first look may move the guest to where others work.
+            // Nothing is known yet, and the first poll may move the guest to where others work.
             self.paused_until_ns = now_ns + PAUSE_NS.0;
             return;
         };
         let (waited_ns, of_ns) = (total_ns.saturating_sub(before_ns), now_ns - then_ns);
-        let while_looking = looked_ns * 2 > of_ns && waited_ns * 8 > of_ns;
-        if while_looking || waited_ns >= SLICE_NS {
+        let while_polling = polled_ns * 2 > of_ns && waited_ns * 8 > of_ns;
+        if while_polling || waited_ns >= SLICE_NS {
             self.pause(now_ns);
         }
     }
 
-    /// A look is over.
-    pub(crate) fn looked(&mut self, look: Look) {
-        let took_ns = look.to_ns - look.from_ns;
-        self.looked_ns += took_ns;
-        self.recent.lost_ns += look.lost_ns;
+    /// A poll is over.
+    pub(crate) fn polled(&mut self, poll: Poll) {
+        let took_ns = poll.to_ns - poll.from_ns;
+        self.polled_ns += took_ns;
+        self.recent.stolen_ns += poll.stolen_ns;
         self.recent.took_ns += took_ns;
-        if self.recent.lost_ns * 4 > self.recent.took_ns.max(RECENT_NS) {
-            return self.pause(look.to_ns);
+        if self.recent.stolen_ns * 4 > self.recent.took_ns.max(RECENT_NS) {
+            return self.pause(poll.to_ns);
         }
         if self.recent.took_ns > RECENT_NS {
-            self.recent.lost_ns /= 2;
+            self.recent.stolen_ns /= 2;
             self.recent.took_ns /= 2;
         }
-        if !look.hit && self.grace > 0 {
+        if !poll.hit && self.grace > 0 {
             self.grace -= 1;
             return;
         }
-        let score = if look.hit { WHOLE } else { 0 };
+        let score = if poll.hit { WHOLE } else { 0 };
         self.hit_rate = (self.hit_rate * 7 + score) / 8;
         if self.hit_rate < WHOLE / 4 {
-            self.pause(look.to_ns);
+            self.pause(poll.to_ns);
         } else if self.hit_rate > WHOLE / 4 * 3 {
             self.hits = self.hits.saturating_add(1);
             if self.hits.is_multiple_of(FORGIVEN_BY) {
@@ -229,7 +229,7 @@ impl Poller {
         }
     }
 
-    /// Stops looking for a while, and begins anew then. A pause that there is already becomes no
+    /// Stops polling for a while, and begins anew then. A pause that there is already becomes no
     /// shorter, and as long as a first one from now on.
     fn pause(&mut self, now_ns: u64) {
         let for_ns = if now_ns < self.paused_until_ns {
@@ -247,7 +247,7 @@ impl Poller {
         self.recent = Recent::default();
     }
 
-    /// A sleep of so many nanoseconds is over, counted from the beginning of the look before it if
+    /// A sleep of so many nanoseconds is over, counted from the beginning of the poll before it if
     /// there was one.
     pub(crate) fn slept(&mut self, idle_ns: u64) {
         if idle_ns > MAX_AUTO_NS {

@@ -6,13 +6,13 @@ fn auto() -> Poller {
     Poller::new(PollWindow::Auto, WAKE_UP_NS, 2)
 }
 
-/// A look that began at `from_ns` and took `took_ns`.
-fn look(from_ns: u64, took_ns: u64, hit: bool) -> Look {
-    Look { from_ns, to_ns: from_ns + took_ns, lost_ns: 0, hit }
+/// A poll that began at `from_ns` and took `took_ns`.
+fn poll(from_ns: u64, took_ns: u64, hit: bool) -> Poll {
+    Poll { from_ns, to_ns: from_ns + took_ns, stolen_ns: 0, hit }
 }
 
-/// One that has begun to look.
-fn looking() -> Poller {
+/// One that has begun to poll.
+fn polling() -> Poller {
     let mut p = auto();
     for _ in 0..SHORT_SLEEPS {
         p.slept(30_000);
@@ -43,7 +43,7 @@ fn it_takes_several_short_sleeps_in_a_row_to_begin() {
 
 #[test]
 fn the_window_grows_while_sleeps_are_short_up_to_a_limit() {
-    let mut p = looking();
+    let mut p = polling();
     p.slept(100_000);
     assert_eq!(p.window_ns(0), 125_000);
     p.slept(20_000);
@@ -54,7 +54,7 @@ fn the_window_grows_while_sleeps_are_short_up_to_a_limit() {
 
 #[test]
 fn long_sleeps_close_the_window_step_by_step() {
-    let mut p = looking();
+    let mut p = polling();
     p.slept(100_000);
     let open = p.window_ns(0);
     p.slept(5_000_000);
@@ -65,46 +65,46 @@ fn long_sleeps_close_the_window_step_by_step() {
 }
 
 #[test]
-fn looks_that_find_nothing_end_in_pauses_that_become_longer() {
-    let mut p = looking();
+fn polls_that_find_nothing_end_in_pauses_that_become_longer() {
+    let mut p = polling();
     let mut now_ns = 0;
-    let mut looked_ns = 0;
+    let mut polled_ns = 0;
     let mut pauses = Vec::new();
     while pauses.len() < 12 {
         let window_ns = p.window_ns(now_ns);
         if window_ns > 0 {
-            p.looked(look(now_ns, window_ns, false));
-            looked_ns += window_ns;
+            p.polled(poll(now_ns, window_ns, false));
+            polled_ns += window_ns;
             now_ns += window_ns;
             if p.window_ns(now_ns) == 0 {
                 pauses.push(p.paused_until_ns - now_ns);
             }
         }
-        // Something comes soon after each look: the sleeps alone would have it go on.
+        // Something comes soon after each poll: the sleeps alone would have it go on.
         p.slept(window_ns + 30_000);
         now_ns += 30_000;
     }
     assert!(pauses.windows(2).all(|w| w[1] >= w[0]));
     assert_eq!(pauses.last(), Some(&PAUSE_NS.1));
-    assert!(looked_ns * 200 < now_ns, "looked for {looked_ns} of {now_ns} ns");
+    assert!(polled_ns * 200 < now_ns, "polled for {polled_ns} of {now_ns} ns");
 }
 
 #[test]
 fn hits_keep_it_going_and_forgive_earlier_pauses() {
-    let mut p = looking();
+    let mut p = polling();
     p.pause(0);
     p.pause(PAUSE_NS.0);
     assert!(p.pause_ns > PAUSE_NS.0);
     for i in 0..10 * u64::from(FORGIVEN_BY) {
-        p.looked(look(1_000_000_000 + i, 100, true));
+        p.polled(poll(1_000_000_000 + i, 100, true));
     }
     assert_eq!(p.pause_ns, PAUSE_NS.0);
 }
 
-/// One that has begun to look, and has been told at 0 how long its thread waited so far: not at
-/// all. From the time that is returned on it looks.
-fn looking_and_told() -> (Poller, u64) {
-    let mut p = looking();
+/// One that has begun to poll, and has been told at 0 how long its thread waited so far: not at
+/// all. From the time that is returned on it polls.
+fn polling_and_told() -> (Poller, u64) {
+    let mut p = polling();
     assert!(p.asks_for_wait(0));
     p.waited(0, 0);
     assert!(!p.asks_for_wait(CHECK_NS - 1));
@@ -115,36 +115,36 @@ fn looking_and_told() -> (Poller, u64) {
 }
 
 #[test]
-fn a_thread_that_waits_for_its_processor_stops_looking() {
-    let (mut p, from_ns) = looking_and_told();
-    let most = |now_ns| look(now_ns, CHECK_NS / 4 * 3, true);
-    p.looked(most(from_ns));
+fn a_thread_that_waits_for_its_processor_stops_polling() {
+    let (mut p, from_ns) = polling_and_told();
+    let most = |now_ns| poll(now_ns, CHECK_NS / 4 * 3, true);
+    p.polled(most(from_ns));
     let now_ns = from_ns + CHECK_NS;
     p.waited(now_ns, CHECK_NS / 10);
     assert!(p.window_ns(now_ns) > 0, "a tenth is no shortage");
-    p.looked(most(now_ns));
+    p.polled(most(now_ns));
     let now_ns = now_ns + CHECK_NS;
     p.waited(now_ns, CHECK_NS / 10 + CHECK_NS / 5);
     assert_eq!(p.window_ns(now_ns), 0);
 }
 
 /// The scheduler now and then wakes a thread on a processor that is taken although another is
-/// free, so what a thread waited for that slept tells nothing of one that looks.
+/// free, so what a thread waited for that slept tells nothing of one that polls.
 #[test]
-fn waiting_after_sleeps_keeps_nobody_from_looking() {
-    let (mut p, from_ns) = looking_and_told();
+fn waiting_after_sleeps_keeps_nobody_from_polling() {
+    let (mut p, from_ns) = polling_and_told();
     for ms in 1..100 {
         let now_ns = from_ns + ms * CHECK_NS;
-        p.looked(look(now_ns - CHECK_NS, CHECK_NS / 4, true));
+        p.polled(poll(now_ns - CHECK_NS, CHECK_NS / 4, true));
         p.waited(now_ns, ms * CHECK_NS / 2);
         assert!(p.window_ns(now_ns) > 0);
     }
 }
 
-/// Somebody else works where this sleeps: looking would take from them.
+/// Somebody else works where this sleeps: polling would take from them.
 #[test]
-fn waiting_for_a_whole_slice_ends_looking_whatever_was_done_meanwhile() {
-    let (mut p, from_ns) = looking_and_told();
+fn waiting_for_a_whole_slice_ends_polling_whatever_was_done_meanwhile() {
+    let (mut p, from_ns) = polling_and_told();
     let now_ns = from_ns + 5 * CHECK_NS;
     p.waited(now_ns, SLICE_NS - 1);
     assert!(p.window_ns(now_ns) > 0);
@@ -154,8 +154,8 @@ fn waiting_for_a_whole_slice_ends_looking_whatever_was_done_meanwhile() {
 }
 
 #[test]
-fn where_slices_are_waited_for_again_and_again_looking_never_begins() {
-    let mut p = looking();
+fn where_slices_are_waited_for_again_and_again_polling_never_begins() {
+    let mut p = polling();
     for i in 0..1000 {
         let now_ns = i * (PAUSE_NS.0 - CHECK_NS);
         p.waited(now_ns, i * SLICE_NS);
@@ -168,33 +168,33 @@ fn where_slices_are_waited_for_again_and_again_looking_never_begins() {
 }
 
 #[test]
-fn an_interrupt_now_and_then_keeps_nobody_from_looking() {
-    let mut p = looking();
+fn an_interrupt_now_and_then_keeps_nobody_from_polling() {
+    let mut p = polling();
     for i in 0..1000 {
         let from_ns = i * 100_000;
-        let gap_ns = if i % 10 == 0 { lost_ns(45_000) } else { 0 };
-        p.looked(Look { lost_ns: gap_ns, ..look(from_ns, 50_000, true) });
-        assert!(p.window_ns(from_ns + 50_000) > 0, "look {i}");
+        let gap_ns = if i % 10 == 0 { stolen_ns(45_000) } else { 0 };
+        p.polled(Poll { stolen_ns: gap_ns, ..poll(from_ns, 50_000, true) });
+        assert!(p.window_ns(from_ns + 50_000) > 0, "poll {i}");
     }
 }
 
 #[test]
-fn gaps_in_most_looks_stop_it() {
-    let mut p = looking();
+fn gaps_in_most_polls_stop_it() {
+    let mut p = polling();
     let stopped = (0..20).find(|i| {
         let from_ns = i * 100_000;
-        p.looked(Look { lost_ns: lost_ns(40_000), ..look(from_ns, 80_000, true) });
+        p.polled(Poll { stolen_ns: stolen_ns(40_000), ..poll(from_ns, 80_000, true) });
         p.window_ns(from_ns + 80_000) == 0
     });
     assert!(stopped.is_some());
 }
 
 #[test]
-fn a_thread_that_was_put_aside_while_it_looked_stops() {
-    let mut p = looking();
-    p.looked(Look { lost_ns: lost_ns(3_000_000), ..look(0, 3_010_000, true) });
+fn a_thread_that_was_put_aside_while_it_polled_stops() {
+    let mut p = polling();
+    p.polled(Poll { stolen_ns: stolen_ns(3_000_000), ..poll(0, 3_010_000, true) });
     assert_eq!(p.window_ns(3_010_000), 0);
-    assert_eq!(lost_ns(1_000), 0, "one turn of the loop is no gap");
+    assert_eq!(stolen_ns(1_000), 0, "one turn of the loop is no gap");
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn a_fixed_window_is_what_was_asked_for() {
     let mut p = Poller::new(PollWindow::Fixed(70), WAKE_UP_NS, 1);
     for i in 0..20 {
         assert_eq!(p.window_ns(i), 70_000);
-        p.looked(look(i, 70_000, false));
+        p.polled(poll(i, 70_000, false));
         p.slept(10_000_000);
     }
     assert!(!p.asks_for_wait(u64::MAX));
@@ -220,7 +220,7 @@ fn windows_are_written_as_they_are_read() {
 }
 
 #[test]
-fn nobody_looks_on_the_only_processor() {
+fn nobody_polls_on_the_only_processor() {
     let mut p = Poller::new(PollWindow::Auto, WAKE_UP_NS, 1);
     for _ in 0..100 {
         p.slept(30_000);

@@ -1,4 +1,4 @@
-//! What a queue does when there is nothing to do: look for a while, sleep, and give memory back
+//! What a queue does when there is nothing to do: poll for a while, sleep, and give memory back
 //! when the sleep is long.
 
 use std::io;
@@ -11,13 +11,13 @@ use ferrite_io::reactor::Wait;
 
 use super::storm::Storm;
 use super::{DRAIN, EVENT, Queue, REARM};
-use crate::polling::{HELD_NS, Look, Poller, RunDelay, lost_ns, wake_up_ns};
+use crate::polling::{HELD_NS, Poll, Poller, RunDelay, stolen_ns, wake_up_ns};
 use crate::tuning::Tuning;
 
 /// After so many nanoseconds without anything to do, memory is given back. One wake-up; none
 /// follows until there is a request.
 const COLD_NS: u64 = 5_000_000_000;
-/// Turns of the looking loop between two looks at the clock.
+/// Turns of the polling loop between two readings of the clock.
 const TURNS: u32 = 32;
 
 /// What is known about this queue's waiting.
@@ -27,9 +27,9 @@ pub(super) struct Waiting {
     pub(super) storm: Storm,
     /// Until then the guest's events are not listened to.
     held_until_ns: u64,
-    /// When this queue looked last, with a unit of the host's that may have to be given back.
-    looked_ns: Option<u64>,
-    /// It was given back, and nothing has come since that looking might have found sooner.
+    /// When this queue polled last, with a unit of the host's that may have to be given back.
+    polled_ns: Option<u64>,
+    /// It was given back, and nothing has come since that polling might have found sooner.
     resting: bool,
     /// When the last thing to do was done.
     idle_since_ns: Option<u64>,
@@ -47,7 +47,7 @@ impl Waiting {
             delay: RunDelay::of_this_thread(),
             storm: Storm::default(),
             held_until_ns: 0,
-            looked_ns: None,
+            polled_ns: None,
             resting: false,
             idle_since_ns: None,
             warm: false,
@@ -68,7 +68,7 @@ impl Queue {
         if std::mem::take(&mut self.drain_queued) || self.work_is_pending() {
             return Ok(Wait::No);
         }
-        // A discard that lets others go first is no reason to look for work, or to sleep.
+        // A discard that lets others go first is no reason to poll for work, or to sleep.
         if self.discarding > 0 && self.reactor.has_ready() {
             return Ok(Wait::No);
         }
@@ -84,7 +84,7 @@ impl Queue {
         }
         let now_ns = self.clock.now_ns();
         self.waiting.idle_since_ns.get_or_insert(now_ns);
-        if self.look(now_ns) {
+        if self.poll(now_ns) {
             return Ok(Wait::No);
         }
         if let Some(left_ns) = self.waiting.held_until_ns.checked_sub(now_ns)
@@ -103,9 +103,9 @@ impl Queue {
         Ok(Wait::Until(self.until_unit_is_free().or(warm.then_some(cold))))
     }
 
-    /// How long to sleep before others of this host may look, if we have what it takes.
+    /// How long to sleep before others of this host may poll, if we have what it takes.
     fn until_unit_is_free(&self) -> Option<Duration> {
-        self.waiting.looked_ns.map(|_| Duration::from_nanos(HELD_NS))
+        self.waiting.polled_ns.map(|_| Duration::from_nanos(HELD_NS))
     }
 
     /// Lets the guest's next event wake this queue.
@@ -154,10 +154,10 @@ impl Queue {
         }
     }
 
-    /// Looks for requests and completions for as long as that is worth it. Meanwhile the guest
+    /// Polls for requests and completions for as long as that is worth it. Meanwhile the guest
     /// is not asked for events, and those that it sends are not acknowledged. `true`: there is
     /// something.
-    fn look(&mut self, from_ns: u64) -> bool {
+    fn poll(&mut self, from_ns: u64) -> bool {
         if self.waiting.poller.asks_for_wait(from_ns)
             && let Some(total_ns) = self.waiting.delay.total_ns()
         {
@@ -167,39 +167,39 @@ impl Queue {
         let processors = &self.connection.processors;
         if window_ns == 0
             || self.waiting.resting
-            || !processors.may_look()
+            || !processors.may_poll()
             || !processors.polling.is_left(from_ns)
         {
             return false;
         }
-        let look = self.look_until(from_ns, from_ns + window_ns);
-        self.waiting.poller.looked(look);
-        let took_ns = look.to_ns - look.from_ns;
+        let poll = self.poll_until(from_ns, from_ns + window_ns);
+        self.waiting.poller.polled(poll);
+        let took_ns = poll.to_ns - poll.from_ns;
         let polling = &self.connection.processors.polling;
-        polling.spend(took_ns, look.to_ns);
-        self.waiting.looked_ns = polling.is_shared().then_some(look.to_ns);
+        polling.spend(took_ns, poll.to_ns);
+        self.waiting.polled_ns = polling.is_shared().then_some(poll.to_ns);
         let counters = self.counters();
-        counters.looks.add(1);
-        counters.hits.add(u64::from(look.hit));
-        counters.looked_ns.add(took_ns);
-        look.hit
+        counters.polls.add(1);
+        counters.hits.add(u64::from(poll.hit));
+        counters.polled_ns.add(took_ns);
+        poll.hit
     }
 
-    fn look_until(&self, from_ns: u64, end_ns: u64) -> Look {
-        let mut look = Look { from_ns, to_ns: from_ns, lost_ns: 0, hit: false };
-        while !look.hit && look.to_ns < end_ns {
+    fn poll_until(&self, from_ns: u64, end_ns: u64) -> Poll {
+        let mut poll = Poll { from_ns, to_ns: from_ns, stolen_ns: 0, hit: false };
+        while !poll.hit && poll.to_ns < end_ns {
             for _ in 0..TURNS {
                 if self.ring.unconsumed() != Ok(0) || self.reactor.may_reap() {
-                    look.hit = true;
+                    poll.hit = true;
                     break;
                 }
                 std::hint::spin_loop();
             }
             let now_ns = self.clock.now_ns();
-            look.lost_ns += lost_ns(now_ns - look.to_ns);
-            look.to_ns = now_ns;
+            poll.stolen_ns += stolen_ns(now_ns - poll.to_ns);
+            poll.to_ns = now_ns;
         }
-        look
+        poll
     }
 
     /// One event of the guest's was taken.
@@ -218,10 +218,10 @@ impl Queue {
     /// The reactor's turn is over; `slept`: it may have waited; `idle`: and nothing came of it.
     pub(super) fn woke(&mut self, slept: bool, idle: bool, now_ns: u64) {
         self.waiting.resting &= idle;
-        if let Some(looked_ns) = self.waiting.looked_ns
-            && now_ns.saturating_sub(looked_ns) >= HELD_NS
+        if let Some(polled_ns) = self.waiting.polled_ns
+            && now_ns.saturating_sub(polled_ns) >= HELD_NS
         {
-            self.waiting.looked_ns = None;
+            self.waiting.polled_ns = None;
             self.waiting.resting = idle;
             self.connection.processors.polling.give_back_unused(now_ns);
         }
