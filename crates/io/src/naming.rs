@@ -106,8 +106,8 @@ impl Handle {
             match self.ask_on(folder) {
                 Ok(file) => break file,
                 Err(e) if e.raw_os_error() == Some(libc::ESTALE) => return Ok(None),
-                // `iget_locked` (fs/inode.c) says so, too, of a number that a file is being made
-                // with at this moment: the file with this handle is gone then.
+                // ext4 also answers this while a file is being made with the same inode number
+                // (`iget_locked` in fs/inode.c): the file with this handle is gone then.
                 Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && tries > 0 => tries -= 1,
                 Err(e) => return Err(e),
             }

@@ -148,8 +148,9 @@ impl ImageTools<'_> {
     }
 
     /// The parent's own children are gone, or lost, as it has the child's content; the child's will be
-    /// its. Lists that say so before the names do are right, whatever the next steps come to: who tries
-    /// again finds nothing to be done.
+    /// its. The lists say so before the names do: once the parent has the child's name, nobody merges
+    /// again to bring them up to date. If the merge is cut off in between and the child is renamed
+    /// rather than merged again, what stands on the child is not found under its new name.
     fn hand_over(&self, child: &ImageName, parent: &ImageName) -> io::Result<()> {
         let (child, parent) = (fs::canonicalize(&child.path)?, fs::canonicalize(&parent.path)?);
         let inherited = children::lists(&child)?;

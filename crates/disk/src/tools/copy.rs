@@ -104,7 +104,7 @@ impl<'a> Copying<'a> {
         })
     }
 
-    /// A context that is large enough.
+    /// An I/O context with room for all buffers of a copy.
     pub(super) fn context(tools: &ImageTools<'_>) -> io::Result<IoContext> {
         IoContext::new(tools, IN_FLIGHT + 1)
     }
