@@ -1,13 +1,13 @@
 //! `cargo xtask test`: every check there is, and a summary of them.
 
 use crate::dist::{self, Squeeze};
-use crate::lab::Program;
-use crate::lab::disk::Backend;
-use crate::lab::root::{self, Suite};
 use crate::programs::Programs;
 use crate::steps::{self, cargo, run_logged, say, step};
+use crate::xenhost::Program;
+use crate::xenhost::disk::Backend;
+use crate::xenhost::root::{self, Suite};
 use crate::xentests::{self, Tests};
-use crate::{packages, rest};
+use crate::{fast_checks, packages};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -58,13 +58,13 @@ pub(crate) struct Outcome {
     failure: Option<String>,
 }
 
-/// Builds ferrite's release binary for the lab.
+/// Builds ferrite's release binary for the Xen host, and the bench beside it, which the package has.
 pub(crate) fn build_ferrite() -> Result<Program> {
     step("build ferrite (release)", || {
         let log = fresh_log("release-build")?;
         let mut command = cargo();
-        command.args(["build", "--locked", "--release", "--package", "ferrite"]);
-        // The lab's processor is a plain x86-64 one, whatever this machine has.
+        command.args(["build", "--locked", "--release"]).args(dist::PACKAGES);
+        // The Xen host's processor is a plain x86-64 one, whatever this machine has.
         command.env("RUSTFLAGS", "-C target-cpu=x86-64");
         command.env("CARGO_TARGET_DIR", steps::target_dir().join("lab-build"));
         run_logged(&mut command, &log)
@@ -110,7 +110,7 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     let with_rest = arguments.xen.is_none();
     let mut needs = Vec::new();
     if with_xen {
-        needs.extend([packages::LAB, packages::DIST]);
+        needs.extend([packages::XEN_HOST, packages::DIST]);
     }
     if with_rest {
         needs.push(packages::CHECKS);
@@ -125,7 +125,7 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
         // Downloading, unpacking and one long link: they fit beside what waits for disks.
         let prepared = with_xen.then(|| scope.spawn(move || prepare(suite, arguments.backend)));
         if with_rest {
-            outcomes.extend(rest::rest());
+            outcomes.extend(fast_checks::rest());
         }
         if let Some(prepared) = prepared {
             let prepared = prepared.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));

@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::lab::Lab;
-use crate::lab::disk::{Backend, Disk, DiskOptions};
-use crate::lab::guest::{Guest, GuestOptions};
-use crate::lab::root::{self, Suite};
 use crate::steps::{self, step};
+use crate::xenhost::XenHost;
+use crate::xenhost::disk::{Backend, Disk, DiskOptions};
+use crate::xenhost::guest::{Guest, GuestOptions};
+use crate::xenhost::root::{self, Suite};
 use crate::{checks, packages};
 
 /// Limit of a command in the guest, in seconds; an emulated host can be slow.
@@ -27,11 +27,11 @@ const VERIFY: &str = "cd / && umount /mnt && blockdev --flushbufs /dev/xvda && \
 
 /// Runs the demonstration; its last line says PASS or FAIL.
 pub(crate) fn run() -> Result<ExitCode> {
-    packages::ensure(&[packages::LAB])?;
+    packages::ensure(&[packages::XEN_HOST])?;
     let ferrite = checks::build_ferrite()?;
     let root = root::ensure(Suite::by_name("trixie")?)?;
-    let mut lab = Lab::boot(&root, &[ferrite])?;
-    let result = demonstrate(&mut lab);
+    let mut xenhost = XenHost::boot(&root, &[ferrite])?;
+    let result = demonstrate(&mut xenhost);
     println!();
     match result {
         Ok(shown) => {
@@ -73,75 +73,76 @@ impl Shown {
     }
 }
 
-fn demonstrate(lab: &mut Lab) -> Result<Shown> {
+fn demonstrate(xenhost: &mut XenHost) -> Result<Shown> {
     let mut shown = Shown::default();
     let image = "/lab/demo.raw";
-    lab.sh(&format!("rm -f {image}; truncate -s 1G {image}"))?;
-    let (mut guest, disk) = shown.timed("start the guest", || start(lab, image))?;
-    hosts(lab, &mut guest, &mut shown)?;
-    features(lab, &mut guest, &disk, &mut shown)?;
+    xenhost.sh(&format!("rm -f {image}; truncate -s 1G {image}"))?;
+    let (mut guest, disk) = shown.timed("start the guest", || start(xenhost, image))?;
+    hosts(xenhost, &mut guest, &mut shown)?;
+    features(xenhost, &mut guest, &disk, &mut shown)?;
 
-    let mut sh = |lab: &mut Lab, command: &str| guest.sh(lab, command, LIMIT_S);
+    let mut sh = |xenhost: &mut XenHost, command: &str| guest.sh(xenhost, command, LIMIT_S);
     shown.timed("partition, make ext4", || {
-        sh(lab, "printf 'label: gpt\\n,\\n' | sfdisk -q --wipe always /dev/xvda")?;
+        sh(xenhost, "printf 'label: gpt\\n,\\n' | sfdisk -q --wipe always /dev/xvda")?;
         sh(
-            lab,
+            xenhost,
             "until [ -b /dev/xvda1 ]; do sleep 0.2; done; load-ext4 && mkfs.ext4 -q /dev/xvda1",
         )?;
-        sh(lab, "mount /dev/xvda1 /mnt")
+        sh(xenhost, "mount /dev/xvda1 /mnt")
     })?;
-    let written = shown.timed("write and sync", || sh(lab, WRITE))?;
-    let verified = shown.timed("remount, read, verify", || sh(lab, VERIFY))?;
+    let written = shown.timed("write and sync", || sh(xenhost, WRITE))?;
+    let verified = shown.timed("remount, read, verify", || sh(xenhost, VERIFY))?;
     if written != "8" || verified != "8" {
         bail!("8 files were to be written and verified, not {written} and {verified}");
     }
     shown
         .fact("data", "8 files of random data, 60 MiB, written, synced, remounted: all as written");
 
-    let before = used_kib(lab, image)?;
-    shown.timed("delete and discard", || sh(lab, "rm /mnt/file* && sync && fstrim /mnt"))?;
-    let after = used_kib(lab, image)?;
+    let before = used_kib(xenhost, image)?;
+    shown.timed("delete and discard", || sh(xenhost, "rm /mnt/file* && sync && fstrim /mnt"))?;
+    let after = used_kib(xenhost, image)?;
     shown.fact("image file", format!("1 GiB, {before} KiB on disk; after discard {after} KiB"));
     if before < 60_000 || after + 50_000 > before {
         bail!("the image took {before} KiB and takes {after} KiB: it did not shrink");
     }
-    sh(lab, "umount /mnt && e2fsck -fn /dev/xvda1")?;
+    sh(xenhost, "umount /mnt && e2fsck -fn /dev/xvda1")?;
     shown.fact("file system", "clean, by e2fsck in the guest");
-    snapshot(lab, &mut guest, &mut shown)?;
-    guest.check_blkfront(lab)?;
+    snapshot(xenhost, &mut guest, &mut shown)?;
+    guest.check_blkfront(xenhost)?;
     Ok(shown)
 }
 
 /// A VHD, a snapshot of it, and the guest writing to the leaf: the parent stays as it was.
-fn snapshot(lab: &mut Lab, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
+fn snapshot(xenhost: &mut XenHost, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
     let (raw, leaf, parent) = ("/lab/vhd.raw", "/lab/leaf.vhd", "/lab/parent.vhd");
     shown.timed("make a VHD, snapshot it", || {
-        lab.sh(&format!(
+        xenhost.sh(&format!(
             "rm -f {leaf} {parent}; dd if=/dev/urandom of={raw} bs=1M count=16 2>/dev/null; \
              truncate -s 256M {raw}; ferrite image convert {raw} {leaf} && \
              ferrite image snapshot {leaf} {parent}"
         ))
     })?;
-    let before = lab.sh(&format!("sha256sum <{parent}"))?;
-    let mut disk = Disk::attach(lab, guest, Backend::Ferrite, DiskOptions::new(leaf, "xvdb"))?;
-    disk.wait_connected(lab)?;
+    let before = xenhost.sh(&format!("sha256sum <{parent}"))?;
+    let mut disk = Disk::attach(xenhost, guest, Backend::Ferrite, DiskOptions::new(leaf, "xvdb"))?;
+    disk.wait_connected(xenhost)?;
     let read = shown.timed("read and write the leaf", || {
         let command = "until [ -b /dev/xvdb ]; do sleep 0.2; done; sha256sum </dev/xvdb; \
              dd if=/dev/urandom of=/dev/xvdb bs=4k seek=1000 count=500 oflag=direct 2>/dev/null; \
              dd if=/dev/urandom of=/dev/xvdb bs=1M seek=100 count=4 oflag=direct 2>/dev/null; \
              sync; sha256sum </dev/xvdb";
-        guest.sh(lab, command, LIMIT_S)
+        guest.sh(xenhost, command, LIMIT_S)
     })?;
-    disk.unplug(lab)?;
+    disk.unplug(xenhost)?;
     let (first, second) = read.split_once('\n').unwrap_or((&read, ""));
-    if first != lab.sh(&format!("sha256sum <{raw}"))? || first == second {
+    if first != xenhost.sh(&format!("sha256sum <{raw}"))? || first == second {
         bail!("the guest read something else than what the parent holds, or wrote nothing");
     }
-    let after = lab.sh(&format!("ferrite image check {leaf} >/dev/null && sha256sum <{parent}"))?;
+    let after =
+        xenhost.sh(&format!("ferrite image check {leaf} >/dev/null && sha256sum <{parent}"))?;
     if after != before {
         bail!("the parent has changed: its checksum was {before} and is {after}");
     }
-    let sizes = lab.sh(&format!("du -k {leaf} {parent} | awk '{{print $1}}'"))?;
+    let sizes = xenhost.sh(&format!("du -k {leaf} {parent} | awk '{{print $1}}'"))?;
     let sizes: Vec<_> = sizes.lines().collect();
     let (leaf, parent) =
         (sizes.first().copied().unwrap_or("?"), sizes.get(1).copied().unwrap_or("?"));
@@ -152,18 +153,18 @@ fn snapshot(lab: &mut Lab, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
     Ok(())
 }
 
-fn start(lab: &mut Lab, image: &str) -> Result<(Guest, Disk)> {
-    let mut guest = Guest::create(lab, &GuestOptions::default())?;
-    let disk = Disk::attach(lab, &guest, Backend::Ferrite, DiskOptions::new(image, "xvda"))?;
-    guest.unpause(lab)?;
-    guest.wait_ready(lab)?;
-    disk.wait_connected(lab)?;
+fn start(xenhost: &mut XenHost, image: &str) -> Result<(Guest, Disk)> {
+    let mut guest = Guest::create(xenhost, &GuestOptions::default())?;
+    let disk = Disk::attach(xenhost, &guest, Backend::Ferrite, DiskOptions::new(image, "xvda"))?;
+    guest.unpause(xenhost)?;
+    guest.wait_ready(xenhost)?;
+    disk.wait_connected(xenhost)?;
     Ok((guest, disk))
 }
 
-fn hosts(lab: &mut Lab, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
-    let xen = lab.sh("xl info xen_version; uname -r")?;
-    let guest = guest.sh(lab, "uname -r", LIMIT_S)?;
+fn hosts(xenhost: &mut XenHost, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
+    let xen = xenhost.sh("xl info xen_version; uname -r")?;
+    let guest = guest.sh(xenhost, "uname -r", LIMIT_S)?;
     let mut versions = xen.lines();
     let mut next = || versions.next().unwrap_or("unknown").trim().to_owned();
     let (xen, dom0) = (next(), next());
@@ -172,18 +173,23 @@ fn hosts(lab: &mut Lab, guest: &mut Guest, shown: &mut Shown) -> Result<()> {
     Ok(())
 }
 
-fn features(lab: &mut Lab, guest: &mut Guest, disk: &Disk, shown: &mut Shown) -> Result<()> {
-    let log = disk.backend_log(lab)?;
+fn features(
+    xenhost: &mut XenHost,
+    guest: &mut Guest,
+    disk: &Disk,
+    shown: &mut Shown,
+) -> Result<()> {
+    let log = disk.backend_log(xenhost)?;
     let connected = log.lines().find_map(|line| line.split_once("connected: "));
     let Some((_, connected)) = connected else { bail!("ferrite did not connect:\n{log}") };
     shown.fact("connected", connected);
-    let said = guest.blkfront_log(lab)?;
+    let said = guest.blkfront_log(xenhost)?;
     let said = said.lines().find_map(|line| line.split_once("xvda: "));
     let Some((_, said)) = said else { bail!("blkfront said nothing of xvda") };
     shown.fact("blkfront says", said.trim_end_matches(';'));
     Ok(())
 }
 
-fn used_kib(lab: &mut Lab, image: &str) -> Result<u64> {
-    Ok(lab.sh(&format!("sync {image}; du -k {image} | cut -f1"))?.parse()?)
+fn used_kib(xenhost: &mut XenHost, image: &str) -> Result<u64> {
+    Ok(xenhost.sh(&format!("sync {image}; du -k {image} | cut -f1"))?.parse()?)
 }

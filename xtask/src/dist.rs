@@ -16,6 +16,9 @@ use std::process::Command;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
+/// What cargo builds for a package: the program, and the bench, which lies beside it.
+pub(crate) const PACKAGES: [&str; 4] = ["--package", "ferrite", "--package", "ferrite-bench"];
+
 /// Options of `cargo xtask dist`.
 #[derive(clap::Args)]
 pub(crate) struct DistArguments {
@@ -30,7 +33,7 @@ pub(crate) struct Made {
     pub(crate) deb: PathBuf,
 }
 
-/// Builds the program and packs it.
+/// Builds the programs and packs them.
 pub(crate) fn dist(arguments: &DistArguments) -> Result<()> {
     let made = make(arguments.is_static, "dist", Squeeze::Well)?;
     steps::say(format!("made {} and {}", made.tar.display(), made.deb.display()));
@@ -61,7 +64,7 @@ fn build(is_static: bool) -> Result<PathBuf> {
         build.arg("build").env("RUSTFLAGS", flags);
         build
     };
-    build.args(["--locked", "--release", "--package", "ferrite"]);
+    build.args(["--locked", "--release"]).args(PACKAGES);
     build.env("CARGO_TARGET_DIR", &folder);
     if is_static {
         folder.push(libc_free::TARGET);
@@ -102,7 +105,13 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         run_logged(command.args(line.split(' ')).current_dir(&images), &log)?;
     }
     let listed = output(Command::new("tar").arg("-tJf").arg(&made.tar))?;
-    for path in ["usr/bin/ferrite", "etc/xen/scripts/block-ferrite", "man1/ferrite-serve.1.gz"] {
+    for path in [
+        "usr/bin/ferrite",
+        "usr/bin/ferrite-bench",
+        "etc/xen/scripts/block-ferrite",
+        "man1/ferrite-serve.1.gz",
+        "man1/ferrite-bench.1.gz",
+    ] {
         if !listed.contains(path) || !(path.starts_with("man1") || folder.join(path).is_file()) {
             bail!("{path} is not in the packages:\n{listed}");
         }
@@ -160,6 +169,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     };
     let ours = |name: &str| steps::repository().join("dist").join(name);
     put(program, "usr/bin/ferrite", 0o755)?;
+    put(&beside(program), "usr/bin/ferrite-bench", 0o755)?;
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
     put(&ours("tmpfiles.conf"), "usr/lib/tmpfiles.d/ferrite.conf", 0o644)?;
     put(&ours("modules-load.conf"), "usr/lib/modules-load.d/ferrite.conf", 0o644)?;
@@ -171,7 +181,9 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     }
     let generated = scratch.join("generated");
     fs::create_dir_all(&generated)?;
-    run_logged(Command::new(program).arg("generate").arg(&generated), log)?;
+    for program in [program, &beside(program)] {
+        run_logged(Command::new(program).arg("generate").arg(&generated), log)?;
+    }
     for page in fs::read_dir(generated.join("man"))? {
         let page = page?.path();
         run_logged(Command::new("gzip").args(["-9n"]).arg(&page), log)?;
@@ -179,12 +191,22 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
         let packed = page.with_file_name(format!("{name}.gz"));
         put(&packed, &format!("usr/share/man/man1/{name}.gz"), 0o644)?;
     }
-    let completions = [
-        ("ferrite.bash", "usr/share/bash-completion/completions/ferrite"),
-        ("_ferrite", "usr/share/zsh/vendor-completions/_ferrite"),
-        ("ferrite.fish", "usr/share/fish/vendor_completions.d/ferrite.fish"),
-    ];
-    completions.iter().try_for_each(|(name, path)| put(&generated.join(name), path, 0o644))
+    for name in ["ferrite", "ferrite-bench"] {
+        let (bash, zsh, fish) =
+            (format!("{name}.bash"), format!("_{name}"), format!("{name}.fish"));
+        let completions = [
+            (&bash, format!("usr/share/bash-completion/completions/{name}")),
+            (&zsh, format!("usr/share/zsh/vendor-completions/{zsh}")),
+            (&fish, format!("usr/share/fish/vendor_completions.d/{fish}")),
+        ];
+        completions.iter().try_for_each(|(file, path)| put(&generated.join(file), path, 0o644))?;
+    }
+    Ok(())
+}
+
+/// The bench that was built with the program.
+fn beside(program: &Path) -> PathBuf {
+    program.with_file_name("ferrite-bench")
 }
 
 /// What dpkg is told, beside the files.

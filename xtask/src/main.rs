@@ -1,4 +1,4 @@
-//! The project's tasks: `cargo xtask demo`, `cargo xtask test`, `cargo xtask bench`, `cargo xtask lab`.
+//! The project's tasks: `cargo xtask demo`, `cargo xtask test`, `cargo xtask bench`, `cargo xtask xenhost`.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -8,16 +8,16 @@ mod citations;
 mod demo;
 mod dist;
 mod docs;
+mod fast_checks;
 mod fuzz;
-mod lab;
 mod libc_free;
 mod mutants;
 mod nightly;
 mod packages;
 mod powercuts;
 mod programs;
-mod rest;
 mod steps;
+mod xenhost;
 mod xentests;
 
 use anyhow::Result;
@@ -47,14 +47,14 @@ enum Task {
     Bench(bench::BenchArguments),
     /// Makes what is installed on a host: a tar and a Debian package.
     Dist(dist::DistArguments),
-    /// The lab: a real Xen host in an emulator.
+    /// The Xen host: a real Xen host in an emulator.
     #[command(subcommand)]
-    Lab(LabTask),
+    Xenhost(XenHostTask),
 }
 
 #[derive(Subcommand)]
-enum LabTask {
-    /// Builds the lab's root image, if it is not there yet.
+enum XenHostTask {
+    /// Builds the Xen host's root image, if it is not there yet.
     Build {
         /// Debian release: trixie or bookworm.
         #[arg(long, default_value = "trixie")]
@@ -102,46 +102,46 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Nightly(arguments) => nightly::nightly(&arguments),
         Task::Bench(arguments) => bench::run(&arguments),
         Task::Dist(arguments) => dist::dist(&arguments).map(|()| ExitCode::SUCCESS),
-        Task::Lab(LabTask::Build { suite, peers }) => {
-            packages::ensure(&[packages::LAB])?;
-            let suite = lab::root::Suite::by_name(&suite)?;
-            lab::root::ensure(if peers { suite.with_peers() } else { suite })?;
+        Task::Xenhost(XenHostTask::Build { suite, peers }) => {
+            packages::ensure(&[packages::XEN_HOST])?;
+            let suite = xenhost::root::Suite::by_name(&suite)?;
+            xenhost::root::ensure(if peers { suite.with_peers() } else { suite })?;
             Ok(ExitCode::SUCCESS)
         }
-        Task::Lab(LabTask::Run { suite, guest, ferrite, commands, limit_s }) => {
-            packages::ensure(&[packages::LAB])?;
-            let root = lab::root::ensure(lab::root::Suite::by_name(&suite)?)?;
+        Task::Xenhost(XenHostTask::Run { suite, guest, ferrite, commands, limit_s }) => {
+            packages::ensure(&[packages::XEN_HOST])?;
+            let root = xenhost::root::ensure(xenhost::root::Suite::by_name(&suite)?)?;
             let programs = if ferrite { vec![checks::build_ferrite()?] } else { Vec::new() };
-            let mut lab = lab::Lab::boot(&root, &programs)?;
-            run_commands(&mut lab, guest, &commands, limit_s)
+            let mut xenhost = xenhost::XenHost::boot(&root, &programs)?;
+            run_commands(&mut xenhost, guest, &commands, limit_s)
         }
     }
 }
 
 /// Runs each command in the dom0 or the guest and shows what it printed.
 fn run_commands(
-    lab: &mut lab::Lab,
+    xenhost: &mut xenhost::XenHost,
     guest: bool,
     commands: &[String],
     limit_s: u64,
 ) -> Result<ExitCode> {
-    steps::say(format!("emulator's CPU time so far: {:.1} s", lab.cpu_s()));
+    steps::say(format!("emulator's CPU time so far: {:.1} s", xenhost.cpu_s()));
     let mut guest = if guest {
-        let options = lab::guest::GuestOptions::default();
-        Some(steps::step("start a guest", || lab::guest::Guest::start(lab, &options))?)
+        let options = xenhost::guest::GuestOptions::default();
+        Some(steps::step("start a guest", || xenhost::guest::Guest::start(xenhost, &options))?)
     } else {
         None
     };
     let mut code = ExitCode::SUCCESS;
     for command in commands {
         let output = match (command.strip_prefix("guest:"), &mut guest) {
-            (Some(command), Some(guest)) => guest.run(lab, command, limit_s)?,
-            _ => lab.dom0(command, limit_s)?,
+            (Some(command), Some(guest)) => guest.run(xenhost, command, limit_s)?,
+            _ => xenhost.dom0(command, limit_s)?,
         };
         steps::say(format!(
             "{command}: status {} (emulator's CPU time so far: {:.1} s)",
             output.status,
-            lab.cpu_s()
+            xenhost.cpu_s()
         ));
         println!("{}", output.stdout.trim_end());
         if output.status != 0 {

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use crate::steps::{self, say, step};
-use crate::{checks, dist, fuzz, mutants, powercuts, rest};
+use crate::{checks, dist, fast_checks, fuzz, mutants, powercuts};
 
 /// Options of `cargo xtask nightly`.
 #[derive(clap::Args)]
@@ -49,7 +49,8 @@ pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
         good &= mutants::nightly()?;
     }
     if wanted(Part::Sanitizer) {
-        let every = step("every test under AddressSanitizer", rest::address_sanitizer_of_all);
+        let every =
+            step("every test under AddressSanitizer", fast_checks::address_sanitizer_of_all);
         good &= every.inspect_err(|error| say(steps::chain(error))).is_ok();
     }
     if wanted(Part::Static) {

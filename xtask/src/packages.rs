@@ -1,4 +1,4 @@
-//! The commands that the lab and the tests need, and the Debian packages that bring them.
+//! The commands that the Xen host and the tests need, and the Debian packages that bring them.
 
 use crate::steps;
 use anyhow::{Result, bail};
@@ -9,8 +9,8 @@ use std::process::Command;
 /// A command and the package it comes from.
 type Need = (&'static str, &'static str);
 
-/// What booting the lab takes.
-pub(crate) const LAB: &[Need] = &[
+/// What booting the Xen host takes.
+pub(crate) const XEN_HOST: &[Need] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("debootstrap", "debootstrap"),
     ("gpgv", "gpgv"),
@@ -24,7 +24,7 @@ pub(crate) const LAB: &[Need] = &[
     ("readelf", "binutils"),
 ];
 
-/// What the tests outside the lab take.
+/// What the tests outside the Xen host take.
 pub(crate) const CHECKS: &[Need] = &[
     ("fio", "fio"),
     ("valgrind", "valgrind"),

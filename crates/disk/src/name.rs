@@ -5,53 +5,8 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::format::Format;
 use crate::{DiskError, ErrorKind, content};
-
-/// How a disk's sectors lie in its file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// One after the other.
-    Raw,
-    /// Microsoft's Virtual Hard Disk.
-    Vhd,
-    /// QEMU's copy-on-write format, versions 2 and 3.
-    Qcow2,
-}
-
-impl Format {
-    /// All there are.
-    pub const ALL: [Format; 3] = [Format::Raw, Format::Vhd, Format::Qcow2];
-
-    /// The name that commands and reports use.
-    pub fn name(self) -> &'static str {
-        match self {
-            Format::Raw => "raw",
-            Format::Vhd => "vhd",
-            Format::Qcow2 => "qcow2",
-        }
-    }
-
-    /// By name; `None` for others.
-    pub fn by_name(name: &str) -> Option<Format> {
-        Format::ALL.into_iter().find(|f| f.name() == name)
-    }
-
-    /// What the extension of a file's name says; raw, if it says nothing.
-    pub fn of_path(path: &Path) -> Format {
-        let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
-        match extension.to_ascii_lowercase().as_str() {
-            "vhd" => Format::Vhd,
-            "qcow2" => Format::Qcow2,
-            _ => Format::Raw,
-        }
-    }
-}
-
-impl std::fmt::Display for Format {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// A file, and what is in it.
 #[derive(Clone, Debug, PartialEq, Eq)]

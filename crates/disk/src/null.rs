@@ -16,6 +16,11 @@ pub struct Null {
 }
 
 impl Null {
+    /// A disk of one sector, for whoever has none now.
+    pub(crate) fn nothing() -> Null {
+        Null { sectors: 1, read_only: true }
+    }
+
     /// `size` as in [`size::parse`], empty for 1 TiB.
     pub(crate) fn open(size: &str, options: &OpenOptions) -> Result<Null, DiskError> {
         let refuse = |why: String| {

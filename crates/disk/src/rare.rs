@@ -25,7 +25,7 @@ pub enum Rare {
     /// The journal says nothing any more, since a sync has failed.
     JournalVoided,
     /// What was in the journal of a parent was copied into the leaf.
-    ParentAdopted,
+    ParentRecovered,
 }
 
 impl Rare {
@@ -41,7 +41,7 @@ impl Rare {
         Rare::LongerL1,
         Rare::SyncFailed,
         Rare::JournalVoided,
-        Rare::ParentAdopted,
+        Rare::ParentRecovered,
     ];
 
     /// The target of their log messages.
@@ -60,7 +60,7 @@ impl Rare {
             Rare::LongerL1 => "longer-l1",
             Rare::SyncFailed => "sync-failed",
             Rare::JournalVoided => "journal-voided",
-            Rare::ParentAdopted => "parent-adopted",
+            Rare::ParentRecovered => "parent-recovered",
         }
     }
 

@@ -13,8 +13,8 @@ use ferrite_io::scratch::Scratch;
 
 use crate::{Disk, Port, Rare};
 
-/// Bytes that are adopted at once.
-const ADOPTED_BYTES: usize = 1 << 20;
+/// Bytes that are recovered at once.
+const RECOVERY_BYTES: usize = 1 << 20;
 
 /// See the module text.
 pub struct Session {
@@ -134,15 +134,15 @@ impl Session {
     ///
     /// # Errors
     /// Those of reading and writing. Done again, it goes on.
-    pub fn adopt(&mut self) -> io::Result<u64> {
+    pub fn recover_parents(&mut self) -> io::Result<u64> {
         let disk = self.disk.clone();
         let Disk::Image(image) = &*disk else { return Ok(0) };
-        let (mut copied, mut bytes) = (0, vec![0; ADOPTED_BYTES]);
-        for part in image.unsettled() {
+        let (mut copied, mut bytes) = (0, vec![0; RECOVERY_BYTES]);
+        for part in image.unrecovered() {
             let mut at = part.start;
             while at < part.end {
                 let (lacks, len) = self.reactor.block_on(image.lacks(&self.port, part, at))??;
-                let len = len.min(ADOPTED_BYTES as u64);
+                let len = len.min(RECOVERY_BYTES as u64);
                 if lacks {
                     let bytes = &mut bytes[..len as usize];
                     self.read(at, bytes)?;
@@ -154,7 +154,7 @@ impl Session {
         }
         self.flush()?;
         if copied > 0 {
-            Rare::ParentAdopted.taken();
+            Rare::ParentRecovered.taken();
         }
         Ok(copied)
     }

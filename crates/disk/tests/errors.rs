@@ -43,6 +43,10 @@ impl Engine for Scripted {
         Ok(FileId(0))
     }
 
+    fn clear_files(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     fn push(&mut self, token: Token, op: Op) {
         let mut script = self.script.borrow_mut();
         let success = match op {

@@ -8,9 +8,9 @@ use std::sync::{Mutex, PoisonError};
 use common::work;
 use ferrite_disk::tools::{Convert, NewImage};
 use ferrite_disk::{Disk, ErrorKind, Format, ImageName, MAX_LAYERS, OpenOptions};
-use ferrite_hostile::images::Sketch;
-use ferrite_hostile::images::vhd::{self, Dynamic, Parent};
-use ferrite_hostile::images::{qcow2, qcow2::Image};
+use ferrite_hostile_inputs::images::Sketch;
+use ferrite_hostile_inputs::images::vhd::{self, Dynamic, Parent};
+use ferrite_hostile_inputs::images::{qcow2, qcow2::Image};
 use tempfile::TempDir;
 
 const FORMATS: [Format; 2] = [Format::Vhd, Format::Qcow2];

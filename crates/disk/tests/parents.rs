@@ -182,7 +182,7 @@ fn tools_see_a_chain_as_it_is_served() {
 
 /// The guest was answered, and flushes the disk that it has now.
 #[test]
-fn what_only_a_parents_journal_has_is_the_leafs_once_that_has_adopted_it() {
+fn what_only_a_parents_journal_has_is_the_leafs_once_that_has_recovered_it() {
     for format in ["vhd", "qcow2"] {
         let written = [0, MIB, 5 * MIB + 512, 8 * MIB - 512];
         let chain = Chain::new(format, 8 * MIB, &written);
@@ -191,15 +191,15 @@ fn what_only_a_parents_journal_has_is_the_leafs_once_that_has_adopted_it() {
         disk.write(MIB + 512, &[9; 512]).unwrap();
         disk.close().unwrap();
         drop(disk);
-        let adopt = || {
+        let recover = || {
             let disk = Arc::new(chain.open(child, false).unwrap());
-            assert!(disk.is_unsettled(), "{format}");
+            assert!(disk.is_unrecovered(), "{format}");
             let mut session = Session::new(disk, |arena| test_engine().open(arena, 32)).unwrap();
-            session.adopt().unwrap()
+            session.recover_parents().unwrap()
         };
-        let copied = adopt();
+        let copied = recover();
         assert!((3 * 512..=8 * MIB).contains(&copied), "{format}: {copied}");
-        assert_eq!(adopt(), 0, "{format}");
+        assert_eq!(recover(), 0, "{format}");
         assert!(!chain.journals().is_empty());
         let before = fs::read(&chain.parent.path).unwrap();
         // The host goes down.

@@ -116,7 +116,7 @@ impl Machine {
             }
             Op::Discard { first, count } => {
                 session.discard(first * 512, count * 512).unwrap();
-                self.adopt_discarded(first, count);
+                self.accept_discarded(first, count);
             }
             Op::Read { first, count } => {
                 let mut bytes = vec![0xEE; (count * 512) as usize];
@@ -172,7 +172,7 @@ impl Machine {
     }
 
     /// What was discarded reads as before or as zeros, sector by sector, and stays so.
-    fn adopt_discarded(&mut self, first: u64, count: u64) {
+    fn accept_discarded(&mut self, first: u64, count: u64) {
         let mut bytes = vec![0xEE; (count * 512) as usize];
         self.session.as_mut().unwrap().read(first * 512, &mut bytes).unwrap();
         for (i, sector) in bytes.chunks(512).enumerate() {

@@ -90,7 +90,7 @@ fn whatever_is_done_to_a_disk_its_snapshots_keep_what_they_have() {
             disk.write(4 * MIB, &pattern(4 * 2048, 2048, round)).unwrap();
             model.write(4 * 2048, 2048, round);
             compare(&mut disk, &model);
-            // One process dies, and the next takes over.
+            // One process dies, and the next recovers what it left.
             match round {
                 1 => drop(disk),
                 _ => disk.close().unwrap(),

@@ -13,7 +13,7 @@ use common::failing::Failing;
 use common::vhd::{self, at, create, parent};
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{NewImage, NewParent, Uuid};
-use ferrite_disk::{Disk, Extent, Intent, OpenOptions};
+use ferrite_disk::{Disk, Extent, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::{FileId, Op};
 use ferrite_io::reactor::Wait;
@@ -300,7 +300,7 @@ fn what_a_queue_was_committing_when_it_ended_is_committed_by_the_next() {
         drop(ends);
         let mut next = Queue::of(disk);
         next.flush().unwrap();
-        assert!(!next.disk.is_unsaved());
+        assert!(!next.disk.is_dirty());
         drop(next);
         let found = vhd::queue(&path).read(2 * MIB, 512).unwrap();
         assert!(found == [1; 512], "after {turns} turns");
@@ -381,7 +381,7 @@ fn a_block_that_was_placed_and_not_written_shows_what_is_below() {
     let end = SECTORS * 512;
     queue.write(end - 512, &[1; 512]).unwrap();
     world.model.set(SECTORS - 1, 1, 1);
-    let placed = queue.disk.map(0, 512, Intent::Write);
+    let placed = queue.disk.reserve(0, 512);
     assert!(matches!(placed, Extent::Data { .. }), "{placed:?}");
     let mut journals = fs::read_dir(state.path()).unwrap();
     let journal = journals.next().unwrap().unwrap().path();

@@ -10,13 +10,13 @@ use crate::plain::one_line;
 
 /// An exit code, besides 0. Part of the interface: scripts depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Code(u8);
+pub struct Code(u8);
 
 impl Code {
     /// It was tried and did not work.
-    pub(crate) const FAILED: Code = Code(1);
+    pub const FAILED: Code = Code(1);
     /// The command line makes no sense.
-    pub(crate) const USAGE: Code = Code(2);
+    pub const USAGE: Code = Code(2);
     /// What was named is not there.
     const NOT_FOUND: Code = Code(3);
     /// What was named is in use by somebody else.
@@ -24,22 +24,22 @@ impl Code {
     /// The image contradicts itself.
     const DAMAGED: Code = Code(5);
     /// A signal asked for the end: what a shell says of a command that Ctrl-C has ended.
-    pub(crate) const INTERRUPTED: Code = Code(130);
+    pub const INTERRUPTED: Code = Code(130);
 
     /// Of `image compare`, as of qemu-img: they differ,
-    pub(crate) const DIFFER: Code = Code(1);
+    pub const DIFFER: Code = Code(1);
     /// or that could not be found out.
-    pub(crate) const NOT_COMPARED: Code = Code(2);
+    pub const NOT_COMPARED: Code = Code(2);
 
     /// Of `image check`, as of qemu-img: it could not be done,
-    pub(crate) const NOT_CHECKED: Code = Code(1);
+    pub const NOT_CHECKED: Code = Code(1);
     /// the image does not read what it should,
-    pub(crate) const CORRUPT: Code = Code(2);
+    pub const CORRUPT: Code = Code(2);
     /// or it does, and has space that nothing refers to.
-    pub(crate) const LEAKS: Code = Code(3);
+    pub const LEAKS: Code = Code(3);
 
     /// For those who need a number.
-    pub(crate) const fn number(self) -> u8 {
+    pub const fn number(self) -> u8 {
         self.0
     }
 }
@@ -52,16 +52,20 @@ impl From<Code> for ExitCode {
 
 /// What failed, why, what to do next, and the code for it.
 #[derive(Debug)]
-pub(crate) struct Failure {
-    pub(crate) code: Code,
-    pub(crate) what: String,
-    pub(crate) why: String,
-    pub(crate) help: String,
+pub struct Failure {
+    /// What the program ends with.
+    pub code: Code,
+    /// What failed.
+    pub what: String,
+    /// Why.
+    pub why: String,
+    /// What to do next.
+    pub help: String,
 }
 
 impl Failure {
     /// A failure with [`Code::FAILED`].
-    pub(crate) fn new(
+    pub fn new(
         what: impl Into<String>,
         why: impl fmt::Display,
         help: impl Into<String>,
@@ -70,7 +74,7 @@ impl Failure {
     }
 
     /// The same with another code, unless somebody has interrupted it.
-    pub(crate) fn with_code(self, code: Code) -> Failure {
+    pub fn with_code(self, code: Code) -> Failure {
         match self.code {
             Code::INTERRUPTED => self,
             _ => Failure { code, ..self },
@@ -78,7 +82,7 @@ impl Failure {
     }
 
     /// Writes the failure to standard error and gives the code to end with.
-    pub(crate) fn report(&self) -> ExitCode {
+    pub fn report(&self) -> ExitCode {
         // With standard error closed, the code is all that can be given.
         let _ = write!(std::io::stderr().lock(), "{self}");
         self.code.into()

@@ -4,14 +4,11 @@ use std::io;
 
 use tracing_subscriber::EnvFilter;
 
-use crate::cli::{Cli, Command};
-
-/// Sets up logging, from `RUST_LOG` if it is set, else from the number of `-v` and the command: a
-/// server tells what happens to it, others speak of trouble only.
-pub(crate) fn set_up(cli: &Cli) {
-    let default = match cli.verbose {
-        0 if matches!(cli.command, Command::Serve(_)) => "warn,ferrite=info,ferrite_serve=info",
-        0 => "warn",
+/// Sets up logging: from `RUST_LOG` if it is set, else from the number of `-v`; without one, as
+/// `quiet` says.
+pub fn set_up(verbose: u8, quiet: &str) {
+    let default = match verbose {
+        0 => quiet,
         1 => "debug",
         _ => "trace",
     };

@@ -18,7 +18,7 @@ const CONFIGURED_BY: &str = "FERRITE_PARENTS_FILE";
 
 /// Of all commands that open chains.
 #[derive(Debug, Args)]
-pub(crate) struct ParentsArgs {
+pub struct ParentsArgs {
     /// Allow parents of images in DIR and below, or the one image DIR, and not only in the image's
     /// own folder and below; any: wherever they are. May be given several times.
     #[arg(long = "parents", value_name = "DIR|any", global = true)]
@@ -27,7 +27,10 @@ pub(crate) struct ParentsArgs {
 
 impl ParentsArgs {
     /// With what the host's own list says.
-    pub(crate) fn allowed(&self) -> Result<Parents, Failure> {
+    ///
+    /// # Errors
+    /// The list cannot be read, or makes no sense.
+    pub fn allowed(&self) -> Result<Parents, Failure> {
         let file = env::var_os(CONFIGURED_BY).map_or(CONFIGURED_PARENTS.into(), PathBuf::from);
         let named = [&self.named[..], &configured(&file)?].concat();
         match named.iter().any(|dir| dir == Path::new(ANY)) {

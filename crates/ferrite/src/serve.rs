@@ -8,21 +8,22 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
-use ferrite_io::engines::{EngineChoice, EngineKind};
-use ferrite_serve::connection::{Device, Waker};
-use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::{
+use ferrite_serve::blkif::lifecycle::{
     Attachment, Config, EngineFactory, Outcome, STOPPED, ServeError, close, report_failure,
     run_dir_name, serve, sweep,
 };
-use ferrite_serve::negotiate::Offer;
+use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_serve::counters::Counters;
+use ferrite_serve::path::device::Device;
 use ferrite_serve::polling::Budget;
 use ferrite_serve::processors::{Limit, Processors};
+use ferrite_serve::waker::Waker;
 use ferrite_xen::mover::{self, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
 
 use crate::cli::ServeArgs;
+use crate::engine::{choose, engines};
 use crate::exit::Failure;
 use crate::served_raw::{self, was_killed};
 use crate::signals;
@@ -41,7 +42,7 @@ const IMAGES: &str = "images";
 const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
 
 /// Operations in flight before a guest is served.
-const ADOPT_ENTRIES: u32 = 32;
+const RECOVERY_ENTRIES: u32 = 32;
 
 /// Serves one disk. How its image is to be opened is known when the toolstack has attached it; what
 /// is wrong with the image is said before that, on any machine, with Xen or without.
@@ -93,7 +94,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         counters: Counters::default(),
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
-    adopt(&device.disk, &config.engine).map_err(|e| no_copy(args, e))?;
+    let disk = device.disk().map_err(|e| no_copy(args, e))?;
+    recover_parents(&disk, &config.engine).map_err(|e| no_copy(args, e))?;
+    drop(disk);
     let outcome = serve(&mut store, &Xen::new(), &device, &config, &stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
@@ -148,9 +151,10 @@ fn open(args: &ServeArgs, read_only: bool, run_dir: &Path) -> Result<Disk, Failu
 }
 
 /// What a killed backend has left in memory for an image that is a parent now becomes the leaf's.
-fn adopt(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
-    if disk.is_unsettled() {
-        let bytes = Session::new(disk.clone(), |arena| engine(arena, ADOPT_ENTRIES))?.adopt()?;
+fn recover_parents(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
+    if disk.is_unrecovered() {
+        let bytes = Session::new(disk.clone(), |arena| engine(arena, RECOVERY_ENTRIES))?
+            .recover_parents()?;
         tracing::warn!(
             bytes,
             "a parent of this image lacks what a killed backend had answered for it: it was copied \
@@ -168,39 +172,6 @@ fn no_copy(args: &ServeArgs, e: io::Error) -> Failure {
     let help =
         "make room for it, or bring it into the parent (ferrite image repair --force PARENT)";
     Failure::new(what, e, help)
-}
-
-/// Chooses the engine, for all queues and all connections to come.
-pub(crate) fn choose(
-    choice: EngineChoice,
-    poll_storage: bool,
-    disk: &Disk,
-) -> Result<EngineKind, Failure> {
-    let chosen = choice.decide().map_err(|e| {
-        let what = format!("no engine for disk I/O (--engine {choice})");
-        Failure::new(what, e, "ferrite doctor shows what this kernel offers")
-    })?;
-    let kind = match (chosen.kind, poll_storage) {
-        (EngineKind::Uring, polled) if disk.passthrough() => EngineKind::Nvme { polled },
-        (EngineKind::Uring, true) => EngineKind::UringPolled,
-        (kind, false) if !disk.passthrough() => kind,
-        (kind, _) => {
-            let why = format!("only io_uring can, and the engine is {}", kind.name());
-            let help = "leave --poll-storage out and name a block device (/dev/nvmeXnY); ferrite \
-                        doctor shows what this kernel offers";
-            return Err(Failure::new("cannot poll storage or send NVMe commands", why, help));
-        }
-    };
-    match chosen.without_uring {
-        Some(why) => tracing::info!("disk I/O goes through {}: {why}", kind.name()),
-        None => tracing::info!("disk I/O goes through {}", kind.name()),
-    }
-    Ok(kind)
-}
-
-/// One for every queue.
-pub(crate) fn engines(kind: EngineKind) -> EngineFactory {
-    Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
 fn moving(args: &ServeArgs) -> Result<Moving, Failure> {

@@ -12,7 +12,7 @@ use std::fs;
 use std::path::Path;
 
 use ferrite_disk::{Format, ImageName, medium_at};
-use ferrite_serve::lifecycle::{SERVED_RAW, STOPPED};
+use ferrite_serve::blkif::lifecycle::{SERVED_RAW, STOPPED};
 
 /// The table of a guest that is connected.
 const TABLE: &str = "inflight";

@@ -27,12 +27,18 @@ fn is_ignored(signal: c_int) -> bool {
 }
 
 /// Has the signals wait for whoever reads them.
-pub(crate) fn listen() -> Result<Signals, Failure> {
+///
+/// # Errors
+/// The system lets nobody listen.
+pub fn listen() -> Result<Signals, Failure> {
     Signals::new(ending()).map_err(cannot)
 }
 
 /// A flag that each of them sets.
-pub(crate) fn flag() -> Result<Arc<AtomicBool>, Failure> {
+///
+/// # Errors
+/// The system lets nobody listen.
+pub fn flag() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in ending() {
         signal_hook::flag::register(signal, stop.clone()).map_err(cannot)?;
@@ -41,7 +47,10 @@ pub(crate) fn flag() -> Result<Arc<AtomicBool>, Failure> {
 }
 
 /// A flag that the first of them sets; a second one ends the process at once.
-pub(crate) fn flag_once() -> Result<Arc<AtomicBool>, Failure> {
+///
+/// # Errors
+/// The system lets nobody listen.
+pub fn flag_once() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in ending() {
         signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED, stop.clone())
@@ -52,7 +61,10 @@ pub(crate) fn flag_once() -> Result<Arc<AtomicBool>, Failure> {
 }
 
 /// Each of them ends the process at once. The flag says nothing.
-pub(crate) fn end_at_once() -> Result<Arc<AtomicBool>, Failure> {
+///
+/// # Errors
+/// The system lets nobody listen.
+pub fn end_at_once() -> Result<Arc<AtomicBool>, Failure> {
     let now = Arc::new(AtomicBool::new(true));
     for signal in ending() {
         signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED, now.clone())

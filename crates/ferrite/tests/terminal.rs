@@ -19,8 +19,7 @@ fn on_terminal(place: &Place, line: &str) -> (i32, String) {
 fn errors(place: &Place, args: &str) -> (i32, String) {
     let program = env!("CARGO_BIN_EXE_ferrite");
     let (code, text) = on_terminal(place, &format!("{program} {args} >/dev/null"));
-    let is_bar =
-        |line: &str| ["\u{1b}", " left", " are connected"].iter().any(|p| line.contains(p));
+    let is_bar = |line: &str| ["\u{1b}", " left"].iter().any(|p| line.contains(p));
     let lines = text.split(['\r', '\n']).map(str::trim);
     let said: Vec<&str> = lines.filter(|line| !line.is_empty() && !is_bar(line)).collect();
     (code, said.join("\n"))
@@ -44,21 +43,15 @@ fn commands_that_succeed_say_nothing_but_their_result() {
         "image snapshot c.vhd d.vhd",
         "image coalesce c.vhd",
         "image clone c.vhd e.vhd",
-        "bench null: --seconds 0.2",
-        "bench-bare memcpy --pages 8 --batch 3 --seconds 0.1",
     ] {
-        // A machine that is busy with something else may measure nothing in so short a time.
-        let tries = if args.starts_with("bench ") { 30 } else { 1 };
-        let mut ends = std::iter::repeat_with(|| errors(&place, args)).take(tries);
-        let end = ends.find(|(code, _)| *code == 0);
-        assert_eq!(end, Some((0, String::new())), "{args}: {:?}", errors(&place, args));
+        assert_eq!(errors(&place, args), (0, String::new()), "{args}");
     }
 }
 
 #[test]
 fn commands_that_fail_begin_with_why() {
     let place = Place::new();
-    for args in ["image info no.vhd", "serve no.vhd --xen 32000/xvda", "bench no.vhd"] {
+    for args in ["image info no.vhd", "serve no.vhd --xen 32000/xvda"] {
         let (code, text) = errors(&place, args);
         let lines: Vec<&str> = text.lines().collect();
         assert!(code == 3 && lines.len() == 2, "{args}: {text}");

@@ -104,6 +104,17 @@ pub enum Op {
     },
 }
 
+impl Op {
+    /// Whether what a [`Op::Readable`] waits for has come, for engines that look themselves. Where
+    /// the kernel cannot say, it has.
+    pub fn is_readable(&self) -> bool {
+        let Op::Readable { fd } = *self else { return false };
+        // SAFETY: it is the operation's contract that the descriptor stays open until its end, and
+        // a negative one is not borrowed.
+        fd < 0 || is_readable(unsafe { BorrowedFd::borrow_raw(fd) }).unwrap_or(true)
+    }
+}
+
 /// Spans that one vectored operation takes at most.
 pub const MAX_VECTORED: usize = 16;
 
@@ -140,6 +151,14 @@ pub trait Engine {
     /// Adds a file to the table; it stays open until the engine is dropped and its last
     /// operation has ended, so that a lock held through it covers both.
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId>;
+
+    /// Lets go of all files, on none of which an operation may be in flight. The next that is added
+    /// has index 0 again. A lock that was held through one comes free a moment later, if nobody else
+    /// has that open.
+    ///
+    /// # Errors
+    /// The kernel's; the files stay.
+    fn clear_files(&mut self) -> io::Result<()>;
 
     /// Lets the engine hold on to the pages of `region`, so that transfers from and to it need
     /// not look them up; one region at a time. They stay resident until
@@ -212,8 +231,8 @@ pub trait Engine {
     fn in_flight(&self) -> usize;
 }
 
-/// Whether `fd` has something to read now; a convenience for code outside any engine.
-pub fn is_readable(fd: BorrowedFd<'_>) -> io::Result<bool> {
+/// Whether `fd` has something to read now.
+pub(crate) fn is_readable(fd: BorrowedFd<'_>) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };

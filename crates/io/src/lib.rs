@@ -14,7 +14,6 @@
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and what a host's processes share by them.
 //! * [`naming`]: what a file is, by whatever name, and a file system.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
-//! * [`sim`]: an engine and directories of a machine whose power can be cut, for tests.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
 
 pub mod aio;
@@ -33,7 +32,6 @@ pub mod scratch;
 pub mod shared_lock;
 pub mod shares;
 pub mod shm;
-pub mod sim;
 pub mod uring;
 
 mod offload;

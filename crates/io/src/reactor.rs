@@ -172,6 +172,14 @@ impl Reactor {
         self.engine(|e| e.add_file(file))
     }
 
+    /// See [`Engine::clear_files`].
+    ///
+    /// # Errors
+    /// Those of the engine.
+    pub fn clear_files(&mut self) -> io::Result<()> {
+        self.engine(|e| e.clear_files())
+    }
+
     /// See [`Engine::drain`].
     pub fn drain(&mut self, token: Token, fd: i32) -> bool {
         self.engine(|e| e.drain(token, fd))

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
 use ferrite_io::byte_locks::{is_locked_by_others, lock_shared};
-use ferrite_io::engine::Op;
+use ferrite_io::engine::{Completion, FileId, Op};
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FlockOperation, flock};
@@ -67,6 +67,32 @@ fn a_lock_is_held_as_long_as_the_engine_and_no_longer() {
         assert!(flock(&theirs, LOCK).is_err());
         drop(e);
         take(&theirs);
+    }
+}
+
+#[test]
+fn a_lock_comes_free_when_its_engine_lets_go_of_the_file_and_goes_on_with_others() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, [0; 512]).unwrap();
+    for kind in EngineKind::ALL {
+        let arena = Arena::new(1).unwrap();
+        let mut e = kind.open(arena.clone(), 8).unwrap();
+        let mut out = Vec::new();
+        for round in 0..50 {
+            let mine = open(&path);
+            take(&mine);
+            let f = e.add_file(mine).unwrap();
+            assert_eq!(f, FileId(0));
+            e.push(round, Op::Write { file: f, offset: 0, buf: arena.span(0, 512) });
+            while out.is_empty() {
+                e.wait(None).unwrap();
+                e.reap(&mut out);
+            }
+            assert_eq!(out.pop(), Some(Completion { token: round, raw: 512 }));
+            e.clear_files().unwrap();
+        }
     }
 }
 

@@ -25,6 +25,10 @@ impl Engine for Script {
     fn add_file(&mut self, _: Arc<OwnedFd>) -> io::Result<FileId> {
         Err(io::ErrorKind::Unsupported.into())
     }
+    fn clear_files(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     fn push(&mut self, token: Token, op: Op) {
         let place = match op {
             Op::Read { offset, buf, .. } | Op::Write { offset, buf, .. } => (offset, Some(buf)),

@@ -111,7 +111,7 @@ impl Limit {
 
     fn debt(&self, now_ns: u64) -> Option<Duration> {
         if now_ns >= self.check_at_ns.load(Relaxed) {
-            self.settle(now_ns);
+            self.account(now_ns);
         }
         let left_ns = self.paid_at_ns.load(Relaxed).saturating_sub(now_ns);
         (left_ns > 0).then(|| Duration::from_nanos(left_ns))
@@ -132,7 +132,7 @@ impl Limit {
         self.check_at_ns.store(now_ns, Relaxed);
     }
 
-    fn settle(&self, now_ns: u64) {
+    fn account(&self, now_ns: u64) {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
         // Another queue may have been faster, and have read the clock later.
         let passed_ns = now_ns.saturating_sub(account.at_ns);

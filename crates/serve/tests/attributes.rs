@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
-use ferrite_serve::connection::{Device, Waker};
+use ferrite_loopback::CopyWith;
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_serve::blkif::lifecycle::{Attachment, Config, Outcome, ServeError, serve};
 use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::{Attachment, Config, Outcome, ServeError, serve};
+use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
+use ferrite_serve::waker::Waker;
 use ferrite_xen::abi::STATUS_ERROR;
-use ferrite_xen::loopback::CopyWith;
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
 use ferrite_xen::mover::Budget;
 
 use rig::{PATIENCE, Plan, Rig, engines, mover, moving, offer};

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend, Tag};
+use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, Tag};
 use ferrite_xen::mover::Mover;
 
 use faulty::{EAGAIN, EIO, Fault, Faults};

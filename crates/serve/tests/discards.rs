@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrite_serve::lifecycle::Outcome;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, Reply};
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, Reply};
+use ferrite_serve::blkif::lifecycle::Outcome;
 use rustix::fs::{FallocateFlags, fallocate};
 use tempfile::TempDir;
 

@@ -3,12 +3,12 @@
 
 mod rig;
 
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, PlainOp, Protocol, RawSegment,
     STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY, Slot,
 };
 use ferrite_xen::hypervisor::GrantRef;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 
 use rig::{PATIENCE, Plan, Rig};
 

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
-use ferrite_serve::lifecycle::{Outcome, ServeError};
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_xen::abi::{OP_DISCARD, PlainOp, STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY};
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 
 use faulty::{
     EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, EOPNOTSUPP, Fault, Faults, is_read, is_sync, is_write,

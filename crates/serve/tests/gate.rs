@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_io::engine::Op;
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::abi::PlainOp;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 
 use faulty::{Fault, Faults, is_read, is_sync};
 use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory};

@@ -6,12 +6,12 @@ mod rig;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use ferrite_serve::negotiate::Offer;
-use ferrite_xen::abi::Protocol;
-use ferrite_xen::hypervisor::DomId;
-use ferrite_xen::loopback::front::{
+use ferrite_loopback::front::{
     Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, Keys, QueueOptions, RingKeys,
 };
+use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_xen::abi::Protocol;
+use ferrite_xen::hypervisor::DomId;
 
 use rig::{PATIENCE, Plan, Rig, offer};
 

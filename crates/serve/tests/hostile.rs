@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_loopback::CopyWith;
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::abi::{
@@ -16,8 +18,6 @@ use ferrite_xen::abi::{
     STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY,
 };
 use ferrite_xen::hypervisor::{DomId, GrantRef};
-use ferrite_xen::loopback::CopyWith;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_xen::mover::Mover;
 
 use rig::{PATIENCE, Plan, Rig, mover, scale};
@@ -51,7 +51,7 @@ fn take_all(queue: &mut FrontQueue, pending: &mut HashSet<u64>) -> usize {
 
 /// Changes what a backend decides on, as fast as a processor can, until told to stop: operation,
 /// counts, shapes of segments in the slots and on the indirect pages. Not the ids.
-fn flip(front_ring: &ferrite_xen::loopback::front::RawRing, descriptors: &Buffer) -> u64 {
+fn flip(front_ring: &ferrite_loopback::front::RawRing, descriptors: &Buffer) -> u64 {
     let mut flips = 0;
     for index in 0..front_ring.entries() {
         let at = front_ring.slot_at(index);

@@ -8,8 +8,8 @@ use std::fs::File;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use ferrite_serve::lifecycle::{Outcome, SERVED_RAW, STOPPED, report_failure, sweep};
-use ferrite_xen::loopback::front::{FrontOptions, Frontend, RingWord};
+use ferrite_loopback::front::{FrontOptions, Frontend, RingWord};
+use ferrite_serve::blkif::lifecycle::{Outcome, SERVED_RAW, STOPPED, report_failure, sweep};
 use rustix::fs::{FlockOperation, flock};
 
 use rig::{PATIENCE, Plan, Rig, scale};

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::lifecycle::{Outcome, ServeError};
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_xen::abi::{OP_DISCARD, STATUS_ERROR, STATUS_NOT_SUPPORTED};
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 
 use rig::{PATIENCE, Plan, Rig, scale};
 

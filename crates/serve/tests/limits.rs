@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once};
 use std::time::Instant;
 
-use ferrite_serve::negotiate::Offer;
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
+use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
 };
 use ferrite_xen::hypervisor::GrantRef;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_xen::mover::{Budget, Mover};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -285,14 +285,14 @@ fn guests_that_want_all_mappings_get_their_share_and_the_rest_copied() {
     // What is lost is lost each time; an allocator's store fills up once. AddressSanitizer keeps
     // something of every thread that there ever was, so there only the rest is looked at.
     let sanitized = std::env::var_os("ASAN_OPTIONS").is_some();
-    let settles = (0..6).any(|_| {
+    let returns = (0..6).any(|_| {
         exhaust();
         let rss_kib = held().rss_kib;
         let grown_kib = rss_kib.saturating_sub(std::mem::replace(&mut last, rss_kib));
         sanitized || grown_kib < 1024
     });
     let after = held();
-    assert!(settles, "{before:?} became {after:?}");
+    assert!(returns, "{before:?} became {after:?}");
     assert_eq!(after.descriptors, before.descriptors, "{before:?} became {after:?}");
     assert!(after.mappings <= before.mappings, "{before:?} became {after:?}");
 }

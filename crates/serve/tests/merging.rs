@@ -5,9 +5,9 @@ mod rig;
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
+use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_serve::tuning::Tuning;
 use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
 
 use faulty::{EIO, Fault, Faults, is_read, is_sync, is_write};
 use rig::{PATIENCE, Plan, Rig};

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
+use ferrite_loopback::{CopyWith, GuestOptions};
 use ferrite_xen::abi::{IndirectOp, PlainOp, Protocol, RawSegment};
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
-use ferrite_xen::loopback::{CopyWith, GuestOptions};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -184,7 +184,7 @@ impl Model {
     }
 
     /// The batch is over.
-    fn settle(&mut self, batch: &[Ask], numbers: &[u32]) {
+    fn answer(&mut self, batch: &[Ask], numbers: &[u32]) {
         let left: Vec<Candidates> = (0..SECTORS)
             .map(|sector| self.left(batch, numbers, sector, |_| true, |_| true))
             .collect();
@@ -260,7 +260,7 @@ fn run_batch(front: &mut Frontend, model: &mut Model, batch: &[Ask], buffers: &[
             }
         }
     }
-    model.settle(&batch, &numbers);
+    model.answer(&batch, &numbers);
 }
 
 /// Random sessions on one image, one after the other.

@@ -3,7 +3,7 @@
 
 mod rig;
 
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_xen::mover::Mover;
 
 use rig::{PATIENCE, Plan, Rig};

@@ -4,8 +4,8 @@ mod rig;
 
 use std::fs;
 
-use ferrite_serve::lifecycle::{Outcome, ServeError};
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 
 use rig::{PATIENCE, Plan, Rig, images};
 

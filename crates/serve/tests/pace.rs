@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::lifecycle::Outcome;
-use ferrite_xen::loopback::CopyWith;
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::CopyWith;
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_serve::blkif::lifecycle::Outcome;
 
 use rig::{Hands, PATIENCE, Plan, Rig};
 

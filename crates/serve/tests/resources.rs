@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::lifecycle::{Outcome, ServeError};
+use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, Reply};
+use ferrite_loopback::{CopyWith, GuestOptions};
+use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_xen::abi::{OP_BARRIER, OP_FLUSH, PlainOp, STATUS_ERROR, STATUS_OKAY};
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend, Reply};
-use ferrite_xen::loopback::{CopyWith, GuestOptions};
 
 use nth::{Call, EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, FailingHypervisor, Nth};
 use rig::{PATIENCE, Plan, Rig, images, scale};

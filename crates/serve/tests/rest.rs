@@ -5,7 +5,7 @@ mod rig;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use ferrite_xen::loopback::front::FrontOptions;
+use ferrite_loopback::front::FrontOptions;
 
 use rig::{PATIENCE, Plan, Rig};
 

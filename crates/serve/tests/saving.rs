@@ -8,8 +8,8 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use ferrite_serve::lifecycle::Outcome;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+use ferrite_serve::blkif::lifecycle::Outcome;
 
 use faulty::{Fault, Faults, is_sync};
 use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};

@@ -2,9 +2,9 @@
 
 mod rig;
 
-use ferrite_serve::lifecycle::Outcome;
+use ferrite_loopback::front::{FrontOptions, RingKeys};
+use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_xen::abi::Protocol;
-use ferrite_xen::loopback::front::{FrontOptions, RingKeys};
 
 use rig::{PATIENCE, Plan, Rig, images};
 

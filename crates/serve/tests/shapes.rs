@@ -5,13 +5,13 @@ mod rig;
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_serve::negotiate::Offer;
+use ferrite_loopback::GuestOptions;
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue};
+use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
 };
 use ferrite_xen::hypervisor::GrantRef;
-use ferrite_xen::loopback::GuestOptions;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, FrontQueue};
 
 use rig::{PATIENCE, Plan, Rig, offer, scale};
 

@@ -10,9 +10,9 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::lifecycle::{Outcome, ServeError};
-use ferrite_xen::loopback::GuestOptions;
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::GuestOptions;
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use rig::{PATIENCE, Plan, Rig, dir_in_memory};

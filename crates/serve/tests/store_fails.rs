@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::lifecycle::{Outcome, ServeError};
-use ferrite_xen::loopback::CopyWith;
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::CopyWith;
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_xen::store::Store;
 
 use rig::{PATIENCE, Plan, Rig};

@@ -9,11 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
-use ferrite_xen::loopback::front::{
-    Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, RingWord,
-};
 
 use rig::{PATIENCE, Plan, Rig, scale};
 

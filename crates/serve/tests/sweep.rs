@@ -6,8 +6,8 @@ mod rig;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use ferrite_loopback::front::{FrontOptions, RingWord};
 use ferrite_serve::tuning::Tuning;
-use ferrite_xen::loopback::front::{FrontOptions, RingWord};
 
 use faulty::{EIO, Fault, Faults};
 use rig::{PATIENCE, Plan, Rig};

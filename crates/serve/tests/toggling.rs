@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
+use ferrite_loopback::{BACKEND_DOMID, GuestOptions};
+use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::Outcome;
 use ferrite_serve::trace;
 use ferrite_xen::abi::{PlainOp, Protocol};
 use ferrite_xen::hypervisor::DomId;
-use ferrite_xen::loopback::front::{Buffer, FrontOptions, Frontend};
-use ferrite_xen::loopback::{BACKEND_DOMID, GuestOptions};
 
 use rig::{PATIENCE, Plan, Rig, scale};
 
@@ -75,6 +75,10 @@ impl Engine for Late {
 
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
         self.inner.add_file(file)
+    }
+
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.inner.clear_files()
     }
 
     fn push(&mut self, token: Token, op: Op) {
@@ -323,7 +327,7 @@ impl Guest {
     /// Comes to its senses: closes whatever there is, connects as one should, uses the disk, and
     /// closes it. Only with both steps of closing can it know that its old rings are its own
     /// again: the first state that it finds may be from before the backend looked last.
-    fn settle(&mut self) {
+    fn reconnect(&mut self) {
         self.front.set_state(5).unwrap();
         self.front.wait_for_backend(&[5, 6], PATIENCE).unwrap();
         self.front.set_state(6).unwrap();
@@ -351,7 +355,7 @@ fn a_guest_that_toggles_gets_its_disk_back_and_leaves_nothing_behind() {
 fn toggle(seed: u64) {
     let rig = Rig::new(plan());
     let mut guest = Guest::new(&rig, seed);
-    guest.settle();
+    guest.reconnect();
     let (base, mappings) = (Holdings::now(), Holdings::mappings());
     let (start, mut toggled) = (Instant::now(), Duration::ZERO);
     let mut traces = 0;
@@ -360,7 +364,7 @@ fn toggle(seed: u64) {
         let begun = Instant::now();
         (0..600).for_each(|_| guest.act());
         toggled += begun.elapsed();
-        guest.settle();
+        guest.reconnect();
         traces += observer.end();
         base.come_back(&format!("round {round}"));
         let now = Holdings::mappings();
@@ -369,7 +373,7 @@ fn toggle(seed: u64) {
     let requests = rig.counters.counts().requests;
     println!("{} actions in {toggled:?} of {:?}", guest.actions, start.elapsed());
     println!("{requests} requests answered, {traces} traces read");
-    // How many there is time for depends on what else the machine does; settling needs some 100.
+    // How many there is time for depends on what else the machine does; reconnecting needs some 100.
     assert!(requests > 300 && traces > 0, "nothing was in flight or nobody looked");
 }
 
@@ -382,7 +386,7 @@ fn a_disk_that_is_unplugged_from_a_toggling_guest_goes() {
 fn unplug(seed: u64) {
     let mut rig = Rig::new(plan());
     let mut guest = Guest::new(&rig, seed);
-    guest.settle();
+    guest.reconnect();
     let mut base = None;
     for round in 0..8 {
         let observer = Observer::of(&rig);
@@ -408,7 +412,7 @@ fn unplug(seed: u64) {
         rig.machine.remove_disk(&disk).unwrap();
         rig.attach();
         rig.start();
-        guest.settle();
+        guest.reconnect();
     }
 }
 
@@ -435,7 +439,7 @@ fn a_directory_that_vanishes_under_a_toggling_guest_closes_the_disk() {
 fn remove_directory(seed: u64) {
     let mut rig = Rig::new(plan());
     let mut guest = Guest::new(&rig, seed);
-    guest.settle();
+    guest.reconnect();
     let base = Holdings::now();
     for round in 0..8 {
         let before = guest.below(200);
@@ -449,7 +453,7 @@ fn remove_directory(seed: u64) {
         guest.front.queues.clear();
         base.come_back(&format!("round {round}"));
         make_directory(&rig, rig.domid);
-        guest.settle();
+        guest.reconnect();
         assert!(rig.is_running());
     }
 }
@@ -465,7 +469,7 @@ fn a_guest_that_closes_what_was_never_open_is_told_that_it_is_closed() {
         guest.front.set_state(1).unwrap();
         guest.front.wait_for_backend(&[2], PATIENCE).unwrap();
     }
-    guest.settle();
+    guest.reconnect();
 }
 
 /// What a guest does that was resumed elsewhere (blkif.md 3.8): the backend has been at 4 all the

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_serve::lifecycle::{EngineFactory, Outcome};
-use ferrite_xen::loopback::front::FrontOptions;
+use ferrite_loopback::front::FrontOptions;
+use ferrite_serve::blkif::lifecycle::{EngineFactory, Outcome};
 
 use faulty::{Fault, Faults, is_sync};
 use rig::{PATIENCE, Plan, Rig, dir_in_memory, engines, images};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use ferrite_disk::tools::{ImageTools, NewImage};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::sim::{Device, SimWorld};
+use ferrite_simio::{Device, SimWorld};
 
 use crate::format::Place;
 use crate::stamp;

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use ferrite_disk::{Extent, Intent};
+use ferrite_disk::Extent;
 use ferrite_io::arena::Span;
 
 use crate::format::{Disk, Queue};
@@ -22,7 +22,7 @@ impl Disk for ferrite_disk::Disk {
         let mut done = 0;
         while done < to.len() {
             let (at, left) = (offset + done as u64, (to.len() - done) as u64);
-            done += match self.map(at, left, Intent::Read) {
+            done += match self.map(at, left) {
                 Extent::Zeros { len } => {
                     queue.memory().fill(to.slice(done, len as usize), 0);
                     len as usize
@@ -46,12 +46,12 @@ impl Disk for ferrite_disk::Disk {
         let mut done = 0;
         while done < from.len() {
             let (at, left) = (offset + done as u64, (from.len() - done) as u64);
-            done += match self.map(at, left, Intent::Write) {
+            done += match self.reserve(at, left) {
                 Extent::Zeros { len } => len as usize,
                 Extent::Data { file, offset, len } => {
                     let (port, part) = (&queue.port, from.slice(done, len as usize));
                     port.io.write_all(port.files[file], offset, part).await?;
-                    self.wrote(at, len);
+                    self.written(at, len);
                     part.len()
                 }
                 Extent::Slow { len } => {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ferrite_disk::Port;
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::clock::SplitMix64;
-use ferrite_io::sim::{SimDirectory, SimWorld};
+use ferrite_simio::{SimDirectory, SimWorld};
 
 /// The directory of one machine, on a tmpfs.
 pub struct Place {

@@ -494,11 +494,11 @@ impl Format for Images {
     }
 
     fn begin_use(&self, place: &Place, disk: Disk) -> io::Result<Disk> {
-        if !disk.is_unsettled() {
+        if !disk.is_unrecovered() {
             return Ok(disk);
         }
         let disk = Arc::new(disk);
-        Session::new(disk.clone(), |arena| Ok(place.world.engine(arena)))?.adopt()?;
+        Session::new(disk.clone(), |arena| Ok(place.world.engine(arena)))?.recover_parents()?;
         Arc::into_inner(disk).ok_or_else(|| io::Error::other("the disk is still in use"))
     }
 

@@ -1,5 +1,5 @@
 //! Stories of disks on a machine that fails: the real code of the formats, on the simulated
-//! machine of [`ferrite_io::sim`], against a [`model`] of what each sector may hold.
+//! machine of [`ferrite_simio`], against a [`model`] of what each sector may hold.
 //!
 //! A [`story`] is a few rounds of load on one disk, each ended by closing the disk, by the death
 //! of the process or by a power cut, at any step; then the disk is opened again, looked at by its

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::sim::SimWorld;
+use ferrite_simio::SimWorld;
 
 use crate::format::{Disk, Queue};
 use crate::model::{Change, Model, Ticket};

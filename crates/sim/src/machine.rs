@@ -15,7 +15,7 @@ use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::FileId;
 use ferrite_io::reactor::{Reactor, Wait};
 use ferrite_io::scratch::Scratch;
-use ferrite_io::sim::SimWorld;
+use ferrite_simio::SimWorld;
 use tempfile::TempDir;
 
 use crate::format::{Place, Queue};

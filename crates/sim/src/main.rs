@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use ferrite_disk::Format as DiskFormat;
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::sim::Lie;
 use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
 use ferrite_sim::paths::{self, Paths};
 use ferrite_sim::plan::{Cut, Plan, Scenario, Told, Violation};
 use ferrite_sim::story::tell;
+use ferrite_simio::Lie;
 
 /// Cuts the power of a simulated machine while it uses virtual disks.
 ///

@@ -96,7 +96,7 @@ impl Model {
         self.sectors = self.sectors.max(sectors);
     }
 
-    /// What is there now is below a new leaf from now on. Only after [`settle`](Model::settle).
+    /// What is there now is below a new leaf from now on. Only after [`observe`](Model::observe).
     pub fn snapshot(&mut self) {
         for (sector, records) in &self.history {
             let below = self.below.entry(*sector).or_default();
@@ -225,7 +225,7 @@ impl Model {
 
     /// What a sector was found to hold is what it holds: requests that were never answered are
     /// history. After a power cut or closing, it is durable.
-    pub fn settle(&mut self, after: After, sector: u64, found: Value) {
+    pub fn observe(&mut self, after: After, sector: u64, found: Value) {
         self.now += 2;
         let now = self.now;
         let Some(records) = self.history.get_mut(&sector) else { return };
@@ -355,10 +355,10 @@ mod tests {
         let mut model = Model::new(10);
         let write = model.issue(3, 1, Change::Write(1));
         model.answer(write, true);
-        model.settle(After::Death, 3, W1);
+        model.observe(After::Death, 3, W1);
         assert!(found(&model, After::PowerCut, Value::Zeros) && found(&model, After::PowerCut, W1));
         assert!(!found(&model, After::Death, Value::Zeros));
-        model.settle(After::PowerCut, 3, Value::Zeros);
+        model.observe(After::PowerCut, 3, Value::Zeros);
         assert!(!found(&model, After::PowerCut, W1));
     }
 }

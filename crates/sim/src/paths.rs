@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use ferrite_disk::Rare;
-use ferrite_io::sim::SimWorld;
+use ferrite_simio::SimWorld;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use ferrite_io::sim::Lie;
+use ferrite_simio::Lie;
 
 use crate::load::{MAX_REQUEST_SECTORS, Mix};
 use crate::model::After;

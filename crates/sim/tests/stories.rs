@@ -56,7 +56,7 @@ fn what_was_mended_stays_mended() {
 
 /// The same with the clusters that the seed says.
 #[test]
-fn what_a_table_has_that_only_a_journal_refers_to_is_adopted_from_a_parent() {
+fn what_a_table_has_that_only_a_journal_refers_to_is_recovered_from_a_parent() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let plan = Plan::new(8141, Scenario::Chains);
     if let Err(found) = tell(&Images::new(ferrite_disk::Format::Qcow2), &plan) {

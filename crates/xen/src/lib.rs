@@ -7,11 +7,9 @@
 //!   [`Link`](hypervisor::Link), one connected queue.
 //! * [`store`]: a client for xenstore's wire protocol.
 //! * [`real`]: Xen itself, by /dev/xen/gntdev and /dev/xen/evtchn.
-//! * [`loopback`]: the same interfaces between processes of one Linux machine. It is not Xen.
 
 pub mod abi;
 pub mod hypervisor;
-pub mod loopback;
 pub mod mover;
 pub mod real;
 pub mod ring;

@@ -1,4 +1,4 @@
-//! Runs of `ferrite bench`, built for this machine.
+//! Runs of `ferrite-bench`, built for this machine.
 
 use super::rounds::Sample;
 use crate::checks::fresh_log;
@@ -8,9 +8,10 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The program.
+/// The programs.
 pub(super) struct Ferrite {
     program: PathBuf,
+    bench: PathBuf,
     /// How long each run measures.
     seconds: f64,
 }
@@ -21,11 +22,20 @@ impl Ferrite {
     pub(super) fn build(seconds: f64) -> Result<Ferrite> {
         step("build ferrite (release)", || {
             let mut command = cargo();
-            command.args(["build", "--locked", "--release", "--package", "ferrite"]);
+            command.args([
+                "build",
+                "--locked",
+                "--release",
+                "--package",
+                "ferrite",
+                "--package",
+                "ferrite-bench",
+            ]);
             run_logged(&mut command, &fresh_log("bench-build")?)
         })?;
         let program = steps::target_dir().join("release/ferrite");
-        Ok(Ferrite { program, seconds })
+        let bench = program.with_file_name("ferrite-bench");
+        Ok(Ferrite { program, bench, seconds })
     }
 
     /// One run on `image`, with these options, parted by spaces.
@@ -41,12 +51,12 @@ impl Ferrite {
     /// # Errors
     /// As [`bench`](Self::bench).
     pub(super) fn bench_for(&self, seconds: f64, image: &str, options: &str) -> Result<Sample> {
-        let mut command = Command::new(&self.program);
-        command.args(["bench", image, "--json", "--seconds", &seconds.to_string()]);
+        let mut command = Command::new(&self.bench);
+        command.args([image, "--json", "--seconds", &seconds.to_string()]);
         parse(&steps::output(command.args(options.split_whitespace()))?)
     }
 
-    /// The program.
+    /// `ferrite` itself.
     pub(super) fn program(&self) -> &Path {
         &self.program
     }
@@ -56,17 +66,17 @@ impl Ferrite {
     /// # Errors
     /// As [`bench`](Self::bench).
     pub(super) fn bare(&self, copy_with: &str, batch: u32) -> Result<Sample> {
-        let mut command = Command::new(&self.program);
-        command.args(["bench-bare", copy_with, "--seconds", &self.seconds.to_string()]);
+        let mut command = Command::new(&self.bench);
+        command.args(["bare", copy_with, "--seconds", &self.seconds.to_string()]);
         parse_bare(&steps::output(command.args(["--batch", &batch.to_string()]))?)
     }
 }
 
 fn parse(text: &str) -> Result<Sample> {
-    let report: Value = serde_json::from_str(text).context("ferrite bench printed no JSON")?;
+    let report: Value = serde_json::from_str(text).context("ferrite-bench printed no JSON")?;
     let number = |path: &str| report.pointer(path).and_then(Value::as_f64);
     let needed = |path: &str| {
-        number(path).with_context(|| format!("ferrite bench said nothing of {path}: {report}"))
+        number(path).with_context(|| format!("ferrite-bench said nothing of {path}: {report}"))
     };
     Ok(Sample {
         iops: needed("/iops")?,
@@ -84,9 +94,11 @@ fn parse(text: &str) -> Result<Sample> {
 }
 
 fn parse_bare(text: &str) -> Result<Sample> {
-    let report: Value = serde_json::from_str(text).context("ferrite bench-bare printed no JSON")?;
+    let report: Value = serde_json::from_str(text).context("ferrite-bench bare printed no JSON")?;
     let needed = |key: &str| {
-        report[key].as_f64().with_context(|| format!("bench-bare said nothing of {key}: {report}"))
+        report[key]
+            .as_f64()
+            .with_context(|| format!("ferrite-bench bare said nothing of {key}: {report}"))
     };
     Ok(Sample {
         iops: needed("pages_per_s")?,

@@ -1,9 +1,9 @@
 //! What the instructions of an I/O go to: counters of the emulator for every block of code,
 //! attributed to guest, hypervisor and dom0, and to their functions.
 
-use crate::lab::Lab;
-use crate::lab::guest::Guest;
 use crate::steps::{self, output, run_logged};
+use crate::xenhost::XenHost;
+use crate::xenhost::guest::Guest;
 use anyhow::{Context, Result, bail};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -122,12 +122,12 @@ impl Profiler {
     }
 
     /// Learns the functions of the kernels and of Xen.
-    pub(super) fn read_symbols(&mut self, lab: &mut Lab, guest: &mut Guest) -> Result<()> {
-        self.dom0 = Symbols::parse(&lab.sh("cat /proc/kallsyms")?, "tTwW");
+    pub(super) fn read_symbols(&mut self, xenhost: &mut XenHost, guest: &mut Guest) -> Result<()> {
+        self.dom0 = Symbols::parse(&xenhost.sh("cat /proc/kallsyms")?, "tTwW");
         // Both kernels are the same; their modules lie elsewhere.
-        let modules = guest.sh(lab, "grep '\\[' /proc/kallsyms", 60)?;
+        let modules = guest.sh(xenhost, "grep '\\[' /proc/kallsyms", 60)?;
         self.guest = Symbols::parse(&modules, "tTwW");
-        self.xen = Symbols::parse(&lab.sh("cat /proc/xen/xensyms")?, "tT");
+        self.xen = Symbols::parse(&xenhost.sh("cat /proc/xen/xensyms")?, "tT");
         Ok(())
     }
 

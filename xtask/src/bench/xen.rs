@@ -4,11 +4,11 @@
 
 use super::profile::{self, Profiler};
 use super::result::{Measurement, Target};
-use crate::lab::disk::{Backend, Disk, DiskOptions};
-use crate::lab::guest::{Guest, GuestOptions};
-use crate::lab::qemu::Pace;
-use crate::lab::{Lab, root};
 use crate::steps::{self, say, step};
+use crate::xenhost::disk::{Backend, Disk, DiskOptions};
+use crate::xenhost::guest::{Guest, GuestOptions};
+use crate::xenhost::qemu::Pace;
+use crate::xenhost::{XenHost, root};
 use crate::{checks, packages};
 use anyhow::{Context, Result};
 
@@ -152,7 +152,7 @@ struct Column {
 /// Boots the host and measures one backend after the other with the same guest and RAM disk.
 pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     let tests = selected(&arguments.tests)?;
-    packages::ensure(&[packages::LAB])?;
+    packages::ensure(&[packages::XEN_HOST])?;
     let suite = root::TRIXIE;
     let qdisk = arguments.only.contains(&Peer::Qdisk);
     let root = root::ensure(if qdisk { suite.with_peers() } else { suite })?;
@@ -162,11 +162,11 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
         false => None,
     };
     let plugin = profiler.as_ref().map(Profiler::arguments).unwrap_or_default();
-    let mut lab = Lab::boot_at(Pace::Instructions, &root, &programs, &plugin).context(
+    let mut xenhost = XenHost::boot_at(Pace::Instructions, &root, &programs, &plugin).context(
         "counting instructions works with QEMU 7.2; 10.0 stops with \"Bad icount read\"",
     )?;
     // blkback as it is by itself, and every page of the disk in place before it is read.
-    lab.sh_for(
+    xenhost.sh_for(
         &format!(
             "rmmod xen-blkback && modprobe xen-blkback && \
              modprobe brd rd_nr=1 rd_size={} && dd if=/dev/zero of=/dev/ram0 bs=1M count={DISK_MIB}",
@@ -174,31 +174,31 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
         ),
         60,
     )?;
-    let mut guest = step("start a guest", || Guest::start(&mut lab, &GuestOptions::default()))?;
+    let mut guest = step("start a guest", || Guest::start(&mut xenhost, &GuestOptions::default()))?;
     if let Some(profiler) = &mut profiler {
-        profiler.read_symbols(&mut lab, &mut guest)?;
+        profiler.read_symbols(&mut xenhost, &mut guest)?;
     }
     let mut columns = Vec::new();
     let mut profiles = String::new();
     for (peer, extra) in variants(arguments) {
         let name = format!("{peer:?} {extra}").trim().to_lowercase();
-        let mut disk = attach(&mut lab, &mut guest, peer, &extra)?;
+        let mut disk = attach(&mut xenhost, &mut guest, peer, &extra)?;
         match &profiler {
             Some(profiler) => {
                 profiles += &step(&format!("profile of {name}"), || {
-                    profile(&mut lab, &mut guest, &disk, profiler, &name, &tests)
+                    profile(&mut xenhost, &mut guest, &disk, profiler, &name, &tests)
                 })?;
             }
             None => {
                 let seconds = arguments.xen_seconds;
-                let values = step(&name, || fio(&mut lab, &mut guest, &disk, &tests, seconds))?;
+                let values = step(&name, || fio(&mut xenhost, &mut guest, &disk, &tests, seconds))?;
                 for (test, value) in tests.iter().zip(&values) {
                     say(format!("  {}: {value:.0} {}", test.name, test.unit.name()));
                 }
                 columns.push(Column { peer, name, values });
             }
         }
-        disk.unplug(&mut lab)?;
+        disk.unplug(&mut xenhost)?;
     }
     if profiler.is_some() {
         let file = steps::target_dir().join("bench").join("xen-profile.md");
@@ -231,7 +231,7 @@ fn variants(arguments: &XenArguments) -> Vec<(Peer, String)> {
 }
 
 /// Gives the guest a disk over the RAM disk.
-fn attach(lab: &mut Lab, guest: &mut Guest, peer: Peer, extra: &str) -> Result<Disk> {
+fn attach(xenhost: &mut XenHost, guest: &mut Guest, peer: Peer, extra: &str) -> Result<Disk> {
     let backend = match peer {
         Peer::Blkback => Backend::Blkback,
         Peer::Qdisk => Backend::Qdisk,
@@ -239,16 +239,16 @@ fn attach(lab: &mut Lab, guest: &mut Guest, peer: Peer, extra: &str) -> Result<D
     };
     let mut options = DiskOptions::new("/dev/ram0", "xvda");
     options.arguments = extra.to_owned();
-    let disk = Disk::attach(lab, guest, backend, options)?;
-    disk.wait_connected(lab)?;
-    guest.sh(lab, &format!("until [ -b {} ]; do sleep 0.1; done", disk.node()), 60)?;
+    let disk = Disk::attach(xenhost, guest, backend, options)?;
+    disk.wait_connected(xenhost)?;
+    guest.sh(xenhost, &format!("until [ -b {} ]; do sleep 0.1; done", disk.node()), 60)?;
     Ok(disk)
 }
 
 /// Profiles the tests, one after the other. A short and a longer run differ in nothing but the
 /// requests: fio's own start and end are in both.
 fn profile(
-    lab: &mut Lab,
+    xenhost: &mut XenHost,
     guest: &mut Guest,
     disk: &Disk,
     profiler: &Profiler,
@@ -256,14 +256,14 @@ fn profile(
     tests: &[&Test],
 ) -> Result<String> {
     let maps = match disk.pid() {
-        Some(pid) => lab.sh(&format!("cat /proc/{pid}/maps"))?,
+        Some(pid) => xenhost.sh(&format!("cat /proc/{pid}/maps"))?,
         None => String::new(),
     };
     let mut text = String::new();
     for test in tests {
         let mut run = |seconds: f64| -> Result<_> {
             let before = profiler.counters()?;
-            let output = fio_output(lab, guest, disk, &[test], seconds)?;
+            let output = fio_output(xenhost, guest, disk, &[test], seconds)?;
             let counts = profile::difference(&profiler.counters()?, &before);
             let ios = requests(&output, test).context("odd output of fio")?;
             Ok((counts, ios))
@@ -281,14 +281,14 @@ fn profile(
 
 /// Runs the tests one after the other; each figure is in its test's unit.
 fn fio(
-    lab: &mut Lab,
+    xenhost: &mut XenHost,
     guest: &mut Guest,
     disk: &Disk,
     tests: &[&Test],
     seconds: f64,
 ) -> Result<Vec<f64>> {
     let output =
-        fio_output(lab, guest, disk, tests, seconds).with_context(|| disk.describe(lab))?;
+        fio_output(xenhost, guest, disk, tests, seconds).with_context(|| disk.describe(xenhost))?;
     tests
         .iter()
         .map(|test| figure(&output, test).with_context(|| format!("odd output of fio: {output}")))
@@ -298,7 +298,7 @@ fn fio(
 /// What fio prints in its terse format, version 3: a line for each test. One fio runs them all:
 /// its start takes longer here than a short test.
 fn fio_output(
-    lab: &mut Lab,
+    xenhost: &mut XenHost,
     guest: &mut Guest,
     disk: &Disk,
     tests: &[&Test],
@@ -314,7 +314,7 @@ fn fio_output(
         command += &format!(" --name={} --stonewall {}", test.key, test.fio);
     }
     let limit_s = 120 + (seconds * tests.len() as f64).ceil() as u64;
-    guest.sh(lab, &command, limit_s)
+    guest.sh(xenhost, &command, limit_s)
 }
 
 /// The sum of a test's two fields in fio's output, one for reads and one for writes, of which one

@@ -2,7 +2,7 @@
 
 use super::recovery::{Load, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
-use crate::lab::guest::GuestOptions;
+use crate::xenhost::guest::GuestOptions;
 use anyhow::{Result, bail};
 
 pub(super) const CASES: &[Case] =
@@ -12,19 +12,19 @@ pub(super) const CASES: &[Case] =
 const SWITCH: &str = "/proc/sys/kernel/io_uring_disabled";
 
 fn without_uring(bench: &mut Bench<'_>) -> Result<()> {
-    bench.lab.serve_arguments.clear();
-    if bench.lab.dom0(&format!("test -e {SWITCH}"), 20)?.status != 0 {
-        bench.lab.serve_arguments = "--engine aio".into();
+    bench.xenhost.serve_arguments.clear();
+    if bench.xenhost.dom0(&format!("test -e {SWITCH}"), 20)?.status != 0 {
+        bench.xenhost.serve_arguments = "--engine aio".into();
         return served_by_aio(bench);
     }
-    bench.lab.sh(&format!("echo 2 >{SWITCH}"))?;
+    bench.xenhost.sh(&format!("echo 2 >{SWITCH}"))?;
     let result = doctor_says_so(bench).and_then(|()| served_by_aio(bench));
-    bench.lab.sh(&format!("echo 0 >{SWITCH}"))?;
+    bench.xenhost.sh(&format!("echo 0 >{SWITCH}"))?;
     result
 }
 
 fn doctor_says_so(bench: &mut Bench<'_>) -> Result<()> {
-    let told = bench.lab.sh("ferrite doctor")?;
+    let told = bench.xenhost.sh("ferrite doctor")?;
     for word in ["kernel.io_uring_disabled", "disk I/O goes through aio", "guests can be served"] {
         if !told.contains(word) {
             bail!("ferrite doctor does not say {word:?}:\n{told}");
@@ -36,16 +36,16 @@ fn doctor_says_so(bench: &mut Bench<'_>) -> Result<()> {
 /// A guest that verifies what it writes, and whose backend is killed and started meanwhile.
 fn served_by_aio(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::default(), 256)?;
-    let log = disk.backend_log(bench.lab)?;
+    let log = disk.backend_log(bench.xenhost)?;
     if !log.contains("disk I/O goes through aio") {
         bail!("the backend does not say that it uses aio:\n{log}");
     }
     let load = Load { kills: 1, options: "--fsync=64", large: "--bs=128k --size=16m" };
     killed_under_verify(bench, &mut guest, &mut disk, &load)?;
     // What fio has written at 64 MiB.
-    guest.sh(bench.lab, "blkdiscard -f -o 67108864 -l 8388608 /dev/xvda", 60)?;
+    guest.sh(bench.xenhost, "blkdiscard -f -o 67108864 -l 8388608 /dev/xvda", 60)?;
     let sum = |from: &str| format!("dd if={from} bs=1M count=8 2>/dev/null | sha256sum");
-    let found = guest.sh(bench.lab, &sum("/dev/xvda skip=64"), 60)?;
-    let zeros = guest.sh(bench.lab, &sum("/dev/zero"), 60)?;
+    let found = guest.sh(bench.xenhost, &sum("/dev/xvda skip=64"), 60)?;
+    let zeros = guest.sh(bench.xenhost, &sum("/dev/zero"), 60)?;
     expect_eq("what was discarded", &found, &zeros)
 }

@@ -1,7 +1,7 @@
 //! What people do with disks: partitions, ext4, mounting, growing.
 
 use super::{Bench, Case, any, expect_eq};
-use crate::lab::guest::Guest;
+use crate::xenhost::guest::Guest;
 use anyhow::{Result, bail};
 
 pub(super) const CASES: &[Case] = &[
@@ -20,7 +20,7 @@ const CHECK_FILES: &str = "echo 3 >/proc/sys/vm/drop_caches; cd /mnt && sha256su
 
 fn partitions(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, _disk) = bench.default_guest(512)?;
-    let mut sh = |command: &str| guest.sh(bench.lab, command, 300);
+    let mut sh = |command: &str| guest.sh(bench.xenhost, command, 300);
     sh("load-ext4")?;
     sh("printf 'label: gpt\\n,200M\\n,\\n' | sfdisk -q --wipe always /dev/xvda")?;
     sh("until [ -b /dev/xvda2 ]; do sleep 0.2; done")?;
@@ -35,20 +35,20 @@ fn partitions(bench: &mut Bench<'_>) -> Result<()> {
 
 fn grows(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, disk) = bench.default_guest(256)?;
-    guest.sh(bench.lab, "load-ext4 && mkfs.ext4 -q /dev/xvda && mount /dev/xvda /mnt", 120)?;
-    guest.sh(bench.lab, WRITE_FILES, 120)?;
-    bench.lab.sh(&format!("truncate -s 448M {}", disk.image()))?;
-    disk.notice_growth(bench.lab)?;
+    guest.sh(bench.xenhost, "load-ext4 && mkfs.ext4 -q /dev/xvda && mount /dev/xvda /mnt", 120)?;
+    guest.sh(bench.xenhost, WRITE_FILES, 120)?;
+    bench.xenhost.sh(&format!("truncate -s 448M {}", disk.image()))?;
+    disk.notice_growth(bench.xenhost)?;
     wait_for_size(bench, &mut guest, 448 << 20)?;
-    guest.sh(bench.lab, "resize2fs /dev/xvda", 120)?;
-    let blocks: u64 = guest.sh(bench.lab, "df -k /mnt | awk 'END{print $2}'", 20)?.parse()?;
+    guest.sh(bench.xenhost, "resize2fs /dev/xvda", 120)?;
+    let blocks: u64 = guest.sh(bench.xenhost, "df -k /mnt | awk 'END{print $2}'", 20)?.parse()?;
     if blocks < 400 << 10 {
         bail!("the file system has {blocks} KiB after it has grown to 448 MiB");
     }
     // The new room holds data, and the old data are what they were.
-    guest.sh(bench.lab, "dd if=/dev/zero of=/mnt/big bs=1M count=280 && sync", 300)?;
-    guest.sh(bench.lab, CHECK_FILES, 120)?;
-    guest.sh(bench.lab, "cd / && umount /mnt && e2fsck -fn /dev/xvda", 120).map(drop)
+    guest.sh(bench.xenhost, "dd if=/dev/zero of=/mnt/big bs=1M count=280 && sync", 300)?;
+    guest.sh(bench.xenhost, CHECK_FILES, 120)?;
+    guest.sh(bench.xenhost, "cd / && umount /mnt && e2fsck -fn /dev/xvda", 120).map(drop)
 }
 
 fn wait_for_size(bench: &mut Bench<'_>, guest: &mut Guest, bytes: u64) -> Result<()> {
@@ -56,5 +56,5 @@ fn wait_for_size(bench: &mut Bench<'_>, guest: &mut Guest, bytes: u64) -> Result
         "for n in $(seq 120); do [ $(blockdev --getsize64 /dev/xvda) = {bytes} ] && exit 0; \
          sleep 0.5; done; blockdev --getsize64 /dev/xvda; exit 1"
     );
-    guest.sh(bench.lab, &command, 90).map(drop)
+    guest.sh(bench.xenhost, &command, 90).map(drop)
 }

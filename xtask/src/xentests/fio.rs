@@ -1,8 +1,8 @@
 //! fio with checksums over every shape of ring: block sizes, queues, ring orders, indirect segments.
 
 use super::{Bench, Case, any, expect_eq};
-use crate::lab::disk::{Backend, Disk, DiskOptions};
-use crate::lab::guest::{Guest, GuestOptions};
+use crate::xenhost::disk::{Backend, Disk, DiskOptions};
+use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Result, bail};
 
 /// Six guests in which every pair of values of the three parameters occurs.
@@ -53,7 +53,7 @@ fn shape(bench: &mut Bench<'_>, queues: u32, ring_order: u32, indirect: u32) -> 
          --verify_interval=512 --size=4m --offset={}m",
         (areas - 1) * AREA_MIB
     );
-    guest.sh(bench.lab, &command, 900).map(drop)
+    guest.sh(bench.xenhost, &command, 900).map(drop)
 }
 
 /// A test of a shape is worth nothing when the guest got another one.
@@ -64,7 +64,7 @@ fn check_negotiated(
     options: &GuestOptions,
 ) -> Result<()> {
     let front = disk.frontend();
-    let keys = bench.lab.sh(&format!(
+    let keys = bench.xenhost.sh(&format!(
         "for key in multi-queue-num-queues ring-page-order; do \
          xenstore-read {front}/$key 2>/dev/null || echo 0; done"
     ))?;
@@ -72,12 +72,12 @@ fn check_negotiated(
     let queues = options.queues.filter(|queues| *queues > 1).unwrap_or(0);
     let order = options.ring_order.unwrap_or(0);
     expect_eq("queues and ring order in xenstore", &keys, &format!("{queues}\n{order}"))?;
-    let log = guest.blkfront_log(bench.lab)?;
+    let log = guest.blkfront_log(bench.xenhost)?;
     let wanted = match options.indirect {
         Some(0..=11) => "indirect descriptors: disabled",
         _ => "indirect descriptors: enabled",
     };
-    let is_persistent = bench.lab.serve_arguments.contains("--mover persistent");
+    let is_persistent = bench.xenhost.serve_arguments.contains("--mover persistent");
     let grants = match bench.backend {
         Backend::Ferrite if is_persistent => "persistent grants: enabled",
         Backend::Ferrite => "persistent grants: disabled",
@@ -86,32 +86,32 @@ fn check_negotiated(
     if let Some(missing) = [wanted, grants].into_iter().find(|text| !log.contains(text)) {
         bail!("blkfront did not say {missing:?}:\n{log}");
     }
-    let limit = guest.sh(bench.lab, "cat /sys/block/xvda/queue/max_segments", 20)?;
+    let limit = guest.sh(bench.xenhost, "cat /sys/block/xvda/queue/max_segments", 20)?;
     let segments = options.indirect.filter(|indirect| *indirect > 11).unwrap_or(11);
     expect_eq("segments a request", &limit, &segments.to_string())
 }
 
 /// A flush of the guest must come out as flushes of the block device below.
 fn fsync_reaches_the_medium(bench: &mut Bench<'_>) -> Result<()> {
-    let device = bench.lab.scratch(crate::lab::SCRATCH_512)?;
+    let device = bench.xenhost.scratch(crate::xenhost::SCRATCH_512)?;
     let (mut guest, disk) =
         bench.guest_with(&GuestOptions::default(), DiskOptions::new(&device, "xvda"))?;
-    let cache = guest.sh(bench.lab, "cat /sys/block/xvda/queue/write_cache", 20)?;
+    let cache = guest.sh(bench.xenhost, "cat /sys/block/xvda/queue/write_cache", 20)?;
     expect_eq("the guest's write cache", &cache.as_str(), &"write back")?;
     // The 16th number of a block device's statistics counts finished flushes.
     let finished = |name: &str| format!("awk '{{print $16}}' /sys/block/{name}/stat");
     let of_medium = finished(device.trim_start_matches("/dev/"));
     let of_guest = finished("xvda");
-    let medium_before: u64 = bench.lab.sh(&of_medium)?.parse()?;
-    let guest_before: u64 = guest.sh(bench.lab, &of_guest, 20)?.parse()?;
+    let medium_before: u64 = bench.xenhost.sh(&of_medium)?.parse()?;
+    let guest_before: u64 = guest.sh(bench.xenhost, &of_guest, 20)?.parse()?;
     let command = format!(
         "fio --name=sync --filename={} --ioengine=libaio --direct=1 --rw=randwrite --bs=4k \
          --size=1m --iodepth=4 --fsync=8 --verify=crc32c --verify_fatal=1 --do_verify=1 --minimal",
         disk.node()
     );
-    guest.sh(bench.lab, &command, 300)?;
-    let sent = guest.sh(bench.lab, &of_guest, 20)?.parse::<u64>()? - guest_before;
-    let done = bench.lab.sh(&of_medium)?.parse::<u64>()? - medium_before;
+    guest.sh(bench.xenhost, &command, 300)?;
+    let sent = guest.sh(bench.xenhost, &of_guest, 20)?.parse::<u64>()? - guest_before;
+    let done = bench.xenhost.sh(&of_medium)?.parse::<u64>()? - medium_before;
     // 256 writes, a flush between each eight and the next.
     if sent < 31 || done < sent {
         bail!("the guest sent {sent} flushes, and the medium did {done}");

@@ -9,7 +9,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 fn interfaces(bench: &mut Bench<'_>) -> Result<()> {
-    let told = bench.lab.sh_for("on_xen --ignored --test-threads=1", 300)?;
+    let told = bench.xenhost.sh_for("on_xen --ignored --test-threads=1", 300)?;
     // None at all would be a success to the test program.
     if told.contains("running 0 tests") {
         bail!("there was nothing to run:\n{told}");
@@ -18,5 +18,5 @@ fn interfaces(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 fn doctor(bench: &mut Bench<'_>) -> Result<()> {
-    bench.lab.sh("ferrite doctor").map(drop)
+    bench.xenhost.sh("ferrite doctor").map(drop)
 }

@@ -2,8 +2,8 @@
 
 use super::recovery::{THREE_KILLS, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
-use crate::lab::disk::{Disk, DiskOptions};
-use crate::lab::guest::{Guest, GuestOptions};
+use crate::xenhost::disk::{Disk, DiskOptions};
+use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
 pub(super) const CASES: &[Case] = &[
@@ -29,14 +29,14 @@ impl Chain {
         let file = |name: &str| format!("/lab/{name}.{extension}");
         let (parent, leaf) = (file("parent"), file("leaf"));
         let filled = "/lab/filled.raw";
-        bench.lab.sh(&format!(
+        bench.xenhost.sh(&format!(
             "rm -f {parent} {leaf} {filled}; truncate -s {MIB}M {filled}; \
              dd if=/dev/urandom of={filled} bs=1M count=8 conv=notrunc 2>/dev/null; \
              dd if=/dev/urandom of={filled} bs=64k seek=1537 count=9 conv=notrunc 2>/dev/null; \
              ferrite image convert {filled} {parent} && \
              ferrite image create --parent {parent} {leaf}"
         ))?;
-        let sum = bench.lab.sh(&format!("sha256sum <{parent}"))?;
+        let sum = bench.xenhost.sh(&format!("sha256sum <{parent}"))?;
         Ok(Chain { parent, leaf, sum })
     }
 
@@ -49,9 +49,9 @@ impl Chain {
         let Chain { parent, leaf, sum } = self;
         // What a killed backend had set aside stays allocated: 3.
         let check = format!("ferrite image check {leaf} || [ $? = 3 ]");
-        bench.lab.sh(&check).context("the leaf")?;
-        bench.lab.sh(&format!("ferrite image check {parent}")).context("the parent")?;
-        expect_eq("the parent's checksum", &bench.lab.sh(&format!("sha256sum <{parent}"))?, sum)
+        bench.xenhost.sh(&check).context("the leaf")?;
+        bench.xenhost.sh(&format!("ferrite image check {parent}")).context("the parent")?;
+        expect_eq("the parent's checksum", &bench.xenhost.sh(&format!("sha256sum <{parent}"))?, sum)
     }
 }
 
@@ -67,7 +67,7 @@ fn killed(bench: &mut Bench<'_>, extension: &str) -> Result<()> {
     let chain = Chain::make(bench, extension)?;
     let (mut guest, mut disk) = chain.attach(bench)?;
     killed_under_verify(bench, &mut guest, &mut disk, &THREE_KILLS)?;
-    disk.unplug(bench.lab)?;
+    disk.unplug(bench.xenhost)?;
     chain.check(bench)
 }
 
@@ -89,38 +89,38 @@ fn parent_stays(bench: &mut Bench<'_>, extension: &str) -> Result<()> {
         |part: &str| format!("dd if=/dev/xvda iflag=direct bs=64k {part} 2>/dev/null | sha256sum");
     for part in ["count=128", "skip=1536 count=16"] {
         let (expected, found) =
-            (bench.lab.sh(&host(part))?, guest.sh(bench.lab, &here(part), 120)?);
+            (bench.xenhost.sh(&host(part))?, guest.sh(bench.xenhost, &here(part), 120)?);
         expect_eq("what the guest reads of the parent", &found, &expected)?;
     }
     guest.sh(
-        bench.lab,
+        bench.xenhost,
         "for at in 3 17 130 1538 1545 2047; do dd if=/dev/urandom of=/dev/xvda bs=4k count=5 \
          seek=$((at * 16 + 5)) oflag=direct 2>/dev/null || exit 1; done; sync",
         120,
     )?;
     let whole = "sha256sum </dev/xvda";
-    let written = guest.sh(bench.lab, whole, 300)?;
-    disk.unplug(bench.lab)?;
+    let written = guest.sh(bench.xenhost, whole, 300)?;
+    disk.unplug(bench.xenhost)?;
     chain.check(bench)?;
     let _again = bench.plug(&mut guest, DiskOptions::new(&chain.leaf, "xvda"))?;
-    expect_eq("the disk after a replug", &guest.sh(bench.lab, whole, 300)?, &written)
+    expect_eq("the disk after a replug", &guest.sh(bench.xenhost, whole, 300)?, &written)
 }
 
 fn discard(bench: &mut Bench<'_>) -> Result<()> {
     let image = "/lab/thin.vhd";
-    bench.lab.sh(&format!("rm -f {image}; ferrite image create {image} {MIB}M"))?;
+    bench.xenhost.sh(&format!("rm -f {image}; ferrite image create {image} {MIB}M"))?;
     let (mut guest, mut disk) =
         bench.guest_with(&GuestOptions::default(), DiskOptions::new(image, "xvda"))?;
     let used = |bench: &mut Bench<'_>| -> Result<u64> {
-        Ok(bench.lab.sh(&format!("sync {image}; du -k {image} | cut -f1"))?.parse()?)
+        Ok(bench.xenhost.sh(&format!("sync {image}; du -k {image} | cut -f1"))?.parse()?)
     };
     guest.sh(
-        bench.lab,
+        bench.xenhost,
         "dd if=/dev/urandom of=/dev/xvda bs=1M count=32 oflag=direct 2>/dev/null && sync",
         120,
     )?;
     let full = used(bench)?;
-    guest.sh(bench.lab, "blkdiscard -f -o 4194304 -l 25165824 /dev/xvda && sync", 60)?;
+    guest.sh(bench.xenhost, "blkdiscard -f -o 4194304 -l 25165824 /dev/xvda && sync", 60)?;
     let freed = used(bench)?;
     // More than four extents do not fit into an inode of ext4: the holes cost it a block for them.
     let list_kib = 4;
@@ -129,8 +129,9 @@ fn discard(bench: &mut Bench<'_>) -> Result<()> {
     }
     let sum = "dd if=/dev/xvda iflag=direct bs=1M count=24 skip=4 2>/dev/null | sha256sum";
     let zeros = "dd if=/dev/zero bs=1M count=24 2>/dev/null | sha256sum";
-    let (found, expected) = (guest.sh(bench.lab, sum, 60)?, guest.sh(bench.lab, zeros, 60)?);
+    let (found, expected) =
+        (guest.sh(bench.xenhost, sum, 60)?, guest.sh(bench.xenhost, zeros, 60)?);
     expect_eq("what was discarded", &found, &expected)?;
-    disk.unplug(bench.lab)?;
-    bench.lab.sh(&format!("ferrite image check {image}")).map(drop)
+    disk.unplug(bench.xenhost)?;
+    bench.xenhost.sh(&format!("ferrite image check {image}")).map(drop)
 }

@@ -1,8 +1,8 @@
 //! Disks that come and go, and guests that end without a word.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
-use crate::lab::disk::{DiskOptions, ended};
-use crate::lab::guest::GuestOptions;
+use crate::xenhost::disk::{DiskOptions, ended};
+use crate::xenhost::guest::GuestOptions;
 use anyhow::{Result, bail};
 
 pub(super) const CASES: &[Case] = &[
@@ -19,12 +19,12 @@ fn unplug_and_replug(bench: &mut Bench<'_>) -> Result<()> {
     // An emulated processor takes half a second for the checksum of a MiB.
     let image = bench.image(16)?;
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
-    guest.unpause(bench.lab)?;
-    guest.wait_ready(bench.lab)?;
+    guest.unpause(bench.xenhost)?;
+    guest.wait_ready(bench.xenhost)?;
     let mut sum = String::new();
     for round in 0..3 {
         let mut disk = bench.plug(&mut guest, DiskOptions::new(&image, "xvdb"))?;
-        let read = guest.sh(bench.lab, "sha256sum </dev/xvdb", 120)?;
+        let read = guest.sh(bench.xenhost, "sha256sum </dev/xvdb", 120)?;
         if round > 0 {
             expect_eq("the disk's checksum after it came back", &read, &sum)?;
         }
@@ -32,27 +32,27 @@ fn unplug_and_replug(bench: &mut Bench<'_>) -> Result<()> {
             "dd if=/dev/urandom of=/dev/xvdb bs=64k count=16 seek={} oflag=direct 2>&1 && sync",
             round * 16
         );
-        guest.sh(bench.lab, &write, 120)?;
-        sum = guest.sh(bench.lab, "sha256sum </dev/xvdb", 120)?;
-        disk.unplug(bench.lab)?;
+        guest.sh(bench.xenhost, &write, 120)?;
+        sum = guest.sh(bench.xenhost, "sha256sum </dev/xvdb", 120)?;
+        disk.unplug(bench.xenhost)?;
         guest.sh(
-            bench.lab,
+            bench.xenhost,
             "for n in $(seq 100); do [ -b /dev/xvdb ] || exit 0; sleep 0.1; done; exit 1",
             30,
         )?;
     }
-    expect_eq("the image's checksum", &bench.lab.sh(&format!("sha256sum <{image}"))?, &sum)
+    expect_eq("the image's checksum", &bench.xenhost.sh(&format!("sha256sum <{image}"))?, &sum)
 }
 
 fn destroyed(bench: &mut Bench<'_>) -> Result<()> {
     for _ in 0..2 {
         let (mut guest, mut disk) = bench.default_guest(128)?;
-        let _endless = guest.begin(bench.lab, ENDLESS_IO, 1000)?;
+        let _endless = guest.begin(bench.xenhost, ENDLESS_IO, 1000)?;
         wait_for_io(bench, &mut guest)?;
-        guest.destroy(bench.lab)?;
+        guest.destroy(bench.xenhost)?;
         let gone = "[ $(xl list | wc -l) = 2 ]";
-        disk.remove_after_destroy(bench.lab)?;
-        bench.lab.wait_until("the destroyed guest gone, no zombie", gone, 60)?;
+        disk.remove_after_destroy(bench.xenhost)?;
+        bench.xenhost.wait_until("the destroyed guest gone, no zombie", gone, 60)?;
     }
     Ok(())
 }
@@ -62,31 +62,31 @@ fn nothing_left_open(bench: &mut Bench<'_>) -> Result<()> {
     let image = bench.image(128)?;
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
     let mut disk = bench.attach(&guest, DiskOptions::new(&image, "xvda"))?;
-    disk.wait_backend_state(bench.lab, 2)?;
+    disk.wait_backend_state(bench.xenhost, 2)?;
     let Some(pid) = disk.pid() else { bail!("nobody serves the disk") };
     let before = open_files(bench, pid)?;
-    guest.unpause(bench.lab)?;
-    guest.wait_ready(bench.lab)?;
-    disk.wait_connected(bench.lab)?;
-    let _endless = guest.begin(bench.lab, ENDLESS_IO, 1000)?;
+    guest.unpause(bench.xenhost)?;
+    guest.wait_ready(bench.xenhost)?;
+    disk.wait_connected(bench.xenhost)?;
+    let _endless = guest.begin(bench.xenhost, ENDLESS_IO, 1000)?;
     wait_for_io(bench, &mut guest)?;
-    guest.destroy(bench.lab)?;
+    guest.destroy(bench.xenhost)?;
     let condition = format!(
         "{} || {{ [ $(ls /proc/{pid}/fd | wc -l) -le {before} ] && \
          ! grep -q xen/gntdev /proc/{pid}/maps; }}",
         ended(pid)
     );
-    bench.lab.wait_until("open files and mapped grants back to base", &condition, 60)?;
-    disk.remove_after_destroy(bench.lab)
+    bench.xenhost.wait_until("open files and mapped grants back to base", &condition, 60)?;
+    disk.remove_after_destroy(bench.xenhost)
 }
 
 fn open_files(bench: &mut Bench<'_>, pid: u32) -> Result<u64> {
-    Ok(bench.lab.sh(&format!("ls /proc/{pid}/fd | wc -l"))?.parse()?)
+    Ok(bench.xenhost.sh(&format!("ls /proc/{pid}/fd | wc -l"))?.parse()?)
 }
 
 /// Waits until requests are under way.
-fn wait_for_io(bench: &mut Bench<'_>, guest: &mut crate::lab::guest::Guest) -> Result<()> {
+fn wait_for_io(bench: &mut Bench<'_>, guest: &mut crate::xenhost::guest::Guest) -> Result<()> {
     let command =
         "until [ $(awk '{print $1+$5}' /sys/block/xvda/stat) -ge 200 ]; do sleep 0.1; done";
-    guest.sh(bench.lab, command, 120).map(drop)
+    guest.sh(bench.xenhost, command, 120).map(drop)
 }

@@ -16,9 +16,9 @@ mod toolstack;
 
 pub(crate) use runner::{Report, Selection, run};
 
-use crate::lab::Lab;
-use crate::lab::disk::{Backend, Disk, DiskOptions};
-use crate::lab::guest::{Guest, GuestOptions};
+use crate::xenhost::XenHost;
+use crate::xenhost::disk::{Backend, Disk, DiskOptions};
+use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
 /// Which backends a test is about.
@@ -86,7 +86,7 @@ pub(crate) fn all() -> Vec<Case> {
 /// What a test works with; knows what it has made, to check and remove it afterwards.
 pub(crate) struct Bench<'a> {
     /// The host.
-    pub(crate) lab: &'a mut Lab,
+    pub(crate) xenhost: &'a mut XenHost,
     /// Who serves the disks.
     pub(crate) backend: Backend,
     guests: Vec<Guest>,
@@ -95,35 +95,35 @@ pub(crate) struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(lab: &'a mut Lab, backend: Backend) -> Bench<'a> {
-        Bench { lab, backend, guests: Vec::new(), disks: Vec::new(), images: 0 }
+    fn new(xenhost: &'a mut XenHost, backend: Backend) -> Bench<'a> {
+        Bench { xenhost, backend, guests: Vec::new(), disks: Vec::new(), images: 0 }
     }
 
     /// A sparse image of `mib` MiB in the dom0.
     fn image(&mut self, mib: u32) -> Result<String> {
         self.images += 1;
         let path = format!("/lab/image{}.raw", self.images);
-        self.lab.sh(&format!("rm -f {path}; truncate -s {mib}M {path}"))?;
+        self.xenhost.sh(&format!("rm -f {path}; truncate -s {mib}M {path}"))?;
         Ok(path)
     }
 
     /// A paused guest, so that its disks are there when it starts.
     fn paused_guest(&mut self, options: &GuestOptions) -> Result<Guest> {
-        let guest = Guest::create(self.lab, options)?;
+        let guest = Guest::create(self.xenhost, options)?;
         self.guests.push(guest.clone());
         Ok(guest)
     }
 
     /// A disk for a guest, without waiting for it to be connected.
     fn attach(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
-        let disk = Disk::attach(self.lab, guest, self.backend, options)?;
+        let disk = Disk::attach(self.xenhost, guest, self.backend, options)?;
         self.disks.push(disk.clone());
         Ok(disk)
     }
 
     /// A disk whose directories the toolstack will write.
     fn serve(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
-        let disk = Disk::serve(self.lab, guest, options)?;
+        let disk = Disk::serve(self.xenhost, guest, options)?;
         self.disks.push(disk.clone());
         Ok(disk)
     }
@@ -131,8 +131,8 @@ impl<'a> Bench<'a> {
     /// A disk plugged into a running guest.
     fn plug(&mut self, guest: &mut Guest, options: DiskOptions) -> Result<Disk> {
         let disk = self.attach(guest, options)?;
-        disk.wait_connected(self.lab)?;
-        wait_for_node(self.lab, guest, &disk)?;
+        disk.wait_connected(self.xenhost)?;
+        wait_for_node(self.xenhost, guest, &disk)?;
         Ok(disk)
     }
 
@@ -140,10 +140,10 @@ impl<'a> Bench<'a> {
     fn guest_with(&mut self, options: &GuestOptions, disk: DiskOptions) -> Result<(Guest, Disk)> {
         let mut guest = self.paused_guest(options)?;
         let disk = self.attach(&guest, disk)?;
-        guest.unpause(self.lab)?;
-        guest.wait_ready(self.lab)?;
-        disk.wait_connected(self.lab)?;
-        wait_for_node(self.lab, &mut guest, &disk)?;
+        guest.unpause(self.xenhost)?;
+        guest.wait_ready(self.xenhost)?;
+        disk.wait_connected(self.xenhost)?;
+        wait_for_node(self.xenhost, &mut guest, &disk)?;
         Ok((guest, disk))
     }
 
@@ -165,9 +165,9 @@ impl<'a> Bench<'a> {
     /// What no test may leave behind in a living guest: a complaint of blkfront.
     fn check_guests(&mut self) -> Result<()> {
         for guest in &mut self.guests {
-            let alive = self.lab.dom0(&format!("xl list {}", guest.domid()), 30)?.status == 0;
+            let alive = self.xenhost.dom0(&format!("xl list {}", guest.domid()), 30)?.status == 0;
             if alive {
-                guest.check_blkfront(self.lab)?;
+                guest.check_blkfront(self.xenhost)?;
             }
         }
         Ok(())
@@ -178,12 +178,12 @@ impl<'a> Bench<'a> {
     fn evidence(&mut self) -> String {
         let mut text = String::new();
         for guest in &self.guests {
-            text += &guest.describe(self.lab);
+            text += &guest.describe(self.xenhost);
         }
         for disk in &self.disks {
-            text += &disk.describe(self.lab);
+            text += &disk.describe(self.xenhost);
         }
-        let kernel = self.lab.dom0("dmesg | tail -n 8", 20).map(|output| output.stdout);
+        let kernel = self.xenhost.dom0("dmesg | tail -n 8", 20).map(|output| output.stdout);
         text + "dom0's kernel:\n" + &kernel.unwrap_or_default() + "\n"
     }
 
@@ -191,18 +191,18 @@ impl<'a> Bench<'a> {
     fn clean_up(&mut self) -> Result<()> {
         for guest in &self.guests {
             let command = format!("xl destroy {} 2>/dev/null; true", guest.domid());
-            self.lab.sh_for(&command, 120)?;
+            self.xenhost.sh_for(&command, 120)?;
         }
-        self.lab
+        self.xenhost
             .wait_until("every guest gone, no zombie", "[ $(xl list | wc -l) = 2 ]", 60)
             .with_context(|| "a domain stays: somebody still holds its memory")?;
         // Backends end by themselves when their guests are gone.
-        let ended = self.lab.dom0(&format!("timeout 20 sh -c '{ENDED}'"), 30)?.status == 0;
+        let ended = self.xenhost.dom0(&format!("timeout 20 sh -c '{ENDED}'"), 30)?.status == 0;
         for disk in &mut self.disks {
-            disk.sweep(self.lab)?;
+            disk.sweep(self.xenhost)?;
         }
-        let left = self.lab.sh(LEFT)?;
-        self.lab
+        let left = self.xenhost.sh(LEFT)?;
+        self.xenhost
             .sh("rm -f /lab/image*.raw /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
              xenstore-rm /local/domain/0/error 2>/dev/null; true")?;
         if !ended {
@@ -214,7 +214,7 @@ impl<'a> Bench<'a> {
         // What it complains of is said before the trace, and where it was in it.
         let broken = "dmesg | grep -E -B8 -A24 'BUG:|Oops|general protection|Call Trace' | \
                       grep -vE '  \\? |^--$' | head -48 | grep .";
-        let said = self.lab.dom0(broken, 30)?;
+        let said = self.xenhost.dom0(broken, 30)?;
         if said.status == 0 {
             bail!("the dom0's kernel complained:\n{}", said.stdout.trim());
         }
@@ -232,10 +232,10 @@ const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/
      xenstore-ls -f /local/domain/0/error/backend/vbd3 2>/dev/null; true";
 
 /// Waits until the guest has made the disk's node.
-fn wait_for_node(lab: &mut Lab, guest: &mut Guest, disk: &Disk) -> Result<()> {
+fn wait_for_node(xenhost: &mut XenHost, guest: &mut Guest, disk: &Disk) -> Result<()> {
     let node = disk.node();
     guest
-        .sh(lab, &format!("until [ -b {node} ]; do sleep 0.2; done"), 60)
+        .sh(xenhost, &format!("until [ -b {node} ]; do sleep 0.2; done"), 60)
         .map(drop)
         .with_context(|| format!("{node} does not appear in the guest"))
 }

@@ -2,9 +2,9 @@
 
 use super::recovery::{Load, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
-use crate::lab::SCRATCH_NVME;
-use crate::lab::disk::{Disk, DiskOptions};
-use crate::lab::guest::{Guest, GuestOptions};
+use crate::xenhost::SCRATCH_NVME;
+use crate::xenhost::disk::{Disk, DiskOptions};
+use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
 pub(super) const CASES: &[Case] = &[
@@ -26,14 +26,14 @@ fn load(bench: &mut Bench<'_>) -> Result<String> {
              done; sleep 0.1
          done; exit 1"
     );
-    bench.lab.sh_for(&command, 60).context("the NVMe device does not come up in the dom0")
+    bench.xenhost.sh_for(&command, 60).context("the NVMe device does not come up in the dom0")
 }
 
 fn iopoll(bench: &mut Bench<'_>) -> Result<()> {
-    bench.lab.serve_arguments.clear();
+    bench.xenhost.serve_arguments.clear();
     let device = load(bench)?;
     let block = format!("{device}n1");
-    let told = bench.lab.sh("ferrite doctor")?;
+    let told = bench.xenhost.sh("ferrite doctor")?;
     if !told.contains(&format!("poll queues: {block}")) {
         bail!("ferrite doctor does not see the poll queue of {block}:\n{told}");
     }
@@ -42,7 +42,7 @@ fn iopoll(bench: &mut Bench<'_>) -> Result<()> {
         ..DiskOptions::new(&format!("/dev/{block}"), "xvda")
     };
     let (mut guest, mut disk) = bench.guest_with(&GuestOptions::default(), options)?;
-    let log = disk.backend_log(bench.lab)?;
+    let log = disk.backend_log(bench.xenhost)?;
     if !log.contains("disk I/O goes through io_uring polled") || log.contains("is not polled") {
         bail!("the backend does not poll:\n{log}");
     }
@@ -51,7 +51,7 @@ fn iopoll(bench: &mut Bench<'_>) -> Result<()> {
     let taken = interrupts(bench, &device)? - before;
     // Flushes and discards go by interrupt, reads and writes do not.
     let count = format!("awk '{{print $1+$5}}' /sys/block/{block}/stat");
-    let ios: u64 = bench.lab.sh(&count)?.parse()?;
+    let ios: u64 = bench.xenhost.sh(&count)?.parse()?;
     if ios < 1000 || taken > ios / 4 {
         bail!("{taken} interrupts for {ios} reads and writes: they are not polled");
     }
@@ -59,24 +59,24 @@ fn iopoll(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 fn passthrough(bench: &mut Bench<'_>, polled: bool) -> Result<()> {
-    bench.lab.serve_arguments.clear();
+    bench.xenhost.serve_arguments.clear();
     let device = load(bench)?;
     let node = format!("/dev/{}n1", device.replace("nvme", "ng"));
     let arguments = if polled { "--poll-storage" } else { "" }.into();
     let options = DiskOptions { arguments, ..DiskOptions::new(&node, "xvda") };
     let before = block_layer(bench, &device)?;
     let (mut guest, mut disk) = bench.guest_with(&GuestOptions::default(), options)?;
-    let log = disk.backend_log(bench.lab)?;
+    let log = disk.backend_log(bench.xenhost)?;
     let engine = if polled { "io_uring nvme polled" } else { "io_uring nvme" };
     if !log.contains(&format!("disk I/O goes through {engine}\n")) {
         bail!("the backend does not send commands:\n{log}");
     }
     // Older kernels crash when a flush is among polled commands.
     let is_old = "[ $(uname -r | awk -F. '{ print $1 * 100 + $2 }') -lt 605 ]";
-    let refused = polled && bench.lab.dom0(is_old, 20)?.status == 0;
+    let refused = polled && bench.xenhost.dom0(is_old, 20)?.status == 0;
     expect_eq("whether polling is refused", &log.contains("is not polled"), &refused)?;
     // Nobody else may have the namespace meanwhile.
-    if bench.lab.dom0(&format!("mkfs.ext4 -q /dev/{device}n1"), 60)?.status == 0 {
+    if bench.xenhost.dom0(&format!("mkfs.ext4 -q /dev/{device}n1"), 60)?.status == 0 {
         bail!("the namespace's block device is not claimed");
     }
     verify(bench, &mut guest, &mut disk)?;
@@ -91,7 +91,7 @@ fn passthrough(bench: &mut Bench<'_>, polled: bool) -> Result<()> {
 /// Requests that the block device's own statistics know of.
 fn block_layer(bench: &mut Bench<'_>, device: &str) -> Result<u64> {
     let count = format!("awk '{{print $1+$5}}' /sys/block/{device}n1/stat");
-    Ok(bench.lab.sh(&count)?.parse()?)
+    Ok(bench.xenhost.sh(&count)?.parse()?)
 }
 
 /// Interrupts of the device's queues so far.
@@ -100,14 +100,14 @@ fn interrupts(bench: &mut Bench<'_>, device: &str) -> Result<u64> {
         "awk '/{device}q[1-9]/ {{ for (i = 2; $i ~ /^[0-9]+$/; i++) n += $i }} END {{ print n + 0 }}' \
          /proc/interrupts"
     );
-    Ok(bench.lab.sh(&command)?.parse()?)
+    Ok(bench.xenhost.sh(&command)?.parse()?)
 }
 
 /// A guest that verifies what it writes, and whose backend is killed and started meanwhile.
 fn verify(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
     let load = Load { kills: 1, options: "--fsync=64", large: "--bs=1m --size=16m" };
     killed_under_verify(bench, guest, disk, &load)?;
-    guest.sh(bench.lab, "blkdiscard -f -o 134217728 -l 8388608 /dev/xvda", 100)?;
-    let size = guest.sh(bench.lab, "blockdev --getsize64 /dev/xvda", 20)?;
+    guest.sh(bench.xenhost, "blkdiscard -f -o 134217728 -l 8388608 /dev/xvda", 100)?;
+    let size = guest.sh(bench.xenhost, "blockdev --getsize64 /dev/xvda", 20)?;
     expect_eq("the disk's size", &size.as_str(), &"536870912")
 }

@@ -1,8 +1,8 @@
 //! What a disk may take of the dom0's processors, beside one that nothing bounds.
 
 use super::{Bench, Case, ferrite, wait_for_node};
-use crate::lab::disk::{Disk, DiskOptions};
-use crate::lab::guest::{Guest, GuestOptions};
+use crate::xenhost::disk::{Disk, DiskOptions};
+use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
 pub(super) const CASES: &[Case] = &[ferrite(
@@ -10,7 +10,7 @@ pub(super) const CASES: &[Case] = &[ferrite(
     bounded,
 )];
 
-/// Of one processor; the disk beside it takes several times as much of the lab's.
+/// Of one processor; the disk beside it takes several times as much of the Xen host's.
 const PERCENT: u32 = 5;
 
 /// What the disk that nothing bounds has used of processors when they are compared.
@@ -25,14 +25,14 @@ fn bounded(bench: &mut Bench<'_>) -> Result<()> {
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
     let mut held = attach(bench, &guest, "xvda", &format!("-v --cpu {PERCENT}"))?;
     let mut free = attach(bench, &guest, "xvdb", "-v")?;
-    guest.unpause(bench.lab)?;
-    guest.wait_ready(bench.lab)?;
+    guest.unpause(bench.xenhost)?;
+    guest.wait_ready(bench.xenhost)?;
     for disk in [&held, &free] {
-        disk.wait_connected(bench.lab)?;
-        wait_for_node(bench.lab, &mut guest, disk)?;
+        disk.wait_connected(bench.xenhost)?;
+        wait_for_node(bench.xenhost, &mut guest, disk)?;
     }
     let before = (processor_ticks(bench, &held)?, processor_ticks(bench, &free)?);
-    let _endless = guest.begin(bench.lab, ENDLESS_READS, 1000)?;
+    let _endless = guest.begin(bench.xenhost, ENDLESS_READS, 1000)?;
     let mut count = 1000;
     let of_free = loop {
         wait_for_reads(bench, &mut guest, count)?;
@@ -53,14 +53,14 @@ fn bounded(bench: &mut Bench<'_>) -> Result<()> {
         );
     }
     // Requests wait in its ring all the time.
-    held.unplug(bench.lab).context("unplugging the disk that is held back")?;
+    held.unplug(bench.xenhost).context("unplugging the disk that is held back")?;
     wait_for_reads(bench, &mut guest, reads.1 + 200)?;
     // Linux may keep a read that it began as the disk went, and with it all that its xenstore
     // thread has to do: the other disk goes as the guest does.
-    guest.destroy(bench.lab)?;
-    free.remove_after_destroy(bench.lab)?;
+    guest.destroy(bench.xenhost)?;
+    free.remove_after_destroy(bench.xenhost)?;
     for (disk, is_held) in [(&held, true), (&free, false)] {
-        let log = disk.backend_log(bench.lab)?;
+        let log = disk.backend_log(bench.xenhost)?;
         if !log.contains("since the start: ") || log.contains("(--cpu)") != is_held {
             bail!("{} was held back: {}; its log:\n{log}", disk.node(), !is_held);
         }
@@ -82,13 +82,13 @@ fn attach(
 /// What the disk's process has used of processors, in the dom0's clock ticks.
 fn processor_ticks(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
     let pid = disk.pid().context("nobody serves the disk")?;
-    Ok(bench.lab.sh(&format!("awk '{{print $14+$15}}' /proc/{pid}/stat"))?.parse()?)
+    Ok(bench.xenhost.sh(&format!("awk '{{print $14+$15}}' /proc/{pid}/stat"))?.parse()?)
 }
 
 /// Reads of a disk that the guest has finished.
 fn reads(bench: &mut Bench<'_>, guest: &mut Guest, name: &str) -> Result<u64> {
     let count = format!("awk '{{print $1}}' /sys/block/{name}/stat");
-    Ok(guest.sh(bench.lab, &count, 30)?.parse()?)
+    Ok(guest.sh(bench.xenhost, &count, 30)?.parse()?)
 }
 
 /// Waits until the guest has finished so many reads of the disk that nothing bounds.
@@ -96,5 +96,5 @@ fn wait_for_reads(bench: &mut Bench<'_>, guest: &mut Guest, count: u64) -> Resul
     let command = format!(
         "until [ $(awk '{{print $1}}' /sys/block/xvdb/stat) -ge {count} ]; do sleep 0.1; done"
     );
-    guest.sh(bench.lab, &command, 200).map(drop)
+    guest.sh(bench.xenhost, &command, 200).map(drop)
 }

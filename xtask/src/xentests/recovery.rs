@@ -1,8 +1,8 @@
 //! The backend dies and comes back; the guest sees a pause and nothing else.
 
 use super::{Bench, Case, ferrite};
-use crate::lab::disk::Disk;
-use crate::lab::guest::{Guest, GuestOptions, Job};
+use crate::xenhost::disk::Disk;
+use crate::xenhost::guest::{Guest, GuestOptions, Job};
 use anyhow::{Context, Result};
 
 pub(super) const CASES: &[Case] = &[
@@ -32,13 +32,13 @@ fn verify_job(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk, load: &Load
          --name=large --rw=randwrite {large} --offset=64m",
         disk.node()
     );
-    guest.begin(bench.lab, &command, 600)
+    guest.begin(bench.xenhost, &command, 600)
 }
 
 /// Requests that the guest has finished so far.
 fn finished(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<u64> {
     let command = "awk '{print $1+$5}' /sys/block/xvda/stat";
-    Ok(guest.sh(bench.lab, command, 30)?.parse()?)
+    Ok(guest.sh(bench.xenhost, command, 30)?.parse()?)
 }
 
 /// Waits until the guest has finished `more` requests beyond `from`.
@@ -52,7 +52,7 @@ fn wait_for_progress(
     let command = format!(
         "until [ $(awk '{{print $1+$5}}' /sys/block/xvda/stat) -ge {target} ]; do sleep 0.1; done"
     );
-    guest.sh(bench.lab, &command, 200).context("the guest's requests do not go on")?;
+    guest.sh(bench.xenhost, &command, 200).context("the guest's requests do not go on")?;
     finished(bench, guest)
 }
 
@@ -72,11 +72,11 @@ pub(super) fn killed_under_verify(
     let mut done = finished(bench, guest)?;
     for _ in 0..load.kills {
         done = wait_for_progress(bench, guest, done, 300)?;
-        disk.crash_backend(bench.lab)?;
-        disk.start_backend(bench.lab)?;
+        disk.crash_backend(bench.xenhost)?;
+        disk.start_backend(bench.xenhost)?;
     }
-    guest.finish_ok(bench.lab, &job).context("fio, with its backend killed")?;
-    disk.wait_connected(bench.lab)
+    guest.finish_ok(bench.xenhost, &job).context("fio, with its backend killed")?;
+    disk.wait_connected(bench.xenhost)
 }
 
 fn stopped(bench: &mut Bench<'_>) -> Result<()> {
@@ -84,8 +84,8 @@ fn stopped(bench: &mut Bench<'_>) -> Result<()> {
     let job = verify_job(bench, &mut guest, &disk, &THREE_KILLS)?;
     let done = finished(bench, &mut guest)?;
     wait_for_progress(bench, &mut guest, done, 300)?;
-    disk.stop_backend(bench.lab)?;
-    disk.start_backend(bench.lab)?;
-    guest.finish_ok(bench.lab, &job).context("fio, with its backend stopped and started")?;
-    disk.wait_connected(bench.lab)
+    disk.stop_backend(bench.xenhost)?;
+    disk.start_backend(bench.xenhost)?;
+    guest.finish_ok(bench.xenhost, &job).context("fio, with its backend stopped and started")?;
+    disk.wait_connected(bench.xenhost)
 }

@@ -1,10 +1,10 @@
 //! Runs the selected tests on one or more hosts and reports each on a line.
 
 use super::{Applies, Bench, Case, Tests, all};
-use crate::lab::disk::Backend;
-use crate::lab::root::Root;
-use crate::lab::{Lab, Program};
 use crate::steps;
+use crate::xenhost::disk::Backend;
+use crate::xenhost::root::Root;
+use crate::xenhost::{Program, XenHost};
 use anyhow::{Context, Result, bail};
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -83,24 +83,25 @@ fn work(
     queue: &Mutex<VecDeque<Case>>,
     reports: &Mutex<Vec<Report>>,
 ) {
-    let mut host: Option<Lab> = None;
+    let mut host: Option<XenHost> = None;
     let mut failed_boots = 0;
     loop {
         let Some(case) = next(queue) else { return };
-        let mut lab = match host.take().map_or_else(|| Lab::boot(root, &selection.programs), Ok) {
-            Ok(lab) => lab,
-            Err(error) => {
-                put_back(queue, case);
-                failed_boots += 1;
-                steps::say(format!("no host: {}", steps::chain(&error)));
-                if failed_boots == 2 {
-                    return;
+        let mut xenhost =
+            match host.take().map_or_else(|| XenHost::boot(root, &selection.programs), Ok) {
+                Ok(xenhost) => xenhost,
+                Err(error) => {
+                    put_back(queue, case);
+                    failed_boots += 1;
+                    steps::say(format!("no host: {}", steps::chain(&error)));
+                    if failed_boots == 2 {
+                        return;
+                    }
+                    continue;
                 }
-                continue;
-            }
-        };
-        lab.serve_arguments.clone_from(&selection.serve_arguments);
-        let (report, usable) = run_case(lab, selection.backend, case);
+            };
+        xenhost.serve_arguments.clone_from(&selection.serve_arguments);
+        let (report, usable) = run_case(xenhost, selection.backend, case);
         host = usable;
         if let Ok(mut reports) = reports.lock() {
             reports.push(report);
@@ -119,10 +120,10 @@ fn put_back(queue: &Mutex<VecDeque<Case>>, case: Case) {
 }
 
 /// Runs one test and cleans up; the host comes back when it is as good as before.
-fn run_case(mut lab: Lab, backend: Backend, case: Case) -> (Report, Option<Lab>) {
+fn run_case(mut xenhost: XenHost, backend: Backend, case: Case) -> (Report, Option<XenHost>) {
     let began = Instant::now();
     steps::say(format!("xen {} ...", case.name));
-    let mut bench = Bench::new(&mut lab, backend);
+    let mut bench = Bench::new(&mut xenhost, backend);
     let result = (case.run)(&mut bench).and_then(|()| bench.check_guests());
     let evidence = if result.is_err() { bench.evidence() } else { String::new() };
     let cleaned = bench.clean_up().context("after the test");
@@ -134,21 +135,21 @@ fn run_case(mut lab: Lab, backend: Backend, case: Case) -> (Report, Option<Lab>)
         Some(why) => {
             let all = format!("{evidence}{why}");
             steps::say(format!("xen {}: FAILED after {seconds:.1} s\n{all}", case.name));
-            match keep(&lab, case, &all) {
+            match keep(&xenhost, case, &all) {
                 Ok(dir) => steps::say(format!("that and the host's console: {}", dir.display())),
                 Err(error) => steps::say(format!("this could not be kept: {error}")),
             }
         }
     }
-    (Report { name: case.name, seconds, failure }, usable.then_some(lab))
+    (Report { name: case.name, seconds, failure }, usable.then_some(xenhost))
 }
 
 /// What a failed test leaves in the build folder: its evidence and the host's console.
-fn keep(lab: &Lab, case: Case, evidence: &str) -> Result<PathBuf> {
+fn keep(xenhost: &XenHost, case: Case, evidence: &str) -> Result<PathBuf> {
     let dir = steps::target_dir().join("lab-failures");
     std::fs::create_dir_all(&dir)?;
     let name = case.name.replace('/', "-");
     std::fs::write(dir.join(format!("{name}.evidence.log")), evidence)?;
-    lab.save_console(&dir.join(format!("{name}.console.log")))?;
+    xenhost.save_console(&dir.join(format!("{name}.console.log")))?;
     Ok(dir)
 }

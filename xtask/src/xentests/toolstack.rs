@@ -2,9 +2,9 @@
 
 use super::{Bench, Case, expect_eq, ferrite};
 use crate::docs;
-use crate::lab::channel::quote;
-use crate::lab::disk::{Disk, DiskOptions, ended};
-use crate::lab::guest::{Guest, GuestOptions};
+use crate::xenhost::channel::quote;
+use crate::xenhost::disk::{Disk, DiskOptions, ended};
+use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
 
 pub(super) const CASES: &[Case] = &[
@@ -29,14 +29,14 @@ const WRITE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --setr
      dd if=/dev/zero of=/dev/xvdb bs=4k count=1 oflag=direct";
 
 fn xl_knows_us(bench: &mut Bench<'_>) -> Result<bool> {
-    let minor = bench.lab.sh("xl info | sed -n 's/^xen_minor *: *//p'")?;
+    let minor = bench.xenhost.sh("xl info | sed -n 's/^xen_minor *: *//p'")?;
     Ok(minor.trim().parse::<u32>().context("Xen")? >= FIRST_XEN_MINOR_WITH_TAP)
 }
 
 fn running_guest(bench: &mut Bench<'_>) -> Result<Guest> {
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
-    guest.unpause(bench.lab)?;
-    guest.wait_ready(bench.lab)?;
+    guest.unpause(bench.xenhost)?;
+    guest.wait_ready(bench.xenhost)?;
     Ok(guest)
 }
 
@@ -54,17 +54,17 @@ fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
     for access in ["w", "r", "w"] {
         let mut disk = bench.serve(&guest, DiskOptions::new(&image, "xvdb"))?;
         let spec = spec(&image, "block-ferrite", access);
-        bench.lab.sh(&format!("xl block-attach {} {spec}", guest.name()))?;
-        disk.wait_connected(bench.lab)?;
+        bench.xenhost.sh(&format!("xl block-attach {} {spec}", guest.name()))?;
+        disk.wait_connected(bench.xenhost)?;
         match access {
-            "w" => guest.sh(bench.lab, USE, 120).map(drop)?,
+            "w" => guest.sh(bench.xenhost, USE, 120).map(drop)?,
             _ => is_read_only(bench, &mut guest, &disk)?,
         }
-        bench.lab.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
-        disk.wait_backend_gone(bench.lab)?;
+        bench.xenhost.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
+        disk.wait_backend_gone(bench.xenhost)?;
         let directories = format!("{} {}", disk.frontend(), disk.backend_dir());
         bench
-            .lab
+            .xenhost
             .sh(&format!("for d in {directories}; do ! xenstore-exists $d || exit 1; done"))?;
     }
     Ok(())
@@ -73,13 +73,13 @@ fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
 /// The guest says so and cannot write, and the image itself is open for nothing but reading.
 fn is_read_only(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<()> {
     let sum = format!("sha256sum <{}", disk.image());
-    let before = bench.lab.sh(&sum)?;
+    let before = bench.xenhost.sh(&sum)?;
     let told = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --getro /dev/xvdb";
-    expect_eq("read-only flag", &guest.sh(bench.lab, told, 60)?.as_str(), &"1")?;
-    if guest.run(bench.lab, WRITE, 60)?.status == 0 {
+    expect_eq("read-only flag", &guest.sh(bench.xenhost, told, 60)?.as_str(), &"1")?;
+    if guest.run(bench.xenhost, WRITE, 60)?.status == 0 {
         bail!("a write succeeded on a disk that xl has attached with access=r");
     }
-    expect_eq("the image's checksum", &bench.lab.sh(&sum)?, &before)?;
+    expect_eq("the image's checksum", &bench.xenhost.sh(&sum)?, &before)?;
     let Some(pid) = disk.pid() else { bail!("nobody serves the disk") };
     // The last digit of the flags: 0 is O_RDONLY.
     let modes = format!(
@@ -87,7 +87,7 @@ fn is_read_only(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result
          sed -n 's/^flags:.*\\(.\\)$/\\1/p' /proc/{pid}/fdinfo/${{fd##*/}}; done; true",
         disk.image()
     );
-    let modes = bench.lab.sh(&modes)?;
+    let modes = bench.xenhost.sh(&modes)?;
     if modes.is_empty() || modes.split_whitespace().any(|mode| mode != "0") {
         bail!("the image of a disk with access=r is open with the modes {modes:?}");
     }
@@ -99,14 +99,14 @@ fn refused_by_xl(bench: &mut Bench<'_>, image: &str) -> Result<()> {
     let guest = bench.paused_guest(&GuestOptions::default())?;
     let spec = format!("format=raw,vdev=xvdb,backendtype=tap,target={image}");
     let command = format!("xl block-attach {} {spec} 2>&1", guest.name());
-    let refused = bench.lab.dom0(&command, 60)?;
+    let refused = bench.xenhost.dom0(&command, 60)?;
     if refused.status == 0 || !refused.stdout.contains("no suitable backend") {
         bail!("xl was expected to refuse {spec}, but ended with {}", refused.status);
     }
     let directory = format!("/local/domain/0/backend/vbd3/{}", guest.domid());
-    bench.lab.sh(&format!("! xenstore-exists {directory}"))?;
+    bench.xenhost.sh(&format!("! xenstore-exists {directory}"))?;
     // A guest that never ran cannot be asked whether all was well.
-    guest.destroy(bench.lab)
+    guest.destroy(bench.xenhost)
 }
 
 /// A script that waits for /tmp/go before it is ours.
@@ -121,28 +121,29 @@ fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
     }
     let image = bench.image(64)?;
     let mut guest = running_guest(bench)?;
-    bench.lab.sh(&format!(
+    bench.xenhost.sh(&format!(
         "rm -f /tmp/go; printf %s {} >/tmp/slow; chmod 755 /tmp/slow",
         quote(SLOW_SCRIPT)
     ))?;
     let mut disk = bench.serve(&guest, DiskOptions::new(&image, "xvdb"))?;
     let spec = spec(&image, "/tmp/slow", "w");
     let xl = format!("xl block-attach {} {spec}", guest.name());
-    let pid: u32 = bench.lab.sh(&format!("setsid {xl} >/tmp/xl.log 2>&1 & echo $!"))?.parse()?;
+    let pid: u32 =
+        bench.xenhost.sh(&format!("setsid {xl} >/tmp/xl.log 2>&1 & echo $!"))?.parse()?;
     let offered = format!("[ \"$(xenstore-read {}/state)\" = 3 ]", disk.frontend());
-    bench.lab.wait_until("the guest's rings", &offered, 60)?;
+    bench.xenhost.wait_until("the guest's rings", &offered, 60)?;
     // When this has been noticed, the backend has looked at the guest's state, too.
-    bench.lab.sh(&format!("truncate -s 65M {image}"))?;
+    bench.xenhost.sh(&format!("truncate -s 65M {image}"))?;
     let noticed = format!("[ \"$(xenstore-read {}/sectors)\" = 133120 ]", disk.backend_dir());
-    bench.lab.wait_until("the new size", &noticed, 60)?;
-    let state = bench.lab.sh(&format!("xenstore-read {}/state", disk.backend_dir()))?;
+    bench.xenhost.wait_until("the new size", &noticed, 60)?;
+    let state = bench.xenhost.sh(&format!("xenstore-read {}/state", disk.backend_dir()))?;
     expect_eq("the state before the script has ended", &state.as_str(), &"2")?;
-    bench.lab.sh("touch /tmp/go")?;
-    bench.lab.wait_until("the end of xl", &ended(pid), 60)?;
-    disk.wait_connected(bench.lab)?;
-    guest.sh(bench.lab, USE, 120)?;
-    bench.lab.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
-    disk.wait_backend_gone(bench.lab)
+    bench.xenhost.sh("touch /tmp/go")?;
+    bench.xenhost.wait_until("the end of xl", &ended(pid), 60)?;
+    disk.wait_connected(bench.xenhost)?;
+    guest.sh(bench.xenhost, USE, 120)?;
+    bench.xenhost.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
+    disk.wait_backend_gone(bench.xenhost)
 }
 
 /// Types blocks of commands into one shell of the dom0, in a folder with an image `disk.img` and
@@ -157,7 +158,7 @@ fn type_in(
         script += &format!("{block}touch done{i}\nuntil [ -e go{i} ]; do sleep 0.1; done\n");
     }
     let pid: u32 = bench
-        .lab
+        .xenhost
         .sh(&format!(
             "rm -rf /tmp/docs; mkdir -p /tmp/docs/dist; cd /tmp/docs; truncate -s 64M disk.img; \
              cp /etc/xen/scripts/block-ferrite dist/; printf %s {} >script; \
@@ -167,22 +168,22 @@ fn type_in(
         .parse()?;
     for (i, block) in blocks.iter().enumerate() {
         let done = format!("[ -e /tmp/docs/done{i} ]");
-        bench.lab.wait_until("a block", &format!("{done} || {}", ended(pid)), 120)?;
-        let said = bench.lab.sh("cat /tmp/docs/log")?;
-        if bench.lab.dom0(&done, 20)?.status != 0 {
+        bench.xenhost.wait_until("a block", &format!("{done} || {}", ended(pid)), 120)?;
+        let said = bench.xenhost.sh("cat /tmp/docs/log")?;
+        if bench.xenhost.dom0(&done, 20)?.status != 0 {
             bail!("these commands fail:\n{block}they say:\n{said}");
         }
         after(bench, i).with_context(|| format!("after\n{block}which said:\n{said}"))?;
-        bench.lab.sh(&format!("touch /tmp/docs/go{i}"))?;
+        bench.xenhost.sh(&format!("touch /tmp/docs/go{i}"))?;
     }
-    bench.lab.wait_until("the shell's end", &ended(pid), 60)?;
-    bench.lab.wait_until("the end of ferrite", "! pgrep -x ferrite", 60)
+    bench.xenhost.wait_until("the shell's end", &ended(pid), 60)?;
+    bench.xenhost.wait_until("the end of ferrite", "! pgrep -x ferrite", 60)
 }
 
 /// A guest by the name that the documentation gives it.
 fn guest_g(bench: &mut Bench<'_>) -> Result<Guest> {
     let guest = running_guest(bench)?;
-    bench.lab.sh(&format!("xl rename {} g", guest.domid()))?;
+    bench.xenhost.sh(&format!("xl rename {} g", guest.domid()))?;
     Ok(guest)
 }
 
@@ -194,7 +195,7 @@ fn xl_as_printed(bench: &mut Bench<'_>) -> Result<()> {
     let blocks = docs::SERVE.commands("Attaching a disk with xl");
     expect_eq("blocks of commands", &blocks.len(), &3)?;
     type_in(bench, &blocks, |bench, block| match block {
-        1 => guest.sh(bench.lab, USE, 120).map(drop),
+        1 => guest.sh(bench.xenhost, USE, 120).map(drop),
         _ => Ok(()),
     })
 }
@@ -204,8 +205,8 @@ fn by_hand_as_printed(bench: &mut Bench<'_>) -> Result<()> {
     let blocks = docs::SERVE.commands("Attaching a disk by hand");
     expect_eq("blocks of commands", &blocks.len(), &2)?;
     type_in(bench, &blocks, |bench, block| match block {
-        0 => guest.sh(bench.lab, USE, 120).map(drop),
-        _ => bench.lab.sh("! xenstore-exists /local/domain/0/backend/vbd3/*").map(drop),
+        0 => guest.sh(bench.xenhost, USE, 120).map(drop),
+        _ => bench.xenhost.sh("! xenstore-exists /local/domain/0/backend/vbd3/*").map(drop),
     })
 }
 

@@ -4,9 +4,9 @@
 /// offsets are in the layer's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mapping {
-    /// The layer has it. A write goes there, and [`Layer::wrote`] follows it.
+    /// The layer has it. A write goes there, and [`Layer::written`] follows it.
     ///
-    /// [`Layer::wrote`]: super::Layer::wrote
+    /// [`Layer::written`]: super::Layer::written
     Data { offset: u64, len: u64 },
     /// It reads as zeros.
     Zeros { len: u64 },

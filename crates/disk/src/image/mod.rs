@@ -1,12 +1,12 @@
 //! A disk whose sectors lie in images with metadata: a chain of layers, the leaf first.
 //!
 //! The first layer that answers for a sector wins; what none has is zeros. Only the leaf is ever
-//! written. On the hot path ([`Image::map`], [`Image::wrote`]) nothing waits and no lock is taken
+//! written. On the hot path ([`Image::map`], [`Image::written`]) nothing waits and no lock is taken
 //! for metadata that is in memory; what is not there, and whatever allocates or commits, is an
 //! `async fn` on the caller's [`Port`].
 //!
 //! A write goes: `map` says where (space for it may be set aside by that), the data is written,
-//! [`Image::wrote`] makes it visible in memory and in the journal, the guest is answered. The
+//! [`Image::written`] makes it visible in memory and in the journal, the guest is answered. The
 //! metadata on the medium follows with the next [`Image::flush`], in the order that the format's
 //! `commit` gives.
 
@@ -18,26 +18,30 @@ use std::sync::Arc;
 use ferrite_io::arena::Span;
 
 use crate::name::ImageName;
-use crate::{DiskError, Extent, Intent, OpenOptions, Port, Raw, SECTOR_BYTES};
+use crate::{DiskError, Extent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
-mod adopt;
+pub(crate) mod backing;
+mod chain;
+pub(crate) mod format;
 mod layer;
-mod mapping;
-mod settled;
+pub(crate) mod mapping;
+mod parent_sync;
+mod raw;
+mod recovery;
 mod shortcut;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use layer::{Layer, open_as_far, parent_names};
-pub(crate) use mapping::Mapping;
-use settled::Settled;
+pub(crate) use chain::open_as_far;
+pub(crate) use layer::{Layer, each_format};
+
+use backing::Backing;
+use mapping::Mapping;
+use parent_sync::ParentSync;
 use shortcut::{GROUP_BYTES, Owner, Owners, PAGE_BYTES, Shortcut};
 
 /// The shortcut's part of the memory for metadata.
 const SHORTCUT_SHARE: usize = 4;
-
-/// The longest chain that is made and served. XAPI's storage manager ends at 30.
-pub const MAX_LAYERS: usize = 256;
 
 /// A chain of layers, open and locked.
 #[derive(Debug)]
@@ -46,39 +50,36 @@ pub struct Image {
     layers: Box<[Layer]>,
     /// Of a chain that is long enough for it.
     shortcut: Option<Shortcut>,
-    settled: Settled,
+    parent_sync: ParentSync,
 }
 
-/// What is below a layer: where copy-on-write gets the rest of a cluster from.
+/// The layers below one.
 #[derive(Clone, Copy)]
-pub(crate) struct Below<'a> {
+struct Below<'a> {
     layers: &'a [Layer],
     /// Index of the first of them in the chain, and so of its file.
     first: usize,
 }
 
-impl Below<'_> {
-    /// Whether there is nothing: what the layer above does not have is zeros.
-    pub(crate) fn is_empty(&self) -> bool {
+impl Backing for Below<'_> {
+    fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// Reads what the layers below say, zeros where they say nothing or end.
-    pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        let map = |offset, len| self.map(offset, len);
-        read(self.layers, self.first, map, port, offset, buf).await
+    fn map(&self, offset: u64, len: u64) -> Extent {
+        find(self.layers, self.first, offset, len)
     }
 
-    /// What they say about the beginning of a range; `file` of data is an index into the port's.
-    pub(crate) fn map(&self, offset: u64, len: u64) -> Extent {
-        find(self.layers, self.first, offset, len)
+    async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        let map = |offset, len| self.map(offset, len);
+        read(self.layers, self.first, map, port, offset, buf).await
     }
 }
 
 impl Image {
     /// Opens the chain that begins with `name`; see [`Disk::open`](crate::Disk::open).
     pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
-        let layers = layer::open_chain(name, options)?;
+        let layers = chain::open_chain(name, options)?;
         let bytes = layers.first().map_or(0, Layer::bytes);
         let budget_bytes = options.metadata_bytes / SHORTCUT_SHARE;
         let shortcut = Shortcut::new(layers.len(), bytes, budget_bytes);
@@ -88,12 +89,12 @@ impl Image {
     /// Opens one image without its parents: what it does not have is zeros. For merging it into
     /// them.
     pub(crate) fn open_alone(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
-        Ok(Image::of(vec![layer::open_layer(name, options)?], None))
+        Ok(Image::of(vec![Layer::open(name, options)?], None))
     }
 
     fn of(layers: Vec<Layer>, shortcut: Option<Shortcut>) -> Image {
-        let settled = Settled::new(layers.len());
-        Image { layers: layers.into(), shortcut, settled }
+        let parent_sync = ParentSync::new(layers.len());
+        Image { layers: layers.into(), shortcut, parent_sync }
     }
 
     /// The leaf by itself; the parents are closed.
@@ -126,22 +127,20 @@ impl Image {
         self.layers.iter().flat_map(|layer| layer.medium().files()).collect()
     }
 
-    pub(crate) fn map(&self, offset: u64, len: u64, intent: Intent) -> Extent {
-        match intent {
-            Intent::Read => self.map_read(offset, len),
-            Intent::Write => match self.leaf().place(self.below_leaf(), offset, len) {
-                Mapping::Data { offset, len } => Extent::Data { file: 0, offset, len },
-                Mapping::Zeros { len }
-                | Mapping::Backing { len }
-                | Mapping::Miss { len }
-                | Mapping::Compressed { len }
-                | Mapping::Cow { len } => Extent::Slow { len },
-            },
+    /// See [`Disk::reserve`](crate::Disk::reserve).
+    pub(crate) fn reserve(&self, offset: u64, len: u64) -> Extent {
+        match self.leaf().reserve(self.below_leaf(), offset, len) {
+            Mapping::Data { offset, len } => Extent::Data { file: 0, offset, len },
+            Mapping::Zeros { len }
+            | Mapping::Backing { len }
+            | Mapping::Miss { len }
+            | Mapping::Compressed { len }
+            | Mapping::Cow { len } => Extent::Slow { len },
         }
     }
 
     /// The leaf's answer, or that of the layers below; of a single page, by the shortcut.
-    fn map_read(&self, offset: u64, len: u64) -> Extent {
+    pub(crate) fn map(&self, offset: u64, len: u64) -> Extent {
         let len = match self.leaf().find(offset, len) {
             Mapping::Data { offset, len } => return Extent::Data { file: 0, offset, len },
             Mapping::Zeros { len } => return Extent::Zeros { len },
@@ -180,13 +179,13 @@ impl Image {
         }
     }
 
-    /// See [`Disk::wrote`](crate::Disk::wrote).
-    pub(crate) fn wrote(&self, offset: u64, len: u64) {
-        self.leaf().wrote(offset, len);
+    /// See [`Disk::written`](crate::Disk::written).
+    pub(crate) fn written(&self, offset: u64, len: u64) {
+        self.leaf().written(offset, len);
     }
 
     pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        let map = |offset, len| self.map_read(offset, len);
+        let map = |offset, len| self.map(offset, len);
         read(&self.layers, 0, map, port, offset, buf).await
     }
 
@@ -195,11 +194,11 @@ impl Image {
         let mut done = 0;
         while done < buf.len() {
             let (at, left) = (offset + done as u64, buf.len() - done);
-            match leaf.place(below, at, left as u64) {
+            match leaf.reserve(below, at, left as u64) {
                 Mapping::Data { offset: to, len } => {
                     let piece = buf.slice(done, part(len, left)?);
                     port.io.write_all(port.files[0], to, piece).await?;
-                    leaf.wrote(at, piece.len() as u64);
+                    leaf.written(at, piece.len() as u64);
                     done += piece.len();
                 }
                 Mapping::Cow { len } => {
@@ -219,14 +218,14 @@ impl Image {
         Ok(())
     }
 
-    pub(crate) fn is_unsaved(&self) -> bool {
-        self.leaf().is_unsaved()
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.leaf().is_dirty()
     }
 
     pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
-        let settled = self.settled.settle(port, &self.layers).await;
+        let parent_sync = self.parent_sync.ensure(port, &self.layers).await;
         self.leaf().commit(port).await?;
-        settled
+        parent_sync
     }
 
     pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
@@ -244,9 +243,9 @@ impl Image {
     }
 
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
-        let settled = self.settled.settle(port, &self.layers).await;
+        let parent_sync = self.parent_sync.ensure(port, &self.layers).await;
         self.leaf().close(port).await?;
-        settled
+        parent_sync
     }
 }
 

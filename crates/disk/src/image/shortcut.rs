@@ -10,7 +10,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::{Layer, Mapping};
+use super::layer::Layer;
+use super::mapping::Mapping;
 
 /// The unit in bytes.
 pub(super) const PAGE_BYTES: u64 = 4096;

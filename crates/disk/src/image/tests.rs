@@ -105,7 +105,7 @@ fn the_shortcut_says_what_the_layers_say() {
             let offset = first * SECTOR_BYTES;
             // So that it is in memory, for a while at least.
             open.read(offset, &mut vec![0; len as usize]).unwrap();
-            let quick = sectors(|offset, len| image.map_read(offset, len), offset, len);
+            let quick = sectors(|offset, len| image.map(offset, len), offset, len);
             let slow = sectors(|o, len| find(&image.layers, 0, o, len), offset, len);
             if let (Some(quick), Some(slow)) = (quick, slow) {
                 assert_eq!(quick, slow, "bytes {offset}+{len}");

@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::Ordering;
 
-use super::fingerprint::Writer;
-use super::state::{L1_KEYS, Left, l1_key};
-use super::{Qcow2, meta};
-use crate::{Port, Rare};
+use super::Qcow2;
+use crate::Port;
+use crate::qcow2::alloc::state::{L1_KEYS, Left, l1_key};
+use crate::qcow2::maintenance::fingerprint::Writer;
+use crate::qcow2::tables::meta;
 
 /// Counts that one commit lowers at most: each may need a slice of its own in memory.
 const MAX_LOWERED: usize = 1024;
@@ -61,41 +62,30 @@ impl Qcow2 {
     /// old or new. What changes after the beginning belongs to the next commit: its entries are
     /// left out, because their counts may not have been written.
     pub(crate) async fn commit(&self, port: &Port) -> io::Result<()> {
-        let _alone = self.commits.lock(&port.io).await?;
-        self.commit_alone(port).await
+        self.commits.join(&port.io, self.commit_alone(port)).await
     }
 
     /// Whether [`commit`](Self::commit) has something to write.
-    pub(crate) fn is_unsaved(&self) -> bool {
+    pub(crate) fn is_dirty(&self) -> bool {
         !self.medium.read_only() && self.state().dirty()
     }
 
-    /// A sync that fails has made the kernel forget what was not written, and the next one is
-    /// told nothing of it: in clusters that were copied there is data of long ago, too. So the
-    /// entries that refer to them must not reach the disk any more.
+    /// After one that fails entries that refer to clusters which were copied must not reach the
+    /// disk: in these there is data of long ago, too.
     pub(super) async fn sync(&self, port: &Port) -> io::Result<()> {
-        let done = meta::sync(port).await;
-        if done.is_err() {
-            self.lost.store(true, Ordering::Release);
-            Rare::SyncFailed.taken();
-        }
-        done
+        self.commits.sync(port).await
     }
 
     /// A flush has failed. If that was because of a sync, the next process does not bring back what
     /// is perhaps lost.
     pub(crate) fn flush_failed(&self) {
-        if self.lost.load(Ordering::Acquire) {
+        if self.commits.is_faulty() {
             self.state().journal.void();
         }
     }
 
     async fn commit_alone(&self, port: &Port) -> io::Result<()> {
-        if self.lost.load(Ordering::Acquire) {
-            let text = "a sync of this image has failed, and what was written before may be lost: \
-                        nothing is committed until it is opened again";
-            return Err(io::Error::other(text));
-        }
+        self.commits.check()?;
         self.lower_counts(port).await?;
         let Some(dirty) = self.begin_commit() else { return self.sync_and_leave(port).await };
         let mut commit = Commit { image: self, dirty, done: false };
@@ -105,7 +95,7 @@ impl Qcow2 {
     }
 
     /// A commit without a change. What a process had replaced on disk before it died, and was
-    /// taken over from it, is without a reference once that is durable.
+    /// recovered from it, is without a reference once that is durable.
     async fn sync_and_leave(&self, port: &Port) -> io::Result<()> {
         self.sync(port).await?;
         let mut state = self.state();
@@ -231,7 +221,7 @@ impl Qcow2 {
         state.refs.end_writing(&dirty.refs, done);
         for (key, old) in committing {
             if done {
-                state.settle(key);
+                state.committed(key);
                 if key < L1_KEYS {
                     self.cache.pin(self.slice(key).0, -1);
                 }
@@ -242,7 +232,7 @@ impl Qcow2 {
         }
         if done {
             state.due.append(&mut dirty.leaving);
-            dirty.lowered.drain(..).for_each(|cluster| state.unbar(cluster));
+            dirty.lowered.drain(..).for_each(|cluster| state.end_quarantine(cluster));
         } else {
             state.leaving.append(&mut dirty.leaving);
             state.lowered.append(&mut dirty.lowered);
@@ -252,7 +242,7 @@ impl Qcow2 {
     /// The last commit, and what other programs expect of an image that nobody uses: no count too
     /// high, no unused space behind the end. Counts that are too low are a repair's.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
-        let _alone = self.commits.lock(&port.io).await?;
+        let _alone = self.commits.pause(&port.io).await?;
         {
             // Places that were given to writes that failed.
             let mut state = self.state();

@@ -6,6 +6,13 @@
 //! it needs no copying unless a backing file has data below. Copying, tables, refcounts and
 //! commits are slow paths.
 //!
+//! * `format`: the structures, as pure code over bytes.
+//! * `tables`: slices of tables in memory, and how metadata is read and written.
+//! * `alloc`: who has which cluster of the file, and the states of a cluster.
+//! * `write`: what takes more than a place that is there: new tables, copies, zeros.
+//! * `commit` and `recovery`: what is dirty becomes durable, and what a dead process had answered.
+//! * `maintenance`: what is done to an image besides serving it.
+//!
 //! # What survives what
 //! The order of writes is with `Qcow2::commit`. On disk, a refcount is never smaller
 //! than the number of references: after a cut of the power clusters may be leaked, nothing else.
@@ -19,47 +26,33 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
-use crate::image::{Below, Mapping};
+use crate::image::backing::Backing;
+use crate::image::mapping::Mapping;
 use crate::size::Human;
+use crate::writeback::Commits;
 use crate::{Extent, Raw};
 
-mod cache;
-mod check;
+mod alloc;
 mod commit;
-mod copying;
-mod create;
-mod entry;
-mod fingerprint;
-mod grow;
-mod header;
-mod lineage;
-mod meta;
+mod format;
+mod layer;
+mod maintenance;
 mod open;
-mod refcount;
-mod refs;
-mod repair;
-mod resize;
-mod reuse;
-mod slow;
-mod snapshots;
-mod state;
-mod takeover;
-mod told;
-mod unpack;
-mod upgrade;
-mod zero;
+mod recovery;
+mod tables;
+mod write;
 
-pub use check::{Finding, Problem, Report, check};
-pub use create::NewImage;
-pub(crate) use lineage::{backing_path, is_on_raw, is_qcow2};
-pub use repair::repair;
-pub(crate) use snapshots::Told;
-pub use upgrade::upgrade;
+pub use maintenance::check::{Finding, Problem, Report, check};
+pub use maintenance::create::NewImage;
+pub(crate) use maintenance::lineage::{backing_path, is_on_raw, is_qcow2};
+pub use maintenance::repair::repair;
+pub(crate) use maintenance::snapshots::Told;
+pub use maintenance::upgrade::upgrade;
 
-use cache::Cache;
-use entry::{COPIED, Cluster};
-use header::Header;
-use state::{Left, State, own};
+use alloc::state::{Left, State, own};
+use format::entry::{self, COPIED, Cluster};
+use format::header::Header;
+use tables::cache::Cache;
 
 /// Entries of a slice: 4 KiB, or a whole table where that is smaller.
 const SLICE_BYTES: u64 = 4096;
@@ -94,11 +87,9 @@ pub(crate) struct Qcow2 {
     autoclear: AtomicU64,
     /// Somebody is about to look for the next run.
     refilling: AtomicBool,
-    /// A sync has failed: nothing is committed any more.
-    lost: AtomicBool,
     /// The cluster that was unpacked last: its entry and its bytes.
     unpacked: Mutex<(u64, Vec<u8>)>,
-    commits: SharedLock,
+    commits: Commits,
     growth: SharedLock,
     /// Who makes the image ready for the first write.
     readying: SharedLock,
@@ -129,7 +120,7 @@ impl Qcow2 {
         self.header.disk_bytes
     }
 
-    /// Memory for entries that can be read again. What was taken over from a process that died,
+    /// Memory for entries that can be read again. What was recovered from a process that died,
     /// to be written, stays where it is.
     pub(crate) fn set_metadata_bytes(&mut self, bytes: usize) {
         if self.state().changed.is_empty() {
@@ -270,8 +261,8 @@ impl Qcow2 {
     }
 
     /// Where the beginning of a range is written. Data for a place are made visible by
-    /// [`wrote`](Self::wrote).
-    pub(crate) fn place(&self, below: Below<'_>, offset: u64, len: u64) -> Mapping {
+    /// [`written`](Self::written).
+    pub(crate) fn reserve(&self, below: impl Backing, offset: u64, len: u64) -> Mapping {
         let (cluster, within) = self.split(offset);
         let slow = Mapping::Miss { len: len.min(self.cluster_bytes() - within) };
         // An entry's flag counts only in a table that is the image's own.
@@ -298,7 +289,7 @@ impl Qcow2 {
     }
 
     /// A place for clusters that have none that they may be written to.
-    fn place_fresh(&self, below: Below<'_>, offset: u64, len: u64) -> Mapping {
+    fn place_fresh(&self, below: impl Backing, offset: u64, len: u64) -> Mapping {
         let (cluster, within) = self.split(offset);
         let size = self.cluster_bytes();
         let one = len.min(size - within);
@@ -333,7 +324,7 @@ impl Qcow2 {
     }
 
     /// Whether a cluster that this layer does not have reads as zeros, as far as memory tells.
-    fn zeros_below(&self, below: Below<'_>, cluster: u64) -> bool {
+    fn zeros_below(&self, below: impl Backing, cluster: u64) -> bool {
         let size = self.cluster_bytes();
         let (mut at, end) = (cluster * size, ((cluster + 1) * size).min(self.bytes()));
         while at < end && !below.is_empty() {
@@ -386,7 +377,7 @@ impl Qcow2 {
         let Some((host, _)) = state.take() else { return Err(Why::Slow) };
         let host = host * self.cluster_bytes();
         state.pending.insert(cluster, host);
-        // Until it is visible: `wrote` cannot wait for the slice.
+        // Until it is visible: `written` cannot wait for the slice.
         self.cache.pin(self.slice(cluster).0, 1);
         Ok(host)
     }
@@ -400,7 +391,7 @@ impl Qcow2 {
 
     /// The data of a placed write were given to the kernel: from now on they are what is read, and
     /// they survive this process. Memory only.
-    pub(crate) fn wrote(&self, offset: u64, len: u64) {
+    pub(crate) fn written(&self, offset: u64, len: u64) {
         let first = offset >> self.header.cluster_bits;
         let last = (offset + len - 1) >> self.header.cluster_bits;
         for cluster in first..=last {

@@ -1,5 +1,5 @@
 //! Opening: the header, L1 and the refcount table are read and checked, nothing is written, and
-//! what a process that died has left in the journal is taken over.
+//! what a process that died has left in the journal is recovered.
 
 use std::io;
 use std::path::Path;
@@ -9,14 +9,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use ferrite_io::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
-use super::cache::Cache;
-use super::entry;
-use super::fingerprint::Fingerprint;
-use super::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
-use super::refs::Refs;
-use super::state::{State, WORDS};
-use super::{MAX_CHANGES, Qcow2, SLICE_BYTES, snapshots};
-use crate::journal::{self, Identity, Journal, Left, Record};
+use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
+use crate::qcow2::alloc::refs::Refs;
+use crate::qcow2::alloc::state::{State, WORDS};
+use crate::qcow2::format::entry;
+use crate::qcow2::format::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
+use crate::qcow2::maintenance::fingerprint::Fingerprint;
+use crate::qcow2::maintenance::snapshots;
+use crate::qcow2::tables::cache::Cache;
+use crate::writeback::Commits;
+use crate::writeback::journal::{self, Identity, Journal, Left, Record};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
 /// Bytes of a table that are read at once.
@@ -36,8 +38,12 @@ struct Tables {
 }
 
 impl Qcow2 {
-    /// Opens the image in `medium`, for writing if that is.
-    pub(crate) fn open(medium: Raw, options: &OpenOptions) -> Result<Qcow2, DiskError> {
+    /// Opens and locks the image at `path`. Its parent is not opened.
+    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Qcow2, DiskError> {
+        Qcow2::of(Raw::open_medium(path, options)?, options)
+    }
+
+    fn of(medium: Raw, options: &OpenOptions) -> Result<Qcow2, DiskError> {
         let cannot = Cannot(format!("cannot open image {}", medium.path().display()));
         let read_only = medium.read_only();
         let dir = options.state_dir.as_deref();
@@ -77,9 +83,8 @@ impl Qcow2 {
             mark,
             autoclear: AtomicU64::new(tables.header.autoclear),
             refilling: AtomicBool::new(false),
-            lost: AtomicBool::new(false),
             unpacked: Mutex::new((0, Vec::new())),
-            commits: SharedLock::new(),
+            commits: Commits::new(),
             growth: SharedLock::new(),
             readying: SharedLock::new(),
             nested: SharedLock::new(),
@@ -88,7 +93,7 @@ impl Qcow2 {
             header: tables.header,
             medium,
         };
-        match (image.take_over(records), left) {
+        match (image.recover(records), left) {
             (Ok(()), _) => Ok(image),
             (Err(e), Some(left)) if e.kind() == io::ErrorKind::InvalidData => {
                 Err(cannot.lost(&left, &image.header).with_source(e))

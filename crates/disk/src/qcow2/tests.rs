@@ -157,7 +157,7 @@ fn what_a_failed_write_has_left_does_not_come_up_after_zeros() {
     create(&path, &NewImage::new(40 << 20));
     let mut session = open(&path);
     session.write(20 << 20, &[1; 512]).unwrap();
-    let placed = session.disk().map(0, 4096, crate::Intent::Write);
+    let placed = session.disk().reserve(0, 4096);
     let Extent::Data { offset, .. } = placed else { panic!("{placed:?}") };
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.write_all_at(&[2; 4096], offset).unwrap();

@@ -6,7 +6,7 @@
 //! one has to ask.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use rustix::net::netlink::{KOBJECT_UEVENT, SocketAddrNetlink};
@@ -37,7 +37,8 @@ const REMOTE: [u64; 9] = [
 enum Means {
     Inotify {
         notify: OwnedFd,
-        file: Arc<OwnedFd>,
+        /// Not kept open: a disk that is let go of gives up its lock.
+        file: Weak<OwnedFd>,
         watch: Option<i32>,
     },
     Events {
@@ -73,7 +74,9 @@ impl GrowthWatch {
     pub fn listen(&mut self) -> bool {
         match &mut self.0 {
             Means::Inotify { notify, file, watch } => {
-                if watch.is_none() {
+                if watch.is_none()
+                    && let Some(file) = file.upgrade()
+                {
                     // The file itself, whatever has become of its name.
                     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                     *watch = inotify::add_watch(notify, path, WatchFlags::MODIFY).ok();
@@ -115,7 +118,7 @@ fn inotify_of(file: &Arc<OwnedFd>) -> Option<Means> {
         return None;
     }
     let notify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok()?;
-    Some(Means::Inotify { notify, file: file.clone(), watch: None })
+    Some(Means::Inotify { notify, file: Arc::downgrade(file), watch: None })
 }
 
 fn events() -> Option<Means> {

@@ -13,7 +13,7 @@ use rustix::io::{Errno, pread};
 
 use crate::children::{self, Ask};
 use crate::size::Human;
-use crate::{DiscardLimits, DiskError, ErrorKind, Extent, Intent, OpenOptions, SECTOR_BYTES};
+use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, SECTOR_BYTES};
 
 mod discard;
 mod geometry;
@@ -300,7 +300,7 @@ impl Raw {
         vec![self.file.clone()]
     }
 
-    pub(crate) fn map(&self, offset: u64, len: u64, _: Intent) -> Extent {
+    pub(crate) fn map(&self, offset: u64, len: u64) -> Extent {
         Extent::Data { file: 0, offset, len }
     }
 

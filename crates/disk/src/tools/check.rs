@@ -6,8 +6,8 @@ use super::{
     CheckReport, Checked, Finding, ImageTools, Repaired, broken, formats, refused, unsuitable,
 };
 use crate::finding::Class;
-use crate::image::{Image, Layer, open_as_far, parent_names};
-use crate::journal;
+use crate::image::{Image, Layer, open_as_far};
+use crate::writeback::journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Raw};
 
 impl ImageTools<'_> {
@@ -35,9 +35,9 @@ impl ImageTools<'_> {
         chain: bool,
         strict: bool,
     ) -> Result<CheckReport, DiskError> {
-        let (layers, end) = match name.format {
-            Format::Raw => (Vec::new(), self.open(name, true).err()),
-            Format::Vhd | Format::Qcow2 => match open_as_far(name, &self.options(true)) {
+        let (layers, end) = match name.format.is_layered() {
+            false => (Vec::new(), self.open(name, true).err()),
+            true => match open_as_far(name, &self.options(true)) {
                 Ok(found) => found,
                 Err(e) => (Vec::new(), Some(e)),
             },
@@ -76,7 +76,7 @@ impl ImageTools<'_> {
 
     /// What is wrong with the parent of an image, which cannot be opened.
     fn check_unusable(&self, child: &Layer, e: DiskError) -> Result<Checked, DiskError> {
-        let names = parent_names(child)?.map_or(Vec::new(), |(_, names)| names);
+        let names = child.parents()?.map_or(Vec::new(), |parents| parents.candidates);
         let Some(parent) = names.into_iter().find(|name| name.path.exists()) else {
             return Err(e);
         };
@@ -90,10 +90,7 @@ impl ImageTools<'_> {
 
     fn check_one(&self, name: &ImageName, rules: Rules<'_>) -> Result<Checked, DiskError> {
         let options = self.medium_options(true);
-        let open = match name.format {
-            Format::Raw => Raw::open,
-            Format::Vhd | Format::Qcow2 => Raw::open_medium,
-        };
+        let open = if name.format.is_layered() { Raw::open_medium } else { Raw::open };
         let raw = open(&name.path, &options)?;
         formats::check(&raw, name.format, rules)
     }

@@ -13,8 +13,9 @@ use std::path::PathBuf;
 use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{Protected, same_file, take_rights};
+use super::formats::leaf;
 use super::io_context::IoContext;
-use super::rebase::{check_snapshots, first_layer, note_bitmaps};
+use super::rebase::{check_snapshots, note_bitmaps};
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 use crate::children::{self, Ask, absolute};
 use crate::image::Image;
@@ -56,8 +57,8 @@ impl ImageTools<'_> {
         let (lower, lost) = self.lower(child, pair, force)?;
         protected.restore().map_err(cannot)?;
         let mut notes = Vec::new();
-        note_bitmaps(first_layer(&upper), &child.path, &mut notes);
-        note_bitmaps(first_layer(&lower), &pair.parent.path, &mut notes);
+        note_bitmaps(leaf(&upper), &child.path, &mut notes);
+        note_bitmaps(leaf(&lower), &pair.parent.path, &mut notes);
         if let Some(below) = lower.media().get(1) {
             self.mark_renamed(below.path(), &pair.parent, child, &mut notes)?;
         }

@@ -70,7 +70,7 @@ pub(super) struct Copying<'a> {
     syncing: Cell<bool>,
     /// A flush has failed: the kernel may have dropped what it could not write, and says so once
     /// only. What is noted before is all that can be gone on from.
-    lost: Cell<bool>,
+    faulty: Cell<bool>,
     /// Where it is noted how far it is, beside this path.
     notes: Option<(RefCell<Resume>, &'a Path)>,
 }
@@ -99,7 +99,7 @@ impl<'a> Copying<'a> {
             stop: Stop::default(),
             unsynced: Cell::new(0),
             syncing: Cell::new(false),
-            lost: Cell::new(false),
+            faulty: Cell::new(false),
             notes: None,
         })
     }
@@ -254,7 +254,7 @@ impl<'a> Copying<'a> {
     /// Makes durable what was copied, and notes it. The order: what is complete is found, then
     /// synced, then noted.
     async fn sync(&self) -> io::Result<()> {
-        if self.lost.get() {
+        if self.faulty.get() {
             return Err(io::Error::other("an earlier flush has failed"));
         }
         self.syncing.set(true);
@@ -263,7 +263,7 @@ impl<'a> Copying<'a> {
         let done_bytes = first.unwrap_or(self.next.get());
         let synced = self.to.0.flush(&self.to.1).await;
         self.syncing.set(false);
-        self.lost.set(self.lost.get() || synced.is_err());
+        self.faulty.set(self.faulty.get() || synced.is_err());
         synced?;
         let Some((state, path)) = &self.notes else { return Ok(()) };
         let mut state = state.borrow_mut();
@@ -277,7 +277,7 @@ mod tests {
     use std::fs;
     use std::path::PathBuf;
 
-    use ferrite_io::sim::{Fault, On, SimWorld};
+    use ferrite_simio::{Fault, On, SimWorld};
 
     use super::*;
     use crate::{Format, ImageName};

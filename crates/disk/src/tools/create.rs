@@ -9,45 +9,15 @@ use super::extents::look_at_layer;
 use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
 use super::formats::Blank;
 use super::io_context::IoContext;
+use super::spec::{NewImage, Parent, absolute_dir};
 use super::undo::Undo;
-use super::{Done, ImageTools, broken, formats, parent_dir, refused, unsuitable};
+use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 use crate::children::marks::{self, Held, Mark};
 use crate::children::{self, absolute};
-use crate::journal;
 use crate::parents::{CONFIGURED, to_allow};
 use crate::size::Human;
+use crate::writeback::journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, SECTOR_BYTES};
-
-/// What a new image shall be.
-#[derive(Clone, Debug, Default)]
-pub struct NewImage {
-    /// Of the disk; none: the parent's.
-    pub bytes: Option<u64>,
-    /// What it is made on.
-    pub parent: Option<ImageName>,
-    /// All space at once.
-    pub fixed: bool,
-    /// The unit of allocation: a block of VHD, a cluster of qcow2; none: the usual one.
-    pub unit_bytes: Option<u32>,
-    /// What is there under its name may be lost.
-    pub force: bool,
-    /// Even if its parent is in another folder and cannot be told of it.
-    pub unmarked: bool,
-}
-
-/// A parent, open and locked against writers.
-pub(super) struct Parent {
-    pub(super) disk: Disk,
-    pub(super) name: ImageName,
-    /// Where it is: its directory without links, and its name.
-    pub(super) path: PathBuf,
-}
-
-impl Parent {
-    pub(super) fn bytes(&self) -> u64 {
-        self.disk.sectors() * SECTOR_BYTES
-    }
-}
 
 impl ImageTools<'_> {
     /// Makes an image, durably. A parent is made read-only, if it is not yet.
@@ -149,11 +119,11 @@ impl ImageTools<'_> {
             let why = format!("a {} cannot have a parent in format {}", child.format, name.format);
             return Err(unsuitable(what(), why, "give both the same format"));
         }
-        self.settle(name)?;
+        self.recover(name)?;
         let disk = self.open(name, true)?;
         check_apart(what(), &disk, &child.path)?;
         check_length(what(), &disk, &name.path)?;
-        self.check_settled(&disk)?;
+        self.check_recovered(&disk)?;
         let path = absolute(&name.path).map_err(|e| broken(what(), e))?;
         Ok(Parent { disk, name: name.clone(), path })
     }
@@ -270,7 +240,7 @@ impl ImageTools<'_> {
 
     /// What a killed backend has left, in its journal or in the page cache, is brought to the
     /// medium: a parent has to be complete without it, and must not change any more.
-    fn settle(&self, name: &ImageName) -> Result<(), DiskError> {
+    fn recover(&self, name: &ImageName) -> Result<(), DiskError> {
         let options = ImageTools::even_parents(self.options(false));
         let disk = match ImageTools::open_to_write(name, &options) {
             Ok(disk) => disk,
@@ -282,7 +252,7 @@ impl ImageTools<'_> {
     }
 
     /// A flush is one of the leaf: what its parents lack would be on this host only, for ever.
-    fn check_settled(&self, parent: &Disk) -> Result<(), DiskError> {
+    fn check_recovered(&self, parent: &Disk) -> Result<(), DiskError> {
         let Disk::Image(image) = parent else { return Ok(()) };
         for layer in image.layers() {
             if layer.has_journal(self.readable_state())? {
@@ -464,10 +434,6 @@ fn check_length(what: String, parent: &Disk, path: &Path) -> Result<(), DiskErro
     let why = format!("its chain would have {} images, and may have {MAX_LAYERS}", layers + 1);
     let help = format!("make the chain shorter first: ferrite image coalesce {}", path.display());
     Err(unsuitable(what, why, &help))
-}
-
-fn absolute_dir(path: &Path) -> io::Result<PathBuf> {
-    fs::canonicalize(parent_dir(path))
 }
 
 pub(super) fn done(name: &ImageName, virtual_bytes: u64, notes: Vec<String>) -> Done {

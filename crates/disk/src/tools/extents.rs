@@ -8,8 +8,9 @@ use rustix::io::Errno;
 
 use super::io_context::IoContext;
 use super::{ImageTools, Kind, broken};
-use crate::image::{Layer, Mapping};
-use crate::{Disk, DiskError, Extent as Place, ImageName, Intent, Port, Raw, SECTOR_BYTES};
+use crate::image::Layer;
+use crate::image::mapping::Mapping;
+use crate::{Disk, DiskError, Extent as Place, ImageName, Port, Raw, SECTOR_BYTES};
 
 /// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
 /// read in whole blocks, too.
@@ -37,7 +38,7 @@ pub(super) enum What {
 pub(super) async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
     match disk {
         Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
-        Disk::Raw(raw) => match disk.map(offset, len, Intent::Read) {
+        Disk::Raw(raw) => match disk.map(offset, len) {
             Place::Data { offset, len, .. } => Ok(data(raw, 0, offset, len)),
             Place::Zeros { len } | Place::Slow { len } => {
                 Ok(Piece { len, layer: Some(0), what: What::Zeros })

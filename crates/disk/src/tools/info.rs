@@ -1,11 +1,8 @@
 //! What there is to know about an image, and what it takes.
 
-use std::path::Path;
-
-use super::files::is_write_protected;
-use super::{ImageTools, Info, LayerInfo, Usage, broken, formats};
+use super::{ImageTools, Info, LayerInfo, Usage, formats};
 use crate::image::{Layer, open_as_far};
-use crate::{Disk, DiskError, Format, ImageName, Raw, SECTOR_BYTES};
+use crate::{Disk, DiskError, Format, ImageName, SECTOR_BYTES};
 
 impl ImageTools<'_> {
     /// What an image and its parents say about themselves. Their data are not read.
@@ -38,7 +35,7 @@ impl ImageTools<'_> {
         let virtual_bytes = disk.sectors() * SECTOR_BYTES;
         let chain = match disk {
             Disk::Null(_) => Vec::new(),
-            Disk::Raw(raw) => vec![raw_info(raw)?],
+            Disk::Raw(raw) => vec![formats::raw_info(raw)?],
             Disk::Image(image) => image
                 .layers()
                 .iter()
@@ -67,37 +64,4 @@ impl ImageTools<'_> {
             chain,
         })
     }
-}
-
-pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
-    let disk_bytes = examined(raw, raw.disk_bytes())?;
-    Ok(LayerInfo {
-        virtual_bytes: raw.sectors() * SECTOR_BYTES,
-        allocated_bytes: Some(disk_bytes.min(raw.sectors() * SECTOR_BYTES)),
-        ..of_medium(raw, Format::Raw)?
-    })
-}
-
-/// What the file says.
-pub(super) fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
-    let path: &Path = raw.path();
-    Ok(LayerInfo {
-        path: path.display().to_string(),
-        format: format.name(),
-        kind: None,
-        virtual_bytes: 0,
-        allocated_bytes: None,
-        file_bytes: examined(raw, raw.bytes_now())?,
-        disk_bytes: examined(raw, raw.disk_bytes())?,
-        unit_bytes: None,
-        uuid: None,
-        creator: None,
-        snapshots: Vec::new(),
-        journal: false,
-        read_only: examined(raw, is_write_protected(path))?,
-    })
-}
-
-pub(super) fn examined<T>(raw: &Raw, found: std::io::Result<T>) -> Result<T, DiskError> {
-    found.map_err(|e| broken(format!("cannot examine {}", raw.path().display()), e))
 }

@@ -14,7 +14,8 @@ use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
 use super::ImageTools;
-use crate::{Disk, Port, SCRATCH_BYTES};
+use crate::disk::SCRATCH_BYTES;
+use crate::{Disk, Port};
 
 /// Scratch memory: as much as two disks need.
 const SCRATCHES: usize = 2;

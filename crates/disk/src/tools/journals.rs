@@ -1,7 +1,7 @@
 //! What killed backends have left, of all images.
 
 use super::{ImageTools, JournalInfo, JournalState, refused};
-use crate::journal::{self, Kept};
+use crate::writeback::journal::{self, Kept};
 use crate::{DiskError, ErrorKind};
 
 impl Kept {

@@ -33,6 +33,7 @@ mod rebase;
 mod report;
 mod resize;
 mod resume;
+mod spec;
 mod undo;
 mod upgrade;
 
@@ -41,10 +42,10 @@ mod upgrade;
 const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
 pub use convert::Convert;
-pub use create::NewImage;
 pub use rebase::Rebase;
 pub use report::*;
 pub use resize::NewSize;
+pub use spec::NewImage;
 
 /// Where operations get what they need of their world.
 pub struct ImageTools<'a> {

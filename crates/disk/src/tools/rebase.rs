@@ -13,7 +13,7 @@ use super::compare::Side;
 use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{Over, is_write_protected, protect, same_file};
-use super::formats::Blank;
+use super::formats::{Blank, leaf};
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::undo::Undo;
 use super::{Done, ImageTools, NewImage, Progress, broken, formats, refused, unsuitable};
@@ -59,7 +59,7 @@ impl ImageTools<'_> {
         // What a killed backend has answered is of the image from here on.
         self.close(&old, &name.path)?;
         let mut notes = Vec::new();
-        note_bitmaps(first_layer(&old), &name.path, &mut notes);
+        note_bitmaps(leaf(&old), &name.path, &mut notes);
         let mut undo = Undo::new(self);
         let below = self.parent(name, parent)?;
         let bytes = old.sectors() * SECTOR_BYTES;
@@ -200,27 +200,16 @@ fn check_size(name: &ImageName, bytes: u64, parent_bytes: u64) -> Result<(), Dis
 
 /// Refuses to replace an image that has snapshots inside.
 pub(super) fn check_snapshots(layer: &Layer, what: String) -> Result<(), DiskError> {
-    let Layer::Qcow2(qcow2) = layer else { return Ok(()) };
-    if qcow2.snapshots().map_err(|e| broken(what.clone(), e))?.is_empty() {
+    if formats::inner_snapshots(layer).map_err(|e| broken(what.clone(), e))? == 0 {
         return Ok(());
     }
     let why = "there are snapshots inside of it, which would be lost";
     Err(refused(what, why, "delete them first (qemu-img snapshot -d)"))
 }
 
-pub(super) fn first_layer(disk: &Disk) -> Option<&Layer> {
-    match disk {
-        Disk::Image(image) => image.layers().first(),
-        Disk::Raw(_) | Disk::Null(_) => None,
-    }
-}
-
 /// Says of the image whose layer this is that its dirty bitmaps do not outlive what is done to it.
 pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<String>) {
-    let count = match layer {
-        Some(Layer::Qcow2(qcow2)) => qcow2.valid_bitmaps(),
-        Some(Layer::Vhd(_) | Layer::Raw(_)) | None => 0,
-    };
+    let count = layer.map_or(0, formats::dirty_bitmaps);
     if count > 0 {
         notes.push(format!(
             "dirty bitmaps that were inside of {} and are lost: {count} (an incremental backup has \
@@ -232,15 +221,11 @@ pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<S
 
 /// Whether the image itself can be made anew; its unit of allocation.
 fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
-    let layer = first_layer(old);
     let what = || format!("cannot rebase {}", name.path.display());
-    layer.map_or(Ok(()), |layer| check_snapshots(layer, what()))?;
-    match layer {
-        Some(Layer::Qcow2(qcow2)) => Ok(u32::try_from(qcow2.cluster_bytes()).ok()),
-        Some(Layer::Vhd(vhd)) => Ok(vhd.block_bytes()),
-        Some(Layer::Raw(_)) | None => {
-            let help = "ferrite image clone makes an image on the parent";
-            Err(unsuitable(what(), "a raw image has no parent", help))
-        }
-    }
+    let Some(layer) = leaf(old) else {
+        let help = "ferrite image clone makes an image on the parent";
+        return Err(unsuitable(what(), "a raw image has no parent", help));
+    };
+    check_snapshots(layer, what())?;
+    Ok(formats::unit_bytes(layer))
 }

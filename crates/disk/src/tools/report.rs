@@ -4,6 +4,7 @@
 use serde::Serialize;
 
 use crate::finding::{Class, Counts};
+pub use crate::writeback::journal::JournalState;
 
 /// An image and what it stands on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -267,20 +268,4 @@ pub struct JournalInfo {
     pub records: u64,
     /// What becomes of it.
     pub state: JournalState,
-}
-
-/// The states of a journal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum JournalState {
-    /// A process has the image open.
-    InUse,
-    /// Its image is where it was: who opens it next takes it over.
-    Kept,
-    /// Another version of this program has left it: only that one can take it over.
-    Foreign,
-    /// Its image is not where it was: renamed, or not mounted or attached now.
-    Away,
-    /// Its image is gone.
-    Stale,
 }

@@ -4,8 +4,8 @@ use super::create::done;
 use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, unsuitable};
 use crate::image::Image;
-use crate::journal;
 use crate::qcow2;
+use crate::writeback::journal;
 use crate::{Disk, DiskError, Format, ImageName, Raw};
 
 impl ImageTools<'_> {

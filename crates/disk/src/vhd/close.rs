@@ -9,6 +9,7 @@ use super::format::{SECTOR, footer};
 use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Sparse, Vhd};
+use crate::image::format::ImageFormat as _;
 use crate::{Port, Rare};
 
 impl Vhd {
@@ -24,21 +25,21 @@ impl Vhd {
     ///    unused space, and the copy counts. On a device that has grown there are zeros where the
     ///    footer was; `fdatasync`.
     /// 5. The journal, which is empty since 1, is removed.
-    pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
+    pub(super) async fn complete(&self, port: &Port) -> io::Result<()> {
         self.commit(port).await?;
         let Body::Sparse(sparse) = &self.body else { return Ok(()) };
         if !self.raw.read_only() {
             let footer_missing = self.footer_at == FooterAt::Start
                 || sparse.blocks.is_moved(last_sector(&self.raw)?);
             if let Some(end) = sparse.blocks.closing(footer_missing) {
-                self.complete(port, sparse, end).await?;
+                self.write_end(port, sparse, end).await?;
             }
             sparse.blocks.closed()?;
         }
         Ok(())
     }
 
-    async fn complete(&self, port: &Port, sparse: &Sparse, end: End) -> io::Result<()> {
+    async fn write_end(&self, port: &Port, sparse: &Sparse, end: End) -> io::Result<()> {
         let file = port.files[0];
         let at = match self.raw.is_file() {
             true => end.footer,

@@ -13,6 +13,7 @@ use super::format::footer::Footer;
 use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Vhd};
+use crate::image::format::ImageFormat as _;
 use crate::{Port, Rare};
 
 impl Vhd {

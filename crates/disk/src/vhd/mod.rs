@@ -17,10 +17,12 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::shared_lock::SharedLock;
 
-use crate::image::{Below, Mapping};
-use crate::journal::{self, Identity, Journal};
+use crate::image::backing::Backing;
+use crate::image::format::{ImageFormat, ParentNames};
+use crate::image::mapping::Mapping;
 use crate::size::Human;
-use crate::{DiskError, ErrorKind, Format, OpenOptions, Port, Raw};
+use crate::writeback::journal::{self, Identity, Journal};
+use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw};
 
 mod blocks;
 mod check;
@@ -93,7 +95,7 @@ pub struct Vhd {
 
 impl Vhd {
     /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is
-    /// written. What a process that died has left in the journal is taken over. Its parent is not
+    /// written. What a process that died has left in the journal is recovered. Its parent is not
     /// opened.
     ///
     /// # Errors
@@ -139,32 +141,6 @@ impl Vhd {
     /// The file or device that it is in.
     pub fn medium(&self) -> &Raw {
         &self.raw
-    }
-
-    /// Memory for bitmaps.
-    pub(crate) fn set_metadata_bytes(&mut self, bytes: usize) {
-        if let Body::Sparse(sparse) = &mut self.body {
-            sparse.blocks.set_metadata_bytes(bytes);
-        }
-    }
-
-    /// Whether a commit has metadata to write.
-    pub(crate) fn is_unsaved(&self) -> bool {
-        matches!(&self.body, Body::Sparse(sparse) if sparse.blocks.is_unsaved())
-    }
-
-    /// What a process that died had answered, if this one only reads: parts of the disk in bytes,
-    /// start and length.
-    pub(crate) fn taken_over(&self) -> Vec<(u64, u64)> {
-        match &self.body {
-            Body::Sparse(sparse) if self.raw.read_only() => sparse.blocks.dirty_parts(),
-            _ => Vec::new(),
-        }
-    }
-
-    /// By which its journal is found.
-    pub(crate) fn journal_identity(&self) -> IoResult<Identity> {
-        Identity::of(&self.raw, Format::Vhd, self.footer.uuid.0)
     }
 
     /// What its footer says.
@@ -227,16 +203,35 @@ impl Vhd {
              purpose, the image has to be made anew on it",
         ))
     }
+}
 
-    /// Memory for the block table.
-    pub(crate) fn table_bytes(&self) -> u64 {
+impl ImageFormat for Vhd {
+    fn format(&self) -> Format {
+        Format::Vhd
+    }
+
+    fn bytes(&self) -> u64 {
+        self.footer.current_size
+    }
+
+    fn medium(&self) -> &Raw {
+        &self.raw
+    }
+
+    fn table_bytes(&self) -> u64 {
         match &self.body {
             Body::Fixed => 0,
             Body::Sparse(sparse) => sparse.blocks.table_bytes(),
         }
     }
 
-    pub(crate) fn find(&self, offset: u64, len: u64) -> Mapping {
+    fn set_metadata_bytes(&mut self, bytes: usize) {
+        if let Body::Sparse(sparse) = &mut self.body {
+            sparse.blocks.set_metadata_bytes(bytes);
+        }
+    }
+
+    fn find(&self, offset: u64, len: u64) -> Mapping {
         match &self.body {
             Body::Fixed => match self.bytes().checked_sub(offset) {
                 None | Some(0) => Mapping::Zeros { len },
@@ -246,40 +241,34 @@ impl Vhd {
         }
     }
 
-    pub(crate) fn place(&self, offset: u64, len: u64) -> Mapping {
+    fn reserve(&self, _: impl Backing, offset: u64, len: u64) -> Mapping {
         match &self.body {
             Body::Fixed => Mapping::Data { offset, len },
-            Body::Sparse(sparse) => sparse.blocks.place(offset, len),
+            Body::Sparse(sparse) => sparse.blocks.reserve(offset, len),
         }
     }
 
-    pub(crate) fn wrote(&self, offset: u64, len: u64) {
+    fn written(&self, offset: u64, len: u64) {
         if let Body::Sparse(sparse) = &self.body {
-            sparse.blocks.wrote(offset, len);
+            sparse.blocks.written(offset, len);
         }
     }
 
-    pub(crate) async fn load(
-        &self,
-        port: &Port,
-        file: FileId,
-        offset: u64,
-        len: u64,
-    ) -> IoResult<()> {
+    async fn load(&self, port: &Port, file: FileId, offset: u64, len: u64) -> IoResult<()> {
         match &self.body {
             Body::Fixed => Ok(()),
             Body::Sparse(sparse) => sparse.blocks.load(port, file, offset, len).await,
         }
     }
 
-    pub(crate) async fn prepare(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
+    async fn prepare(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
         match &self.body {
             Body::Fixed => Ok(()),
             Body::Sparse(sparse) => sparse.blocks.prepare(port, &self.raw, offset, len).await,
         }
     }
 
-    pub(crate) async fn commit(&self, port: &Port) -> IoResult<()> {
+    async fn commit(&self, port: &Port) -> IoResult<()> {
         match &self.body {
             _ if self.raw.read_only() => Ok(()),
             Body::Fixed => self.raw.flush(&port.io, &port.files).await,
@@ -287,15 +276,19 @@ impl Vhd {
         }
     }
 
-    /// See [`Layer::commit`](crate::image::Layer::commit).
-    pub(crate) fn flush_failed(&self) {
+    fn flush_failed(&self) {
         if let Body::Sparse(sparse) = &self.body {
             sparse.blocks.flush_failed();
         }
     }
 
-    /// See [`Disk::discard_part`](crate::Disk::discard_part).
-    pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> IoResult<u64> {
+    async fn discard_part(
+        &self,
+        port: &Port,
+        _: impl Backing,
+        offset: u64,
+        len: u64,
+    ) -> IoResult<u64> {
         match &self.body {
             Body::Fixed => self.raw.discard_part(&port.io, &port.files, offset, len).await,
             Body::Sparse(sparse) => {
@@ -305,10 +298,10 @@ impl Vhd {
         }
     }
 
-    pub(crate) async fn write_zeroes(
+    async fn write_zeroes(
         &self,
         port: &Port,
-        below: Below<'_>,
+        below: impl Backing,
         offset: u64,
         len: u64,
         zeros: Span,
@@ -320,6 +313,36 @@ impl Vhd {
                 sparse.blocks.write_zeroes(port, raw, below, offset, len, zeros).await
             }
         }
+    }
+
+    fn is_dirty(&self) -> bool {
+        matches!(&self.body, Body::Sparse(sparse) if sparse.blocks.is_dirty())
+    }
+
+    fn recovered(&self) -> Vec<(u64, u64)> {
+        match &self.body {
+            Body::Sparse(sparse) if self.raw.read_only() => sparse.blocks.dirty_parts(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn journal_identity(&self) -> IoResult<Option<Identity>> {
+        Identity::of(&self.raw, Format::Vhd, self.footer.uuid.0).map(Some)
+    }
+
+    async fn close(&self, port: &Port) -> IoResult<()> {
+        self.complete(port).await
+    }
+
+    fn parents(&self) -> Result<Option<ParentNames>, DiskError> {
+        Ok(self.parent().map(|parent| {
+            let format = if parent.uuid == Uuid::NIL { Format::Raw } else { Format::Vhd };
+            let name = |path: &PathBuf| ImageName { format, path: path.clone() };
+            ParentNames {
+                name: parent.name.clone(),
+                candidates: parent.paths.iter().map(name).collect(),
+            }
+        }))
     }
 }
 
@@ -374,7 +397,7 @@ fn sparse(
         tracing::info!(
             image = %raw.path().display(),
             records = records.len(),
-            "taking over what the last process had answered and not flushed",
+            "recovering what the last process had answered and not flushed",
         );
         blocks.replay(records, !options.read_only).map_err(|why| {
             DiskError::new(

@@ -11,6 +11,7 @@ use super::meta::FooterAt;
 use super::pieces::{write_bytes, write_zeros};
 use super::table::{self, ENTRIES};
 use super::{Body, Sparse, Vhd};
+use crate::image::format::ImageFormat as _;
 use crate::{DiskError, ErrorKind, Port, Rare};
 
 impl Vhd {

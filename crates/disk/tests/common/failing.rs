@@ -33,6 +33,10 @@ impl Engine for Failing {
         self.inner.add_file(file)
     }
 
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.inner.clear_files()
+    }
+
     fn push(&mut self, token: Token, op: Op) {
         match (self.decide)(&op) {
             None => self.inner.push(token, op),

@@ -3,9 +3,9 @@
 use std::os::unix::net::UnixListener;
 
 use ferrite_disk::{Format, MAX_LAYERS};
-use ferrite_hostile::images::Sketch;
-use ferrite_hostile::images::vhd::{self, Dynamic, Parent};
-use ferrite_hostile::images::{qcow2, qcow2::Image};
+use ferrite_hostile_inputs::images::Sketch;
+use ferrite_hostile_inputs::images::vhd::{self, Dynamic, Parent};
+use ferrite_hostile_inputs::images::{qcow2, qcow2::Image};
 
 use super::{Den, Verdict};
 

@@ -15,8 +15,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, DiskError, Format, ImageName, OpenOptions, Session};
-use ferrite_hostile::images::Sketch;
-use ferrite_io::sim::SimWorld;
+use ferrite_hostile_inputs::images::Sketch;
+use ferrite_simio::SimWorld;
 use rustix::time::{ClockId, clock_gettime};
 use tempfile::TempDir;
 

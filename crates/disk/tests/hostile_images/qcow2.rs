@@ -4,8 +4,8 @@ use std::future::{Future as _, poll_fn};
 use std::task::Poll;
 
 use ferrite_disk::{Disk, Format, OpenOptions};
-use ferrite_hostile::images::Sketch;
-use ferrite_hostile::images::qcow2::{self, COMPRESSED, COPIED, Image, field};
+use ferrite_hostile_inputs::images::Sketch;
+use ferrite_hostile_inputs::images::qcow2::{self, COMPRESSED, COPIED, Image, field};
 
 use super::common::Queue;
 use super::{Den, LIMIT_KIB, Memory, Verdict, open, read_some};

@@ -1,8 +1,8 @@
 //! One VHD.
 
 use ferrite_disk::{Format, OpenOptions, Raw};
-use ferrite_hostile::images::Sketch;
-use ferrite_hostile::images::vhd::{self, Dynamic, FOOTER_BYTES, Parent, Sealed, TABLE_AT};
+use ferrite_hostile_inputs::images::Sketch;
+use ferrite_hostile_inputs::images::vhd::{self, Dynamic, FOOTER_BYTES, Parent, Sealed, TABLE_AT};
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};

@@ -368,6 +368,11 @@ impl Engine for Aio {
         Ok(FileId(id))
     }
 
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.files.clear();
+        Ok(())
+    }
+
     fn push(&mut self, token: Token, op: Op) {
         match op {
             Op::Read { file, offset, buf } => {

@@ -386,6 +386,15 @@ impl Engine for Uring {
         Ok(FileId(id))
     }
 
+    fn clear_files(&mut self) -> io::Result<()> {
+        let fixed = self.files.iter().take_while(|file| file.fixed).count();
+        if fixed > 0 {
+            self.ring.submitter().register_files_update(0, &vec![-1; fixed])?;
+        }
+        self.files.clear();
+        Ok(())
+    }
+
     fn pin(&mut self, region: Span) {
         self.pin_region(region);
     }

@@ -332,6 +332,11 @@ impl Engine for NvmeUring {
         Ok(id)
     }
 
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.targets.clear();
+        self.main.clear_files()
+    }
+
     fn push(&mut self, token: Token, op: Op) {
         let file = match op {
             Op::Read { file, .. }

@@ -125,6 +125,12 @@ impl Engine for PolledUring {
         Ok(id)
     }
 
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.polled.clear_files()?;
+        self.files.clear();
+        self.main.clear_files()
+    }
+
     /// In the ring that most data goes through.
     fn pin(&mut self, region: Span) {
         match self.files.iter().any(Option::is_some) {

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use ferrite_io::clock::{Clock, SystemClock};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::connection::Waker;
+use crate::waker::Waker;
 
 /// Round trips that are measured at most,
 const ROUNDS: usize = 21;

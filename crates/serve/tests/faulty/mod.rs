@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
-use ferrite_serve::lifecycle::EngineFactory;
+use ferrite_serve::blkif::lifecycle::EngineFactory;
 
 pub const EINTR: i32 = 4;
 pub const EIO: i32 = 5;
@@ -197,6 +197,10 @@ impl Engine for Faulty {
 
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
         self.inner.add_file(file)
+    }
+
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.inner.clear_files()
     }
 
     fn push(&mut self, token: Token, op: Op) {

@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
-use ferrite_serve::lifecycle::EngineFactory;
+use ferrite_loopback::Loopback;
+use ferrite_serve::blkif::lifecycle::EngineFactory;
 use ferrite_xen::hypervisor::{
     CopySegment, Direction, DomId, GNTST_GENERAL_ERROR, GrantRef, Hypervisor, HypervisorError,
     Link, RingMemory, STATUS_UNTOUCHED,
 };
-use ferrite_xen::loopback::Loopback;
 use ferrite_xen::mover::Moving;
 use ferrite_xen::store::Store;
 use ferrite_xen::store::wire::{Decoder, ErrorName, Message};
@@ -117,6 +117,10 @@ impl Engine for FailingEngine {
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
         self.nth.check(Call::AddFile)?;
         self.inner.add_file(file)
+    }
+
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.inner.clear_files()
     }
 
     fn push(&mut self, token: Token, op: Op) {

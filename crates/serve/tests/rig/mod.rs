@@ -16,18 +16,19 @@ use std::time::{Duration, Instant};
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::engines::test_engine;
-use ferrite_serve::connection::{Device, Waker};
-use ferrite_serve::counters::Counters;
-use ferrite_serve::lifecycle::{
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_loopback::{CopyWith, GuestOptions, Machine};
+use ferrite_serve::blkif::lifecycle::{
     Attachment, Config, EngineFactory, Outcome, SERVED_RAW, ServeError, run_dir_name, serve,
 };
-use ferrite_serve::negotiate::Offer;
+use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_serve::counters::Counters;
+use ferrite_serve::path::device::Device;
 use ferrite_serve::processors::Processors;
 use ferrite_serve::tuning::Tuning;
+use ferrite_serve::waker::Waker;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
-use ferrite_xen::loopback::front::{FrontOptions, Frontend};
-use ferrite_xen::loopback::machine::{Disk as VirtualDisk, DiskPaths};
-use ferrite_xen::loopback::{CopyWith, GuestOptions, Machine};
 use ferrite_xen::mover::{Budget, Counts, DISK_MAPPINGS, Maps, Mover, Moving};
 use ferrite_xen::store::Store;
 use tempfile::TempDir;

@@ -18,8 +18,13 @@ impl<F: Format> Story<'_, F> {
         self.look(after, sizes, true)
     }
 
-    /// The same. `settle`: what is found is what there is from now on.
-    pub(super) fn look(&mut self, after: After, sizes: &[u64], settle: bool) -> Result<(), String> {
+    /// The same. `observe`: what is found is what there is from now on.
+    pub(super) fn look(
+        &mut self,
+        after: After,
+        sizes: &[u64],
+        observe: bool,
+    ) -> Result<(), String> {
         let thorough = self.random.below(16) == 0;
         let place = &self.machine.place;
         // After a death, too: the power may be cut before anybody looks at what is in memory.
@@ -32,7 +37,7 @@ impl<F: Format> Story<'_, F> {
         self.model.borrow_mut().grow(sectors);
         let mut threads = self.machine.queues(1, &disk.files()).map_err(|e| e.to_string())?;
         for range in self.ranges(sectors) {
-            self.compare(after, &disk, &mut threads[0], range, settle)?;
+            self.compare(after, &disk, &mut threads[0], range, observe)?;
         }
         Ok(())
     }
@@ -60,7 +65,7 @@ impl<F: Format> Story<'_, F> {
         disk: &Rc<F::Disk>,
         thread: &mut Thread,
         range: Range<u64>,
-        settle: bool,
+        observe: bool,
     ) -> Result<(), String> {
         let len = (range.end - range.start) as usize * stamp::SECTOR;
         let (to, offset) = (thread.buffer(0).slice(0, len), range.start * 512);
@@ -80,8 +85,8 @@ impl<F: Format> Story<'_, F> {
                 println!("step {}: after {after:?}: {found:?}", self.ended_at);
             }
             model.check_after(after, sector, &found)?;
-            if let (Ok(value), true) = (found, settle) {
-                model.settle(after, sector, value);
+            if let (Ok(value), true) = (found, observe) {
+                model.observe(after, sector, value);
             }
         }
         Ok(())

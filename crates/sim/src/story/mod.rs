@@ -95,7 +95,7 @@ struct Story<'a, F: Format> {
     /// Layers that others made. Numbers of layers are never used again.
     overlays: u64,
     /// A parent may have a journal, of which the leaf has nothing yet.
-    unadopted: bool,
+    unrecovered: bool,
     /// Sectors that are always looked at: where the disk ended before it grew.
     edges: Vec<u64>,
     /// What goes wrong in this round are syncs.
@@ -141,7 +141,7 @@ impl<'a, F: Format> Story<'a, F> {
             layers: 1,
             copies: 0,
             overlays: 0,
-            unadopted: false,
+            unrecovered: false,
             edges: Vec::new(),
             syncs_fail: false,
             full: false,
@@ -307,7 +307,7 @@ impl<'a, F: Format> Story<'a, F> {
         world.set_faults(Vec::new());
         world.stop_at(None);
         let broken = |e| format!("the simulator: {e}");
-        self.unadopted &= after != After::PowerCut;
+        self.unrecovered &= after != After::PowerCut;
         self.died = after == After::Death;
         match after {
             After::PowerCut => {

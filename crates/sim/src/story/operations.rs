@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use ferrite_io::clock::Random;
 use ferrite_io::directory::Directory;
-use ferrite_io::sim::SyncAfter;
+use ferrite_simio::SyncAfter;
 
 use super::{FIRST_METADATA, MAX_LAYERS, Story};
 use crate::format::{Disk, Format, Operation};
@@ -74,7 +74,8 @@ impl<F: Format> Story<'_, F> {
     /// Whether an operation makes all durable that was answered: not if it leaves the leaf alone, and
     /// not what is in the journal of a parent.
     fn promises(&self, operation: Operation) -> bool {
-        !self.unadopted && !matches!(operation, Operation::Overlay(_) | Operation::CoalesceInner(_))
+        !self.unrecovered
+            && !matches!(operation, Operation::Overlay(_) | Operation::CoalesceInner(_))
     }
 
     /// An operation that nothing interrupts.
@@ -98,7 +99,7 @@ impl<F: Format> Story<'_, F> {
             Operation::Overlay(_) => {
                 model.overlay();
                 self.layers += 1;
-                self.unadopted = true;
+                self.unrecovered = true;
             }
             Operation::Coalesce | Operation::CoalesceInner(_) => self.layers -= 1,
             Operation::Grow(sectors) => {

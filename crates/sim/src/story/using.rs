@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::sim::{Fault, On, SyncAfter};
+use ferrite_simio::{Fault, On, SyncAfter};
 
 use super::Story;
 use crate::format::{Disk, Format};
@@ -171,7 +171,7 @@ impl<F: Format> Story<'_, F> {
             Err(_) if faulty || self.machine.world.stopped() => return self.stopped(),
             disk => disk.map_err(|e| format!("what parents' journals have: {e}"))?,
         };
-        self.unadopted = false;
+        self.unrecovered = false;
         let queues = 1 + self.random.below(MAX_QUEUES as u64) as usize;
         let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
         let left = match self.plan.scenario {

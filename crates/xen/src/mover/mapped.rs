@@ -12,7 +12,7 @@ use super::{Grants, Mapping, Maps, count, move_bytes};
 use crate::hypervisor::{CopySegment, Direction, GNTST_OKAY, GrantRef};
 
 /// Most pages that one batch maps: a request of 1 MiB.
-pub(crate) const BATCH: usize = 256;
+pub const BATCH: usize = 256;
 
 /// One queue's part.
 pub(crate) struct Mapped {

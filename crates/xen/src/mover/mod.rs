@@ -28,7 +28,7 @@ use ferrite_io::clock::{Clock, SystemClock};
 use crate::hypervisor::{CopySegment, Direction, GrantRef};
 
 pub use budget::{Budget, DISK_MAPPINGS, HOST_MAPPINGS};
-pub(crate) use mapped::BATCH;
+pub use mapped::BATCH;
 pub use persistent::QUEUE_MAPPINGS;
 
 /// How data moves between a guest's pages and the arena.
@@ -167,13 +167,17 @@ fn count(counter: &AtomicU64, more: u64) {
 }
 
 /// Pages of a guest, mapped one behind the other until this is dropped.
-pub(crate) trait Mapping {
+///
+/// # Safety
+/// What [`page`](Mapping::page) gives is a whole page of the guest's, mapped with the rights that
+/// [`Grants::map`] was asked for until this is dropped: movers copy from and to it.
+pub unsafe trait Mapping {
     /// First byte of page `page`, of those that were asked for.
     fn page(&self, page: usize) -> NonNull<u8>;
 }
 
 /// What a hypervisor gives movers for one guest.
-pub(crate) trait Grants {
+pub trait Grants {
     /// Mapped pages.
     type Mapping: Mapping;
 
@@ -189,35 +193,38 @@ pub(crate) trait Grants {
     fn map(&mut self, grefs: &[GrantRef], writable: bool) -> io::Result<Self::Mapping>;
 }
 
-/// One queue's mover.
-pub(crate) enum Carrier<M> {
+/// One queue's mover, for a hypervisor's [`Link`](crate::hypervisor::Link).
+pub struct Carrier<M>(Kind<M>);
+
+enum Kind<M> {
     Copy,
     Map(mapped::Mapped),
     Persistent(Box<persistent::Persistent<M>>),
 }
 
 impl<M: Mapping> Carrier<M> {
-    pub(crate) fn new(moving: &Moving) -> Carrier<M> {
+    /// That of one connection.
+    pub fn new(moving: &Moving) -> Carrier<M> {
         let maps = moving.maps.clone();
-        match moving.mover {
-            Mover::Copy => Carrier::Copy,
-            Mover::Map => Carrier::Map(mapped::Mapped::new(maps)),
-            Mover::Persistent => Carrier::Persistent(Box::new(persistent::Persistent::new(maps))),
-        }
+        Carrier(match moving.mover {
+            Mover::Copy => Kind::Copy,
+            Mover::Map => Kind::Map(mapped::Mapped::new(maps)),
+            Mover::Persistent => Kind::Persistent(Box::new(persistent::Persistent::new(maps))),
+        })
     }
 
-    /// As [`Link::copy`](crate::hypervisor::Link::copy).
-    pub(crate) fn copy<G: Grants<Mapping = M>>(
+    /// As [`Link::copy`](crate::hypervisor::Link::copy), and fails where that does.
+    pub fn copy<G: Grants<Mapping = M>>(
         &mut self,
         grants: &mut G,
         arena: &Arena,
         direction: Direction,
         segments: &mut [CopySegment],
     ) -> io::Result<()> {
-        match self {
-            Carrier::Copy => grants.copy(arena, direction, segments),
-            Carrier::Map(mapped) => mapped.copy(grants, arena, direction, segments),
-            Carrier::Persistent(p) => p.copy(grants, arena, direction, segments),
+        match &mut self.0 {
+            Kind::Copy => grants.copy(arena, direction, segments),
+            Kind::Map(mapped) => mapped.copy(grants, arena, direction, segments),
+            Kind::Persistent(p) => p.copy(grants, arena, direction, segments),
         }
     }
 }
@@ -227,7 +234,7 @@ impl<M: Mapping> Carrier<M> {
 /// # Safety
 /// `page` is a whole page of the guest's, mapped with the rights that `direction` needs. The guest
 /// may change the bytes meanwhile: they are opaque data, and nothing here looks at them.
-pub(crate) unsafe fn move_bytes(
+pub unsafe fn move_bytes(
     page: NonNull<u8>,
     arena: &Arena,
     direction: Direction,

@@ -40,7 +40,8 @@ struct Mapped {
     mapped: Arc<AtomicUsize>,
 }
 
-impl Mapping for Mapped {
+// SAFETY: the pages are those of an arena that the guest of the test holds until its end.
+unsafe impl Mapping for Mapped {
     fn page(&self, page: usize) -> NonNull<u8> {
         self.pages[page]
     }

@@ -93,7 +93,8 @@ impl Granted {
     }
 }
 
-impl Mapping for Granted {
+// SAFETY: the device maps whole pages, one behind the other, until this is dropped.
+unsafe impl Mapping for Granted {
     fn page(&self, page: usize) -> NonNull<u8> {
         assert!(page < self.pages, "page {page} of {}", self.pages);
         // SAFETY: inside the mapping.

@@ -1,6 +1,6 @@
 //! What failed writes leave.
 
-use ferrite_io::sim::{Fault, On};
+use ferrite_simio::{Fault, On};
 
 use super::trouble::{EIO, Machine, on_parent};
 use super::*;

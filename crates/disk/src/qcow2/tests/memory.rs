@@ -9,7 +9,7 @@ fn open_with(path: &Path, options: &OpenOptions) -> Session {
     Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
 }
 
-/// A chain shares the memory, and who takes over has all of it: then entries are elsewhere.
+/// A chain shares the memory, and who recovers has all of it: then entries are elsewhere.
 #[test]
 fn what_a_dead_process_had_in_memory_fits_into_that_of_the_next() {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
@@ -53,7 +53,7 @@ fn writes_that_failed_do_not_keep_others_from_what_they_need() {
     for slice in 0..9u64 {
         let at = slice << 25;
         let placed = session.run(async {
-            while !matches!(disk.map(at, 512, crate::Intent::Write), Extent::Data { .. }) {
+            while !matches!(disk.reserve(at, 512), Extent::Data { .. }) {
                 qcow2.prepare(&port, at).await?;
             }
             Ok::<_, std::io::Error>(())

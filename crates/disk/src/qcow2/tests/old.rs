@@ -3,7 +3,7 @@
 
 use std::fs::File;
 
-use ferrite_io::sim::On;
+use ferrite_simio::On;
 
 use super::trouble::{Machine, open_in};
 use super::*;
@@ -73,7 +73,7 @@ fn dies_everywhere(make: &dyn Fn(&Path), steps: usize, from: u64, bytes: usize) 
 }
 
 #[test]
-fn an_old_image_is_taken_over_wherever_its_process_died() {
+fn an_old_image_is_recovered_wherever_its_process_died() {
     for cluster_bytes in [512, 65536] {
         let deaths = dies_everywhere(&|path| create(path, &old(cluster_bytes)), 1, 0, 12 << 10);
         assert!(deaths > 50, "{deaths}");
@@ -81,7 +81,7 @@ fn an_old_image_is_taken_over_wherever_its_process_died() {
 }
 
 #[test]
-fn an_old_image_is_taken_over_while_its_refcount_table_grows() {
+fn an_old_image_is_recovered_while_its_refcount_table_grows() {
     let dir = tempfile::tempdir().unwrap();
     let made = dir.path().join("made");
     nearly_full(&made);

@@ -3,12 +3,12 @@
 use std::future::{Future, poll_fn};
 use std::task::Poll;
 
-use ferrite_io::sim::{Fault, On, SimWorld};
+use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;
 
-use super::super::state::Run;
 use super::*;
 use crate::ProblemKind as _;
+use crate::qcow2::alloc::state::Run;
 
 /// EIO, as the kernel gives it.
 pub(super) const EIO: i32 = 5;
@@ -289,7 +289,7 @@ fn the_entry_of_a_cluster_with_a_place_given_stays() {
     create(&path, &NewImage::new(1 << 20));
     let mut session = open(&path);
     session.write(1 << 19, &[1; 512]).unwrap();
-    let placed = session.disk().map(0, 4096, crate::Intent::Write);
+    let placed = session.disk().reserve(0, 4096);
     assert!(matches!(placed, Extent::Data { .. }), "{placed:?}");
     assert!(!with_qcow2(&session, |qcow2| qcow2.publish_if(0, 0, entry::ZERO)));
     session.write(0, &[1; 512]).unwrap();
@@ -299,7 +299,7 @@ fn the_entry_of_a_cluster_with_a_place_given_stays() {
 /// Of what was written before a sync that failed, nobody knows whether it is on the medium: after a
 /// flush or a close has said so the records must not bring back what refers to it.
 #[test]
-fn what_a_failed_sync_has_lost_is_not_taken_over() {
+fn what_a_failed_sync_has_lost_is_not_recovered() {
     for (seed, closing) in (0..16).map(|i| (i / 2, i % 2 == 1)) {
         let mut machine = Machine::new(seed, on_parent(65536));
         // The first one syncs the parent, too.
@@ -336,12 +336,12 @@ fn a_reader_is_told_of_clusters_in_a_table_that_only_the_journal_names() {
         let Machine { dir, session, .. } = machine;
         drop(session);
         let disk = open_in(dir.path(), true);
-        assert_eq!(qcow2_of(&disk).taken_over(), [(0, 512)], "seed {seed}");
+        assert_eq!(qcow2_of(&disk).recovered(), [(0, 512)], "seed {seed}");
     }
 }
 
 #[test]
-fn an_entry_that_changes_after_a_commit_that_failed_is_taken_over() {
+fn an_entry_that_changes_after_a_commit_that_failed_is_recovered() {
     for seed in 0..4 {
         let mut machine = Machine::new(seed, on_parent(512));
         machine.session.write(32 << 10, &[1; 512]).unwrap();
@@ -437,12 +437,12 @@ fn single_free_clusters_are_left_alone_when_many_neighbours_are_needed() {
         qcow2.contiguous(&port, 4).await.unwrap()
     });
     assert!(found.unwrap() > 8 << 16);
-    assert!(!qcow2.state().is_barred(0));
+    assert!(!qcow2.state().is_quarantined(0));
 }
 
 /// While the guest waits: the tables of one disk may be 8 GiB.
 #[test]
-fn many_tables_of_a_marked_image_are_not_read_when_it_is_taken_over() {
+fn many_tables_of_a_marked_image_are_not_read_when_it_is_recovered() {
     let read = |tables: u64, version: u32| {
         let table_covers = (2 << 20) / 8 * (2 << 20);
         let new = NewImage {

@@ -1,6 +1,6 @@
 //! Version 2 becomes version 3.
 
-use ferrite_io::sim::SimWorld;
+use ferrite_simio::SimWorld;
 
 use super::*;
 

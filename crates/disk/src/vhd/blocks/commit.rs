@@ -53,19 +53,17 @@ struct Batch<'a> {
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
-        self.blocks.settle(std::mem::take(&mut self.items), self.done);
+        self.blocks.finish(std::mem::take(&mut self.items), self.done);
     }
 }
 
 impl Blocks {
     /// A flush.
     pub(in crate::vhd) async fn commit(&self, port: &Port) -> io::Result<()> {
-        let _held = self.committing.lock(&port.io).await?;
-        if self.lost.load(Ordering::Acquire) {
-            let text = "a sync of this image has failed, and what was written before may be lost: \
-                        nothing is committed until it is opened again";
-            return Err(io::Error::other(text));
-        }
+        self.commits.join(&port.io, self.commit_alone(port)).await
+    }
+
+    async fn commit_alone(&self, port: &Port) -> io::Result<()> {
         let (mut left, outdated) = {
             let state = self.lock();
             (state.dirty.len(), state.outdated.len())
@@ -78,29 +76,21 @@ impl Blocks {
         let state = &mut *state;
         if done.is_ok() {
             state.outdated.drain(..outdated).for_each(|record| state.journal.release(record));
-            state.again = false;
+            state.retry = false;
         }
-        self.unsaved.store(!state.dirty.is_empty(), Ordering::Relaxed);
+        self.dirty.store(!state.dirty.is_empty(), Ordering::Relaxed);
         self.set_tight(state);
         done
     }
 
-    /// A sync that fails has made the kernel forget what was not written, and the next one is told
-    /// nothing of it. So whatever refers to that must not reach the disk any more, nor may another
-    /// flush succeed.
     pub(in crate::vhd) async fn sync(&self, port: &Port) -> io::Result<()> {
-        let done = port.io.sync(port.files[0]).await;
-        if done.is_err() {
-            self.lost.store(true, Ordering::Release);
-            Rare::SyncFailed.taken();
-        }
-        done
+        self.commits.sync(port).await
     }
 
     /// A flush has failed. If that was because of a sync, the next process does not bring back what
     /// is perhaps lost.
     pub(in crate::vhd) fn flush_failed(&self) {
-        if self.lost.load(Ordering::Acquire) {
+        if self.commits.is_faulty() {
             self.lock().journal.void();
         }
     }
@@ -172,7 +162,7 @@ impl Blocks {
             to.resize(start + self.layout.bitmap_bytes as usize, 0);
             u64::from(item.sector) * SECTOR
         };
-        if self.lock().again {
+        if self.lock().retry {
             Rare::CommitAgain.taken();
             self.sync(port).await?;
         }
@@ -203,9 +193,9 @@ impl Blocks {
     }
 
     /// After a commit that failed everything is dirty as before.
-    fn settle(&self, batch: Vec<Item>, done: bool) {
+    fn finish(&self, batch: Vec<Item>, done: bool) {
         let mut state = self.lock();
-        state.again |= !done;
+        state.retry |= !done;
         for item in batch {
             let entry = self.entry(item.block).without(Entry::BUSY);
             let records = item.records.into_iter().map(|(_, record)| record);

@@ -10,7 +10,8 @@ use ferrite_io::arena::Span;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, Look, Part, masks};
-use crate::image::Below;
+use crate::image::backing::Backing;
+use crate::image::mapping::Mapping;
 use crate::{Extent, Port, Raw};
 
 /// Blocks without a place that one part of a discard passes over: some ten microseconds.
@@ -91,7 +92,7 @@ impl Blocks {
         &self,
         port: &Port,
         raw: &Raw,
-        below: Below<'_>,
+        below: impl Backing,
         offset: u64,
         len: u64,
         zeros: Span,
@@ -120,10 +121,10 @@ impl Blocks {
                 }
                 Look::Present(n) => part.sectors = n,
             }
-            match self.place(offset, part.bytes()) {
-                crate::image::Mapping::Data { offset: at, len } => {
+            match self.reserve(offset, part.bytes()) {
+                Mapping::Data { offset: at, len } => {
                     raw.write_zeroes(&port.io, &port.files, at, len, zeros).await?;
-                    self.wrote(offset, len);
+                    self.written(offset, len);
                     offset += len;
                 }
                 _ => self.prepare(port, raw, offset, part.bytes()).await?,

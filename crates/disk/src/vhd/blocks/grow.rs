@@ -16,7 +16,7 @@ const MIN_STEP_BYTES: u64 = 16 << 20;
 const MAX_STEP_BYTES: u64 = 512 << 20;
 
 impl Blocks {
-    /// Makes [`place`](Blocks::place) answer for the range.
+    /// Makes [`reserve`](Blocks::reserve) answer for the range.
     pub(in crate::vhd) async fn prepare(
         &self,
         port: &Port,

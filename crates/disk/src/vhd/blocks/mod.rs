@@ -17,8 +17,9 @@ use ferrite_io::shared_lock::SharedLock;
 use super::format::SECTOR;
 use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
-use crate::image::Mapping;
-use crate::journal::{Journal, Slot as Record};
+use crate::image::mapping::Mapping;
+use crate::writeback::Commits;
+use crate::writeback::journal::{Journal, Slot as Record};
 
 mod cache;
 mod commit;
@@ -26,7 +27,7 @@ mod discard;
 mod ends;
 mod entry;
 mod grow;
-mod replay;
+mod recovery;
 mod slab;
 
 use entry::{Entry, State as Where};
@@ -81,7 +82,7 @@ struct State {
     /// A task was sent to set space aside.
     refilling: bool,
     /// A commit has failed, and none has written what it should have since.
-    again: bool,
+    retry: bool,
     /// Something was changed since the image was opened.
     changed: bool,
     /// The blocks with [`Entry::DIRTY`].
@@ -125,15 +126,12 @@ pub(super) struct Blocks {
     /// Writes have to wait for a commit: the journal or the budget is almost used up.
     tight: AtomicBool,
     /// There are dirty blocks.
-    unsaved: AtomicBool,
-    /// A sync has failed.
-    lost: AtomicBool,
+    dirty: AtomicBool,
     /// Evictions of blocks, by block number modulo their number: who reads a bitmap from disk
     /// looks whether one came between.
     generations: Box<[AtomicU32]>,
     state: Mutex<State>,
-    /// Held by commits, and by whatever must not meet one.
-    committing: SharedLock,
+    commits: Commits,
     /// Held while the file is made longer.
     growing: SharedLock,
 }
@@ -195,15 +193,14 @@ impl Blocks {
             table,
             budget_slots: 0,
             tight: AtomicBool::new(false),
-            unsaved: AtomicBool::new(false),
-            lost: AtomicBool::new(false),
+            dirty: AtomicBool::new(false),
             generations: (0..GENERATIONS).map(|_| AtomicU32::new(0)).collect(),
             state: Mutex::new(State {
                 next: end,
                 run_end: end,
                 cut: false,
                 refilling: false,
-                again: false,
+                retry: false,
                 changed: false,
                 dirty: Vec::new(),
                 journal: opened.journal,
@@ -215,7 +212,7 @@ impl Blocks {
                 #[cfg(test)]
                 steps: 0,
             }),
-            committing: SharedLock::new(),
+            commits: Commits::new(),
             growing: SharedLock::new(),
             layout,
         };
@@ -232,7 +229,7 @@ impl Blocks {
         size_of_val(&*self.table) as u64
     }
 
-    /// What was taken over from a process that died is besides: who only reads has it for good,
+    /// What was recovered from a process that died is besides: who only reads has it for good,
     /// and needs room for the rest.
     pub(super) fn set_metadata_bytes(&mut self, bytes: usize) {
         let dirty = self.lock().dirty.len();
@@ -351,7 +348,7 @@ impl Blocks {
 
     /// For a write: see [`Mapping`]. A block without a place gets one here, in space that was set
     /// aside before.
-    pub(super) fn place(&self, offset: u64, len: u64) -> Mapping {
+    pub(super) fn reserve(&self, offset: u64, len: u64) -> Mapping {
         let part = self.part(offset, len);
         let len = part.bytes().min(len);
         let data =
@@ -411,7 +408,7 @@ impl Blocks {
     /// Writes the entry, and has the next commit take the block. Only under the lock.
     fn mark_dirty(&self, state: &mut State, block: u32, entry: Entry) {
         state.changed = true;
-        self.unsaved.store(true, Ordering::Relaxed);
+        self.dirty.store(true, Ordering::Relaxed);
         if !entry.has(Entry::DIRTY) {
             state.dirty.push(block);
         }
@@ -420,8 +417,8 @@ impl Blocks {
     }
 
     /// Whether a commit has something to write.
-    pub(super) fn is_unsaved(&self) -> bool {
-        self.unsaved.load(Ordering::Relaxed)
+    pub(super) fn is_dirty(&self) -> bool {
+        self.dirty.load(Ordering::Relaxed)
     }
 
     fn set_tight(&self, state: &State) {
@@ -433,7 +430,7 @@ impl Blocks {
 
     /// The data of a placed write was given to the kernel: its sectors are present, for readers
     /// and in the journal. The journal first: who sees a bit may answer for it.
-    pub(super) fn wrote(&self, offset: u64, len: u64) {
+    pub(super) fn written(&self, offset: u64, len: u64) {
         for part in self.parts(offset, len) {
             if let (_, Look::Present(n)) = self.look(part)
                 && n == part.sectors

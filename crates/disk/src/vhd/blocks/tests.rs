@@ -76,7 +76,7 @@ fn one_discard_of_a_whole_differencing_disk_keeps_to_the_memory_for_bitmaps() {
     assert_eq!(bytes, [7; 512], "the parent's");
 }
 
-/// As where more changes were taken over than there is memory for.
+/// As where more changes were recovered than there is memory for.
 #[test]
 fn no_slot_is_looked_for_where_all_are_dirty() {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();

@@ -1,0 +1,253 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
+use ferrite::options::{TuningArgs, memory};
+use ferrite::parents::ParentsArgs;
+use ferrite_disk::size;
+use ferrite_io::engines::EngineChoice;
+use ferrite_loopback::CopyWith;
+use ferrite_xen::mover::Mover;
+use serde::{Deserialize, Serialize};
+
+/// Measures Ferrite's backend without Xen: guests are processes of this machine.
+#[derive(Debug, Parser)]
+#[command(
+    name = "ferrite-bench",
+    version,
+    after_help = "This is the loopback, not Xen: the backend is the real one, each guest is \
+                        a process that speaks blkif over shared memory, and copies stand in for \
+                        grant copies. docs/bench.md says how to compare it with fio."
+)]
+pub(crate) struct Cli {
+    /// Log more: -v for what happens, -vv for everything.
+    #[arg(short, long, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
+
+    #[command(flatten)]
+    pub(crate) bench: BenchArgs,
+}
+
+/// A part of the bench that is run by its name, in place of a measurement.
+#[derive(Debug, Parser)]
+#[command(name = "ferrite-bench")]
+pub(crate) struct PartCli {
+    #[command(subcommand)]
+    pub(crate) part: Part,
+}
+
+/// What the bench is made of, and what packages take from it.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Part {
+    /// One guest of a measurement, which starts it.
+    Guest(GuestArgs),
+    /// The copies of a measurement alone: the measure of everything around them.
+    Bare(BareArgs),
+    /// Write the manual page and completions for shells, for packages.
+    Generate(GenerateArgs),
+}
+
+/// `ferrite-bench generate`.
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// Where to: man/ and the completions are made there.
+    pub(crate) directory: PathBuf,
+}
+
+/// What to measure.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
+    /// device; null: or null:SIZE for a disk that keeps nothing. All guests share it; each queue of each guest has a part of it to itself.
+    pub(crate) image: String,
+
+    /// Guests, each a process.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) guests: u32,
+
+    /// Queues of each guest, each with a thread there and one here.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) queues: u32,
+
+    /// Queues of each guest that have work; the others are connected and idle. By default all.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) load_queues: Option<u32>,
+
+    /// Requests that each queue keeps in flight.
+    #[arg(long, value_name = "N", default_value_t = 32,
+          value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub(crate) depth: u32,
+
+    /// Send that many at once, and the next when all of them were answered, instead of one for
+    /// each answer.
+    #[arg(long)]
+    pub(crate) batch: bool,
+
+    /// Bytes of each request, a multiple of 512.
+    #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = block)]
+    pub(crate) block: u32,
+
+    /// What the guests do.
+    #[arg(long, value_enum, default_value_t = Mode::Randread)]
+    pub(crate) mode: Mode,
+
+    /// Overwrite what IMAGE holds: the modes that write destroy it.
+    #[arg(long)]
+    pub(crate) force_overwrite: bool,
+
+    /// How data gets from and to a guest: copy, map, or persistent.
+    #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
+    pub(crate) mover: Mover,
+
+    /// What copies: memcpy, or process-vm (the kernel, between address spaces).
+    #[arg(long, value_name = "HOW", default_value_t = CopyWith::Memcpy)]
+    pub(crate) copy_with: CopyWith,
+
+    /// Seconds to measure, after a ramp that does not count.
+    #[arg(long, value_name = "N", default_value = "10", value_parser = seconds)]
+    pub(crate) seconds: f64,
+
+    /// Before that, leave everything connected and idle for N seconds, and count how often
+    /// something of the backend is woken.
+    #[arg(long, value_name = "N", value_parser = seconds)]
+    pub(crate) idle: Option<f64>,
+
+    /// Requests of up to N segments of 4 KiB; 0: only what fits into a ring slot (11).
+    #[arg(long, value_name = "N", default_value_t = 256,
+          value_parser = clap::value_parser!(u32).range(0..=256))]
+    pub(crate) indirect: u32,
+
+    /// Rings of 2^N pages; by default the smallest that hold the depth.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4))]
+    pub(crate) ring_order: Option<u32>,
+
+    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    pub(crate) engine: EngineChoice,
+
+    /// Ask the device for completions instead of waiting for its interrupts, where IMAGE is a block
+    /// device with poll queues: a processor is busy whenever requests are in flight.
+    #[arg(long)]
+    pub(crate) poll_storage: bool,
+
+    /// Memory for each guest's data in flight; at least 1 MiB a queue is taken.
+    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
+    pub(crate) memory: usize,
+
+    /// Microseconds that a guest polls for responses, the event already asked for, before it
+    /// sleeps, as Linux guests do that poll before they halt. By default 50 where every queue can
+    /// have two processors, otherwise 0.
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub(crate) guest_poll: Option<u32>,
+
+    #[command(flatten)]
+    pub(crate) parents: ParentsArgs,
+
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What a guest of the bench does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Mode {
+    /// Read one block after the other.
+    Read,
+    /// Write one block after the other.
+    Write,
+    /// Read blocks anywhere.
+    Randread,
+    /// Write blocks anywhere.
+    Randwrite,
+    /// Read and write blocks anywhere, half of each.
+    Randrw,
+    /// Read stretches of 112 KiB one after the other, of each the even blocks and then the odd
+    /// ones: what is contiguous on the disk comes out of order.
+    Interleaved,
+}
+
+impl Mode {
+    /// Whether it changes the image.
+    pub(crate) fn writes(self) -> bool {
+        matches!(self, Mode::Write | Mode::Randwrite | Mode::Randrw)
+    }
+}
+
+/// `ferrite-bench guest`.
+#[derive(Debug, Args)]
+pub(crate) struct GuestArgs {
+    /// The guest, as text for what was inherited.
+    pub(crate) guest: String,
+    /// What it shall do, as JSON.
+    pub(crate) task: String,
+}
+
+/// `ferrite-bench bare`.
+#[derive(Debug, Args)]
+pub(crate) struct BareArgs {
+    /// What copies: memcpy or process-vm.
+    pub(crate) copy_with: CopyWith,
+
+    /// Pages that are copied to, again and again.
+    #[arg(long, value_name = "N", default_value_t = 32,
+          value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) pages: u32,
+
+    /// Pages of each process_vm call.
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) batch: u32,
+
+    /// Seconds to measure.
+    #[arg(long, value_name = "N", default_value = "2", value_parser = seconds)]
+    pub(crate) seconds: f64,
+
+    /// Be the guest, which was inherited as this text says: hold its memory until standard input
+    /// ends.
+    #[arg(long, value_name = "GUEST")]
+    pub(crate) guest: Option<String>,
+}
+
+/// The largest request that the protocol has.
+const MAX_BLOCK_BYTES: u64 = 1 << 20;
+
+fn block(text: &str) -> Result<u32, String> {
+    let bytes = size::parse(text).map_err(|e| e.to_string())?;
+    if bytes == 0 || bytes > MAX_BLOCK_BYTES || !bytes.is_multiple_of(512) {
+        return Err("it must be a multiple of 512, and at most 1M".into());
+    }
+    u32::try_from(bytes).map_err(|e| e.to_string())
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.1..=86400.0).contains(&seconds) => Ok(seconds),
+        _ => Err("it must be a number from 0.1 to 86400".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+        PartCli::command().debug_assert();
+    }
+
+    #[test]
+    fn without_an_image_there_is_nothing_to_measure() {
+        assert!(Cli::try_parse_from(["ferrite-bench"]).is_err());
+        assert!(Cli::try_parse_from(["ferrite-bench", "-v"]).is_err());
+        assert!(Cli::try_parse_from(["ferrite-bench", "-v", "null:"]).is_ok());
+    }
+}

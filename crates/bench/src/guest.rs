@@ -1,0 +1,91 @@
+//! `ferrite-bench guest`: one guest, in a process of its own.
+
+use std::io::{BufRead as _, Write as _, stdin, stdout};
+use std::thread::JoinHandle;
+
+use anyhow::{Context as _, anyhow};
+use ferrite_loopback::GuestHandle;
+use ferrite_loopback::front::{FrontError, FrontOptions, FrontQueue, Frontend};
+use rustix::process::{Signal, set_parent_process_death_signal};
+
+use crate::cli::GuestArgs;
+use crate::load::Load;
+use crate::measure::PATIENCE;
+use crate::tally::Tally;
+use crate::task::{Said, Task, Times};
+use ferrite::exit::Failure;
+
+/// Does its task and says what came of it, on standard output, to whoever started it.
+pub(crate) fn run(args: &GuestArgs) -> Result<(), Failure> {
+    let outcome = work(args).unwrap_or_else(|e| Said::Failed(format!("{e:#}")));
+    say(&outcome).map_err(|e| {
+        Failure::new("cannot report", format!("{e:#}"), "this command is for ferrite-bench only")
+    })
+}
+
+fn work(args: &GuestArgs) -> anyhow::Result<Said> {
+    // Nobody else ends a guest whose backend was killed.
+    set_parent_process_death_signal(Some(Signal::KILL)).context("cannot bind to the backend")?;
+    let task: Task = serde_json::from_str(&args.task).context("the task makes no sense")?;
+    let handle = GuestHandle::from_arg(&args.guest)?;
+    let mut front = Frontend::new(handle, task.devid)?;
+    front.connect(&options(&task), PATIENCE)?;
+    let loads = loads(&mut front, &task)?;
+    say(&Said::Ready)?;
+    let times = hear()?;
+    let threads: Vec<_> = loads.into_iter().map(|load| start(load, times)).collect();
+    let mut tallies = Vec::new();
+    for thread in threads {
+        let thread = thread.context("cannot start a queue's thread")?;
+        let (queue, tally) = thread.join().map_err(|_| anyhow!("a queue's thread panicked"))??;
+        front.queues.push(queue);
+        tallies.push(tally);
+    }
+    front.close(PATIENCE)?;
+    Ok(Said::Done(Tally::sum(&tallies)))
+}
+
+/// As a 64-bit Linux guest. On a backend that wants no persistent grants each page is granted for
+/// its request only; on one that does, data is copied through pages that stay granted.
+fn options(task: &Task) -> FrontOptions {
+    FrontOptions {
+        order: task.ring_order,
+        queues: task.queues,
+        max_indirect: task.max_indirect as usize,
+        regrant: true,
+        check_release: false,
+        persistent: task.persistent,
+        ..FrontOptions::default()
+    }
+}
+
+fn loads(front: &mut Frontend, task: &Task) -> anyhow::Result<Vec<Load>> {
+    let (got, wanted) = (front.queues.len(), task.queues as usize);
+    anyhow::ensure!(got == wanted, "the backend offers {got} queues instead of {wanted}");
+    let queues: Vec<_> = front.queues.drain(..task.parts.len()).collect();
+    let pages = task.depth as usize * task.block_pages() as usize;
+    let load = |(queue, part): (FrontQueue, &(u64, u64))| {
+        let buffer = front.space().buffer(pages)?;
+        Ok(Load::new(queue, buffer, task, *part)?)
+    };
+    queues.into_iter().zip(&task.parts).map(load).collect()
+}
+
+type Ran = Result<(FrontQueue, Tally), FrontError>;
+
+fn start(load: Load, times: Times) -> std::io::Result<JoinHandle<Ran>> {
+    std::thread::Builder::new().name("guest-queue".to_owned()).spawn(move || load.run(times))
+}
+
+fn say(what: &Said) -> anyhow::Result<()> {
+    let mut out = stdout().lock();
+    serde_json::to_writer(&mut out, what)?;
+    writeln!(out)?;
+    Ok(out.flush()?)
+}
+
+fn hear() -> anyhow::Result<Times> {
+    let mut line = String::new();
+    stdin().lock().read_line(&mut line)?;
+    serde_json::from_str(&line).context("no word came from the backend")
+}

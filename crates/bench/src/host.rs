@@ -1,0 +1,460 @@
+//! The machine: guests that are processes, and their backends, which are threads of this one.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_disk::Disk;
+use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_io::engines::EngineKind;
+use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
+use ferrite_serve::blkif::lifecycle::{Config, EngineFactory, Outcome, ServeError, close, serve};
+use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_serve::counters::{Counters, Counts};
+use ferrite_serve::path::device::Device;
+use ferrite_serve::processors::Processors;
+use ferrite_serve::waker::Waker;
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::mover::{Budget, DISK_MAPPINGS, Maps, Mover, Moving};
+use signal_hook::iterator::Signals;
+use tempfile::TempDir;
+
+use crate::cli::BenchArgs;
+use crate::idle::{Idle, Switches};
+use crate::measure::interrupted;
+use crate::progress::Progress;
+use crate::tally::Tally;
+use crate::task::{Said, Task, Times};
+use ferrite::engine::engines;
+use ferrite::exit::Failure;
+
+/// The number of the guests' disk: xvda.
+pub(crate) const DEVID: u32 = 202 << 8;
+/// Where in-flight tables and traces go; on tmpfs, as in production.
+const RUN_DIRS: [&str; 2] = ["/dev/shm", "/run"];
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// What happens.
+enum Event {
+    /// A guest said something.
+    Said(usize, Said),
+    /// A guest's process closed its output, which is its end.
+    Gone(usize),
+    /// A signal asked for the end.
+    Stopped,
+    /// A backend ended.
+    Ended(usize, Result<Outcome, ServeError>),
+}
+
+/// A guest's process. It is killed when this is dropped before it has ended.
+struct Guest {
+    child: Child,
+    stdin: ChildStdin,
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// One guest's backend.
+struct Backend {
+    stop: Arc<Waker>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        self.stop.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Everything that runs.
+pub(crate) struct Host {
+    // Dropped in this order: guests first, or their backends would wait for what they do next.
+    guests: Vec<Guest>,
+    backends: Vec<Backend>,
+    events: Receiver<Event>,
+    /// What each guest counted, once it has ended well.
+    done: Vec<Option<Tally>>,
+    /// Of each backend.
+    counters: Vec<Counters>,
+    progress: Progress,
+    loopback: Arc<Loopback>,
+    machine: Machine,
+    device: Arc<Device>,
+    engine: EngineFactory,
+    /// Of all backends.
+    run_dir: TempDir,
+}
+
+impl Host {
+    /// Starts all guests and their backends, and waits until they are connected.
+    pub(crate) fn start(
+        args: &BenchArgs,
+        disk: Disk,
+        kind: EngineKind,
+        tasks: &[Task],
+        run_dir: TempDir,
+        signals: Signals,
+    ) -> Result<Host, Failure> {
+        let mut machine = Machine::new().map_err(no_machine)?;
+        let mut disks = Vec::new();
+        for task in tasks {
+            let domid = machine.add_guest(size(task)).map_err(no_machine)?;
+            disks.push(machine.attach_disk(domid, virtual_disk(args)).map_err(no_machine)?);
+        }
+        let loopback = Arc::new(machine.loopback(args.copy_with).map_err(no_machine)?);
+        let device = Arc::new(Device::new(disk, SystemClock::shared()));
+        let (sender, events) = channel();
+        pass_on(signals, sender.clone())?;
+        let (done, progress) = (vec![None; tasks.len()], Progress::new());
+        let (guests, backends) = (Vec::new(), Vec::new());
+        let counters = Vec::new();
+        let kept = loopback.clone();
+        let mut host = Host {
+            guests,
+            backends,
+            events,
+            done,
+            counters,
+            progress,
+            loopback: kept,
+            machine,
+            device: device.clone(),
+            engine: engines(kind),
+            run_dir,
+        };
+        for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
+            let config = config(args, task, disk, kind, host.run_dir.path(), i)?;
+            host.counters.push(config.counters.clone());
+            host.start_backend(i, &loopback, &device, config, sender.clone())?;
+            host.start_guest(i, task, disk.domid, sender.clone())?;
+        }
+        host.wait_until_ready()?;
+        Ok(host)
+    }
+
+    fn start_backend(
+        &mut self,
+        i: usize,
+        loopback: &Arc<Loopback>,
+        device: &Arc<Device>,
+        config: Config,
+        events: Sender<Event>,
+    ) -> Result<(), Failure> {
+        let stop = Arc::new(Waker::new().map_err(no_resources)?);
+        let mut store = self.machine.store().map_err(no_machine)?;
+        let (loopback, device, stopped) = (loopback.clone(), device.clone(), stop.clone());
+        let body = move || {
+            let end = serve(&mut store, &*loopback, &device, &config, &stopped);
+            // Nobody listens any more when the bench has failed.
+            let _ = events.send(Event::Ended(i, end));
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("backend-{i}"))
+            .spawn(body)
+            .map_err(no_resources)?;
+        self.backends.push(Backend { stop, thread: Some(thread) });
+        Ok(())
+    }
+
+    fn start_guest(
+        &mut self,
+        i: usize,
+        task: &Task,
+        domid: DomId,
+        events: Sender<Event>,
+    ) -> Result<(), Failure> {
+        let handle = self.machine.guest(domid).map_err(no_machine)?;
+        let mut child = spawn(handle, task).map_err(|e| {
+            Failure::new(
+                format!("cannot start the process of guest {i}"),
+                e,
+                "check the limits on processes (ulimit -u) and that this program is still there",
+            )
+        })?;
+        let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+            unreachable!("both were asked to be pipes");
+        };
+        self.guests.push(Guest { child, stdin });
+        std::thread::Builder::new()
+            .name(format!("guest-{i}"))
+            .spawn(move || listen(i, stdout, &events))
+            .map_err(no_resources)?;
+        Ok(())
+    }
+
+    fn wait_until_ready(&mut self) -> Result<(), Failure> {
+        let guests = self.guests.len();
+        for ready in 0..guests {
+            self.progress.show(&format!("{ready} of {guests} guests are connected"));
+            match self.next(None)? {
+                Some((_, Said::Ready)) => {}
+                other => unreachable!("guests say that they are ready first, not {other:?}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the image complete for whoever opens it next; all guests have ended.
+    pub(crate) fn close(&self) -> Result<(), Failure> {
+        close(&self.device, &self.engine).map_err(|e| {
+            Failure::new(
+                "cannot close the image",
+                e,
+                "check the storage; the image may be unusable",
+            )
+        })
+    }
+
+    /// Counts what wakes the backends while nobody asks them for anything.
+    pub(crate) fn leave_idle(&mut self, seconds: f64) -> Result<Idle, Failure> {
+        let before = Switches::now();
+        self.progress.show("leaving everything idle");
+        // This thread is not counted. It sleeps through, unless somebody has something to say.
+        let until_ns = SystemClock.now_ns() + Duration::from_secs_f64(seconds).as_nanos() as u64;
+        self.wait(until_ns, |_, left| left)?;
+        let context_switches = Switches::now().since(&before);
+        Ok(Idle { seconds, context_switches })
+    }
+
+    /// Tells all guests when to start and when to end.
+    pub(crate) fn go(&mut self, times: Times) -> Result<(), Failure> {
+        let failed = |e| Failure::new("cannot start the guests", e, "run it again");
+        let line = serde_json::to_string(&times).map_err(std::io::Error::from).map_err(failed)?;
+        for guest in &mut self.guests {
+            writeln!(guest.stdin, "{line}").map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for that moment, and sees to it that everything goes on until then.
+    pub(crate) fn watch(&mut self, until_ns: u64) -> Result<(), Failure> {
+        self.wait(until_ns, |host, left| {
+            host.progress.show(&format!("measuring, {} s left", left.as_secs() + 1));
+            left.min(SECOND)
+        })
+    }
+
+    /// Waits until then, each time for as long as `nap` says of what is left.
+    fn wait(
+        &mut self,
+        until_ns: u64,
+        nap: impl Fn(&mut Host, Duration) -> Duration,
+    ) -> Result<(), Failure> {
+        loop {
+            let left_ns = until_ns.saturating_sub(SystemClock.now_ns());
+            if left_ns == 0 {
+                return Ok(());
+            }
+            let nap = nap(self, Duration::from_nanos(left_ns));
+            if let Some((i, Said::Done(tally))) = self.next(Some(nap))? {
+                self.done[i] = Some(tally);
+            }
+        }
+    }
+
+    /// What all backends have done so far.
+    pub(crate) fn counts(&self) -> Counts {
+        let each = self.counters.iter().map(Counters::counts);
+        each.fold(Counts::default(), |sum, counts| sum.plus(&counts))
+    }
+
+    /// Hears the guests out, and ends the backends; the sum of all counts.
+    pub(crate) fn finish(&mut self) -> Result<Tally, Failure> {
+        while self.done.iter().any(Option::is_none) {
+            if let Some((i, Said::Done(tally))) = self.next(None)? {
+                self.done[i] = Some(tally);
+            }
+        }
+        self.backends.iter().for_each(|b| b.stop.wake());
+        let mut running = self.backends.len();
+        while running > 0 {
+            match self.events.recv() {
+                Ok(Event::Ended(i, end)) => {
+                    end.map_err(|e| backend_failed(i, &e))?;
+                    running -= 1;
+                }
+                Ok(Event::Stopped) => return Err(interrupted()),
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        let tallies: Vec<Tally> = self.done.iter().flatten().cloned().collect();
+        Ok(Tally::sum(&tallies))
+    }
+
+    /// Segments of a copy, on average over everything since the start; `None` if nothing was copied
+    /// or the backends have not ended.
+    pub(crate) fn segments_per_copy(&self) -> Option<f64> {
+        let (calls, segments) = self.loopback.copies();
+        (calls > 0).then(|| segments as f64 / calls as f64)
+    }
+
+    /// What a guest says next; `None`: nothing within the time. Guests give up on their own when
+    /// nothing happens, so the wait ends.
+    fn next(&mut self, timeout: Option<Duration>) -> Result<Option<(usize, Said)>, Failure> {
+        let event = match timeout {
+            Some(timeout) => self.events.recv_timeout(timeout),
+            None => self.events.recv().map_err(RecvTimeoutError::from),
+        };
+        match event {
+            Ok(Event::Said(i, Said::Failed(why))) => Err(self.guest_failed(i, why)),
+            Ok(Event::Said(i, said)) => Ok(Some((i, said))),
+            Ok(Event::Gone(i)) if self.done[i].is_some() => Ok(None),
+            Ok(Event::Gone(i)) => {
+                let status = self.guests[i].child.wait();
+                let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
+                Err(self.guest_failed(i, format!("its process ended: {status}")))
+            }
+            Ok(Event::Stopped) => Err(interrupted()),
+            Ok(Event::Ended(i, Err(e))) => Err(backend_failed(i, &e)),
+            Ok(Event::Ended(i, Ok(outcome))) => Err(Failure::new(
+                format!("the backend of guest {i} failed"),
+                format!("it ended early ({outcome:?})"),
+                "this is a bug in ferrite: please report it",
+            )),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => unreachable!("every end is an event"),
+        }
+    }
+
+    /// The guest's own words, or its backend's if that failed first.
+    fn guest_failed(&self, i: usize, why: String) -> Failure {
+        let ended = self.events.try_iter().find_map(|event| match event {
+            Event::Ended(i, Err(e)) => Some(backend_failed(i, &e)),
+            _ => None,
+        });
+        ended.unwrap_or_else(|| {
+            let what = format!("guest {i} failed");
+            Failure::new(what, why, "-v shows what the backend has to say")
+        })
+    }
+}
+
+/// Memory for the data in flight, the rings, and the pages of indirect requests.
+fn size(task: &Task) -> GuestOptions {
+    let queues = task.queues;
+    let pages_of_request = task.block_pages() + 1;
+    let pages_of_queue = task.depth * pages_of_request + (1 << task.ring_order);
+    let frames = queues * pages_of_queue;
+    // Persistent grants take a second page for each one.
+    let frames = if task.persistent { 2 * frames } else { frames };
+    // A reference for each page that stays granted and one for each request's; the queues take
+    // those in lots of 64, and the first 8 are reserved.
+    let grants = 2 * frames + 64 * queues + 8;
+    GuestOptions { frames, grants, ports: queues }
+}
+
+fn virtual_disk(args: &BenchArgs) -> VirtualDisk {
+    let disk = VirtualDisk { params: args.image.clone(), ..VirtualDisk::xvd(0) };
+    if args.mode.writes() { disk } else { disk.read_only() }
+}
+
+fn config(
+    args: &BenchArgs,
+    task: &Task,
+    disk: &DiskPaths,
+    kind: EngineKind,
+    run_dir: &Path,
+    i: usize,
+) -> Result<Config, Failure> {
+    let polling = args.tuning.polling(&run_dir.join("poll-budget")).map_err(no_run_dir)?;
+    let run_dir = run_dir.join(i.to_string());
+    std::fs::create_dir(&run_dir).map_err(no_run_dir)?;
+    Ok(Config {
+        backend: disk.backend.clone(),
+        domid: disk.domid,
+        devid: disk.devid,
+        offer: Offer {
+            max_queues: args.queues,
+            max_ring_order: task.ring_order,
+            max_indirect_segments: args.indirect as u16,
+            persistent: args.mover == Mover::Persistent,
+        },
+        moving: Moving {
+            mover: args.mover,
+            maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),
+        },
+        pool_bytes: args.memory,
+        run_dir,
+        served_raw: None,
+        engine: engines(kind),
+        // Several guests may have it.
+        closes: false,
+        tuning: args.tuning.tuning(),
+        processors: Arc::new(Processors { polling, limit: None }),
+        counters: Counters::default(),
+    })
+}
+
+/// For everything that a backend keeps on tmpfs.
+pub(crate) fn run_dir() -> Result<TempDir, Failure> {
+    let prefix = format!("ferrite-bench-{}-", std::process::id());
+    let make = |dir| tempfile::Builder::new().prefix(&prefix).tempdir_in(dir);
+    make(RUN_DIRS[0]).or_else(|_| make(RUN_DIRS[1])).map_err(no_run_dir)
+}
+
+fn spawn(handle: GuestHandle, task: &Task) -> std::io::Result<Child> {
+    let mut command = Command::new(std::env::current_exe()?);
+    let guest = handle.pass_to(&mut command);
+    command.arg("guest").arg(guest).arg(serde_json::to_string(task)?);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()
+}
+
+/// Has signals come as events.
+fn pass_on(mut signals: Signals, events: Sender<Event>) -> Result<(), Failure> {
+    let pass_on = move || {
+        for _ in signals.forever() {
+            if events.send(Event::Stopped).is_err() {
+                return;
+            }
+        }
+    };
+    let started = std::thread::Builder::new().name("signals".into()).spawn(pass_on);
+    started.map(drop).map_err(no_resources)
+}
+
+/// Passes on what a guest says.
+fn listen(i: usize, from: ChildStdout, events: &Sender<Event>) {
+    for line in BufReader::new(from).lines().map_while(Result::ok) {
+        let said = serde_json::from_str(&line)
+            .unwrap_or_else(|e| Said::Failed(format!("it said {line:?}: {e}")));
+        if events.send(Event::Said(i, said)).is_err() {
+            return;
+        }
+    }
+    let _ = events.send(Event::Gone(i));
+}
+
+fn no_machine(e: LoopbackError) -> Failure {
+    let help = "check the limits on descriptors (ulimit -n) and memory; fewer guests need less";
+    Failure::new("cannot set up the loopback", e, help)
+}
+
+fn no_resources(e: std::io::Error) -> Failure {
+    let help = "check the limits of this process (ulimit -a); fewer guests need less";
+    Failure::new("cannot start a backend", e, help)
+}
+
+fn no_run_dir(e: std::io::Error) -> Failure {
+    let help = "check that /dev/shm is there, has room and may be written to";
+    Failure::new("cannot make a directory on tmpfs", e, help)
+}
+
+fn backend_failed(i: usize, e: &ServeError) -> Failure {
+    let help = "check memory and limits (ulimit -a); -v shows what led to it";
+    Failure::new(format!("the backend of guest {i} failed"), e, help)
+}

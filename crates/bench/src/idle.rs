@@ -1,0 +1,98 @@
+//! The backend at rest: its memory, and what wakes it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use ferrite_io::clock::{Clock, SystemClock};
+use serde::Serialize;
+
+/// A time without requests.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Idle {
+    pub(crate) seconds: f64,
+    /// Of all threads of the process but the one that measures: a thread that sleeps through has
+    /// none.
+    pub(crate) context_switches: u64,
+}
+
+/// Memory that this process has resident, with everything connected and nothing to do. Threads
+/// that have just been started are given the time to get there: until nothing changes any more.
+pub(crate) fn rss_kib() -> Option<u64> {
+    let now = || status_value("/proc/self/status", "VmRSS:");
+    let mut last = now()?;
+    let mut since = 0;
+    for _ in 0..100 {
+        SystemClock.sleep(Duration::from_millis(10));
+        let now = now()?;
+        since = if now == last { since + 1 } else { 0 };
+        if since == 10 {
+            break;
+        }
+        last = now;
+    }
+    Some(last)
+}
+
+/// What of that are pages of files: the program, which the kernel has once for all of its
+/// processes and can read again.
+pub(crate) fn file_kib() -> Option<u64> {
+    status_value("/proc/self/status", "RssFile:")
+}
+
+/// Context switches of each thread of this process but the calling one, wanted or not.
+pub(crate) struct Switches(BTreeMap<String, u64>);
+
+impl Switches {
+    pub(crate) fn now() -> Switches {
+        let me = rustix::thread::gettid().as_raw_nonzero().to_string();
+        let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+        let names = tasks.map(|t| t.file_name().to_string_lossy().into_owned());
+        let count = |tid: String| Some((tid.clone(), switches(&tid)?));
+        Switches(names.filter(|tid| *tid != me).filter_map(count).collect())
+    }
+
+    /// A thread that has come since then counts with all it has, one that has gone as one switch.
+    pub(crate) fn since(&self, before: &Switches) -> u64 {
+        let grown = |(tid, now): (&String, &u64)| now - before.0.get(tid).unwrap_or(&0).min(now);
+        let gone = before.0.keys().filter(|tid| !self.0.contains_key(*tid)).count() as u64;
+        self.0.iter().map(grown).sum::<u64>() + gone
+    }
+}
+
+fn switches(tid: &str) -> Option<u64> {
+    let status = format!("/proc/self/task/{tid}/status");
+    let wanted = status_value(&status, "voluntary_ctxt_switches:")?;
+    Some(wanted + status_value(&status, "nonvoluntary_ctxt_switches:")?)
+}
+
+/// A number of a status file; its unit is dropped.
+fn status_value(path: &str, name: &str) -> Option<u64> {
+    let status = std::fs::read_to_string(path).ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_is_woken_is_seen_and_one_that_sleeps_is_not() {
+        let of = |counts: &[(&str, u64)]| {
+            Switches(counts.iter().map(|(tid, n)| ((*tid).to_owned(), *n)).collect())
+        };
+        let before = of(&[("7", 10), ("8", 20), ("9", 5)]);
+        assert_eq!(before.since(&before), 0);
+        assert_eq!(of(&[("7", 10), ("8", 23), ("10", 2)]).since(&before), 3 + 2 + 1);
+    }
+
+    #[test]
+    fn this_process_can_be_looked_at() {
+        assert!(rss_kib().is_some_and(|kib| kib > 100));
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || wait.recv());
+        assert!(!Switches::now().0.is_empty());
+        drop(go);
+        assert!(thread.join().unwrap().is_err());
+    }
+}

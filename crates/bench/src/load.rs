@@ -1,0 +1,277 @@
+//! One queue of a guest: keeps so many requests in flight, and counts.
+
+use ferrite_io::clock::{Clock, Random, SplitMix64, SystemClock};
+use ferrite_loopback::LoopbackError;
+use ferrite_loopback::front::{Buffer, FrontError, FrontQueue};
+use ferrite_xen::abi::SECTOR_BYTES;
+use ferrite_xen::hypervisor::PAGE_SIZE;
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::cli::Mode;
+use crate::measure::PATIENCE;
+use crate::tally::{Counter, Tally};
+use crate::task::{Task, Times};
+
+/// The stretch whose blocks come out of order, as in the thesis's third experiment (sources.md 4).
+const INTERLEAVED_SECTORS: u64 = 112 << 10 >> 9;
+
+/// The block that comes at place `i`, of so many: in each whole stretch the even ones, then the
+/// odd ones.
+fn interleaved(i: u64, stretch: u64, blocks: u64) -> u64 {
+    if stretch < 3 || i / stretch >= blocks / stretch {
+        return i;
+    }
+    let (start, within, evens) = (i / stretch * stretch, i % stretch, stretch.div_ceil(2));
+    start + if within < evens { 2 * within } else { 2 * (within - evens) + 1 }
+}
+
+/// A request that is in flight, or will be.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    /// Where its data is in the buffer.
+    at: usize,
+    sent_ns: u64,
+}
+
+/// Chooses what to do next, in one part of the disk.
+struct Choice {
+    mode: Mode,
+    first: u64,
+    block_sectors: u64,
+    blocks: u64,
+    next: u64,
+    random: SplitMix64,
+}
+
+impl Choice {
+    /// The same choices each time, and others in each part.
+    fn new(task: &Task, (first, sectors): (u64, u64)) -> Choice {
+        let block_sectors = u64::from(task.block_bytes) / SECTOR_BYTES;
+        let mut blocks = sectors / block_sectors;
+        let stretch = INTERLEAVED_SECTORS / block_sectors;
+        if task.mode == Mode::Interleaved && stretch > 0 && blocks > stretch {
+            // Whole stretches only, so that a batch of a stretch is always one.
+            blocks -= blocks % stretch;
+        }
+        Choice {
+            mode: task.mode,
+            first,
+            block_sectors,
+            blocks,
+            next: 0,
+            random: SplitMix64::new(first),
+        }
+    }
+
+    fn following(&mut self) -> u64 {
+        let block = self.next;
+        self.next = (block + 1) % self.blocks;
+        block
+    }
+
+    /// A sector, and whether to write there.
+    fn next(&mut self) -> (u64, bool) {
+        let block = match self.mode {
+            Mode::Randread | Mode::Randwrite | Mode::Randrw => self.random.below(self.blocks),
+            Mode::Read | Mode::Write => self.following(),
+            Mode::Interleaved => {
+                let block = self.following();
+                interleaved(block, INTERLEAVED_SECTORS / self.block_sectors, self.blocks)
+            }
+        };
+        let write = match self.mode {
+            Mode::Randrw => self.random.next_u64() & 1 == 1,
+            mode => mode.writes(),
+        };
+        (self.first + block * self.block_sectors, write)
+    }
+}
+
+/// A queue with its work, for one thread.
+pub(crate) struct Load {
+    queue: FrontQueue,
+    buffer: Buffer,
+    block_bytes: usize,
+    poll_ns: u64,
+    batch: bool,
+    choice: Choice,
+    places: Vec<Place>,
+    /// Numbers of places without a request.
+    idle: Vec<u16>,
+    /// The place of each request in flight, by its tag.
+    place_of: Vec<u16>,
+    /// Places whose requests have just ended, and whether well.
+    ended: Vec<(u16, bool)>,
+    counter: Counter,
+}
+
+impl Load {
+    /// # Errors
+    /// The guest has too little memory.
+    pub(crate) fn new(
+        queue: FrontQueue,
+        buffer: Buffer,
+        task: &Task,
+        part: (u64, u64),
+    ) -> Result<Load, FrontError> {
+        let depth = task.depth as u16;
+        let stride = task.block_pages() as usize * PAGE_SIZE;
+        let places = (0..depth).map(|i| Place { at: usize::from(i) * stride, sent_ns: 0 });
+        let mut load = Load {
+            place_of: vec![0; queue.entries() as usize],
+            queue,
+            buffer,
+            block_bytes: task.block_bytes as usize,
+            poll_ns: u64::from(task.poll_us) * 1000,
+            batch: task.batch,
+            choice: Choice::new(task, part),
+            places: places.collect(),
+            idle: (0..depth).rev().collect(),
+            ended: Vec::with_capacity(task.depth as usize),
+            counter: Counter::new(),
+        };
+        load.fill();
+        Ok(load)
+    }
+
+    /// What is written is not zeros, which a disk could make less of.
+    fn fill(&mut self) {
+        for at in (0..self.buffer.len()).step_by(8) {
+            self.buffer.write(at, &self.choice.random.next_u64().to_le_bytes());
+        }
+    }
+
+    /// Runs from start to end. A request's time is from before it is put on the ring to after
+    /// its response and those beside it were taken off. The queue is given back, idle.
+    pub(crate) fn run(mut self, times: Times) -> Result<(FrontQueue, Tally), FrontError> {
+        let clock = SystemClock;
+        let wait_ns = times.start_ns.saturating_sub(clock.now_ns());
+        clock.sleep(std::time::Duration::from_nanos(wait_ns));
+        let mut now_ns = clock.now_ns();
+        let mut cpu_from_ns = cpu_ns();
+        let mut counting = false;
+        while now_ns < times.until_ns {
+            if !self.batch || self.queue.in_flight() == 0 {
+                while let Some(place) = self.idle.pop() {
+                    self.send(place, now_ns)?;
+                }
+                self.queue.push()?;
+            }
+            self.take_some()?;
+            now_ns = clock.now_ns();
+            if now_ns >= times.from_ns && !counting {
+                counting = true;
+                cpu_from_ns = cpu_ns();
+            }
+            self.count(now_ns, counting && now_ns < times.until_ns);
+        }
+        let cpu_ns = cpu_ns() - cpu_from_ns;
+        while self.queue.in_flight() > 0 {
+            self.take_some()?;
+            self.count(0, false);
+        }
+        Ok((self.queue, self.counter.tally(cpu_ns)))
+    }
+
+    fn send(&mut self, place: u16, now_ns: u64) -> Result<(), FrontError> {
+        let (sector, write) = self.choice.next();
+        let at = self.places[usize::from(place)].at;
+        let tag = match write {
+            true => self.queue.write(sector, &self.buffer, at, self.block_bytes)?,
+            false => self.queue.read(sector, &self.buffer, at, self.block_bytes)?,
+        };
+        self.place_of[usize::from(tag.0)] = place;
+        self.places[usize::from(place)].sent_ns = now_ns;
+        Ok(())
+    }
+
+    /// Waits for responses, as a guest does: awake for a while, then asleep until an event comes.
+    fn take_some(&mut self) -> Result<(), FrontError> {
+        if self.poll_ns > 0 && !self.queue.final_check() {
+            let end_ns = SystemClock.now_ns() + self.poll_ns;
+            while !self.queue.has_response() && SystemClock.now_ns() < end_ns {
+                std::hint::spin_loop();
+            }
+        }
+        if !self.queue.wait(PATIENCE)? {
+            let what = format!("no response to {} requests came", self.queue.in_flight());
+            let ms = PATIENCE.as_millis() as u64;
+            return Err(LoopbackError::Timeout { what, ms }.into());
+        }
+        while let Some(reply) = self.queue.take()? {
+            self.ended.push((self.place_of[usize::from(reply.tag.0)], reply.is_ok()));
+        }
+        Ok(())
+    }
+
+    /// Errors count whenever they happen.
+    fn count(&mut self, now_ns: u64, counting: bool) {
+        for (place, ok) in self.ended.drain(..) {
+            if !ok {
+                self.counter.add_error();
+            } else if counting {
+                self.counter.add(now_ns - self.places[usize::from(place)].sent_ns);
+            }
+            self.idle.push(place);
+        }
+    }
+}
+
+/// What this thread has used of the processors.
+fn cpu_ns() -> u64 {
+    let t = clock_gettime(ClockId::ThreadCPUTime);
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn interleaved_blocks_come_once_each_and_even_before_odd() {
+        let order: Vec<_> = (0..17).map(|i| super::interleaved(i, 7, 17)).collect();
+        assert_eq!(order, [0, 2, 4, 6, 1, 3, 5, 7, 9, 11, 13, 8, 10, 12, 14, 15, 16]);
+    }
+
+    use super::*;
+
+    fn choices(mode: Mode, n: usize) -> Vec<(u64, bool)> {
+        let task = Task {
+            devid: 0,
+            mode,
+            block_bytes: 4096,
+            depth: 1,
+            batch: false,
+            ring_order: 0,
+            max_indirect: 0,
+            poll_us: 0,
+            queues: 1,
+            persistent: false,
+            parts: Vec::new(),
+        };
+        let mut choice = Choice::new(&task, (800, 80));
+        (0..n).map(|_| choice.next()).collect()
+    }
+
+    #[test]
+    fn blocks_in_order_begin_again_at_the_end() {
+        let sectors: Vec<u64> = choices(Mode::Read, 12).into_iter().map(|(s, _)| s).collect();
+        let expected: Vec<u64> = (0..12).map(|i| 800 + i % 10 * 8).collect();
+        assert_eq!(sectors, expected);
+        assert!(choices(Mode::Write, 5).iter().all(|(_, write)| *write));
+    }
+
+    #[test]
+    fn blocks_at_random_are_all_of_the_part_and_no_other() {
+        let mut seen = [false; 10];
+        for (sector, write) in choices(Mode::Randread, 1000) {
+            assert!((800..880).contains(&sector) && sector % 8 == 0 && !write);
+            seen[(sector as usize - 800) / 8] = true;
+        }
+        assert!(seen.iter().all(|s| *s));
+    }
+
+    #[test]
+    fn half_of_a_mixed_load_writes() {
+        let writes = choices(Mode::Randrw, 1000).iter().filter(|(_, write)| *write).count();
+        assert!((400..600).contains(&writes), "{writes}");
+    }
+}

@@ -1,0 +1,141 @@
+//! A measurement: the real backend, driven by guests that are processes of this machine.
+//!
+//! This process is the backend, as `ferrite serve` is one: lifecycle, a thread a queue, the engine.
+//! Only the hypervisor is the loopback's. Each guest is a child process (`host.rs` starts it,
+//! `guest.rs` runs there) that keeps the rings full (`load.rs`) and hands its counts back. So the
+//! processor time of this process is the backend's, and nothing of the guests is in it.
+
+use std::io::{self, Write as _};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ferrite::exit::{Code, Failure};
+use ferrite::{engine, signals};
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::{Clock, SystemClock};
+use rustix::time::{ClockId, clock_gettime};
+use signal_hook::iterator::Signals;
+
+use crate::cli::BenchArgs;
+use crate::host::{self, Host};
+use crate::idle;
+use crate::report::{self, Aside, Report};
+use crate::task::{self, Times};
+
+/// How long anything may take that should take no time, on a machine that is busy.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// From the go to the first request, so that all guests have heard it.
+const LEAD_NS: u64 = 50_000_000;
+/// From the first request to where counting begins: pages get touched, caches warm.
+const RAMP_NS: u64 = 250_000_000;
+
+/// Measures, and prints the result.
+pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
+    let signals = signals::listen()?;
+    let stopped = signals::flag()?;
+    let measured = measure(args, signals);
+    // Ctrl-C ends the guests' processes as well: whatever is said of that is not the reason.
+    if stopped.load(Ordering::Relaxed) {
+        return Err(interrupted());
+    }
+    measured
+}
+
+pub(crate) fn interrupted() -> Failure {
+    Failure {
+        code: Code::INTERRUPTED,
+        what: "cannot finish the measurement".into(),
+        why: "interrupted".into(),
+        help: "run it again".into(),
+    }
+}
+
+fn measure(args: &BenchArgs, signals: Signals) -> Result<(), Failure> {
+    let run_dir = host::run_dir()?;
+    let began_ns = SystemClock.now_ns();
+    let disk = open(args, run_dir.path())?;
+    let open_ns = SystemClock.now_ns() - began_ns;
+    let tasks = task::split(args, &disk)?;
+    let kind = engine::choose(args.engine, args.poll_storage, &disk)?;
+    let medium = report::Medium::of(&disk, kind, open_ns);
+    let mut host = Host::start(args, disk, kind, &tasks, run_dir, signals)?;
+    let (idle_rss_kib, idle_file_kib) = (idle::rss_kib(), idle::file_kib());
+    let idle = args.idle.map(|seconds| host.leave_idle(seconds)).transpose()?;
+    let start_ns = SystemClock.now_ns() + LEAD_NS;
+    let from_ns = start_ns + RAMP_NS;
+    let until_ns = from_ns + Duration::from_secs_f64(args.seconds).as_nanos() as u64;
+    host.go(Times { start_ns, from_ns, until_ns })?;
+    host.watch(from_ns)?;
+    let (before, counts) = (CpuTime::now(), host.counts());
+    let late_ns = before.at_ns - from_ns;
+    host.watch(until_ns)?;
+    let late_ns = late_ns.max(SystemClock.now_ns() - until_ns);
+    let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
+    let counts = host.counts().since(&counts);
+    let tally = host.finish()?;
+    host.close()?;
+    let segments_per_copy = host.segments_per_copy();
+    let aside = Aside { counts, late_ns, idle_rss_kib, idle_file_kib, idle, segments_per_copy };
+    let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, aside)?;
+    print(&if args.json { report.json()? } else { report.text() })?;
+    match tally.errors {
+        0 => Ok(()),
+        errors => Err(Failure::new(
+            "the measurement is spoilt",
+            format!("{errors} requests failed"),
+            "-v shows what the backend made of them",
+        )),
+    }
+}
+
+/// Read-only if that is enough. Measuring must not cost anybody their data.
+fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
+    let options = OpenOptions {
+        read_only: !args.mode.writes(),
+        state_dir: Some(state_dir.join("images")),
+        parents: args.parents.allowed()?,
+        ..OpenOptions::default()
+    };
+    let disk = Disk::open(&args.image, &options)?;
+    if args.mode.writes() && !matches!(disk, Disk::Null(_)) && !args.force_overwrite {
+        return Err(Failure {
+            code: Code::USAGE,
+            what: format!("refused to write to {}", args.image),
+            why: "this mode overwrites what the image holds".to_owned(),
+            help: "use an image that nobody needs and say --force-overwrite, or measure null:"
+                .to_owned(),
+        });
+    }
+    Ok(disk)
+}
+
+/// What this process has used of the processors, and when. All of its threads count, those that
+/// have ended and those that io_uring starts in the kernel too: they belong to this process.
+pub(crate) struct CpuTime {
+    cpu_ns: u64,
+    at_ns: u64,
+}
+
+impl CpuTime {
+    pub(crate) fn now() -> CpuTime {
+        let t = clock_gettime(ClockId::ProcessCPUTime);
+        let cpu_ns = t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64;
+        CpuTime { cpu_ns, at_ns: SystemClock.now_ns() }
+    }
+
+    /// Processors in use since then: 1 is one, all the time.
+    pub(crate) fn rate_until_now(&self) -> f64 {
+        let now = CpuTime::now();
+        (now.cpu_ns - self.cpu_ns) as f64 / (now.at_ns - self.at_ns).max(1) as f64
+    }
+}
+
+fn print(text: &str) -> Result<(), Failure> {
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::new("cannot print the result", e, "check where standard output goes"))
+        }
+        _ => Ok(()),
+    }
+}

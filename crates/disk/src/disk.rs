@@ -1,0 +1,381 @@
+//! One open disk, whatever it is made of: the words that everything above it uses.
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::sync::Arc;
+
+use ferrite_io::arena::Span;
+
+use crate::extent::{DiscardLimits, Extent};
+use crate::image::{Image, Layer};
+use crate::name::ImageName;
+use crate::null::{self, Null};
+use crate::raw::{GrowthWatch, Raw};
+use crate::{DiskError, OpenOptions, Port, SECTOR_BYTES};
+
+/// Scratch memory in bytes that each thread of a disk with metadata needs.
+pub(crate) const SCRATCH_BYTES: usize = 256 << 10;
+
+/// One open disk, shared by the threads of its queues.
+#[derive(Debug)]
+pub enum Disk {
+    /// A file or block device, byte for byte.
+    Raw(Raw),
+    /// A chain of images.
+    Image(Image),
+    /// No medium at all.
+    Null(Null),
+}
+
+impl Disk {
+    /// Opens and locks `image`: `null:`, `null:SIZE`, or an [`ImageName`]. No image is ever
+    /// created, truncated or written by opening.
+    ///
+    /// # Errors
+    /// See [`ErrorKind`](crate::ErrorKind); the text names the image, the reason and the next step.
+    pub fn open(
+        image: &(impl AsRef<OsStr> + ?Sized),
+        options: &OpenOptions,
+    ) -> Result<Disk, DiskError> {
+        let image = image.as_ref();
+        match image.as_bytes().strip_prefix(b"null:") {
+            Some(size) => Null::open(&String::from_utf8_lossy(size), options).map(Disk::Null),
+            None => Disk::open_image(&ImageName::of_existing(image, None)?, options),
+        }
+    }
+
+    /// Opens and locks an image whose format is known; see [`open`](Disk::open).
+    ///
+    /// # Errors
+    /// As [`open`](Disk::open).
+    pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
+        match name.format.is_layered() {
+            false => Raw::open(&name.path, options).map(Disk::Raw),
+            true => Image::open(name, options).map(Disk::Image),
+        }
+    }
+
+    /// A disk that keeps nothing, for whoever has none now.
+    pub fn nothing() -> Disk {
+        Disk::Null(Null::nothing())
+    }
+
+    /// Whether I/O bypasses the page cache.
+    pub fn direct(&self) -> bool {
+        self.medium().is_some_and(Raw::direct)
+    }
+
+    /// What lies in files; none of a disk without.
+    pub(crate) fn medium(&self) -> Option<&Raw> {
+        match self {
+            Disk::Raw(d) => Some(d),
+            Disk::Image(d) => Some(d.medium()),
+            Disk::Null(_) => None,
+        }
+    }
+
+    /// All that it lies in, the leaf first.
+    pub(crate) fn media(&self) -> Vec<&Raw> {
+        match self {
+            Disk::Raw(d) => vec![d],
+            Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),
+            Disk::Null(_) => Vec::new(),
+        }
+    }
+
+    /// The size in sectors of 512 bytes, always a multiple of [`block_bytes`](Disk::block_bytes).
+    /// It only ever grows, in [`refresh_size`](Disk::refresh_size).
+    pub fn sectors(&self) -> u64 {
+        match self {
+            Disk::Raw(d) => d.sectors(),
+            Disk::Image(d) => d.sectors(),
+            Disk::Null(d) => d.sectors(),
+        }
+    }
+
+    /// Whether the range lies inside the disk. Everything a guest asks for goes through this
+    /// before it gets to [`map`](Disk::map).
+    pub fn contains(&self, offset: u64, len: u64) -> bool {
+        offset.checked_add(len).is_some_and(|end| end <= self.sectors() * SECTOR_BYTES)
+    }
+
+    /// Whether writes are refused by the medium.
+    pub fn read_only(&self) -> bool {
+        match self {
+            Disk::Raw(d) => d.read_only(),
+            Disk::Image(d) => d.medium().read_only(),
+            Disk::Null(d) => d.read_only(),
+        }
+    }
+
+    /// Whether only an engine that sends NVMe commands can do its I/O.
+    pub fn passthrough(&self) -> bool {
+        self.medium().is_some_and(Raw::passthrough)
+    }
+
+    /// Offset, length and memory address of every data operation must be multiples of this:
+    /// 512 or 4096.
+    pub fn block_bytes(&self) -> u32 {
+        self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes)
+    }
+
+    /// Smaller writes than this may cost the medium a read first: a hint for the guest.
+    pub fn physical_block_bytes(&self) -> u32 {
+        self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes)
+    }
+
+    /// What to publish about discard; none: do not offer it.
+    pub fn discard_limits(&self) -> Option<DiscardLimits> {
+        match self {
+            Disk::Raw(d) => d.discard_limits(),
+            Disk::Image(d) => d.medium().discard_limits(),
+            Disk::Null(d) => d.discard_limits(),
+        }
+    }
+
+    /// The open files that [`Extent::Data`] names by index. Every queue registers all of them,
+    /// in this order, with its own engine, and hands them to the `async` functions in a [`Port`].
+    pub fn files(&self) -> Vec<Arc<OwnedFd>> {
+        match self {
+            Disk::Raw(d) => d.files(),
+            Disk::Image(d) => d.files(),
+            Disk::Null(_) => Vec::new(),
+        }
+    }
+
+    /// Says where the beginning of a range is read from; never blocks.
+    ///
+    /// # Panics
+    /// If the range is empty or not inside the disk: callers check first, with
+    /// [`contains`](Disk::contains).
+    pub fn map(&self, offset: u64, len: u64) -> Extent {
+        assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
+        match self {
+            Disk::Raw(d) => d.map(offset, len),
+            Disk::Image(d) => d.map(offset, len),
+            Disk::Null(_) => Extent::Zeros { len },
+        }
+    }
+
+    /// Says where the beginning of a range is to be written; never blocks. Where nothing is, that
+    /// is a place that nothing names yet; [`written`](Disk::written) has the tables name it.
+    ///
+    /// # Panics
+    /// As [`map`](Disk::map).
+    pub fn reserve(&self, offset: u64, len: u64) -> Extent {
+        assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
+        match self {
+            Disk::Raw(d) => d.map(offset, len),
+            Disk::Image(d) => d.reserve(offset, len),
+            Disk::Null(_) => Extent::Zeros { len },
+        }
+    }
+
+    /// Looks whether the medium has grown. Some: the new size in sectors, which
+    /// [`sectors`](Disk::sectors) gives from now on. A medium that has shrunk keeps its size
+    /// here (what is gone fails as it is used) and is reported once in the log.
+    ///
+    /// # Errors
+    /// The medium's size could not be read.
+    pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
+        match self {
+            Disk::Raw(d) => d.refresh_size(),
+            Disk::Image(_) | Disk::Null(_) => Ok(None),
+        }
+    }
+
+    /// Tells when [`refresh_size`](Disk::refresh_size) may have something new.
+    pub fn growth_watch(&self) -> GrowthWatch {
+        match self {
+            Disk::Raw(d) => d.growth_watch(),
+            Disk::Image(_) | Disk::Null(_) => GrowthWatch::never(),
+        }
+    }
+
+    /// Scratch memory in bytes that a [`Port`] to any disk needs.
+    pub const MAX_SCRATCH_BYTES: usize = SCRATCH_BYTES;
+
+    /// Scratch memory in bytes that a [`Port`] to this disk needs; 0: none.
+    pub fn scratch_bytes(&self) -> usize {
+        match self {
+            Disk::Image(_) => SCRATCH_BYTES,
+            Disk::Raw(_) | Disk::Null(_) => 0,
+        }
+    }
+
+    /// Whether the disk has metadata, so that translating can hit or miss what is in memory.
+    pub fn has_metadata(&self) -> bool {
+        matches!(self, Disk::Image(_))
+    }
+
+    /// The kernel has been given the data of a range that was written where
+    /// [`reserve`](Disk::reserve) said: readers see it from now on, and it survives the death of this
+    /// process. To be called before the write is answered. Memory only, never blocks.
+    pub fn written(&self, offset: u64, len: u64) {
+        if let Disk::Image(d) = self {
+            d.written(offset, len);
+        }
+    }
+
+    /// Whether there are answered changes that only this host's memory has, because no flush came
+    /// since: a [`flush`](Disk::flush) writes them down. A look at memory.
+    pub fn is_dirty(&self) -> bool {
+        matches!(self, Disk::Image(d) if d.is_dirty())
+    }
+
+    /// Whether a parent has answered writes of a killed process that only this host's memory knows
+    /// of: [`recover_parents`](crate::Session::recover_parents) is due before the disk is used.
+    pub fn is_unrecovered(&self) -> bool {
+        matches!(self, Disk::Image(d) if !self.read_only() && !d.unrecovered().is_empty())
+    }
+
+    /// Reads a range, whatever steps that takes.
+    ///
+    /// # Errors
+    /// `InvalidInput`: not inside the disk. `InvalidData`: metadata is damaged. Others as the
+    /// kernel gives them.
+    pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        if !self.contains(offset, buf.len() as u64) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        match self {
+            Disk::Raw(_) => port.io.read_exact(port.files[0], offset, buf).await,
+            Disk::Image(d) => d.read(port, offset, buf).await,
+            Disk::Null(_) => {
+                port.memory().fill(buf, 0);
+                Ok(())
+            }
+        }
+    }
+
+    /// Writes a range, whatever steps that takes. It is visible, and survives the death of this
+    /// process, when this returns `Ok`; [`flush`](Disk::flush) makes it durable.
+    ///
+    /// # Errors
+    /// As [`read`](Disk::read); `PermissionDenied`: read-only; `StorageFull`.
+    pub async fn write(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        self.check_change(offset, buf.len() as u64)?;
+        match self {
+            Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
+            Disk::Image(d) => d.write(port, offset, buf).await,
+            Disk::Null(_) => Ok(()),
+        }
+    }
+
+    /// Everything written before is on the medium when this returns `Ok`.
+    ///
+    /// # Errors
+    /// As the kernel gives them. It reports a lost write once only, so the caller must not take
+    /// a later success for good (blkif.md 2, rule 3).
+    pub async fn flush(&self, port: &Port) -> io::Result<()> {
+        match self {
+            Disk::Raw(d) => d.flush(&port.io, &port.files).await,
+            Disk::Image(_) if self.read_only() => Ok(()),
+            Disk::Image(d) => d.flush(port).await,
+            Disk::Null(_) => Ok(()),
+        }
+    }
+
+    /// The last thing to be done with a disk: a flush, and what makes its image complete for
+    /// other programs. Nothing may be under way.
+    ///
+    /// # Errors
+    /// As [`flush`](Disk::flush).
+    pub async fn close(&self, port: &Port) -> io::Result<()> {
+        match self {
+            Disk::Image(d) if !self.read_only() => d.close(port).await,
+            _ => self.flush(port).await,
+        }
+    }
+
+    /// Lets others open what was [closed](Disk::close), while this process still has it open.
+    /// Nothing may be written from now on. A block device stays claimed until it is dropped.
+    pub fn unlock(&self) {
+        match self {
+            Disk::Raw(d) => d.unlock(),
+            Disk::Image(d) => d.layers().iter().for_each(|layer| layer.medium().unlock()),
+            Disk::Null(_) => {}
+        }
+    }
+
+    /// Tells the medium that a range is not needed any more. It reads as zeros or as before, or,
+    /// in an image with a parent, as the parent; bytes outside of it are never touched, however it
+    /// is aligned (threats.md T20).
+    ///
+    /// # Errors
+    /// `Unsupported`: this medium cannot, and will not later. `PermissionDenied`: read-only.
+    /// `InvalidInput`: not inside the disk. Others as the kernel gives them.
+    pub async fn discard(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        self.check_change(offset, len)?;
+        let mut done = 0;
+        while done < len {
+            done += self.discard_part(port, offset + done, len - done).await?;
+            port.io.yield_to_others().await;
+        }
+        Ok(())
+    }
+
+    /// The beginning of a [`discard`](Disk::discard): a bounded amount of work, however long the
+    /// range is and whatever the image has in it. Gives the bytes that are done; 0: metadata was
+    /// read, go on. Between two parts callers [let others go first][yield], and may end.
+    ///
+    /// [yield]: ferrite_io::reactor::Io::yield_to_others
+    ///
+    /// # Errors
+    /// As [`discard`](Disk::discard).
+    pub async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
+        self.check_change(offset, len)?;
+        match self {
+            Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
+            Disk::Image(d) => d.discard_part(port, offset, len).await,
+            Disk::Null(_) => Ok(len),
+        }
+    }
+
+    /// Makes a range read as zeros, by the cheapest means the medium has; at the last, by
+    /// writing `zeros`, memory full of zeros whose length is a multiple of
+    /// [`block_bytes`](Disk::block_bytes), over and over.
+    ///
+    /// # Errors
+    /// `PermissionDenied`: read-only. `InvalidInput`: not inside the disk, or not aligned to
+    /// [`block_bytes`](Disk::block_bytes). Others as the kernel gives them.
+    pub async fn write_zeroes(
+        &self,
+        port: &Port,
+        offset: u64,
+        len: u64,
+        zeros: Span,
+    ) -> io::Result<()> {
+        self.check_change(offset, len)?;
+        match self {
+            Disk::Raw(d) => d.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
+            Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
+            Disk::Null(_) => Ok(()),
+        }
+    }
+
+    /// The second line of defence for ranges and read-only disks (threats.md T10).
+    fn check_change(&self, offset: u64, len: u64) -> io::Result<()> {
+        if self.read_only() {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        if !self.contains(offset, len) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        Ok(())
+    }
+}
+
+/// One line for people: what was opened, its size, and how it is accessed.
+impl fmt::Display for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Disk::Raw(d) => d.fmt(f),
+            Disk::Image(d) => d.fmt(f),
+            Disk::Null(d) => d.fmt(f),
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! What an image says about its parent, for those who only look: it may be in use, or have features
+//! that are not supported here.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use crate::Raw;
+use crate::qcow2::format::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};
+
+/// The fields that all versions have.
+const FIELDS_BYTES: usize = 24;
+
+/// Whether it begins as a qcow2 image does.
+pub(crate) fn is_qcow2(raw: &Raw) -> io::Result<bool> {
+    let head = raw.read_now(0, FIELDS_BYTES)?;
+    Ok(head.len() == FIELDS_BYTES && be32(&head, 0) == MAGIC)
+}
+
+/// Whether the backing file of a qcow2 image is raw: what its guest has written there says nothing.
+pub(crate) fn is_on_raw(raw: &Raw) -> io::Result<bool> {
+    let head = raw.read_now(0, HEAD_BYTES as usize)?;
+    let header = Header::parse(&head, raw.bytes_now()?).ok();
+    let format = header.and_then(|header| header.backing?.format);
+    Ok(format.is_some_and(|format| format == "raw"))
+}
+
+/// Where the backing file of a qcow2 image is; none: it is no such image, or has none on this host.
+///
+/// # Errors
+/// It has one, and does not tell.
+pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
+    let head = raw.read_now(0, FIELDS_BYTES)?;
+    if head.len() < FIELDS_BYTES || be32(&head, 0) != MAGIC || be64(&head, 8) == 0 {
+        return Ok(None);
+    }
+    let bad = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidData, why.to_owned()));
+    let len = be32(&head, 16);
+    if len > MAX_BACKING_NAME_BYTES {
+        return bad("the name of its backing file is too long");
+    }
+    let name = raw.read_now(be64(&head, 8), len as usize)?;
+    let name = name.strip_prefix(b"file:").unwrap_or(&name);
+    if name.starts_with(b"json:") {
+        return bad("its backing file is named by json:");
+    }
+    // Other schemes are of no files of this host.
+    let first = name.split(|b| *b == b'/').next().unwrap_or_default();
+    if name.is_empty() || first.contains(&b':') {
+        return Ok(None);
+    }
+    let folder = raw.path().parent().unwrap_or("".as_ref());
+    Ok(Some(folder.join(OsStr::from_bytes(name))))
+}

@@ -1,0 +1,11 @@
+//! What is done to an image besides serving it: making, looking, mending, changing its size or version.
+
+pub(in crate::qcow2) mod check;
+pub(in crate::qcow2) mod create;
+pub(in crate::qcow2) mod fingerprint;
+pub(in crate::qcow2) mod info;
+pub(in crate::qcow2) mod lineage;
+pub(in crate::qcow2) mod repair;
+pub(in crate::qcow2) mod resize;
+pub(in crate::qcow2) mod snapshots;
+pub(in crate::qcow2) mod upgrade;

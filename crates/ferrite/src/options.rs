@@ -1,0 +1,65 @@
+//! Options that several programs have.
+
+use std::io;
+use std::path::Path;
+
+use clap::Args;
+use ferrite_disk::size;
+use ferrite_io::shares::Shares;
+use ferrite_serve::polling::{Budget, PollWindow, host_units};
+use ferrite_serve::tuning::Tuning;
+
+/// How the backend goes about its work; for a server and for a bench.
+#[derive(Debug, Args)]
+pub struct TuningArgs {
+    /// Look for work for so many microseconds before sleeping; auto: as long as it pays, and not
+    /// where no processor is idle; 0: never.
+    #[arg(long, value_name = "US|auto", default_value_t = PollWindow::Auto)]
+    pub poll_us: PollWindow,
+
+    /// Processor time that polling may take, in percent of one processor.
+    #[arg(long, value_name = "PERCENT", default_value_t = 100,
+          value_parser = clap::value_parser!(u32).range(0..=6400))]
+    pub poll_cpu: u32,
+
+    /// Processors that all disks of this host together may poll with; by default half of
+    /// them, and at least one.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
+    pub poll_host: Option<u32>,
+
+    /// Give each request to the storage by itself, even where neighbours could share an
+    /// operation.
+    #[arg(long)]
+    pub no_merge: bool,
+}
+
+impl TuningArgs {
+    /// What the queues are told.
+    pub fn tuning(&self) -> Tuning {
+        Tuning { poll: self.poll_us, merge: !self.no_merge }
+    }
+
+    /// What a disk may poll with, as far as the others that share the file leave it.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub fn polling(&self, shared: &Path) -> io::Result<Budget> {
+        let units = self.poll_host.unwrap_or_else(host_units);
+        Ok(Budget::shared(self.poll_cpu, Shares::open(shared, units)?))
+    }
+}
+
+/// Buffers are addressed with 32 bits, rounded up to 2 MiB.
+const MAX_MEMORY_BYTES: u64 = 2 << 30;
+
+/// A size of memory for data in flight.
+///
+/// # Errors
+/// It is no size, or none that can be had; the text says which may.
+pub fn memory(text: &str) -> Result<usize, String> {
+    let bytes = size::parse(text).map_err(|e| e.to_string())?;
+    if bytes == 0 || bytes > MAX_MEMORY_BYTES {
+        return Err("it must be more than 0 and at most 2G".into());
+    }
+    usize::try_from(bytes).map_err(|e| e.to_string())
+}

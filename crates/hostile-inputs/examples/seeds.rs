@@ -1,0 +1,257 @@
+//! Writes what the fuzzer begins with into `fuzz/corpus`: small valid inputs of every kind.
+//! `cargo run -p ferrite-hostile-inputs --example seeds`; images of QEMU's take its `qemu-img`.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use ferrite_hostile_inputs::Recipe;
+use ferrite_hostile_inputs::images::{Sketch, qcow2, vhd};
+use ferrite_xen::abi::{IndirectOp, Message, PlainOp, Protocol, RawSegment, Request};
+use ferrite_xen::hypervisor::GrantRef;
+use ferrite_xen::store::wire;
+
+/// Bytes at the end of a file that stay behind the hole.
+const TAIL_BYTES: usize = 512;
+
+fn main() -> io::Result<()> {
+    text()?;
+    guests()?;
+    store()?;
+    vhds()?;
+    qcow2s()?;
+    journals()?;
+    qemu()
+}
+
+fn put(target: &str, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target);
+    fs::create_dir_all(&dir)?;
+    fs::write(dir.join(format!("seed-{name}")), bytes)
+}
+
+fn text() -> io::Result<()> {
+    for (i, text) in ["512", "16M", "1GiB", "8191p", "9223372036854775807"].iter().enumerate() {
+        put("size", &i.to_string(), text.as_bytes())?;
+    }
+    let names = ["/srv/a.img", "vhd:/dev/vg/lv", "a.VHD", "qcow2:b", "raw:/a/b.vhd", "./a:b"];
+    for (i, text) in names.iter().enumerate() {
+        put("image_name", &i.to_string(), text.as_bytes())?;
+    }
+    Ok(())
+}
+
+fn guests() -> io::Result<()> {
+    let segment = RawSegment { gref: 9, first_sect: 0, last_sect: 7 };
+    let plain = |op| Message::Plain { op, nr_segments: 11, sector: 8, segments: [segment; 11] };
+    let indirect = Message::Indirect {
+        op: IndirectOp::Write,
+        nr_segments: 32,
+        sector: 8,
+        pages: [GrantRef(7); 8],
+    };
+    let messages = [
+        ("read", plain(PlainOp::Read)),
+        ("write", plain(PlainOp::Write)),
+        ("barrier", plain(PlainOp::Barrier)),
+        ("flush", plain(PlainOp::Flush)),
+        ("discard", Message::Discard { sector: 8, nr_sectors: 800, flag: 1 }),
+        ("indirect", indirect),
+    ];
+    for protocol in [Protocol::X86_64, Protocol::X86_32] {
+        for (name, message) in &messages {
+            let request = Request { id: 0x1122_3344_5566_7788, response_op: 0, message: *message };
+            let mut input = request.encode(protocol).0.to_vec();
+            input.extend(4096u64.to_be_bytes());
+            input.extend([2, 0, 0, 1]);
+            (0..32).for_each(|_| input.extend(segment.encode()));
+            put("ring", &format!("{name}-{}", protocol.key()), &input)?;
+        }
+    }
+    Ok(())
+}
+
+fn store() -> io::Result<()> {
+    use wire::MessageType as T;
+    let mut stream = vec![5];
+    let message = |kind, id, tx, payload: &[u8]| wire::Message::new(kind, id, tx, payload).encode();
+    let replies = [
+        message(T::Read, 1, 0, b"value"),
+        message(T::Directory, 2, 0, b"a\0b\0"),
+        message(T::WatchEvent, 0, 0, b"/a/b\0token\0"),
+        message(T::GetPerms, 3, 0, b"n0\0r1\0"),
+        message(T::Watch, 4, 0, wire::OK_PAYLOAD),
+        message(T::TransactionStart, 5, 0, b"7\0"),
+        message(T::Error, 6, 7, b"ENOENT\0"),
+        message(T::Error, 7, 7, b"EAGAIN\0"),
+        message(T::WatchEvent, 0, 0, b"/a\0token\0"),
+    ];
+    stream.extend(replies.concat());
+    put("store_wire", "session", &stream)?;
+    put("store_client", "session", &stream[1..])?;
+    let keys: [(&str, &[&str]); 4] = [
+        ("plain", &["x86_64-abi", "-", "-", "-", "8", "9", "1"]),
+        ("ring-of-2", &["x86_32-abi", "1", "1", "8", "9", "10", "0"]),
+        ("two-queues", &["-", "2", "0", "8", "9", "10", "11", "1"]),
+        ("ring-pages", &["x86_64-abi", "-", "-", "4", "1", "2", "3", "4", "5", "-"]),
+    ];
+    for (name, lines) in keys {
+        put("store_keys", name, lines.join("\n").as_bytes())?;
+    }
+    Ok(())
+}
+
+/// As an input, read only and written to.
+fn image(target: &str, name: &str, file: &Sketch) -> io::Result<()> {
+    let bytes = file.get(0, file.bytes() as usize);
+    let flags = if target == "vhd" { Recipe::SEAL_FOOTERS | Recipe::SEAL_HEADER } else { 0 };
+    let same = if target == "vhd" { Recipe::SAME_FOOTERS } else { 0 };
+    let read = Recipe { flags: flags | same, hole_at: 0, hole: 0, bytes };
+    put(target, name, &read.encode())?;
+    let write = Recipe { flags: flags | Recipe::WRITE | Recipe::REPAIR, ..read };
+    put(target, &format!("{name}-written"), &write.encode())
+}
+
+fn vhds() -> io::Result<()> {
+    let small = vhd::small();
+    image("vhd", "small", &small.build())?;
+    image("vhd", "fixed", &vhd::fixed(4096, [7; 16], 1))?;
+    let parents = [
+        ("on-vhd", vhd::Parent::beside([7; 16], "parent.vhd")),
+        ("on-two", vhd::Parent::beside([8; 16], "middle.vhd")),
+        ("on-itself", vhd::Parent::url([9; 16], "./image.vhd")),
+        ("on-a-loop", vhd::Parent::url([8; 16], "./loop.vhd")),
+        ("on-raw", vhd::Parent::url([0; 16], "./raw")),
+        ("on-directory", vhd::Parent::url([0; 16], "./dir")),
+    ];
+    for (name, parent) in parents {
+        let child = vhd::Dynamic { uuid: [9; 16], parent: Some(parent), ..small.clone() };
+        image("vhd", name, &child.build())?;
+    }
+    let batmap = include_batmap();
+    image("vhd", "batmap", &batmap)
+}
+
+/// A disk of libvhd's with a batmap, all blocks of the usual size and none there.
+fn include_batmap() -> Sketch {
+    let disk = vhd::Dynamic {
+        disk_bytes: 16 << 20,
+        block_bytes: 2 << 20,
+        present: vec![],
+        ..vhd::small()
+    };
+    let mut file = disk.build();
+    let at = vhd::TABLE_AT + 512;
+    for footer_at in [0, at] {
+        vhd::Sealed::Footer.forge(&mut file, footer_at, 28, b"tap\0\0\x01\0\x03");
+    }
+    let footer = file.get(0, 512);
+    let mut header = b"tdbatmap".to_vec();
+    header.extend((at + 512).to_be_bytes());
+    header.extend(1u32.to_be_bytes());
+    header.extend(0x0001_0002u32.to_be_bytes());
+    header.extend(u32::MAX.to_be_bytes());
+    header.resize(512, 0);
+    file.put(at, &header).put(at + 512, &[0; 512]).put(at + 1024, &footer);
+    file
+}
+
+fn qcow2s() -> io::Result<()> {
+    let small = qcow2::small();
+    image("qcow2", "small", &small.build())?;
+    image(
+        "qcow2",
+        "version-2",
+        &qcow2::Image { version: 2, zeros: vec![], ..small.clone() }.build(),
+    )?;
+    let backings = [
+        ("on-qcow2", "parent.qcow2", Some("qcow2")),
+        ("on-two", "middle.qcow2", Some("qcow2")),
+        ("on-itself", "image.qcow2", Some("qcow2")),
+        ("on-a-loop", "loop.qcow2", Some("qcow2")),
+        ("on-raw", "raw", Some("raw")),
+        ("on-vhd", "parent.vhd", Some("vpc")),
+        ("on-unknown", "raw", None),
+    ];
+    for (name, path, format) in backings {
+        let backing = Some((path.to_owned(), format.map(str::to_owned)));
+        image("qcow2", name, &qcow2::Image { backing, ..small.clone() }.build())?;
+    }
+    Ok(())
+}
+
+fn journals() -> io::Result<()> {
+    let record = |words: &[u64]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
+    for (format, name) in [(0, "vhd"), (1, "qcow2")] {
+        for (mode, how) in [(0, "written"), (2, "read"), (4, "header")] {
+            let mut input = vec![format | mode];
+            // Key plus one, then words, for records of three and of more words.
+            input.extend(record(&[1, 0x8000_0000_0000_0400, 0, 0, 6, 0, 3, 0, 2, 24, 0xFF, 0xFF]));
+            put("journal", &format!("{name}-{how}"), &input)?;
+        }
+    }
+    Ok(())
+}
+
+/// Images that are not ours, where there is a `qemu-img`: their zeros become the hole.
+fn qemu() -> io::Result<()> {
+    let dir = tempfile::tempdir()?;
+    let data = dir.path().join("data");
+    let mut content = vec![0; 64 << 10];
+    content[..4096].fill(0x5A);
+    content[40 << 10..41 << 10]
+        .copy_from_slice(&(0..1024).map(|i| (i * i) as u8).collect::<Vec<_>>());
+    fs::write(&data, content)?;
+    let kinds: [(&str, &str, &str, &[&str]); 8] = [
+        ("vhd", "qemu-dynamic", "vpc", &["-o", "subformat=dynamic,force_size=on"]),
+        ("vhd", "qemu-fixed", "vpc", &["-o", "subformat=fixed,force_size=on"]),
+        ("qcow2", "qemu-512", "qcow2", &["-o", "cluster_size=512"]),
+        ("qcow2", "qemu-4096", "qcow2", &["-o", "cluster_size=4096"]),
+        ("qcow2", "qemu-deflate", "qcow2", &["-c", "-o", "cluster_size=4096"]),
+        ("qcow2", "qemu-zstd", "qcow2", &["-c", "-o", "cluster_size=4096,compression_type=zstd"]),
+        ("qcow2", "qemu-refcounts-of-1", "qcow2", &["-o", "cluster_size=4096,refcount_bits=1"]),
+        ("qcow2", "qemu-refcounts-of-64", "qcow2", &["-o", "cluster_size=512,refcount_bits=64"]),
+    ];
+    for (target, name, format, options) in kinds {
+        let out = dir.path().join(name);
+        let Some(()) = convert(&data, &out, format, options) else { continue };
+        if target == "qcow2" && name == "qemu-512" {
+            let _ = Command::new("qemu-img").args(["snapshot", "-c", "one"]).arg(&out).status();
+        }
+        let bytes = fs::read(&out)?;
+        let flags = if target == "vhd" { Recipe::SEAL_FOOTERS | Recipe::SEAL_HEADER } else { 0 };
+        let recipe = squeezed(&bytes, flags);
+        put(target, name, &recipe.encode())?;
+        let written = Recipe { flags: flags | Recipe::WRITE, ..recipe };
+        put(target, &format!("{name}-written"), &written.encode())?;
+    }
+    Ok(())
+}
+
+fn convert(from: &PathBuf, to: &PathBuf, format: &str, options: &[&str]) -> Option<()> {
+    let mut command = Command::new("qemu-img");
+    command.args(["convert", "-f", "raw", "-O", format]).args(options).arg(from).arg(to);
+    match command.status() {
+        Ok(status) if status.success() => Some(()),
+        _ => {
+            eprintln!("left out: {}", to.display());
+            None
+        }
+    }
+}
+
+/// The file with its longest stretch of zero sectors taken out.
+fn squeezed(bytes: &[u8], flags: u8) -> Recipe {
+    let sectors: Vec<bool> = bytes.chunks(512).map(|s| s.iter().all(|b| *b == 0)).collect();
+    let (mut best, mut run) = ((0, 0), (0, 0));
+    for (i, zero) in sectors.iter().enumerate().take(bytes.len().saturating_sub(TAIL_BYTES) / 512) {
+        run = if *zero { (run.0, run.1 + 1) } else { (i + 1, 0) };
+        if run.1 > best.1 {
+            best = run;
+        }
+    }
+    let mut left = bytes.to_vec();
+    left.drain(best.0 * 512..(best.0 + best.1) * 512);
+    Recipe { flags, hole_at: best.0 as u16, hole: best.1 as u32, bytes: left }
+}

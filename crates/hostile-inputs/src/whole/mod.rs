@@ -1,0 +1,183 @@
+//! Whole files: images and journals, opened as a disk, read, and written to where that is the
+//! question.
+
+mod journal;
+mod recipe;
+mod stage;
+
+use ferrite_disk::{
+    Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Raw, Session, qcow2, vhd,
+};
+use ferrite_io::pool::Pool;
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
+use ferrite_simio::SimWorld;
+
+pub(crate) use journal::journal;
+pub use recipe::Recipe;
+use stage::Stage;
+
+/// What an image costs at most: ranges mapped, and bytes of a read.
+const MAPPED_RANGES: usize = 48;
+const READ_BYTES: usize = 4096;
+
+/// A VHD and its parents.
+pub(crate) fn vhd_image(input: &[u8]) {
+    image(Format::Vhd, input);
+}
+
+/// A qcow2 image and its backing files.
+pub(crate) fn qcow2_image(input: &[u8]) {
+    image(Format::Qcow2, input);
+}
+
+fn image(format: Format, input: &[u8]) {
+    let Some(recipe) = Recipe::decode(input) else { return };
+    Stage::with(|stage| {
+        stage.put_image(format, &recipe.file(format));
+        let before = stage.fingerprint();
+        let readable = opened(stage.open(format, true, None));
+        check(stage, format, readable.is_some());
+        if let Some(disk) = readable {
+            read_around(disk);
+        }
+        // Opening for writing, and going away again, is no write either.
+        let writable = opened(stage.open(format, false, None));
+        assert_eq!(stage.fingerprint(), before, "opening or reading has changed a file");
+        if let Some(disk) = writable.filter(|_| recipe.writes()) {
+            let parents = stage.parents();
+            write_around(disk);
+            assert_eq!(stage.parents(), parents, "a parent was written to");
+            let again = stage.open(format, true, None);
+            read_around(again.expect("an image that was closed in good order opens again"));
+        }
+        if recipe.repairs() {
+            repair(stage, format);
+        }
+    });
+}
+
+/// An image that opens, or an error that says something.
+fn opened(result: Result<Disk, DiskError>) -> Option<Disk> {
+    match result {
+        Ok(disk) => Some(disk),
+        Err(e) => {
+            let text = format!("{e} {}", e.help());
+            assert!(!e.why().is_empty() && !e.help().is_empty() && text.len() < 16 << 10, "{text}");
+            None
+        }
+    }
+}
+
+fn session(disk: Disk) -> Session {
+    let world = SimWorld::new(1);
+    Session::new(disk.into(), |arena| Ok(world.engine(arena))).expect("a session")
+}
+
+/// An image with damage that cannot be lived with is not opened.
+fn check(stage: &Stage, format: Format, opens: bool) {
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let raw = Raw::open_medium(&stage.path(format), &options).expect("a regular file");
+    // Reasons, and those for which there is no image.
+    let (all, fatal): (Vec<String>, Vec<String>) = match format {
+        Format::Vhd => {
+            use vhd::Problem::{Footers, Header, Overlap, Place};
+            let Ok(report) = vhd::check(&raw) else { return };
+            let fatal = |f: &&vhd::Finding| matches!(f.problem, Footers | Header | Place | Overlap);
+            let fatal = report.findings.iter().filter(fatal).map(|f| f.why.clone()).collect();
+            (report.findings.into_iter().map(|f| f.why).collect(), fatal)
+        }
+        _ => {
+            let Ok(report) = qcow2::check(&raw) else { return };
+            let fatal = |f: &&qcow2::Finding| f.problem == qcow2::Problem::Header;
+            let fatal = report.findings.iter().filter(fatal).map(|f| f.why.clone()).collect();
+            (report.findings.into_iter().map(|f| f.why).collect(), fatal)
+        }
+    };
+    assert!(!opens || fatal.is_empty(), "it opens, and the check says {fatal:?}");
+    assert!(all.iter().all(|why| !why.is_empty() && why.len() < 4096));
+}
+
+/// What could be mended is mended, and a second look finds nothing more to mend.
+fn repair(stage: &Stage, format: Format) {
+    let Ok(raw) = Raw::open_medium(&stage.path(format), &OpenOptions::default()) else { return };
+    let pool = Pool::with_scratch(1 << 20, 1, 256 << 10).expect("memory");
+    let mut reactor = Reactor::new(SimWorld::new(1).engine(pool.arena().clone()));
+    let files = raw.files().into_iter().map(|f| reactor.add_file(f).expect("a file")).collect();
+    let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
+    let port = Port { io: reactor.io(), files, scratch };
+    let left = |mendable: bool, why: &str| {
+        assert!(!mendable, "still to be mended after a repair: {why}");
+    };
+    match format {
+        Format::Vhd => {
+            let done = reactor.block_on(vhd::repair(&port, &raw)).expect("a reactor");
+            let before = done.ok().filter(|r| r.findings.iter().all(|f| f.problem.is_mendable()));
+            if let (Some(_), Ok(after)) = (before, vhd::check(&raw)) {
+                after.findings.iter().for_each(|f| left(f.problem.is_mendable(), &f.why));
+            }
+        }
+        _ => {
+            let done = reactor.block_on(qcow2::repair(&port, &raw)).expect("a reactor");
+            let before = done.ok().filter(|r| r.findings.iter().all(|f| f.problem.is_mendable()));
+            if let (Some(_), Ok(after)) = (before, qcow2::check(&raw)) {
+                after.findings.iter().for_each(|f| left(f.problem.is_mendable(), &f.why));
+            }
+        }
+    }
+}
+
+/// Asks for the whole disk, range by range, and reads some of each.
+fn read_around(disk: Disk) {
+    let mut session = session(disk);
+    let end = session.disk().sectors() * 512;
+    let files = session.disk().files().len();
+    // From the start on, and again from places further on: tables have their ends there.
+    for start in [0, end / 3, end.saturating_sub(64 << 10)].map(whole_sectors) {
+        let mut at = start;
+        for _ in 0..MAPPED_RANGES / 3 {
+            if at >= end {
+                break;
+            }
+            let extent = session.disk().map(at, end - at);
+            let (Extent::Data { len, .. } | Extent::Zeros { len } | Extent::Slow { len }) = extent;
+            assert!(len > 0 && len <= end - at, "{extent:?} at {at} of {end}");
+            if let Extent::Data { file, offset, len } = extent {
+                assert!(file < files && offset.checked_add(len).is_some(), "{extent:?}");
+            }
+            let piece = len.min(READ_BYTES as u64) as usize;
+            let mut bytes = vec![0xEE; piece];
+            if session.read(at, &mut bytes).is_err() {
+                // It is gone for good: metadata that make no sense, or a file that is too short.
+                at += piece as u64;
+                continue;
+            }
+            at += match extent {
+                Extent::Slow { .. } => piece as u64,
+                Extent::Data { .. } | Extent::Zeros { .. } => len,
+            };
+        }
+    }
+}
+
+/// Writes here and there: what is answered is what is read.
+fn write_around(disk: Disk) {
+    let mut session = session(disk);
+    let end = session.disk().sectors() * 512;
+    for (i, at) in [0, whole_sectors(end / 2), end - 512].into_iter().enumerate() {
+        let bytes = vec![i as u8 + 0xA0; READ_BYTES.min((end - at) as usize)];
+        if session.write(at, &bytes).is_ok() {
+            let mut read = vec![0; bytes.len()];
+            let done = session.read(at, &mut read);
+            assert!(done.is_ok() && read == bytes, "{at}: {done:?}, not what was written");
+        }
+    }
+    let _ = session.flush();
+    let _ = session.discard(0, (64 << 10).min(end));
+    let _ = session.write_zeroes(0, 512.min(end));
+    let _ = session.close();
+}
+
+fn whole_sectors(bytes: u64) -> u64 {
+    bytes & !511
+}

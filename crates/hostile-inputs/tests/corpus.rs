@@ -1,0 +1,40 @@
+//! Everything that the fuzzer has kept, once more: what it once found must not come back.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use ferrite_hostile_inputs::{TARGETS, run};
+
+fn corpora() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus")
+}
+
+fn replay(target: &str) {
+    let mut inputs: Vec<_> =
+        fs::read_dir(corpora().join(target)).unwrap().map(|entry| entry.unwrap().path()).collect();
+    inputs.sort();
+    assert!(!inputs.is_empty(), "no corpus for {target}");
+    for path in inputs {
+        // Of a failing test, this says which input it was.
+        println!("{}", path.display());
+        run(target, &fs::read(&path).unwrap());
+    }
+}
+
+macro_rules! corpora {
+    ($($target:ident)*) => {
+        $(#[test] fn $target() { replay(stringify!($target)); })*
+
+        #[test]
+        fn every_target_has_its_corpus_and_its_fuzz_target() {
+            let tested = [$(stringify!($target)),*];
+            assert_eq!(TARGETS.map(|(name, _)| name), tested);
+            for name in tested {
+                let program = corpora().join(format!("../fuzz_targets/{name}.rs"));
+                assert!(program.exists(), "{} is missing", program.display());
+            }
+        }
+    };
+}
+
+corpora!(image_name journal qcow2 ring size store_client store_keys store_wire vhd);

@@ -1,0 +1,500 @@
+//! A blkif frontend: what a guest's block driver does, and what a hostile one can do.
+//!
+//! [`Frontend`] takes a disk through the xenbus handshake (blkif.md 3.6); [`FrontQueue`] carries
+//! requests. Both check the backend as strictly as a hardened blkfront: see [`FrontError`].
+//!
+//! ```no_run
+//! # use std::time::Duration;
+//! # use ferrite_loopback::{Machine, machine::DiskPaths};
+//! # use ferrite_loopback::front::{FrontError, FrontOptions, Frontend};
+//! # fn example(machine: Machine, disk: DiskPaths) -> Result<(), FrontError> {
+//! let second = Duration::from_secs(1);
+//! let mut front = Frontend::new(machine.guest(disk.domid)?, disk.devid)?;
+//! front.connect(&FrontOptions { queues: 2, order: 1, ..FrontOptions::default() }, second)?;
+//! let buffer = front.space().buffer(8)?;
+//! let queue = &mut front.queues[0];
+//! queue.write(0, &buffer, 0, 8 * 4096)?;
+//! assert!(queue.next_reply(second)?.is_ok());
+//! front.close(second)?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod error;
+mod persistent;
+mod queue;
+mod ring;
+mod space;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::machine::{state, wait_for_state};
+use super::{GuestHandle, LoopbackError};
+use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, MAX_RING_ORDER, Protocol};
+use ferrite_xen::store::{Store, StoreError};
+
+pub use error::FrontError;
+pub use queue::{FrontQueue, QueueOptions, Reply, Tag};
+pub use ring::{RawRing, RingWord};
+pub use space::{Buffer, GuestSpace};
+
+/// Which keys tell the backend about the ring (blkif.md 3.4).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RingKeys {
+    /// As Linux and Windows: `ring-ref` for one page, `ring-page-order` and `ring-refN` for more.
+    Linux,
+    /// `ring-page-order` and `ring-refN` even for one page.
+    AlwaysOrder,
+    /// `num-ring-pages` and `ring-refN`, `ring-ref` for one page.
+    NumRingPages,
+    /// As FreeBSD: both `ring-page-order` and `num-ring-pages`; `ring-ref` for one page.
+    Both,
+}
+
+/// What kind of frontend to be.
+#[derive(Clone, Copy, Debug)]
+pub struct FrontOptions {
+    /// Whose layout.
+    pub protocol: Protocol,
+    /// Whether to write the `protocol` key. Without it the backend takes the frontend for 32-bit
+    /// x86.
+    pub protocol_key: bool,
+    /// The ring order wanted; less if the backend offers less.
+    pub order: u32,
+    /// The queues wanted; fewer if the backend offers fewer.
+    pub queues: u32,
+    /// How the ring is written down.
+    pub ring_keys: RingKeys,
+    /// Whether to write `multi-queue-num-queues` for a single queue, too, as Windows does.
+    pub always_num_queues: bool,
+    /// Most segments of an indirect request; fewer if the backend offers fewer. Linux takes 32; 11
+    /// or fewer: no indirect requests.
+    pub max_indirect: usize,
+    /// See [`QueueOptions::id_bits`].
+    pub id_bits: u64,
+    /// See [`QueueOptions::regrant`].
+    pub regrant: bool,
+    /// See [`QueueOptions::check_release`].
+    pub check_release: bool,
+    /// What `feature-persistent` says, as Linux's 1 by default. With a backend that says the same,
+    /// [`read`](FrontQueue::read) and [`write`](FrontQueue::write) go through pages of the queue's
+    /// own that stay granted, whatever `regrant` says.
+    pub persistent: bool,
+    /// Ask for `order` and `queues` even if the backend offers less, as a hostile frontend may.
+    pub exceed_offer: bool,
+}
+
+impl Default for FrontOptions {
+    /// A 64-bit Linux guest with one queue and one ring page.
+    fn default() -> Self {
+        FrontOptions {
+            protocol: Protocol::X86_64,
+            protocol_key: true,
+            order: 0,
+            queues: 1,
+            ring_keys: RingKeys::Linux,
+            always_num_queues: false,
+            max_indirect: 32,
+            id_bits: 0,
+            regrant: false,
+            check_release: true,
+            persistent: true,
+            exceed_offer: false,
+        }
+    }
+}
+
+impl FrontOptions {
+    /// A Windows guest: ids are kernel addresses, the number of queues is always written, and
+    /// rings and requests are as large as the backend offers.
+    pub fn windows() -> Self {
+        FrontOptions {
+            order: MAX_RING_ORDER,
+            always_num_queues: true,
+            max_indirect: usize::MAX,
+            id_bits: 0xFFFF_FA80_1234_0000,
+            ..Self::default()
+        }
+    }
+
+    /// A 32-bit Linux guest.
+    pub fn x86_32() -> Self {
+        FrontOptions { protocol: Protocol::X86_32, ..Self::default() }
+    }
+}
+
+/// What the backend has published (blkif.md 3.3). Zero or `false` where a key is absent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// `multi-queue-max-queues`.
+    pub max_queues: u64,
+    /// `max-ring-page-order`.
+    pub max_order: u64,
+    /// `feature-max-indirect-segments`.
+    pub max_indirect: u64,
+    /// `feature-flush-cache`.
+    pub flush: bool,
+    /// `feature-barrier`.
+    pub barrier: bool,
+    /// `feature-persistent`.
+    pub persistent: bool,
+    /// `feature-discard`.
+    pub discard: bool,
+    /// `discard-granularity`, bytes.
+    pub discard_granularity: u64,
+    /// `discard-alignment`, bytes.
+    pub discard_alignment: u64,
+    /// `discard-secure`.
+    pub discard_secure: bool,
+    /// `sectors`, of 512 bytes.
+    pub sectors: u64,
+    /// `sector-size`, bytes.
+    pub sector_size: u64,
+    /// `physical-sector-size`, bytes.
+    pub physical_sector_size: u64,
+    /// `info`: 4 is read-only.
+    pub info: u64,
+}
+
+/// What a frontend publishes about a connection, before it does: names and values.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Keys(pub Vec<(String, Vec<u8>)>);
+
+impl Keys {
+    /// Adds or replaces a key.
+    pub fn set(&mut self, key: &str, value: impl ToString) {
+        self.set_bytes(key, value.to_string().as_bytes());
+    }
+
+    /// The same with a value that need not be text.
+    pub fn set_bytes(&mut self, key: &str, value: &[u8]) {
+        self.remove(key);
+        self.0.push((key.to_owned(), value.to_vec()));
+    }
+
+    /// Leaves a key out.
+    pub fn remove(&mut self, key: &str) {
+        self.0.retain(|(k, _)| k != key);
+    }
+
+    /// A key's value, if it is text.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let (_, value) = self.0.iter().find(|(k, _)| k == key)?;
+        std::str::from_utf8(value).ok()
+    }
+}
+
+/// One disk of a guest, seen from the guest.
+pub struct Frontend {
+    space: Arc<GuestSpace>,
+    store: Store,
+    frontend: String,
+    backend: String,
+    features: Features,
+    /// What we said of persistent grants.
+    persistent: bool,
+    /// The connected queues; a thread may take its own out. What is here is released by
+    /// [`close`](Self::close).
+    pub queues: Vec<FrontQueue>,
+}
+
+impl Frontend {
+    /// The frontend of disk `devid` in this guest; the only one in the guest.
+    ///
+    /// # Errors
+    /// The handle has no store connection, or the toolstack has made no such disk.
+    pub fn new(mut guest: GuestHandle, devid: u32) -> Result<Frontend, FrontError> {
+        let store = guest.take_store().ok_or_else(|| {
+            LoopbackError::NotAGuest("the handle has no connection to the store".into())
+        })?;
+        Self::on(GuestSpace::attach(&guest)?, Store::from_fd(store), devid)
+    }
+
+    /// One of several frontends of a guest, on a memory that they share and with a store
+    /// connection of its own.
+    ///
+    /// # Errors
+    /// The toolstack has made no such disk.
+    pub fn on(space: Arc<GuestSpace>, mut store: Store, devid: u32) -> Result<Self, FrontError> {
+        let frontend = format!("{}/device/vbd/{devid}", super::server::home(space.domid()));
+        let key = format!("{frontend}/backend");
+        let backend =
+            store.read_string(&key)?.ok_or(StoreError::NotFound { what: format!("read {key}") })?;
+        let (features, persistent, queues) = (Features::default(), false, Vec::new());
+        Ok(Frontend { space, store, frontend, backend, features, persistent, queues })
+    }
+
+    /// The guest's memory.
+    pub fn space(&self) -> &Arc<GuestSpace> {
+        &self.space
+    }
+
+    /// This frontend's connection to the store, for whatever a test wants to do there.
+    pub fn store(&mut self) -> &mut Store {
+        &mut self.store
+    }
+
+    /// The frontend's directory.
+    pub fn path(&self) -> &str {
+        &self.frontend
+    }
+
+    /// The backend's directory.
+    pub fn backend_path(&self) -> &str {
+        &self.backend
+    }
+
+    /// What the backend had published when [`read_features`](Self::read_features) was last called:
+    /// by [`connect`](Self::connect), when the backend was in state 4.
+    pub fn features(&self) -> &Features {
+        &self.features
+    }
+
+    /// Goes from any state to Connected: waits for the backend's 2, makes the queues, writes the
+    /// keys and 3, waits for the backend's 4, reads its features, writes 4. Queues that are there
+    /// are [abandoned](FrontQueue::abandon): a guest that has not closed starts afresh.
+    ///
+    /// # Errors
+    /// The backend does not follow in time, or the guest has not enough left.
+    pub fn connect(&mut self, o: &FrontOptions, timeout: Duration) -> Result<(), FrontError> {
+        if self.state()? != 1 {
+            self.set_state(1)?;
+        }
+        self.wait_for_backend(&[2], timeout)?;
+        self.read_features()?;
+        self.offer(o)?;
+        self.finish(timeout)
+    }
+
+    /// The middle of [`connect`](Self::connect): makes the queues, and writes the keys and state
+    /// 3, for what was read of the backend.
+    ///
+    /// # Errors
+    /// The guest has not enough left, or the store refuses a key.
+    pub fn offer(&mut self, o: &FrontOptions) -> Result<(), FrontError> {
+        self.offer_edited(o, |_| {})
+    }
+
+    /// As [`offer`](Self::offer), with the keys changed by `edit` before they are written: what a
+    /// hostile frontend does (threats.md T11). Names are relative to the frontend's directory.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn offer_edited(
+        &mut self,
+        o: &FrontOptions,
+        edit: impl FnOnce(&mut Keys),
+    ) -> Result<(), FrontError> {
+        self.queues.drain(..).for_each(FrontQueue::abandon);
+        self.persistent = o.persistent;
+        let (order, queues) = match o.exceed_offer {
+            true => (o.order, o.queues),
+            false => (
+                o.order.min(self.features.max_order.min(u64::from(MAX_RING_ORDER)) as u32),
+                o.queues.min(self.features.max_queues.clamp(1, u64::from(u32::MAX)) as u32),
+            ),
+        };
+        let max_indirect = o.max_indirect.min(self.features.max_indirect as usize);
+        let options = QueueOptions {
+            protocol: o.protocol,
+            order,
+            max_indirect: if max_indirect <= MAX_DIRECT_SEGMENTS { 0 } else { max_indirect },
+            id_bits: o.id_bits,
+            regrant: o.regrant,
+            check_release: o.check_release,
+            persistent: o.persistent && self.features.persistent,
+        };
+        for _ in 0..queues {
+            self.queues.push(FrontQueue::new(&self.space, options)?);
+        }
+        let mut keys = self.keys(o, order);
+        edit(&mut keys);
+        self.publish(&keys)
+    }
+
+    /// The end of [`connect`](Self::connect): waits for the backend's 4, reads, writes 4.
+    ///
+    /// # Errors
+    /// The backend does not follow in time.
+    pub fn finish(&mut self, timeout: Duration) -> Result<(), FrontError> {
+        self.wait_for_backend(&[4], timeout)?;
+        self.read_features()?;
+        // It may have said nothing yet when the queues were made.
+        let persistent = self.persistent && self.features.persistent;
+        self.queues.iter_mut().for_each(|queue| queue.set_persistent(persistent));
+        self.set_state(4)
+    }
+
+    /// The keys for the queues that there are.
+    fn keys(&self, o: &FrontOptions, order: u32) -> Keys {
+        let mut keys = Keys::default();
+        if o.protocol_key {
+            keys.set("protocol", o.protocol.key());
+        }
+        let many = self.queues.len() > 1;
+        if many || o.always_num_queues {
+            keys.set("multi-queue-num-queues", self.queues.len());
+        }
+        let (page_order, num_pages) = match o.ring_keys {
+            RingKeys::Linux => (order > 0, false),
+            RingKeys::AlwaysOrder => (true, false),
+            RingKeys::NumRingPages => (false, true),
+            RingKeys::Both => (true, true),
+        };
+        if page_order {
+            keys.set("ring-page-order", order);
+        }
+        if num_pages {
+            keys.set("num-ring-pages", 1 << order);
+        }
+        let plain = order == 0 && o.ring_keys != RingKeys::AlwaysOrder;
+        for (i, queue) in self.queues.iter().enumerate() {
+            let dir = if many { format!("queue-{i}/") } else { String::new() };
+            for (page, gref) in queue.ring_grefs().iter().enumerate() {
+                let number = if plain { String::new() } else { page.to_string() };
+                keys.set(&format!("{dir}ring-ref{number}"), gref.0);
+            }
+            keys.set(&format!("{dir}event-channel"), queue.port());
+        }
+        keys.set("feature-persistent", u8::from(o.persistent));
+        keys
+    }
+
+    /// Writes the keys and state 3 in one transaction.
+    fn publish(&mut self, keys: &Keys) -> Result<(), FrontError> {
+        let frontend = &self.frontend;
+        Ok(self.store.transaction(|t| {
+            // What an earlier connection with other keys has left.
+            for old in t.list(frontend)?.iter().filter(|k| is_connection_key(k)) {
+                t.remove(&format!("{frontend}/{old}"))?;
+            }
+            for (key, value) in &keys.0 {
+                t.write(&format!("{frontend}/{key}"), value)?;
+            }
+            t.write(&format!("{frontend}/state"), b"3")
+        })?)
+    }
+
+    /// Goes to Closed: 5, waits for the backend's 5 or 6, 6, waits for the backend's 6, releases
+    /// the queues that are here.
+    ///
+    /// # Errors
+    /// The backend does not follow in time; [`FrontError::StillMapped`] if it is Closed and has
+    /// not let go of a ring.
+    pub fn close(&mut self, timeout: Duration) -> Result<(), FrontError> {
+        self.set_state(5)?;
+        self.wait_for_backend(&[5, 6], timeout)?;
+        self.set_state(6)?;
+        self.wait_for_backend(&[6], timeout)?;
+        let mut outcome = Ok(());
+        for queue in self.queues.drain(..) {
+            outcome = outcome.and(queue.release());
+        }
+        outcome
+    }
+
+    /// Waits until the backend is in one of these states; which one it is.
+    ///
+    /// # Errors
+    /// [`LoopbackError::Timeout`].
+    pub fn wait_for_backend(
+        &mut self,
+        states: &[u32],
+        timeout: Duration,
+    ) -> Result<u32, FrontError> {
+        let path = format!("{}/state", self.backend);
+        Ok(wait_for_state(&mut self.store, &path, states, timeout)?)
+    }
+
+    /// The backend's state; 0 if it has none.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn backend_state(&mut self) -> Result<u32, FrontError> {
+        Ok(state(&mut self.store, &format!("{}/state", self.backend))?)
+    }
+
+    /// Our own state; 0 if there is none.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn state(&mut self) -> Result<u32, FrontError> {
+        Ok(state(&mut self.store, &format!("{}/state", self.frontend))?)
+    }
+
+    /// Writes our state, whatever that means to the backend.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn set_state(&mut self, state: u32) -> Result<(), FrontError> {
+        self.write_key("state", state.to_string().as_bytes())
+    }
+
+    /// Writes any key of ours.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn write_key(&mut self, key: &str, value: &[u8]) -> Result<(), FrontError> {
+        Ok(self.store.write(&format!("{}/{key}", self.frontend), value)?)
+    }
+
+    /// Removes any key of ours.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn remove_key(&mut self, key: &str) -> Result<(), FrontError> {
+        Ok(self.store.remove(&format!("{}/{key}", self.frontend))?)
+    }
+
+    /// Reads a key of the backend's.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn backend_key(&mut self, key: &str) -> Result<Option<String>, FrontError> {
+        Ok(self.store.read_string(&format!("{}/{key}", self.backend))?)
+    }
+
+    /// Reads what the backend publishes now.
+    ///
+    /// # Errors
+    /// [`FrontError::Key`] for one that is no number.
+    pub fn read_features(&mut self) -> Result<&Features, FrontError> {
+        let mut number = |key: &str| match self.backend_key(key)? {
+            None => Ok(0),
+            Some(value) => {
+                let error = || FrontError::Key { key: key.into(), value: value.clone() };
+                value.parse::<u64>().map_err(|_| error())
+            }
+        };
+        let features = Features {
+            max_queues: number("multi-queue-max-queues")?,
+            max_order: number("max-ring-page-order")?,
+            max_indirect: number("feature-max-indirect-segments")?,
+            flush: number("feature-flush-cache")? != 0,
+            barrier: number("feature-barrier")? != 0,
+            persistent: number("feature-persistent")? != 0,
+            discard: number("feature-discard")? != 0,
+            discard_granularity: number("discard-granularity")?,
+            discard_alignment: number("discard-alignment")?,
+            discard_secure: number("discard-secure")? != 0,
+            sectors: number("sectors")?,
+            sector_size: number("sector-size")?,
+            physical_sector_size: number("physical-sector-size")?,
+            info: number("info")?,
+        };
+        self.features = features;
+        Ok(&self.features)
+    }
+}
+
+/// Keys of [`Frontend::keys`], with any number at their end.
+fn is_connection_key(key: &str) -> bool {
+    ["ring-ref", "queue-", "ring-page-order", "num-ring-pages", "event-channel", "protocol"]
+        .iter()
+        .any(|k| key.starts_with(k))
+        || key == "multi-queue-num-queues"
+}
+
+#[cfg(test)]
+mod tests;

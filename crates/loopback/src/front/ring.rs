@@ -1,0 +1,125 @@
+//! The frontend's side of a ring's memory: everything by atomics and volatile accesses, and
+//! through `&self`, so that a hostile test can change it from another thread at any moment.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::super::memory::FrameMapping;
+use ferrite_xen::abi::{Protocol, RING_HEADER_BYTES, Slot};
+use ferrite_xen::hypervisor::PAGE_SIZE;
+
+/// One of the four shared words of a ring's header (blkif.md 1.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RingWord {
+    /// Ours: the producer of requests.
+    ReqProd = 0,
+    /// The backend's: where it wants an event.
+    ReqEvent = 4,
+    /// The backend's: the producer of responses.
+    RspProd = 8,
+    /// Ours: where we want an event.
+    RspEvent = 12,
+}
+
+/// A ring's pages, mapped one behind the other.
+pub struct RawRing {
+    pages: FrameMapping,
+    protocol: Protocol,
+    entries: u32,
+}
+
+// SAFETY: shared memory is accessed only by atomics and single volatile accesses, which any number
+// of threads may do; torn or changing values are what this type is for.
+unsafe impl Sync for RawRing {}
+
+impl RawRing {
+    /// Initialises the header as SHARED_RING_INIT does.
+    pub(super) fn new(pages: FrameMapping, protocol: Protocol) -> RawRing {
+        let order = (pages.len() / PAGE_SIZE).ilog2();
+        let ring = RawRing { pages, protocol, entries: protocol.entries(order) };
+        ring.poke(0, &vec![0; ring.pages.len()]);
+        ring.store(RingWord::ReqEvent, 1);
+        ring.store(RingWord::RspEvent, 1);
+        ring
+    }
+
+    /// Slots.
+    pub fn entries(&self) -> u32 {
+        self.entries
+    }
+
+    /// Reads a shared word.
+    pub fn load(&self, word: RingWord) -> u32 {
+        self.word(word).load(Ordering::Acquire)
+    }
+
+    /// Writes a shared word, whoever it belongs to.
+    pub fn store(&self, word: RingWord, value: u32) {
+        self.word(word).store(value, Ordering::Release);
+    }
+
+    fn word(&self, word: RingWord) -> &AtomicU32 {
+        // SAFETY: aligned, in the first page, mapped as long as `self`.
+        unsafe { AtomicU32::from_ptr(self.pages.base().add(word as usize).as_ptr().cast()) }
+    }
+
+    /// Where the slot of a free-running index begins, in bytes from the ring's first.
+    pub fn slot_at(&self, index: u32) -> usize {
+        let slot = (index & (self.entries - 1)) as usize;
+        RING_HEADER_BYTES + slot * self.protocol.slot_bytes()
+    }
+
+    /// Writes a slot.
+    pub fn put_slot(&self, index: u32, slot: &Slot) {
+        let at = self.slot_at(index);
+        for (i, word) in slot.0[..self.protocol.slot_bytes()].chunks_exact(4).enumerate() {
+            let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+            // SAFETY: the slot lies in the mapping (Protocol::entries), at a multiple of 4.
+            unsafe {
+                self.pages.base().add(at + 4 * i).as_ptr().cast::<u32>().write_volatile(word)
+            };
+        }
+    }
+
+    /// The first 16 bytes of a slot: a response with its padding.
+    pub fn response_bytes(&self, index: u32) -> [u8; 16] {
+        let at = self.slot_at(index);
+        let mut out = [0; 16];
+        for (i, bytes) in out.chunks_exact_mut(4).enumerate() {
+            // SAFETY: as in `put_slot`.
+            let word =
+                unsafe { self.pages.base().add(at + 4 * i).as_ptr().cast::<u32>().read_volatile() };
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        out
+    }
+
+    /// Writes bytes anywhere in the ring's pages, one store each.
+    ///
+    /// # Panics
+    /// If they are not inside the ring: a bug of the test.
+    pub fn poke(&self, at: usize, bytes: &[u8]) {
+        assert!(at.checked_add(bytes.len()).is_some_and(|end| end <= self.pages.len()));
+        for (i, byte) in bytes.iter().enumerate() {
+            // SAFETY: checked above.
+            unsafe { self.pages.base().add(at + i).write_volatile(*byte) };
+        }
+    }
+
+    /// Reads bytes anywhere in the ring's pages.
+    ///
+    /// # Panics
+    /// As [`poke`](Self::poke).
+    pub fn peek(&self, at: usize, bytes: &mut [u8]) {
+        assert!(at.checked_add(bytes.len()).is_some_and(|end| end <= self.pages.len()));
+        for (i, byte) in bytes.iter_mut().enumerate() {
+            // SAFETY: checked above.
+            *byte = unsafe { self.pages.base().add(at + i).read_volatile() };
+        }
+    }
+
+    /// Bytes of the ring's pages.
+    #[expect(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> usize {
+        self.pages.len()
+    }
+}

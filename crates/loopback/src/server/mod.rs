@@ -1,0 +1,193 @@
+//! A xenstored in small: one thread that serves xenstore's wire protocol from memory.
+//!
+//! It keeps to what backends and frontends rely on: permissions, transactions that conflict,
+//! watches that fire once when they are set and then for changes at or below their node, quotas
+//! for guests. It has no more than that: no targets, no live update, no logs.
+
+mod connection;
+mod tree;
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+use self::connection::{Closed, Connection};
+use self::tree::{Change, Tree};
+use super::LoopbackError;
+use ferrite_xen::hypervisor::DomId;
+
+pub use self::connection::home;
+
+/// What other threads ask of the server's.
+#[derive(Default)]
+struct Inbox {
+    connections: Vec<(DomId, OwnedFd, Arc<AtomicU64>)>,
+    events: Vec<&'static str>,
+    stop: bool,
+}
+
+struct Shared {
+    inbox: Mutex<Inbox>,
+    wake: OwnedFd,
+}
+
+impl Shared {
+    fn ask(&self, f: impl FnOnce(&mut Inbox)) {
+        f(&mut self.inbox.lock().unwrap_or_else(PoisonError::into_inner));
+        // A full counter wakes as well.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// The server; dropping it ends it, and every connection with it.
+pub struct StoreServer {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl StoreServer {
+    /// With an empty tree.
+    ///
+    /// # Errors
+    /// The kernel gives no descriptor or no thread.
+    pub fn start() -> Result<StoreServer, LoopbackError> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(LoopbackError::system("create the store's eventfd"))?;
+        let shared = Arc::new(Shared { inbox: Mutex::default(), wake });
+        let server = Server { shared: shared.clone(), tree: Tree::new(), connections: Vec::new() };
+        let thread = std::thread::Builder::new()
+            .name("loopback-store".into())
+            .spawn(move || server.run())
+            .map_err(LoopbackError::system("start the store's thread"))?;
+        Ok(StoreServer { shared, thread: Some(thread) })
+    }
+
+    /// A new connection that acts for `domid`; what [`Store::from_fd`](ferrite_xen::store::Store)
+    /// takes.
+    ///
+    /// # Errors
+    /// The kernel gives no socket.
+    pub fn connect(&self, domid: DomId) -> Result<OwnedFd, LoopbackError> {
+        self.connect_counted(domid).map(|(socket, _)| socket)
+    }
+
+    /// The same, with the number of requests that have come by it.
+    ///
+    /// # Errors
+    /// The kernel gives no socket.
+    pub fn connect_counted(
+        &self,
+        domid: DomId,
+    ) -> Result<(OwnedFd, Arc<AtomicU64>), LoopbackError> {
+        let (ours, theirs) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            None,
+        )
+        .map_err(LoopbackError::system("connect to the store"))?;
+        let requests = Arc::new(AtomicU64::new(0));
+        self.shared.ask(|inbox| inbox.connections.push((domid, ours, requests.clone())));
+        Ok((theirs, requests))
+    }
+
+    /// Tells those who watch `@introduceDomain` that a domain has come.
+    pub fn announce_introduced(&self) {
+        self.shared.ask(|inbox| inbox.events.push("@introduceDomain"));
+    }
+
+    /// Tells those who watch `@releaseDomain` that a domain has gone.
+    pub fn announce_released(&self) {
+        self.shared.ask(|inbox| inbox.events.push("@releaseDomain"));
+    }
+}
+
+impl Drop for StoreServer {
+    fn drop(&mut self) {
+        self.shared.ask(|inbox| inbox.stop = true);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The thread's own.
+struct Server {
+    shared: Arc<Shared>,
+    tree: Tree,
+    connections: Vec<Connection>,
+}
+
+impl Server {
+    fn run(mut self) {
+        while self.take_inbox() {
+            let Ok(ready) = self.wait() else { return };
+            let mut closed = Vec::new();
+            for (i, flags) in ready {
+                if self.serve(i, flags).is_err() {
+                    closed.push(i);
+                }
+            }
+            for i in closed.into_iter().rev() {
+                self.connections.swap_remove(i);
+            }
+        }
+    }
+
+    /// `false`: the server ends.
+    fn take_inbox(&mut self) -> bool {
+        let mut inbox = self.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        let connections = std::mem::take(&mut inbox.connections);
+        let events = std::mem::take(&mut inbox.events);
+        let stop = inbox.stop;
+        drop(inbox);
+        let connections = connections.into_iter();
+        self.connections.extend(connections.map(|(d, fd, n)| Connection::new(d, fd, n)));
+        for path in events {
+            self.tell_all(&[Change { path: path.to_owned(), exact: false }]);
+        }
+        !stop
+    }
+
+    /// Waits until something can be done; which connections are ready, in their order.
+    fn wait(&self) -> rustix::io::Result<Vec<(usize, PollFlags)>> {
+        let mut fds = Vec::with_capacity(self.connections.len() + 1);
+        fds.push(PollFd::new(&self.shared.wake, PollFlags::IN));
+        for c in &self.connections {
+            let input = if c.wants_input() { PollFlags::IN } else { PollFlags::empty() };
+            let output = if c.has_output() { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push(PollFd::from_borrowed_fd(c.socket(), input | output));
+        }
+        match rustix::event::poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e),
+        }
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.shared.wake, &mut count);
+        let ready = fds[1..].iter().enumerate().map(|(i, fd)| (i, fd.revents()));
+        Ok(ready.filter(|(_, flags)| !flags.is_empty()).collect())
+    }
+
+    fn serve(&mut self, i: usize, flags: PollFlags) -> Result<(), Closed> {
+        let connection = &mut self.connections[i];
+        let gone = PollFlags::HUP | PollFlags::ERR;
+        if flags.intersects(PollFlags::IN | gone) {
+            let changes = connection.receive(&mut self.tree)?;
+            self.tell_all(&changes);
+        }
+        self.connections[i].send()
+    }
+
+    fn tell_all(&mut self, changes: &[Change]) {
+        for connection in &mut self.connections {
+            changes.iter().for_each(|change| connection.tell(&self.tree, change));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

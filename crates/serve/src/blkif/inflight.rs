@@ -1,0 +1,426 @@
+//! The in-flight table: what a successor has to know (blkif.md 3.9).
+//!
+//! A file on tmpfs that outlives the process. A response slot overwrites a request slot, so the
+//! ring alone cannot tell which requests were consumed and not answered; this table can. It is
+//! written in the order below, and the process may be killed between any two steps. (A killed
+//! process loses no store that it has made to shared memory; the machine's own crash takes the
+//! guests along, so nothing here is ever synced.)
+//!
+//! Taking request number `n` (its index on the ring) into entry `e`:
+//! 1. the slot's private copy, the segments of its indirect pages, and `n`, to `e`;
+//! 2. `e.state = TAKEN`;
+//! 3. `req_cons = n + 1`;
+//! 4. only then is anything done for it.
+//!
+//! Killed before 2, the request is still on the ring. Killed between 2 and 3, the entry says that
+//! `n` was consumed.
+//!
+//! Answering it as response number `m`:
+//! 5. `e.rsp_index = m`, then `e.state = ANSWERING`;
+//! 6. the response to its slot on the ring; a whole batch of them;
+//! 7. the ring's `rsp_prod`: the guest sees the batch;
+//! 8. `rsp_published`;
+//! 9. `e.state = FREE`, and `e` may be used again.
+//!
+//! Killed after 7, the entry's index is covered by the published producer: it was answered and
+//! must never be again. Killed before, the guest has not seen the answer, and the request is done
+//! again: reads and writes may be repeated.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ferrite_disk::DiskIdentity;
+use ferrite_io::shm::Shm;
+use ferrite_xen::abi::{MAX_SLOT_BYTES, Protocol, RawSegment, SEGMENT_BYTES, Slot};
+
+const MAGIC: u64 = u64::from_le_bytes(*b"FERINF04");
+const MAGIC_AT: usize = 0;
+const SIZE_AT: usize = 8;
+const QUEUES_AT: usize = 12;
+const ENTRIES_AT: usize = 16;
+const SEGMENTS_AT: usize = 20;
+const IDENTITY_LEN_AT: usize = 24;
+const IMAGE_KEY_LEN_AT: usize = 28;
+const IMAGE_PATH_LEN_AT: usize = 32;
+const IDENTITY_AT: usize = 64;
+const HEADER_BYTES: usize = 16 << 10;
+/// Room for the identity, which is text of our own making: with 64 queues and 16 pages a ring, the
+/// most that there are, 12.5 KiB for these.
+const IDENTITY_MAX: usize = IMAGE_KEY_AT - IDENTITY_AT;
+/// The image's key, and its path, which is cut off if it is longer.
+const IMAGE_KEY_AT: usize = IMAGE_PATH_AT - DiskIdentity::MAX_KEY_BYTES;
+const IMAGE_PATH_AT: usize = HEADER_BYTES - 1024;
+
+// Of a queue's region.
+const REQ_CONS_AT: usize = 0;
+const RSP_PUBLISHED_AT: usize = 4;
+const QUEUE_HEADER_BYTES: usize = 64;
+
+// Of an entry.
+const STATE_AT: usize = 0;
+const REQ_INDEX_AT: usize = 4;
+const RSP_INDEX_AT: usize = 8;
+const SEGMENT_COUNT_AT: usize = 12;
+const SLOT_AT: usize = 16;
+const ENTRY_SEGMENTS_AT: usize = SLOT_AT + MAX_SLOT_BYTES;
+
+const FREE: u32 = 0;
+const TAKEN: u32 = 1;
+const ANSWERING: u32 = 2;
+
+/// What has to be the same for a table to belong to the connection that a guest has now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// Guest, disk, and every key the frontend published, as text.
+    pub text: String,
+    /// What the guest reads and writes. Only its key has to be the same.
+    pub image: DiskIdentity,
+    /// The layout of its slots.
+    pub protocol: Protocol,
+    /// Ring size, 0 to 4.
+    pub ring_order: u32,
+    /// Queues.
+    pub queues: u32,
+    /// Segments of the largest request that was offered.
+    pub max_segments: u32,
+}
+
+impl Identity {
+    fn line(&self) -> String {
+        format!("{} order={} {}", self.protocol.key(), self.ring_order, self.text)
+    }
+
+    fn entries(&self) -> u32 {
+        self.protocol.entries(self.ring_order)
+    }
+
+    fn entry_bytes(&self) -> usize {
+        ENTRY_SEGMENTS_AT + self.max_segments as usize * SEGMENT_BYTES
+    }
+
+    fn queue_bytes(&self) -> usize {
+        QUEUE_HEADER_BYTES + self.entries() as usize * self.entry_bytes()
+    }
+}
+
+/// Why a table could not be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum TableError {
+    /// The file system's.
+    #[error("in-flight table {path}: cannot {what}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// The reason.
+        source: io::Error,
+    },
+    /// It belongs to another connection, or to another version of this program.
+    #[error(
+        "in-flight table {path} does not belong to the guest's present connection: {why}; what \
+         was in flight cannot be known, so the disk is not taken over. Detach it and attach it \
+         again"
+    )]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// What differs.
+        why: String,
+    },
+    /// The guest was served from another image.
+    #[error(
+        "its disk was served from {was}, and this is {is}; its writes would go to the wrong disk. \
+         Serve the image that it was served from, or detach the disk and attach it again"
+    )]
+    OtherImage {
+        /// The image that the guest knows: path and key.
+        was: String,
+        /// The one that is to be served.
+        is: String,
+    },
+}
+
+/// The table of one connection.
+pub struct Table {
+    shm: Shm,
+    identity: Identity,
+}
+
+impl Table {
+    /// Makes an empty table. It appears under `path` complete or not at all.
+    ///
+    /// # Errors
+    /// The file system's; tmpfs may be full.
+    pub fn create(path: &Path, identity: Identity) -> Result<Table, TableError> {
+        let failed = |what| {
+            let path = path.to_owned();
+            move |source| TableError::Io { path, what, source }
+        };
+        let line = identity.line();
+        if line.len() > IDENTITY_MAX {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, "its identity is too long");
+            return Err(failed("describe it")(source));
+        }
+        let bytes = HEADER_BYTES + identity.queues as usize * identity.queue_bytes();
+        let new = path.with_extension("new");
+        let shm = Shm::create(&new, bytes).map_err(failed("create it"))?;
+        shm.store_u32(SIZE_AT, bytes as u32);
+        shm.store_u32(QUEUES_AT, identity.queues);
+        shm.store_u32(ENTRIES_AT, identity.entries());
+        shm.store_u32(SEGMENTS_AT, identity.max_segments);
+        shm.store_u32(IDENTITY_LEN_AT, line.len() as u32);
+        shm.copy_in(IDENTITY_AT, line.as_bytes());
+        for (len_at, at, text, most) in [
+            (IMAGE_KEY_LEN_AT, IMAGE_KEY_AT, &identity.image.key, IMAGE_PATH_AT - IMAGE_KEY_AT),
+            (IMAGE_PATH_LEN_AT, IMAGE_PATH_AT, &identity.image.path, HEADER_BYTES - IMAGE_PATH_AT),
+        ] {
+            let bytes = &text.as_bytes()[..text.len().min(most)];
+            shm.store_u32(len_at, bytes.len() as u32);
+            shm.copy_in(at, bytes);
+        }
+        shm.store_u64(MAGIC_AT, MAGIC);
+        std::fs::rename(&new, path).map_err(failed("put it in place"))?;
+        Ok(Table { shm, identity })
+    }
+
+    /// Opens the table that a predecessor left, if it is that of the same connection.
+    ///
+    /// # Errors
+    /// [`TableError::Foreign`] if it is not; [`TableError::OtherImage`].
+    pub fn open(path: &Path, identity: Identity) -> Result<Table, TableError> {
+        let foreign =
+            |why: &str| TableError::Foreign { path: path.to_owned(), why: why.to_owned() };
+        let io = |source| TableError::Io { path: path.to_owned(), what: "open it", source };
+        let shm = Shm::open(path).map_err(io)?;
+        let bytes = HEADER_BYTES + identity.queues as usize * identity.queue_bytes();
+        if shm.len() < HEADER_BYTES || shm.load_u64(MAGIC_AT) != MAGIC {
+            return Err(foreign("it is not a table of this version"));
+        }
+        if shm.load_u32(SEGMENTS_AT) != identity.max_segments {
+            return Err(foreign("it was made with another --indirect"));
+        }
+        let line = identity.line();
+        let there = text(&shm, IDENTITY_LEN_AT, IDENTITY_AT, IDENTITY_MAX);
+        if there != line {
+            return Err(foreign(&format!("it says \"{there}\", the guest says \"{line}\"")));
+        }
+        let key = text(&shm, IMAGE_KEY_LEN_AT, IMAGE_KEY_AT, IMAGE_PATH_AT - IMAGE_KEY_AT);
+        if key != identity.image.key {
+            let path = text(&shm, IMAGE_PATH_LEN_AT, IMAGE_PATH_AT, HEADER_BYTES - IMAGE_PATH_AT);
+            let DiskIdentity { key: now, path: to } = &identity.image;
+            let (was, is) = (format!("{path} ({key})"), format!("{to} ({now})"));
+            return Err(TableError::OtherImage { was, is });
+        }
+        if shm.len() != bytes || shm.load_u32(SIZE_AT) as usize != bytes {
+            return Err(foreign("its size is wrong"));
+        }
+        Ok(Table { shm, identity })
+    }
+
+    /// One queue's part; each is handed to one thread.
+    pub fn into_queues(self) -> Vec<QueueTable> {
+        let shm = std::sync::Arc::new(self.shm);
+        (0..self.identity.queues as usize)
+            .map(|i| QueueTable {
+                shm: shm.clone(),
+                base: HEADER_BYTES + i * self.identity.queue_bytes(),
+                entry_bytes: self.identity.entry_bytes(),
+                entries: self.identity.entries(),
+                max_segments: self.identity.max_segments,
+            })
+            .collect()
+    }
+}
+
+/// A text of the header, which the predecessor wrote.
+fn text(shm: &Shm, len_at: usize, at: usize, most: usize) -> String {
+    let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
+    shm.copy_out(at, &mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// A request that its guest was not answered for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unanswered {
+    /// Its entry, which stays taken.
+    pub entry: u32,
+    /// Its index on the ring.
+    pub req_index: u32,
+    /// Its slot, as it was consumed.
+    pub slot: Slot,
+    /// The segments of its indirect pages, as they were consumed.
+    pub indirect: Vec<RawSegment>,
+}
+
+/// Where a queue stands after its process died.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Resume {
+    /// Next request to consume.
+    pub req_cons: u32,
+    /// Next response to write.
+    pub rsp_prod: u32,
+    /// To be done again, in the order in which they were taken.
+    pub unanswered: Vec<Unanswered>,
+}
+
+/// One queue's part of the table.
+pub struct QueueTable {
+    shm: std::sync::Arc<Shm>,
+    base: usize,
+    entry_bytes: usize,
+    entries: u32,
+    max_segments: u32,
+}
+
+impl QueueTable {
+    /// Sets the indices of a ring that was just attached.
+    pub fn start(&self, req_cons: u32, rsp_prod: u32) {
+        self.store(self.base + REQ_CONS_AT, req_cons);
+        self.store(self.base + RSP_PUBLISHED_AT, rsp_prod);
+    }
+
+    /// Steps 1 to 3 for a request without indirect pages, or whose pages come with
+    /// [`add_indirect`](Self::add_indirect).
+    pub fn take(&self, entry: u32, req_index: u32, slot: &Slot) {
+        let at = self.entry(entry);
+        if self.lives() {
+            self.shm.store_words(at + SLOT_AT, &slot.words());
+        }
+        self.store(at + SEGMENT_COUNT_AT, 0);
+        self.store(at + REQ_INDEX_AT, req_index);
+        self.store(at + STATE_AT, TAKEN);
+        self.store(self.base + REQ_CONS_AT, req_index.wrapping_add(1));
+    }
+
+    /// Adds the segments of an indirect request. Before this a successor fetches them from the
+    /// guest again, which is as good: nothing was done with them yet.
+    pub fn add_indirect(&self, entry: u32, segments: &[RawSegment]) {
+        let at = self.entry(entry);
+        for (i, s) in segments.iter().take(self.max_segments as usize).enumerate() {
+            let bytes = u64::from_le_bytes(s.encode());
+            if self.lives() {
+                self.shm.store_u64(at + ENTRY_SEGMENTS_AT + i * SEGMENT_BYTES, bytes);
+            }
+        }
+        self.store(at + SEGMENT_COUNT_AT, segments.len() as u32);
+    }
+
+    /// Step 5.
+    pub fn answer(&self, entry: u32, rsp_index: u32) {
+        #[cfg(test)]
+        crate::blkif::queue::tests::is_answering(rsp_index);
+        let at = self.entry(entry);
+        self.store(at + RSP_INDEX_AT, rsp_index);
+        self.store(at + STATE_AT, ANSWERING);
+    }
+
+    /// Step 8.
+    pub fn published(&self, rsp_prod: u32) {
+        self.store(self.base + RSP_PUBLISHED_AT, rsp_prod);
+    }
+
+    /// Step 9.
+    pub fn free(&self, entry: u32) {
+        #[cfg(test)]
+        crate::blkif::queue::tests::is_free(self.shm.load_u32(self.entry(entry) + RSP_INDEX_AT));
+        self.store(self.entry(entry) + STATE_AT, FREE);
+    }
+
+    /// What the predecessor left, given the response producer that stands on the ring now.
+    /// Entries that were answered are freed. `None`: table and producer contradict each other (the
+    /// guest has changed it to something that we cannot have written), and the ring must not be
+    /// served; the table stays as it was.
+    pub fn resume(&self, shared_rsp_prod: u32) -> Option<Resume> {
+        let (req_cons, unanswered) = self.look(shared_rsp_prod)?;
+        // From here on the producer is one that the table knows, wherever a successor is killed.
+        self.published(shared_rsp_prod);
+        for entry in 0..self.entries {
+            match self.state(entry) {
+                ANSWERING if self.is_seen(entry, shared_rsp_prod) => self.free(entry),
+                // Its index will be another's now.
+                ANSWERING => self.store(self.entry(entry) + STATE_AT, TAKEN),
+                _ => {}
+            }
+        }
+        self.store(self.base + REQ_CONS_AT, req_cons);
+        Some(Resume { req_cons, rsp_prod: shared_rsp_prod, unanswered })
+    }
+
+    /// The next request to consume, and the unanswered ones by age. Changes nothing.
+    fn look(&self, shared_rsp_prod: u32) -> Option<(u32, Vec<Unanswered>)> {
+        // Ours was there before the table knew of it: a guest that takes answers back would get them
+        // twice.
+        let published = self.shm.load_u32(self.base + RSP_PUBLISHED_AT);
+        if (shared_rsp_prod.wrapping_sub(published) as i32) < 0 {
+            return None;
+        }
+        let mut req_cons = self.shm.load_u32(self.base + REQ_CONS_AT);
+        let mut unanswered = Vec::new();
+        for entry in (0..self.entries).filter(|&entry| self.state(entry) != FREE) {
+            if self.state(entry) == ANSWERING && self.is_seen(entry, shared_rsp_prod) {
+                continue;
+            }
+            let req_index = self.shm.load_u32(self.entry(entry) + REQ_INDEX_AT);
+            if req_index == req_cons {
+                // Killed between steps 2 and 3.
+                req_cons = req_index.wrapping_add(1);
+            }
+            unanswered.push(self.read_entry(entry, req_index));
+        }
+        // Each consumed request was answered or is here. One answer more or less on the ring, and
+        // there would be an answer without a request, or a request that is never answered.
+        if req_cons.wrapping_sub(shared_rsp_prod) as usize != unanswered.len() {
+            return None;
+        }
+        let age = |u: &Unanswered| req_cons.wrapping_sub(u.req_index);
+        unanswered.sort_by_key(|u| std::cmp::Reverse(age(u)));
+        Some((req_cons, unanswered))
+    }
+
+    /// Whether the guest has seen the response of an entry that is being answered.
+    fn is_seen(&self, entry: u32, shared_rsp_prod: u32) -> bool {
+        let rsp_index = self.shm.load_u32(self.entry(entry) + RSP_INDEX_AT);
+        (rsp_index.wrapping_sub(shared_rsp_prod) as i32) < 0
+    }
+
+    /// Every change of the table goes through here, or asks the same.
+    fn store(&self, at: usize, value: u32) {
+        if self.lives() {
+            self.shm.store_u32(at, value);
+        }
+    }
+
+    /// Whether the process was not killed: tests kill a model of it before any one store.
+    #[inline]
+    fn lives(&self) -> bool {
+        #[cfg(test)]
+        return tests::lives();
+        #[cfg(not(test))]
+        true
+    }
+
+    fn state(&self, entry: u32) -> u32 {
+        self.shm.load_u32(self.entry(entry) + STATE_AT)
+    }
+
+    fn read_entry(&self, entry: u32, req_index: u32) -> Unanswered {
+        let at = self.entry(entry);
+        let mut slot = Slot::default();
+        self.shm.copy_out(at + SLOT_AT, &mut slot.0);
+        let count = self.shm.load_u32(at + SEGMENT_COUNT_AT).min(self.max_segments) as usize;
+        let indirect = (0..count)
+            .map(|i| self.shm.load_u64(at + ENTRY_SEGMENTS_AT + i * SEGMENT_BYTES))
+            .map(|word| RawSegment::decode(&word.to_le_bytes()))
+            .collect();
+        Unanswered { entry, req_index, slot, indirect }
+    }
+
+    fn entry(&self, entry: u32) -> usize {
+        debug_assert!(entry < self.entries);
+        self.base + QUEUE_HEADER_BYTES + entry as usize * self.entry_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,376 @@
+//! A connected frontend: its queues, their threads, and what they leave for a successor.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use ferrite_disk::Disk;
+use ferrite_io::pool::Pool;
+use ferrite_xen::hypervisor::{DomId, Hypervisor, HypervisorError, Link};
+use ferrite_xen::mover::{Mover, Moving};
+use ferrite_xen::ring::BackRing;
+
+use super::EngineFactory;
+use super::messages::{Failure, Report, Rings};
+use super::run_dir::RunFiles;
+use crate::blkif::connection::Connection;
+use crate::blkif::inflight::{Identity, QueueTable, Table, TableError, Unanswered};
+use crate::blkif::negotiate::Wanted;
+use crate::blkif::queue::{Parts, Queue, QueueEnd, QueueEvent};
+use crate::counters::Counters;
+use crate::log_limit::limited;
+use crate::path::device::Device;
+use crate::path::shared::Shared;
+use crate::processors::Processors;
+use crate::trace::TraceRing;
+use crate::tuning::Tuning;
+use crate::waker::Waker;
+
+/// Operations that an engine may have in flight beside a ring's requests: the event channel, the
+/// waker, and steps of tasks.
+const EXTRA_OPERATIONS: u32 = 32;
+
+/// What connections to a disk are made of.
+pub(super) struct Means<'a> {
+    pub(super) hypervisor: &'a dyn Hypervisor,
+    pub(super) domid: DomId,
+    pub(super) device: &'a Arc<Device>,
+    pub(super) files: RunFiles,
+    pub(super) moving: Moving,
+    pub(super) pool_bytes: usize,
+    pub(super) engine: EngineFactory,
+    pub(super) tuning: Tuning,
+    pub(super) processors: Arc<Processors>,
+    pub(super) counters: Counters,
+    /// Woken by queues that have something to report.
+    pub(super) control: Arc<Waker>,
+}
+
+/// What queue threads tell the control thread.
+enum Message {
+    Event(QueueEvent),
+    End(QueueEnd),
+}
+
+/// A connected frontend.
+pub(super) struct Attached {
+    wanted: Wanted,
+    connection: Arc<Connection>,
+    threads: Vec<JoinHandle<()>>,
+    messages: Receiver<(usize, Message)>,
+    table_path: PathBuf,
+    moving: Moving,
+    hypervisor: &'static str,
+}
+
+/// A queue before its thread runs.
+struct Prepared {
+    ring: BackRing,
+    table: QueueTable,
+    replay: Vec<Unanswered>,
+}
+
+impl Attached {
+    /// Connects a frontend that has nothing in flight.
+    pub(super) fn connect(means: &Means<'_>, rings: Rings) -> Result<Attached, Failure> {
+        let connection = new_connection(means, &rings)?;
+        let wanted = &rings.wanted;
+        let moving = moving(means, wanted);
+        let mut attached = Vec::new();
+        for i in 0..wanted.queues.len() {
+            let link = new_link(means, wanted, i, &moving)?;
+            attached.push(
+                BackRing::attach(link, wanted.protocol)
+                    .map_err(|e| Failure::Refused(format!("queue {i}: {e}")))?,
+            );
+        }
+        let table = Table::create(&means.files.table(), identity(means, &rings)?).map_err(|e| {
+            let kind = match &e {
+                TableError::Io { source, .. } => source.kind(),
+                _ => std::io::ErrorKind::Other,
+            };
+            Failure::run_dir("keep a table", std::io::Error::new(kind, e))
+        })?;
+        let prepared = attached
+            .into_iter()
+            .zip(table.into_queues())
+            .map(|(ring, table)| {
+                table.start(ring.req_cons(), ring.rsp_prod());
+                Prepared { ring, table, replay: Vec::new() }
+            })
+            .collect();
+        Attached::start(means, rings.wanted, connection, prepared, moving)
+    }
+
+    /// Takes over a frontend that a predecessor had connected (blkif.md 3.9), and says how many of
+    /// its requests are done again. The image's lock, which we hold, says that the predecessor and
+    /// all its I/O are gone: it lies on the open file that its last operation used.
+    pub(super) fn take_over(means: &Means<'_>, rings: Rings) -> Result<(Attached, usize), Failure> {
+        let refuse = |why: String| Failure::Refused(why);
+        let table = Table::open(&means.files.table(), identity(means, &rings)?)
+            .map_err(|e| refuse(e.to_string()))?;
+        let connection = new_connection(means, &rings)?;
+        let wanted = rings.wanted;
+        let moving = moving(means, &wanted);
+        let mut prepared = Vec::new();
+        let mut undone = 0;
+        for (i, table) in table.into_queues().into_iter().enumerate() {
+            let link = new_link(means, &wanted, i, &moving)?;
+            let resume = table
+                .resume(BackRing::shared_rsp_prod(&*link))
+                .ok_or_else(|| refuse(format!("queue {i}: its guest has changed the ring")))?;
+            let ring = BackRing::resume(link, wanted.protocol, resume.req_cons, resume.rsp_prod)
+                .map_err(|e| refuse(format!("queue {i}: {e}")))?;
+            undone += resume.unanswered.len();
+            prepared.push(Prepared { ring, table, replay: resume.unanswered });
+        }
+        Ok((Attached::start(means, wanted, connection, prepared, moving)?, undone))
+    }
+
+    fn start(
+        means: &Means<'_>,
+        wanted: Wanted,
+        connection: Arc<Connection>,
+        prepared: Vec<Prepared>,
+        moving: Moving,
+    ) -> Result<Attached, Failure> {
+        // All of them before the first queue works.
+        let traces: Vec<_> = (0..prepared.len())
+            .map(|i| TraceRing::create(&means.files.trace(i)))
+            .collect::<Result<_, _>>()
+            .map_err(|e| Failure::run_dir("make a trace ring", e))?;
+        let (sender, messages) = channel();
+        let mut attached = Attached {
+            wanted,
+            connection,
+            threads: Vec::new(),
+            messages,
+            table_path: means.files.table(),
+            moving,
+            hypervisor: means.hypervisor.name(),
+        };
+        for (index, (prepared, trace)) in prepared.into_iter().zip(traces).enumerate() {
+            match attached.spawn(means, index, prepared, trace, sender.clone()) {
+                Ok(thread) => attached.threads.push(thread),
+                Err(e) => {
+                    attached.join();
+                    return Err(e);
+                }
+            }
+        }
+        Ok(attached)
+    }
+
+    fn spawn(
+        &self,
+        means: &Means<'_>,
+        index: usize,
+        prepared: Prepared,
+        trace: TraceRing,
+        sender: Sender<(usize, Message)>,
+    ) -> Result<JoinHandle<()>, Failure> {
+        let connection = self.connection.clone();
+        let engine = means.engine.clone();
+        let control = means.control.clone();
+        let body = move || {
+            let gone = Gone { index, sender, control };
+            let Prepared { ring, table, replay } = prepared;
+            let entries = ring.entries() + EXTRA_OPERATIONS;
+            let end = engine(connection.shared.pool.arena().clone(), entries).and_then(|engine| {
+                Queue::new(Parts { connection, index, ring, engine, table, replay, trace })
+            });
+            let end = match end {
+                Ok(queue) => queue.run(|event| gone.tell(Message::Event(event))),
+                Err(e) => QueueEnd::Failed(e),
+            };
+            gone.tell(Message::End(end));
+        };
+        std::thread::Builder::new()
+            .name(format!("queue-{index}"))
+            .spawn(body)
+            .map_err(|e| Failure::host("start a queue's thread", e))
+    }
+
+    /// One line for the log.
+    pub(super) fn describe(&self) -> String {
+        format!(
+            "{}, {} queue{}, ring order {}, up to {} segments, {} ({})",
+            self.wanted.protocol.key(),
+            self.wanted.queues.len(),
+            if self.wanted.queues.len() == 1 { "" } else { "s" },
+            self.wanted.ring_order,
+            self.connection.max_indirect_segments.max(11),
+            match self.moving.mover {
+                Mover::Copy => "grant copy",
+                Mover::Map => "grant map",
+                Mover::Persistent => "persistent grants",
+            },
+            self.hypervisor,
+        )
+    }
+
+    /// What a queue has to say.
+    pub(super) fn report(&mut self) -> Option<Report> {
+        while let Ok((queue, message)) = self.messages.try_recv() {
+            match message {
+                Message::Event(QueueEvent::Violation(violation)) => {
+                    return Some(Report::Violation { queue, why: violation.to_string() });
+                }
+                Message::End(QueueEnd::Stopped) => {}
+                Message::End(QueueEnd::Failed(e)) => {
+                    let failure = Failure::host(format!("serve queue {queue}"), e);
+                    return Some(Report::Failed(failure));
+                }
+            }
+        }
+        None
+    }
+
+    /// The toolstack wants the disk back: what is on the rings is answered while the guest is there
+    /// to hear it, whatever the disk has used of processors.
+    pub(super) fn hurry(&self, now_ns: u64) {
+        self.connection.shared.processors.forgive(now_ns);
+        self.connection.shared.wake_all();
+    }
+
+    /// Answers what is in flight, gives everything of the guest's back, forgets the connection.
+    pub(super) fn detach(mut self) -> Result<(), Failure> {
+        self.finish()?;
+        // Nothing is in flight: a successor has nothing to learn from it.
+        remove(&self.table_path)
+    }
+
+    /// Answers what is in flight, and leaves the table: a successor will go on.
+    pub(super) fn stop(mut self) -> Result<(), Failure> {
+        self.finish()
+    }
+
+    fn finish(&mut self) -> Result<(), Failure> {
+        self.join();
+        let mut result = Ok(());
+        for (index, message) in self.messages.try_iter() {
+            if let Message::End(QueueEnd::Failed(e)) = message {
+                result = Err(Failure::host(format!("end queue {index}"), e));
+            }
+        }
+        result
+    }
+
+    fn join(&mut self) {
+        if self.threads.is_empty() {
+            return;
+        }
+        self.connection.shared.stop();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a queue's thread panicked: this is a bug in ferrite");
+            }
+        }
+        self.connection.shared.processors.polling.give_back();
+        if self.moving.mover != Mover::Copy {
+            tracing::debug!("disconnected: {}", self.moving.maps.counts());
+        }
+        tracing::debug!("since the start: {}", self.connection.shared.counters.counts());
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+/// A queue's thread: when it ends, however it does, those who wait for the queue go on. Its
+/// engine has ended by then, and with it all I/O.
+struct Gone {
+    index: usize,
+    sender: Sender<(usize, Message)>,
+    control: Arc<Waker>,
+}
+
+impl Gone {
+    fn tell(&self, message: Message) {
+        // Fails only when the control thread has gone, and then nobody wants to know.
+        let _ = self.sender.send((self.index, message));
+        self.control.wake();
+    }
+}
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let e = std::io::Error::other("its thread panicked: this is a bug in ferrite");
+            self.tell(Message::End(QueueEnd::Failed(e)));
+        }
+    }
+}
+
+fn new_connection(means: &Means<'_>, rings: &Rings) -> Result<Arc<Connection>, Failure> {
+    let queues = rings.wanted.queues.len();
+    let device = means.device.clone();
+    let pool = Pool::with_scratch(means.pool_bytes, queues, Disk::MAX_SCRATCH_BYTES)
+        .map_err(|e| Failure::host("get memory for the buffer pool", e))?;
+    let (processors, counters) = (means.processors.clone(), means.counters.clone());
+    let shared = Shared::new(device, pool, queues, means.tuning, processors, counters)
+        .map_err(|e| Failure::host("make an eventfd", e))?;
+    Ok(Arc::new(Connection {
+        shared: Arc::new(shared),
+        protocol: rings.wanted.protocol,
+        max_indirect_segments: rings.max_indirect_segments,
+        discard: rings.discard,
+    }))
+}
+
+/// The disk's mover, if the frontend agrees to it; otherwise grant copy, which any frontend takes.
+fn moving(means: &Means<'_>, wanted: &Wanted) -> Moving {
+    if means.moving.mover != Mover::Persistent || wanted.persistent {
+        return means.moving.clone();
+    }
+    limited!(
+        info,
+        means.device.log_limits.connections,
+        means.device.clock.now_ns(),
+        "the connection is not one of persistent grants: data goes by grant copy"
+    );
+    Moving { mover: Mover::Copy, maps: means.moving.maps.clone() }
+}
+
+fn new_link(
+    means: &Means<'_>,
+    wanted: &Wanted,
+    i: usize,
+    moving: &Moving,
+) -> Result<Box<dyn Link>, Failure> {
+    let queue = &wanted.queues[i];
+    let link = means.hypervisor.connect(means.domid, &queue.ring, queue.port, moving);
+    link.map_err(|e| match e {
+        HypervisorError::Guest { .. } => Failure::Refused(format!("queue {i}: {e}")),
+        HypervisorError::Host { .. } => {
+            Failure::host(format!("connect queue {i}"), std::io::Error::other(e))
+        }
+    })
+}
+
+fn identity(means: &Means<'_>, rings: &Rings) -> Result<Identity, Failure> {
+    let Rings { wanted, guest, max_indirect_segments, .. } = rings;
+    let image = means.device.disk().and_then(|disk| disk.identity());
+    let image = image.map_err(|e| Failure::host("examine the image", e))?;
+    Ok(Identity {
+        image,
+        text: format!("{guest} {}", wanted.line()),
+        protocol: wanted.protocol,
+        ring_order: wanted.ring_order,
+        queues: wanted.queues.len() as u32,
+        max_segments: (*max_indirect_segments).into(),
+    })
+}
+
+fn remove(path: &Path) -> Result<(), Failure> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(Failure::host(format!("remove {}", path.display()), e))
+        }
+        _ => Ok(()),
+    }
+}

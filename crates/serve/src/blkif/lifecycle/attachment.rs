@@ -1,0 +1,138 @@
+//! What the toolstack says of a disk, in the directory that the guest cannot write.
+
+use std::time::Duration;
+
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::store::{Store, StoreError};
+
+use super::look::{State, is_in_use};
+use super::refusal::error_path;
+use super::{ServeError, inbox};
+use crate::blkif::negotiate::{INFO_CDROM, INFO_READ_ONLY, INFO_REMOVABLE};
+use crate::waker::Waker;
+
+/// A disk as the toolstack has attached it. These keys are read once: what becomes of them later
+/// counts when the disk is attached again, as with the kernel's backend.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attachment {
+    /// The frontend's directory, from the toolstack's own side of it (XSA-175).
+    pub frontend: String,
+    /// The guest may not write (`mode`): the medium itself is to be opened read-only (XSA-142).
+    pub read_only: bool,
+    /// It is a CD-ROM (`device-type`).
+    pub cdrom: bool,
+    /// Its medium can be changed (`removable`).
+    pub removable: bool,
+    /// The toolstack runs a hotplug script (`script`), and says in `hotplug-status` when that has
+    /// connected the disk.
+    pub has_script: bool,
+}
+
+impl Attachment {
+    /// What the directory says now; `None` while the toolstack has not written all of it.
+    ///
+    /// # Errors
+    /// xenstore's; [`ServeError::Attachment`] if the directory is not one of this guest's disks.
+    pub fn read(
+        store: &mut Store,
+        backend: &str,
+        domid: DomId,
+    ) -> Result<Option<Attachment>, ServeError> {
+        let mut keys = Keys { store, dir: backend };
+        let (Some(id), Some(frontend)) = (keys.read("frontend-id")?, keys.read("frontend")?) else {
+            return Ok(None);
+        };
+        if id != domid.to_string().as_bytes() {
+            let id = String::from_utf8_lossy(&id);
+            return Err(ServeError::Attachment(format!(
+                "{backend} belongs to domain {id}, not to domain {domid}"
+            )));
+        }
+        let frontend = String::from_utf8(frontend)
+            .map_err(|_| ServeError::Attachment(format!("{backend}/frontend is not a path")))?;
+        let Some(read_only) = keys.read_only(&frontend)? else { return Ok(None) };
+        Ok(Some(Attachment {
+            frontend,
+            read_only,
+            cdrom: keys.read("device-type")?.as_deref() == Some(b"cdrom"),
+            removable: keys.read("removable")?.as_deref() == Some(b"1"),
+            has_script: keys.read("script")?.is_some(),
+        }))
+    }
+
+    /// Waits until the directory says all of it. `None`: asked to stop.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn wait(
+        store: &mut Store,
+        backend: &str,
+        domid: DomId,
+        stop: &Waker,
+    ) -> Result<Option<Attachment>, ServeError> {
+        store.watch(backend, DIRECTORY)?;
+        let mut told = false;
+        loop {
+            while store.poll_event()?.is_some() {}
+            if let Some(attachment) = Attachment::read(store, backend, domid)? {
+                return Ok(Some(attachment));
+            }
+            if !told {
+                tracing::info!("waiting for {backend} to be attached");
+                told = true;
+            }
+            // What has come with the last answer does not make the descriptor readable.
+            let timeout = store.poll_event()?.map(|_| Duration::ZERO);
+            let [_, stopped] = inbox::poll_all([store.fd(), stop.fd()], timeout)?;
+            if stopped {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// The `info` key of this disk, on a medium that is read-only or not.
+    pub(super) fn info(&self, read_only: bool) -> u32 {
+        let bits = [
+            (self.cdrom, INFO_CDROM),
+            (self.removable, INFO_REMOVABLE),
+            (read_only, INFO_READ_ONLY),
+        ];
+        bits.iter().filter(|(is, _)| *is).map(|(_, bit)| bit).sum()
+    }
+}
+
+/// Says in xenstore why a disk that the toolstack has attached is not served; it may be waiting.
+///
+/// # Errors
+/// xenstore's.
+pub fn report_failure(store: &mut Store, backend: &str, why: &str) -> Result<(), StoreError> {
+    store.write(&error_path(backend), format!("1 {why}").as_bytes())
+}
+
+/// The token of the watch on the backend's directory.
+pub(super) const DIRECTORY: &str = "backend";
+
+struct Keys<'a> {
+    store: &'a mut Store,
+    dir: &'a str,
+}
+
+impl Keys<'_> {
+    fn read(&mut self, key: &str) -> Result<Option<Vec<u8>>, StoreError> {
+        self.store.read(&format!("{}/{key}", self.dir))
+    }
+
+    /// By `mode`; for a guest that is connected, by what it was told then: a successor must not be
+    /// another disk to it than its predecessor was.
+    fn read_only(&mut self, frontend: &str) -> Result<Option<bool>, StoreError> {
+        let own = State::parse(self.read("state")?.as_deref());
+        let front = State::parse(self.store.read(&format!("{frontend}/state"))?.as_deref());
+        if is_in_use(own, front)
+            && let Some(info) = self.read("info")?
+            && let Some(info) = std::str::from_utf8(&info).ok().and_then(|i| i.parse::<u32>().ok())
+        {
+            return Ok(Some(info & INFO_READ_ONLY != 0));
+        }
+        Ok(self.read("mode")?.map(|mode| !mode.contains(&b'w')))
+    }
+}

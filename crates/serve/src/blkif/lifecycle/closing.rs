@@ -1,0 +1,100 @@
+//! Closing the image of a disk that is unplugged, before that is announced: a toolstack that hears
+//! of it may open the image at once.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_disk::Session;
+
+use super::EngineFactory;
+use super::messages::Failure;
+use crate::log_limit::limited;
+use crate::path::device::Device;
+
+/// How long the announcement waits for storage: libxl gives a backend 10 s to close.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Operations in flight for it.
+const ENTRIES: u32 = 32;
+
+/// An image that is being closed, on a thread of its own: storage may be stuck.
+pub(super) struct Closing {
+    thread: JoinHandle<io::Result<()>>,
+    done: Receiver<()>,
+}
+
+impl Closing {
+    pub(super) fn begin(device: &Arc<Device>, engine: &EngineFactory) -> Result<Self, Failure> {
+        let (device, engine) = (device.clone(), engine.clone());
+        let (tell, done) = channel();
+        let body = move || {
+            let closed = close(&device, &engine);
+            let _ = device.disk().inspect(|disk| disk.unlock());
+            // Fails if nobody waits any more.
+            let _ = tell.send(());
+            closed
+        };
+        let thread = std::thread::Builder::new().name("close".to_owned()).spawn(body);
+        let thread = thread.map_err(|e| Failure::host("start a thread", e))?;
+        Ok(Closing { thread, done })
+    }
+
+    /// Waits until it is done, but not for ever.
+    pub(super) fn wait_a_while(&self) {
+        if self.done.recv_timeout(PATIENCE).is_err() {
+            tracing::warn!(
+                "storage takes long to close the image: the disk is said to be unplugged before"
+            );
+        }
+    }
+
+    /// Waits until it is done.
+    pub(super) fn wait(self) -> Result<(), Failure> {
+        match self.thread.join() {
+            Ok(closed) => closed.map_err(|e| Failure::Close(e.to_string())),
+            Err(_) => Err(Failure::Close("a panic: this is a bug in ferrite".to_owned())),
+        }
+    }
+}
+
+/// Brings to the medium what was answered and no flush has asked for, when nobody is connected who
+/// would see to it. A look at memory if there is nothing.
+pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
+    // A disk that is gone has nothing that could be saved.
+    let Ok(disk) = device.disk() else { return };
+    if device.flush_has_failed() || disk.read_only() || !disk.is_dirty() {
+        return;
+    }
+    let saved = Session::new(disk.clone(), |arena| engine(arena, ENTRIES));
+    let saved = saved.and_then(|mut session| {
+        let port = session.port().clone();
+        session.run(device.flush(&disk, &port))?
+    });
+    if let Err(e) = saved {
+        limited!(
+            error,
+            device.log_limits.storage,
+            device.clock.now_ns(),
+            "cannot bring the image's metadata up to date: {e}; what was answered is kept on this \
+             host until that works"
+        );
+    }
+}
+
+/// Makes an image complete for whoever opens it next, on whatever host: also a raw disk may have gone
+/// through this one's page cache.
+///
+/// # Errors
+/// Those of storage. What was answered is in the image's journal then, unless a sync has failed: then
+/// what was not flushed is as after a power cut.
+pub fn close(device: &Device, engine: &EngineFactory) -> io::Result<()> {
+    let disk = device.disk()?;
+    let keeps_nothing = disk.read_only() && !disk.has_metadata();
+    if device.flush_has_failed() || keeps_nothing {
+        return Ok(());
+    }
+    Session::new(disk, |arena| engine(arena, ENTRIES))?.close()
+}

@@ -1,0 +1,351 @@
+//! One disk of one guest, from the moment its directory appears to its removal.
+//!
+//! [`serve`] is one level-triggered loop: wait for an event (`inbox.rs`), look at all states, ask
+//! the state machine what follows (`xenbus.rs`), and do it (`carry_out.rs`). Events only say when to
+//! look, so lost, merged and spurious ones are alike, and a guest that toggles its state makes work
+//! only as fast as this loop looks (XSA-349, 350).
+//!
+//! The loop follows xenstore, and touches no ring, disk or file. The worker (`worker.rs`) does that,
+//! and knows nothing of xenstore; what they say to each other is in `messages.rs`.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_io::arena::Arena;
+use ferrite_io::clock::Clock;
+use ferrite_io::engine::Engine;
+use ferrite_xen::hypervisor::{DomId, Hypervisor};
+use ferrite_xen::mover::Moving;
+use ferrite_xen::store::{Store, StoreError};
+
+use crate::blkif::negotiate::Offer;
+use crate::counters::Counters;
+use crate::log_limit::{LogLimits, limited};
+use crate::path::device::Device;
+use crate::polling::wake_up_ns;
+use crate::processors::Processors;
+use crate::tuning::Tuning;
+use crate::waker::Waker;
+
+mod attached;
+mod attachment;
+mod carry_out;
+mod closing;
+mod directory;
+mod growth;
+mod inbox;
+mod look;
+mod messages;
+mod pace;
+mod refusal;
+mod run_dir;
+mod sweep;
+mod worker;
+mod xenbus;
+
+pub use attachment::{Attachment, report_failure};
+pub use closing::close;
+pub use look::State;
+pub use run_dir::{SERVED_RAW, STOPPED, run_dir_name};
+pub use sweep::sweep;
+
+use attached::Means;
+use attachment::DIRECTORY;
+use inbox::{Event, Wait};
+use messages::{Order, Report};
+use pace::Pace;
+use run_dir::RunFiles;
+use worker::Worker;
+use xenbus::Xenbus;
+
+/// When xenstore is asked again that has not done what it was asked; twice as long each time, up to
+/// the maximum.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+const ASK_AGAIN_MAX: Duration = Duration::from_secs(1);
+
+/// When a connection is tried again that the host could not make.
+const DELAY: Duration = Duration::from_millis(250);
+
+/// The token of the watch on the frontend's state.
+const FRONTEND: &str = "frontend";
+
+/// Builds a queue's storage engine over the arena, for so many operations in flight; called on
+/// the queue's own thread.
+pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
+
+/// What is served to whom, and how.
+pub struct Config {
+    /// The backend's directory in xenstore, absolute or relative to our domain:
+    /// `backend/vbd3/<domid>/<devid>`.
+    pub backend: String,
+    /// The guest.
+    pub domid: DomId,
+    /// Its virtual-device number.
+    pub devid: u32,
+    /// What is offered.
+    pub offer: Offer,
+    /// How data moves, and what may be mapped for it.
+    pub moving: Moving,
+    /// Bytes of the disk's buffer pool.
+    pub pool_bytes: usize,
+    /// A directory on tmpfs for the in-flight table and the trace rings.
+    pub run_dir: PathBuf,
+    /// What a successor finds in the run directory, under [`SERVED_RAW`], while a guest is connected.
+    pub served_raw: Option<String>,
+    /// Storage engines.
+    pub engine: EngineFactory,
+    /// No other guest has the disk: it is closed when it is unplugged, before that is announced.
+    pub closes: bool,
+    /// How queues work.
+    pub tuning: Tuning,
+    /// What they may use of processors.
+    pub processors: Arc<Processors>,
+    /// Where they count what they do; the caller may look at any time.
+    pub counters: Counters,
+}
+
+/// How serving ended well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The disk was unplugged; the guest has let go of it.
+    Unplugged,
+    /// We were asked to stop. The guest keeps the disk and waits for a successor.
+    Stopped,
+}
+
+/// Why serving ended.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// xenstore's.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The attachment in xenstore is not ours to serve.
+    #[error("{0}")]
+    Attachment(String),
+    /// The guest is connected, and its connection cannot be taken over.
+    #[error("cannot take over the running guest: {0}")]
+    TakeOver(String),
+    /// The guest has let go of the disk, and storage failed when its image was to be closed.
+    #[error("cannot close the image: {0}")]
+    Close(#[source] io::Error),
+    /// The run directory cannot be used now: there is no space, or another process works in it.
+    /// That delays a connection, and ends nothing.
+    #[error("cannot {what}: {source}")]
+    RunDir {
+        /// What was tried.
+        what: String,
+        /// The reason.
+        source: io::Error,
+    },
+    /// This host's fault: no memory, no descriptors, a queue that failed.
+    #[error("cannot {what}: {source}")]
+    Host {
+        /// What was tried.
+        what: String,
+        /// The reason.
+        source: io::Error,
+    },
+}
+
+impl ServeError {
+    fn host(what: impl Into<String>, source: io::Error) -> Self {
+        ServeError::Host { what: what.into(), source }
+    }
+}
+
+/// Serves `device` until it is unplugged or `stop` is woken.
+///
+/// # Errors
+/// What only the administrator can mend. No xenstore state is changed then: a guest whose backend
+/// goes to Closing loses its disk, one whose backend is gone waits (blkif.md 3.9).
+pub fn serve(
+    store: &mut Store,
+    hypervisor: &dyn Hypervisor,
+    device: &Arc<Device>,
+    config: &Config,
+    stop: &Waker,
+) -> Result<Outcome, ServeError> {
+    // Measured now, once: no guest waits for us yet.
+    wake_up_ns();
+    let control = Arc::new(Waker::new().map_err(|e| ServeError::host("make an eventfd", e))?);
+    let mut worker = Worker::new(means(hypervisor, device, config, control), config.closes)?;
+    let facts = carry_out::facts(&mut worker)?;
+    let max_indirect_segments = config.offer.max_indirect_segments.min(facts.max_segments);
+    let offer = Offer { max_indirect_segments, ..config.offer };
+    let Some(attachment) = Attachment::wait(store, &config.backend, config.domid, stop)? else {
+        return Ok(Outcome::Stopped);
+    };
+    if attachment.read_only && !facts.read_only {
+        let why = format!("{} is read-only, and its image is open for writing", config.backend);
+        return Err(ServeError::Attachment(why));
+    }
+    let pace = Pace::new(device.clock.now_ns(), store.requests());
+    let mut backend = Backend {
+        store,
+        worker,
+        backend: &config.backend,
+        domid: config.domid,
+        devid: config.devid,
+        clock: device.clock.clone(),
+        log_limits: &device.log_limits,
+        attachment,
+        offer,
+        stop,
+        xenbus: Xenbus::new(),
+        wait: Wait::Anything(Some(Duration::ZERO)),
+        moved: false,
+        directory_moved: false,
+        pace,
+        pause: ASK_AGAIN,
+        lost_store: None,
+        listens: false,
+        grown: None,
+    };
+    backend.store.watch(&config.backend, DIRECTORY)?;
+    let state = format!("{}/state", backend.attachment.frontend);
+    backend.store.watch(&state, FRONTEND)?;
+    backend.run()
+}
+
+/// What the worker is given of all that.
+fn means<'a>(
+    hypervisor: &'a dyn Hypervisor,
+    device: &'a Arc<Device>,
+    config: &Config,
+    control: Arc<Waker>,
+) -> Means<'a> {
+    Means {
+        hypervisor,
+        domid: config.domid,
+        device,
+        files: RunFiles::new(&config.run_dir, config.served_raw.as_deref()),
+        moving: config.moving.clone(),
+        pool_bytes: config.pool_bytes,
+        engine: config.engine.clone(),
+        tuning: config.tuning,
+        processors: config.processors.clone(),
+        counters: config.counters.clone(),
+        control,
+    }
+}
+
+/// The half of a backend that follows xenstore. It has no rings, no disk and no files: what is to
+/// be done with those, the worker is told.
+struct Backend<'a> {
+    store: &'a mut Store,
+    worker: Worker<'a>,
+    /// Its directory, see [`Config::backend`].
+    backend: &'a str,
+    domid: DomId,
+    devid: u32,
+    clock: Arc<dyn Clock>,
+    log_limits: &'a LogLimits,
+    /// What the toolstack has said of the disk.
+    attachment: Attachment,
+    /// What is offered, as far as this disk's requests fit into buffers.
+    offer: Offer,
+    stop: &'a Waker,
+    /// What follows from all states.
+    xenbus: Xenbus,
+    /// What is waited for.
+    wait: Wait,
+    /// The frontend has written its state since the last look at it.
+    moved: bool,
+    /// The same of our own directory, which the toolstack and we write.
+    directory_moved: bool,
+    /// How often xenstore is asked.
+    pace: Pace,
+    /// How long it is left alone when it fails.
+    pause: Duration,
+    /// It is gone, and this was the last word.
+    lost_store: Option<StoreError>,
+    /// The worker tells when the medium may have grown.
+    listens: bool,
+    /// To so many sectors, and that is not published.
+    grown: Option<u64>,
+}
+
+impl Backend<'_> {
+    /// Nothing of this disk is left for a successor. Before the toolstack hears that: it may attach
+    /// a disk of this name at once.
+    fn remove_traces(&mut self) -> Result<(), ServeError> {
+        self.order(Order::Forget)?;
+        Ok(self.clear_error()?)
+    }
+
+    fn run(&mut self) -> Result<Outcome, ServeError> {
+        loop {
+            match self.turn() {
+                Err(ServeError::Store(e)) if self.xenbus.is_connected() => self.endure(e),
+                turned => {
+                    self.pause = ASK_AGAIN;
+                    if let Some(outcome) = turned? {
+                        return self.lost_store.take().map_or(Ok(outcome), |e| Err(e.into()));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits for something to change, looks at all states, and does what follows. The outcome, if this
+    /// is the end.
+    fn turn(&mut self) -> Result<Option<Outcome>, ServeError> {
+        match self.select()? {
+            Event::Stop => return self.stopped().map(Some),
+            Event::Queue => {
+                self.worker.clear_reports();
+                self.hear_reports()?;
+            }
+            Event::Store | Event::Growth | Event::Time => {}
+        }
+        if self.owes()? {
+            return Ok(None);
+        }
+        self.follow()
+    }
+
+    /// Hears what the worker has to say.
+    fn hear_reports(&mut self) -> Result<(), ServeError> {
+        while let Some(report) = self.worker.report() {
+            match report {
+                Report::Violation { queue, why } => {
+                    let why = format!("queue {queue} stopped for good: {why}");
+                    limited!(error, self.log_limits.connections, self.clock.now_ns(), "{why}");
+                    self.report_error(&why)?;
+                }
+                Report::Failed(failure) => return Err(failure.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The end that was asked for.
+    fn stopped(&mut self) -> Result<Outcome, ServeError> {
+        self.order(Order::Stop)?;
+        Ok(Outcome::Stopped)
+    }
+
+    /// xenstore has failed us, and the guest's data does not depend on it (threats.md T12): it is left
+    /// alone for a while; with the connection to it gone, until the end.
+    fn endure(&mut self, e: StoreError) {
+        limited!(
+            error,
+            self.log_limits.store,
+            self.clock.now_ns(),
+            "{e}; the guest is served on, but its states are not followed until this {}",
+            if e.is_fatal() { "process is started again" } else { "works" }
+        );
+        // A look that failed may have had news.
+        (self.moved, self.directory_moved) = (true, true);
+        self.listens = false;
+        if e.is_fatal() {
+            self.wait = Wait::Silence(None);
+            self.lost_store = Some(e);
+        } else {
+            self.wait = Wait::Silence(Some(self.pause));
+            self.pause = (self.pause * 2).min(ASK_AGAIN_MAX);
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! The run directory of a disk, on tmpfs: made when a guest connects, removed with the disk.
+//!
+//! Whoever works in it has a lock on it, which the kernel gives back however the process ends. So a
+//! backend that is at its end takes nothing away from the one that serves the same disk anew, and
+//! [`sweep`](super::sweep()) takes nothing away from anybody who lives.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, OFlags, flock};
+
+use super::messages::Failure;
+
+/// What a successor finishes.
+const TABLE: &str = "inflight";
+/// What remembers a failed flush until the disk is detached.
+const LATCH: &str = "flush-failed";
+/// Which file was opened as a raw disk, for a successor: see [`Config::served_raw`](super::Config).
+pub const SERVED_RAW: &str = "served-raw";
+/// The last backend has ended by itself, with the image complete. Gone as soon as one connects.
+pub const STOPPED: &str = "stopped";
+/// With a queue's number: the records of its requests.
+const TRACE: &str = "trace-";
+/// Behind the name of a file that is being made.
+const NEW: &str = ".new";
+
+/// How often it is tried to make a directory that others remove.
+const ATTEMPTS: u32 = 100;
+
+/// A run directory that this process works in.
+pub(super) struct RunDir {
+    path: PathBuf,
+    /// Holds the lock.
+    _lock: File,
+}
+
+impl RunDir {
+    /// Makes the directory, if it is not there, and locks it.
+    ///
+    /// # Errors
+    /// The file system's; `WouldBlock`: another process works in it.
+    pub(super) fn make(path: &Path) -> io::Result<RunDir> {
+        for _ in 0..ATTEMPTS {
+            DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+            if let Some(dir) = RunDir::existing(path)? {
+                return Ok(dir);
+            }
+        }
+        Err(io::Error::other("it vanishes again and again"))
+    }
+
+    /// Locks the directory. `None`: there is none.
+    ///
+    /// # Errors
+    /// As [`make`](Self::make).
+    pub(super) fn existing(path: &Path) -> io::Result<Option<RunDir>> {
+        let flags = (OFlags::DIRECTORY | OFlags::NOFOLLOW).bits() as i32;
+        let lock = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            lock => lock?,
+        };
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+        // Its last owner may have removed it before letting go of it.
+        let same = match std::fs::symlink_metadata(path) {
+            Ok(now) => now.ino() == lock.metadata()?.ino(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => false,
+            Err(e) => return Err(e),
+        };
+        Ok(same.then(|| RunDir { path: path.to_owned(), _lock: lock }))
+    }
+
+    /// Removes our files, and the directory if nothing else is in it.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub(super) fn remove(self) -> io::Result<()> {
+        for entry in std::fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            let name = name.strip_suffix(NEW).unwrap_or(&name);
+            if [TABLE, LATCH, SERVED_RAW, STOPPED].contains(&name) || name.starts_with(TRACE) {
+                std::fs::remove_file(entry.path())?;
+            }
+        }
+        match std::fs::remove_dir(&self.path) {
+            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            done => done,
+        }
+    }
+}
+
+/// All that a worker opens by name.
+pub(super) struct RunFiles {
+    path: PathBuf,
+    /// What a successor is to find under [`SERVED_RAW`].
+    served_raw: Option<String>,
+    /// Since the first connection.
+    dir: Option<RunDir>,
+}
+
+impl RunFiles {
+    pub(super) fn new(path: &Path, served_raw: Option<&str>) -> RunFiles {
+        let served_raw = served_raw.map(str::to_owned);
+        RunFiles { path: path.to_owned(), served_raw, dir: None }
+    }
+
+    /// What a successor finishes.
+    pub(super) fn table(&self) -> PathBuf {
+        self.path.join(TABLE)
+    }
+
+    /// What remembers a failed flush until the disk is attached again.
+    pub(super) fn latch(&self) -> PathBuf {
+        self.path.join(LATCH)
+    }
+
+    /// Where a queue's records are.
+    pub(super) fn trace(&self, queue: usize) -> PathBuf {
+        self.path.join(format!("{TRACE}{queue}"))
+    }
+
+    /// Makes the directory, if it is not there, and notes in it what is served.
+    pub(super) fn enter(&mut self) -> Result<(), Failure> {
+        let path = &self.path;
+        if self.dir.is_none() || !path.exists() {
+            let what = format!("work in {}", path.display());
+            self.dir = Some(RunDir::make(path).map_err(|e| Failure::run_dir(what, e))?);
+        }
+        self.say_what_is_served().map_err(|e| Failure::run_dir("note what is served", e))
+    }
+
+    fn say_what_is_served(&self) -> io::Result<()> {
+        if let Some(text) = &self.served_raw {
+            std::fs::write(self.path.join(SERVED_RAW), text)?;
+        }
+        match std::fs::remove_file(self.path.join(STOPPED)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes the directory: nothing of this disk is left for a successor.
+    pub(super) fn forget(&mut self) {
+        let existing = || RunDir::existing(&self.path).ok().flatten();
+        if let Some(dir) = self.dir.take().or_else(existing)
+            && let Err(e) = dir.remove()
+        {
+            tracing::warn!("cannot remove {}: {e}", self.path.display());
+        }
+    }
+}
+
+/// The name of a disk's run directory.
+pub fn run_dir_name(domid: impl std::fmt::Display, devid: u32) -> String {
+    format!("vbd-{domid}-{devid}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_is_one_processs_at_a_time_and_goes_with_our_files_only() {
+        let base = tempfile::tempdir().unwrap();
+        let path = base.path().join("a/vbd-1-2");
+        assert!(RunDir::existing(&path).unwrap().is_none());
+        let first = RunDir::make(&path).unwrap();
+        assert_eq!(RunDir::make(&path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
+        for name in [TABLE, LATCH, SERVED_RAW, STOPPED, "trace-0", "trace-63"] {
+            std::fs::write(path.join(name), b"x").unwrap();
+            std::fs::write(path.join(name).with_extension("new"), b"x").unwrap();
+        }
+        std::fs::write(path.join("theirs"), b"x").unwrap();
+        first.remove().unwrap();
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
+        std::fs::remove_file(path.join("theirs")).unwrap();
+        RunDir::make(&path).unwrap().remove().unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_directory_that_was_removed_by_its_last_owner_is_made_anew() {
+        let base = tempfile::tempdir().unwrap();
+        let path = base.path().join("vbd-1-2");
+        let first = RunDir::make(&path).unwrap();
+        let path_of_other = path.clone();
+        // Somebody who has opened it and waits for nothing but the lock gets none of it.
+        let waiting = File::open(&path).unwrap();
+        first.remove().unwrap();
+        flock(&waiting, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let second = RunDir::make(&path_of_other).unwrap();
+        std::fs::write(path.join(TABLE), b"x").unwrap();
+        second.remove().unwrap();
+        assert!(!path.exists());
+    }
+}

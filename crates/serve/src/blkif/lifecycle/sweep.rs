@@ -1,0 +1,87 @@
+//! What killed backends have left of disks that are no more.
+
+use std::path::Path;
+
+use ferrite_xen::store::{Store, StoreError};
+
+use super::refusal::clear_error;
+use super::run_dir::{RunDir, run_dir_name};
+
+/// The guest and the device of a run directory.
+fn parse_name(name: &str) -> Option<(u16, u32)> {
+    let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
+    let ids = (domid.parse().ok()?, devid.parse().ok()?);
+    (run_dir_name(ids.0, ids.1) == name).then_some(ids)
+}
+
+/// Removes what killed backends have left of disks that are no more, in the folder of all run
+/// directories and among the errors in xenstore. `kind` is the folder of the backends' directories,
+/// `backend/vbd3`. What a successor may ask for stays: the guest lives, and the disk is attached.
+///
+/// # Errors
+/// xenstore's. What cannot be removed is told in the log, and stays.
+pub fn sweep(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), StoreError> {
+    let entries = std::fs::read_dir(run_dirs).into_iter().flatten().filter_map(Result::ok);
+    for entry in entries {
+        let Some((domid, devid)) = entry.file_name().to_str().and_then(parse_name) else {
+            continue;
+        };
+        if !is_gone(store, kind, domid, devid)? {
+            continue;
+        }
+        // Who is locked out lives; and once more: nobody connects the disk while we have the lock.
+        let Ok(Some(dir)) = RunDir::existing(&entry.path()) else { continue };
+        if is_gone(store, kind, domid, devid)?
+            && let Err(e) = dir.remove()
+        {
+            tracing::warn!("cannot remove {}: {e}", entry.path().display());
+        }
+    }
+    let errors = format!("error/{kind}");
+    for domid in list(store, &errors)? {
+        for devid in list(store, &format!("{errors}/{domid}"))? {
+            if let (Ok(domid), Ok(devid)) = (domid.parse(), devid.parse())
+                && is_gone(store, kind, domid, devid)?
+            {
+                clear_error(store, &format!("{kind}/{domid}/{devid}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The node's children; none if it is not there.
+fn list(store: &mut Store, path: &str) -> Result<Vec<String>, StoreError> {
+    match store.list(path) {
+        Err(StoreError::NotFound { .. }) => Ok(Vec::new()),
+        listed => listed,
+    }
+}
+
+/// Whether the toolstack has removed the disk, or its guest is no more. A driver domain may not look
+/// for the guest.
+fn is_gone(store: &mut Store, kind: &str, domid: u16, devid: u32) -> Result<bool, StoreError> {
+    if store.read(&format!("{kind}/{domid}/{devid}/frontend"))?.is_none() {
+        return Ok(true);
+    }
+    match store.read(&format!("/local/domain/{domid}")) {
+        Ok(home) => Ok(home.is_none()),
+        Err(StoreError::Access { .. }) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_run_directories_and_no_others() {
+        assert_eq!(parse_name(&run_dir_name(7, 51712)), Some((7, 51712)));
+        for name in
+            ["vbd-7", "vbd-7-", "vbd--7-1", "vbd-07-1", "vbd-7-1-2", "vbd-70000-1", "map-budget"]
+        {
+            assert_eq!(parse_name(name), None, "{name}");
+        }
+    }
+}

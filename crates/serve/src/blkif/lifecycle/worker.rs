@@ -1,0 +1,215 @@
+//! The half of a backend that serves: it owns rings, disk and run directory, does what it is told
+//! ([`Order`]), and reports ([`Report`]). It knows nothing of xenstore.
+//!
+//! The images, their parents and the journal are open when it begins. What it opens by name is in
+//! the run directory, and all those names are in [`RunFiles`](super::run_dir::RunFiles).
+
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use ferrite_disk::{Disk, GrowthWatch};
+use ferrite_io::pool::SLAB_BYTES;
+use ferrite_xen::abi::SECTOR_BYTES;
+use ferrite_xen::hypervisor::PAGE_SIZE;
+
+use super::attached::{Attached, Means};
+use super::closing::{self, Closing};
+use super::messages::{Failure, Order, Reply, Report, Rings};
+use crate::blkif::negotiate::DiskFacts;
+use crate::log_limit::limited;
+use crate::path::device::Device;
+
+/// How often the medium is asked whether it has grown, while the guest is at work.
+const RESIZE_CHECK: Duration = Duration::from_secs(1);
+
+/// The worker of one disk.
+pub(super) struct Worker<'a> {
+    means: Means<'a>,
+    /// No other guest has the disk: it is closed when it is unplugged.
+    closes: bool,
+    /// The frontend that is served.
+    attached: Option<Attached>,
+    /// The image is being closed.
+    closing: Option<Closing>,
+    /// Tells of a medium that may have grown.
+    growth: GrowthWatch,
+    /// Of which disk.
+    watched: Weak<Disk>,
+    /// Of that disk.
+    sectors: u64,
+    /// Answered when the size was last asked for.
+    requests: u64,
+}
+
+impl<'a> Worker<'a> {
+    pub(super) fn new(means: Means<'a>, closes: bool) -> Result<Worker<'a>, Failure> {
+        let disk = disk(means.device)?;
+        Ok(Worker {
+            closes,
+            attached: None,
+            closing: None,
+            growth: disk.growth_watch(),
+            watched: Arc::downgrade(&disk),
+            sectors: disk.sectors(),
+            requests: u64::MAX,
+            means,
+        })
+    }
+
+    /// Does it.
+    pub(super) fn carry_out(&mut self, order: Order) -> Result<Reply, Failure> {
+        match order {
+            Order::Describe => return Ok(Reply::Facts(self.facts()?)),
+            Order::Remember => self.remember()?,
+            Order::Forget => self.means.files.forget(),
+            Order::Enter => self.enter()?,
+            Order::Connect(rings) => return self.connect(rings),
+            Order::TakeOver { rings, told_sectors } => return self.take_over(rings, told_sectors),
+            Order::Detach => self.attached.take().map_or(Ok(()), Attached::detach)?,
+            Order::Stop => self.attached.take().map_or(Ok(()), Attached::stop)?,
+            Order::Hurry => {
+                if let Some(attached) = &self.attached {
+                    attached.hurry(self.means.device.clock.now_ns());
+                }
+            }
+            Order::Save => closing::save(self.means.device, &self.means.engine),
+            Order::CheckSize => return self.check_size(),
+            Order::Close if self.closes => {
+                let closing = Closing::begin(self.means.device, &self.means.engine)?;
+                closing.wait_a_while();
+                self.closing = Some(closing);
+            }
+            Order::Close => {}
+            Order::EndClose => self.closing.take().map_or(Ok(()), Closing::wait)?,
+        }
+        Ok(Reply::Done)
+    }
+
+    /// The next report, if there is one. To be asked for when [`reports_fd`](Self::reports_fd) is
+    /// readable.
+    pub(super) fn report(&mut self) -> Option<Report> {
+        self.attached.as_mut().and_then(Attached::report)
+    }
+
+    /// Makes [`reports_fd`](Self::reports_fd) unreadable, before reports are asked for.
+    pub(super) fn clear_reports(&self) {
+        self.means.control.clear();
+    }
+
+    /// Readable when there are reports.
+    pub(super) fn reports_fd(&self) -> BorrowedFd<'_> {
+        self.means.control.fd()
+    }
+
+    /// Readable when the medium may have grown, once [`Order::CheckSize`] was carried out.
+    pub(super) fn growth_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.growth.fd()
+    }
+
+    fn facts(&self) -> Result<DiskFacts, Failure> {
+        let disk = disk(self.means.device)?;
+        Ok(DiskFacts {
+            sectors: disk.sectors(),
+            read_only: disk.read_only(),
+            physical_block_bytes: disk.physical_block_bytes(),
+            discard: disk.discard_limits().filter(|_| !disk.read_only()),
+            max_segments: largest_request(&disk),
+        })
+    }
+
+    fn remember(&self) -> Result<(), Failure> {
+        let latch = self.means.files.latch();
+        if !latch.exists() {
+            return Ok(());
+        }
+        let device = self.means.device;
+        device.remember_in(&latch, false).map_err(|e| Failure::host("remember failed flushes", e))
+    }
+
+    fn enter(&mut self) -> Result<(), Failure> {
+        self.means.files.enter()?;
+        self.means
+            .device
+            .remember_in(&self.means.files.latch(), false)
+            .map_err(|e| Failure::run_dir("make room to remember failed flushes", e))
+    }
+
+    fn connect(&mut self, rings: Rings) -> Result<Reply, Failure> {
+        let attached = Attached::connect(&self.means, rings)?;
+        let how = attached.describe();
+        self.attached = Some(attached);
+        Ok(Reply::Connected { how, undone: 0 })
+    }
+
+    fn take_over(&mut self, rings: Rings, told_sectors: Option<u64>) -> Result<Reply, Failure> {
+        let indirect = rings.max_indirect_segments;
+        if indirect > largest_request(&*disk(self.means.device)?) {
+            let why = format!("it was offered requests of {indirect} segments");
+            return Err(Failure::Refused(why));
+        }
+        self.compare_size(told_sectors)?;
+        let (attached, undone) = Attached::take_over(&self.means, rings)?;
+        let how = attached.describe();
+        self.attached = Some(attached);
+        Ok(Reply::Connected { how, undone })
+    }
+
+    /// The guest goes on with the size that it was told last. An image may have grown meanwhile; a
+    /// shorter one is not the one that the guest knows.
+    fn compare_size(&self, told_sectors: Option<u64>) -> Result<(), Failure> {
+        let disk = disk(self.means.device)?;
+        let sectors = disk.sectors();
+        match told_sectors {
+            Some(told) if told > sectors => Err(Failure::Refused(format!(
+                "its disk has {told} sectors, and {disk} has only {sectors}. Serve the image that \
+                 it was served from, or detach the disk and attach it again"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Asks for the medium's size, and says when to ask again: soon, while the guest is at work;
+    /// when we are told, while it is not.
+    fn check_size(&mut self) -> Result<Reply, Failure> {
+        let device = self.means.device;
+        let disk = disk(device)?;
+        if !std::ptr::eq(self.watched.as_ptr(), &*disk) {
+            self.growth = disk.growth_watch();
+            self.watched = Arc::downgrade(&disk);
+        }
+        let requests = self.means.counters.counts().requests;
+        let idle = std::mem::replace(&mut self.requests, requests) == requests;
+        self.growth.ignore();
+        let told = idle && self.growth.listen();
+        // After listening has begun: what comes later than this is told.
+        if let Err(e) = disk.refresh_size() {
+            limited!(
+                warn,
+                device.log_limits.storage,
+                device.clock.now_ns(),
+                "cannot ask for the size of the image: {e}"
+            );
+        }
+        let sectors = disk.sectors();
+        let grown = (sectors > self.sectors).then_some(sectors);
+        self.sectors = sectors;
+        if let Some(sectors) = grown {
+            tracing::info!("the image has grown to {sectors} sectors");
+        }
+        Ok(Reply::Size { grown, ask_again: (!told).then_some(RESIZE_CHECK) })
+    }
+}
+
+/// The disk that is served now. Not to be kept: whoever parks it waits for that.
+fn disk(device: &Device) -> Result<Arc<Disk>, Failure> {
+    device.disk().map_err(|e| Failure::host("serve the disk", e))
+}
+
+/// Segments of the largest request that always finds a buffer: one slab, less the block that a
+/// request may reach into at its ends.
+fn largest_request(disk: &Disk) -> u16 {
+    let block = disk.block_bytes() as usize;
+    let slack = if block > SECTOR_BYTES as usize { block } else { 0 };
+    ((SLAB_BYTES - slack) / PAGE_SIZE) as u16
+}

@@ -1,0 +1,527 @@
+//! The orders that frontends and toolstacks are known for, as tables: what is in the store, and what
+//! follows. Each row is looked at once more, as watches may fire for nothing: nothing changes then.
+
+use ferrite_xen::abi::Protocol;
+use ferrite_xen::hypervisor::GrantRef;
+
+use super::*;
+use crate::blkif::negotiate::QueueKeys;
+
+/// What becomes of connections.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Host {
+    Works,
+    /// There is no space in the run directory.
+    Full,
+    /// The predecessor's table is of another connection.
+    Foreign,
+    /// The frontend writes its state while its keys are read.
+    Overtaken,
+}
+
+/// The store, and a backend that does what follows.
+struct Play {
+    xenbus: Xenbus,
+    look: Look,
+    /// The frontend's keys: a ring, or nonsense.
+    ring: Option<u32>,
+    host: Host,
+    /// The end has come.
+    ended: bool,
+}
+
+fn rings(ring: u32) -> Wanted {
+    Wanted {
+        protocol: Protocol::X86_64,
+        ring_order: 0,
+        queues: vec![QueueKeys { ring: vec![GrantRef(ring)], port: 7 }],
+        persistent: false,
+    }
+}
+
+fn state(text: &str) -> State {
+    State::parse(Some(text.as_bytes()))
+}
+
+impl Play {
+    fn new() -> Play {
+        let look = Look { online: true, plugged: true, ..Look::default() };
+        Play { xenbus: Xenbus::new(), look, ring: Some(1), host: Host::Works, ended: false }
+    }
+
+    /// What guest, toolstack and host do: a word, or a word and a number.
+    fn happens(&mut self, what: &str) {
+        for what in what.split(", ").filter(|what| !what.is_empty()) {
+            let (word, value) = what.split_once(' ').unwrap_or((what, ""));
+            match word {
+                "front" => (self.look.front, self.look.moved) = (state(value), true),
+                "vanishes" => (self.look.front, self.look.moved) = (State::Unknown, true),
+                "own" => self.look.own = state(value),
+                "ring" => self.ring = value.parse().ok(),
+                // In one transaction (3.6).
+                "unplug" => (self.look.online, self.look.own) = (false, State::Closing),
+                "offline" => self.look.online = false,
+                "removed" => (self.look.gone, self.look.own) = (true, State::Unknown),
+                "destroyed" => (self.look.dead, self.look.front) = (true, State::Unknown),
+                "script" => self.look.plugged = value == "done",
+                "host" => {
+                    self.host = match value {
+                        "works" => Host::Works,
+                        "full" => Host::Full,
+                        "foreign" => Host::Foreign,
+                        "overtaken" => Host::Overtaken,
+                        _ => panic!("{value}"),
+                    }
+                }
+                _ => panic!("{what}"),
+            }
+        }
+    }
+
+    /// Looks, and does what follows; what that was, in short.
+    fn look(&mut self) -> Vec<String> {
+        let mut done = Vec::new();
+        loop {
+            let mut again = false;
+            let look = self.look;
+            self.look.moved = false;
+            let mut actions = self.xenbus.see(look);
+            while !actions.is_empty() {
+                let mut answer = None;
+                for action in std::mem::take(&mut actions) {
+                    assert!(answer.is_none(), "{action:?} after one that has an answer");
+                    again |= action == Action::LookAgain;
+                    done.extend(self.short(&action));
+                    answer = self.carry_out(&action);
+                }
+                if let Some(answer) = answer {
+                    actions = self.xenbus.hear(answer);
+                }
+            }
+            if !again || self.ended {
+                return done;
+            }
+            self.look.moved = true;
+        }
+    }
+
+    fn short(&self, action: &Action) -> Option<String> {
+        Some(match action {
+            Action::Offer(state) => format!("offer {}", *state as u32),
+            Action::Write(state) => format!("write {}", *state as u32),
+            Action::Unplug { announce: true } => "unplugged, write 6".to_owned(),
+            Action::Unplug { announce: false } => "unplugged".to_owned(),
+            // Of each look that is not the last one; a test of their own is below.
+            Action::Save | Action::CheckSize => return None,
+            action => {
+                let name = format!("{action:?}");
+                let name = name.split(['(', ' ']).next().unwrap_or_default();
+                let mut short = String::new();
+                for c in name.chars() {
+                    if c.is_uppercase() && !short.is_empty() {
+                        short.push(' ');
+                    }
+                    short.extend(c.to_lowercase());
+                }
+                short
+            }
+        })
+    }
+
+    fn carry_out(&mut self, action: &Action) -> Option<Answer> {
+        let why = || "why".to_owned();
+        match action {
+            // The toolstack's 5 stands.
+            Action::Offer(state) if self.look.online => self.look.own = *state,
+            Action::Write(state) => self.look.own = *state,
+            Action::Unplug { announce } => {
+                self.ended = true;
+                if *announce {
+                    self.look.own = State::Closed;
+                }
+            }
+            Action::GiveUp(_) => self.ended = true,
+            Action::ReadRings => return Some(Answer::Rings(self.ring.map(rings))),
+            Action::Connect => {
+                return Some(match (self.host, self.ring) {
+                    (Host::Full, _) => Answer::Delayed { why: why() },
+                    (Host::Overtaken, _) => {
+                        self.host = Host::Works;
+                        Answer::Refused { why: why(), stale: true }
+                    }
+                    (_, Some(ring)) => Answer::Connected(rings(ring)),
+                    (_, None) => Answer::Refused { why: why(), stale: false },
+                });
+            }
+            Action::TakeOver => {
+                return Some(match (self.host, self.ring) {
+                    (Host::Full, _) => Answer::Delayed { why: why() },
+                    (Host::Works, Some(ring)) => Answer::TakenOver(rings(ring)),
+                    _ => Answer::NotTakenOver { why: why() },
+                });
+            }
+            _ => {}
+        }
+        None
+    }
+}
+
+/// Plays the rows to a new backend.
+#[track_caller]
+fn play(rows: &[(&str, &str)]) {
+    let mut play = Play::new();
+    for (i, (happens, follows)) in rows.iter().enumerate() {
+        play.happens(happens);
+        let done = play.look().join(", ");
+        assert_eq!(done, *follows, "row {i}: {happens}");
+        if !play.ended && play.host != Host::Full {
+            let more = play.look();
+            let nothing = more.iter().all(|a| ["hurry", "read rings"].contains(&a.as_str()));
+            assert!(nothing, "row {i}: {happens}, and then {more:?}");
+        }
+    }
+}
+
+/// What all of them begin with.
+const ATTACHED: (&str, &str) = ("own 1, front 1", "forget, offer 2, look again");
+/// Rings that were not connected before.
+const CONNECTED: &str = "connect, clear error, offer 4";
+
+#[test]
+fn linux_boots_works_and_lets_go_of_an_unplugged_disk() {
+    play(&[
+        ATTACHED,
+        ("front 3", CONNECTED),
+        ("front 4", "read rings"),
+        ("unplug", "hurry"),
+        ("front 5", "hurry"),
+        ("front 6", "hurry, detach, unplugged, write 6"),
+    ]);
+}
+
+/// blkif.md 3.6: it may show 4 before 3 was seen, and does not always pass through 5.
+#[test]
+fn states_that_nobody_has_seen_are_not_missed() {
+    play(&[
+        ATTACHED,
+        ("front 4", CONNECTED),
+        ("front 6", "detach, write 6"),
+        ("front 1", "offer 2"),
+        ("front 3", CONNECTED),
+        // 6 and 1, and 3 once more with other rings.
+        ("ring 2, front 3", "read rings, note, detach, connect, clear error, offer 4"),
+        ("ring 3, front 4", "read rings, note, detach, connect, clear error, offer 4"),
+        // 6 and 1 on the way to it, and nothing of that was seen.
+        ("front 1", "detach, offer 2"),
+    ]);
+}
+
+/// It is at 1 until the backend is at neither 1 nor 6, at 5 until that has 5 or 6, and at 6 until
+/// that has 6. So it is when it hibernates, and when it writes a crash dump with a driver of
+/// its own.
+#[test]
+fn windows_closes_and_connects_anew_to_hibernate_and_to_dump() {
+    let again = [
+        ("front 5", "write 5"),
+        ("front 6", "detach, write 6"),
+        ("front 1", "offer 2"),
+        ("ring 9, front 3", CONNECTED),
+        ("front 4", "read rings"),
+    ];
+    let mut rows = vec![ATTACHED, ("front 3", CONNECTED), ("front 4", "read rings")];
+    rows.extend(again);
+    rows.extend(again);
+    play(&rows);
+    // Also before it was connected.
+    play(&[ATTACHED, ("front 6", "write 6"), ("front 1", "offer 2"), ("front 3", CONNECTED)]);
+}
+
+/// It writes its keys one by one, and 3 behind them; one that has the order wrong is told.
+#[test]
+fn freebsd_is_connected_when_its_keys_are_there_and_refused_once_if_they_are_not() {
+    play(&[ATTACHED, ("front 3", CONNECTED), ("front 4", "read rings")]);
+    play(&[
+        ATTACHED,
+        ("ring none, front 4", "connect, report, write 5"),
+        // Left alone, whatever it writes, until it has closed or begins anew.
+        ("ring 1, front 3", ""),
+        ("front 4", ""),
+        ("front 5", ""),
+        ("front 6", "write 6"),
+        ("front 1", "offer 2"),
+        ("front 3", CONNECTED),
+    ]);
+    play(&[
+        ATTACHED,
+        ("ring none, front 3", "connect, report, write 5"),
+        ("ring 1, front 1", "offer 2"),
+        ("front 3", CONNECTED),
+    ]);
+    play(&[
+        ATTACHED,
+        ("ring none, front 3", "connect, report, write 5"),
+        ("vanishes", "write 6"),
+        ("ring 1, front 3", CONNECTED),
+    ]);
+    play(&[
+        ATTACHED,
+        ("ring none, front 3", "connect, report, write 5"),
+        ("front 5", ""),
+        ("ring 1, front 3", CONNECTED),
+    ]);
+}
+
+#[test]
+fn keys_that_change_while_they_are_read_are_read_again_before_anybody_is_refused() {
+    play(&[
+        ATTACHED,
+        ("front 3, host overtaken", "connect, look again, connect, clear error, offer 4"),
+    ]);
+}
+
+#[test]
+fn firmware_connects_and_closes_and_then_the_system_connects() {
+    play(&[
+        ATTACHED,
+        ("front 4", CONNECTED),
+        ("front 5", "write 5"),
+        ("front 6", "detach, write 6"),
+        // Linux finds its device at 6, and begins at 1.
+        ("front 1", "offer 2"),
+        ("ring 2, front 3", CONNECTED),
+        ("front 4", "read rings"),
+    ]);
+}
+
+/// Linux brings the state of a driver that has not closed to 1 by 5 and 6; others just begin.
+#[test]
+fn a_kernel_that_another_one_has_started_finds_a_fresh_disk() {
+    let boot = [ATTACHED, ("front 3", CONNECTED), ("front 4", "read rings")];
+    let linux = [
+        ("front 5", "write 5"),
+        ("front 6", "detach, write 6"),
+        ("front 1", "offer 2"),
+        ("ring 2, front 3", CONNECTED),
+    ];
+    play(&[&boot[..], &linux].concat());
+    let others = [("front 1", "detach, offer 2"), ("ring 2, front 3", CONNECTED)];
+    play(&[&boot[..], &others].concat());
+}
+
+/// blkif.md 3.8.
+#[test]
+fn a_resumed_guest_is_connected_to_its_new_rings_and_to_the_same_ones_not_again() {
+    play(&[
+        ATTACHED,
+        ("front 3", CONNECTED),
+        ("front 4", "read rings"),
+        ("front 3", "read rings"),
+        ("front 4", "read rings"),
+        ("ring 2, front 3", "read rings, note, detach, connect, clear error, offer 4"),
+        ("front 4", "read rings"),
+        // Half of what it writes is no reason to take its rings away while it is at 4.
+        ("ring none, front 4", "read rings"),
+        ("front 3", "read rings, note, detach, connect, report, write 5"),
+    ]);
+}
+
+#[test]
+fn a_frontend_that_has_no_state_has_let_go() {
+    play(&[
+        ATTACHED,
+        ("vanishes", ""),
+        ("front 3", CONNECTED),
+        ("vanishes", "detach, write 6"),
+        ("front 3", CONNECTED),
+    ]);
+    // States that frontends of disks do not have change nothing.
+    play(&[ATTACHED, ("front 3", CONNECTED), ("front 2", ""), ("front 7", ""), ("front 8", "")]);
+    play(&[ATTACHED, ("front 2", ""), ("front 99", ""), ("front 3", CONNECTED)]);
+}
+
+#[test]
+fn the_toolstack_takes_a_disk_back_whatever_its_frontend_does() {
+    // Before anybody has connected.
+    play(&[ATTACHED, ("unplug", "unplugged, write 6")]);
+    play(&[("own 1, front 1, unplug", "remember, look again, unplugged, write 6")]);
+    play(&[("own 1, front 1, offline", "forget, look again, unplugged, write 6")]);
+    // Its 5 stands until the guest has let go, and nobody connects meanwhile.
+    play(&[
+        ATTACHED,
+        ("front 3, unplug", ""),
+        ("front 4", ""),
+        ("front 5", ""),
+        ("front 6", "unplugged, write 6"),
+    ]);
+    let connected = [ATTACHED, ("front 3", CONNECTED), ("front 4", "read rings")];
+    let unplugged = |end: &[(&'static str, &'static str)]| play(&[&connected[..], end].concat());
+    unplugged(&[("unplug", "hurry"), ("front 1", "hurry, detach, unplugged, write 6")]);
+    unplugged(&[("unplug", "hurry"), ("vanishes", "hurry, detach, unplugged, write 6")]);
+    // One that does not hear it, and has new rings.
+    unplugged(&[
+        ("unplug", "hurry"),
+        ("ring 2, front 3", "hurry, read rings, note, detach, connect, clear error, offer 4"),
+        ("front 6", "hurry, detach, unplugged, write 6"),
+    ]);
+    // By force: the frontend's directory goes first, or both do.
+    unplugged(&[("unplug, vanishes", "hurry, detach, unplugged, write 6")]);
+    unplugged(&[("removed", "detach, unplugged")]);
+    play(&[ATTACHED, ("removed", "unplugged")]);
+    unplugged(&[("destroyed", "detach, unplugged, write 6")]);
+    play(&[ATTACHED, ("destroyed", "unplugged, write 6")]);
+}
+
+#[test]
+fn nobody_is_connected_before_the_hotplug_script_is_done() {
+    play(&[
+        ("own 1, front 1, script runs", "forget, offer 2, note, look again"),
+        ("front 3", ""),
+        ("front 4", ""),
+        ("script done", CONNECTED),
+        // It has gone from the directory: that counts no more.
+        ("script runs", ""),
+        ("ring 2, front 3", "read rings, note, detach, connect, clear error, offer 4"),
+    ]);
+}
+
+#[test]
+fn a_host_without_space_is_asked_again_and_refuses_nobody() {
+    play(&[
+        ATTACHED,
+        ("front 3, host full", "connect, delay"),
+        ("", "connect, delay"),
+        ("host works", CONNECTED),
+    ]);
+}
+
+#[test]
+fn what_xenstore_did_not_take_is_said_again() {
+    play(&[
+        ATTACHED,
+        ("own 1", "offer 2"),
+        ("front 3", CONNECTED),
+        ("own 2", "read rings, offer 4"),
+    ]);
+    play(&[
+        ATTACHED,
+        ("front 3", CONNECTED),
+        ("front 5", "write 5"),
+        ("own 4", "write 5"),
+        ("front 6", "detach, write 6"),
+        ("own 5", "write 6"),
+        ("front 1", "offer 2"),
+        ("own 6", "offer 2"),
+    ]);
+    // It is still at 2 in the store, and has nobody any more.
+    play(&[ATTACHED, ("front 3", CONNECTED), ("own 2, vanishes", "detach, write 6")]);
+}
+
+/// blkif.md 3.9: neither 5 nor 6 on the way, whatever becomes of it.
+#[test]
+fn a_successor_goes_on_where_its_predecessor_was() {
+    play(&[
+        ("own 4, front 4", "remember, take over, look again, read rings"),
+        ("front 5", "write 5"),
+        ("front 6", "detach, write 6"),
+    ]);
+    // While the toolstack wants it back.
+    play(&[
+        ("own 4, front 4, unplug", "remember, take over, look again, hurry, read rings"),
+        ("front 6", "hurry, detach, unplugged, write 6"),
+    ]);
+    // An old blkfront with a mounted file system works on at 5.
+    play(&[("own 5, front 5", "remember, take over, look again")]);
+    // Another process is at its end in the run directory.
+    play(&[
+        ("own 4, front 4, host full", "remember, take over, delay"),
+        ("front 4", "take over, delay"),
+        ("host works", "take over, look again, read rings"),
+    ]);
+    play(&[
+        ("own 4, front 4, host full", "remember, take over, delay"),
+        ("front 6", "look again, write 6"),
+    ]);
+}
+
+#[test]
+fn what_cannot_be_taken_over_ends_the_backend_of_a_running_guest_and_of_no_other() {
+    play(&[("own 4, front 4, host foreign", "remember, take over, give up")]);
+    let resumed = "remember, take over, note, look again, connect, clear error, offer 4";
+    play(&[("own 4, front 3, host foreign", resumed)]);
+    play(&[
+        ("own 4, front 5, host foreign", "remember, take over, note, look again, write 5"),
+        ("front 6", "write 6"),
+    ]);
+}
+
+#[test]
+fn a_successor_of_one_that_had_nobody_connected_follows_from_the_states() {
+    play(&[("own 2, front 1", "remember, offer 2, look again"), ("front 3", CONNECTED)]);
+    play(&[("own 2, front 3", "remember, offer 2, look again, connect, clear error, offer 4")]);
+    play(&[("own 6, front 6", "remember, look again"), ("front 1", "offer 2")]);
+    play(&[("own 6, front 1", "remember, look again, offer 2")]);
+    play(&[("own 5, front 6", "remember, look again, write 6")]);
+    play(&[("own 4, front 1", "remember, look again, offer 2")]);
+    play(&[("own 4, vanishes", "remember, look again, write 6")]);
+    // Removed before it came.
+    play(&[("removed, front 4", "remember, offer 2, look again, unplugged")]);
+}
+
+#[test]
+fn what_no_flush_asked_for_is_saved_when_nobody_is_connected_and_the_size_is_looked_at_always() {
+    let mut play = Play::new();
+    play.happens("own 1, front 1");
+    play.look();
+    let look = play.look;
+    assert_eq!(play.xenbus.see(look), [Action::Save, Action::CheckSize]);
+    play.happens("front 4");
+    play.look();
+    let look = play.look;
+    assert_eq!(play.xenbus.see(look), [Action::CheckSize]);
+}
+
+/// All states that there are, with and without a connection.
+#[test]
+fn no_look_however_odd_breaks_a_rule() {
+    let states: Vec<State> = (0..=8).map(|n| state(&n.to_string())).collect();
+    let mut looks = 0;
+    for (front, own) in states.iter().flat_map(|f| states.iter().map(move |o| (*f, *o))) {
+        for bits in 0..1 << 7 {
+            let bit = |n: u32| bits >> n & 1 == 1;
+            let [moved, online, plugged, gone, dead, connected, refused] =
+                std::array::from_fn(|n| bit(n as u32));
+            let look = Look { front, moved, own, online, plugged, gone, dead };
+            let mut xenbus = Xenbus::new();
+            xenbus.phase = Phase::Following;
+            xenbus.refused = refused;
+            xenbus.connected = connected.then(|| rings(1));
+            let actions = xenbus.see(look);
+            let has = |action: &Action| actions.contains(action);
+            let writes = |a: &Action| matches!(a, Action::Offer(_) | Action::Write(_));
+            let unplugs = |a: &Action| matches!(a, Action::Unplug { .. });
+            looks += 1;
+
+            // A directory that was removed is not made again.
+            assert!(!gone || !actions.iter().any(writes), "{look:?}: {actions:?}");
+            assert!(!gone || has(&Action::Unplug { announce: false }), "{look:?}: {actions:?}");
+            // The toolstack's 5 is not taken back by a 6 before the image is closed.
+            let ours = !look.is_unwanted();
+            assert!(ours || !has(&Action::Write(State::Closed)), "{look:?}: {actions:?}");
+            // 5 and 6 are answers (3.9).
+            assert!(front == State::Closing || !has(&Action::Write(State::Closing)));
+            assert!(!look.is_held() || !has(&Action::Write(State::Closed)));
+            // Nobody loses a disk that is in use.
+            let ends = actions.iter().any(unplugs);
+            assert!(!ends || gone || !look.is_held(), "{look:?}: {actions:?}");
+            assert!(!look.is_held() || gone || !has(&Action::Detach), "{look:?}: {actions:?}");
+            // The toolstack and its script come first.
+            let allowed = online && plugged && !refused && !connected;
+            let rings = matches!(front, State::Initialised | State::Connected);
+            assert_eq!(has(&Action::Connect), allowed && rings && !gone, "{look:?}: {actions:?}");
+            // What ends is the last.
+            assert!(!ends || actions.iter().position(unplugs) == Some(actions.len() - 1));
+            assert!(!ends || !xenbus.is_connected(), "{look:?}: {actions:?}");
+        }
+    }
+    assert_eq!(looks, 9 * 9 * 128);
+}

@@ -1,0 +1,229 @@
+//! One ring, one thread: requests from the ring to storage and back.
+//!
+//! [`Queue::run`] is one loop; a turn of it is one sweep of ARCHITECTURE.md, "A request's way":
+//! take (`take.rs`), copy in (`copy.rs`), submit and complete ([`path`](crate::path)), copy out
+//! (`copy.rs`), answer (`answer.rs`).
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use ferrite_io::clock::Clock;
+use ferrite_io::engine::{Completion, Engine, Token};
+use ferrite_io::reactor::Wait;
+use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, RawSegment};
+use ferrite_xen::hypervisor::CopySegment;
+use ferrite_xen::ring::{BackRing, RingViolation};
+
+use super::connection::Connection;
+use super::inflight::{QueueTable, Unanswered};
+use super::request::Segment;
+use crate::counters::QueueCounters;
+use crate::path::{FRONTEND_TOKENS, RequestPath, Ticket};
+use crate::trace::TraceRing;
+
+mod answer;
+mod copy;
+mod storm;
+mod take;
+#[cfg(test)]
+pub(crate) mod tests;
+mod wait;
+
+use wait::{Events, Waiting};
+
+/// Completion of the event channel's descriptor becoming readable.
+const EVENT: Token = FRONTEND_TOKENS;
+/// Completion of the event's being read.
+const DRAIN: Token = EVENT + 1;
+/// Failure to let the next event through.
+const REARM: Token = EVENT + 2;
+
+/// Everything that a queue is made of.
+pub struct Parts {
+    /// Shared with the other queues.
+    pub connection: Arc<Connection>,
+    /// Which one this is.
+    pub index: usize,
+    /// The ring, attached.
+    pub ring: BackRing,
+    /// The storage engine, built over the connection's arena.
+    pub engine: Box<dyn Engine>,
+    /// Its part of the in-flight table, started or resumed.
+    pub table: QueueTable,
+    /// What a predecessor left undone, oldest first.
+    pub replay: Vec<Unanswered>,
+    /// Where trace records go.
+    pub trace: TraceRing,
+}
+
+/// How a queue ended.
+#[derive(Debug)]
+pub enum QueueEnd {
+    /// As asked, with everything answered.
+    Stopped,
+    /// The engine or the event channel failed; the disk cannot go on.
+    Failed(io::Error),
+}
+
+/// What a queue reports while it runs.
+#[derive(Debug)]
+pub enum QueueEvent {
+    /// The frontend broke the ring; this queue takes nothing more.
+    Violation(RingViolation),
+}
+
+/// A queue, on the thread that serves it.
+pub struct Queue {
+    connection: Arc<Connection>,
+    clock: Arc<dyn Clock>,
+    index: usize,
+    /// Before the ring, so that it is dropped first: it waits on the descriptor of the ring's link.
+    path: RequestPath,
+    ring: BackRing,
+    table: QueueTable,
+    trace: TraceRing,
+    /// Checked segments, for each entry: room for a direct request, and for the largest indirect one
+    /// that the entry has had. A deep ring of large requests, which the pool would not hold, costs
+    /// nothing.
+    segments_of: Box<[Vec<Segment>]>,
+
+    replay: VecDeque<Unanswered>,
+    /// The frontend broke the ring: nothing more is taken from it.
+    broken: bool,
+    events: Events,
+    waiting: Waiting,
+
+    /// Requests of this sweep whose indirect pages are to be fetched.
+    fetch: Vec<take::Fetch>,
+    /// Requests of this sweep whose data is to be copied from the guest.
+    copy_in: Vec<Ticket>,
+    /// Reads whose data is to be copied to the guest.
+    copy_out: Vec<Ticket>,
+    /// Requests that are answered in one batch.
+    answered: Vec<Ticket>,
+
+    // Scratch space, kept to be used again.
+    segments: Vec<CopySegment>,
+    raw_segments: Vec<RawSegment>,
+}
+
+impl Queue {
+    /// A queue ready to run on the calling thread.
+    ///
+    /// # Errors
+    /// The engine does not take the disk's files.
+    pub fn new(parts: Parts) -> io::Result<Queue> {
+        let Parts { connection, index, ring, engine, table, replay, trace } = parts;
+        let shared = connection.shared.clone();
+        let mut path = RequestPath::new(shared.clone(), index, engine, ring.entries())?;
+        replay.iter().for_each(|unanswered| path.set_aside(unanswered.entry));
+        let max_segments = usize::from(connection.max_indirect_segments).max(MAX_DIRECT_SEGMENTS);
+        let entries = ring.entries() as usize;
+        let segments_of = (0..entries).map(|_| Vec::with_capacity(MAX_DIRECT_SEGMENTS)).collect();
+        Ok(Queue {
+            clock: shared.device.clock.clone(),
+            waiting: Waiting::new(&shared.tuning),
+            connection,
+            index,
+            path,
+            ring,
+            table,
+            trace,
+            segments_of,
+            replay: replay.into(),
+            broken: false,
+            events: Events::default(),
+            fetch: Vec::with_capacity(entries),
+            copy_in: Vec::with_capacity(entries),
+            copy_out: Vec::with_capacity(entries),
+            answered: Vec::with_capacity(entries),
+            segments: Vec::new(),
+            raw_segments: Vec::with_capacity(max_segments),
+        })
+    }
+
+    /// Serves the ring until the connection is stopped. `report` hears of what the control
+    /// thread should know meanwhile.
+    pub fn run(mut self, report: impl Fn(QueueEvent)) -> QueueEnd {
+        match self.serve(&report) {
+            Ok(()) => QueueEnd::Stopped,
+            Err(e) => {
+                self.abandon();
+                QueueEnd::Failed(e)
+            }
+        }
+    }
+
+    fn serve(&mut self, report: &impl Fn(QueueEvent)) -> io::Result<()> {
+        // A predecessor may have published responses and died before it said so.
+        self.ring.link().notify()?;
+        let mut completions = Vec::new();
+        loop {
+            self.path.follow()?;
+            if self.path.is_throttled() {
+                self.path.leave_if_idle();
+            } else if let Err(violation) = self.take() {
+                self.broken = true;
+                report(QueueEvent::Violation(violation));
+            }
+            self.fetch_indirect();
+            self.path.order_buffers();
+            self.copy_in();
+            let started = self.path.start();
+            self.answer()?;
+            self.start_alone();
+            if self.connection.shared.stopping() && self.path.is_idle() {
+                return Ok(());
+            }
+            // What was started may be done by the time the kernel has taken it; asking the guest
+            // for an event before would have it send one for nothing.
+            let wait = if started { Wait::No } else { self.next_wait()? };
+            self.path.turn(wait, &mut completions)?;
+            let now_ns = self.clock.now_ns();
+            self.woke(wait != Wait::No, completions.is_empty(), now_ns);
+            self.path.throttle(now_ns);
+            for completion in completions.drain(..) {
+                self.dispatch(completion, now_ns)?;
+            }
+            self.path.collect_tasks(now_ns);
+            self.copy_out();
+            self.answer()?;
+        }
+    }
+
+    fn dispatch(&mut self, completion: Completion, now_ns: u64) -> io::Result<()> {
+        match completion.token {
+            EVENT => {
+                completion.result()?;
+                self.event_came()
+            }
+            DRAIN => self.event_drained(completion.result()),
+            REARM => completion.result().map(drop),
+            _ => self.path.completed(completion, now_ns),
+        }
+    }
+
+    /// Begins the request that needs the disk for itself, if its time has come.
+    fn start_alone(&mut self) {
+        if let Some(ticket) = self.path.take_alone() {
+            let ok = self.copy_in_one(&ticket);
+            self.path.alone_fetched(ticket, ok, self.clock.now_ns());
+        }
+    }
+
+    fn counters(&self) -> &QueueCounters {
+        self.connection.shared.counters(self.index)
+    }
+
+    /// The queue has failed and its guest will not be answered; the table still says for what, so
+    /// that a successor can do it.
+    fn abandon(&mut self) {
+        let lists = [&mut self.copy_in, &mut self.copy_out, &mut self.answered];
+        let fetched = self.fetch.drain(..).map(|fetch| fetch.ticket);
+        lists.into_iter().flat_map(|list| list.drain(..)).chain(fetched).for_each(|ticket| {
+            ticket.park();
+        });
+        self.path.abandon();
+    }
+}

@@ -1,0 +1,157 @@
+//! From a client's request to one in flight.
+
+use std::mem;
+
+use ferrite_disk::SECTOR_BYTES;
+use ferrite_io::pool::Buf;
+
+use super::RequestPath;
+use super::flight::Ticket;
+use super::layout::Layout;
+use super::work::{Action, Outcome, Work};
+
+/// What becomes of a request that was [admitted](RequestPath::admit).
+#[derive(Debug)]
+#[must_use = "a request that is not answered hangs its client"]
+pub enum Admitted {
+    /// The path goes on with it.
+    Taken,
+    /// The frontend puts its data where [`data`](RequestPath::data) says, and it is
+    /// [`fetched`](RequestPath::fetched).
+    Fetch(Ticket),
+}
+
+impl RequestPath {
+    /// Says that requests are about to be taken. `false`: nothing may be now; this thread is woken
+    /// when that ends.
+    pub fn enter(&mut self) -> bool {
+        self.hold.stalled = false;
+        if self.is_holding_back() {
+            return false;
+        }
+        if self.medium.is_resting() || !self.seat.enter() {
+            self.hold.stalled = true;
+            self.leave_if_idle();
+            return false;
+        }
+        true
+    }
+
+    /// Sets an entry aside for a request that was in it before a restart.
+    pub fn set_aside(&mut self, entry: u32) {
+        self.flights.reserve(entry);
+    }
+
+    /// The number of the entry that the next [`take`](Self::take) gives; `None` if all are in use.
+    pub fn next_entry(&self) -> Option<u32> {
+        self.flights.peek_free()
+    }
+
+    /// A buffer for so many bytes of data. `None`: all are in use, and this thread finds out by
+    /// itself when one is free.
+    pub fn buffer(&mut self, data_bytes: usize) -> Option<Buf> {
+        // A range that begins or ends inside a block of the medium is read whole.
+        let slack = if self.medium.block_bytes > SECTOR_BYTES as usize {
+            self.medium.block_bytes
+        } else {
+            0
+        };
+        let buf = self.buffers.alloc(data_bytes + slack, &mut self.reactor);
+        self.hold.stalled |= buf.is_none();
+        buf
+    }
+
+    /// An entry for a request, with the [`buffer`](Self::buffer) for its data. `id` and `operation`
+    /// are as its client knows them, for the trace. `None` if all are in use.
+    pub fn take(
+        &mut self,
+        id: u64,
+        operation: u8,
+        buf: Option<Buf>,
+        now_ns: u64,
+    ) -> Option<Ticket> {
+        let ticket = self.flights.take(id, operation, now_ns)?;
+        self.flights.get(&ticket).buf = buf;
+        Some(ticket)
+    }
+
+    /// As [`take`](Self::take), of an entry that was [set aside](Self::set_aside).
+    pub fn take_set_aside(
+        &mut self,
+        entry: u32,
+        id: u64,
+        operation: u8,
+        buf: Option<Buf>,
+        now_ns: u64,
+    ) -> Ticket {
+        let ticket = self.flights.take_reserved(entry, id, operation, now_ns);
+        self.flights.get(&ticket).buf = buf;
+        ticket
+    }
+
+    /// Sends a request to its next stage. Whoever calls has checked that its range lies on the
+    /// disk, and that its buffer holds its data.
+    pub fn admit(&mut self, ticket: Ticket, work: Work) -> Admitted {
+        if matches!(work.action, Action::Flush | Action::FlushThenWrite) {
+            self.flushes = self.flushes.wrapping_add(1);
+        }
+        let flight = self.flights.get(&ticket);
+        flight.flushes = self.flushes;
+        flight.work = work;
+        flight.layout = Layout::of(flight, self.medium.block_bytes);
+        flight.record.sector = work.sector;
+        flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
+        let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());
+        if work.action != Action::Read && self.seat.device().flush_has_failed() {
+            self.finish(ticket, Outcome::Failed);
+            return Admitted::Taken;
+        }
+        if work.action == Action::Barrier || (work.action.takes_data() && below_block) {
+            self.wait_to_be_alone(ticket);
+            return Admitted::Taken;
+        }
+        if self.shared.tuning.merge
+            && let (Action::Read | Action::Write, Some(layout)) = (work.action, &flight.layout)
+        {
+            let write = work.action == Action::Write;
+            self.neighbours.add(ticket.entry() as u16, write, layout);
+        }
+        if work.action.takes_data() {
+            return Admitted::Fetch(ticket);
+        }
+        self.ready.push(ticket);
+        Admitted::Taken
+    }
+
+    /// Whether the requests of this sweep are close together and leave gaps: what the client asks
+    /// for next may belong there.
+    pub fn leave_gaps(&self) -> bool {
+        self.neighbours.leave_gaps()
+    }
+
+    /// Lets neighbours of the sweep have neighbouring buffers, before there are data in them.
+    pub fn order_buffers(&mut self) {
+        self.neighbours.order_buffers(&mut self.flights, self.medium.block_bytes);
+    }
+
+    /// The data of a request were fetched, or could not be.
+    pub fn fetched(&mut self, ticket: Ticket, ok: bool, now_ns: u64) {
+        self.flights.get(&ticket).record.stages.copied_in_ns = now_ns;
+        if ok {
+            self.ready.push(ticket);
+        } else {
+            self.finish(ticket, Outcome::Failed);
+        }
+    }
+
+    /// Starts everything that is ready; `true` if anything was.
+    pub fn start(&mut self) -> bool {
+        if self.ready.is_empty() {
+            return false;
+        }
+        let mut ready = mem::take(&mut self.ready);
+        self.start_all(&mut ready);
+        self.ready = ready;
+        true
+    }
+}

@@ -1,0 +1,84 @@
+//! Requests that need the whole disk for themselves: barriers, and writes below the medium's block.
+
+use std::collections::VecDeque;
+
+use super::RequestPath;
+use super::flight::Ticket;
+use super::work::Outcome;
+
+/// Those of one path.
+#[derive(Default)]
+pub(super) struct Alone {
+    waiting: VecDeque<Ticket>,
+    /// The first of them has been begun.
+    running: bool,
+}
+
+impl Alone {
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = Ticket> {
+        self.waiting.drain(..)
+    }
+}
+
+impl RequestPath {
+    /// Its data is fetched when its turn has come; until then nothing else is taken.
+    pub(super) fn wait_to_be_alone(&mut self, ticket: Ticket) {
+        self.alone.waiting.push_back(ticket);
+    }
+
+    /// Whether nothing is taken, as a request needs the disk for itself.
+    pub fn is_holding_back(&self) -> bool {
+        self.alone.running || !self.alone.waiting.is_empty()
+    }
+
+    /// Requests that storage or this thread works on: all but those that wait to be alone.
+    fn working(&self) -> usize {
+        self.flights.in_use() - self.flights.set_aside() - self.alone.waiting.len()
+    }
+
+    /// The request that needs the disk for itself, if its time has come: nothing else of this path
+    /// is under way, no other path has the gate, and all others are idle. Its data is to be fetched
+    /// now, and it is [`alone_fetched`](Self::alone_fetched).
+    pub fn take_alone(&mut self) -> Option<Ticket> {
+        if self.alone.running || self.alone.waiting.is_empty() || self.working() > 0 {
+            return None;
+        }
+        if !self.seat.close() {
+            // Its holder may be waiting for this path in turn.
+            self.leave_if_idle();
+            return None;
+        }
+        if !self.seat.others_idle() {
+            return None;
+        }
+        let ticket = self.alone.waiting.pop_front()?;
+        self.alone.running = true;
+        self.flights.get(&ticket).record.stages.submitted_ns = self.clock.now_ns();
+        Some(ticket)
+    }
+
+    /// The data of the request that has the disk for itself were fetched, or could not be.
+    pub fn alone_fetched(&mut self, ticket: Ticket, ok: bool, now_ns: u64) {
+        self.flights.get(&ticket).record.stages.copied_in_ns = now_ns;
+        if ok {
+            self.start_task(ticket);
+        } else {
+            self.end_alone();
+            self.finish(ticket, Outcome::Failed);
+        }
+    }
+
+    /// The request that had the disk for itself has ended, if there was one.
+    pub(super) fn end_alone(&mut self) {
+        if std::mem::take(&mut self.alone.running) {
+            self.seat.open();
+        }
+    }
+
+    /// Tells the gate that nothing is under way here, if so, and whoever waits for that.
+    pub fn leave_if_idle(&mut self) {
+        if self.working() == 0 && !self.alone.running && !self.medium.is_resting() {
+            self.seat.leave();
+        }
+    }
+}

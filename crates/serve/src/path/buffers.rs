@@ -1,0 +1,50 @@
+//! Memory for data: used by a path while there are requests, and given back after a while without.
+
+use ferrite_io::pool::{Buf, QueuePool};
+use ferrite_io::reactor::Reactor;
+
+/// A path's part of the pool.
+pub(super) struct Buffers {
+    pool: QueuePool,
+    /// Buffers were in use since memory was given back last.
+    warm: bool,
+    /// The kernel does not let go of them.
+    pinned: bool,
+}
+
+impl Buffers {
+    pub(super) fn new(pool: QueuePool) -> Buffers {
+        Buffers { pool, warm: false, pinned: false }
+    }
+
+    /// A buffer; `None` if all are in use. The first one registers the pool with the engine.
+    pub(super) fn alloc(&mut self, bytes: usize, reactor: &mut Reactor) -> Option<Buf> {
+        if !std::mem::replace(&mut self.warm, true) {
+            let all = self.pool.warm();
+            reactor.pin(all);
+        }
+        self.pool.alloc(bytes)
+    }
+
+    pub(super) fn free(&mut self, buf: Buf) {
+        self.pool.free(buf);
+    }
+
+    /// Whether there is memory to give back.
+    pub(super) fn are_warm(&self) -> bool {
+        self.warm && !self.pinned
+    }
+
+    /// Gives the memory back; `true` if that was done.
+    pub(super) fn cool(&mut self, reactor: &mut Reactor) -> bool {
+        if !reactor.unpin() {
+            self.pinned = true;
+            return false;
+        }
+        let warm = std::mem::take(&mut self.warm);
+        if warm {
+            self.pool.cool();
+        }
+        warm
+    }
+}

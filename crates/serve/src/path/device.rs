@@ -1,0 +1,244 @@
+//! A disk that is served, whichever frontends it has.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use ferrite_disk::{Disk, Port};
+use ferrite_io::clock::Clock;
+use ferrite_io::shm::Shm;
+
+use super::gate::{Gate, Wanted};
+use super::parking::Slot;
+use crate::log_limit::LogLimits;
+use crate::waker::Waker;
+
+/// Bytes of the file that remembers a failed flush.
+const LATCH_BYTES: usize = 64;
+
+/// Most paths of a device: two frontends with as many queues as a frontend can have.
+const SEATS: usize = 128;
+
+/// A disk that is served, from attach to detach.
+pub struct Device {
+    /// Where times come from.
+    pub clock: Arc<dyn Clock>,
+    /// What may be logged about it.
+    pub log_limits: LogLimits,
+    /// A flush has failed: what the medium holds is not what was answered. Linux takes a failed
+    /// empty flush for a disk without a cache and goes on, so all later writes fail until the
+    /// disk is attached again (blkif.md 2, rule 3).
+    flush_failed: AtomicBool,
+    /// Where that is remembered for successors.
+    latch: OnceLock<Shm>,
+    /// Somebody sees to it that metadata gets to the medium.
+    saving: AtomicBool,
+    /// What is served.
+    pub(super) slot: Mutex<Slot>,
+    /// The slot has changed, or a path rests.
+    pub(super) changed: Condvar,
+    /// What a path has that rests.
+    no_disk: Arc<Disk>,
+    /// Exclusion across all paths.
+    gate: Gate,
+    /// What wakes them, by seat.
+    wakers: Mutex<Vec<Option<Arc<Waker>>>>,
+}
+
+/// A path's place among those of its device, as long as it lives.
+pub(super) struct Seat {
+    device: Arc<Device>,
+    index: usize,
+}
+
+/// The duty to bring a disk's metadata to its medium, of one queue at a time.
+pub(super) struct Saving(Arc<Device>);
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        self.0.saving.store(false, Ordering::SeqCst);
+        // Who had the duty asks again after this whether anything is dirty: see `take_saving`.
+        fence(Ordering::SeqCst);
+    }
+}
+
+impl Device {
+    /// A device in good order.
+    pub fn new(disk: Disk, clock: Arc<dyn Clock>) -> Device {
+        Device {
+            clock,
+            log_limits: LogLimits::default(),
+            flush_failed: AtomicBool::new(false),
+            latch: OnceLock::new(),
+            saving: AtomicBool::new(false),
+            slot: Mutex::new(Slot::Here(Arc::new(disk))),
+            changed: Condvar::new(),
+            no_disk: Arc::new(Disk::nothing()),
+            gate: Gate::new(SEATS),
+            wakers: Mutex::new(vec![None; SEATS]),
+        }
+    }
+
+    /// Whether writes are to be refused.
+    pub fn flush_has_failed(&self) -> bool {
+        self.flush_failed.load(Ordering::SeqCst)
+    }
+
+    /// Refuses all writes from now on; `true` the first time.
+    pub fn latch_flush_failure(&self) -> bool {
+        if let Some(latch) = self.latch.get() {
+            latch.store_u32(0, 1);
+        }
+        !self.flush_failed.swap(true, Ordering::SeqCst)
+    }
+
+    /// A flush whose failure is not forgotten: the kernel reports a lost write once, to one caller,
+    /// and then never again. So one that succeeds after another has failed says nothing.
+    pub(crate) async fn flush(&self, disk: &Disk, port: &Port) -> io::Result<()> {
+        let result = disk.flush(port).await;
+        if result.is_ok() && self.flush_has_failed() {
+            return Err(io::Error::other("an earlier flush has failed"));
+        }
+        if let Err(e) = &result
+            && self.latch_flush_failure()
+        {
+            tracing::error!(
+                "flush failed: {e}; what was written may be lost, and the guest cannot be told by \
+                 a flush alone, so all its writes fail until the disk is attached again. Check \
+                 the storage, then detach and attach the disk"
+            );
+        }
+        result
+    }
+
+    fn wakers(&self) -> MutexGuard<'_, Vec<Option<Arc<Waker>>>> {
+        self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One more path, on the thread that this wakes.
+    ///
+    /// # Errors
+    /// There are too many.
+    pub(super) fn join(self: &Arc<Device>, waker: Arc<Waker>) -> io::Result<Seat> {
+        let mut wakers = self.wakers();
+        let index = self.gate.join().ok_or_else(|| {
+            io::Error::other(format!("the disk has {SEATS} queues, and no more can be served"))
+        })?;
+        wakers[index] = Some(waker);
+        Ok(Seat { device: self.clone(), index })
+    }
+
+    pub(super) fn wake_all(&self) {
+        self.wakers().iter().flatten().for_each(|waker| waker.wake());
+    }
+
+    /// Asks all paths to rest; `false` if they were asked already.
+    pub(super) fn ask_to_rest(&self) -> bool {
+        let asked = self.gate.park();
+        self.wake_all();
+        asked
+    }
+
+    /// The opposite.
+    pub(super) fn let_go_on(&self) {
+        self.gate.unpark();
+        self.wake_all();
+    }
+
+    pub(super) fn all_rest(&self) -> bool {
+        self.gate.all_rest()
+    }
+
+    pub(super) fn no_disk(&self) -> Arc<Disk> {
+        self.no_disk.clone()
+    }
+
+    /// The duty to save what no flush has asked for, if there is something and nobody has it.
+    pub(super) fn take_saving(self: &Arc<Device>, disk: &Disk) -> Option<Saving> {
+        if !disk.is_dirty() {
+            return None;
+        }
+        // Together with that of who gives the duty back: one of the two sees what the other did.
+        fence(Ordering::SeqCst);
+        let free =
+            !self.saving.load(Ordering::Relaxed) && !self.saving.swap(true, Ordering::SeqCst);
+        free.then(|| Saving(self.clone()))
+    }
+
+    /// From now on remembers a failed flush in this file, which outlives the process; `anew` for a
+    /// disk that was just attached, with nothing to remember. Does nothing after that was done once.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn remember_in(&self, path: &Path, anew: bool) -> io::Result<()> {
+        if self.latch.get().is_some() {
+            return Ok(());
+        }
+        let kept = if anew { None } else { Shm::open(path).ok() };
+        let latch = match kept.filter(|latch| latch.len() >= LATCH_BYTES) {
+            Some(latch) => latch,
+            None => Shm::create(path, LATCH_BYTES)?,
+        };
+        if latch.load_u32(0) != 0 {
+            self.flush_failed.store(true, Ordering::SeqCst);
+        }
+        // The caller serves a device once.
+        let _ = self.latch.set(latch);
+        Ok(())
+    }
+}
+
+impl Seat {
+    pub(super) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    pub(super) fn gate(&self) -> &Gate {
+        &self.device.gate
+    }
+
+    pub(super) fn enter(&self) -> bool {
+        self.device.gate.enter(self.index)
+    }
+
+    /// Nothing of the path is under way; whoever waits for that is woken.
+    pub(super) fn leave(&self) {
+        if let Some(Wanted { holder, parker }) = self.device.gate.leave(self.index) {
+            if let Some(holder) = holder {
+                let wakers = self.device.wakers();
+                wakers[holder].as_ref().inspect(|waker| waker.wake());
+            }
+            if parker {
+                self.device.changed.notify_all();
+            }
+        }
+    }
+
+    pub(super) fn close(&self) -> bool {
+        self.device.gate.close(self.index)
+    }
+
+    pub(super) fn others_idle(&self) -> bool {
+        self.device.gate.others_idle(self.index)
+    }
+
+    pub(super) fn open(&self) {
+        self.device.gate.open(self.index);
+        self.device.wake_all();
+    }
+
+    pub(super) fn rest(&self) {
+        self.device.gate.rest(self.index);
+        self.device.changed.notify_all();
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.device.wakers()[self.index] = None;
+        self.device.gate.forfeit(self.index);
+        self.device.wake_all();
+        self.device.changed.notify_all();
+    }
+}

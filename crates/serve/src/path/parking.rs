@@ -1,0 +1,280 @@
+//! A disk that changes under its frontends.
+//!
+//! [`Device::park`] has every path end its requests and rest: it takes nothing, and has let go of the
+//! disk and its files. Rings, tables and connections stay. Whoever parks then owns the [`Disk`],
+//! makes another of it (other layers, another size, other files), and
+//! [`Away::go_on_with`] gives that to the paths. In the time between, the guest's requests wait on
+//! its rings.
+//!
+//! The steps, and what a death in between leaves:
+//! 1. `PARK` in the gate's word: no path takes requests (`gate.rs`). What was taken ends as always.
+//! 2. A path with nothing in flight lets go of its files and rests.
+//! 3. All rest: the device's disk is the parker's. The in-flight table is empty. Dead from here on to
+//!    step 5, a successor finds a connection with nothing in flight, and the image as the parker left it.
+//! 4. The parker changes what it likes, in an order of its own that a death may interrupt.
+//! 5. The next disk is the device's, and the gate's word is open: the paths load it and go on.
+
+use std::io;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferrite_disk::{Disk, Port};
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
+
+use super::RequestPath;
+use super::device::Device;
+
+/// The disk of a device.
+pub(super) enum Slot {
+    Here(Arc<Disk>),
+    /// It is the parker's.
+    Away,
+    /// The parker gave none back.
+    Lost,
+}
+
+/// How often a parker looks whether the last to let go of a disk has done so.
+const LOOK_AGAIN: Duration = Duration::from_micros(200);
+
+/// Why a device goes on as before.
+#[derive(Debug, thiserror::Error)]
+pub enum NotParked {
+    /// Somebody else parks it.
+    #[error("another change of this disk is under way; try again when it has ended")]
+    Busy,
+    /// Requests have not ended in time: the storage does not answer, or is too slow.
+    #[error(
+        "requests that are under way have not ended within {0:?}; the disk goes on as before. \
+         Check its storage (dmesg), then try again"
+    )]
+    NotInTime(Duration),
+    /// The disk was lost before.
+    #[error("the disk is gone: {0}")]
+    Gone(io::Error),
+}
+
+/// Why paths cannot go on with a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unfit {
+    /// Guests have sectors beyond its end.
+    #[error("it has {is} sectors, and its guest knows of {was}; a disk cannot shrink in use")]
+    Smaller {
+        /// Sectors of 512 bytes that there were.
+        was: u64,
+        /// Those that there are.
+        is: u64,
+    },
+    /// Guests write to what cannot be written.
+    #[error("it is read-only, and its guest writes to it")]
+    ReadOnly,
+    /// The engines were chosen for the other kind.
+    #[error("only one of the two disks is served by NVMe commands (--engine)")]
+    Engine,
+}
+
+/// A disk that paths cannot go on with.
+pub struct Refused {
+    /// The guests still wait.
+    pub away: Away,
+    /// What was offered.
+    pub disk: Disk,
+    /// Why.
+    pub unfit: Unfit,
+}
+
+/// The time in which the disk is the parker's. Dropped without a disk, the device has none, and its
+/// frontends fail as if their backend had died.
+#[must_use = "guests wait until their disk is back"]
+pub struct Away {
+    device: Arc<Device>,
+    /// Of the disk that was taken.
+    sectors: u64,
+    read_only: bool,
+    passthrough: bool,
+}
+
+impl Device {
+    pub(super) fn slot(&self) -> MutexGuard<'_, Slot> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk, as soon as no parker has it. Paths have their own; this is for everyone else, and
+    /// not to be kept: a parker waits until it is given back.
+    ///
+    /// # Errors
+    /// A parker gave none back.
+    pub fn disk(&self) -> io::Result<Arc<Disk>> {
+        let mut slot = self.slot();
+        loop {
+            match &*slot {
+                Slot::Here(disk) => return Ok(disk.clone()),
+                Slot::Lost => return Err(lost()),
+                Slot::Away => {
+                    slot = self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        }
+    }
+
+    /// Has all paths rest, and takes the disk. The caller may wait as long as `patience`, guests wait
+    /// from now until [`Away::go_on_with`].
+    ///
+    /// # Errors
+    /// All goes on as before.
+    pub fn park(self: &Arc<Device>, patience: Duration) -> Result<(Disk, Away), NotParked> {
+        let end = Instant::now() + patience;
+        if !self.ask_to_rest() {
+            return Err(NotParked::Busy);
+        }
+        let mut slot = self.slot();
+        loop {
+            if let Slot::Lost = &*slot {
+                self.let_go_on();
+                return Err(NotParked::Gone(lost()));
+            }
+            if self.all_rest() {
+                match std::mem::replace(&mut *slot, Slot::Away) {
+                    Slot::Here(disk) => match Arc::try_unwrap(disk) {
+                        Ok(disk) => {
+                            let away = Away::from(self, &disk);
+                            return Ok((disk, away));
+                        }
+                        Err(disk) => *slot = Slot::Here(disk),
+                    },
+                    other => *slot = other,
+                }
+            }
+            let Some(left) = end.checked_duration_since(Instant::now()) else {
+                drop(slot);
+                self.let_go_on();
+                return Err(NotParked::NotInTime(patience));
+            };
+            let waited = self.changed.wait_timeout(slot, left.min(LOOK_AGAIN));
+            slot = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn put(&self, slot: Slot) {
+        *self.slot() = slot;
+        self.changed.notify_all();
+        self.let_go_on();
+    }
+}
+
+fn lost() -> io::Error {
+    io::Error::other("a change of the disk has failed, and nothing was left to serve")
+}
+
+impl Away {
+    fn from(device: &Arc<Device>, disk: &Disk) -> Away {
+        Away {
+            device: device.clone(),
+            sectors: disk.sectors(),
+            read_only: disk.read_only(),
+            passthrough: disk.passthrough(),
+        }
+    }
+
+    /// All paths go on with this disk.
+    ///
+    /// # Errors
+    /// It cannot be the next one, and comes back. The guests still wait.
+    pub fn go_on_with(self, disk: Disk) -> Result<(), Box<Refused>> {
+        let unfit = if disk.sectors() < self.sectors {
+            Some(Unfit::Smaller { was: self.sectors, is: disk.sectors() })
+        } else if disk.read_only() && !self.read_only {
+            Some(Unfit::ReadOnly)
+        } else {
+            (disk.passthrough() != self.passthrough).then_some(Unfit::Engine)
+        };
+        if let Some(unfit) = unfit {
+            return Err(Box::new(Refused { away: self, disk, unfit }));
+        }
+        self.device.put(Slot::Here(Arc::new(disk)));
+        Ok(())
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        let is_away = matches!(&*self.device.slot(), Slot::Away);
+        if is_away {
+            self.device.put(Slot::Lost);
+        }
+    }
+}
+
+/// A disk as one path has it.
+pub(super) struct Medium {
+    pub(super) disk: Arc<Disk>,
+    pub(super) port: Port,
+    /// The disk's.
+    pub(super) block_bytes: usize,
+    /// It is none: the path rests.
+    resting: bool,
+}
+
+impl Medium {
+    pub(super) fn load(
+        disk: Arc<Disk>,
+        reactor: &mut Reactor,
+        scratch: Scratch,
+    ) -> io::Result<Medium> {
+        let files = disk.files().into_iter();
+        let files: Vec<_> = files.map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
+        let port = Port { io: reactor.io(), files: files.into(), scratch };
+        let block_bytes = disk.block_bytes() as usize;
+        Ok(Medium { disk, port, block_bytes, resting: false })
+    }
+
+    pub(super) fn is_resting(&self) -> bool {
+        self.resting
+    }
+}
+
+impl RequestPath {
+    /// Rests while the device is parked, as soon as nothing is in flight, and goes on with the disk
+    /// that it has then. To be called at the beginning of each turn.
+    ///
+    /// # Errors
+    /// The engine does not take or let go of a file, or there is no disk any more; the path cannot
+    /// go on.
+    pub fn follow(&mut self) -> io::Result<()> {
+        match (self.seat.gate().is_parking(), self.medium.resting) {
+            (false, false) | (true, true) => Ok(()),
+            (true, false) => self.rest(),
+            (false, true) => self.load(),
+        }
+    }
+
+    fn rest(&mut self) -> io::Result<()> {
+        let in_flight = self.flights.in_use() - self.flights.set_aside();
+        if in_flight > 0 || self.saver.is_under_way() {
+            return Ok(());
+        }
+        self.reactor.clear_files()?;
+        self.saver.forget();
+        self.medium.disk = self.seat.device().no_disk();
+        self.medium.port.files = [].into();
+        self.medium.resting = true;
+        self.seat.rest();
+        Ok(())
+    }
+
+    fn load(&mut self) -> io::Result<()> {
+        let disk = match &*self.seat.device().slot() {
+            Slot::Here(disk) => disk.clone(),
+            Slot::Lost => return Err(lost()),
+            // It is parked again already.
+            Slot::Away => return Ok(()),
+        };
+        let scratch = self.medium.port.scratch.clone();
+        self.medium = Medium::load(disk, &mut self.reactor, scratch)?;
+        self.saver.remember(&self.medium);
+        // A path that is not idle is not counted among those that rest.
+        self.leave_if_idle();
+        self.save_soon();
+        Ok(())
+    }
+}

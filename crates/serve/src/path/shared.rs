@@ -1,0 +1,79 @@
+//! What the paths of one frontend share.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrite_io::pool::Pool;
+
+use super::device::Device;
+use crate::counters::{Counters, QueueCounters};
+use crate::processors::Processors;
+use crate::tuning::Tuning;
+use crate::waker::Waker;
+
+/// A frontend's way to a device: made anew for each connection of its client.
+pub struct Shared {
+    /// The device.
+    pub device: Arc<Device>,
+    /// Buffers for the data in flight.
+    pub pool: Arc<Pool>,
+    /// How the paths work.
+    pub tuning: Tuning,
+    /// What they may use of processors.
+    pub processors: Arc<Processors>,
+    /// What they have done.
+    pub counters: Counters,
+    stop: AtomicBool,
+    wakers: Vec<Arc<Waker>>,
+}
+
+impl Shared {
+    /// For so many paths, each of which is made with its index below that.
+    ///
+    /// # Errors
+    /// Out of descriptors.
+    pub fn new(
+        device: Arc<Device>,
+        pool: Arc<Pool>,
+        paths: usize,
+        tuning: Tuning,
+        processors: Arc<Processors>,
+        counters: Counters,
+    ) -> io::Result<Shared> {
+        Ok(Shared {
+            device,
+            pool,
+            tuning,
+            processors,
+            counters,
+            stop: AtomicBool::new(false),
+            wakers: (0..paths).map(|_| Waker::new().map(Arc::new)).collect::<io::Result<_>>()?,
+        })
+    }
+
+    /// Asks all paths to end what they have in flight, and to take nothing more.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.wake_all();
+    }
+
+    /// Whether [`stop`](Self::stop) was called.
+    pub fn stopping(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// Wakes all of them.
+    pub fn wake_all(&self) {
+        self.wakers.iter().for_each(|waker| waker.wake());
+    }
+
+    /// The waker that a path listens to.
+    pub(super) fn waker(&self, index: usize) -> &Arc<Waker> {
+        &self.wakers[index]
+    }
+
+    pub(crate) fn counters(&self, index: usize) -> &QueueCounters {
+        self.counters.queue(index)
+    }
+}

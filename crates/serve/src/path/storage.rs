@@ -1,0 +1,235 @@
+//! Step 5: to the storage engine, and back from it.
+
+use std::io;
+
+use ferrite_disk::{Disk, Extent};
+use ferrite_io::arena::Span;
+use ferrite_io::engine::{Completion, Transfer};
+
+use super::RequestPath;
+use super::flight::Ticket;
+use super::layout::Layout;
+use super::merge::{Placed, op};
+use super::pieces::{MAX_PIECES, Piece};
+use super::work::{Action, Outcome};
+use crate::log_limit::limited;
+
+/// Where the beginning of a range is read from or written to.
+fn find(disk: &Disk, offset: u64, len: u64, transfer: Transfer) -> Extent {
+    match transfer {
+        Transfer::Read => disk.map(offset, len),
+        Transfer::Write => disk.reserve(offset, len),
+    }
+}
+
+/// How often in a row an operation may say "try again".
+const RETRIES: u32 = 64;
+
+impl RequestPath {
+    /// Starts everything that is ready. Data that lies in one place goes straight to the engine,
+    /// neighbours together; the rest becomes a task.
+    pub(super) fn start_all(&mut self, ready: &mut Vec<Ticket>) {
+        let now_ns = self.clock.now_ns();
+        for ticket in ready.drain(..) {
+            self.flights.get(&ticket).record.stages.submitted_ns = now_ns;
+            match self.flights.get(&ticket).work.action {
+                Action::Read => self.place(ticket, Transfer::Read, now_ns),
+                Action::Write => self.place(ticket, Transfer::Write, now_ns),
+                Action::Flush | Action::FlushThenWrite | Action::Barrier => {
+                    self.start_task(ticket);
+                }
+                Action::Discard => {
+                    self.discard_soon(ticket, now_ns);
+                }
+            }
+        }
+        self.push_placed();
+    }
+
+    fn place(&mut self, ticket: Ticket, transfer: Transfer, now_ns: u64) {
+        let disk = &self.medium.disk;
+        let flight = self.flights.get(&ticket);
+        let Some(layout) = flight.layout else {
+            unreachable!("reads and writes have buffers");
+        };
+        let all = layout.blocks.len() as u64;
+        let extent = find(disk, layout.offset, all, transfer);
+        if disk.has_metadata() {
+            let counters = self.shared.counters(self.index);
+            match extent {
+                Extent::Slow { .. } => counters.metadata_misses.add(1),
+                Extent::Data { .. } | Extent::Zeros { .. } => counters.metadata_hits.add(1),
+            }
+        }
+        match extent {
+            Extent::Data { file, offset, len } if len >= all => {
+                flight.pieces = 1;
+                flight.pieces_left = 1;
+                self.add_piece(ticket.park(), transfer, layout.blocks, (file, offset));
+            }
+            Extent::Zeros { len } if len >= all => {
+                flight.zeros = true;
+                self.data_done(ticket, now_ns);
+            }
+            Extent::Slow { .. } => self.start_task(ticket),
+            Extent::Data { .. } | Extent::Zeros { .. } => {
+                self.place_in_pieces(ticket, layout, transfer, now_ns);
+            }
+        }
+    }
+
+    /// Places data that lies in several places, unless there are too many of them or one is not
+    /// known: then it becomes a task.
+    fn place_in_pieces(&mut self, ticket: Ticket, layout: Layout, transfer: Transfer, now_ns: u64) {
+        let disk = &self.medium.disk;
+        let (mut found, mut count, mut done) = ([None; MAX_PIECES], 0, 0);
+        while done < layout.blocks.len() {
+            let (at, left) = (layout.offset + done as u64, layout.blocks.len() - done);
+            let extent = find(disk, at, left as u64, transfer);
+            let (Extent::Data { len, .. } | Extent::Zeros { len } | Extent::Slow { len }) = extent;
+            let blocks = layout.blocks.slice(done, (len as usize).min(left));
+            match extent {
+                Extent::Data { file, offset, .. } if count < MAX_PIECES => {
+                    found[count] = Some((blocks, (file, offset)));
+                    count += 1;
+                }
+                Extent::Zeros { .. } if transfer == Transfer::Read => {
+                    self.shared.pool.arena().fill(blocks, 0);
+                }
+                Extent::Data { .. } | Extent::Zeros { .. } | Extent::Slow { .. } => {
+                    return self.start_task(ticket);
+                }
+            }
+            done += blocks.len();
+        }
+        if count == 0 {
+            return self.data_done(ticket, now_ns);
+        }
+        if !self.pieces.reserve(count) {
+            return self.start_task(ticket);
+        }
+        let flight = self.flights.get(&ticket);
+        flight.pieces = count;
+        flight.pieces_left = count;
+        let entry = ticket.park();
+        for (blocks, place) in found.into_iter().flatten() {
+            self.add_piece(entry, transfer, blocks, place);
+        }
+    }
+
+    fn add_piece(
+        &mut self,
+        entry: u16,
+        transfer: Transfer,
+        blocks: Span,
+        (file, offset): (usize, u64),
+    ) {
+        let file = self.medium.port.files[file];
+        let (done_bytes, retries, next) = (0, 0, None);
+        let piece = Piece { entry, transfer, file, offset, blocks, done_bytes, retries, next };
+        let flushes = self.flights.at(entry).flushes;
+        let index = self.pieces.add(piece);
+        self.placed.push(Placed::new(index, &piece, flushes));
+    }
+
+    /// An operation of one piece has ended: done, to be continued, to be tried again, or failed.
+    pub(super) fn piece_completed(&mut self, index: u16, completion: Completion, now_ns: u64) {
+        let piece = self.pieces.get(index);
+        match completion.result() {
+            Ok(bytes) => {
+                let before = piece.done_bytes;
+                // A piece of a block cannot be continued from: it is done again.
+                let now = before + bytes as usize;
+                piece.done_bytes = if now < piece.blocks.len() {
+                    now - now % self.medium.block_bytes
+                } else {
+                    now
+                };
+                if piece.done_bytes >= piece.blocks.len() {
+                    self.piece_ended(index, None, now_ns);
+                } else if piece.done_bytes > before {
+                    piece.retries = 0;
+                    self.push_rest(index);
+                } else {
+                    let e = io::Error::new(io::ErrorKind::UnexpectedEof, "no progress");
+                    self.piece_ended(index, Some(e), now_ns);
+                }
+            }
+            Err(e) => {
+                let again =
+                    matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock);
+                if again && piece.retries < RETRIES {
+                    piece.retries += 1;
+                    self.push_rest(index);
+                } else {
+                    self.piece_ended(index, Some(e), now_ns);
+                }
+            }
+        }
+    }
+
+    /// Starts what is left of a piece, by itself, where it was to be.
+    pub(super) fn push_rest(&mut self, index: u16) {
+        let piece = *self.pieces.get(index);
+        let done = piece.done_bytes;
+        let rest = piece.blocks.slice(done, piece.blocks.len() - done);
+        let op = op(piece.transfer, piece.file, piece.offset + done as u64, rest);
+        self.reactor.push(u64::from(index), op);
+    }
+
+    /// With the last of its pieces a request has ended.
+    fn piece_ended(&mut self, index: u16, error: Option<io::Error>, now_ns: u64) {
+        let entry = self.pieces.remove(index).entry;
+        let flight = self.flights.at(entry);
+        if flight.failed.is_none() {
+            flight.failed = error;
+        }
+        flight.pieces_left -= 1;
+        if flight.pieces_left > 0 {
+            return;
+        }
+        self.pieces.give_back(flight.pieces);
+        let (failed, action, layout) = (flight.failed.take(), flight.work.action, flight.layout);
+        let ticket = Ticket::unpark(entry);
+        if let Some(e) = failed {
+            return self.storage_failed(ticket, &e, now_ns);
+        }
+        if let (Action::Write, Some(layout)) = (action, layout) {
+            self.medium.disk.written(layout.offset, layout.blocks.len() as u64);
+            self.save_soon();
+        }
+        self.data_done(ticket, now_ns);
+    }
+
+    /// All data of a request is where it belongs.
+    pub(super) fn data_done(&mut self, ticket: Ticket, now_ns: u64) {
+        let flight = self.flights.get(&ticket);
+        flight.record.stages.completed_ns = now_ns;
+        if flight.work.action == Action::Read {
+            self.read.push(ticket);
+        } else {
+            self.finish(ticket, Outcome::Done);
+        }
+    }
+
+    /// The request fails with an error; the disk goes on.
+    pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error, now_ns: u64) {
+        let flight = self.flights.get(&ticket);
+        flight.record.stages.completed_ns = now_ns;
+        let work = flight.work;
+        limited!(
+            error,
+            self.shared.device.log_limits.storage,
+            now_ns,
+            queue = self.index,
+            "{:?} of sectors {}+{} failed: {e}; the guest gets an error for this request",
+            work.action,
+            work.sector,
+            work.sectors
+        );
+        let unsupported =
+            work.action == Action::Discard && matches!(e.kind(), io::ErrorKind::Unsupported);
+        // Linux then stops to send discards: right, if the medium cannot do them.
+        self.finish(ticket, if unsupported { Outcome::Unsupported } else { Outcome::Failed });
+    }
+}

@@ -1,0 +1,129 @@
+//! A disk that is parked and exchanged while a guest works, and backends that die at every step of
+//! that: the guest sees pauses. No error, no lost or wrong byte, no request without an answer.
+
+mod processes;
+mod rig;
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrite_disk::{Disk, Session};
+use ferrite_io::engines::test_engine;
+use ferrite_loopback::CopyWith;
+use ferrite_loopback::front::FrontOptions;
+use ferrite_serve::path::device::Device;
+use rustix::process::{Signal, getpid, kill_process};
+
+use processes::{RUN_DIR, World, be_a_backend, env, open, under_load};
+use rig::{PATIENCE, images, scale};
+
+/// The steps of a change: a backend may be told to die before one.
+const STEPS: [&str; 4] = ["park", "close", "open", "go on"];
+
+/// Where a backend dies, as `STEP ROUND`; without it, it parks and never dies of it.
+const DIES: &str = "FERRITE_TEST_DIES";
+/// How often a backend parks.
+const ROUNDS: &str = "FERRITE_TEST_ROUNDS";
+
+/// Not a test: the backend, when this program is run again with the environment that says so.
+#[test]
+fn process_backend() {
+    be_a_backend(park_again_and_again);
+}
+
+/// Where a backend says how long its pauses were.
+fn report_in(run_dir: &Path) -> PathBuf {
+    run_dir.join("pauses")
+}
+
+fn die() {
+    kill_process(getpid(), Signal::KILL).unwrap();
+}
+
+/// Closes a disk for good.
+fn close(disk: Disk) {
+    let engine = |arena| test_engine().open(arena, 32);
+    Session::new(Arc::new(disk), engine).unwrap().close().unwrap();
+}
+
+fn park_again_and_again(device: &Arc<Device>, image: &Path) {
+    let rounds: usize = std::env::var(ROUNDS).unwrap_or_default().parse().unwrap_or(0);
+    let dies = std::env::var(DIES).unwrap_or_default();
+    let mut pauses = Vec::new();
+    for round in 0..rounds {
+        let step = |step: &str| {
+            if dies == format!("{step} {round}") {
+                die();
+            }
+        };
+        step("park");
+        let start = Instant::now();
+        let (disk, away) = device.park(PATIENCE).unwrap();
+        step("close");
+        // A disk that is put back as it is, one that was closed, and one that was left as by a death.
+        let disk = match round % 3 {
+            0 => disk,
+            1 => {
+                close(disk);
+                step("open");
+                open(image)
+            }
+            _ => {
+                drop(disk);
+                step("open");
+                open(image)
+            }
+        };
+        step("go on");
+        away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
+        pauses.push(start.elapsed());
+        std::thread::sleep(Duration::from_micros(500 * (round as u64 % 5)));
+    }
+    pauses.sort_unstable();
+    if let [.., longest] = pauses[..] {
+        let at = |percent: usize| pauses[(pauses.len() - 1) * percent / 100];
+        let report = format!("median {:?}, p99 {:?}, longest {longest:?}", at(50), at(99));
+        std::fs::write(report_in(env(RUN_DIR).as_ref()), report).unwrap();
+    }
+}
+
+/// Backends die before each step, in each kind of round; the last one parks `rounds` times.
+fn parked_under_load(world: World, rounds: usize, seed: u64) {
+    let options = FrontOptions { queues: 2, max_indirect: 64, ..FrontOptions::default() };
+    under_load(world, options, seed, |world, _| {
+        for step in STEPS {
+            for round in 3..6 {
+                // A disk that is put back is not opened.
+                if (step, round % 3) == ("open", 0) {
+                    continue;
+                }
+                let dies = format!("{step} {round}");
+                let mut child = world.spawn_with(&[(DIES, &dies), (ROUNDS, "100")]);
+                assert_eq!(child.wait().unwrap().signal(), Some(9), "{dies}");
+            }
+        }
+        let rounds = rounds.to_string();
+        let last = world.spawn_with(&[(ROUNDS, &rounds)]);
+        let (report, end) = (report_in(world.run_dir()), Instant::now() + 10 * PATIENCE);
+        while !report.exists() {
+            assert!(Instant::now() < end, "{rounds} rounds take too long");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        println!("{rounds} pauses: {}", std::fs::read_to_string(&report).unwrap());
+        last
+    });
+}
+
+#[test]
+fn a_disk_that_is_exchanged_at_any_moment_is_a_pause() {
+    parked_under_load(World::new(CopyWith::Memcpy), 200 * scale() as usize, 1);
+}
+
+#[test]
+fn images_that_are_exchanged_at_any_moment_have_what_was_answered() {
+    for (i, format) in images::FORMATS.into_iter().enumerate() {
+        parked_under_load(World::with_format(format), 200 * scale() as usize, 10 + i as u64);
+    }
+}

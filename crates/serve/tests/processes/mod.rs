@@ -1,0 +1,397 @@
+//! Backends as processes of their own, and a guest that keeps them busy and knows what it was answered.
+
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
+
+use std::collections::HashMap;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::{Random, SplitMix64, SystemClock};
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
+use ferrite_serve::blkif::lifecycle::{Config, Outcome, serve};
+use ferrite_serve::counters::Counters;
+use ferrite_serve::path::device::Device;
+use ferrite_serve::tuning::Tuning;
+use ferrite_serve::waker::Waker;
+use ferrite_xen::abi::{PlainOp, RawSegment};
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::mover::{Budget, DISK_MAPPINGS};
+use ferrite_xen::store::Store;
+
+use crate::rig::{Loop, PATIENCE, dir_in_memory, engines, images, mover, moving, offer};
+
+/// Bytes and sectors that one request at a time works on.
+const CHUNK: u64 = 256 << 10;
+const CHUNK_SECTORS: u64 = CHUNK / 512;
+const CHUNKS: u64 = 128;
+const DEVID: u32 = 202 << 8;
+/// Most requests in flight a queue.
+const DEPTH: usize = 48;
+
+const BACKEND: &str = "FERRITE_TEST_BACKEND";
+const IMAGE: &str = "FERRITE_TEST_IMAGE";
+pub const RUN_DIR: &str = "FERRITE_TEST_RUN_DIR";
+const COPY_WITH: &str = "FERRITE_TEST_COPY_WITH";
+
+pub fn env(name: &str) -> String {
+    std::env::var(name).unwrap()
+}
+
+/// The backend, when this program is run again with the environment that says so. While it serves,
+/// `beside` runs in a thread of its own.
+pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path) + Send) {
+    let Ok(handle) = std::env::var(BACKEND) else { return };
+    let handle = BackendHandle::from_arg(&handle).unwrap();
+    let loopback = Loopback::new(env(COPY_WITH).parse::<CopyWith>().unwrap());
+    handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
+    let device = Arc::new(Device::new(open(env(IMAGE).as_ref()), SystemClock::shared()));
+    let config = Config {
+        backend: DiskPaths::new(DomId(1), DEVID).backend,
+        domid: DomId(1),
+        devid: DEVID,
+        offer: offer(),
+        moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
+        pool_bytes: 8 << 20,
+        run_dir: env(RUN_DIR).into(),
+        served_raw: None,
+        engine: engines(),
+        closes: true,
+        tuning: Tuning::default(),
+        processors: Arc::default(),
+        counters: Counters::default(),
+    };
+    let mut store = Store::from_fd(handle.store);
+    let stop = Waker::new().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| beside(&device, env(IMAGE).as_ref()));
+        let outcome = serve(&mut store, &loopback, &device, &config, &stop).unwrap();
+        assert_eq!(outcome, Outcome::Unplugged);
+    });
+}
+
+/// Opens an image as a backend does whose predecessor was killed.
+pub fn open(image: &Path) -> Disk {
+    let state_dir = Some(images::state_dir(image));
+    let wait_for_lock = Some(PATIENCE);
+    let options = OpenOptions { wait_for_lock, state_dir, ..OpenOptions::default() };
+    Disk::open(image, &options).unwrap()
+}
+
+/// A machine whose backends are processes.
+pub struct World {
+    pub machine: Machine,
+    pub disk: DiskPaths,
+    dir: tempfile::TempDir,
+    copy_with: CopyWith,
+    device: Option<Loop>,
+    /// In place of `disk.img`.
+    image: Option<PathBuf>,
+}
+
+impl World {
+    pub fn new(copy_with: CopyWith) -> World {
+        let mut machine = Machine::new().unwrap();
+        let domid = machine.add_guest(GuestOptions::default()).unwrap();
+        let disk = machine.attach_disk(domid, VirtualDisk::xvd(0)).unwrap();
+        assert_eq!((disk.domid, disk.devid), (DomId(1), DEVID));
+        let dir = dir_in_memory();
+        let image = std::fs::File::create(dir.path().join("disk.img")).unwrap();
+        image.set_len(CHUNKS * CHUNK).unwrap();
+        World { machine, disk, dir, copy_with, device: None, image: None }
+    }
+
+    /// Where backends keep what outlives them.
+    pub fn run_dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The same on an image of this format.
+    pub fn with_format(format: &str) -> World {
+        let world = World::new(CopyWith::Memcpy);
+        let image = images::make(world.dir.path(), format, CHUNKS * CHUNK);
+        World { image: Some(image), ..world }
+    }
+
+    /// The same on a medium with blocks of 4096 bytes, if there can be one.
+    pub fn with_large_blocks(copy_with: CopyWith) -> Option<World> {
+        let world = World::new(copy_with);
+        let device = Some(Loop::attach(&world.image())?);
+        Some(World { device, ..world })
+    }
+
+    pub fn image(&self) -> PathBuf {
+        match (&self.device, &self.image) {
+            (Some(device), _) => device.0.clone(),
+            (None, Some(image)) => image.clone(),
+            (None, None) => self.dir.path().join("disk.img"),
+        }
+    }
+
+    pub fn spawn(&self) -> Child {
+        self.spawn_with(&[])
+    }
+
+    /// With more in its environment.
+    pub fn spawn_with(&self, more: &[(&str, &str)]) -> Child {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "process_backend", "--nocapture", "--test-threads=1"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let handle = self.machine.backend().unwrap().pass_to(&mut command);
+        command.env(BACKEND, handle).env(COPY_WITH, self.copy_with.to_string());
+        command.env(IMAGE, self.image()).env(RUN_DIR, self.dir.path());
+        command.envs(more.iter().copied());
+        command.spawn().unwrap()
+    }
+
+    /// Runs backends and kills all but the last one, each after it has done something, or even
+    /// before.
+    pub fn kill_backends(
+        &self,
+        kills: u32,
+        progress: &AtomicU64,
+        random: &mut SplitMix64,
+    ) -> Child {
+        for kill in 0..kills {
+            let mut child = self.spawn();
+            if random.below(4) > 0 {
+                let before = progress.load(Ordering::Relaxed);
+                let end = Instant::now() + PATIENCE;
+                while progress.load(Ordering::Relaxed) == before {
+                    assert!(Instant::now() < end, "backend {kill} serves nothing");
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            }
+            std::thread::sleep(Duration::from_micros(random.below(60_000)));
+            child.kill().unwrap();
+            let status = child.wait().unwrap();
+            assert_eq!(status.signal(), Some(9), "backend {kill} ended by itself: {status}");
+        }
+        self.spawn()
+    }
+
+    /// Ends the disk, and sees its last backend end well.
+    pub fn end(mut self, mut front: Frontend, mut last: Child) {
+        let space = front.space().clone();
+        front.close(PATIENCE).unwrap();
+        self.machine.unplug(&self.disk.clone()).unwrap();
+        assert!(last.wait().unwrap().success());
+        assert_eq!((space.memory().grants().users(), space.memory().bound_ports()), (0, 0));
+        assert!(!self.dir.path().join("inflight").exists());
+    }
+}
+
+/// What a sector holds: who wrote it, and where it belongs.
+pub fn word(stamp: u32, sector: u64) -> [u8; 8] {
+    (u64::from(stamp) << 32 | sector).to_le_bytes()
+}
+
+fn assert_sector(bytes: &[u8], stamp: u32, sector: u64, what: &str) {
+    let expected = if stamp == 0 { [0; 8] } else { word(stamp, sector) };
+    let ok = bytes.chunks_exact(8).all(|word| word == expected);
+    assert!(ok, "{what}: sector {sector} is not that of write {stamp}: {:x?}", &bytes[..16]);
+}
+
+/// One request on its way.
+struct Asked {
+    chunk: usize,
+    write: Option<u32>,
+    sector: u64,
+    sectors: u64,
+    buffer: usize,
+}
+
+/// One queue's load, on chunks of its own, each with one request at a time: so that what a read
+/// has to give is known to the byte.
+pub struct Load {
+    queue: FrontQueue,
+    /// Who wrote each sector.
+    written: Vec<Vec<u32>>,
+    first_chunk: u64,
+    idle: Vec<usize>,
+    buffers: Vec<Buffer>,
+    free_buffers: Vec<usize>,
+    asked: HashMap<u16, Option<Asked>>,
+    random: SplitMix64,
+    stamp: u32,
+}
+
+impl Load {
+    fn new(front: &Frontend, queue: FrontQueue, index: u64, queues: u64, seed: u64) -> Load {
+        let chunks = (CHUNKS / queues) as usize;
+        let depth = DEPTH.min(queue.free_slots());
+        Load {
+            queue,
+            written: vec![vec![0; CHUNK_SECTORS as usize]; chunks],
+            first_chunk: index * chunks as u64,
+            idle: (0..chunks).collect(),
+            buffers: (0..depth).map(|_| front.space().buffer(64).unwrap()).collect(),
+            free_buffers: (0..depth).collect(),
+            asked: HashMap::new(),
+            random: SplitMix64::new(seed + index),
+            stamp: 0,
+        }
+    }
+
+    fn ask(&mut self) {
+        if self.random.below(32) == 0 {
+            let tag = self.queue.flush().unwrap();
+            self.asked.insert(tag.0, None);
+            return;
+        }
+        let buffer = self.free_buffers.pop().unwrap();
+        let at = self.random.below(self.idle.len() as u64) as usize;
+        let chunk = self.idle.swap_remove(at);
+        // Mostly small, some as large as they can be.
+        let most = if self.random.below(4) == 0 { CHUNK_SECTORS } else { 64 };
+        let sectors = 1 + self.random.below(most);
+        let from = self.random.below(CHUNK_SECTORS - sectors + 1);
+        let sector = (self.first_chunk + chunk as u64) * CHUNK_SECTORS + from;
+        let bytes = sectors as usize * 512;
+        let data = &self.buffers[buffer];
+        let (tag, write) = if self.random.below(2) == 0 {
+            self.stamp += 1;
+            for s in 0..sectors {
+                data.write(s as usize * 512, &word(self.stamp, sector + s).repeat(64));
+            }
+            // Now and then as a barrier, which needs the disk for itself.
+            let barrier = sectors == 8 || self.random.below(100) == 0 && sectors <= 64;
+            let segments: Vec<RawSegment> = (0..sectors.div_ceil(8) as usize)
+                .map(|p| data.segment(p, 0, (sectors - p as u64 * 8).min(8) as u8 - 1))
+                .collect();
+            let tag = match barrier {
+                true => self.queue.plain(PlainOp::Barrier, sector, &segments).unwrap(),
+                false => self.queue.write(sector, data, 0, bytes).unwrap(),
+            };
+            (tag, Some(self.stamp))
+        } else {
+            data.fill(0, bytes, 0xEE);
+            (self.queue.read(sector, data, 0, bytes).unwrap(), None)
+        };
+        self.asked.insert(tag.0, Some(Asked { chunk, write, sector, sectors, buffer }));
+    }
+
+    fn take(&mut self) -> u64 {
+        let mut taken = 0;
+        while let Some(reply) = self.queue.take().unwrap() {
+            assert!(reply.is_ok(), "an error reached the guest: {reply:?}");
+            taken += 1;
+            let asked = self.asked.remove(&reply.tag.0).expect("asked and not answered");
+            let Some(asked) = asked else { continue };
+            let written = &mut self.written[asked.chunk];
+            let from = (asked.sector % CHUNK_SECTORS) as usize;
+            let written = &mut written[from..from + asked.sectors as usize];
+            match asked.write {
+                Some(stamp) => written.fill(stamp),
+                None => {
+                    let bytes = asked.sectors as usize * 512;
+                    let data = self.buffers[asked.buffer].to_vec(0, bytes);
+                    for (i, (data, stamp)) in data.chunks(512).zip(written).enumerate() {
+                        assert_sector(data, *stamp, asked.sector + i as u64, "read");
+                    }
+                }
+            }
+            self.idle.push(asked.chunk);
+            self.free_buffers.push(asked.buffer);
+        }
+        taken
+    }
+
+    /// Keeps the queue full until told to stop, then waits for what is in flight; sleeps like a
+    /// guest does, until an event comes.
+    fn run(mut self, stop: &AtomicBool, progress: &AtomicU64) -> Load {
+        let mut total = 0;
+        loop {
+            let stopping = stop.load(Ordering::Relaxed);
+            while !stopping && !self.free_buffers.is_empty() && self.queue.free_slots() > 0 {
+                self.ask();
+            }
+            if self.queue.in_flight() == 0 {
+                println!("{total} requests");
+                return self;
+            }
+            self.queue.push().unwrap();
+            let in_flight = self.queue.in_flight();
+            assert!(self.queue.wait(PATIENCE).unwrap(), "{in_flight} requests have no answer");
+            let taken = self.take();
+            total += taken;
+            progress.fetch_add(taken, Ordering::Relaxed);
+        }
+    }
+
+    fn check(&self, image: &[u8]) {
+        for (chunk, written) in self.written.iter().enumerate() {
+            for (i, stamp) in written.iter().enumerate() {
+                let sector = (self.first_chunk + chunk as u64) * CHUNK_SECTORS + i as u64;
+                assert_sector(&image[sector as usize * 512..][..512], *stamp, sector, "image");
+            }
+        }
+    }
+}
+
+/// A guest is kept busy while its backends are killed, and what it was answered is compared.
+pub fn killed_under_load(world: World, options: FrontOptions, kills: u32, seed: u64) {
+    let mut random = SplitMix64::new(seed ^ 0xD1E);
+    under_load(world, options, seed, |world, progress| {
+        world.kill_backends(kills, progress, &mut random)
+    });
+}
+
+/// A guest is kept busy while `deaths` goes through backends, the last of which serves; what it was
+/// answered is compared.
+pub fn under_load(
+    world: World,
+    options: FrontOptions,
+    seed: u64,
+    deaths: impl FnOnce(&World, &AtomicU64) -> Child,
+) {
+    let mut front =
+        Frontend::new(world.machine.guest(world.disk.domid).unwrap(), world.disk.devid).unwrap();
+    let mut first = world.spawn();
+    front.connect(&options, PATIENCE).unwrap();
+    let (stop, progress) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let queues = std::mem::take(&mut front.queues);
+    let count = queues.len() as u64;
+    let threads: Vec<_> = queues
+        .into_iter()
+        .enumerate()
+        .map(|(i, queue)| {
+            let load = Load::new(&front, queue, i as u64, count, seed);
+            let (stop, progress) = (stop.clone(), progress.clone());
+            std::thread::spawn(move || load.run(&stop, &progress))
+        })
+        .collect();
+    std::thread::sleep(Duration::from_millis(30));
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let last = deaths(&world, &progress);
+    let before = progress.load(Ordering::Relaxed);
+    let end = Instant::now() + PATIENCE;
+    while progress.load(Ordering::Relaxed) < before + 200 {
+        assert!(Instant::now() < end, "the last backend serves nothing");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    stop.store(true, Ordering::Relaxed);
+    let loads: Vec<Load> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    // A last time before the image is looked at: what was answered counts, not what was flushed.
+    let mut last = last;
+    last.kill().unwrap();
+    last.wait().unwrap();
+    let contents = images::contents(&world.image());
+    loads.iter().for_each(|load| load.check(&contents));
+    let last = world.spawn();
+    front.queues.extend(loads.into_iter().map(|load| load.queue));
+    let buffer = front.space().buffer(1).unwrap();
+    for queue in &mut front.queues {
+        queue.read(0, &buffer, 0, 4096).unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok(), "the last backend serves");
+    }
+    assert_eq!(front.backend_state().unwrap(), 4);
+    world.end(front, last);
+}

@@ -1,0 +1,177 @@
+//! Directories of a simulated world. What is done to them is done at once, to the real directory;
+//! a power cut takes back the last of what no sync made durable.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::{SimWorld, State};
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::directory::{Directory, HostDirectory};
+
+/// How to take one operation back.
+enum Undo {
+    /// Take away the name that it gave.
+    Remove(PathBuf),
+    /// Bring files back, first the one that was renamed, then the one that it replaced.
+    Bring(Vec<Back>),
+}
+
+/// How a name comes back: from a file that has another one, the first.
+enum Back {
+    Move(PathBuf, PathBuf),
+    /// Which it keeps.
+    Link(PathBuf, PathBuf),
+}
+
+struct Operation {
+    /// Where entries changed.
+    directories: Vec<PathBuf>,
+    undo: Undo,
+}
+
+/// The operations that are not durable, in order: the journal of a file system.
+#[derive(Default)]
+pub(super) struct Entries(Vec<Operation>);
+
+impl Entries {
+    pub(super) fn is_durable(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The journal is written up to the last operation on this directory.
+    fn sync(&mut self, directory: &Path) {
+        let last = self.0.iter().rposition(|op| op.directories.iter().any(|d| d == directory));
+        self.0.drain(..last.map_or(0, |last| last + 1));
+    }
+
+    /// Some of the operations, from the first on, are durable; the others never were.
+    pub(super) fn cut(&mut self, random: &mut SplitMix64) -> io::Result<()> {
+        let kept = random.below(self.0.len() as u64 + 1) as usize;
+        for op in self.0.split_off(kept).into_iter().rev() {
+            match op.undo {
+                Undo::Remove(path) => std::fs::remove_file(path)?,
+                Undo::Bring(names) => {
+                    for name in names {
+                        match name {
+                            Back::Move(from, to) => std::fs::rename(from, to)?,
+                            Back::Link(from, to) => std::fs::hard_link(from, to)?,
+                        }
+                    }
+                }
+            }
+        }
+        self.0.clear();
+        Ok(())
+    }
+}
+
+/// The directories of a [`SimWorld`].
+#[derive(Clone)]
+pub struct SimDirectory {
+    world: SimWorld,
+    /// Where files go that lose their last name, on the same file system: they may come back.
+    attic: PathBuf,
+}
+
+impl SimWorld {
+    /// The machine's directories. `attic` is one that nobody else uses, on the same file system.
+    pub fn directories(&self, attic: &Path) -> SimDirectory {
+        SimDirectory { world: self.clone(), attic: attic.to_owned() }
+    }
+}
+
+impl SimDirectory {
+    /// One step: nothing if the world stands still, else the work, and what is left of it to say.
+    fn step<T>(&self, work: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
+        let state = &mut *self.world.state();
+        state.check()?;
+        let done = work(state)?;
+        state.next_step();
+        state.check()?;
+        Ok(done)
+    }
+
+    /// Takes a name away. A file that has another one does not go to the attic: it would have more
+    /// names there than on a real machine.
+    fn put_away(&self, state: &State, path: &Path) -> io::Result<Back> {
+        if let Some(other) = other_name(path)? {
+            std::fs::remove_file(path)?;
+            return Ok(Back::Link(other, path.to_owned()));
+        }
+        let place = self.attic.join(state.step.to_string());
+        std::fs::rename(path, &place)?;
+        Ok(Back::Move(place, path.to_owned()))
+    }
+}
+
+impl Directory for SimDirectory {
+    fn create_new(&self, path: &Path) -> io::Result<OwnedFd> {
+        self.step(|state| {
+            let file = HostDirectory.create_new(path)?;
+            state.add_file(&file)?;
+            state.did(&[path], Undo::Remove(path.to_owned()));
+            Ok(file)
+        })
+    }
+
+    fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.step(|state| {
+            HostDirectory.hard_link(from, to)?;
+            state.did(&[to], Undo::Remove(to.to_owned()));
+            Ok(())
+        })
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.step(|state| {
+            std::fs::symlink_metadata(from)?;
+            let mut back = vec![Back::Move(to.to_owned(), from.to_owned())];
+            if to.try_exists()? {
+                back.push(self.put_away(state, to)?);
+            }
+            HostDirectory.rename(from, to)?;
+            state.did(&[from, to], Undo::Bring(back));
+            Ok(())
+        })
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        self.step(|state| {
+            let back = self.put_away(state, path)?;
+            state.did(&[path], Undo::Bring(vec![back]));
+            Ok(())
+        })
+    }
+
+    fn sync(&self, directory: &Path) -> io::Result<()> {
+        self.step(|state| {
+            state.entries.sync(directory);
+            Ok(())
+        })
+    }
+}
+
+/// Another name of a file, in its directory.
+fn other_name(path: &Path) -> io::Result<Option<PathBuf>> {
+    let meta = std::fs::symlink_metadata(path)?;
+    if meta.nlink() < 2 {
+        return Ok(None);
+    }
+    for entry in std::fs::read_dir(path.parent().unwrap_or(Path::new("/")))? {
+        let other = entry?.path();
+        let found = std::fs::symlink_metadata(&other)?;
+        if other != path && (found.dev(), found.ino()) == (meta.dev(), meta.ino()) {
+            return Ok(Some(other));
+        }
+    }
+    Ok(None)
+}
+
+impl State {
+    fn did(&mut self, paths: &[&Path], undo: Undo) {
+        let directories = paths.iter().filter_map(|p| p.parent()).map(Path::to_owned).collect();
+        self.entries.0.push(Operation { directories, undo });
+    }
+}

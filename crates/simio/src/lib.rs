@@ -1,0 +1,356 @@
+//! A simulated machine: its files lose what was not synced when the power is cut.
+//!
+//! Everything in it follows from one seed. A [`SimWorld`] outlives its engines, as a machine
+//! outlives processes. The files are real ones on a tmpfs, opened and locked as ever, and hold
+//! what a process reads now; the world remembers what a medium might hold instead, down to single
+//! sectors of 512 bytes. [`SimWorld::cut_power`] puts one such state into the files,
+//! [`SimWorld::kill_process`] ends what was in flight. Whatever opens the files afterwards, ours
+//! or anybody's program, needs to know nothing of this.
+//!
+//! What is durable, and when (see `docs/simulator.md`):
+//! * A write takes effect when it completes, in an order that the seed chooses. Until a sync that
+//!   was submitted after that has completed, a power cut leaves any value that the sector had
+//!   since, each sector for itself.
+//! * Changes of size, holes and directory entries become durable in the order in which they were
+//!   made, a file or the directories each by themselves, as in a journalled file system.
+//! * A sync that fails leaves each sector either durable or forgotten: a later one does not
+//!   write it again.
+//!
+//! Files can be made devices ([`SimWorld::set_device`]): they have the size that they have, no
+//! holes and nothing to allocate, and a write behind their end fails.
+//!
+//! The world counts steps: each submission, each completion, each directory operation. It can be
+//! stopped at any of them, and from then on nothing moves until it is cut or killed.
+
+#![forbid(unsafe_code)]
+
+use std::cell::{RefCell, RefMut};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustix::fs::fstat;
+
+use ferrite_io::arena::Arena;
+use ferrite_io::clock::{Clock, Random, SplitMix64};
+use ferrite_io::engine::Engine;
+
+mod directory;
+mod engine;
+mod fault;
+mod file;
+#[cfg(test)]
+mod tests;
+
+pub use directory::SimDirectory;
+pub use fault::{Fault, Lie, On};
+
+use directory::Entries;
+use engine::{InFlight, SimEngine};
+use fault::Faults;
+pub use file::Device;
+use file::{Fate, SimFile};
+
+/// Device and inode number of a file.
+type Identity = (u64, u64);
+
+/// Which syncs count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SyncAfter {
+    /// All of them.
+    Anything,
+    /// Those before which these bytes of a file were written, since the last one.
+    Write(Range<u64>),
+    /// Those after a fault.
+    Fault,
+}
+
+/// See [`SimWorld::stop_at_sync`].
+struct StopAtSync {
+    after: SyncAfter,
+    /// Whether the next one counts.
+    counts: bool,
+    left: u64,
+    steps: u64,
+}
+
+/// A simulated machine; see the module text. Clones are the same machine.
+#[derive(Clone)]
+pub struct SimWorld {
+    state: Rc<RefCell<State>>,
+    clock: Arc<SimClock>,
+}
+
+/// What stands still when the world is stopped.
+struct State {
+    random: SplitMix64,
+    /// In the order in which they came: numbers of inodes differ from run to run.
+    files: Vec<(Identity, SimFile)>,
+    /// The files that are devices, for ever.
+    devices: Vec<(Identity, Device)>,
+    entries: Entries,
+    faults: Faults,
+    step: u64,
+    stop_at: Option<u64>,
+    stop_at_sync: Option<StopAtSync>,
+    /// Which processes' lives the engines belong to: those of earlier ones are dead.
+    life: u64,
+    next_engine: u64,
+    /// Of all engines of this life, by their numbers.
+    in_flight: BTreeMap<u64, Vec<InFlight>>,
+}
+
+impl SimWorld {
+    /// A machine whose whole future follows from `seed` and what it is asked to do.
+    pub fn new(seed: u64) -> SimWorld {
+        let state = State {
+            random: SplitMix64::new(seed),
+            files: Vec::new(),
+            devices: Vec::new(),
+            entries: Entries::default(),
+            faults: Faults::default(),
+            step: 0,
+            stop_at: None,
+            stop_at_sync: None,
+            life: 0,
+            next_engine: 0,
+            in_flight: BTreeMap::new(),
+        };
+        let clock = Arc::new(SimClock(AtomicU64::new(0)));
+        SimWorld { state: Rc::new(RefCell::new(state)), clock }
+    }
+
+    /// An engine of the process that lives now, on the memory of `arena`.
+    pub fn engine(&self, arena: Arc<Arena>) -> Box<dyn Engine> {
+        Box::new(SimEngine::new(self.clone(), arena))
+    }
+
+    /// The machine's clock: it goes on when its engines work, and by [`Clock::sleep`].
+    pub fn clock(&self) -> Arc<dyn Clock> {
+        self.clock.clone()
+    }
+
+    /// Makes a file a device, of the size that it has now; or tells that it is a larger one now.
+    ///
+    /// # Errors
+    /// The real file could not be looked at.
+    pub fn set_device(&self, fd: impl AsFd, device: Device) -> io::Result<()> {
+        let state = &mut *self.state();
+        let stat = fstat(&fd)?;
+        let identity = (stat.st_dev, stat.st_ino);
+        state.devices.retain(|(other, _)| *other != identity);
+        state.devices.push((identity, device));
+        if let Some((_, file)) = state.files.iter_mut().find(|(other, _)| *other == identity) {
+            file.become_device(device)?;
+        }
+        Ok(())
+    }
+
+    /// What goes wrong from now on, instead of what did before.
+    pub fn set_faults(&self, faults: Vec<Fault>) {
+        self.state().faults.list = faults;
+    }
+
+    /// What the medium lies about from now on; none: nothing.
+    pub fn set_lie(&self, lie: Option<Lie>) {
+        self.state().faults.lie = lie;
+    }
+
+    /// Transfers that are cut short, and operations that the kernel asks to try again, of a
+    /// thousand each.
+    pub fn set_nuisances(&self, short: u64, again: u64) {
+        let mut state = self.state();
+        state.faults.short = short;
+        state.faults.again = again;
+    }
+
+    /// Steps so far.
+    pub fn step(&self) -> u64 {
+        self.state().step
+    }
+
+    /// Stops the world as soon as this step has been made; none: not at all.
+    pub fn stop_at(&self, step: Option<u64>) {
+        let mut state = self.state();
+        (state.stop_at, state.stop_at_sync) = (step, None);
+    }
+
+    /// Stops the world so many `steps` after the beginning of a sync, the so manyth from now on,
+    /// from 1, of those that count: what is written before a sync without a need for its order is
+    /// all in doubt then.
+    pub fn stop_at_sync(&self, after: SyncAfter, sync: u64, steps: u64) {
+        let counts = after == SyncAfter::Anything;
+        self.state().stop_at_sync = Some(StopAtSync { after, counts, left: sync, steps });
+    }
+
+    /// Somebody else has changed a file, or a device, that no engine uses, and all that it holds
+    /// now is durable.
+    ///
+    /// # Errors
+    /// The real file could not be opened.
+    pub fn changed_outside(&self, fd: impl AsFd) -> io::Result<()> {
+        let state = &mut *self.state();
+        let index = state.add_file(&fd)?;
+        state.files[index].1.changed_outside()
+    }
+
+    /// Whether the world stands still. All that its engines and directories are asked to do fails.
+    pub fn stopped(&self) -> bool {
+        self.state().stopped()
+    }
+
+    /// A number below `bound` from the machine's own seed.
+    pub fn below(&self, bound: u64) -> u64 {
+        self.state().random.below(bound)
+    }
+
+    /// Cuts the power: all processes are gone, and the files hold one of the states that the rules
+    /// in the module text allow. Engines of before are dead: they only want to be dropped.
+    ///
+    /// # Errors
+    /// The real files could not be changed.
+    pub fn cut_power(&self) -> io::Result<()> {
+        let state = &mut *self.state();
+        (state.stop_at, state.stop_at_sync) = (None, None);
+        for op in state.take_in_flight() {
+            state.apply_torn(&op, false)?;
+        }
+        state.make_deferred_sync();
+        let fate = Fate::choose(&mut state.random);
+        for (_, file) in &mut state.files {
+            file.cut(fate, &mut state.random)?;
+        }
+        state.entries.cut(&mut state.random)?;
+        state.files.clear();
+        Ok(())
+    }
+
+    /// Kills the process: what its operations had completed stays, what was in flight is done
+    /// in part. Engines of before are dead: they only want to be dropped.
+    ///
+    /// # Errors
+    /// The real files could not be changed.
+    pub fn kill_process(&self) -> io::Result<()> {
+        let state = &mut *self.state();
+        (state.stop_at, state.stop_at_sync) = (None, None);
+        for op in state.take_in_flight() {
+            state.apply_torn(&op, true)?;
+        }
+        Ok(())
+    }
+
+    /// Whether something can be read that a sync has failed to write, and that no later one will,
+    /// though it succeeds. Only who was told of the failure knows.
+    pub fn has_forgotten(&self) -> bool {
+        self.state().files.iter().any(|(_, file)| file.has_forgotten())
+    }
+
+    /// Whether a power cut now would change nothing.
+    pub fn is_durable(&self) -> bool {
+        let state = self.state();
+        state.entries.is_durable() && state.files.iter().all(|(_, file)| file.is_durable())
+    }
+
+    fn state(&self) -> RefMut<'_, State> {
+        self.state.borrow_mut()
+    }
+}
+
+impl State {
+    fn stopped(&self) -> bool {
+        self.stop_at.is_some_and(|at| self.step >= at)
+    }
+
+    /// A sync has been submitted.
+    fn sync_begins(&mut self) {
+        let Some(stop) = self.stop_at_sync.as_mut().filter(|stop| stop.counts) else { return };
+        stop.left -= 1;
+        if stop.left == 0 {
+            self.stop_at = Some(self.step + stop.steps);
+            self.stop_at_sync = None;
+        } else if let SyncAfter::Write(_) = stop.after {
+            stop.counts = false;
+        }
+    }
+
+    /// These bytes of a file were written.
+    fn written(&mut self, bytes: Range<u64>) {
+        if let Some(stop) = &mut self.stop_at_sync
+            && let SyncAfter::Write(range) = &stop.after
+        {
+            stop.counts |= range.start < bytes.end && bytes.start < range.end;
+        }
+    }
+
+    /// Something has gone wrong.
+    fn failed(&mut self) {
+        if let Some(stop) = &mut self.stop_at_sync {
+            stop.counts |= stop.after == SyncAfter::Fault;
+        }
+    }
+
+    /// Makes a step, and says its number.
+    fn next_step(&mut self) -> u64 {
+        self.step += 1;
+        self.step
+    }
+
+    /// Ends the life of all engines. The order of their operations is the seed's.
+    fn take_in_flight(&mut self) -> Vec<InFlight> {
+        self.life += 1;
+        let mut ops: Vec<InFlight> =
+            std::mem::take(&mut self.in_flight).into_values().flatten().collect();
+        for i in (1..ops.len()).rev() {
+            ops.swap(i, self.random.below(i as u64 + 1) as usize);
+        }
+        ops
+    }
+
+    /// Takes a file into the world, if it is not there; what it holds at that time is durable.
+    /// The index stays good until the power is cut.
+    fn add_file(&mut self, fd: impl AsFd) -> io::Result<usize> {
+        let stat = fstat(&fd)?;
+        let identity = (stat.st_dev, stat.st_ino);
+        if let Some(i) = self.files.iter().position(|(other, _)| *other == identity) {
+            return Ok(i);
+        }
+        // A descriptor of our own has no flags of the caller's, and may write what a reader may not.
+        let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+        let file = match File::options().read(true).write(true).open(&path) {
+            // Nobody will write it.
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(path)?,
+            file => file?,
+        };
+        let mut file = SimFile::new(file)?;
+        if let Some((_, device)) = self.devices.iter().find(|(other, _)| *other == identity) {
+            file.become_device(*device)?;
+        }
+        self.files.push((identity, file));
+        Ok(self.files.len() - 1)
+    }
+}
+
+/// The clock of a simulated machine.
+struct SimClock(AtomicU64);
+
+impl SimClock {
+    fn advance(&self, ns: u64) {
+        self.0.fetch_add(ns, Ordering::Relaxed);
+    }
+}
+
+impl Clock for SimClock {
+    fn now_ns(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn sleep(&self, how_long: Duration) {
+        self.advance(how_long.as_nanos() as u64);
+    }
+}

@@ -1,0 +1,369 @@
+//! A paravirtualised guest whose disk driver is the upstream Linux blkfront.
+
+use crate::xenhost::XenHost;
+use crate::xenhost::channel::{Output, escape, quote};
+use anyhow::{Context, Result, bail};
+use std::time::Instant;
+
+/// How a guest is made; blkfront's parameters decide what it asks of the backend.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GuestOptions {
+    /// Virtual processors; Linux asks for one queue for each, up to `queues`.
+    pub(crate) vcpus: u32,
+    /// blkfront's `max_queues`.
+    pub(crate) queues: Option<u32>,
+    /// blkfront's `max_ring_page_order`.
+    pub(crate) ring_order: Option<u32>,
+    /// blkfront's `max_indirect_segments`; up to 11 means none at all.
+    pub(crate) indirect: Option<u32>,
+}
+
+impl Default for GuestOptions {
+    /// An unmodified guest with two processors.
+    fn default() -> Self {
+        GuestOptions { vcpus: 2, queues: None, ring_order: None, indirect: None }
+    }
+}
+
+impl GuestOptions {
+    fn module_parameters(&self) -> String {
+        let given = [
+            ("max_queues", self.queues),
+            ("max_ring_page_order", self.ring_order),
+            ("max_indirect_segments", self.indirect),
+        ];
+        let set = given.iter().filter_map(|(name, value)| Some(format!("{name}={}", (*value)?)));
+        set.collect::<Vec<_>>().join(",")
+    }
+
+    /// With persistent grants blkfront has a page of its own for each segment of each slot of its
+    /// rings: a gigabyte for two of the largest rings.
+    fn memory_mib(&self) -> u32 {
+        let slots = self.queues.unwrap_or(self.vcpus) * (32 << self.ring_order.unwrap_or(0));
+        let segments = self.indirect.unwrap_or(32).max(11) + 1;
+        GUEST_MEMORY_MIB + slots * segments / 256
+    }
+}
+
+/// Memory of a guest beside its disks; the less, the faster its kernel is up.
+const GUEST_MEMORY_MIB: u32 = 256;
+/// What a guest may cost from its start to its agent, in seconds of the emulator's processor time:
+/// the clock of a busy machine does not tell a slow guest from one that stands still. 4 s when
+/// nothing else runs, ten times that on a machine with ten times the work.
+const START_LIMIT_CPU_S: f64 = 180.0;
+/// And by the clock: one that stands still costs next to nothing.
+const START_LIMIT_S: u64 = 600;
+/// How long one of the dom0's commands waits for the guest meanwhile.
+const START_CHECK_S: u64 = 30;
+
+/// Messages of blkfront that mean the backend broke the protocol or failed a request.
+const BLKFRONT_COMPLAINTS: &[&str] = &[
+    "disabled for further use",
+    "blkfront: xvd.*error",
+    "vbd.*xenbus_dev_error",
+    "backed has not unmapped grant",
+    "attempting to free an in use",
+];
+
+/// A guest, running or paused.
+#[derive(Clone, Debug)]
+pub(crate) struct Guest {
+    name: String,
+    domid: u32,
+    tty: String,
+    log: String,
+    next_id: u64,
+    /// Bytes of the console's log that lie behind us.
+    seen: usize,
+}
+
+/// A command that runs in a guest while we do something else.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Job {
+    id: String,
+    command: String,
+    limit_s: u64,
+    /// Where in the console's log its answer is looked for.
+    from: usize,
+}
+
+impl Guest {
+    /// Makes a guest without a disk and leaves it paused.
+    pub(crate) fn create(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
+        let name = xenhost.next_guest();
+        let config = format!(
+            "name=\"{name}\"\ntype=\"pv\"\nkernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
+             memory={}\nvcpus={}\n\
+             extra=\"console=hvc0 rdinit=/init quiet panic=-1 {} lab.blkfront={}\"\n\
+             on_poweroff=\"destroy\"\non_reboot=\"destroy\"\non_crash=\"destroy\"\n",
+            options.memory_mib(),
+            options.vcpus,
+            xenhost.pace().linux_arguments(),
+            options.module_parameters()
+        );
+        let made = xenhost.sh_for(
+            &format!(
+                "printf %s {} >/tmp/{name}.cfg && xl create -p -q /tmp/{name}.cfg && \
+                 id=$(xl domid {name}) && tty=$(xenstore-read /local/domain/$id/console/tty) && \
+                 stty -F $tty raw -echo && echo $id $tty",
+                quote(&config)
+            ),
+            120,
+        )?;
+        let last = made.lines().last().unwrap_or_default();
+        let (domid, tty) = last.split_once(' ').with_context(|| format!("odd answer: {made}"))?;
+        Ok(Guest {
+            domid: domid.parse().with_context(|| format!("odd domain id: {made}"))?,
+            tty: tty.to_owned(),
+            log: format!("/var/log/xen/console/guest-{name}.log"),
+            name,
+            next_id: 1,
+            seen: 0,
+        })
+    }
+
+    /// Makes a guest without a disk and waits until it takes commands.
+    pub(crate) fn start(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
+        let mut guest = Self::create(xenhost, options)?;
+        guest.unpause(xenhost)?;
+        guest.wait_ready(xenhost)?;
+        Ok(guest)
+    }
+
+    /// The domain's number.
+    pub(crate) fn domid(&self) -> u32 {
+        self.domid
+    }
+
+    /// The domain's name.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Lets a paused guest run.
+    pub(crate) fn unpause(&self, xenhost: &mut XenHost) -> Result<()> {
+        xenhost.sh(&format!("xl unpause {}", self.domid)).map(drop)
+    }
+
+    /// Waits until the guest takes commands.
+    pub(crate) fn wait_ready(&mut self, xenhost: &mut XenHost) -> Result<()> {
+        let (began, began_cpu_s) = (Instant::now(), xenhost.cpu_s());
+        let patience = xenhost.pace().patience();
+        loop {
+            let console = xenhost.dom0(&read_to(&self.log, 0, "@@ready"), START_CHECK_S)?;
+            if console.status == 0 {
+                self.seen = console.stdout.len();
+                return Ok(());
+            }
+            let (elapsed_s, cpu_s) = (began.elapsed().as_secs(), xenhost.cpu_s() - began_cpu_s);
+            if cpu_s > START_LIMIT_CPU_S * f64::from(patience)
+                || elapsed_s > START_LIMIT_S * u64::from(patience)
+            {
+                bail!(
+                    "guest {} did not come up in {elapsed_s} s, of which the emulator ran for \
+                     {cpu_s:.0} s:\n{}",
+                    self.name,
+                    self.standstill(xenhost)
+                );
+            }
+        }
+    }
+
+    /// The end of the guest's console, and the domains.
+    fn console(&self, xenhost: &mut XenHost) -> String {
+        let command = format!("tail -n 60 {}; xl list", self.log);
+        xenhost.dom0(&command, 20).map_or_else(|error| error.to_string(), |output| output.stdout)
+    }
+
+    /// Where a guest stands that does not answer, in few lines: the states of its disks, its
+    /// processors, and the end of its console. There its kernel is made to tell which tasks wait.
+    fn standstill(&self, xenhost: &mut XenHost) -> String {
+        let (domid, log) = (self.domid, &self.log);
+        let command = format!(
+            "d=/local/domain/{domid}/device/vbd; for n in $(xenstore-list $d 2>/dev/null); do \
+             echo \"disk $n: frontend $(xenstore-read $d/$n/state), backend \
+             $(xenstore-read $(xenstore-read $d/$n/backend)/state)\"; done; xl vcpu-list {domid}; \
+             echo 'its console ends:'; tail -n 6 {log}; \
+             for key in 9 w; do xl sysrq {domid} $key; sleep 2; done"
+        );
+        xenhost.dom0(&command, 40).map_or_else(|error| error.to_string(), |output| output.stdout)
+    }
+
+    /// The domain and its console, for whoever looks into a failure.
+    pub(crate) fn describe(&self, xenhost: &mut XenHost) -> String {
+        format!("guest {}:\n{}\n", self.name, self.console(xenhost).trim_end())
+    }
+
+    /// A shell line for the dom0 that gives a command to the guest, and the job it becomes.
+    fn submit(&mut self, command: &str, limit_s: u64) -> (String, Job) {
+        // The number of nanoseconds makes a marker that no output holds by chance.
+        let salt = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |since| since.subsec_nanos());
+        let id = format!("{}-{salt:08x}", self.next_id);
+        self.next_id += 1;
+        let line = format!("{id} {}", escape(command));
+        let send = format!("printf '%s\\n' {} >{}", quote(&line), self.tty);
+        (send, Job { id, command: command.to_owned(), limit_s, from: self.seen })
+    }
+
+    /// Starts a shell command in the guest.
+    pub(crate) fn begin(
+        &mut self,
+        xenhost: &mut XenHost,
+        command: &str,
+        limit_s: u64,
+    ) -> Result<Job> {
+        let (send, job) = self.submit(command, limit_s);
+        xenhost
+            .sh(&send)
+            .with_context(|| format!("cannot reach the console of guest {}", self.name))?;
+        Ok(job)
+    }
+
+    /// Waits for a command begun before.
+    ///
+    /// # Errors
+    /// When the guest does not answer in the command's time and some.
+    pub(crate) fn finish(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<Output> {
+        self.collect(xenhost, "true", job)
+    }
+
+    /// Runs a shell command in the guest.
+    pub(crate) fn run(
+        &mut self,
+        xenhost: &mut XenHost,
+        command: &str,
+        limit_s: u64,
+    ) -> Result<Output> {
+        let (send, job) = self.submit(command, limit_s);
+        self.collect(xenhost, &send, &job)
+    }
+
+    /// Runs `before` in the dom0, then reads the guest's console up to the job's end.
+    fn collect(&mut self, xenhost: &mut XenHost, before: &str, job: &Job) -> Result<Output> {
+        let end = format!("@@{} end", job.id);
+        let command = format!("{before}; {}", read_to(&self.log, job.from, &end));
+        let console = xenhost.dom0(&command, job.limit_s + 10)?;
+        match cut_answer(&console.stdout, &format!("@@{} ", job.id), &end) {
+            Some(output) => {
+                self.seen = self.seen.max(job.from + console.stdout.len());
+                Ok(output)
+            }
+            None => bail!(
+                "guest {} did not answer to `{}` in {} s:\n{}",
+                self.name,
+                job.command,
+                job.limit_s,
+                self.standstill(xenhost)
+            ),
+        }
+    }
+
+    /// Waits for a command that must succeed, and gives its trimmed output.
+    pub(crate) fn finish_ok(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<String> {
+        let output = self.finish(xenhost, job)?;
+        self.expect_success(xenhost, &job.command, &output)
+    }
+
+    /// Runs a shell command in the guest that must succeed, and gives its trimmed output.
+    pub(crate) fn sh(
+        &mut self,
+        xenhost: &mut XenHost,
+        command: &str,
+        limit_s: u64,
+    ) -> Result<String> {
+        let output = self.run(xenhost, command, limit_s)?;
+        self.expect_success(xenhost, command, &output)
+    }
+
+    fn expect_success(
+        &mut self,
+        xenhost: &mut XenHost,
+        command: &str,
+        output: &Output,
+    ) -> Result<String> {
+        if output.status != 0 {
+            let kernel = self.kernel_log(xenhost, 15).unwrap_or_else(|error| error.to_string());
+            bail!(
+                "guest {}: `{command}` ended with {}:\n{}\nkernel log:\n{}",
+                self.name,
+                output.status,
+                output.stdout.trim_end(),
+                kernel
+            );
+        }
+        Ok(output.stdout.trim().to_owned())
+    }
+
+    /// The last lines of the guest's kernel log.
+    pub(crate) fn kernel_log(&mut self, xenhost: &mut XenHost, lines: u32) -> Result<String> {
+        Ok(self.run(xenhost, &format!("dmesg | tail -n {lines}"), 20)?.stdout)
+    }
+
+    /// What blkfront has said about its disks.
+    pub(crate) fn blkfront_log(&mut self, xenhost: &mut XenHost) -> Result<String> {
+        let output = self.run(xenhost, "dmesg | grep -E 'blkfront|vbd|xvd' | cut -c1-300", 20)?;
+        Ok(output.stdout.trim().to_owned())
+    }
+
+    /// Fails when blkfront has complained of the backend.
+    pub(crate) fn check_blkfront(&mut self, xenhost: &mut XenHost) -> Result<()> {
+        let pattern = BLKFRONT_COMPLAINTS.join("|");
+        let command = format!("dmesg | grep -E {}", quote(&pattern));
+        let output = self.run(xenhost, &command, 30)?;
+        match output.status {
+            1 => Ok(()),
+            0 => bail!("blkfront complained in guest {}:\n{}", self.name, output.stdout.trim()),
+            other => bail!("cannot read the kernel log of guest {}: status {other}", self.name),
+        }
+    }
+
+    /// Ends the guest at once, as `xl destroy` does.
+    pub(crate) fn destroy(&self, xenhost: &mut XenHost) -> Result<()> {
+        xenhost.sh_for(&format!("xl destroy {}", self.domid), 90).map(drop)
+    }
+}
+
+/// A shell line for the dom0 that prints the console's log from a byte on, up to the line that
+/// begins with `marker`. tail ends by itself once sed has closed the pipe.
+fn read_to(log: &str, from: usize, marker: &str) -> String {
+    let log = quote(log);
+    format!(
+        "until [ -e {log} ]; do sleep 0.1; done; tail -c +{} -f {log} | sed '/^{marker}/q'",
+        from + 1
+    )
+}
+
+/// The part of a console between the two markers, and the status in the first.
+fn cut_answer(console: &str, begin: &str, end: &str) -> Option<Output> {
+    let start = console.rfind(begin)?;
+    // The marker that ends an answer begins like the one that begins it: take the one before.
+    let start =
+        if console[start..].starts_with(end) { console[..start].rfind(begin)? } else { start };
+    let (status, rest) = console[start + begin.len()..].split_once('\n')?;
+    let stdout = &rest[..rest.rfind(end)?];
+    let stdout = stdout.strip_suffix('\n').unwrap_or(stdout);
+    Some(Output { status: status.trim().parse().ok()?, stdout: stdout.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_cut_out_of_the_console() {
+        let console = "boot\n@@ready\n@@1-a 0\nold\n@@1-a end\n@@2-b 3\ntwo\nlines\n\n@@2-b end\n";
+        let output = cut_answer(console, "@@2-b ", "@@2-b end").expect("an answer");
+        assert_eq!(output, Output { status: 3, stdout: "two\nlines\n".into() });
+        assert_eq!(cut_answer(console, "@@3-c ", "@@3-c end"), None);
+    }
+
+    #[test]
+    fn only_given_parameters_reach_the_module() {
+        let options = GuestOptions { ring_order: Some(4), indirect: Some(0), ..Default::default() };
+        assert_eq!(options.module_parameters(), "max_ring_page_order=4,max_indirect_segments=0");
+        assert_eq!(GuestOptions::default().module_parameters(), "");
+    }
+}

@@ -1,0 +1,199 @@
+//! The virtual machine that is the Xen host.
+
+use crate::packages;
+use crate::xenhost::root::Root;
+use anyhow::{Context, Result};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// An empty disk for the dom0, made anew for each boot.
+#[derive(Clone, Debug)]
+pub(crate) struct Scratch {
+    /// Its serial number, by which the dom0 finds it.
+    pub(crate) serial: &'static str,
+    /// Its size; a sparse file.
+    pub(crate) bytes: u64,
+    /// Its logical sector size.
+    pub(crate) sector_bytes: u32,
+    /// Whether it is an NVMe device (the dom0 loads its driver when a test wants it), otherwise a
+    /// virtio one.
+    pub(crate) nvme: bool,
+}
+
+/// Memory of the whole host.
+const HOST_MEMORY: &str = "3G";
+/// Memory of the dom0, fixed, so that the toolstack never balloons it.
+const DOM0_MEMORY: &str = "1024M";
+
+/// Guards against the flaws of real processors flush the emulator's address translation at each
+/// entry into the hypervisor: without them everything is several times faster.
+const XEN_SPEED: &str = "spec-ctrl=no xpti=no pv-l1tf=no";
+/// The same for Linux. Read-only kernel pages cost a hypercall each; the rest is not looked at.
+const LINUX_SPEED: &str = "mitigations=off rodata=off lsm=capability audit=0 nowatchdog";
+
+/// What the host's time is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// Time passes as it does outside.
+    Clock,
+    /// Each instruction takes a nanosecond, and idle time is skipped: what is measured depends on
+    /// the instructions of guest, hypervisor and dom0, and hardly on how loaded this machine is.
+    /// Nothing is left out that a real host does, so the figures are for unmodified kernels.
+    Instructions,
+}
+
+impl Pace {
+    /// How much longer than inside a step may take outside.
+    pub(crate) fn patience(self) -> u32 {
+        match self {
+            Pace::Clock => 1,
+            Pace::Instructions => 60,
+        }
+    }
+
+    /// What the hypervisor's command line has for the sake of speed.
+    fn xen_arguments(self) -> &'static str {
+        match self {
+            Pace::Clock => XEN_SPEED,
+            Pace::Instructions => "",
+        }
+    }
+
+    /// What the kernels' command lines have for the sake of speed.
+    pub(crate) fn linux_arguments(self) -> &'static str {
+        match self {
+            Pace::Clock => LINUX_SPEED,
+            Pace::Instructions => "nokaslr",
+        }
+    }
+}
+
+/// A running QEMU; dropped, it is killed.
+pub(crate) struct Qemu {
+    child: Child,
+    console: PathBuf,
+}
+
+/// What a boot is made of.
+pub(crate) struct Machine<'a> {
+    /// The cached root.
+    pub(crate) root: &'a Root,
+    /// The boot's own folder.
+    pub(crate) dir: &'a Path,
+    /// The payload's file system image.
+    pub(crate) payload: &'a Path,
+    /// Extra disks.
+    pub(crate) scratch: &'a [Scratch],
+    /// Where QEMU listens for the control channel.
+    pub(crate) socket: &'a Path,
+    /// What its time is made of.
+    pub(crate) pace: Pace,
+    /// Further arguments of the emulator.
+    pub(crate) arguments: &'a [String],
+}
+
+impl Qemu {
+    /// Starts the machine; it waits for somebody to connect to the control channel.
+    pub(crate) fn start(machine: &Machine<'_>) -> Result<Qemu> {
+        let console = machine.dir.join("console.log");
+        let mut command = command(machine, &console)?;
+        let errors = File::create(machine.dir.join("qemu.log"))?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(errors.try_clone()?)
+            .stderr(errors)
+            .spawn()
+            .context("cannot start qemu-system-x86_64")?;
+        Ok(Qemu { child, console })
+    }
+
+    /// The host's serial console, as a log.
+    pub(crate) fn console(&self) -> &Path {
+        &self.console
+    }
+
+    /// Processor time the emulator has used, in seconds: what a step costs on a busy machine.
+    pub(crate) fn cpu_s(&self) -> f64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
+        let ticks = stat.ok().and_then(|text| {
+            // User and system time are the 12th and 13th field after the name in parentheses.
+            let after_name = text.rsplit_once(')')?.1.to_owned();
+            let mut fields = after_name.split_whitespace().skip(11);
+            let user: u64 = fields.next()?.parse().ok()?;
+            let system: u64 = fields.next()?.parse().ok()?;
+            Some(user + system)
+        });
+        ticks.unwrap_or(0) as f64 / rustix::param::clock_ticks_per_second() as f64
+    }
+
+    /// Whether the machine has ended, with its status.
+    pub(crate) fn ended(&mut self) -> Option<String> {
+        self.child.try_wait().ok().flatten().map(|status| status.to_string())
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        // Both fail only when the process is gone, which is what we want.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
+    let root = machine.root;
+    // setpriv: the machine dies with us, however we die.
+    let mut command = Command::new(packages::find("setpriv").unwrap_or_else(|| "setpriv".into()));
+    command.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
+    // Westmere: with newer models QEMU's emulation of SMAP and XSAVE breaks PV kernels now and
+    // then. thread=single: Xen's own locking is not what is being tested, and it boots as fast.
+    command.args(["-machine", "q35", "-cpu", "Westmere", "-accel", "tcg,thread=single"]);
+    if machine.pace == Pace::Instructions {
+        command.args(["-icount", "shift=0,align=off,sleep=off"]);
+        command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm"]);
+    }
+    command.args(machine.arguments);
+    command.args(["-smp", "1", "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
+    command.args(["-no-reboot", "-nic", "none", "-device", "virtio-rng-pci"]);
+    command.arg("-serial").arg(format!("file:{}", console.display()));
+    command.arg("-kernel").arg(root.xen());
+    command.arg("-append").arg(format!(
+        "console=com1 com1=115200,8n1 dom0_mem={DOM0_MEMORY},max:{DOM0_MEMORY} \
+         dom0_max_vcpus=1 loglvl=warning guest_loglvl=warning {}",
+        machine.pace.xen_arguments()
+    ));
+    // A machine that stands still beside others stalls every grace period: no fault of the dom0.
+    command.arg("-initrd").arg(format!(
+        "{} console=hvc0 root=/dev/vda rw init=/lab-init quiet rcupdate.rcu_cpu_stall_suppress=1 \
+         {},{}",
+        root.kernel().display(),
+        machine.pace.linux_arguments(),
+        root.initrd().display()
+    ));
+    let drive = |file: &Path, id: &str, more: &str| {
+        format!("file={},if=none,format=raw,cache=unsafe,id={id}{more}", file.display())
+    };
+    // The cached root is never written: what the dom0 changes goes with the machine.
+    command.arg("-drive").arg(drive(&root.image(), "root", ",snapshot=on"));
+    command.args(["-device", "virtio-blk-pci,drive=root,serial=root"]);
+    command.arg("-drive").arg(drive(machine.payload, "lab", ",discard=unmap"));
+    command.args(["-device", "virtio-blk-pci,drive=lab,serial=lab"]);
+    for disk in machine.scratch {
+        let file = machine.dir.join(format!("{}.raw", disk.serial));
+        File::create(&file)?.set_len(disk.bytes)?;
+        command.arg("-drive").arg(drive(&file, disk.serial, ",discard=unmap"));
+        let model = if disk.nvme { "nvme" } else { "virtio-blk-pci" };
+        command.arg("-device").arg(format!(
+            "{model},drive={id},serial={id},logical_block_size={n},physical_block_size={n}",
+            id = disk.serial,
+            n = disk.sector_bytes
+        ));
+    }
+    command
+        .arg("-chardev")
+        .arg(format!("socket,id=lab,path={},server=on,wait=on", machine.socket.display()));
+    command.args(["-device", "virtio-serial-pci"]);
+    command.args(["-device", "virtserialport,chardev=lab,name=ferrite.lab"]);
+    Ok(command)
+}

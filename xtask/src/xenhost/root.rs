@@ -1,0 +1,382 @@
+//! The Xen host's root image: a small Debian with Xen, built once for each recipe and kept.
+
+use crate::packages::as_root;
+use crate::steps::{self, run_logged, step};
+use crate::xenhost::initramfs;
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+
+/// A Debian release with its Xen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Suite {
+    /// The release's code name, as debootstrap takes it.
+    pub(crate) name: &'static str,
+    /// Its Xen version, part of package and folder names.
+    pub(crate) xen: &'static str,
+    /// Whether the backends that we compare ourselves with are in its root.
+    peers: bool,
+}
+
+/// Debian 13: Xen 4.20, Linux 6.12.
+pub(crate) const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20", peers: false };
+/// Debian 12: Xen 4.17, Linux 6.1.
+pub(crate) const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17", peers: false };
+
+impl Suite {
+    /// The suite called `name`.
+    pub(crate) fn by_name(name: &str) -> Result<Suite> {
+        match [TRIXIE, BOOKWORM].into_iter().find(|suite| suite.name == name) {
+            Some(suite) => Ok(suite),
+            None => bail!("no such suite: {name}; there are trixie and bookworm"),
+        }
+    }
+
+    /// The same with QEMU's backend in the dom0: twice the size, and of no use to the tests.
+    pub(crate) fn with_peers(self) -> Suite {
+        Suite { peers: true, ..self }
+    }
+
+    fn packages(self) -> Vec<String> {
+        let xen = self.xen;
+        let mut list = vec![format!("xen-hypervisor-{xen}-amd64"), format!("xen-utils-{xen}")];
+        list.extend(
+            ["linux-image-amd64", "xenstore-utils", "fio", "e2fsprogs", "fdisk", "strace"]
+                .map(String::from),
+        );
+        list.extend(self.peers.then(|| "qemu-system-xen".to_owned()));
+        list
+    }
+}
+
+/// In the first stage of debootstrap already: what the second stage's packages run on.
+const BASE_PACKAGES: &str =
+    "kmod,udev,iproute2,procps,util-linux,busybox-static,zstd,ca-certificates,initramfs-tools";
+
+/// The dom0's initial RAM disk holds just what finds the root: half the size, seconds less to boot.
+const INITRD_MODULES: &str = "virtio_pci\nvirtio_blk\next4\n";
+
+/// Kept out of the image: nobody reads manuals in the Xen host.
+const DPKG_CONF: &str = "force-unsafe-io
+path-exclude=/usr/share/doc/*
+path-exclude=/usr/share/man/*
+path-exclude=/usr/share/locale/*
+path-exclude=/usr/share/info/*
+";
+
+/// The root's own init does one thing: hand over to the boot's payload, which is not cached.
+const HANDOVER: &str = "#!/bin/bash
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+mount -t devtmpfs dev /dev 2>/dev/null
+mount -t ext4 /dev/vdb /lab && exec /lab/init
+echo 'lab: no payload on /dev/vdb'
+sleep 1000000
+";
+
+/// Size of the root file system; a sparse file.
+const ROOT_BYTES: &str = "3G";
+
+/// A finished root: everything a boot reads, nothing it writes.
+#[derive(Clone, Debug)]
+pub(crate) struct Root {
+    dir: PathBuf,
+    suite: Suite,
+}
+
+impl Root {
+    /// The hypervisor, unpacked, because QEMU's multiboot loader does not unpack it.
+    pub(crate) fn xen(&self) -> PathBuf {
+        self.dir.join("xen")
+    }
+    /// The dom0's kernel; guests boot the same.
+    pub(crate) fn kernel(&self) -> PathBuf {
+        self.dir.join("vmlinuz")
+    }
+    /// The dom0's initial RAM disk.
+    pub(crate) fn initrd(&self) -> PathBuf {
+        self.dir.join("initrd")
+    }
+    /// The dom0's root file system.
+    pub(crate) fn image(&self) -> PathBuf {
+        self.dir.join("root.ext4")
+    }
+    /// The programs and modules of the guests' initial RAM disk, packed.
+    pub(crate) fn guest_base(&self) -> PathBuf {
+        self.dir.join("guest.cpio.gz")
+    }
+    /// What the root was made of.
+    pub(crate) fn suite(&self) -> Suite {
+        self.suite
+    }
+}
+
+/// Where roots are kept.
+pub(crate) fn cache_dir() -> PathBuf {
+    std::env::var_os("FERRITE_LAB_CACHE")
+        .map_or_else(|| steps::target_dir().join("lab"), PathBuf::from)
+}
+
+/// The root for `suite`: the cached one, or a new one.
+pub(crate) fn ensure(suite: Suite) -> Result<Root> {
+    let cache = cache_dir();
+    std::fs::create_dir_all(&cache)
+        .with_context(|| format!("cannot make the Xen host's cache {}", cache.display()))?;
+    let cache = cache.canonicalize()?;
+    let dir = cache.join(format!("{}-{:016x}", suite.name, recipe_hash(suite)));
+    let root = Root { dir: dir.clone(), suite };
+    if dir.is_dir() {
+        return Ok(root);
+    }
+    // The name is only given to a complete root, so that an interrupted build is never taken for one.
+    let building = cache.join(format!("building-{}-{}", suite.name, std::process::id()));
+    remove_leftovers(&cache)?;
+    std::fs::create_dir(&building)?;
+    step(&format!("root of the Xen host ({}, Xen {}; once)", suite.name, suite.xen), || {
+        build(suite, &building)
+    })?;
+    match std::fs::rename(&building, &dir) {
+        Ok(()) => Ok(root),
+        // Another run finished the same root first.
+        Err(_) if dir.is_dir() => {
+            std::fs::remove_dir_all(&building)?;
+            Ok(root)
+        }
+        Err(error) => Err(error).context("cannot give the finished root its name"),
+    }
+}
+
+/// Removes builds that were interrupted: those whose process is gone.
+fn remove_leftovers(cache: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(cache)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let Some(pid) = name.strip_prefix("building-").and_then(|n| n.rsplit('-').next()) else {
+            continue;
+        };
+        if !Path::new("/proc").join(pid).exists() {
+            steps::run(as_root("rm").arg("-rf").arg("--").arg(entry.path()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Everything that decides what is in the root; a change gives another cache entry.
+fn recipe_hash(suite: Suite) -> u64 {
+    let guest =
+        initramfs::PROGRAMS.join(" ") + &initramfs::MODULES.join(" ") + &initramfs::RECIPE.concat();
+    let parts = [
+        suite.name,
+        suite.xen,
+        &suite.packages().join(" "),
+        BASE_PACKAGES,
+        INITRD_MODULES,
+        DPKG_CONF,
+        HANDOVER,
+        ROOT_BYTES,
+        &guest,
+    ];
+    fnv1a(parts.join("\0").as_bytes())
+}
+
+/// FNV-1a: the standard hasher promises no stable value from one Rust to the next.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+fn build(suite: Suite, dir: &Path) -> Result<()> {
+    let tree = dir.join("tree");
+    let log = dir.join("build.log");
+    let mirror = mirror()?;
+    step(&format!("debootstrap {}", suite.name), || {
+        let mut command = as_root("debootstrap");
+        command.args(["--variant=minbase", &format!("--include={BASE_PACKAGES}"), suite.name]);
+        run_logged(command.arg(&tree).arg(&mirror), &log)
+    })?;
+    step("install Xen and Linux into the root", || install(suite, &tree, &mirror, &log))?;
+    step("images of the Xen host", || make_images(suite, dir, &tree, &log))
+}
+
+/// Runs a shell line in the new root.
+fn in_root(tree: &Path, line: &str, log: &Path) -> Result<()> {
+    run_logged(as_root("chroot").arg(tree).args(["/bin/sh", "-ec", line]), log)
+}
+
+fn install(suite: Suite, tree: &Path, mirror: &str, log: &Path) -> Result<()> {
+    let put = |path: &str, text: &str| put_file(&tree.join(path), text, log);
+    put("etc/dpkg/dpkg.cfg.d/lab", DPKG_CONF)?;
+    put("etc/initramfs-tools/conf.d/lab", "MODULES=list\nCOMPRESS=zstd\n")?;
+    put("etc/initramfs-tools/modules", INITRD_MODULES)?;
+    put("etc/apt/sources.list", &format!("deb {mirror} {} main\n", suite.name))?;
+    put("etc/fstab", "")?;
+    put("lab-init", HANDOVER)?;
+    // The machine's own way to the network holds in the root as well, while it is built.
+    run_logged(
+        as_root("cp").args(["-rL", "/etc/resolv.conf"]).arg(tree.join("etc/resolv.conf")),
+        log,
+    )?;
+    run_logged(
+        as_root("cp").args(["-r", "/etc/apt/apt.conf.d/."]).arg(tree.join("etc/apt/apt.conf.d")),
+        log,
+    )?;
+    let packages = suite.packages().join(" ");
+    in_root(
+        tree,
+        &format!(
+            "export DEBIAN_FRONTEND=noninteractive LC_ALL=C
+             apt-get update
+             apt-get install -y --no-install-recommends {packages}
+             apt-get clean
+             rm -rf /var/lib/apt/lists/* /etc/resolv.conf
+             mkdir -p /lab /proc /sys
+             chmod 755 /lab-init"
+        ),
+        log,
+    )
+}
+
+/// Writes a file inside the root, which may belong to root.
+fn put_file(path: &Path, text: &str, log: &Path) -> Result<()> {
+    let parent = path.parent().context("a file in the root has no folder")?;
+    run_logged(as_root("mkdir").arg("-p").arg(parent), log)?;
+    let mut command = as_root("sh");
+    command.args(["-c", "printf %s \"$1\" >\"$2\"", "put", text]).arg(path);
+    run_logged(&mut command, log)
+}
+
+fn make_images(suite: Suite, dir: &Path, tree: &Path, log: &Path) -> Result<()> {
+    let kernel = kernel_release(tree)?;
+    let xen = tree.join(format!("boot/xen-{}-amd64.gz", suite.xen));
+    let mut shell = as_root("sh");
+    shell.args([
+        "-ec",
+        "umask 022
+        gzip -dc \"$1\" >\"$4/xen\"
+        cp \"$2\" \"$4/vmlinuz\"
+        cp \"$3\" \"$4/initrd\"
+        cp \"$2\" \"$5/boot/guest-vmlinuz\"
+        chmod 644 \"$4/xen\" \"$4/vmlinuz\" \"$4/initrd\"",
+        "images",
+    ]);
+    shell.arg(&xen);
+    shell.arg(tree.join(format!("boot/vmlinuz-{kernel}")));
+    shell.arg(tree.join(format!("boot/initrd.img-{kernel}")));
+    shell.arg(dir).arg(tree);
+    run_logged(&mut shell, log).context("cannot take the boot files out of the root")?;
+    initramfs::make_base(tree, &kernel, &dir.join("guest.cpio.gz"), log)?;
+
+    let image = dir.join("root.ext4");
+    run_logged(std::process::Command::new("truncate").args(["-s", ROOT_BYTES]).arg(&image), log)?;
+    let mut mkfs = as_root("mkfs.ext4");
+    mkfs.args(["-q", "-F", "-L", "lab", "-d"]).arg(tree).arg(&image);
+    run_logged(&mut mkfs, log)?;
+    run_logged(as_root("rm").arg("-rf").arg(tree), log)
+}
+
+/// The kernel release in the root's /boot.
+fn kernel_release(tree: &Path) -> Result<String> {
+    let boot = tree.join("boot");
+    for entry in std::fs::read_dir(&boot).with_context(|| format!("no {}", boot.display()))? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        if let Some(release) = name.strip_prefix("vmlinuz-") {
+            return Ok(release.to_owned());
+        }
+    }
+    bail!("no kernel in {}", boot.display())
+}
+
+/// The machine's own Debian mirror, from its apt sources; $FERRITE_LAB_MIRROR overrides it.
+fn mirror() -> Result<String> {
+    if let Ok(mirror) = std::env::var("FERRITE_LAB_MIRROR") {
+        return Ok(mirror);
+    }
+    let release = std::fs::read_to_string("/etc/os-release").unwrap_or_default();
+    let field = |key: &str| {
+        let value = release.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        value.unwrap_or_default().trim_matches('"').to_owned()
+    };
+    if field("ID") == "debian" {
+        let codename = field("VERSION_CODENAME");
+        let found = apt_sources().iter().find_map(|text| mirror_in(text, &codename));
+        if let Some(mirror) = found {
+            return Ok(mirror);
+        }
+    }
+    bail!(
+        "no Debian mirror in this machine's apt sources: set FERRITE_LAB_MIRROR to the address \
+         of one and run again"
+    )
+}
+
+/// The texts of apt's source lists.
+fn apt_sources() -> Vec<String> {
+    let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
+    if let Ok(entries) = std::fs::read_dir("/etc/apt/sources.list.d") {
+        files.extend(entries.filter_map(Result::ok).map(|entry| entry.path()));
+    }
+    files.sort();
+    files.iter().filter_map(|path| std::fs::read_to_string(path).ok()).collect()
+}
+
+/// The mirror of suite `codename`, component main, in one source list of either form.
+fn mirror_in(text: &str, codename: &str) -> Option<String> {
+    one_line_form(text, codename).or_else(|| stanza_form(text, codename))
+}
+
+/// `deb [options] URI SUITE COMPONENT...`
+fn one_line_form(text: &str, codename: &str) -> Option<String> {
+    text.lines().find_map(|line| {
+        let rest = line.trim().strip_prefix("deb ")?.trim_start();
+        let rest = match rest.strip_prefix('[') {
+            Some(options) => options.split_once(']')?.1,
+            None => rest,
+        };
+        let mut words = rest.split_whitespace();
+        let uri = words.next()?;
+        let fits = words.next() == Some(codename) && words.any(|word| word == "main");
+        fits.then(|| uri.to_owned())
+    })
+}
+
+/// Paragraphs of `Types:`, `URIs:`, `Suites:`, `Components:`.
+fn stanza_form(text: &str, codename: &str) -> Option<String> {
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    lines.split(|line| line.trim().is_empty()).find_map(|stanza| {
+        let words = |key: &str| -> Vec<&str> {
+            let line = stanza.iter().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+            line.unwrap_or_default().split_whitespace().collect()
+        };
+        let fits = words("Types").contains(&"deb")
+            && words("Suites").contains(&codename)
+            && words("Components").contains(&"main");
+        fits.then(|| words("URIs").first().map(|uri| (*uri).to_owned())).flatten()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mirror_is_found_in_stanzas_and_foreign_ones_are_passed_over() {
+        let text = "Types: deb\nURIs: http://other.example/x\nSuites: nodistro\nComponents: main\n\n\
+                    Types: deb\n# a comment\nURIs: http://mirror.example/debian\n\
+                    Suites: bookworm bookworm-updates\nComponents: main contrib\n";
+        assert_eq!(mirror_in(text, "bookworm").as_deref(), Some("http://mirror.example/debian"));
+        assert_eq!(mirror_in(text, "trixie"), None);
+    }
+
+    #[test]
+    fn the_mirror_is_found_in_one_line_lists_with_options() {
+        let text = "# deb http://no.example/debian bookworm main\n\
+                    deb [signed-by=/x arch=amd64] http://mirror.example/debian bookworm main\n";
+        assert_eq!(mirror_in(text, "bookworm").as_deref(), Some("http://mirror.example/debian"));
+        assert_eq!(mirror_in(text, "bookworm-security"), None);
+    }
+
+    #[test]
+    fn another_suite_is_another_recipe() {
+        assert_ne!(recipe_hash(TRIXIE), recipe_hash(BOOKWORM));
+        assert_ne!(recipe_hash(TRIXIE), recipe_hash(TRIXIE.with_peers()));
+    }
+}
