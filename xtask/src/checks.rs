@@ -2,14 +2,15 @@
 
 use crate::dist::{self, Squeeze};
 use crate::programs::Programs;
-use crate::steps::{self, cargo, run_logged, say, step};
-use crate::xenhost::Program;
-use crate::xenhost::disk::Backend;
-use crate::xenhost::root::{self, Suite};
 use crate::xentests::{self, Tests};
-use crate::{fast_checks, packages};
+use crate::{fast_checks, needs};
 use anyhow::{Context, Result};
-use std::path::PathBuf;
+use ferrite_xenhost::Program;
+use ferrite_xenhost::disk::Backend;
+use ferrite_xenhost::packages;
+use ferrite_xenhost::release::build_ferrite;
+use ferrite_xenhost::root::{self, Suite};
+use ferrite_xenhost::steps::{self, say, step};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -58,20 +59,6 @@ pub(crate) struct Outcome {
     failure: Option<String>,
 }
 
-/// Builds ferrite's release binary for the Xen host, and the bench beside it, which the package has.
-pub(crate) fn build_ferrite() -> Result<Program> {
-    step("build ferrite (release)", || {
-        let log = fresh_log("release-build")?;
-        let mut command = cargo();
-        command.args(["build", "--locked", "--release"]).args(dist::PACKAGES);
-        // The Xen host's processor is a plain x86-64 one, whatever this machine has.
-        command.env("RUSTFLAGS", "-C target-cpu=x86-64");
-        command.env("CARGO_TARGET_DIR", steps::target_dir().join("lab-build"));
-        run_logged(&mut command, &log)
-    })?;
-    Ok(Program { name: "ferrite", file: steps::target_dir().join("lab-build/release/ferrite") })
-}
-
 /// The tests of the hypervisor's and the store's interfaces, which need a dom0 but no guest.
 fn build_host_tests() -> Result<Program> {
     step("build the tests for the dom0", || {
@@ -89,15 +76,6 @@ fn build_package() -> Result<Program> {
     })
 }
 
-/// An empty log in the build folder.
-pub(crate) fn fresh_log(name: &str) -> Result<PathBuf> {
-    let dir = steps::target_dir().join("logs");
-    std::fs::create_dir_all(&dir)?;
-    let log = dir.join(format!("{name}.log"));
-    std::fs::write(&log, "")?;
-    Ok(log)
-}
-
 /// Runs the checks that were asked for and prints the summary.
 pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     if arguments.list {
@@ -108,17 +86,17 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     }
     let with_xen = !arguments.fast;
     let with_rest = arguments.xen.is_none();
-    let mut needs = Vec::new();
+    let mut needed = Vec::new();
     if with_xen {
-        needs.extend([packages::XEN_HOST, packages::DIST]);
+        needed.extend([packages::XEN_HOST, needs::DIST]);
     }
     if with_rest {
-        needs.push(packages::CHECKS);
+        needed.push(needs::CHECKS);
         if !packages::is_root() {
-            needs.push(packages::MOUNTS);
+            needed.push(needs::MOUNTS);
         }
     }
-    packages::ensure(&needs)?;
+    packages::ensure(&needed)?;
     let suite = Suite::by_name(&arguments.suite)?;
     let mut outcomes = Vec::new();
     std::thread::scope(|scope| {

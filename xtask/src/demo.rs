@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::steps::{self, step};
-use crate::xenhost::XenHost;
-use crate::xenhost::disk::{Backend, Disk, DiskOptions};
-use crate::xenhost::guest::{Guest, GuestOptions};
-use crate::xenhost::root::{self, Suite};
-use crate::{checks, packages};
+use ferrite_xenhost::XenHost;
+use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
+use ferrite_xenhost::root::{self, Suite};
+use ferrite_xenhost::steps::{self, step};
+use ferrite_xenhost::{packages, release};
 
 /// Limit of a command in the guest, in seconds; an emulated host can be slow.
 const LIMIT_S: u64 = 300;
@@ -28,7 +28,7 @@ const VERIFY: &str = "cd / && umount /mnt && blockdev --flushbufs /dev/xvda && \
 /// Runs the demonstration; its last line says PASS or FAIL.
 pub(crate) fn run() -> Result<ExitCode> {
     packages::ensure(&[packages::XEN_HOST])?;
-    let ferrite = checks::build_ferrite()?;
+    let ferrite = release::build_ferrite()?;
     let root = root::ensure(Suite::by_name("trixie")?)?;
     let mut xenhost = XenHost::boot(&root, &[ferrite])?;
     let result = demonstrate(&mut xenhost);

@@ -3,21 +3,19 @@
 //! The package is written with dpkg-deb, which is wherever Debian packages are made. cargo-deb would
 //! be built first, takes as many lines of description, and calls the same layout.
 
-use crate::checks::fresh_log;
 use crate::libc_free;
-use crate::packages;
+use crate::needs;
 use crate::programs::Programs;
-use crate::steps::{self, cargo, output, run_logged, step};
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::packages;
+use ferrite_xenhost::release::PACKAGES;
+use ferrite_xenhost::steps::{self, cargo, fresh_log, output, run_logged, step};
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-
-/// What cargo builds for a package: the program, and the bench, which lies beside it.
-pub(crate) const PACKAGES: [&str; 4] = ["--package", "ferrite", "--package", "ferrite-bench"];
 
 /// Options of `cargo xtask dist`.
 #[derive(clap::Args)]
@@ -46,7 +44,7 @@ pub(crate) fn check_static() -> Result<()> {
 }
 
 fn make(is_static: bool, folder: &str, squeeze: Squeeze) -> Result<Made> {
-    packages::ensure(&[packages::DIST])?;
+    packages::ensure(&[needs::DIST])?;
     let program = build(is_static)?;
     let made = step("pack", || pack(&program, &steps::target_dir().join(folder), squeeze))?;
     step("try the package", || try_out(&made, is_static))?;
@@ -76,7 +74,7 @@ fn build(is_static: bool) -> Result<PathBuf> {
 
 /// Packs the program that the tests have built, and tries the package.
 pub(crate) fn check() -> Result<()> {
-    packages::ensure(&[packages::DIST])?;
+    packages::ensure(&[needs::DIST])?;
     let program = Programs::build(&[])?.binary("ferrite", "ferrite")?;
     try_out(&pack(&program, &steps::target_dir().join("dist-check"), Squeeze::Little)?, false)
 }

@@ -6,10 +6,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::checks::{Outcome, check, fresh_log};
+use crate::checks::{Outcome, check};
 use crate::programs::Programs;
-use crate::steps::{self, cargo, run_logged};
 use crate::{dist, mutants, powercuts};
+use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 
 /// The licence gate. Built once into target/tools, without optimisation: it runs for a second.
 const CARGO_DENY: &str = "0.20.2";

@@ -6,9 +6,9 @@ use std::sync::Mutex;
 
 use anyhow::{Context, Result};
 
-use crate::checks::fresh_log;
-use crate::packages;
-use crate::steps::{self, cargo, run_logged, say, step};
+use crate::needs;
+use ferrite_xenhost::packages;
+use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged, say, step};
 
 /// What builds the targets. Built once into target/tools.
 const CARGO_FUZZ: &str = "0.13.2";
@@ -22,7 +22,7 @@ const LIMITS: [&str; 4] =
 /// Runs all targets, so many seconds in all on every processor. New inputs are kept in
 /// `target/fuzz/TARGET/corpus`, those that found something in `.../found`.
 pub(crate) fn nightly(seconds: u64) -> Result<bool> {
-    packages::ensure(&[packages::FUZZ])?;
+    packages::ensure(&[needs::FUZZ])?;
     let build = build()?;
     let mut targets = targets()?;
     let share = seconds * steps::cpus() as u64 / targets.len() as u64;

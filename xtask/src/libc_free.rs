@@ -3,9 +3,10 @@
 //! rustup brings the library of that target with `rustup target add`. Without it Debian's newest
 //! compiler (the one that its browsers are built with) compiles the library from its source, too.
 
-use crate::packages;
-use crate::steps::{self, cargo, output};
+use crate::needs;
 use anyhow::{Context, Result};
+use ferrite_xenhost::packages;
+use ferrite_xenhost::steps::{self, cargo, output};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ pub(crate) fn build(rust_flags: &str) -> Result<Command> {
         build.arg("build").env("RUSTFLAGS", rust_flags);
         build
     } else {
-        packages::ensure(&[packages::LIBC_FREE])
+        packages::ensure(&[needs::LIBC_FREE])
             .with_context(|| format!("and rustup target add {TARGET} was not run, either"))?;
         from_source(rust_flags)?
     };
@@ -46,11 +47,11 @@ fn from_source(rust_flags: &str) -> Result<Command> {
          -C link-arg=-Wl,--defsym=__fprintf_chk=abort",
         unwinder()?.to_str().context("a build folder whose path is not UTF-8")?
     );
-    let mut build = Command::new(packages::DEBIANS_CARGO);
+    let mut build = Command::new(needs::DEBIANS_CARGO);
     build.current_dir(steps::repository());
     // rustup's libraries are not for Debian's compiler.
     build.env_remove("LD_LIBRARY_PATH");
-    build.env("RUSTC", packages::DEBIANS_RUSTC).env("RUSTFLAGS", flags);
+    build.env("RUSTC", needs::DEBIANS_RUSTC).env("RUSTFLAGS", flags);
     // Building the library is behind a flag of the compiler's unstable ones.
     build.env("RUSTC_BOOTSTRAP", "1").args(["build", "-Zbuild-std=std"]);
     build.env("CARGO_TARGET_X86_64_UNKNOWN_LINUX_MUSL_LINKER", "musl-gcc");
@@ -64,6 +65,6 @@ fn unwinder() -> Result<PathBuf> {
     fs::create_dir_all(&folder)?;
     let name = folder.join("libunwind.a");
     let _ = fs::remove_file(&name);
-    symlink(packages::UNWINDER, &name).with_context(|| name.display().to_string())?;
+    symlink(needs::UNWINDER, &name).with_context(|| name.display().to_string())?;
     Ok(folder)
 }

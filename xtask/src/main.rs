@@ -12,16 +12,15 @@ mod fast_checks;
 mod fuzz;
 mod libc_free;
 mod mutants;
+mod needs;
 mod nightly;
-mod packages;
 mod powercuts;
 mod programs;
-mod steps;
-mod xenhost;
 mod xentests;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use ferrite_xenhost::{self as xenhost, packages, release, steps};
 use std::process::ExitCode;
 
 /// Builds, demonstrates and tests Ferrite.
@@ -111,7 +110,7 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Xenhost(XenHostTask::Run { suite, guest, ferrite, commands, limit_s }) => {
             packages::ensure(&[packages::XEN_HOST])?;
             let root = xenhost::root::ensure(xenhost::root::Suite::by_name(&suite)?)?;
-            let programs = if ferrite { vec![checks::build_ferrite()?] } else { Vec::new() };
+            let programs = if ferrite { vec![release::build_ferrite()?] } else { Vec::new() };
             let mut xenhost = xenhost::XenHost::boot(&root, &programs)?;
             run_commands(&mut xenhost, guest, &commands, limit_s)
         }

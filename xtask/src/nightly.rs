@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use crate::steps::{self, say, step};
 use crate::{checks, dist, fast_checks, fuzz, mutants, powercuts};
+use ferrite_xenhost::steps::{self, say, step};
 
 /// Options of `cargo xtask nightly`.
 #[derive(clap::Args)]

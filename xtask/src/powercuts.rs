@@ -9,10 +9,10 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::checks::fresh_log;
-use crate::packages;
+use crate::needs;
 use crate::programs::Programs;
-use crate::steps::{self, run_logged, say, step};
+use ferrite_xenhost::packages;
+use ferrite_xenhost::steps::{self, fresh_log, run_logged, say, step};
 
 /// Seeds of the fixed set, from 1 on; each is a story of every scenario, format and medium.
 const FIXED_SEEDS: u64 = 8;
@@ -116,7 +116,7 @@ fn all_taken(paths: &[(String, u64)]) -> Result<()> {
 
 /// New stories on every processor; what is found stays in the build folder. False: something was.
 pub(crate) fn nightly(seconds: u64) -> Result<bool> {
-    packages::ensure(&[packages::CHECKS])?;
+    packages::ensure(&[needs::CHECKS])?;
     let program = build()?;
     let kept = steps::target_dir().join("power-cuts");
     let runs = (0..steps::cpus()).map(|i| -> Result<_> {

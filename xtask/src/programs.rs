@@ -10,8 +10,7 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::checks::fresh_log;
-use crate::steps::{self, cargo, run_logged};
+use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 
 /// A program that cargo has built.
 pub(crate) struct Program {

@@ -1,6 +1,6 @@
 //! Work that leaves no processor idle.
 
-use crate::steps;
+use ferrite_xenhost::steps;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;

@@ -5,8 +5,8 @@ use super::fio::{self, Job};
 use super::image::Image;
 use super::result::{Measurement, Target};
 use super::rounds::Plan;
-use crate::steps;
 use anyhow::Result;
+use ferrite_xenhost::steps;
 
 const PART: &str = "disk";
 const IMAGE_MIB: usize = 2048;

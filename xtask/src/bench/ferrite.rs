@@ -1,9 +1,8 @@
 //! Runs of `ferrite-bench`, built for this machine.
 
 use super::rounds::Sample;
-use crate::checks::fresh_log;
-use crate::steps::{self, cargo, run_logged, step};
 use anyhow::{Context, Result};
+use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged, step};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn fio_understands_what_it_is_told() {
-        if crate::packages::find("fio").is_none() {
+        if ferrite_xenhost::packages::find("fio").is_none() {
             return; // `cargo xtask test` and `cargo xtask bench` install it first.
         }
         let image = Image::make(&std::env::temp_dir(), 4).unwrap();

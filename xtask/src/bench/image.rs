@@ -1,7 +1,7 @@
 //! Images to measure on.
 
-use crate::steps::step;
 use anyhow::{Context, Result};
+use ferrite_xenhost::steps::step;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsRawFd;

@@ -14,7 +14,7 @@ pub(super) fn describe() -> String {
     format!(
         "{}, {} x {}, Linux {}, {}; load over the last 15 minutes {}",
         shown("date", "+%F").trim(),
-        crate::steps::cpus(),
+        ferrite_xenhost::steps::cpus(),
         model(&cpuinfo),
         read("/proc/sys/kernel/osrelease").trim(),
         shown("fio", "--version").trim(),

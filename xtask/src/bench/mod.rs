@@ -15,8 +15,9 @@ mod rounds;
 mod table;
 mod xen;
 
-use crate::{packages, steps};
 use anyhow::Result;
+use ferrite_xenhost::packages::{self, Need};
+use ferrite_xenhost::steps;
 use result::Measurement;
 use std::process::ExitCode;
 
@@ -78,6 +79,9 @@ impl Part {
     }
 }
 
+/// The peers that ferrite is compared with.
+const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
+
 /// What the parts on this machine share.
 struct Setup {
     ferrite: ferrite::Ferrite,
@@ -88,7 +92,7 @@ struct Setup {
 
 impl Setup {
     fn new(arguments: &BenchArguments) -> Result<Setup> {
-        packages::ensure(&[packages::PEERS])?;
+        packages::ensure(&[PEERS])?;
         let (runs, seconds) = (arguments.runs, arguments.seconds);
         Ok(Setup { ferrite: ferrite::Ferrite::build(seconds)?, runs, seconds })
     }

@@ -1,10 +1,10 @@
 //! What the instructions of an I/O go to: counters of the emulator for every block of code,
 //! attributed to guest, hypervisor and dom0, and to their functions.
 
-use crate::steps::{self, output, run_logged};
-use crate::xenhost::XenHost;
-use crate::xenhost::guest::Guest;
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::XenHost;
+use ferrite_xenhost::guest::Guest;
+use ferrite_xenhost::steps::{self, output, run_logged};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;

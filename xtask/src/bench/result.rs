@@ -1,8 +1,8 @@
 //! What a part of the comparison has measured, and the file it goes into.
 
 use super::rounds::median;
-use crate::steps;
 use anyhow::{Context, Result};
+use ferrite_xenhost::steps;
 use serde::Serialize;
 use std::path::PathBuf;
 

@@ -1,8 +1,8 @@
 //! Things measured in turn: what the machine does to one run it does to its neighbours too, so
 //! ratios are taken within a round, and medians over the rounds.
 
-use crate::steps::step;
 use anyhow::Result;
+use ferrite_xenhost::steps::step;
 
 /// One run. What a run does not tell is not a number, and so meets no target.
 #[derive(Clone, Copy, Debug)]

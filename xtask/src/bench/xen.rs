@@ -4,13 +4,13 @@
 
 use super::profile::{self, Profiler};
 use super::result::{Measurement, Target};
-use crate::steps::{self, say, step};
-use crate::xenhost::disk::{Backend, Disk, DiskOptions};
-use crate::xenhost::guest::{Guest, GuestOptions};
-use crate::xenhost::qemu::Pace;
-use crate::xenhost::{XenHost, root};
-use crate::{checks, packages};
 use anyhow::{Context, Result};
+use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
+use ferrite_xenhost::qemu::Pace;
+use ferrite_xenhost::steps::{self, say, step};
+use ferrite_xenhost::{XenHost, root};
+use ferrite_xenhost::{packages, release};
 
 /// Options of the part `xen`.
 #[derive(clap::Args)]
@@ -156,7 +156,7 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     let suite = root::TRIXIE;
     let qdisk = arguments.only.contains(&Peer::Qdisk);
     let root = root::ensure(if qdisk { suite.with_peers() } else { suite })?;
-    let programs = [checks::build_ferrite()?];
+    let programs = [release::build_ferrite()?];
     let mut profiler = match arguments.profile {
         true => Some(Profiler::new(&programs[0].file)?),
         false => None,

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
 
 use super::list::Mutant;
-use crate::steps;
+use ferrite_xenhost::steps;
 
 /// Another build folder, which may have the dependencies already.
 const TARGET: &str = "FERRITE_MUTANTS_TARGET";

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
 use super::proof::Proof;
-use crate::steps;
+use ferrite_xenhost::steps;
 
 const LIST: &str = "xtask/mutants.toml";
 

@@ -6,8 +6,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::packages;
-use crate::steps::{self, say, step};
+use crate::needs;
+use ferrite_xenhost::packages;
+use ferrite_xenhost::steps::{self, say, step};
 
 mod copy;
 mod list;
@@ -77,7 +78,7 @@ pub(crate) fn nightly() -> Result<bool> {
 
 fn run(mutants: &[Mutant]) -> Result<bool> {
     list::check(mutants)?;
-    packages::ensure(&[packages::CHECKS])?;
+    packages::ensure(&[needs::CHECKS])?;
     let copy = Copy::make()?;
     let stop = Stop::listen()?;
     step("the same tests without a mutant", || control(&copy, mutants, &stop))?;

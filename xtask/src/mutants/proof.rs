@@ -12,8 +12,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process_gro
 
 use super::copy::Copy;
 use super::stop::Stop;
-use crate::checks::fresh_log;
-use crate::steps::run_logged;
+use ferrite_xenhost::steps::{fresh_log, run_logged};
 
 /// A test that takes longer hangs: with a mutant, that is how it notices.
 const LIMIT: Duration = Duration::from_secs(900);

@@ -2,8 +2,8 @@
 
 use super::recovery::{Load, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
-use crate::xenhost::guest::GuestOptions;
 use anyhow::{Result, bail};
+use ferrite_xenhost::guest::GuestOptions;
 
 pub(super) const CASES: &[Case] =
     &[ferrite("engines/aio-is-taken-where-io-uring-is-disabled", without_uring)];

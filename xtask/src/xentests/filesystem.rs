@@ -1,8 +1,8 @@
 //! What people do with disks: partitions, ext4, mounting, growing.
 
 use super::{Bench, Case, any, expect_eq};
-use crate::xenhost::guest::Guest;
 use anyhow::{Result, bail};
+use ferrite_xenhost::guest::Guest;
 
 pub(super) const CASES: &[Case] = &[
     any("filesystem/partitions-ext4-and-checksums-survive-a-remount", partitions),

@@ -1,9 +1,9 @@
 //! fio with checksums over every shape of ring: block sizes, queues, ring orders, indirect segments.
 
 use super::{Bench, Case, any, expect_eq};
-use crate::xenhost::disk::{Backend, Disk, DiskOptions};
-use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Result, bail};
+use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 /// Six guests in which every pair of values of the three parameters occurs.
 pub(super) const CASES: &[Case] = &[
@@ -93,7 +93,7 @@ fn check_negotiated(
 
 /// A flush of the guest must come out as flushes of the block device below.
 fn fsync_reaches_the_medium(bench: &mut Bench<'_>) -> Result<()> {
-    let device = bench.xenhost.scratch(crate::xenhost::SCRATCH_512)?;
+    let device = bench.xenhost.scratch(ferrite_xenhost::SCRATCH_512)?;
     let (mut guest, disk) =
         bench.guest_with(&GuestOptions::default(), DiskOptions::new(&device, "xvda"))?;
     let cache = guest.sh(bench.xenhost, "cat /sys/block/xvda/queue/write_cache", 20)?;

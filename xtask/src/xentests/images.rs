@@ -2,9 +2,9 @@
 
 use super::recovery::{THREE_KILLS, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
-use crate::xenhost::disk::{Disk, DiskOptions};
-use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::disk::{Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 pub(super) const CASES: &[Case] = &[
     ferrite("images/a-vhd-leaf-killed-three-times-under-verify", vhd_killed).by_night(),

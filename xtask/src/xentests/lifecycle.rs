@@ -1,9 +1,9 @@
 //! Disks that come and go, and guests that end without a word.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
-use crate::xenhost::disk::{DiskOptions, ended};
-use crate::xenhost::guest::GuestOptions;
 use anyhow::{Result, bail};
+use ferrite_xenhost::disk::{DiskOptions, ended};
+use ferrite_xenhost::guest::GuestOptions;
 
 pub(super) const CASES: &[Case] = &[
     any("lifecycle/unplugged-and-plugged-in-again", unplug_and_replug),
@@ -85,7 +85,7 @@ fn open_files(bench: &mut Bench<'_>, pid: u32) -> Result<u64> {
 }
 
 /// Waits until requests are under way.
-fn wait_for_io(bench: &mut Bench<'_>, guest: &mut crate::xenhost::guest::Guest) -> Result<()> {
+fn wait_for_io(bench: &mut Bench<'_>, guest: &mut ferrite_xenhost::guest::Guest) -> Result<()> {
     let command =
         "until [ $(awk '{print $1+$5}' /sys/block/xvda/stat) -ge 200 ]; do sleep 0.1; done";
     guest.sh(bench.xenhost, command, 120).map(drop)

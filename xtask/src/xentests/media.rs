@@ -1,10 +1,10 @@
 //! What lies below: files that must not be written, and block devices of both sector sizes.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
-use crate::xenhost::disk::DiskOptions;
-use crate::xenhost::guest::GuestOptions;
-use crate::xenhost::{SCRATCH_512, SCRATCH_4096};
 use anyhow::{Result, bail};
+use ferrite_xenhost::disk::DiskOptions;
+use ferrite_xenhost::guest::GuestOptions;
+use ferrite_xenhost::{SCRATCH_512, SCRATCH_4096};
 
 pub(super) const CASES: &[Case] = &[
     any("media/a-read-only-disk-refuses-writes", read_only),

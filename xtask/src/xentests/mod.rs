@@ -16,10 +16,10 @@ mod toolstack;
 
 pub(crate) use runner::{Report, Selection, run};
 
-use crate::xenhost::XenHost;
-use crate::xenhost::disk::{Backend, Disk, DiskOptions};
-use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::XenHost;
+use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 /// Which backends a test is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

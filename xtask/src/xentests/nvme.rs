@@ -2,10 +2,10 @@
 
 use super::recovery::{Load, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
-use crate::xenhost::SCRATCH_NVME;
-use crate::xenhost::disk::{Disk, DiskOptions};
-use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::SCRATCH_NVME;
+use ferrite_xenhost::disk::{Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 pub(super) const CASES: &[Case] = &[
     ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll).by_night(),

@@ -1,9 +1,9 @@
 //! What a disk may take of the dom0's processors, beside one that nothing bounds.
 
 use super::{Bench, Case, ferrite, wait_for_node};
-use crate::xenhost::disk::{Disk, DiskOptions};
-use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::disk::{Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 pub(super) const CASES: &[Case] = &[ferrite(
     "processors/a-bounded-disk-takes-its-share-and-is-unplugged-while-it-waits",

@@ -1,9 +1,9 @@
 //! The backend dies and comes back; the guest sees a pause and nothing else.
 
 use super::{Bench, Case, ferrite};
-use crate::xenhost::disk::Disk;
-use crate::xenhost::guest::{Guest, GuestOptions, Job};
 use anyhow::{Context, Result};
+use ferrite_xenhost::disk::Disk;
+use ferrite_xenhost::guest::{Guest, GuestOptions, Job};
 
 pub(super) const CASES: &[Case] = &[
     ferrite("recovery/killed-three-times-under-verify", killed),

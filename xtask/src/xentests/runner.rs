@@ -1,11 +1,11 @@
 //! Runs the selected tests on one or more hosts and reports each on a line.
 
 use super::{Applies, Bench, Case, Tests, all};
-use crate::steps;
-use crate::xenhost::disk::Backend;
-use crate::xenhost::root::Root;
-use crate::xenhost::{Program, XenHost};
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::disk::Backend;
+use ferrite_xenhost::root::Root;
+use ferrite_xenhost::steps;
+use ferrite_xenhost::{Program, XenHost};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Mutex;

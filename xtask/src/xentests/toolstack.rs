@@ -2,10 +2,10 @@
 
 use super::{Bench, Case, expect_eq, ferrite};
 use crate::docs;
-use crate::xenhost::channel::quote;
-use crate::xenhost::disk::{Disk, DiskOptions, ended};
-use crate::xenhost::guest::{Guest, GuestOptions};
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::channel::quote;
+use ferrite_xenhost::disk::{Disk, DiskOptions, ended};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 pub(super) const CASES: &[Case] = &[
     ferrite("lifecycle/attached-and-detached-by-xl", attached_by_xl),

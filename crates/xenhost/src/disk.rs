@@ -1,13 +1,13 @@
 //! Disks of guests: xenstore directories as a toolstack writes them, and the backend serving.
 
-use crate::xenhost::XenHost;
-use crate::xenhost::channel::quote;
-use crate::xenhost::guest::Guest;
+use crate::XenHost;
+use crate::channel::quote;
+use crate::guest::Guest;
 use anyhow::{Result, bail};
 
 /// Who serves a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Backend {
+pub enum Backend {
     /// `ferrite serve`, kind vbd3.
     Ferrite,
     /// The kernel's blkback, kind vbd: shows that a test holds for a backend known to be good.
@@ -28,27 +28,27 @@ impl Backend {
 
 /// What a disk is made of.
 #[derive(Clone, Debug)]
-pub(crate) struct DiskOptions {
+pub struct DiskOptions {
     /// Image file or block device in the dom0.
-    pub(crate) image: String,
+    pub image: String,
     /// The guest's name for it, xvda to xvdp.
-    pub(crate) name: &'static str,
+    pub name: &'static str,
     /// Whether writes are refused.
-    pub(crate) read_only: bool,
+    pub read_only: bool,
     /// Further arguments of `ferrite serve`.
-    pub(crate) arguments: String,
+    pub arguments: String,
 }
 
 impl DiskOptions {
     /// A writable disk.
-    pub(crate) fn new(image: &str, name: &'static str) -> DiskOptions {
+    pub fn new(image: &str, name: &'static str) -> DiskOptions {
         DiskOptions { image: image.into(), name, read_only: false, arguments: String::new() }
     }
 }
 
 /// A disk's place in xenstore, with its backend.
 #[derive(Clone, Debug)]
-pub(crate) struct Disk {
+pub struct Disk {
     options: DiskOptions,
     backend: Backend,
     domid: u32,
@@ -64,7 +64,7 @@ pub(crate) struct Disk {
 const STATE_LIMIT_S: u64 = 60;
 
 /// A shell condition: the process has ended. One that only waits to be reaped holds nothing.
-pub(crate) fn ended(pid: u32) -> String {
+pub fn ended(pid: u32) -> String {
     format!("! grep -qs '^State:[[:space:]]*[^ZX[:space:]]' /proc/{pid}/status")
 }
 
@@ -84,7 +84,7 @@ impl Disk {
     }
 
     /// Writes the disk's directories and starts its backend, without waiting for the guest.
-    pub(crate) fn attach(
+    pub fn attach(
         xenhost: &mut XenHost,
         guest: &Guest,
         backend: Backend,
@@ -101,33 +101,29 @@ impl Disk {
     }
 
     /// Starts `ferrite serve` for a disk whose directories the toolstack will write.
-    pub(crate) fn serve(
-        xenhost: &mut XenHost,
-        guest: &Guest,
-        options: DiskOptions,
-    ) -> Result<Disk> {
+    pub fn serve(xenhost: &mut XenHost, guest: &Guest, options: DiskOptions) -> Result<Disk> {
         let mut disk = Self::new(guest, Backend::Ferrite, options)?;
         disk.start_backend(xenhost)?;
         Ok(disk)
     }
 
     /// The disk's node in the guest.
-    pub(crate) fn node(&self) -> String {
+    pub fn node(&self) -> String {
         format!("/dev/{}", self.options.name)
     }
 
     /// The image in the dom0.
-    pub(crate) fn image(&self) -> &str {
+    pub fn image(&self) -> &str {
         &self.options.image
     }
 
     /// The frontend's directory.
-    pub(crate) fn frontend(&self) -> String {
+    pub fn frontend(&self) -> String {
         format!("/local/domain/{}/device/vbd/{}", self.domid, self.devid)
     }
 
     /// The backend's directory.
-    pub(crate) fn backend_dir(&self) -> String {
+    pub fn backend_dir(&self) -> String {
         format!("/local/domain/0/backend/{}/{}/{}", self.backend.kind(), self.domid, self.devid)
     }
 
@@ -174,7 +170,7 @@ impl Disk {
     }
 
     /// Starts the backend's process in the background; blkback is always there.
-    pub(crate) fn start_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn start_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let process = match self.backend {
             Backend::Blkback => return Ok(()),
             Backend::Ferrite => format!(
@@ -211,7 +207,7 @@ impl Disk {
     }
 
     /// What the backend has written to its log since its last start.
-    pub(crate) fn backend_log(&self, xenhost: &mut XenHost) -> Result<String> {
+    pub fn backend_log(&self, xenhost: &mut XenHost) -> Result<String> {
         if self.backend == Backend::Blkback {
             return Ok(String::new());
         }
@@ -219,12 +215,12 @@ impl Disk {
     }
 
     /// The process that serves the disk.
-    pub(crate) fn pid(&self) -> Option<u32> {
+    pub fn pid(&self) -> Option<u32> {
         self.pid
     }
 
     /// Waits until both ends are connected.
-    pub(crate) fn wait_connected(&self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn wait_connected(&self, xenhost: &mut XenHost) -> Result<()> {
         let condition = format!(
             "[ \"$(xenstore-read {}/state {}/state | tr '\\n' ' ')\" = '4 4 ' ]",
             self.backend_dir(),
@@ -234,7 +230,7 @@ impl Disk {
     }
 
     /// Waits until the backend's state is `state`.
-    pub(crate) fn wait_backend_state(&self, xenhost: &mut XenHost, state: u32) -> Result<()> {
+    pub fn wait_backend_state(&self, xenhost: &mut XenHost, state: u32) -> Result<()> {
         let condition = format!("[ \"$(xenstore-read {}/state)\" = {state} ]", self.backend_dir());
         self.wait(xenhost, &format!("backend state {state}"), &condition)
     }
@@ -252,7 +248,7 @@ impl Disk {
     }
 
     /// The logs of the backend's starts and both directories, for whoever looks into a failure.
-    pub(crate) fn describe(&self, xenhost: &mut XenHost) -> String {
+    pub fn describe(&self, xenhost: &mut XenHost) -> String {
         let (front, back, logs) = (self.frontend(), self.backend_dir(), self.logs());
         let command = format!(
             "tail -n 60 {logs} /dev/null; echo xenstore:; xenstore-ls -f {front}; xenstore-ls -f {back}"
@@ -262,7 +258,7 @@ impl Disk {
     }
 
     /// Unplugs as a toolstack does: online=0 and state=5, waits for 6, removes the directories.
-    pub(crate) fn unplug(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn unplug(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let back = self.backend_dir();
         xenhost.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
         if self.backend == Backend::Qdisk {
@@ -289,7 +285,7 @@ impl Disk {
     }
 
     /// Waits until the serving process has ended by itself.
-    pub(crate) fn wait_backend_gone(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn wait_backend_gone(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let Some(pid) = self.pid.take() else { return Ok(()) };
         let condition = ended(pid);
         self.wait(xenhost, "the backend ending by itself", &condition)
@@ -297,7 +293,7 @@ impl Disk {
 
     /// Removes a disk whose guest is gone. Ferrite sees that by itself; blkback has to be told, as
     /// a toolstack does.
-    pub(crate) fn remove_after_destroy(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn remove_after_destroy(&mut self, xenhost: &mut XenHost) -> Result<()> {
         match self.backend {
             Backend::Ferrite => self.wait_backend_gone(xenhost)?,
             Backend::Blkback | Backend::Qdisk => {
@@ -310,14 +306,14 @@ impl Disk {
     }
 
     /// Asks the serving process to end, as an administrator does for an upgrade.
-    pub(crate) fn stop_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn stop_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let Some(pid) = self.pid.take() else { bail!("no backend process to stop") };
         xenhost.sh(&format!("kill -TERM {pid}"))?;
         self.wait(xenhost, "the backend's end after SIGTERM", &ended(pid))
     }
 
     /// Removes whatever is left of the disk after its guest is gone, in good order or not.
-    pub(crate) fn sweep(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn sweep(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let (front, back) = (self.frontend(), self.backend_dir());
         xenhost.sh(&format!(
             "if xenstore-exists {back}/state && [ \"$(xenstore-read {back}/state)\" != 6 ]; then \
@@ -330,14 +326,14 @@ impl Disk {
     }
 
     /// Kills the serving process as a crash would, and waits until it is reaped.
-    pub(crate) fn crash_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn crash_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let Some(pid) = self.pid.take() else { bail!("no backend process to kill") };
         xenhost.sh(&format!("kill -9 {pid}"))?;
         xenhost.wait_until("the killed backend's end", &ended(pid), STATE_LIMIT_S)
     }
 
     /// Tells blkback that its medium has grown; Ferrite sees to it by itself.
-    pub(crate) fn notice_growth(&self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn notice_growth(&self, xenhost: &mut XenHost) -> Result<()> {
         match &self.device {
             Some(device) => xenhost.sh(&format!("losetup -c {device}")).map(drop),
             None => Ok(()),

@@ -18,17 +18,17 @@ const LINES_OF_A_PANIC: usize = 4;
 static START: OnceLock<Instant> = OnceLock::new();
 
 /// Starts the clock that every progress line shows.
-pub(crate) fn start_clock() {
+pub fn start_clock() {
     START.get_or_init(Instant::now);
 }
 
 /// Seconds since the program was started.
-pub(crate) fn elapsed_s() -> f64 {
+pub fn elapsed_s() -> f64 {
     START.get_or_init(Instant::now).elapsed().as_secs_f64()
 }
 
 /// Prints one progress line: seconds since the start, then the text.
-pub(crate) fn say(text: impl AsRef<str>) {
+pub fn say(text: impl AsRef<str>) {
     let mut out = std::io::stdout().lock();
     // A closed standard output must not end the run: the exit code still tells.
     let _ = writeln!(out, "[{:6.1} s] {}", elapsed_s(), text.as_ref());
@@ -36,7 +36,7 @@ pub(crate) fn say(text: impl AsRef<str>) {
 }
 
 /// Runs `work` between two progress lines.
-pub(crate) fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     say(format!("{what} ..."));
     let began = Instant::now();
     let result = work().with_context(|| what.to_owned());
@@ -49,7 +49,7 @@ pub(crate) fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T>
 }
 
 /// An error with its causes, the outermost first, without a backtrace.
-pub(crate) fn chain(error: &anyhow::Error) -> String {
+pub fn chain(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).collect::<Vec<_>>().join("\n  because: ")
 }
 
@@ -59,7 +59,7 @@ const KEPT_LINES: (usize, usize) = (24, 48);
 const KEPT_COLUMNS: usize = 500;
 
 /// A text of a bounded length for any other.
-pub(crate) fn shorten(text: &str) -> String {
+pub fn shorten(text: &str) -> String {
     let (first, last) = KEPT_LINES;
     let mut lines: Vec<String> = text.lines().map(shorten_line).collect();
     let held_back = lines.len().saturating_sub(first + last);
@@ -77,7 +77,7 @@ fn shorten_line(line: &str) -> String {
 }
 
 /// Runs a command with its output going to `log` (appended), and shows the log's tail on failure.
-pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
+pub fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     let shown = describe(command);
     let out = File::options()
         .create(true)
@@ -114,8 +114,17 @@ fn panics(log: &Path) -> String {
     text
 }
 
+/// An empty log in the build folder.
+pub fn fresh_log(name: &str) -> Result<PathBuf> {
+    let dir = target_dir().join("logs");
+    std::fs::create_dir_all(&dir)?;
+    let log = dir.join(format!("{name}.log"));
+    std::fs::write(&log, "")?;
+    Ok(log)
+}
+
 /// Runs a command with its output shown as it comes.
-pub(crate) fn run(command: &mut Command) -> Result<()> {
+pub fn run(command: &mut Command) -> Result<()> {
     let shown = describe(command);
     let status =
         command.stdin(Stdio::null()).status().with_context(|| format!("cannot start `{shown}`"))?;
@@ -126,7 +135,7 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 }
 
 /// Runs a command and gives its standard output.
-pub(crate) fn output(command: &mut Command) -> Result<String> {
+pub fn output(command: &mut Command) -> Result<String> {
     let shown = describe(command);
     let out =
         command.stdin(Stdio::null()).output().with_context(|| format!("cannot start `{shown}`"))?;
@@ -137,7 +146,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 }
 
 /// The last lines of a log, for an error message.
-pub(crate) fn tail(log: &Path) -> String {
+pub fn tail(log: &Path) -> String {
     let Ok(file) = File::open(log) else { return format!("(no log at {})", log.display()) };
     let mut last = std::collections::VecDeque::with_capacity(LOG_TAIL_LINES);
     for line in BufReader::new(file).split(b'\n').map_while(Result::ok) {
@@ -164,21 +173,22 @@ fn describe(command: &Command) -> String {
     text
 }
 
-/// The repository's root folder.
-pub(crate) fn repository() -> PathBuf {
+/// The repository's root folder, where the lock file of the package that runs is.
+pub fn repository() -> PathBuf {
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
-    manifest.parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
+    let top = manifest.ancestors().find(|folder| folder.join("Cargo.lock").is_file());
+    top.map_or_else(|| PathBuf::from("."), Path::to_path_buf)
 }
 
 /// Where cargo builds.
-pub(crate) fn target_dir() -> PathBuf {
+pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR")
         .map_or_else(|| repository().join("target"), |dir| repository().join(PathBuf::from(dir)))
 }
 
 /// `cargo`, in the repository.
-pub(crate) fn cargo() -> Command {
+pub fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
     command.current_dir(repository());
@@ -186,7 +196,7 @@ pub(crate) fn cargo() -> Command {
 }
 
 /// The processors this machine lets us use.
-pub(crate) fn cpus() -> usize {
+pub fn cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 

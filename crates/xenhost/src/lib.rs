@@ -1,13 +1,17 @@
 //! A real Xen host on any Linux machine: QEMU's emulator runs the hypervisor, a dom0 and guests.
+#![forbid(unsafe_code)]
 
-pub(crate) mod channel;
-pub(crate) mod disk;
-pub(crate) mod guest;
-pub(crate) mod initramfs;
-pub(crate) mod qemu;
-pub(crate) mod root;
+pub mod channel;
+pub mod disk;
+pub mod guest;
+mod initramfs;
+pub mod packages;
+pub mod qemu;
+pub mod release;
+pub mod root;
+pub mod steps;
 
-use crate::steps::{self, step};
+use crate::steps::step;
 use anyhow::{Context, Result, anyhow, bail};
 use channel::{Channel, Output};
 use qemu::{Machine, Pace, Qemu, Scratch};
@@ -28,42 +32,42 @@ const PAYLOAD_BYTES: u64 = 8 << 30;
 const RUN_PREFIX: &str = "ferrite-lab-";
 
 /// Scratch disk with 512-byte sectors.
-pub(crate) const SCRATCH_512: &str = "scratch512";
+pub const SCRATCH_512: &str = "scratch512";
 /// Scratch disk with 4096-byte sectors.
-pub(crate) const SCRATCH_4096: &str = "scratch4096";
+pub const SCRATCH_4096: &str = "scratch4096";
 
 /// NVMe scratch disk; `modprobe nvme` brings it up.
-pub(crate) const SCRATCH_NVME: &str = "scratchnvme";
+pub const SCRATCH_NVME: &str = "scratchnvme";
 
 /// Something of ours for the dom0.
 #[derive(Clone, Debug)]
-pub(crate) struct Program {
+pub struct Program {
     /// Its name there; a Debian package (`.deb`) is installed.
-    pub(crate) name: &'static str,
+    pub name: &'static str,
     /// The file here.
-    pub(crate) file: PathBuf,
+    pub file: PathBuf,
 }
 
 /// A running Xen host. It must be kept by the thread that booted it: QEMU dies with that thread.
-pub(crate) struct XenHost {
+pub struct XenHost {
     channel: Channel,
     qemu: Qemu,
     /// Held for its end: the folder goes with the host.
     _dir: RunDir,
     guests: u32,
     /// Arguments of every `ferrite serve`.
-    pub(crate) serve_arguments: String,
+    pub serve_arguments: String,
     pace: Pace,
 }
 
 impl XenHost {
     /// Boots a host whose dom0 finds `programs` in its PATH.
-    pub(crate) fn boot(root: &Root, programs: &[Program]) -> Result<XenHost> {
+    pub fn boot(root: &Root, programs: &[Program]) -> Result<XenHost> {
         Self::boot_at(Pace::Clock, root, programs, &[])
     }
 
     /// Boots a host whose time is made of what `pace` says; `arguments` are the emulator's.
-    pub(crate) fn boot_at(
+    pub fn boot_at(
         pace: Pace,
         root: &Root,
         programs: &[Program],
@@ -120,7 +124,7 @@ impl XenHost {
     }
 
     /// Processor time the emulator has used, in seconds.
-    pub(crate) fn cpu_s(&self) -> f64 {
+    pub fn cpu_s(&self) -> f64 {
         self.qemu.cpu_s()
     }
 
@@ -128,7 +132,7 @@ impl XenHost {
     ///
     /// # Errors
     /// When no answer comes, with the console's end: the host is then of no further use.
-    pub(crate) fn dom0(&mut self, command: &str, limit_s: u64) -> Result<Output> {
+    pub fn dom0(&mut self, command: &str, limit_s: u64) -> Result<Output> {
         // The dom0 ends a command after `limit_s` of its own seconds; here they may be long ones.
         let grace = GRACE + Duration::from_secs(limit_s) * (self.pace.patience() - 1);
         let result = self.channel.run(command, Duration::from_secs(limit_s), grace);
@@ -142,12 +146,12 @@ impl XenHost {
     }
 
     /// Runs a shell command in the dom0 that must succeed, and gives its trimmed output.
-    pub(crate) fn sh(&mut self, command: &str) -> Result<String> {
+    pub fn sh(&mut self, command: &str) -> Result<String> {
         self.sh_for(command, 60)
     }
 
     /// [`XenHost::sh`] with a limit of its own, in seconds.
-    pub(crate) fn sh_for(&mut self, command: &str, limit_s: u64) -> Result<String> {
+    pub fn sh_for(&mut self, command: &str, limit_s: u64) -> Result<String> {
         let output = self.dom0(command, limit_s)?;
         let why = if output.timed_out() { " (its time was up)" } else { "" };
         if output.status != 0 {
@@ -161,7 +165,7 @@ impl XenHost {
     }
 
     /// Runs `condition` in the dom0 until it succeeds or `limit_s` seconds are over.
-    pub(crate) fn wait_until(&mut self, what: &str, condition: &str, limit_s: u64) -> Result<()> {
+    pub fn wait_until(&mut self, what: &str, condition: &str, limit_s: u64) -> Result<()> {
         let command = format!("until {{ {condition}; }} >/dev/null 2>&1; do sleep 0.1; done");
         let output = self.dom0(&command, limit_s)?;
         if output.status != 0 {
@@ -173,7 +177,7 @@ impl XenHost {
     }
 
     /// The device node of a scratch disk in the dom0.
-    pub(crate) fn scratch(&mut self, serial: &str) -> Result<String> {
+    pub fn scratch(&mut self, serial: &str) -> Result<String> {
         let command = format!(
             "for d in /sys/block/vd*; do [ \"$(cat $d/serial)\" = {serial} ] && echo /dev/${{d##*/}}; done; true"
         );
@@ -191,7 +195,7 @@ impl XenHost {
     }
 
     /// Keeps a copy of the console in `to`, for whoever looks into a failure.
-    pub(crate) fn save_console(&self, to: &Path) -> Result<()> {
+    pub fn save_console(&self, to: &Path) -> Result<()> {
         std::fs::copy(self.qemu.console(), to)?;
         Ok(())
     }

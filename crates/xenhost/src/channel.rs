@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 /// How a command ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Output {
+pub struct Output {
     /// The exit status; 124 or 137 when its time was up.
-    pub(crate) status: i32,
+    pub status: i32,
     /// Standard output and error together.
-    pub(crate) stdout: String,
+    pub stdout: String,
 }
 
 impl Output {
     /// Whether the command ran out of time.
-    pub(crate) fn timed_out(&self) -> bool {
+    pub fn timed_out(&self) -> bool {
         self.status == 124 || self.status == 137
     }
 }
@@ -137,7 +137,7 @@ pub(crate) fn escape(command: &str) -> String {
 }
 
 /// A word that the shell takes as it is.
-pub(crate) fn quote(word: &str) -> String {
+pub fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }
 

@@ -1,21 +1,21 @@
 //! A paravirtualised guest whose disk driver is the upstream Linux blkfront.
 
-use crate::xenhost::XenHost;
-use crate::xenhost::channel::{Output, escape, quote};
+use crate::XenHost;
+use crate::channel::{Output, escape, quote};
 use anyhow::{Context, Result, bail};
 use std::time::Instant;
 
 /// How a guest is made; blkfront's parameters decide what it asks of the backend.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct GuestOptions {
+pub struct GuestOptions {
     /// Virtual processors; Linux asks for one queue for each, up to `queues`.
-    pub(crate) vcpus: u32,
+    pub vcpus: u32,
     /// blkfront's `max_queues`.
-    pub(crate) queues: Option<u32>,
+    pub queues: Option<u32>,
     /// blkfront's `max_ring_page_order`.
-    pub(crate) ring_order: Option<u32>,
+    pub ring_order: Option<u32>,
     /// blkfront's `max_indirect_segments`; up to 11 means none at all.
-    pub(crate) indirect: Option<u32>,
+    pub indirect: Option<u32>,
 }
 
 impl Default for GuestOptions {
@@ -67,7 +67,7 @@ const BLKFRONT_COMPLAINTS: &[&str] = &[
 
 /// A guest, running or paused.
 #[derive(Clone, Debug)]
-pub(crate) struct Guest {
+pub struct Guest {
     name: String,
     domid: u32,
     tty: String,
@@ -80,7 +80,7 @@ pub(crate) struct Guest {
 /// A command that runs in a guest while we do something else.
 #[derive(Debug)]
 #[must_use]
-pub(crate) struct Job {
+pub struct Job {
     id: String,
     command: String,
     limit_s: u64,
@@ -90,7 +90,7 @@ pub(crate) struct Job {
 
 impl Guest {
     /// Makes a guest without a disk and leaves it paused.
-    pub(crate) fn create(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
+    pub fn create(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
         let name = xenhost.next_guest();
         let config = format!(
             "name=\"{name}\"\ntype=\"pv\"\nkernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
@@ -124,7 +124,7 @@ impl Guest {
     }
 
     /// Makes a guest without a disk and waits until it takes commands.
-    pub(crate) fn start(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
+    pub fn start(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
         let mut guest = Self::create(xenhost, options)?;
         guest.unpause(xenhost)?;
         guest.wait_ready(xenhost)?;
@@ -132,22 +132,22 @@ impl Guest {
     }
 
     /// The domain's number.
-    pub(crate) fn domid(&self) -> u32 {
+    pub fn domid(&self) -> u32 {
         self.domid
     }
 
     /// The domain's name.
-    pub(crate) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Lets a paused guest run.
-    pub(crate) fn unpause(&self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn unpause(&self, xenhost: &mut XenHost) -> Result<()> {
         xenhost.sh(&format!("xl unpause {}", self.domid)).map(drop)
     }
 
     /// Waits until the guest takes commands.
-    pub(crate) fn wait_ready(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn wait_ready(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let (began, began_cpu_s) = (Instant::now(), xenhost.cpu_s());
         let patience = xenhost.pace().patience();
         loop {
@@ -191,7 +191,7 @@ impl Guest {
     }
 
     /// The domain and its console, for whoever looks into a failure.
-    pub(crate) fn describe(&self, xenhost: &mut XenHost) -> String {
+    pub fn describe(&self, xenhost: &mut XenHost) -> String {
         format!("guest {}:\n{}\n", self.name, self.console(xenhost).trim_end())
     }
 
@@ -209,12 +209,7 @@ impl Guest {
     }
 
     /// Starts a shell command in the guest.
-    pub(crate) fn begin(
-        &mut self,
-        xenhost: &mut XenHost,
-        command: &str,
-        limit_s: u64,
-    ) -> Result<Job> {
+    pub fn begin(&mut self, xenhost: &mut XenHost, command: &str, limit_s: u64) -> Result<Job> {
         let (send, job) = self.submit(command, limit_s);
         xenhost
             .sh(&send)
@@ -226,17 +221,12 @@ impl Guest {
     ///
     /// # Errors
     /// When the guest does not answer in the command's time and some.
-    pub(crate) fn finish(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<Output> {
+    pub fn finish(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<Output> {
         self.collect(xenhost, "true", job)
     }
 
     /// Runs a shell command in the guest.
-    pub(crate) fn run(
-        &mut self,
-        xenhost: &mut XenHost,
-        command: &str,
-        limit_s: u64,
-    ) -> Result<Output> {
+    pub fn run(&mut self, xenhost: &mut XenHost, command: &str, limit_s: u64) -> Result<Output> {
         let (send, job) = self.submit(command, limit_s);
         self.collect(xenhost, &send, &job)
     }
@@ -262,18 +252,13 @@ impl Guest {
     }
 
     /// Waits for a command that must succeed, and gives its trimmed output.
-    pub(crate) fn finish_ok(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<String> {
+    pub fn finish_ok(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<String> {
         let output = self.finish(xenhost, job)?;
         self.expect_success(xenhost, &job.command, &output)
     }
 
     /// Runs a shell command in the guest that must succeed, and gives its trimmed output.
-    pub(crate) fn sh(
-        &mut self,
-        xenhost: &mut XenHost,
-        command: &str,
-        limit_s: u64,
-    ) -> Result<String> {
+    pub fn sh(&mut self, xenhost: &mut XenHost, command: &str, limit_s: u64) -> Result<String> {
         let output = self.run(xenhost, command, limit_s)?;
         self.expect_success(xenhost, command, &output)
     }
@@ -298,18 +283,18 @@ impl Guest {
     }
 
     /// The last lines of the guest's kernel log.
-    pub(crate) fn kernel_log(&mut self, xenhost: &mut XenHost, lines: u32) -> Result<String> {
+    pub fn kernel_log(&mut self, xenhost: &mut XenHost, lines: u32) -> Result<String> {
         Ok(self.run(xenhost, &format!("dmesg | tail -n {lines}"), 20)?.stdout)
     }
 
     /// What blkfront has said about its disks.
-    pub(crate) fn blkfront_log(&mut self, xenhost: &mut XenHost) -> Result<String> {
+    pub fn blkfront_log(&mut self, xenhost: &mut XenHost) -> Result<String> {
         let output = self.run(xenhost, "dmesg | grep -E 'blkfront|vbd|xvd' | cut -c1-300", 20)?;
         Ok(output.stdout.trim().to_owned())
     }
 
     /// Fails when blkfront has complained of the backend.
-    pub(crate) fn check_blkfront(&mut self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn check_blkfront(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let pattern = BLKFRONT_COMPLAINTS.join("|");
         let command = format!("dmesg | grep -E {}", quote(&pattern));
         let output = self.run(xenhost, &command, 30)?;
@@ -321,7 +306,7 @@ impl Guest {
     }
 
     /// Ends the guest at once, as `xl destroy` does.
-    pub(crate) fn destroy(&self, xenhost: &mut XenHost) -> Result<()> {
+    pub fn destroy(&self, xenhost: &mut XenHost) -> Result<()> {
         xenhost.sh_for(&format!("xl destroy {}", self.domid), 90).map(drop)
     }
 }

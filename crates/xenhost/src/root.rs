@@ -1,30 +1,30 @@
 //! The Xen host's root image: a small Debian with Xen, built once for each recipe and kept.
 
+use crate::initramfs;
 use crate::packages::as_root;
 use crate::steps::{self, run_logged, step};
-use crate::xenhost::initramfs;
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
 /// A Debian release with its Xen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Suite {
+pub struct Suite {
     /// The release's code name, as debootstrap takes it.
-    pub(crate) name: &'static str,
+    pub name: &'static str,
     /// Its Xen version, part of package and folder names.
-    pub(crate) xen: &'static str,
+    pub xen: &'static str,
     /// Whether the backends that we compare ourselves with are in its root.
     peers: bool,
 }
 
 /// Debian 13: Xen 4.20, Linux 6.12.
-pub(crate) const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20", peers: false };
+pub const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20", peers: false };
 /// Debian 12: Xen 4.17, Linux 6.1.
-pub(crate) const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17", peers: false };
+pub const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17", peers: false };
 
 impl Suite {
     /// The suite called `name`.
-    pub(crate) fn by_name(name: &str) -> Result<Suite> {
+    pub fn by_name(name: &str) -> Result<Suite> {
         match [TRIXIE, BOOKWORM].into_iter().find(|suite| suite.name == name) {
             Some(suite) => Ok(suite),
             None => bail!("no such suite: {name}; there are trixie and bookworm"),
@@ -32,7 +32,7 @@ impl Suite {
     }
 
     /// The same with QEMU's backend in the dom0: twice the size, and of no use to the tests.
-    pub(crate) fn with_peers(self) -> Suite {
+    pub fn with_peers(self) -> Suite {
         Suite { peers: true, ..self }
     }
 
@@ -77,46 +77,46 @@ const ROOT_BYTES: &str = "3G";
 
 /// A finished root: everything a boot reads, nothing it writes.
 #[derive(Clone, Debug)]
-pub(crate) struct Root {
+pub struct Root {
     dir: PathBuf,
     suite: Suite,
 }
 
 impl Root {
     /// The hypervisor, unpacked, because QEMU's multiboot loader does not unpack it.
-    pub(crate) fn xen(&self) -> PathBuf {
+    pub fn xen(&self) -> PathBuf {
         self.dir.join("xen")
     }
     /// The dom0's kernel; guests boot the same.
-    pub(crate) fn kernel(&self) -> PathBuf {
+    pub fn kernel(&self) -> PathBuf {
         self.dir.join("vmlinuz")
     }
     /// The dom0's initial RAM disk.
-    pub(crate) fn initrd(&self) -> PathBuf {
+    pub fn initrd(&self) -> PathBuf {
         self.dir.join("initrd")
     }
     /// The dom0's root file system.
-    pub(crate) fn image(&self) -> PathBuf {
+    pub fn image(&self) -> PathBuf {
         self.dir.join("root.ext4")
     }
     /// The programs and modules of the guests' initial RAM disk, packed.
-    pub(crate) fn guest_base(&self) -> PathBuf {
+    pub fn guest_base(&self) -> PathBuf {
         self.dir.join("guest.cpio.gz")
     }
     /// What the root was made of.
-    pub(crate) fn suite(&self) -> Suite {
+    pub fn suite(&self) -> Suite {
         self.suite
     }
 }
 
 /// Where roots are kept.
-pub(crate) fn cache_dir() -> PathBuf {
+pub fn cache_dir() -> PathBuf {
     std::env::var_os("FERRITE_LAB_CACHE")
         .map_or_else(|| steps::target_dir().join("lab"), PathBuf::from)
 }
 
 /// The root for `suite`: the cached one, or a new one.
-pub(crate) fn ensure(suite: Suite) -> Result<Root> {
+pub fn ensure(suite: Suite) -> Result<Root> {
     let cache = cache_dir();
     std::fs::create_dir_all(&cache)
         .with_context(|| format!("cannot make the Xen host's cache {}", cache.display()))?;

@@ -1,7 +1,7 @@
 //! The virtual machine that is the Xen host.
 
 use crate::packages;
-use crate::xenhost::root::Root;
+use crate::root::Root;
 use anyhow::{Context, Result};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ const LINUX_SPEED: &str = "mitigations=off rodata=off lsm=capability audit=0 now
 
 /// What the host's time is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pace {
+pub enum Pace {
     /// Time passes as it does outside.
     Clock,
     /// Each instruction takes a nanosecond, and idle time is skipped: what is measured depends on

@@ -1,4 +1,4 @@
-//! The commands that the Xen host and the tests need, and the Debian packages that bring them.
+//! Commands that are needed, and the Debian packages that bring them.
 
 use crate::steps;
 use anyhow::{Result, bail};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// A command and the package it comes from.
-type Need = (&'static str, &'static str);
+pub type Need = (&'static str, &'static str);
 
 /// What booting the Xen host takes.
-pub(crate) const XEN_HOST: &[Need] = &[
+pub const XEN_HOST: &[Need] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("debootstrap", "debootstrap"),
     ("gpgv", "gpgv"),
@@ -24,64 +24,20 @@ pub(crate) const XEN_HOST: &[Need] = &[
     ("readelf", "binutils"),
 ];
 
-/// What the tests outside the Xen host take.
-pub(crate) const CHECKS: &[Need] = &[
-    ("fio", "fio"),
-    ("valgrind", "valgrind"),
-    ("qemu-img", "qemu-utils"),
-    ("qemu-storage-daemon", "qemu-system-common"),
-    ("vhdiinfo", "libvhdi-utils"),
-];
-
-/// What vhdimount mounts with for a user who is not root. The package has the program under both
-/// its names, that of FUSE 2 (libvhdi in bookworm) and that of FUSE 3.
-pub(crate) const MOUNTS: &[Need] = &[("fusermount", "fuse3"), ("fusermount3", "fuse3")];
-
-/// What building the fuzz targets takes.
-pub(crate) const FUZZ: &[Need] = &[("cc", "gcc"), ("c++", "g++")];
-
-/// What packing takes.
-pub(crate) const DIST: &[Need] = &[
-    ("dpkg-deb", "dpkg"),
-    ("tar", "tar"),
-    ("gzip", "gzip"),
-    ("xz", "xz-utils"),
-    ("readelf", "binutils"),
-];
-
-/// Debian's newest compiler, whatever else is in PATH.
-pub(crate) const DEBIANS_CARGO: &str = "/usr/bin/cargo";
-pub(crate) const DEBIANS_RUSTC: &str = "/usr/bin/rustc";
-
-/// LLVM's unwinder.
-pub(crate) const UNWINDER: &str = "/usr/lib/llvm-19/lib/libunwind.a";
-
-/// What compiling for any libc takes where the compiler at hand cannot.
-pub(crate) const LIBC_FREE: &[Need] = &[
-    (DEBIANS_CARGO, "cargo-web"),
-    (DEBIANS_RUSTC, "rustc-web"),
-    ("/usr/lib/rustlib/src/rust/library/std/Cargo.toml", "rust-web-src"),
-    ("musl-gcc", "musl-tools"),
-    (UNWINDER, "libunwind-19-dev"),
-];
-
-/// Whom the bench compares with.
-pub(crate) const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
-
 /// Finds a command the way a root shell would: the system folders count even when PATH lacks them.
-pub(crate) fn find(command: &str) -> Option<PathBuf> {
+pub fn find(command: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let system = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].iter().map(PathBuf::from);
     std::env::split_paths(&path).chain(system).map(|dir| dir.join(command)).find(|p| p.is_file())
 }
 
 /// Whether this process is root.
-pub(crate) fn is_root() -> bool {
+pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
 /// A command that runs as root: itself when we are root, through sudo otherwise.
-pub(crate) fn as_root(program: &str) -> Command {
+pub fn as_root(program: &str) -> Command {
     if is_root() {
         return Command::new(program);
     }
@@ -99,7 +55,7 @@ fn can_be_root() -> bool {
 }
 
 /// Installs what is missing with apt-get, or says in one line what to install.
-pub(crate) fn ensure(groups: &[&[Need]]) -> Result<()> {
+pub fn ensure(groups: &[&[Need]]) -> Result<()> {
     let needed = groups.iter().flat_map(|group| group.iter());
     let missing: Vec<&Need> = needed.filter(|need| find(need.0).is_none()).collect();
     if missing.is_empty() {

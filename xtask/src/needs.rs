@@ -1,0 +1,44 @@
+//! The commands that tasks need, by task.
+
+use ferrite_xenhost::packages::Need;
+
+/// What the tests outside the Xen host take.
+pub(crate) const CHECKS: &[Need] = &[
+    ("fio", "fio"),
+    ("valgrind", "valgrind"),
+    ("qemu-img", "qemu-utils"),
+    ("qemu-storage-daemon", "qemu-system-common"),
+    ("vhdiinfo", "libvhdi-utils"),
+];
+
+/// What vhdimount mounts with for a user who is not root. The package has the program under both
+/// its names, that of FUSE 2 (libvhdi in bookworm) and that of FUSE 3.
+pub(crate) const MOUNTS: &[Need] = &[("fusermount", "fuse3"), ("fusermount3", "fuse3")];
+
+/// What building the fuzz targets takes.
+pub(crate) const FUZZ: &[Need] = &[("cc", "gcc"), ("c++", "g++")];
+
+/// What packing takes.
+pub(crate) const DIST: &[Need] = &[
+    ("dpkg-deb", "dpkg"),
+    ("tar", "tar"),
+    ("gzip", "gzip"),
+    ("xz", "xz-utils"),
+    ("readelf", "binutils"),
+];
+
+/// Debian's newest compiler, whatever else is in PATH.
+pub(crate) const DEBIANS_CARGO: &str = "/usr/bin/cargo";
+pub(crate) const DEBIANS_RUSTC: &str = "/usr/bin/rustc";
+
+/// LLVM's unwinder.
+pub(crate) const UNWINDER: &str = "/usr/lib/llvm-19/lib/libunwind.a";
+
+/// What compiling for any libc takes where the compiler at hand cannot.
+pub(crate) const LIBC_FREE: &[Need] = &[
+    (DEBIANS_CARGO, "cargo-web"),
+    (DEBIANS_RUSTC, "rustc-web"),
+    ("/usr/lib/rustlib/src/rust/library/std/Cargo.toml", "rust-web-src"),
+    ("musl-gcc", "musl-tools"),
+    (UNWINDER, "libunwind-19-dev"),
+];
