@@ -8,7 +8,7 @@ use crate::needs;
 use crate::programs::Programs;
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::packages;
-use ferrite_xenhost::release::PACKAGES;
+use ferrite_xenhost::release::PROGRAMS;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, output, run_logged, step};
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -62,7 +62,7 @@ fn build(is_static: bool) -> Result<PathBuf> {
         build.arg("build").env("RUSTFLAGS", flags);
         build
     };
-    build.args(["--locked", "--release"]).args(PACKAGES);
+    build.args(["--locked", "--release"]).args(PROGRAMS);
     build.env("CARGO_TARGET_DIR", &folder);
     if is_static {
         folder.push(libc_free::TARGET);

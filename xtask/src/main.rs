@@ -1,7 +1,6 @@
 //! The project's tasks: `cargo xtask demo`, `cargo xtask test`, `cargo xtask bench`, `cargo xtask xenhost`.
 #![forbid(unsafe_code)]
 
-mod bench;
 mod checks;
 #[cfg(test)]
 mod citations;
@@ -21,6 +20,7 @@ mod xentests;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use ferrite_xenhost::{self as xenhost, packages, release, steps};
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 /// Builds, demonstrates and tests Ferrite.
@@ -43,7 +43,12 @@ enum Task {
     /// targets for hours.
     Nightly(nightly::NightlyArguments),
     /// Compares Ferrite with other backends and with the bare machine.
-    Bench(bench::BenchArguments),
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// `cargo xtask bench --help` lists them.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
     /// Makes what is installed on a host: a tar and a Debian package.
     Dist(dist::DistArguments),
     /// The Xen host: a real Xen host in an emulator.
@@ -99,7 +104,7 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Test(arguments) => checks::test(&arguments),
         Task::Mutants(arguments) => mutants::mutants(&arguments),
         Task::Nightly(arguments) => nightly::nightly(&arguments),
-        Task::Bench(arguments) => bench::run(&arguments),
+        Task::Bench { arguments } => compare(&arguments),
         Task::Dist(arguments) => dist::dist(&arguments).map(|()| ExitCode::SUCCESS),
         Task::Xenhost(XenHostTask::Build { suite, peers }) => {
             packages::ensure(&[packages::XEN_HOST])?;
@@ -115,6 +120,16 @@ fn run(task: Task) -> Result<ExitCode> {
             run_commands(&mut xenhost, guest, &commands, limit_s)
         }
     }
+}
+
+/// Runs the comparison, a program of the bench, which links the product. Tasks link nothing of it.
+fn compare(arguments: &[OsString]) -> Result<ExitCode> {
+    let mut run = steps::cargo();
+    // Files that arguments name are where the user is.
+    run.current_dir(std::env::current_dir()?);
+    run.args(["run", "--quiet", "--locked", "--package", "ferrite-bench"]);
+    let status = run.args(["--bin", "ferrite-compare", "--"]).args(arguments).status()?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Runs each command in the dom0 or the guest and shows what it printed.

@@ -1,54 +1,7 @@
-//! `ferrite-bench`: the real backend on the loopback, measured. See `ferrite-bench --help`.
+//! `ferrite-bench`: see the library.
 
 #![forbid(unsafe_code)]
 
-use std::process::ExitCode;
-
-use clap::{Parser as _, Subcommand as _};
-
-mod bare;
-mod cli;
-mod guest;
-mod host;
-mod idle;
-mod load;
-mod measure;
-mod progress;
-mod report;
-mod tally;
-mod task;
-
-use cli::{Cli, Part, PartCli};
-use ferrite::exit::{Code, Failure};
-use ferrite::{generate, log};
-
-fn main() -> ExitCode {
-    let first = std::env::args_os().nth(1);
-    let done = match first.is_some_and(|word| Part::has_subcommand(&word.to_string_lossy())) {
-        true => PartCli::try_parse().map(|cli| {
-            log::set_up(0, "warn");
-            part(&cli.part)
-        }),
-        false => Cli::try_parse().map(|cli| {
-            log::set_up(cli.verbose, "warn");
-            measure::run(&cli.bench)
-        }),
-    };
-    match done {
-        Ok(Ok(())) => ExitCode::SUCCESS,
-        Ok(Err(failure)) => failure.report(),
-        Err(e) => {
-            // With standard error closed, the code is all that can be given.
-            let _ = e.print();
-            if e.exit_code() == 0 { ExitCode::SUCCESS } else { Code::USAGE.into() }
-        }
-    }
-}
-
-fn part(part: &Part) -> Result<(), Failure> {
-    match part {
-        Part::Guest(args) => guest::run(args),
-        Part::Bare(args) => bare::run(args),
-        Part::Generate(args) => generate::run::<Cli>(&args.directory),
-    }
+fn main() -> std::process::ExitCode {
+    ferrite_bench::run()
 }

@@ -8,12 +8,12 @@ use ferrite_disk::size::Human;
 use ferrite_io::engines::EngineKind;
 use ferrite_serve::counters::Counts;
 use ferrite_serve::polling::wake_up_ns;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::cli::{BenchArgs, Mode};
-use crate::idle::Idle;
-use crate::tally::{Counter, Tally};
-use crate::task::Task;
+use crate::run::cli::{BenchArgs, Mode};
+use crate::run::idle::Idle;
+use crate::run::tally::{Counter, Tally};
+use crate::run::task::Task;
 use ferrite::exit::Failure;
 
 /// Said with every figure.
@@ -57,39 +57,39 @@ pub(crate) struct Aside {
     pub(crate) segments_per_copy: Option<f64>,
 }
 
-#[derive(Debug, Serialize)]
-struct Latency {
-    mean: f64,
-    p50: f64,
-    p99: f64,
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Latency {
+    pub(crate) mean: f64,
+    pub(crate) p50: f64,
+    pub(crate) p99: f64,
     max: f64,
 }
 
-/// All that is known; the fields of the JSON, which scripts depend on.
-#[derive(Debug, Serialize)]
+/// All that is known of a run; the fields of the JSON, which scripts and comparisons depend on.
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Report {
     schema: u32,
     #[serde(rename = "where")]
-    place: &'static str,
-    iops: f64,
+    place: String,
+    pub(crate) iops: f64,
     mib_per_s: f64,
     /// Of the whole process, the kernel's workers for its rings included.
-    backend_cpu_us_per_io: f64,
+    pub(crate) backend_cpu_us_per_io: f64,
     /// Of the guests' queue threads.
-    guest_cpu_us_per_io: f64,
-    lat_us: Latency,
+    pub(crate) guest_cpu_us_per_io: f64,
+    pub(crate) lat_us: Latency,
     /// Of the whole process, when all guests were connected and had sent nothing.
-    idle_rss_kib: Option<u64>,
+    pub(crate) idle_rss_kib: Option<u64>,
     /// Pages of files in it: the program.
     idle_file_kib: Option<u64>,
     /// What woke the backend while nobody asked it for anything; only with --idle.
     #[serde(skip_serializing_if = "Option::is_none")]
-    idle: Option<Idle>,
+    pub(crate) idle: Option<Idle>,
     /// What it costs here to wake a thread, as the backend has measured it.
-    wake_up_us: f64,
+    pub(crate) wake_up_us: f64,
     /// On average, over ramp and all.
-    segments_per_copy: Option<f64>,
-    ios: u64,
+    pub(crate) segments_per_copy: Option<f64>,
+    pub(crate) ios: u64,
     errors: u64,
     mover: String,
     copy_with: String,
@@ -97,8 +97,8 @@ pub(crate) struct Report {
     disk: String,
     direct: bool,
     /// Opening the image: for a format with metadata, reading what is needed of it.
-    open_us: f64,
-    engine: &'static str,
+    pub(crate) open_us: f64,
+    engine: String,
     mode: Mode,
     block_bytes: u32,
     guests: u32,
@@ -111,12 +111,12 @@ pub(crate) struct Report {
     guest_poll_us: u32,
     poll_us: String,
     /// What the queues did in the counted time, by name.
-    counts: BTreeMap<&'static str, u64>,
+    counts: BTreeMap<String, u64>,
     /// How much later than the counted time those began or ended: the machine was busy.
     late_us: f64,
     memory_bytes: usize,
     seconds: f64,
-    version: &'static str,
+    version: String,
 }
 
 fn round(value: f64) -> f64 {
@@ -151,7 +151,7 @@ impl Report {
         let iops = ios as f64 / args.seconds;
         Ok(Report {
             schema: 1,
-            place: WHERE,
+            place: WHERE.into(),
             iops: iops.round(),
             mib_per_s: round(iops * f64::from(args.block) / f64::from(1 << 20)),
             backend_cpu_us_per_io: round(cpu_ns / 1000.0 / ios as f64),
@@ -175,7 +175,7 @@ impl Report {
             disk: medium.description,
             direct: medium.direct,
             open_us: medium.open_us,
-            engine: medium.engine.name(),
+            engine: medium.engine.name().into(),
             mode: args.mode,
             block_bytes: args.block,
             guests: args.guests,
@@ -187,11 +187,11 @@ impl Report {
             indirect: args.indirect,
             guest_poll_us: task.poll_us,
             poll_us: args.tuning.poll_us.to_string(),
-            counts: aside.counts.named().collect(),
+            counts: aside.counts.named().map(|(name, count)| (name.to_owned(), count)).collect(),
             late_us: us(aside.late_ns),
             memory_bytes: args.memory,
             seconds: args.seconds,
-            version: env!("CARGO_PKG_VERSION"),
+            version: env!("CARGO_PKG_VERSION").into(),
         })
     }
 

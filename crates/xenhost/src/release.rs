@@ -4,16 +4,24 @@ use crate::Program;
 use crate::steps::{self, cargo, fresh_log, run_logged, step};
 use anyhow::Result;
 
-/// The packages, and the programs of them, that cargo builds for a host: the one that serves, and
-/// the bench, which lies beside it.
-pub const PACKAGES: [&str; 4] = ["--package", "ferrite", "--package", "ferrite-bench"];
+/// What cargo builds for a host: the program that serves, and the bench, which lies beside it.
+pub const PROGRAMS: [&str; 8] = [
+    "--package",
+    "ferrite",
+    "--package",
+    "ferrite-bench",
+    "--bin",
+    "ferrite",
+    "--bin",
+    "ferrite-bench",
+];
 
 /// Builds ferrite's release binary for the Xen host, and the bench beside it, which the package has.
 pub fn build_ferrite() -> Result<Program> {
     step("build ferrite (release)", || {
         let log = fresh_log("release-build")?;
         let mut command = cargo();
-        command.args(["build", "--locked", "--release"]).args(PACKAGES);
+        command.args(["build", "--locked", "--release"]).args(PROGRAMS);
         // The Xen host's processor is a plain x86-64 one, whatever this machine has.
         command.env("RUSTFLAGS", "-C target-cpu=x86-64");
         command.env("CARGO_TARGET_DIR", steps::target_dir().join("lab-build"));

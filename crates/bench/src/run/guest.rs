@@ -8,11 +8,11 @@ use ferrite_loopback::GuestHandle;
 use ferrite_loopback::front::{FrontError, FrontOptions, FrontQueue, Frontend};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
-use crate::cli::GuestArgs;
-use crate::load::Load;
-use crate::measure::PATIENCE;
-use crate::tally::Tally;
-use crate::task::{Said, Task, Times};
+use super::cli::GuestArgs;
+use super::load::Load;
+use super::measure::PATIENCE;
+use super::tally::Tally;
+use super::task::{Said, Task, Times};
 use ferrite::exit::Failure;
 
 /// Does its task and says what came of it, on standard output, to whoever started it.

@@ -12,10 +12,10 @@ use ferrite_loopback::front::GuestSpace;
 use ferrite_loopback::{GuestHandle, GuestOptions};
 use ferrite_xen::hypervisor::{DomId, PAGE_SIZE};
 use rustix::process::{Signal, set_parent_process_death_signal};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::cli::BareArgs;
-use crate::measure::CpuTime;
+use super::cli::BareArgs;
+use super::measure::CpuTime;
 use ferrite::exit::Failure;
 
 /// Rounds between two looks at the clock.
@@ -23,15 +23,16 @@ const ROUNDS: u32 = 64;
 /// Rounds before any count: pages get touched, caches warm.
 const RAMP: Duration = Duration::from_millis(100);
 
-#[derive(Debug, Serialize)]
-struct Report {
+/// One run of bare copies; the fields of its JSON.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Report {
     copy_with: String,
     pages: u32,
     batch: u32,
     seconds: f64,
-    pages_per_s: f64,
-    us_per_page: f64,
-    cpu_us_per_page: f64,
+    pub(crate) pages_per_s: f64,
+    pub(crate) us_per_page: f64,
+    pub(crate) cpu_us_per_page: f64,
 }
 
 /// Measures and prints JSON; or is the guest whose memory it is.

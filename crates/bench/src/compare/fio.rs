@@ -114,7 +114,7 @@ fn cpu_ticks(stat: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::image::Image;
+    use crate::compare::image::Image;
 
     const FAST: Job<'_> =
         Job { image: "", mode: "", block: "", depth: 1, direct: false, timed: false };

@@ -1,9 +1,11 @@
 //! Runs of `ferrite-bench`, built for this machine.
 
 use super::rounds::Sample;
+use crate::report::Report;
+use crate::run::bare;
 use anyhow::{Context, Result};
+use ferrite_xenhost::release::PROGRAMS;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged, step};
-use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -21,15 +23,7 @@ impl Ferrite {
     pub(super) fn build(seconds: f64) -> Result<Ferrite> {
         step("build ferrite (release)", || {
             let mut command = cargo();
-            command.args([
-                "build",
-                "--locked",
-                "--release",
-                "--package",
-                "ferrite",
-                "--package",
-                "ferrite-bench",
-            ]);
+            command.args(["build", "--locked", "--release"]).args(PROGRAMS);
             run_logged(&mut command, &fresh_log("bench-build")?)
         })?;
         let program = steps::target_dir().join("release/ferrite");
@@ -72,37 +66,31 @@ impl Ferrite {
 }
 
 fn parse(text: &str) -> Result<Sample> {
-    let report: Value = serde_json::from_str(text).context("ferrite-bench printed no JSON")?;
-    let number = |path: &str| report.pointer(path).and_then(Value::as_f64);
-    let needed = |path: &str| {
-        number(path).with_context(|| format!("ferrite-bench said nothing of {path}: {report}"))
-    };
+    let report: Report = serde_json::from_str(text)
+        .with_context(|| format!("ferrite-bench printed no report but {text:.300}"))?;
+    let known = |value: Option<f64>| value.unwrap_or(f64::NAN);
     Ok(Sample {
-        iops: needed("/iops")?,
-        cpu_us: needed("/backend_cpu_us_per_io")?,
-        guest_cpu_us: needed("/guest_cpu_us_per_io")?,
-        lat_us: needed("/lat_us/mean")?,
-        p50_us: needed("/lat_us/p50")?,
-        p99_us: number("/lat_us/p99").unwrap_or(f64::NAN),
-        open_us: number("/open_us").unwrap_or(f64::NAN),
-        wake_up_us: number("/wake_up_us").unwrap_or(f64::NAN),
-        segments_per_copy: number("/segments_per_copy").unwrap_or(f64::NAN),
-        idle_rss_kib: number("/idle_rss_kib").unwrap_or(f64::NAN),
-        idle_switches: number("/idle/context_switches").unwrap_or(f64::NAN),
+        iops: report.iops,
+        cpu_us: report.backend_cpu_us_per_io,
+        guest_cpu_us: report.guest_cpu_us_per_io,
+        lat_us: report.lat_us.mean,
+        p50_us: report.lat_us.p50,
+        p99_us: report.lat_us.p99,
+        open_us: report.open_us,
+        wake_up_us: report.wake_up_us,
+        segments_per_copy: known(report.segments_per_copy),
+        idle_rss_kib: known(report.idle_rss_kib.map(|kib| kib as f64)),
+        idle_switches: known(report.idle.map(|idle| idle.context_switches as f64)),
     })
 }
 
 fn parse_bare(text: &str) -> Result<Sample> {
-    let report: Value = serde_json::from_str(text).context("ferrite-bench bare printed no JSON")?;
-    let needed = |key: &str| {
-        report[key]
-            .as_f64()
-            .with_context(|| format!("ferrite-bench bare said nothing of {key}: {report}"))
-    };
+    let report: bare::Report = serde_json::from_str(text)
+        .with_context(|| format!("ferrite-bench bare printed no report but {text:.300}"))?;
     Ok(Sample {
-        iops: needed("pages_per_s")?,
-        cpu_us: needed("cpu_us_per_page")?,
-        lat_us: needed("us_per_page")?,
+        iops: report.pages_per_s,
+        cpu_us: report.cpu_us_per_page,
+        lat_us: report.us_per_page,
         ..Sample::UNKNOWN
     })
 }
@@ -111,22 +99,31 @@ fn parse_bare(text: &str) -> Result<Sample> {
 mod tests {
     use super::*;
 
+    const REPORT: &str = r#"{"schema": 1, "where": "loopback, not Xen", "iops": 5000.0,
+        "mib_per_s": 19.5, "backend_cpu_us_per_io": 2.5, "guest_cpu_us_per_io": 1.5,
+        "lat_us": {"mean": 60.25, "p50": 1.0, "p99": 70.0, "max": 80.0}, "idle_rss_kib": null,
+        "idle_file_kib": null, "idle": {"seconds": 5.0, "context_switches": 7},
+        "wake_up_us": 2.0, "segments_per_copy": null, "ios": 15000, "errors": 0, "mover": "copy",
+        "copy_with": "memcpy", "image": "null:", "disk": "null", "direct": false,
+        "open_us": 3.5, "engine": "aio", "mode": "randread", "block_bytes": 4096, "guests": 1,
+        "queues": 1, "load_queues": 1, "depth": 32, "batch": false, "ring_order": 0,
+        "indirect": 256, "guest_poll_us": 50, "poll_us": "auto", "counts": {"requests": 16000},
+        "late_us": 1.0, "memory_bytes": 8388608, "seconds": 3.0, "version": "0.1.0"}"#;
+
     #[test]
     fn a_result_without_its_figures_is_refused() {
-        let text = r#"{"iops": 5000.0, "backend_cpu_us_per_io": 2.5, "guest_cpu_us_per_io": 1.5,
-            "lat_us": {"mean": 60.25, "p50": 1.0}, "idle_rss_kib": null,
-            "idle": {"seconds": 5.0, "context_switches": 7}}"#;
-        let sample = parse(text).unwrap();
+        let sample = parse(REPORT).unwrap();
         assert_eq!((sample.iops, sample.cpu_us, sample.lat_us), (5000.0, 2.5, 60.25));
         assert_eq!((sample.guest_cpu_us, sample.p50_us, sample.idle_switches), (1.5, 1.0, 7.0));
         assert!(sample.idle_rss_kib.is_nan() && sample.segments_per_copy.is_nan());
-        assert!(parse(&text.replace("\"mean\"", "\"mode\"")).is_err());
+        assert!(parse(&REPORT.replace("\"mean\"", "\"mode\"")).is_err());
         assert!(parse("ferrite: no such file").is_err());
     }
 
     #[test]
     fn bare_copies_count_pages() {
-        let text = r#"{"pages_per_s": 2e6, "us_per_page": 0.5, "cpu_us_per_page": 0.4}"#;
+        let text = r#"{"copy_with": "memcpy", "pages": 32, "batch": 16, "seconds": 2.0,
+            "pages_per_s": 2e6, "us_per_page": 0.5, "cpu_us_per_page": 0.4}"#;
         let sample = parse_bare(text).unwrap();
         assert_eq!((sample.iops, sample.lat_us, sample.cpu_us), (2e6, 0.5, 0.4));
         assert!(parse_bare("{}").is_err());

@@ -8,8 +8,8 @@ use ferrite_xen::hypervisor::PAGE_SIZE;
 use ferrite_xen::mover::Mover;
 use serde::{Deserialize, Serialize};
 
-use crate::cli::{BenchArgs, Mode};
-use crate::tally::Tally;
+use super::cli::{BenchArgs, Mode};
+use super::tally::Tally;
 use ferrite::exit::{Code, Failure};
 
 /// How long guests poll before they sleep, where there are processors enough.
@@ -145,7 +145,7 @@ fn usage(why: String, help: impl Into<String>) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Cli;
+    use crate::run::cli::Cli;
     use clap::Parser;
     use ferrite_disk::OpenOptions;
 

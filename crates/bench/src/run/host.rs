@@ -24,12 +24,12 @@ use ferrite_xen::mover::{Budget, DISK_MAPPINGS, Maps, Mover, Moving};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
-use crate::cli::BenchArgs;
-use crate::idle::{Idle, Switches};
-use crate::measure::interrupted;
-use crate::progress::Progress;
-use crate::tally::Tally;
-use crate::task::{Said, Task, Times};
+use super::cli::BenchArgs;
+use super::idle::{Idle, Switches};
+use super::measure::interrupted;
+use super::progress::Progress;
+use super::tally::Tally;
+use super::task::{Said, Task, Times};
 use ferrite::engine::engines;
 use ferrite::exit::Failure;
 

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ferrite_io::clock::{Clock, SystemClock};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A time without requests.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Idle {
     pub(crate) seconds: f64,
     /// Of all threads of the process but the one that measures: a thread that sleeps through has

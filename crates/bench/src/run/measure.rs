@@ -17,11 +17,11 @@ use ferrite_io::clock::{Clock, SystemClock};
 use rustix::time::{ClockId, clock_gettime};
 use signal_hook::iterator::Signals;
 
-use crate::cli::BenchArgs;
-use crate::host::{self, Host};
-use crate::idle;
+use super::cli::BenchArgs;
+use super::host::{self, Host};
+use super::idle;
+use super::task::{self, Times};
 use crate::report::{self, Aside, Report};
-use crate::task::{self, Times};
 
 /// How long anything may take that should take no time, on a machine that is busy.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);

@@ -7,10 +7,10 @@ use ferrite_xen::abi::SECTOR_BYTES;
 use ferrite_xen::hypervisor::PAGE_SIZE;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::cli::Mode;
-use crate::measure::PATIENCE;
-use crate::tally::{Counter, Tally};
-use crate::task::{Task, Times};
+use super::cli::Mode;
+use super::measure::PATIENCE;
+use super::tally::{Counter, Tally};
+use super::task::{Task, Times};
 
 /// The stretch whose blocks come out of order, as in the thesis's third experiment (sources.md 4).
 const INTERLEAVED_SECTORS: u64 = 112 << 10 >> 9;

@@ -6,34 +6,34 @@ use ferrite_xenhost::steps::step;
 
 /// One run. What a run does not tell is not a number, and so meets no target.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sample {
+pub(crate) struct Sample {
     /// Requests a second.
-    pub(super) iops: f64,
+    pub(crate) iops: f64,
     /// Processor time of the process that serves, by its requests.
-    pub(super) cpu_us: f64,
+    pub(crate) cpu_us: f64,
     /// The same of the guests.
-    pub(super) guest_cpu_us: f64,
+    pub(crate) guest_cpu_us: f64,
     /// The mean latency.
-    pub(super) lat_us: f64,
+    pub(crate) lat_us: f64,
     /// The median latency.
-    pub(super) p50_us: f64,
+    pub(crate) p50_us: f64,
     /// The latency that one request of a hundred exceeds.
-    pub(super) p99_us: f64,
+    pub(crate) p99_us: f64,
     /// Opening the image.
-    pub(super) open_us: f64,
+    pub(crate) open_us: f64,
     /// What it costs to wake a thread on this machine.
-    pub(super) wake_up_us: f64,
+    pub(crate) wake_up_us: f64,
     /// Segments of one grant copy.
-    pub(super) segments_per_copy: f64,
+    pub(crate) segments_per_copy: f64,
     /// Resident before the first request.
-    pub(super) idle_rss_kib: f64,
+    pub(crate) idle_rss_kib: f64,
     /// Context switches of the idle backend.
-    pub(super) idle_switches: f64,
+    pub(crate) idle_switches: f64,
 }
 
 impl Sample {
     /// Of which nothing is known.
-    pub(super) const UNKNOWN: Sample = Sample {
+    pub(crate) const UNKNOWN: Sample = Sample {
         iops: f64::NAN,
         cpu_us: f64::NAN,
         guest_cpu_us: f64::NAN,
@@ -51,18 +51,18 @@ impl Sample {
 type Run<'a> = Box<dyn Fn() -> Result<Sample> + 'a>;
 
 /// What is to be measured in turn.
-pub(super) struct Plan<'a> {
+pub(crate) struct Plan<'a> {
     title: String,
     series: Vec<(String, Run<'a>)>,
 }
 
 impl<'a> Plan<'a> {
-    pub(super) fn new(title: impl Into<String>) -> Plan<'a> {
+    pub(crate) fn new(title: impl Into<String>) -> Plan<'a> {
         Plan { title: title.into(), series: Vec::new() }
     }
 
     /// One more thing, by the name that its samples are asked for with.
-    pub(super) fn add(
+    pub(crate) fn add(
         mut self,
         name: impl Into<String>,
         run: impl Fn() -> Result<Sample> + 'a,
@@ -75,7 +75,7 @@ impl<'a> Plan<'a> {
     ///
     /// # Errors
     /// The first run that fails.
-    pub(super) fn run(self, rounds: u32) -> Result<Rounds> {
+    pub(crate) fn run(self, rounds: u32) -> Result<Rounds> {
         let Plan { title, series } = self;
         let samples = step(&format!("{title}, {rounds} rounds of {}", series.len()), || {
             let round = |_| series.iter().map(|(_, run)| run()).collect::<Result<Vec<_>>>();
@@ -86,13 +86,13 @@ impl<'a> Plan<'a> {
 }
 
 /// All samples.
-pub(super) struct Rounds {
+pub(crate) struct Rounds {
     names: Vec<String>,
     samples: Vec<Vec<Sample>>,
 }
 
 /// One round's samples.
-pub(super) struct Round<'a> {
+pub(crate) struct Round<'a> {
     names: &'a [String],
     samples: &'a [Sample],
 }
@@ -100,7 +100,7 @@ pub(super) struct Round<'a> {
 impl Round<'_> {
     /// # Panics
     /// If nothing of that name was measured: a bug of the caller.
-    pub(super) fn of(&self, name: &str) -> Sample {
+    pub(crate) fn of(&self, name: &str) -> Sample {
         match self.names.iter().position(|n| n == name) {
             Some(i) => self.samples[i],
             None => panic!("{name:?} is none of {:?}", self.names),
@@ -110,13 +110,13 @@ impl Round<'_> {
 
 impl Rounds {
     /// A figure of each round.
-    pub(super) fn each(&self, figure: impl Fn(&Round<'_>) -> f64) -> Vec<f64> {
+    pub(crate) fn each(&self, figure: impl Fn(&Round<'_>) -> f64) -> Vec<f64> {
         let round = |samples| Round { names: &self.names, samples };
         self.samples.iter().map(|samples| figure(&round(samples))).collect()
     }
 
     /// The one of `names` with the largest median.
-    pub(super) fn best<'n>(
+    pub(crate) fn best<'n>(
         &self,
         names: &[&'n str],
         figure: impl Fn(Sample) -> f64,
@@ -127,7 +127,7 @@ impl Rounds {
 }
 
 /// The middle; the mean of both middles of an even number.
-pub(super) fn median(values: &[f64]) -> f64 {
+pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     match (sorted.len(), sorted.len() / 2) {

@@ -1,4 +1,6 @@
 //! `cargo xtask bench`: the comparison with other backends, each part a module of its own.
+//!
+//! It is a program of its own, so that tasks link nothing of the product.
 
 mod burners;
 mod disk;
@@ -16,14 +18,16 @@ mod table;
 mod xen;
 
 use anyhow::Result;
+use clap::Parser as _;
 use ferrite_xenhost::packages::{self, Need};
 use ferrite_xenhost::steps;
 use result::Measurement;
 use std::process::ExitCode;
 
-/// Options of `cargo xtask bench`.
-#[derive(clap::Args)]
-pub(crate) struct BenchArguments {
+/// Compares Ferrite with other backends and with the bare machine.
+#[derive(clap::Parser)]
+#[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
+struct BenchArguments {
     /// What to compare; nothing for all of it.
     #[arg(value_enum)]
     parts: Vec<Part>,
@@ -107,16 +111,18 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 /// Runs the parts that were asked for. Each writes `target/bench/PART.json` and prints its table
 /// as soon as it is done; one that fails does not keep the others from running.
-pub(crate) fn run(arguments: &BenchArguments) -> Result<ExitCode> {
+pub(crate) fn main() -> ExitCode {
+    steps::start_clock();
+    let arguments = BenchArguments::parse();
     let chosen = |part: &&Part| arguments.parts.is_empty() || arguments.parts.contains(part);
     let mut code = ExitCode::SUCCESS;
     for part in Part::ALL.iter().filter(chosen) {
-        if let Err(error) = run_part(*part, arguments) {
+        if let Err(error) = run_part(*part, &arguments) {
             steps::say(format!("{} failed: {}", part.name(), steps::chain(&error)));
             code = ExitCode::FAILURE;
         }
     }
-    Ok(code)
+    code
 }
 
 fn run_part(part: Part, arguments: &BenchArguments) -> Result<()> {
@@ -129,4 +135,33 @@ fn run_part(part: Part, arguments: &BenchArguments) -> Result<()> {
     println!("\n{}\n{machine}", table::markdown(&measurements));
     println!("{}", file.display());
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_comparison_in_the_documentation_is_one_with_these_arguments() {
+        let pages = ["", "docs"].map(|folder| steps::repository().join(folder).read_dir().unwrap());
+        let mut seen = 0;
+        for page in pages.into_iter().flatten().map(|entry| entry.unwrap().path()) {
+            if page.extension().is_none_or(|extension| extension != "md") {
+                continue;
+            }
+            let text = std::fs::read_to_string(&page).unwrap();
+            for line in text.lines().filter_map(|line| line.strip_prefix("cargo xtask bench")) {
+                let command = line.split(" #").next().unwrap_or(line);
+                let words = command.split('"').enumerate().flat_map(|(i, part)| match i % 2 {
+                    0 => part.split_whitespace().map(str::to_owned).collect(),
+                    _ => vec![part.to_owned()],
+                });
+                let words = std::iter::once("bench".to_owned()).chain(words);
+                let parsed = BenchArguments::try_parse_from(words);
+                assert!(parsed.is_ok(), "{}: {line}: {}", page.display(), parsed.err().unwrap());
+                seen += 1;
+            }
+        }
+        assert!(seen > 5, "only {seen} comparisons were found");
+    }
 }

@@ -1,0 +1,7 @@
+//! `cargo xtask bench` runs this: see the library.
+
+#![forbid(unsafe_code)]
+
+fn main() -> std::process::ExitCode {
+    ferrite_bench::compare()
+}

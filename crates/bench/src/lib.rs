@@ -1,0 +1,20 @@
+//! Measurements. One run of a load against the backend on the loopback (`run/`) ends in a report
+//! (`report.rs`). Comparisons (`compare/`) are made of many such runs, and of runs of peers.
+
+#![forbid(unsafe_code)]
+
+mod compare;
+mod report;
+mod run;
+
+use std::process::ExitCode;
+
+/// The program `ferrite-bench`.
+pub fn run() -> ExitCode {
+    run::main()
+}
+
+/// The program `ferrite-compare`, which `cargo xtask bench` runs.
+pub fn compare() -> ExitCode {
+    compare::main()
+}
