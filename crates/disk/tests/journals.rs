@@ -7,6 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::failing::Failing;
 use common::{Loop, MIB, Mount, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
@@ -36,7 +37,20 @@ fn killed(format: Format, dir: &Path, state: &Path) -> ImageName {
     let image = name(format, &dir.join(format!("a.{format}")));
     create(&image, false);
     serve(&image, state, false).unwrap().write(MIB, &[5; 512]).unwrap();
+    // A child of another test holds it, too, until that child runs its program.
+    repeat(|| journals(state).iter().all(|journal| journal.state != JournalState::InUse));
     image
+}
+
+/// Until it is true, some seconds at most.
+fn repeat(mut done: impl FnMut() -> bool) {
+    for _ in 0..1000 {
+        if done() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("it does not come true");
 }
 
 fn byte(image: &ImageName, state: &Path) -> u8 {
@@ -194,7 +208,8 @@ fn the_journal_of_a_volume_that_is_detached_is_not_stale() {
     create(&image, true);
     serve(&image, state.path(), false).unwrap().write(MIB, &[5; 512]).unwrap();
     drop(device);
-    assert_eq!(journals(state.path())[0].state, JournalState::Away);
+    // Another test may have that device for a moment.
+    repeat(|| journals(state.path())[0].state == JournalState::Away);
     assert_eq!(drop_stale(state.path()), []);
     let back = Loop::attach(&file, 512).unwrap();
     assert_eq!(byte(&name(Format::Vhd, &back.0), state.path()), 5);

@@ -324,11 +324,18 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
     }
 }
 
+/// How often /proc/locks is read until a lock is believed not to be in it.
+const LOCK_READINGS: usize = 5;
+
 /// Looks through /proc/locks for a `flock` on a file. File systems that show another device number
 /// there than in `stat` are not found, nor are holders in other process namespaces.
+///
+/// The kernel gives the list out page by page and finds its place again by counting. A lock that is
+/// given back in between hides one behind it, so nobody is believed to hold none after one reading.
 pub(crate) fn flock_holder((major, minor): (u32, u32), inode: u64) -> Option<u32> {
     let inode = format!("{major:02x}:{minor:02x}:{inode}");
-    holder_in(&std::fs::read_to_string("/proc/locks").ok()?, &inode)
+    let locks = || std::fs::read_to_string("/proc/locks").ok();
+    (0..LOCK_READINGS).find_map(|_| holder_in(&locks()?, &inode))
 }
 
 /// Lines are `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`; waiters have `->` behind the
