@@ -2,93 +2,21 @@
 
 mod common;
 
-use std::cell::RefCell;
-use std::collections::VecDeque;
-use std::io;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 
 use common::{MIB, dir_on_tmpfs, image, port};
 use ferrite_disk::{Disk, OpenOptions, Port};
-use ferrite_io::arena::Span;
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use ferrite_io::engine::{FileId, Op};
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
-
-const EIO: i32 = 5;
-const ENOSPC: i32 = 28;
-const EOPNOTSUPP: i32 = 95;
-
-/// What was asked of the engine, and what it is to answer; with nothing told, success.
-#[derive(Default)]
-struct Script {
-    answers: VecDeque<i32>,
-    asked: Vec<Op>,
-}
-
-struct Scripted {
-    script: Rc<RefCell<Script>>,
-    done: Vec<Completion>,
-}
-
-impl Engine for Scripted {
-    fn name(&self) -> &'static str {
-        "scripted"
-    }
-
-    fn add_file(&mut self, _: Arc<OwnedFd>) -> io::Result<FileId> {
-        Ok(FileId(0))
-    }
-
-    fn clear_files(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn push(&mut self, token: Token, op: Op) {
-        let mut script = self.script.borrow_mut();
-        let success = match op {
-            Op::Read { buf, .. } | Op::Write { buf, .. } => buf.len() as i32,
-            _ => 0,
-        };
-        let raw = script.answers.pop_front().map_or(success, |errno| -errno);
-        script.asked.push(op);
-        self.done.push(Completion { token, raw });
-    }
-
-    fn push_vectored(&mut self, _: Token, t: Transfer, _: FileId, _: u64, _: &[Span]) {
-        panic!("a vectored {t:?}")
-    }
-
-    fn cancel(&mut self, _: Token) {}
-
-    fn submit(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn wait(&mut self, _: Option<Duration>) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn reap(&mut self, out: &mut Vec<Completion>) {
-        out.append(&mut self.done);
-    }
-
-    fn may_reap(&mut self) -> bool {
-        !self.done.is_empty()
-    }
-
-    fn in_flight(&self) -> usize {
-        self.done.len()
-    }
-}
+use ferrite_testkit::errno::{EIO, ENOSPC, EOPNOTSUPP};
+use ferrite_testkit::faulty::{Fault, Faults, Null};
 
 /// A disk on a scripted engine.
 struct Bench {
     disk: Disk,
-    script: Rc<RefCell<Script>>,
+    faults: Faults,
     reactor: Reactor,
     pool: Arc<Pool>,
     path: PathBuf,
@@ -96,21 +24,19 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(bytes: u64, answers: &[i32]) -> Bench {
+    fn new(bytes: u64, answers: &[Fault]) -> Bench {
         Bench::with(bytes, answers, &OpenOptions::default())
     }
 
-    fn with(bytes: u64, answers: &[i32], options: &OpenOptions) -> Bench {
+    fn with(bytes: u64, answers: &[Fault], options: &OpenOptions) -> Bench {
         let dir = dir_on_tmpfs();
         let path = image(&dir, bytes);
         let disk = Disk::open(path.to_str().unwrap(), options).unwrap();
-        let script = Rc::new(RefCell::new(Script {
-            answers: answers.iter().copied().collect(),
-            asked: Vec::new(),
-        }));
-        let engine = Scripted { script: script.clone(), done: Vec::new() };
-        let reactor = Reactor::new(Box::new(engine));
-        Bench { disk, script, reactor, pool: Pool::new(2 << 20, 1).unwrap(), path, _dir: dir }
+        let faults = Faults::none();
+        faults.list();
+        faults.in_order(answers);
+        let reactor = Reactor::new(faults.around(Box::new(Null::default())));
+        Bench { disk, faults, reactor, pool: Pool::new(2 << 20, 1).unwrap(), path, _dir: dir }
     }
 
     fn allocate(&self, offset: u64, len: u64) {
@@ -141,7 +67,7 @@ impl Bench {
     }
 
     fn asked(&self) -> Vec<Op> {
-        std::mem::take(&mut self.script.borrow_mut().asked)
+        self.faults.take_list()
     }
 }
 
@@ -150,7 +76,7 @@ const GIB: u64 = 1 << 30;
 
 #[test]
 fn a_failed_flush_is_an_error_whatever_it_is() {
-    let mut bench = Bench::new(MIB, &[EIO, ENOSPC, EOPNOTSUPP]);
+    let mut bench = Bench::new(MIB, &[EIO, ENOSPC, EOPNOTSUPP].map(Fault::Errno));
     assert_eq!(bench.flush(), Err(Some(EIO)));
     assert_eq!(bench.flush(), Err(Some(ENOSPC)));
     assert_eq!(bench.flush(), Err(Some(EOPNOTSUPP)));
@@ -160,7 +86,7 @@ fn a_failed_flush_is_an_error_whatever_it_is() {
 
 #[test]
 fn a_long_discard_goes_in_chunks_and_ends_at_the_first_error() {
-    let mut bench = Bench::new(4 * GIB, &[0, EIO]);
+    let mut bench = Bench::new(4 * GIB, &[Fault::None, Fault::Errno(EIO)]);
     bench.allocate(0, 65 * MIB);
     assert_eq!(bench.discard(512, 3 * GIB), Err(Some(EIO)));
     let hole = |offset, len| Op::PunchHole { file: FILE, offset, len };
@@ -191,7 +117,7 @@ fn a_long_discard_of_a_device_goes_in_chunks() {
 
 #[test]
 fn a_medium_that_refuses_discard_is_not_asked_again() {
-    let mut bench = Bench::new(MIB, &[EOPNOTSUPP]);
+    let mut bench = Bench::new(MIB, &[Fault::Errno(EOPNOTSUPP)]);
     assert_eq!(bench.discard(0, 4096), Err(Some(EOPNOTSUPP)));
     assert_eq!(bench.discard(0, 4096), Err(Some(EOPNOTSUPP)));
     assert_eq!(bench.asked().len(), 1);
@@ -200,7 +126,7 @@ fn a_medium_that_refuses_discard_is_not_asked_again() {
 
 #[test]
 fn zeros_are_made_by_the_best_means_that_works() {
-    let mut bench = Bench::new(MIB, &[EOPNOTSUPP, EOPNOTSUPP]);
+    let mut bench = Bench::new(MIB, &[Fault::Errno(EOPNOTSUPP); 2]);
     assert_eq!(bench.write_zeroes(4096, 4096 + 512), Ok(()));
     let page = bench.pool.zero_page();
     let write = |offset, buf| Op::Write { file: FILE, offset, buf };
@@ -216,7 +142,7 @@ fn zeros_are_made_by_the_best_means_that_works() {
 
 #[test]
 fn zeros_that_do_not_fit_are_an_error_and_no_reason_for_other_means() {
-    let mut bench = Bench::new(MIB, &[ENOSPC]);
+    let mut bench = Bench::new(MIB, &[Fault::Errno(ENOSPC)]);
     assert_eq!(bench.write_zeroes(0, 4096), Err(Some(ENOSPC)));
     assert_eq!(bench.asked(), [Op::ZeroRange { file: FILE, offset: 0, len: 4096 }]);
 }

@@ -1,33 +1,25 @@
 //! A file system that is nearly full: what there is space for is written.
 
-mod common;
 mod model;
 
 use std::path::Path;
 use std::sync::Arc;
 
-use common::failing::Failing;
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
-use ferrite_io::engine::Op;
-use ferrite_io::engines::test_engine;
+use ferrite_testkit::errno::ENOSPC;
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use model::{Model, compare, name, pattern, tools};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
-const ENOSPC: i32 = 28;
 
 /// A session on a file system that has space for files of so many bytes.
 fn session(path: &Path, room_bytes: u64) -> Session {
     let disk = Disk::open_image(&name(path), &OpenOptions::default()).unwrap();
-    let decide = move |op: &Op| match *op {
-        Op::Allocate { offset, len, .. } if offset + len > room_bytes => Some(ENOSPC),
-        _ => None,
-    };
-    let open = |arena| -> std::io::Result<Box<dyn ferrite_io::engine::Engine>> {
-        Ok(Box::new(Failing::new(test_engine().open(arena, 16)?, Box::new(decide))))
-    };
-    Session::new(Arc::new(disk), open).unwrap()
+    let faults = Faults::none();
+    faults.set([Ops::from(Kind::Allocate).touching(room_bytes..u64::MAX).fail(ENOSPC)]);
+    Session::new(Arc::new(disk), |arena| faults.open(arena, 16)).unwrap()
 }
 
 fn create(image: &ImageName, unit_bytes: u64) {

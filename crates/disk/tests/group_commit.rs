@@ -2,80 +2,39 @@
 //! waited for. A flush that has begun makes no step but when it is polled, so the tests say in which
 //! order things happen.
 
-mod common;
 mod model;
 
-use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::path::Path;
 use std::pin::Pin;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
-use common::failing::Failing;
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, OpenOptions, Port, Session};
-use ferrite_io::engine::{Engine, Op};
-use ferrite_io::engines::test_engine;
+use ferrite_testkit::errno::{EIO, ENOSPC};
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use model::{name, tools};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
-const ENOSPC: i32 = 28;
-const EIO: i32 = 5;
 const FLUSHES: usize = 16;
-
-/// What the engine was given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Seen {
-    Write,
-    Sync,
-}
-
-#[derive(Default)]
-struct Log {
-    seen: Vec<Seen>,
-    /// From now on these fail, with this error.
-    fail: Option<(Seen, i32)>,
-}
-
-impl Log {
-    fn note(&mut self, op: &Op) -> Option<i32> {
-        let seen = match op {
-            Op::Write { .. } => Seen::Write,
-            Op::Sync { .. } => Seen::Sync,
-            _ => return None,
-        };
-        self.seen.push(seen);
-        self.fail.filter(|(what, _)| *what == seen).map(|(_, errno)| errno)
-    }
-
-    fn count(&self, what: Seen) -> usize {
-        self.seen.iter().filter(|seen| **seen == what).count()
-    }
-}
 
 type Flush<'a> = Pin<Box<dyn Future<Output = io::Result<()>> + 'a>>;
 
 /// A disk without dirty metadata.
 struct Bench {
     _dir: TempDir,
-    log: Rc<RefCell<Log>>,
+    faults: Faults,
     session: Session,
 }
 
-fn open(path: &Path, log: &Rc<RefCell<Log>>) -> Session {
+fn open(path: &Path, faults: &Faults) -> Session {
     let options =
         OpenOptions { state_dir: Some(path.with_extension("state")), ..Default::default() };
     let disk = Disk::open_image(&name(path), &options).unwrap();
-    let log = Rc::clone(log);
-    let decide = move |op: &Op| log.borrow_mut().note(op);
-    let open = |arena| -> io::Result<Box<dyn Engine>> {
-        Ok(Box::new(Failing::new(test_engine().open(arena, 64)?, Box::new(decide))))
-    };
-    Session::new(Arc::new(disk), open).unwrap()
+    Session::new(Arc::new(disk), |arena| faults.open(arena, 64)).unwrap()
 }
 
 impl Bench {
@@ -84,22 +43,23 @@ impl Bench {
         let path = dir.path().join("a").with_extension(extension);
         let new = NewImage { bytes: Some(256 * MIB), ..NewImage::default() };
         tools(|tools| tools.create(&name(&path), &new)).unwrap();
-        let log = Rc::default();
-        let mut session = open(&path, &log);
+        let faults = Faults::none();
+        let mut session = open(&path, &faults);
         // Space is set aside, and nothing is dirty.
         session.write(0, &[1; 4096]).unwrap();
         for _ in 0..3 {
             session.flush().unwrap();
         }
         assert!(!session.disk().is_dirty());
-        log.borrow_mut().seen.clear();
-        Bench { _dir: dir, log, session }
+        faults.list();
+        faults.forget();
+        Bench { _dir: dir, faults, session }
     }
 
-    fn run<T>(&mut self, steps: impl AsyncFnOnce(&Disk, &Port, &RefCell<Log>) -> T) -> T {
+    fn run<T>(&mut self, steps: impl AsyncFnOnce(&Disk, &Port, &Faults) -> T) -> T {
         let (disk, port) = (Arc::clone(self.session.disk()), self.session.port().clone());
-        let log = Rc::clone(&self.log);
-        self.session.run(async move { steps(&disk, &port, &log).await }).unwrap()
+        let faults = self.faults.clone();
+        self.session.run(async move { steps(&disk, &port, &faults).await }).unwrap()
     }
 }
 
@@ -131,6 +91,12 @@ async fn all(flushes: Vec<Flush<'_>>) -> Vec<io::Result<()>> {
     done.into_iter().flatten().collect()
 }
 
+/// The writes and syncs since the last look.
+fn order(faults: &Faults) -> Vec<Kind> {
+    let list = faults.take_list();
+    list.iter().map(Kind::of).filter(|kind| [Kind::Write, Kind::Sync].contains(kind)).collect()
+}
+
 async fn write(disk: &Disk, port: &Port, offset: u64) {
     let piece = port.scratch.take(4096).await;
     piece.copy_in(&[7; 4096]);
@@ -148,7 +114,7 @@ fn sixteen_flushes_at_once_cost_two_commits() {
         let done = bench.run(async |disk, port, _| all(begin(disk, port, FLUSHES).await).await);
         assert!(done.len() == FLUSHES && done.iter().all(Result::is_ok), "{extension}: {done:?}");
         // With nothing dirty each commit is a sync.
-        assert_eq!(bench.log.borrow().count(Seen::Sync), 2, "{extension}");
+        assert_eq!(bench.faults.seen(&[Kind::Sync]), 2, "{extension}");
     });
 }
 
@@ -156,20 +122,20 @@ fn sixteen_flushes_at_once_cost_two_commits() {
 fn flushes_of_new_data_share_the_syncs_of_one_commit() {
     for_both_formats(|extension| {
         let mut bench = Bench::new(extension);
-        let syncs_of_one = bench.run(async |disk, port, log| {
+        let syncs_of_one = bench.run(async |disk, port, faults| {
             write(disk, port, 64 * MIB).await;
-            log.borrow_mut().seen.clear();
+            faults.forget();
             disk.flush(port).await.unwrap();
-            log.borrow().count(Seen::Sync)
+            faults.seen(&[Kind::Sync])
         });
-        let done = bench.run(async |disk, port, log| {
+        let done = bench.run(async |disk, port, faults| {
             write(disk, port, 128 * MIB).await;
-            log.borrow_mut().seen.clear();
+            faults.forget();
             all(begin(disk, port, FLUSHES).await).await
         });
         assert!(done.len() == FLUSHES && done.iter().all(Result::is_ok), "{extension}: {done:?}");
         // One commit with all of it, and one for those that came after its beginning.
-        let syncs = bench.log.borrow().count(Seen::Sync);
+        let syncs = bench.faults.seen(&[Kind::Sync]);
         assert!(syncs <= 2 * syncs_of_one, "{extension}: {syncs}, one commit takes {syncs_of_one}");
     });
 }
@@ -178,15 +144,14 @@ fn flushes_of_new_data_share_the_syncs_of_one_commit() {
 fn a_flush_that_comes_while_a_commit_runs_is_not_answered_by_that() {
     for_both_formats(|extension| {
         let mut bench = Bench::new(extension);
-        bench.run(async |disk, port, log| {
+        bench.run(async |disk, port, faults| {
             let mut flushes = begin(disk, port, 1).await;
             // In place: it is data only, and nothing but a sync brings it to the medium.
             write(disk, port, 0).await;
-            assert_eq!(log.borrow().seen, [Seen::Sync, Seen::Write], "{extension}");
+            assert_eq!(order(faults), [Kind::Sync, Kind::Write], "{extension}");
             flushes.extend(begin(disk, port, 3).await);
             assert!(all(flushes).await.iter().all(Result::is_ok), "{extension}");
-            let log = log.borrow();
-            assert_eq!(log.seen, [Seen::Sync, Seen::Write, Seen::Sync], "{extension}");
+            assert_eq!(order(faults), [Kind::Sync], "{extension}");
         });
     });
 }
@@ -195,20 +160,20 @@ fn a_flush_that_comes_while_a_commit_runs_is_not_answered_by_that() {
 fn all_who_waited_for_a_commit_that_failed_get_its_error_and_the_next_one_is_made() {
     for_both_formats(|extension| {
         let mut bench = Bench::new(extension);
-        bench.run(async |disk, port, log| {
+        bench.run(async |disk, port, faults| {
             let mut flushes = begin(disk, port, 1).await;
             write(disk, port, 64 * MIB).await;
-            log.borrow_mut().fail = Some((Seen::Write, ENOSPC));
+            faults.set([Ops::from(Kind::Write).fail(ENOSPC)]);
             flushes.extend(begin(disk, port, FLUSHES - 1).await);
-            log.borrow_mut().seen.clear();
+            faults.forget();
             let done = all(flushes).await;
             assert!(done[0].is_ok(), "{extension}: it was the commit before");
             let errors: Vec<_> =
                 done[1..].iter().map(|d| d.as_ref().unwrap_err().raw_os_error()).collect();
             assert_eq!(errors, [Some(ENOSPC); FLUSHES - 1], "{extension}");
             // One attempt for all of them.
-            assert_eq!(log.borrow().count(Seen::Write), 1, "{extension}");
-            log.borrow_mut().fail = None;
+            assert_eq!(faults.seen(&[Kind::Write]), 1, "{extension}");
+            faults.clear();
             assert!(disk.is_dirty(), "{extension}");
             disk.flush(port).await.unwrap();
         });
@@ -219,14 +184,14 @@ fn all_who_waited_for_a_commit_that_failed_get_its_error_and_the_next_one_is_mad
 fn after_a_sync_that_failed_no_flush_succeeds_whenever_it_came() {
     for_both_formats(|extension| {
         let mut bench = Bench::new(extension);
-        bench.run(async |disk, port, log| {
-            log.borrow_mut().fail = Some((Seen::Sync, EIO));
+        bench.run(async |disk, port, faults| {
+            faults.set([Ops::from(Kind::Sync).fail(EIO)]);
             let flushes = begin(disk, port, FLUSHES).await;
             let done = all(flushes).await;
             assert!(done.len() == FLUSHES && done.iter().all(Result::is_err), "{extension}");
-            log.borrow_mut().fail = None;
+            faults.clear();
             disk.flush(port).await.unwrap_err();
-            assert_eq!(log.borrow().count(Seen::Sync), 1, "{extension}: none after that");
+            assert_eq!(faults.seen(&[Kind::Sync]), 1, "{extension}: none after that");
         });
     });
 }
@@ -235,17 +200,17 @@ fn after_a_sync_that_failed_no_flush_succeeds_whenever_it_came() {
 fn a_commit_that_is_dropped_with_its_task_answers_nobody() {
     for_both_formats(|extension| {
         let mut bench = Bench::new(extension);
-        bench.run(async |disk, port, log| {
+        bench.run(async |disk, port, faults| {
             let mut flushes = begin(disk, port, 3).await;
             drop(flushes.remove(0));
             assert!(all(flushes).await.iter().all(Result::is_ok), "{extension}");
             // The one that was dropped, and one for both others.
-            assert_eq!(log.borrow().count(Seen::Sync), 2, "{extension}");
+            assert_eq!(faults.seen(&[Kind::Sync]), 2, "{extension}");
             // One that waits takes nobody's turn with it.
             let mut flushes = begin(disk, port, 4).await;
             drop(flushes.remove(1));
             assert!(all(flushes).await.iter().all(Result::is_ok), "{extension}");
-            assert_eq!(log.borrow().count(Seen::Sync), 4, "{extension}");
+            assert_eq!(faults.seen(&[Kind::Sync]), 4, "{extension}");
         });
     });
 }

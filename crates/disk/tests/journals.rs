@@ -2,18 +2,16 @@
 
 mod common;
 
-use std::cell::Cell;
 use std::fs;
 use std::path::Path;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::failing::Failing;
 use common::{Loop, MIB, Mount, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
 use ferrite_disk::tools::{JournalInfo, JournalState, NewImage};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
-use ferrite_io::engine::Op;
+use ferrite_testkit::errno::EIO;
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
 
 const FORMATS: [Format; 2] = [Format::Vhd, Format::Qcow2];
 
@@ -74,16 +72,11 @@ fn a_close_whose_sync_has_failed_leaves_nothing_to_be_taken_over() {
         let image = name(format, &dir.path().join(format!("a.{format}")));
         create(&image, false);
         let disk = serve(&image, state.path(), false).unwrap().disk;
-        let fails = Rc::new(Cell::new(false));
-        let decide = {
-            let fails = fails.clone();
-            move |op: &Op| (fails.get() && matches!(op, Op::Sync { .. })).then_some(5)
-        };
-        let mut queue =
-            Queue::on(Arc::clone(&disk), |engine| Box::new(Failing::new(engine, Box::new(decide))));
+        let faults = Faults::none();
+        let mut queue = Queue::on(Arc::clone(&disk), |engine| faults.around(engine));
         drop(disk);
         queue.write(MIB, &[5; 512]).unwrap();
-        fails.set(true);
+        faults.set([Ops::from(Kind::Sync).fail(EIO)]);
         queue.close().unwrap_err();
         drop(queue);
         assert!(journals(state.path()).iter().all(|journal| journal.records == 0), "{format}");

@@ -5,19 +5,19 @@ mod common;
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use common::failing::Failing;
 use common::vhd::{at, name, options, peer};
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
 use ferrite_disk::tools::{Convert, Extent, Kind, NewImage};
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::engine::{FileId, Op};
 use ferrite_io::engines::test_engine;
+use ferrite_testkit::errno::EIO;
+use ferrite_testkit::faulty::{self, Fault, Faults, Ops};
 use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
-const EIO: i32 = 5;
 
 /// Two images on a third, whose backend was killed.
 struct Chain {
@@ -242,34 +242,30 @@ fn a_parent_that_another_program_has_written_to_since_is_refused_by_all_its_chil
 fn the_first_flush_of_a_disk_is_one_of_its_parents_too() {
     for format in ["vhd", "qcow2"] {
         let chain = Chain::new(format, 8 * MIB, &[0]);
-        // How often the parent was synced, and whether that fails.
-        let syncs = Arc::new(Mutex::new((0, None)));
-        let decide = || {
-            let syncs = syncs.clone();
-            move |op: &Op| match op {
-                Op::Sync { file: FileId(1) } => {
-                    let (count, errno) = &mut *syncs.lock().unwrap();
-                    *count += 1;
-                    errno.take()
-                }
-                _ => None,
-            }
+        let parent = FileId(1);
+        let faults = Faults::none();
+        faults.list();
+        // How often the parent was synced since the last look.
+        let syncs = || {
+            let list = faults.take_list();
+            list.iter().filter(|op| **op == Op::Sync { file: parent }).count()
         };
         let open = || {
             let disk = Arc::new(chain.open(&chain.children[0], false).unwrap());
-            Queue::on(disk, |engine| Box::new(Failing::new(engine, Box::new(decide()))))
+            Queue::on(disk, |engine| faults.around(engine))
         };
         let mut disk = open();
         disk.write(MIB, &[9; 512]).unwrap();
-        assert_eq!(syncs.lock().unwrap().0, 0);
+        assert_eq!(syncs(), 0);
         (0..3).for_each(|_| disk.flush().unwrap());
-        assert_eq!(syncs.lock().unwrap().0, 1, "{format}");
+        assert_eq!(syncs(), 1, "{format}");
         disk.close().unwrap();
         drop(disk);
         // The kernel tells once that something is lost.
-        syncs.lock().unwrap().1 = Some(EIO);
+        assert_eq!(syncs(), 0, "{format}");
+        faults.once(Ops::from(faulty::Kind::Sync).on(parent), Fault::Errno(EIO));
         let mut disk = open();
         (0..3).for_each(|_| assert!(disk.flush().is_err(), "{format}"));
-        assert_eq!(syncs.lock().unwrap().0, 2, "{format}");
+        assert_eq!(syncs(), 1, "{format}");
     }
 }

@@ -4,19 +4,15 @@
 mod common;
 mod model;
 
-use std::cell::RefCell;
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 
-use common::failing::Failing;
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
 use ferrite_disk::tools::{ImageTools, NewImage, Verdict};
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::HostDirectory;
-use ferrite_io::engine::Op;
-use ferrite_io::engines::test_engine;
+use ferrite_testkit::faulty::{Faults, Kind};
 use model::{Model, check_clean, compare, name, open, pattern, qemu, qemu_img};
 use tempfile::TempDir;
 
@@ -165,21 +161,9 @@ fn nothing_is_given_back_before_a_sync() {
     queue.flush().unwrap();
     drop(queue);
     // As a repair finds it that has brought in what was answered.
-    let done = Rc::new(RefCell::new(Vec::new()));
-    let engine = |arena| {
-        let done = done.clone();
-        let note = move |op: &Op| {
-            done.borrow_mut().push(match op {
-                Op::Sync { .. } => "sync",
-                Op::Write { .. } => "write",
-                Op::Read { .. } => "read",
-                _ => "other",
-            });
-            None
-        };
-        let engine = test_engine().open(arena, 64)?;
-        Ok(Box::new(Failing::new(engine, Box::new(note))) as Box<dyn ferrite_io::engine::Engine>)
-    };
+    let faults = Faults::none();
+    faults.list();
+    let engine = |arena| faults.open(arena, 64);
     let tools = ImageTools {
         fixed_size: false,
         directory: &HostDirectory,
@@ -190,11 +174,12 @@ fn nothing_is_given_back_before_a_sync() {
         parents: Parents::default(),
     };
     tools.repair(&name(&path), true).unwrap();
-    let done = done.take();
-    let cut = done.iter().position(|op| *op == "other").unwrap();
+    let done: Vec<Kind> = faults.take_list().iter().map(Kind::of).collect();
+    let usual = [Kind::Sync, Kind::Write, Kind::Read];
+    let cut = done.iter().position(|kind| !usual.contains(kind)).unwrap();
     // The first one is of the mark, which was taken away before.
-    assert_eq!(done[cut - 2..cut], ["sync", "sync"], "{done:?}");
-    assert_eq!(done.last(), Some(&"sync"), "{done:?}");
+    assert_eq!(done[cut - 2..cut], [Kind::Sync, Kind::Sync], "{done:?}");
+    assert_eq!(done.last(), Some(&Kind::Sync), "{done:?}");
 }
 
 /// By its counts alone, the last cluster is unused.

@@ -3,20 +3,19 @@
 
 mod common;
 
-use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 use std::sync::Arc;
 
-use common::failing::Failing;
 use common::vhd::{self, at, create, parent};
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{NewImage, NewParent, Uuid};
 use ferrite_disk::{Disk, Extent, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::engine::{FileId, Op};
+use ferrite_io::engine::Op;
 use ferrite_io::reactor::Wait;
+use ferrite_testkit::errno::EIO;
+use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tempfile::TempDir;
@@ -314,11 +313,9 @@ fn after_a_sync_that_failed_within_a_write_no_flush_succeeds() {
         let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
         let mut world = World::new(&dir, &state, (4096, Base::Raw, true), None);
         let disk = world.queue.take().unwrap().disk;
-        let mut broken = true;
-        let decide = move |op: &Op| {
-            (matches!(op, Op::Sync { .. }) && std::mem::take(&mut broken)).then_some(5)
-        };
-        let mut queue = Queue::on(disk, |inner| Box::new(Failing::new(inner, Box::new(decide))));
+        let faults = Faults::none();
+        faults.once(Kind::Sync, Fault::Errno(EIO));
+        let mut queue = Queue::on(disk, |inner| faults.around(inner));
         let below: Vec<_> = (0..200).map(|i| queue.read(i * 4096, 512).unwrap()).collect();
         let failed = (0..200).find(|i| queue.write(i * 4096, &[1; 512]).is_err());
         assert!(failed.is_some(), "no write needs a commit");
@@ -343,29 +340,24 @@ fn after_a_commit_that_failed_data_is_durable_before_the_bitmap_that_says_so() {
     let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
     let mut world = World::new(&dir, &state, (4096, Base::Raw, false), None);
     let disk = world.queue.take().unwrap().disk;
-    let ops: Rc<RefCell<Vec<(FileId, bool)>>> = Rc::default();
-    let (list, mut broken) = (ops.clone(), true);
     let far = 8 * 128 * 4096;
-    let decide = move |op: &Op| match *op {
-        Op::Write { offset, .. } if offset == 1536 + 8 * 512 && broken => {
-            broken = false;
-            Some(5)
-        }
-        Op::Write { file, .. } | Op::Sync { file } => {
-            list.borrow_mut().push((file, matches!(op, Op::Sync { .. })));
-            None
-        }
-        _ => None,
-    };
-    let mut queue = Queue::on(disk, |inner| Box::new(Failing::new(inner, Box::new(decide))));
+    let faults = Faults::none();
+    faults.once(Ops::from(Kind::Write).at(1536 + 8 * 512), Fault::Errno(EIO));
+    let mut queue = Queue::on(disk, |inner| faults.around(inner));
     queue.write(0, &[1; 512]).unwrap();
     queue.write(far, &[1; 512]).unwrap();
     queue.flush().unwrap_err();
     queue.write(1024, &[2; 512]).unwrap();
-    ops.take();
+    faults.list();
+    // Writes and syncs, and which of the two.
+    let change = |op: &Op| match *op {
+        Op::Write { file, .. } => Some((file, false)),
+        Op::Sync { file } => Some((file, true)),
+        _ => None,
+    };
     for syncs in [3, 1] {
         queue.flush().unwrap();
-        let ops = ops.take();
+        let ops: Vec<_> = faults.take_list().iter().filter_map(change).collect();
         let (file, _) = ops[0];
         assert!(ops.iter().all(|op| op.0 == file) && ops[0].1, "{ops:?}");
         assert_eq!(ops.iter().filter(|op| op.1).count(), syncs);

@@ -2,13 +2,11 @@
 
 mod common;
 
-use std::cell::RefCell;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 
-use common::failing::{Decide, Failing};
 use common::vhd::{at, create, name, offline_files, options, parent, queue};
 use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs};
 use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
@@ -17,55 +15,54 @@ use ferrite_io::engine::Op;
 use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
+use ferrite_testkit::errno::ENOSPC;
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
+
 const BYTES: u64 = 9 * MIB + 512;
-const ENOSPC: i32 = 28;
 
 fn change(path: &Path, offset: u64, bytes: &[u8]) {
     File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
 }
 
-/// Another size, asking before each operation.
-fn resize(path: &Path, bytes: u64, decide: Decide) {
+/// Another size, on an engine around the usual one.
+fn resize(path: &Path, bytes: u64, faults: &Faults) {
     let image = Vhd::open(path, &options()).unwrap();
     let pool = Pool::with_scratch(2 << 20, 1, 256 << 10).unwrap();
     let kind = "uring".parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    let engine = Failing::new(kind.open(pool.arena().clone(), 64).unwrap(), decide);
-    let mut reactor = Reactor::new(Box::new(engine));
+    let engine = kind.open(pool.arena().clone(), 64).unwrap();
+    let mut reactor = Reactor::new(faults.around(engine));
     let files = image.medium().files();
     let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
     let port = common::port(&reactor, &pool, files);
     reactor.block_on(image.resize(&port, bytes)).unwrap().unwrap();
 }
 
-/// A queue that asks before each operation.
-fn asking(path: &Path, decide: Decide) -> Queue {
+/// A queue on such an engine.
+fn asking(path: &Path, faults: &Faults) -> Queue {
     let disk = Disk::open(&format!("vhd:{}", name(path)), &options()).unwrap();
-    Queue::on(disk.into(), |inner| Box::new(Failing::new(inner, decide)))
+    Queue::on(disk.into(), |inner| faults.around(inner))
 }
 
 fn size(path: &Path) -> Result<u64, ferrite_disk::DiskError> {
     Vhd::open(path, &options()).map(|image| image.bytes())
 }
 
-/// Before each operation: what is not as it should be with the image that others would see. `fails`
-/// says with which error number an operation fails.
-fn watch(
-    path: &Path,
-    sizes: &'static [u64],
-    fails: impl Fn(&Op) -> Option<i32> + 'static,
-) -> (Decide, Rc<RefCell<Vec<String>>>) {
-    let wrong: Rc<RefCell<Vec<String>>> = Rc::default();
+type Wrong = Arc<Mutex<Vec<String>>>;
+
+/// Before each operation: what is not as it should be with the image that others would see.
+fn watch(path: &Path, sizes: &'static [u64]) -> (Faults, Wrong) {
+    let wrong = Wrong::default();
     let (path, list) = (path.to_owned(), wrong.clone());
-    let decide = move |op: &Op| {
+    let faults = Faults::none();
+    faults.before_each(move |op: &Op| {
         let copy = path.with_extension("seen");
         fs::copy(&path, &copy).unwrap();
         match size(&copy) {
             Ok(bytes) if sizes.contains(&bytes) => {}
-            other => list.borrow_mut().push(format!("before {op:?}: {other:?}")),
+            other => list.lock().unwrap().push(format!("before {op:?}: {other:?}")),
         }
-        fails(op)
-    };
-    (Box::new(decide), wrong)
+    });
+    (faults, wrong)
 }
 
 /// The footer at the end goes with the first new block, so the copy has to be right by then: it
@@ -78,14 +75,14 @@ fn an_image_whose_copy_of_the_footer_is_damaged_or_old_grows_and_is_still_one_wh
         let path = at(&dir, "a.vhd");
         create(&path, &NewImage::dynamic(BYTES)).unwrap();
         let before = fs::read(&path).unwrap()[..512].to_vec();
-        resize(&path, 20 * MIB, Box::new(|_| None));
+        resize(&path, 20 * MIB, &Faults::none());
         change(&path, 0, if old { &before } else { b"broken" });
-        let (decide, wrong) = watch(&path, &[20 * MIB], |_| None);
-        let mut disk = asking(&path, decide);
+        let (faults, wrong) = watch(&path, &[20 * MIB]);
+        let mut disk = asking(&path, &faults);
         disk.write(15 * MIB, &[5; 512]).unwrap();
         disk.flush().unwrap();
         drop(disk);
-        assert!(wrong.take().is_empty());
+        assert!(wrong.lock().unwrap().is_empty());
         assert_eq!(size(&path).unwrap(), 20 * MIB);
         assert_eq!(queue(&path).read(15 * MIB, 512).unwrap(), [5; 512]);
     }
@@ -102,9 +99,9 @@ fn an_image_whose_copy_of_the_footer_is_damaged_is_one_while_it_gets_a_larger_ta
     disk.close().unwrap();
     drop(disk);
     change(&path, 0, b"broken");
-    let (decide, wrong) = watch(&path, &[BYTES, 900 * MIB], |_| None);
-    resize(&path, 900 * MIB, decide);
-    assert!(wrong.take().is_empty());
+    let (faults, wrong) = watch(&path, &[BYTES, 900 * MIB]);
+    resize(&path, 900 * MIB, &faults);
+    assert!(wrong.lock().unwrap().is_empty());
     assert_eq!(size(&path).unwrap(), 900 * MIB);
 }
 
@@ -122,12 +119,12 @@ fn where_there_is_no_space_the_last_sector_of_a_file_is_no_guests_either() {
     disk.write(0, &forged).unwrap();
     disk.close().unwrap();
     drop(disk);
-    let full = |op: &Op| matches!(op, Op::Allocate { .. }).then_some(ENOSPC);
-    let (decide, wrong) = watch(&path, &[MIB], full);
-    let mut disk = asking(&path, decide);
+    let (faults, wrong) = watch(&path, &[MIB]);
+    faults.set([Ops::from(Kind::Allocate).fail(ENOSPC)]);
+    let mut disk = asking(&path, &faults);
     assert_eq!(disk.write(8192, &forged).unwrap_err().raw_os_error(), Some(ENOSPC));
     drop(disk);
-    assert!(wrong.take().is_empty());
+    assert!(wrong.lock().unwrap().is_empty());
     assert!(queue(&path).read(0, 4096).unwrap() == forged);
 }
 

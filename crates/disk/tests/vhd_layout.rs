@@ -7,13 +7,13 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use common::failing::Failing;
 use common::vhd::{at, check_by_vhd_util, create, name, offline, options, parent, peer, queue};
 use common::{MIB, Queue, dir_on_disk, work};
 use ferrite_disk::tools::{ImageTools, NewImage as New, Verdict};
 use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Parents, Raw};
 use ferrite_io::engine::Op;
+use ferrite_testkit::faulty::Faults;
 
 const BLOCK: u64 = 2 * MIB;
 const STRIDE: u64 = BLOCK + 512;
@@ -274,18 +274,16 @@ fn an_image_whose_blocks_make_room_is_whole_at_each_step() {
     let image = Vhd::open(&path, &options()).unwrap();
     let files = image.medium().files();
     let (from, to, held) = (path.clone(), seen, data.clone());
-    let decide = move |op: &Op| {
+    let faults = Faults::none();
+    faults.before_each(move |op: &Op| {
         // One of many writes of a copy.
         if matches!(op, Op::Read { .. }) {
-            return None;
+            return;
         }
         fs::copy(&from, &to).unwrap();
         assert_holds(&to, &held);
-        None
-    };
-    let wrap = |engine| {
-        Box::new(Failing::new(engine, Box::new(decide))) as Box<dyn ferrite_io::engine::Engine>
-    };
+    });
+    let wrap = |engine| faults.around(engine);
     common::vhd::offline_on(wrap, files, async |port| image.resize(&port, 700 << 30).await)
         .unwrap();
     assert_holds(&path, &data);

@@ -1,84 +1,66 @@
 //! Transfers of any shortness are continued, and what was interrupted is tried again, on an engine
 //! whose answers are written down.
 
-use std::collections::VecDeque;
 use std::io;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::time::Duration;
 
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use ferrite_io::engine::{FileId, Op};
 use ferrite_io::reactor::Reactor;
+use ferrite_testkit::faulty::{Fault, Faults, Null};
 
-/// Answers each operation with the next of `answers`, and checks that it is the next of `ops`.
-struct Script {
-    /// Where, the memory if there is any, the answer.
-    expected: VecDeque<(u64, Option<Span>, i32)>,
-    done: Vec<Completion>,
+/// Where, the memory if there is any, the answer.
+type Step = (u64, Option<Span>, i32);
+
+/// Where an operation is, and its memory if it has any.
+fn place(op: &Op) -> (u64, Option<Span>) {
+    match *op {
+        Op::Read { offset, buf, .. } | Op::Write { offset, buf, .. } => (offset, Some(buf)),
+        Op::PunchHole { offset, .. }
+        | Op::ZeroRange { offset, .. }
+        | Op::Allocate { offset, .. }
+        | Op::Discard { offset, .. } => (offset, None),
+        Op::SetLen { len, .. } => (len, None),
+        Op::Sync { .. } => (0, None),
+        Op::Readable { .. } | Op::Timer { .. } => panic!("{op:?}"),
+    }
 }
 
-impl Engine for Script {
-    fn name(&self) -> &'static str {
-        "script"
-    }
-    fn add_file(&mut self, _: Arc<OwnedFd>) -> io::Result<FileId> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-    fn clear_files(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn push(&mut self, token: Token, op: Op) {
-        let place = match op {
-            Op::Read { offset, buf, .. } | Op::Write { offset, buf, .. } => (offset, Some(buf)),
-            Op::PunchHole { offset, .. }
-            | Op::ZeroRange { offset, .. }
-            | Op::Allocate { offset, .. }
-            | Op::Discard { offset, .. } => (offset, None),
-            Op::SetLen { len, .. } => (len, None),
-            Op::Sync { .. } => (0, None),
-            Op::Readable { .. } | Op::Timer { .. } => panic!("{op:?}"),
-        };
-        let (at, span, raw) = self.expected.pop_front().expect("one operation too many");
-        assert_eq!(place, (at, span));
-        self.done.push(Completion { token, raw });
-    }
-    fn push_vectored(&mut self, _: Token, t: Transfer, _: FileId, _: u64, _: &[Span]) {
-        panic!("a vectored {t:?}")
-    }
-    fn cancel(&mut self, _: Token) {}
-    fn submit(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-    fn wait(&mut self, _: Option<Duration>) -> io::Result<()> {
-        Ok(())
-    }
-    fn reap(&mut self, out: &mut Vec<Completion>) {
-        out.append(&mut self.done);
-    }
-    fn may_reap(&mut self) -> bool {
-        !self.done.is_empty()
-    }
-    fn in_flight(&self) -> usize {
-        self.done.len()
-    }
+/// A reactor whose engine answers so, and the check that it was asked for just that.
+fn answering(steps: &[Step]) -> (Reactor, impl FnOnce() + use<>) {
+    let answer = |(_, _, raw): &Step| match *raw {
+        0 => Fault::Nothing,
+        errno @ ..0 => Fault::Errno(-errno),
+        bytes => Fault::Short(bytes as usize),
+    };
+    let faults = Faults::none();
+    faults.in_order(&steps.iter().map(answer).collect::<Vec<_>>());
+    faults.list();
+    let reactor = Reactor::new(faults.around(Box::new(Null::default())));
+    let expected: Vec<_> = steps.iter().map(|(at, span, _)| (*at, *span)).collect();
+    let check = move || {
+        let asked: Vec<_> = faults.take_list().iter().map(place).collect();
+        assert_eq!(asked, expected);
+    };
+    (reactor, check)
 }
 
 fn run(write: bool, expected: &[(u64, usize, usize, i32)]) -> io::Result<()> {
     let arena = Arena::new(1).unwrap();
-    let expected =
-        expected.iter().map(|(at, from, len, raw)| (*at, Some(arena.span(*from, *len)), *raw));
-    let script = Script { expected: expected.collect(), done: Vec::new() };
-    let mut r = Reactor::new(Box::new(script));
+    let steps: Vec<Step> = expected
+        .iter()
+        .map(|(at, from, len, raw)| (*at, Some(arena.span(*from, *len)), *raw))
+        .collect();
+    let (mut r, check) = answering(&steps);
     let (io, buf) = (r.io(), arena.span(100, 50));
-    r.block_on(async move {
+    let done = r.block_on(async move {
         if write {
             io.write_all(FileId(0), 1000, buf).await
         } else {
             io.read_exact(FileId(0), 1000, buf).await
         }
-    })?
+    });
+    check();
+    done?
 }
 
 #[test]
@@ -110,11 +92,10 @@ fn a_transfer_is_tried_again_64_times_in_a_row_and_not_for_ever() {
 
 #[test]
 fn what_changes_a_file_or_syncs_it_is_tried_again_as_often() {
-    let change = |which: usize, expected: Vec<(u64, Option<Span>, i32)>| {
-        let script = Script { expected: expected.into(), done: Vec::new() };
-        let mut r = Reactor::new(Box::new(script));
+    let change = |which: usize, expected: Vec<Step>| {
+        let (mut r, check) = answering(&expected);
         let (io, file) = (r.io(), FileId(0));
-        r.block_on(async move {
+        let done = r.block_on(async move {
             match which {
                 0 => io.allocate(file, 4096, 512).await,
                 1 => io.punch_hole(file, 4096, 512).await,
@@ -123,8 +104,9 @@ fn what_changes_a_file_or_syncs_it_is_tried_again_as_often() {
                 4 => io.set_len(file, 4096).await,
                 _ => io.sync(file).await,
             }
-        })
-        .unwrap()
+        });
+        check();
+        done.unwrap()
     };
     for which in 0..6 {
         let at = if which == 5 { 0 } else { 4096 };

@@ -2,7 +2,6 @@
 //! that are no good (threats.md T18): neither guest gets a byte of the other's, and no page of a
 //! read that failed has anything of an earlier request's.
 
-mod faulty;
 mod rig;
 
 use std::fs::OpenOptions;
@@ -10,11 +9,11 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, Tag};
+use ferrite_testkit::errno::{EAGAIN, EIO};
+use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_xen::mover::Mover;
 
-use faulty::{EAGAIN, EIO, Fault, Faults};
 use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, images, mover, scale};
 
 /// Requests that a guest has in flight, each with a part of the disk and of the buffer for itself.
@@ -94,15 +93,11 @@ impl Tenant {
 
     /// From now on storage does what it likes.
     fn break_storage(&mut self) {
-        let mut random = self.random.clone();
-        self.faults.set(move |op| match (op, random.below(8)) {
-            (Op::Read { .. } | Op::Write { .. }, 0) => Fault::Errno(EIO),
-            (Op::Read { .. } | Op::Write { .. }, 1) => Fault::Nothing,
-            (Op::Read { .. } | Op::Write { .. }, 2) => Fault::Errno(EAGAIN),
-            (Op::Read { buf, .. } | Op::Write { buf, .. }, 3) => Fault::Short(buf.len() / 2),
-            (Op::Read { buf, .. } | Op::Write { buf, .. }, 4) => Fault::Short(buf.len().min(512)),
-            _ => Fault::None,
-        });
+        let ends = [Fault::Errno(EIO), Fault::Nothing, Fault::Errno(EAGAIN), Fault::Half];
+        let others = [Fault::Short(512), Fault::None, Fault::None, Fault::None];
+        let seed = self.random.clone().next_u64();
+        let faults = [ends, others].concat();
+        self.faults.set([Ops::among(&Kind::TRANSFERS).meet_any(seed, &faults)]);
     }
 
     /// One request for each part; `only_reads` leaves the medium as it is.
@@ -258,7 +253,7 @@ fn alternate(tenants: &mut [Tenant; 2], rounds: u32) {
     for round in 0..rounds {
         for tenant in tenants.iter_mut() {
             match round % 3 {
-                0 => tenant.faults.set(|_| Fault::None),
+                0 => tenant.faults.clear(),
                 _ => tenant.break_storage(),
             }
         }

@@ -1,23 +1,19 @@
 //! Storage that fails in every way (threats.md T6, T18; blkif.md 2, rule 3): the request gets an
 //! error or is done, the guest gets no byte that is not its own, and the disk goes on.
 
-mod faulty;
 mod rig;
 
-use std::sync::atomic::Ordering;
-use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::errno::{EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, EOPNOTSUPP};
+use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_xen::abi::{OP_DISCARD, PlainOp, STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY};
 
-use faulty::{
-    EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, EOPNOTSUPP, Fault, Faults, is_read, is_sync, is_write,
-};
 use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory};
 
 const BYTES: u64 = 4 << 20;
@@ -60,14 +56,8 @@ fn short_transfers_are_continued_until_all_is_done() {
     let (rig, faults) = rig();
     let (mut front, buffer) = connected(&rig);
     let queue = &mut front.queues[0];
-    let mut random = SplitMix64::new(3);
     // Whole sectors, and pieces that end within one and have to be done again.
-    faults.set(move |op| match op {
-        Op::Read { buf, .. } | Op::Write { buf, .. } if buf.len() > 512 => {
-            Fault::Short(512 + random.below(buf.len() as u64 - 512) as usize)
-        }
-        _ => Fault::None,
-    });
+    faults.set([Ops::among(&Kind::TRANSFERS).meet(Fault::Part)]);
     for (sector, bytes) in [(0, 4096), (9, 11 * 4096), (100, 1 << 20), (3, 512)] {
         let data = pattern(sector, bytes);
         buffer.write(0, &data);
@@ -90,7 +80,7 @@ fn errors_fail_their_request_and_leave_the_guests_pages_alone() {
     assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
     for fault in [EIO, ENOSPC, ENOMEM].map(Fault::Errno).into_iter().chain([Fault::Nothing]) {
         for bytes in [512, 4096, 1 << 20] {
-            faults.once(is_read, fault);
+            faults.once(Kind::Read, fault);
             buffer.fill(0, buffer.len(), 0xEE);
             assert_eq!(read(queue, &buffer, 2048, bytes), STATUS_ERROR, "{fault:?}");
             let untouched = buffer.to_vec(0, buffer.len()).iter().all(|b| *b == 0xEE);
@@ -98,7 +88,7 @@ fn errors_fail_their_request_and_leave_the_guests_pages_alone() {
             assert_eq!(read(queue, &buffer, 2048, bytes), STATUS_OKAY);
             assert!(buffer.to_vec(0, bytes).iter().all(|b| *b == 0), "the medium is empty there");
 
-            faults.once(is_write, fault);
+            faults.once(Kind::Write, fault);
             buffer.fill(0, buffer.len(), 0xDD);
             assert_eq!(write(queue, &buffer, 4096, bytes), STATUS_ERROR, "{fault:?}");
             assert!(rig.sectors(4096, bytes).iter().all(|b| *b == 0), "{fault:?}");
@@ -115,8 +105,7 @@ fn an_error_behind_a_part_fails_the_whole_request() {
     buffer.fill(0, buffer.len(), 0x66);
     assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
     for end in [Fault::Errno(EIO), Fault::Nothing] {
-        let mut script = [Fault::Short(8192), Fault::Short(1000), end].into_iter();
-        faults.set(move |_| script.next().unwrap_or(Fault::None));
+        faults.in_order(&[Fault::Short(8192), Fault::Short(1000), end]);
         buffer.fill(0, buffer.len(), 0xEE);
         assert_eq!(read(queue, &buffer, 0, 1 << 20), STATUS_ERROR);
         assert!(buffer.to_vec(0, buffer.len()).iter().all(|b| *b == 0xEE));
@@ -133,17 +122,13 @@ fn try_again_is_tried_again_and_not_for_ever() {
     let queue = &mut front.queues[0];
     buffer.write(0, &pattern(0, 1 << 20));
     for errno in [EAGAIN, EINTR] {
-        let mut left = 20;
-        faults.set(move |_| {
-            left -= 1;
-            if left >= 0 { Fault::Errno(errno) } else { Fault::None }
-        });
+        faults.set([Ops::storage().fail(errno).times(20)]);
         assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
         assert_eq!(read(queue, &buffer, 0, 4096), STATUS_OKAY);
-        faults.set(move |_| Fault::Errno(errno));
+        faults.set([Ops::storage().fail(errno)]);
         assert_eq!(write(queue, &buffer, 0, 4096), STATUS_ERROR);
         assert_eq!(read(queue, &buffer, 0, 4096), STATUS_ERROR);
-        faults.set(|_| Fault::None);
+        faults.clear();
         assert_eq!(read(queue, &buffer, 0, 4096), STATUS_OKAY);
     }
     front.close(PATIENCE).unwrap();
@@ -156,11 +141,7 @@ fn an_interrupted_flush_is_done_again() {
     let (mut front, buffer) = connected(&rig);
     let queue = &mut front.queues[0];
     for errno in [EINTR, EAGAIN] {
-        let mut left = 3;
-        faults.set(move |op| {
-            left -= i32::from(is_sync(op));
-            if is_sync(op) && left >= 0 { Fault::Errno(errno) } else { Fault::None }
-        });
+        faults.set([Ops::from(Kind::Sync).fail(errno).times(3)]);
         assert_eq!(flush(queue), STATUS_OKAY, "errno {errno}");
         assert_eq!(write(queue, &buffer, 0, 4096), STATUS_OKAY);
     }
@@ -196,7 +177,7 @@ fn after_a_failed_flush_all_writes_fail_until_the_disk_is_attached_again() {
         let mut front = rig.connect(&two);
         let buffer = front.space().buffer(256).unwrap();
         assert_eq!(write(&mut front.queues[1], &buffer, 0, 4096), STATUS_OKAY);
-        faults.once(is_sync, Fault::Errno(EIO));
+        faults.once(Kind::Sync, Fault::Errno(EIO));
         let data = [buffer.segment(0, 0, 7)];
         front.queues[0].plain(op, 0, &data[..segments]).unwrap();
         assert_eq!(front.queues[0].next_reply(PATIENCE).unwrap().status, STATUS_ERROR, "{name}");
@@ -236,19 +217,11 @@ fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
         let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
         let buffer = front.space().buffer(1).unwrap();
         buffer.fill(0, 4096, 0x77);
-        let (begun, flushing) = channel();
-        let mut first = Some(Fault::Held(Some(EIO)));
-        faults.set(move |op| match is_sync(op) {
-            true => {
-                let _ = begun.send(());
-                first.take().unwrap_or(Fault::None)
-            }
-            false => Fault::None,
-        });
-        let held = faults.gate.lock().unwrap();
+        faults.once(Kind::Sync, Fault::Held(Some(EIO)));
+        let held = faults.hold();
         front.queues[0].flush().unwrap();
         front.queues[0].push().unwrap();
-        flushing.recv_timeout(PATIENCE).unwrap();
+        faults.wait_for(Kind::Sync, 1);
         // Taken in one sweep: the answer to the first says that the second was taken, too.
         front.queues[1].read(BYTES / 512, &buffer, 0, 4096).unwrap();
         let data = [buffer.segment(0, 0, 7)];
@@ -268,7 +241,7 @@ fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
 fn a_failed_flush_is_remembered_while_nobody_is_connected() {
     let (mut rig, faults) = rig();
     let (mut front, buffer) = connected(&rig);
-    faults.once(is_sync, Fault::Errno(EIO));
+    faults.once(Kind::Sync, Fault::Errno(EIO));
     assert_eq!(flush(&mut front.queues[0]), STATUS_ERROR);
     front.close(PATIENCE).unwrap();
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
@@ -286,18 +259,14 @@ fn flushes_and_barriers_are_steps_in_their_order() {
     let (rig, faults) = rig();
     let (mut front, buffer) = connected(&rig);
     let queue = &mut front.queues[0];
-    let asked = Arc::new(Mutex::new(String::new()));
-    let log = asked.clone();
-    faults.set(move |op| {
-        let step = match op {
-            Op::Sync { .. } => 's',
-            Op::Write { .. } => 'w',
-            Op::Read { .. } => 'r',
-            _ => '?',
-        };
-        log.lock().unwrap().push(step);
-        Fault::None
-    });
+    faults.list();
+    let step = |op: &Op| match op {
+        Op::Sync { .. } => 's',
+        Op::Write { .. } => 'w',
+        Op::Read { .. } => 'r',
+        _ => '?',
+    };
+    let asked = || faults.take_list().iter().map(step).collect::<String>();
     let data = [buffer.segment(0, 0, 7)];
     for (op, segments, steps) in [
         (PlainOp::Flush, 0, "s"),
@@ -308,7 +277,7 @@ fn flushes_and_barriers_are_steps_in_their_order() {
     ] {
         queue.plain(op, 0, &data[..segments]).unwrap();
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
-        assert_eq!(std::mem::take(&mut *asked.lock().unwrap()), steps, "{op:?}");
+        assert_eq!(asked(), steps, "{op:?}");
     }
     // Nothing before or behind a barrier is under way with it.
     let ops = [PlainOp::Read, PlainOp::Read, PlainOp::Barrier, PlainOp::Read, PlainOp::Barrier];
@@ -317,8 +286,7 @@ fn flushes_and_barriers_are_steps_in_their_order() {
         queue.plain(op, 0, &[buffer.segment(page, 0, 7)]).unwrap();
     }
     assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
-    assert_eq!(*asked.lock().unwrap(), "rrswsrsws");
-    faults.set(|_| Fault::None);
+    assert_eq!(asked(), "rrswsrsws");
     front.close(PATIENCE).unwrap();
 }
 
@@ -330,10 +298,7 @@ fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
     let mut front = rig.connect(&FrontOptions { queues: 4, ..FrontOptions::default() });
     const PLACE: u64 = BYTES / 512 - 8;
     // Only barriers flush here.
-    faults.watch_alone(|op| match op {
-        Op::Write { offset, .. } => *offset == PLACE * 512,
-        op => is_sync(op),
-    });
+    faults.watch_alone([Ops::from(Kind::Write).at(PLACE * 512), Kind::Sync.into()]);
     let space = front.space().clone();
     let threads: Vec<_> = std::mem::take(&mut front.queues)
         .into_iter()
@@ -356,9 +321,9 @@ fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
         })
         .collect();
     front.queues = threads.into_iter().map(|t| t.join().unwrap()).collect();
-    let traffic = &faults.traffic;
-    assert_eq!(traffic.begun_alone.load(Ordering::SeqCst), 600 * rig::scale() as usize);
-    assert_eq!(traffic.beside.load(Ordering::SeqCst), 0, "operations beside a barrier");
+    let traffic = faults.traffic();
+    assert_eq!(traffic.begun_alone(), 600 * rig::scale() as usize);
+    assert_eq!(traffic.beside(), 0, "operations beside a barrier");
     front.close(PATIENCE).unwrap();
 }
 
@@ -367,7 +332,7 @@ fn the_data_of_a_flush_that_fails_is_not_written() {
     let (rig, faults) = rig();
     let (mut front, buffer) = connected(&rig);
     buffer.fill(0, 4096, 0x77);
-    faults.once(is_sync, Fault::Errno(EIO));
+    faults.once(Kind::Sync, Fault::Errno(EIO));
     front.queues[0].plain(PlainOp::Flush, 0, &[buffer.segment(0, 0, 7)]).unwrap();
     assert_eq!(front.queues[0].next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
     assert_eq!(rig.sectors(0, 4096), vec![0; 4096]);
@@ -379,7 +344,7 @@ fn a_medium_without_discard_says_so_and_one_that_fails_does_not() {
     let (mut front, _) = connected(&rig);
     let queue = &mut front.queues[0];
     for (errno, status) in [(EIO, STATUS_ERROR), (EOPNOTSUPP, STATUS_NOT_SUPPORTED)] {
-        faults.once(|op| matches!(op, Op::PunchHole { .. }), Fault::Errno(errno));
+        faults.once(Kind::PunchHole, Fault::Errno(errno));
         queue.discard(0, 8, false).unwrap();
         let reply = queue.next_reply(PATIENCE).unwrap();
         assert_eq!((reply.operation, reply.status), (OP_DISCARD, status));
@@ -404,10 +369,10 @@ fn errors_around_partial_blocks_change_nothing_and_hold_nothing_up() {
     let mut expected = pattern(0, 1 << 16);
     for (sector, bytes) in [(1, 512), (3, 4096), (15, 8192), (8, 512), (9, 11 * 4096)] {
         for (of, fault) in [
-            (is_read as fn(&Op) -> bool, Fault::Errno(EIO)),
-            (is_read, Fault::Nothing),
-            (is_write, Fault::Errno(ENOSPC)),
-            (is_write, Fault::Nothing),
+            (Kind::Read, Fault::Errno(EIO)),
+            (Kind::Read, Fault::Nothing),
+            (Kind::Write, Fault::Errno(ENOSPC)),
+            (Kind::Write, Fault::Nothing),
         ] {
             faults.once(of, fault);
             assert_eq!(write(&mut front.queues[0], &buffer, sector, bytes), STATUS_ERROR);
@@ -418,10 +383,7 @@ fn errors_around_partial_blocks_change_nothing_and_hold_nothing_up() {
             buffer.fill(0, buffer.len(), 0xDD);
         }
         // Short ones are continued.
-        faults.set(|op| match op {
-            Op::Read { buf, .. } | Op::Write { buf, .. } if buf.len() > 4096 => Fault::Short(4096),
-            _ => Fault::None,
-        });
+        faults.set([Ops::among(&Kind::TRANSFERS).meet(Fault::Short(4096))]);
         assert_eq!(write(&mut front.queues[0], &buffer, sector, bytes), STATUS_OKAY);
         expected[sector as usize * 512..][..bytes].fill(0xDD);
         assert!(rig.sectors(0, 1 << 16) == expected, "{bytes} bytes at {sector}");
@@ -435,14 +397,9 @@ fn random_faults_under_load_lose_no_request_and_no_byte() {
     let two = FrontOptions { queues: 2, order: 1, ..FrontOptions::default() };
     let mut front = rig.connect(&two);
     let buffer = front.space().buffer(128 * 4).unwrap();
-    let mut random = SplitMix64::new(11);
-    faults.set(move |op| match (op, random.below(8)) {
-        (_, 0) => Fault::Errno(EIO),
-        (_, 1) => Fault::Errno(EAGAIN),
-        (Op::Read { buf, .. } | Op::Write { buf, .. }, 2 | 3) => Fault::Short(buf.len() / 2),
-        (Op::Read { .. } | Op::Write { .. }, 4) => Fault::Nothing,
-        _ => Fault::None,
-    });
+    let errors = [Fault::Errno(EIO), Fault::Errno(EAGAIN), Fault::Half, Fault::Half];
+    let others = [Fault::Nothing, Fault::None, Fault::None, Fault::None];
+    faults.set([Ops::storage().meet_any(11, &[errors, others].concat())]);
     let mut random = SplitMix64::new(12);
     let mut good = 0;
     for round in (0..40 * rig::scale()).map(|round| round as u8) {

@@ -1,20 +1,16 @@
 //! Requests that need the disk for themselves, beside queues that break (threats.md T4, T24): they
 //! wait for what is under way elsewhere, and for nothing else.
 
-mod faulty;
 mod rig;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_xen::abi::PlainOp;
 
-use faulty::{Fault, Faults, is_read, is_sync};
 use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory};
 
 /// What has to be alone on the disk.
@@ -38,26 +34,20 @@ impl Alone {
     }
 
     /// Its first operation on storage.
-    fn begins_with(self, op: &Op) -> bool {
+    fn begins_with(self) -> Kind {
         match self {
-            Alone::Barrier => is_sync(op),
-            Alone::SmallWrite => is_read(op),
+            Alone::Barrier => Kind::Sync,
+            Alone::SmallWrite => Kind::Read,
         }
     }
 }
 
-/// Holds such operations until [`Faults::gate`] is let go of; how many were begun.
-fn hold(faults: &Faults, of: impl Fn(&Op) -> bool + Send + 'static) -> Arc<AtomicUsize> {
-    let begun = Arc::new(AtomicUsize::new(0));
-    let counted = begun.clone();
-    faults.set(move |op| match of(op) {
-        true => {
-            counted.fetch_add(1, Ordering::SeqCst);
-            Fault::Held(None)
-        }
-        false => Fault::None,
-    });
-    begun
+/// Holds operations of this kind, and counts them from now on, until what it returns is dropped.
+fn hold(faults: &Faults, kind: Kind) -> impl Drop {
+    let held = faults.hold();
+    faults.forget();
+    faults.set([Ops::from(kind).meet(Fault::Held(None))]);
+    held
 }
 
 fn wait_until(what: &str, done: impl Fn() -> bool) {
@@ -82,11 +72,10 @@ fn three_queues(plan: Plan) -> (Rig, Frontend, Buffer, Faults) {
 /// broken queue finds it as it is woken by the gate, and nothing wakes it again.
 fn a_broken_ring_holds_up_nobody(plan: Plan, alone: Alone) {
     let (mut rig, mut front, buffer, faults) = three_queues(plan);
-    let begun = hold(&faults, move |op| alone.begins_with(op));
-    let held = faults.gate.lock().unwrap();
+    let held = hold(&faults, alone.begins_with());
     alone.ask(&mut front.queues[0], &buffer, 0);
     front.queues[0].push().unwrap();
-    wait_until("the first request's turn", || begun.load(Ordering::SeqCst) == 1);
+    faults.wait_for(alone.begins_with(), 1);
     let ring = front.queues[1].ring();
     ring.store(RingWord::ReqProd, front.queues[1].req_prod().wrapping_add(1 << 31));
     drop(held);
@@ -125,11 +114,10 @@ fn a_queue_that_ends_with_work_under_way_is_not_waited_for() {
     let plan = Plan { bytes: 4 << 20, ..Plan::default() };
     let (mut rig, mut front, buffer, faults) = three_queues(plan);
     for round in 0..4 {
-        let begun = hold(&faults, is_read);
-        let held = faults.gate.lock().unwrap();
+        let held = hold(&faults, Kind::Read);
         front.queues[1].read(0, &buffer, 0, 4096).unwrap();
         front.queues[1].push().unwrap();
-        wait_until("the read", || begun.load(Ordering::SeqCst) == 1);
+        faults.wait_for(Kind::Read, 1);
         let sweeps = rig.counters.counts().sweeps;
         Alone::Barrier.ask(&mut front.queues[0], &buffer, 1);
         front.queues[0].push().unwrap();
@@ -140,7 +128,7 @@ fn a_queue_that_ends_with_work_under_way_is_not_waited_for() {
         wait_until(&what, || !rig.is_running());
         rig.join().unwrap_err();
         faults.break_engine("");
-        faults.set(|_| Fault::None);
+        faults.clear();
         rig.start();
         for queue in &mut front.queues {
             assert!(queue.drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));

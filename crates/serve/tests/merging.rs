@@ -1,15 +1,15 @@
 //! Requests of a sweep that are neighbours on the medium share an operation, and nothing else.
 
-mod faulty;
 mod rig;
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::errno::EIO;
+use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
 
-use faulty::{EIO, Fault, Faults, is_read, is_sync, is_write};
 use rig::{PATIENCE, Plan, Rig};
 
 const PAGE: usize = 4096;
@@ -85,6 +85,14 @@ fn even_before_odd(stretches: usize) -> impl Iterator<Item = usize> {
     (0..stretches).flat_map(move |n| stretch(n * 28))
 }
 
+/// Its kind and bytes, if it is one.
+fn transfer(op: &Op) -> Option<(Kind, usize)> {
+    match op {
+        Op::Write { buf, .. } | Op::Read { buf, .. } => Some((Kind::of(op), buf.len())),
+        _ => None,
+    }
+}
+
 #[test]
 fn a_batch_in_the_wrong_order_is_one_operation_on_one_piece_of_memory() {
     const STRETCHES: usize = 2;
@@ -94,15 +102,8 @@ fn a_batch_in_the_wrong_order_is_one_operation_on_one_piece_of_memory() {
     let mut front = rig.connect(&front_options);
     let buffer = front.space().buffer(2 * BATCH).unwrap();
     (0..BATCH).for_each(|page| buffer.write(page * PAGE, &[page as u8 + 1; PAGE]));
-    let operations = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
-    let seen = operations.clone();
-    // Of a vectored operation it would see the first piece.
-    faults.set(move |op| {
-        if let Op::Write { buf, .. } | Op::Read { buf, .. } = op {
-            seen.lock().unwrap().push((is_write(op), buf.len()));
-        }
-        Fault::None
-    });
+    // Of a vectored operation it would have the first piece.
+    faults.list();
     let queue = &mut front.queues[0];
     for page in even_before_odd(STRETCHES) {
         queue.write(page as u64 * 8, &buffer, page * PAGE, PAGE).unwrap();
@@ -113,7 +114,8 @@ fn a_batch_in_the_wrong_order_is_one_operation_on_one_piece_of_memory() {
     }
     assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
     let bytes = BATCH * PAGE;
-    assert_eq!(*operations.lock().unwrap(), [(true, bytes), (false, bytes)]);
+    let asked: Vec<_> = faults.take_list().iter().filter_map(transfer).collect();
+    assert_eq!(asked, [(Kind::Write, bytes), (Kind::Read, bytes)]);
     assert!(rig.sectors(0, bytes) == buffer.to_vec(0, bytes));
     assert!(buffer.to_vec(bytes, bytes) == buffer.to_vec(0, bytes));
     front.close(PATIENCE).unwrap();
@@ -164,14 +166,7 @@ fn when_a_shared_operation_fails_only_the_request_at_fault_does() {
     let (rig, faults) = rig(true);
     let (mut front, buffer) = connected(&rig);
     let bad = 5 * PAGE as u64;
-    faults.set(move |op| match op {
-        Op::Write { offset, buf, .. } if (*offset..offset + buf.len() as u64).contains(&bad) => {
-            Fault::Errno(EIO)
-        }
-        _ => Fault::None,
-    });
-    // The engine of the tests sees the first piece of a vectored operation only, so what is put
-    // on the ring in order, and lies in one piece, is what is refused as a whole.
+    faults.set([Ops::from(Kind::Write).touching(bad..bad + 1).fail(EIO)]);
     let queue = &mut front.queues[0];
     for page in 0..SWEEP {
         queue.write(page as u64 * 8, &buffer, page * PAGE, PAGE).unwrap();
@@ -194,10 +189,10 @@ fn a_short_shared_operation_is_continued_from_where_it_stopped() {
         let (rig, faults) = rig(true);
         let (mut front, buffer) = connected(&rig);
         let fault = if short == 0 { Fault::Nothing } else { Fault::Short(short) };
-        faults.once(is_write, fault);
+        faults.once(Kind::Write, fault);
         assert_eq!(write_all(&mut front, &buffer), [STATUS_OKAY; SWEEP], "short by {short}");
         assert!(rig.sectors(0, SWEEP * PAGE) == buffer.to_vec(0, SWEEP * PAGE));
-        faults.once(is_read, fault);
+        faults.once(Kind::Read, fault);
         read_all_back(&mut front, &buffer);
         front.close(PATIENCE).unwrap();
     }
@@ -207,13 +202,6 @@ fn a_short_shared_operation_is_continued_from_where_it_stopped() {
 fn nothing_is_moved_across_a_flush() {
     let (rig, faults) = rig(true);
     let (mut front, buffer) = connected(&rig);
-    let order = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
-    let seen = order.clone();
-    faults.set(move |op| {
-        let what = if is_sync(op) { 'f' } else { 'w' };
-        seen.lock().unwrap().push(what);
-        Fault::None
-    });
     let queue = &mut front.queues[0];
     queue.write(0, &buffer, 0, PAGE).unwrap();
     queue.write(8, &buffer, PAGE, PAGE).unwrap();
@@ -222,8 +210,7 @@ fn nothing_is_moved_across_a_flush() {
     queue.write(24, &buffer, 3 * PAGE, PAGE).unwrap();
     assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
     // The two before the flush together, and those after it: never three or four of them.
-    let writes = order.lock().unwrap().iter().filter(|c| **c == 'w').count();
-    assert_eq!(writes, 2);
+    assert_eq!(faults.seen(&[Kind::Write]), 2);
     assert_eq!(rig.counters.counts().merged, 2);
     front.close(PATIENCE).unwrap();
 }

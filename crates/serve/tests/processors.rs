@@ -1,7 +1,6 @@
 //! What a disk uses of its host's processors: polling is shared by the backends of a host, which are
 //! processes, and a disk that has used its processor time is held back and no other one.
 
-mod faulty;
 mod rig;
 
 use std::io::{BufRead, BufReader, Write};
@@ -9,7 +8,6 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
@@ -25,12 +23,12 @@ use ferrite_serve::polling::{Budget, PollWindow};
 use ferrite_serve::processors::{Limit, Processors};
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
+use ferrite_testkit::faulty::{Fault, Faults, Kind};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::{self, DISK_MAPPINGS};
 use ferrite_xen::store::Store;
 use rustix::fs::{FallocateFlags, fallocate};
 
-use faulty::{Fault, Faults, is_read};
 use rig::{Hands, PATIENCE, Plan, Rig, dir_in_memory, engines, mover, moving, offer};
 
 const DEVID: u32 = 202 << 8;
@@ -403,22 +401,15 @@ fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
     let buffer = front.space().buffer(32 * AT_ONCE as usize).unwrap();
     works(&mut front);
     let before = rig.counters.counts().requests;
-    let held = faults.gate.lock().unwrap();
-    let (begun, reading) = channel();
-    let mut first = Some(Fault::Held(None));
-    faults.set(move |op| match is_read(op) {
-        true => {
-            let _ = begun.send(());
-            first.take().unwrap_or(Fault::None)
-        }
-        false => Fault::None,
-    });
+    let held = faults.hold();
+    faults.forget();
+    faults.once(Kind::Read, Fault::Held(None));
     for i in 0..AT_ONCE {
         let to = (i as usize) << 17;
         front.queues[0].read(i * 256, &buffer, to, 128 << 10).unwrap();
     }
     front.queues[0].push().unwrap();
-    reading.recv_timeout(PATIENCE).unwrap();
+    faults.wait_for(Kind::Read, 1);
     world.use_up(Duration::from_millis(200));
     drop(held);
     wait_until("that those are answered that have buffers", || {

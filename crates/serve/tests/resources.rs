@@ -12,9 +12,11 @@ use std::time::{Duration, Instant};
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, Reply};
 use ferrite_loopback::{CopyWith, GuestOptions};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::errno::{EAGAIN, EINTR, EIO, ENOMEM, ENOSPC};
+use ferrite_testkit::faulty::Kind;
 use ferrite_xen::abi::{OP_BARRIER, OP_FLUSH, PlainOp, STATUS_ERROR, STATUS_OKAY};
 
-use nth::{Call, EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, FailingHypervisor, Nth};
+use nth::{Call, FailingHypervisor, Nth};
 use rig::{PATIENCE, Plan, Rig, images, scale};
 use tempfile::TempDir;
 
@@ -69,7 +71,7 @@ impl Life {
         count_panics();
         let dir = rig::dir_in_memory();
         let image = (format != RAW).then(|| images::make(dir.path(), format, BYTES));
-        let rig = Rig::without_backend(Plan { engine: nth::engines(&nth), image, ..plan() });
+        let rig = Rig::without_backend(Plan { engine: nth.faults.factory(), image, ..plan() });
         let front = rig.frontend();
         let buffer = front.space().buffer(40).unwrap();
         let mut life = Life { rig, front, buffer, nth, ended: 0, errors: 0, _image_dir: dir };
@@ -260,7 +262,7 @@ fn each_on(format: &str, call: Call, most: u64, check: impl Fn(u64, Lived)) {
 
 #[test]
 fn an_engine_that_cannot_be_built_is_built_by_a_successor() {
-    for call in [Call::MakeEngine, Call::AddFile] {
+    for call in [Kind::Make, Kind::AddFile].map(Call::Engine) {
         each(call, CALLS, |n, lived| {
             // The one behind those of the two queues is for closing: the guest is served until then.
             let least = u32::from(n <= 2);
@@ -271,7 +273,7 @@ fn an_engine_that_cannot_be_built_is_built_by_a_successor() {
 
 #[test]
 fn an_engine_that_fails_as_a_whole_is_followed_by_one_that_does_what_is_left() {
-    for call in [Call::Submit, Call::Wait, Call::Readable] {
+    for call in [Kind::Submit, Kind::Wait, Kind::Wakeup].map(Call::Engine) {
         each(call, CALLS, |n, lived| {
             assert!(lived.ended <= 1 && lived.errors == 0, "{call:?} {n}");
         });
@@ -331,10 +333,10 @@ fn an_image_outlives_the_same(format: &str) {
     each_on(format, Call::Storage, 2 * CALLS, |n, lived| {
         assert_eq!(lived.ended, 0, "{format} {n}");
     });
-    for call in [Call::AddFile, Call::Submit, Call::Wait, Call::Readable] {
+    for call in [Kind::AddFile, Kind::Submit, Kind::Wait, Kind::Wakeup].map(Call::Engine) {
         each_on(format, call, CALLS / 4, |n, lived| {
             // A request may have waited for another's metadata.
-            let bearable = usize::from(call == Call::Readable);
+            let bearable = usize::from(call == Call::Engine(Kind::Wakeup));
             let Lived { ended, errors, .. } = lived;
             let what = format!("{format} {call:?} {n}: {ended} ended, {errors} errors");
             assert!(ended <= 1 && errors <= bearable, "{what}");

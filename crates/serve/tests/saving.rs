@@ -1,17 +1,15 @@
 //! Metadata of what was answered gets to the medium though no flush asks for it (ARCHITECTURE.md,
 //! "A write into new space costs what one into old space does").
 
-mod faulty;
 mod rig;
 
 use std::path::Path;
-use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_serve::blkif::lifecycle::Outcome;
+use ferrite_testkit::faulty::{Fault, Faults, Kind};
 
-use faulty::{Fault, Faults, is_sync};
 use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};
 
 /// Of an image's blocks; a write into a new one leaves metadata to save.
@@ -44,20 +42,6 @@ fn after_a_crash(rig: &mut Rig, image: &Path) -> Vec<u8> {
     images::contents(image)
 }
 
-/// Tells of each sync, and does the first one so.
-fn syncs(faults: &Faults, first: impl FnOnce() -> Fault + Send + 'static) -> Receiver<()> {
-    let (begun, syncs) = channel();
-    let mut first = Some(first);
-    faults.set(move |op| match is_sync(op) {
-        true => {
-            let _ = begun.send(());
-            first.take().map_or(Fault::None, |first| first())
-        }
-        false => Fault::None,
-    });
-    syncs
-}
-
 /// That nobody waits for it is no reason to stop halfway.
 #[test]
 fn what_is_being_saved_as_the_guest_leaves_is_saved() {
@@ -65,13 +49,11 @@ fn what_is_being_saved_as_the_guest_leaves_is_saved() {
     let image = images::make(dir.path(), "vhd", BYTES);
     let faults = Faults::none();
     let (mut rig, mut front, buffer) = connected(&image, &faults);
-    let saving = syncs(&faults, || {
-        // Storage that takes its time: the guest is gone before the next step.
-        std::thread::sleep(Duration::from_millis(300));
-        Fault::None
-    });
+    faults.forget();
+    // Storage that takes its time: the guest is gone before the next step.
+    faults.once(Kind::Sync, Fault::Late(Duration::from_millis(300)));
     write(&mut front.queues[0], &buffer, BLOCK as u64 / 512, 0xA1);
-    saving.recv_timeout(PATIENCE).unwrap();
+    faults.wait_for(Kind::Sync, 1);
     front.close(PATIENCE).unwrap();
     assert!(after_a_crash(&mut rig, &image)[BLOCK..][..4096] == [0xA1; 4096]);
 }
@@ -94,18 +76,16 @@ fn what_is_written_during_a_save_is_saved_by_another() {
     let image = images::make(dir.path(), "vhd", BYTES);
     let faults = Faults::none();
     let (mut rig, mut front, buffer) = connected(&image, &faults);
-    let syncs = syncs(&faults, || Fault::Held(None));
-    let held = faults.gate.lock().unwrap();
+    faults.forget();
+    faults.once(Kind::Sync, Fault::Held(None));
+    let held = faults.hold();
     write(&mut front.queues[0], &buffer, BLOCK as u64 / 512, 0xA1);
-    syncs.recv_timeout(PATIENCE).unwrap();
+    faults.wait_for(Kind::Sync, 1);
     // Another block of the image.
     write(&mut front.queues[1], &buffer, 2 * BLOCK as u64 / 512, 0xA2);
     drop(held);
     // The other one of the first save, then that of the second, which is not cut short.
-    for which in ["second", "third"] {
-        let told = syncs.recv_timeout(PATIENCE);
-        assert!(told.is_ok(), "there is no {which} sync");
-    }
+    faults.wait_for(Kind::Sync, 3);
     let bytes = after_a_crash(&mut rig, &image);
     let written = |block: usize, byte| bytes[block * BLOCK..][..4096] == [byte; 4096];
     assert!(written(1, 0xA1) && written(2, 0xA2));

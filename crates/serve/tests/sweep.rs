@@ -1,6 +1,5 @@
 //! How much is begun before somebody is answered.
 
-mod faulty;
 mod rig;
 
 use std::sync::Arc;
@@ -8,8 +7,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use ferrite_loopback::front::{FrontOptions, RingWord};
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::errno::EIO;
+use ferrite_testkit::faulty::{Faults, Ops};
 
-use faulty::{EIO, Fault, Faults};
 use rig::{PATIENCE, Plan, Rig};
 
 /// Grant copies of the hypervisor's that are one call.
@@ -27,11 +27,11 @@ fn a_guest_is_answered_before_all_of_its_ring_is_done() {
     let most = Arc::new(AtomicU32::new(0));
     let seen = most.clone();
     // Each operation ends as soon as it is handed over, like one on what is in memory.
-    faults.set(move |_| {
+    faults.set([Ops::storage().fail(EIO)]);
+    faults.before_each(move |_| {
         let begun = begun.fetch_add(1, Ordering::Relaxed) + 1;
         let unanswered = begun - ring.load(RingWord::RspProd);
         seen.fetch_max(unanswered, Ordering::Relaxed);
-        Fault::Errno(EIO)
     });
     let buffer = front.space().buffer(128).unwrap();
     let queue = &mut front.queues[0];

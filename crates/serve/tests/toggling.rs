@@ -4,23 +4,19 @@
 
 mod rig;
 
-use std::collections::HashMap;
-use std::io;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::{BACKEND_DOMID, GuestOptions};
 use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::trace;
+use ferrite_testkit::faulty::{Fault, Faults, Ops};
 use ferrite_xen::abi::{PlainOp, Protocol};
 use ferrite_xen::hypervisor::DomId;
 
@@ -43,112 +39,17 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// A storage operation that waits for its time.
-enum Held {
-    One(Op),
-    Vectored(Transfer, FileId, u64, Vec<Span>),
-}
-
-/// Marks the timers that storage operations wait for.
-const LATE: Token = 1 << 62;
-
-/// An engine whose storage takes up to two milliseconds longer, so that a guest that goes away
-/// does so in the middle of it.
-struct Late {
-    inner: Box<dyn Engine>,
-    held: HashMap<Token, Held>,
-    random: SplitMix64,
-}
-
-impl Late {
-    fn hold(&mut self, token: Token, held: Held) {
-        self.held.insert(token, held);
-        let after = Duration::from_micros(self.random.below(2000));
-        self.inner.push(token | LATE, Op::Timer { after });
-    }
-}
-
-impl Engine for Late {
-    fn name(&self) -> &'static str {
-        "late"
-    }
-
-    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
-        self.inner.add_file(file)
-    }
-
-    fn clear_files(&mut self) -> io::Result<()> {
-        self.inner.clear_files()
-    }
-
-    fn push(&mut self, token: Token, op: Op) {
-        match op {
-            Op::Readable { .. } | Op::Timer { .. } => self.inner.push(token, op),
-            op => self.hold(token, Held::One(op)),
-        }
-    }
-
-    fn push_vectored(
-        &mut self,
-        token: Token,
-        transfer: Transfer,
-        file: FileId,
-        offset: u64,
-        bufs: &[Span],
-    ) {
-        self.hold(token, Held::Vectored(transfer, file, offset, bufs.to_vec()));
-    }
-
-    fn cancel(&mut self, token: Token) {
-        self.inner.cancel(token);
-    }
-
-    fn submit(&mut self) -> io::Result<()> {
-        self.inner.submit()
-    }
-
-    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.inner.wait(timeout)
-    }
-
-    fn reap(&mut self, out: &mut Vec<Completion>) {
-        let mut done = Vec::new();
-        self.inner.reap(&mut done);
-        for completion in done {
-            let token = completion.token & !LATE;
-            if token == completion.token {
-                out.push(completion);
-                continue;
-            }
-            match self.held.remove(&token).expect("a timer belongs to an operation") {
-                Held::One(op) => self.inner.push(token, op),
-                Held::Vectored(transfer, file, offset, bufs) => {
-                    self.inner.push_vectored(token, transfer, file, offset, &bufs);
-                }
-            }
-        }
-    }
-
-    fn may_reap(&mut self) -> bool {
-        self.inner.may_reap()
-    }
-
-    fn in_flight(&self) -> usize {
-        self.inner.in_flight()
-    }
-}
-
+/// Storage takes up to two milliseconds longer, so that a guest that goes away does so in the middle
+/// of it.
 fn plan() -> Plan {
-    let engines = rig::engines();
+    let faults = Faults::none();
+    faults.set([Ops::storage().meet(Fault::LateBelow(Duration::from_millis(2)))]);
     Plan {
         bytes: BYTES,
         pool_bytes: 4 << 20,
         // Rings that are forgotten with their grants in place are lost to the guest.
         guest: GuestOptions { frames: 96 << 10, grants: 128 << 10, ports: 64 },
-        engine: Arc::new(move |arena, entries| {
-            let inner = engines(arena, entries)?;
-            Ok(Box::new(Late { inner, held: HashMap::new(), random: SplitMix64::new(5) }))
-        }),
+        engine: faults.factory(),
         ..Plan::default()
     }
 }

@@ -1,18 +1,16 @@
 //! What a toolstack finds that has heard of an unplugged disk.
 
-mod faulty;
 mod rig;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_serve::blkif::lifecycle::{EngineFactory, Outcome};
+use ferrite_testkit::faulty::{Faults, Kind};
 
-use faulty::{Fault, Faults, is_sync};
 use rig::{PATIENCE, Plan, Rig, dir_in_memory, engines, images};
 
 const BYTES: u64 = 8 << 20;
@@ -59,19 +57,14 @@ fn what_a_raw_disk_was_written_is_on_the_medium_when_its_disk_is_said_to_be_clos
     let disk = rig.disk.clone();
     let mut front = rig.connect(&FrontOptions::default());
     let buffer = front.space().buffer(1).unwrap();
-    let synced = Arc::new(AtomicBool::new(false));
-    let syncs = synced.clone();
-    faults.set(move |op| {
-        syncs.fetch_or(is_sync(op), Ordering::SeqCst);
-        Fault::None
-    });
+    faults.forget();
     front.queues[0].write(8, &buffer, 0, 4096).unwrap();
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
-    assert!(!synced.load(Ordering::SeqCst));
+    assert_eq!(faults.seen(&[Kind::Sync]), 0);
     rig.machine.unplug(&disk).unwrap();
     front.close(PATIENCE).unwrap();
     rig.machine.wait_for_backend(&disk, &[6], PATIENCE).unwrap();
-    assert!(synced.load(Ordering::SeqCst));
+    assert!(faults.seen(&[Kind::Sync]) > 0);
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
 }
 

@@ -2,7 +2,6 @@
 
 #![allow(dead_code)]
 
-pub(crate) mod failing;
 pub(crate) mod released;
 pub(crate) mod tree;
 pub(crate) mod vhd;

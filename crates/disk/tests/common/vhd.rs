@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use ferrite_disk::vhd::{Footer, NewImage, NewParent};
 use ferrite_disk::{Disk, DiskError, OpenOptions, Port, Raw};
-use ferrite_io::engine::{Engine, Op};
+use ferrite_io::engine::Engine;
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
+use ferrite_testkit::errno::ENOSYS;
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
 
 use super::Queue;
-use super::failing::Failing;
 use super::released;
 
 /// How these tests open images: a ring that was dropped lets go of its files a little later.
@@ -61,11 +62,11 @@ pub(crate) fn create(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
 
 /// The same on a file system that sets no space aside, so that a fixed image is sparse.
 pub(crate) fn create_sparse(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
-    const ENOSYS: i32 = 38;
     File::create_new(path).unwrap();
     let raw = Raw::open_medium(path, &options()).unwrap();
-    let decide = |op: &Op| matches!(op, Op::Allocate { .. }).then_some(ENOSYS);
-    let wrap = |engine| Box::new(Failing::new(engine, Box::new(decide))) as Box<dyn Engine>;
+    let faults = Faults::none();
+    faults.set([Ops::from(Kind::Allocate).fail(ENOSYS)]);
+    let wrap = |engine| faults.around(engine);
     offline_on(wrap, raw.files(), async |port| new.create(&port, &raw).await)
 }
 

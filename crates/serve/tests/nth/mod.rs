@@ -1,19 +1,19 @@
 //! Calls for a resource that fail when it is their turn: the n-th of its kind, around the real
-//! engine, hypervisor and store.
+//! hypervisor and store, and by a rule for the engine.
 
 #![allow(unreachable_pub, reason = "as in every module of tests")]
 
+use std::fmt;
 use std::io::{self, Read, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-use ferrite_io::arena::{Arena, Span};
-use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use ferrite_io::arena::Arena;
 use ferrite_loopback::Loopback;
-use ferrite_serve::blkif::lifecycle::EngineFactory;
+use ferrite_testkit::errno::{EAGAIN, EINTR, ENOMEM, ENOSPC};
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use ferrite_xen::hypervisor::{
     CopySegment, Direction, DomId, GNTST_GENERAL_ERROR, GrantRef, Hypervisor, HypervisorError,
     Link, RingMemory, STATUS_UNTOUCHED,
@@ -22,27 +22,13 @@ use ferrite_xen::mover::Moving;
 use ferrite_xen::store::Store;
 use ferrite_xen::store::wire::{Decoder, ErrorName, Message};
 
-pub const EINTR: i32 = 4;
-pub const EIO: i32 = 5;
-pub const EAGAIN: i32 = 11;
-pub const ENOMEM: i32 = 12;
-pub const ENOSPC: i32 = 28;
-
 /// What can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// A storage engine is built.
-    MakeEngine,
-    /// It takes a file.
-    AddFile,
-    /// It hands operations to the kernel without waiting.
-    Submit,
-    /// The same, and waits.
-    Wait,
     /// An operation on storage ends.
     Storage,
-    /// An operation ends that waited for a descriptor.
-    Readable,
+    /// A call of the engine's.
+    Engine(Kind),
     /// A ring is mapped and a channel bound.
     Connect,
     /// Grants are copied.
@@ -60,23 +46,46 @@ pub enum Call {
 }
 
 /// From the n-th call of one kind on, so many fail.
-#[derive(Debug)]
 pub struct Nth {
     pub call: Call,
     pub n: u64,
     pub times: u64,
     pub errno: i32,
     seen: AtomicU64,
+    /// Those of the engine.
+    pub faults: Faults,
+}
+
+impl fmt::Debug for Nth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Nth { call, n, times, errno, .. } = self;
+        write!(f, "{call:?} {n}, {times} times, errno {errno}, {} seen", self.seen())
+    }
 }
 
 impl Nth {
     pub fn new(call: Call, n: u64, times: u64, errno: i32) -> Arc<Nth> {
-        Arc::new(Nth { call, n, times, errno, seen: AtomicU64::new(0) })
+        let faults = Faults::none();
+        let ops = match call {
+            Call::Storage => Some(Ops::storage()),
+            Call::Engine(kind) => Some(kind.into()),
+            _ => None,
+        };
+        faults.set(ops.map(|ops| ops.fail(errno).after(n - 1).times(times)));
+        Arc::new(Nth { call, n, times, errno, seen: AtomicU64::new(0), faults })
+    }
+
+    fn seen(&self) -> u64 {
+        match self.call {
+            Call::Storage => self.faults.seen(&Kind::STORAGE),
+            Call::Engine(kind) => self.faults.seen(&[kind]),
+            _ => self.seen.load(Ordering::SeqCst),
+        }
     }
 
     /// Whether there were so many calls that one failed.
     pub fn was_reached(&self) -> bool {
-        self.seen.load(Ordering::SeqCst) >= self.n
+        self.seen() >= self.n
     }
 
     /// Counts a call; the error number that it fails with.
@@ -90,92 +99,6 @@ impl Nth {
 
     fn check(&self, call: Call) -> io::Result<()> {
         self.errno(call).map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno)))
-    }
-}
-
-/// Engines as a [`Plan`](super::rig::Plan) takes them.
-pub fn engines(nth: &Arc<Nth>) -> EngineFactory {
-    let (nth, engines) = (nth.clone(), super::rig::engines());
-    Arc::new(move |arena, entries| {
-        nth.check(Call::MakeEngine)?;
-        let inner = engines(arena, entries)?;
-        Ok(Box::new(FailingEngine { inner, nth: nth.clone(), failed: Vec::new() }))
-    })
-}
-
-struct FailingEngine {
-    inner: Box<dyn Engine>,
-    nth: Arc<Nth>,
-    failed: Vec<Completion>,
-}
-
-impl Engine for FailingEngine {
-    fn name(&self) -> &'static str {
-        "failing"
-    }
-
-    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
-        self.nth.check(Call::AddFile)?;
-        self.inner.add_file(file)
-    }
-
-    fn clear_files(&mut self) -> io::Result<()> {
-        self.inner.clear_files()
-    }
-
-    fn push(&mut self, token: Token, op: Op) {
-        let call = match op {
-            Op::Readable { .. } | Op::Timer { .. } => Call::Readable,
-            _ => Call::Storage,
-        };
-        match self.nth.errno(call) {
-            Some(errno) => self.failed.push(Completion { token, raw: -errno }),
-            None => self.inner.push(token, op),
-        }
-    }
-
-    fn push_vectored(
-        &mut self,
-        token: Token,
-        transfer: Transfer,
-        file: FileId,
-        offset: u64,
-        bufs: &[Span],
-    ) {
-        match self.nth.errno(Call::Storage) {
-            Some(errno) => self.failed.push(Completion { token, raw: -errno }),
-            None => self.inner.push_vectored(token, transfer, file, offset, bufs),
-        }
-    }
-
-    fn cancel(&mut self, token: Token) {
-        self.inner.cancel(token);
-    }
-
-    fn submit(&mut self) -> io::Result<()> {
-        self.nth.check(Call::Submit)?;
-        self.inner.submit()
-    }
-
-    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.nth.check(Call::Wait)?;
-        match self.failed.is_empty() {
-            true => self.inner.wait(timeout),
-            false => self.inner.submit(),
-        }
-    }
-
-    fn reap(&mut self, out: &mut Vec<Completion>) {
-        out.append(&mut self.failed);
-        self.inner.reap(out);
-    }
-
-    fn may_reap(&mut self) -> bool {
-        !self.failed.is_empty() || self.inner.may_reap()
-    }
-
-    fn in_flight(&self) -> usize {
-        self.failed.len() + self.inner.in_flight()
     }
 }
 
