@@ -30,9 +30,9 @@ struct Check {
     area: &'static str,
     name: &'static str,
     state: State,
-    /// What was found.
+    /// The finding.
     found: String,
-    /// What follows from it: what is used, or what to do.
+    /// The consequence: what is used, or what to do.
     means: String,
 }
 

@@ -17,9 +17,9 @@ impl Code {
     pub const FAILED: Code = Code(1);
     /// The command line makes no sense.
     pub const USAGE: Code = Code(2);
-    /// What was named is not there.
+    /// The named thing is not there.
     const NOT_FOUND: Code = Code(3);
-    /// What was named is in use by somebody else.
+    /// The named thing is in use by somebody else.
     const BUSY: Code = Code(4);
     /// The image contradicts itself.
     const DAMAGED: Code = Code(5);
@@ -50,16 +50,16 @@ impl From<Code> for ExitCode {
     }
 }
 
-/// What failed, why, what to do next, and the code for it.
+/// A failure: the step, the reason, the next step for the user, and the code for it.
 #[derive(Debug)]
 pub struct Failure {
-    /// What the program ends with.
+    /// The program's exit code.
     pub code: Code,
-    /// What failed.
+    /// The step that failed.
     pub what: String,
     /// Why.
     pub why: String,
-    /// What to do next.
+    /// The next step for the user.
     pub help: String,
 }
 

@@ -34,7 +34,7 @@ pub struct TuningArgs {
 }
 
 impl TuningArgs {
-    /// What the queues are told.
+    /// The options of the queues.
     pub fn tuning(&self) -> Tuning {
         Tuning { poll: self.poll_us, merge: !self.no_merge }
     }

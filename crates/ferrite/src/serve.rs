@@ -114,7 +114,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the toolstack says of the disk, when it does. `None`: stopped before.
+/// The toolstack's settings of the disk, when they are there. `None`: stopped before.
 fn attachment(
     args: &ServeArgs,
     store: &mut Store,
@@ -150,7 +150,7 @@ fn open(args: &ServeArgs, read_only: bool, run_dir: &Path) -> Result<Disk, Failu
     Ok(Disk::open(&served_raw::name(run_dir, &args.image), &options)?)
 }
 
-/// What a killed backend has left in memory for an image that is a parent now becomes the leaf's.
+/// Writes of a killed backend to an image that is a parent now become the leaf's.
 fn recover_parents(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
     if disk.is_unrecovered() {
         let bytes = Session::new(disk.clone(), |arena| engine(arena, RECOVERY_ENTRIES))?

@@ -1,4 +1,4 @@
-//! What is served raw stays that as long as its guest is connected.
+//! An image that is served raw stays raw as long as its guest is connected.
 //!
 //! An image whose name says no format is refused if it looks like one of another format. A guest may
 //! write such a thing into its raw disk at any time, and must not keep its own backend from coming
@@ -33,7 +33,7 @@ pub(crate) fn name<'a>(run_dir: &Path, image: &'a OsStr) -> Cow<'a, OsStr> {
     }
 }
 
-/// What to note of an image that is open, when its guest is connected.
+/// The note about an image that is open, made when its guest is connected.
 pub(crate) fn note(image: &OsStr) -> Option<String> {
     if !says_nothing(image) {
         return None;

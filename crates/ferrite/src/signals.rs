@@ -73,7 +73,7 @@ pub fn end_at_once() -> Result<Arc<AtomicBool>, Failure> {
     Ok(Arc::new(AtomicBool::new(false)))
 }
 
-/// What the process ends with that is told to.
+/// The exit code of a process that was told to end.
 const INTERRUPTED: c_int = crate::exit::Code::INTERRUPTED.number() as c_int;
 
 pub(crate) fn cannot(e: io::Error) -> Failure {

@@ -80,7 +80,7 @@ fn outside(from: usize, len: usize, of: usize) -> ! {
     panic!("bytes {from}..+{len} are outside of {of}")
 }
 
-/// What backs an arena.
+/// The kind of memory behind an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Huge,
@@ -191,7 +191,7 @@ impl Arena {
         self.len
     }
 
-    /// What backs it, for people: `2 MiB pages`, `transparent huge pages` or `4 KiB pages`.
+    /// The kind of memory behind it, for people: `2 MiB pages`, `transparent huge pages` or `4 KiB pages`.
     pub fn kind(&self) -> &'static str {
         match self.kind {
             Kind::Huge => "2 MiB pages",

@@ -1,4 +1,4 @@
-//! What programs do to directories: where the order of files coming and going matters for what
+//! Operations on directories: where the order of files coming and going matters for what
 //! survives a crash, it goes through [`Directory`], so that a simulated world can take it back.
 
 use std::fs::{self, File};
@@ -24,19 +24,19 @@ pub trait Directory {
     /// Gives the file the name `to` instead; a file that had that name is replaced by it.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Takes a name away, and the file with it if it was the last one.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
     /// All that was done to the entries of `directory` is durable when this returns.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     fn sync(&self, directory: &Path) -> io::Result<()>;
 }
 

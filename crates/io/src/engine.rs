@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::arena::Span;
 
-/// What the submitter wants to find on the completion; opaque to the engine.
+/// The submitter's mark on an operation, found again on its completion; opaque to the engine.
 pub type Token = u64;
 
 /// Index of a file in the engine's table, from [`Engine::add_file`].
@@ -145,7 +145,7 @@ impl Completion {
 
 /// A batch-wise interface to the kernel's asynchronous I/O; see the module text.
 pub trait Engine {
-    /// What reports call it: `io_uring`, `aio`, `sim`.
+    /// Its name in reports: `io_uring`, `aio`, `sim`.
     fn name(&self) -> &'static str;
 
     /// Adds a file to the table; it stays open until the engine is dropped and its last

@@ -30,7 +30,7 @@ impl EngineKind {
     /// Those that work on any medium, the best first.
     pub const ALL: [EngineKind; 2] = [EngineKind::Uring, EngineKind::Aio];
 
-    /// What its [`Engine::name`] is.
+    /// Its [`Engine::name`].
     pub fn name(self) -> &'static str {
         match self {
             EngineKind::Uring => "io_uring",
@@ -68,7 +68,7 @@ impl EngineKind {
     }
 }
 
-/// What a user asks for: `auto`, `uring`, `aio`.
+/// The user's choice: `auto`, `uring`, `aio`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineChoice {
     /// The best that works.

@@ -38,7 +38,7 @@ impl ReadyQueue {
     }
 }
 
-/// What a waker holds on to.
+/// The part of a task that a waker holds on to.
 struct Task {
     index: u32,
     ready: Arc<ReadyQueue>,
@@ -76,7 +76,7 @@ struct Tasks {
 pub struct Executor {
     tasks: RefCell<Tasks>,
     ready: Arc<ReadyQueue>,
-    /// Who lets everything else go first, in that order.
+    /// Tasks that let everything else go first, in that order.
     yielded: RefCell<VecDeque<Waker>>,
     live: Cell<usize>,
 }

@@ -1,4 +1,4 @@
-//! What names a file whatever it is called, and a file system whatever number it has.
+//! Names of files that no renaming changes, and of file systems whatever number they have.
 
 use std::ffi::c_int;
 use std::io;
@@ -79,7 +79,7 @@ impl Handle {
         [&self.kind.to_ne_bytes()[..], &self.bytes].concat()
     }
 
-    /// What [`to_bytes`](Self::to_bytes) has returned.
+    /// From the bytes that [`to_bytes`](Self::to_bytes) has returned.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Handle> {
         let (kind, bytes) = bytes.split_first_chunk()?;
@@ -99,7 +99,7 @@ impl Handle {
     /// open for more than its path.
     ///
     /// # Errors
-    /// Who asks may not know (it takes `CAP_DAC_READ_SEARCH`), and what else the kernel says.
+    /// The caller may not know (it takes `CAP_DAC_READ_SEARCH`); other errors of the kernel.
     pub fn open_on(&self, folder: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
         let mut tries = TRIES_WHILE_REUSED;
         let file = loop {

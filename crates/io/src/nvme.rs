@@ -97,7 +97,7 @@ impl Namespace {
     /// Asks the controller about the namespace of an open `/dev/ngXnY`.
     ///
     /// # Errors
-    /// What the kernel says; `Unsupported` for formats with metadata in the data.
+    /// The kernel's error; `Unsupported` for formats with metadata in the data.
     pub fn of(file: BorrowedFd<'_>) -> io::Result<Namespace> {
         // SAFETY: no argument, no memory.
         let id = unsafe { libc::ioctl(file.as_raw_fd(), IOCTL_ID) };
@@ -245,7 +245,7 @@ pub fn block_device(device: (u32, u32)) -> Option<String> {
     name.file_name()?.to_str()?.strip_prefix("ng").map(|rest| format!("nvme{rest}"))
 }
 
-/// What the kernel maps for one command: its own limit, and a page a segment.
+/// The bytes that the kernel maps for one command: its own limit, and a page a segment.
 fn kernel_limit_bytes(file: BorrowedFd<'_>) -> Option<u32> {
     let stat = fstat(file).ok()?;
     let name = block_device((major(stat.st_rdev), minor(stat.st_rdev)))?;

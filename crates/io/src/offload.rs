@@ -19,13 +19,13 @@ const BLKDISCARD: libc::Ioctl = 0x1277;
 
 /// One call to make. It holds the file open.
 pub(crate) struct Job {
-    /// What comes back with the result.
+    /// The caller's mark, which comes back with the result.
     pub(crate) id: u64,
     pub(crate) file: Arc<OwnedFd>,
     pub(crate) call: Call,
 }
 
-/// What to call. Offsets and lengths are bytes.
+/// The system call to make. Offsets and lengths are bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Call {
     /// `BLKDISCARD`.
@@ -139,7 +139,7 @@ impl Offload {
         }
     }
 
-    /// What to watch for results.
+    /// The descriptor to watch for results.
     pub(crate) fn wake_fd(&self) -> RawFd {
         self.results.wake.as_raw_fd()
     }

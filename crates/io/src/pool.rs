@@ -1,4 +1,4 @@
-//! Who may use which part of a disk's memory.
+//! The owners of a disk's memory, and the part that each may use.
 //!
 //! One [`Pool`] a disk, of fixed size: an arena cut into slabs of [`SLAB_BYTES`], the largest
 //! request there is. Each queue holds one slab of its own for ever, so that a maximal request
@@ -147,7 +147,7 @@ impl fmt::Debug for Pool {
 }
 
 /// A run of whole pages that belongs to its holder until it is given to [`QueuePool::free`].
-/// What earlier holders left in it is still there.
+/// Bytes of earlier holders are still in it.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a buffer that is not freed is lost to the pool"]
 pub struct Buf(Span);

@@ -51,7 +51,7 @@ enum Slot {
     Done(i32),
 }
 
-/// What an operation in flight is.
+/// The kinds of operations in flight.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// It touches a file, and ends by itself.
@@ -126,7 +126,7 @@ impl Slots {
     }
 }
 
-/// What the reactor and its handles share.
+/// The state that the reactor and its handles share.
 struct Shared {
     /// `None` once the reactor was dropped.
     engine: RefCell<Option<Box<dyn Engine>>>,

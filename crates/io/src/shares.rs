@@ -1,4 +1,4 @@
-//! What all processes of a host have together, in shares.
+//! Shares of a thing that all processes of a host have together.
 //!
 //! It is a file of which nothing is ever written: who wants a share locks a byte of it. The kernel
 //! gives the locks of a process back however it ends, so there is no daemon, and nothing to repair

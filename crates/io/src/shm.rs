@@ -1,6 +1,6 @@
 //! Memory that outlives the process: a file on tmpfs, mapped shared.
 //!
-//! What a process stored is there for the one that opens the file after it, however the first
+//! Values that a process stored are there for the one that opens the file after it, however the first
 //! one ended (blkif.md 3.9: the in-flight table). Loads acquire and stores release, so what was
 //! written before a store is seen by whoever loads its value. Offsets are bytes from the start.
 

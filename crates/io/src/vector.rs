@@ -1,4 +1,4 @@
-//! What the kernel is given to find the memory of a vectored transfer.
+//! The vector by which the kernel finds the memory of a transfer.
 
 use crate::arena::{Arena, Span};
 use crate::engine::MAX_VECTORED;

@@ -14,7 +14,7 @@ use super::memory::GuestMemory;
 use ferrite_xen::hypervisor::{CopySegment, Direction, GNTST_GENERAL_ERROR, GNTST_OKAY, PAGE_SIZE};
 use ferrite_xen::mover::move_bytes;
 
-/// What moves the bytes.
+/// The means by which bytes are copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyWith {
     /// The processor, through a mapping of the whole guest.

@@ -32,7 +32,7 @@ const FRAME_SHIFT: u32 = 40;
 /// Frame numbers are below this: 64 GiB of guest memory.
 pub const MAX_FRAMES: u32 = 1 << 24;
 
-/// What the backend does with a frame.
+/// The backend's way of using a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Reads it: data of writes, indirect pages.

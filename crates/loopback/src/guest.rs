@@ -1,4 +1,4 @@
-//! What a guest is made of, and how its descriptors reach other processes.
+//! The parts of a guest, and how its descriptors reach other processes.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -231,7 +231,7 @@ pub(super) fn signal(eventfd: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-/// What a child process may inherit.
+/// The descriptors that a child process may inherit.
 trait Inheritable: Send + Sync + 'static {
     fn raw_descriptors(&self) -> Vec<RawFd>;
 }

@@ -48,7 +48,7 @@ pub enum LoopbackError {
     /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The step that was tried.
         what: String,
         /// The kernel's answer.
         source: io::Error,
@@ -56,9 +56,9 @@ pub enum LoopbackError {
     /// The text that should describe inherited descriptors does not.
     #[error("{text:?} does not describe a guest: {problem}; pass what GuestHandle::pass_to gave")]
     Handle {
-        /// What was given.
+        /// The value that was given.
         text: String,
-        /// What is wrong with it.
+        /// Its fault.
         problem: String,
     },
     /// The descriptor is not the memory of a guest.
@@ -69,7 +69,7 @@ pub enum LoopbackError {
     Busy {
         /// Which guest.
         domid: DomId,
-        /// Who serves it.
+        /// The backend that serves it.
         pid: u32,
     },
     /// The store refused something that the toolstack or a frontend asked of it.
@@ -78,7 +78,7 @@ pub enum LoopbackError {
     /// Something did not happen in time.
     #[error("{what} within {ms} ms")]
     Timeout {
-        /// What did not, as in "the backend did not reach state 4".
+        /// The event that did not come, as in "the backend did not reach state 4".
         what: String,
         /// How long it was waited for.
         ms: u64,

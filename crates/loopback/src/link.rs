@@ -27,7 +27,7 @@ pub struct Loopback {
     copies: Arc<Copies>,
 }
 
-/// What connections that have ended have copied.
+/// The bytes that connections copied that have ended.
 #[derive(Default)]
 struct Copies {
     calls: AtomicU64,
@@ -40,7 +40,7 @@ impl Loopback {
         Loopback { copy_with, guests: RwLock::default(), copies: Arc::default() }
     }
 
-    /// What moves the bytes.
+    /// The means by which bytes are copied.
     pub fn copy_with(&self) -> CopyWith {
         self.copy_with
     }

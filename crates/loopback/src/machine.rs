@@ -34,7 +34,7 @@ use ferrite_xen::store::Store;
 /// The kind under which libxl puts disks of a tapback-like backend (blkif.md 3.1).
 pub const KIND: &str = "vbd3";
 
-/// What the toolstack says about a disk.
+/// The toolstack's settings of a disk.
 #[derive(Clone, Debug)]
 pub struct Disk {
     /// The virtual device number (blkif.md 3.1).
@@ -134,7 +134,7 @@ impl Machine {
             .ok_or_else(|| LoopbackError::NotAGuest(format!("domain {domid} does not exist")))
     }
 
-    /// What a frontend of this guest needs, with a store connection of its own.
+    /// The parts that a frontend of this guest needs, with a store connection of its own.
     ///
     /// # Errors
     /// There is no such guest, or the kernel gives no socket.
@@ -177,7 +177,7 @@ impl Machine {
         Ok(loopback)
     }
 
-    /// What a backend in a process of its own needs to serve all guests that there are now.
+    /// The parts that a backend in a process of its own needs to serve all guests that there are now.
     ///
     /// # Errors
     /// The kernel gives no socket.

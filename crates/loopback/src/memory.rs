@@ -245,7 +245,7 @@ impl GuestMemory {
         self.word(AT_FRONT_PID).store(std::process::id(), Ordering::Release);
     }
 
-    /// What the frontend announced: process, and address of frame 0 there. Unchecked: the kernel
+    /// The frontend's announcement: process, and address of frame 0 there. Unchecked: the kernel
     /// checks both at each call.
     pub(super) fn frontend(&self) -> (u32, u64) {
         let pid = self.word(AT_FRONT_PID).load(Ordering::Acquire);
@@ -298,7 +298,7 @@ impl GuestMemory {
         (0..self.layout.ports).filter(bound).count()
     }
 
-    /// What the kernel and Xen do when a backend domain's process dies: its mappings and uses of
+    /// Does the part of the kernel and Xen when a backend domain's process dies: its mappings and uses of
     /// grants end, and its channels can be bound again (blkif.md 3.9).
     pub(super) fn clear_leftovers(&self) {
         self.grants().clear_uses();

@@ -1,4 +1,4 @@
-//! What a disk's queues have done, counted.
+//! Counters of a disk's queues.
 //!
 //! One line of counters a queue, each with one writer, so that counting costs a store; readers
 //! take what is there, and may see one counter a moment before another.
@@ -30,7 +30,7 @@ macro_rules! counters {
                 $(self.$name += queue.$name.get();)*
             }
 
-            /// What was counted since `earlier`.
+            /// The counts since `earlier`.
             pub fn since(&self, earlier: &Counts) -> Counts {
                 Counts { $($name: self.$name.saturating_sub(earlier.$name),)* }
             }

@@ -59,7 +59,7 @@ impl SharedLogLimit {
     }
 }
 
-/// What one disk may log, by cause, so that none drowns another. It belongs to the disk and not
+/// The lines that one disk may log, by cause, so that none drowns another. It belongs to the disk and not
 /// to a connection or a queue: a guest can make any number of those.
 #[derive(Debug, Default)]
 pub struct LogLimits {

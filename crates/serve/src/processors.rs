@@ -1,4 +1,4 @@
-//! What a disk may use of this host's processors.
+//! The part of this host's processors that a disk may use.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -13,8 +13,8 @@ use crate::polling::Budget;
 const CHECK_NS: u64 = 1_000_000;
 /// The time whose share can be saved up, in nanoseconds, as with the kernel's own limit (CFS).
 const SAVED_NS: u64 = 100_000_000;
-/// What a disk that is to go has beyond its share, in nanoseconds: more than the requests of full
-/// rings take.
+/// The time beyond its share that a disk has which is to go, in nanoseconds: more than the requests
+/// of full rings take.
 const FAREWELL_NS: u64 = 1_000_000_000;
 
 /// One disk's part.
@@ -189,7 +189,7 @@ mod tests {
         }
     }
 
-    /// What a process uses in ten seconds that works on `threads` processors, in steps of 10 us,
+    /// The time that a process uses in ten seconds that works on `threads` processors, in steps of 10 us,
     /// whenever it may.
     fn used_in_ten_seconds(percent: u32, threads: u64) -> (u64, Arc<World>) {
         let world = Arc::new(World::default());

@@ -1,4 +1,4 @@
-//! What wakes a thread that sleeps in its reactor.
+//! The waker of a thread that sleeps in its reactor.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

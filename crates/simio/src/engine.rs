@@ -14,7 +14,7 @@ use ferrite_io::arena::{Arena, Span};
 use ferrite_io::clock::{Clock, Random};
 use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 
-/// What one look at the completions lets the clock go on, at most, in nanoseconds.
+/// The time that the clock goes on by one poll of the completions, at most, in nanoseconds.
 const LOOK_NS: u64 = 20_000;
 
 /// An operation that the machine has been given.
@@ -397,7 +397,7 @@ impl State {
         }
     }
 
-    /// What a process that is gone, or the power, leaves of an operation in flight. `some`: parts
+    /// The part of an operation in flight that a dead process, or a power cut, leaves. `some`: parts
     /// of it at the most; else all of it, of which the cut then takes what it likes.
     pub(super) fn apply_torn(&mut self, op: &InFlight, some: bool) -> io::Result<()> {
         if op.file.is_none() {

@@ -1,11 +1,11 @@
-//! What goes wrong in a simulated world, and where.
+//! The faults of a simulated world, and where they hit.
 
 use std::ops::Range;
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 
-/// What a fault hits.
+/// The target of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
     /// Reads.
@@ -49,7 +49,7 @@ pub struct Fault {
     pub times: u64,
 }
 
-/// What a medium says that is not so. A format is none the better for it: this is how a simulator
+/// Untrue answers of a medium. A format is none the better for it: this is how a simulator
 /// is known to find what it is there to find.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Lie {

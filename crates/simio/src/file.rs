@@ -15,17 +15,17 @@ use rustix::io::Errno;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 
-/// What a medium writes as a whole or not at all, in bytes.
+/// The bytes that a medium writes as a whole or not at all.
 pub(super) const SECTOR_BYTES: u64 = 512;
 
 const SECTOR: usize = SECTOR_BYTES as usize;
 
-/// What a device forgets as a whole or not at all, in bytes.
+/// The bytes that a device forgets as a whole or not at all.
 const DISCARD_BYTES: u64 = 16 << 10;
 
 type Sector = Box<[u8; SECTOR]>;
 
-/// What a sector held from some moment on.
+/// The contents of a sector from some moment on.
 struct Version {
     /// The step at which it came.
     at: u64,
@@ -65,7 +65,7 @@ impl Fate {
     }
 }
 
-/// What a device can do.
+/// The abilities of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
     /// Discard: any of the range is zeros then.
@@ -346,7 +346,7 @@ impl SimFile {
     }
 }
 
-/// What a sector holds after a power cut that keeps the changes before number `kept`; `half`: of
+/// The contents of a sector after a power cut that keeps the changes before number `kept`; `half`: of
 /// that one, too, its share of this sector.
 fn survivor(
     versions: Vec<Version>,

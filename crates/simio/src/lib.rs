@@ -7,7 +7,7 @@
 //! [`SimWorld::kill_process`] ends what was in flight. Whatever opens the files afterwards, ours
 //! or anybody's program, needs to know nothing of this.
 //!
-//! What is durable, and when (see `docs/simulator.md`):
+//! Rules of what is durable, and when (see `docs/simulator.md`):
 //! * A write takes effect when it completes, in an order that the seed chooses. Until a sync that
 //!   was submitted after that has completed, a power cut leaves any value that the sector had
 //!   since, each sector for itself.
@@ -87,7 +87,7 @@ pub struct SimWorld {
     clock: Arc<SimClock>,
 }
 
-/// What stands still when the world is stopped.
+/// The state of a world that is stopped.
 struct State {
     random: SplitMix64,
     /// In the order in which they came: numbers of inodes differ from run to run.
@@ -152,12 +152,12 @@ impl SimWorld {
         Ok(())
     }
 
-    /// What goes wrong from now on, instead of what did before.
+    /// The faults from now on, instead of those before.
     pub fn set_faults(&self, faults: Vec<Fault>) {
         self.state().faults.list = faults;
     }
 
-    /// What the medium lies about from now on; none: nothing.
+    /// The medium's lies from now on; none: it tells the truth.
     pub fn set_lie(&self, lie: Option<Lie>) {
         self.state().faults.lie = lie;
     }

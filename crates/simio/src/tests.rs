@@ -55,7 +55,7 @@ fn add(reactor: &mut Reactor, path: &Path) -> FileId {
     reactor.add_file(Arc::new(file.into())).unwrap()
 }
 
-/// What a power cut after `work` may leave of the file, over many seeds.
+/// The contents that a power cut after `work` may leave of the file, over many seeds.
 fn outcomes(bytes: u64, work: impl Fn(&mut Rig)) -> BTreeSet<Vec<u8>> {
     let outcome = |seed| {
         let mut rig = Rig::new(seed, bytes);
@@ -277,7 +277,7 @@ fn a_world_stops_at_exactly_the_step_that_was_asked_for() {
     }
 }
 
-/// What it holds until it is dropped may be a lock: the next one would write before it.
+/// A value that it holds until it is dropped may be a lock: the next one would write before it.
 #[test]
 fn a_task_of_a_reactor_that_is_dropped_ends_behind_its_operation() {
     struct Guard(PathBuf, Rc<RefCell<Vec<u8>>>);

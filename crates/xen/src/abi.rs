@@ -171,7 +171,7 @@ pub enum PlainOp {
     Flush,
 }
 
-/// What may stand in the `indirect_op` byte.
+/// The operations that may stand in the `indirect_op` byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IndirectOp {
     /// A large read.
@@ -226,7 +226,7 @@ pub enum Message {
     },
     /// INDIRECT.
     Indirect {
-        /// What to do with the segments.
+        /// The operation on the segments.
         op: IndirectOp,
         /// How many there are on the indirect pages.
         nr_segments: u16,

@@ -1,4 +1,4 @@
-//! What a queue needs from a hypervisor.
+//! The services of a hypervisor that a queue needs.
 //!
 //! One virtual call beside a system call is free, so these are trait objects; the ring itself is
 //! plain memory and is not behind them.
@@ -57,7 +57,7 @@ pub struct CopySegment {
     local: Span,
     offset: u16,
     gref: GrantRef,
-    /// What the hypervisor said; [`STATUS_UNTOUCHED`] before.
+    /// The hypervisor's answer; [`STATUS_UNTOUCHED`] before.
     pub status: i16,
 }
 
@@ -116,7 +116,7 @@ pub enum HypervisorError {
     Guest {
         /// Which guest.
         domid: DomId,
-        /// What was tried, as in "map ring reference 8".
+        /// The step that was tried, as in "map ring reference 8".
         what: String,
         /// The kernel's answer.
         source: std::io::Error,
@@ -124,18 +124,18 @@ pub enum HypervisorError {
     /// This host cannot do it.
     #[error("cannot {what}: {source}; {hint}")]
     Host {
-        /// What was tried.
+        /// The step that was tried.
         what: String,
         /// The kernel's answer.
         source: std::io::Error,
-        /// What the administrator can do.
+        /// The next step for the administrator.
         hint: &'static str,
     },
 }
 
 /// A way to reach guests.
 pub trait Hypervisor: Send + Sync {
-    /// What reports call it: `xen` or `loopback`.
+    /// Its name in reports: `xen` or `loopback`.
     fn name(&self) -> &'static str;
 
     /// Maps the ring pages (1 to 16, contiguous in the order given), binds the port. Data will

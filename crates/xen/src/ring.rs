@@ -23,11 +23,11 @@ const RSP_EVENT: usize = 12;
      {rsp_prod} answered, and the ring has {entries} slots"
 )]
 pub struct RingViolation {
-    /// What the frontend published.
+    /// The number of requests that the frontend published.
     pub req_prod: u32,
-    /// What we have consumed.
+    /// The number of requests that we have consumed.
     pub req_cons: u32,
-    /// What we have answered.
+    /// The number of requests that we have answered.
     pub rsp_prod: u32,
     /// Slots.
     pub entries: u32,

@@ -1,4 +1,4 @@
-//! What the kernel offers.
+//! The interfaces that the kernel offers.
 
 use rustix::process::{Resource, getrlimit};
 
@@ -53,7 +53,7 @@ fn io_uring(chosen: Option<EngineKind>) -> Check {
     }
 }
 
-/// What to do where io_uring does not work, from the value of `kernel.io_uring_disabled`.
+/// The advice where io_uring does not work, from the value of `kernel.io_uring_disabled`.
 fn advice(disabled: Option<&str>) -> &'static str {
     match disabled {
         Some("2") => "switched off for everybody; sysctl kernel.io_uring_disabled=0 allows it",

@@ -1,4 +1,4 @@
-//! What Xen offers to this domain.
+//! The interfaces that Xen offers to this domain.
 
 use ferrite_xen::real::{self, Probe};
 use ferrite_xen::store::Store;
@@ -11,7 +11,7 @@ const COPY: &str = "grant copy";
 const EVENTS: &str = "event channels";
 const STORE: &str = "xenstore";
 
-/// What serving a guest takes.
+/// The interfaces that serving a guest takes.
 pub(super) const REQUIRED: [&str; 5] = [HYPERVISOR, GRANTS, COPY, EVENTS, STORE];
 
 pub(super) fn checks() -> Vec<Check> {

@@ -238,7 +238,7 @@ fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failu
     }
 }
 
-/// What is found is the result; damage decides how the command ends.
+/// The findings are the result; damage decides how the command ends.
 fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
     let report = args.one.named.name().and_then(|name| {
         Ok(match args.strict {

@@ -57,7 +57,7 @@ pub enum AioError {
     Other {
         /// As asked for.
         entries: u32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -93,7 +93,7 @@ pub struct Aio {
     queued: Vec<Queued>,
     /// Of the vectored transfers in `queued`, in the same order.
     vectors: Vec<[Vector; MAX_VECTORED]>,
-    /// What `io_submit` takes: reused by each call.
+    /// The list that `io_submit` takes: reused by each call.
     addresses: Vec<usize>,
     /// Operations that the kernel has taken and whose completions were not.
     in_kernel: usize,

@@ -1,4 +1,4 @@
-//! What only AIO has: the mapped ring, or none; a context that is full.
+//! Cases that only AIO has: the mapped ring, or none; a context that is full.
 
 use std::os::unix::fs::FileExt;
 use std::time::Instant;

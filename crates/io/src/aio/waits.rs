@@ -1,5 +1,5 @@
-//! What waits for a descriptor or a time: the engine's own business, the kernel hears of it only
-//! when the engine sleeps.
+//! Operations that wait for a descriptor or a time: the engine's own business. The kernel hears of
+//! them only when the engine sleeps.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -18,7 +18,7 @@ pub(super) struct Waits {
     fds: Vec<libc::pollfd>,
 }
 
-/// What a poll has seen of the descriptors that are not for [`Waits`] itself.
+/// The descriptors, except those for [`Waits`] itself, that a poll has found ready.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Seen {
     /// The first of them is readable.

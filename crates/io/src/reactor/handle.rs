@@ -45,7 +45,7 @@ impl Io {
     /// Reads at most `buf.len()` bytes; 0 is end of file.
     ///
     /// # Errors
-    /// What the kernel says; so for all operations here. `BrokenPipe` once the reactor is gone.
+    /// The kernel's error; so for all operations here. `BrokenPipe` once the reactor is gone.
     pub async fn read(&self, file: FileId, offset: u64, buf: Span) -> io::Result<u32> {
         self.op(Op::Read { file, offset, buf }).await
     }
@@ -53,7 +53,7 @@ impl Io {
     /// Writes at most `buf.len()` bytes.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn write(&self, file: FileId, offset: u64, buf: Span) -> io::Result<u32> {
         self.op(Op::Write { file, offset, buf }).await
     }
@@ -61,7 +61,7 @@ impl Io {
     /// Reads all of `buf`, however many operations that takes.
     ///
     /// # Errors
-    /// What the kernel says; `UnexpectedEof` if the file ends before that.
+    /// The kernel's error; `UnexpectedEof` if the file ends before that.
     pub async fn read_exact(&self, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
         let read = |offset, buf| Op::Read { file, offset, buf };
         self.transfer(offset, buf, read, io::ErrorKind::UnexpectedEof).await
@@ -70,7 +70,7 @@ impl Io {
     /// Writes all of `buf`, however many operations that takes.
     ///
     /// # Errors
-    /// What the kernel says; `WriteZero` if it takes nothing and gives no error.
+    /// The kernel's error; `WriteZero` if it takes nothing and gives no error.
     pub async fn write_all(&self, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
         let write = |offset, buf| Op::Write { file, offset, buf };
         self.transfer(offset, buf, write, io::ErrorKind::WriteZero).await
@@ -97,7 +97,7 @@ impl Io {
     /// See [`Op::Sync`]. An error means that what was written may be lost, and is told once.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn sync(&self, file: FileId) -> io::Result<()> {
         self.op_to_its_end(Op::Sync { file }).await.map(drop)
     }
@@ -105,7 +105,7 @@ impl Io {
     /// See [`Op::PunchHole`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn punch_hole(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
         self.op_to_its_end(Op::PunchHole { file, offset, len }).await.map(drop)
     }
@@ -113,7 +113,7 @@ impl Io {
     /// See [`Op::ZeroRange`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn zero_range(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
         self.op_to_its_end(Op::ZeroRange { file, offset, len }).await.map(drop)
     }
@@ -121,7 +121,7 @@ impl Io {
     /// See [`Op::Allocate`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn allocate(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
         self.op_to_its_end(Op::Allocate { file, offset, len }).await.map(drop)
     }
@@ -129,7 +129,7 @@ impl Io {
     /// See [`Op::SetLen`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn set_len(&self, file: FileId, len: u64) -> io::Result<()> {
         self.op_to_its_end(Op::SetLen { file, len }).await.map(drop)
     }
@@ -137,7 +137,7 @@ impl Io {
     /// See [`Op::Discard`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn discard(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
         self.op_to_its_end(Op::Discard { file, offset, len }).await.map(drop)
     }
@@ -146,7 +146,7 @@ impl Io {
     /// meanwhile.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn readable(&self, fd: i32) -> io::Result<()> {
         self.op(Op::Readable { fd }).await.map(drop)
     }
@@ -154,7 +154,7 @@ impl Io {
     /// Waits for `after`.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub async fn sleep(&self, after: Duration) -> io::Result<()> {
         self.op(Op::Timer { after }).await.map(drop)
     }

@@ -96,11 +96,11 @@ pub struct Uring {
     words: Words,
     /// The memory of vectored transfers, by place in the submission queue likewise.
     vectors: Vectors,
-    /// What did not fit into the submission queue while the kernel took nothing.
+    /// Entries that did not fit into the submission queue while the kernel took nothing.
     spill: VecDeque<Sqe>,
     /// Completions that were taken from the ring to make room, or never got there.
     backlog: Vec<Completion>,
-    /// What is registered as fixed buffer 0.
+    /// The memory that is registered as fixed buffer 0.
     pinned: Option<Span>,
     /// Started by the first operation that needs it.
     offload: Option<Offload>,
@@ -178,7 +178,7 @@ impl Uring {
         self.features.fixed_files = if registered { FIXED_FILES } else { 0 };
     }
 
-    /// What the kernel gave.
+    /// The features that the kernel gave this ring.
     pub fn features(&self) -> UringFeatures {
         self.features.clone()
     }
@@ -351,7 +351,7 @@ impl Uring {
     }
 }
 
-/// What the kernel's result means to callers: waiting has no count, and a time that is over is
+/// The meaning of the kernel's result for callers: waiting has no count, and a time that is over is
 /// no error.
 fn meaning(kind: Kind, result: i32) -> i32 {
     match kind {

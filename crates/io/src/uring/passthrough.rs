@@ -37,18 +37,18 @@ struct Target {
     writable: bool,
 }
 
-/// What the kernel reads until a command has ended, at an address that stays.
+/// The memory that the kernel reads until a command has ended, at an address that stays.
 #[derive(Default)]
 struct Memory {
     vectors: [Vector; MAX_VECTORED],
     range: [u64; 2],
 }
 
-/// What is known of a command in flight.
+/// A command in flight.
 #[derive(Default)]
 struct Flight {
     memory: Box<Memory>,
-    /// What its completion counts.
+    /// The count that its completion gives.
     bytes: u32,
 }
 
@@ -259,7 +259,7 @@ struct Made {
     op: u32,
     command: Command,
     data: Data,
-    /// What its completion counts.
+    /// The count that its completion gives.
     bytes: u32,
     /// Whether it changes the medium.
     changes: bool,

@@ -6,7 +6,7 @@
 //! an ordinary ring. While anything is in flight on the polled ring, waiting means to look at both;
 //! otherwise the ordinary ring sleeps as it always does.
 //!
-//! What the device's driver would have to split goes through the ordinary ring, too: the kernel does
+//! A transfer that the device's driver would split goes through the ordinary ring, too: the kernel does
 //! not poll for the parts, and Linux 6.1 with one processor never ends while somebody asks for them.
 
 use std::fs;
@@ -42,7 +42,7 @@ struct Polled {
     whole: Whole,
 }
 
-/// What a driver takes as one transfer.
+/// The limits of a transfer that a driver takes as one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Whole {
     bytes: usize,

@@ -35,7 +35,7 @@ pub enum SetupError {
     Other {
         /// As asked for.
         entries: u32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -52,7 +52,7 @@ impl From<SetupError> for io::Error {
     }
 }
 
-/// What a ring got from the kernel.
+/// The features that a ring got from the kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UringFeatures {

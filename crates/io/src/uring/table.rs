@@ -2,7 +2,7 @@
 
 use crate::engine::Token;
 
-/// What the engine has to know of an operation besides its token.
+/// The engine's knowledge of an operation besides its token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// The kernel moves data or changes a file.

@@ -1,4 +1,4 @@
-//! What the ring watches besides its own operations: the helper thread, and another ring.
+//! The descriptors that the ring watches besides its own operations: the helper thread's, another ring's.
 
 use std::os::fd::RawFd;
 

@@ -16,9 +16,9 @@ pub(super) const PUT: u64 = u64::MAX - 3;
 /// No position in the file: descriptors of events have none.
 const NO_OFFSET: u64 = u64::MAX;
 
-/// What the kernel reads and writes in these operations.
+/// The memory that the kernel reads and writes in these operations.
 pub(super) struct Words {
-    /// What was put, by place in the submission queue: it is read while the kernel takes the
+    /// The words put, by place in the submission queue: each is read while the kernel takes the
     /// entry from the queue, since the descriptor does not block.
     put: Box<[u32]>,
     /// Where what is read goes. Nobody looks.
@@ -38,7 +38,7 @@ impl Words {
         Box::leak(std::mem::take(&mut self.put));
     }
 
-    /// What a failed put completes as.
+    /// The completion of a put that failed.
     pub(super) fn failed(&self, raw: i32) -> Option<Completion> {
         self.token.map(|token| Completion { token, raw })
     }

@@ -1,4 +1,4 @@
-//! What a frontend finds fault with.
+//! The faults that a frontend finds.
 
 use super::super::LoopbackError;
 use super::super::grants::InUse;
@@ -22,7 +22,7 @@ pub enum FrontError {
     Key {
         /// Which key.
         key: String,
-        /// What it holds.
+        /// The value that it holds.
         value: String,
     },
 
@@ -32,7 +32,7 @@ pub enum FrontError {
          requests made"
     )]
     BogusProducer {
-        /// What the backend published.
+        /// The value that the backend published.
         rsp_prod: u32,
         /// Responses taken.
         rsp_cons: u32,
@@ -51,9 +51,9 @@ pub enum FrontError {
     WrongOperation {
         /// The request's id.
         id: u64,
-        /// What the response says.
+        /// The value in the response.
         got: u8,
-        /// What it has to say.
+        /// The value that it must have.
         expected: u8,
     },
     /// A read or write that is "not supported", which Windows takes for success (rule 2).

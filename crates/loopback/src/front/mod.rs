@@ -52,7 +52,7 @@ pub enum RingKeys {
     Both,
 }
 
-/// What kind of frontend to be.
+/// The kind of frontend to be.
 #[derive(Clone, Copy, Debug)]
 pub struct FrontOptions {
     /// Whose layout.
@@ -77,7 +77,7 @@ pub struct FrontOptions {
     pub regrant: bool,
     /// See [`QueueOptions::check_release`].
     pub check_release: bool,
-    /// What `feature-persistent` says, as Linux's 1 by default. With a backend that says the same,
+    /// The value of `feature-persistent`, by default Linux's 1. With a backend that says the same,
     /// [`read`](FrontQueue::read) and [`write`](FrontQueue::write) go through pages of the queue's
     /// own that stay granted, whatever `regrant` says.
     pub persistent: bool,
@@ -124,7 +124,7 @@ impl FrontOptions {
     }
 }
 
-/// What the backend has published (blkif.md 3.3). Zero or `false` where a key is absent.
+/// The features that the backend has published (blkif.md 3.3). Zero or `false` where a key is absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Features {
     /// `multi-queue-max-queues`.
@@ -157,7 +157,7 @@ pub struct Features {
     pub info: u64,
 }
 
-/// What a frontend publishes about a connection, before it does: names and values.
+/// The entries that a frontend publishes about a connection, before it does: names and values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Keys(pub Vec<(String, Vec<u8>)>);
 
@@ -192,7 +192,7 @@ pub struct Frontend {
     frontend: String,
     backend: String,
     features: Features,
-    /// What we said of persistent grants.
+    /// Our value of `feature-persistent`.
     persistent: bool,
     /// The connected queues; a thread may take its own out. What is here is released by
     /// [`close`](Self::close).
@@ -245,7 +245,7 @@ impl Frontend {
         &self.backend
     }
 
-    /// What the backend had published when [`read_features`](Self::read_features) was last called:
+    /// The backend's features when [`read_features`](Self::read_features) was last called:
     /// by [`connect`](Self::connect), when the backend was in state 4.
     pub fn features(&self) -> &Features {
         &self.features

@@ -51,7 +51,7 @@ pub struct Tag(pub u16);
 #[derive(Default)]
 struct Pending {
     active: bool,
-    /// What the response has to name.
+    /// The operation that the response has to name.
     operation: u8,
     /// Pages of the data and of the descriptors.
     grefs: Vec<GrantRef>,
@@ -486,7 +486,7 @@ impl FrontQueue {
 }
 
 impl Drop for FrontQueue {
-    /// What the backend has let go of can be used again, the ring's pages (a [`Buffer`]) too.
+    /// Frames that the backend has let go of can be used again, the ring's pages (a [`Buffer`]) too.
     fn drop(&mut self) {
         self.space.memory().close_port(self.port);
         self.space.give_grants(self.spare_grants.drain(..));

@@ -15,7 +15,7 @@ const FIRST_GRANT: u32 = 8;
 /// 512-byte sectors in a frame.
 pub(super) const SECTORS_PER_PAGE: usize = PAGE_SIZE / SECTOR_BYTES as usize;
 
-/// What is not in use.
+/// The frames and grants that are not in use.
 struct Free {
     /// Free frames as (first, count), in order, never adjacent.
     frames: Vec<(u32, u32)>,
@@ -104,7 +104,7 @@ impl GuestSpace {
         signal(self.descriptors.to_back(port))
     }
 
-    /// What is free, with what the backend has let go of meanwhile.
+    /// The free ones, with those that the backend has let go of meanwhile.
     fn free(&self) -> MutexGuard<'_, Free> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         if !free.held.is_empty() {

@@ -50,7 +50,7 @@ impl World {
         World { loopback, space, queue, back }
     }
 
-    /// What the backend sees of the next request.
+    /// The next request, as the backend sees it.
     fn receive(&mut self, protocol: Protocol) -> Request {
         assert!(self.back.unconsumed().unwrap() > 0, "no request");
         let request = Request::decode(protocol, &self.back.peek());

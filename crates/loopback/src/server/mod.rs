@@ -22,7 +22,7 @@ use ferrite_xen::hypervisor::DomId;
 
 pub use self::connection::home;
 
-/// What other threads ask of the server's.
+/// Questions of other threads to the server's.
 #[derive(Default)]
 struct Inbox {
     connections: Vec<(DomId, OwnedFd, Arc<AtomicU64>)>,

@@ -52,7 +52,7 @@ enum Wanted {
     Write,
 }
 
-/// What watchers are told.
+/// The event that watchers get.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Change {
     pub(super) path: String,

@@ -1,4 +1,4 @@
-//! What a disk may spend on polling.
+//! The processor time that a disk may spend on polling.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -16,7 +16,7 @@ const REFUSED_NS: u64 = 100_000_000;
 /// Processor time that all queues of a disk together may spend on polling. Counted in periods of
 /// 100 ms; a poll that was begun is never cut short, so a period may end one window over.
 ///
-/// What all disks of a host may spend together is handed out in units of one processor. A disk
+/// The budget of all disks of a host together is handed out in units of one processor. A disk
 /// has one while it polls, and gives it back a moment after its last poll.
 #[derive(Debug)]
 pub struct Budget {

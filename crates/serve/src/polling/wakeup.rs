@@ -1,4 +1,4 @@
-//! What a wake-up costs here.
+//! The cost of a wake-up here.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};

@@ -18,9 +18,9 @@ use super::Maps;
 /// Pages of one claim: the step in which budgets are handed out.
 pub(super) const UNIT: usize = 32;
 
-/// What a disk may map by default: four queues' worth.
+/// The pages that a disk may map by default: four queues' worth.
 pub const DISK_MAPPINGS: u32 = 4 * super::QUEUE_MAPPINGS as u32;
-/// What all disks of a host together may map by default: half of Xen's default table in a PV
+/// The pages that all disks of a host together may map by default: half of Xen's default table in a PV
 /// domain, and a quarter in others.
 pub const HOST_MAPPINGS: u32 = 65_536;
 

@@ -70,7 +70,7 @@ impl FromStr for Mover {
 pub struct Moving {
     /// Which way.
     pub mover: Mover,
-    /// What its disk may map.
+    /// The budget of its disk.
     pub maps: Arc<Maps>,
 }
 
@@ -81,7 +81,7 @@ impl Moving {
     }
 }
 
-/// What the queues of one disk share about their mappings of data pages: the budget and counters.
+/// The budget and the counters of data pages' mappings, which the queues of one disk share.
 pub struct Maps {
     budget: Budget,
     clock: Arc<dyn Clock>,
@@ -146,7 +146,7 @@ impl Maps {
         }
     }
 
-    /// What it may map.
+    /// The budget of its mappings.
     pub fn budget(&self) -> &Budget {
         &self.budget
     }
@@ -169,14 +169,14 @@ fn count(counter: &AtomicU64, more: u64) {
 /// Pages of a guest, mapped one behind the other until this is dropped.
 ///
 /// # Safety
-/// What [`page`](Mapping::page) gives is a whole page of the guest's, mapped with the rights that
-/// [`Grants::map`] was asked for until this is dropped: movers copy from and to it.
+/// The address from [`page`](Mapping::page) is that of a whole page of the guest's. It is mapped with
+/// the rights that [`Grants::map`] was asked for until this is dropped: movers copy from and to it.
 pub unsafe trait Mapping {
     /// First byte of page `page`, of those that were asked for.
     fn page(&self, page: usize) -> NonNull<u8>;
 }
 
-/// What a hypervisor gives movers for one guest.
+/// The services of a hypervisor that movers need, for one guest.
 pub trait Grants {
     /// Mapped pages.
     type Mapping: Mapping;

@@ -18,7 +18,7 @@ use crate::hypervisor::{CopySegment, Direction, GNTST_OKAY, GrantRef};
 pub const QUEUE_MAPPINGS: usize = 1056;
 
 const SECOND_NS: u64 = 1_000_000_000;
-/// What was not used for so long is unmapped.
+/// A mapping that was not used for so long is unmapped.
 const IDLE_NS: u64 = 60 * SECOND_NS;
 /// How often that is looked at, if anything happens at all, and how many pages go each time.
 const PURGE_EVERY_NS: u64 = SECOND_NS;

@@ -22,7 +22,7 @@ const COPY_BATCH: usize = 512;
 
 const _: () = assert!(BATCH <= uapi::MAP_PAGES_MAX);
 
-/// What failed while mapping, which decides whose fault it is.
+/// The step that failed while mapping, which decides whose fault it is.
 #[derive(Debug)]
 pub(super) enum MapError {
     /// The kernel had no room for the request.

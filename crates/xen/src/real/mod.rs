@@ -61,7 +61,7 @@ impl Xen {
         Xen { root: root.to_owned(), restriction }
     }
 
-    /// What became of the last queue's event channel.
+    /// Whether the last queue's event channel was restricted to its guest.
     pub fn restriction(&self) -> Restriction {
         match self.restriction.load(Ordering::Relaxed) {
             r if r == Restriction::Restricted as u8 => Restriction::Restricted,

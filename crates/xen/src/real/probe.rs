@@ -1,4 +1,4 @@
-//! What of Xen is here, for `ferrite doctor`. Changes nothing and binds nothing.
+//! The parts of Xen that are here, for `ferrite doctor`. Changes nothing and binds nothing.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,7 +14,7 @@ const AUTO_TRANSLATED: u64 = 1 << 2;
 /// A guest's number that the kernel accepts for a restriction; nothing is done to that guest.
 const SOME_GUEST: DomId = DomId(1);
 
-/// What this domain and its kernel offer. Errors are for people: what is missing, what to do.
+/// The interfaces of this domain and its kernel. Errors are for people: what is missing, what to do.
 #[derive(Clone, Debug)]
 pub struct Probe {
     /// /sys/hypervisor/type, as in `xen`.

@@ -27,7 +27,7 @@ const READ_BYTES: usize = 4 * PAYLOAD_MAX;
 /// Reads in one look for watch events, so that a flood cannot keep the caller here.
 const READS_PER_POLL: usize = 16;
 
-/// What is at the other end of the descriptor.
+/// The other end of the descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Transport {
     /// A stream socket to a server.

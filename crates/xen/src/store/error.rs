@@ -1,4 +1,4 @@
-//! What goes wrong with xenstore, in words that say what to do.
+//! Errors of xenstore, in words that say what to do.
 
 use std::fmt;
 use std::io;
@@ -85,7 +85,7 @@ pub enum StoreError {
     Invalid {
         /// The request.
         what: String,
-        /// What is wrong.
+        /// The fault.
         why: &'static str,
     },
     /// No answer in time. The request may still be carried out.
@@ -117,7 +117,7 @@ pub enum StoreError {
     Dead {
         /// The request.
         what: String,
-        /// What happened then.
+        /// The error that followed.
         why: String,
     },
 }

@@ -81,7 +81,7 @@ impl Store {
     /// Connects to a server's Unix socket.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn open_socket(path: &Path) -> std::io::Result<Store> {
         let fd = rustix::net::socket_with(
             AddressFamily::UNIX,
@@ -96,7 +96,7 @@ impl Store {
     /// Connects by the kernel's device. There a message has at most 4096 bytes with its header.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn open_device(path: &Path) -> std::io::Result<Store> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
         Ok(Store::from_fd(rustix::fs::open(path, flags, Mode::empty())?))

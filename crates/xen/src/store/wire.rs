@@ -18,7 +18,7 @@ pub const NO_TRANSACTION: u32 = 0;
 /// The payload of a reply that says no more than that the request was carried out.
 pub const OK_PAYLOAD: &[u8] = b"OK\0";
 
-/// What a message asks for or answers; a reply has the type of its request, or
+/// The type of a message; a reply has the type of its request, or
 /// [`Error`](MessageType::Error).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
@@ -67,7 +67,7 @@ pub enum MessageType {
     ResetWatches = 21,
     /// `path\0offset\0` -> `generation\0child\0`...
     DirectoryPart = 22,
-    /// What the server can do.
+    /// The features of the server.
     GetFeature = 23,
     /// Restricts what a domain is told it can do.
     SetFeature = 24,
@@ -128,13 +128,13 @@ pub enum WireError {
     /// The header announces more than fits in a message.
     #[error("a message of {len} bytes was announced, and the limit is {PAYLOAD_MAX}")]
     TooLong {
-        /// What `len` said.
+        /// The value of `len`.
         len: u32,
     },
     /// Not a type of this protocol.
     #[error("message type {number} does not exist")]
     UnknownType {
-        /// What `type` said.
+        /// The value of `type`.
         number: u32,
     },
 }
@@ -305,7 +305,7 @@ pub enum ErrorName {
     IsConn,
     TooBig,
     Perm,
-    /// What oxenstored says where xenstored says ENOSPC.
+    /// Oxenstored's answer where xenstored says ENOSPC.
     Quota,
 }
 
