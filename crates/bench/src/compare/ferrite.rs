@@ -54,6 +54,11 @@ impl Ferrite {
         &self.program
     }
 
+    /// `ferrite-bench`.
+    pub(super) fn bench_program(&self) -> &Path {
+        &self.bench
+    }
+
     /// A bare loop of the same copies; a request is a page.
     ///
     /// # Errors
@@ -81,6 +86,7 @@ fn parse(text: &str) -> Result<Sample> {
         segments_per_copy: known(report.segments_per_copy),
         idle_rss_kib: known(report.idle_rss_kib.map(|kib| kib as f64)),
         idle_switches: known(report.idle.map(|idle| idle.context_switches as f64)),
+        ..Sample::UNKNOWN
     })
 }
 

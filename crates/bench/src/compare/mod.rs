@@ -9,6 +9,7 @@ mod fio;
 mod guests;
 mod image;
 mod images;
+mod instructions;
 mod loopback;
 mod machine;
 mod profile;
@@ -39,6 +40,8 @@ struct BenchArguments {
     #[arg(long, value_name = "S", default_value_t = 3.0, value_parser = seconds)]
     seconds: f64,
     #[command(flatten)]
+    instructions: instructions::InstructionsArguments,
+    #[command(flatten)]
     xen: xen::XenArguments,
 }
 
@@ -53,13 +56,16 @@ enum Part {
     Images,
     /// Many guests, and disks at rest.
     Guests,
+    /// Instructions a request of the backend's own code, by valgrind.
+    Instructions,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
     Xen,
 }
 
 impl Part {
     /// Every part, in the order in which they run.
-    const ALL: &[Part] = &[Part::Loopback, Part::Disk, Part::Images, Part::Guests, Part::Xen];
+    const ALL: &[Part] =
+        &[Part::Loopback, Part::Disk, Part::Images, Part::Guests, Part::Instructions, Part::Xen];
 
     /// The part's name: in the results, and of their file.
     fn name(self) -> &'static str {
@@ -68,6 +74,7 @@ impl Part {
             Part::Disk => "disk",
             Part::Images => "images",
             Part::Guests => "guests",
+            Part::Instructions => "instructions",
             Part::Xen => "xen",
         }
     }
@@ -78,6 +85,9 @@ impl Part {
             Part::Disk => disk::run(&Setup::new(arguments)?),
             Part::Images => images::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),
+            Part::Instructions => {
+                instructions::run(&Setup::new(arguments)?, &arguments.instructions)
+            }
             Part::Xen => xen::run(&arguments.xen),
         }
     }
