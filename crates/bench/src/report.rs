@@ -19,7 +19,7 @@ use ferrite::exit::Failure;
 /// Said with every figure.
 const WHERE: &str = "loopback, not Xen";
 
-/// What was measured on.
+/// The medium of a run.
 pub(crate) struct Medium {
     /// One line.
     description: String,
@@ -42,10 +42,10 @@ impl Medium {
     }
 }
 
-/// What part of the counted time its counters may be late before the result says so.
+/// The part of the counted time that its counters may be late before the result says so.
 const LATE_PART: f64 = 0.05;
 
-/// What was seen of the backend before the first request, and apart from the requests.
+/// Observations of the backend before the first request, and apart from the requests.
 #[derive(Debug, Default)]
 pub(crate) struct Aside {
     pub(crate) counts: Counts,
@@ -82,10 +82,10 @@ pub(crate) struct Report {
     pub(crate) idle_rss_kib: Option<u64>,
     /// Pages of files in it: the program.
     idle_file_kib: Option<u64>,
-    /// What woke the backend while nobody asked it for anything; only with --idle.
+    /// Wake-ups of the backend while nobody asked it for anything; only with --idle.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) idle: Option<Idle>,
-    /// What it costs here to wake a thread, as the backend has measured it.
+    /// The cost of waking a thread here, as the backend has measured it.
     pub(crate) wake_up_us: f64,
     /// On average, over ramp and all.
     pub(crate) segments_per_copy: Option<f64>,
@@ -110,7 +110,7 @@ pub(crate) struct Report {
     indirect: u32,
     guest_poll_us: u32,
     poll_us: String,
-    /// What the queues did in the counted time, by name.
+    /// The queues' counters in the counted time, by name.
     counts: BTreeMap<String, u64>,
     /// How much later than the counted time those began or ended: the machine was busy.
     late_us: f64,

@@ -1,4 +1,4 @@
-//! What guests write on rings.
+//! The writes of guests on rings.
 
 use ferrite_serve::blkif::request::{
     Limits, Segment, check_data, check_direct, check_indirect_head, reserve_bytes,
@@ -65,7 +65,7 @@ fn check_request(message: &Message, limits: &Limits, descriptors: &[u8]) {
     }
 }
 
-/// What may be carried out lies on the disk, and in the memory that was put aside for it.
+/// An operation that may be carried out lies on the disk, and in the memory that was put aside for it.
 fn check_work(work: &Work, segments: &[Segment], limits: &Limits, reserved: usize) {
     let end = work.sector.checked_add(work.sectors);
     assert!(end.is_some_and(|end| end <= limits.sectors) || work.sectors == 0, "{work:?}");

@@ -1,4 +1,4 @@
-//! What people and images write as text.
+//! The texts of people and images.
 
 use ferrite_disk::size::{self, Human};
 use ferrite_disk::{Format, ImageName};

@@ -1,4 +1,4 @@
-//! What comes from xenstore: the stream of messages, and guests' values in it.
+//! Input from xenstore: the stream of messages, and guests' values in it.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;

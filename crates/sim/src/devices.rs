@@ -20,13 +20,13 @@ const OLD_BYTES: u64 = 14 << 20;
 /// Requests that an older image has seen.
 const OLD_WRITES: u64 = 60;
 
-/// What is on a device that somebody else had before.
+/// The contents of a device that somebody else had before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Remains {
     Nothing,
     /// Any bytes.
     Noise,
-    /// What a guest wrote.
+    /// The data of a guest.
     Guest,
     /// An image of the same kind, with data in it.
     Image,

@@ -1,4 +1,4 @@
-//! What can be put to the test.
+//! The formats and media that can be put to the test.
 
 use std::future::Future;
 use std::io;
@@ -22,7 +22,7 @@ pub struct Place {
     pub directory: SimDirectory,
     /// Where engines are from.
     pub world: SimWorld,
-    /// What a format is free to choose follows from it.
+    /// The choices that a format is free to make follow from it.
     pub seed: u64,
     /// Devices are too small for all that their disks can have.
     pub tight: bool,
@@ -40,7 +40,7 @@ impl Place {
 /// One queue's way to the disk.
 #[derive(Clone)]
 pub struct Queue {
-    /// What the disk's steps run on.
+    /// The port that the disk's steps run on.
     pub port: Port,
     /// A page of zeros.
     pub zeros: Span,
@@ -58,7 +58,7 @@ pub trait Disk: 'static {
     /// Its size.
     fn sectors(&self) -> u64;
 
-    /// What each queue registers.
+    /// The files that each queue registers.
     fn files(&self) -> Vec<Arc<OwnedFd>>;
 
     /// Reads all of `to`.
@@ -87,14 +87,14 @@ pub trait Disk: 'static {
     fn close(&self, queue: &Queue) -> impl Future<Output = io::Result<()>>;
 }
 
-/// What is done to an image that is not open.
+/// The changes to an image that is not open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// A new image of so many sectors.
     Create(u64),
     /// A new leaf on top; what was the leaf gets this number, which no other layer has.
     Snapshot(u64),
-    /// What the leaf has goes into its parent, which is the leaf from then on.
+    /// The leaf's contents go into its parent, which is the leaf from then on.
     Coalesce,
     /// So many sectors instead of fewer.
     Grow(u64),
@@ -105,7 +105,7 @@ pub enum Operation {
     /// As [`Snapshot`](Operation::Snapshot), by a program that knows nothing of journals, whatever
     /// state the image is in.
     Overlay(u64),
-    /// What the leaf's parent has goes into the parent of that, in a chain of so many layers: the
+    /// The contents of the leaf's parent go into the parent of that, in a chain of so many layers: the
     /// leaf stays.
     CoalesceInner(u64),
 }
@@ -133,10 +133,10 @@ pub trait Format {
     /// Checks the image, which is not open. `thorough`: also by other people's programs.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// Its fault.
     fn check(&self, place: &Place, thorough: bool) -> Result<(), String>;
 
-    /// What else can be done to an image of it that is not open.
+    /// The further changes that can be made to an image of it that is not open.
     fn can(&self, operation: Operation) -> bool {
         let _ = operation;
         false
@@ -196,7 +196,7 @@ pub trait Format {
         Ok(false)
     }
 
-    /// What a backend does before a guest connects.
+    /// The steps of a backend before a guest connects.
     ///
     /// # Errors
     /// The medium's.
@@ -222,13 +222,13 @@ pub trait Format {
         false
     }
 
-    /// What makes the leaf's device larger while the disk is open; none: it is large enough.
+    /// The means to make the leaf's device larger while the disk is open; none: it is large enough.
     fn enlarger(&self, place: &Place, sectors: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
         let _ = (place, sectors);
         None
     }
 
-    /// What an administrator does after a crash, because the documents demand it.
+    /// The administrator's steps after a crash, which the documents demand.
     ///
     /// # Errors
     /// As above.

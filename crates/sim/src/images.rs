@@ -25,11 +25,11 @@ const BLOCKS: [u32; 8] =
     [2 << 20, 2 << 20, 2 << 20, 512 << 10, 512 << 10, 512 << 10, 64 << 10, 4 << 10];
 const CLUSTERS: [u32; 8] = [4 << 10, 4 << 10, 4 << 10, 512, 512, 16 << 10, 64 << 10, 2 << 20];
 
-/// What a new layer has, whatever it is made on.
+/// The block size of a new layer, whatever it is made on.
 const USUAL_BLOCK: u32 = 2 << 20;
 const USUAL_CLUSTER: u32 = 64 << 10;
 
-/// What images are in.
+/// The places of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Medium {
     /// Files, which grow and have holes.
@@ -46,7 +46,7 @@ pub struct Images {
     unit_bytes: Option<u32>,
 }
 
-/// What the seed decides about the images of a story.
+/// The seed's choices for the images of a story.
 struct Shape {
     /// Of the first image: blocks, or clusters.
     unit_bytes: u32,
@@ -159,7 +159,7 @@ impl Images {
         bad.map_or(Ok(()), Err)
     }
 
-    /// What a device has that is too small: about half of it can be written. None: it has all.
+    /// The bytes of a device that is too small: about half of it can be written. None: it has all.
     fn tight_bytes(&self, place: &Place, sectors: u64) -> Option<u64> {
         let Shape { unit_bytes, fixed, .. } = self.shape(place);
         if !place.tight || fixed || !self.on_devices() {
@@ -174,7 +174,7 @@ impl Images {
         }
     }
 
-    /// What an image may come to take, whatever is done to it.
+    /// The bytes that an image may come to take, whatever is done to it.
     fn room_bytes(&self, kind: Kind, sectors: u64) -> u64 {
         let bytes = sectors * 512;
         match kind {
@@ -330,7 +330,7 @@ impl Images {
         done.map_err(|e| e.to_string())
     }
 
-    /// What another program does: it gives the image, whose process was killed, another name, and
+    /// The part of another program: it gives the image, whose process was killed, another name, and
     /// puts a new leaf on it. Image and journal are left alone. Our own tools complete an image that
     /// gets a child, so they are shown a copy.
     fn overlay(&self, place: &Place, number: u64) -> Result<(), String> {

@@ -35,17 +35,17 @@ pub struct Mix {
     pub whole: bool,
 }
 
-/// What all tasks of one load share.
+/// The state that all tasks of one load share.
 pub struct Load<D> {
     /// The disk; its own in each round.
     pub disk: D,
-    /// What it may hold.
+    /// The contents that it may hold.
     pub model: Rc<RefCell<Model>>,
     /// The seed of the contents.
     pub seed: u64,
     /// The number of the next write; goes on from round to round.
     pub numbers: Rc<Cell<u64>>,
-    /// What comes next.
+    /// The source of the next operations.
     pub random: RefCell<SplitMix64>,
     /// Requests that are not issued yet.
     pub left: Cell<u64>,
@@ -69,7 +69,7 @@ pub struct Load<D> {
     pub goes_on: bool,
     /// Flushes that have failed while the guest went on.
     pub failures: Cell<u64>,
-    /// What fails are syncs, and nothing else.
+    /// The faults are failed syncs, and nothing else.
     pub syncs_fail: bool,
     /// A flush has failed because of one.
     pub told_of_sync: Cell<bool>,
@@ -77,9 +77,9 @@ pub struct Load<D> {
     pub flush_failed: Cell<bool>,
     /// Whether the medium may have no space.
     pub full: bool,
-    /// What happens to the medium meanwhile.
+    /// The events of the medium meanwhile.
     pub midway: Midway,
-    /// What was wrong first.
+    /// The first fault.
     pub trouble: RefCell<Option<String>>,
 }
 

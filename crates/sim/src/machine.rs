@@ -43,7 +43,7 @@ thread_local! {
 
 /// See the module text.
 pub struct Machine {
-    /// What happens.
+    /// The world that it is part of.
     pub world: SimWorld,
     /// Where.
     pub place: Place,
@@ -216,7 +216,7 @@ fn copy(from: &Path, to: &Path) -> io::Result<()> {
 pub struct Thread {
     /// Its reactor.
     pub reactor: Reactor,
-    /// What tasks on it need.
+    /// The queue, for tasks on it.
     pub queue: Queue,
     memory: Span,
 }

@@ -96,7 +96,7 @@ fn lie(text: &str) -> Result<Lie, String> {
     if which < of { Ok(Lie::Sync { of, which }) } else { Err("WHICH is less than OF".into()) }
 }
 
-/// What was told so far.
+/// The stories so far.
 #[derive(Default)]
 struct Sum {
     stories: u64,

@@ -1,5 +1,5 @@
-//! What a disk may hold: for each sector, everything that was written to it and may still, or
-//! again, be what is read.
+//! The contents that a disk may hold: for each sector, every write to it that may still, or again,
+//! be read.
 //!
 //! Time here is a count of events: each request is given one number when it is issued and one
 //! when it is answered. A write *supersedes* another one if it was issued after that one's answer.
@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::stamp::Value;
 
-/// What was done to a range.
+/// The operation on a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Written, by the write of this number.
@@ -74,8 +74,8 @@ pub struct Model {
     history: BTreeMap<u64, Vec<Record>>,
     /// The sectors that a flush may have something to say about.
     open: BTreeSet<u64>,
-    /// What layers below the leaf may hold, besides zeros: all that a snapshot has ever put there,
-    /// since merging a layer brings back what was below it.
+    /// The contents that layers below the leaf may hold, besides zeros: all that a snapshot has ever
+    /// put there, since merging a layer brings back what was below it.
     below: BTreeMap<u64, Vec<Value>>,
     reads: usize,
 }
@@ -96,7 +96,7 @@ impl Model {
         self.sectors = self.sectors.max(sectors);
     }
 
-    /// What is there now is below a new leaf from now on. Only after [`observe`](Model::observe).
+    /// The present contents are below a new leaf from now on. Only after [`observe`](Model::observe).
     pub fn snapshot(&mut self) {
         for (sector, records) in &self.history {
             let below = self.below.entry(*sector).or_default();
@@ -223,7 +223,7 @@ impl Model {
         }
     }
 
-    /// What a sector was found to hold is what it holds: requests that were never answered are
+    /// The contents of a sector that were found are its only ones: requests that were never answered are
     /// history. After a power cut or closing, it is durable.
     pub fn observe(&mut self, after: After, sector: u64, found: Value) {
         self.now += 2;

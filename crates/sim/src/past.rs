@@ -1,4 +1,4 @@
-//! What other programs have done to a qcow2 image before a story goes on with it: they have
+//! The changes of other programs to a qcow2 image before a story goes on with it: they have
 //! compressed some of its clusters, made internal snapshots, left free clusters between others, and
 //! refcounts of another width in a table that has hardly any room. Counts go down in such an image
 //! with nearly every write, and its table of refcounts has to grow.
@@ -315,7 +315,7 @@ fn deflated(bytes: &[u8]) -> io::Result<Vec<u8>> {
     Ok(out)
 }
 
-/// What a file has; zeros behind its end.
+/// The bytes of a file; zeros behind its end.
 fn read(file: &File, at: u64, len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len as usize];
     let there = file.metadata()?.len().saturating_sub(at).min(len) as usize;

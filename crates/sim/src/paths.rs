@@ -64,13 +64,13 @@ pub fn count() {
     let _ = tracing::subscriber::set_global_default(Counter);
 }
 
-/// What this thread counts from now on happens on this machine.
+/// All that this thread counts from now on happens on this machine.
 pub(crate) fn of(world: &SimWorld) {
     WORLD.set(Some(world.clone()));
     taken();
 }
 
-/// What this thread has counted since it was last asked.
+/// The paths that this thread has counted since it was last asked.
 pub(crate) fn taken() -> Paths {
     TAKEN.take()
 }

@@ -10,7 +10,7 @@ use crate::load::{MAX_REQUEST_SECTORS, Mix};
 use crate::model::After;
 use crate::paths::Paths;
 
-/// What a story is about.
+/// The subjects of stories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scenario {
     /// Everything.
@@ -39,7 +39,7 @@ pub enum Scenario {
     Operations,
     /// In each round something fails, and the guest goes on and flushes again.
     Failures,
-    /// What was full is discarded, made zeros and written again.
+    /// Full blocks are discarded, made zeros and written again.
     Emptied,
     /// Made larger; or on a device that is too small, and made larger while it is in use.
     Growth,
@@ -68,7 +68,7 @@ impl Scenario {
         Scenario::Chains,
     ];
 
-    /// What `--scenario` calls it.
+    /// Its name for `--scenario`.
     pub fn name(self) -> &'static str {
         match self {
             Scenario::Mixed => "mixed",
@@ -148,12 +148,12 @@ pub struct Cut {
     pub after: After,
 }
 
-/// What to tell.
+/// The story to tell.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Everything else follows from it.
     pub seed: u64,
-    /// What it is about.
+    /// Its subject.
     pub scenario: Scenario,
     /// Ends the story; none: as the seed says.
     pub cut: Option<Cut>,
@@ -161,7 +161,7 @@ pub struct Plan {
     pub keep: Option<PathBuf>,
     /// Prints every request that touches this sector.
     pub trace: Option<u64>,
-    /// What the medium lies about, once there is an image.
+    /// The medium's lies, once there is an image.
     pub lie: Option<Lie>,
 }
 
@@ -172,7 +172,7 @@ impl Plan {
     }
 }
 
-/// What a story without a finding was.
+/// A story without a finding.
 #[derive(Clone, Debug, Default)]
 pub struct Told {
     /// The world's steps at which the round of the plan's cut could have been cut: from its first
@@ -190,7 +190,7 @@ pub struct Told {
     pub paths: Paths,
 }
 
-/// What was found.
+/// The finding.
 #[derive(Clone, Debug)]
 pub struct Violation {
     /// Of what.

@@ -8,7 +8,7 @@ use crate::format::Place;
 
 const LEAF: &str = "disk.qcow2";
 
-/// What `qemu-img check` ends with if it found nothing worse than lost clusters.
+/// The exit code of `qemu-img check` if it found nothing worse than lost clusters.
 const LEAKS: i32 = 3;
 
 /// Where it is set, a peer that is missing is an error: of this machine, not of an image.

@@ -1,4 +1,4 @@
-//! What a sector's content is: zeros, or a stamp that says who wrote it.
+//! The contents of a sector: zeros, or a stamp that names the write.
 
 use std::fmt;
 
@@ -36,7 +36,7 @@ pub fn write(to: &mut [u8], seed: u64, sector: u64, number: u64) {
     }
 }
 
-/// What the bytes of `sector` are; else what is wrong with them.
+/// The contents of the bytes of `sector`; else their fault.
 ///
 /// # Errors
 /// A text for people.

@@ -1,4 +1,4 @@
-//! What other programs leave behind the end of a disk that does not fill its last unit: anything. Nobody
+//! The bytes behind the end of a disk that does not fill its last unit: other programs leave anything. Nobody
 //! looks there before the disk grows.
 //!
 //! The machine is not told of these changes: a crash may be behind us, and what it knows of the file

@@ -5,7 +5,7 @@ use crate::channel::quote;
 use crate::guest::Guest;
 use anyhow::{Result, bail};
 
-/// Who serves a disk.
+/// The backend of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// `ferrite serve`, kind vbd3.
@@ -26,7 +26,7 @@ impl Backend {
     }
 }
 
-/// What a disk is made of.
+/// The options of a disk.
 #[derive(Clone, Debug)]
 pub struct DiskOptions {
     /// Image file or block device in the dom0.
@@ -206,7 +206,7 @@ impl Disk {
         format!("/tmp/backend-{}-{}.*.log", self.domid, self.devid)
     }
 
-    /// What the backend has written to its log since its last start.
+    /// The lines of the backend's log since its last start.
     pub fn backend_log(&self, xenhost: &mut XenHost) -> Result<String> {
         if self.backend == Backend::Blkback {
             return Ok(String::new());

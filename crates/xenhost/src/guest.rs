@@ -47,7 +47,7 @@ impl GuestOptions {
 
 /// Memory of a guest beside its disks; the less, the faster its kernel is up.
 const GUEST_MEMORY_MIB: u32 = 256;
-/// What a guest may cost from its start to its agent, in seconds of the emulator's processor time:
+/// The most that a guest may cost from its start to its agent, in seconds of the emulator's processor time:
 /// the clock of a busy machine does not tell a slow guest from one that stands still. 4 s when
 /// nothing else runs, ten times that on a machine with ten times the work.
 const START_LIMIT_CPU_S: f64 = 180.0;
@@ -287,7 +287,7 @@ impl Guest {
         Ok(self.run(xenhost, &format!("dmesg | tail -n {lines}"), 20)?.stdout)
     }
 
-    /// What blkfront has said about its disks.
+    /// The lines of blkfront about its disks.
     pub fn blkfront_log(&mut self, xenhost: &mut XenHost) -> Result<String> {
         let output = self.run(xenhost, "dmesg | grep -E 'blkfront|vbd|xvd' | cut -c1-300", 20)?;
         Ok(output.stdout.trim().to_owned())

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 /// How long the host may take from power-on to its agent; 20 s when nothing else runs.
 const BOOT_LIMIT: Duration = Duration::from_secs(600);
-/// What an answer may take beyond its command's own limit on a busy machine.
+/// The time that an answer may take beyond its command's own limit on a busy machine.
 const GRACE: Duration = Duration::from_secs(20);
 /// Size of the payload's file system, where images are made as well; a sparse file.
 const PAYLOAD_BYTES: u64 = 8 << 30;
@@ -118,7 +118,7 @@ impl XenHost {
         Ok(xenhost)
     }
 
-    /// What the host's time is made of.
+    /// The measure of the host's time.
     fn pace(&self) -> Pace {
         self.pace
     }

@@ -9,7 +9,7 @@ use std::process::Command;
 /// A command and the package it comes from.
 pub type Need = (&'static str, &'static str);
 
-/// What booting the Xen host takes.
+/// The commands that booting the Xen host takes.
 pub const XEN_HOST: &[Need] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("debootstrap", "debootstrap"),

@@ -32,7 +32,7 @@ const XEN_SPEED: &str = "spec-ctrl=no xpti=no pv-l1tf=no";
 /// The same for Linux. Read-only kernel pages cost a hypercall each; the rest is not looked at.
 const LINUX_SPEED: &str = "mitigations=off rodata=off lsm=capability audit=0 nowatchdog";
 
-/// What the host's time is made of.
+/// The measure of the host's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
     /// Time passes as it does outside.
@@ -52,7 +52,7 @@ impl Pace {
         }
     }
 
-    /// What the hypervisor's command line has for the sake of speed.
+    /// The options on the hypervisor's command line for the sake of speed.
     fn xen_arguments(self) -> &'static str {
         match self {
             Pace::Clock => XEN_SPEED,
@@ -60,7 +60,7 @@ impl Pace {
         }
     }
 
-    /// What the kernels' command lines have for the sake of speed.
+    /// The options on the kernels' command lines for the sake of speed.
     pub(crate) fn linux_arguments(self) -> &'static str {
         match self {
             Pace::Clock => LINUX_SPEED,
@@ -75,7 +75,7 @@ pub(crate) struct Qemu {
     console: PathBuf,
 }
 
-/// What a boot is made of.
+/// The parts of a boot.
 pub(crate) struct Machine<'a> {
     /// The cached root.
     pub(crate) root: &'a Root,
@@ -87,7 +87,7 @@ pub(crate) struct Machine<'a> {
     pub(crate) scratch: &'a [Scratch],
     /// Where QEMU listens for the control channel.
     pub(crate) socket: &'a Path,
-    /// What its time is made of.
+    /// The measure of its time.
     pub(crate) pace: Pace,
     /// Further arguments of the emulator.
     pub(crate) arguments: &'a [String],

@@ -4,7 +4,7 @@ use crate::Program;
 use crate::steps::{self, cargo, fresh_log, run_logged, step};
 use anyhow::Result;
 
-/// What cargo builds for a host: the program that serves, and the bench, which lies beside it.
+/// Cargo's arguments for the programs of a host: the one that serves, and the bench, which lies beside it.
 pub const PROGRAMS: [&str; 8] = [
     "--package",
     "ferrite",

@@ -103,7 +103,7 @@ impl Root {
     pub fn guest_base(&self) -> PathBuf {
         self.dir.join("guest.cpio.gz")
     }
-    /// What the root was made of.
+    /// The release that the root was made of.
     pub fn suite(&self) -> Suite {
         self.suite
     }

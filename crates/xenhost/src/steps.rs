@@ -97,7 +97,7 @@ pub fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What the first failed tests said, out of a log that also has what the others did after them.
+/// The panics of the first failed tests, out of a log that also has the words of others after them.
 fn panics(log: &Path) -> String {
     let Ok(file) = File::open(log) else { return String::new() };
     let (mut text, mut panics, mut follow) = (String::new(), 0, 0);

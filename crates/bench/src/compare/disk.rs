@@ -82,7 +82,7 @@ fn many_at_a_time(setup: &Setup, image: &str, load: &Load) -> Result<Measurement
     Ok(row.target(Target::AtLeast(0.95)))
 }
 
-/// What the path adds to a request that has nobody to share its costs with. The guest stays awake:
+/// The time that the path adds to a request that has nobody to share its costs with. The guest stays awake:
 /// the time that this machine takes to wake it is none of the backend's.
 fn one_at_a_time(setup: &Setup, image: &str, mode: &'static str) -> Result<Vec<Measurement>> {
     let load = random(mode, 1);

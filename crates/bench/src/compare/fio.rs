@@ -11,7 +11,7 @@ const START: Duration = Duration::from_millis(450);
 /// The ramp, as fio is told.
 const RAMP: &str = "--ramp_time=0.3";
 
-/// What fio does.
+/// A job of fio.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Job<'a> {
     pub(super) image: &'a str,

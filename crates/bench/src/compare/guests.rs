@@ -10,7 +10,7 @@ use std::path::Path;
 const PART: &str = "guests";
 const COUNTS: [&str; 5] = ["1", "2", "4", "8", "15"];
 const IMAGE_MIB: usize = 1024;
-/// What an idle disk is connected with: what a Linux guest asks for by default.
+/// The options of an idle disk: those that a Linux guest asks for by default.
 const IDLE: &str = "--queues 4 --load-queues 1 --depth 1 --idle 5";
 const IDLE_GUESTS: u32 = 15;
 

@@ -30,7 +30,7 @@ impl Image {
         })
     }
 
-    /// What other programs open: as long as this program runs.
+    /// The path that other programs open: as long as this program runs.
     pub(super) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }

@@ -96,7 +96,7 @@ impl<'a> Set<'a> {
         steps::output(command.arg("image").args(arguments))
     }
 
-    /// What each of some images gets, by one load.
+    /// The samples of some images, by one load.
     fn race(&self, name: &str, images: &[(&'static str, &str)], load: &str) -> Result<Rounds> {
         let mut plan = Plan::new(format!("{}: {name}", self.medium));
         for (name, image) in images {
@@ -210,7 +210,7 @@ impl<'a> Set<'a> {
         ])
     }
 
-    /// What is contiguous on the disk and comes out of order: a stretch of 112 KiB at once, as a
+    /// Contiguous blocks of the disk that come out of order: a stretch of 112 KiB at once, as a
     /// guest's block layer sends what it has gathered.
     fn interleaved(&self) -> Result<Vec<Measurement>> {
         let run = |options: &'static str| {

@@ -60,7 +60,7 @@ fn beside_fio(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
     Ok(rows)
 }
 
-/// What the rings, the checks and the books cost: the same copies with nothing around them.
+/// The cost of the rings, the checks and the books: the same copies with nothing around them.
 fn beside_bare_copies(setup: &Setup) -> Result<Vec<Measurement>> {
     let ferrite = &setup.ferrite;
     let batches = ferrite.bench(NULL, "--copy-with process-vm")?.segments_per_copy;

@@ -96,7 +96,7 @@ impl Part {
 /// The peers that ferrite is compared with.
 const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
 
-/// What the parts on this machine share.
+/// The programs and lengths that the parts on this machine share.
 struct Setup {
     ferrite: ferrite::Ferrite,
     runs: u32,

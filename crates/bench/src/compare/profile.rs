@@ -1,4 +1,4 @@
-//! What the instructions of an I/O go to: counters of the emulator for every block of code,
+//! The instructions of an I/O by their places: counters of the emulator for every block of code,
 //! attributed to guest, hypervisor and dom0, and to their functions.
 
 use anyhow::{Context, Result, bail};
@@ -245,7 +245,7 @@ impl Profiler {
     }
 }
 
-/// What `after` has more than `before`.
+/// The counts that `after` has more than `before`.
 pub(super) fn difference(after: &Counts, before: &Counts) -> Counts {
     let mut counts = after.clone();
     before.iter().for_each(|(place, count)| *counts.entry(*place).or_default() -= count);

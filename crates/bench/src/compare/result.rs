@@ -1,4 +1,4 @@
-//! What a part of the comparison has measured, and the file it goes into.
+//! The measurements of a part of the comparison, and the file that they go into.
 
 use super::rounds::median;
 use anyhow::{Context, Result};
@@ -11,23 +11,23 @@ use std::path::PathBuf;
 pub(crate) struct Measurement {
     /// The part of the comparison it belongs to.
     pub(crate) part: &'static str,
-    /// What was measured: the row's name.
+    /// The row's name: the thing that was measured.
     pub(crate) name: String,
     /// The median of all runs, in `unit`.
     pub(crate) value: f64,
     /// The unit of `value` and `peer_value`: "IOPS", "MB/s", "us", ...
     pub(crate) unit: &'static str,
-    /// Who it is compared with.
+    /// The peer that it is compared with.
     pub(crate) peer: Option<String>,
     /// The peer's median, in `unit`.
     pub(crate) peer_value: Option<f64>,
     /// `value` over `peer_value`.
     pub(crate) ratio: Option<f64>,
-    /// What the ratio, or the value where there is no peer, is meant to be.
+    /// The bound of the ratio, or of the value where there is no peer.
     pub(crate) target: Option<Target>,
     /// How often it was measured.
     pub(crate) runs: u32,
-    /// What each run gave, where there were several, and the peer in its turn.
+    /// The figure of each run, where there were several, and of the peer in its turn.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) values: Vec<f64>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -119,7 +119,7 @@ impl Measurement {
     }
 }
 
-/// What the file holds.
+/// The contents of the file.
 #[derive(Serialize)]
 struct File<'a> {
     part: &'a str,

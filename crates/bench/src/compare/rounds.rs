@@ -21,7 +21,7 @@ pub(crate) struct Sample {
     pub(crate) p99_us: f64,
     /// Opening the image.
     pub(crate) open_us: f64,
-    /// What it costs to wake a thread on this machine.
+    /// The cost of waking a thread on this machine.
     pub(crate) wake_up_us: f64,
     /// Segments of one grant copy.
     pub(crate) segments_per_copy: f64,
@@ -53,7 +53,7 @@ impl Sample {
 
 type Run<'a> = Box<dyn Fn() -> Result<Sample> + 'a>;
 
-/// What is to be measured in turn.
+/// The things to be measured in turn.
 pub(crate) struct Plan<'a> {
     title: String,
     series: Vec<(String, Run<'a>)>,

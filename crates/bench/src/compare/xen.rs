@@ -34,7 +34,7 @@ pub(crate) struct XenArguments {
     profile: bool,
 }
 
-/// Who serves the disk.
+/// The backends of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Peer {
     /// The kernel's backend, with persistent grants.
@@ -55,9 +55,9 @@ struct Test {
     /// fio's options for it.
     fio: &'static str,
     unit: Unit,
-    /// What blkback reached in the run that tapdisk3 was measured in (docs/performance.md).
+    /// Blkback's figure in the run that tapdisk3 was measured in (docs/performance.md).
     blkback_then: f64,
-    /// What tapdisk3 reached in that run.
+    /// The figure of tapdisk3 in that run.
     tapdisk_then: f64,
     /// Least ratios to blkback, to qdisk and to tapdisk3.
     least: [f64; 3],
@@ -295,7 +295,7 @@ fn fio(
         .collect()
 }
 
-/// What fio prints in its terse format, version 3: a line for each test. One fio runs them all:
+/// The output of fio in its terse format, version 3: a line for each test. One fio runs them all:
 /// its start takes longer here than a short test.
 fn fio_output(
     xenhost: &mut XenHost,

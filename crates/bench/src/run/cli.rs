@@ -37,7 +37,7 @@ pub(crate) struct PartCli {
     pub(crate) part: Part,
 }
 
-/// What the bench is made of, and what packages take from it.
+/// The commands of the bench besides a measurement, and the one that packages use.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Part {
     /// One guest of a measurement, which starts it.
@@ -154,7 +154,7 @@ pub(crate) struct BenchArgs {
     pub(crate) json: bool,
 }
 
-/// What a guest of the bench does.
+/// A guest's load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Mode {

@@ -40,7 +40,7 @@ const RUN_DIRS: [&str; 2] = ["/dev/shm", "/run"];
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// What happens.
+/// The events.
 enum Event {
     /// A guest said something.
     Said(usize, Said),
@@ -86,7 +86,7 @@ pub(crate) struct Host {
     guests: Vec<Guest>,
     backends: Vec<Backend>,
     events: Receiver<Event>,
-    /// What each guest counted, once it has ended well.
+    /// The counts of each guest that has ended well.
     done: Vec<Option<Tally>>,
     /// Of each backend.
     counters: Vec<Counters>,
@@ -266,7 +266,7 @@ impl Host {
         }
     }
 
-    /// What all backends have done so far.
+    /// The counts of all backends so far.
     pub(crate) fn counts(&self) -> Counts {
         let each = self.counters.iter().map(Counters::counts);
         each.fold(Counts::default(), |sum, counts| sum.plus(&counts))
@@ -303,7 +303,7 @@ impl Host {
         (calls > 0).then(|| segments as f64 / calls as f64)
     }
 
-    /// What a guest says next; `None`: nothing within the time. Guests give up on their own when
+    /// The next words of a guest; `None`: nothing within the time. Guests give up on their own when
     /// nothing happens, so the wait ends.
     fn next(&mut self, timeout: Option<Duration>) -> Result<Option<(usize, Said)>, Failure> {
         let event = match timeout {

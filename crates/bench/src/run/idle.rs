@@ -33,7 +33,7 @@ pub(crate) fn rss_kib() -> Option<u64> {
     Some(last)
 }
 
-/// What of that are pages of files: the program, which the kernel has once for all of its
+/// Pages of files in it: the program, which the kernel has once for all of its
 /// processes and can read again.
 pub(crate) fn file_kib() -> Option<u64> {
     status_value("/proc/self/status", "RssFile:")

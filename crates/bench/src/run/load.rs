@@ -134,7 +134,7 @@ impl Load {
         Ok(load)
     }
 
-    /// What is written is not zeros, which a disk could make less of.
+    /// The data that is written is not zeros, which a disk could make less of.
     fn fill(&mut self) {
         for at in (0..self.buffer.len()).step_by(8) {
             self.buffer.write(at, &self.choice.random.next_u64().to_le_bytes());
@@ -217,7 +217,7 @@ impl Load {
     }
 }
 
-/// What this thread has used of the processors.
+/// The processor time of this thread.
 fn cpu_ns() -> u64 {
     let t = clock_gettime(ClockId::ThreadCPUTime);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64

@@ -110,7 +110,7 @@ fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
     Ok(disk)
 }
 
-/// What this process has used of the processors, and when. All of its threads count, those that
+/// The processor time of this process, and its moment. All of its threads count, those that
 /// have ended and those that io_uring starts in the kernel too: they belong to this process.
 pub(crate) struct CpuTime {
     cpu_ns: u64,

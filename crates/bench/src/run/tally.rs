@@ -1,4 +1,4 @@
-//! What was counted: requests, and how long each took.
+//! Counts of requests, and of the time that each took.
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
@@ -81,7 +81,7 @@ pub(crate) struct Tally {
     pub(crate) ios: u64,
     pub(crate) errors: u64,
     max_ns: u64,
-    /// What the counting threads used of the processors.
+    /// The processor time of the counting threads.
     pub(crate) cpu_ns: u64,
     /// (Nanoseconds, requests).
     times: Vec<(u64, u64)>,

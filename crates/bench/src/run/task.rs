@@ -1,4 +1,4 @@
-//! What each guest has to do, and the words that it and the backend's process exchange.
+//! Each guest's task, and the words that it and the backend's process exchange.
 
 use std::num::NonZero;
 
@@ -49,13 +49,13 @@ impl Task {
 pub(crate) struct Times {
     /// First request.
     pub(crate) start_ns: u64,
-    /// What ends from here on counts,
+    /// Requests that end from here on count,
     pub(crate) from_ns: u64,
     /// until here. No request is sent after it.
     pub(crate) until_ns: u64,
 }
 
-/// What a guest says, one line each.
+/// A guest's words, one line each.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Said {

@@ -52,7 +52,7 @@ impl Sketch {
         self.put(at, &value.to_be_bytes())
     }
 
-    /// What is there.
+    /// The bytes that are there.
     pub fn get(&self, at: u64, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         let end = at + len as u64;

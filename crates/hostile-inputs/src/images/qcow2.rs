@@ -32,7 +32,7 @@ pub mod field {
     pub const HEADER_BYTES: u64 = 100;
 }
 
-/// What an image is made of.
+/// The parts of an image.
 #[derive(Clone, Debug)]
 pub struct Image {
     /// 2 or 3.

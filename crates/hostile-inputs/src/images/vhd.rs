@@ -95,7 +95,7 @@ pub fn header(table_at: u64, entries: u32, block_bytes: u32) -> Vec<u8> {
     out
 }
 
-/// What a dynamic disk is made of.
+/// The parts of a dynamic disk.
 #[derive(Clone, Debug)]
 pub struct Dynamic {
     /// The identity.

@@ -1,4 +1,4 @@
-//! What a dead process has left in the state directory, and somebody has changed.
+//! A dead process's files in the state directory, which somebody has changed.
 
 use std::fs;
 use std::io::Read;
@@ -51,7 +51,7 @@ pub(crate) fn journal(input: &[u8]) {
     });
 }
 
-/// What was believed is written to the image, which has to be one after that.
+/// Records that were believed are written to the image, which has to be one after that.
 fn recover(stage: &Stage, format: Format, disk: ferrite_disk::Disk) {
     let mut session = session(disk);
     let mut before = vec![0; 4096];

@@ -17,7 +17,7 @@ pub(crate) use journal::journal;
 pub use recipe::Recipe;
 use stage::Stage;
 
-/// What an image costs at most: ranges mapped, and bytes of a read.
+/// The most that an image may cost: ranges mapped, and bytes of a read.
 const MAPPED_RANGES: usize = 48;
 const READ_BYTES: usize = 4096;
 
@@ -98,7 +98,7 @@ fn check(stage: &Stage, format: Format, opens: bool) {
     assert!(all.iter().all(|why| !why.is_empty() && why.len() < 4096));
 }
 
-/// What could be mended is mended, and a second look finds nothing more to mend.
+/// A repair mends all that it can, and a second one finds nothing more to mend.
 fn repair(stage: &Stage, format: Format) {
     let Ok(raw) = Raw::open_medium(&stage.path(format), &OpenOptions::default()) else { return };
     let pool = Pool::with_scratch(1 << 20, 1, 256 << 10).expect("memory");

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::images::{Sketch, qcow2, vhd};
 
-/// What a program may use, so that inputs of a few KiB can be too much for it.
+/// The limits of a program, so that inputs of a few KiB can be too much for it.
 const METADATA_BYTES: usize = 1 << 20;
 /// Files are compared by so many bytes at their beginnings and by their allocation.
 const COMPARED_BYTES: u64 = 256 << 10;

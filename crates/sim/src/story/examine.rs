@@ -1,4 +1,4 @@
-//! What is there afterwards.
+//! The check of an image at the end of a round.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -42,7 +42,7 @@ impl<F: Format> Story<'_, F> {
         Ok(())
     }
 
-    /// What to look at, in pieces.
+    /// The ranges to read, in pieces.
     pub(super) fn ranges(&mut self, sectors: u64) -> Vec<Range<u64>> {
         let all = self.random.below(8) == 0;
         let piece = MAX_REQUEST_SECTORS;

@@ -46,7 +46,7 @@ const MAX_LAYERS: u64 = 4;
 /// Tells the story.
 ///
 /// # Errors
-/// What was found.
+/// The finding.
 pub fn tell<F: Format>(format: &F, plan: &Plan) -> Result<Told, Box<Violation>> {
     let mut told = Told::default();
     let fail = |round, step, what| {
@@ -86,7 +86,7 @@ struct Story<'a, F: Format> {
     numbers: Rc<Cell<u64>>,
     random: SplitMix64,
     rounds: u64,
-    /// What can be read is not what is on the medium, and no program can know that.
+    /// Readable bytes are not those on the medium, and no program can know that.
     over: bool,
     ended_at: u64,
     layers: u64,
@@ -98,7 +98,7 @@ struct Story<'a, F: Format> {
     unrecovered: bool,
     /// Sectors that are always looked at: where the disk ended before it grew.
     edges: Vec<u64>,
-    /// What goes wrong in this round are syncs.
+    /// The faults of this round are failed syncs.
     syncs_fail: bool,
     /// The medium is full.
     full: bool,

@@ -188,7 +188,7 @@ impl<F: Format> Story<'_, F> {
         self.examine(after, &[sectors])
     }
 
-    /// What ends a process that has made an operation, or was stopped while it did.
+    /// The end of a process that has made an operation, or was stopped while it did.
     pub(super) fn end_of_operation(&mut self, forced: Option<Cut>, stopped: bool) -> After {
         match (forced, stopped) {
             (Some(cut), _) => cut.after,

@@ -122,7 +122,7 @@ impl<F: Format> Story<'_, F> {
         self.examine(After::PowerCut, &[sectors])
     }
 
-    /// What goes wrong in a round.
+    /// The faults of a round.
     pub(super) fn trouble(&mut self, faulty: bool) {
         let metadata = self.metadata_fails();
         let random = &mut self.random;
