@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fmt;
+use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
@@ -9,6 +10,7 @@ use std::sync::Arc;
 
 use ferrite_io::arena::Span;
 
+use crate::epochs::Reader;
 use crate::extent::{DiscardLimits, Extent};
 use crate::image::{Image, Layer};
 use crate::name::ImageName;
@@ -146,7 +148,8 @@ impl Disk {
         }
     }
 
-    /// Says where the beginning of a range is read from; never blocks.
+    /// Says where the beginning of a range is read from; never blocks. What it says may be used as
+    /// long as the caller is counted: by a [`Reader`], or [`while_mapped`](Disk::while_mapped).
     ///
     /// # Panics
     /// If the range is empty or not inside the disk: callers check first, with
@@ -161,7 +164,8 @@ impl Disk {
     }
 
     /// Says where the beginning of a range is to be written; never blocks. Where nothing is, that
-    /// is a place that nothing names yet; [`written`](Disk::written) has the tables name it.
+    /// is a place that nothing names yet; [`written`](Disk::written) has the tables name it. The caller
+    /// is counted as for [`map`](Disk::map).
     ///
     /// # Panics
     /// As [`map`](Disk::map).
@@ -171,6 +175,24 @@ impl Disk {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.reserve(offset, len),
             Disk::Null(_) => Extent::Zeros { len },
+        }
+    }
+
+    /// For a queue that maps: the disk hears by it when its operations have ended. None: places of
+    /// this disk never become another's.
+    pub fn reader(&self) -> Option<Reader> {
+        match self {
+            Disk::Image(d) => d.reader(),
+            Disk::Raw(_) | Disk::Null(_) => None,
+        }
+    }
+
+    /// Runs what maps and uses what it has mapped. All other `async fn`s here do so themselves.
+    /// Dropped before its end, it keeps places that come free from then on out of use.
+    pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
+        match self {
+            Disk::Image(d) => d.while_mapped(steps).await,
+            Disk::Raw(_) | Disk::Null(_) => steps.await,
         }
     }
 

@@ -13,6 +13,7 @@
 mod children;
 mod content;
 mod disk;
+mod epochs;
 mod error;
 mod extent;
 mod finding;
@@ -36,6 +37,7 @@ pub mod vhd;
 mod writeback;
 
 pub use disk::Disk;
+pub use epochs::{Mark, Reader};
 pub use error::{DiskError, ErrorKind};
 pub use extent::{DiscardLimits, Extent};
 pub use finding::{Class, Counts, Finding, Kind as ProblemKind};

@@ -19,49 +19,11 @@ impl Disk for ferrite_disk::Disk {
     }
 
     async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
-        let mut done = 0;
-        while done < to.len() {
-            let (at, left) = (offset + done as u64, (to.len() - done) as u64);
-            done += match self.map(at, left) {
-                Extent::Zeros { len } => {
-                    queue.memory().fill(to.slice(done, len as usize), 0);
-                    len as usize
-                }
-                Extent::Data { file, offset, len } => {
-                    let (port, part) = (&queue.port, to.slice(done, len as usize));
-                    port.io.read_exact(port.files[file], offset, part).await?;
-                    part.len()
-                }
-                Extent::Slow { len } => {
-                    let part = to.slice(done, len as usize);
-                    self.read(&queue.port, at, part).await?;
-                    part.len()
-                }
-            };
-        }
-        Ok(())
+        self.while_mapped(read(self, queue, offset, to)).await
     }
 
     async fn write(&self, queue: &Queue, offset: u64, from: Span) -> io::Result<()> {
-        let mut done = 0;
-        while done < from.len() {
-            let (at, left) = (offset + done as u64, (from.len() - done) as u64);
-            done += match self.reserve(at, left) {
-                Extent::Zeros { len } => len as usize,
-                Extent::Data { file, offset, len } => {
-                    let (port, part) = (&queue.port, from.slice(done, len as usize));
-                    port.io.write_all(port.files[file], offset, part).await?;
-                    self.written(at, len);
-                    part.len()
-                }
-                Extent::Slow { len } => {
-                    let part = from.slice(done, len as usize);
-                    self.write(&queue.port, at, part).await?;
-                    part.len()
-                }
-            };
-        }
-        Ok(())
+        self.while_mapped(write(self, queue, offset, from)).await
     }
 
     async fn flush(&self, queue: &Queue) -> io::Result<()> {
@@ -79,4 +41,55 @@ impl Disk for ferrite_disk::Disk {
     async fn close(&self, queue: &Queue) -> io::Result<()> {
         self.close(&queue.port).await
     }
+}
+
+async fn read(disk: &ferrite_disk::Disk, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
+    let mut done = 0;
+    while done < to.len() {
+        let (at, left) = (offset + done as u64, (to.len() - done) as u64);
+        done += match disk.map(at, left) {
+            Extent::Zeros { len } => {
+                queue.memory().fill(to.slice(done, len as usize), 0);
+                len as usize
+            }
+            Extent::Data { file, offset, len } => {
+                let (port, part) = (&queue.port, to.slice(done, len as usize));
+                port.io.read_exact(port.files[file], offset, part).await?;
+                part.len()
+            }
+            Extent::Slow { len } => {
+                let part = to.slice(done, len as usize);
+                disk.read(&queue.port, at, part).await?;
+                part.len()
+            }
+        };
+    }
+    Ok(())
+}
+
+async fn write(
+    disk: &ferrite_disk::Disk,
+    queue: &Queue,
+    offset: u64,
+    from: Span,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < from.len() {
+        let (at, left) = (offset + done as u64, (from.len() - done) as u64);
+        done += match disk.reserve(at, left) {
+            Extent::Zeros { len } => len as usize,
+            Extent::Data { file, offset, len } => {
+                let (port, part) = (&queue.port, from.slice(done, len as usize));
+                port.io.write_all(port.files[file], offset, part).await?;
+                disk.written(at, len);
+                part.len()
+            }
+            Extent::Slow { len } => {
+                let part = from.slice(done, len as usize);
+                disk.write(&queue.port, at, part).await?;
+                part.len()
+            }
+        };
+    }
+    Ok(())
 }

@@ -5,12 +5,14 @@
 
 use std::fmt;
 use std::io;
+use std::sync::Arc;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::backing::Backing;
 use super::mapping::Mapping;
+use crate::epochs::Epochs;
 use crate::format::Format;
 use crate::name::ImageName;
 use crate::writeback::journal::Identity;
@@ -113,6 +115,11 @@ pub(crate) trait ImageFormat: fmt::Display {
         len: u64,
         zeros: Span,
     ) -> io::Result<()>;
+
+    /// Who hears of operations' ends; none: its places never become another's while it is open.
+    fn epochs(&self) -> Option<&Arc<Epochs>> {
+        None
+    }
 
     /// Whether there is something for [`commit`](Self::commit) to do besides a sync. A look at
     /// memory.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -10,6 +11,7 @@ use ferrite_io::engine::FileId;
 use super::backing::Backing;
 use super::format::{ImageFormat, ParentNames};
 use super::mapping::Mapping;
+use crate::epochs::Epochs;
 use crate::format::Format;
 use crate::name::ImageName;
 use crate::qcow2::Qcow2;
@@ -179,6 +181,10 @@ impl Layer {
         zeros: Span,
     ) -> io::Result<()> {
         each_format!(self, image => ImageFormat::write_zeroes(image, port, below, offset, len, zeros).await)
+    }
+
+    pub(super) fn epochs(&self) -> Option<&Arc<Epochs>> {
+        each_format!(self, image => ImageFormat::epochs(image))
     }
 
     pub(crate) fn is_dirty(&self) -> bool {

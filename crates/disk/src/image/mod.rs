@@ -11,12 +11,14 @@
 //! `commit` gives.
 
 use std::fmt;
+use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ferrite_io::arena::Span;
 
+use crate::epochs::{Epochs, Reader};
 use crate::name::ImageName;
 use crate::{DiskError, Extent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
@@ -186,10 +188,27 @@ impl Image {
 
     pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
         let map = |offset, len| self.map(offset, len);
-        read(&self.layers, 0, map, port, offset, buf).await
+        self.while_mapped(read(&self.layers, 0, map, port, offset, buf)).await
+    }
+
+    /// A queue's part in the epochs of the leaf.
+    pub(crate) fn reader(&self) -> Option<Reader> {
+        self.leaf().epochs().map(Epochs::reader)
+    }
+
+    /// See [`Disk::while_mapped`](crate::Disk::while_mapped).
+    pub(crate) async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
+        match self.leaf().epochs() {
+            Some(epochs) => epochs.during(steps).await,
+            None => steps.await,
+        }
     }
 
     pub(crate) async fn write(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
+        self.while_mapped(self.write_mapped(port, offset, buf)).await
+    }
+
+    async fn write_mapped(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
         let (leaf, below) = (self.leaf(), self.below_leaf());
         let mut done = 0;
         while done < buf.len() {
@@ -229,7 +248,8 @@ impl Image {
     }
 
     pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
-        self.leaf().discard_part(port, self.below_leaf(), offset, len).await
+        let steps = self.leaf().discard_part(port, self.below_leaf(), offset, len);
+        self.while_mapped(steps).await
     }
 
     pub(crate) async fn write_zeroes(
@@ -239,7 +259,8 @@ impl Image {
         len: u64,
         zeros: Span,
     ) -> io::Result<()> {
-        self.leaf().write_zeroes(port, self.below_leaf(), offset, len, zeros).await
+        let steps = self.leaf().write_zeroes(port, self.below_leaf(), offset, len, zeros);
+        self.while_mapped(steps).await
     }
 
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {

@@ -1,11 +1,13 @@
 //! What a layer of a chain answers, and which file of this folder has it.
 
 use std::io;
+use std::sync::Arc;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::Qcow2;
+use crate::epochs::Epochs;
 use crate::image::backing::Backing;
 use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
@@ -104,6 +106,10 @@ impl ImageFormat for Qcow2 {
         zeros: Span,
     ) -> io::Result<()> {
         Qcow2::write_zeroes(self, port, below, offset, len, zeros).await
+    }
+
+    fn epochs(&self) -> Option<&Arc<Epochs>> {
+        (!self.medium.read_only()).then_some(&self.epochs)
     }
 
     fn is_dirty(&self) -> bool {

@@ -22,10 +22,11 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
+use crate::epochs::Epochs;
 use crate::image::backing::Backing;
 use crate::image::mapping::Mapping;
 use crate::size::Human;
@@ -89,6 +90,7 @@ pub(crate) struct Qcow2 {
     refilling: AtomicBool,
     /// The cluster that was unpacked last: its entry and its bytes.
     unpacked: Mutex<(u64, Vec<u8>)>,
+    epochs: Arc<Epochs>,
     commits: Commits,
     growth: SharedLock,
     /// Who makes the image ready for the first write.

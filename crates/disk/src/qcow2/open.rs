@@ -10,6 +10,7 @@ use ferrite_io::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
+use crate::epochs::Epochs;
 use crate::qcow2::alloc::refs::Refs;
 use crate::qcow2::alloc::state::{State, WORDS};
 use crate::qcow2::format::entry;
@@ -84,6 +85,7 @@ impl Qcow2 {
             autoclear: AtomicU64::new(tables.header.autoclear),
             refilling: AtomicBool::new(false),
             unpacked: Mutex::new((0, Vec::new())),
+            epochs: Epochs::new(),
             commits: Commits::new(),
             growth: SharedLock::new(),
             readying: SharedLock::new(),

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use ferrite_disk::Mark;
 use ferrite_io::pool::Buf;
 
 use super::layout::Layout;
@@ -54,6 +55,9 @@ pub(super) struct Flight {
     pub(super) layout: Option<Layout>,
     /// The data read is all zeros and is not in `buf`.
     pub(super) zeros: bool,
+    /// Its data are on their way to or from where the disk has said, and the disk is to hear when that
+    /// has ended. None as soon as it has.
+    pub(super) mapped: Option<Mark>,
     /// The pieces that its data was cut into.
     pub(super) pieces: usize,
     /// Those that have not ended.
@@ -84,6 +88,7 @@ impl Flights {
             buf: None,
             layout: None,
             zeros: false,
+            mapped: None,
             pieces: 0,
             pieces_left: 0,
             failed: None,
@@ -131,7 +136,6 @@ impl Flights {
         f.zeros = false;
         f.pieces = 0;
         f.pieces_left = 0;
-        f.failed = None;
         f.record = Record { id, operation, ..Record::default() };
         f.record.stages.taken_ns = now_ns;
     }

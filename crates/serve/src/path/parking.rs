@@ -18,7 +18,7 @@ use std::io;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_disk::{Disk, Port};
+use ferrite_disk::{Disk, Mark, Port, Reader};
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
@@ -209,6 +209,10 @@ impl Drop for Away {
 pub(super) struct Medium {
     pub(super) disk: Arc<Disk>,
     pub(super) port: Port,
+    /// By which the disk hears of operations' ends, if it wants to.
+    reader: Option<Reader>,
+    /// Of what is being mapped.
+    mapping: Option<Mark>,
     /// The disk's.
     pub(super) block_bytes: usize,
     /// It is none: the path rests.
@@ -225,11 +229,35 @@ impl Medium {
         let files: Vec<_> = files.map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
         let port = Port { io: reactor.io(), files: files.into(), scratch };
         let block_bytes = disk.block_bytes() as usize;
-        Ok(Medium { disk, port, block_bytes, resting: false })
+        let reader = disk.reader();
+        Ok(Medium { disk, port, reader, mapping: None, block_bytes, resting: false })
     }
 
     pub(super) fn is_resting(&self) -> bool {
         self.resting
+    }
+
+    /// Places of the disk are asked for from now on, until [`end_mapping`](Self::end_mapping).
+    pub(super) fn begin_mapping(&mut self) {
+        self.mapping = self.reader.as_ref().map(Reader::enter);
+    }
+
+    pub(super) fn end_mapping(&mut self) {
+        if let Some(mark) = self.mapping.take() {
+            self.unmap(mark);
+        }
+    }
+
+    /// Operations of a request go where the disk has said; [`unmap`](Self::unmap) when they have
+    /// ended.
+    pub(super) fn keep_mapped(&self) -> Option<Mark> {
+        Some(self.reader.as_ref()?.keep(self.mapping?))
+    }
+
+    pub(super) fn unmap(&self, mark: Mark) {
+        if let Some(reader) = &self.reader {
+            reader.leave(mark);
+        }
     }
 }
 
@@ -255,6 +283,7 @@ impl RequestPath {
         }
         self.reactor.clear_files()?;
         self.saver.forget();
+        self.medium.reader = None;
         self.medium.disk = self.seat.device().no_disk();
         self.medium.port.files = [].into();
         self.medium.resting = true;

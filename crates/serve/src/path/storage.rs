@@ -28,8 +28,12 @@ const RETRIES: u32 = 64;
 impl RequestPath {
     /// Starts everything that is ready. Data that lies in one place goes straight to the engine,
     /// neighbours together; the rest becomes a task.
+    ///
+    /// All that is mapped here is counted (`disk/src/epochs.rs`) from before the first question until
+    /// the operations of its request have ended; tasks are by themselves.
     pub(super) fn start_all(&mut self, ready: &mut Vec<Ticket>) {
         let now_ns = self.clock.now_ns();
+        self.medium.begin_mapping();
         for ticket in ready.drain(..) {
             self.flights.get(&ticket).record.stages.submitted_ns = now_ns;
             match self.flights.get(&ticket).work.action {
@@ -43,6 +47,7 @@ impl RequestPath {
                 }
             }
         }
+        self.medium.end_mapping();
         self.push_placed();
     }
 
@@ -59,6 +64,9 @@ impl RequestPath {
             match extent {
                 Extent::Slow { .. } => counters.metadata_misses.add(1),
                 Extent::Data { .. } | Extent::Zeros { .. } => counters.metadata_hits.add(1),
+            }
+            if matches!(extent, Extent::Data { len, .. } if len >= all) {
+                flight.mapped = self.medium.keep_mapped();
             }
         }
         match extent {
@@ -109,6 +117,7 @@ impl RequestPath {
             return self.start_task(ticket);
         }
         let flight = self.flights.get(&ticket);
+        flight.mapped = self.medium.keep_mapped();
         flight.pieces = count;
         flight.pieces_left = count;
         let entry = ticket.park();
@@ -181,14 +190,17 @@ impl RequestPath {
     fn piece_ended(&mut self, index: u16, error: Option<io::Error>, now_ns: u64) {
         let entry = self.pieces.remove(index).entry;
         let flight = self.flights.at(entry);
-        if flight.failed.is_none() {
-            flight.failed = error;
+        if let Some(e) = error {
+            flight.failed.get_or_insert(e);
         }
         flight.pieces_left -= 1;
         if flight.pieces_left > 0 {
             return;
         }
         self.pieces.give_back(flight.pieces);
+        if let Some(mark) = flight.mapped.take() {
+            self.medium.unmap(mark);
+        }
         let (failed, action, layout) = (flight.failed.take(), flight.work.action, flight.layout);
         let ticket = Ticket::unpark(entry);
         if let Some(e) = failed {
