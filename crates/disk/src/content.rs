@@ -1,4 +1,4 @@
-//! What a file looks like whose name says nothing of its format.
+//! The looks of a file whose name says nothing of its format.
 //!
 //! It never chooses a format: a guest can write anything into a raw disk. But an image that is
 //! taken for a raw disk by mistake is overwritten by its guest, header first, so what looks like
@@ -16,7 +16,8 @@ use crate::{DiskError, ErrorKind, Format};
 /// Images of formats that are not read here, by the extensions of their names.
 pub(crate) const FOREIGN_EXTENSIONS: [&str; 6] = ["vhdx", "avhdx", "vmdk", "vdi", "qed", "qcow"];
 
-/// What stands where in an image, what that is called, and its format if that is read here.
+/// Marks by their places in an image, the names of their formats, and the format if it is read
+/// here.
 const MAGICS: [(usize, &[u8], &str, Option<Format>); 9] = [
     (0, b"QFI\xfb\0\0\0\x01", "a qcow image of version 1", None),
     (0, b"QFI\xfb", "a qcow2 image", Some(Format::Qcow2)),

@@ -70,7 +70,7 @@ impl Disk {
         self.medium().is_some_and(Raw::direct)
     }
 
-    /// What lies in files; none of a disk without.
+    /// The part that lies in files; none of a disk without.
     pub(crate) fn medium(&self) -> Option<&Raw> {
         match self {
             Disk::Raw(d) => Some(d),
@@ -129,7 +129,7 @@ impl Disk {
         self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes)
     }
 
-    /// What to publish about discard; none: do not offer it.
+    /// The values to publish about discard; none: do not offer it.
     pub fn discard_limits(&self) -> Option<DiscardLimits> {
         match self {
             Disk::Raw(d) => d.discard_limits(),

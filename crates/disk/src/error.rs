@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-/// What a program does about an error; the text is for people.
+/// The kind of an error, by which a program acts; the text is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
     /// The image argument itself makes no sense.
@@ -14,7 +14,7 @@ pub enum ErrorKind {
     InUse,
     /// It is there, but cannot be a disk: a directory, a socket, a wrong size.
     Unsuitable,
-    /// What stands in it contradicts itself.
+    /// Its contents contradict themselves.
     Damaged,
     /// This user may not, or the medium is write-protected.
     Permission,
@@ -28,7 +28,7 @@ pub enum ErrorKind {
     Io,
 }
 
-/// What failed, why, and what to do next.
+/// The step that failed, why, and the next step for the user.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}: {why}")]
 pub struct DiskError {
@@ -64,12 +64,12 @@ impl DiskError {
         self
     }
 
-    /// What to do about it.
+    /// The kind, by which a program acts.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// What failed, for example `cannot open image /srv/a.img`.
+    /// The step that failed, for example `cannot open image /srv/a.img`.
     pub fn what(&self) -> &str {
         &self.what
     }

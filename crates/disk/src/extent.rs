@@ -24,7 +24,7 @@ pub enum Extent {
     },
 }
 
-/// What a guest is told about discard.
+/// The values about discard that a guest gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiscardLimits {
     /// Smaller pieces than this free nothing.

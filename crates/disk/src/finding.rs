@@ -1,4 +1,4 @@
-//! What checks of images find: counted by class, and listed, the worst first.
+//! The findings of an image's check: counted by class, and listed, the worst first.
 
 use std::fmt;
 
@@ -86,7 +86,7 @@ impl Counts {
 /// One inconsistency of an image, of a kind that its format has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding<P> {
-    /// What kind of.
+    /// The kind of problem.
     pub problem: P,
     /// Byte offset in the file of what is wrong.
     pub offset: u64,

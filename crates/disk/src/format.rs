@@ -31,7 +31,7 @@ impl Format {
         Format::ALL.into_iter().find(|f| f.name() == name)
     }
 
-    /// What the extension of a file's name says; raw, if it says nothing.
+    /// The format by the extension of a file's name; raw, if it says nothing.
     pub fn of_path(path: &Path) -> Format {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
         Format::by_name(&extension.to_ascii_lowercase()).unwrap_or(Format::Raw)

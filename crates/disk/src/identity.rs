@@ -7,7 +7,7 @@ use crate::image::Layer;
 use crate::place::{Place, look_at};
 use crate::{Disk, Raw};
 
-/// What tells an image from others while the host is up.
+/// The marks that tell an image from others while the host is up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskIdentity {
     /// Format, UUID where the format has one, and what the file or device is, whatever number it has

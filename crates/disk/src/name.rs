@@ -95,7 +95,7 @@ impl ImageName {
     }
 }
 
-/// What is before the first colon, if that is no part of a path, and what follows.
+/// The text before the first colon, if that is no part of a path, and the rest.
 fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
     // Names of files are bytes.
     let mut parts = text.as_bytes().splitn(2, |byte| *byte == b':');

@@ -3,7 +3,7 @@
 //! An image says itself which files it stands on, so whoever has made it chooses them. One that
 //! comes from a user could name the disk of another one, or any file of the host, and a guest would
 //! read it. So parents are where the image is, or where somebody who may decide that has said.
-//! What counts is where a name leads to in the end, through links and `..`.
+//! The place that counts is where a name leads to in the end, through links and `..`.
 
 use std::fs;
 use std::io;
@@ -16,7 +16,7 @@ use crate::{DiskError, ErrorKind};
 /// The host's own list of folders, for all commands.
 pub const CONFIGURED: &str = "/etc/ferrite/parents";
 
-/// What may be a parent.
+/// The images that may be parents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parents {
     /// Files in the folder of the image that is opened, and below; and everything that one of these
@@ -79,7 +79,7 @@ impl Parents {
         Ok(meta.is_file() && own.is_some_and(|own| found.starts_with(own)))
     }
 
-    /// What `image` is told whose parent must not be that one.
+    /// The error for `image`, whose parent must not be that one.
     pub(crate) fn refusal(image: &Path, parent: &Path) -> DiskError {
         let found = fs::canonicalize(parent).unwrap_or_else(|_| parent.to_owned());
         let leads = match found == parent {
@@ -104,7 +104,7 @@ impl Parents {
     }
 }
 
-/// What to name so that `parent` is allowed: the folder that it is in, or a device by itself.
+/// The name by which `parent` is allowed: the folder that it is in, or a device by itself.
 pub(crate) fn to_allow(parent: &Path) -> PathBuf {
     match fs::canonicalize(parent) {
         Ok(found) if found.is_file() => folder(&found).to_owned(),

@@ -1,4 +1,4 @@
-//! What a disk's medium is, in words that do not change when it comes back under another device
+//! A disk's medium, in words that do not change when it comes back under another device
 //! number.
 
 use std::fs;
@@ -174,7 +174,7 @@ pub(crate) fn lasting_file_system(path: &Path) -> io::Result<String> {
     }
 }
 
-/// What is mounted under this number. Lines are
+/// The file system that is mounted under this number. Lines are
 /// `36 35 0:40 /root /mount/point options [fields...] - type source options`.
 ///
 /// A server and its export name a file system. What a local program serves, it calls what it
@@ -227,13 +227,13 @@ fn by_number((major, minor): Number) -> String {
     format!("/sys/dev/block/{major}:{minor}")
 }
 
-/// What the kernel says of a device, if anything.
+/// The kernel's attribute of a device, if there is one.
 fn read(dir: &str, name: &str) -> Option<String> {
     let text = fs::read_to_string(format!("{dir}/{name}")).ok()?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
-/// What a block device is called, whatever its number.
+/// The name of a block device, whatever its number.
 fn volume(dir: &str) -> Option<String> {
     if let Some(start) = read(dir, "partition").and_then(|_| read(dir, "start")) {
         let whole = named(&|name| read(&format!("{dir}/.."), name))?;

@@ -1,4 +1,4 @@
-//! What a disk's steps need of the thread that they run on.
+//! The services that a disk's steps need of the thread that they run on.
 
 use std::rc::Rc;
 use std::sync::Arc;

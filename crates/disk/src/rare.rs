@@ -24,7 +24,7 @@ pub enum Rare {
     SyncFailed,
     /// The journal says nothing any more, since a sync has failed.
     JournalVoided,
-    /// What was in the journal of a parent was copied into the leaf.
+    /// The writes in the journal of a parent were copied into the leaf.
     ParentRecovered,
 }
 
@@ -47,7 +47,7 @@ impl Rare {
     /// The target of their log messages.
     pub const TARGET: &str = "ferrite_disk::rare";
 
-    /// What the field `path` of the message says.
+    /// The field `path` of the message.
     pub const fn name(self) -> &'static str {
         match self {
             Rare::BatmapCleared => "batmap-cleared",

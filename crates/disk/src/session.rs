@@ -50,7 +50,7 @@ impl Session {
         &self.disk
     }
 
-    /// What the disk's `async fn`s run on.
+    /// The port that the disk's `async fn`s run on.
     pub fn port(&self) -> &Port {
         &self.port
     }

@@ -54,7 +54,7 @@ fn is_fraction(text: &str) -> bool {
     (1..=9).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// What stands behind the point, of a unit.
+/// The bytes of the digits behind the point, of a unit.
 fn fraction_bytes(digits: &str, shift: u32) -> u64 {
     let tenths = 10u64.pow(digits.len() as u32);
     let bytes = u128::from(digits.parse().unwrap_or(0u64)) << shift;

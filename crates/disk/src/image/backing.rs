@@ -1,4 +1,4 @@
-//! What is below a layer, as the layer above sees it.
+//! The layers below a layer, as it sees them.
 
 use std::io;
 
@@ -12,8 +12,8 @@ pub(crate) trait Backing: Copy {
     /// Whether there is nothing: what the layer above does not have is zeros.
     fn is_empty(&self) -> bool;
 
-    /// What is below has to say about the beginning of a range; `file` of data is an index into the
-    /// port's.
+    /// The answer of the layers below for the beginning of a range; `file` of data is an index into
+    /// the port's.
     fn map(&self, offset: u64, len: u64) -> Extent;
 
     /// Reads what is below, zeros where it says nothing or ends.

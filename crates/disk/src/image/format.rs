@@ -1,4 +1,4 @@
-//! What a format does as a layer of a chain.
+//! The duties of a format as a layer of a chain.
 //!
 //! A new format is a folder with a type that does this, a variant of [`Format`] and of
 //! [`Layer`](super::Layer), and what the tools want to know of it (`tools/formats/`).
@@ -18,9 +18,9 @@ use crate::name::ImageName;
 use crate::writeback::journal::Identity;
 use crate::{DiskError, Port, Raw};
 
-/// What an image says of its parent.
+/// An image's names of its parent.
 pub(crate) struct ParentNames {
-    /// What it is called there.
+    /// The parent's name there.
     pub(crate) name: String,
     /// Where it may be, the likeliest first.
     pub(crate) candidates: Vec<ImageName>,
@@ -46,7 +46,7 @@ pub(crate) trait ImageFormat: fmt::Display {
     /// Memory for metadata that can be read again.
     fn set_metadata_bytes(&mut self, _: usize) {}
 
-    /// What it says of its parent; none: it has none.
+    /// Its names of its parent; none: it has none.
     fn parents(&self) -> Result<Option<ParentNames>, DiskError> {
         Ok(None)
     }
@@ -127,8 +127,8 @@ pub(crate) trait ImageFormat: fmt::Display {
         false
     }
 
-    /// What a reader has recovered of a process that died: parts of the disk in bytes, start and
-    /// length, that are at least in part of that.
+    /// The parts that a reader has recovered of a process that died: ranges of the disk in bytes,
+    /// start and length, that are at least in part of that.
     fn recovered(&self) -> Vec<(u64, u64)> {
         Vec::new()
     }

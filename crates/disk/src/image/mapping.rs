@@ -1,6 +1,6 @@
-//! What a layer answers when it is asked where a range is.
+//! The answer of a layer to the question where a range is.
 
-/// What a layer knows about the beginning of a range. Lengths are bytes from its start, never 0;
+/// A layer's place for the beginning of a range. Lengths are bytes from its start, never 0;
 /// offsets are in the layer's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mapping {

@@ -160,7 +160,7 @@ impl Image {
         }
     }
 
-    /// What the layers below the leaf say of a range within a page.
+    /// The answer of the layers below the leaf for a range within a page.
     fn map_page(&self, shortcut: &Shortcut, page: u64, offset: u64, len: u64) -> Extent {
         match shortcut.get(page) {
             Some(Owner::Nobody) => Extent::Zeros { len },

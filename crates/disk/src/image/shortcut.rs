@@ -4,7 +4,7 @@
 //! behind a long chain asks each layer, and each answer is a cache miss or two. Pages, because that
 //! is what small reads are; larger ranges ask the layers, and have fewer requests to do it for.
 //!
-//! What a layer knows of the pages around the one that is asked for stands in the same cache line,
+//! A layer's knowledge of the pages around the one that is asked for stands in the same cache line,
 //! so a miss finds out about a whole group of them. A page takes a byte here, so that the table of a
 //! disk in use stays in the processor's cache.
 
@@ -38,7 +38,7 @@ const ASK: u64 = 2;
 const LAYERS: u64 = ASK;
 const MAX_LAYER: u64 = (1 << OWNER_BITS) - 1 - LAYERS;
 
-/// Who has a page.
+/// The layer that has a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
     /// The layer with this index has all of it, in one piece.
@@ -80,7 +80,7 @@ impl Shortcut {
         (&self.entries[number as usize & (self.entries.len() - 1)], number >> bits)
     }
 
-    /// Who has the page, if that is known.
+    /// The layer that has the page, if that is known.
     pub(super) fn get(&self, page: u64) -> Option<Owner> {
         let (entry, tag) = self.entry(page);
         let entry = entry.load(Relaxed);
@@ -116,13 +116,13 @@ fn code(owner: Option<Owner>) -> u64 {
     }
 }
 
-/// Who has the pages of a group; none: not known without I/O.
+/// The layers that have the pages of a group; none: not known without I/O.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Owners([Option<Owner>; GROUP_PAGES as usize]);
 
 impl Owners {
-    /// What these layers, the first of which has index `first` in the chain, have of a group of a
-    /// disk that ends at `disk_bytes`.
+    /// The share of these layers, the first of which has index `first` in the chain, in a group of
+    /// a disk that ends at `disk_bytes`.
     pub(super) fn of(layers: &[Layer], first: usize, group: u64, disk_bytes: u64) -> Owners {
         let mut owners = [None; GROUP_PAGES as usize];
         let start = group * GROUP_BYTES;
@@ -161,7 +161,7 @@ impl Owners {
     }
 }
 
-/// What a layer says of a page.
+/// A layer's answer for a page.
 enum Answer {
     Is(Option<Owner>),
     Below,

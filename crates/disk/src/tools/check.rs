@@ -74,7 +74,7 @@ impl ImageTools<'_> {
         Ok(CheckReport::of(images))
     }
 
-    /// What is wrong with the parent of an image, which cannot be opened.
+    /// The finding about the parent of an image, which cannot be opened.
     fn check_unusable(&self, child: &Layer, e: DiskError) -> Result<Checked, DiskError> {
         let names = child.parents()?.map_or(Vec::new(), |parents| parents.candidates);
         let Some(parent) = names.into_iter().find(|name| name.path.exists()) else {
@@ -136,7 +136,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// What is found where a chain is opened.
+/// A finding where a chain is opened.
 fn of_chain(why: String, class: Class) -> Finding {
     let kind = "chain".into();
     let harmless = class.is_harmless();
@@ -144,7 +144,7 @@ fn of_chain(why: String, class: Class) -> Finding {
 }
 
 impl Repaired {
-    /// What `force` was needed for and not given, as an error.
+    /// The findings for which `force` was needed and not given, as an error.
     ///
     /// # Errors
     /// There is something to mend.

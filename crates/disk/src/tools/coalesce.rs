@@ -21,7 +21,7 @@ use crate::children::{self, Ask, absolute};
 use crate::image::Image;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
-/// What a chain says about the two.
+/// The two images, as their chain has them.
 struct Pair {
     parent: ImageName,
     parent_bytes: u64,
@@ -159,7 +159,7 @@ impl ImageTools<'_> {
         children::inherit(self.directory, &inherited, &parent)
     }
 
-    /// What the chain says, if it can be merged at all.
+    /// The two images in the chain, if they can be merged at all.
     fn pair(&self, child: &ImageName) -> Result<Pair, DiskError> {
         let refuse = |why: String, help: &str| {
             Err(unsuitable(format!("cannot coalesce {}", child.path.display()), why, help))
@@ -317,7 +317,7 @@ mod tests {
         all
     }
 
-    /// What it does between a command's look at the chain and its locks, the command must see.
+    /// Changes between a command's reading of the chain and its locks must be seen by the command.
     fn refused_after(force: bool, between: impl Fn(&ImageTools<'_>, &[ImageName; 2])) {
         for format in [Format::Vhd, Format::Qcow2] {
             let dir = tempfile::TempDir::new().unwrap();

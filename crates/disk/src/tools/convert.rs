@@ -14,7 +14,7 @@ use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 /// How to convert.
 #[derive(Clone, Debug, Default)]
 pub struct Convert {
-    /// What is at the destination may be lost.
+    /// The file at the destination may be lost.
     pub force: bool,
     /// Go on where an interrupted conversion ended.
     pub resume: bool,
@@ -89,7 +89,7 @@ impl ImageTools<'_> {
         Ok(done(to, bytes, formats::warnings(to, &new, None, bytes)))
     }
 
-    /// What was noted of an earlier copy is gone, durably: it would pass for this one's.
+    /// The notes of an earlier copy are gone, durably: they would pass for this one's.
     fn forget(&self, to: &ImageName) -> Result<(), DiskError> {
         let what = || format!("cannot make {}", to.path.display());
         Resume::remove(&to.path).map_err(|e| broken(what(), e))?;

@@ -23,19 +23,19 @@ const IN_FLIGHT: usize = 16;
 const PIECE: u64 = BUFFER_BYTES as u64;
 /// Bytes of a piece of zeros, at most.
 const ZERO_PIECE: u64 = 256 << 20;
-/// What is all zeros in units of this many bytes is not written.
+/// A unit of this many bytes that is all zeros is not written.
 const ZERO_UNIT: usize = 64 << 10;
 /// After so many bytes they are made durable, so that an interrupted copy can go on there.
 const SYNC_EVERY: u64 = 1 << 30;
 
-/// What of the source is copied, and what that means for the destination.
+/// The part of the source that is copied, and its meaning for the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     /// All of it, into a disk of zeros: zeros are left out.
     Fill,
     /// All of it, over whatever is there: zeros are written.
     Replace,
-    /// What its leaf has, over something else: zeros that the leaf has are written as zeros.
+    /// The leaf's own contents, over something else: zeros that the leaf has are written as zeros.
     Merge,
 }
 
@@ -190,7 +190,7 @@ impl<'a> Copying<'a> {
         }
     }
 
-    /// What pieces are multiples of. Only devices have larger blocks than images have sectors.
+    /// The unit of pieces. Only devices have larger blocks than images have sectors.
     fn block(&self) -> u64 {
         match self.mode {
             Mode::Replace => u64::from(self.to.0.block_bytes()),
@@ -203,7 +203,7 @@ impl<'a> Copying<'a> {
         if at + len == self.end { len } else { len / self.block() * self.block() }
     }
 
-    /// What the beginning of the rest is, and how much of it; none: nothing to copy.
+    /// The kind of the beginning of the rest, and its length; none: nothing to copy.
     async fn look(&self, at: u64) -> io::Result<(Option<What>, u64)> {
         let (disk, port) = &self.from;
         match (self.mode, disk) {

@@ -50,7 +50,7 @@ impl ImageTools<'_> {
         Ok(done(name, bytes, notes))
     }
 
-    /// What to say wherever a new image is opened whose parents are not in its folder.
+    /// The note wherever a new image is opened whose parents are not in its folder.
     fn note_elsewhere(&self, child: &ImageName, parent: &Parent) -> Option<String> {
         let mut paths = vec![parent.path.clone()];
         if let Disk::Image(image) = &parent.disk {
@@ -238,7 +238,7 @@ impl ImageTools<'_> {
         self.mark(parent, name, &made, known.then_some(&help), notes)
     }
 
-    /// What a killed backend has left, in its journal or in the page cache, is brought to the
+    /// Writes of a killed backend, in its journal or in the page cache, are brought to the
     /// medium: a parent has to be complete without it, and must not change any more.
     fn recover(&self, name: &ImageName) -> Result<(), DiskError> {
         let options = ImageTools::even_parents(self.options(false));

@@ -16,7 +16,7 @@ use crate::{Disk, DiskError, Extent as Place, ImageName, Port, Raw, SECTOR_BYTES
 /// read in whole blocks, too.
 const BLOCK: u64 = 4096;
 
-/// What the beginning of a range is.
+/// The beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) len: u64,
@@ -59,7 +59,7 @@ async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) ->
     Ok(Piece { len, layer: None, what: What::Zeros })
 }
 
-/// What one layer has of the beginning of a range: a piece, or nothing for so many bytes.
+/// The share of one layer in the beginning of a range: a piece, or nothing for so many bytes.
 pub(super) async fn look_at_layer(
     layer: &Layer,
     i: usize,
@@ -102,7 +102,7 @@ enum Ahead {
     Data(u64),
 }
 
-/// What is at `offset`; none: the file system does not tell.
+/// Data or a hole at `offset`; none: the file system does not tell.
 fn hole(raw: &Raw, offset: u64, len: u64) -> Option<Ahead> {
     if !raw.is_file() {
         return None;

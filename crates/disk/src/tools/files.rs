@@ -22,7 +22,7 @@ const LABEL: &str = "security.selinux";
 /// The kernel has none that is longer.
 const MAX_ATTRIBUTE_BYTES: usize = 64 << 10;
 
-/// What becomes of a file that has the name already.
+/// The fate of a file that has the name already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Over {
     /// Nothing: it stays, and the new one is not made.
@@ -144,7 +144,7 @@ impl ImageTools<'_> {
         meta.is_ok_and(|m| m.file_type().is_block_device() || (self.fixed_size && m.is_file()))
     }
 
-    /// What would be replaced, locked.
+    /// The file that would be replaced, locked.
     fn replaced(&self, to: &Path, force: bool) -> Result<Option<Raw>, DiskError> {
         let what = || format!("cannot make {}", to.display());
         let meta = match fs::symlink_metadata(to) {

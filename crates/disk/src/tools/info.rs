@@ -1,11 +1,11 @@
-//! What there is to know about an image, and what it takes.
+//! The facts about an image, and the space that it takes.
 
 use super::{ImageTools, Info, LayerInfo, Usage, formats};
 use crate::image::{Layer, open_as_far};
 use crate::{Disk, DiskError, Format, ImageName, SECTOR_BYTES};
 
 impl ImageTools<'_> {
-    /// What an image and its parents say about themselves. Their data are not read.
+    /// The facts that an image and its parents have of themselves. Their data are not read.
     ///
     /// # Errors
     /// It cannot be opened, or one of its parents.
@@ -50,7 +50,7 @@ impl ImageTools<'_> {
         Ok(LayerInfo { journal, ..formats::layer_info(layer)? })
     }
 
-    /// What a disk takes: in its images, and on the file systems.
+    /// The space that a disk takes: in its images, and on the file systems.
     ///
     /// # Errors
     /// As [`info`](ImageTools::info).

@@ -1,4 +1,4 @@
-//! What killed backends have left, of all images.
+//! The journals of killed backends, of all images.
 
 use super::{ImageTools, JournalInfo, JournalState, refused};
 use crate::writeback::journal::{self, Kept};

@@ -1,4 +1,4 @@
-//! What is done to images that nobody is using: made, copied, merged, looked at. `ferrite image`
+//! Operations on images that nobody is using: made, copied, merged, looked at. `ferrite image`
 //! is a command line for this, and the simulator cuts its power.
 //!
 //! Each operation is a function of a [`ImageTools`], whatever the formats are. Those that make or

@@ -22,7 +22,7 @@ use crate::image::{Image, Layer};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
 
-/// What differs is written in units of this.
+/// Differences are written in units of this.
 const UNIT: usize = 64 << 10;
 
 /// Whether the disk reads the same on the new parent.

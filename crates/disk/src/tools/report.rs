@@ -1,4 +1,4 @@
-//! What operations find out, with the names that it has everywhere, also as JSON
+//! The results of operations, with the names that they have everywhere, also as JSON
 //! (docs/images.md). Sizes and offsets are bytes.
 
 use serde::Serialize;
@@ -70,7 +70,7 @@ pub struct SnapshotInfo {
     pub vm_state_bytes: u64,
 }
 
-/// What a disk takes.
+/// The space that a disk takes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Usage {
     /// Of the virtual disk.
@@ -106,7 +106,7 @@ pub struct Extent {
     pub start_bytes: u64,
     /// How long it is.
     pub length_bytes: u64,
-    /// What it is.
+    /// The kind of content.
     pub kind: Kind,
     /// The index in the chain of the layer that has it, 0 for the leaf.
     pub layer: Option<usize>,
@@ -132,7 +132,7 @@ pub struct Comparison {
     pub virtual_bytes: [u64; 2],
 }
 
-/// What has become of an image.
+/// The image after an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Done {
     /// Where the image is.
@@ -141,7 +141,7 @@ pub struct Done {
     pub format: &'static str,
     /// Of the virtual disk.
     pub virtual_bytes: u64,
-    /// What was done besides what was asked for, and what is left to do.
+    /// The steps besides those that were asked for, and those that are left to do.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
 }
@@ -151,7 +151,7 @@ pub struct Done {
 pub struct Finding {
     /// Where in the file.
     pub offset_bytes: Option<u64>,
-    /// What kind of, in one word.
+    /// The kind of problem, in one word.
     pub kind: String,
     /// The reason.
     pub why: String,
@@ -163,7 +163,7 @@ pub struct Finding {
     pub mendable: bool,
 }
 
-/// What was found in one image.
+/// The findings of one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Checked {
     /// Where it is.
@@ -198,7 +198,7 @@ impl Checked {
         self.counts.damage == 0 && self.counts.unsupported == 0
     }
 
-    /// What becomes of all findings.
+    /// The verdict of all findings.
     pub fn verdict(&self) -> Verdict {
         match self.counts {
             Counts { damage: 1.., .. } => Verdict::Damaged,
@@ -210,7 +210,7 @@ impl Checked {
     }
 }
 
-/// What a check comes to: what decides how a program ends that was asked for it.
+/// The verdict of a check: it decides how a program ends that was asked for one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
@@ -226,7 +226,7 @@ pub enum Verdict {
     Damaged,
 }
 
-/// What a check has found.
+/// The findings of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CheckReport {
     /// All images read what they should.
@@ -244,7 +244,7 @@ impl CheckReport {
     }
 }
 
-/// What a repair has done.
+/// The repairs that were made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Repaired {
     /// It was tried; otherwise it was only looked at.
@@ -255,7 +255,7 @@ pub struct Repaired {
     pub after: Checked,
 }
 
-/// What a backend that was killed, or is running, has answered and not written into an image yet.
+/// Writes that a backend, killed or running, has answered and not put into an image yet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct JournalInfo {
     /// By which it is dropped.
@@ -266,6 +266,6 @@ pub struct JournalInfo {
     pub path: String,
     /// Answered changes of metadata; without any, nothing is lost with it.
     pub records: u64,
-    /// What becomes of it.
+    /// The fate of the journal.
     pub state: JournalState,
 }

@@ -1,4 +1,4 @@
-//! What an interrupted conversion leaves beside its file, so that it can go on.
+//! The note that an interrupted conversion leaves beside its file, so that it can go on.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -14,7 +14,7 @@ use crate::plain;
 
 /// And how far it is.
 const STATE: &str = ".partial.json";
-/// What that is written to first.
+/// The name that it is written under first.
 const NEXT: &str = ".partial.json.new";
 /// Both take a multiple of this.
 const UNIT_BYTES: usize = 4096;
@@ -68,7 +68,7 @@ impl Resume {
         self.sources.iter().any(|source| source.file_bytes == 0)
     }
 
-    /// What was left for `to`; none: nothing, or nothing of use.
+    /// The note that was left for `to`; none: nothing, or nothing of use.
     pub(super) fn load(to: &Path) -> Option<Resume> {
         let text = plain::read(&Resume::path(to), MAX_STATE_BYTES).ok()?;
         serde_json::from_slice(&text).ok()
@@ -120,7 +120,7 @@ impl Resume {
         Ok(text)
     }
 
-    /// What the next one is called until it is whole.
+    /// The name of the next one until it is whole.
     pub(super) fn next(to: &Path) -> PathBuf {
         beside(to, NEXT)
     }
@@ -137,7 +137,7 @@ impl Resume {
     }
 }
 
-/// What was reserved under a name, if it is nobody else's file.
+/// The file that was reserved under a name, if it is nobody else's.
 fn reserved(path: &Path) -> Option<File> {
     let file = plain::open(path, File::options().write(true)).ok()?;
     (file.metadata().ok()?.nlink() == 1).then_some(file)

@@ -1,4 +1,4 @@
-//! What is asked of a new image, and what it is made on.
+//! The wishes for a new image, and its parent.
 
 use std::fs;
 use std::io;
@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 use super::parent_dir;
 use crate::{Disk, ImageName, SECTOR_BYTES};
 
-/// What a new image shall be.
+/// The properties of a new image.
 #[derive(Clone, Debug, Default)]
 pub struct NewImage {
     /// Of the disk; none: the parent's.
     pub bytes: Option<u64>,
-    /// What it is made on.
+    /// The parent that it is made on.
     pub parent: Option<ImageName>,
     /// All space at once.
     pub fixed: bool,
     /// The unit of allocation: a block of VHD, a cluster of qcow2; none: the usual one.
     pub unit_bytes: Option<u32>,
-    /// What is there under its name may be lost.
+    /// The file that is there under its name may be lost.
     pub force: bool,
     /// Even if its parent is in another folder and cannot be told of it.
     pub unmarked: bool,

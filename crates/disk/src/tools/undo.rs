@@ -1,4 +1,4 @@
-//! What is done for a new image before it has its name, and is undone if it never gets it.
+//! Steps for a new image before it has its name, which are undone if it never gets it.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -9,8 +9,9 @@ use super::{DiskError, ImageTools, broken};
 use crate::Raw;
 use crate::children::{self, marks::Held, marks::Mark};
 
-/// What was done to a parent. It is made before the parent is opened, so that it is undone when the
-/// parent is not locked here any more: others who work on the parent have it locked then.
+/// The undoing of steps on a parent. It is made before the parent is opened, so that they are
+/// undone when the parent is not locked here any more: others who work on the parent have it locked
+/// then.
 pub(super) struct Undo<'a> {
     tools: &'a ImageTools<'a>,
     /// The parent, and the mode that it had.

@@ -109,7 +109,7 @@ impl Identity {
     }
 }
 
-/// What a record says; the format that wrote it knows what key and words mean.
+/// The contents of a record; the format that wrote it knows the meaning of key and words.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) slot: Slot,
@@ -276,7 +276,7 @@ impl Journal {
         }
     }
 
-    /// What the record says is durable now, or no longer true.
+    /// The change of the record is durable now, or no longer true.
     pub(crate) fn release(&mut self, slot: Slot) {
         if let Some((shm, _)) = &self.file {
             shm.store_u64(self.at(slot.0), 0);
@@ -286,7 +286,7 @@ impl Journal {
         self.stuck &= self.len() > 0;
     }
 
-    /// What the records refer to may be lost: nobody takes them over.
+    /// The data that the records refer to may be lost: nobody takes them over.
     pub(crate) fn void(&mut self) {
         if let Some((shm, _)) = &self.file {
             shm.store_u64(VOID_AT, 1);
@@ -364,7 +364,7 @@ fn told_at(which: u64) -> usize {
     TOLD_AT + WORD_BYTES + (which as usize - 1) * TOLD_WORDS * WORD_BYTES
 }
 
-/// What a process has [told](Journal::tell), if it has.
+/// The note that a process has [left](Journal::tell), if it has.
 fn told(shm: &Shm) -> Option<Told> {
     let which = shm.load_u64(TOLD_AT);
     let words = (1..=2).contains(&which).then(|| told_at(which))?;

@@ -1,4 +1,4 @@
-//! What is different from format to format: each has a file here.
+//! The differences from format to format: each has a file here.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub(super) struct New<'a> {
     pub(super) bytes: u64,
 }
 
-/// What an image on a device reads as where nothing was written to it yet.
+/// The contents of an image on a device where nothing was written to it yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Blank {
     /// Zeros.
@@ -44,7 +44,7 @@ pub(super) enum Rules<'a> {
     Theirs(Option<&'a Path>),
 }
 
-/// What a check has found.
+/// The findings of a check.
 #[derive(Default)]
 struct Looked {
     findings: Vec<Finding>,
@@ -52,8 +52,8 @@ struct Looked {
     unused_bytes: u64,
 }
 
-/// What the tools do with images of a format. What most formats have nothing to say about has an
-/// answer here.
+/// The tools' operations on images of a format. One that most formats have nothing to say about has
+/// an answer here.
 trait Offline: ImageFormat + Sized {
     /// Refuses what a new image cannot be, before anything is made or changed.
     fn check_new(new: New<'_>) -> Result<(), DiskError>;
@@ -66,7 +66,7 @@ trait Offline: ImageFormat + Sized {
         false
     }
 
-    /// What other programs that such images are for cannot do with a new one.
+    /// The operations that other programs for such images cannot do with a new one.
     fn warnings(_: New<'_>) -> Vec<String> {
         Vec::new()
     }
@@ -86,7 +86,7 @@ trait Offline: ImageFormat + Sized {
         Ok(())
     }
 
-    /// What an image says about itself.
+    /// The facts that an image has of itself.
     fn info(&self) -> Result<LayerInfo, DiskError>;
 
     /// Bytes of its unit of allocation.
@@ -186,7 +186,7 @@ pub(super) async fn empty(
     ask_format!(format, Is => <Is as Offline>::empty(port, raw, new).await)
 }
 
-/// What other programs that such images are for cannot do with a new one.
+/// The operations that other programs for such images cannot do with a new one.
 pub(super) fn warnings(
     name: &ImageName,
     new: &NewImage,
@@ -220,12 +220,12 @@ pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     }
 }
 
-/// What a layer says about itself.
+/// The facts that a layer has of itself.
 pub(super) fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
     each_format!(layer, image => Offline::info(image))
 }
 
-/// What a disk without layers says about itself.
+/// The facts that a disk without layers has of itself.
 pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
     Offline::info(raw)
 }
@@ -245,7 +245,7 @@ pub(super) fn dirty_bitmaps(layer: &Layer) -> u32 {
     each_format!(layer, image => Offline::dirty_bitmaps(image))
 }
 
-/// What the file says.
+/// The facts of the file.
 fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
     let path: &Path = raw.path();
     Ok(LayerInfo {
@@ -269,7 +269,7 @@ fn examined<T>(raw: &Raw, found: io::Result<T>) -> Result<T, DiskError> {
     found.map_err(|e| broken(format!("cannot examine {}", raw.path().display()), e))
 }
 
-/// What other programs that such images are for make of another size of a disk.
+/// The reactions of other programs for such images to another size of a disk.
 pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
     let seen = |layer: &Layer| each_format!(layer, image => Offline::qemu_bytes(image, bytes));
     let qemu_bytes = leaf(disk).map_or(bytes, seen);

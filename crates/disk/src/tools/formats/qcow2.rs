@@ -1,4 +1,4 @@
-//! What the tools want of qcow2 images.
+//! The tools' operations on qcow2 images.
 
 use std::io;
 use std::path::Path;

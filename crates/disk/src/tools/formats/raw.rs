@@ -1,4 +1,4 @@
-//! What the tools want of raw images.
+//! The tools' operations on raw images.
 
 use std::io;
 

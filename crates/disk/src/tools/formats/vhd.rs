@@ -1,4 +1,4 @@
-//! What the tools want of VHDs.
+//! The tools' operations on VHDs.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;

@@ -71,7 +71,7 @@ impl Held {
         &self.path
     }
 
-    /// What is in it; `None`: nothing, not even a header.
+    /// Its memory; `None`: nothing, not even a header.
     pub(super) fn map(&self) -> io::Result<Option<Shm>> {
         match self.file.metadata()?.len() {
             0 => Ok(None),
@@ -109,7 +109,7 @@ pub(super) fn is_held(path: &Path) -> io::Result<bool> {
     Ok(flock_holder((major(dev), minor(dev)), ino).is_some())
 }
 
-/// What is to be thought of a journal.
+/// The judgement of a journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Content {
     /// Nobody needs it: its maker died over it, everything in it is durable, or it is void. Whose

@@ -31,11 +31,11 @@ pub(crate) struct Left {
     /// Where the image was.
     pub(crate) path: PathBuf,
     place: Place,
-    /// What its records are of, in the format's own numbers.
+    /// The keys of its records, in the format's own numbers.
     pub(crate) keys: Vec<u64>,
 }
 
-/// What there is for an image.
+/// The journals that there are for an image.
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
     /// Its own, if that says something.
@@ -73,7 +73,7 @@ pub(crate) fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, 
     Ok(found)
 }
 
-/// What the last process that wrote to an image has told about it besides the records, even if
+/// The note that the last process to write to an image has left besides the records, even if
 /// there are none.
 ///
 /// # Errors
@@ -218,7 +218,7 @@ impl Left {
     }
 }
 
-/// What was written by [`make`](super::make), or anything.
+/// Bytes that were written by [`make`](super::make), or any others.
 fn bytes(shm: &Shm, len_at: usize, at: usize, most: usize) -> Vec<u8> {
     let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
     shm.copy_out(at, &mut bytes);
@@ -319,9 +319,9 @@ fn examine(dir: &Path, file: &str, in_use: bool) -> Result<Option<Kept>, DiskErr
     Ok(Some(Kept { name, format, path: was, records, state }))
 }
 
-/// What has become of the image that was at `path`. It is gone only if its file system says so: what
-/// is not at its path may have been renamed, or not be mounted or attached now. A device tells nobody
-/// that it will not come back.
+/// The fate of the image that was at `path`. It is gone only if its file system says so: an image
+/// that is not at its path may have been renamed, or not be mounted or attached now. A device tells
+/// nobody that it will not come back.
 fn whereabouts(path: &Path, place: &Place, handle: Option<&Handle>) -> JournalState {
     let now = Place::at(path);
     if now.as_ref().is_ok_and(|now| now == place) {
