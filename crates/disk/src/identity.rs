@@ -45,10 +45,13 @@ fn of_medium(raw: &Raw) -> io::Result<String> {
     Ok(Place::while_up(raw.fd())?.text().to_owned())
 }
 
-/// The same of what is at a path now, opened by nobody: a text without format and UUID.
-///
-/// # Errors
-/// There is nothing, or it cannot be examined.
-pub fn medium_at(path: &Path) -> io::Result<String> {
-    Ok(Place::while_up(look_at(path)?)?.text().to_owned())
+impl DiskIdentity {
+    /// That of a raw disk which is at this path now, opened by nobody.
+    ///
+    /// # Errors
+    /// There is nothing, or it cannot be examined.
+    pub fn raw_at(path: &Path) -> io::Result<DiskIdentity> {
+        let key = format!("raw, {}", Place::while_up(look_at(path)?)?.text());
+        Ok(DiskIdentity { key, path: path.display().to_string() })
+    }
 }

@@ -42,7 +42,7 @@ pub use error::{DiskError, ErrorKind};
 pub use extent::{DiscardLimits, Extent};
 pub use finding::{Class, Counts, Finding, Kind as ProblemKind};
 pub use format::Format;
-pub use identity::{DiskIdentity, medium_at};
+pub use identity::DiskIdentity;
 pub use image::Image;
 pub use name::ImageName;
 pub use null::Null;

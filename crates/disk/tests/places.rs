@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 
 use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
 use ferrite_disk::tools::NewImage;
-use ferrite_disk::{Disk, Format, ImageName, OpenOptions, medium_at};
+use ferrite_disk::{Disk, DiskIdentity, Format, ImageName, OpenOptions};
 
 /// A file that QEMU serves under another name, by FUSE. Its number is 1, and nobody knows when it
 /// was made.
@@ -95,7 +95,8 @@ fn a_file_on_a_file_system_that_is_mounted_again_under_another_number_is_the_sam
     let at = |name: &str| dir.path().join(name);
     fs::File::create(at("file")).unwrap().set_len(MIB).unwrap();
     fs::File::create(at("other")).unwrap().set_len(MIB).unwrap();
-    let look = || (fs::metadata(at("a")).unwrap().dev(), medium_at(&at("a")).unwrap());
+    let look =
+        || (fs::metadata(at("a")).unwrap().dev(), DiskIdentity::raw_at(&at("a")).unwrap().key);
     let Some(before) = Export::new(&at("file"), &at("a")) else { return };
     let (number, medium) = look();
     drop(before);
@@ -107,7 +108,7 @@ fn a_file_on_a_file_system_that_is_mounted_again_under_another_number_is_the_sam
     }
     assert_eq!(look().1, medium);
     for other in others.iter().flatten() {
-        assert_ne!(medium_at(&other.at).unwrap(), medium);
+        assert_ne!(DiskIdentity::raw_at(&other.at).unwrap().key, medium);
     }
 }
 
@@ -122,7 +123,7 @@ fn another_volume_under_a_devices_number_is_another_disk_and_the_same_one_elsewh
     let key = |path: &Path| {
         let image = ImageName { format: Format::Raw, path: path.to_owned() };
         let disk = Disk::open_image(&image, &OpenOptions::default()).unwrap();
-        (disk.identity().unwrap().key, medium_at(path).unwrap())
+        (disk.identity().unwrap().key, DiskIdentity::raw_at(path).unwrap().key)
     };
     let first = key(&device.0);
     let elsewhere = Loop::attach(&at("a"), 512).unwrap();

@@ -86,7 +86,6 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         moving: moving(args)?,
         pool_bytes: args.memory,
         run_dir,
-        served_raw: served_raw::note(&args.image),
         engine: engines(kind),
         closes: true,
         tuning: args.tuning.tuning(),

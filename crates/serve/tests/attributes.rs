@@ -106,7 +106,6 @@ fn a_disk_of_mode_r_is_not_served_from_an_image_that_is_open_for_writing() {
         moving: moving(mover(), Budget::of_disk(0)),
         pool_bytes: 4 << 20,
         run_dir: rig.run_dir().to_owned(),
-        served_raw: None,
         engine: engines(),
         closes: true,
         tuning: Tuning::default(),

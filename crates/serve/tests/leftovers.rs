@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use ferrite_loopback::front::{FrontOptions, Frontend, RingWord};
-use ferrite_serve::blkif::lifecycle::{Outcome, SERVED_RAW, STOPPED, report_failure, sweep};
+use ferrite_serve::blkif::lifecycle::{Outcome, STOPPED, TABLE, report_failure, sweep};
 use rustix::fs::{FlockOperation, flock};
 
 use rig::{PATIENCE, Plan, Rig, scale};
@@ -56,12 +56,12 @@ fn sweep_all(rig: &Rig) {
 
 /// Of a disk that was attached just now, too.
 #[test]
-fn what_is_served_is_noted_while_a_guest_is_connected() {
+fn there_is_a_table_while_a_guest_is_connected() {
     let _alone = alone();
     let mut rig = Rig::new(plan());
-    let note = rig.run_dir().join(SERVED_RAW);
+    let table = rig.run_dir().join(TABLE);
     let mut front = rig.connect(&FrontOptions::default());
-    assert!(note.exists());
+    assert!(table.exists());
     works(&mut front);
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     // The program says so when the image is complete.
@@ -69,7 +69,7 @@ fn what_is_served_is_noted_while_a_guest_is_connected() {
     std::fs::write(&stopped, "").unwrap();
     rig.start();
     works(&mut front);
-    assert!(note.exists() && !stopped.exists());
+    assert!(table.exists() && !stopped.exists());
     rig.machine.unplug(&rig.disk.clone()).unwrap();
     front.close(PATIENCE).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);

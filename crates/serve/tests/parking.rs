@@ -4,16 +4,20 @@
 mod processes;
 mod rig;
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_disk::{Disk, Session};
+use ferrite_disk::{Disk, DiskIdentity, Session};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::FrontOptions;
-use ferrite_serve::path::device::Device;
+use ferrite_serve::blkif::inflight::ImageName;
+use ferrite_serve::blkif::lifecycle::TABLE;
+use ferrite_serve::path::device::{Device, Heir};
 use rustix::process::{Signal, getpid, kill_process};
 
 use processes::{RUN_DIR, World, be_a_backend, env, open, under_load};
@@ -24,13 +28,28 @@ const STEPS: [&str; 4] = ["park", "close", "open", "go on"];
 
 /// Where a backend dies, as `STEP ROUND`; without it, it parks and never dies of it.
 const DIES: &str = "FERRITE_TEST_DIES";
+/// Which image the disk is exchanged for, once; without it, the image stays.
+const NEXT: &str = "FERRITE_TEST_NEXT";
+/// The steps of such an exchange. Dead before one of them, a backend is followed by one with the old
+/// image. In `named` only the table knows with which one, and after that it is the new one.
+const EXCHANGE: [&str; 7] = ["park", "close", "make", "open", "go on", "named", "gone on"];
+const NAMED: &str = "named";
 /// How often a backend parks.
 const ROUNDS: &str = "FERRITE_TEST_ROUNDS";
 
 /// Not a test: the backend, when this program is run again with the environment that says so.
 #[test]
 fn process_backend() {
-    be_a_backend(park_again_and_again);
+    be_a_backend(|device, image, counters| match std::env::var(NEXT) {
+        Ok(next) => {
+            // Before it serves nothing tells the table.
+            while counters.counts().requests == 0 {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            exchange(device, image, next.as_ref());
+        }
+        Err(_) => park_again_and_again(device, image),
+    });
 }
 
 /// Where a backend says how long its pauses were.
@@ -46,6 +65,43 @@ fn die() {
 fn close(disk: Disk) {
     let engine = |arena| test_engine().open(arena, 32);
     Session::new(Arc::new(disk), engine).unwrap().close().unwrap();
+}
+
+/// Dies when the frontends are told of an image, some of which may have heard of it before.
+struct DiesNamed;
+
+impl Heir for DiesNamed {
+    fn serves(&self, _: &DiskIdentity) {
+        die();
+    }
+}
+
+/// Exchanges the disk once, at a random moment, and dies before the step that it is told.
+fn exchange(device: &Arc<Device>, image: &Path, next: &Path) {
+    let dies = std::env::var(DIES).unwrap_or_default();
+    let step = |step: &str| {
+        if dies == step {
+            die();
+        }
+    };
+    let heir = Arc::new(DiesNamed);
+    if dies == NAMED {
+        device.add_heir(&heir);
+    }
+    std::thread::sleep(Duration::from_micros(u64::from(std::process::id()) * 997 % 40_000));
+    step("park");
+    let (disk, away) = device.park(PATIENCE).unwrap();
+    step("close");
+    close(disk);
+    step("make");
+    images::make_next(image, next);
+    step("open");
+    let disk = open(next);
+    step("go on");
+    away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
+    // Its guest writes to it, or not yet.
+    std::thread::sleep(Duration::from_micros(u64::from(std::process::id()) * 991 % 40_000));
+    step("gone on");
 }
 
 fn park_again_and_again(device: &Arc<Device>, image: &Path) {
@@ -114,6 +170,62 @@ fn parked_under_load(world: World, rounds: usize, seed: u64) {
         println!("{rounds} pauses: {}", std::fs::read_to_string(&report).unwrap());
         last
     });
+}
+
+/// The image that the table names.
+fn named(world: &World) -> PathBuf {
+    ImageName::open(&world.run_dir().join(TABLE)).unwrap().get().path.into()
+}
+
+/// A backend with this image ends by itself, and says why.
+fn is_refused(world: &World, image: &Path) {
+    let served = world.image();
+    world.serve_from(image.to_owned());
+    let mut child = world.spawn();
+    assert_eq!(child.wait().unwrap().code(), Some(101), "{} is served", image.display());
+    world.serve_from(served);
+}
+
+/// Backends die before each step of an exchange for another image. Each time the next one serves what
+/// the table names, which is the old image before the exchange, and the new one after it.
+fn exchanged_under_load(world: World, extension: &str, rounds: usize, seed: u64) {
+    let options = FrontOptions { queues: 2, max_indirect: 64, ..FrontOptions::default() };
+    under_load(world, options, seed, |world, _| {
+        for (round, step) in (0..rounds).flat_map(|round| EXCHANGE.map(|step| (round, step))) {
+            let old = world.image();
+            let next = old.with_file_name(format!("next-{round}-{step}.{extension}"));
+            let to = [(DIES, step), (NEXT, next.to_str().unwrap())];
+            let mut child = world.spawn_with(&to);
+            assert_eq!(child.wait().unwrap().signal(), Some(9), "{step}");
+            let serves = named(world);
+            match step {
+                NAMED => assert!([&old, &next].contains(&&serves), "{serves:?}"),
+                "gone on" => assert_eq!(serves, next),
+                _ => assert_eq!(serves, old),
+            }
+            let other = if serves == old { next } else { old };
+            if other.exists() {
+                is_refused(world, &other);
+            }
+            if serves == world.image() {
+                // What was prepared, and nobody has written to.
+                let _ = std::fs::remove_file(&other);
+                // Its parent was made read-only for it.
+                std::fs::set_permissions(&serves, Permissions::from_mode(0o600)).unwrap();
+            }
+            world.serve_from(serves);
+        }
+        world.spawn()
+    });
+}
+
+#[test]
+fn after_an_exchange_for_another_image_that_one_is_served_and_before_it_the_old_one() {
+    let rounds = scale() as usize;
+    exchanged_under_load(World::new(CopyWith::Memcpy), "img", rounds, 30);
+    for (i, format) in ["vhd", "qcow2"].into_iter().enumerate() {
+        exchanged_under_load(World::with_format(format), format, rounds, 31 + i as u64);
+    }
 }
 
 #[test]

@@ -81,7 +81,6 @@ fn process_backend() {
         moving: moving(mover(), mover::Budget::of_disk(DISK_MAPPINGS)),
         pool_bytes: 4 << 20,
         run_dir: Path::new(&dir).join("run"),
-        served_raw: None,
         engine: engines(),
         closes: true,
         tuning: Tuning { poll: PollWindow::Fixed(1), ..Tuning::default() },

@@ -20,7 +20,7 @@ use rig::{PATIENCE, Plan, Rig, images, scale};
 /// Not a test: the backend, when this program is run again with the environment that says so.
 #[test]
 fn process_backend() {
-    processes::be_a_backend(|_, _| {});
+    processes::be_a_backend(|_, _, _| {});
 }
 
 #[test]
@@ -251,8 +251,8 @@ fn a_ring_that_was_changed_meanwhile_is_not_taken_over() {
 }
 
 /// Of `inflight.rs`: where the words of the only queue stand in its file.
-const PUBLISHED_AT: u64 = (16 << 10) + 4;
-const ENTRIES_AT: u64 = (16 << 10) + 64;
+const PUBLISHED_AT: u64 = (20 << 10) + 4;
+const ENTRIES_AT: u64 = (20 << 10) + 64;
 const REQ_INDEX_AT: u64 = 4;
 const RSP_INDEX_AT: u64 = 8;
 const TAKEN: u32 = 1;

@@ -390,7 +390,6 @@ fn config(
         },
         pool_bytes: args.memory,
         run_dir,
-        served_raw: None,
         engine: engines(kind),
         // Several guests may have it.
         closes: false,

@@ -25,31 +25,32 @@
 //! Killed after 7, the entry's index is covered by the published producer: it was answered and
 //! must never be again. Killed before, the guest has not seen the answer, and the request is done
 //! again: reads and writes may be repeated.
+//!
+//! The table also names the image that is served (`image.rs`): a successor with another one is
+//! refused.
+
+mod image;
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use ferrite_disk::DiskIdentity;
 use ferrite_io::shm::Shm;
 use ferrite_xen::abi::{MAX_SLOT_BYTES, Protocol, RawSegment, SEGMENT_BYTES, Slot};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"FERINF04");
+const MAGIC: u64 = u64::from_le_bytes(*b"FERINF05");
 const MAGIC_AT: usize = 0;
 const SIZE_AT: usize = 8;
 const QUEUES_AT: usize = 12;
 const ENTRIES_AT: usize = 16;
 const SEGMENTS_AT: usize = 20;
 const IDENTITY_LEN_AT: usize = 24;
-const IMAGE_KEY_LEN_AT: usize = 28;
-const IMAGE_PATH_LEN_AT: usize = 32;
 const IDENTITY_AT: usize = 64;
-const HEADER_BYTES: usize = 16 << 10;
+const HEADER_BYTES: usize = 20 << 10;
 /// Room for the identity, which is text of our own making: with 64 queues and 16 pages a ring, the
 /// most that there are, 12.5 KiB for these.
-const IDENTITY_MAX: usize = IMAGE_KEY_AT - IDENTITY_AT;
-/// The image's key, and its path, which is cut off if it is longer.
-const IMAGE_KEY_AT: usize = IMAGE_PATH_AT - DiskIdentity::MAX_KEY_BYTES;
-const IMAGE_PATH_AT: usize = HEADER_BYTES - 1024;
+const IDENTITY_MAX: usize = image::FIRST_AT - IDENTITY_AT;
 
 // Of a queue's region.
 const REQ_CONS_AT: usize = 0;
@@ -143,8 +144,34 @@ pub enum TableError {
 
 /// The table of one connection.
 pub struct Table {
-    shm: Shm,
+    shm: Arc<Shm>,
     identity: Identity,
+}
+
+/// The part of a table that names the image.
+pub struct ImageName(Arc<Shm>);
+
+impl ImageName {
+    /// That of a table, whichever connection it belongs to. `None`: there is no table of this version.
+    pub fn open(table: &Path) -> Option<ImageName> {
+        let shm = Shm::open(table).ok()?;
+        is_table(&shm).then(|| ImageName(Arc::new(shm)))
+    }
+
+    /// The image that the guest is served from.
+    pub fn get(&self) -> DiskIdentity {
+        image::named(&self.0)
+    }
+
+    /// From now on it is this one.
+    pub fn set(&self, image: &DiskIdentity) {
+        image::name(&self.0, image);
+    }
+}
+
+/// Whether there is a header of this version.
+fn is_table(shm: &Shm) -> bool {
+    shm.len() >= HEADER_BYTES && shm.load_u64(MAGIC_AT) == MAGIC
 }
 
 impl Table {
@@ -171,17 +198,10 @@ impl Table {
         shm.store_u32(SEGMENTS_AT, identity.max_segments);
         shm.store_u32(IDENTITY_LEN_AT, line.len() as u32);
         shm.copy_in(IDENTITY_AT, line.as_bytes());
-        for (len_at, at, text, most) in [
-            (IMAGE_KEY_LEN_AT, IMAGE_KEY_AT, &identity.image.key, IMAGE_PATH_AT - IMAGE_KEY_AT),
-            (IMAGE_PATH_LEN_AT, IMAGE_PATH_AT, &identity.image.path, HEADER_BYTES - IMAGE_PATH_AT),
-        ] {
-            let bytes = &text.as_bytes()[..text.len().min(most)];
-            shm.store_u32(len_at, bytes.len() as u32);
-            shm.copy_in(at, bytes);
-        }
+        image::name(&shm, &identity.image);
         shm.store_u64(MAGIC_AT, MAGIC);
         std::fs::rename(&new, path).map_err(failed("put it in place"))?;
-        Ok(Table { shm, identity })
+        Ok(Table { shm: Arc::new(shm), identity })
     }
 
     /// Opens the table that a predecessor left, if it is that of the same connection.
@@ -194,7 +214,7 @@ impl Table {
         let io = |source| TableError::Io { path: path.to_owned(), what: "open it", source };
         let shm = Shm::open(path).map_err(io)?;
         let bytes = HEADER_BYTES + identity.queues as usize * identity.queue_bytes();
-        if shm.len() < HEADER_BYTES || shm.load_u64(MAGIC_AT) != MAGIC {
+        if !is_table(&shm) {
             return Err(foreign("it is not a table of this version"));
         }
         if shm.load_u32(SEGMENTS_AT) != identity.max_segments {
@@ -205,22 +225,26 @@ impl Table {
         if there != line {
             return Err(foreign(&format!("it says \"{there}\", the guest says \"{line}\"")));
         }
-        let key = text(&shm, IMAGE_KEY_LEN_AT, IMAGE_KEY_AT, IMAGE_PATH_AT - IMAGE_KEY_AT);
+        let DiskIdentity { key, path: named } = image::named(&shm);
         if key != identity.image.key {
-            let path = text(&shm, IMAGE_PATH_LEN_AT, IMAGE_PATH_AT, HEADER_BYTES - IMAGE_PATH_AT);
             let DiskIdentity { key: now, path: to } = &identity.image;
-            let (was, is) = (format!("{path} ({key})"), format!("{to} ({now})"));
+            let (was, is) = (format!("{named} ({key})"), format!("{to} ({now})"));
             return Err(TableError::OtherImage { was, is });
         }
         if shm.len() != bytes || shm.load_u32(SIZE_AT) as usize != bytes {
             return Err(foreign("its size is wrong"));
         }
-        Ok(Table { shm, identity })
+        Ok(Table { shm: Arc::new(shm), identity })
+    }
+
+    /// Where it names the image.
+    pub fn image(&self) -> ImageName {
+        ImageName(self.shm.clone())
     }
 
     /// One queue's part; each is handed to one thread.
     pub fn into_queues(self) -> Vec<QueueTable> {
-        let shm = std::sync::Arc::new(self.shm);
+        let shm = self.shm;
         (0..self.identity.queues as usize)
             .map(|i| QueueTable {
                 shm: shm.clone(),
@@ -266,7 +290,7 @@ pub struct Resume {
 
 /// One queue's part of the table.
 pub struct QueueTable {
-    shm: std::sync::Arc<Shm>,
+    shm: Arc<Shm>,
     base: usize,
     entry_bytes: usize,
     entries: u32,

@@ -3,9 +3,9 @@
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use ferrite_disk::{Disk, Port};
+use ferrite_disk::{Disk, DiskIdentity, Port};
 use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;
 
@@ -19,6 +19,13 @@ const LATCH_BYTES: usize = 64;
 
 /// Most paths of a device: two frontends with as many queues as a frontend can have.
 const SEATS: usize = 128;
+
+/// A frontend that has to know which image it serves.
+pub trait Heir: Send + Sync {
+    /// From now on it is this one. Nobody has written to it as the device's disk. It cannot fail, and
+    /// must not ask for the disk.
+    fn serves(&self, image: &DiskIdentity);
+}
 
 /// A disk that is served, from attach to detach.
 pub struct Device {
@@ -38,6 +45,8 @@ pub struct Device {
     pub(super) slot: Mutex<Slot>,
     /// The slot has changed, or a path rests.
     pub(super) changed: Condvar,
+    /// Who is told which image that is.
+    heirs: Mutex<Vec<Weak<dyn Heir>>>,
     /// What a path has that rests.
     no_disk: Arc<Disk>,
     /// Exclusion across all paths.
@@ -74,6 +83,7 @@ impl Device {
             saving: AtomicBool::new(false),
             slot: Mutex::new(Slot::Here(Arc::new(disk))),
             changed: Condvar::new(),
+            heirs: Mutex::default(),
             no_disk: Arc::new(Disk::nothing()),
             gate: Gate::new(SEATS),
             wakers: Mutex::new(vec![None; SEATS]),
@@ -110,6 +120,20 @@ impl Device {
             );
         }
         result
+    }
+
+    /// Tells this one of each image that the device goes on with, as long as it is there.
+    pub fn add_heir<H: Heir + 'static>(&self, heir: &Arc<H>) {
+        let heir: Weak<dyn Heir> = Arc::downgrade(heir) as Weak<H>;
+        let mut heirs = self.heirs.lock().unwrap_or_else(PoisonError::into_inner);
+        heirs.retain(|heir| heir.strong_count() > 0);
+        heirs.push(heir);
+    }
+
+    /// Tells all of them.
+    pub(super) fn tell_heirs(&self, image: &DiskIdentity) {
+        let heirs = self.heirs.lock().unwrap_or_else(PoisonError::into_inner);
+        heirs.iter().filter_map(Weak::upgrade).for_each(|heir| heir.serves(image));
     }
 
     fn wakers(&self) -> MutexGuard<'_, Vec<Option<Arc<Waker>>>> {

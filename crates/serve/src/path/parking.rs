@@ -9,10 +9,16 @@
 //! The steps, and what a death in between leaves:
 //! 1. `PARK` in the gate's word: no path takes requests (`gate.rs`). What was taken ends as always.
 //! 2. A path with nothing in flight lets go of its files and rests.
-//! 3. All rest: the device's disk is the parker's. The in-flight table is empty. Dead from here on to
-//!    step 5, a successor finds a connection with nothing in flight, and the image as the parker left it.
+//! 3. All rest: the device's disk is the parker's. The in-flight table has nothing in flight, but what
+//!    a predecessor left and nobody has begun again.
 //! 4. The parker changes what it likes, in an order of its own that a death may interrupt.
-//! 5. The next disk is the device's, and the gate's word is open: the paths load it and go on.
+//! 5. The frontends are told which image they go on with ([`Heir`](super::device::Heir)): the
+//!    in-flight table names that one. So nobody parks a device before its frontends serve it.
+//! 6. The next disk is the device's, and the gate's word is open: the paths load it and go on.
+//!
+//! Dead before step 5, no guest has written to what was prepared. A toolstack removes that, lets a
+//! parent be written again (`chmod u+w`), and restarts with the old image. Dead after step 5, it
+//! restarts with the new one. The table says which (`blkif/inflight/image.rs`): any other is refused.
 
 use std::io;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -71,6 +77,9 @@ pub enum Unfit {
     /// The engines were chosen for the other kind.
     #[error("only one of the two disks is served by NVMe commands (--engine)")]
     Engine,
+    /// Successors could not be told which image it is.
+    #[error("its image cannot be examined: {0}")]
+    Unknown(io::ErrorKind),
 }
 
 /// A disk that paths cannot go on with.
@@ -105,16 +114,7 @@ impl Device {
     /// # Errors
     /// A parker gave none back.
     pub fn disk(&self) -> io::Result<Arc<Disk>> {
-        let mut slot = self.slot();
-        loop {
-            match &*slot {
-                Slot::Here(disk) => return Ok(disk.clone()),
-                Slot::Lost => return Err(lost()),
-                Slot::Away => {
-                    slot = self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
-                }
-            }
-        }
+        self.with_disk(Arc::clone)
     }
 
     /// Has all paths rest, and takes the disk. The caller may wait as long as `patience`, guests wait
@@ -155,6 +155,23 @@ impl Device {
         }
     }
 
+    /// Does something with the disk, as soon as no parker has it. None gets it meanwhile.
+    ///
+    /// # Errors
+    /// A parker gave none back.
+    pub fn with_disk<T>(&self, work: impl FnOnce(&Arc<Disk>) -> T) -> io::Result<T> {
+        let mut slot = self.slot();
+        loop {
+            match &*slot {
+                Slot::Here(disk) => return Ok(work(disk)),
+                Slot::Lost => return Err(lost()),
+                Slot::Away => {
+                    slot = self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        }
+    }
+
     fn put(&self, slot: Slot) {
         *self.slot() = slot;
         self.changed.notify_all();
@@ -188,11 +205,16 @@ impl Away {
         } else {
             (disk.passthrough() != self.passthrough).then_some(Unfit::Engine)
         };
-        if let Some(unfit) = unfit {
-            return Err(Box::new(Refused { away: self, disk, unfit }));
-        }
-        self.device.put(Slot::Here(Arc::new(disk)));
-        Ok(())
+        let unfit = match (unfit, disk.identity()) {
+            (None, Ok(image)) => {
+                self.device.tell_heirs(&image);
+                self.device.put(Slot::Here(Arc::new(disk)));
+                return Ok(());
+            }
+            (Some(unfit), _) => unfit,
+            (None, Err(e)) => Unfit::Unknown(e.kind()),
+        };
+        Err(Box::new(Refused { away: self, disk, unfit }))
     }
 }
 

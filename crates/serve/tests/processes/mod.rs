@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -46,12 +47,13 @@ pub fn env(name: &str) -> String {
 
 /// The backend, when this program is run again with the environment that says so. While it serves,
 /// `beside` runs in a thread of its own.
-pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path) + Send) {
+pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path, &Counters) + Send) {
     let Ok(handle) = std::env::var(BACKEND) else { return };
     let handle = BackendHandle::from_arg(&handle).unwrap();
     let loopback = Loopback::new(env(COPY_WITH).parse::<CopyWith>().unwrap());
     handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
     let device = Arc::new(Device::new(open(env(IMAGE).as_ref()), SystemClock::shared()));
+    let counters = Counters::default();
     let config = Config {
         backend: DiskPaths::new(DomId(1), DEVID).backend,
         domid: DomId(1),
@@ -60,17 +62,16 @@ pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path) + Send) {
         moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
         pool_bytes: 8 << 20,
         run_dir: env(RUN_DIR).into(),
-        served_raw: None,
         engine: engines(),
         closes: true,
         tuning: Tuning::default(),
         processors: Arc::default(),
-        counters: Counters::default(),
+        counters: counters.clone(),
     };
     let mut store = Store::from_fd(handle.store);
     let stop = Waker::new().unwrap();
     std::thread::scope(|scope| {
-        scope.spawn(|| beside(&device, env(IMAGE).as_ref()));
+        scope.spawn(|| beside(&device, env(IMAGE).as_ref(), &counters));
         let outcome = serve(&mut store, &loopback, &device, &config, &stop).unwrap();
         assert_eq!(outcome, Outcome::Unplugged);
     });
@@ -92,7 +93,7 @@ pub struct World {
     copy_with: CopyWith,
     device: Option<Loop>,
     /// In place of `disk.img`.
-    image: Option<PathBuf>,
+    image: RefCell<Option<PathBuf>>,
 }
 
 impl World {
@@ -104,7 +105,7 @@ impl World {
         let dir = dir_in_memory();
         let image = std::fs::File::create(dir.path().join("disk.img")).unwrap();
         image.set_len(CHUNKS * CHUNK).unwrap();
-        World { machine, disk, dir, copy_with, device: None, image: None }
+        World { machine, disk, dir, copy_with, device: None, image: RefCell::default() }
     }
 
     /// Where backends keep what outlives them.
@@ -116,7 +117,8 @@ impl World {
     pub fn with_format(format: &str) -> World {
         let world = World::new(CopyWith::Memcpy);
         let image = images::make(world.dir.path(), format, CHUNKS * CHUNK);
-        World { image: Some(image), ..world }
+        world.serve_from(image);
+        world
     }
 
     /// The same on a medium with blocks of 4096 bytes, if there can be one.
@@ -127,11 +129,16 @@ impl World {
     }
 
     pub fn image(&self) -> PathBuf {
-        match (&self.device, &self.image) {
+        match (&self.device, &*self.image.borrow()) {
             (Some(device), _) => device.0.clone(),
             (None, Some(image)) => image.clone(),
             (None, None) => self.dir.path().join("disk.img"),
         }
+    }
+
+    /// Backends that are started from now on serve this image.
+    pub fn serve_from(&self, image: PathBuf) {
+        self.image.replace(Some(image));
     }
 
     pub fn spawn(&self) -> Child {

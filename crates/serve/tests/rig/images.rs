@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::tools::{ImageTools, NewImage};
-use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
@@ -46,6 +46,18 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
     }
     work(None, |tools| tools.create(&leaf, &new)).unwrap();
     leaf.path
+}
+
+/// What a disk goes on with that is exchanged: a child of an image that nobody has open; of a raw
+/// image, which has none, a copy.
+pub fn make_next(image: &Path, next: &Path) {
+    let name = |path: &Path| ImageName::parse(path.to_str().unwrap()).unwrap();
+    if name(image).format == Format::Raw {
+        std::fs::copy(image, next).unwrap();
+        return;
+    }
+    let new = NewImage { parent: Some(name(image)), ..NewImage::default() };
+    work(Some(state_dir(image)), |tools| tools.create(&name(next), &new)).unwrap();
 }
 
 /// That nothing is wrong with an image that nobody has open, and its parents.

@@ -8,8 +8,8 @@ pub mod images;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{CopyWith, GuestOptions, Machine};
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, Config, EngineFactory, Outcome, SERVED_RAW, ServeError, run_dir_name, serve,
+    Attachment, Config, EngineFactory, Outcome, ServeError, run_dir_name, serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -184,6 +184,8 @@ pub struct Rig {
     run_dir: PathBuf,
     plan: Plan,
     backend: Option<(Arc<Waker>, Running)>,
+    /// The one that was started last.
+    device: Weak<Device>,
 }
 
 impl Rig {
@@ -206,7 +208,18 @@ impl Rig {
         }
         let counters = Counters::default();
         let run_dir = dir.path().join(run_dir_name(domid, disk.devid));
-        Rig { machine, domid, disk, dir, image, counters, run_dir, plan, backend: None }
+        Rig {
+            machine,
+            domid,
+            disk,
+            dir,
+            image,
+            counters,
+            run_dir,
+            plan,
+            backend: None,
+            device: Weak::new(),
+        }
     }
 
     /// The toolstack attaches the disk (again).
@@ -242,6 +255,7 @@ impl Rig {
         };
         let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();
         let device = Arc::new(Device::new(disk, self.plan.clock.clone()));
+        self.device = Arc::downgrade(&device);
         let stop = Arc::new(Waker::new().unwrap());
         let config = Config {
             backend: self.disk.backend.clone(),
@@ -250,7 +264,6 @@ impl Rig {
             offer: self.plan.offer,
             pool_bytes: self.plan.pool_bytes,
             run_dir: self.run_dir.clone(),
-            served_raw: Some(SERVED_RAW.to_owned()),
             engine: self.plan.engine.clone(),
             closes: true,
             tuning: self.plan.tuning,
@@ -262,6 +275,11 @@ impl Rig {
         let thread =
             std::thread::spawn(move || serve(&mut store, &*hypervisor, &device, &config, &stop));
         self.backend = Some((stopper, thread));
+    }
+
+    /// What the backend serves. Not to be kept.
+    pub fn device(&self) -> Arc<Device> {
+        self.device.upgrade().unwrap()
     }
 
     /// Asks the backend to stop, and gives what it ended with.

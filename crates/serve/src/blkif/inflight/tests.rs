@@ -410,3 +410,28 @@ fn the_largest_connection_has_a_table() {
     Table::create(&path, identity.clone()).unwrap();
     Table::open(&path, identity).unwrap();
 }
+
+#[test]
+fn a_process_that_is_killed_while_it_names_another_image_has_named_one_of_the_two() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(PATH);
+    let image = |n: usize| DiskIdentity {
+        key: format!("raw, inode {n}{}", "k".repeat(n % 7)),
+        path: format!("/srv/{}.img", "p".repeat(n % 5)),
+    };
+    let first = Identity { image: image(0), ..identity() };
+    drop(Table::create(&path, first).unwrap());
+    let mut counts = 0;
+    for n in 1..40 {
+        STORES_LEFT.set(n % 6);
+        ImageName::open(&path).unwrap().set(&image(n));
+        STORES_LEFT.set(usize::MAX);
+        let named = ImageName::open(&path).unwrap().get();
+        if n % 6 == 5 {
+            counts = n;
+        }
+        assert_eq!(named, image(counts), "killed before store {}", n % 6);
+        let now = Identity { image: named, ..identity() };
+        assert!(Table::open(&path, now).is_ok());
+    }
+}

@@ -12,6 +12,7 @@ use ferrite_xen::mover::{Mover, Moving};
 use ferrite_xen::ring::BackRing;
 
 use super::EngineFactory;
+use super::heir::TableHeir;
 use super::messages::{Failure, Report, Rings};
 use super::run_dir::RunFiles;
 use crate::blkif::connection::Connection;
@@ -37,6 +38,8 @@ pub(super) struct Means<'a> {
     pub(super) domid: DomId,
     pub(super) device: &'a Arc<Device>,
     pub(super) files: RunFiles,
+    /// Keeps the image's name in the table true.
+    pub(super) heir: Arc<TableHeir>,
     pub(super) moving: Moving,
     pub(super) pool_bytes: usize,
     pub(super) engine: EngineFactory,
@@ -85,7 +88,7 @@ impl Attached {
                     .map_err(|e| Failure::Refused(format!("queue {i}: {e}")))?,
             );
         }
-        let table = Table::create(&means.files.table(), identity(means, &rings)?).map_err(|e| {
+        let table = table(means, &rings, Table::create)?.map_err(|e| {
             let kind = match &e {
                 TableError::Io { source, .. } => source.kind(),
                 _ => std::io::ErrorKind::Other,
@@ -108,8 +111,7 @@ impl Attached {
     /// all its I/O are gone: it lies on the open file that its last operation used.
     pub(super) fn take_over(means: &Means<'_>, rings: Rings) -> Result<(Attached, usize), Failure> {
         let refuse = |why: String| Failure::Refused(why);
-        let table = Table::open(&means.files.table(), identity(means, &rings)?)
-            .map_err(|e| refuse(e.to_string()))?;
+        let table = table(means, &rings, Table::open)?.map_err(|e| refuse(e.to_string()))?;
         let connection = new_connection(means, &rings)?;
         let wanted = rings.wanted;
         let moving = moving(means, &wanted);
@@ -352,10 +354,23 @@ fn new_link(
     })
 }
 
-fn identity(means: &Means<'_>, rings: &Rings) -> Result<Identity, Failure> {
+/// The table of a connection. Nobody exchanges the disk between the look at its image and the moment
+/// when the heir is told of exchanges.
+fn table(
+    means: &Means<'_>,
+    rings: &Rings,
+    make: impl FnOnce(&Path, Identity) -> Result<Table, TableError>,
+) -> Result<Result<Table, TableError>, Failure> {
+    let made = means.device.with_disk(|disk| {
+        let table = make(&means.files.table(), identity(disk, rings)?);
+        Ok(table.inspect(|table| means.heir.keep(table.image())))
+    });
+    made.and_then(|made| made).map_err(|e| Failure::host("examine the image", e))
+}
+
+fn identity(disk: &Disk, rings: &Rings) -> std::io::Result<Identity> {
     let Rings { wanted, guest, max_indirect_segments, .. } = rings;
-    let image = means.device.disk().and_then(|disk| disk.identity());
-    let image = image.map_err(|e| Failure::host("examine the image", e))?;
+    let image = disk.identity()?;
     Ok(Identity {
         image,
         text: format!("{guest} {}", wanted.line()),

@@ -14,7 +14,7 @@ use super::{Backend, FRONTEND, ServeError};
 pub(super) enum Event {
     /// Something was written in the disk's directories in xenstore.
     Store,
-    /// A queue has something to report.
+    /// A queue has something to report, or the disk was exchanged.
     Queue,
     /// The medium may have grown.
     Growth,

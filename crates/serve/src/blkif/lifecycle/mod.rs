@@ -35,6 +35,7 @@ mod carry_out;
 mod closing;
 mod directory;
 mod growth;
+mod heir;
 mod inbox;
 mod look;
 mod messages;
@@ -48,11 +49,12 @@ mod xenbus;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
 pub use look::State;
-pub use run_dir::{SERVED_RAW, STOPPED, run_dir_name};
+pub use run_dir::{STOPPED, TABLE, run_dir_name};
 pub use sweep::sweep;
 
 use attached::Means;
 use attachment::DIRECTORY;
+use heir::TableHeir;
 use inbox::{Event, Wait};
 use messages::{Order, Report};
 use pace::Pace;
@@ -92,8 +94,6 @@ pub struct Config {
     pub pool_bytes: usize,
     /// A directory on tmpfs for the in-flight table and the trace rings.
     pub run_dir: PathBuf,
-    /// What a successor finds in the run directory, under [`SERVED_RAW`], while a guest is connected.
-    pub served_raw: Option<String>,
     /// Storage engines.
     pub engine: EngineFactory,
     /// No other guest has the disk: it is closed when it is unplugged, before that is announced.
@@ -170,7 +170,8 @@ pub fn serve(
     // Measured now, once: no guest waits for us yet.
     wake_up_ns();
     let control = Arc::new(Waker::new().map_err(|e| ServeError::host("make an eventfd", e))?);
-    let mut worker = Worker::new(means(hypervisor, device, config, control), config.closes)?;
+    let means = means(hypervisor, device, config, control)?;
+    let mut worker = Worker::new(means, config.closes)?;
     let facts = carry_out::facts(&mut worker)?;
     let max_indirect_segments = config.offer.max_indirect_segments.min(facts.max_segments);
     let offer = Offer { max_indirect_segments, ..config.offer };
@@ -215,12 +216,19 @@ fn means<'a>(
     device: &'a Arc<Device>,
     config: &Config,
     control: Arc<Waker>,
-) -> Means<'a> {
-    Means {
+) -> Result<Means<'a>, ServeError> {
+    let files = RunFiles::new(&config.run_dir);
+    let heir = device.with_disk(|disk| {
+        let heir = Arc::new(TableHeir::new(&files.table(), disk, control.clone()));
+        device.add_heir(&heir);
+        heir
+    });
+    Ok(Means {
         hypervisor,
         domid: config.domid,
         device,
-        files: RunFiles::new(&config.run_dir, config.served_raw.as_deref()),
+        files,
+        heir: heir.map_err(|e| ServeError::host("serve the disk", e))?,
         moving: config.moving.clone(),
         pool_bytes: config.pool_bytes,
         engine: config.engine.clone(),
@@ -228,7 +236,7 @@ fn means<'a>(
         processors: config.processors.clone(),
         counters: config.counters.clone(),
         control,
-    }
+    })
 }
 
 /// The half of a backend that follows xenstore. It has no rings, no disk and no files: what is to

@@ -13,12 +13,10 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::messages::Failure;
 
-/// What a successor finishes.
-const TABLE: &str = "inflight";
+/// What a successor finishes, and which image it is.
+pub const TABLE: &str = "inflight";
 /// What remembers a failed flush until the disk is detached.
 const LATCH: &str = "flush-failed";
-/// Which file was opened as a raw disk, for a successor: see [`Config::served_raw`](super::Config).
-pub const SERVED_RAW: &str = "served-raw";
 /// The last backend has ended by itself, with the image complete. Gone as soon as one connects.
 pub const STOPPED: &str = "stopped";
 /// With a queue's number: the records of its requests.
@@ -81,7 +79,7 @@ impl RunDir {
             let name = entry.file_name();
             let name = name.to_string_lossy();
             let name = name.strip_suffix(NEW).unwrap_or(&name);
-            if [TABLE, LATCH, SERVED_RAW, STOPPED].contains(&name) || name.starts_with(TRACE) {
+            if [TABLE, LATCH, STOPPED].contains(&name) || name.starts_with(TRACE) {
                 std::fs::remove_file(entry.path())?;
             }
         }
@@ -95,16 +93,13 @@ impl RunDir {
 /// All that a worker opens by name.
 pub(super) struct RunFiles {
     path: PathBuf,
-    /// What a successor is to find under [`SERVED_RAW`].
-    served_raw: Option<String>,
     /// Since the first connection.
     dir: Option<RunDir>,
 }
 
 impl RunFiles {
-    pub(super) fn new(path: &Path, served_raw: Option<&str>) -> RunFiles {
-        let served_raw = served_raw.map(str::to_owned);
-        RunFiles { path: path.to_owned(), served_raw, dir: None }
+    pub(super) fn new(path: &Path) -> RunFiles {
+        RunFiles { path: path.to_owned(), dir: None }
     }
 
     /// What a successor finishes.
@@ -122,22 +117,17 @@ impl RunFiles {
         self.path.join(format!("{TRACE}{queue}"))
     }
 
-    /// Makes the directory, if it is not there, and notes in it what is served.
+    /// Makes the directory, if it is not there, and notes in it that the image is in use.
     pub(super) fn enter(&mut self) -> Result<(), Failure> {
         let path = &self.path;
         if self.dir.is_none() || !path.exists() {
             let what = format!("work in {}", path.display());
             self.dir = Some(RunDir::make(path).map_err(|e| Failure::run_dir(what, e))?);
         }
-        self.say_what_is_served().map_err(|e| Failure::run_dir("note what is served", e))
-    }
-
-    fn say_what_is_served(&self) -> io::Result<()> {
-        if let Some(text) = &self.served_raw {
-            std::fs::write(self.path.join(SERVED_RAW), text)?;
-        }
         match std::fs::remove_file(self.path.join(STOPPED)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(Failure::run_dir("note that the image is in use", e))
+            }
             _ => Ok(()),
         }
     }
@@ -169,7 +159,7 @@ mod tests {
         assert!(RunDir::existing(&path).unwrap().is_none());
         let first = RunDir::make(&path).unwrap();
         assert_eq!(RunDir::make(&path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
-        for name in [TABLE, LATCH, SERVED_RAW, STOPPED, "trace-0", "trace-63"] {
+        for name in [TABLE, LATCH, STOPPED, "trace-0", "trace-63"] {
             std::fs::write(path.join(name), b"x").unwrap();
             std::fs::write(path.join(name).with_extension("new"), b"x").unwrap();
         }

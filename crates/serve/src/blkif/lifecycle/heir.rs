@@ -1,0 +1,80 @@
+//! What a successor finds of the image that is served, when another one takes its place.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ferrite_disk::{Disk, DiskIdentity};
+
+use crate::blkif::inflight::ImageName;
+use crate::path::device::Heir;
+use crate::waker::Waker;
+
+/// Keeps the name of the image in the in-flight table true, and has the control thread look at once:
+/// the next image may be larger.
+pub(super) struct TableHeir {
+    /// Of the table that there is, if there is one.
+    name: Mutex<Option<ImageName>>,
+    control: Arc<Waker>,
+}
+
+impl TableHeir {
+    /// A predecessor's table counts from the beginning: the disk may be exchanged before its
+    /// connection is taken over. One that names another image is not ours.
+    pub(super) fn new(table: &Path, disk: &Disk, control: Arc<Waker>) -> TableHeir {
+        let is_ours = |name: &ImageName| disk.identity().is_ok_and(|own| own.key == name.get().key);
+        let name = Mutex::new(ImageName::open(table).filter(is_ours));
+        TableHeir { name, control }
+    }
+
+    /// The connection has this table now.
+    pub(super) fn keep(&self, name: ImageName) {
+        *self.name.lock().unwrap_or_else(PoisonError::into_inner) = Some(name);
+    }
+}
+
+impl Heir for TableHeir {
+    fn serves(&self, image: &DiskIdentity) {
+        let name = self.name.lock().unwrap_or_else(PoisonError::into_inner);
+        name.iter().for_each(|name| name.set(image));
+        drop(name);
+        self.control.wake();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_disk::OpenOptions;
+    use ferrite_xen::abi::Protocol;
+
+    use super::*;
+    use crate::blkif::inflight::{Identity, Table};
+
+    #[test]
+    fn a_disk_that_is_exchanged_before_its_guest_is_taken_over_is_named_and_only_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = |name: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, [0; 4096]).unwrap();
+            Disk::open(&path, &OpenOptions::default()).unwrap().identity().unwrap()
+        };
+        let (old, next, other) = (identity("old"), identity("next"), identity("other"));
+        let left = |image: &DiskIdentity| {
+            let path = dir.path().join("inflight");
+            let identity = Identity {
+                text: String::new(),
+                image: image.clone(),
+                protocol: Protocol::X86_64,
+                ring_order: 0,
+                queues: 1,
+                max_segments: 11,
+            };
+            Table::create(&path, identity).unwrap();
+            let disk = Disk::open(&dir.path().join("old"), &OpenOptions::default()).unwrap();
+            let heir = TableHeir::new(&path, &disk, Arc::new(Waker::new().unwrap()));
+            heir.serves(&next);
+            ImageName::open(&path).unwrap().get()
+        };
+        assert_eq!(left(&old), next);
+        assert_eq!(left(&other), other);
+    }
+}
