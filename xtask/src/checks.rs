@@ -30,7 +30,7 @@ pub(crate) struct TestArguments {
     /// Xen hosts to run at the same time; each keeps one processor busy. Default: up to two.
     #[arg(long, value_name = "N")]
     hosts: Option<usize>,
-    /// Who serves the disks of the Xen tests.
+    /// The backend of the disks of the Xen tests.
     #[arg(long, value_enum, default_value = "ferrite")]
     backend: BackendArgument,
     /// The engine of every `ferrite serve` of the Xen tests: auto, uring or aio.
@@ -67,7 +67,7 @@ fn build_host_tests() -> Result<Program> {
     })
 }
 
-/// What hosts install, with the release binary in it.
+/// The package that hosts install, with the release binary in it.
 fn build_package() -> Result<Program> {
     let program = build_ferrite()?.file;
     step("pack", || {
@@ -142,7 +142,7 @@ pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<()>) -> Outcome {
     }
 }
 
-/// What the tests on a real Xen host take, beside the tests for the dom0.
+/// The root and programs that the tests on a real Xen host take, beside the tests for the dom0.
 struct Prepared {
     root: root::Root,
     programs: Vec<Program>,
@@ -199,7 +199,7 @@ fn run_xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Result<Vec<
     Ok(reports.into_iter().map(outcome).collect())
 }
 
-/// What every `ferrite serve` of the Xen tests is told.
+/// The arguments of every `ferrite serve` of the Xen tests.
 fn serve_arguments(arguments: &TestArguments) -> String {
     let engine = arguments.engine.as_ref().map(|engine| format!("--engine {engine}"));
     let mover = arguments.mover.as_ref().map(|mover| format!("--mover {mover}"));

@@ -1,4 +1,4 @@
-//! What the code cites is in the repository: each page exists, and each number on it.
+//! All that the code cites is in the repository: each page exists, and each number on it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -90,7 +90,7 @@ fn numbers<'a>(mut text: &'a str, prefix: &str) -> (Vec<&'a str>, &'a str) {
     }
 }
 
-/// What is wrong with one citation.
+/// The fault of one citation.
 fn fault(page: &str, text: &str, rest: &str) -> Option<String> {
     let (sections, rest) = match page {
         "blkif.md" | "sources.md" => numbers(rest, ""),

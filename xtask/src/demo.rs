@@ -53,7 +53,7 @@ pub(crate) fn run() -> Result<ExitCode> {
     }
 }
 
-/// What is told at the end.
+/// The summary at the end.
 #[derive(Default)]
 struct Shown {
     facts: Vec<(&'static str, String)>,

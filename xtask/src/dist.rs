@@ -25,7 +25,7 @@ pub(crate) struct DistArguments {
     is_static: bool,
 }
 
-/// What was made.
+/// The packages that were made.
 pub(crate) struct Made {
     pub(crate) tar: PathBuf,
     pub(crate) deb: PathBuf,
@@ -207,7 +207,7 @@ fn beside(program: &Path) -> PathBuf {
     program.with_file_name("ferrite-bench")
 }
 
-/// What dpkg is told, beside the files.
+/// The files for dpkg, beside those of the package.
 fn control(program: &Path, root: &Path) -> Result<()> {
     let folder = root.join("DEBIAN");
     fs::create_dir_all(&folder)?;

@@ -10,11 +10,11 @@ use crate::needs;
 use ferrite_xenhost::packages;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged, say, step};
 
-/// What builds the targets. Built once into target/tools.
+/// The builder of the targets. Built once into target/tools.
 const CARGO_FUZZ: &str = "0.13.2";
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
-/// What no input may take (issue: a clear error within a second and 64 MiB; the sanitizer takes
+/// The most that an input may take (issue: a clear error within a second and 64 MiB; the sanitizer takes
 /// some of the rest).
 const LIMITS: [&str; 4] =
     ["-timeout=2", "-rss_limit_mb=256", "-malloc_limit_mb=64", "-max_len=131072"];

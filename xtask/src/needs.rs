@@ -2,7 +2,7 @@
 
 use ferrite_xenhost::packages::Need;
 
-/// What the tests outside the Xen host take.
+/// The commands that the tests outside the Xen host take.
 pub(crate) const CHECKS: &[Need] = &[
     ("fio", "fio"),
     ("valgrind", "valgrind"),
@@ -11,14 +11,14 @@ pub(crate) const CHECKS: &[Need] = &[
     ("vhdiinfo", "libvhdi-utils"),
 ];
 
-/// What vhdimount mounts with for a user who is not root. The package has the program under both
+/// The command that vhdimount mounts with for a user who is not root. The package has it under both
 /// its names, that of FUSE 2 (libvhdi in bookworm) and that of FUSE 3.
 pub(crate) const MOUNTS: &[Need] = &[("fusermount", "fuse3"), ("fusermount3", "fuse3")];
 
-/// What building the fuzz targets takes.
+/// The commands that building the fuzz targets takes.
 pub(crate) const FUZZ: &[Need] = &[("cc", "gcc"), ("c++", "g++")];
 
-/// What packing takes.
+/// The commands that packing takes.
 pub(crate) const DIST: &[Need] = &[
     ("dpkg-deb", "dpkg"),
     ("tar", "tar"),
@@ -34,7 +34,7 @@ pub(crate) const DEBIANS_RUSTC: &str = "/usr/bin/rustc";
 /// LLVM's unwinder.
 pub(crate) const UNWINDER: &str = "/usr/lib/llvm-19/lib/libunwind.a";
 
-/// What compiling for any libc takes where the compiler at hand cannot.
+/// The files that compiling for any libc takes where the compiler at hand cannot.
 pub(crate) const LIBC_FREE: &[Need] = &[
     (DEBIANS_CARGO, "cargo-web"),
     (DEBIANS_RUSTC, "rustc-web"),

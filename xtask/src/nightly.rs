@@ -1,4 +1,4 @@
-//! What takes hours: every test on real Xen of two releases, mutants, every test under
+//! The checks that take hours: every test on real Xen of two releases, mutants, every test under
 //! AddressSanitizer, the program for any libc, power cuts with new seeds, fuzz targets.
 
 use std::process::ExitCode;

@@ -71,7 +71,7 @@ pub(crate) fn test() -> Result<()> {
     all_taken(&paths.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// What tells the stories of which every step is cut, and those of which some are.
+/// The arguments for stories of which every step is cut, and for those of which some are.
 fn step_by_step() -> Vec<Vec<&'static str>> {
     let usual = STEP_BY_STEP.iter().flat_map(|(scenario, medium, seed)| {
         ["vhd", "qcow2"].map(|format| ("--steps", format, *scenario, *medium, *seed))

@@ -26,7 +26,7 @@ pub(crate) struct Program {
 /// The test programs of the workspace, and the programs that they use.
 pub(crate) struct Programs(Vec<Program>);
 
-/// What of cargo's messages is of use here.
+/// The fields of cargo's messages that are of use here.
 #[derive(Deserialize)]
 struct Message {
     manifest_path: Option<PathBuf>,

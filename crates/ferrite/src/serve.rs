@@ -38,7 +38,7 @@ const MAP_BUDGET: &str = "map-budget";
 const POLL_BUDGET: &str = "poll-budget";
 /// In there, what was answered and is not yet in the images' metadata.
 const IMAGES: &str = "images";
-/// How long a take-over waits for the killed predecessor's last I/O to end.
+/// How long a takeover waits for the killed predecessor's last I/O to end.
 const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
 
 /// Operations in flight before a guest is served.

@@ -68,7 +68,7 @@ pub(crate) fn give_full(file: File, random: &mut SplitMix64) -> io::Result<u64> 
 /// Gives an image a past, which `random` chooses.
 pub(crate) fn give(file: File, random: &mut SplitMix64) -> io::Result<()> {
     let mut image = Image::read(file)?;
-    // Of eight clusters, how many are packed.
+    // Of eight clusters, how many are compressed.
     let share = [0, 2, 7][random.below(3) as usize];
     image.pack(|| random.below(8) < share)?;
     image.take_snapshots(random.below(3))?;

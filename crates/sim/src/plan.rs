@@ -1,4 +1,4 @@
-//! What is told, and what is found in it.
+//! The plan of a story, and its findings.
 
 use std::fmt;
 use std::ops::RangeInclusive;

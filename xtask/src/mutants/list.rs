@@ -20,13 +20,13 @@ const ATTRIBUTE_LINES: usize = 8;
 #[serde(deny_unknown_fields)]
 pub(super) struct Mutant {
     pub(super) name: String,
-    /// What goes wrong with it.
+    /// The promise that it breaks.
     pub(super) breaks: String,
     /// In the repository.
     pub(super) file: String,
     /// Lines of that file, which are there once. Indentation does not count.
     line: String,
-    /// What stands there instead.
+    /// The text that stands there instead.
     with: String,
     /// A test: package, target, name.
     test: Option<String>,
@@ -65,7 +65,7 @@ pub(super) fn check(mutants: &[Mutant]) -> Result<()> {
 }
 
 impl Mutant {
-    /// What must fail.
+    /// The proof that must fail.
     pub(super) fn proof(&self) -> Result<Proof> {
         match (&self.test, &self.stories) {
             (Some(test), None) => Proof::test(test),

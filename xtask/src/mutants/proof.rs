@@ -1,4 +1,4 @@
-//! What must fail with a mutant: a test, or stories of the simulator.
+//! The proof that must fail with a mutant: a test, or stories of the simulator.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -92,7 +92,7 @@ impl Proof {
     }
 }
 
-/// What the simulator found, by its output.
+/// The simulator's finding, by its output.
 fn told(end: Option<ExitStatus>, text: &str) -> Result<End> {
     let line = |mark: &str| text.lines().find(|line| line.contains(mark)).map(str::to_owned);
     let stories = line(" stories in ").unwrap_or_default();
@@ -112,7 +112,7 @@ fn told(end: Option<ExitStatus>, text: &str) -> Result<End> {
     }
 }
 
-/// What a test says as it fails: the line after its panic's place.
+/// The message of a test that fails: the line after its panic's place.
 fn complaint(text: &str) -> String {
     let mut lines = text.lines().skip_while(|line| !line.contains("panicked at"));
     match (lines.next(), lines.next()) {
@@ -145,7 +145,7 @@ fn limited(command: &mut Command, log: &Path, stop: &Stop) -> Result<Option<Exit
     }
 }
 
-/// What is started meanwhile cannot take all of the host's memory, whatever a mutant makes of it.
+/// Programs that are started meanwhile cannot take all of the host's memory, whatever a mutant makes of it.
 fn with_little_memory<T>(start: impl FnOnce() -> T) -> Result<T> {
     let ours = getrlimit(Resource::Data);
     let least = ours.current.map_or(MEMORY_BYTES, |current| current.min(MEMORY_BYTES));

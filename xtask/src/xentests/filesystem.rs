@@ -1,4 +1,4 @@
-//! What people do with disks: partitions, ext4, mounting, growing.
+//! The uses that people make of disks: partitions, ext4, mounting, growing.
 
 use super::{Bench, Case, any, expect_eq};
 use anyhow::{Result, bail};

@@ -1,4 +1,4 @@
-//! What lies below: files that must not be written, and block devices of both sector sizes.
+//! The media below: files that must not be written, and block devices of both sector sizes.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
 use anyhow::{Result, bail};

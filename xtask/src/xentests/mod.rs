@@ -26,7 +26,7 @@ use ferrite_xenhost::guest::{Guest, GuestOptions};
 enum Applies {
     /// Any backend: the kernel's shows that the test itself is right.
     Any,
-    /// What only Ferrite does.
+    /// Features of Ferrite only.
     Ferrite,
 }
 
@@ -83,11 +83,11 @@ pub(crate) fn all() -> Vec<Case> {
     .concat()
 }
 
-/// What a test works with; knows what it has made, to check and remove it afterwards.
+/// The host that a test works with; knows what it has made, to check and remove it afterwards.
 pub(crate) struct Bench<'a> {
     /// The host.
     pub(crate) xenhost: &'a mut XenHost,
-    /// Who serves the disks.
+    /// The backend of the disks.
     pub(crate) backend: Backend,
     guests: Vec<Guest>,
     disks: Vec<Disk>,
@@ -162,7 +162,7 @@ impl<'a> Bench<'a> {
         self.guest_with_image(&GuestOptions::default(), image_mib)
     }
 
-    /// What no test may leave behind in a living guest: a complaint of blkfront.
+    /// Traces that no test may leave behind in a living guest: a complaint of blkfront.
     fn check_guests(&mut self) -> Result<()> {
         for guest in &mut self.guests {
             let alive = self.xenhost.dom0(&format!("xl list {}", guest.domid()), 30)?.status == 0;
@@ -173,7 +173,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// What is shown of a failed test beside the reason: the guests' consoles, logs and xenstore
+    /// The evidence of a failed test beside the reason: the guests' consoles, logs and xenstore
     /// of the disks, the dom0's kernel.
     fn evidence(&mut self) -> String {
         let mut text = String::new();

@@ -1,4 +1,4 @@
-//! What a disk may take of the dom0's processors, beside one that nothing bounds.
+//! The processor time that a disk may take of the dom0's, beside one that nothing bounds.
 
 use super::{Bench, Case, ferrite, wait_for_node};
 use anyhow::{Context, Result, bail};
@@ -13,7 +13,7 @@ pub(super) const CASES: &[Case] = &[ferrite(
 /// Of one processor; the disk beside it takes several times as much of the Xen host's.
 const PERCENT: u32 = 5;
 
-/// What the disk that nothing bounds has used of processors when they are compared.
+/// The processor time of the disk that nothing bounds when they are compared.
 const TICKS_TO_COMPARE: u64 = 40;
 
 /// The same reads from both disks, until these are gone.
@@ -79,7 +79,7 @@ fn attach(
     bench.attach(guest, options)
 }
 
-/// What the disk's process has used of processors, in the dom0's clock ticks.
+/// The processor time of the disk's process, in the dom0's clock ticks.
 fn processor_ticks(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
     let pid = disk.pid().context("nobody serves the disk")?;
     Ok(bench.xenhost.sh(&format!("awk '{{print $14+$15}}' /proc/{pid}/stat"))?.parse()?)

@@ -10,7 +10,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("recovery/stopped-and-started-under-verify", stopped),
 ];
 
-/// What a guest does whose backend dies: how often, the options of all jobs, and the large
+/// The load of a guest whose backend dies: how often, the options of all jobs, and the large
 /// requests among them.
 pub(super) struct Load {
     pub(super) kills: u32,

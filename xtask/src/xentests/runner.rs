@@ -18,7 +18,7 @@ pub(crate) struct Selection {
     pub(crate) tests: Tests,
     /// Groups or parts of names, with commas between them; nothing for all.
     pub(crate) filter: Option<String>,
-    /// Who serves the disks.
+    /// The backend of the disks.
     pub(crate) backend: Backend,
     /// Hosts running at the same time; each keeps one processor busy.
     pub(crate) hosts: usize,
@@ -144,7 +144,7 @@ fn run_case(mut xenhost: XenHost, backend: Backend, case: Case) -> (Report, Opti
     (Report { name: case.name, seconds, failure }, usable.then_some(xenhost))
 }
 
-/// What a failed test leaves in the build folder: its evidence and the host's console.
+/// The files of a failed test in the build folder: its evidence and the host's console.
 fn keep(xenhost: &XenHost, case: Case, evidence: &str) -> Result<PathBuf> {
     let dir = steps::target_dir().join("lab-failures");
     std::fs::create_dir_all(&dir)?;

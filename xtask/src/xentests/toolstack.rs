@@ -40,7 +40,7 @@ fn running_guest(bench: &mut Bench<'_>) -> Result<Guest> {
     Ok(guest)
 }
 
-/// What xl is told of a disk.
+/// The configuration of a disk for xl.
 fn spec(image: &str, script: &str, access: &str) -> String {
     format!("format=raw,vdev=xvdb,backendtype=tap,script={script},access={access},target={image}")
 }

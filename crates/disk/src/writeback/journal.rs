@@ -3,7 +3,7 @@
 //! An answered write survives the death of the process (not of the power): its data was given to
 //! the kernel before the answer, and the change of metadata that makes it visible is here, until a
 //! commit has made it durable. The file is on tmpfs, one for each image that is open for writing.
-//! Whoever opens the image next takes the records over.
+//! Whoever opens the image next recovers the records.
 //!
 //! # Whose it is
 //! It is named after the image's own identifier and its [`Place`], which a volume keeps under another
@@ -93,8 +93,8 @@ impl Identity {
     /// Of the image with this identifier in `raw`.
     ///
     /// When the file was changed last says nothing: the process that died did that itself, to its
-    /// end, and had no chance to note it. So whoever takes records over looks at what they refer
-    /// to, and a qcow2 image is marked.
+    /// end, and had no chance to note it. So recovery examines what the records refer to,
+    /// and a qcow2 image is marked.
     ///
     /// # Errors
     /// The file cannot be examined.
@@ -286,7 +286,7 @@ impl Journal {
         self.stuck &= self.len() > 0;
     }
 
-    /// The data that the records refer to may be lost: nobody takes them over.
+    /// The data that the records refer to may be lost: nobody recovers them.
     pub(crate) fn void(&mut self) {
         if let Some((shm, _)) = &self.file {
             shm.store_u64(VOID_AT, 1);

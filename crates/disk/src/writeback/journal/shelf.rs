@@ -248,9 +248,9 @@ fn format_of(shm: &Shm) -> Option<Format> {
 pub enum JournalState {
     /// A process has the image open.
     InUse,
-    /// Its image is where it was: who opens it next takes it over.
+    /// Its image is where it was: its next user recovers it.
     Kept,
-    /// Another version of this program has left it: only that one can take it over.
+    /// Another version of this program has left it: only that one can recover it.
     Foreign,
     /// Its image is not where it was: renamed, or not mounted or attached now.
     Away,
