@@ -18,6 +18,8 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// The crates of this workspace that are linked into the program that serves.
 const PRODUCT: [&str; 5] =
     ["ferrite", "ferrite-disk", "ferrite-io", "ferrite-serve", "ferrite-xen"];
+/// Those that tasks link: they compile while the product does not.
+const TOOLS: [&str; 1] = ["ferrite-xenhost"];
 
 /// The backend's tests in which data moves.
 const DATA: &[&str] =
@@ -172,15 +174,22 @@ fn test_files(folder: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The program that serves links none of the worlds and tools that tests and measurements use.
+/// The program that serves links none of the worlds and tools that tests and measurements use, and
+/// tasks link nothing of the product.
 fn product_links_no_tests() -> Result<()> {
+    links_only("ferrite", &PRODUCT)?;
+    links_only("xtask", &TOOLS)
+}
+
+/// Of this workspace's libraries a package links these, no more and no less.
+fn links_only(package: &str, allowed: &[&str]) -> Result<()> {
     let mut tree = cargo();
-    tree.args(["tree", "--locked", "--package", "ferrite", "--edges", "normal"]);
+    tree.args(["tree", "--locked", "--package", package, "--edges", "normal"]);
     let linked = steps::output(tree.args(["--prefix", "none", "--format", "{p}"]))?;
     let linked = linked.lines().filter_map(|line| line.split(' ').next());
     let own: BTreeSet<&str> = linked.filter(|name| name.starts_with("ferrite")).collect();
-    if own != BTreeSet::from(PRODUCT) {
-        bail!("ferrite links {own:?}, and the product is {PRODUCT:?} (ARCHITECTURE.md, Floors)");
+    if own != allowed.iter().copied().collect() {
+        bail!("{package} links {own:?}, and should link {allowed:?} (ARCHITECTURE.md, Floors)");
     }
     Ok(())
 }
@@ -213,6 +222,11 @@ mod tests {
 
     #[test]
     fn the_program_that_serves_links_no_world_of_tests() {
-        product_links_no_tests().unwrap();
+        links_only("ferrite", &PRODUCT).unwrap();
+    }
+
+    #[test]
+    fn tasks_link_nothing_of_the_product() {
+        links_only("xtask", &TOOLS).unwrap();
     }
 }
