@@ -109,7 +109,7 @@ impl ImageFormat for Qcow2 {
     }
 
     fn epochs(&self) -> Option<&Arc<Epochs>> {
-        (!self.medium.read_only()).then_some(&self.epochs)
+        (!self.medium().read_only()).then_some(&self.epochs)
     }
 
     fn is_dirty(&self) -> bool {

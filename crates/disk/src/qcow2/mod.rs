@@ -7,9 +7,10 @@
 //! commits are slow paths.
 //!
 //! * `format`: the structures, as pure code over bytes.
-//! * `tables`: slices of tables in memory, and how metadata is read and written.
-//! * `alloc`: who has which cluster of the file, and the states of a cluster.
+//! * `tables`: slices of tables in memory, what of them is dirty, and how metadata is read and written.
+//! * `alloc`: the allocator, and the states of a cluster of the file.
 //! * `write`: what takes more than a place that is there: new tables, copies, zeros.
+//! * `ready`: what the header says of the one who writes.
 //! * `commit` and `recovery`: what is dirty becomes durable, and what a dead process had answered.
 //! * `maintenance`: what is done to an image besides serving it.
 //!
@@ -22,7 +23,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use ferrite_io::shared_lock::SharedLock;
 
@@ -30,7 +31,6 @@ use crate::epochs::Epochs;
 use crate::image::backing::Backing;
 use crate::image::mapping::Mapping;
 use crate::size::Human;
-use crate::writeback::Commits;
 use crate::{Extent, Raw};
 
 mod alloc;
@@ -39,6 +39,7 @@ mod format;
 mod layer;
 mod maintenance;
 mod open;
+mod ready;
 mod recovery;
 mod tables;
 mod write;
@@ -50,8 +51,10 @@ pub use maintenance::repair::repair;
 pub(crate) use maintenance::snapshots::Told;
 pub use maintenance::upgrade::upgrade;
 
-use alloc::state::{Left, State, own};
-use format::entry::{self, COPIED, Cluster};
+use alloc::Allocator;
+use alloc::base::Base;
+use alloc::state::State;
+use format::entry::{self, COPIED, Cluster, own};
 use format::header::Header;
 use tables::cache::Cache;
 
@@ -66,33 +69,23 @@ pub(super) const MAX_CHANGES: u32 = 1 << 16;
 
 /// An open image; see the module text.
 pub(crate) struct Qcow2 {
-    medium: Raw,
+    base: Arc<Base>,
     header: Header,
     l1: Box<[AtomicU64]>,
     cache: Cache,
-    state: Mutex<State>,
-    /// Clusters that tables were in when the image was opened, sorted.
-    metadata: Box<[u64]>,
+    alloc: Allocator,
     /// By cluster, sorted: entries that a dead process has answered for, where this one only
     /// reads.
     answered: Vec<(u64, u64)>,
-    /// Where the refcount table is.
-    reftable: AtomicU64,
-    /// Places from here on, in bytes, are outside of the file.
-    limit: AtomicU64,
     /// The first write may begin: the header says what it has to.
     ready: AtomicBool,
     /// The autoclear features while this process writes: the mark of its journal, 0 without one.
     mark: u64,
     /// Those that the header has.
     autoclear: AtomicU64,
-    /// Somebody is about to look for the next run.
-    refilling: AtomicBool,
     /// The cluster that was unpacked last: its entry and its bytes.
     unpacked: Mutex<(u64, Vec<u8>)>,
     epochs: Arc<Epochs>,
-    commits: Commits,
-    growth: SharedLock,
     /// Who makes the image ready for the first write.
     readying: SharedLock,
     /// Who holds scratch memory and may need more.
@@ -105,11 +98,11 @@ pub(crate) struct Qcow2 {
 
 impl Qcow2 {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.base.state()
     }
 
     pub(crate) fn medium(&self) -> &Raw {
-        &self.medium
+        &self.base.medium
     }
 
     /// Memory for L1.
@@ -125,7 +118,7 @@ impl Qcow2 {
     /// Memory for entries that can be read again. What was recovered from a process that died,
     /// to be written, stays where it is.
     pub(crate) fn set_metadata_bytes(&mut self, bytes: usize) {
-        if self.state().changed.is_empty() {
+        if self.state().changes.changed.is_empty() {
             self.cache = Cache::new(bytes, self.cache.slice_entries());
         }
     }
@@ -239,7 +232,7 @@ impl Qcow2 {
     /// Data behind the end of the file: an image may end within its last cluster, and what is not
     /// there reads as zeros. Whole clusters outside are damage.
     fn clip(&self, offset: u64, len: u64) -> Mapping {
-        let limit = self.limit.load(Ordering::Acquire);
+        let limit = self.alloc.limit();
         if offset < limit {
             return Mapping::Data { offset, len: len.min(limit - offset) };
         }
@@ -256,7 +249,7 @@ impl Qcow2 {
         match self.decode(entry)? {
             Cluster::Data { host, copied: true } => {
                 let end = host + self.cluster_bytes();
-                (end <= self.limit.load(Ordering::Acquire)).then_some(host)
+                (end <= self.alloc.limit()).then_some(host)
             }
             _ => None,
         }
@@ -300,7 +293,7 @@ impl Qcow2 {
         if !self.zeros_below(below, cluster) {
             return copy;
         }
-        if self.wants_run() {
+        if self.alloc.wants_run() {
             return slow;
         }
         let mut state = self.state();
@@ -369,26 +362,19 @@ impl Qcow2 {
         if !room || cluster >= self.header.guest_clusters() {
             return Err(Why::Slow);
         }
-        let next = state.next_run().ok_or(Why::Slow)?;
-        if !same(next.next * self.cluster_bytes()) {
+        let (next, zeroed) = state.clusters.next().ok_or(Why::Slow)?;
+        if !same(next * self.cluster_bytes()) {
             return Err(Why::Slow);
         }
-        if !next.zeroed {
+        if !zeroed {
             return Err(Why::Copy);
         }
-        let Some((host, _)) = state.take() else { return Err(Why::Slow) };
+        let Some((host, _)) = state.clusters.take() else { return Err(Why::Slow) };
         let host = host * self.cluster_bytes();
         state.pending.insert(cluster, host);
         // Until it is visible: `written` cannot wait for the slice.
         self.cache.pin(self.slice(cluster).0, 1);
         Ok(host)
-    }
-
-    /// Whether this caller has to look for the next run: one does while the others go on with what
-    /// is left of this one.
-    fn wants_run(&self) -> bool {
-        let low = self.state().is_low();
-        low && !self.refilling.swap(true, Ordering::AcqRel)
     }
 
     /// The data of a placed write were given to the kernel: from now on they are what is read, and
@@ -415,7 +401,7 @@ impl Qcow2 {
         let (slice, i) = self.slice(cluster);
         let old = self.entry(cluster).unwrap_or(0);
         // The record first: what can be read was noted.
-        if state.note(cluster, old, new) {
+        if state.changes.note(cluster, old, new) {
             self.cache.pin(slice, 1);
         }
         self.cache.set_entry(slice, i, new);
@@ -427,13 +413,12 @@ impl Qcow2 {
         let kept = self.decode(new).and_then(|c| c.host());
         match self.decode(old) {
             Some(Cluster::Packed(packed)) => {
-                let clusters = packed.clusters(self.header.cluster_bits);
-                state.leaving.extend(clusters.map(|c| Left { cluster: c, readers_known: true }));
+                state.clusters.leave(packed.clusters(self.header.cluster_bits), true);
             }
             Some(cluster) => {
                 let gone = cluster.host().filter(|host| Some(*host) != kept);
                 let gone = gone.map(|host| host >> self.header.cluster_bits);
-                state.leaving.extend(gone.map(|c| Left { cluster: c, readers_known: false }));
+                state.clusters.leave(gone.into_iter(), false);
             }
             None => {}
         }
@@ -454,9 +439,9 @@ impl fmt::Debug for Qcow2 {
 
 impl fmt::Display for Qcow2 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mode = if self.medium.read_only() { "read-only" } else { "read-write" };
+        let mode = if self.medium().read_only() { "read-only" } else { "read-write" };
         let (size, cluster) = (Human(self.bytes()), Human(self.cluster_bytes()));
-        let path = self.medium.path().display();
+        let path = self.medium().path().display();
         write!(f, "qcow2 image {path}, {size}, {mode}, clusters of {cluster}")
     }
 }

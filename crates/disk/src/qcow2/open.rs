@@ -3,27 +3,27 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
 
 use ferrite_io::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
 use crate::epochs::Epochs;
+use crate::qcow2::alloc::Allocator;
+use crate::qcow2::alloc::base::Base;
+use crate::qcow2::alloc::fingerprint::Fingerprint;
 use crate::qcow2::alloc::refs::Refs;
-use crate::qcow2::alloc::state::{State, WORDS};
+use crate::qcow2::alloc::state::State;
 use crate::qcow2::format::entry;
 use crate::qcow2::format::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
-use crate::qcow2::maintenance::fingerprint::Fingerprint;
 use crate::qcow2::maintenance::snapshots;
 use crate::qcow2::tables::cache::Cache;
-use crate::writeback::Commits;
+use crate::qcow2::tables::changes::WORDS;
+use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
 use crate::writeback::journal::{self, Identity, Journal, Left, Record};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
-
-/// Bytes of a table that are read at once.
-pub(super) const TABLE_PIECE: u64 = 1 << 20;
 
 const HELP_DAMAGED: &str =
     "check it (ferrite image check), and take a backup of it before anything";
@@ -72,28 +72,25 @@ impl Qcow2 {
         fingerprint.iter().for_each(|fingerprint| fingerprint.tell(&mut journal));
         let entries = (tables.header.cluster_bytes().min(SLICE_BYTES) / 8) as usize;
         let refs = Refs::new(&tables.header, tables.reftable);
+        let base = Arc::new(Base::new(medium, State::new(journal, refs, fingerprint)));
+        let metadata = tables.metadata.into();
+        let alloc = Allocator::new(base.clone(), &tables.header, metadata, tables.limit);
         let mut image = Qcow2 {
+            base,
             l1: tables.l1.into_iter().map(AtomicU64::new).collect(),
             cache: Cache::new(options.metadata_bytes, entries),
-            state: Mutex::new(State::new(journal, refs, fingerprint)),
-            metadata: tables.metadata.into(),
+            alloc,
             answered: Vec::new(),
-            reftable: AtomicU64::new(tables.header.reftable_offset),
-            limit: AtomicU64::new(tables.limit),
             ready: AtomicBool::new(false),
             mark,
             autoclear: AtomicU64::new(tables.header.autoclear),
-            refilling: AtomicBool::new(false),
             unpacked: Mutex::new((0, Vec::new())),
             epochs: Epochs::new(),
-            commits: Commits::new(),
-            growth: SharedLock::new(),
             readying: SharedLock::new(),
             nested: SharedLock::new(),
             tables: std::array::from_fn(|_| SharedLock::new()),
             clusters: std::array::from_fn(|_| SharedLock::new()),
             header: tables.header,
-            medium,
         };
         match (image.recover(records), left) {
             (Ok(()), _) => Ok(image),
@@ -106,7 +103,7 @@ impl Qcow2 {
 
     /// By which its journal is found.
     pub(crate) fn journal_identity(&self) -> io::Result<Identity> {
-        identity(&self.medium, &self.header)
+        identity(self.medium(), &self.header)
     }
 
     /// The backing file: a path, from the image's own folder if it is not absolute, and a format
@@ -114,7 +111,7 @@ impl Qcow2 {
     /// qemu has (`nbd:...`, `json:...`) are refused.
     pub(crate) fn parent(&self) -> Result<Option<ImageName>, DiskError> {
         let Some(backing) = &self.header.backing else { return Ok(None) };
-        let path = self.medium.path();
+        let path = self.medium().path();
         let refuse = |why: String| {
             let what = format!("cannot open image {}", path.display());
             let help = "name the backing file and its format in the image \
@@ -259,13 +256,6 @@ fn parts(mut keys: Vec<u64>, header: &Header) -> Vec<(u64, u64)> {
     let last = header.disk_bytes - 1;
     let runs = keys.chunk_by(|a, b| a + 1 == *b);
     runs.map(|run| (run[0] * size, (run[run.len() - 1] * size + size - 1).min(last))).collect()
-}
-
-/// Reads metadata; what is behind the end of the file is zeros.
-pub(super) fn read_whole(medium: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8>> {
-    let mut bytes = medium.read_now(offset, len)?;
-    bytes.resize(len, 0);
-    Ok(bytes)
 }
 
 /// The first half of all errors of opening.

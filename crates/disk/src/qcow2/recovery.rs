@@ -5,10 +5,10 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use super::Qcow2;
-use super::open::{TABLE_PIECE, read_whole};
-use crate::qcow2::alloc::state::L1_KEYS;
 use crate::qcow2::format::entry::{self, COPIED, Cluster};
 use crate::qcow2::format::header::be64;
+use crate::qcow2::tables::changes::L1_KEYS;
+use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
 use crate::writeback::journal::Record;
 
 /// Bytes of tables that are read while the guest waits for its disk to come back: those of 512 GiB
@@ -23,7 +23,7 @@ impl Qcow2 {
     /// A record is believed if the disk has the entry from before the change, or the one after
     /// it: any other means that somebody else has written to the image since.
     pub(super) fn recover(&mut self, records: Vec<Record>) -> io::Result<()> {
-        let writable = !self.medium.read_only();
+        let writable = !self.medium().read_only();
         // L1 first: it says where the others' tables are.
         let mut records = records;
         records.sort_unstable_by_key(|r| (r.key < L1_KEYS, r.key));
@@ -47,18 +47,18 @@ impl Qcow2 {
             if now == new {
                 if writable {
                     self.leave_record(record.key, old, new);
-                    self.state().journal.release(record.slot);
+                    self.state().changes.journal.release(record.slot);
                 } else if record.key < L1_KEYS {
                     // Its table may be one that only a record refers to.
                     self.lay_over(record.key, new);
                 }
                 continue;
             }
-            let has_count = self.count_recovered(new)?;
             let host = new & entry::OFFSET;
+            let cluster = host >> self.header.cluster_bits;
+            let has_count = host != 0 && self.alloc.take_recovered(cluster)?;
             if host != 0 && host != now & entry::OFFSET {
-                let cluster = host >> self.header.cluster_bits;
-                if !taken.insert(cluster) || self.metadata.binary_search(&cluster).is_ok() {
+                if !taken.insert(cluster) || self.alloc.is_table(cluster) {
                     return Err(changed_by_others("a cluster has got another use"));
                 }
                 counted.extend(has_count.then_some(cluster));
@@ -93,7 +93,7 @@ impl Qcow2 {
             };
             for at in (0..self.cluster_bytes()).step_by(TABLE_PIECE as usize) {
                 let len = (self.cluster_bytes() - at).min(TABLE_PIECE) as usize;
-                let piece = read_whole(&self.medium, table + at, len)?;
+                let piece = read_whole(self.medium(), table + at, len)?;
                 let used = |entry: u64| match self.decode(entry) {
                     Some(Cluster::Packed(packed)) => {
                         packed.clusters(bits).any(|cluster| clusters.contains(&cluster))
@@ -124,41 +124,10 @@ impl Qcow2 {
         if !self.cache.holds(slice) {
             let offset = self.slice_offset(slice)?;
             let offset = offset.ok_or_else(|| changed_by_others("an entry has lost its table"))?;
-            let bytes = read_whole(&self.medium, offset, self.cache.slice_entries() * 8)?;
+            let bytes = read_whole(self.medium(), offset, self.cache.slice_entries() * 8)?;
             self.cache.install(slice, &self.entries_of(slice, &bytes));
         }
         Ok(self.entry(key).unwrap_or(0))
-    }
-
-    /// The count of a cluster that a record refers to. A commit may have written it already: the
-    /// cluster was taken before its data were there. `true`: it has one.
-    fn count_recovered(&self, new: u64) -> io::Result<bool> {
-        let host = new & entry::OFFSET;
-        if host == 0 {
-            return Ok(false);
-        }
-        let cluster = host >> self.header.cluster_bits;
-        if host + self.cluster_bytes() > self.limit.load(Ordering::Relaxed) {
-            return Err(changed_by_others("a cluster is outside of the file"));
-        }
-        let mut state = self.state();
-        let slice = state.refs.slice_of(cluster);
-        if !state.refs.holds(slice) {
-            let offset = state.refs.offset(slice);
-            let offset = offset.ok_or_else(|| changed_by_others("a refcount block is gone"))?;
-            let bytes = read_whole(&self.medium, offset, state.refs.slice_bytes())?;
-            state.refs.install(slice, bytes.into(), &[]);
-        }
-        match state.refs.get(cluster) {
-            Some(0) => {
-                if !self.medium.read_only() {
-                    state.refs.set(cluster, 1);
-                }
-                Ok(false)
-            }
-            Some(1) => Ok(true),
-            _ => Err(changed_by_others("a cluster has got another use")),
-        }
     }
 
     fn redo(&self, record: &Record, now: u64, new: u64) -> io::Result<()> {
@@ -167,9 +136,9 @@ impl Qcow2 {
             let text = "more changes than the memory for metadata holds; allow more";
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
         }
-        state.recover(record.key, record.slot);
+        state.changes.recover(record.key, record.slot);
         if record.key >= L1_KEYS {
-            state.note(record.key, now, new);
+            state.changes.note(record.key, now, new);
             self.leave(&mut state, now & !COPIED, new);
             self.l1[(record.key - L1_KEYS) as usize].store(new, Ordering::Relaxed);
         } else {
@@ -196,7 +165,7 @@ impl Qcow2 {
         let table = |entry: u64| -> io::Result<Vec<u64>> {
             let bytes = match entry & entry::OFFSET {
                 0 => return Ok(vec![0; self.header.l2_entries() as usize]),
-                offset => read_whole(&self.medium, offset, self.cluster_bytes() as usize)?,
+                offset => read_whole(self.medium(), offset, self.cluster_bytes() as usize)?,
             };
             Ok(bytes.chunks_exact(8).map(|e| be64(e, 0)).collect())
         };
@@ -245,7 +214,7 @@ impl Qcow2 {
     /// Whether an entry of a table refers to what is a table itself.
     pub(super) fn overlaps_metadata(&self, entry: u64) -> bool {
         let host = self.decode(entry).as_ref().and_then(Cluster::host);
-        host.is_some_and(|h| self.metadata.binary_search(&(h >> self.header.cluster_bits)).is_ok())
+        host.is_some_and(|h| self.alloc.is_table(h >> self.header.cluster_bits))
     }
 }
 

@@ -13,6 +13,11 @@ pub(crate) const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
 /// Host clusters end here: what the offset bits can say.
 pub(crate) const MAX_HOST_BYTES: u64 = 1 << 56;
 
+/// The entry of a cluster of its own at a place.
+pub(crate) fn own(host: u64) -> u64 {
+    host | COPIED
+}
+
 /// What cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadEntry {

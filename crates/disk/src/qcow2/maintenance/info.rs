@@ -37,7 +37,7 @@ impl Qcow2 {
         };
         let per_slice = self.cache.slice_entries();
         let first = index as u64 * self.header.l2_entries();
-        let bytes = self.medium.read_now(table, self.cluster_bytes() as usize)?;
+        let bytes = self.medium().read_now(table, self.cluster_bytes() as usize)?;
         let mut found = 0;
         for (i, on_disk) in bytes.chunks_exact(per_slice * 8).enumerate() {
             let slice = first / per_slice as u64 + i as u64;
@@ -66,6 +66,6 @@ impl Qcow2 {
     /// # Errors
     /// Those of reading; the table makes no sense.
     pub(crate) fn snapshots(&self) -> io::Result<Vec<Told>> {
-        snapshots::list(&self.medium, &self.header)
+        snapshots::list(self.medium(), &self.header)
     }
 }

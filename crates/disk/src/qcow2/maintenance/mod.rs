@@ -2,7 +2,6 @@
 
 pub(in crate::qcow2) mod check;
 pub(in crate::qcow2) mod create;
-pub(in crate::qcow2) mod fingerprint;
 pub(in crate::qcow2) mod info;
 pub(in crate::qcow2) mod lineage;
 pub(in crate::qcow2) mod repair;

@@ -4,7 +4,6 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use crate::qcow2::Qcow2;
-use crate::qcow2::alloc::state::Left;
 use crate::qcow2::format::header::{MAX_DISK_BYTES, MAX_L1_BYTES};
 use crate::qcow2::tables::meta;
 use crate::{Port, Rare};
@@ -49,7 +48,7 @@ impl Qcow2 {
             old_offset
         } else {
             let count = (entries * 8).div_ceil(self.cluster_bytes());
-            let offset = self.contiguous(port, count).await?;
+            let offset = self.alloc.take_neighbours(port, count).await?;
             let mut all: Vec<u8> =
                 self.l1.iter().flat_map(|e| e.load(Ordering::Acquire).to_be_bytes()).collect();
             all.resize((count * self.cluster_bytes()) as usize, 0);
@@ -59,20 +58,20 @@ impl Qcow2 {
             offset
         };
         meta::sync(port).await?;
-        self.patch_header(port, |sector| {
-            sector[24..32].copy_from_slice(&bytes.to_be_bytes());
-            sector[36..40].copy_from_slice(&(entries as u32).to_be_bytes());
-            sector[40..48].copy_from_slice(&offset.to_be_bytes());
-        })
-        .await?;
+        self.base
+            .patch_header(port, |sector| {
+                sector[24..32].copy_from_slice(&bytes.to_be_bytes());
+                sector[36..40].copy_from_slice(&(entries as u32).to_be_bytes());
+                sector[40..48].copy_from_slice(&offset.to_be_bytes());
+            })
+            .await?;
         if entries > old_entries {
             Rare::LongerL1.taken();
         }
         if offset != old_offset {
             let first = old_offset >> self.header.cluster_bits;
             let count = (old_entries * 8).div_ceil(self.cluster_bytes());
-            let old = first..first + count;
-            self.state().due.extend(old.map(|cluster| Left { cluster, readers_known: true }));
+            self.state().clusters.due(first..first + count, true);
         }
         self.close(port).await
     }
@@ -90,46 +89,5 @@ impl Qcow2 {
             bytes.extend(&rest[(end % 512) as usize..]);
         }
         meta::write(port, port.files[0], from - before, &bytes).await
-    }
-
-    /// Fresh clusters, one after the other, with counts of one; the byte offset of the first.
-    pub(in crate::qcow2) async fn contiguous(&self, port: &Port, count: u64) -> io::Result<u64> {
-        const TRIES: u64 = 1 << 16;
-        if self.state().end.is_none() {
-            self.find_end(port).await?;
-        }
-        {
-            // Not between others: there may be nothing but single ones.
-            let mut state = self.state();
-            state.run = Default::default();
-            state.spares.clear();
-            state.search = Some(0..0);
-        }
-        let mut first = None;
-        let mut got = 0;
-        for _ in 0..TRIES.max(count * 4) {
-            let taken = self.state().take();
-            let Some((cluster, _)) = taken else {
-                self.refill(port).await?;
-                continue;
-            };
-            match first {
-                Some(first) if first + got == cluster => got += 1,
-                other => {
-                    // A hole, which a refcount block fills: what was taken is free again.
-                    let mut state = self.state();
-                    (0..got).for_each(|i| {
-                        if let Some(first) = other {
-                            state.untake(first + i);
-                        }
-                    });
-                    (first, got) = (Some(cluster), 1);
-                }
-            }
-            if let Some(first) = first.filter(|_| got == count) {
-                return Ok(first << self.header.cluster_bits);
-            }
-        }
-        Err(io::Error::new(io::ErrorKind::StorageFull, "no room for a longer L1 table"))
     }
 }

@@ -9,10 +9,16 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
 
-use crate::Port;
+use crate::{Port, Raw};
 
 /// How often in a row.
 const RETRIES: u32 = 16;
+
+/// How often something is made ready that others use up meanwhile, until that is an error.
+pub(in crate::qcow2) const TRIES: u32 = 64;
+
+/// Bytes of a table that are read at once.
+pub(in crate::qcow2) const TABLE_PIECE: u64 = 1 << 20;
 
 /// Reads what is there; behind the end of the file there are zeros. Offset and length are
 /// multiples of 512.
@@ -149,6 +155,19 @@ async fn all(mut steps: Vec<Step<'_>>) -> io::Result<()> {
 /// Everything written before is on the medium.
 pub(in crate::qcow2) async fn sync(port: &Port) -> io::Result<()> {
     port.io.sync(port.files[0]).await
+}
+
+/// Reads metadata while nothing else runs; what is behind the end of the file is zeros.
+pub(in crate::qcow2) fn read_whole(medium: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = medium.read_now(offset, len)?;
+    bytes.resize(len, 0);
+    Ok(bytes)
+}
+
+/// Whatever is made ready is used up by others at once.
+pub(in crate::qcow2) fn out_of_memory() -> io::Error {
+    let text = "qcow2 image: its metadata does not fit into the memory for it";
+    io::Error::new(io::ErrorKind::OutOfMemory, text)
 }
 
 /// An error of the image's contents, with the reason.

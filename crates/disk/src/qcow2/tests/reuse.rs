@@ -5,7 +5,7 @@ use super::*;
 
 /// The count of the cluster with the compressed data, the last one of a new image.
 fn count(qcow2: &Qcow2, cluster: u64) -> u64 {
-    qcow2.state().refs.get(cluster).unwrap()
+    qcow2.state().clusters.refs().get(cluster).unwrap()
 }
 
 /// The host cluster of the compressed data.
@@ -35,7 +35,7 @@ fn compressed_data_stay_until_who_began_to_read_them_is_done() {
             assert_eq!(bytes, [9; 4096]);
         };
         let replace = async {
-            let reading = qcow2.state().is_unpacking(cluster);
+            let reading = qcow2.state().clusters.is_unpacking(cluster);
             let piece = port.scratch.take(4096).await;
             port.memory().fill(piece.span(), 1);
             disk.write(&port, 0, piece.span()).await.unwrap();
@@ -49,9 +49,9 @@ fn compressed_data_stay_until_who_began_to_read_them_is_done() {
             session.flush().unwrap();
         }
         assert_eq!(count(qcow2, cluster), 0);
-        let found = session.run(async { qcow2.reuse(&port, 1).await.unwrap() }).unwrap();
+        let found = session.run(async { qcow2.alloc.reuse(&port, 1).await.unwrap() }).unwrap();
         assert_eq!(found.iter().map(|run| run.next).collect::<Vec<_>>(), [cluster]);
-        qcow2.state().unclaim();
+        qcow2.state().clusters.unclaim();
         drop((disk, port));
         session.close().unwrap();
         assert!(check(&medium(&path)).unwrap().is_clean());
@@ -70,15 +70,15 @@ fn a_cluster_is_not_given_out_before_its_count_is_down_on_disk() {
     let qcow2 = qcow2_of(&disk);
     let cluster = packed_cluster(qcow2);
     let found = |session: &mut Session| {
-        let found = session.run(async { qcow2.reuse(&port, 1).await.unwrap() }).unwrap();
-        qcow2.state().unclaim();
+        let found = session.run(async { qcow2.alloc.reuse(&port, 1).await.unwrap() }).unwrap();
+        qcow2.state().clusters.unclaim();
         found.iter().any(|run| run.next == cluster)
     };
     session.write(0, &[1; 65536]).unwrap();
     assert!(!found(&mut session), "its entry is on disk");
     session.flush().unwrap();
     assert!(!found(&mut session), "its count is on disk");
-    session.run(async { qcow2.lower_counts(&port).await.unwrap() }).unwrap();
+    session.run(async { qcow2.alloc.lower_counts(&port).await.unwrap() }).unwrap();
     assert!(!found(&mut session), "its count is down in memory only");
     session.flush().unwrap();
     assert!(found(&mut session));

@@ -8,7 +8,6 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::ProblemKind as _;
-use crate::qcow2::alloc::state::Run;
 
 /// EIO, as the kernel gives it.
 pub(super) const EIO: i32 = 5;
@@ -162,7 +161,8 @@ fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
 fn a_refcount_table_whose_naming_was_called_off_is_left_alone() {
     for times in (1..).step_by(2) {
         let mut machine = Machine::new(times, small_table);
-        let table = |session: &Session| with_qcow2(session, |q| q.state().refs.table().len());
+        let table =
+            |session: &Session| with_qcow2(session, |q| q.state().clusters.refs().table().len());
         let before = table(&machine.session);
         let mut at = 4 << 20;
         let mut given_up = false;
@@ -243,18 +243,18 @@ fn counts_of_the_next_run_are_there_whatever_is_read_meanwhile() {
         let qcow2 = qcow2_of(&disk);
         let load = async {
             for cluster in (0..6000).step_by(64) {
-                qcow2.load_refs(&port, cluster).await.unwrap();
+                qcow2.alloc.load_refs(&port, cluster).await.unwrap();
             }
         };
-        let refill = async { qcow2.refill(&port).await.unwrap() };
+        let refill = async { qcow2.alloc.set_aside(&port).await.unwrap() };
         session.run(one_within_another(refill, times, load)).unwrap();
         let taken = {
-            let mut state = qcow2.state();
-            assert!(state.run.left() > 0);
-            state.take()
+            let clusters = &mut qcow2.state().clusters;
+            assert!(clusters.next().is_some());
+            clusters.take()
         };
         assert!(taken.is_some());
-        qcow2.state().run = Run::default();
+        qcow2.state().clusters.forget_runs();
         drop((disk, port));
         machine.end();
     }
@@ -414,9 +414,9 @@ fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
     let mut bytes = [0; 4096];
     session.read(at, &mut bytes).unwrap();
     assert_eq!(bytes, [2; 4096]);
-    let used = with_qcow2(&session, |qcow2| qcow2.state().used_end);
+    let used = with_qcow2(&session, |qcow2| qcow2.state().clusters.used_end());
     session.write(at, &[3; 4096]).unwrap();
-    assert_eq!(with_qcow2(&session, |qcow2| qcow2.state().used_end), used);
+    assert_eq!(with_qcow2(&session, |qcow2| qcow2.state().clusters.used_end()), used);
 }
 
 /// A larger L1 table is not looked for between others, where there may be nothing but single ones.
@@ -432,12 +432,12 @@ fn single_free_clusters_are_left_alone_when_many_neighbours_are_needed() {
     let (disk, port) = (session.disk().clone(), session.port().clone());
     let qcow2 = qcow2_of(&disk);
     let found = session.run(async {
-        qcow2.load_refs(&port, 0).await.unwrap();
-        qcow2.state().refs.set(8, 0);
-        qcow2.contiguous(&port, 4).await.unwrap()
+        qcow2.alloc.load_refs(&port, 0).await.unwrap();
+        qcow2.state().clusters.refs().set(8, 0);
+        qcow2.alloc.take_neighbours(&port, 4).await.unwrap()
     });
     assert!(found.unwrap() > 8 << 16);
-    assert!(!qcow2.state().is_quarantined(0));
+    assert!(!qcow2.state().clusters.is_quarantined(0));
 }
 
 /// While the guest waits: the tables of one disk may be 8 GiB.

@@ -2,17 +2,15 @@
 //! around it.
 
 use std::io;
-use std::sync::atomic::Ordering;
 
 use ferrite_io::arena::Span;
 use ferrite_io::scratch::{MAX_PIECE_BYTES, Piece};
 
 use crate::image::backing::Backing;
 use crate::image::mapping::Mapping;
-use crate::qcow2::alloc::state::own;
-use crate::qcow2::format::entry::Cluster;
-use crate::qcow2::tables::meta;
-use crate::qcow2::write::cow::{Fate, Fresh, TRIES, out_of_memory};
+use crate::qcow2::alloc::fresh::{Fate, Fresh};
+use crate::qcow2::format::entry::{Cluster, own};
+use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{CLUSTER_LOCKS, Qcow2};
 use crate::{Extent, Port};
 
@@ -108,7 +106,7 @@ impl Qcow2 {
         let own_place = match self.decode(old) {
             // Zeros with a place of their own: what is in it is not read before the entry says so.
             Some(Cluster::Zero { host: Some(host), copied: true })
-                if host + self.cluster_bytes() <= self.limit.load(Ordering::Acquire) =>
+                if host + self.cluster_bytes() <= self.alloc.limit() =>
             {
                 Some(host)
             }
@@ -125,7 +123,7 @@ impl Qcow2 {
             Copying { image: self, cluster, old, host, zeroed: false, fresh: None }
         };
         if own_place.is_none() {
-            let fresh = self.take(port).await?;
+            let fresh = self.alloc.take(port).await?;
             (copying.host, copying.zeroed) = (fresh.offset(), fresh.zeroed);
             copying.fresh = Some(fresh);
         }
@@ -151,7 +149,7 @@ impl Qcow2 {
                 break;
             }
             if self.publish_if(cluster, old, own(host)) {
-                copying.becomes(Fate::Kept);
+                copying.becomes(Fate::Referred);
                 return Ok(true);
             }
             done = self.prepare_entry(port, offset).await;

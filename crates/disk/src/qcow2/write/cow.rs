@@ -1,6 +1,5 @@
 //! What takes I/O before a range can be read or written.
 
-use std::cell::Cell;
 use std::io;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -11,66 +10,13 @@ use ferrite_io::scratch::MAX_PIECE_BYTES;
 
 use crate::Port;
 use crate::image::mapping::Mapping;
-use crate::qcow2::alloc::state::{Left, State, l1_key, own};
-use crate::qcow2::format::entry::{self, COPIED, Cluster, Packed};
+use crate::qcow2::alloc::fresh::{Fate, Fresh};
+use crate::qcow2::alloc::state::State;
+use crate::qcow2::format::entry::{self, COPIED, Cluster, Packed, own};
 use crate::qcow2::format::unpack;
-use crate::qcow2::tables::meta;
+use crate::qcow2::tables::changes::l1_key;
+use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{Qcow2, TABLE_LOCKS};
-
-/// How often something is made ready that others use up meanwhile, until that is an error.
-pub(in crate::qcow2) const TRIES: u32 = 64;
-
-/// A fresh cluster that nothing refers to yet. Dropped, with its task, too, it is free again.
-pub(in crate::qcow2) struct Fresh<'a> {
-    image: &'a Qcow2,
-    cluster: u64,
-    /// Its space reads as zeros.
-    pub(in crate::qcow2) zeroed: bool,
-    fate: Cell<Fate>,
-}
-
-/// What becomes of a fresh cluster.
-#[derive(Clone, Copy)]
-pub(in crate::qcow2) enum Fate {
-    /// An entry refers to it.
-    Kept,
-    /// It is as good as any other: no write to it has failed, and none is in flight.
-    Good,
-    /// Neither is known.
-    Unknown,
-}
-
-impl<'a> Fresh<'a> {
-    pub(in crate::qcow2) fn offset(&self) -> u64 {
-        self.cluster << self.image.header.cluster_bits
-    }
-
-    pub(in crate::qcow2) fn becomes(&self, fate: Fate) {
-        self.fate.set(fate);
-    }
-
-    /// Something refers to it, or it is used without; its number.
-    pub(in crate::qcow2) fn keep(self) -> u64 {
-        self.fate.set(Fate::Kept);
-        self.cluster
-    }
-
-    /// The result of something that is not a write to it, and after which nobody goes on if it
-    /// has failed.
-    fn is_good_without<T>(&self, done: io::Result<T>) -> io::Result<T> {
-        done.inspect_err(|_| self.fate.set(Fate::Good))
-    }
-}
-
-impl Drop for Fresh<'_> {
-    fn drop(&mut self) {
-        match self.fate.get() {
-            Fate::Kept => {}
-            Fate::Good => self.image.state().give_back(self.cluster),
-            Fate::Unknown => self.image.state().untake(self.cluster),
-        }
-    }
-}
 
 /// Compressed data that are being read: what has them is not given to anything else.
 struct Reading<'a> {
@@ -87,7 +33,7 @@ impl<'a> Reading<'a> {
         if entry != Some(Cluster::Packed(packed)) {
             return None;
         }
-        state.unpacking(packed.clusters(image.header.cluster_bits), true);
+        state.clusters.unpacking(packed.clusters(image.header.cluster_bits), true);
         Some(Reading { image, packed })
     }
 }
@@ -95,7 +41,7 @@ impl<'a> Reading<'a> {
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
         let clusters = self.packed.clusters(self.image.header.cluster_bits);
-        self.image.state().unpacking(clusters, false);
+        self.image.state().clusters.unpacking(clusters, false);
     }
 }
 
@@ -145,7 +91,7 @@ impl Qcow2 {
         let at = cluster << bits;
         let found = entry::cluster(entry, version, bits)
             .map_err(|e| meta::damaged(format!("L2, for byte {at:#x} of the disk: {e}")))?;
-        let limit = self.limit.load(Ordering::Acquire).next_multiple_of(self.cluster_bytes());
+        let limit = self.alloc.limit().next_multiple_of(self.cluster_bytes());
         match found {
             Cluster::Data { host, .. } if host >= limit => Err(meta::damaged(format!(
                 "byte {at:#x} of the disk is at {host:#x}, outside of the file"
@@ -158,8 +104,8 @@ impl Qcow2 {
     pub(crate) async fn prepare(&self, port: &Port, offset: u64) -> io::Result<()> {
         self.prepare_entry(port, offset).await?;
         // On a full file system what has a place can still be written.
-        if !self.has_place(offset >> self.header.cluster_bits) && self.state().is_low() {
-            self.refill(port).await?;
+        if !self.has_place(offset >> self.header.cluster_bits) && self.state().clusters.is_low() {
+            self.alloc.set_aside(port).await?;
         }
         Ok(())
     }
@@ -183,9 +129,9 @@ impl Qcow2 {
         let (room, left, changes) = {
             let mut state = self.state();
             let pending = state.pending.len();
-            state.journal.reserve(pending + 4);
-            let left = state.journal.left().saturating_sub(pending);
-            (state.room(), left, state.changed.len())
+            state.changes.journal.reserve(pending + 4);
+            let left = state.changes.journal.left().saturating_sub(pending);
+            (state.room(), left, state.changes.changed.len())
         };
         if changes > left || room < 4 {
             self.commit(port).await?;
@@ -211,17 +157,6 @@ impl Qcow2 {
         self.cache.can_pin(self.slice(cluster).0)
     }
 
-    /// A fresh cluster, however long it takes to find one.
-    pub(in crate::qcow2) async fn take(&self, port: &Port) -> io::Result<Fresh<'_>> {
-        for _ in 0..TRIES {
-            if let Some((cluster, zeroed)) = self.state().take() {
-                return Ok(Fresh { image: self, cluster, zeroed, fate: Cell::new(Fate::Unknown) });
-            }
-            self.refill(port).await?;
-        }
-        Err(out_of_memory())
-    }
-
     /// Sees to it that the table of an L1 entry is there and the image's own. A table that a
     /// snapshot shares is copied; the old one loses a reference once the new one is on disk.
     ///
@@ -240,7 +175,7 @@ impl Qcow2 {
             Ok(None) => None,
             Err(e) => return Err(meta::damaged(format!("L1: {e}"))),
         };
-        let fresh = self.take(port).await?;
+        let fresh = self.alloc.take(port).await?;
         let new = fresh.offset();
         match shared {
             Some(from) => self.copy_table(port, from, &fresh).await?,
@@ -249,14 +184,13 @@ impl Qcow2 {
         }
         let mut state = self.state();
         if state.room() == 0 {
-            fresh.fate.set(Fate::Good);
+            fresh.becomes(Fate::Good);
             return Ok(());
         }
-        state.note(l1_key(index), old, own(new));
-        let left = shared.map(|offset| Left { cluster: offset >> bits, readers_known: true });
-        state.leaving.extend(left);
+        state.changes.note(l1_key(index), old, own(new));
+        state.clusters.leave(shared.map(|offset| offset >> bits).into_iter(), true);
         self.l1[index].store(own(new), Ordering::Release);
-        fresh.fate.set(Fate::Kept);
+        fresh.refer();
         Ok(())
     }
 
@@ -365,15 +299,9 @@ impl Qcow2 {
             .cache
             .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Acquire)).collect())?;
         let end = first + entries.len() as u64;
-        for (cluster, old) in state.changed.range(first..end) {
+        for (cluster, old) in state.changes.changed.range(first..end) {
             entries[(cluster - first) as usize] = *old;
         }
         Some(entries)
     }
-}
-
-/// Whatever is made ready is used up by others at once.
-pub(in crate::qcow2) fn out_of_memory() -> io::Error {
-    let text = "qcow2 image: its metadata does not fit into the memory for it";
-    io::Error::new(io::ErrorKind::OutOfMemory, text)
 }

@@ -69,7 +69,7 @@ impl Qcow2 {
             }
             match self.step(below, at, left) {
                 Step::InPlace { offset, len } => {
-                    self.medium.discard(&port.io, &port.files, offset, len).await?;
+                    self.medium().discard(&port.io, &port.files, offset, len).await?;
                     done += len;
                     break;
                 }
@@ -116,11 +116,11 @@ impl Qcow2 {
             let (at, left) = (offset + done, len - done);
             done += match self.step(below, at, left) {
                 Step::InPlace { offset, len } => {
-                    self.medium.write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
+                    self.medium().write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
                     len
                 }
                 Step::Pending { offset, len } => {
-                    self.medium.write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
+                    self.medium().write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
                     self.written(at, len);
                     len
                 }
@@ -185,7 +185,7 @@ impl Qcow2 {
         let _alone = lock.lock(&port.io).await?;
         // A place of its own is kept, and a shared one left.
         let zero = match self.decode(entry) {
-            Some(Cluster::Zero { host: Some(host), copied: true }) => crate::qcow2::own(host),
+            Some(Cluster::Zero { host: Some(host), copied: true }) => entry::own(host),
             _ => 0,
         } | entry::ZERO;
         if self.publish_if(cluster, entry, zero) {

@@ -10,8 +10,8 @@
 //! slice of refcounts is taken as it is written, those of all slices when the image is opened. Who
 //! takes the journal over reads them again.
 //!
-//! Order: what is about to be written is [left out](State::counts_change) of the journal's sum; the
-//! writes; their end; it is [in the sum](State::counts_changed) again. A process may die between any
+//! Order: what is about to be written is [left out](Fingerprint::change) of the journal's sum; the
+//! writes; their end; it is [in the sum](Fingerprint::changed) again. A process may die between any
 //! two of these. A sync is not waited for: what was given to the kernel outlives the process, and
 //! the journal does not outlive the host. The bait is on disk before the journal has it, and goes from
 //! the journal before it goes from the disk.
@@ -19,14 +19,11 @@
 use std::io;
 use std::ops::Range;
 
-use crate::qcow2::Qcow2;
-use crate::qcow2::alloc::grow::is_full;
-use crate::qcow2::alloc::state::{Left, State};
+use crate::Raw;
 use crate::qcow2::format::header::{HEAD_BYTES, Header};
 use crate::qcow2::format::refcount;
-use crate::qcow2::open::read_whole;
+use crate::qcow2::tables::meta::read_whole;
 use crate::writeback::journal::{Journal, TOLD_WORDS, Told};
-use crate::{Port, Raw};
 
 /// Slices of refcounts that are looked at, from the first on: half a TiB of the file, with the
 /// usual clusters. They are read at each opening for writing.
@@ -37,7 +34,7 @@ const REFTABLE_FIELDS: Range<usize> = 48..60;
 
 /// Who writes refcounts: each at most once at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::qcow2) enum Writer {
+pub(super) enum Writer {
     /// A commit.
     Commit,
     /// Whoever makes new blocks of them.
@@ -132,74 +129,45 @@ impl Fingerprint {
     pub(in crate::qcow2) fn tell(&self, journal: &mut Journal) {
         journal.tell(&self.told());
     }
-}
 
-impl State {
     /// Slices of refcounts are about to be written.
-    pub(in crate::qcow2) fn counts_change(&mut self, who: Writer, slices: Range<u64>) {
-        let Some(fingerprint) = self.fingerprint.as_mut().filter(|_| !slices.is_empty()) else {
+    pub(super) fn change(&mut self, journal: &mut Journal, who: Writer, slices: Range<u64>) {
+        if slices.is_empty() {
             return;
-        };
-        let left_out = &mut fingerprint.left_out[who as usize];
+        }
+        let left_out = &mut self.left_out[who as usize];
         *left_out = match left_out.is_empty() {
             true => slices,
             // A write before has failed.
             false => left_out.start.min(slices.start)..left_out.end.max(slices.end),
         };
-        fingerprint.tell(&mut self.journal);
+        self.tell(journal);
     }
 
     /// What is being written to a slice that is left out.
-    pub(in crate::qcow2) fn counts_become(&mut self, slice: u64, bytes: &[u8]) {
-        if let Some(fingerprint) = &mut self.fingerprint {
-            fingerprint.set(slice, sum_of_counts(bytes));
-        }
+    pub(super) fn write(&mut self, slice: u64, bytes: &[u8]) {
+        self.set(slice, sum_of_counts(bytes));
     }
 
     /// All slices of a range are written as was said before.
-    pub(in crate::qcow2) fn counts_changed(&mut self, who: Writer, slices: &Range<u64>) {
-        let Some(fingerprint) = &mut self.fingerprint else { return };
-        let left_out = &mut fingerprint.left_out[who as usize];
+    pub(super) fn changed(&mut self, journal: &mut Journal, who: Writer, slices: &Range<u64>) {
+        let left_out = &mut self.left_out[who as usize];
         // One that has failed before may be without this one's slices.
         if slices.start <= left_out.start && left_out.end <= slices.end {
             *left_out = 0..0;
         }
-        fingerprint.tell(&mut self.journal);
+        self.tell(journal);
     }
-}
 
-impl State {
+    /// The bait; 0: there is none.
+    pub(super) fn bait(&self) -> u64 {
+        self.bait
+    }
+
     /// There is another bait, or none, on disk.
-    fn set_bait(&mut self, bait: u64) {
-        let Some(fingerprint) = &mut self.fingerprint else { return };
-        fingerprint.bait = bait;
-        fingerprint.tell(&mut self.journal);
-    }
-
-    /// The bait is not needed any more: nothing is left that only the journal knows, or will be.
-    pub(in crate::qcow2) fn free_bait(&mut self) {
-        let bait = self.fingerprint.as_ref().map_or(0, |fingerprint| fingerprint.bait);
-        if bait != 0 {
-            self.set_bait(0);
-            self.due.push(Left { cluster: bait, readers_known: false });
-        }
-    }
-}
-
-impl Qcow2 {
-    /// Lays the bait, where there is none and one is needed. Does without where there is no space.
-    pub(in crate::qcow2) async fn lay_bait(&self, port: &Port) -> io::Result<()> {
-        let needed = |state: &State| state.fingerprint.as_ref().is_some_and(|f| f.bait == 0);
-        if !needed(&self.state()) {
-            return Ok(());
-        }
-        let fresh = match self.take(port).await {
-            Err(e) if is_full(&e) => return Ok(()),
-            fresh => fresh?,
-        };
-        self.commit(port).await?;
-        self.state().set_bait(fresh.keep());
-        Ok(())
+    pub(super) fn set_bait(&mut self, journal: &mut Journal, bait: u64) {
+        self.bait = bait;
+        self.tell(journal);
     }
 }
 
