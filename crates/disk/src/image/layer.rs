@@ -30,20 +30,21 @@ pub(crate) enum Layer {
     Qcow2(Box<Qcow2>),
 }
 
-/// Does the same with a layer whatever its format is: the one place where one becomes another.
+/// Does the same with a layer whatever its format is: the one place where one becomes another. With
+/// `as mut` it is changed.
 macro_rules! each_format {
-    ($layer:expr, $image:ident => $done:expr) => {
+    ($layer:expr, $image:ident $(as $mut:tt)? => $done:expr) => {
         match $layer {
             $crate::image::Layer::Raw(image) => {
-                let $image: &$crate::Raw = image;
+                let $image: &$($mut)? $crate::Raw = image;
                 $done
             }
             $crate::image::Layer::Vhd(image) => {
-                let $image: &$crate::vhd::Vhd = image;
+                let $image: &$($mut)? $crate::vhd::Vhd = image;
                 $done
             }
             $crate::image::Layer::Qcow2(image) => {
-                let $image: &$crate::qcow2::Qcow2 = image;
+                let $image: &$($mut)? $crate::qcow2::Qcow2 = image;
                 $done
             }
         }
@@ -79,11 +80,7 @@ impl Layer {
     }
 
     pub(super) fn set_metadata_bytes(&mut self, bytes: usize) {
-        match self {
-            Layer::Raw(_) => {}
-            Layer::Vhd(vhd) => vhd.set_metadata_bytes(bytes),
-            Layer::Qcow2(qcow2) => qcow2.set_metadata_bytes(bytes),
-        }
+        each_format!(self, image as mut => ImageFormat::set_metadata_bytes(image, bytes))
     }
 
     pub(crate) fn parents(&self) -> Result<Option<ParentNames>, DiskError> {

@@ -55,19 +55,6 @@ impl Qcow2 {
         self.base.commits.join(&port.io, self.commit_alone(port)).await
     }
 
-    /// Whether [`commit`](Self::commit) has something to write.
-    pub(crate) fn is_dirty(&self) -> bool {
-        !self.medium().read_only() && self.state().is_dirty()
-    }
-
-    /// A flush has failed. If that was because of a sync, the next process does not bring back what
-    /// is perhaps lost.
-    pub(crate) fn flush_failed(&self) {
-        if self.base.commits.is_faulty() {
-            self.state().changes.journal.void();
-        }
-    }
-
     async fn commit_alone(&self, port: &Port) -> io::Result<()> {
         self.base.commits.check()?;
         self.alloc.lower_counts(port).await?;

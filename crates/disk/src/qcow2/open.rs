@@ -101,17 +101,12 @@ impl Qcow2 {
         }
     }
 
-    /// By which its journal is found.
-    pub(crate) fn journal_identity(&self) -> io::Result<Identity> {
-        identity(self.medium(), &self.header)
-    }
-
     /// The backing file: a path, from the image's own folder if it is not absolute, and a format
     /// that the image says. Contents are not looked at for that, and other ways of naming that
     /// qemu has (`nbd:...`, `json:...`) are refused.
     pub(crate) fn parent(&self) -> Result<Option<ImageName>, DiskError> {
         let Some(backing) = &self.header.backing else { return Ok(None) };
-        let path = self.medium().path();
+        let path = self.base.medium.path();
         let refuse = |why: String| {
             let what = format!("cannot open image {}", path.display());
             let help = "name the backing file and its format in the image \
@@ -229,7 +224,7 @@ fn check_writable(header: &Header, cannot: &Cannot) -> Result<(), DiskError> {
 
 /// qcow2 has no identifier: its mark is one, while it is open. In version 2, which has no marks,
 /// what stays the same as long as the image is open does for one.
-fn identity(medium: &Raw, header: &Header) -> io::Result<Identity> {
+pub(super) fn identity(medium: &Raw, header: &Header) -> io::Result<Identity> {
     let mut id = [0; 16];
     if header.version < 3 {
         id[..8].copy_from_slice(&header.disk_bytes.to_le_bytes());

@@ -23,7 +23,7 @@ impl Qcow2 {
     /// A record is believed if the disk has the entry from before the change, or the one after
     /// it: any other means that somebody else has written to the image since.
     pub(super) fn recover(&mut self, records: Vec<Record>) -> io::Result<()> {
-        let writable = !self.medium().read_only();
+        let writable = !self.base.medium.read_only();
         // L1 first: it says where the others' tables are.
         let mut records = records;
         records.sort_unstable_by_key(|r| (r.key < L1_KEYS, r.key));
@@ -93,7 +93,7 @@ impl Qcow2 {
             };
             for at in (0..self.cluster_bytes()).step_by(TABLE_PIECE as usize) {
                 let len = (self.cluster_bytes() - at).min(TABLE_PIECE) as usize;
-                let piece = read_whole(self.medium(), table + at, len)?;
+                let piece = read_whole(&self.base.medium, table + at, len)?;
                 let used = |entry: u64| match self.decode(entry) {
                     Some(Cluster::Packed(packed)) => {
                         packed.clusters(bits).any(|cluster| clusters.contains(&cluster))
@@ -124,7 +124,7 @@ impl Qcow2 {
         if !self.cache.holds(slice) {
             let offset = self.slice_offset(slice)?;
             let offset = offset.ok_or_else(|| changed_by_others("an entry has lost its table"))?;
-            let bytes = read_whole(self.medium(), offset, self.cache.slice_entries() * 8)?;
+            let bytes = read_whole(&self.base.medium, offset, self.cache.slice_entries() * 8)?;
             self.cache.install(slice, &self.entries_of(slice, &bytes));
         }
         Ok(self.entry(key).unwrap_or(0))
@@ -165,7 +165,7 @@ impl Qcow2 {
         let table = |entry: u64| -> io::Result<Vec<u64>> {
             let bytes = match entry & entry::OFFSET {
                 0 => return Ok(vec![0; self.header.l2_entries() as usize]),
-                offset => read_whole(self.medium(), offset, self.cluster_bytes() as usize)?,
+                offset => read_whole(&self.base.medium, offset, self.cluster_bytes() as usize)?,
             };
             Ok(bytes.chunks_exact(8).map(|e| be64(e, 0)).collect())
         };
@@ -180,14 +180,6 @@ impl Qcow2 {
             }
         }
         Ok(())
-    }
-
-    /// What a process that died had answered, if this one only reads: parts of the disk in bytes,
-    /// start and length.
-    pub(crate) fn recovered(&self) -> Vec<(u64, u64)> {
-        let part =
-            |(cluster, _): &(u64, u64)| (cluster << self.header.cluster_bits, self.cluster_bytes());
-        self.answered.iter().map(part).collect()
     }
 
     /// The entries of a slice whose bytes were read: those of the file, and over them what a dead

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::image::Layer;
-use crate::{Disk, OpenOptions, Port, Session};
+use crate::{Disk, OpenOptions, Port, Raw, Session};
 
 mod leaks;
 mod memory;

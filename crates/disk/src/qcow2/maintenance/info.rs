@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use crate::image::format::ImageFormat;
 use crate::qcow2::Qcow2;
 use crate::qcow2::format::entry;
 use crate::qcow2::maintenance::snapshots::{self, Told};

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use crate::image::format::ImageFormat;
 use crate::qcow2::Qcow2;
 use crate::qcow2::format::header::{MAX_DISK_BYTES, MAX_L1_BYTES};
 use crate::qcow2::tables::meta;

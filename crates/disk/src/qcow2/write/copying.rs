@@ -7,6 +7,7 @@ use ferrite_io::arena::Span;
 use ferrite_io::scratch::{MAX_PIECE_BYTES, Piece};
 
 use crate::image::backing::Backing;
+use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::fresh::{Fate, Fresh};
 use crate::qcow2::format::entry::{Cluster, own};

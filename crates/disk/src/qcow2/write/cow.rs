@@ -9,6 +9,7 @@ use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
 
 use crate::Port;
+use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::fresh::{Fate, Fresh};
 use crate::qcow2::alloc::state::State;

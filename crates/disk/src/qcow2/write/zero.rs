@@ -10,6 +10,7 @@ use ferrite_io::arena::Span;
 
 use crate::Port;
 use crate::image::backing::Backing;
+use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::format::entry::{self, Cluster};
 use crate::qcow2::{CLUSTER_LOCKS, Qcow2};

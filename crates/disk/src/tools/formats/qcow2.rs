@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::{Looked, New, Offline, Rules, examined, finding, of_medium};
 use crate::children::absolute;
+use crate::image::format::ImageFormat;
 use crate::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};
 use crate::tools::spec::Parent;
 use crate::tools::{Finding, LayerInfo, SnapshotInfo, broken, unsuitable};
