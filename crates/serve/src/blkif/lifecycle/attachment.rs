@@ -51,6 +51,10 @@ impl Attachment {
         let frontend = String::from_utf8(frontend)
             .map_err(|_| ServeError::Attachment(format!("{backend}/frontend is not a path")))?;
         let Some(read_only) = keys.read_only(&frontend)? else { return Ok(None) };
+        // What says 1 later than that is another attachment.
+        if keys.read("state")?.is_none() {
+            return Ok(None);
+        }
         Ok(Some(Attachment {
             frontend,
             read_only,

@@ -6,7 +6,6 @@ use std::io;
 use ferrite_xen::store::StoreError;
 
 use super::inbox::Wait;
-use super::look::State;
 use super::messages::{Order, Reply, Rings};
 use super::refusal::Refusal;
 use super::worker::Worker;
@@ -203,7 +202,7 @@ impl Backend<'_> {
     fn unplugged(&mut self, announce: bool) -> Result<Outcome, ServeError> {
         self.order(Order::Close)?;
         self.remove_traces()?;
-        let announced = if announce { self.write_state(State::Closed) } else { Ok(()) };
+        let announced = if announce { self.announce_unplugged() } else { Ok(()) };
         self.order(Order::EndClose)?;
         announced?;
         Ok(Outcome::Unplugged)

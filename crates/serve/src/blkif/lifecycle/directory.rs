@@ -3,7 +3,7 @@
 use ferrite_xen::store::{StoreError, Transaction};
 
 use super::look::{Look, State};
-use super::{Backend, ServeError};
+use super::{Attachment, Backend, ServeError};
 use crate::blkif::negotiate::{self, DiskFacts};
 
 impl Backend<'_> {
@@ -13,7 +13,9 @@ impl Backend<'_> {
         let front = self.store.read(&format!("{}/state", self.attachment.frontend))?;
         let own = self.read("state")?;
         let online = self.read("online")?;
-        let gone = self.read("frontend")?.is_none();
+        let frontend = self.read("frontend")?;
+        let gone = !is_ours(&self.attachment, self.has_begun, frontend, own.as_deref());
+        self.has_begun |= !gone && own.is_some() && own.as_deref() != NEW;
         let plugged = !self.attachment.has_script
             || self.read("hotplug-status")?.as_deref() == Some(b"connected");
         let dead = front.is_none() && self.guest_is_dead()?;
@@ -28,14 +30,9 @@ impl Backend<'_> {
         })
     }
 
-    /// Whether the guest's home has gone with it. A driver domain may not look, and waits for the
-    /// toolstack.
+    /// Whether the guest's home has gone with it.
     fn guest_is_dead(&mut self) -> Result<bool, StoreError> {
-        match self.store.read(&format!("/local/domain/{}", self.domid)) {
-            Ok(home) => Ok(home.is_none()),
-            Err(StoreError::Access { .. }) => Ok(false),
-            Err(e) => Err(e),
-        }
+        Ok(!is_there(self.store.read(&format!("/local/domain/{}", self.domid)))?)
     }
 
     pub(super) fn read(&mut self, key: &str) -> Result<Option<Vec<u8>>, StoreError> {
@@ -49,26 +46,32 @@ impl Backend<'_> {
         let discard = self.may_discard(&facts)?;
         let (backend, offer) = (self.backend, self.offer);
         let info = self.attachment.info(facts.read_only);
-        self.update(|tx| {
+        let begun = self.update(|tx| {
             negotiate::publish(tx, backend, &facts, &offer, discard, info)?;
             match tx.read(&format!("{backend}/online"))?.as_deref() {
-                Some(b"0") => Ok(()),
-                _ => tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes()),
+                Some(b"0") => Ok(false),
+                _ => write_state(tx, backend, state),
             }
         })?;
+        self.has_begun |= begun == Some(true);
         Ok(())
     }
 
-    /// Changes our directory, if the toolstack has not removed it: a node written a moment later
-    /// would make it again, and it would stay for ever.
-    pub(super) fn update(
+    /// Changes our directory, if that is still the attachment which we serve. A node written a moment
+    /// after the toolstack has removed it would make it again, and it would stay for ever. `None`: it
+    /// is not, and nothing was changed.
+    pub(super) fn update<T>(
         &mut self,
-        mut change: impl FnMut(&mut Transaction<'_>) -> Result<(), StoreError>,
-    ) -> Result<(), StoreError> {
-        let made_by_toolstack = format!("{}/frontend", self.backend);
-        self.store.transaction(|tx| match tx.read(&made_by_toolstack)? {
-            Some(_) => change(tx),
-            None => Ok(()),
+        mut change: impl FnMut(&mut Transaction<'_>) -> Result<T, StoreError>,
+    ) -> Result<Option<T>, StoreError> {
+        let (backend, attachment, has_begun) = (self.backend, &self.attachment, self.has_begun);
+        self.store.transaction(|tx| {
+            let frontend = tx.read(&format!("{backend}/frontend"))?;
+            let own = tx.read(&format!("{backend}/state"))?;
+            match is_ours(attachment, has_begun, frontend, own.as_deref()) {
+                true => change(tx).map(Some),
+                false => Ok(None),
+            }
         })
     }
 
@@ -78,7 +81,54 @@ impl Backend<'_> {
     }
 
     pub(super) fn write_state(&mut self, state: State) -> Result<(), StoreError> {
-        let path = format!("{}/state", self.backend);
-        self.update(|tx| tx.write(&path, (state as u32).to_string().as_bytes()))
+        let backend = self.backend;
+        self.has_begun |= self.update(|tx| write_state(tx, backend, state))?.is_some();
+        Ok(())
+    }
+
+    /// Says that the disk is unplugged, where somebody waits for that. It is asked once more: while
+    /// storage held us up, the toolstack may have given us up, and have attached another disk.
+    pub(super) fn announce_unplugged(&mut self) -> Result<(), StoreError> {
+        let backend = self.backend;
+        let home = format!("/local/domain/{}", self.domid);
+        self.update(|tx| {
+            let wanted = tx.read(&format!("{backend}/online"))?.as_deref() != Some(b"0");
+            if wanted && is_there(tx.read(&home))? {
+                return Ok(false);
+            }
+            write_state(tx, backend, State::Closed)
+        })?;
+        Ok(())
+    }
+}
+
+/// The state that the toolstack makes a directory with. We never write it.
+const NEW: Option<&[u8]> = Some(b"1");
+
+/// Whether what stands there is the attachment that we serve. The toolstack may have removed that, and
+/// have made a new one of the same name, with another image, for a frontend that begins anew. Its
+/// state is 1, and ours is not any more as soon as we `has_begun`.
+fn is_ours(
+    attachment: &Attachment,
+    has_begun: bool,
+    frontend: Option<Vec<u8>>,
+    own: Option<&[u8]>,
+) -> bool {
+    let same = frontend.as_deref() == Some(attachment.frontend.as_bytes());
+    same && !(has_begun && own == NEW)
+}
+
+/// Always `true`: it is written.
+fn write_state(tx: &mut Transaction<'_>, backend: &str, state: State) -> Result<bool, StoreError> {
+    tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes())?;
+    Ok(true)
+}
+
+/// Whether a guest has a home. A driver domain may not look, and waits for the toolstack.
+fn is_there(home: Result<Option<Vec<u8>>, StoreError>) -> Result<bool, StoreError> {
+    match home {
+        Ok(home) => Ok(home.is_some()),
+        Err(StoreError::Access { .. }) => Ok(true),
+        Err(e) => Err(e),
     }
 }

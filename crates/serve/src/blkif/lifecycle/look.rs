@@ -50,7 +50,7 @@ pub(super) struct Look {
     pub(super) online: bool,
     /// The toolstack's hotplug script, if it runs one, has connected the disk.
     pub(super) plugged: bool,
-    /// The toolstack has removed the directory.
+    /// The toolstack has removed the directory, whether or not it has made another one in its place.
     pub(super) gone: bool,
     /// The guest does not exist any more.
     pub(super) dead: bool,

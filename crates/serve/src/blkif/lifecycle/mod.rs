@@ -192,6 +192,7 @@ pub fn serve(
         clock: device.clock.clone(),
         log_limits: &device.log_limits,
         attachment,
+        has_begun: false,
         offer,
         stop,
         xenbus: Xenbus::new(),
@@ -252,6 +253,8 @@ struct Backend<'a> {
     log_limits: &'a LogLimits,
     /// What the toolstack has said of the disk.
     attachment: Attachment,
+    /// Our state is not the toolstack's 1 any more.
+    has_begun: bool,
     /// What is offered, as far as this disk's requests fit into buffers.
     offer: Offer,
     stop: &'a Waker,

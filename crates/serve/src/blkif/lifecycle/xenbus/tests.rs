@@ -62,6 +62,11 @@ impl Play {
                 "unplug" => (self.look.online, self.look.own) = (false, State::Closing),
                 "offline" => self.look.online = false,
                 "removed" => (self.look.gone, self.look.own) = (true, State::Unknown),
+                // By another attachment of the same name, which is as good as nothing.
+                "replaced" => {
+                    (self.look.gone, self.look.online) = (true, true);
+                    (self.look.own, self.look.front) = (State::Initialising, State::Initialising);
+                }
                 "destroyed" => (self.look.dead, self.look.front) = (true, State::Unknown),
                 "script" => self.look.plugged = value == "done",
                 "host" => {
@@ -367,6 +372,10 @@ fn the_toolstack_takes_a_disk_back_whatever_its_frontend_does() {
     unplugged(&[("unplug, vanishes", "hurry, detach, unplugged, write 6")]);
     unplugged(&[("removed", "detach, unplugged")]);
     play(&[ATTACHED, ("removed", "unplugged")]);
+    // The next disk of that name is not ours, whatever its frontend does.
+    unplugged(&[("replaced", "detach, unplugged")]);
+    unplugged(&[("unplug", "hurry"), ("replaced, front 3", "detach, unplugged")]);
+    play(&[ATTACHED, ("replaced", "unplugged")]);
     unplugged(&[("destroyed", "detach, unplugged, write 6")]);
     play(&[ATTACHED, ("destroyed", "unplugged, write 6")]);
 }
@@ -396,12 +405,7 @@ fn a_host_without_space_is_asked_again_and_refuses_nobody() {
 
 #[test]
 fn what_xenstore_did_not_take_is_said_again() {
-    play(&[
-        ATTACHED,
-        ("own 1", "offer 2"),
-        ("front 3", CONNECTED),
-        ("own 2", "read rings, offer 4"),
-    ]);
+    play(&[ATTACHED, ("front 3", CONNECTED), ("own 2", "read rings, offer 4")]);
     play(&[
         ATTACHED,
         ("front 3", CONNECTED),
