@@ -101,6 +101,8 @@ pub struct Away {
     sectors: u64,
     read_only: bool,
     passthrough: bool,
+    /// Another disk was given back: the slot is the next parker's from then on.
+    done: bool,
 }
 
 impl Device {
@@ -190,6 +192,7 @@ impl Away {
             sectors: disk.sectors(),
             read_only: disk.read_only(),
             passthrough: disk.passthrough(),
+            done: false,
         }
     }
 
@@ -197,7 +200,7 @@ impl Away {
     ///
     /// # Errors
     /// It cannot be the next one, and comes back. The guests still wait.
-    pub fn go_on_with(self, disk: Disk) -> Result<(), Box<Refused>> {
+    pub fn go_on_with(mut self, disk: Disk) -> Result<(), Box<Refused>> {
         let unfit = if disk.sectors() < self.sectors {
             Some(Unfit::Smaller { was: self.sectors, is: disk.sectors() })
         } else if disk.read_only() && !self.read_only {
@@ -208,6 +211,8 @@ impl Away {
         let unfit = match (unfit, disk.identity()) {
             (None, Ok(image)) => {
                 self.device.tell_heirs(&image);
+                // What is in the slot after this may be the next parker's.
+                self.done = true;
                 self.device.put(Slot::Here(Arc::new(disk)));
                 return Ok(());
             }
@@ -220,8 +225,7 @@ impl Away {
 
 impl Drop for Away {
     fn drop(&mut self) {
-        let is_away = matches!(&*self.device.slot(), Slot::Away);
-        if is_away {
+        if !self.done {
             self.device.put(Slot::Lost);
         }
     }
@@ -327,5 +331,35 @@ impl RequestPath {
         self.leave_if_idle();
         self.save_soon();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_disk::OpenOptions;
+    use ferrite_io::clock::SystemClock;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    fn device() -> Arc<Device> {
+        let disk = Disk::open("null:1M", &OpenOptions::default()).unwrap();
+        Arc::new(Device::new(disk, SystemClock::shared()))
+    }
+
+    #[test]
+    fn who_has_given_a_disk_back_does_not_take_it_from_the_next_who_parks() {
+        let device = device();
+        let (disk, mut first) = device.park(PATIENCE).unwrap();
+        // As in `go_on_with`, whose end another parker need not wait for.
+        first.done = true;
+        device.put(Slot::Here(Arc::new(disk)));
+        let (disk, second) = device.park(PATIENCE).unwrap();
+        drop(first);
+        assert!(matches!(&*device.slot(), Slot::Away));
+        assert!(matches!(device.park(PATIENCE), Err(NotParked::Busy)));
+        second.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
+        assert!(device.disk().is_ok());
     }
 }
