@@ -2,8 +2,8 @@
 
 use std::mem;
 
-use ferrite_disk::SECTOR_BYTES;
-use ferrite_io::pool::Buf;
+use ferrite_disk::{Disk, SECTOR_BYTES};
+use ferrite_io::pool::{Buf, SLAB_BYTES};
 
 use super::RequestPath;
 use super::flight::Ticket;
@@ -19,6 +19,17 @@ pub enum Admitted {
     /// The frontend puts its data where [`data`](RequestPath::data) says, and it is
     /// [`fetched`](RequestPath::fetched).
     Fetch(Ticket),
+}
+
+/// Bytes of a buffer beside those of a request: a range that begins or ends inside a block of the
+/// medium is read whole.
+fn slack(block_bytes: usize) -> usize {
+    if block_bytes > SECTOR_BYTES as usize { block_bytes } else { 0 }
+}
+
+/// Bytes of the largest request that finds a buffer when no other is in flight.
+pub fn largest_request(disk: &Disk) -> usize {
+    SLAB_BYTES - slack(disk.block_bytes() as usize)
 }
 
 impl RequestPath {
@@ -47,15 +58,10 @@ impl RequestPath {
         self.flights.peek_free()
     }
 
-    /// A buffer for so many bytes of data. `None`: all are in use, and this thread finds out by
-    /// itself when one is free.
+    /// A buffer for so many bytes of data, [`largest_request`] at most. `None`: all are in use, and
+    /// this thread finds out by itself when one is free.
     pub fn buffer(&mut self, data_bytes: usize) -> Option<Buf> {
-        // A range that begins or ends inside a block of the medium is read whole.
-        let slack = if self.medium.block_bytes > SECTOR_BYTES as usize {
-            self.medium.block_bytes
-        } else {
-            0
-        };
+        let slack = slack(self.medium.block_bytes);
         let buf = self.buffers.alloc(data_bytes + slack, &mut self.reactor);
         self.hold.stalled |= buf.is_none();
         buf

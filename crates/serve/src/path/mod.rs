@@ -53,7 +53,7 @@ mod storage;
 mod throttle;
 pub mod work;
 
-pub use admission::Admitted;
+pub use admission::{Admitted, largest_request};
 pub use flight::Ticket;
 
 use alone::Alone;

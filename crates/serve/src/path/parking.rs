@@ -74,12 +74,57 @@ pub enum Unfit {
     /// Guests write to what cannot be written.
     #[error("it is read-only, and its guest writes to it")]
     ReadOnly,
+    /// Guests may only read what can be written (threats.md T10).
+    #[error("it is open for writing, and its guest may only read it; open it for reading only")]
+    Writable,
+    /// A request as large as guests were offered, with the blocks that it reaches into, would find
+    /// no buffer.
+    #[error("its blocks have {is} bytes, and those of the disk before it had {was}")]
+    Blocks {
+        /// Bytes.
+        was: usize,
+        /// Bytes.
+        is: usize,
+    },
     /// The engines were chosen for the other kind.
     #[error("only one of the two disks is served by NVMe commands (--engine)")]
     Engine,
     /// Successors could not be told which image it is.
     #[error("its image cannot be examined: {0}")]
     Unknown(io::ErrorKind),
+}
+
+/// What the next disk has to be, too.
+#[derive(Clone, Copy)]
+struct Traits {
+    sectors: u64,
+    read_only: bool,
+    block_bytes: usize,
+    passthrough: bool,
+}
+
+impl Traits {
+    fn of(disk: &Disk) -> Traits {
+        Traits {
+            sectors: disk.sectors(),
+            read_only: disk.read_only(),
+            block_bytes: disk.block_bytes() as usize,
+            passthrough: disk.passthrough(),
+        }
+    }
+
+    /// Why one with these cannot follow, if so.
+    fn keeps_out(&self, next: &Traits) -> Option<Unfit> {
+        if next.sectors < self.sectors {
+            Some(Unfit::Smaller { was: self.sectors, is: next.sectors })
+        } else if next.read_only != self.read_only {
+            Some(if next.read_only { Unfit::ReadOnly } else { Unfit::Writable })
+        } else if next.block_bytes > self.block_bytes {
+            Some(Unfit::Blocks { was: self.block_bytes, is: next.block_bytes })
+        } else {
+            (next.passthrough != self.passthrough).then_some(Unfit::Engine)
+        }
+    }
 }
 
 /// A disk that paths cannot go on with.
@@ -98,9 +143,7 @@ pub struct Refused {
 pub struct Away {
     device: Arc<Device>,
     /// Of the disk that was taken.
-    sectors: u64,
-    read_only: bool,
-    passthrough: bool,
+    was: Traits,
     /// Another disk was given back: the slot is the next parker's from then on.
     done: bool,
 }
@@ -187,13 +230,7 @@ fn lost() -> io::Error {
 
 impl Away {
     fn from(device: &Arc<Device>, disk: &Disk) -> Away {
-        Away {
-            device: device.clone(),
-            sectors: disk.sectors(),
-            read_only: disk.read_only(),
-            passthrough: disk.passthrough(),
-            done: false,
-        }
+        Away { device: device.clone(), was: Traits::of(disk), done: false }
     }
 
     /// All paths go on with this disk.
@@ -201,14 +238,7 @@ impl Away {
     /// # Errors
     /// It cannot be the next one, and comes back. The guests still wait.
     pub fn go_on_with(mut self, disk: Disk) -> Result<(), Box<Refused>> {
-        let unfit = if disk.sectors() < self.sectors {
-            Some(Unfit::Smaller { was: self.sectors, is: disk.sectors() })
-        } else if disk.read_only() && !self.read_only {
-            Some(Unfit::ReadOnly)
-        } else {
-            (disk.passthrough() != self.passthrough).then_some(Unfit::Engine)
-        };
-        let unfit = match (unfit, disk.identity()) {
+        let unfit = match (self.was.keeps_out(&Traits::of(&disk)), disk.identity()) {
             (None, Ok(image)) => {
                 self.device.tell_heirs(&image);
                 // What is in the slot after this may be the next parker's.
@@ -361,5 +391,34 @@ mod tests {
         assert!(matches!(device.park(PATIENCE), Err(NotParked::Busy)));
         second.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
         assert!(device.disk().is_ok());
+    }
+
+    const WAS: Traits =
+        Traits { sectors: 100, read_only: false, block_bytes: 512, passthrough: false };
+
+    #[test]
+    fn the_next_disk_is_no_smaller_and_of_the_same_kind() {
+        assert_eq!(WAS.keeps_out(&Traits { sectors: 101, ..WAS }), None);
+        let smaller = Some(Unfit::Smaller { was: 100, is: 99 });
+        assert_eq!(WAS.keeps_out(&Traits { sectors: 99, ..WAS }), smaller);
+        let by_commands = Traits { passthrough: true, ..WAS };
+        assert_eq!(WAS.keeps_out(&by_commands), Some(Unfit::Engine));
+        assert_eq!(by_commands.keeps_out(&WAS), Some(Unfit::Engine));
+    }
+
+    #[test]
+    fn the_next_disk_has_no_larger_blocks_than_requests_were_offered_for() {
+        let larger = Traits { block_bytes: 4096, ..WAS };
+        let unfit = Some(Unfit::Blocks { was: 512, is: 4096 });
+        assert_eq!(WAS.keeps_out(&larger), unfit);
+        assert_eq!(larger.keeps_out(&WAS), None);
+    }
+
+    #[test]
+    fn a_guest_that_may_only_read_gets_no_disk_that_can_be_written() {
+        let read_only = Traits { read_only: true, ..WAS };
+        assert_eq!(read_only.keeps_out(&WAS), Some(Unfit::Writable));
+        assert_eq!(WAS.keeps_out(&read_only), Some(Unfit::ReadOnly));
+        assert_eq!(read_only.keeps_out(&read_only), None);
     }
 }

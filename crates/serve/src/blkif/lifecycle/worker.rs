@@ -9,13 +9,11 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, GrowthWatch};
-use ferrite_io::pool::SLAB_BYTES;
-use ferrite_xen::abi::SECTOR_BYTES;
-use ferrite_xen::hypervisor::PAGE_SIZE;
 
 use super::attached::{Attached, Means};
 use super::closing::{self, Closing};
 use super::messages::{Failure, Order, Reply, Report, Rings};
+use crate::blkif::connection::largest_request;
 use crate::blkif::negotiate::DiskFacts;
 use crate::log_limit::limited;
 use crate::path::device::Device;
@@ -204,12 +202,4 @@ impl<'a> Worker<'a> {
 /// The disk that is served now. Not to be kept: whoever parks it waits for that.
 fn disk(device: &Device) -> Result<Arc<Disk>, Failure> {
     device.disk().map_err(|e| Failure::host("serve the disk", e))
-}
-
-/// Segments of the largest request that always finds a buffer: one slab, less the block that a
-/// request may reach into at its ends.
-fn largest_request(disk: &Disk) -> u16 {
-    let block = disk.block_bytes() as usize;
-    let slack = if block > SECTOR_BYTES as usize { block } else { 0 };
-    ((SLAB_BYTES - slack) / PAGE_SIZE) as u16
 }

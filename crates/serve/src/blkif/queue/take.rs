@@ -1,6 +1,7 @@
 //! Steps 2 and 3: off the ring, into private memory, checked.
 
 use ferrite_io::arena::Span;
+use ferrite_io::pool::Buf;
 use ferrite_xen::abi::{
     MAX_INDIRECT_PAGES, Message, PlainOp, RawSegment, Request, SEGMENT_BYTES,
     SEGMENTS_PER_INDIRECT_PAGE,
@@ -69,7 +70,7 @@ impl Queue {
             #[cfg(test)]
             super::tests::slot_was_read();
             let request = Request::decode(self.connection.protocol, &slot);
-            let Ok(buf) = self.reserve(&request.message) else { break };
+            let Ok(buf) = self.reserve(&request.message, limits) else { break };
             let Some(ticket) = self.path.take(request.id, request.response_op, buf, now_ns) else {
                 break;
             };
@@ -92,7 +93,7 @@ impl Queue {
                 return;
             }
             let request = Request::decode(self.connection.protocol, &next.slot);
-            let Ok(buf) = self.reserve(&request.message) else { return };
+            let Ok(buf) = self.reserve(&request.message, limits) else { return };
             let Some(next) = self.replay.pop_front() else { return };
             let (id, operation) = (request.id, request.response_op);
             let ticket = self.path.take_set_aside(next.entry, id, operation, buf, now_ns);
@@ -106,8 +107,8 @@ impl Queue {
     }
 
     /// A buffer for the largest data that the request can have; none if it has none.
-    fn reserve(&mut self, message: &Message) -> Result<Option<ferrite_io::pool::Buf>, ()> {
-        let data = reserve_bytes(message, self.connection.max_indirect_segments);
+    fn reserve(&mut self, message: &Message, limits: &Limits) -> Result<Option<Buf>, ()> {
+        let data = reserve_bytes(message, limits.max_indirect_segments);
         if data == 0 {
             return Ok(None);
         }
