@@ -198,6 +198,21 @@ fn a_short_shared_operation_is_continued_from_where_it_stopped() {
     }
 }
 
+/// A request that alone gets nowhere fails. This one did not have the operation alone.
+#[test]
+fn a_shared_operation_that_stops_inside_a_block_fails_nobody() {
+    for short in [100, PAGE + 100, 15 * PAGE + 511] {
+        let (rig, faults) = rig(true);
+        let (mut front, buffer) = connected(&rig);
+        faults.once(Kind::Write, Fault::Short(short));
+        assert_eq!(write_all(&mut front, &buffer), [STATUS_OKAY; SWEEP], "short by {short}");
+        assert!(rig.sectors(0, SWEEP * PAGE) == buffer.to_vec(0, SWEEP * PAGE));
+        faults.once(Kind::Read, Fault::Short(short));
+        read_all_back(&mut front, &buffer);
+        front.close(PATIENCE).unwrap();
+    }
+}
+
 #[test]
 fn nothing_is_moved_across_a_flush() {
     let (rig, faults) = rig(true);

@@ -98,10 +98,12 @@ impl RequestPath {
         }
     }
 
-    /// Gives a piece its part of a shared operation's bytes; without one it goes on alone.
+    /// Gives a piece its part of a shared operation's bytes; without a whole block it goes on alone.
     fn share_out(&mut self, index: u16, left: &mut usize, now_ns: u64) {
         let part = self.pieces.get(index).blocks.len().min(*left);
         *left -= part;
+        // Where a shared operation stopped says nothing of a piece in which it got nowhere.
+        let part = part - part % self.medium.block_bytes;
         if part == 0 {
             return self.push_rest(index);
         }
