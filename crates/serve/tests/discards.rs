@@ -127,31 +127,42 @@ enum End {
     Close,
 }
 
-/// Discards of a million parts each: they end, and are answered, when the queue is to stop, those that
-/// are under way, too.
+/// A disk whose discards are a million parts each.
+fn with_long_discards(dir: &TempDir) -> (Rig, Frontend) {
+    let image = sparse(dir, PIB);
+    let file = OpenOptions::new().write(true).open(&image).unwrap();
+    // Beside the discards, so that there is always something to free.
+    fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 65 << 20).unwrap();
+    let (rig, front, _buffer) = connected(image);
+    (rig, front)
+}
+
+/// Asks for them in all slots, until all are taken: what is on the ring at the end is for the next
+/// backend to answer.
+fn discards_under_way(rig: &Rig, front: &mut Frontend) {
+    let before = rig.counters.counts();
+    for _ in 0..DISCARDS {
+        front.queues[0].discard(1 << 20, PIB / 512 - (1 << 20), false).unwrap();
+    }
+    front.queues[0].push().unwrap();
+    let patience = Instant::now() + PATIENCE;
+    loop {
+        let counts = rig.counters.counts().since(&before);
+        if counts.sweeps == DISCARDS / SWEEP && counts.discard_parts > 0 {
+            return;
+        }
+        assert!(Instant::now() < patience, "not all are taken: {counts}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// They end, and are answered, when the queue is to stop, those that are under way, too.
 #[test]
 fn discards_end_early_and_well_when_the_backend_is_to_end() {
     for end in [End::Stop, End::Unplug, End::Close] {
         let dir = dir_in_memory();
-        let image = sparse(&dir, PIB);
-        let file = OpenOptions::new().write(true).open(&image).unwrap();
-        // Beside the discards, so that there is always something to free.
-        fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 65 << 20).unwrap();
-        let (mut rig, mut front, _buffer) = connected(image);
-        for _ in 0..DISCARDS {
-            front.queues[0].discard(1 << 20, PIB / 512 - (1 << 20), false).unwrap();
-        }
-        front.queues[0].push().unwrap();
-        // What is on the ring at the end is for the next backend to answer.
-        let patience = Instant::now() + PATIENCE;
-        loop {
-            let counts = rig.counters.counts();
-            if counts.sweeps == DISCARDS / SWEEP && counts.discard_parts > 0 {
-                break;
-            }
-            assert!(Instant::now() < patience, "not all are taken: {counts}");
-            thread::sleep(Duration::from_millis(1));
-        }
+        let (mut rig, mut front) = with_long_discards(&dir);
+        discards_under_way(&rig, &mut front);
         match end {
             End::Stop => assert_eq!(rig.stop().unwrap(), Outcome::Stopped),
             End::Unplug => {
@@ -171,6 +182,23 @@ fn discards_end_early_and_well_when_the_backend_is_to_end() {
             assert!(replies.len() == DISCARDS as usize && all_ok(&replies), "{end:?}");
         }
     }
+}
+
+/// The same for who parks the disk, however often the guest asks again.
+#[test]
+fn discards_end_early_and_well_when_the_disk_is_parked() {
+    let dir = dir_in_memory();
+    let (rig, mut front) = with_long_discards(&dir);
+    for round in 0..3 {
+        discards_under_way(&rig, &mut front);
+        let (disk, away) = rig.device().park(PATIENCE).expect("discards keep the disk from it");
+        let parts = rig.counters.counts().discard_parts;
+        assert!(parts < PARTS / 2, "round {round}: {parts} parts were done");
+        away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
+        let replies = front.queues[0].drain(PATIENCE).unwrap();
+        assert!(replies.len() == DISCARDS as usize && all_ok(&replies), "round {round}");
+    }
+    front.close(PATIENCE).unwrap();
 }
 
 /// A device is told of each GiB, whether there is something to free or not: reads behind discards of

@@ -170,6 +170,10 @@ impl Device {
         self.wake_all();
     }
 
+    pub(super) fn is_parking(&self) -> bool {
+        self.gate.is_parking()
+    }
+
     pub(super) fn all_rest(&self) -> bool {
         self.gate.all_rest()
     }

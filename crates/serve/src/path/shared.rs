@@ -63,6 +63,12 @@ impl Shared {
         self.stop.load(Ordering::Acquire)
     }
 
+    /// Whether discards are to end early, as hints may: who stops the paths waits for them, and who
+    /// parks the device, too (threats.md T21).
+    pub(super) fn ends_discards(&self) -> bool {
+        self.stopping() || self.device.is_parking()
+    }
+
     /// Wakes all of them.
     pub fn wake_all(&self) {
         self.wakers.iter().for_each(|waker| waker.wake());

@@ -96,11 +96,11 @@ impl RequestPath {
         self.start_discards(now_ns);
     }
 
-    /// Begins discards, as many as there may be; with the path about to stop, they are done.
+    /// Begins discards, as many as there may be; with the path about to stop or rest, they are done.
     fn start_discards(&mut self, now_ns: u64) {
-        while self.shared.stopping() || self.discards.running < DISCARDS {
+        while self.shared.ends_discards() || self.discards.running < DISCARDS {
             let Some(ticket) = self.discards.waiting.pop_front() else { break };
-            if self.shared.stopping() {
+            if self.shared.ends_discards() {
                 self.data_done(ticket, now_ns);
             } else {
                 self.discards.running += 1;
@@ -144,12 +144,12 @@ impl Task {
     }
 
     /// In parts, between which everything else goes first. A discard is a hint: it ends early,
-    /// without an error, when the path is to stop.
+    /// without an error, when the path is to stop or rest.
     async fn discard(&self) -> io::Result<()> {
         let shared = &self.shared;
         let (offset, bytes) = (self.work.offset(), self.work.bytes());
         let mut done = 0;
-        while done < bytes && !shared.stopping() {
+        while done < bytes && !shared.ends_discards() {
             done += self.disk.discard_part(&self.port, offset + done, bytes - done).await?;
             shared.counters(self.index).discard_parts.add(1);
             if done < bytes {
@@ -164,7 +164,7 @@ impl Task {
         let shared = &self.shared;
         self.port.io.yield_to_others().await;
         while let Some(left) = shared.processors.debt(shared.device.clock.now_ns())
-            && !shared.stopping()
+            && !shared.ends_discards()
         {
             // A sleep that fails is none.
             let _ = self.port.io.sleep(left.min(STOPS_WITHIN)).await;
