@@ -387,9 +387,9 @@ impl Engine for Uring {
     }
 
     fn clear_files(&mut self) -> io::Result<()> {
-        let fixed = self.files.iter().take_while(|file| file.fixed).count();
-        if fixed > 0 {
-            self.ring.submitter().register_files_update(0, &vec![-1; fixed])?;
+        // One in the middle may have been refused: the places behind it are the ring's all the same.
+        if let Some(last) = self.files.iter().rposition(|file| file.fixed) {
+            self.ring.submitter().register_files_update(0, &vec![-1; last + 1])?;
         }
         self.files.clear();
         Ok(())

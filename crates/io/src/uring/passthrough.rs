@@ -56,7 +56,10 @@ struct Flight {
 pub struct NvmeUring {
     main: Uring,
     ring: IoUring<squeue::Entry128, cqueue::Entry32>,
+    /// Whether completions are asked for,
     polled: bool,
+    /// and whether they were to be.
+    polls: bool,
     /// By the main ring's numbers: those that commands go to.
     targets: Vec<Option<Target>>,
     table: Table,
@@ -85,6 +88,7 @@ impl NvmeUring {
             main,
             ring,
             polled,
+            polls: polled,
             targets: Vec::new(),
             table: Table::default(),
             flights: Vec::new(),
@@ -97,12 +101,13 @@ impl NvmeUring {
         })
     }
 
-    /// Waits for interrupts from now on: a polled ring completes nothing of a driver without poll
-    /// queues, and crashes older kernels. Files are added before there are commands.
-    fn stop_polling(&mut self) -> io::Result<()> {
+    /// Asks for completions from now on, or waits for interrupts: a polled ring completes nothing of a
+    /// driver without poll queues, and crashes older kernels. Files are added before there are
+    /// commands.
+    fn poll(&mut self, polled: bool) -> io::Result<()> {
         assert_eq!(self.commands_in_flight(), 0, "the ring is exchanged under its commands");
-        self.ring = command_ring(self.ring.params().sq_entries(), false)?;
-        self.polled = false;
+        self.ring = command_ring(self.ring.params().sq_entries(), polled)?;
+        self.polled = polled;
         Ok(())
     }
 
@@ -320,7 +325,7 @@ impl Engine for NvmeUring {
                     && let Some(why) = nvme::not_polled(&file)
                 {
                     tracing::warn!("file {} of the disk is not polled: {why}", id.0);
-                    self.stop_polling()?;
+                    self.poll(false)?;
                 }
                 let namespace = Namespace::of(file.as_fd())?;
                 // The kernel lets a privileged process write by commands whatever the mode is.
@@ -334,6 +339,10 @@ impl Engine for NvmeUring {
 
     fn clear_files(&mut self) -> io::Result<()> {
         self.targets.clear();
+        // The next files may be of a driver with poll queues.
+        if self.polls && !self.polled {
+            self.poll(true)?;
+        }
         self.main.clear_files()
     }
 
@@ -559,11 +568,19 @@ mod tests {
     fn a_driver_without_poll_queues_is_waited_for() {
         let (mut e, arena) = engine(true);
         assert_eq!(e.name(), "io_uring nvme polled");
-        e.stop_polling().unwrap();
+        e.poll(false).unwrap();
         let f = add(&mut e, "/dev/null", true);
         e.push(1, Op::Read { file: f, offset: 0, buf: arena.span(0, 512) });
         assert_eq!(wait_for(&mut e, 1), [Completion { token: 1, raw: 512 }]);
         assert_eq!(e.name(), "io_uring nvme");
+    }
+
+    #[test]
+    fn the_next_disk_is_polled_though_the_one_before_it_could_not_be() {
+        let (mut e, _arena) = engine(true);
+        e.poll(false).unwrap();
+        e.clear_files().unwrap();
+        assert_eq!(e.name(), "io_uring nvme polled");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
 
 use std::os::fd::AsRawFd;
 
@@ -183,6 +184,31 @@ fn events_are_read_and_let_through_with_the_next_submission() {
     e.submit().unwrap();
     e.reap(&mut out);
     assert_eq!(out, [Completion { token: 9, raw: -libc::EBADF }]);
+}
+
+/// A ring that kept one would keep its lock, too.
+#[test]
+fn files_behind_one_that_was_not_registered_are_let_go_of() {
+    let mut e = Uring::new(Arena::new(1).unwrap(), 8).unwrap();
+    assert!(e.features().fixed_files > 0);
+    let locked = tempfile::NamedTempFile::new().unwrap();
+    let open =
+        |flags| Arc::new(open(locked.path(), flags | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let last = open(OFlags::RDWR);
+    flock(&last, FlockOperation::NonBlockingLockExclusive).unwrap();
+    // The kernel registers no descriptor that is for its name only.
+    for file in [open(OFlags::RDWR), open(OFlags::PATH), last] {
+        e.add_file(file).unwrap();
+    }
+    let registered: Vec<_> = e.files.iter().map(|file| file.fixed).collect();
+    assert_eq!(registered, [true, false, true]);
+    e.clear_files().unwrap();
+    // That may take the kernel a moment.
+    let (mine, start) = (open(OFlags::RDWR), Instant::now());
+    while flock(&mine, FlockOperation::NonBlockingLockExclusive).is_err() {
+        assert!(start.elapsed() < Duration::from_secs(20), "the ring has kept a file");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
