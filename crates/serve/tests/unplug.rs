@@ -3,8 +3,9 @@
 mod rig;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
@@ -91,4 +92,44 @@ fn storage_that_is_stuck_does_not_keep_a_disk_from_being_unplugged() {
     assert!(rig.is_running(), "it is not closed yet");
     release.send(()).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+}
+
+/// Whoever exchanges the disk at the end finds it unlocked, or has done so before it is closed.
+#[test]
+fn a_disk_that_takes_the_place_of_a_closed_one_stays_locked() {
+    for round in 0..10 {
+        let closes = Arc::new(Barrier::new(2));
+        let begins = closes.clone();
+        let usual = engines();
+        let engine: EngineFactory = Arc::new(move |arena, entries| {
+            if entries == 32 {
+                begins.wait();
+            }
+            usual(arena, entries)
+        });
+        let mut rig = Rig::new(Plan { bytes: BYTES, engine, ..Plan::default() });
+        let next = rig.dir.path().join("next.img");
+        std::fs::File::create(&next).unwrap().set_len(BYTES).unwrap();
+        let open = || Disk::open(&next, &OpenOptions::default());
+        let other = open().unwrap();
+        let (disk, device, end) = (rig.disk.clone(), rig.device(), Instant::now() + PATIENCE);
+        let mut front = rig.connect(&FrontOptions::default());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                closes.wait();
+                // As soon as nobody has it.
+                let (_, away) = loop {
+                    match device.park(Duration::ZERO) {
+                        Ok(parked) => break parked,
+                        Err(e) => assert!(Instant::now() < end, "{e}"),
+                    }
+                };
+                away.go_on_with(other).map_err(|refused| refused.unfit).unwrap();
+            });
+            rig.machine.unplug(&disk).unwrap();
+            front.close(PATIENCE).unwrap();
+        });
+        assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+        assert!(open().is_err(), "round {round}: it was not closed, and is unlocked");
+    }
 }

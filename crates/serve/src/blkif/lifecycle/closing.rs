@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ferrite_disk::Session;
+use ferrite_disk::{Disk, Session};
 
 use super::EngineFactory;
 use super::messages::Failure;
@@ -31,8 +31,12 @@ impl Closing {
         let (device, engine) = (device.clone(), engine.clone());
         let (tell, done) = channel();
         let body = move || {
-            let closed = close(&device, &engine);
-            let _ = device.disk().inspect(|disk| disk.unlock());
+            let closed = device.disk().and_then(|disk| {
+                // Kept from here to there: the one that is unlocked is the one that was closed.
+                let closed = close_disk(&device, disk.clone(), &engine);
+                disk.unlock();
+                closed
+            });
             // Fails if nobody waits any more.
             let _ = tell.send(());
             closed
@@ -91,7 +95,10 @@ pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
 /// Those of storage. What was answered is in the image's journal then, unless a sync has failed: then
 /// what was not flushed is as after a power cut.
 pub fn close(device: &Device, engine: &EngineFactory) -> io::Result<()> {
-    let disk = device.disk()?;
+    close_disk(device, device.disk()?, engine)
+}
+
+fn close_disk(device: &Device, disk: Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
     let keeps_nothing = disk.read_only() && !disk.has_metadata();
     if device.flush_has_failed() || keeps_nothing {
         return Ok(());
