@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 
 use common::{
-    Loop, MIB, Mount, Queue, dir_on_disk, dir_on_tmpfs, image, open, open_read_only, run,
+    Loop, MIB, Mount, Queue, dir_in_memory, dir_on_disk, image, open, open_read_only, run,
 };
 use ferrite_disk::{Disk, ErrorKind};
 
@@ -31,7 +31,7 @@ fn a_device_tells_its_blocks_and_discard() {
 
 #[test]
 fn a_discarded_device_gives_its_space_back() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, 4 * MIB);
     let Some(device) = Loop::attach(&path, 512) else { return };
     let mut queue = Queue::new(open(&device.0).unwrap());
@@ -48,7 +48,7 @@ fn a_discarded_device_gives_its_space_back() {
 
 #[test]
 fn a_device_has_one_writer() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, MIB), 512) else { return };
     let _first = open(&device.0).unwrap();
     assert_eq!(open(&device.0).unwrap_err().kind(), ErrorKind::InUse);
@@ -56,7 +56,7 @@ fn a_device_has_one_writer() {
 
 #[test]
 fn a_file_and_its_loop_device_are_not_written_at_once() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let Some(device) = Loop::attach(&path, 512) else { return };
     let refused = open(&path).unwrap_err();
@@ -73,7 +73,7 @@ fn a_file_and_its_loop_device_are_not_written_at_once() {
 
 #[test]
 fn a_mounted_device_is_busy_for_writers() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, 16 * MIB), 512) else { return };
     let name = device.0.to_str().unwrap();
     if run("mkfs.ext4", &["-q", name]).is_none() {
@@ -92,7 +92,7 @@ fn a_mounted_device_is_busy_for_writers() {
 
 #[test]
 fn a_device_that_is_served_cannot_be_mounted() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, 16 * MIB), 512) else { return };
     let name = device.0.to_str().unwrap();
     if run("mkfs.ext4", &["-q", name]).is_none() {
@@ -106,7 +106,7 @@ fn a_device_that_is_served_cannot_be_mounted() {
 
 #[test]
 fn a_write_protected_device_says_so() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, MIB), 512) else { return };
     let name = device.0.to_str().unwrap();
     run("blockdev", &["--setro", name]).unwrap();
@@ -120,7 +120,7 @@ fn a_write_protected_device_says_so() {
 
 #[test]
 fn a_device_that_grows_is_seen() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let Some(device) = Loop::attach(&path, 512) else { return };
     let mut queue = Queue::new(open(&device.0).unwrap());
@@ -133,7 +133,7 @@ fn a_device_that_grows_is_seen() {
 
 #[test]
 fn a_device_without_medium_is_unsuitable() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, MIB), 512) else { return };
     let path = device.0.clone();
     drop(device);
@@ -147,7 +147,7 @@ fn a_device_without_medium_is_unsuitable() {
 /// end on one goes through the page cache.
 #[test]
 fn files_on_a_device_of_4096_byte_sectors_are_direct_only_in_whole_blocks() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, 16 * MIB), 4096) else { return };
     let name = device.0.to_str().unwrap();
     if run("mkfs.ext4", &["-q", "-b", "4096", name]).is_none() {
@@ -177,7 +177,7 @@ fn files_on_a_device_of_4096_byte_sectors_are_direct_only_in_whole_blocks() {
 /// and zeros that are written.
 #[test]
 fn a_file_system_that_can_nothing_still_serves() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let at = dir.path().join("mnt");
     fs::create_dir(&at).unwrap();
     let Some(_mount) = Mount::new(&["-t", "ramfs", "ramfs"], &at) else { return };

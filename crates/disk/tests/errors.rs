@@ -5,7 +5,7 @@ mod common;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use common::{MIB, dir_on_tmpfs, image, port};
+use common::{MIB, dir_in_memory, image, port};
 use ferrite_disk::{Disk, OpenOptions, Port};
 use ferrite_io::engine::{FileId, Op};
 use ferrite_io::pool::Pool;
@@ -29,7 +29,7 @@ impl Bench {
     }
 
     fn with(bytes: u64, answers: &[Fault], options: &OpenOptions) -> Bench {
-        let dir = dir_on_tmpfs();
+        let dir = dir_in_memory();
         let path = image(&dir, bytes);
         let disk = Disk::open(path.to_str().unwrap(), options).unwrap();
         let faults = Faults::none();

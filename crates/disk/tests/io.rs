@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, image, open};
+use common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, image, open};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -131,20 +131,20 @@ fn a_file_on_disk_behaves_like_a_vector_of_bytes() {
 
 #[test]
 fn a_file_on_tmpfs_behaves_like_a_vector_of_bytes() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     behaves_like_a_vector(&image(&dir, DISK_BYTES), true);
 }
 
 #[test]
 fn a_block_device_of_512_byte_sectors_behaves_like_a_vector_of_bytes() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, DISK_BYTES), 512) else { return };
     behaves_like_a_vector(&device.0, false);
 }
 
 #[test]
 fn a_block_device_of_4096_byte_sectors_behaves_like_a_vector_of_bytes() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let Some(device) = Loop::attach(&image(&dir, DISK_BYTES), 4096) else { return };
     assert_eq!(open(&device.0).unwrap().block_bytes(), 4096);
     behaves_like_a_vector(&device.0, false);
@@ -152,7 +152,7 @@ fn a_block_device_of_4096_byte_sectors_behaves_like_a_vector_of_bytes() {
 
 #[test]
 fn discard_gives_space_back_and_touches_no_neighbour() {
-    for dir in [dir_on_disk(), dir_on_tmpfs()] {
+    for dir in [dir_on_disk(), dir_in_memory()] {
         let path = image(&dir, 4 * MIB);
         let mut queue = Queue::new(open(&path).unwrap());
         for at in 0..4 {
@@ -174,7 +174,7 @@ fn discard_gives_space_back_and_touches_no_neighbour() {
 
 #[test]
 fn a_discard_of_a_huge_disk_ends() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, 1 << 42);
     let mut queue = Queue::new(open(&path).unwrap());
     queue.write((1 << 41) + 4096, &[1; 4096]).unwrap();
@@ -185,7 +185,7 @@ fn a_discard_of_a_huge_disk_ends() {
 
 #[test]
 fn ranges_outside_of_the_disk_are_refused_and_do_not_lengthen_it() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let mut queue = Queue::new(open(&path).unwrap());
     for (offset, len) in [(MIB, 512), (MIB - 512, 1024), (0, MIB + 512), (u64::MAX - 511, 512)] {
@@ -201,7 +201,7 @@ fn ranges_outside_of_the_disk_are_refused_and_do_not_lengthen_it() {
 
 #[test]
 fn an_image_that_was_cut_off_gives_errors_only_where_it_is_gone() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let mut queue = Queue::new(open(&path).unwrap());
     queue.write(0, &[5; 4096]).unwrap();
@@ -214,7 +214,7 @@ fn an_image_that_was_cut_off_gives_errors_only_where_it_is_gone() {
 #[test]
 #[should_panic(expected = "unchecked range")]
 fn mapping_an_unchecked_range_is_a_bug() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let disk = open(&image(&dir, MIB)).unwrap();
     disk.reserve(MIB, 512);
 }

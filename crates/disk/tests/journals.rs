@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Loop, MIB, Mount, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
+use common::{Loop, MIB, Mount, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use ferrite_disk::tools::{JournalInfo, JournalState, NewImage};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use ferrite_testkit::errno::EIO;
@@ -68,7 +68,7 @@ fn is_usable(image: &ImageName, state: &Path) -> bool {
 #[test]
 fn a_close_whose_sync_has_failed_leaves_nothing_to_be_taken_over() {
     for format in FORMATS {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let image = name(format, &dir.path().join(format!("a.{format}")));
         create(&image, false);
         let disk = serve(&image, state.path(), false).unwrap().disk;
@@ -87,7 +87,7 @@ fn a_close_whose_sync_has_failed_leaves_nothing_to_be_taken_over() {
 #[test]
 fn a_volume_that_comes_back_as_another_device_has_what_was_answered() {
     for format in FORMATS {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let file = dir.path().join("volume");
         fs::File::create(&file).unwrap().set_len(32 * MIB).unwrap();
         let Some(before) = Loop::attach(&file, 512) else { return };
@@ -120,7 +120,7 @@ fn a_volume_that_comes_back_as_another_device_has_what_was_answered() {
 #[test]
 fn a_new_image_in_the_place_of_one_that_is_gone_is_in_order_and_the_journal_is_stale() {
     for format in FORMATS {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let image = killed(format, dir.path(), state.path());
         drop(serve(&image, state.path(), true).unwrap());
         fs::remove_file(&image.path).unwrap();
@@ -146,7 +146,7 @@ fn drop_stale(state: &Path) -> Vec<JournalInfo> {
 fn the_journal_of_an_image_that_has_another_name_now_is_not_stale() {
     for format in FORMATS {
         for to in ["renamed", "other/a"] {
-            let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+            let (dir, state) = (dir_on_disk(), dir_in_memory());
             fs::create_dir(dir.path().join("other")).unwrap();
             let image = killed(format, dir.path(), state.path());
             let renamed = name(format, &dir.path().join(to));
@@ -162,7 +162,7 @@ fn the_journal_of_an_image_that_has_another_name_now_is_not_stale() {
 
 #[test]
 fn the_journal_of_an_image_that_was_deleted_with_its_folder_is_stale() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let folder = dir.path().join("folder");
     fs::create_dir(&folder).unwrap();
     killed(Format::Vhd, &folder, state.path());
@@ -172,7 +172,7 @@ fn the_journal_of_an_image_that_was_deleted_with_its_folder_is_stale() {
 
 #[test]
 fn the_journal_of_an_image_whose_file_system_is_not_mounted_is_not_stale() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let (file, folder) = (dir.path().join("volume"), dir.path().join("folder"));
     fs::create_dir(&folder).unwrap();
     fs::File::create(&file).unwrap().set_len(64 * MIB).unwrap();
@@ -193,7 +193,7 @@ fn the_journal_of_an_image_whose_file_system_is_not_mounted_is_not_stale() {
 
 #[test]
 fn the_journal_of_a_volume_that_is_detached_is_not_stale() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let file = dir.path().join("volume");
     fs::File::create(&file).unwrap().set_len(32 * MIB).unwrap();
     let Some(device) = Loop::attach(&file, 512) else { return };
@@ -214,7 +214,7 @@ fn a_journal_knows_its_image_by_any_path_that_the_kernel_takes() {
     let bytes = std::ffi::OsStr::from_bytes(b"\xe9t\xe9");
     let long: std::path::PathBuf = vec!["x".repeat(200); 19].iter().collect();
     for folder in [bytes.as_ref(), long.as_path()] {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let folder = dir.path().join(folder);
         fs::create_dir_all(&folder).unwrap();
         killed(Format::Vhd, &folder, state.path());
@@ -225,7 +225,7 @@ fn a_journal_knows_its_image_by_any_path_that_the_kernel_takes() {
 #[test]
 fn an_image_is_renamed_with_what_was_answered_and_a_copy_beside_it_takes_nothing_away() {
     for format in FORMATS {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let image = killed(format, dir.path(), state.path());
         let copy = name(format, &dir.path().join("copy"));
         fs::copy(&image.path, &copy.path).unwrap();
@@ -252,7 +252,7 @@ fn an_image_is_renamed_with_what_was_answered_and_a_copy_beside_it_takes_nothing
 #[test]
 fn a_copy_whose_original_is_gone_is_refused_until_the_journal_is_dropped() {
     for format in FORMATS {
-        let (dir, other, state) = (dir_on_disk(), dir_on_tmpfs(), dir_on_tmpfs());
+        let (dir, other, state) = (dir_on_disk(), dir_in_memory(), dir_in_memory());
         let image = killed(format, dir.path(), state.path());
         let copy = name(format, &other.path().join("copy"));
         fs::copy(&image.path, &copy.path).unwrap();
@@ -277,7 +277,7 @@ fn a_copy_whose_original_is_gone_is_refused_until_the_journal_is_dropped() {
 /// `cp backup.qcow2 disk.qcow2` keeps the file's number.
 #[test]
 fn a_qcow2_backup_that_is_copied_over_an_image_does_not_get_its_journal() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let image = name(Format::Qcow2, &dir.path().join("a.qcow2"));
     create(&image, false);
     let closed = fs::read(&image.path).unwrap();
@@ -300,7 +300,7 @@ fn a_qcow2_backup_that_is_copied_over_an_image_does_not_get_its_journal() {
 
 #[test]
 fn a_journal_is_dropped_by_name_if_nobody_uses_it_and_by_force_if_its_image_is_there() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let image = killed(Format::Vhd, dir.path(), state.path());
     let left = journals(state.path()).remove(0);
     assert_eq!((left.state, left.format), (JournalState::Kept, Some("vhd")));
@@ -323,7 +323,7 @@ fn a_journal_is_dropped_by_name_if_nobody_uses_it_and_by_force_if_its_image_is_t
 #[test]
 fn the_journal_of_another_version_keeps_its_image_from_all_that_write_and_is_dropped_by_force() {
     for format in FORMATS {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let image = killed(format, dir.path(), state.path());
         let before = fs::read(&image.path).unwrap();
         let name = journals(state.path()).remove(0).name;

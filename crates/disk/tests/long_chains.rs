@@ -11,6 +11,7 @@ use ferrite_disk::{Disk, ErrorKind, Format, ImageName, MAX_LAYERS, OpenOptions};
 use ferrite_hostile_inputs::images::Sketch;
 use ferrite_hostile_inputs::images::vhd::{self, Dynamic, Parent};
 use ferrite_hostile_inputs::images::{qcow2, qcow2::Image};
+use ferrite_testkit::proc::Memory;
 use tempfile::TempDir;
 
 const FORMATS: [Format; 2] = [Format::Vhd, Format::Qcow2];
@@ -44,7 +45,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 /// A chain of so many images as other programs make them, and its leaf.
 fn chain(layers: usize, format: Format) -> (TempDir, ImageName) {
-    let dir = common::dir_on_tmpfs();
+    let dir = common::dir_in_memory();
     for number in 0..layers {
         image(number, format).save(&name(dir.path(), number, format).path).unwrap();
     }
@@ -117,17 +118,11 @@ fn a_chain_that_is_too_long_is_read_and_made_shorter() {
 #[test]
 fn the_longest_chain_that_is_read_takes_little_memory() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let status_kib = |name: &str| -> u64 {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse().unwrap()
-    };
     for format in FORMATS {
         let (_dir, leaf) = chain(1000, format);
-        let _ = std::fs::write("/proc/self/clear_refs", "5");
-        let before = status_kib("VmRSS:");
+        let memory = Memory::watch();
         assert_eq!(work(None, |tools| tools.info(&leaf)).unwrap().chain.len(), 1000);
-        let taken = status_kib("VmHWM:").saturating_sub(before);
+        let taken = memory.taken_kib();
         assert!(taken < 128 << 10, "{format}: {taken} KiB");
     }
 }

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, image, open, open_read_only, run};
+use common::{MIB, Queue, dir_in_memory, dir_on_disk, image, open, open_read_only, run};
 use ferrite_disk::{Disk, ErrorKind, OpenOptions};
 
 #[track_caller]
@@ -68,7 +68,7 @@ fn a_size_of_broken_sectors_is_unsuitable() {
 
 #[test]
 fn opening_and_closing_changes_nothing() {
-    for dir in [dir_on_disk(), dir_on_tmpfs()] {
+    for dir in [dir_on_disk(), dir_in_memory()] {
         let path = image(&dir, MIB + 512);
         let before = fs::metadata(&path).unwrap();
         drop(open(&path).unwrap());
@@ -82,7 +82,7 @@ fn opening_and_closing_changes_nothing() {
 
 #[test]
 fn an_image_tells_its_size_and_access() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, 3 * MIB + 512);
     let link = dir.path().join("link");
     symlink(&path, &link).unwrap();
@@ -99,7 +99,7 @@ fn an_image_tells_its_size_and_access() {
 
 #[test]
 fn one_writer_excludes_everybody_else() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let writer = open(&path).unwrap();
     for error in [open(&path).unwrap_err(), open_read_only(&path).unwrap_err()] {
@@ -112,7 +112,7 @@ fn one_writer_excludes_everybody_else() {
 
 #[test]
 fn readers_share_and_exclude_writers() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let readers = [open_read_only(&path).unwrap(), open_read_only(&path).unwrap()];
     assert_eq!(open(&path).unwrap_err().kind(), ErrorKind::InUse);
@@ -122,7 +122,7 @@ fn readers_share_and_exclude_writers() {
 
 #[test]
 fn the_lock_lasts_as_long_as_an_engine_has_the_file() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let queue = Queue::new(open(&path).unwrap());
     let Queue { disk, reactor, .. } = queue;
@@ -136,7 +136,7 @@ fn the_lock_lasts_as_long_as_an_engine_has_the_file() {
 
 #[test]
 fn a_patient_open_gets_the_lock_when_it_is_free() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let holder = open(&path).unwrap();
     let start = Instant::now();
@@ -155,7 +155,7 @@ fn a_patient_open_gets_the_lock_when_it_is_free() {
 /// soon.
 #[test]
 fn a_lock_that_outlives_its_holder_is_waited_for_in_any_case() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let script = format!("exec 9<{} && flock -x 9 && sleep 0.5 9<&9 >&- &", path.display());
     let start = Instant::now();
@@ -166,7 +166,7 @@ fn a_lock_that_outlives_its_holder_is_waited_for_in_any_case() {
 
 #[test]
 fn patience_ends() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let _holder = open(&path).unwrap();
     let start = Instant::now();
@@ -179,7 +179,7 @@ fn patience_ends() {
 
 #[test]
 fn waiting_for_an_image_that_is_replaced_gives_the_new_one() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     let holder = open(&path).unwrap();
     let new = dir.path().join("new");
@@ -199,7 +199,7 @@ fn waiting_for_an_image_that_is_replaced_gives_the_new_one() {
 
 #[test]
 fn a_grown_image_is_seen_and_a_shrunk_one_keeps_its_size() {
-    for dir in [dir_on_disk(), dir_on_tmpfs()] {
+    for dir in [dir_on_disk(), dir_in_memory()] {
         let path = image(&dir, MIB);
         let disk = open(&path).unwrap();
         let resize =
@@ -224,7 +224,7 @@ fn a_grown_image_is_seen_and_a_shrunk_one_keeps_its_size() {
 
 #[test]
 fn a_read_only_disk_cannot_be_changed_by_anything() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = image(&dir, MIB);
     File::options().write(true).open(&path).unwrap().write_all_at(&[7; 4096], 0).unwrap();
     let mut queue = Queue::new(open_read_only(&path).unwrap());

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
 use common::vhd::{at, name, options, peer};
-use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
+use common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
 use ferrite_disk::tools::{Convert, Extent, Kind, NewImage};
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::engine::{FileId, Op};
@@ -32,7 +32,7 @@ impl Chain {
     /// flushed, and was killed. The children were made as other programs do: without a look at the
     /// journal.
     fn new(format: &str, bytes: u64, written: &[u64]) -> Chain {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let image = |file: &str| {
             let path = at(&dir, &format!("{file}.{format}"));
             ImageName::parse(&format!("{format}:{}", name(&path))).unwrap()

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
+use common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskIdentity, Format, ImageName, OpenOptions};
 
@@ -68,7 +68,7 @@ fn serve(path: &Path, format: Format, state: &Path) -> Queue {
 #[test]
 fn images_on_two_file_systems_without_identifiers_leave_each_others_journals_alone() {
     for format in [Format::Vhd, Format::Qcow2] {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let at = |name: &str| dir.path().join(name);
         let export = |name: &str| {
             let file = at(&format!("{name}.{format}"));

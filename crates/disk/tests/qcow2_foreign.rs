@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, run, skipped, work};
+use common::{MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use ferrite_disk::tools::{ImageTools, NewImage, Progress};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use model::wait_until_released;
@@ -113,7 +113,7 @@ struct Noticed {
 fn noticed_after(old: bool, program: &str, args: &[&str]) -> Option<Noticed> {
     let mut noticed = Noticed::default();
     for round in 0..TRIES {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let path = dir.path().join("a.qcow2");
         match old {
             true if !create_old(&path) => return None,
@@ -213,7 +213,7 @@ fn whoever_only_looks_takes_nothing_away() {
 
 #[test]
 fn an_image_is_marked_from_its_first_write_to_its_end_and_by_another_mark_each_time() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let path = dir.path().join("a.qcow2");
     create(&path);
     let mut marks = vec![0];
@@ -245,7 +245,7 @@ fn an_image_is_marked_from_its_first_write_to_its_end_and_by_another_mark_each_t
 
 #[test]
 fn an_image_that_was_refused_is_used_again_when_its_journal_was_dropped() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let path = dir.path().join("a.qcow2");
     create(&path);
     killed_after(20, &path, state.path());
@@ -289,7 +289,7 @@ fn process_merge() {
 /// As anybody would do after a kill.
 #[test]
 fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_qemu_img() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let [base, child] = ["base.qcow2", "child.qcow2"].map(|file| dir.path().join(file));
     create(&base);
     let on = NewImage { parent: Some(name(&base)), ..NewImage::default() };

@@ -5,15 +5,12 @@ mod model;
 use std::path::{Path, PathBuf};
 
 use ferrite_disk::OpenOptions;
+use ferrite_testkit::places::dir_on_disk;
 use model::{Model, check_clean, compare, open, pattern, qemu, session};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-
-fn dir() -> TempDir {
-    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -65,7 +62,7 @@ fn what_is_written_to_an_image_of_qemu_is_what_qemu_reads() {
         "cluster_size=1k,refcount_bits=8,compat=1.1",
     ] {
         for bytes in [512, 2 * MIB - 512, 2 * MIB, 2 * MIB + 512, 100 * MIB] {
-            let dir = dir();
+            let dir = dir_on_disk();
             let Some(path) = made(&dir, "a.qcow2", options, bytes) else { return };
             let mut model = Model::default();
             for round in 0..2 {
@@ -85,7 +82,7 @@ fn what_is_written_to_an_image_of_qemu_is_what_qemu_reads() {
 #[test]
 fn disks_up_to_16_tib_are_written_at_both_ends() {
     for bytes in [127 * GIB, 2040 * GIB, 16 << 40] {
-        let dir = dir();
+        let dir = dir_on_disk();
         let Some(path) = made(&dir, "a.qcow2", "compat=1.1", bytes) else { return };
         let mut model = Model::default();
         let mut disk = open(text(&path));
@@ -125,7 +122,7 @@ fn compressed_clusters_are_read_and_written_over() {
         "compression_type=zstd,cluster_size=2M",
         "compat=0.10",
     ] {
-        let dir = dir();
+        let dir = dir_on_disk();
         let (raw, mut model) = source(&dir, 20 * MIB + 512);
         let path = dir.path().join("packed.qcow2");
         let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", options];
@@ -152,7 +149,7 @@ fn compressed_clusters_are_read_and_written_over() {
 #[test]
 fn internal_snapshots_keep_what_they_have() {
     for options in ["compat=1.1", "compat=0.10,cluster_size=4k", "cluster_size=512"] {
-        let dir = dir();
+        let dir = dir_on_disk();
         let Some(path) = made(&dir, "a.qcow2", options, 12 * MIB) else { return };
         let mut model = Model::default();
         let mut disk = open(text(&path));
@@ -177,7 +174,7 @@ fn internal_snapshots_keep_what_they_have() {
 
 #[test]
 fn chains_of_images_and_raw_disks_are_read_as_qemu_reads_them() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let (raw, mut model) = source(&dir, 9 * MIB);
     let base_before = file_hash(&raw);
     let (middle, leaf) = (dir.path().join("middle.qcow2"), dir.path().join("leaf.qcow2"));
@@ -207,7 +204,7 @@ fn chains_of_images_and_raw_disks_are_read_as_qemu_reads_them() {
 
 #[test]
 fn a_refcount_table_that_is_too_short_grows() {
-    let dir = dir();
+    let dir = dir_on_disk();
     // One cluster of the table covers 8 MiB.
     let Some(path) = made(&dir, "a.qcow2", "cluster_size=512,refcount_bits=64", 40 * MIB) else {
         return;
@@ -226,7 +223,7 @@ fn a_refcount_table_that_is_too_short_grows() {
 
 #[test]
 fn an_image_that_another_program_marked_is_refused_or_unmarked() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let Some(path) = made(&dir, "a.qcow2", "compat=1.1", MIB) else { return };
     let set = |at: u64, value: u64| {
         use std::os::unix::fs::FileExt;

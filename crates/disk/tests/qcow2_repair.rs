@@ -5,12 +5,9 @@ mod model;
 
 use std::path::{Path, PathBuf};
 
+use ferrite_testkit::places::dir_on_disk;
 use model::{Model, check_clean, compare, name, open, pattern, peek, poke, qemu, tools};
 use tempfile::TempDir;
-
-fn dir() -> TempDir {
-    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
 
 /// An image with data all over it.
 fn made(dir: &TempDir, options: &str) -> Option<(PathBuf, Model)> {
@@ -58,7 +55,7 @@ fn blocks_of_refcounts_that_are_missing_are_made() {
         type Which = fn(usize, usize) -> bool;
         let cases: [Which; 4] = [|i, _| i == 0, |i, n| i + 1 == n, |i, _| i % 2 == 1, |_, _| true];
         for which in cases {
-            let dir = dir();
+            let dir = dir_on_disk();
             let Some((path, model)) = made(&dir, options) else { return };
             let entries = blocks(&path);
             let gone = entries.iter().enumerate().filter(|(i, _)| which(*i, entries.len()));
@@ -73,7 +70,7 @@ fn blocks_of_refcounts_that_are_missing_are_made() {
 
 #[test]
 fn a_refcount_table_that_ends_too_early_is_replaced() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let Some((path, model)) = made(&dir, "cluster_size=512,refcount_bits=64") else { return };
     assert!(peek(&path, 56) >> 32 > 1, "the table has one cluster only");
     poke(&path, 56, |word| 1 << 32 | word & 0xFFFF_FFFF);

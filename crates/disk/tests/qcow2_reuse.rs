@@ -6,16 +6,13 @@ mod model;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use ferrite_testkit::places::dir_on_disk;
 use model::{Model, check_clean, compare, open, pattern, peek, poke, qemu, wait_until_released};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 /// The first run that is set aside, of which a close keeps only what was used.
 const RUN: u64 = MIB;
-
-fn dir() -> TempDir {
-    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -43,7 +40,7 @@ fn write(path: &Path, model: &mut Model, mib: std::ops::Range<u64>, stamp: u64) 
 #[test]
 fn what_a_deleted_snapshot_leaves_is_used_before_the_file_grows() {
     for options in ["cluster_size=64k", "cluster_size=4k", "compat=0.10", "cluster_size=2M"] {
-        let dir = dir();
+        let dir = dir_on_disk();
         let Some(path) = made(&dir, options) else { return };
         let mut model = Model::default();
         write(&path, &mut model, 0..16, 1);
@@ -65,7 +62,7 @@ fn what_a_deleted_snapshot_leaves_is_used_before_the_file_grows() {
 
 #[test]
 fn single_clusters_that_another_program_has_freed_are_used() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let Some(path) = made(&dir, "cluster_size=64k") else { return };
     let mut model = Model::default();
     write(&path, &mut model, 0..32, 1);
@@ -88,7 +85,7 @@ fn single_clusters_that_another_program_has_freed_are_used() {
 #[test]
 fn discarding_and_writing_again_and_again_does_not_make_the_file_grow() {
     for options in ["cluster_size=64k", "compat=0.10", "cluster_size=512"] {
-        let dir = dir();
+        let dir = dir_on_disk();
         let Some(path) = made(&dir, options) else { return };
         let mut model = Model::default();
         write(&path, &mut model, 0..8, 1);
@@ -128,7 +125,7 @@ fn compressed(dir: &TempDir, mib: u64) -> Option<PathBuf> {
 
 #[test]
 fn compressed_clusters_that_are_replaced_are_used_while_the_image_is_open() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let Some(path) = compressed(&dir, 32) else { return };
     let mut model = Model::default();
     let packed = bytes(&path);
@@ -152,7 +149,7 @@ fn compressed_clusters_that_are_replaced_are_used_while_the_image_is_open() {
 /// cannot be unpacked.
 #[test]
 fn writes_that_fail_for_what_is_around_them_take_no_space() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let Some(path) = compressed(&dir, 1) else { return };
     let entry = peek(&path, peek(&path, peek(&path, 40)) & !(1 << 63));
     let packed_at = entry & ((1 << 54) - 1);

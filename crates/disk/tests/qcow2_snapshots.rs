@@ -8,16 +8,13 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::tools::{CheckReport, Info, NewImage};
 use ferrite_disk::{OpenOptions, Session};
+use ferrite_testkit::places::dir_on_disk;
 use model::{
     Model, check_clean, compare, name, open, pattern, peek, poke, qemu, qemu_img, session, tools,
 };
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
-
-fn dir() -> TempDir {
-    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -73,7 +70,7 @@ fn compare_snapshot(path: &Path, id: &str, model: &Model) {
 #[test]
 fn whatever_is_done_to_a_disk_its_snapshots_keep_what_they_have() {
     for options in ["compat=1.1", "compat=0.10,cluster_size=4k", "cluster_size=512"] {
-        let dir = dir();
+        let dir = dir_on_disk();
         let Some((path, kept)) = with_snapshots(&dir, options) else { return };
         let state_dir = Some(dir.path().join("state"));
         let wait_for_lock = Some(std::time::Duration::from_secs(10));
@@ -110,7 +107,7 @@ fn whatever_is_done_to_a_disk_its_snapshots_keep_what_they_have() {
 
 #[test]
 fn snapshots_and_what_is_allocated_are_told() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let Some((path, kept)) = with_snapshots(&dir, "compat=1.1") else { return };
     let info = info(&path);
     let layer = &info.chain[0];
@@ -123,7 +120,7 @@ fn snapshots_and_what_is_allocated_are_told() {
 
 #[test]
 fn a_child_with_snapshots_inside_is_not_merged_even_by_force() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let [base, child] = ["base", "child"].map(|n| name(&dir.path().join(format!("{n}.qcow2"))));
     let new = NewImage { bytes: Some(6 * MIB), ..NewImage::default() };
     tools(|tools| tools.create(&base, &new)).unwrap();
@@ -149,7 +146,7 @@ fn a_child_with_snapshots_inside_is_not_merged_even_by_force() {
 
 #[test]
 fn damage_in_tables_of_snapshots_is_found_as_qemu_finds_it() {
-    let dir = dir();
+    let dir = dir_on_disk();
     // Small clusters: the table of snapshots has more than one.
     let Some((path, _)) = with_snapshots(&dir, "cluster_size=512") else { return };
     let whole = std::fs::read(&path).unwrap();
@@ -184,7 +181,7 @@ fn damage_in_tables_of_snapshots_is_found_as_qemu_finds_it() {
 
 #[test]
 fn counts_that_snapshots_need_are_mended() {
-    let dir = dir();
+    let dir = dir_on_disk();
     let Some((path, kept)) = with_snapshots(&dir, "compat=1.1") else { return };
     let block = peek(&path, peek(&path, 48));
     // All counts of the first sector of the block are lost.

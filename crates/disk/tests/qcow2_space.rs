@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
+use common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
 use ferrite_disk::tools::{ImageTools, NewImage, Verdict};
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::HostDirectory;
@@ -65,7 +65,7 @@ fn end_by_qemu(path: &Path) -> Option<u64> {
 
 #[test]
 fn what_a_killed_backend_had_set_aside_is_told_and_given_back_by_a_repair() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let path = killed(&dir, state.path());
     let repair =
         |force| work(Some(state.path()), |tools| tools.repair(&name(&path), force)).unwrap();
@@ -78,7 +78,7 @@ fn what_a_killed_backend_had_set_aside_is_told_and_given_back_by_a_repair() {
     assert!(bytes(&path) < 66 * MIB, "{}", bytes(&path));
 
     // Flushed before the kill: there is nothing in the journal that would have it written to.
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let path = killed(&dir, state.path());
     let mut queue = serve(&path, state.path());
     queue.flush().unwrap();
@@ -99,7 +99,7 @@ fn what_a_killed_backend_had_set_aside_is_told_and_given_back_by_a_repair() {
 
 #[test]
 fn the_next_backend_that_writes_gives_it_back_when_it_is_stopped() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let path = killed(&dir, state.path());
     let mut queue = serve(&path, state.path());
     queue.flush().unwrap();
@@ -155,7 +155,7 @@ fn free_clusters_between_others_become_holes() {
 /// What refers to a cluster no more may not be on the medium yet.
 #[test]
 fn nothing_is_given_back_before_a_sync() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let path = killed(&dir, state.path());
     let mut queue = serve(&path, state.path());
     queue.flush().unwrap();
@@ -186,7 +186,7 @@ fn nothing_is_given_back_before_a_sync() {
 #[test]
 fn the_last_cluster_is_not_cut_off_when_its_count_is_lost() {
     for resized in [false, true] {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let path = dir.path().join("a.qcow2");
         let new = NewImage { bytes: Some(64 * MIB), ..NewImage::default() };
         work(None, |tools| tools.create(&name(&path), &new)).unwrap();

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use common::vhd::{at, options, peer};
-use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs, work};
+use common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, work};
 use ferrite_disk::tools::{Convert, NewImage};
 use ferrite_disk::{Disk, ImageName, OpenOptions, vhd};
 
@@ -83,7 +83,7 @@ fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
 #[test]
 fn what_a_killed_backend_has_answered_survives_a_repair_without_the_parent() {
     for format in ["vhd", "qcow2"] {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let (parent, child) = killed(dir.path(), state.path(), format);
         let away = at(&dir, "away");
         fs::rename(&parent.path, &away).unwrap();
@@ -98,7 +98,7 @@ fn what_a_killed_backend_has_answered_survives_a_repair_without_the_parent() {
 #[test]
 fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
     for format in ["vhd", "qcow2"] {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let (_, image) = killed(dir.path(), state.path(), format);
         let reader = serve(&image, state.path(), true);
         let leaf = name(format, &at(&dir, &format!("leaf.{format}")));
@@ -115,7 +115,7 @@ fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
 /// Other programs ask no journal.
 #[test]
 fn an_image_that_another_program_has_put_a_leaf_on_is_completed_by_a_repair() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let (_, image) = killed(dir.path(), state.path(), "vhd");
     let footer = vhd::Vhd::open(&image.path, &options()).unwrap().footer().clone();
     let leaf = name("vhd", &at(&dir, "leaf.vhd"));
@@ -131,7 +131,7 @@ fn an_image_that_another_program_has_put_a_leaf_on_is_completed_by_a_repair() {
 /// backend had put its own.
 #[test]
 fn a_place_that_another_program_has_taken_is_not_taken_over() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let image = name("qcow2", &at(&dir, "a.qcow2"));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
     work(None, |tools| tools.create(&image, &new)).unwrap();

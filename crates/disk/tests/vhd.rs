@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use common::vhd::{self, at, create, parent};
-use common::{Loop, MIB, Queue, dir_on_disk, dir_on_tmpfs};
+use common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_disk::vhd::{NewImage, NewParent, Uuid};
 use ferrite_disk::{Disk, Extent, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64};
@@ -235,7 +235,7 @@ fn run(dir: impl Fn() -> TempDir, cases: u32) {
     let mut runner = TestRunner::new(Config { cases, ..Config::default() });
     runner
         .run(&all, |(base, block_bytes, small, steps)| {
-            let (dir, state) = (dir(), dir_on_tmpfs());
+            let (dir, state) = (dir(), dir_in_memory());
             let mut world = World::new(&dir, &state, (block_bytes, base, small), None);
             for (i, step) in steps.iter().enumerate() {
                 world.step(i, step);
@@ -256,7 +256,7 @@ fn an_image_on_disk_is_what_its_model_says() {
 
 #[test]
 fn an_image_in_memory_is_what_its_model_says() {
-    run(dir_on_tmpfs, 64);
+    run(dir_in_memory, 64);
 }
 
 #[test]
@@ -310,7 +310,7 @@ fn what_a_queue_was_committing_when_it_ended_is_committed_by_the_next() {
 #[test]
 fn after_a_sync_that_failed_within_a_write_no_flush_succeeds() {
     for flushed in [false, true] {
-        let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
         let mut world = World::new(&dir, &state, (4096, Base::Raw, true), None);
         let disk = world.queue.take().unwrap().disk;
         let faults = Faults::none();
@@ -337,7 +337,7 @@ fn after_a_sync_that_failed_within_a_write_no_flush_succeeds() {
 /// One of two table sectors is written, and with it the place of a block that gets more data.
 #[test]
 fn after_a_commit_that_failed_data_is_durable_before_the_bitmap_that_says_so() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let mut world = World::new(&dir, &state, (4096, Base::Raw, false), None);
     let disk = world.queue.take().unwrap().disk;
     let far = 8 * 128 * 4096;
@@ -367,7 +367,7 @@ fn after_a_commit_that_failed_data_is_durable_before_the_bitmap_that_says_so() {
 /// The process dies in a commit that has written the table, and not told the journal yet.
 #[test]
 fn a_block_that_was_placed_and_not_written_shows_what_is_below() {
-    let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
     let mut world = World::new(&dir, &state, (2 << 20, Base::Vhd, false), None);
     let mut queue = world.queue.take().unwrap();
     let end = SECTORS * 512;
@@ -409,7 +409,7 @@ fn an_image_on_a_block_device_is_what_its_model_says() {
     let kinds = (blocks, bases, any::<bool>());
     runner
         .run(&(media, kinds, steps), |(medium, kind, steps)| {
-            let (dir, state) = (dir_on_disk(), dir_on_tmpfs());
+            let (dir, state) = (dir_on_disk(), dir_in_memory());
             let device = garbage_in_blocks(&dir, 16 * MIB, medium);
             let Some(device) = device else { return Ok(()) };
             let mut world = World::new(&dir, &state, kind, Some(&device.0));
@@ -462,7 +462,7 @@ fn several_queues_see_each_others_writes() {
         (2 << 20, Base::Raw, false),
         (4096, Base::None, true),
     ] {
-        let (dir, state) = (dir_on_tmpfs(), dir_on_tmpfs());
+        let (dir, state) = (dir_in_memory(), dir_in_memory());
         let mut world = World::new(&dir, &state, (block_bytes, base, small), None);
         let disk = world.queue.take().unwrap().disk;
         // Each queue has every fourth sector, so that all share blocks, bitmaps and table sectors.
@@ -516,7 +516,7 @@ fn write_own_sectors(mut disk: Queue, queue: usize, queues: usize, below: Vec<u8
 
 #[test]
 fn the_last_sector_of_an_open_file_is_never_a_guests() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = at(&dir, "a.vhd");
     create(&path, &NewImage { block_bytes: 4096, ..NewImage::dynamic(64 * MIB) }).unwrap();
     let mut disk = vhd::queue(&path);

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use common::vhd::{at, create, name, offline_files, options, parent, queue};
-use common::{MIB, Queue, dir_on_disk, dir_on_tmpfs};
+use common::{MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_disk::{Disk, OpenOptions, Raw};
 use ferrite_io::engine::Op;
@@ -109,7 +109,7 @@ fn an_image_whose_copy_of_the_footer_is_damaged_is_one_while_it_gets_a_larger_ta
 /// space for another.
 #[test]
 fn where_there_is_no_space_the_last_sector_of_a_file_is_no_guests_either() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let path = at(&dir, "a.vhd");
     create(&path, &NewImage { block_bytes: 4096, ..NewImage::dynamic(MIB) }).unwrap();
     create(&at(&dir, "other.vhd"), &NewImage::dynamic(MIB)).unwrap();

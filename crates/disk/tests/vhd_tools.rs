@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::vhd::{at, create, name, offline, options, parent, peer, queue};
-use common::{Loop, MIB, dir_on_disk, dir_on_tmpfs};
+use common::{Loop, MIB, dir_in_memory, dir_on_disk};
 use ferrite_disk::vhd::{self, Footer, NewImage, Problem, Uuid, Vhd};
 use ferrite_disk::{OpenOptions, Raw};
 use tempfile::TempDir;
@@ -369,7 +369,7 @@ fn a_fixed_image_grows_and_what_was_its_footer_is_zeros() {
 
 #[test]
 fn a_parent_with_the_childs_identity_serves_both_names() {
-    let dir = dir_on_tmpfs();
+    let dir = dir_in_memory();
     let (base, child, grandchild) =
         (at(&dir, "base.vhd"), at(&dir, "child.vhd"), at(&dir, "grandchild.vhd"));
     let first = create(&base, &NewImage::dynamic(4 * MIB)).unwrap();

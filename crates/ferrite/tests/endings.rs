@@ -7,6 +7,7 @@ use std::io::{Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use ferrite_testkit::programs::installed;
 use images::{MIB, Place, json};
 
 #[test]
@@ -57,7 +58,8 @@ fn a_check_says_by_its_code_whether_it_was_done_and_what_it_found() {
 
 /// The exit code of `qemu-img check`; none where it is not installed.
 fn qemu_check(path: &str) -> Option<Option<i32>> {
-    Some(Command::new("qemu-img").args(["check", path]).output().ok()?.status.code())
+    let output = Command::new("qemu-img").args(["check", path]).output();
+    Some(installed("qemu-img", output)?.status.code())
 }
 
 #[test]

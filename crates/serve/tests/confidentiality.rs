@@ -350,7 +350,7 @@ fn parts_of_blocks_come_without_what_is_around_them() {
     let device = |name: &str| {
         let image = dir.path().join(name);
         std::fs::File::create(&image).unwrap().set_len(BYTES as u64).unwrap();
-        Loop::attach(&image)
+        Loop::attach(&image, 4096)
     };
     let (Some(a), Some(b)) = (device("a"), device("b")) else { return };
     let mut tenants = [Tenant::new(0x40, Some(a.0.clone())), Tenant::new(0x80, Some(b.0.clone()))];

@@ -206,7 +206,7 @@ fn discards_end_early_and_well_when_the_disk_is_parked() {
 #[test]
 fn discards_of_a_whole_device_let_reads_go_first_and_hold_up_no_end() {
     let dir = dir_in_memory();
-    let Some(device) = Loop::attach(&sparse(&dir, PIB)) else { return };
+    let Some(device) = Loop::attach(&sparse(&dir, PIB), 4096) else { return };
     let (mut rig, mut front, buffer) = connected(device.0.clone());
     const READS: u64 = 16;
     let queue = &mut front.queues[0];

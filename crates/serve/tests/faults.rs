@@ -359,7 +359,7 @@ fn errors_around_partial_blocks_change_nothing_and_hold_nothing_up() {
     let dir = dir_in_memory();
     let image = dir.path().join("disk.img");
     std::fs::write(&image, pattern(0, BYTES as usize)).unwrap();
-    let Some(device) = Loop::attach(&image) else { return };
+    let Some(device) = Loop::attach(&image, 4096) else { return };
     let faults = Faults::none();
     let plan = Plan { image: Some(device.0.clone()), engine: faults.factory(), ..Plan::default() };
     let rig = Rig::new(plan);

@@ -3,15 +3,13 @@
 
 mod rig;
 
-use std::time::{Duration, Instant};
-
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_xen::abi::PlainOp;
 
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory};
+use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, wait_until};
 
 /// What has to be alone on the disk.
 #[derive(Clone, Copy)]
@@ -48,14 +46,6 @@ fn hold(faults: &Faults, kind: Kind) -> impl Drop {
     faults.forget();
     faults.set([Ops::from(kind).meet(Fault::Held(None))]);
     held
-}
-
-fn wait_until(what: &str, done: impl Fn() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < end, "{what} does not happen");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// Queues that do not look for work: a ring is looked at when its queue is woken.
@@ -102,7 +92,7 @@ fn a_write_below_the_block_does_not_wait_for_a_ring_that_was_broken_without_an_e
     let dir = dir_in_memory();
     let file = dir.path().join("disk.img");
     std::fs::File::create(&file).unwrap().set_len(4 << 20).unwrap();
-    let Some(device) = Loop::attach(&file) else { return };
+    let Some(device) = Loop::attach(&file, 4096) else { return };
     let image = Some(device.0.clone());
     a_broken_ring_holds_up_nobody(Plan { image, ..Plan::default() }, Alone::SmallWrite);
 }

@@ -10,6 +10,7 @@ use ferrite_loopback::front::{
     Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, Keys, QueueOptions, RingKeys,
 };
 use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_testkit::proc::status_kib;
 use ferrite_xen::abi::Protocol;
 use ferrite_xen::hypervisor::DomId;
 
@@ -24,11 +25,7 @@ fn plan() -> Plan {
 
 /// Peak of address space and peak of memory, in KiB.
 fn peaks() -> [u64; 2] {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    ["VmPeak:", "VmHWM:"].map(|key| {
-        let line = status.lines().find_map(|l| l.strip_prefix(key)).unwrap();
-        line.trim().trim_end_matches(" kB").parse().unwrap()
-    })
+    ["VmPeak", "VmHWM"].map(status_kib)
 }
 
 /// Offers keys changed by `edit`, and sees the frontend refused with a reason that contains `why`.

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use ferrite_loopback::front::{FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, STOPPED, TABLE, report_failure, sweep};
+use ferrite_testkit::proc::descriptors;
 use rustix::fs::{FlockOperation, flock};
 
 use rig::{PATIENCE, Plan, Rig, scale};
@@ -30,10 +31,6 @@ fn works(front: &mut Frontend) {
 fn alone() -> impl Drop {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
 /// Names of all that there is: files in memory, and errors in the store.

@@ -10,7 +10,7 @@ use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_xen::abi::{OP_DISCARD, STATUS_ERROR, STATUS_NOT_SUPPORTED};
 
-use rig::{PATIENCE, Plan, Rig, scale};
+use rig::{PATIENCE, Plan, Rig, scale, wait_until};
 
 const BYTES: u64 = 1 << 20;
 
@@ -36,15 +36,6 @@ fn connected(rig: &Rig) -> (Frontend, Buffer) {
     let front = rig.connect(&FrontOptions::default());
     let buffer = front.space().buffer(32).unwrap();
     (front, buffer)
-}
-
-/// Waits for something that happens soon.
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < end, "{what} does not happen");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 #[test]

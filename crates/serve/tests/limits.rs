@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_testkit::proc;
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
 };
@@ -68,17 +69,14 @@ struct Held {
 }
 
 fn held() -> Held {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let rss = status.lines().find_map(|l| l.strip_prefix("VmRSS:")).unwrap();
     // Heaps of threads and their stacks come and go; files, devices and arenas have names or are
     // shared.
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let named = |line: &&str| line.contains(" rw-s ") || line.contains('/');
+    let named = |line: &&String| line.contains(" rw-s ") || line.contains('/');
     Held {
-        descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count(),
-        mappings: maps.lines().filter(named).count(),
-        threads: std::fs::read_dir("/proc/self/task").unwrap().count(),
-        rss_kib: rss.trim().trim_end_matches(" kB").parse().unwrap(),
+        descriptors: proc::descriptors(),
+        mappings: proc::mappings().iter().filter(named).count(),
+        threads: proc::threads().len(),
+        rss_kib: proc::status_kib("VmRSS"),
     }
 }
 
@@ -299,25 +297,13 @@ fn guests_that_want_all_mappings_get_their_share_and_the_rest_copied() {
 
 /// Time that this process's threads of that name have used, in clock ticks.
 fn ticks_of(name: &str) -> u64 {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
-    let ticks = |task: std::path::PathBuf| {
-        let stat = std::fs::read_to_string(task.join("stat")).ok()?;
-        let (head, rest) = stat.rsplit_once(')')?;
-        let fields: Vec<&str> = rest.split_whitespace().collect();
-        let ticks = fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?;
-        head.ends_with(name).then_some(ticks)
-    };
-    tasks.filter_map(ticks).sum()
+    proc::threads_named(name).iter().filter_map(|thread| proc::ticks(thread)).sum()
 }
 
 /// Does `work` until that has taken this thread some time of a processor, in the same ticks. What a
 /// busy machine takes from it, it takes from a thread beside it, too.
 fn keep_busy(mut work: impl FnMut()) -> u64 {
-    let own = || {
-        let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
-        let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
-        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
-    };
+    let own = || proc::ticks("").unwrap();
     let before = own();
     loop {
         (0..1000).for_each(|_| work());

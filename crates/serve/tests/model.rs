@@ -315,7 +315,7 @@ fn a_disk_in_memory_does_what_the_model_does_with_copies_by_the_kernel() {
 
 #[test]
 fn a_file_past_the_page_cache_does_what_the_model_does() {
-    let dir = tempfile::TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let dir = ferrite_testkit::places::dir_on_disk();
     against_the_model(image_in(dir.path()), CopyWith::Memcpy, 12 * scale());
 }
 
@@ -333,7 +333,7 @@ fn images_do_what_the_model_does() {
 #[test]
 fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
     let dir = dir_in_memory();
-    let Some(device) = Loop::attach(&image_in(dir.path())) else { return };
+    let Some(device) = Loop::attach(&image_in(dir.path()), 4096) else { return };
     against_the_model(device.0.clone(), CopyWith::Memcpy, 40 * scale());
 }
 
@@ -342,7 +342,7 @@ fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
 #[test]
 fn a_neighbours_write_is_not_undone_by_a_partial_one() {
     let dir = dir_in_memory();
-    let Some(device) = Loop::attach(&image_in(dir.path())) else { return };
+    let Some(device) = Loop::attach(&image_in(dir.path()), 4096) else { return };
     let rig = Rig::new(Plan { image: Some(device.0.clone()), ..Plan::default() });
     let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
     let buffer = front.space().buffer(64).unwrap();
@@ -386,7 +386,7 @@ fn a_neighbours_write_is_not_undone_by_a_partial_one() {
 #[test]
 fn a_barrier_does_not_overtake_a_large_write_of_partial_blocks() {
     let dir = dir_in_memory();
-    let Some(device) = Loop::attach(&image_in(dir.path())) else { return };
+    let Some(device) = Loop::attach(&image_in(dir.path()), 4096) else { return };
     let rig = Rig::new(Plan { image: Some(device.0.clone()), ..Plan::default() });
     let mut front = rig.connect(&FrontOptions { max_indirect: 64, ..FrontOptions::default() });
     let (early, late) = (front.space().buffer(20).unwrap(), front.space().buffer(20).unwrap());

@@ -7,14 +7,9 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
+use ferrite_testkit::proc::threads;
 
 use rig::{PATIENCE, Plan, Rig};
-
-/// The threads of this process.
-fn threads() -> BTreeSet<String> {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    tasks.map(|t| t.unwrap().file_name().into_string().unwrap()).collect()
-}
 
 /// How often these threads were put to run, ever.
 fn wake_ups(threads: &BTreeSet<String>) -> u64 {

@@ -173,7 +173,7 @@ impl Small<'_> {
         let mut command = Command::new("mount");
         command.args(["-t", "tmpfs", "-o", &options, "none"]).arg(on);
         if !command.output().is_ok_and(|output| output.status.success()) {
-            rig::skipped("this user may not mount");
+            ferrite_testkit::programs::skipped("this user may not mount");
             return None;
         }
         Some(Small(on))

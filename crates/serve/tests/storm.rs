@@ -3,7 +3,6 @@
 
 mod rig;
 
-use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -12,6 +11,7 @@ use std::time::{Duration, Instant};
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::proc::threads_named;
 
 use rig::{PATIENCE, Plan, Rig, scale};
 
@@ -81,16 +81,6 @@ impl Storm {
     }
 }
 
-/// Threads of this process whose names begin so.
-fn threads(prefix: &str) -> BTreeSet<String> {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    let name = |id: &String| std::fs::read_to_string(format!("/proc/self/task/{id}/comm"));
-    tasks
-        .map(|task| task.unwrap().file_name().into_string().unwrap())
-        .filter(|id| name(id).is_ok_and(|name| name.starts_with(prefix)))
-        .collect()
-}
-
 /// How long a thread of this process has run.
 fn cpu_time(id: &str) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{id}/schedstat")).unwrap();
@@ -124,11 +114,11 @@ fn events_without_requests_cost_little_and_disturb_no_other_guest() {
     // A thread names itself when it runs for the first time, which may be after the connection: this
     // one has run when it has answered.
     pace(&mut quiet.queues[0], &quiet_buffer, Duration::from_millis(1));
-    let before = threads("queue-");
+    let before = threads_named("queue-");
     let (rig, mut front, _buffer) = connected(&FrontOptions::default());
     let end = Instant::now() + PATIENCE;
     let thread = loop {
-        if let Some(thread) = threads("queue-").difference(&before).next() {
+        if let Some(thread) = threads_named("queue-").difference(&before).next() {
             break thread.clone();
         }
         assert!(Instant::now() < end, "the queue's thread does not show itself");
@@ -149,7 +139,7 @@ fn events_without_requests_cost_little_and_disturb_no_other_guest() {
     }
     let (seen, cpu) = (rig.counters.counts().since(&counts), cpu_time(&thread) - cpu);
     // It works without a pause, and shares a busy machine with all others.
-    let storms = threads("storm").iter().map(|thread| cpu_time(thread)).max().unwrap();
+    let storms = threads_named("storm").iter().map(|thread| cpu_time(thread)).max().unwrap();
     let sent = storm.end();
     println!("{sent} events sent in {storms:?}, {} taken in {raged:?} with {cpu:?}", seen.events);
     println!("the other guest: {beside_calm} requests beside calm, {beside_storm} beside storm");

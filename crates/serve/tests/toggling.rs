@@ -17,10 +17,11 @@ use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::trace;
 use ferrite_testkit::faulty::{Fault, Faults, Ops};
+use ferrite_testkit::proc;
 use ferrite_xen::abi::{PlainOp, Protocol};
 use ferrite_xen::hypervisor::DomId;
 
-use rig::{PATIENCE, Plan, Rig, scale};
+use rig::{PATIENCE, Plan, Rig, scale, wait_until};
 
 const BYTES: u64 = 4 << 20;
 
@@ -28,15 +29,6 @@ const BYTES: u64 = 4 << 20;
 fn alone() -> impl Drop {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Waits for something that happens soon.
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < end, "{what} does not happen");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// Storage takes up to two milliseconds longer, so that a guest that goes away does so in the middle
@@ -68,22 +60,15 @@ const SPARE_MAPPINGS: usize = 64;
 
 impl Holdings {
     fn now() -> Holdings {
-        let list = |dir: &str| std::fs::read_dir(dir).unwrap().filter_map(Result::ok);
-        let is_queue = |comm: PathBuf| {
-            std::fs::read_to_string(comm).is_ok_and(|name| name.starts_with("queue-"))
-        };
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         Holdings {
-            descriptors: list("/proc/self/fd").count(),
-            file_mappings: maps.lines().filter(|line| line.contains('/')).count(),
-            queue_threads: list("/proc/self/task")
-                .filter(|task| is_queue(task.path().join("comm")))
-                .count(),
+            descriptors: proc::descriptors(),
+            file_mappings: proc::mappings().iter().filter(|line| line.contains('/')).count(),
+            queue_threads: proc::threads_named("queue-").len(),
         }
     }
 
     fn mappings() -> usize {
-        std::fs::read_to_string("/proc/self/maps").unwrap().lines().count()
+        proc::mappings().len()
     }
 
     /// Threads are gone a moment after they were joined.

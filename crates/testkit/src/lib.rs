@@ -2,10 +2,30 @@
 
 #![forbid(unsafe_code)]
 
+pub mod devices;
 pub mod errno;
 pub mod faulty;
+pub mod places;
+pub mod proc;
+pub mod programs;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Long enough for anything that ends at all, on a machine that is busy with other things.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How much longer than usual the tests with loops run: `FERRITE_TEST_SCALE`, 1 if it is not set.
+pub fn scale() -> u32 {
+    let scale = std::env::var("FERRITE_TEST_SCALE").ok();
+    scale.map_or(1, |s| s.parse().expect("FERRITE_TEST_SCALE is a number"))
+}
+
+/// Waits for something that happens soon.
+#[track_caller]
+pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "{what} does not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

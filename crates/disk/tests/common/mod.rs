@@ -1,15 +1,14 @@
 //! What the tests share: images, devices, and a queue to do I/O on.
 
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 
-pub(crate) mod released;
 pub(crate) mod tree;
 pub(crate) mod vhd;
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use ferrite_disk::tools::ImageTools;
@@ -20,7 +19,10 @@ use ferrite_io::engines::test_engine;
 use ferrite_io::pool::{Buf, Pool, QueuePool};
 use ferrite_io::reactor::{Io, Reactor};
 use ferrite_io::scratch::Scratch;
-use tempfile::TempDir;
+
+pub(crate) use ferrite_testkit::devices::{Loop, Mount};
+pub(crate) use ferrite_testkit::places::{dir_in_memory, dir_on_disk, image};
+pub(crate) use ferrite_testkit::programs::{run, skipped};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -32,23 +34,6 @@ pub(crate) fn open(path: &Path) -> Result<Disk, DiskError> {
 /// Opens a disk read-only.
 pub(crate) fn open_read_only(path: &Path) -> Result<Disk, DiskError> {
     Disk::open(path.to_str().unwrap(), &OpenOptions { read_only: true, ..Default::default() })
-}
-
-/// A directory on the disk of the machine, where direct I/O usually works.
-pub(crate) fn dir_on_disk() -> TempDir {
-    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
-
-/// A directory in memory.
-pub(crate) fn dir_on_tmpfs() -> TempDir {
-    TempDir::new_in("/dev/shm").unwrap()
-}
-
-/// A sparse file.
-pub(crate) fn image(dir: &TempDir, bytes: u64) -> PathBuf {
-    let path = dir.path().join("disk.img");
-    File::create_new(&path).unwrap().set_len(bytes).unwrap();
-    path
 }
 
 /// A place to work on images that nobody uses.
@@ -77,63 +62,6 @@ fn workshop(directory: &dyn Directory) -> ImageTools<'_> {
 pub(crate) fn rights(image: &ImageName) -> (u32, u32, u32) {
     let meta = fs::metadata(&image.path).unwrap();
     (meta.uid(), meta.gid(), meta.mode() & 0o777)
-}
-
-/// Says that a test cannot be done here; an error where that is not to be.
-#[track_caller]
-pub(crate) fn skipped(why: &str) {
-    let demanded = std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_some();
-    assert!(!(demanded && rustix::process::geteuid().is_root()), "{why}");
-    eprintln!("skipped: {why}");
-}
-
-/// Runs a program of the system's; its output, or `None` if there is none or it failed.
-pub(crate) fn run(program: &str, args: &[&str]) -> Option<String> {
-    let output = released::output(program, args).ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
-
-/// A loop device, as long as it lives. Needs root.
-pub(crate) struct Loop(pub(crate) PathBuf);
-
-impl Loop {
-    /// `None` where there are none, see [`skipped`].
-    pub(crate) fn attach(file: &Path, block_bytes: u32) -> Option<Loop> {
-        let block = block_bytes.to_string();
-        let made = run("losetup", &["--find", "--show", "-b", &block, file.to_str().unwrap()]);
-        if made.is_none() {
-            skipped("no loop devices for this user");
-        }
-        made.map(|device| Loop(device.into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        run("losetup", &["--detach", self.0.to_str().unwrap()]);
-    }
-}
-
-/// A mounted file system, as long as it lives. Needs root.
-pub(crate) struct Mount(pub(crate) PathBuf);
-
-impl Mount {
-    /// `None` where that is not possible, see [`skipped`].
-    pub(crate) fn new(args: &[&str], at: &Path) -> Option<Mount> {
-        let mut all = args.to_vec();
-        all.push(at.to_str().unwrap());
-        if run("mount", &all).is_none() {
-            skipped("mounting is not possible here");
-            return None;
-        }
-        Some(Mount(at.to_owned()))
-    }
-}
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        run("umount", &[self.0.to_str().unwrap()]);
-    }
 }
 
 /// One queue of a disk, as a backend has it.

@@ -17,7 +17,7 @@ use ferrite_testkit::errno::ENOSYS;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 
 use super::Queue;
-use super::released;
+pub(crate) use ferrite_testkit::programs::peer;
 
 /// How these tests open images: a ring that was dropped lets go of its files a little later.
 pub(crate) fn options() -> OpenOptions {
@@ -84,28 +84,6 @@ pub(crate) fn parent(path: &Path, footer: &Footer) -> NewParent {
         modified_unix_s: 0,
         path: path.canonicalize().unwrap(),
     }
-}
-
-/// The output of a peer that is installed. `None`: it is not, which is said, and is an error where
-/// peers are demanded.
-pub(crate) fn peer(program: &str, args: &[&str]) -> Option<String> {
-    let output = match released::output(program, args) {
-        Ok(output) => output,
-        Err(_) => {
-            let demanded = std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_some();
-            assert!(!demanded, "{program} is not installed");
-            eprintln!("skipped: {program} is not installed");
-            return None;
-        }
-    };
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "{program} {args:?}: {}{}",
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    Some(text(&output.stdout))
 }
 
 /// That `vhd-util`, which no distribution has, finds nothing wrong with an image, where it is

@@ -17,6 +17,7 @@ use std::time::Duration;
 use ferrite_disk::{Disk, DiskError, Format, ImageName, OpenOptions, Session};
 use ferrite_hostile_inputs::images::Sketch;
 use ferrite_simio::SimWorld;
+use ferrite_testkit::proc::Memory;
 use rustix::time::{ClockId, clock_gettime};
 use tempfile::TempDir;
 
@@ -161,27 +162,4 @@ fn read_some(disk: Disk) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; end as usize];
     session.read(0, &mut bytes)?;
     Ok(bytes)
-}
-
-/// The memory of this process, from a moment on.
-struct Memory {
-    before_kib: u64,
-}
-
-impl Memory {
-    fn watch() -> Memory {
-        // Sets the peak to what is in use now, where the kernel offers that.
-        let _ = fs::write("/proc/self/clear_refs", "5");
-        Memory { before_kib: status_kib("VmRSS:") }
-    }
-
-    fn taken_kib(&self) -> u64 {
-        status_kib("VmHWM:").saturating_sub(self.before_kib)
-    }
-}
-
-fn status_kib(name: &str) -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-    line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }

@@ -1,16 +1,10 @@
 //! A disk as it should be: which sector holds what, and sessions to compare it with.
 
-#![allow(dead_code)]
-
-// Some tests have both this and `common`.
-#[allow(clippy::duplicate_mod)]
-#[path = "../common/released.rs"]
-mod released;
+#![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 
 use ferrite_disk::tools::ImageTools;
@@ -18,7 +12,7 @@ use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
-pub(crate) use released::wait_until_released;
+pub(crate) use ferrite_testkit::programs::{check_clean, qemu, qemu_img, wait_until_released};
 
 pub(crate) const SECTOR: u64 = 512;
 
@@ -93,38 +87,6 @@ pub(crate) fn compare(session: &mut Session, model: &Model) {
         }
         from = start + count;
     }
-}
-
-/// Runs `qemu-img`. None: it is not installed, which is said, and an error where peers are wanted.
-pub(crate) fn qemu_img(args: &[&str]) -> Option<(bool, String)> {
-    args.iter().map(Path::new).filter(|path| path.is_file()).for_each(wait_until_released);
-    match Command::new("qemu-img").args(args).output() {
-        Ok(output) => {
-            let text = [output.stdout, output.stderr].concat();
-            Some((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
-        }
-        Err(e) => {
-            assert!(std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_none(), "qemu-img: {e}");
-            eprintln!("skipped: no qemu-img here");
-            None
-        }
-    }
-}
-
-/// Runs `qemu-img`, which has to succeed; false: it is not installed.
-#[track_caller]
-pub(crate) fn qemu(args: &[&str]) -> bool {
-    match qemu_img(args) {
-        Some((true, _)) => true,
-        Some((false, text)) => panic!("qemu-img {args:?}: {text}"),
-        None => false,
-    }
-}
-
-/// That `qemu-img check` finds nothing.
-#[track_caller]
-pub(crate) fn check_clean(path: &Path) {
-    qemu(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
 }
 
 /// The name of an image.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::engines::{EngineChoice, test_engine};
+use ferrite_testkit::programs::installed;
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -159,7 +160,8 @@ pub(crate) fn json(text: &str) -> serde_json::Value {
 }
 
 /// What `qemu-img` says; none where it is not installed.
+#[track_caller]
 pub(crate) fn qemu_img(args: &[&str]) -> Option<String> {
-    let output = Command::new("qemu-img").args(args).output().ok()?;
+    let output = installed("qemu-img", Command::new("qemu-img").args(args).output())?;
     Some(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -124,7 +124,7 @@ impl World {
     /// The same on a medium with blocks of 4096 bytes, if there can be one.
     pub fn with_large_blocks(copy_with: CopyWith) -> Option<World> {
         let world = World::new(copy_with);
-        let device = Some(Loop::attach(&world.image())?);
+        let device = Some(Loop::attach(&world.image(), 4096)?);
         Some(World { device, ..world })
     }
 

@@ -1,13 +1,12 @@
 //! A loopback machine with one guest and one disk that a real backend serves: the lifecycle, the
 //! queues and a storage engine as in production, only the hypervisor is the loopback's.
 
-#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
+#![allow(dead_code, unreachable_pub, unused_imports, reason = "each test binary uses its own part")]
 
 pub mod images;
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -33,14 +32,9 @@ use ferrite_xen::mover::{Budget, Counts, DISK_MAPPINGS, Maps, Mover, Moving};
 use ferrite_xen::store::Store;
 use tempfile::TempDir;
 
-/// Long enough for anything that ends at all, on a machine that is busy with other things.
-pub const PATIENCE: Duration = Duration::from_secs(30);
-
-/// How much longer than usual the tests with loops run: `FERRITE_TEST_SCALE`, 1 if it is not set.
-pub fn scale() -> u32 {
-    let scale = std::env::var("FERRITE_TEST_SCALE").ok();
-    scale.map_or(1, |s| s.parse().expect("FERRITE_TEST_SCALE is a number"))
-}
+pub use ferrite_testkit::devices::Loop;
+pub use ferrite_testkit::places::dir_in_memory;
+pub use ferrite_testkit::{PATIENCE, scale, wait_until};
 
 /// The mover that the tests are run with.
 pub fn mover() -> Mover {
@@ -60,41 +54,6 @@ pub fn offer() -> Offer {
         max_ring_order: 4,
         max_indirect_segments: 256,
         persistent: mover() == Mover::Persistent,
-    }
-}
-
-/// A directory in memory, as a backend's run directory is.
-pub fn dir_in_memory() -> TempDir {
-    TempDir::new_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
-}
-
-/// Says that a test cannot be done here; an error where that is not to be.
-#[track_caller]
-pub fn skipped(why: &str) {
-    let demanded = std::env::var_os("FERRITE_TEST_REQUIRE_PEERS").is_some();
-    assert!(!(demanded && rustix::process::geteuid().is_root()), "{why}");
-    eprintln!("skipped: {why}");
-}
-
-/// A loop device with blocks of 4096 bytes, as long as it lives. Needs root.
-pub struct Loop(pub PathBuf);
-
-impl Loop {
-    /// `None` where there are none, see [`skipped`].
-    pub fn attach(file: &Path) -> Option<Loop> {
-        let mut command = Command::new("losetup");
-        command.args(["--find", "--show", "--sector-size", "4096"]).arg(file);
-        let output = command.output().ok().filter(|o| o.status.success());
-        if output.is_none() {
-            skipped("no loop devices for this user");
-        }
-        Some(Loop(String::from_utf8_lossy(&output?.stdout).trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
     }
 }
 

@@ -1,0 +1,29 @@
+//! Directories and files for a test, which go with it.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use tempfile::TempDir;
+
+/// A directory on the disk of the machine, where direct I/O usually works: in the build folder, as
+/// cargo has one for tests.
+pub fn dir_on_disk() -> TempDir {
+    let program = std::env::current_exe().unwrap();
+    // It is in `deps` of a profile's folder.
+    let build = program.ancestors().nth(3).expect("a test is in the build folder");
+    let dir = build.join("tmp");
+    std::fs::create_dir_all(&dir).unwrap();
+    TempDir::new_in(dir).unwrap()
+}
+
+/// A directory in memory, as a backend's run directory is.
+pub fn dir_in_memory() -> TempDir {
+    TempDir::new_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// A sparse file.
+pub fn image(dir: &TempDir, bytes: u64) -> PathBuf {
+    let path = dir.path().join("disk.img");
+    File::create_new(&path).unwrap().set_len(bytes).unwrap();
+    path
+}

@@ -1,0 +1,65 @@
+//! What this process has and uses, as the kernel counts it.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+/// A number of KiB of `/proc/self/status`.
+pub fn status_kib(name: &str) -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let value = line.unwrap_or_else(|| panic!("the kernel does not say {name}"));
+    value.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+/// The memory of this process, from a moment on.
+pub struct Memory {
+    before_kib: u64,
+}
+
+impl Memory {
+    /// From now on.
+    pub fn watch() -> Memory {
+        // Sets the peak to what is in use now, where the kernel offers that.
+        let _ = fs::write("/proc/self/clear_refs", "5");
+        Memory { before_kib: status_kib("VmRSS") }
+    }
+
+    /// How much more it had at most.
+    pub fn taken_kib(&self) -> u64 {
+        status_kib("VmHWM").saturating_sub(self.before_kib)
+    }
+}
+
+/// Open descriptors, with the one that this takes.
+pub fn descriptors() -> usize {
+    fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// The lines of all mappings.
+pub fn mappings() -> Vec<String> {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().map(str::to_owned).collect()
+}
+
+/// The numbers of this process's threads.
+pub fn threads() -> BTreeSet<String> {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    tasks.map(|task| task.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+/// Those of threads whose names begin so.
+pub fn threads_named(prefix: &str) -> BTreeSet<String> {
+    let name = |id: &String| fs::read_to_string(format!("/proc/self/task/{id}/comm"));
+    let is_named = |id: &String| name(id).is_ok_and(|name| name.starts_with(prefix));
+    threads().into_iter().filter(is_named).collect()
+}
+
+/// Clock ticks that a thread of this process has used, or `None` if it has ended; an empty name is this
+/// thread's.
+pub fn ticks(thread: &str) -> Option<u64> {
+    let folder =
+        if thread.is_empty() { "thread-self".into() } else { format!("self/task/{thread}") };
+    let stat = fs::read_to_string(format!("/proc/{folder}/stat")).ok()?;
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
+}
