@@ -1,13 +1,12 @@
 //! Chains of images with writes in each layer, against a copy of what was written.
 
 use std::path::Path;
-use std::sync::Arc;
 
-use ferrite_disk::tools::{ImageTools, NewImage};
+use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::directory::HostDirectory;
-use ferrite_io::engines::test_engine;
+use ferrite_testkit::images::{self, tools};
 
 const BYTES: usize = 8 << 20;
 const SECTOR: usize = 512;
@@ -18,8 +17,7 @@ fn name(dir: &Path, file: &str) -> ImageName {
 
 fn session(name: &ImageName) -> Session {
     let options = OpenOptions::default();
-    let disk = Arc::new(Disk::open_image(name, &options).unwrap());
-    Session::new(disk, |arena| test_engine().open(arena, 32)).unwrap()
+    images::session(Disk::open_image(name, &options).unwrap())
 }
 
 /// A place and a length in bytes, whole sectors: one, a page, part of a page, or many pages.
@@ -49,25 +47,17 @@ fn compare(session: &mut Session, random: &mut SplitMix64, copy: &[u8], times: u
 
 fn against_a_copy(format: &str) {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
-    let workshop = ImageTools {
-        directory: &HostDirectory,
-        unlocked: false,
-        engine: &|arena| test_engine().open(arena, 32),
-        state_dir: None,
-        fixed_size: false,
-        parents: ferrite_disk::Parents::default(),
-        progress: &|_| true,
-    };
+    let tools = tools(&HostDirectory);
     let leaf = name(dir.path(), &format!("disk.{format}"));
     let new = NewImage { bytes: Some(BYTES as u64), ..NewImage::default() };
-    workshop.create(&leaf, &new).unwrap();
+    tools.create(&leaf, &new).unwrap();
     let (mut random, mut copy) = (SplitMix64::new(7), vec![0; BYTES]);
     for layer in 0..6 {
         let mut open = session(&leaf);
         scribble(&mut open, &mut random, &mut copy, 60);
         compare(&mut open, &mut random, &copy, 300);
         open.close().unwrap();
-        workshop.snapshot(&leaf, &name(dir.path(), &format!("layer{layer}.{format}"))).unwrap();
+        tools.snapshot(&leaf, &name(dir.path(), &format!("layer{layer}.{format}"))).unwrap();
     }
     let mut open = session(&leaf);
     // The second time round, most of it is known; then some of it changes.

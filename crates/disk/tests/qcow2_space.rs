@@ -10,9 +10,10 @@ use std::path::{Path, PathBuf};
 
 use common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
 use ferrite_disk::tools::{ImageTools, NewImage, Verdict};
-use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents};
+use ferrite_disk::{Disk, Format, ImageName, OpenOptions};
 use ferrite_io::directory::HostDirectory;
 use ferrite_testkit::faulty::{Faults, Kind};
+use ferrite_testkit::images;
 use model::{Model, check_clean, compare, name, open, pattern, qemu, qemu_img};
 use tempfile::TempDir;
 
@@ -164,15 +165,7 @@ fn nothing_is_given_back_before_a_sync() {
     let faults = Faults::none();
     faults.list();
     let engine = |arena| faults.open(arena, 64);
-    let tools = ImageTools {
-        fixed_size: false,
-        directory: &HostDirectory,
-        unlocked: false,
-        engine: &engine,
-        state_dir: None,
-        progress: &|_| true,
-        parents: Parents::default(),
-    };
+    let tools = ImageTools { engine: &engine, ..images::tools(&HostDirectory) };
     tools.repair(&name(&path), true).unwrap();
     let done: Vec<Kind> = faults.take_list().iter().map(Kind::of).collect();
     let usual = [Kind::Sync, Kind::Write, Kind::Read];

@@ -16,6 +16,7 @@ use ferrite_disk::tools::{Convert, ImageTools, NewImage, Progress};
 use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::EngineChoice;
+use ferrite_testkit::images::tools;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
 
@@ -31,15 +32,8 @@ fn work<T>(work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
 fn watched<T>(progress: &dyn Fn(Progress) -> bool, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
     let choice = std::env::var("FERRITE_TEST_ENGINE").unwrap_or_else(|_| "uring".into());
     let kind = choice.parse::<EngineChoice>().unwrap().decide().unwrap().kind;
-    work(&ImageTools {
-        fixed_size: false,
-        parents: ferrite_disk::Parents::default(),
-        directory: &HostDirectory,
-        unlocked: false,
-        engine: &move |arena| kind.open(arena, 64),
-        state_dir: None,
-        progress,
-    })
+    let engine = &move |arena| kind.open(arena, 64);
+    work(&ImageTools { engine, progress, ..tools(&HostDirectory) })
 }
 
 fn forced() -> Convert {

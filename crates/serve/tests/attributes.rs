@@ -1,23 +1,18 @@
 //! What the toolstack says of a disk in its directory, and what a guest gets of it (threats.md
 //! T26), and when it gets it.
 
-mod rig;
-
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{FrontOptions, Frontend};
-use ferrite_serve::blkif::lifecycle::{Attachment, Config, Outcome, ServeError, serve};
-use ferrite_serve::counters::Counters;
+use ferrite_serve::blkif::lifecycle::{Attachment, Outcome, ServeError, serve};
 use ferrite_serve::path::device::Device;
-use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::rig::{Plan, Rig, config};
 use ferrite_xen::abi::STATUS_ERROR;
-use ferrite_xen::mover::Budget;
-
-use rig::{PATIENCE, Plan, Rig, engines, mover, moving, offer};
 
 const BYTES: u64 = 1 << 20;
 
@@ -98,20 +93,7 @@ fn a_disk_of_mode_r_is_not_served_from_an_image_that_is_open_for_writing() {
     let image = rig.image.to_str().unwrap();
     let disk = Disk::open(image, &OpenOptions::default()).unwrap();
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
-    let config = Config {
-        backend: rig.disk.backend.clone(),
-        domid: rig.domid,
-        devid: rig.disk.devid,
-        offer: offer(),
-        moving: moving(mover(), Budget::of_disk(0)),
-        pool_bytes: 4 << 20,
-        run_dir: rig.run_dir().to_owned(),
-        engine: engines(),
-        closes: true,
-        tuning: Tuning::default(),
-        processors: Arc::default(),
-        counters: Counters::default(),
-    };
+    let config = config(&rig.disk, rig.run_dir().to_owned());
     let hypervisor = rig.machine.loopback(CopyWith::Memcpy).unwrap();
     let stop = Waker::new().unwrap();
     // Whoever serves it all the same is not waited for.

@@ -2,19 +2,19 @@
 //! that are no good (threats.md T18): neither guest gets a byte of the other's, and no page of a
 //! read that failed has anything of an earlier request's.
 
-mod rig;
-
 use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, Tag};
+use ferrite_testkit::devices::Loop;
 use ferrite_testkit::errno::{EAGAIN, EIO};
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig, mover};
+use ferrite_testkit::{PATIENCE, images, scale};
 use ferrite_xen::mover::Mover;
-
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, images, mover, scale};
 
 /// Requests that a guest has in flight, each with a part of the disk and of the buffer for itself.
 const PARTS: usize = 8;
@@ -151,7 +151,7 @@ impl Tenant {
     /// Takes all answers, and looks at everything that there is to see.
     fn check(&mut self) {
         let replies = self.front.queues[0].drain(PATIENCE).unwrap();
-        let medium = self.rig.medium_of(BYTES);
+        let medium = self.rig.sectors(0, BYTES);
         for asked in std::mem::take(&mut self.asked) {
             let reply = replies.iter().find(|reply| reply.tag == asked.tag).unwrap();
             if let Some(page) = asked.bad_page {
@@ -238,13 +238,6 @@ impl Tenant {
     fn reconnect(&mut self) {
         self.front.close(PATIENCE).unwrap();
         self.front.connect(&options(), PATIENCE).unwrap();
-    }
-}
-
-impl Rig {
-    /// The medium, a device's too.
-    fn medium_of(&self, bytes: usize) -> Vec<u8> {
-        self.sectors(0, bytes)
     }
 }
 

@@ -1,8 +1,6 @@
 //! A request that costs a guest nothing and may be of its whole disk (threats.md T21): what it
 //! takes is bounded by what there is to free, everything else goes first, and it holds up no end.
 
-mod rig;
-
 use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::thread;
@@ -10,10 +8,12 @@ use std::time::{Duration, Instant};
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, Reply};
 use ferrite_serve::blkif::lifecycle::Outcome;
+use ferrite_testkit::devices::Loop;
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, images};
 use rustix::fs::{FallocateFlags, fallocate};
 use tempfile::TempDir;
-
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, images};
 
 const TIB: u64 = 1 << 40;
 /// So large that a discard of all of it, a GiB at a time, is a million parts.

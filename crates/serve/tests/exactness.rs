@@ -1,16 +1,14 @@
 //! Answers to the last bit: padding (threats.md T2), read-only disks and bounds (T10), what a
 //! hardened frontend checks (T14), discards of any shape (T20).
 
-mod rig;
-
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, PlainOp, Protocol, RawSegment,
     STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY, Slot,
 };
 use ferrite_xen::hypervisor::GrantRef;
-
-use rig::{PATIENCE, Plan, Rig};
 
 const BYTES: u64 = 4 << 20;
 const SECTORS: u64 = BYTES / 512;

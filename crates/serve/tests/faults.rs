@@ -1,8 +1,6 @@
 //! Storage that fails in every way (threats.md T6, T18; blkif.md 2, rule 3): the request gets an
 //! error or is done, the guest gets no byte that is not its own, and the disk goes on.
 
-mod rig;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,11 +8,13 @@ use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::devices::Loop;
 use ferrite_testkit::errno::{EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, EOPNOTSUPP};
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::abi::{OP_DISCARD, PlainOp, STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY};
-
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory};
 
 const BYTES: u64 = 4 << 20;
 
@@ -307,7 +307,7 @@ fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
             let buffer = space.buffer(32).unwrap();
             std::thread::spawn(move || {
                 let data = [buffer.segment(31, 0, 7)];
-                for _ in 0..100 * rig::scale() {
+                for _ in 0..100 * ferrite_testkit::scale() {
                     for i in 0..30 {
                         queue.write(i * 8, &buffer, i as usize * 4096, 4096).unwrap();
                     }
@@ -322,7 +322,7 @@ fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
         .collect();
     front.queues = threads.into_iter().map(|t| t.join().unwrap()).collect();
     let traffic = faults.traffic();
-    assert_eq!(traffic.begun_alone(), 600 * rig::scale() as usize);
+    assert_eq!(traffic.begun_alone(), 600 * ferrite_testkit::scale() as usize);
     assert_eq!(traffic.beside(), 0, "operations beside a barrier");
     front.close(PATIENCE).unwrap();
 }
@@ -402,7 +402,7 @@ fn random_faults_under_load_lose_no_request_and_no_byte() {
     faults.set([Ops::storage().meet_any(11, &[errors, others].concat())]);
     let mut random = SplitMix64::new(12);
     let mut good = 0;
-    for round in (0..40 * rig::scale()).map(|round| round as u8) {
+    for round in (0..40 * ferrite_testkit::scale()).map(|round| round as u8) {
         let mut asked = Vec::new();
         for (q, queue) in front.queues.iter_mut().enumerate() {
             while queue.free_slots() > 0 {

@@ -1,15 +1,15 @@
 //! Requests that need the disk for themselves, beside queues that break (threats.md T4, T24): they
 //! wait for what is under way elsewhere, and for nothing else.
 
-mod rig;
-
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::devices::Loop;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::abi::PlainOp;
-
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, wait_until};
 
 /// What has to be alone on the disk.
 #[derive(Clone, Copy)]

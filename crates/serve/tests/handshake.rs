@@ -1,8 +1,6 @@
 //! Frontends that publish nonsense (threats.md T11): refused cleanly, told so, and no harm to a
 //! correct one that comes after.
 
-mod rig;
-
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -10,11 +8,11 @@ use ferrite_loopback::front::{
     Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, Keys, QueueOptions, RingKeys,
 };
 use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_testkit::PATIENCE;
 use ferrite_testkit::proc::status_kib;
+use ferrite_testkit::rig::{Plan, Rig, offer};
 use ferrite_xen::abi::Protocol;
 use ferrite_xen::hypervisor::DomId;
-
-use rig::{PATIENCE, Plan, Rig, offer};
 
 /// Memory is measured for the whole process.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -277,7 +275,7 @@ fn what_was_offered_is_the_limit_of_what_may_be_asked() {
 fn a_frontend_may_toggle_its_state_as_it_likes() {
     let rig = Rig::new(plan());
     let mut front = rig.frontend();
-    let end = Instant::now() + std::time::Duration::from_millis(800) * rig::scale();
+    let end = Instant::now() + std::time::Duration::from_millis(800) * ferrite_testkit::scale();
     let mut i = 0usize;
     while Instant::now() < end {
         let state = [1, 3, 4, 5, 6, 3, 2, 7, 8, 99, 4, 1, 0][i % 13];

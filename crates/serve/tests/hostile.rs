@@ -1,8 +1,6 @@
 //! Guests that lie about their memory: words that change while they are read (threats.md T1),
 //! grants that are no good (T5), and indices that are impossible (T13).
 
-mod rig;
-
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,14 +11,14 @@ use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::rig::{Plan, Rig, mover};
+use ferrite_testkit::{PATIENCE, scale};
 use ferrite_xen::abi::{
     IndirectOp, MAX_DIRECT_SEGMENTS, Message, OP_READ, PlainOp, Protocol, RawSegment, Request,
     STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY,
 };
 use ferrite_xen::hypervisor::{DomId, GrantRef};
 use ferrite_xen::mover::Mover;
-
-use rig::{PATIENCE, Plan, Rig, mover, scale};
 
 /// What pages of the guest are full of, and what the medium is.
 const GUEST: u8 = 0x11;

@@ -1,8 +1,6 @@
 //! What is left of disks that are no more (threats.md T22): nothing, however their guests and
 //! their backends ended. What a successor may ask for stays.
 
-mod rig;
-
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::sync::{Mutex, PoisonError};
@@ -11,9 +9,9 @@ use std::time::Instant;
 use ferrite_loopback::front::{FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, STOPPED, TABLE, report_failure, sweep};
 use ferrite_testkit::proc::descriptors;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, scale};
 use rustix::fs::{FlockOperation, flock};
-
-use rig::{PATIENCE, Plan, Rig, scale};
 
 const KIND: &str = "backend/vbd3";
 

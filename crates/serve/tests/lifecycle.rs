@@ -1,16 +1,14 @@
 //! From attach to unplug, in every order (blkif.md 3.6 to 3.8).
 
-mod rig;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, scale, wait_until};
 use ferrite_xen::abi::{OP_DISCARD, STATUS_ERROR, STATUS_NOT_SUPPORTED};
-
-use rig::{PATIENCE, Plan, Rig, scale, wait_until};
 
 const BYTES: u64 = 1 << 20;
 

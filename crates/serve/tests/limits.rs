@@ -3,8 +3,6 @@
 //!
 //! All of it is counted for the whole process, so these tests run one at a time.
 
-mod rig;
-
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once};
 use std::time::Instant;
@@ -12,6 +10,8 @@ use std::time::Instant;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_testkit::proc;
+use ferrite_testkit::rig::{Plan, Rig, moving, offer};
+use ferrite_testkit::{PATIENCE, scale};
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
 };
@@ -19,8 +19,6 @@ use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::mover::{Budget, Mover};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
-
-use rig::{PATIENCE, Plan, Rig, moving, offer, scale};
 
 /// Counts lines as a log at its usual level would have them.
 struct Lines;
@@ -227,7 +225,7 @@ fn frontends_that_are_refused_again_and_again_are_a_handful_of_lines_too() {
 fn exhaust_mappings(mover: Mover) {
     const OF_DISK: usize = 256;
     const OF_HOST: usize = 640;
-    let dir = rig::dir_in_memory();
+    let dir = ferrite_testkit::places::dir_in_memory();
     let budget = || {
         let path = dir.path().join("map-budget");
         Budget::of_host(&path, OF_HOST as u32, OF_DISK as u32).unwrap()

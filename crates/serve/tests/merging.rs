@@ -1,16 +1,14 @@
 //! Requests of a sweep that are neighbours on the medium share an operation, and nothing else.
 
-mod rig;
-
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::PATIENCE;
 use ferrite_testkit::errno::EIO;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
+use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
-
-use rig::{PATIENCE, Plan, Rig};
 
 const PAGE: usize = 4096;
 /// Requests that are put on the ring before the backend hears of them: one sweep.

@@ -1,19 +1,19 @@
 //! Random requests of all kinds and shapes, many in flight on several queues, against a model of
 //! the disk that knows what each of them may see and leave (threats.md T15).
 
-mod rig;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::{CopyWith, GuestOptions};
+use ferrite_testkit::devices::Loop;
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, images, scale};
 use ferrite_xen::abi::{IndirectOp, PlainOp, Protocol, RawSegment};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-
-use rig::{Loop, PATIENCE, Plan, Rig, dir_in_memory, images, scale};
 
 /// Small, so that requests meet.
 const SECTORS: u64 = 1024;

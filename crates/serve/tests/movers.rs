@@ -1,12 +1,10 @@
 //! Movers as frontends see them: what is offered, what both ends agree on, and successors that
 //! move data in another way than their predecessors.
 
-mod rig;
-
 use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::mover::Mover;
-
-use rig::{PATIENCE, Plan, Rig};
 
 const ALL: [Mover; 3] = [Mover::Copy, Mover::Map, Mover::Persistent];
 

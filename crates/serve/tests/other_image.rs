@@ -1,13 +1,11 @@
 //! A guest that waits for its backend's successor is served from the image that it knows, or not.
 
-mod rig;
-
 use std::fs;
 
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
-
-use rig::{PATIENCE, Plan, Rig, images};
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, images};
 
 const BYTES: u64 = 8 << 20;
 
@@ -32,7 +30,7 @@ fn refused(rig: &mut Rig) -> String {
 #[test]
 fn a_copy_of_the_image_that_a_guest_knows_is_not_taken_over_and_the_image_is_under_any_name() {
     for format in ["raw", "vhd", "qcow2"] {
-        let dir = rig::dir_in_memory();
+        let dir = ferrite_testkit::places::dir_in_memory();
         let image = images::make(dir.path(), format, BYTES);
         let mut rig = Rig::new(Plan { image: Some(image.clone()), ..Plan::default() });
         let mut front = rig.connect(&FrontOptions::default());

@@ -1,8 +1,6 @@
 //! A guest cannot have xenstore asked for its disk without end: what it may cause is counted at the
 //! store, with a clock that stands still.
 
-mod rig;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -10,8 +8,8 @@ use std::time::{Duration, Instant};
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::Outcome;
-
-use rig::{Hands, PATIENCE, Plan, Rig};
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::rig::{Hands, Plan, Rig};
 
 /// Requests to xenstore that a disk has at once, and what a connection takes of them beside its own.
 const SAVED: u64 = 10_000;

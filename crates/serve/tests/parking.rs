@@ -1,9 +1,6 @@
 //! A disk that is parked and exchanged while a guest works, and backends that die at every step of
 //! that: the guest sees pauses. No error, no lost or wrong byte, no request without an answer.
 
-mod processes;
-mod rig;
-
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
@@ -18,10 +15,10 @@ use ferrite_loopback::front::FrontOptions;
 use ferrite_serve::blkif::inflight::ImageName;
 use ferrite_serve::blkif::lifecycle::TABLE;
 use ferrite_serve::path::device::{Device, Heir};
+use ferrite_testkit::{PATIENCE, images, scale};
 use rustix::process::{Signal, getpid, kill_process};
 
-use processes::{RUN_DIR, World, be_a_backend, env, open, under_load};
-use rig::{PATIENCE, images, scale};
+use ferrite_testkit::processes::{RUN_DIR, World, be_a_backend, env, open, under_load};
 
 /// The steps of a change: a backend may be told to die before one.
 const STEPS: [&str; 4] = ["park", "close", "open", "go on"];

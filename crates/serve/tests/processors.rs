@@ -1,8 +1,6 @@
 //! What a disk uses of its host's processors: polling is shared by the backends of a host, which are
 //! processes, and a disk that has used its processor time is held back and no other one.
 
-mod rig;
-
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -23,13 +21,13 @@ use ferrite_serve::polling::{Budget, PollWindow};
 use ferrite_serve::processors::{Limit, Processors};
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
+use ferrite_testkit::PATIENCE;
 use ferrite_testkit::faulty::{Fault, Faults, Kind};
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Hands, Plan, Rig, config};
 use ferrite_xen::hypervisor::DomId;
-use ferrite_xen::mover::{self, DISK_MAPPINGS};
 use ferrite_xen::store::Store;
 use rustix::fs::{FallocateFlags, fallocate};
-
-use rig::{Hands, PATIENCE, Plan, Rig, dir_in_memory, engines, mover, moving, offer};
 
 const DEVID: u32 = 202 << 8;
 /// The backend's process: what it serves, where it lives, and how many may poll.
@@ -74,18 +72,11 @@ fn process_backend() {
     let shares = Shares::open(env(SHARED).as_ref(), env(UNITS).parse().unwrap()).unwrap();
     let counters = Counters::default();
     let config = Config {
-        backend: DiskPaths::new(DomId(1), DEVID).backend,
-        domid: DomId(1),
-        devid: DEVID,
-        offer: offer(),
-        moving: moving(mover(), mover::Budget::of_disk(DISK_MAPPINGS)),
-        pool_bytes: 4 << 20,
-        run_dir: Path::new(&dir).join("run"),
-        engine: engines(),
-        closes: true,
         tuning: Tuning { poll: PollWindow::Fixed(1), ..Tuning::default() },
         processors: Arc::new(Processors { polling: Budget::shared(100, shares), limit: None }),
         counters: counters.clone(),
+        pool_bytes: 4 << 20,
+        ..config(&DiskPaths::new(DomId(1), DEVID), Path::new(&dir).join("run"))
     };
     std::thread::spawn(move || {
         for line in std::io::stdin().lines().map_while(Result::ok) {

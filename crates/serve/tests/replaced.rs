@@ -1,8 +1,6 @@
 //! A backend that storage holds up while the toolstack gives its disk up, and attaches another one
 //! under the same name. That one is not touched.
 
-mod rig;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -10,9 +8,9 @@ use std::time::{Duration, Instant};
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::Disk;
 use ferrite_serve::blkif::lifecycle::{EngineFactory, Outcome};
+use ferrite_testkit::PATIENCE;
 use ferrite_testkit::faulty::{Fault, Faults, Kind};
-
-use rig::{PATIENCE, Plan, Rig, engines};
+use ferrite_testkit::rig::{Plan, Rig, engines};
 
 const BYTES: u64 = 1 << 20;
 

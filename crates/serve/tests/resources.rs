@@ -3,7 +3,6 @@
 //! guest ever loses its disk to a want of the host's.
 
 mod nth;
-mod rig;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
@@ -14,10 +13,11 @@ use ferrite_loopback::{CopyWith, GuestOptions};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_testkit::errno::{EAGAIN, EINTR, EIO, ENOMEM, ENOSPC};
 use ferrite_testkit::faulty::Kind;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, images, scale};
 use ferrite_xen::abi::{OP_BARRIER, OP_FLUSH, PlainOp, STATUS_ERROR, STATUS_OKAY};
 
 use nth::{Call, FailingHypervisor, Nth};
-use rig::{PATIENCE, Plan, Rig, images, scale};
 use tempfile::TempDir;
 
 const ERRNOS: [i32; 5] = [ENOMEM, EAGAIN, EINTR, ENOSPC, EIO];
@@ -69,7 +69,7 @@ impl Life {
     /// On an image in this format, or a raw file.
     fn new(format: &str, nth: Arc<Nth>) -> Life {
         count_panics();
-        let dir = rig::dir_in_memory();
+        let dir = ferrite_testkit::places::dir_in_memory();
         let image = (format != RAW).then(|| images::make(dir.path(), format, BYTES));
         let rig = Rig::without_backend(Plan { engine: nth.faults.factory(), image, ..plan() });
         let front = rig.frontend();

@@ -1,15 +1,13 @@
 //! A disk whose guest does nothing costs nothing: no thread of its backend runs.
 
-mod rig;
-
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
+use ferrite_testkit::PATIENCE;
 use ferrite_testkit::proc::threads;
-
-use rig::{PATIENCE, Plan, Rig};
+use ferrite_testkit::rig::{Plan, Rig};
 
 /// How often these threads were put to run, ever.
 fn wake_ups(threads: &BTreeSet<String>) -> u64 {

@@ -1,16 +1,15 @@
 //! Metadata of what was answered gets to the medium though no flush asks for it (ARCHITECTURE.md,
 //! "A write into new space costs what one into old space does").
 
-mod rig;
-
 use std::path::Path;
 use std::time::Duration;
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_testkit::faulty::{Fault, Faults, Kind};
-
-use rig::{PATIENCE, Plan, Rig, dir_in_memory, images};
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, images};
 
 /// Of an image's blocks; a write into a new one leaves metadata to save.
 const BLOCK: usize = 2 << 20;

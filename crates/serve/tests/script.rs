@@ -1,8 +1,6 @@
 //! A frontend without a ring: a client in another thread asks, and a model says what every read
 //! must bring. All that a request path needs of a frontend is in this file.
 
-mod rig;
-
 use std::collections::VecDeque;
 use std::os::fd::AsRawFd;
 use std::path::Path;
@@ -24,10 +22,10 @@ use ferrite_serve::path::work::{Action, Outcome, Work};
 use ferrite_serve::path::{Admitted, Data, FRONTEND_TOKENS, RequestPath, Ticket};
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
+use ferrite_testkit::{PATIENCE, images};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
-use rig::{PATIENCE, images};
 
 const SECTORS: u64 = 4096;
 const POOL_BYTES: usize = 8 << 20;
@@ -275,7 +273,7 @@ fn park(device: &Arc<Device>, image: &Path, ended: &AtomicBool) -> usize {
 /// Plays each client's scripts, on a path of its own, on a disk of that format. What the disk has at
 /// the end is what the models say. How often it was parked meanwhile, if it is to be.
 fn play(format: &str, clients: &[Vec<Vec<Ask>>], parks: bool) -> usize {
-    let dir = rig::dir_in_memory();
+    let dir = ferrite_testkit::places::dir_in_memory();
     let image = images::make(dir.path(), format, SECTORS * SECTOR_BYTES);
     let shared = shared(&image, clients.len());
     let (ended, mut parked) = (AtomicBool::new(!parks), 0);
@@ -366,7 +364,7 @@ fn scripts(index: usize, clients: usize) -> impl Strategy<Value = Vec<Vec<Ask>>>
 
 #[test]
 fn a_frontend_that_is_no_ring_reads_what_it_has_written() {
-    let config = ProptestConfig::with_cases(6 * rig::scale());
+    let config = ProptestConfig::with_cases(6 * ferrite_testkit::scale());
     for format in ["raw"].into_iter().chain(images::FORMATS) {
         let mut runner = TestRunner::new(config.clone());
         let clients = scripts(0, 1).prop_map(|scripts| vec![scripts]);
@@ -381,7 +379,7 @@ fn a_frontend_that_is_no_ring_reads_what_it_has_written() {
 
 #[test]
 fn paths_with_barriers_and_parts_of_blocks_wait_for_each_other_and_go_on() {
-    let config = ProptestConfig::with_cases(6 * rig::scale());
+    let config = ProptestConfig::with_cases(6 * ferrite_testkit::scale());
     let clients = (scripts(0, 2), scripts(1, 2)).prop_map(|(one, two)| vec![one, two]);
     let mut runner = TestRunner::new(config);
     runner
@@ -399,7 +397,7 @@ fn a_disk_that_is_parked_and_exchanged_again_and_again_has_all_that_was_answered
     let mut runner = TestRunner::default();
     for format in ["raw"].into_iter().chain(images::FORMATS) {
         let mut parked = 0;
-        while parked < 200 * rig::scale() as usize {
+        while parked < 200 * ferrite_testkit::scale() as usize {
             parked += play(format, &clients.new_tree(&mut runner).unwrap().current(), true);
         }
     }

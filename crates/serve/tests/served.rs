@@ -1,12 +1,10 @@
 //! A well-behaved guest on a disk that is served in full: handshakes, data, restarts.
 
-mod rig;
-
 use ferrite_loopback::front::{FrontOptions, RingKeys};
 use ferrite_serve::blkif::lifecycle::Outcome;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, images};
 use ferrite_xen::abi::Protocol;
-
-use rig::{PATIENCE, Plan, Rig, images};
 
 #[test]
 fn what_is_written_is_read_back_and_is_on_the_medium() {
@@ -38,7 +36,7 @@ fn what_is_written_is_read_back_and_is_on_the_medium() {
 /// The bitmap of a block of a differencing VHD is read with its first request, and then known.
 #[test]
 fn metadata_that_has_to_be_read_is_a_miss_once() {
-    let dir = rig::dir_in_memory();
+    let dir = ferrite_testkit::places::dir_in_memory();
     let image = images::make(dir.path(), "chain.vhd", 16 << 20);
     images::write(&image, 32768, &[7; 4096]);
     let rig = Rig::new(Plan { image: Some(image), ..Plan::default() });

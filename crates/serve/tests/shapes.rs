@@ -1,19 +1,17 @@
 //! Legal requests of extreme shapes, with a model of the disk beside them (threats.md T15).
 
-mod rig;
-
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue};
 use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_testkit::rig::{Plan, Rig, offer};
+use ferrite_testkit::{PATIENCE, scale};
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
 };
 use ferrite_xen::hypervisor::GrantRef;
-
-use rig::{PATIENCE, Plan, Rig, offer, scale};
 
 const BYTES: u64 = 8 << 20;
 

@@ -2,8 +2,6 @@
 //! T6): the backend says so and ends, the guest's disk stays as it is, and a successor that finds
 //! enough connects it.
 
-mod rig;
-
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
@@ -13,9 +11,10 @@ use std::time::{Duration, Instant};
 use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-use rig::{PATIENCE, Plan, Rig, dir_in_memory};
 
 /// One test at a time: descriptors are the whole process's.
 fn alone() -> impl Drop {

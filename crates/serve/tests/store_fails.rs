@@ -1,8 +1,6 @@
 //! A xenstore that does not answer, or is gone: the guest's data does not wait for it (threats.md
 //! T12).
 
-mod rig;
-
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
@@ -14,9 +12,9 @@ use std::time::{Duration, Instant};
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::store::Store;
-
-use rig::{PATIENCE, Plan, Rig};
 
 const BYTES: u64 = 1 << 20;
 /// How long the backend waits for a reply: long enough for those that are not withheld.

@@ -1,8 +1,6 @@
 //! What a backend writes to xenstore in a disk's life: these nodes, in this order, together where
 //! they have to change together. Toolstacks and frontends know this order, and are not asked.
 
-mod rig;
-
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -12,10 +10,10 @@ use std::sync::{Arc, Mutex};
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::Outcome;
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::store::Store;
 use ferrite_xen::store::wire::{Decoder, Message, MessageType, NO_TRANSACTION, strings};
-
-use rig::{PATIENCE, Plan, Rig};
 
 const BYTES: u64 = 1 << 20;
 

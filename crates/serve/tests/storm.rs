@@ -1,8 +1,6 @@
 //! Events that come without requests, as fast as a guest can send them (threats.md T8): they
 //! cost the backend next to nothing, and neither the guest's own requests nor other guests wait.
 
-mod rig;
-
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -12,8 +10,8 @@ use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, GuestS
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_testkit::proc::threads_named;
-
-use rig::{PATIENCE, Plan, Rig, scale};
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, scale};
 
 /// The longest time for which events are not listened to.
 const HOLD: Duration = Duration::from_millis(20);

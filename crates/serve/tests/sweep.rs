@@ -1,16 +1,14 @@
 //! How much is begun before somebody is answered.
 
-mod rig;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use ferrite_loopback::front::{FrontOptions, RingWord};
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::PATIENCE;
 use ferrite_testkit::errno::EIO;
 use ferrite_testkit::faulty::{Faults, Ops};
-
-use rig::{PATIENCE, Plan, Rig};
+use ferrite_testkit::rig::{Plan, Rig};
 
 /// Grant copies of the hypervisor's that are one call.
 const SWEEP: u32 = 16;

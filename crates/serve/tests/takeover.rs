@@ -1,9 +1,6 @@
 //! Backends that are killed at any moment, and their successors (blkif.md 3.9): the guest sees a
 //! pause. No error, no lost or wrong byte, no request without an answer or with two.
 
-mod processes;
-mod rig;
-
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,14 +10,15 @@ use ferrite_io::clock::SplitMix64;
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, images, scale};
 
-use processes::{World, killed_under_load, word};
-use rig::{PATIENCE, Plan, Rig, images, scale};
+use ferrite_testkit::processes::{World, killed_under_load, word};
 
 /// Not a test: the backend, when this program is run again with the environment that says so.
 #[test]
 fn process_backend() {
-    processes::be_a_backend(|_, _, _| {});
+    ferrite_testkit::processes::be_a_backend(|_, _, _| {});
 }
 
 #[test]

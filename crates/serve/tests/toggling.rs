@@ -2,8 +2,6 @@
 //! in flight and others look at the disk (threats.md T4; XSA-350, XSA-331): the disk ends
 //! Connected or Closed as its guest wants in the end, and leaves no descriptor, mapping or thread.
 
-mod rig;
-
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,10 +16,10 @@ use ferrite_serve::counters::Counters;
 use ferrite_serve::trace;
 use ferrite_testkit::faulty::{Fault, Faults, Ops};
 use ferrite_testkit::proc;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, scale, wait_until};
 use ferrite_xen::abi::{PlainOp, Protocol};
 use ferrite_xen::hypervisor::DomId;
-
-use rig::{PATIENCE, Plan, Rig, scale, wait_until};
 
 const BYTES: u64 = 4 << 20;
 

@@ -1,7 +1,5 @@
 //! What a toolstack finds that has heard of an unplugged disk.
 
-mod rig;
-
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
@@ -11,8 +9,9 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_serve::blkif::lifecycle::{EngineFactory, Outcome};
 use ferrite_testkit::faulty::{Faults, Kind};
-
-use rig::{PATIENCE, Plan, Rig, dir_in_memory, engines, images};
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::{Plan, Rig, engines};
+use ferrite_testkit::{PATIENCE, images};
 
 const BYTES: u64 = 8 << 20;
 

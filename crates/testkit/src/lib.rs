@@ -2,12 +2,21 @@
 
 #![forbid(unsafe_code)]
 
+// A unit test of the backend has `rig` as a module, for types of its own.
+extern crate self as ferrite_testkit;
+
 pub mod devices;
 pub mod errno;
 pub mod faulty;
+#[cfg(feature = "disk")]
+pub mod images;
 pub mod places;
 pub mod proc;
+#[cfg(feature = "serve")]
+pub mod processes;
 pub mod programs;
+#[cfg(feature = "serve")]
+pub mod rig;
 
 use std::time::{Duration, Instant};
 

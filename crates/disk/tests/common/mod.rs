@@ -21,6 +21,7 @@ use ferrite_io::reactor::{Io, Reactor};
 use ferrite_io::scratch::Scratch;
 
 pub(crate) use ferrite_testkit::devices::{Loop, Mount};
+pub(crate) use ferrite_testkit::images::{anywhere, work};
 pub(crate) use ferrite_testkit::places::{dir_in_memory, dir_on_disk, image};
 pub(crate) use ferrite_testkit::programs::{run, skipped};
 
@@ -34,28 +35,6 @@ pub(crate) fn open(path: &Path) -> Result<Disk, DiskError> {
 /// Opens a disk read-only.
 pub(crate) fn open_read_only(path: &Path) -> Result<Disk, DiskError> {
     Disk::open(path.to_str().unwrap(), &OpenOptions { read_only: true, ..Default::default() })
-}
-
-/// A place to work on images that nobody uses.
-pub(crate) fn work<T>(state: Option<&Path>, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
-    work(&ImageTools { state_dir: state.map(Path::to_owned), ..workshop(&HostDirectory) })
-}
-
-/// The same, where the parents of images may be anywhere.
-pub(crate) fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
-    work(&ImageTools { parents: Parents::Any, ..workshop(directory) })
-}
-
-fn workshop(directory: &dyn Directory) -> ImageTools<'_> {
-    ImageTools {
-        fixed_size: false,
-        parents: Parents::default(),
-        directory,
-        unlocked: false,
-        engine: &|arena| test_engine().open(arena, 64),
-        state_dir: None,
-        progress: &|_| true,
-    }
 }
 
 /// Owner, group and permissions; the super-user's tests only have another owner.

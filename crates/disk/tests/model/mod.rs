@@ -12,6 +12,9 @@ use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
+use ferrite_testkit::images::{self, work};
+
+pub(crate) use ferrite_testkit::images::{name, session as session_of};
 pub(crate) use ferrite_testkit::programs::{check_clean, qemu, qemu_img, wait_until_released};
 
 pub(crate) const SECTOR: u64 = 512;
@@ -59,12 +62,7 @@ pub(crate) fn open(name: &str) -> Session {
 
 /// Opens an image.
 pub(crate) fn session(name: &str, options: &OpenOptions) -> Result<Session, DiskError> {
-    Ok(session_of(Disk::open_image(&ImageName::parse(name)?, options)?))
-}
-
-/// A session of a disk, with the engine that the tests run on.
-pub(crate) fn session_of(disk: Disk) -> Session {
-    Session::new(Arc::new(disk), |arena| test_engine().open(arena, 64)).unwrap()
+    Ok(images::session(Disk::open_image(&ImageName::parse(name)?, options)?))
 }
 
 /// Reads every part of the disk that the model or its surroundings know of, and compares.
@@ -89,22 +87,9 @@ pub(crate) fn compare(session: &mut Session, model: &Model) {
     }
 }
 
-/// The name of an image.
-pub(crate) fn name(path: &Path) -> ImageName {
-    ImageName::parse(path.to_str().unwrap()).unwrap()
-}
-
 /// A place to work on images that nobody uses.
 pub(crate) fn tools<T>(use_it: impl FnOnce(&ImageTools<'_>) -> T) -> T {
-    use_it(&ImageTools {
-        fixed_size: false,
-        parents: ferrite_disk::Parents::default(),
-        directory: &HostDirectory,
-        unlocked: false,
-        engine: &|arena| test_engine().open(arena, 64),
-        state_dir: None,
-        progress: &|_| true,
-    })
+    work(None, use_it)
 }
 
 /// Changes 8 bytes of an image.

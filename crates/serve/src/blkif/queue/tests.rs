@@ -6,15 +6,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrite_loopback::front::{FrontOptions, RingWord};
+use ferrite_testkit::PATIENCE;
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_WRITE, PlainOp, Protocol, RawSegment, Request, STATUS_OKAY,
 };
 use ferrite_xen::hypervisor::GrantRef;
 
-#[path = "../../../tests/rig/mod.rs"]
+#[path = "../../../../testkit/src/rig.rs"]
 mod rig;
 
-use rig::{PATIENCE, Plan, Rig};
+use rig::{Plan, Rig};
 
 /// What a test does, or looks at, in the middle of a queue's work.
 struct Hooks {

@@ -1,7 +1,5 @@
 //! Backends as processes of their own, and a guest that keeps them busy and knows what it was answered.
 
-#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
-
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::os::unix::process::ExitStatusExt;
@@ -19,14 +17,15 @@ use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine}
 use ferrite_serve::blkif::lifecycle::{Config, Outcome, serve};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
-use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::abi::{PlainOp, RawSegment};
 use ferrite_xen::hypervisor::DomId;
-use ferrite_xen::mover::{Budget, DISK_MAPPINGS};
 use ferrite_xen::store::Store;
 
-use crate::rig::{Loop, PATIENCE, dir_in_memory, engines, images, mover, moving, offer};
+use crate::devices::Loop;
+use crate::places::dir_in_memory;
+use crate::rig::config;
+use crate::{PATIENCE, images};
 
 /// Bytes and sectors that one request at a time works on.
 const CHUNK: u64 = 256 << 10;
@@ -38,9 +37,11 @@ const DEPTH: usize = 48;
 
 const BACKEND: &str = "FERRITE_TEST_BACKEND";
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
+/// Where a backend keeps what outlives it.
 pub const RUN_DIR: &str = "FERRITE_TEST_RUN_DIR";
 const COPY_WITH: &str = "FERRITE_TEST_COPY_WITH";
 
+/// A variable that the backend was given.
 pub fn env(name: &str) -> String {
     std::env::var(name).unwrap()
 }
@@ -55,18 +56,8 @@ pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path, &Counters) + Send) 
     let device = Arc::new(Device::new(open(env(IMAGE).as_ref()), SystemClock::shared()));
     let counters = Counters::default();
     let config = Config {
-        backend: DiskPaths::new(DomId(1), DEVID).backend,
-        domid: DomId(1),
-        devid: DEVID,
-        offer: offer(),
-        moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
-        pool_bytes: 8 << 20,
-        run_dir: env(RUN_DIR).into(),
-        engine: engines(),
-        closes: true,
-        tuning: Tuning::default(),
-        processors: Arc::default(),
         counters: counters.clone(),
+        ..config(&DiskPaths::new(DomId(1), DEVID), env(RUN_DIR).into())
     };
     let mut store = Store::from_fd(handle.store);
     let stop = Waker::new().unwrap();
@@ -87,7 +78,9 @@ pub fn open(image: &Path) -> Disk {
 
 /// A machine whose backends are processes.
 pub struct World {
+    /// With its store and hypervisor.
     pub machine: Machine,
+    /// Where the disk is in the store.
     pub disk: DiskPaths,
     dir: tempfile::TempDir,
     copy_with: CopyWith,
@@ -97,6 +90,7 @@ pub struct World {
 }
 
 impl World {
+    /// One with a guest and a raw disk.
     pub fn new(copy_with: CopyWith) -> World {
         let mut machine = Machine::new().unwrap();
         let domid = machine.add_guest(GuestOptions::default()).unwrap();
@@ -128,6 +122,7 @@ impl World {
         Some(World { device, ..world })
     }
 
+    /// What is served.
     pub fn image(&self) -> PathBuf {
         match (&self.device, &*self.image.borrow()) {
             (Some(device), _) => device.0.clone(),
@@ -141,6 +136,7 @@ impl World {
         self.image.replace(Some(image));
     }
 
+    /// A backend: this program, of which the test `process_backend` is run.
     pub fn spawn(&self) -> Child {
         self.spawn_with(&[])
     }

@@ -1,9 +1,7 @@
 //! A loopback machine with one guest and one disk that a real backend serves: the lifecycle, the
 //! queues and a storage engine as in production, only the hypervisor is the loopback's.
 
-#![allow(dead_code, unreachable_pub, unused_imports, reason = "each test binary uses its own part")]
-
-pub mod images;
+#![allow(dead_code, unreachable_pub, reason = "a unit test of the backend has it as a module, too")]
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -27,14 +25,12 @@ use ferrite_serve::path::device::Device;
 use ferrite_serve::processors::Processors;
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::{PATIENCE, images};
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::mover::{Budget, Counts, DISK_MAPPINGS, Maps, Mover, Moving};
 use ferrite_xen::store::Store;
 use tempfile::TempDir;
-
-pub use ferrite_testkit::devices::Loop;
-pub use ferrite_testkit::places::dir_in_memory;
-pub use ferrite_testkit::{PATIENCE, scale, wait_until};
 
 /// The mover that the tests are run with.
 pub fn mover() -> Mover {
@@ -63,11 +59,30 @@ pub fn engines() -> EngineFactory {
     Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
+/// What a backend is told that serves this disk as most do.
+pub fn config(disk: &DiskPaths, run_dir: PathBuf) -> Config {
+    Config {
+        backend: disk.backend.clone(),
+        domid: disk.domid,
+        devid: disk.devid,
+        offer: offer(),
+        pool_bytes: 8 << 20,
+        run_dir,
+        engine: engines(),
+        closes: true,
+        tuning: Tuning::default(),
+        processors: Arc::default(),
+        counters: Counters::default(),
+        moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
+    }
+}
+
 /// A clock that goes on when its test says so.
 #[derive(Default)]
 pub struct Hands(AtomicU64);
 
 impl Hands {
+    /// So far.
     pub fn turn(&self, how_far: Duration) {
         self.0.fetch_add(how_far.as_nanos() as u64, Ordering::SeqCst);
     }
@@ -87,18 +102,27 @@ impl Clock for Hands {
 pub struct Plan {
     /// Bytes of the image.
     pub bytes: u64,
+    /// What the guest is offered.
     pub offer: Offer,
+    /// Memory for data.
     pub pool_bytes: usize,
+    /// Whether the image is opened so.
     pub read_only: bool,
+    /// How the hypervisor copies grants.
     pub copy_with: CopyWith,
+    /// What builds the engines of all queues.
     pub engine: EngineFactory,
+    /// How queues work.
     pub tuning: Tuning,
+    /// What the disk may have of the host's processors.
     pub processors: Arc<Processors>,
+    /// The clock that the disk's limits go by.
     pub clock: Arc<dyn Clock>,
     /// By the mover that `FERRITE_TEST_MOVER` names, grant copy if it is not set.
     pub moving: Moving,
     /// In place of a fresh sparse file.
     pub image: Option<PathBuf>,
+    /// What the guest has.
     pub guest: GuestOptions,
     /// Further keys that the toolstack gives the backend.
     pub backend_keys: Vec<(&'static str, String)>,
@@ -134,11 +158,17 @@ type Running = JoinHandle<Result<Outcome, ServeError>>;
 
 /// The machine, and the backend in a thread of this process.
 pub struct Rig {
+    /// With its store and hypervisor.
     pub machine: Machine,
+    /// The guest.
     pub domid: DomId,
+    /// Where the disk is in the store.
     pub disk: DiskPaths,
+    /// The run directory is in it, and the image if the plan has none.
     pub dir: TempDir,
+    /// What is served.
     pub image: PathBuf,
+    /// Of all queues.
     pub counters: Counters,
     run_dir: PathBuf,
     plan: Plan,
@@ -217,18 +247,14 @@ impl Rig {
         self.device = Arc::downgrade(&device);
         let stop = Arc::new(Waker::new().unwrap());
         let config = Config {
-            backend: self.disk.backend.clone(),
-            domid: self.domid,
-            devid: self.disk.devid,
             offer: self.plan.offer,
             pool_bytes: self.plan.pool_bytes,
-            run_dir: self.run_dir.clone(),
             engine: self.plan.engine.clone(),
-            closes: true,
             tuning: self.plan.tuning,
             processors: self.plan.processors.clone(),
             counters: self.counters.clone(),
             moving: self.plan.moving.clone(),
+            ..config(&self.disk, self.run_dir.clone())
         };
         let stopper = stop.clone();
         let thread =

@@ -1,38 +1,62 @@
-//! Images in every format, and what is in them.
+//! Images in every format, the tools that work on them, and what is in them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::tools::{ImageTools, NewImage};
-use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Session};
-use ferrite_io::directory::HostDirectory;
+use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents, Session};
+use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::test_engine;
 
-use super::PATIENCE;
+use crate::PATIENCE;
 
 /// The formats, alone and as the leaf of a chain.
 pub const FORMATS: [&str; 4] = ["vhd", "qcow2", "chain.vhd", "chain.qcow2"];
+
+/// Operations of a session that are under way at once.
+const ENTRIES: u32 = 64;
+
+/// The name of an image, with the format that its path says.
+pub fn name(path: &Path) -> ImageName {
+    ImageName::parse(path.to_str().unwrap()).unwrap()
+}
+
+/// A place to work on images that nobody uses, and whose answered metadata is in this directory.
+pub fn work<T>(state_dir: Option<&Path>, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
+    work(&ImageTools { state_dir: state_dir.map(Path::to_owned), ..tools(&HostDirectory) })
+}
+
+/// The same, where the parents of images may be anywhere.
+pub fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
+    work(&ImageTools { parents: Parents::Any, ..tools(directory) })
+}
+
+/// What can be done with images, on the engine that the tests run on.
+pub fn tools(directory: &dyn Directory) -> ImageTools<'_> {
+    ImageTools {
+        fixed_size: false,
+        parents: Parents::default(),
+        directory,
+        unlocked: false,
+        engine: &|arena| test_engine().open(arena, ENTRIES),
+        state_dir: None,
+        progress: &|_| true,
+    }
+}
+
+/// A session of a disk, on that engine.
+pub fn session(disk: Disk) -> Session {
+    Session::new(Arc::new(disk), |arena| test_engine().open(arena, ENTRIES)).unwrap()
+}
 
 /// Where the answered metadata of images in this directory is kept.
 pub fn state_dir(image: &Path) -> PathBuf {
     image.parent().unwrap().join("state")
 }
 
-fn work<T>(state_dir: Option<PathBuf>, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
-    work(&ImageTools {
-        directory: &HostDirectory,
-        unlocked: false,
-        engine: &|arena| test_engine().open(arena, 32),
-        state_dir,
-        fixed_size: false,
-        parents: ferrite_disk::Parents::default(),
-        progress: &|_| true,
-    })
-}
-
 /// A new image that reads as zeros; of a chain, the leaf.
 pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
-    let name = |file: &str| ImageName::parse(dir.join(file).to_str().unwrap()).unwrap();
+    let name = |file: &str| name(&dir.join(file));
     let (chain, extension) = match format.strip_prefix("chain.") {
         Some(extension) => (true, extension),
         None => (false, format),
@@ -51,27 +75,24 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
 /// What a disk goes on with that is exchanged: a child of an image that nobody has open; of a raw
 /// image, which has none, a copy.
 pub fn make_next(image: &Path, next: &Path) {
-    let name = |path: &Path| ImageName::parse(path.to_str().unwrap()).unwrap();
     if name(image).format == Format::Raw {
         std::fs::copy(image, next).unwrap();
         return;
     }
     let new = NewImage { parent: Some(name(image)), ..NewImage::default() };
-    work(Some(state_dir(image)), |tools| tools.create(&name(next), &new)).unwrap();
+    work(Some(&state_dir(image)), |tools| tools.create(&name(next), &new)).unwrap();
 }
 
 /// That nothing is wrong with an image that nobody has open, and its parents.
 #[track_caller]
 pub fn check(image: &Path) {
-    let name = ImageName::parse(image.to_str().unwrap()).unwrap();
-    let report = work(Some(state_dir(image)), |tools| tools.check(&name, true)).unwrap();
+    let report = work(Some(&state_dir(image)), |tools| tools.check(&name(image), true)).unwrap();
     assert!(report.usable, "{report:?}");
 }
 
 /// Writes to an image that nobody has open, and closes it in good order.
 pub fn write(image: &Path, offset: u64, bytes: &[u8]) {
-    let disk = Disk::open(image.to_str().unwrap(), &OpenOptions::default()).unwrap();
-    let mut session = Session::new(Arc::new(disk), |arena| test_engine().open(arena, 32)).unwrap();
+    let mut session = session(Disk::open(image, &OpenOptions::default()).unwrap());
     session.write(offset, bytes).unwrap();
     session.close().unwrap();
 }
@@ -82,9 +103,9 @@ pub fn contents(image: &Path) -> Vec<u8> {
     let wait_for_lock = Some(PATIENCE);
     let options =
         OpenOptions { read_only: true, wait_for_lock, state_dir, ..OpenOptions::default() };
-    let disk = Disk::open(image.to_str().unwrap(), &options).unwrap();
+    let disk = Disk::open(image, &options).unwrap();
     let mut bytes = vec![0; disk.sectors() as usize * 512];
-    let mut session = Session::new(Arc::new(disk), |arena| test_engine().open(arena, 32)).unwrap();
+    let mut session = session(disk);
     for (i, piece) in bytes.chunks_mut(1 << 20).enumerate() {
         session.read((i as u64) << 20, piece).unwrap();
     }
