@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use ferrite_io::scratch::MAX_PIECE_BYTES;
+
 use super::files::is_write_protected;
 use super::spec::{NewImage, Parent};
 use super::{Checked, Finding, LayerInfo, broken, unsuitable};
@@ -180,10 +182,21 @@ pub(super) async fn empty(
 ) -> Result<(), DiskError> {
     if !raw.is_file() && blank == Blank::Zeros && shows_medium(format, new) {
         let what = || format!("cannot make {}", raw.path().display());
-        raw::zero_device(port, raw, bytes).await.map_err(|e| broken(what(), e))?;
+        zero_device(port, raw, bytes).await.map_err(|e| broken(what(), e))?;
     }
     let new = New { path: raw.path(), new, parent, bytes };
     ask_format!(format, Is => <Is as Offline>::empty(port, raw, new).await)
+}
+
+/// Writes zeros over what is on a device.
+async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
+    if raw.bytes_now()? < bytes {
+        return Err(io::ErrorKind::StorageFull.into());
+    }
+    let zeros = port.scratch.take(MAX_PIECE_BYTES).await;
+    port.memory().fill(zeros.span(), 0);
+    raw.write_zeroes(&port.io, &port.files, 0, bytes, zeros.span()).await?;
+    port.io.sync(port.files[0]).await
 }
 
 /// The operations that other programs for such images cannot do with a new one.

@@ -2,8 +2,6 @@
 
 use std::io;
 
-use ferrite_io::scratch::MAX_PIECE_BYTES;
-
 use super::{New, Offline, examined, of_medium, without_units};
 use crate::tools::{LayerInfo, NewImage, broken};
 use crate::{DiskError, Format, Port, Raw, SECTOR_BYTES};
@@ -38,17 +36,6 @@ impl Offline for Raw {
         };
         done.map_err(|e| broken(format!("cannot resize {}", self.path().display()), e))
     }
-}
-
-/// Writes zeros over what is on a device.
-pub(super) async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
-    if raw.bytes_now()? < bytes {
-        return Err(io::ErrorKind::StorageFull.into());
-    }
-    let zeros = port.scratch.take(MAX_PIECE_BYTES).await;
-    port.memory().fill(zeros.span(), 0);
-    raw.write_zeroes(&port.io, &port.files, 0, bytes, zeros.span()).await?;
-    port.io.sync(port.files[0]).await
 }
 
 async fn empty_raw(port: &Port, raw: &Raw, New { new, bytes, .. }: New<'_>) -> io::Result<()> {

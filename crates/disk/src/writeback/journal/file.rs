@@ -13,7 +13,7 @@ use rustix::fs::{FlockOperation, OFlags, flock, major, minor};
 
 use crate::raw::flock_holder;
 
-use super::{HEADER_BYTES, MAGIC, VOID_AT, file_bytes, slots};
+use super::layout::{HEADER_BYTES, MAGIC, VOID_AT, file_bytes, slots};
 
 /// A journal's file, open and locked. While it has its name, nobody else holds the journal.
 #[derive(Debug)]

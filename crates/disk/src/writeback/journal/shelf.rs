@@ -7,10 +7,10 @@ use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 
-use super::{
-    Content, FORMAT_AT, HANDLE_AT, HANDLE_LEN_AT, HEADER_BYTES, Held, Identity, MAGIC,
-    MAX_PATH_BYTES, PATH_AT, PATH_LEN_AT, PLACE_AT, PLACE_LEN_AT, Told, cannot, file, foreign,
-    not_held, records, told,
+use super::file::{self, Content, Held};
+use super::layout::{
+    FORMAT_AT, HANDLE_AT, HANDLE_LEN_AT, HEADER_BYTES, Identity, MAGIC, MAX_PATH_BYTES, PATH_AT,
+    PATH_LEN_AT, PLACE_AT, PLACE_LEN_AT, Told, cannot, foreign, not_held, records, told,
 };
 use serde::Serialize;
 

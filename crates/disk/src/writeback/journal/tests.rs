@@ -1,8 +1,11 @@
 use std::mem::MaybeUninit;
+use std::path::PathBuf;
 
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
 use super::*;
+use crate::Format;
+use crate::place::Place;
 
 fn identity() -> Identity {
     let place = Place::from_text("inode 1 on a disk".into());
