@@ -2,8 +2,9 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 /// An eventfd: wakes a path's thread, or the control thread.
 pub struct Waker(OwnedFd);
@@ -32,4 +33,19 @@ impl Waker {
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
+}
+
+/// Waits for one of these, or the end of `timeout`; which are readable.
+pub(crate) fn wait_for<const N: usize>(
+    fds: [BorrowedFd<'_>; N],
+    timeout: Option<Duration>,
+) -> io::Result<[bool; N]> {
+    let timeout = timeout
+        .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
+    let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    match poll(&mut fds, timeout.as_ref()) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(e) => return Err(e.into()),
+    }
+    Ok(fds.map(|fd| fd.revents().contains(PollFlags::IN)))
 }

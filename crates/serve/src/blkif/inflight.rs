@@ -29,8 +29,6 @@
 //! The table also names the image that is served (`image.rs`): a successor with another one is
 //! refused.
 
-mod image;
-
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,6 +36,10 @@ use std::sync::Arc;
 use ferrite_disk::DiskIdentity;
 use ferrite_io::shm::Shm;
 use ferrite_xen::abi::{MAX_SLOT_BYTES, Protocol, RawSegment, SEGMENT_BYTES, Slot};
+
+mod image;
+
+use image::{HEADER_BYTES, text};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"FERINF05");
 const MAGIC_AT: usize = 0;
@@ -47,7 +49,6 @@ const ENTRIES_AT: usize = 16;
 const SEGMENTS_AT: usize = 20;
 const IDENTITY_LEN_AT: usize = 24;
 const IDENTITY_AT: usize = 64;
-const HEADER_BYTES: usize = 20 << 10;
 /// Room for the identity, which is text of our own making: with 64 queues and 16 pages a ring, the
 /// most that there are, 12.5 KiB for these.
 const IDENTITY_MAX: usize = image::FIRST_AT - IDENTITY_AT;
@@ -255,13 +256,6 @@ impl Table {
             })
             .collect()
     }
-}
-
-/// A text of the header, which the predecessor wrote.
-fn text(shm: &Shm, len_at: usize, at: usize, most: usize) -> String {
-    let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
-    shm.copy_out(at, &mut bytes);
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// A request that its guest was not answered for.

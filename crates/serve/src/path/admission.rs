@@ -7,7 +7,6 @@ use ferrite_io::pool::{Buf, SLAB_BYTES};
 
 use super::RequestPath;
 use super::flight::Ticket;
-use super::layout::Layout;
 use super::work::{Action, Outcome, Work};
 
 /// What becomes of a request that was [admitted](RequestPath::admit).
@@ -104,7 +103,7 @@ impl RequestPath {
         let flight = self.flights.get(&ticket);
         flight.flushes = self.flushes;
         flight.work = work;
-        flight.layout = Layout::of(flight, self.medium.block_bytes);
+        flight.lay_out(self.medium.block_bytes);
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
         let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());

@@ -10,7 +10,6 @@ use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;
 
 use super::gate::{Gate, Wanted};
-use super::parking::Slot;
 use crate::log_limit::LogLimits;
 use crate::waker::Waker;
 
@@ -25,6 +24,15 @@ pub trait Heir: Send + Sync {
     /// From now on it is this one. Nobody has written to it as the device's disk. It cannot fail, and
     /// must not ask for the disk.
     fn serves(&self, image: &DiskIdentity);
+}
+
+/// The disk of a device.
+pub(super) enum Slot {
+    Here(Arc<Disk>),
+    /// It is the parker's.
+    Away,
+    /// The parker gave none back.
+    Lost,
 }
 
 /// A disk that is served, from attach to detach.

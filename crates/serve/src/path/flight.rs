@@ -70,6 +70,15 @@ pub(super) struct Flight {
     pub(super) record: Record,
 }
 
+impl Flight {
+    /// Says how its data lies in its buffer, if it has one.
+    pub(super) fn lay_out(&mut self, block_bytes: usize) {
+        let (offset, bytes) = (self.work.offset(), self.work.bytes() as usize);
+        let buf = self.buf.as_ref().map(Buf::span);
+        self.layout = buf.map(|buf| Layout::of(buf, offset, bytes, block_bytes));
+    }
+}
+
 /// The table of a path, of a fixed size. With one entry a ring slot, one is always free for a request
 /// that the ring's rules allow.
 pub(super) struct Flights {

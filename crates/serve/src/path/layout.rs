@@ -2,8 +2,6 @@
 
 use ferrite_io::arena::Span;
 
-use super::flight::Flight;
-
 /// Where a request's data stands in its buffer: from the offset in the medium's block that it has
 /// on the medium, so that the whole blocks around it can be read and written in place.
 #[derive(Clone, Copy, Debug)]
@@ -17,18 +15,16 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// `None` for a request without a buffer. `block_bytes` is a power of two.
-    pub(super) fn of(flight: &Flight, block_bytes: usize) -> Option<Layout> {
-        let buf = flight.buf.as_ref()?.span();
+    /// Of so many bytes from `offset` on, in `buf`. `block_bytes` is a power of two.
+    pub(super) fn of(buf: Span, offset: u64, bytes: usize, block_bytes: usize) -> Layout {
         let in_block = block_bytes - 1;
-        let (offset, bytes) = (flight.work.offset(), flight.work.bytes() as usize);
         let before = offset as usize & in_block;
         let whole = (before + bytes + in_block) & !in_block;
-        Some(Layout {
+        Layout {
             offset: offset - before as u64,
             blocks: buf.slice(0, whole),
             data: buf.slice(before, bytes),
-        })
+        }
     }
 
     /// Whether the request is of whole blocks only.

@@ -102,7 +102,7 @@ impl Neighbours {
         for (here, buf) in run.iter().zip(self.bufs.drain(..)) {
             let flight = flights.at(here.entry);
             flight.buf = Some(buf);
-            flight.layout = Layout::of(flight, block_bytes);
+            flight.lay_out(block_bytes);
         }
     }
 }

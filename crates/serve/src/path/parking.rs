@@ -29,16 +29,7 @@ use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
 use super::RequestPath;
-use super::device::Device;
-
-/// The disk of a device.
-pub(super) enum Slot {
-    Here(Arc<Disk>),
-    /// It is the parker's.
-    Away,
-    /// The parker gave none back.
-    Lost,
-}
+use super::device::{Device, Slot};
 
 /// How often a parker looks whether the last to let go of a disk has done so.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);

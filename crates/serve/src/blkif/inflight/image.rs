@@ -8,8 +8,8 @@
 use ferrite_disk::DiskIdentity;
 use ferrite_io::shm::Shm;
 
-use super::{HEADER_BYTES, text};
-
+/// Of the whole header.
+pub(super) const HEADER_BYTES: usize = 20 << 10;
 /// 0 or 1: which name counts.
 const COUNTS_AT: usize = 28;
 /// The lengths of the first name's key and path; the other's are behind them.
@@ -62,4 +62,11 @@ fn lives() -> bool {
     return super::tests::lives();
     #[cfg(not(test))]
     true
+}
+
+/// A text of the header, which the predecessor wrote.
+pub(super) fn text(shm: &Shm, len_at: usize, at: usize, most: usize) -> String {
+    let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
+    shm.copy_out(at, &mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
 }

@@ -1,17 +1,19 @@
 //! A connected frontend: its queues, their threads, and what they leave for a successor.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use ferrite_disk::Disk;
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::Engine;
 use ferrite_io::pool::Pool;
 use ferrite_xen::hypervisor::{DomId, Hypervisor, HypervisorError, Link};
 use ferrite_xen::mover::{Mover, Moving};
 use ferrite_xen::ring::BackRing;
 
-use super::EngineFactory;
 use super::heir::TableHeir;
 use super::messages::{Failure, Report, Rings};
 use super::run_dir::RunFiles;
@@ -31,6 +33,10 @@ use crate::waker::Waker;
 /// Operations that an engine may have in flight beside a ring's requests: the event channel, the
 /// waker, and steps of tasks.
 const EXTRA_OPERATIONS: u32 = 32;
+
+/// Builds a queue's storage engine over the arena, for so many operations in flight; called on
+/// the queue's own thread.
+pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
 
 /// What connections to a disk are made of.
 pub(super) struct Means<'a> {

@@ -5,11 +5,10 @@ use std::time::Duration;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 
+use super::error::ServeError;
 use super::look::{State, is_in_use};
-use super::refusal::error_path;
-use super::{ServeError, inbox};
 use crate::blkif::negotiate::{INFO_CDROM, INFO_READ_ONLY, INFO_REMOVABLE};
-use crate::waker::Waker;
+use crate::waker::{Waker, wait_for};
 
 /// A disk as the toolstack has attached it. These keys are read once: what becomes of them later
 /// counts when the disk is attached again, as with the kernel's backend.
@@ -87,7 +86,8 @@ impl Attachment {
             }
             // What has come with the last answer does not make the descriptor readable.
             let timeout = store.poll_event()?.map(|_| Duration::ZERO);
-            let [_, stopped] = inbox::poll_all([store.fd(), stop.fd()], timeout)?;
+            let [_, stopped] = wait_for([store.fd(), stop.fd()], timeout)
+                .map_err(|e| ServeError::host("wait for events", e))?;
             if stopped {
                 return Ok(None);
             }
@@ -138,5 +138,15 @@ impl Keys<'_> {
             return Ok(Some(info & INFO_READ_ONLY != 0));
         }
         Ok(self.read("mode")?.map(|mode| !mode.contains(&b'w')))
+    }
+}
+
+/// The node for errors of the device with this directory: `error/` stands before the part that is
+/// relative to the domain.
+pub(super) fn error_path(backend: &str) -> String {
+    let absolute = backend.strip_prefix("/local/domain/").and_then(|rest| rest.split_once('/'));
+    match absolute {
+        Some((domid, rest)) => format!("/local/domain/{domid}/error/{rest}/error"),
+        None => format!("error/{backend}/error"),
     }
 }

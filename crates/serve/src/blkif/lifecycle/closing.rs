@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, Session};
 
-use super::EngineFactory;
+use super::attached::EngineFactory;
 use super::messages::Failure;
 use crate::log_limit::limited;
 use crate::path::device::Device;

@@ -1,13 +1,12 @@
 //! The one place where a disk's control thread waits, and what it hears there.
 
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use ferrite_xen::store::StoreError;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::attachment::DIRECTORY;
 use super::{Backend, FRONTEND, ServeError};
+use crate::waker::wait_for;
 
 /// What has happened. It says when to look at all states, and never what they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +65,8 @@ impl Backend<'_> {
         let store = if follows_store { self.store.fd() } else { stop };
         let listens = self.listens && matches!(self.wait, Wait::Anything(_));
         let growth = self.worker.growth_fd().filter(|_| listens).unwrap_or(stop);
-        let [store, queue, growth, stop] = poll_all([store, reports, growth, stop], timeout)?;
+        let [store, queue, growth, stop] = wait_for([store, reports, growth, stop], timeout)
+            .map_err(|e| ServeError::host("wait for events", e))?;
         if follows_store {
             self.drain_watches()?;
         }
@@ -89,19 +89,4 @@ impl Backend<'_> {
         }
         Ok(any)
     }
-}
-
-/// Waits for one of these, or the end of `timeout`; which are readable.
-pub(super) fn poll_all<const N: usize>(
-    fds: [BorrowedFd<'_>; N],
-    timeout: Option<Duration>,
-) -> Result<[bool; N], ServeError> {
-    let timeout = timeout
-        .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
-    let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-    match poll(&mut fds, timeout.as_ref()) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => {}
-        Err(e) => return Err(ServeError::host("wait for events", e.into())),
-    }
-    Ok(fds.map(|fd| fd.revents().contains(PollFlags::IN)))
 }

@@ -4,7 +4,7 @@
 use std::io;
 use std::time::Duration;
 
-use super::ServeError;
+use super::error::ServeError;
 use crate::blkif::negotiate::{DiskFacts, Wanted};
 
 /// What a worker is to do. It has done it when its [`Reply`] is there.

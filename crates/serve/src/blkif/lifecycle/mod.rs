@@ -8,14 +8,11 @@
 //! The loop follows xenstore, and touches no ring, disk or file. The worker (`worker.rs`) does that,
 //! and knows nothing of xenstore; what they say to each other is in `messages.rs`.
 
-use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::arena::Arena;
 use ferrite_io::clock::Clock;
-use ferrite_io::engine::Engine;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::mover::Moving;
 use ferrite_xen::store::{Store, StoreError};
@@ -34,6 +31,7 @@ mod attachment;
 mod carry_out;
 mod closing;
 mod directory;
+mod error;
 mod growth;
 mod heir;
 mod inbox;
@@ -46,8 +44,10 @@ mod sweep;
 mod worker;
 mod xenbus;
 
+pub use attached::EngineFactory;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
+pub use error::ServeError;
 pub use look::State;
 pub use run_dir::{STOPPED, TABLE, run_dir_name};
 pub use sweep::sweep;
@@ -72,10 +72,6 @@ const DELAY: Duration = Duration::from_millis(250);
 
 /// The token of the watch on the frontend's state.
 const FRONTEND: &str = "frontend";
-
-/// Builds a queue's storage engine over the arena, for so many operations in flight; called on
-/// the queue's own thread.
-pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
 
 /// What is served to whom, and how.
 pub struct Config {
@@ -113,46 +109,6 @@ pub enum Outcome {
     Unplugged,
     /// We were asked to stop. The guest keeps the disk and waits for a successor.
     Stopped,
-}
-
-/// Why serving ended.
-#[derive(Debug, thiserror::Error)]
-pub enum ServeError {
-    /// xenstore's.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The attachment in xenstore is not ours to serve.
-    #[error("{0}")]
-    Attachment(String),
-    /// The guest is connected, and its connection cannot be taken over.
-    #[error("cannot take over the running guest: {0}")]
-    TakeOver(String),
-    /// The guest has let go of the disk, and storage failed when its image was to be closed.
-    #[error("cannot close the image: {0}")]
-    Close(#[source] io::Error),
-    /// The run directory cannot be used now: there is no space, or another process works in it.
-    /// That delays a connection, and ends nothing.
-    #[error("cannot {what}: {source}")]
-    RunDir {
-        /// What was tried.
-        what: String,
-        /// The reason.
-        source: io::Error,
-    },
-    /// This host's fault: no memory, no descriptors, a queue that failed.
-    #[error("cannot {what}: {source}")]
-    Host {
-        /// What was tried.
-        what: String,
-        /// The reason.
-        source: io::Error,
-    },
-}
-
-impl ServeError {
-    fn host(what: impl Into<String>, source: io::Error) -> Self {
-        ServeError::Host { what: what.into(), source }
-    }
 }
 
 /// Serves `device` until it is unplugged or `stop` is woken.

@@ -2,6 +2,7 @@
 
 use ferrite_xen::store::{Store, StoreError};
 
+use super::attachment::error_path;
 use super::messages::Failure;
 use super::{Backend, ServeError};
 use crate::blkif::negotiate::NegotiateError;
@@ -91,14 +92,4 @@ pub(super) fn clear_error(store: &mut Store, backend: &str) -> Result<(), StoreE
             Err(e) => Err(e),
         }
     })
-}
-
-/// The node for errors of the device with this directory: `error/` stands before the part that is
-/// relative to the domain.
-pub(super) fn error_path(backend: &str) -> String {
-    let absolute = backend.strip_prefix("/local/domain/").and_then(|rest| rest.split_once('/'));
-    match absolute {
-        Some((domid, rest)) => format!("/local/domain/{domid}/error/{rest}/error"),
-        None => format!("error/{backend}/error"),
-    }
 }
