@@ -3,6 +3,8 @@
 
 mod checks;
 #[cfg(test)]
+mod circles;
+#[cfg(test)]
 mod citations;
 mod demo;
 mod dist;
