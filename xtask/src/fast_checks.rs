@@ -157,6 +157,14 @@ fn sanitized(targets: &[String]) -> Result<()> {
     run("address-sanitizer", &mut test)
 }
 
+/// A disk that is parked a thousand times in each format. It prints the pauses.
+pub(crate) fn parking() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-serve", "--test", "parking"]);
+    test.args(["--", "--ignored", "--nocapture"]);
+    steps::run(&mut test)
+}
+
 /// The names of the test programs that cargo makes of a folder of tests.
 fn test_files(folder: &str) -> Result<Vec<String>> {
     let folder = steps::repository().join(folder);

@@ -1,5 +1,6 @@
 //! The checks that take hours: every test on real Xen of two releases, mutants, every test under
-//! AddressSanitizer, the program for any libc, power cuts with new seeds, fuzz targets.
+//! AddressSanitizer, a disk that is parked a thousand times, the program for any libc, power cuts
+//! with new seeds, fuzz targets.
 
 use std::process::ExitCode;
 
@@ -14,7 +15,7 @@ pub(crate) struct NightlyArguments {
     /// For how long in all.
     #[arg(default_value_t = 8.0)]
     hours: f64,
-    /// Only one of the six.
+    /// Only one of the seven.
     #[arg(long, value_enum)]
     only: Option<Part>,
 }
@@ -27,6 +28,8 @@ enum Part {
     Mutants,
     /// Every test of the data path under AddressSanitizer.
     Sanitizer,
+    /// A disk that is parked a thousand times in each format, and how long its guest waits.
+    Parking,
     /// The packages whose program is linked statically.
     Static,
     /// The simulator's stories.
@@ -52,6 +55,10 @@ pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
         let every =
             step("every test under AddressSanitizer", fast_checks::address_sanitizer_of_all);
         good &= every.inspect_err(|error| say(steps::chain(error))).is_ok();
+    }
+    if wanted(Part::Parking) {
+        let parked = step("a disk that is parked a thousand times", fast_checks::parking);
+        good &= parked.inspect_err(|error| say(steps::chain(error))).is_ok();
     }
     if wanted(Part::Static) {
         let packages = step("the packages for any libc", dist::check_static);
