@@ -96,6 +96,10 @@ fn exchange(device: &Arc<Device>, image: &Path, next: &Path) {
     let disk = open(next);
     step("go on");
     away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
+    if dies == NAMED {
+        // Nobody was told.
+        std::process::exit(2);
+    }
     // Its guest writes to it, or not yet.
     std::thread::sleep(Duration::from_micros(u64::from(std::process::id()) * 991 % 40_000));
     step("gone on");

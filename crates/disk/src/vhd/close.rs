@@ -47,7 +47,7 @@ impl Vhd {
         };
         if end.used < end.footer {
             sparse.blocks.mend_copy(port).await?;
-            clear_before_footer(port, &self.raw, end).await?;
+            clear_before_footer(port, &self.commits, &self.raw, end).await?;
         }
         if let Some(batmap) = &sparse.batmap {
             let map = sparse.blocks.batmap(covered_bytes(self.footer.current_size) as usize);
@@ -55,10 +55,10 @@ impl Vhd {
         }
         let footer: [u8; footer::BYTES] = self.footer.bytes();
         write_bytes(port, file, &[(at, &footer)]).await?;
-        port.io.sync(file).await?;
+        self.commits.sync(port).await?;
         if self.raw.is_file() {
             port.io.set_len(file, at + SECTOR).await?;
-            port.io.sync(file).await?;
+            self.commits.sync(port).await?;
         } else if sparse.blocks.is_moved(at) {
             sparse.blocks.forget_footer(port, at).await?;
         }
@@ -91,7 +91,7 @@ impl Vhd {
         if sparse.full_on_disk.load(Ordering::Acquire) {
             let map = vec![0; covered_bytes(self.footer.current_size) as usize];
             self.write_batmap(port, sparse, batmap, &map).await?;
-            sparse.blocks.sync(port).await?;
+            self.commits.sync(port).await?;
             sparse.full_on_disk.store(false, Ordering::Release);
             Rare::BatmapCleared.taken();
         }

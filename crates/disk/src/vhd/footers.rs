@@ -5,6 +5,7 @@ use std::io;
 use super::format::SECTOR;
 use super::format::footer::Footer;
 use super::pieces::{erase, write_bytes};
+use crate::writeback::Commits;
 use crate::{Port, Raw};
 
 /// Where a file ends, in bytes.
@@ -28,11 +29,16 @@ pub(super) fn last_sector(raw: &Raw) -> io::Result<u64> {
 /// that an image had before it grew, a table that was moved, what a process wrote that died. QEMU
 /// puts its first block there, says that it is wholly present, and writes only what its guest did.
 /// The copy of the footer is whole, since the one at the end may lie there.
-pub(super) async fn clear_before_footer(port: &Port, raw: &Raw, end: End) -> io::Result<()> {
+pub(super) async fn clear_before_footer(
+    port: &Port,
+    commits: &Commits,
+    raw: &Raw,
+    end: End,
+) -> io::Result<()> {
     let there = end.footer.min(raw.bytes_now()?);
     if raw.is_file() && end.used < there {
         erase(port, raw, end.used, there - end.used).await?;
-        port.io.sync(port.files[0]).await?;
+        commits.sync(port).await?;
     }
     Ok(())
 }
@@ -51,13 +57,14 @@ pub(super) async fn clear_before_footer(port: &Port, raw: &Raw, end: End) -> io:
 /// never anything else.
 pub(super) async fn replace_footers(
     port: &Port,
+    commits: &Commits,
     raw: &Raw,
     old: &Footer,
     footer: &Footer,
     end: End,
 ) -> io::Result<()> {
     let (io, file) = (&port.io, port.files[0]);
-    clear_before_footer(port, raw, end).await?;
+    clear_before_footer(port, commits, raw, end).await?;
     let at = if raw.is_file() { end.footer } else { last_sector(raw)? };
     let (new, none) = (footer.bytes(), [0; SECTOR as usize]);
     let steps: &[(u64, &[u8])] = match old.uuid == footer.uuid {
@@ -66,10 +73,10 @@ pub(super) async fn replace_footers(
     };
     for (number, step) in steps.iter().enumerate() {
         write_bytes(port, file, &[*step]).await?;
-        io.sync(file).await?;
+        commits.sync(port).await?;
         if number == 0 && raw.is_file() {
             io.set_len(file, at + SECTOR).await?;
-            io.sync(file).await?;
+            commits.sync(port).await?;
         }
     }
     Ok(())

@@ -30,14 +30,14 @@ impl Vhd {
             (Body::Sparse(sparse), _) => {
                 let end = sparse.blocks.end_of_file();
                 sparse.blocks.mend_copy(port).await?;
-                replace_footers(port, &self.raw, &self.footer, &footer, end).await?;
+                replace_footers(port, &self.commits, &self.raw, &self.footer, &footer, end).await?;
                 Rare::IdentityTaken.taken();
                 Ok(())
             }
             // Its only one: a single sector. There may be space between the disk and that.
             (Body::Fixed, FooterAt::End(at)) => {
                 write_bytes(port, port.files[0], &[(at, &footer.bytes())]).await?;
-                port.io.sync(port.files[0]).await
+                self.commits.sync(port).await
             }
             (Body::Fixed, FooterAt::Start) => Err(io::ErrorKind::InvalidData.into()),
         }

@@ -11,6 +11,7 @@
 use std::fmt;
 use std::io::Result as IoResult;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use ferrite_io::arena::Span;
@@ -21,6 +22,7 @@ use crate::image::backing::Backing;
 use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
 use crate::size::Human;
+use crate::writeback::Commits;
 use crate::writeback::journal::{self, Identity, Journal};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw};
 
@@ -90,6 +92,8 @@ pub struct Vhd {
     raw: Raw,
     footer: Footer,
     footer_at: FooterAt,
+    /// Makes all syncs.
+    commits: Arc<Commits>,
     body: Body,
 }
 
@@ -112,6 +116,7 @@ impl Vhd {
             Err(_) if !raw.is_file() => no_footer(&raw, footers.end_at, &e),
             _ => bad(e.into()),
         })?;
+        let commits = Arc::new(Commits::new());
         let body = match footer.kind {
             Kind::Fixed => fixed(&footer, footers.end_at).map_err(|e| bad(e.into()))?,
             Kind::Dynamic | Kind::Differencing => {
@@ -126,11 +131,11 @@ impl Vhd {
                     _ => None,
                 };
                 Body::Sparse(Box::new(self::sparse(
-                    &raw, &footers, &footer, sparse, parent, options,
+                    &raw, &footers, &footer, sparse, parent, &commits, options,
                 )?))
             }
         };
-        Ok(Vhd { raw, footer, footer_at, body })
+        Ok(Vhd { raw, footer, footer_at, commits, body })
     }
 
     /// Bytes of the virtual disk.
@@ -271,7 +276,7 @@ impl ImageFormat for Vhd {
     async fn commit(&self, port: &Port) -> IoResult<()> {
         match &self.body {
             _ if self.raw.read_only() => Ok(()),
-            Body::Fixed => self.raw.flush(&port.io, &port.files).await,
+            Body::Fixed => self.commits.sync(port).await,
             Body::Sparse(sparse) => sparse.blocks.commit(port).await,
         }
     }
@@ -375,6 +380,7 @@ fn sparse(
     footer: &Footer,
     meta: meta::Sparse,
     parent: Option<Parent>,
+    commits: &Arc<Commits>,
     options: &OpenOptions,
 ) -> Result<Sparse, DiskError> {
     let (journal, records) = journal_of(raw, footer, options)?;
@@ -392,6 +398,7 @@ fn sparse(
         full: meta.full,
         metadata_bytes: options.metadata_bytes,
         journal,
+        commits: Arc::clone(commits),
     });
     if !records.is_empty() {
         tracing::info!(

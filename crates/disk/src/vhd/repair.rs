@@ -5,6 +5,7 @@ use super::check::{Problem, Report, survey};
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
 use super::pieces::write_bytes;
+use crate::writeback::Commits;
 use crate::{DiskError, ErrorKind, Port, Raw};
 
 /// Mends the image in `raw`, open for writing and file 0 of the port: footers from the one that is
@@ -29,10 +30,10 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
         DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)
     };
     let Some(sparse) = &found.sparse else { return Ok(report) };
-    let file = port.files[0];
+    let (file, commits) = (port.files[0], Commits::new());
     if has(Problem::FooterCopy) {
         write_bytes(port, file, &[(0, &found.footer.bytes())]).await.map_err(failed)?;
-        port.io.sync(file).await.map_err(failed)?;
+        commits.sync(port).await.map_err(failed)?;
     }
     if raw.is_file() {
         for (from, to) in &sparse.gaps {
@@ -51,11 +52,11 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
         let mut pieces: Vec<(u64, &[u8])> = vec![(map.offset, &full)];
         pieces.extend(at.map(|at| (at, &header[..])));
         write_bytes(port, file, &pieces).await.map_err(failed)?;
-        port.io.sync(file).await.map_err(failed)?;
+        commits.sync(port).await.map_err(failed)?;
     }
     if has(Problem::EndFooter) || has(Problem::FooterCopy) || has(Problem::Leak) {
         let footer = &found.footer;
-        replace_footers(port, raw, footer, footer, sparse.end).await.map_err(failed)?;
+        replace_footers(port, &commits, raw, footer, footer, sparse.end).await.map_err(failed)?;
     }
     Ok(report)
 }

@@ -91,7 +91,7 @@ impl Vhd {
             if at < new {
                 at = new;
                 write_bytes(port, file, &[(at, &self.footer.bytes())]).await?;
-                port.io.sync(file).await?;
+                self.commits.sync(port).await?;
                 match port.io.allocate(file, old, new - old).await {
                     Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
                     done => done?,
@@ -102,10 +102,10 @@ impl Vhd {
         }
         if new > old {
             write_zeros(port, &self.raw, old, new - old).await?;
-            port.io.sync(file).await?;
+            self.commits.sync(port).await?;
         }
         write_bytes(port, file, &[(at, &footer.bytes())]).await?;
-        port.io.sync(file).await
+        self.commits.sync(port).await
     }
 
     /// The part of the last block that was behind the disk's end and will not be: its bits may be
@@ -117,7 +117,7 @@ impl Vhd {
         if let Some(sector) = place.filter(|_| within > 0) {
             let data = u64::from(sector) * SECTOR + sparse.blocks.bitmap_bytes();
             write_zeros(port, &self.raw, data + within, block_bytes - within).await?;
-            port.io.sync(port.files[0]).await?;
+            self.commits.sync(port).await?;
             Rare::TailCleared.taken();
         }
         Ok(())
@@ -138,10 +138,10 @@ impl Vhd {
         } else {
             let sectors = sparse.blocks.blocks() / ENTRIES..blocks.div_ceil(ENTRIES);
             table::write(port, sparse, sparse.header.table_offset, sectors).await?;
-            port.io.sync(port.files[0]).await?;
+            self.commits.sync(port).await?;
             self.resize_batmap(port, sparse, footer).await?;
         }
-        replace_footers(port, &self.raw, &self.footer, footer, end).await
+        replace_footers(port, &self.commits, &self.raw, &self.footer, footer, end).await
     }
 
     /// The batmap of the disk with its new size: its checksum is made for as many bytes as that says.
@@ -163,7 +163,7 @@ impl Vhd {
             if full.len() as u64 <= map.len {
                 let raw = map.header_for(&full);
                 write_bytes(port, port.files[0], &[(map.offset, &full), (at, &raw)]).await?;
-                port.io.sync(port.files[0]).await?;
+                self.commits.sync(port).await?;
             }
         }
         Ok(())

@@ -108,7 +108,7 @@ impl Vhd {
         for (block, place) in in_the_way.iter().zip(&places) {
             copy(port, file, block.start(), u64::from(*place) * SECTOR, stride).await?;
         }
-        port.io.sync(file).await?;
+        self.commits.sync(port).await?;
         for (block, place) in in_the_way.iter().zip(&places) {
             sparse.blocks.moved(block.block, *place);
         }
@@ -116,7 +116,7 @@ impl Vhd {
             let sector = block.block / ENTRIES;
             write(port, sparse, sparse.header.table_offset, sector..sector + 1).await?;
         }
-        port.io.sync(file).await
+        self.commits.sync(port).await
     }
 
     /// Steps 3 and 4.
@@ -135,12 +135,12 @@ impl Vhd {
             write_filled(port, file, map.offset, map.len, 0).await?;
             write_bytes(port, file, &[(map.offset, &full), (*at, &map.header_for(&full))]).await?;
         }
-        port.io.sync(file).await?;
+        self.commits.sync(port).await?;
         // The second sector stays, whatever is in its reserved fields.
         let old = self.raw.read_now(footer.data_offset, header::BYTES)?;
         let first = plan.header.moved_table(&old).ok_or(io::ErrorKind::UnexpectedEof)?;
         write_bytes(port, file, &[(footer.data_offset, &first)]).await?;
-        port.io.sync(file).await?;
+        self.commits.sync(port).await?;
         Rare::TableGrown.taken();
         Ok(())
     }

@@ -13,7 +13,8 @@
 //! # A sync that fails
 //! It has made the kernel forget what was not written, and the next sync is told nothing of it. So
 //! from then on no commit begins and no flush succeeds, also those that an earlier commit could
-//! answer, until the image is opened again.
+//! answer, and every other sync of the image fails, too, until the image is opened again: those
+//! beside commits, of closing, growing and resizing, are made here as well.
 
 use std::future::Future;
 use std::io;
@@ -70,6 +71,7 @@ impl Commits {
 
     /// Syncs the image. One that fails is the last.
     pub(crate) async fn sync(&self, port: &Port) -> io::Result<()> {
+        self.check()?;
         let done = port.io.sync(port.files[0]).await;
         if done.is_err() {
             self.fail();

@@ -58,7 +58,7 @@ impl Qcow2 {
             self.commit(port).await?;
             offset
         };
-        meta::sync(port).await?;
+        self.base.sync(port).await?;
         self.base
             .patch_header(port, |sector| {
                 sector[24..32].copy_from_slice(&bytes.to_be_bytes());

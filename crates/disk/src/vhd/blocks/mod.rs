@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
@@ -131,7 +131,7 @@ pub(super) struct Blocks {
     /// looks whether one came between.
     generations: Box<[AtomicU32]>,
     state: Mutex<State>,
-    commits: Commits,
+    commits: Arc<Commits>,
     /// Held while the file is made longer.
     growing: SharedLock,
 }
@@ -157,6 +157,8 @@ pub(super) struct Opened {
     pub(super) metadata_bytes: usize,
     /// An empty journal, or one whose records are for [`Blocks::replay`].
     pub(super) journal: Journal,
+    /// The image's.
+    pub(super) commits: Arc<Commits>,
 }
 
 impl Blocks {
@@ -212,7 +214,7 @@ impl Blocks {
                 #[cfg(test)]
                 steps: 0,
             }),
-            commits: Commits::new(),
+            commits: opened.commits,
             growing: SharedLock::new(),
             layout,
         };
