@@ -49,7 +49,8 @@ mod tests {
     fn serve(run_dir: &Path, name: &str) {
         let image = Disk::open(name, &OpenOptions::default()).unwrap().identity().unwrap();
         let identity = Identity {
-            text: String::new(),
+            guest: String::new(),
+            rings: String::new(),
             image,
             protocol: Protocol::X86_64,
             ring_order: 0,

@@ -1,6 +1,8 @@
 //! Backends that are killed at any moment, and their successors (blkif.md 3.9): the guest sees a
 //! pause. No error, no lost or wrong byte, no request without an answer or with two.
 
+mod nth;
+
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,10 +12,12 @@ use ferrite_io::clock::SplitMix64;
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_testkit::errno::ENOMEM;
+use ferrite_testkit::processes::{World, killed_under_load, word};
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, images, scale};
 
-use ferrite_testkit::processes::{World, killed_under_load, word};
+use nth::{Call, FailingHypervisor, Nth};
 
 /// Not a test: the backend, when this program is run again with the environment that says so.
 #[test]
@@ -151,10 +155,10 @@ fn without_the_right_table_nothing_is_taken_over_and_nothing_touched() {
         refused(&mut rig, &mut front, why);
     }
     std::fs::write(&path, &right).unwrap();
-    // The guest names other rings than those that the table is of.
+    // The guest names a ring that is none.
     let ring = front.queues[0].ring_grefs()[0].0;
     front.write_key("ring-ref", b"8191").unwrap();
-    refused(&mut rig, &mut front, "does not belong");
+    refused(&mut rig, &mut front, "8191");
     front.write_key("ring-ref", ring.to_string().as_bytes()).unwrap();
     // Another guest by the same number.
     let vm = format!("/local/domain/{}/vm", rig.domid);
@@ -223,6 +227,102 @@ fn a_resumed_guest_whose_rings_are_new_is_connected() {
     }
     rig.start();
     front.close(PATIENCE).unwrap();
+}
+
+/// As Linux resumes: it goes from 3 to 4 by itself where the backend stands at 4, and does all
+/// requests again that had no answer.
+fn resume_at_four(front: &mut Frontend, buffer: &Buffer) {
+    let queues = 1 + front.queues.len() as u32 % 2;
+    front.offer(&FrontOptions { queues, ..FrontOptions::default() }).unwrap();
+    front.set_state(4).unwrap();
+    for queue in &mut front.queues {
+        queue.write(0, buffer, 0, 4096).unwrap();
+        queue.push().unwrap();
+    }
+}
+
+fn all_are_answered(front: &mut Frontend) {
+    for queue in &mut front.queues {
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+    }
+}
+
+#[test]
+fn a_guest_that_was_resumed_and_is_at_work_while_nobody_serves_it_is_connected() {
+    let (mut rig, mut front, buffer) = interrupted();
+    for _ in 0..3 {
+        resume_at_four(&mut front, &buffer);
+        rig.start();
+        all_are_answered(&mut front);
+        assert_eq!(rig.sectors(0, 4096), vec![7; 4096]);
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    }
+    // From another image of the same size it is not.
+    resume_at_four(&mut front, &buffer);
+    for state in [4, 3] {
+        front.set_state(state).unwrap();
+        let (image, copy) = (rig.image.clone(), rig.dir.path().join("copy.img"));
+        std::fs::copy(&image, &copy).unwrap();
+        rig.image = copy;
+        rig.start();
+        let error = rig.join().unwrap_err();
+        assert!(matches!(error, ServeError::TakeOver(_)), "{error}");
+        assert_eq!(front.backend_state().unwrap(), 4, "the guest would lose its disk");
+        rig.image = image;
+    }
+    rig.start();
+    all_are_answered(&mut front);
+    front.close(PATIENCE).unwrap();
+}
+
+/// A host that fails or a kill between the end of the old rings and the table of the new ones.
+#[test]
+fn a_backend_that_ends_while_it_connects_a_resumed_guest_is_followed_by_one_that_connects_it() {
+    for connection in [2, 3] {
+        let mut rig = Rig::without_backend(Plan { bytes: 1 << 20, ..Plan::default() });
+        let nth = Nth::new(Call::Connect, connection, 1, ENOMEM);
+        let inner = rig.machine.loopback(CopyWith::Memcpy).unwrap();
+        let store = rig.machine.store().unwrap();
+        rig.start_with(store, Box::new(FailingHypervisor { inner, nth: nth.clone() }));
+        let mut front = rig.connect(&FrontOptions::default());
+        let buffer = front.space().buffer(1).unwrap();
+        resume_at_four(&mut front, &buffer);
+        let error = rig.join().unwrap_err();
+        assert!(matches!(error, ServeError::Host { .. }), "{error}");
+        rig.start();
+        all_are_answered(&mut front);
+        front.close(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn a_backend_killed_at_any_moment_is_a_pause_for_a_guest_that_is_resumed_all_the_time() {
+    let world = World::new(CopyWith::Memcpy);
+    let mut front =
+        Frontend::new(world.machine.guest(world.disk.domid).unwrap(), world.disk.devid).unwrap();
+    let (stop, progress) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let thread = std::thread::spawn({
+        let (stop, progress) = (stop.clone(), progress.clone());
+        move || {
+            front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+            let buffer = front.space().buffer(1).unwrap();
+            buffer.write(0, &word(1, 0).repeat(512));
+            let mut rounds = 0;
+            while !stop.load(Ordering::Relaxed) {
+                rounds += 1;
+                resume_at_four(&mut front, &buffer);
+                all_are_answered(&mut front);
+                progress.fetch_add(1, Ordering::Relaxed);
+            }
+            println!("{rounds} connections");
+            front
+        }
+    });
+    let mut random = SplitMix64::new(8);
+    let last = world.kill_backends(12 * scale(), &progress, &mut random);
+    stop.store(true, Ordering::Relaxed);
+    let front = thread.join().unwrap();
+    world.end(front, last);
 }
 
 #[test]

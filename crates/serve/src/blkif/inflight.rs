@@ -73,8 +73,10 @@ const ANSWERING: u32 = 2;
 /// What has to be the same for a table to belong to the connection that a guest has now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Guest, disk, and every key the frontend published, as text.
-    pub text: String,
+    /// Which guest it is, and which of its devices.
+    pub guest: String,
+    /// Every key of its rings that the frontend published, as text.
+    pub rings: String,
     /// What the guest reads and writes. Only its key has to be the same.
     pub image: DiskIdentity,
     /// The layout of its slots.
@@ -89,7 +91,17 @@ pub struct Identity {
 
 impl Identity {
     fn line(&self) -> String {
-        format!("{} order={} {}", self.protocol.key(), self.ring_order, self.text)
+        let Identity { protocol, ring_order, guest, rings, .. } = self;
+        format!("{} order={ring_order} {guest} {rings}", protocol.key())
+    }
+
+    /// Whether a table with this line was the same guest's, whatever its rings.
+    fn is_guest_of(&self, line: &str) -> bool {
+        let mut words = line.splitn(3, ' ');
+        let protocol = words.next().and_then(|word| Protocol::from_key(Some(word)));
+        let order = words.next().filter(|word| word.starts_with("order="));
+        let rest = words.next().and_then(|rest| rest.strip_prefix(&self.guest));
+        protocol.is_some() && order.is_some() && rest.is_some_and(|rest| rest.starts_with(' '))
     }
 
     fn entries(&self) -> u32 {
@@ -129,6 +141,17 @@ pub enum TableError {
         path: PathBuf,
         /// What differs.
         why: String,
+    },
+    /// It is the same guest's and the same image's, and the guest has made a new connection since.
+    /// That was never served: its table would have taken the place of this one.
+    #[error("in-flight table {path} is of other rings: it says \"{was}\", the guest says \"{is}\"")]
+    OtherRings {
+        /// The file.
+        path: PathBuf,
+        /// The rings that were served.
+        was: String,
+        /// Those that the guest has now.
+        is: String,
     },
     /// The guest was served from another image.
     #[error(
@@ -208,7 +231,7 @@ impl Table {
     /// Opens the table that a predecessor left, if it is that of the same connection.
     ///
     /// # Errors
-    /// [`TableError::Foreign`] if it is not; [`TableError::OtherImage`].
+    /// [`TableError::Foreign`] if it is not; [`TableError::OtherImage`], [`TableError::OtherRings`].
     pub fn open(path: &Path, identity: Identity) -> Result<Table, TableError> {
         let foreign =
             |why: &str| TableError::Foreign { path: path.to_owned(), why: why.to_owned() };
@@ -218,12 +241,9 @@ impl Table {
         if !is_table(&shm) {
             return Err(foreign("it is not a table of this version"));
         }
-        if shm.load_u32(SEGMENTS_AT) != identity.max_segments {
-            return Err(foreign("it was made with another --indirect"));
-        }
         let line = identity.line();
         let there = text(&shm, IDENTITY_LEN_AT, IDENTITY_AT, IDENTITY_MAX);
-        if there != line {
+        if !identity.is_guest_of(&there) {
             return Err(foreign(&format!("it says \"{there}\", the guest says \"{line}\"")));
         }
         let DiskIdentity { key, path: named } = image::named(&shm);
@@ -231,6 +251,13 @@ impl Table {
             let DiskIdentity { key: now, path: to } = &identity.image;
             let (was, is) = (format!("{named} ({key})"), format!("{to} ({now})"));
             return Err(TableError::OtherImage { was, is });
+        }
+        if there != line {
+            let path = path.to_owned();
+            return Err(TableError::OtherRings { path, was: there, is: line });
+        }
+        if shm.load_u32(SEGMENTS_AT) != identity.max_segments {
+            return Err(foreign("it was made with another --indirect"));
         }
         if shm.len() != bytes || shm.load_u32(SIZE_AT) as usize != bytes {
             return Err(foreign("its size is wrong"));

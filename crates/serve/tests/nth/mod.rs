@@ -1,7 +1,7 @@
 //! Calls for a resource that fail when it is their turn: the n-th of its kind, around the real
 //! hypervisor and store, and by a rule for the engine.
 
-#![allow(unreachable_pub, reason = "as in every module of tests")]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
 use std::fmt;
 use std::io::{self, Read, Write};

@@ -23,7 +23,8 @@ pub(super) fn lives() -> bool {
 
 fn identity() -> Identity {
     Identity {
-        text: "guest 7 ring-ref=8 event-channel=3".to_owned(),
+        guest: "guest 7".to_owned(),
+        rings: "ring-ref=8 event-channel=3".to_owned(),
         image: DiskIdentity { key: "raw, inode 5".into(), path: "/srv/a.img".into() },
         protocol: Protocol::X86_64,
         ring_order: 0,
@@ -92,13 +93,39 @@ fn a_table_of_another_connection_is_refused_and_says_why() {
     let dir = tempfile::tempdir().unwrap();
     let _ = one_queue(&dir, false);
     let path = dir.path().join(PATH);
-    let other = Identity { text: "guest 7 ring-ref=9 event-channel=3".to_owned(), ..identity() };
-    let e = Table::open(&path, other).err().unwrap().to_string();
-    assert!(e.contains("ring-ref=9") && e.contains("ring-ref=8"), "{e}");
+    for guest in ["guest 8", "guest 77"] {
+        let other = Identity { guest: guest.to_owned(), ..identity() };
+        let e = Table::open(&path, other).err().unwrap();
+        assert!(matches!(e, TableError::Foreign { .. }), "{e}");
+        assert!(e.to_string().contains(&format!("{guest} ring-ref=8")), "{e}");
+        assert!(e.to_string().contains("guest 7 ring-ref=8"), "{e}");
+    }
+    let longer = dir.path().join("longer");
+    Table::create(&longer, Identity { guest: "guest 77".to_owned(), ..identity() }).unwrap();
+    assert!(matches!(Table::open(&longer, identity()), Err(TableError::Foreign { .. })));
     let smaller = Identity { max_segments: 32, ..identity() };
     assert!(matches!(Table::open(&path, smaller), Err(TableError::Foreign { .. })));
     std::fs::write(&path, b"short").unwrap();
     assert!(Table::open(&path, identity()).is_err());
+}
+
+#[test]
+fn rings_that_the_same_guest_has_made_since_are_told_from_all_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let _ = one_queue(&dir, false);
+    let path = dir.path().join(PATH);
+    let made_since = [
+        Identity { rings: "ring-ref=9 event-channel=3".to_owned(), ..identity() },
+        Identity { protocol: Protocol::X86_32, ..identity() },
+        Identity { ring_order: 1, queues: 1, max_segments: 32, ..identity() },
+    ];
+    for identity in made_since {
+        let e = Table::open(&path, identity.clone()).err().unwrap();
+        assert!(matches!(e, TableError::OtherRings { .. }), "{e}");
+        let image = DiskIdentity { key: "raw, inode 6".into(), path: "/srv/a.img".into() };
+        let e = Table::open(&path, Identity { image, ..identity }).err().unwrap();
+        assert!(matches!(e, TableError::OtherImage { .. }), "{e}");
+    }
 }
 
 #[test]
@@ -403,8 +430,8 @@ fn bytes_of(table: &QueueTable) -> Vec<u8> {
 #[test]
 fn the_largest_connection_has_a_table() {
     let rings = vec!["4294967295"; 16].join(",");
-    let text = vec![format!("ring={rings} port=4294967295"); 64].join("; ");
-    let identity = Identity { text, ring_order: 4, queues: 64, ..identity() };
+    let rings = vec![format!("ring={rings} port=4294967295"); 64].join("; ");
+    let identity = Identity { rings, ring_order: 4, queues: 64, ..identity() };
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(PATH);
     Table::create(&path, identity.clone()).unwrap();

@@ -117,7 +117,14 @@ impl Attached {
     /// all its I/O are gone: it lies on the open file that its last operation used.
     pub(super) fn take_over(means: &Means<'_>, rings: Rings) -> Result<(Attached, usize), Failure> {
         let refuse = |why: String| Failure::Refused(why);
-        let table = table(means, &rings, Table::open)?.map_err(|e| refuse(e.to_string()))?;
+        let table = table(means, &rings, Table::open)?.map_err(|e| {
+            let why = e.to_string();
+            match e {
+                TableError::OtherRings { .. } => Failure::OtherRings(why),
+                TableError::OtherImage { .. } => Failure::WrongImage(why),
+                _ => refuse(why),
+            }
+        })?;
         let connection = new_connection(means, &rings)?;
         let wanted = rings.wanted;
         let moving = moving(means, &wanted);
@@ -249,7 +256,8 @@ impl Attached {
         remove(&self.table_path)
     }
 
-    /// Answers what is in flight, and leaves the table: a successor will go on.
+    /// Answers what is in flight, and leaves the table: a successor will go on, or the next
+    /// connection puts its own in its place.
     pub(super) fn stop(mut self) -> Result<(), Failure> {
         self.finish()
     }
@@ -375,11 +383,12 @@ fn table(
 }
 
 fn identity(disk: &Disk, rings: &Rings) -> std::io::Result<Identity> {
-    let Rings { wanted, guest, max_indirect_segments, .. } = rings;
+    let Rings { wanted, max_indirect_segments, .. } = rings;
     let image = disk.identity()?;
     Ok(Identity {
         image,
-        text: format!("{guest} {}", wanted.line()),
+        guest: rings.guest.clone(),
+        rings: wanted.line(),
         protocol: wanted.protocol,
         ring_order: wanted.ring_order,
         queues: wanted.queues.len() as u32,

@@ -48,13 +48,14 @@ impl Backend<'_> {
             Action::ReadRings => {
                 let rings = match self.wanted().map_err(Refusal::from) {
                     Ok(wanted) => Some(wanted),
-                    Err(Refusal::Guest(_)) => None,
                     Err(Refusal::Host(e)) => return Err(e),
+                    Err(_) => None,
                 };
                 return Ok(Done::Answered(Answer::Rings(rings)));
             }
             Action::Connect => return self.connect().map(Done::Answered),
             Action::Detach => self.order(Order::Detach)?,
+            Action::Release => self.order(Order::Stop)?,
             Action::Hurry => self.order(Order::Hurry)?,
             Action::Offer(state) => self.offer(state)?,
             Action::Write(state) => self.write_state(state)?,
@@ -101,6 +102,8 @@ impl Backend<'_> {
                 Ok(Answer::Delayed { why: e.to_string() })
             }
             Err(Refusal::Guest(why)) => Ok(Answer::NotTakenOver { why }),
+            Err(Refusal::OtherRings(_)) => Ok(Answer::OtherRings),
+            Err(Refusal::WrongImage(why)) => Ok(Answer::WrongImage { why }),
             Err(Refusal::Host(e)) => Err(e),
         }
     }
@@ -129,7 +132,7 @@ impl Backend<'_> {
                 Ok(Answer::Delayed { why: e.to_string() })
             }
             Err(Refusal::Host(e)) => Err(e),
-            Err(Refusal::Guest(why)) => {
+            Err(Refusal::Guest(why) | Refusal::OtherRings(why) | Refusal::WrongImage(why)) => {
                 let stale = self.drain_watches()?;
                 Ok(Answer::Refused { why, stale })
             }

@@ -61,7 +61,8 @@ mod tests {
         let left = |image: &DiskIdentity| {
             let path = dir.path().join("inflight");
             let identity = Identity {
-                text: String::new(),
+                guest: String::new(),
+                rings: String::new(),
                 image: image.clone(),
                 protocol: Protocol::X86_64,
                 ring_order: 0,

@@ -29,7 +29,7 @@ pub(super) enum Order {
     },
     /// Answer what is in flight, give everything of the guest's back, forget the connection.
     Detach,
-    /// Answer what is in flight, and leave the table: a successor will go on.
+    /// Answer what is in flight, and leave the table: a successor will go on, or the next connection.
     Stop,
     /// Answer what is on the rings, whatever the disk has used of processors.
     Hurry,
@@ -84,6 +84,10 @@ pub(super) enum Reply {
 pub(super) enum Failure {
     /// The frontend's doing, or what a predecessor has left does not belong to it.
     Refused(String),
+    /// The same guest was served from the same image, by other rings than it has now.
+    OtherRings(String),
+    /// The guest was served from another image.
+    WrongImage(String),
     /// The run directory cannot be used now.
     RunDir {
         /// What was tried.
@@ -139,7 +143,9 @@ impl Failure {
 impl From<Failure> for ServeError {
     fn from(failure: Failure) -> Self {
         match failure {
-            Failure::Refused(why) => ServeError::TakeOver(why),
+            Failure::Refused(why) | Failure::OtherRings(why) | Failure::WrongImage(why) => {
+                ServeError::TakeOver(why)
+            }
             Failure::RunDir { what, why } => {
                 ServeError::RunDir { what, source: io::Error::other(why) }
             }

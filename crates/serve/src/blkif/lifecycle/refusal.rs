@@ -11,6 +11,10 @@ use crate::blkif::negotiate::NegotiateError;
 pub(super) enum Refusal {
     /// The guest's doing; it is told, and everything else goes on.
     Guest(String),
+    /// The predecessor had connected other rings.
+    OtherRings(String),
+    /// The predecessor had another image.
+    WrongImage(String),
     /// Ours.
     Host(ServeError),
 }
@@ -44,6 +48,8 @@ impl From<Failure> for Refusal {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Refused(why) => Refusal::Guest(why),
+            Failure::OtherRings(why) => Refusal::OtherRings(why),
+            Failure::WrongImage(why) => Refusal::WrongImage(why),
             failure => Refusal::Host(failure.into()),
         }
     }

@@ -159,7 +159,7 @@ impl<'a> Worker<'a> {
         let disk = disk(self.means.device)?;
         let sectors = disk.sectors();
         match told_sectors {
-            Some(told) if told > sectors => Err(Failure::Refused(format!(
+            Some(told) if told > sectors => Err(Failure::WrongImage(format!(
                 "its disk has {told} sectors, and {disk} has only {sectors}. Serve the image that \
                  it was served from, or detach the disk and attach it again"
             ))),

@@ -19,7 +19,8 @@ pub(super) enum Action {
     /// Remove what an older disk of this name has left.
     Forget,
     /// Go on where a predecessor ended. Answer: [`TakenOver`](Answer::TakenOver),
-    /// [`NotTakenOver`](Answer::NotTakenOver) or [`Delayed`](Answer::Delayed).
+    /// [`OtherRings`](Answer::OtherRings), [`NotTakenOver`](Answer::NotTakenOver),
+    /// [`WrongImage`](Answer::WrongImage) or [`Delayed`](Answer::Delayed).
     TakeOver,
     /// Read the keys of the rings. Answer: [`Rings`](Answer::Rings).
     ReadRings,
@@ -28,6 +29,9 @@ pub(super) enum Action {
     Connect,
     /// Answer what is in flight, and give everything of the guest's back.
     Detach,
+    /// The same for a guest that has other rings. What a successor goes by stays until that of the
+    /// next connection takes its place: this process may end before.
+    Release,
     /// Answer what is on the rings, whatever the disk has used of processors.
     Hurry,
     /// Publish all that is offered, together with our state.
@@ -90,9 +94,16 @@ pub(super) enum Answer {
     },
     /// Taken over with these rings.
     TakenOver(Wanted),
+    /// The same guest was served from the same image, by other rings than it has now.
+    OtherRings,
     /// What the predecessor has left is not of this connection.
     NotTakenOver {
         /// Why.
+        why: String,
+    },
+    /// The guest was served from another image.
+    WrongImage {
+        /// How that is known.
         why: String,
     },
 }
@@ -144,31 +155,50 @@ impl Xenbus {
     pub(super) fn hear(&mut self, answer: Answer) -> Vec<Action> {
         match answer {
             Answer::Rings(rings) => self.compare(rings),
-            Answer::Connected(wanted) => {
-                self.connected = Some(wanted);
-                self.and_rest(vec![Action::ClearError, Action::Offer(State::Connected)])
-            }
+            Answer::Connected(wanted) => self.has_connected(wanted),
             Answer::Refused { stale: true, .. } => self.and_rest(vec![Action::LookAgain]),
-            Answer::Refused { why, stale: false } => {
+            Answer::Refused { why, .. } if self.phase == Phase::TakingOver => self.give_up(why),
+            Answer::Refused { why, .. } => {
                 self.refused = true;
                 self.and_rest(vec![Action::Report(why), Action::Write(State::Closing)])
             }
-            Answer::Delayed { why } if self.phase == Phase::Following => {
-                self.and_rest(vec![Action::Delay(why)])
-            }
-            Answer::Delayed { why } => vec![Action::Delay(why)],
+            Answer::Delayed { why } => self.and_rest(vec![Action::Delay(why)]),
             Answer::TakenOver(wanted) => {
                 self.connected = Some(wanted);
                 self.begun(vec![])
             }
-            // At 3 nothing is in flight: a resumed guest sets up new rings and does its requests
-            // again (3.8). At 5, nobody had connected it, or not these rings: it gets its 5, and
-            // goes. One at work cannot: what it has in flight would never be answered.
-            Answer::NotTakenOver { why } if self.look.front != State::Connected => {
-                self.begun(vec![Action::Note(Note::NotTakenOver(why))])
-            }
-            Answer::NotTakenOver { why } => vec![Action::GiveUp(why)],
+            // A table is there before its rings are served. So nobody has served these, and all that
+            // the guest has asked for is on them: it was resumed, and did its requests again (3.8).
+            // It is decided on until that has worked: a successor would not see it otherwise.
+            Answer::OtherRings => vec![Action::Note(Note::OtherRings), Action::Connect],
+            Answer::NotTakenOver { why } => self.give_up(why),
+            // Not even at 3: a resumed guest knows its disk.
+            Answer::WrongImage { why } => vec![Action::GiveUp(why)],
         }
+    }
+
+    fn has_connected(&mut self, wanted: Wanted) -> Vec<Action> {
+        self.connected = Some(wanted);
+        let mut actions = vec![Action::ClearError];
+        // Of one that is at 5, only the predecessor's rings were connected; it waits for our 5.
+        if self.look.front != State::Closing {
+            actions.push(Action::Offer(State::Connected));
+        }
+        match self.phase {
+            Phase::TakingOver => self.begun(actions),
+            _ => self.and_rest(actions),
+        }
+    }
+
+    /// A connection that cannot be taken over.
+    fn give_up(&mut self, why: String) -> Vec<Action> {
+        // One at work may have requests in flight that would never be answered.
+        if self.look.front == State::Connected {
+            return vec![Action::GiveUp(why)];
+        }
+        // At 3 nothing is in flight: a resumed guest sets up new rings and does its requests again
+        // (3.8). At 5, nobody had connected it, or not these rings: it gets its 5, and goes.
+        self.begun(vec![Action::Note(Note::NotTakenOver(why))])
     }
 
     /// The first look.
@@ -285,10 +315,8 @@ impl Xenbus {
         if same {
             return self.unchanged();
         }
-        let mut actions = vec![Action::Note(Note::OtherRings)];
-        actions.extend(self.detach());
-        actions.push(Action::Connect);
-        actions
+        self.connected = None;
+        vec![Action::Note(Note::OtherRings), Action::Release, Action::Connect]
     }
 
     /// The rings are those that are served.
@@ -306,6 +334,9 @@ impl Xenbus {
 
     /// What ends each look that was followed.
     fn and_rest(&self, mut actions: Vec<Action>) -> Vec<Action> {
+        if self.phase != Phase::Following {
+            return actions;
+        }
         if !self.is_connected() {
             if self.look.is_unwanted() && !self.look.is_held() {
                 actions.push(Action::Unplug { announce: true });

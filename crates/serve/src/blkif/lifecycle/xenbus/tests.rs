@@ -15,6 +15,12 @@ enum Host {
     Full,
     /// The predecessor's table is of another connection.
     Foreign,
+    /// It is of other rings of the same guest.
+    OtherRings,
+    /// The same, and there is no space for a new one.
+    OtherRingsAndFull,
+    /// It is of another image.
+    WrongImage,
     /// The frontend writes its state while its keys are read.
     Overtaken,
 }
@@ -74,6 +80,9 @@ impl Play {
                         "works" => Host::Works,
                         "full" => Host::Full,
                         "foreign" => Host::Foreign,
+                        "other rings" => Host::OtherRings,
+                        "other rings and full" => Host::OtherRingsAndFull,
+                        "wrong image" => Host::WrongImage,
                         "overtaken" => Host::Overtaken,
                         _ => panic!("{value}"),
                     }
@@ -149,7 +158,7 @@ impl Play {
             Action::ReadRings => return Some(Answer::Rings(self.ring.map(rings))),
             Action::Connect => {
                 return Some(match (self.host, self.ring) {
-                    (Host::Full, _) => Answer::Delayed { why: why() },
+                    (Host::Full | Host::OtherRingsAndFull, _) => Answer::Delayed { why: why() },
                     (Host::Overtaken, _) => {
                         self.host = Host::Works;
                         Answer::Refused { why: why(), stale: true }
@@ -161,6 +170,8 @@ impl Play {
             Action::TakeOver => {
                 return Some(match (self.host, self.ring) {
                     (Host::Full, _) => Answer::Delayed { why: why() },
+                    (Host::OtherRings | Host::OtherRingsAndFull, _) => Answer::OtherRings,
+                    (Host::WrongImage, _) => Answer::WrongImage { why: why() },
                     (Host::Works, Some(ring)) => Answer::TakenOver(rings(ring)),
                     _ => Answer::NotTakenOver { why: why() },
                 });
@@ -179,7 +190,7 @@ fn play(rows: &[(&str, &str)]) {
         play.happens(happens);
         let done = play.look().join(", ");
         assert_eq!(done, *follows, "row {i}: {happens}");
-        if !play.ended && play.host != Host::Full {
+        if !play.ended && !matches!(play.host, Host::Full | Host::OtherRingsAndFull) {
             let more = play.look();
             let nothing = more.iter().all(|a| ["hurry", "read rings"].contains(&a.as_str()));
             assert!(nothing, "row {i}: {happens}, and then {more:?}");
@@ -214,8 +225,8 @@ fn states_that_nobody_has_seen_are_not_missed() {
         ("front 1", "offer 2"),
         ("front 3", CONNECTED),
         // 6 and 1, and 3 once more with other rings.
-        ("ring 2, front 3", "read rings, note, detach, connect, clear error, offer 4"),
-        ("ring 3, front 4", "read rings, note, detach, connect, clear error, offer 4"),
+        ("ring 2, front 3", "read rings, note, release, connect, clear error, offer 4"),
+        ("ring 3, front 4", "read rings, note, release, connect, clear error, offer 4"),
         // 6 and 1 on the way to it, and nothing of that was seen.
         ("front 1", "detach, offer 2"),
     ]);
@@ -322,11 +333,11 @@ fn a_resumed_guest_is_connected_to_its_new_rings_and_to_the_same_ones_not_again(
         ("front 4", "read rings"),
         ("front 3", "read rings"),
         ("front 4", "read rings"),
-        ("ring 2, front 3", "read rings, note, detach, connect, clear error, offer 4"),
+        ("ring 2, front 3", "read rings, note, release, connect, clear error, offer 4"),
         ("front 4", "read rings"),
         // Half of what it writes is no reason to take its rings away while it is at 4.
         ("ring none, front 4", "read rings"),
-        ("front 3", "read rings, note, detach, connect, report, write 5"),
+        ("front 3", "read rings, note, release, connect, report, write 5"),
     ]);
 }
 
@@ -365,7 +376,7 @@ fn the_toolstack_takes_a_disk_back_whatever_its_frontend_does() {
     // One that does not hear it, and has new rings.
     unplugged(&[
         ("unplug", "hurry"),
-        ("ring 2, front 3", "hurry, read rings, note, detach, connect, clear error, offer 4"),
+        ("ring 2, front 3", "hurry, read rings, note, release, connect, clear error, offer 4"),
         ("front 6", "hurry, detach, unplugged, write 6"),
     ]);
     // By force: the frontend's directory goes first, or both do.
@@ -389,7 +400,7 @@ fn nobody_is_connected_before_the_hotplug_script_is_done() {
         ("script done", CONNECTED),
         // It has gone from the directory: that counts no more.
         ("script runs", ""),
-        ("ring 2, front 3", "read rings, note, detach, connect, clear error, offer 4"),
+        ("ring 2, front 3", "read rings, note, release, connect, clear error, offer 4"),
     ]);
 }
 
@@ -458,6 +469,41 @@ fn what_cannot_be_taken_over_ends_the_backend_of_a_running_guest_and_of_no_other
     ]);
 }
 
+/// Linux goes from 3 to 4 by itself where the backend stands at 4, whether or not one lives.
+#[test]
+fn rings_that_no_predecessor_has_served_are_connected_whatever_their_guest_is_at() {
+    let connected = "remember, take over, note, connect, clear error, offer 4, look again";
+    let resumed = format!("{connected}, read rings");
+    play(&[("own 4, front 4, host other rings", &resumed), ("front 4", "read rings")]);
+    play(&[("own 4, front 3, host other rings", &resumed), ("front 4", "read rings")]);
+    // Its predecessor had connected it, whatever the toolstack wants now.
+    let hurried = format!("{connected}, hurry, read rings");
+    play(&[
+        ("own 4, front 4, unplug, host other rings", &hurried),
+        ("front 6", "hurry, detach, unplugged, write 6"),
+    ]);
+    // At 5 it may be at work, and does not wait for a 4.
+    let closing = "remember, take over, note, connect, clear error, look again";
+    play(&[("own 5, front 5, host other rings", closing), ("front 6", "detach, write 6")]);
+    // That is decided on until it is done.
+    play(&[
+        ("own 4, front 4, host other rings and full", "remember, take over, note, connect, delay"),
+        ("unplug", "take over, note, connect, delay"),
+        ("host other rings", &hurried["remember, ".len()..]),
+    ]);
+    // A guest at work is not told 5.
+    let nonsense = "own 4, front 4, ring none, host other rings";
+    play(&[(nonsense, "remember, take over, note, connect, give up")]);
+}
+
+#[test]
+fn a_guest_is_served_from_its_image_and_from_no_other_wherever_it_stands() {
+    for front in ["3", "4", "5"] {
+        let row = format!("own 4, front {front}, host wrong image");
+        play(&[(&row, "remember, take over, give up")]);
+    }
+}
+
 #[test]
 fn a_successor_of_one_that_had_nobody_connected_follows_from_the_states() {
     play(&[("own 2, front 1", "remember, offer 2, look again"), ("front 3", CONNECTED)]);
@@ -518,6 +564,7 @@ fn no_look_however_odd_breaks_a_rule() {
             let ends = actions.iter().any(unplugs);
             assert!(!ends || gone || !look.is_held(), "{look:?}: {actions:?}");
             assert!(!look.is_held() || gone || !has(&Action::Detach), "{look:?}: {actions:?}");
+            assert!(!has(&Action::Release) || has(&Action::Connect), "{look:?}: {actions:?}");
             // The toolstack and its script come first.
             let allowed = online && plugged && !refused && !connected;
             let rings = matches!(front, State::Initialised | State::Connected);
