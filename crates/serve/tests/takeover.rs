@@ -12,9 +12,10 @@ use ferrite_io::clock::SplitMix64;
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_testkit::errno::ENOMEM;
 use ferrite_testkit::processes::{World, killed_under_load, word};
-use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::rig::{Plan, Rig, offer};
 use ferrite_testkit::{PATIENCE, images, scale};
 
 use nth::{Call, FailingHypervisor, Nth};
@@ -323,6 +324,56 @@ fn a_backend_killed_at_any_moment_is_a_pause_for_a_guest_that_is_resumed_all_the
     stop.store(true, Ordering::Relaxed);
     let front = thread.join().unwrap();
     world.end(front, last);
+}
+
+/// A guest measures itself by what is published: before its rings are set up as to these, and before
+/// it goes to 4 as to its requests.
+#[test]
+fn a_guest_gets_what_it_was_offered_from_a_successor_that_would_offer_less_until_it_begins_anew() {
+    let more = FrontOptions { queues: 2, order: 2, max_indirect: 64, ..FrontOptions::default() };
+    let less = Offer { max_queues: 1, max_ring_order: 1, max_indirect_segments: 16, ..offer() };
+    let published = |front: &mut Frontend| {
+        let offered = front.read_features().unwrap();
+        (offered.max_queues, offered.max_order, offered.max_indirect)
+    };
+    let was = (4, 4, 256);
+    let large = |front: &mut Frontend| {
+        let buffer = front.space().buffer(32).unwrap();
+        for queue in &mut front.queues {
+            queue.write(8, &buffer, 0, 32 * 4096).unwrap();
+            assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        }
+    };
+    // Where it stands when the successor begins: at 2, at 3 with rings that nobody has seen, at work.
+    for front_at in [1, 3, 4] {
+        let mut rig = Rig::new(Plan { bytes: 4 << 20, ..Plan::default() });
+        let mut front = rig.frontend();
+        front.wait_for_backend(&[2], PATIENCE).unwrap();
+        assert_eq!(published(&mut front), was);
+        if front_at > 1 {
+            front.offer(&more).unwrap();
+            front.finish(PATIENCE).unwrap();
+            large(&mut front);
+        }
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+        if front_at < 4 {
+            front.offer(&more).unwrap();
+        }
+        rig.change_offer(less);
+        rig.start();
+        front.finish(PATIENCE).unwrap();
+        large(&mut front);
+        assert_eq!(published(&mut front), was);
+        // Resumed, and no state is written meanwhile that it would wait for.
+        front.offer(&more).unwrap();
+        front.set_state(4).unwrap();
+        large(&mut front);
+        assert_eq!(published(&mut front), was);
+        assert_eq!(rig.take_error(), None);
+        front.connect(&more, PATIENCE).unwrap();
+        assert_eq!((front.queues.len(), published(&mut front)), (1, (1, 1, 16)));
+        front.close(PATIENCE).unwrap();
+    }
 }
 
 #[test]

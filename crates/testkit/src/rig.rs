@@ -346,6 +346,11 @@ impl Rig {
         self.plan.offer.persistent = mover == Mover::Persistent;
     }
 
+    /// From the next start on, the backend offers this.
+    pub fn change_offer(&mut self, offer: Offer) {
+        self.plan.offer = offer;
+    }
+
     /// From the next start on, the backend has so much memory for data.
     pub fn change_pool(&mut self, bytes: usize) {
         self.plan.pool_bytes = bytes;

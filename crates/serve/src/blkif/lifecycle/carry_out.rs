@@ -42,7 +42,10 @@ impl Backend<'_> {
 
     fn carry_out(&mut self, action: Action) -> Result<Done, ServeError> {
         match action {
-            Action::Remember => self.order(Order::Remember)?,
+            Action::Remember => {
+                self.order(Order::Remember)?;
+                self.remember_offer()?;
+            }
             Action::Forget => self.remove_traces()?,
             Action::TakeOver => return self.take_over().map(Done::Answered),
             Action::ReadRings => {
@@ -89,6 +92,17 @@ impl Backend<'_> {
                 "the frontend has set up other rings: connecting anew"
             ),
         }
+    }
+
+    /// A frontend goes by what it was offered last, until it is at its beginning again.
+    fn remember_offer(&mut self) -> Result<(), ServeError> {
+        match negotiate::published_offer(self.store, self.backend) {
+            Ok((offer, _)) => self.standing = offer,
+            Err(NegotiateError::Store(e)) => return Err(e.into()),
+            // Nobody has served this directory yet, or somebody has tampered with it.
+            Err(NegotiateError::Key { .. }) => {}
+        }
+        Ok(())
     }
 
     /// What a predecessor had connected.
@@ -144,7 +158,10 @@ impl Backend<'_> {
         self.order(Order::Enter)?;
         let facts = self.facts()?;
         let discard = self.may_discard(&facts)?;
-        let rings = self.rings(&wanted, self.offer.max_indirect_segments, discard)?;
+        // Larger ones would find no buffer.
+        let max_segments = self.standing.max_indirect_segments.min(facts.max_segments);
+        self.standing.max_indirect_segments = max_segments;
+        let rings = self.rings(&wanted, max_segments, discard)?;
         let (how, _) = self.connected(Order::Connect(rings))?;
         Ok((wanted, how))
     }
@@ -189,7 +206,7 @@ impl Backend<'_> {
     }
 
     fn wanted(&mut self) -> Result<Wanted, NegotiateError> {
-        negotiate::read_frontend(self.store, &self.attachment.frontend, &self.offer)
+        negotiate::read_frontend(self.store, &self.attachment.frontend, &self.standing)
     }
 
     /// The host cannot serve this guest now. It waits, and others are not concerned.

@@ -44,7 +44,10 @@ impl Backend<'_> {
     pub(super) fn offer(&mut self, state: State) -> Result<(), ServeError> {
         let facts = self.facts()?;
         let discard = self.may_discard(&facts)?;
-        let (backend, offer) = (self.backend, self.offer);
+        let backend = self.backend;
+        // The frontend measures itself by it before it sets up its rings, and may do requests of that
+        // size before it reads another one.
+        let offer = if state == State::InitWait { self.offer } else { self.standing };
         let info = self.attachment.info(facts.read_only);
         let begun = self.update(|tx| {
             negotiate::publish(tx, backend, &facts, &offer, discard, info)?;
@@ -54,6 +57,7 @@ impl Backend<'_> {
             }
         })?;
         self.has_begun |= begun == Some(true);
+        self.standing = offer;
         Ok(())
     }
 

@@ -150,6 +150,7 @@ pub fn serve(
         attachment,
         has_begun: false,
         offer,
+        standing: offer,
         stop,
         xenbus: Xenbus::new(),
         wait: Wait::Anything(Some(Duration::ZERO)),
@@ -213,6 +214,8 @@ struct Backend<'a> {
     has_begun: bool,
     /// What is offered, as far as this disk's requests fit into buffers.
     offer: Offer,
+    /// What the frontend goes by: the offer that stands in xenstore, which may be a predecessor's.
+    standing: Offer,
     stop: &'a Waker,
     /// What follows from all states.
     xenbus: Xenbus,

@@ -224,7 +224,10 @@ impl Xenbus {
         }
         let mut actions = Vec::new();
         if look.online && look.is_fresh() {
-            actions.push(Action::Offer(State::InitWait));
+            // A frontend that is beyond its beginning has gone by the predecessor's offer.
+            if look.own != State::InitWait || !look.is_held() {
+                actions.push(Action::Offer(State::InitWait));
+            }
             if !look.plugged {
                 actions.push(Action::Note(Note::WaitsForScript));
             }

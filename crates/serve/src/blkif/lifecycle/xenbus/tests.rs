@@ -507,7 +507,8 @@ fn a_guest_is_served_from_its_image_and_from_no_other_wherever_it_stands() {
 #[test]
 fn a_successor_of_one_that_had_nobody_connected_follows_from_the_states() {
     play(&[("own 2, front 1", "remember, offer 2, look again"), ("front 3", CONNECTED)]);
-    play(&[("own 2, front 3", "remember, offer 2, look again, connect, clear error, offer 4")]);
+    // It has measured itself by its predecessor's offer.
+    play(&[("own 2, front 3", "remember, look again, connect, clear error, offer 4")]);
     play(&[("own 6, front 6", "remember, look again"), ("front 1", "offer 2")]);
     play(&[("own 6, front 1", "remember, look again, offer 2")]);
     play(&[("own 5, front 6", "remember, look again, write 6")]);
