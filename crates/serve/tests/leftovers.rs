@@ -181,3 +181,32 @@ fn a_disk_that_another_process_serves_waits_until_that_has_ended() {
     works(&mut front);
     front.close(PATIENCE).unwrap();
 }
+
+#[test]
+fn a_disk_inherits_nothing_from_one_of_its_name_whose_backend_is_not_dead_yet() {
+    let _alone = alone();
+    let mut rig = Rig::without_backend(plan());
+    std::fs::create_dir(rig.run_dir()).unwrap();
+    // A flush of its had failed.
+    let mut latch = [0; 64];
+    latch[0] = 1;
+    std::fs::write(rig.run_dir().join("flush-failed"), latch).unwrap();
+    std::fs::write(rig.run_dir().join("trace-7"), "").unwrap();
+    let holder = File::open(rig.run_dir()).unwrap();
+    flock(&holder, FlockOperation::LockExclusive).unwrap();
+    rig.start();
+    let mut front = rig.frontend();
+    front.wait_for_backend(&[2], PATIENCE).unwrap();
+    front.read_features().unwrap();
+    front.offer(&FrontOptions::default()).unwrap();
+    assert!(rig.wait_for_error().contains("another process serves"));
+    drop(holder);
+    front.finish(PATIENCE).unwrap();
+    works(&mut front);
+    assert!(!rig.run_dir().join("trace-7").exists());
+    // What this one leaves is its successor's.
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    rig.start();
+    works(&mut front);
+    front.close(PATIENCE).unwrap();
+}

@@ -202,17 +202,16 @@ impl Device {
         free.then(|| Saving(self.clone()))
     }
 
-    /// From now on remembers a failed flush in this file, which outlives the process; `anew` for a
-    /// disk that was just attached, with nothing to remember. Does nothing after that was done once.
+    /// From now on remembers a failed flush in this file, which outlives the process. Does nothing
+    /// after that was done once.
     ///
     /// # Errors
     /// The file system's.
-    pub fn remember_in(&self, path: &Path, anew: bool) -> io::Result<()> {
+    pub fn remember_in(&self, path: &Path) -> io::Result<()> {
         if self.latch.get().is_some() {
             return Ok(());
         }
-        let kept = if anew { None } else { Shm::open(path).ok() };
-        let latch = match kept.filter(|latch| latch.len() >= LATCH_BYTES) {
+        let latch = match Shm::open(path).ok().filter(|latch| latch.len() >= LATCH_BYTES) {
             Some(latch) => latch,
             None => Shm::create(path, LATCH_BYTES)?,
         };

@@ -74,6 +74,15 @@ impl RunDir {
     /// # Errors
     /// The file system's.
     pub(super) fn remove(self) -> io::Result<()> {
+        self.clear()?;
+        match std::fs::remove_dir(&self.path) {
+            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            done => done,
+        }
+    }
+
+    /// Removes our files.
+    fn clear(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
@@ -83,10 +92,7 @@ impl RunDir {
                 std::fs::remove_file(entry.path())?;
             }
         }
-        match std::fs::remove_dir(&self.path) {
-            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
-            done => done,
-        }
+        Ok(())
     }
 }
 
@@ -95,11 +101,13 @@ pub(super) struct RunFiles {
     path: PathBuf,
     /// Since the first connection.
     dir: Option<RunDir>,
+    /// What is in it is not to be heeded, and could not be removed yet.
+    to_be_cleared: bool,
 }
 
 impl RunFiles {
     pub(super) fn new(path: &Path) -> RunFiles {
-        RunFiles { path: path.to_owned(), dir: None }
+        RunFiles { path: path.to_owned(), dir: None, to_be_cleared: false }
     }
 
     /// What a successor finishes.
@@ -124,6 +132,13 @@ impl RunFiles {
             let what = format!("work in {}", path.display());
             self.dir = Some(RunDir::make(path).map_err(|e| Failure::run_dir(what, e))?);
         }
+        if self.to_be_cleared
+            && let Some(dir) = &self.dir
+        {
+            let what = "remove what an older disk has left";
+            dir.clear().map_err(|e| Failure::run_dir(what, e))?;
+            self.to_be_cleared = false;
+        }
         match std::fs::remove_file(self.path.join(STOPPED)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 Err(Failure::run_dir("note that the image is in use", e))
@@ -132,13 +147,17 @@ impl RunFiles {
         }
     }
 
-    /// Removes the directory: nothing of this disk is left for a successor.
+    /// Removes the directory: nothing of this disk is left for a successor. Where another process still
+    /// works in it, that is done as soon as we enter it.
     pub(super) fn forget(&mut self) {
-        let existing = || RunDir::existing(&self.path).ok().flatten();
-        if let Some(dir) = self.dir.take().or_else(existing)
-            && let Err(e) = dir.remove()
-        {
-            tracing::warn!("cannot remove {}: {e}", self.path.display());
+        let dir = match self.dir.take() {
+            Some(dir) => Ok(Some(dir)),
+            None => RunDir::existing(&self.path),
+        };
+        let removed = dir.and_then(|dir| dir.map_or(Ok(()), RunDir::remove));
+        self.to_be_cleared = removed.is_err();
+        if let Err(e) = removed {
+            tracing::warn!("cannot remove {} yet: {e}", self.path.display());
         }
     }
 }

@@ -122,14 +122,14 @@ impl<'a> Worker<'a> {
             return Ok(());
         }
         let device = self.means.device;
-        device.remember_in(&latch, false).map_err(|e| Failure::host("remember failed flushes", e))
+        device.remember_in(&latch).map_err(|e| Failure::host("remember failed flushes", e))
     }
 
     fn enter(&mut self) -> Result<(), Failure> {
         self.means.files.enter()?;
         self.means
             .device
-            .remember_in(&self.means.files.latch(), false)
+            .remember_in(&self.means.files.latch())
             .map_err(|e| Failure::run_dir("make room to remember failed flushes", e))
     }
 
