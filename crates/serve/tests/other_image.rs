@@ -1,6 +1,7 @@
 //! A guest that waits for its backend's successor is served from the image that it knows, or not.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
@@ -89,6 +90,12 @@ fn an_image_that_is_shorter_than_what_its_guest_was_told_is_not_taken_over_and_a
         file.set_len(times * BYTES).unwrap();
         rig.start();
         write(&mut front, 8, 1);
+        // It is told what it has grown by while nobody ran.
+        let end = Instant::now() + PATIENCE;
+        while front.read_features().unwrap().sectors != times * BYTES / 512 {
+            assert!(Instant::now() < end, "the new size is not published");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     }
     rig.start();

@@ -34,7 +34,7 @@ pub(super) struct Worker<'a> {
     growth: GrowthWatch,
     /// Of which disk.
     watched: Weak<Disk>,
-    /// Of that disk.
+    /// Of that disk, as far as its guest was told.
     sectors: u64,
     /// Answered when the size was last asked for.
     requests: u64,
@@ -147,6 +147,8 @@ impl<'a> Worker<'a> {
             return Err(Failure::Refused(why));
         }
         self.compare_size(told_sectors)?;
+        // What it has grown by since then is published as if it grew now.
+        self.sectors = told_sectors.unwrap_or(self.sectors);
         let (attached, undone) = Attached::take_over(&self.means, rings)?;
         let how = attached.describe();
         self.attached = Some(attached);
