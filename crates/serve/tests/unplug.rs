@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
-use ferrite_serve::blkif::lifecycle::{EngineFactory, Outcome};
-use ferrite_testkit::faulty::{Faults, Kind};
+use ferrite_serve::blkif::lifecycle::{EngineFactory, Outcome, ServeError};
+use ferrite_testkit::errno::EIO;
+use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::rig::{Plan, Rig, engines};
 use ferrite_testkit::{PATIENCE, images};
@@ -66,6 +67,45 @@ fn what_a_raw_disk_was_written_is_on_the_medium_when_its_disk_is_said_to_be_clos
     rig.machine.wait_for_backend(&disk, &[6], PATIENCE).unwrap();
     assert!(faults.seen(&[Kind::Sync]) > 0);
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+}
+
+/// The next host would read what was there before.
+#[test]
+fn a_disk_whose_image_cannot_be_closed_is_not_said_to_be_closed_until_it_is() {
+    for destroyed in [false, true] {
+        let dir = dir_in_memory();
+        let image = images::make(dir.path(), "vhd", BYTES);
+        let faults = Faults::none();
+        let mut rig = Rig::new(Plan { engine: faults.factory(), ..plan(image.clone()) });
+        let disk = rig.disk.clone();
+        let mut front = rig.connect(&FrontOptions::default());
+        let buffer = front.space().buffer(1).unwrap();
+        buffer.fill(0, 4096, 7);
+        front.queues[0].write(8, &buffer, 0, 4096).unwrap();
+        assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+        faults.set([Ops::from(Kind::Write).meet(Fault::Errno(EIO))]);
+        match destroyed {
+            true => rig.machine.destroy(rig.domid).unwrap(),
+            false => {
+                rig.machine.unplug(&disk).unwrap();
+                front.set_state(6).unwrap();
+            }
+        }
+        let error = rig.join().unwrap_err();
+        assert!(matches!(error, ServeError::Close(_)), "{error}");
+        assert!(rig.take_error().unwrap().contains("cannot close the image"));
+        let before = rig.machine.backend_state(&disk).unwrap();
+        assert_eq!(before, if destroyed { 4 } else { 5 });
+
+        // Another try.
+        faults.clear();
+        rig.start();
+        assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+        assert_eq!(rig.machine.backend_state(&disk).unwrap(), 6);
+        assert_eq!(rig.take_error(), None);
+        assert_eq!(images::state_dir(&image).read_dir().unwrap().count(), 0);
+        assert!(images::contents(&image)[4096..8192] == [7; 4096]);
+    }
 }
 
 #[test]

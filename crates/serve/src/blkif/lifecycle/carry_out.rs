@@ -220,10 +220,21 @@ impl Backend<'_> {
     /// The end of a disk that nobody holds. `announce`: the toolstack waits for our 6, and its own
     /// 5 may have come since we looked.
     fn unplugged(&mut self, announce: bool) -> Result<Outcome, ServeError> {
-        self.order(Order::Close)?;
+        if let Err(e) = self.order(Order::Close) {
+            // What is left is for the next try; with the directory, there is none.
+            match announce {
+                true => self.report_error(&e.to_string())?,
+                false => self.remove_traces()?,
+            }
+            return Err(e);
+        }
         self.remove_traces()?;
         let announced = if announce { self.announce_unplugged() } else { Ok(()) };
-        self.order(Order::EndClose)?;
+        let closed = self.order(Order::EndClose);
+        if announce && let Err(e) = &closed {
+            self.report_error(&e.to_string())?;
+        }
+        closed?;
         announced?;
         Ok(Outcome::Unplugged)
     }

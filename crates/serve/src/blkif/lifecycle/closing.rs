@@ -1,9 +1,15 @@
 //! Closing the image of a disk that is unplugged, before that is announced: a toolstack that hears
 //! of it may open the image at once.
+//!
+//! A close that has failed is reported and not announced. What was answered is in the image's journal
+//! on this host then, and another host would read an older state. The toolstack gives up after a
+//! while, with an error; when it tries again, or we are started again, the image is closed once more.
+//! That is so for the disk of a dead guest, too: its toolstack goes on all the same, with the error in
+//! its log. Only storage that does not answer at all is not waited for.
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -46,13 +52,15 @@ impl Closing {
         Ok(Closing { thread, done })
     }
 
-    /// Waits until it is done, but not for ever.
-    pub(super) fn wait_a_while(&self) {
-        if self.done.recv_timeout(PATIENCE).is_err() {
+    /// Waits until it is done, but not for ever. Whether it is.
+    pub(super) fn wait_a_while(&self) -> bool {
+        let done = self.done.recv_timeout(PATIENCE) != Err(RecvTimeoutError::Timeout);
+        if !done {
             tracing::warn!(
                 "storage takes long to close the image: the disk is said to be unplugged before"
             );
         }
+        done
     }
 
     /// Waits until it is done.

@@ -37,7 +37,7 @@ pub(super) enum Order {
     Save,
     /// Ask for the medium's size. Reply: [`Size`](Reply::Size).
     CheckSize,
-    /// Begin to close the image, and wait for a while.
+    /// Begin to close the image, and wait for a while. If it fails by then, that is the answer.
     Close,
     /// Wait until it is closed.
     EndClose,

@@ -75,8 +75,10 @@ impl<'a> Worker<'a> {
             Order::CheckSize => return self.check_size(),
             Order::Close if self.closes => {
                 let closing = Closing::begin(self.means.device, &self.means.engine)?;
-                closing.wait_a_while();
-                self.closing = Some(closing);
+                match closing.wait_a_while() {
+                    true => closing.wait()?,
+                    false => self.closing = Some(closing),
+                }
             }
             Order::Close => {}
             Order::EndClose => self.closing.take().map_or(Ok(()), Closing::wait)?,
