@@ -10,15 +10,18 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use ferrite_loopback::CopyWith;
-use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::front::{FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_testkit::PATIENCE;
+use ferrite_testkit::faulty::Faults;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::store::Store;
 
 const BYTES: u64 = 1 << 20;
 /// How long the backend waits for a reply: long enough for those that are not withheld.
 const TIMEOUT: Duration = Duration::from_secs(3);
+/// Time for something to be seen. Too little of it makes a test weaker, and nothing else.
+const A_WHILE: Duration = Duration::from_millis(300);
 
 /// Stands between a backend and the store.
 #[derive(Clone)]
@@ -100,7 +103,11 @@ fn forward(mut from: UnixStream, mut to: UnixStream, before: impl Fn(&[u8])) {
 }
 
 fn rig() -> (Rig, Between) {
-    let mut rig = Rig::without_backend(Plan { bytes: BYTES, ..Plan::default() });
+    rig_with(Plan { bytes: BYTES, ..Plan::default() })
+}
+
+fn rig_with(plan: Plan) -> (Rig, Between) {
+    let mut rig = Rig::without_backend(plan);
     let (between, store) = Between::new(rig.machine.backend().unwrap().store);
     let hypervisor = rig.machine.loopback(CopyWith::Memcpy).unwrap();
     rig.start_with(store, Box::new(hypervisor));
@@ -169,4 +176,30 @@ fn a_store_that_is_gone_ends_the_backend_when_it_is_stopped_and_no_sooner() {
     rig.start();
     works(&rig, &mut front);
     front.close(PATIENCE).unwrap();
+}
+
+/// Both are waiting to be heard when the store goes: nothing wakes the control thread for the second.
+#[test]
+fn a_queue_that_has_failed_ends_the_backend_behind_one_that_the_store_cannot_be_told_of() {
+    let faults = Faults::none();
+    let plan = Plan { bytes: BYTES, engine: faults.factory(), ..Plan::default() };
+    let (mut rig, between) = rig_with(plan);
+    let options = FrontOptions { queues: 2, check_release: false, ..FrontOptions::default() };
+    let mut front = rig.connect(&options);
+    works(&rig, &mut front);
+    // It looks at the frontend, and waits.
+    between.be_silent(true);
+    front.set_state(4).unwrap();
+    std::thread::sleep(A_WHILE);
+    let ring = front.queues[0].ring();
+    ring.store(RingWord::ReqProd, front.queues[0].req_prod().wrapping_add(1 << 20));
+    front.queues[0].notify().unwrap();
+    std::thread::sleep(A_WHILE);
+    faults.break_engine("queue-1");
+    front.queues[1].notify().unwrap();
+    std::thread::sleep(A_WHILE);
+    between.client.shutdown(Shutdown::Both).unwrap();
+    between.be_silent(false);
+    let error = rig.join().unwrap_err();
+    assert!(matches!(error, ServeError::Host { .. }), "{error}");
 }

@@ -276,19 +276,24 @@ impl Backend<'_> {
         self.follow()
     }
 
-    /// Hears what the worker has to say.
+    /// Hears what the worker has to say: all of it, whether or not xenstore can be told. Nothing wakes
+    /// us for what is left.
     fn hear_reports(&mut self) -> Result<(), ServeError> {
+        let (mut failed, mut told) = (None, Ok(()));
         while let Some(report) = self.worker.report() {
             match report {
                 Report::Violation { queue, why } => {
                     let why = format!("queue {queue} stopped for good: {why}");
                     limited!(error, self.log_limits.connections, self.clock.now_ns(), "{why}");
-                    self.report_error(&why)?;
+                    told = told.and(self.report_error(&why));
                 }
-                Report::Failed(failure) => return Err(failure.into()),
+                Report::Failed(failure) => failed = failed.or(Some(failure)),
             }
         }
-        Ok(())
+        match failed {
+            Some(failure) => Err(failure.into()),
+            None => Ok(told?),
+        }
     }
 
     /// The end that was asked for.
