@@ -185,10 +185,8 @@ impl<A: Word, L: Lock<Queues<A>>> Core<A, L> {
     }
 
     fn removed(&self) -> u64 {
-        self.queues.with(|_| {
-            A::fence();
-            self.now.load()
-        })
+        A::fence();
+        self.queues.with(|_| self.now.load())
     }
 
     fn ended(&self) -> u64 {
@@ -230,14 +228,12 @@ impl Epochs {
     }
 
     /// The epoch in which mappings were removed, by this thread or by one that it has heard of since.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for formats that free places"))]
     pub(crate) fn removed(&self) -> u64 {
         self.0.removed()
     }
 
     /// Goes on as far as what is counted allows. What was [removed](Self::removed) in the epoch that
     /// this gives, or before, is nobody's.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for formats that free places"))]
     pub(crate) fn ended(&self) -> u64 {
         self.0.ended()
     }

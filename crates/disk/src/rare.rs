@@ -16,8 +16,11 @@ pub enum Rare {
     TailCleared,
     /// VHD: a parent has taken the identity of its child.
     IdentityTaken,
-    /// qcow2: a cluster that came free while the image is open is used again.
+    /// qcow2: a cluster that came free while the image is open is used again. Compressed data or a
+    /// table were there.
     ClusterReused,
+    /// qcow2: one that had data which were not compressed is.
+    DataClusterReused,
     /// qcow2: L1 has more entries.
     LongerL1,
     /// A sync has failed, and nothing is committed any more.
@@ -30,7 +33,7 @@ pub enum Rare {
 
 impl Rare {
     /// All of them.
-    pub const ALL: [Rare; 11] = [
+    pub const ALL: [Rare; 12] = [
         Rare::BatmapCleared,
         Rare::CommitAgain,
         Rare::TableGrown,
@@ -38,6 +41,7 @@ impl Rare {
         Rare::TailCleared,
         Rare::IdentityTaken,
         Rare::ClusterReused,
+        Rare::DataClusterReused,
         Rare::LongerL1,
         Rare::SyncFailed,
         Rare::JournalVoided,
@@ -57,6 +61,7 @@ impl Rare {
             Rare::TailCleared => "tail-cleared",
             Rare::IdentityTaken => "identity-taken",
             Rare::ClusterReused => "cluster-reused",
+            Rare::DataClusterReused => "data-cluster-reused",
             Rare::LongerL1 => "longer-l1",
             Rare::SyncFailed => "sync-failed",
             Rare::JournalVoided => "journal-voided",

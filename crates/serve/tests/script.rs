@@ -11,7 +11,7 @@ use std::thread;
 
 use ferrite_disk::{Disk, OpenOptions, SECTOR_BYTES, Session};
 use ferrite_io::clock::SystemClock;
-use ferrite_io::engine::Op;
+use ferrite_io::engine::{Engine, Op};
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Wait;
@@ -22,6 +22,7 @@ use ferrite_serve::path::work::{Action, Outcome, Work};
 use ferrite_serve::path::{Admitted, Data, FRONTEND_TOKENS, RequestPath, Ticket};
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
+use ferrite_testkit::faulty::{Fault, Faults, Kind};
 use ferrite_testkit::{PATIENCE, images};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -31,6 +32,7 @@ const SECTORS: u64 = 4096;
 const POOL_BYTES: usize = 8 << 20;
 /// Requests in flight at once, of a path.
 const ENTRIES: u32 = 8;
+const CLUSTER_SECTORS: u64 = 128;
 /// Most sectors of a request.
 const LONGEST: u64 = 64;
 
@@ -83,6 +85,10 @@ struct Script {
 impl Script {
     fn new(shared: Arc<Shared>, index: usize, inbox: Inbox) -> Script {
         let engine = test_engine().open(shared.pool.arena().clone(), 64).unwrap();
+        Script::on(engine, shared, index, inbox)
+    }
+
+    fn on(engine: Box<dyn Engine>, shared: Arc<Shared>, index: usize, inbox: Inbox) -> Script {
         let path = RequestPath::new(shared.clone(), index, engine, ENTRIES).unwrap();
         Script { path, shared, inbox, waiting: VecDeque::new(), asks: vec![None; 8] }
     }
@@ -203,6 +209,23 @@ struct Client {
 }
 
 impl Client {
+    /// Asks for a whole cluster, or for nothing but a flush.
+    fn ask(&self, action: Action, cluster: u64, fill: u8) {
+        let sectors = if action == Action::Flush { 0 } else { CLUSTER_SECTORS };
+        let work = Work { action, sector: cluster * CLUSTER_SECTORS, sectors };
+        self.asks.send(Ask { work, fill }).unwrap();
+        self.bell.wake();
+    }
+
+    fn hear(&self) -> Reply {
+        self.replies.recv_timeout(PATIENCE).expect("every request is answered")
+    }
+
+    fn outcome(&self, action: Action, cluster: u64, fill: u8) -> Outcome {
+        self.ask(action, cluster, fill);
+        self.hear().outcome
+    }
+
     /// Asks for all of it at once, and compares each answer with what the model had when all before
     /// it that meets it was done.
     fn play(&mut self, script: &[Ask]) {
@@ -321,7 +344,11 @@ fn open(image: &Path) -> Disk {
 }
 
 fn shared(image: &Path, paths: usize) -> Arc<Shared> {
-    let device = Arc::new(Device::new(open(image), SystemClock::shared()));
+    shared_by(open(image), paths)
+}
+
+fn shared_by(disk: Disk, paths: usize) -> Arc<Shared> {
+    let device = Arc::new(Device::new(disk, SystemClock::shared()));
     let pool = Pool::with_scratch(POOL_BYTES, paths, Disk::MAX_SCRATCH_BYTES).unwrap();
     let (processors, counters) = (Arc::default(), Counters::default());
     Arc::new(Shared::new(device, pool, paths, Tuning::default(), processors, counters).unwrap())
@@ -401,4 +428,48 @@ fn a_disk_that_is_parked_and_exchanged_again_and_again_has_all_that_was_answered
             parked += play(format, &clients.new_tree(&mut runner).unwrap().current(), true);
         }
     }
+}
+
+/// A read of one path hangs in its engine. The other path discards what is read, and writes until its
+/// device is full.
+#[test]
+fn a_place_that_a_read_hangs_on_is_given_out_when_it_has_ended() {
+    let dir = ferrite_testkit::places::dir_in_memory();
+    let image = images::make(dir.path(), "qcow2", SECTORS * SECTOR_BYTES);
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(1 << 20).unwrap();
+    let options =
+        OpenOptions { fixed_size: true, wait_for_lock: Some(PATIENCE), ..OpenOptions::default() };
+    let shared = shared_by(Disk::open(&image, &options).unwrap(), 2);
+    let faults = Faults::none();
+    let ((reader, to_reader), (writer, to_writer)) = (connect(), connect());
+    thread::scope(|scope| {
+        let (first, second) = (shared.clone(), shared.clone());
+        let engines = faults.clone();
+        scope.spawn(move || {
+            let engine = engines.open(first.pool.arena().clone(), 64).unwrap();
+            Script::on(engine, first, 0, to_reader).run();
+        });
+        scope.spawn(move || Script::new(second, 1, to_writer).run());
+        let done = |action, cluster, fill| {
+            assert_eq!(writer.outcome(action, cluster, fill), Outcome::Done, "{action:?}");
+        };
+        done(Action::Write, 0, 7);
+        done(Action::Flush, 0, 0);
+        assert_eq!(reader.outcome(Action::Read, 0, 0), Outcome::Done);
+        let held = faults.hold();
+        faults.forget();
+        faults.once(Kind::Read, Fault::Held(None));
+        reader.ask(Action::Read, 0, 0);
+        faults.wait_for(Kind::Read, 1);
+        done(Action::Discard, 0, 0);
+        (0..4).for_each(|_| done(Action::Flush, 0, 0));
+        let failed = |cluster: &u64| writer.outcome(Action::Write, *cluster, 8) != Outcome::Done;
+        let full = (1..SECTORS / CLUSTER_SECTORS).find(failed).expect("the device is full");
+        drop(held);
+        let reply = reader.hear();
+        assert!(reply.outcome == Outcome::Done && reply.read.iter().all(|byte| *byte == 7));
+        done(Action::Flush, 0, 0);
+        done(Action::Write, full, 8);
+        shared.stop();
+    });
 }

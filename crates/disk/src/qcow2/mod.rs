@@ -18,8 +18,8 @@
 //! The order of writes is with `Qcow2::commit`. On disk, a refcount is never smaller
 //! than the number of references: after a cut of the power clusters may be leaked, nothing else.
 //! Clusters that are free, or come free, are used before the file grows (`reuse`).
-//! What a guest discards keeps its place and loses its space (a hole in the file), so that nothing
-//! is ever on its way to a cluster of the image's own that has become another's.
+//! What a guest discards in a file keeps its place and loses its space (a hole). On a device its place
+//! is free, and becomes another's when nothing is on its way there any more (`epochs`).
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -204,12 +204,12 @@ impl Qcow2 {
         let kept = self.decode(new).and_then(|c| c.host());
         match self.decode(old) {
             Some(Cluster::Packed(packed)) => {
-                state.clusters.leave(packed.clusters(self.header.cluster_bits), true);
+                state.clusters.leave(packed.clusters(self.header.cluster_bits), false);
             }
             Some(cluster) => {
                 let gone = cluster.host().filter(|host| Some(*host) != kept);
                 let gone = gone.map(|host| host >> self.header.cluster_bits);
-                state.clusters.leave(gone.into_iter(), false);
+                state.clusters.leave(gone.into_iter(), true);
             }
             None => {}
         }

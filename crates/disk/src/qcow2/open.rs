@@ -72,7 +72,9 @@ impl Qcow2 {
         fingerprint.iter().for_each(|fingerprint| fingerprint.tell(&mut journal));
         let entries = (tables.header.cluster_bytes().min(SLICE_BYTES) / 8) as usize;
         let refs = Refs::new(&tables.header, tables.reftable);
-        let base = Arc::new(Base::new(medium, State::new(journal, refs, fingerprint)));
+        let epochs = Epochs::new();
+        let state = State::new(journal, refs, fingerprint, epochs.clone());
+        let base = Arc::new(Base::new(medium, state));
         let metadata = tables.metadata.into();
         let alloc = Allocator::new(base.clone(), &tables.header, metadata, tables.limit);
         let mut image = Qcow2 {
@@ -85,7 +87,7 @@ impl Qcow2 {
             mark,
             autoclear: AtomicU64::new(tables.header.autoclear),
             unpacked: Mutex::new((0, Vec::new())),
-            epochs: Epochs::new(),
+            epochs,
             readying: SharedLock::new(),
             nested: SharedLock::new(),
             tables: std::array::from_fn(|_| SharedLock::new()),

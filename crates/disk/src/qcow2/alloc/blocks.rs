@@ -215,7 +215,7 @@ impl Allocator {
         let old = self.reftable.swap(offset, Ordering::AcqRel) >> bits;
         let clusters = &mut self.base.state().clusters;
         *clusters.refs.table_mut() = table;
-        clusters.due(old..old + (old_len * 8).div_ceil(self.cluster_bytes()), true);
+        clusters.due(old..old + (old_len * 8).div_ceil(self.cluster_bytes()));
         Ok(at + used)
     }
 }

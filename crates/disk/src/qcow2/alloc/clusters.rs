@@ -1,9 +1,12 @@
 //! Who has which cluster, in memory: the states of [`super`]'s picture, and the steps between them.
 //! Under the lock of the image's state, so that a step and what entries say of it are one.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::ops::{Range, RangeInclusive};
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
 
+use crate::epochs::Epochs;
+use crate::qcow2::alloc::quarantine::{Left, Quarantine};
 use crate::qcow2::alloc::refs::Refs;
 
 /// Free clusters with space behind them, to be given to writes in order.
@@ -21,24 +24,14 @@ impl Run {
     }
 }
 
-/// A cluster that loses a reference.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Left {
-    pub(super) cluster: u64,
-    /// Whoever still reads there is known: only compressed clusters and tables are read by code of
-    /// this image. Data are also read by queues, which ask where they are and do not say when
-    /// they are done.
-    pub(super) readers_known: bool,
-}
-
 /// What a commit takes with it of the allocator.
 pub(in crate::qcow2) struct Dirty {
     /// Slices of refcounts, with their places.
     pub(super) refs: Vec<(u64, u64)>,
-    /// Clusters that lose a reference with it.
-    leaving: Vec<Left>,
+    /// Clusters that lose a reference with it, and whether they have data that are not compressed.
+    leaving: Vec<(u64, bool)>,
     /// Clusters that came free, and whose counts it brings to the disk.
-    lowered: Vec<u64>,
+    lowered: Vec<Left>,
 }
 
 /// See the module text.
@@ -53,15 +46,15 @@ pub(in crate::qcow2) struct Clusters {
     /// Where free clusters between others are looked for; none: it is not yet known where the
     /// clusters in use end.
     pub(super) search: Option<Range<u64>>,
-    /// How many clusters of a slice of refcounts came free and may not be given out, or not yet:
-    /// the slice is not searched.
-    quarantined: HashMap<u64, u32>,
-    /// Clusters among them whose counts were lowered and are not on disk yet.
-    lowered: Vec<u64>,
-    /// Slices of refcounts to be looked at again: clusters in them came free, and may be used.
-    again: BTreeSet<u64>,
-    /// Clusters with compressed data that are being read, by how many.
-    unpacking: HashMap<u64, u32>,
+    /// Clusters that are free and may not be given out, or not yet.
+    pub(super) quarantine: Quarantine,
+    /// By which it is known who may have been told of a cluster.
+    epochs: Arc<Epochs>,
+    /// Slices of refcounts to be looked at again: clusters in them came free, and may be used. Whether
+    /// they had data that were not compressed.
+    again: BTreeMap<u64, bool>,
+    /// Nothing is looked for between others any more.
+    pub(super) only_behind: bool,
     /// Where the next run is looked for, as a cluster; none: not yet known.
     pub(super) end: Option<u64>,
     /// Clusters of the next run.
@@ -69,23 +62,23 @@ pub(in crate::qcow2) struct Clusters {
     /// Behind the last cluster that is in use.
     pub(super) used_end: u64,
     /// Clusters that lose a reference with the changes that no commit has taken yet.
-    leaving: Vec<Left>,
+    leaving: Vec<(u64, bool)>,
     /// Clusters to which no entry on disk refers any more: their counts may go down.
     due: Vec<Left>,
 }
 
 impl Clusters {
-    pub(in crate::qcow2) fn new(refs: Refs) -> Clusters {
+    pub(in crate::qcow2) fn new(refs: Refs, epochs: Arc<Epochs>) -> Clusters {
         Clusters {
             refs,
             run: Run::default(),
             spares: VecDeque::new(),
             claimed: Vec::new(),
             search: None,
-            quarantined: HashMap::new(),
-            lowered: Vec::new(),
-            again: BTreeSet::new(),
-            unpacking: HashMap::new(),
+            quarantine: Quarantine::default(),
+            epochs,
+            again: BTreeMap::new(),
+            only_behind: false,
             end: None,
             step: 0,
             used_end: 0,
@@ -135,11 +128,11 @@ impl Clusters {
     /// Nothing refers to a fresh cluster after all. Data may be on the way to it, or it cannot be
     /// written, so it is not given out again before the image is opened next.
     pub(in crate::qcow2) fn untake(&mut self, cluster: u64) {
+        self.quarantine.hold(cluster, self.refs.slice_of(cluster));
         if self.refs.get(cluster).is_some() {
             self.refs.set(cluster, 0);
-            self.quarantine(cluster);
         } else {
-            self.due([cluster].into_iter(), false);
+            self.due([cluster].into_iter());
         }
     }
 
@@ -153,28 +146,26 @@ impl Clusters {
         self.spares.push_back(Run { next: cluster, end: cluster + 1, zeroed: false });
     }
 
-    /// Entries in memory do not refer to clusters any more; those on the medium still do. Whether
-    /// all who read there are known, see [`Left`].
-    pub(in crate::qcow2) fn leave(
-        &mut self,
-        clusters: impl Iterator<Item = u64>,
-        readers_known: bool,
-    ) {
-        self.leaving.extend(clusters.map(|cluster| Left { cluster, readers_known }));
+    /// Entries in memory do not refer to clusters any more; those on the medium still do. `data`: they
+    /// have data that are not compressed.
+    pub(in crate::qcow2) fn leave(&mut self, clusters: impl Iterator<Item = u64>, data: bool) {
+        self.leaving.extend(clusters.map(|cluster| (cluster, data)));
     }
 
     /// No entry on the medium refers to clusters any more, or counts are too high by one.
-    pub(in crate::qcow2) fn due(
-        &mut self,
-        clusters: impl Iterator<Item = u64>,
-        readers_known: bool,
-    ) {
-        self.due.extend(clusters.map(|cluster| Left { cluster, readers_known }));
+    pub(in crate::qcow2) fn due(&mut self, clusters: impl Iterator<Item = u64>) {
+        self.all_due(clusters.map(|cluster| (cluster, false)));
+    }
+
+    fn all_due(&mut self, clusters: impl Iterator<Item = (u64, bool)>) {
+        let removed = self.epochs.removed();
+        self.due.extend(clusters.map(|(cluster, data)| Left { cluster, data, removed }));
     }
 
     /// What leaves has left: the entries that do not refer to it any more are durable.
     pub(in crate::qcow2) fn have_left(&mut self) {
-        self.due.append(&mut self.leaving);
+        let leaving = std::mem::take(&mut self.leaving);
+        self.all_due(leaving.into_iter());
     }
 
     /// One whose count may go down.
@@ -182,73 +173,49 @@ impl Clusters {
         self.due.pop()
     }
 
-    /// Lowers a count that is in memory; false: somebody is reading there, so it is due later.
-    pub(super) fn lower(&mut self, left: Left) -> bool {
-        if self.is_unpacking(left.cluster) {
-            return false;
-        }
+    /// Lowers a count that is in memory. At 0 the cluster is free, and in quarantine.
+    pub(super) fn lower(&mut self, left: Left) {
         // Without a count there is nothing to lower: the image was damaged before.
         if let Some(count) = self.refs.get(left.cluster).filter(|count| *count > 0) {
             self.refs.set(left.cluster, count - 1);
             if count == 1 {
-                self.free(left);
+                self.quarantine.begin(left, self.refs.slice_of(left.cluster));
             }
         }
-        true
     }
 
-    /// Those that could not be lowered.
-    pub(super) fn still_due(&mut self, mut waiting: Vec<Left>) {
-        self.due.append(&mut waiting);
+    /// One whose count could not be lowered.
+    pub(super) fn still_due(&mut self, left: Left) {
+        self.due.push(left);
     }
 
-    /// A cluster has lost its last reference, on disk, too, and its count is 0 from now on. It is
-    /// given out again when that count is on disk: a journal that says who has it is believed by
-    /// the count (`Qcow2::recover`). Where somebody may still be reading, that is after the next
-    /// opening.
-    fn free(&mut self, left: Left) {
-        self.quarantine(left.cluster);
-        if left.readers_known {
-            self.lowered.push(left.cluster);
+    /// Ends the quarantine of clusters that nobody can have been told of.
+    pub(super) fn end_quarantine(&mut self) {
+        if !self.quarantine.is_waiting() {
+            return;
         }
-    }
-
-    fn quarantine(&mut self, cluster: u64) {
-        *self.quarantined.entry(self.refs.slice_of(cluster)).or_insert(0) += 1;
-    }
-
-    /// The count of a cluster that came free is on disk.
-    fn end_quarantine(&mut self, cluster: u64) {
-        let slice = self.refs.slice_of(cluster);
-        let Some(count) = self.quarantined.get_mut(&slice) else { return };
-        *count -= 1;
-        if *count == 0 {
-            self.quarantined.remove(&slice);
-            self.search_again(cluster);
+        for left in self.quarantine.end(self.epochs.ended()) {
+            self.search_again(left.cluster, left.data);
         }
-    }
-
-    /// Whether a slice of refcounts has a cluster that is free and may not be given out.
-    pub(in crate::qcow2) fn is_quarantined(&self, slice: u64) -> bool {
-        self.quarantined.contains_key(&slice)
     }
 
     /// Free clusters around this one are looked for once more; before the first search all are
-    /// still ahead. Behind what was in use when the image was opened nothing is searched.
-    pub(super) fn search_again(&mut self, cluster: u64) {
-        if self.search.as_ref().is_some_and(|range| cluster < range.end) {
-            self.again.insert(self.refs.slice_of(cluster));
+    /// still ahead.
+    pub(super) fn search_again(&mut self, cluster: u64, data: bool) {
+        if self.search.is_some() && !self.only_behind {
+            *self.again.entry(self.refs.slice_of(cluster)).or_insert(data) |= data;
         }
     }
 
     /// The first slice to be looked at again.
     pub(super) fn next_again(&self) -> Option<u64> {
-        self.again.iter().copied().find(|slice| !self.is_quarantined(*slice))
+        self.again.keys().copied().find(|slice| !self.quarantine.is_shut(*slice))
     }
 
-    /// Whether a slice is to be looked at again.
-    pub(super) fn is_again(&self, slice: u64) -> bool {
-        self.again.contains(&slice)
+    /// Whether a slice is to be looked at again, and if so, whether for places of data that were not
+    /// compressed.
+    pub(super) fn again(&self, slice: u64) -> Option<bool> {
+        self.again.get(&slice).copied()
     }
 
     /// It was, to its end.
@@ -265,7 +232,7 @@ impl Clusters {
     /// Looks once more at where the runs are that are being set aside.
     pub(super) fn search_claimed_again(&mut self) {
         for run in self.claimed.clone() {
-            self.search_again(run.next);
+            self.search_again(run.next, false);
         }
     }
 
@@ -275,43 +242,24 @@ impl Clusters {
         runs.any(|run| (run.next..run.end).contains(&cluster))
     }
 
-    /// Somebody begins to read compressed data, or ends; their clusters' counts stay meanwhile.
-    pub(in crate::qcow2) fn unpacking(&mut self, clusters: RangeInclusive<u64>, begins: bool) {
-        for cluster in clusters {
-            let readers = self.unpacking.entry(cluster).or_insert(0);
-            match begins {
-                true => *readers += 1,
-                false => *readers -= 1,
-            }
-            if *readers == 0 {
-                self.unpacking.remove(&cluster);
-            }
-        }
-    }
-
-    /// Whether somebody reads compressed data in a cluster.
-    pub(in crate::qcow2) fn is_unpacking(&self, cluster: u64) -> bool {
-        self.unpacking.contains_key(&cluster)
-    }
-
     /// Takes what is dirty for a commit.
     pub(in crate::qcow2) fn begin_commit(&mut self) -> Dirty {
         Dirty {
             refs: self.refs.begin_writing(),
             leaving: std::mem::take(&mut self.leaving),
-            lowered: std::mem::take(&mut self.lowered),
+            lowered: self.quarantine.take_lowered(),
         }
     }
 
     /// The end of a commit. After one that failed everything is as dirty as before it.
     pub(in crate::qcow2) fn end_commit(&mut self, dirty: &mut Dirty, done: bool) {
         self.refs.end_writing(&dirty.refs, done);
+        self.quarantine.committed(&mut dirty.lowered, done);
         if done {
-            self.due.append(&mut dirty.leaving);
-            dirty.lowered.drain(..).for_each(|cluster| self.end_quarantine(cluster));
+            self.all_due(dirty.leaving.drain(..));
+            self.end_quarantine();
         } else {
             self.leaving.append(&mut dirty.leaving);
-            self.lowered.append(&mut dirty.lowered);
         }
     }
 
@@ -334,6 +282,10 @@ impl Clusters {
 
 #[cfg(test)]
 impl Clusters {
+    pub(in crate::qcow2) fn is_quarantined(&self, cluster: u64) -> bool {
+        self.quarantine.has(cluster)
+    }
+
     pub(in crate::qcow2) fn refs(&mut self) -> &mut Refs {
         &mut self.refs
     }

@@ -32,23 +32,17 @@ impl Allocator {
         Ok(())
     }
 
-    /// Lowers the counts of clusters that nothing on disk refers to any more, and that nobody
-    /// reads: who has begun to read compressed data before they were replaced gets to the end.
+    /// Lowers the counts of clusters that nothing on disk refers to any more.
     pub(in crate::qcow2) async fn lower_counts(&self, port: &Port) -> io::Result<()> {
-        let mut waiting = Vec::new();
-        let mut done = Ok(());
         for _ in 0..MAX_LOWERED {
             let Some(left) = self.base.state().clusters.next_due() else { break };
-            done = self.load_refs(port, left.cluster).await;
-            if done.is_err() || !self.base.state().clusters.lower(left) {
-                waiting.push(left);
+            if let Err(e) = self.load_refs(port, left.cluster).await {
+                self.base.state().clusters.still_due(left);
+                return Err(e);
             }
-            if done.is_err() {
-                break;
-            }
+            self.base.state().clusters.lower(left);
         }
-        self.base.state().clusters.still_due(waiting);
-        done
+        Ok(())
     }
 
     /// Writes the counts that a commit has taken; nothing is synced.

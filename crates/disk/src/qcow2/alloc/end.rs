@@ -65,7 +65,7 @@ impl Allocator {
         }
         let clusters = &mut self.base.state().clusters;
         clusters.forget_runs();
-        clusters.search = Some(0..0);
+        (clusters.search, clusters.only_behind) = (Some(0..0), true);
         Ok(())
     }
 

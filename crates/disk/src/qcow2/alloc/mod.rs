@@ -12,13 +12,13 @@
 //!     ^            ^                |     |          and a record of     durable, in this
 //!     |            |   give_back    |     | untake   the journal         order
 //!     |            +----------------+     v                                    |
-//!     |                             quarantined                                | the entry is
-//!     |                             until the next opening                     | replaced
-//!     |                                   ^                                    v
-//!     +---- quarantined <---- due <-------|------------------------------- leaving
-//!     the   count 0 in        no entry on | a queue may be                 the entry on the
-//!     count memory            the medium  | reading there                  medium still refers
-//!     is durable              refers      +                                to it
+//!     |                             held until the                             | the entry is
+//!     |                             next opening                               | replaced
+//!     |                                                                        v
+//!     +---- quarantined <------------------ due <------------------------- leaving
+//!   the count of 0 is durable,       no entry on                      the entry on the
+//!   and nobody uses the place        the medium refers                medium still refers
+//!   any more (`epochs`)              to it                            to it
 //! ```
 //! Each step is a method of that name, most of them of `Clusters`:
 //! * `set_aside`: nothing on the medium knows of it.
@@ -27,9 +27,9 @@
 //!   the way of `give_back` or `untake`.
 //! * `refer`: an entry of the tables has it.
 //! * `leave`: an entry had it. Until the commit that removes the reference is durable it is leaving.
-//! * `due`: until nobody unpacks there; then the next commit lowers the count.
-//! * `free` and `quarantine`: it ends when the count of 0 is durable, if all readers are known, and
-//!   with the next opening otherwise.
+//! * `due`: the next commit lowers the count.
+//! * [`Quarantine`](quarantine::Quarantine) has it from then on, if that was the last reference.
+//!   `end_quarantine` lets it go. [`reuse`] says when, and why.
 
 use std::io;
 use std::sync::Arc;
@@ -48,6 +48,7 @@ mod end;
 pub(in crate::qcow2) mod fingerprint;
 pub(in crate::qcow2) mod fresh;
 pub(in crate::qcow2) mod grow;
+mod quarantine;
 pub(in crate::qcow2) mod refs;
 mod reuse;
 pub(in crate::qcow2) mod state;

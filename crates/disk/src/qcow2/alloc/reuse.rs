@@ -1,5 +1,5 @@
-//! Free clusters between others, which snapshots that were deleted, other programs' discards and
-//! compressed data that were replaced leave: they are used before the file grows.
+//! Free clusters between others: snapshots that were deleted, other programs' discards, discards on a
+//! device, and compressed data that were replaced leave them. They are used before the file grows.
 //!
 //! Each slice of refcounts is looked at once, from the start of the file on, some whenever fresh
 //! clusters are needed; so opening costs nothing, and a full image of any size little at a time.
@@ -7,20 +7,18 @@
 //! whoever held the image before has nothing in flight any more.
 //!
 //! # What comes free while the image is open
-//! A cluster is given out again when these have happened, in this order:
+//! There is one rule, whatever was in the cluster: data, compressed data, a table. It is given out again
+//! when all of these have happened:
 //! 1. A commit has removed the last reference from the disk, and synced that. Until then a cut of
 //!    the power could bring the reference back, and with it another's data.
-//! 2. Whoever was reading there is done. Its count stays up until then (`Clusters::unpacking`).
-//! 3. The next commit has brought its count of 0 to the disk. A process that dies then leaves a
+//! 2. The epoch is two further than it was then ([`epochs`](crate::epochs)): nobody reads there any more,
+//!    and no write in place is on its way there.
+//! 3. A later commit has brought its count of 0 to the disk. A process that dies then leaves a
 //!    journal whose references to it are believed by that count.
 //!
-//! Its slice of refcounts is passed by meanwhile (`Clusters::is_quarantined`), and looked at again
-//! afterwards.
-//!
-//! Reads of data that are not compressed are done by queues, which do not say when they are done
-//! with a place. So a cluster of data that comes free is found after the next opening. There are
-//! few of them: the image's own clusters keep their places for good, and shared ones keep the
-//! snapshot's reference.
+//! The epoch goes on when a commit has ended, and when clusters are wanted. Until all three have happened
+//! the cluster is in [`quarantine`](super::quarantine). Then its slice of refcounts is looked at again.
+//! A reader that never ends blocks nobody: what comes free is found after the next opening.
 
 use std::io;
 
@@ -37,6 +35,7 @@ impl Allocator {
     /// Sets free clusters aside that are between others, `wanted` at most; none: there are no
     /// more, or none were found this time.
     pub(in crate::qcow2) async fn reuse(&self, port: &Port, wanted: u64) -> io::Result<Vec<Run>> {
+        self.base.state().clusters.end_quarantine();
         let mut left = wanted;
         for _ in 0..SLICES_AT_ONCE {
             let Some(at) = self.next_to_search() else { break };
@@ -80,7 +79,7 @@ impl Allocator {
             let slice = clusters.refs.slice_of(range.start);
             if clusters.refs.offset(slice).is_none() {
                 range.start = (range.start / block_entries + 1) * block_entries;
-            } else if clusters.is_quarantined(slice) {
+            } else if clusters.quarantine.is_shut(slice) {
                 range.start = (slice + 1) * slice_entries;
             } else {
                 break;
@@ -96,18 +95,20 @@ impl Allocator {
     fn claim_in_slice(&self, clusters: &mut Clusters, from: u64, wanted: u64) -> u64 {
         let Some(range) = clusters.search.clone() else { return 0 };
         let (slice, entries) = (clusters.refs.slice_of(from), clusters.refs.slice_entries());
-        let end = ((slice + 1) * entries).min(range.end);
-        if clusters.is_quarantined(slice) {
+        if clusters.quarantine.is_shut(slice) {
             return 0;
         }
-        let again = clusters.is_again(slice);
-        let (mut at, mut got) = (if again { slice * entries } else { from }, 0);
+        let again = clusters.again(slice);
+        // What came free may have been taken behind all that there was at first.
+        let end = again.and(clusters.end).unwrap_or(range.end).min((slice + 1) * entries);
+        let (mut at, mut got) = (if again.is_some() { slice * entries } else { from }, 0);
         while at < end && got < wanted && clusters.claimed.len() < MAX_RUNS {
             // Refcounts that deny a table are wrong, or made to harm (T17).
             let free = |cluster: &u64| {
                 clusters.refs.get(*cluster) == Some(0)
                     && !self.is_table(*cluster)
                     && !clusters.is_set_aside(*cluster)
+                    && !clusters.quarantine.has(*cluster)
             };
             let Some(first) = (at..end).find(free) else {
                 at = end;
@@ -117,13 +118,15 @@ impl Allocator {
             clusters.claimed.push(Run { next: first, end: first + count, zeroed: false });
             (at, got) = (first + count, got + count);
         }
-        if again && got > 0 {
-            Rare::ClusterReused.taken();
+        match again {
+            Some(true) if got > 0 => Rare::DataClusterReused.taken(),
+            Some(false) if got > 0 => Rare::ClusterReused.taken(),
+            _ => {}
         }
         match again {
-            true if at < end => {}
-            true => clusters.searched_again(slice),
-            false => clusters.search = Some(at..range.end),
+            Some(_) if at < end => {}
+            Some(_) => clusters.searched_again(slice),
+            None => clusters.search = Some(at..range.end),
         }
         got
     }

@@ -3,7 +3,9 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
+use std::sync::Arc;
 
+use crate::epochs::Epochs;
 use crate::qcow2::alloc::clusters::Clusters;
 use crate::qcow2::alloc::fingerprint::{Fingerprint, Writer};
 use crate::qcow2::alloc::refs::Refs;
@@ -29,12 +31,13 @@ impl State {
         journal: Journal,
         refs: Refs,
         fingerprint: Option<Fingerprint>,
+        epochs: Arc<Epochs>,
     ) -> State {
         State {
             changes: Changes::new(journal),
             pending: HashMap::new(),
             copying: HashSet::new(),
-            clusters: Clusters::new(refs),
+            clusters: Clusters::new(refs, epochs),
             fingerprint,
         }
     }
@@ -87,7 +90,7 @@ impl State {
         let bait = self.fingerprint.as_ref().map_or(0, Fingerprint::bait);
         if bait != 0 {
             self.set_bait(0);
-            self.clusters.due([bait].into_iter(), false);
+            self.clusters.due([bait].into_iter());
         }
     }
 }

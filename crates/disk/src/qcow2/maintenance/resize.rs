@@ -72,7 +72,7 @@ impl Qcow2 {
         if offset != old_offset {
             let first = old_offset >> self.header.cluster_bits;
             let count = (old_entries * 8).div_ceil(self.cluster_bytes());
-            self.state().clusters.due(first..first + count, true);
+            self.state().clusters.due(first..first + count);
         }
         self.close(port).await
     }

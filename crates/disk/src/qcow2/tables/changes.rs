@@ -44,8 +44,8 @@ impl Changes {
         match self.slots.get(&key) {
             Some(slot) => {
                 // A commit under way, or one that failed, may have brought `old` to the disk. There
-                // is nothing else that it may have: an entry gets a place of its own, for good, at
-                // once or after it was made zeros.
+                // is nothing else that it may have: an entry gets a place of its own at once or after
+                // it was made zeros, and keeps that at least until it is durable.
                 self.journal.store(*slot, 2, old);
                 self.journal.store(*slot, 0, new);
             }
@@ -59,6 +59,11 @@ impl Changes {
         let first = !self.changed.contains_key(&key);
         self.changed.entry(key).or_insert(old);
         first
+    }
+
+    /// Whether an entry differs from the disk's, or may do so.
+    pub(in crate::qcow2) fn has_record(&self, key: u64) -> bool {
+        self.slots.contains_key(&key)
     }
 
     /// Takes in a record of a process that died.

@@ -19,33 +19,6 @@ use crate::qcow2::tables::changes::l1_key;
 use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{Qcow2, TABLE_LOCKS};
 
-/// Compressed data that are being read: what has them is not given to anything else.
-struct Reading<'a> {
-    image: &'a Qcow2,
-    packed: Packed,
-}
-
-impl<'a> Reading<'a> {
-    /// Begins to read a cluster's, unless it is not compressed any more. From then on it does not
-    /// matter what becomes of the entry.
-    fn begin(image: &'a Qcow2, cluster: u64, packed: Packed) -> Option<Reading<'a>> {
-        let mut state = image.state();
-        let entry = image.entry(cluster).and_then(|entry| image.decode(entry));
-        if entry != Some(Cluster::Packed(packed)) {
-            return None;
-        }
-        state.clusters.unpacking(packed.clusters(image.header.cluster_bits), true);
-        Some(Reading { image, packed })
-    }
-}
-
-impl Drop for Reading<'_> {
-    fn drop(&mut self) {
-        let clusters = self.packed.clusters(self.image.header.cluster_bits);
-        self.image.state().clusters.unpacking(clusters, false);
-    }
-}
-
 impl Qcow2 {
     /// Reads the slice that [`find`](Self::find) lacked, or says what is wrong with an entry.
     pub(crate) async fn load(&self, port: &Port, file: FileId, offset: u64) -> io::Result<()> {
@@ -189,7 +162,7 @@ impl Qcow2 {
             return Ok(());
         }
         state.changes.note(l1_key(index), old, own(new));
-        state.clusters.leave(shared.map(|offset| offset >> bits).into_iter(), true);
+        state.clusters.leave(shared.map(|offset| offset >> bits).into_iter(), false);
         self.l1[index].store(own(new), Ordering::Release);
         fresh.refer();
         Ok(())
@@ -270,7 +243,6 @@ impl Qcow2 {
                 return Ok(true);
             }
         }
-        let Some(_reading) = Reading::begin(self, cluster, packed) else { return Ok(false) };
         let bytes = self.unpacked(port, file, packed).await?;
         port.memory().copy_in(buf, &bytes[range]);
         // An entry that refers to it says that nothing else was put there.

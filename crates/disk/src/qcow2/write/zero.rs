@@ -1,7 +1,8 @@
-//! Discard and zeros. Clusters of the image's own keep their place, and the file system gets their
-//! space back; others lose it, if the format can say "zeros" (version 3). What has no cluster in
-//! this image a discard leaves as it is, zeros or the parent's: its work is bounded by what is
-//! allocated here.
+//! Discard and zeros. In a file, clusters of the image's own keep their place, and the file system gets
+//! their space back: what is written there next costs no allocation. On a device a place that is kept is
+//! lost to all others, so a discard frees it. Clusters that are shared lose their place everywhere. Both
+//! take a format that can say "zeros" (version 3). What has no cluster in this image a discard leaves as
+//! it is, zeros or the parent's: its work is bounded by what is allocated here.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,6 +70,10 @@ impl Qcow2 {
                 Mapping::Data { .. } | Mapping::Compressed { .. } | Mapping::Cow { .. } => {}
             }
             match self.step(below, at, left) {
+                Step::InPlace { offset, len } if self.frees_what_is_discarded() => {
+                    done += self.discard_and_free(port, at, offset, len).await?;
+                    break;
+                }
                 Step::InPlace { offset, len } => {
                     self.medium().discard(&port.io, &port.files, offset, len).await?;
                     done += len;
@@ -88,6 +93,49 @@ impl Qcow2 {
             }
         }
         Ok(done)
+    }
+
+    /// Whether clusters of the image's own are free when they were discarded.
+    fn frees_what_is_discarded(&self) -> bool {
+        self.header.version >= 3 && !self.medium().is_file()
+    }
+
+    /// Discards clusters of the image's own that are neighbours, from byte `at` of the disk and `host`
+    /// of the medium on; the bytes that this was. Those that are discarded whole become zeros by their
+    /// entries, and free. That is a hint: what cannot be noted now keeps its place.
+    async fn discard_and_free(&self, port: &Port, at: u64, host: u64, len: u64) -> io::Result<u64> {
+        let (size, within) = (self.cluster_bytes(), self.split(at).1);
+        let len = len.min(STEPS_A_PART as u64 * size - within);
+        match self.medium().discard(&port.io, &port.files, host, len).await {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+            done => done?,
+        }
+        let end = if at + len == self.bytes() { at + len } else { (at + len) / size * size };
+        for start in (at.next_multiple_of(size)..end).step_by(size as usize) {
+            let cluster = start / size;
+            let lock = &self.clusters[(cluster % CLUSTER_LOCKS as u64) as usize];
+            let _alone = lock.lock(&port.io).await?;
+            if !self.free(cluster, host + (start - at)) {
+                self.prepare_entry(port, start).await?;
+                self.free(cluster, host + (start - at));
+            }
+        }
+        Ok(len)
+    }
+
+    /// Makes a cluster read as zeros that has this place of its own, which is free then. `false`: there
+    /// is no room to note that now, or its entry is another, or not durable. A record has the states
+    /// that an entry may have on the medium, and they are three at the most.
+    fn free(&self, cluster: u64, host: u64) -> bool {
+        let mut state = self.state();
+        let room = state.room() > 0 && self.can_pin(&state, cluster);
+        let entry = self.entry(cluster).filter(|_| room);
+        let own = entry.and_then(|entry| self.in_place(entry)) == Some(host);
+        if own && !state.changes.has_record(cluster) {
+            self.publish(&mut state, cluster, entry::ZERO);
+            return true;
+        }
+        false
     }
 
     /// The bytes from `offset` on for which L1 has no tables, if it has none there.
