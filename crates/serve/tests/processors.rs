@@ -474,6 +474,45 @@ fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
     assert!(rig.sectors(0, 2 << 20).iter().all(|byte| *byte == 0x42));
 }
 
+/// In debt it has not begun what its predecessor left, and with its disk parked it cannot.
+#[test]
+fn a_parked_disk_with_requests_to_do_again_is_stopped_at_once_and_leaves_them() {
+    let world = Arc::new(World::default());
+    let faults = Faults::none();
+    let large = Plan { engine: faults.factory(), bytes: 4 << 20, ..plan(&world, true) };
+    let mut rig = Rig::new(large);
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(32).unwrap();
+    works(&mut front);
+    faults.break_engine("queue-0");
+    for i in 0..16 {
+        front.queues[0].write(i * 256, &buffer, 0, 128 << 10).unwrap();
+    }
+    front.queues[0].push().unwrap();
+    rig.join().unwrap_err();
+    faults.break_engine("");
+    world.use_up(Duration::from_secs(3600));
+    rig.change_pool(1 << 20);
+    rig.start();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    let device = rig.device();
+    let (disk, away) = device.park(PATIENCE).unwrap();
+    let (told, tells) = std::sync::mpsc::channel();
+    let backend = &mut rig;
+    let stopped = std::thread::scope(|scope| {
+        scope.spawn(move || told.send(backend.stop().unwrap()));
+        let stopped = tells.recv_timeout(PATIENCE);
+        away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
+        stopped
+    });
+    assert_eq!(stopped, Ok(Outcome::Stopped), "it waits for its parker");
+    drop(device);
+    world.now.turn(Duration::from_secs(7200));
+    rig.start();
+    assert!(front.queues[0].drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
+    front.close(PATIENCE).unwrap();
+}
+
 /// Linux closes a disk at once, and cannot remove it while a request of its rings is unanswered.
 #[test]
 fn a_disk_in_debt_that_is_to_be_unplugged_answers_what_is_on_its_rings() {

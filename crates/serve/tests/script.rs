@@ -111,7 +111,7 @@ impl Script {
                 self.fetch(&ticket);
                 self.path.alone_fetched(ticket, true, 1);
             }
-            if self.shared.stopping() && self.path.is_idle() {
+            if self.path.may_end() {
                 return;
             }
             let busy = started || self.path.is_pending() || self.path.has_yielded();

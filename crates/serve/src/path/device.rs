@@ -24,6 +24,9 @@ pub trait Heir: Send + Sync {
     /// From now on it is this one. Nobody has written to it as the device's disk. It cannot fail, and
     /// must not ask for the disk.
     fn serves(&self, image: &DiskIdentity);
+
+    /// The device has a disk again, or none for ever.
+    fn goes_on(&self) {}
 }
 
 /// The disk of a device.
@@ -142,6 +145,12 @@ impl Device {
     pub(super) fn tell_heirs(&self, image: &DiskIdentity) {
         let heirs = self.heirs.lock().unwrap_or_else(PoisonError::into_inner);
         heirs.iter().filter_map(Weak::upgrade).for_each(|heir| heir.serves(image));
+    }
+
+    /// Tells all of them that the device is not parked any more.
+    pub(super) fn heirs_go_on(&self) {
+        let heirs = self.heirs.lock().unwrap_or_else(PoisonError::into_inner);
+        heirs.iter().filter_map(Weak::upgrade).for_each(|heir| heir.goes_on());
     }
 
     fn wakers(&self) -> MutexGuard<'_, Vec<Option<Arc<Waker>>>> {

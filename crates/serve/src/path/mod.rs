@@ -275,6 +275,14 @@ impl RequestPath {
         self.flights.in_use() == 0 && !self.saver.is_under_way()
     }
 
+    /// Whether the path has been told to stop, and nothing keeps it: nothing is in flight. One that
+    /// rests has nothing begun. What it has set aside it keeps for the parker's end, unless a successor
+    /// is to do it: who unplugs a disk needs the answers, as its guest cannot remove it before.
+    pub fn may_end(&self) -> bool {
+        let leaves = self.medium.is_resting() && self.shared.leaves();
+        self.shared.stopping() && (self.is_idle() || leaves)
+    }
+
     /// Whether memory may be [given back](Self::give_memory_back) after a while: there is some,
     /// and no request needs it.
     pub fn may_cool(&self) -> bool {

@@ -153,6 +153,18 @@ impl Device {
         self.with_disk(Arc::clone)
     }
 
+    /// The disk, for who does not wait: `None` while a parker has it. See [`disk`](Self::disk).
+    ///
+    /// # Errors
+    /// A parker gave none back.
+    pub fn disk_now(&self) -> io::Result<Option<Arc<Disk>>> {
+        match &*self.slot() {
+            Slot::Here(disk) => Ok(Some(disk.clone())),
+            Slot::Away => Ok(None),
+            Slot::Lost => Err(lost()),
+        }
+    }
+
     /// Has all paths rest, and takes the disk. The caller may wait as long as `patience`, guests wait
     /// from now until [`Away::go_on_with`].
     ///
@@ -212,6 +224,7 @@ impl Device {
         *self.slot() = slot;
         self.changed.notify_all();
         self.let_go_on();
+        self.heirs_go_on();
     }
 }
 

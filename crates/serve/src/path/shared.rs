@@ -25,6 +25,7 @@ pub struct Shared {
     /// What they have done.
     pub counters: Counters,
     stop: AtomicBool,
+    leaves: AtomicBool,
     wakers: Vec<Arc<Waker>>,
 }
 
@@ -48,6 +49,7 @@ impl Shared {
             processors,
             counters,
             stop: AtomicBool::new(false),
+            leaves: AtomicBool::new(false),
             wakers: (0..paths).map(|_| Waker::new().map(Arc::new)).collect::<io::Result<_>>()?,
         })
     }
@@ -56,6 +58,16 @@ impl Shared {
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.wake_all();
+    }
+
+    /// Says that a successor goes on, before [`stop`](Self::stop): while the device is parked, what a
+    /// predecessor left and nobody has begun again is for that one.
+    pub fn leave(&self) {
+        self.leaves.store(true, Ordering::Release);
+    }
+
+    pub(super) fn leaves(&self) -> bool {
+        self.leaves.load(Ordering::Acquire)
     }
 
     /// Whether [`stop`](Self::stop) was called.

@@ -259,6 +259,7 @@ impl Attached {
     /// Answers what is in flight, and leaves the table: a successor will go on, or the next
     /// connection puts its own in its place.
     pub(super) fn stop(mut self) -> Result<(), Failure> {
+        self.connection.shared.leave();
         self.finish()
     }
 

@@ -36,7 +36,9 @@ impl Heir for TableHeir {
     fn serves(&self, image: &DiskIdentity) {
         let name = self.name.lock().unwrap_or_else(PoisonError::into_inner);
         name.iter().for_each(|name| name.set(image));
-        drop(name);
+    }
+
+    fn goes_on(&self) {
         self.control.wake();
     }
 }

@@ -175,7 +175,9 @@ impl<'a> Worker<'a> {
     /// when we are told, while it is not.
     fn check_size(&mut self) -> Result<Reply, Failure> {
         let device = self.means.device;
-        let disk = disk(device)?;
+        let disk = device.disk_now().map_err(|e| Failure::host("serve the disk", e))?;
+        // Who is parked can be stopped. The disk's return is told (`heir.rs`).
+        let Some(disk) = disk else { return Ok(Reply::Size { grown: None, ask_again: None }) };
         if !std::ptr::eq(self.watched.as_ptr(), &*disk) {
             self.growth = disk.growth_watch();
             self.watched = Arc::downgrade(&disk);

@@ -173,7 +173,7 @@ impl Queue {
             let started = self.path.start();
             self.answer()?;
             self.start_alone();
-            if self.connection.shared.stopping() && self.path.is_idle() {
+            if self.path.may_end() {
                 return Ok(());
             }
             // What was started may be done by the time the kernel has taken it; asking the guest
