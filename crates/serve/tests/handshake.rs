@@ -300,3 +300,32 @@ fn a_frontend_may_toggle_its_state_as_it_likes() {
     }
     works(&mut front);
 }
+
+/// Firmware, a system, another system: Linux writes these keys for more than one queue or page only,
+/// and never removes them.
+#[test]
+fn a_driver_with_one_queue_is_connected_after_one_with_more_that_has_left_its_keys() {
+    let rig = Rig::new(Plan { bytes: 1 << 20, ..Plan::default() });
+    let mut front = rig.frontend();
+    let one = FrontOptions { keep_keys: true, ..FrontOptions::default() };
+    for (queues, order, ring_keys) in
+        [(2, 0, RingKeys::Linux), (1, 2, RingKeys::Linux), (2, 1, RingKeys::Both)]
+    {
+        for closes in [true, false] {
+            let more = FrontOptions { queues, order, ring_keys, ..one };
+            for options in [more, one] {
+                front.connect(&options, PATIENCE).unwrap();
+                assert_eq!(front.queues.len(), options.queues as usize);
+                let buffer = front.space().buffer(1).unwrap();
+                for queue in &mut front.queues {
+                    queue.write(8, &buffer, 0, 4096).unwrap();
+                    assert!(queue.next_reply(PATIENCE).unwrap().is_ok(), "{options:?}");
+                }
+                if closes {
+                    front.close(PATIENCE).unwrap();
+                }
+            }
+        }
+    }
+    front.close(PATIENCE).unwrap();
+}

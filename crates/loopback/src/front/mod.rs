@@ -81,6 +81,8 @@ pub struct FrontOptions {
     /// [`read`](FrontQueue::read) and [`write`](FrontQueue::write) go through pages of the queue's
     /// own that stay granted, whatever `regrant` says.
     pub persistent: bool,
+    /// Leave keys of an earlier connection where this one writes none, as Linux does.
+    pub keep_keys: bool,
     /// Ask for `order` and `queues` even if the backend offers less, as a hostile frontend may.
     pub exceed_offer: bool,
 }
@@ -100,6 +102,7 @@ impl Default for FrontOptions {
             regrant: false,
             check_release: true,
             persistent: true,
+            keep_keys: false,
             exceed_offer: false,
         }
     }
@@ -310,7 +313,7 @@ impl Frontend {
         }
         let mut keys = self.keys(o, order);
         edit(&mut keys);
-        self.publish(&keys)
+        self.publish(&keys, o.keep_keys)
     }
 
     /// The end of [`connect`](Self::connect): waits for the backend's 4, reads, writes 4.
@@ -362,11 +365,12 @@ impl Frontend {
     }
 
     /// Writes the keys and state 3 in one transaction.
-    fn publish(&mut self, keys: &Keys) -> Result<(), FrontError> {
+    fn publish(&mut self, keys: &Keys, keep_keys: bool) -> Result<(), FrontError> {
         let frontend = &self.frontend;
         Ok(self.store.transaction(|t| {
             // What an earlier connection with other keys has left.
-            for old in t.list(frontend)?.iter().filter(|k| is_connection_key(k)) {
+            let is_old = |key: &&String| !keep_keys && is_connection_key(key);
+            for old in t.list(frontend)?.iter().filter(is_old) {
                 t.remove(&format!("{frontend}/{old}"))?;
             }
             for (key, value) in &keys.0 {

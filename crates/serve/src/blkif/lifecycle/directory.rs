@@ -49,7 +49,11 @@ impl Backend<'_> {
         // size before it reads another one.
         let offer = if state == State::InitWait { self.offer } else { self.standing };
         let info = self.attachment.info(facts.read_only);
+        let frontend = self.attachment.frontend.clone();
         let begun = self.update(|tx| {
+            if state == State::InitWait {
+                remove_old_keys(tx, backend, &frontend)?;
+            }
             negotiate::publish(tx, backend, &facts, &offer, discard, info)?;
             match tx.read(&format!("{backend}/online"))?.as_deref() {
                 Some(b"0") => Ok(false),
@@ -120,6 +124,40 @@ fn is_ours(
 ) -> bool {
     let same = frontend.as_deref() == Some(attachment.frontend.as_bytes());
     same && !(has_begun && own == NEW)
+}
+
+/// Keys that a frontend writes only for more than one queue or page, so that the next one finds them.
+const KEYS_OF_MORE: [&str; 3] = ["multi-queue-num-queues", "ring-page-order", "num-ring-pages"];
+
+/// Removes what an earlier driver of the guest has said of its rings, before the next one is offered
+/// the disk: Linux and FreeBSD leave it, and write it for one queue of one page neither. A frontend
+/// writes it after it has seen 2. So it is an old one's where we are beyond 2, and the frontend is at
+/// its beginning in this same transaction.
+fn remove_old_keys(
+    tx: &mut Transaction<'_>,
+    backend: &str,
+    frontend: &str,
+) -> Result<(), StoreError> {
+    let own = State::parse(tx.read(&format!("{backend}/state"))?.as_deref());
+    let front = State::parse(tx.read(&format!("{frontend}/state"))?.as_deref());
+    let is_offered_again = matches!(own, State::Connected | State::Closing | State::Closed);
+    if !is_offered_again || front != State::Initialising {
+        return Ok(());
+    }
+    for key in KEYS_OF_MORE {
+        let path = format!("{frontend}/{key}");
+        let removed = match tx.read(&path) {
+            Ok(Some(_)) => tx.remove(&path),
+            Ok(None) => Ok(()),
+            Err(e) => Err(e),
+        };
+        match removed {
+            // A driver domain may only read.
+            Ok(()) | Err(StoreError::Access { .. }) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
 }
 
 /// Always `true`: it is written.
