@@ -326,6 +326,37 @@ mod shuttle_tests {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     }
 
+    /// A task that has seen an epoch of long ago, who removes, and a step that began before that.
+    fn a_step_under_way() {
+        let world = Arc::new(World {
+            core: Core::new(),
+            mapping: AtomicU64::new(0),
+            given: [const { AtomicU64::new(0) }; PLACES],
+        });
+        let (task, steps) = (world.clone(), world.clone());
+        let task = thread::spawn(move || {
+            let mark = task.core.enter_task();
+            task.use_a_place();
+            task.core.leave_task(mark);
+        });
+        let steps = thread::spawn(move || {
+            for _ in 0..2 {
+                steps.core.ended();
+            }
+        });
+        world.mapping.store(1, SeqCst);
+        let removed = [(world.core.removed(), 0)];
+        (0..2).for_each(|_| world.give(&removed));
+        task.join().unwrap();
+        steps.join().unwrap();
+    }
+
+    #[test]
+    fn a_step_that_began_before_a_removal_is_none_after_it() {
+        shuttle::check_random(a_step_under_way, 30_000);
+        shuttle::check_pct(a_step_under_way, 30_000, 5);
+    }
+
     #[test]
     fn nobody_uses_a_place_that_was_given_to_somebody_else() {
         shuttle::check_random(all_at_once, 10_000);
