@@ -254,6 +254,16 @@ impl Disk {
         matches!(self, Disk::Image(d) if !self.read_only() && !d.unrecovered().is_empty())
     }
 
+    /// Whether a sync has failed: what was written before may be lost, whoever was told so. No
+    /// [`flush`](Disk::flush) succeeds any more. A look at memory.
+    pub fn is_faulty(&self) -> bool {
+        match self {
+            Disk::Raw(d) => d.is_faulty(),
+            Disk::Image(d) => d.is_faulty(),
+            Disk::Null(_) => false,
+        }
+    }
+
     /// Reads a range, whatever steps that takes.
     ///
     /// # Errors
@@ -294,7 +304,7 @@ impl Disk {
     /// a later success for good (blkif.md 2, rule 3).
     pub async fn flush(&self, port: &Port) -> io::Result<()> {
         match self {
-            Disk::Raw(d) => d.flush(&port.io, &port.files).await,
+            Disk::Raw(d) => d.flush(port).await,
             Disk::Image(_) if self.read_only() => Ok(()),
             Disk::Image(d) => d.flush(port).await,
             Disk::Null(_) => Ok(()),

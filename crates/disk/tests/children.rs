@@ -440,15 +440,14 @@ fn opening_for_writing_reads_the_head_of_each_image_once_and_nothing_at_a_takeov
         fs::remove_file(&family.other.path).ok();
         create(&family.other);
         let taken_over = OpenOptions { taken_over: true, ..options() };
-        let cost = |options: &OpenOptions| loop {
+        // Of each device two, up to the end of its file, and more of a loop device in use. Other tests
+        // add some and use them.
+        let once = |options: &OpenOptions| {
             let (devices, before) = (block_devices(), reads());
             drop(Disk::open_image(&family.other, options).unwrap());
-            // Of each device two, up to the end of its file. Other tests add loop devices.
-            let cost = reads() - before - 2 * devices;
-            if block_devices() == devices {
-                break cost;
-            }
+            (reads() - before).saturating_sub(2 * devices)
         };
+        let cost = |options: &OpenOptions| (0..50).map(|_| once(options)).min().unwrap();
         let alone = [cost(&options()), cost(&taken_over)];
         for n in 0..IMAGES {
             // Half of them stand on something.

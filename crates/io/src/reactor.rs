@@ -25,7 +25,7 @@ use crate::executor::Executor;
 
 mod handle;
 
-pub use handle::Io;
+pub use handle::{Io, Unheard};
 
 /// Marks the tokens of operations that a future waits for; the rest is the index of its slot.
 const TASK_BIT: u64 = 1 << 63;

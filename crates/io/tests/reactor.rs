@@ -14,7 +14,7 @@ use ferrite_io::arena::Arena;
 use ferrite_io::engine::{Completion, Op, Transfer};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::executor::LocalSignal;
-use ferrite_io::reactor::{Reactor, Wait};
+use ferrite_io::reactor::{Reactor, Unheard, Wait};
 use rustix::event::{EventfdFlags, eventfd};
 
 fn reactor(kind: EngineKind) -> (Reactor, Arc<Arena>) {
@@ -230,6 +230,32 @@ fn a_dropped_future_s_operation_ends_unseen(kind: EngineKind) {
         r.turn(Wait::Until(Some(Duration::from_millis(10))), &mut out).unwrap();
     }
     assert!(out.is_empty());
+}
+
+#[test]
+fn a_sync_that_fails_is_heard_of_though_its_task_is_gone() {
+    // A pipe cannot be synced.
+    for (kind, fails) in
+        [EngineKind::Uring, EngineKind::Aio].map(|k| [(k, false), (k, true)]).concat()
+    {
+        let file: OwnedFd = match fails {
+            true => io::pipe().unwrap().0.into(),
+            false => tempfile::tempfile().unwrap().into(),
+        };
+        let (mut r, _) = reactor(kind);
+        let file = r.add_file(Arc::new(file)).unwrap();
+        let (io, unheard) = (r.io(), Rc::new(Cell::new(false)));
+        let unheard_ = unheard.clone();
+        r.spawn(async move {
+            let done = io.sync_heard(file, |how| unheard_.set(how == Unheard::Failed)).await;
+            // Perhaps the engine was as fast as that.
+            unheard_.set(done.is_err());
+        });
+        r.turn(Wait::No, &mut Vec::new()).unwrap();
+        // It waits for the sync, and then drops the task.
+        drop(r);
+        assert_eq!(unheard.get(), fails);
+    }
 }
 
 fn block_on_keeps_the_hot_path_s_completions_for_the_next_turn(kind: EngineKind) {

@@ -12,6 +12,7 @@ use ferrite_testkit::PATIENCE;
 use ferrite_testkit::devices::Loop;
 use ferrite_testkit::errno::{EAGAIN, EINTR, EIO, ENOMEM, ENOSPC, EOPNOTSUPP};
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
+use ferrite_testkit::images;
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::abi::{OP_DISCARD, PlainOp, STATUS_ERROR, STATUS_NOT_SUPPORTED, STATUS_OKAY};
@@ -233,6 +234,21 @@ fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
         assert_eq!(rig.sectors(0, 4096), vec![0; 4096], "the barrier's data was written");
         front.close(PATIENCE).unwrap();
     }
+}
+
+/// Taking space syncs, too, and the kernel tells nobody else.
+#[test]
+fn a_sync_that_fails_for_a_write_counts_as_a_failed_flush() {
+    let faults = Faults::none();
+    let dir = dir_in_memory();
+    let image = Some(images::make(dir.path(), "qcow2", BYTES));
+    let rig = Rig::new(Plan { image, engine: faults.factory(), ..Plan::default() });
+    let (mut front, buffer) = connected(&rig);
+    faults.set([Ops::from(Kind::Sync).fail(EIO)]);
+    assert_eq!(write(&mut front.queues[0], &buffer, 0, 4096), STATUS_ERROR, "the first one syncs");
+    faults.clear();
+    assert_latched(&mut front, &buffer, "after a write whose sync has failed");
+    front.close(PATIENCE).unwrap();
 }
 
 /// Between the guest's leaving and its coming back nothing is connected, and the process may be

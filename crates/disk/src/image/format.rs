@@ -93,9 +93,8 @@ pub(crate) trait ImageFormat: fmt::Display {
     /// told. Where only a write was told, it finds what was answered.
     async fn commit(&self, port: &Port) -> io::Result<()>;
 
-    /// A [`commit`](Self::commit) or a [`close`](Self::close) has failed. If that was because of a
-    /// sync, the next process does not bring back what is perhaps lost.
-    fn flush_failed(&self) {}
+    /// Whether a sync has failed, and so nothing is committed any more. A look at memory.
+    fn is_faulty(&self) -> bool;
 
     /// See [`Disk::discard_part`](crate::Disk::discard_part).
     async fn discard_part(

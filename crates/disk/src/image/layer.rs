@@ -142,21 +142,15 @@ impl Layer {
     }
 
     pub(crate) async fn commit(&self, port: &Port) -> io::Result<()> {
-        let done = each_format!(self, image => ImageFormat::commit(image, port).await);
-        self.flushed(done)
+        each_format!(self, image => ImageFormat::commit(image, port).await)
     }
 
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
-        let done = each_format!(self, image => ImageFormat::close(image, port).await);
-        self.flushed(done)
+        each_format!(self, image => ImageFormat::close(image, port).await)
     }
 
-    /// The end of a flush.
-    fn flushed(&self, done: io::Result<()>) -> io::Result<()> {
-        if done.is_err() {
-            each_format!(self, image => ImageFormat::flush_failed(image));
-        }
-        done
+    pub(crate) fn is_faulty(&self) -> bool {
+        each_format!(self, image => ImageFormat::is_faulty(image))
     }
 
     pub(crate) async fn discard_part(

@@ -241,6 +241,10 @@ impl Image {
         self.leaf().is_dirty()
     }
 
+    pub(crate) fn is_faulty(&self) -> bool {
+        self.leaf().is_faulty() || self.parent_sync.is_faulty()
+    }
+
     pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
         let parent_sync = self.parent_sync.ensure(port, &self.layers).await;
         self.leaf().commit(port).await?;

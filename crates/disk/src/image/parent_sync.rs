@@ -32,6 +32,11 @@ impl ParentSync {
         ParentSync { state: AtomicU8::new(state), syncing: SharedLock::new() }
     }
 
+    /// Whether a sync has failed.
+    pub(super) fn is_faulty(&self) -> bool {
+        self.state.load(Ordering::Acquire) == FAULTY
+    }
+
     /// Syncs the parents, once.
     pub(super) async fn ensure(&self, port: &Port, layers: &[Layer]) -> io::Result<()> {
         if self.state.load(Ordering::Acquire) == DONE {
@@ -50,10 +55,8 @@ impl ParentSync {
             if !layer.medium().can_sync_read_only() {
                 continue;
             }
-            if let Err(e) = port.io.sync(*file).await {
-                self.state.store(FAULTY, Ordering::Release);
-                return Err(e);
-            }
+            let fail = || self.state.store(FAULTY, Ordering::Release);
+            port.io.sync_heard(*file, |_| fail()).await.inspect_err(|_| fail())?;
         }
         self.state.store(DONE, Ordering::Release);
         Ok(())

@@ -35,7 +35,11 @@ impl ImageFormat for Raw {
     }
 
     async fn commit(&self, port: &Port) -> io::Result<()> {
-        self.flush(&port.io, &port.files).await
+        self.flush(port).await
+    }
+
+    fn is_faulty(&self) -> bool {
+        Raw::is_faulty(self)
     }
 
     async fn discard_part(
@@ -60,6 +64,6 @@ impl ImageFormat for Raw {
     }
 
     async fn close(&self, port: &Port) -> io::Result<()> {
-        self.flush(&port.io, &port.files).await
+        self.flush(port).await
     }
 }

@@ -141,10 +141,8 @@ impl ImageFormat for Qcow2 {
         Qcow2::commit(self, port).await
     }
 
-    fn flush_failed(&self) {
-        if self.base.commits.is_faulty() {
-            self.state().changes.journal.void();
-        }
+    fn is_faulty(&self) -> bool {
+        self.base.commits.is_faulty()
     }
 
     async fn discard_part(

@@ -13,7 +13,8 @@ use rustix::io::{Errno, pread};
 
 use crate::children::{self, Ask};
 use crate::size::Human;
-use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, SECTOR_BYTES};
+use crate::writeback::Commits;
+use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
 
 mod discard;
 mod geometry;
@@ -71,6 +72,8 @@ pub struct Raw {
     head: Vec<u8>,
     /// How far [`zero`] got down its list of means.
     zero_means: AtomicU8,
+    /// Of a disk that is nothing but this.
+    commits: Box<Commits>,
 }
 
 impl Raw {
@@ -136,6 +139,7 @@ impl Raw {
             _claim: opened.claim,
             head: Vec::new(),
             zero_means: AtomicU8::new(0),
+            commits: Box::default(),
         };
         if !options.read_only && !options.even_parent {
             let ask = if options.taken_over { Ask::Marked } else { Ask::Named };
@@ -164,6 +168,7 @@ impl Raw {
             _claim: None,
             head: Vec::new(),
             zero_means: AtomicU8::new(0),
+            commits: Box::default(),
         };
         raw.head = raw.read_now(0, GLANCE_BYTES)?;
         Ok(Some(raw))
@@ -328,15 +333,17 @@ impl Raw {
         GrowthWatch::of(&self.file, self.medium)
     }
 
-    pub(crate) async fn flush(
-        &self,
-        io: &ferrite_io::reactor::Io,
-        files: &[ferrite_io::engine::FileId],
-    ) -> std::io::Result<()> {
+    /// Flushes that come at once share syncs.
+    pub(crate) async fn flush(&self, port: &Port) -> std::io::Result<()> {
         if self.read_only {
             return Ok(());
         }
-        io.sync(files[0]).await
+        self.commits.join(&port.io, self.commits.sync(port)).await
+    }
+
+    /// Whether a sync of [`flush`](Self::flush) has failed.
+    pub(crate) fn is_faulty(&self) -> bool {
+        self.commits.is_faulty()
     }
 }
 

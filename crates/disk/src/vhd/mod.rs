@@ -276,15 +276,13 @@ impl ImageFormat for Vhd {
     async fn commit(&self, port: &Port) -> IoResult<()> {
         match &self.body {
             _ if self.raw.read_only() => Ok(()),
-            Body::Fixed => self.commits.sync(port).await,
+            Body::Fixed => self.commits.join(&port.io, self.commits.sync(port)).await,
             Body::Sparse(sparse) => sparse.blocks.commit(port).await,
         }
     }
 
-    fn flush_failed(&self) {
-        if let Body::Sparse(sparse) = &self.body {
-            sparse.blocks.flush_failed();
-        }
+    fn is_faulty(&self) -> bool {
+        self.commits.is_faulty()
     }
 
     async fn discard_part(

@@ -12,33 +12,59 @@
 //!
 //! # A sync that fails
 //! It has made the kernel forget what was not written, and the next sync is told nothing of it. So
-//! from then on no commit begins and no flush succeeds, also those that an earlier commit could
-//! answer, and every other sync of the image fails, too, until the image is opened again: those
-//! beside commits, of closing, growing and resizing, are made here as well.
+//! from then on no sync, no commit and no flush succeeds, also those that an earlier commit could
+//! answer, until the image is opened again. The journal is void at once: the next process does not
+//! bring back what is perhaps lost.
+//!
+//! The kernel tells of a lost write once for each open file, to any of the syncs that are under way.
+//! So there is one at a time ([`sync`](Commits::sync)): whoever comes after one that has failed finds
+//! that, and does not get a success for what another was told is lost. A sync that is dropped with
+//! its task counts as failed, unless it is known to have succeeded; if nobody can know, the journal
+//! stays.
 
+use std::fmt;
 use std::future::Future;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use ferrite_io::reactor::Io;
+use ferrite_io::reactor::{Io, Unheard};
 use ferrite_io::shared_lock::{Held, SharedLock};
 
+use super::void::Void;
 use crate::{Port, Rare};
 
 /// See the module text.
+#[derive(Default)]
 pub(crate) struct Commits {
     /// Held by the commit that runs.
     running: SharedLock,
     turns: Mutex<Turns>,
-    /// A sync has failed.
+    /// Held by the sync that is under way.
+    syncing: SharedLock,
+    /// A sync has failed. Set while `syncing` is held.
     faulty: AtomicBool,
+    /// The journal's, if there is one.
+    void: OnceLock<Void>,
+}
+
+impl fmt::Debug for Commits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Commits").field("faulty", &self.faulty).finish_non_exhaustive()
+    }
 }
 
 impl Commits {
     pub(crate) fn new() -> Commits {
-        let turns = Mutex::new(Turns::default());
-        Commits { running: SharedLock::new(), turns, faulty: AtomicBool::new(false) }
+        Commits::default()
+    }
+
+    /// A sync that fails makes a journal void from now on. An image has one at most.
+    pub(crate) fn end_with(&self, journal: Option<Void>) {
+        if let Some(void) = journal {
+            // The first is the only one.
+            let _ = self.void.set(void);
+        }
     }
 
     fn turns(&self) -> MutexGuard<'_, Turns> {
@@ -69,20 +95,28 @@ impl Commits {
         self.running.lock(io).await
     }
 
-    /// Syncs the image. One that fails is the last.
+    /// Syncs the image; one that fails is the last.
     pub(crate) async fn sync(&self, port: &Port) -> io::Result<()> {
+        let _alone = self.syncing.lock(&port.io).await?;
         self.check()?;
-        let done = port.io.sync(port.files[0]).await;
+        let unheard = |unheard| match unheard {
+            Unheard::Failed => self.fail(),
+            // As at a death in the middle of it: what was answered may be recovered.
+            Unheard::Unknown => self.faulty.store(true, Ordering::Release),
+        };
+        let done = port.io.sync_heard(port.files[0], unheard).await;
         if done.is_err() {
             self.fail();
-            Rare::SyncFailed.taken();
         }
         done
     }
 
-    /// Nobody knows any more what is on the medium: nothing is committed from now on.
+    /// Nobody knows any more what is on the medium.
     pub(crate) fn fail(&self) {
-        self.faulty.store(true, Ordering::Release);
+        if !self.faulty.swap(true, Ordering::AcqRel) {
+            Rare::SyncFailed.taken();
+            self.void.get().inspect(|void| void.set());
+        }
     }
 
     /// Whether a sync has failed.

@@ -23,14 +23,16 @@
 use std::io::{self, ErrorKind::InvalidData, ErrorKind::NotFound};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
+use std::sync::Arc;
 
 use ferrite_io::naming::Handle;
 use ferrite_io::shm::Shm;
 use rustix::fs::fstat;
 use rustix::time::{ClockId, clock_gettime};
 
+use super::void::Void;
 use crate::place;
-use crate::{DiskError, ErrorKind, Rare, Raw};
+use crate::{DiskError, ErrorKind, Raw};
 
 mod file;
 mod layout;
@@ -55,7 +57,7 @@ const FIRST: u32 = 2 * AHEAD;
 
 /// The records of one image. With no directory for it there is only the bound on their number.
 pub(crate) struct Journal {
-    file: Option<(Shm, Held)>,
+    file: Option<(Arc<Shm>, Held)>,
     words: usize,
     /// Slots below `fresh` that have no record.
     free: Vec<u32>,
@@ -137,7 +139,7 @@ impl Journal {
     fn recover(&mut self, shm: Shm, held: Held) -> Vec<Record> {
         let records = records(&shm, self.words, self.capacity);
         self.ready = slots(shm.len(), self.words).min(self.capacity);
-        self.file = Some((shm, held));
+        self.file = Some((Arc::new(shm), held));
         // They come in the order of their slots.
         for record in &records {
             self.free.extend(self.fresh..record.slot.0);
@@ -160,7 +162,7 @@ impl Journal {
         let ready = ready.min(self.capacity);
         let Some((shm, held)) = &mut self.file else { return };
         match held.lengthen(file_bytes(ready, self.words)) {
-            Ok(longer) => (*shm, self.ready) = (longer, ready),
+            Ok(longer) => (*shm, self.ready) = (Arc::new(longer), ready),
             Err(e) => {
                 self.stuck = true;
                 tracing::warn!(
@@ -218,12 +220,9 @@ impl Journal {
         self.stuck &= self.len() > 0;
     }
 
-    /// The data that the records refer to may be lost: nobody recovers them.
-    pub(crate) fn void(&mut self) {
-        if let Some((shm, _)) = &self.file {
-            shm.store_u64(VOID_AT, 1);
-            Rare::JournalVoided.taken();
-        }
+    /// What makes it void; none without a file.
+    pub(crate) fn void(&self) -> Option<Void> {
+        self.file.as_ref().map(|(shm, _)| Void::new(Arc::clone(shm), VOID_AT))
     }
 
     /// Says something about the image besides the records, in place of what was said before. A

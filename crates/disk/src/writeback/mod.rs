@@ -18,9 +18,10 @@
 //!    journal until a commit of his own.
 //! 3. Who only reads lays it over what he reads. The records stay as they are: they are the next
 //!    writer's, and there may be other readers.
-//! 4. After a sync that failed the journal is [void](journal::Journal::void): nothing is recovered.
+//! 4. After a sync that failed the journal is [void](journal::Journal::void) at once: nothing is recovered.
 
 mod commits;
 pub(crate) mod journal;
+mod void;
 
 pub(crate) use commits::Commits;

@@ -102,6 +102,21 @@ impl Io {
         self.op_to_its_end(Op::Sync { file }).await.map(drop)
     }
 
+    /// [`sync`](Self::sync) for who must not miss that one has failed: `unheard` is called if this is
+    /// dropped after its beginning, unless it is known by then that the sync has succeeded.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub async fn sync_heard(&self, file: FileId, unheard: impl Fn(Unheard)) -> io::Result<()> {
+        let mut retries = 0;
+        loop {
+            match (Heard { op: self.op(Op::Sync { file }), unheard: &unheard }).await {
+                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
+                done => return done.map(drop),
+            }
+        }
+    }
+
     /// See [`Op::PunchHole`].
     ///
     /// # Errors
@@ -234,6 +249,43 @@ impl Future for OpFuture<'_> {
             }
             _ => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
         }
+    }
+}
+
+/// How an operation ended that was dropped before its outcome was heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unheard {
+    /// With an error.
+    Failed,
+    /// It was still under way.
+    Unknown,
+}
+
+/// An operation whose failure somebody must hear of.
+struct Heard<'a, F: Fn(Unheard)> {
+    op: OpFuture<'a>,
+    unheard: &'a F,
+}
+
+impl<F: Fn(Unheard)> Future for Heard<'_, F> {
+    type Output = io::Result<u32>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.op).poll(cx)
+    }
+}
+
+impl<F: Fn(Unheard)> Drop for Heard<'_, F> {
+    fn drop(&mut self) {
+        let Some(i) = self.op.slot else { return };
+        let slots = self.op.shared.slots.borrow();
+        let unheard = match slots.slots.get(i as usize) {
+            Some(Slot::Done(raw)) if *raw >= 0 => None,
+            Some(Slot::Done(_)) => Some(Unheard::Failed),
+            _ => Some(Unheard::Unknown),
+        };
+        drop(slots);
+        unheard.into_iter().for_each(self.unheard);
     }
 }
 

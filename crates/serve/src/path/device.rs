@@ -121,16 +121,28 @@ impl Device {
         if result.is_ok() && self.flush_has_failed() {
             return Err(io::Error::other("an earlier flush has failed"));
         }
-        if let Err(e) = &result
-            && self.latch_flush_failure()
-        {
+        if let Err(e) = &result {
+            self.refuse_writes(e);
+        }
+        result
+    }
+
+    /// A request has failed, or the disk changes hands. If a sync has failed that no flush has asked
+    /// for (a write that takes space makes one), it counts as a failed flush.
+    pub(crate) fn hear(&self, disk: &Disk) {
+        if disk.is_faulty() && !self.flush_has_failed() {
+            self.refuse_writes(&io::Error::other("a sync of the image has failed"));
+        }
+    }
+
+    fn refuse_writes(&self, e: &io::Error) {
+        if self.latch_flush_failure() {
             tracing::error!(
                 "flush failed: {e}; what was written may be lost, and the guest cannot be told by \
                  a flush alone, so all its writes fail until the disk is attached again. Check \
                  the storage, then detach and attach the disk"
             );
         }
-        result
     }
 
     /// Tells this one of each image that the device goes on with, as long as it is there.

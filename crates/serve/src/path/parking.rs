@@ -185,6 +185,8 @@ impl Device {
                 match std::mem::replace(&mut *slot, Slot::Away) {
                     Slot::Here(disk) => match Arc::try_unwrap(disk) {
                         Ok(disk) => {
+                            // The next one knows nothing of it.
+                            self.hear(&disk);
                             let away = Away::from(self, &disk);
                             return Ok((disk, away));
                         }

@@ -226,6 +226,7 @@ impl RequestPath {
 
     /// The request fails with an error; the disk goes on.
     pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error, now_ns: u64) {
+        self.shared.device.hear(&self.medium.disk);
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
         let work = flight.work;

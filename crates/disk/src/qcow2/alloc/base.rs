@@ -17,7 +17,9 @@ pub(in crate::qcow2) struct Base {
 
 impl Base {
     pub(in crate::qcow2) fn new(medium: Raw, state: State) -> Base {
-        Base { medium, commits: Commits::new(), state: Mutex::new(state) }
+        let commits = Commits::new();
+        commits.end_with(state.changes.journal.void());
+        Base { medium, commits, state: Mutex::new(state) }
     }
 
     pub(in crate::qcow2) fn state(&self) -> MutexGuard<'_, State> {

@@ -87,14 +87,6 @@ impl Blocks {
         self.commits.sync(port).await
     }
 
-    /// A flush has failed. If that was because of a sync, the next process does not bring back what
-    /// is perhaps lost.
-    pub(in crate::vhd) fn flush_failed(&self) {
-        if self.commits.is_faulty() {
-            self.lock().journal.void();
-        }
-    }
-
     /// Commits the first `left` blocks of the dirty list.
     async fn commit_dirty(&self, port: &Port, left: &mut usize) -> io::Result<()> {
         while *left > 0 {

@@ -181,6 +181,7 @@ impl Blocks {
                 AtomicU64::new(Entry::new(*sector, known).0)
             })
             .collect();
+        opened.commits.end_with(opened.journal.void());
         let mut blocks = Blocks {
             slab: Slab::new(table.len(), words),
             table_offset: opened.table_offset,

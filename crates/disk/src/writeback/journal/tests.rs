@@ -231,7 +231,7 @@ fn a_void_journal_says_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, _) = open(dir.path());
     journal.claim(1, &[1, 2, 3]).unwrap();
-    journal.void();
+    journal.void().unwrap().set();
     assert!(survey(Some(dir.path()), &identity()).unwrap().own.is_none());
     journal.claim(2, &[1, 2, 3]).unwrap();
     drop(journal);
