@@ -430,6 +430,15 @@ fn a_disk_that_is_parked_and_exchanged_again_and_again_has_all_that_was_answered
     }
 }
 
+/// Stops the paths, after a test that fails, too.
+struct Stop<'a>(&'a Shared);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
 /// A read of one path hangs in its engine. The other path discards what is read, and writes until its
 /// device is full.
 #[test]
@@ -450,6 +459,7 @@ fn a_place_that_a_read_hangs_on_is_given_out_when_it_has_ended() {
             Script::on(engine, first, 0, to_reader).run();
         });
         scope.spawn(move || Script::new(second, 1, to_writer).run());
+        let _stop = Stop(&shared);
         let done = |action, cluster, fill| {
             assert_eq!(writer.outcome(action, cluster, fill), Outcome::Done, "{action:?}");
         };
@@ -470,6 +480,5 @@ fn a_place_that_a_read_hangs_on_is_given_out_when_it_has_ended() {
         assert!(reply.outcome == Outcome::Done && reply.read.iter().all(|byte| *byte == 7));
         done(Action::Flush, 0, 0);
         done(Action::Write, full, 8);
-        shared.stop();
     });
 }
