@@ -27,6 +27,7 @@ mod chain;
 pub(crate) mod format;
 mod layer;
 pub(crate) mod mapping;
+mod open;
 mod parent_sync;
 mod raw;
 mod recovery;

@@ -39,12 +39,8 @@ struct Tables {
 }
 
 impl Qcow2 {
-    /// Opens and locks the image at `path`. Its parent is not opened.
-    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Qcow2, DiskError> {
-        Qcow2::of(Raw::open_medium(path, options)?, options)
-    }
-
-    fn of(medium: Raw, options: &OpenOptions) -> Result<Qcow2, DiskError> {
+    /// The image in `medium`.
+    pub(crate) fn of(medium: Raw, options: &OpenOptions) -> Result<Qcow2, DiskError> {
         let cannot = Cannot(format!("cannot open image {}", medium.path().display()));
         let read_only = medium.read_only();
         let dir = options.state_dir.as_deref();

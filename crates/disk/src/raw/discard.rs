@@ -14,8 +14,9 @@ use ferrite_io::reactor::Io;
 use rustix::fs::{Stat, fstat, ioctl_blksszget, major, minor};
 use rustix::io::Errno;
 
+use super::Raw;
 use super::lock::Opened;
-use super::{Medium, Raw, sysfs_number};
+use super::medium::{Medium, sysfs_number};
 use crate::DiscardLimits;
 
 /// One operation's share, so that each ends within reasonable time and a long discard lets

@@ -11,7 +11,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::lock::Opened;
-use super::{Medium, Use, sysfs_number};
+use super::medium::{Medium, Use, sysfs_number};
 use crate::SECTOR_BYTES;
 
 /// The largest block that the path above this crate is built for.

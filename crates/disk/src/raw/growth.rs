@@ -12,7 +12,7 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use rustix::net::netlink::{KOBJECT_UEVENT, SocketAddrNetlink};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
 
-use super::Medium;
+use super::medium::Medium;
 
 /// The group of the kernel's own events.
 const KERNEL_EVENTS: u32 = 1;

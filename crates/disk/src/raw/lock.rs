@@ -23,8 +23,9 @@ use ferrite_io::nvme::block_device;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
 use rustix::io::Errno;
 
-use super::{Medium, cannot_open, io_error, loops, qemu, sysfs_number};
-use crate::children::{self, Ask};
+use super::medium::{Medium, cannot_open, io_error, sysfs_number};
+use super::proc_locks::flock_holder;
+use super::{loops, qemu};
 use crate::{DiskError, ErrorKind, OpenOptions};
 
 const RETRY_AFTER: Duration = Duration::from_millis(20);
@@ -51,6 +52,19 @@ pub(super) struct Opened {
     pub(super) claim: Option<OwnedFd>,
 }
 
+/// Why an image was not opened.
+pub(crate) enum Unopened {
+    /// Nobody has the permission to write to it. The kernel lets root do it all the same.
+    Protected,
+    Other(DiskError),
+}
+
+impl From<DiskError> for Unopened {
+    fn from(e: DiskError) -> Unopened {
+        Unopened::Other(e)
+    }
+}
+
 /// The end of one attempt.
 enum Attempt {
     Done(Opened),
@@ -59,7 +73,7 @@ enum Attempt {
 }
 
 /// Opens and locks `path`, again and again until the options' time is over while it is in use.
-pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskError> {
+pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, Unopened> {
     let clock = SystemClock;
     let start_ns = clock.now_ns();
     loop {
@@ -79,7 +93,7 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, DiskErr
                      image if all of them open it read-only"
                 }
             };
-            return Err(DiskError::new(ErrorKind::InUse, cannot_open(path), why, help));
+            return Err(DiskError::new(ErrorKind::InUse, cannot_open(path), why, help).into());
         }
         clock.sleep(RETRY_AFTER);
     }
@@ -99,7 +113,7 @@ pub(super) fn glance(path: &Path) -> rustix::io::Result<Option<Opened>> {
     Ok(opened)
 }
 
-fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
+fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     let read_only = options.read_only;
     let before = stat(path).map_err(|e| open_error(path, read_only, e))?;
     let medium = classify(path, &before)?;
@@ -108,7 +122,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
         for_writing && medium == Medium::File && stat.st_mode & 0o222 == 0
     };
     if is_protected(&before) {
-        return Err(protected(path));
+        return Err(Unopened::Protected);
     }
     let grace = if medium == Medium::File { Duration::ZERO } else { DEVICE_GRACE };
     let claim = match claim(medium, &before, read_only) {
@@ -126,7 +140,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
         Err(e @ (Errno::BUSY | Errno::TXTBSY | Errno::AGAIN)) => {
             return Ok(Attempt::Busy(grace, busy_reason(&before, medium, e)));
         }
-        Err(e) => return Err(open_error(path, read_only, e)),
+        Err(e) => return Err(open_error(path, read_only, e).into()),
     };
     if options.unlocked {
         let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
@@ -139,7 +153,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
     match flock(&file, operation) {
         Ok(()) => {}
         Err(Errno::AGAIN) => return Ok(locked(&before, grace)),
-        Err(e) => return Err(io_error(path, "it could not be locked", e)),
+        Err(e) => return Err(io_error(path, "it could not be locked", e).into()),
     }
     if !share_with_qemu(path, &file, read_only) {
         let why = match read_only {
@@ -162,10 +176,10 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, DiskError> {
     }
     // An image may have been put on it before it was locked.
     if is_protected(&stat) {
-        return Err(protected(path));
+        return Err(Unopened::Protected);
     }
     if !read_only && medium == Medium::BlockDevice && is_write_protected(&stat) {
-        return Err(open_error(path, read_only, Errno::ROFS));
+        return Err(open_error(path, read_only, Errno::ROFS).into());
     }
     Ok(Attempt::Done(Opened { file, stat, medium, claim }))
 }
@@ -200,22 +214,6 @@ pub(super) fn release(file: &OwnedFd) {
     qemu::release(file);
     // There is nothing that could be done about an error: the lock goes with the file.
     let _ = flock(file, FlockOperation::Unlock);
-}
-
-/// Nobody has the permission to write to it. The kernel lets root do it all the same.
-fn protected(path: &Path) -> DiskError {
-    let why = "it is read-only by its mode, as parents are: the images on it would change with it";
-    let help = "serve it read-only (--read-only), or make a new image on it (ferrite image clone)";
-    let known = children::look(path, None, Ask::Named);
-    let help = match known.as_ref().map(|found| (&found.child, &found.unknown)) {
-        Ok((Some(child), _)) => format!("{help}: {} stands on it", child.display()),
-        Ok((None, Some(unknown))) => format!("{help}: {}", unknown.why),
-        Ok((None, None)) | Err(_) => format!(
-            "{help}; no image is known to stand on it, and a clone that was cut off leaves its \
-             parent read-only: if there is none elsewhere, chmod u+w lets it be written"
-        ),
-    };
-    DiskError::new(ErrorKind::Permission, cannot_open(path), why, help)
 }
 
 /// Opens the block device of an NVMe namespace for itself alone, where there is one and it is to
@@ -324,34 +322,6 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
     }
 }
 
-/// How often /proc/locks is read until a lock is believed not to be in it.
-const LOCK_READINGS: usize = 5;
-
-/// Looks through /proc/locks for a `flock` on a file. File systems that show another device number
-/// there than in `stat` are not found, nor are holders in other process namespaces.
-///
-/// The kernel gives the list out page by page and finds its place again by counting. A lock that is
-/// given back in between hides one behind it, so nobody is believed to hold none after one reading.
-pub(crate) fn flock_holder((major, minor): (u32, u32), inode: u64) -> Option<u32> {
-    let inode = format!("{major:02x}:{minor:02x}:{inode}");
-    let locks = || std::fs::read_to_string("/proc/locks").ok();
-    (0..LOCK_READINGS).find_map(|_| holder_in(&locks()?, &inode))
-}
-
-/// Lines are `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`; waiters have `->` behind the
-/// number.
-fn holder_in(locks: &str, inode: &str) -> Option<u32> {
-    locks.lines().find_map(|line| {
-        let mut words = line.split_whitespace().skip(1);
-        if words.next()? != "FLOCK" {
-            return None;
-        }
-        let mut words = words.skip(2);
-        let pid: u32 = words.next()?.parse().ok()?;
-        (pid != 0 && words.next()? == inode).then_some(pid)
-    })
-}
-
 fn busy_reason(stat: &Stat, medium: Medium, e: Errno) -> String {
     if medium == Medium::File {
         return match e {
@@ -378,20 +348,6 @@ fn mount_point_in<'a>(mounts: &'a str, device: &str) -> Option<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_holder_of_a_flock_is_found_among_other_locks() {
-        let locks = "1: POSIX  ADVISORY  WRITE 11 fe:00:77 0 EOF\n\
-                     2: FLOCK  ADVISORY  WRITE 12 fe:00:78 0 EOF\n\
-                     3: FLOCK  ADVISORY  READ 13 fe:00:77 0 EOF\n\
-                     3: -> FLOCK  ADVISORY  WRITE 14 fe:00:77 0 EOF\n\
-                     4: FLOCK  ADVISORY  WRITE 0 fe:00:79 0 EOF\n";
-        assert_eq!(holder_in(locks, "fe:00:77"), Some(13));
-        assert_eq!(holder_in(locks, "fe:00:78"), Some(12));
-        assert_eq!(holder_in(locks, "fe:00:79"), None);
-        assert_eq!(holder_in("", "fe:00:77"), None);
-        assert_eq!(holder_in("FLOCK\n\n1:\n1: FLOCK ADVISORY WRITE", "fe:00:77"), None);
-    }
 
     #[test]
     fn the_mount_point_of_a_device_is_found() {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Stat, major, minor, stat};
 
-use super::lock::flock_holder;
+use super::proc_locks::flock_holder;
 
 /// The loop device by which a file may be written.
 pub(super) fn writer_of(file: &Stat) -> Option<String> {

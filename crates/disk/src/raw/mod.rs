@@ -11,7 +11,6 @@ use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
 
-use crate::children::{self, Ask};
 use crate::size::Human;
 use crate::writeback::Commits;
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
@@ -21,37 +20,23 @@ mod geometry;
 mod growth;
 mod lock;
 mod loops;
+mod medium;
+mod proc_locks;
 mod qemu;
 mod zero;
 
 use geometry::Geometry;
 pub use growth::GrowthWatch;
 use lock::Opened;
-pub(crate) use lock::flock_holder;
+pub(crate) use lock::Unopened;
+use medium::{Medium, Use, cannot_open, io_error};
+pub(crate) use proc_locks::flock_holder;
 
 /// What is read at once of an image that is only looked at: mostly all that is asked of it.
 const GLANCE_BYTES: usize = 4096;
 
 /// How often a flush may be interrupted, or be without the kernel's resources, in a row.
 const FLUSH_RETRIES: u32 = 16;
-
-/// The kinds of medium that a raw disk can be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Medium {
-    File,
-    BlockDevice,
-    /// The character device of an NVMe namespace: only engines that send commands can use it.
-    Nvme,
-}
-
-/// What a file or device is opened for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Use {
-    /// To be a disk itself.
-    Disk,
-    /// To hold an image.
-    Medium,
-}
 
 /// An open and locked raw image.
 #[derive(Debug)]
@@ -77,29 +62,23 @@ pub struct Raw {
 }
 
 impl Raw {
-    /// Opens the image as the options say. What is wrong with it is found before anything else
-    /// is done, and nothing is written.
-    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
-        Raw::open_for(path, options, Use::Disk)
+    /// Opens a disk that is nothing but this, as the options say. What is wrong with it is found before
+    /// anything else is done, and nothing is written. Whether images stand on it, nobody has asked.
+    pub(crate) fn lock_disk(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
+        Raw::lock(path, options, Use::Disk)
     }
 
     /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
-    ///
-    /// # Errors
-    /// As [`Disk::open`](crate::Disk::open).
-    pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
-        Raw::open_for(path, options, Use::Medium)
+    pub(crate) fn lock_medium(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
+        Raw::lock(path, options, Use::Medium)
     }
 
-    fn open_for(path: &Path, options: &OpenOptions, use_: Use) -> Result<Raw, DiskError> {
+    fn lock(path: &Path, options: &OpenOptions, use_: Use) -> Result<Raw, Unopened> {
         let opened = lock::open(path, options)?;
         if use_ == Use::Medium && opened.medium == Medium::Nvme {
-            return Err(DiskError::new(
-                ErrorKind::Unsuitable,
-                cannot_open(path),
-                "an image cannot be used by NVMe commands",
-                "name its block device (/dev/nvmeXnY) instead",
-            ));
+            let why = "an image cannot be used by NVMe commands";
+            let help = "name its block device (/dev/nvmeXnY) instead";
+            return Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help).into());
         }
         let namespace = match opened.medium {
             Medium::Nvme => Some(namespace(path, &opened, options.read_only)?),
@@ -125,7 +104,7 @@ impl Raw {
         };
         let inode = inode(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "it could not be told from others", e))?;
-        let raw = Raw {
+        Ok(Raw {
             file: Arc::new(opened.file),
             inode,
             path: path.to_owned(),
@@ -140,12 +119,7 @@ impl Raw {
             head: Vec::new(),
             zero_means: AtomicU8::new(0),
             commits: Box::default(),
-        };
-        if !options.read_only && !options.even_parent {
-            let ask = if options.taken_over { Ask::Marked } else { Ask::Named };
-            children::check_none(&raw, ask)?;
-        }
-        Ok(raw)
+        })
     }
 
     /// Opens it for a look at metadata, without a lock: whoever uses it is not kept from that, and
@@ -398,15 +372,6 @@ fn check_size(path: &Path, bytes: u64) -> Result<(), DiskError> {
     Ok(())
 }
 
-fn cannot_open(path: &Path) -> String {
-    format!("cannot open image {}", path.display())
-}
-
-fn io_error(path: &Path, what: &str, e: rustix::io::Errno) -> DiskError {
-    let help = "check the medium below it and the kernel's log (dmesg)";
-    DiskError::new(ErrorKind::Io, cannot_open(path), format!("{what}: {e}"), help).with_source(e)
-}
-
 fn inode(file: &OwnedFd, medium: Medium) -> rustix::io::Result<(u64, u64)> {
     let stat = fstat(file)?;
     Ok(match medium {
@@ -430,12 +395,4 @@ impl fmt::Display for Raw {
             None => write!(f, "no discard"),
         }
     }
-}
-
-/// A number from sysfs about a block device, or about the device that a partition is part of.
-fn sysfs_number((major, minor): (u32, u32), name: &str) -> Option<u64> {
-    let device = format!("/sys/dev/block/{major}:{minor}");
-    ["", "../"].iter().find_map(|up| {
-        std::fs::read_to_string(format!("{device}/{up}{name}")).ok()?.trim().parse().ok()
-    })
 }

@@ -7,8 +7,9 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::reactor::Io;
 
+use super::Raw;
 use super::discard::{chunks, is_unsupported};
-use super::{Medium, Raw};
+use super::medium::Medium;
 
 /// The means, in the order in which they are tried. The first two are one system call and move
 /// no data on most media; the first also keeps the space reserved.

@@ -10,7 +10,7 @@
 
 use std::fmt;
 use std::io::Result as IoResult;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -98,17 +98,8 @@ pub struct Vhd {
 }
 
 impl Vhd {
-    /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is
-    /// written. What a process that died has left in the journal is recovered. Its parent is not
-    /// opened.
-    ///
-    /// # Errors
-    /// It cannot be opened or locked, or makes no sense; the text says where and what.
-    pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
-        Vhd::of(Raw::open_medium(path, options)?, options)
-    }
-
-    fn of(raw: Raw, options: &OpenOptions) -> Result<Vhd, DiskError> {
+    /// The image in `raw`. Its whole table is read and checked; nothing is written.
+    pub(crate) fn of(raw: Raw, options: &OpenOptions) -> Result<Vhd, DiskError> {
         let path = raw.path().to_owned();
         let bad = |e: meta::MetaError| e.for_image(&path);
         let footers = Footers::read(&raw).map_err(bad)?;

@@ -101,8 +101,7 @@ impl Commits {
         self.check()?;
         let unheard = |unheard| match unheard {
             Unheard::Failed => self.fail(),
-            // As at a death in the middle of it: what was answered may be recovered.
-            Unheard::Unknown => self.faulty.store(true, Ordering::Release),
+            Unheard::Unknown => self.doubt(),
         };
         let done = port.io.sync_heard(port.files[0], unheard).await;
         if done.is_err() {
@@ -111,8 +110,14 @@ impl Commits {
         done
     }
 
-    /// Nobody knows any more what is on the medium.
-    pub(crate) fn fail(&self) {
+    /// Nobody knows any more what is on the medium: nothing is committed from now on. The next process
+    /// may recover what was answered, as after a death in the middle of it.
+    pub(crate) fn doubt(&self) {
+        self.faulty.store(true, Ordering::Release);
+    }
+
+    /// The kernel has forgotten what was not written.
+    fn fail(&self) {
         if !self.faulty.swap(true, Ordering::AcqRel) {
             Rare::SyncFailed.taken();
             self.void.get().inspect(|void| void.set());

@@ -24,7 +24,9 @@ use std::io::{self, ErrorKind::InvalidData, ErrorKind::NotFound};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
+use ferrite_io::clock::{Clock as _, SystemClock};
 use ferrite_io::naming::Handle;
 use ferrite_io::shm::Shm;
 use rustix::fs::fstat;
@@ -52,6 +54,10 @@ pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey, told_
 /// Records that the file always has space for besides those that are in it, as long as the tmpfs
 /// has some: more than writes are in flight at a time, but for the largest rings.
 const AHEAD: u32 = 1 << 10;
+/// How long another process may still hold a journal whose image it has let go of, and how often that
+/// is tried.
+const GRACE_MS: u64 = 2000;
+const RETRY_AFTER_MS: u64 = 10;
 /// Records that a new file has space for.
 const FIRST: u32 = 2 * AHEAD;
 
@@ -87,7 +93,7 @@ impl Journal {
         let Some(dir) = dir else { return Ok((journal, Vec::new())) };
         let path = dir.join(identity.file_name());
         shelf::sweep(dir, identity, &path)?;
-        let (shm, held) = match Held::take(&path).map_err(|e| not_held(&path, "opened", e))? {
+        let (shm, held) = match take(&path).map_err(|e| not_held(&path, "opened", e))? {
             None => make(dir, &path, identity, words, capacity)?,
             Some(held) => match held.map().map_err(|e| cannot(&path, "opened", e))? {
                 Some(shm) if Content::of(&shm) != Content::Nothing => {
@@ -278,6 +284,19 @@ pub(crate) fn warn_unseen(raw: &Raw) {
          directory cannot be read; if one was killed, run this as root",
         raw.path().display()
     );
+}
+
+/// Holds the journal that is there. The caller has the image, so whoever else holds it is about to let
+/// go: a process that ends, or one that has just been forked and is not its program yet.
+fn take(path: &Path) -> io::Result<Option<Held>> {
+    for _ in 0..GRACE_MS / RETRY_AFTER_MS {
+        match Held::take(path) {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            taken => return taken,
+        }
+        SystemClock.sleep(Duration::from_millis(RETRY_AFTER_MS));
+    }
+    Held::take(path)
 }
 
 /// Makes the file of an image's journal, which has none.

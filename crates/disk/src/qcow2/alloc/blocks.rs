@@ -31,7 +31,7 @@ struct Renaming<'a> {
 impl Drop for Renaming<'_> {
     fn drop(&mut self) {
         if !self.done {
-            self.alloc.base.commits.fail();
+            self.alloc.base.commits.doubt();
         }
     }
 }

@@ -1,0 +1,83 @@
+//! Opening what a disk lies in: locked, and for writing only if no image stands on it.
+
+use std::path::Path;
+
+use crate::children::{self, Ask};
+use crate::qcow2::Qcow2;
+use crate::raw::Unopened;
+use crate::vhd::Vhd;
+use crate::{DiskError, ErrorKind, OpenOptions, Raw};
+
+impl Raw {
+    /// Opens the image as the options say. What is wrong with it is found before anything else
+    /// is done, and nothing is written.
+    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+        unwritten(path, Raw::lock_disk(path, options), options)
+    }
+
+    /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
+    ///
+    /// # Errors
+    /// As [`Disk::open`](crate::Disk::open).
+    pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+        unwritten(path, Raw::lock_medium(path, options), options)
+    }
+}
+
+impl Vhd {
+    /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is
+    /// written. What a process that died has left in the journal is recovered. Its parent is not
+    /// opened.
+    ///
+    /// # Errors
+    /// It cannot be opened or locked, or makes no sense; the text says where and what.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
+        Vhd::of(Raw::open_medium(path, options)?, options)
+    }
+}
+
+impl Qcow2 {
+    /// Opens and locks the image at `path`. Its parent is not opened.
+    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Qcow2, DiskError> {
+        Qcow2::of(Raw::open_medium(path, options)?, options)
+    }
+}
+
+/// The medium, if nobody stands on what is to be written.
+fn unwritten(
+    path: &Path,
+    medium: Result<Raw, Unopened>,
+    options: &OpenOptions,
+) -> Result<Raw, DiskError> {
+    let medium = match medium {
+        Err(Unopened::Protected) => return Err(protected(path)),
+        Err(Unopened::Other(e)) => return Err(e),
+        Ok(medium) => medium,
+    };
+    if !options.read_only && !options.even_parent {
+        let ask = if options.taken_over { Ask::Marked } else { Ask::Named };
+        children::check_none(&medium, ask)?;
+    }
+    Ok(medium)
+}
+
+/// Nobody has the permission to write to it. The kernel lets root do it all the same.
+fn protected(path: &Path) -> DiskError {
+    let why = "it is read-only by its mode, as parents are: the images on it would change with it";
+    let help = "serve it read-only (--read-only), or make a new image on it (ferrite image clone)";
+    let known = children::look(path, None, Ask::Named);
+    let help = match known.as_ref().map(|found| (&found.child, &found.unknown)) {
+        Ok((Some(child), _)) => format!("{help}: {} stands on it", child.display()),
+        Ok((None, Some(unknown))) => format!("{help}: {}", unknown.why),
+        Ok((None, None)) | Err(_) => format!(
+            "{help}; no image is known to stand on it, and a clone that was cut off leaves its \
+             parent read-only: if there is none elsewhere, chmod u+w lets it be written"
+        ),
+    };
+    DiskError::new(
+        ErrorKind::Permission,
+        format!("cannot open image {}", path.display()),
+        why,
+        help,
+    )
+}
