@@ -106,8 +106,8 @@ fn a_backend_killed_in_a_handshake_is_followed_by_one_that_goes_on_with_it() {
 fn interrupted() -> (Rig, Frontend, Buffer) {
     let mut rig = Rig::new(Plan { bytes: 1 << 20, ..Plan::default() });
     let mut front = rig.connect(&FrontOptions::default());
-    let buffer = front.space().buffer(1).unwrap();
-    buffer.fill(0, 4096, 7);
+    let buffer = front.space().buffer(2).unwrap();
+    buffer.fill(0, 8192, 7);
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     front.queues[0].write(0, &buffer, 0, 4096).unwrap();
     front.queues[0].push().unwrap();
@@ -236,8 +236,9 @@ fn resume_at_four(front: &mut Frontend, buffer: &Buffer) {
     let queues = 1 + front.queues.len() as u32 % 2;
     front.offer(&FrontOptions { queues, ..FrontOptions::default() }).unwrap();
     front.set_state(4).unwrap();
-    for queue in &mut front.queues {
-        queue.write(0, buffer, 0, 4096).unwrap();
+    // A page each: one that is answered has to be free, whatever the other queue does.
+    for (i, queue) in front.queues.iter_mut().enumerate() {
+        queue.write(0, buffer, i * 4096, 4096).unwrap();
         queue.push().unwrap();
     }
 }
@@ -286,7 +287,7 @@ fn a_backend_that_ends_while_it_connects_a_resumed_guest_is_followed_by_one_that
         let store = rig.machine.store().unwrap();
         rig.start_with(store, Box::new(FailingHypervisor { inner, nth: nth.clone() }));
         let mut front = rig.connect(&FrontOptions::default());
-        let buffer = front.space().buffer(1).unwrap();
+        let buffer = front.space().buffer(2).unwrap();
         resume_at_four(&mut front, &buffer);
         let error = rig.join().unwrap_err();
         assert!(matches!(error, ServeError::Host { .. }), "{error}");
@@ -306,8 +307,8 @@ fn a_backend_killed_at_any_moment_is_a_pause_for_a_guest_that_is_resumed_all_the
         let (stop, progress) = (stop.clone(), progress.clone());
         move || {
             front.connect(&FrontOptions::default(), PATIENCE).unwrap();
-            let buffer = front.space().buffer(1).unwrap();
-            buffer.write(0, &word(1, 0).repeat(512));
+            let buffer = front.space().buffer(2).unwrap();
+            buffer.write(0, &word(1, 0).repeat(1024));
             let mut rounds = 0;
             while !stop.load(Ordering::Relaxed) {
                 rounds += 1;
