@@ -240,13 +240,3 @@ fn images_that_are_exchanged_at_any_moment_have_what_was_answered() {
         parked_under_load(World::with_format(format), 200 * scale() as usize, 10 + i as u64);
     }
 }
-
-/// It also prints how long the pauses were.
-#[test]
-#[ignore = "for cargo xtask nightly: 1,000 pauses in each format, on tmpfs"]
-fn a_thousand_pauses() {
-    for (i, format) in ["raw", "vhd", "qcow2"].into_iter().enumerate() {
-        println!("{format}:");
-        parked_under_load(World::with_format(format), 1000, 40 + i as u64);
-    }
-}
