@@ -9,6 +9,7 @@ pub(crate) const CHECKS: &[Need] = &[
     ("qemu-img", "qemu-utils"),
     ("qemu-storage-daemon", "qemu-system-common"),
     ("vhdiinfo", "libvhdi-utils"),
+    ("mkfs.xfs", "xfsprogs"),
 ];
 
 /// The command that vhdimount mounts with for a user who is not root. The package has it under both

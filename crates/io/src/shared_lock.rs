@@ -4,19 +4,27 @@
 //! descriptor. So whoever finds the lock taken waits for an eventfd of its own, and whoever lets
 //! go hands the lock to the first of them. Contention is rare where this is used (commits of
 //! metadata), so a descriptor for each wait does no harm.
+//!
+//! A host that is short of memory or descriptors makes the wait busy, and no more: whoever fails here
+//! fails a flush, and a guest is told that its data may be lost (threats.md T6).
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::reactor::Io;
 
+/// How often one that cannot be woken looks whether the lock is its own.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
 /// One that waits.
 struct Waiter {
-    wake: OwnedFd,
+    /// None: there was no descriptor for it.
+    wake: Option<OwnedFd>,
     /// It has been handed the lock, and may not know yet.
     owns: Mutex<bool>,
 }
@@ -47,7 +55,7 @@ impl SharedLock {
     /// is dropped, also with its task.
     ///
     /// # Errors
-    /// Out of descriptors, or those of the wait; the lock is not held then.
+    /// The reactor is gone; the lock is not held then.
     pub async fn lock(&self, io: &Io) -> io::Result<Held<'_>> {
         let waiter = {
             let mut state = self.state();
@@ -55,14 +63,22 @@ impl SharedLock {
                 state.held = true;
                 return Ok(Held(self));
             }
-            let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+            let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok();
             let waiter = Arc::new(Waiter { wake, owns: Mutex::new(false) });
             state.waiting.push_back(waiter.clone());
             waiter
         };
         let mut waiting = Waiting { lock: self, waiter, accepted: false };
         while !waiting.owns() {
-            io.readable(waiting.waiter.wake.as_raw_fd()).await?;
+            let woken = match &waiting.waiter.wake {
+                Some(wake) => io.readable(wake.as_raw_fd()).await,
+                None => io.sleep(LOOK_AGAIN).await,
+            };
+            match woken {
+                Ok(()) => {}
+                Err(e) if e.kind() == io::ErrorKind::BrokenPipe => return Err(e),
+                Err(_) => io.yield_to_others().await,
+            }
         }
         waiting.accepted = true;
         Ok(Held(self))
@@ -81,7 +97,8 @@ impl SharedLock {
             Some(next) => {
                 *next.owns.lock().unwrap_or_else(PoisonError::into_inner) = true;
                 // It can fail only if the counter is full, and then it wakes already.
-                let _ = rustix::io::write(&next.wake, &1u64.to_ne_bytes());
+                let wake = |wake| rustix::io::write(wake, &1u64.to_ne_bytes());
+                let _ = next.wake.as_ref().map(wake);
             }
         }
     }

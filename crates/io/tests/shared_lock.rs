@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use ferrite_io::arena::Arena;
 use ferrite_io::engines::test_engine;
-use ferrite_io::reactor::Reactor;
+use ferrite_io::reactor::{Reactor, Wait};
 use ferrite_io::shared_lock::SharedLock;
+use ferrite_testkit::errno::ENOMEM;
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
 
 fn reactor() -> Reactor {
     Reactor::new(test_engine().open(Arena::new(1).unwrap(), 8).unwrap())
@@ -61,5 +63,31 @@ fn who_gives_up_waiting_neither_keeps_the_lock_nor_its_place() {
     let held = reactor.block_on(second).unwrap().unwrap();
     assert!(lock.try_lock().is_none());
     drop(held);
+    assert!(lock.try_lock().is_some());
+}
+
+#[test]
+fn who_cannot_be_woken_gets_the_lock_all_the_same() {
+    let faults = Faults::none();
+    faults.set([Ops::from(Kind::Wakeup).fail(ENOMEM)]);
+    let mut reactor = Reactor::new(faults.open(Arena::new(1).unwrap(), 8).unwrap());
+    let (io, lock) = (reactor.io(), Arc::new(SharedLock::new()));
+    let held = lock.try_lock().unwrap();
+    let got = Arc::new(AtomicU32::new(0));
+    let (lock_, got_) = (lock.clone(), got.clone());
+    reactor.spawn(async move {
+        let _held = lock_.lock(&io).await.unwrap();
+        got_.store(1, Ordering::SeqCst);
+    });
+    for _ in 0..100 {
+        reactor.turn(Wait::No, &mut Vec::new()).unwrap();
+        assert_eq!(got.load(Ordering::SeqCst), 0);
+    }
+    assert!(faults.seen(&[Kind::Wakeup]) > 1, "it tries again");
+    drop(held);
+    for _ in 0..100 {
+        reactor.turn(Wait::No, &mut Vec::new()).unwrap();
+    }
+    assert_eq!(got.load(Ordering::SeqCst), 1);
     assert!(lock.try_lock().is_some());
 }

@@ -92,7 +92,9 @@ impl Commits {
 
     /// No commit runs as long as this is held. What the holder commits answers nobody else.
     pub(crate) async fn pause(&self, io: &Io) -> io::Result<Held<'_>> {
-        self.running.lock(io).await
+        let running = self.running.lock(io).await?;
+        self.check()?;
+        Ok(running)
     }
 
     /// Syncs the image; one that fails is the last.
@@ -129,8 +131,8 @@ impl Commits {
         self.faulty.load(Ordering::Acquire)
     }
 
-    /// Refuses to commit after that.
-    pub(crate) fn check(&self) -> io::Result<()> {
+    /// Refuses to go on after that.
+    fn check(&self) -> io::Result<()> {
         if !self.is_faulty() {
             return Ok(());
         }

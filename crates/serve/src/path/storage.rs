@@ -198,19 +198,18 @@ impl RequestPath {
             return;
         }
         self.pieces.give_back(flight.pieces);
-        if let Some(mark) = flight.mapped.take() {
-            self.medium.unmap(mark);
-        }
-        let (failed, action, layout) = (flight.failed.take(), flight.work.action, flight.layout);
-        let ticket = Ticket::unpark(entry);
-        if let Some(e) = failed {
-            return self.storage_failed(ticket, &e, now_ns);
-        }
-        if let (Action::Write, Some(layout)) = (action, layout) {
+        let (failed, mapped) = (flight.failed.take(), flight.mapped.take());
+        if let (None, Action::Write, Some(layout)) = (&failed, flight.work.action, flight.layout) {
             self.medium.disk.written(layout.offset, layout.blocks.len() as u64);
             self.save_soon();
         }
-        self.data_done(ticket, now_ns);
+        if let Some(mark) = mapped {
+            self.medium.unmap(mark);
+        }
+        match failed {
+            None => self.data_done(Ticket::unpark(entry), now_ns),
+            Some(e) => self.storage_failed(Ticket::unpark(entry), &e, now_ns),
+        }
     }
 
     /// All data of a request is where it belongs.
