@@ -236,16 +236,24 @@ fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
     }
 }
 
-/// Taking space syncs, too, and the kernel tells nobody else.
+/// Taking space syncs, too, and the kernel tells nobody else. What has its place already could still be
+/// written, and would be answered.
 #[test]
 fn a_sync_that_fails_for_a_write_counts_as_a_failed_flush() {
     let faults = Faults::none();
     let dir = dir_in_memory();
-    let image = Some(images::make(dir.path(), "qcow2", BYTES));
+    let image = Some(images::make_of_small_clusters(dir.path(), 64 << 20));
     let rig = Rig::new(Plan { image, engine: faults.factory(), ..Plan::default() });
     let (mut front, buffer) = connected(&rig);
+    let queue = &mut front.queues[0];
+    for (sector, bytes) in [(0, 4096), (0, 1 << 17)] {
+        assert_eq!(write(queue, &buffer, sector, bytes), STATUS_OKAY);
+    }
+    assert_eq!(flush(queue), STATUS_OKAY);
     faults.set([Ops::from(Kind::Sync).fail(EIO)]);
-    assert_eq!(write(&mut front.queues[0], &buffer, 0, 4096), STATUS_ERROR, "the first one syncs");
+    let mut further = (4096..120 << 10).step_by(2048);
+    let failed = further.any(|sector| write(queue, &buffer, sector, 1 << 20) == STATUS_ERROR);
+    assert!(failed, "some write takes space, and syncs");
     faults.clear();
     assert_latched(&mut front, &buffer, "after a write whose sync has failed");
     front.close(PATIENCE).unwrap();

@@ -54,7 +54,17 @@ fn what_was_mended_stays_mended() {
     }
 }
 
-/// The same with the clusters that the seed says.
+/// A discard gave up the leaf's copy of what was in a parent's journal, which a power cut ends.
+#[test]
+fn what_is_read_above_a_parents_journal_after_a_discard_is_read_after_a_power_cut() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let plan = Plan::new(81_355_488_555_118, Scenario::Chains);
+    if let Err(found) = tell(&Images::new(ferrite_disk::Format::Vhd), &plan) {
+        panic!("{found}");
+    }
+}
+
+/// With the clusters that the seed says.
 #[test]
 fn what_a_table_has_that_only_a_journal_refers_to_is_recovered_from_a_parent() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);

@@ -72,6 +72,14 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
     leaf.path
 }
 
+/// An empty qcow2 image with clusters of 512 bytes: a write of some MiB takes space, with a sync.
+pub fn make_of_small_clusters(dir: &Path, bytes: u64) -> PathBuf {
+    let image = name(&dir.join("small.qcow2"));
+    let new = NewImage { bytes: Some(bytes), unit_bytes: Some(512), ..NewImage::default() };
+    work(None, |tools| tools.create(&image, &new)).unwrap();
+    image.path
+}
+
 /// What a disk goes on with that is exchanged: a child of an image that nobody has open; of a raw
 /// image, which has none, a copy.
 pub fn make_next(image: &Path, next: &Path) {

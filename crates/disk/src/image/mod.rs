@@ -54,6 +54,8 @@ pub struct Image {
     /// Of a chain that is long enough for it.
     shortcut: Option<Shortcut>,
     parent_sync: ParentSync,
+    /// A parent has parts that only this host's memory knows of; see [`recovery`].
+    is_above_journal: bool,
 }
 
 /// The layers below one.
@@ -97,7 +99,8 @@ impl Image {
 
     fn of(layers: Vec<Layer>, shortcut: Option<Shortcut>) -> Image {
         let parent_sync = ParentSync::new(layers.len());
-        Image { layers: layers.into(), shortcut, parent_sync }
+        let is_above_journal = layers.iter().skip(1).any(|parent| !parent.recovered().is_empty());
+        Image { layers: layers.into(), shortcut, parent_sync, is_above_journal }
     }
 
     /// The leaf by itself; the parents are closed.
@@ -252,7 +255,12 @@ impl Image {
         parent_sync
     }
 
+    /// Nothing is given up above a parent's journal: the guest would read what that says, and after a
+    /// power cut something else.
     pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
+        if self.is_above_journal {
+            return Ok(len);
+        }
         let steps = self.leaf().discard_part(port, self.below_leaf(), offset, len);
         self.while_mapped(steps).await
     }
