@@ -119,10 +119,12 @@ fn errors_leave_nothing_behind_not_even_when_the_domain_is_destroyed() {
     let mut rig = Rig::new(plan());
     let mut front = rig.frontend();
     let space = front.space().clone();
-    // Once for everything that is made at the first use.
-    front.connect(&many(), PATIENCE).unwrap();
-    send_errors(&mut front, 1000);
-    front.close(PATIENCE).unwrap();
+    // Everything that is made at the first use, and the allocator's memory for each size of it.
+    for _ in 0..2 {
+        front.connect(&many(), PATIENCE).unwrap();
+        send_errors(&mut front, 12_000);
+        front.close(PATIENCE).unwrap();
+    }
     let free = space.free_counts();
     let before = held();
     for _ in 0..2 {
