@@ -50,9 +50,9 @@ pub(in crate::qcow2) struct Clusters {
     pub(super) quarantine: Quarantine,
     /// By which it is known who may have been told of a cluster.
     epochs: Arc<Epochs>,
-    /// Slices of refcounts to be looked at again: clusters in them came free, and may be used. Whether
+    /// Slices of refcounts to be searched once more: clusters in them came free, and may be used. Whether
     /// they had data that were not compressed.
-    again: BTreeMap<u64, bool>,
+    to_search: BTreeMap<u64, bool>,
     /// Nothing is looked for between others any more.
     pub(super) only_behind: bool,
     /// Where the next run is looked for, as a cluster; none: not yet known.
@@ -77,7 +77,7 @@ impl Clusters {
             search: None,
             quarantine: Quarantine::default(),
             epochs,
-            again: BTreeMap::new(),
+            to_search: BTreeMap::new(),
             only_behind: false,
             end: None,
             step: 0,
@@ -203,24 +203,24 @@ impl Clusters {
     /// still ahead.
     pub(super) fn search_again(&mut self, cluster: u64, data: bool) {
         if self.search.is_some() && !self.only_behind {
-            *self.again.entry(self.refs.slice_of(cluster)).or_insert(data) |= data;
+            *self.to_search.entry(self.refs.slice_of(cluster)).or_insert(data) |= data;
         }
     }
 
-    /// The first slice to be looked at again.
-    pub(super) fn next_again(&self) -> Option<u64> {
-        self.again.keys().copied().find(|slice| !self.quarantine.is_shut(*slice))
+    /// The first slice to be searched once more.
+    pub(super) fn next_to_search(&self) -> Option<u64> {
+        self.to_search.keys().copied().find(|slice| !self.quarantine.is_shut(*slice))
     }
 
-    /// Whether a slice is to be looked at again, and if so, whether for places of data that were not
+    /// Whether a slice is to be searched once more, and if so, whether for places of data that were not
     /// compressed.
-    pub(super) fn again(&self, slice: u64) -> Option<bool> {
-        self.again.get(&slice).copied()
+    pub(super) fn to_search(&self, slice: u64) -> Option<bool> {
+        self.to_search.get(&slice).copied()
     }
 
     /// It was, to its end.
     pub(super) fn searched_again(&mut self, slice: u64) {
-        self.again.remove(&slice);
+        self.to_search.remove(&slice);
     }
 
     /// Forgets the runs that were being set aside by a task that was dropped.

@@ -17,7 +17,7 @@
 //!    journal whose references to it are believed by that count.
 //!
 //! The epoch goes on when a commit has ended, and when clusters are wanted. Until all three have happened
-//! the cluster is in [`quarantine`](super::quarantine). Then its slice of refcounts is looked at again.
+//! the cluster is in [`quarantine`](super::quarantine). Then its slice of refcounts is searched once more.
 //! A reader that never ends blocks nobody: what comes free is found after the next opening.
 
 use std::io;
@@ -58,7 +58,7 @@ impl Allocator {
                 Err(_) => {}
             }
             if runs.last().is_none_or(|last| last.end != run.end) {
-                // What got no space is looked at again, if there is some by then.
+                // What got no space is searched once more, if there is some by then.
                 self.base.state().clusters.search_claimed_again();
                 break;
             }
@@ -69,7 +69,7 @@ impl Allocator {
     /// The cluster from which on to look; where there is no block of refcounts there is nothing.
     fn next_to_search(&self) -> Option<u64> {
         let clusters = &mut self.base.state().clusters;
-        if let Some(slice) = clusters.next_again() {
+        if let Some(slice) = clusters.next_to_search() {
             return Some(slice * clusters.refs.slice_entries());
         }
         let mut range = clusters.search.clone()?;
@@ -90,18 +90,18 @@ impl Allocator {
         found
     }
 
-    /// Claims the free clusters of the slice of `from`, from there on, or all of one that is looked
-    /// at again; how many.
+    /// Claims the free clusters of the slice of `from`, from there on, or all of one that is
+    /// searched once more; how many.
     fn claim_in_slice(&self, clusters: &mut Clusters, from: u64, wanted: u64) -> u64 {
         let Some(range) = clusters.search.clone() else { return 0 };
         let (slice, entries) = (clusters.refs.slice_of(from), clusters.refs.slice_entries());
         if clusters.quarantine.is_shut(slice) {
             return 0;
         }
-        let again = clusters.again(slice);
+        let to_search = clusters.to_search(slice);
         // What came free may have been taken behind all that there was at first.
-        let end = again.and(clusters.end).unwrap_or(range.end).min((slice + 1) * entries);
-        let (mut at, mut got) = (if again.is_some() { slice * entries } else { from }, 0);
+        let end = to_search.and(clusters.end).unwrap_or(range.end).min((slice + 1) * entries);
+        let (mut at, mut got) = (if to_search.is_some() { slice * entries } else { from }, 0);
         while at < end && got < wanted && clusters.claimed.len() < MAX_RUNS {
             // Refcounts that deny a table are wrong, or made to harm (T17).
             let free = |cluster: &u64| {
@@ -118,12 +118,12 @@ impl Allocator {
             clusters.claimed.push(Run { next: first, end: first + count, zeroed: false });
             (at, got) = (first + count, got + count);
         }
-        match again {
+        match to_search {
             Some(true) if got > 0 => Rare::DataClusterReused.taken(),
             Some(false) if got > 0 => Rare::ClusterReused.taken(),
             _ => {}
         }
-        match again {
+        match to_search {
             Some(_) if at < end => {}
             Some(_) => clusters.searched_again(slice),
             None => clusters.search = Some(at..range.end),
