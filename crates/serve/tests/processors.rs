@@ -446,30 +446,23 @@ fn a_discard_pauses_while_its_disk_is_in_debt_and_ends_when_that_is_unplugged() 
     neighbour.close(PATIENCE).unwrap();
 }
 
-/// The engine of the first queue fails as a whole once it is given a write: what was on the ring
-/// together with that is taken by then.
-fn breaks_with_a_write(faults: &Faults) {
+/// A backend in debt whose predecessor's engine has failed as a whole with 16 writes, of which the first
+/// was answered since. Their pages are the guest's as long as it has the buffer.
+fn with_writes_to_do_again(world: &Arc<World>) -> (Rig, Frontend, Buffer) {
+    let faults = Faults::none();
+    let large = Plan { engine: faults.factory(), bytes: 4 << 20, ..plan(world, true) };
+    let mut rig = Rig::new(large);
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(32).unwrap();
+    works(&mut front);
+    buffer.fill(0, 128 << 10, 0x42);
+    // What is on the ring together with a write is taken when the engine is given that.
     let broken = faults.clone();
     faults.before_each(move |op| {
         if matches!(op, Op::Write { .. }) {
             broken.break_engine("queue-0");
         }
     });
-}
-
-/// What a predecessor has taken is done before the queue ends, and does not all fit into the
-/// memory of this one at once.
-#[test]
-fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
-    let world = Arc::new(World::default());
-    let faults = Faults::none();
-    let large = Plan { engine: faults.factory(), bytes: 4 << 20, ..plan(&world, true) };
-    let mut rig = Rig::new(large);
-    let mut front = rig.connect(&FrontOptions::default());
-    let buffer = front.space().buffer(32).unwrap();
-    works(&mut front);
-    buffer.fill(0, 128 << 10, 0x42);
-    breaks_with_a_write(&faults);
     // As many as are taken at once.
     for i in 0..16 {
         front.queues[0].write(i * 256, &buffer, 0, 128 << 10).unwrap();
@@ -482,6 +475,15 @@ fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
     rig.change_pool(1 << 20);
     rig.start();
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    (rig, front, buffer)
+}
+
+/// What a predecessor has taken is done before the queue ends, and does not all fit into the
+/// memory of this one at once.
+#[test]
+fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
+    let world = Arc::new(World::default());
+    let (mut rig, _front, _buffer) = with_writes_to_do_again(&world);
     rig.machine.remove_disk(&rig.disk.clone()).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
     assert!(rig.sectors(0, 2 << 20).iter().all(|byte| *byte == 0x42));
@@ -491,24 +493,7 @@ fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
 #[test]
 fn a_parked_disk_with_requests_to_do_again_is_stopped_at_once_and_leaves_them() {
     let world = Arc::new(World::default());
-    let faults = Faults::none();
-    let large = Plan { engine: faults.factory(), bytes: 4 << 20, ..plan(&world, true) };
-    let mut rig = Rig::new(large);
-    let mut front = rig.connect(&FrontOptions::default());
-    let buffer = front.space().buffer(32).unwrap();
-    works(&mut front);
-    breaks_with_a_write(&faults);
-    for i in 0..16 {
-        front.queues[0].write(i * 256, &buffer, 0, 128 << 10).unwrap();
-    }
-    front.queues[0].push().unwrap();
-    rig.join().unwrap_err();
-    faults.before_each(|_| {});
-    faults.break_engine("");
-    world.use_up(Duration::from_secs(3600));
-    rig.change_pool(1 << 20);
-    rig.start();
-    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    let (mut rig, mut front, _buffer) = with_writes_to_do_again(&world);
     let device = rig.device();
     let (disk, away) = device.park(PATIENCE).unwrap();
     let (told, tells) = std::sync::mpsc::channel();
