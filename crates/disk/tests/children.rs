@@ -426,37 +426,38 @@ fn reads() -> u64 {
     line.unwrap().parse().unwrap()
 }
 
-/// Those that opening looks through for loop devices of its image.
-fn block_devices() -> u64 {
-    fs::read_dir("/sys/block").unwrap().count() as u64
-}
-
 /// A storage repository has thousands, and may be on a network.
 #[test]
 fn opening_for_writing_reads_the_head_of_each_image_once_and_nothing_at_a_takeover() {
-    const IMAGES: u64 = 40;
+    const IMAGES: i64 = 40;
     for format in FORMATS {
-        let family = Family::new(format, &format!("other.{format}"));
-        fs::remove_file(&family.other.path).ok();
-        create(&family.other);
-        let taken_over = OpenOptions { taken_over: true, ..options() };
-        // Of each device two, up to the end of its file, and more of a loop device in use. Other tests
-        // add some and use them.
-        let once = |options: &OpenOptions| {
-            let (devices, before) = (block_devices(), reads());
-            drop(Disk::open_image(&family.other, options).unwrap());
-            (reads() - before).saturating_sub(2 * devices)
-        };
-        let cost = |options: &OpenOptions| (0..50).map(|_| once(options)).min().unwrap();
-        let alone = [cost(&options()), cost(&taken_over)];
+        let [alone, beside] = ["alone", "beside"].map(|_| {
+            let family = Family::new(format, &format!("other.{format}"));
+            fs::remove_file(&family.other.path).ok();
+            create(&family.other);
+            family
+        });
         for n in 0..IMAGES {
             // Half of them stand on something.
-            let image = name(format, &at(&family.dir, &format!("{n}.{format}")));
-            if n % 2 == 0 { create(&image) } else { drop(clone(&family.parent, &image)) }
+            let image = name(format, &at(&beside.dir, &format!("{n}.{format}")));
+            if n % 2 == 0 { create(&image) } else { drop(clone(&beside.parent, &image)) }
         }
-        let beside = [cost(&options()), cost(&taken_over)];
-        assert!(beside[0] - alone[0] <= IMAGES, "{format}: {alone:?}, {beside:?}");
-        assert_eq!(beside[1], alone[1], "{format}");
+        let cost = |family: &Family, options: &OpenOptions| {
+            let before = reads();
+            drop(Disk::open_image(&family.other, options).unwrap());
+            (reads() - before).cast_signed()
+        };
+        // Opening also reads of locks and loop devices, and other tests have some now and then.
+        let more = |options: &OpenOptions| {
+            let once = |_| cost(&beside, options) - cost(&alone, options);
+            let mut more: Vec<i64> = (0..41).map(once).collect();
+            more.sort_unstable();
+            more[20]
+        };
+        let for_writing = more(&options());
+        assert!((1..=IMAGES).contains(&for_writing), "{format}: {for_writing}");
+        let taken_over = OpenOptions { taken_over: true, ..options() };
+        assert_eq!(more(&taken_over), 0, "{format}");
     }
 }
 
