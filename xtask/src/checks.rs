@@ -3,7 +3,7 @@
 use crate::dist::{self, Squeeze};
 use crate::programs::Programs;
 use crate::xentests::{self, Tests};
-use crate::{fast_checks, needs};
+use crate::{fast_checks, needs, unsteady};
 use anyhow::{Context, Result};
 use ferrite_xenhost::Program;
 use ferrite_xenhost::disk::Backend;
@@ -219,8 +219,17 @@ fn summary(outcomes: &[Outcome]) -> ExitCode {
             println!("\n---- {} ----\n{}", outcome.name, steps::shorten(failure));
         }
     }
+    let unsteady = unsteady::found();
+    for test in &unsteady {
+        println!("\n---- unsteady: {} ----\n{}", test.name, steps::shorten(&test.failure));
+    }
     let failed = outcomes.iter().filter(|outcome| outcome.failure.is_some()).count();
     println!("\ntotal {:.0} s", steps::elapsed_s());
-    println!("{} passed, {failed} failed", outcomes.len() - failed);
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let (passed, unsteady) = (outcomes.len() - failed, unsteady.len());
+    println!("{passed} passed, {failed} failed; {unsteady} tests were unsteady");
+    if unsteady > unsteady::MAX {
+        println!("more than {} unsteady tests are a failure", unsteady::MAX);
+    }
+    let good = failed == 0 && unsteady <= unsteady::MAX;
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::checks::{Outcome, check};
 use crate::programs::Programs;
-use crate::{dist, mutants, powercuts};
+use crate::{dist, mutants, powercuts, unsteady};
 use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 
 /// The licence gate. Built once into target/tools, without optimisation: it runs for a second.
@@ -39,12 +39,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
         }),
         check("mutants apply", mutants::check),
         check("fuzz targets compile", fuzz_targets),
-        check("tests", || {
-            let mut test = cargo();
-            test.args(["test", "--locked", "--workspace", "--no-fail-fast"]);
-            // The peers were installed: a test that cannot find one fails.
-            run("tests", test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
-        }),
+        check("tests", tests),
     ];
     std::thread::scope(|scope| {
         // On AIO the tests mostly wait: what needs processors and no test fits beside them.
@@ -86,6 +81,16 @@ fn fuzz_targets() -> Result<()> {
     check.args(["check", "--locked", "--manifest-path", "fuzz/Cargo.toml", "--target-dir"]);
     check.arg(steps::target_dir().join("fuzz-check")).env("RUSTFLAGS", "-Dwarnings");
     run("fuzz-targets", check.env("CUSTOM_LIBFUZZER_PATH", "/unused/libfuzzer.a"))
+}
+
+/// Every test, and every example of the documentation.
+fn tests() -> Result<()> {
+    Programs::build(&[])?.run_every("tests", &|test| {
+        // The peers were installed: a test that cannot find one fails.
+        test.env("FERRITE_TEST_REQUIRE_PEERS", "1");
+    })?;
+    let mut examples = cargo();
+    run("examples", examples.args(["test", "--locked", "--workspace", "--doc"]))
 }
 
 /// The disks, the backend and the program once more, on the engine of kernels without io_uring.
@@ -154,7 +159,10 @@ fn sanitized(targets: &[String]) -> Result<()> {
     // would look like growth.
     test.env("ASAN_OPTIONS", "detect_leaks=0:quarantine_size_mb=1");
     test.env("CARGO_TARGET_DIR", steps::target_dir().join("asan"));
-    run("address-sanitizer", &mut test)
+    run("address-sanitizer", &mut test).or_else(|error| {
+        let again = || run("address-sanitizer-again", &mut test);
+        unsteady::try_again("address-sanitizer", &error, again)
+    })
 }
 
 /// A disk that is parked a thousand times in each format: five times as often as with each commit. It

@@ -17,6 +17,7 @@ mod needs;
 mod nightly;
 mod powercuts;
 mod programs;
+mod unsteady;
 mod xentests;
 
 use anyhow::Result;

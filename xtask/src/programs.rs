@@ -10,6 +10,7 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
+use crate::unsteady;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 
 /// A program that cargo has built.
@@ -71,6 +72,16 @@ impl Programs {
         self.0.iter().find(fits).with_context(|| format!("cargo built no {name} in {package}"))
     }
 
+    /// Runs all tests of the workspace, one program after the other, and tells of each that fails.
+    pub(crate) fn run_every(
+        &self,
+        check: &str,
+        told: &(dyn Fn(&mut Command) + Sync),
+    ) -> Result<()> {
+        // The last one is run first.
+        run_each(check, self.0.iter().rev().filter(|p| p.is_test).collect(), 1, told)
+    }
+
     /// Runs all tests of these packages, `at_once` programs at a time, and tells of each that fails.
     pub(crate) fn run_all(
         &self,
@@ -113,16 +124,19 @@ fn run_each(
     told: &(dyn Fn(&mut Command) + Sync),
 ) -> Result<()> {
     let queue = Mutex::new(programs);
-    let failures = Mutex::new(Vec::new());
+    let failed = Mutex::new(Vec::new());
+    let run = |program: &Program, name: &str| {
+        let mut command = program.command();
+        told(&mut command);
+        run_logged(&mut command, &fresh_log(name)?)
+    };
+    let name = |program: &Program| format!("{check}-{}-{}", program.package, program.name);
     let work = || {
         while let Some(program) = queue.lock().ok().and_then(|mut queue| queue.pop()) {
-            let mut command = program.command();
-            told(&mut command);
-            let log = fresh_log(&format!("{check}-{}-{}", program.package, program.name));
-            if let Err(error) = log.and_then(|log| run_logged(&mut command, &log))
-                && let Ok(mut failures) = failures.lock()
+            if let Err(error) = run(program, &name(program))
+                && let Ok(mut failed) = failed.lock()
             {
-                failures.push(steps::chain(&error));
+                failed.push((program, error));
             }
         }
     };
@@ -131,7 +145,13 @@ fn run_each(
             scope.spawn(work);
         });
     });
-    let failures = failures.into_inner().unwrap_or_default();
+    let again = |(program, error): &(&Program, anyhow::Error)| {
+        let name = name(program);
+        let again = unsteady::try_again(&name, error, || run(program, &format!("{name}-again")));
+        again.err().map(|e| steps::chain(&e))
+    };
+    let failures = failed.into_inner().unwrap_or_default();
+    let failures: Vec<String> = failures.iter().filter_map(again).collect();
     if !failures.is_empty() {
         bail!("{}", failures.join("\n"));
     }
@@ -174,5 +194,27 @@ mod tests {
         assert_eq!(programs.binary("disk", "a").unwrap(), PathBuf::from("/t/a"));
         assert_eq!(programs.test_file("disk", "a").unwrap(), PathBuf::from("/t/deps/a-1"));
         assert!(programs.test_file("serve", "a").is_err());
+    }
+
+    #[test]
+    fn a_program_that_fails_is_run_once_more_and_no_oftener() {
+        let dir = tempfile::tempdir().unwrap();
+        let runs = dir.path().join("runs");
+        let fails = |times: usize| {
+            let script = format!("echo >> {0}; [ $(wc -l < {0}) -gt {times} ]", runs.display());
+            let _ = std::fs::remove_file(&runs);
+            let (package, name) = ("programs".to_owned(), format!("fails-{times}-times"));
+            let (file, folder) = (PathBuf::from("/bin/sh"), dir.path().to_path_buf());
+            let program = Program { package, name, is_test: true, file, folder };
+            let result = run_each("xtask", vec![&program], 2, &|command| {
+                command.args(["-c", &script]);
+            });
+            (result, std::fs::read(&runs).unwrap().len())
+        };
+        assert!(matches!(fails(0), (Ok(()), 1)));
+        assert!(matches!(fails(1), (Ok(()), 2)));
+        let (twice, runs) = fails(2);
+        assert_eq!(runs, 2);
+        assert!(twice.unwrap_err().to_string().contains("twice"));
     }
 }

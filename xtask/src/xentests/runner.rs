@@ -1,6 +1,7 @@
 //! Runs the selected tests on one or more hosts and reports each on a line.
 
 use super::{Applies, Bench, Case, Tests, all};
+use crate::unsteady;
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::disk::Backend;
 use ferrite_xenhost::root::Root;
@@ -39,11 +40,24 @@ pub(crate) struct Report {
     pub(crate) failure: Option<String>,
 }
 
+/// A test that is to be run.
+struct Due {
+    case: Case,
+    /// How it failed before: it is run for the second time, and the last.
+    failure: Option<String>,
+}
+
+impl Due {
+    fn first(case: Case) -> Due {
+        Due { case, failure: None }
+    }
+}
+
 /// Runs the selected tests; the result is in the order in which they ended.
 pub(crate) fn run(root: &Root, selection: &Selection) -> Result<Vec<Report>> {
-    let cases = selected(selection)?;
+    let cases: VecDeque<Due> = selected(selection)?.into_iter().map(Due::first).collect();
     let hosts = selection.hosts.clamp(1, cases.len().max(1));
-    let queue = Mutex::new(VecDeque::from(cases));
+    let queue = Mutex::new(cases);
     let reports = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for _ in 0..hosts {
@@ -52,10 +66,10 @@ pub(crate) fn run(root: &Root, selection: &Selection) -> Result<Vec<Report>> {
     });
     let unfinished = queue.into_inner().unwrap_or_default();
     let mut reports = reports.into_inner().unwrap_or_default();
-    reports.extend(unfinished.into_iter().map(|case| Report {
-        name: case.name,
+    reports.extend(unfinished.into_iter().map(|due| Report {
+        name: due.case.name,
         seconds: 0.0,
-        failure: Some("not run: no host came up".into()),
+        failure: Some(due.failure.unwrap_or_else(|| "not run: no host came up".into())),
     }));
     Ok(reports)
 }
@@ -80,18 +94,18 @@ fn selected(selection: &Selection) -> Result<Vec<Case>> {
 fn work(
     root: &Root,
     selection: &Selection,
-    queue: &Mutex<VecDeque<Case>>,
+    queue: &Mutex<VecDeque<Due>>,
     reports: &Mutex<Vec<Report>>,
 ) {
     let mut host: Option<XenHost> = None;
     let mut failed_boots = 0;
     loop {
-        let Some(case) = next(queue) else { return };
+        let Some(due) = next(queue) else { return };
         let mut xenhost =
             match host.take().map_or_else(|| XenHost::boot(root, &selection.programs), Ok) {
                 Ok(xenhost) => xenhost,
                 Err(error) => {
-                    put_back(queue, case);
+                    put_back(queue, due);
                     failed_boots += 1;
                     steps::say(format!("no host: {}", steps::chain(&error)));
                     if failed_boots == 2 {
@@ -101,21 +115,42 @@ fn work(
                 }
             };
         xenhost.serve_arguments.clone_from(&selection.serve_arguments);
-        let (report, usable) = run_case(xenhost, selection.backend, case);
+        let (report, usable) = run_case(xenhost, selection.backend, due.case);
         host = usable;
+        let report = match (report.failure.clone(), due.failure) {
+            (failure @ Some(_), None) => {
+                // After all others, as far as this host's are concerned.
+                put_last(queue, Due { case: due.case, failure });
+                continue;
+            }
+            (Some(second), Some(first)) => {
+                Report { failure: Some(format!("twice\n{first}\n{second}")), ..report }
+            }
+            (None, Some(first)) => {
+                unsteady::add(&format!("xen {}", report.name), first);
+                report
+            }
+            (None, None) => report,
+        };
         if let Ok(mut reports) = reports.lock() {
             reports.push(report);
         }
     }
 }
 
-fn next(queue: &Mutex<VecDeque<Case>>) -> Option<Case> {
+fn next(queue: &Mutex<VecDeque<Due>>) -> Option<Due> {
     queue.lock().ok()?.pop_front()
 }
 
-fn put_back(queue: &Mutex<VecDeque<Case>>, case: Case) {
+fn put_back(queue: &Mutex<VecDeque<Due>>, due: Due) {
     if let Ok(mut queue) = queue.lock() {
-        queue.push_front(case);
+        queue.push_front(due);
+    }
+}
+
+fn put_last(queue: &Mutex<VecDeque<Due>>, due: Due) {
+    if let Ok(mut queue) = queue.lock() {
+        queue.push_back(due);
     }
 }
 
