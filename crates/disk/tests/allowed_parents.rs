@@ -76,7 +76,8 @@ fn a_link_that_is_swapped_after_it_was_checked_leads_to_nothing() {
 
     // Whoever opens the image waits for a lock on its parent, which it has checked.
     let busy = File::open(&own).unwrap();
-    flock(&busy, FlockOperation::NonBlockingLockExclusive).unwrap();
+    // The lock of what was open above stays for a moment in children that other tests fork.
+    flock(&busy, FlockOperation::LockExclusive).unwrap();
     let watch = inotify::init(inotify::CreateFlags::CLOEXEC).unwrap();
     inotify::add_watch(&watch, &own, inotify::WatchFlags::OPEN).unwrap();
     let wait_for_lock = Some(Duration::from_secs(60));

@@ -199,7 +199,7 @@ mod tests {
         // Somebody who has opened it and waits for nothing but the lock gets none of it.
         let waiting = File::open(&path).unwrap();
         first.remove().unwrap();
-        flock(&waiting, FlockOperation::NonBlockingLockExclusive).unwrap();
+        flock(&waiting, FlockOperation::LockExclusive).unwrap();
         let second = RunDir::make(&path_of_other).unwrap();
         std::fs::write(path.join(TABLE), b"x").unwrap();
         second.remove().unwrap();
