@@ -4,12 +4,13 @@
 //! taken for a raw disk by mistake is overwritten by its guest, header first, so what looks like
 //! one is opened as raw only if somebody has said that it is.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
-use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _};
 use std::path::Path;
 
-use rustix::fs::OFlags;
+use ferrite_io::names;
+use rustix::fs::{Mode, OFlags};
 
 use crate::{DiskError, ErrorKind, Format};
 
@@ -53,12 +54,12 @@ pub(crate) fn refuse_images(path: &Path) -> Result<(), DiskError> {
 }
 
 fn look(path: &Path) -> io::Result<Option<(&'static str, Option<Format>)>> {
-    let kind = std::fs::metadata(path)?.file_type();
+    let kind = names::metadata(path)?.file_type();
     if !(kind.is_file() || kind.is_block_device()) {
         return Ok(None);
     }
-    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
-    let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let mut file = File::from(names::open(path, flags, Mode::empty())?);
     let head = read(&file, 0)?;
     let found = MAGICS.iter().find(|(at, magic, ..)| head[*at..].starts_with(magic));
     if let Some((_, _, name, format)) = found {

@@ -5,11 +5,12 @@
 //! read it. So parents are where the image is, or where somebody who may decide that has said.
 //! The place that counts is where a name leads to in the end, through links and `..`.
 
-use std::fs;
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+
+use ferrite_io::names;
 
 use crate::{DiskError, ErrorKind};
 
@@ -38,7 +39,7 @@ impl Parents {
     /// # Errors
     /// One of the two cannot be found.
     pub(crate) fn allow(&self, leaf: &Path, parent: &Path) -> io::Result<bool> {
-        self.allow_found(&fs::canonicalize(leaf)?, parent, &fs::canonicalize(parent)?)
+        self.allow_found(&names::canonicalize(leaf)?, parent, &names::canonicalize(parent)?)
     }
 
     /// The same, of what was opened by these names. The kernel says where it is: what a name leads
@@ -61,27 +62,28 @@ impl Parents {
     /// `leaf` and `found` are without links; `found` is what `parent` has led to.
     fn allow_found(&self, leaf: &Path, parent: &Path, found: &Path) -> io::Result<bool> {
         let Parents::Within(named) = self else { return Ok(true) };
-        let named: Vec<PathBuf> = named.iter().filter_map(|n| fs::canonicalize(n).ok()).collect();
+        let named: Vec<PathBuf> =
+            named.iter().filter_map(|n| names::canonicalize(n).ok()).collect();
         let is_named = |path: &Path| named.iter().any(|n| path.starts_with(n));
         if is_named(found) {
             return Ok(true);
         }
-        let meta = fs::symlink_metadata(found)?;
+        let meta = names::symlink_metadata(found)?;
         if meta.file_type().is_block_device() {
             // Volumes have links as names (/dev/VG/LV), in folders that only the system changes:
             // those of the file system that has the devices.
-            let folder = fs::canonicalize(folder(parent))?;
-            let systems = fs::metadata(&folder)?.dev() == meta.dev();
+            let folder = names::canonicalize(folder(parent))?;
+            let systems = names::metadata(&folder)?.dev() == meta.dev();
             let name = folder.join(parent.file_name().unwrap_or_default());
-            return Ok(systems && is_named(&folder) && fs::canonicalize(name)? == found);
+            return Ok(systems && is_named(&folder) && names::canonicalize(name)? == found);
         }
-        let own = own_folder(leaf).filter(|_| leaf.is_file());
+        let own = own_folder(leaf).filter(|_| names::is_file(leaf));
         Ok(meta.is_file() && own.is_some_and(|own| found.starts_with(own)))
     }
 
     /// The error for `image`, whose parent must not be that one.
     pub(crate) fn refusal(image: &Path, parent: &Path) -> DiskError {
-        let found = fs::canonicalize(parent).unwrap_or_else(|_| parent.to_owned());
+        let found = names::canonicalize(parent).unwrap_or_else(|_| parent.to_owned());
         let leads = match found == parent {
             true => String::new(),
             false => format!(", which is {},", found.display()),
@@ -102,19 +104,37 @@ impl Parents {
             ),
         )
     }
+
+    /// The error for `image`, whose parent this process's keeper does not let it see.
+    pub(crate) fn outside(image: &Path, parent: &Path) -> DiskError {
+        DiskError::new(
+            ErrorKind::Parent,
+            format!("cannot open image {}", image.display()),
+            format!(
+                "its parent {} is not in the image's folder, nor in one that the daemon opens \
+                 images in",
+                parent.display()
+            ),
+            format!(
+                "an image can name any file of this host; if it is meant to stand on that one, \
+                 write the folder {} into image_folders of /etc/ferrite/ferrite.toml",
+                folder(parent).display()
+            ),
+        )
+    }
 }
 
 /// The name by which `parent` is allowed: the folder that it is in, or a device by itself.
 pub(crate) fn to_allow(parent: &Path) -> PathBuf {
-    match fs::canonicalize(parent) {
-        Ok(found) if found.is_file() => folder(&found).to_owned(),
+    match names::canonicalize(parent) {
+        Ok(found) if names::is_file(&found) => folder(&found).to_owned(),
         _ => parent.to_owned(),
     }
 }
 
 /// Where an open file is.
 fn place(file: BorrowedFd<'_>) -> io::Result<PathBuf> {
-    fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    names::of_open(file)
 }
 
 fn folder(path: &Path) -> &Path {

@@ -1,12 +1,12 @@
 //! A disk's medium, in words that do not change when it comes back under another device
 //! number.
 
-use std::fs;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
+use ferrite_io::names;
 use ferrite_io::naming::file_system_uuid;
 use ferrite_io::nvme::block_device;
 use rustix::fs::{
@@ -127,13 +127,13 @@ impl Place {
 /// Opens what a path leads to, for nothing but to examine it.
 pub(crate) fn look_at(path: &Path) -> io::Result<std::os::fd::OwnedFd> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
-    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+    Ok(names::open(path, flags, Mode::empty())?)
 }
 
 /// Opens the nearest folder above a path that is there, for more than its path.
 pub(crate) fn folder_above(path: &Path) -> Option<std::os::fd::OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let open = |folder: &Path| rustix::fs::open(folder, flags, Mode::empty()).ok();
+    let open = |folder: &Path| names::open(folder, flags, Mode::empty()).ok();
     path.ancestors().skip(1).find_map(open)
 }
 
@@ -148,7 +148,7 @@ pub(crate) fn file_system(file: impl AsFd) -> io::Result<String> {
     let number = (major(stat.st_dev), minor(stat.st_dev));
     let text = match (volume(&by_number(number)), fstatvfs(&file)?.f_fsid) {
         (Some(volume), _) => volume,
-        (None, 0) => mounted(&fs::read_to_string("/proc/self/mountinfo")?, number)
+        (None, 0) => mounted(&names::read_to_string("/proc/self/mountinfo")?, number)
             .unwrap_or_else(|| format!("file system {}:{}", number.0, number.1)),
         (None, id) => format!("file system {id:x}"),
     };
@@ -161,7 +161,7 @@ pub(crate) fn file_system(file: impl AsFd) -> io::Result<String> {
 /// # Errors
 /// It cannot be examined.
 pub(crate) fn lasting_file_system(path: &Path) -> io::Result<String> {
-    let there = path.ancestors().skip(1).find(|folder| folder.is_dir());
+    let there = path.ancestors().skip(1).find(|folder| names::is_dir(folder));
     let folder = look_at(there.unwrap_or(Path::new("/")))?;
     let stat = fstat(&folder)?;
     let is_named = volume(&by_number((major(stat.st_dev), minor(stat.st_dev)))).is_some();
@@ -229,7 +229,7 @@ fn by_number((major, minor): Number) -> String {
 
 /// The kernel's attribute of a device, if there is one.
 fn read(dir: &str, name: &str) -> Option<String> {
-    let text = fs::read_to_string(format!("{dir}/{name}")).ok()?;
+    let text = names::read_to_string(format!("{dir}/{name}")).ok()?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
@@ -251,7 +251,7 @@ fn named(read: &dyn Fn(&str) -> Option<String>) -> Option<String> {
         .or_else(|| said("device/wwid", "device"))
         .or_else(|| said("serial", "device with serial number"))
         .or_else(|| {
-            let file = fs::metadata(read("loop/backing_file")?).ok()?;
+            let file = names::metadata(read("loop/backing_file")?).ok()?;
             let made = file.created().ok()?.duration_since(UNIX_EPOCH).ok()?.as_nanos();
             let (number, from) = (std::os::unix::fs::MetadataExt::ino(&file), read("loop/offset")?);
             Some(format!("loop on inode {number} made {made}, from byte {from}"))

@@ -10,12 +10,13 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use ferrite_disk::{DiskIdentity, Format, ImageName};
+use ferrite_io::names;
 use ferrite_serve::blkif::inflight;
 use ferrite_serve::blkif::lifecycle::{STOPPED, TABLE};
 
 /// Whether a predecessor was killed: its guest is connected, and it has not ended by itself.
 pub(crate) fn was_killed(run_dir: &Path) -> bool {
-    run_dir.join(TABLE).exists() && !run_dir.join(STOPPED).exists()
+    names::exists(run_dir.join(TABLE)) && !names::exists(run_dir.join(STOPPED))
 }
 
 /// The image's name, with a prefix if a predecessor has served it raw to the guest that is connected.

@@ -313,7 +313,7 @@ impl fmt::Debug for Arena {
 fn free_huge_pages() -> usize {
     let read = |name: &str| -> Option<usize> {
         let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
-        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+        crate::names::read_to_string(path).ok()?.trim().parse().ok()
     };
     let free = read("free_hugepages").unwrap_or(0);
     free.saturating_sub(read("resv_hugepages").unwrap_or(0))
@@ -321,7 +321,7 @@ fn free_huge_pages() -> usize {
 
 /// Whether the kernel acts on the advice to use huge pages.
 fn transparent_huge_pages_on() -> bool {
-    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+    crate::names::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
         .is_ok_and(|modes| !modes.contains("[never]"))
 }
 

@@ -1,11 +1,14 @@
 //! Operations on directories: where the order of files coming and going matters for what
 //! survives a crash, it goes through [`Directory`], so that a simulated world can take it back.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+
+use crate::names;
 
 /// Changes of directory entries. None of them is durable before [`sync`](Directory::sync).
 pub trait Directory {
@@ -46,24 +49,23 @@ pub struct HostDirectory;
 
 impl Directory for HostDirectory {
     fn create_new(&self, path: &Path) -> io::Result<OwnedFd> {
-        let file =
-            File::options().read(true).write(true).create_new(true).mode(0o640).open(path)?;
-        Ok(file.into())
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
+        Ok(names::open(path, flags, Mode::RUSR | Mode::WUSR | Mode::RGRP)?)
     }
 
     fn hard_link(&self, from: &Path, to: &Path) -> io::Result<()> {
-        fs::hard_link(from, to)
+        names::hard_link(from, to)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        fs::rename(from, to)
+        names::rename(from, to)
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
-        fs::remove_file(path)
+        names::remove_file(path)
     }
 
     fn sync(&self, directory: &Path) -> io::Result<()> {
-        File::open(directory)?.sync_all()
+        File::from(names::open(directory, OFlags::RDONLY, Mode::empty())?).sync_all()
     }
 }

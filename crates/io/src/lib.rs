@@ -12,6 +12,7 @@
 //! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
 //!   threads.
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and what a host's processes share by them.
+//! * [`names`]: what is opened by its name, by this process or by its keeper for it.
 //! * [`naming`]: what a file is, by whatever name, and a file system.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
@@ -24,9 +25,11 @@ pub mod directory;
 pub mod engine;
 pub mod engines;
 pub mod executor;
+pub mod names;
 pub mod naming;
 pub mod nvme;
 pub mod pool;
+pub mod processors;
 pub mod reactor;
 pub mod scratch;
 pub mod shared_lock;

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use rustix::fs::{fstat, fstatfs};
 
+use crate::names;
+
 /// `_IOR(0x15, 0, struct fsuuid2)` of linux/fs.h.
 const FS_IOC_GETFSUUID: libc::Ioctl = 0x8011_1500_u32 as libc::Ioctl;
 
@@ -103,7 +105,7 @@ impl Handle {
     pub fn open_on(&self, folder: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
         let mut tries = TRIES_WHILE_REUSED;
         let file = loop {
-            match self.ask_on(folder) {
+            match names::by_handle(folder, &self.to_bytes(), || self.ask_on(folder)) {
                 Ok(file) => break file,
                 Err(e) if e.raw_os_error() == Some(libc::ESTALE) => return Ok(None),
                 // ext4 also answers this while a file is being made with the same inode number
@@ -117,7 +119,11 @@ impl Handle {
         Ok(Some(file).filter(|file| fstat(file).map_or(true, |stat| stat.st_nlink > 0)))
     }
 
-    fn ask_on(&self, folder: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    /// Asks the kernel, once.
+    ///
+    /// # Errors
+    /// The kernel's: `ESTALE`, there is none.
+    pub fn ask_on(&self, folder: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let mut handle = [0; MAX_HANDLE_BYTES];
         handle[..self.bytes.len()].copy_from_slice(&self.bytes);
         let mut raw = Raw { bytes: self.bytes.len() as u32, kind: self.kind, handle };

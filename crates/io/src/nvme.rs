@@ -7,6 +7,8 @@ use std::path::PathBuf;
 
 use rustix::fs::{fstat, major, minor};
 
+use crate::names;
+
 /// `_IO('N', 0x40)` of linux/nvme_ioctl.h: the namespace's number.
 const IOCTL_ID: libc::Ioctl = 0x4e40;
 /// `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
@@ -237,11 +239,11 @@ fn decode(
 /// character device of a namespace.
 pub fn block_device(device: (u32, u32)) -> Option<String> {
     let of = PathBuf::from(format!("/sys/dev/char/{}:{}", device.0, device.1));
-    let subsystem = std::fs::read_link(of.join("subsystem")).ok()?;
+    let subsystem = names::read_link(of.join("subsystem")).ok()?;
     if subsystem.file_name()? != "nvme-generic" {
         return None;
     }
-    let name = std::fs::read_link(of).ok()?;
+    let name = names::read_link(of).ok()?;
     name.file_name()?.to_str()?.strip_prefix("ng").map(|rest| format!("nvme{rest}"))
 }
 
@@ -251,7 +253,7 @@ fn kernel_limit_bytes(file: BorrowedFd<'_>) -> Option<u32> {
     let name = block_device((major(stat.st_rdev), minor(stat.st_rdev)))?;
     let number = |what: &str| -> Option<u32> {
         let path = format!("/sys/block/{name}/queue/{what}");
-        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+        names::read_to_string(path).ok()?.trim().parse().ok()
     };
     let by_size = number("max_hw_sectors_kb")?.saturating_mul(1024);
     // One segment less: memory need not begin on a page.
@@ -264,7 +266,7 @@ pub(crate) fn not_polled(file: impl AsFd) -> Option<&'static str> {
     if !has_poll_queues(file) {
         return Some("its driver has no poll queues (nvme.poll_queues=N)");
     }
-    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let release = names::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     (!polls_requests(&release)).then_some("polled NVMe commands need Linux 6.5")
 }
 
@@ -280,7 +282,7 @@ fn has_poll_queues(file: impl AsFd) -> bool {
     let Ok(stat) = fstat(file.as_fd()) else { return false };
     block_device((major(stat.st_rdev), minor(stat.st_rdev))).is_some_and(|name| {
         let path = format!("/sys/block/{name}/queue/io_poll");
-        std::fs::read_to_string(path).is_ok_and(|text| text.trim() == "1")
+        names::read_to_string(path).is_ok_and(|text| text.trim() == "1")
     })
 }
 

@@ -6,10 +6,11 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use crate::byte_locks;
+use rustix::fs::{Mode, OFlags};
+
+use crate::{byte_locks, names};
 
 /// One holder's way to the shares.
 #[derive(Debug)]
@@ -25,9 +26,9 @@ impl Shares {
     /// # Errors
     /// The file system's.
     pub fn open(path: &Path, units: u32) -> io::Result<Shares> {
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        Ok(Shares { file: options.open(path)?, units })
+        let flags = OFlags::RDWR | OFlags::CREATE;
+        let file = names::open(path, flags, Mode::RUSR | Mode::WUSR)?.into();
+        Ok(Shares { file, units })
     }
 
     /// How many there are.

@@ -5,18 +5,18 @@
 //! written before a store is seen by whoever loads its value. Offsets are bytes from the start.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate};
 use rustix::io::retry_on_intr;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use crate::volatile;
+use crate::{names, volatile};
 
 /// A shared mapping of a whole file.
 ///
@@ -43,15 +43,12 @@ impl Shm {
         if bytes == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "shared memory of 0 bytes"));
         }
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(path)?;
-        file.set_permissions(PermissionsExt::from_mode(0o600))?;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW;
+        let file = File::from(names::open(path, flags, Mode::RUSR | Mode::WUSR)?);
+        // One that was there may be open to others. A worker is not the owner, and may not ask.
+        if file.metadata()?.permissions().mode() & 0o7777 != 0o600 {
+            file.set_permissions(PermissionsExt::from_mode(0o600))?;
+        }
         file.set_len(bytes as u64)?;
         Self::map(&file, bytes)
     }
@@ -61,8 +58,8 @@ impl Shm {
     /// # Errors
     /// Those of `open` and `mmap`; `InvalidData` for what is no regular file or has no bytes.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Shm> {
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        Self::of(&OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?)
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        Self::of(&names::open(path, flags, Mode::empty())?.into())
     }
 
     /// The same of a file that is open for reading and writing.
@@ -260,7 +257,7 @@ mod tests {
         let path = dir.path().join("table");
         let short = Shm::create(&path, 4096).unwrap();
         short.store_u64(8, 1);
-        let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let file = File::options().read(true).write(true).open(&path).unwrap();
         let long = Shm::lengthen(&file, 10_000).unwrap();
         short.store_u64(16, 2);
         assert_eq!((long.load_u64(8), long.load_u64(16), long.load_u64(9_992)), (1, 2, 0));

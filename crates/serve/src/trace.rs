@@ -115,7 +115,7 @@ impl TraceRing {
         shm.store_u64(16, RECORDS);
         shm.store_u64(HEAD_AT, 0);
         shm.store_u64(0, MAGIC);
-        std::fs::rename(&new, path)?;
+        ferrite_io::names::rename(&new, path)?;
         Ok(TraceRing { shm, head: 0 })
     }
 

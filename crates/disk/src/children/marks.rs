@@ -26,17 +26,18 @@
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::ErrorKind::{InvalidFilename, NotADirectory, NotFound};
 use std::io::{self, Write as _};
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
+use ferrite_io::names;
 use ferrite_io::naming::Handle;
-use rustix::fs::{FlockOperation, flock, fstat};
+use rustix::fs::{FlockOperation, OFlags, flock, fstat};
 
 use crate::place::{self, Place, lasting_file_system, look_at};
 use crate::plain;
@@ -229,7 +230,8 @@ impl Mark {
     /// Its file may have been deleted or moved.
     fn unknown(&self, error: Option<io::Error>) -> State {
         let child = self.child.display();
-        let there = if self.child.exists() { "another image is there" } else { "is not there" };
+        let there =
+            if names::exists(&self.child) { "another image is there" } else { "is not there" };
         let why = error.map_or_else(String::new, |e| format!(" ({e})"));
         State::Unknown(format!(
             "{child} was made on it, and {there}; nothing says whether it was deleted or moved{why}"
@@ -268,7 +270,7 @@ impl Mark {
     /// What has become of it if its file has another name. Only the kernel's cache knows which.
     fn moved(&self, file: &OwnedFd, family: &impl Family) -> State {
         let child = self.child.display();
-        let link = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let link = names::of_descriptor(file.as_fd());
         let identity = match fstat(file) {
             Ok(stat) => (stat.st_dev, stat.st_ino),
             Err(e) => return State::Unknown(format!("{child} was moved, and cannot be read: {e}")),
@@ -277,9 +279,9 @@ impl Mark {
             return State::Gone;
         }
         let is_it = |path: &PathBuf| {
-            fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == identity)
+            names::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == identity)
         };
-        let now = match fs::read_link(&link).ok().filter(is_it) {
+        let now = match names::read_link(&link).ok().filter(is_it) {
             Some(path) if matches!(family.is_below(&path), Ok(true)) => return State::Child(path),
             Some(path) => format!("it is {} now", path.display()),
             None => format!("find MOUNT-POINT -xdev -inum {} finds it", identity.1),
@@ -396,7 +398,7 @@ pub(crate) fn read(file: &Path) -> io::Result<Vec<Line>> {
 /// of its `place`; with `doubtful`, also those of lists that cannot be read.
 pub(crate) fn former_names(file: &Path, place: &Place, doubtful: bool) -> io::Result<Vec<PathBuf>> {
     let mut names = Vec::new();
-    for entry in fs::read_dir(file.parent().unwrap_or(Path::new("/")))? {
+    for entry in names::read_dir(file.parent().unwrap_or(Path::new("/")))? {
         let list = entry?.path();
         let Some(name) = list.as_os_str().as_bytes().strip_suffix(SUFFIX.as_bytes()) else {
             continue;
@@ -522,7 +524,7 @@ pub(crate) fn distinct(lines: Vec<Line>) -> Vec<Line> {
 /// Locks the list that has the name, made if there is none.
 fn lock(directory: &dyn Directory, path: &Path) -> io::Result<File> {
     for _ in 0..MAX_TRIES {
-        let list = match plain::open(path, File::options().read(true)) {
+        let list = match plain::open(path, OFlags::RDONLY) {
             Err(e) if e.kind() == NotFound => match directory.create_new(path) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 made => File::from(made?),
@@ -539,7 +541,7 @@ fn lock(directory: &dyn Directory, path: &Path) -> io::Result<File> {
 }
 
 fn has_name(list: &File, path: &Path) -> io::Result<bool> {
-    let (list, now) = (list.metadata()?, fs::symlink_metadata(path));
+    let (list, now) = (list.metadata()?, names::symlink_metadata(path));
     Ok(now.is_ok_and(|now| (now.dev(), now.ino()) == (list.dev(), list.ino())))
 }
 

@@ -11,13 +11,14 @@
 //! more only of what may be a child by that, or is a fixed VHD.
 
 use std::collections::HashSet;
-use std::fs::{self, Metadata};
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use ferrite_io::directory::Directory;
+use ferrite_io::names;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use crate::place::Place;
@@ -88,12 +89,12 @@ impl Target {
             Some(raw) => lineage(&raw).ok().flatten().map(|lineage| lineage.uuid),
             None => None,
         };
-        Ok(Target { identity: identity(&fs::metadata(path)?), uuid, former: Vec::new() })
+        Ok(Target { identity: identity(&names::metadata(path)?), uuid, former: Vec::new() })
     }
 
     fn is(&self, path: &Path) -> bool {
         let is_former = || absolute(path).is_ok_and(|path| self.former.contains(&path));
-        fs::metadata(path).is_ok_and(|meta| identity(&meta) == self.identity)
+        names::metadata(path).is_ok_and(|meta| identity(&meta) == self.identity)
             || !self.former.is_empty() && is_former()
     }
 
@@ -175,7 +176,7 @@ impl Target {
         if parent.uuid == Uuid::NIL {
             return at_place;
         }
-        let moved = || !parent.paths.iter().any(|path| path.exists());
+        let moved = || !parent.paths.iter().any(names::exists);
         match self.uuid {
             Some(uuid) if uuid == parent.uuid => at_place || moved(),
             // A coalesce of the two was interrupted behind the exchange of identities.
@@ -189,12 +190,13 @@ impl Target {
 pub(crate) fn absolute(path: &Path) -> io::Result<PathBuf> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    Ok(fs::canonicalize(folder.unwrap_or(Path::new(".")))?.join(name))
+    Ok(names::canonicalize(folder.unwrap_or(Path::new(".")))?.join(name))
 }
 
 /// Those of the places of an image's parent where something is.
 fn those_there(child: &Path, parents: Vec<PathBuf>) -> io::Result<Vec<PathBuf>> {
-    let (there, missing): (Vec<_>, Vec<_>) = parents.into_iter().partition(|path| path.exists());
+    let (there, missing): (Vec<_>, Vec<_>) =
+        parents.into_iter().partition(|path| names::exists(path));
     match missing.first() {
         Some(parent) if there.is_empty() => {
             let (child, parent) = (child.display(), parent.display());
@@ -256,15 +258,15 @@ impl Family for Asked<'_> {
 pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result<Children> {
     let mut target = Target::of(parent)?;
     let (except_path, except) =
-        (except, except.and_then(|path| Some(identity(&fs::metadata(path).ok()?))));
+        (except, except.and_then(|path| Some(identity(&names::metadata(path).ok()?))));
     let itself = target.identity;
     let counts = |path: &Path| {
-        let identity = fs::metadata(path).ok().map(|meta| identity(&meta));
+        let identity = names::metadata(path).ok().map(|meta| identity(&meta));
         identity.is_none_or(|found| found != itself && Some(found) != except)
     };
     let mut found = Children::default();
     // Beside the file itself, not beside a link to it.
-    let file = fs::canonicalize(parent)?;
+    let file = names::canonicalize(parent)?;
     let names = names(&file, &mut found)?;
     let place = Place::lasting(&file)?;
     // Who has served the image until now has looked at the others.
@@ -279,12 +281,12 @@ pub(crate) fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result
         marked(name, &target, except, is_its, &mut found);
     }
     // What else stands on another image that has the name now is that one's.
-    target.former.retain(|name| !name.exists());
+    target.former.retain(|name| !names::exists(name));
     for name in &names {
         marked(name, &target, except, may_count, &mut found);
     }
     if let Some(path) = except_path {
-        other_names(&fs::canonicalize(path)?, &mut found)?;
+        other_names(&names::canonicalize(path)?, &mut found)?;
     }
     if found.child.is_none() && ask != Ask::Marked {
         in_folder(&file, &target, counts, ask, &mut found);
@@ -302,15 +304,15 @@ pub(crate) fn is_below(parent: &Path, path: &Path) -> io::Result<bool> {
 
 /// The names that a file has in its folder; nobody knows what stands on the others.
 fn names(file: &Path, found: &mut Children) -> io::Result<Vec<PathBuf>> {
-    let meta = fs::metadata(file)?;
+    let meta = names::metadata(file)?;
     if meta.nlink() <= 1 || meta.file_type().is_block_device() {
         return Ok(vec![file.to_owned()]);
     }
     let is_name = |path: &PathBuf| {
-        let other = fs::symlink_metadata(path);
+        let other = names::symlink_metadata(path);
         other.is_ok_and(|other| identity(&other) == identity(&meta))
     };
-    let entries = fs::read_dir(file.parent().unwrap_or(Path::new("/")))?;
+    let entries = names::read_dir(file.parent().unwrap_or(Path::new("/")))?;
     let paths = entries.map(|entry| Ok(entry?.path()));
     let names = paths.collect::<io::Result<Vec<_>>>()?.into_iter().filter(is_name);
     let names: Vec<_> = names.collect();
@@ -394,7 +396,7 @@ fn in_folder(
         let why = format!("{} cannot be read: {e}", path.display());
         Some(Unknown { why, help: "see to it that it can be read".into() })
     };
-    let entries = match fs::read_dir(folder) {
+    let entries = match names::read_dir(folder) {
         Ok(entries) => entries,
         Err(e) if ask == Ask::All => return found.unknown = unknown(folder, e),
         Err(_) => return,
@@ -424,7 +426,7 @@ fn in_folder(
 }
 
 fn is_file(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|meta| meta.is_file())
+    names::metadata(path).is_ok_and(|meta| meta.is_file())
 }
 
 /// Notes beside the image in `file` that `mark` is of a child of it, and forgets those that are gone.
@@ -455,7 +457,7 @@ pub(crate) fn take_mark_back(
 fn reviewed(line: Line, target: &Target, place: &Place) -> Option<Line> {
     let Line::Mark(mark) = line else { return Some(line) };
     // One that had this name before may have the child.
-    let is_anothers = mark.is_of_another(place) && mark.child.exists();
+    let is_anothers = mark.is_of_another(place) && names::exists(&mark.child);
     match mark.state(&Asked { target, except: None }) {
         State::Child(path) if path == mark.child => Some(Line::Mark(mark.refreshed())),
         State::Gone if !is_anothers => None,
@@ -482,7 +484,7 @@ pub(crate) fn lists(file: &Path) -> io::Result<Lists> {
 /// # Errors
 /// That is not durable.
 pub(crate) fn forget_all(directory: &dyn Directory, Lists(names, place): &Lists) -> io::Result<()> {
-    for name in names.iter().filter(|name| marks::beside(name).exists()) {
+    for name in names.iter().filter(|name| names::exists(marks::beside(name))) {
         let is_own = Some(name) == names.last();
         let is_anothers = |line: &Line| match line.mark() {
             Some(mark) if is_own => mark.is_of_another(place),
@@ -505,7 +507,7 @@ pub(crate) fn inherit(
     file: &Path,
 ) -> io::Result<()> {
     let heir = Place::lasting(file)?;
-    for name in names.iter().filter(|name| marks::beside(name).exists()) {
+    for name in names.iter().filter(|name| names::exists(marks::beside(name))) {
         marks::review(directory, name, |line| Some(line.handed_over(place, &heir)))?;
     }
     Ok(())

@@ -1,8 +1,9 @@
 //! A chain is opened from its leaf on: each image says where the next one may be.
 
-use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
+
+use ferrite_io::names;
 
 use super::format::ParentNames;
 use super::layer::Layer;
@@ -78,7 +79,7 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
         return refuse(why, &help);
     }
     let mut last = None;
-    for candidate in candidates.iter().filter(|candidate| candidate.path.exists()) {
+    for candidate in candidates.iter().filter(|candidate| names::exists(&candidate.path)) {
         if is_layer(layers, &candidate.path) {
             let path = candidate.path.display();
             let why = format!("its parent {path} is itself or one of its children");
@@ -106,9 +107,11 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
         }
     }
     let paths: Vec<_> = candidates.iter().map(|candidate| &candidate.path).collect();
-    match last {
-        Some(e) => Err(e),
-        None => refuse(
+    let outside = paths.iter().find(|path| names::is_refused(path));
+    match (last, outside) {
+        (Some(e), _) => Err(e),
+        (None, Some(path)) => Err(Parents::outside(child_path, path)),
+        (None, None) => refuse(
             format!("its parent {name:?} is at none of {paths:?}"),
             "put the parent back to where it was when the image was made",
         ),
@@ -117,7 +120,7 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
 
 /// Whether there is a folder, a pipe or a socket.
 fn is_no_medium(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|meta| {
+    names::metadata(path).is_ok_and(|meta| {
         let kind = meta.file_type();
         kind.is_dir() || kind.is_fifo() || kind.is_socket()
     })
@@ -141,7 +144,7 @@ fn check_opened(
 /// Whether `path` is open as one of the layers.
 fn is_layer(layers: &[Layer], path: &Path) -> bool {
     use std::os::unix::fs::{FileTypeExt, MetadataExt};
-    let Ok(meta) = path.metadata() else { return false };
+    let Ok(meta) = names::metadata(path) else { return false };
     let inode = match meta.file_type().is_block_device() {
         true => (meta.rdev(), 0),
         false => (meta.dev(), meta.ino()),

@@ -5,17 +5,14 @@
 //! listens (netlink(7), `NETLINK_KOBJECT_UEVENT`). Neither tells of a file on a network: there
 //! one has to ask.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
-use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
-use rustix::net::netlink::{KOBJECT_UEVENT, SocketAddrNetlink};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
+use ferrite_io::names;
+use rustix::fs::inotify::{self, CreateFlags};
 
 use super::medium::Medium;
 
-/// The group of the kernel's own events.
-const KERNEL_EVENTS: u32 = 1;
 /// Buffer for words that are not read, only counted, in bytes.
 const WORDS_BYTES: usize = 4096;
 /// `statfs(2)` types of file systems whose files are changed by other machines or processes
@@ -77,9 +74,7 @@ impl GrowthWatch {
                 if watch.is_none()
                     && let Some(file) = file.upgrade()
                 {
-                    // The file itself, whatever has become of its name.
-                    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-                    *watch = inotify::add_watch(notify, path, WatchFlags::MODIFY).ok();
+                    *watch = names::watch(notify.as_fd(), file.as_fd()).ok();
                 }
                 watch.is_some()
             }
@@ -122,11 +117,7 @@ fn inotify_of(file: &Arc<OwnedFd>) -> Option<Means> {
 }
 
 fn events() -> Option<Means> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket =
-        socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(KOBJECT_UEVENT)).ok()?;
-    bind(&socket, &SocketAddrNetlink::new(0, KERNEL_EVENTS)).ok()?;
-    Some(Means::Events { socket })
+    Some(Means::Events { socket: names::device_events().ok()? })
 }
 
 /// Reads until there is nothing left; that some may have been lost does not matter.

@@ -19,8 +19,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_io::names::{self, stat};
 use ferrite_io::nvme::block_device;
-use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor, stat};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor};
 use rustix::io::Errno;
 
 use super::medium::{Medium, cannot_open, io_error, sysfs_number};
@@ -107,7 +108,7 @@ pub(super) fn glance(path: &Path) -> rustix::io::Result<Option<Opened>> {
         _ => None,
     };
     let Some(found) = medium(&stat(path)?) else { return Ok(None) };
-    let file = rustix::fs::open(path, flags(found, true), Mode::empty())?;
+    let file = names::open(path, flags(found, true), Mode::empty())?;
     let stat = fstat(&file)?;
     let opened = medium(&stat).map(|medium| Opened { file, stat, medium, claim: None });
     Ok(opened)
@@ -133,7 +134,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     };
     let opened = match &options.opened {
         Some(opened) => rustix::io::fcntl_dupfd_cloexec(opened, 0),
-        None => rustix::fs::open(path, flags(medium, read_only), Mode::empty()),
+        None => names::open(path, flags(medium, read_only), Mode::empty()),
     };
     let file = match opened {
         Ok(file) => file,
@@ -167,7 +168,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     }
     // Whoever had the image may have put another one in its place before letting it go.
     let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
-    let now = rustix::fs::stat(path).map_err(|e| open_error(path, read_only, e))?;
+    let now = names::stat(path).map_err(|e| open_error(path, read_only, e))?;
     if [before, now]
         .iter()
         .any(|s| (s.st_dev, s.st_ino, s.st_rdev) != (stat.st_dev, stat.st_ino, stat.st_rdev))
@@ -224,7 +225,7 @@ fn claim(medium: Medium, stat: &Stat, read_only: bool) -> Result<Option<OwnedFd>
         return Ok(None);
     };
     let path = format!("/dev/{device}");
-    match rustix::fs::open(&path, flags(Medium::BlockDevice, false), Mode::empty()) {
+    match names::open(&path, flags(Medium::BlockDevice, false), Mode::empty()) {
         Ok(file) => Ok(Some(file)),
         Err(Errno::NOENT) => Ok(None),
         Err(e) => Err((path, e)),
@@ -308,7 +309,7 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
         return Attempt::Busy(GONE_GRACE, "another process has locked it".into());
     };
     let grace = if pid == std::process::id() { grace.max(OWN_GRACE) } else { grace };
-    match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
+    match names::read_to_string(format!("/proc/{pid}/comm")) {
         Ok(name) => {
             Attempt::Busy(grace, format!("process {pid} ({}) has locked it", name.trim_end()))
         }
@@ -330,7 +331,7 @@ fn busy_reason(stat: &Stat, medium: Medium, e: Errno) -> String {
         };
     }
     let device = format!("{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mounts = names::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     match mount_point_in(&mounts, &device) {
         Some(at) => format!("it is mounted at {at}"),
         None => "it is mounted, or in use by device mapper, LVM, RAID or another program".into(),

@@ -2,23 +2,23 @@
 //! other: a mounted file system would be written to under its feet.
 
 use std::ffi::OsStr;
-use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Stat, major, minor, stat};
+use ferrite_io::names::{self, stat};
+use rustix::fs::{Stat, major, minor};
 
 use super::proc_locks::flock_holder;
 
 /// The loop device by which a file may be written.
 pub(super) fn writer_of(file: &Stat) -> Option<String> {
     let is_it = |device: &Path| {
-        let read_only = fs::read_to_string(device.join("ro")).ok()?;
-        let behind = stat(&behind(&device.join("loop"))?).ok()?;
+        let read_only = names::read_to_string(device.join("ro")).ok()?;
+        let behind = stat(behind(&device.join("loop"))?).ok()?;
         let same = (behind.st_dev, behind.st_ino) == (file.st_dev, file.st_ino);
         (same && read_only.trim() == "0").then_some(())
     };
-    let devices = fs::read_dir("/sys/block").ok()?.filter_map(Result::ok);
+    let devices = names::read_dir("/sys/block").ok()?.filter_map(Result::ok);
     let device = devices.map(|entry| entry.path()).find(|device| is_it(device).is_some())?;
     Some(format!("/dev/{}", device.file_name()?.to_string_lossy()))
 }
@@ -33,7 +33,7 @@ pub(super) fn locker_of(device: &Stat) -> Option<(PathBuf, u32)> {
 }
 
 fn behind(of_loop: &Path) -> Option<PathBuf> {
-    let path = fs::read(of_loop.join("backing_file")).ok()?;
+    let path = names::read(of_loop.join("backing_file")).ok()?;
     let path = path.strip_suffix(b"\n").unwrap_or(&path);
     Some(OsStr::from_bytes(path).into())
 }

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use ferrite_io::names;
+
 use crate::{DiskError, ErrorKind};
 
 /// The kinds of medium that a raw disk can be.
@@ -35,6 +37,6 @@ pub(super) fn io_error(path: &Path, what: &str, e: rustix::io::Errno) -> DiskErr
 pub(super) fn sysfs_number((major, minor): (u32, u32), name: &str) -> Option<u64> {
     let device = format!("/sys/dev/block/{major}:{minor}");
     ["", "../"].iter().find_map(|up| {
-        std::fs::read_to_string(format!("{device}/{up}{name}")).ok()?.trim().parse().ok()
+        names::read_to_string(format!("{device}/{up}{name}")).ok()?.trim().parse().ok()
     })
 }

@@ -1,5 +1,7 @@
 //! Who holds a lock, by the list that the kernel gives.
 
+use ferrite_io::names;
+
 /// How often /proc/locks is read until a lock is believed not to be in it.
 const LOCK_READINGS: usize = 5;
 
@@ -10,7 +12,7 @@ const LOCK_READINGS: usize = 5;
 /// given back in between hides one behind it, so nobody is believed to hold none after one reading.
 pub(crate) fn flock_holder((major, minor): (u32, u32), inode: u64) -> Option<u32> {
     let inode = format!("{major:02x}:{minor:02x}:{inode}");
-    let locks = || std::fs::read_to_string("/proc/locks").ok();
+    let locks = || names::read_to_string("/proc/locks").ok();
     (0..LOCK_READINGS).find_map(|_| holder_in(&locks()?, &inode))
 }
 

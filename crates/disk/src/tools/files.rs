@@ -8,7 +8,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{FlockOperation, XattrFlags, flock, fremovexattr, fsetxattr, fstat, lgetxattr};
+use rustix::fs::{
+    FlockOperation, OFlags, XattrFlags, flock, fremovexattr, fsetxattr, fstat, lgetxattr,
+};
 use rustix::io::Errno;
 
 use super::{ImageTools, broken, parent_dir, refused, unsuitable};
@@ -334,7 +336,7 @@ pub(super) fn is_write_protected(path: &Path) -> io::Result<bool> {
 pub(super) fn take_rights(path: &Path, from: &Path, more: u32) -> io::Result<()> {
     let old = fs::metadata(from)?;
     // Not through a link that somebody has put there.
-    let file = plain::open(path, File::options().read(true))?;
+    let file = plain::open(path, OFlags::RDONLY)?;
     let (user, group) = (Some(old.uid()), Some(old.gid()));
     let given = fchown(&file, user, group).or_else(|_| fchown(&file, None, group));
     if let Ok(Some(label)) = attribute(from, LABEL) {

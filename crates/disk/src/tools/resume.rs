@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -139,7 +139,7 @@ impl Resume {
 
 /// The file that was reserved under a name, if it is nobody else's.
 fn reserved(path: &Path) -> Option<File> {
-    let file = plain::open(path, File::options().write(true)).ok()?;
+    let file = plain::open(path, OFlags::WRONLY).ok()?;
     (file.metadata().ok()?.nlink() == 1).then_some(file)
 }
 

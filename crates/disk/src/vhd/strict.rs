@@ -1,11 +1,10 @@
 //! What `vhd-util check` refuses, and what libvhd cannot read, in images that are in order here:
 //! XAPI runs that before it coalesces. The rules are in docs/internals/formats.md.
 
-use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use ferrite_io::clock;
+use ferrite_io::{clock, names};
 
 use super::check::{Problem, Report};
 use super::format::batmap::{self, Batmap};
@@ -253,10 +252,10 @@ impl Rules<'_> {
                 format!("a locator leads to {shown}, the header to {name:?}"),
             );
         }
-        let dir = fs::canonicalize(self.raw.path()).ok();
+        let dir = names::canonicalize(self.raw.path()).ok();
         let dir = dir.as_deref().and_then(Path::parent).unwrap_or(Path::new("."));
         let led_to = [path.clone(), dir.join(path.strip_prefix("/").unwrap_or(&path))];
-        let led_to = led_to.iter().find(|path| path.is_absolute() && path.exists());
+        let led_to = led_to.iter().find(|path| path.is_absolute() && names::exists(path));
         let same = match (led_to, parent) {
             (Some(here), Some(parent)) => same_file(here, parent),
             (here, _) => here.is_some(),
@@ -272,7 +271,7 @@ impl Rules<'_> {
 }
 
 fn same_file(a: &Path, b: &Path) -> bool {
-    match (fs::metadata(a), fs::metadata(b)) {
+    match (names::metadata(a), names::metadata(b)) {
         (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
         _ => false,
     }

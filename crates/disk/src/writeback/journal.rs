@@ -27,9 +27,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_io::clock::{Clock as _, SystemClock};
+use ferrite_io::names;
 use ferrite_io::naming::Handle;
 use ferrite_io::shm::Shm;
-use rustix::fs::fstat;
+use rustix::fs::{Mode, fstat};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::void::Void;
@@ -307,8 +308,7 @@ fn make(
     words: usize,
     capacity: u32,
 ) -> Result<(Shm, Held), DiskError> {
-    use std::os::unix::fs::DirBuilderExt;
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    let made = names::create_dir_all(dir, Mode::RWXU);
     let held = made.and_then(|()| Held::create(path)).map_err(|e| not_held(path, "made", e))?;
     let shm = match held.lengthen(file_bytes(capacity.min(FIRST), words)) {
         Ok(shm) => shm,

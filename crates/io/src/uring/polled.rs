@@ -9,7 +9,6 @@
 //! A transfer that the device's driver would split goes through the ordinary ring, too: the kernel does
 //! not poll for the parts, and Linux 6.1 with one processor never ends while somebody asks for them.
 
-use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -22,6 +21,7 @@ use super::Uring;
 use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use crate::names;
 
 const PAGE_BYTES: usize = 4096;
 
@@ -54,7 +54,8 @@ impl Whole {
     /// By the attributes of a queue in sysfs (Documentation/ABI/stable/sysfs-block of the kernel):
     /// none if its driver has no poll queues.
     fn of(queue: &Path) -> Option<Whole> {
-        let number = |name| fs::read_to_string(queue.join(name)).ok()?.trim().parse::<usize>().ok();
+        let number =
+            |name| names::read_to_string(queue.join(name)).ok()?.trim().parse::<usize>().ok();
         (number("io_poll")? == 1).then_some(())?;
         Some(Whole { bytes: number("max_sectors_kb")? << 10, segments: number("max_segments")? })
     }
@@ -298,7 +299,7 @@ mod tests {
     #[test]
     fn a_queue_without_polling_or_without_limits_is_not_polled() {
         let queue = tempfile::tempdir().unwrap();
-        let put = |name: &str, text| fs::write(queue.path().join(name), text).unwrap();
+        let put = |name: &str, text| std::fs::write(queue.path().join(name), text).unwrap();
         assert_eq!(Whole::of(queue.path()), None);
         put("io_poll", "1\n");
         put("max_segments", "127\n");

@@ -224,7 +224,7 @@ impl Table {
         shm.copy_in(IDENTITY_AT, line.as_bytes());
         image::name(&shm, &identity.image);
         shm.store_u64(MAGIC_AT, MAGIC);
-        std::fs::rename(&new, path).map_err(failed("put it in place"))?;
+        ferrite_io::names::rename(&new, path).map_err(failed("put it in place"))?;
         Ok(Table { shm: Arc::new(shm), identity })
     }
 

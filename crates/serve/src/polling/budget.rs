@@ -1,6 +1,5 @@
 //! The processor time that a disk may spend on polling.
 
-use std::num::NonZero;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
@@ -39,7 +38,7 @@ struct Host {
 
 /// Processors that all disks of a host may poll with by default: half of them, and at least one.
 pub fn host_units() -> u32 {
-    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let cpus = ferrite_io::processors::count();
     (cpus / 2).max(1) as u32
 }
 

@@ -3,6 +3,9 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use ferrite_io::names;
+use rustix::fs::{Mode, OFlags};
+
 /// The scheduler's own count for one thread (`/proc/thread-self/schedstat`, second number).
 #[derive(Debug)]
 pub(crate) struct RunDelay(Option<File>);
@@ -10,7 +13,9 @@ pub(crate) struct RunDelay(Option<File>);
 impl RunDelay {
     /// Of the calling thread. Kernels without the count give none, and nothing is concluded.
     pub(crate) fn of_this_thread() -> RunDelay {
-        RunDelay(File::open("/proc/thread-self/schedstat").ok())
+        let flags = OFlags::RDONLY;
+        let opened = names::open("/proc/thread-self/schedstat", flags, Mode::empty());
+        RunDelay(opened.ok().map(File::from))
     }
 
     /// Nanoseconds, ever.

@@ -3,13 +3,14 @@
 //! A file is looked into by anybody. It is made longer, replaced and removed only by who has it
 //! [`Held`], and never made shorter: others have it mapped.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use ferrite_io::names;
 use ferrite_io::shm::Shm;
-use rustix::fs::{FlockOperation, OFlags, flock, major, minor};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, major, minor};
 
 use crate::raw::flock_holder;
 
@@ -29,7 +30,7 @@ impl Held {
     /// `WouldBlock`: somebody else holds it. Otherwise the file system's.
     pub(super) fn take(path: &Path) -> io::Result<Option<Held>> {
         loop {
-            let file = match options().open(path) {
+            let file = match open(path, OFlags::empty()) {
                 Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
                 file => file?,
             };
@@ -46,7 +47,7 @@ impl Held {
     /// # Errors
     /// `AlreadyExists`; `WouldBlock`: somebody else was faster. Otherwise the file system's.
     pub(super) fn create(path: &Path) -> io::Result<Held> {
-        let held = Held::lock(options().create_new(true).mode(0o600).open(path)?, path)?;
+        let held = Held::lock(open(path, OFlags::CREATE | OFlags::EXCL)?, path)?;
         match held.has_its_name()? {
             true => Ok(held),
             false => Err(ErrorKind::WouldBlock.into()),
@@ -60,7 +61,7 @@ impl Held {
 
     fn has_its_name(&self) -> io::Result<bool> {
         let mine = self.file.metadata()?;
-        match fs::symlink_metadata(&self.path) {
+        match names::symlink_metadata(&self.path) {
             Ok(now) => Ok((now.dev(), now.ino()) == (mine.dev(), mine.ino())),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
             Err(e) => Err(e),
@@ -87,24 +88,22 @@ impl Held {
     /// Takes its name away.
     pub(super) fn remove(self) -> io::Result<()> {
         match self.has_its_name()? {
-            true => fs::remove_file(&self.path),
+            true => names::remove_file(&self.path),
             false => Ok(()),
         }
     }
 }
 
 /// Never through a link, and without waiting for the other end of a pipe.
-fn options() -> OpenOptions {
-    let mut options = OpenOptions::new();
-    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    options.read(true).write(true).custom_flags(flags.bits().cast_signed());
-    options
+fn open(path: &Path, flags: OFlags) -> io::Result<File> {
+    let flags = flags | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    Ok(names::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
 
 /// Whether somebody holds a journal's file. It is not held for that, not even shared: a backend
 /// that starts just then would take that for another one.
 pub(super) fn is_held(path: &Path) -> io::Result<bool> {
-    let meta = fs::symlink_metadata(path)?;
+    let meta = names::symlink_metadata(path)?;
     let (dev, ino) = (meta.dev(), meta.ino());
     Ok(flock_holder((major(dev), minor(dev)), ino).is_some())
 }

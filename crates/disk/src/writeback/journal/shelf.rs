@@ -1,7 +1,6 @@
 //! Finding journals: an image's own, those that may be its own, and all there are.
 
 use std::ffi::OsString;
-use std::fs;
 use std::io::{self, ErrorKind::NotFound, ErrorKind::WouldBlock};
 use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStringExt as _;
@@ -151,7 +150,7 @@ fn remove_if(path: &Path, unneeded: impl Fn(Option<&Shm>) -> bool) -> Result<(),
 /// The names of all files that are called as journals are.
 fn names(dir: &Path) -> Result<Vec<String>, DiskError> {
     let failed = |e| cannot(dir, "looked through", e);
-    let entries = match fs::read_dir(dir) {
+    let entries = match ferrite_io::names::read_dir(dir) {
         Err(e) if e.kind() == NotFound => return Ok(Vec::new()),
         entries => entries.map_err(failed)?,
     };

@@ -4,12 +4,14 @@
 //! backend that is at its end takes nothing away from the one that serves the same disk anew, and
 //! [`sweep`](super::sweep()) takes nothing away from anybody who lives.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, OFlags, flock};
+use ferrite_io::names;
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
 
 use super::messages::Failure;
 
@@ -41,7 +43,7 @@ impl RunDir {
     /// The file system's; `WouldBlock`: another process works in it.
     pub(super) fn make(path: &Path) -> io::Result<RunDir> {
         for _ in 0..ATTEMPTS {
-            DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+            names::create_dir_all(path, Mode::RWXU)?;
             if let Some(dir) = RunDir::existing(path)? {
                 return Ok(dir);
             }
@@ -54,14 +56,14 @@ impl RunDir {
     /// # Errors
     /// As [`make`](Self::make).
     pub(super) fn existing(path: &Path) -> io::Result<Option<RunDir>> {
-        let flags = (OFlags::DIRECTORY | OFlags::NOFOLLOW).bits() as i32;
-        let lock = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            lock => lock?,
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW;
+        let lock = match names::open(path, flags, Mode::empty()) {
+            Err(Errno::NOENT) => return Ok(None),
+            lock => File::from(lock?),
         };
         flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
         // Its last owner may have removed it before letting go of it.
-        let same = match std::fs::symlink_metadata(path) {
+        let same = match names::symlink_metadata(path) {
             Ok(now) => now.ino() == lock.metadata()?.ino(),
             Err(e) if e.kind() == io::ErrorKind::NotFound => false,
             Err(e) => return Err(e),
@@ -75,7 +77,7 @@ impl RunDir {
     /// The file system's.
     pub(super) fn remove(self) -> io::Result<()> {
         self.clear()?;
-        match std::fs::remove_dir(&self.path) {
+        match names::remove_dir(&self.path) {
             Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
             done => done,
         }
@@ -83,13 +85,13 @@ impl RunDir {
 
     /// Removes our files.
     fn clear(&self) -> io::Result<()> {
-        for entry in std::fs::read_dir(&self.path)? {
+        for entry in names::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
             let name = name.to_string_lossy();
             let name = name.strip_suffix(NEW).unwrap_or(&name);
             if [TABLE, LATCH, STOPPED].contains(&name) || name.starts_with(TRACE) {
-                std::fs::remove_file(entry.path())?;
+                names::remove_file(entry.path())?;
             }
         }
         Ok(())
@@ -128,7 +130,7 @@ impl RunFiles {
     /// Makes the directory, if it is not there, and notes in it that the image is in use.
     pub(super) fn enter(&mut self) -> Result<(), Failure> {
         let path = &self.path;
-        if self.dir.is_none() || !path.exists() {
+        if self.dir.is_none() || !names::exists(path) {
             let what = format!("work in {}", path.display());
             self.dir = Some(RunDir::make(path).map_err(|e| Failure::run_dir(what, e))?);
         }
@@ -139,7 +141,7 @@ impl RunFiles {
             dir.clear().map_err(|e| Failure::run_dir(what, e))?;
             self.to_be_cleared = false;
         }
-        match std::fs::remove_file(self.path.join(STOPPED)) {
+        match names::remove_file(self.path.join(STOPPED)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 Err(Failure::run_dir("note that the image is in use", e))
             }

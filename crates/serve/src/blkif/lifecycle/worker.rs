@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, GrowthWatch};
+use ferrite_io::names;
 
 use super::attached::{Attached, Means};
 use super::closing::{self, Closing};
@@ -120,7 +121,7 @@ impl<'a> Worker<'a> {
 
     fn remember(&self) -> Result<(), Failure> {
         let latch = self.means.files.latch();
-        if !latch.exists() {
+        if !names::exists(&latch) {
             return Ok(());
         }
         let device = self.means.device;

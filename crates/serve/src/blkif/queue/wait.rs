@@ -2,7 +2,6 @@
 //! back when the sleep is long.
 
 use std::io;
-use std::num::NonZero;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
@@ -48,18 +47,13 @@ impl Waiting {
     /// To be made on the queue's thread.
     pub(super) fn new(tuning: &Tuning) -> Waiting {
         Waiting {
-            poller: Poller::new(tuning.poll, wake_up_ns(), cpus()),
+            poller: Poller::new(tuning.poll, wake_up_ns(), ferrite_io::processors::count()),
             delay: RunDelay::of_this_thread(),
             polled_ns: None,
             resting: false,
             idle_since_ns: None,
         }
     }
-}
-
-/// Processors that this process may use.
-fn cpus() -> usize {
-    std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
 impl Queue {
