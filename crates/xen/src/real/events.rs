@@ -7,6 +7,7 @@ use std::path::Path;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
+use super::kept::Device;
 use super::uapi;
 use crate::hypervisor::DomId;
 
@@ -17,8 +18,8 @@ pub(super) fn open(path: &Path) -> io::Result<OwnedFd> {
 }
 
 /// From now on, and for good, `device` binds channels to `domid` only. The kernel refuses domain
-/// 0 (EINVAL); old kernels know nothing of it (ENOSYS).
-pub(super) fn restrict(device: &OwnedFd, domid: DomId) -> io::Result<()> {
+/// 0 (EINVAL); old kernels know nothing of it (ENOSYS). It does it once (EACCES).
+pub(super) fn restrict(device: &impl AsFd, domid: DomId) -> io::Result<()> {
     let mut request = uapi::RestrictDomid { domid: domid.0 };
     // SAFETY: a structure of the kernel's layout.
     unsafe { uapi::ioctl(device.as_fd(), uapi::RESTRICT_DOMID, &raw mut request) }.map(drop)
@@ -27,7 +28,7 @@ pub(super) fn restrict(device: &OwnedFd, domid: DomId) -> io::Result<()> {
 /// A bound event channel. Dropping it closes the channel: the guest's end becomes unbound, and
 /// can be bound again (blkif.md 3.9).
 pub(super) struct EventChannel {
-    device: OwnedFd,
+    device: Device,
     /// Ours.
     port: u32,
     /// An event was taken, and the port is masked until it is written back.
@@ -36,7 +37,7 @@ pub(super) struct EventChannel {
 
 impl EventChannel {
     /// Binds to the port that `domid` offers. The new channel has an event pending at once.
-    pub(super) fn bind(device: OwnedFd, domid: DomId, remote_port: u32) -> io::Result<Self> {
+    pub(super) fn bind(device: Device, domid: DomId, remote_port: u32) -> io::Result<Self> {
         let mut request = uapi::BindInterdomain { remote_domain: u32::from(domid.0), remote_port };
         // SAFETY: a structure of the kernel's layout.
         let port =
@@ -112,12 +113,29 @@ impl EventChannel {
         }
     }
 
+    /// Undoes the binding, and forgets what it has brought: the port may be the next channel's.
+    fn unbind(&self) -> io::Result<()> {
+        let mut request = uapi::Notify { port: self.port };
+        // SAFETY: a structure of the kernel's layout, which is that of a notification.
+        unsafe { uapi::ioctl(self.device.as_fd(), uapi::UNBIND, &raw mut request) }?;
+        self.reset()
+    }
+
     /// See [`Link::notify`](crate::hypervisor::Link::notify). Sending to a guest that is gone is
     /// no error.
     pub(super) fn notify(&self) -> io::Result<()> {
         let mut request = uapi::Notify { port: self.port };
         // SAFETY: a structure of the kernel's layout.
         unsafe { uapi::ioctl(self.device.as_fd(), uapi::NOTIFY, &raw mut request) }.map(drop)
+    }
+}
+
+impl Drop for EventChannel {
+    fn drop(&mut self) {
+        if let Err(e) = self.unbind() {
+            tracing::debug!("cannot unbind event channel {}: {e}; it is closed", self.port);
+            self.device.taint();
+        }
     }
 }
 
@@ -133,7 +151,7 @@ mod tests {
         let (ours, kernel) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         kernel.set_nonblocking(true).unwrap();
-        (EventChannel { device: ours.into(), port, taken: false }, kernel)
+        (EventChannel { device: Device::once(ours.into()), port, taken: false }, kernel)
     }
 
     #[test]

@@ -1,15 +1,17 @@
 //! Guests' pages through /dev/xen/gntdev: rings are mapped, data is copied or mapped.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_io::arena::Arena;
 use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
+use super::kept::Device;
 use super::uapi;
 use crate::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, PAGE_SIZE, RingMemory, STATUS_UNTOUCHED,
@@ -31,9 +33,36 @@ pub(super) enum MapError {
     Map(io::Error),
 }
 
+/// What all of a queue's mappings and copies go through.
+pub(super) struct GrantDevice {
+    device: Device,
+    /// The kernel did not let go of something.
+    has_rests: AtomicBool,
+}
+
+impl GrantDevice {
+    pub(super) fn new(device: Device) -> Arc<GrantDevice> {
+        Arc::new(GrantDevice { device, has_rests: AtomicBool::new(false) })
+    }
+}
+
+impl AsFd for GrantDevice {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.device.as_fd()
+    }
+}
+
+impl Drop for GrantDevice {
+    fn drop(&mut self) {
+        if self.has_rests.load(Ordering::Relaxed) {
+            self.device.taint();
+        }
+    }
+}
+
 /// Mapped pages of a guest, and the descriptor that they were mapped by.
 pub(super) struct Granted {
-    device: Arc<OwnedFd>,
+    device: Arc<GrantDevice>,
     base: NonNull<u8>,
     pages: usize,
     /// The kernel's name for the mapping.
@@ -47,7 +76,7 @@ unsafe impl Send for Granted {}
 impl Granted {
     /// Maps `refs` of `domid`, in this order, into contiguous memory.
     pub(super) fn map(
-        device: &Arc<OwnedFd>,
+        device: &Arc<GrantDevice>,
         domid: DomId,
         refs: &[GrantRef],
         writable: bool,
@@ -70,7 +99,7 @@ impl Granted {
         let (protection, len) = (ProtFlags::READ | write, pages * PAGE_SIZE);
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
         let mapped = unsafe {
-            mmap(ptr::null_mut(), len, protection, MapFlags::SHARED, device, request.index)
+            mmap(ptr::null_mut(), len, protection, MapFlags::SHARED, &**device, request.index)
         };
         let base = match mapped {
             // A successful mmap without MAP_FIXED is never at address 0.
@@ -108,6 +137,7 @@ impl Drop for Granted {
         // uses the memory does so while its owner lives (`Link::ring`, `Mapping::page`).
         if let Err(e) = unsafe { munmap(self.base.as_ptr().cast(), self.pages * PAGE_SIZE) } {
             tracing::error!("cannot unmap {} pages of a guest: {e}", self.pages);
+            self.device.has_rests.store(true, Ordering::Relaxed);
         }
         // After munmap: while it is mapped the kernel refuses (blkif.md 4.1).
         unreserve(&self.device, self.index, self.pages);
@@ -116,14 +146,14 @@ impl Drop for Granted {
 
 /// One guest's pages, for its link's mover.
 pub(super) struct DomainGrants {
-    device: Arc<OwnedFd>,
+    device: Arc<GrantDevice>,
     domid: DomId,
     /// Kept from call to call, so that none allocates.
     entries: Vec<uapi::CopyEntry>,
 }
 
 impl DomainGrants {
-    pub(super) fn new(device: Arc<OwnedFd>, domid: DomId) -> Self {
+    pub(super) fn new(device: Arc<GrantDevice>, domid: DomId) -> Self {
         DomainGrants { device, domid, entries: Vec::with_capacity(COPY_BATCH) }
     }
 }
@@ -142,7 +172,7 @@ impl Grants for DomainGrants {
             let domid = self.domid;
             self.entries.clear();
             self.entries.extend(batch.iter().map(|s| entry(s, arena, domid, direction)));
-            copy_entries(&self.device, &mut self.entries)?;
+            copy_entries(&*self.device, &mut self.entries)?;
             for (segment, entry) in batch.iter_mut().zip(&self.entries) {
                 segment.status = entry.status;
             }
@@ -157,12 +187,13 @@ impl Grants for DomainGrants {
     }
 }
 
-fn unreserve(device: &OwnedFd, index: u64, pages: usize) {
+fn unreserve(device: &GrantDevice, index: u64, pages: usize) {
     let mut request = uapi::UnmapGrantRef { index, count: pages as u32, pad: 0 };
     // SAFETY: a structure of the kernel's layout.
     let result = unsafe { uapi::ioctl(device.as_fd(), uapi::UNMAP_GRANT_REF, &raw mut request) };
     if let Err(e) = result {
-        // Closing the device, which follows, releases it as well.
+        // Closing the device releases it as well, and has to follow.
+        device.has_rests.store(true, Ordering::Relaxed);
         tracing::debug!("cannot release {pages} grants: {e}");
     }
 }
@@ -173,11 +204,11 @@ pub(super) fn open(path: &Path) -> io::Result<OwnedFd> {
 }
 
 /// Whether the kernel can copy grants, found by copying none.
-pub(super) fn can_copy(device: &OwnedFd) -> io::Result<()> {
+pub(super) fn can_copy(device: &impl AsFd) -> io::Result<()> {
     copy_entries(device, &mut [])
 }
 
-fn copy_entries(device: &OwnedFd, entries: &mut [uapi::CopyEntry]) -> io::Result<()> {
+fn copy_entries(device: &impl AsFd, entries: &mut [uapi::CopyEntry]) -> io::Result<()> {
     let count = entries.len() as u32;
     let mut request = uapi::GrantCopy { count, pad: 0, entries: entries.as_mut_ptr() };
     // SAFETY: `count` entries of the kernel's layout. Their local sides come from `entry`: ranges
@@ -205,7 +236,7 @@ fn entry(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::atomic::AtomicU32;
 
     use tracing::field::Field;
     use tracing::span::{Attributes, Id, Record};
@@ -270,7 +301,7 @@ mod tests {
         let base =
             unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ, none) };
         let base = NonNull::new(base.unwrap().cast()).unwrap();
-        let device = Arc::new(OwnedFd::from(not_gntdev));
+        let device = GrantDevice::new(Device::once(not_gntdev.into()));
         let refused = Refused::default();
         tracing::subscriber::with_default(refused.clone(), || {
             drop(Granted { device, base, pages: 2, index: 0 });
@@ -281,7 +312,7 @@ mod tests {
     #[test]
     fn a_device_that_cannot_map_undoes_nothing() {
         let (not_gntdev, _writer) = std::io::pipe().unwrap();
-        let device = Arc::new(OwnedFd::from(not_gntdev));
+        let device = GrantDevice::new(Device::once(not_gntdev.into()));
         let mapped = Granted::map(&device, DomId(1), &[GrantRef(8)], true);
         assert!(matches!(mapped.err(), Some(MapError::Reserve(_))));
     }

@@ -2,6 +2,7 @@
 
 mod events;
 mod grants;
+mod kept;
 mod probe;
 mod uapi;
 
@@ -20,7 +21,8 @@ use crate::hypervisor::{
 };
 use crate::mover::{Carrier, Moving};
 use events::EventChannel;
-use grants::{DomainGrants, Granted, MapError};
+use grants::{DomainGrants, GrantDevice, Granted, MapError};
+use kept::{Device, Kept};
 
 const GNTDEV: &str = "dev/xen/gntdev";
 const EVTCHN: &str = "dev/xen/evtchn";
@@ -42,6 +44,14 @@ pub struct Xen {
     /// Where /dev is, for tests.
     root: PathBuf,
     restriction: AtomicU8,
+    /// What was opened ahead: nothing else is opened then.
+    ahead: Option<Ahead>,
+}
+
+/// One of each for every queue.
+struct Ahead {
+    grants: Arc<Kept>,
+    events: Arc<Kept>,
 }
 
 impl Default for Xen {
@@ -58,7 +68,24 @@ impl Xen {
 
     fn at(root: &Path) -> Xen {
         let restriction = AtomicU8::new(Restriction::Unknown as u8);
-        Xen { root: root.to_owned(), restriction }
+        Xen { root: root.to_owned(), restriction, ahead: None }
+    }
+
+    /// Opens now what so many queues of one guest need. It is kept over connections, and nothing is
+    /// opened later: for a process that will have no right to.
+    ///
+    /// # Errors
+    /// A device cannot be opened.
+    pub fn ahead(queues: usize) -> Result<Xen, HypervisorError> {
+        Xen::ahead_at(Path::new("/"), queues)
+    }
+
+    fn ahead_at(root: &Path, queues: usize) -> Result<Xen, HypervisorError> {
+        let xen = Xen::at(root);
+        let grants = (0..queues).map(|_| xen.open_grants()).collect::<Result<_, _>>()?;
+        let events = (0..queues).map(|_| xen.open_events()).collect::<Result<_, _>>()?;
+        let ahead = Ahead { grants: Kept::new(grants), events: Kept::new(events) };
+        Ok(Xen { ahead: Some(ahead), ..xen })
     }
 
     /// Whether the last queue's event channel was restricted to its guest.
@@ -84,14 +111,34 @@ impl Xen {
         })
     }
 
-    fn open_grants(&self) -> Result<Arc<OwnedFd>, HypervisorError> {
+    fn open_grants(&self) -> Result<OwnedFd, HypervisorError> {
         let hint = "run as root in a Xen domain, with the module xen-gntdev loaded";
-        self.open(GNTDEV, grants::open, hint).map(Arc::new)
+        self.open(GNTDEV, grants::open, hint)
+    }
+
+    fn open_events(&self) -> Result<OwnedFd, HypervisorError> {
+        let hint = "run as root in a Xen domain, with the module xen-evtchn loaded";
+        self.open(EVTCHN, events::open, hint)
+    }
+
+    /// One of what was opened ahead, or a new one.
+    fn device(
+        &self,
+        kept: fn(&Ahead) -> &Arc<Kept>,
+        open: fn(&Xen) -> Result<OwnedFd, HypervisorError>,
+        domid: DomId,
+    ) -> Result<Device, HypervisorError> {
+        let Some(ahead) = &self.ahead else { return open(self).map(Device::once) };
+        kept(ahead).take(domid).ok_or_else(|| HypervisorError::Host {
+            what: format!("connect one queue more to domain {domid}"),
+            source: io::ErrorKind::ResourceBusy.into(),
+            hint: "all devices of Xen that were opened ahead are in use or spoiled: start anew",
+        })
     }
 
     fn map(
         &self,
-        device: &Arc<OwnedFd>,
+        device: &Arc<GrantDevice>,
         domid: DomId,
         ring: &[GrantRef],
     ) -> Result<Granted, HypervisorError> {
@@ -108,11 +155,7 @@ impl Xen {
     }
 
     fn bind(&self, domid: DomId, port: u32) -> Result<EventChannel, HypervisorError> {
-        let device = self.open(
-            EVTCHN,
-            events::open,
-            "run as root in a Xen domain, with the module xen-evtchn loaded",
-        )?;
+        let device = self.device(|ahead| &ahead.events, Xen::open_events, domid)?;
         self.restrict(&device, domid);
         EventChannel::bind(device, domid, port).map_err(|source| {
             let what = format!("bind event channel {port}");
@@ -127,9 +170,11 @@ impl Xen {
         })
     }
 
-    fn restrict(&self, device: &OwnedFd, domid: DomId) {
+    fn restrict(&self, device: &Device, domid: DomId) {
         let now = match events::restrict(device, domid) {
             Ok(()) => Restriction::Restricted,
+            // To the same domain: `Kept` gives it to no other one.
+            Err(e) if e.raw_os_error() == Some(libc::EACCES) => Restriction::Restricted,
             Err(e) => {
                 if self.restriction() != Restriction::Refused {
                     tracing::debug!(
@@ -161,7 +206,8 @@ impl Hypervisor for Xen {
             return Err(HypervisorError::Guest { domid, what, source });
         }
         // Each step undoes itself when a later one fails.
-        let device = self.open_grants()?;
+        let device = self.device(|ahead| &ahead.grants, Xen::open_grants, domid)?;
+        let device = GrantDevice::new(device);
         let ring = self.map(&device, domid, ring)?;
         let events = self.bind(domid, port)?;
         let grants = DomainGrants::new(device, domid);
@@ -248,5 +294,28 @@ mod tests {
             let result = xen.connect(DomId(1), &vec![GrantRef(8); pages], 3, &Moving::copy());
             assert!(matches!(result.err(), Some(HypervisorError::Guest { .. })), "{pages}");
         }
+    }
+
+    /// Plain files stand for the devices: they cannot map, which leaves nothing to undo.
+    #[test]
+    fn what_was_opened_ahead_is_used_again_and_nothing_else_is_opened() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(root.path().join("dev/xen")).unwrap();
+        for device in [GNTDEV, EVTCHN] {
+            std::fs::write(root.path().join(device), "").unwrap();
+        }
+        let xen = Xen::ahead_at(root.path(), 2).unwrap();
+        drop(root);
+        let ahead = xen.ahead.as_ref().unwrap();
+        let count = || (ahead.grants.count(), ahead.events.count());
+        for _ in 0..3 {
+            assert!(xen.connect(DomId(1), &[GrantRef(8)], 3, &Moving::copy()).is_err());
+            assert_eq!(count(), (2, 2));
+        }
+        let held = [(); 2].map(|()| ahead.grants.take(DomId(1)).unwrap());
+        let error = xen.connect(DomId(1), &[GrantRef(8)], 3, &Moving::copy()).err().unwrap();
+        assert!(error.to_string().contains("were opened ahead"), "{error}");
+        drop(held);
+        assert_eq!(count(), (2, 2));
     }
 }

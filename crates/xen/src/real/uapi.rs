@@ -81,6 +81,7 @@ pub(super) struct BindInterdomain {
     pub(super) remote_port: u32,
 }
 
+/// Of a notification, and of the end of a binding.
 #[repr(C)]
 pub(super) struct Notify {
     pub(super) port: u32,
@@ -97,6 +98,7 @@ pub(super) const MAP_GRANT_REF: libc::Ioctl = request(b'G', 0, MAP_GRANT_REF_BYT
 pub(super) const UNMAP_GRANT_REF: libc::Ioctl = request(b'G', 1, size_of::<UnmapGrantRef>());
 pub(super) const GRANT_COPY: libc::Ioctl = request(b'G', 8, size_of::<GrantCopy>());
 pub(super) const BIND_INTERDOMAIN: libc::Ioctl = request(b'E', 1, size_of::<BindInterdomain>());
+pub(super) const UNBIND: libc::Ioctl = request(b'E', 3, size_of::<Notify>());
 pub(super) const NOTIFY: libc::Ioctl = request(b'E', 4, size_of::<Notify>());
 pub(super) const RESET: libc::Ioctl = request(b'E', 5, 0);
 pub(super) const RESTRICT_DOMID: libc::Ioctl = request(b'E', 6, size_of::<RestrictDomid>());
@@ -107,6 +109,7 @@ const _: () = {
     assert!(UNMAP_GRANT_REF == 0x0010_4701);
     assert!(GRANT_COPY == 0x0010_4708);
     assert!(BIND_INTERDOMAIN == 0x0008_4501);
+    assert!(UNBIND == 0x0004_4503);
     assert!(NOTIFY == 0x0004_4504);
     assert!(RESET == 0x4505);
     assert!(RESTRICT_DOMID == 0x0002_4506);

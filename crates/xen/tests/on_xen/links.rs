@@ -190,3 +190,25 @@ fn a_link_can_be_made_again_any_number_of_times() {
     }
     assert_eq!(descriptors(), before);
 }
+
+#[test]
+#[ignore = "needs a Xen control domain"]
+fn devices_that_were_opened_ahead_serve_one_connection_after_the_other() {
+    let xen = Xen::ahead(1).unwrap();
+    for _ in 0..3 {
+        let ring = Pages::new(2, true);
+        let port = Port::new();
+        let connect = || xen.connect(OWN, ring.refs(), port.number, &Moving::copy());
+        let mut link = connect().unwrap();
+        // SAFETY: within the ring, which is mapped while the link lives.
+        unsafe { link.ring().base().write_volatile(b'!') };
+        assert_eq!(ring.get(0), b'!');
+        // Taken and not let through again: the next connection hears its own events all the same.
+        assert!(is_readable(link.event_fd(), SOON) && link.take_event().unwrap());
+        assert!(connect().is_err(), "both of its devices are in use");
+        drop(link);
+        // The guest's end is unbound, so it can be bound again; and its pages are let go of.
+        let mut link = connect().unwrap();
+        assert!(is_readable(link.event_fd(), SOON) && link.take_event().unwrap());
+    }
+}
