@@ -9,8 +9,8 @@ use std::time::Duration;
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, Config, EngineFactory, Outcome, STOPPED, ServeError, close, report_failure,
-    run_dir_name, serve, sweep,
+    Attachment, Config, EngineFactory, FollowConfig, Outcome, STOPPED, ServeError, WorkConfig,
+    close, report_failure, run_dir_name, serve, sweep,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -73,24 +73,25 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         // The toolstack waits. That xenstore refuses it changes nothing about the failure.
         let _ = report_failure(&mut store, &backend, &format!("{}: {}", failure.what, failure.why));
     })?;
+    let offer = Offer {
+        max_queues: args.queues,
+        max_ring_order: args.ring_order,
+        max_indirect_segments: args.indirect as u16,
+        persistent: args.mover == Mover::Persistent,
+    };
     let config = Config {
-        backend,
-        domid,
-        devid,
-        offer: Offer {
-            max_queues: args.queues,
-            max_ring_order: args.ring_order,
-            max_indirect_segments: args.indirect as u16,
-            persistent: args.mover == Mover::Persistent,
+        follow: FollowConfig { backend, domid, devid, offer },
+        work: WorkConfig {
+            domid,
+            moving: moving(args)?,
+            pool_bytes: args.memory,
+            run_dir,
+            closes: true,
+            tuning: args.tuning.tuning(),
+            processors: processors(args),
+            counters: Counters::default(),
         },
-        moving: moving(args)?,
-        pool_bytes: args.memory,
-        run_dir,
         engine: engines(kind),
-        closes: true,
-        tuning: args.tuning.tuning(),
-        processors: processors(args),
-        counters: Counters::default(),
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
     let disk = device.disk().map_err(|e| no_copy(args, e))?;
@@ -100,11 +101,11 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
         // Without it the next one takes this one for killed, and does no harm.
-        let _ = std::fs::write(config.run_dir.join(STOPPED), "");
+        let _ = std::fs::write(config.work.run_dir.join(STOPPED), "");
     }
     match outcome {
         Ok(Outcome::Unplugged) => tracing::info!("{} was unplugged", args.xen),
-        Ok(Outcome::Stopped) => tracing::info!(
+        Ok(Outcome::Stopped | Outcome::Left) => tracing::info!(
             "stopped; a guest that had connected {} waits until it is served again",
             args.xen
         ),
@@ -231,9 +232,12 @@ fn no_xen(args: &ServeArgs, e: impl std::fmt::Display) -> Failure {
 
 fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
     let help = match e {
-        ServeError::Store(_) | ServeError::Host { .. } | ServeError::RunDir { .. } => {
-            "the guest waits: mend the cause and run the same command again"
-        }
+        ServeError::Store(_)
+        | ServeError::Host { .. }
+        | ServeError::RunDir { .. }
+        | ServeError::Open { .. }
+        | ServeError::WorkerLost(_)
+        | ServeError::Left => "the guest waits: mend the cause and run the same command again",
         ServeError::Close(_) => {
             "what was answered is kept on this host: mend the cause and run the same command again, \
              or open the image with ferrite image check"

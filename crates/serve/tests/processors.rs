@@ -15,7 +15,7 @@ use ferrite_io::shares::Shares;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
-use ferrite_serve::blkif::lifecycle::{Config, Outcome, serve};
+use ferrite_serve::blkif::lifecycle::{Outcome, WorkConfig, serve};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
 use ferrite_serve::polling::{Budget, PollWindow};
@@ -72,12 +72,13 @@ fn process_backend() {
     let device = Arc::new(Device::new(disk, clock.clone()));
     let shares = Shares::open(env(SHARED).as_ref(), env(UNITS).parse().unwrap()).unwrap();
     let counters = Counters::default();
-    let config = Config {
+    let mut config = config(&DiskPaths::new(DomId(1), DEVID), Path::new(&dir).join("run"));
+    config.work = WorkConfig {
         tuning: Tuning { poll: PollWindow::Fixed(1), ..Tuning::default() },
         processors: Arc::new(Processors { polling: Budget::shared(100, shares), limit: None }),
         counters: counters.clone(),
         pool_bytes: 4 << 20,
-        ..config(&DiskPaths::new(DomId(1), DEVID), Path::new(&dir).join("run"))
+        ..config.work
     };
     std::thread::spawn(move || {
         for line in std::io::stdin().lines().map_while(Result::ok) {

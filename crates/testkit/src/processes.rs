@@ -14,7 +14,7 @@ use ferrite_io::clock::{Random, SplitMix64, SystemClock};
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
-use ferrite_serve::blkif::lifecycle::{Config, Outcome, serve};
+use ferrite_serve::blkif::lifecycle::{Outcome, serve};
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
 use ferrite_serve::waker::Waker;
@@ -55,10 +55,8 @@ pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path, &Counters) + Send) 
     handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
     let device = Arc::new(Device::new(open(env(IMAGE).as_ref()), SystemClock::shared()));
     let counters = Counters::default();
-    let config = Config {
-        counters: counters.clone(),
-        ..config(&DiskPaths::new(DomId(1), DEVID), env(RUN_DIR).into())
-    };
+    let mut config = config(&DiskPaths::new(DomId(1), DEVID), env(RUN_DIR).into());
+    config.work.counters = counters.clone();
     let mut store = Store::from_fd(handle.store);
     let stop = Waker::new().unwrap();
     std::thread::scope(|scope| {

@@ -17,7 +17,8 @@ use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{CopyWith, GuestOptions, Machine};
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, Config, EngineFactory, Outcome, ServeError, run_dir_name, serve,
+    Attachment, Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig, run_dir_name,
+    serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -62,13 +63,24 @@ pub fn engines() -> EngineFactory {
 /// What a backend is told that serves this disk as most do.
 pub fn config(disk: &DiskPaths, run_dir: PathBuf) -> Config {
     Config {
-        backend: disk.backend.clone(),
-        domid: disk.domid,
-        devid: disk.devid,
-        offer: offer(),
+        follow: follow_config(disk),
+        work: work_config(disk.domid, run_dir),
+        engine: engines(),
+    }
+}
+
+/// The same for the half that follows the store.
+pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
+    let backend = disk.backend.clone();
+    FollowConfig { backend, domid: disk.domid, devid: disk.devid, offer: offer() }
+}
+
+/// The same for the half that serves.
+pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
+    WorkConfig {
+        domid,
         pool_bytes: 8 << 20,
         run_dir,
-        engine: engines(),
         closes: true,
         tuning: Tuning::default(),
         processors: Arc::default(),
@@ -247,14 +259,16 @@ impl Rig {
         self.device = Arc::downgrade(&device);
         let stop = Arc::new(Waker::new().unwrap());
         let config = Config {
-            offer: self.plan.offer,
-            pool_bytes: self.plan.pool_bytes,
+            follow: FollowConfig { offer: self.plan.offer, ..follow_config(&self.disk) },
+            work: WorkConfig {
+                pool_bytes: self.plan.pool_bytes,
+                tuning: self.plan.tuning,
+                processors: self.plan.processors.clone(),
+                counters: self.counters.clone(),
+                moving: self.plan.moving.clone(),
+                ..work_config(self.domid, self.run_dir.clone())
+            },
             engine: self.plan.engine.clone(),
-            tuning: self.plan.tuning,
-            processors: self.plan.processors.clone(),
-            counters: self.counters.clone(),
-            moving: self.plan.moving.clone(),
-            ..config(&self.disk, self.run_dir.clone())
         };
         let stopper = stop.clone();
         let thread =

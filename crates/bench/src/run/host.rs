@@ -13,7 +13,9 @@ use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::engines::EngineKind;
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
-use ferrite_serve::blkif::lifecycle::{Config, EngineFactory, Outcome, ServeError, close, serve};
+use ferrite_serve::blkif::lifecycle::{
+    Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig, close, serve,
+};
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::{Counters, Counts};
 use ferrite_serve::path::device::Device;
@@ -138,7 +140,7 @@ impl Host {
         };
         for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
             let config = config(args, task, disk, kind, host.run_dir.path(), i)?;
-            host.counters.push(config.counters.clone());
+            host.counters.push(config.work.counters.clone());
             host.start_backend(i, &loopback, &device, config, sender.clone())?;
             host.start_guest(i, task, disk.domid, sender.clone())?;
         }
@@ -374,28 +376,30 @@ fn config(
     let polling = args.tuning.polling(&run_dir.join("poll-budget")).map_err(no_run_dir)?;
     let run_dir = run_dir.join(i.to_string());
     std::fs::create_dir(&run_dir).map_err(no_run_dir)?;
+    let offer = Offer {
+        max_queues: args.queues,
+        max_ring_order: task.ring_order,
+        max_indirect_segments: args.indirect as u16,
+        persistent: args.mover == Mover::Persistent,
+    };
+    let (backend, domid, devid) = (disk.backend.clone(), disk.domid, disk.devid);
     Ok(Config {
-        backend: disk.backend.clone(),
-        domid: disk.domid,
-        devid: disk.devid,
-        offer: Offer {
-            max_queues: args.queues,
-            max_ring_order: task.ring_order,
-            max_indirect_segments: args.indirect as u16,
-            persistent: args.mover == Mover::Persistent,
+        follow: FollowConfig { backend, domid, devid, offer },
+        work: WorkConfig {
+            domid,
+            moving: Moving {
+                mover: args.mover,
+                maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),
+            },
+            pool_bytes: args.memory,
+            run_dir,
+            // Several guests may have it.
+            closes: false,
+            tuning: args.tuning.tuning(),
+            processors: Arc::new(Processors { polling, limit: None }),
+            counters: Counters::default(),
         },
-        moving: Moving {
-            mover: args.mover,
-            maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),
-        },
-        pool_bytes: args.memory,
-        run_dir,
         engine: engines(kind),
-        // Several guests may have it.
-        closes: false,
-        tuning: args.tuning.tuning(),
-        processors: Arc::new(Processors { polling, limit: None }),
-        counters: Counters::default(),
     })
 }
 

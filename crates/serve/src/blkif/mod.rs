@@ -7,6 +7,7 @@
 //! * [`negotiate`]: what is offered to a frontend, and what it asks for.
 //! * [`lifecycle`]: xenbus states from attach to unplug.
 
+mod as_json;
 pub mod connection;
 pub mod inflight;
 pub mod lifecycle;

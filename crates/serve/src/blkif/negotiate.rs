@@ -9,6 +9,9 @@ use ferrite_disk::DiscardLimits;
 use ferrite_xen::abi::{MAX_RING_ORDER, Protocol, SECTOR_BYTES};
 use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::store::{Store, StoreError, Transaction};
+use serde::{Deserialize, Serialize};
+
+use crate::blkif::as_json;
 
 // Bits of the `info` key.
 pub(crate) const INFO_CDROM: u32 = 1;
@@ -31,7 +34,7 @@ pub struct Offer {
 }
 
 /// What a frontend is told of a disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskFacts {
     /// Its size, in units of 512 bytes.
     pub sectors: u64,
@@ -40,24 +43,27 @@ pub struct DiskFacts {
     /// The medium's own block.
     pub physical_block_bytes: u32,
     /// How it discards, if it can.
+    #[serde(with = "as_json::discard")]
     pub discard: Option<DiscardLimits>,
     /// Segments of the largest request that always finds a buffer.
     pub max_segments: u16,
 }
 
 /// One queue as the frontend set it up.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueKeys {
     /// The ring's pages, in order.
+    #[serde(with = "as_json::grants")]
     pub ring: Vec<GrantRef>,
     /// The guest's end of the event channel.
     pub port: u32,
 }
 
 /// What a frontend asks for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
     /// Layout of its slots.
+    #[serde(with = "as_json::protocol")]
     pub protocol: Protocol,
     /// Pages of each ring: `2^order`.
     pub ring_order: u32,

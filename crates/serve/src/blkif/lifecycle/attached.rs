@@ -42,7 +42,7 @@ pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engin
 pub(super) struct Means<'a> {
     pub(super) hypervisor: &'a dyn Hypervisor,
     pub(super) domid: DomId,
-    pub(super) device: &'a Arc<Device>,
+    pub(super) device: Arc<Device>,
     pub(super) files: RunFiles,
     /// Keeps the image's name in the table true.
     pub(super) heir: Arc<TableHeir>,
@@ -65,6 +65,8 @@ enum Message {
 /// A connected frontend.
 pub(super) struct Attached {
     wanted: Wanted,
+    /// Which guest it is, see [`Rings::guest`].
+    guest: String,
     connection: Arc<Connection>,
     threads: Vec<JoinHandle<()>>,
     messages: Receiver<(usize, Message)>,
@@ -109,7 +111,7 @@ impl Attached {
                 Prepared { ring, table, replay: Vec::new() }
             })
             .collect();
-        Attached::start(means, rings.wanted, connection, prepared, moving)
+        Attached::start(means, rings, connection, prepared, moving)
     }
 
     /// Takes over a frontend that a predecessor had connected (blkif.md 3.9), and says how many of
@@ -126,12 +128,12 @@ impl Attached {
             }
         })?;
         let connection = new_connection(means, &rings)?;
-        let wanted = rings.wanted;
-        let moving = moving(means, &wanted);
+        let wanted = &rings.wanted;
+        let moving = moving(means, wanted);
         let mut prepared = Vec::new();
         let mut undone = 0;
         for (i, table) in table.into_queues().into_iter().enumerate() {
-            let link = new_link(means, &wanted, i, &moving)?;
+            let link = new_link(means, wanted, i, &moving)?;
             let resume = table
                 .resume(BackRing::shared_rsp_prod(&*link))
                 .ok_or_else(|| refuse(format!("queue {i}: its guest has changed the ring")))?;
@@ -140,12 +142,12 @@ impl Attached {
             undone += resume.unanswered.len();
             prepared.push(Prepared { ring, table, replay: resume.unanswered });
         }
-        Ok((Attached::start(means, wanted, connection, prepared, moving)?, undone))
+        Ok((Attached::start(means, rings, connection, prepared, moving)?, undone))
     }
 
     fn start(
         means: &Means<'_>,
-        wanted: Wanted,
+        rings: Rings,
         connection: Arc<Connection>,
         prepared: Vec<Prepared>,
         moving: Moving,
@@ -157,7 +159,8 @@ impl Attached {
             .map_err(|e| Failure::run_dir("make a trace ring", e))?;
         let (sender, messages) = channel();
         let mut attached = Attached {
-            wanted,
+            wanted: rings.wanted,
+            guest: rings.guest,
             connection,
             threads: Vec::new(),
             messages,
@@ -205,6 +208,11 @@ impl Attached {
             .name(format!("queue-{index}"))
             .spawn(body)
             .map_err(|e| Failure::host("start a queue's thread", e))
+    }
+
+    /// Whether these are its rings.
+    pub(super) fn serves(&self, rings: &Rings) -> bool {
+        self.guest == rings.guest && self.wanted.has_rings_of(&rings.wanted)
     }
 
     /// One line for the log.

@@ -5,10 +5,10 @@ use std::io;
 
 use ferrite_xen::store::StoreError;
 
+use super::carrier::Carrier;
 use super::inbox::Wait;
 use super::messages::{Order, Reply, Rings};
 use super::refusal::Refusal;
-use super::worker::Worker;
 use super::xenbus::{Action, Answer, Note};
 use super::{Backend, DELAY, Outcome, ServeError};
 use crate::blkif::negotiate::{self, DiskFacts, NegotiateError, Wanted};
@@ -202,7 +202,7 @@ impl Backend<'_> {
 
     /// What a frontend is to be told of the disk, now.
     pub(super) fn facts(&mut self) -> Result<DiskFacts, ServeError> {
-        facts(&mut self.worker)
+        facts(&mut *self.worker)
     }
 
     fn wanted(&mut self) -> Result<Wanted, NegotiateError> {
@@ -241,7 +241,7 @@ impl Backend<'_> {
 }
 
 /// What a frontend is to be told of a worker's disk, now.
-pub(super) fn facts(worker: &mut Worker<'_>) -> Result<DiskFacts, ServeError> {
+pub(super) fn facts(worker: &mut dyn Carrier) -> Result<DiskFacts, ServeError> {
     match worker.carry_out(Order::Describe)? {
         Reply::Facts(facts) => Ok(facts),
         reply => Err(unexpected(&reply)),

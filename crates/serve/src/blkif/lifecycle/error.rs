@@ -28,6 +28,23 @@ pub enum ServeError {
         /// The reason.
         source: io::Error,
     },
+    /// A worker cannot open the image. It tries again when its line is followed anew.
+    #[error("{what}: {why}; {help}")]
+    Open {
+        /// What was tried.
+        what: String,
+        /// The reason.
+        why: String,
+        /// The next step for the administrator.
+        help: String,
+    },
+    /// The worker's process is gone, or is not to be believed any more. Its guest waits for the next
+    /// one: follow its line.
+    #[error("the worker is lost: {0}")]
+    WorkerLost(String),
+    /// We were asked to stop while the worker was at an order; it goes on.
+    #[error("asked to stop")]
+    Left,
     /// This host's fault: no memory, no descriptors, a queue that failed.
     #[error("cannot {what}: {source}")]
     Host {

@@ -59,7 +59,8 @@ impl Backend<'_> {
                 _ => self.moved || self.directory_moved,
             }
         };
-        let timeout = if changed { Some(Duration::ZERO) } else { timeout };
+        let has_news = self.worker.has_news();
+        let timeout = if changed || has_news { Some(Duration::ZERO) } else { timeout };
         let (reports, stop) = (self.worker.reports_fd(), self.stop.fd());
         // In place of one that is not waited for, the stop once more.
         let store = if follows_store { self.store.fd() } else { stop };
@@ -72,7 +73,7 @@ impl Backend<'_> {
         }
         Ok(match () {
             () if stop => Event::Stop,
-            () if queue => Event::Queue,
+            () if queue || has_news => Event::Queue,
             () if growth => Event::Growth,
             () if store || changed => Event::Store,
             () => Event::Time,

@@ -4,11 +4,13 @@
 use std::io;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::error::ServeError;
 use crate::blkif::negotiate::{DiskFacts, Wanted};
 
 /// What a worker is to do. It has done it when its [`Reply`] is there.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Order {
     /// Say what a frontend is to be told of the disk. Reply: [`Facts`](Reply::Facts).
     Describe,
@@ -44,7 +46,7 @@ pub(super) enum Order {
 }
 
 /// A connection to be made.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Rings {
     /// What the frontend asks for.
     pub(super) wanted: Wanted,
@@ -57,7 +59,7 @@ pub(super) struct Rings {
 }
 
 /// What came of an order.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Reply {
     /// It is done.
     Done,
@@ -80,7 +82,7 @@ pub(super) enum Reply {
 }
 
 /// Why an order was not carried out.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Failure {
     /// The frontend's doing, or what a predecessor has left does not belong to it.
     Refused(String),
@@ -104,10 +106,29 @@ pub(super) enum Failure {
     },
     /// Storage failed when the image was to be closed.
     Close(String),
+    /// The image cannot be opened.
+    Open(OpenFailure),
+    /// The worker is gone, or what it says cannot be understood.
+    #[serde(skip)]
+    Lost(String),
+    /// We were asked to stop, and do not wait for the worker.
+    #[serde(skip)]
+    Left,
+}
+
+/// Why an image cannot be opened, for the administrator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OpenFailure {
+    /// What was tried.
+    pub what: String,
+    /// The reason.
+    pub why: String,
+    /// The next step.
+    pub help: String,
 }
 
 /// What a worker says without being asked.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Report {
     /// A frontend broke its ring, and the queue takes nothing more.
     Violation {
@@ -151,6 +172,9 @@ impl From<Failure> for ServeError {
             }
             Failure::Host { what, why } => ServeError::Host { what, source: io::Error::other(why) },
             Failure::Close(why) => ServeError::Close(io::Error::other(why)),
+            Failure::Open(OpenFailure { what, why, help }) => ServeError::Open { what, why, help },
+            Failure::Lost(why) => ServeError::WorkerLost(why),
+            Failure::Left => ServeError::Left,
         }
     }
 }

@@ -6,30 +6,29 @@
 //! only as fast as this loop looks (XSA-349, 350).
 //!
 //! The loop follows xenstore, and touches no ring, disk or file. The worker (`worker.rs`) does that,
-//! and knows nothing of xenstore; what they say to each other is in `messages.rs`.
+//! and knows nothing of xenstore; what they say to each other is in `messages.rs`. With [`follow`] the
+//! worker is another process, and what they say goes over a socket (`remote/`).
 
-use std::path::PathBuf;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::clock::Clock;
+use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
-use ferrite_xen::mover::Moving;
 use ferrite_xen::store::{Store, StoreError};
 
-use crate::blkif::negotiate::Offer;
-use crate::counters::Counters;
+use crate::blkif::negotiate::{DiskFacts, Offer};
 use crate::log_limit::{LogLimits, limited};
 use crate::path::device::Device;
 use crate::polling::wake_up_ns;
-use crate::processors::Processors;
-use crate::tuning::Tuning;
 use crate::waker::Waker;
 
 mod attached;
 mod attachment;
+mod carrier;
 mod carry_out;
 mod closing;
+mod config;
 mod directory;
 mod error;
 mod growth;
@@ -39,6 +38,7 @@ mod look;
 mod messages;
 mod pace;
 mod refusal;
+mod remote;
 mod run_dir;
 mod sweep;
 mod worker;
@@ -47,18 +47,21 @@ mod xenbus;
 pub use attached::EngineFactory;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
+pub use config::{Config, FollowConfig, WorkConfig};
 pub use error::ServeError;
 pub use look::State;
+pub use messages::OpenFailure;
+pub use remote::line::retire;
+pub use remote::work::{Opened, work};
 pub use run_dir::{STOPPED, TABLE, run_dir_name};
 pub use sweep::sweep;
 
-use attached::Means;
 use attachment::DIRECTORY;
-use heir::TableHeir;
+use carrier::Carrier;
 use inbox::{Event, Wait};
 use messages::{Order, Report};
 use pace::Pace;
-use run_dir::RunFiles;
+use remote::line::Line;
 use worker::Worker;
 use xenbus::Xenbus;
 
@@ -73,35 +76,6 @@ const DELAY: Duration = Duration::from_millis(250);
 /// The token of the watch on the frontend's state.
 const FRONTEND: &str = "frontend";
 
-/// What is served to whom, and how.
-pub struct Config {
-    /// The backend's directory in xenstore, absolute or relative to our domain:
-    /// `backend/vbd3/<domid>/<devid>`.
-    pub backend: String,
-    /// The guest.
-    pub domid: DomId,
-    /// Its virtual-device number.
-    pub devid: u32,
-    /// What is offered.
-    pub offer: Offer,
-    /// How data moves, and what may be mapped for it.
-    pub moving: Moving,
-    /// Bytes of the disk's buffer pool.
-    pub pool_bytes: usize,
-    /// A directory on tmpfs for the in-flight table and the trace rings.
-    pub run_dir: PathBuf,
-    /// Storage engines.
-    pub engine: EngineFactory,
-    /// No other guest has the disk: it is closed when it is unplugged, before that is announced.
-    pub closes: bool,
-    /// How queues work.
-    pub tuning: Tuning,
-    /// What they may use of processors.
-    pub processors: Arc<Processors>,
-    /// Where they count what they do; the caller may look at any time.
-    pub counters: Counters,
-}
-
 /// How serving ended well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -109,6 +83,9 @@ pub enum Outcome {
     Unplugged,
     /// We were asked to stop. The guest keeps the disk and waits for a successor.
     Stopped,
+    /// We were asked to stop, and the worker of another process was told nothing of that: it serves
+    /// on, until somebody follows again.
+    Left,
 }
 
 /// Serves `device` until it is unplugged or `stop` is woken.
@@ -125,84 +102,62 @@ pub fn serve(
 ) -> Result<Outcome, ServeError> {
     // Measured now, once: no guest waits for us yet.
     wake_up_ns();
-    let control = Arc::new(Waker::new().map_err(|e| ServeError::host("make an eventfd", e))?);
-    let means = means(hypervisor, device, config, control)?;
-    let mut worker = Worker::new(means, config.closes)?;
+    let mut worker = Worker::new(hypervisor, device, &config.work, &config.engine)?;
     let facts = carry_out::facts(&mut worker)?;
-    let max_indirect_segments = config.offer.max_indirect_segments.min(facts.max_segments);
-    let offer = Offer { max_indirect_segments, ..config.offer };
-    let Some(attachment) = Attachment::wait(store, &config.backend, config.domid, stop)? else {
+    let follow = &config.follow;
+    let Some(attachment) = Attachment::wait(store, &follow.backend, follow.domid, stop)? else {
         return Ok(Outcome::Stopped);
     };
-    if attachment.read_only && !facts.read_only {
-        let why = format!("{} is read-only, and its image is open for writing", config.backend);
-        return Err(ServeError::Attachment(why));
-    }
-    let pace = Pace::new(device.clock.now_ns(), store.requests());
-    let mut backend = Backend {
-        store,
-        worker,
-        backend: &config.backend,
-        domid: config.domid,
-        devid: config.devid,
-        clock: device.clock.clone(),
-        log_limits: &device.log_limits,
-        attachment,
-        has_begun: false,
-        offer,
-        standing: offer,
-        stop,
-        xenbus: Xenbus::new(),
-        wait: Wait::Anything(Some(Duration::ZERO)),
-        moved: false,
-        directory_moved: false,
-        pace,
-        pause: ASK_AGAIN,
-        lost_store: None,
-        listens: false,
-        grown: None,
-    };
-    backend.store.watch(&config.backend, DIRECTORY)?;
-    let state = format!("{}/state", backend.attachment.frontend);
-    backend.store.watch(&state, FRONTEND)?;
-    backend.run()
+    let (clock, log_limits) = (device.clock.clone(), &device.log_limits);
+    let means = FollowMeans { store, worker: Box::new(worker), clock, log_limits, stop };
+    Backend::new(means, follow, &facts, attachment)?.run()
 }
 
-/// What the worker is given of all that.
-fn means<'a>(
-    hypervisor: &'a dyn Hypervisor,
-    device: &'a Arc<Device>,
-    config: &Config,
-    control: Arc<Waker>,
-) -> Result<Means<'a>, ServeError> {
-    let files = RunFiles::new(&config.run_dir);
-    let heir = device.with_disk(|disk| {
-        let heir = Arc::new(TableHeir::new(&files.table(), disk, control.clone()));
-        device.add_heir(&heir);
-        heir
-    });
-    Ok(Means {
-        hypervisor,
-        domid: config.domid,
-        device,
-        files,
-        heir: heir.map_err(|e| ServeError::host("serve the disk", e))?,
-        moving: config.moving.clone(),
-        pool_bytes: config.pool_bytes,
-        engine: config.engine.clone(),
-        tuning: config.tuning,
-        processors: config.processors.clone(),
-        counters: config.counters.clone(),
-        control,
-    })
+/// Follows xenstore for a worker that is another process, until the disk is unplugged or `stop` is
+/// woken. `line` leads to that process. What others have asked of it before does not matter.
+///
+/// # Errors
+/// As [`serve`]; beside these, [`ServeError::Open`] and [`ServeError::WorkerLost`]. It may be called
+/// again after any error, with the line of a worker that lives.
+pub fn follow(
+    store: &mut Store,
+    line: BorrowedFd<'_>,
+    config: &FollowConfig,
+    log_limits: &LogLimits,
+    stop: &Waker,
+) -> Result<Outcome, ServeError> {
+    let Some(attachment) = Attachment::wait(store, &config.backend, config.domid, stop)? else {
+        return Ok(Outcome::Left);
+    };
+    let followed = || {
+        let mut line = Line::new(line, stop);
+        line.open(attachment.read_only)?;
+        let facts = carry_out::facts(&mut line)?;
+        let clock = SystemClock::shared();
+        let means = FollowMeans { store, worker: Box::new(line), clock, log_limits, stop };
+        Backend::new(means, config, &facts, attachment)?.run()
+    };
+    match followed() {
+        Err(ServeError::Left) => Ok(Outcome::Left),
+        followed => followed,
+    }
+}
+
+/// What the half that follows xenstore works with.
+struct FollowMeans<'a> {
+    store: &'a mut Store,
+    worker: Box<dyn Carrier + 'a>,
+    clock: Arc<dyn Clock>,
+    log_limits: &'a LogLimits,
+    stop: &'a Waker,
 }
 
 /// The half of a backend that follows xenstore. It has no rings, no disk and no files: what is to
 /// be done with those, the worker is told.
 struct Backend<'a> {
     store: &'a mut Store,
-    worker: Worker<'a>,
-    /// Its directory, see [`Config::backend`].
+    worker: Box<dyn Carrier + 'a>,
+    /// Its directory, see [`FollowConfig::backend`].
     backend: &'a str,
     domid: DomId,
     devid: u32,
@@ -237,7 +192,49 @@ struct Backend<'a> {
     grown: Option<u64>,
 }
 
-impl Backend<'_> {
+impl<'a> Backend<'a> {
+    /// One that has seen nothing, of a disk that was attached so.
+    fn new(
+        means: FollowMeans<'a>,
+        config: &'a FollowConfig,
+        facts: &DiskFacts,
+        attachment: Attachment,
+    ) -> Result<Backend<'a>, ServeError> {
+        let FollowMeans { store, worker, clock, log_limits, stop } = means;
+        if attachment.read_only && !facts.read_only {
+            let why = format!("{} is read-only, and its image is open for writing", config.backend);
+            return Err(ServeError::Attachment(why));
+        }
+        let max_indirect_segments = config.offer.max_indirect_segments.min(facts.max_segments);
+        let offer = Offer { max_indirect_segments, ..config.offer };
+        let state = format!("{}/state", attachment.frontend);
+        store.watch(&config.backend, DIRECTORY)?;
+        store.watch(&state, FRONTEND)?;
+        Ok(Backend {
+            pace: Pace::new(clock.now_ns(), store.requests()),
+            store,
+            worker,
+            backend: &config.backend,
+            domid: config.domid,
+            devid: config.devid,
+            clock,
+            log_limits,
+            attachment,
+            has_begun: false,
+            offer,
+            standing: offer,
+            stop,
+            xenbus: Xenbus::new(),
+            wait: Wait::Anything(Some(Duration::ZERO)),
+            moved: false,
+            directory_moved: false,
+            pause: ASK_AGAIN,
+            lost_store: None,
+            listens: false,
+            grown: None,
+        })
+    }
+
     /// Nothing of this disk is left for a successor. Before the toolstack hears that: it may attach
     /// a disk of this name at once.
     fn remove_traces(&mut self) -> Result<(), ServeError> {
@@ -265,7 +262,7 @@ impl Backend<'_> {
         match self.select()? {
             Event::Stop => return self.stopped().map(Some),
             Event::Queue => {
-                self.worker.clear_reports();
+                self.worker.clear_reports()?;
                 self.hear_reports()?;
             }
             Event::Store | Event::Growth | Event::Time => {}
@@ -296,8 +293,11 @@ impl Backend<'_> {
         }
     }
 
-    /// The end that was asked for.
+    /// The end that was asked for. A worker that outlives us serves on.
     fn stopped(&mut self) -> Result<Outcome, ServeError> {
+        if self.worker.outlives_us() {
+            return Ok(Outcome::Left);
+        }
         self.order(Order::Stop)?;
         Ok(Outcome::Stopped)
     }

@@ -10,14 +10,20 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, GrowthWatch};
 use ferrite_io::names;
+use ferrite_xen::hypervisor::Hypervisor;
 
-use super::attached::{Attached, Means};
+use super::attached::{Attached, EngineFactory, Means};
+use super::carrier::Carrier;
 use super::closing::{self, Closing};
+use super::config::WorkConfig;
+use super::heir::TableHeir;
 use super::messages::{Failure, Order, Reply, Report, Rings};
+use super::run_dir::RunFiles;
 use crate::blkif::connection::largest_request;
 use crate::blkif::negotiate::DiskFacts;
 use crate::log_limit::limited;
 use crate::path::device::Device;
+use crate::waker::Waker;
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
 const RESIZE_CHECK: Duration = Duration::from_secs(1);
@@ -42,10 +48,16 @@ pub(super) struct Worker<'a> {
 }
 
 impl<'a> Worker<'a> {
-    pub(super) fn new(means: Means<'a>, closes: bool) -> Result<Worker<'a>, Failure> {
-        let disk = disk(means.device)?;
+    pub(super) fn new(
+        hypervisor: &'a dyn Hypervisor,
+        device: &Arc<Device>,
+        config: &WorkConfig,
+        engine: &EngineFactory,
+    ) -> Result<Worker<'a>, Failure> {
+        let means = means(hypervisor, device, config, engine)?;
+        let disk = disk(device)?;
         Ok(Worker {
-            closes,
+            closes: config.closes,
             attached: None,
             closing: None,
             growth: disk.growth_watch(),
@@ -56,60 +68,8 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// Does it.
-    pub(super) fn carry_out(&mut self, order: Order) -> Result<Reply, Failure> {
-        match order {
-            Order::Describe => return Ok(Reply::Facts(self.facts()?)),
-            Order::Remember => self.remember()?,
-            Order::Forget => self.means.files.forget(),
-            Order::Enter => self.enter()?,
-            Order::Connect(rings) => return self.connect(rings),
-            Order::TakeOver { rings, told_sectors } => return self.take_over(rings, told_sectors),
-            Order::Detach => self.attached.take().map_or(Ok(()), Attached::detach)?,
-            Order::Stop => self.attached.take().map_or(Ok(()), Attached::stop)?,
-            Order::Hurry => {
-                if let Some(attached) = &self.attached {
-                    attached.hurry(self.means.device.clock.now_ns());
-                }
-            }
-            Order::Save => closing::save(self.means.device, &self.means.engine),
-            Order::CheckSize => return self.check_size(),
-            Order::Close if self.closes => {
-                let closing = Closing::begin(self.means.device, &self.means.engine)?;
-                match closing.wait_a_while() {
-                    true => closing.wait()?,
-                    false => self.closing = Some(closing),
-                }
-            }
-            Order::Close => {}
-            Order::EndClose => self.closing.take().map_or(Ok(()), Closing::wait)?,
-        }
-        Ok(Reply::Done)
-    }
-
-    /// The next report, if there is one. To be asked for when [`reports_fd`](Self::reports_fd) is
-    /// readable.
-    pub(super) fn report(&mut self) -> Option<Report> {
-        self.attached.as_mut().and_then(Attached::report)
-    }
-
-    /// Makes [`reports_fd`](Self::reports_fd) unreadable, before reports are asked for.
-    pub(super) fn clear_reports(&self) {
-        self.means.control.clear();
-    }
-
-    /// Readable when there are reports.
-    pub(super) fn reports_fd(&self) -> BorrowedFd<'_> {
-        self.means.control.fd()
-    }
-
-    /// Readable when the medium may have grown, once [`Order::CheckSize`] was carried out.
-    pub(super) fn growth_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.growth.fd()
-    }
-
     fn facts(&self) -> Result<DiskFacts, Failure> {
-        let disk = disk(self.means.device)?;
+        let disk = disk(&self.means.device)?;
         Ok(DiskFacts {
             sectors: disk.sectors(),
             read_only: disk.read_only(),
@@ -124,7 +84,7 @@ impl<'a> Worker<'a> {
         if !names::exists(&latch) {
             return Ok(());
         }
-        let device = self.means.device;
+        let device = &self.means.device;
         device.remember_in(&latch).map_err(|e| Failure::host("remember failed flushes", e))
     }
 
@@ -137,6 +97,8 @@ impl<'a> Worker<'a> {
     }
 
     fn connect(&mut self, rings: Rings) -> Result<Reply, Failure> {
+        // Of a half that has ended before it could say so. Rings have one user.
+        self.attached.take().map_or(Ok(()), Attached::stop)?;
         let attached = Attached::connect(&self.means, rings)?;
         let how = attached.describe();
         self.attached = Some(attached);
@@ -145,13 +107,20 @@ impl<'a> Worker<'a> {
 
     fn take_over(&mut self, rings: Rings, told_sectors: Option<u64>) -> Result<Reply, Failure> {
         let indirect = rings.max_indirect_segments;
-        if indirect > largest_request(&*disk(self.means.device)?) {
+        if indirect > largest_request(&*disk(&self.means.device)?) {
             let why = format!("it was offered requests of {indirect} segments");
             return Err(Failure::Refused(why));
         }
         self.compare_size(told_sectors)?;
         // What it has grown by since then is published as if it grew now.
         self.sectors = told_sectors.unwrap_or(self.sectors);
+        // The other half may have ended while this one served on.
+        if let Some(attached) = &self.attached
+            && attached.serves(&rings)
+        {
+            return Ok(Reply::Connected { how: attached.describe(), undone: 0 });
+        }
+        self.attached.take().map_or(Ok(()), Attached::stop)?;
         let (attached, undone) = Attached::take_over(&self.means, rings)?;
         let how = attached.describe();
         self.attached = Some(attached);
@@ -161,7 +130,7 @@ impl<'a> Worker<'a> {
     /// The guest goes on with the size that it was told last. An image may have grown meanwhile; a
     /// shorter one is not the one that the guest knows.
     fn compare_size(&self, told_sectors: Option<u64>) -> Result<(), Failure> {
-        let disk = disk(self.means.device)?;
+        let disk = disk(&self.means.device)?;
         let sectors = disk.sectors();
         match told_sectors {
             Some(told) if told > sectors => Err(Failure::WrongImage(format!(
@@ -175,7 +144,7 @@ impl<'a> Worker<'a> {
     /// Asks for the medium's size, and says when to ask again: soon, while the guest is at work;
     /// when we are told, while it is not.
     fn check_size(&mut self) -> Result<Reply, Failure> {
-        let device = self.means.device;
+        let device = &self.means.device;
         let disk = device.disk_now().map_err(|e| Failure::host("serve the disk", e))?;
         // Who is parked can be stopped. The disk's return is told (`heir.rs`).
         let Some(disk) = disk else { return Ok(Reply::Size { grown: None, ask_again: None }) };
@@ -204,6 +173,93 @@ impl<'a> Worker<'a> {
         }
         Ok(Reply::Size { grown, ask_again: (!told).then_some(RESIZE_CHECK) })
     }
+}
+
+impl Carrier for Worker<'_> {
+    fn carry_out(&mut self, order: Order) -> Result<Reply, Failure> {
+        match order {
+            Order::Describe => return Ok(Reply::Facts(self.facts()?)),
+            Order::Remember => self.remember()?,
+            Order::Forget => self.means.files.forget(),
+            Order::Enter => self.enter()?,
+            Order::Connect(rings) => return self.connect(rings),
+            Order::TakeOver { rings, told_sectors } => return self.take_over(rings, told_sectors),
+            Order::Detach => self.attached.take().map_or(Ok(()), Attached::detach)?,
+            Order::Stop => self.attached.take().map_or(Ok(()), Attached::stop)?,
+            Order::Hurry => {
+                if let Some(attached) = &self.attached {
+                    attached.hurry(self.means.device.clock.now_ns());
+                }
+            }
+            Order::Save => closing::save(&self.means.device, &self.means.engine),
+            Order::CheckSize => return self.check_size(),
+            Order::Close if self.closes => {
+                let closing = Closing::begin(&self.means.device, &self.means.engine)?;
+                match closing.wait_a_while() {
+                    true => closing.wait()?,
+                    false => self.closing = Some(closing),
+                }
+            }
+            Order::Close => {}
+            Order::EndClose => self.closing.take().map_or(Ok(()), Closing::wait)?,
+        }
+        Ok(Reply::Done)
+    }
+
+    fn reports_fd(&self) -> BorrowedFd<'_> {
+        self.means.control.fd()
+    }
+
+    fn clear_reports(&mut self) -> Result<(), Failure> {
+        self.means.control.clear();
+        Ok(())
+    }
+
+    fn report(&mut self) -> Option<Report> {
+        self.attached.as_mut().and_then(Attached::report)
+    }
+
+    fn has_news(&self) -> bool {
+        false
+    }
+
+    fn growth_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.growth.fd()
+    }
+
+    fn outlives_us(&self) -> bool {
+        false
+    }
+}
+
+/// What connections are made of.
+fn means<'a>(
+    hypervisor: &'a dyn Hypervisor,
+    device: &Arc<Device>,
+    config: &WorkConfig,
+    engine: &EngineFactory,
+) -> Result<Means<'a>, Failure> {
+    let control = Arc::new(Waker::new().map_err(|e| Failure::host("make an eventfd", e))?);
+    let files = RunFiles::new(&config.run_dir);
+    let heir = device.with_disk(|disk| {
+        let heir = Arc::new(TableHeir::new(&files.table(), disk, control.clone()));
+        device.add_heir(&heir);
+        heir
+    });
+    Ok(Means {
+        hypervisor,
+        domid: config.domid,
+        device: device.clone(),
+        files,
+        heir: heir.map_err(|e| Failure::host("serve the disk", e))?,
+        moving: config.moving.clone(),
+        pool_bytes: config.pool_bytes,
+        engine: engine.clone(),
+        tuning: config.tuning,
+        processors: config.processors.clone(),
+        counters: config.counters.clone(),
+        control,
+    })
 }
 
 /// The disk that is served now. Not to be kept: whoever parks it waits for that.

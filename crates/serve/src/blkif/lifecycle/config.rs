@@ -1,0 +1,58 @@
+//! What each half of a backend is told of the disk.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::mover::Moving;
+
+use super::attached::EngineFactory;
+use crate::blkif::negotiate::Offer;
+use crate::counters::Counters;
+use crate::processors::Processors;
+use crate::tuning::Tuning;
+
+/// What is served to whom, and how, with both halves in one process.
+pub struct Config {
+    /// What is followed.
+    pub follow: FollowConfig,
+    /// What serves.
+    pub work: WorkConfig,
+    /// Storage engines.
+    pub engine: EngineFactory,
+}
+
+/// What the half is told that follows xenstore.
+#[derive(Clone, Debug)]
+pub struct FollowConfig {
+    /// The backend's directory in xenstore, absolute or relative to our domain:
+    /// `backend/vbd3/<domid>/<devid>`.
+    pub backend: String,
+    /// The guest.
+    pub domid: DomId,
+    /// Its virtual-device number.
+    pub devid: u32,
+    /// What is offered.
+    pub offer: Offer,
+}
+
+/// What the half is told that serves.
+#[derive(Clone)]
+pub struct WorkConfig {
+    /// The guest.
+    pub domid: DomId,
+    /// How data moves, and what may be mapped for it.
+    pub moving: Moving,
+    /// Bytes of the disk's buffer pool.
+    pub pool_bytes: usize,
+    /// A directory on tmpfs for the in-flight table and the trace rings.
+    pub run_dir: PathBuf,
+    /// No other guest has the disk: it is closed when it is unplugged, before that is announced.
+    pub closes: bool,
+    /// How queues work.
+    pub tuning: Tuning,
+    /// What they may use of processors.
+    pub processors: Arc<Processors>,
+    /// Where they count what they do; the caller may look at any time.
+    pub counters: Counters,
+}

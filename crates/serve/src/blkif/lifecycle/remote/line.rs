@@ -1,0 +1,217 @@
+//! The follower's end of the line.
+//!
+//! A worker may be anybody's by now: it has a guest's rings, and images that guests have written. So
+//! what it says is checked, bounded, and counted. Who says more than it was asked for is not heard any
+//! more. And it may stop to answer, which must not keep us from ending.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use ferrite_io::clock::{Random, SplitMix64};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+
+use super::super::carrier::Carrier;
+use super::super::error::ServeError;
+use super::super::messages::{Failure, Order, Reply, Report};
+use super::wire::{Ask, Said, What, hear, say};
+use crate::waker::Waker;
+
+/// Most messages that nobody has asked for, between two orders. A queue has two at most: that its ring
+/// is broken, and that it has failed.
+const UNASKED: u32 = 256;
+/// Most bytes of a text that is passed on. The longest value of xenstore has 4096.
+const TEXT_BYTES: usize = 1024;
+/// The size of an image is not asked for more often than this, whatever the worker says.
+const ASK_AGAIN_MIN: Duration = Duration::from_millis(500);
+
+/// What came of an order, and of which.
+type Answer = (u64, Result<Reply, Failure>);
+
+/// The way to a worker of another process.
+pub(in super::super) struct Line<'a> {
+    fd: BorrowedFd<'a>,
+    stop: &'a Waker,
+    /// Of the last order. It begins anywhere: answers to a follower that is no more are nobody's.
+    number: u64,
+    reports: VecDeque<Report>,
+    /// It is to be looked at all states.
+    look: bool,
+    /// Messages that nobody has asked for, since the last order.
+    unasked: u32,
+}
+
+impl<'a> Line<'a> {
+    pub(in super::super) fn new(fd: BorrowedFd<'a>, stop: &'a Waker) -> Line<'a> {
+        let number = SplitMix64::from_system().next_u64();
+        Line { fd, stop, number, reports: VecDeque::new(), look: false, unasked: 0 }
+    }
+
+    /// Has the image opened, unless it is open in this way.
+    pub(in super::super) fn open(&mut self, read_only: bool) -> Result<(), Failure> {
+        self.ask(What::Open { read_only }).map(drop)
+    }
+
+    fn ask(&mut self, what: What) -> Result<Reply, Failure> {
+        self.number = self.number.wrapping_add(1);
+        self.unasked = 0;
+        let ask = Ask { number: self.number, what };
+        loop {
+            match say(self.fd, &ask, false) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::OUT)?,
+                said => break said.map_err(lost)?,
+            }
+        }
+        loop {
+            match self.hear()? {
+                Some((number, result)) if number == self.number => return result,
+                Some(_) => {}
+                None => self.wait(PollFlags::IN)?,
+            }
+        }
+    }
+
+    /// Takes what has come, up to an answer. `None`: there is nothing more.
+    fn hear(&mut self) -> Result<Option<Answer>, Failure> {
+        loop {
+            match hear(self.fd).map_err(lost)? {
+                None => return Ok(None),
+                Some(Said::Answer { number, mut result }) => {
+                    self.count()?;
+                    bound(&mut result);
+                    return Ok(Some((number, result)));
+                }
+                Some(Said::Report(mut report)) => {
+                    self.count()?;
+                    bound_report(&mut report);
+                    self.reports.push_back(report);
+                }
+                Some(Said::Look) => {
+                    self.count()?;
+                    self.look = true;
+                }
+            }
+        }
+    }
+
+    fn count(&mut self) -> Result<(), Failure> {
+        self.unasked += 1;
+        match self.unasked > UNASKED {
+            true => Err(Failure::Lost("it says more than it was asked for".to_owned())),
+            false => Ok(()),
+        }
+    }
+
+    /// Waits for the worker, but not when we are asked to stop.
+    fn wait(&self, flags: PollFlags) -> Result<(), Failure> {
+        let stop = self.stop.fd();
+        let mut fds = [
+            PollFd::from_borrowed_fd(self.fd, flags),
+            PollFd::from_borrowed_fd(stop, PollFlags::IN),
+        ];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(Failure::host("wait for the worker", e.into())),
+        }
+        match fds[1].revents().is_empty() {
+            true => Ok(()),
+            false => Err(Failure::Left),
+        }
+    }
+}
+
+impl Carrier for Line<'_> {
+    fn carry_out(&mut self, order: Order) -> Result<Reply, Failure> {
+        self.ask(What::Order(order))
+    }
+
+    fn reports_fd(&self) -> BorrowedFd<'_> {
+        self.fd
+    }
+
+    fn clear_reports(&mut self) -> Result<(), Failure> {
+        self.look = false;
+        while self.hear()?.is_some() {}
+        self.look = false;
+        Ok(())
+    }
+
+    fn report(&mut self) -> Option<Report> {
+        self.reports.pop_front()
+    }
+
+    fn has_news(&self) -> bool {
+        self.look || !self.reports.is_empty()
+    }
+
+    fn growth_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn outlives_us(&self) -> bool {
+        true
+    }
+}
+
+/// Has a worker answer what is in flight and close its image: the next process of the disk finds all of
+/// it in the image. The worker opens it again when its line is followed.
+///
+/// # Errors
+/// [`ServeError::Close`]: what was answered is kept on this host, and the worker can be followed on.
+/// [`ServeError::WorkerLost`]; [`ServeError::Left`]: `stop` was woken before.
+pub fn retire(line: BorrowedFd<'_>, stop: &Waker) -> Result<(), ServeError> {
+    Line::new(line, stop).ask(What::Retire)?;
+    Ok(())
+}
+
+fn lost(e: io::Error) -> Failure {
+    Failure::Lost(match e.kind() {
+        io::ErrorKind::InvalidData => clean(&format!("it says what nobody understands: {e}")),
+        _ => "its process has ended".to_owned(),
+    })
+}
+
+/// What a worker has said is for logs, xenstore and a guest: nothing of it is without end.
+fn bound(result: &mut Result<Reply, Failure>) {
+    match result {
+        Ok(Reply::Connected { how, .. }) => *how = clean(how),
+        Ok(Reply::Size { ask_again: Some(ask_again), .. }) => {
+            *ask_again = (*ask_again).max(ASK_AGAIN_MIN);
+        }
+        Ok(Reply::Done | Reply::Facts(_) | Reply::Size { .. }) => {}
+        Err(failure) => bound_failure(failure),
+    }
+}
+
+fn bound_report(report: &mut Report) {
+    match report {
+        Report::Violation { why, .. } => *why = clean(why),
+        Report::Failed(failure) => bound_failure(failure),
+    }
+}
+
+fn bound_failure(failure: &mut Failure) {
+    match failure {
+        Failure::Refused(why)
+        | Failure::OtherRings(why)
+        | Failure::WrongImage(why)
+        | Failure::Close(why)
+        | Failure::Lost(why) => *why = clean(why),
+        Failure::RunDir { what, why } | Failure::Host { what, why } => {
+            (*what, *why) = (clean(what), clean(why));
+        }
+        Failure::Open(open) => {
+            (open.what, open.why) = (clean(&open.what), clean(&open.why));
+            open.help = clean(&open.help);
+        }
+        Failure::Left => {}
+    }
+}
+
+/// One line of bounded length.
+fn clean(text: &str) -> String {
+    let most = text.char_indices().take_while(|(at, c)| at + c.len_utf8() <= TEXT_BYTES);
+    most.map(|(_, c)| if c.is_control() { ' ' } else { c }).collect()
+}

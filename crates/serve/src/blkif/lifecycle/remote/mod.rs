@@ -1,0 +1,10 @@
+//! A worker that is another process than the half that follows xenstore (docs/internals/processes.md).
+//!
+//! `wire.rs` has the messages, `line.rs` the follower's end of the line, and `work.rs` the worker's.
+
+pub(super) mod line;
+pub(super) mod wire;
+pub(super) mod work;
+
+#[cfg(test)]
+mod tests;

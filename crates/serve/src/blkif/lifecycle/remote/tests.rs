@@ -1,0 +1,185 @@
+//! The follower's end of a line whose worker is a test.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use ferrite_xen::abi::Protocol;
+use ferrite_xen::hypervisor::GrantRef;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
+
+use super::super::carrier::Carrier;
+use super::super::messages::{Failure, Order, Reply, Report, Rings};
+use super::line::Line;
+use super::wire::{Ask, MAX_BYTES, Said, What, hear, say};
+use crate::blkif::negotiate::{QueueKeys, Wanted};
+use crate::waker::{Waker, wait_for};
+
+fn line() -> (OwnedFd, OwnedFd) {
+    let flags = SocketFlags::CLOEXEC;
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+}
+
+/// The next that is asked.
+fn asked(worker: &OwnedFd) -> Ask {
+    loop {
+        if let Some(ask) = hear(worker.as_fd()).unwrap() {
+            return ask;
+        }
+        wait_for([worker.as_fd()], None).unwrap();
+    }
+}
+
+fn answer(worker: &OwnedFd, number: u64, result: Result<Reply, Failure>) {
+    say(worker.as_fd(), &Said::Answer { number, result }, true).unwrap();
+}
+
+/// What comes of an order whose worker does this.
+fn ordered(work: impl FnOnce(&OwnedFd, u64) + Send) -> Result<Reply, Failure> {
+    let (follower, worker) = line();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let Ask { number, what } = asked(&worker);
+            assert_eq!(what, What::Order(Order::Save));
+            work(&worker, number);
+        });
+        let stop = Waker::new().unwrap();
+        // The worker's sending ends with it.
+        let follower = follower;
+        Line::new(follower.as_fd(), &stop).carry_out(Order::Save)
+    })
+}
+
+fn is_lost(result: &Result<Reply, Failure>) -> bool {
+    matches!(result, Err(Failure::Lost(_)))
+}
+
+#[test]
+fn the_largest_order_fits_into_a_message_and_is_read_as_it_was_written() {
+    let grants = || (0..16).map(|i| GrantRef(u32::MAX - i)).collect();
+    let wanted = Wanted {
+        protocol: Protocol::X86_64,
+        ring_order: 4,
+        queues: (0..64).map(|_| QueueKeys { ring: grants(), port: u32::MAX }).collect(),
+        persistent: true,
+    };
+    let guest = "g".repeat(4096);
+    let rings = Rings { wanted, guest, max_indirect_segments: 256, discard: true };
+    let order = Order::TakeOver { rings, told_sectors: Some(u64::MAX) };
+    let ask = Ask { number: u64::MAX, what: What::Order(order) };
+    assert!(serde_json::to_vec(&ask).unwrap().len() <= MAX_BYTES / 2);
+    let (follower, worker) = line();
+    say(follower.as_fd(), &ask, false).unwrap();
+    assert_eq!(asked(&worker), ask);
+}
+
+#[test]
+fn an_answer_is_that_of_the_order_and_not_one_that_another_follower_has_left() {
+    let answered = ordered(|worker, number| {
+        answer(worker, number.wrapping_sub(1), Err(Failure::Refused("old".to_owned())));
+        answer(worker, number, Ok(Reply::Done));
+    });
+    assert_eq!(answered, Ok(Reply::Done));
+}
+
+#[test]
+fn two_followers_do_not_number_alike() {
+    let (follower, worker) = line();
+    let stop = Waker::new().unwrap();
+    stop.wake();
+    let number = || {
+        let left = Line::new(follower.as_fd(), &stop).carry_out(Order::Save);
+        assert_eq!(left, Err(Failure::Left));
+        asked(&worker).number
+    };
+    assert_ne!(number(), number());
+}
+
+#[test]
+fn who_is_asked_to_stop_does_not_wait_for_a_worker_that_is_at_an_order_or_takes_none() {
+    let (follower, worker) = line();
+    let stop = Waker::new().unwrap();
+    let mut end = Line::new(follower.as_fd(), &stop);
+    stop.wake();
+    assert_eq!(end.carry_out(Order::Save), Err(Failure::Left));
+    while say(follower.as_fd(), &0, false).is_ok() {}
+    assert_eq!(end.carry_out(Order::Save), Err(Failure::Left));
+    drop(worker);
+}
+
+#[test]
+fn a_worker_that_has_ended_is_lost_at_an_order_and_between_orders() {
+    assert!(is_lost(&ordered(|_, _| {})));
+    let (follower, worker) = line();
+    let stop = Waker::new().unwrap();
+    let mut end = Line::new(follower.as_fd(), &stop);
+    drop(worker);
+    assert_eq!(wait_for([end.reports_fd()], None).unwrap(), [true]);
+    assert!(matches!(end.clear_reports(), Err(Failure::Lost(_))));
+    assert!(is_lost(&end.carry_out(Order::Save)));
+}
+
+#[test]
+fn what_nobody_understands_is_the_end_of_the_worker_only() {
+    for odd in [
+        "",
+        "{",
+        "null",
+        "{\"Answer\":{}}",
+        "{\"Answer\":{\"number\":1,\"result\":{\"Err\":\"Left\"}}}",
+    ] {
+        let answered = ordered(|worker, _| {
+            send(worker, odd.as_bytes(), SendFlags::NOSIGNAL).unwrap();
+        });
+        assert!(is_lost(&answered), "{odd}: {answered:?}");
+    }
+    let long = ordered(|worker, _| {
+        send(worker, &vec![b' '; MAX_BYTES + 1], SendFlags::NOSIGNAL).unwrap();
+    });
+    assert!(is_lost(&long), "{long:?}");
+}
+
+#[test]
+fn a_worker_that_says_more_than_it_was_asked_for_is_not_heard_to_the_end() {
+    let flood = ordered(|worker, _| while say(worker.as_fd(), &Said::Look, true).is_ok() {});
+    assert!(is_lost(&flood), "{flood:?}");
+}
+
+#[test]
+fn what_a_worker_says_is_one_line_of_bounded_length_and_asks_for_no_haste() {
+    let why = format!("a\nb{}", "ö".repeat(20_000));
+    let Err(Failure::Refused(said)) =
+        ordered(|worker, number| answer(worker, number, Err(Failure::Refused(why))))
+    else {
+        panic!("not refused")
+    };
+    assert!(said.starts_with("a b") && said.len() <= 1024, "{}", said.len());
+    let size = Reply::Size { grown: None, ask_again: Some(Duration::ZERO) };
+    let Ok(Reply::Size { ask_again: Some(ask_again), .. }) =
+        ordered(|worker, number| answer(worker, number, Ok(size)))
+    else {
+        panic!("no size")
+    };
+    assert!(ask_again >= Duration::from_millis(500));
+}
+
+#[test]
+fn what_comes_beside_an_answer_is_heard_after_it() {
+    let (follower, worker) = line();
+    let stop = Waker::new().unwrap();
+    let mut end = Line::new(follower.as_fd(), &stop);
+    let violation = Report::Violation { queue: 1, why: "bad".to_owned() };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let number = asked(&worker).number;
+            say(worker.as_fd(), &Said::Report(violation.clone()), true).unwrap();
+            answer(&worker, number, Ok(Reply::Done));
+        });
+        assert_eq!(end.carry_out(Order::Save), Ok(Reply::Done));
+    });
+    assert!(end.has_news());
+    end.clear_reports().unwrap();
+    assert_eq!((end.report(), end.report()), (Some(violation), None));
+    assert!(!end.has_news());
+    say(worker.as_fd(), &Said::Look, true).unwrap();
+    assert_eq!(wait_for([end.reports_fd()], None).unwrap(), [true]);
+}
