@@ -51,6 +51,7 @@ pub use config::{Config, FollowConfig, WorkConfig};
 pub use error::ServeError;
 pub use look::State;
 pub use messages::OpenFailure;
+pub use refusal::clear_error as clear_failure;
 pub use remote::line::retire;
 pub use remote::work::{Opened, work};
 pub use run_dir::{STOPPED, TABLE, run_dir_name};

@@ -83,7 +83,10 @@ impl Backend<'_> {
 
 /// Removes what was reported of the device with this directory, and the node of its guest if that
 /// was all: domain numbers are used up, one a start.
-pub(super) fn clear_error(store: &mut Store, backend: &str) -> Result<(), StoreError> {
+///
+/// # Errors
+/// xenstore's.
+pub fn clear_error(store: &mut Store, backend: &str) -> Result<(), StoreError> {
     let error = error_path(backend);
     if store.read(&error)?.is_none() {
         return Ok(());

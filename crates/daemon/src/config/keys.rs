@@ -1,0 +1,241 @@
+//! Each key, what may stand there, and where it goes.
+
+use std::path::{Path, PathBuf};
+
+use toml::{Table, Value};
+
+use super::{Config, DiskOptions, HostOptions, nearest};
+
+/// Where images are served from unless the file says otherwise.
+pub(super) const IMAGE_FOLDERS: [&str; 4] =
+    ["/srv", "/var/lib/xen/images", "/dev", "/run/sr-mount"];
+
+/// What is wrong with a key.
+#[derive(Debug)]
+pub(super) struct Wrong {
+    pub(super) key: String,
+    pub(super) why: String,
+    pub(super) allowed: String,
+}
+
+/// A key of one kind of table: its name, what may stand there, and how it is taken. `false`: that may
+/// not stand there.
+struct Key<T> {
+    name: &'static str,
+    allowed: &'static str,
+    take: fn(&mut T, &Value) -> bool,
+}
+
+const FOLDERS: &str = "a list of absolute paths, such as [\"/srv/images\"]";
+
+const TOP: [Key<Config>; 2] = [
+    Key {
+        name: "image_folders",
+        allowed: FOLDERS,
+        take: |config, value| put(&mut config.image_folders, folders(value)),
+    },
+    Key {
+        name: "parent_folders",
+        allowed: FOLDERS,
+        take: |config, value| put(&mut config.parent_folders, folders(value)),
+    },
+];
+
+const TABLES: [&str; 3] = ["disks", "host", "images"];
+
+const HOST: [Key<HostOptions>; 2] = [
+    Key {
+        name: "map_budget",
+        allowed: "a number of pages, from 0 to 16777216",
+        take: |host, value| put(&mut host.map_budget, number(value, 0, 1 << 24)),
+    },
+    Key {
+        name: "poll_processors",
+        allowed: "a number of processors, from 0 to 4096",
+        take: |host, value| put(&mut host.poll_processors, number(value, 0, 4096).map(Some)),
+    },
+];
+
+const DISK: [Key<DiskOptions>; 12] = [
+    Key {
+        name: "queues",
+        allowed: "a number from 1 to 64",
+        take: |disk, value| put(&mut disk.queues, number(value, 1, 64)),
+    },
+    Key {
+        name: "ring_order",
+        allowed: "a number from 0 to 4: rings have 2^N pages",
+        take: |disk, value| put(&mut disk.ring_order, number(value, 0, 4)),
+    },
+    Key {
+        name: "indirect",
+        allowed: "a number of segments, from 0 to 256",
+        take: |disk, value| put(&mut disk.indirect, number(value, 0, 256).map(|n| n as u16)),
+    },
+    Key {
+        name: "engine",
+        allowed: "\"auto\", \"uring\" or \"aio\"",
+        take: |disk, value| put(&mut disk.engine, word(value)),
+    },
+    Key {
+        name: "poll_storage",
+        allowed: "true or false",
+        take: |disk, value| put(&mut disk.poll_storage, value.as_bool()),
+    },
+    Key {
+        name: "mover",
+        allowed: "\"copy\", \"map\" or \"persistent\"",
+        take: |disk, value| put(&mut disk.mover, word(value)),
+    },
+    Key {
+        name: "map_budget",
+        allowed: "a number of pages, from 0 to 16777216",
+        take: |disk, value| put(&mut disk.map_budget, number(value, 0, 1 << 24)),
+    },
+    Key {
+        name: "memory_mib",
+        allowed: "a number of MiB, from 1 to 2048",
+        take: |disk, value| {
+            put(&mut disk.memory_bytes, number(value, 1, 2048).map(|mib| (mib as usize) << 20))
+        },
+    },
+    Key {
+        name: "poll_us",
+        allowed: "\"auto\", or a number of microseconds",
+        take: |disk, value| {
+            let text = match value {
+                Value::Integer(us) => us.to_string(),
+                Value::String(text) => text.clone(),
+                _ => return false,
+            };
+            put(&mut disk.poll, text.parse().ok())
+        },
+    },
+    Key {
+        name: "poll_cpu",
+        allowed: "percent of a processor, from 0 to 6400",
+        take: |disk, value| put(&mut disk.poll_cpu, number(value, 0, 6400)),
+    },
+    Key {
+        name: "cpu",
+        allowed: "percent of a processor, from 1 to 6400",
+        take: |disk, value| put(&mut disk.cpu, number(value, 1, 6400).map(Some)),
+    },
+    Key {
+        name: "merge",
+        allowed: "true or false",
+        take: |disk, value| put(&mut disk.merge, value.as_bool()),
+    },
+];
+
+/// Takes the whole file.
+pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), Wrong> {
+    let known: Vec<&str> = TOP.iter().map(|key| key.name).chain(TABLES).collect();
+    for (name, value) in file.iter().filter(|(name, _)| !TABLES.contains(&name.as_str())) {
+        take(config, &TOP, &known, "", name, value)?;
+    }
+    if let Some(value) = file.get("host") {
+        take_table(&mut config.host, &HOST, "host", value)?;
+    }
+    if let Some(value) = file.get("disks") {
+        take_table(&mut config.disks, &DISK, "disks", value)?;
+    }
+    // After the disks: an image has what they have, but for what is said of it.
+    if let Some(value) = file.get("images") {
+        for (path, value) in table("images", value)? {
+            let key = format!("images.{path:?}");
+            if !is_folder(Path::new(path)) {
+                let why = "an image is named by its absolute path".to_owned();
+                let allowed = "write [images.\"/srv/images/disk.vhd\"]".to_owned();
+                return Err(Wrong { key, why, allowed });
+            }
+            let mut options = config.disks.clone();
+            take_table(&mut options, &DISK, &key, value)?;
+            config.images.insert(PathBuf::from(path), options);
+        }
+    }
+    Ok(())
+}
+
+fn table<'a>(key: &str, value: &'a Value) -> Result<&'a Table, Wrong> {
+    value.as_table().ok_or_else(|| Wrong {
+        key: key.to_owned(),
+        why: format!("{} is not a table", shown(value)),
+        allowed: format!("write [{key}], and its keys below"),
+    })
+}
+
+fn take_table<T>(to: &mut T, keys: &[Key<T>], prefix: &str, value: &Value) -> Result<(), Wrong> {
+    let known: Vec<&str> = keys.iter().map(|key| key.name).collect();
+    let table = table(prefix, value)?;
+    table.iter().try_for_each(|(name, value)| take(to, keys, &known, prefix, name, value))
+}
+
+fn take<T>(
+    to: &mut T,
+    keys: &[Key<T>],
+    known: &[&str],
+    prefix: &str,
+    name: &str,
+    value: &Value,
+) -> Result<(), Wrong> {
+    let path = if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") };
+    let Some(key) = keys.iter().find(|key| key.name == name) else {
+        let meant = nearest(name, known.iter().copied());
+        return Err(Wrong {
+            key: path,
+            why: "there is no such key".to_owned(),
+            allowed: match meant {
+                Some(meant) => format!("did you mean {meant}?"),
+                None => format!("there are {}", known.join(", ")),
+            },
+        });
+    };
+    match (key.take)(to, value) {
+        true => Ok(()),
+        false => Err(Wrong {
+            key: path,
+            why: format!("{} may not stand there", shown(value)),
+            allowed: format!("it takes {}", key.allowed),
+        }),
+    }
+}
+
+/// A value as it was written, but not all of a long one.
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(64) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
+
+fn put<T>(to: &mut T, value: Option<T>) -> bool {
+    value.map(|value| *to = value).is_some()
+}
+
+fn number(value: &Value, least: u32, most: u32) -> Option<u32> {
+    let number = value.as_integer().and_then(|n| u32::try_from(n).ok());
+    number.filter(|n| (least..=most).contains(n))
+}
+
+fn word<T: std::str::FromStr>(value: &Value) -> Option<T> {
+    value.as_str().and_then(|text| text.parse().ok())
+}
+
+fn folders(value: &Value) -> Option<Vec<PathBuf>> {
+    let list = value.as_array()?.iter();
+    let list = list.map(|entry| entry.as_str().map(PathBuf::from).filter(|path| is_folder(path)));
+    list.collect()
+}
+
+/// Absolute, and without steps upward: what is compared with it has none.
+fn is_folder(path: &Path) -> bool {
+    path.is_absolute() && !path.components().any(|part| part == std::path::Component::ParentDir)
+}
+
+#[cfg(test)]
+pub(super) fn names() -> Vec<&'static str> {
+    let disk = DISK.iter().map(|key| key.name).chain(HOST.iter().map(|key| key.name));
+    disk.chain(TOP.iter().map(|key| key.name)).chain(TABLES).collect()
+}

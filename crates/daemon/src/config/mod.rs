@@ -1,0 +1,196 @@
+//! The configuration: `/etc/ferrite/ferrite.toml`. Without the file, everything has its default.
+//!
+//! Each key is looked up in a table (`keys.rs`), which says what may stand there. A key that is not
+//! there, or a value that may not stand there, refuses the whole file: half of a configuration is
+//! none that anybody has written.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ferrite_io::engines::EngineChoice;
+use ferrite_serve::polling::PollWindow;
+use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
+
+mod keys;
+mod nearest;
+#[cfg(test)]
+mod tests;
+
+pub use nearest::nearest;
+
+/// Where it is.
+pub const PATH: &str = "/etc/ferrite/ferrite.toml";
+
+/// No configuration of a host is longer.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// What the daemon goes by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Images are served from these folders and below, and from nowhere else.
+    pub image_folders: Vec<PathBuf>,
+    /// Parents of images may be there and below, besides their image's own folder.
+    pub parent_folders: Vec<PathBuf>,
+    /// What all disks of the host share.
+    pub host: HostOptions,
+    /// How a disk is served.
+    pub disks: DiskOptions,
+    /// The same for single images.
+    pub images: BTreeMap<PathBuf, DiskOptions>,
+}
+
+/// What all disks of the host share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostOptions {
+    /// Pages of guests that all disks together may have mapped.
+    pub map_budget: u32,
+    /// Processors that all disks together may poll with; none: half of them.
+    pub poll_processors: Option<u32>,
+}
+
+/// How a disk is served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskOptions {
+    /// Queues that are offered.
+    pub queues: u32,
+    /// Rings of up to 2^N pages are offered.
+    pub ring_order: u32,
+    /// Requests of up to so many segments are offered.
+    pub indirect: u16,
+    /// What does the disk I/O.
+    pub engine: EngineChoice,
+    /// Completions are asked for, not waited for, where the device can do that.
+    pub poll_storage: bool,
+    /// How data gets from and to the guest.
+    pub mover: Mover,
+    /// Pages of the guest that this disk may have mapped.
+    pub map_budget: u32,
+    /// Bytes for data in flight.
+    pub memory_bytes: usize,
+    /// How long a queue polls before it sleeps.
+    pub poll: PollWindow,
+    /// Percent of a processor that polling may take.
+    pub poll_cpu: u32,
+    /// Percent of a processor that the disk may take in all.
+    pub cpu: Option<u32>,
+    /// Whether neighbouring requests share an operation.
+    pub merge: bool,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            image_folders: keys::IMAGE_FOLDERS.map(PathBuf::from).to_vec(),
+            parent_folders: Vec::new(),
+            host: HostOptions { map_budget: HOST_MAPPINGS, poll_processors: None },
+            disks: DiskOptions::default(),
+            images: BTreeMap::new(),
+        }
+    }
+}
+
+impl Default for DiskOptions {
+    fn default() -> DiskOptions {
+        DiskOptions {
+            queues: 4,
+            ring_order: 4,
+            indirect: 256,
+            engine: EngineChoice::Auto,
+            poll_storage: false,
+            mover: Mover::Copy,
+            map_budget: DISK_MAPPINGS,
+            memory_bytes: 8 << 20,
+            poll: PollWindow::Auto,
+            poll_cpu: 100,
+            cpu: None,
+            merge: true,
+        }
+    }
+}
+
+/// Why a configuration is not taken.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    /// The file.
+    pub file: PathBuf,
+    /// The key with its tables; none if the file itself is at fault.
+    pub key: Option<String>,
+    /// What is wrong with it.
+    pub why: String,
+    /// What may stand there.
+    pub allowed: String,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.file.display())?;
+        if let Some(key) = &self.key {
+            write!(f, "{key}: ")?;
+        }
+        write!(f, "{}; {}", self.why, self.allowed)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl Config {
+    /// Reads the file. One that is not there says nothing, if nobody has asked for it by name.
+    ///
+    /// # Errors
+    /// It cannot be read, or something in it is wrong: which key, and what may stand there.
+    pub fn load(path: &Path, asked_for: bool) -> Result<Config, ConfigError> {
+        match read(path) {
+            Ok(text) => Config::parse(&text, path),
+            Err(e) if e.kind() == io::ErrorKind::NotFound && !asked_for => Ok(Config::default()),
+            Err(e) => Err(ConfigError {
+                file: path.to_owned(),
+                key: None,
+                why: format!("it cannot be read: {e}"),
+                allowed: "name a file of text in TOML".to_owned(),
+            }),
+        }
+    }
+
+    /// What a text says, which is the file `path`'s.
+    ///
+    /// # Errors
+    /// As [`load`](Config::load).
+    pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigError> {
+        let table: toml::Table = text.parse().map_err(|e: toml::de::Error| ConfigError {
+            file: path.to_owned(),
+            key: None,
+            why: format!("it is not TOML: {}", e.to_string().trim_end().replace('\n', " ")),
+            allowed: "docs/operations.md shows a whole file".to_owned(),
+        })?;
+        let mut config = Config::default();
+        keys::take_all(&mut config, &table).map_err(|wrong| ConfigError {
+            file: path.to_owned(),
+            key: Some(wrong.key),
+            why: wrong.why,
+            allowed: wrong.allowed,
+        })?;
+        Ok(config)
+    }
+
+    /// How this image is served.
+    pub fn of_image(&self, image: &Path) -> &DiskOptions {
+        self.images.get(image).unwrap_or(&self.disks)
+    }
+
+    /// Whether an image may be served from there. Links have to be resolved before.
+    pub fn allows(&self, image: &Path) -> bool {
+        self.image_folders.iter().any(|folder| image.starts_with(folder))
+    }
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    use std::io::Read as _;
+    let mut text = String::new();
+    let read = std::fs::File::open(path)?.take(MAX_BYTES + 1).read_to_string(&mut text)?;
+    match read as u64 > MAX_BYTES {
+        true => Err(io::Error::other(format!("it is longer than {MAX_BYTES} bytes"))),
+        false => Ok(text),
+    }
+}

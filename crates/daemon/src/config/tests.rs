@@ -1,0 +1,148 @@
+//! The configuration's keys, right and wrong.
+
+use std::path::Path;
+
+use ferrite_io::engines::{EngineChoice, EngineKind};
+use ferrite_serve::polling::PollWindow;
+use ferrite_xen::mover::Mover;
+
+use super::*;
+
+fn parse(text: &str) -> Result<Config, ConfigError> {
+    Config::parse(text, Path::new("/etc/ferrite/ferrite.toml"))
+}
+
+/// A file with every key, none of which has its default.
+const ALL: &str = r#"
+image_folders = ["/srv/images", "/dev/vg"]
+parent_folders = ["/srv/templates"]
+
+[host]
+map_budget = 1000
+poll_processors = 0
+
+[disks]
+queues = 2
+ring_order = 0
+indirect = 32
+engine = "aio"
+poll_storage = true
+mover = "persistent"
+map_budget = 100
+memory_mib = 16
+poll_us = 50
+poll_cpu = 20
+cpu = 150
+merge = false
+
+[images."/srv/images/db:1.vhd"]
+queues = 8
+poll_us = "auto"
+"#;
+
+#[test]
+fn each_key_goes_to_its_place() {
+    let config = parse(ALL).unwrap();
+    let disks = DiskOptions {
+        queues: 2,
+        ring_order: 0,
+        indirect: 32,
+        engine: EngineChoice::Only(EngineKind::Aio),
+        poll_storage: true,
+        mover: Mover::Persistent,
+        map_budget: 100,
+        memory_bytes: 16 << 20,
+        poll: PollWindow::Fixed(50),
+        poll_cpu: 20,
+        cpu: Some(150),
+        merge: false,
+    };
+    let image = DiskOptions { queues: 8, poll: PollWindow::Auto, ..disks.clone() };
+    let expected = Config {
+        image_folders: ["/srv/images", "/dev/vg"].map(PathBuf::from).to_vec(),
+        parent_folders: vec!["/srv/templates".into()],
+        host: HostOptions { map_budget: 1000, poll_processors: Some(0) },
+        disks,
+        images: [("/srv/images/db:1.vhd".into(), image)].into(),
+    };
+    assert_eq!(config, expected);
+    assert_eq!(config.of_image(Path::new("/srv/images/db:1.vhd")).queues, 8);
+    assert_eq!(config.of_image(Path::new("/srv/images/other.vhd")).queues, 2);
+    for name in keys::names() {
+        assert!(ALL.contains(name), "{name} is not tried here");
+    }
+}
+
+#[test]
+fn an_empty_file_and_none_are_the_defaults() {
+    assert_eq!(parse("# nothing\n").unwrap(), Config::default());
+    let missing = Path::new("/nonexistent/ferrite.toml");
+    assert_eq!(Config::load(missing, false).unwrap(), Config::default());
+    let error = Config::load(missing, true).unwrap_err().to_string();
+    assert!(error.starts_with("/nonexistent/ferrite.toml: it cannot be read"), "{error}");
+}
+
+#[test]
+fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
+    for (text, key, says) in [
+        ("image_folder = []", "image_folder", "did you mean image_folders?"),
+        ("colour = 1", "colour", "there are image_folders, parent_folders, disks, host, images"),
+        ("image_folders = \"/srv\"", "image_folders", "a list of absolute paths"),
+        ("image_folders = [\"srv\"]", "image_folders", "a list of absolute paths"),
+        ("image_folders = [\"/srv/../etc\"]", "image_folders", "a list of absolute paths"),
+        ("parent_folders = [1]", "parent_folders", "a list of absolute paths"),
+        ("disks = 3", "disks", "write [disks], and its keys below"),
+        ("[disk]\nqueues = 1", "disk", "did you mean disks?"),
+        ("[disks]\nqueue = 1", "disks.queue", "did you mean queues?"),
+        ("[disks]\nqueues = 0", "disks.queues", "a number from 1 to 64"),
+        ("[disks]\nqueues = 65", "disks.queues", "a number from 1 to 64"),
+        ("[disks]\nqueues = -1", "disks.queues", "a number from 1 to 64"),
+        ("[disks]\nqueues = 4294967297", "disks.queues", "a number from 1 to 64"),
+        ("[disks]\nqueues = \"4\"", "disks.queues", "a number from 1 to 64"),
+        ("[disks]\nqueues = 1.5", "disks.queues", "a number from 1 to 64"),
+        ("[disks]\nring_order = 5", "disks.ring_order", "from 0 to 4"),
+        ("[disks]\nindirect = 257", "disks.indirect", "from 0 to 256"),
+        ("[disks]\nengine = \"io_uring\"", "disks.engine", "\"auto\", \"uring\" or \"aio\""),
+        ("[disks]\npoll_storage = \"no\"", "disks.poll_storage", "true or false"),
+        ("[disks]\nmover = \"steal\"", "disks.mover", "\"copy\", \"map\" or \"persistent\""),
+        ("[disks]\nmap_budget = -1", "disks.map_budget", "a number of pages"),
+        ("[disks]\nmemory_mib = 0", "disks.memory_mib", "from 1 to 2048"),
+        ("[disks]\nmemory_mib = 4096", "disks.memory_mib", "from 1 to 2048"),
+        ("[disks]\npoll_us = \"often\"", "disks.poll_us", "\"auto\", or a number"),
+        ("[disks]\npoll_us = [1]", "disks.poll_us", "\"auto\", or a number"),
+        ("[disks]\npoll_cpu = 6401", "disks.poll_cpu", "from 0 to 6400"),
+        ("[disks]\ncpu = 0", "disks.cpu", "from 1 to 6400"),
+        ("[disks]\nmerge = 1", "disks.merge", "true or false"),
+        ("[host]\nmap_budget = true", "host.map_budget", "a number of pages"),
+        ("[host]\npoll_processors = 5000", "host.poll_processors", "from 0 to 4096"),
+        ("[host]\nqueues = 1", "host.queues", "there are map_budget, poll_processors"),
+        ("[images.\"disk.vhd\"]\n", "images.\"disk.vhd\"", "write [images."),
+        ("[images]\n\"/a\" = 1", "images.\"/a\"", "write [images.\"/a\"]"),
+        ("[images.\"/a\"]\ncpus = 1", "images.\"/a\".cpus", "did you mean cpu?"),
+    ] {
+        let error = parse(text).unwrap_err();
+        assert_eq!(error.key.as_deref(), Some(key), "{text}: {error}");
+        assert!(error.allowed.contains(says), "{text}: {error}");
+        let told = error.to_string();
+        assert!(told.starts_with(&format!("/etc/ferrite/ferrite.toml: {key}: ")), "{told}");
+        assert!(!told.contains('\n') && told.len() < 400, "{told}");
+    }
+}
+
+#[test]
+fn what_is_no_toml_says_where() {
+    for text in ["queues =", "[disks\n", "[disks]\nqueues = 1\nqueues = 2\n", "\0"] {
+        let error = parse(text).unwrap_err();
+        assert!(error.key.is_none() && error.why.contains("line "), "{error}");
+        assert!(!error.to_string().contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn images_are_served_from_the_folders_and_below_by_whole_names() {
+    let config = parse("image_folders = [\"/srv/images\"]").unwrap();
+    assert!(config.allows(Path::new("/srv/images/a/b.vhd")));
+    for path in ["/srv/images2/b.vhd", "/srv/b.vhd", "/etc/shadow", "srv/images/b.vhd"] {
+        assert!(!config.allows(Path::new(path)), "{path}");
+    }
+}

@@ -1,0 +1,92 @@
+//! Asking a daemon.
+
+use std::fmt;
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::json;
+
+use super::protocol::{Response, RpcError, VERSION, code};
+
+/// An answer may have all disks of a host in it.
+const MAX_ANSWER: u64 = 64 << 20;
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub enum ClientError {
+    /// No daemon is there.
+    Unreachable(io::Error),
+    /// It did not answer, or not in this language.
+    Broken(io::Error),
+    /// It has answered that it cannot.
+    Refused(RpcError),
+}
+
+impl fmt::Display for ClientError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ClientError::Unreachable(e) => write!(f, "the daemon cannot be reached: {e}"),
+            ClientError::Broken(e) => write!(f, "the daemon did not answer: {e}"),
+            ClientError::Refused(e) => f.write_str(&e.message),
+        }
+    }
+}
+
+impl std::error::Error for ClientError {}
+
+impl ClientError {
+    /// The next step for the user.
+    pub fn help(&self) -> String {
+        match self {
+            ClientError::Unreachable(_) => {
+                "start it (systemctl start ferrite), and run this as root".to_owned()
+            }
+            ClientError::Broken(_) => "look at its log (journalctl -u ferrite)".to_owned(),
+            ClientError::Refused(e) => e.data.as_ref().map_or_else(
+                || "look at the daemon's log (journalctl -u ferrite)".to_owned(),
+                |data| data.help.clone(),
+            ),
+        }
+    }
+
+    /// There is no such disk.
+    pub fn is_no_disk(&self) -> bool {
+        matches!(self, ClientError::Refused(e) if e.code == code::NO_DISK)
+    }
+}
+
+/// Calls one method of the daemon at this socket, and waits no longer than this for the answer.
+///
+/// # Errors
+/// See [`ClientError`].
+pub fn call<T: DeserializeOwned>(
+    socket: &Path,
+    method: &str,
+    params: &impl Serialize,
+    timeout: Duration,
+) -> Result<T, ClientError> {
+    let stream = UnixStream::connect(socket).map_err(ClientError::Unreachable)?;
+    let broken = |e: io::Error| match e.kind() {
+        io::ErrorKind::WouldBlock => ClientError::Broken(io::ErrorKind::TimedOut.into()),
+        _ => ClientError::Broken(e),
+    };
+    stream.set_read_timeout(Some(timeout)).map_err(broken)?;
+    stream.set_write_timeout(Some(timeout)).map_err(broken)?;
+    let request = json!({ "jsonrpc": VERSION, "id": 1, "method": method, "params": params });
+    (&stream).write_all(format!("{request}\n").as_bytes()).map_err(broken)?;
+    let mut answer = String::new();
+    BufReader::new((&stream).take(MAX_ANSWER)).read_line(&mut answer).map_err(broken)?;
+    if answer.is_empty() {
+        return Err(broken(io::ErrorKind::UnexpectedEof.into()));
+    }
+    let response: Response = serde_json::from_str(&answer).map_err(|e| broken(e.into()))?;
+    match response.error {
+        Some(error) => Err(ClientError::Refused(error)),
+        None => serde_json::from_value(response.result.unwrap_or_default())
+            .map_err(|e| broken(e.into())),
+    }
+}

@@ -1,0 +1,241 @@
+//! What each method does.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ferrite_xen::store::{Store, StoreError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::protocol::{
+    Attached, DetachParams, Detached, Details, Disk, Disks, Nothing, PhaseName, RpcError,
+    ShowParams, Status, WaitParams, code,
+};
+use super::waits::waits_for;
+use crate::config::nearest;
+use crate::directory::{self, Look};
+use crate::state::DiskId;
+use crate::table::{Entry, Phase};
+use crate::{Shared, Xen};
+
+/// All of them.
+pub(super) const METHODS: [&str; 5] =
+    ["attach.wait", "daemon.status", "disk.detach", "disk.list", "disk.show"];
+
+/// The longest wait of a method.
+const MAX_WAIT: Duration = Duration::from_secs(300);
+/// A script is told of a failure after so many tries.
+const FAILED: u64 = 3;
+/// How often xenstore is looked at for a guest that lets go.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+/// Does what a request asks for.
+pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value, RpcError> {
+    match method {
+        "daemon.status" => take::<Nothing>(params).and_then(|_| give(&status(shared))),
+        "disk.list" => take::<Nothing>(params).and_then(|_| give(&list(shared))),
+        "disk.show" => {
+            take::<ShowParams>(params).and_then(|asked| give(&show(shared, asked.disk)?))
+        }
+        "disk.detach" => take(params).and_then(|asked| give(&detach(shared, &asked)?)),
+        "attach.wait" => take(params).and_then(|asked| give(&wait(shared, &asked)?)),
+        _ => {
+            let meant = nearest(method, METHODS).map(|name| format!("did you mean {name}?"));
+            let help = meant.unwrap_or_else(|| format!("there are {}", METHODS.join(", ")));
+            Err(RpcError::new(code::NO_METHOD, "there is no such method", &help))
+        }
+    }
+}
+
+fn take<T: DeserializeOwned>(params: Value) -> Result<T, RpcError> {
+    let params = match params {
+        Value::Null => Value::Object(serde_json::Map::new()),
+        params => params,
+    };
+    serde_json::from_value(params).map_err(|e| {
+        RpcError::new(code::INVALID_PARAMS, e.to_string(), "control.schema.json has all of them")
+    })
+}
+
+fn give(result: &impl Serialize) -> Result<Value, RpcError> {
+    serde_json::to_value(result).map_err(|e| RpcError::new(code::FAILED, e.to_string(), ""))
+}
+
+fn status(shared: &Shared) -> Status {
+    let no_xen = match shared.xen() {
+        Xen::Connected => None,
+        Xen::Gone(why) => Some(why),
+    };
+    let count = |f: fn(&Phase) -> bool| {
+        shared.table.look(|disks| disks.values().filter(|entry| f(&entry.phase)).count() as u32)
+    };
+    Status {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        started: seconds(shared.started),
+        xen: no_xen.is_none(),
+        no_xen,
+        served: count(|phase| *phase == Phase::Served),
+        failed: count(|phase| matches!(phase, Phase::Failed(_))),
+        disks: count(|_| true),
+    }
+}
+
+fn seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn list(shared: &Shared) -> Disks {
+    let disk = |(id, entry): (&DiskId, &Entry)| describe(*id, entry);
+    Disks { disks: shared.table.look(|disks| disks.iter().map(disk).collect()) }
+}
+
+fn describe(id: DiskId, entry: &Entry) -> Disk {
+    let (phase, failure) = match &entry.phase {
+        Phase::Starting => (PhaseName::Starting, None),
+        Phase::Served => (PhaseName::Served, None),
+        Phase::Failed(failure) => (PhaseName::Failed, Some(failure)),
+        Phase::Empty => (PhaseName::Empty, None),
+    };
+    let image = entry.image.as_ref();
+    Disk {
+        disk: id,
+        phase,
+        since: seconds(entry.since),
+        format: image.map(|image| image.format),
+        image: image.map(|image| image.path.to_string_lossy().into_owned()),
+        pid: entry.pid,
+        minor: entry.minor,
+        starts: entry.starts,
+        why: failure.map(|failure| failure.why.clone()),
+        help: failure.map(|failure| failure.help.clone()),
+    }
+}
+
+fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
+    let found = shared.table.look(|disks| disks.get(&id).map(|entry| describe(id, entry)));
+    found.ok_or_else(|| no_disk(id))
+}
+
+fn no_disk(id: DiskId) -> RpcError {
+    let help = "disk.list (ferrite disk list) has those that are attached";
+    RpcError::new(code::NO_DISK, format!("disk {id} is not attached"), help)
+}
+
+fn store(shared: &Shared) -> Result<Store, RpcError> {
+    (shared.connect)().map_err(|e| failed(&e))
+}
+
+fn failed(e: &StoreError) -> RpcError {
+    RpcError::new(code::FAILED, e.to_string(), "ferrite doctor shows what is missing")
+}
+
+fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
+    let disk = found(shared, id)?;
+    let look = Look::take(&mut store(shared)?, id).map_err(|e| failed(&e))?;
+    let phase = shared.table.look(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
+    Ok(Details {
+        disk,
+        backend_state: look.own,
+        frontend_state: look.front,
+        online: look.online,
+        waits_for: waits_for(&look, phase.as_ref()),
+        hotplug_status: look.hotplug_status,
+    })
+}
+
+/// What xl does: it asks the guest, waits, and removes the directories. With force, a guest that does
+/// not let go loses its directory first, which the backend takes for its end.
+fn detach(shared: &Shared, asked: &DetachParams) -> Result<Detached, RpcError> {
+    let id = asked.disk;
+    found(shared, id)?;
+    let mut store = store(shared)?;
+    let mut look = Look::take(&mut store, id).map_err(|e| failed(&e))?;
+    let Some(frontend) = look.frontend.clone() else { return Err(no_disk(id)) };
+    let dir = directory::path(id);
+    let ask = store.transaction(|tx| {
+        // Not twice: a 6 that was answered would be gone.
+        if tx.read(&format!("{dir}/online"))?.is_some_and(|online| online == b"1") {
+            tx.write(&format!("{dir}/online"), b"0")?;
+            tx.write(&format!("{dir}/state"), b"5")?;
+        }
+        Ok(())
+    });
+    ask.map_err(|e| failed(&e))?;
+    let timeout = Duration::from_secs(asked.timeout_s.into()).min(MAX_WAIT);
+    let mut is_closed = wait_for_close(shared, &mut store, id, timeout, &mut look)?;
+    let forced = !is_closed && asked.force;
+    if forced {
+        store.remove(&frontend).map_err(|e| failed(&e))?;
+        // The image has to be closed even so.
+        is_closed = wait_for_close(shared, &mut store, id, MAX_WAIT, &mut look)?;
+    }
+    if !is_closed {
+        let phase = shared.table.look(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
+        let waits = waits_for(&look, phase.as_ref()).unwrap_or_default();
+        let message = format!("disk {id} is still attached; it waits for {waits}");
+        let help = "it is detached when that is done; disk.detach may be called again";
+        return Err(RpcError::new(code::TIMEOUT, message, help));
+    }
+    let removed = store.transaction(|tx| {
+        tx.remove(&frontend)?;
+        tx.remove(&dir)?;
+        // libxl's own note of the disk, as it is made by it alone.
+        tx.remove(&format!("/libxl/{}/device/vbd/{}", id.domid, id.devid))
+    });
+    removed.map_err(|e| failed(&e))?;
+    Ok(Detached { disk: id, forced })
+}
+
+/// Waits until nobody serves the disk any more and the toolstack may remove it.
+fn wait_for_close(
+    shared: &Shared,
+    store: &mut Store,
+    id: DiskId,
+    timeout: Duration,
+    look: &mut Look,
+) -> Result<bool, RpcError> {
+    let end = Instant::now() + timeout;
+    loop {
+        *look = Look::take(store, id).map_err(|e| failed(&e))?;
+        let is_served = shared.table.look(|disks| disks.contains_key(&id));
+        if !is_served && (!look.is_there || look.own == 6) {
+            return Ok(true);
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() || shared.is_stopped(left.min(LOOK_AGAIN)) {
+            return Ok(false);
+        }
+    }
+}
+
+/// What a hotplug script asks: whether the disk is there.
+fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
+    let id = directory::id_of(&asked.backend).ok_or_else(|| {
+        let message = format!("{:.200} is no disk's directory", asked.backend);
+        RpcError::new(code::INVALID_PARAMS, message, "it is backend/vbd3/DOMID/DEVID")
+    })?;
+    let timeout = Duration::from_secs(asked.timeout_s.into()).min(MAX_WAIT);
+    let disk = shared.table.wait_for(timeout, |disks| {
+        let entry = disks.get(&id)?;
+        let is_known = match entry.phase {
+            Phase::Starting => false,
+            // At first the one that had the image before may not have let go of it.
+            Phase::Failed(_) => entry.starts == 0 || entry.starts >= FAILED,
+            Phase::Served | Phase::Empty => true,
+        };
+        is_known.then(|| describe(id, entry))
+    });
+    let Some(disk) = disk else {
+        let help = "disk.show (ferrite disk show) says what it waits for";
+        let message = format!("disk {id} was not served in time");
+        return Err(RpcError::new(code::TIMEOUT, message, help));
+    };
+    match disk.phase {
+        PhaseName::Failed => {
+            let (why, help) = (disk.why.unwrap_or_default(), disk.help.unwrap_or_default());
+            Err(RpcError::new(code::FAILED, why, &help))
+        }
+        PhaseName::Served | PhaseName::Empty | PhaseName::Starting => Ok(Attached { disk }),
+    }
+}

@@ -1,0 +1,173 @@
+//! The schema in the documentation describes the types of this program, and no others.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use super::methods::METHODS;
+use super::protocol::*;
+use crate::params::Format;
+use crate::state::DiskId;
+
+fn schema() -> Value {
+    serde_json::from_str(include_str!("../../../../docs/control.schema.json")).unwrap()
+}
+
+/// Whether a value is as a part of the schema says; which part is not.
+fn check(all: &Value, part: &Value, value: &Value, at: &str) -> Result<(), String> {
+    let wrong = |what: &str| Err(format!("{at}: {what}: {value}"));
+    if let Some(name) = part["$ref"].as_str() {
+        let definition = &all["$defs"][name.strip_prefix("#/$defs/").unwrap()];
+        assert!(definition.is_object(), "{name} is not defined");
+        return check(all, definition, value, at);
+    }
+    if part.get("const").is_some_and(|only| only != value) {
+        return wrong("not what it has to be");
+    }
+    if part["enum"].as_array().is_some_and(|words| !words.contains(value)) {
+        return wrong("no word of these");
+    }
+    let types: Vec<&str> = match &part["type"] {
+        Value::String(one) => vec![one],
+        Value::Array(several) => several.iter().map(|t| t.as_str().unwrap()).collect(),
+        _ => vec![],
+    };
+    let is = |of: &&str| match *of {
+        "object" => value.is_object(),
+        "array" => value.is_array(),
+        "string" => value.is_string(),
+        "boolean" => value.is_boolean(),
+        "integer" => value.is_i64() || value.is_u64(),
+        "number" => value.is_number(),
+        "null" => value.is_null(),
+        other => panic!("{other} is not known"),
+    };
+    if !types.is_empty() && !types.iter().any(is) {
+        return wrong("another type");
+    }
+    if let (Some(number), Some(most)) = (value.as_u64(), part["maximum"].as_u64())
+        && number > most
+    {
+        return wrong("too large");
+    }
+    if let Some(items) = value.as_array() {
+        items.iter().try_for_each(|item| check(all, &part["items"], item, at))?;
+    }
+    let (Some(fields), Some(known)) = (value.as_object(), part["properties"].as_object()) else {
+        return Ok(());
+    };
+    assert_eq!(part["additionalProperties"], false, "{at}");
+    for name in part["required"].as_array().unwrap() {
+        if !fields.contains_key(name.as_str().unwrap()) {
+            return wrong(&format!("{name} is missing"));
+        }
+    }
+    for (name, value) in fields {
+        let Some(part) = known.get(name) else { return wrong(&format!("{name} is not known")) };
+        check(all, part, value, &format!("{at}.{name}"))?;
+    }
+    Ok(())
+}
+
+/// Holds for a type if its fullest value has exactly the fields of the schema, and without any of
+/// the required ones it is refused, by both alike.
+fn same<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(name: &str, full: &T) {
+    let all = schema();
+    let definition = &all["$defs"][name];
+    let value = serde_json::to_value(full).unwrap();
+    check(&all, definition, &value, name).unwrap();
+    let fields = value.as_object().unwrap();
+    let known = definition["properties"].as_object().unwrap();
+    let names = |map: &Map<String, Value>| map.keys().cloned().collect::<Vec<_>>();
+    assert_eq!(names(fields), names(known), "{name}");
+    assert_eq!(&serde_json::from_value::<T>(value.clone()).unwrap(), full);
+    for field in known.keys() {
+        let mut without = fields.clone();
+        without.remove(field);
+        let without = Value::Object(without);
+        let taken = serde_json::from_value::<T>(without.clone()).is_ok();
+        let allowed = check(&all, definition, &without, name).is_ok();
+        assert_eq!(taken, allowed, "{name} without {field}");
+    }
+    let mut more = fields.clone();
+    more.insert("colour".to_owned(), json!(1));
+    assert!(serde_json::from_value::<T>(Value::Object(more)).is_err(), "{name}");
+}
+
+fn disk() -> Disk {
+    Disk {
+        disk: DiskId { domid: u16::MAX, devid: u32::MAX },
+        phase: PhaseName::Failed,
+        since: 1 << 40,
+        format: Some(Format::Qcow2),
+        image: Some("/srv/a".to_owned()),
+        pid: Some(u32::MAX),
+        minor: 3,
+        starts: 2,
+        why: Some("no".to_owned()),
+        help: Some("yes".to_owned()),
+    }
+}
+
+#[test]
+fn every_type_is_described_as_it_is() {
+    let id = DiskId { domid: 1, devid: 51712 };
+    same("DiskId", &id);
+    same("Nothing", &Nothing {});
+    same("ShowParams", &ShowParams { disk: id });
+    same("DetachParams", &DetachParams { disk: id, force: true, timeout_s: 5 });
+    same("WaitParams", &WaitParams { backend: "backend/vbd3/1/2".to_owned(), timeout_s: 5 });
+    same("Disk", &disk());
+    same("Disks", &Disks { disks: vec![disk()] });
+    let (backend_state, frontend_state, online) = (4, 4, true);
+    let (hotplug_status, waits_for) = (Some("connected".to_owned()), Some("it".to_owned()));
+    let disk = disk();
+    same(
+        "Details",
+        &Details {
+            disk: disk.clone(),
+            backend_state,
+            frontend_state,
+            online,
+            hotplug_status,
+            waits_for,
+        },
+    );
+    same("Detached", &Detached { disk: id, forced: false });
+    same("Attached", &Attached { disk });
+    let (version, no_xen) = ("1".to_owned(), Some("none".to_owned()));
+    let (pid, started, xen, served, failed, disks) = (1, 2, false, 3, 4, 7);
+    same("Status", &Status { version, pid, started, xen, no_xen, served, failed, disks });
+    let data = Some(Help { help: "yes".to_owned() });
+    same("Error", &RpcError { code: code::FAILED, message: "no".to_owned(), data });
+}
+
+#[test]
+fn every_word_of_the_schema_is_one_of_ours() {
+    let all = schema();
+    for word in all["$defs"]["Format"]["enum"].as_array().unwrap() {
+        serde_json::from_value::<Format>(word.clone()).unwrap();
+    }
+    for word in all["$defs"]["Phase"]["enum"].as_array().unwrap() {
+        serde_json::from_value::<PhaseName>(word.clone()).unwrap();
+    }
+    let methods = all["oneOf"].as_array().unwrap().iter();
+    let methods: Vec<&str> =
+        methods.map(|of| of["properties"]["method"]["const"].as_str().unwrap()).collect();
+    assert_eq!(methods, METHODS);
+    let text = all["description"].as_str().unwrap();
+    assert!(text.contains(&MAX_LINE.to_string()));
+}
+
+#[test]
+fn responses_are_as_the_schema_says() {
+    let all = schema();
+    let response = &all["$defs"]["Response"];
+    for id in [json!(1), json!("a"), Value::Null] {
+        let jsonrpc = VERSION.to_owned();
+        let good = Response { jsonrpc, result: Some(json!({})), error: None, id };
+        check(&all, response, &serde_json::to_value(good).unwrap(), "response").unwrap();
+    }
+    let foreign = json!({ "jsonrpc": "1.0", "result": 1, "id": 1 });
+    assert!(check(&all, response, &foreign, "response").is_err());
+}

@@ -1,0 +1,211 @@
+//! One disk's thread: it sees to it that the disk is served, from its attachment to its end.
+//!
+//! What fails here is this disk's alone. It is reported where the toolstack looks, told once to the
+//! log, and tried again, as the cause may be mended: storage that was away, an image that somebody
+//! else has open.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use ferrite_serve::blkif::lifecycle::{Outcome, clear_failure, report_failure};
+use ferrite_serve::log_limit::{LogLimit, field};
+use ferrite_serve::waker::Waker;
+use ferrite_xen::store::{Store, StoreError};
+
+use crate::params::Image;
+use crate::state::{DiskId, DiskState};
+use crate::table::Phase;
+use crate::unserved::{End, stand_in};
+use crate::wait::wait_for;
+use crate::{Assignment, Failure, Shared, Step, directory};
+
+/// The pause before the second try; twice as long before each further one, up to the longest.
+const RETRY: Duration = Duration::from_millis(250);
+const RETRY_MAX: Duration = Duration::from_secs(5);
+
+/// What a thread is to see to.
+pub(crate) enum Task {
+    /// Serve this image.
+    Serve(Image),
+    /// There is nothing to serve.
+    Empty,
+    /// What the toolstack has written makes no sense.
+    Refuse(String),
+}
+
+pub(crate) struct Follower {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) id: DiskId,
+    pub(crate) minor: u32,
+    pub(crate) stop: Arc<Waker>,
+    pub(crate) log: LogLimit,
+}
+
+impl Follower {
+    /// Until the disk is detached, or the daemon stops.
+    pub(crate) fn run(mut self, task: &Task) {
+        let _end = Ending { shared: self.shared.clone(), id: self.id };
+        if self.follow(task) {
+            // The order matters: who serves it is gone before nobody knows of it any more.
+            self.shared.serving.forget(self.id);
+            (self.shared.at)(Step::Forgotten);
+            self.shared.states.remove(self.id);
+            self.info("is detached");
+        }
+    }
+
+    /// The same; whether the disk is detached.
+    fn follow(&mut self, task: &Task) -> bool {
+        let mut pause = RETRY;
+        // The last thing that was told: the same reason is told once.
+        let mut told = None;
+        loop {
+            let (failure, how_long) = match task {
+                Task::Serve(image) => match self.serve(image) {
+                    Ok(Outcome::Unplugged) => return true,
+                    Ok(Outcome::Stopped | Outcome::Left) => return false,
+                    Err(_) if self.is_stopped(Duration::ZERO) => return false,
+                    Err(failure) => (Some(failure), Some(pause)),
+                },
+                Task::Empty => (None, None),
+                Task::Refuse(why) => (Some(refused(why)), None),
+            };
+            let phase = failure.clone().map_or(Phase::Empty, Phase::Failed);
+            self.shared.table.set(self.id, phase);
+            if told.as_ref() != Some(&failure) {
+                self.tell(failure.as_ref());
+                told = Some(failure.clone());
+            }
+            match self.stand_in(how_long, failure.as_ref()) {
+                Ok(End::Detached) => {
+                    let unswept = self.shared.unswept.lock();
+                    unswept.unwrap_or_else(PoisonError::into_inner).push(self.id);
+                    return true;
+                }
+                Ok(End::Stopped) => return false,
+                Ok(End::Retry) => {}
+                Err(e) => {
+                    tracing::debug!("disk {}: {e}", self.id);
+                    if self.is_stopped(pause) {
+                        return false;
+                    }
+                }
+            }
+            pause = (pause * 2).min(RETRY_MAX);
+        }
+    }
+
+    fn is_stopped(&self, within: Duration) -> bool {
+        let [stopped] = wait_for([self.stop.fd()], Some(within));
+        stopped
+    }
+
+    fn serve(&mut self, image: &Image) -> Result<Outcome, Failure> {
+        self.shared.table.change(self.id, |entry| entry.starts += 1);
+        let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
+        self.check_folder(image)?;
+        // Before anybody serves it: the next daemon has to know what to look for.
+        let state = DiskState::new(self.id, image, self.minor);
+        self.shared.states.write(&state).map_err(|e| Failure {
+            why: format!(
+                "cannot write its state to {}: {e}",
+                self.shared.places.states().display()
+            ),
+            help: "make room on the file system of /run".to_owned(),
+        })?;
+        (self.shared.at)(Step::StateWritten);
+        let assignment = Assignment {
+            id: self.id,
+            backend: directory::path(self.id),
+            image: image.clone(),
+            options: self.shared.config.of_image(&image.path).clone(),
+            minor: self.minor,
+            shared: &self.shared,
+        };
+        self.shared.serving.serve(&assignment, &mut store, &self.stop)
+    }
+
+    /// Images are served from the configured folders only; links are looked through.
+    fn check_folder(&self, image: &Image) -> Result<(), Failure> {
+        let path = image.path.display();
+        let real = image.path.canonicalize().map_err(|e| Failure {
+            why: format!("cannot open {path}: {e}"),
+            help: "correct the disk's target, or make the image; it is tried again".to_owned(),
+        })?;
+        // A link in an allowed folder to a volume is how volumes are named.
+        match self.shared.config.allows(&real) {
+            true => Ok(()),
+            false => Err(Failure {
+                why: format!("{path} is in none of the folders that images are served from"),
+                help: format!(
+                    "add the folder of {} to image_folders in the daemon's configuration and \
+                     restart the daemon, or move the image",
+                    real.display()
+                ),
+            }),
+        }
+    }
+
+    fn stand_in(
+        &mut self,
+        how_long: Option<Duration>,
+        failure: Option<&Failure>,
+    ) -> Result<End, StoreError> {
+        let mut store = (self.shared.connect)()?;
+        self.report(&mut store, failure);
+        stand_in(&mut store, self.id, failure.is_none(), how_long, &self.stop)
+    }
+
+    /// Says in xenstore why the disk is not served. That xenstore refuses it changes nothing.
+    fn report(&self, store: &mut Store, failure: Option<&Failure>) {
+        let path = directory::path(self.id);
+        let reported = match failure {
+            Some(failure) => report_failure(store, &path, &failure.to_string()),
+            None => clear_failure(store, &path),
+        };
+        if let Err(e) = reported {
+            tracing::debug!("cannot report the state of disk {}: {e}", self.id);
+        }
+    }
+
+    fn tell(&mut self, failure: Option<&Failure>) {
+        match failure {
+            None => self.info("is an empty drive"),
+            Some(failure) => {
+                if let Some(held_back) = self.log.allow(self.shared.clock.now_ns()) {
+                    let id = self.id;
+                    tracing::error!(
+                        held_back = field(held_back),
+                        "disk {id} is not served: {failure}"
+                    );
+                }
+            }
+        }
+    }
+
+    fn info(&mut self, what: &str) {
+        if let Some(held_back) = self.log.allow(self.shared.clock.now_ns()) {
+            tracing::info!(held_back = field(held_back), "disk {} {what}", self.id);
+        }
+    }
+}
+
+/// Says that a disk's thread is at its end, also of one that panics.
+struct Ending {
+    shared: Arc<Shared>,
+    id: DiskId,
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.shared.table.end(self.id);
+        self.shared.wake.wake();
+    }
+}
+
+fn refused(why: &str) -> Failure {
+    Failure {
+        why: why.to_owned(),
+        help: "detach the disk, correct its target and attach it again".to_owned(),
+    }
+}

@@ -1,0 +1,284 @@
+//! All disks of a host: what the toolstack attaches in xenstore is served, until it is detached.
+//!
+//! * [`config`]: the daemon's configuration.
+//! * [`params`]: which image the toolstack means.
+//! * [`state`]: what the next daemon has to know.
+//! * [`table`]: what this one knows.
+//! * [`control`]: how others ask for it.
+//!
+//! How a disk is served is behind [`Serving`]: there are no rings and no images here.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_serve::blkif::lifecycle::Outcome;
+use ferrite_serve::log_limit::SharedLogLimit;
+use ferrite_serve::waker::Waker;
+use ferrite_xen::store::{Store, StoreError};
+use rustix::fs::{FlockOperation, flock};
+
+pub mod config;
+pub mod control;
+pub mod directory;
+mod follow;
+pub mod params;
+pub mod state;
+mod supervise;
+pub mod table;
+mod unserved;
+mod wait;
+
+use config::{Config, DiskOptions};
+use params::Image;
+use state::{DiskId, States};
+use table::{Phase, Table};
+
+/// Why a disk is not served, and what to do about it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What failed, and why.
+    pub why: String,
+    /// The next step for the administrator.
+    pub help: String,
+}
+
+impl Failure {
+    fn store(e: &StoreError) -> Failure {
+        let help = "it is tried again; ferrite doctor shows what is missing".to_owned();
+        Failure { why: e.to_string(), help }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}; {}", self.why, self.help)
+    }
+}
+
+/// A disk to be served.
+pub struct Assignment<'a> {
+    /// Which.
+    pub id: DiskId,
+    /// Its directory in xenstore.
+    pub backend: String,
+    /// Its image.
+    pub image: Image,
+    /// How.
+    pub options: DiskOptions,
+    /// tapdisk's number of it.
+    pub minor: u32,
+    shared: &'a Shared,
+}
+
+impl Assignment<'_> {
+    /// The daemon's configuration.
+    pub fn config(&self) -> &Config {
+        &self.shared.config
+    }
+
+    /// The folder for everything that outlives a process.
+    pub fn run_dir(&self) -> &Path {
+        &self.shared.places.run
+    }
+
+    /// The image is open, and this process stands for the disk.
+    pub fn is_served(&self, pid: u32) {
+        self.shared.table.change(self.id, |entry| {
+            entry.pid = Some(pid);
+            (entry.phase, entry.since) = (Phase::Served, SystemTime::now());
+        });
+        (self.shared.at)(Step::Served);
+    }
+}
+
+/// Who serves disks.
+pub trait Serving: Send + Sync {
+    /// Serves a disk until it is unplugged or `stop` is woken; goes on where a predecessor ended.
+    ///
+    /// # Errors
+    /// It cannot be served now. Nothing was told to its guest; it is tried again.
+    fn serve(
+        &self,
+        disk: &Assignment<'_>,
+        store: &mut Store,
+        stop: &Waker,
+    ) -> Result<Outcome, Failure>;
+
+    /// The disk is no more: nothing is to be left of it.
+    fn forget(&self, disk: DiskId);
+}
+
+/// A way to xenstore.
+pub type Connect = Box<dyn Fn() -> Result<Store, StoreError> + Send + Sync>;
+
+/// Where the daemon keeps what outlives it.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// On tmpfs: what is kept concerns running guests only.
+    pub run: PathBuf,
+}
+
+impl Default for Places {
+    fn default() -> Places {
+        Places { run: PathBuf::from("/run/ferrite") }
+    }
+}
+
+impl Places {
+    /// The control socket.
+    pub fn control(&self) -> PathBuf {
+        self.run.join("control.sock")
+    }
+
+    /// The state files.
+    pub fn states(&self) -> PathBuf {
+        self.run.join("disks")
+    }
+
+    fn lock(&self) -> PathBuf {
+        self.run.join("daemon.lock")
+    }
+}
+
+/// Points at which a daemon may die: tests have it die at each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// A disk's state file is written, and nobody serves it.
+    StateWritten,
+    /// The disk's image is open, and the guest was told nothing.
+    Served,
+    /// Nobody serves the disk any more, and its state file is there.
+    Forgotten,
+}
+
+/// Whether there is xenstore.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Xen {
+    /// It is followed.
+    Connected,
+    /// It is not there, for this reason.
+    Gone(String),
+}
+
+/// What all threads of the daemon have.
+pub(crate) struct Shared {
+    config: Config,
+    places: Places,
+    serving: Arc<dyn Serving>,
+    connect: Connect,
+    states: States,
+    table: Table,
+    clock: Arc<dyn Clock>,
+    log: SharedLogLimit,
+    /// A disk's thread has ended.
+    wake: Waker,
+    stop: Arc<Waker>,
+    xen: Mutex<Xen>,
+    /// Disks that ended while nobody served them: what a predecessor left is removed with their
+    /// directories.
+    unswept: Mutex<Vec<DiskId>>,
+    started: SystemTime,
+    at: Box<dyn Fn(Step) + Send + Sync>,
+}
+
+impl Shared {
+    fn set_xen(&self, xen: Xen) {
+        *self.xen.lock().unwrap_or_else(PoisonError::into_inner) = xen;
+    }
+
+    /// Whether the daemon is to stop, or is told so within this time.
+    fn is_stopped(&self, within: Duration) -> bool {
+        let [stopped] = wait::wait_for([self.stop.fd()], Some(within));
+        stopped
+    }
+
+    fn xen(&self) -> Xen {
+        self.xen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// How often ended threads are looked for at the end.
+const REAP: Duration = Duration::from_millis(100);
+
+/// A daemon that has not begun.
+pub struct Daemon {
+    shared: Arc<Shared>,
+    /// For as long as it lives, no other takes its place.
+    _lock: File,
+}
+
+impl Daemon {
+    /// Enters the run directory. `stop` ends the daemon: guests keep their disks, and wait or are
+    /// served on, until the next daemon.
+    ///
+    /// # Errors
+    /// The directory cannot be used, or another daemon is there.
+    pub fn new(
+        config: Config,
+        places: Places,
+        serving: Arc<dyn Serving>,
+        connect: Connect,
+        stop: Arc<Waker>,
+    ) -> io::Result<Daemon> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&places.run)?;
+        let options = OpenOptions::new().create(true).append(true).mode(0o600).clone();
+        let lock = options.open(places.lock())?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| io::Error::other("another ferrite daemon runs on this host"))?;
+        let states = States::open(&places.states())?;
+        let shared = Shared {
+            config,
+            places,
+            serving,
+            connect,
+            states,
+            table: Table::default(),
+            clock: SystemClock::shared(),
+            log: SharedLogLimit::default(),
+            wake: Waker::new()?,
+            stop,
+            xen: Mutex::new(Xen::Gone("it was not asked for yet".to_owned())),
+            unswept: Mutex::default(),
+            started: SystemTime::now(),
+            at: Box::new(|_| ()),
+        };
+        Ok(Daemon { shared: Arc::new(shared), _lock: lock })
+    }
+
+    /// With this called at each [`Step`] of each disk.
+    #[must_use]
+    pub fn with_steps(mut self, at: impl Fn(Step) + Send + Sync + 'static) -> Daemon {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.at = Box::new(at);
+        }
+        self
+    }
+
+    /// Serves all disks until it is stopped. `alive` is called at least every ten seconds, with what
+    /// there is to say; the first time when the control socket is there.
+    ///
+    /// # Errors
+    /// The control socket cannot be made.
+    pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
+        let control = control::server::Server::start(&self.shared)?;
+        alive("starting");
+        supervise::Supervisor { shared: &self.shared, alive }.run();
+        self.shared.table.stop_all();
+        drop(control);
+        // Each ends what it does with xenstore; what serves the guests may go on.
+        while !self.shared.table.look(|disks| disks.is_empty()) {
+            self.shared.table.reap();
+            wait::wait_for([self.shared.wake.fd()], Some(REAP));
+            self.shared.wake.clear();
+        }
+        Ok(())
+    }
+}

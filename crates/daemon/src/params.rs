@@ -1,0 +1,165 @@
+//! What the toolstack's `params` say of an image (toolstacks write them, guests cannot).
+//!
+//! `aio:PATH`, `vhd:PATH` and `qcow2:PATH` are tapdisk's words; `raw:PATH` is ours. Names may have
+//! colons: only the first one counts. libxl lets nobody say `qcow2`, and passes a target on as it is, so
+//! `aio:qcow2:/PATH` is one, too. No path begins so: those of images are absolute.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// What an image's bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// The guest's, as they are.
+    Raw,
+    /// A VHD.
+    Vhd,
+    /// A qcow2.
+    Qcow2,
+}
+
+impl Format {
+    /// As it is written before the path.
+    pub fn word(self) -> &'static str {
+        match self {
+            Format::Raw => "raw",
+            Format::Vhd => "vhd",
+            Format::Qcow2 => "qcow2",
+        }
+    }
+
+    /// tapdisk's word for it.
+    pub fn tapdisk_word(self) -> &'static str {
+        match self {
+            Format::Raw => "aio",
+            format => format.word(),
+        }
+    }
+
+    fn of_word(word: &[u8]) -> Option<Format> {
+        match word {
+            b"aio" | b"raw" => Some(Format::Raw),
+            b"vhd" => Some(Format::Vhd),
+            b"qcow2" => Some(Format::Qcow2),
+            _ => None,
+        }
+    }
+}
+
+/// An image that the toolstack has named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// What it is.
+    pub format: Format,
+    /// Where it is.
+    pub path: PathBuf,
+}
+
+impl Image {
+    /// Its name with the format before the path, as `Disk::open` takes it.
+    pub fn name(&self) -> OsString {
+        [OsStr::new(self.format.word()), OsStr::new(":"), self.path.as_os_str()]
+            .into_iter()
+            .collect()
+    }
+}
+
+/// What `params` ask for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Params {
+    /// This image.
+    Image(Image),
+    /// A drive without a medium.
+    Empty,
+    /// Nothing that can be served.
+    Odd(String),
+}
+
+impl Params {
+    /// Understands the key's value.
+    pub fn parse(value: &[u8]) -> Params {
+        let Some((word, rest)) = split(value) else {
+            return match value {
+                b"" => Params::Empty,
+                [b'/', ..] => image(Format::Raw, value),
+                _ => Params::Odd(odd(value)),
+            };
+        };
+        let Some(format) = Format::of_word(word) else {
+            return match value {
+                [b'/', ..] => image(Format::Raw, value),
+                _ => Params::Odd(odd(value)),
+            };
+        };
+        match split(rest).and_then(|(word, path)| Some((Format::of_word(word)?, path))) {
+            Some((nested, path @ [b'/', ..])) => image(nested, path),
+            _ if rest.is_empty() => Params::Empty,
+            _ => image(format, rest),
+        }
+    }
+}
+
+fn split(value: &[u8]) -> Option<(&[u8], &[u8])> {
+    let colon = value.iter().position(|byte| *byte == b':')?;
+    Some((&value[..colon], &value[colon + 1..]))
+}
+
+fn image(format: Format, path: &[u8]) -> Params {
+    let path = Path::new(OsStr::from_bytes(path));
+    match path.is_absolute() {
+        true => Params::Image(Image { format, path: path.to_owned() }),
+        false => Params::Odd(format!("{} is not an absolute path", path.display())),
+    }
+}
+
+fn odd(value: &[u8]) -> String {
+    let value = String::from_utf8_lossy(value);
+    let shown: String = value.chars().take(128).collect();
+    format!("params {shown:?} name no image: they are aio:PATH, vhd:PATH or qcow2:PATH")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn params_are_split_at_the_first_colon() {
+        for (params, format, path) in [
+            ("aio:/srv/a.img", Format::Raw, "/srv/a.img"),
+            ("raw:/srv/a.img", Format::Raw, "/srv/a.img"),
+            ("vhd:/srv/a.vhd", Format::Vhd, "/srv/a.vhd"),
+            ("vhd:/dev/vg/lv", Format::Vhd, "/dev/vg/lv"),
+            ("qcow2:/srv/a", Format::Qcow2, "/srv/a"),
+            ("aio:/srv/a:b:c.img", Format::Raw, "/srv/a:b:c.img"),
+            ("vhd:/srv/aio:/x", Format::Vhd, "/srv/aio:/x"),
+            ("aio:qcow2:/srv/a", Format::Qcow2, "/srv/a"),
+            ("aio:vhd:/srv/a:b", Format::Vhd, "/srv/a:b"),
+            ("aio:aio:/srv/a", Format::Raw, "/srv/a"),
+            ("/srv/cd.iso", Format::Raw, "/srv/cd.iso"),
+            ("/srv/cd:2.iso", Format::Raw, "/srv/cd:2.iso"),
+        ] {
+            let image = Image { format, path: path.into() };
+            assert_eq!(Params::parse(params.as_bytes()), Params::Image(image), "{params}");
+        }
+        for empty in ["", "aio:", "vhd:", "raw:"] {
+            assert_eq!(Params::parse(empty.as_bytes()), Params::Empty, "{empty}");
+        }
+        for odd in ["aio:a.img", "nbd:unix:/x", "a.img", "qcow2:raw:a", ":", "aio::/a", "aio: "] {
+            assert!(matches!(Params::parse(odd.as_bytes()), Params::Odd(_)), "{odd}");
+        }
+    }
+
+    #[test]
+    fn any_bytes_are_understood_or_refused_in_few_words() {
+        let long = vec![0xff; 100_000];
+        let Params::Odd(why) = Params::parse(&long) else { panic!("an image") };
+        assert!(why.len() < 1000, "{}", why.len());
+        let name = b"aio:/srv/\xff\xfe";
+        let Params::Image(image) = Params::parse(name) else { panic!("no image") };
+        assert_eq!(image.name().as_bytes(), b"raw:/srv/\xff\xfe");
+    }
+}

@@ -1,0 +1,294 @@
+//! What the next daemon has to know of a disk: one small file each, in `/run/ferrite/disks`.
+//!
+//! It is written before a disk is served, and removed after nobody serves it any more. The name that
+//! takes its place is a whole file's, always, so a daemon that dies leaves the old one or the new one.
+//! A file that is torn, foreign or of a later version is put aside and told of: it is no reason to
+//! serve no disks.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use ferrite_serve::blkif::lifecycle::run_dir_name;
+use serde::{Deserialize, Serialize};
+
+use crate::params::{Format, Image};
+
+/// Of the files. A daemon reads this version and the one before, once there is one.
+const VERSION: u32 = 1;
+/// No file of ours is longer.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// Which disk of which guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskId {
+    /// The guest's number.
+    pub domid: u16,
+    /// The device's.
+    pub devid: u32,
+}
+
+impl std::fmt::Display for DiskId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.domid, self.devid)
+    }
+}
+
+impl DiskId {
+    /// The name of its files: `vbd-D-N`.
+    pub fn file_name(self) -> String {
+        run_dir_name(self.domid, self.devid)
+    }
+}
+
+/// What is known of a disk that is served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskState {
+    version: u32,
+    /// Which.
+    pub id: DiskId,
+    /// The image's format when it was attached.
+    pub format: Format,
+    /// And its path, as bytes: names need not be text.
+    path: Vec<u8>,
+    /// tapdisk's number of it, which scripts pass about.
+    pub minor: u32,
+}
+
+impl DiskState {
+    /// Of a disk that is to be served.
+    pub fn new(id: DiskId, image: &Image, minor: u32) -> DiskState {
+        use std::os::unix::ffi::OsStrExt as _;
+        let path = image.path.as_os_str().as_bytes().to_vec();
+        DiskState { version: VERSION, id, format: image.format, path, minor }
+    }
+
+    /// The image that it was attached with.
+    pub fn image(&self) -> Image {
+        use std::os::unix::ffi::OsStringExt as _;
+        let path = PathBuf::from(std::ffi::OsString::from_vec(self.path.clone()));
+        Image { format: self.format, path }
+    }
+}
+
+/// The folder of all these files.
+#[derive(Clone, Debug)]
+pub struct States {
+    folder: PathBuf,
+}
+
+impl States {
+    /// Makes the folder if it is not there.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn open(folder: &Path) -> io::Result<States> {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        Ok(States { folder: folder.to_owned() })
+    }
+
+    fn path(&self, id: DiskId) -> PathBuf {
+        self.folder.join(format!("{}.json", id.file_name()))
+    }
+
+    /// Puts a disk's file in the place of the one before.
+    ///
+    /// # Errors
+    /// The kernel's; the one before stands.
+    pub fn write(&self, state: &DiskState) -> io::Result<()> {
+        let path = self.path(state.id);
+        let new = path.with_extension("new");
+        let text = serde_json::to_vec(state).map_err(io::Error::other)?;
+        let options =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).clone();
+        options.open(&new)?.write_all(&text)?;
+        fs::rename(&new, &path)
+    }
+
+    /// What is known of a disk. What cannot be understood is put aside.
+    pub fn read(&self, id: DiskId) -> Option<DiskState> {
+        let path = self.path(id);
+        match read(&path, id) {
+            Ok(state) => Some(state),
+            Err(Unread::Missing) => None,
+            Err(Unread::Odd(why)) => {
+                self.put_aside(&path, &why);
+                None
+            }
+        }
+    }
+
+    /// Removes a disk's file. One that is not there is removed already.
+    pub fn remove(&self, id: DiskId) {
+        let path = self.path(id);
+        if let Err(e) = fs::remove_file(&path)
+            && e.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!("cannot remove {}: {e}", path.display());
+        }
+    }
+
+    /// All disks that are known, in order. What is half written is removed, and what cannot be
+    /// understood is put aside.
+    pub fn all(&self) -> Vec<DiskState> {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
+        let mut states = Vec::new();
+        for path in entries.map(|entry| entry.path()) {
+            match path.extension().and_then(|extension| extension.to_str()) {
+                // A daemon was killed before it had renamed it.
+                Some("new") => drop(fs::remove_file(&path)),
+                Some("json") => match self.id_of(&path) {
+                    Some(id) => states.extend(self.read(id)),
+                    None => self.put_aside(&path, "its name is no disk's"),
+                },
+                _ => {}
+            }
+        }
+        states.sort_by_key(|state| state.id);
+        states
+    }
+
+    /// The disk whose file it is, by its name.
+    fn id_of(&self, path: &Path) -> Option<DiskId> {
+        let name = path.file_stem()?.to_str()?;
+        let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
+        let id = DiskId { domid: domid.parse().ok()?, devid: devid.parse().ok()? };
+        (self.path(id) == path).then_some(id)
+    }
+
+    /// So that it is looked at once, and can be looked at by people.
+    fn put_aside(&self, path: &Path, why: &str) {
+        let aside = path.with_extension("odd");
+        tracing::warn!(
+            "{} is put aside as {}: {why}; the disk is served by what the toolstack says of it",
+            path.display(),
+            aside.display()
+        );
+        if let Err(e) = fs::rename(path, &aside) {
+            tracing::warn!("cannot rename {}: {e}", path.display());
+        }
+    }
+}
+
+enum Unread {
+    Missing,
+    Odd(String),
+}
+
+/// Only the version, whatever else there is.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
+}
+
+fn read(path: &Path, id: DiskId) -> Result<DiskState, Unread> {
+    let odd = |e: &dyn std::fmt::Display| Unread::Odd(e.to_string());
+    let file = match File::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Unread::Missing),
+        opened => opened.map_err(|e| odd(&e))?,
+    };
+    let mut text = Vec::new();
+    file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(|e| odd(&e))?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(odd(&"it is too long"));
+    }
+    let versioned: Versioned = serde_json::from_slice(&text).map_err(|e| odd(&e))?;
+    if versioned.version != VERSION {
+        let version = versioned.version;
+        return Err(odd(&format!("it has version {version}, and this daemon reads {VERSION}")));
+    }
+    let state: DiskState = serde_json::from_slice(&text).map_err(|e| odd(&e))?;
+    if state.id != id {
+        return Err(odd(&format!("it is of disk {}", state.id)));
+    }
+    if !state.image().path.is_absolute() {
+        return Err(odd(&"it names no image"));
+    }
+    Ok(state)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn states() -> (tempfile::TempDir, States) {
+        let dir = tempfile::tempdir().unwrap();
+        let states = States::open(&dir.path().join("disks")).unwrap();
+        (dir, states)
+    }
+
+    fn state(domid: u16) -> DiskState {
+        use std::os::unix::ffi::OsStrExt as _;
+        let path = Path::new(std::ffi::OsStr::from_bytes(b"/srv/\xff:1.vhd"));
+        let image = Image { format: Format::Vhd, path: path.to_owned() };
+        DiskState::new(DiskId { domid, devid: 51712 }, &image, 3)
+    }
+
+    #[test]
+    fn what_was_written_is_read_and_removed() {
+        let (_dir, states) = states();
+        let (first, second) = (state(7), state(3));
+        states.write(&first).unwrap();
+        states.write(&second).unwrap();
+        assert_eq!(states.read(first.id), Some(first.clone()));
+        assert_eq!(states.all(), [second.clone(), first.clone()]);
+        let newer = DiskState { minor: 9, ..first.clone() };
+        states.write(&newer).unwrap();
+        assert_eq!(states.read(first.id), Some(newer));
+        states.remove(first.id);
+        states.remove(first.id);
+        assert_eq!(states.all(), [second]);
+        assert_eq!(states.read(first.id), None);
+    }
+
+    #[test]
+    fn what_is_torn_foreign_or_newer_is_put_aside_and_disturbs_no_other() {
+        let (dir, states) = states();
+        let good = state(1);
+        states.write(&good).unwrap();
+        let whole = serde_json::to_string(&state(2)).unwrap();
+        let bad = [
+            String::new(),
+            whole[..whole.len() / 2].to_owned(),
+            whole.replace("\"version\":1", "\"version\":2"),
+            whole.replace("\"version\":1,", ""),
+            whole.replace("\"domid\":2", "\"domid\":5"),
+            whole.replace("\"minor\"", "\"major\""),
+            whole.replace("\"path\":[47", "\"path\":[48"),
+            whole.replace("vhd", "vmdk"),
+            "[".repeat(60_000),
+            "x".repeat(200_000),
+        ];
+        let path = dir.path().join("disks/vbd-2-51712.json");
+        for text in bad {
+            fs::write(&path, &text).unwrap();
+            assert_eq!(states.all(), std::slice::from_ref(&good), "{:.40}", text);
+            let aside = path.with_extension("odd");
+            assert_eq!(fs::read_to_string(&aside).unwrap(), text);
+            fs::remove_file(&aside).unwrap();
+            assert!(!path.exists());
+        }
+        for name in ["vbd-2.json", "vbd-02-1.json", "theirs.json", "vbd-70000-1.json"] {
+            fs::write(dir.path().join("disks").join(name), &whole).unwrap();
+        }
+        fs::write(dir.path().join("disks/vbd-9-1.new"), "{").unwrap();
+        fs::create_dir(dir.path().join("disks/vbd-4-1.json")).unwrap();
+        assert_eq!(states.all(), std::slice::from_ref(&good));
+        assert_eq!(states.all(), [good]);
+        let left = fs::read_dir(dir.path().join("disks")).unwrap().map(|e| e.unwrap().path());
+        let extensions = left.map(|p| p.extension().unwrap().to_str().unwrap().to_owned());
+        assert!(extensions.into_iter().all(|e| e == "json" || e == "odd"));
+    }
+
+    #[test]
+    fn a_death_before_the_rename_leaves_the_file_before() {
+        let (dir, states) = states();
+        let before = state(1);
+        states.write(&before).unwrap();
+        fs::write(dir.path().join("disks/vbd-1-51712.new"), "{\"version\":1,").unwrap();
+        assert_eq!(states.all(), [before]);
+    }
+}

@@ -1,0 +1,163 @@
+//! All disks that the daemon knows of, for whoever wants to see them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use ferrite_serve::waker::Waker;
+
+use crate::Failure;
+use crate::params::Image;
+use crate::state::DiskId;
+
+/// How far a disk is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Its image is being opened.
+    Starting,
+    /// It is served.
+    Served,
+    /// It cannot be served now, and is tried again.
+    Failed(Failure),
+    /// A drive without a medium: there is nothing to serve.
+    Empty,
+}
+
+/// A disk that is attached.
+pub struct Entry {
+    /// How far it is.
+    pub phase: Phase,
+    /// Its image; none in an empty drive, and where the toolstack has named none.
+    pub image: Option<Image>,
+    /// tapdisk's number of it.
+    pub minor: u32,
+    /// The process that stands for it: the same as long as it is served.
+    pub pid: Option<u32>,
+    /// Since when the phase is this.
+    pub since: SystemTime,
+    /// Starts that it has taken.
+    pub starts: u64,
+    stop: Arc<Waker>,
+    has_ended: bool,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The disks, and a bell that rings when one of them changes.
+#[derive(Default)]
+pub struct Table {
+    disks: Mutex<BTreeMap<DiskId, Entry>>,
+    changed: Condvar,
+}
+
+impl Table {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<DiskId, Entry>> {
+        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A look at all of them.
+    pub fn look<T>(&self, f: impl FnOnce(&BTreeMap<DiskId, Entry>) -> T) -> T {
+        f(&self.lock())
+    }
+
+    /// Enters a disk, whose thread `start` starts. Tapdisk's number is the one it had, or the lowest
+    /// that no other has.
+    ///
+    /// # Errors
+    /// No thread can be had: the disk is not entered.
+    pub(crate) fn enter(
+        &self,
+        id: DiskId,
+        image: Option<Image>,
+        minor: Option<u32>,
+        start: impl FnOnce(u32, Arc<Waker>) -> std::io::Result<JoinHandle<()>>,
+    ) -> std::io::Result<()> {
+        let stop = Arc::new(Waker::new()?);
+        let mut disks = self.lock();
+        let is_free = |minor: &u32| disks.values().all(|entry| entry.minor != *minor);
+        let minor = minor.filter(|minor| is_free(minor));
+        let minor = minor.or_else(|| (0..).find(is_free)).unwrap_or_default();
+        // The thread's first look at the table waits for the lock.
+        let thread = start(minor, stop.clone())?;
+        let entry = Entry {
+            phase: Phase::Starting,
+            image,
+            minor,
+            pid: None,
+            since: SystemTime::now(),
+            starts: 0,
+            stop,
+            has_ended: false,
+            thread: Some(thread),
+        };
+        disks.insert(id, entry);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Changes what is known of a disk.
+    pub(crate) fn change(&self, id: DiskId, f: impl FnOnce(&mut Entry)) {
+        if let Some(entry) = self.lock().get_mut(&id) {
+            f(entry);
+            self.changed.notify_all();
+        }
+    }
+
+    /// A disk's new phase.
+    pub(crate) fn set(&self, id: DiskId, phase: Phase) {
+        self.change(id, |entry| {
+            if entry.phase != phase {
+                (entry.phase, entry.since) = (phase, SystemTime::now());
+            }
+        });
+    }
+
+    /// A disk's thread is at its end.
+    pub(crate) fn end(&self, id: DiskId) {
+        self.change(id, |entry| entry.has_ended = true);
+    }
+
+    /// Takes those out whose threads are at their end, and waits for these, which takes no time.
+    pub(crate) fn reap(&self) -> Vec<DiskId> {
+        let mut ended = Vec::new();
+        self.lock().retain(|id, entry| {
+            if entry.has_ended {
+                ended.push((*id, entry.thread.take()));
+            }
+            !entry.has_ended
+        });
+        if !ended.is_empty() {
+            self.changed.notify_all();
+        }
+        let ids = ended.iter().map(|(id, _)| *id).collect();
+        for (id, thread) in ended {
+            if thread.is_some_and(|thread| thread.join().is_err()) {
+                tracing::error!("the thread of disk {id} has panicked: a bug; it is started again");
+            }
+        }
+        ids
+    }
+
+    /// Asks all threads to end.
+    pub(crate) fn stop_all(&self) {
+        self.lock().values().for_each(|entry| entry.stop.wake());
+    }
+
+    /// Waits until `f` finds what it looks for, or this time is over.
+    pub fn wait_for<T>(
+        &self,
+        timeout: Duration,
+        mut f: impl FnMut(&BTreeMap<DiskId, Entry>) -> Option<T>,
+    ) -> Option<T> {
+        let end = Instant::now() + timeout;
+        let mut disks = self.lock();
+        loop {
+            if let Some(found) = f(&disks) {
+                return Some(found);
+            }
+            let left = end.checked_duration_since(Instant::now())?;
+            let waited = self.changed.wait_timeout(disks, left);
+            disks = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The answers for a disk that nobody serves: an empty drive, or an image that cannot be opened.
+//!
+//! The toolstack waits for two of them. Where it runs a script it waits for our 2 first, and the
+//! script then says why the disk does not come. And it waits for our 6 when it detaches the disk. We
+//! never say 4, so no guest takes such a disk for one that works; and no 5 or 6 unless the toolstack
+//! has asked for the end and the guest has let go, or never had it.
+
+use std::time::{Duration, Instant};
+
+use ferrite_serve::waker::Waker;
+use ferrite_xen::store::{Store, StoreError};
+
+use crate::directory::{self, Look};
+use crate::state::DiskId;
+use crate::wait::wait_for;
+
+/// Why that ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The disk is detached, or its directory is gone or is another one.
+    Detached,
+    /// It is time to try again.
+    Retry,
+    /// We are asked to stop.
+    Stopped,
+}
+
+const TOKEN: &str = "unserved";
+/// Nothing tells of a guest that dies: its disks are looked at so often.
+const LOOK_AGAIN: Duration = Duration::from_secs(2);
+
+/// Answers for the disk until it is detached, for so long at most. `offers`: also before a script.
+pub(crate) fn stand_in(
+    store: &mut Store,
+    id: DiskId,
+    offers: bool,
+    how_long: Option<Duration>,
+    stop: &Waker,
+) -> Result<End, StoreError> {
+    let end = how_long.map(|how_long| Instant::now() + how_long);
+    store.watch(&directory::path(id), TOKEN)?;
+    let mut begun = false;
+    loop {
+        while store.poll_event()?.is_some() {}
+        let look = Look::take(store, id)?;
+        // A 1 after our 2 is another attachment of this name.
+        if !look.is_there || (begun && look.own == 1) {
+            return Ok(End::Detached);
+        }
+        if !is_wanted(store, id, &look)? {
+            if !look.is_held() {
+                write(store, id, look.own, b"6")?;
+                return Ok(End::Detached);
+            }
+        } else if look.own == 1 && (offers || look.has_script) {
+            begun = write(store, id, 1, b"2")?;
+        }
+        begun |= look.own == 2;
+        let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+        if left.is_some_and(|left| left.is_zero()) {
+            return Ok(End::Retry);
+        }
+        let timeout = match store.poll_event()? {
+            Some(_) => Duration::ZERO,
+            None => left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN)),
+        };
+        let [_, stopped] = wait_for([store.fd(), stop.fd()], Some(timeout));
+        if stopped {
+            return Ok(End::Stopped);
+        }
+    }
+}
+
+/// Whether toolstack and guest want the disk.
+fn is_wanted(store: &mut Store, id: DiskId, look: &Look) -> Result<bool, StoreError> {
+    let home = match store.read(&format!("/local/domain/{}", id.domid)) {
+        Err(StoreError::Access { .. }) => return Ok(look.online),
+        home => home?,
+    };
+    Ok(look.online && home.is_some())
+}
+
+/// Writes our state where it is still the one that was seen. Whether it was.
+fn write(store: &mut Store, id: DiskId, seen: u32, state: &[u8]) -> Result<bool, StoreError> {
+    let path = format!("{}/state", directory::path(id));
+    store.transaction(|tx| {
+        let is_seen = tx.read(&path)?.is_some_and(|now| now == seen.to_string().as_bytes());
+        if is_seen {
+            tx.write(&path, state)?;
+        }
+        Ok(is_seen)
+    })
+}

@@ -1,0 +1,371 @@
+//! A loopback machine with a daemon: its disks are served in the daemon's own process.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "a module of several tests, not all of which use all"
+)]
+
+use std::io;
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_daemon::config::Config;
+use ferrite_daemon::control::client::{self, ClientError};
+use ferrite_daemon::control::protocol::{Details, Disk as Listed, Disks, PhaseName, Status};
+use ferrite_daemon::state::DiskId;
+use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Places, Serving, Step};
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::SystemClock;
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
+use ferrite_serve::blkif::lifecycle::{Outcome, close, serve};
+use ferrite_serve::path::device::Device;
+use ferrite_serve::waker::Waker;
+use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::rig::config;
+use ferrite_testkit::{PATIENCE, wait_until};
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::store::{Store, StoreError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::json;
+use tempfile::TempDir;
+
+/// Serves disks with threads of this process.
+pub struct InProcess {
+    pub loopback: Arc<Loopback>,
+    /// What was forgotten.
+    pub forgotten: Mutex<Vec<DiskId>>,
+}
+
+impl Serving for InProcess {
+    fn serve(
+        &self,
+        disk: &Assignment<'_>,
+        store: &mut Store,
+        stop: &Waker,
+    ) -> Result<Outcome, Failure> {
+        let why = |e: &dyn std::fmt::Display| Failure { why: e.to_string(), help: "-".to_owned() };
+        let options = OpenOptions {
+            wait_for_lock: Some(PATIENCE),
+            state_dir: Some(disk.run_dir().join("images")),
+            ..OpenOptions::default()
+        };
+        let opened = Disk::open(&disk.image.name(), &options).map_err(|e| why(&e))?;
+        let device = Arc::new(Device::new(opened, SystemClock::shared()));
+        disk.is_served(std::process::id());
+        let paths = DiskPaths::new(DomId(disk.id.domid), disk.id.devid);
+        let config = config(&paths, disk.run_dir().join(disk.id.file_name()));
+        let outcome = serve(store, &*self.loopback, &device, &config, stop).map_err(|e| why(&e))?;
+        if outcome == Outcome::Stopped {
+            close(&device, &config.engine).map_err(|e| why(&e))?;
+        }
+        Ok(outcome)
+    }
+
+    fn forget(&self, disk: DiskId) {
+        self.forgotten.lock().unwrap().push(disk);
+    }
+}
+
+/// The machine with its toolstack.
+pub struct Host {
+    machine: Arc<Mutex<Machine>>,
+    pub dir: TempDir,
+    daemon: Option<Running>,
+    serving: Option<Arc<InProcess>>,
+}
+
+struct Running {
+    stop: Arc<Waker>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+impl Host {
+    /// With so many guests, numbered from 1 on, and no daemon.
+    pub fn new(guests: u32) -> Host {
+        let mut machine = Machine::new().unwrap();
+        for _ in 0..guests {
+            machine.add_guest(GuestOptions::default()).unwrap();
+        }
+        let dir = dir_in_memory();
+        std::fs::create_dir(dir.path().join("images")).unwrap();
+        let host =
+            Host { machine: Arc::new(Mutex::new(machine)), dir, daemon: None, serving: None };
+        host.listen();
+        host
+    }
+
+    /// The way of processes to the store: a socket, as xenstored has one.
+    fn listen(&self) {
+        let listener = UnixListener::bind(self.store_socket()).unwrap();
+        // It ends with the machine: what it holds does not keep that alive.
+        let machine = Arc::downgrade(&self.machine);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let Some(machine) = machine.upgrade() else { return };
+                let server = UnixStream::from(machine.lock().unwrap().backend().unwrap().store);
+                server.set_nonblocking(false).unwrap();
+                let ways =
+                    [(stream.try_clone().unwrap(), server.try_clone().unwrap()), (server, stream)];
+                for (mut from, mut to) in ways {
+                    std::thread::spawn(move || {
+                        let _ = io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Both);
+                    });
+                }
+            }
+        });
+    }
+
+    pub fn store_socket(&self) -> PathBuf {
+        self.dir.path().join("xenstored")
+    }
+
+    pub fn places(&self) -> Places {
+        Places { run: self.dir.path().join("run") }
+    }
+
+    /// Not to be held while something is waited for.
+    pub fn machine(&self) -> MutexGuard<'_, Machine> {
+        self.machine.lock().unwrap()
+    }
+
+    pub fn store(&self) -> Store {
+        self.machine().store().unwrap()
+    }
+
+    pub fn config(&self) -> Config {
+        Config { image_folders: vec![self.dir.path().join("images")], ..Config::default() }
+    }
+
+    pub fn image(&self, name: &str) -> PathBuf {
+        self.dir.path().join("images").join(name)
+    }
+
+    /// A raw image.
+    pub fn make_image(&self, name: &str, bytes: u64) -> PathBuf {
+        let path = self.image(name);
+        std::fs::File::create(&path).unwrap().set_len(bytes).unwrap();
+        path
+    }
+
+    /// A daemon in a thread.
+    pub fn start(&mut self) {
+        let socket = self.store_socket();
+        self.start_with(self.config(), connect(&socket));
+    }
+
+    pub fn start_with(&mut self, config: Config, connect: Connect) {
+        let loopback = Arc::new(self.machine().loopback(CopyWith::Memcpy).unwrap());
+        let serving = Arc::new(InProcess { loopback, forgotten: Mutex::default() });
+        let stop = Arc::new(Waker::new().unwrap());
+        let served: Arc<dyn Serving> = serving.clone();
+        let daemon = Daemon::new(config, self.places(), served, connect, stop.clone()).unwrap();
+        let thread = std::thread::spawn(move || daemon.run(&|_| ()));
+        self.serving = Some(serving);
+        self.daemon = Some(Running { stop, thread });
+        wait_until("a control socket", || self.status().is_ok());
+    }
+
+    /// Ends the daemon; guests keep their disks.
+    pub fn stop(&mut self) {
+        let Running { stop, thread } = self.daemon.take().unwrap();
+        stop.wake();
+        thread.join().unwrap().unwrap();
+        self.serving = None;
+    }
+
+    /// A daemon that is a process: this program, of which the test `process_daemon` is run.
+    pub fn spawn(&self, die_at: Option<Step>) -> Child {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "process_daemon", "--nocapture", "--test-threads=1"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let guests = self.machine().backend().unwrap().pass_to(&mut command);
+        command.env(GUESTS, guests).env(STORE, self.store_socket());
+        command.env(RUN, self.places().run).env(IMAGES, self.dir.path().join("images"));
+        if let Some(step) = die_at {
+            command.env(DIE_AT, format!("{step:?}"));
+        }
+        command.spawn().unwrap()
+    }
+
+    pub fn forgotten(&self) -> Vec<DiskId> {
+        self.serving.as_ref().unwrap().forgotten.lock().unwrap().clone()
+    }
+
+    /// The toolstack attaches a disk.
+    pub fn attach(&self, domid: u16, index: u32, params: &str) -> DiskPaths {
+        self.attach_with(domid, index, params, &[])
+    }
+
+    pub fn attach_with(
+        &self,
+        domid: u16,
+        index: u32,
+        params: &str,
+        keys: &[(&'static str, &str)],
+    ) -> DiskPaths {
+        let backend_keys = keys.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
+        let disk =
+            VirtualDisk { params: params.to_owned(), backend_keys, ..VirtualDisk::xvd(index) };
+        self.machine().attach_disk(DomId(domid), disk).unwrap()
+    }
+
+    /// A frontend that has not begun.
+    pub fn frontend(&self, disk: &DiskPaths) -> Frontend {
+        let guest = self.machine().guest(disk.domid).unwrap();
+        Frontend::new(guest, disk.devid).unwrap()
+    }
+
+    /// One that is connected.
+    pub fn connect(&self, disk: &DiskPaths) -> Frontend {
+        let mut front = self.frontend(disk);
+        front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+        front
+    }
+
+    pub fn backend_state(&self, disk: &DiskPaths) -> u32 {
+        self.machine().backend_state(disk).unwrap()
+    }
+
+    pub fn wait_for_state(&self, disk: &DiskPaths, state: u32) {
+        wait_until(&format!("state {state} of {}", disk.backend), || {
+            self.backend_state(disk) == state
+        });
+    }
+
+    /// What xl does: it asks, waits for 6, and removes the directories.
+    pub fn detach(&self, disk: &DiskPaths) {
+        self.machine().unplug(disk).unwrap();
+        self.wait_for_state(disk, 6);
+        self.machine().remove_disk(disk).unwrap();
+    }
+
+    pub fn call<T: DeserializeOwned>(
+        &self,
+        method: &str,
+        params: &impl Serialize,
+    ) -> Result<T, ClientError> {
+        client::call(&self.places().control(), method, params, 2 * PATIENCE)
+    }
+
+    pub fn status(&self) -> Result<Status, ClientError> {
+        self.call("daemon.status", &json!({}))
+    }
+
+    pub fn disks(&self) -> Vec<Listed> {
+        self.call::<Disks>("disk.list", &json!({})).unwrap().disks
+    }
+
+    pub fn show(&self, disk: &DiskPaths) -> Result<Details, ClientError> {
+        self.call("disk.show", &json!({ "disk": id(disk) }))
+    }
+
+    /// Waits until a disk is so far.
+    pub fn wait_for_phase(&self, disk: &DiskPaths, phase: PhaseName) -> Listed {
+        let mut found = None;
+        wait_until(&format!("{phase:?} of {}", disk.backend), || {
+            let listed = self.disks().into_iter();
+            found = listed.clone().find(|l| l.disk == id(disk) && l.phase == phase);
+            found.is_some()
+        });
+        found.unwrap()
+    }
+
+    pub fn wait_for_no_disks(&self) {
+        wait_until("no disks", || self.disks().is_empty());
+        wait_until("no leftovers", || self.leftovers().is_empty());
+    }
+
+    /// What disks have left in the run directory.
+    pub fn leftovers(&self) -> Vec<String> {
+        let run = self.places().run;
+        let names = |dir: &Path| -> Vec<String> {
+            let entries = std::fs::read_dir(dir).into_iter().flatten();
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+        };
+        let mut left = names(&run.join("disks"));
+        left.extend(names(&run).into_iter().filter(|name| name.starts_with("vbd-")));
+        left
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(Running { stop, thread }) = self.daemon.take() {
+            stop.wake();
+            if !std::thread::panicking() {
+                thread.join().unwrap().unwrap();
+            }
+        }
+    }
+}
+
+pub fn id(disk: &DiskPaths) -> DiskId {
+    DiskId { domid: disk.domid.0, devid: disk.devid }
+}
+
+/// By the socket.
+pub fn connect(socket: &Path) -> Connect {
+    let socket = socket.to_owned();
+    Box::new(move || {
+        Store::open_socket(&socket).map_err(|e| StoreError::Unreachable { tried: e.to_string() })
+    })
+}
+
+/// Writes and reads something.
+pub fn works(front: &mut Frontend, stamp: u8) {
+    let buffer = front.space().buffer(1).unwrap();
+    buffer.write(0, &[stamp; 4096]);
+    let queue = &mut front.queues[0];
+    queue.write(8, &buffer, 0, 4096).unwrap();
+    assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+    buffer.write(0, &[0; 4096]);
+    queue.read(8, &buffer, 0, 4096).unwrap();
+    assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+    let mut data = vec![0; 4096];
+    buffer.read(0, &mut data);
+    assert!(data == [stamp; 4096]);
+}
+
+/// So long as something that must not happen is given.
+pub const A_WHILE: Duration = Duration::from_millis(50);
+/// To tell where a daemon dies.
+pub const STEPS: [Step; 3] = [Step::StateWritten, Step::Served, Step::Forgotten];
+
+const GUESTS: &str = "FERRITE_TEST_GUESTS";
+const STORE: &str = "FERRITE_TEST_STORE";
+const RUN: &str = "FERRITE_TEST_RUN";
+const IMAGES: &str = "FERRITE_TEST_IMAGES";
+const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
+
+/// This process is a daemon, if the environment says so.
+pub fn be_a_daemon() {
+    let env = |name: &str| std::env::var(name).unwrap();
+    let Ok(guests) = std::env::var(GUESTS) else { return };
+    let loopback = Loopback::new(CopyWith::Memcpy);
+    for guest in BackendHandle::from_arg(&guests).unwrap().guests {
+        loopback.add(&guest).unwrap();
+    }
+    let serving = InProcess { loopback: Arc::new(loopback), forgotten: Mutex::default() };
+    let config = Config { image_folders: vec![env(IMAGES).into()], ..Config::default() };
+    let places = Places { run: env(RUN).into() };
+    let way = connect(env(STORE).as_ref());
+    let stop = Arc::new(Waker::new().unwrap());
+    let daemon = Daemon::new(config, places, Arc::new(serving), way, stop).unwrap();
+    let daemon = daemon.with_steps(|step| {
+        if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
+            let pid = rustix::process::getpid();
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        }
+    });
+    daemon.run(&|_| ()).unwrap();
+}
