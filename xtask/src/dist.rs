@@ -89,6 +89,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     if is_static && told.contains("(NEEDED)") {
         bail!("the program is not linked statically:\n{told}");
     }
+    verify_units(&folder, &log)?;
     let images = made.deb.with_file_name("images");
     fs::create_dir_all(&images)?;
     for line in [
@@ -107,12 +108,37 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "usr/bin/ferrite",
         "usr/bin/ferrite-bench",
         "etc/xen/scripts/block-ferrite",
+        "usr/lib/systemd/system/ferrite.service",
+        "man1/ferrite-daemon.1.gz",
         "man1/ferrite-serve.1.gz",
         "man1/ferrite-bench.1.gz",
     ] {
         if !listed.contains(path) || !(path.starts_with("man1") || folder.join(path).is_file()) {
             bail!("{path} is not in the packages:\n{listed}");
         }
+    }
+    Ok(())
+}
+
+/// Has systemd look at the units, where there is one: it names keys that it does not know, and programs
+/// that are not there.
+fn verify_units(root: &Path, log: &Path) -> Result<()> {
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        return Ok(());
+    }
+    for unit in ["ferrite.service", "ferrite@.service"] {
+        let path = root.join("usr/lib/systemd/system").join(unit);
+        let text = fs::read_to_string(&path)?;
+        // Installed nowhere, the program is where it was unpacked; other units are not asked for.
+        let program = root.join("usr/bin/ferrite");
+        let text = text.replace("/usr/bin/ferrite", &program.display().to_string());
+        let text = text.lines().filter(|line| !line.starts_with("Documentation="));
+        let text = text.collect::<Vec<_>>().join("\n");
+        let copy = root.with_file_name(unit);
+        fs::write(&copy, text + "\n")?;
+        let mut verify = Command::new("systemd-analyze");
+        verify.args(["verify", "--man=no", "--recursive-errors=no"]).arg(&copy);
+        run_logged(&mut verify, log)?;
     }
     Ok(())
 }
@@ -169,11 +195,12 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(program, "usr/bin/ferrite", 0o755)?;
     put(&beside(program), "usr/bin/ferrite-bench", 0o755)?;
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
+    put(&ours("ferrite.service"), "usr/lib/systemd/system/ferrite.service", 0o644)?;
     put(&ours("tmpfiles.conf"), "usr/lib/tmpfiles.d/ferrite.conf", 0o644)?;
     put(&ours("modules-load.conf"), "usr/lib/modules-load.d/ferrite.conf", 0o644)?;
     put(&ours("block-ferrite"), "etc/xen/scripts/block-ferrite", 0o755)?;
     put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
-    for page in ["serve.md", "images.md", "install.md"] {
+    for page in ["operations.md", "serve.md", "images.md", "install.md", "control.schema.json"] {
         let from = steps::repository().join("docs").join(page);
         put(&from, &format!("usr/share/doc/ferrite/{page}"), 0o644)?;
     }

@@ -54,6 +54,10 @@ fn is_check() -> bool {
 pub(crate) enum Command {
     /// Serve one disk to one guest, in the foreground, until the guest's device is removed.
     Serve(ServeArgs),
+    /// Serve all disks that the toolstack attaches, in the foreground, until it is stopped.
+    Daemon(DaemonArgs),
+    /// See the disks that the daemon serves, and detach them.
+    Disk(DiskArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),
     /// Make, look at, copy, merge and mend disk images that nobody is using.
@@ -128,6 +132,93 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
+}
+
+/// Where the daemon keeps what outlives it, and where it is asked.
+#[derive(Debug, Args)]
+pub(crate) struct RunDirArgs {
+    /// The daemon's folder, on tmpfs: control socket, state of disks, journals.
+    #[arg(long, value_name = "DIR", default_value = "/run/ferrite")]
+    pub(crate) run_dir: PathBuf,
+}
+
+/// `ferrite daemon`.
+#[derive(Debug, Args)]
+pub(crate) struct DaemonArgs {
+    /// The configuration; /etc/ferrite/ferrite.toml if it is there.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+
+    /// Say whether the configuration is right, and end.
+    #[arg(long)]
+    pub(crate) check_config: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
+}
+
+/// `ferrite disk`.
+#[derive(Debug, Args)]
+pub(crate) struct DiskArgs {
+    #[command(subcommand)]
+    pub(crate) command: DiskCommand,
+}
+
+/// What to do with disks.
+#[derive(Debug, Subcommand)]
+pub(crate) enum DiskCommand {
+    /// All disks that are attached, and how they are.
+    List {
+        /// Print JSON instead of a table.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
+    /// One disk, and what it waits for.
+    Show {
+        /// The guest's number, and the device as a number or as xvda, hda, sda.
+        #[arg(value_name = "DOMID/DEVID")]
+        disk: Vbd,
+        /// Print JSON instead of text.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
+    /// Take a disk from its guest, as the toolstack does; xl block-detach does the same.
+    Detach {
+        /// The guest's number, and the device as a number or as xvda, hda, sda.
+        #[arg(value_name = "DOMID/DEVID")]
+        disk: Vbd,
+        /// Take it even if the guest does not let go: what it has not written is lost.
+        #[arg(long)]
+        force: bool,
+        /// How long the guest has for it.
+        #[arg(long, value_name = "SECONDS", default_value_t = 10,
+              value_parser = clap::value_parser!(u32).range(0..=300))]
+        timeout: u32,
+        /// Print JSON instead of text.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
+    /// Wait until a disk is served; what hotplug scripts of toolstacks ask.
+    Wait {
+        /// The disk's directory in xenstore: XENBUS_PATH.
+        #[arg(value_name = "BACKEND")]
+        backend: String,
+        /// How long to wait.
+        #[arg(long, value_name = "SECONDS", default_value_t = 30,
+              value_parser = clap::value_parser!(u32).range(0..=300))]
+        timeout: u32,
+        /// Print JSON instead of text.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
 }
 
 /// `ferrite generate`.

@@ -18,7 +18,7 @@ impl Code {
     /// The command line makes no sense.
     pub const USAGE: Code = Code(2);
     /// The named thing is not there.
-    const NOT_FOUND: Code = Code(3);
+    pub const NOT_FOUND: Code = Code(3);
     /// The named thing is in use by somebody else.
     const BUSY: Code = Code(4);
     /// The image contradicts itself.

@@ -7,6 +7,8 @@ use std::process::ExitCode;
 use clap::Parser;
 
 mod cli;
+mod daemon;
+mod disk;
 mod doctor;
 pub mod engine;
 pub mod exit;
@@ -22,7 +24,7 @@ pub mod signals;
 mod vdev;
 
 /// A server tells what happens to it; other commands speak of trouble only.
-const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info";
+const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info";
 
 /// All of `ferrite`.
 pub fn main() -> ExitCode {
@@ -30,10 +32,12 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return cli::refuse(&e),
     };
-    let is_server = matches!(cli.command, cli::Command::Serve(_));
+    let is_server = matches!(cli.command, cli::Command::Serve(_) | cli::Command::Daemon(_));
     log::set_up(cli.verbose, if is_server { SERVER_LOG } else { "warn" });
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
+        cli::Command::Daemon(args) => daemon::run(args),
+        cli::Command::Disk(args) => disk::run(args),
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Generate(args) => generate::run::<cli::Cli>(&args.directory),

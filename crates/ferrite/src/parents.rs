@@ -26,6 +26,11 @@ pub struct ParentsArgs {
 }
 
 impl ParentsArgs {
+    /// As if these had been given.
+    pub fn of(folders: &[PathBuf]) -> ParentsArgs {
+        ParentsArgs { named: folders.to_vec() }
+    }
+
     /// With what the host's own list says.
     ///
     /// # Errors

@@ -47,31 +47,44 @@ const RECOVERY_ENTRIES: u32 = 32;
 /// Serves one disk. How its image is to be opened is known when the toolstack has attached it; what
 /// is wrong with the image is said before that, on any machine, with Xen or without.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    let (domid, devid) = (args.xen.domain, args.xen.device);
-    let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
-    let run_dir = Path::new(RUN_DIR).join(run_dir_name(domid, devid));
+    let run = Path::new(RUN_DIR);
     let stop = stop_on_signals()?;
     let mut store = match Store::open() {
         Ok(store) => store,
         Err(e) => {
-            try_open(args, &run_dir)?;
+            try_open(args, run)?;
             return Err(no_xen(args, e));
         }
     };
-    if let Err(e) = sweep(&mut store, Path::new(RUN_DIR), &format!("backend/{BACKEND_KIND}")) {
+    if let Err(e) = sweep(&mut store, run, &format!("backend/{BACKEND_KIND}")) {
         tracing::warn!("cannot look for what disks that are gone have left: {e}");
     }
-    let Some(attachment) = attachment(args, &mut store, &backend, &run_dir, &stop)? else {
-        return Ok(());
+    serve_one(args, run, &mut store, &stop, || ()).map(drop)
+}
+
+/// The same with this folder for what outlives the process, and this way to xenstore. `None`: stopped
+/// before it was attached. When the image is open, `opened` is called.
+pub(crate) fn serve_one(
+    args: &ServeArgs,
+    run: &Path,
+    store: &mut Store,
+    stop: &Waker,
+    opened: impl FnOnce(),
+) -> Result<Option<Outcome>, Failure> {
+    let (domid, devid) = (args.xen.domain, args.xen.device);
+    let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
+    let run_dir = run.join(run_dir_name(domid, devid));
+    let Some(attachment) = attachment(args, store, &backend, run, stop)? else {
+        return Ok(None);
     };
-    let opened = open(args, attachment.read_only, &run_dir).and_then(|disk| {
+    let found = open(args, attachment.read_only, run).and_then(|disk| {
         tracing::info!("opened {disk}");
         let kind = choose(args.engine, args.poll_storage, &disk)?;
         Ok((disk, kind))
     });
-    let (disk, kind) = opened.inspect_err(|failure| {
+    let (disk, kind) = found.inspect_err(|failure| {
         // The toolstack waits. That xenstore refuses it changes nothing about the failure.
-        let _ = report_failure(&mut store, &backend, &format!("{}: {}", failure.what, failure.why));
+        let _ = report_failure(store, &backend, &format!("{}: {}", failure.what, failure.why));
     })?;
     let offer = Offer {
         max_queues: args.queues,
@@ -83,12 +96,12 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         follow: FollowConfig { backend, domid, devid, offer },
         work: WorkConfig {
             domid,
-            moving: moving(args)?,
+            moving: moving(args, run)?,
             pool_bytes: args.memory,
             run_dir,
             closes: true,
             tuning: args.tuning.tuning(),
-            processors: processors(args),
+            processors: processors(args, run),
             counters: Counters::default(),
         },
         engine: engines(kind),
@@ -97,21 +110,22 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     let disk = device.disk().map_err(|e| no_copy(args, e))?;
     recover_parents(&disk, &config.engine).map_err(|e| no_copy(args, e))?;
     drop(disk);
-    let outcome = serve(&mut store, &Xen::new(), &device, &config, &stop);
+    opened();
+    let outcome = serve(store, &Xen::new(), &device, &config, stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
         // Without it the next one takes this one for killed, and does no harm.
         let _ = std::fs::write(config.work.run_dir.join(STOPPED), "");
     }
-    match outcome {
+    match &outcome {
         Ok(Outcome::Unplugged) => tracing::info!("{} was unplugged", args.xen),
         Ok(Outcome::Stopped | Outcome::Left) => tracing::info!(
             "stopped; a guest that had connected {} waits until it is served again",
             args.xen
         ),
-        Err(e) => return Err(failed(args, &e)),
+        Err(_) => {}
     }
-    Ok(())
+    outcome.map(Some).map_err(|e| failed(args, &e))
 }
 
 /// The toolstack's settings of the disk, when they are there. `None`: stopped before.
@@ -119,7 +133,7 @@ fn attachment(
     args: &ServeArgs,
     store: &mut Store,
     backend: &str,
-    run_dir: &Path,
+    run: &Path,
     stop: &Waker,
 ) -> Result<Option<Attachment>, Failure> {
     let domid = args.xen.domain;
@@ -127,27 +141,28 @@ fn attachment(
     if found.is_some() {
         return Ok(found);
     }
-    try_open(args, run_dir)?;
+    try_open(args, run)?;
     Attachment::wait(store, backend, domid, stop).map_err(|e| failed(args, &e))
 }
 
 /// Opens the image to read it, and lets go of it: so that what is wrong with it is said at once.
-fn try_open(args: &ServeArgs, run_dir: &Path) -> Result<(), Failure> {
-    open(args, true, run_dir).map(drop)
+fn try_open(args: &ServeArgs, run: &Path) -> Result<(), Failure> {
+    open(args, true, run).map(drop)
 }
 
-fn open(args: &ServeArgs, read_only: bool, run_dir: &Path) -> Result<Disk, Failure> {
+fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> {
+    let run_dir = run.join(run_dir_name(args.xen.domain, args.xen.device));
     // Of one that was killed I/O may still be under way.
-    let taken_over = was_killed(run_dir);
+    let taken_over = was_killed(&run_dir);
     let options = OpenOptions {
         read_only: args.read_only || read_only,
         wait_for_lock: taken_over.then_some(TAKE_OVER_WAIT),
         taken_over,
-        state_dir: Some(Path::new(RUN_DIR).join(IMAGES)),
+        state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
-    Ok(Disk::open(&served_raw::name(run_dir, &args.image), &options)?)
+    Ok(Disk::open(&served_raw::name(&run_dir, &args.image), &options)?)
 }
 
 /// Writes of a killed backend to an image that is a parent now become the leaf's.
@@ -174,12 +189,12 @@ fn no_copy(args: &ServeArgs, e: io::Error) -> Failure {
     Failure::new(what, e, help)
 }
 
-fn moving(args: &ServeArgs) -> Result<Moving, Failure> {
-    let path = Path::new(RUN_DIR).join(MAP_BUDGET);
+fn moving(args: &ServeArgs, run: &Path) -> Result<Moving, Failure> {
+    let path = run.join(MAP_BUDGET);
     let budget = match args.mover {
         Mover::Copy => mover::Budget::of_disk(0),
         Mover::Map | Mover::Persistent => {
-            make_dir(Path::new(RUN_DIR))?;
+            make_dir(run)?;
             mover::Budget::of_host(&path, args.map_budget_host, args.map_budget).map_err(|e| {
                 let help = "it is made when it is not there; --mover copy does without it";
                 Failure::new(format!("cannot open {}", path.display()), e, help)
@@ -191,9 +206,9 @@ fn moving(args: &ServeArgs) -> Result<Moving, Failure> {
 
 /// Without the file that is shared, the disk is bounded by itself alone: it is no reason not to
 /// serve it.
-fn processors(args: &ServeArgs) -> Arc<Processors> {
-    let path = Path::new(RUN_DIR).join(POLL_BUDGET);
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
+fn processors(args: &ServeArgs, run: &Path) -> Arc<Processors> {
+    let path = run.join(POLL_BUDGET);
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(run);
     let polling = made.and_then(|()| args.tuning.polling(&path)).unwrap_or_else(|e| {
         let percent = args.tuning.poll_cpu;
         tracing::warn!(
@@ -215,7 +230,7 @@ fn make_dir(path: &Path) -> Result<(), Failure> {
 }
 
 /// SIGTERM, SIGINT and SIGHUP end the process in good order: everything taken is answered.
-fn stop_on_signals() -> Result<Arc<Waker>, Failure> {
+pub(crate) fn stop_on_signals() -> Result<Arc<Waker>, Failure> {
     let stop = Arc::new(Waker::new().map_err(signals::cannot)?);
     let mut signals = signals::listen()?;
     let wake = stop.clone();

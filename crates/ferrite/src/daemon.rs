@@ -1,0 +1,120 @@
+//! `ferrite daemon`: all disks of a host, in the foreground.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrite_daemon::config::{self, Config};
+use ferrite_daemon::state::DiskId;
+use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places, Serving};
+use ferrite_serve::blkif::lifecycle::Outcome;
+use ferrite_serve::waker::Waker;
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::store::Store;
+use sd_notify::NotifyState;
+
+use crate::cli::{DaemonArgs, ServeArgs};
+use crate::exit::{Code, Failure};
+use crate::options::TuningArgs;
+use crate::parents::ParentsArgs;
+use crate::serve::{serve_one, stop_on_signals};
+use crate::vdev::Vbd;
+
+/// systemd hears no more often than this that nothing has changed.
+const ALIVE: Duration = Duration::from_secs(1);
+
+pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
+    let path = args.config.as_deref().unwrap_or(Path::new(config::PATH));
+    let config = Config::load(path, args.config.is_some() || args.check_config).map_err(|e| {
+        let (what, why) = match &e.key {
+            Some(key) => (format!("{}: {key}", e.file.display()), e.why),
+            None => (e.file.display().to_string(), e.why),
+        };
+        Failure { code: Code::USAGE, what, why, help: e.allowed }
+    })?;
+    if args.check_config {
+        println!("{} is right", path.display());
+        return Ok(());
+    }
+    let stop = stop_on_signals()?;
+    let places = Places { run: args.places.run_dir.clone() };
+    let daemon =
+        Daemon::new(config, places, Arc::new(Threads), Box::new(Store::open), stop.clone())
+            .map_err(|e| cannot(&args.places.run_dir, &e))?;
+    let told = std::cell::RefCell::new((String::new(), Instant::now()));
+    daemon
+        .run(&|status| {
+            let mut told = told.borrow_mut();
+            if told.0 != status || told.1.elapsed() > ALIVE {
+                *told = (status.to_owned(), Instant::now());
+                tell_systemd(status);
+            }
+        })
+        .map_err(|e| cannot(&args.places.run_dir, &e))?;
+    tracing::info!("stopped; guests keep their disks and wait for the next daemon");
+    Ok(())
+}
+
+/// Where systemd has started us, it hears that we are there, that we live, and how we are.
+fn tell_systemd(status: &str) {
+    let states = [NotifyState::Ready, NotifyState::Watchdog, NotifyState::Status(status)];
+    if let Err(e) = sd_notify::notify(false, &states) {
+        tracing::debug!("cannot tell systemd: {e}");
+    }
+}
+
+fn cannot(run: &Path, e: &std::io::Error) -> Failure {
+    let what = format!("cannot run the daemon in {}", run.display());
+    Failure::new(what, e, "run one daemon a host, as root, with tmpfs mounted on /run")
+}
+
+/// Disks are served by threads of the daemon's process.
+struct Threads;
+
+impl Serving for Threads {
+    fn serve(
+        &self,
+        disk: &Assignment<'_>,
+        store: &mut Store,
+        stop: &Waker,
+    ) -> Result<Outcome, DiskFailure> {
+        let args = serve_args(disk);
+        let is_served = || disk.is_served(std::process::id());
+        let served = serve_one(&args, disk.run_dir(), store, stop, is_served);
+        served.map(|outcome| outcome.unwrap_or(Outcome::Stopped)).map_err(|failure| DiskFailure {
+            why: format!("{}: {}", failure.what, failure.why),
+            help: failure.help,
+        })
+    }
+
+    /// Its run directory went with it, and there is nothing else.
+    fn forget(&self, _: DiskId) {}
+}
+
+/// What `ferrite serve` would be told of the disk.
+fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
+    let options = &disk.options;
+    let folders: &[PathBuf] = &disk.config().parent_folders;
+    ServeArgs {
+        image: disk.image.name(),
+        xen: Vbd { domain: DomId(disk.id.domid), device: disk.id.devid },
+        read_only: false,
+        queues: options.queues,
+        ring_order: options.ring_order,
+        indirect: u32::from(options.indirect),
+        engine: options.engine,
+        poll_storage: options.poll_storage,
+        cpu: options.cpu,
+        memory: options.memory_bytes,
+        mover: options.mover,
+        map_budget: options.map_budget,
+        map_budget_host: disk.config().host.map_budget,
+        parents: ParentsArgs::of(folders),
+        tuning: TuningArgs {
+            poll_us: options.poll,
+            poll_cpu: options.poll_cpu,
+            poll_host: disk.config().host.poll_processors,
+            no_merge: !options.merge,
+        },
+    }
+}

@@ -1,0 +1,219 @@
+//! `ferrite disk`: asking the daemon, and showing what it answers.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use ferrite_daemon::Places;
+use ferrite_daemon::control::client::{self, ClientError};
+use ferrite_daemon::control::protocol::{
+    Attached, DetachParams, Detached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, Status,
+    WaitParams,
+};
+use ferrite_daemon::state::DiskId;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::cli::{DiskArgs, DiskCommand};
+use crate::exit::{Code, Failure};
+use crate::plain::one_line;
+use crate::vdev::Vbd;
+
+/// What the daemon has beside the time that a method may take.
+const ANSWER: Duration = Duration::from_secs(40);
+/// Closing an image is waited for as long as the daemon waits.
+const DETACH: Duration = Duration::from_secs(320);
+
+pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
+    match &args.command {
+        DiskCommand::List { json, places } => list(&places.run_dir, *json),
+        DiskCommand::Show { disk, json, places } => show(&places.run_dir, *disk, *json),
+        DiskCommand::Detach { disk, force, timeout, json, places } => {
+            let asked = DetachParams { disk: id(*disk), force: *force, timeout_s: *timeout };
+            let wait = DETACH + seconds(*timeout);
+            let done: Detached = call(&places.run_dir, "disk.detach", &asked, wait)?;
+            let how = if done.forced { "was taken from its guest" } else { "is detached" };
+            tell(*json, &done, || println!("disk {disk} {how}"))
+        }
+        DiskCommand::Wait { backend, timeout, json, places } => {
+            let asked = WaitParams { backend: backend.clone(), timeout_s: *timeout };
+            let wait = ANSWER + seconds(*timeout);
+            let done: Attached = call(&places.run_dir, "attach.wait", &asked, wait)?;
+            tell(*json, &done, || println!("{backend} is served"))
+        }
+    }
+}
+
+fn seconds(seconds: u32) -> Duration {
+    Duration::from_secs(seconds.into())
+}
+
+fn id(disk: Vbd) -> DiskId {
+    DiskId { domid: disk.domain.0, devid: disk.device }
+}
+
+fn call<T: DeserializeOwned>(
+    run: &Path,
+    method: &str,
+    params: &impl Serialize,
+    timeout: Duration,
+) -> Result<T, Failure> {
+    let socket = Places { run: run.to_owned() }.control();
+    client::call(&socket, method, params, timeout).map_err(|e: ClientError| {
+        let failure = Failure::new(format!("{method} of the daemon"), &e, e.help());
+        match e.is_no_disk() {
+            true => failure.with_code(Code::NOT_FOUND),
+            false => failure,
+        }
+    })
+}
+
+/// Prints the answer, as JSON or for people.
+fn tell(json: bool, answer: &impl Serialize, text: impl FnOnce()) -> Result<(), Failure> {
+    if !json {
+        text();
+        return Ok(());
+    }
+    let text = serde_json::to_string_pretty(answer)
+        .map_err(|e| Failure::new("cannot print JSON", e, "leave --json out"))?;
+    println!("{text}");
+    Ok(())
+}
+
+fn list(run: &Path, json: bool) -> Result<(), Failure> {
+    let disks: Disks = call(run, "disk.list", &Nothing {}, ANSWER)?;
+    tell(json, &disks, || {
+        let status = call::<Status>(run, "daemon.status", &Nothing {}, ANSWER);
+        if let Ok(Status { no_xen: Some(why), .. }) = status {
+            println!("no Xen: {}", one_line(&why));
+        }
+        print!("{}", table(&disks.disks));
+    })
+}
+
+/// A line a disk, and one for what it fails of.
+fn table(disks: &[Disk]) -> String {
+    let mut rows = vec![["DISK", "PHASE", "FOR", "PID", "FORMAT", "IMAGE"].map(str::to_owned)];
+    for disk in disks {
+        rows.push([
+            disk.disk.to_string(),
+            phase(disk.phase).to_owned(),
+            age(disk.since),
+            disk.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
+            disk.format.map_or("-", |format| format.word()).to_owned(),
+            one_line(disk.image.as_deref().unwrap_or("-")).into_owned(),
+        ]);
+    }
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: Vec<usize> = (0..5).map(|column| width(column).unwrap_or(0)).collect();
+    let mut text = String::new();
+    for (i, row) in rows.iter().enumerate() {
+        for (cell, width) in row.iter().zip(&widths) {
+            text += &format!("{cell:width$}  ");
+        }
+        text += &format!("{}\n", row[5]);
+        let why = i.checked_sub(1).and_then(|at| disks[at].why.as_deref());
+        text += &why.map(|why| format!("    {}\n", one_line(why))).unwrap_or_default();
+    }
+    text
+}
+
+fn phase(phase: PhaseName) -> &'static str {
+    match phase {
+        PhaseName::Starting => "starting",
+        PhaseName::Served => "served",
+        PhaseName::Failed => "failed",
+        PhaseName::Empty => "empty",
+    }
+}
+
+/// How long ago that was, in one unit.
+fn age(since: u64) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    let seconds = now.saturating_sub(since);
+    match seconds {
+        0..120 => format!("{seconds}s"),
+        120..7200 => format!("{}m", seconds / 60),
+        7200..172_800 => format!("{}h", seconds / 3600),
+        _ => format!("{}d", seconds / 86_400),
+    }
+}
+
+fn show(run: &Path, disk: Vbd, json: bool) -> Result<(), Failure> {
+    let details: Details = call(run, "disk.show", &ShowParams { disk: id(disk) }, ANSWER)?;
+    tell(json, &details, || print!("{}", description(&details)))
+}
+
+fn description(details: &Details) -> String {
+    let disk = &details.disk;
+    let none = || "-".to_owned();
+    let mut lines = vec![
+        ("disk", disk.disk.to_string()),
+        ("image", disk.image.clone().unwrap_or_else(none)),
+        ("format", disk.format.map_or("-", |format| format.word()).to_owned()),
+        ("phase", format!("{}, for {}", phase(disk.phase), age(disk.since))),
+        ("pid", disk.pid.map_or_else(none, |pid| pid.to_string())),
+        ("minor", disk.minor.to_string()),
+        ("starts", disk.starts.to_string()),
+        (
+            "states",
+            format!("{} (backend), {} (guest)", details.backend_state, details.frontend_state),
+        ),
+        ("wanted", if details.online { "yes" } else { "no: it is to be detached" }.to_owned()),
+        ("script", details.hotplug_status.clone().unwrap_or_else(none)),
+    ];
+    if let Some(waits_for) = &details.waits_for {
+        lines.push(("waits for", waits_for.clone()));
+    }
+    lines.iter().map(|(name, value)| format!("{name:10} {}\n", one_line(value))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrite_daemon::params::Format;
+
+    fn disk(domid: u16, why: Option<&str>) -> Disk {
+        Disk {
+            disk: DiskId { domid, devid: 51712 },
+            phase: if why.is_some() { PhaseName::Failed } else { PhaseName::Served },
+            since: u64::MAX,
+            format: Some(Format::Vhd),
+            image: Some("/srv/a\u{1b}[31m.vhd".to_owned()),
+            pid: Some(77),
+            minor: 0,
+            starts: 1,
+            why: why.map(str::to_owned),
+            help: why.map(|_| "mend it".to_owned()),
+        }
+    }
+
+    #[test]
+    fn a_list_has_a_line_a_disk_and_one_for_each_reason() {
+        let text = table(&[disk(1, None), disk(1000, Some("no such\nimage"))]);
+        let expected = "DISK        PHASE   FOR  PID  FORMAT  IMAGE\n\
+                        1/51712     served  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n\
+                        1000/51712  failed  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n    \
+                        no such\\nimage\n";
+        assert_eq!(text, expected);
+        assert_eq!(table(&[]), "DISK  PHASE  FOR  PID  FORMAT  IMAGE\n");
+    }
+
+    #[test]
+    fn one_disk_is_described_with_what_it_waits_for() {
+        let details = Details {
+            disk: disk(1, None),
+            backend_state: 5,
+            frontend_state: 4,
+            online: false,
+            hotplug_status: None,
+            waits_for: Some("the guest".to_owned()),
+        };
+        let text = description(&details);
+        for line in
+            ["disk       1/51712", "states     5 (backend), 4 (guest)", "waits for  the guest"]
+        {
+            assert!(text.lines().any(|have| have == line), "{line}: {text}");
+        }
+        assert!(text.lines().all(|line| !line.contains('\u{1b}')));
+    }
+}

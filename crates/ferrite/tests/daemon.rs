@@ -1,0 +1,234 @@
+//! The daemon as a program, on a machine without Xen, and what its documentation shows.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use ferrite_daemon::config::Config;
+use ferrite_testkit::wait_until;
+
+fn ferrite(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_ferrite")).env_remove("RUST_LOG").args(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn operations() -> String {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/operations.md");
+    fs::read_to_string(page).unwrap()
+}
+
+/// The blocks of one language.
+fn blocks(language: &str) -> Vec<String> {
+    let page = operations();
+    let marker = format!("```{language}\n");
+    let opened = page.split(&marker).skip(1);
+    opened.map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
+}
+
+/// A daemon, which ends with the test.
+struct Daemon {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start() -> Daemon {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(["daemon", "--run-dir"]).arg(dir.path().join("run")).env_remove("RUST_LOG");
+        command.stdout(Stdio::null()).stderr(fs::File::create(dir.path().join("log")).unwrap());
+        let daemon = Daemon { child: command.spawn().unwrap(), dir };
+        wait_until("a control socket", || daemon.run_dir().join("control.sock").exists());
+        wait_until("an answer", || daemon.disk(&["list"]).status.success());
+        daemon
+    }
+
+    fn run_dir(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("log")).unwrap()
+    }
+
+    fn disk(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.arg("disk").args(args).arg("--run-dir").arg(self.run_dir());
+        command.env_remove("RUST_LOG").output().unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Whether this machine is one of Xen's: its daemon would serve real guests.
+fn has_xen() -> bool {
+    Path::new("/proc/xen/capabilities").exists() || Path::new("/dev/xen/xenbus").exists()
+}
+
+#[test]
+fn without_xen_it_runs_answers_and_says_so() {
+    if has_xen() {
+        return;
+    }
+    let mut daemon = Daemon::start();
+    let listed = text(&daemon.disk(&["list"]).stdout);
+    assert!(listed.starts_with("no Xen: ") && listed.contains("DISK"), "{listed}");
+    wait_until("a line in the log", || daemon.log().contains("no Xen"));
+    let json: serde_json::Value =
+        serde_json::from_slice(&daemon.disk(&["list", "--json"]).stdout).unwrap();
+    assert_eq!(json, serde_json::json!({ "disks": [] }));
+    for args in [&["show", "3/xvdb"][..], &["detach", "3/xvdb"]] {
+        let output = daemon.disk(args);
+        assert_eq!(output.status.code(), Some(3), "{args:?}");
+        let said = text(&output.stderr);
+        assert!(said.contains("disk 3/51728 is not attached") && said.contains("help: "), "{said}");
+    }
+    let output = daemon.disk(&["wait", "backend/vbd3/3/51728", "--timeout", "0"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("not served in time"));
+    let second = ferrite(&["daemon", "--run-dir", daemon.run_dir().to_str().unwrap()]);
+    assert_eq!(second.status.code(), Some(1));
+    assert!(text(&second.stderr).contains("another ferrite daemon"));
+    let pid = rustix::process::Pid::from_child(&daemon.child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(daemon.child.wait().unwrap().success());
+    let output = daemon.disk(&["list"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("systemctl start ferrite"));
+}
+
+#[test]
+fn a_wrong_configuration_is_named_and_the_daemon_does_not_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("ferrite.toml");
+    let (path, run) = (file.to_str().unwrap(), dir.path().join("run"));
+    fs::write(&file, "[disks]\nqueue = 2\n").unwrap();
+    for args in [
+        &["daemon", "--config", path, "--check-config"][..],
+        &["daemon", "--config", path, "--run-dir", run.to_str().unwrap()],
+    ] {
+        let output = ferrite(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        let said = text(&output.stderr);
+        for word in [path, "disks.queue", "there is no such key", "did you mean queues?"] {
+            assert!(said.contains(word), "{word}: {said}");
+        }
+    }
+    assert!(!run.exists());
+    fs::write(&file, "[disks]\nqueues = 2\n").unwrap();
+    let output = ferrite(&["daemon", "--config", path, "--check-config"]);
+    assert!(output.status.success());
+    assert!(text(&output.stdout).contains("is right"));
+    let missing = ferrite(&["daemon", "--check-config", "--config", "/nonexistent"]);
+    assert_eq!(missing.status.code(), Some(2));
+}
+
+#[test]
+fn the_configuration_that_is_shown_is_right_and_has_every_default() {
+    let shown = blocks("toml");
+    assert_eq!(shown.len(), 1);
+    let config = Config::parse(&shown[0], Path::new("operations.md")).unwrap();
+    let defaults = Config::default();
+    assert_eq!(config.image_folders, defaults.image_folders);
+    let mut disks = config.disks.clone();
+    // It has no default that could be shown.
+    disks.cpu = None;
+    assert_eq!(disks, defaults.disks);
+    assert_eq!(config.host.map_budget, defaults.host.map_budget);
+    assert_eq!(config.images.len(), 1);
+}
+
+#[test]
+fn the_commands_that_are_shown_work() {
+    if has_xen() {
+        return;
+    }
+    let daemon = Daemon::start();
+    let program = Path::new(env!("CARGO_BIN_EXE_ferrite")).parent().unwrap();
+    let path = format!("{}:{}", program.display(), std::env::var("PATH").unwrap());
+    let mut seen = 0;
+    for line in blocks("sh").iter().flat_map(|block| block.lines()) {
+        let run_dir = daemon.run_dir();
+        let line = line.replace("/run/ferrite", run_dir.to_str().unwrap());
+        let line = match line.starts_with("ferrite ") {
+            true => format!("{line} --run-dir {}", run_dir.display()),
+            false => line,
+        };
+        if line.contains("socat") && Command::new("socat").arg("-V").output().is_err() {
+            continue;
+        }
+        let output = Command::new("sh").args(["-ec", &line]).env("PATH", &path).output().unwrap();
+        assert!(output.status.success(), "{line}: {}", text(&output.stderr));
+        assert!(!output.stdout.is_empty(), "{line}");
+        seen += 1;
+    }
+    assert!(seen >= 2);
+    // And those that name a disk, or the system's files, are commands.
+    for line in ["disk show 3/xvdb", "disk detach 3/51728", "daemon --check-config"] {
+        let args: Vec<&str> = line.split(' ').chain(["--help"]).collect();
+        assert!(ferrite(&args).status.success(), "{line}");
+    }
+}
+
+/// The script with programs in the place of xenstore's and of the daemon's.
+fn script(dir: &Path, waited: &str, with_daemon: bool) -> (Output, String) {
+    use std::os::unix::fs::PermissionsExt as _;
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/block-ferrite");
+    let socket = dir.join("control.sock");
+    let source = fs::read_to_string(source).unwrap();
+    assert!(source.contains("/run/ferrite/control.sock"));
+    let source = source.replace("/run/ferrite/control.sock", socket.to_str().unwrap());
+    let written = dir.join("written");
+    let _ = fs::remove_file(&written);
+    for (name, body) in [
+        ("block-ferrite", source),
+        ("xenstore-write", format!("#!/bin/sh\nprintf '%s\\n' \"$@\" >>{}\n", written.display())),
+        (
+            "ferrite",
+            format!(
+                "#!/bin/sh\n[ \"$*\" = 'disk wait backend/vbd3/3/51728' ] || exit 9\n{waited}\n"
+            ),
+        ),
+    ] {
+        fs::write(dir.join(name), body).unwrap();
+        fs::set_permissions(dir.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let _socket = with_daemon.then(|| std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    let path = format!("{}:{}", dir.display(), std::env::var("PATH").unwrap());
+    let output = Command::new("sh")
+        .arg(dir.join("block-ferrite"))
+        .arg("add")
+        .env("PATH", path)
+        .env("XENBUS_PATH", "backend/vbd3/3/51728")
+        .output()
+        .unwrap();
+    let _ = fs::remove_file(&socket);
+    (output, fs::read_to_string(&written).unwrap_or_default())
+}
+
+#[test]
+fn the_script_connects_what_is_served_and_says_why_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let connected = "backend/vbd3/3/51728/hotplug-status\nconnected\n";
+    let (output, written) = script(dir.path(), "exit 0", true);
+    assert!(output.status.success());
+    assert_eq!(written, connected);
+    let (output, written) = script(dir.path(), "echo 'ferrite: no image' >&2; exit 1", true);
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(text(&output.stderr).trim(), "ferrite: no image");
+    let expected = "backend/vbd3/3/51728/hotplug-error\nferrite: no image \n\
+                    backend/vbd3/3/51728/hotplug-status\nerror\n";
+    assert_eq!(written, expected);
+    // A disk that is served by hand has offered itself.
+    let (output, written) = script(dir.path(), "exit 1", false);
+    assert!(output.status.success());
+    assert_eq!(written, connected);
+}
