@@ -10,7 +10,7 @@ use ferrite_io::names;
 use ferrite_io::naming::file_system_uuid;
 use ferrite_io::nvme::block_device;
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, StatxFlags, fstat, fstatvfs, major, minor, openat, statx,
+    AtFlags, FileType, Mode, OFlags, StatxFlags, fstat, fstatvfs, major, minor, statx,
 };
 use rustix::io::Errno;
 
@@ -166,8 +166,7 @@ pub(crate) fn lasting_file_system(path: &Path) -> io::Result<String> {
     let stat = fstat(&folder)?;
     let is_named = volume(&by_number((major(stat.st_dev), minor(stat.st_dev)))).is_some();
     // Who may not open the folder gets another name, which is that of none that is known.
-    let uuid =
-        || file_system_uuid(openat(&folder, ".", OFlags::CLOEXEC, Mode::empty()).ok()?.as_fd());
+    let uuid = || file_system_uuid(names::open_folder_again(folder.as_fd()).ok()?.as_fd());
     match (!is_named).then(uuid).flatten() {
         Some(uuid) => Ok(format!("file system {:032x}", u128::from_be_bytes(uuid))),
         None => file_system(folder),

@@ -15,6 +15,7 @@
 //! * [`names`]: what is opened by its name, by this process or by its keeper for it.
 //! * [`naming`]: what a file is, by whatever name, and a file system.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
+//! * [`sandbox`]: giving up all rights that a worker does not need.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
 
 pub mod aio;
@@ -31,6 +32,7 @@ pub mod nvme;
 pub mod pool;
 pub mod processors;
 pub mod reactor;
+pub mod sandbox;
 pub mod scratch;
 pub mod shared_lock;
 pub mod shares;

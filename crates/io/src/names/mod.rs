@@ -156,6 +156,18 @@ pub fn of_descriptor(file: BorrowedFd<'_>) -> PathBuf {
     format!("{}{}", wire::OWN_DESCRIPTORS, file.as_raw_fd()).into()
 }
 
+/// Opens a folder that is open for its path only for more than that.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_folder_again(folder: BorrowedFd<'_>) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    match BROKER.get() {
+        None => rustix::fs::openat(folder, ".", flags, Mode::empty()),
+        Some(broker) => broker.open(&of_descriptor(folder), flags, Mode::empty()),
+    }
+}
+
 /// All of a file.
 ///
 /// # Errors

@@ -17,7 +17,7 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::fs::{OFlags, fcntl_getfl, fstat, major, minor};
 
 use super::table::{Kind, Table};
-use super::{KEPT, Uring, errno_of};
+use super::{KEPT, Uring, errno_of, setup};
 use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
@@ -253,7 +253,13 @@ fn command_ring(
     if polled {
         builder.setup_iopoll();
     }
-    builder.build(entries.max(1)).map_err(|e| {
+    builder.setup_r_disabled();
+    let built = builder.build(entries.max(1)).and_then(|ring| {
+        setup::restrict(&ring, [opcode::UringCmd80::CODE].into_iter())?;
+        ring.submitter().register_enable_rings()?;
+        Ok(ring)
+    });
+    built.map_err(|e| {
         let text = format!("no io_uring for NVMe commands (Linux 5.19 or newer is needed): {e}");
         io::Error::new(e.kind(), text)
     })

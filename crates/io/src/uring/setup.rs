@@ -3,7 +3,8 @@
 use std::fmt;
 use std::io;
 
-use io_uring::{IoUring, Probe, opcode};
+use io_uring::register::{Probe, Restriction};
+use io_uring::{IoUring, cqueue, opcode, squeue};
 
 use crate::arena::{Arena, HUGE_PAGE_BYTES};
 use crate::engine::Engine;
@@ -209,26 +210,46 @@ fn check(ring: IoUring, step: Step) -> Result<(IoUring, UringFeatures), SetupErr
         missing_ops: missing_ops(&ring),
         ..UringFeatures::default()
     };
+    let entries = p.sq_entries();
+    restrict(&ring, USED.iter().map(|(code, _)| *code))
+        .map_err(|source| SetupError::Other { entries, source })?;
     Ok((ring, features))
 }
 
+/// Has the kernel refuse all operations and registrations but those that are used (Linux 5.10), once
+/// the ring is enabled: a worker's rings open nothing and make no sockets (threats.md T27).
+pub(super) fn restrict<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
+    ring: &IoUring<S, C>,
+    ops: impl Iterator<Item = u8>,
+) -> io::Result<()> {
+    // Buffers, files, updates of files, and that it is enabled.
+    const REGISTRATIONS: [u8; 6] = [0, 1, 2, 3, 6, 12];
+    let flags = squeue::Flags::FIXED_FILE | squeue::Flags::SKIP_SUCCESS;
+    let mut all: Vec<_> = ops.map(Restriction::sqe_op).collect();
+    all.extend(REGISTRATIONS.map(Restriction::register_op));
+    all.push(Restriction::sqe_flags_allowed(flags.bits()));
+    ring.submitter().register_restrictions(&mut all)
+}
+
+/// The operations that are used.
+const USED: [(u8, &str); 11] = [
+    (opcode::Read::CODE, "READ"),
+    (opcode::ReadFixed::CODE, "READ_FIXED"),
+    (opcode::Write::CODE, "WRITE"),
+    (opcode::WriteFixed::CODE, "WRITE_FIXED"),
+    (opcode::Readv::CODE, "READV"),
+    (opcode::Writev::CODE, "WRITEV"),
+    (opcode::Fsync::CODE, "FSYNC"),
+    (opcode::Fallocate::CODE, "FALLOCATE"),
+    (opcode::PollAdd::CODE, "POLL_ADD"),
+    (opcode::Timeout::CODE, "TIMEOUT"),
+    (opcode::AsyncCancel::CODE, "ASYNC_CANCEL"),
+];
+
 fn missing_ops(ring: &IoUring) -> Vec<&'static str> {
-    let used = [
-        (opcode::Read::CODE, "READ"),
-        (opcode::ReadFixed::CODE, "READ_FIXED"),
-        (opcode::Write::CODE, "WRITE"),
-        (opcode::WriteFixed::CODE, "WRITE_FIXED"),
-        (opcode::Readv::CODE, "READV"),
-        (opcode::Writev::CODE, "WRITEV"),
-        (opcode::Fsync::CODE, "FSYNC"),
-        (opcode::Fallocate::CODE, "FALLOCATE"),
-        (opcode::PollAdd::CODE, "POLL_ADD"),
-        (opcode::Timeout::CODE, "TIMEOUT"),
-        (opcode::AsyncCancel::CODE, "ASYNC_CANCEL"),
-    ];
     let mut probe = Probe::new();
     if ring.submitter().register_probe(&mut probe).is_err() {
         return Vec::new();
     }
-    used.iter().filter(|(code, _)| !probe.is_supported(*code)).map(|(_, name)| *name).collect()
+    USED.iter().filter(|(code, _)| !probe.is_supported(*code)).map(|(_, name)| *name).collect()
 }

@@ -186,6 +186,28 @@ fn events_are_read_and_let_through_with_the_next_submission() {
     assert_eq!(out, [Completion { token: 9, raw: -libc::EBADF }]);
 }
 
+/// Whoever takes a worker over finds a ring that opens nothing (threats.md T27).
+#[test]
+fn a_ring_does_nothing_that_it_is_not_for() {
+    let mut e = Uring::new(Arena::new(1).unwrap(), 8).unwrap();
+    let name = c"/dev/null";
+    let token = |e: &mut Uring| u64::from(e.table.insert(5, Kind::Data));
+    let open = opcode::OpenAt::new(Fd(libc::AT_FDCWD), name.as_ptr()).build();
+    let socket = opcode::Socket::new(libc::AF_INET, libc::SOCK_DGRAM, 0).build();
+    for entry in [open, socket] {
+        let index = token(&mut e);
+        e.hand_over(&entry.user_data(index));
+        let mut out = Vec::new();
+        while out.is_empty() {
+            e.wait(None).unwrap();
+            e.reap(&mut out);
+        }
+        assert_eq!(out, [Completion { token: 5, raw: -libc::EACCES }]);
+    }
+    let refused = e.ring.submitter().register_eventfd(0).unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(libc::EACCES));
+}
+
 /// A ring that kept one would keep its lock, too.
 #[test]
 fn files_behind_one_that_was_not_registered_are_let_go_of() {
