@@ -23,6 +23,8 @@ use rustix::net::netlink::{KOBJECT_UEVENT, SocketAddrNetlink};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
 
 mod broker;
+pub mod policy;
+pub mod server;
 pub mod wire;
 
 pub use broker::Broker;
