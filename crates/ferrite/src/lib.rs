@@ -33,6 +33,9 @@ pub fn main() -> ExitCode {
         Err(e) => return cli::refuse(&e),
     };
     let is_server = matches!(cli.command, cli::Command::Serve(_) | cli::Command::Daemon(_));
+    if is_server {
+        ferrite_serve::counters::remember_process();
+    }
     log::set_up(cli.verbose, if is_server { SERVER_LOG } else { "warn" });
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate};
 use rustix::io::retry_on_intr;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::{names, volatile};
 
@@ -91,20 +91,48 @@ impl Shm {
         Self::map(file, bytes)
     }
 
-    fn map(file: &File, bytes: usize) -> io::Result<Shm> {
+    /// Maps a part of a file that is open for reading and writing; the file becomes longer where the
+    /// part ends behind it. `offset` is a multiple of the page size.
+    ///
+    /// # Errors
+    /// Those of `fallocate` (`StorageFull`) and `mmap`; `InvalidInput` for 0 bytes.
+    pub fn part(file: &File, offset: u64, bytes: usize) -> io::Result<Shm> {
         // All pages exist from now on: a full tmpfs is an error here.
-        retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes as u64))?;
+        retry_on_intr(|| fallocate(file, FallocateFlags::empty(), offset, bytes as u64))?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let base = unsafe { mmap(ptr::null_mut(), bytes, prot, MapFlags::SHARED, file, 0) }?;
+        let base = unsafe { mmap(ptr::null_mut(), bytes, prot, MapFlags::SHARED, file, offset) }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Shm { base, len: bytes })
+    }
+
+    /// Zeros that are of this process only, and gone with it: for whoever can do without a file.
+    ///
+    /// # Errors
+    /// That of `mmap`.
+    pub fn private(bytes: usize) -> io::Result<Shm> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe { mmap_anonymous(ptr::null_mut(), bytes, prot, MapFlags::PRIVATE) }?;
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Shm { base, len: bytes })
+    }
+
+    fn map(file: &File, bytes: usize) -> io::Result<Shm> {
+        Self::part(file, 0, bytes)
     }
 
     /// Bytes.
     #[expect(clippy::len_without_is_empty, reason = "shared memory is never empty")]
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// All whole 64-bit words of it.
+    #[inline]
+    pub fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the mapping is page aligned and this long; as in `u32_at` otherwise.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast(), self.len / 8) }
     }
 
     /// The address of `len` bytes at `offset`, which must be a multiple of `align`.
@@ -264,6 +292,29 @@ mod tests {
         assert_eq!((short.len(), Shm::open(&path).unwrap().len()), (4096, 10_000));
         let error = Shm::lengthen(&file, 4096).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn parts_of_a_file_are_mapped_by_themselves_and_make_it_longer() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pages");
+        let whole = Shm::create(&path, 4096).unwrap();
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let part = Shm::part(&file, 3 * 4096, 4096).unwrap();
+        part.words()[511].store(7, Ordering::Relaxed);
+        whole.words()[0].store(8, Ordering::Relaxed);
+        let all = Shm::open(&path).unwrap();
+        assert_eq!((all.len(), part.len(), part.words().len()), (4 * 4096, 4096, 512));
+        assert_eq!((all.load_u64(4 * 4096 - 8), all.load_u64(0)), (7, 8));
+        assert!(Shm::part(&file, 0, 0).is_err());
+    }
+
+    #[test]
+    fn private_memory_is_zeros_that_hold_what_is_stored() {
+        let shm = Shm::private(4096).unwrap();
+        assert!(shm.words().iter().all(|word| word.load(Ordering::Relaxed) == 0));
+        shm.store_u64(8, 1);
+        assert_eq!(shm.words()[1].load(Ordering::Relaxed), 1);
     }
 
     #[test]

@@ -3,11 +3,14 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use ferrite_loopback::front::{FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, STOPPED, TABLE, report_failure, sweep};
+use ferrite_serve::counters::{Counters, FOLDER, stats_file};
 use ferrite_testkit::proc::descriptors;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, scale};
@@ -31,18 +34,30 @@ fn alone() -> impl Drop {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Names of all that there is: files in memory, and errors in the store.
+/// Names of what is in a folder.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Names of all that there is: files in memory, counters, and errors in the store.
 fn leftovers(rig: &Rig) -> BTreeSet<String> {
     let mut store = rig.machine.store().unwrap();
     let errors = store.list(&format!("error/{KIND}")).unwrap_or_default();
-    let files = std::fs::read_dir(rig.dir.path()).unwrap();
-    let files = files.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
-    files.chain(errors.into_iter().map(|name| format!("error {name}"))).collect()
+    let files = names(rig.dir.path()).into_iter().filter(|name| name != FOLDER);
+    let counters = names(&rig.dir.path().join(FOLDER)).into_iter();
+    let counters = counters.map(|name| format!("counters of {name}"));
+    files.chain(counters).chain(errors.into_iter().map(|name| format!("error {name}"))).collect()
 }
 
 fn has_error(rig: &Rig) -> bool {
     let path = format!("error/{KIND}/{}", rig.domid);
     rig.machine.store().unwrap().read(&path).unwrap().is_some()
+}
+
+/// Which file the disk's counters are in.
+fn counters_of(rig: &Rig) -> u64 {
+    std::fs::metadata(stats_file(rig.run_dir())).unwrap().ino()
 }
 
 fn sweep_all(rig: &Rig) {
@@ -130,7 +145,8 @@ fn what_a_killed_backend_has_left_stays_for_its_successor_and_goes_with_its_gues
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
         report_failure(&mut rig.machine.store().unwrap(), &rig.disk.backend, "why not").unwrap();
         sweep_all(&rig);
-        assert!(rig.run_dir().join("inflight").exists() && has_error(&rig));
+        let counters = stats_file(rig.run_dir());
+        assert!(rig.run_dir().join("inflight").exists() && has_error(&rig) && counters.exists());
         rig.start();
         works(&mut front);
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
@@ -146,9 +162,15 @@ fn what_a_killed_backend_has_left_stays_for_its_successor_and_goes_with_its_gues
         flock(&holder, FlockOperation::LockExclusive).unwrap();
         sweep_all(&rig);
         assert!(rig.run_dir().join("inflight").exists() && !has_error(&rig));
+        assert!(counters.exists());
         drop(holder);
         sweep_all(&rig);
-        assert!(!rig.run_dir().exists());
+        assert!(!rig.run_dir().exists() && !counters.exists());
+        // Counters without a run directory, too, and nothing that is no disk's.
+        let other = counters.with_file_name("theirs");
+        [&counters, &other].into_iter().for_each(|path| std::fs::write(path, "").unwrap());
+        sweep_all(&rig);
+        assert!(!counters.exists() && other.exists());
     }
 }
 
@@ -192,6 +214,9 @@ fn a_disk_inherits_nothing_from_one_of_its_name_whose_backend_is_not_dead_yet() 
     latch[0] = 1;
     std::fs::write(rig.run_dir().join("flush-failed"), latch).unwrap();
     std::fs::write(rig.run_dir().join("trace-7"), "").unwrap();
+    let counters = Counters::default();
+    counters.keep_in(rig.run_dir(), "older");
+    let older = counters_of(&rig);
     let holder = File::open(rig.run_dir()).unwrap();
     flock(&holder, FlockOperation::LockExclusive).unwrap();
     rig.start();
@@ -204,6 +229,7 @@ fn a_disk_inherits_nothing_from_one_of_its_name_whose_backend_is_not_dead_yet() 
     front.finish(PATIENCE).unwrap();
     works(&mut front);
     assert!(!rig.run_dir().join("trace-7").exists());
+    assert_ne!(counters_of(&rig), older);
     // What this one leaves is its successor's.
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     rig.start();

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
+use ferrite_serve::counters::FOLDER;
 use ferrite_testkit::PATIENCE;
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::rig::{Plan, Rig};
@@ -220,6 +221,8 @@ fn with_run_directory(limits: &str) -> Option<Result<(), String>> {
     let disk = rig.disk.clone();
     rig.machine.unplug(&disk).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
+    // But for the folder of counters, which is of all disks.
+    let _ = std::fs::remove_dir(base.join(FOLDER));
     assert_eq!(std::fs::read_dir(&base).unwrap().count(), 0);
     Some(reason.map_or(Ok(()), |reason| Err(reason.replace(run_dir.to_str().unwrap(), ""))))
 }

@@ -8,6 +8,7 @@ use ferrite_io::pool::{Buf, SLAB_BYTES};
 use super::RequestPath;
 use super::flight::Ticket;
 use super::work::{Action, Outcome, Work};
+use crate::counters::Kind;
 
 /// What becomes of a request that was [admitted](RequestPath::admit).
 #[derive(Debug)]
@@ -62,7 +63,10 @@ impl RequestPath {
     pub fn buffer(&mut self, data_bytes: usize) -> Option<Buf> {
         let slack = slack(self.medium.block_bytes);
         let buf = self.buffers.alloc(data_bytes + slack, &mut self.reactor);
-        self.hold.stalled |= buf.is_none();
+        if buf.is_none() {
+            self.hold.stalled = true;
+            self.counters().shortages.add(1);
+        }
         buf
     }
 
@@ -103,6 +107,8 @@ impl RequestPath {
         let flight = self.flights.get(&ticket);
         flight.flushes = self.flushes;
         flight.work = work;
+        flight.kind = Kind::of(work.action);
+        self.account.submitted(flight.kind);
         flight.lay_out(self.medium.block_bytes);
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);

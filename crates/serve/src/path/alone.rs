@@ -77,6 +77,7 @@ impl RequestPath {
 
     /// Tells the gate that nothing is under way here, if so, and whoever waits for that.
     pub fn leave_if_idle(&mut self) {
+        self.account.settle();
         if self.working() == 0 && !self.alone.running && !self.medium.is_resting() {
             self.seat.leave();
         }

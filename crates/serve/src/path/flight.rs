@@ -7,6 +7,7 @@ use ferrite_io::pool::Buf;
 
 use super::layout::Layout;
 use super::work::{Action, Outcome, Work};
+use crate::counters::Kind;
 use crate::trace::Record;
 
 /// The right, and the duty, to answer one request. It is handed on by value; dropping it is a
@@ -49,6 +50,8 @@ pub(super) struct Flight {
     pub(super) outcome: Outcome,
     /// What to do; meaningless for refused requests.
     pub(super) work: Work,
+    /// What it is counted as.
+    pub(super) kind: Kind,
     /// Where its data is; none for requests without.
     pub(super) buf: Option<Buf>,
     /// How its data lies there.
@@ -94,6 +97,7 @@ impl Flights {
         let flight = || Flight {
             outcome: Outcome::Done,
             work: Work { action: Action::Flush, sector: 0, sectors: 0 },
+            kind: Kind::Refused,
             buf: None,
             layout: None,
             zeros: false,
@@ -141,6 +145,7 @@ impl Flights {
         let f = &mut self.flights[usize::from(entry)];
         f.outcome = Outcome::Done;
         f.work = Work { action: Action::Flush, sector: 0, sectors: 0 };
+        f.kind = Kind::Refused;
         f.layout = None;
         f.zeros = false;
         f.pieces = 0;

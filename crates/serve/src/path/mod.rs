@@ -32,7 +32,7 @@ use ferrite_io::engine::{Completion, Engine, Op, Token};
 use ferrite_io::reactor::{Reactor, Wait};
 use ferrite_io::scratch::Scratch;
 
-use crate::counters::QueueCounters;
+use crate::counters::{Account, QueueCounters};
 use crate::trace::Record;
 
 mod admission;
@@ -80,6 +80,7 @@ pub struct RequestPath {
     shared: Arc<Shared>,
     clock: Arc<dyn Clock>,
     index: usize,
+    account: Account,
     /// Before the seat, so that it is dropped first: it ends when its last operation has.
     reactor: Reactor,
     seat: Seat,
@@ -128,6 +129,7 @@ impl RequestPath {
     ) -> io::Result<RequestPath> {
         let mut reactor = Reactor::new(engine);
         let seat = shared.device.join(shared.waker(index).clone())?;
+        let account = Account::new(shared.counters.page(seat.index())?);
         let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(index));
         let medium = Medium::load(shared.device.disk()?, &mut reactor, scratch)?;
         let saver = Saver::default();
@@ -139,6 +141,7 @@ impl RequestPath {
             buffers: Buffers::new(shared.pool.queue(index)),
             shared,
             index,
+            account,
             reactor,
             seat,
             medium,
@@ -173,6 +176,7 @@ impl RequestPath {
     /// # Errors
     /// The engine's; the path cannot go on.
     pub fn turn(&mut self, wait: Wait, out: &mut Vec<Completion>) -> io::Result<()> {
+        self.account.settle_all();
         self.reactor.turn(wait, out)
     }
 
@@ -224,10 +228,17 @@ impl RequestPath {
         !self.finished.is_empty()
     }
 
-    /// Ends the duty to answer: the client has its answer.
+    /// Ends the duty to answer: the client has its answer, and the [record](Self::record) says when.
     pub fn release(&mut self, ticket: Ticket) {
-        if let Some(buf) = self.flights.get(&ticket).buf.take() {
+        let flight = self.flights.get(&ticket);
+        if let Some(buf) = flight.buf.take() {
             self.buffers.free(buf);
+        }
+        match flight.outcome {
+            Outcome::Done => {
+                self.account.done(flight.kind, &flight.record.stages, flight.work.sectors);
+            }
+            _ => self.account.failed(flight.kind, &flight.record.stages),
         }
         self.flights.release(ticket);
     }
@@ -298,8 +309,8 @@ impl RequestPath {
         }
     }
 
-    pub(crate) fn counters(&self) -> &QueueCounters {
-        self.shared.counters(self.index)
+    pub(crate) fn counters(&self) -> QueueCounters<'_> {
+        self.account.counters()
     }
 
     /// The path has failed, and its client will not be answered by it.

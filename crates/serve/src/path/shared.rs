@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ferrite_io::pool::Pool;
 
 use super::device::Device;
-use crate::counters::{Counters, QueueCounters};
+use crate::counters::Counters;
 use crate::processors::Processors;
 use crate::tuning::Tuning;
 use crate::waker::Waker;
@@ -42,6 +42,7 @@ impl Shared {
         processors: Arc<Processors>,
         counters: Counters,
     ) -> io::Result<Shared> {
+        counters.open();
         Ok(Shared {
             device,
             pool,
@@ -89,9 +90,5 @@ impl Shared {
     /// The waker that a path listens to.
     pub(super) fn waker(&self, index: usize) -> &Arc<Waker> {
         &self.wakers[index]
-    }
-
-    pub(crate) fn counters(&self, index: usize) -> &QueueCounters {
-        self.counters.queue(index)
     }
 }

@@ -17,6 +17,7 @@ use super::flight::Ticket;
 use super::layout::Layout;
 use super::shared::Shared;
 use super::work::{Action, Work};
+use crate::counters::Page;
 
 /// Discards of a path at once. The others wait: each takes little of a guest to ask for, and may be
 /// of its whole disk. A flush waits for no more of them, nor does the end of the path.
@@ -56,7 +57,7 @@ impl RequestPath {
         let task = Task {
             arena: shared.pool.arena().clone(),
             shared,
-            index: self.index,
+            counters: self.account.page().clone(),
             disk: self.medium.disk.clone(),
             port: self.medium.port.clone(),
             work: flight.work,
@@ -113,7 +114,7 @@ impl RequestPath {
 /// A request as its task sees it.
 struct Task {
     shared: Arc<Shared>,
-    index: usize,
+    counters: Page,
     arena: Arc<Arena>,
     disk: Arc<Disk>,
     port: Port,
@@ -151,7 +152,7 @@ impl Task {
         let mut done = 0;
         while done < bytes && !shared.ends_discards() {
             done += self.disk.discard_part(&self.port, offset + done, bytes - done).await?;
-            shared.counters(self.index).discard_parts.add(1);
+            self.counters.counters().discard_parts.add(1);
             if done < bytes {
                 self.pause().await;
             }

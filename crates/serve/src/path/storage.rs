@@ -60,7 +60,7 @@ impl RequestPath {
         let all = layout.blocks.len() as u64;
         let extent = find(disk, layout.offset, all, transfer);
         if disk.has_metadata() {
-            let counters = self.shared.counters(self.index);
+            let counters = self.account.counters();
             match extent {
                 Extent::Slow { .. } => counters.metadata_misses.add(1),
                 Extent::Data { .. } | Extent::Zeros { .. } => counters.metadata_hits.add(1),

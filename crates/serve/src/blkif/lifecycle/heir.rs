@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ferrite_disk::{Disk, DiskIdentity};
 
 use crate::blkif::inflight::ImageName;
+use crate::counters::Counters;
 use crate::path::device::Heir;
 use crate::waker::Waker;
 
@@ -14,16 +15,22 @@ use crate::waker::Waker;
 pub(super) struct TableHeir {
     /// Of the table that there is, if there is one.
     name: Mutex<Option<ImageName>>,
+    counters: Counters,
     control: Arc<Waker>,
 }
 
 impl TableHeir {
     /// A predecessor's table counts from the beginning: the disk may be exchanged before its
     /// connection is taken over. One that names another image is not ours.
-    pub(super) fn new(table: &Path, disk: &Disk, control: Arc<Waker>) -> TableHeir {
+    pub(super) fn new(
+        table: &Path,
+        disk: &Disk,
+        counters: Counters,
+        control: Arc<Waker>,
+    ) -> TableHeir {
         let is_ours = |name: &ImageName| disk.identity().is_ok_and(|own| own.key == name.get().key);
         let name = Mutex::new(ImageName::open(table).filter(is_ours));
-        TableHeir { name, control }
+        TableHeir { name, counters, control }
     }
 
     /// The connection has this table now.
@@ -36,6 +43,7 @@ impl Heir for TableHeir {
     fn serves(&self, image: &DiskIdentity) {
         let name = self.name.lock().unwrap_or_else(PoisonError::into_inner);
         name.iter().for_each(|name| name.set(image));
+        self.counters.serves(&image.path);
     }
 
     fn goes_on(&self) {
@@ -73,7 +81,8 @@ mod tests {
             };
             Table::create(&path, identity).unwrap();
             let disk = Disk::open(&dir.path().join("old"), &OpenOptions::default()).unwrap();
-            let heir = TableHeir::new(&path, &disk, Arc::new(Waker::new().unwrap()));
+            let heir =
+                TableHeir::new(&path, &disk, Counters::default(), Arc::new(Waker::new().unwrap()));
             heir.serves(&next);
             ImageName::open(&path).unwrap().get()
         };

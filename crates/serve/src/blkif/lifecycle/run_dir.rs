@@ -14,6 +14,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 
 use super::messages::Failure;
+use crate::counters::stats_file;
 
 /// What a successor finishes, and which image it is.
 pub const TABLE: &str = "inflight";
@@ -71,7 +72,8 @@ impl RunDir {
         Ok(same.then(|| RunDir { path: path.to_owned(), _lock: lock }))
     }
 
-    /// Removes our files, and the directory if nothing else is in it.
+    /// Removes our files, and the directory if nothing else is in it. With the lock let go, the next
+    /// disk of this name makes its own.
     ///
     /// # Errors
     /// The file system's.
@@ -83,8 +85,9 @@ impl RunDir {
         }
     }
 
-    /// Removes our files.
+    /// Removes our files, and the counters.
     fn clear(&self) -> io::Result<()> {
+        remove_counters(&self.path)?;
         for entry in names::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
@@ -98,7 +101,18 @@ impl RunDir {
     }
 }
 
-/// All that a worker opens by name.
+/// Removes the counters of the disk that has this run directory.
+///
+/// # Errors
+/// The file system's.
+pub(super) fn remove_counters(run_dir: &Path) -> io::Result<()> {
+    match names::remove_file(stats_file(run_dir)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// All that a worker opens by name, but for the counters.
 pub(super) struct RunFiles {
     path: PathBuf,
     /// Since the first connection.
@@ -156,7 +170,8 @@ impl RunFiles {
             Some(dir) => Ok(Some(dir)),
             None => RunDir::existing(&self.path),
         };
-        let removed = dir.and_then(|dir| dir.map_or(Ok(()), RunDir::remove));
+        let counters = || remove_counters(&self.path);
+        let removed = dir.and_then(|dir| dir.map_or_else(counters, RunDir::remove));
         self.to_be_cleared = removed.is_err();
         if let Err(e) = removed {
             tracing::warn!("cannot remove {} yet: {e}", self.path.display());

@@ -5,7 +5,8 @@ use std::path::Path;
 use ferrite_xen::store::{Store, StoreError};
 
 use super::refusal::clear_error;
-use super::run_dir::{RunDir, run_dir_name};
+use super::run_dir::{RunDir, remove_counters, run_dir_name};
+use crate::counters::FOLDER;
 
 /// The guest and the device of a run directory.
 fn parse_name(name: &str) -> Option<(u16, u32)> {
@@ -37,6 +38,7 @@ pub fn sweep(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), Store
             tracing::warn!("cannot remove {}: {e}", entry.path().display());
         }
     }
+    sweep_counters(store, run_dirs, kind)?;
     let errors = format!("error/{kind}");
     for domid in list(store, &errors)? {
         for devid in list(store, &format!("{errors}/{domid}"))? {
@@ -45,6 +47,24 @@ pub fn sweep(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), Store
             {
                 clear_error(store, &format!("{kind}/{domid}/{devid}"))?;
             }
+        }
+    }
+    Ok(())
+}
+
+/// The same of counters whose run directory is gone.
+fn sweep_counters(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), StoreError> {
+    let files = std::fs::read_dir(run_dirs.join(FOLDER)).into_iter().flatten();
+    for file in files.filter_map(Result::ok) {
+        let Some((domid, devid)) = file.file_name().to_str().and_then(parse_name) else {
+            continue;
+        };
+        let run_dir = run_dirs.join(file.file_name());
+        if !run_dir.exists()
+            && is_gone(store, kind, domid, devid)?
+            && let Err(e) = remove_counters(&run_dir)
+        {
+            tracing::warn!("cannot remove {}: {e}", file.path().display());
         }
     }
     Ok(())

@@ -242,7 +242,10 @@ fn means<'a>(
     let control = Arc::new(Waker::new().map_err(|e| Failure::host("make an eventfd", e))?);
     let files = RunFiles::new(&config.run_dir);
     let heir = device.with_disk(|disk| {
-        let heir = Arc::new(TableHeir::new(&files.table(), disk, control.clone()));
+        let counters = config.counters.clone();
+        counters.place(&config.run_dir, &disk.identity().map_or(String::new(), |image| image.path));
+        let heir = TableHeir::new(&files.table(), disk, counters, control.clone());
+        let heir = Arc::new(heir);
         device.add_heir(&heir);
         heir
     });

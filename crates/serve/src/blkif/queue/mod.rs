@@ -212,8 +212,8 @@ impl Queue {
         }
     }
 
-    fn counters(&self) -> &QueueCounters {
-        self.connection.shared.counters(self.index)
+    fn counters(&self) -> QueueCounters<'_> {
+        self.path.counters()
     }
 
     /// The queue has failed and its guest will not be answered; the table still says for what, so

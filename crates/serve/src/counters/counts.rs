@@ -1,22 +1,33 @@
-//! Counters of a disk's queues.
-//!
-//! One line of counters a queue, each with one writer, so that counting costs a store; readers
-//! take what is there, and may see one counter a moment before another.
+//! What a queue counts beside its requests' kinds and latencies.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Most queues that a disk can have.
-const QUEUES: usize = 64;
+use super::layout::{KINDS_AT, PAGE_WORDS};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// One queue's counters, alone on their cache lines.
-        #[derive(Debug, Default)]
-        #[repr(align(128))]
-        pub(crate) struct QueueCounters {
-            $(pub(crate) $name: Counter,)*
+        /// Their places in a queue's page.
+        #[allow(non_camel_case_types)]
+        enum Place {
+            $($name,)*
+            Count,
+        }
+
+        const _: () = assert!(Place::Count as usize <= KINDS_AT);
+
+        /// One queue's counters.
+        #[derive(Clone, Copy)]
+        pub(crate) struct QueueCounters<'a> {
+            $(pub(crate) $name: Counter<'a>,)*
+        }
+
+        impl<'a> QueueCounters<'a> {
+            /// Those in a queue's page.
+            #[inline]
+            pub(super) fn of(page: &'a [AtomicU64; PAGE_WORDS]) -> QueueCounters<'a> {
+                QueueCounters { $($name: Counter(&page[Place::$name as usize]),)* }
+            }
         }
 
         /// The counters of a disk at one moment, all queues and all connections together.
@@ -26,8 +37,9 @@ macro_rules! counters {
         }
 
         impl Counts {
-            fn add(&mut self, queue: &QueueCounters) {
-                $(self.$name += queue.$name.get();)*
+            /// Adds those of a queue's page. The file may be anybody's: sums wrap.
+            pub(super) fn add(&mut self, page: &[u64; PAGE_WORDS]) {
+                $(self.$name = self.$name.wrapping_add(page[Place::$name as usize]);)*
             }
 
             /// The counts since `earlier`.
@@ -37,7 +49,7 @@ macro_rules! counters {
 
             /// Those of two disks together.
             pub fn plus(&self, other: &Counts) -> Counts {
-                Counts { $($name: self.$name + other.$name,)* }
+                Counts { $($name: self.$name.wrapping_add(other.$name),)* }
             }
 
             /// Names and values, in the order of their definition, for reports.
@@ -83,6 +95,10 @@ counters! {
     notifications,
     /// Times that buffers were given back to the system, after a while without requests.
     releases,
+    /// Requests that were refused: they ask for what the disk does not have or do.
+    refused,
+    /// Times that no buffer was free for a request.
+    shortages,
 }
 
 impl fmt::Display for Counts {
@@ -118,58 +134,25 @@ impl fmt::Display for Counts {
 }
 
 /// A counter with one writer.
-#[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+#[derive(Clone, Copy)]
+pub(crate) struct Counter<'a>(&'a AtomicU64);
 
-impl Counter {
-    pub(crate) fn add(&self, n: u64) {
-        self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
-    }
-
-    fn get(&self) -> u64 {
-        self.0.load(Relaxed)
+impl Counter<'_> {
+    #[inline]
+    pub(crate) fn add(self, n: u64) {
+        add(self.0, n);
     }
 }
 
-/// A disk's counters; they go on from connection to connection.
-#[derive(Clone, Debug)]
-pub struct Counters(Arc<[QueueCounters]>);
-
-impl Default for Counters {
-    fn default() -> Self {
-        Counters((0..QUEUES).map(|_| QueueCounters::default()).collect())
-    }
-}
-
-impl Counters {
-    pub(crate) fn queue(&self, index: usize) -> &QueueCounters {
-        &self.0[index]
-    }
-
-    /// All queues' together.
-    pub fn counts(&self) -> Counts {
-        let mut counts = Counts::default();
-        self.0.iter().for_each(|queue| counts.add(queue));
-        counts
-    }
+/// Adds to a word with one writer: one instruction, without a lock.
+#[inline]
+pub(super) fn add(word: &AtomicU64, n: u64) {
+    word.store(word.load(Relaxed).wrapping_add(n), Relaxed);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn counts_of_all_queues_are_added_up() {
-        let counters = Counters::default();
-        counters.queue(0).requests.add(3);
-        let before = counters.counts();
-        counters.queue(63).requests.add(4);
-        counters.queue(63).hits.add(1);
-        let counts = counters.counts();
-        assert_eq!((counts.requests, counts.hits), (7, 1));
-        assert_eq!(counts.since(&before).requests, 4);
-        assert!(counts.named().any(|named| named == ("requests", 7)));
-    }
 
     #[test]
     fn metadata_is_spoken_of_where_a_disk_has_some() {

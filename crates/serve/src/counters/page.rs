@@ -1,0 +1,79 @@
+//! A queue's page.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Weak};
+
+use ferrite_io::shm::Shm;
+
+use super::counts::QueueCounters;
+use super::layout::{HISTOGRAM, MAX_NS};
+use super::layout::{KIND_WORDS, KINDS_AT, PAGE_BYTES, PAGE_WORDS, SUBMITTED};
+
+/// One queue's page, mapped.
+#[derive(Clone, Debug)]
+pub(crate) struct Page(Arc<Shm>);
+
+/// The same, as long as somebody else has it.
+#[derive(Debug, Default)]
+pub(super) struct WeakPage(Weak<Shm>);
+
+impl WeakPage {
+    pub(super) fn upgrade(&self) -> Option<Page> {
+        self.0.upgrade().map(Page)
+    }
+}
+
+impl Page {
+    /// One in memory that has a page's size.
+    pub(super) fn of(shm: Shm) -> Page {
+        debug_assert_eq!(shm.len(), PAGE_BYTES);
+        Page(Arc::new(shm))
+    }
+
+    /// One that nobody else sees.
+    pub(super) fn private() -> io::Result<Page> {
+        Shm::private(PAGE_BYTES).map(Page::of)
+    }
+
+    pub(super) fn downgrade(&self) -> WeakPage {
+        WeakPage(Arc::downgrade(&self.0))
+    }
+
+    #[inline]
+    pub(super) fn words(&self) -> &[AtomicU64; PAGE_WORDS] {
+        match self.0.words().first_chunk() {
+            Some(words) => words,
+            None => unreachable!("it is as long as a page"),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn counters(&self) -> QueueCounters<'_> {
+        QueueCounters::of(self.words())
+    }
+
+    /// What is in it now.
+    pub(super) fn copy(&self) -> [u64; PAGE_WORDS] {
+        std::array::from_fn(|i| self.words()[i].load(Relaxed))
+    }
+
+    /// Nothing of this queue is in flight, whatever its last process was at when it ended.
+    pub(super) fn begin(&self) {
+        let words = self.words();
+        for kind in (KINDS_AT..PAGE_WORDS).step_by(KIND_WORDS) {
+            let histogram = &words[kind + HISTOGRAM..kind + KIND_WORDS];
+            let answered =
+                histogram.iter().fold(0u64, |n, word| n.wrapping_add(word.load(Relaxed)));
+            words[kind + SUBMITTED].store(answered, Relaxed);
+        }
+    }
+
+    /// Raises the longest latency of a kind.
+    pub(super) fn raise_max(&self, kind: usize, latency_ns: u64) {
+        let max = &self.words()[kind + MAX_NS];
+        if latency_ns > max.load(Relaxed) {
+            max.store(latency_ns, Relaxed);
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! A disk's counters as anybody sees them who may read the file, whatever it holds.
+//!
+//! It is read and not mapped: a file that its writer makes shorter is a short read then, and not the
+//! reader's end.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+use super::counts::Counts;
+use super::histogram::BUCKETS;
+use super::layout::{
+    BOOT_AT, DISK_TEXT_AT, DISK_TEXT_MAX, ERRORS, HISTOGRAM, IMAGE_CHANGES_AT, IMAGE_TEXT_AT,
+    IMAGE_TEXT_MAX, KIND_WORDS, KINDS_AT, MADE_AT, MAGIC, MAGIC_AT, MAX_NS, PAGE_BYTES, PAGE_WORDS,
+    PAGES, PID_AT, SECTORS, SIZE_AT, STARTED_AT, SUBMITTED, SUM_NS, USED_AT,
+};
+
+/// How often a file is read that is written just then.
+const ATTEMPTS: u32 = 10;
+
+/// Why a file is not a disk's counters that can be shown.
+#[derive(Debug, thiserror::Error)]
+pub enum Problem {
+    /// It cannot be read.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// It is shorter than it says.
+    #[error("it is too short: {0} bytes")]
+    Short(u64),
+    /// It is something else.
+    #[error("it is no file of counters")]
+    Foreign,
+    /// It is of another version of this program.
+    #[error("it is of another version of ferrite ({0:?})")]
+    Version(String),
+    /// What it says makes no sense.
+    #[error("it says nonsense: {0}")]
+    Nonsense(&'static str),
+    /// Its writer is at it.
+    #[error("it is being written")]
+    Torn,
+}
+
+/// Which start of the machine: the kernel's random number for it, zeros where it is not known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Boot(pub [u8; 16]);
+
+impl Boot {
+    /// This one.
+    pub fn now() -> Boot {
+        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+        Boot(u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes())
+    }
+}
+
+/// The counters of one kind of request. Sums wrap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KindCounts {
+    /// Begun.
+    pub submitted: u64,
+    /// Answered, also with an error.
+    pub completed: u64,
+    /// Answered with an error.
+    pub errors: u64,
+    /// Sectors of 512 bytes, of those that were done.
+    pub sectors: u64,
+    /// The sum of their latencies, from the ring to the answer.
+    pub sum_ns: u64,
+    /// The longest of them.
+    pub max_ns: u64,
+    /// How many there were of each latency.
+    pub histogram: [u64; BUCKETS],
+}
+
+impl Default for KindCounts {
+    fn default() -> KindCounts {
+        let (submitted, completed, errors) = (0, 0, 0);
+        let (sectors, sum_ns, max_ns) = (0, 0, 0);
+        KindCounts {
+            submitted,
+            completed,
+            errors,
+            sectors,
+            sum_ns,
+            max_ns,
+            histogram: [0; BUCKETS],
+        }
+    }
+}
+
+impl KindCounts {
+    /// Those that are not answered.
+    pub fn in_flight(&self) -> u64 {
+        self.submitted.saturating_sub(self.completed)
+    }
+
+    /// Those since `earlier`. The longest latency is of all time.
+    pub fn since(&self, earlier: &KindCounts) -> KindCounts {
+        KindCounts {
+            submitted: self.submitted.saturating_sub(earlier.submitted),
+            completed: self.completed.saturating_sub(earlier.completed),
+            errors: self.errors.saturating_sub(earlier.errors),
+            sectors: self.sectors.saturating_sub(earlier.sectors),
+            sum_ns: self.sum_ns.saturating_sub(earlier.sum_ns),
+            max_ns: self.max_ns,
+            histogram: std::array::from_fn(|i| {
+                self.histogram[i].saturating_sub(earlier.histogram[i])
+            }),
+        }
+    }
+
+    fn add(&mut self, block: &[u64]) {
+        let sum = |a: &mut u64, b: u64| *a = a.wrapping_add(b);
+        sum(&mut self.submitted, block[SUBMITTED]);
+        sum(&mut self.sectors, block[SECTORS]);
+        sum(&mut self.errors, block[ERRORS]);
+        sum(&mut self.sum_ns, block[SUM_NS]);
+        self.max_ns = self.max_ns.max(block[MAX_NS]);
+        for (all, n) in self.histogram.iter_mut().zip(&block[HISTOGRAM..]) {
+            sum(all, *n);
+            sum(&mut self.completed, *n);
+        }
+    }
+}
+
+/// A disk's counters at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its name: `vbd-DOMID-DEVID`.
+    pub disk: String,
+    /// What is served.
+    pub image: String,
+    /// The process that counts, or did last.
+    pub pid: u32,
+    /// When that was started, see [`Process::started`].
+    pub started: u64,
+    /// In which start of the machine the file was made.
+    pub boot: Boot,
+    /// Seconds since 1970 when the file was made.
+    pub made_unix_s: u64,
+    /// All queues' counters.
+    pub counts: Counts,
+    /// Of reads.
+    pub reads: KindCounts,
+    /// Of writes, barriers, and flushes that bring data.
+    pub writes: KindCounts,
+    /// Of other flushes.
+    pub flushes: KindCounts,
+    /// Of discards.
+    pub discards: KindCounts,
+}
+
+impl Snapshot {
+    /// The kinds by their names.
+    pub fn kinds(&self) -> [(&'static str, &KindCounts); 4] {
+        [
+            ("read", &self.reads),
+            ("write", &self.writes),
+            ("flush", &self.flushes),
+            ("discard", &self.discards),
+        ]
+    }
+
+    /// The process that counts, if it lives.
+    pub fn process(&self) -> Option<Process> {
+        process(self.pid).filter(|process| process.started == self.started && self.started != 0)
+    }
+}
+
+/// Reads the counters of a disk.
+///
+/// # Errors
+/// Why it is none, or not now.
+pub fn read(path: &Path) -> Result<Snapshot, Problem> {
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+    of(&OpenOptions::new().read(true).custom_flags(flags).open(path)?)
+}
+
+/// The same of an open file.
+///
+/// # Errors
+/// As [`read`].
+pub fn of(file: &File) -> Result<Snapshot, Problem> {
+    if !file.metadata()?.is_file() {
+        return Err(Problem::Foreign);
+    }
+    let mut bytes = vec![0; PAGE_BYTES];
+    for _ in 0..ATTEMPTS {
+        bytes.truncate(PAGE_BYTES);
+        read_at(file, 0, &mut bytes)?;
+        let used = check(&bytes)?;
+        bytes.resize((1 + used) * PAGE_BYTES, 0);
+        read_at(file, PAGE_BYTES as u64, &mut bytes[PAGE_BYTES..])?;
+        let mut again = [0; 8];
+        read_at(file, 8 * IMAGE_CHANGES_AT as u64, &mut again)?;
+        if u64::from_ne_bytes(again) == word(&bytes, IMAGE_CHANGES_AT)
+            && let Ok(snapshot) = parse(&bytes)
+        {
+            return Ok(snapshot);
+        }
+    }
+    parse(&bytes).and(Err(Problem::Torn))
+}
+
+fn read_at(file: &File, at: u64, into: &mut [u8]) -> Result<(), Problem> {
+    file.read_exact_at(into, at).map_err(|e| match e.kind() {
+        io::ErrorKind::UnexpectedEof => {
+            Problem::Short(file.metadata().map_or(0, |meta| meta.len()))
+        }
+        _ => Problem::Io(e),
+    })
+}
+
+/// What a file says whose bytes these are.
+///
+/// # Errors
+/// Why it is no file of counters.
+pub fn parse(bytes: &[u8]) -> Result<Snapshot, Problem> {
+    let used = check(bytes)?;
+    let pages = bytes[PAGE_BYTES..].chunks_exact(PAGE_BYTES).take(used);
+    if pages.len() < used {
+        return Err(Problem::Short(bytes.len() as u64));
+    }
+    if !word(bytes, IMAGE_CHANGES_AT).is_multiple_of(2) {
+        return Err(Problem::Torn);
+    }
+    let mut boot = [0; 16];
+    boot.copy_from_slice(&bytes[8 * BOOT_AT..8 * BOOT_AT + 16]);
+    let mut snapshot = Snapshot {
+        disk: text(bytes, DISK_TEXT_AT, DISK_TEXT_MAX)?,
+        image: text(bytes, IMAGE_TEXT_AT, IMAGE_TEXT_MAX)?,
+        pid: u32::try_from(word(bytes, PID_AT))
+            .map_err(|_| Problem::Nonsense("the number of its process"))?,
+        started: word(bytes, STARTED_AT),
+        boot: Boot(boot),
+        made_unix_s: word(bytes, MADE_AT),
+        counts: Counts::default(),
+        reads: KindCounts::default(),
+        writes: KindCounts::default(),
+        flushes: KindCounts::default(),
+        discards: KindCounts::default(),
+    };
+    for page in pages {
+        let page: [u64; PAGE_WORDS] = std::array::from_fn(|i| word(page, i));
+        snapshot.counts.add(&page);
+        let Snapshot { reads, writes, flushes, discards, .. } = &mut snapshot;
+        let blocks = page[KINDS_AT..].chunks_exact(KIND_WORDS);
+        for (kind, block) in [reads, writes, flushes, discards].into_iter().zip(blocks) {
+            kind.add(block);
+        }
+    }
+    Ok(snapshot)
+}
+
+/// The pages behind a header that is ours.
+fn check(bytes: &[u8]) -> Result<usize, Problem> {
+    if bytes.len() < PAGE_BYTES {
+        return Err(Problem::Short(bytes.len() as u64));
+    }
+    let magic = &bytes[8 * MAGIC_AT..8 * MAGIC_AT + 8];
+    if magic[..6] != MAGIC[..6] {
+        return Err(Problem::Foreign);
+    }
+    if magic != MAGIC {
+        return Err(Problem::Version(String::from_utf8_lossy(&magic[6..]).into_owned()));
+    }
+    if word(bytes, SIZE_AT) != PAGE_BYTES as u64 {
+        return Err(Problem::Nonsense("the size of its pages"));
+    }
+    match usize::try_from(word(bytes, USED_AT)) {
+        Ok(used) if used <= PAGES => Ok(used),
+        _ => Err(Problem::Nonsense("the number of its queues")),
+    }
+}
+
+fn word(bytes: &[u8], index: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[8 * index..8 * index + 8]);
+    u64::from_ne_bytes(word)
+}
+
+fn text(bytes: &[u8], at: usize, max: usize) -> Result<String, Problem> {
+    let len = usize::try_from(word(bytes, at / 8)).ok().filter(|len| *len <= max);
+    let len = len.ok_or(Problem::Nonsense("the length of a name"))?;
+    Ok(String::from_utf8_lossy(&bytes[at + 8..at + 8 + len]).into_owned())
+}
+
+/// What the kernel knows of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// When it was started, in ticks since the machine's start.
+    pub started: u64,
+    /// Processor time of all its threads, its own and the kernel's for it, in ticks.
+    pub cpu_ticks: u64,
+}
+
+/// The process of that number, if there is one.
+pub fn process(pid: u32) -> Option<Process> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Behind the name, which may hold anything: fields from the third on.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
+    let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
+    if fields.first() == Some(&"Z") {
+        return None;
+    }
+    Some(Process { started: field(22)?, cpu_ticks: field(14)?.checked_add(field(15)?)? })
+}
