@@ -354,7 +354,7 @@ fn names_with_ends_in_them_and_endless_ones_are_nonsense() {
     for bytes in [with_end, of_nobody, too_long, overflowing, cut, large] {
         let host = self::host(true);
         host.send(&bytes, &[]).unwrap();
-        let error = host.keeper.join().unwrap().unwrap_err();
+        let error = host.end().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{} bytes", bytes.len());
     }
 }
@@ -380,7 +380,7 @@ fn a_worker_that_does_not_read_its_answers_is_given_up() {
     let image = host.at("images/parent.img");
     let request = Request::of(What::Open, &image).to_bytes().unwrap();
     while host.send(&request, &[]).is_ok() {}
-    let error = host.keeper.join().unwrap().unwrap_err();
+    let error = host.end().unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
 }
 

@@ -106,6 +106,8 @@ fn command(case: &str, root: &Path, file: &Path) -> Command {
     command.args(["--exact", "child", "--nocapture", "--test-threads=1"]);
     // The way of a backtrace to names and lines is through files.
     command.env(CASE, case).env("RUST_BACKTRACE", "0").env(ROOT, root).env(FILE, file);
+    // Tests run on a second thread, whose heap would stay.
+    command.env("MALLOC_ARENA_MAX", "1");
     command
 }
 

@@ -4,6 +4,7 @@
 //! kernel says what that is and where, the policy judges it, and the very same file is opened for
 //! what was asked. So a link that is swapped meanwhile leads nowhere.
 
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -47,14 +48,14 @@ const FLAGS: OFlags = OFlags::RDONLY
 const MAX_KEPT: usize = 4;
 
 /// What became of one look at the socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Served {
     /// There was nothing to do.
     Nothing,
     /// One request was answered.
     Answered,
-    /// One was refused by the policy; the caller's log says so now and then.
-    Refused,
+    /// This name was refused by the policy; the caller's log says so now and then.
+    Refused(PathBuf),
     /// The worker is gone.
     Ended,
 }
@@ -147,7 +148,7 @@ impl Server {
         let answer = self.answer(&request, &files, images);
         self.send(&answer)?;
         Ok(match answer {
-            Err(Errno::ACCESS) => Served::Refused,
+            Err(Errno::ACCESS) => Served::Refused(path_of(request.first).to_owned()),
             _ => Served::Answered,
         })
     }
@@ -180,7 +181,7 @@ impl Server {
         files: &[OwnedFd],
         images: &mut Images,
     ) -> Result<Answer, Errno> {
-        let name = Path::new(std::ffi::OsStr::from_bytes(request.first));
+        let name = path_of(request.first);
         let of_file = name.as_os_str().is_empty();
         let found = |flags| match (of_file, files) {
             (true, [file]) => Found::of(file.try_clone().map_err(|_| Errno::MFILE)?),
@@ -203,10 +204,7 @@ impl Server {
             What::CreateDirs => self.create_dir(name, Mode::from_raw_mode(request.mode)),
             What::RemoveFile => self.remove(name, Access::Replace, AtFlags::empty()),
             What::RemoveDir => self.remove(name, Access::ReplaceFolder, AtFlags::REMOVEDIR),
-            What::Rename => {
-                let second = Path::new(std::ffi::OsStr::from_bytes(request.second));
-                self.rename(name, second)
-            }
+            What::Rename => self.rename(name, path_of(request.second)),
             What::ByHandle => self.by_handle(request.first, files),
             What::Watch => match files {
                 [notify, file] => {
@@ -383,7 +381,7 @@ impl Found {
     fn of(file: OwnedFd) -> Result<Found, Errno> {
         let stat = fstat(&file)?;
         let place = readlinkat(CWD, of_descriptor(file.as_fd()), Vec::new())?.into_bytes();
-        let place: PathBuf = std::ffi::OsString::from_vec(place).into();
+        let place: PathBuf = OsString::from_vec(place).into();
         Ok(Found { file, stat, place })
     }
 }
@@ -419,6 +417,10 @@ fn is_volume_of(policy: &Policy, found: &Found) -> bool {
                 && stat.st_rdev == found.stat.st_rdev
         })
     })
+}
+
+fn path_of(name: &[u8]) -> &Path {
+    Path::new(OsStr::from_bytes(name))
 }
 
 fn file(file: OwnedFd) -> Result<Answer, Errno> {
