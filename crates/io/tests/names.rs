@@ -385,7 +385,7 @@ fn a_worker_that_does_not_read_its_answers_is_given_up() {
 }
 
 #[test]
-fn the_next_worker_gets_the_open_image_until_it_is_forgotten() {
+fn the_next_worker_gets_the_open_image_until_it_is_released() {
     let host = host(true);
     let image = host.at("images/disk.img");
     let first = host.open(&image, OFlags::RDWR).unwrap();
@@ -403,10 +403,12 @@ fn the_next_worker_gets_the_open_image_until_it_is_forgotten() {
     fs::rename(host.at("images/new"), &image).unwrap();
     let replaced = host.open(&image, OFlags::RDWR).unwrap();
     assert_eq!(replaced.metadata().unwrap().ino(), fs::metadata(&image).unwrap().ino());
-    let mut images = host.end().unwrap();
-    assert_eq!(images.count(), 2);
-    images.forget();
+    let refused = flock(&other, FlockOperation::NonBlockingLockExclusive);
+    assert_eq!(refused.unwrap_err(), Errno::AGAIN);
+    // It was closed in good order, and the other one was not.
+    host.broker().ask(&Request::of(What::Release, Path::new("")), &[other.as_fd()]).unwrap();
     flock(&other, FlockOperation::NonBlockingLockExclusive).unwrap();
+    assert_eq!(host.end().unwrap().count(), 1);
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
+use ferrite_io::names;
 use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
@@ -272,6 +273,7 @@ impl Raw {
     /// Gives up the locks, while it stays open.
     pub(crate) fn unlock(&self) {
         lock::release(&self.file);
+        names::release(self.file.as_fd());
     }
 
     /// The open file, for an engine.

@@ -339,6 +339,15 @@ pub fn watch(notify: BorrowedFd<'_>, file: BorrowedFd<'_>) -> rustix::io::Result
     }
 }
 
+/// Lets go of an image that is closed, and that this process may have open still. A keeper holds it
+/// open otherwise, for the next worker.
+pub fn release(image: BorrowedFd<'_>) {
+    if let Some(broker) = BROKER.get() {
+        // A keeper that is gone holds nothing.
+        let _ = broker.ask(&Request::of(What::Release, Path::new("")), &[image]);
+    }
+}
+
 /// A socket by which the kernel tells of its devices (netlink(7), `NETLINK_KOBJECT_UEVENT`).
 ///
 /// # Errors

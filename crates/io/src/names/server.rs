@@ -91,9 +91,10 @@ impl Found {
 }
 
 impl Images {
-    /// The image was closed in good order: nobody needs it, and its locks are not to stay.
-    pub fn forget(&mut self) {
-        self.0.clear();
+    /// This one was.
+    fn release(&mut self, image: &Stat) {
+        let file = (image.st_dev, image.st_ino, image.st_rdev);
+        self.0.retain(|((device, number, node, _), _)| (*device, *number, *node) != file);
     }
 
     /// How many are held.
@@ -215,6 +216,13 @@ impl Server {
                 _ => Err(Errno::INVAL),
             },
             What::DeviceEvents => file(device_events()?),
+            What::Release => match files {
+                [image] => {
+                    images.release(&fstat(image)?);
+                    Ok(Answer::default())
+                }
+                _ => Err(Errno::INVAL),
+            },
         }
     }
 

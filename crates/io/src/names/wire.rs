@@ -46,10 +46,12 @@ pub enum What {
     Watch,
     /// A socket with the kernel's events of devices.
     DeviceEvents,
+    /// To hold the image that goes along no longer: it was closed in good order.
+    Release,
 }
 
 impl What {
-    const ALL: [What; 10] = [
+    const ALL: [What; 11] = [
         What::Open,
         What::Canonical,
         What::ReadLink,
@@ -60,6 +62,7 @@ impl What {
         What::ByHandle,
         What::Watch,
         What::DeviceEvents,
+        What::Release,
     ];
 }
 
