@@ -16,8 +16,15 @@ const CARGO_DENY: &str = "0.20.2";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The crates of this workspace that are linked into the program that serves.
-const PRODUCT: [&str; 6] =
-    ["ferrite", "ferrite-daemon", "ferrite-disk", "ferrite-io", "ferrite-serve", "ferrite-xen"];
+const PRODUCT: [&str; 7] = [
+    "ferrite",
+    "ferrite-daemon",
+    "ferrite-disk",
+    "ferrite-io",
+    "ferrite-keeper",
+    "ferrite-serve",
+    "ferrite-xen",
+];
 /// Those that tasks link: they compile while the product does not.
 const TOOLS: [&str; 1] = ["ferrite-xenhost"];
 

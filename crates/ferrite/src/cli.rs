@@ -58,6 +58,9 @@ pub(crate) enum Command {
     Daemon(DaemonArgs),
     /// See the disks that the daemon serves, and detach them.
     Disk(DiskArgs),
+    /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
+    #[command(hide = true)]
+    Worker(WorkerArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),
     /// Make, look at, copy, merge and mend disk images that nobody is using.
@@ -219,6 +222,17 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
+}
+
+/// `ferrite worker`.
+#[derive(Debug, Args)]
+pub(crate) struct WorkerArgs {
+    #[command(flatten)]
+    pub(crate) serve: ServeArgs,
+
+    /// Where all run directories are.
+    #[arg(long, value_name = "DIR", default_value = "/run/ferrite")]
+    pub(crate) run_dir: PathBuf,
 }
 
 /// `ferrite generate`.

@@ -22,23 +22,35 @@ mod serve;
 mod served_raw;
 pub mod signals;
 mod vdev;
+mod worker;
 
 /// A server tells what happens to it; other commands speak of trouble only.
 const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info";
 
+/// The command that is not for users, and has no options.
+const KEEPER: &str = "keeper";
+
 /// All of `ferrite`.
 pub fn main() -> ExitCode {
+    // Before anything that takes memory: there is one for each disk.
+    if std::env::args_os().nth(1).is_some_and(|command| command == KEEPER) {
+        return keeper();
+    }
     let cli = match cli::Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return cli::refuse(&e),
     };
-    let is_server = matches!(cli.command, cli::Command::Serve(_) | cli::Command::Daemon(_));
+    let is_server = matches!(
+        cli.command,
+        cli::Command::Serve(_) | cli::Command::Daemon(_) | cli::Command::Worker(_)
+    );
     if is_server {
         ferrite_serve::counters::remember_process();
     }
     log::set_up(cli.verbose, if is_server { SERVER_LOG } else { "warn" });
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
+        cli::Command::Worker(args) => worker::run(args),
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Doctor(args) => doctor::run(args),
@@ -48,5 +60,16 @@ pub fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
+    }
+}
+
+/// The process that a disk's worker is the child of.
+fn keeper() -> ExitCode {
+    match ferrite_keeper::run(&[]) {
+        Ok(never) => match never {},
+        Err(e) => {
+            let help = "ferrite starts keepers by itself; ferrite serve serves a disk by hand";
+            exit::Failure::new("cannot be a keeper", e, help).report()
+        }
     }
 }

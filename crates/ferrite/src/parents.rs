@@ -31,6 +31,11 @@ impl ParentsArgs {
         ParentsArgs { named: folders.to_vec() }
     }
 
+    /// Those that were given.
+    pub fn named(&self) -> &[PathBuf] {
+        &self.named
+    }
+
     /// With what the host's own list says.
     ///
     /// # Errors

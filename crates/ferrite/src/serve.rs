@@ -39,7 +39,7 @@ const POLL_BUDGET: &str = "poll-budget";
 /// In there, what was answered and is not yet in the images' metadata.
 const IMAGES: &str = "images";
 /// How long a takeover waits for the killed predecessor's last I/O to end.
-const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
+pub(crate) const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
 
 /// Operations in flight before a guest is served.
 const RECOVERY_ENTRIES: u32 = 32;
@@ -73,7 +73,6 @@ pub(crate) fn serve_one(
 ) -> Result<Option<Outcome>, Failure> {
     let (domid, devid) = (args.xen.domain, args.xen.device);
     let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
-    let run_dir = run.join(run_dir_name(domid, devid));
     let Some(attachment) = attachment(args, store, &backend, run, stop)? else {
         return Ok(None);
     };
@@ -86,30 +85,14 @@ pub(crate) fn serve_one(
         // The toolstack waits. That xenstore refuses it changes nothing about the failure.
         let _ = report_failure(store, &backend, &format!("{}: {}", failure.what, failure.why));
     })?;
-    let offer = Offer {
-        max_queues: args.queues,
-        max_ring_order: args.ring_order,
-        max_indirect_segments: args.indirect as u16,
-        persistent: args.mover == Mover::Persistent,
-    };
+    let engine = engines(kind);
+    let disk = complete(args, disk, &engine)?;
     let config = Config {
-        follow: FollowConfig { backend, domid, devid, offer },
-        work: WorkConfig {
-            domid,
-            moving: moving(args, run)?,
-            pool_bytes: args.memory,
-            run_dir,
-            closes: true,
-            tuning: args.tuning.tuning(),
-            processors: processors(args, run),
-            counters: Counters::default(),
-        },
-        engine: engines(kind),
+        follow: FollowConfig { backend, domid, devid, offer: offer(args) },
+        work: work_config(args, run)?,
+        engine,
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
-    let disk = device.disk().map_err(|e| no_copy(args, e))?;
-    recover_parents(&disk, &config.engine).map_err(|e| no_copy(args, e))?;
-    drop(disk);
     opened();
     let outcome = serve(store, &Xen::new(), &device, &config, stop);
     if let Ok(Outcome::Stopped) = outcome {
@@ -126,6 +109,30 @@ pub(crate) fn serve_one(
         Err(_) => {}
     }
     outcome.map(Some).map_err(|e| failed(args, &e))
+}
+
+fn offer(args: &ServeArgs) -> Offer {
+    Offer {
+        max_queues: args.queues,
+        max_ring_order: args.ring_order,
+        max_indirect_segments: args.indirect as u16,
+        persistent: args.mover == Mover::Persistent,
+    }
+}
+
+/// How a disk is served with these options.
+pub(crate) fn work_config(args: &ServeArgs, run: &Path) -> Result<WorkConfig, Failure> {
+    let (domid, devid) = (args.xen.domain, args.xen.device);
+    Ok(WorkConfig {
+        domid,
+        moving: moving(args, run)?,
+        pool_bytes: args.memory,
+        run_dir: run.join(run_dir_name(domid, devid)),
+        closes: true,
+        tuning: args.tuning.tuning(),
+        processors: processors(args, run),
+        counters: Counters::default(),
+    })
 }
 
 /// The toolstack's settings of the disk, when they are there. `None`: stopped before.
@@ -150,7 +157,7 @@ fn try_open(args: &ServeArgs, run: &Path) -> Result<(), Failure> {
     open(args, true, run).map(drop)
 }
 
-fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> {
+pub(crate) fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> {
     let run_dir = run.join(run_dir_name(args.xen.domain, args.xen.device));
     // Of one that was killed I/O may still be under way.
     let taken_over = was_killed(&run_dir);
@@ -166,6 +173,17 @@ fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> 
 }
 
 /// Writes of a killed backend to an image that is a parent now become the leaf's.
+pub(crate) fn complete(
+    args: &ServeArgs,
+    disk: Disk,
+    engine: &EngineFactory,
+) -> Result<Disk, Failure> {
+    let disk = Arc::new(disk);
+    recover_parents(&disk, engine).map_err(|e| no_copy(args, e))?;
+    // The session has ended, and with it all other users.
+    Arc::into_inner(disk).ok_or_else(|| no_copy(args, io::ErrorKind::ResourceBusy.into()))
+}
+
 fn recover_parents(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
     if disk.is_unrecovered() {
         let bytes = Session::new(disk.clone(), |arena| engine(arena, RECOVERY_ENTRIES))?
@@ -245,7 +263,7 @@ fn no_xen(args: &ServeArgs, e: impl std::fmt::Display) -> Failure {
     Failure::new(format!("cannot serve {}", args.xen), e, "ferrite doctor shows what is missing")
 }
 
-fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
+pub(crate) fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
     let help = match e {
         ServeError::Store(_)
         | ServeError::Host { .. }

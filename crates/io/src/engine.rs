@@ -152,6 +152,17 @@ pub trait Engine {
     /// operation has ended, so that a lock held through it covers both.
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId>;
 
+    /// Keeps this open until the engine has gone and its last operation has ended, also if the
+    /// process is killed: a lock on it says that there is I/O yet. An engine whose I/O the end of its
+    /// process waits for has nothing to do.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn hold(&mut self, file: BorrowedFd<'_>) -> io::Result<()> {
+        let _ = file;
+        Ok(())
+    }
+
     /// Lets go of all files, on none of which an operation may be in flight. The next that is added
     /// has index 0 again. A lock that was held through one comes free a moment later, if nobody else
     /// has that open.

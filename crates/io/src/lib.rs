@@ -13,6 +13,7 @@
 //!   threads.
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and what a host's processes share by them.
 //! * [`names`]: what is opened by its name, by this process or by its keeper for it.
+//! * [`process`]: processes that are started with chosen descriptors, and that end together.
 //! * [`naming`]: what a file is, by whatever name, and a file system.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
 //! * [`sandbox`]: giving up all rights that a worker does not need.
@@ -30,6 +31,7 @@ pub mod names;
 pub mod naming;
 pub mod nvme;
 pub mod pool;
+pub mod process;
 pub mod processors;
 pub mod reactor;
 pub mod sandbox;

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -152,5 +152,27 @@ fn be_killed(image: &Path) -> ! {
         for c in out.drain(..) {
             e.push(c.token, Op::Write { file: f, offset: c.token << 12, buf: arena.span(0, 4096) });
         }
+    }
+}
+
+#[test]
+fn a_file_that_is_held_stays_locked_until_its_ring_has_gone() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("alive");
+    std::fs::write(&path, []).unwrap();
+    for kind in [EngineKind::Uring, EngineKind::UringPolled] {
+        let mine = open(&path);
+        take(&mine);
+        let mut e = kind.open(Arena::new(1).unwrap(), 8).unwrap();
+        e.hold(mine.as_fd()).unwrap();
+        drop(mine);
+        let theirs = open(&path);
+        assert!(flock(&theirs, LOCK).is_err());
+        e.add_file(open(&path)).unwrap();
+        e.clear_files().unwrap();
+        assert!(flock(&theirs, LOCK).is_err());
+        drop(e);
+        take(&theirs);
     }
 }

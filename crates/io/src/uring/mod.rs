@@ -27,7 +27,7 @@ mod words;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -47,6 +47,8 @@ use words::{PUT, Words};
 
 /// Places in the table of fixed files; further files are used by descriptor.
 const FIXED_FILES: u32 = 64;
+/// And one more, for the file that is held.
+const PLACES: u32 = FIXED_FILES + 1;
 
 /// `user_data` of entries that are not in the table: the watch on the helper thread's eventfd,
 const WATCH: u64 = u64::MAX;
@@ -170,10 +172,10 @@ impl Uring {
 
     fn register_files(&mut self) {
         let submitter = self.ring.submitter();
-        let registered = match submitter.register_files_sparse(FIXED_FILES) {
+        let registered = match submitter.register_files_sparse(PLACES) {
             Ok(()) => true,
             // Before Linux 5.19 an empty place is a descriptor of -1.
-            Err(_) => submitter.register_files(&[-1; FIXED_FILES as usize]).is_ok(),
+            Err(_) => submitter.register_files(&[-1; PLACES as usize]).is_ok(),
         };
         self.features.fixed_files = if registered { FIXED_FILES } else { 0 };
     }
@@ -384,6 +386,12 @@ impl Engine for Uring {
             };
         self.files.push(File { fd: file, fixed });
         Ok(FileId(id))
+    }
+
+    fn hold(&mut self, file: BorrowedFd<'_>) -> io::Result<()> {
+        // The ring lets go of what is registered after its last operation.
+        self.ring.submitter().register_files_update(FIXED_FILES, &[file.as_raw_fd()])?;
+        Ok(())
     }
 
     fn clear_files(&mut self) -> io::Result<()> {

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -60,6 +60,8 @@ pub struct NvmeUring {
     polled: bool,
     /// and whether they were to be.
     polls: bool,
+    /// What the ring of commands holds, too.
+    held: Option<OwnedFd>,
     /// By the main ring's numbers: those that commands go to.
     targets: Vec<Option<Target>>,
     table: Table,
@@ -89,6 +91,7 @@ impl NvmeUring {
             ring,
             polled,
             polls: polled,
+            held: None,
             targets: Vec::new(),
             table: Table::default(),
             flights: Vec::new(),
@@ -108,7 +111,14 @@ impl NvmeUring {
         assert_eq!(self.commands_in_flight(), 0, "the ring is exchanged under its commands");
         self.ring = command_ring(self.ring.params().sq_entries(), polled)?;
         self.polled = polled;
-        Ok(())
+        self.hold_by_commands()
+    }
+
+    fn hold_by_commands(&self) -> io::Result<()> {
+        match &self.held {
+            Some(held) => self.ring.submitter().register_files(&[held.as_raw_fd()]),
+            None => Ok(()),
+        }
     }
 
     fn target(&self, file: FileId) -> Option<&Target> {
@@ -341,6 +351,12 @@ impl Engine for NvmeUring {
         };
         self.targets.push(target);
         Ok(id)
+    }
+
+    fn hold(&mut self, file: BorrowedFd<'_>) -> io::Result<()> {
+        self.main.hold(file)?;
+        self.held = Some(file.try_clone_to_owned()?);
+        self.hold_by_commands()
     }
 
     fn clear_files(&mut self) -> io::Result<()> {

@@ -126,6 +126,11 @@ impl Engine for PolledUring {
         Ok(id)
     }
 
+    fn hold(&mut self, file: BorrowedFd<'_>) -> io::Result<()> {
+        self.main.hold(file)?;
+        self.polled.hold(file)
+    }
+
     fn clear_files(&mut self) -> io::Result<()> {
         self.polled.clear_files()?;
         self.files.clear();

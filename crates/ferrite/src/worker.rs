@@ -1,0 +1,179 @@
+//! `ferrite worker`: the process that serves one disk for its keeper (docs/internals/processes.md).
+
+use std::fmt::Display;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrite_io::engines::EngineKind;
+use ferrite_io::process::take_given;
+use ferrite_keeper::{ALIVE_FD, LINE_FD};
+use ferrite_serve::blkif::lifecycle::{EngineFactory, OpenFailure, Opened, work};
+use ferrite_xen::real::Xen;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+use crate::cli::{ServeArgs, WorkerArgs};
+use crate::engine::choose;
+use crate::exit::Failure;
+use crate::serve::{self, TAKE_OVER_WAIT};
+
+/// How often it is asked for the lock.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
+
+/// Serves for as long as there is a keeper.
+pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
+    let WorkerArgs { serve: args, run_dir } = args;
+    let line = given(LINE_FD)?;
+    let alive = Arc::new(given(ALIVE_FD)?);
+    // Now, while this process may, and for all connections: nobody else has a copy of these.
+    let xen = Xen::ahead(args.queues as usize);
+    // From here on this process opens files only by `ferrite_io::names`.
+    let (xen, no_xen) = match xen {
+        Ok(xen) => (xen, None),
+        Err(e) => (Xen::new(), Some(e.to_string())),
+    };
+    let config = serve::work_config(args, run_dir)?;
+    let open = |read_only| {
+        if let Some(why) = &no_xen {
+            let help = "ferrite doctor shows what is missing";
+            return Err(Failure::new(format!("cannot serve {}", args.xen), why, help));
+        }
+        // First of all: until then the image may be a dead worker's.
+        lock(args, &alive)?;
+        let disk = serve::open(args, read_only, run_dir)?;
+        tracing::info!("opened {disk}");
+        let engine = engines(choose(args.engine, args.poll_storage, &disk)?, alive.clone());
+        let disk = serve::complete(args, disk, &engine)?;
+        Ok(Opened { disk, engine })
+    };
+    let mut open = |read_only| open(read_only).map_err(told);
+    work(&line, &xen, &config, &mut open).map_err(|e| serve::failed(args, &e))
+}
+
+/// The arguments of a worker that serves with these options, after the program's name. `None`: the
+/// image's name is not text.
+#[cfg_attr(not(test), expect(dead_code, reason = "for the daemon, which serves in threads yet"))]
+pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>> {
+    let mut all = vec!["worker".to_owned()];
+    let mut put = |name: &str, value: &dyn Display| all.push(format!("--{name}={value}"));
+    put("xen", &args.xen);
+    put("run-dir", &run_dir.to_str()?);
+    put("queues", &args.queues);
+    put("ring-order", &args.ring_order);
+    put("indirect", &args.indirect);
+    put("engine", &args.engine);
+    put("memory", &args.memory);
+    put("mover", &args.mover);
+    put("map-budget", &args.map_budget);
+    put("map-budget-host", &args.map_budget_host);
+    put("poll-us", &args.tuning.poll_us);
+    put("poll-cpu", &args.tuning.poll_cpu);
+    args.cpu.iter().for_each(|percent| put("cpu", percent));
+    args.tuning.poll_host.iter().for_each(|processors| put("poll-host", processors));
+    for folder in args.parents.named() {
+        put("parents", &folder.to_str()?);
+    }
+    let switches = [
+        ("--read-only", args.read_only),
+        ("--poll-storage", args.poll_storage),
+        ("--no-merge", args.tuning.no_merge),
+    ];
+    all.extend(switches.iter().filter(|(_, on)| *on).map(|(name, _)| (*name).to_owned()));
+    // What it is called may begin with a dash.
+    all.extend(["--".to_owned(), args.image.to_str()?.to_owned()]);
+    Some(all)
+}
+
+fn given(number: i32) -> Result<OwnedFd, Failure> {
+    take_given(number).map_err(|e| {
+        let help = "ferrite starts workers by itself; ferrite serve serves a disk by hand";
+        Failure::new("cannot be a worker", e, help)
+    })
+}
+
+/// Waits until no operation of a worker before this one is under way. The lock stays for good.
+fn lock(args: &ServeArgs, alive: &OwnedFd) -> Result<(), Failure> {
+    let end = Instant::now() + TAKE_OVER_WAIT;
+    loop {
+        let why = match flock(alive, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(()),
+            Err(Errno::WOULDBLOCK) if Instant::now() < end => {
+                std::thread::sleep(ASK_AGAIN);
+                continue;
+            }
+            Err(Errno::WOULDBLOCK) => {
+                "I/O of a worker that has ended is still under way".to_owned()
+            }
+            Err(e) => e.to_string(),
+        };
+        let what = format!("cannot open {}", args.image.display());
+        let help = "it is tried again: look whether the storage answers";
+        return Err(Failure::new(what, why, help));
+    }
+}
+
+/// One for every queue. The lock is held until its last operation has ended, however this process
+/// does.
+fn engines(kind: EngineKind, alive: Arc<OwnedFd>) -> EngineFactory {
+    Arc::new(move |arena, entries| {
+        let mut engine = kind.open(arena, entries)?;
+        engine.hold(alive.as_fd())?;
+        Ok(engine)
+    })
+}
+
+fn told(failure: Failure) -> OpenFailure {
+    let Failure { what, why, help, .. } = failure;
+    tracing::error!("{what}: {why}; {help}");
+    OpenFailure { what, why, help }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    fn parse<T: Into<String>>(args: impl IntoIterator<Item = T>) -> Cli {
+        let args = ["ferrite".to_owned()].into_iter().chain(args.into_iter().map(Into::into));
+        Cli::try_parse_from(args).unwrap()
+    }
+
+    #[test]
+    fn a_worker_is_told_all_options_of_serve() {
+        let plain = ["serve", "--xen", "3/xvda", "a.img"].as_slice();
+        let all = [
+            "serve",
+            "--xen=3/xvda",
+            "--read-only",
+            "--queues=7",
+            "--ring-order=3",
+            "--indirect=9",
+            "--engine=aio",
+            "--poll-storage",
+            "--cpu=150",
+            "--memory=3M",
+            "--mover=map",
+            "--map-budget=5",
+            "--map-budget-host=6",
+            "--poll-us=17",
+            "--poll-cpu=33",
+            "--poll-host=2",
+            "--no-merge",
+            "--parents=/a",
+            "--parents=/b",
+            "--",
+            "--image",
+        ];
+        for given in [plain, &all] {
+            let Command::Serve(serve) = parse(given.iter().copied()).command else { panic!() };
+            let arguments = arguments(&serve, Path::new("/run/there")).unwrap();
+            let Command::Worker(worker) = parse(arguments).command else { panic!() };
+            assert_eq!(format!("{:?}", worker.serve), format!("{serve:?}"));
+            assert_eq!(worker.run_dir, Path::new("/run/there"));
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! What a keeper keeps.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use serde::{Deserialize, Serialize};
+
+/// Where a keeper finds it in its environment.
+pub(crate) const VARIABLE: &str = "FERRITE_KEEPER";
+
+/// One disk's worker, and how it is started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Keep {
+    /// The keeper's socket. Beside it, with `.lock` behind its name, is what says that it lives.
+    pub socket: PathBuf,
+    /// The run directory of the disk. The worker's lock is in there.
+    pub run_dir: PathBuf,
+    /// The arguments of the worker, after the program's name. The program is the keeper's own.
+    pub worker: Vec<String>,
+}
+
+impl Keep {
+    /// Starts a keeper: a program that calls [`run`](crate::run), with arguments that say so. It is
+    /// nobody's child, and listens when this returns.
+    ///
+    /// # Errors
+    /// It could not be started, or has failed, and has told why on its standard error.
+    pub fn start(&self, mut command: Command) -> io::Result<()> {
+        let text = serde_json::to_string(&State::new(self.clone()))?;
+        command.env(VARIABLE, text).stdin(Stdio::null()).stdout(Stdio::null());
+        let status = command.status()?;
+        match status.success() {
+            true => Ok(()),
+            false => Err(io::Error::other(format!("the keeper has failed: {status}"))),
+        }
+    }
+}
+
+/// What a keeper goes on with when it becomes another binary.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct State {
+    pub(crate) keep: Keep,
+    /// The first worker of this binary has this number.
+    pub(crate) start: u64,
+    /// Descriptors of the keeper before: its lock, its listening socket, and who has asked for it.
+    pub(crate) before: Option<[i32; 3]>,
+}
+
+impl State {
+    fn new(keep: Keep) -> State {
+        State { keep, start: 1, before: None }
+    }
+}

@@ -1,0 +1,229 @@
+//! The keeper's process: one thread that waits for its worker's end, and for who asks.
+//!
+//! It has few pages of memory of its own, since there is one for each disk. It never waits for anybody:
+//! not for a worker whose storage is stuck, and not for who asks and does not listen.
+
+use std::convert::Infallible;
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::time::Duration;
+
+use ferrite_io::process::{
+    Fork, Program, become_in_place, environment_without, fork, io_priority, receive_with,
+    send_with, set_io_priority_of_group, take_given,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+use rustix::process::{getpid, setsid};
+
+use crate::keep::{Keep, State, VARIABLE};
+use crate::socket::Place;
+use crate::tell;
+use crate::wire::{Answer, MAX_BYTES, Request};
+use crate::worker::{Worker, remove_alive};
+
+/// Most who may ask at once: a daemon, its successor, and a look at it by hand.
+const CLIENTS: usize = 8;
+/// How often it is looked whether somebody has given the keeper another priority for its I/O. The
+/// kernel tells nobody.
+const LOOK_AT_PRIORITY: Duration = Duration::from_secs(2);
+/// The worker cannot be started: how often that is told.
+const TELL_AGAIN: u32 = 100;
+
+/// A keeper: the process that [`Keep::start`] has started. Descriptors with the numbers `also`, which
+/// this process was started with, are handed on to each worker.
+///
+/// # Errors
+/// It cannot begin: there is nothing to keep, or a keeper of this disk lives.
+pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
+    let text = std::env::var(VARIABLE).map_err(|_| {
+        io::Error::other("a keeper is started by ferrite itself, when it serves a disk")
+    })?;
+    let State { keep, start, before } = serde_json::from_str(&text)?;
+    // By what it is, not by its name: a worker is what this one was, also when that was replaced.
+    let binary = OwnedFd::from(File::open("/proc/self/exe")?);
+    let (place, asker) = match before {
+        Some([lock, listener, asker]) => {
+            let place = Place { lock: take_given(lock)?, listener: take_given(listener)? };
+            (place, Some(take_given(asker)?))
+        }
+        None => {
+            let place = Place::take(&keep.socket)?;
+            // Who has started us waits for this, and is not our parent.
+            if fork()? == Fork::Parent {
+                std::process::exit(0);
+            }
+            setsid()?;
+            (place, None)
+        }
+    };
+    if let Some(asker) = &asker {
+        answer(asker, &Answer::Done, None);
+    }
+    let clients = asker.into_iter().collect();
+    let worker = Worker::new(start)?;
+    Process { keep, binary, place, worker, clients, also: also.to_vec(), failures: 0 }.run()
+}
+
+struct Process {
+    keep: Keep,
+    binary: OwnedFd,
+    place: Place,
+    worker: Worker,
+    clients: Vec<OwnedFd>,
+    also: Vec<RawFd>,
+    /// How often the worker could not be started.
+    failures: u32,
+}
+
+impl Process {
+    fn run(mut self) -> ! {
+        let mut priority = io_priority();
+        loop {
+            if let Err(e) = self.worker.go_on(&self.keep, &self.binary, &self.also) {
+                if self.failures.is_multiple_of(TELL_AGAIN) {
+                    tell(&format!("cannot start the worker: {e}"));
+                }
+                self.failures = self.failures.wrapping_add(1);
+            }
+            let now = io_priority();
+            // What fails is tried when it is changed again: nothing but speed depends on it.
+            if now != priority && now >= 0 {
+                let _ = set_io_priority_of_group(now);
+                priority = now;
+            }
+            let (came, asked) = self.wait();
+            // From the last on, since who has gone is removed.
+            for i in asked.into_iter().rev() {
+                self.hear(i);
+            }
+            if came {
+                self.accept();
+            }
+        }
+    }
+
+    /// Waits for something to do. Whether somebody has come, and who has asked.
+    fn wait(&self) -> (bool, Vec<usize>) {
+        let mut fds = vec![PollFd::new(&self.place.listener, PollFlags::IN)];
+        fds.extend(self.clients.iter().map(|client| PollFd::new(client, PollFlags::IN)));
+        if self.worker.lives() {
+            fds.push(PollFd::new(self.worker.line(), PollFlags::RDHUP));
+        }
+        let timeout = self.worker.due().unwrap_or(LOOK_AT_PRIORITY).min(LOOK_AT_PRIORITY);
+        let timeout =
+            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+        if poll(&mut fds, Some(&timeout)).is_err() {
+            return (false, Vec::new());
+        }
+        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let clients = &fds[1..=self.clients.len()];
+        let asked = clients.iter().enumerate().filter(|(_, fd)| is_ready(fd)).map(|(i, _)| i);
+        (is_ready(&fds[0]), asked.collect())
+    }
+
+    fn accept(&mut self) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let Ok(client) = accept_with(&self.place.listener, flags) else { return };
+        // The oldest has been quiet for longest, or is not heard any more.
+        if self.clients.len() >= CLIENTS {
+            self.clients.remove(0);
+        }
+        self.clients.push(client);
+    }
+
+    fn hear(&mut self, i: usize) {
+        let heard = receive_with(&self.clients[i], MAX_BYTES, false);
+        let bytes = match heard {
+            Ok((bytes, _)) if !bytes.is_empty() => bytes,
+            Err(e) if e.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => return,
+            _ => return drop(self.clients.remove(i)),
+        };
+        let client = &self.clients[i];
+        match serde_json::from_slice(&bytes) {
+            Ok(Request::Line { lost }) => {
+                if lost == Some(self.worker.start())
+                    && let Err(e) = self.worker.end()
+                {
+                    return answer(client, &Answer::No(e.to_string()), None);
+                }
+                let keeper = getpid().as_raw_nonzero().get();
+                let line = Answer::Line { start: self.worker.start(), keeper };
+                answer(client, &line, Some(self.worker.line().as_fd()));
+            }
+            Ok(Request::Keep) => answer(client, &Answer::Keep(self.keep.clone()), None),
+            Ok(Request::End) => self.end(i),
+            Ok(Request::Upgrade { binary }) => {
+                let why = self.upgrade(i, &binary);
+                answer(&self.clients[i], &Answer::No(why.to_string()), None);
+            }
+            Err(e) => answer(client, &Answer::No(format!("that is no request: {e}")), None),
+        }
+    }
+
+    /// Ends the worker, and this process.
+    fn end(&mut self, asker: usize) {
+        if let Err(e) = self.end_worker() {
+            return answer(&self.clients[asker], &Answer::No(e.to_string()), None);
+        }
+        remove_alive(&self.keep.run_dir);
+        let answered = match self.place.remove(&self.keep.socket) {
+            Ok(()) => Answer::Done,
+            Err(e) => Answer::No(e.to_string()),
+        };
+        answer(&self.clients[asker], &answered, None);
+        std::process::exit(0);
+    }
+
+    /// Kills the worker, and looks for a while whether it has ended. One whose storage is stuck ends
+    /// later: it does nothing more, and its lock keeps the next one away until then.
+    fn end_worker(&mut self) -> io::Result<()> {
+        self.worker.end()?;
+        for _ in 0..LOOKS_AT_THE_END {
+            if self.worker.has_ended() {
+                break;
+            }
+            std::thread::sleep(self.worker.due().unwrap_or_default());
+        }
+        Ok(())
+    }
+
+    /// Becomes another binary. Only its failure returns, and nothing has changed then but the worker.
+    fn upgrade(&mut self, asker: usize, binary: &Path) -> io::Error {
+        self.try_upgrade(asker, binary).err().unwrap_or_else(|| io::ErrorKind::Other.into())
+    }
+
+    fn try_upgrade(&mut self, asker: usize, binary: &Path) -> io::Result<()> {
+        let file = File::open(binary)?;
+        self.end_worker()?;
+        // Of whom the next binary knows nothing.
+        if !self.worker.has_ended() {
+            return Err(io::Error::other("the worker's storage is stuck, and it does not end"));
+        }
+        let Place { lock, listener } = &self.place;
+        let kept: [BorrowedFd<'_>; 3] =
+            [lock.as_fd(), listener.as_fd(), self.clients[asker].as_fd()];
+        let before = Some(kept.map(|fd| fd.as_raw_fd()));
+        let state = State { keep: self.keep.clone(), start: self.worker.start() + 1, before };
+        let state = CString::new(format!("{VARIABLE}={}", serde_json::to_string(&state)?))?;
+        let mut environment = environment_without(VARIABLE);
+        environment.push(state);
+        let arguments = std::env::args().map(CString::new).collect::<Result<_, _>>()?;
+        let program = Program { file: file.as_fd(), arguments, environment };
+        Err(become_in_place(&program, &kept))
+    }
+}
+
+/// How often it is looked whether the worker has ended, before that is not waited for any more.
+const LOOKS_AT_THE_END: u32 = 50;
+
+/// Who does not listen misses it.
+fn answer(client: &OwnedFd, answer: &Answer, file: Option<BorrowedFd<'_>>) {
+    if let Ok(bytes) = serde_json::to_vec(answer) {
+        let _ = send_with(client, &bytes, file);
+    }
+}

@@ -1,0 +1,26 @@
+//! The keeper of a disk: a tiny process that starts the disk's worker, and the next one when it ends.
+//!
+//! * [`Keep`]: what is kept, and the start of a keeper.
+//! * [`Keeper`]: the way to one that runs.
+//! * [`run`]: the process itself.
+
+#![forbid(unsafe_code)]
+
+mod client;
+mod keep;
+mod keeper;
+mod pauses;
+mod socket;
+mod wire;
+mod worker;
+
+pub use client::{Keeper, Line};
+pub use keep::Keep;
+pub use keeper::run;
+pub use worker::{ALIVE, ALIVE_FD, LINE_FD};
+
+/// Tells it whoever reads this process's standard error. Nobody may be there any more.
+pub(crate) fn tell(text: &str) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr(), "ferrite keeper: {text}");
+}

@@ -1,0 +1,47 @@
+//! What is said on a keeper's socket: JSON, one message at a time, bounded.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::keep::Keep;
+
+/// Most bytes of a message.
+pub(crate) const MAX_BYTES: usize = 64 << 10;
+
+/// What is asked.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Request {
+    /// The follower's end of the line. `lost`: the worker of this start is of no use any more.
+    Line {
+        /// A start's number.
+        lost: Option<u64>,
+    },
+    /// What is kept.
+    Keep,
+    /// End, and the worker before.
+    End,
+    /// End the worker, and go on with this binary.
+    Upgrade {
+        /// Its path.
+        binary: PathBuf,
+    },
+}
+
+/// What is answered.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    /// The line of this start goes along.
+    Line {
+        /// The number of the worker's start.
+        start: u64,
+        /// The keeper's process.
+        keeper: i32,
+    },
+    /// What is kept.
+    Keep(Keep),
+    /// It is done.
+    Done,
+    /// It could not be done.
+    No(String),
+}

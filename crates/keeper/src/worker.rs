@@ -1,0 +1,213 @@
+//! The worker of a keeper, from its start to its end.
+
+use std::ffi::CString;
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ferrite_io::process::{FIRST_GIVEN, Program, environment_without, spawn};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
+
+use crate::keep::{Keep, VARIABLE};
+use crate::pauses::Pauses;
+use crate::tell;
+
+/// The worker's end of the line,
+pub const LINE_FD: RawFd = FIRST_GIVEN;
+/// and the file that it locks before it touches the image, and registers with its rings. Both as
+/// numbers of descriptors that it is started with.
+pub const ALIVE_FD: RawFd = FIRST_GIVEN + 1;
+/// The name of that file in the run directory.
+pub const ALIVE: &str = "alive";
+
+/// How often it is looked whether a worker that was killed is gone: its storage may be stuck.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+const LOOK_AGAIN_MAX: Duration = Duration::from_millis(100);
+
+/// What there is of it.
+#[derive(Debug)]
+enum Stage {
+    /// It is started then.
+    Pause(Instant),
+    /// It works.
+    Lives { pid: Pid, since: Instant },
+    /// It was killed, or has ended, and nobody has asked how yet.
+    Ends { pid: Pid, since: Instant, look: Duration },
+}
+
+/// A worker, and the line to it. There is always a line: what is said on it before the worker is there
+/// waits for it.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    /// How many were started, this one included.
+    start: u64,
+    followers_end: OwnedFd,
+    /// Until it is started.
+    own_end: Option<OwnedFd>,
+    stage: Stage,
+    pauses: Pauses,
+}
+
+impl Worker {
+    pub(crate) fn new(start: u64) -> io::Result<Worker> {
+        let (followers_end, own_end) = line()?;
+        let stage = Stage::Pause(Instant::now());
+        let (own_end, pauses) = (Some(own_end), Pauses::default());
+        Ok(Worker { start, followers_end, own_end, stage, pauses })
+    }
+
+    pub(crate) fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// The follower's end of the line.
+    pub(crate) fn line(&self) -> &OwnedFd {
+        &self.followers_end
+    }
+
+    /// Whether the end of the line is to be watched.
+    pub(crate) fn lives(&self) -> bool {
+        matches!(self.stage, Stage::Lives { .. })
+    }
+
+    /// When to call [`go_on`](Self::go_on) again at the latest.
+    pub(crate) fn due(&self) -> Option<Duration> {
+        match self.stage {
+            Stage::Pause(until) => Some(until.saturating_duration_since(Instant::now())),
+            Stage::Lives { .. } => None,
+            Stage::Ends { look, .. } => Some(look),
+        }
+    }
+
+    /// Kills it, if it lives. The line is the next one's from now on.
+    ///
+    /// # Errors
+    /// No descriptors: it is as before.
+    pub(crate) fn end(&mut self) -> io::Result<()> {
+        let Stage::Lives { pid, since } = self.stage else { return Ok(()) };
+        let (followers_end, own_end) = line()?;
+        // Fails if it has ended.
+        let _ = kill_process(pid, Signal::KILL);
+        (self.followers_end, self.own_end) = (followers_end, Some(own_end));
+        self.start += 1;
+        self.stage = Stage::Ends { pid, since, look: LOOK_AGAIN };
+        Ok(())
+    }
+
+    /// Goes on as far as that is possible now.
+    ///
+    /// # Errors
+    /// The next one cannot be started now. It is tried again.
+    pub(crate) fn go_on(
+        &mut self,
+        keep: &Keep,
+        binary: &OwnedFd,
+        also: &[RawFd],
+    ) -> io::Result<()> {
+        if self.lives() && has_hung_up(&self.followers_end) {
+            self.end()?;
+        }
+        self.reap();
+        if matches!(self.stage, Stage::Pause(until) if until <= Instant::now()) {
+            return self.begin(keep, binary, also).inspect_err(|_| {
+                // As much later as if it had ended at once.
+                let now = Instant::now();
+                self.stage = Stage::Pause(now + self.pauses.after(Duration::ZERO, now).0);
+            });
+        }
+        Ok(())
+    }
+
+    /// Asks how it has ended, if it has.
+    fn reap(&mut self) {
+        let Stage::Ends { pid, since, look } = self.stage else { return };
+        let status = match waitpid(Some(pid), WaitOptions::NOHANG) {
+            Ok(None) | Err(Errno::INTR) => {
+                let look = (look * 2).min(LOOK_AGAIN_MAX);
+                self.stage = Stage::Ends { pid, since, look };
+                return;
+            }
+            Ok(Some((_, status))) => Some(status),
+            // Somebody else has asked: nobody does that.
+            Err(_) => None,
+        };
+        let now = Instant::now();
+        let (pause, told) = self.pauses.after(now.duration_since(since), now);
+        if let Some(untold) = told {
+            let how = status.map_or_else(|| "somehow".to_owned(), how_ended);
+            let more = if untold > 0 { format!(" (and {untold} before)") } else { String::new() };
+            tell(&format!("the worker has ended{more}, {how}: the next one is started"));
+        }
+        self.stage = Stage::Pause(now + pause);
+    }
+
+    fn begin(&mut self, keep: &Keep, binary: &OwnedFd, also: &[RawFd]) -> io::Result<()> {
+        if self.own_end.is_none() {
+            (self.followers_end, self.own_end) = line().map(|(a, b)| (a, Some(b)))?;
+        }
+        let alive = alive(&keep.run_dir)?;
+        let name = std::iter::once("ferrite").chain(keep.worker.iter().map(String::as_str));
+        let arguments = name.map(CString::new).collect::<Result<_, _>>()?;
+        let environment = environment_without(VARIABLE);
+        let program = Program { file: binary.as_fd(), arguments, environment };
+        let Some(own_end) = &self.own_end else { return Ok(()) };
+        let pid = spawn(&program, &[own_end.as_fd(), alive.as_fd()], also)?;
+        // No copy of these stays here: with the worker the line ends, and the lock comes free.
+        self.own_end = None;
+        self.stage = Stage::Lives { pid, since: Instant::now() };
+        Ok(())
+    }
+
+    /// Whether it is gone for good, after [`end`](Self::end).
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.reap();
+        matches!(self.stage, Stage::Pause(_))
+    }
+}
+
+fn line() -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = SocketFlags::CLOEXEC;
+    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+fn has_hung_up(line: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(line, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut fds, Some(&now)).is_ok() && !fds[0].revents().is_empty()
+}
+
+/// The file that the next worker locks: open anew for each, since a lock belongs to what was opened.
+fn alive(run_dir: &Path) -> io::Result<File> {
+    DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
+    let flags = OFlags::NOFOLLOW.bits() as i32;
+    let mut options = File::options();
+    options.read(true).write(true).create(true).mode(0o600).custom_flags(flags);
+    options.open(run_dir.join(ALIVE))
+}
+
+/// Removes what [`alive`] has made, unless operations of a dead worker are under way: then the next one
+/// of this name has to wait for them, too.
+pub(crate) fn remove_alive(run_dir: &Path) {
+    let Ok(file) = File::open(run_dir.join(ALIVE)) else { return };
+    if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return;
+    }
+    // What else is there is a successor's, or was forgotten before.
+    let _ = std::fs::remove_file(run_dir.join(ALIVE));
+    let _ = std::fs::remove_dir(run_dir);
+}
+
+fn how_ended(status: WaitStatus) -> String {
+    match (status.exit_status(), status.terminating_signal()) {
+        (Some(code), _) => format!("with code {code}"),
+        (None, Some(signal)) => format!("by signal {signal}"),
+        (None, None) => "somehow".to_owned(),
+    }
+}

@@ -1,0 +1,313 @@
+//! Keepers as processes, whose workers do nothing but say who they are.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferrite_io::process::{receive_with, send_with, take_given};
+use ferrite_keeper::{ALIVE, ALIVE_FD, Keep, Keeper, LINE_FD, Line};
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const ROLE: &str = "FERRITE_KEEPER_TEST_ROLE";
+
+/// Keepers are this process's when who has started them has ended: one test at a time counts them.
+static ALONE: Mutex<()> = Mutex::new(());
+
+#[test]
+fn keeper_process() {
+    if std::env::var_os(ROLE).is_none() {
+        return;
+    }
+    let Err(e) = ferrite_keeper::run(&[]);
+    eprintln!("keeper: {e}");
+    std::process::exit(1);
+}
+
+/// Answers each message with its number and what it was asked, and ends at `end`.
+#[test]
+fn worker_process() {
+    if std::env::var_os(ROLE).is_none() {
+        return;
+    }
+    let line = take_given(LINE_FD).unwrap();
+    let alive = take_given(ALIVE_FD).unwrap();
+    while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    loop {
+        let (asked, _) = receive_with(&line, 100, true).unwrap();
+        match &*asked {
+            b"" => std::process::exit(0),
+            b"end" => std::process::exit(7),
+            _ => send_with(&line, format!("{}", std::process::id()).as_bytes(), None).unwrap(),
+        }
+    }
+}
+
+struct World {
+    dir: tempfile::TempDir,
+    keep: Keep,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl World {
+    fn new() -> World {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        static ADOPT: Once = Once::new();
+        ADOPT.call_once(|| set_child_subreaper(Some(rustix::process::getpid())).unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
+        let keep = Keep {
+            socket: dir.path().join("keepers/vbd-1-2.sock"),
+            run_dir: dir.path().join("vbd-1-2"),
+            worker: worker.map(str::to_owned).to_vec(),
+        };
+        World { dir, keep, _alone: alone }
+    }
+
+    fn start_as(&self, binary: &Path) -> io::Result<Keeper> {
+        let mut command = Command::new(binary);
+        command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
+        command.env(ROLE, "1");
+        self.keep.start(command)?;
+        Keeper::connect(&self.keep.socket)
+    }
+
+    fn start(&self) -> Keeper {
+        self.start_as(&std::env::current_exe().unwrap()).unwrap()
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        fn all(dir: &Path) -> Vec<PathBuf> {
+            let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+            entries.flat_map(|path| if path.is_dir() { all(&path) } else { vec![path] }).collect()
+        }
+        all(self.dir.path())
+    }
+}
+
+/// A test that has failed leaves nobody behind.
+impl Drop for World {
+    fn drop(&mut self) {
+        if let Ok(keeper) = Keeper::connect(&self.keep.socket) {
+            let _ = keeper.end();
+        }
+    }
+}
+
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn say(line: &OwnedFd, text: &str) -> String {
+    send_with(line, text.as_bytes(), None).unwrap();
+    let (answer, _) = receive_with(line, 100, true).unwrap();
+    String::from_utf8(answer).unwrap()
+}
+
+/// The worker's number.
+fn worker(line: &Line) -> i32 {
+    say(&line.fd, "who").parse().unwrap()
+}
+
+fn kill(pid: i32) {
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+}
+
+/// Waits for a child of ours.
+fn reap(pid: i32) {
+    waitpid(Pid::from_raw(pid), WaitOptions::empty()).unwrap();
+}
+
+fn is_there(pid: i32) -> bool {
+    fs::exists(format!("/proc/{pid}")).unwrap()
+}
+
+fn parent(pid: i32) -> i32 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    stat.rsplit(") ").next().unwrap().split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+fn descriptors(pid: i32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
+}
+
+/// Of all threads, the dead ones that nobody has asked for included.
+fn children(pid: i32) -> usize {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let children = |path| fs::read_to_string(path).unwrap().split_whitespace().count();
+    threads.map(|thread| children(thread.unwrap().path().join("children"))).sum()
+}
+
+/// Ends a keeper, and sees that nothing is left.
+fn end(world: &World, keeper: Keeper, pid: i32) {
+    keeper.end().unwrap();
+    reap(pid);
+    assert_eq!(world.files(), Vec::<PathBuf>::new());
+    assert!(!world.keep.run_dir.exists());
+}
+
+#[test]
+fn a_worker_that_ends_is_replaced_and_its_keeper_stays_what_it_was() {
+    let world = World::new();
+    let keeper = world.start();
+    let mut line = keeper.line(None).unwrap();
+    let process = line.keeper;
+    assert_eq!(parent(worker(&line)), process);
+    let before = descriptors(process);
+    for round in 0..20 {
+        let old = worker(&line);
+        match round % 3 {
+            0 => kill(old),
+            1 => send_with(&line.fd, b"end", None).unwrap(),
+            // It lives, and is of no use.
+            _ => {}
+        }
+        if round % 3 < 2 {
+            assert_eq!(receive_with(&line.fd, 100, true).unwrap().0, b"");
+        }
+        let next = keeper.line(Some(line.start)).unwrap();
+        assert_eq!((next.start, next.keeper), (line.start + 1, process));
+        line = next;
+        assert_ne!(worker(&line), old);
+        assert!(!is_there(old));
+        // Another one who asks gets the same line.
+        assert_eq!(keeper.line(Some(line.start - 1)).unwrap().start, line.start);
+    }
+    assert_eq!((descriptors(process), children(process)), (before, 1));
+    end(&world, keeper, process);
+}
+
+#[test]
+fn a_worker_has_the_descriptors_that_it_was_given_and_no_others() {
+    let world = World::new();
+    let keeper = world.start();
+    let line = keeper.line(None).unwrap();
+    let worker = worker(&line);
+    let fds = fs::read_dir(format!("/proc/{worker}/fd")).unwrap();
+    let mut fds: Vec<u32> =
+        fds.map(|fd| fd.unwrap().file_name().into_string().unwrap().parse().unwrap()).collect();
+    fds.sort_unstable();
+    assert_eq!(fds, [0, 1, 2, 3, 4]);
+    let alive = world.keep.run_dir.join(ALIVE);
+    let theirs = fs::File::open(&alive).unwrap();
+    assert!(flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_err());
+    kill(worker);
+    wait_until("the lock comes free for a moment", || {
+        flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_ok()
+    });
+    drop(theirs);
+    end(&world, keeper, line.keeper);
+}
+
+#[test]
+fn a_keeper_that_is_killed_takes_its_worker_along_and_another_takes_its_place() {
+    let world = World::new();
+    for _ in 0..3 {
+        let keeper = world.start();
+        let line = keeper.line(None).unwrap();
+        let worker = worker(&line);
+        assert!(world.start_as(&std::env::current_exe().unwrap()).is_err(), "there is one");
+        kill(line.keeper);
+        reap(line.keeper);
+        assert!(receive_with(keeper.fd(), 100, true).unwrap().0.is_empty());
+        // It is ours now.
+        reap(worker);
+    }
+    let keeper = world.start();
+    let pid = keeper.line(None).unwrap().keeper;
+    end(&world, keeper, pid);
+}
+
+#[test]
+fn who_asks_may_go_and_what_nobody_understands_is_answered() {
+    let world = World::new();
+    let keeper = world.start();
+    let line = keeper.line(None).unwrap();
+    let before = descriptors(line.keeper);
+    let number = worker(&line);
+    for _ in 0..50 {
+        let other = Keeper::connect(&world.keep.socket).unwrap();
+        assert_eq!(other.keep().unwrap(), world.keep);
+        for odd in [b"{}".as_slice(), b"\"Lin\"", &[b' '; 70_000]] {
+            send_with(other.fd(), odd, None).unwrap();
+        }
+        drop(other);
+    }
+    assert_eq!(worker(&line), number);
+    wait_until("who has gone is remembered", || descriptors(line.keeper) == before);
+    // More than it hears at once.
+    let many: Vec<_> = (0..30).map(|_| Keeper::connect(&world.keep.socket).unwrap()).collect();
+    assert_eq!(many[29].line(None).unwrap().start, line.start);
+    let last = Keeper::connect(&world.keep.socket).unwrap();
+    drop((many, keeper));
+    end(&world, last, line.keeper);
+}
+
+#[test]
+fn the_program_goes_on_as_it_was_when_its_file_is_gone_and_as_another_when_that_is_asked() {
+    let world = World::new();
+    let old = world.dir.path().join("old");
+    let new = world.dir.path().join("new");
+    fs::copy(std::env::current_exe().unwrap(), &old).unwrap();
+    fs::copy(std::env::current_exe().unwrap(), &new).unwrap();
+    let exe = |pid: i32| fs::read_link(format!("/proc/{pid}/exe")).unwrap();
+    let keeper = world.start_as(&old).unwrap();
+    fs::remove_file(&old).unwrap();
+    let line = keeper.line(None).unwrap();
+    kill(worker(&line));
+    let next = keeper.line(Some(line.start)).unwrap();
+    assert!(exe(worker(&next)).to_str().unwrap().ends_with("old (deleted)"));
+
+    // What is no program is refused, and nothing is lost but the worker.
+    let text = world.dir.path().join("text");
+    fs::write(&text, "no program").unwrap();
+    for none in [&text, &world.dir.path().join("none")] {
+        keeper.upgrade(none).unwrap_err();
+        let line = keeper.line(None).unwrap();
+        assert_eq!((line.keeper, parent(worker(&line))), (next.keeper, next.keeper));
+    }
+
+    let before = keeper.line(None).unwrap();
+    let descriptors_before = descriptors(before.keeper);
+    keeper.upgrade(&new).unwrap();
+    let line = keeper.line(None).unwrap();
+    assert_eq!(line.keeper, before.keeper);
+    assert!(line.start > before.start);
+    assert_eq!((exe(line.keeper), exe(worker(&line))), (new.clone(), new.clone()));
+    assert_eq!(descriptors(line.keeper), descriptors_before);
+    assert_eq!(children(line.keeper), 1);
+    assert_eq!(keeper.keep().unwrap(), world.keep);
+    for file in [new, text] {
+        fs::remove_file(file).unwrap();
+    }
+    end(&world, keeper, line.keeper);
+}
+
+#[test]
+fn a_line_is_open_while_its_worker_is_not_there_yet() {
+    let world = World::new();
+    let keeper = world.start();
+    let line = keeper.line(None).unwrap();
+    let process = line.keeper;
+    let mut at = line.start;
+    for _ in 0..30 {
+        at = keeper.line(Some(at)).unwrap().start;
+    }
+    let line = keeper.line(None).unwrap();
+    assert!(line.start >= 2);
+    send_with(line.fd.as_fd(), b"who", None).unwrap();
+    let (answer, _) = receive_with(&line.fd, 100, true).unwrap();
+    assert!(!answer.is_empty());
+    end(&world, keeper, process);
+}
