@@ -33,6 +33,16 @@ pub(crate) enum Task {
     Refuse(String),
 }
 
+/// What follows from an end of serving or resting.
+enum Next {
+    /// The disk is detached.
+    Gone,
+    /// The daemon stops.
+    Ended,
+    /// The other of the two.
+    Again,
+}
+
 pub(crate) struct Follower {
     pub(crate) shared: Arc<Shared>,
     pub(crate) id: DiskId,
@@ -61,10 +71,14 @@ impl Follower {
         let mut told = None;
         loop {
             let (failure, how_long) = match task {
-                Task::Serve(image) => match self.serve(image) {
-                    Ok(Outcome::Unplugged) => return true,
-                    Ok(Outcome::Stopped | Outcome::Left) => return false,
-                    Err(_) if self.is_stopped(Duration::ZERO) => return false,
+                Task::Serve(image) => match self.serve_or_rest(image) {
+                    Ok(Next::Gone) => return true,
+                    Ok(Next::Ended) => return false,
+                    Ok(Next::Again) => continue,
+                    Err(_) if self.is_stopped(Duration::ZERO) => match self.may_rest() {
+                        true => continue,
+                        false => return false,
+                    },
                     Err(failure) => (Some(failure), Some(pause)),
                 },
                 Task::Empty => (None, None),
@@ -78,15 +92,14 @@ impl Follower {
             }
             match self.stand_in(how_long, failure.as_ref()) {
                 Ok(End::Detached) => {
-                    let unswept = self.shared.unswept.lock();
-                    unswept.unwrap_or_else(PoisonError::into_inner).push(self.id);
+                    self.is_unswept();
                     return true;
                 }
-                Ok(End::Stopped) => return false,
-                Ok(End::Retry) => {}
+                Ok(End::Stopped) if !self.may_rest() => return false,
+                Ok(End::Stopped | End::Retry) => {}
                 Err(e) => {
                     tracing::debug!("disk {}: {e}", self.id);
-                    if self.is_stopped(pause) {
+                    if self.is_stopped(pause) && !self.may_rest() {
                         return false;
                     }
                 }
@@ -95,7 +108,43 @@ impl Follower {
         }
     }
 
-    fn is_stopped(&self, within: Duration) -> bool {
+    /// Serves the disk, or leaves its image to a later attachment for as long as there is one.
+    fn serve_or_rest(&mut self, image: &Image) -> Result<Next, Failure> {
+        if let Some(later) = self.rests_for() {
+            return match self.rest(later, image)? {
+                End::Detached => {
+                    self.is_unswept();
+                    Ok(Next::Gone)
+                }
+                End::Stopped if self.may_rest() => Ok(Next::Again),
+                End::Stopped => Ok(Next::Ended),
+                End::Retry => {
+                    self.is_rested();
+                    self.states_changed(image)?;
+                    Ok(Next::Again)
+                }
+            };
+        }
+        Ok(match self.serve(image)? {
+            Outcome::Unplugged => Next::Gone,
+            // It has let go of the image.
+            Outcome::Stopped if self.may_rest() => Next::Again,
+            Outcome::Stopped | Outcome::Left => Next::Ended,
+        })
+    }
+
+    /// Whether we were woken to rest, and not to end.
+    fn may_rest(&self) -> bool {
+        self.shared.table.may_rest(self.id)
+    }
+
+    /// What predecessors left of it goes when the toolstack has removed it.
+    fn is_unswept(&self) {
+        let unswept = self.shared.unswept.lock();
+        unswept.unwrap_or_else(PoisonError::into_inner).push(self.id);
+    }
+
+    pub(crate) fn is_stopped(&self, within: Duration) -> bool {
         let [stopped] = wait_for([self.stop.fd()], Some(within));
         stopped
     }
@@ -104,15 +153,9 @@ impl Follower {
         self.shared.table.change(self.id, |entry| entry.starts += 1);
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
         self.check_folder(image)?;
+        self.have_earlier_rest(&mut store, image)?;
         // Before anybody serves it: the next daemon has to know what to look for.
-        let state = DiskState::new(self.id, image, self.minor);
-        self.shared.states.write(&state).map_err(|e| Failure {
-            why: format!(
-                "cannot write its state to {}: {e}",
-                self.shared.places.states().display()
-            ),
-            help: "make room on the file system of /run".to_owned(),
-        })?;
+        self.states_changed(image)?;
         (self.shared.at)(Step::StateWritten);
         let assignment = Assignment {
             id: self.id,
@@ -123,6 +166,20 @@ impl Follower {
             shared: &self.shared,
         };
         self.shared.serving.serve(&assignment, &mut store, &self.stop)
+    }
+
+    /// Writes the disk's state as that of one that is served.
+    fn states_changed(&self, image: &Image) -> Result<(), Failure> {
+        let state = DiskState::new(self.id, image, self.minor);
+        self.shared.states.write(&state).map_err(|e| self.no_state(&e))
+    }
+
+    pub(crate) fn no_state(&self, e: &std::io::Error) -> Failure {
+        let states = self.shared.places.states();
+        Failure {
+            why: format!("cannot write its state to {}: {e}", states.display()),
+            help: "make room on the file system of /run".to_owned(),
+        }
     }
 
     /// Images are served from the configured folders only; links are looked through.

@@ -30,6 +30,7 @@ pub mod control;
 pub mod directory;
 mod follow;
 pub mod params;
+mod siblings;
 pub mod state;
 mod supervise;
 pub mod table;

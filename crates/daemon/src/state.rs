@@ -56,6 +56,9 @@ pub struct DiskState {
     path: Vec<u8>,
     /// tapdisk's number of it, which scripts pass about.
     pub minor: u32,
+    /// The later attachment of the same disk that it rests for.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub rests_for: Option<DiskId>,
 }
 
 impl DiskState {
@@ -63,7 +66,13 @@ impl DiskState {
     pub fn new(id: DiskId, image: &Image, minor: u32) -> DiskState {
         use std::os::unix::ffi::OsStrExt as _;
         let path = image.path.as_os_str().as_bytes().to_vec();
-        DiskState { version: VERSION, id, format: image.format, path, minor }
+        DiskState { version: VERSION, id, format: image.format, path, minor, rests_for: None }
+    }
+
+    /// The same of one that rests for a later attachment.
+    #[must_use]
+    pub fn resting_for(self, rests_for: Option<DiskId>) -> DiskState {
+        DiskState { rests_for, ..self }
     }
 
     /// The image that it was attached with.

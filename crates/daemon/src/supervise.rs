@@ -13,7 +13,7 @@ use ferrite_xen::store::{Store, StoreError};
 use crate::directory::{self, KIND, Look};
 use crate::follow::{Follower, Task};
 use crate::params::Params;
-use crate::state::DiskId;
+use crate::state::{DiskId, DiskState};
 use crate::wait::wait_for;
 use crate::{Shared, Xen};
 
@@ -147,7 +147,7 @@ impl Supervisor<'_> {
                 && let Some(task) = self.task(id, &look)
             {
                 found = true;
-                self.start(id, task);
+                self.start(id, task, &look);
             }
         }
         Ok(found)
@@ -167,12 +167,16 @@ impl Supervisor<'_> {
         Ok(())
     }
 
+    /// What a predecessor has known of the disk, if this is still the one that it has begun with.
+    fn known(&self, id: DiskId, look: &Look) -> Option<DiskState> {
+        self.shared.states.read(id).filter(|_| look.has_begun())
+    }
+
     /// What is to be done for a disk; `None` while the toolstack has not said that. A guest that a
     /// predecessor has begun with keeps the image that it was attached with, whatever became of
     /// `params` since.
     fn task(&self, id: DiskId, look: &Look) -> Option<Task> {
-        let known = self.shared.states.read(id).filter(|_| look.has_begun());
-        if let Some(state) = known {
+        if let Some(state) = self.known(id, look) {
             return Some(Task::Serve(state.image()));
         }
         Some(match Params::parse(look.params.as_deref()?) {
@@ -182,7 +186,7 @@ impl Supervisor<'_> {
         })
     }
 
-    fn start(&self, id: DiskId, task: Task) {
+    fn start(&self, id: DiskId, task: Task, look: &Look) {
         if self.shared.table.look(|disks| disks.len()) >= MAX_DISKS {
             self.tell(|| tracing::error!("disk {id} is not served: there are {MAX_DISKS} already"));
             return;
@@ -191,8 +195,8 @@ impl Supervisor<'_> {
             Task::Serve(image) => Some(image.clone()),
             Task::Empty | Task::Refuse(_) => None,
         };
-        let minor = self.shared.states.read(id).map(|state| state.minor);
-        let entered = self.shared.table.enter(id, image, minor, |minor, stop| {
+        let known = self.known(id, look);
+        let entered = self.shared.table.enter(id, image, known.as_ref(), |minor, stop| {
             let shared = self.shared.clone();
             let log = LogLimit::default();
             let follower = Follower { shared, id, minor, stop, log };

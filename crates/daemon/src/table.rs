@@ -9,7 +9,7 @@ use ferrite_serve::waker::Waker;
 
 use crate::Failure;
 use crate::params::Image;
-use crate::state::DiskId;
+use crate::state::{DiskId, DiskState};
 
 /// How far a disk is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +22,8 @@ pub enum Phase {
     Failed(Failure),
     /// A drive without a medium: there is nothing to serve.
     Empty,
+    /// Its image is closed, and left to this later attachment of the same disk.
+    Resting(DiskId),
 }
 
 /// A disk that is attached.
@@ -38,7 +40,11 @@ pub struct Entry {
     pub since: SystemTime,
     /// Starts that it has taken.
     pub starts: u64,
+    /// The later attachment that it is to rest for, or rests for.
+    pub(crate) rests_for: Option<DiskId>,
     stop: Arc<Waker>,
+    /// That was woken for good.
+    ends: bool,
     has_ended: bool,
     thread: Option<JoinHandle<()>>,
 }
@@ -60,8 +66,8 @@ impl Table {
         f(&self.lock())
     }
 
-    /// Enters a disk, whose thread `start` starts. Tapdisk's number is the one it had, or the lowest
-    /// that no other has.
+    /// Enters a disk, whose thread `start` starts. Of one that a predecessor knew, tapdisk's number is
+    /// the one it had, or else the lowest that no other has.
     ///
     /// # Errors
     /// No thread can be had: the disk is not entered.
@@ -69,13 +75,14 @@ impl Table {
         &self,
         id: DiskId,
         image: Option<Image>,
-        minor: Option<u32>,
+        known: Option<&DiskState>,
         start: impl FnOnce(u32, Arc<Waker>) -> std::io::Result<JoinHandle<()>>,
     ) -> std::io::Result<()> {
         let stop = Arc::new(Waker::new()?);
+        let rests_for = known.and_then(|state| state.rests_for);
         let mut disks = self.lock();
         let is_free = |minor: &u32| disks.values().all(|entry| entry.minor != *minor);
-        let minor = minor.filter(|minor| is_free(minor));
+        let minor = known.map(|state| state.minor).filter(|minor| is_free(minor));
         let minor = minor.or_else(|| (0..).find(is_free)).unwrap_or_default();
         // The thread's first look at the table waits for the lock.
         let thread = start(minor, stop.clone())?;
@@ -86,7 +93,9 @@ impl Table {
             pid: None,
             since: SystemTime::now(),
             starts: 0,
+            rests_for,
             stop,
+            ends: false,
             has_ended: false,
             thread: Some(thread),
         };
@@ -140,7 +149,29 @@ impl Table {
 
     /// Asks all threads to end.
     pub(crate) fn stop_all(&self) {
-        self.lock().values().for_each(|entry| entry.stop.wake());
+        for entry in self.lock().values_mut() {
+            entry.ends = true;
+            entry.stop.wake();
+        }
+    }
+
+    /// Asks a disk's thread to leave the image to a later attachment. One that rests already does.
+    pub(crate) fn have_rest(&self, id: DiskId, later: DiskId) {
+        self.change(id, |entry| {
+            if !matches!(entry.phase, Phase::Resting(_)) {
+                entry.rests_for = Some(later);
+                entry.stop.wake();
+            }
+        });
+    }
+
+    /// Whether a disk's thread was woken to rest, and not to end. It can be woken again then.
+    pub(crate) fn may_rest(&self, id: DiskId) -> bool {
+        // The lock makes it one with whoever wakes.
+        let disks = self.lock();
+        let Some(entry) = disks.get(&id).filter(|entry| !entry.ends) else { return false };
+        entry.stop.clear();
+        entry.rests_for.is_some()
     }
 
     /// Waits until `f` finds what it looks for, or this time is over.

@@ -123,6 +123,7 @@ fn phase(phase: PhaseName) -> &'static str {
         PhaseName::Served => "served",
         PhaseName::Failed => "failed",
         PhaseName::Empty => "empty",
+        PhaseName::Resting => "resting",
     }
 }
 

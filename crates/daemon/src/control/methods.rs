@@ -96,6 +96,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         Phase::Served => (PhaseName::Served, None),
         Phase::Failed(failure) => (PhaseName::Failed, Some(failure)),
         Phase::Empty => (PhaseName::Empty, None),
+        Phase::Resting(_) => (PhaseName::Resting, None),
     };
     let image = entry.image.as_ref();
     Disk {
@@ -222,7 +223,7 @@ fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
             Phase::Starting => false,
             // At first the one that had the image before may not have let go of it.
             Phase::Failed(_) => entry.starts == 0 || entry.starts >= FAILED,
-            Phase::Served | Phase::Empty => true,
+            Phase::Served | Phase::Empty | Phase::Resting(_) => true,
         };
         is_known.then(|| describe(id, entry))
     });
@@ -236,6 +237,8 @@ fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
             let (why, help) = (disk.why.unwrap_or_default(), disk.help.unwrap_or_default());
             Err(RpcError::new(code::FAILED, why, &help))
         }
-        PhaseName::Served | PhaseName::Empty | PhaseName::Starting => Ok(Attached { disk }),
+        PhaseName::Served | PhaseName::Empty | PhaseName::Starting | PhaseName::Resting => {
+            Ok(Attached { disk })
+        }
     }
 }

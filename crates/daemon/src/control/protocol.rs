@@ -153,6 +153,8 @@ pub enum PhaseName {
     Failed,
     /// A drive without a medium.
     Empty,
+    /// Its image is left to a later attachment of the same VM.
+    Resting,
 }
 
 /// A disk in `disk.list`.

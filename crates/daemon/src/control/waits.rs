@@ -17,6 +17,9 @@ pub(super) fn waits_for(look: &Look, phase: Option<&Phase>) -> Option<String> {
         Some(Phase::Failed(failure)) => Some(format!("{failure}")),
         Some(Phase::Empty) => None,
         Some(Phase::Served) => coming(look),
+        Some(Phase::Resting(later)) => {
+            Some(format!("the end of disk {later}, which has the image: it is the same VM's"))
+        }
     }
 }
 
