@@ -16,12 +16,13 @@ const CARGO_DENY: &str = "0.20.2";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The crates of this workspace that are linked into the program that serves.
-const PRODUCT: [&str; 7] = [
+const PRODUCT: [&str; 8] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
     "ferrite-io",
     "ferrite-keeper",
+    "ferrite-seeing",
     "ferrite-serve",
     "ferrite-xen",
 ];

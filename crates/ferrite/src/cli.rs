@@ -12,6 +12,7 @@ use crate::exit::Code;
 use crate::image::args::ImageArgs;
 use crate::options::{TuningArgs, memory};
 use crate::parents::ParentsArgs;
+use crate::seeing::args::StatArgs;
 use crate::vdev::Vbd;
 
 /// A virtual-disk backend for Xen guests.
@@ -65,6 +66,8 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Make, look at, copy, merge and mend disk images that nobody is using.
     Image(ImageArgs),
+    /// Show what disks do: requests, data, latencies, a line a disk.
+    Stat(StatArgs),
     /// Write manual pages and completions for shells, for packages.
     #[command(hide = true)]
     Generate(GenerateArgs),

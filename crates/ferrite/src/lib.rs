@@ -18,6 +18,7 @@ pub mod log;
 pub mod options;
 pub mod parents;
 mod plain;
+mod seeing;
 mod serve;
 mod served_raw;
 pub mod signals;
@@ -55,6 +56,7 @@ pub fn main() -> ExitCode {
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
+        cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Generate(args) => generate::run::<cli::Cli>(&args.directory),
     };
     match done {

@@ -1,0 +1,98 @@
+//! What commands are told that look at disks.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+use ferrite_serve::blkif::lifecycle::run_dir_name;
+
+use crate::vdev::Vbd;
+
+/// The name of a disk's counters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DiskName(pub(crate) String);
+
+impl FromStr for DiskName {
+    type Err = String;
+
+    /// `vbd-3-51712`, or as it is served: `3/xvda`.
+    fn from_str(text: &str) -> Result<DiskName, String> {
+        let numbers = text.strip_prefix("vbd-").and_then(|ids| ids.split_once('-'));
+        let written =
+            numbers.map_or(text.to_owned(), |(domain, device)| format!("{domain}/{device}"));
+        let Vbd { domain, device } = written.parse()?;
+        Ok(DiskName(run_dir_name(domain, device)))
+    }
+}
+
+/// Which disks are looked at.
+#[derive(Debug, Args)]
+pub(crate) struct Watched {
+    /// Only these, each as DOMID/DEVID (3/xvda) or by its name (vbd-3-51712).
+    #[arg(value_name = "DISK")]
+    pub(crate) disks: Vec<DiskName>,
+
+    /// Where the disks' counters are.
+    #[arg(long, value_name = "DIR", default_value = "/run/ferrite/stats")]
+    pub(crate) stats: PathBuf,
+}
+
+/// `ferrite stat`.
+#[derive(Debug, Args)]
+pub(crate) struct StatArgs {
+    /// Report again and again, with so many seconds between; the first report is of all time since the
+    /// disk was attached.
+    #[arg(short, long, value_name = "SECONDS", value_parser = seconds)]
+    pub(crate) interval: Option<Duration>,
+
+    /// End after so many reports; without it, after one, or with an interval never.
+    #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+
+    /// Print a line of JSON a report.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) watched: Watched,
+}
+
+/// From a tenth of a second to a day.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is not a number of seconds"))?;
+    if (0.1..=86_400.0).contains(&seconds) {
+        Ok(Duration::from_secs_f64(seconds))
+    } else {
+        Err("it has to be from 0.1 to 86400".to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_named_as_it_is_served_or_as_its_file_is() {
+        for (text, name) in [
+            ("3/xvda", "vbd-3-51712"),
+            ("3/51712", "vbd-3-51712"),
+            ("vbd-3-51712", "vbd-3-51712"),
+            ("0/xvdb", "vbd-0-51728"),
+        ] {
+            assert_eq!(text.parse(), Ok(DiskName(name.to_owned())), "{text}");
+        }
+        for bad in ["", "vbd-3", "../x", "vbd-3-../x", "3", "vbd--1-5"] {
+            assert!(bad.parse::<DiskName>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn intervals_have_a_sense() {
+        assert_eq!(seconds("1"), Ok(Duration::from_secs(1)));
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for bad in ["0", "-1", "nan", "inf", "1e9", "x", ""] {
+            assert!(seconds(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! `ferrite stat`: what disks do, a line a disk and interval.
+
+use std::io::{self, Write as _};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use ferrite_seeing::rates::Rates;
+use serde::Serialize;
+
+use super::args::StatArgs;
+use super::table::table;
+use super::{Watch, tell};
+use crate::exit::Failure;
+use crate::signals;
+
+/// A report, as JSON.
+#[derive(Serialize)]
+struct Report<'a> {
+    schema: u32,
+    disks: &'a [Rates],
+}
+
+/// Reports until it is asked to end, nobody reads, or the last report is made.
+pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
+    let interval = args.interval.unwrap_or(Duration::from_secs(1));
+    let count = args.count.or(args.interval.is_none().then_some(1));
+    let end = end()?;
+    let mut watch = Watch::new(&args.watched);
+    let mut next = Instant::now();
+    for report in 1.. {
+        let look = watch.look()?;
+        tell(&look.problems);
+        let missing = watch.missing(&look);
+        if report == 1 && !missing.is_empty() {
+            // Who looks once wants an answer; who goes on looking waits for the disk.
+            let failure = watch.is_missing(&missing);
+            match count {
+                Some(1) => return Err(failure),
+                _ => drop(failure.report()),
+            }
+        } else if report == 1 && look.rates.is_empty() && !args.json {
+            tell_none(&watch);
+        }
+        let text = if args.json { json(&look.rates)? } else { text(report, &look.rates) };
+        match print(&text) {
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+            printed => printed.map_err(|e| {
+                Failure::new("cannot print the report", e, "check where standard output goes")
+            })?,
+        }
+        if count == Some(report) {
+            return Ok(());
+        }
+        next += interval;
+        // After a long stop, no reports in a row.
+        next = next.max(Instant::now());
+        match end.recv_timeout(next.saturating_duration_since(Instant::now())) {
+            Err(RecvTimeoutError::Timeout) => {}
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+    }
+    Ok(())
+}
+
+fn print(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    stdout.flush()
+}
+
+fn tell_none(watch: &Watch) {
+    let folder = watch.folder.path().display();
+    let _ = writeln!(io::stderr().lock(), "ferrite: no disk has counters in {folder} now");
+}
+
+fn text(report: u64, rates: &[Rates]) -> String {
+    let gap = if report == 1 { "" } else { "\n" };
+    format!("{gap}{}", table(rates))
+}
+
+fn json(disks: &[Rates]) -> Result<String, Failure> {
+    let line = serde_json::to_string(&Report { schema: 1, disks })
+        .map_err(|e| Failure::new("cannot write JSON", e, "report this as a bug in ferrite"))?;
+    Ok(line + "\n")
+}
+
+/// Hears of a signal that asks this program to end.
+pub(super) fn end() -> Result<Receiver<()>, Failure> {
+    let (sender, receiver) = channel();
+    let mut signals = signals::listen()?;
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(move || {
+            for _ in signals.forever() {
+                // Who is not there any more is at its end.
+                let _ = sender.send(());
+            }
+        })
+        .map_err(signals::cannot)?;
+    Ok(receiver)
+}
