@@ -12,7 +12,7 @@ use crate::exit::Code;
 use crate::image::args::ImageArgs;
 use crate::options::{TuningArgs, memory};
 use crate::parents::ParentsArgs;
-use crate::seeing::args::StatArgs;
+use crate::seeing::args::{StatArgs, TopArgs};
 use crate::vdev::Vbd;
 
 /// A virtual-disk backend for Xen guests.
@@ -68,6 +68,8 @@ pub(crate) enum Command {
     Image(ImageArgs),
     /// Show what disks do: requests, data, latencies, a line a disk.
     Stat(StatArgs),
+    /// Show what disks do on the terminal, until q is pressed.
+    Top(TopArgs),
     /// Write manual pages and completions for shells, for packages.
     #[command(hide = true)]
     Generate(GenerateArgs),

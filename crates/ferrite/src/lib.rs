@@ -57,6 +57,7 @@ pub fn main() -> ExitCode {
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
+        cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Generate(args) => generate::run::<cli::Cli>(&args.directory),
     };
     match done {

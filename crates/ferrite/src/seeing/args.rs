@@ -58,6 +58,17 @@ pub(crate) struct StatArgs {
     pub(crate) watched: Watched,
 }
 
+/// `ferrite top`.
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// Look again after so many seconds.
+    #[arg(short, long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
+    pub(crate) interval: Duration,
+
+    #[command(flatten)]
+    pub(crate) watched: Watched,
+}
+
 /// From a tenth of a second to a day.
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is not a number of seconds"))?;

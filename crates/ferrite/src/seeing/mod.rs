@@ -3,6 +3,7 @@
 pub(crate) mod args;
 pub(crate) mod stat;
 mod table;
+pub(crate) mod top;
 
 use std::collections::BTreeMap;
 use std::io;

@@ -1,5 +1,7 @@
 //! Rates as columns of text.
 
+use std::cmp::Ordering;
+
 use ferrite_seeing::rates::Rates;
 
 use crate::plain::one_line;
@@ -9,29 +11,35 @@ pub(super) struct Column {
     pub(super) title: &'static str,
     pub(super) width: usize,
     text: fn(&Rates) -> String,
+    value: fn(&Rates) -> f64,
 }
 
-const fn column(title: &'static str, width: usize, text: fn(&Rates) -> String) -> Column {
-    Column { title, width, text }
+const fn column(
+    title: &'static str,
+    width: usize,
+    text: fn(&Rates) -> String,
+    value: fn(&Rates) -> f64,
+) -> Column {
+    Column { title, width, text, value }
 }
 
 /// All but the first, which is the disk's name.
 pub(super) const COLUMNS: [Column; 15] = [
-    column("r/s", 8, |r| whole(r.read.per_s)),
-    column("w/s", 8, |r| whole(r.write.per_s)),
-    column("rMB/s", 8, |r| tenth(r.read.bytes_per_s / 1e6)),
-    column("wMB/s", 8, |r| tenth(r.write.bytes_per_s / 1e6)),
-    column("p50", 7, |r| time(r.data.p50_us)),
-    column("p99", 7, |r| time(r.data.p99_us)),
-    column("p99.9", 7, |r| time(r.data.p999_us)),
-    column("depth", 6, |r| tenth(r.queue_depth)),
-    column("now", 5, |r| in_flight(r).to_string()),
-    column("fl/s", 7, |r| whole(r.flush.per_s)),
-    column("disc/s", 7, |r| whole(r.discard.per_s)),
-    column("miss%", 6, |r| percent(r.metadata_miss_percent)),
-    column("poll%", 6, |r| percent(r.poll_hit_percent)),
-    column("cpu%", 6, |r| percent(r.cpu_percent)),
-    column("err", 6, |r| r.errors.to_string()),
+    column("r/s", 8, |r| whole(r.read.per_s), |r| r.read.per_s),
+    column("w/s", 8, |r| whole(r.write.per_s), |r| r.write.per_s),
+    column("rMB/s", 8, |r| tenth(r.read.bytes_per_s / 1e6), |r| r.read.bytes_per_s),
+    column("wMB/s", 8, |r| tenth(r.write.bytes_per_s / 1e6), |r| r.write.bytes_per_s),
+    column("p50", 7, |r| time(r.data.p50_us), |r| known(r.data.p50_us)),
+    column("p99", 7, |r| time(r.data.p99_us), |r| known(r.data.p99_us)),
+    column("p99.9", 7, |r| time(r.data.p999_us), |r| known(r.data.p999_us)),
+    column("depth", 6, |r| tenth(r.queue_depth), |r| r.queue_depth),
+    column("now", 5, |r| in_flight(r).to_string(), |r| in_flight(r) as f64),
+    column("fl/s", 7, |r| whole(r.flush.per_s), |r| r.flush.per_s),
+    column("disc/s", 7, |r| whole(r.discard.per_s), |r| r.discard.per_s),
+    column("miss%", 6, |r| percent(r.metadata_miss_percent), |r| known(r.metadata_miss_percent)),
+    column("poll%", 6, |r| percent(r.poll_hit_percent), |r| known(r.poll_hit_percent)),
+    column("cpu%", 6, |r| percent(r.cpu_percent), |r| known(r.cpu_percent)),
+    column("err", 6, |r| r.errors.to_string(), |r| r.errors as f64),
 ];
 
 /// The least that names take.
@@ -41,6 +49,11 @@ impl Column {
     /// What stands in it for this disk.
     pub(super) fn cell(&self, rates: &Rates) -> String {
         (self.text)(rates)
+    }
+
+    /// The order of two disks by it, the larger one first.
+    pub(super) fn order(&self, a: &Rates, b: &Rates) -> Ordering {
+        (self.value)(b).total_cmp(&(self.value)(a))
     }
 }
 
@@ -63,6 +76,10 @@ pub(super) fn table(rates: &[Rates]) -> String {
 fn in_flight(rates: &Rates) -> u64 {
     let kinds = [&rates.read, &rates.write, &rates.flush, &rates.discard];
     kinds.iter().fold(0, |n, kind| n.saturating_add(kind.in_flight))
+}
+
+fn known(value: Option<f64>) -> f64 {
+    value.unwrap_or(-1.0)
 }
 
 /// A number in at most seven characters.

@@ -1,0 +1,109 @@
+//! `ferrite top`: all disks on a terminal, again and again.
+
+use std::io::{self, IsTerminal as _};
+use std::sync::mpsc::TryRecvError;
+use std::time::{Duration, Instant};
+
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+
+use super::Watch;
+use super::args::TopArgs;
+use super::stat::end;
+use crate::exit::{Code, Failure};
+
+mod view;
+
+use view::View;
+
+/// How soon a signal is heeded.
+const GLANCE: Duration = Duration::from_millis(100);
+
+/// What a key asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    Quit,
+    /// So many columns to the right.
+    Sort(isize),
+    Reverse,
+    /// So many lines down.
+    Scroll(isize),
+}
+
+/// Shows them until it is asked to end.
+pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
+    if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
+        let why = "standard input and output are no terminal";
+        let help = "ferrite stat -i 1 prints the same as text, with --json for programs";
+        return Err(Failure::new("cannot show disks", why, help).with_code(Code::USAGE));
+    }
+    let end = end()?;
+    let mut watch = Watch::new(&args.watched);
+    // The folder may be none of ours: said while the terminal is as it was.
+    let first = watch.look()?;
+    let mut view = View::new(args.interval);
+    view.show(first.rates, &first.problems);
+    // Restored when this ends, and by ratatui's own hook when there is a panic.
+    let mut terminal = ratatui::try_init().map_err(broken)?;
+    let _restored = Restored;
+    let mut next = Instant::now() + args.interval;
+    loop {
+        terminal.draw(|frame| view.draw(frame)).map_err(broken)?;
+        while Instant::now() < next {
+            if end.try_recv() != Err(TryRecvError::Empty) {
+                return Ok(());
+            }
+            let left = next.saturating_duration_since(Instant::now());
+            if !event::poll(left.min(GLANCE)).map_err(broken)? {
+                continue;
+            }
+            match event::read().map_err(broken)? {
+                Event::Key(key) => match wish(key) {
+                    Some(Wish::Quit) => return Ok(()),
+                    Some(wish) => view.follow(wish),
+                    None => continue,
+                },
+                Event::Resize(..) => {}
+                _ => continue,
+            }
+            terminal.draw(|frame| view.draw(frame)).map_err(broken)?;
+        }
+        next = (next + args.interval).max(Instant::now());
+        let look = watch.look()?;
+        view.show(look.rates, &look.problems);
+    }
+}
+
+/// Leaves the terminal as it was.
+struct Restored;
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        ratatui::restore();
+    }
+}
+
+fn broken(e: io::Error) -> Failure {
+    Failure::new("cannot use the terminal", e, "ferrite stat -i 1 prints the same as text")
+}
+
+fn wish(key: KeyEvent) -> Option<Wish> {
+    if key.kind == KeyEventKind::Release {
+        return None;
+    }
+    let control = key.modifiers.contains(KeyModifiers::CONTROL);
+    match key.code {
+        KeyCode::Char('c') if control => Some(Wish::Quit),
+        KeyCode::Char('q') | KeyCode::Esc => Some(Wish::Quit),
+        KeyCode::Left | KeyCode::Char('<') => Some(Wish::Sort(-1)),
+        KeyCode::Right | KeyCode::Char('>') => Some(Wish::Sort(1)),
+        KeyCode::Char('r') => Some(Wish::Reverse),
+        KeyCode::Up => Some(Wish::Scroll(-1)),
+        KeyCode::Down => Some(Wish::Scroll(1)),
+        KeyCode::PageUp => Some(Wish::Scroll(-10)),
+        KeyCode::PageDown => Some(Wish::Scroll(10)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;
