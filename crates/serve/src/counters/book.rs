@@ -14,6 +14,7 @@ use std::time::SystemTime;
 use ferrite_io::names;
 use ferrite_io::shm::Shm;
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 use super::counts::Counts;
 use super::layout::{
@@ -195,12 +196,17 @@ impl Kept {
 
     /// It appears complete or not at all, in place of what is there. Readers of that keep what they had.
     fn make(place: &Path, disk: &str) -> io::Result<Kept> {
-        if let Some(folder) = place.parent() {
-            names::create_dir_all(folder, Mode::RWXU)?;
-        }
         let new = place.with_extension("new");
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW;
-        let file = File::from(names::open(&new, flags, Mode::RUSR | Mode::WUSR)?);
+        let open = || names::open(&new, flags, Mode::RUSR | Mode::WUSR);
+        let file = File::from(match open() {
+            // The first disk here. A worker's keeper has made the folder, and lets nobody else.
+            Err(Errno::NOENT) => {
+                names::create_dir_all(place.parent().unwrap_or(Path::new(".")), Mode::RWXU)?;
+                open()?
+            }
+            file => file?,
+        });
         // One that was there may be open to others. A worker is not the owner, and may not ask.
         if file.metadata()?.permissions().mode() & 0o7777 != 0o600 {
             file.set_permissions(PermissionsExt::from_mode(0o600))?;
