@@ -17,6 +17,7 @@
 //! * [`naming`]: what a file is, by whatever name, and a file system.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
 //! * [`sandbox`]: giving up all rights that a worker does not need.
+//! * [`socket`]: streams between a socket and the arena.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
 
 pub mod aio;
@@ -39,6 +40,7 @@ pub mod scratch;
 pub mod shared_lock;
 pub mod shares;
 pub mod shm;
+pub mod socket;
 pub mod uring;
 
 mod offload;
