@@ -10,6 +10,7 @@
 
 #![forbid(unsafe_code)]
 
+mod allocation;
 mod children;
 mod content;
 mod disk;
@@ -36,6 +37,7 @@ pub mod tools;
 pub mod vhd;
 mod writeback;
 
+pub use allocation::Allocation;
 pub use disk::Disk;
 pub use epochs::{Mark, Reader};
 pub use error::{DiskError, ErrorKind};

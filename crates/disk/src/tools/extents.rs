@@ -18,15 +18,15 @@ const BLOCK: u64 = 4096;
 
 /// The beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
-    pub(super) len: u64,
+pub(crate) struct Piece {
+    pub(crate) len: u64,
     /// The layer that says so, the leaf is 0; none: no layer has it.
     pub(super) layer: Option<usize>,
-    pub(super) what: What,
+    pub(crate) what: What,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(crate) enum What {
     /// Bytes of the layer's file from here on.
     Data(u64),
     /// Compressed in the layer's file.
@@ -35,7 +35,7 @@ pub(super) enum What {
 }
 
 /// Looks at the beginning of a range, which is inside the disk.
-pub(super) async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
+pub(crate) async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
     match disk {
         Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
         Disk::Raw(raw) => match disk.map(offset, len) {

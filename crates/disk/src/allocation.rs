@@ -1,0 +1,31 @@
+//! Where a disk in use has data.
+
+use std::io;
+
+use crate::tools::extents::{What, look};
+use crate::{Disk, Port};
+
+/// The beginning of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allocation {
+    /// Bytes.
+    pub len: u64,
+    /// It reads as zeros, and takes no space.
+    pub zeros: bool,
+}
+
+impl Disk {
+    /// Says whether the beginning of a range has data. It may have to read metadata for that, and
+    /// never data.
+    ///
+    /// # Errors
+    /// `InvalidInput`: not inside the disk, or empty. `InvalidData`: metadata is damaged. Others as
+    /// the kernel gives them.
+    pub async fn allocation(&self, port: &Port, offset: u64, len: u64) -> io::Result<Allocation> {
+        if len == 0 || !self.contains(offset, len) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let piece = self.while_mapped(look(self, port, offset, len)).await?;
+        Ok(Allocation { len: piece.len.min(len), zeros: piece.what == What::Zeros })
+    }
+}
