@@ -28,12 +28,13 @@ pub(crate) enum Kind {
 const KINDS: usize = 4;
 
 impl Kind {
-    /// A flush that brings data counts as a write, and so does a barrier.
+    /// A flush that brings data counts as a write, and so do a barrier and zeros. To ask where data are
+    /// counts as a read.
     #[inline]
     pub(crate) fn of(action: Action) -> Kind {
         match action {
-            Action::Read => Kind::Read,
-            Action::Write | Action::FlushThenWrite | Action::Barrier => Kind::Write,
+            Action::Read | Action::Status => Kind::Read,
+            Action::Write | Action::FlushThenWrite | Action::Barrier | Action::Zero => Kind::Write,
             Action::Flush => Kind::Flush,
             Action::Discard => Kind::Discard,
         }

@@ -101,6 +101,24 @@ impl RequestPath {
     /// Sends a request to its next stage. Whoever calls has checked that its range lies on the
     /// disk, and that its buffer holds its data.
     pub fn admit(&mut self, ticket: Ticket, work: Work) -> Admitted {
+        self.admit_with(ticket, work, false)
+    }
+
+    /// As [`admit`](Self::admit) for a client whose data came with its request: they are in the
+    /// request's buffer from [`begins_at`](Self::begins_at) on, and are not fetched.
+    pub fn admit_filled(&mut self, ticket: Ticket, work: Work) {
+        match self.admit_with(ticket, work, true) {
+            Admitted::Taken => {}
+            Admitted::Fetch(ticket) => self.ready.push(ticket),
+        }
+    }
+
+    /// Where in its buffer a request's first byte belongs, if it begins there on the disk.
+    pub fn begins_at(&self, offset: u64) -> usize {
+        offset as usize & (self.medium.block_bytes - 1)
+    }
+
+    fn admit_with(&mut self, ticket: Ticket, work: Work, filled: bool) -> Admitted {
         if matches!(work.action, Action::Flush | Action::FlushThenWrite) {
             self.flushes = self.flushes.wrapping_add(1);
         }
@@ -113,7 +131,8 @@ impl RequestPath {
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
         let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());
-        if work.action != Action::Read && self.seat.device().flush_has_failed() {
+        let changes = !matches!(work.action, Action::Read | Action::Status);
+        if changes && self.seat.device().flush_has_failed() {
             self.finish(ticket, Outcome::Failed);
             return Admitted::Taken;
         }
@@ -121,7 +140,9 @@ impl RequestPath {
             self.wait_to_be_alone(ticket);
             return Admitted::Taken;
         }
+        // Neighbours exchange their buffers, which must be empty then.
         if self.shared.tuning.merge
+            && !filled
             && let (Action::Read | Action::Write, Some(layout)) = (work.action, &flight.layout)
         {
             let write = work.action == Action::Write;

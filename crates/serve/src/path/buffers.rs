@@ -30,6 +30,11 @@ impl Buffers {
         self.pool.free(buf);
     }
 
+    /// Whether somebody has one.
+    pub(super) fn are_in_use(&self) -> bool {
+        self.pool.in_use() > 0
+    }
+
     /// Whether there is memory to give back.
     pub(super) fn are_warm(&self) -> bool {
         self.warm && !self.pinned

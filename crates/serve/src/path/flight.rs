@@ -67,6 +67,8 @@ pub(super) struct Flight {
     pub(super) pieces_left: usize,
     /// The first failure among those that have.
     pub(super) failed: Option<io::Error>,
+    /// It has failed as there was no space.
+    pub(super) no_space: bool,
     /// Flushes that were admitted before it.
     pub(super) flushes: u32,
     /// Its trace record.
@@ -105,6 +107,7 @@ impl Flights {
             pieces: 0,
             pieces_left: 0,
             failed: None,
+            no_space: false,
             flushes: 0,
             record: Record::default(),
         };
@@ -148,6 +151,7 @@ impl Flights {
         f.kind = Kind::Refused;
         f.layout = None;
         f.zeros = false;
+        f.no_space = false;
         f.pieces = 0;
         f.pieces_left = 0;
         f.record = Record { id, operation, ..Record::default() };

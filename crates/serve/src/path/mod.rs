@@ -25,10 +25,11 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use ferrite_disk::Disk;
+use ferrite_disk::{Allocation, Disk};
 use ferrite_io::arena::Span;
 use ferrite_io::clock::Clock;
 use ferrite_io::engine::{Completion, Engine, Op, Token};
+use ferrite_io::pool::Buf;
 use ferrite_io::reactor::{Reactor, Wait};
 use ferrite_io::scratch::Scratch;
 
@@ -66,7 +67,7 @@ use parking::Medium;
 use pieces::Pieces;
 use save::Saver;
 use shared::Shared;
-use slow::{Discards, TaskResults};
+use slow::{Discards, Statuses, TaskResults};
 use throttle::Hold;
 use work::Outcome;
 
@@ -101,6 +102,8 @@ pub struct RequestPath {
     discards: Discards,
     saver: Saver,
     tasks: TaskResults,
+    /// What requests for it have found.
+    statuses: Statuses,
     /// Reads that are done and whose data the client does not have yet.
     read: Vec<Ticket>,
     /// Requests whose outcome is final.
@@ -156,6 +159,7 @@ impl RequestPath {
             discards: Discards::default(),
             saver,
             tasks: TaskResults::default(),
+            statuses: Statuses::default(),
             read: Vec::with_capacity(entries as usize),
             finished: Vec::with_capacity(entries as usize),
         })
@@ -234,13 +238,44 @@ impl RequestPath {
         if let Some(buf) = flight.buf.take() {
             self.buffers.free(buf);
         }
+        self.count(&ticket);
+        self.flights.release(ticket);
+    }
+
+    /// As [`release`](Self::release), for data that the client gets later: the buffer is the caller's
+    /// until it is [freed](Self::free). The path rests, and others get the gate, without it.
+    pub fn release_keeping(&mut self, ticket: Ticket) -> Option<Buf> {
+        let buf = self.flights.get(&ticket).buf.take();
+        self.count(&ticket);
+        self.flights.release(ticket);
+        buf
+    }
+
+    /// A request is answered.
+    fn count(&mut self, ticket: &Ticket) {
+        let flight = self.flights.see(ticket);
+        // It is of places, and moves nothing.
+        let moves = flight.work.action != work::Action::Status;
+        let sectors = if moves { flight.work.sectors } else { 0 };
         match flight.outcome {
-            Outcome::Done => {
-                self.account.done(flight.kind, &flight.record.stages, flight.work.sectors);
-            }
+            Outcome::Done => self.account.done(flight.kind, &flight.record.stages, sectors),
             _ => self.account.failed(flight.kind, &flight.record.stages),
         }
-        self.flights.release(ticket);
+    }
+
+    /// Takes back a buffer that no request has.
+    pub fn free(&mut self, buf: Buf) {
+        self.buffers.free(buf);
+    }
+
+    /// Whether a request has failed as there was no space for it.
+    pub fn lacked_space(&self, ticket: &Ticket) -> bool {
+        self.flights.see(ticket).no_space
+    }
+
+    /// What a request for [`Action::Status`](work::Action::Status) has found; once.
+    pub fn status(&mut self, ticket: &Ticket) -> Vec<Allocation> {
+        self.statuses.borrow_mut().remove(&(ticket.entry() as u16)).unwrap_or_default()
     }
 
     /// How a request has ended.
@@ -297,13 +332,14 @@ impl RequestPath {
     /// Whether memory may be [given back](Self::give_memory_back) after a while: there is some,
     /// and no request needs it.
     pub fn may_cool(&self) -> bool {
-        self.buffers.are_warm() && self.flights.in_use() == 0
+        self.buffers.are_warm() && !self.buffers.are_in_use() && self.flights.in_use() == 0
     }
 
     /// Nothing has been asked for a while.
     pub fn give_memory_back(&mut self) {
         // A save is a task without a request, and has metadata in the scratch memory.
-        let unused = self.flights.in_use() == 0 && self.reactor.tasks() == 0;
+        let unused =
+            self.flights.in_use() == 0 && self.reactor.tasks() == 0 && !self.buffers.are_in_use();
         if unused && self.buffers.cool(&mut self.reactor) {
             self.counters().releases.add(1);
         }

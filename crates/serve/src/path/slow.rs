@@ -2,13 +2,13 @@
 //! ranges that lie in several places. One task a request, on this thread.
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::{Disk, Port};
+use ferrite_disk::{Allocation, Disk, Port};
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Transfer;
 
@@ -23,11 +23,17 @@ use crate::counters::Page;
 /// of its whole disk. A flush waits for no more of them, nor does the end of the path.
 const DISCARDS: usize = 4;
 
+/// Places that one request for the status of a range looks at.
+const QUESTIONS: usize = 512;
+
 /// How long a discard may sleep that has to end when its path does.
 const STOPS_WITHIN: Duration = Duration::from_millis(50);
 
 /// Tasks that have ended: of which entry, and how.
 pub(super) type TaskResults = Rc<RefCell<Vec<(u16, io::Result<()>)>>>;
+
+/// What was found of where a disk has data, by the entry of who asked.
+pub(super) type Statuses = Rc<RefCell<HashMap<u16, Vec<Allocation>>>>;
 
 /// Discards of one path.
 #[derive(Default)]
@@ -62,6 +68,8 @@ impl RequestPath {
             port: self.medium.port.clone(),
             work: flight.work,
             layout,
+            entry: ticket.entry() as u16,
+            statuses: self.statuses.clone(),
         };
         let results = self.tasks.clone();
         let entry = ticket.park();
@@ -120,6 +128,8 @@ struct Task {
     port: Port,
     work: Work,
     layout: Option<Layout>,
+    entry: u16,
+    statuses: Statuses,
 }
 
 impl Task {
@@ -141,6 +151,8 @@ impl Task {
                 Ok(())
             }
             Action::Discard => self.discard().await,
+            Action::Zero => self.zero().await,
+            Action::Status => self.status().await,
         }
     }
 
@@ -157,6 +169,32 @@ impl Task {
                 self.pause().await;
             }
         }
+        Ok(())
+    }
+
+    async fn zero(&self) -> io::Result<()> {
+        let zeros = self.shared.pool.zero_page();
+        let (offset, bytes) = (self.work.offset(), self.work.bytes());
+        self.disk.write_zeroes(&self.port, offset, bytes, zeros).await
+    }
+
+    /// As much of the range as a bounded number of questions tells: its beginning at least.
+    async fn status(&self) -> io::Result<()> {
+        let (mut at, end) = (self.work.offset(), self.work.offset() + self.work.bytes());
+        let mut found: Vec<Allocation> = Vec::new();
+        for _ in 0..QUESTIONS {
+            if at == end {
+                break;
+            }
+            let next = self.disk.allocation(&self.port, at, end - at).await?;
+            at += next.len;
+            match found.last_mut() {
+                Some(last) if last.zeros == next.zeros => last.len += next.len,
+                _ => found.push(next),
+            }
+            self.port.io.yield_to_others().await;
+        }
+        self.statuses.borrow_mut().insert(self.entry, found);
         Ok(())
     }
 

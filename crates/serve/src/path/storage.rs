@@ -39,9 +39,11 @@ impl RequestPath {
             match self.flights.get(&ticket).work.action {
                 Action::Read => self.place(ticket, Transfer::Read, now_ns),
                 Action::Write => self.place(ticket, Transfer::Write, now_ns),
-                Action::Flush | Action::FlushThenWrite | Action::Barrier => {
-                    self.start_task(ticket);
-                }
+                Action::Flush
+                | Action::FlushThenWrite
+                | Action::Barrier
+                | Action::Zero
+                | Action::Status => self.start_task(ticket),
                 Action::Discard => {
                     self.discard_soon(ticket, now_ns);
                 }
@@ -228,6 +230,7 @@ impl RequestPath {
         self.shared.device.hear(&self.medium.disk);
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
+        flight.no_space = e.kind() == io::ErrorKind::StorageFull;
         let work = flight.work;
         limited!(
             error,

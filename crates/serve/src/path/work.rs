@@ -18,6 +18,10 @@ pub enum Action {
     Barrier,
     /// Forget the range.
     Discard,
+    /// Have the range, of whole blocks of the medium, read as zeros.
+    Zero,
+    /// Say where the range has data, and where zeros.
+    Status,
 }
 
 impl Action {
@@ -28,7 +32,7 @@ impl Action {
 
     /// Whether the medium may change.
     pub fn changes_medium(self) -> bool {
-        !matches!(self, Action::Read | Action::Flush)
+        !matches!(self, Action::Read | Action::Flush | Action::Status)
     }
 }
 
