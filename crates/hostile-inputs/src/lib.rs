@@ -1,6 +1,6 @@
 //! Inputs that were made to harm, and what has to be true of everything that reads them.
 //!
-//! * [`TARGETS`]: one function a parser of what guests, images and xenstore can send. The fuzzer
+//! * [`TARGETS`]: one function a parser of what guests, clients, images and xenstore can send. The fuzzer
 //!   (`fuzz/` in the repository) calls them with what it makes up; `tests/corpus.rs` calls them
 //!   with what it has found so far, on every test run.
 //! * [`images`]: images as plain bytes, from the specifications of their formats and not from our
@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+mod clients;
 mod guest;
 pub mod images;
 mod names;
@@ -20,9 +21,10 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("image_name", names::image_name),
     ("journal", whole::journal),
+    ("nbd", clients::nbd),
     ("qcow2", whole::qcow2_image),
     ("ring", guest::ring),
     ("size", names::size),

@@ -37,4 +37,4 @@ macro_rules! corpora {
     };
 }
 
-corpora!(image_name journal qcow2 ring size store_client store_keys store_wire vhd);
+corpora!(image_name journal nbd qcow2 ring size store_client store_keys store_wire vhd);

@@ -1,6 +1,7 @@
 //! The blkif backend: guests' requests, from the ring to the disk and back.
 //!
 //! * [`blkif`]: the frontend that guests of Xen have: rings, negotiation, xenbus states.
+//! * [`nbd`]: the frontend for clients of NBD.
 //! * [`path`]: checked requests to the disk and back, whoever the frontend is: the hot path.
 //! * [`polling`]: polling before going to sleep.
 //! * [`processors`]: what a disk may use of them.
@@ -17,6 +18,7 @@ extern crate self as ferrite_serve;
 pub mod blkif;
 pub mod counters;
 pub mod log_limit;
+pub mod nbd;
 pub mod path;
 pub mod polling;
 pub mod processors;

@@ -10,6 +10,8 @@ pub mod errno;
 pub mod faulty;
 #[cfg(feature = "disk")]
 pub mod images;
+#[cfg(feature = "serve")]
+pub mod nbd;
 pub mod places;
 pub mod proc;
 #[cfg(feature = "serve")]

@@ -1,0 +1,313 @@
+//! A client's requests as they come from its socket, and the data of its writes.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use ferrite_io::arena::Span;
+use ferrite_io::pool::Buf;
+use ferrite_io::socket;
+
+use super::super::negotiation::{MAX_REQUEST_BYTES, MIN_BLOCK_BYTES};
+use super::super::wire::{Head, REQUEST_BYTES, RawRequest, command, error, flag};
+use super::Client;
+use super::output::Reply;
+use super::requests::{Request, Slot};
+use super::steps::{Doing, PART_BYTES, Step};
+
+/// What is received at once besides the data of a large write.
+const INBOX_BYTES: usize = 64 << 10;
+/// Looks into the socket in one turn.
+const ROUNDS: usize = 16;
+
+/// The data of a write.
+enum Payload {
+    /// None: a request comes next.
+    None,
+    /// Of a write that was refused: so many bytes are dropped.
+    Dropped(u64),
+    /// The next part, from that byte of the request on, has no buffer yet.
+    Waits { slot: Slot, at: u64 },
+    /// A part is on its way into its buffer.
+    Comes { slot: Slot, at: u64, buf: Buf, data: Span, got: usize },
+}
+
+/// Why no more is decoded.
+enum Stop {
+    /// More bytes have to come.
+    Starved,
+    /// Something of this client's has to end first.
+    Blocked,
+}
+
+/// The bytes that were received and not understood yet.
+pub(super) struct Input {
+    bytes: Box<[u8]>,
+    start: usize,
+    end: usize,
+    payload: Payload,
+    /// There may be something in the socket.
+    pub(super) readable: bool,
+    /// An operation waits for that.
+    pub(super) armed: bool,
+    /// Nothing more is taken from it.
+    pub(super) ended: bool,
+    /// Nothing is taken from it now.
+    pub(super) blocked: bool,
+}
+
+impl Input {
+    /// With what came during the negotiation.
+    pub(super) fn new(first: &[u8]) -> Input {
+        let mut bytes = vec![0; INBOX_BYTES.max(first.len())];
+        bytes[..first.len()].copy_from_slice(first);
+        Input {
+            bytes: bytes.into(),
+            start: 0,
+            end: first.len(),
+            payload: Payload::None,
+            readable: true,
+            armed: false,
+            ended: false,
+            blocked: false,
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Takes so many bytes off the front.
+    fn take(&mut self, bytes: usize) -> &[u8] {
+        let from = self.start;
+        self.start += bytes;
+        &self.bytes[from..from + bytes]
+    }
+
+    /// Moves what is left to the front, so that there is room behind it.
+    fn compact(&mut self) {
+        self.bytes.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+    }
+}
+
+impl Client {
+    /// Takes what the socket has, as far as there is room for it. `true`: there may be more at once.
+    pub(super) fn take_input(&mut self) -> bool {
+        for _ in 0..ROUNDS {
+            if self.input.ended {
+                return false;
+            }
+            self.input.blocked = false;
+            match self.decode() {
+                Stop::Blocked => {
+                    self.input.blocked = true;
+                    return false;
+                }
+                Stop::Starved if !self.input.readable || self.input.ended => return false,
+                Stop::Starved => self.receive(),
+            }
+        }
+        true
+    }
+
+    /// Nothing more comes: what has come in part is nobody's.
+    pub(super) fn end_input(&mut self) {
+        self.input.ended = true;
+        match std::mem::replace(&mut self.input.payload, Payload::None) {
+            Payload::Comes { slot, buf, .. } => {
+                self.path.free(buf);
+                self.give_up(slot);
+            }
+            Payload::Waits { slot, .. } => self.give_up(slot),
+            Payload::None | Payload::Dropped(_) => {}
+        }
+    }
+
+    fn receive(&mut self) {
+        self.input.compact();
+        let input = &mut self.input;
+        let data = match &input.payload {
+            Payload::Comes { data, got, .. } => Some(data.slice(*got, data.len() - got)),
+            _ => None,
+        };
+        let direct = data.map_or(0, |data| data.len());
+        let room = direct + input.bytes.len() - input.end;
+        let arena = self.shared.pool.arena();
+        let got = socket::receive(self.socket.as_fd(), arena, data, &mut input.bytes[input.end..]);
+        match got {
+            Ok(0) => self.end_input(),
+            Ok(bytes) => {
+                let first = bytes.min(direct);
+                if let Payload::Comes { got, .. } = &mut input.payload {
+                    *got += first;
+                }
+                input.end += bytes - first;
+                // Less than there was room for: the socket is empty, or says so when it is waited for.
+                input.readable = bytes == room;
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => input.readable = false,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => self.end_input(),
+        }
+    }
+
+    fn decode(&mut self) -> Stop {
+        loop {
+            let here = self.input.len();
+            match &mut self.input.payload {
+                Payload::None => {
+                    if self.requests.is_full() || self.exclusive.is_some() {
+                        return Stop::Blocked;
+                    }
+                    if here < REQUEST_BYTES {
+                        return Stop::Starved;
+                    }
+                    self.take_request();
+                    if self.input.ended {
+                        return Stop::Starved;
+                    }
+                }
+                Payload::Dropped(0) => self.input.payload = Payload::None,
+                Payload::Dropped(_) if here == 0 => return Stop::Starved,
+                Payload::Dropped(left) => {
+                    let bytes = (*left).min(here as u64);
+                    *left -= bytes;
+                    self.input.take(bytes as usize);
+                }
+                &mut Payload::Waits { slot, at } => {
+                    if !self.begin_part(slot, at) {
+                        return Stop::Blocked;
+                    }
+                }
+                Payload::Comes { data, got, .. } if *got < data.len() => {
+                    if here == 0 {
+                        return Stop::Starved;
+                    }
+                    let bytes = here.min(data.len() - *got);
+                    let to = data.slice(*got, bytes);
+                    *got += bytes;
+                    self.shared.pool.arena().copy_in(to, self.input.take(bytes));
+                }
+                Payload::Comes { .. } => self.end_part(),
+            }
+        }
+    }
+
+    /// A buffer for a part of a write; `false`: there is none now.
+    fn begin_part(&mut self, slot: Slot, at: u64) -> bool {
+        let raw = self.requests.get(slot).raw;
+        let len = (u64::from(raw.len) - at).min(self.part_bytes as u64) as usize;
+        let Some(buf) = self.path.buffer(len) else { return false };
+        let data = buf.span().slice(self.path.begins_at(raw.offset + at), len);
+        self.input.payload = Payload::Comes { slot, at, buf, data, got: 0 };
+        true
+    }
+
+    /// A part of a write is there.
+    fn end_part(&mut self) {
+        let payload = std::mem::replace(&mut self.input.payload, Payload::None);
+        let Payload::Comes { slot, at, buf, data, .. } = payload else {
+            unreachable!("the caller has seen that");
+        };
+        let raw = self.requests.get(slot).raw;
+        let len = data.len() as u64;
+        if at + len < u64::from(raw.len) {
+            self.input.payload = Payload::Waits { slot, at: at + len };
+        }
+        let step =
+            Step { slot: Some(slot), doing: Doing::Write, at, len, filled: Some((buf, data)) };
+        self.todo.push_back(step);
+    }
+
+    fn take_request(&mut self) {
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes.copy_from_slice(self.input.take(REQUEST_BYTES));
+        let Some(raw) = RawRequest::parse(&bytes) else {
+            // Where the next request begins is unknown (nbd-rules.md 2).
+            return self.end_input();
+        };
+        if raw.command == command::DISCONNECT {
+            return self.end_input();
+        }
+        let error = self.refusal(&raw);
+        if raw.command == command::WRITE && error.is_some() {
+            self.input.payload = Payload::Dropped(u64::from(raw.len));
+        }
+        // There is a free one: the caller has looked.
+        let Some(slot) = self.requests.add(Request::new(raw)) else { return };
+        if let Some(error) = error {
+            let request = self.requests.get(slot);
+            request.error = error;
+            request.left = 0;
+            return self.end_request(slot);
+        }
+        let doing = match raw.command {
+            command::READ => Doing::Read,
+            command::TRIM => Doing::Discard,
+            command::WRITE_ZEROES if raw.has(flag::NO_HOLE) => Doing::WriteZeros,
+            command::WRITE_ZEROES => Doing::Zero,
+            command::BLOCK_STATUS => Doing::Status,
+            command::WRITE => {
+                self.input.payload = Payload::Waits { slot, at: 0 };
+                return;
+            }
+            _ => Doing::Flush,
+        };
+        let long = u64::from(raw.len) > self.part_bytes as u64;
+        if doing == Doing::Read && long && !self.agreed.structured {
+            self.exclusive = Some(slot);
+        }
+        let len = self.requests.get(slot).left;
+        self.todo.push_back(Step { slot: Some(slot), doing, at: 0, len, filled: None });
+    }
+
+    /// Why a request is not carried out, if so (nbd-rules.md 3).
+    fn refusal(&self, raw: &RawRequest) -> Option<u32> {
+        let known = match raw.command {
+            command::READ => flag::FUA | flag::DF,
+            command::WRITE | command::FLUSH | command::TRIM => flag::FUA,
+            command::WRITE_ZEROES => flag::FUA | flag::NO_HOLE,
+            command::BLOCK_STATUS if self.agreed.allocation => flag::FUA | flag::REQ_ONE,
+            _ => return Some(error::INVALID),
+        };
+        if raw.flags & !known != 0 || (raw.has(flag::DF) && !self.agreed.structured) {
+            return Some(error::INVALID);
+        }
+        if raw.command == command::FLUSH {
+            return None;
+        }
+        let changes = [command::WRITE, command::TRIM, command::WRITE_ZEROES].contains(&raw.command);
+        if changes && self.export.read_only {
+            return Some(error::PERM);
+        }
+        let has_data = [command::READ, command::WRITE].contains(&raw.command);
+        let block = u64::from(MIN_BLOCK_BYTES);
+        let is_whole = raw.offset % block == 0 && u64::from(raw.len) % block == 0;
+        if raw.len == 0 || !is_whole || (has_data && raw.len > MAX_REQUEST_BYTES) {
+            return Some(error::INVALID);
+        }
+        let end = raw.offset.checked_add(u64::from(raw.len));
+        if end.is_none_or(|end| end > self.export.bytes) {
+            let writes = [command::WRITE, command::WRITE_ZEROES].contains(&raw.command);
+            return Some(if writes { error::NO_SPACE } else { error::INVALID });
+        }
+        if raw.has(flag::DF) && u64::from(raw.len) > self.part_bytes as u64 {
+            return Some(error::OVERFLOW);
+        }
+        None
+    }
+
+    /// Answers what has failed, or has no data.
+    pub(super) fn answer_without_data(&mut self, slot: Slot) {
+        let Request { raw, error, .. } = *self.requests.get(slot);
+        let chunks = [command::READ, command::BLOCK_STATUS].contains(&raw.command);
+        let head = match self.agreed.structured && chunks && error != 0 {
+            true => Head::error(raw.cookie, error),
+            false => Head::simple(raw.cookie, error),
+        };
+        self.output.push(Reply::new(head, Some(slot)));
+    }
+}
+
+const _: () = assert!(PART_BYTES >= 64 << 10, "DF has to work for 64 KiB (nbd-rules.md 3)");

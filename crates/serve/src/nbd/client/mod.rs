@@ -1,0 +1,290 @@
+//! One client after its negotiation: a loop on its thread, over a path of its own.
+//!
+//! A turn of it: requests from the socket ([`input`]), to the path ([`steps`]), one system call that
+//! submits and waits, and what has ended to the socket ([`output`]). Nothing but that call waits.
+//!
+//! A request holds the path, and with it the gate and whoever parks the disk, only while the disk
+//! works on it. It is given to the path when all its data are there, and its ticket is released
+//! before anything is sent. So a client that stalls in either direction has its own memory, its
+//! thread and its socket, and nobody waits for these.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_io::clock::Clock;
+use ferrite_io::engine::{Completion, Engine, Op, Token};
+use ferrite_io::reactor::Wait;
+use ferrite_io::socket::RoomWatch;
+
+use super::handshake::Greeted;
+use super::negotiation::{Agreed, Export};
+use crate::path::shared::Shared;
+use crate::path::{FRONTEND_TOKENS, RequestPath, Ticket, largest_request};
+use crate::waker::Waker;
+
+mod input;
+mod output;
+mod requests;
+mod steps;
+
+use input::Input;
+use output::{Output, Reply};
+use requests::{REQUESTS, Requests, Slot};
+use steps::{PART_BYTES, Part, Step};
+
+/// The socket has something to read,
+const SOCKET: Token = FRONTEND_TOKENS;
+/// or room for more;
+const ROOM: Token = FRONTEND_TOKENS + 1;
+/// the server is to stop.
+const STOP: Token = FRONTEND_TOKENS + 2;
+
+/// Parts in flight at once.
+const ENTRIES: u32 = REQUESTS as u32;
+/// After so long without a request, memory is given back.
+const COLD: Duration = Duration::from_secs(5);
+
+/// A client, on the thread that serves it.
+pub(super) struct Client {
+    /// Before the socket, so that it is dropped first: it waits on its descriptors.
+    path: RequestPath,
+    shared: Arc<Shared>,
+    clock: Arc<dyn Clock>,
+    socket: UnixStream,
+    room: RoomWatch,
+    /// An operation waits for it.
+    _stop: Arc<Waker>,
+    export: Export,
+    agreed: Agreed,
+    /// Bytes of the largest part.
+    part_bytes: usize,
+    input: Input,
+    requests: Requests,
+    /// A long read of a client without chunks, which has one answer: it is alone, so that its parts
+    /// need no more memory than there is, and nothing comes between them.
+    exclusive: Option<Slot>,
+    /// For the path.
+    todo: VecDeque<Step>,
+    parts: Vec<Part>,
+    output: Output,
+    /// The socket has no room, and an operation waits for some.
+    full: bool,
+    /// The client is gone, or there is no way to go on with it.
+    broken: bool,
+    /// How long who wants no more may take to read its last answers.
+    goodbye_ns: u64,
+    /// Nothing more is taken; until then the last answers are to be read.
+    ends_at_ns: Option<u64>,
+    /// What no flush has asked for was seen to.
+    saved: bool,
+    /// Something came free that is waited for.
+    again: bool,
+
+    // Scratch space, kept to be used again.
+    tickets: Vec<Ticket>,
+    sent: Vec<Reply>,
+}
+
+impl Client {
+    /// A client that was greeted, ready to be served on the calling thread.
+    ///
+    /// # Errors
+    /// The engine does not take the disk's files; out of descriptors.
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        engine: Box<dyn Engine>,
+        socket: UnixStream,
+        export: Export,
+        greeted: &Greeted,
+        stop: Arc<Waker>,
+    ) -> io::Result<Client> {
+        let room = RoomWatch::new(socket.as_fd())?;
+        let mut path = RequestPath::new(shared.clone(), 0, engine, ENTRIES)?;
+        path.reactor().push(STOP, Op::Readable { fd: stop.fd().as_raw_fd() });
+        Ok(Client {
+            part_bytes: PART_BYTES.min(largest_request(path.disk())),
+            path,
+            clock: shared.device.clock.clone(),
+            shared,
+            socket,
+            room,
+            _stop: stop,
+            export,
+            agreed: greeted.agreed,
+            input: Input::new(&greeted.input),
+            requests: Requests::new(),
+            exclusive: None,
+            todo: VecDeque::with_capacity(REQUESTS),
+            parts: vec![Part::NONE; ENTRIES as usize],
+            output: Output::default(),
+            full: false,
+            broken: false,
+            goodbye_ns: 0,
+            ends_at_ns: None,
+            saved: false,
+            again: false,
+            tickets: Vec::new(),
+            sent: Vec::new(),
+        })
+    }
+
+    /// Serves the client until it goes, or the server stops: what was taken is answered.
+    ///
+    /// # Errors
+    /// The engine's, or the disk is gone.
+    pub(super) fn run(mut self, goodbye: Duration) -> io::Result<()> {
+        self.goodbye_ns = goodbye.as_nanos() as u64;
+        let served = self.serve();
+        if served.is_err() {
+            self.drop_answers();
+            self.path.abandon();
+        }
+        served
+    }
+
+    fn serve(&mut self) -> io::Result<()> {
+        let mut completions = Vec::new();
+        loop {
+            self.path.follow()?;
+            self.again = self.take_input();
+            self.begin_to_end();
+            self.admit();
+            self.path.order_buffers();
+            let started = self.path.start();
+            self.answer();
+            self.send();
+            if let Some(ticket) = self.path.take_alone() {
+                self.path.alone_fetched(ticket, true, self.clock.now_ns());
+            }
+            if self.is_over() {
+                return Ok(());
+            }
+            self.turn(started, &mut completions)?;
+            self.path.collect_tasks(self.clock.now_ns());
+            self.answer();
+            self.send();
+        }
+    }
+
+    fn turn(&mut self, started: bool, completions: &mut Vec<Completion>) -> io::Result<()> {
+        let wait = if started { Wait::No } else { self.next_wait() };
+        let before_ns = self.clock.now_ns();
+        self.path.turn(wait, completions)?;
+        let now_ns = self.clock.now_ns();
+        let cold = now_ns - before_ns >= COLD.as_nanos() as u64;
+        if completions.is_empty() && cold && self.path.may_cool() {
+            self.path.give_memory_back();
+        }
+        for completion in completions.drain(..) {
+            match completion.token {
+                SOCKET => {
+                    self.input.armed = false;
+                    self.input.readable = true;
+                }
+                ROOM => self.full = false,
+                STOP => {
+                    self.shared.stop();
+                    self.end_input();
+                }
+                _ => self.path.completed(completion, now_ns)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// How long the next turn may wait; what wakes it is asked for.
+    fn next_wait(&mut self) -> Wait {
+        if self.again || self.path.is_pending() || self.path.has_yielded() {
+            return Wait::No;
+        }
+        if (self.input.ended || self.broken) && self.ends_at_ns.is_none() {
+            return Wait::No;
+        }
+        let input = &mut self.input;
+        if !input.ended && !input.blocked && !input.armed {
+            input.armed = true;
+            let fd = self.socket.as_raw_fd();
+            self.path.reactor().push(SOCKET, Op::Readable { fd });
+        }
+        let left = self.ends_at_ns.map(|end_ns| {
+            Duration::from_nanos(end_ns.saturating_sub(self.clock.now_ns()).max(1_000_000))
+        });
+        Wait::Until(left.or(self.path.may_cool().then_some(COLD)))
+    }
+
+    /// Sends what there is room for.
+    fn send(&mut self) {
+        if self.broken {
+            self.drop_answers();
+        }
+        if self.full || self.output.is_empty() {
+            return;
+        }
+        let mut sent = std::mem::take(&mut self.sent);
+        let arena = self.shared.pool.arena();
+        match self.output.send(self.socket.as_fd(), arena, &mut sent) {
+            Ok(true) => {}
+            Ok(false) => {
+                self.full = true;
+                let fd = self.room.fd().as_raw_fd();
+                self.path.reactor().push(ROOM, Op::Readable { fd });
+            }
+            Err(_) => self.broken = true,
+        }
+        self.again |= !sent.is_empty() && (self.input.blocked || !self.todo.is_empty());
+        sent.drain(..).for_each(|reply| self.forget(reply));
+        self.sent = sent;
+    }
+
+    /// An answer is with the client, or nobody's.
+    fn forget(&mut self, reply: Reply) {
+        if let Some((buf, _)) = reply.data {
+            self.path.free(buf);
+        }
+        if let Some(slot) = reply.ends {
+            self.free_slot(slot);
+        }
+    }
+
+    /// With nobody to answer, only what the disk works on is waited for.
+    fn drop_answers(&mut self) {
+        self.broken = true;
+        if !self.input.ended {
+            self.end_input();
+        }
+        let replies: Vec<_> = self.output.drain().collect();
+        replies.into_iter().for_each(|reply| self.forget(reply));
+        for step in self.todo.drain(..) {
+            if let Some((buf, _)) = step.filled {
+                self.path.free(buf);
+            }
+        }
+    }
+
+    /// The client has said its last, or must not go on.
+    fn begin_to_end(&mut self) {
+        if !self.input.ended && !self.broken {
+            return;
+        }
+        let now_ns = self.clock.now_ns();
+        let end_ns = *self.ends_at_ns.get_or_insert(now_ns + self.goodbye_ns);
+        if now_ns >= end_ns || self.broken {
+            self.drop_answers();
+        }
+        let answered = self.todo.is_empty() && self.path.is_idle();
+        if answered && !std::mem::replace(&mut self.saved, answered) && self.path.disk().is_dirty()
+        {
+            // Nobody may be here in two seconds to see to it.
+            self.todo.push_back(Step::flush(None));
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        let answered = self.output.is_empty() || self.broken;
+        self.saved && answered && self.todo.is_empty() && self.path.is_idle()
+    }
+}

@@ -1,0 +1,337 @@
+//! From a client's request to requests of the path, and back.
+
+use ferrite_disk::Allocation;
+use ferrite_io::arena::Span;
+use ferrite_io::pool::Buf;
+
+use super::super::wire::{Head, command, error, flag, push_extent};
+use super::Client;
+use super::output::Reply;
+use super::requests::Slot;
+use crate::path::work::{Action, Outcome, Work};
+use crate::path::{Admitted, Data, Ticket};
+
+/// The largest part of a request with data.
+pub(super) const PART_BYTES: usize = 1 << 20;
+/// The largest part of a request for zeros: others of this client go on between two.
+const ZERO_BYTES: u64 = 64 << 20;
+
+/// What the path is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Doing {
+    Read,
+    Write,
+    /// Zeros that take space.
+    WriteZeros,
+    /// Zeros, by whatever means.
+    Zero,
+    Discard,
+    Flush,
+    Status,
+}
+
+/// What is to be given to the path, in parts.
+pub(super) struct Step {
+    /// The request; none: nobody waits for it.
+    pub(super) slot: Option<Slot>,
+    pub(super) doing: Doing,
+    /// From that byte of the request on.
+    pub(super) at: u64,
+    pub(super) len: u64,
+    /// Data of the client, and where in their buffer they are.
+    pub(super) filled: Option<(Buf, Span)>,
+}
+
+impl Step {
+    pub(super) fn flush(slot: Option<Slot>) -> Step {
+        Step { slot, doing: Doing::Flush, at: 0, len: 0, filled: None }
+    }
+}
+
+/// A part on the path, by its entry.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    slot: Option<Slot>,
+    doing: Doing,
+    at: u64,
+    len: u64,
+}
+
+impl Part {
+    pub(super) const NONE: Part = Part { slot: None, doing: Doing::Flush, at: 0, len: 0 };
+}
+
+impl Client {
+    /// Gives the path what it can take.
+    pub(super) fn admit(&mut self) {
+        if self.todo.is_empty() || !self.path.enter() {
+            return;
+        }
+        let now_ns = self.clock.now_ns();
+        let mut admitted = false;
+        while let Some(mut step) = self.todo.pop_front() {
+            let more = self.admit_part(&mut step, now_ns);
+            admitted |= more;
+            if step.len > 0 || !more {
+                self.todo.push_front(step);
+            }
+            if !more {
+                break;
+            }
+        }
+        if admitted {
+            self.path.counters().sweeps.add(1);
+        }
+        self.path.leave_if_idle();
+    }
+
+    /// One more part of a step; `false`: not now.
+    fn admit_part(&mut self, step: &mut Step, now_ns: u64) -> bool {
+        let mut offset = step.at;
+        if let Some(slot) = step.slot {
+            let request = self.requests.get(slot);
+            offset += request.raw.offset;
+            if request.error != 0 {
+                self.skip(slot, step);
+                return true;
+            }
+            if self.exclusive == Some(slot)
+                && (request.under_way > 0 || self.requests.in_use() > 1 || !self.output.is_empty())
+            {
+                return false;
+            }
+        }
+        if self.path.is_holding_back() || self.path.next_entry().is_none() {
+            return false;
+        }
+        let (action, len) = self.next_part(step, offset);
+        let buf = match action {
+            Action::Read | Action::Write => match self.buffer(step, offset, len) {
+                Some(buf) => Some(buf),
+                None => return false,
+            },
+            _ => None,
+        };
+        // There is an entry: it was looked for.
+        let Some(ticket) = self.path.take(0, 0, buf, now_ns) else { return false };
+        self.parts[ticket.entry()] = Part { slot: step.slot, doing: step.doing, at: step.at, len };
+        step.at += len;
+        step.len -= len;
+        if let Some(slot) = step.slot {
+            let request = self.requests.get(slot);
+            request.under_way += 1;
+            request.left -= len;
+        }
+        let (sector, sectors) = (offset / 512, len / 512);
+        let work = Work { action, sector, sectors };
+        match action {
+            Action::Write => self.path.admit_filled(ticket, work),
+            _ => match self.path.admit(ticket, work) {
+                Admitted::Taken => {}
+                Admitted::Fetch(_) => unreachable!("only what takes data is fetched"),
+            },
+        }
+        true
+    }
+
+    /// What is done next of a step, and how much of it.
+    fn next_part(&self, step: &Step, offset: u64) -> (Action, u64) {
+        let data = step.len.min(self.part_bytes as u64);
+        match step.doing {
+            Doing::Read => (Action::Read, data),
+            Doing::Write | Doing::WriteZeros => (Action::Write, data),
+            Doing::Flush => (Action::Flush, 0),
+            Doing::Discard => (Action::Discard, step.len),
+            Doing::Status => (Action::Status, step.len),
+            Doing::Zero => {
+                let block = u64::from(self.path.disk().block_bytes());
+                let before = offset.next_multiple_of(block) - offset;
+                match () {
+                    () if before > 0 => (Action::Write, before.min(step.len)),
+                    () if step.len < block => (Action::Write, step.len),
+                    () => (Action::Zero, (step.len - step.len % block).min(ZERO_BYTES)),
+                }
+            }
+        }
+    }
+
+    /// The buffer of a part, filled if it is written from; `None`: there is none now.
+    fn buffer(&mut self, step: &mut Step, offset: u64, len: u64) -> Option<Buf> {
+        // A part is at most PART_BYTES.
+        let len = len as usize;
+        let begins_at = self.path.begins_at(offset);
+        let Some((buf, data)) = step.filled.take() else {
+            let buf = self.path.buffer(len)?;
+            if step.doing != Doing::Read {
+                self.shared.pool.arena().fill(buf.span().slice(begins_at, len), 0);
+            }
+            return Some(buf);
+        };
+        let belongs = buf.span().slice(begins_at, len);
+        if belongs != data {
+            // The disk was exchanged meanwhile, for one of other blocks.
+            let mut bytes = vec![0; len];
+            self.shared.pool.arena().copy_out(data, &mut bytes);
+            self.shared.pool.arena().copy_in(belongs, &bytes);
+        }
+        Some(buf)
+    }
+
+    /// Does no more of a request that has failed.
+    fn skip(&mut self, slot: Slot, step: &mut Step) {
+        if let Some((buf, _)) = step.filled.take() {
+            self.path.free(buf);
+        }
+        self.requests.get(slot).left -= step.len;
+        step.len = 0;
+        self.end_request(slot);
+    }
+
+    /// Takes up what has ended.
+    pub(super) fn answer(&mut self) {
+        let mut tickets = std::mem::take(&mut self.tickets);
+        self.path.read(&mut tickets);
+        if !tickets.is_empty() {
+            let now_ns = self.clock.now_ns();
+            tickets.drain(..).for_each(|ticket| self.path.delivered(ticket, true, now_ns));
+        }
+        self.path.finished(&mut tickets);
+        if !tickets.is_empty() {
+            let now_ns = self.clock.now_ns();
+            tickets.drain(..).for_each(|ticket| self.part_ended(ticket, now_ns));
+            // Before anything is sent: nobody waits for a client that does not read.
+            self.path.leave_if_idle();
+        }
+        self.tickets = tickets;
+    }
+
+    fn part_ended(&mut self, ticket: Ticket, now_ns: u64) {
+        let part = self.parts[ticket.entry()];
+        let error = match self.path.outcome(&ticket) {
+            Outcome::Done => 0,
+            // A hint that this medium does not take.
+            Outcome::Unsupported if part.doing == Doing::Discard => 0,
+            _ if self.path.lacked_space(&ticket) => error::NO_SPACE,
+            _ => error::IO,
+        };
+        let found = match part.doing {
+            Doing::Status => self.path.status(&ticket),
+            _ => Vec::new(),
+        };
+        let data = self.path.data(&ticket);
+        self.path.record(&ticket).stages.answered_ns = now_ns;
+        let mut buf = self.path.release_keeping(ticket);
+        if let Some(slot) = part.slot {
+            let request = self.requests.get(slot);
+            request.under_way -= 1;
+            if error != 0 && request.error == 0 {
+                request.error = error;
+            }
+            if error == 0 {
+                match part.doing {
+                    Doing::Read => self.answer_read(slot, part, data, &mut buf),
+                    Doing::Status => self.answer_status(slot, part, &found),
+                    _ => {}
+                }
+            }
+        }
+        if let Some(buf) = buf {
+            self.path.free(buf);
+        }
+        if let Some(slot) = part.slot {
+            self.end_request(slot);
+        }
+    }
+
+    /// A part of a read: its data go out with the buffer that they are in.
+    fn answer_read(&mut self, slot: Slot, part: Part, data: Option<Data>, buf: &mut Option<Buf>) {
+        let request = self.requests.get(slot);
+        if request.error != 0 || request.silent {
+            return;
+        }
+        let (done, cookie) = (request.has_ended(), request.raw.cookie);
+        let (offset, len) = (request.raw.offset + part.at, part.len as u32);
+        let ends = done.then_some(slot);
+        if self.agreed.structured {
+            let mut reply = Reply::new(Head::data(cookie, done, offset, len), ends);
+            match (data, buf.take()) {
+                (Some(Data::At(span)), Some(taken)) => reply.data = Some((taken, span)),
+                (_, untouched) => {
+                    reply.head = Head::hole(cookie, done, offset, len);
+                    *buf = untouched;
+                }
+            }
+            self.output.push(reply);
+        } else if let Some(taken) = buf.take() {
+            // The head comes once, before the first part; parts follow one another.
+            let span = match data {
+                Some(Data::At(span)) => span,
+                _ => {
+                    let span = taken.span().slice(0, part.len as usize);
+                    self.shared.pool.arena().fill(span, 0);
+                    span
+                }
+            };
+            let head = match std::mem::replace(&mut request.promised, true) {
+                false => Head::simple(cookie, 0),
+                true => Head::none(),
+            };
+            self.output.push(Reply { data: Some((taken, span)), ..Reply::new(head, ends) });
+        }
+    }
+
+    fn answer_status(&mut self, slot: Slot, part: Part, found: &[Allocation]) {
+        let raw = self.requests.get(slot).raw;
+        let most = if raw.has(flag::REQ_ONE) { 1 } else { usize::MAX };
+        let mut tail = Vec::new();
+        let mut left = part.len;
+        for extent in found.iter().take(most) {
+            // All of them together are of one request, whose length has 32 bits.
+            push_extent(&mut tail, extent.len.min(left) as u32, extent.zeros);
+            left -= extent.len.min(left);
+        }
+        let head = Head::status(raw.cookie, tail.len() / 8);
+        self.output.push(Reply { tail, ..Reply::new(head, Some(slot)) });
+    }
+
+    /// Answers a request if nothing of it is left to be done.
+    pub(super) fn end_request(&mut self, slot: Slot) {
+        let request = self.requests.get(slot);
+        if !request.has_ended() {
+            return;
+        }
+        if request.silent {
+            return self.free_slot(slot);
+        }
+        if request.error == 0 && std::mem::take(&mut request.flush_due) {
+            // In front: a read that waits until no other is left waits for this one.
+            return self.todo.push_front(Step::flush(Some(slot)));
+        }
+        self.path.counters().requests.add(1);
+        let answered = [command::READ, command::BLOCK_STATUS].contains(&request.raw.command);
+        if request.error != 0 && request.promised {
+            // Data were promised; only the end of the stream says that they do not come (nbd-rules.md 2).
+            self.broken = true;
+        } else if request.error != 0 || !answered {
+            self.answer_without_data(slot);
+        }
+    }
+
+    /// The client has not sent all of a write, and never will.
+    pub(super) fn give_up(&mut self, slot: Slot) {
+        let waiting: u64 =
+            self.todo.iter().filter(|step| step.slot == Some(slot)).map(|step| step.len).sum();
+        let request = self.requests.get(slot);
+        request.silent = true;
+        request.left = waiting;
+        self.end_request(slot);
+    }
+
+    /// A request is over.
+    pub(super) fn free_slot(&mut self, slot: Slot) {
+        if self.exclusive == Some(slot) {
+            self.exclusive = None;
+        }
+        self.requests.remove(slot);
+    }
+}

@@ -1,0 +1,91 @@
+//! A client's negotiation on its socket, in bounded time.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::negotiation::{Agreed, Export, Negotiation, Next};
+use crate::waker::Waker;
+
+/// What is read at once.
+const READ_BYTES: usize = 8 << 10;
+
+/// A client that may ask for data now.
+pub(super) struct Greeted {
+    pub(super) agreed: Agreed,
+    /// The beginning of its requests, which came with its last option.
+    pub(super) input: Vec<u8>,
+}
+
+/// Negotiates with the client of a socket that does not block. `None`: it has gone, or wants nothing
+/// more; we are to stop; or the time is over.
+///
+/// # Errors
+/// The socket's.
+pub(super) fn greet(
+    mut socket: &UnixStream,
+    export: Export,
+    stop: &Waker,
+    limit: Duration,
+) -> io::Result<Option<Greeted>> {
+    let end = Instant::now() + limit;
+    let (mut input, mut out) = (Vec::new(), Vec::new());
+    let mut negotiation = Negotiation::new(export, &mut out);
+    let mut next = Next::More;
+    let mut buffer = [0; READ_BYTES];
+    loop {
+        let flags = if out.is_empty() { PollFlags::IN } else { PollFlags::OUT };
+        if !wait(socket, flags, stop, end)? {
+            return Ok(None);
+        }
+        if !out.is_empty() {
+            match socket.write(&out) {
+                Ok(bytes) => drop(out.drain(..bytes)),
+                Err(e) if is_nothing(&e) => {}
+                Err(e) => return Err(e),
+            }
+        } else {
+            match socket.read(&mut buffer) {
+                Ok(0) => return Ok(None),
+                Ok(bytes) => input.extend_from_slice(&buffer[..bytes]),
+                Err(e) if is_nothing(&e) => {}
+                Err(e) => return Err(e),
+            }
+            next = negotiation.go_on(&mut input, &mut out);
+        }
+        // What was agreed upon is said before anything that follows from it.
+        match next {
+            Next::Close if out.is_empty() => return Ok(None),
+            Next::Requests(agreed) if out.is_empty() => return Ok(Some(Greeted { agreed, input })),
+            _ => {}
+        }
+    }
+}
+
+fn is_nothing(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}
+
+/// Waits for the socket; `false`: that is to end.
+fn wait(socket: &UnixStream, flags: PollFlags, stop: &Waker, end: Instant) -> io::Result<bool> {
+    loop {
+        let Some(left) = end.checked_duration_since(Instant::now()) else { return Ok(false) };
+        let left =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let socket = PollFd::from_borrowed_fd(socket.as_fd(), flags);
+        let mut fds = [socket, PollFd::from_borrowed_fd(stop.fd(), PollFlags::IN)];
+        match poll(&mut fds, Some(&left)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        if !fds[1].revents().is_empty() {
+            return Ok(false);
+        }
+        if !fds[0].revents().is_empty() {
+            return Ok(true);
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! The clients of a disk.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_disk::Disk;
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::Engine;
+use ferrite_io::pool::Pool;
+
+use super::client::Client;
+use super::handshake::greet;
+use super::negotiation::{Export, MIN_BLOCK_BYTES};
+use crate::counters::{Counters, Counts};
+use crate::log_limit::limited;
+use crate::path::device::Device;
+use crate::path::shared::Shared;
+use crate::tuning::Tuning;
+use crate::waker::{Waker, wait_for};
+
+/// What clients have at least for what needs no I/O; more helps nobody who is alive.
+pub const COURTESY: Duration = Duration::from_secs(10);
+/// How long nobody is accepted after the system had no descriptor or memory for one.
+const SHORTAGE: Duration = Duration::from_millis(100);
+/// Requests prefer whole pages.
+const PAGE_BYTES: u32 = 4096;
+/// The largest block that is told of: NBD's own limit is the length of a request.
+const MAX_PREFERRED_BYTES: u32 = 32 << 20;
+
+/// Builds the engine of a client.
+pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
+
+/// How a disk is served.
+#[derive(Clone)]
+pub struct Options {
+    /// Clients may not write, even where the disk could be written.
+    pub read_only: bool,
+    /// Clients at once; more are turned away.
+    pub max_clients: usize,
+    /// Memory in bytes for the data of each client; 2 MiB at least are taken.
+    pub client_bytes: usize,
+    /// What a client may take to say what it wants,
+    pub greeting: Duration,
+    /// and to read its last answers, when it has gone or the server stops.
+    pub goodbye: Duration,
+    /// What does the disk I/O.
+    pub engine: EngineFactory,
+    /// How requests are gone about.
+    pub tuning: Tuning,
+}
+
+/// What the threads share.
+struct Common {
+    device: Arc<Device>,
+    options: Options,
+    stop: Arc<Waker>,
+    /// Of clients that have gone.
+    requests: AtomicU64,
+}
+
+/// A disk's clients; see the module's text.
+pub struct Server {
+    common: Arc<Common>,
+    clients: Vec<JoinHandle<()>>,
+}
+
+impl Server {
+    /// A server of this disk, which ends when `stop` is woken; nobody may clear that.
+    pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Server {
+        let requests = AtomicU64::new(0);
+        let common = Arc::new(Common { device, options, stop, requests });
+        Server { common, clients: Vec::new() }
+    }
+
+    /// Accepts clients until it is told to stop. When this returns, all that was taken is answered,
+    /// and no thread of a client is left.
+    ///
+    /// # Errors
+    /// The listener fails; clients are sent away.
+    pub fn run(mut self, listener: &UnixListener) -> io::Result<()> {
+        let accepted = self.accept(listener);
+        self.common.stop.wake();
+        for client in self.clients {
+            if client.join().is_err() {
+                tracing::error!("a client's thread has panicked: this is a bug in ferrite");
+            }
+        }
+        let requests = self.common.requests.load(Ordering::Relaxed);
+        tracing::info!(requests, "all clients have gone");
+        accepted
+    }
+
+    fn accept(&mut self, listener: &UnixListener) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        loop {
+            let [_, stop] = wait_for([listener.as_fd(), self.common.stop.fd()], None)?;
+            if stop {
+                return Ok(());
+            }
+            match listener.accept() {
+                Ok((socket, _)) => self.admit(socket),
+                Err(e) if is_passing(&e) => {}
+                Err(e) if is_shortage(&e) => {
+                    let Common { device, stop, .. } = &*self.common;
+                    let now_ns = device.clock.now_ns();
+                    let limit = &device.log_limits.connections;
+                    limited!(warn, limit, now_ns, "no client can be accepted now: {e}");
+                    wait_for([stop.fd()], Some(SHORTAGE))?;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// A thread for a client, if there is room for one more.
+    fn admit(&mut self, socket: UnixStream) {
+        self.clients.retain(|client| !client.is_finished());
+        let common = self.common.clone();
+        let now_ns = common.device.clock.now_ns();
+        let most = common.options.max_clients;
+        if self.clients.len() >= most {
+            let limit = &common.device.log_limits.connections;
+            limited!(warn, limit, now_ns, "a client was turned away: there are {most} (--clients)");
+            return;
+        }
+        let thread = std::thread::Builder::new().name("nbd-client".to_owned());
+        match thread.spawn(move || common.serve(socket)) {
+            Ok(client) => self.clients.push(client),
+            Err(e) => {
+                let limit = &self.common.device.log_limits.connections;
+                limited!(warn, limit, now_ns, "a client was turned away: no thread: {e}");
+            }
+        }
+    }
+}
+
+/// Whether the next client may have more luck.
+fn is_passing(e: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
+    matches!(e.kind(), WouldBlock | Interrupted | ConnectionAborted)
+}
+
+fn is_shortage(e: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let shortages = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    shortages.iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))
+}
+
+/// Serves one client on this thread until it goes or `stop` is woken; what it was answered.
+///
+/// # Errors
+/// Of the socket, the engine or the disk.
+pub fn serve_one(
+    device: &Arc<Device>,
+    options: &Options,
+    stop: &Arc<Waker>,
+    socket: UnixStream,
+) -> io::Result<Counts> {
+    socket.set_nonblocking(true)?;
+    let export = device.with_disk(|disk| Export::of(disk, options.read_only))?;
+    let Some(greeted) = greet(&socket, export, stop, options.greeting)? else {
+        return Ok(Counts::default());
+    };
+    let pool = Pool::with_scratch(options.client_bytes, 1, Disk::MAX_SCRATCH_BYTES)?;
+    let counters = Counters::default();
+    let (device, tuning) = (device.clone(), options.tuning);
+    let shared = Shared::new(device, pool, 1, tuning, Arc::default(), counters.clone())?;
+    let shared = Arc::new(shared);
+    let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
+    let client = Client::new(shared, engine, socket, export, &greeted, stop.clone())?;
+    client.run(options.goodbye)?;
+    Ok(counters.counts())
+}
+
+/// Operations that an engine takes at once.
+const ENGINE_ENTRIES: u32 = 256;
+
+impl Common {
+    fn serve(&self, socket: UnixStream) {
+        match serve_one(&self.device, &self.options, &self.stop, socket) {
+            Ok(counts) => {
+                self.requests.fetch_add(counts.requests, Ordering::Relaxed);
+                tracing::debug!("a client has gone: {counts}");
+            }
+            Err(e) => {
+                let device = &self.device;
+                let now_ns = device.clock.now_ns();
+                limited!(warn, device.log_limits.connections, now_ns, "a client is lost: {e}");
+            }
+        }
+    }
+}
+
+impl Export {
+    fn of(disk: &Disk, read_only: bool) -> Export {
+        let preferred = disk.physical_block_bytes().max(PAGE_BYTES).max(MIN_BLOCK_BYTES);
+        Export {
+            bytes: disk.sectors() * ferrite_disk::SECTOR_BYTES,
+            read_only: read_only || disk.read_only(),
+            trims: disk.discard_limits().is_some(),
+            preferred_bytes: preferred.next_power_of_two().min(MAX_PREFERRED_BYTES),
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Random bytes from clients of NBD, while another client works: it gets its answers, and what is
+//! left of the others when they have gone is nothing. Alone in its program: it counts what the process
+//! has.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrite_testkit::nbd::{Served, contexts, info, option, options, request};
+use ferrite_testkit::proc::{Memory, descriptors, threads_named};
+use ferrite_testkit::{PATIENCE, scale, wait_until};
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+
+const MIB: u64 = 1 << 20;
+const BYTES: u64 = 16 * MIB;
+/// Of the disk, the part that only the witness writes to.
+const WITNESS_FROM: u64 = 12 * MIB;
+/// Streams at once.
+const AT_ONCE: usize = 4;
+/// KiB that a client takes: its buffers, its table and its thread, once for each at once and for the
+/// witness; and the pages of the disk, which is a file in memory.
+const MOST_KIB: u64 = (AT_ONCE as u64 + 1) * (12 << 10) + (16 << 10);
+
+fn greeting(structured: bool) -> Vec<u8> {
+    let option = |option: u32, data: &[u8]| {
+        let len = data.len() as u32;
+        [&b"IHAVEOPT"[..], &option.to_be_bytes(), &len.to_be_bytes(), data].concat()
+    };
+    let mut bytes = 3u32.to_be_bytes().to_vec();
+    if structured {
+        bytes.extend(option(option::STRUCTURED_REPLY, &[]));
+        bytes.extend(option(option::SET_META_CONTEXT, &contexts("", &["base:allocation"])));
+    }
+    bytes.extend(option(option::GO, &info("")));
+    bytes
+}
+
+/// A request that is right, or nearly, with as many bytes of data as it says, or nearly.
+fn any_request() -> impl Strategy<Value = Vec<u8>> {
+    let len = prop_oneof![
+        8 => (0..64u32).prop_map(|sectors| sectors * 512),
+        1 => any::<u32>(),
+        1 => 0..100_000u32,
+        1 => (0..8u32).prop_map(|mib| mib << 20)
+    ];
+    let offset = prop_oneof![
+        8 => (0..WITNESS_FROM / 512 - 20_000).prop_map(|sector| sector * 512),
+        1 => any::<u64>().prop_filter("the witness's", |at| !(0..BYTES).contains(at))
+    ];
+    let flags = prop_oneof![4 => Just(0u16), 1 => 0..16u16, 1 => any::<u16>()];
+    let command = prop_oneof![12 => 0..9u16, 1 => any::<u16>()];
+    let loss = prop_oneof![9 => Just(0usize), 1 => 1..600usize];
+    (command, flags, any::<u64>(), offset, len, loss).prop_map(
+        |(command, flags, cookie, offset, len, loss)| {
+            // Only what stays below the witness's part.
+            let len = if offset < BYTES { len.min(8 << 20) } else { len };
+            let data =
+                if command == 1 { (len as usize).min(1 << 20).saturating_sub(loss) } else { 0 };
+            let mut bytes = request(command, flags, cookie, offset, len).to_vec();
+            bytes.resize(28 + data, 0x5A);
+            bytes
+        },
+    )
+}
+
+fn any_stream() -> impl Strategy<Value = Vec<u8>> {
+    let requests = || prop::collection::vec(any_request(), 0..20);
+    prop_oneof![
+        2 => prop::collection::vec(any::<u8>(), 0..2000),
+        1 => (prop::collection::vec(any::<u8>(), 0..200))
+            .prop_map(|bytes| [greeting(true), bytes].concat()),
+        4 => (any::<bool>(), requests(), any::<u16>()).prop_map(|(structured, requests, cut)| {
+            let mut bytes = greeting(structured);
+            requests.iter().for_each(|request| bytes.extend(request));
+            // Some end anywhere.
+            let cut = if cut % 4 == 0 { usize::from(cut) % bytes.len() } else { bytes.len() };
+            bytes.truncate(cut);
+            bytes
+        }),
+    ]
+}
+
+/// Says all of it, hears all that is said, and goes.
+fn play(served: &Served, bytes: &[u8]) {
+    let stream = UnixStream::connect(&served.socket).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    std::thread::scope(|scope| {
+        let (mut writer, mut reader) = (&stream, &stream);
+        scope.spawn(move || {
+            // The server hangs up when it makes no sense.
+            let _ = writer.write_all(bytes);
+            let _ = writer.shutdown(Shutdown::Write);
+        });
+        let mut buffer = vec![0; 256 << 10];
+        loop {
+            match reader.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                    panic!("a client that goes is not let go")
+                }
+                Err(_) => break,
+            }
+        }
+    });
+}
+
+#[test]
+fn random_bytes_of_clients_are_felt_by_nobody_else() {
+    let served = Served::new("raw", BYTES, options());
+    let mut witness = served.client();
+    witness.write(0, &[1; 4096]);
+    let (descriptors_before, memory) = (descriptors(), Memory::watch());
+    let ended = AtomicBool::new(false);
+    let each = 100 * scale() as usize;
+    std::thread::scope(|scope| {
+        let watched = scope.spawn(|| {
+            let mut rounds = 0u64;
+            while !ended.load(Ordering::SeqCst) || rounds == 0 {
+                let at = WITNESS_FROM + rounds % 64 * 4096;
+                witness.write(at, &[rounds as u8; 4096]);
+                witness.flush();
+                assert_eq!(witness.read(at, 4096), [rounds as u8; 4096]);
+                rounds += 1;
+            }
+            witness
+        });
+        let served = &served;
+        let players: Vec<_> = (0..AT_ONCE)
+            .map(|_| {
+                scope.spawn(move || {
+                    let mut runner = TestRunner::default();
+                    for _ in 0..each {
+                        let stream = any_stream().new_tree(&mut runner).unwrap().current();
+                        play(served, &stream);
+                    }
+                })
+            })
+            .collect();
+        let played: Vec<_> = players.into_iter().map(|player| player.join()).collect();
+        ended.store(true, Ordering::SeqCst);
+        let mut witness = watched.join().unwrap();
+        played.into_iter().for_each(|played| played.unwrap());
+        wait_until("the end of all other clients", || threads_named("nbd-client").len() == 1);
+        witness.flush();
+    });
+    assert!(memory.taken_kib() < MOST_KIB, "{} KiB", memory.taken_kib());
+    // The last thread's descriptors are closed before it ends.
+    wait_until("all is closed", || descriptors() <= descriptors_before);
+}

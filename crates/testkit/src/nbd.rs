@@ -1,0 +1,406 @@
+//! A disk that is served by NBD in this process, and a client that says what it is told to say,
+//! right or wrong.
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::clock::SystemClock;
+use ferrite_serve::nbd::{EngineFactory, Options, Server, bind};
+use ferrite_serve::path::device::Device;
+use ferrite_serve::tuning::Tuning;
+use ferrite_serve::waker::Waker;
+use tempfile::TempDir;
+
+use crate::{PATIENCE, images, places};
+
+/// Options of the negotiation.
+pub mod option {
+    #![allow(missing_docs, reason = "the protocol's names")]
+    pub const EXPORT_NAME: u32 = 1;
+    pub const ABORT: u32 = 2;
+    pub const LIST: u32 = 3;
+    pub const INFO: u32 = 6;
+    pub const GO: u32 = 7;
+    pub const STRUCTURED_REPLY: u32 = 8;
+    pub const LIST_META_CONTEXT: u32 = 9;
+    pub const SET_META_CONTEXT: u32 = 10;
+}
+
+/// Commands.
+pub mod command {
+    #![allow(missing_docs, reason = "the protocol's names")]
+    pub const READ: u16 = 0;
+    pub const WRITE: u16 = 1;
+    pub const DISCONNECT: u16 = 2;
+    pub const FLUSH: u16 = 3;
+    pub const TRIM: u16 = 4;
+    pub const WRITE_ZEROES: u16 = 6;
+    pub const BLOCK_STATUS: u16 = 7;
+}
+
+/// The answer to an option that ends its answers.
+pub const ACK: u32 = 1;
+
+const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+
+/// A server in this process.
+pub struct Served {
+    /// The image is in it, if it was made here, and the socket.
+    pub dir: TempDir,
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// What it serves.
+    pub device: Arc<Device>,
+    stop: Arc<Waker>,
+    thread: Option<JoinHandle<std::io::Result<()>>>,
+}
+
+/// The engines that the tests are run with.
+pub fn engines() -> EngineFactory {
+    let kind = ferrite_io::engines::test_engine();
+    Arc::new(move |arena, entries| kind.open(arena, entries))
+}
+
+/// How most tests serve.
+pub fn options() -> Options {
+    Options {
+        read_only: false,
+        max_clients: 16,
+        client_bytes: 8 << 20,
+        greeting: PATIENCE,
+        goodbye: PATIENCE,
+        engine: engines(),
+        tuning: Tuning::default(),
+    }
+}
+
+impl Served {
+    /// A new image of that format.
+    pub fn new(format: &str, bytes: u64, options: Options) -> Served {
+        let dir = places::dir_in_memory();
+        let image = images::make(dir.path(), format, bytes);
+        let state_dir = Some(images::state_dir(&image));
+        let open = OpenOptions { state_dir, ..OpenOptions::default() };
+        let disk = Disk::open(&image, &open).unwrap();
+        Served::of(dir, Arc::new(Device::new(disk, SystemClock::shared())), options)
+    }
+
+    /// A device, which others may serve, too.
+    pub fn of(dir: TempDir, device: Arc<Device>, options: Options) -> Served {
+        let socket = dir.path().join("nbd.sock");
+        let stop = Arc::new(Waker::new().unwrap());
+        let server = Server::new(device.clone(), options, stop.clone());
+        let bound = bind(&socket).unwrap();
+        let thread = std::thread::spawn(move || server.run(&bound.listener));
+        Served { dir, socket, device, stop, thread: Some(thread) }
+    }
+
+    /// By which programs find it.
+    pub fn uri(&self) -> String {
+        format!("nbd+unix:///?socket={}", self.socket.display())
+    }
+
+    /// A client that has negotiated nothing.
+    pub fn connect(&self) -> Client {
+        Client::over(UnixStream::connect(&self.socket).unwrap())
+    }
+
+    /// One that can ask for data, with chunks and `base:allocation`.
+    pub fn client(&self) -> Client {
+        let mut client = self.connect();
+        client.go(true);
+        client
+    }
+
+    /// Stops the server, and waits until it has ended.
+    pub fn stop(&mut self) {
+        self.stop.wake();
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("the server does not panic").unwrap();
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stop.wake();
+        if let Some(thread) = self.thread.take()
+            && !std::thread::panicking()
+        {
+            thread.join().expect("the server does not panic").unwrap();
+        }
+    }
+}
+
+/// An answer, its chunks together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reply {
+    /// Of the request.
+    pub cookie: u64,
+    /// 0: none.
+    pub error: u32,
+    /// What was read, zeros of holes included.
+    pub data: Vec<u8>,
+    /// Chunks with data or holes.
+    pub chunks: usize,
+    /// Lengths and flags of extents.
+    pub extents: Vec<(u32, u32)>,
+}
+
+/// See the module's text.
+pub struct Client {
+    /// What it talks on.
+    pub stream: UnixStream,
+    cookie: u64,
+    /// Lengths of the reads that were asked for, by cookie.
+    reads: HashMap<u64, (u64, usize)>,
+    /// Answers of which chunks have come, and not the last.
+    parts: HashMap<u64, Reply>,
+}
+
+impl Client {
+    /// Hears the greeting, and answers it.
+    pub fn over(stream: UnixStream) -> Client {
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        let mut client = Client { stream, cookie: 0, reads: HashMap::new(), parts: HashMap::new() };
+        let greeting = client.bytes(18);
+        assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
+        assert_eq!(greeting[16..], [0, 3]);
+        client.say(&3u32.to_be_bytes());
+        client
+    }
+
+    /// Sends these bytes.
+    #[track_caller]
+    pub fn say(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).expect("the server listens");
+    }
+
+    /// The next so many bytes.
+    #[track_caller]
+    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
+        let mut bytes = vec![0; count];
+        self.stream.read_exact(&mut bytes).expect("the server answers");
+        bytes
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_be_bytes(self.bytes(2).try_into().unwrap())
+    }
+
+    fn u32(&mut self) -> u32 {
+        u32::from_be_bytes(self.bytes(4).try_into().unwrap())
+    }
+
+    fn u64(&mut self) -> u64 {
+        u64::from_be_bytes(self.bytes(8).try_into().unwrap())
+    }
+
+    /// Whether the server has closed the connection, with nothing more to say.
+    pub fn is_closed(&mut self) -> bool {
+        is_closed(&self.stream)
+    }
+
+    /// Asks for an option.
+    pub fn ask(&mut self, option: u32, data: &[u8]) {
+        let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(option.to_be_bytes());
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+        self.say(&bytes);
+    }
+
+    /// One answer to an option.
+    #[track_caller]
+    pub fn answer(&mut self, option: u32) -> (u32, Vec<u8>) {
+        assert_eq!(self.u64(), OPTION_REPLY_MAGIC);
+        assert_eq!(self.u32(), option);
+        let (kind, len) = (self.u32(), self.u32());
+        (kind, self.bytes(len as usize))
+    }
+
+    /// All answers to an option: the last is an ACK or an error.
+    #[track_caller]
+    pub fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
+        self.ask(option, data);
+        let mut answers = Vec::new();
+        loop {
+            let answer = self.answer(option);
+            let kind = answer.0;
+            answers.push(answer);
+            if kind == ACK || kind >> 31 == 1 {
+                return answers;
+            }
+        }
+    }
+
+    /// Negotiates the export; the size and the flags.
+    #[track_caller]
+    pub fn go(&mut self, structured: bool) -> (u64, u16) {
+        if structured {
+            assert_eq!(self.option(option::STRUCTURED_REPLY, &[]), [(ACK, vec![])]);
+            let queries = contexts("", &["base:allocation"]);
+            assert_eq!(self.option(option::SET_META_CONTEXT, &queries).len(), 2);
+        }
+        let answers = self.option(option::GO, &info(""));
+        let export = answers.iter().find(|(kind, data)| *kind == 3 && data[..2] == [0, 0]);
+        let data = &export.expect("the export is told").1;
+        let size = u64::from_be_bytes(data[2..10].try_into().unwrap());
+        (size, u16::from_be_bytes(data[10..12].try_into().unwrap()))
+    }
+
+    /// Sends a request, and what else it has; its cookie.
+    #[track_caller]
+    pub fn send(&mut self, command: u16, flags: u16, offset: u64, len: u32, data: &[u8]) -> u64 {
+        self.cookie += 1;
+        let cookie = self.cookie;
+        if command == command::READ {
+            self.reads.insert(cookie, (offset, len as usize));
+        }
+        let bytes = [&request(command, flags, cookie, offset, len)[..], data].concat();
+        self.say(&bytes);
+        cookie
+    }
+
+    /// The next answer, all of it. Chunks of several may come in turn.
+    #[track_caller]
+    pub fn reply(&mut self) -> Reply {
+        loop {
+            let magic = self.u32();
+            if magic == SIMPLE_REPLY_MAGIC {
+                let (error, cookie) = (self.u32(), self.u64());
+                let mut reply = Reply { cookie, error, ..Reply::default() };
+                if let Some((_, len)) = self.reads.remove(&cookie)
+                    && error == 0
+                {
+                    reply.data = self.bytes(len);
+                }
+                return reply;
+            }
+            assert_eq!(magic, 0x668e_33ef, "neither a simple reply nor a chunk");
+            let (flags, kind) = (self.u16(), self.u16());
+            let (cookie, len) = (self.u64(), self.u32());
+            let mut reply = self.parts.remove(&cookie).unwrap_or_default();
+            reply.cookie = cookie;
+            self.chunk(kind, len, &mut reply);
+            if flags & 1 == 1 {
+                self.reads.remove(&cookie);
+                return reply;
+            }
+            self.parts.insert(cookie, reply);
+        }
+    }
+
+    #[track_caller]
+    fn chunk(&mut self, kind: u16, len: u32, reply: &mut Reply) {
+        let read = self.reads.get(&reply.cookie).copied();
+        let mut put = |offset: u64, bytes: &[u8]| {
+            let (start, all) = read.expect("a chunk of a read");
+            reply.data.resize(all, 0xEE);
+            let at = (offset - start) as usize;
+            reply.data[at..at + bytes.len()].copy_from_slice(bytes);
+            reply.chunks += 1;
+        };
+        match kind {
+            1 => {
+                let offset = self.u64();
+                put(offset, &self.bytes(len as usize - 8));
+            }
+            2 => {
+                let (offset, len) = (self.u64(), self.u32());
+                put(offset, &vec![0; len as usize]);
+            }
+            5 => {
+                assert_eq!(self.u32(), 1, "the number of base:allocation");
+                for _ in 0..(len - 4) / 8 {
+                    let extent = (self.u32(), self.u32());
+                    reply.extents.push(extent);
+                }
+            }
+            _ => {
+                assert_eq!(kind, 1 << 15 | 1);
+                reply.error = self.u32();
+                let text = self.u16();
+                assert_eq!(len, 6 + u32::from(text));
+                self.bytes(usize::from(text));
+            }
+        }
+    }
+
+    /// A request and its answer, where nothing else is under way.
+    #[track_caller]
+    pub fn call(&mut self, command: u16, flags: u16, offset: u64, len: u32, data: &[u8]) -> Reply {
+        let cookie = self.send(command, flags, offset, len, data);
+        let reply = self.reply();
+        assert_eq!(reply.cookie, cookie);
+        reply
+    }
+
+    /// Writes, which has to succeed.
+    #[track_caller]
+    pub fn write(&mut self, offset: u64, data: &[u8]) {
+        assert_eq!(self.call(command::WRITE, 0, offset, data.len() as u32, data).error, 0);
+    }
+
+    /// Reads, which has to succeed.
+    #[track_caller]
+    pub fn read(&mut self, offset: u64, len: u32) -> Vec<u8> {
+        let reply = self.call(command::READ, 0, offset, len, &[]);
+        assert_eq!(reply.error, 0);
+        reply.data
+    }
+
+    /// Flushes, which has to succeed.
+    #[track_caller]
+    pub fn flush(&mut self) {
+        assert_eq!(self.call(command::FLUSH, 0, 0, 0, &[]).error, 0);
+    }
+}
+
+/// Whether the other end of a stream is closed, with nothing more to say.
+pub fn is_closed(mut stream: &UnixStream) -> bool {
+    use std::io::ErrorKind::{ConnectionReset, Interrupted};
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    loop {
+        match stream.read(&mut [0]) {
+            Ok(bytes) => return bytes == 0,
+            Err(e) if e.kind() == Interrupted => {}
+            // It had not read all that was said.
+            Err(e) => return e.kind() == ConnectionReset,
+        }
+    }
+}
+
+/// A request's head.
+pub fn request(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> [u8; 28] {
+    let mut bytes = [0; 28];
+    bytes[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+    bytes[4..6].copy_from_slice(&flags.to_be_bytes());
+    bytes[6..8].copy_from_slice(&command.to_be_bytes());
+    bytes[8..16].copy_from_slice(&cookie.to_be_bytes());
+    bytes[16..24].copy_from_slice(&offset.to_be_bytes());
+    bytes[24..].copy_from_slice(&len.to_be_bytes());
+    bytes
+}
+
+/// The data of INFO and GO.
+pub fn info(name: &str) -> Vec<u8> {
+    [&(name.len() as u32).to_be_bytes()[..], name.as_bytes(), &[0, 1, 0, 3]].concat()
+}
+
+/// The data of the options of contexts.
+pub fn contexts(name: &str, queries: &[&str]) -> Vec<u8> {
+    let text = |text: &str| [&(text.len() as u32).to_be_bytes()[..], text.as_bytes()].concat();
+    let mut bytes = [text(name), (queries.len() as u32).to_be_bytes().to_vec()].concat();
+    queries.iter().for_each(|query| bytes.extend(text(query)));
+    bytes
+}
