@@ -10,6 +10,9 @@ pub(crate) const CHECKS: &[Need] = &[
     ("qemu-storage-daemon", "qemu-system-common"),
     ("vhdiinfo", "libvhdi-utils"),
     ("mkfs.xfs", "xfsprogs"),
+    ("nbdcopy", "libnbd-bin"),
+    ("nbdsh", "python3-libnbd"),
+    ("nbdkit", "nbdkit"),
 ];
 
 /// The command that vhdimount mounts with for a user who is not root. The package has it under both

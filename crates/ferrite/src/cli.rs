@@ -62,6 +62,8 @@ pub(crate) enum Command {
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
     #[command(hide = true)]
     Worker(WorkerArgs),
+    /// Give one disk to programs of this host, in the foreground, until a signal comes.
+    Export(ExportArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),
     /// Make, look at, copy, merge and mend disk images that nobody is using.
@@ -240,6 +242,57 @@ pub(crate) struct WorkerArgs {
     pub(crate) run_dir: PathBuf,
 }
 
+/// `ferrite export`.
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    #[command(subcommand)]
+    pub(crate) command: ExportCommand,
+}
+
+/// By which protocol.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ExportCommand {
+    /// By NBD, on a Unix socket: for QEMU, nbd-client, nbdcopy and whatever else uses libnbd.
+    Nbd(NbdArgs),
+}
+
+/// `ferrite export nbd`.
+#[derive(Debug, Args)]
+pub(crate) struct NbdArgs {
+    /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
+    /// device; null: or null:SIZE for a disk that keeps nothing.
+    pub(crate) image: OsString,
+
+    /// Listen here. The socket is made for this user only, and removed at the end; one that a killed
+    /// server has left is taken.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: PathBuf,
+
+    /// Open the image read-only and refuse writes.
+    #[arg(long)]
+    pub(crate) read_only: bool,
+
+    /// Serve up to N clients at once, each with a thread of its own; more are turned away.
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) clients: u32,
+
+    /// Memory for data in flight of each client; at least 2 MiB are taken.
+    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
+    pub(crate) memory: usize,
+
+    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    pub(crate) engine: EngineChoice,
+
+    /// Give each request to the storage by itself, even where neighbours could share an operation.
+    #[arg(long)]
+    pub(crate) no_merge: bool,
+
+    #[command(flatten)]
+    pub(crate) parents: ParentsArgs,
+}
+
 /// `ferrite generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
@@ -285,6 +338,18 @@ mod tests {
         for option in options {
             let told = [' ', '`'].map(|end| text.contains(&format!("--{option}{end}")));
             assert!(told.contains(&true), "--{option} is not in docs/serve.md");
+        }
+    }
+
+    #[test]
+    fn every_option_of_an_export_is_in_the_documentation() {
+        let cli = Cli::command();
+        let export = cli.find_subcommand("export").unwrap().find_subcommand("nbd").unwrap();
+        let options: Vec<&str> = export.get_arguments().filter_map(|a| a.get_long()).collect();
+        assert!(options.len() > 5, "{options:?}");
+        for option in options {
+            let told = include_str!("../../../docs/nbd.md").contains(&format!("| `--{option}"));
+            assert!(told, "--{option} is not in docs/nbd.md");
         }
     }
 

@@ -20,7 +20,7 @@ impl Code {
     /// The named thing is not there.
     pub const NOT_FOUND: Code = Code(3);
     /// The named thing is in use by somebody else.
-    const BUSY: Code = Code(4);
+    pub const BUSY: Code = Code(4);
     /// The image contradicts itself.
     const DAMAGED: Code = Code(5);
     /// A signal asked for the end: what a shell says of a command that Ctrl-C has ended.

@@ -12,6 +12,7 @@ mod disk;
 mod doctor;
 pub mod engine;
 pub mod exit;
+mod export;
 pub mod generate;
 mod image;
 pub mod log;
@@ -43,7 +44,10 @@ pub fn main() -> ExitCode {
     };
     let is_server = matches!(
         cli.command,
-        cli::Command::Serve(_) | cli::Command::Daemon(_) | cli::Command::Worker(_)
+        cli::Command::Serve(_)
+            | cli::Command::Daemon(_)
+            | cli::Command::Worker(_)
+            | cli::Command::Export(_)
     );
     if is_server {
         ferrite_serve::counters::remember_process();
@@ -54,6 +58,7 @@ pub fn main() -> ExitCode {
         cli::Command::Worker(args) => worker::run(args),
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
+        cli::Command::Export(args) => export::run(args),
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),

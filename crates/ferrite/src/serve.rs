@@ -31,18 +31,18 @@ use crate::signals;
 /// The kind of backend that xl and XAPI make for tapdisk: `backend/vbd3/<domid>/<devid>`.
 const BACKEND_KIND: &str = "vbd3";
 /// On tmpfs: what is kept here concerns running guests only.
-const RUN_DIR: &str = "/run/ferrite";
+pub(crate) const RUN_DIR: &str = "/run/ferrite";
 /// In there, the file by which all backends of this host share what may be mapped.
 const MAP_BUDGET: &str = "map-budget";
 /// In there, the file by which they share processors to poll with.
 const POLL_BUDGET: &str = "poll-budget";
 /// In there, what was answered and is not yet in the images' metadata.
-const IMAGES: &str = "images";
+pub(crate) const IMAGES: &str = "images";
 /// How long a takeover waits for the killed predecessor's last I/O to end.
 pub(crate) const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
 
 /// Operations in flight before a guest is served.
-const RECOVERY_ENTRIES: u32 = 32;
+pub(crate) const RECOVERY_ENTRIES: u32 = 32;
 
 /// Serves one disk. How its image is to be opened is known when the toolstack has attached it; what
 /// is wrong with the image is said before that, on any machine, with Xen or without.

@@ -283,7 +283,7 @@ impl Client {
         }
         let has_data = [command::READ, command::WRITE].contains(&raw.command);
         let block = u64::from(MIN_BLOCK_BYTES);
-        let is_whole = raw.offset % block == 0 && u64::from(raw.len) % block == 0;
+        let is_whole = raw.offset.is_multiple_of(block) && u64::from(raw.len).is_multiple_of(block);
         if raw.len == 0 || !is_whole || (has_data && raw.len > MAX_REQUEST_BYTES) {
             return Some(error::INVALID);
         }
