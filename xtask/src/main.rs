@@ -66,9 +66,6 @@ enum XenHostTask {
         /// Debian release: trixie or bookworm.
         #[arg(long, default_value = "trixie")]
         suite: String,
-        /// With the backends that `cargo xtask bench xen` compares with.
-        #[arg(long)]
-        peers: bool,
     },
     /// Boots a host, runs commands in its dom0, and powers off.
     Run {
@@ -109,10 +106,10 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Nightly(arguments) => nightly::nightly(&arguments),
         Task::Bench { arguments } => compare(&arguments),
         Task::Dist(arguments) => dist::dist(&arguments).map(|()| ExitCode::SUCCESS),
-        Task::Xenhost(XenHostTask::Build { suite, peers }) => {
+        Task::Xenhost(XenHostTask::Build { suite }) => {
             packages::ensure(&[packages::XEN_HOST])?;
             let suite = xenhost::root::Suite::by_name(&suite)?;
-            xenhost::root::ensure(if peers { suite.with_peers() } else { suite })?;
+            xenhost::root::ensure(suite)?;
             Ok(ExitCode::SUCCESS)
         }
         Task::Xenhost(XenHostTask::Run { suite, guest, ferrite, commands, limit_s }) => {

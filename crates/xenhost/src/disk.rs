@@ -107,6 +107,16 @@ impl Disk {
         Ok(disk)
     }
 
+    /// A disk that the toolstack attaches, and that somebody serves.
+    pub fn of_toolstack(guest: &Guest, options: DiskOptions) -> Result<Disk> {
+        Self::new(guest, Backend::Ferrite, options)
+    }
+
+    /// The same of the domain that the guest has become.
+    pub fn follow(&mut self, guest: &Guest) {
+        self.domid = guest.domid();
+    }
+
     /// The disk's node in the guest.
     pub fn node(&self) -> String {
         format!("/dev/{}", self.options.name)
@@ -212,6 +222,11 @@ impl Disk {
             return Ok(String::new());
         }
         Ok(xenhost.dom0(&format!("tail -n 60 {}", self.log()), 20)?.stdout)
+    }
+
+    /// The domain that has it.
+    pub fn domid(&self) -> u32 {
+        self.domid
     }
 
     /// The process that serves the disk.

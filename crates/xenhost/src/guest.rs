@@ -1,13 +1,27 @@
-//! A paravirtualised guest whose disk driver is the upstream Linux blkfront.
+//! A guest whose disk driver is the upstream Linux blkfront.
 
 use crate::XenHost;
 use crate::channel::{Output, escape, quote};
 use anyhow::{Context, Result, bail};
 use std::time::Instant;
 
+/// How a guest is virtualised.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kind {
+    /// Without the processor's help.
+    #[default]
+    Pv,
+    /// With it, on a host that has [`Processor::Amd`](crate::qemu::Processor).
+    Pvh,
+    /// The same, with firmware and a device model: it boots from its disk.
+    Hvm,
+}
+
 /// How a guest is made; blkfront's parameters decide what it asks of the backend.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestOptions {
+    /// How it is virtualised.
+    pub kind: Kind,
     /// Virtual processors; Linux asks for one queue for each, up to `queues`.
     pub vcpus: u32,
     /// blkfront's `max_queues`.
@@ -21,11 +35,45 @@ pub struct GuestOptions {
 impl Default for GuestOptions {
     /// An unmodified guest with two processors.
     fn default() -> Self {
-        GuestOptions { vcpus: 2, queues: None, ring_order: None, indirect: None }
+        GuestOptions { kind: Kind::Pv, vcpus: 2, queues: None, ring_order: None, indirect: None }
     }
 }
 
 impl GuestOptions {
+    /// An unmodified PVH guest.
+    pub fn pvh() -> Self {
+        GuestOptions { kind: Kind::Pvh, ..GuestOptions::default() }
+    }
+
+    /// An unmodified HVM guest.
+    pub fn hvm() -> Self {
+        GuestOptions { kind: Kind::Hvm, ..GuestOptions::default() }
+    }
+
+    /// The guest in the toolstack's words.
+    fn config(&self, name: &str, arguments: &str, disks: &[String]) -> String {
+        let kind = match self.kind {
+            Kind::Pv => "pv",
+            Kind::Pvh => "pvh",
+            Kind::Hvm => "hvm",
+        };
+        let boots = match self.kind {
+            Kind::Hvm => "boot=\"c\"\nvga=\"none\"\nnographic=1\nvnc=0\nusb=0\n".to_owned(),
+            _ => format!(
+                "kernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
+                 extra=\"{arguments}\"\n"
+            ),
+        };
+        let reboot = if disks.is_empty() { "destroy" } else { "restart" };
+        let disks = disks.iter().map(|disk| format!("'{disk}'")).collect::<Vec<_>>().join(",");
+        format!(
+            "name=\"{name}\"\ntype=\"{kind}\"\n{boots}memory={}\nvcpus={}\ndisk=[{disks}]\n\
+             on_poweroff=\"destroy\"\non_reboot=\"{reboot}\"\non_crash=\"destroy\"\n",
+            self.memory_mib(),
+            self.vcpus,
+        )
+    }
+
     fn module_parameters(&self) -> String {
         let given = [
             ("max_queues", self.queues),
@@ -53,6 +101,8 @@ const GUEST_MEMORY_MIB: u32 = 256;
 const START_LIMIT_CPU_S: f64 = 180.0;
 /// And by the clock: one that stands still costs next to nothing.
 const START_LIMIT_S: u64 = 600;
+/// How long the toolstack may take to make a guest: with a device model a quarter of a minute.
+const CREATE_LIMIT_S: u64 = 180;
 /// How long one of the dom0's commands waits for the guest meanwhile.
 const START_CHECK_S: u64 = 30;
 
@@ -75,6 +125,19 @@ pub struct Guest {
     next_id: u64,
     /// Bytes of the console's log that lie behind us.
     seen: usize,
+    /// Where in the log its last boot begins.
+    starts_at: usize,
+}
+
+/// How a guest has become another domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Follow {
+    /// By a reboot.
+    Booted,
+    /// From a file.
+    Restored,
+    /// From another host, which may be this one.
+    Migrated,
 }
 
 /// A command that runs in a guest while we do something else.
@@ -91,36 +154,76 @@ pub struct Job {
 impl Guest {
     /// Makes a guest without a disk and leaves it paused.
     pub fn create(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
+        Self::create_with(xenhost, options, &[])
+    }
+
+    /// Makes a guest with disks that the toolstack attaches, in its own words, and leaves it paused.
+    /// Such a guest may reboot.
+    pub fn create_with(
+        xenhost: &mut XenHost,
+        options: &GuestOptions,
+        disks: &[String],
+    ) -> Result<Guest> {
         let name = xenhost.next_guest();
-        let config = format!(
-            "name=\"{name}\"\ntype=\"pv\"\nkernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
-             memory={}\nvcpus={}\n\
-             extra=\"console=hvc0 rdinit=/init quiet panic=-1 {} lab.blkfront={}\"\n\
-             on_poweroff=\"destroy\"\non_reboot=\"destroy\"\non_crash=\"destroy\"\n",
-            options.memory_mib(),
-            options.vcpus,
-            xenhost.pace().linux_arguments(),
-            options.module_parameters()
-        );
-        let made = xenhost.sh_for(
-            &format!(
-                "printf %s {} >/tmp/{name}.cfg && xl create -p -q /tmp/{name}.cfg && \
-                 id=$(xl domid {name}) && tty=$(xenstore-read /local/domain/$id/console/tty) && \
-                 stty -F $tty raw -echo && echo $id $tty",
-                quote(&config)
-            ),
-            120,
-        )?;
-        let last = made.lines().last().unwrap_or_default();
-        let (domid, tty) = last.split_once(' ').with_context(|| format!("odd answer: {made}"))?;
-        Ok(Guest {
-            domid: domid.parse().with_context(|| format!("odd domain id: {made}"))?,
-            tty: tty.to_owned(),
+        let config = options.config(&name, &kernel_arguments(xenhost, options), disks);
+        let mut guest = Guest {
+            domid: 0,
+            tty: String::new(),
             log: format!("/var/log/xen/console/guest-{name}.log"),
             name,
             next_id: 1,
             seen: 0,
-        })
+            starts_at: 0,
+        };
+        let name = &guest.name;
+        xenhost.sh_for(
+            &format!(
+                "printf %s {} >/tmp/{name}.cfg && xl create -p -q /tmp/{name}.cfg",
+                quote(&config)
+            ),
+            CREATE_LIMIT_S,
+        )?;
+        guest.find(xenhost)?;
+        Ok(guest)
+    }
+
+    /// Finds the domain that has the guest's name, and its console.
+    fn find(&mut self, xenhost: &mut XenHost) -> Result<()> {
+        let name = &self.name;
+        let found = xenhost.sh(&format!(
+            "id=$(xl domid {name}) && tty=$(xenstore-read /local/domain/$id/console/tty) && \
+             stty -F $tty raw -echo && echo $id $tty"
+        ))?;
+        let last = found.lines().last().unwrap_or_default();
+        let (domid, tty) = last.split_once(' ').with_context(|| format!("odd answer: {found}"))?;
+        self.domid = domid.parse().with_context(|| format!("odd domain id: {found}"))?;
+        tty.clone_into(&mut self.tty);
+        Ok(())
+    }
+
+    /// Goes on with the guest as another domain, after `how` has made that of it: a reboot, a restore.
+    /// A domain that was restored begins the log of its name anew or goes on with it, as it is called
+    /// when its console comes.
+    pub fn follow(&mut self, xenhost: &mut XenHost, how: Follow) -> Result<()> {
+        let old = self.domid;
+        let name = &self.name;
+        xenhost.wait_until(
+            "the guest as another domain",
+            &format!(
+                "id=$(xl domid {name}) && [ $id != {old} ] && \
+                 xenstore-exists /local/domain/$id/console/tty"
+            ),
+            CREATE_LIMIT_S,
+        )?;
+        match how {
+            Follow::Booted => self.starts_at = self.seen,
+            Follow::Restored => {}
+            Follow::Migrated => {
+                self.log = format!("/var/log/xen/console/guest-{name}--incoming.log");
+                self.seen = 0;
+            }
+        }
+        self.find(xenhost)
     }
 
     /// Makes a guest without a disk and waits until it takes commands.
@@ -151,9 +254,10 @@ impl Guest {
         let (began, began_cpu_s) = (Instant::now(), xenhost.cpu_s());
         let patience = xenhost.pace().patience();
         loop {
-            let console = xenhost.dom0(&read_to(&self.log, 0, "@@ready"), START_CHECK_S)?;
+            let begin = self.starts_at;
+            let console = xenhost.dom0(&read_to(&self.log, begin, "@@ready"), START_CHECK_S)?;
             if console.status == 0 {
-                self.seen = console.stdout.len();
+                self.seen = begin + console.stdout.len();
                 return Ok(());
             }
             let (elapsed_s, cpu_s) = (began.elapsed().as_secs(), xenhost.cpu_s() - began_cpu_s);
@@ -234,11 +338,13 @@ impl Guest {
     /// Runs `before` in the dom0, then reads the guest's console up to the job's end.
     fn collect(&mut self, xenhost: &mut XenHost, before: &str, job: &Job) -> Result<Output> {
         let end = format!("@@{} end", job.id);
-        let command = format!("{before}; {}", read_to(&self.log, job.from, &end));
+        // One that was begun before a migration ends in another log.
+        let from = job.from.min(self.seen);
+        let command = format!("{before}; {}", read_to(&self.log, from, &end));
         let console = xenhost.dom0(&command, job.limit_s + 10)?;
         match cut_answer(&console.stdout, &format!("@@{} ", job.id), &end) {
             Some(output) => {
-                self.seen = self.seen.max(job.from + console.stdout.len());
+                self.seen = self.seen.max(from + console.stdout.len());
                 Ok(output)
             }
             None => bail!(
@@ -309,6 +415,15 @@ impl Guest {
     pub fn destroy(&self, xenhost: &mut XenHost) -> Result<()> {
         xenhost.sh_for(&format!("xl destroy {}", self.domid), 90).map(drop)
     }
+}
+
+/// What a guest's kernel is told, by the toolstack or by the boot loader.
+pub(crate) fn kernel_arguments(xenhost: &XenHost, options: &GuestOptions) -> String {
+    format!(
+        "console=hvc0 rdinit=/init quiet panic=-1 {} lab.blkfront={}",
+        xenhost.pace().linux_arguments(),
+        options.module_parameters()
+    )
 }
 
 /// A shell line for the dom0 that prints the console's log from a byte on, up to the line that

@@ -3,7 +3,6 @@
 use crate::packages::as_root;
 use crate::steps::run_logged;
 use anyhow::{Context, Result};
-use std::io::Write;
 use std::path::Path;
 
 /// Programs taken from the dom0's root, with the libraries they need.
@@ -106,19 +105,23 @@ pub(crate) fn make_base(tree: &Path, kernel: &str, out: &Path, log: &Path) -> Re
 /// Writes a whole RAM disk: an archive with `init`, then the base. The kernel unpacks archives one
 /// after the other; the first is stored, so Xen's domain builder does not try to unpack them.
 pub(crate) fn assemble(base: &Path, init: &str, out: &Path) -> Result<()> {
+    init_only(init, out)?;
+    let mut file = std::fs::File::options().append(true).open(out)?;
+    let mut base =
+        std::fs::File::open(base).with_context(|| format!("cannot read {}", base.display()))?;
+    std::io::copy(&mut base, &mut file)?;
+    Ok(())
+}
+
+/// The first archive by itself, for a boot loader that gives the kernel several.
+pub(crate) fn init_only(init: &str, out: &Path) -> Result<()> {
     let mut image = Vec::new();
     append_entry(&mut image, "init", 0o100_755, init.as_bytes());
     append_entry(&mut image, "TRAILER!!!", 0, b"");
     while !image.len().is_multiple_of(512) {
         image.push(0);
     }
-    let mut file =
-        std::fs::File::create(out).with_context(|| format!("cannot write {}", out.display()))?;
-    file.write_all(&image)?;
-    let mut base =
-        std::fs::File::open(base).with_context(|| format!("cannot read {}", base.display()))?;
-    std::io::copy(&mut base, &mut file)?;
-    Ok(())
+    std::fs::write(out, image).with_context(|| format!("cannot write {}", out.display()))
 }
 
 /// One member of a "newc" cpio archive: 110 bytes of hexadecimal fields, name, data, each padded

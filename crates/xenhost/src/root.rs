@@ -1,8 +1,8 @@
 //! The Xen host's root image: a small Debian with Xen, built once for each recipe and kept.
 
-use crate::initramfs;
 use crate::packages::as_root;
 use crate::steps::{self, run_logged, step};
+use crate::{bootdisk, initramfs};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
@@ -13,14 +13,12 @@ pub struct Suite {
     pub name: &'static str,
     /// Its Xen version, part of package and folder names.
     pub xen: &'static str,
-    /// Whether the backends that we compare ourselves with are in its root.
-    peers: bool,
 }
 
 /// Debian 13: Xen 4.20, Linux 6.12.
-pub const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20", peers: false };
+pub const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20" };
 /// Debian 12: Xen 4.17, Linux 6.1.
-pub const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17", peers: false };
+pub const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17" };
 
 impl Suite {
     /// The suite called `name`.
@@ -31,11 +29,6 @@ impl Suite {
         }
     }
 
-    /// The same with QEMU's backend in the dom0: twice the size, and of no use to the tests.
-    pub fn with_peers(self) -> Suite {
-        Suite { peers: true, ..self }
-    }
-
     fn packages(self) -> Vec<String> {
         let xen = self.xen;
         let mut list = vec![format!("xen-hypervisor-{xen}-amd64"), format!("xen-utils-{xen}")];
@@ -43,7 +36,9 @@ impl Suite {
             ["linux-image-amd64", "xenstore-utils", "fio", "e2fsprogs", "fdisk", "strace"]
                 .map(String::from),
         );
-        list.extend(self.peers.then(|| "qemu-system-xen".to_owned()));
+        // The device model of HVM guests, which is the backend qdisk, too.
+        list.extend(["qemu-system-xen", "seabios"].map(String::from));
+        list.extend(bootdisk::PACKAGES.map(String::from));
         list
     }
 }
@@ -173,6 +168,7 @@ fn recipe_hash(suite: Suite) -> u64 {
         HANDOVER,
         ROOT_BYTES,
         &guest,
+        bootdisk::RECIPE,
     ];
     fnv1a(parts.join("\0").as_bytes())
 }
@@ -263,7 +259,9 @@ fn make_images(suite: Suite, dir: &Path, tree: &Path, log: &Path) -> Result<()> 
     shell.arg(tree.join(format!("boot/initrd.img-{kernel}")));
     shell.arg(dir).arg(tree);
     run_logged(&mut shell, log).context("cannot take the boot files out of the root")?;
-    initramfs::make_base(tree, &kernel, &dir.join("guest.cpio.gz"), log)?;
+    let base = dir.join("guest.cpio.gz");
+    initramfs::make_base(tree, &kernel, &base, log)?;
+    bootdisk::make(tree, &base, log)?;
 
     let image = dir.join("root.ext4");
     run_logged(std::process::Command::new("truncate").args(["-s", ROOT_BYTES]).arg(&image), log)?;
@@ -377,6 +375,5 @@ mod tests {
     #[test]
     fn another_suite_is_another_recipe() {
         assert_ne!(recipe_hash(TRIXIE), recipe_hash(BOOKWORM));
-        assert_ne!(recipe_hash(TRIXIE), recipe_hash(TRIXIE.with_peers()));
     }
 }

@@ -4,6 +4,7 @@ mod discard;
 mod engines;
 mod filesystem;
 mod fio;
+mod guests;
 mod host;
 mod images;
 mod lifecycle;
@@ -17,9 +18,11 @@ mod toolstack;
 pub(crate) use runner::{Report, Selection, run};
 
 use anyhow::{Context, Result, bail};
-use ferrite_xenhost::XenHost;
-use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
-use ferrite_xenhost::guest::{Guest, GuestOptions};
+use ferrite_xenhost::disk::{Backend, Disk, DiskOptions, ended};
+use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Kind};
+use ferrite_xenhost::qemu::Processor;
+use ferrite_xenhost::steps;
+use ferrite_xenhost::{XenHost, bootdisk};
 
 /// Which backends a test is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +49,7 @@ pub(crate) struct Case {
     pub(crate) name: &'static str,
     applies: Applies,
     runs: Tests,
+    processor: Processor,
     run: fn(&mut Bench<'_>) -> Result<()>,
 }
 
@@ -54,19 +58,25 @@ impl Case {
     const fn by_night(self) -> Case {
         Case { runs: Tests::All, ..self }
     }
+
+    /// The same test, on a host that has PVH and HVM guests.
+    const fn on_amd(self) -> Case {
+        Case { processor: Processor::Amd, ..self }
+    }
 }
 
 const fn any(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> Case {
-    Case { name, applies: Applies::Any, runs: Tests::OfCommits, run }
+    Case { name, applies: Applies::Any, runs: Tests::OfCommits, processor: Processor::Plain, run }
 }
 
 const fn ferrite(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> Case {
-    Case { name, applies: Applies::Ferrite, runs: Tests::OfCommits, run }
+    Case { applies: Applies::Ferrite, ..any(name, run) }
 }
 
 /// Every test, in the order in which they run: the longest first, so that two hosts end together.
 pub(crate) fn all() -> Vec<Case> {
     [
+        guests::CASES,
         fio::CASES,
         recovery::CASES,
         images::CASES,
@@ -92,11 +102,23 @@ pub(crate) struct Bench<'a> {
     guests: Vec<Guest>,
     disks: Vec<Disk>,
     images: u32,
+    /// The process of `ferrite daemon`.
+    daemon: Option<u32>,
+    /// Guests that were started again, as the host had stood still.
+    started_again: u32,
 }
 
 impl<'a> Bench<'a> {
     fn new(xenhost: &'a mut XenHost, backend: Backend) -> Bench<'a> {
-        Bench { xenhost, backend, guests: Vec::new(), disks: Vec::new(), images: 0 }
+        Bench {
+            xenhost,
+            backend,
+            guests: Vec::new(),
+            disks: Vec::new(),
+            images: 0,
+            daemon: None,
+            started_again: 0,
+        }
     }
 
     /// A sparse image of `mib` MiB in the dom0.
@@ -136,8 +158,42 @@ impl<'a> Bench<'a> {
         Ok(disk)
     }
 
-    /// A running guest with one disk, as a toolstack starts it.
+    /// A running guest with one disk, as a toolstack starts it. On a host that stands still now and then
+    /// it is started once more when that has happened.
     fn guest_with(&mut self, options: &GuestOptions, disk: DiskOptions) -> Result<(Guest, Disk)> {
+        let stood = self.standstills(options)?;
+        match self.try_guest_with(options, disk.clone()) {
+            Err(error) if self.standstills(options)? > stood => {
+                self.give_up_guest(&error)?;
+                self.try_guest_with(options, disk)
+            }
+            done => done,
+        }
+    }
+
+    /// How often the host has stood still, if it is one that does.
+    fn standstills(&mut self, options: &GuestOptions) -> Result<u32> {
+        if options.kind == Kind::Pv { Ok(0) } else { self.xenhost.standstills() }
+    }
+
+    /// Forgets the guest that was made last, and its disk.
+    fn give_up_guest(&mut self, error: &anyhow::Error) -> Result<()> {
+        self.started_again += 1;
+        steps::say(format!("the host stood still, the guest is started again: {error}"));
+        if let Some(guest) = self.guests.pop() {
+            guest.destroy(self.xenhost)?;
+        }
+        match self.disks.pop() {
+            Some(mut disk) => disk.remove_after_destroy(self.xenhost),
+            None => Ok(()),
+        }
+    }
+
+    fn try_guest_with(
+        &mut self,
+        options: &GuestOptions,
+        disk: DiskOptions,
+    ) -> Result<(Guest, Disk)> {
         let mut guest = self.paused_guest(options)?;
         let disk = self.attach(&guest, disk)?;
         guest.unpause(self.xenhost)?;
@@ -145,6 +201,76 @@ impl<'a> Bench<'a> {
         disk.wait_connected(self.xenhost)?;
         wait_for_node(self.xenhost, &mut guest, &disk)?;
         Ok((guest, disk))
+    }
+
+    /// From now on each disk is served that the toolstack attaches.
+    fn start_daemon(&mut self) -> Result<()> {
+        let pid = self.xenhost.sh(
+            "mkdir -p /etc/ferrite; echo 'image_folders = [\"/lab\"]' >/etc/ferrite/ferrite.toml; \
+             setsid ferrite daemon </dev/null >>/tmp/daemon.log 2>&1 & echo $!",
+        )?;
+        self.daemon = Some(pid.parse()?);
+        self.xenhost.wait_until("the daemon", "ferrite disk list", 60)
+    }
+
+    /// Ends it when all disks are gone; one that stays is an error.
+    fn stop_daemon(&mut self) -> Result<()> {
+        let Some(pid) = self.daemon.take() else { return Ok(()) };
+        let gone = "[ -z \"$(ls /run/ferrite/disks)\" ]";
+        let waited = self.xenhost.wait_until("the daemon's disks gone", gone, 60);
+        self.xenhost.sh(&format!("kill -TERM {pid}"))?;
+        self.xenhost.wait_until("the daemon's end", &ended(pid), 60)?;
+        self.xenhost.sh("rm -rf /etc/ferrite /run/ferrite/disks /run/ferrite/daemon.lock \
+             /run/ferrite/control.sock /tmp/daemon.log")?;
+        waited
+    }
+
+    /// A running guest with a disk that xl attaches.
+    fn guest_of_xl(&mut self, options: &GuestOptions, image: &str) -> Result<(Guest, Disk)> {
+        let stood = self.standstills(options)?;
+        match self.try_guest_of_xl(options, image) {
+            Err(error) if self.standstills(options)? > stood => {
+                self.give_up_guest(&error)?;
+                self.try_guest_of_xl(options, image)
+            }
+            done => done,
+        }
+    }
+
+    fn try_guest_of_xl(&mut self, options: &GuestOptions, image: &str) -> Result<(Guest, Disk)> {
+        let name = if options.kind == Kind::Hvm { "xvde" } else { "xvda" };
+        let mut specs = vec![format!(
+            "format=raw,vdev={name},backendtype=tap,script=block-ferrite,access=w,target={image}"
+        )];
+        if options.kind == Kind::Hvm {
+            // The firmware boots from a disk of QEMU's: see attachments.md.
+            let boot = "/lab/boot.raw";
+            bootdisk::write(self.xenhost, options, boot, 64)?;
+            specs.insert(0, format!("format=raw,vdev=xvda,backendtype=qdisk,target={boot}"));
+        }
+        let mut guest = Guest::create_with(self.xenhost, options, &specs)?;
+        self.guests.push(guest.clone());
+        let disk = Disk::of_toolstack(&guest, DiskOptions::new(image, name))?;
+        self.disks.push(disk.clone());
+        guest.unpause(self.xenhost)?;
+        guest.wait_ready(self.xenhost)?;
+        disk.wait_connected(self.xenhost)?;
+        wait_for_node(self.xenhost, &mut guest, &disk)?;
+        Ok((guest, disk))
+    }
+
+    /// A guest has become another domain, with its disk.
+    fn follow(&mut self, guest: &mut Guest, disk: &mut Disk, how: Follow) -> Result<()> {
+        guest.follow(self.xenhost, how)?;
+        disk.follow(guest);
+        if how == Follow::Booted {
+            guest.wait_ready(self.xenhost)?;
+        }
+        self.guests.retain(|other| other.name() != guest.name());
+        self.guests.push(guest.clone());
+        self.disks.push(disk.clone());
+        disk.wait_connected(self.xenhost)?;
+        wait_for_node(self.xenhost, guest, disk)
     }
 
     /// A guest with a disk over a new image.
@@ -183,19 +309,22 @@ impl<'a> Bench<'a> {
         for disk in &self.disks {
             text += &disk.describe(self.xenhost);
         }
+        let daemon = self.xenhost.dom0("tail -n 60 /tmp/daemon.log 2>/dev/null", 20);
+        text += &daemon.map(|output| output.stdout).unwrap_or_default();
         let kernel = self.xenhost.dom0("dmesg | tail -n 8", 20).map(|output| output.stdout);
         text + "dom0's kernel:\n" + &kernel.unwrap_or_default() + "\n"
     }
 
     /// Removes all guests and disks; what stays although it must go is an error.
     fn clean_up(&mut self) -> Result<()> {
-        for guest in &self.guests {
-            let command = format!("xl destroy {} 2>/dev/null; true", guest.domid());
-            self.xenhost.sh_for(&command, 120)?;
-        }
+        // By what there is: guests become other domains.
+        let destroy =
+            "for id in $(xl list | awk 'NR > 2 {print $2}'); do xl destroy $id; done 2>&1; true";
+        self.xenhost.sh_for(destroy, 180)?;
         self.xenhost
             .wait_until("every guest gone, no zombie", "[ $(xl list | wc -l) = 2 ]", 60)
             .with_context(|| "a domain stays: somebody still holds its memory")?;
+        self.stop_daemon()?;
         // Backends end by themselves when their guests are gone.
         let ended = self.xenhost.dom0(&format!("timeout 20 sh -c '{ENDED}'"), 30)?.status == 0;
         for disk in &mut self.disks {
@@ -203,7 +332,7 @@ impl<'a> Bench<'a> {
         }
         let left = self.xenhost.sh(LEFT)?;
         self.xenhost
-            .sh("rm -f /lab/image*.raw /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
+            .sh("rm -f /lab/image*.raw /lab/*.save /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
              xenstore-rm /local/domain/0/error 2>/dev/null; true")?;
         if !ended {
             bail!("a backend is still there when all guests are gone");

@@ -4,6 +4,7 @@ use super::{Applies, Bench, Case, Tests, all};
 use crate::unsteady;
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::disk::Backend;
+use ferrite_xenhost::qemu::Processor;
 use ferrite_xenhost::root::Root;
 use ferrite_xenhost::steps;
 use ferrite_xenhost::{Program, XenHost};
@@ -60,8 +61,11 @@ pub(crate) fn run(root: &Root, selection: &Selection) -> Result<Vec<Report>> {
     let queue = Mutex::new(cases);
     let reports = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..hosts {
-            scope.spawn(|| work(root, selection, &queue, &reports));
+        // Of several, the last begins with the tests that need another processor than most.
+        for last in (1..=hosts).map(|host| host > 1 && host == hosts) {
+            let (queue, reports) = (&queue, &reports);
+            let first = if last { Processor::Amd } else { Processor::Plain };
+            scope.spawn(move || work(root, selection, first, queue, reports));
         }
     });
     let unfinished = queue.into_inner().unwrap_or_default();
@@ -90,30 +94,35 @@ fn selected(selection: &Selection) -> Result<Vec<Case>> {
 }
 
 /// One host's work: takes tests until there are none. A host that a test has left in a state that
-/// cannot be trusted is replaced by a new one.
+/// cannot be trusted is replaced by a new one, and so is one of another processor than the test needs:
+/// those with the same processor come first.
 fn work(
     root: &Root,
     selection: &Selection,
+    first: Processor,
     queue: &Mutex<VecDeque<Due>>,
     reports: &Mutex<Vec<Report>>,
 ) {
     let mut host: Option<XenHost> = None;
     let mut failed_boots = 0;
     loop {
-        let Some(due) = next(queue) else { return };
-        let mut xenhost =
-            match host.take().map_or_else(|| XenHost::boot(root, &selection.programs), Ok) {
-                Ok(xenhost) => xenhost,
-                Err(error) => {
-                    put_back(queue, due);
-                    failed_boots += 1;
-                    steps::say(format!("no host: {}", steps::chain(&error)));
-                    if failed_boots == 2 {
-                        return;
-                    }
-                    continue;
+        let here = host.as_ref().map_or(first, XenHost::processor);
+        let Some(due) = next(queue, here) else { return };
+        let processor = due.case.processor;
+        let kept = host.take().filter(|host| host.processor() == processor);
+        let boot = || XenHost::boot_on(processor, root, &selection.programs);
+        let mut xenhost = match kept.map_or_else(boot, Ok) {
+            Ok(xenhost) => xenhost,
+            Err(error) => {
+                put_back(queue, due);
+                failed_boots += 1;
+                steps::say(format!("no host: {}", steps::chain(&error)));
+                if failed_boots == 2 {
+                    return;
                 }
-            };
+                continue;
+            }
+        };
         xenhost.serve_arguments.clone_from(&selection.serve_arguments);
         let (report, usable) = run_case(xenhost, selection.backend, due.case);
         host = usable;
@@ -138,8 +147,10 @@ fn work(
     }
 }
 
-fn next(queue: &Mutex<VecDeque<Due>>) -> Option<Due> {
-    queue.lock().ok()?.pop_front()
+fn next(queue: &Mutex<VecDeque<Due>>, processor: Processor) -> Option<Due> {
+    let mut queue = queue.lock().ok()?;
+    let fitting = queue.iter().position(|due| due.case.processor == processor);
+    queue.remove(fitting.unwrap_or(0))
 }
 
 fn put_back(queue: &Mutex<VecDeque<Due>>, due: Due) {
@@ -161,12 +172,17 @@ fn run_case(mut xenhost: XenHost, backend: Backend, case: Case) -> (Report, Opti
     let mut bench = Bench::new(&mut xenhost, backend);
     let result = (case.run)(&mut bench).and_then(|()| bench.check_guests());
     let evidence = if result.is_err() { bench.evidence() } else { String::new() };
+    let started_again = bench.started_again;
     let cleaned = bench.clean_up().context("after the test");
     let usable = cleaned.is_ok();
     let failure = result.and(cleaned).err().as_ref().map(steps::chain);
     let seconds = began.elapsed().as_secs_f64();
+    let again = match started_again {
+        0 => String::new(),
+        n => format!(", {n} guests started again as the host had stood still"),
+    };
     match &failure {
-        None => steps::say(format!("xen {}: ok in {seconds:.1} s", case.name)),
+        None => steps::say(format!("xen {}: ok in {seconds:.1} s{again}", case.name)),
         Some(why) => {
             let all = format!("{evidence}{why}");
             steps::say(format!("xen {}: FAILED after {seconds:.1} s\n{all}", case.name));

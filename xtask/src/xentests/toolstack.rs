@@ -10,6 +10,7 @@ use ferrite_xenhost::guest::{Guest, GuestOptions};
 pub(super) const CASES: &[Case] = &[
     ferrite("lifecycle/attached-and-detached-by-xl", attached_by_xl),
     ferrite("lifecycle/connected-when-the-script-of-xl-says-so", connected_by_script),
+    ferrite("lifecycle/domain-0-has-a-disk-and-xl-may-stand-still", domain_0),
     ferrite("docs/a-disk-is-attached-by-xl-as-printed", xl_as_printed),
     ferrite("docs/a-disk-is-attached-by-hand-as-printed", by_hand_as_printed),
     ferrite("docs/the-readme-serves-a-disk-as-printed", readme_as_printed),
@@ -28,7 +29,7 @@ const USE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
 const WRITE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --setrw /dev/xvdb; \
      dd if=/dev/zero of=/dev/xvdb bs=4k count=1 oflag=direct";
 
-fn xl_knows_us(bench: &mut Bench<'_>) -> Result<bool> {
+pub(super) fn xl_knows_us(bench: &mut Bench<'_>) -> Result<bool> {
     let minor = bench.xenhost.sh("xl info | sed -n 's/^xen_minor *: *//p'")?;
     Ok(minor.trim().parse::<u32>().context("Xen")? >= FIRST_XEN_MINOR_WITH_TAP)
 }
@@ -144,6 +145,43 @@ fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
     guest.sh(bench.xenhost, USE, 120)?;
     bench.xenhost.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
     disk.wait_backend_gone(bench.xenhost)
+}
+
+/// Domain 0 as the guest of the daemon. xl stands still between its first word and its look at ours: it
+/// finds 2, not 4, however long that takes.
+fn domain_0(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    let image = bench.image(64)?;
+    let spec = spec(&image, "block-ferrite", "w");
+    let (front, back) =
+        ("/local/domain/0/device/vbd/51728", "/local/domain/0/backend/vbd3/0/51728");
+    let pid: u32 = bench
+        .xenhost
+        .sh(&format!(
+            "modprobe xen-blkfront; setsid xl block-attach 0 {spec} >/tmp/xl.log 2>&1 & pid=$!; \
+             until xenstore-exists {back}/state; do :; done; kill -STOP $pid; echo $pid"
+        ))?
+        .parse()?;
+    bench.xenhost.wait_until(
+        "rings",
+        &format!("[ \"$(xenstore-read {front}/state)\" = 3 ]"),
+        60,
+    )?;
+    let state = bench.xenhost.sh(&format!("xenstore-read {back}/state"))?;
+    expect_eq("the state while xl stands still", &state.as_str(), &"2")?;
+    bench.xenhost.sh(&format!("kill -CONT {pid}"))?;
+    bench.xenhost.wait_until("the end of xl", &ended(pid), 60)?;
+    bench.xenhost.wait_until(
+        "a connection",
+        &format!("[ \"$(xenstore-read {back}/state)\" = 4 ]"),
+        60,
+    )?;
+    bench.xenhost.sh_for(USE, 120)?;
+    bench.xenhost.sh("xl block-detach 0 xvdb && rm /tmp/data /tmp/xl.log")?;
+    bench.xenhost.sh(&format!("! xenstore-exists {back} && ! xenstore-exists {front}")).map(drop)
 }
 
 /// Types blocks of commands into one shell of the dom0, in a folder with an image `disk.img` and

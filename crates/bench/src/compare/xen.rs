@@ -154,8 +154,7 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     let tests = selected(&arguments.tests)?;
     packages::ensure(&[packages::XEN_HOST])?;
     let suite = root::TRIXIE;
-    let qdisk = arguments.only.contains(&Peer::Qdisk);
-    let root = root::ensure(if qdisk { suite.with_peers() } else { suite })?;
+    let root = root::ensure(suite)?;
     let programs = [release::build_ferrite()?];
     let mut profiler = match arguments.profile {
         true => Some(Profiler::new(&programs[0].file)?),

@@ -1,0 +1,116 @@
+//! Guests that the processor helps to virtualise.
+
+use super::recovery::{Load, killed_under_verify};
+use super::toolstack::xl_knows_us;
+use super::{Bench, Case, expect_eq, ferrite};
+use anyhow::{Context, Result, bail};
+use ferrite_xenhost::disk::Disk;
+use ferrite_xenhost::guest::{Follow, Guest, GuestOptions};
+
+pub(super) const CASES: &[Case] = &[
+    ferrite("pvh/killed-three-times-under-verify", killed).on_amd(),
+    ferrite("pvh/saved-restored-paused-and-rebooted", saved_and_rebooted).on_amd(),
+    ferrite("pvh/migrated-under-verify", |bench| migrated(bench, 1)).on_amd(),
+    ferrite("pvh/migrated-three-times-under-verify", |bench| migrated(bench, 3))
+        .on_amd()
+        .by_night(),
+];
+
+/// An exit of such a guest is emulated in full: half of what a PV guest does in the same time.
+const THREE_KILLS: Load = Load { kills: 3, options: "", large: "--bs=128k --size=8m" };
+
+/// A command that writes an area, and verifies it.
+fn verifying(node: &str, more: &str) -> String {
+    format!(
+        "fio --name=verify --ioengine=libaio --direct=1 --rw=randwrite --bs=16k --size=2m \
+         --offset=64m --iodepth=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
+         --filename={node} --minimal {more}"
+    )
+}
+
+fn killed(bench: &mut Bench<'_>) -> Result<()> {
+    let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::pvh(), 256)?;
+    killed_under_verify(bench, &mut guest, &mut disk, &THREE_KILLS)
+}
+
+/// What was written before is there after each of these, and is verified by those that wrote it.
+fn saved_and_rebooted(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    let image = bench.image(256)?;
+    let (mut guest, mut disk) = bench.guest_of_xl(&GuestOptions::pvh(), &image)?;
+
+    let under_way = guest.begin(bench.xenhost, &verifying("/dev/xvda", "--loops=3"), 600)?;
+    wait_for_requests(bench, &mut guest, 64)?;
+    let name = guest.name().to_owned();
+    bench.xenhost.sh(&format!("xl pause {name}; xl unpause {name}"))?;
+    let file = "/lab/guest.save";
+    bench.xenhost.sh_for(&format!("xl save {name} {file} 2>&1"), 300)?;
+    bench.xenhost.sh_for(&format!("xl restore {file} 2>&1"), 300)?;
+    bench.follow(&mut guest, &mut disk, Follow::Restored)?;
+    guest.finish_ok(bench.xenhost, &under_way).context("fio, saved and restored")?;
+
+    rebooted(bench, &mut guest, &mut disk)
+}
+
+/// What was written and verified before a reboot is there after it.
+fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
+    let node = disk.node();
+    let mark = format!(
+        "echo ferrite-was-here | dd of={node} bs=512 seek=262144 conv=sync,notrunc oflag=direct \
+         2>/dev/null && sync"
+    );
+    guest.sh(bench.xenhost, &mark, 60)?;
+    // It does not answer that.
+    let _gone = guest.begin(bench.xenhost, "sync; reboot -f", 60)?;
+    bench.follow(guest, disk, Follow::Booted)?;
+    let read =
+        format!("dd if={node} bs=512 skip=262144 count=1 iflag=direct 2>/dev/null | tr -d '\\0'");
+    let text = guest.sh(bench.xenhost, &read, 60)?;
+    expect_eq("what was written before", &text.as_str(), &"ferrite-was-here")?;
+    guest.sh(bench.xenhost, &verifying(&node, "--verify_only=1"), 400).map(drop)
+}
+
+/// Writes and verifies until /tmp/stop is there.
+const VERIFY_ON: &str = "until [ -e /tmp/stop ]; do";
+
+/// The source of a migration is still there, suspended and connected, when its target gets the disk.
+/// `xl` to this same host does all that it does between two.
+fn migrated(bench: &mut Bench<'_>, times: u32) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    let image = bench.image(256)?;
+    let (mut guest, mut disk) = bench.guest_of_xl(&GuestOptions::pvh(), &image)?;
+    let name = guest.name().to_owned();
+    let verify_on = format!("{VERIFY_ON} {} || exit 1; done", verifying("/dev/xvda", ""));
+    let under_way = guest.begin(bench.xenhost, &verify_on, 900)?;
+    for _ in 0..times {
+        wait_for_requests(bench, &mut guest, 64)?;
+        let migrate =
+            format!("xl migrate -s '' {name} 'xl migrate-receive' 2>&1 | grep -v progress");
+        let told = bench.xenhost.sh_for(&migrate, 600)?;
+        if !told.contains("Migration successful.") || told.contains("unable to remove device") {
+            bail!("the migration went wrong:\n{told}");
+        }
+        bench.follow(&mut guest, &mut disk, Follow::Migrated)?;
+    }
+    wait_for_requests(bench, &mut guest, 64)?;
+    guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
+    guest.finish_ok(bench.xenhost, &under_way).context("fio, migrated")?;
+    bench
+        .xenhost
+        .sh("! ls -d /run/ferrite/vbd-* | grep -v vbd-$(xl list | awk 'END {print $2}')")
+        .map(drop)
+}
+
+/// Waits until the guest has finished so many requests more.
+fn wait_for_requests(bench: &mut Bench<'_>, guest: &mut Guest, more: u32) -> Result<()> {
+    let finished = "$(awk '{print $1+$5}' /sys/block/xvda/stat)";
+    let command =
+        format!("end=$(({finished} + {more})); until [ {finished} -ge $end ]; do sleep 0.1; done");
+    guest.sh(bench.xenhost, &command, 200).map(drop)
+}
