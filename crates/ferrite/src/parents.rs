@@ -1,12 +1,12 @@
 //! Where parents of images may be: what the command line and the host say.
 
 use std::env;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use ferrite_disk::{CONFIGURED_PARENTS, Parents};
+use ferrite_io::names;
 
 use crate::exit::{Code, Failure};
 
@@ -52,7 +52,7 @@ impl ParentsArgs {
 
 /// A folder a line; `#` begins what is for people.
 fn configured(file: &Path) -> Result<Vec<PathBuf>, Failure> {
-    let text = match fs::read_to_string(file) {
+    let text = match names::read_to_string(file) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         text => text.map_err(|e| {
             let what = format!("cannot read {}", file.display());
@@ -81,10 +81,10 @@ mod tests {
     #[test]
     fn the_hosts_list_has_a_folder_a_line() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        fs::write(file.path(), "# templates\n/srv/templates\n\n  /dev/vg \nany\n").unwrap();
+        std::fs::write(file.path(), "# templates\n/srv/templates\n\n  /dev/vg \nany\n").unwrap();
         let found = configured(file.path()).unwrap();
         assert_eq!(found, ["/srv/templates", "/dev/vg", "any"].map(PathBuf::from));
-        fs::write(file.path(), "/a\nsrv/b\n").unwrap();
+        std::fs::write(file.path(), "/a\nsrv/b\n").unwrap();
         let error = configured(file.path()).unwrap_err();
         assert!(error.why.contains("line 2"), "{error}");
         assert!(configured(Path::new("/nonexistent/file")).unwrap().is_empty());

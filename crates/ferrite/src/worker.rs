@@ -2,14 +2,18 @@
 
 use std::fmt::Display;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ferrite_disk::{CONFIGURED_PARENTS, ImageName};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::process::take_given;
-use ferrite_keeper::{ALIVE_FD, LINE_FD};
+use ferrite_io::sandbox::{Means, user_of};
+use ferrite_keeper::{ALIVE_FD, LINE_FD, Names};
 use ferrite_serve::blkif::lifecycle::{EngineFactory, OpenFailure, Opened, work};
+use ferrite_serve::counters::stats_file;
 use ferrite_xen::real::Xen;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -29,12 +33,12 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let alive = Arc::new(given(ALIVE_FD)?);
     // Now, while this process may, and for all connections: nobody else has a copy of these.
     let xen = Xen::ahead(args.queues as usize);
-    // From here on this process opens files only by `ferrite_io::names`.
     let (xen, no_xen) = match xen {
         Ok(xen) => (xen, None),
         Err(e) => (Xen::new(), Some(e.to_string())),
     };
     let config = serve::work_config(args, run_dir)?;
+    give_rights_up(args)?;
     let open = |read_only| {
         if let Some(why) = &no_xen {
             let help = "ferrite doctor shows what is missing";
@@ -84,6 +88,43 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     // What it is called may begin with a dash.
     all.extend(["--".to_owned(), args.image.to_str()?.to_owned()]);
     Some(all)
+}
+
+/// From here on this process has no rights, and its keeper opens files for it.
+fn give_rights_up(args: &ServeArgs) -> Result<(), Failure> {
+    let is_namespace = |meta: std::fs::Metadata| meta.file_type().is_char_device();
+    let means =
+        Means { nvme: std::fs::metadata(&args.image).is_ok_and(is_namespace), processes: false };
+    match ferrite_keeper::give_rights_up(means) {
+        Ok(None) => tracing::warn!("this worker has all rights of its keeper"),
+        Ok(Some(lacking)) if lacking.is_empty() => {}
+        Ok(Some(lacking)) => {
+            tracing::info!("this worker's sandbox is as strict as it can be: {lacking}")
+        }
+        Err(e) => {
+            let help = "a worker that could do anything serves nobody: run as root";
+            return Err(Failure::new(format!("cannot serve {}", args.xen), e, help));
+        }
+    }
+    Ok(())
+}
+
+/// What a worker with these options may have of this host: with `folders`, which images may be in.
+#[cfg_attr(not(test), expect(dead_code, reason = "for the daemon, which serves in threads yet"))]
+pub(crate) fn names(args: &ServeArgs, run_dir: &Path, folders: &[PathBuf]) -> Option<Names> {
+    let image = ImageName::parse(args.image.to_str()?).ok()?.path;
+    let (run, stats) = (run_dir.parent()?, stats_file(run_dir));
+    let configured = [PathBuf::from(CONFIGURED_PARENTS)];
+    Some(Names {
+        image,
+        writable: !args.read_only,
+        read: [folders, args.parents.named(), &configured].concat(),
+        own: vec![run.join(serve::IMAGES)],
+        own_files: vec![stats.with_extension("new"), stats],
+        shared: Vec::new(),
+        root: run.join("empty"),
+        user: user_of(args.xen.domain.0, args.xen.device),
+    })
 }
 
 fn given(number: i32) -> Result<OwnedFd, Failure> {
@@ -175,5 +216,18 @@ mod tests {
             assert_eq!(format!("{:?}", worker.serve), format!("{serve:?}"));
             assert_eq!(worker.run_dir, Path::new("/run/there"));
         }
+    }
+
+    #[test]
+    fn a_worker_may_have_its_image_the_named_folders_and_files_of_its_disk() {
+        let given = ["serve", "--xen=3/xvda", "--parents=/a", "vhd:/images/x.img"];
+        let Command::Serve(serve) = parse(given).command else { panic!() };
+        let names = names(&serve, Path::new("/run/ferrite/vbd-3-51712"), &["/b".into()]).unwrap();
+        assert_eq!((names.image, names.writable), ("/images/x.img".into(), true));
+        assert_eq!(names.read, ["/b", "/a", CONFIGURED_PARENTS].map(PathBuf::from));
+        assert_eq!(names.own, [PathBuf::from("/run/ferrite/images")]);
+        let stats = ["vbd-3-51712.new", "vbd-3-51712"];
+        assert_eq!(names.own_files, stats.map(|name| Path::new("/run/ferrite/stats").join(name)));
+        assert_eq!(names.user, user_of(3, 51712));
     }
 }

@@ -6,6 +6,8 @@ use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
 
+use crate::names::Names;
+
 /// Where a keeper finds it in its environment.
 pub(crate) const VARIABLE: &str = "FERRITE_KEEPER";
 
@@ -18,6 +20,8 @@ pub struct Keep {
     pub run_dir: PathBuf,
     /// The arguments of the worker, after the program's name. The program is the keeper's own.
     pub worker: Vec<String>,
+    /// What the worker may have of this host. Without it, it has the rights of its keeper.
+    pub names: Option<Names>,
 }
 
 impl Keep {

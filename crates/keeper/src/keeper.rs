@@ -96,7 +96,10 @@ impl Process {
                 let _ = set_io_priority_of_group(now);
                 priority = now;
             }
-            let (came, asked) = self.wait();
+            let (came, asked, names) = self.wait();
+            if names && let Err(e) = self.worker.answer() {
+                tell(&format!("cannot end the worker: {e}"));
+            }
             // From the last on, since who has gone is removed.
             for i in asked.into_iter().rev() {
                 self.hear(i);
@@ -107,23 +110,28 @@ impl Process {
         }
     }
 
-    /// Waits for something to do. Whether somebody has come, and who has asked.
-    fn wait(&self) -> (bool, Vec<usize>) {
+    /// Waits for something to do. Whether somebody has come, who has asked, and whether the worker has.
+    fn wait(&self) -> (bool, Vec<usize>, bool) {
         let mut fds = vec![PollFd::new(&self.place.listener, PollFlags::IN)];
         fds.extend(self.clients.iter().map(|client| PollFd::new(client, PollFlags::IN)));
         if self.worker.lives() {
             fds.push(PollFd::new(self.worker.line(), PollFlags::RDHUP));
         }
+        let at = self.worker.names().map(|names| {
+            fds.push(PollFd::from_borrowed_fd(names, PollFlags::IN));
+            fds.len() - 1
+        });
         let timeout = self.worker.due().unwrap_or(LOOK_AT_PRIORITY).min(LOOK_AT_PRIORITY);
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         if poll(&mut fds, Some(&timeout)).is_err() {
-            return (false, Vec::new());
+            return (false, Vec::new(), false);
         }
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
         let clients = &fds[1..=self.clients.len()];
         let asked = clients.iter().enumerate().filter(|(_, fd)| is_ready(fd)).map(|(i, _)| i);
-        (is_ready(&fds[0]), asked.collect())
+        let names = at.is_some_and(|at| is_ready(&fds[at]));
+        (is_ready(&fds[0]), asked.collect(), names)
     }
 
     fn accept(&mut self) {

@@ -3,12 +3,14 @@
 //! * [`Keep`]: what is kept, and the start of a keeper.
 //! * [`Keeper`]: the way to one that runs.
 //! * [`run`]: the process itself.
+//! * [`Names`], [`give_rights_up`]: what a worker without rights may have, and its way there.
 
 #![forbid(unsafe_code)]
 
 mod client;
 mod keep;
 mod keeper;
+mod names;
 mod pauses;
 mod socket;
 mod wire;
@@ -17,6 +19,7 @@ mod worker;
 pub use client::{Keeper, Line};
 pub use keep::Keep;
 pub use keeper::run;
+pub use names::{Names, give_rights_up};
 pub use worker::{ALIVE, ALIVE_FD, LINE_FD};
 
 /// Tells it whoever reads this process's standard error. Nobody may be there any more.

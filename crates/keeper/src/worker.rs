@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::fs::{DirBuilder, File};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,6 +16,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 
 use crate::keep::{Keep, VARIABLE};
+use crate::names::Desk;
 use crate::pauses::Pauses;
 use crate::tell;
 
@@ -53,6 +54,7 @@ pub(crate) struct Worker {
     own_end: Option<OwnedFd>,
     stage: Stage,
     pauses: Pauses,
+    names: Desk,
 }
 
 impl Worker {
@@ -60,7 +62,8 @@ impl Worker {
         let (followers_end, own_end) = line()?;
         let stage = Stage::Pause(Instant::now());
         let (own_end, pauses) = (Some(own_end), Pauses::default());
-        Ok(Worker { start, followers_end, own_end, stage, pauses })
+        let names = Desk::default();
+        Ok(Worker { start, followers_end, own_end, stage, pauses, names })
     }
 
     pub(crate) fn start(&self) -> u64 {
@@ -70,6 +73,22 @@ impl Worker {
     /// The follower's end of the line.
     pub(crate) fn line(&self) -> &OwnedFd {
         &self.followers_end
+    }
+
+    /// Readable when it asks for a name, if it has to ask.
+    pub(crate) fn names(&self) -> Option<BorrowedFd<'_>> {
+        self.names.fd()
+    }
+
+    /// Answers it. One that does not keep to the rules is ended.
+    ///
+    /// # Errors
+    /// As [`end`](Self::end).
+    pub(crate) fn answer(&mut self) -> io::Result<()> {
+        match self.names.answer() {
+            true => Ok(()),
+            false => self.end(),
+        }
     }
 
     /// Whether the end of the line is to be watched.
@@ -97,6 +116,7 @@ impl Worker {
         let _ = kill_process(pid, Signal::KILL);
         (self.followers_end, self.own_end) = (followers_end, Some(own_end));
         self.start += 1;
+        self.names.end();
         self.stage = Stage::Ends { pid, since, look: LOOK_AGAIN };
         Ok(())
     }
@@ -155,10 +175,26 @@ impl Worker {
         let alive = alive(&keep.run_dir)?;
         let name = std::iter::once("ferrite").chain(keep.worker.iter().map(String::as_str));
         let arguments = name.map(CString::new).collect::<Result<_, _>>()?;
-        let environment = environment_without(VARIABLE);
+        let mut environment = environment_without(VARIABLE);
+        let names =
+            keep.names.as_ref().map(|names| Ok::<_, io::Error>((names, Desk::ends(names)?)));
+        let names = names.transpose()?;
+        if let Some((names, _)) = &names {
+            environment.extend(names.environment()?);
+        }
         let program = Program { file: binary.as_fd(), arguments, environment };
         let Some(own_end) = &self.own_end else { return Ok(()) };
-        let pid = spawn(&program, &[own_end.as_fd(), alive.as_fd()], also)?;
+        let mut given = vec![own_end.as_fd(), alive.as_fd()];
+        given.extend(names.iter().map(|(_, (theirs, _))| theirs.as_fd()));
+        let pid = spawn(&program, &given, also)?;
+        if let Some((names, (_, ours))) = names {
+            self.names.begin(
+                names,
+                &keep.run_dir,
+                ours,
+                pid.as_raw_nonzero().get().cast_unsigned(),
+            );
+        }
         // No copy of these stays here: with the worker the line ends, and the lock comes free.
         self.own_end = None;
         self.stage = Stage::Lives { pid, since: Instant::now() };

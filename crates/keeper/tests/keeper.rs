@@ -8,10 +8,15 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_io::process::{receive_with, send_with, take_given};
-use ferrite_keeper::{ALIVE, ALIVE_FD, Keep, Keeper, LINE_FD, Line};
-use rustix::fs::{FlockOperation, flock};
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
+use ferrite_io::names;
+use ferrite_io::process::{Fork, fork, receive_with, send_with, take_given};
+use ferrite_io::sandbox::{Means, user_of};
+use ferrite_keeper::{ALIVE, ALIVE_FD, Keep, Keeper, LINE_FD, Line, Names, give_rights_up};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::process::{
+    Pid, Signal, WaitOptions, kill_process, set_child_subreaper, set_parent_process_death_signal,
+    waitpid,
+};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const ROLE: &str = "FERRITE_KEEPER_TEST_ROLE";
@@ -35,6 +40,10 @@ fn worker_process() {
     if std::env::var_os(ROLE).is_none() {
         return;
     }
+    if std::env::var_os("FERRITE_SANDBOX").is_some() {
+        go_on_in_a_child();
+        assert!(give_rights_up(Means::default()).unwrap().is_some());
+    }
     let line = take_given(LINE_FD).unwrap();
     let alive = take_given(ALIVE_FD).unwrap();
     while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -45,9 +54,28 @@ fn worker_process() {
         match &*asked {
             b"" => std::process::exit(0),
             b"end" => std::process::exit(7),
+            b"socket" => drop(std::net::UdpSocket::bind("127.0.0.1:0")),
+            _ if asked.starts_with(b"open ") => {
+                let path = std::str::from_utf8(&asked[5..]).unwrap();
+                let opened = names::open(path, OFlags::RDWR, Mode::empty());
+                let answer = opened.map_or_else(|e| format!("{e:?}"), |_| "opened".to_owned());
+                send_with(&line, answer.as_bytes(), None).unwrap();
+            }
             _ => send_with(&line, format!("{}", std::process::id()).as_bytes(), None).unwrap(),
         }
     }
+}
+
+/// Only a process with one thread gives its rights up, and tests run on a second one. The first process
+/// ends as the child does.
+fn go_on_in_a_child() {
+    if fork().unwrap() == Fork::Child {
+        return set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
+    }
+    // The line ends with the child.
+    drop([LINE_FD, ALIVE_FD].map(|fd| take_given(fd).unwrap()));
+    let (_, status) = rustix::process::wait(WaitOptions::empty()).unwrap().unwrap();
+    std::process::exit(status.exit_status().unwrap_or(1));
 }
 
 struct World {
@@ -67,6 +95,7 @@ impl World {
             socket: dir.path().join("keepers/vbd-1-2.sock"),
             run_dir: dir.path().join("vbd-1-2"),
             worker: worker.map(str::to_owned).to_vec(),
+            names: None,
         };
         World { dir, keep, _alone: alone }
     }
@@ -74,7 +103,8 @@ impl World {
     fn start_as(&self, binary: &Path) -> io::Result<Keeper> {
         let mut command = Command::new(binary);
         command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
-        command.env(ROLE, "1");
+        // One heap: that of a test's thread looks into files.
+        command.env(ROLE, "1").env("MALLOC_ARENA_MAX", "1");
         self.keep.start(command)?;
         Keeper::connect(&self.keep.socket)
     }
@@ -186,6 +216,47 @@ fn a_worker_that_ends_is_replaced_and_its_keeper_stays_what_it_was() {
     }
     assert_eq!((descriptors(process), children(process)), (before, 1));
     end(&world, keeper, process);
+}
+
+/// threats.md T27 and T28.
+#[test]
+fn a_worker_without_rights_asks_its_keeper_and_is_replaced_when_it_tries_more() {
+    let mut world = World::new();
+    let at = |name: &str| world.dir.path().join(name);
+    let [images, secret] = ["images", "secret"].map(at);
+    let [image, other] = [images.join("disk.img"), secret.join("disk.img")];
+    for (folder, file) in [(&images, &image), (&secret, &other)] {
+        fs::create_dir(folder).unwrap();
+        fs::write(file, "x").unwrap();
+    }
+    world.keep.names = Some(Names {
+        image: image.clone(),
+        writable: true,
+        read: Vec::new(),
+        own: Vec::new(),
+        own_files: Vec::new(),
+        shared: Vec::new(),
+        root: at("empty"),
+        user: user_of(1, 51712),
+    });
+    let keeper = world.start();
+    let mut line = keeper.line(None).unwrap();
+    for _ in 0..3 {
+        assert_eq!(say(&line.fd, &format!("open {}", image.display())), "opened");
+        assert!(say(&line.fd, &format!("open {}", other.display())).contains("PermissionDenied"));
+        send_with(&line.fd, b"socket", None).unwrap();
+        assert_eq!(receive_with(&line.fd, 100, true).unwrap().0, b"", "it has ended");
+        // The image is the keeper's meanwhile, and so would be its lock.
+        let held = format!("/proc/{}/fd", line.keeper);
+        let held = fs::read_dir(held).unwrap().filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
+        assert_eq!(held.filter(|path| *path == image).count(), 1);
+        let next = keeper.line(Some(line.start)).unwrap();
+        assert_eq!(next.start, line.start + 1);
+        line = next;
+    }
+    let pid = line.keeper;
+    keeper.end().unwrap();
+    reap(pid);
 }
 
 #[test]

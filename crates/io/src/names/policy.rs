@@ -15,9 +15,9 @@ pub enum Right {
     Read,
     /// This one is written, too, and keeps its name.
     Write,
-    /// This file is written, and made if it is not there.
+    /// This file is written, and made if it is not there. Others have it, too.
     Share,
-    /// Files come and go here; the folder itself, too.
+    /// Files come and go here; the folder itself, too, or the one file.
     Own,
 }
 
@@ -46,9 +46,11 @@ pub enum Access {
     Look,
     /// To write what is there.
     Change,
-    /// To make it, to empty it, to take its name away.
+    /// To make it if it is not there.
+    Make,
+    /// To take its name away, to give it one.
     Replace,
-    /// The same of a folder.
+    /// To make and remove a folder.
     ReplaceFolder,
 }
 
@@ -104,9 +106,11 @@ impl Rule {
                 // A device has no place in a folder of ours.
                 Access::Change if is_own => kind == FileType::RegularFile,
                 Access::Change => !self.is_folder && self.right >= Right::Write,
-                Access::Replace if self.right == Right::Share => true,
-                Access::Replace => is_own && place != self.place,
-                Access::ReplaceFolder => is_own,
+                Access::Make if self.right == Right::Share => true,
+                Access::Make | Access::Replace => {
+                    is_own && !(self.is_folder && place == self.place)
+                }
+                Access::ReplaceFolder => is_own && self.is_folder,
             }
     }
 }
@@ -157,12 +161,13 @@ mod tests {
         );
         policy.add("/run/ferrite/vbd-1-2".as_ref(), true, Right::Own);
         policy.add("/run/ferrite/map-budget".as_ref(), false, Right::Share);
+        policy.add("/run/ferrite/stats/vbd-1-2".as_ref(), false, Right::Own);
         policy
     }
 
     #[test]
     fn only_the_image_is_written_and_only_own_folders_change() {
-        use Access::{Change, Look, Replace, ReplaceFolder};
+        use Access::{Change, Look, Make, Replace, ReplaceFolder};
         let file = FileType::RegularFile;
         for (place, allowed) in [
             ("/srv/a/disk.qcow2", &[Look, Change][..]),
@@ -172,13 +177,15 @@ mod tests {
             ("/srv/ab/x", &[]),
             ("/srv/templates.old", &[]),
             ("/etc/shadow", &[]),
-            ("/run/ferrite/vbd-1-2/inflight", &[Look, Change, Replace, ReplaceFolder]),
+            ("/run/ferrite/vbd-1-2/inflight", &[Look, Change, Make, Replace, ReplaceFolder]),
             ("/run/ferrite/vbd-1-20/inflight", &[]),
             ("/run/ferrite/vbd-1-2", &[Look, Change, ReplaceFolder]),
-            ("/run/ferrite/map-budget", &[Look, Change, Replace]),
+            ("/run/ferrite/map-budget", &[Look, Change, Make]),
+            ("/run/ferrite/stats/vbd-1-2", &[Look, Change, Make, Replace]),
+            ("/run/ferrite/stats/vbd-1-3", &[]),
             ("/run/ferrite/control.sock", &[]),
         ] {
-            for access in [Look, Change, Replace, ReplaceFolder] {
+            for access in [Look, Change, Make, Replace, ReplaceFolder] {
                 let is = policy().allows(place.as_ref(), file, access);
                 assert_eq!(is, allowed.contains(&access), "{place} {access:?}");
             }

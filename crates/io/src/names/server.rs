@@ -270,7 +270,7 @@ impl Server {
     /// Opens what may have to be made, or emptied: in folders of ours only, where nobody else makes
     /// links. They are not followed all the same.
     fn make(&self, name: &Path, flags: OFlags, mode: Mode) -> Result<Answer, Errno> {
-        let (folder, last) = self.entry(name, Access::Replace)?;
+        let (folder, last) = self.entry(name, Access::Make)?;
         let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let opened = openat(&folder.file, &last, flags - OFlags::TRUNC, mode)?;
         if FileType::from_raw_mode(fstat(&opened)?.st_mode) != FileType::RegularFile {
@@ -290,6 +290,13 @@ impl Server {
     }
 
     fn create_dir(&self, name: &Path, mode: Mode) -> Result<Answer, Errno> {
+        // What its files are in is there, and not its own.
+        let holds = |folder: &Path| {
+            self.resolved().rules.iter().any(|rule| rule.place.parent() == Some(folder))
+        };
+        if find(name, OFlags::DIRECTORY).is_ok_and(|folder| holds(&folder.place)) {
+            return Ok(Answer::default());
+        }
         let (folder, last) = self.entry(name, Access::ReplaceFolder)?;
         match mkdirat(&folder.file, &last, mode & Mode::RWXU) {
             Err(Errno::EXIST) => {}

@@ -1,0 +1,135 @@
+//! The rights of a worker: none, but what its keeper opens for it (threats.md T27 and T28).
+
+use std::ffi::CString;
+use std::fs::DirBuilder;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ferrite_io::names::policy::{Policy, Right};
+use ferrite_io::names::server::{Images, Served, Server};
+use ferrite_io::names::{self, Broker};
+use ferrite_io::process::{FIRST_GIVEN, take_given};
+use ferrite_io::sandbox::{Lacking, Lockdown, Means};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use serde::{Deserialize, Serialize};
+
+use crate::tell;
+
+/// The socket by which a worker asks for names.
+pub(crate) const NAMES_FD: RawFd = FIRST_GIVEN + 2;
+/// Where a worker finds which user it becomes, and its root.
+const VARIABLE: &str = "FERRITE_SANDBOX";
+/// Names that are refused are told once in this time.
+const TELL_AGAIN: Duration = Duration::from_secs(60);
+
+/// What a worker that has no rights may have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Names {
+    /// The disk's image.
+    pub image: PathBuf,
+    /// Whether it is written.
+    pub writable: bool,
+    /// Folders and files that it may read, besides the image's own folder.
+    pub read: Vec<PathBuf>,
+    /// Folders of its own, besides the run directory.
+    pub own: Vec<PathBuf>,
+    /// Files of its own in folders that are not.
+    pub own_files: Vec<PathBuf>,
+    /// Files that it shares with others, and makes if they are not there.
+    pub shared: Vec<PathBuf>,
+    /// A folder with nothing in it, made if it is not there: the root of its file system.
+    pub root: PathBuf,
+    /// The user that it becomes.
+    pub user: u32,
+}
+
+impl Names {
+    fn policy(&self, run_dir: &Path) -> Policy {
+        let mut policy = Policy::of_disk(&self.image, self.writable, &[]);
+        policy.add(run_dir, true, Right::Own);
+        // A file is itself, with nothing below it.
+        self.read.iter().for_each(|place| policy.add(place, true, Right::Read));
+        self.own.iter().for_each(|place| policy.add(place, true, Right::Own));
+        self.own_files.iter().for_each(|place| policy.add(place, false, Right::Own));
+        self.shared.iter().for_each(|place| policy.add(place, false, Right::Share));
+        policy
+    }
+
+    /// What is added to the environment of a worker.
+    pub(crate) fn environment(&self) -> io::Result<Vec<CString>> {
+        let text = serde_json::to_string(&(self.user, &self.root))?;
+        // A backtrace looks into files.
+        Ok(vec![CString::new(format!("{VARIABLE}={text}"))?, c"RUST_BACKTRACE=0".into()])
+    }
+}
+
+/// One end answers for one worker; the images stay for the next one.
+#[derive(Debug, Default)]
+pub(crate) struct Desk {
+    server: Option<Server>,
+    images: Images,
+    told: Option<Instant>,
+}
+
+impl Desk {
+    /// The worker's end of a socket, and ours.
+    pub(crate) fn ends(names: &Names) -> io::Result<(OwnedFd, OwnedFd)> {
+        DirBuilder::new().recursive(true).mode(0o755).create(&names.root)?;
+        let flags = SocketFlags::CLOEXEC;
+        Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+    }
+
+    pub(crate) fn begin(&mut self, names: &Names, run_dir: &Path, ours: OwnedFd, worker: u32) {
+        self.server = Some(Server::new(ours, names.policy(run_dir), worker));
+    }
+
+    pub(crate) fn end(&mut self) {
+        self.server = None;
+    }
+
+    /// Readable when the worker asks.
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.server.as_ref().map(Server::fd)
+    }
+
+    /// Answers once, if there is somebody who asks. Whether the worker may go on.
+    pub(crate) fn answer(&mut self) -> bool {
+        let Some(server) = &self.server else { return true };
+        match server.serve_one(&mut self.images) {
+            Ok(Served::Nothing | Served::Answered) => {}
+            Ok(Served::Refused(name)) => {
+                let now = Instant::now();
+                if self.told.is_none_or(|told| now.duration_since(told) >= TELL_AGAIN) {
+                    self.told = Some(now);
+                    tell(&format!(
+                        "the worker was refused {}: it is outside of what it may have",
+                        name.display()
+                    ));
+                }
+            }
+            Ok(Served::Ended) => self.end(),
+            Err(e) => {
+                tell(&format!("the worker is ended: {e}"));
+                self.end();
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// Gives up all rights of this worker, for good: from here on its keeper opens files for it. To be
+/// called as soon as it has opened what only it can open, and before it has a second thread. `None`: its
+/// keeper has not said so, and it keeps them.
+///
+/// # Errors
+/// It has rights still, and must end.
+pub fn give_rights_up(means: Means) -> io::Result<Option<Lacking>> {
+    let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
+    let (user, root) = serde_json::from_str(&text)?;
+    names::install(Broker::new(take_given(NAMES_FD)?))?;
+    Lockdown { user, root, means }.enter().map(Some)
+}
