@@ -34,6 +34,16 @@ fn a_killed_backend_is_a_pause_on_images_and_what_it_answered_is_there() {
     }
 }
 
+/// With a keeper that opens files for it and no rights of its own (threats.md T27 and T28).
+#[test]
+fn a_killed_backend_without_rights_is_a_pause_on_all_images() {
+    for (i, format) in ["raw"].iter().chain(&images::FORMATS).enumerate() {
+        let options = FrontOptions { queues: 2, max_indirect: 64, ..FrontOptions::default() };
+        let world = World::with_format(format).sandboxed();
+        killed_under_load(world, options, 4 * scale(), 30 + i as u64);
+    }
+}
+
 #[test]
 fn a_killed_backend_is_a_pause_with_one_small_ring() {
     let options = FrontOptions { regrant: true, max_indirect: 64, ..FrontOptions::default() };

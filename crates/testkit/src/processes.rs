@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -25,7 +26,9 @@ use ferrite_xen::store::Store;
 use crate::devices::Loop;
 use crate::places::dir_in_memory;
 use crate::rig::config;
-use crate::{PATIENCE, images};
+use crate::{PATIENCE, images, wait_until};
+
+mod sandboxed;
 
 /// Bytes and sectors that one request at a time works on.
 const CHUNK: u64 = 256 << 10;
@@ -39,6 +42,8 @@ const BACKEND: &str = "FERRITE_TEST_BACKEND";
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
 /// Where a backend keeps what outlives it.
 pub const RUN_DIR: &str = "FERRITE_TEST_RUN_DIR";
+/// That it has a keeper and no rights.
+const SANDBOXED: &str = "FERRITE_TEST_SANDBOXED";
 const COPY_WITH: &str = "FERRITE_TEST_COPY_WITH";
 
 /// A variable that the backend was given.
@@ -50,9 +55,29 @@ pub fn env(name: &str) -> String {
 /// `beside` runs in a thread of its own.
 pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path, &Counters) + Send) {
     let Ok(handle) = std::env::var(BACKEND) else { return };
-    let handle = BackendHandle::from_arg(&handle).unwrap();
+    if std::env::var_os(SANDBOXED).is_some() {
+        return sandboxed::keep(|keeper| serve_as(&handle, Some(keeper), beside));
+    }
+    serve_as(&handle, None, beside);
+}
+
+/// Serves; with a keeper's socket, by its names and with no rights.
+fn serve_as(
+    handle: &str,
+    keeper: Option<OwnedFd>,
+    beside: impl FnOnce(&Arc<Device>, &Path, &Counters) + Send,
+) {
+    let handle = BackendHandle::from_arg(handle).unwrap();
     let loopback = Loopback::new(env(COPY_WITH).parse::<CopyWith>().unwrap());
-    handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
+    let add = |guest| match &keeper {
+        None => loopback.add(guest).unwrap(),
+        // The worker before this one ends a moment after its keeper.
+        Some(_) => wait_until("the end of another worker", || loopback.add(guest).is_ok()),
+    };
+    handle.guests.iter().for_each(add);
+    if let Some(keeper) = keeper {
+        sandboxed::give_rights_up(keeper);
+    }
     let device = Arc::new(Device::new(open(env(IMAGE).as_ref()), SystemClock::shared()));
     let counters = Counters::default();
     let mut config = config(&DiskPaths::new(DomId(1), DEVID), env(RUN_DIR).into());
@@ -85,6 +110,7 @@ pub struct World {
     device: Option<Loop>,
     /// In place of `disk.img`.
     image: RefCell<Option<PathBuf>>,
+    sandboxed: bool,
 }
 
 impl World {
@@ -97,7 +123,15 @@ impl World {
         let dir = dir_in_memory();
         let image = std::fs::File::create(dir.path().join("disk.img")).unwrap();
         image.set_len(CHUNKS * CHUNK).unwrap();
-        World { machine, disk, dir, copy_with, device: None, image: RefCell::default() }
+        World {
+            machine,
+            disk,
+            dir,
+            copy_with,
+            device: None,
+            image: RefCell::default(),
+            sandboxed: false,
+        }
     }
 
     /// Where backends keep what outlives them.
@@ -118,6 +152,11 @@ impl World {
         let world = World::new(copy_with);
         let device = Some(Loop::attach(&world.image(), 4096)?);
         Some(World { device, ..world })
+    }
+
+    /// Backends that are started from now on have a keeper each, and no rights of their own.
+    pub fn sandboxed(self) -> World {
+        World { sandboxed: true, ..self }
     }
 
     /// What is served.
@@ -141,14 +180,24 @@ impl World {
 
     /// With more in its environment.
     pub fn spawn_with(&self, more: &[(&str, &str)]) -> Child {
+        self.command(more).spawn().unwrap()
+    }
+
+    /// The same, not started yet.
+    pub fn command(&self, more: &[(&str, &str)]) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "process_backend", "--nocapture", "--test-threads=1"]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let handle = self.machine.backend().unwrap().pass_to(&mut command);
         command.env(BACKEND, handle).env(COPY_WITH, self.copy_with.to_string());
         command.env(IMAGE, self.image()).env(RUN_DIR, self.dir.path());
+        if self.sandboxed {
+            // A backtrace looks into files, and so does the heap that a test's thread has had for its
+            // own before.
+            command.env(SANDBOXED, "yes").env("RUST_BACKTRACE", "0").env("MALLOC_ARENA_MAX", "1");
+        }
         command.envs(more.iter().copied());
-        command.spawn().unwrap()
+        command
     }
 
     /// Runs backends and kills all but the last one, each after it has done something, or even
