@@ -375,7 +375,8 @@ impl Load {
         }
     }
 
-    fn check(&self, image: &[u8]) {
+    /// What it was answered is in the image.
+    pub fn check(&self, image: &[u8]) {
         for (chunk, written) in self.written.iter().enumerate() {
             for (i, stamp) in written.iter().enumerate() {
                 let sector = (self.first_chunk + chunk as u64) * CHUNK_SECTORS + i as u64;
@@ -401,34 +402,14 @@ pub fn under_load(
     seed: u64,
     deaths: impl FnOnce(&World, &AtomicU64) -> Child,
 ) {
-    let mut front =
-        Frontend::new(world.machine.guest(world.disk.domid).unwrap(), world.disk.devid).unwrap();
     let mut first = world.spawn();
-    front.connect(&options, PATIENCE).unwrap();
-    let (stop, progress) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-    let queues = std::mem::take(&mut front.queues);
-    let count = queues.len() as u64;
-    let threads: Vec<_> = queues
-        .into_iter()
-        .enumerate()
-        .map(|(i, queue)| {
-            let load = Load::new(&front, queue, i as u64, count, seed);
-            let (stop, progress) = (stop.clone(), progress.clone());
-            std::thread::spawn(move || load.run(&stop, &progress))
-        })
-        .collect();
+    let guest = Guest::connect(&world, &options, seed);
     std::thread::sleep(Duration::from_millis(30));
     first.kill().unwrap();
     first.wait().unwrap();
-    let last = deaths(&world, &progress);
-    let before = progress.load(Ordering::Relaxed);
-    let end = Instant::now() + PATIENCE;
-    while progress.load(Ordering::Relaxed) < before + 200 {
-        assert!(Instant::now() < end, "the last backend serves nothing");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    stop.store(true, Ordering::Relaxed);
-    let loads: Vec<Load> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    let last = deaths(&world, &guest.progress);
+    guest.wait_for(200);
+    let (front, loads) = guest.stop();
     // A last time before the image is looked at: what was answered counts, not what was flushed.
     let mut last = last;
     last.kill().unwrap();
@@ -436,6 +417,60 @@ pub fn under_load(
     let contents = images::contents(&world.image());
     loads.iter().for_each(|load| load.check(&contents));
     let last = world.spawn();
+    let front = go_on(front, loads);
+    world.end(front, last);
+}
+
+/// A guest that keeps its disk busy.
+pub struct Guest {
+    front: Frontend,
+    stop: Arc<AtomicBool>,
+    /// Requests that were answered.
+    pub progress: Arc<AtomicU64>,
+    threads: Vec<std::thread::JoinHandle<Load>>,
+}
+
+impl Guest {
+    /// One whose backend is there, or comes.
+    pub fn connect(world: &World, options: &FrontOptions, seed: u64) -> Guest {
+        let guest = world.machine.guest(world.disk.domid).unwrap();
+        let mut front = Frontend::new(guest, world.disk.devid).unwrap();
+        front.connect(options, PATIENCE).unwrap();
+        let (stop, progress) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let queues = std::mem::take(&mut front.queues);
+        let count = queues.len() as u64;
+        let threads = queues
+            .into_iter()
+            .enumerate()
+            .map(|(i, queue)| {
+                let load = Load::new(&front, queue, i as u64, count, seed);
+                let (stop, progress) = (stop.clone(), progress.clone());
+                std::thread::spawn(move || load.run(&stop, &progress))
+            })
+            .collect();
+        Guest { front, stop, progress, threads }
+    }
+
+    /// Waits for so many answers more.
+    pub fn wait_for(&self, answers: u64) {
+        let before = self.progress.load(Ordering::Relaxed);
+        let end = Instant::now() + PATIENCE;
+        while self.progress.load(Ordering::Relaxed) < before + answers {
+            assert!(Instant::now() < end, "the backend serves nothing");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits until all that it has asked for is answered.
+    pub fn stop(self) -> (Frontend, Vec<Load>) {
+        self.stop.store(true, Ordering::Relaxed);
+        let loads = self.threads.into_iter().map(|thread| thread.join().unwrap());
+        (self.front, loads.collect())
+    }
+}
+
+/// A guest whose backend serves on, with what it has asked for before.
+pub fn go_on(mut front: Frontend, loads: Vec<Load>) -> Frontend {
     front.queues.extend(loads.into_iter().map(|load| load.queue));
     let buffer = front.space().buffer(1).unwrap();
     for queue in &mut front.queues {
@@ -443,5 +478,5 @@ pub fn under_load(
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok(), "the last backend serves");
     }
     assert_eq!(front.backend_state().unwrap(), 4);
-    world.end(front, last);
+    front
 }

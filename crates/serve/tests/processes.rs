@@ -1,0 +1,361 @@
+//! A guest whose disk has a daemon, a keeper and a worker, all of which die under it.
+
+use std::fs::{self, File};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::engines::test_engine;
+use ferrite_io::process::{FIRST_GIVEN, take_given};
+use ferrite_keeper::{ALIVE_FD, Keep, Keeper, LINE_FD};
+use ferrite_loopback::front::FrontOptions;
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_loopback::{BackendHandle, CopyWith, Loopback};
+use ferrite_serve::blkif::lifecycle::{
+    EngineFactory, Opened, Outcome, ServeError, follow, retire, work,
+};
+use ferrite_serve::log_limit::LogLimits;
+use ferrite_serve::waker::Waker;
+use ferrite_testkit::processes::{Guest, RUN_DIR, World, env, go_on, open};
+use ferrite_testkit::rig::{follow_config, work_config};
+use ferrite_testkit::{PATIENCE, images};
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::store::Store;
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
+
+const DEVID: u32 = 202 << 8;
+/// The guests' descriptors, for workers.
+const GUESTS: &str = "FERRITE_TEST_GUESTS";
+/// The daemon's way to the store.
+const STORE: &str = "FERRITE_TEST_STORE";
+const IMAGE: &str = "FERRITE_TEST_IMAGE";
+
+fn is_of_no_role() -> bool {
+    std::env::var_os(GUESTS).is_none()
+}
+
+fn keep() -> Keep {
+    let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
+    Keep {
+        socket: PathBuf::from(env(RUN_DIR)).join("keeper.sock"),
+        run_dir: env(RUN_DIR).into(),
+        worker: worker.map(str::to_owned).to_vec(),
+        names: None,
+    }
+}
+
+/// The daemon: it follows, and has a keeper whenever there is none.
+#[test]
+fn daemon_process() {
+    if is_of_no_role() {
+        return;
+    }
+    // The guests' descriptors behind it stay as they are: the keeper gets them.
+    let connection = env(STORE).split(';').next().unwrap().parse().unwrap();
+    let mut store = Store::from_fd(take_given(connection).unwrap());
+    let config = follow_config(&DiskPaths::new(DomId(1), DEVID));
+    let (stop, log_limits, keep) = (Waker::new().unwrap(), LogLimits::default(), keep());
+    let mut lost = None;
+    loop {
+        let Ok(keeper) = Keeper::connect(&keep.socket) else {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
+            // The one before may be on its way out.
+            let _ = keep.start(command);
+            lost = None;
+            continue;
+        };
+        let Ok(line) = keeper.line(lost) else { continue };
+        match follow(&mut store, line.fd.as_fd(), &config, &log_limits, &stop) {
+            Ok(outcome) => {
+                assert_eq!(outcome, Outcome::Unplugged);
+                return keeper.end().unwrap();
+            }
+            Err(ServeError::WorkerLost(_)) => lost = Some(line.start),
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+#[test]
+fn keeper_process() {
+    if is_of_no_role() {
+        return;
+    }
+    // What guests are reached by is handed on.
+    let fds = fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().file_name());
+    let fds = fds.filter_map(|fd| fd.into_string().unwrap().parse::<RawFd>().ok());
+    let guests: Vec<RawFd> = fds.filter(|fd| *fd > ALIVE_FD && is_inherited(*fd)).collect();
+    let Err(e) = ferrite_keeper::run(&guests);
+    eprintln!("{e}");
+    std::process::exit(1);
+}
+
+/// Not close-on-exec.
+fn is_inherited(fd: RawFd) -> bool {
+    let info = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap_or_default();
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| u64::from_str_radix(flags.trim(), 8).ok());
+    flags.is_some_and(|flags| flags & 0o2_000_000 == 0)
+}
+
+#[test]
+fn worker_process() {
+    if is_of_no_role() {
+        return;
+    }
+    let (line, alive) = (take_given(LINE_FD).unwrap(), take_given(ALIVE_FD).unwrap());
+    let handle = BackendHandle::from_arg(&env(GUESTS)).unwrap();
+    let loopback = Loopback::new(CopyWith::Memcpy);
+    handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
+    let alive = Arc::new(alive);
+    let mut open = |_| {
+        while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(Opened { disk: open(env(IMAGE).as_ref()), engine: engines(alive.clone()) })
+    };
+    let config = work_config(DomId(1), env(RUN_DIR).into());
+    let _ = work(&line, &loopback, &config, &mut open);
+}
+
+fn engines(alive: Arc<OwnedFd>) -> EngineFactory {
+    let kind = test_engine();
+    Arc::new(move |arena, entries| {
+        let mut engine = kind.open(arena, entries)?;
+        engine.hold(alive.as_fd())?;
+        Ok(engine)
+    })
+}
+
+/// The numbers that a worker's own descriptors get are nobody's here, so that those of a guest are
+/// others. And keepers without a parent are this process's children.
+fn prepare() {
+    static LOW: OnceLock<Vec<File>> = OnceLock::new();
+    LOW.get_or_init(|| {
+        set_child_subreaper(Some(rustix::process::getpid())).unwrap();
+        (0..=ALIVE_FD - FIRST_GIVEN + 1).map(|_| File::open("/dev/null").unwrap()).collect()
+    });
+}
+
+/// A disk's processes.
+struct Host<'a> {
+    world: &'a World,
+    daemon: Option<Child>,
+}
+
+impl Host<'_> {
+    fn new(world: &World) -> Host<'_> {
+        Host { world, daemon: Some(daemon(world)) }
+    }
+
+    fn keeper(&self) -> Keeper {
+        let socket = self.world.run_dir().join("keeper.sock");
+        wait_for("a keeper", || Keeper::connect(&socket).ok())
+    }
+
+    /// The keeper's number, and the worker's.
+    fn processes(&self) -> (i32, i32) {
+        wait_for("a worker", || {
+            let keeper = self.keeper().line(None).ok()?.keeper;
+            Some((keeper, *children(keeper).first()?))
+        })
+    }
+
+    fn kill_worker(&self) {
+        let (_, worker) = self.processes();
+        kill(worker);
+        wait_for("an end", || (!is_there(worker)).then_some(()));
+    }
+
+    fn kill_keeper(&self) {
+        let (keeper, worker) = self.processes();
+        kill(keeper);
+        reap(keeper);
+        // Its worker goes with it, and is ours to bury.
+        reap(worker);
+    }
+
+    fn start_daemon(&mut self) {
+        self.daemon = Some(daemon(self.world));
+    }
+
+    fn kill_daemon(&mut self) {
+        let mut daemon = self.daemon.take().unwrap();
+        daemon.kill().unwrap();
+        assert_eq!(daemon.wait().unwrap().signal(), Some(9), "it has ended by itself");
+    }
+}
+
+/// A test that has failed leaves nobody behind.
+impl Drop for Host<'_> {
+    fn drop(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+            let socket = self.world.run_dir().join("keeper.sock");
+            let _ = Keeper::connect(&socket).and_then(Keeper::end);
+        }
+    }
+}
+
+fn daemon(world: &World) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "daemon_process", "--nocapture", "--test-threads=1"]);
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    let guests = world.machine.backend().unwrap().pass_to(&mut command);
+    let store = world.machine.backend().unwrap().pass_to(&mut command);
+    command.env(GUESTS, guests).env(STORE, store);
+    command.env(IMAGE, world.image()).env(RUN_DIR, world.run_dir());
+    command.spawn().unwrap()
+}
+
+fn wait_for<T>(what: &str, mut is_there: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = is_there() {
+            return found;
+        }
+        assert!(Instant::now() < end, "there is not {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn kill(pid: i32) {
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+}
+
+fn reap(pid: i32) {
+    waitpid(Pid::from_raw(pid), WaitOptions::empty()).unwrap();
+}
+
+fn is_there(pid: i32) -> bool {
+    fs::exists(format!("/proc/{pid}")).unwrap()
+}
+
+/// Of all threads, the dead ones that nobody has asked for included.
+fn children(pid: i32) -> Vec<i32> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let children = threads.filter_map(|t| fs::read_to_string(t.path().join("children")).ok());
+    children.flat_map(|c| c.split(' ').filter_map(|c| c.parse().ok()).collect::<Vec<_>>()).collect()
+}
+
+fn descriptors(pid: i32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
+}
+
+/// Has somebody die so often under a busy guest, tells how long it waited each time, and sees that
+/// nothing is lost and nothing is left.
+fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    prepare();
+    let world = World::with_format("vhd");
+    let mut host = Host::new(&world);
+    let options = FrontOptions { queues: 4, max_indirect: 64, ..FrontOptions::default() };
+    let guest = Guest::connect(&world, &options, seed);
+    let mut random = SplitMix64::new(seed);
+    guest.wait_for(200);
+    let mut pauses: Vec<Duration> = (0..times)
+        .map(|i| {
+            std::thread::sleep(Duration::from_micros(random.below(60_000)));
+            let begin = Instant::now();
+            death(&mut host, i);
+            let before = guest.progress.load(Ordering::Relaxed);
+            // What was on the rings already is less than this.
+            wait_for("an answer", || {
+                (guest.progress.load(Ordering::Relaxed) > before + 200).then_some(())
+            });
+            begin.elapsed()
+        })
+        .collect();
+    println!("pauses: {pauses:?}");
+    pauses.sort_unstable();
+    println!("median of {times}: {:?}", pauses[times / 2]);
+    let (front, loads) = guest.stop();
+    // Before the image is looked at: what was answered counts, not what was flushed.
+    host.kill_daemon();
+    host.kill_keeper();
+    let contents = images::contents(&world.image());
+    loads.iter().for_each(|load| load.check(&contents));
+    host.start_daemon();
+    let front = go_on(front, loads);
+    let (keeper, worker) = host.processes();
+    assert_eq!(children(keeper), [worker]);
+    let last = host.daemon.take();
+    drop(host);
+    world.end(front, last.unwrap());
+    reap(keeper);
+    assert!(!is_there(worker));
+    assert_eq!(children(std::process::id() as i32), Vec::<i32>::new(), "a process is left");
+}
+
+#[test]
+fn a_worker_is_killed_twenty_times_and_its_guest_waits_a_moment() {
+    let mut before = None;
+    die(20, 1, |host, i| {
+        let daemon = host.daemon.as_ref().unwrap().id() as i32;
+        let now = || [host.processes().0, daemon].map(descriptors);
+        let before: [usize; 2] = *before.get_or_insert_with(now);
+        host.kill_worker();
+        if i == 19 {
+            // A connection of ours is closed there a moment later.
+            wait_for("what there was", || (now() <= before).then_some(()));
+        }
+    });
+}
+
+#[test]
+fn a_keeper_is_killed_three_times_with_its_worker_and_the_daemon_starts_the_next_one() {
+    die(3, 2, |host, _| host.kill_keeper());
+}
+
+#[test]
+fn a_daemon_is_killed_five_times_and_the_next_one_finds_who_serves() {
+    die(5, 3, |host, _| {
+        let before = host.processes();
+        host.kill_daemon();
+        host.start_daemon();
+        assert_eq!(host.processes(), before);
+    });
+}
+
+#[test]
+fn all_die_at_once_three_times_and_a_daemon_brings_them_back() {
+    die(3, 4, |host, _| {
+        let (keeper, worker) = host.processes();
+        kill(worker);
+        kill(keeper);
+        host.kill_daemon();
+        reap(keeper);
+        // Either of them has buried it.
+        let _ = waitpid(Pid::from_raw(worker), WaitOptions::empty());
+        host.start_daemon();
+    });
+}
+
+#[test]
+fn a_worker_retires_and_another_binary_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let binary = dir.path().join("next");
+    die(1, 5, |host, _| {
+        fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+        host.kill_daemon();
+        let keeper = host.keeper();
+        let before = keeper.line(None).unwrap();
+        retire(before.fd.as_fd(), &Waker::new().unwrap()).unwrap();
+        assert!(host.world.run_dir().join("stopped").exists());
+        keeper.upgrade(&binary).unwrap();
+        host.start_daemon();
+        let (process, worker) = host.processes();
+        assert_eq!(process, before.keeper);
+        let of_worker = || fs::read_link(format!("/proc/{worker}/exe")).ok();
+        assert_eq!(of_worker().as_ref(), Some(&binary));
+    });
+}
