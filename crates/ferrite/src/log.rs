@@ -18,6 +18,8 @@ pub fn set_up(verbose: u8, quiet: &str) {
     tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new(default)))
         .with_writer(io::stderr)
+        // It would panic where a message cannot be written, and serving outlives those who read them.
+        .log_internal_errors(false)
         .init();
     if !understood {
         tracing::warn!(

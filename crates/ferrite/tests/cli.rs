@@ -152,3 +152,17 @@ fn doctor_prints_json_for_programs() {
         assert!(check["name"].is_string() && check["found"].is_string(), "{check}");
     }
 }
+
+/// What serves a guest outlives the pipe that reads its messages.
+#[test]
+fn messages_that_nobody_reads_end_nothing() {
+    let dir = TempDir::new().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    // Not understood: that is a message.
+    command.args(["image", "create", "disk.img", "1M"]).env("RUST_LOG", "=,=");
+    let status = command.current_dir(dir.path()).stderr(writer).status().unwrap();
+    assert!(status.success(), "{status}");
+    assert_eq!(fs::metadata(dir.path().join("disk.img")).unwrap().len(), 1 << 20);
+}
