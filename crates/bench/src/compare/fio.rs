@@ -74,7 +74,7 @@ fn arguments(job: &Job<'_>, seconds: f64) -> Vec<String> {
 }
 
 /// IOPS, and the latencies if there are any. fio may print warnings before the JSON.
-fn parse(text: &str, mode: &str) -> Result<Sample> {
+pub(super) fn parse(text: &str, mode: &str) -> Result<Sample> {
     let json = text.find('{').map_or("", |at| &text[at..]);
     let report: Value = serde_json::from_str(json)
         .with_context(|| format!("fio printed no JSON but {text:.300}"))?;

@@ -12,6 +12,7 @@ mod images;
 mod instructions;
 mod loopback;
 mod machine;
+mod nbd;
 mod profile;
 mod result;
 mod rounds;
@@ -54,6 +55,8 @@ enum Part {
     Disk,
     /// VHD and qcow2, full, partly filled, fresh and in chains, beside raw.
     Images,
+    /// Disks by NBD, beside qemu-nbd.
+    Nbd,
     /// Many guests, and disks at rest.
     Guests,
     /// Instructions a request of the backend's own code, by valgrind.
@@ -64,8 +67,15 @@ enum Part {
 
 impl Part {
     /// Every part, in the order in which they run.
-    const ALL: &[Part] =
-        &[Part::Loopback, Part::Disk, Part::Images, Part::Guests, Part::Instructions, Part::Xen];
+    const ALL: &[Part] = &[
+        Part::Loopback,
+        Part::Disk,
+        Part::Images,
+        Part::Nbd,
+        Part::Guests,
+        Part::Instructions,
+        Part::Xen,
+    ];
 
     /// The part's name: in the results, and of their file.
     fn name(self) -> &'static str {
@@ -73,6 +83,7 @@ impl Part {
             Part::Loopback => "loopback",
             Part::Disk => "disk",
             Part::Images => "images",
+            Part::Nbd => "nbd",
             Part::Guests => "guests",
             Part::Instructions => "instructions",
             Part::Xen => "xen",
@@ -84,6 +95,7 @@ impl Part {
             Part::Loopback => loopback::run(&Setup::new(arguments)?),
             Part::Disk => disk::run(&Setup::new(arguments)?),
             Part::Images => images::run(&Setup::new(arguments)?),
+            Part::Nbd => nbd::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Instructions => {
                 instructions::run(&Setup::new(arguments)?, &arguments.instructions)
