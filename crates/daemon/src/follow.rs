@@ -14,7 +14,7 @@ use ferrite_xen::store::{Store, StoreError};
 
 use crate::params::Image;
 use crate::state::{DiskId, DiskState};
-use crate::table::Phase;
+use crate::table::{Phase, Upgrade, Woken};
 use crate::unserved::{End, stand_in};
 use crate::wait::wait_for;
 use crate::{Assignment, Failure, Shared, Step, directory};
@@ -75,15 +75,23 @@ impl Follower {
                     Ok(Next::Gone) => return true,
                     Ok(Next::Ended) => return false,
                     Ok(Next::Again) => continue,
-                    Err(_) if self.is_stopped(Duration::ZERO) => match self.may_rest() {
-                        true => continue,
-                        false => return false,
-                    },
-                    Err(failure) => (Some(failure), Some(pause)),
+                    Err(failure) => {
+                        let [woken] = wait_for([self.stop.fd()], Some(Duration::ZERO));
+                        match self.shared.table.why_woken(self.id) {
+                            Woken::End => return false,
+                            Woken::Rest if woken => continue,
+                            _ => (Some(failure), Some(pause)),
+                        }
+                    }
                 },
                 Task::Empty => (None, None),
                 Task::Refuse(why) => (Some(refused(why)), None),
             };
+            self.shared.table.change(self.id, |entry| {
+                if let (Upgrade::Asked(_), Some(failure)) = (&entry.upgrade, &failure) {
+                    entry.upgrade = Upgrade::Done(Err(failure.clone()));
+                }
+            });
             let phase = failure.clone().map_or(Phase::Empty, Phase::Failed);
             self.shared.table.set(self.id, phase);
             if told.as_ref() != Some(&failure) {
@@ -95,11 +103,11 @@ impl Follower {
                     self.is_unswept();
                     return true;
                 }
-                Ok(End::Stopped) if !self.may_rest() => return false,
+                Ok(End::Stopped) if self.ends() => return false,
                 Ok(End::Stopped | End::Retry) => {}
                 Err(e) => {
                     tracing::debug!("disk {}: {e}", self.id);
-                    if self.is_stopped(pause) && !self.may_rest() {
+                    if self.is_stopped(pause) {
                         return false;
                     }
                 }
@@ -116,8 +124,8 @@ impl Follower {
                     self.is_unswept();
                     Ok(Next::Gone)
                 }
-                End::Stopped if self.may_rest() => Ok(Next::Again),
-                End::Stopped => Ok(Next::Ended),
+                End::Stopped if self.ends() => Ok(Next::Ended),
+                End::Stopped => Ok(Next::Again),
                 End::Retry => {
                     self.is_rested();
                     self.states_changed(image)?;
@@ -127,15 +135,15 @@ impl Follower {
         }
         Ok(match self.serve(image)? {
             Outcome::Unplugged => Next::Gone,
+            Outcome::Stopped | Outcome::Left if self.ends() => Next::Ended,
             // It has let go of the image.
-            Outcome::Stopped if self.may_rest() => Next::Again,
-            Outcome::Stopped | Outcome::Left => Next::Ended,
+            Outcome::Stopped | Outcome::Left => Next::Again,
         })
     }
 
-    /// Whether we were woken to rest, and not to end.
-    fn may_rest(&self) -> bool {
-        self.shared.table.may_rest(self.id)
+    /// Whether this thread is to end. It can be woken again, for something else, if not.
+    fn ends(&self) -> bool {
+        self.shared.table.why_woken(self.id) == Woken::End
     }
 
     /// What predecessors left of it goes when the toolstack has removed it.
@@ -144,9 +152,10 @@ impl Follower {
         unswept.unwrap_or_else(PoisonError::into_inner).push(self.id);
     }
 
+    /// Whether this thread is to end, or is told so within this time.
     pub(crate) fn is_stopped(&self, within: Duration) -> bool {
-        let [stopped] = wait_for([self.stop.fd()], Some(within));
-        stopped
+        let [woken] = wait_for([self.stop.fd()], Some(within));
+        woken && self.ends()
     }
 
     fn serve(&mut self, image: &Image) -> Result<Outcome, Failure> {

@@ -16,7 +16,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_serve::blkif::lifecycle::Outcome;
@@ -29,6 +29,7 @@ pub mod config;
 pub mod control;
 pub mod directory;
 mod follow;
+pub mod keeping;
 pub mod params;
 mod siblings;
 pub mod state;
@@ -40,7 +41,7 @@ mod wait;
 use config::{Config, DiskOptions};
 use params::Image;
 use state::{DiskId, States};
-use table::{Phase, Table};
+use table::{Phase, Table, Upgrade, Woken};
 
 /// Why a disk is not served, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,13 +91,26 @@ impl Assignment<'_> {
         &self.shared.places.run
     }
 
-    /// The image is open, and this process stands for the disk.
-    pub fn is_served(&self, pid: u32) {
-        self.shared.table.change(self.id, |entry| {
-            entry.pid = Some(pid);
-            (entry.phase, entry.since) = (Phase::Served, SystemTime::now());
-        });
+    /// This process stands for the disk.
+    pub fn is_kept(&self, pid: u32) {
+        self.shared.table.change(self.id, |entry| entry.pid = Some(pid));
+        (self.shared.at)(Step::Kept);
+    }
+
+    /// The image is open.
+    pub fn is_served(&self) {
+        self.shared.table.set(self.id, Phase::Served);
         (self.shared.at)(Step::Served);
+    }
+
+    /// Why `stop` was woken: it can be woken again then, unless it was for good.
+    pub(crate) fn why_woken(&self) -> Woken {
+        self.shared.table.why_woken(self.id)
+    }
+
+    /// What came of it.
+    pub(crate) fn upgraded(&self, outcome: Result<(), Failure>) {
+        self.shared.table.change(self.id, |entry| entry.upgrade = Upgrade::Done(outcome));
     }
 }
 
@@ -115,6 +129,9 @@ pub trait Serving: Send + Sync {
 
     /// The disk is no more: nothing is to be left of it.
     fn forget(&self, disk: DiskId);
+
+    /// Disks that somebody stands for whom this daemon may know nothing of.
+    fn all(&self) -> Vec<DiskId>;
 }
 
 /// A way to xenstore.
@@ -154,6 +171,8 @@ impl Places {
 pub enum Step {
     /// A disk's state file is written, and nobody serves it.
     StateWritten,
+    /// Somebody stands for the disk, and its image is not open.
+    Kept,
     /// The disk's image is open, and the guest was told nothing.
     Served,
     /// Nobody serves the disk any more, and its state file is there.
@@ -209,6 +228,9 @@ impl Shared {
 /// How often ended threads are looked for at the end.
 const REAP: Duration = Duration::from_millis(100);
 
+/// How long the place of a daemon is waited for.
+const LOCKED: Duration = Duration::from_secs(1);
+
 /// A daemon that has not begun.
 pub struct Daemon {
     shared: Arc<Shared>,
@@ -232,8 +254,14 @@ impl Daemon {
         DirBuilder::new().recursive(true).mode(0o700).create(&places.run)?;
         let options = OpenOptions::new().create(true).append(true).mode(0o600).clone();
         let lock = options.open(places.lock())?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| io::Error::other("another ferrite daemon runs on this host"))?;
+        // A process that a killed daemon was about to start has its descriptors for a moment.
+        let end = Instant::now() + LOCKED;
+        while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            if Instant::now() > end {
+                return Err(io::Error::other("another ferrite daemon runs on this host"));
+            }
+            std::thread::sleep(LOCKED / 50);
+        }
         let states = States::open(&places.states())?;
         let shared = Shared {
             config,

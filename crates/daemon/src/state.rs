@@ -43,6 +43,13 @@ impl DiskId {
     }
 }
 
+/// The disk with files of this name.
+pub fn id_of_name(name: &str) -> Option<DiskId> {
+    let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
+    let id = DiskId { domid: domid.parse().ok()?, devid: devid.parse().ok()? };
+    (id.file_name() == name).then_some(id)
+}
+
 /// What is known of a disk that is served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -149,7 +156,7 @@ impl States {
             match path.extension().and_then(|extension| extension.to_str()) {
                 // A daemon was killed before it had renamed it.
                 Some("new") => drop(fs::remove_file(&path)),
-                Some("json") => match self.id_of(&path) {
+                Some("json") => match Self::id_of(&path) {
                     Some(id) => states.extend(self.read(id)),
                     None => self.put_aside(&path, "its name is no disk's"),
                 },
@@ -161,11 +168,8 @@ impl States {
     }
 
     /// The disk whose file it is, by its name.
-    fn id_of(&self, path: &Path) -> Option<DiskId> {
-        let name = path.file_stem()?.to_str()?;
-        let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
-        let id = DiskId { domid: domid.parse().ok()?, devid: devid.parse().ok()? };
-        (self.path(id) == path).then_some(id)
+    fn id_of(path: &Path) -> Option<DiskId> {
+        id_of_name(path.file_stem()?.to_str()?)
     }
 
     /// So that it is looked at once, and can be looked at by people.

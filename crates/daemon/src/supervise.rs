@@ -3,6 +3,7 @@
 //! It is level-triggered, as everything here: an event says when to look, and a look finds all that is
 //! to be done. So a daemon that starts late, or again, finds the same as one that was there.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -74,11 +75,15 @@ impl Supervisor<'_> {
 
     /// Removes what is left of disks that were detached while no daemon ran.
     fn sweep(&self, store: &mut Store) -> Result<(), StoreError> {
-        for state in self.shared.states.all() {
-            if !Look::take(store, state.id)?.is_wanted() {
-                tracing::info!("disk {} was detached meanwhile", state.id);
-                self.shared.serving.forget(state.id);
-                self.shared.states.remove(state.id);
+        let mut known: BTreeSet<DiskId> = self.shared.serving.all().into_iter().collect();
+        known.extend(self.shared.states.all().iter().map(|state| state.id));
+        for id in known {
+            // One that has a thread is that one's: xenstore was away, and is there again.
+            let is_followed = self.shared.table.look(|disks| disks.contains_key(&id));
+            if !is_followed && !Look::take(store, id)?.is_wanted() {
+                tracing::info!("disk {id} was detached meanwhile");
+                self.shared.serving.forget(id);
+                self.shared.states.remove(id);
             }
         }
         sweep(store, &self.shared.places.run, KIND)

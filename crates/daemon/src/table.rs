@@ -1,6 +1,7 @@
 //! All disks that the daemon knows of, for whoever wants to see them.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
@@ -26,6 +27,30 @@ pub enum Phase {
     Resting(DiskId),
 }
 
+/// Another binary for those who serve a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Upgrade {
+    /// Nobody has asked for one.
+    None,
+    /// This one is to serve it.
+    Asked(PathBuf),
+    /// That was tried.
+    Done(Result<(), Failure>),
+}
+
+/// Why a disk's thread was woken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Woken {
+    /// To end.
+    End,
+    /// To have this binary serve the disk.
+    Upgrade(PathBuf),
+    /// To leave the image to a later attachment.
+    Rest,
+    /// That is done already.
+    Nothing,
+}
+
 /// A disk that is attached.
 pub struct Entry {
     /// How far it is.
@@ -42,6 +67,8 @@ pub struct Entry {
     pub starts: u64,
     /// The later attachment that it is to rest for, or rests for.
     pub(crate) rests_for: Option<DiskId>,
+    /// What becomes of the binary that it is served by.
+    pub(crate) upgrade: Upgrade,
     stop: Arc<Waker>,
     /// That was woken for good.
     ends: bool,
@@ -94,6 +121,7 @@ impl Table {
             since: SystemTime::now(),
             starts: 0,
             rests_for,
+            upgrade: Upgrade::None,
             stop,
             ends: false,
             has_ended: false,
@@ -165,13 +193,28 @@ impl Table {
         });
     }
 
-    /// Whether a disk's thread was woken to rest, and not to end. It can be woken again then.
-    pub(crate) fn may_rest(&self, id: DiskId) -> bool {
+    /// Why a disk's thread was woken. It can be woken again then, unless that was for good.
+    pub(crate) fn why_woken(&self, id: DiskId) -> Woken {
         // The lock makes it one with whoever wakes.
         let disks = self.lock();
-        let Some(entry) = disks.get(&id).filter(|entry| !entry.ends) else { return false };
+        let Some(entry) = disks.get(&id).filter(|entry| !entry.ends) else { return Woken::End };
         entry.stop.clear();
-        entry.rests_for.is_some()
+        match (&entry.upgrade, entry.rests_for) {
+            (Upgrade::Asked(binary), _) => Woken::Upgrade(binary.clone()),
+            (_, Some(_)) => Woken::Rest,
+            (_, None) => Woken::Nothing,
+        }
+    }
+
+    /// Asks for another binary, if the disk is served.
+    pub(crate) fn ask_upgrade(&self, id: DiskId, binary: &Path) -> bool {
+        let mut disks = self.lock();
+        let served = disks.get_mut(&id).filter(|entry| entry.phase == Phase::Served);
+        served.is_some_and(|entry| {
+            entry.upgrade = Upgrade::Asked(binary.to_owned());
+            entry.stop.wake();
+            true
+        })
     }
 
     /// Waits until `f` finds what it looks for, or this time is over.

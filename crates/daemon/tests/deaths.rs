@@ -1,19 +1,18 @@
 //! Daemons that are killed: at each step, and under load. The next one goes on.
 
 mod host;
+mod load;
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::Child;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use ferrite_daemon::Step;
 use ferrite_io::clock::{Random as _, SplitMix64};
-use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, scale, wait_until};
 use host::{Host, STEPS, works};
+use load::Load;
 
 const MIB: u64 = 1 << 20;
 
@@ -35,7 +34,7 @@ fn kill(mut daemon: Child) {
 
 #[test]
 fn a_daemon_killed_at_a_step_of_an_attachment_is_followed_by_one_that_does_the_rest() {
-    for step in [Step::StateWritten, Step::Served] {
+    for step in [Step::StateWritten, Step::Kept, Step::Served] {
         let host = Host::new(2);
         let disks = [attach(&host, 1), attach(&host, 2)];
         // Twice, so that the second one finds what the first has left.
@@ -71,29 +70,7 @@ fn a_daemon_killed_at_the_end_of_a_disk_leaves_nothing_that_the_next_one_does_no
     wait_until("an answer", || host.status().is_ok_and(|status| status.xen));
     host.wait_for_no_disks();
     kill(daemon);
-    assert_eq!(STEPS.len(), 3, "each step is tried here");
-}
-
-/// Writes and reads back without end, and counts.
-fn load(mut front: Frontend, stop: &AtomicBool, done: &AtomicU64, seed: u64) -> Frontend {
-    let mut random = SplitMix64::new(seed);
-    let buffer = front.space().buffer(1).unwrap();
-    let mut stamps = vec![0u8; 256];
-    while !stop.load(Ordering::Relaxed) {
-        let block = random.below(256) as usize;
-        let queue = &mut front.queues[0];
-        queue.read(block as u64 * 8, &buffer, 0, 4096).unwrap();
-        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
-        let mut data = vec![0; 4096];
-        buffer.read(0, &mut data);
-        assert!(data.iter().all(|byte| *byte == stamps[block]), "block {block}");
-        stamps[block] = stamps[block].wrapping_add(1);
-        buffer.write(0, &[stamps[block]; 4096]);
-        queue.write(block as u64 * 8, &buffer, 0, 4096).unwrap();
-        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
-        done.fetch_add(1, Ordering::Relaxed);
-    }
-    front
+    assert_eq!(STEPS.len(), 4, "each step is tried here");
 }
 
 #[test]
@@ -101,32 +78,16 @@ fn daemons_killed_under_load_are_pauses_for_all_their_guests() {
     let host = Host::new(4);
     let disks: Vec<DiskPaths> = (1..=4).map(|domid| attach(&host, domid)).collect();
     let mut daemon = host.spawn(None);
-    let stop = Arc::new(AtomicBool::new(false));
-    let loads: Vec<_> = disks
-        .iter()
-        .map(|disk| {
-            let (front, stop) = (host.connect(disk), stop.clone());
-            let (done, seed) = (Arc::new(AtomicU64::new(0)), u64::from(disk.domid.0));
-            let counted = done.clone();
-            let thread = std::thread::spawn(move || load(front, &stop, &counted, seed));
-            (done, thread)
-        })
-        .collect();
+    let loads: Vec<Load> = disks.iter().map(|disk| Load::start(&host, disk)).collect();
     let mut random = SplitMix64::new(1);
-    for round in 0..5 * scale() {
-        for (done, _) in &loads {
-            let before = done.load(Ordering::Relaxed);
-            wait_until(&format!("progress in round {round}"), || {
-                done.load(Ordering::Relaxed) > before
-            });
-        }
+    for _ in 0..5 * scale() {
+        loads.iter().for_each(Load::wait_for_progress);
         std::thread::sleep(Duration::from_micros(random.below(20_000)));
         kill(daemon);
         daemon = host.spawn(None);
     }
-    stop.store(true, Ordering::Relaxed);
-    for ((_, thread), disk) in loads.into_iter().zip(&disks) {
-        thread.join().unwrap().close(PATIENCE).unwrap();
+    for (load, disk) in loads.into_iter().zip(&disks) {
+        load.end();
         host.detach(disk);
     }
     host.wait_for_no_disks();

@@ -141,6 +141,9 @@ fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again()
     assert!(failed.why.unwrap().contains("none of the folders"));
     assert!(failed.help.unwrap().contains("image_folders"));
     // Nobody runs a script that could say so: the disk does not seem to come.
+    wait_until("a second try", || {
+        host.disks().iter().any(|disk| disk.disk == id(&refused) && disk.starts > 1)
+    });
     assert_eq!(host.backend_state(&refused), 1);
     let why = host.wait_for_phase(&odd, PhaseName::Failed).why.unwrap();
     assert!(why.contains("nbd:unix:/x"), "{why}");

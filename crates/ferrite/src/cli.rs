@@ -59,6 +59,8 @@ pub(crate) enum Command {
     Daemon(DaemonArgs),
     /// See the disks that the daemon serves, and detach them.
     Disk(DiskArgs),
+    /// Have disks that are served be served by another program, unseen by their guests.
+    Upgrade(UpgradeArgs),
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
     #[command(hide = true)]
     Worker(WorkerArgs),
@@ -291,6 +293,25 @@ pub(crate) struct NbdArgs {
 
     #[command(flatten)]
     pub(crate) parents: ParentsArgs,
+}
+
+/// `ferrite upgrade`.
+#[derive(Debug, Args)]
+pub(crate) struct UpgradeArgs {
+    /// This disk alone: the guest's number, and the device as a number or as xvda, hda, sda.
+    #[arg(value_name = "DOMID/DEVID")]
+    pub(crate) disk: Option<Vbd>,
+
+    /// The program; by default the one that this is.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) binary: Option<PathBuf>,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
 }
 
 /// `ferrite generate`.

@@ -1,14 +1,14 @@
 //! `ferrite daemon`: all disks of a host, in the foreground.
 
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_daemon::config::{self, Config};
-use ferrite_daemon::state::DiskId;
-use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places, Serving};
-use ferrite_serve::blkif::lifecycle::Outcome;
-use ferrite_serve::waker::Waker;
+use ferrite_daemon::keeping::{Keepers, Programs};
+use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::Store;
 use sd_notify::NotifyState;
@@ -17,8 +17,9 @@ use crate::cli::{DaemonArgs, ServeArgs};
 use crate::exit::{Code, Failure};
 use crate::options::TuningArgs;
 use crate::parents::ParentsArgs;
-use crate::serve::{serve_one, stop_on_signals};
+use crate::serve::stop_on_signals;
 use crate::vdev::Vbd;
+use crate::worker::arguments;
 
 /// systemd hears no more often than this that nothing has changed.
 const ALIVE: Duration = Duration::from_secs(1);
@@ -38,9 +39,9 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     }
     let stop = stop_on_signals()?;
     let places = Places { run: args.places.run_dir.clone() };
-    let daemon =
-        Daemon::new(config, places, Arc::new(Threads), Box::new(Store::open), stop.clone())
-            .map_err(|e| cannot(&args.places.run_dir, &e))?;
+    let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
+    let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
+        .map_err(|e| cannot(&args.places.run_dir, &e))?;
     let told = std::cell::RefCell::new((String::new(), Instant::now()));
     daemon
         .run(&|status| {
@@ -51,7 +52,7 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
             }
         })
         .map_err(|e| cannot(&args.places.run_dir, &e))?;
-    tracing::info!("stopped; guests keep their disks and wait for the next daemon");
+    tracing::info!("stopped; disks are served on, and followed by the next daemon");
     Ok(())
 }
 
@@ -68,27 +69,23 @@ fn cannot(run: &Path, e: &std::io::Error) -> Failure {
     Failure::new(what, e, "run one daemon a host, as root, with tmpfs mounted on /run")
 }
 
-/// Disks are served by threads of the daemon's process.
-struct Threads;
+/// This program, which is keeper and worker as well.
+struct Ours;
 
-impl Serving for Threads {
-    fn serve(
-        &self,
-        disk: &Assignment<'_>,
-        store: &mut Store,
-        stop: &Waker,
-    ) -> Result<Outcome, DiskFailure> {
-        let args = serve_args(disk);
-        let is_served = || disk.is_served(std::process::id());
-        let served = serve_one(&args, disk.run_dir(), store, stop, is_served);
-        served.map(|outcome| outcome.unwrap_or(Outcome::Stopped)).map_err(|failure| DiskFailure {
-            why: format!("{}: {}", failure.what, failure.why),
-            help: failure.help,
-        })
+impl Programs for Ours {
+    /// What this process is, also when its name is another program's by now.
+    fn keeper(&self) -> Command {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("ferrite").arg("keeper");
+        command
     }
 
-    /// Its run directory went with it, and there is nothing else.
-    fn forget(&self, _: DiskId) {}
+    fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, DiskFailure> {
+        arguments(&serve_args(disk), disk.run_dir()).ok_or_else(|| DiskFailure {
+            why: format!("the name of {} is not UTF-8", disk.image.path.display()),
+            help: "rename the image, and correct the disk's target".to_owned(),
+        })
+    }
 }
 
 /// What `ferrite serve` would be told of the disk.

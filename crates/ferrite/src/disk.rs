@@ -7,19 +7,21 @@ use ferrite_daemon::Places;
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
     Attached, DetachParams, Detached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, Status,
-    WaitParams,
+    UpgradeParams, Upgraded, WaitParams,
 };
 use ferrite_daemon::state::DiskId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::cli::{DiskArgs, DiskCommand};
+use crate::cli::{DiskArgs, DiskCommand, UpgradeArgs};
 use crate::exit::{Code, Failure};
 use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 /// What the daemon has beside the time that a method may take.
 const ANSWER: Duration = Duration::from_secs(40);
+/// All disks of a host, one after the other; most take far less than a second.
+const UPGRADE: Duration = Duration::from_secs(3600);
 /// Closing an image is waited for as long as the daemon waits.
 const DETACH: Duration = Duration::from_secs(320);
 
@@ -41,6 +43,30 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
             tell(*json, &done, || println!("{backend} is served"))
         }
     }
+}
+
+/// `ferrite upgrade`.
+pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
+    let binary = match &args.binary {
+        Some(binary) => std::path::absolute(binary),
+        None => std::env::current_exe(),
+    };
+    let binary = binary.ok().and_then(|path| path.into_os_string().into_string().ok());
+    let binary = binary.ok_or_else(|| {
+        let help = "name it with --binary";
+        Failure::new("cannot tell which program to take", "its name is not known", help)
+    })?;
+    let asked = UpgradeParams { binary, disk: args.disk.map(id) };
+    let done: Upgraded = call(&args.places.run_dir, "upgrade", &asked, UPGRADE)?;
+    tell(args.json, &done, || {
+        println!("{} disks are served by {}", done.upgraded.len(), one_line(&asked.binary));
+    })?;
+    let Some(first) = done.failed.first() else { return Ok(()) };
+    for disk in &done.failed {
+        eprintln!("disk {}: {}; {}", disk.disk, one_line(&disk.why), one_line(&disk.help));
+    }
+    let what = format!("{} disks are not served by it", done.failed.len());
+    Err(Failure::new(what, &first.why, first.help.clone()))
 }
 
 fn seconds(seconds: u32) -> Duration {

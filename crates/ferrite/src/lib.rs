@@ -59,6 +59,7 @@ pub fn main() -> ExitCode {
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Export(args) => export::run(args),
+        cli::Command::Upgrade(args) => disk::upgrade(args),
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),

@@ -59,22 +59,20 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     if let Err(e) = sweep(&mut store, run, &format!("backend/{BACKEND_KIND}")) {
         tracing::warn!("cannot look for what disks that are gone have left: {e}");
     }
-    serve_one(args, run, &mut store, &stop, || ()).map(drop)
+    serve_with(args, run, &mut store, &stop)
 }
 
-/// The same with this folder for what outlives the process, and this way to xenstore. `None`: stopped
-/// before it was attached. When the image is open, `opened` is called.
-pub(crate) fn serve_one(
+/// The same with this folder for what outlives the process, and this way to xenstore.
+fn serve_with(
     args: &ServeArgs,
     run: &Path,
     store: &mut Store,
     stop: &Waker,
-    opened: impl FnOnce(),
-) -> Result<Option<Outcome>, Failure> {
+) -> Result<(), Failure> {
     let (domid, devid) = (args.xen.domain, args.xen.device);
     let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
     let Some(attachment) = attachment(args, store, &backend, run, stop)? else {
-        return Ok(None);
+        return Ok(());
     };
     let found = open(args, attachment.read_only, run).and_then(|disk| {
         tracing::info!("opened {disk}");
@@ -93,22 +91,21 @@ pub(crate) fn serve_one(
         engine,
     };
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
-    opened();
     let outcome = serve(store, &Xen::new(), &device, &config, stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
         // Without it the next one takes this one for killed, and does no harm.
         let _ = std::fs::write(config.work.run_dir.join(STOPPED), "");
     }
-    match &outcome {
+    match outcome {
         Ok(Outcome::Unplugged) => tracing::info!("{} was unplugged", args.xen),
         Ok(Outcome::Stopped | Outcome::Left) => tracing::info!(
             "stopped; a guest that had connected {} waits until it is served again",
             args.xen
         ),
-        Err(_) => {}
+        Err(e) => return Err(failed(args, &e)),
     }
-    outcome.map(Some).map_err(|e| failed(args, &e))
+    Ok(())
 }
 
 fn offer(args: &ServeArgs) -> Offer {

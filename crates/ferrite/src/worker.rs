@@ -58,7 +58,6 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
 
 /// The arguments of a worker that serves with these options, after the program's name. `None`: the
 /// image's name is not text.
-#[cfg_attr(not(test), expect(dead_code, reason = "for the daemon, which serves in threads yet"))]
 pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>> {
     let mut all = vec!["worker".to_owned()];
     let mut put = |name: &str, value: &dyn Display| all.push(format!("--{name}={value}"));

@@ -1,5 +1,7 @@
 //! What each method does.
 
+use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ferrite_xen::store::{Store, StoreError};
@@ -8,20 +10,22 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Nothing, PhaseName, RpcError,
-    ShowParams, Status, WaitParams, code,
+    Attached, DetachParams, Detached, Details, Disk, Disks, NotUpgraded, Nothing, PhaseName,
+    RpcError, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
 };
 use super::waits::waits_for;
 use crate::config::nearest;
 use crate::directory::{self, Look};
 use crate::state::DiskId;
-use crate::table::{Entry, Phase};
-use crate::{Shared, Xen};
+use crate::table::{Entry, Phase, Upgrade};
+use crate::{Failure, Shared, Xen};
 
 /// All of them.
-pub(super) const METHODS: [&str; 5] =
-    ["attach.wait", "daemon.status", "disk.detach", "disk.list", "disk.show"];
+pub(super) const METHODS: [&str; 6] =
+    ["attach.wait", "daemon.status", "disk.detach", "disk.list", "disk.show", "upgrade"];
 
+/// How long a disk's image may take to be closed for it.
+const UPGRADE: Duration = Duration::from_secs(60);
 /// The longest wait of a method.
 const MAX_WAIT: Duration = Duration::from_secs(300);
 /// A script is told of a failure after so many tries.
@@ -39,6 +43,7 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
         }
         "disk.detach" => take(params).and_then(|asked| give(&detach(shared, &asked)?)),
         "attach.wait" => take(params).and_then(|asked| give(&wait(shared, &asked)?)),
+        "upgrade" => take(params).and_then(|asked| give(&upgrade(shared, &asked)?)),
         _ => {
             let meant = nearest(method, METHODS).map(|name| format!("did you mean {name}?"));
             let help = meant.unwrap_or_else(|| format!("there are {}", METHODS.join(", ")));
@@ -241,4 +246,49 @@ fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
             Ok(Attached { disk })
         }
     }
+}
+
+/// One disk after the other: a guest's pause is its own, and not all storage is written to at once.
+fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError> {
+    let binary = Path::new(&asked.binary);
+    if !binary.is_absolute() {
+        let help = "name the program by its absolute path, such as /usr/bin/ferrite";
+        return Err(RpcError::new(code::INVALID_PARAMS, "binary is no absolute path", help));
+    }
+    let served = |disks: &BTreeMap<DiskId, Entry>| -> Vec<DiskId> {
+        let served = disks.iter().filter(|(_, entry)| entry.phase == Phase::Served);
+        served.map(|(id, _)| *id).collect()
+    };
+    let ids = match asked.disk {
+        Some(id) => vec![found(shared, id)?.disk],
+        None => shared.table.look(served),
+    };
+    let mut done = Upgraded { upgraded: Vec::new(), failed: Vec::new() };
+    for id in ids {
+        match upgrade_one(shared, id, binary) {
+            Ok(()) => done.upgraded.push(id),
+            Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
+        }
+    }
+    Ok(done)
+}
+
+fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Result<(), Failure> {
+    let failure = |why: &str, help: &str| Failure { why: why.to_owned(), help: help.to_owned() };
+    if !shared.table.ask_upgrade(id, binary) {
+        let help = "once it is, ask again; ferrite disk show says what it waits for";
+        return Err(failure("it is not served", help));
+    }
+    let outcome = shared.table.wait_for(UPGRADE, |disks| match disks.get(&id) {
+        None => Some(Err(failure("it was detached meanwhile", "there is nothing to do"))),
+        Some(entry) => match &entry.upgrade {
+            Upgrade::Asked(_) => None,
+            Upgrade::Done(outcome) => Some(outcome.clone()),
+            Upgrade::None => Some(Err(failure("somebody else asks for the same", "ask again"))),
+        },
+    });
+    shared.table.change(id, |entry| entry.upgrade = Upgrade::None);
+    outcome.unwrap_or_else(|| {
+        Err(failure("its image is being closed, which takes long", "look at it in a while"))
+    })
 }

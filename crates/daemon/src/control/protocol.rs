@@ -233,3 +233,36 @@ pub struct Attached {
     /// As in the list.
     pub disk: Disk,
 }
+
+/// `upgrade`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UpgradeParams {
+    /// The program that is to serve the disks, by its absolute path.
+    pub binary: String,
+    /// This disk alone; without it, all that are served.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub disk: Option<DiskId>,
+}
+
+/// `upgrade`, when all was tried.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Upgraded {
+    /// Disks that the program serves now.
+    pub upgraded: Vec<DiskId>,
+    /// Disks that are served as before, or not.
+    pub failed: Vec<NotUpgraded>,
+}
+
+/// A disk that another program could not be made to serve.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NotUpgraded {
+    /// Which.
+    pub disk: DiskId,
+    /// Why.
+    pub why: String,
+    /// What to do about it.
+    pub help: String,
+}

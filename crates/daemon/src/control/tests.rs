@@ -133,6 +133,12 @@ fn every_type_is_described_as_it_is() {
             waits_for,
         },
     );
+    let upgrade = UpgradeParams { binary: "/usr/bin/ferrite".to_owned(), disk: Some(id) };
+    same("UpgradeParams", &upgrade);
+    let (why, help) = ("no".to_owned(), "yes".to_owned());
+    let not = NotUpgraded { disk: id, why, help };
+    same("NotUpgraded", &not);
+    same("Upgraded", &Upgraded { upgraded: vec![id], failed: vec![not] });
     same("Detached", &Detached { disk: id, forced: false });
     same("Attached", &Attached { disk });
     let (version, no_xen) = ("1".to_owned(), Some("none".to_owned()));

@@ -11,7 +11,7 @@ use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -60,7 +60,8 @@ impl Serving for InProcess {
         };
         let opened = Disk::open(&disk.image.name(), &options).map_err(|e| why(&e))?;
         let device = Arc::new(Device::new(opened, SystemClock::shared()));
-        disk.is_served(std::process::id());
+        disk.is_kept(std::process::id());
+        disk.is_served();
         let paths = DiskPaths::new(DomId(disk.id.domid), disk.id.devid);
         let config = config(&paths, disk.run_dir().join(disk.id.file_name()));
         let outcome = serve(store, &*self.loopback, &device, &config, stop).map_err(|e| why(&e))?;
@@ -72,6 +73,10 @@ impl Serving for InProcess {
 
     fn forget(&self, disk: DiskId) {
         self.forgotten.lock().unwrap().push(disk);
+    }
+
+    fn all(&self) -> Vec<DiskId> {
+        Vec::new()
     }
 }
 
@@ -91,6 +96,10 @@ struct Running {
 impl Host {
     /// With so many guests, numbered from 1 on, and no daemon.
     pub fn new(guests: u32) -> Host {
+        // A worker's own descriptors have the lowest numbers: the guests' have others.
+        static LOW: LazyLock<[std::fs::File; 8]> =
+            LazyLock::new(|| [(); 8].map(|()| std::fs::File::open("/dev/null").unwrap()));
+        LazyLock::force(&LOW);
         let mut machine = Machine::new().unwrap();
         for _ in 0..guests {
             machine.add_guest(GuestOptions::default()).unwrap();
@@ -339,28 +348,39 @@ pub fn works(front: &mut Frontend, stamp: u8) {
 /// So long as something that must not happen is given.
 pub const A_WHILE: Duration = Duration::from_millis(50);
 /// To tell where a daemon dies.
-pub const STEPS: [Step; 3] = [Step::StateWritten, Step::Served, Step::Forgotten];
+pub const STEPS: [Step; 4] = [Step::StateWritten, Step::Kept, Step::Served, Step::Forgotten];
 
-const GUESTS: &str = "FERRITE_TEST_GUESTS";
+/// Of a process of the test: the guests, as `BackendHandle` describes them.
+pub const GUESTS: &str = "FERRITE_TEST_GUESTS";
 const STORE: &str = "FERRITE_TEST_STORE";
 const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
-/// This process is a daemon, if the environment says so.
+/// This process is a daemon that serves by itself, if the environment says so.
 pub fn be_a_daemon() {
+    be_a_daemon_with(|_| {
+        let loopback = Loopback::new(CopyWith::Memcpy);
+        let guests = std::env::var(GUESTS).unwrap();
+        for guest in BackendHandle::from_arg(&guests).unwrap().guests {
+            loopback.add(&guest).unwrap();
+        }
+        Arc::new(InProcess { loopback: Arc::new(loopback), forgotten: Mutex::default() })
+    });
+}
+
+/// The same with this way to serve.
+pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
     let env = |name: &str| std::env::var(name).unwrap();
-    let Ok(guests) = std::env::var(GUESTS) else { return };
-    let loopback = Loopback::new(CopyWith::Memcpy);
-    for guest in BackendHandle::from_arg(&guests).unwrap().guests {
-        loopback.add(&guest).unwrap();
+    if std::env::var_os(GUESTS).is_none() {
+        return;
     }
-    let serving = InProcess { loopback: Arc::new(loopback), forgotten: Mutex::default() };
+    let serving = serving(env(RUN).as_ref());
     let config = Config { image_folders: vec![env(IMAGES).into()], ..Config::default() };
     let places = Places { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());
-    let daemon = Daemon::new(config, places, Arc::new(serving), way, stop).unwrap();
+    let daemon = Daemon::new(config, places, serving, way, stop).unwrap();
     let daemon = daemon.with_steps(|step| {
         if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
             let pid = rustix::process::getpid();

@@ -127,12 +127,28 @@ pub fn follow(
     log_limits: &LogLimits,
     stop: &Waker,
 ) -> Result<Outcome, ServeError> {
+    follow_and_tell(store, line, config, log_limits, stop, || ())
+}
+
+/// The same; `opened` is called when the worker has the image open, before anybody is told of that.
+///
+/// # Errors
+/// As [`follow`].
+pub fn follow_and_tell(
+    store: &mut Store,
+    line: BorrowedFd<'_>,
+    config: &FollowConfig,
+    log_limits: &LogLimits,
+    stop: &Waker,
+    opened: impl FnOnce(),
+) -> Result<Outcome, ServeError> {
     let Some(attachment) = Attachment::wait(store, &config.backend, config.domid, stop)? else {
         return Ok(Outcome::Left);
     };
     let followed = || {
         let mut line = Line::new(line, stop);
         line.open(attachment.read_only)?;
+        opened();
         let facts = carry_out::facts(&mut line)?;
         let clock = SystemClock::shared();
         let means = FollowMeans { store, worker: Box::new(line), clock, log_limits, stop };

@@ -1,0 +1,266 @@
+//! Disks that keepers keep: a keeper a disk, its worker, and the line by which this process follows
+//! xenstore for it.
+//!
+//! A worker that ends is the keeper's to replace; its end of the line says so, and the next line is
+//! followed anew. A keeper that ends takes its worker with it, and gets a successor here. This process
+//! may end at any time: both go on, and the next daemon finds the keeper by its socket.
+
+use std::io;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use ferrite_keeper::{Keep, Keeper, Line};
+use ferrite_serve::blkif::lifecycle::{FollowConfig, Outcome, ServeError, follow_and_tell, retire};
+use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_serve::log_limit::LogLimits;
+use ferrite_serve::waker::Waker;
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::mover::Mover;
+use ferrite_xen::store::{Store, StoreError};
+
+use crate::state::{DiskId, id_of_name};
+use crate::table::Woken;
+use crate::{Assignment, Failure, Serving};
+
+/// Workers that end one after the other before they have the image open: that is a failure of the disk
+/// then, which is told, and tried again later.
+const LOST_AT_ONCE: u32 = 5;
+
+/// How keepers and their workers are started.
+pub trait Programs: Send + Sync {
+    /// A command that becomes a keeper.
+    fn keeper(&self) -> Command;
+
+    /// The arguments of a worker that serves this disk; the program is the keeper's.
+    ///
+    /// # Errors
+    /// It cannot be said in arguments.
+    fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure>;
+}
+
+/// Serves by keepers.
+pub struct Keepers {
+    run: PathBuf,
+    programs: Box<dyn Programs>,
+}
+
+impl Keepers {
+    /// With this folder for everything that outlives a process.
+    pub fn new(run: &Path, programs: Box<dyn Programs>) -> Keepers {
+        Keepers { run: run.to_owned(), programs }
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.run.join("keepers")
+    }
+
+    fn socket(&self, id: DiskId) -> PathBuf {
+        self.folder().join(format!("{}.sock", id.file_name()))
+    }
+
+    /// The keeper of this disk: the one that is there, or a new one.
+    fn keeper(&self, keep: &Keep, is_new: bool) -> Result<Keeper, Failure> {
+        match Keeper::connect(&keep.socket) {
+            Ok(keeper) => {
+                // Of a disk that was attached just now, and of another image: its end was missed.
+                let kept = keeper.keep();
+                if !is_new || kept.as_ref().is_ok_and(|kept| kept == keep) {
+                    return Ok(keeper);
+                }
+                keeper.end().map_err(|e| failed("end the keeper of an older disk", &e))?;
+            }
+            Err(e) if is_nobody(&e) => {}
+            Err(e) => return Err(failed("reach the keeper", &e)),
+        }
+        keep.start(self.programs.keeper()).map_err(|e| failed("start a keeper", &e))?;
+        Keeper::connect(&keep.socket).map_err(|e| failed("reach the new keeper", &e))
+    }
+
+    /// Follows one line after the other.
+    fn follow(
+        &self,
+        disk: &Assignment<'_>,
+        keep: &Keep,
+        store: &mut Store,
+        stop: &Waker,
+    ) -> Result<Outcome, Failure> {
+        let config = follow_config(disk);
+        let log_limits = LogLimits::default();
+        let mut keeper = self.keeper(keep, is_new(store, disk)?)?;
+        let (mut lost, mut lost_at_once) = (None, 0);
+        loop {
+            let line = match keeper.line(lost) {
+                Ok(line) => line,
+                // It has ended, and its worker with it.
+                Err(e) => {
+                    tracing::warn!("the keeper of disk {} is gone: {e}; starting another", disk.id);
+                    keeper = self.keeper(keep, false)?;
+                    keeper.line(None).map_err(|e| failed("have a worker started", &e))?
+                }
+            };
+            lost = Some(line.start);
+            disk.is_kept(line.keeper as u32);
+            name_keeper(store, disk, line.keeper)?;
+            lost_at_once += 1;
+            let opened = || {
+                lost_at_once = 0;
+                disk.is_served();
+            };
+            let fd = line.fd.as_fd();
+            match follow_and_tell(store, fd, &config, &log_limits, stop, opened) {
+                Ok(Outcome::Left | Outcome::Stopped) => match disk.why_woken() {
+                    Woken::End => return Ok(Outcome::Left),
+                    Woken::Upgrade(binary) => {
+                        disk.upgraded(upgrade(&keeper, &line, &binary, stop));
+                        lost = None;
+                    }
+                    // It lets go of the image, and keeps the guest's rings.
+                    Woken::Rest => match retire(line.fd.as_fd(), stop) {
+                        Ok(()) => return Ok(Outcome::Stopped),
+                        // The next one makes the image complete, and is asked the same.
+                        Err(ServeError::WorkerLost(_)) => stop.wake(),
+                        Err(e) => return Err(not_served(e)),
+                    },
+                    Woken::Nothing => lost = None,
+                },
+                Ok(Outcome::Unplugged) => return Ok(Outcome::Unplugged),
+                Err(ServeError::WorkerLost(why)) if lost_at_once < LOST_AT_ONCE => {
+                    tracing::warn!("disk {}: {why}; its guest waits for the next worker", disk.id);
+                }
+                Err(ServeError::WorkerLost(why)) => {
+                    let why = format!("workers are lost at once, one after the other: {why}");
+                    let help = "it is tried again; the log has the reason (journalctl -u ferrite)";
+                    return Err(Failure { why, help: help.to_owned() });
+                }
+                Err(e) => return Err(not_served(e)),
+            }
+        }
+    }
+}
+
+impl Serving for Keepers {
+    fn serve(
+        &self,
+        disk: &Assignment<'_>,
+        store: &mut Store,
+        stop: &Waker,
+    ) -> Result<Outcome, Failure> {
+        let keep = Keep {
+            socket: self.socket(disk.id),
+            run_dir: disk.run_dir().join(disk.id.file_name()),
+            worker: self.programs.worker(disk)?,
+            names: None,
+        };
+        self.follow(disk, &keep, store, stop)
+    }
+
+    fn forget(&self, disk: DiskId) {
+        let socket = self.socket(disk);
+        let ended = match Keeper::connect(&socket) {
+            Ok(keeper) => keeper.end(),
+            Err(e) => Err(e),
+        };
+        match ended {
+            Err(e) if !is_nobody(&e) => {
+                tracing::warn!("cannot end the keeper of disk {disk}: {e}");
+            }
+            // What a dead one has left.
+            Err(_) => {
+                for name in [socket.clone(), socket.with_extension("sock.lock")] {
+                    if let Err(e) = std::fs::remove_file(&name)
+                        && e.kind() != io::ErrorKind::NotFound
+                    {
+                        tracing::warn!("cannot remove {}: {e}", name.display());
+                    }
+                }
+            }
+            Ok(()) => {}
+        }
+    }
+
+    fn all(&self) -> Vec<DiskId> {
+        let entries = std::fs::read_dir(self.folder()).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter_map(|name| id_of_name(name.strip_suffix(".sock")?)).collect()
+    }
+}
+
+/// The image is closed first, so that nothing is left to the next binary but the image itself.
+fn upgrade(keeper: &Keeper, line: &Line, binary: &Path, stop: &Waker) -> Result<(), Failure> {
+    match retire(line.fd.as_fd(), stop) {
+        // A worker that is gone has left what the next one recovers from.
+        Ok(()) | Err(ServeError::WorkerLost(_)) => {}
+        Err(e) => return Err(not_served(e)),
+    }
+    keeper.upgrade(binary).map_err(|e| Failure {
+        why: format!("cannot become {}: {e}", binary.display()),
+        help: "the disk is served by the program that it was served by".to_owned(),
+    })
+}
+
+/// Nobody has begun with this attachment.
+fn is_new(store: &mut Store, disk: &Assignment<'_>) -> Result<bool, Failure> {
+    let state = store.read(&format!("{}/state", disk.backend)).map_err(|e| Failure::store(&e))?;
+    Ok(state.as_deref() == Some(b"1"))
+}
+
+/// Toolstacks set this process's priority, and look for its statistics.
+fn name_keeper(store: &mut Store, disk: &Assignment<'_>, pid: i32) -> Result<(), Failure> {
+    let dir = &disk.backend;
+    let named = store.transaction(|tx| {
+        // Not where the directory has gone meanwhile: it would be there again.
+        match tx.read(&format!("{dir}/state"))? {
+            Some(_) => tx.write(&format!("{dir}/kthread-pid"), pid.to_string().as_bytes()),
+            None => Ok(()),
+        }
+    });
+    match named {
+        // A quota, say: nobody is served worse for that.
+        Err(e) if !e.is_fatal() => {
+            tracing::debug!("cannot name the keeper of disk {}: {e}", disk.id);
+            Ok(())
+        }
+        named => named.map_err(|e: StoreError| Failure::store(&e)),
+    }
+}
+
+fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
+    let options = &disk.options;
+    let offer = Offer {
+        max_queues: options.queues,
+        max_ring_order: options.ring_order,
+        max_indirect_segments: options.indirect,
+        persistent: options.mover == Mover::Persistent,
+    };
+    let backend = disk.backend.clone();
+    FollowConfig { backend, domid: DomId(disk.id.domid), devid: disk.id.devid, offer }
+}
+
+/// There is no keeper.
+fn is_nobody(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
+fn failed(what: &str, e: &io::Error) -> Failure {
+    let help = "it is tried again; the daemon's log has more (journalctl -u ferrite)".to_owned();
+    Failure { why: format!("cannot {what}: {e}"), help }
+}
+
+fn not_served(e: ServeError) -> Failure {
+    let help = match &e {
+        ServeError::Open { what, why, help } => {
+            return Failure { why: format!("{what}: {why}"), help: help.clone() };
+        }
+        ServeError::Close(_) => {
+            "what was answered is kept on this host: mend the storage; it is tried again"
+        }
+        ServeError::TakeOver(_) => {
+            "if the guest cannot be served as it is, detach the disk (xl block-detach) and attach it \
+             again; requests in flight are lost then"
+        }
+        ServeError::Attachment(_) => "look at the toolstack's directory of the disk (xenstore-ls)",
+        _ => "the guest waits, and it is tried again; ferrite doctor shows what is missing",
+    };
+    Failure { why: e.to_string(), help: help.to_owned() }
+}

@@ -1,0 +1,360 @@
+//! Disks that are served by processes beside the daemon: a keeper and a worker each. Any of these is
+//! killed, and replaced.
+
+mod host;
+mod load;
+
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::sync::Arc;
+
+use ferrite_daemon::control::client::ClientError;
+use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
+use ferrite_daemon::keeping::{Keepers, Programs};
+use ferrite_daemon::{Assignment, Failure, Step};
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::engines::test_engine;
+use ferrite_io::process::take_given;
+use ferrite_keeper::{ALIVE_FD, LINE_FD};
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
+use ferrite_serve::blkif::lifecycle::{OpenFailure, Opened, work};
+use ferrite_testkit::rig::work_config;
+use ferrite_testkit::{PATIENCE, images, scale, wait_until};
+use ferrite_xen::hypervisor::DomId;
+use host::{GUESTS, Host, works};
+use load::Load;
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+
+const MIB: u64 = 1 << 20;
+
+/// Starts this program as keeper and worker.
+struct Roles;
+
+fn role(name: &str) -> Vec<String> {
+    [name, "--exact", "--nocapture", "--test-threads=1"].map(str::to_owned).to_vec()
+}
+
+impl Programs for Roles {
+    fn keeper(&self) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(role("process_keeper"));
+        // Of the daemon's own, which is a child of the test: what it inherited is handed on.
+        command
+    }
+
+    fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure> {
+        let mut arguments = role("process_worker");
+        // What is behind is no filter's: this program's own.
+        arguments.push("--skip".to_owned());
+        let image = disk.image.name().into_string().unwrap();
+        arguments.push(format!("{}|{}|{}", disk.id, disk.run_dir().display(), image));
+        Ok(arguments)
+    }
+}
+
+/// Descriptors of guests that this process was started with.
+fn guests() -> Vec<i32> {
+    let text = std::env::var(GUESTS).unwrap();
+    let text = text.split_once(';').map_or("", |(_, guests)| guests);
+    let numbers = text.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok());
+    // A domain's number is none: those of descriptors that were inherited are higher.
+    numbers
+        .filter(|fd| *fd > ALIVE_FD && std::fs::exists(format!("/proc/self/fd/{fd}")).unwrap())
+        .collect()
+}
+
+/// Not a test: see [`Roles`].
+#[test]
+fn process_keeper() {
+    if std::env::var_os(GUESTS).is_none() {
+        return;
+    }
+    let Err(e) = ferrite_keeper::run(&guests());
+    panic!("{e}");
+}
+
+/// Not a test: see [`Roles`].
+#[test]
+fn process_worker() {
+    if std::env::var_os(GUESTS).is_none() {
+        return;
+    }
+    let line = take_given(LINE_FD).unwrap();
+    let alive = take_given(ALIVE_FD).unwrap();
+    let what = std::env::args().next_back().unwrap();
+    let [id, run, image] = what.splitn(3, '|').collect::<Vec<_>>()[..] else { panic!("{what}") };
+    let (domid, devid) = id.split_once('/').unwrap();
+    let (domid, run) = (DomId(domid.parse().unwrap()), PathBuf::from(run));
+    let run_dir = run.join(format!("vbd-{domid}-{devid}"));
+    let loopback = Loopback::new(CopyWith::Memcpy);
+    // The store's descriptor is the daemon's, and before the guests'.
+    for guest in std::env::var(GUESTS).unwrap().split(';').skip(1) {
+        let guest = GuestHandle::from_arg(guest).unwrap();
+        if guest.domid() == domid {
+            // Until the memory of a worker that was killed is nobody's any more.
+            while loopback.add(&guest).is_err() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        }
+    }
+    let config = work_config(domid, run_dir);
+    let mut open = |read_only| {
+        while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let options = OpenOptions {
+            read_only,
+            wait_for_lock: Some(PATIENCE),
+            state_dir: Some(run.join("images")),
+            taken_over: true,
+            ..OpenOptions::default()
+        };
+        let failed = |e: &dyn std::fmt::Display| OpenFailure {
+            what: format!("cannot open {image}"),
+            why: e.to_string(),
+            help: "-".to_owned(),
+        };
+        let disk = Disk::open(image, &options).map_err(|e| failed(&e))?;
+        let kind = test_engine();
+        let engine = Arc::new(move |arena, entries| kind.open(arena, entries));
+        Ok(Opened { disk, engine })
+    };
+    // Its end is that of its keeper, or its own.
+    let _ = work(&line, &loopback, &config, &mut open);
+    std::process::exit(0);
+}
+
+/// Not a test: the daemon.
+#[test]
+fn process_daemon() {
+    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
+}
+
+fn attach(host: &Host, domid: u16) -> DiskPaths {
+    let image = host.make_image(&format!("{domid}.img"), 4 * MIB);
+    host.attach(domid, 0, &format!("aio:{}", image.display()))
+}
+
+fn kill(mut daemon: Child) {
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+}
+
+/// The keeper of a disk that is served: not one that was killed and is known yet.
+fn keeper(host: &Host, disk: &DiskPaths) -> i32 {
+    let mut keeper = 0;
+    wait_until("a keeper with a worker", || {
+        let served = host.wait_for_phase(disk, PhaseName::Served);
+        keeper = served.pid.unwrap().try_into().unwrap();
+        is_alive(keeper) && worker(keeper).is_some_and(is_alive)
+    });
+    keeper
+}
+
+/// The keeper's only child.
+fn worker(keeper: i32) -> Option<i32> {
+    // A test program has threads besides.
+    let threads = std::fs::read_dir(format!("/proc/{keeper}/task")).ok()?.flatten();
+    let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    children.collect::<String>().split_whitespace().next()?.parse().ok()
+}
+
+/// It is gone when this returns, and not only about to be.
+fn kill_pid(pid: i32) {
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    wait_until("its end", || !is_alive(pid));
+}
+
+fn is_alive(pid: i32) -> bool {
+    // Nobody here reaps it, and a zombie is as good as gone.
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
+}
+
+/// All disks are detached, and nothing is left of those who served them.
+fn end(host: &Host, disks: &[DiskPaths], keepers: &[i32]) {
+    for disk in disks {
+        host.detach(disk);
+    }
+    host.wait_for_no_disks();
+    let sockets = host.places().run.join("keepers");
+    wait_until("no keepers", || {
+        std::fs::read_dir(&sockets).unwrap().count() == 0 && !keepers.iter().any(|k| is_alive(*k))
+    });
+}
+
+#[test]
+fn disks_are_served_by_keepers_that_are_named_and_end_with_them() {
+    let host = Host::new(3);
+    let daemon = host.spawn(None);
+    let disks: Vec<DiskPaths> = (1..=3).map(|domid| attach(&host, domid)).collect();
+    let mut keepers = Vec::new();
+    for disk in &disks {
+        let mut front = host.connect(disk);
+        works(&mut front, 3);
+        let pid = keeper(&host, disk);
+        let named = host.store().read_string(&format!("{}/kthread-pid", disk.backend)).unwrap();
+        assert_eq!(named, Some(pid.to_string()));
+        keepers.push(pid);
+        front.close(PATIENCE).unwrap();
+    }
+    end(&host, &disks, &keepers);
+    kill(daemon);
+}
+
+#[test]
+fn workers_keepers_and_daemons_that_are_killed_under_load_are_pauses() {
+    let host = Host::new(2);
+    let mut daemon = host.spawn(None);
+    let disks: Vec<DiskPaths> = (1..=2).map(|domid| attach(&host, domid)).collect();
+    let loads: Vec<Load> = disks.iter().map(|disk| Load::start(&host, disk)).collect();
+    for round in 0..8 * scale() {
+        for load in &loads {
+            load.wait_for_progress();
+        }
+        let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
+        match round % 4 {
+            0 => keepers.iter().filter_map(|keeper| worker(*keeper)).for_each(kill_pid),
+            1 => keepers.iter().for_each(|keeper| kill_pid(*keeper)),
+            2 => {
+                kill(daemon);
+                // Without a daemon the guests go on.
+                for load in &loads {
+                    load.wait_for_progress();
+                }
+                daemon = host.spawn(None);
+                wait_until("the daemon", || host.status().is_ok_and(|s| s.served == 2));
+                let found: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
+                assert_eq!(found, keepers, "they were found, not started");
+            }
+            _ => {
+                kill(daemon);
+                keepers.iter().for_each(|keeper| kill_pid(*keeper));
+                daemon = host.spawn(None);
+                wait_until("the daemon", || host.status().is_ok_and(|s| s.served == 2));
+            }
+        }
+    }
+    for load in loads {
+        load.end();
+    }
+    let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
+    end(&host, &disks, &keepers);
+    kill(daemon);
+}
+
+#[test]
+fn disks_get_another_program_under_load_with_their_images_closed() {
+    let host = Host::new(2);
+    let daemon = host.spawn(None);
+    let folder = host.image("qcow2");
+    std::fs::create_dir(&folder).unwrap();
+    let image = images::make(&folder, "qcow2", 4 * MIB);
+    let disks = [attach(&host, 1), host.attach(2, 0, &format!("qcow2:{}", image.display()))];
+    let loads: Vec<Load> = disks.iter().map(|disk| Load::start(&host, disk)).collect();
+    let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
+    let binary = host.dir.path().join("next");
+    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    let ask = |binary: &str| -> Result<Upgraded, ClientError> {
+        host.call("upgrade", &json!({ "binary": binary }))
+    };
+    for _ in 0..3 {
+        for load in &loads {
+            load.wait_for_progress();
+        }
+        let done = ask(binary.to_str().unwrap()).unwrap();
+        assert_eq!(done.upgraded, disks.each_ref().map(host::id), "{:?}", done.failed);
+        for (disk, pid) in disks.iter().zip(&keepers) {
+            // The same process, of another program.
+            assert_eq!(keeper(&host, disk), *pid);
+            // The next worker comes a moment after the keeper.
+            wait_until("a worker", || worker(*pid).is_some_and(is_alive));
+            for pid in [*pid, worker(*pid).unwrap()] {
+                let exe = format!("/proc/{pid}/exe");
+                // A worker is for a moment what its keeper is, which is the same.
+                assert_eq!(std::fs::read_link(exe).unwrap(), binary);
+            }
+        }
+    }
+    let done = ask("/nonexistent/ferrite").unwrap();
+    assert_eq!((done.upgraded.len(), done.failed.len()), (0, 2));
+    assert!(done.failed[0].why.contains("/nonexistent/ferrite"), "{done:?}");
+    for load in loads {
+        load.wait_for_progress();
+        load.end();
+    }
+    assert!(ask("ferrite").is_err());
+    end(&host, &disks, &keepers);
+    images::check(&image);
+    kill(daemon);
+}
+
+#[test]
+fn a_daemon_killed_at_a_step_of_a_kept_disk_is_followed_by_one_that_does_the_rest() {
+    for step in [Step::StateWritten, Step::Kept, Step::Served, Step::Forgotten] {
+        let host = Host::new(1);
+        let disk = attach(&host, 1);
+        let mut daemon = host.spawn(Some(step));
+        if step == Step::Forgotten {
+            let mut front = host.connect(&disk);
+            front.close(PATIENCE).unwrap();
+            host.detach(&disk);
+        }
+        daemon.wait().unwrap();
+        let daemon = host.spawn(None);
+        if step != Step::Forgotten {
+            let mut front = host.connect(&disk);
+            works(&mut front, 5);
+            let keepers = [keeper(&host, &disk)];
+            front.close(PATIENCE).unwrap();
+            end(&host, std::slice::from_ref(&disk), &keepers);
+        }
+        wait_until("an answer", || host.status().is_ok_and(|status| status.xen));
+        host.wait_for_no_disks();
+        kill(daemon);
+    }
+}
+
+#[test]
+fn the_keeper_of_a_disk_that_was_detached_and_attached_without_a_daemon_is_another_one() {
+    let host = Host::new(1);
+    let disk = attach(&host, 1);
+    let daemon = host.spawn(None);
+    works(&mut host.connect(&disk), 1);
+    let old = keeper(&host, &disk);
+    kill(daemon);
+    host.machine().remove_disk(&disk).unwrap();
+    let other = host.make_image("other.img", MIB);
+    let again = host.attach(1, 0, &format!("aio:{}", other.display()));
+    let daemon = host.spawn(None);
+    let mut front = host.connect(&again);
+    works(&mut front, 2);
+    let new = keeper(&host, &again);
+    assert!(new != old && !is_alive(old));
+    front.close(PATIENCE).unwrap();
+    end(&host, std::slice::from_ref(&again), &[new]);
+    kill(daemon);
+}
+
+#[test]
+fn an_image_that_a_worker_cannot_open_is_told_and_tried_again() {
+    let host = Host::new(1);
+    let daemon = host.spawn(None);
+    let image = host.image("a.vhd");
+    std::fs::write(&image, vec![0; 4096]).unwrap();
+    let disk = host.attach(1, 0, &format!("vhd:{}", image.display()));
+    wait_until("a reason", || host.status().is_ok());
+    let failed = host.wait_for_phase(&disk, PhaseName::Failed);
+    assert!(failed.why.unwrap().contains("a.vhd"));
+    let good = images::make(host.dir.path(), "vhd", 4 * MIB);
+    std::fs::rename(good, &image).unwrap();
+    let mut front = host.connect(&disk);
+    works(&mut front, 2);
+    let keepers = [keeper(&host, &disk)];
+    front.close(PATIENCE).unwrap();
+    end(&host, std::slice::from_ref(&disk), &keepers);
+    kill(daemon);
+}

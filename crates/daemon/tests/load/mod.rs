@@ -1,0 +1,64 @@
+//! A guest that writes and reads back without end.
+
+#![allow(unreachable_pub, reason = "a module of several tests")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use ferrite_io::clock::{Random as _, SplitMix64};
+use ferrite_loopback::front::Frontend;
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::{PATIENCE, wait_until};
+
+use crate::host::Host;
+
+/// One guest's.
+pub struct Load {
+    stop: Arc<AtomicBool>,
+    done: Arc<AtomicU64>,
+    thread: JoinHandle<Frontend>,
+}
+
+impl Load {
+    pub fn start(host: &Host, disk: &DiskPaths) -> Load {
+        let (stop, done) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
+        let front = host.connect(disk);
+        let (end, counted, seed) = (stop.clone(), done.clone(), disk.domid.0.into());
+        let thread = std::thread::spawn(move || run(front, &end, &counted, seed));
+        Load { stop, done, thread }
+    }
+
+    /// Waits until it has done something.
+    pub fn wait_for_progress(&self) {
+        let before = self.done.load(Ordering::Relaxed);
+        wait_until("progress", || self.done.load(Ordering::Relaxed) > before);
+    }
+
+    /// The guest lets go of the disk.
+    pub fn end(self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap().close(PATIENCE).unwrap();
+    }
+}
+
+fn run(mut front: Frontend, stop: &AtomicBool, done: &AtomicU64, seed: u64) -> Frontend {
+    let mut random = SplitMix64::new(seed);
+    let buffer = front.space().buffer(1).unwrap();
+    let mut stamps = vec![0u8; 256];
+    while !stop.load(Ordering::Relaxed) {
+        let block = random.below(256) as usize;
+        let queue = &mut front.queues[0];
+        queue.read(block as u64 * 8, &buffer, 0, 4096).unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        let mut data = vec![0; 4096];
+        buffer.read(0, &mut data);
+        assert!(data.iter().all(|byte| *byte == stamps[block]), "block {block}");
+        stamps[block] = stamps[block].wrapping_add(1);
+        buffer.write(0, &[stamps[block]; 4096]);
+        queue.write(block as u64 * 8, &buffer, 0, 4096).unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        done.fetch_add(1, Ordering::Relaxed);
+    }
+    front
+}
