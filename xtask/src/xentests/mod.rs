@@ -355,8 +355,9 @@ impl<'a> Bench<'a> {
 const ENDED: &str = "while pgrep -x ferrite >/dev/null; do sleep 0.2; done";
 
 /// Prints what disks must not leave behind (threats.md T22): files in memory, and errors in
-/// xenstore. A folder for the states of images and the file of the mapping budget are the host's.
+/// xenstore. The folders and the files of the budgets are the host's.
 const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/images \
+     ! -path /run/ferrite/stats ! -path /run/ferrite/keepers \
      ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget 2>/dev/null; \
      xenstore-ls -f /local/domain/0/error/backend/vbd3 2>/dev/null; true";
 
