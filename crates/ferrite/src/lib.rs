@@ -77,7 +77,7 @@ fn keeper() -> ExitCode {
     match ferrite_keeper::run(&[]) {
         Ok(never) => match never {},
         Err(e) => {
-            let help = "ferrite starts keepers by itself; ferrite serve serves a disk by hand";
+            let help = "the daemon starts it; ferrite serve serves a disk by hand";
             exit::Failure::new("cannot be a keeper", e, help).report()
         }
     }

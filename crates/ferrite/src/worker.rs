@@ -128,7 +128,7 @@ pub(crate) fn names(args: &ServeArgs, run_dir: &Path, folders: &[PathBuf]) -> Op
 
 fn given(number: i32) -> Result<OwnedFd, Failure> {
     take_given(number).map_err(|e| {
-        let help = "ferrite starts workers by itself; ferrite serve serves a disk by hand";
+        let help = "a keeper starts it; ferrite serve serves a disk by hand";
         Failure::new("cannot be a worker", e, help)
     })
 }
