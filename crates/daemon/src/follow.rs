@@ -15,7 +15,7 @@ use ferrite_xen::store::{Store, StoreError};
 use crate::params::Image;
 use crate::state::{DiskId, DiskState};
 use crate::table::{Phase, Upgrade, Woken};
-use crate::unserved::{End, stand_in};
+use crate::unserved::{End, May, answer};
 use crate::wait::wait_for;
 use crate::{Assignment, Failure, Shared, Step, directory};
 
@@ -47,6 +47,8 @@ pub(crate) struct Follower {
     pub(crate) shared: Arc<Shared>,
     pub(crate) id: DiskId,
     pub(crate) minor: u32,
+    /// No predecessor has had the image open for this attachment.
+    pub(crate) is_untouched: bool,
     pub(crate) stop: Arc<Waker>,
     pub(crate) log: LogLimit,
 }
@@ -219,7 +221,10 @@ impl Follower {
     ) -> Result<End, StoreError> {
         let mut store = (self.shared.connect)()?;
         self.report(&mut store, failure);
-        stand_in(&mut store, self.id, failure.is_none(), how_long, &self.stop)
+        let was_open =
+            self.shared.table.look(|disks| disks.get(&self.id).is_none_or(|entry| entry.was_open));
+        let may = May { offer: failure.is_none(), announce: self.is_untouched && !was_open };
+        answer(&mut store, self.id, may, how_long, &self.stop)
     }
 
     /// Says in xenstore why the disk is not served. That xenstore refuses it changes nothing.

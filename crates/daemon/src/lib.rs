@@ -99,6 +99,7 @@ impl Assignment<'_> {
 
     /// The image is open.
     pub fn is_served(&self) {
+        self.shared.table.change(self.id, |entry| entry.was_open = true);
         self.shared.table.set(self.id, Phase::Served);
         (self.shared.at)(Step::Served);
     }

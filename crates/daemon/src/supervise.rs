@@ -201,10 +201,11 @@ impl Supervisor<'_> {
             Task::Empty | Task::Refuse(_) => None,
         };
         let known = self.known(id, look);
+        let is_untouched = is_untouched(&task, known.is_some(), look);
         let entered = self.shared.table.enter(id, image, known.as_ref(), |minor, stop| {
             let shared = self.shared.clone();
             let log = LogLimit::default();
-            let follower = Follower { shared, id, minor, stop, log };
+            let follower = Follower { shared, id, minor, is_untouched, stop, log };
             let name = id.file_name();
             std::thread::Builder::new().name(name).spawn(move || follower.run(&task))
         });
@@ -220,5 +221,14 @@ impl Supervisor<'_> {
         if self.shared.log.allow(self.shared.clock.now_ns()).is_some() {
             line();
         }
+    }
+}
+
+/// Whether no predecessor can have had the disk's image open for this attachment: its state file comes
+/// before that. Beyond 2, the disk may have been served by hand, or the file may be lost.
+fn is_untouched(task: &Task, is_known: bool, look: &Look) -> bool {
+    match task {
+        Task::Empty => true,
+        Task::Serve(_) | Task::Refuse(_) => !look.has_begun() || (look.own == 2 && !is_known),
     }
 }

@@ -65,6 +65,8 @@ pub struct Entry {
     pub since: SystemTime,
     /// Starts that it has taken.
     pub starts: u64,
+    /// Its image was open: a guest may have written.
+    pub(crate) was_open: bool,
     /// The later attachment that it is to rest for, or rests for.
     pub(crate) rests_for: Option<DiskId>,
     /// What becomes of the binary that it is served by.
@@ -120,6 +122,7 @@ impl Table {
             pid: None,
             since: SystemTime::now(),
             starts: 0,
+            was_open: false,
             rests_for,
             upgrade: Upgrade::None,
             stop,

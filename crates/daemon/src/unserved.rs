@@ -2,8 +2,9 @@
 //!
 //! The toolstack waits for two of them. Where it runs a script it waits for our 2 first, and the
 //! script then says why the disk does not come. And it waits for our 6 when it detaches the disk. We
-//! never say 4, so no guest takes such a disk for one that works; and no 5 or 6 unless the toolstack
-//! has asked for the end and the guest has let go, or never had it.
+//! never say 4, so no guest takes such a disk for one that works. We say 6 only once the toolstack has
+//! asked for the end and the guest has let go, and only of an image that nobody has open: another host
+//! may open it at once. What was answered may be in this host's journal until the image is closed.
 
 use std::time::{Duration, Instant};
 
@@ -29,11 +30,32 @@ const TOKEN: &str = "unserved";
 /// Nothing tells of a guest that dies: its disks are looked at so often.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
 
-/// Answers for the disk until it is detached, for so long at most. `offers`: also before a script.
+/// What may be said of a disk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct May {
+    /// Our 2, also where no script is run.
+    pub(crate) offer: bool,
+    /// Our 6: its image is closed, or was never open.
+    pub(crate) announce: bool,
+}
+
+/// Answers for a disk whose image is closed, until it is detached, for so long at most. `offers`: also
+/// before a script.
 pub(crate) fn stand_in(
     store: &mut Store,
     id: DiskId,
     offers: bool,
+    how_long: Option<Duration>,
+    stop: &Waker,
+) -> Result<End, StoreError> {
+    answer(store, id, May { offer: offers, announce: true }, how_long, stop)
+}
+
+/// Answers for the disk as far as it may, until it is detached, for so long at most.
+pub(crate) fn answer(
+    store: &mut Store,
+    id: DiskId,
+    may: May,
     how_long: Option<Duration>,
     stop: &Waker,
 ) -> Result<End, StoreError> {
@@ -48,11 +70,12 @@ pub(crate) fn stand_in(
             return Ok(End::Detached);
         }
         if !is_wanted(store, id, &look)? {
-            if !look.is_held() {
+            // Otherwise the next try closes the image, and says it.
+            if may.announce && !look.is_held() {
                 write(store, id, look.own, b"6")?;
                 return Ok(End::Detached);
             }
-        } else if look.own == 1 && (offers || look.has_script) {
+        } else if look.own == 1 && (may.offer || look.has_script) {
             begun = write(store, id, 1, b"2")?;
         }
         begun |= look.own == 2;

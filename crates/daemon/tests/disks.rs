@@ -171,7 +171,7 @@ fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again()
 }
 
 #[test]
-fn a_guest_that_holds_a_disk_which_cannot_be_served_any_more_is_not_told_of_its_end() {
+fn the_end_of_a_disk_that_cannot_be_served_any_more_waits_for_its_guest_and_its_image() {
     let mut host = Host::new(1);
     host.start();
     let image = host.make_image("a.img", MIB);
@@ -189,6 +189,30 @@ fn a_guest_that_holds_a_disk_which_cannot_be_served_any_more_is_not_told_of_its_
     assert_eq!(host.backend_state(&disk), 5);
     let waits = host.show(&disk).unwrap().waits_for.unwrap();
     assert!(waits.contains("unmount it"), "{waits}");
+    front.set_state(6).unwrap();
+    // Nor is the toolstack, until the image is closed: another host may open it then.
+    let starts = host.disks()[0].starts;
+    wait_until("two more tries", || host.disks()[0].starts > starts + 1);
+    assert_eq!(host.backend_state(&disk), 5);
+    std::fs::rename(&away, &image).unwrap();
+    host.wait_for_state(&disk, 6);
+    host.machine().remove_disk(&disk).unwrap();
+    host.wait_for_no_disks();
+}
+
+#[test]
+fn a_disk_that_was_never_served_ends_when_its_guest_lets_go() {
+    let mut host = Host::new(1);
+    host.start();
+    let params = format!("aio:{}", host.image("missing.img").display());
+    let disk = host.attach_with(1, 0, &params, &[("script", "block-ferrite")]);
+    host.wait_for_state(&disk, 2);
+    let mut front = host.frontend(&disk);
+    front.offer(&Default::default()).unwrap();
+    host.machine().unplug(&disk).unwrap();
+    let starts = host.disks()[0].starts;
+    wait_until("two more tries", || host.disks()[0].starts > starts + 1);
+    assert_eq!(host.backend_state(&disk), 5);
     front.set_state(6).unwrap();
     host.wait_for_state(&disk, 6);
     host.machine().remove_disk(&disk).unwrap();
