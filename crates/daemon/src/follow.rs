@@ -164,7 +164,7 @@ impl Follower {
         self.shared.table.change(self.id, |entry| entry.starts += 1);
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
         self.check_folder(image)?;
-        self.have_earlier_rest(&mut store, image)?;
+        self.have_earlier_rest(&mut store)?;
         // Before anybody serves it: the next daemon has to know what to look for.
         self.states_changed(image)?;
         (self.shared.at)(Step::StateWritten);
@@ -202,7 +202,10 @@ impl Follower {
         })?;
         // A link in an allowed folder to a volume is how volumes are named.
         match self.shared.config.allows(&real) {
-            true => Ok(()),
+            true => {
+                self.shared.table.change(self.id, |entry| entry.real = Some(real));
+                Ok(())
+            }
             false => Err(Failure {
                 why: format!("{path} is in none of the folders that images are served from"),
                 help: format!(

@@ -57,6 +57,8 @@ pub struct Entry {
     pub phase: Phase,
     /// Its image; none in an empty drive, and where the toolstack has named none.
     pub image: Option<Image>,
+    /// The image after links, once that was looked up.
+    pub(crate) real: Option<PathBuf>,
     /// tapdisk's number of it.
     pub minor: u32,
     /// The process that stands for it: the same as long as it is served.
@@ -76,6 +78,13 @@ pub struct Entry {
     ends: bool,
     has_ended: bool,
     thread: Option<JoinHandle<()>>,
+}
+
+impl Entry {
+    /// Its image after links, as far as that is known.
+    pub(crate) fn file(&self) -> Option<&Path> {
+        self.real.as_deref().or(self.image.as_ref().map(|image| image.path.as_path()))
+    }
 }
 
 /// The disks, and a bell that rings when one of them changes.
@@ -118,6 +127,7 @@ impl Table {
         let entry = Entry {
             phase: Phase::Starting,
             image,
+            real: None,
             minor,
             pid: None,
             since: SystemTime::now(),

@@ -82,6 +82,27 @@ fn a_migration_that_fails_goes_back_to_its_source() {
     pair.host.wait_for_phase(&pair.source.0, PhaseName::Served);
 }
 
+/// What an image's name leads to is asked once, by its own disk: to ask again may never end, where its
+/// storage does not answer.
+#[test]
+fn an_earlier_attachment_is_found_though_its_name_leads_nowhere_any_more() {
+    let mut host = Host::new(2);
+    for domid in 1..=2 {
+        host.store().write(&format!("/local/domain/{domid}/vm"), VM).unwrap();
+    }
+    host.start();
+    let image = host.make_image("a.img", 8 << 20);
+    let link = host.image("link.img");
+    std::os::unix::fs::symlink(&image, &link).unwrap();
+    let source = host.attach(1, 0, &format!("aio:{}", link.display()));
+    let mut front = host.connect(&source);
+    works(&mut front, 1);
+    std::fs::remove_file(&link).unwrap();
+    let target = host.attach(2, 0, &format!("aio:{}", image.display()));
+    host.wait_for_phase(&target, PhaseName::Served);
+    host.wait_for_phase(&source, PhaseName::Resting);
+}
+
 #[test]
 fn another_vms_disk_does_not_rest_for_who_names_the_same_image() {
     for vms in [[VM, b"/vm/another"], [VM, b""], [b"", b""]] {
