@@ -165,7 +165,7 @@ pub trait Engine {
 
     /// Lets go of all files, on none of which an operation may be in flight. The next that is added
     /// has index 0 again. A lock that was held through one comes free a moment later, if nobody else
-    /// has that open.
+    /// has that open: at the latest when the engine waits again.
     ///
     /// # Errors
     /// The kernel's; the files stay.
