@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use ferrite_io::process::{receive_with, send_with};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::net::{
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown,
+    socket_with,
+};
 
 use crate::keep::Keep;
 use crate::wire::{Answer, MAX_BYTES, Request};
@@ -38,9 +41,15 @@ impl Keeper {
     /// # Errors
     /// `NotFound` or `ConnectionRefused`: there is none.
     pub fn connect(path: &Path) -> io::Result<Keeper> {
+        Keeper::connect_within(path, PATIENCE)
+    }
+
+    fn connect_within(path: &Path, patience: Duration) -> io::Result<Keeper> {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(patience))?;
+        // Also for those whom it has not accepted yet: there is room for a few.
+        set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
         connect(&socket, &SocketAddrUnix::new(path)?)?;
         Ok(Keeper { socket })
     }
@@ -98,6 +107,13 @@ impl Keeper {
     }
 
     fn ask(&self, request: &Request) -> io::Result<(Answer, Option<OwnedFd>)> {
+        self.try_ask(request).inspect_err(|_| {
+            // An answer that comes later would be taken for the next one's.
+            let _ = shutdown(&self.socket, Shutdown::Both);
+        })
+    }
+
+    fn try_ask(&self, request: &Request) -> io::Result<(Answer, Option<OwnedFd>)> {
         send_with(&self.socket, &serde_json::to_vec(request)?, None)?;
         let (bytes, file) = receive_with(&self.socket, MAX_BYTES, true)?;
         if bytes.is_empty() {
@@ -111,5 +127,59 @@ fn unexpected(answer: Answer) -> io::Error {
     match answer {
         Answer::No(why) => io::Error::other(why),
         answer => io::Error::other(format!("the keeper answers {answer:?}: a bug in ferrite")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use rustix::net::{accept, bind, listen};
+
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(20);
+
+    /// Who listens at this path and may do nothing else.
+    fn listener(path: &Path) -> OwnedFd {
+        let flags = SocketFlags::CLOEXEC;
+        let listener =
+            socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        listen(&listener, 1).unwrap();
+        listener
+    }
+
+    #[test]
+    fn a_keeper_that_hangs_is_given_up_also_by_those_whom_it_has_not_accepted() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let _listener = listener(&path);
+        let (tell, told) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut connected = Vec::new();
+            let failed = loop {
+                match Keeper::connect_within(&path, SHORT) {
+                    Ok(keeper) => connected.push(keeper),
+                    Err(e) => break e.kind(),
+                }
+            };
+            tell.send(failed).unwrap();
+        });
+        assert_eq!(told.recv_timeout(PATIENCE), Ok(io::ErrorKind::WouldBlock));
+    }
+
+    #[test]
+    fn an_answer_that_comes_too_late_is_nobodys() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let listener = listener(&path);
+        let keeper = Keeper::connect_within(&path, SHORT).unwrap();
+        let theirs = accept(&listener).unwrap();
+        assert!(keeper.keep().is_err());
+        // The first one's.
+        let late = serde_json::to_vec(&Answer::Done).unwrap();
+        let _ = send_with(&theirs, &late, None);
+        assert!(keeper.upgrade(Path::new("/new")).is_err());
     }
 }

@@ -8,6 +8,7 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use ferrite_io::process::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
-use rustix::process::{getpid, setsid};
+use rustix::process::{chdir, getpid, setsid};
 
 use crate::keep::{Keep, State, VARIABLE};
 use crate::socket::Place;
@@ -33,6 +34,8 @@ const CLIENTS: usize = 8;
 const LOOK_AT_PRIORITY: Duration = Duration::from_secs(2);
 /// The worker cannot be started: how often that is told.
 const TELL_AGAIN: u32 = 100;
+/// What cannot be done for want of descriptors stays to be done, and `poll` says so at once.
+const REST: Duration = Duration::from_millis(50);
 
 /// A keeper: the process that [`Keep::start`] has started. Descriptors with the numbers `also`, which
 /// this process was started with, are handed on to each worker.
@@ -61,6 +64,10 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
             (place, None)
         }
     };
+    // It may outlive the folder, and the file system, that it was started in.
+    if keep.socket.is_absolute() && keep.run_dir.is_absolute() {
+        chdir("/")?;
+    }
     if let Some(asker) = &asker {
         answer(asker, &Answer::Done, None);
     }
@@ -89,6 +96,7 @@ impl Process {
                     tell(&format!("cannot start the worker: {e}"));
                 }
                 self.failures = self.failures.wrapping_add(1);
+                std::thread::sleep(REST);
             }
             let now = io_priority();
             // What fails is tried when it is changed again: nothing but speed depends on it.
@@ -99,6 +107,7 @@ impl Process {
             let (came, asked, names) = self.wait();
             if names && let Err(e) = self.worker.answer() {
                 tell(&format!("cannot end the worker: {e}"));
+                std::thread::sleep(REST);
             }
             // From the last on, since who has gone is removed.
             for i in asked.into_iter().rev() {
@@ -125,6 +134,7 @@ impl Process {
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         if poll(&mut fds, Some(&timeout)).is_err() {
+            std::thread::sleep(REST);
             return (false, Vec::new(), false);
         }
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
@@ -136,7 +146,12 @@ impl Process {
 
     fn accept(&mut self) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let Ok(client) = accept_with(&self.place.listener, flags) else { return };
+        let client = match accept_with(&self.place.listener, flags) {
+            Ok(client) => client,
+            // Who has come is gone.
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => return,
+            Err(_) => return std::thread::sleep(REST),
+        };
         // The oldest has been quiet for longest, or is not heard any more.
         if self.clients.len() >= CLIENTS {
             self.clients.remove(0);
@@ -220,7 +235,8 @@ impl Process {
         let state = CString::new(format!("{VARIABLE}={}", serde_json::to_string(&state)?))?;
         let mut environment = environment_without(VARIABLE);
         environment.push(state);
-        let arguments = std::env::args().map(CString::new).collect::<Result<_, _>>()?;
+        let arguments = std::env::args_os().map(|argument| CString::new(argument.into_vec()));
+        let arguments = arguments.collect::<Result<_, _>>()?;
         let program = Program { file: file.as_fd(), arguments, environment };
         Err(become_in_place(&program, &kept))
     }

@@ -32,6 +32,9 @@ pub const ALIVE: &str = "alive";
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 const LOOK_AGAIN_MAX: Duration = Duration::from_millis(100);
 
+/// A panic that is caught looks for its program's files then, and who may open none is killed.
+const BACKTRACES: [&[u8]; 2] = [b"RUST_BACKTRACE=", b"RUST_LIB_BACKTRACE="];
+
 /// What there is of it.
 #[derive(Debug)]
 enum Stage {
@@ -176,6 +179,7 @@ impl Worker {
         let name = std::iter::once("ferrite").chain(keep.worker.iter().map(String::as_str));
         let arguments = name.map(CString::new).collect::<Result<_, _>>()?;
         let mut environment = environment_without(VARIABLE);
+        environment.retain(|pair| !BACKTRACES.iter().any(|name| pair.to_bytes().starts_with(name)));
         let names =
             keep.names.as_ref().map(|names| Ok::<_, io::Error>((names, Desk::ends(names)?)));
         let names = names.transpose()?;

@@ -14,8 +14,8 @@ use ferrite_io::sandbox::{Means, user_of};
 use ferrite_keeper::{ALIVE, ALIVE_FD, Keep, Keeper, LINE_FD, Line, Names, give_rights_up};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::process::{
-    Pid, Signal, WaitOptions, kill_process, set_child_subreaper, set_parent_process_death_signal,
-    waitpid,
+    Pid, Resource, Rlimit, Signal, WaitOptions, getrlimit, kill_process, prlimit,
+    set_child_subreaper, set_parent_process_death_signal, waitpid,
 };
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -54,6 +54,12 @@ fn worker_process() {
         match &*asked {
             b"" => std::process::exit(0),
             b"end" => std::process::exit(7),
+            b"place" => {
+                let traced = ["RUST_BACKTRACE", "RUST_LIB_BACKTRACE"].map(std::env::var_os);
+                let place = std::env::current_dir().unwrap();
+                let place = format!("{} {:?}", place.display(), traced);
+                send_with(&line, place.as_bytes(), None).unwrap();
+            }
             b"socket" => drop(std::net::UdpSocket::bind("127.0.0.1:0")),
             _ if asked.starts_with(b"open ") => {
                 let path = std::str::from_utf8(&asked[5..]).unwrap();
@@ -105,6 +111,7 @@ impl World {
         command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
         // One heap: that of a test's thread looks into files.
         command.env(ROLE, "1").env("MALLOC_ARENA_MAX", "1");
+        command.envs(["RUST_BACKTRACE", "RUST_LIB_BACKTRACE"].map(|name| (name, "1")));
         self.keep.start(command)?;
         Keeper::connect(&self.keep.socket)
     }
@@ -131,12 +138,19 @@ impl Drop for World {
     }
 }
 
-fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+fn wait_until(what: &str, is_so: impl FnMut() -> bool) {
+    assert!(comes_true(is_so), "{what}");
+}
+
+fn comes_true(mut is_so: impl FnMut() -> bool) -> bool {
     let end = Instant::now() + PATIENCE;
     while !is_so() {
-        assert!(Instant::now() < end, "{what}");
+        if Instant::now() >= end {
+            return false;
+        }
         std::thread::sleep(Duration::from_millis(1));
     }
+    true
 }
 
 fn say(line: &OwnedFd, text: &str) -> String {
@@ -152,6 +166,14 @@ fn worker(line: &Line) -> i32 {
 
 fn kill(pid: i32) {
     kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+}
+
+/// Stops a child of ours, which does nothing more when this returns.
+fn stop(pid: i32) {
+    let pid = Pid::from_raw(pid).unwrap();
+    kill_process(pid, Signal::STOP).unwrap();
+    let (_, status) = waitpid(Some(pid), WaitOptions::UNTRACED).unwrap().unwrap();
+    assert!(status.stopped());
 }
 
 /// Waits for a child of ours.
@@ -273,11 +295,52 @@ fn a_worker_has_the_descriptors_that_it_was_given_and_no_others() {
     let alive = world.keep.run_dir.join(ALIVE);
     let theirs = fs::File::open(&alive).unwrap();
     assert!(flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_err());
+    // It starts no other one meanwhile, which would lock the file, too.
+    stop(line.keeper);
     kill(worker);
-    wait_until("the lock comes free for a moment", || {
-        flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_ok()
-    });
+    let is_free = || flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_ok();
+    let came_free = comes_true(is_free);
+    kill_process(Pid::from_raw(line.keeper).unwrap(), Signal::CONT).unwrap();
+    assert!(came_free, "the lock comes free");
     drop(theirs);
+    end(&world, keeper, line.keeper);
+}
+
+/// What a panic that is caught would open is what a worker may not.
+#[test]
+fn a_worker_is_in_no_folder_that_goes_away_and_looks_for_no_files_when_it_panics() {
+    let world = World::new();
+    let keeper = world.start();
+    let line = keeper.line(None).unwrap();
+    assert_eq!(say(&line.fd, "place"), "/ [None, None]");
+    let place = fs::read_link(format!("/proc/{}/cwd", line.keeper)).unwrap();
+    assert_eq!(place, Path::new("/"));
+    end(&world, keeper, line.keeper);
+}
+
+/// How often this process has waited: one that is busy without end does not.
+fn waits(pid: i32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    line.unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn a_keeper_without_descriptors_waits_for_some_and_goes_on() {
+    let world = World::new();
+    let keeper = world.start();
+    let line = keeper.line(None).unwrap();
+    let pid = Pid::from_raw(line.keeper);
+    let free = (0..).find(|fd| !fs::exists(format!("/proc/{}/fd/{fd}", line.keeper)).unwrap());
+    let none = Rlimit { current: free, ..getrlimit(Resource::Nofile) };
+    let before = prlimit(pid, Resource::Nofile, none).unwrap();
+    // It has room for this one, and no descriptor.
+    let other = Keeper::connect(&world.keep.socket).unwrap();
+    let looks = waits(line.keeper);
+    wait_until("it waits", || waits(line.keeper) > looks + 20);
+    prlimit(pid, Resource::Nofile, before).unwrap();
+    assert_eq!(other.keep().unwrap(), world.keep);
+    drop(other);
     end(&world, keeper, line.keeper);
 }
 
