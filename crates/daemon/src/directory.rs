@@ -1,5 +1,6 @@
 //! A disk's directories in xenstore, as the daemon looks at them.
 
+use ferrite_serve::blkif::lifecycle::Attached;
 use ferrite_xen::store::{Store, StoreError};
 
 use crate::state::DiskId;
@@ -105,6 +106,19 @@ impl Look {
     /// There is, or was, a guest that a predecessor had connected.
     pub fn has_begun(&self) -> bool {
         !matches!(self.own, 0 | 1)
+    }
+
+    /// Whether it is this attachment, and not a later one of the same name.
+    pub fn is_of(&self, attached: &Attached) -> bool {
+        let is_meant = match attached {
+            Attached::Any => true,
+            // The toolstack writes 1, and 5 when it detaches.
+            Attached::New(params) => {
+                matches!(self.own, 2..=4) || self.params.as_ref() == Some(params)
+            }
+            Attached::Begun => self.own != 1,
+        };
+        self.is_there && is_meant
     }
 
     /// Somebody has to see to this disk: it is attached, or on its way out and not there.

@@ -4,14 +4,18 @@
 //! log, and tried again, as the cause may be mended: storage that was away, an image that somebody
 //! else has open.
 
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use ferrite_serve::blkif::lifecycle::{Outcome, clear_failure, report_failure};
+use ferrite_serve::blkif::lifecycle::{
+    Attached, Outcome, clear_failure, forget_run_dir, report_failure,
+};
 use ferrite_serve::log_limit::{LogLimit, field};
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
+use crate::directory::Look;
 use crate::params::Image;
 use crate::state::{DiskId, DiskState};
 use crate::table::{Phase, Upgrade, Woken};
@@ -47,6 +51,12 @@ pub(crate) struct Follower {
     pub(crate) shared: Arc<Shared>,
     pub(crate) id: DiskId,
     pub(crate) minor: u32,
+    /// Which attachment it sees to. Another one of the same name is another thread's.
+    pub(crate) attached: Attached,
+    /// What an older disk of this name has left may be there.
+    pub(crate) has_older: bool,
+    /// The next daemon would know what disk it is that has begun.
+    pub(crate) may_begin: bool,
     /// No predecessor has had the image open for this attachment.
     pub(crate) is_untouched: bool,
     pub(crate) stop: Arc<Waker>,
@@ -60,6 +70,9 @@ impl Follower {
         if self.follow(task) {
             // The order matters: who serves it is gone before nobody knows of it any more.
             self.shared.serving.forget(self.id);
+            if let Err(e) = forget_run_dir(&self.run_dir()) {
+                tracing::warn!("cannot remove {} yet: {e}", self.run_dir().display());
+            }
             (self.shared.at)(Step::Forgotten);
             self.shared.states.remove(self.id);
             self.info("is detached");
@@ -72,8 +85,9 @@ impl Follower {
         // The last thing that was told: the same reason is told once.
         let mut told = None;
         loop {
-            let (failure, how_long) = match task {
-                Task::Serve(image) => match self.serve_or_rest(image) {
+            let (failure, how_long) = match (self.forget_older(task), task) {
+                (Err(failure), _) => (Some(failure), Some(pause)),
+                (Ok(()), Task::Serve(image)) => match self.serve_or_rest(image) {
                     Ok(Next::Gone) => return true,
                     Ok(Next::Ended) => return false,
                     Ok(Next::Again) => continue,
@@ -86,8 +100,8 @@ impl Follower {
                         }
                     }
                 },
-                Task::Empty => (None, None),
-                Task::Refuse(why) => (Some(refused(why)), None),
+                (Ok(()), Task::Empty) => (None, None),
+                (Ok(()), Task::Refuse(why)) => (Some(refused(why)), None),
             };
             self.shared.table.change(self.id, |entry| {
                 if let (Upgrade::Asked(_), Some(failure)) = (&entry.upgrade, &failure) {
@@ -105,6 +119,8 @@ impl Follower {
                     self.is_unswept();
                     return true;
                 }
+                // Its own thread comes at once, and may fail as we did.
+                Ok(End::Another) => return !self.is_stopped(RETRY),
                 Ok(End::Stopped) if self.ends() => return false,
                 Ok(End::Stopped | End::Retry) => {}
                 Err(e) => {
@@ -122,7 +138,7 @@ impl Follower {
     fn serve_or_rest(&mut self, image: &Image) -> Result<Next, Failure> {
         if let Some(later) = self.rests_for() {
             return match self.rest(later, image)? {
-                End::Detached => {
+                End::Detached | End::Another => {
                     self.is_unswept();
                     Ok(Next::Gone)
                 }
@@ -163,20 +179,65 @@ impl Follower {
     fn serve(&mut self, image: &Image) -> Result<Outcome, Failure> {
         self.shared.table.change(self.id, |entry| entry.starts += 1);
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
+        if !self.is_attached(&mut store)? {
+            self.is_unswept();
+            return Ok(Outcome::Unplugged);
+        }
+        // Before anybody serves it, or says 2: the next daemon has to know what to look for.
+        self.states_changed(image)?;
+        self.may_begin = true;
+        (self.shared.at)(Step::StateWritten);
         self.check_folder(image)?;
         self.have_earlier_rest(&mut store)?;
-        // Before anybody serves it: the next daemon has to know what to look for.
-        self.states_changed(image)?;
-        (self.shared.at)(Step::StateWritten);
         let assignment = Assignment {
             id: self.id,
             backend: directory::path(self.id),
             image: image.clone(),
             options: self.shared.config.of_image(&image.path).clone(),
             minor: self.minor,
+            attached: self.attached.clone(),
             shared: &self.shared,
         };
-        self.shared.serving.serve(&assignment, &mut store, &self.stop)
+        let served = self.shared.serving.serve(&assignment, &mut store, &self.stop);
+        // It may have begun. If it has not, the next thread begins anew.
+        if self.was_open() {
+            self.attached = Attached::Begun;
+        }
+        served
+    }
+
+    /// Whether what stands there is still the attachment that we see to.
+    fn is_attached(&mut self, store: &mut Store) -> Result<bool, Failure> {
+        let look = Look::take(store, self.id).map_err(|e| Failure::store(&e))?;
+        let is_attached = look.is_of(&self.attached);
+        if is_attached && look.has_begun() {
+            self.attached = Attached::Begun;
+        }
+        Ok(is_attached)
+    }
+
+    /// Removes what an older disk of this name has left, before anything is said of this one: whoever
+    /// serves that, its tables, and what the next daemon would take for this one's image.
+    fn forget_older(&mut self, task: &Task) -> Result<(), Failure> {
+        if self.has_older {
+            self.shared.serving.forget_older(self.id)?;
+            forget_run_dir(&self.run_dir()).map_err(|e| Failure {
+                why: format!("cannot remove what an older disk of this name has left: {e}"),
+                help: "it is tried again; its storage may take long".to_owned(),
+            })?;
+            self.shared.states.try_remove(self.id).map_err(|e| self.no_state(&e))?;
+            self.has_older = false;
+        }
+        self.may_begin |= !matches!(task, Task::Serve(_));
+        Ok(())
+    }
+
+    fn run_dir(&self) -> PathBuf {
+        self.shared.places.run.join(self.id.file_name())
+    }
+
+    fn was_open(&self) -> bool {
+        self.shared.table.look(|disks| disks.get(&self.id).is_none_or(|entry| entry.was_open))
     }
 
     /// Writes the disk's state as that of one that is served.
@@ -224,10 +285,9 @@ impl Follower {
     ) -> Result<End, StoreError> {
         let mut store = (self.shared.connect)()?;
         self.report(&mut store, failure);
-        let was_open =
-            self.shared.table.look(|disks| disks.get(&self.id).is_none_or(|entry| entry.was_open));
-        let may = May { offer: failure.is_none(), announce: self.is_untouched && !was_open };
-        answer(&mut store, self.id, may, how_long, &self.stop)
+        let announce = self.is_untouched && !self.was_open();
+        let may = May { begin: self.may_begin, offer: failure.is_none(), announce };
+        answer(&mut store, self.id, may, &mut self.attached, how_long, &self.stop)
     }
 
     /// Says in xenstore why the disk is not served. That xenstore refuses it changes nothing.

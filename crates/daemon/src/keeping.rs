@@ -77,6 +77,25 @@ impl Keepers {
         Keeper::connect(&keep.socket).map_err(|e| failed("reach the new keeper", &e))
     }
 
+    /// Ends the disk's keeper, or removes what a dead one has left.
+    fn end(&self, id: DiskId) -> io::Result<()> {
+        let socket = self.socket(id);
+        let ended = match Keeper::connect(&socket) {
+            Ok(keeper) => keeper.end(),
+            Err(e) => Err(e),
+        };
+        if !ended.as_ref().is_err_and(is_nobody) {
+            return ended;
+        }
+        for name in [socket.clone(), socket.with_extension("sock.lock")] {
+            match std::fs::remove_file(&name) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Follows one line after the other.
     fn follow(
         &self,
@@ -156,27 +175,13 @@ impl Serving for Keepers {
     }
 
     fn forget(&self, disk: DiskId) {
-        let socket = self.socket(disk);
-        let ended = match Keeper::connect(&socket) {
-            Ok(keeper) => keeper.end(),
-            Err(e) => Err(e),
-        };
-        match ended {
-            Err(e) if !is_nobody(&e) => {
-                tracing::warn!("cannot end the keeper of disk {disk}: {e}");
-            }
-            // What a dead one has left.
-            Err(_) => {
-                for name in [socket.clone(), socket.with_extension("sock.lock")] {
-                    if let Err(e) = std::fs::remove_file(&name)
-                        && e.kind() != io::ErrorKind::NotFound
-                    {
-                        tracing::warn!("cannot remove {}: {e}", name.display());
-                    }
-                }
-            }
-            Ok(()) => {}
+        if let Err(e) = self.end(disk) {
+            tracing::warn!("cannot end the keeper of disk {disk}: {e}");
         }
+    }
+
+    fn forget_older(&self, disk: DiskId) -> Result<(), Failure> {
+        self.end(disk).map_err(|e| failed("end the keeper of an older disk", &e))
     }
 
     fn all(&self) -> Vec<DiskId> {
@@ -234,7 +239,8 @@ fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
         persistent: options.mover == Mover::Persistent,
     };
     let backend = disk.backend.clone();
-    FollowConfig { backend, domid: DomId(disk.id.domid), devid: disk.id.devid, offer }
+    let (domid, devid) = (DomId(disk.id.domid), disk.id.devid);
+    FollowConfig { backend, domid, devid, offer, attached: disk.attached.clone() }
 }
 
 /// There is no keeper.

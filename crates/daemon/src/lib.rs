@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_io::clock::{Clock, SystemClock};
-use ferrite_serve::blkif::lifecycle::Outcome;
+use ferrite_serve::blkif::lifecycle::{Attached, Outcome};
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
@@ -77,6 +77,8 @@ pub struct Assignment<'a> {
     pub options: DiskOptions,
     /// tapdisk's number of it.
     pub minor: u32,
+    /// The attachment that is to be served: another one of the same name may have another image.
+    pub attached: Attached,
     shared: &'a Shared,
 }
 
@@ -130,6 +132,12 @@ pub trait Serving: Send + Sync {
 
     /// The disk is no more: nothing is to be left of it.
     fn forget(&self, disk: DiskId);
+
+    /// An older disk of this name is no more, and its end may have been missed.
+    ///
+    /// # Errors
+    /// Somebody may serve it still.
+    fn forget_older(&self, disk: DiskId) -> Result<(), Failure>;
 
     /// Disks that somebody stands for whom this daemon may know nothing of.
     fn all(&self) -> Vec<DiskId>;

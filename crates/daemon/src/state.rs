@@ -139,11 +139,19 @@ impl States {
 
     /// Removes a disk's file. One that is not there is removed already.
     pub fn remove(&self, id: DiskId) {
-        let path = self.path(id);
-        if let Err(e) = fs::remove_file(&path)
-            && e.kind() != io::ErrorKind::NotFound
-        {
-            tracing::warn!("cannot remove {}: {e}", path.display());
+        if let Err(e) = self.try_remove(id) {
+            tracing::warn!("cannot remove {}: {e}", self.path(id).display());
+        }
+    }
+
+    /// The same.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn try_remove(&self, id: DiskId) -> io::Result<()> {
+        match fs::remove_file(self.path(id)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
         }
     }
 

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::sweep;
+use ferrite_serve::blkif::lifecycle::{Attached, sweep};
 use ferrite_serve::log_limit::LogLimit;
 use ferrite_xen::store::{Store, StoreError};
 
@@ -201,11 +201,26 @@ impl Supervisor<'_> {
             Task::Empty | Task::Refuse(_) => None,
         };
         let known = self.known(id, look);
+        let attached = match look.has_begun() {
+            true => Attached::Begun,
+            false => Attached::New(look.params.clone().unwrap_or_default()),
+        };
+        let has_older = !look.has_begun();
         let is_untouched = is_untouched(&task, known.is_some(), look);
         let entered = self.shared.table.enter(id, image, known.as_ref(), |minor, stop| {
             let shared = self.shared.clone();
             let log = LogLimit::default();
-            let follower = Follower { shared, id, minor, is_untouched, stop, log };
+            let follower = Follower {
+                shared,
+                id,
+                minor,
+                attached,
+                has_older,
+                may_begin: false,
+                is_untouched,
+                stop,
+                log,
+            };
             let name = id.file_name();
             std::thread::Builder::new().name(name).spawn(move || follower.run(&task))
         });

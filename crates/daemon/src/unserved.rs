@@ -8,6 +8,7 @@
 
 use std::time::{Duration, Instant};
 
+use ferrite_serve::blkif::lifecycle::Attached;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
@@ -18,8 +19,10 @@ use crate::wait::wait_for;
 /// Why that ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
-    /// The disk is detached, or its directory is gone or is another one.
+    /// The disk is detached, or its directory is gone.
     Detached,
+    /// Another attachment stands in its place.
+    Another,
     /// It is time to try again.
     Retry,
     /// We are asked to stop.
@@ -33,13 +36,15 @@ const LOOK_AGAIN: Duration = Duration::from_secs(2);
 /// What may be said of a disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct May {
-    /// Our 2, also where no script is run.
+    /// Our 2: the next daemon would know what disk that was said of.
+    pub(crate) begin: bool,
+    /// The same also where no script is run.
     pub(crate) offer: bool,
     /// Our 6: its image is closed, or was never open.
     pub(crate) announce: bool,
 }
 
-/// Answers for a disk whose image is closed, until it is detached, for so long at most. `offers`: also
+/// Answers for a disk that was served and whose image is closed, until it is detached, for so long at most. `offers`: also
 /// before a script.
 pub(crate) fn stand_in(
     store: &mut Store,
@@ -48,7 +53,8 @@ pub(crate) fn stand_in(
     how_long: Option<Duration>,
     stop: &Waker,
 ) -> Result<End, StoreError> {
-    answer(store, id, May { offer: offers, announce: true }, how_long, stop)
+    let may = May { begin: true, offer: offers, announce: true };
+    answer(store, id, may, &mut Attached::Begun, how_long, stop)
 }
 
 /// Answers for the disk as far as it may, until it is detached, for so long at most.
@@ -56,29 +62,34 @@ pub(crate) fn answer(
     store: &mut Store,
     id: DiskId,
     may: May,
+    attached: &mut Attached,
     how_long: Option<Duration>,
     stop: &Waker,
 ) -> Result<End, StoreError> {
     let end = how_long.map(|how_long| Instant::now() + how_long);
     store.watch(&directory::path(id), TOKEN)?;
-    let mut begun = false;
     loop {
         while store.poll_event()?.is_some() {}
         let look = Look::take(store, id)?;
-        // A 1 after our 2 is another attachment of this name.
-        if !look.is_there || (begun && look.own == 1) {
+        if !look.is_there {
             return Ok(End::Detached);
         }
+        if !look.is_of(attached) {
+            return Ok(End::Another);
+        }
+        let mut has_begun = look.has_begun();
         if !is_wanted(store, id, &look)? {
             // Otherwise the next try closes the image, and says it.
-            if may.announce && !look.is_held() {
-                write(store, id, look.own, b"6")?;
+            if may.announce && !look.is_held() && write(store, id, &look, b"6")? {
                 return Ok(End::Detached);
             }
-        } else if look.own == 1 && (may.offer || look.has_script) {
-            begun = write(store, id, 1, b"2")?;
+        } else if look.own == 1 && may.begin && (may.offer || look.has_script) {
+            has_begun |= write(store, id, &look, b"2")?;
         }
-        begun |= look.own == 2;
+        // A 1 after that is another attachment's.
+        if has_begun {
+            *attached = Attached::Begun;
+        }
         let left = end.map(|end| end.saturating_duration_since(Instant::now()));
         if left.is_some_and(|left| left.is_zero()) {
             return Ok(End::Retry);
@@ -103,11 +114,13 @@ fn is_wanted(store: &mut Store, id: DiskId, look: &Look) -> Result<bool, StoreEr
     Ok(look.online && home.is_some())
 }
 
-/// Writes our state where it is still the one that was seen. Whether it was.
-fn write(store: &mut Store, id: DiskId, seen: u32, state: &[u8]) -> Result<bool, StoreError> {
-    let path = format!("{}/state", directory::path(id));
+/// Writes our state where all is still as it was seen: another attachment may have come. Whether it was.
+fn write(store: &mut Store, id: DiskId, seen: &Look, state: &[u8]) -> Result<bool, StoreError> {
+    let dir = directory::path(id);
+    let path = format!("{dir}/state");
     store.transaction(|tx| {
-        let is_seen = tx.read(&path)?.is_some_and(|now| now == seen.to_string().as_bytes());
+        let is_seen = tx.read(&path)?.is_some_and(|now| now == seen.own.to_string().as_bytes())
+            && tx.read(&format!("{dir}/params"))? == seen.params;
         if is_seen {
             tx.write(&path, state)?;
         }

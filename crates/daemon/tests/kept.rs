@@ -320,23 +320,29 @@ fn a_daemon_killed_at_a_step_of_a_kept_disk_is_followed_by_one_that_does_the_res
 
 #[test]
 fn the_keeper_of_a_disk_that_was_detached_and_attached_without_a_daemon_is_another_one() {
-    let host = Host::new(1);
-    let disk = attach(&host, 1);
-    let daemon = host.spawn(None);
-    works(&mut host.connect(&disk), 1);
-    let old = keeper(&host, &disk);
-    kill(daemon);
-    host.machine().remove_disk(&disk).unwrap();
-    let other = host.make_image("other.img", MIB);
-    let again = host.attach(1, 0, &format!("aio:{}", other.display()));
-    let daemon = host.spawn(None);
-    let mut front = host.connect(&again);
-    works(&mut front, 2);
-    let new = keeper(&host, &again);
-    assert!(new != old && !is_alive(old));
-    front.close(PATIENCE).unwrap();
-    end(&host, std::slice::from_ref(&again), &[new]);
-    kill(daemon);
+    // Also of the same image: the old one has the old one's rings.
+    for name in ["other.img", "1.img"] {
+        let host = Host::new(1);
+        let disk = attach(&host, 1);
+        let daemon = host.spawn(None);
+        works(&mut host.connect(&disk), 1);
+        let old = keeper(&host, &disk);
+        kill(daemon);
+        host.machine().remove_disk(&disk).unwrap();
+        let image = host.image(name);
+        if !image.exists() {
+            host.make_image(name, MIB);
+        }
+        let again = host.attach(1, 0, &format!("aio:{}", image.display()));
+        let daemon = host.spawn(None);
+        let mut front = host.connect(&again);
+        works(&mut front, 2);
+        let new = keeper(&host, &again);
+        assert!(new != old && !is_alive(old));
+        front.close(PATIENCE).unwrap();
+        end(&host, std::slice::from_ref(&again), &[new]);
+        kill(daemon);
+    }
 }
 
 #[test]

@@ -9,8 +9,8 @@ use std::time::Duration;
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, Config, EngineFactory, FollowConfig, Outcome, STOPPED, ServeError, WorkConfig,
-    close, report_failure, run_dir_name, serve, sweep,
+    Attached, Attachment, Config, EngineFactory, FollowConfig, Outcome, STOPPED, ServeError,
+    WorkConfig, close, report_failure, run_dir_name, serve, sweep,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -86,7 +86,7 @@ fn serve_with(
     let engine = engines(kind);
     let disk = complete(args, disk, &engine)?;
     let config = Config {
-        follow: FollowConfig { backend, domid, devid, offer: offer(args) },
+        follow: FollowConfig { backend, domid, devid, offer: offer(args), attached: Attached::Any },
         work: work_config(args, run)?,
         engine,
     };

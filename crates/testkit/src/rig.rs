@@ -17,8 +17,8 @@ use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{CopyWith, GuestOptions, Machine};
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig, run_dir_name,
-    serve,
+    Attached, Attachment, Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig,
+    run_dir_name, serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -72,7 +72,13 @@ pub fn config(disk: &DiskPaths, run_dir: PathBuf) -> Config {
 /// The same for the half that follows the store.
 pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
     let backend = disk.backend.clone();
-    FollowConfig { backend, domid: disk.domid, devid: disk.devid, offer: offer() }
+    FollowConfig {
+        backend,
+        domid: disk.domid,
+        devid: disk.devid,
+        offer: offer(),
+        attached: Attached::Any,
+    }
 }
 
 /// The same for the half that serves.

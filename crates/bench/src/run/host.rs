@@ -14,7 +14,7 @@ use ferrite_io::engines::EngineKind;
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
 use ferrite_serve::blkif::lifecycle::{
-    Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig, close, serve,
+    Attached, Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig, close, serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::{Counters, Counts};
@@ -384,7 +384,7 @@ fn config(
     };
     let (backend, domid, devid) = (disk.backend.clone(), disk.domid, disk.devid);
     Ok(Config {
-        follow: FollowConfig { backend, domid, devid, offer },
+        follow: FollowConfig { backend, domid, devid, offer, attached: Attached::Any },
         work: WorkConfig {
             domid,
             moving: Moving {

@@ -63,7 +63,8 @@ impl Serving for InProcess {
         disk.is_kept(std::process::id());
         disk.is_served();
         let paths = DiskPaths::new(DomId(disk.id.domid), disk.id.devid);
-        let config = config(&paths, disk.run_dir().join(disk.id.file_name()));
+        let mut config = config(&paths, disk.run_dir().join(disk.id.file_name()));
+        config.follow.attached = disk.attached.clone();
         let outcome = serve(store, &*self.loopback, &device, &config, stop).map_err(|e| why(&e))?;
         if outcome == Outcome::Stopped {
             close(&device, &config.engine).map_err(|e| why(&e))?;
@@ -73,6 +74,10 @@ impl Serving for InProcess {
 
     fn forget(&self, disk: DiskId) {
         self.forgotten.lock().unwrap().push(disk);
+    }
+
+    fn forget_older(&self, _: DiskId) -> Result<(), Failure> {
+        Ok(())
     }
 
     fn all(&self) -> Vec<DiskId> {

@@ -22,6 +22,18 @@ pub struct Config {
     pub engine: EngineFactory,
 }
 
+/// Which attachment is meant. Names are used again: the toolstack may remove a directory at any time,
+/// and make another one of that name, with another image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Attached {
+    /// The one that is there, or the next one that comes.
+    Any,
+    /// The one with these `params`, while its state is the toolstack's 1. It is not waited for.
+    New(Vec<u8>),
+    /// The one whose state is not 1 any more. It is not waited for.
+    Begun,
+}
+
 /// What the half is told that follows xenstore.
 #[derive(Clone, Debug)]
 pub struct FollowConfig {
@@ -34,6 +46,8 @@ pub struct FollowConfig {
     pub devid: u32,
     /// What is offered.
     pub offer: Offer,
+    /// Of all that may stand in the directory, this is served and nothing else.
+    pub attached: Attached,
 }
 
 /// What the half is told that serves.

@@ -3,7 +3,7 @@
 use ferrite_xen::store::{StoreError, Transaction};
 
 use super::look::{Look, State};
-use super::{Attachment, Backend, ServeError};
+use super::{Attached, Attachment, Backend, ServeError};
 use crate::blkif::negotiate::{self, DiskFacts};
 
 impl Backend<'_> {
@@ -14,7 +14,10 @@ impl Backend<'_> {
         let own = self.read("state")?;
         let online = self.read("online")?;
         let frontend = self.read("frontend")?;
-        let gone = !is_ours(&self.attachment, self.has_begun, frontend, own.as_deref());
+        let attached = self.attached;
+        let is_meant = is_meant(attached, own.as_deref(), || self.read("params"))?;
+        let gone =
+            !is_meant || !is_ours(&self.attachment, self.has_begun, frontend, own.as_deref());
         self.has_begun |= !gone && own.is_some() && own.as_deref() != NEW;
         let plugged = !self.attachment.has_script
             || self.read("hotplug-status")?.as_deref() == Some(b"connected");
@@ -73,10 +76,13 @@ impl Backend<'_> {
         mut change: impl FnMut(&mut Transaction<'_>) -> Result<T, StoreError>,
     ) -> Result<Option<T>, StoreError> {
         let (backend, attachment, has_begun) = (self.backend, &self.attachment, self.has_begun);
+        let attached = self.attached;
         self.store.transaction(|tx| {
             let frontend = tx.read(&format!("{backend}/frontend"))?;
             let own = tx.read(&format!("{backend}/state"))?;
-            match is_ours(attachment, has_begun, frontend, own.as_deref()) {
+            let is_meant =
+                is_meant(attached, own.as_deref(), || tx.read(&format!("{backend}/params")))?;
+            match is_meant && is_ours(attachment, has_begun, frontend, own.as_deref()) {
                 true => change(tx).map(Some),
                 false => Ok(None),
             }
@@ -124,6 +130,19 @@ fn is_ours(
 ) -> bool {
     let same = frontend.as_deref() == Some(attachment.frontend.as_bytes());
     same && !(has_begun && own == NEW)
+}
+
+/// Whether one that nobody has begun with has the image that we were told of: it may have come in the
+/// place of that one before we had written anything.
+fn is_meant(
+    attached: &Attached,
+    own: Option<&[u8]>,
+    params: impl FnOnce() -> Result<Option<Vec<u8>>, StoreError>,
+) -> Result<bool, StoreError> {
+    match attached {
+        Attached::New(meant) if own == NEW => Ok(params()?.as_ref() == Some(meant)),
+        _ => Ok(true),
+    }
 }
 
 /// Keys that a frontend writes only for more than one queue or page, so that the next one finds them.

@@ -47,14 +47,14 @@ mod xenbus;
 pub use attached::EngineFactory;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
-pub use config::{Config, FollowConfig, WorkConfig};
+pub use config::{Attached, Config, FollowConfig, WorkConfig};
 pub use error::ServeError;
 pub use look::State;
 pub use messages::OpenFailure;
 pub use refusal::clear_error as clear_failure;
 pub use remote::line::retire;
 pub use remote::work::{Opened, work};
-pub use run_dir::{STOPPED, TABLE, run_dir_name};
+pub use run_dir::{STOPPED, TABLE, forget_run_dir, run_dir_name};
 pub use sweep::sweep;
 
 use attachment::DIRECTORY;
@@ -106,8 +106,9 @@ pub fn serve(
     let mut worker = Worker::new(hypervisor, device, &config.work, &config.engine)?;
     let facts = carry_out::facts(&mut worker)?;
     let follow = &config.follow;
-    let Some(attachment) = Attachment::wait(store, &follow.backend, follow.domid, stop)? else {
-        return Ok(Outcome::Stopped);
+    let attachment = match find(store, follow, stop, Outcome::Stopped)? {
+        Ok(attachment) => attachment,
+        Err(outcome) => return Ok(outcome),
     };
     let (clock, log_limits) = (device.clock.clone(), &device.log_limits);
     let means = FollowMeans { store, worker: Box::new(worker), clock, log_limits, stop };
@@ -142,8 +143,9 @@ pub fn follow_and_tell(
     stop: &Waker,
     opened: impl FnOnce(),
 ) -> Result<Outcome, ServeError> {
-    let Some(attachment) = Attachment::wait(store, &config.backend, config.domid, stop)? else {
-        return Ok(Outcome::Left);
+    let attachment = match find(store, config, stop, Outcome::Left)? {
+        Ok(attachment) => attachment,
+        Err(outcome) => return Ok(outcome),
     };
     let followed = || {
         let mut line = Line::new(line, stop);
@@ -158,6 +160,29 @@ pub fn follow_and_tell(
         Err(ServeError::Left) => Ok(Outcome::Left),
         followed => followed,
     }
+}
+
+/// The attachment that is meant, or what follows from its end: `stopped`, if it was waited for.
+fn find(
+    store: &mut Store,
+    config: &FollowConfig,
+    stop: &Waker,
+    stopped: Outcome,
+) -> Result<Result<Attachment, Outcome>, ServeError> {
+    let backend = &config.backend;
+    if config.attached == Attached::Any {
+        return Ok(Attachment::wait(store, backend, config.domid, stop)?.ok_or(stopped));
+    }
+    if let Some(attachment) = Attachment::read(store, backend, config.domid)? {
+        return Ok(Ok(attachment));
+    }
+    // What comes under this name later is another one.
+    for key in ["frontend", "state"] {
+        if store.read(&format!("{backend}/{key}"))?.is_none() {
+            return Ok(Err(Outcome::Unplugged));
+        }
+    }
+    Err(ServeError::Attachment(format!("{backend} is not complete")))
 }
 
 /// What the half that follows xenstore works with.
@@ -182,6 +207,8 @@ struct Backend<'a> {
     log_limits: &'a LogLimits,
     /// What the toolstack has said of the disk.
     attachment: Attachment,
+    /// Which one that has to be.
+    attached: &'a Attached,
     /// Our state is not the toolstack's 1 any more.
     has_begun: bool,
     /// What is offered, as far as this disk's requests fit into buffers.
@@ -237,7 +264,8 @@ impl<'a> Backend<'a> {
             clock,
             log_limits,
             attachment,
-            has_begun: false,
+            attached: &config.attached,
+            has_begun: config.attached == Attached::Begun,
             offer,
             standing: offer,
             stop,

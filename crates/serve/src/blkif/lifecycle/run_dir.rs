@@ -112,6 +112,17 @@ pub(super) fn remove_counters(run_dir: &Path) -> io::Result<()> {
     }
 }
 
+/// Removes what is left in a disk's run directory, when nobody serves the disk.
+///
+/// # Errors
+/// The file system's; `WouldBlock`: another process works in it.
+pub fn forget_run_dir(path: &Path) -> io::Result<()> {
+    match RunDir::existing(path)? {
+        Some(dir) => dir.remove(),
+        None => remove_counters(path),
+    }
+}
+
 /// All that a worker opens by name, but for the counters.
 pub(super) struct RunFiles {
     path: PathBuf,
