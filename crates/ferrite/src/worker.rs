@@ -26,16 +26,20 @@ use crate::serve::{self, TAKE_OVER_WAIT};
 /// How often it is asked for the lock.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
 
+/// No option allows more queues.
+const MOST_QUEUES: u32 = 64;
+
 /// Serves for as long as there is a keeper.
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let WorkerArgs { serve: args, run_dir } = args;
     let line = given(LINE_FD)?;
     let alive = Arc::new(given(ALIVE_FD)?);
     // Now, while this process may, and for all connections: nobody else has a copy of these.
-    let xen = Xen::ahead(args.queues as usize);
+    let xen = Xen::ahead(queues_ahead(args));
     let (xen, no_xen) = match xen {
         Ok(xen) => (xen, None),
-        Err(e) => (Xen::new(), Some(e.to_string())),
+        // The next worker may have more luck.
+        Err(e) => (Xen::nothing(), Some(e.to_string())),
     };
     let config = serve::work_config(args, run_dir)?;
     give_rights_up(args)?;
@@ -54,6 +58,12 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     };
     let mut open = |read_only| open(read_only).map_err(told);
     work(&line, &xen, &config, &mut open).map_err(|e| serve::failed(args, &e))
+}
+
+/// For so many queues devices are opened. A guest keeps what it was connected with, also when the option
+/// was made smaller since.
+fn queues_ahead(args: &ServeArgs) -> usize {
+    args.queues.max(MOST_QUEUES) as usize
 }
 
 /// The arguments of a worker that serves with these options, after the program's name. `None`: the
@@ -215,6 +225,19 @@ mod tests {
             assert_eq!(format!("{:?}", worker.serve), format!("{serve:?}"));
             assert_eq!(worker.run_dir, Path::new("/run/there"));
         }
+    }
+
+    #[test]
+    fn a_worker_can_take_a_guest_over_whatever_its_predecessors_option_was() {
+        for queues in ["--queues=1", "--queues=64"] {
+            let Command::Serve(serve) = parse(["serve", "--xen=3/xvda", queues, "a"]).command
+            else {
+                panic!()
+            };
+            assert_eq!(queues_ahead(&serve), 64);
+        }
+        let more = ["ferrite", "serve", "--xen=3/xvda", "--queues=65", "a"];
+        assert!(Cli::try_parse_from(more).is_err());
     }
 
     #[test]

@@ -11,22 +11,24 @@ use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engines::test_engine;
-use ferrite_io::process::{FIRST_GIVEN, take_given};
+use ferrite_io::process::{FIRST_GIVEN, receive_with, send_with, take_given};
 use ferrite_keeper::{ALIVE_FD, Keep, Keeper, LINE_FD};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{BackendHandle, CopyWith, Loopback};
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, Opened, Outcome, ServeError, follow, retire, work,
+    EngineFactory, OpenFailure, Opened, Outcome, ServeError, follow, retire, work,
 };
 use ferrite_serve::log_limit::LogLimits;
 use ferrite_serve::waker::Waker;
 use ferrite_testkit::processes::{Guest, RUN_DIR, World, env, go_on, open};
 use ferrite_testkit::rig::{follow_config, work_config};
 use ferrite_testkit::{PATIENCE, images};
-use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::hypervisor::{DomId, GrantRef, Hypervisor, HypervisorError, Link};
+use ferrite_xen::mover::Moving;
 use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
 
 const DEVID: u32 = 202 << 8;
@@ -123,6 +125,51 @@ fn worker_process() {
     };
     let config = work_config(DomId(1), env(RUN_DIR).into());
     let _ = work(&line, &loopback, &config, &mut open);
+}
+
+/// Of which nothing is left.
+struct UsedUp;
+
+impl Hypervisor for UsedUp {
+    fn name(&self) -> &'static str {
+        "used up"
+    }
+
+    fn is_used_up(&self) -> bool {
+        true
+    }
+
+    fn connect(
+        &self,
+        _: DomId,
+        _: &[GrantRef],
+        _: u32,
+        _: &Moving,
+    ) -> Result<Box<dyn Link>, HypervisorError> {
+        panic!("nobody is to be connected")
+    }
+}
+
+#[test]
+fn a_worker_that_can_connect_nobody_any_more_says_why_and_ends() {
+    let flags = SocketFlags::CLOEXEC;
+    let (ours, line) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let config = work_config(DomId(1), dir.path().join("run"));
+    let worker = std::thread::spawn(move || {
+        let failure = || OpenFailure { what: "a".into(), why: "no Xen".into(), help: "b".into() };
+        work(&line, &UsedUp, &config, &mut |_| Err(failure()))
+    });
+    // Nothing has failed yet.
+    let answer = |what: &str| {
+        send_with(&ours, format!("{{\"number\":1,\"what\":{what}}}").as_bytes(), None).unwrap();
+        String::from_utf8(receive_with(&ours, 1000, true).unwrap().0).unwrap()
+    };
+    assert!(answer("\"Retire\"").contains("Done"));
+    let failed = answer("{\"Open\":{\"read_only\":false}}");
+    assert!(failed.contains("no Xen"), "{failed}");
+    assert_eq!(receive_with(&ours, 1000, true).unwrap().0, b"");
+    assert!(matches!(worker.join().unwrap(), Err(ServeError::Host { .. })));
 }
 
 fn engines(alive: Arc<OwnedFd>) -> EngineFactory {

@@ -138,6 +138,11 @@ pub trait Hypervisor: Send + Sync {
     /// Its name in reports: `xen` or `loopback`.
     fn name(&self) -> &'static str;
 
+    /// Whether this process lacks for good what connecting takes, and only the next one may have it.
+    fn is_used_up(&self) -> bool {
+        false
+    }
+
     /// Maps the ring pages (1 to 16, contiguous in the order given), binds the port. Data will
     /// move as `moving` says.
     ///

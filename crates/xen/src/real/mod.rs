@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ferrite_io::arena::Arena;
 
@@ -52,6 +52,7 @@ pub struct Xen {
 struct Ahead {
     grants: Arc<Kept>,
     events: Arc<Kept>,
+    were_too_few: AtomicBool,
 }
 
 impl Default for Xen {
@@ -84,8 +85,16 @@ impl Xen {
         let xen = Xen::at(root);
         let grants = (0..queues).map(|_| xen.open_grants()).collect::<Result<_, _>>()?;
         let events = (0..queues).map(|_| xen.open_events()).collect::<Result<_, _>>()?;
-        let ahead = Ahead { grants: Kept::new(grants), events: Kept::new(events) };
+        let (grants, events) = (Kept::new(grants), Kept::new(events));
+        let ahead = Ahead { grants, events, were_too_few: AtomicBool::new(false) };
         Ok(Xen { ahead: Some(ahead), ..xen })
+    }
+
+    /// What connects nobody, and [is used up](Hypervisor::is_used_up): nothing could be opened ahead.
+    pub fn nothing() -> Xen {
+        let [grants, events] = [(); 2].map(|()| Kept::new(Vec::new()));
+        let ahead = Ahead { grants, events, were_too_few: AtomicBool::new(true) };
+        Xen { ahead: Some(ahead), ..Xen::new() }
     }
 
     /// Whether the last queue's event channel was restricted to its guest.
@@ -129,10 +138,13 @@ impl Xen {
         domid: DomId,
     ) -> Result<Device, HypervisorError> {
         let Some(ahead) = &self.ahead else { return open(self).map(Device::once) };
-        kept(ahead).take(domid).ok_or_else(|| HypervisorError::Host {
-            what: format!("connect one queue more to domain {domid}"),
-            source: io::ErrorKind::ResourceBusy.into(),
-            hint: "all devices of Xen that were opened ahead are in use or spoiled: start anew",
+        kept(ahead).take(domid).ok_or_else(|| {
+            ahead.were_too_few.store(true, Ordering::Relaxed);
+            HypervisorError::Host {
+                what: format!("connect one queue more to domain {domid}"),
+                source: io::ErrorKind::ResourceBusy.into(),
+                hint: "all devices of Xen that were opened ahead are in use or spoiled: start anew",
+            }
         })
     }
 
@@ -191,6 +203,11 @@ impl Xen {
 impl Hypervisor for Xen {
     fn name(&self) -> &'static str {
         "xen"
+    }
+
+    /// Nothing is opened later, and what was spoiled does not come back.
+    fn is_used_up(&self) -> bool {
+        self.ahead.as_ref().is_some_and(|ahead| ahead.were_too_few.load(Ordering::Relaxed))
     }
 
     fn connect(
@@ -312,9 +329,11 @@ mod tests {
             assert!(xen.connect(DomId(1), &[GrantRef(8)], 3, &Moving::copy()).is_err());
             assert_eq!(count(), (2, 2));
         }
+        assert!(!xen.is_used_up());
         let held = [(); 2].map(|()| ahead.grants.take(DomId(1)).unwrap());
         let error = xen.connect(DomId(1), &[GrantRef(8)], 3, &Moving::copy()).err().unwrap();
         assert!(error.to_string().contains("were opened ahead"), "{error}");
+        assert!(xen.is_used_up() && Xen::nothing().is_used_up());
         drop(held);
         assert_eq!(count(), (2, 2));
     }

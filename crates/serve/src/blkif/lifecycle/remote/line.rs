@@ -26,6 +26,8 @@ const UNASKED: u32 = 256;
 const TEXT_BYTES: usize = 1024;
 /// The size of an image is not asked for more often than this, whatever the worker says.
 const ASK_AGAIN_MIN: Duration = Duration::from_millis(500);
+/// And at least this often: no time of a worker's is too long for a clock.
+const ASK_AGAIN_MAX: Duration = Duration::from_secs(60);
 
 /// What came of an order, and of which.
 type Answer = (u64, Result<Reply, Failure>);
@@ -178,7 +180,7 @@ fn bound(result: &mut Result<Reply, Failure>) {
     match result {
         Ok(Reply::Connected { how, .. }) => *how = clean(how),
         Ok(Reply::Size { ask_again: Some(ask_again), .. }) => {
-            *ask_again = (*ask_again).max(ASK_AGAIN_MIN);
+            *ask_again = (*ask_again).clamp(ASK_AGAIN_MIN, ASK_AGAIN_MAX);
         }
         Ok(Reply::Done | Reply::Facts(_) | Reply::Size { .. }) => {}
         Err(failure) => bound_failure(failure),
@@ -188,7 +190,11 @@ fn bound(result: &mut Result<Reply, Failure>) {
 fn bound_report(report: &mut Report) {
     match report {
         Report::Violation { why, .. } => *why = clean(why),
-        Report::Failed(failure) => bound_failure(failure),
+        // It ends, or hangs at it: another queue's storage may be stuck. The next one is asked for.
+        Report::Failed(failure) => {
+            let why = ServeError::from(failure.clone()).to_string();
+            *failure = Failure::Lost(clean(&format!("it goes on no more: {why}")));
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use super::super::carrier::Carrier;
 use super::super::messages::{Failure, Order, Reply, Report, Rings};
 use super::line::Line;
 use super::wire::{Ask, MAX_BYTES, Said, What, hear, say};
+use super::work::hear_ask;
 use crate::blkif::negotiate::{QueueKeys, Wanted};
 use crate::waker::{Waker, wait_for};
 
@@ -160,6 +161,52 @@ fn what_a_worker_says_is_one_line_of_bounded_length_and_asks_for_no_haste() {
         panic!("no size")
     };
     assert!(ask_again >= Duration::from_millis(500));
+}
+
+#[test]
+fn no_time_of_a_workers_is_too_long_for_a_clock() {
+    let size = Reply::Size { grown: None, ask_again: Some(Duration::MAX) };
+    let Ok(Reply::Size { ask_again: Some(ask_again), .. }) =
+        ordered(|worker, number| answer(worker, number, Ok(size)))
+    else {
+        panic!("no size")
+    };
+    assert!(ask_again <= Duration::from_secs(60));
+}
+
+#[test]
+fn a_worker_whose_queue_has_failed_is_lost_whether_or_not_it_ends() {
+    let (follower, worker) = line();
+    let stop = Waker::new().unwrap();
+    let mut end = Line::new(follower.as_fd(), &stop);
+    let why = "no\nmemory".to_owned();
+    let failed = Report::Failed(Failure::Host { what: "turn".to_owned(), why });
+    say(worker.as_fd(), &Said::Report(failed), true).unwrap();
+    end.clear_reports().unwrap();
+    let Some(Report::Failed(Failure::Lost(why))) = end.report() else { panic!("not lost") };
+    assert!(why.contains("no memory"), "{why}");
+}
+
+/// A newer daemon's, which may ask it to retire all the same.
+#[test]
+fn what_a_worker_does_not_know_is_answered_and_it_goes_on() {
+    let (follower, worker) = line();
+    for what in ["\"Dance\"", "{\"Order\":\"Sing\"}"] {
+        let odd = format!("{{\"number\":7,\"what\":{what}}}");
+        send(&follower, odd.as_bytes(), SendFlags::NOSIGNAL).unwrap();
+        assert_eq!(hear_ask(worker.as_fd()).unwrap(), None);
+        let Ok(Some(Said::Answer { number: 7, result: Err(Failure::Host { .. }) })) =
+            hear(follower.as_fd())
+        else {
+            panic!("no answer to {odd}")
+        };
+    }
+    say(follower.as_fd(), &Ask { number: u64::MAX, what: What::Retire }, true).unwrap();
+    let ask = hear_ask(worker.as_fd()).unwrap();
+    assert_eq!(ask, Some(Ask { number: u64::MAX, what: What::Retire }));
+    assert_eq!(hear_ask(worker.as_fd()).unwrap(), None);
+    send(&follower, b"{\"what\":\"Retire\"}", SendFlags::NOSIGNAL).unwrap();
+    assert_eq!(hear_ask(worker.as_fd()).unwrap_err().kind(), std::io::ErrorKind::InvalidData);
 }
 
 #[test]

@@ -15,11 +15,11 @@ pub(super) const MAX_BYTES: usize = 64 << 10;
 
 /// What a follower asks.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Ask {
+pub(super) struct Ask<W = What> {
     /// The answer names it.
     pub(super) number: u64,
     /// What is to be done.
-    pub(super) what: What,
+    pub(super) what: W,
 }
 
 /// What a worker is to do.

@@ -39,7 +39,7 @@ pub struct Opened {
 ///
 /// # Errors
 /// The line's, also its end: nobody is left who could follow. [`ServeError::Host`]: a queue has failed,
-/// and the next process may do better.
+/// or the hypervisor [is used up](Hypervisor::is_used_up), and the next process may do better.
 pub fn work(
     line: &OwnedFd,
     hypervisor: &dyn Hypervisor,
@@ -55,9 +55,29 @@ pub fn work(
         if told {
             bench.tell(line)?;
         }
-        if asked && let Some(Ask { number, what }) = hear(line).map_err(line_failed)? {
+        if asked && let Some(Ask { number, what }) = hear_ask(line).map_err(line_failed)? {
             let result = bench.carry_out(what);
+            let failed = result.is_err();
             say(line, &Said::Answer { number, result }, true).map_err(line_failed)?;
+            // Nothing can be opened here any more. The guest's requests are in the table.
+            if failed && hypervisor.is_used_up() {
+                let e = io::Error::other("all devices of Xen are in use or spoiled");
+                return Err(ServeError::host("connect a guest", e));
+            }
+        }
+    }
+}
+
+/// What is asked next. A follower that is newer than this program may ask what it does not know: it is
+/// told so, since it has to be able to ask for the end.
+pub(super) fn hear_ask(line: BorrowedFd<'_>) -> io::Result<Option<Ask>> {
+    let Some(Ask { number, what }) = hear::<Ask<serde_json::Value>>(line)? else { return Ok(None) };
+    match serde_json::from_value(what) {
+        Ok(what) => Ok(Some(Ask { number, what })),
+        Err(e) => {
+            let result = Err(Failure::host("do what this program does not know", e.into()));
+            say(line, &Said::Answer { number, result }, true)?;
+            Ok(None)
         }
     }
 }
