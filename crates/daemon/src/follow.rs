@@ -291,7 +291,7 @@ impl Follower {
     }
 
     /// Says in xenstore why the disk is not served. That xenstore refuses it changes nothing.
-    fn report(&self, store: &mut Store, failure: Option<&Failure>) {
+    pub(crate) fn report(&self, store: &mut Store, failure: Option<&Failure>) {
         let path = directory::path(self.id);
         let reported = match failure {
             Some(failure) => report_failure(store, &path, &failure.to_string()),

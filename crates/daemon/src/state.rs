@@ -66,6 +66,9 @@ pub struct DiskState {
     /// The later attachment of the same disk that it rests for.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub rests_for: Option<DiskId>,
+    /// The guest of that attachment was connected: it may have written what this one's does not know.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub has_run: bool,
 }
 
 impl DiskState {
@@ -73,7 +76,8 @@ impl DiskState {
     pub fn new(id: DiskId, image: &Image, minor: u32) -> DiskState {
         use std::os::unix::ffi::OsStrExt as _;
         let path = image.path.as_os_str().as_bytes().to_vec();
-        DiskState { version: VERSION, id, format: image.format, path, minor, rests_for: None }
+        let (rests_for, has_run) = (None, false);
+        DiskState { version: VERSION, id, format: image.format, path, minor, rests_for, has_run }
     }
 
     /// The same of one that rests for a later attachment.

@@ -196,14 +196,19 @@ impl Table {
         }
     }
 
-    /// Asks a disk's thread to leave the image to a later attachment. One that rests already does.
-    pub(crate) fn have_rest(&self, id: DiskId, later: DiskId) {
-        self.change(id, |entry| {
-            if !matches!(entry.phase, Phase::Resting(_)) {
+    /// Asks a disk's thread to leave the image to a later attachment. One that rests for it does already.
+    /// Not so one that rests for another: its guest may be older than the image.
+    pub(crate) fn have_rest(&self, id: DiskId, later: DiskId) -> bool {
+        let mut asked = true;
+        self.change(id, |entry| match entry.rests_for {
+            Some(other) if other != later => asked = false,
+            _ if entry.phase == Phase::Resting(later) => {}
+            _ => {
                 entry.rests_for = Some(later);
                 entry.stop.wake();
             }
         });
+        asked
     }
 
     /// Why a disk's thread was woken. It can be woken again then, unless that was for good.

@@ -6,10 +6,13 @@ use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::PATIENCE;
-use host::{A_WHILE, Host, id, works};
+use host::{A_WHILE, Host, works};
 use std::path::PathBuf;
 
 const VM: &[u8] = b"/vm/6b7b2f6c-5a7e-4f55-9f35-1f2f8d0b8a11";
+
+/// What xl calls two domains while it migrates.
+const MOVE: [&str; 2] = ["g", "g--incoming"];
 
 /// Guests 1 and 2, of which the first is connected.
 struct Pair {
@@ -18,11 +21,9 @@ struct Pair {
     source: (DiskPaths, Frontend),
 }
 
-fn pair(vms: [&[u8]; 2]) -> Pair {
-    let mut host = Host::new(2);
-    for (domid, vm) in (1..).zip(vms) {
-        host.store().write(&format!("/local/domain/{domid}/vm"), vm).unwrap();
-    }
+fn pair(vms: [&[u8]; 2], names: [&str; 2]) -> Pair {
+    let mut host = Host::new(3);
+    be_called(&host, vms, names);
     host.start();
     let image = host.make_image("a.img", 8 << 20);
     let disk = host.attach(1, 0, &format!("aio:{}", image.display()));
@@ -31,9 +32,29 @@ fn pair(vms: [&[u8]; 2]) -> Pair {
     Pair { host, image, source: (disk, front) }
 }
 
+fn be_called(host: &Host, vms: [&[u8]; 2], names: [&str; 2]) {
+    for (domid, (vm, name)) in (1..).zip(vms.into_iter().zip(names)) {
+        host.store().write(&format!("/local/domain/{domid}/vm"), vm).unwrap();
+        rename(host, domid, name);
+    }
+}
+
+fn rename(host: &Host, domid: u16, name: &str) {
+    host.store().write(&format!("/local/domain/{domid}/name"), name.as_bytes()).unwrap();
+}
+
 impl Pair {
     fn attach_target(&self) -> DiskPaths {
         self.host.attach(2, 0, &format!("aio:{}", self.image.display()))
+    }
+
+    /// As the toolstack does: its frontend's directory goes first.
+    fn destroy_source(&self) {
+        let (source, _suspended) = &self.source;
+        self.host.machine().unplug(source).unwrap();
+        self.host.machine().destroy(source.domid).unwrap();
+        self.host.wait_for_state(source, 6);
+        self.host.machine().remove_disk(source).unwrap();
     }
 
     fn stamp(&self) -> u8 {
@@ -44,7 +65,7 @@ impl Pair {
 /// The order of `xl migrate` to the same host.
 #[test]
 fn a_migrated_guest_is_served_when_its_source_rests_and_the_source_goes() {
-    let pair = pair([VM, VM]);
+    let pair = pair([VM, VM], MOVE);
     let target = pair.attach_target();
     pair.host.wait_for_phase(&target, PhaseName::Served);
     // Before the later one is, as the image is one's alone.
@@ -52,15 +73,12 @@ fn a_migrated_guest_is_served_when_its_source_rests_and_the_source_goes() {
     assert_eq!(pair.host.backend_state(&pair.source.0), 4);
     let waits = pair.host.show(&pair.source.0).unwrap().waits_for.unwrap();
     assert!(waits.contains("2/51712"), "{waits}");
+    rename(&pair.host, 1, "g--migratedaway");
+    rename(&pair.host, 2, "g");
     let mut front = pair.host.connect(&target);
     assert_eq!(pair.stamp(), 1);
     works(&mut front, 2);
-    // The toolstack destroys the source: its frontend's directory goes first.
-    let (source, _suspended) = &pair.source;
-    pair.host.machine().unplug(source).unwrap();
-    pair.host.machine().destroy(source.domid).unwrap();
-    pair.host.wait_for_state(source, 6);
-    pair.host.machine().remove_disk(source).unwrap();
+    pair.destroy_source();
     works(&mut front, 3);
     front.close(PATIENCE).unwrap();
     pair.host.detach(&target);
@@ -70,7 +88,7 @@ fn a_migrated_guest_is_served_when_its_source_rests_and_the_source_goes() {
 
 #[test]
 fn a_migration_that_fails_goes_back_to_its_source() {
-    let mut pair = pair([VM, VM]);
+    let mut pair = pair([VM, VM], MOVE);
     for round in 2..5 {
         let target = pair.attach_target();
         pair.host.wait_for_phase(&target, PhaseName::Served);
@@ -87,9 +105,7 @@ fn a_migration_that_fails_goes_back_to_its_source() {
 #[test]
 fn an_earlier_attachment_is_found_though_its_name_leads_nowhere_any_more() {
     let mut host = Host::new(2);
-    for domid in 1..=2 {
-        host.store().write(&format!("/local/domain/{domid}/vm"), VM).unwrap();
-    }
+    be_called(&host, [VM, VM], MOVE);
     host.start();
     let image = host.make_image("a.img", 8 << 20);
     let link = host.image("link.img");
@@ -106,7 +122,7 @@ fn an_earlier_attachment_is_found_though_its_name_leads_nowhere_any_more() {
 #[test]
 fn another_vms_disk_does_not_rest_for_who_names_the_same_image() {
     for vms in [[VM, b"/vm/another"], [VM, b""], [b"", b""]] {
-        let mut pair = pair(vms);
+        let mut pair = pair(vms, MOVE);
         let target = pair.attach_target();
         pair.host.wait_for_phase(&target, PhaseName::Starting);
         std::thread::sleep(A_WHILE);
@@ -120,7 +136,7 @@ fn another_vms_disk_does_not_rest_for_who_names_the_same_image() {
 
 #[test]
 fn a_daemon_that_starts_again_leaves_the_image_to_the_later_attachment() {
-    let mut pair = pair([VM, VM]);
+    let mut pair = pair([VM, VM], MOVE);
     let target = pair.attach_target();
     pair.host.wait_for_phase(&target, PhaseName::Served);
     let mut front = pair.host.connect(&target);
@@ -133,18 +149,61 @@ fn a_daemon_that_starts_again_leaves_the_image_to_the_later_attachment() {
     }
     front.close(PATIENCE).unwrap();
     pair.host.detach(&target);
-    works(&mut pair.source.1, 9);
-    assert_eq!(pair.stamp(), 9);
-    assert_eq!(
-        pair.host.disks().iter().map(|disk| disk.disk).collect::<Vec<_>>(),
-        [id(&pair.source.0)]
-    );
+    // Its guest was the last to write, and is gone: the source's does not know of that.
+    for _ in 0..2 {
+        let failed = pair.host.wait_for_phase(&pair.source.0, PhaseName::Failed);
+        assert!(failed.why.unwrap().contains("2/51712"));
+        pair.host.stop();
+        pair.host.start();
+    }
+    assert_eq!(pair.host.backend_state(&pair.source.0), 4);
+    assert_eq!(pair.stamp(), 5);
+    pair.destroy_source();
+    pair.host.wait_for_no_disks();
+}
+
+/// The toolstack renames the source just before it lets the target run, and back if that fails.
+#[test]
+fn a_source_is_served_on_when_the_toolstack_has_not_given_it_up() {
+    let mut pair = pair([VM, VM], MOVE);
+    let target = pair.attach_target();
+    pair.host.wait_for_phase(&target, PhaseName::Served);
+    rename(&pair.host, 1, "g--migratedaway");
+    pair.host.detach(&target);
+    pair.host.wait_for_phase(&pair.source.0, PhaseName::Failed);
+    // Nobody is moved from what is held back: neither a guest of its first name nor of its new one.
+    for name in ["g--incoming", "g--migratedaway--incoming"] {
+        pair.host.store().write("/local/domain/3/vm", VM).unwrap();
+        rename(&pair.host, 3, name);
+        let target = pair.host.attach(3, 0, &format!("aio:{}", pair.image.display()));
+        pair.host.wait_for_phase(&target, PhaseName::Failed);
+        pair.host.detach(&target);
+    }
+    rename(&pair.host, 1, "g");
+    works(&mut pair.source.1, 7);
+    assert_eq!(pair.stamp(), 7);
+}
+
+/// A configuration that was copied has the same identifier, and both guests run.
+#[test]
+fn a_guest_that_is_not_moved_keeps_its_disk_from_others_of_its_identifier() {
+    for names in [["g", "copy"], ["g", "h--incoming"], ["", ""], ["g--migratedaway", "g"]] {
+        let mut pair = pair([VM, VM], names);
+        let target = pair.attach_target();
+        pair.host.wait_for_phase(&target, PhaseName::Starting);
+        std::thread::sleep(A_WHILE);
+        works(&mut pair.source.1, 2);
+        pair.host.wait_for_phase(&pair.source.0, PhaseName::Served);
+        pair.source.1.close(PATIENCE).unwrap();
+        pair.host.detach(&pair.source.0);
+        pair.host.wait_for_phase(&target, PhaseName::Served);
+    }
 }
 
 /// The names of disks that are gone are used again.
 #[test]
 fn a_disk_of_the_same_name_does_not_rest_for_what_an_older_one_rested_for() {
-    let mut pair = pair([VM, VM]);
+    let mut pair = pair([VM, VM], MOVE);
     let target = pair.attach_target();
     pair.host.wait_for_phase(&pair.source.0, PhaseName::Resting);
     pair.host.wait_for_phase(&target, PhaseName::Served);
