@@ -292,6 +292,66 @@ fn disks_get_another_program_under_load_with_their_images_closed() {
     kill(daemon);
 }
 
+/// What xl does: see siblings.rs, where the daemon serves by itself.
+#[test]
+fn a_guest_is_moved_from_keeper_to_keeper_and_a_move_that_fails_goes_back() {
+    let host = Host::new(2);
+    for (domid, name) in [(1, "g"), (2, "g--incoming")] {
+        host.store().write(&format!("/local/domain/{domid}/vm"), b"/vm/1").unwrap();
+        host.store().write(&format!("/local/domain/{domid}/name"), name.as_bytes()).unwrap();
+    }
+    let daemon = host.spawn(None);
+    let folder = host.image("vhd");
+    std::fs::create_dir(&folder).unwrap();
+    let image = images::make(&folder, "vhd", 4 * MIB);
+    let params = format!("vhd:{}", image.display());
+    let source = host.attach(1, 0, &params);
+    let mut front = host.connect(&source);
+    for round in 1..4 {
+        works(&mut front, round);
+        let target = host.attach(2, 0, &params);
+        host.wait_for_phase(&target, PhaseName::Served);
+        host.wait_for_phase(&source, PhaseName::Resting);
+        host.detach(&target);
+    }
+    works(&mut front, 4);
+    let target = host.attach(2, 0, &params);
+    host.wait_for_phase(&target, PhaseName::Served);
+    host.store().write("/local/domain/1/name", b"g--migratedaway").unwrap();
+    host.store().write("/local/domain/2/name", b"g").unwrap();
+    let mut moved = host.connect(&target);
+    works(&mut moved, 5);
+    host.machine().unplug(&source).unwrap();
+    host.machine().destroy(source.domid).unwrap();
+    host.wait_for_state(&source, 6);
+    host.machine().remove_disk(&source).unwrap();
+    works(&mut moved, 6);
+    moved.close(PATIENCE).unwrap();
+    end(&host, std::slice::from_ref(&target), &[]);
+    images::check(&image);
+    kill(daemon);
+}
+
+/// Its own connection to the store is its thread's alone, and the guest is served all the while.
+#[test]
+fn a_disk_whose_connection_to_the_store_was_lost_is_followed_by_another_one() {
+    let host = Host::new(1);
+    let daemon = host.spawn(None);
+    wait_until("the daemon's connection", || host.status().is_ok_and(|status| status.xen));
+    let daemons = host.store_connections();
+    let disk = attach(&host, 1);
+    let mut front = host.connect(&disk);
+    works(&mut front, 1);
+    let keepers = [keeper(&host, &disk)];
+    for stamp in 2..4 {
+        host.cut_store_connections(daemons);
+        works(&mut front, stamp);
+    }
+    front.close(PATIENCE).unwrap();
+    end(&host, std::slice::from_ref(&disk), &keepers);
+    kill(daemon);
+}
+
 #[test]
 fn a_daemon_killed_at_a_step_of_a_kept_disk_is_followed_by_one_that_does_the_rest() {
     for step in [Step::StateWritten, Step::Kept, Step::Served, Step::Forgotten] {

@@ -91,6 +91,8 @@ pub struct Host {
     pub dir: TempDir,
     daemon: Option<Running>,
     serving: Option<Arc<InProcess>>,
+    /// The connections to the store, in the order of their begin.
+    connections: Arc<Mutex<Vec<UnixStream>>>,
 }
 
 struct Running {
@@ -111,8 +113,8 @@ impl Host {
         }
         let dir = dir_in_memory();
         std::fs::create_dir(dir.path().join("images")).unwrap();
-        let host =
-            Host { machine: Arc::new(Mutex::new(machine)), dir, daemon: None, serving: None };
+        let machine = Arc::new(Mutex::new(machine));
+        let host = Host { machine, dir, daemon: None, serving: None, connections: Arc::default() };
         host.listen();
         host
     }
@@ -122,8 +124,10 @@ impl Host {
         let listener = UnixListener::bind(self.store_socket()).unwrap();
         // It ends with the machine: what it holds does not keep that alive.
         let machine = Arc::downgrade(&self.machine);
+        let connections = self.connections.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
+                connections.lock().unwrap().push(stream.try_clone().unwrap());
                 let Some(machine) = machine.upgrade() else { return };
                 let server = UnixStream::from(machine.lock().unwrap().backend().unwrap().store);
                 server.set_nonblocking(false).unwrap();
@@ -141,6 +145,18 @@ impl Host {
 
     pub fn store_socket(&self) -> PathBuf {
         self.dir.path().join("xenstored")
+    }
+
+    /// So many there were until now.
+    pub fn store_connections(&self) -> usize {
+        self.connections.lock().unwrap().len()
+    }
+
+    /// Ends those that began after these.
+    pub fn cut_store_connections(&self, after: usize) {
+        for connection in &self.connections.lock().unwrap()[after..] {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
     }
 
     pub fn places(&self) -> Places {

@@ -290,7 +290,7 @@ impl<'a> Backend<'a> {
     fn run(&mut self) -> Result<Outcome, ServeError> {
         loop {
             match self.turn() {
-                Err(ServeError::Store(e)) if self.xenbus.is_connected() => self.endure(e),
+                Err(ServeError::Store(e)) if self.endures(&e) => self.endure(e),
                 turned => {
                     self.pause = ASK_AGAIN;
                     if let Some(outcome) = turned? {
@@ -345,6 +345,12 @@ impl<'a> Backend<'a> {
         }
         self.order(Order::Stop)?;
         Ok(Outcome::Stopped)
+    }
+
+    /// Whether the guest is better off if we stay. A worker that outlives us needs no connection that is
+    /// lost: whoever follows next comes with another.
+    fn endures(&self, e: &StoreError) -> bool {
+        self.xenbus.is_connected() && !(e.is_fatal() && self.worker.outlives_us())
     }
 
     /// xenstore has failed us, and the guest's data does not depend on it (threats.md T12): it is left
