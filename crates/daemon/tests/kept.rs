@@ -168,6 +168,13 @@ fn kill_pid(pid: i32) {
     wait_until("its end", || !is_alive(pid));
 }
 
+/// Its worker, which ends a moment later, is gone as well.
+fn kill_keeper(keeper: i32) {
+    let worker = worker(keeper);
+    kill_pid(keeper);
+    wait_until("its worker's end", || !worker.is_some_and(is_alive));
+}
+
 fn is_alive(pid: i32) -> bool {
     // Nobody here reaps it, and a zombie is as good as gone.
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -218,7 +225,7 @@ fn workers_keepers_and_daemons_that_are_killed_under_load_are_pauses() {
         let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
         match round % 4 {
             0 => keepers.iter().filter_map(|keeper| worker(*keeper)).for_each(kill_pid),
-            1 => keepers.iter().for_each(|keeper| kill_pid(*keeper)),
+            1 => keepers.iter().copied().for_each(kill_keeper),
             2 => {
                 kill(daemon);
                 // Without a daemon the guests go on.
@@ -232,7 +239,7 @@ fn workers_keepers_and_daemons_that_are_killed_under_load_are_pauses() {
             }
             _ => {
                 kill(daemon);
-                keepers.iter().for_each(|keeper| kill_pid(*keeper));
+                keepers.iter().copied().for_each(kill_keeper);
                 daemon = host.spawn(None);
                 wait_until("the daemon", || host.status().is_ok_and(|s| s.served == 2));
             }
