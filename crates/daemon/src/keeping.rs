@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use ferrite_keeper::{Keep, Keeper, Line};
 use ferrite_serve::blkif::lifecycle::{FollowConfig, Outcome, ServeError, follow_and_tell, retire};
@@ -26,6 +27,10 @@ use crate::{Assignment, Failure, Serving};
 /// Workers that end one after the other before they have the image open: that is a failure of the disk
 /// then, which is told, and tried again later.
 const LOST_AT_ONCE: u32 = 5;
+
+/// How long the image of a disk that is gone may take to be closed, before its worker is killed with it
+/// open.
+const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 
 /// How keepers and their workers are started.
 pub trait Programs: Send + Sync {
@@ -68,7 +73,7 @@ impl Keepers {
                 if !is_new || kept.as_ref().is_ok_and(|kept| kept == keep) {
                     return Ok(keeper);
                 }
-                keeper.end().map_err(|e| failed("end the keeper of an older disk", &e))?;
+                end_closed(keeper).map_err(|e| failed("end the keeper of an older disk", &e))?;
             }
             Err(e) if is_nobody(&e) => {}
             Err(e) => return Err(failed("reach the keeper", &e)),
@@ -81,7 +86,7 @@ impl Keepers {
     fn end(&self, id: DiskId) -> io::Result<()> {
         let socket = self.socket(id);
         let ended = match Keeper::connect(&socket) {
-            Ok(keeper) => keeper.end(),
+            Ok(keeper) => end_closed(keeper),
             Err(e) => Err(e),
         };
         if !ended.as_ref().is_err_and(is_nobody) {
@@ -135,7 +140,7 @@ impl Keepers {
                         lost = None;
                     }
                     // It lets go of the image, and keeps the guest's rings.
-                    Woken::Rest => match retire(line.fd.as_fd(), stop) {
+                    Woken::Rest => match retire(line.fd.as_fd(), stop, None) {
                         Ok(()) => return Ok(Outcome::Stopped),
                         // The next one makes the image complete, and is asked the same.
                         Err(ServeError::WorkerLost(_)) => stop.wake(),
@@ -191,9 +196,26 @@ impl Serving for Keepers {
     }
 }
 
+/// Ends a keeper whose disk is gone. Its end may have been missed, so the image may be open: nobody but
+/// this worker knows what has to be written before others may use it.
+fn end_closed(keeper: Keeper) -> io::Result<()> {
+    let line = keeper.line(None)?;
+    let why = match retire(line.fd.as_fd(), &Waker::new()?, Some(CLOSED_WITHIN)) {
+        // One that is lost has nothing open any more.
+        Ok(()) | Err(ServeError::WorkerLost(_)) => return keeper.end(),
+        Err(ServeError::Left) => format!("it took more than {} s", CLOSED_WITHIN.as_secs()),
+        Err(e) => e.to_string(),
+    };
+    tracing::warn!(
+        "the image of a disk that is gone was not closed: {why}; what was answered is kept on this \
+         host, and is there when ferrite opens the image"
+    );
+    keeper.end()
+}
+
 /// The image is closed first, so that nothing is left to the next binary but the image itself.
 fn upgrade(keeper: &Keeper, line: &Line, binary: &Path, stop: &Waker) -> Result<(), Failure> {
-    match retire(line.fd.as_fd(), stop) {
+    match retire(line.fd.as_fd(), stop, None) {
         // A worker that is gone has left what the next one recovers from.
         Ok(()) | Err(ServeError::WorkerLost(_)) => {}
         Err(e) => return Err(not_served(e)),

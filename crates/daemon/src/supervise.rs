@@ -82,6 +82,8 @@ impl Supervisor<'_> {
             let is_followed = self.shared.table.look(|disks| disks.contains_key(&id));
             if !is_followed && !Look::take(store, id)?.is_wanted() {
                 tracing::info!("disk {id} was detached meanwhile");
+                // Its image may take a while to be closed.
+                (self.alive)(&format!("disk {id} was detached meanwhile"));
                 self.shared.serving.forget(id);
                 self.shared.states.remove(id);
             }

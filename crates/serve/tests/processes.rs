@@ -396,7 +396,7 @@ fn a_worker_retires_and_another_binary_goes_on() {
         host.kill_daemon();
         let keeper = host.keeper();
         let before = keeper.line(None).unwrap();
-        retire(before.fd.as_fd(), &Waker::new().unwrap()).unwrap();
+        retire(before.fd.as_fd(), &Waker::new().unwrap(), None).unwrap();
         assert!(host.world.run_dir().join("stopped").exists());
         keeper.upgrade(&binary).unwrap();
         host.start_daemon();

@@ -7,10 +7,10 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::super::carrier::Carrier;
@@ -36,6 +36,8 @@ type Answer = (u64, Result<Reply, Failure>);
 pub(in super::super) struct Line<'a> {
     fd: BorrowedFd<'a>,
     stop: &'a Waker,
+    /// Nothing is waited for any longer than that.
+    end: Option<Instant>,
     /// Of the last order. It begins anywhere: answers to a follower that is no more are nobody's.
     number: u64,
     reports: VecDeque<Report>,
@@ -48,7 +50,7 @@ pub(in super::super) struct Line<'a> {
 impl<'a> Line<'a> {
     pub(in super::super) fn new(fd: BorrowedFd<'a>, stop: &'a Waker) -> Line<'a> {
         let number = SplitMix64::from_system().next_u64();
-        Line { fd, stop, number, reports: VecDeque::new(), look: false, unasked: 0 }
+        Line { fd, stop, end: None, number, reports: VecDeque::new(), look: false, unasked: 0 }
     }
 
     /// Has the image opened, unless it is open in this way.
@@ -106,14 +108,22 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Waits for the worker, but not when we are asked to stop.
+    /// Waits for the worker, but not when we are asked to stop, and not beyond the end.
     fn wait(&self, flags: PollFlags) -> Result<(), Failure> {
+        let left = self.end.map(|end| end.saturating_duration_since(Instant::now()));
+        if left.is_some_and(|left| left.is_zero()) {
+            return Err(Failure::Left);
+        }
+        let timeout = left.map(|left| Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        });
         let stop = self.stop.fd();
         let mut fds = [
             PollFd::from_borrowed_fd(self.fd, flags),
             PollFd::from_borrowed_fd(stop, PollFlags::IN),
         ];
-        match poll(&mut fds, None) {
+        match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(e) => return Err(Failure::host("wait for the worker", e.into())),
         }
@@ -162,9 +172,15 @@ impl Carrier for Line<'_> {
 ///
 /// # Errors
 /// [`ServeError::Close`]: what was answered is kept on this host, and the worker can be followed on.
-/// [`ServeError::WorkerLost`]; [`ServeError::Left`]: `stop` was woken before.
-pub fn retire(line: BorrowedFd<'_>, stop: &Waker) -> Result<(), ServeError> {
-    Line::new(line, stop).ask(What::Retire)?;
+/// [`ServeError::WorkerLost`]; [`ServeError::Left`]: `stop` was woken before, or it takes longer than
+/// `within`.
+pub fn retire(
+    line: BorrowedFd<'_>,
+    stop: &Waker,
+    within: Option<Duration>,
+) -> Result<(), ServeError> {
+    let end = within.map(|within| Instant::now() + within);
+    Line { end, ..Line::new(line, stop) }.ask(What::Retire)?;
     Ok(())
 }
 

@@ -1,0 +1,188 @@
+//! This program as keeper, worker and daemon, and those processes as tests see them.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "a module of several tests, not all of which use all"
+)]
+
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::sync::Arc;
+
+use ferrite_daemon::control::protocol::PhaseName;
+use ferrite_daemon::keeping::Programs;
+use ferrite_daemon::{Assignment, Failure};
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_io::engines::test_engine;
+use ferrite_io::process::take_given;
+use ferrite_keeper::{ALIVE_FD, LINE_FD};
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
+use ferrite_serve::blkif::lifecycle::{OpenFailure, Opened, work};
+use ferrite_testkit::rig::work_config;
+use ferrite_testkit::{PATIENCE, wait_until};
+use ferrite_xen::hypervisor::DomId;
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::host::{GUESTS, Host};
+
+pub const MIB: u64 = 1 << 20;
+
+/// Starts this program as keeper and worker.
+pub struct Roles;
+
+fn role(name: &str) -> Vec<String> {
+    [name, "--exact", "--nocapture", "--test-threads=1"].map(str::to_owned).to_vec()
+}
+
+impl Programs for Roles {
+    fn keeper(&self) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(role("roles::process_keeper"));
+        // Of the daemon's own, which is a child of the test: what it inherited is handed on.
+        command
+    }
+
+    fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure> {
+        let mut arguments = role("roles::process_worker");
+        // What is behind is no filter's: this program's own.
+        arguments.push("--skip".to_owned());
+        let image = disk.image.name().into_string().unwrap();
+        arguments.push(format!("{}|{}|{}", disk.id, disk.run_dir().display(), image));
+        Ok(arguments)
+    }
+}
+
+/// Descriptors of guests that this process was started with.
+fn guests() -> Vec<i32> {
+    let text = std::env::var(GUESTS).unwrap();
+    let text = text.split_once(';').map_or("", |(_, guests)| guests);
+    let numbers = text.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok());
+    // A domain's number is none: those of descriptors that were inherited are higher.
+    numbers
+        .filter(|fd| *fd > ALIVE_FD && std::fs::exists(format!("/proc/self/fd/{fd}")).unwrap())
+        .collect()
+}
+
+/// Not a test: see [`Roles`].
+#[test]
+fn process_keeper() {
+    if std::env::var_os(GUESTS).is_none() {
+        return;
+    }
+    let Err(e) = ferrite_keeper::run(&guests());
+    panic!("{e}");
+}
+
+/// Not a test: see [`Roles`].
+#[test]
+fn process_worker() {
+    if std::env::var_os(GUESTS).is_none() {
+        return;
+    }
+    let line = take_given(LINE_FD).unwrap();
+    let alive = take_given(ALIVE_FD).unwrap();
+    let what = std::env::args().next_back().unwrap();
+    let [id, run, image] = what.splitn(3, '|').collect::<Vec<_>>()[..] else { panic!("{what}") };
+    let (domid, devid) = id.split_once('/').unwrap();
+    let (domid, run) = (DomId(domid.parse().unwrap()), PathBuf::from(run));
+    let run_dir = run.join(format!("vbd-{domid}-{devid}"));
+    let loopback = Loopback::new(CopyWith::Memcpy);
+    // The store's descriptor is the daemon's, and before the guests'.
+    for guest in std::env::var(GUESTS).unwrap().split(';').skip(1) {
+        let guest = GuestHandle::from_arg(guest).unwrap();
+        if guest.domid() == domid {
+            // Until the memory of a worker that was killed is nobody's any more.
+            while loopback.add(&guest).is_err() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        }
+    }
+    let config = work_config(domid, run_dir);
+    let mut open = |read_only| {
+        while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let options = OpenOptions {
+            read_only,
+            wait_for_lock: Some(PATIENCE),
+            state_dir: Some(run.join("images")),
+            taken_over: true,
+            ..OpenOptions::default()
+        };
+        let failed = |e: &dyn std::fmt::Display| OpenFailure {
+            what: format!("cannot open {image}"),
+            why: e.to_string(),
+            help: "-".to_owned(),
+        };
+        let disk = Disk::open(image, &options).map_err(|e| failed(&e))?;
+        let kind = test_engine();
+        let engine = Arc::new(move |arena, entries| kind.open(arena, entries));
+        Ok(Opened { disk, engine })
+    };
+    // Its end is that of its keeper, or its own.
+    let _ = work(&line, &loopback, &config, &mut open);
+    std::process::exit(0);
+}
+
+pub fn attach(host: &Host, domid: u16) -> DiskPaths {
+    let image = host.make_image(&format!("{domid}.img"), 4 * MIB);
+    host.attach(domid, 0, &format!("aio:{}", image.display()))
+}
+
+pub fn kill(mut daemon: Child) {
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+}
+
+/// The keeper of a disk that is served: not one that was killed and is known yet.
+pub fn keeper(host: &Host, disk: &DiskPaths) -> i32 {
+    let mut keeper = 0;
+    wait_until("a keeper with a worker", || {
+        let served = host.wait_for_phase(disk, PhaseName::Served);
+        keeper = served.pid.unwrap().try_into().unwrap();
+        is_alive(keeper) && worker(keeper).is_some_and(is_alive)
+    });
+    keeper
+}
+
+/// The keeper's only child.
+pub fn worker(keeper: i32) -> Option<i32> {
+    // A test program has threads besides.
+    let threads = std::fs::read_dir(format!("/proc/{keeper}/task")).ok()?.flatten();
+    let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    children.collect::<String>().split_whitespace().next()?.parse().ok()
+}
+
+/// It is gone when this returns, and not only about to be.
+pub fn kill_pid(pid: i32) {
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    wait_until("its end", || !is_alive(pid));
+}
+
+/// Its worker, which ends a moment later, is gone as well.
+pub fn kill_keeper(keeper: i32) {
+    let worker = worker(keeper);
+    kill_pid(keeper);
+    wait_until("its worker's end", || !worker.is_some_and(is_alive));
+}
+
+pub fn is_alive(pid: i32) -> bool {
+    // Nobody here reaps it, and a zombie is as good as gone.
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
+}
+
+/// All disks are detached, and nothing is left of those who served them.
+pub fn end(host: &Host, disks: &[DiskPaths], keepers: &[i32]) {
+    for disk in disks {
+        host.detach(disk);
+    }
+    host.wait_for_no_disks();
+    let sockets = host.places().run.join("keepers");
+    wait_until("no keepers", || {
+        std::fs::read_dir(&sockets).unwrap().count() == 0 && !keepers.iter().any(|k| is_alive(*k))
+    });
+}
