@@ -4,6 +4,7 @@ use ferrite_xenhost::packages::Need;
 
 /// The commands that the tests outside the Xen host take.
 pub(crate) const CHECKS: &[Need] = &[
+    ("curl", "curl"),
     ("fio", "fio"),
     ("valgrind", "valgrind"),
     ("qemu-img", "qemu-utils"),
@@ -13,6 +14,7 @@ pub(crate) const CHECKS: &[Need] = &[
     ("nbdcopy", "libnbd-bin"),
     ("nbdsh", "python3-libnbd"),
     ("nbdkit", "nbdkit"),
+    ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 
 /// The command that vhdimount mounts with for a user who is not root. The package has it under both

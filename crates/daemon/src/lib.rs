@@ -234,6 +234,21 @@ impl Shared {
     }
 }
 
+/// What others may see of a daemon while it runs.
+pub struct Glance(Arc<Shared>);
+
+impl Glance {
+    /// How it is.
+    pub fn status(&self) -> control::protocol::Status {
+        control::status(&self.0)
+    }
+
+    /// The disks that are attached.
+    pub fn disks(&self) -> Vec<control::protocol::Disk> {
+        control::list(&self.0).disks
+    }
+}
+
 /// How often ended threads are looked for at the end.
 const REAP: Duration = Duration::from_millis(100);
 
@@ -291,13 +306,18 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared), _lock: lock })
     }
 
-    /// With this called at each [`Step`] of each disk.
+    /// With this called at each [`Step`] of each disk; to be said before anything else.
     #[must_use]
     pub fn with_steps(mut self, at: impl Fn(Step) + Send + Sync + 'static) -> Daemon {
         if let Some(shared) = Arc::get_mut(&mut self.shared) {
             shared.at = Box::new(at);
         }
         self
+    }
+
+    /// What others may see of it while it runs.
+    pub fn glance(&self) -> Glance {
+        Glance(self.shared.clone())
     }
 
     /// Serves all disks until it is stopped. `alive` is called at least every ten seconds, with what

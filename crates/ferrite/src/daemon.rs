@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use ferrite_daemon::config::{self, Config};
 use ferrite_daemon::keeping::{Keepers, Programs};
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
+use ferrite_serve::counters::FOLDER;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::Store;
 use sd_notify::NotifyState;
@@ -20,6 +21,8 @@ use crate::parents::ParentsArgs;
 use crate::serve::stop_on_signals;
 use crate::vdev::Vbd;
 use crate::worker::arguments;
+
+mod metrics;
 
 /// systemd hears no more often than this that nothing has changed.
 const ALIVE: Duration = Duration::from_secs(1);
@@ -39,9 +42,11 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     }
     let stop = stop_on_signals()?;
     let places = Places { run: args.places.run_dir.clone() };
+    let (metrics_socket, stats) = (config.metrics_socket.clone(), places.run.join(FOLDER));
     let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
         .map_err(|e| cannot(&args.places.run_dir, &e))?;
+    let _metrics = metrics_socket.and_then(|socket| metrics::serve(&daemon, &socket, &stats));
     let told = std::cell::RefCell::new((String::new(), Instant::now()));
     daemon
         .run(&|status| {

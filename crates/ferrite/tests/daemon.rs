@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use ferrite_daemon::config::Config;
-use ferrite_testkit::wait_until;
+use ferrite_testkit::programs::skipped;
+use ferrite_testkit::{openmetrics, wait_until};
 
 fn ferrite(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_ferrite")).env_remove("RUST_LOG").args(args).output().unwrap()
@@ -36,9 +37,17 @@ struct Daemon {
 
 impl Daemon {
     fn start() -> Daemon {
+        Daemon::with("")
+    }
+
+    /// With this configuration, where `RUN` stands for its folder.
+    fn with(config: &str) -> Daemon {
         let dir = tempfile::tempdir().unwrap();
+        let config = config.replace("RUN", dir.path().join("run").to_str().unwrap());
+        fs::write(dir.path().join("ferrite.toml"), config).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.args(["daemon", "--run-dir"]).arg(dir.path().join("run")).env_remove("RUST_LOG");
+        command.arg("--config").arg(dir.path().join("ferrite.toml"));
         command.stdout(Stdio::null()).stderr(fs::File::create(dir.path().join("log")).unwrap());
         let daemon = Daemon { child: command.spawn().unwrap(), dir };
         wait_until("a control socket", || daemon.run_dir().join("control.sock").exists());
@@ -138,12 +147,49 @@ fn the_configuration_that_is_shown_is_right_and_has_every_default() {
     let config = Config::parse(&shown[0], Path::new("operations.md")).unwrap();
     let defaults = Config::default();
     assert_eq!(config.image_folders, defaults.image_folders);
+    assert!(config.metrics_socket.is_some() && defaults.metrics_socket.is_none());
     let mut disks = config.disks.clone();
     // It has no default that could be shown.
     disks.cpu = None;
     assert_eq!(disks, defaults.disks);
     assert_eq!(config.host.map_budget, defaults.host.map_budget);
     assert_eq!(config.images.len(), 1);
+}
+
+/// The command in watching.md, run beside a daemon.
+fn shown_scrape(daemon: &Daemon) -> Output {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/watching.md");
+    let page = fs::read_to_string(page).unwrap();
+    let line = page.lines().find(|line| line.starts_with("curl ")).unwrap();
+    let line = line.replace("/run/ferrite", daemon.run_dir().to_str().unwrap());
+    Command::new("sh").args(["-ec", &line]).output().unwrap()
+}
+
+#[test]
+fn metrics_are_there_where_the_configuration_says_so() {
+    if Command::new("curl").arg("-V").output().is_err() {
+        return skipped("curl is not installed");
+    }
+    let daemon = Daemon::with("metrics_socket = \"RUN/metrics.sock\"");
+    fs::create_dir_all(daemon.run_dir().join("stats")).unwrap();
+    fs::write(daemon.run_dir().join("stats/vbd-1-1"), "torn").unwrap();
+    let scraped = shown_scrape(&daemon);
+    assert!(scraped.status.success(), "{scraped:?}");
+    let families = openmetrics::parse(&text(&scraped.stdout)).unwrap();
+    let value = |name: &str| {
+        let samples = families.iter().flat_map(|family| &family.samples);
+        samples.filter(|sample| sample.name == name).map(|sample| sample.value).next()
+    };
+    assert_eq!(value("ferrite_skipped_files"), Some(1.0));
+    assert!(value("ferrite_daemon_cpu_seconds_total").is_some());
+    assert!(value("ferrite_daemon_start_time_seconds") > Some(1e9));
+    drop(daemon);
+    // Off by default; and a socket that cannot be made keeps nobody from serving disks.
+    let daemon = Daemon::start();
+    assert!(!shown_scrape(&daemon).status.success());
+    drop(daemon);
+    let daemon = Daemon::with("metrics_socket = \"/proc/none/metrics.sock\"");
+    assert!(daemon.log().contains("there are no metrics on /proc/none/metrics.sock"));
 }
 
 #[test]

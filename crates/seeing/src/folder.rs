@@ -26,6 +26,13 @@ pub struct Sample {
     pub process_age_s: f64,
 }
 
+impl Sample {
+    /// The guest's number and the device's.
+    pub fn ids(&self) -> (u16, u32) {
+        ids(&self.snapshot.disk).unwrap_or_default()
+    }
+}
+
 /// A look at the folder.
 #[derive(Debug, Default)]
 pub struct Seen {

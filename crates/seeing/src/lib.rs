@@ -2,8 +2,10 @@
 //!
 //! * [`folder`]: the counters of all disks of this host.
 //! * [`rates`]: what they have done in a time.
+//! * [`metrics`]: all of it for programs that collect such things.
 
 #![forbid(unsafe_code)]
 
 pub mod folder;
+pub mod metrics;
 pub mod rates;

@@ -12,6 +12,7 @@ pub mod faulty;
 pub mod images;
 #[cfg(feature = "serve")]
 pub mod nbd;
+pub mod openmetrics;
 pub mod places;
 pub mod proc;
 #[cfg(feature = "serve")]

@@ -28,11 +28,16 @@ struct Key<T> {
 
 const FOLDERS: &str = "a list of absolute paths, such as [\"/srv/images\"]";
 
-const TOP: [Key<Config>; 2] = [
+const TOP: [Key<Config>; 3] = [
     Key {
         name: "image_folders",
         allowed: FOLDERS,
         take: |config, value| put(&mut config.image_folders, folders(value)),
+    },
+    Key {
+        name: "metrics_socket",
+        allowed: "an absolute path of at most 107 bytes, such as \"/run/ferrite/metrics.sock\"",
+        take: |config, value| put(&mut config.metrics_socket, socket(value).map(Some)),
     },
     Key {
         name: "parent_folders",
@@ -227,6 +232,12 @@ fn folders(value: &Value) -> Option<Vec<PathBuf>> {
     let list = value.as_array()?.iter();
     let list = list.map(|entry| entry.as_str().map(PathBuf::from).filter(|path| is_folder(path)));
     list.collect()
+}
+
+/// What the kernel takes as the name of a socket.
+fn socket(value: &Value) -> Option<PathBuf> {
+    let path = value.as_str().filter(|path| path.len() <= 107 && !path.contains('\0'));
+    path.map(PathBuf::from).filter(|path| is_folder(path))
 }
 
 /// Absolute, and without steps upward: what is compared with it has none.

@@ -33,6 +33,8 @@ pub struct Config {
     pub image_folders: Vec<PathBuf>,
     /// Parents of images may be there and below, besides their image's own folder.
     pub parent_folders: Vec<PathBuf>,
+    /// Where metrics are asked for; none: nowhere.
+    pub metrics_socket: Option<PathBuf>,
     /// What all disks of the host share.
     pub host: HostOptions,
     /// How a disk is served.
@@ -84,6 +86,7 @@ impl Default for Config {
         Config {
             image_folders: keys::IMAGE_FOLDERS.map(PathBuf::from).to_vec(),
             parent_folders: Vec::new(),
+            metrics_socket: None,
             host: HostOptions { map_budget: HOST_MAPPINGS, poll_processors: None },
             disks: DiskOptions::default(),
             images: BTreeMap::new(),

@@ -16,6 +16,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
 const ALL: &str = r#"
 image_folders = ["/srv/images", "/dev/vg"]
 parent_folders = ["/srv/templates"]
+metrics_socket = "/run/m.sock"
 
 [host]
 map_budget = 1000
@@ -61,6 +62,7 @@ fn each_key_goes_to_its_place() {
     let expected = Config {
         image_folders: ["/srv/images", "/dev/vg"].map(PathBuf::from).to_vec(),
         parent_folders: vec!["/srv/templates".into()],
+        metrics_socket: Some("/run/m.sock".into()),
         host: HostOptions { map_budget: 1000, poll_processors: Some(0) },
         disks,
         images: [("/srv/images/db:1.vhd".into(), image)].into(),
@@ -86,7 +88,10 @@ fn an_empty_file_and_none_are_the_defaults() {
 fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
     for (text, key, says) in [
         ("image_folder = []", "image_folder", "did you mean image_folders?"),
-        ("colour = 1", "colour", "there are image_folders, parent_folders, disks, host, images"),
+        ("colour = 1", "colour", "there are image_folders, metrics_socket, parent_folders"),
+        ("metrics_socket = true", "metrics_socket", "an absolute path"),
+        ("metrics_socket = \"metrics.sock\"", "metrics_socket", "an absolute path"),
+        ("metrics_socket = \"/a\\u0000b\"", "metrics_socket", "an absolute path"),
         ("image_folders = \"/srv\"", "image_folders", "a list of absolute paths"),
         ("image_folders = [\"srv\"]", "image_folders", "a list of absolute paths"),
         ("image_folders = [\"/srv/../etc\"]", "image_folders", "a list of absolute paths"),

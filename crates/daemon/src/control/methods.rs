@@ -66,7 +66,7 @@ fn give(result: &impl Serialize) -> Result<Value, RpcError> {
     serde_json::to_value(result).map_err(|e| RpcError::new(code::FAILED, e.to_string(), ""))
 }
 
-fn status(shared: &Shared) -> Status {
+pub(crate) fn status(shared: &Shared) -> Status {
     let no_xen = match shared.xen() {
         Xen::Connected => None,
         Xen::Gone(why) => Some(why),
@@ -90,7 +90,7 @@ fn seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-fn list(shared: &Shared) -> Disks {
+pub(crate) fn list(shared: &Shared) -> Disks {
     let disk = |(id, entry): (&DiskId, &Entry)| describe(*id, entry);
     Disks { disks: shared.table.look(|disks| disks.iter().map(disk).collect()) }
 }

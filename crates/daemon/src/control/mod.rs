@@ -9,3 +9,5 @@ pub(crate) mod server;
 #[cfg(test)]
 mod tests;
 mod waits;
+
+pub(crate) use methods::{list, status};

@@ -1,0 +1,71 @@
+//! The socket of the metrics: what the daemon knows goes beside what is counted.
+
+use std::path::Path;
+
+use ferrite_daemon::control::protocol::{Disk, PhaseName};
+use ferrite_daemon::{Daemon, Glance};
+use ferrite_seeing::metrics::{Attached, Host, Server, serve_metrics};
+
+/// As `ferrite disk list` has them.
+const PHASES: [&str; 5] = ["starting", "served", "failed", "empty", "resting"];
+
+fn word(phase: PhaseName) -> &'static str {
+    match phase {
+        PhaseName::Starting => PHASES[0],
+        PhaseName::Served => PHASES[1],
+        PhaseName::Failed => PHASES[2],
+        PhaseName::Empty => PHASES[3],
+        PhaseName::Resting => PHASES[4],
+    }
+}
+
+/// Answers there. Without that socket disks are served just as well, so the daemon goes on.
+pub(super) fn serve(daemon: &Daemon, socket: &Path, stats: &Path) -> Option<Server> {
+    let glance = daemon.glance();
+    match serve_metrics(socket, stats, Box::new(move || host(&glance))) {
+        Ok(server) => Some(server),
+        Err(e) => {
+            let socket = socket.display();
+            tracing::error!(
+                "there are no metrics on {socket}: {e}; correct metrics_socket, and restart the daemon"
+            );
+            None
+        }
+    }
+}
+
+fn host(glance: &Glance) -> Host {
+    let status = glance.status();
+    Host {
+        version: status.version,
+        started_unix_s: status.started,
+        has_xen: status.xen,
+        phases: &PHASES,
+        disks: glance.disks().into_iter().map(attached).collect(),
+    }
+}
+
+fn attached(disk: Disk) -> Attached {
+    Attached {
+        domid: disk.disk.domid,
+        devid: disk.disk.devid,
+        phase: word(disk.phase),
+        starts: disk.starts,
+        keeper: disk.pid,
+        image: disk.image,
+        format: disk.format.map(|format| format.word()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn phases_are_called_what_disk_list_calls_them() {
+        for name in PHASES {
+            let phase: PhaseName = serde_json::from_str(&format!("{name:?}")).unwrap();
+            assert_eq!(word(phase), name);
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! The metrics: their names, and where their values are.
+//!
+//! Everything in a file of counters may be anything. Counters may go back, which who reads them takes for
+//! a new start.
+
+use std::fmt;
+
+use ferrite_serve::counters::histogram::{BUCKETS, bucket_start_ns};
+use ferrite_serve::counters::snapshot::{KindCounts, process};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeLabel as _, EncodeLabelSet, LabelSetEncoder, MetricEncoder, NoLabelSet,
+};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Unit;
+use rustix::param::clock_ticks_per_second;
+
+use super::{Attached, Everything, Host};
+use crate::folder::Sample;
+
+/// Bytes of a sector.
+const SECTOR: f64 = 512.0;
+
+/// What a field of `Counts` is called outside.
+struct Counted {
+    field: &'static str,
+    name: &'static str,
+    help: &'static str,
+    /// Nanoseconds there, seconds here.
+    is_time: bool,
+}
+
+const fn number(field: &'static str, name: &'static str, help: &'static str) -> Counted {
+    Counted { field, name, help, is_time: false }
+}
+
+const fn time(field: &'static str, name: &'static str, help: &'static str) -> Counted {
+    Counted { field, name, help, is_time: true }
+}
+
+/// All but `requests`, which is the sum of what is told by kind.
+const COUNTED: [Counted; 18] = [
+    number("sweeps", "sweeps", "Turns that took at least one request off a ring"),
+    number("transfers", "transfers", "Operations given to the storage for data"),
+    number("merged", "merged_requests", "Requests that shared an operation with another"),
+    number("metadata_hits", "metadata_hits", "Requests whose place was known from memory"),
+    number("metadata_misses", "metadata_misses", "Requests that waited for an image's metadata"),
+    number("discard_parts", "discard_parts", "Parts that discards were done in"),
+    number("polls", "polls", "Polls for work before a sleep"),
+    number("hits", "poll_hits", "Polls that found work"),
+    time("polled_ns", "polling", "Time spent polling"),
+    number("sleeps", "sleeps", "Sleeps of queues"),
+    number("throttles", "throttles", "Times that the disk had used its processor time"),
+    time("throttled_ns", "throttled", "Time that nothing was taken for that reason"),
+    number("events", "events", "Events taken from the guest"),
+    number("held_events", "held_events", "Times that events were held back"),
+    number("notifications", "notifications", "Events sent to the guest"),
+    number("releases", "memory_releases", "Times that buffers were given back to the system"),
+    number("refused", "refused_requests", "Requests that ask for what the disk does not do"),
+    number("shortages", "buffer_shortages", "Times that no buffer was free for a request"),
+];
+
+/// Which disk, and one more word.
+struct Labels<'a> {
+    name: &'a str,
+    domid: u64,
+    device: u64,
+    more: &'a [(&'static str, &'a str)],
+}
+
+impl EncodeLabelSet for Labels<'_> {
+    fn encode(&self, to: &mut LabelSetEncoder) -> fmt::Result {
+        ("disk", self.name).encode(to.encode_label())?;
+        ("domid", self.domid).encode(to.encode_label())?;
+        ("device", self.device).encode(to.encode_label())?;
+        self.more.iter().try_for_each(|label| label.encode(to.encode_label()))
+    }
+}
+
+impl<'a> Labels<'a> {
+    fn of(disk: &'a Sample, more: &'a [(&'static str, &'a str)]) -> Labels<'a> {
+        let (domid, device) = disk.ids();
+        Labels { name: &disk.snapshot.disk, domid: domid.into(), device: device.into(), more }
+    }
+}
+
+/// A family that is being told.
+struct Family<'a>(MetricEncoder<'a>);
+
+impl Family<'_> {
+    fn counter(&mut self, labels: &Labels<'_>, value: u64) -> fmt::Result {
+        self.0.encode_family(labels)?.encode_counter::<NoLabelSet, _, f64>(&value, None)
+    }
+
+    fn counter_f64(&mut self, labels: &Labels<'_>, value: f64) -> fmt::Result {
+        self.0.encode_family(labels)?.encode_counter::<NoLabelSet, _, f64>(&value, None)
+    }
+
+    fn gauge(&mut self, labels: &Labels<'_>, value: f64) -> fmt::Result {
+        self.0.encode_family(labels)?.encode_gauge(&value)
+    }
+}
+
+impl Collector for Everything {
+    fn encode(&self, mut to: DescriptorEncoder) -> fmt::Result {
+        self.daemon(&mut to)?;
+        self.attached(&mut to)?;
+        self.kinds(&mut to)?;
+        self.counts(&mut to)?;
+        self.processes(&mut to)
+    }
+}
+
+/// A metric with these words before all its samples.
+fn begin<'a>(
+    to: &'a mut DescriptorEncoder<'_>,
+    name: &'a str,
+    help: &str,
+    unit: Option<&'a Unit>,
+    metric: MetricType,
+) -> Result<Family<'a>, fmt::Error> {
+    to.encode_descriptor(name, help, unit, metric).map(Family)
+}
+
+impl Everything {
+    fn daemon(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Host { version, started_unix_s, has_xen, .. } = &self.host;
+        begin(to, "ferrite_build", "The daemon's program", None, MetricType::Info)?
+            .0
+            .encode_info(&[("version", version.as_str())])?;
+        let help = "When the daemon was started, since 1970";
+        let unit = Some(&Unit::Seconds);
+        begin(to, "ferrite_daemon_start_time", help, unit, MetricType::Gauge)?
+            .0
+            .encode_gauge(&(*started_unix_s as f64))?;
+        if let Some(own) = process(std::process::id()) {
+            let help = "Processor time of the daemon";
+            begin(to, "ferrite_daemon_cpu", help, unit, MetricType::Counter)?
+                .0
+                .encode_counter::<NoLabelSet, _, f64>(&seconds(own.cpu_ticks), None)?;
+        }
+        let help = "Whether the daemon follows xenstore";
+        begin(to, "ferrite_xenstore_connected", help, None, MetricType::Gauge)?
+            .0
+            .encode_gauge(&u32::from(*has_xen))?;
+        let help = "Files in the folder of counters that cannot be shown";
+        begin(to, "ferrite_skipped_files", help, None, MetricType::Gauge)?
+            .0
+            .encode_gauge(&self.skipped)
+    }
+
+    /// What the daemon knows of disks.
+    fn attached(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let names: Vec<String> = self.host.disks.iter().map(Attached::name).collect();
+        let disks = || names.iter().zip(&self.host.disks);
+        let help = "The phase of an attached disk is the one that is 1";
+        let mut family = begin(to, "ferrite_disk_phase", help, None, MetricType::Gauge)?;
+        for (name, disk) in disks() {
+            for phase in self.host.phases {
+                let value = if *phase == disk.phase { 1.0 } else { 0.0 };
+                family.gauge(&disk.labels(name, &[("phase", phase)]), value)?;
+            }
+        }
+        let help = "Starts that an attached disk has taken";
+        let mut family = begin(to, "ferrite_disk_starts", help, None, MetricType::Counter)?;
+        for (name, disk) in disks() {
+            family.counter(&disk.labels(name, &[]), disk.starts)?;
+        }
+        let help = "What an attached disk serves";
+        let mut family = begin(to, "ferrite_disk", help, None, MetricType::Info)?;
+        for (name, disk) in disks() {
+            let image = disk.image.as_deref().unwrap_or_default();
+            let more = [("image", image), ("format", disk.format.unwrap_or_default())];
+            family.0.encode_info(&disk.labels(name, &more))?;
+        }
+        let help = "Processor time of the keeper of a disk";
+        let unit = Some(&Unit::Seconds);
+        let mut family = begin(to, "ferrite_disk_keeper_cpu", help, unit, MetricType::Counter)?;
+        for (name, disk) in disks() {
+            if let Some(keeper) = disk.keeper.and_then(process) {
+                family.counter_f64(&disk.labels(name, &[]), seconds(keeper.cpu_ticks))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is counted for each kind of request.
+    fn kinds(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Requests that were answered, also with an error";
+        let mut family = begin(to, "ferrite_disk_requests", help, None, MetricType::Counter)?;
+        self.each_kind(|labels, kind| family.counter(labels, kind.completed))?;
+        let help = "Requests that were answered with an error";
+        let mut family = begin(to, "ferrite_disk_request_errors", help, None, MetricType::Counter)?;
+        self.each_kind(|labels, kind| family.counter(labels, kind.errors))?;
+        let (help, unit) = ("Data of requests that were done", Some(&Unit::Bytes));
+        let mut family = begin(to, "ferrite_disk_data", help, unit, MetricType::Counter)?;
+        self.each_kind(|labels, kind| family.counter_f64(labels, kind.sectors as f64 * SECTOR))?;
+        let help = "Requests that were begun and are not answered";
+        let mut family = begin(to, "ferrite_disk_in_flight", help, None, MetricType::Gauge)?;
+        self.each_kind(|labels, kind| family.gauge(labels, kind.in_flight() as f64))?;
+        let (help, unit) = ("From the ring to the answer", Some(&Unit::Seconds));
+        let mut family = begin(to, "ferrite_disk_latency", help, unit, MetricType::Histogram)?;
+        self.each_kind(|labels, kind| {
+            let (count, buckets) = histogram(kind);
+            let sum = kind.sum_ns as f64 / 1e9;
+            family
+                .0
+                .encode_family(labels)?
+                .encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
+        })
+    }
+
+    fn each_kind(
+        &self,
+        mut tell: impl FnMut(&Labels<'_>, &KindCounts) -> fmt::Result,
+    ) -> fmt::Result {
+        for disk in &self.disks {
+            for (name, kind) in disk.snapshot.kinds() {
+                tell(&Labels::of(disk, &[("kind", name)]), kind)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is counted for all requests together.
+    fn counts(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        for Counted { field, name, help, is_time } in &COUNTED {
+            let name = format!("ferrite_disk_{name}");
+            let unit = is_time.then_some(&Unit::Seconds);
+            let mut family = begin(to, &name, help, unit, MetricType::Counter)?;
+            for disk in &self.disks {
+                let mut fields = disk.snapshot.counts.named();
+                let value = fields.find(|(name, _)| name == field).map_or(0, |(_, value)| value);
+                let labels = Labels::of(disk, &[]);
+                match is_time {
+                    true => family.counter_f64(&labels, value as f64 / 1e9)?,
+                    false => family.counter(&labels, value)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Who counts, and since when.
+    fn processes(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Whether the process lives that serves the disk, or did last";
+        let mut family = begin(to, "ferrite_disk_worker_alive", help, None, MetricType::Gauge)?;
+        for disk in &self.disks {
+            let alive = if disk.process.is_some() { 1.0 } else { 0.0 };
+            family.gauge(&Labels::of(disk, &[]), alive)?;
+        }
+        let (help, unit) = ("Processor time of that process", Some(&Unit::Seconds));
+        let mut family = begin(to, "ferrite_disk_worker_cpu", help, unit, MetricType::Counter)?;
+        for disk in &self.disks {
+            if let Some(process) = disk.process {
+                family.counter_f64(&Labels::of(disk, &[]), seconds(process.cpu_ticks))?;
+            }
+        }
+        let help = "When the disk's counters began, since 1970";
+        let mut family = begin(to, "ferrite_disk_start_time", help, unit, MetricType::Gauge)?;
+        for disk in &self.disks {
+            family.gauge(&Labels::of(disk, &[]), disk.snapshot.made_unix_s as f64)?;
+        }
+        Ok(())
+    }
+}
+
+impl Attached {
+    fn name(&self) -> String {
+        ferrite_serve::blkif::lifecycle::run_dir_name(self.domid, self.devid)
+    }
+
+    fn labels<'a>(&self, name: &'a str, more: &'a [(&'static str, &'a str)]) -> Labels<'a> {
+        Labels { name, domid: self.domid.into(), device: self.devid.into(), more }
+    }
+}
+
+fn seconds(ticks: u64) -> f64 {
+    ticks as f64 / clock_ticks_per_second() as f64
+}
+
+/// How many there are, and where each bucket ends. The encoder adds them up with a check for overflow:
+/// what a hostile file has beyond that is left out.
+fn histogram(kind: &KindCounts) -> (u64, [(f64, u64); BUCKETS]) {
+    let mut all = 0u64;
+    let buckets = std::array::from_fn(|i| {
+        let n = kind.histogram[i].min(u64::MAX - all);
+        all += n;
+        let end = match i + 1 {
+            BUCKETS => f64::INFINITY,
+            next => bucket_start_ns(next) as f64 / 1e9,
+        };
+        (end, n)
+    });
+    (all, buckets)
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_serve::counters::Counts;
+
+    use super::*;
+
+    #[test]
+    fn every_counter_of_a_disk_has_a_metric() {
+        for (field, _) in Counts::default().named() {
+            let told = COUNTED.iter().filter(|counted| counted.field == field).count();
+            assert_eq!(told, usize::from(field != "requests"), "{field}");
+            let is_time = COUNTED.iter().any(|counted| counted.field == field && counted.is_time);
+            assert_eq!(is_time, field.ends_with("_ns"), "{field}");
+        }
+    }
+
+    #[test]
+    fn a_histogram_of_any_numbers_can_be_added_up() {
+        let kind = KindCounts { histogram: [u64::MAX / 3; BUCKETS], ..KindCounts::default() };
+        let (count, buckets) = histogram(&kind);
+        let sum = buckets.iter().try_fold(0u64, |sum, (_, n)| sum.checked_add(*n));
+        assert_eq!((count, sum), (u64::MAX, Some(u64::MAX)));
+        assert!(buckets.is_sorted_by(|a, b| a.0 < b.0));
+        assert_eq!(buckets[BUCKETS - 1].0, f64::INFINITY);
+    }
+}
