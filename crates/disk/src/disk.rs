@@ -45,7 +45,11 @@ impl Disk {
         let image = image.as_ref();
         match image.as_bytes().strip_prefix(b"null:") {
             Some(size) => Null::open(&String::from_utf8_lossy(size), options).map(Disk::Null),
-            None => Disk::open_image(&ImageName::of_existing(image, None)?, options),
+            None => {
+                let format_said = ImageName::says_format(image);
+                let options = OpenOptions { format_said, ..options.clone() };
+                Disk::open_image(&ImageName::of_existing(image, None)?, &options)
+            }
         }
     }
 

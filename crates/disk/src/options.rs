@@ -46,6 +46,11 @@ pub struct OpenOptions {
     /// A killed process had it open for writing, and its guest is connected still. Of the images that
     /// may stand on it, those are asked that it knows of itself: the guest waits.
     pub taken_over: bool,
+    /// Who named the image has said its format in so many words, and vouches for it: [`Disk::open`] sees
+    /// that in the name. Never of a parent, which an image names.
+    ///
+    /// [`Disk::open`]: crate::Disk::open
+    pub format_said: bool,
     /// The open file of the image itself, if the caller has that already: whoever has it locked can
     /// open it in no other way, and nobody gets between.
     pub opened: Option<Arc<OwnedFd>>,
@@ -65,6 +70,7 @@ impl Default for OpenOptions {
             even_parent: false,
             parents: Parents::default(),
             taken_over: false,
+            format_said: false,
             opened: None,
         }
     }

@@ -7,9 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::vhd::{at, create, name, offline, options, parent, peer, queue};
-use common::{Loop, MIB, dir_in_memory, dir_on_disk};
+use common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_disk::vhd::{self, Footer, NewImage, Problem, Uuid, Vhd};
-use ferrite_disk::{OpenOptions, Raw};
+use ferrite_disk::{Disk, OpenOptions, Raw};
 use tempfile::TempDir;
 
 const BYTES: u64 = 9 * MIB + 512;
@@ -131,6 +131,56 @@ fn a_dynamic_image_on_a_device_that_lost_its_end_is_opened_when_its_owner_has_pu
     common::run("sh", &["-c", &command]).unwrap();
     assert_eq!(Vhd::open(&path, &device).unwrap().bytes(), BYTES);
     is_intact(&path);
+}
+
+/// Who attaches it says that it is a VHD, and tapdisk's mark says that it was no fixed one.
+#[test]
+fn an_image_on_a_device_that_tapdisk_had_open_is_opened_by_its_format_and_is_whole_when_it_is_closed()
+ {
+    let dir = dir_on_disk();
+    let path = image(&dir);
+    let last = 64 * MIB - 512;
+    File::options().write(true).open(&path).unwrap().set_len(64 * MIB).unwrap();
+    change(&path, last, &[0xC7; 512]);
+    let device = OpenOptions { fixed_size: true, ..options() };
+    let said = format!("vhd:{}", name(&path));
+    let taken = fs::read(&path).unwrap();
+    for unsaid in [&OpenOptions { read_only: true, ..device.clone() }, &device] {
+        let error = Disk::open(name(&path), unsaid).unwrap_err();
+        assert!(error.help().contains(&format!("name it {said}")), "{error:?}");
+    }
+    drop(Disk::open(&said, &device).unwrap());
+    assert!(fs::read(&path).unwrap() == taken, "opening has written");
+    // Killed, it is as it was; closed, it is anybody's.
+    let mut disk = Queue::new(Disk::open(&said, &device).unwrap());
+    disk.write(2 * MIB + 512, &[5; 512]).unwrap();
+    disk.flush().unwrap();
+    drop(disk);
+    assert!(fs::read(&path).unwrap()[last as usize..] == [0xC7; 512]);
+    let mut disk = Queue::new(Disk::open(&said, &device).unwrap());
+    assert_eq!(disk.read(2 * MIB + 512, 512).unwrap(), [5; 512]);
+    disk.close().unwrap();
+    drop(disk);
+    let footer = Vhd::open(&path, &device).unwrap().footer().clone();
+    assert_eq!(fs::read(&path).unwrap()[last as usize..], taken[..512]);
+    // The copy has to be whole, and so has what it names; nothing else is taken for tapdisk's mark.
+    for (at, bytes, why) in [
+        (0, &[1][..], "cookie"),
+        (70, &[0xFF], "cookie"),
+        (512 + 70, &[0xFF], "checksum"),
+        (last + 511, &[0], "guest's"),
+    ] {
+        fs::write(&path, &taken).unwrap();
+        change(&path, at, bytes);
+        let error = Disk::open(&said, &device).unwrap_err();
+        assert!(error.to_string().contains(why), "{at}: {error}");
+    }
+    // Nobody has said anything of a parent but the image on it.
+    fs::write(&path, &taken).unwrap();
+    let child = at(&dir, "child.vhd");
+    create(&child, &NewImage::differencing(BYTES, parent(&path, &footer))).unwrap();
+    let error = Disk::open(&format!("vhd:{}", name(&child)), &device).unwrap_err();
+    assert!(error.to_string().contains("guest's"), "{error}");
 }
 
 /// Windows keeps paths of its own kinds in images that are older than itself.

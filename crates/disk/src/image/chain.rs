@@ -31,7 +31,8 @@ pub(crate) fn open_as_far(
     // How many there are is known at the end; until then each gets little, so that a chain that
     // is made to harm takes little, too (threats.md T17).
     let metadata_bytes = options.metadata_bytes / 16;
-    let parents = OpenOptions { read_only: true, metadata_bytes, opened: None, ..options.clone() };
+    let (read_only, opened, format_said) = (true, None, false);
+    let parents = OpenOptions { read_only, metadata_bytes, opened, format_said, ..options.clone() };
     let end = loop {
         match open_parent(&layers, &parents) {
             Ok(Some(found)) => layers.push(found),

@@ -161,7 +161,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
         Ok(footers) => footers,
         Err(e) => return report.add_error(Problem::Footers, e).map(|()| None),
     };
-    let (footer, footer_at) = match footers.choose() {
+    let (footer, footer_at) = match footers.choose(false) {
         Ok(chosen) => chosen,
         Err(bad) => {
             report.add_bad(Problem::Footers, bad);

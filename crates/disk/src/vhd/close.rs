@@ -29,7 +29,7 @@ impl Vhd {
         self.commit(port).await?;
         let Body::Sparse(sparse) = &self.body else { return Ok(()) };
         if !self.raw.read_only() {
-            let footer_missing = self.footer_at == FooterAt::Start
+            let footer_missing = !matches!(self.footer_at, FooterAt::End(_))
                 || sparse.blocks.is_moved(last_sector(&self.raw)?);
             if let Some(end) = sparse.blocks.closing(footer_missing) {
                 self.write_end(port, sparse, end).await?;

@@ -39,7 +39,9 @@ impl Vhd {
                 write_bytes(port, port.files[0], &[(at, &footer.bytes())]).await?;
                 self.commits.sync(port).await
             }
-            (Body::Fixed, FooterAt::Start) => Err(io::ErrorKind::InvalidData.into()),
+            (Body::Fixed, FooterAt::Start | FooterAt::Taken(_)) => {
+                Err(io::ErrorKind::InvalidData.into())
+            }
         }
     }
 }

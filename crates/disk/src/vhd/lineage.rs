@@ -52,7 +52,7 @@ pub(crate) fn lineage(raw: &Raw) -> io::Result<Option<Lineage>> {
         Err(MetaError::Bad(_)) => return Ok(None),
         footers => footers.map_err(told)?,
     };
-    let footer = match footers.choose() {
+    let footer = match footers.choose(false) {
         Ok((footer, _)) => footer,
         Err(bad) => {
             let claims = footers.start.is_ok() || raw.read_now(0, COOKIE.len())? == COOKIE;

@@ -13,6 +13,9 @@ use crate::{DiskError, ErrorKind, Raw};
 /// Bytes of the table that are read at once.
 const TABLE_PIECE: usize = 1 << 20;
 
+/// What tapdisk writes over the footer at the end of a dynamic or differencing image that it opens.
+const TAKEN: [u8; SECTOR as usize] = [0xc7; SECTOR as usize];
+
 /// Where a footer was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FooterAt {
@@ -20,6 +23,8 @@ pub(super) enum FooterAt {
     End(u64),
     /// The copy at the beginning; the end has none that is whole.
     Start,
+    /// The same on a device; tapdisk has taken away the one that belongs here.
+    Taken(u64),
 }
 
 /// Why metadata could not be read.
@@ -95,6 +100,8 @@ pub(super) struct Footers {
     pub(super) end: Result<Footer, Malformed>,
     pub(super) end_at: u64,
     pub(super) medium_bytes: u64,
+    /// The end is as tapdisk leaves it while it has an image open.
+    pub(super) is_taken: bool,
     is_file: bool,
 }
 
@@ -102,7 +109,7 @@ impl FooterAt {
     /// Where the rest of an image in a medium of so many bytes ends: nothing lies over its footer.
     pub(super) fn room(self, medium_bytes: u64) -> u64 {
         match self {
-            FooterAt::End(at) => at,
+            FooterAt::End(at) | FooterAt::Taken(at) => at,
             FooterAt::Start => medium_bytes,
         }
     }
@@ -125,7 +132,8 @@ impl Footers {
         let mut array = [0; 512];
         array.copy_from_slice(&bytes);
         let end = Footer::parse(&array, end_at);
-        Ok(Footers { start, end, end_at, medium_bytes, is_file: raw.is_file() })
+        let is_taken = array == TAKEN;
+        Ok(Footers { start, end, end_at, medium_bytes, is_taken, is_file: raw.is_file() })
     }
 
     /// The footer that counts: the one at the end, as for everybody else. While an image in a file
@@ -139,7 +147,12 @@ impl Footers {
     /// has grown. Then what is at its beginning may be a fixed disk's first sector, and what its
     /// guest has written there names any file of the host as its parent, or shows it what other
     /// guests have left on the rest of the device. So there a copy alone is never believed.
-    pub(super) fn choose(&self) -> Result<(Footer, FooterAt), Malformed> {
+    ///
+    /// But tapdisk takes the footer at the end away while it has an image open, also on a device, and
+    /// writes something of its own there. Of fixed disks it does not, and their guests do not get at
+    /// the last sector of a device that has grown. So with that there the copy is believed, if who
+    /// named the image has said that it is a VHD.
+    pub(super) fn choose(&self, format_said: bool) -> Result<(Footer, FooterAt), Malformed> {
         match (&self.start, &self.end) {
             (Ok(start), Ok(end)) if start.uuid != end.uuid || start.kind != end.kind => {
                 let why = "the footers at the beginning and at the end are of different images; \
@@ -149,6 +162,9 @@ impl Footers {
             (_, Ok(end)) => Ok((end.clone(), FooterAt::End(self.end_at))),
             (Ok(start), Err(bad)) if start.kind != Kind::Fixed => match self.is_file {
                 true => Ok((start.clone(), FooterAt::Start)),
+                false if self.is_taken && format_said => {
+                    Ok((start.clone(), FooterAt::Taken(self.end_at)))
+                }
                 false => {
                     let why = format!(
                         "{}; the one at the device's beginning may be a fixed disk's guest's",

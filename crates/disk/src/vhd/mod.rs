@@ -103,10 +103,18 @@ impl Vhd {
         let path = raw.path().to_owned();
         let bad = |e: meta::MetaError| e.for_image(&path);
         let footers = Footers::read(&raw).map_err(bad)?;
-        let (footer, footer_at) = footers.choose().map_err(|e| match footers.end {
-            Err(_) if !raw.is_file() => no_footer(&raw, footers.end_at, &e),
-            _ => bad(e.into()),
-        })?;
+        let (footer, footer_at) =
+            footers.choose(options.format_said).map_err(|e| match footers.end {
+                Err(_) if !raw.is_file() => no_footer(&raw, &footers, &e),
+                _ => bad(e.into()),
+            })?;
+        if let FooterAt::Taken(_) = footer_at {
+            tracing::warn!(
+                image = %path.display(),
+                "tapdisk had it open and did not close it; its copy of the footer counts until it is \
+                 closed, as its format was said",
+            );
+        }
         let commits = Arc::new(Commits::new());
         let body = match footer.kind {
             Kind::Fixed => fixed(&footer, footers.end_at).map_err(|e| bad(e.into()))?,
@@ -344,10 +352,17 @@ impl ImageFormat for Vhd {
 /// (tapdisk takes it away while it has an image open). Where it ended before, and whether what is
 /// in it is a fixed disk, nobody but its owner knows: what looks like a footer within a fixed disk
 /// a guest may have written.
-fn no_footer(raw: &Raw, end_at: u64, bad: &Malformed) -> DiskError {
-    let (path, seek) = (raw.path().display(), end_at / format::SECTOR);
+fn no_footer(raw: &Raw, footers: &Footers, bad: &Malformed) -> DiskError {
+    let (path, seek) = (raw.path().display(), footers.end_at / format::SECTOR);
+    let taken = match footers.is_taken {
+        true => format!(
+            "tapdisk has it open, or had when its host crashed: end that, and name it vhd:{path}; \
+             or else "
+        ),
+        false => String::new(),
+    };
     let help = format!(
-        "check that a VHD is on it; if the device has grown, the footer is in the last sector that \
+        "{taken}check that a VHD is on it; if the device has grown, the footer is in the last sector that \
          it had before (number OLD); an image that you know to be dynamic or differencing has a \
          copy in sector 0, while a fixed one's guest writes there what it likes: dd if={path} \
          of={path} bs=512 count=1 conv=notrunc skip=OLD seek={seek}"

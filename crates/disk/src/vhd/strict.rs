@@ -59,7 +59,7 @@ impl Rules<'_> {
 
     fn all(&mut self, parent: Option<&Path>) -> Result<(), MetaError> {
         let footers = Footers::read(self.raw)?;
-        let Ok((footer, _)) = footers.choose() else { return Ok(()) };
+        let Ok((footer, _)) = footers.choose(false) else { return Ok(()) };
         let (end_at, last) = (footers.end_at, meta::read_sector(self.raw, footers.end_at)?);
         if footers.end.is_err() {
             self.refuse(end_at, "there is no footer at the end");
