@@ -107,6 +107,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     for path in [
         "usr/bin/ferrite",
         "usr/bin/ferrite-bench",
+        "usr/bin/tap-ctl",
         "etc/xen/scripts/block-ferrite",
         "usr/lib/systemd/system/ferrite.service",
         "man1/ferrite-daemon.1.gz",
@@ -194,6 +195,8 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     let ours = |name: &str| steps::repository().join("dist").join(name);
     put(program, "usr/bin/ferrite", 0o755)?;
     put(&beside(program), "usr/bin/ferrite-bench", 0o755)?;
+    // tapdisk's own is in sbin. xl's scripts look into this folder first.
+    std::os::unix::fs::symlink("ferrite", root.join("usr/bin/tap-ctl"))?;
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
     put(&ours("ferrite.service"), "usr/lib/systemd/system/ferrite.service", 0o644)?;
     put(&ours("tmpfiles.conf"), "usr/lib/tmpfiles.d/ferrite.conf", 0o644)?;
@@ -243,6 +246,7 @@ fn control(program: &Path, root: &Path) -> Result<()> {
     let text = format!(
         "Package: ferrite\nVersion: {VERSION}\nArchitecture: amd64\nSection: admin\n\
          Priority: optional\nMaintainer: the Ferrite authors <ferrite@localhost>\n{needs}\
+         Conflicts: blktap, blktap-utils\n\
          Description: Xen virtual-disk backend in user space\n \
          Serves raw, VHD and qcow2 images to guests, and makes, copies, merges and\n \
          checks such images.\n"

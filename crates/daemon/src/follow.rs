@@ -21,7 +21,7 @@ use crate::state::{DiskId, DiskState};
 use crate::table::{Phase, Upgrade, Woken};
 use crate::unserved::{End, May, answer};
 use crate::wait::wait_for;
-use crate::{Assignment, Failure, Shared, Step, directory};
+use crate::{Assignment, Failure, Shared, Step, blktap, directory};
 
 /// The pause before the second try; twice as long before each further one, up to the longest.
 const RETRY: Duration = Duration::from_millis(250);
@@ -70,6 +70,7 @@ impl Follower {
         if self.follow(task) {
             // The order matters: who serves it is gone before nobody knows of it any more.
             self.shared.serving.forget(self.id);
+            blktap::unlink(&self.shared.places, self.id);
             if let Err(e) = forget_run_dir(&self.run_dir()) {
                 tracing::warn!("cannot remove {} yet: {e}", self.run_dir().display());
             }
@@ -221,6 +222,7 @@ impl Follower {
     fn forget_older(&mut self, task: &Task) -> Result<(), Failure> {
         if self.has_older {
             self.shared.serving.forget_older(self.id)?;
+            blktap::unlink(&self.shared.places, self.id);
             forget_run_dir(&self.run_dir()).map_err(|e| Failure {
                 why: format!("cannot remove what an older disk of this name has left: {e}"),
                 help: "it is tried again; its storage may take long".to_owned(),

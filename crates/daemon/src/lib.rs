@@ -25,6 +25,7 @@ use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 use rustix::fs::{FlockOperation, flock};
 
+mod blktap;
 pub mod config;
 pub mod control;
 pub mod directory;
@@ -95,6 +96,7 @@ impl Assignment<'_> {
 
     /// This process stands for the disk.
     pub fn is_kept(&self, pid: u32) {
+        blktap::link(&self.shared.places, self.id, pid, self.minor);
         self.shared.table.change(self.id, |entry| entry.pid = Some(pid));
         (self.shared.at)(Step::Kept);
     }

@@ -3,7 +3,7 @@
 //! It is level-triggered, as everything here: an event says when to look, and a look finds all that is
 //! to be done. So a daemon that starts late, or again, finds the same as one that was there.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::follow::{Follower, Task};
 use crate::params::Params;
 use crate::state::{DiskId, DiskState};
 use crate::wait::wait_for;
-use crate::{Shared, Xen};
+use crate::{Shared, Xen, blktap};
 
 const TOKEN: &str = "all";
 /// The pause between two looks, so that no storm of events makes more work than this; twice as long
@@ -76,7 +76,10 @@ impl Supervisor<'_> {
     /// Removes what is left of disks that were detached while no daemon ran.
     fn sweep(&self, store: &mut Store) -> Result<(), StoreError> {
         let mut known: BTreeSet<DiskId> = self.shared.serving.all().into_iter().collect();
-        known.extend(self.shared.states.all().iter().map(|state| state.id));
+        known.extend(blktap::linked(&self.shared.places));
+        let mut minors: BTreeMap<DiskId, u32> =
+            self.shared.states.all().iter().map(|state| (state.id, state.minor)).collect();
+        known.extend(minors.keys());
         for id in known {
             // One that has a thread is that one's: xenstore was away, and is there again.
             let is_followed = self.shared.table.look(|disks| disks.contains_key(&id));
@@ -85,9 +88,12 @@ impl Supervisor<'_> {
                 // Its image may take a while to be closed.
                 (self.alive)(&format!("disk {id} was detached meanwhile"));
                 self.shared.serving.forget(id);
+                blktap::unlink(&self.shared.places, id);
                 self.shared.states.remove(id);
+                minors.remove(&id);
             }
         }
+        self.shared.table.reserve(minors);
         sweep(store, &self.shared.places.run, KIND)
     }
 

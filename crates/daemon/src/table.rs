@@ -91,6 +91,8 @@ impl Entry {
 #[derive(Default)]
 pub struct Table {
     disks: Mutex<BTreeMap<DiskId, Entry>>,
+    /// The numbers of disks that a predecessor knew and that are not entered yet.
+    reserved: Mutex<BTreeMap<DiskId, u32>>,
     changed: Condvar,
 }
 
@@ -102,6 +104,13 @@ impl Table {
     /// A look at all of them.
     pub fn look<T>(&self, f: impl FnOnce(&BTreeMap<DiskId, Entry>) -> T) -> T {
         f(&self.lock())
+    }
+
+    /// Keeps tapdisk's numbers of these disks for them, until they are entered.
+    pub(crate) fn reserve(&self, mut minors: BTreeMap<DiskId, u32>) {
+        let disks = self.lock();
+        minors.retain(|id, _| !disks.contains_key(id));
+        *self.reserved.lock().unwrap_or_else(PoisonError::into_inner) = minors;
     }
 
     /// Enters a disk, whose thread `start` starts. Of one that a predecessor knew, tapdisk's number is
@@ -119,7 +128,12 @@ impl Table {
         let stop = Arc::new(Waker::new()?);
         let rests_for = known.and_then(|state| state.rests_for);
         let mut disks = self.lock();
-        let is_free = |minor: &u32| disks.values().all(|entry| entry.minor != *minor);
+        let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        reserved.remove(&id);
+        let is_free = |minor: &u32| {
+            let mut taken = disks.values().map(|entry| &entry.minor).chain(reserved.values());
+            taken.all(|taken| taken != minor)
+        };
         let minor = known.map(|state| state.minor).filter(|minor| is_free(minor));
         let minor = minor.or_else(|| (0..).find(is_free)).unwrap_or_default();
         // The thread's first look at the table waits for the lock.

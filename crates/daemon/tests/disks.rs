@@ -2,6 +2,7 @@
 
 mod host;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -52,6 +53,69 @@ fn disks_of_all_formats_are_served_until_they_are_detached() {
     assert_eq!(host.forgotten().len(), 3);
     images::check(&vhd);
     images::check(&qcow2);
+}
+
+/// The names by which tapdisk's tools find disks, with the disks that they lead to.
+fn tapdisk_names(host: &Host) -> Vec<(String, PathBuf)> {
+    let entries = std::fs::read_dir(host.places().blktap()).into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries
+        .map(|entry| {
+            let target = std::fs::read_link(entry.path()).unwrap();
+            (entry.file_name().into_string().unwrap(), target)
+        })
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn tapdisks_numbers_and_names_of_disks_are_the_same_for_the_next_daemon() {
+    let mut host = Host::new(4);
+    host.start();
+    let attach = |host: &Host, domid: u16| {
+        let image = host.make_image(&format!("{domid}.img"), MIB);
+        host.attach(domid, 0, &format!("aio:{}", image.display()))
+    };
+    let minors = |host: &Host| -> Vec<(u16, u32)> {
+        host.disks().iter().map(|disk| (disk.disk.domid, disk.minor)).collect()
+    };
+    let run = host.places().run;
+    let names = |disks: &[(u16, u32)]| -> Vec<(String, PathBuf)> {
+        let name = |(domid, minor): &(u16, u32)| {
+            let target = run.join(format!("vbd-{domid}-51712/nbd"));
+            (format!("nbd{}.{minor}", std::process::id()), target)
+        };
+        disks.iter().map(name).collect()
+    };
+    let mut fronts = Vec::new();
+    for domid in [3, 4] {
+        let disk = attach(&host, domid);
+        fronts.push((host.connect(&disk), disk));
+    }
+    assert_eq!(minors(&host), [(3, 0), (4, 1)]);
+    assert_eq!(tapdisk_names(&host), names(&[(3, 0), (4, 1)]));
+    host.stop();
+    // Looked at first, it gets none of their numbers.
+    let disk = attach(&host, 2);
+    host.start();
+    fronts.push((host.connect(&disk), disk));
+    host.wait_for_phase(&fronts[1].1, PhaseName::Served);
+    assert_eq!(minors(&host), [(2, 2), (3, 0), (4, 1)]);
+    assert_eq!(tapdisk_names(&host), names(&[(3, 0), (4, 1), (2, 2)]));
+    // One is removed while no daemon looks; its number is free for the next one.
+    host.stop();
+    host.machine().remove_disk(&fronts.remove(0).1).unwrap();
+    host.start();
+    let disk = attach(&host, 1);
+    fronts.push((host.connect(&disk), disk));
+    assert_eq!(minors(&host), [(1, 0), (2, 2), (4, 1)]);
+    assert_eq!(tapdisk_names(&host), names(&[(1, 0), (4, 1), (2, 2)]));
+    for (mut front, disk) in fronts {
+        front.close(PATIENCE).unwrap();
+        host.detach(&disk);
+    }
+    host.wait_for_no_disks();
+    assert_eq!(tapdisk_names(&host), []);
 }
 
 #[test]

@@ -23,6 +23,7 @@ mod seeing;
 mod serve;
 mod served_raw;
 pub mod signals;
+mod tap_ctl;
 mod vdev;
 mod worker;
 
@@ -37,6 +38,9 @@ pub fn main() -> ExitCode {
     // Before anything that takes memory: there is one for each disk.
     if std::env::args_os().nth(1).is_some_and(|command| command == KEEPER) {
         return keeper();
+    }
+    if tap_ctl::is_meant(std::env::args_os().next().as_deref()) {
+        return tap_ctl::main(std::env::args_os());
     }
     let cli = match cli::Cli::try_parse() {
         Ok(cli) => cli,

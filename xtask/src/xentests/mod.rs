@@ -14,6 +14,7 @@ mod processors;
 mod recovery;
 mod runner;
 mod toolstack;
+mod xl;
 
 pub(crate) use runner::{Report, Selection, run};
 
@@ -86,6 +87,7 @@ pub(crate) fn all() -> Vec<Case> {
         lifecycle::CASES,
         processors::CASES,
         toolstack::CASES,
+        xl::CASES,
         media::CASES,
         discard::CASES,
         host::CASES,
@@ -359,6 +361,7 @@ const ENDED: &str = "while pgrep -x ferrite >/dev/null; do sleep 0.2; done";
 const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/images \
      ! -path /run/ferrite/stats ! -path /run/ferrite/keepers \
      ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget 2>/dev/null; \
+     find /run/blktap-control -mindepth 1 2>/dev/null; \
      xenstore-ls -f /local/domain/0/error/backend/vbd3 2>/dev/null; true";
 
 /// Waits until the guest has made the disk's node.

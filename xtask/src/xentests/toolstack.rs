@@ -20,13 +20,13 @@ pub(super) const CASES: &[Case] = &[
 const FIRST_XEN_MINOR_WITH_TAP: u32 = 19;
 
 /// In the guest: what is written to the disk is read from it.
-const USE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
+pub(super) const USE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
      dd if=/dev/urandom of=/tmp/data bs=64k count=4 2>/dev/null; \
      dd if=/tmp/data of=/dev/xvdb bs=64k oflag=direct 2>/dev/null; \
      dd if=/dev/xvdb bs=64k count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
 
 /// In the guest: succeeds if a write gets through, whatever its own kernel thinks of that.
-const WRITE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --setrw /dev/xvdb; \
+pub(super) const WRITE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --setrw /dev/xvdb; \
      dd if=/dev/zero of=/dev/xvdb bs=4k count=1 oflag=direct";
 
 pub(super) fn xl_knows_us(bench: &mut Bench<'_>) -> Result<bool> {
@@ -34,7 +34,7 @@ pub(super) fn xl_knows_us(bench: &mut Bench<'_>) -> Result<bool> {
     Ok(minor.trim().parse::<u32>().context("Xen")? >= FIRST_XEN_MINOR_WITH_TAP)
 }
 
-fn running_guest(bench: &mut Bench<'_>) -> Result<Guest> {
+pub(super) fn running_guest(bench: &mut Bench<'_>) -> Result<Guest> {
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
     guest.unpause(bench.xenhost)?;
     guest.wait_ready(bench.xenhost)?;

@@ -1,0 +1,290 @@
+//! `tap-ctl`, as scripts of toolstacks call tapdisk's: xl's `block-tap` asks for the process and the
+//! number of a disk when it is attached, and has it ended when it is detached.
+//!
+//! The daemon serves what is attached, so nothing has to be made here, and nothing ended that the
+//! toolstack has not detached. As of tapdisk's program the exit code is an `errno`; callers compare it.
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Write as _};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use ferrite_daemon::control::client::{self, ClientError};
+use ferrite_daemon::control::protocol::{
+    Attached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, WaitParams,
+};
+use ferrite_daemon::{Places, directory};
+use rustix::io::Errno;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::cli::RunDirArgs;
+use crate::plain::one_line;
+
+/// The name by which scripts call this program.
+const NAME: &str = "tap-ctl";
+
+/// What the daemon has for an answer.
+const ANSWER: Duration = Duration::from_secs(20);
+/// A disk that is being opened is waited for so long. xl gives its script forty seconds.
+const SERVED_S: u32 = 10;
+/// A disk that is being closed is waited for so long.
+const CLOSED: Duration = Duration::from_secs(30);
+/// How often that is asked.
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+
+/// A stand-in for tapdisk's tap-ctl, by which xl's block-tap finds disks that the daemon serves.
+#[derive(Debug, Parser)]
+#[command(name = NAME, after_help = "The exit code is 0, or the errno of what went wrong.")]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Verb {
+    /// A line for each disk that is served: pid=PID minor=MINOR state=0 args=TYPE:PATH.
+    List {
+        /// Only that of this process.
+        #[arg(short, value_name = "PID")]
+        pid: Option<u32>,
+        /// Only that of this number.
+        #[arg(short, value_name = "MINOR")]
+        minor: Option<u32>,
+        /// Only those of this type: aio, vhd or qcow2.
+        #[arg(short = 't', value_name = "TYPE")]
+        kind: Option<String>,
+        /// Only those of this image; one that is being opened is waited for.
+        #[arg(short, value_name = "PATH")]
+        file: Option<String>,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
+    /// Wait until a disk that the toolstack has detached is closed.
+    Destroy {
+        /// Its process.
+        #[arg(short, value_name = "PID")]
+        pid: u32,
+        /// Its number.
+        #[arg(short, value_name = "MINOR")]
+        minor: u32,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
+    /// Refused: the daemon serves what the toolstack attaches, and nothing else.
+    #[command(hide = true)]
+    Allocate,
+}
+
+/// Whether this process was started by the name of tapdisk's program.
+pub(crate) fn is_meant(name: Option<&OsStr>) -> bool {
+    name.is_some_and(|name| Path::new(name).file_name() == Some(OsStr::new(NAME)))
+}
+
+/// The whole program, with the name that it was called by.
+pub(crate) fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(e) => {
+            // With standard error closed, the code is all that can be given.
+            let _ = e.print();
+            return if e.exit_code() == 0 { ExitCode::SUCCESS } else { code(Errno::INVAL) };
+        }
+    };
+    let done = match &cli.verb {
+        Verb::List { pid, minor, kind, file, places } => {
+            let wanted =
+                Wanted { pid: *pid, minor: *minor, kind: kind.as_deref(), file: file.as_deref() };
+            list(&Daemon(&places.run_dir), &wanted)
+        }
+        Verb::Destroy { pid, minor, places } => destroy(&Daemon(&places.run_dir), *pid, *minor),
+        Verb::Allocate => Err(Refusal {
+            errno: Errno::OPNOTSUPP,
+            why: "the image is not served; ferrite disk list has the reason".to_owned(),
+        }),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Refusal { errno, why }) => {
+            let _ = writeln!(io::stderr(), "{NAME}: {}", one_line(&why));
+            code(errno)
+        }
+    }
+}
+
+fn code(errno: Errno) -> ExitCode {
+    ExitCode::from(u8::try_from(errno.raw_os_error()).unwrap_or(1))
+}
+
+/// Why it did not work.
+#[derive(Debug)]
+struct Refusal {
+    errno: Errno,
+    why: String,
+}
+
+impl From<ClientError> for Refusal {
+    fn from(e: ClientError) -> Refusal {
+        let errno = match &e {
+            ClientError::Unreachable(e) => Errno::from_io_error(e).unwrap_or(Errno::IO),
+            ClientError::Broken(_) => Errno::PROTO,
+            ClientError::Refused(_) => Errno::IO,
+        };
+        Refusal { errno, why: format!("{e}; {}", e.help()) }
+    }
+}
+
+/// The daemon with this folder.
+struct Daemon<'a>(&'a Path);
+
+impl Daemon<'_> {
+    fn call<T: DeserializeOwned>(
+        &self,
+        method: &str,
+        params: &impl Serialize,
+        wait_s: u32,
+    ) -> Result<T, ClientError> {
+        let socket = Places { run: self.0.to_owned() }.control();
+        client::call(&socket, method, params, ANSWER + Duration::from_secs(wait_s.into()))
+    }
+
+    fn disks(&self) -> Result<Vec<Disk>, ClientError> {
+        self.call::<Disks>("disk.list", &Nothing {}, 0).map(|disks| disks.disks)
+    }
+}
+
+/// What is looked for.
+struct Wanted<'a> {
+    pid: Option<u32>,
+    minor: Option<u32>,
+    kind: Option<&'a str>,
+    file: Option<&'a str>,
+}
+
+impl Wanted<'_> {
+    fn is(&self, disk: &Disk) -> bool {
+        let format = disk.format.map(|format| format.tapdisk_word());
+        self.pid.is_none_or(|pid| disk.pid == Some(pid))
+            && self.minor.is_none_or(|minor| disk.minor == minor)
+            && self.kind.is_none_or(|kind| format == Some(kind))
+            && self.file.is_none_or(|file| disk.image.as_deref() == Some(file))
+    }
+}
+
+fn list(daemon: &Daemon<'_>, wanted: &Wanted<'_>) -> Result<(), Refusal> {
+    let mut disks = daemon.disks()?;
+    if wanted.file.is_some() && !disks.iter().any(|disk| is_served(disk) && wanted.is(disk)) {
+        for disk in disks.iter().filter(|disk| wanted.is(disk)) {
+            let asked = WaitParams { backend: directory::path(disk.disk), timeout_s: SERVED_S };
+            if let Err(e) = daemon.call::<Attached>("attach.wait", &asked, SERVED_S) {
+                // Not found is no failure; the script's log has this.
+                let _ = writeln!(io::stderr(), "disk {}: {}", disk.disk, one_line(&e.to_string()));
+            }
+        }
+        disks = daemon.disks()?;
+    }
+    disks.retain(|disk| is_served(disk) && wanted.is(disk));
+    // Of several lines block-tap takes the last one: that is the disk that it was started for.
+    disks.sort_by_key(|disk| disk.since);
+    let mut out = io::stdout().lock();
+    for line in disks.iter().filter_map(line) {
+        let _ = writeln!(out, "{line}");
+    }
+    Ok(())
+}
+
+fn is_served(disk: &Disk) -> bool {
+    disk.phase == PhaseName::Served
+}
+
+/// Scripts read this.
+fn line(disk: &Disk) -> Option<String> {
+    let (pid, format, image) = (disk.pid?, disk.format?, disk.image.as_ref()?);
+    // A line break in a name would be another disk's line.
+    let image = one_line(image);
+    Some(format!("pid={pid} minor={} state=0 args={}:{image}", disk.minor, format.tapdisk_word()))
+}
+
+/// A disk that is not there any more is destroyed already. One that is attached is the toolstack's.
+fn destroy(daemon: &Daemon<'_>, pid: u32, minor: u32) -> Result<(), Refusal> {
+    let end = Instant::now() + CLOSED;
+    loop {
+        let disks = daemon.disks()?;
+        let is_meant = |disk: &&Disk| disk.pid == Some(pid) && disk.minor == minor;
+        let Some(disk) = disks.iter().find(is_meant) else { return Ok(()) };
+        let shown: Result<Details, _> =
+            daemon.call("disk.show", &ShowParams { disk: disk.disk }, 0);
+        let details = match shown {
+            Err(e) if e.is_no_disk() => return Ok(()),
+            shown => shown?,
+        };
+        if details.online {
+            let why = format!("disk {} is attached: detach it (xl block-detach)", disk.disk);
+            return Err(Refusal { errno: Errno::BUSY, why });
+        }
+        if Instant::now() > end {
+            let waits = details.waits_for.unwrap_or_default();
+            let why = format!("disk {} is still there; it waits for {waits}", disk.disk);
+            return Err(Refusal { errno: Errno::TIMEDOUT, why });
+        }
+        std::thread::sleep(ASK_AGAIN);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrite_daemon::params::Format;
+    use ferrite_daemon::state::DiskId;
+
+    fn disk(format: Format, image: &str) -> Disk {
+        Disk {
+            disk: DiskId { domid: 1, devid: 51712 },
+            phase: PhaseName::Served,
+            since: 1,
+            format: Some(format),
+            image: Some(image.to_owned()),
+            pid: Some(77),
+            minor: 3,
+            starts: 1,
+            why: None,
+            help: None,
+        }
+    }
+
+    #[test]
+    fn lines_are_those_that_scripts_of_tapdisk_read() {
+        for (format, image, expected) in [
+            (Format::Raw, "/srv/a b.img", "pid=77 minor=3 state=0 args=aio:/srv/a b.img"),
+            (Format::Vhd, "/srv/a:b.vhd", "pid=77 minor=3 state=0 args=vhd:/srv/a:b.vhd"),
+            (Format::Qcow2, "/srv/a", "pid=77 minor=3 state=0 args=qcow2:/srv/a"),
+            (Format::Raw, "/a\npid=1", "pid=77 minor=3 state=0 args=aio:/a\\npid=1"),
+        ] {
+            assert_eq!(line(&disk(format, image)).as_deref(), Some(expected));
+        }
+        assert_eq!(line(&Disk { pid: None, ..disk(Format::Raw, "/a") }), None);
+    }
+
+    #[test]
+    fn every_filter_counts() {
+        let all = Wanted { pid: None, minor: None, kind: None, file: None };
+        let disk = disk(Format::Raw, "/srv/a");
+        assert!(all.is(&disk));
+        let (kind, file) = (Some("aio"), Some("/srv/a"));
+        assert!(Wanted { pid: Some(77), minor: Some(3), kind, file }.is(&disk));
+        assert!(!Wanted { pid: Some(78), ..all }.is(&disk));
+        assert!(!Wanted { minor: Some(0), ..all }.is(&disk));
+        assert!(!Wanted { kind: Some("vhd"), ..all }.is(&disk));
+        assert!(!Wanted { file: Some("/srv"), ..all }.is(&disk));
+    }
+
+    #[test]
+    fn it_is_meant_by_its_name_wherever_it_is() {
+        for (name, is) in [("tap-ctl", true), ("/usr/bin/tap-ctl", true), ("ferrite", false)] {
+            assert_eq!(is_meant(Some(OsStr::new(name))), is, "{name}");
+        }
+        assert!(!is_meant(None));
+    }
+}
