@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use ferrite_keeper::{Keep, Keeper, Line};
+use ferrite_keeper::{Keep, Keeper, Line, name_of, socket_name};
 use ferrite_serve::blkif::lifecycle::{FollowConfig, Outcome, ServeError, follow_and_tell, retire};
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::log_limit::LogLimits;
@@ -61,7 +61,7 @@ impl Keepers {
     }
 
     fn socket(&self, id: DiskId) -> PathBuf {
-        self.folder().join(format!("{}.sock", id.file_name()))
+        self.folder().join(socket_name(&id.file_name()))
     }
 
     /// The keeper of this disk: the one that is there, or a new one.
@@ -92,13 +92,7 @@ impl Keepers {
         if !ended.as_ref().is_err_and(is_nobody) {
             return ended;
         }
-        for name in [socket.clone(), socket.with_extension("sock.lock")] {
-            match std::fs::remove_file(&name) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-                _ => {}
-            }
-        }
-        Ok(())
+        ferrite_keeper::forget(&socket, &self.run.join(id.file_name()))
     }
 
     /// Follows one line after the other.
@@ -192,7 +186,7 @@ impl Serving for Keepers {
     fn all(&self) -> Vec<DiskId> {
         let entries = std::fs::read_dir(self.folder()).into_iter().flatten().flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        names.filter_map(|name| id_of_name(name.strip_suffix(".sock")?)).collect()
+        names.filter_map(|name| id_of_name(name_of(&name)?)).collect()
     }
 }
 

@@ -11,19 +11,20 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::DirBuilder;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_io::lock_file::lock;
 use ferrite_serve::blkif::lifecycle::{Attached, Outcome};
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
-use rustix::fs::{FlockOperation, flock};
 
 mod blktap;
 pub mod config;
@@ -261,7 +262,37 @@ const LOCKED: Duration = Duration::from_secs(1);
 pub struct Daemon {
     shared: Arc<Shared>,
     /// For as long as it lives, no other takes its place.
-    _lock: File,
+    _lock: Lock,
+}
+
+/// The place of a daemon.
+struct Lock {
+    path: PathBuf,
+    _file: OwnedFd,
+}
+
+impl Lock {
+    fn take(path: PathBuf) -> io::Result<Lock> {
+        // A process that a killed daemon was about to start has its descriptors for a moment.
+        let end = Instant::now() + LOCKED;
+        loop {
+            match lock(&path) {
+                Ok(file) => return Ok(Lock { path, _file: file }),
+                Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(e),
+                Err(_) if Instant::now() > end => {
+                    return Err(io::Error::other("another ferrite daemon runs on this host"));
+                }
+                Err(_) => std::thread::sleep(LOCKED / 50),
+            }
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // While it is ours. One that stays keeps nobody away.
+        let _ = std::fs::remove_file(&self.path);
+    }
 }
 
 impl Daemon {
@@ -278,16 +309,7 @@ impl Daemon {
         stop: Arc<Waker>,
     ) -> io::Result<Daemon> {
         DirBuilder::new().recursive(true).mode(0o700).create(&places.run)?;
-        let options = OpenOptions::new().create(true).append(true).mode(0o600).clone();
-        let lock = options.open(places.lock())?;
-        // A process that a killed daemon was about to start has its descriptors for a moment.
-        let end = Instant::now() + LOCKED;
-        while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-            if Instant::now() > end {
-                return Err(io::Error::other("another ferrite daemon runs on this host"));
-            }
-            std::thread::sleep(LOCKED / 50);
-        }
+        let lock = Lock::take(places.lock())?;
         let states = States::open(&places.states())?;
         let shared = Shared {
             config,

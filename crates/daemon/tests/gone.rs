@@ -3,12 +3,14 @@
 mod host;
 mod roles;
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_daemon::keeping::Keepers;
+use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, wait_until};
 use host::{Host, works};
-use roles::{MIB, Roles, end, is_alive, keeper, kill};
+use roles::{MIB, Roles, attach, end, is_alive, keeper, kill, kill_pid, worker};
 
 /// Not a test: the daemon.
 #[test]
@@ -55,4 +57,76 @@ fn the_image_of_a_disk_that_went_without_a_daemon_is_closed_by_the_next_one() {
 #[test]
 fn the_image_of_a_disk_whose_name_another_has_is_closed_before_that_is_served() {
     image_of_a_disk_whose_end_was_missed(true);
+}
+
+/// Everything in the run directory.
+fn files(host: &Host) -> Vec<PathBuf> {
+    fn add(found: &mut Vec<PathBuf>, folder: &Path) {
+        // It may go meanwhile: it is looked again then.
+        for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+            found.push(entry.path());
+            if entry.path().is_dir() {
+                add(found, &entry.path());
+            }
+        }
+    }
+    let mut found = Vec::new();
+    add(&mut found, &host.places().run);
+    found.sort();
+    found
+}
+
+#[test]
+fn a_hundred_disks_that_come_and_go_leave_nothing_whoever_is_killed() {
+    const DISKS: u16 = 10;
+    let host = Host::new(DISKS.into());
+    let mut daemon = host.spawn(None);
+    // With the folders that the first disk makes.
+    let first = attach(&host, 1);
+    host.connect(&first).close(PATIENCE).unwrap();
+    end(&host, &[first], &[]);
+    let before = files(&host);
+    for round in 0..10 {
+        let disks: Vec<DiskPaths> = (1..=DISKS).map(|domid| attach(&host, domid)).collect();
+        let mut fronts: Vec<_> = disks.iter().map(|disk| host.connect(disk)).collect();
+        fronts.iter_mut().for_each(|front| works(front, 7));
+        let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
+        let remove = || disks.iter().for_each(|disk| host.machine().remove_disk(disk).unwrap());
+        match round % 5 {
+            0 => fronts.drain(..).for_each(|mut front| front.close(PATIENCE).unwrap()),
+            1 => keepers.iter().filter_map(|keeper| worker(*keeper)).for_each(kill_pid),
+            2 => keepers.iter().copied().for_each(kill_pid),
+            3 => {
+                kill(daemon);
+                keepers.iter().copied().for_each(kill_pid);
+                remove();
+                daemon = host.spawn(None);
+            }
+            _ => {
+                kill(daemon);
+                remove();
+                daemon = host.spawn(None);
+            }
+        }
+        if round % 5 < 3 {
+            remove();
+        }
+        wait_until("no files of theirs", || files(&host) == before);
+        wait_until("no keepers", || !keepers.iter().any(|keeper| is_alive(*keeper)));
+    }
+    kill(daemon);
+}
+
+#[test]
+fn a_daemon_that_ends_in_good_order_leaves_no_socket_and_no_lock() {
+    let mut host = Host::new(1);
+    host.start();
+    let run = host.places().run;
+    let names = ["control.sock", "daemon.lock"].map(|name| run.join(name));
+    assert!(names.iter().all(|name| name.exists()));
+    host.stop();
+    assert!(!names.iter().any(|name| name.exists()));
+    // A killed one's are no obstacle.
+    kill(host.spawn(None));
+    host.start();
 }

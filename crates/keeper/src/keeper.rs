@@ -22,7 +22,7 @@ use rustix::net::{SocketFlags, accept_with};
 use rustix::process::{chdir, getpid, setsid};
 
 use crate::keep::{Keep, State, VARIABLE};
-use crate::socket::Place;
+use crate::socket::{Place, remove};
 use crate::tell;
 use crate::wire::{Answer, MAX_BYTES, Request};
 use crate::worker::{Worker, remove_alive};
@@ -193,8 +193,12 @@ impl Process {
         if let Err(e) = self.end_worker() {
             return answer(&self.clients[asker], &Answer::No(e.to_string()), None);
         }
-        remove_alive(&self.keep.run_dir);
-        let answered = match self.place.remove(&self.keep.socket) {
+        // The lock stays with what cannot be removed: a daemon that starts looks for it.
+        let removed = match remove_alive(&self.keep.run_dir) {
+            Ok(()) => self.place.remove(&self.keep.socket),
+            Err(_) => remove(&self.keep.socket),
+        };
+        let answered = match removed {
             Ok(()) => Answer::Done,
             Err(e) => Answer::No(e.to_string()),
         };

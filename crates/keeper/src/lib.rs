@@ -3,6 +3,7 @@
 //! * [`Keep`]: what is kept, and the start of a keeper.
 //! * [`Keeper`]: the way to one that runs.
 //! * [`run`]: the process itself.
+//! * [`forget`]: what is left of one that was killed.
 //! * [`Names`], [`give_rights_up`]: what a worker without rights may have, and its way there.
 
 #![forbid(unsafe_code)]
@@ -20,6 +21,7 @@ pub use client::{Keeper, Line};
 pub use keep::Keep;
 pub use keeper::run;
 pub use names::{Names, give_rights_up};
+pub use socket::{forget, name_of, socket_name};
 pub use worker::{ALIVE, ALIVE_FD, LINE_FD};
 
 /// Tells it whoever reads this process's standard error. Nobody may be there any more.

@@ -1,21 +1,31 @@
 //! A keeper's socket, and the lock that says that it is somebody's.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use rustix::fs::{FlockOperation, Mode, flock};
+use ferrite_io::lock_file::lock;
+use rustix::fs::Mode;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
 };
 use rustix::process::umask;
 
+use crate::worker::remove_alive;
+
+/// How its socket's name ends,
+const SOCKET: &str = ".sock";
+/// and, behind that, its lock's.
+const LOCK: &str = ".lock";
 /// Those who have asked and were not yet heard.
 const BACKLOG: i32 = 8;
-/// How often it is tried to make a lock that others remove.
-const ATTEMPTS: u32 = 100;
+/// How long a keeper may take to be gone that was killed: who it was about to start has its descriptors
+/// for a moment.
+const GONE: u32 = 50;
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// Where a keeper listens, as long as it has the lock.
 #[derive(Debug)]
@@ -52,28 +62,49 @@ impl Place {
     }
 }
 
+/// Removes what a keeper that is dead has left: its socket, its lock and its worker's. While operations
+/// of its worker are under way the locks stay. No keeper of this name must be started meanwhile.
+///
+/// # Errors
+/// `WouldBlock`: it lives. Otherwise the file system's.
+pub fn forget(socket: &Path, run_dir: &Path) -> io::Result<()> {
+    let lock_path = lock_path(socket);
+    let mut looks = 0;
+    let _lock = loop {
+        match lock(&lock_path) {
+            // There is no folder, and nothing in it.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => break None,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock && looks < GONE => looks += 1,
+            locked => break Some(locked?),
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    };
+    remove(socket)?;
+    match remove_alive(run_dir) {
+        // The lock last: by its name a daemon that starts finds what is left.
+        Ok(()) => remove(&lock_path),
+        Err(e) if e.kind() == io::ErrorKind::ResourceBusy => Ok(()),
+        Err(e) => Err(e),
+    }
+}
+
+/// The socket and the lock of which keeper this file is.
+pub fn name_of(file: &str) -> Option<&str> {
+    file.strip_suffix(LOCK).unwrap_or(file).strip_suffix(SOCKET)
+}
+
+/// The file name of a keeper's socket.
+pub fn socket_name(name: &str) -> String {
+    format!("{name}{SOCKET}")
+}
+
 fn lock_path(socket: &Path) -> PathBuf {
     let mut name = socket.as_os_str().to_owned();
-    name.push(".lock");
+    name.push(LOCK);
     name.into()
 }
 
-/// A file of this name, which is locked for us alone.
-fn lock(path: &Path) -> io::Result<OwnedFd> {
-    for _ in 0..ATTEMPTS {
-        let lock = File::options().create(true).append(true).mode(0o600).open(path)?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
-        // Its last owner may have removed it before letting go of it.
-        match fs::symlink_metadata(path) {
-            Ok(now) if now.ino() == lock.metadata()?.ino() => return Ok(lock.into()),
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
-    }
-    Err(io::Error::other("its lock vanishes again and again"))
-}
-
-fn remove(path: &Path) -> io::Result<()> {
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
         _ => Ok(()),
@@ -82,6 +113,8 @@ fn remove(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
 
     #[test]

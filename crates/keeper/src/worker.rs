@@ -32,6 +32,9 @@ pub const ALIVE: &str = "alive";
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 const LOOK_AGAIN_MAX: Duration = Duration::from_millis(100);
 
+/// How often it is looked whether the operations of a worker that is gone have ended.
+const OPERATIONS_END: u32 = 50;
+
 /// A panic that is caught looks for its program's files then, and who may open none is killed.
 const BACKTRACES: [&[u8]; 2] = [b"RUST_BACKTRACE=", b"RUST_LIB_BACKTRACE="];
 
@@ -232,16 +235,29 @@ fn alive(run_dir: &Path) -> io::Result<File> {
     options.open(run_dir.join(ALIVE))
 }
 
-/// Removes what [`alive`] has made, unless operations of a dead worker are under way: then the next one
-/// of this name has to wait for them, too.
-pub(crate) fn remove_alive(run_dir: &Path) {
-    let Ok(file) = File::open(run_dir.join(ALIVE)) else { return };
-    if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-        return;
+/// Removes what [`alive`] has made. Not while operations of a dead worker are under way: then the next
+/// one of this name has to wait for them, too. Most are over a moment after the worker.
+///
+/// # Errors
+/// `ResourceBusy`: they are. Otherwise the file system's.
+pub(crate) fn remove_alive(run_dir: &Path) -> io::Result<()> {
+    let path = run_dir.join(ALIVE);
+    let file = match File::open(&path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        file => file?,
+    };
+    let mut looks = 0;
+    while flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        if looks == OPERATIONS_END {
+            return Err(io::ErrorKind::ResourceBusy.into());
+        }
+        looks += 1;
+        std::thread::sleep(LOOK_AGAIN_MAX / 5);
     }
+    std::fs::remove_file(path)?;
     // What else is there is a successor's, or was forgotten before.
-    let _ = std::fs::remove_file(run_dir.join(ALIVE));
     let _ = std::fs::remove_dir(run_dir);
+    Ok(())
 }
 
 fn how_ended(status: WaitStatus) -> String {

@@ -6,6 +6,7 @@
 use std::io::{self, BufRead, BufReader, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -30,6 +31,7 @@ const EXHAUSTED: Duration = Duration::from_millis(100);
 
 /// The control socket, while there is one. Dropping it ends all its clients.
 pub(crate) struct Server {
+    path: PathBuf,
     stop: Arc<Waker>,
     clients: Arc<Clients>,
     thread: Option<JoinHandle<()>>,
@@ -102,12 +104,14 @@ impl Server {
         let (shared, all, end) = (shared.clone(), clients.clone(), stop.clone());
         let accept = move || accept(&shared, &listener, &all, &end);
         let thread = std::thread::Builder::new().name("control".to_owned()).spawn(accept)?;
-        Ok(Server { stop, clients, thread: Some(thread) })
+        Ok(Server { path, stop, clients, thread: Some(thread) })
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
+        // Nobody is to come any more. The lock is ours still, so it is no other daemon's.
+        let _ = std::fs::remove_file(&self.path);
         self.stop.wake();
         if let Some(thread) = self.thread.take() {
             // It has nothing that could panic but us.
