@@ -110,6 +110,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "usr/bin/tap-ctl",
         "etc/xen/scripts/block-ferrite",
         "usr/lib/systemd/system/ferrite.service",
+        "usr/share/doc/ferrite/grafana-ferrite.json",
         "man1/ferrite-daemon.1.gz",
         "man1/ferrite-serve.1.gz",
         "man1/ferrite-bench.1.gz",
@@ -203,7 +204,15 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(&ours("modules-load.conf"), "usr/lib/modules-load.d/ferrite.conf", 0o644)?;
     put(&ours("block-ferrite"), "etc/xen/scripts/block-ferrite", 0o755)?;
     put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
-    for page in ["operations.md", "serve.md", "images.md", "install.md", "control.schema.json"] {
+    put(&ours("grafana-ferrite.json"), "usr/share/doc/ferrite/grafana-ferrite.json", 0o644)?;
+    for page in [
+        "operations.md",
+        "watching.md",
+        "serve.md",
+        "images.md",
+        "install.md",
+        "control.schema.json",
+    ] {
         let from = steps::repository().join("docs").join(page);
         put(&from, &format!("usr/share/doc/ferrite/{page}"), 0o644)?;
     }
