@@ -22,7 +22,7 @@ use ferrite_xen::store::{Store, StoreError};
 
 use crate::state::{DiskId, id_of_name};
 use crate::table::Woken;
-use crate::{Assignment, Failure, Serving};
+use crate::{Assignment, Failure, Serving, Step};
 
 /// Workers that end one after the other before they have the image open: that is a failure of the disk
 /// then, which is told, and tried again later.
@@ -130,7 +130,7 @@ impl Keepers {
                 Ok(Outcome::Left | Outcome::Stopped) => match disk.why_woken() {
                     Woken::End => return Ok(Outcome::Left),
                     Woken::Upgrade(binary) => {
-                        disk.upgraded(upgrade(&keeper, &line, &binary, stop));
+                        disk.upgraded(upgrade(disk, &keeper, &line, &binary, stop));
                         lost = None;
                     }
                     // It lets go of the image, and keeps the guest's rings.
@@ -208,16 +208,25 @@ fn end_closed(keeper: Keeper) -> io::Result<()> {
 }
 
 /// The image is closed first, so that nothing is left to the next binary but the image itself.
-fn upgrade(keeper: &Keeper, line: &Line, binary: &Path, stop: &Waker) -> Result<(), Failure> {
+fn upgrade(
+    disk: &Assignment<'_>,
+    keeper: &Keeper,
+    line: &Line,
+    binary: &Path,
+    stop: &Waker,
+) -> Result<(), Failure> {
     match retire(line.fd.as_fd(), stop, None) {
         // A worker that is gone has left what the next one recovers from.
         Ok(()) | Err(ServeError::WorkerLost(_)) => {}
         Err(e) => return Err(not_served(e)),
     }
+    disk.at(Step::Retired);
     keeper.upgrade(binary).map_err(|e| Failure {
         why: format!("cannot become {}: {e}", binary.display()),
         help: "the disk is served by the program that it was served by".to_owned(),
-    })
+    })?;
+    disk.at(Step::Upgraded);
+    Ok(())
 }
 
 /// Nobody has begun with this attachment.

@@ -114,6 +114,11 @@ impl Assignment<'_> {
         self.shared.table.why_woken(self.id)
     }
 
+    /// A point of an upgrade is reached.
+    pub(crate) fn at(&self, step: Step) {
+        (self.shared.at)(step);
+    }
+
     /// What came of it.
     pub(crate) fn upgraded(&self, outcome: Result<(), Failure>) {
         self.shared.table.change(self.id, |entry| entry.upgrade = Upgrade::Done(outcome));
@@ -187,6 +192,10 @@ pub enum Step {
     Kept,
     /// The disk's image is open, and the guest was told nothing.
     Served,
+    /// The disk's image is closed for another binary.
+    Retired,
+    /// The other binary serves the disk, or is about to.
+    Upgraded,
     /// Nobody serves the disk any more, and its state file is there.
     Forgotten,
 }

@@ -87,6 +87,34 @@ impl Entry {
     }
 }
 
+/// A disk that is gone needs no other binary.
+pub(crate) fn detached() -> Failure {
+    let (why, help) = ("it was detached meanwhile", "there is nothing to do");
+    Failure { why: why.to_owned(), help: help.to_owned() }
+}
+
+/// Whether another binary can serve the disk: only of one that is served it is known that it goes on.
+fn may_upgrade(phase: &Phase) -> Result<(), Failure> {
+    let (why, help) = match phase {
+        Phase::Served => return Ok(()),
+        Phase::Starting => {
+            let help = "once it is open, ask again; ferrite disk show says what it waits for";
+            ("its image is being opened", help)
+        }
+        Phase::Failed(failure) => {
+            let why = format!("it is not served: {}", failure.why);
+            return Err(Failure { why, help: format!("{}; then ask again", failure.help) });
+        }
+        Phase::Empty => ("it is an empty drive", "there is nothing to do"),
+        Phase::Resting(_) => {
+            let help = "its image is closed and left to a later attachment: if it is served again, ask \
+                        again";
+            ("it rests", help)
+        }
+    };
+    Err(Failure { why: why.to_owned(), help: help.to_owned() })
+}
+
 /// The disks, and a bell that rings when one of them changes.
 #[derive(Default)]
 pub struct Table {
@@ -170,6 +198,10 @@ impl Table {
     /// A disk's new phase.
     pub(crate) fn set(&self, id: DiskId, phase: Phase) {
         self.change(id, |entry| {
+            // Nobody is there any more who would do what was asked.
+            if let (Upgrade::Asked(_), Err(why)) = (&entry.upgrade, may_upgrade(&phase)) {
+                entry.upgrade = Upgrade::Done(Err(why));
+            }
             if entry.phase != phase {
                 (entry.phase, entry.since) = (phase, SystemTime::now());
             }
@@ -239,14 +271,16 @@ impl Table {
     }
 
     /// Asks for another binary, if the disk is served.
-    pub(crate) fn ask_upgrade(&self, id: DiskId, binary: &Path) -> bool {
+    ///
+    /// # Errors
+    /// Why it has none that could be exchanged now.
+    pub(crate) fn ask_upgrade(&self, id: DiskId, binary: &Path) -> Result<(), Failure> {
         let mut disks = self.lock();
-        let served = disks.get_mut(&id).filter(|entry| entry.phase == Phase::Served);
-        served.is_some_and(|entry| {
-            entry.upgrade = Upgrade::Asked(binary.to_owned());
-            entry.stop.wake();
-            true
-        })
+        let Some(entry) = disks.get_mut(&id) else { return Err(detached()) };
+        may_upgrade(&entry.phase)?;
+        entry.upgrade = Upgrade::Asked(binary.to_owned());
+        entry.stop.wake();
+        Ok(())
     }
 
     /// Waits until `f` finds what it looks for, or this time is over.

@@ -17,7 +17,7 @@ use super::waits::waits_for;
 use crate::config::nearest;
 use crate::directory::{self, Look};
 use crate::state::DiskId;
-use crate::table::{Entry, Phase, Upgrade};
+use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen};
 
 /// All of them.
@@ -255,13 +255,13 @@ fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError>
         let help = "name the program by its absolute path, such as /usr/bin/ferrite";
         return Err(RpcError::new(code::INVALID_PARAMS, "binary is no absolute path", help));
     }
-    let served = |disks: &BTreeMap<DiskId, Entry>| -> Vec<DiskId> {
-        let served = disks.iter().filter(|(_, entry)| entry.phase == Phase::Served);
+    let any = |disks: &BTreeMap<DiskId, Entry>| -> Vec<DiskId> {
+        let served = disks.iter().filter(|(_, entry)| entry.phase != Phase::Empty);
         served.map(|(id, _)| *id).collect()
     };
     let ids = match asked.disk {
         Some(id) => vec![found(shared, id)?.disk],
-        None => shared.table.look(served),
+        None => shared.table.look(any),
     };
     let mut done = Upgraded { upgraded: Vec::new(), failed: Vec::new() };
     for id in ids {
@@ -275,12 +275,9 @@ fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError>
 
 fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Result<(), Failure> {
     let failure = |why: &str, help: &str| Failure { why: why.to_owned(), help: help.to_owned() };
-    if !shared.table.ask_upgrade(id, binary) {
-        let help = "once it is, ask again; ferrite disk show says what it waits for";
-        return Err(failure("it is not served", help));
-    }
+    shared.table.ask_upgrade(id, binary)?;
     let outcome = shared.table.wait_for(UPGRADE, |disks| match disks.get(&id) {
-        None => Some(Err(failure("it was detached meanwhile", "there is nothing to do"))),
+        None => Some(Err(detached())),
         Some(entry) => match &entry.upgrade {
             Upgrade::Asked(_) => None,
             Upgrade::Done(outcome) => Some(outcome.clone()),

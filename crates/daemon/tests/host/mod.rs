@@ -33,6 +33,7 @@ use ferrite_testkit::rig::config;
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
@@ -371,6 +372,23 @@ pub const A_WHILE: Duration = Duration::from_millis(50);
 /// To tell where a daemon dies.
 pub const STEPS: [Step; 4] = [Step::StateWritten, Step::Kept, Step::Served, Step::Forgotten];
 
+/// Has a daemon kill this process at its next such step. The file that says so is gone then.
+pub fn kill_at(file: &Path, step: Step, victim: i32) {
+    let new = file.with_extension("new");
+    std::fs::write(&new, format!("{step:?} {victim}")).unwrap();
+    std::fs::rename(new, file).unwrap();
+}
+
+/// What [`kill_at`] has asked for.
+fn kill_whom_the_test_names(step: Step) {
+    let file = PathBuf::from(std::env::var(RUN).unwrap()).with_file_name("victim");
+    let Ok(text) = std::fs::read_to_string(&file) else { return };
+    let Some(victim) = text.strip_prefix(&format!("{step:?} ")) else { return };
+    std::fs::remove_file(&file).unwrap();
+    // An upgrade ends the worker by itself.
+    let _ = kill_process(Pid::from_raw(victim.parse().unwrap()).unwrap(), Signal::KILL);
+}
+
 /// Of a process of the test: the guests, as `BackendHandle` describes them.
 pub const GUESTS: &str = "FERRITE_TEST_GUESTS";
 const STORE: &str = "FERRITE_TEST_STORE";
@@ -404,9 +422,9 @@ pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
     let daemon = Daemon::new(config, places, serving, way, stop).unwrap();
     let daemon = daemon.with_steps(|step| {
         if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
-            let pid = rustix::process::getpid();
-            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+            kill_process(getpid(), Signal::KILL).unwrap();
         }
+        kill_whom_the_test_names(step);
     });
     daemon.run(&|_| ()).unwrap();
 }

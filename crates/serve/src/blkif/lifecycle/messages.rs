@@ -58,11 +58,22 @@ pub(super) struct Rings {
     pub(super) discard: bool,
 }
 
+/// The version of what is said between the halves, when they are two processes. It grows with each new
+/// order, and with each field that the other half has to heed (processes.md 1, rule 10).
+pub(super) const VERSION: u32 = 1;
+
 /// What came of an order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Reply {
     /// It is done.
     Done,
+    /// The image is open.
+    Opened {
+        /// The worker's [`VERSION`],
+        version: u32,
+        /// and its program's.
+        program: String,
+    },
     /// What a frontend is to be told of the disk.
     Facts(DiskFacts),
     /// A frontend is served.

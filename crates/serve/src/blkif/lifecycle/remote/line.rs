@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::super::carrier::Carrier;
 use super::super::error::ServeError;
-use super::super::messages::{Failure, Order, Reply, Report};
+use super::super::messages::{Failure, Order, Reply, Report, VERSION};
 use super::wire::{Ask, Said, What, hear, say};
 use crate::waker::Waker;
 
@@ -53,9 +53,22 @@ impl<'a> Line<'a> {
         Line { fd, stop, end: None, number, reports: VecDeque::new(), look: false, unasked: 0 }
     }
 
-    /// Has the image opened, unless it is open in this way.
+    /// Has the image opened, unless it is open in this way. Another program than ours is told of: it may
+    /// not know all that it is asked.
     pub(in super::super) fn open(&mut self, read_only: bool) -> Result<(), Failure> {
-        self.ask(What::Open { read_only }).map(drop)
+        match self.ask(What::Open { read_only })? {
+            Reply::Opened { version, program } => {
+                let ours = env!("CARGO_PKG_VERSION");
+                if (version, program.as_str()) != (VERSION, ours) {
+                    tracing::info!(
+                        "the disk is served by ferrite {program} ({version}), and this is ferrite \
+                         {ours} ({VERSION}); ferrite upgrade has it served by this one"
+                    );
+                }
+                Ok(())
+            }
+            reply => Err(Failure::Lost(format!("it has opened an image and says {reply:.60?}"))),
+        }
     }
 
     fn ask(&mut self, what: What) -> Result<Reply, Failure> {
@@ -194,7 +207,9 @@ fn lost(e: io::Error) -> Failure {
 /// What a worker has said is for logs, xenstore and a guest: nothing of it is without end.
 fn bound(result: &mut Result<Reply, Failure>) {
     match result {
-        Ok(Reply::Connected { how, .. }) => *how = clean(how),
+        Ok(Reply::Connected { how: text, .. } | Reply::Opened { program: text, .. }) => {
+            *text = clean(text);
+        }
         Ok(Reply::Size { ask_again: Some(ask_again), .. }) => {
             *ask_again = (*ask_again).clamp(ASK_AGAIN_MIN, ASK_AGAIN_MAX);
         }

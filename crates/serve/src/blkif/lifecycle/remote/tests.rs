@@ -209,6 +209,28 @@ fn what_a_worker_does_not_know_is_answered_and_it_goes_on() {
     assert_eq!(hear_ask(worker.as_fd()).unwrap_err().kind(), std::io::ErrorKind::InvalidData);
 }
 
+/// Each may be newer than the other, and say more than that one knows.
+#[test]
+fn fields_that_are_not_known_are_left_alone_on_both_ends() {
+    let (follower, worker) = line();
+    let ask = r#"{"number":7,"what":{"Open":{"read_only":true,"more":[1]}},"more":{}}"#;
+    send(&follower, ask.as_bytes(), SendFlags::NOSIGNAL).unwrap();
+    let asked_for = Ask { number: 7, what: What::Open { read_only: true } };
+    assert_eq!(hear_ask(worker.as_fd()).unwrap(), Some(asked_for));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let number = asked(&worker).number;
+            let opened = r#"{"Opened":{"version":4000000000,"program":"9","more":1}}"#;
+            let said = format!(
+                r#"{{"Answer":{{"number":{number},"result":{{"Ok":{opened}}},"more":2}}}}"#
+            );
+            send(&worker, said.as_bytes(), SendFlags::NOSIGNAL).unwrap();
+        });
+        let stop = Waker::new().unwrap();
+        Line::new(follower.as_fd(), &stop).open(false).unwrap();
+    });
+}
+
 #[test]
 fn what_comes_beside_an_answer_is_heard_after_it() {
     let (follower, worker) = line();

@@ -18,7 +18,7 @@ use super::super::carrier::Carrier;
 use super::super::closing::close;
 use super::super::config::WorkConfig;
 use super::super::error::ServeError;
-use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
+use super::super::messages::{Failure, OpenFailure, Order, Reply, Report, VERSION};
 use super::super::run_dir::STOPPED;
 use super::super::worker::Worker;
 use super::wire::{Ask, Said, What, hear, say};
@@ -134,7 +134,11 @@ impl<'a> Bench<'a> {
 
     fn carry_out(&mut self, what: What) -> Result<Reply, Failure> {
         match what {
-            What::Open { read_only } => self.open(read_only)?,
+            What::Open { read_only } => {
+                self.open(read_only)?;
+                let program = env!("CARGO_PKG_VERSION").to_owned();
+                return Ok(Reply::Opened { version: VERSION, program });
+            }
             What::Retire => self.retire()?,
             What::Order(order) => return self.order(order),
         }
