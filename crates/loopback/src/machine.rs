@@ -112,8 +112,21 @@ impl Machine {
     /// The kernel gives no memory or descriptors.
     pub fn add_guest(&mut self, options: GuestOptions) -> Result<DomId, LoopbackError> {
         let domid = DomId(self.next_domid);
-        let guest = GuestHandle::create(domid, options)?;
+        self.add_guest_numbered(domid, options)?;
         self.next_domid += 1;
+        Ok(domid)
+    }
+
+    /// The same with a number that a guest had which is gone.
+    ///
+    /// # Errors
+    /// As of [`add_guest`](Self::add_guest).
+    pub fn add_guest_numbered(
+        &mut self,
+        domid: DomId,
+        options: GuestOptions,
+    ) -> Result<(), LoopbackError> {
+        let guest = GuestHandle::create(domid, options)?;
         let path = home(domid);
         self.toolstack.transaction(|t| {
             t.mkdir(&path)?;
@@ -125,7 +138,7 @@ impl Machine {
         })?;
         self.guests.insert(domid, guest);
         self.server.announce_introduced();
-        Ok(domid)
+        Ok(())
     }
 
     fn find(&self, domid: DomId) -> Result<&GuestHandle, LoopbackError> {

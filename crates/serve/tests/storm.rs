@@ -1,24 +1,21 @@
 //! Events that come without requests, as fast as a guest can send them (threats.md T8): they
 //! cost the backend next to nothing, and neither the guest's own requests nor other guests wait.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, GuestSpace, RingWord};
+use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_testkit::proc::threads_named;
 use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::storm::Storm;
 use ferrite_testkit::{PATIENCE, scale};
 
 /// The longest time for which events are not listened to.
 const HOLD: Duration = Duration::from_millis(20);
 /// Events until it is as long as that.
 const WARM_UP: u64 = 16;
-/// A port that no queue is behind.
-const NOBODY: u32 = 60;
 
 /// One test at a time: they compare what threads of this process get to do.
 fn alone() -> impl Drop {
@@ -33,50 +30,6 @@ fn connected(options: &FrontOptions) -> (Rig, Frontend, Buffer) {
     let front = rig.connect(options);
     let buffer = front.space().buffer(32).unwrap();
     (rig, front, buffer)
-}
-
-/// A thread of the guest's that sends events without end, to ports that may change.
-struct Storm {
-    ports: Vec<Arc<AtomicU32>>,
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<u64>,
-}
-
-impl Storm {
-    /// For so many ports; to nobody so far.
-    fn new(space: &Arc<GuestSpace>, ports: usize) -> Storm {
-        let ports: Vec<_> = (0..ports).map(|_| Arc::new(AtomicU32::new(NOBODY))).collect();
-        let stop = Arc::new(AtomicBool::new(false));
-        let (space, to, ended) = (space.clone(), ports.clone(), stop.clone());
-        let thread = std::thread::Builder::new().name("storm".into()).spawn(move || {
-            let mut sent = 0;
-            while !ended.load(Ordering::Relaxed) {
-                for port in &to {
-                    space.notify(port.load(Ordering::Relaxed)).unwrap();
-                    sent += 1;
-                }
-            }
-            sent
-        });
-        Storm { ports, stop, thread: thread.unwrap() }
-    }
-
-    /// From now on to these queues.
-    fn rage(&self, queues: &[FrontQueue]) {
-        let ports = queues.iter().map(FrontQueue::port);
-        self.ports.iter().zip(ports).for_each(|(to, port)| to.store(port, Ordering::Relaxed));
-    }
-
-    /// The same work, and it reaches nobody.
-    fn calm(&self) {
-        self.ports.iter().for_each(|to| to.store(NOBODY, Ordering::Relaxed));
-    }
-
-    /// The events that it has sent.
-    fn end(self) -> u64 {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().unwrap()
-    }
 }
 
 /// How long a thread of this process has run.

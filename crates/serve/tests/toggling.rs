@@ -8,17 +8,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
+use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::{BACKEND_DOMID, GuestOptions};
 use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::trace;
 use ferrite_testkit::faulty::{Fault, Faults, Ops};
 use ferrite_testkit::proc;
+use ferrite_testkit::restless::Restless;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, scale, wait_until};
-use ferrite_xen::abi::{PlainOp, Protocol};
 use ferrite_xen::hypervisor::DomId;
 
 const BYTES: u64 = 4 << 20;
@@ -121,113 +120,9 @@ fn observe(counters: &Counters, traces: &[PathBuf], stop: &AtomicBool) -> u64 {
     read
 }
 
-/// A guest that does anything at any time.
-struct Guest {
-    front: Frontend,
-    buffer: Buffer,
-    random: SplitMix64,
-    actions: u64,
-}
-
-impl Guest {
-    fn new(rig: &Rig, seed: u64) -> Guest {
-        let mut front = rig.frontend();
-        front.wait_for_backend(&[2], PATIENCE).unwrap();
-        front.read_features().unwrap();
-        let buffer = front.space().buffer(32).unwrap();
-        Guest { front, buffer, random: SplitMix64::new(seed), actions: 0 }
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.random.below(bound)
-    }
-
-    fn shape(&mut self) -> FrontOptions {
-        let protocol = [Protocol::X86_64, Protocol::X86_32][self.below(2) as usize];
-        let (order, queues) = (self.below(3) as u32, 1 + self.below(4) as u32);
-        FrontOptions { protocol, order, queues, check_release: false, ..FrontOptions::default() }
-    }
-
-    /// Each may fail, as the toolstack may have taken the directory away.
-    fn act(&mut self) {
-        self.actions += 1;
-        match self.below(24) {
-            0 => drop(self.front.remove_key("state")),
-            1 => self.offer(),
-            2..=4 => self.fill_rings(),
-            _ => {
-                let state = [1, 3, 4, 5, 6][self.below(5) as usize];
-                let _ = self.front.set_state(state);
-            }
-        }
-    }
-
-    /// Other rings, without a word about the old ones, whose memory is used again or not.
-    fn offer(&mut self) {
-        if self.below(2) == 0 {
-            self.front.queues.clear();
-        }
-        let shape = self.shape();
-        let _ = self.front.offer(&shape);
-        self.fill_rings();
-    }
-
-    fn fill_rings(&mut self) {
-        let (random, buffer) = (&mut self.random, &self.buffer);
-        for queue in &mut self.front.queues {
-            while let Ok(Some(_)) = queue.take() {}
-            while queue.free_slots() > 0 {
-                let most = if random.below(10) == 0 { 20 } else { 3 };
-                let (sector, pages) = (random.below(1000), 1 + random.below(most) as usize);
-                let asked = match random.below(40) {
-                    0 => queue.flush(),
-                    1 => queue.plain(PlainOp::Barrier, sector, &[buffer.segment(0, 0, 7)]),
-                    2 => queue.discard(sector, 64, false),
-                    n if n % 2 == 0 => queue.read(sector, buffer, 0, pages * 4096),
-                    _ => queue.write(sector, buffer, 0, pages * 4096),
-                };
-                if asked.is_err() {
-                    break;
-                }
-            }
-            let _ = queue.push();
-        }
-    }
-
-    /// Writes and reads one page, on each queue.
-    fn works(&mut self) {
-        for (i, queue) in self.front.queues.iter_mut().enumerate() {
-            let byte = self.random.next_u64() as u8;
-            self.buffer.fill(0, 4096, byte);
-            queue.write(8, &self.buffer, 0, 4096).unwrap();
-            assert!(queue.next_reply(PATIENCE).unwrap().is_ok(), "queue {i}");
-            self.buffer.fill(0, 4096, !byte);
-            queue.read(8, &self.buffer, 0, 4096).unwrap();
-            assert!(queue.next_reply(PATIENCE).unwrap().is_ok(), "queue {i}");
-            assert!(self.buffer.to_vec(0, 4096) == vec![byte; 4096], "queue {i}");
-        }
-    }
-
-    /// Comes to its senses: closes whatever there is, connects as one should, uses the disk, and
-    /// closes it. Only with both steps of closing can it know that its old rings are its own
-    /// again: the first state that it finds may be from before the backend looked last.
-    fn reconnect(&mut self) {
-        self.front.set_state(5).unwrap();
-        self.front.wait_for_backend(&[5, 6], PATIENCE).unwrap();
-        self.front.set_state(6).unwrap();
-        self.front.wait_for_backend(&[6], PATIENCE).unwrap();
-        self.front.set_state(1).unwrap();
-        self.front.wait_for_backend(&[2], PATIENCE).unwrap();
-        self.front.queues.clear();
-        let shape = self.shape();
-        self.front.connect(&shape, PATIENCE).unwrap();
-        self.works();
-        assert_eq!(self.front.backend_state().unwrap(), 4);
-        self.front.close(PATIENCE).unwrap();
-        assert_eq!(self.front.backend_state().unwrap(), 6);
-        let memory = self.front.space().memory();
-        assert_eq!((memory.bound_ports(), memory.grants().users()), (0, 0));
-    }
+/// A restless guest with the rig's disk.
+fn restless(rig: &Rig, seed: u64) -> Restless {
+    Restless::new(rig.frontend(), seed)
 }
 
 #[test]
@@ -238,7 +133,7 @@ fn a_guest_that_toggles_gets_its_disk_back_and_leaves_nothing_behind() {
 
 fn toggle(seed: u64) {
     let rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, seed);
+    let mut guest = restless(&rig, seed);
     guest.reconnect();
     let (base, mappings) = (Holdings::now(), Holdings::mappings());
     let (start, mut toggled) = (Instant::now(), Duration::ZERO);
@@ -255,7 +150,7 @@ fn toggle(seed: u64) {
         assert!(now <= mappings + SPARE_MAPPINGS, "{now} mappings, {mappings} before");
     }
     let requests = rig.counters.counts().requests;
-    println!("{} actions in {toggled:?} of {:?}", guest.actions, start.elapsed());
+    println!("{} actions in {toggled:?} of {:?}", guest.actions(), start.elapsed());
     println!("{requests} requests answered, {traces} traces read");
     // How many there is time for depends on what else the machine does; reconnecting needs some 100.
     assert!(requests > 300 && traces > 0, "nothing was in flight or nobody looked");
@@ -269,7 +164,7 @@ fn a_disk_that_is_unplugged_from_a_toggling_guest_goes() {
 
 fn unplug(seed: u64) {
     let mut rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, seed);
+    let mut guest = restless(&rig, seed);
     guest.reconnect();
     let mut base = None;
     for round in 0..8 {
@@ -322,7 +217,7 @@ fn a_directory_that_vanishes_under_a_toggling_guest_closes_the_disk() {
 
 fn remove_directory(seed: u64) {
     let mut rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, seed);
+    let mut guest = restless(&rig, seed);
     guest.reconnect();
     let base = Holdings::now();
     for round in 0..8 {
@@ -346,7 +241,7 @@ fn remove_directory(seed: u64) {
 fn a_guest_that_closes_what_was_never_open_is_told_that_it_is_closed() {
     let _alone = alone();
     let rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, 25);
+    let mut guest = restless(&rig, 25);
     for _ in 0..3 {
         guest.front.set_state(6).unwrap();
         guest.front.wait_for_backend(&[6], PATIENCE).unwrap();
@@ -362,7 +257,7 @@ fn a_guest_that_closes_what_was_never_open_is_told_that_it_is_closed() {
 fn rings_that_change_unseen_are_found_all_the_same() {
     let _alone = alone();
     let rig = Rig::new(plan());
-    let mut guest = Guest::new(&rig, 24);
+    let mut guest = restless(&rig, 24);
     guest.front.connect(&FrontOptions::default(), PATIENCE).unwrap();
     guest.works();
     for _ in 0..20 * scale() {

@@ -19,7 +19,11 @@ pub mod proc;
 pub mod processes;
 pub mod programs;
 #[cfg(feature = "serve")]
+pub mod restless;
+#[cfg(feature = "serve")]
 pub mod rig;
+#[cfg(feature = "serve")]
+pub mod storm;
 
 use std::time::{Duration, Instant};
 

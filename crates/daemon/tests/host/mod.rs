@@ -6,12 +6,12 @@
     reason = "a module of several tests, not all of which use all"
 )]
 
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -94,6 +94,8 @@ pub struct Host {
     serving: Option<Arc<InProcess>>,
     /// The connections to the store, in the order of their begin.
     connections: Arc<Mutex<Vec<UnixStream>>>,
+    /// The store's answers are withheld.
+    silent: Arc<(Mutex<bool>, Condvar)>,
 }
 
 struct Running {
@@ -104,18 +106,24 @@ struct Running {
 impl Host {
     /// With so many guests, numbered from 1 on, and no daemon.
     pub fn new(guests: u32) -> Host {
+        Host::with_guests(guests, GuestOptions::default())
+    }
+
+    /// With guests of this kind.
+    pub fn with_guests(guests: u32, options: GuestOptions) -> Host {
         // A worker's own descriptors have the lowest numbers: the guests' have others.
         static LOW: LazyLock<[std::fs::File; 8]> =
             LazyLock::new(|| [(); 8].map(|()| std::fs::File::open("/dev/null").unwrap()));
         LazyLock::force(&LOW);
         let mut machine = Machine::new().unwrap();
         for _ in 0..guests {
-            machine.add_guest(GuestOptions::default()).unwrap();
+            machine.add_guest(options).unwrap();
         }
         let dir = dir_in_memory();
         std::fs::create_dir(dir.path().join("images")).unwrap();
         let machine = Arc::new(Mutex::new(machine));
-        let host = Host { machine, dir, daemon: None, serving: None, connections: Arc::default() };
+        let (connections, silent) = (Arc::default(), Arc::default());
+        let host = Host { machine, dir, daemon: None, serving: None, connections, silent };
         host.listen();
         host
     }
@@ -125,7 +133,7 @@ impl Host {
         let listener = UnixListener::bind(self.store_socket()).unwrap();
         // It ends with the machine: what it holds does not keep that alive.
         let machine = Arc::downgrade(&self.machine);
-        let connections = self.connections.clone();
+        let (connections, silent) = (self.connections.clone(), self.silent.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 connections.lock().unwrap().push(stream.try_clone().unwrap());
@@ -134,11 +142,9 @@ impl Host {
                 server.set_nonblocking(false).unwrap();
                 let ways =
                     [(stream.try_clone().unwrap(), server.try_clone().unwrap()), (server, stream)];
-                for (mut from, mut to) in ways {
-                    std::thread::spawn(move || {
-                        let _ = io::copy(&mut from, &mut to);
-                        let _ = to.shutdown(Shutdown::Both);
-                    });
+                for (from, to) in ways {
+                    let silent = silent.clone();
+                    std::thread::spawn(move || forward(from, to, &silent));
                 }
             }
         });
@@ -158,6 +164,12 @@ impl Host {
         for connection in &self.connections.lock().unwrap()[after..] {
             let _ = connection.shutdown(Shutdown::Both);
         }
+    }
+
+    /// Whether the daemon's connections, and those of its threads, are answered.
+    pub fn silence_store(&self, silent: bool) {
+        *self.silent.0.lock().unwrap() = silent;
+        self.silent.1.notify_all();
     }
 
     pub fn places(&self) -> Places {
@@ -216,12 +228,18 @@ impl Host {
 
     /// A daemon that is a process: this program, of which the test `process_daemon` is run.
     pub fn spawn(&self, die_at: Option<Step>) -> Child {
+        self.spawn_with(die_at, &[])
+    }
+
+    /// The same, with these in its environment and in that of its keepers and workers.
+    pub fn spawn_with(&self, die_at: Option<Step>, more: &[(&str, &str)]) -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "process_daemon", "--nocapture", "--test-threads=1"]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let guests = self.machine().backend().unwrap().pass_to(&mut command);
         command.env(GUESTS, guests).env(STORE, self.store_socket());
         command.env(RUN, self.places().run).env(IMAGES, self.dir.path().join("images"));
+        command.envs(more.iter().copied());
         if let Some(step) = die_at {
             command.env(DIE_AT, format!("{step:?}"));
         }
@@ -316,6 +334,22 @@ impl Host {
         wait_until("no leftovers", || self.leftovers().is_empty());
     }
 
+    /// Of a test that has failed: its daemons, keepers and workers would live on, and whoever reads
+    /// what this program says would wait for them.
+    fn kill_all(&self) {
+        let ours = format!("{RUN}={}", self.places().run.display());
+        let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        for process in processes {
+            let environment = std::fs::read(process.path().join("environ")).unwrap_or_default();
+            let number = process.file_name().to_str().and_then(|name| name.parse().ok());
+            if environment.split(|byte| *byte == 0).any(|variable| variable == ours.as_bytes())
+                && let Some(pid) = number.and_then(rustix::process::Pid::from_raw)
+            {
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+        }
+    }
+
     /// What disks have left in the run directory.
     pub fn leftovers(&self) -> Vec<String> {
         let run = self.places().run;
@@ -331,6 +365,9 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.kill_all();
+        }
         if let Some(Running { stop, thread }) = self.daemon.take() {
             stop.wake();
             if !std::thread::panicking() {
@@ -342,6 +379,19 @@ impl Drop for Host {
 
 pub fn id(disk: &DiskPaths) -> DiskId {
     DiskId { domid: disk.domid.0, devid: disk.devid }
+}
+
+/// Passes on what comes, unless it is to be withheld.
+fn forward(mut from: UnixStream, mut to: UnixStream, silent: &(Mutex<bool>, Condvar)) {
+    let mut bytes = [0; 4096];
+    while let Ok(n @ 1..) = from.read(&mut bytes) {
+        let held = silent.0.lock().unwrap();
+        drop(silent.1.wait_while(held, |silent| *silent).unwrap());
+        if to.write_all(&bytes[..n]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
 }
 
 /// By the socket.

@@ -20,15 +20,19 @@ use ferrite_keeper::{ALIVE_FD, LINE_FD};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{OpenFailure, Opened, work};
-use ferrite_testkit::rig::work_config;
+use ferrite_testkit::rig::{mover, moving, work_config};
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::mover::Budget;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::host::{GUESTS, Host};
 
 pub const MIB: u64 = 1 << 20;
+
+/// Of a worker: the pages that it may map with all others of its host, and alone.
+pub const MAPS: &str = "FERRITE_TEST_MAPS";
 
 /// Starts this program as keeper and worker.
 pub struct Roles;
@@ -100,7 +104,13 @@ fn process_worker() {
             }
         }
     }
-    let config = work_config(domid, run_dir);
+    let mut config = work_config(domid, run_dir);
+    if let Ok(maps) = std::env::var(MAPS) {
+        let (of_host, of_disk) = maps.split_once('/').unwrap();
+        let numbers = (of_host.parse().unwrap(), of_disk.parse().unwrap());
+        let budget = Budget::of_host(&run.join("map-budget"), numbers.0, numbers.1).unwrap();
+        config.moving = moving(mover(), budget);
+    }
     let mut open = |read_only| {
         while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
             std::thread::sleep(std::time::Duration::from_millis(1));
