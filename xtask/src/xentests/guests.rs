@@ -108,7 +108,7 @@ fn migrated(bench: &mut Bench<'_>, times: u32) -> Result<()> {
 }
 
 /// Waits until the guest has finished so many requests more.
-fn wait_for_requests(bench: &mut Bench<'_>, guest: &mut Guest, more: u32) -> Result<()> {
+pub(super) fn wait_for_requests(bench: &mut Bench<'_>, guest: &mut Guest, more: u32) -> Result<()> {
     let finished = "$(awk '{print $1+$5}' /sys/block/xvda/stat)";
     let command =
         format!("end=$(({finished} + {more})); until [ {finished} -ge $end ]; do sleep 0.1; done");

@@ -12,7 +12,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// Writes that never end by themselves.
-const ENDLESS_IO: &str = "fio --name=endless --ioengine=libaio --direct=1 --rw=randrw --bs=16k \
+pub(super) const ENDLESS_IO: &str = "fio --name=endless --ioengine=libaio --direct=1 --rw=randrw --bs=16k \
      --iodepth=32 --size=64m --time_based --runtime=1000 --filename=/dev/xvda --minimal";
 
 fn unplug_and_replug(bench: &mut Bench<'_>) -> Result<()> {

@@ -208,7 +208,7 @@ impl<'a> Bench<'a> {
     /// From now on each disk is served that the toolstack attaches.
     fn start_daemon(&mut self) -> Result<()> {
         let pid = self.xenhost.sh(
-            "mkdir -p /etc/ferrite; echo 'image_folders = [\"/lab\"]' >/etc/ferrite/ferrite.toml; \
+            "mkdir -p /etc/ferrite; echo 'image_folders = [\"/lab\", \"/dev\"]' >/etc/ferrite/ferrite.toml; \
              setsid ferrite daemon </dev/null >>/tmp/daemon.log 2>&1 & echo $!",
         )?;
         self.daemon = Some(pid.parse()?);

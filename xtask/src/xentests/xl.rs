@@ -1,12 +1,18 @@
 //! What xl does with disks that the daemon serves.
 
+use super::guests::wait_for_requests;
+use super::lifecycle::ENDLESS_IO;
 use super::toolstack::{USE, WRITE, running_guest, xl_knows_us};
 use super::{Bench, Case, expect_eq, ferrite};
 use anyhow::{Context, Result, bail};
-use ferrite_xenhost::guest::Guest;
+use ferrite_xenhost::guest::{Guest, GuestOptions, Kind};
+use ferrite_xenhost::steps;
 
-pub(super) const CASES: &[Case] =
-    &[ferrite("xl/both-scripts-find-every-image-and-say-what-they-do-not", both_scripts)];
+pub(super) const CASES: &[Case] = &[
+    ferrite("xl/both-scripts-find-every-image-and-say-what-they-do-not", both_scripts),
+    ferrite("xl/thirty-disks-of-one-guest-and-what-they-cost", thirty_disks).by_night(),
+    ferrite("xl/held-disks-say-so-save-c-goes-on-and-destroy-ends-all", held_saved_destroyed),
+];
 
 /// The disk that these tests attach, as xl and xenstore call it.
 const NAME: &str = "xvdb";
@@ -59,6 +65,7 @@ fn both_scripts(bench: &mut Bench<'_>) -> Result<()> {
         guest.sh(bench.xenhost, USE, 120)?;
         detach(bench, &guest)?;
     }
+    footer_taken(bench, &mut guest)?;
     // Nobody can open it: each script says so in its way, and xl prints what ours says.
     for (words, said) in [
         ("format=raw,target=/lab/xl/none", "Could not allocate minor"),
@@ -94,6 +101,24 @@ fn found_by_tap_ctl(bench: &mut Bench<'_>, guest: &Guest, kind: &str, image: &st
     let destroy = format!("tap-ctl destroy -p {pid} -m {minor} 2>&1");
     let refused = bench.xenhost.dom0(&destroy, 60)?;
     expect_eq("tap-ctl destroy of an attached disk", &refused.status, &16)
+}
+
+/// A VHD on a volume that tapdisk had open when its host crashed: what xl says of it vouches for it, and
+/// it is anybody's again when it is closed.
+fn footer_taken(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
+    let device =
+        bench.xenhost.sh("truncate -s 72M /lab/xl/volume && losetup -f --show /lab/xl/volume")?;
+    bench.xenhost.sh(&format!(
+        "ferrite image create --force vhd:{device} 64M && head -c 512 /dev/zero | tr '\\0' '\\307' | \
+         dd of={device} bs=512 seek=$(($(blockdev --getsz {device}) - 1)) conv=fsync"
+    ))?;
+    let info = format!("ferrite image info vhd:{device}");
+    bench.xenhost.sh(&format!("! {info}"))?;
+    let words = format!("format=vhd,script=block-ferrite,target={device}");
+    bench.xenhost.sh(&attach(guest, &words))?;
+    guest.sh(bench.xenhost, USE, 120)?;
+    detach(bench, guest)?;
+    bench.xenhost.sh(&format!("{info} && losetup -d {device}")).map(drop)
 }
 
 fn read_only(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
@@ -135,3 +160,137 @@ fn drives(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     }
     bench.xenhost.sh(&format!("! xenstore-exists {directory}")).map(drop)
 }
+
+/// Four queues each, as large guests have them.
+const THIRTY: GuestOptions =
+    GuestOptions { kind: Kind::Pv, vcpus: 4, queues: None, ring_order: None, indirect: None };
+
+/// xvda to xvdz, and xvdaa on.
+fn thirty_names() -> impl Iterator<Item = String> {
+    let one = ('a'..='z').map(|letter| format!("xvd{letter}"));
+    one.chain(('a'..='d').map(|letter| format!("xvda{letter}")))
+}
+
+/// The processes of the program: a worker's name is that of the descriptor which it was started by.
+const PROCESSES: &str =
+    "for p in /proc/[0-9]*; do case $(readlink $p/exe) in */ferrite) echo ${p#/proc/};; esac; done";
+
+/// The memory of all keepers and workers, in KiB, and their number.
+fn memory(bench: &mut Bench<'_>) -> Result<(u32, u32)> {
+    let told = bench.xenhost.sh(&format!(
+        "for pid in $({PROCESSES}); do \
+         tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p | grep -qE '^(keeper|worker)$' && \
+         awk '/^Pss:/ {{print $2}}' /proc/$pid/smaps_rollup; done | \
+         awk '{{sum += $1}} END {{print sum, NR}}'"
+    ))?;
+    let (kib, processes) = told.split_once(' ').context("two numbers")?;
+    Ok((kib.parse()?, processes.parse()?))
+}
+
+fn thirty_disks(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    bench.xenhost.sh("rm -rf /lab/xl; mkdir /lab/xl")?;
+    let mut specs = Vec::new();
+    for name in thirty_names() {
+        bench.xenhost.sh(&format!("truncate -s 16M /lab/xl/{name}"))?;
+        specs.push(format!(
+            "format=raw,vdev={name},backendtype=tap,script=block-ferrite,target=/lab/xl/{name}"
+        ));
+    }
+    // xl gives all of a new guest's disks ten seconds together: an emulated processor starts some
+    // thirty in that time. The others are attached one by one.
+    let later = specs.split_off(10);
+    let mut guest = Guest::create_with(bench.xenhost, &THIRTY, &specs)?;
+    bench.guests.push(guest.clone());
+    guest.unpause(bench.xenhost)?;
+    guest.wait_ready(bench.xenhost)?;
+    for spec in later {
+        bench.xenhost.sh(&format!("xl block-attach {} '{spec}'", guest.name()))?;
+    }
+    let names = thirty_names().collect::<Vec<_>>().join(" ");
+    // Each has its own, on the image of its name.
+    let write = format!(
+        "for n in {names}; do until [ -b /dev/$n ]; do sleep 0.2; done; \
+         echo this-is-$n | dd of=/dev/$n bs=4k conv=sync oflag=direct 2>/dev/null || exit 1; done"
+    );
+    guest.sh(bench.xenhost, &write, 300)?;
+    bench.xenhost.sh(&format!(
+        "for n in {names}; do [ \"$(head -n 1 /lab/xl/$n)\" = this-is-$n ] || exit 1; done; \
+         [ $(ferrite disk list | grep -c ' served ') = 30 ]"
+    ))?;
+    // At rest they have given back what they need for requests.
+    bench.xenhost.sh("sleep 8")?;
+    let (kib, processes) = memory(bench)?;
+    steps::say(format!("30 disks of 4 queues at rest: {kib} KiB (PSS) in {processes} processes"));
+    expect_eq("keepers and workers", &processes, &60)?;
+    if kib > 30 * DISK_KIB {
+        bail!("30 disks at rest take {kib} KiB: more than {DISK_KIB} each");
+    }
+    guest.destroy(bench.xenhost)?;
+    wait_for_none(bench, "the end of all thirty")?;
+    bench.xenhost.sh("rm -r /lab/xl").map(drop)
+}
+
+/// What keeper and worker of a disk may take at rest.
+const DISK_KIB: u32 = 3 << 10;
+
+/// No disk is there, and no process but the daemon.
+fn wait_for_none(bench: &mut Bench<'_>, what: &str) -> Result<()> {
+    let none = format!("[ -z \"$(ls /run/ferrite/disks)\" ] && [ $({PROCESSES} | wc -l) = 1 ]");
+    bench.xenhost.wait_until(what, &none, 60)
+}
+
+fn held_saved_destroyed(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    let image = bench.image(256)?;
+    let (mut guest, disk) = bench.guest_of_xl(&GuestOptions::default(), &image)?;
+    held(bench, &mut guest)?;
+    saved(bench, &mut guest, &disk.backend_dir())?;
+    let _endless = guest.begin(bench.xenhost, ENDLESS_IO, 1000)?;
+    wait_for_requests(bench, &mut guest, 200)?;
+    guest.destroy(bench.xenhost)?;
+    wait_for_none(bench, "the end of the destroyed guest's disk")
+}
+
+/// A guest that does nothing: it is paused. xl gives up, the disk says what it waits for, and goes when the
+/// guest lets go.
+fn held(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
+    let second = bench.image(16)?;
+    let words = format!("format=raw,script=block-ferrite,target={second}");
+    let (name, disk) = (guest.name().to_owned(), format!("{}/{NAME}", guest.domid()));
+    bench.xenhost.sh(&attach(guest, &words))?;
+    guest.sh(bench.xenhost, USE, 120)?;
+    bench.xenhost.sh(&format!("xl pause {name}; ! xl block-detach {name} {NAME} 2>/dev/null"))?;
+    let shown = bench.xenhost.sh(&format!("ferrite disk show {disk}"))?;
+    let waits = shown.lines().find(|line| line.starts_with("waits for"));
+    if !waits.is_some_and(|line| line.contains("the guest, which has not let go")) {
+        bail!("a disk whose guest does nothing shows\n{shown}");
+    }
+    bench.xenhost.sh(&format!("xl unpause {name}"))?;
+    bench.xenhost.wait_until("its end", &format!("! ferrite disk show {disk}"), 60)?;
+    bench.xenhost.sh(&format!("xl block-detach {name} {NAME}")).map(drop)
+}
+
+/// The guest is suspended for its memory, and goes on with the rings that it had.
+fn saved(bench: &mut Bench<'_>, guest: &mut Guest, directory: &str) -> Result<()> {
+    let job = guest.begin(bench.xenhost, VERIFY, 600)?;
+    wait_for_requests(bench, guest, 64)?;
+    let before = bench.xenhost.sh(PROCESSES)?;
+    let name = guest.name().to_owned();
+    bench.xenhost.sh_for(&format!("xl save -c {name} /lab/guest.save 2>&1"), 300)?;
+    let state = bench.xenhost.sh(&format!("xenstore-read {directory}/state"))?;
+    expect_eq("the backend's state", &state.as_str(), &"4")?;
+    expect_eq("the processes", &bench.xenhost.sh(PROCESSES)?, &before)?;
+    guest.finish_ok(bench.xenhost, &job).context("fio, saved meanwhile").map(drop)
+}
+
+/// Writes an area several times, and verifies it.
+const VERIFY: &str = "fio --name=verify --ioengine=libaio --direct=1 --rw=randwrite --bs=16k \
+     --size=2m --offset=64m --iodepth=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 \
+     --do_verify=1 --loops=4 --filename=/dev/xvda --minimal";
