@@ -18,9 +18,9 @@ use ferrite_xen::store::{Store, StoreError};
 use crate::directory::Look;
 use crate::params::Image;
 use crate::state::{DiskId, DiskState};
-use crate::table::{Phase, Upgrade, Woken};
+use crate::table::{Entry, Phase, Upgrade, Woken};
 use crate::unserved::{End, May, answer};
-use crate::wait::wait_for;
+use crate::wait::{Pauses, wait_for};
 use crate::{Assignment, Failure, Shared, Step, blktap, directory};
 
 /// The pause before the second try; twice as long before each further one, up to the longest.
@@ -82,12 +82,12 @@ impl Follower {
 
     /// The same; whether the disk is detached.
     fn follow(&mut self, task: &Task) -> bool {
-        let mut pause = RETRY;
+        let mut pauses = Pauses::new(RETRY, RETRY_MAX);
         // The last thing that was told: the same reason is told once.
         let mut told = None;
         loop {
-            let (failure, how_long) = match (self.forget_older(task), task) {
-                (Err(failure), _) => (Some(failure), Some(pause)),
+            let (failure, again) = match (self.forget_older(task), task) {
+                (Err(failure), _) => (Some(failure), true),
                 (Ok(()), Task::Serve(image)) => match self.serve_or_rest(image) {
                     Ok(Next::Gone) => return true,
                     Ok(Next::Ended) => return false,
@@ -97,13 +97,14 @@ impl Follower {
                         match self.shared.table.why_woken(self.id) {
                             Woken::End => return false,
                             Woken::Rest if woken => continue,
-                            _ => (Some(failure), Some(pause)),
+                            _ => (Some(failure), true),
                         }
                     }
                 },
-                (Ok(()), Task::Empty) => (None, None),
-                (Ok(()), Task::Refuse(why)) => (Some(refused(why)), None),
+                (Ok(()), Task::Empty) => (None, false),
+                (Ok(()), Task::Refuse(why)) => (Some(refused(why)), false),
             };
+            let pause = pauses.after(self.was_served());
             self.shared.table.change(self.id, |entry| {
                 if let (Upgrade::Asked(_), Some(failure)) = (&entry.upgrade, &failure) {
                     entry.upgrade = Upgrade::Done(Err(failure.clone()));
@@ -115,7 +116,7 @@ impl Follower {
                 self.tell(failure.as_ref());
                 told = Some(failure.clone());
             }
-            match self.stand_in(how_long, failure.as_ref()) {
+            match self.stand_in(again.then_some(pause), failure.as_ref()) {
                 Ok(End::Detached) => {
                     self.is_unswept();
                     return true;
@@ -131,7 +132,6 @@ impl Follower {
                     }
                 }
             }
-            pause = (pause * 2).min(RETRY_MAX);
         }
     }
 
@@ -236,6 +236,12 @@ impl Follower {
 
     fn run_dir(&self) -> PathBuf {
         self.shared.places.run.join(self.id.file_name())
+    }
+
+    /// It was, until now.
+    fn was_served(&self) -> bool {
+        let phase = |entry: &Entry| entry.phase == Phase::Served;
+        self.shared.table.look(|disks| disks.get(&self.id).is_some_and(phase))
     }
 
     fn was_open(&self) -> bool {

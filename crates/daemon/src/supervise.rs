@@ -15,7 +15,7 @@ use crate::directory::{self, KIND, Look};
 use crate::follow::{Follower, Task};
 use crate::params::Params;
 use crate::state::{DiskId, DiskState};
-use crate::wait::wait_for;
+use crate::wait::{Pauses, wait_for};
 use crate::{Shared, Xen, blktap};
 
 const TOKEN: &str = "all";
@@ -23,8 +23,9 @@ const TOKEN: &str = "all";
 /// after each look that finds nothing, up to the longest.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(320);
-/// When to ask for xenstore again.
-const NO_XEN: Duration = Duration::from_secs(1);
+/// When to ask for xenstore again, at first and later.
+const NO_XEN: Duration = Duration::from_millis(50);
+const NO_XEN_MAX: Duration = Duration::from_secs(1);
 /// The longest sleep: whoever watches us hears that we live.
 const ALIVE: Duration = Duration::from_secs(10);
 /// Disks that are served at a time; the Xen interface has room for far more than a host.
@@ -36,18 +37,20 @@ pub(crate) struct Supervisor<'a> {
 }
 
 impl Supervisor<'_> {
-    /// Until the daemon is to stop.
+    /// Until the daemon is to stop. The disks' threads have connections of their own: what becomes of
+    /// this one's does not concern them, and each sees to its own.
     pub(crate) fn run(&self) {
         let mut told = false;
+        let mut pauses = Pauses::new(NO_XEN, NO_XEN_MAX);
         loop {
+            let mut followed = None;
             match self.connect() {
                 Ok(mut store) => {
                     told = false;
+                    followed = Some(Instant::now());
                     let Some(e) = self.follow(&mut store).err() else { return };
-                    tracing::error!("{e}; asking for xenstore again");
+                    self.tell(|| tracing::error!("{e}; asking for xenstore again"));
                     self.shared.set_xen(Xen::Gone(e.to_string()));
-                    // Theirs are gone, too: with a new one they begin anew, unseen by the guests.
-                    self.shared.table.stop_all();
                 }
                 Err(e) => {
                     if !told {
@@ -58,7 +61,8 @@ impl Supervisor<'_> {
                 }
             }
             (self.alive)("no Xen: waiting for xenstore");
-            let [stopped] = wait_for([self.shared.stop.fd()], Some(NO_XEN));
+            let pause = pauses.after(followed.is_some_and(|since| since.elapsed() > NO_XEN_MAX));
+            let [stopped] = wait_for([self.shared.stop.fd()], Some(pause));
             if stopped {
                 return;
             }

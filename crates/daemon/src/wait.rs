@@ -20,3 +20,43 @@ pub(crate) fn wait_for<const N: usize>(
         Err(_) => [true; N],
     }
 }
+
+/// Pauses before further tries: each twice as long as the one before, up to the longest.
+#[derive(Debug)]
+pub(crate) struct Pauses {
+    first: Duration,
+    longest: Duration,
+    next: Duration,
+}
+
+impl Pauses {
+    pub(crate) fn new(first: Duration, longest: Duration) -> Pauses {
+        Pauses { first, longest, next: first }
+    }
+
+    /// The pause after a try that has failed. One that had worked for a while, and failed then, has
+    /// another reason than those before.
+    pub(crate) fn after(&mut self, has_worked: bool) -> Duration {
+        if has_worked {
+            self.next = self.first;
+        }
+        let pause = self.next;
+        self.next = (pause * 2).min(self.longest);
+        pause
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_a_bound_and_begin_anew_after_a_try_that_worked() {
+        let (first, longest) = (Duration::from_millis(250), Duration::from_secs(5));
+        let mut pauses = Pauses::new(first, longest);
+        let grown: Vec<_> = (0..8).map(|_| pauses.after(false)).collect();
+        assert_eq!(grown[..3], [first, first * 2, first * 4]);
+        assert_eq!(grown[5..], [longest; 3]);
+        assert_eq!([true, false].map(|worked| pauses.after(worked)), [first, first * 2]);
+    }
+}

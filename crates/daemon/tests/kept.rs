@@ -182,11 +182,43 @@ fn a_disk_whose_connection_to_the_store_was_lost_is_followed_by_another_one() {
     works(&mut front, 1);
     let keepers = [keeper(&host, &disk)];
     for stamp in 2..4 {
-        host.cut_store_connections(daemons);
+        host.cut_store_connections(daemons..);
         works(&mut front, stamp);
     }
     front.close(PATIENCE).unwrap();
     end(&host, std::slice::from_ref(&disk), &keepers);
+    kill(daemon);
+}
+
+/// It gets another one, and no disk's thread notices.
+#[test]
+fn a_daemon_whose_own_connection_to_the_store_was_lost_follows_by_another_one() {
+    let host = Host::new(3);
+    let daemon = host.spawn(None);
+    wait_until("the daemon's connection", || host.status().is_ok_and(|status| status.xen));
+    let first = attach(&host, 1);
+    let mut fronts = vec![host.connect(&first)];
+    let all = host.store_connections();
+    let mut disks = vec![first];
+    for domid in 2..4 {
+        // The first one, and the one that has followed it.
+        let own = if domid == 2 { 0 } else { all };
+        host.cut_store_connections(own..=own);
+        let disk = attach(&host, domid);
+        fronts.push(host.connect(&disk));
+        disks.push(disk);
+        fronts.iter_mut().for_each(|front| works(front, domid as u8));
+    }
+    // The daemon has had two more, and each new disk one.
+    assert_eq!(host.store_connections(), all + 4);
+    // And all at once: xenstored was started again.
+    host.cut_store_connections(..);
+    for front in &mut fronts {
+        works(front, 4);
+        front.close(PATIENCE).unwrap();
+    }
+    let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
+    end(&host, &disks, &keepers);
     kill(daemon);
 }
 

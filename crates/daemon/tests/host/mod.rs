@@ -11,6 +11,7 @@ use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::slice::SliceIndex;
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -159,9 +160,12 @@ impl Host {
         self.connections.lock().unwrap().len()
     }
 
-    /// Ends those that began after these.
-    pub fn cut_store_connections(&self, after: usize) {
-        for connection in &self.connections.lock().unwrap()[after..] {
+    /// Ends these, in the order of their begin.
+    pub fn cut_store_connections(
+        &self,
+        which: impl SliceIndex<[UnixStream], Output = [UnixStream]>,
+    ) {
+        for connection in &self.connections.lock().unwrap()[which] {
             let _ = connection.shutdown(Shutdown::Both);
         }
     }
