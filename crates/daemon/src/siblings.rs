@@ -130,7 +130,8 @@ impl Follower {
     /// is said: also the next daemon is to leave it to the later one.
     pub(crate) fn rest(&mut self, later: DiskId, image: &Image) -> Result<End, Failure> {
         let mut state = DiskState::new(self.id, image, self.minor).resting_for(Some(later));
-        let known = self.shared.states.read(self.id).filter(|known| known.rests_for == Some(later));
+        let known = self.shared.states.read(self.id).map_err(|e| self.no_state(&e))?;
+        let known = known.filter(|known| known.rests_for == Some(later));
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
         // Also what ran while no daemon looked.
         state.has_run = known.is_some_and(|known| known.has_run)

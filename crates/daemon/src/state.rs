@@ -110,8 +110,13 @@ impl States {
         Ok(States { folder: folder.to_owned() })
     }
 
+    /// A disk's file in this folder.
+    pub fn file(folder: &Path, id: DiskId) -> PathBuf {
+        folder.join(format!("{}.json", id.file_name()))
+    }
+
     fn path(&self, id: DiskId) -> PathBuf {
-        self.folder.join(format!("{}.json", id.file_name()))
+        States::file(&self.folder, id)
     }
 
     /// Puts a disk's file in the place of the one before.
@@ -129,14 +134,18 @@ impl States {
     }
 
     /// What is known of a disk. What cannot be understood is put aside.
-    pub fn read(&self, id: DiskId) -> Option<DiskState> {
+    ///
+    /// # Errors
+    /// It cannot be read now: no descriptors, say. That says nothing of what is in it.
+    pub fn read(&self, id: DiskId) -> io::Result<Option<DiskState>> {
         let path = self.path(id);
         match read(&path, id) {
-            Ok(state) => Some(state),
-            Err(Unread::Missing) => None,
+            Ok(state) => Ok(Some(state)),
+            Err(Unread::Missing) => Ok(None),
+            Err(Unread::Not(e)) => Err(e),
             Err(Unread::Odd(why)) => {
                 self.put_aside(&path, &why);
-                None
+                Ok(None)
             }
         }
     }
@@ -160,7 +169,7 @@ impl States {
     }
 
     /// All disks that are known, in order. What is half written is removed, and what cannot be
-    /// understood is put aside.
+    /// understood is put aside. What cannot be read now is left out.
     pub fn all(&self) -> Vec<DiskState> {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
         let mut states = Vec::new();
@@ -169,7 +178,7 @@ impl States {
                 // A daemon was killed before it had renamed it.
                 Some("new") => drop(fs::remove_file(&path)),
                 Some("json") => match Self::id_of(&path) {
-                    Some(id) => states.extend(self.read(id)),
+                    Some(id) => states.extend(self.read(id).ok().flatten()),
                     None => self.put_aside(&path, "its name is no disk's"),
                 },
                 _ => {}
@@ -200,7 +209,10 @@ impl States {
 
 enum Unread {
     Missing,
+    /// Its content is at fault.
     Odd(String),
+    /// The file system, or this process, is.
+    Not(io::Error),
 }
 
 /// Only the version, whatever else there is.
@@ -213,10 +225,13 @@ fn read(path: &Path, id: DiskId) -> Result<DiskState, Unread> {
     let odd = |e: &dyn std::fmt::Display| Unread::Odd(e.to_string());
     let file = match File::open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Unread::Missing),
-        opened => opened.map_err(|e| odd(&e))?,
+        opened => opened.map_err(Unread::Not)?,
     };
     let mut text = Vec::new();
-    file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(|e| odd(&e))?;
+    file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(|e| match e.kind() {
+        io::ErrorKind::IsADirectory => odd(&e),
+        _ => Unread::Not(e),
+    })?;
     if text.len() as u64 > MAX_BYTES {
         return Err(odd(&"it is too long"));
     }
@@ -258,15 +273,15 @@ mod tests {
         let (first, second) = (state(7), state(3));
         states.write(&first).unwrap();
         states.write(&second).unwrap();
-        assert_eq!(states.read(first.id), Some(first.clone()));
+        assert_eq!(states.read(first.id).unwrap(), Some(first.clone()));
         assert_eq!(states.all(), [second.clone(), first.clone()]);
         let newer = DiskState { minor: 9, ..first.clone() };
         states.write(&newer).unwrap();
-        assert_eq!(states.read(first.id), Some(newer));
+        assert_eq!(states.read(first.id).unwrap(), Some(newer));
         states.remove(first.id);
         states.remove(first.id);
         assert_eq!(states.all(), [second]);
-        assert_eq!(states.read(first.id), None);
+        assert_eq!(states.read(first.id).unwrap(), None);
     }
 
     #[test]
@@ -306,6 +321,20 @@ mod tests {
         let left = fs::read_dir(dir.path().join("disks")).unwrap().map(|e| e.unwrap().path());
         let extensions = left.map(|p| p.extension().unwrap().to_str().unwrap().to_owned());
         assert!(extensions.into_iter().all(|e| e == "json" || e == "odd"));
+    }
+
+    #[test]
+    fn what_cannot_be_read_now_stays_where_it_is() {
+        let (dir, states) = states();
+        let path = dir.path().join("disks/vbd-2-51712.json");
+        // It cannot be opened, as if there were no descriptors.
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        assert!(states.read(state(2).id).is_err());
+        assert_eq!(states.all(), []);
+        fs::remove_file(&path).unwrap();
+        states.write(&state(2)).unwrap();
+        assert_eq!(states.read(state(2).id).unwrap(), Some(state(2)));
+        assert!(!path.with_extension("odd").exists());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! to be done. So a daemon that starts late, or again, finds the same as one that was there.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -160,11 +161,21 @@ impl Supervisor<'_> {
                 continue;
             }
             let look = Look::take(store, id)?;
-            if look.is_wanted()
-                && let Some(task) = self.task(id, &look)
-            {
+            if !look.is_wanted() {
+                continue;
+            }
+            let known = match self.known(id, &look) {
+                Ok(known) => known,
+                // It says which image the guest has. Another guess could be another image.
+                Err(e) => {
+                    self.tell(|| tracing::error!("cannot read the state of disk {id} yet: {e}"));
+                    self.shared.wake.wake();
+                    continue;
+                }
+            };
+            if let Some(task) = task(known.as_ref(), &look) {
                 found = true;
-                self.start(id, task, &look);
+                self.start(id, task, &look, known.as_ref());
             }
         }
         Ok(found)
@@ -185,25 +196,11 @@ impl Supervisor<'_> {
     }
 
     /// What a predecessor has known of the disk, if this is still the one that it has begun with.
-    fn known(&self, id: DiskId, look: &Look) -> Option<DiskState> {
-        self.shared.states.read(id).filter(|_| look.has_begun())
+    fn known(&self, id: DiskId, look: &Look) -> io::Result<Option<DiskState>> {
+        Ok(self.shared.states.read(id)?.filter(|_| look.has_begun()))
     }
 
-    /// What is to be done for a disk; `None` while the toolstack has not said that. A guest that a
-    /// predecessor has begun with keeps the image that it was attached with, whatever became of
-    /// `params` since.
-    fn task(&self, id: DiskId, look: &Look) -> Option<Task> {
-        if let Some(state) = self.known(id, look) {
-            return Some(Task::Serve(state.image()));
-        }
-        Some(match Params::parse(look.params.as_deref()?) {
-            Params::Image(image) => Task::Serve(image),
-            Params::Empty => Task::Empty,
-            Params::Odd(why) => Task::Refuse(why),
-        })
-    }
-
-    fn start(&self, id: DiskId, task: Task, look: &Look) {
+    fn start(&self, id: DiskId, task: Task, look: &Look, known: Option<&DiskState>) {
         if self.shared.table.look(|disks| disks.len()) >= MAX_DISKS {
             self.tell(|| tracing::error!("disk {id} is not served: there are {MAX_DISKS} already"));
             return;
@@ -212,14 +209,13 @@ impl Supervisor<'_> {
             Task::Serve(image) => Some(image.clone()),
             Task::Empty | Task::Refuse(_) => None,
         };
-        let known = self.known(id, look);
         let attached = match look.has_begun() {
             true => Attached::Begun,
             false => Attached::New(look.params.clone().unwrap_or_default()),
         };
         let has_older = !look.has_begun();
         let is_untouched = is_untouched(&task, known.is_some(), look);
-        let entered = self.shared.table.enter(id, image, known.as_ref(), |minor, stop| {
+        let entered = self.shared.table.enter(id, image, known, |minor, stop| {
             let shared = self.shared.clone();
             let log = LogLimit::default();
             let follower = Follower {
@@ -249,6 +245,20 @@ impl Supervisor<'_> {
             line();
         }
     }
+}
+
+/// What is to be done for a disk; `None` while the toolstack has not said that. A guest that a
+/// predecessor has begun with keeps the image that it was attached with, whatever became of `params`
+/// since.
+fn task(known: Option<&DiskState>, look: &Look) -> Option<Task> {
+    if let Some(state) = known {
+        return Some(Task::Serve(state.image()));
+    }
+    Some(match Params::parse(look.params.as_deref()?) {
+        Params::Image(image) => Task::Serve(image),
+        Params::Empty => Task::Empty,
+        Params::Odd(why) => Task::Refuse(why),
+    })
 }
 
 /// Whether no predecessor can have had the disk's image open for this attachment: its state file comes

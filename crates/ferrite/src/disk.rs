@@ -1,7 +1,8 @@
 //! `ferrite disk`: asking the daemon, and showing what it answers.
 
+use std::io;
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ferrite_daemon::Places;
 use ferrite_daemon::control::client::{self, ClientError};
@@ -9,7 +10,7 @@ use ferrite_daemon::control::protocol::{
     Attached, DetachParams, Detached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, Status,
     UpgradeParams, Upgraded, WaitParams,
 };
-use ferrite_daemon::state::DiskId;
+use ferrite_daemon::state::{DiskId, States};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -20,6 +21,8 @@ use crate::vdev::Vbd;
 
 /// What the daemon has beside the time that a method may take.
 const ANSWER: Duration = Duration::from_secs(40);
+/// When to ask once more for a daemon that is being started again.
+const ASK_AGAIN: Duration = Duration::from_millis(200);
 /// All disks of a host, one after the other; most take far less than a second.
 const UPGRADE: Duration = Duration::from_secs(3600);
 /// Closing an image is waited for as long as the daemon waits.
@@ -37,9 +40,7 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
             tell(*json, &done, || println!("disk {disk} {how}"))
         }
         DiskCommand::Wait { backend, timeout, json, places } => {
-            let asked = WaitParams { backend: backend.clone(), timeout_s: *timeout };
-            let wait = ANSWER + seconds(*timeout);
-            let done: Attached = call(&places.run_dir, "attach.wait", &asked, wait)?;
+            let done = wait(&places.run_dir, backend, *timeout)?;
             tell(*json, &done, || println!("{backend} is served"))
         }
     }
@@ -69,6 +70,43 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
     Err(Failure::new(what, &first.why, first.help.clone()))
 }
 
+/// Also for a daemon that is being started again: xl's script fails a whole guest otherwise.
+fn wait(run: &Path, backend: &str, timeout: u32) -> Result<Attached, Failure> {
+    let places = Places { run: run.to_owned() };
+    let end = Instant::now() + seconds(timeout);
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let timeout_s = u32::try_from(left.as_secs()).unwrap_or(timeout);
+        let asked = WaitParams { backend: backend.to_owned(), timeout_s };
+        match client::call(&places.control(), "attach.wait", &asked, ANSWER + left) {
+            Err(e) if comes_again(&e, &places, backend) && !left.is_zero() => {
+                std::thread::sleep(ASK_AGAIN);
+            }
+            answered => return answered.map_err(|e| not_answered("attach.wait", &e)),
+        }
+    }
+}
+
+/// Whether there was a daemon that serves the disk, and that is to be there again.
+fn comes_again(e: &ClientError, places: &Places, backend: &str) -> bool {
+    match e {
+        // It has ended in good order, and was at this disk.
+        ClientError::Unreachable(e) if e.kind() == io::ErrorKind::NotFound => {
+            let id = ferrite_daemon::directory::id_of(backend);
+            id.is_some_and(|id| States::file(&places.states(), id).exists())
+        }
+        // It was killed, or has ended before it could answer.
+        ClientError::Unreachable(e) => e.kind() == io::ErrorKind::ConnectionRefused,
+        ClientError::Broken(e) => matches!(
+            e.kind(),
+            io::ErrorKind::UnexpectedEof
+                | io::ErrorKind::ConnectionReset
+                | io::ErrorKind::BrokenPipe
+        ),
+        ClientError::Refused(_) => false,
+    }
+}
+
 fn seconds(seconds: u32) -> Duration {
     Duration::from_secs(seconds.into())
 }
@@ -84,13 +122,15 @@ fn call<T: DeserializeOwned>(
     timeout: Duration,
 ) -> Result<T, Failure> {
     let socket = Places { run: run.to_owned() }.control();
-    client::call(&socket, method, params, timeout).map_err(|e: ClientError| {
-        let failure = Failure::new(format!("{method} of the daemon"), &e, e.help());
-        match e.is_no_disk() {
-            true => failure.with_code(Code::NOT_FOUND),
-            false => failure,
-        }
-    })
+    client::call(&socket, method, params, timeout).map_err(|e| not_answered(method, &e))
+}
+
+fn not_answered(method: &str, e: &ClientError) -> Failure {
+    let failure = Failure::new(format!("{method} of the daemon"), e, e.help());
+    match e.is_no_disk() {
+        true => failure.with_code(Code::NOT_FOUND),
+        false => failure,
+    }
 }
 
 /// Prints the answer, as JSON or for people.

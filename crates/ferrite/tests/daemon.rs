@@ -231,7 +231,7 @@ fn script(dir: &Path, waited: &str, with_daemon: bool) -> (Output, String) {
     let socket = dir.join("control.sock");
     let source = fs::read_to_string(source).unwrap();
     assert!(source.contains("/run/ferrite/control.sock"));
-    let source = source.replace("/run/ferrite/control.sock", socket.to_str().unwrap());
+    let source = source.replace("/run/ferrite/", &format!("{}/", dir.display()));
     let written = dir.join("written");
     let _ = fs::remove_file(&written);
     for (name, body) in [
@@ -277,4 +277,40 @@ fn the_script_connects_what_is_served_and_says_why_not() {
     let (output, written) = script(dir.path(), "exit 1", false);
     assert!(output.status.success());
     assert_eq!(written, connected);
+    // One that a daemon has begun with is asked for, also while that is started again.
+    fs::create_dir(dir.path().join("disks")).unwrap();
+    fs::write(dir.path().join("disks/vbd-3-51728.json"), "{}").unwrap();
+    let (output, _) = script(dir.path(), "exit 1", false);
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
+fn a_disk_is_waited_for_while_its_daemon_is_started_again_and_not_where_none_was() {
+    use std::io::{BufRead as _, BufReader, Write as _};
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().to_str().unwrap().to_owned();
+    let wait = ["disk", "wait", "backend/vbd3/3/51728", "--timeout", "60", "--run-dir", &run];
+    // Nobody has begun with it.
+    assert!(!ferrite(&wait).status.success());
+    fs::create_dir(dir.path().join("disks")).unwrap();
+    fs::write(dir.path().join("disks/vbd-3-51728.json"), "{}").unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| ferrite(&wait));
+        let socket = dir.path().join("control.sock");
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        // A daemon that ends before it answers, and is killed later.
+        drop(listener.accept().unwrap());
+        drop(listener);
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        fs::remove_file(&socket).unwrap();
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        BufReader::new(stream.try_clone().unwrap()).read_line(&mut String::new()).unwrap();
+        let disk =
+            r#"{"disk":{"domid":3,"devid":51728},"phase":"served","since":0,"minor":0,"starts":1}"#;
+        let answer = format!(r#"{{"jsonrpc":"2.0","id":1,"result":{{"disk":{disk}}}}}"#);
+        stream.write_all(format!("{answer}\n").as_bytes()).unwrap();
+        let output = waiting.join().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    });
 }

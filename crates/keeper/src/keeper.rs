@@ -73,7 +73,17 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     }
     let clients = asker.into_iter().collect();
     let worker = Worker::new(start)?;
-    Process { keep, binary, place, worker, clients, also: also.to_vec(), failures: 0 }.run()
+    Process {
+        keep,
+        binary,
+        place,
+        worker,
+        clients,
+        follower: None,
+        also: also.to_vec(),
+        failures: 0,
+    }
+    .run()
 }
 
 struct Process {
@@ -82,6 +92,8 @@ struct Process {
     place: Place,
     worker: Worker,
     clients: Vec<OwnedFd>,
+    /// Which of them has asked for the line last.
+    follower: Option<RawFd>,
     also: Vec<RawFd>,
     /// How often the worker could not be started.
     failures: u32,
@@ -152,9 +164,12 @@ impl Process {
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => return,
             Err(_) => return std::thread::sleep(REST),
         };
-        // The oldest has been quiet for longest, or is not heard any more.
+        // The oldest has been quiet for longest, or is not heard any more. Not so who follows: it has
+        // nothing to ask while all is well.
         if self.clients.len() >= CLIENTS {
-            self.clients.remove(0);
+            let quiet = |client: &OwnedFd| Some(client.as_raw_fd()) != self.follower;
+            let oldest = self.clients.iter().position(quiet).unwrap_or_default();
+            self.clients.remove(oldest);
         }
         self.clients.push(client);
     }
@@ -164,7 +179,11 @@ impl Process {
         let bytes = match heard {
             Ok((bytes, _)) if !bytes.is_empty() => bytes,
             Err(e) if e.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => return,
-            _ => return drop(self.clients.remove(i)),
+            _ => {
+                let gone = self.clients.remove(i);
+                self.follower = self.follower.filter(|follower| *follower != gone.as_raw_fd());
+                return;
+            }
         };
         let client = &self.clients[i];
         match serde_json::from_slice(&bytes) {
@@ -177,6 +196,7 @@ impl Process {
                 let keeper = getpid().as_raw_nonzero().get();
                 let line = Answer::Line { start: self.worker.start(), keeper };
                 answer(client, &line, Some(self.worker.line().as_fd()));
+                self.follower = Some(client.as_raw_fd());
             }
             Ok(Request::Keep) => answer(client, &Answer::Keep(self.keep.clone()), None),
             Ok(Request::End) => self.end(i),

@@ -380,8 +380,10 @@ fn who_asks_may_go_and_what_nobody_understands_is_answered() {
     }
     assert_eq!(worker(&line), number);
     wait_until("who has gone is remembered", || descriptors(line.keeper) == before);
-    // More than it hears at once.
+    // More than it hears at once. Who follows is heard on.
     let many: Vec<_> = (0..30).map(|_| Keeper::connect(&world.keep.socket).unwrap()).collect();
+    assert_eq!(many[29].keep().unwrap(), world.keep);
+    assert_eq!(keeper.line(None).unwrap().start, line.start);
     assert_eq!(many[29].line(None).unwrap().start, line.start);
     let last = Keeper::connect(&world.keep.socket).unwrap();
     drop((many, keeper));

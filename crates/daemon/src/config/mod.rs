@@ -182,9 +182,15 @@ impl Config {
         self.images.get(image).unwrap_or(&self.disks)
     }
 
-    /// Whether an image may be served from there. Links have to be resolved before.
+    /// Whether an image may be served from there. Links have to be resolved before. A folder may be
+    /// named by a link, and that may point elsewhere later: it is looked up each time.
     pub fn allows(&self, image: &Path) -> bool {
-        self.image_folders.iter().any(|folder| image.starts_with(folder))
+        let is_below = |folder: &Path| image.starts_with(folder);
+        self.image_folders.iter().any(|folder| is_below(folder))
+            || self
+                .image_folders
+                .iter()
+                .any(|folder| folder.canonicalize().is_ok_and(|real| is_below(&real)))
     }
 }
 

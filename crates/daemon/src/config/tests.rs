@@ -85,6 +85,19 @@ fn an_empty_file_and_none_are_the_defaults() {
 }
 
 #[test]
+fn a_folder_may_be_named_by_a_link() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = dir.path().canonicalize().unwrap();
+    let (real, link) = (base.join("real"), base.join("link"));
+    std::fs::create_dir(&real).unwrap();
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    let config = Config { image_folders: vec![link.clone()], ..Config::default() };
+    assert!(config.allows(&real.join("a.vhd")) && !config.allows(&base.join("a.vhd")));
+    std::fs::remove_file(link).unwrap();
+    assert!(!config.allows(&real.join("a.vhd")));
+}
+
+#[test]
 fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
     for (text, key, says) in [
         ("image_folder = []", "image_folder", "did you mean image_folders?"),
