@@ -1,12 +1,17 @@
 //! `ferrite top` on a terminal, and without one.
 
 use std::io::{Read as _, Write as _};
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex};
 
 use ferrite_serve::counters::{Counters, FOLDER};
+use ferrite_testkit::wait_until;
+use rustix::process::{Pid, Signal, kill_process};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_ferrite");
-/// To the screen that was there before, and the cursor shows.
+/// To a screen of its own,
+const ENTERS: &str = "\u{1b}[?1049h";
+/// to the screen that was there before, and the cursor shows.
 const LEAVES: &str = "\u{1b}[?1049l";
 const CURSOR: &str = "\u{1b}[?25h";
 
@@ -17,16 +22,22 @@ fn folder() -> tempfile::TempDir {
     base
 }
 
-/// Runs a shell line on a terminal of its own. As soon as it shows the disk, it gets these keys. Its exit
-/// code, and what the terminal got.
-fn on_terminal(line: &str, keys: &str) -> (i32, String) {
+/// A shell line on a terminal of its own, which is written to and read.
+fn start(line: &str) -> (Child, ChildStdin, ChildStdout) {
     let mut script = Command::new("script");
     // One that nobody has made larger has no room for anything.
     let line = format!("stty cols 160 rows 24; {line}");
     script.args(["--quiet", "--return", "--command", &line, "/dev/null"]);
     script.env_remove("RUST_LOG").env("TERM", "xterm").stdin(Stdio::piped());
     let mut child = script.stdout(Stdio::piped()).spawn().expect("script(1) of bsdutils runs");
-    let (mut stdin, mut stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    let (stdin, stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    (child, stdin, stdout)
+}
+
+/// Runs a shell line on a terminal of its own. As soon as it shows the disk, it gets these keys. Its exit
+/// code, and what the terminal got.
+fn on_terminal(line: &str, keys: &str) -> (i32, String) {
+    let (mut child, mut stdin, mut stdout) = start(line);
     let (mut shown, mut bytes, mut is_told) = (Vec::new(), [0; 4096], false);
     loop {
         let n = stdout.read(&mut bytes).unwrap();
@@ -58,6 +69,54 @@ fn a_terminal_is_left_as_it_was_by_keys_and_by_signals() {
         assert!(shown.contains("vbd-3-51712"), "{shown}");
         assert!(shown.contains(LEAVES) && shown.rfind(CURSOR) > shown.find("vbd-3"), "{shown:?}");
     }
+}
+
+/// What a process is doing, by the kernel's letter.
+fn state(pid: i32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
+#[test]
+fn stopped_it_leaves_the_screen_and_comes_back_when_it_goes_on() {
+    let base = folder();
+    let pid_file = base.path().join("pid");
+    let top = format!("{PROGRAM} top --stats {}", base.path().join(FOLDER).display());
+    let line =
+        format!("sh -c 'echo $$ >{}; exec timeout --foreground 60 {top}'", pid_file.display());
+    // timeout(1) stays beside it; its child is the one to stop.
+    let (mut child, mut stdin, mut stdout) = start(&line);
+    let shown = Arc::new(Mutex::new(String::new()));
+    let all = shown.clone();
+    let reader = std::thread::spawn(move || {
+        let mut bytes = [0; 4096];
+        while let Ok(n @ 1..) = stdout.read(&mut bytes) {
+            all.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..n]));
+        }
+    });
+    let times = |what: &str| shown.lock().unwrap().matches(what).count();
+    wait_until("the disk", || times("scroll") > 0);
+    let timeout: i32 = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    let children = std::fs::read_to_string(format!("/proc/{timeout}/task/{timeout}/children"));
+    let pid: i32 = children.unwrap().trim().parse().unwrap();
+    let signal = |signal| kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+    for round in 1..3 {
+        // By others, then by its key.
+        match round {
+            1 => signal(Signal::TSTP),
+            _ => stdin.write_all(b"\x1a").unwrap(),
+        }
+        wait_until("its stop", || state(pid) == Some('T'));
+        wait_until("its leave", || times(LEAVES) >= round);
+        let drawn = times("scroll");
+        signal(Signal::CONT);
+        wait_until("its return", || times(ENTERS) > round && times("scroll") > drawn);
+    }
+    stdin.write_all(b"q").unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    reader.join().unwrap();
+    let shown = shown.lock().unwrap();
+    assert!(shown.rfind(LEAVES) > shown.rfind(ENTERS), "{shown:?}");
 }
 
 #[test]

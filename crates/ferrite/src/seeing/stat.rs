@@ -1,5 +1,6 @@
 //! `ferrite stat`: what disks do, a line a disk and interval.
 
+use std::ffi::c_int;
 use std::io::{self, Write as _};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -24,7 +25,7 @@ struct Report<'a> {
 pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     let interval = args.interval.unwrap_or(Duration::from_secs(1));
     let count = args.count.or(args.interval.is_none().then_some(1));
-    let end = end()?;
+    let end = heard(&[])?;
     let mut watch = Watch::new(&args.watched);
     let mut next = Instant::now();
     for report in 1.. {
@@ -56,7 +57,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
         next = next.max(Instant::now());
         match end.recv_timeout(next.saturating_duration_since(Instant::now())) {
             Err(RecvTimeoutError::Timeout) => {}
-            Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Ok(_) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
     }
     Ok(())
@@ -84,16 +85,19 @@ fn json(disks: &[Rates]) -> Result<String, Failure> {
     Ok(line + "\n")
 }
 
-/// Hears of a signal that asks this program to end.
-pub(super) fn end() -> Result<Receiver<()>, Failure> {
+/// Hears of signals that ask this program to end, and of these.
+pub(super) fn heard(more: &[c_int]) -> Result<Receiver<c_int>, Failure> {
     let (sender, receiver) = channel();
     let mut signals = signals::listen()?;
+    for signal in more {
+        signals.add_signal(*signal).map_err(signals::cannot)?;
+    }
     std::thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || {
-            for _ in signals.forever() {
+            for signal in signals.forever() {
                 // Who is not there any more is at its end.
-                let _ = sender.send(());
+                let _ = sender.send(signal);
             }
         })
         .map_err(signals::cannot)?;

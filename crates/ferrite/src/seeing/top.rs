@@ -1,18 +1,21 @@
 //! `ferrite top`: all disks on a terminal, again and again.
 
 use std::io::{self, IsTerminal as _};
-use std::sync::mpsc::TryRecvError;
+use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use signal_hook::consts::{SIGCONT, SIGTSTP};
 
 use super::Watch;
 use super::args::TopArgs;
-use super::stat::end;
+use super::stat::heard;
 use crate::exit::{Code, Failure};
 
+mod screen;
 mod view;
 
+use screen::Screen;
 use view::View;
 
 /// How soon a signal is heeded.
@@ -22,6 +25,8 @@ const GLANCE: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
     Quit,
+    /// As shells' other programs are stopped.
+    Stop,
     /// So many columns to the right.
     Sort(isize),
     Reverse,
@@ -36,21 +41,24 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         let help = "ferrite stat -i 1 prints the same as text, with --json for programs";
         return Err(Failure::new("cannot show disks", why, help).with_code(Code::USAGE));
     }
-    let end = end()?;
+    let signals = heard(&[SIGTSTP, SIGCONT])?;
     let mut watch = Watch::new(&args.watched);
     // The folder may be none of ours: said while the terminal is as it was.
     let first = watch.look()?;
     let mut view = View::new(args.interval);
     view.show(first.rates, &first.problems);
-    // Restored when this ends, and by ratatui's own hook when there is a panic.
-    let mut terminal = ratatui::try_init().map_err(broken)?;
-    let _restored = Restored;
+    let mut screen = Screen::enter().map_err(broken)?;
     let mut next = Instant::now() + args.interval;
     loop {
-        terminal.draw(|frame| view.draw(frame)).map_err(broken)?;
+        screen.show(&view).map_err(broken)?;
         while Instant::now() < next {
-            if end.try_recv() != Err(TryRecvError::Empty) {
-                return Ok(());
+            match told(&signals) {
+                Told::Nothing => {}
+                Told::Stop => screen.stop().and_then(|()| screen.show(&view)).map_err(broken)?,
+                Told::Continue => {
+                    screen.again().and_then(|()| screen.show(&view)).map_err(broken)?
+                }
+                Told::End => return Ok(()),
             }
             let left = next.saturating_duration_since(Instant::now());
             if !event::poll(left.min(GLANCE)).map_err(broken)? {
@@ -59,13 +67,14 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
             match event::read().map_err(broken)? {
                 Event::Key(key) => match wish(key) {
                     Some(Wish::Quit) => return Ok(()),
+                    Some(Wish::Stop) => screen.stop().map_err(broken)?,
                     Some(wish) => view.follow(wish),
                     None => continue,
                 },
                 Event::Resize(..) => {}
                 _ => continue,
             }
-            terminal.draw(|frame| view.draw(frame)).map_err(broken)?;
+            screen.show(&view).map_err(broken)?;
         }
         next = (next + args.interval).max(Instant::now());
         let look = watch.look()?;
@@ -73,12 +82,21 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     }
 }
 
-/// Leaves the terminal as it was.
-struct Restored;
+/// What a signal asks for.
+enum Told {
+    Nothing,
+    Stop,
+    /// Somebody had stopped this process, and others have had the terminal.
+    Continue,
+    End,
+}
 
-impl Drop for Restored {
-    fn drop(&mut self) {
-        ratatui::restore();
+fn told(signals: &Receiver<std::ffi::c_int>) -> Told {
+    match signals.try_recv() {
+        Err(TryRecvError::Empty) => Told::Nothing,
+        Ok(SIGTSTP) => Told::Stop,
+        Ok(SIGCONT) => Told::Continue,
+        Ok(_) | Err(TryRecvError::Disconnected) => Told::End,
     }
 }
 
@@ -93,6 +111,7 @@ fn wish(key: KeyEvent) -> Option<Wish> {
     let control = key.modifiers.contains(KeyModifiers::CONTROL);
     match key.code {
         KeyCode::Char('c') if control => Some(Wish::Quit),
+        KeyCode::Char('z') if control => Some(Wish::Stop),
         KeyCode::Char('q') | KeyCode::Esc => Some(Wish::Quit),
         KeyCode::Left | KeyCode::Char('<') => Some(Wish::Sort(-1)),
         KeyCode::Right | KeyCode::Char('>') => Some(Wish::Sort(1)),

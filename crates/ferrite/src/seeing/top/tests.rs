@@ -124,3 +124,28 @@ fn keys_are_what_the_last_line_says() {
     let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
     assert_eq!(wish(control_c), Some(Wish::Quit));
 }
+
+/// Not a test: a program that fails on a terminal.
+#[test]
+fn process_that_panics() {
+    if std::env::var_os(PANICS).is_some() {
+        let _screen = super::screen::Screen::enter().unwrap();
+        panic!("on purpose");
+    }
+}
+
+const PANICS: &str = "FERRITE_TEST_PANICS";
+
+#[test]
+fn a_panic_is_told_on_the_screen_that_was_there_before() {
+    let program = std::env::current_exe().unwrap();
+    let name = "seeing::top::tests::process_that_panics";
+    let line = format!("stty cols 80 rows 24; {} --exact {name} --nocapture", program.display());
+    let mut script = std::process::Command::new("script");
+    script.args(["--quiet", "--return", "--command", &line, "/dev/null"]);
+    script.env(PANICS, "1").env("TERM", "xterm").stdin(std::process::Stdio::null());
+    let shown = script.output().expect("script(1) of bsdutils runs").stdout;
+    let shown = String::from_utf8(shown).unwrap();
+    let (enters, leaves) = (shown.find("\u{1b}[?1049h"), shown.find("\u{1b}[?1049l"));
+    assert!(enters.is_some() && enters < leaves && leaves < shown.find("on purpose"), "{shown:?}");
+}

@@ -42,7 +42,7 @@ impl View {
 
     pub(super) fn follow(&mut self, wish: Wish) {
         match wish {
-            Wish::Quit => {}
+            Wish::Quit | Wish::Stop => {}
             Wish::Sort(columns) => {
                 let now = self.sort.map_or(0, |column| column as isize + 1);
                 let all = COLUMNS.len() as isize + 1;

@@ -1,0 +1,54 @@
+//! The terminal: taken, left to others for a while, and left as it was.
+
+use std::io;
+
+use ratatui::backend::CrosstermBackend;
+use ratatui::crossterm::execute;
+use ratatui::crossterm::terminal::{
+    Clear, ClearType, EnterAlternateScreen, disable_raw_mode, enable_raw_mode,
+};
+use ratatui::{DefaultTerminal, Terminal};
+use signal_hook::consts::SIGTSTP;
+use signal_hook::low_level::emulate_default_handler;
+
+use super::view::View;
+
+/// The whole screen. Restored when this is dropped, and by ratatui's own hook when there is a panic.
+pub(super) struct Screen(DefaultTerminal);
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        ratatui::restore();
+    }
+}
+
+impl Screen {
+    /// Takes the terminal.
+    pub(super) fn enter() -> io::Result<Screen> {
+        ratatui::try_init().map(Screen)
+    }
+
+    pub(super) fn show(&mut self, view: &View) -> io::Result<()> {
+        self.0.draw(|frame| view.draw(frame)).map(drop)
+    }
+
+    /// Leaves the terminal to the shell until this process is told to go on.
+    pub(super) fn stop(&mut self) -> io::Result<()> {
+        self.0.show_cursor()?;
+        ratatui::try_restore()?;
+        emulate_default_handler(SIGTSTP)?;
+        self.again()
+    }
+
+    /// Takes the terminal again, whatever others have made of it.
+    pub(super) fn again(&mut self) -> io::Result<()> {
+        // What it knows of the terminal's mode may not be so any more.
+        disable_raw_mode()?;
+        enable_raw_mode()?;
+        execute!(io::stdout(), EnterAlternateScreen, Clear(ClearType::All))?;
+        // One that knows nothing of what is shown draws all of it. To clear the one that is there would
+        // ask the terminal for its cursor, and wait for the answer.
+        self.0 = Terminal::new(CrosstermBackend::new(io::stdout()))?;
+        Ok(())
+    }
+}
