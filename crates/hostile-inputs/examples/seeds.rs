@@ -6,8 +6,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use ferrite_daemon::params::{Format, Image};
+use ferrite_daemon::state::{DiskId, DiskState, States};
 use ferrite_hostile_inputs::Recipe;
 use ferrite_hostile_inputs::images::{Sketch, qcow2, vhd};
+use ferrite_serve::counters::{Counters, stats_file};
 use ferrite_xen::abi::{IndirectOp, Message, PlainOp, Protocol, RawSegment, Request};
 use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::store::wire;
@@ -19,6 +22,7 @@ fn main() -> io::Result<()> {
     text()?;
     guests()?;
     store()?;
+    seen()?;
     vhds()?;
     qcow2s()?;
     journals()?;
@@ -111,6 +115,29 @@ fn image(target: &str, name: &str, file: &Sketch) -> io::Result<()> {
     put(target, name, &read.encode())?;
     let write = Recipe { flags: flags | Recipe::WRITE | Recipe::REPAIR, ..read };
     put(target, &format!("{name}-written"), &write.encode())
+}
+
+/// Counters with a queue that has worked, and states of both kinds of disks.
+fn seen() -> io::Result<()> {
+    let dir = tempfile::tempdir()?;
+    let run_dir = dir.path().join("vbd-3-51712");
+    Counters::default().keep_in(&run_dir, "/srv/a.vhd");
+    let mut file = fs::read(stats_file(&run_dir))?;
+    put("counters", "none", &file)?;
+    // The number of queues, and a queue's words.
+    file[16] = 1;
+    file.extend((0..512u64).flat_map(|word| (word * word).to_ne_bytes()));
+    put("counters", "a-queue", &file)?;
+    let states = States::open(&dir.path().join("disks"))?;
+    let id = DiskId { domid: 3, devid: 51712 };
+    let image = Image { format: Format::Vhd, path: "/srv/a.vhd".into() };
+    let later = DiskId { domid: 4, ..id };
+    for (name, rests_for) in [("served", None), ("resting", Some(later))] {
+        states.write(&DiskState::new(id, &image, 1).resting_for(rests_for))?;
+        let file = dir.path().join(format!("disks/{}.json", id.file_name()));
+        put("state", name, &fs::read(file)?)?;
+    }
+    Ok(())
 }
 
 fn vhds() -> io::Result<()> {

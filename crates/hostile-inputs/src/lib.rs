@@ -13,6 +13,7 @@ mod guest;
 pub mod images;
 mod names;
 mod replies;
+mod seen;
 mod whole;
 
 pub use whole::Recipe;
@@ -21,13 +22,15 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 12] = [
+    ("counters", seen::counters),
     ("image_name", names::image_name),
     ("journal", whole::journal),
     ("nbd", clients::nbd),
     ("qcow2", whole::qcow2_image),
     ("ring", guest::ring),
     ("size", names::size),
+    ("state", seen::state),
     ("store_client", replies::store_client),
     ("store_keys", replies::store_keys),
     ("store_wire", replies::store_wire),

@@ -37,4 +37,6 @@ macro_rules! corpora {
     };
 }
 
-corpora!(image_name journal nbd qcow2 ring size store_client store_keys store_wire vhd);
+corpora!(
+    counters image_name journal nbd qcow2 ring size state store_client store_keys store_wire vhd
+);

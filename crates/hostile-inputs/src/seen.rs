@@ -1,0 +1,55 @@
+//! Files of disks that others read: counters, which a worker writes, and states.
+
+use std::io::Write as _;
+use std::time::Instant;
+
+use ferrite_daemon::state::{DiskId, States};
+use ferrite_seeing::folder::Sample;
+use ferrite_seeing::metrics::{Host, text_of};
+use ferrite_seeing::rates::Rates;
+use ferrite_serve::counters::snapshot::{Process, of, parse};
+use ferrite_testkit::openmetrics;
+
+/// A file of counters: read, told as rates and as metrics.
+pub(crate) fn counters(input: &[u8]) {
+    let parsed = parse(input);
+    let mut file = tempfile::tempfile().expect("there is room");
+    file.write_all(input).expect("there is room");
+    let read = of(&file);
+    // Of a file what is behind its last queue is not looked at, as in a longer text.
+    assert_eq!(read.as_ref().ok(), parsed.as_ref().ok());
+    let Ok(snapshot) = parsed else { return };
+    let process = Some(Process { started: snapshot.started, cpu_ticks: u64::MAX });
+    let (at, age_s) = (Instant::now(), 0.0);
+    let now = Sample { snapshot, process, at, age_s, process_age_s: 0.0 };
+    let mut before = now.clone();
+    before.snapshot.reads.histogram.rotate_left(1);
+    before.snapshot.counts.requests /= 2;
+    for before in [None, Some(&before)] {
+        let rates = Rates::between(before, &now);
+        assert!(rates.read.per_s.is_finite() && rates.queue_depth.is_finite());
+        assert!(rates.cpu_percent.is_none_or(f64::is_finite));
+    }
+    let text = text_of(Host::default(), vec![now]);
+    if let Err(why) = openmetrics::parse(&text) {
+        panic!("{why}");
+    }
+}
+
+/// The state file of a disk: what is read of it is written so that it reads the same.
+pub(crate) fn state(input: &[u8]) {
+    let folder = tempfile::tempdir().expect("there is room");
+    let states = States::open(folder.path()).expect("it is ours");
+    let id = DiskId { domid: 3, devid: 51712 };
+    let path = folder.path().join(format!("{}.json", id.file_name()));
+    std::fs::write(&path, input).expect("there is room");
+    let all = states.all();
+    assert_eq!(all.first(), states.read(id).as_ref());
+    let Some(state) = all.first() else {
+        assert!(!path.exists() && path.with_extension("odd").exists());
+        return;
+    };
+    assert_eq!(state.id, id);
+    states.write(state).expect("there is room");
+    assert_eq!(states.read(id).as_ref(), Some(state));
+}
