@@ -140,7 +140,7 @@ impl Worker {
         if self.lives() && has_hung_up(&self.followers_end) {
             self.end()?;
         }
-        self.reap();
+        self.reap(true);
         if matches!(self.stage, Stage::Pause(until) if until <= Instant::now()) {
             return self.begin(keep, binary, also).inspect_err(|_| {
                 // As much later as if it had ended at once.
@@ -151,8 +151,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Asks how it has ended, if it has.
-    fn reap(&mut self) {
+    /// Asks how it has ended, if it has. An end that nobody has asked for is told.
+    fn reap(&mut self, is_told: bool) {
         let Stage::Ends { pid, since, look } = self.stage else { return };
         let status = match waitpid(Some(pid), WaitOptions::NOHANG) {
             Ok(None) | Err(Errno::INTR) => {
@@ -166,7 +166,7 @@ impl Worker {
         };
         let now = Instant::now();
         let (pause, told) = self.pauses.after(now.duration_since(since), now);
-        if let Some(untold) = told {
+        if let Some(untold) = told.filter(|_| is_told) {
             let how = status.map_or_else(|| "somehow".to_owned(), how_ended);
             let more = if untold > 0 { format!(" (and {untold} before)") } else { String::new() };
             tell(&format!("the worker has ended{more}, {how}: the next one is started"));
@@ -210,7 +210,7 @@ impl Worker {
 
     /// Whether it is gone for good, after [`end`](Self::end).
     pub(crate) fn has_ended(&mut self) -> bool {
-        self.reap();
+        self.reap(false);
         matches!(self.stage, Stage::Pause(_))
     }
 }
