@@ -54,6 +54,8 @@ pub(crate) struct Aside {
     pub(crate) idle_rss_kib: Option<u64>,
     pub(crate) idle_file_kib: Option<u64>,
     pub(crate) idle: Option<Idle>,
+    /// Of all backends, connected and at rest after the load.
+    pub(crate) rest_pss_kib: Option<u64>,
     pub(crate) segments_per_copy: Option<f64>,
 }
 
@@ -85,6 +87,12 @@ pub(crate) struct Report {
     /// Wake-ups of the backend while nobody asked it for anything; only with --idle.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) idle: Option<Idle>,
+    /// Of all backends, connected and at rest after the load; what is shared in parts.
+    #[serde(default)]
+    pub(crate) rest_pss_kib: Option<u64>,
+    /// By keepers and workers.
+    #[serde(default)]
+    kept: bool,
     /// The cost of waking a thread here, as the backend has measured it.
     pub(crate) wake_up_us: f64,
     /// On average, over ramp and all.
@@ -165,6 +173,8 @@ impl Report {
             idle_rss_kib: aside.idle_rss_kib,
             idle_file_kib: aside.idle_file_kib,
             idle: aside.idle,
+            rest_pss_kib: aside.rest_pss_kib,
+            kept: args.kept,
             wake_up_us: us(wake_up_ns()),
             segments_per_copy: aside.segments_per_copy.map(round),
             ios,

@@ -180,6 +180,22 @@ fn a_disk_at_rest_is_small() {
 }
 
 #[test]
+fn guests_are_served_by_workers_without_rights_that_are_small_at_rest() {
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let (_dir, path) = image();
+    let options = ["--kept", "--guests", "2", "--queues", "4", "--depth", "8", "--rest", "6"];
+    let r = result(path.to_str().unwrap(), &options);
+    assert_eq!((&r["errors"], &r["kept"]), (&0.into(), &true.into()));
+    let requests = r["counts"]["requests"].as_u64().unwrap();
+    assert!(requests > 0 && r["backend_cpu_us_per_io"].as_f64().unwrap() >= 0.0, "{r}");
+    // The program of a test is not optimised, and only two disks share it.
+    let kib = r["rest_pss_kib"].as_u64().unwrap() / 2;
+    assert!((256..=8 << 10).contains(&kib), "{kib} KiB a disk");
+}
+
+#[test]
 fn the_text_says_that_it_is_not_xen() {
     let output = (0..TRIES)
         .map(|_| bench("null:", &[]))

@@ -85,6 +85,7 @@ fn parse(text: &str) -> Result<Sample> {
         wake_up_us: report.wake_up_us,
         segments_per_copy: known(report.segments_per_copy),
         idle_rss_kib: known(report.idle_rss_kib.map(|kib| kib as f64)),
+        rest_pss_kib: known(report.rest_pss_kib.map(|kib| kib as f64)),
         idle_switches: known(report.idle.map(|idle| idle.context_switches as f64)),
         ..Sample::UNKNOWN
     })

@@ -10,6 +10,7 @@ mod guests;
 mod image;
 mod images;
 mod instructions;
+mod kept;
 mod loopback;
 mod machine;
 mod nbd;
@@ -59,6 +60,8 @@ enum Part {
     Nbd,
     /// Many guests, and disks at rest.
     Guests,
+    /// Disks by a keeper and a worker each, beside one process.
+    Kept,
     /// Instructions a request of the backend's own code, by valgrind.
     Instructions,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
@@ -73,6 +76,7 @@ impl Part {
         Part::Images,
         Part::Nbd,
         Part::Guests,
+        Part::Kept,
         Part::Instructions,
         Part::Xen,
     ];
@@ -85,6 +89,7 @@ impl Part {
             Part::Images => "images",
             Part::Nbd => "nbd",
             Part::Guests => "guests",
+            Part::Kept => "kept",
             Part::Instructions => "instructions",
             Part::Xen => "xen",
         }
@@ -97,6 +102,7 @@ impl Part {
             Part::Images => images::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),
+            Part::Kept => kept::run(&Setup::new(arguments)?),
             Part::Instructions => {
                 instructions::run(&Setup::new(arguments)?, &arguments.instructions)
             }

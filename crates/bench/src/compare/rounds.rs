@@ -29,6 +29,8 @@ pub(crate) struct Sample {
     pub(crate) idle_rss_kib: f64,
     /// Context switches of the idle backend.
     pub(crate) idle_switches: f64,
+    /// Of all backends, at rest after the load.
+    pub(crate) rest_pss_kib: f64,
     /// Instructions of the backend's own code, by its requests.
     pub(crate) instructions: f64,
 }
@@ -47,6 +49,7 @@ impl Sample {
         segments_per_copy: f64::NAN,
         idle_rss_kib: f64::NAN,
         idle_switches: f64::NAN,
+        rest_pss_kib: f64::NAN,
         instructions: f64::NAN,
     };
 }

@@ -42,6 +42,10 @@ pub(crate) struct PartCli {
 pub(crate) enum Part {
     /// One guest of a measurement, which starts it.
     Guest(GuestArgs),
+    /// The keeper of one guest's worker, which the measurement starts.
+    Keeper,
+    /// That worker, which its keeper starts.
+    Worker(KeptArgs),
     /// The copies of a measurement alone: the measure of everything around them.
     Bare(BareArgs),
     /// Write the manual page and completions for shells, for packages.
@@ -115,6 +119,15 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", value_parser = seconds)]
     pub(crate) idle: Option<f64>,
 
+    /// Serve each guest as the daemon does: by a keeper and a worker without rights, processes of their
+    /// own. Takes root.
+    #[arg(long)]
+    pub(crate) kept: bool,
+
+    /// After the load, leave everything connected for N seconds, and tell the backends' memory.
+    #[arg(long, value_name = "N", value_parser = seconds)]
+    pub(crate) rest: Option<f64>,
+
     /// Requests of up to N segments of 4 KiB; 0: only what fits into a ring slot (11).
     #[arg(long, value_name = "N", default_value_t = 256,
           value_parser = clap::value_parser!(u32).range(0..=256))]
@@ -178,6 +191,22 @@ impl Mode {
     pub(crate) fn writes(self) -> bool {
         matches!(self, Mode::Write | Mode::Randwrite | Mode::Randrw)
     }
+}
+
+/// `ferrite-bench worker`.
+#[derive(Debug, Args)]
+pub(crate) struct KeptArgs {
+    /// The disk's run directory.
+    #[arg(long)]
+    pub(crate) run_dir: PathBuf,
+
+    /// What stands for the program's name.
+    #[arg(skip = "ferrite-bench")]
+    pub(crate) program: String,
+
+    /// The arguments of the measurement.
+    #[arg(last = true)]
+    pub(crate) words: Vec<String>,
 }
 
 /// `ferrite-bench guest`.

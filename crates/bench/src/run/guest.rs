@@ -2,8 +2,10 @@
 
 use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
+use ferrite_io::clock::{Clock as _, SystemClock};
 use ferrite_loopback::GuestHandle;
 use ferrite_loopback::front::{FrontError, FrontOptions, FrontQueue, Frontend};
 use rustix::process::{Signal, set_parent_process_death_signal};
@@ -41,6 +43,7 @@ fn work(args: &GuestArgs) -> anyhow::Result<Said> {
         front.queues.push(queue);
         tallies.push(tally);
     }
+    SystemClock.sleep(Duration::from_nanos(times.leave_ns.saturating_sub(SystemClock.now_ns())));
     front.close(PATIENCE)?;
     Ok(Said::Done(Tally::sum(&tallies)))
 }

@@ -23,12 +23,15 @@ use ferrite_serve::processors::Processors;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::{Budget, DISK_MAPPINGS, Maps, Mover, Moving};
+use ferrite_xen::store::Store;
+use rustix::param::clock_ticks_per_second;
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
 use super::cli::BenchArgs;
-use super::idle::{Idle, Switches};
-use super::measure::interrupted;
+use super::idle::{self, Idle, Switches};
+use super::kept::Kept;
+use super::measure::{CpuTime, interrupted};
 use super::progress::Progress;
 use super::tally::Tally;
 use super::task::{Said, Task, Times};
@@ -82,6 +85,13 @@ impl Drop for Backend {
     }
 }
 
+/// What serves all guests from this process.
+struct Own {
+    loopback: Arc<Loopback>,
+    device: Arc<Device>,
+    engine: EngineFactory,
+}
+
 /// Everything that runs.
 pub(crate) struct Host {
     // Dropped in this order: guests first, or their backends would wait for what they do next.
@@ -93,10 +103,11 @@ pub(crate) struct Host {
     /// Of each backend.
     counters: Vec<Counters>,
     progress: Progress,
-    loopback: Arc<Loopback>,
     machine: Machine,
-    device: Arc<Device>,
-    engine: EngineFactory,
+    /// The guests are served by this process.
+    own: Option<Own>,
+    /// Or by these.
+    kept: Vec<Kept>,
     /// Of all backends.
     run_dir: TempDir,
 }
@@ -117,14 +128,24 @@ impl Host {
             let domid = machine.add_guest(size(task)).map_err(no_machine)?;
             disks.push(machine.attach_disk(domid, virtual_disk(args)).map_err(no_machine)?);
         }
-        let loopback = Arc::new(machine.loopback(args.copy_with).map_err(no_machine)?);
-        let device = Arc::new(Device::new(disk, SystemClock::shared()));
+        let own = match args.kept {
+            true => {
+                // The image is the workers'.
+                drop(disk);
+                None
+            }
+            false => Some(Own {
+                loopback: Arc::new(machine.loopback(args.copy_with).map_err(no_machine)?),
+                device: Arc::new(Device::new(disk, SystemClock::shared())),
+                engine: engines(kind),
+            }),
+        };
         let (sender, events) = channel();
         pass_on(signals, sender.clone())?;
         let (done, progress) = (vec![None; tasks.len()], Progress::new());
         let (guests, backends) = (Vec::new(), Vec::new());
         let counters = Vec::new();
-        let kept = loopback.clone();
+        let kept = Vec::new();
         let mut host = Host {
             guests,
             backends,
@@ -132,16 +153,22 @@ impl Host {
             done,
             counters,
             progress,
-            loopback: kept,
             machine,
-            device: device.clone(),
-            engine: engines(kind),
+            own,
+            kept,
             run_dir,
         };
         for (i, (task, disk)) in tasks.iter().zip(&disks).enumerate() {
-            let config = config(args, task, disk, kind, host.run_dir.path(), i)?;
-            host.counters.push(config.work.counters.clone());
-            host.start_backend(i, &loopback, &device, config, sender.clone())?;
+            let run_dir = host.run_dir.path().join(i.to_string());
+            std::fs::create_dir(&run_dir).map_err(no_run_dir)?;
+            let follow = follow_config(args, task, disk);
+            match args.kept {
+                true => host.keep_backend(i, args, follow, &run_dir, sender.clone())?,
+                false => {
+                    let work = work_config(args, disk.domid, &run_dir)?;
+                    host.start_backend(i, follow, work, sender.clone())?;
+                }
+            }
             host.start_guest(i, task, disk.domid, sender.clone())?;
         }
         host.wait_until_ready()?;
@@ -151,16 +178,45 @@ impl Host {
     fn start_backend(
         &mut self,
         i: usize,
-        loopback: &Arc<Loopback>,
-        device: &Arc<Device>,
-        config: Config,
+        follow: FollowConfig,
+        work: WorkConfig,
         events: Sender<Event>,
+    ) -> Result<(), Failure> {
+        let Some(Own { loopback, device, engine }) = &self.own else { return Ok(()) };
+        self.counters.push(work.counters.clone());
+        let config = Config { follow, work, engine: engine.clone() };
+        let (loopback, device) = (loopback.clone(), device.clone());
+        self.run_backend(i, events, move |store, stop| {
+            serve(store, &*loopback, &device, &config, stop)
+        })
+    }
+
+    /// The same by a keeper and its worker.
+    fn keep_backend(
+        &mut self,
+        i: usize,
+        args: &BenchArgs,
+        config: FollowConfig,
+        run_dir: &Path,
+        events: Sender<Event>,
+    ) -> Result<(), Failure> {
+        let guest = self.machine.guest(config.domid).map_err(no_machine)?;
+        let (kept, line) = Kept::start(args, guest, run_dir)?;
+        self.kept.push(kept);
+        self.run_backend(i, events, move |store, stop| line.follow(store, &config, stop))
+    }
+
+    fn run_backend(
+        &mut self,
+        i: usize,
+        events: Sender<Event>,
+        run: impl FnOnce(&mut Store, &Waker) -> Result<Outcome, ServeError> + Send + 'static,
     ) -> Result<(), Failure> {
         let stop = Arc::new(Waker::new().map_err(no_resources)?);
         let mut store = self.machine.store().map_err(no_machine)?;
-        let (loopback, device, stopped) = (loopback.clone(), device.clone(), stop.clone());
+        let stopped = stop.clone();
         let body = move || {
-            let end = serve(&mut store, &*loopback, &device, &config, &stopped);
+            let end = run(&mut store, &stopped);
             // Nobody listens any more when the bench has failed.
             let _ = events.send(Event::Ended(i, end));
         };
@@ -212,7 +268,8 @@ impl Host {
 
     /// Makes the image complete for whoever opens it next; all guests have ended.
     pub(crate) fn close(&self) -> Result<(), Failure> {
-        close(&self.device, &self.engine).map_err(|e| {
+        let Some(own) = &self.own else { return Ok(()) };
+        close(&own.device, &own.engine).map_err(|e| {
             Failure::new(
                 "cannot close the image",
                 e,
@@ -270,8 +327,27 @@ impl Host {
 
     /// The counts of all backends so far.
     pub(crate) fn counts(&self) -> Counts {
-        let each = self.counters.iter().map(Counters::counts);
+        let own = self.counters.iter().map(Counters::counts);
+        let each = own.chain(self.kept.iter().map(Kept::counts));
         each.fold(Counts::default(), |sum, counts| sum.plus(&counts))
+    }
+
+    /// The processor time of all backends.
+    pub(crate) fn cpu_time(&self) -> CpuTime {
+        if self.kept.is_empty() {
+            return CpuTime::now();
+        }
+        let ticks = self.kept.iter().map(Kept::cpu_ticks).sum::<u64>();
+        let cpu_ns = ticks * (1_000_000_000 / clock_ticks_per_second());
+        CpuTime { cpu_ns, at_ns: SystemClock.now_ns() }
+    }
+
+    /// The memory of all backends, in KiB.
+    pub(crate) fn pss_kib(&self) -> u64 {
+        match self.kept.is_empty() {
+            true => idle::pss_kib(std::process::id()),
+            false => self.kept.iter().map(Kept::pss_kib).sum(),
+        }
     }
 
     /// Hears the guests out, and ends the backends; the sum of all counts.
@@ -301,7 +377,7 @@ impl Host {
     /// Segments of a copy, on average over everything since the start; `None` if nothing was copied
     /// or the backends have not ended.
     pub(crate) fn segments_per_copy(&self) -> Option<f64> {
-        let (calls, segments) = self.loopback.copies();
+        let (calls, segments) = self.own.as_ref()?.loopback.copies();
         (calls > 0).then(|| segments as f64 / calls as f64)
     }
 
@@ -365,17 +441,7 @@ fn virtual_disk(args: &BenchArgs) -> VirtualDisk {
     if args.mode.writes() { disk } else { disk.read_only() }
 }
 
-fn config(
-    args: &BenchArgs,
-    task: &Task,
-    disk: &DiskPaths,
-    kind: EngineKind,
-    run_dir: &Path,
-    i: usize,
-) -> Result<Config, Failure> {
-    let polling = args.tuning.polling(&run_dir.join("poll-budget")).map_err(no_run_dir)?;
-    let run_dir = run_dir.join(i.to_string());
-    std::fs::create_dir(&run_dir).map_err(no_run_dir)?;
+fn follow_config(args: &BenchArgs, task: &Task, disk: &DiskPaths) -> FollowConfig {
     let offer = Offer {
         max_queues: args.queues,
         max_ring_order: task.ring_order,
@@ -383,23 +449,30 @@ fn config(
         persistent: args.mover == Mover::Persistent,
     };
     let (backend, domid, devid) = (disk.backend.clone(), disk.domid, disk.devid);
-    Ok(Config {
-        follow: FollowConfig { backend, domid, devid, offer, attached: Attached::Any },
-        work: WorkConfig {
-            domid,
-            moving: Moving {
-                mover: args.mover,
-                maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),
-            },
-            pool_bytes: args.memory,
-            run_dir,
-            // Several guests may have it.
-            closes: false,
-            tuning: args.tuning.tuning(),
-            processors: Arc::new(Processors { polling, limit: None }),
-            counters: Counters::default(),
+    FollowConfig { backend, domid, devid, offer, attached: Attached::Any }
+}
+
+/// How a disk is worked on whose run directory is this one.
+pub(super) fn work_config(
+    args: &BenchArgs,
+    domid: DomId,
+    run_dir: &Path,
+) -> Result<WorkConfig, Failure> {
+    let shared = run_dir.with_file_name("poll-budget");
+    let polling = args.tuning.polling(&shared).map_err(no_run_dir)?;
+    Ok(WorkConfig {
+        domid,
+        moving: Moving {
+            mover: args.mover,
+            maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),
         },
-        engine: engines(kind),
+        pool_bytes: args.memory,
+        run_dir: run_dir.to_owned(),
+        // Several guests may have it.
+        closes: false,
+        tuning: args.tuning.tuning(),
+        processors: Arc::new(Processors { polling, limit: None }),
+        counters: Counters::default(),
     })
 }
 

@@ -6,6 +6,9 @@ use std::time::Duration;
 use ferrite_io::clock::{Clock, SystemClock};
 use serde::{Deserialize, Serialize};
 
+/// What the loopback calls the memory of guests.
+const GUESTS: &str = "/memfd:ferrite-guest";
+
 /// A time without requests.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Idle {
@@ -31,6 +34,23 @@ pub(crate) fn rss_kib() -> Option<u64> {
         last = now;
     }
     Some(last)
+}
+
+/// Memory of a process with all that it shares in parts, in KiB; without guests' memory, which a
+/// backend has not mapped on Xen. What cannot be read counts as nothing.
+pub(crate) fn pss_kib(pid: u32) -> u64 {
+    let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
+    let (mut all, mut is_guests) = (0, false);
+    for line in smaps.lines() {
+        let mut words = line.split_whitespace();
+        match (words.next(), words.next()) {
+            (Some("Pss:"), Some(kib)) if !is_guests => all += kib.parse().unwrap_or(0),
+            // A mapping's first line begins with its addresses.
+            (Some(first), _) if !first.ends_with(':') => is_guests = line.contains(GUESTS),
+            _ => {}
+        }
+    }
+    all
 }
 
 /// Pages of files in it: the program, which the kernel has once for all of its

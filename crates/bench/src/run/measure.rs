@@ -30,6 +30,11 @@ const LEAD_NS: u64 = 50_000_000;
 /// From the first request to where counting begins: pages get touched, caches warm.
 const RAMP_NS: u64 = 250_000_000;
 
+/// How long it may take to look at the memory of all backends.
+const MEASURING_NS: u64 = 2_000_000_000;
+/// In the run directory, what was answered and is not yet in the image.
+pub(super) const IMAGES: &str = "images";
+
 /// Measures, and prints the result.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let signals = signals::listen()?;
@@ -65,18 +70,35 @@ fn measure(args: &BenchArgs, signals: Signals) -> Result<(), Failure> {
     let start_ns = SystemClock.now_ns() + LEAD_NS;
     let from_ns = start_ns + RAMP_NS;
     let until_ns = from_ns + Duration::from_secs_f64(args.seconds).as_nanos() as u64;
-    host.go(Times { start_ns, from_ns, until_ns })?;
+    let rest_ns = args.rest.map(|seconds| (seconds * 1e9) as u64);
+    let leave_ns = until_ns + rest_ns.map_or(0, |rest| rest + MEASURING_NS);
+    host.go(Times { start_ns, from_ns, until_ns, leave_ns })?;
     host.watch(from_ns)?;
-    let (before, counts) = (CpuTime::now(), host.counts());
+    let (before, counts) = (host.cpu_time(), host.counts());
     let late_ns = before.at_ns - from_ns;
     host.watch(until_ns)?;
     let late_ns = late_ns.max(SystemClock.now_ns() - until_ns);
-    let cpu_ns = before.rate_until_now() * (until_ns - from_ns) as f64;
+    let cpu_ns = before.rate_until(&host.cpu_time()) * (until_ns - from_ns) as f64;
     let counts = host.counts().since(&counts);
+    let rest_pss_kib = match rest_ns {
+        Some(rest) => {
+            host.watch(until_ns + rest)?;
+            Some(host.pss_kib())
+        }
+        None => None,
+    };
     let tally = host.finish()?;
     host.close()?;
     let segments_per_copy = host.segments_per_copy();
-    let aside = Aside { counts, late_ns, idle_rss_kib, idle_file_kib, idle, segments_per_copy };
+    let aside = Aside {
+        counts,
+        late_ns,
+        idle_rss_kib,
+        idle_file_kib,
+        idle,
+        rest_pss_kib,
+        segments_per_copy,
+    };
     let report = Report::new(args, &tasks[0], medium, &tally, cpu_ns, aside)?;
     print(&if args.json { report.json()? } else { report.text() })?;
     match tally.errors {
@@ -90,10 +112,10 @@ fn measure(args: &BenchArgs, signals: Signals) -> Result<(), Failure> {
 }
 
 /// Read-only if that is enough. Measuring must not cost anybody their data.
-fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
+pub(super) fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
     let options = OpenOptions {
         read_only: !args.mode.writes(),
-        state_dir: Some(state_dir.join("images")),
+        state_dir: Some(state_dir.join(IMAGES)),
         parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
@@ -110,11 +132,11 @@ fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
     Ok(disk)
 }
 
-/// The processor time of this process, and its moment. All of its threads count, those that
+/// The processor time of a process, and its moment. All of its threads count, those that
 /// have ended and those that io_uring starts in the kernel too: they belong to this process.
 pub(crate) struct CpuTime {
-    cpu_ns: u64,
-    at_ns: u64,
+    pub(super) cpu_ns: u64,
+    pub(super) at_ns: u64,
 }
 
 impl CpuTime {
@@ -126,7 +148,11 @@ impl CpuTime {
 
     /// Processors in use since then: 1 is one, all the time.
     pub(crate) fn rate_until_now(&self) -> f64 {
-        let now = CpuTime::now();
+        self.rate_until(&CpuTime::now())
+    }
+
+    /// The same until `now`.
+    pub(super) fn rate_until(&self, now: &CpuTime) -> f64 {
         (now.cpu_ns - self.cpu_ns) as f64 / (now.at_ns - self.at_ns).max(1) as f64
     }
 }

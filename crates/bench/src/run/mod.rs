@@ -9,6 +9,7 @@ pub(crate) mod cli;
 mod guest;
 mod host;
 pub(crate) mod idle;
+mod kept;
 mod load;
 mod measure;
 mod progress;
@@ -46,6 +47,8 @@ pub(crate) fn main() -> ExitCode {
 fn part(part: &Part) -> Result<(), Failure> {
     match part {
         Part::Guest(args) => guest::run(args),
+        Part::Keeper => kept::keeper(),
+        Part::Worker(args) => kept::worker(args),
         Part::Bare(args) => bare::run(args),
         Part::Generate(args) => generate::run::<Cli>(&args.directory),
     }

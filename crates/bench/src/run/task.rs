@@ -53,6 +53,8 @@ pub(crate) struct Times {
     pub(crate) from_ns: u64,
     /// until here. No request is sent after it.
     pub(crate) until_ns: u64,
+    /// The guest lets go of its disk then.
+    pub(crate) leave_ns: u64,
 }
 
 /// A guest's words, one line each.
