@@ -11,8 +11,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use ferrite_keeper::{Keep, Keeper, Line, name_of, socket_name};
-use ferrite_serve::blkif::lifecycle::{FollowConfig, Outcome, ServeError, follow_and_tell, retire};
+use ferrite_keeper::{Keep, Keeper, Line, Names, name_of, socket_name};
+use ferrite_serve::blkif::lifecycle::{
+    Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, retire,
+};
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::log_limit::LogLimits;
 use ferrite_serve::waker::Waker;
@@ -42,6 +44,18 @@ pub trait Programs: Send + Sync {
     /// # Errors
     /// It cannot be said in arguments.
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure>;
+
+    /// What this worker may have of the host, with the folder of its run directory's files; its image to
+    /// be written or only to be read. `None`: all that its keeper may.
+    ///
+    /// # Errors
+    /// What the host says of that makes no sense.
+    fn names(
+        &self,
+        disk: &Assignment<'_>,
+        run_dir: &Path,
+        writable: bool,
+    ) -> Result<Option<Names>, Failure>;
 }
 
 /// Serves by keepers.
@@ -164,11 +178,12 @@ impl Serving for Keepers {
         store: &mut Store,
         stop: &Waker,
     ) -> Result<Outcome, Failure> {
+        let run_dir = disk.run_dir().join(disk.id.file_name());
         let keep = Keep {
             socket: self.socket(disk.id),
-            run_dir: disk.run_dir().join(disk.id.file_name()),
             worker: self.programs.worker(disk)?,
-            names: None,
+            names: self.programs.names(disk, &run_dir, is_written(store, disk)?)?,
+            run_dir,
         };
         self.follow(disk, &keep, store, stop)
     }
@@ -233,6 +248,18 @@ fn upgrade(
 fn is_new(store: &mut Store, disk: &Assignment<'_>) -> Result<bool, Failure> {
     let state = store.read(&format!("{}/state", disk.backend)).map_err(|e| Failure::store(&e))?;
     Ok(state.as_deref() == Some(b"1"))
+}
+
+/// Whether the toolstack lets the guest write. A worker that is only to read has no right to write.
+fn is_written(store: &mut Store, disk: &Assignment<'_>) -> Result<bool, Failure> {
+    match Attachment::read(store, &disk.backend, DomId(disk.id.domid)).map_err(not_served)? {
+        Some(attachment) => Ok(!attachment.read_only),
+        None => Err(Failure {
+            why: "the toolstack has not written all of its directory".to_owned(),
+            help: "it is tried again; look at the toolstack's directory of the disk (xenstore-ls)"
+                .to_owned(),
+        }),
+    }
 }
 
 /// Toolstacks set this process's priority, and look for its statistics.

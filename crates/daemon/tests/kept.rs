@@ -11,11 +11,16 @@ use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
 use ferrite_daemon::keeping::Keepers;
+use ferrite_disk::tools::NewImage;
+use ferrite_io::directory::HostDirectory;
+use ferrite_io::engines::test_engine;
+use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
 use host::{Host, works};
 use load::Load;
 use roles::{MIB, Roles, attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
+use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
 /// Not a test: the daemon.
@@ -292,5 +297,59 @@ fn an_image_that_a_worker_cannot_open_is_told_and_tried_again() {
     let keepers = [keeper(&host, &disk)];
     front.close(PATIENCE).unwrap();
     end(&host, std::slice::from_ref(&disk), &keepers);
+    kill(daemon);
+}
+
+/// An image can name any file of the host (threats.md T25 and T28).
+#[test]
+fn a_parent_elsewhere_is_refused_with_what_to_do_and_the_image_is_free() {
+    let host = Host::new(1);
+    let daemon = host.spawn(None);
+    let [own, other] = ["own", "other"].map(|name| host.image(name));
+    for folder in [&own, &other] {
+        std::fs::create_dir(folder).unwrap();
+    }
+    let leaf = own.join("leaf.qcow2");
+    let parent = images::make(&other, "qcow2", 4 * MIB);
+    images::anywhere(&HostDirectory, |tools| {
+        let parent = Some(images::name(&parent));
+        tools.create(&images::name(&leaf), &NewImage { parent, ..NewImage::default() }).unwrap();
+    });
+    let disk = host.attach(1, 0, &format!("qcow2:{}", leaf.display()));
+    let failed = host.wait_for_phase(&disk, PhaseName::Failed);
+    let why = failed.why.unwrap();
+    assert!(why.contains(parent.to_str().unwrap()), "{why}");
+    let file = std::fs::File::options().read(true).write(true).open(&leaf).unwrap();
+    // It is tried again now and then.
+    wait_until("a free image", || flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok());
+    drop(file);
+    end(&host, std::slice::from_ref(&disk), &[]);
+    kill(daemon);
+}
+
+/// What is only read cannot be written by who takes its worker over (threats.md T10).
+#[test]
+fn the_worker_of_a_read_only_disk_has_no_right_to_write() {
+    let host = Host::new(2);
+    let daemon = host.spawn(None);
+    for (domid, mode) in [(1, "r"), (2, "w")] {
+        let image = host.make_image(&format!("{domid}.img"), MIB);
+        let params = format!("aio:{}", image.display());
+        let disk = host.attach_with(domid, 0, &params, &[("mode", mode)]);
+        let mut front = host.connect(&disk);
+        let pid = keeper(&host, &disk);
+        let socket =
+            host.places().run.join("keepers").join(socket_name(&host::id(&disk).file_name()));
+        let keep = Keeper::connect(&socket).unwrap().keep().unwrap();
+        assert_eq!(keep.names.unwrap().writable, mode == "w");
+        // The image is the keeper's, too, as long as it is written, where its lock does not have to tell
+        // that a dead worker's operations have ended (docs/internals/processes.md 5).
+        let held = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        let held = held.filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
+        let is_held = mode == "w" && test_engine().holds();
+        assert_eq!(held.filter(|path| *path == image).count(), usize::from(is_held));
+        front.close(PATIENCE).unwrap();
+        end(&host, std::slice::from_ref(&disk), &[pid]);
+    }
     kill(daemon);
 }

@@ -337,6 +337,18 @@ impl Disk {
         }
     }
 
+    /// A guest is served from it: if this process dies, a keeper that has opened it has it open, and
+    /// locked, for the next one (docs/internals/processes.md 5). Until this is said, the keeper lets go of
+    /// it when it is dropped.
+    pub fn keep(&self) {
+        self.media().into_iter().for_each(Raw::keep);
+    }
+
+    /// A keeper has it open no longer: its locks end with this process and its last operation.
+    pub fn let_go(&self) {
+        self.media().into_iter().for_each(Raw::let_go);
+    }
+
     /// Tells the medium that a range is not needed any more. It reads as zeros or as before, or,
     /// in an image with a parent, as the parent; bytes outside of it are never touched, however it
     /// is aligned (threats.md T20).

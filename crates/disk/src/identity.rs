@@ -4,8 +4,8 @@ use std::io;
 use std::path::Path;
 
 use crate::image::Layer;
-use crate::place::{Place, look_at};
 use crate::{Disk, Raw};
+use ferrite_io::place::{Place, look_at};
 
 /// The marks that tell an image from others while the host is up.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -25,7 +25,6 @@ mod name;
 mod null;
 mod options;
 mod parents;
-mod place;
 mod plain;
 mod port;
 pub mod qcow2;

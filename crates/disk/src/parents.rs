@@ -111,13 +111,14 @@ impl Parents {
             ErrorKind::Parent,
             format!("cannot open image {}", image.display()),
             format!(
-                "its parent {} is not in the image's folder, nor in one that the daemon opens \
-                 images in",
+                "its parent {} is not in the image's folder or below, nor where the daemon allows \
+                 parents",
                 parent.display()
             ),
             format!(
                 "an image can name any file of this host; if it is meant to stand on that one, \
-                 write the folder {} into image_folders of /etc/ferrite/ferrite.toml",
+                 write the folder {} into parent_folders of /etc/ferrite/ferrite.toml, restart the \
+                 daemon, and attach the disk again",
                 folder(parent).display()
             ),
         )

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use ferrite_daemon::config::{self, Config};
 use ferrite_daemon::keeping::{Keepers, Programs};
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
+use ferrite_keeper::Names;
 use ferrite_serve::counters::FOLDER;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::Store;
@@ -20,7 +21,7 @@ use crate::options::TuningArgs;
 use crate::parents::ParentsArgs;
 use crate::serve::stop_on_signals;
 use crate::vdev::Vbd;
-use crate::worker::arguments;
+use crate::worker::{arguments, names};
 
 mod metrics;
 
@@ -86,10 +87,27 @@ impl Programs for Ours {
     }
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, DiskFailure> {
-        arguments(&serve_args(disk), disk.run_dir()).ok_or_else(|| DiskFailure {
-            why: format!("the name of {} is not UTF-8", disk.image.path.display()),
-            help: "rename the image, and correct the disk's target".to_owned(),
-        })
+        arguments(&serve_args(disk), disk.run_dir()).ok_or_else(|| no_text(disk))
+    }
+
+    fn names(
+        &self,
+        disk: &Assignment<'_>,
+        run_dir: &Path,
+        writable: bool,
+    ) -> Result<Option<Names>, DiskFailure> {
+        let found = names(&serve_args(disk), run_dir, writable).map_err(|e| {
+            let Failure { what, why, help, .. } = e;
+            DiskFailure { why: format!("{what}: {why}"), help }
+        })?;
+        found.map(Some).ok_or_else(|| no_text(disk))
+    }
+}
+
+fn no_text(disk: &Assignment<'_>) -> DiskFailure {
+    DiskFailure {
+        why: format!("the name of {} is not UTF-8", disk.image.path.display()),
+        help: "rename the image, and correct the disk's target".to_owned(),
     }
 }
 

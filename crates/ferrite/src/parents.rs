@@ -31,6 +31,11 @@ impl ParentsArgs {
         ParentsArgs { named: folders.to_vec() }
     }
 
+    /// The host's own list.
+    pub fn list() -> PathBuf {
+        env::var_os(CONFIGURED_BY).map_or(CONFIGURED_PARENTS.into(), PathBuf::from)
+    }
+
     /// Those that were given.
     pub fn named(&self) -> &[PathBuf] {
         &self.named
@@ -41,8 +46,7 @@ impl ParentsArgs {
     /// # Errors
     /// The list cannot be read, or makes no sense.
     pub fn allowed(&self) -> Result<Parents, Failure> {
-        let file = env::var_os(CONFIGURED_BY).map_or(CONFIGURED_PARENTS.into(), PathBuf::from);
-        let named = [&self.named[..], &configured(&file)?].concat();
+        let named = [&self.named[..], &configured(&ParentsArgs::list())?].concat();
         match named.iter().any(|dir| dir == Path::new(ANY)) {
             true => Ok(Parents::Any),
             false => Ok(Parents::Within(named)),

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_disk::{CONFIGURED_PARENTS, ImageName};
+use ferrite_disk::{ImageName, Parents};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
@@ -21,6 +21,7 @@ use rustix::io::Errno;
 use crate::cli::{ServeArgs, WorkerArgs};
 use crate::engine::choose;
 use crate::exit::Failure;
+use crate::parents::ParentsArgs;
 use crate::serve::{self, TAKE_OVER_WAIT};
 
 /// How often it is asked for the lock.
@@ -52,7 +53,11 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
         lock(args, &alive)?;
         let disk = serve::open(args, read_only, run_dir)?;
         tracing::info!("opened {disk}");
-        let engine = engines(choose(args.engine, args.poll_storage, &disk)?, alive.clone());
+        let kind = choose(args.engine, args.poll_storage, &disk)?;
+        if !kind.holds() {
+            disk.let_go();
+        }
+        let engine = engines(kind, alive.clone());
         let disk = serve::complete(args, disk, &engine)?;
         Ok(Opened { disk, engine })
     };
@@ -102,8 +107,8 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
 /// From here on this process has no rights, and its keeper opens files for it.
 fn give_rights_up(args: &ServeArgs) -> Result<(), Failure> {
     let is_namespace = |meta: std::fs::Metadata| meta.file_type().is_char_device();
-    let means =
-        Means { nvme: std::fs::metadata(&args.image).is_ok_and(is_namespace), processes: false };
+    let nvme = image(args).and_then(|path| path.metadata().ok()).is_some_and(is_namespace);
+    let means = Means { nvme, processes: false };
     match ferrite_keeper::give_rights_up(means) {
         Ok(None) => tracing::warn!("this worker has all rights of its keeper"),
         Ok(Some(lacking)) if lacking.is_empty() => {}
@@ -118,22 +123,36 @@ fn give_rights_up(args: &ServeArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What a worker with these options may have of this host: with `folders`, which images may be in.
-#[cfg_attr(not(test), expect(dead_code, reason = "for the daemon, which serves in threads yet"))]
-pub(crate) fn names(args: &ServeArgs, run_dir: &Path, folders: &[PathBuf]) -> Option<Names> {
-    let image = ImageName::parse(args.image.to_str()?).ok()?.path;
-    let (run, stats) = (run_dir.parent()?, stats_file(run_dir));
-    let configured = [PathBuf::from(CONFIGURED_PARENTS)];
-    Some(Names {
+/// What a worker with these options may have of this host. `None`: the image's name is not text.
+///
+/// # Errors
+/// The host's list of parents makes no sense.
+pub(crate) fn names(
+    args: &ServeArgs,
+    run_dir: &Path,
+    writable: bool,
+) -> Result<Option<Names>, Failure> {
+    let (Some(image), Some(run)) = (image(args), run_dir.parent()) else { return Ok(None) };
+    let parents = match args.parents.allowed()? {
+        Parents::Within(places) => places,
+        Parents::Any => vec![PathBuf::from("/")],
+    };
+    let stats = stats_file(run_dir);
+    Ok(Some(Names {
         image,
-        writable: !args.read_only,
-        read: [folders, args.parents.named(), &configured].concat(),
-        own: vec![run.join(serve::IMAGES)],
+        writable: writable && !args.read_only,
+        // It reads the list by itself.
+        read: [parents, vec![ParentsArgs::list()]].concat(),
+        journals: Some(run.join(serve::IMAGES)),
         own_files: vec![stats.with_extension("new"), stats],
-        shared: Vec::new(),
         root: run.join("empty"),
         user: user_of(args.xen.domain.0, args.xen.device),
-    })
+    }))
+}
+
+/// Where the image is.
+fn image(args: &ServeArgs) -> Option<PathBuf> {
+    Some(ImageName::parse(args.image.to_str()?).ok()?.path)
 }
 
 fn given(number: i32) -> Result<OwnedFd, Failure> {
@@ -241,15 +260,35 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_may_have_its_image_the_named_folders_and_files_of_its_disk() {
-        let given = ["serve", "--xen=3/xvda", "--parents=/a", "vhd:/images/x.img"];
-        let Command::Serve(serve) = parse(given).command else { panic!() };
-        let names = names(&serve, Path::new("/run/ferrite/vbd-3-51712"), &["/b".into()]).unwrap();
+    fn a_worker_may_have_its_image_the_parents_that_are_allowed_and_the_files_of_its_disk() {
+        let given = ["serve", "--xen=3/xvda", "--parents=/a", "--", "vhd:/images/x.img"];
+        let run_dir = Path::new("/run/ferrite/vbd-3-51712");
+        let of = |given: &[&str], writable| {
+            let Command::Serve(serve) = parse(given.iter().copied()).command else { panic!() };
+            names(&serve, run_dir, writable).unwrap().unwrap()
+        };
+        let names = of(&given, true);
         assert_eq!((names.image, names.writable), ("/images/x.img".into(), true));
-        assert_eq!(names.read, ["/b", "/a", CONFIGURED_PARENTS].map(PathBuf::from));
-        assert_eq!(names.own, [PathBuf::from("/run/ferrite/images")]);
+        assert_eq!(names.read, [PathBuf::from("/a"), ParentsArgs::list()]);
+        assert_eq!(names.journals, Some("/run/ferrite/images".into()));
         let stats = ["vbd-3-51712.new", "vbd-3-51712"];
         assert_eq!(names.own_files, stats.map(|name| Path::new("/run/ferrite/stats").join(name)));
         assert_eq!(names.user, user_of(3, 51712));
+        assert!(!of(&given, false).writable);
+        let read_only = [&given[..1], &["--read-only"], &given[1..]].concat();
+        assert!(!of(&read_only, true).writable);
+        let any = [&given[..1], &["--parents=any"], &given[1..]].concat();
+        assert_eq!(of(&any, true).read[0], Path::new("/"));
+    }
+
+    /// It is the name that commands are allowed by, whatever stands before it.
+    #[test]
+    fn the_image_is_what_is_named_without_its_format() {
+        for (name, path) in [("raw:/dev/ng0n1", "/dev/ng0n1"), ("/dev/ng0n1", "/dev/ng0n1")] {
+            let Command::Serve(serve) = parse(["serve", "--xen=3/xvda", name]).command else {
+                panic!()
+            };
+            assert_eq!(image(&serve), Some(path.into()));
+        }
     }
 }

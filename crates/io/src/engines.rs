@@ -41,6 +41,11 @@ impl EngineKind {
         }
     }
 
+    /// Whether [`Engine::hold`] keeps a file until the last operation of a process that was killed.
+    pub fn holds(self) -> bool {
+        self != EngineKind::Aio
+    }
+
     /// Whether it works here: makes a small one and drops it.
     ///
     /// # Errors

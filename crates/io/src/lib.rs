@@ -16,6 +16,7 @@
 //! * [`names`]: what is opened by its name, by this process or by its keeper for it.
 //! * [`process`]: processes that are started with chosen descriptors, and that end together.
 //! * [`naming`]: what a file is, by whatever name, and a file system.
+//! * [`place`]: what a file or a device is, in words that last.
 //! * [`directory`]: changes of directory entries, which a crash may take back.
 //! * [`sandbox`]: giving up all rights that a worker does not need.
 //! * [`socket`]: streams between a socket and the arena.
@@ -33,6 +34,7 @@ pub mod lock_file;
 pub mod names;
 pub mod naming;
 pub mod nvme;
+pub mod place;
 pub mod pool;
 pub mod process;
 pub mod processors;

@@ -32,6 +32,18 @@ unsafe impl Send for Shm {}
 // SAFETY: as above; no method makes a reference to plain bytes of it.
 unsafe impl Sync for Shm {}
 
+/// Of a file that can be mapped.
+fn len_of(file: &File) -> io::Result<usize> {
+    let meta = file.metadata()?;
+    match usize::try_from(meta.len()) {
+        Ok(bytes @ 1..) if meta.is_file() => Ok(bytes),
+        _ => {
+            let text = "not a shared memory file: it is no regular file or has no bytes";
+            Err(io::Error::new(io::ErrorKind::InvalidData, text))
+        }
+    }
+}
+
 impl Shm {
     /// Creates the file with `bytes` zeros, or empties the one that is there and makes it so.
     /// Whoever has the old one mapped must have ended.
@@ -62,18 +74,28 @@ impl Shm {
         Self::of(&names::open(path, flags, Mode::empty())?.into())
     }
 
+    /// Maps such a file to look into it, without the right to write to it: what is stored is this
+    /// mapping's own, and the file's bytes on that page are not seen any more.
+    ///
+    /// # Errors
+    /// As [`open`](Shm::open).
+    pub fn look(path: impl AsRef<Path>) -> io::Result<Shm> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = File::from(names::open(path, flags, Mode::empty())?);
+        let len = len_of(&file)?;
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe { mmap(ptr::null_mut(), len, prot, MapFlags::PRIVATE, &file, 0) }?;
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Shm { base, len })
+    }
+
     /// The same of a file that is open for reading and writing.
     ///
     /// # Errors
     /// As [`open`](Shm::open).
     pub fn of(file: &File) -> io::Result<Shm> {
-        let meta = file.metadata()?;
-        let bytes = usize::try_from(meta.len()).unwrap_or(0);
-        if !meta.is_file() || bytes == 0 {
-            let text = "not a shared memory file: it is no regular file or has no bytes";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-        }
-        Self::map(file, bytes)
+        Self::map(file, len_of(file)?)
     }
 
     /// Makes a file that is open for reading and writing longer, by zeros, and maps all of it. Older

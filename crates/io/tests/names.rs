@@ -345,15 +345,15 @@ fn names_with_ends_in_them_and_endless_ones_are_nonsense() {
     assert_eq!(host.read(host.at("images/parent.img")).unwrap(), b"images/parent.img");
     host.end().unwrap();
 
-    let whole = Request::of(What::Open, Path::new("/etc/passwd")).to_bytes().unwrap();
+    let whole = Request::of(What::Open, Path::new("/etc/passwd")).to_bytes(1).unwrap();
     let mut with_end = whole.clone();
-    with_end[25] = 0;
+    with_end[29] = 0;
     let mut of_nobody = whole.clone();
     of_nobody[0] = 200;
     let mut too_long = whole.clone();
-    too_long[12..16].copy_from_slice(&5000u32.to_ne_bytes());
+    too_long[16..20].copy_from_slice(&5000u32.to_ne_bytes());
     let mut overflowing = whole.clone();
-    overflowing[12..20].fill(0xff);
+    overflowing[16..24].fill(0xff);
     let cut = whole[..10].to_vec();
     let large = [&whole[..], &[b'x'; 20_000]].concat();
     for bytes in [with_end, of_nobody, too_long, overflowing, cut, large] {
@@ -368,7 +368,7 @@ fn names_with_ends_in_them_and_endless_ones_are_nonsense() {
 fn descriptors_that_nobody_asked_for_are_closed() {
     let host = host(true);
     let (mut reader, writer) = io::pipe().unwrap();
-    let request = Request::of(What::Canonical, Path::new("/")).to_bytes().unwrap();
+    let request = Request::of(What::Canonical, Path::new("/")).to_bytes(1).unwrap();
     for count in [1, 2, 3, 250] {
         let files: Vec<BorrowedFd<'_>> = (0..count).map(|_| writer.as_fd()).collect();
         host.send(&request, &files).unwrap();
@@ -383,7 +383,7 @@ fn descriptors_that_nobody_asked_for_are_closed() {
 fn a_worker_that_does_not_read_its_answers_is_given_up() {
     let host = host(true);
     let image = host.at("images/parent.img");
-    let request = Request::of(What::Open, &image).to_bytes().unwrap();
+    let request = Request::of(What::Open, &image).to_bytes(1).unwrap();
     while host.send(&request, &[]).is_ok() {}
     let error = host.end().unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
@@ -447,6 +447,21 @@ fn growth_and_devices_are_told_of() {
     assert_eq!(watched, answer.number);
     let events = Request::of(What::DeviceEvents, Path::new(""));
     host.broker().ask(&events, &[]).unwrap().file().unwrap();
+}
+
+/// Its reading was cut off by an error, say.
+#[test]
+fn an_answer_that_nobody_has_read_is_not_the_next_requests() {
+    let host = host(true);
+    let broker = host.broker();
+    for number in [0, 100, u32::MAX] {
+        let other = Request::of(What::Open, &host.at("templates/t.img")).to_bytes(number).unwrap();
+        host.send(&other, &[]).unwrap();
+        let opened = broker.open(&host.at("images/parent.img"), OFlags::RDONLY, Mode::empty());
+        let mut text = String::new();
+        File::from(opened.unwrap()).read_to_string(&mut text).unwrap();
+        assert_eq!(text, "images/parent.img");
+    }
 }
 
 #[test]

@@ -56,3 +56,28 @@ impl State {
         State { keep, start: 1, before: None }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A keeper goes on as another binary with what the one before it has written.
+    #[test]
+    fn what_an_older_or_newer_keeper_hands_on_is_understood() {
+        let read = |keep: &str| {
+            let text = format!(r#"{{"keep": {keep}, "start": 7, "before": [3, 4, 5], "new": 1}}"#);
+            serde_json::from_str::<State>(&text)
+        };
+        let plain = r#""socket": "/s", "run_dir": "/r", "worker": ["w"]"#;
+        assert_eq!(read(&format!("{{{plain}}}")).unwrap().keep.names, None);
+        let names = r#""image": "/i", "writable": true, "root": "/e", "user": 9"#;
+        let of = |names: &str| read(&format!(r#"{{{plain}, "names": {{{names}, "more": []}}}}"#));
+        let found = of(names).unwrap().keep.names.unwrap();
+        assert_eq!((found.user, found.journals, found.read), (9, None, Vec::new()));
+        // Without these it would have more rights than it was given.
+        for needed in ["image", "writable", "root", "user"] {
+            let less = names.replace(&format!("\"{needed}\""), "\"other\"");
+            assert!(of(&less).is_err(), "{needed}");
+        }
+    }
+}

@@ -33,13 +33,14 @@ pub struct Names {
     /// Whether it is written.
     pub writable: bool,
     /// Folders and files that it may read, besides the image's own folder.
+    #[serde(default)]
     pub read: Vec<PathBuf>,
-    /// Folders of its own, besides the run directory.
-    pub own: Vec<PathBuf>,
-    /// Files of its own in folders that are not.
+    /// The folder of all images' journals, in which those of its image are its own.
+    #[serde(default)]
+    pub journals: Option<PathBuf>,
+    /// Files of its own in folders that are not, besides its run directory.
+    #[serde(default)]
     pub own_files: Vec<PathBuf>,
-    /// Files that it shares with others, and makes if they are not there.
-    pub shared: Vec<PathBuf>,
     /// A folder with nothing in it, made if it is not there: the root of its file system.
     pub root: PathBuf,
     /// The user that it becomes.
@@ -52,9 +53,8 @@ impl Names {
         policy.add(run_dir, true, Right::Own);
         // A file is itself, with nothing below it.
         self.read.iter().for_each(|place| policy.add(place, true, Right::Read));
-        self.own.iter().for_each(|place| policy.add(place, true, Right::Own));
+        self.journals.iter().for_each(|place| policy.add(place, true, Right::Journals));
         self.own_files.iter().for_each(|place| policy.add(place, false, Right::Own));
-        self.shared.iter().for_each(|place| policy.add(place, false, Right::Share));
         policy
     }
 
@@ -75,8 +75,13 @@ pub(crate) struct Desk {
 }
 
 impl Desk {
-    /// The worker's end of a socket, and ours.
+    /// The worker's end of a socket, and ours. The folders that the worker's files are in are there
+    /// then: it makes none.
     pub(crate) fn ends(names: &Names) -> io::Result<(OwnedFd, OwnedFd)> {
+        let folders = names.own_files.iter().filter_map(|file| file.parent());
+        for folder in folders.chain(names.journals.as_deref()) {
+            DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        }
         DirBuilder::new().recursive(true).mode(0o755).create(&names.root)?;
         let flags = SocketFlags::CLOEXEC;
         Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)

@@ -255,9 +255,8 @@ fn a_worker_without_rights_asks_its_keeper_and_is_replaced_when_it_tries_more() 
         image: image.clone(),
         writable: true,
         read: Vec::new(),
-        own: Vec::new(),
+        journals: None,
         own_files: Vec::new(),
-        shared: Vec::new(),
         root: at("empty"),
         user: user_of(1, 51712),
     });

@@ -98,3 +98,20 @@ impl LoopbackError {
         move |e| LoopbackError::System { what, source: e.into() }
     }
 }
+
+/// Has a function of a test program called before its `main`, while there is one thread: for a process
+/// that plays another role.
+#[macro_export]
+macro_rules! before_main {
+    ($role:path) => {
+        const _: () = {
+            extern "C" fn role() {
+                $role();
+            }
+            // SAFETY: the loader calls what stands in this section, after the standard library's own.
+            #[used]
+            #[unsafe(link_section = ".init_array")]
+            static ROLE: extern "C" fn() = role;
+        };
+    };
+}

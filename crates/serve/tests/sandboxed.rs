@@ -32,5 +32,5 @@ fn a_parent_outside_the_folders_is_refused_and_the_way_to_allow_it_is_told() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(101), "{text}");
     assert!(text.contains(parent.path.to_str().unwrap()), "{text}");
-    assert!(text.contains("image_folders of /etc/ferrite/ferrite.toml"), "{text}");
+    assert!(text.contains("parent_folders of /etc/ferrite/ferrite.toml"), "{text}");
 }

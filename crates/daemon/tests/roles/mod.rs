@@ -6,7 +6,7 @@
     reason = "a module of several tests, not all of which use all"
 )]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 
@@ -16,10 +16,12 @@ use ferrite_daemon::{Assignment, Failure};
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::take_given;
-use ferrite_keeper::{ALIVE_FD, LINE_FD};
+use ferrite_io::sandbox::{Means, user_of};
+use ferrite_keeper::{ALIVE_FD, LINE_FD, Names, give_rights_up};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{OpenFailure, Opened, work};
+use ferrite_serve::counters::{remember_process, stats_file};
 use ferrite_testkit::rig::{mover, moving, work_config};
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
@@ -37,6 +39,9 @@ pub const MAPS: &str = "FERRITE_TEST_MAPS";
 /// Starts this program as keeper and worker.
 pub struct Roles;
 
+/// The worker's first argument.
+const WORKER: &str = "--worker";
+
 fn role(name: &str) -> Vec<String> {
     [name, "--exact", "--nocapture", "--test-threads=1"].map(str::to_owned).to_vec()
 }
@@ -50,12 +55,27 @@ impl Programs for Roles {
     }
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure> {
-        let mut arguments = role("roles::process_worker");
-        // What is behind is no filter's: this program's own.
-        arguments.push("--skip".to_owned());
         let image = disk.image.name().into_string().unwrap();
-        arguments.push(format!("{}|{}|{}", disk.id, disk.run_dir().display(), image));
-        Ok(arguments)
+        let disk = format!("{}|{}|{}", disk.id, disk.run_dir().display(), image);
+        Ok(vec![WORKER.to_owned(), disk])
+    }
+
+    fn names(
+        &self,
+        disk: &Assignment<'_>,
+        run_dir: &Path,
+        writable: bool,
+    ) -> Result<Option<Names>, Failure> {
+        let stats = stats_file(run_dir);
+        Ok(Some(Names {
+            image: disk.image.path.clone(),
+            writable,
+            read: disk.config().parent_folders.clone(),
+            journals: Some(disk.run_dir().join("images")),
+            own_files: vec![stats.with_extension("new"), stats],
+            root: disk.run_dir().join("empty"),
+            user: user_of(disk.id.domid, disk.id.devid),
+        }))
     }
 }
 
@@ -80,10 +100,12 @@ fn process_keeper() {
     panic!("{e}");
 }
 
-/// Not a test: see [`Roles`].
-#[test]
-fn process_worker() {
-    if std::env::var_os(GUESTS).is_none() {
+// Only a process with one thread gives its rights up, and tests run on a second one.
+ferrite_loopback::before_main!(be_a_worker);
+
+/// See [`Roles`].
+fn be_a_worker() {
+    if std::env::args().nth(1).as_deref() != Some(WORKER) {
         return;
     }
     let line = take_given(LINE_FD).unwrap();
@@ -111,6 +133,9 @@ fn process_worker() {
         let budget = Budget::of_host(&run.join("map-budget"), numbers.0, numbers.1).unwrap();
         config.moving = moving(mover(), budget);
     }
+    let kind = test_engine();
+    remember_process();
+    assert!(give_rights_up(Means::default()).unwrap().is_some());
     let mut open = |read_only| {
         while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
             std::thread::sleep(std::time::Duration::from_millis(1));
@@ -128,7 +153,9 @@ fn process_worker() {
             help: "-".to_owned(),
         };
         let disk = Disk::open(image, &options).map_err(|e| failed(&e))?;
-        let kind = test_engine();
+        if !kind.holds() {
+            disk.let_go();
+        }
         let engine = Arc::new(move |arena, entries| kind.open(arena, entries));
         Ok(Opened { disk, engine })
     };

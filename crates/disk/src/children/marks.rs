@@ -39,9 +39,9 @@ use ferrite_io::names;
 use ferrite_io::naming::Handle;
 use rustix::fs::{FlockOperation, OFlags, flock, fstat};
 
-use crate::place::{self, Place, lasting_file_system, look_at};
 use crate::plain;
 use crate::vhd::{decode, unescape};
+use ferrite_io::place::{self, Place, lasting_file_system, look_at};
 
 /// Behind the parent's name.
 const SUFFIX: &str = ".ferrite-children";

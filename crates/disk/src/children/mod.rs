@@ -21,10 +21,10 @@ use ferrite_io::directory::Directory;
 use ferrite_io::names;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
-use crate::place::Place;
 use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
 use crate::vhd::{Head, Lineage, Uuid, head, lineage};
 use crate::{DiskError, ErrorKind, Format, Raw};
+use ferrite_io::place::Place;
 
 pub(crate) mod marks;
 

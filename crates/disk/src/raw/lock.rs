@@ -16,6 +16,7 @@
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_io::clock::{Clock, SystemClock};
@@ -24,6 +25,7 @@ use ferrite_io::nvme::block_device;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor};
 use rustix::io::Errno;
 
+use super::hold::Hold;
 use super::medium::{Medium, cannot_open, io_error, sysfs_number};
 use super::proc_locks::flock_holder;
 use super::{loops, qemu};
@@ -45,12 +47,12 @@ const OWN_GRACE: Duration = Duration::from_millis(500);
 
 /// An image that is open and locked.
 pub(super) struct Opened {
-    pub(super) file: OwnedFd,
+    pub(super) file: Arc<OwnedFd>,
     pub(super) stat: Stat,
     pub(super) medium: Medium,
-    /// The block device of an NVMe namespace that is used by commands, held so that nobody else
-    /// mounts or claims it.
-    pub(super) claim: Option<OwnedFd>,
+    /// Of the file. And the block device of an NVMe namespace that is used by commands, so that nobody
+    /// else mounts or claims it.
+    pub(super) holds: Vec<Hold>,
 }
 
 /// Why an image was not opened.
@@ -108,10 +110,9 @@ pub(super) fn glance(path: &Path) -> rustix::io::Result<Option<Opened>> {
         _ => None,
     };
     let Some(found) = medium(&stat(path)?) else { return Ok(None) };
-    let file = names::open(path, flags(found, true), Mode::empty())?;
+    let file = Arc::new(names::open(path, flags(found, true), Mode::empty())?);
     let stat = fstat(&file)?;
-    let opened = medium(&stat).map(|medium| Opened { file, stat, medium, claim: None });
-    Ok(opened)
+    Ok(medium(&stat).map(|medium| Opened { file, stat, medium, holds: Vec::new() }))
 }
 
 fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
@@ -137,15 +138,18 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
         None => names::open(path, flags(medium, read_only), Mode::empty()),
     };
     let file = match opened {
-        Ok(file) => file,
+        Ok(file) => Arc::new(file),
         Err(e @ (Errno::BUSY | Errno::TXTBSY | Errno::AGAIN)) => {
             return Ok(Attempt::Busy(grace, busy_reason(&before, medium, e)));
         }
         Err(e) => return Err(open_error(path, read_only, e).into()),
     };
+    let is_ours = !read_only && options.opened.is_none();
+    let hold = is_ours.then(|| Hold::of(file.clone()));
+    let holds: Vec<Hold> = hold.into_iter().chain(claim).collect();
     if options.unlocked {
         let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
-        return Ok(Attempt::Done(Opened { file, stat, medium, claim }));
+        return Ok(Attempt::Done(Opened { file, stat, medium, holds }));
     }
     let operation = match read_only {
         true => FlockOperation::NonBlockingLockShared,
@@ -182,7 +186,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     if !read_only && medium == Medium::BlockDevice && is_write_protected(&stat) {
         return Err(open_error(path, read_only, Errno::ROFS).into());
     }
-    Ok(Attempt::Done(Opened { file, stat, medium, claim }))
+    Ok(Attempt::Done(Opened { file, stat, medium, holds }))
 }
 
 /// Who uses the same bytes by way of a loop device.
@@ -219,14 +223,14 @@ pub(super) fn release(file: &OwnedFd) {
 
 /// Opens the block device of an NVMe namespace for itself alone, where there is one and it is to
 /// be written: commands to the character device ask nobody.
-fn claim(medium: Medium, stat: &Stat, read_only: bool) -> Result<Option<OwnedFd>, (String, Errno)> {
+fn claim(medium: Medium, stat: &Stat, read_only: bool) -> Result<Option<Hold>, (String, Errno)> {
     let device = block_device((major(stat.st_rdev), minor(stat.st_rdev)));
     let Some(device) = device.filter(|_| medium == Medium::Nvme && !read_only) else {
         return Ok(None);
     };
     let path = format!("/dev/{device}");
     match names::open(&path, flags(Medium::BlockDevice, false), Mode::empty()) {
-        Ok(file) => Ok(Some(file)),
+        Ok(file) => Ok(Some(Hold::of(Arc::new(file)))),
         Err(Errno::NOENT) => Ok(None),
         Err(e) => Err((path, e)),
     }

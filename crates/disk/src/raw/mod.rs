@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
-use ferrite_io::names;
 use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
@@ -19,6 +18,7 @@ use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECT
 mod discard;
 mod geometry;
 mod growth;
+mod hold;
 mod lock;
 mod loops;
 mod medium;
@@ -28,6 +28,7 @@ mod zero;
 
 use geometry::Geometry;
 pub use growth::GrowthWatch;
+use hold::Hold;
 use lock::Opened;
 pub(crate) use lock::Unopened;
 use medium::{Medium, Use, cannot_open, io_error};
@@ -53,7 +54,8 @@ pub struct Raw {
     sectors: AtomicU64,
     shrink_reported: AtomicBool,
     discard: Option<discard::Discard>,
-    _claim: Option<OwnedFd>,
+    /// With a keeper.
+    holds: Vec<Hold>,
     /// Its first bytes, of what is only looked at.
     head: Vec<u8>,
     /// How far [`zero`] got down its list of means.
@@ -106,7 +108,7 @@ impl Raw {
         let inode = inode(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "it could not be told from others", e))?;
         Ok(Raw {
-            file: Arc::new(opened.file),
+            file: opened.file,
             inode,
             path: path.to_owned(),
             medium: opened.medium,
@@ -116,7 +118,7 @@ impl Raw {
             sectors: AtomicU64::new(bytes / SECTOR_BYTES),
             shrink_reported: AtomicBool::new(false),
             discard,
-            _claim: opened.claim,
+            holds: opened.holds,
             head: Vec::new(),
             zero_means: AtomicU8::new(0),
             commits: Box::default(),
@@ -130,7 +132,7 @@ impl Raw {
         let bytes = size_bytes(&opened.file, opened.medium)?;
         let inode = inode(&opened.file, opened.medium)?;
         let mut raw = Raw {
-            file: Arc::new(opened.file),
+            file: opened.file,
             inode,
             path: path.to_owned(),
             medium: opened.medium,
@@ -140,7 +142,7 @@ impl Raw {
             sectors: AtomicU64::new(bytes / SECTOR_BYTES),
             shrink_reported: AtomicBool::new(false),
             discard: None,
-            _claim: None,
+            holds: opened.holds,
             head: Vec::new(),
             zero_means: AtomicU8::new(0),
             commits: Box::default(),
@@ -273,7 +275,17 @@ impl Raw {
     /// Gives up the locks, while it stays open.
     pub(crate) fn unlock(&self) {
         lock::release(&self.file);
-        names::release(self.file.as_fd());
+        self.let_go();
+    }
+
+    /// See [`Disk::keep`](crate::Disk::keep).
+    pub(crate) fn keep(&self) {
+        self.holds.iter().for_each(Hold::keep);
+    }
+
+    /// See [`Disk::let_go`](crate::Disk::let_go).
+    pub(crate) fn let_go(&self) {
+        self.holds.iter().for_each(Hold::release);
     }
 
     /// The open file, for an engine.

@@ -34,8 +34,8 @@ use rustix::fs::{Mode, fstat};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::void::Void;
-use crate::place;
 use crate::{DiskError, ErrorKind, Raw};
+use ferrite_io::place;
 
 mod file;
 mod layout;
@@ -132,7 +132,7 @@ impl Journal {
         let Some(path) = dir.map(|dir| dir.join(identity.file_name())) else {
             return Ok(Vec::new());
         };
-        match Shm::open(&path) {
+        match Shm::look(&path) {
             Ok(shm) if Content::of(&shm) == Content::Nothing => Ok(Vec::new()),
             Ok(shm) => {
                 check(&path, &shm, identity, words, capacity)?;

@@ -21,13 +21,21 @@ const THIS_THREAD: &str = "/proc/thread-self/";
 /// A socket to a keeper that opens files. Any thread may ask; one asks at a time.
 #[derive(Debug)]
 pub struct Broker {
-    socket: Mutex<OwnedFd>,
+    socket: Mutex<Numbered>,
+}
+
+/// With the number of the last request. An answer that nobody has waited for, since that was cut off
+/// by an error, is never the next one's.
+#[derive(Debug)]
+struct Numbered {
+    socket: OwnedFd,
+    last: u32,
 }
 
 impl Broker {
     /// By a socket of the kind `SEQPACKET`.
     pub fn new(socket: OwnedFd) -> Broker {
-        Broker { socket: Mutex::new(socket) }
+        Broker { socket: Mutex::new(Numbered { socket, last: 0 }) }
     }
 
     /// Opens a file; see [`super::open`].
@@ -43,7 +51,7 @@ impl Broker {
     /// Asks, and waits for the answer. `files` go along.
     ///
     /// # Errors
-    /// The keeper's; `PIPE` if it is gone.
+    /// The keeper's; `PIPE` if it is gone, `PROTO` if it does not answer as it should.
     pub fn ask(
         &self,
         request: &Request<'_>,
@@ -57,10 +65,15 @@ impl Broker {
             _ => *request,
         };
         let files: Vec<BorrowedFd<'_>> = own.into_iter().chain(files.iter().copied()).collect();
-        let bytes = request.to_bytes()?;
-        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        send(&socket, &bytes, &files)?;
-        receive(&socket)
+        let mut asked = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.last = asked.last.wrapping_add(1);
+        send(&asked.socket, &request.to_bytes(asked.last)?, &files)?;
+        loop {
+            match receive(&asked.socket)? {
+                (number, answer) if number == asked.last => return answer,
+                _ => {}
+            }
+        }
     }
 }
 
@@ -74,7 +87,7 @@ fn send(socket: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> rustix::io:
     retry_on_intr(|| sendmsg(socket, &bytes, &mut ancillary, SendFlags::NOSIGNAL)).map(drop)
 }
 
-fn receive(socket: &OwnedFd) -> rustix::io::Result<Answer> {
+fn receive(socket: &OwnedFd) -> rustix::io::Result<(u32, rustix::io::Result<Answer>)> {
     let mut bytes = [0; MAX_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -91,7 +104,7 @@ fn receive(socket: &OwnedFd) -> rustix::io::Result<Answer> {
     if len == 0 {
         return Err(Errno::PIPE);
     }
-    Answer::parse(&bytes[..len], file)
+    Answer::parse(&bytes[..len], file).ok_or(Errno::PROTO)
 }
 
 /// The descriptor of this process that a name is, as long as it is open.

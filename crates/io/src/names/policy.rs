@@ -19,6 +19,9 @@ pub enum Right {
     Share,
     /// Files come and go here; the folder itself, too, or the one file.
     Own,
+    /// Of this folder's files, which are the journals of all images, those of the own image come and go.
+    /// All are read: which of them an image needs, only the image tells.
+    Journals,
 }
 
 /// What may be done in one place.
@@ -37,6 +40,8 @@ pub struct Rule {
 pub struct Policy {
     /// Whatever none of them allows is refused.
     pub rules: Vec<Rule>,
+    /// How the names of the own image's journals end. It follows from what the image is now.
+    pub journal_end: Option<String>,
 }
 
 /// What is to be done.
@@ -62,7 +67,9 @@ impl Policy {
         policy.add(image, false, if writable { Right::Write } else { Right::Read });
         // Below the root there is everything, and the devices' folder is no image's.
         let own = image.parent().filter(|folder| folder.parent().is_some());
-        let own = own.filter(|folder| !folder.starts_with("/dev"));
+        let is_devices =
+            |folder: &Path| folder.starts_with("/dev") && !folder.starts_with("/dev/shm/");
+        let own = own.filter(|folder| !is_devices(folder));
         for folder in own.into_iter().chain(folders.iter().map(PathBuf::as_path)) {
             policy.add(folder, true, Right::Read);
         }
@@ -85,7 +92,24 @@ impl Policy {
             _ => false,
         };
         is_kind && self.rules.iter().any(|rule| rule.allows(place, kind, access))
+            || kind == FileType::RegularFile && self.is_own_journal(place)
             || is_kernels(place, kind) && access == Access::Look
+    }
+}
+
+impl Policy {
+    /// The image, if it is written.
+    pub fn written(&self) -> Option<&Path> {
+        let is_written = |rule: &&Rule| !rule.is_folder && rule.right == Right::Write;
+        self.rules.iter().find(is_written).map(|rule| rule.place.as_path())
+    }
+
+    fn is_own_journal(&self, place: &Path) -> bool {
+        let name = place.file_name().unwrap_or_default().as_bytes();
+        let is_own = |end: &String| name.ends_with(end.as_bytes());
+        let mut folders = self.rules.iter().filter(|rule| rule.right == Right::Journals);
+        self.journal_end.as_ref().is_some_and(is_own)
+            && folders.any(|rule| place.parent() == Some(&rule.place))
     }
 }
 
@@ -162,6 +186,8 @@ mod tests {
         policy.add("/run/ferrite/vbd-1-2".as_ref(), true, Right::Own);
         policy.add("/run/ferrite/map-budget".as_ref(), false, Right::Share);
         policy.add("/run/ferrite/stats/vbd-1-2".as_ref(), false, Right::Own);
+        policy.add("/run/ferrite/images".as_ref(), true, Right::Journals);
+        policy.journal_end = Some("-12.journal".to_owned());
         policy
     }
 
@@ -184,6 +210,11 @@ mod tests {
             ("/run/ferrite/stats/vbd-1-2", &[Look, Change, Make, Replace]),
             ("/run/ferrite/stats/vbd-1-3", &[]),
             ("/run/ferrite/control.sock", &[]),
+            ("/run/ferrite/images/ab-12.journal", &[Look, Change, Make, Replace, ReplaceFolder]),
+            ("/run/ferrite/images/ab-123.journal", &[Look]),
+            ("/run/ferrite/images/x/ab-12.journal", &[Look]),
+            ("/run/ferrite/images", &[Look]),
+            ("/srv/a/ab-12.journal", &[Look]),
         ] {
             for access in [Look, Change, Make, Replace, ReplaceFolder] {
                 let is = policy().allows(place.as_ref(), file, access);

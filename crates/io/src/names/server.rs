@@ -27,6 +27,7 @@ use super::wire::{Answer, MAX_BYTES, MAX_FILES, Request, What};
 use super::{device_events, of_descriptor};
 use crate::naming::Handle;
 use crate::nvme::block_device;
+use crate::place::Place;
 
 /// Flags of `open` that a worker may set. `TMPFILE` and others are for nobody.
 const FLAGS: OFlags = OFlags::RDONLY
@@ -144,18 +145,20 @@ impl Server {
         if len == 0 {
             return Ok(Served::Ended);
         }
-        let request = Request::parse(&bytes[..len])
+        let (asked, request) = Request::parse(&bytes[..len])
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "it asks for nonsense"))?;
         let answer = self.answer(&request, &files, images);
-        self.send(&answer)?;
+        // Who has let go of an image may count on that when it is told so.
+        drop(files);
+        self.send(&answer, asked)?;
         Ok(match answer {
             Err(Errno::ACCESS) => Served::Refused(path_of(request.first).to_owned()),
             _ => Served::Answered,
         })
     }
 
-    fn send(&self, answer: &Result<Answer, Errno>) -> io::Result<()> {
-        let bytes = Answer::to_bytes(answer);
+    fn send(&self, answer: &Result<Answer, Errno>, asked: u32) -> io::Result<()> {
+        let bytes = Answer::to_bytes(answer, asked);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         let file = answer.as_ref().ok().and_then(|answer| answer.file.as_ref());
@@ -255,7 +258,7 @@ impl Server {
         }
         let stat = &found.stat;
         let key = (stat.st_dev, stat.st_ino, stat.st_rdev, (flags - OFlags::NONBLOCK).bits());
-        let is_kept = writes && self.is_image(&found.place);
+        let is_kept = writes && (self.is_image(&found.place) || self.is_claim(&found));
         if let Some((_, kept)) = images.0.iter().find(|(of, _)| is_kept && *of == key) {
             return file(kept.try_clone().map_err(|_| Errno::MFILE)?);
         }
@@ -292,7 +295,10 @@ impl Server {
     fn create_dir(&self, name: &Path, mode: Mode) -> Result<Answer, Errno> {
         // What its files are in is there, and not its own.
         let holds = |folder: &Path| {
-            self.resolved().rules.iter().any(|rule| rule.place.parent() == Some(folder))
+            self.resolved().rules.iter().any(|rule| {
+                rule.place.parent() == Some(folder)
+                    || rule.right == Right::Journals && rule.place == folder
+            })
         };
         if find(name, OFlags::DIRECTORY).is_ok_and(|folder| holds(&folder.place)) {
             return Ok(Answer::default());
@@ -340,19 +346,20 @@ impl Server {
             Access::ReplaceFolder => FileType::Directory,
             _ => FileType::RegularFile,
         };
-        match self.resolved().allows(&folder.place.join(&last), kind, access) {
+        match self.resolved_for(access).allows(&folder.place.join(&last), kind, access) {
             true => Ok((folder, last)),
             false => Err(Errno::ACCESS),
         }
     }
 
     fn judge(&self, found: &Found, access: Access) -> Result<(), Errno> {
-        let policy = self.resolved();
+        let policy = self.resolved_for(access);
         let number = (major(found.stat.st_rdev), minor(found.stat.st_rdev));
         let allowed = match found.kind() {
             // Whatever has this name, it is no namespace.
             FileType::CharacterDevice if block_device(number).is_none() => false,
             kind if policy.allows(&found.place, kind, access) => true,
+            FileType::BlockDevice if self.is_claim(found) => true,
             FileType::BlockDevice => access == Access::Look && is_volume_of(&policy, found),
             _ => false,
         };
@@ -378,6 +385,28 @@ impl Server {
         rules.iter().any(|rule| rule.right == Right::Write && rule.place == place)
     }
 
+    /// Whether it is the block device of the image, which is that of an NVMe namespace for commands.
+    /// Its writer claims it, so that nobody mounts it.
+    fn is_claim(&self, found: &Found) -> bool {
+        let image = self.policy.written().and_then(|image| rustix::fs::stat(image).ok());
+        let device = image.and_then(|image| {
+            let is_device = FileType::from_raw_mode(image.st_mode) == FileType::CharacterDevice;
+            let number = (major(image.st_rdev), minor(image.st_rdev));
+            is_device.then(|| block_device(number)).flatten()
+        });
+        device.is_some_and(|name| found.place == Path::new("/dev").join(name))
+    }
+
+    /// With what has to be looked up for this: which journals are the image's own.
+    fn resolved_for(&self, access: Access) -> Policy {
+        let mut policy = self.resolved();
+        if access != Access::Look && policy.rules.iter().any(|rule| rule.right == Right::Journals) {
+            let place = self.policy.written().and_then(|image| Place::at(image).ok());
+            policy.journal_end = place.map(|place| place.journal_end());
+        }
+        policy
+    }
+
     /// The policy by the places that its names lead to now. One that leads nowhere is as it was
     /// written.
     fn resolved(&self) -> Policy {
@@ -388,7 +417,8 @@ impl Server {
             });
             Rule { place: place.unwrap_or_else(|| rule.place.clone()), ..*rule }
         };
-        Policy { rules: self.policy.rules.iter().map(resolved).collect() }
+        let rules = self.policy.rules.iter().map(resolved).collect();
+        Policy { rules, ..Policy::default() }
     }
 }
 

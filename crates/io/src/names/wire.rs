@@ -1,8 +1,8 @@
 //! What a worker and its keeper say to each other: one message, one answer.
 //!
-//! A request is `what` (one byte, three zeros), `flags`, `mode`, the lengths of two texts (32 bits
-//! each) and the texts. An answer is an errno or 0, a number, and a text. Descriptors go along with
-//! both. Numbers are in the machine's order: both ends are on one machine.
+//! A request is `what` (one byte, three zeros), its number, `flags`, `mode`, the lengths of two texts
+//! (32 bits each) and the texts. An answer is the number of its request, an errno or 0, a result, and a
+//! text. Descriptors go along with both. Numbers are in the machine's order: both ends are on one machine.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
@@ -19,8 +19,8 @@ pub const MAX_FILES: usize = 2;
 /// The folder of a process's own descriptors.
 pub const OWN_DESCRIPTORS: &str = "/proc/self/fd/";
 
-const HEAD_BYTES: usize = 20;
-const ANSWER_HEAD_BYTES: usize = 8;
+const HEAD_BYTES: usize = 24;
+const ANSWER_HEAD_BYTES: usize = 12;
 
 /// What is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,11 +87,11 @@ impl<'a> Request<'a> {
         Request { what, flags: 0, mode: 0, first: path.as_os_str().as_bytes(), second: &[] }
     }
 
-    /// As a message.
+    /// As a message. The answer has the same number.
     ///
     /// # Errors
     /// `NAMETOOLONG`, `INVAL` for a name that has its end in its middle.
-    pub fn to_bytes(&self) -> rustix::io::Result<Vec<u8>> {
+    pub fn to_bytes(&self, asked: u32) -> rustix::io::Result<Vec<u8>> {
         let names = [self.first, self.second];
         if names.iter().any(|name| name.len() > MAX_NAME_BYTES) {
             return Err(Errno::NAMETOOLONG);
@@ -101,24 +101,25 @@ impl<'a> Request<'a> {
         }
         let mut bytes = vec![self.what as u8, 0, 0, 0];
         let lens = names.map(|name| name.len() as u32);
-        for number in [self.flags, self.mode, lens[0], lens[1]] {
+        for number in [asked, self.flags, self.mode, lens[0], lens[1]] {
             bytes.extend_from_slice(&number.to_ne_bytes());
         }
         Ok([&bytes, self.first, self.second].concat())
     }
 
-    /// From a message; none: nobody who keeps to the rules has sent it.
-    pub fn parse(bytes: &'a [u8]) -> Option<Request<'a>> {
+    /// From a message, with its number; none: nobody who keeps to the rules has sent it.
+    pub fn parse(bytes: &'a [u8]) -> Option<(u32, Request<'a>)> {
         let (head, names) = bytes.split_first_chunk::<HEAD_BYTES>()?;
         let number = |at: usize| u32::from_ne_bytes(std::array::from_fn(|i| head[at + i]));
         let what = What::ALL.into_iter().find(|what| *what as u8 == head[0])?;
-        let lens = [number(12), number(16)].map(|len| len as usize);
+        let lens = [number(16), number(20)].map(|len| len as usize);
         let fits = head[1..4] == [0; 3]
             && lens.iter().all(|len| *len <= MAX_NAME_BYTES)
             && lens[0] + lens[1] == names.len();
         let (first, second) = names.split_at_checked(lens[0]).filter(|_| fits)?;
         let is_whole = what == What::ByHandle || !names.contains(&0);
-        is_whole.then_some(Request { what, flags: number(4), mode: number(8), first, second })
+        let request = Request { what, flags: number(8), mode: number(12), first, second };
+        is_whole.then_some((number(4), request))
     }
 }
 
@@ -142,25 +143,24 @@ impl Answer {
         self.file.ok_or(Errno::PROTO)
     }
 
-    /// As a message; the file goes along.
-    pub fn to_bytes(answer: &Result<Answer, Errno>) -> Vec<u8> {
+    /// As a message to who has asked under this number; the file goes along.
+    pub fn to_bytes(answer: &Result<Answer, Errno>, asked: u32) -> Vec<u8> {
         let (errno, number, text) = match answer {
             Ok(answer) => (0, answer.number, &answer.text[..]),
             Err(e) => (e.raw_os_error(), 0, &[][..]),
         };
-        [&errno.to_ne_bytes()[..], &number.to_ne_bytes(), text].concat()
+        [&asked.to_ne_bytes()[..], &errno.to_ne_bytes(), &number.to_ne_bytes(), text].concat()
     }
 
-    /// From a message and what has gone along with it.
-    ///
-    /// # Errors
-    /// The keeper's; `PROTO` for what is no answer.
-    pub fn parse(bytes: &[u8], file: Option<OwnedFd>) -> rustix::io::Result<Answer> {
-        let (head, text) = bytes.split_first_chunk::<ANSWER_HEAD_BYTES>().ok_or(Errno::PROTO)?;
-        let number = |at: usize| i32::from_ne_bytes(std::array::from_fn(|i| head[at + i]));
-        match number(0) {
-            0 => Ok(Answer { number: number(4), text: text.to_vec(), file }),
+    /// From a message and what has gone along with it: the number of its request, and what came of
+    /// that. None: it is no answer.
+    pub fn parse(bytes: &[u8], file: Option<OwnedFd>) -> Option<(u32, rustix::io::Result<Answer>)> {
+        let (head, text) = bytes.split_first_chunk::<ANSWER_HEAD_BYTES>()?;
+        let word = |at: usize| std::array::from_fn(|i| head[at + i]);
+        let result = match i32::from_ne_bytes(word(4)) {
+            0 => Ok(Answer { number: i32::from_ne_bytes(word(8)), text: text.to_vec(), file }),
             errno => Err(Errno::from_raw_os_error(errno)),
-        }
+        };
+        Some((u32::from_ne_bytes(word(0)), result))
     }
 }

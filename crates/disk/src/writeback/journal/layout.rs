@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use ferrite_io::naming::Handle;
 use ferrite_io::shm::Shm;
 
-use crate::place::{self, Place};
 use crate::{DiskError, ErrorKind, Format, Raw};
+use ferrite_io::place::{self, Place};
 
 /// `ferrjrn3`, little-endian.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn3");
@@ -65,7 +65,7 @@ impl Identity {
     }
 
     pub(super) fn file_name(&self) -> String {
-        format!("{:032x}-{:016x}.journal", u128::from_be_bytes(self.id), self.place.hash())
+        format!("{:032x}{}", u128::from_be_bytes(self.id), self.place.journal_end())
     }
 }
 

@@ -13,9 +13,9 @@ use super::layout::{
 };
 use serde::Serialize;
 
-use crate::place::{self, Place};
 use crate::{DiskError, ErrorKind, Format, Raw};
 use ferrite_io::naming::Handle;
+use ferrite_io::place::{self, Place};
 use ferrite_io::shm::Shm;
 
 const EXTENSION: &str = ".journal";
@@ -79,7 +79,7 @@ pub(crate) fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, 
 /// Its journal cannot be read.
 pub(crate) fn told_of(dir: &Path, identity: &Identity) -> Result<Option<Told>, DiskError> {
     let path = dir.join(identity.file_name());
-    match Shm::open(&path) {
+    match Shm::look(&path) {
         Ok(shm) if shm.len() < HEADER_BYTES || shm.load_u64(0) != MAGIC => Ok(None),
         Ok(shm) => Ok(told(&shm).filter(|_| place_of(&shm) == identity.place)),
         Err(e) if matches!(e.kind(), NotFound | io::ErrorKind::InvalidData) => Ok(None),
@@ -122,7 +122,7 @@ fn at_place(dir: &Path, identity: &Identity) -> Result<Vec<PathBuf>, DiskError> 
     let mut paths = Vec::new();
     for name in names(dir)?.into_iter().filter(|name| halves_of(name).1 == place) {
         let path = dir.join(&name);
-        let Ok(shm) = Shm::open(&path) else { continue };
+        let Ok(shm) = Shm::look(&path) else { continue };
         // Of another version's there is only the name to go by.
         if Content::of(&shm) == Content::Foreign
             || shm.len() >= HEADER_BYTES && place_of(&shm) == identity.place
@@ -176,7 +176,7 @@ fn halves_of(name: &str) -> (String, String) {
 /// It cannot be read, or it is another version's.
 fn left(dir: &Path, name: &str) -> Result<Option<Left>, DiskError> {
     let path = dir.join(name);
-    let shm = match Shm::open(&path) {
+    let shm = match Shm::look(&path) {
         Ok(shm) => shm,
         Err(e) if matches!(e.kind(), NotFound | io::ErrorKind::InvalidData) => return Ok(None),
         Err(e) => return Err(cannot(&path, "opened", e)),
@@ -296,7 +296,7 @@ fn examine(dir: &Path, file: &str, in_use: bool) -> Result<Option<Kept>, DiskErr
     let state = |state| if in_use { JournalState::InUse } else { state };
     let unknown =
         |state| Kept { name: name.clone(), format: None, path: "".into(), records: 0, state };
-    let shm = match Shm::open(&path) {
+    let shm = match Shm::look(&path) {
         Err(e) if e.kind() == io::ErrorKind::InvalidData => {
             return Ok(Some(unknown(state(JournalState::Stale))));
         }

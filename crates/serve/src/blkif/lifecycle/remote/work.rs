@@ -157,6 +157,10 @@ impl<'a> Bench<'a> {
         let Opened { disk, engine } = (self.open)(read_only).map_err(Failure::Open)?;
         let device = Arc::new(Device::new(disk, SystemClock::shared()));
         let worker = Worker::new(self.hypervisor, &device, self.config, &engine)?;
+        // What fails before this leaves the image to others.
+        if let Ok(disk) = device.disk() {
+            disk.keep();
+        }
         let (closed, listens) = (false, false);
         self.served = Some(Served { worker, device, engine, read_only, closed, listens });
         Ok(())
@@ -182,7 +186,11 @@ impl<'a> Bench<'a> {
         match served.closed {
             true => served.worker.carry_out(Order::EndClose).map(drop),
             false => {
-                close(&served.device, &served.engine).map_err(|e| Failure::Close(e.to_string()))
+                let closed = close(&served.device, &served.engine);
+                closed.map_err(|e| Failure::Close(e.to_string()))?;
+                // Complete as it is, it is not for the next process only.
+                served.device.disk().iter().for_each(|disk| disk.let_go());
+                Ok(())
             }
         }
     }

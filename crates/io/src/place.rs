@@ -6,16 +6,17 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
-use ferrite_io::names;
-use ferrite_io::naming::file_system_uuid;
-use ferrite_io::nvme::block_device;
 use rustix::fs::{
     AtFlags, FileType, Mode, OFlags, StatxFlags, fstat, fstatvfs, major, minor, statx,
 };
 use rustix::io::Errno;
 
+use crate::names;
+use crate::naming::file_system_uuid;
+use crate::nvme::block_device;
+
 /// The longest that is kept.
-pub(crate) const MAX_BYTES: usize = 4 * MAX_CHARS;
+pub const MAX_BYTES: usize = 4 * MAX_CHARS;
 const MAX_CHARS: usize = 256;
 /// The longest name of a file system; a file's number and its date go with it.
 const MAX_SYSTEM_CHARS: usize = 160;
@@ -25,7 +26,7 @@ type Number = (u32, u32);
 
 /// A file or a device. Two that are alike are one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Place(String);
+pub struct Place(String);
 
 impl Place {
     /// Of an open file, which was named by `path`.
@@ -36,7 +37,7 @@ impl Place {
     ///
     /// # Errors
     /// It cannot be examined.
-    pub(crate) fn of(file: impl AsFd, path: &Path) -> io::Result<Place> {
+    pub fn of(file: impl AsFd, path: &Path) -> io::Result<Place> {
         Place::or_else(file, |_| format!("device {}", path.display()))
     }
 
@@ -46,7 +47,7 @@ impl Place {
     ///
     /// # Errors
     /// It cannot be examined.
-    pub(crate) fn while_up(file: impl AsFd) -> io::Result<Place> {
+    pub fn while_up(file: impl AsFd) -> io::Result<Place> {
         Place::or_else(file, |(major, minor)| {
             let dir = format!("/sys/dev/block/{major}:{minor}");
             let count = read(&dir, "diskseq").or_else(|| read(&dir, "../diskseq"));
@@ -75,7 +76,7 @@ impl Place {
     ///
     /// # Errors
     /// There is nothing, or it cannot be examined.
-    pub(crate) fn at(path: &Path) -> io::Result<Place> {
+    pub fn at(path: &Path) -> io::Result<Place> {
         Place::of(look_at(path)?, path)
     }
 
@@ -83,7 +84,7 @@ impl Place {
     ///
     /// # Errors
     /// There is nothing, or it cannot be examined.
-    pub(crate) fn lasting(path: &Path) -> io::Result<Place> {
+    pub fn lasting(path: &Path) -> io::Result<Place> {
         let place = Place::at(path)?;
         match place.file() {
             None => Ok(place),
@@ -91,21 +92,23 @@ impl Place {
         }
     }
 
-    pub(crate) fn from_text(text: String) -> Place {
+    /// What [`text`](Self::text) has said.
+    pub fn from_text(text: String) -> Place {
         Place(text)
     }
 
-    pub(crate) fn text(&self) -> &str {
+    /// To be kept: no longer than [`MAX_BYTES`].
+    pub fn text(&self) -> &str {
         &self.0
     }
 
     /// A file's file system, as [`file_system`] calls it; none of a device.
-    pub(crate) fn file_system(&self) -> Option<&str> {
+    pub fn file_system(&self) -> Option<&str> {
         Some(self.file()?.1)
     }
 
     /// Whether a file of this place has the number of that one, and is another one.
-    pub(crate) fn has_replaced(&self, that: &Place) -> bool {
+    pub fn has_replaced(&self, that: &Place) -> bool {
         let number = |place: &Place| {
             let (inode, system) = place.file()?;
             Some((inode.split_once(' ')?.0.to_owned(), system.to_owned()))
@@ -118,20 +121,20 @@ impl Place {
         self.0.strip_prefix("inode ")?.split_once(" on ")
     }
 
-    /// A number for file names.
-    pub(crate) fn hash(&self) -> u64 {
-        hash(&self.0)
+    /// The end of the names of journals of what is there; the beginning says which image it is.
+    pub fn journal_end(&self) -> String {
+        format!("-{:016x}.journal", hash(&self.0))
     }
 }
 
 /// Opens what a path leads to, for nothing but to examine it.
-pub(crate) fn look_at(path: &Path) -> io::Result<std::os::fd::OwnedFd> {
+pub fn look_at(path: &Path) -> io::Result<std::os::fd::OwnedFd> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     Ok(names::open(path, flags, Mode::empty())?)
 }
 
 /// Opens the nearest folder above a path that is there, for more than its path.
-pub(crate) fn folder_above(path: &Path) -> Option<std::os::fd::OwnedFd> {
+pub fn folder_above(path: &Path) -> Option<std::os::fd::OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let open = |folder: &Path| names::open(folder, flags, Mode::empty()).ok();
     path.ancestors().skip(1).find_map(open)
@@ -143,7 +146,7 @@ pub(crate) fn folder_above(path: &Path) -> Option<std::os::fd::OwnedFd> {
 ///
 /// # Errors
 /// It cannot be examined.
-pub(crate) fn file_system(file: impl AsFd) -> io::Result<String> {
+pub fn file_system(file: impl AsFd) -> io::Result<String> {
     let stat = fstat(&file)?;
     let number = (major(stat.st_dev), minor(stat.st_dev));
     let text = match (volume(&by_number(number)), fstatvfs(&file)?.f_fsid) {
@@ -160,7 +163,7 @@ pub(crate) fn file_system(file: impl AsFd) -> io::Result<String> {
 ///
 /// # Errors
 /// It cannot be examined.
-pub(crate) fn lasting_file_system(path: &Path) -> io::Result<String> {
+pub fn lasting_file_system(path: &Path) -> io::Result<String> {
     let there = path.ancestors().skip(1).find(|folder| names::is_dir(folder));
     let folder = look_at(there.unwrap_or(Path::new("/")))?;
     let stat = fstat(&folder)?;
