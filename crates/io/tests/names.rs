@@ -15,6 +15,7 @@ use ferrite_io::names::policy::{Policy, Right};
 use ferrite_io::names::server::{Images, Served, Server};
 use ferrite_io::names::wire::{Request, What};
 use ferrite_io::naming::Handle;
+use ferrite_io::place::Place;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
@@ -36,7 +37,7 @@ const SECRET: &[u8] = b"of another guest";
 fn host(writable: bool) -> Host {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
-    for folder in ["images/below", "templates", "secret", "run/vbd-1-2"] {
+    for folder in ["images/below", "templates", "secret", "run/vbd-1-2", "run/journals"] {
         fs::create_dir_all(at(folder)).unwrap();
     }
     for name in ["images/disk.img", "images/parent.img", "images/below/p.img", "templates/t.img"] {
@@ -46,6 +47,7 @@ fn host(writable: bool) -> Host {
     let mut policy = Policy::of_disk(&at("images/disk.img"), writable, &[at("templates")]);
     policy.add(&at("run/vbd-1-2"), true, Right::Own);
     policy.add(&at("run/budget"), false, Right::Share);
+    policy.add(&at("run/journals"), true, Right::Journals);
     let flags = SocketFlags::CLOEXEC;
     let (socket, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
@@ -414,6 +416,37 @@ fn the_next_worker_gets_the_open_image_until_it_is_released() {
     host.broker().ask(&Request::of(What::Release, Path::new("")), &[other.as_fd()]).unwrap();
     flock(&other, FlockOperation::NonBlockingLockExclusive).unwrap();
     assert_eq!(host.end().unwrap().count(), 1);
+}
+
+/// Those of its image, whatever that is now (docs/internals/processes.md 5).
+#[test]
+fn of_all_journals_those_of_the_image_are_written_and_the_others_are_read() {
+    let host = host(true);
+    let image = host.at("images/disk.img");
+    let new = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
+    let journal =
+        |image: &Path| format!("run/journals/01{}", Place::at(image).unwrap().journal_end());
+    let (own, other) = (journal(&image), journal(&host.at("images/parent.img")));
+    host.open(host.at(&own), new).unwrap().write_all(b"x").unwrap();
+    assert_eq!(host.open(host.at(&other), new).unwrap_err(), Errno::ACCESS);
+    fs::write(host.at(&other), "y").unwrap();
+    assert_eq!(host.read(host.at(&other)).unwrap(), b"y");
+    host.ask(What::CreateDirs, &host.at("run/journals")).unwrap();
+    for (from, to) in [(&own, &other), (&other, &own)] {
+        assert_eq!(host.rename(from, to), Err(Errno::ACCESS));
+    }
+    for what in [What::RemoveFile, What::RemoveDir] {
+        assert_eq!(host.ask(what, &host.at(&other)).unwrap_err(), Errno::ACCESS);
+        assert!(host.ask(what, &host.at("run/journals")).is_err());
+    }
+    assert_eq!(host.open(host.at(&other), OFlags::RDWR).unwrap_err(), Errno::ACCESS);
+    // Another image with that name has other journals.
+    fs::rename(host.at("images/parent.img"), &image).unwrap();
+    host.ask(What::RemoveFile, &host.at(&other)).unwrap();
+    assert_eq!(host.ask(What::RemoveFile, &host.at(&own)).unwrap_err(), Errno::ACCESS);
+    let read_only = self::host(false);
+    let own = journal(&read_only.at("images/disk.img"));
+    assert_eq!(read_only.open(read_only.at(&own), new).unwrap_err(), Errno::ACCESS);
 }
 
 #[test]
