@@ -47,7 +47,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Maps `bytes`, but at least one slab for each of `queues` and a page; rounded up to 2 MiB.
+    /// Maps `bytes`, but at least one slab for each of `queues` and one more; rounded up to 2 MiB.
     ///
     /// # Errors
     /// Those of [`Arena::new`].
@@ -65,7 +65,8 @@ impl Pool {
         queues: usize,
         scratch_bytes: usize,
     ) -> io::Result<Arc<Pool>> {
-        let least = queues.saturating_mul(SLAB_BYTES).saturating_add(PAGE_BYTES);
+        // The last slab, which has the zero page, is no queue's own, whatever the scratch memory takes.
+        let least = queues.saturating_add(1).saturating_mul(SLAB_BYTES);
         let scratch_bytes = scratch_bytes.next_multiple_of(PAGE_BYTES);
         let aside = queues.saturating_mul(scratch_bytes);
         let arena = Arena::new(bytes.max(least).saturating_add(aside))?;

@@ -179,6 +179,22 @@ fn pages_that_were_not_freed_stay_taken_in_the_queues_next_life() {
 }
 
 #[test]
+fn no_buffer_has_the_zero_page() {
+    for queues in 1..=9 {
+        for scratch in [0, 256 << 10, 700 << 10] {
+            let pool = Pool::with_scratch(1, queues, scratch).unwrap();
+            let mut all: Vec<QueuePool> = (0..queues).map(|i| pool.queue(i)).collect();
+            for queue in &mut all {
+                while let Some(buf) = queue.alloc(SLAB_BYTES).or_else(|| queue.alloc(1)) {
+                    pool.arena().fill(buf.span(), 1);
+                }
+            }
+            assert!(pool.arena().is_zero(pool.zero_page()), "{queues} queues, {scratch} bytes");
+        }
+    }
+}
+
+#[test]
 #[should_panic(expected = "in use")]
 fn a_queue_has_one_owner() {
     let pool = Pool::new(1, 1).unwrap();
