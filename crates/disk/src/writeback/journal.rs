@@ -355,7 +355,7 @@ fn check(
         Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
     };
     if Content::of(shm) == Content::Foreign {
-        return Err(foreign(path));
+        return Err(foreign(path, shm));
     }
     let made_for = [shm.load_u64(24), shm.load_u64(32)];
     if made_for != [words as u64, u64::from(capacity)] || shm.len() > file_bytes(capacity, words) {

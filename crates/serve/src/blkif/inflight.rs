@@ -41,7 +41,11 @@ mod image;
 
 use image::{HEADER_BYTES, text};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"FERINF05");
+/// What every version begins with; two digits follow.
+const NAME: [u8; 6] = *b"FERINF";
+/// The version of the layout that is written. A program reads the one before its own, too, once that has
+/// been in a release (processes.md 6). None has been before this one.
+const VERSION: u8 = 5;
 const MAGIC_AT: usize = 0;
 const SIZE_AT: usize = 8;
 const QUEUES_AT: usize = 12;
@@ -130,7 +134,7 @@ pub enum TableError {
         /// The reason.
         source: io::Error,
     },
-    /// It belongs to another connection, or to another version of this program.
+    /// It belongs to another connection, or is no table.
     #[error(
         "in-flight table {path} does not belong to the guest's present connection: {why}; what \
          was in flight cannot be known, so the disk is not taken over. Detach it and attach it \
@@ -141,6 +145,20 @@ pub enum TableError {
         path: PathBuf,
         /// What differs.
         why: String,
+    },
+    /// Another version of this program has made it.
+    #[error(
+        "in-flight table {path} has version {was}, and this program reads {ours}: what was in flight \
+         is known to the program that made it. Have that serve the disk (ferrite upgrade --binary), \
+         or detach the disk and attach it again"
+    )]
+    OtherVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        was: u8,
+        /// That of the tables that are read.
+        ours: u8,
     },
     /// It is the same guest's and the same image's, and the guest has made a new connection since.
     /// That was never served: its table would have taken the place of this one.
@@ -193,9 +211,25 @@ impl ImageName {
     }
 }
 
-/// Whether there is a header of this version.
+/// How a table of our version begins.
+const fn magic() -> u64 {
+    let [a, b, c, d, e, f] = NAME;
+    u64::from_le_bytes([a, b, c, d, e, f, b'0' + VERSION / 10, b'0' + VERSION % 10])
+}
+
+/// Which version's table it is; `None`: it is none.
+fn version(shm: &Shm) -> Option<u8> {
+    if shm.len() < MAGIC_AT + 8 {
+        return None;
+    }
+    let bytes = shm.load_u64(MAGIC_AT).to_le_bytes();
+    let digits = std::str::from_utf8(bytes.strip_prefix(&NAME)?).ok()?;
+    digits.parse().ok()
+}
+
+/// Whether there is a header that this program reads.
 fn is_table(shm: &Shm) -> bool {
-    shm.len() >= HEADER_BYTES && shm.load_u64(MAGIC_AT) == MAGIC
+    shm.len() >= HEADER_BYTES && version(shm) == Some(VERSION)
 }
 
 impl Table {
@@ -223,7 +257,7 @@ impl Table {
         shm.store_u32(IDENTITY_LEN_AT, line.len() as u32);
         shm.copy_in(IDENTITY_AT, line.as_bytes());
         image::name(&shm, &identity.image);
-        shm.store_u64(MAGIC_AT, MAGIC);
+        shm.store_u64(MAGIC_AT, magic());
         ferrite_io::names::rename(&new, path).map_err(failed("put it in place"))?;
         Ok(Table { shm: Arc::new(shm), identity })
     }
@@ -239,7 +273,12 @@ impl Table {
         let shm = Shm::open(path).map_err(io)?;
         let bytes = HEADER_BYTES + identity.queues as usize * identity.queue_bytes();
         if !is_table(&shm) {
-            return Err(foreign("it is not a table of this version"));
+            return Err(match version(&shm) {
+                Some(was) if was != VERSION => {
+                    TableError::OtherVersion { path: path.to_owned(), was, ours: VERSION }
+                }
+                _ => foreign("it is not a table"),
+            });
         }
         let line = identity.line();
         let there = text(&shm, IDENTITY_LEN_AT, IDENTITY_AT, IDENTITY_MAX);

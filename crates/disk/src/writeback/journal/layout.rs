@@ -119,10 +119,25 @@ pub(super) fn halves(id: [u8; 16]) -> [u64; 2] {
     [n as u64, (n >> 64) as u64]
 }
 
-/// Nobody knows what a journal says that another version of this program has left.
-pub(super) fn foreign(path: &Path) -> DiskError {
+/// The version of a journal, by how it begins. `None`: it is no journal.
+fn version(magic: u64) -> Option<char> {
+    let [name @ .., digit] = magic.to_le_bytes();
+    let [ours @ .., _] = MAGIC.to_le_bytes();
+    (name == ours && digit.is_ascii_digit()).then_some(char::from(digit))
+}
+
+/// Nobody knows what a journal says that another version of this program has left. A program reads the
+/// version before its own, too, once that has been in a release (processes.md 6).
+pub(super) fn foreign(path: &Path, shm: &Shm) -> DiskError {
     let what = format!("cannot recover what {} says", path.display());
-    let why = "another version of this program has left it, and answered writes may be in it";
+    let word = |version: Option<char>| version.map_or_else(String::new, |v| format!(" {v}"));
+    let was = if shm.len() < WORD_BYTES { None } else { version(shm.load_u64(0)) };
+    let why = format!(
+        "version{} of journals is read, and another version{} of this program has left it; answered \
+         writes may be in it",
+        word(version(MAGIC)),
+        word(was)
+    );
     let name = path.file_stem().unwrap_or_default().display();
     let help = format!(
         "open the image with that version once, which brings them into the image; ferrite image \

@@ -183,7 +183,7 @@ fn left(dir: &Path, name: &str) -> Result<Option<Left>, DiskError> {
     };
     match Content::of(&shm) {
         Content::Nothing => return Ok(None),
-        Content::Foreign => return Err(foreign(&path)),
+        Content::Foreign => return Err(foreign(&path, &shm)),
         Content::Records => {}
     }
     let words = usize::try_from(shm.load_u64(24)).unwrap_or(usize::MAX);

@@ -170,6 +170,7 @@ fn the_journal_of_another_version_is_refused_and_stays() {
         let refused = |error: Option<DiskError>| {
             let error = error.unwrap();
             assert_eq!(error.kind(), ErrorKind::Unsuitable);
+            assert!(error.to_string().contains("version 3"), "{error}");
             assert!(error.help().contains(name.trim_end_matches(".journal")), "{}", error.help());
         };
         refused(Journal::open(Some(dir.path()), &identity(), 3, 4).err());
