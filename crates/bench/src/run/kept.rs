@@ -123,9 +123,8 @@ fn keep(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<Keep, Failure>
         image,
         writable: args.mode.writes(),
         read: vec![PathBuf::from(CONFIGURED_PARENTS)],
-        own: vec![run.join(measure::IMAGES)],
+        journals: Some(run.join(measure::IMAGES)),
         own_files: vec![stats.with_extension("new"), stats],
-        shared: Vec::new(),
         root: run.join("empty"),
         user: user_of(domid.0, DEVID),
     };
