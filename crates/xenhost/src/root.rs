@@ -33,8 +33,16 @@ impl Suite {
         let xen = self.xen;
         let mut list = vec![format!("xen-hypervisor-{xen}-amd64"), format!("xen-utils-{xen}")];
         list.extend(
-            ["linux-image-amd64", "xenstore-utils", "fio", "e2fsprogs", "fdisk", "strace"]
-                .map(String::from),
+            [
+                "linux-image-amd64",
+                "xenstore-utils",
+                "fio",
+                "e2fsprogs",
+                "fdisk",
+                "strace",
+                "nbd-client",
+            ]
+            .map(String::from),
         );
         // The device model of HVM guests, which is the backend qdisk, too.
         list.extend(["qemu-system-xen", "seabios"].map(String::from));

@@ -2,6 +2,7 @@
 
 mod discard;
 mod engines;
+mod exported;
 mod filesystem;
 mod fio;
 mod guests;
@@ -88,6 +89,7 @@ pub(crate) fn all() -> Vec<Case> {
         processors::CASES,
         toolstack::CASES,
         xl::CASES,
+        exported::CASES,
         media::CASES,
         discard::CASES,
         host::CASES,

@@ -1,0 +1,51 @@
+//! Disks that domain 0 itself uses, by the kernel's NBD client.
+
+use super::{Bench, Case, ferrite};
+use anyhow::{Context, Result};
+use ferrite_xenhost::disk::ended;
+
+pub(super) const CASES: &[Case] =
+    &[ferrite("export/a-vhd-is-mounted-in-domain-0-by-nbd-client", mounted)];
+
+/// Makes a file system, and has fio verify files in it, past the cache and through it. Their sums are
+/// left beside them.
+const WRITE_FILES: &str = "mkfs.ext4 -q /dev/nbd0 && mkdir -p /mnt/nbd && \
+     mount /dev/nbd0 /mnt/nbd && cd /mnt/nbd && for direct in 0 1; do \
+     fio --name=verify$direct --directory=. --ioengine=libaio --direct=$direct --rw=randrw \
+     --bs=4k-64k --size=4m --nrfiles=4 --iodepth=16 --fsync=32 --randrepeat=1 --verify=crc32c \
+     --verify_fatal=1 --do_verify=1 --minimal 2>&1 || exit 1; done; \
+     sha256sum verify* >sums && cd / && umount /mnt/nbd";
+
+/// What was written is there, and the file system is as it has to be.
+const CHECK_FILES: &str = "mount /dev/nbd0 /mnt/nbd && cd /mnt/nbd && sha256sum -c --status sums && \
+     cd / && umount /mnt/nbd && e2fsck -fn /dev/nbd0 2>&1";
+
+/// Runs commands while /dev/nbd0 is the disk behind a socket.
+fn with_nbd(bench: &mut Bench<'_>, socket: &str, commands: &str) -> Result<()> {
+    bench.xenhost.sh(&format!("modprobe nbd && nbd-client -unix {socket} /dev/nbd0 2>&1"))?;
+    let done = bench.xenhost.sh_for(commands, 300).map(drop);
+    let gone = bench.xenhost.sh("umount /mnt/nbd 2>/dev/null; nbd-client -d /dev/nbd0 2>&1");
+    done.and(gone.map(drop))
+}
+
+/// Served twice, by two processes one after the other.
+fn mounted(bench: &mut Bench<'_>) -> Result<()> {
+    let (image, socket) = ("/lab/exported.vhd", "/tmp/exported.sock");
+    bench.xenhost.sh(&format!("rm -f {image}; ferrite image create {image} 128M"))?;
+    for commands in [WRITE_FILES, CHECK_FILES] {
+        let pid: u32 = bench
+            .xenhost
+            .sh(&format!(
+                "setsid ferrite export nbd {image} --socket {socket} </dev/null \
+                 >/tmp/export.log 2>&1 & echo $!"
+            ))?
+            .parse()?;
+        bench.xenhost.wait_until("a socket", &format!("[ -S {socket} ]"), 60)?;
+        let done = with_nbd(bench, socket, commands);
+        bench.xenhost.sh(&format!("kill -TERM {pid}"))?;
+        bench.xenhost.wait_until("the end of the export", &ended(pid), 60)?;
+        done.with_context(|| commands.to_owned())?;
+        bench.xenhost.sh(&format!("ferrite image check {image}"))?;
+    }
+    bench.xenhost.sh(&format!("rm {image} /tmp/export.log; rmdir /mnt/nbd")).map(drop)
+}
