@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use ferrite_keeper::{Keep, Keeper, Line, Names, name_of, socket_name};
+use ferrite_keeper::{Keep, Keeper, Line, Names, name_of, nbd_socket, socket_name};
 use ferrite_serve::blkif::lifecycle::{
     Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, retire,
 };
@@ -132,8 +132,9 @@ impl Keepers {
                 }
             };
             lost = Some(line.start);
-            disk.is_kept(line.keeper as u32);
-            name_keeper(store, disk, line.keeper)?;
+            let nbd = nbd_socket(&keep.run_dir);
+            name_keeper(store, disk, line.keeper, &nbd)?;
+            disk.is_kept(line.keeper as u32, Some(nbd));
             lost_at_once += 1;
             let opened = || {
                 lost_at_once = 0;
@@ -262,14 +263,26 @@ fn is_written(store: &mut Store, disk: &Assignment<'_>) -> Result<bool, Failure>
     }
 }
 
-/// Toolstacks set this process's priority, and look for its statistics.
-fn name_keeper(store: &mut Store, disk: &Assignment<'_>, pid: i32) -> Result<(), Failure> {
+/// Toolstacks set this process's priority, and look for its statistics. They give QEMU the socket, by
+/// which an HVM guest boots: so it is named before anybody says that the disk is there.
+fn name_keeper(
+    store: &mut Store,
+    disk: &Assignment<'_>,
+    pid: i32,
+    nbd: &Path,
+) -> Result<(), Failure> {
     let dir = &disk.backend;
+    let socket = format!("{dir}/physical-device-path");
     let named = store.transaction(|tx| {
         // Not where the directory has gone meanwhile: it would be there again.
         match tx.read(&format!("{dir}/state"))? {
-            Some(_) => tx.write(&format!("{dir}/kthread-pid"), pid.to_string().as_bytes()),
-            None => Ok(()),
+            Some(_) => tx.write(&format!("{dir}/kthread-pid"), pid.to_string().as_bytes())?,
+            None => return Ok(()),
+        }
+        // A script's own name for it stays.
+        match tx.read(&socket)? {
+            None => tx.write(&socket, nbd.as_os_str().as_encoded_bytes()),
+            Some(_) => Ok(()),
         }
     });
     match named {

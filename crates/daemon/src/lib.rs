@@ -95,10 +95,10 @@ impl Assignment<'_> {
         &self.shared.places.run
     }
 
-    /// This process stands for the disk.
-    pub fn is_kept(&self, pid: u32) {
+    /// This process stands for the disk, and clients of NBD find the disk by this socket.
+    pub fn is_kept(&self, pid: u32, nbd: Option<PathBuf>) {
         blktap::link(&self.shared.places, self.id, pid, self.minor);
-        self.shared.table.change(self.id, |entry| entry.pid = Some(pid));
+        self.shared.table.change(self.id, |entry| (entry.pid, entry.nbd) = (Some(pid), nbd));
         (self.shared.at)(Step::Kept);
     }
 

@@ -63,6 +63,8 @@ pub struct Entry {
     pub minor: u32,
     /// The process that stands for it: the same as long as it is served.
     pub pid: Option<u32>,
+    /// The socket by which clients of NBD find it.
+    pub(crate) nbd: Option<PathBuf>,
     /// Since when the phase is this.
     pub since: SystemTime,
     /// Starts that it has taken.
@@ -172,6 +174,7 @@ impl Table {
             real: None,
             minor,
             pid: None,
+            nbd: None,
             since: SystemTime::now(),
             starts: 0,
             was_open: false,

@@ -226,6 +226,7 @@ fn description(details: &Details) -> String {
             format!("{} (backend), {} (guest)", details.backend_state, details.frontend_state),
         ),
         ("wanted", if details.online { "yes" } else { "no: it is to be detached" }.to_owned()),
+        ("nbd", details.nbd.clone().unwrap_or_else(none)),
         ("script", details.hotplug_status.clone().unwrap_or_else(none)),
     ];
     if let Some(waits_for) = &details.waits_for {
@@ -272,13 +273,17 @@ mod tests {
             backend_state: 5,
             frontend_state: 4,
             online: false,
+            nbd: Some("/run/ferrite/vbd-1-51712/nbd".to_owned()),
             hotplug_status: None,
             waits_for: Some("the guest".to_owned()),
         };
         let text = description(&details);
-        for line in
-            ["disk       1/51712", "states     5 (backend), 4 (guest)", "waits for  the guest"]
-        {
+        for line in [
+            "disk       1/51712",
+            "states     5 (backend), 4 (guest)",
+            "nbd        /run/ferrite/vbd-1-51712/nbd",
+            "waits for  the guest",
+        ] {
             assert!(text.lines().any(|have| have == line), "{line}: {text}");
         }
         assert!(text.lines().all(|line| !line.contains('\u{1b}')));

@@ -48,8 +48,11 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         client_bytes: args.memory,
         greeting: COURTESY,
         goodbye: COURTESY,
+        at_stop: COURTESY,
         engine: engine.clone(),
         tuning: Tuning { merge: !args.no_merge, ..Tuning::default() },
+        counters: None,
+        keeps_all: false,
     };
     tracing::info!("listening at {}", args.socket.display());
     let served = Server::new(device.clone(), options, stop).run(&bound.listener);

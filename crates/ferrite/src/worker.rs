@@ -11,7 +11,7 @@ use ferrite_disk::{ImageName, Parents};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, LINE_FD, Names};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names};
 use ferrite_serve::blkif::lifecycle::{EngineFactory, OpenFailure, Opened, work};
 use ferrite_serve::counters::stats_file;
 use ferrite_xen::real::Xen;
@@ -34,7 +34,7 @@ const MOST_QUEUES: u32 = 64;
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let WorkerArgs { serve: args, run_dir } = args;
     let line = given(LINE_FD)?;
-    let alive = Arc::new(given(ALIVE_FD)?);
+    let (alive, door) = (Arc::new(given(ALIVE_FD)?), given(DOOR_FD)?);
     // Now, while this process may, and for all connections: nobody else has a copy of these.
     let xen = Xen::ahead(queues_ahead(args));
     let (xen, no_xen) = match xen {
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
         Ok(Opened { disk, engine })
     };
     let mut open = |read_only| open(read_only).map_err(told);
-    work(&line, &xen, &config, &mut open).map_err(|e| serve::failed(args, &e))
+    work(&line, &door, &xen, &config, &mut open).map_err(|e| serve::failed(args, &e))
 }
 
 /// For so many queues devices are opened. A guest keeps what it was connected with, also when the option

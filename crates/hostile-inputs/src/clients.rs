@@ -68,8 +68,11 @@ pub(crate) fn nbd(input: &[u8]) {
         client_bytes: 2 << 20,
         greeting: LONG,
         goodbye: LONG,
+        at_stop: LONG,
         engine: Arc::new(|arena, entries| test_engine().open(arena, entries)),
         tuning: Tuning::default(),
+        counters: None,
+        keeps_all: false,
     };
     let stop = Arc::new(Waker::new().expect("there are descriptors"));
     let (ours, theirs) = UnixStream::pair().expect("there are descriptors");

@@ -34,7 +34,7 @@ pub struct Program<'a> {
 /// What a process is started with.
 struct Launch<'a> {
     file: RawFd,
-    given: &'a [RawFd],
+    given: &'a [Option<RawFd>],
     /// Ranges of numbers that nobody has in the new process, both ends included.
     closed: &'a [(u32, u32)],
     arguments: *const *const libc::c_char,
@@ -43,17 +43,22 @@ struct Launch<'a> {
 }
 
 /// Starts a process that ends with this thread. It has `given` under the numbers from
-/// [`FIRST_GIVEN`] on, the standard three, and `also` under the numbers that these have here.
+/// [`FIRST_GIVEN`] on, the standard three, and `also` under the numbers that these have here. A number
+/// whose place is empty is nobody's there.
 ///
 /// # Errors
 /// The kernel's. That the program cannot be run is seen by its end, with the code 127.
 ///
 /// # Panics
 /// With more than eight descriptors, or with one of `also` among the numbers of the given.
-pub fn spawn(program: &Program<'_>, given: &[BorrowedFd<'_>], also: &[RawFd]) -> io::Result<Pid> {
+pub fn spawn(
+    program: &Program<'_>,
+    given: &[Option<BorrowedFd<'_>>],
+    also: &[RawFd],
+) -> io::Result<Pid> {
     let first_free = FIRST_GIVEN + given.len() as RawFd;
     assert!(given.len() <= GIVEN_MAX && also.iter().all(|fd| *fd >= first_free));
-    let given: Vec<RawFd> = given.iter().map(AsRawFd::as_raw_fd).collect();
+    let given: Vec<_> = given.iter().map(|fd| fd.as_ref().map(AsRawFd::as_raw_fd)).collect();
     let closed = gaps(first_free, also);
     let (arguments, environment) = (pointers(&program.arguments), pointers(&program.environment));
     let launch = Launch {
@@ -113,17 +118,20 @@ unsafe fn become_program(launch: &Launch<'_>) -> ! {
         fail(b"ferrite: a process has lost its keeper before it began\n");
     }
     let first_free = FIRST_GIVEN + launch.given.len() as RawFd;
-    // SAFETY: fcntl, dup2, close_range and execveat take numbers and the lists, as the caller says.
+    // SAFETY: fcntl, dup2, close, close_range and execveat take numbers and the lists, as the caller says.
     unsafe {
         let above = |fd: RawFd| libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, first_free);
         // All of them out of the way before the first gets its number.
         let mut raised = [0; GIVEN_MAX];
         let file = above(launch.file);
         for (raised, fd) in raised.iter_mut().zip(launch.given) {
-            *raised = above(*fd);
+            *raised = fd.map_or(0, above);
         }
-        for (i, raised) in raised[..launch.given.len()].iter().enumerate() {
-            if libc::dup2(*raised, FIRST_GIVEN + i as RawFd) < 0 {
+        for (i, fd) in launch.given.iter().enumerate() {
+            let number = FIRST_GIVEN + i as RawFd;
+            if fd.is_none() {
+                libc::close(number);
+            } else if libc::dup2(raised[i], number) < 0 {
                 fail(b"ferrite: a process cannot have the descriptors that it needs\n");
             }
         }

@@ -49,11 +49,14 @@ pub(crate) struct State {
     pub(crate) start: u64,
     /// Descriptors of the keeper before: its lock, its listening socket, and who has asked for it.
     pub(crate) before: Option<[i32; 3]>,
+    /// And the disk's public socket, unless that keeper knew of none.
+    #[serde(default)]
+    pub(crate) public: Option<i32>,
 }
 
 impl State {
     fn new(keep: Keep) -> State {
-        State { keep, start: 1, before: None }
+        State { keep, start: 1, before: None, public: None }
     }
 }
 

@@ -22,6 +22,7 @@ use rustix::net::{SocketFlags, accept_with};
 use rustix::process::{chdir, getpid, setsid};
 
 use crate::keep::{Keep, State, VARIABLE};
+use crate::public;
 use crate::socket::{Place, remove};
 use crate::tell;
 use crate::wire::{Answer, MAX_BYTES, Request};
@@ -46,22 +47,24 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     let text = std::env::var(VARIABLE).map_err(|_| {
         io::Error::other("a keeper is started by ferrite itself, when it serves a disk")
     })?;
-    let State { keep, start, before } = serde_json::from_str(&text)?;
+    let State { keep, start, before, public } = serde_json::from_str(&text)?;
     // By what it is, not by its name: a worker is what this one was, also when that was replaced.
     let binary = OwnedFd::from(File::open("/proc/self/exe")?);
-    let (place, asker) = match before {
+    let listen = || public::listen(&keep.run_dir);
+    let (place, public, asker) = match before {
         Some([lock, listener, asker]) => {
             let place = Place { lock: take_given(lock)?, listener: take_given(listener)? };
-            (place, Some(take_given(asker)?))
+            (place, public.map_or_else(listen, take_given)?, Some(take_given(asker)?))
         }
         None => {
             let place = Place::take(&keep.socket)?;
+            let public = listen()?;
             // Who has started us waits for this, and is not our parent.
             if fork()? == Fork::Parent {
                 std::process::exit(0);
             }
             setsid()?;
-            (place, None)
+            (place, public, None)
         }
     };
     // It may outlive the folder, and the file system, that it was started in.
@@ -77,6 +80,7 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
         keep,
         binary,
         place,
+        public,
         worker,
         clients,
         follower: None,
@@ -86,10 +90,25 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     .run()
 }
 
+/// What there is to do.
+#[derive(Default)]
+struct Ready {
+    /// Somebody has come who wants to ask.
+    came: bool,
+    /// Who has asked.
+    asked: Vec<usize>,
+    /// The worker asks for a name.
+    names: bool,
+    /// A client of NBD has come.
+    client: bool,
+}
+
 struct Process {
     keep: Keep,
     binary: OwnedFd,
     place: Place,
+    /// Where clients of NBD come.
+    public: OwnedFd,
     worker: Worker,
     clients: Vec<OwnedFd>,
     /// Which of them has asked for the line last.
@@ -116,24 +135,33 @@ impl Process {
                 let _ = set_io_priority_of_group(now);
                 priority = now;
             }
-            let (came, asked, names) = self.wait();
-            if names && let Err(e) = self.worker.answer() {
+            let ready = self.wait();
+            if ready.names
+                && let Err(e) = self.worker.answer()
+            {
                 tell(&format!("cannot end the worker: {e}"));
                 std::thread::sleep(REST);
             }
             // From the last on, since who has gone is removed.
-            for i in asked.into_iter().rev() {
+            for i in ready.asked.into_iter().rev() {
                 self.hear(i);
             }
-            if came {
+            if ready.came {
                 self.accept();
+            }
+            if ready.client {
+                self.admit();
             }
         }
     }
 
-    /// Waits for something to do. Whether somebody has come, who has asked, and whether the worker has.
-    fn wait(&self) -> (bool, Vec<usize>, bool) {
-        let mut fds = vec![PollFd::new(&self.place.listener, PollFlags::IN)];
+    /// Waits for something to do.
+    fn wait(&self) -> Ready {
+        let mut fds = vec![
+            PollFd::new(&self.place.listener, PollFlags::IN),
+            PollFd::new(&self.public, PollFlags::IN),
+        ];
+        let first = fds.len();
         fds.extend(self.clients.iter().map(|client| PollFd::new(client, PollFlags::IN)));
         if self.worker.lives() {
             fds.push(PollFd::new(self.worker.line(), PollFlags::RDHUP));
@@ -147,13 +175,14 @@ impl Process {
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         if poll(&mut fds, Some(&timeout)).is_err() {
             std::thread::sleep(REST);
-            return (false, Vec::new(), false);
+            return Ready::default();
         }
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        let clients = &fds[1..=self.clients.len()];
+        let clients = &fds[first..first + self.clients.len()];
         let asked = clients.iter().enumerate().filter(|(_, fd)| is_ready(fd)).map(|(i, _)| i);
         let names = at.is_some_and(|at| is_ready(&fds[at]));
-        (is_ready(&fds[0]), asked.collect(), names)
+        let (came, client) = (is_ready(&fds[0]), is_ready(&fds[1]));
+        Ready { came, asked: asked.collect(), names, client }
     }
 
     fn accept(&mut self) {
@@ -172,6 +201,15 @@ impl Process {
             self.clients.remove(oldest);
         }
         self.clients.push(client);
+    }
+
+    /// Hands a client to the worker. It is turned away where too many wait for that already.
+    fn admit(&self) {
+        match public::accept(&self.public) {
+            Ok(Some(client)) => drop(self.worker.admit(client.as_fd())),
+            Ok(None) => {}
+            Err(_) => std::thread::sleep(REST),
+        }
     }
 
     fn hear(&mut self, i: usize) {
@@ -213,6 +251,7 @@ impl Process {
         if let Err(e) = self.end_worker() {
             return answer(&self.clients[asker], &Answer::No(e.to_string()), None);
         }
+        public::remove(&self.keep.run_dir);
         // The lock stays with what cannot be removed: a daemon that starts looks for it.
         let removed = match remove_alive(&self.keep.run_dir) {
             Ok(()) => self.place.remove(&self.keep.socket),
@@ -252,10 +291,12 @@ impl Process {
             return Err(io::Error::other("the worker's storage is stuck, and it does not end"));
         }
         let Place { lock, listener } = &self.place;
-        let kept: [BorrowedFd<'_>; 3] =
-            [lock.as_fd(), listener.as_fd(), self.clients[asker].as_fd()];
-        let before = Some(kept.map(|fd| fd.as_raw_fd()));
-        let state = State { keep: self.keep.clone(), start: self.worker.start() + 1, before };
+        let asker = &self.clients[asker];
+        let before = Some([lock, listener, asker].map(AsRawFd::as_raw_fd));
+        let public = Some(self.public.as_raw_fd());
+        let (keep, start) = (self.keep.clone(), self.worker.start() + 1);
+        let state = State { keep, start, before, public };
+        let kept = [lock, listener, asker, &self.public].map(AsFd::as_fd);
         let state = CString::new(format!("{VARIABLE}={}", serde_json::to_string(&state)?))?;
         let mut environment = environment_without(VARIABLE);
         environment.push(state);

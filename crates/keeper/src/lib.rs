@@ -13,6 +13,7 @@ mod keep;
 mod keeper;
 mod names;
 mod pauses;
+mod public;
 mod socket;
 mod wire;
 mod worker;
@@ -21,8 +22,9 @@ pub use client::{Keeper, Line};
 pub use keep::Keep;
 pub use keeper::run;
 pub use names::{Names, give_rights_up};
+pub use public::nbd_socket;
 pub use socket::{forget, name_of, socket_name};
-pub use worker::{ALIVE, ALIVE_FD, LINE_FD};
+pub use worker::{ALIVE, ALIVE_FD, DOOR_FD, LINE_FD};
 
 /// Tells it whoever reads this process's standard error. Nobody may be there any more.
 pub(crate) fn tell(text: &str) {

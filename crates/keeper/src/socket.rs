@@ -45,13 +45,7 @@ impl Place {
         }
         let lock = lock(&lock_path(socket))?;
         remove(socket)?;
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        let before = umask(Mode::XUSR | Mode::RWXG | Mode::RWXO);
-        let bound = bind(&listener, &SocketAddrUnix::new(socket)?);
-        umask(before);
-        bound?;
-        listen(&listener, BACKLOG)?;
+        let listener = listen_at(socket, SocketType::SEQPACKET, BACKLOG)?;
         Ok(Place { lock, listener })
     }
 
@@ -80,6 +74,7 @@ pub fn forget(socket: &Path, run_dir: &Path) -> io::Result<()> {
         std::thread::sleep(LOOK_AGAIN);
     };
     remove(socket)?;
+    crate::public::remove(run_dir);
     match remove_alive(run_dir) {
         // The lock last: by its name a daemon that starts finds what is left.
         Ok(()) => remove(&lock_path),
@@ -96,6 +91,18 @@ pub fn name_of(file: &str) -> Option<&str> {
 /// The file name of a keeper's socket.
 pub fn socket_name(name: &str) -> String {
     format!("{name}{SOCKET}")
+}
+
+/// Listens at a path, for this user only. A keeper has one thread, and so one mask.
+pub(crate) fn listen_at(path: &Path, kind: SocketType, backlog: i32) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let listener = socket_with(AddressFamily::UNIX, kind, flags, None)?;
+    let before = umask(Mode::XUSR | Mode::RWXG | Mode::RWXO);
+    let bound = bind(&listener, &SocketAddrUnix::new(path)?);
+    umask(before);
+    bound?;
+    listen(&listener, backlog)?;
+    Ok(listener)
 }
 
 fn lock_path(socket: &Path) -> PathBuf {

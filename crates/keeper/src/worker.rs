@@ -8,7 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ferrite_io::process::{FIRST_GIVEN, Program, environment_without, spawn};
+use ferrite_io::process::{FIRST_GIVEN, Program, environment_without, send_with, spawn};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
@@ -27,6 +27,9 @@ pub const LINE_FD: RawFd = FIRST_GIVEN;
 pub const ALIVE_FD: RawFd = FIRST_GIVEN + 1;
 /// The name of that file in the run directory.
 pub const ALIVE: &str = "alive";
+/// Clients of NBD come by this descriptor: a `SOCK_SEQPACKET` socket that brings one connected stream
+/// with each message.
+pub const DOOR_FD: RawFd = FIRST_GIVEN + 3;
 
 /// How often it is looked whether a worker that was killed is gone: its storage may be stuck.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
@@ -56,8 +59,10 @@ pub(crate) struct Worker {
     /// How many were started, this one included.
     start: u64,
     followers_end: OwnedFd,
-    /// Until it is started.
-    own_end: Option<OwnedFd>,
+    /// What brings it clients.
+    door: OwnedFd,
+    /// Its own ends of both, until it is started.
+    own_ends: Option<[OwnedFd; 2]>,
     stage: Stage,
     pauses: Pauses,
     names: Desk,
@@ -65,11 +70,11 @@ pub(crate) struct Worker {
 
 impl Worker {
     pub(crate) fn new(start: u64) -> io::Result<Worker> {
-        let (followers_end, own_end) = line()?;
+        let ([followers_end, door], own_ends) = ends()?;
         let stage = Stage::Pause(Instant::now());
-        let (own_end, pauses) = (Some(own_end), Pauses::default());
+        let (own_ends, pauses) = (Some(own_ends), Pauses::default());
         let names = Desk::default();
-        Ok(Worker { start, followers_end, own_end, stage, pauses, names })
+        Ok(Worker { start, followers_end, door, own_ends, stage, pauses, names })
     }
 
     pub(crate) fn start(&self) -> u64 {
@@ -79,6 +84,14 @@ impl Worker {
     /// The follower's end of the line.
     pub(crate) fn line(&self) -> &OwnedFd {
         &self.followers_end
+    }
+
+    /// Has it serve this client, as soon as it can.
+    ///
+    /// # Errors
+    /// As many wait for it as there is room for.
+    pub(crate) fn admit(&self, client: BorrowedFd<'_>) -> io::Result<()> {
+        send_with(&self.door, b"client", Some(client))
     }
 
     /// Readable when it asks for a name, if it has to ask.
@@ -117,10 +130,11 @@ impl Worker {
     /// No descriptors: it is as before.
     pub(crate) fn end(&mut self) -> io::Result<()> {
         let Stage::Lives { pid, since } = self.stage else { return Ok(()) };
-        let (followers_end, own_end) = line()?;
+        let (ours, own_ends) = ends()?;
         // Fails if it has ended.
         let _ = kill_process(pid, Signal::KILL);
-        (self.followers_end, self.own_end) = (followers_end, Some(own_end));
+        [self.followers_end, self.door] = ours;
+        self.own_ends = Some(own_ends);
         self.start += 1;
         self.names.end();
         self.stage = Stage::Ends { pid, since, look: LOOK_AGAIN };
@@ -175,8 +189,10 @@ impl Worker {
     }
 
     fn begin(&mut self, keep: &Keep, binary: &OwnedFd, also: &[RawFd]) -> io::Result<()> {
-        if self.own_end.is_none() {
-            (self.followers_end, self.own_end) = line().map(|(a, b)| (a, Some(b)))?;
+        if self.own_ends.is_none() {
+            let (ours, own_ends) = ends()?;
+            [self.followers_end, self.door] = ours;
+            self.own_ends = Some(own_ends);
         }
         let alive = alive(&keep.run_dir)?;
         let name = std::iter::once("ferrite").chain(keep.worker.iter().map(String::as_str));
@@ -190,9 +206,9 @@ impl Worker {
             environment.extend(names.environment()?);
         }
         let program = Program { file: binary.as_fd(), arguments, environment };
-        let Some(own_end) = &self.own_end else { return Ok(()) };
-        let mut given = vec![own_end.as_fd(), alive.as_fd()];
-        given.extend(names.iter().map(|(_, (theirs, _))| theirs.as_fd()));
+        let Some([line, door]) = &self.own_ends else { return Ok(()) };
+        let asks = names.as_ref().map(|(_, (theirs, _))| theirs.as_fd());
+        let given = [Some(line.as_fd()), Some(alive.as_fd()), asks, Some(door.as_fd())];
         let pid = spawn(&program, &given, also)?;
         if let Some((names, (_, ours))) = names {
             self.names.begin(
@@ -203,7 +219,7 @@ impl Worker {
             );
         }
         // No copy of these stays here: with the worker the line ends, and the lock comes free.
-        self.own_end = None;
+        self.own_ends = None;
         self.stage = Stage::Lives { pid, since: Instant::now() };
         Ok(())
     }
@@ -215,9 +231,14 @@ impl Worker {
     }
 }
 
-fn line() -> io::Result<(OwnedFd, OwnedFd)> {
-    let flags = SocketFlags::CLOEXEC;
-    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+/// A line and a door: our ends, and the worker's.
+fn ends() -> io::Result<([OwnedFd; 2], [OwnedFd; 2])> {
+    let pair = || {
+        let flags = SocketFlags::CLOEXEC;
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+    };
+    let ((line, own_line), (door, own_door)) = (pair()?, pair()?);
+    Ok(([line, door], [own_line, own_door]))
 }
 
 fn has_hung_up(line: &OwnedFd) -> bool {

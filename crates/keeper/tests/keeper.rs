@@ -290,7 +290,7 @@ fn a_worker_has_the_descriptors_that_it_was_given_and_no_others() {
     let mut fds: Vec<u32> =
         fds.map(|fd| fd.unwrap().file_name().into_string().unwrap().parse().unwrap()).collect();
     fds.sort_unstable();
-    assert_eq!(fds, [0, 1, 2, 3, 4]);
+    assert_eq!(fds, [0, 1, 2, 3, 4, 6]);
     let alive = world.keep.run_dir.join(ALIVE);
     let theirs = fs::File::open(&alive).unwrap();
     assert!(flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_err());

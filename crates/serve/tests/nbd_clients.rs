@@ -200,8 +200,8 @@ fn a_server_that_stops_answers_what_it_has_and_waits_for_nobody_for_ever() {
     let faults = Faults::none();
     let factory = faults.clone();
     let engine = Arc::new(move |arena, entries| factory.open(arena, entries));
-    let goodbye = Duration::from_millis(200);
-    let mut served = Served::new("raw", BYTES, Options { engine, goodbye, ..options() });
+    let at_stop = Duration::from_millis(200);
+    let mut served = Served::new("raw", BYTES, Options { engine, at_stop, ..options() });
     let (mut client, mut silent) = (served.client(), served.client());
     let _unsaid = served.connect();
     silent.send(command::READ, 0, 0, 32 << 20, &[]);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::{FIRST_GIVEN, receive_with, send_with, take_given};
-use ferrite_keeper::{ALIVE_FD, Keep, Keeper, LINE_FD};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{BackendHandle, CopyWith, Loopback};
@@ -93,7 +93,7 @@ fn keeper_process() {
     // What guests are reached by is handed on.
     let fds = fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().file_name());
     let fds = fds.filter_map(|fd| fd.into_string().unwrap().parse::<RawFd>().ok());
-    let guests: Vec<RawFd> = fds.filter(|fd| *fd > ALIVE_FD && is_inherited(*fd)).collect();
+    let guests: Vec<RawFd> = fds.filter(|fd| *fd > DOOR_FD && is_inherited(*fd)).collect();
     let Err(e) = ferrite_keeper::run(&guests);
     eprintln!("{e}");
     std::process::exit(1);
@@ -112,7 +112,7 @@ fn worker_process() {
     if is_of_no_role() {
         return;
     }
-    let (line, alive) = (take_given(LINE_FD).unwrap(), take_given(ALIVE_FD).unwrap());
+    let [line, alive, door] = [LINE_FD, ALIVE_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
     let handle = BackendHandle::from_arg(&env(GUESTS)).unwrap();
     let loopback = Loopback::new(CopyWith::Memcpy);
     handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
@@ -124,7 +124,7 @@ fn worker_process() {
         Ok(Opened { disk: open(env(IMAGE).as_ref()), engine: engines(alive.clone()) })
     };
     let config = work_config(DomId(1), env(RUN_DIR).into());
-    let _ = work(&line, &loopback, &config, &mut open);
+    let _ = work(&line, &door, &loopback, &config, &mut open);
 }
 
 /// Of which nothing is left.
@@ -158,7 +158,9 @@ fn a_worker_that_can_connect_nobody_any_more_says_why_and_ends() {
     let config = work_config(DomId(1), dir.path().join("run"));
     let worker = std::thread::spawn(move || {
         let failure = || OpenFailure { what: "a".into(), why: "no Xen".into(), help: "b".into() };
-        work(&line, &UsedUp, &config, &mut |_| Err(failure()))
+        let (door, _) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        work(&line, &door, &UsedUp, &config, &mut |_| Err(failure()))
     });
     // Nothing has failed yet.
     let answer = |what: &str| {
@@ -187,7 +189,7 @@ fn prepare() {
     static LOW: OnceLock<Vec<File>> = OnceLock::new();
     LOW.get_or_init(|| {
         set_child_subreaper(Some(rustix::process::getpid())).unwrap();
-        (0..=ALIVE_FD - FIRST_GIVEN + 1).map(|_| File::open("/dev/null").unwrap()).collect()
+        (0..=DOOR_FD - FIRST_GIVEN + 1).map(|_| File::open("/dev/null").unwrap()).collect()
     });
 }
 

@@ -77,8 +77,11 @@ pub fn options() -> Options {
         client_bytes: 8 << 20,
         greeting: PATIENCE,
         goodbye: PATIENCE,
+        at_stop: PATIENCE,
         engine: engines(),
         tuning: Tuning::default(),
+        counters: None,
+        keeps_all: false,
     }
 }
 

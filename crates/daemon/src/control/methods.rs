@@ -139,9 +139,11 @@ fn failed(e: &StoreError) -> RpcError {
 fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
     let disk = found(shared, id)?;
     let look = Look::take(&mut store(shared)?, id).map_err(|e| failed(&e))?;
-    let phase = shared.table.look(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
+    let of_entry = |entry: &Entry| (entry.phase.clone(), entry.nbd.clone());
+    let (phase, nbd) = shared.table.look(|disks| disks.get(&id).map(of_entry)).unzip();
     Ok(Details {
         disk,
+        nbd: nbd.flatten().map(|path| path.to_string_lossy().into_owned()),
         backend_state: look.own,
         frontend_state: look.front,
         online: look.online,

@@ -208,6 +208,9 @@ pub struct Details {
     pub frontend_state: u32,
     /// The toolstack wants it to stay.
     pub online: bool,
+    /// The socket by which clients of NBD find it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub nbd: Option<String>,
     /// What the toolstack's script has said.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub hotplug_status: Option<String>,

@@ -129,6 +129,7 @@ fn every_type_is_described_as_it_is() {
             backend_state,
             frontend_state,
             online,
+            nbd: Some("/run/ferrite/vbd-1-51712/nbd".to_owned()),
             hotplug_status,
             waits_for,
         },

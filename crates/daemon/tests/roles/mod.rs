@@ -17,7 +17,7 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, LINE_FD, Names, give_rights_up};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, give_rights_up};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{OpenFailure, Opened, work};
@@ -86,7 +86,7 @@ fn guests() -> Vec<i32> {
     let numbers = text.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok());
     // A domain's number is none: those of descriptors that were inherited are higher.
     numbers
-        .filter(|fd| *fd > ALIVE_FD && std::fs::exists(format!("/proc/self/fd/{fd}")).unwrap())
+        .filter(|fd| *fd > DOOR_FD && std::fs::exists(format!("/proc/self/fd/{fd}")).unwrap())
         .collect()
 }
 
@@ -109,7 +109,7 @@ fn be_a_worker() {
         return;
     }
     let line = take_given(LINE_FD).unwrap();
-    let alive = take_given(ALIVE_FD).unwrap();
+    let [alive, door] = [ALIVE_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
     let what = std::env::args().next_back().unwrap();
     let [id, run, image] = what.splitn(3, '|').collect::<Vec<_>>()[..] else { panic!("{what}") };
     let (domid, devid) = id.split_once('/').unwrap();
@@ -160,7 +160,7 @@ fn be_a_worker() {
         Ok(Opened { disk, engine })
     };
     // Its end is that of its keeper, or its own.
-    let _ = work(&line, &loopback, &config, &mut open);
+    let _ = work(&line, &door, &loopback, &config, &mut open);
     std::process::exit(0);
 }
 

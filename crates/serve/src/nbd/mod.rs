@@ -1,7 +1,7 @@
 //! Frontend of the path for NBD: clients of Unix sockets (docs/internals/nbd-rules.md).
 //!
-//! * [`Server`]: accepts clients, up to a number; each has a thread, and there its negotiation in
-//!   bounded time (`handshake.rs`, `negotiation.rs`), then a path (`client/`).
+//! * [`Clients`]: up to a number; each has a thread, and there its negotiation in bounded time
+//!   (`handshake.rs`, `negotiation.rs`), then a path (`client/`). [`Server`] accepts them.
 //! * [`bind`]: the socket itself, and what may be in its place.
 //! * `wire.rs`: the messages as bytes.
 //!
@@ -16,4 +16,4 @@ mod server;
 mod wire;
 
 pub use bind::{BindError, Bound, bind};
-pub use server::{COURTESY, EngineFactory, Options, Server, serve_one};
+pub use server::{COURTESY, Clients, EngineFactory, Options, Server, serve_one};

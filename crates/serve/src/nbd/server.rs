@@ -46,12 +46,18 @@ pub struct Options {
     pub client_bytes: usize,
     /// What a client may take to say what it wants,
     pub greeting: Duration,
-    /// and to read its last answers, when it has gone or the server stops.
+    /// to read its last answers when it has said its last,
     pub goodbye: Duration,
+    /// and to read them when the server stops.
+    pub at_stop: Duration,
     /// What does the disk I/O.
     pub engine: EngineFactory,
     /// How requests are gone about.
     pub tuning: Tuning,
+    /// Where all that clients do is counted; without, each client counts for itself.
+    pub counters: Option<Counters>,
+    /// TRIM is not offered, whatever the disk can.
+    pub keeps_all: bool,
 }
 
 /// What the threads share.
@@ -63,18 +69,21 @@ struct Common {
     requests: AtomicU64,
 }
 
-/// A disk's clients; see the module's text.
-pub struct Server {
+/// A disk's clients, however they come; see the module's text.
+pub struct Clients {
     common: Arc<Common>,
-    clients: Vec<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// Those that come to a socket.
+pub struct Server {
+    clients: Clients,
 }
 
 impl Server {
     /// A server of this disk, which ends when `stop` is woken; nobody may clear that.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Server {
-        let requests = AtomicU64::new(0);
-        let common = Arc::new(Common { device, options, stop, requests });
-        Server { common, clients: Vec::new() }
+        Server { clients: Clients::new(device, options, stop) }
     }
 
     /// Accepts clients until it is told to stop. When this returns, all that was taken is answered,
@@ -84,29 +93,24 @@ impl Server {
     /// The listener fails; clients are sent away.
     pub fn run(mut self, listener: &UnixListener) -> io::Result<()> {
         let accepted = self.accept(listener);
-        self.common.stop.wake();
-        for client in self.clients {
-            if client.join().is_err() {
-                tracing::error!("a client's thread has panicked: this is a bug in ferrite");
-            }
-        }
-        let requests = self.common.requests.load(Ordering::Relaxed);
+        let requests = self.clients.end();
         tracing::info!(requests, "all clients have gone");
         accepted
     }
 
     fn accept(&mut self, listener: &UnixListener) -> io::Result<()> {
         listener.set_nonblocking(true)?;
+        let common = self.clients.common.clone();
         loop {
-            let [_, stop] = wait_for([listener.as_fd(), self.common.stop.fd()], None)?;
+            let [_, stop] = wait_for([listener.as_fd(), common.stop.fd()], None)?;
             if stop {
                 return Ok(());
             }
             match listener.accept() {
-                Ok((socket, _)) => self.admit(socket),
+                Ok((socket, _)) => self.clients.admit(socket),
                 Err(e) if is_passing(&e) => {}
                 Err(e) if is_shortage(&e) => {
-                    let Common { device, stop, .. } = &*self.common;
+                    let Common { device, stop, .. } = &*common;
                     let now_ns = device.clock.now_ns();
                     let limit = &device.log_limits.connections;
                     limited!(warn, limit, now_ns, "no client can be accepted now: {e}");
@@ -116,26 +120,47 @@ impl Server {
             }
         }
     }
+}
+
+impl Clients {
+    /// Of this disk, until `stop` is woken; nobody may clear that.
+    pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Clients {
+        let requests = AtomicU64::new(0);
+        let common = Arc::new(Common { device, options, stop, requests });
+        Clients { common, threads: Vec::new() }
+    }
 
     /// A thread for a client, if there is room for one more.
-    fn admit(&mut self, socket: UnixStream) {
-        self.clients.retain(|client| !client.is_finished());
+    pub fn admit(&mut self, socket: UnixStream) {
+        self.threads.retain(|client| !client.is_finished());
         let common = self.common.clone();
         let now_ns = common.device.clock.now_ns();
         let most = common.options.max_clients;
-        if self.clients.len() >= most {
+        if self.threads.len() >= most {
             let limit = &common.device.log_limits.connections;
-            limited!(warn, limit, now_ns, "a client was turned away: there are {most} (--clients)");
+            limited!(warn, limit, now_ns, "a client was turned away: there are {most}");
             return;
         }
         let thread = std::thread::Builder::new().name("nbd-client".to_owned());
         match thread.spawn(move || common.serve(socket)) {
-            Ok(client) => self.clients.push(client),
+            Ok(client) => self.threads.push(client),
             Err(e) => {
                 let limit = &self.common.device.log_limits.connections;
                 limited!(warn, limit, now_ns, "a client was turned away: no thread: {e}");
             }
         }
+    }
+
+    /// Ends them all. When this returns, all that was taken is answered or will never be, and nothing
+    /// of it is under way. So many requests there were, where each has counted for itself.
+    pub fn end(self) -> u64 {
+        self.common.stop.wake();
+        for client in self.threads {
+            if client.join().is_err() {
+                tracing::error!("a client's thread has panicked: this is a bug in ferrite");
+            }
+        }
+        self.common.requests.load(Ordering::Relaxed)
     }
 }
 
@@ -151,7 +176,8 @@ fn is_shortage(e: &io::Error) -> bool {
     shortages.iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))
 }
 
-/// Serves one client on this thread until it goes or `stop` is woken; what it was answered.
+/// Serves one client on this thread until it goes or `stop` is woken; what was counted where it
+/// counts.
 ///
 /// # Errors
 /// Of the socket, the engine or the disk.
@@ -162,18 +188,18 @@ pub fn serve_one(
     socket: UnixStream,
 ) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
-    let export = device.with_disk(|disk| Export::of(disk, options.read_only))?;
+    let export = device.with_disk(|disk| Export::of(disk, options))?;
     let Some(greeted) = greet(&socket, export, stop, options.greeting)? else {
         return Ok(Counts::default());
     };
     let pool = Pool::with_scratch(options.client_bytes, 1, Disk::MAX_SCRATCH_BYTES)?;
-    let counters = Counters::default();
+    let counters = options.counters.clone().unwrap_or_default();
     let (device, tuning) = (device.clone(), options.tuning);
     let shared = Shared::new(device, pool, 1, tuning, Arc::default(), counters.clone())?;
     let shared = Arc::new(shared);
     let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let client = Client::new(shared, engine, socket, export, &greeted, stop.clone())?;
-    client.run(options.goodbye)?;
+    client.run(options.goodbye, options.at_stop)?;
     Ok(counters.counts())
 }
 
@@ -184,7 +210,9 @@ impl Common {
     fn serve(&self, socket: UnixStream) {
         match serve_one(&self.device, &self.options, &self.stop, socket) {
             Ok(counts) => {
-                self.requests.fetch_add(counts.requests, Ordering::Relaxed);
+                if self.options.counters.is_none() {
+                    self.requests.fetch_add(counts.requests, Ordering::Relaxed);
+                }
                 tracing::debug!("a client has gone: {counts}");
             }
             Err(e) => {
@@ -197,12 +225,12 @@ impl Common {
 }
 
 impl Export {
-    fn of(disk: &Disk, read_only: bool) -> Export {
+    fn of(disk: &Disk, options: &Options) -> Export {
         let preferred = disk.physical_block_bytes().max(PAGE_BYTES).max(MIN_BLOCK_BYTES);
         Export {
             bytes: disk.sectors() * ferrite_disk::SECTOR_BYTES,
-            read_only: read_only || disk.read_only(),
-            trims: disk.discard_limits().is_some(),
+            read_only: options.read_only || disk.read_only(),
+            trims: disk.discard_limits().is_some() && !options.keeps_all,
             preferred_bytes: preferred.next_power_of_two().min(MAX_PREFERRED_BYTES),
         }
     }

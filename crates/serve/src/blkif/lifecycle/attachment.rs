@@ -22,6 +22,8 @@ pub struct Attachment {
     pub cdrom: bool,
     /// Its medium can be changed (`removable`).
     pub removable: bool,
+    /// Space may be given back, as far as the toolstack is concerned (`discard-enable`).
+    pub may_discard: bool,
     /// The toolstack runs a hotplug script (`script`), and says in `hotplug-status` when that has
     /// connected the disk.
     pub has_script: bool,
@@ -59,6 +61,7 @@ impl Attachment {
             read_only,
             cdrom: keys.read("device-type")?.as_deref() == Some(b"cdrom"),
             removable: keys.read("removable")?.as_deref() == Some(b"1"),
+            may_discard: keys.read("discard-enable")?.as_deref() != Some(b"0"),
             has_script: keys.read("script")?.is_some(),
         }))
     }

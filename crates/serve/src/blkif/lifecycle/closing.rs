@@ -18,6 +18,7 @@ use ferrite_disk::{Disk, Session};
 use super::attached::EngineFactory;
 use super::messages::Failure;
 use crate::log_limit::limited;
+use crate::nbd::Clients;
 use crate::path::device::Device;
 
 /// How long the announcement waits for storage: libxl gives a backend 10 s to close.
@@ -33,10 +34,16 @@ pub(super) struct Closing {
 }
 
 impl Closing {
-    pub(super) fn begin(device: &Arc<Device>, engine: &EngineFactory) -> Result<Self, Failure> {
+    /// Of a disk whose frontend is gone, after these clients.
+    pub(super) fn begin(
+        device: &Arc<Device>,
+        engine: &EngineFactory,
+        clients: Option<Clients>,
+    ) -> Result<Self, Failure> {
         let (device, engine) = (device.clone(), engine.clone());
         let (tell, done) = channel();
         let body = move || {
+            clients.map(Clients::end);
             let closed = device.disk().and_then(|disk| {
                 // Kept from here to there: the one that is unlocked is the one that was closed.
                 let closed = close_disk(&device, disk.clone(), &engine);

@@ -149,7 +149,7 @@ pub fn follow_and_tell(
     };
     let followed = || {
         let mut line = Line::new(line, stop);
-        line.open(attachment.read_only)?;
+        line.open(attachment.read_only, !attachment.may_discard)?;
         opened();
         let facts = carry_out::facts(&mut line)?;
         let clock = SystemClock::shared();

@@ -5,6 +5,7 @@
 //! the run directory, and all those names are in [`RunFiles`](super::run_dir::RunFiles).
 
 use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -16,17 +17,23 @@ use super::attached::{Attached, EngineFactory, Means};
 use super::carrier::Carrier;
 use super::closing::{self, Closing};
 use super::config::WorkConfig;
+use super::error::ServeError;
 use super::heir::TableHeir;
 use super::messages::{Failure, Order, Reply, Report, Rings};
 use super::run_dir::RunFiles;
 use crate::blkif::connection::largest_request;
 use crate::blkif::negotiate::DiskFacts;
 use crate::log_limit::limited;
+use crate::nbd::{COURTESY, Clients, Options};
 use crate::path::device::Device;
 use crate::waker::Waker;
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
 const RESIZE_CHECK: Duration = Duration::from_secs(1);
+
+/// Clients of NBD beside the frontend, and the memory for the data of each.
+const MAX_CLIENTS: usize = 16;
+const CLIENT_BYTES: usize = 4 << 20;
 
 /// The worker of one disk.
 pub(super) struct Worker<'a> {
@@ -37,6 +44,12 @@ pub(super) struct Worker<'a> {
     attached: Option<Attached>,
     /// The image is being closed.
     closing: Option<Closing>,
+    /// Clients beside the frontend, from the first one on.
+    clients: Option<Clients>,
+    /// They may not give space back.
+    keeps_all: bool,
+    /// What is in the run directory is this disk's.
+    has_begun: bool,
     /// Tells of a medium that may have grown.
     growth: GrowthWatch,
     /// Of which disk.
@@ -60,12 +73,71 @@ impl<'a> Worker<'a> {
             closes: config.closes,
             attached: None,
             closing: None,
+            clients: None,
+            keeps_all: false,
+            has_begun: false,
             growth: disk.growth_watch(),
             watched: Arc::downgrade(&disk),
             sectors: disk.sectors(),
             requests: u64::MAX,
             means,
         })
+    }
+
+    /// Whether clients beside the frontend are served now. Before the first order that touches the run
+    /// directory nobody knows whether a failed flush is remembered there.
+    pub(super) fn takes_clients(&self) -> bool {
+        self.has_begun
+    }
+
+    /// Whether clients may give space back: as the toolstack has it for the guest.
+    pub(super) fn keep_all(&mut self, keeps_all: bool) {
+        self.keeps_all = keeps_all;
+    }
+
+    /// One more client of the same disk. It is sent away where that cannot be.
+    pub(super) fn admit(&mut self, client: UnixStream) {
+        let device = self.means.device.clone();
+        let told = |why: &str| {
+            let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
+            limited!(warn, limit, now_ns, "a client was turned away: {why}");
+        };
+        // What they write may be lost by a flush that fails, too.
+        if let Err(e) = self.enter() {
+            return told(&ServeError::from(e).to_string());
+        }
+        if self.clients.is_none() {
+            let stop = match Waker::new() {
+                Ok(stop) => Arc::new(stop),
+                Err(e) => return told(&e.to_string()),
+            };
+            let options = self.client_options();
+            self.clients = Some(Clients::new(device.clone(), options, stop));
+        }
+        if let Some(clients) = &mut self.clients {
+            clients.admit(client);
+        }
+    }
+
+    fn client_options(&self) -> Options {
+        Options {
+            read_only: false,
+            max_clients: MAX_CLIENTS,
+            client_bytes: CLIENT_BYTES,
+            greeting: COURTESY,
+            goodbye: COURTESY,
+            // Whoever stops us waits, and does not wait for them.
+            at_stop: Duration::ZERO,
+            engine: self.means.engine.clone(),
+            tuning: self.means.tuning,
+            counters: Some(self.means.counters.clone()),
+            keeps_all: self.keeps_all,
+        }
+    }
+
+    /// Ends all clients: what the disk works on for them is done when this returns.
+    pub(super) fn end_clients(&mut self) {
+        self.clients.take().map(Clients::end);
     }
 
     fn facts(&self) -> Result<DiskFacts, Failure> {
@@ -179,8 +251,14 @@ impl Carrier for Worker<'_> {
     fn carry_out(&mut self, order: Order) -> Result<Reply, Failure> {
         match order {
             Order::Describe => return Ok(Reply::Facts(self.facts()?)),
-            Order::Remember => self.remember()?,
-            Order::Forget => self.means.files.forget(),
+            Order::Remember => {
+                self.remember()?;
+                self.has_begun = true;
+            }
+            Order::Forget => {
+                self.means.files.forget();
+                self.has_begun = true;
+            }
             Order::Enter => self.enter()?,
             Order::Connect(rings) => return self.connect(rings),
             Order::TakeOver { rings, told_sectors } => return self.take_over(rings, told_sectors),
@@ -194,7 +272,8 @@ impl Carrier for Worker<'_> {
             Order::Save => closing::save(&self.means.device, &self.means.engine),
             Order::CheckSize => return self.check_size(),
             Order::Close if self.closes => {
-                let closing = Closing::begin(&self.means.device, &self.means.engine)?;
+                let clients = self.clients.take();
+                let closing = Closing::begin(&self.means.device, &self.means.engine, clients)?;
                 match closing.wait_a_while() {
                     true => closing.wait()?,
                     false => self.closing = Some(closing),

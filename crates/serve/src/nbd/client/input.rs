@@ -244,6 +244,11 @@ impl Client {
         }
         let doing = match raw.command {
             command::READ => Doing::Read,
+            // A hint that is not taken.
+            command::TRIM if !self.export.trims => {
+                self.requests.get(slot).left = 0;
+                return self.end_request(slot);
+            }
             command::TRIM => Doing::Discard,
             command::WRITE_ZEROES if raw.has(flag::NO_HOLE) => Doing::WriteZeros,
             command::WRITE_ZEROES => Doing::Zero,

@@ -77,6 +77,8 @@ pub(super) struct Client {
     broken: bool,
     /// How long who wants no more may take to read its last answers.
     goodbye_ns: u64,
+    /// The same when the server stops.
+    at_stop_ns: u64,
     /// Nothing more is taken; until then the last answers are to be read.
     ends_at_ns: Option<u64>,
     /// What no flush has asked for was seen to.
@@ -124,6 +126,7 @@ impl Client {
             full: false,
             broken: false,
             goodbye_ns: 0,
+            at_stop_ns: 0,
             ends_at_ns: None,
             saved: false,
             again: false,
@@ -136,8 +139,9 @@ impl Client {
     ///
     /// # Errors
     /// The engine's, or the disk is gone.
-    pub(super) fn run(mut self, goodbye: Duration) -> io::Result<()> {
+    pub(super) fn run(mut self, goodbye: Duration, at_stop: Duration) -> io::Result<()> {
         self.goodbye_ns = goodbye.as_nanos() as u64;
+        self.at_stop_ns = at_stop.as_nanos() as u64;
         let served = self.serve();
         if served.is_err() {
             self.drop_answers();
@@ -189,6 +193,8 @@ impl Client {
                 STOP => {
                     self.shared.stop();
                     self.end_input();
+                    let end_ns = now_ns + self.at_stop_ns;
+                    self.ends_at_ns = Some(self.ends_at_ns.unwrap_or(end_ns).min(end_ns));
                 }
                 _ => self.path.completed(completion, now_ns)?,
             }

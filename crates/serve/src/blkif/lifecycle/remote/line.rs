@@ -55,8 +55,12 @@ impl<'a> Line<'a> {
 
     /// Has the image opened, unless it is open in this way. Another program than ours is told of: it may
     /// not know all that it is asked.
-    pub(in super::super) fn open(&mut self, read_only: bool) -> Result<(), Failure> {
-        match self.ask(What::Open { read_only })? {
+    pub(in super::super) fn open(
+        &mut self,
+        read_only: bool,
+        keeps_all: bool,
+    ) -> Result<(), Failure> {
+        match self.ask(What::Open { read_only, keeps_all })? {
             Reply::Opened { version, program } => {
                 let ours = env!("CARGO_PKG_VERSION");
                 if (version, program.as_str()) != (VERSION, ours) {

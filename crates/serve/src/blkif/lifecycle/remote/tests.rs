@@ -215,7 +215,7 @@ fn fields_that_are_not_known_are_left_alone_on_both_ends() {
     let (follower, worker) = line();
     let ask = r#"{"number":7,"what":{"Open":{"read_only":true,"more":[1]}},"more":{}}"#;
     send(&follower, ask.as_bytes(), SendFlags::NOSIGNAL).unwrap();
-    let asked_for = Ask { number: 7, what: What::Open { read_only: true } };
+    let asked_for = Ask { number: 7, what: What::Open { read_only: true, keeps_all: false } };
     assert_eq!(hear_ask(worker.as_fd()).unwrap(), Some(asked_for));
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -227,7 +227,7 @@ fn fields_that_are_not_known_are_left_alone_on_both_ends() {
             send(&worker, said.as_bytes(), SendFlags::NOSIGNAL).unwrap();
         });
         let stop = Waker::new().unwrap();
-        Line::new(follower.as_fd(), &stop).open(false).unwrap();
+        Line::new(follower.as_fd(), &stop).open(false, false).unwrap();
     });
 }
 

@@ -29,6 +29,9 @@ pub(super) enum What {
     Open {
         /// The guest may not write.
         read_only: bool,
+        /// Nobody may give space back.
+        #[serde(default)]
+        keeps_all: bool,
     },
     /// Of an image that is open.
     Order(Order),

@@ -5,11 +5,13 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use ferrite_disk::Disk;
 use ferrite_io::clock::SystemClock;
 use ferrite_io::names;
+use ferrite_io::process::receive_with;
 use ferrite_xen::hypervisor::Hypervisor;
 use rustix::fs::{Mode, OFlags};
 
@@ -26,6 +28,9 @@ use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::wait_for;
 
+/// A message of the door says nothing but that a client comes with it.
+const DOOR_BYTES: usize = 16;
+
 /// A disk that can be served: of what killed predecessors have left, nothing is missing in it.
 pub struct Opened {
     /// The disk.
@@ -34,26 +39,30 @@ pub struct Opened {
     pub engine: EngineFactory,
 }
 
-/// Serves what is asked for on the line, until that ends. `open` opens the image, to be written or only
-/// to be read.
+/// Serves what is asked for on the line, until that ends, and the clients of NBD that come by the door.
+/// `open` opens the image, to be written or only to be read.
 ///
 /// # Errors
 /// The line's, also its end: nobody is left who could follow. [`ServeError::Host`]: a queue has failed,
 /// or the hypervisor [is used up](Hypervisor::is_used_up), and the next process may do better.
 pub fn work(
     line: &OwnedFd,
+    door: &OwnedFd,
     hypervisor: &dyn Hypervisor,
     config: &WorkConfig,
     open: &mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
 ) -> Result<(), ServeError> {
     // Measured now, once: no guest waits for us yet.
     wake_up_ns();
-    let mut bench = Bench { hypervisor, config, open, served: None };
+    let mut bench = Bench { hypervisor, config, open, door: Some(door), served: None };
     let line = line.as_fd();
     loop {
-        let (asked, told) = bench.select(line)?;
+        let (asked, told, came) = bench.select(line)?;
         if told {
             bench.tell(line)?;
+        }
+        if came {
+            bench.admit();
         }
         if asked && let Some(Ask { number, what }) = hear_ask(line).map_err(line_failed)? {
             let result = bench.carry_out(what);
@@ -87,6 +96,8 @@ struct Bench<'a> {
     hypervisor: &'a dyn Hypervisor,
     config: &'a WorkConfig,
     open: &'a mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
+    /// Until its other end is gone.
+    door: Option<&'a OwnedFd>,
     served: Option<Served<'a>>,
 }
 
@@ -103,14 +114,28 @@ struct Served<'a> {
 }
 
 impl<'a> Bench<'a> {
-    /// Waits. Whether there is something on the line, and something to be told.
-    fn select(&self, line: BorrowedFd<'_>) -> Result<(bool, bool), ServeError> {
+    /// Waits. Whether there is something on the line, something to be told, and a client.
+    fn select(&self, line: BorrowedFd<'_>) -> Result<(bool, bool, bool), ServeError> {
         let reports = self.served.as_ref().map_or(line, |served| served.worker.reports_fd());
         let growth = self.served.as_ref().filter(|served| served.listens);
         let growth = growth.and_then(|served| served.worker.growth_fd()).unwrap_or(line);
-        let [asked, reports, growth] = wait_for([line, reports, growth], None)
+        // Until the disk can be served, clients wait where they are.
+        let takes = self.served.as_ref().is_some_and(|s| !s.closed && s.worker.takes_clients());
+        let door = self.door.filter(|_| takes).map_or(line, OwnedFd::as_fd);
+        let [asked, reports, growth, came] = wait_for([line, reports, growth, door], None)
             .map_err(|e| ServeError::host("wait for orders", e))?;
-        Ok((asked, self.served.is_some() && (reports || growth)))
+        Ok((asked, self.served.is_some() && (reports || growth), takes && came))
+    }
+
+    /// Serves the next client that has come by the door.
+    fn admit(&mut self) {
+        let (Some(served), Some(door)) = (&mut self.served, self.door) else { return };
+        match receive_with(door, DOOR_BYTES, false) {
+            Ok((bytes, _)) if bytes.is_empty() => self.door = None,
+            Ok((_, Some(client))) => served.worker.admit(UnixStream::from(client)),
+            // Nobody, or no descriptor was left for him.
+            Ok((_, None)) | Err(_) => {}
+        }
     }
 
     /// Tells what nobody has asked for.
@@ -134,8 +159,8 @@ impl<'a> Bench<'a> {
 
     fn carry_out(&mut self, what: What) -> Result<Reply, Failure> {
         match what {
-            What::Open { read_only } => {
-                self.open(read_only)?;
+            What::Open { read_only, keeps_all } => {
+                self.open(read_only, keeps_all)?;
                 let program = env!("CARGO_PKG_VERSION").to_owned();
                 return Ok(Reply::Opened { version: VERSION, program });
             }
@@ -146,7 +171,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Has the image open in this way. An open one is taken for what it is: its guest goes on.
-    fn open(&mut self, read_only: bool) -> Result<(), Failure> {
+    fn open(&mut self, read_only: bool, keeps_all: bool) -> Result<(), Failure> {
         if let Some(served) = &self.served {
             if !served.closed && served.read_only == read_only {
                 return Ok(());
@@ -156,7 +181,8 @@ impl<'a> Bench<'a> {
         }
         let Opened { disk, engine } = (self.open)(read_only).map_err(Failure::Open)?;
         let device = Arc::new(Device::new(disk, SystemClock::shared()));
-        let worker = Worker::new(self.hypervisor, &device, self.config, &engine)?;
+        let mut worker = Worker::new(self.hypervisor, &device, self.config, &engine)?;
+        worker.keep_all(keeps_all);
         // What fails before this leaves the image to others.
         if let Ok(disk) = device.disk() {
             disk.keep();
@@ -182,6 +208,7 @@ impl<'a> Bench<'a> {
     /// Lets go of the image. Its guest, if there is one, waits for a takeover.
     fn give_up(&mut self) -> Result<(), Failure> {
         let Some(mut served) = self.served.take() else { return Ok(()) };
+        served.worker.end_clients();
         served.worker.carry_out(Order::Stop)?;
         match served.closed {
             true => served.worker.carry_out(Order::EndClose).map(drop),
@@ -198,6 +225,7 @@ impl<'a> Bench<'a> {
     /// Leaves the image complete. One that cannot be closed stays: it is served on.
     fn retire(&mut self) -> Result<(), Failure> {
         let Some(served) = &mut self.served else { return Ok(()) };
+        served.worker.end_clients();
         served.worker.carry_out(Order::Stop)?;
         if !served.closed {
             close(&served.device, &served.engine).map_err(|e| Failure::Close(e.to_string()))?;
