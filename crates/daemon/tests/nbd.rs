@@ -80,7 +80,11 @@ fn a_disk_has_its_socket_before_its_guest_and_as_long_as_it_is_attached() {
     assert_eq!(read(&mut front, 2), [3; 4096]);
     front.close(PATIENCE).unwrap();
     let keepers = [keeper(&host, &disk)];
-    // A client that stays keeps nobody.
+    // Clients that stay keep nobody, also one that reads no answers.
+    let mut stalled = self::client(&host, &disk);
+    for _ in 0..8 {
+        stalled.send(command::READ, 0, 0, 4 << 20, &[]);
+    }
     end(&host, &[disk], &keepers);
     assert!(client.is_closed() && !socket.exists());
     kill(daemon);
