@@ -3,7 +3,11 @@
 use ferrite_serve::blkif::lifecycle::Attached;
 use ferrite_xen::store::{Store, StoreError};
 
+use crate::params::Format;
 use crate::state::DiskId;
+
+/// The script of disks whose configuration names none.
+const DEFAULT_SCRIPT: &[u8] = b"/block-tap";
 
 /// The folder of all backends' directories: the kind that toolstacks make for tapdisk.
 pub const KIND: &str = "backend/vbd3";
@@ -43,6 +47,30 @@ pub(crate) fn list(store: &mut Store, path: &str) -> Result<Vec<String>, StoreEr
     match store.list(path) {
         Err(StoreError::NotFound { .. }) => Ok(Vec::new()),
         listed => listed,
+    }
+}
+
+/// Whether QEMU, as the device model of an HVM guest, opens the image by itself: xl has it do so with a
+/// raw one whose configuration names no script. Only toolstacks write to what is read here.
+///
+/// # Errors
+/// xenstore's.
+pub(crate) fn qemu_opens(
+    store: &mut Store,
+    id: DiskId,
+    format: Format,
+) -> Result<bool, StoreError> {
+    if format != Format::Raw {
+        return Ok(false);
+    }
+    let script = store.read(&format!("{}/script", path(id)))?;
+    if !script.is_some_and(|script| script.ends_with(DEFAULT_SCRIPT)) {
+        return Ok(false);
+    }
+    match store.read(&format!("/libxl/{}/type", id.domid)) {
+        // A driver domain may not look. QEMU runs elsewhere then, and has no such file.
+        Err(StoreError::Access { .. }) => Ok(false),
+        kind => Ok(kind?.as_deref() == Some(b"hvm")),
     }
 }
 

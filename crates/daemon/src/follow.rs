@@ -190,11 +190,14 @@ impl Follower {
         (self.shared.at)(Step::StateWritten);
         self.check_folder(image)?;
         self.have_earlier_rest(&mut store)?;
+        let qemu_first = directory::qemu_opens(&mut store, self.id, image.format)
+            .map_err(|e| Failure::store(&e))?;
         let assignment = Assignment {
             id: self.id,
             backend: directory::path(self.id),
             image: image.clone(),
             options: self.shared.config.of_image(&image.path).clone(),
+            qemu_first,
             minor: self.minor,
             attached: self.attached.clone(),
             shared: &self.shared,

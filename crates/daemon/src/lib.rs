@@ -77,6 +77,8 @@ pub struct Assignment<'a> {
     pub image: Image,
     /// How.
     pub options: DiskOptions,
+    /// QEMU opens the raw image of an HVM guest by itself, until the guest's own driver connects.
+    pub qemu_first: bool,
     /// tapdisk's number of it.
     pub minor: u32,
     /// The attachment that is to be served: another one of the same name may have another image.

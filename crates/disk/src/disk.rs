@@ -213,6 +213,15 @@ impl Disk {
         }
     }
 
+    /// Takes QEMU's locks, unless they are held: see [`OpenOptions::qemu_first`](crate::OpenOptions).
+    /// `false`: QEMU, or one of its tools, has the image open. It can be tried again.
+    pub fn shut_out_qemu(&self) -> bool {
+        match self {
+            Disk::Raw(d) => d.shut_out_qemu(),
+            Disk::Image(_) | Disk::Null(_) => true,
+        }
+    }
+
     /// Tells when [`refresh_size`](Disk::refresh_size) may have something new.
     pub fn growth_watch(&self) -> GrowthWatch {
         match self {

@@ -51,6 +51,11 @@ pub struct OpenOptions {
     ///
     /// [`Disk::open`]: crate::Disk::open
     pub format_said: bool,
+    /// QEMU, as the device model of the guest that this is for, has a raw image open until the guest's
+    /// own driver connects: QEMU's locks are taken by [`shut_out_qemu`], and not before.
+    ///
+    /// [`shut_out_qemu`]: crate::Disk::shut_out_qemu
+    pub qemu_first: bool,
     /// The open file of the image itself, if the caller has that already: whoever has it locked can
     /// open it in no other way, and nobody gets between.
     pub opened: Option<Arc<OwnedFd>>,
@@ -71,6 +76,7 @@ impl Default for OpenOptions {
             parents: Parents::default(),
             taken_over: false,
             format_said: false,
+            qemu_first: false,
             opened: None,
         }
     }

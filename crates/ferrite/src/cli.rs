@@ -94,6 +94,10 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     pub(crate) read_only: bool,
 
+    /// QEMU has the raw image open until the guest's own driver connects (an HVM guest's).
+    #[arg(long, hide = true)]
+    pub(crate) qemu_first: bool,
+
     /// Offer up to this many queues, each with a thread of its own.
     #[arg(long, value_name = "N", default_value_t = 4,
           value_parser = clap::value_parser!(u32).range(1..=64))]

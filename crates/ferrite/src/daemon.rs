@@ -119,6 +119,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         image: disk.image.name(),
         xen: Vbd { domain: DomId(disk.id.domid), device: disk.id.devid },
         read_only: false,
+        qemu_first: disk.qemu_first,
         queues: options.queues,
         ring_order: options.ring_order,
         indirect: u32::from(options.indirect),

@@ -162,6 +162,7 @@ pub(crate) fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk
         read_only: args.read_only || read_only,
         wait_for_lock: taken_over.then_some(TAKE_OVER_WAIT),
         taken_over,
+        qemu_first: args.qemu_first,
         state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed()?,
         ..OpenOptions::default()

@@ -95,6 +95,7 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     }
     let switches = [
         ("--read-only", args.read_only),
+        ("--qemu-first", args.qemu_first),
         ("--poll-storage", args.poll_storage),
         ("--no-merge", args.tuning.no_merge),
     ];

@@ -58,6 +58,7 @@ impl Serving for InProcess {
         let options = OpenOptions {
             wait_for_lock: Some(PATIENCE),
             state_dir: Some(disk.run_dir().join("images")),
+            qemu_first: disk.qemu_first,
             ..OpenOptions::default()
         };
         let opened = Disk::open(&disk.image.name(), &options).map_err(|e| why(&e))?;

@@ -56,7 +56,8 @@ impl Programs for Roles {
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure> {
         let image = disk.image.name().into_string().unwrap();
-        let disk = format!("{}|{}|{}", disk.id, disk.run_dir().display(), image);
+        let (id, run, first) = (disk.id, disk.run_dir().display(), disk.qemu_first);
+        let disk = format!("{id}|{run}|{first}|{image}");
         Ok(vec![WORKER.to_owned(), disk])
     }
 
@@ -111,7 +112,9 @@ fn be_a_worker() {
     let line = take_given(LINE_FD).unwrap();
     let [alive, door] = [ALIVE_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
     let what = std::env::args().next_back().unwrap();
-    let [id, run, image] = what.splitn(3, '|').collect::<Vec<_>>()[..] else { panic!("{what}") };
+    let [id, run, first, image] = what.splitn(4, '|').collect::<Vec<_>>()[..] else {
+        panic!("{what}")
+    };
     let (domid, devid) = id.split_once('/').unwrap();
     let (domid, run) = (DomId(domid.parse().unwrap()), PathBuf::from(run));
     let run_dir = run.join(format!("vbd-{domid}-{devid}"));
@@ -145,6 +148,7 @@ fn be_a_worker() {
             wait_for_lock: Some(PATIENCE),
             state_dir: Some(run.join("images")),
             taken_over: true,
+            qemu_first: first == "true",
             ..OpenOptions::default()
         };
         let failed = |e: &dyn std::fmt::Display| OpenFailure {

@@ -9,7 +9,8 @@
 //! * `O_EXCL` on a block device that is to be written: refused while it is mounted or claimed by
 //!   device mapper, RAID or another exclusive opener, and refuses them from then on.
 //! * QEMU's own, since it knows neither of the two ([`qemu`]). They come after the `flock` and go
-//!   before it, so whoever has that meets no others of ours that would contradict.
+//!   before it, so whoever has that meets no others of ours that would contradict. On the disk of
+//!   an HVM guest they may come as late as the guest's own driver (locks.md).
 //!
 //! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is
 //! locked. That is a look and no lock: what is attached afterwards is not noticed.
@@ -160,7 +161,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
         Err(Errno::AGAIN) => return Ok(locked(&before, grace)),
         Err(e) => return Err(io_error(path, "it could not be locked", e).into()),
     }
-    if !share_with_qemu(path, &file, read_only) {
+    if !options.qemu_first && !share_with_qemu(path, &file, read_only) {
         let why = match read_only {
             true => "QEMU (or one of its tools) writes to it",
             false => "QEMU (or one of its tools) has it open",
@@ -203,7 +204,7 @@ fn other_way(stat: &Stat, medium: Medium) -> Option<String> {
 }
 
 /// Takes QEMU's locks; false if QEMU does with it what does not go together with what we want.
-fn share_with_qemu(path: &Path, file: &OwnedFd, read_only: bool) -> bool {
+pub(super) fn share_with_qemu(path: &Path, file: &OwnedFd, read_only: bool) -> bool {
     qemu::Permissions::new(read_only).take(file).unwrap_or_else(|e| {
         tracing::warn!(
             image = %path.display(),
@@ -211,6 +212,11 @@ fn share_with_qemu(path: &Path, file: &OwnedFd, read_only: bool) -> bool {
         );
         true
     })
+}
+
+/// Gives up QEMU's locks that were not all got.
+pub(super) fn stand_back(file: &OwnedFd) {
+    qemu::release(file);
 }
 
 /// Gives up the locks of a file that stays open. The `flock` is the last, as it says that all are

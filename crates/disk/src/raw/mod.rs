@@ -4,8 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
@@ -50,6 +50,8 @@ pub struct Raw {
     /// A file that is used as a device is: see [`OpenOptions::fixed_size`].
     fixed_size: bool,
     read_only: bool,
+    /// QEMU's locks are held, or are not to be.
+    has_qemus_locks: Mutex<bool>,
     geometry: Geometry,
     sectors: AtomicU64,
     shrink_reported: AtomicBool,
@@ -114,6 +116,7 @@ impl Raw {
             medium: opened.medium,
             fixed_size: options.fixed_size,
             read_only: options.read_only,
+            has_qemus_locks: Mutex::new(!options.qemu_first),
             geometry,
             sectors: AtomicU64::new(bytes / SECTOR_BYTES),
             shrink_reported: AtomicBool::new(false),
@@ -138,6 +141,7 @@ impl Raw {
             medium: opened.medium,
             fixed_size: false,
             read_only: true,
+            has_qemus_locks: Mutex::new(true),
             geometry: Geometry::of_glance(),
             sectors: AtomicU64::new(bytes / SECTOR_BYTES),
             shrink_reported: AtomicBool::new(false),
@@ -270,6 +274,19 @@ impl Raw {
             Err(Errno::NXIO) => None,
             Err(_) => Some(from..u64::MAX),
         }
+    }
+
+    /// See [`Disk::shut_out_qemu`](crate::Disk::shut_out_qemu).
+    pub(crate) fn shut_out_qemu(&self) -> bool {
+        let mut has = self.has_qemus_locks.lock().unwrap_or_else(PoisonError::into_inner);
+        // Not again: who tries in vain has locks of their own for a moment.
+        if !*has {
+            *has = lock::share_with_qemu(&self.path, &self.file, self.read_only);
+            if !*has {
+                lock::stand_back(&self.file);
+            }
+        }
+        *has
     }
 
     /// Gives up the locks, while it stays open.

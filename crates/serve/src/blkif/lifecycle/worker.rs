@@ -102,8 +102,8 @@ impl<'a> Worker<'a> {
             let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
             limited!(warn, limit, now_ns, "a client was turned away: {why}");
         };
-        // What they write may be lost by a flush that fails, too.
-        if let Err(e) = self.enter() {
+        // What they write may be lost by a flush that fails, too, and is nothing that QEMU knows of.
+        if let Err(e) = self.shut_out_qemu().and_then(|()| self.enter()) {
             return told(&ServeError::from(e).to_string());
         }
         if self.clients.is_none() {
@@ -168,9 +168,24 @@ impl<'a> Worker<'a> {
             .map_err(|e| Failure::run_dir("make room to remember failed flushes", e))
     }
 
+    /// Before anybody has anything written by us: the device model has closed the image when the guest's
+    /// driver connects. While somebody of QEMU's has it open, the guest waits.
+    fn shut_out_qemu(&self) -> Result<(), Failure> {
+        match disk(&self.means.device)?.shut_out_qemu() {
+            true => Ok(()),
+            false => Err(Failure::RunDir {
+                what: "take the image over from the device model".to_owned(),
+                why: "QEMU, or one of its tools, has it open: the guest's emulated disk is still \
+                      plugged (xen_emul_unplug), or fuser -v shows who else has it"
+                    .to_owned(),
+            }),
+        }
+    }
+
     fn connect(&mut self, rings: Rings) -> Result<Reply, Failure> {
         // Of a half that has ended before it could say so. Rings have one user.
         self.attached.take().map_or(Ok(()), Attached::stop)?;
+        self.shut_out_qemu()?;
         let attached = Attached::connect(&self.means, rings)?;
         let how = attached.describe();
         self.attached = Some(attached);
@@ -193,6 +208,7 @@ impl<'a> Worker<'a> {
             return Ok(Reply::Connected { how: attached.describe(), undone: 0 });
         }
         self.attached.take().map_or(Ok(()), Attached::stop)?;
+        self.shut_out_qemu()?;
         let (attached, undone) = Attached::take_over(&self.means, rings)?;
         let how = attached.describe();
         self.attached = Some(attached);
