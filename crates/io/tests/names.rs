@@ -16,6 +16,7 @@ use ferrite_io::names::server::{Images, Served, Server};
 use ferrite_io::names::wire::{Request, What};
 use ferrite_io::naming::Handle;
 use ferrite_io::place::Place;
+use ferrite_testkit::devices::Loop;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
@@ -447,6 +448,26 @@ fn of_all_journals_those_of_the_image_are_written_and_the_others_are_read() {
     let read_only = self::host(false);
     let own = journal(&read_only.at("images/disk.img"));
     assert_eq!(read_only.open(read_only.at(&own), new).unwrap_err(), Errno::ACCESS);
+}
+
+/// By which a loop device is called, so that its journals are (docs/internals/processes.md 5).
+#[test]
+fn the_file_of_a_loop_device_is_examined_and_not_opened() {
+    let host = host(true);
+    let secret = host.at("secret/disk.img");
+    assert_eq!(host.open(&secret, OFlags::PATH).unwrap_err(), Errno::ACCESS);
+    fs::write(&secret, vec![1; 1 << 20]).unwrap();
+    let Some(_device) = Loop::attach(&secret, 512) else { return };
+    let examined = host.open(&secret, OFlags::PATH).unwrap();
+    assert_eq!(examined.metadata().unwrap().ino(), fs::metadata(&secret).unwrap().ino());
+    let again = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&examined));
+    for path in [secret.clone(), again.into()] {
+        for flags in [OFlags::RDONLY, OFlags::RDWR] {
+            assert_eq!(host.open(&path, flags).unwrap_err(), Errno::ACCESS, "{path:?}");
+        }
+    }
+    assert_eq!(host.ask(What::Canonical, &secret).unwrap_err(), Errno::ACCESS);
+    assert_eq!(host.open(host.at("secret"), OFlags::PATH).unwrap_err(), Errno::ACCESS);
 }
 
 #[test]

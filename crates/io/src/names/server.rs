@@ -248,7 +248,11 @@ impl Server {
         if flags.intersects(OFlags::CREATE | OFlags::TRUNC) && !flags.contains(OFlags::PATH) {
             return self.make(name, flags, mode);
         }
-        let found = self.hidden(name, found(flags & OFlags::NOFOLLOW))?;
+        let found = found(flags & OFlags::NOFOLLOW);
+        if flags.contains(OFlags::PATH) && found.as_ref().is_ok_and(Found::is_loops_file) {
+            return file(found?.file);
+        }
+        let found = self.hidden(name, found)?;
         self.judge(&found, if writes { Access::Change } else { Access::Look })?;
         if flags.contains(OFlags::PATH) {
             return file(found.file);
@@ -428,6 +432,16 @@ impl Found {
         let place = readlinkat(CWD, of_descriptor(file.as_fd()), Vec::new())?.into_bytes();
         let place: PathBuf = OsString::from_vec(place).into();
         Ok(Found { file, stat, place })
+    }
+
+    /// Whether a loop device is on it. Such a device is called by its file's number and date
+    /// ([`Place`]), so anybody may examine that file; it is opened for nobody.
+    fn is_loops_file(&self) -> bool {
+        let devices = fs::read_dir("/sys/block").into_iter().flatten().filter_map(Result::ok);
+        let mut files =
+            devices.filter_map(|device| fs::read(device.path().join("loop/backing_file")).ok());
+        self.kind() == FileType::RegularFile
+            && files.any(|file| file.strip_suffix(b"\n") == Some(self.place.as_os_str().as_bytes()))
     }
 }
 
