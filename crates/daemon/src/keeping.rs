@@ -45,6 +45,9 @@ pub trait Programs: Send + Sync {
     /// It cannot be said in arguments.
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure>;
 
+    /// The arguments of the relay of a disk's NBD clients; the program is the keeper's.
+    fn relay(&self) -> Vec<String>;
+
     /// What this worker may have of the host, with the folder of its run directory's files; its image to
     /// be written or only to be read. `None`: all that its keeper may.
     ///
@@ -184,6 +187,7 @@ impl Serving for Keepers {
             socket: self.socket(disk.id),
             worker: self.programs.worker(disk)?,
             names: self.programs.names(disk, &run_dir, is_written(store, disk)?)?,
+            relay: Some(self.programs.relay()),
             run_dir,
         };
         self.follow(disk, &keep, store, stop)

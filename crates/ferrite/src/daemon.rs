@@ -15,6 +15,7 @@ use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::Store;
 use sd_notify::NotifyState;
 
+use crate::RELAY;
 use crate::cli::{DaemonArgs, ServeArgs};
 use crate::exit::{Code, Failure};
 use crate::options::TuningArgs;
@@ -88,6 +89,10 @@ impl Programs for Ours {
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, DiskFailure> {
         arguments(&serve_args(disk), disk.run_dir()).ok_or_else(|| no_text(disk))
+    }
+
+    fn relay(&self) -> Vec<String> {
+        vec![RELAY.to_owned()]
     }
 
     fn names(

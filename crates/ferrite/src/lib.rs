@@ -30,14 +30,17 @@ mod worker;
 /// A server tells what happens to it; other commands speak of trouble only.
 const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info";
 
-/// The command that is not for users, and has no options.
+/// The commands that are not for users, and have no options.
 const KEEPER: &str = "keeper";
+const RELAY: &str = "relay";
 
 /// All of `ferrite`.
 pub fn main() -> ExitCode {
     // Before anything that takes memory: there is one for each disk.
-    if std::env::args_os().nth(1).is_some_and(|command| command == KEEPER) {
-        return keeper();
+    match std::env::args_os().nth(1) {
+        Some(command) if command == KEEPER => return keeper(),
+        Some(command) if command == RELAY => return relay(),
+        _ => {}
     }
     if tap_ctl::is_meant(std::env::args_os().next().as_deref()) {
         return tap_ctl::main(std::env::args_os());
@@ -83,6 +86,19 @@ fn keeper() -> ExitCode {
         Err(e) => {
             let help = "the daemon starts it; ferrite serve serves a disk by hand";
             exit::Failure::new("cannot be a keeper", e, help).report()
+        }
+    }
+}
+
+/// The process that clients of a disk's NBD socket are connected with.
+fn relay() -> ExitCode {
+    let relayed =
+        ferrite_keeper::become_relay().and_then(|keeper| ferrite_serve::nbd::relay(&keeper));
+    match relayed {
+        Ok(never) => match never {},
+        Err(e) => {
+            let help = "a keeper starts it; ferrite export serves a disk by hand";
+            exit::Failure::new("cannot relay clients of NBD", e, help).report()
         }
     }
 }

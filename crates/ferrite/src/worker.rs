@@ -109,7 +109,7 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
 fn give_rights_up(args: &ServeArgs) -> Result<(), Failure> {
     let is_namespace = |meta: std::fs::Metadata| meta.file_type().is_char_device();
     let nvme = image(args).and_then(|path| path.metadata().ok()).is_some_and(is_namespace);
-    let means = Means { nvme, processes: false };
+    let means = Means { nvme, ..Means::default() };
     match ferrite_keeper::give_rights_up(means) {
         Ok(None) => tracing::warn!("this worker has all rights of its keeper"),
         Ok(Some(lacking)) if lacking.is_empty() => {}

@@ -4,8 +4,9 @@
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
@@ -16,10 +17,12 @@ use ferrite_io::arena::Arena;
 use ferrite_io::engine::{Engine, Op};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::names::{self, Broker};
+use ferrite_io::process::{receive_with, send_with};
 use ferrite_io::sandbox::{Lockdown, Means};
 use ferrite_testkit::wait_until;
 use io_uring::types::Fd;
 use io_uring::{IoUring, opcode};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
 const CASE: &str = "FERRITE_SANDBOX_CASE";
@@ -43,7 +46,7 @@ const FORBIDDEN: &[(&str, Tried)] = &[
         let _ = rustix::fs::inotify::add_watch(file, "/", WATCHED);
     }),
     ("socket", |_| drop(std::net::UdpSocket::bind("127.0.0.1:0"))),
-    ("socketpair", |_| drop(std::os::unix::net::UnixStream::pair())),
+    ("socketpair", |_| drop(UnixStream::pair())),
     ("execve", |_| drop(std::os::unix::process::CommandExt::exec(&mut Command::new("/x")))),
     ("fork", |_| call(libc::SYS_clone, [libc::SIGCHLD as i64, 0, 0])),
     ("ptrace", |_| call(libc::SYS_ptrace, [i64::from(libc::PTRACE_TRACEME), 0, 0])),
@@ -72,6 +75,21 @@ const FORBIDDEN: &[(&str, Tried)] = &[
     ("keys", |_| call(libc::SYS_keyctl, [0, 0, 0])),
     ("a handle", |file| call(libc::SYS_open_by_handle_at, [file.as_raw_fd().into(), 0, 0])),
 ];
+
+/// What a worker may do, and a process that has nothing but sockets may not.
+const OF_FILES: &[(&str, Tried)] = &[
+    ("sync", |file| drop(file.sync_all())),
+    ("length", |file| drop(file.set_len(0))),
+    ("status", |file| drop(file.metadata())),
+    ("lock", |file| {
+        let _ = rustix::fs::flock(file, rustix::fs::FlockOperation::LockShared);
+    }),
+    ("own ring", |_| drop(IoUring::new(4))),
+    ("pipe", |_| drop(std::io::pipe())),
+    ("thread", |_| drop(std::thread::spawn(|| ()))),
+];
+/// Before the names of its cases.
+const SOCKETS: &str = "sockets: ";
 
 const WATCHED: rustix::fs::inotify::WatchFlags = rustix::fs::inotify::WatchFlags::MODIFY;
 
@@ -136,9 +154,11 @@ fn child() {
     let folder = rustix::fs::open(&root, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty());
     let folder = folder.unwrap();
     // Of a keeper that is gone.
-    let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
+    let (socket, _) = UnixStream::pair().unwrap();
     names::install(Broker::new(socket.into())).unwrap();
-    let locked = Lockdown { user: USER, root, means: Means::default() };
+    let talking = UnixStream::pair().unwrap();
+    let sockets_only = case.starts_with(SOCKETS);
+    let locked = Lockdown { user: USER, root, means: Means { sockets_only, ..Means::default() } };
     match locked.enter() {
         Ok(lacking) => println!("lacking: {lacking}"),
         Err(e) => {
@@ -146,10 +166,12 @@ fn child() {
             std::process::exit(1);
         }
     }
-    match FORBIDDEN.iter().find(|(name, _)| *name == case) {
+    let case = case.strip_prefix(SOCKETS).unwrap_or(&case);
+    match FORBIDDEN.iter().chain(OF_FILES).find(|(name, _)| *name == case) {
         Some((_, tried)) => tried(&file),
         None if case == "work" => work(file),
-        None => ask(&case, &folder),
+        None if case == "talk" => talk(&talking),
+        None => ask(case, &folder),
     }
     println!("{DONE}");
     std::process::exit(0);
@@ -196,6 +218,19 @@ fn work(file: File) {
     assert!(hash.contains(&1));
 }
 
+/// What a relay does.
+fn talk((one, other): &(UnixStream, UnixStream)) {
+    send_with(one, b"there", Some(one.as_fd())).unwrap();
+    let mut fds = [PollFd::new(other, PollFlags::IN)];
+    assert_eq!(poll(&mut fds, Some(&Timespec { tv_sec: 30, tv_nsec: 0 })).unwrap(), 1);
+    let (bytes, came) = receive_with(other, 64, false).unwrap();
+    assert_eq!(bytes, b"there");
+    drop(came.unwrap());
+    // Memory that comes and goes.
+    (0..16).for_each(|i| assert!(vec![1u8; (i + 1) << 20].iter().all(|byte| *byte == 1)));
+    assert!(std::time::Instant::now().elapsed() < Duration::from_secs(60));
+}
+
 fn one(engine: &mut dyn Engine, op: Op) -> i32 {
     engine.push(1, op);
     let mut out = Vec::new();
@@ -230,6 +265,16 @@ fn each_thing_that_a_worker_must_not_do_ends_it() {
         assert_eq!(status.signal(), Some(libc::SIGSYS), "{case}: {status}, {text}");
         assert!(!text.contains(DONE), "{case}: {text}");
     }
+}
+
+#[test]
+fn a_process_of_sockets_has_no_files() {
+    for (case, _) in FORBIDDEN.iter().chain(OF_FILES) {
+        let (status, text) = run(&format!("{SOCKETS}{case}"));
+        assert_eq!(status.signal(), Some(libc::SIGSYS), "{case}: {status}, {text}");
+    }
+    let (status, text) = run(&format!("{SOCKETS}talk"));
+    assert!(status.success() && text.contains(DONE), "{status}: {text}");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use serde::{Deserialize, Serialize};
 
 use crate::names::Names;
+use crate::relay::Handed;
 
 /// Where a keeper finds it in its environment.
 pub(crate) const VARIABLE: &str = "FERRITE_KEEPER";
@@ -22,6 +23,10 @@ pub struct Keep {
     pub worker: Vec<String>,
     /// What the worker may have of this host. Without it, it has the rights of its keeper.
     pub names: Option<Names>,
+    /// The arguments of the relay of NBD clients, after the program's name. Without it the worker gets
+    /// them, and they end with it.
+    #[serde(default)]
+    pub relay: Option<Vec<String>>,
 }
 
 impl Keep {
@@ -52,11 +57,14 @@ pub(crate) struct State {
     /// And the disk's public socket, unless that keeper knew of none.
     #[serde(default)]
     pub(crate) public: Option<i32>,
+    /// And the relay, if there is one.
+    #[serde(default)]
+    pub(crate) relay: Handed,
 }
 
 impl State {
     fn new(keep: Keep) -> State {
-        State { keep, start: 1, before: None, public: None }
+        State { keep, start: 1, before: None, public: None, relay: Handed::default() }
     }
 }
 

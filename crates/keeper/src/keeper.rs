@@ -23,6 +23,7 @@ use rustix::process::{chdir, getpid, setsid};
 
 use crate::keep::{Keep, State, VARIABLE};
 use crate::public;
+use crate::relay::Relay;
 use crate::socket::{Place, remove};
 use crate::tell;
 use crate::wire::{Answer, MAX_BYTES, Request};
@@ -47,7 +48,7 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     let text = std::env::var(VARIABLE).map_err(|_| {
         io::Error::other("a keeper is started by ferrite itself, when it serves a disk")
     })?;
-    let State { keep, start, before, public } = serde_json::from_str(&text)?;
+    let State { keep, start, before, public, relay } = serde_json::from_str(&text)?;
     // By what it is, not by its name: a worker is what this one was, also when that was replaced.
     let binary = OwnedFd::from(File::open("/proc/self/exe")?);
     let listen = || public::listen(&keep.run_dir);
@@ -75,13 +76,14 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
         answer(asker, &Answer::Done, None);
     }
     let clients = asker.into_iter().collect();
-    let worker = Worker::new(start)?;
+    let (worker, relay) = (Worker::new(start)?, Relay::take(relay)?);
     Process {
         keep,
         binary,
         place,
         public,
         worker,
+        relay,
         clients,
         follower: None,
         also: also.to_vec(),
@@ -101,6 +103,8 @@ struct Ready {
     names: bool,
     /// A client of NBD has come.
     client: bool,
+    /// The relay of such clients wants something.
+    relay: bool,
 }
 
 struct Process {
@@ -110,6 +114,7 @@ struct Process {
     /// Where clients of NBD come.
     public: OwnedFd,
     worker: Worker,
+    relay: Relay,
     clients: Vec<OwnedFd>,
     /// Which of them has asked for the line last.
     follower: Option<RawFd>,
@@ -136,6 +141,10 @@ impl Process {
                 priority = now;
             }
             let ready = self.wait();
+            self.relay.reap();
+            if ready.relay {
+                self.relay.answer(&self.worker);
+            }
             if ready.names
                 && let Err(e) = self.worker.answer()
             {
@@ -170,7 +179,12 @@ impl Process {
             fds.push(PollFd::from_borrowed_fd(names, PollFlags::IN));
             fds.len() - 1
         });
-        let timeout = self.worker.due().unwrap_or(LOOK_AT_PRIORITY).min(LOOK_AT_PRIORITY);
+        let relay = self.relay.fd().map(|relay| {
+            fds.push(PollFd::from_borrowed_fd(relay, PollFlags::IN));
+            fds.len() - 1
+        });
+        let due = self.worker.due().into_iter().chain(self.relay.due()).min();
+        let timeout = due.unwrap_or(LOOK_AT_PRIORITY).min(LOOK_AT_PRIORITY);
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         if poll(&mut fds, Some(&timeout)).is_err() {
@@ -181,8 +195,9 @@ impl Process {
         let clients = &fds[first..first + self.clients.len()];
         let asked = clients.iter().enumerate().filter(|(_, fd)| is_ready(fd)).map(|(i, _)| i);
         let names = at.is_some_and(|at| is_ready(&fds[at]));
+        let relay = relay.is_some_and(|at| is_ready(&fds[at]));
         let (came, client) = (is_ready(&fds[0]), is_ready(&fds[1]));
-        Ready { came, asked: asked.collect(), names, client }
+        Ready { came, asked: asked.collect(), names, client, relay }
     }
 
     fn accept(&mut self) {
@@ -203,10 +218,13 @@ impl Process {
         self.clients.push(client);
     }
 
-    /// Hands a client to the worker. It is turned away where too many wait for that already.
-    fn admit(&self) {
+    /// Hands a client on. It is turned away where that cannot be.
+    fn admit(&mut self) {
         match public::accept(&self.public) {
-            Ok(Some(client)) => drop(self.worker.admit(client.as_fd())),
+            Ok(Some(client)) => {
+                let Process { relay, keep, binary, worker, .. } = self;
+                drop(relay.admit(client.as_fd(), keep, binary, worker));
+            }
             Ok(None) => {}
             Err(_) => std::thread::sleep(REST),
         }
@@ -251,6 +269,7 @@ impl Process {
         if let Err(e) = self.end_worker() {
             return answer(&self.clients[asker], &Answer::No(e.to_string()), None);
         }
+        self.relay.end();
         public::remove(&self.keep.run_dir);
         // The lock stays with what cannot be removed: a daemon that starts looks for it.
         let removed = match remove_alive(&self.keep.run_dir) {
@@ -295,8 +314,9 @@ impl Process {
         let before = Some([lock, listener, asker].map(AsRawFd::as_raw_fd));
         let public = Some(self.public.as_raw_fd());
         let (keep, start) = (self.keep.clone(), self.worker.start() + 1);
-        let state = State { keep, start, before, public };
-        let kept = [lock, listener, asker, &self.public].map(AsFd::as_fd);
+        let state = State { keep, start, before, public, relay: self.relay.hand_on() };
+        let mut kept = [lock, listener, asker, &self.public].map(AsFd::as_fd).to_vec();
+        kept.extend(self.relay.fd());
         let state = CString::new(format!("{VARIABLE}={}", serde_json::to_string(&state)?))?;
         let mut environment = environment_without(VARIABLE);
         environment.push(state);

@@ -5,6 +5,7 @@
 //! * [`run`]: the process itself.
 //! * [`forget`]: what is left of one that was killed.
 //! * [`Names`], [`give_rights_up`]: what a worker without rights may have, and its way there.
+//! * [`become_relay`]: the same of a relay, which may have nothing.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ mod keeper;
 mod names;
 mod pauses;
 mod public;
+mod relay;
 mod socket;
 mod wire;
 mod worker;
@@ -23,6 +25,7 @@ pub use keep::Keep;
 pub use keeper::run;
 pub use names::{Names, give_rights_up};
 pub use public::nbd_socket;
+pub use relay::become_relay;
 pub use socket::{forget, name_of, socket_name};
 pub use worker::{ALIVE, ALIVE_FD, DOOR_FD, LINE_FD};
 

@@ -20,8 +20,10 @@ use crate::tell;
 
 /// The socket by which a worker asks for names.
 pub(crate) const NAMES_FD: RawFd = FIRST_GIVEN + 2;
-/// Where a worker finds which user it becomes, and its root.
+/// Where a worker, or a relay, finds which user it becomes, and its root.
 const VARIABLE: &str = "FERRITE_SANDBOX";
+/// What a relay's user is above its worker's: no worker of any guest has it.
+const RELAY: u32 = 0x80_0000;
 /// Names that are refused are told once in this time.
 const TELL_AGAIN: Duration = Duration::from_secs(60);
 
@@ -60,7 +62,17 @@ impl Names {
 
     /// What is added to the environment of a worker.
     pub(crate) fn environment(&self) -> io::Result<Vec<CString>> {
-        let text = serde_json::to_string(&(self.user, &self.root))?;
+        self.environment_of(self.user)
+    }
+
+    /// What is added to that of a relay.
+    pub(crate) fn environment_of_relay(&self) -> io::Result<Vec<CString>> {
+        DirBuilder::new().recursive(true).mode(0o755).create(&self.root)?;
+        self.environment_of(self.user | RELAY)
+    }
+
+    fn environment_of(&self, user: u32) -> io::Result<Vec<CString>> {
+        let text = serde_json::to_string(&(user, &self.root))?;
         // A backtrace looks into files.
         Ok(vec![CString::new(format!("{VARIABLE}={text}"))?, c"RUST_BACKTRACE=0".into()])
     }
@@ -133,8 +145,15 @@ impl Desk {
 /// # Errors
 /// It has rights still, and must end.
 pub fn give_rights_up(means: Means) -> io::Result<Option<Lacking>> {
-    let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
-    let (user, root) = serde_json::from_str(&text)?;
+    let Some((user, root)) = sandbox()? else { return Ok(None) };
     names::install(Broker::new(take_given(NAMES_FD)?))?;
     Lockdown { user, root, means }.enter().map(Some)
+}
+
+/// The user that this process becomes, and its root, if its keeper has said so.
+pub(crate) fn sandbox() -> io::Result<Option<(u32, PathBuf)>> {
+    match std::env::var(VARIABLE) {
+        Ok(text) => Ok(Some(serde_json::from_str(&text)?)),
+        Err(_) => Ok(None),
+    }
 }

@@ -102,6 +102,7 @@ impl World {
             run_dir: dir.path().join("vbd-1-2"),
             worker: worker.map(str::to_owned).to_vec(),
             names: None,
+            relay: None,
         };
         World { dir, keep, _alone: alone }
     }

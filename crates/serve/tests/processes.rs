@@ -49,6 +49,7 @@ fn keep() -> Keep {
         run_dir: env(RUN_DIR).into(),
         worker: worker.map(str::to_owned).to_vec(),
         names: None,
+        relay: None,
     }
 }
 

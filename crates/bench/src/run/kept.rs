@@ -133,7 +133,8 @@ fn keep(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<Keep, Failure>
     // The whole measurement's, which the worker reads its part of.
     worker.extend(std::env::args().skip(1));
     let socket = run_dir.with_extension("sock");
-    Ok(Keep { socket, run_dir: run_dir.to_owned(), worker, names: Some(names) })
+    let (run_dir, names) = (run_dir.to_owned(), Some(names));
+    Ok(Keep { socket, run_dir, worker, names, relay: None })
 }
 
 fn text(path: &Path) -> Result<String, Failure> {
@@ -172,7 +173,7 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
     let loopback = Loopback::new(args.copy_with);
     loopback.add(&guest).map_err(|e| cannot("reach the guest", e))?;
     let config = host::work_config(&args, guest.domid(), &kept.run_dir)?;
-    let means = Means { nvme: false, processes: args.copy_with == CopyWith::ProcessVm };
+    let means = Means { processes: args.copy_with == CopyWith::ProcessVm, ..Means::default() };
     ferrite_keeper::give_rights_up(means).map_err(|e| cannot("give rights up", e))?;
     let run = kept.run_dir.parent().unwrap_or(&kept.run_dir);
     let open = |_| {

@@ -17,11 +17,12 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, give_rights_up};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, become_relay, give_rights_up};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{OpenFailure, Opened, work};
 use ferrite_serve::counters::{remember_process, stats_file};
+use ferrite_serve::nbd::relay;
 use ferrite_testkit::rig::{mover, moving, work_config};
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
@@ -39,17 +40,15 @@ pub const MAPS: &str = "FERRITE_TEST_MAPS";
 /// Starts this program as keeper and worker.
 pub struct Roles;
 
-/// The worker's first argument.
+/// What the first argument is of each.
+const KEEPER: &str = "--keeper";
 const WORKER: &str = "--worker";
-
-fn role(name: &str) -> Vec<String> {
-    [name, "--exact", "--nocapture", "--test-threads=1"].map(str::to_owned).to_vec()
-}
+const RELAY: &str = "--relay";
 
 impl Programs for Roles {
     fn keeper(&self) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(role("roles::process_keeper"));
+        command.arg(KEEPER);
         // Of the daemon's own, which is a child of the test: what it inherited is handed on.
         command
     }
@@ -59,6 +58,10 @@ impl Programs for Roles {
         let (id, run, first) = (disk.id, disk.run_dir().display(), disk.qemu_first);
         let disk = format!("{id}|{run}|{first}|{image}");
         Ok(vec![WORKER.to_owned(), disk])
+    }
+
+    fn relay(&self) -> Vec<String> {
+        vec![RELAY.to_owned()]
     }
 
     fn names(
@@ -91,24 +94,30 @@ fn guests() -> Vec<i32> {
         .collect()
 }
 
-/// Not a test: see [`Roles`].
-#[test]
-fn process_keeper() {
-    if std::env::var_os(GUESTS).is_none() {
-        return;
-    }
-    let Err(e) = ferrite_keeper::run(&guests());
-    panic!("{e}");
-}
-
-// Only a process with one thread gives its rights up, and tests run on a second one.
-ferrite_loopback::before_main!(be_a_worker);
+// Tests run on a second thread. Only a process with one gives its rights up; and the children of a
+// keeper's first thread would end when another one becomes another program.
+ferrite_loopback::before_main!(be_what_is_asked_for);
 
 /// See [`Roles`].
-fn be_a_worker() {
-    if std::env::args().nth(1).as_deref() != Some(WORKER) {
-        return;
+fn be_what_is_asked_for() {
+    match std::env::args().nth(1).as_deref() {
+        Some(KEEPER) => {
+            let Err(e) = ferrite_keeper::run(&guests());
+            eprintln!("keeper: {e}");
+            std::process::exit(1);
+        }
+        Some(WORKER) => be_a_worker(),
+        Some(RELAY) => {
+            let keeper = become_relay().unwrap();
+            // Its end is its keeper's.
+            let _ = relay(&keeper);
+            std::process::exit(0);
+        }
+        _ => {}
     }
+}
+
+fn be_a_worker() {
     let line = take_given(LINE_FD).unwrap();
     let [alive, door] = [ALIVE_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
     let what = std::env::args().next_back().unwrap();
@@ -189,12 +198,29 @@ pub fn keeper(host: &Host, disk: &DiskPaths) -> i32 {
     keeper
 }
 
-/// The keeper's only child.
 pub fn worker(keeper: i32) -> Option<i32> {
+    children(keeper, WORKER).next()
+}
+
+/// The relay of its NBD clients, while there are some.
+pub fn relay_of(keeper: i32) -> Option<i32> {
+    children(keeper, RELAY).next()
+}
+
+/// Those of its children that were started as this.
+fn children(keeper: i32, role: &str) -> impl Iterator<Item = i32> {
     // A test program has threads besides.
-    let threads = std::fs::read_dir(format!("/proc/{keeper}/task")).ok()?.flatten();
+    let threads = std::fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
-    children.collect::<String>().split_whitespace().next()?.parse().ok()
+    let children = children.collect::<String>();
+    let pids = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect::<Vec<i32>>();
+    // A dead one that nobody has asked for has no arguments.
+    let is_so = move |pid: &i32| {
+        let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        arguments.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes())
+    };
+    let pids: Vec<i32> = pids.into_iter().filter(is_so).collect();
+    pids.into_iter()
 }
 
 /// It is gone when this returns, and not only about to be.

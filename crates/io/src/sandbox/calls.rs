@@ -22,6 +22,8 @@ pub struct Means {
     pub nvme: bool,
     /// The memory of guests that are processes: the loopback's, in tests.
     pub processes: bool,
+    /// Nothing but the sockets that it has: of a process that has no files, and makes none.
+    pub sockets_only: bool,
 }
 
 /// Calls that are allowed whatever is asked for.
@@ -117,6 +119,36 @@ const ALWAYS: &[c_long] = &[
     libc::SYS_gettimeofday,
 ];
 
+/// All that a process needs which passes on what comes by its sockets.
+const OF_SOCKETS: &[c_long] = &[
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_sendmsg,
+    libc::SYS_recvmsg,
+    libc::SYS_sendto,
+    libc::SYS_recvfrom,
+    libc::SYS_close,
+    libc::SYS_ppoll,
+    libc::SYS_futex,
+    libc::SYS_clock_gettime,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_brk,
+    libc::SYS_getrandom,
+    libc::SYS_getpid,
+    libc::SYS_gettid,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_restart_syscall,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_poll,
+];
+
 /// The older forms of some of these.
 #[cfg(target_arch = "x86_64")]
 const OLDER: &[c_long] =
@@ -168,6 +200,18 @@ const PRCTLS: &[u32] = &[15, 16, 0x5356_4d41];
 /// All of them.
 pub(super) fn allowed(means: &Means) -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
+    // Signals to itself: an abort.
+    rules.insert(libc::SYS_tgkill, vec![one_of(0, std::process::id())?]);
+    // No memory is ever made executable.
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![none_of(2, libc::PROT_EXEC as u64)?]);
+    }
+    if means.sockets_only {
+        rules.extend(OF_SOCKETS.iter().map(|call| (*call, Vec::new())));
+        // The standard library asks for it before it closes anything, where it looks for bugs.
+        rules.insert(libc::SYS_fcntl, vec![one_of(1, libc::F_GETFD.cast_unsigned())?]);
+        return Ok(rules);
+    }
     rules.extend(ALWAYS.iter().chain(OLDER).map(|call| (*call, Vec::new())));
     let nvme = if means.nvme { NVME_IOCTLS } else { &[] };
     let ioctls = IOCTLS.iter().chain(nvme).map(|number| one_of(1, *number));
@@ -176,10 +220,6 @@ pub(super) fn allowed(means: &Means) -> Result<Rules, BackendError> {
     rules.insert(libc::SYS_fcntl, fcntls.collect::<Result<_, _>>()?);
     let prctls = PRCTLS.iter().map(|number| one_of(0, *number));
     rules.insert(libc::SYS_prctl, prctls.collect::<Result<_, _>>()?);
-    // No memory is ever made executable.
-    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
-        rules.insert(call, vec![none_of(2, libc::PROT_EXEC as u64)?]);
-    }
     // A thread, and never a process. `clone3` has its flags in memory: see `filter`.
     let thread = libc::CLONE_THREAD as u64;
     let is_thread = SeccompCondition::new(0, Qword, MaskedEq(thread), thread)?;
@@ -187,8 +227,6 @@ pub(super) fn allowed(means: &Means) -> Result<Rules, BackendError> {
     // Limits are read, and not set.
     let reads = SeccompCondition::new(2, Qword, Eq, 0)?;
     rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![reads])?]);
-    // Signals to itself: an abort.
-    rules.insert(libc::SYS_tgkill, vec![one_of(0, std::process::id())?]);
     if means.processes {
         rules.insert(libc::SYS_process_vm_readv, Vec::new());
         rules.insert(libc::SYS_process_vm_writev, Vec::new());

@@ -6,15 +6,15 @@ use super::wire::{
 };
 
 /// The longest option that is looked at: names have at most 4096 bytes.
-const MAX_OPTION_BYTES: usize = 32 << 10;
+pub(super) const MAX_OPTION_BYTES: usize = 32 << 10;
 /// The longest name that the protocol allows.
-const MAX_NAME_BYTES: usize = 4096;
+pub(super) const MAX_NAME_BYTES: usize = 4096;
 /// Options of one client.
 const MAX_OPTIONS: usize = 512;
 /// Bytes of an option before its data.
-const OPTION_HEAD_BYTES: usize = 16;
+pub(super) const OPTION_HEAD_BYTES: usize = 16;
 /// Bytes that fill the answer to `EXPORT_NAME`, unless the client does without them.
-const PADDING: [u8; 124] = [0; 124];
+pub(super) const PADDING: [u8; 124] = [0; 124];
 
 /// Requests are of whole sectors (nbd-rules.md 3).
 pub(super) const MIN_BLOCK_BYTES: u32 = 512;

@@ -4,10 +4,10 @@
 pub(super) const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 /// Then, and before each option.
 pub(super) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+pub(super) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-const CHUNK_MAGIC: u32 = 0x668e_33ef;
+pub(super) const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+pub(super) const CHUNK_MAGIC: u32 = 0x668e_33ef;
 
 /// Flags of the handshake, of either side.
 pub(super) const FIXED_NEWSTYLE: u16 = 1;
@@ -96,7 +96,7 @@ pub(super) mod chunk {
 }
 
 /// The flag of a chunk that is the last of its reply.
-const DONE: u16 = 1;
+pub(super) const DONE: u16 = 1;
 
 /// The namespace and name of the one context, and its number on the wire.
 pub(super) const CONTEXT: &str = "base:allocation";

@@ -1,0 +1,312 @@
+//! Clients of NBD while their disk's worker ends: killed, or for another program. They notice a pause.
+
+mod host;
+mod load;
+mod roles;
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use ferrite_daemon::control::protocol::Upgraded;
+use ferrite_daemon::keeping::Keepers;
+use ferrite_io::clock::{Random as _, SplitMix64};
+use ferrite_keeper::nbd_socket;
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::nbd::{Client, command};
+use ferrite_testkit::{images, wait_until};
+use host::Host;
+use load::Load;
+use roles::{MIB, Roles, end, is_alive, keeper, kill, kill_pid, relay_of, worker};
+use serde_json::json;
+
+/// Not a test: the daemon.
+#[test]
+fn process_daemon() {
+    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
+}
+
+/// Requests of a client at once.
+const DEPTH: usize = 8;
+/// The guest works on the first MiB, and each client on one of its own.
+const CLIENTS: usize = 3;
+
+fn stream(host: &Host, disk: &DiskPaths) -> UnixStream {
+    let name = host::id(disk).file_name();
+    UnixStream::connect(nbd_socket(&host.places().run.join(name))).expect("somebody listens")
+}
+
+fn client(host: &Host, disk: &DiskPaths, structured: bool) -> Client {
+    let mut client = Client::over(stream(host, disk));
+    client.go(structured);
+    client
+}
+
+/// A client that writes and reads back without end, several requests at a time.
+struct Busy {
+    stop: Arc<AtomicBool>,
+    done: Arc<AtomicU64>,
+    thread: JoinHandle<Client>,
+}
+
+impl Busy {
+    fn start(mut client: Client, from: u64) -> Busy {
+        let (stop, done) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
+        let (end, counted) = (stop.clone(), done.clone());
+        let thread = std::thread::spawn(move || {
+            work(&mut client, from, &end, &counted);
+            client
+        });
+        Busy { stop, done, thread }
+    }
+
+    fn wait_for_progress(&self) {
+        let before = self.done.load(Ordering::Relaxed);
+        wait_until("progress of a client", || self.done.load(Ordering::Relaxed) > before + 2);
+    }
+
+    fn end(self) -> Client {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
+    }
+}
+
+/// What one of the requests at a time is about: a place of its own.
+struct Lane {
+    from: u64,
+    stamp: u8,
+    bytes: u32,
+    /// What is under way.
+    asked: u16,
+    cookie: u64,
+}
+
+impl Lane {
+    fn ask(&mut self, client: &mut Client, command: u16) {
+        let data = match command {
+            command::WRITE => vec![self.stamp; self.bytes as usize],
+            _ => Vec::new(),
+        };
+        let bytes = if command == command::FLUSH { 0 } else { self.bytes };
+        self.asked = command;
+        self.cookie = client.send(command, 0, self.from, bytes, &data);
+    }
+}
+
+fn work(client: &mut Client, from: u64, stop: &AtomicBool, done: &AtomicU64) {
+    let mut random = SplitMix64::new(from);
+    let room = MIB / DEPTH as u64;
+    let lane = |i| Lane {
+        from: from + i as u64 * room,
+        stamp: 0,
+        bytes: room as u32,
+        asked: command::WRITE,
+        cookie: 0,
+    };
+    let mut lanes: Vec<Lane> = (0..DEPTH).map(lane).collect();
+    lanes.iter_mut().for_each(|lane| lane.ask(client, command::WRITE));
+    let mut under_way = DEPTH;
+    while under_way > 0 {
+        let reply = client.reply();
+        assert_eq!(reply.error, 0);
+        let lane = lanes.iter_mut().find(|lane| lane.cookie == reply.cookie).unwrap();
+        if lane.asked == command::READ {
+            assert!(reply.data.iter().all(|byte| *byte == lane.stamp), "at {}", lane.from);
+            assert_eq!(reply.data.len(), lane.bytes as usize);
+            done.fetch_add(1, Ordering::Relaxed);
+            if stop.load(Ordering::Relaxed) {
+                under_way -= 1;
+                continue;
+            }
+        }
+        let next = match lane.asked {
+            command::READ if random.below(4) == 0 => command::WRITE_ZEROES,
+            command::READ => command::WRITE,
+            command::WRITE if random.below(8) == 0 => command::FLUSH,
+            _ => command::READ,
+        };
+        match next {
+            command::WRITE => lane.stamp = lane.stamp.wrapping_add(1).max(1),
+            command::WRITE_ZEROES => lane.stamp = 0,
+            _ => {}
+        }
+        lane.ask(client, next);
+    }
+}
+
+/// A guest and clients at work on one disk.
+struct Scene {
+    host: Host,
+    daemon: std::process::Child,
+    disk: DiskPaths,
+    image: std::path::PathBuf,
+    load: Load,
+    busy: Vec<Busy>,
+}
+
+impl Scene {
+    fn new(format: &str) -> Scene {
+        let host = Host::new(1);
+        let folder = host.image(format);
+        std::fs::create_dir(&folder).unwrap();
+        let image = images::make(&folder, format, (CLIENTS as u64 + 2) * MIB);
+        let daemon = host.spawn(None);
+        let kind = if format == "raw" { "aio" } else { format };
+        let disk = host.attach(1, 0, &format!("{kind}:{}", image.display()));
+        let load = Load::start(&host, &disk);
+        let busy = (0..CLIENTS)
+            .map(|i| Busy::start(client(&host, &disk, i % 2 == 0), (i as u64 + 1) * MIB));
+        let busy = busy.collect();
+        Scene { host, daemon, disk, image, load, busy }
+    }
+
+    fn all_go_on(&self) {
+        self.load.wait_for_progress();
+        self.busy.iter().for_each(Busy::wait_for_progress);
+    }
+
+    fn end(self, format: &str) {
+        let mut clients: Vec<Client> = self.busy.into_iter().map(Busy::end).collect();
+        self.load.end();
+        clients.iter_mut().for_each(Client::flush);
+        let keeper = keeper(&self.host, &self.disk);
+        assert!(relay_of(keeper).is_some_and(is_alive));
+        drop(clients);
+        wait_until("no relay without clients", || relay_of(keeper).is_none());
+        end(&self.host, &[self.disk], &[keeper]);
+        if format != "raw" {
+            images::check(&self.image);
+        }
+        kill(self.daemon);
+    }
+}
+
+#[test]
+fn clients_go_on_when_a_worker_is_killed() {
+    for format in ["raw", "qcow2"] {
+        let scene = Scene::new(format);
+        scene.all_go_on();
+        let keeper = keeper(&scene.host, &scene.disk);
+        let relay = relay_of(keeper);
+        for round in 0..20 {
+            let mut next = None;
+            wait_until("a worker", || {
+                next = worker(keeper).filter(|pid| is_alive(*pid));
+                next.is_some()
+            });
+            kill_pid(next.unwrap());
+            // Some are killed before they have the image.
+            if round % 4 != 0 {
+                scene.all_go_on();
+            }
+        }
+        scene.all_go_on();
+        assert_eq!(relay_of(keeper), relay, "it is the same one all the time");
+        scene.end(format);
+    }
+}
+
+#[test]
+fn clients_go_on_when_their_disk_gets_another_program() {
+    let scene = Scene::new("qcow2");
+    scene.all_go_on();
+    let keeper = keeper(&scene.host, &scene.disk);
+    let relay = relay_of(keeper);
+    let other = scene.host.dir.path().join("other");
+    std::fs::copy(std::env::current_exe().unwrap(), &other).unwrap();
+    for binary in [other.clone(), std::env::current_exe().unwrap()] {
+        let done: Upgraded =
+            scene.host.call("upgrade", &json!({ "binary": binary.to_str().unwrap() })).unwrap();
+        assert_eq!(done.upgraded, [host::id(&scene.disk)], "{done:?}");
+        assert_eq!(std::fs::read_link(format!("/proc/{keeper}/exe")).unwrap(), binary);
+        scene.all_go_on();
+        assert_eq!(relay_of(keeper), relay);
+        // Its keeper knows it still: it gives it clients.
+        let mut one_more = client(&scene.host, &scene.disk, true);
+        one_more.flush();
+    }
+    scene.end("qcow2");
+}
+
+#[test]
+fn a_relay_that_is_killed_takes_its_clients_along_and_nobody_else() {
+    let host = Host::new(1);
+    let daemon = host.spawn(None);
+    let disk = roles::attach(&host, 1);
+    let load = Load::start(&host, &disk);
+    let keeper = keeper(&host, &disk);
+    let worker_before = worker(keeper);
+    for _ in 0..3 {
+        let mut clients: Vec<Client> = (0..4).map(|_| client(&host, &disk, true)).collect();
+        clients.iter_mut().for_each(|client| client.write(2 * MIB, &[7; 4096]));
+        kill_pid(relay_of(keeper).unwrap());
+        assert!(clients.iter_mut().all(Client::is_closed));
+        load.wait_for_progress();
+        let mut next = client(&host, &disk, true);
+        assert_eq!(next.read(2 * MIB, 4096), [7; 4096]);
+    }
+    assert_eq!(worker(keeper), worker_before);
+    load.end();
+    wait_until("no relay without clients", || relay_of(keeper).is_none());
+    end(&host, &[disk], &[keeper]);
+    kill(daemon);
+}
+
+#[test]
+fn what_a_client_was_answered_is_not_done_again_over_newer_data() {
+    let host = Host::new(1);
+    let daemon = host.spawn(None);
+    let disk = roles::attach(&host, 1);
+    let mut front = host.connect(&disk);
+    let keeper = keeper(&host, &disk);
+    let mut client = client(&host, &disk, true);
+    for _ in 0..5 {
+        // Where the guest writes afterwards, by `works`.
+        client.write(4096, &[1; 4096]);
+        host::works(&mut front, 2);
+        kill_pid(worker(keeper).unwrap());
+        assert_eq!(client.read(4096, 4096), [2; 4096]);
+    }
+    front.close(ferrite_testkit::PATIENCE).unwrap();
+    end(&host, &[disk], &[keeper]);
+    kill(daemon);
+}
+
+/// KiB of memory that a process has to itself.
+fn own_kib(pid: i32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("Private_Dirty:"));
+    line.unwrap().trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+fn clients_that_stall_keep_neither_others_nor_memory_nor_the_disk() {
+    let scene = Scene::new("raw");
+    let keeper = keeper(&scene.host, &scene.disk);
+    let relay = relay_of(keeper).unwrap();
+    let mut stalled: Vec<Client> =
+        (0..8).map(|i| client(&scene.host, &scene.disk, i % 2 == 0)).collect();
+    for (i, stalled) in stalled.iter_mut().enumerate() {
+        match i % 4 {
+            // Answers that nobody reads,
+            0 | 1 => (0..20).for_each(|_| {
+                stalled.send(command::READ, 0, 0, 1 << 20, &[]);
+            }),
+            // half of a write,
+            2 => drop(stalled.send(command::WRITE, 0, 4 * MIB, 1 << 20, &[0; 1000])),
+            // and half of a request.
+            _ => stalled.say(&ferrite_testkit::nbd::request(command::READ, 0, 9, 0, 512)[..20]),
+        }
+    }
+    // And one that does not even begin.
+    let silent = stream(&scene.host, &scene.disk);
+    for _ in 0..3 {
+        scene.all_go_on();
+        kill_pid(worker(keeper).unwrap());
+    }
+    scene.all_go_on();
+    assert!(own_kib(relay) < (8 + CLIENTS as u64) * (6 << 10), "{} KiB", own_kib(relay));
+    drop((stalled, silent));
+    scene.end("raw");
+}

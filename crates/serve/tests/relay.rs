@@ -1,0 +1,307 @@
+//! A relay between a client and workers that a test plays: what each of them gets, byte by byte.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use ferrite_io::process::{receive_with, send_with};
+use ferrite_serve::nbd::relay;
+use ferrite_testkit::PATIENCE;
+use ferrite_testkit::nbd::{Client, command, info, is_closed, option, request};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+const GREETING: &[u8] = b"NBDMAGICIHAVEOPT\0\x03";
+const SIZE: u64 = 1 << 30;
+/// Has flags, takes flushes.
+const FLAGS: u16 = 5;
+
+/// The keeper of a relay that is a thread here.
+struct Keeper(OwnedFd);
+
+/// A worker's end of a link.
+struct Worker(UnixStream);
+
+impl Keeper {
+    fn new() -> Keeper {
+        let kind = SocketType::SEQPACKET;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+        // It ends with our end.
+        std::thread::spawn(move || relay(&theirs).unwrap_err());
+        Keeper(ours)
+    }
+
+    fn hear(&self) -> String {
+        let (bytes, _) = receive_with(&self.0, 64, true).unwrap();
+        String::from_utf8(bytes).unwrap()
+    }
+
+    /// A client's end.
+    fn connect(&self) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        send_with(&self.0, b"client", Some(theirs.as_fd())).unwrap();
+        ours.set_read_timeout(Some(PATIENCE)).unwrap();
+        ours
+    }
+
+    /// Gives the client a link that it asks for.
+    fn link(&self) -> Worker {
+        let asked = self.hear();
+        assert!(asked.starts_with("link "), "{asked}");
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        send_with(&self.0, asked.as_bytes(), Some(theirs.as_fd())).unwrap();
+        ours.set_read_timeout(Some(PATIENCE)).unwrap();
+        Worker(ours)
+    }
+
+    /// A client that may ask for data, without chunks, and its worker.
+    fn served(&self) -> (Client, Worker) {
+        let stream = self.connect();
+        let mut worker = self.link();
+        let client = std::thread::spawn(move || {
+            let mut client = Client::over(stream);
+            assert_eq!(client.go(false), (SIZE, FLAGS));
+            client
+        });
+        worker.greet(SIZE);
+        (client.join().unwrap(), worker)
+    }
+}
+
+impl Worker {
+    fn say(&mut self, bytes: &[u8]) {
+        // Where the relay has hung up, it is what it says that counts.
+        let _ = self.0.write_all(bytes);
+    }
+
+    #[track_caller]
+    fn hears(&mut self, expected: &[u8]) {
+        let mut bytes = vec![0; expected.len()];
+        self.0.read_exact(&mut bytes).expect("the relay says more");
+        assert!(bytes == expected, "{bytes:?}");
+    }
+
+    fn hears_nothing(&mut self) {
+        self.0.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+        assert!(self.0.read(&mut [0]).is_err());
+        self.0.set_read_timeout(Some(PATIENCE)).unwrap();
+    }
+
+    /// The whole handshake of such a client.
+    fn greet(&mut self, size: u64) {
+        self.say(GREETING);
+        let info = info("");
+        let len = (info.len() as u32).to_be_bytes();
+        self.hears(&[&[0, 0, 0, 3][..], b"IHAVEOPT\0\0\0\x07", &len, &info].concat());
+        self.answer(3, &[&[0, 0][..], &size.to_be_bytes(), &FLAGS.to_be_bytes()].concat());
+        self.answer(1, &[]);
+    }
+
+    /// Answers GO.
+    fn answer(&mut self, kind: u32, data: &[u8]) {
+        let head = 0x0003_e889_0455_65a9u64.to_be_bytes();
+        let len = (data.len() as u32).to_be_bytes();
+        self.say(&[&head[..], &option::GO.to_be_bytes(), &kind.to_be_bytes(), &len, data].concat());
+    }
+
+    fn done(&mut self, cookie: u64, error: u32) {
+        let head = [&0x6744_6698u32.to_be_bytes()[..], &error.to_be_bytes()].concat();
+        self.say(&[&head[..], &cookie.to_be_bytes()].concat());
+    }
+}
+
+#[test]
+fn what_was_not_answered_is_asked_again_in_its_order_and_an_answer_in_part_is_nobodys() {
+    let keeper = Keeper::new();
+    let (mut client, mut worker) = keeper.served();
+    client.send(command::WRITE, 1, 512, 512, &[7; 512]);
+    client.send(command::FLUSH, 0, 0, 0, &[]);
+    client.send(command::READ, 0, 1024, 512, &[]);
+    client.send(command::WRITE, 0, 2048, 512, &[8; 512]);
+    let write = [&request(command::WRITE, 1, 1, 512, 512)[..], &[7; 512]].concat();
+    let flush = request(command::FLUSH, 0, 2, 0, 0);
+    let read = request(command::READ, 0, 3, 1024, 512);
+    let last = [&request(command::WRITE, 0, 4, 2048, 512)[..], &[8; 512]].concat();
+    worker.hears(&[&write[..], &flush, &read, &last].concat());
+    worker.done(2, 0);
+    assert_eq!(client.reply().cookie, 2);
+    // The half of an answer to the read.
+    worker.done(3, 0);
+    worker.say(&[1; 300]);
+    drop(worker);
+    let mut worker = keeper.link();
+    // The requests come only after the same answers as before.
+    worker.say(GREETING);
+    worker.hears(&[0, 0, 0, 3]);
+    let rest = info("");
+    let mut all = vec![0; 16 + rest.len()];
+    worker.0.read_exact(&mut all).unwrap();
+    worker.hears_nothing();
+    worker.answer(3, &[&[0, 0][..], &SIZE.to_be_bytes(), &FLAGS.to_be_bytes()].concat());
+    worker.hears_nothing();
+    worker.answer(1, &[]);
+    worker.hears(&[&write[..], &read, &last].concat());
+    worker.done(3, 0);
+    worker.say(&[2; 512]);
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.data), (3, vec![2; 512]));
+    worker.done(4, 28);
+    assert_eq!(client.reply().error, 28);
+    worker.done(1, 0);
+    assert_eq!(client.reply().cookie, 1);
+    // Nothing is left to be asked again.
+    drop(worker);
+    let mut worker = keeper.link();
+    worker.greet(SIZE);
+    worker.hears_nothing();
+    drop(client);
+    assert_eq!(worker.0.read(&mut [0]).unwrap(), 0);
+    assert_eq!(keeper.hear(), "idle 1");
+}
+
+#[test]
+fn another_disk_than_the_clients_own_ends_it() {
+    let keeper = Keeper::new();
+    let (mut client, worker) = keeper.served();
+    client.send(command::WRITE, 0, 0, 512, &[7; 512]);
+    drop(worker);
+    let mut worker = keeper.link();
+    worker.greet(SIZE + 512);
+    assert!(client.is_closed());
+    assert_eq!(keeper.hear(), "idle 1");
+}
+
+#[test]
+fn a_request_that_ends_its_links_is_given_up_with_its_client() {
+    let keeper = Keeper::new();
+    let (mut client, mut worker) = keeper.served();
+    let (mut other, mut others) = keeper.served();
+    client.send(command::READ, 0, 0, 512, &[]);
+    for round in 1.. {
+        worker.hears(&request(command::READ, 0, 1, 0, 512));
+        drop(worker);
+        if round == 8 {
+            break;
+        }
+        worker = keeper.link();
+        worker.greet(SIZE);
+    }
+    assert!(client.is_closed());
+    other.send(command::FLUSH, 0, 0, 0, &[]);
+    others.hears(&request(command::FLUSH, 0, 1, 0, 0));
+    others.done(1, 0);
+    assert_eq!(other.reply().error, 0);
+}
+
+#[test]
+fn a_worker_that_talks_nonsense_is_asked_again_on_another_link() {
+    let nonsense: [&[u8]; 4] = [
+        // No answer at all; to what nobody has asked; data of a flush; a chunk without end.
+        &[0xff; 16],
+        b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x09",
+        b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x02\0\0\0\0",
+        b"\x66\x8e\x33\xef\0\0\0\x01\0\0\0\0\0\0\0\x01\xff\xff\xff\xff",
+    ];
+    let keeper = Keeper::new();
+    let (mut client, mut worker) = keeper.served();
+    client.send(command::READ, 0, 0, 512, &[]);
+    for (i, nonsense) in nonsense.iter().enumerate() {
+        worker.hears(&request(command::READ, 0, 1, 0, 512));
+        worker.say(nonsense);
+        assert!(is_closed(&worker.0), "{i}");
+        worker = keeper.link();
+        worker.greet(SIZE);
+    }
+    worker.hears(&request(command::READ, 0, 1, 0, 512));
+    worker.done(1, 0);
+    worker.say(&[3; 512]);
+    assert_eq!(client.reply().data, [3; 512]);
+}
+
+#[test]
+fn a_write_that_is_refused_before_its_data_have_come_leaves_the_next_request_where_it_is() {
+    let keeper = Keeper::new();
+    let (mut client, mut worker) = keeper.served();
+    let data = vec![1; 8 << 20];
+    let mut sender = client.stream.try_clone().unwrap();
+    let long = [&request(command::WRITE, 0, 1, 0, data.len() as u32)[..], &data].concat();
+    let sent = std::thread::spawn(move || {
+        sender.write_all(&long).unwrap();
+        // And one that is too long for everybody.
+        sender.write_all(&request(command::WRITE, 0, 5, 0, (32 << 20) + 512)).unwrap();
+        std::io::copy(&mut std::io::repeat(2).take((32 << 20) + 512), &mut sender).unwrap();
+        sender.write_all(&request(command::FLUSH, 0, 6, 0, 0)).unwrap();
+    });
+    worker.hears(&request(command::WRITE, 0, 1, 0, data.len() as u32));
+    worker.done(1, 22);
+    assert_eq!(client.reply().error, 22);
+    worker.hears(&data);
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.error), (5, 22));
+    worker.hears(&request(command::FLUSH, 0, 2, 0, 0));
+    // Nobody holds the first one any more.
+    drop(worker);
+    let mut worker = keeper.link();
+    worker.greet(SIZE);
+    worker.hears(&request(command::FLUSH, 0, 2, 0, 0));
+    worker.done(2, 0);
+    assert_eq!(client.reply().cookie, 6);
+    sent.join().unwrap();
+}
+
+#[test]
+fn at_the_bound_no_more_is_taken_from_a_client_and_its_answers_free_room() {
+    let keeper = Keeper::new();
+    let (mut client, mut worker) = keeper.served();
+    let mib = 1 << 20;
+    for i in 0..8 {
+        client.send(command::READ, 0, i * u64::from(mib), mib, &[]);
+    }
+    let of = |cookie: u64| request(command::READ, 0, cookie, (cookie - 1) * u64::from(mib), mib);
+    (1..=4).for_each(|cookie| worker.hears(&of(cookie)));
+    worker.hears_nothing();
+    worker.done(1, 0);
+    worker.say(&vec![1; mib as usize]);
+    assert_eq!(client.reply().data.len(), mib as usize);
+    worker.hears(&of(5));
+    worker.hears_nothing();
+    // With the client gone nobody is asked again.
+    drop((client, worker));
+    assert_eq!(keeper.hear(), "idle 1");
+}
+
+#[test]
+fn a_handshake_goes_on_where_it_was_and_a_client_that_is_silent_in_it_ends() {
+    let keeper = Keeper::new();
+    let mut client = keeper.connect();
+    drop(keeper.link());
+    let mut worker = keeper.link();
+    worker.say(GREETING);
+    let mut greeting = [0; 18];
+    client.read_exact(&mut greeting).unwrap();
+    client.write_all(&[0, 0, 0, 3]).unwrap();
+    worker.hears(&[0, 0, 0, 3]);
+    drop(worker);
+    worker = keeper.link();
+    worker.say(GREETING);
+    worker.hears(&[0, 0, 0, 3]);
+    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+    worker.hears(b"IHAVEOPT\0\0\0\x01\0\0\0\0");
+    worker.say(&SIZE.to_be_bytes());
+    worker.say(&FLAGS.to_be_bytes());
+    let mut export = [0; 10];
+    client.read_exact(&mut export).unwrap();
+    assert_eq!(export[..8], SIZE.to_be_bytes());
+    // One that says nothing, and one that says what nobody understands.
+    let mut silent = keeper.connect();
+    let mut silents = keeper.link();
+    silents.say(GREETING);
+    silent.read_exact(&mut greeting).unwrap();
+    let mut wrong = keeper.connect();
+    worker = keeper.link();
+    worker.say(GREETING);
+    wrong.read_exact(&mut greeting).unwrap();
+    wrong.write_all(&[0xff; 64]).unwrap();
+    assert!(is_closed(&wrong) && is_closed(&silent));
+}
