@@ -45,9 +45,9 @@ impl GuestOptions {
         GuestOptions { kind: Kind::Pvh, ..GuestOptions::default() }
     }
 
-    /// An unmodified HVM guest.
+    /// An unmodified HVM guest, with one processor.
     pub fn hvm() -> Self {
-        GuestOptions { kind: Kind::Hvm, ..GuestOptions::default() }
+        GuestOptions { kind: Kind::Hvm, vcpus: 1, ..GuestOptions::default() }
     }
 
     /// The guest in the toolstack's words.
@@ -58,7 +58,10 @@ impl GuestOptions {
             Kind::Hvm => "hvm",
         };
         let boots = match self.kind {
-            Kind::Hvm => "boot=\"c\"\nvga=\"none\"\nnographic=1\nvnc=0\nusb=0\n".to_owned(),
+            // By the IDE disk that is the default no guest came up in three minutes.
+            Kind::Hvm => {
+                "boot=\"c\"\nhdtype=\"ahci\"\nvga=\"none\"\nnographic=1\nvnc=0\nusb=0\n".to_owned()
+            }
             _ => format!(
                 "kernel=\"/boot/guest-vmlinuz\"\nramdisk=\"/lab/guest.img\"\n\
                  extra=\"{arguments}\"\n"

@@ -20,7 +20,7 @@ pub(super) const CASES: &[Case] = &[
 const THREE_KILLS: Load = Load { kills: 3, options: "", large: "--bs=128k --size=8m" };
 
 /// A command that writes an area, and verifies it.
-fn verifying(node: &str, more: &str) -> String {
+pub(super) fn verifying(node: &str, more: &str) -> String {
     format!(
         "fio --name=verify --ioengine=libaio --direct=1 --rw=randwrite --bs=16k --size=2m \
          --offset=64m --iodepth=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
@@ -56,7 +56,7 @@ fn saved_and_rebooted(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// What was written and verified before a reboot is there after it.
-fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
+pub(super) fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
     let node = disk.node();
     let mark = format!(
         "echo ferrite-was-here | dd of={node} bs=512 seek=262144 conv=sync,notrunc oflag=direct \

@@ -7,6 +7,7 @@ mod filesystem;
 mod fio;
 mod guests;
 mod host;
+mod hvm;
 mod images;
 mod lifecycle;
 mod media;
@@ -20,11 +21,11 @@ mod xl;
 pub(crate) use runner::{Report, Selection, run};
 
 use anyhow::{Context, Result, bail};
+use ferrite_xenhost::XenHost;
 use ferrite_xenhost::disk::{Backend, Disk, DiskOptions, ended};
 use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Kind};
 use ferrite_xenhost::qemu::Processor;
 use ferrite_xenhost::steps;
-use ferrite_xenhost::{XenHost, bootdisk};
 
 /// Which backends a test is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +79,7 @@ const fn ferrite(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> C
 /// Every test, in the order in which they run: the longest first, so that two hosts end together.
 pub(crate) fn all() -> Vec<Case> {
     [
+        hvm::CASES,
         guests::CASES,
         fio::CASES,
         recovery::CASES,
@@ -231,32 +233,42 @@ impl<'a> Bench<'a> {
 
     /// A running guest with a disk that xl attaches.
     fn guest_of_xl(&mut self, options: &GuestOptions, image: &str) -> Result<(Guest, Disk)> {
+        let words = format!("format=raw,script=block-ferrite,access=w,target={image}");
+        self.guest_of_words(options, image, &words, |_, _| Ok(()))
+    }
+
+    /// The same, attached by other words. `early` is called when the guest has begun to boot.
+    fn guest_of_words(
+        &mut self,
+        options: &GuestOptions,
+        image: &str,
+        words: &str,
+        early: impl Fn(&mut Bench<'_>, &Disk) -> Result<()>,
+    ) -> Result<(Guest, Disk)> {
         let stood = self.standstills(options)?;
-        match self.try_guest_of_xl(options, image) {
+        match self.try_guest_of_words(options, image, words, &early) {
             Err(error) if self.standstills(options)? > stood => {
                 self.give_up_guest(&error)?;
-                self.try_guest_of_xl(options, image)
+                self.try_guest_of_words(options, image, words, &early)
             }
             done => done,
         }
     }
 
-    fn try_guest_of_xl(&mut self, options: &GuestOptions, image: &str) -> Result<(Guest, Disk)> {
-        let name = if options.kind == Kind::Hvm { "xvde" } else { "xvda" };
-        let mut specs = vec![format!(
-            "format=raw,vdev={name},backendtype=tap,script=block-ferrite,access=w,target={image}"
-        )];
-        if options.kind == Kind::Hvm {
-            // The firmware boots from a disk of QEMU's: see attachments.md.
-            let boot = "/lab/boot.raw";
-            bootdisk::write(self.xenhost, options, boot, 64)?;
-            specs.insert(0, format!("format=raw,vdev=xvda,backendtype=qdisk,target={boot}"));
-        }
-        let mut guest = Guest::create_with(self.xenhost, options, &specs)?;
+    fn try_guest_of_words(
+        &mut self,
+        options: &GuestOptions,
+        image: &str,
+        words: &str,
+        early: impl Fn(&mut Bench<'_>, &Disk) -> Result<()>,
+    ) -> Result<(Guest, Disk)> {
+        let spec = format!("vdev=xvda,backendtype=tap,{words}");
+        let mut guest = Guest::create_with(self.xenhost, options, &[spec])?;
         self.guests.push(guest.clone());
-        let disk = Disk::of_toolstack(&guest, DiskOptions::new(image, name))?;
+        let disk = Disk::of_toolstack(&guest, DiskOptions::new(image, "xvda"))?;
         self.disks.push(disk.clone());
         guest.unpause(self.xenhost)?;
+        early(self, &disk)?;
         guest.wait_ready(self.xenhost)?;
         disk.wait_connected(self.xenhost)?;
         wait_for_node(self.xenhost, &mut guest, &disk)?;
