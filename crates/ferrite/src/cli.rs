@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand};
 use ferrite_io::engines::EngineChoice;
+use ferrite_serve::path::space::OnFull;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::exit::Code;
@@ -126,6 +127,11 @@ pub(crate) struct ServeArgs {
     /// there is no bound.
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=6400))]
     pub(crate) cpu: Option<u32>,
+
+    /// Where there is no space for a write: answer it with an error, or let it wait, without an answer,
+    /// until there is some: error, wait.
+    #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
+    pub(crate) on_full: OnFull,
 
     /// Memory for data in flight; at least 1 MiB a queue is taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
@@ -282,6 +288,11 @@ pub(crate) struct NbdArgs {
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) clients: u32,
+
+    /// Where there is no space for a write: answer it with an error, or let it wait, without an answer,
+    /// until there is some: error, wait.
+    #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
+    pub(crate) on_full: OnFull,
 
     /// Memory for data in flight of each client; at least 2 MiB are taken.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]

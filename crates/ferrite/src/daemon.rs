@@ -131,6 +131,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         engine: options.engine,
         poll_storage: options.poll_storage,
         cpu: options.cpu,
+        on_full: options.on_full,
         memory: options.memory_bytes,
         mover: options.mover,
         map_budget: options.map_budget,

@@ -31,7 +31,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let disk = open(args, bound.was_left.then_some(TAKE_OVER_WAIT))?;
     tracing::info!("opened {disk}");
     let kind = choose(args.engine, false, &disk)?;
-    let device = Arc::new(Device::new(disk, SystemClock::shared()));
+    let device = Arc::new(Device::new(disk, SystemClock::shared()).on_full(args.on_full));
     let engine = engines(kind);
     recover(&device, &engine).map_err(|e| {
         let what = format!(

@@ -90,7 +90,8 @@ fn serve_with(
         work: work_config(args, run)?,
         engine,
     };
-    let device = Arc::new(Device::new(disk, SystemClock::shared()));
+    let device = Device::new(disk, SystemClock::shared()).on_full(config.work.on_full);
+    let device = Arc::new(device);
     let outcome = serve(store, &Xen::new(), &device, &config, stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
@@ -127,6 +128,7 @@ pub(crate) fn work_config(args: &ServeArgs, run: &Path) -> Result<WorkConfig, Fa
         run_dir: run.join(run_dir_name(domid, devid)),
         closes: true,
         tuning: args.tuning.tuning(),
+        on_full: args.on_full,
         processors: processors(args, run),
         counters: Counters::default(),
     })

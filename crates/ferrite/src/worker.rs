@@ -82,6 +82,7 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     put("ring-order", &args.ring_order);
     put("indirect", &args.indirect);
     put("engine", &args.engine);
+    put("on-full", &args.on_full);
     put("memory", &args.memory);
     put("mover", &args.mover);
     put("map-budget", &args.map_budget);
@@ -225,6 +226,7 @@ mod tests {
             "--engine=aio",
             "--poll-storage",
             "--cpu=150",
+            "--on-full=wait",
             "--memory=3M",
             "--mover=map",
             "--map-budget=5",

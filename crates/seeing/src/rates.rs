@@ -189,6 +189,7 @@ mod tests {
                 boot: Boot::default(),
                 made_unix_s: 1000,
                 counts: Counts::default(),
+                full_since_unix_s: None,
                 reads: KindCounts::default(),
                 writes: KindCounts::default(),
                 flushes: KindCounts::default(),

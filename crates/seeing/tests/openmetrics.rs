@@ -28,6 +28,7 @@ fn sample(name: &str, kind: KindCounts) -> Sample {
         boot: Boot::default(),
         made_unix_s: 1000,
         counts: Counts { polls: 7, polled_ns: 1_500_000_000, ..Counts::default() },
+        full_since_unix_s: None,
         reads: kind,
         writes: KindCounts::default(),
         flushes: kind,

@@ -3,8 +3,6 @@
 //! enough connects it.
 
 use std::collections::BTreeSet;
-use std::path::Path;
-use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,7 +11,7 @@ use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};
 use ferrite_serve::counters::FOLDER;
 use ferrite_testkit::PATIENCE;
-use ferrite_testkit::places::dir_in_memory;
+use ferrite_testkit::places::{Small, dir_in_memory};
 use ferrite_testkit::rig::{Plan, Rig};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -163,35 +161,6 @@ fn a_pool_that_there_is_no_memory_for_is_an_error_that_leaves_the_guest_waiting(
     assert_eq!(front.space().memory().bound_ports(), 0);
 }
 
-/// A file system in memory with limits. Needs root.
-struct Small<'a>(&'a Path);
-
-impl Small<'_> {
-    /// `None` where one may not mount, and says so.
-    fn mount<'a>(on: &'a Path, limits: &str) -> Option<Small<'a>> {
-        let options = format!("mode=700,{limits}");
-        let mut command = Command::new("mount");
-        command.args(["-t", "tmpfs", "-o", &options, "none"]).arg(on);
-        if !command.output().is_ok_and(|output| output.status.success()) {
-            ferrite_testkit::programs::skipped("this user may not mount");
-            return None;
-        }
-        Some(Small(on))
-    }
-
-    fn grow(&self) {
-        let mut command = Command::new("mount");
-        command.args(["-o", "remount,size=8m,nr_inodes=100"]).arg(self.0);
-        assert!(command.status().unwrap().success());
-    }
-}
-
-impl Drop for Small<'_> {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("--lazy").arg(self.0).status();
-    }
-}
-
 /// How a backend fares for whose run directory there is this much space; `None`: nobody can try.
 /// What its guest waits for, `Ok` if for nothing.
 fn with_run_directory(limits: &str) -> Option<Result<(), String>> {
@@ -212,7 +181,7 @@ fn with_run_directory(limits: &str) -> Option<Result<(), String>> {
     }
     if reason.is_some() {
         assert!(rig.is_running() && front.backend_state().unwrap() == 2);
-        small.grow();
+        small.change("size=8m,nr_inodes=100");
     }
     front.finish(PATIENCE).unwrap();
     works(&mut front);

@@ -1,7 +1,8 @@
 //! Directories and files for a test, which go with it.
 
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use tempfile::TempDir;
 
@@ -26,4 +27,34 @@ pub fn image(dir: &TempDir, bytes: u64) -> PathBuf {
     let path = dir.path().join("disk.img");
     File::create_new(&path).unwrap().set_len(bytes).unwrap();
     path
+}
+
+/// A file system in memory with limits, mounted on a directory. Needs root.
+pub struct Small(PathBuf);
+
+impl Small {
+    /// With these options of a tmpfs. `None` where one may not mount, and says so.
+    pub fn mount(on: &Path, limits: &str) -> Option<Small> {
+        let options = format!("mode=711,{limits}");
+        let mut command = Command::new("mount");
+        command.args(["-t", "tmpfs", "-o", &options, "none"]).arg(on);
+        if !command.output().is_ok_and(|output| output.status.success()) {
+            crate::programs::skipped("this user may not mount");
+            return None;
+        }
+        Some(Small(on.to_owned()))
+    }
+
+    /// Has other limits from now on.
+    pub fn change(&self, limits: &str) {
+        let mut command = Command::new("mount");
+        command.args(["-o", &format!("remount,{limits}")]).arg(&self.0);
+        assert!(command.status().unwrap().success());
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
 }

@@ -23,6 +23,7 @@ use ferrite_serve::blkif::lifecycle::{
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
+use ferrite_serve::path::space::OnFull;
 use ferrite_serve::processors::Processors;
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
@@ -89,6 +90,7 @@ pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
         run_dir,
         closes: true,
         tuning: Tuning::default(),
+        on_full: OnFull::default(),
         processors: Arc::default(),
         counters: Counters::default(),
         moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
@@ -132,6 +134,8 @@ pub struct Plan {
     pub engine: EngineFactory,
     /// How queues work.
     pub tuning: Tuning,
+    /// What requests get for which there is no space.
+    pub on_full: OnFull,
     /// What the disk may have of the host's processors.
     pub processors: Arc<Processors>,
     /// The clock that the disk's limits go by.
@@ -156,6 +160,7 @@ impl Default for Plan {
             copy_with: CopyWith::Memcpy,
             engine: engines(),
             tuning: Tuning::default(),
+            on_full: OnFull::default(),
             processors: Arc::default(),
             clock: SystemClock::shared(),
             moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
@@ -261,7 +266,8 @@ impl Rig {
             ..OpenOptions::default()
         };
         let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();
-        let device = Arc::new(Device::new(disk, self.plan.clock.clone()));
+        let device = Device::new(disk, self.plan.clock.clone()).on_full(self.plan.on_full);
+        let device = Arc::new(device);
         self.device = Arc::downgrade(&device);
         let stop = Arc::new(Waker::new().unwrap());
         let config = Config {

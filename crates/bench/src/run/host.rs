@@ -19,6 +19,7 @@ use ferrite_serve::blkif::lifecycle::{
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::{Counters, Counts};
 use ferrite_serve::path::device::Device;
+use ferrite_serve::path::space::OnFull;
 use ferrite_serve::processors::Processors;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::hypervisor::DomId;
@@ -471,6 +472,7 @@ pub(super) fn work_config(
         // Several guests may have it.
         closes: false,
         tuning: args.tuning.tuning(),
+        on_full: OnFull::Error,
         processors: Arc::new(Processors { polling, limit: None }),
         counters: Counters::default(),
     })

@@ -61,7 +61,7 @@ const HOST: [Key<HostOptions>; 2] = [
     },
 ];
 
-const DISK: [Key<DiskOptions>; 12] = [
+const DISK: [Key<DiskOptions>; 13] = [
     Key {
         name: "queues",
         allowed: "a number from 1 to 64",
@@ -96,6 +96,11 @@ const DISK: [Key<DiskOptions>; 12] = [
         name: "map_budget",
         allowed: "a number of pages, from 0 to 16777216",
         take: |disk, value| put(&mut disk.map_budget, number(value, 0, 1 << 24)),
+    },
+    Key {
+        name: "on_full",
+        allowed: "\"error\" or \"wait\"",
+        take: |disk, value| put(&mut disk.on_full, word(value)),
     },
     Key {
         name: "memory_mib",

@@ -10,6 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::engines::EngineChoice;
+use ferrite_serve::path::space::OnFull;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
@@ -69,6 +70,8 @@ pub struct DiskOptions {
     pub mover: Mover,
     /// Pages of the guest that this disk may have mapped.
     pub map_budget: u32,
+    /// What requests get for which there is no space.
+    pub on_full: OnFull,
     /// Bytes for data in flight.
     pub memory_bytes: usize,
     /// How long a queue polls before it sleeps.
@@ -104,6 +107,7 @@ impl Default for DiskOptions {
             poll_storage: false,
             mover: Mover::Copy,
             map_budget: DISK_MAPPINGS,
+            on_full: OnFull::Error,
             memory_bytes: 8 << 20,
             poll: PollWindow::Auto,
             poll_cpu: 100,

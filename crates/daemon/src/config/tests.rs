@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use ferrite_io::engines::{EngineChoice, EngineKind};
+use ferrite_serve::path::space::OnFull;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::Mover;
 
@@ -30,6 +31,7 @@ engine = "aio"
 poll_storage = true
 mover = "persistent"
 map_budget = 100
+on_full = "wait"
 memory_mib = 16
 poll_us = 50
 poll_cpu = 20
@@ -52,6 +54,7 @@ fn each_key_goes_to_its_place() {
         poll_storage: true,
         mover: Mover::Persistent,
         map_budget: 100,
+        on_full: OnFull::Wait,
         memory_bytes: 16 << 20,
         poll: PollWindow::Fixed(50),
         poll_cpu: 20,

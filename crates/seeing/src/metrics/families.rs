@@ -39,7 +39,7 @@ const fn time(field: &'static str, name: &'static str, help: &'static str) -> Co
 }
 
 /// All but `requests`, which is the sum of what is told by kind.
-const COUNTED: [Counted; 18] = [
+const COUNTED: [Counted; 20] = [
     number("sweeps", "sweeps", "Turns that took at least one request off a ring"),
     number("transfers", "transfers", "Operations given to the storage for data"),
     number("merged", "merged_requests", "Requests that shared an operation with another"),
@@ -58,6 +58,8 @@ const COUNTED: [Counted; 18] = [
     number("releases", "memory_releases", "Times that buffers were given back to the system"),
     number("refused", "refused_requests", "Requests that ask for what the disk does not do"),
     number("shortages", "buffer_shortages", "Times that no buffer was free for a request"),
+    number("space_waits", "space_waits", "Requests that had to wait for space on a full storage"),
+    number("space_waits_ended", "space_waits_ended", "Those of them that wait no more"),
 ];
 
 /// Which disk, and one more word.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::layout::{KINDS_AT, PAGE_WORDS};
+use super::layout::{PAGE_WORDS, SPACE_SINCE_AT};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -14,7 +14,7 @@ macro_rules! counters {
             Count,
         }
 
-        const _: () = assert!(Place::Count as usize <= KINDS_AT);
+        const _: () = assert!(Place::Count as usize <= SPACE_SINCE_AT);
 
         /// One queue's counters.
         #[derive(Clone, Copy)]
@@ -99,6 +99,17 @@ counters! {
     refused,
     /// Times that no buffer was free for a request.
     shortages,
+    /// Requests that had to wait for space, as their storage was full.
+    space_waits,
+    /// Those of them that wait no more.
+    space_waits_ended,
+}
+
+impl Counts {
+    /// Requests that wait for space now.
+    pub fn waiting_for_space(&self) -> u64 {
+        self.space_waits.saturating_sub(self.space_waits_ended)
+    }
 }
 
 impl fmt::Display for Counts {
@@ -141,6 +152,11 @@ impl Counter<'_> {
     #[inline]
     pub(crate) fn add(self, n: u64) {
         add(self.0, n);
+    }
+
+    /// What it is at.
+    pub(super) fn value(self) -> u64 {
+        self.0.load(Relaxed)
     }
 }
 

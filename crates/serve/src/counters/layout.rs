@@ -38,6 +38,9 @@ pub(super) const IMAGE_TEXT_AT: usize = 256;
 pub(super) const IMAGE_TEXT_MAX: usize = PAGE_BYTES - IMAGE_TEXT_AT - 8;
 
 // Words of a queue's page: the counters, then a block for each kind of request.
+/// Seconds since 1970, when the first of those requests of the queue began to wait for space that wait
+/// now, if any do.
+pub(super) const SPACE_SINCE_AT: usize = 31;
 pub(super) const KINDS_AT: usize = 32;
 pub(super) const KIND_WORDS: usize = 120;
 

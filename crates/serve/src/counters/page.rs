@@ -3,12 +3,14 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Weak};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use ferrite_io::shm::Shm;
 
 use super::counts::QueueCounters;
-use super::layout::{HISTOGRAM, MAX_NS};
-use super::layout::{KIND_WORDS, KINDS_AT, PAGE_BYTES, PAGE_WORDS, SUBMITTED};
+use super::layout::{
+    HISTOGRAM, KIND_WORDS, KINDS_AT, MAX_NS, PAGE_BYTES, PAGE_WORDS, SPACE_SINCE_AT, SUBMITTED,
+};
 
 /// One queue's page, mapped.
 #[derive(Clone, Debug)]
@@ -60,6 +62,9 @@ impl Page {
 
     /// Nothing of this queue is in flight, whatever its last process was at when it ended.
     pub(super) fn begin(&self) {
+        let counters = self.counters();
+        let (waits, ended) = (counters.space_waits, counters.space_waits_ended);
+        ended.add(waits.value().wrapping_sub(ended.value()));
         let words = self.words();
         for kind in (KINDS_AT..PAGE_WORDS).step_by(KIND_WORDS) {
             let histogram = &words[kind + HISTOGRAM..kind + KIND_WORDS];
@@ -67,6 +72,16 @@ impl Page {
                 histogram.iter().fold(0u64, |n, word| n.wrapping_add(word.load(Relaxed)));
             words[kind + SUBMITTED].store(answered, Relaxed);
         }
+    }
+
+    /// A request waits for space from now on.
+    pub(crate) fn space_ends(&self) {
+        let counters = self.counters();
+        if counters.space_waits.value() == counters.space_waits_ended.value() {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+            self.words()[SPACE_SINCE_AT].store(now, Relaxed);
+        }
+        counters.space_waits.add(1);
     }
 
     /// Raises the longest latency of a kind.

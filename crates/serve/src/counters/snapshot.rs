@@ -15,7 +15,7 @@ use super::histogram::BUCKETS;
 use super::layout::{
     BOOT_AT, DISK_TEXT_AT, DISK_TEXT_MAX, ERRORS, HISTOGRAM, IMAGE_CHANGES_AT, IMAGE_TEXT_AT,
     IMAGE_TEXT_MAX, KIND_WORDS, KINDS_AT, MADE_AT, MAGIC, MAGIC_AT, MAX_NS, PAGE_BYTES, PAGE_WORDS,
-    PAGES, PID_AT, SECTORS, SIZE_AT, STARTED_AT, SUBMITTED, SUM_NS, USED_AT,
+    PAGES, PID_AT, SECTORS, SIZE_AT, SPACE_SINCE_AT, STARTED_AT, SUBMITTED, SUM_NS, USED_AT,
 };
 
 /// How often a file is read that is written just then.
@@ -144,6 +144,8 @@ pub struct Snapshot {
     pub made_unix_s: u64,
     /// All queues' counters.
     pub counts: Counts,
+    /// Since when requests wait for space, in seconds since 1970; none if no request does.
+    pub full_since_unix_s: Option<u64>,
     /// Of reads.
     pub reads: KindCounts,
     /// Of writes, barriers, and flushes that bring data.
@@ -239,6 +241,7 @@ pub fn parse(bytes: &[u8]) -> Result<Snapshot, Problem> {
         boot: Boot(boot),
         made_unix_s: word(bytes, MADE_AT),
         counts: Counts::default(),
+        full_since_unix_s: None,
         reads: KindCounts::default(),
         writes: KindCounts::default(),
         flushes: KindCounts::default(),
@@ -246,7 +249,14 @@ pub fn parse(bytes: &[u8]) -> Result<Snapshot, Problem> {
     };
     for page in pages {
         let page: [u64; PAGE_WORDS] = std::array::from_fn(|i| word(page, i));
-        snapshot.counts.add(&page);
+        let mut counts = Counts::default();
+        counts.add(&page);
+        if counts.waiting_for_space() > 0 {
+            let since = page[SPACE_SINCE_AT];
+            let earliest = snapshot.full_since_unix_s.map_or(since, |other| other.min(since));
+            snapshot.full_since_unix_s = Some(earliest);
+        }
+        snapshot.counts = snapshot.counts.plus(&counts);
         let Snapshot { reads, writes, flushes, discards, .. } = &mut snapshot;
         let blocks = page[KINDS_AT..].chunks_exact(KIND_WORDS);
         for (kind, block) in [reads, writes, flushes, discards].into_iter().zip(blocks) {

@@ -130,20 +130,20 @@ impl RequestPath {
         flight.lay_out(self.medium.block_bytes);
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
-        let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());
         let changes = !matches!(work.action, Action::Read | Action::Status);
         if changes && self.seat.device().flush_has_failed() {
             self.finish(ticket, Outcome::Failed);
             return Admitted::Taken;
         }
-        if work.action == Action::Barrier || (work.action.takes_data() && below_block) {
+        if self.needs_to_be_alone(&ticket) {
             self.wait_to_be_alone(ticket);
             return Admitted::Taken;
         }
         // Neighbours exchange their buffers, which must be empty then.
         if self.shared.tuning.merge
             && !filled
-            && let (Action::Read | Action::Write, Some(layout)) = (work.action, &flight.layout)
+            && let (Action::Read | Action::Write, Some(layout)) =
+                (work.action, &self.flights.see(&ticket).layout)
         {
             let write = work.action == Action::Write;
             self.neighbours.add(ticket.entry() as u16, write, layout);
@@ -153,6 +153,14 @@ impl RequestPath {
         }
         self.ready.push(ticket);
         Admitted::Taken
+    }
+
+    /// Whether a request has to have the disk for itself.
+    pub(super) fn needs_to_be_alone(&self, ticket: &Ticket) -> bool {
+        let flight = self.flights.see(ticket);
+        let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());
+        let action = flight.work.action;
+        action == Action::Barrier || (action.takes_data() && below_block)
     }
 
     /// Whether the requests of this sweep are close together and leave gaps: what the client asks

@@ -15,8 +15,34 @@ pub(super) struct Alone {
 }
 
 impl Alone {
+    pub(super) fn is_running(&self) -> bool {
+        self.running
+    }
+
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub(super) fn first(&self) -> Option<&Ticket> {
+        self.waiting.front()
+    }
+
+    /// As one that was first before.
+    pub(super) fn wait_first(&mut self, ticket: Ticket) {
+        self.waiting.push_front(ticket);
+    }
+
     pub(super) fn drain(&mut self) -> impl Iterator<Item = Ticket> {
         self.waiting.drain(..)
+    }
+}
+
+/// What has waited for those that wait for space is left to a successor with them.
+impl Drop for Alone {
+    fn drop(&mut self) {
+        self.waiting.drain(..).for_each(|ticket| {
+            ticket.park();
+        });
     }
 }
 
@@ -28,12 +54,13 @@ impl RequestPath {
 
     /// Whether nothing is taken, as a request needs the disk for itself.
     pub fn is_holding_back(&self) -> bool {
-        self.alone.running || !self.alone.waiting.is_empty()
+        self.alone.running || !self.alone.waiting.is_empty() || self.space.has_barrier()
     }
 
-    /// Requests that storage or this thread works on: all but those that wait to be alone.
+    /// Requests that storage or this thread works on: all but those that wait to be alone, or for space.
     fn working(&self) -> usize {
-        self.flights.in_use() - self.flights.set_aside() - self.alone.waiting.len()
+        let waiting = self.alone.waiting.len() + self.space.waiting();
+        self.flights.in_use() - self.flights.set_aside() - waiting
     }
 
     /// The request that needs the disk for itself, if its time has come: nothing else of this path
@@ -41,6 +68,10 @@ impl RequestPath {
     /// now, and it is [`alone_fetched`](Self::alone_fetched).
     pub fn take_alone(&mut self) -> Option<Ticket> {
         if self.alone.running || self.alone.waiting.is_empty() || self.working() > 0 {
+            return None;
+        }
+        if self.is_alone_behind_space() {
+            self.leave_if_idle();
             return None;
         }
         if !self.seat.close() {
@@ -51,7 +82,13 @@ impl RequestPath {
         if !self.seat.others_idle() {
             return None;
         }
+        if self.is_alone_behind_space() {
+            // Another has found no space meanwhile, and needs the gate to try again.
+            self.seat.open();
+            return None;
+        }
         let ticket = self.alone.waiting.pop_front()?;
+        self.lay_out_again(&ticket);
         self.alone.running = true;
         self.flights.get(&ticket).record.stages.submitted_ns = self.clock.now_ns();
         Some(ticket)

@@ -10,6 +10,7 @@ use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;
 
 use super::gate::{Gate, Wanted};
+use super::space::{Full, OnFull, is_full};
 use crate::log_limit::LogLimits;
 use crate::waker::Waker;
 
@@ -52,6 +53,8 @@ pub struct Device {
     latch: OnceLock<Shm>,
     /// Somebody sees to it that metadata gets to the medium.
     saving: AtomicBool,
+    /// What requests do where there is no space.
+    pub(super) full: Full,
     /// What is served.
     pub(super) slot: Mutex<Slot>,
     /// The slot has changed, or a path rests.
@@ -92,6 +95,7 @@ impl Device {
             flush_failed: AtomicBool::new(false),
             latch: OnceLock::new(),
             saving: AtomicBool::new(false),
+            full: Full::default(),
             slot: Mutex::new(Slot::Here(Arc::new(disk))),
             changed: Condvar::new(),
             heirs: Mutex::default(),
@@ -121,10 +125,18 @@ impl Device {
         if result.is_ok() && self.flush_has_failed() {
             return Err(io::Error::other("an earlier flush has failed"));
         }
-        if let Err(e) = &result {
+        if let Err(e) = &result
+            && !self.is_passing(disk, e)
+        {
             self.refuse_writes(e);
         }
         result
+    }
+
+    /// Whether a flush that has failed of this may be done again: metadata had no space, are dirty as
+    /// before, and no sync has failed.
+    fn is_passing(&self, disk: &Disk, e: &io::Error) -> bool {
+        self.full.policy == OnFull::Wait && is_full(e) && !disk.is_faulty()
     }
 
     /// A request has failed, or the disk changes hands. If a sync has failed that no flush has asked

@@ -69,6 +69,8 @@ pub(super) struct Flight {
     pub(super) failed: Option<io::Error>,
     /// It has failed as there was no space.
     pub(super) no_space: bool,
+    /// It has waited for space, and is counted as such.
+    pub(super) waits: bool,
     /// Flushes that were admitted before it.
     pub(super) flushes: u32,
     /// Its trace record.
@@ -108,6 +110,7 @@ impl Flights {
             pieces_left: 0,
             failed: None,
             no_space: false,
+            waits: false,
             flushes: 0,
             record: Record::default(),
         };
@@ -152,6 +155,7 @@ impl Flights {
         f.layout = None;
         f.zeros = false;
         f.no_space = false;
+        f.waits = false;
         f.pieces = 0;
         f.pieces_left = 0;
         f.record = Record { id, operation, ..Record::default() };

@@ -5,7 +5,8 @@
 //!
 //! 1. [`follow`](RequestPath::follow) and [`enter`](RequestPath::enter); then for each request of its client a
 //!    [`buffer`](RequestPath::buffer), a [`take`](RequestPath::take) and an
-//!    [`admit`](RequestPath::admit); then [`leave_if_idle`](RequestPath::leave_if_idle).
+//!    [`admit`](RequestPath::admit); then [`leave_if_idle`](RequestPath::leave_if_idle). And a
+//!    [`retry`](RequestPath::retry).
 //! 2. [`order_buffers`](RequestPath::order_buffers); data that a request brings are put where
 //!    [`data`](RequestPath::data) says, and it is [`fetched`](RequestPath::fetched).
 //! 3. [`start`](RequestPath::start), and [`take_alone`](RequestPath::take_alone).
@@ -50,6 +51,7 @@ mod pieces;
 mod save;
 pub mod shared;
 mod slow;
+pub mod space;
 mod storage;
 mod throttle;
 pub mod work;
@@ -68,6 +70,7 @@ use pieces::Pieces;
 use save::Saver;
 use shared::Shared;
 use slow::{Discards, Statuses, TaskResults};
+use space::Space;
 use throttle::Hold;
 use work::Outcome;
 
@@ -100,6 +103,9 @@ pub struct RequestPath {
     placed: Vec<Placed>,
     alone: Alone,
     discards: Discards,
+    space: Space,
+    /// The client has the data of a request until that is answered.
+    refetches: bool,
     saver: Saver,
     tasks: TaskResults,
     /// What requests for it have found.
@@ -133,6 +139,7 @@ impl RequestPath {
         let mut reactor = Reactor::new(engine);
         let seat = shared.device.join(shared.waker(index).clone())?;
         let account = Account::new(shared.counters.page(seat.index())?);
+        let space = Space::new(&shared.device, account.page());
         let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(index));
         let medium = Medium::load(shared.device.disk()?, &mut reactor, scratch)?;
         let saver = Saver::default();
@@ -157,6 +164,8 @@ impl RequestPath {
             placed: Vec::with_capacity(entries as usize),
             alone: Alone::default(),
             discards: Discards::default(),
+            space,
+            refetches: false,
             saver,
             tasks: TaskResults::default(),
             statuses: Statuses::default(),
@@ -254,6 +263,11 @@ impl RequestPath {
     /// A request is answered.
     fn count(&mut self, ticket: &Ticket) {
         let flight = self.flights.see(ticket);
+        if flight.waits {
+            self.space.answered(ticket.entry());
+            // The next one is tried now, whatever this thread is about to do.
+            self.shared.waker(self.index).wake();
+        }
         // It is of places, and moves nothing.
         let moves = flight.work.action != work::Action::Status;
         let sectors = if moves { flight.work.sectors } else { 0 };
@@ -322,11 +336,21 @@ impl RequestPath {
     }
 
     /// Whether the path has been told to stop, and nothing keeps it: nothing is in flight. One that
-    /// rests has nothing begun. What it has set aside it keeps for the parker's end, unless a successor
+    /// rests has nothing begun. What waits for space is left to a successor, if nobody has given it up. What it has set aside it keeps for the parker's end, unless a successor
     /// is to do it: who unplugs a disk needs the answers, as its guest cannot remove it before.
     pub fn may_end(&self) -> bool {
+        if !self.shared.stopping() {
+            return false;
+        }
         let leaves = self.medium.is_resting() && self.shared.leaves();
-        self.shared.stopping() && (self.is_idle() || leaves)
+        leaves || self.is_idle() || self.leaves_what_waits()
+    }
+
+    /// Whether nothing is in flight but what waits for space, with all that comes after it.
+    fn leaves_what_waits(&self) -> bool {
+        let behind = self.behind_space();
+        let in_use = self.flights.in_use() - self.flights.set_aside();
+        behind > 0 && behind == in_use && !self.saver.is_under_way()
     }
 
     /// Whether memory may be [given back](Self::give_memory_back) after a while: there is some,

@@ -8,7 +8,8 @@
 //!
 //! The steps, and what a death in between leaves:
 //! 1. `PARK` in the gate's word: no path takes requests (`gate.rs`). What was taken ends as always.
-//! 2. A path with nothing in flight lets go of its files and rests.
+//! 2. A path with nothing in flight lets go of its files and rests. What waits for space is not in
+//!    flight (blkif.md 2.2): it is tried again on the next disk.
 //! 3. All rest: the device's disk is the parker's. The in-flight table has nothing in flight, but what
 //!    a predecessor left and nobody has begun again.
 //! 4. The parker changes what it likes, in an order of its own that a death may interrupt.
@@ -331,6 +332,9 @@ impl RequestPath {
     /// The engine does not take or let go of a file, or there is no disk any more; the path cannot
     /// go on.
     pub fn follow(&mut self) -> io::Result<()> {
+        if self.shared.gives_up() {
+            self.give_up_waiting();
+        }
         match (self.seat.gate().is_parking(), self.medium.resting) {
             (false, false) | (true, true) => Ok(()),
             (true, false) => self.rest(),
@@ -339,7 +343,8 @@ impl RequestPath {
     }
 
     fn rest(&mut self) -> io::Result<()> {
-        let in_flight = self.flights.in_use() - self.flights.set_aside();
+        let waiting = self.flights.set_aside() + self.behind_space();
+        let in_flight = self.flights.in_use() - waiting;
         if in_flight > 0 || self.saver.is_under_way() {
             return Ok(());
         }

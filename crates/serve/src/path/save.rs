@@ -62,8 +62,9 @@ impl RequestPath {
                 state.under_way.set(false);
                 drop(saving);
                 // Writes that were answered meanwhile found somebody at it. A flush that failed
-                // has told so.
-                duty = if saved.is_ok() { device.take_saving(&disk) } else { None };
+                // for good has told so; one that lacked space may have some the next time.
+                let again = saved.is_ok() || !device.flush_has_failed();
+                duty = if again { device.take_saving(&disk) } else { None };
             }
         });
     }

@@ -26,6 +26,7 @@ pub struct Shared {
     pub counters: Counters,
     stop: AtomicBool,
     leaves: AtomicBool,
+    gives_up: AtomicBool,
     wakers: Vec<Arc<Waker>>,
 }
 
@@ -51,6 +52,7 @@ impl Shared {
             counters,
             stop: AtomicBool::new(false),
             leaves: AtomicBool::new(false),
+            gives_up: AtomicBool::new(false),
             wakers: (0..paths).map(|_| Waker::new().map(Arc::new)).collect::<io::Result<_>>()?,
         })
     }
@@ -69,6 +71,15 @@ impl Shared {
 
     pub(super) fn leaves(&self) -> bool {
         self.leaves.load(Ordering::Acquire)
+    }
+
+    /// Says that no successor goes on, before [`stop`](Self::stop): what waits for space fails.
+    pub fn give_up(&self) {
+        self.gives_up.store(true, Ordering::Release);
+    }
+
+    pub(super) fn gives_up(&self) -> bool {
+        self.stopping() && self.gives_up.load(Ordering::Acquire)
     }
 
     /// Whether [`stop`](Self::stop) was called.

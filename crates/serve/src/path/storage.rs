@@ -11,6 +11,7 @@ use super::flight::Ticket;
 use super::layout::Layout;
 use super::merge::{Placed, op};
 use super::pieces::{MAX_PIECES, Piece};
+use super::space::is_full;
 use super::work::{Action, Outcome};
 use crate::log_limit::limited;
 
@@ -225,12 +226,15 @@ impl RequestPath {
         }
     }
 
-    /// The request fails with an error; the disk goes on.
+    /// The request fails with an error, or waits for space; the disk goes on.
     pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error, now_ns: u64) {
         self.shared.device.hear(&self.medium.disk);
+        if self.may_wait(e) {
+            return self.wait_for_space(ticket, e);
+        }
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
-        flight.no_space = e.kind() == io::ErrorKind::StorageFull;
+        flight.no_space = is_full(e);
         let work = flight.work;
         limited!(
             error,

@@ -257,15 +257,17 @@ impl Attached {
         self.connection.shared.wake_all();
     }
 
-    /// Answers what is in flight, gives everything of the guest's back, forgets the connection.
+    /// Answers what is in flight, gives everything of the guest's back, forgets the connection. What
+    /// waits for space fails: its guest has let go of its rings, and hears of no answer.
     pub(super) fn detach(mut self) -> Result<(), Failure> {
+        self.connection.shared.give_up();
         self.finish()?;
         // Nothing is in flight: a successor has nothing to learn from it.
         remove(&self.table_path)
     }
 
     /// Answers what is in flight, and leaves the table: a successor will go on, or the next
-    /// connection puts its own in its place.
+    /// connection puts its own in its place. What waits for space stays in it.
     pub(super) fn stop(mut self) -> Result<(), Failure> {
         self.connection.shared.leave();
         self.finish()

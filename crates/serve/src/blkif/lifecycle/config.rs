@@ -9,6 +9,7 @@ use ferrite_xen::mover::Moving;
 use super::attached::EngineFactory;
 use crate::blkif::negotiate::Offer;
 use crate::counters::Counters;
+use crate::path::space::OnFull;
 use crate::processors::Processors;
 use crate::tuning::Tuning;
 
@@ -65,6 +66,9 @@ pub struct WorkConfig {
     pub closes: bool,
     /// How queues work.
     pub tuning: Tuning,
+    /// What requests get for which there is no space. Heeded by a worker that opens its image; a device
+    /// that is served in one process has its own.
+    pub on_full: OnFull,
     /// What they may use of processors.
     pub processors: Arc<Processors>,
     /// Where they count what they do; the caller may look at any time.

@@ -19,7 +19,7 @@ use super::connection::Connection;
 use super::inflight::{QueueTable, Unanswered};
 use super::request::Segment;
 use crate::counters::QueueCounters;
-use crate::path::{FRONTEND_TOKENS, RequestPath, Ticket};
+use crate::path::{Admitted, FRONTEND_TOKENS, RequestPath, Ticket};
 use crate::trace::TraceRing;
 
 mod answer;
@@ -117,6 +117,8 @@ impl Queue {
         let Parts { connection, index, ring, engine, table, replay, trace } = parts;
         let shared = connection.shared.clone();
         let mut path = RequestPath::new(shared.clone(), index, engine, ring.entries())?;
+        // Its data are in the guest until it is answered.
+        path.client_keeps_data();
         replay.iter().for_each(|unanswered| path.set_aside(unanswered.entry));
         let max_segments = usize::from(connection.max_indirect_segments).max(MAX_DIRECT_SEGMENTS);
         let entries = ring.entries() as usize;
@@ -166,6 +168,9 @@ impl Queue {
             } else if let Err(violation) = self.take() {
                 self.broken = true;
                 report(QueueEvent::Violation(violation));
+            }
+            if let Some(Admitted::Fetch(ticket)) = self.path.retry() {
+                self.copy_in.push(ticket);
             }
             self.fetch_indirect();
             self.path.order_buffers();

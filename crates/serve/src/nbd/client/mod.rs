@@ -19,11 +19,12 @@ use ferrite_io::clock::Clock;
 use ferrite_io::engine::{Completion, Engine, Op, Token};
 use ferrite_io::reactor::Wait;
 use ferrite_io::socket::RoomWatch;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::handshake::Greeted;
 use super::negotiation::{Agreed, Export};
 use crate::path::shared::Shared;
-use crate::path::{FRONTEND_TOKENS, RequestPath, Ticket, largest_request};
+use crate::path::{Admitted, FRONTEND_TOKENS, RequestPath, Ticket, largest_request};
 use crate::waker::Waker;
 
 mod input;
@@ -157,6 +158,7 @@ impl Client {
             self.again = self.take_input();
             self.begin_to_end();
             self.admit();
+            self.retry();
             self.path.order_buffers();
             let started = self.path.start();
             self.answer();
@@ -172,6 +174,16 @@ impl Client {
             self.answer();
             self.send();
         }
+    }
+
+    /// Tries a request again that waits for space. While there are such, nothing may be read from the
+    /// socket that would say that the client is gone.
+    fn retry(&mut self) {
+        match self.path.retry() {
+            None | Some(Admitted::Taken) => {}
+            Some(Admitted::Fetch(_)) => unreachable!("a client's data are in its buffers"),
+        }
+        self.broken |= self.path.waits_for_space() && has_hung_up(&self.socket);
     }
 
     fn turn(&mut self, started: bool, completions: &mut Vec<Completion>) -> io::Result<()> {
@@ -276,6 +288,8 @@ impl Client {
         if !self.input.ended && !self.broken {
             return;
         }
+        // Whoever is about to go, and the server that stops, wait for no space.
+        self.path.give_up_waiting();
         let now_ns = self.clock.now_ns();
         let end_ns = *self.ends_at_ns.get_or_insert(now_ns + self.goodbye_ns);
         if now_ns >= end_ns || self.broken {
@@ -293,4 +307,10 @@ impl Client {
         let answered = self.output.is_empty() || self.broken;
         self.saved && answered && self.todo.is_empty() && self.path.is_idle()
     }
+}
+
+fn has_hung_up(socket: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0 && fds[0].revents().contains(PollFlags::HUP))
 }

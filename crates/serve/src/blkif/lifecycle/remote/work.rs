@@ -180,7 +180,8 @@ impl<'a> Bench<'a> {
             self.give_up()?;
         }
         let Opened { disk, engine } = (self.open)(read_only).map_err(Failure::Open)?;
-        let device = Arc::new(Device::new(disk, SystemClock::shared()));
+        let device = Device::new(disk, SystemClock::shared()).on_full(self.config.on_full);
+        let device = Arc::new(device);
         let mut worker = Worker::new(self.hypervisor, &device, self.config, &engine)?;
         worker.keep_all(keeps_all);
         // What fails before this leaves the image to others.
