@@ -7,8 +7,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ferrite_daemon::Places;
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, Status,
-    UpgradeParams, Upgraded, WaitParams,
+    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Nothing, PhaseName, ShowParams,
+    Status, UpgradeParams, Upgraded, WaitParams,
 };
 use ferrite_daemon::state::{DiskId, States};
 use serde::Serialize;
@@ -177,10 +177,18 @@ fn table(disks: &[Disk]) -> String {
             text += &format!("{cell:width$}  ");
         }
         text += &format!("{}\n", row[5]);
-        let why = i.checked_sub(1).and_then(|at| disks[at].why.as_deref());
-        text += &why.map(|why| format!("    {}\n", one_line(why))).unwrap_or_default();
+        let Some(disk) = i.checked_sub(1).map(|at| &disks[at]) else { continue };
+        let notes = [disk.full.as_ref().map(space), disk.why.clone()];
+        for note in notes.iter().flatten() {
+            text += &format!("    {}\n", one_line(note));
+        }
     }
     text
+}
+
+fn space(full: &Full) -> String {
+    let what = if full.requests == 1 { "request waits" } else { "requests wait" };
+    format!("its storage is full: {} {what} for space, for {}", full.requests, age(full.since))
 }
 
 fn phase(phase: PhaseName) -> &'static str {
@@ -229,6 +237,9 @@ fn description(details: &Details) -> String {
         ("nbd", details.nbd.clone().unwrap_or_else(none)),
         ("script", details.hotplug_status.clone().unwrap_or_else(none)),
     ];
+    if let Some(full) = &disk.full {
+        lines.push(("space", space(full)));
+    }
     if let Some(waits_for) = &details.waits_for {
         lines.push(("waits for", waits_for.clone()));
     }
@@ -250,6 +261,7 @@ mod tests {
             pid: Some(77),
             minor: 0,
             starts: 1,
+            full: None,
             why: why.map(str::to_owned),
             help: why.map(|_| "mend it".to_owned()),
         }
@@ -263,13 +275,17 @@ mod tests {
                         1000/51712  failed  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n    \
                         no such\\nimage\n";
         assert_eq!(text, expected);
+        let full = Some(Full { requests: 2, since: u64::MAX });
+        let text = table(&[Disk { full, ..disk(1, None) }]);
+        let note = "    its storage is full: 2 requests wait for space, for 0s\n";
+        assert!(text.ends_with(note), "{text}");
         assert_eq!(table(&[]), "DISK  PHASE  FOR  PID  FORMAT  IMAGE\n");
     }
 
     #[test]
     fn one_disk_is_described_with_what_it_waits_for() {
         let details = Details {
-            disk: disk(1, None),
+            disk: Disk { full: Some(Full { requests: 1, since: u64::MAX }), ..disk(1, None) },
             backend_state: 5,
             frontend_state: 4,
             online: false,
@@ -282,6 +298,7 @@ mod tests {
             "disk       1/51712",
             "states     5 (backend), 4 (guest)",
             "nbd        /run/ferrite/vbd-1-51712/nbd",
+            "space      its storage is full: 1 request waits for space, for 0s",
             "waits for  the guest",
         ] {
             assert!(text.lines().any(|have| have == line), "{line}: {text}");

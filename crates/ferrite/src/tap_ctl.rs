@@ -241,6 +241,7 @@ mod tests {
 
     fn disk(format: Format, image: &str) -> Disk {
         Disk {
+            full: None,
             disk: DiskId { domid: 1, devid: 51712 },
             phase: PhaseName::Served,
             since: 1,

@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use ferrite_serve::counters::{snapshot, stats_file};
 use ferrite_xen::store::{Store, StoreError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, NotUpgraded, Nothing, PhaseName,
+    Attached, DetachParams, Detached, Details, Disk, Disks, Full, NotUpgraded, Nothing, PhaseName,
     RpcError, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
 };
 use super::waits::waits_for;
@@ -92,7 +93,20 @@ fn seconds(time: SystemTime) -> u64 {
 
 pub(crate) fn list(shared: &Shared) -> Disks {
     let disk = |(id, entry): (&DiskId, &Entry)| describe(*id, entry);
-    Disks { disks: shared.table.look(|disks| disks.iter().map(disk).collect()) }
+    let mut disks: Vec<Disk> = shared.table.look(|disks| disks.iter().map(disk).collect());
+    disks.iter_mut().for_each(|disk| disk.full = full(shared, disk));
+    Disks { disks }
+}
+
+/// Which of a disk's requests wait for space, by its counters.
+fn full(shared: &Shared, disk: &Disk) -> Option<Full> {
+    if disk.phase != PhaseName::Served {
+        return None;
+    }
+    let counters = stats_file(&shared.places.run.join(disk.disk.file_name()));
+    let seen = snapshot::read(&counters).ok()?;
+    let requests = seen.counts.waiting_for_space();
+    seen.full_since_unix_s.map(|since| Full { requests, since })
 }
 
 fn describe(id: DiskId, entry: &Entry) -> Disk {
@@ -113,6 +127,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         pid: entry.pid,
         minor: entry.minor,
         starts: entry.starts,
+        full: None,
         why: failure.map(|failure| failure.why.clone()),
         help: failure.map(|failure| failure.help.clone()),
     }
@@ -120,7 +135,9 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
 
 fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
     let found = shared.table.look(|disks| disks.get(&id).map(|entry| describe(id, entry)));
-    found.ok_or_else(|| no_disk(id))
+    let mut disk = found.ok_or_else(|| no_disk(id))?;
+    disk.full = full(shared, &disk);
+    Ok(disk)
 }
 
 fn no_disk(id: DiskId) -> RpcError {
@@ -141,13 +158,14 @@ fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
     let look = Look::take(&mut store(shared)?, id).map_err(|e| failed(&e))?;
     let of_entry = |entry: &Entry| (entry.phase.clone(), entry.nbd.clone());
     let (phase, nbd) = shared.table.look(|disks| disks.get(&id).map(of_entry)).unzip();
+    let waits_for = waits_for(&look, phase.as_ref(), disk.full.is_some());
     Ok(Details {
         disk,
         nbd: nbd.flatten().map(|path| path.to_string_lossy().into_owned()),
         backend_state: look.own,
         frontend_state: look.front,
         online: look.online,
-        waits_for: waits_for(&look, phase.as_ref()),
+        waits_for,
         hotplug_status: look.hotplug_status,
     })
 }
@@ -180,7 +198,8 @@ fn detach(shared: &Shared, asked: &DetachParams) -> Result<Detached, RpcError> {
     }
     if !is_closed {
         let phase = shared.table.look(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
-        let waits = waits_for(&look, phase.as_ref()).unwrap_or_default();
+        let is_full = found(shared, id).is_ok_and(|disk| disk.full.is_some());
+        let waits = waits_for(&look, phase.as_ref(), is_full).unwrap_or_default();
         let message = format!("disk {id} is still attached; it waits for {waits}");
         let help = "it is detached when that is done; disk.detach may be called again";
         return Err(RpcError::new(code::TIMEOUT, message, help));

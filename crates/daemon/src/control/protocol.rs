@@ -157,6 +157,16 @@ pub enum PhaseName {
     Resting,
 }
 
+/// Requests of a disk that wait for space, as its storage is full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Full {
+    /// How many.
+    pub requests: u64,
+    /// Since when, in seconds since 1970.
+    pub since: u64,
+}
+
 /// A disk in `disk.list`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -180,6 +190,9 @@ pub struct Disk {
     pub minor: u32,
     /// How often it was started.
     pub starts: u64,
+    /// Its requests that wait for space.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub full: Option<Full>,
     /// Why it is not served.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,

@@ -94,6 +94,8 @@ fn same<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(name: &st
     assert!(serde_json::from_value::<T>(Value::Object(more)).is_err(), "{name}");
 }
 
+const FULL: Full = Full { requests: 1 << 40, since: 1 << 41 };
+
 fn disk() -> Disk {
     Disk {
         disk: DiskId { domid: u16::MAX, devid: u32::MAX },
@@ -104,6 +106,7 @@ fn disk() -> Disk {
         pid: Some(u32::MAX),
         minor: 3,
         starts: 2,
+        full: Some(FULL),
         why: Some("no".to_owned()),
         help: Some("yes".to_owned()),
     }
@@ -117,6 +120,7 @@ fn every_type_is_described_as_it_is() {
     same("ShowParams", &ShowParams { disk: id });
     same("DetachParams", &DetachParams { disk: id, force: true, timeout_s: 5 });
     same("WaitParams", &WaitParams { backend: "backend/vbd3/1/2".to_owned(), timeout_s: 5 });
+    same("Full", &FULL);
     same("Disk", &disk());
     same("Disks", &Disks { disks: vec![disk()] });
     let (backend_state, frontend_state, online) = (4, 4, true);

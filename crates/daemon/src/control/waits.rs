@@ -3,8 +3,20 @@
 use crate::directory::Look;
 use crate::table::Phase;
 
-/// `None`: nothing.
-pub(super) fn waits_for(look: &Look, phase: Option<&Phase>) -> Option<String> {
+/// `None`: nothing. `is_full`: requests wait for space.
+pub(super) fn waits_for(look: &Look, phase: Option<&Phase>, is_full: bool) -> Option<String> {
+    let waits = waits_besides(look, phase);
+    match (is_full, waits) {
+        (false, waits) => waits,
+        (true, None) => Some(SPACE.to_owned()),
+        (true, Some(waits)) => Some(format!("{waits}; and for {SPACE}")),
+    }
+}
+
+const SPACE: &str = "space on its storage, which is full: what the guest writes is not answered \
+                     until there is some";
+
+fn waits_besides(look: &Look, phase: Option<&Phase>) -> Option<String> {
     if !look.is_there {
         return phase.map(|_| "the toolstack has removed the disk; it is being closed".to_owned());
     }
@@ -72,7 +84,7 @@ mod tests {
     #[test]
     fn a_disk_that_does_not_close_says_what_it_waits_for() {
         let says = |look: &Look, word: &str| {
-            let said = waits_for(look, Some(&Phase::Served)).unwrap();
+            let said = waits_for(look, Some(&Phase::Served), false).unwrap();
             assert!(said.contains(word), "{look:?}: {said}");
         };
         says(&look(5, 4, false), "unmount");
@@ -82,7 +94,7 @@ mod tests {
         says(&look(5, 0, false), "its image");
         says(&look(6, 6, false), "the toolstack");
         says(&Look::default(), "it is being closed");
-        assert_eq!(waits_for(&Look::default(), None), None);
+        assert_eq!(waits_for(&Look::default(), None, false), None);
     }
 
     #[test]
@@ -102,10 +114,21 @@ mod tests {
             (look(6, 6, true), Some(Phase::Served), "has closed"),
             (look(4, 0, true), Some(Phase::Served), "is gone"),
         ] {
-            let said = waits_for(&look, phase.as_ref()).unwrap();
+            let said = waits_for(&look, phase.as_ref(), false).unwrap();
             assert!(said.contains(word), "{look:?}: {said}");
         }
-        assert_eq!(waits_for(&look(4, 4, true), Some(&Phase::Served)), None);
-        assert_eq!(waits_for(&look(2, 1, true), Some(&Phase::Empty)), None);
+        assert_eq!(waits_for(&look(4, 4, true), Some(&Phase::Served), false), None);
+        assert_eq!(waits_for(&look(2, 1, true), Some(&Phase::Empty), false), None);
+    }
+
+    #[test]
+    fn a_disk_that_waits_for_space_says_so_with_what_else_it_waits_for() {
+        let says = |look: &Look| waits_for(look, Some(&Phase::Served), true).unwrap();
+        assert!(says(&look(4, 4, true)).starts_with("space on its storage"));
+        let leaving = says(&look(5, 4, false));
+        assert!(
+            leaving.starts_with("the guest") && leaving.contains("; and for space"),
+            "{leaving}"
+        );
     }
 }

@@ -449,6 +449,8 @@ pub const GUESTS: &str = "FERRITE_TEST_GUESTS";
 const STORE: &str = "FERRITE_TEST_STORE";
 const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
+/// What disks do where there is no space, if not the default.
+pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
 /// This process is a daemon that serves by itself, if the environment says so.
@@ -470,7 +472,10 @@ pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
         return;
     }
     let serving = serving(env(RUN).as_ref());
-    let config = Config { image_folders: vec![env(IMAGES).into()], ..Config::default() };
+    let mut config = Config { image_folders: vec![env(IMAGES).into()], ..Config::default() };
+    if let Ok(policy) = std::env::var(ON_FULL) {
+        config.disks.on_full = policy.parse().unwrap();
+    }
     let places = Places { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());

@@ -56,7 +56,7 @@ impl Programs for Roles {
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure> {
         let image = disk.image.name().into_string().unwrap();
         let (id, run, first) = (disk.id, disk.run_dir().display(), disk.qemu_first);
-        let disk = format!("{id}|{run}|{first}|{image}");
+        let disk = format!("{id}|{run}|{first}|{}|{image}", disk.options.on_full);
         Ok(vec![WORKER.to_owned(), disk])
     }
 
@@ -121,9 +121,8 @@ fn be_a_worker() {
     let line = take_given(LINE_FD).unwrap();
     let [alive, door] = [ALIVE_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
     let what = std::env::args().next_back().unwrap();
-    let [id, run, first, image] = what.splitn(4, '|').collect::<Vec<_>>()[..] else {
-        panic!("{what}")
-    };
+    let what: Vec<&str> = what.splitn(5, '|').collect();
+    let [id, run, first, on_full, image] = what[..] else { panic!("{what:?}") };
     let (domid, devid) = id.split_once('/').unwrap();
     let (domid, run) = (DomId(domid.parse().unwrap()), PathBuf::from(run));
     let run_dir = run.join(format!("vbd-{domid}-{devid}"));
@@ -139,6 +138,7 @@ fn be_a_worker() {
         }
     }
     let mut config = work_config(domid, run_dir);
+    config.on_full = on_full.parse().unwrap();
     if let Ok(maps) = std::env::var(MAPS) {
         let (of_host, of_disk) = maps.split_once('/').unwrap();
         let numbers = (of_host.parse().unwrap(), of_disk.parse().unwrap());

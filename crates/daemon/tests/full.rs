@@ -1,0 +1,160 @@
+//! Disks of the daemon's whose storage is full: their guests wait, whoever ends meanwhile, and the
+//! others do not notice. Needs root; passes without, saying so.
+
+mod host;
+mod roles;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ferrite_daemon::control::client::ClientError;
+use ferrite_daemon::control::protocol::{Detached, Upgraded};
+use ferrite_daemon::keeping::Keepers;
+use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::places::Small;
+use ferrite_testkit::{PATIENCE, images, wait_until};
+use host::{Host, ON_FULL, works};
+use roles::{MIB, Roles, attach, end, keeper, kill, kill_pid, worker};
+use serde_json::json;
+
+/// Requests of 64 KiB, for which there is space for a part.
+const REQUESTS: u64 = 30;
+const BYTES: usize = 64 << 10;
+const SECTORS: u64 = BYTES as u64 / 512;
+
+/// Not a test: the daemon.
+#[test]
+fn process_daemon() {
+    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
+}
+
+/// A disk on a file system of its own, and its guest.
+struct Full {
+    disk: DiskPaths,
+    image: PathBuf,
+    front: Frontend,
+    buffers: Vec<Buffer>,
+    small: Small,
+}
+
+impl Full {
+    /// Of the first guest; what it asks for is on its ring.
+    fn new(host: &Host, format: &str) -> Option<Full> {
+        let folder = host.image("small");
+        std::fs::create_dir(&folder).unwrap();
+        let small = Small::mount(&folder, "size=1m")?;
+        let image = images::make(&folder, format, 8 * MIB);
+        let disk = host.attach(1, 0, &format!("{format}:{}", image.display()));
+        let mut front = host.frontend(&disk);
+        front.connect(&FrontOptions { order: 1, ..FrontOptions::default() }, PATIENCE).unwrap();
+        let buffers: Vec<Buffer> =
+            (0..REQUESTS).map(|_| front.space().buffer(BYTES / 4096).unwrap()).collect();
+        for (n, buffer) in (0..).zip(&buffers) {
+            buffer.fill(0, BYTES, n as u8 + 1);
+            front.queues[0].write(n * SECTORS, buffer, 0, BYTES).unwrap();
+        }
+        front.queues[0].push().unwrap();
+        Some(Full { disk, image, front, buffers, small })
+    }
+
+    /// All that has no answer is said to wait.
+    fn waits(&mut self, host: &Host) -> u64 {
+        let mut waits = 0;
+        wait_until("a full disk", || {
+            while let Some(reply) = self.front.queues[0].take().unwrap() {
+                assert!(reply.is_ok());
+            }
+            let shown = host.show(&self.disk).ok();
+            waits = shown.and_then(|shown| shown.disk.full).map_or(0, |full| full.requests);
+            waits > 0 && waits == self.front.queues[0].in_flight() as u64
+        });
+        waits
+    }
+
+    fn is_written(&mut self) {
+        let queue = &mut self.front.queues[0];
+        while queue.in_flight() > 0 {
+            assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        }
+        for (n, buffer) in (0..).zip(&self.buffers) {
+            buffer.fill(0, BYTES, 0xEE);
+            queue.read(n * SECTORS, buffer, 0, BYTES).unwrap();
+            assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+            assert!(buffer.to_vec(0, BYTES).iter().all(|byte| *byte == n as u8 + 1), "{n}");
+        }
+    }
+}
+
+#[test]
+fn requests_wait_for_space_whoever_ends_meanwhile_and_other_disks_go_on() {
+    for format in ["raw", "vhd", "qcow2"] {
+        let host = Host::new(2);
+        let wait = [(ON_FULL, "wait")];
+        let mut daemon = host.spawn_with(None, &wait);
+        let Some(mut full) = Full::new(&host, format) else { return kill(daemon) };
+        let other = attach(&host, 2);
+        let mut beside = host.connect(&other);
+        full.waits(&host);
+        works(&mut beside, 1);
+        let kept = keeper(&host, &full.disk);
+        kill_pid(worker(kept).unwrap());
+        full.waits(&host);
+        works(&mut beside, 2);
+        kill(daemon);
+        daemon = host.spawn_with(None, &wait);
+        full.waits(&host);
+        let binary = std::env::current_exe().unwrap();
+        let done: Upgraded = host.call("upgrade", &json!({ "binary": binary })).unwrap();
+        assert_eq!(done.upgraded.len(), 2, "{:?}", done.failed);
+        full.waits(&host);
+        let shown = host.show(&full.disk).unwrap();
+        assert!(shown.waits_for.unwrap().contains("space on its storage"));
+        assert!(host.disks()[0].full.is_some() && host.disks()[1].full.is_none());
+        works(&mut beside, 3);
+        full.small.change("size=16m");
+        full.is_written();
+        wait_until("nothing waits", || host.disks()[0].full.is_none());
+        full.front.close(PATIENCE).unwrap();
+        beside.close(PATIENCE).unwrap();
+        let keepers = [&full.disk, &other].map(|disk| keeper(&host, disk));
+        end(&host, &[full.disk, other], &keepers);
+        images::check(&full.image);
+        kill(daemon);
+    }
+}
+
+#[test]
+fn a_disk_with_requests_that_wait_is_detached_by_force_and_by_nothing_else() {
+    let host = Host::new(1);
+    let daemon = host.spawn_with(None, &[(ON_FULL, "wait")]);
+    let Some(mut full) = Full::new(&host, "vhd") else { return kill(daemon) };
+    full.waits(&host);
+    let detach = |force: bool| -> Result<Detached, ClientError> {
+        let disk = host::id(&full.disk);
+        host.call("disk.detach", &json!({ "disk": disk, "force": force, "timeout_s": 1 }))
+    };
+    let refused = detach(false).unwrap_err().to_string();
+    assert!(refused.contains("the guest") && refused.contains("space on its storage"), "{refused}");
+    assert!(detach(true).unwrap().forced);
+    host.wait_for_no_disks();
+    images::check(&full.image);
+    kill(daemon);
+}
+
+#[test]
+fn without_the_option_a_full_disk_is_an_error() {
+    let host = Host::new(1);
+    let daemon = host.spawn(None);
+    let Some(mut full) = Full::new(&host, "qcow2") else { return kill(daemon) };
+    let queue = &mut full.front.queues[0];
+    let replies: Vec<bool> =
+        (0..REQUESTS).map(|_| queue.next_reply(PATIENCE).unwrap().is_ok()).collect();
+    assert!(replies.contains(&true) && replies.contains(&false));
+    assert_eq!(host.show(&full.disk).unwrap().disk.full, None);
+    full.front.close(PATIENCE).unwrap();
+    let kept = keeper(&host, &full.disk);
+    end(&host, std::slice::from_ref(&full.disk), &[kept]);
+    images::check(&full.image);
+    kill(daemon);
+}
