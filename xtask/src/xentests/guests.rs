@@ -74,7 +74,7 @@ pub(super) fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk
 }
 
 /// Writes and verifies until /tmp/stop is there.
-const VERIFY_ON: &str = "until [ -e /tmp/stop ]; do";
+pub(super) const VERIFY_ON: &str = "until [ -e /tmp/stop ]; do";
 
 /// The source of a migration is still there, suspended and connected, when its target gets the disk.
 /// `xl` to this same host does all that it does between two.

@@ -1,5 +1,6 @@
 //! Tests on a real Xen host: an upstream Linux blkfront against the backend.
 
+mod deaths;
 mod discard;
 mod engines;
 mod exported;
@@ -83,6 +84,7 @@ pub(crate) fn all() -> Vec<Case> {
         guests::CASES,
         fio::CASES,
         recovery::CASES,
+        deaths::CASES,
         images::CASES,
         engines::CASES,
         nvme::CASES,

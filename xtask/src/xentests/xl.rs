@@ -172,7 +172,7 @@ fn thirty_names() -> impl Iterator<Item = String> {
 }
 
 /// The processes of the program: a worker's name is that of the descriptor which it was started by.
-const PROCESSES: &str =
+pub(super) const PROCESSES: &str =
     "for p in /proc/[0-9]*; do case $(readlink $p/exe) in */ferrite) echo ${p#/proc/};; esac; done";
 
 /// The memory of all keepers and workers, in KiB, and their number.
@@ -238,7 +238,7 @@ fn thirty_disks(bench: &mut Bench<'_>) -> Result<()> {
 const DISK_KIB: u32 = 3 << 10;
 
 /// No disk is there, and no process but the daemon.
-fn wait_for_none(bench: &mut Bench<'_>, what: &str) -> Result<()> {
+pub(super) fn wait_for_none(bench: &mut Bench<'_>, what: &str) -> Result<()> {
     let none = format!("[ -z \"$(ls /run/ferrite/disks)\" ] && [ $({PROCESSES} | wc -l) = 1 ]");
     bench.xenhost.wait_until(what, &none, 60)
 }

@@ -1,0 +1,195 @@
+//! A disk's processes die, one by one and all at once: its guest sees a pause and nothing else.
+
+use super::guests::{VERIFY_ON, verifying, wait_for_requests};
+use super::toolstack::xl_knows_us;
+use super::xl::{PROCESSES, wait_for_none};
+use super::{Bench, Case, expect_eq, ferrite};
+use anyhow::{Context, Result, bail};
+use ferrite_xenhost::disk::{Disk, ended};
+use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Job};
+
+pub(super) const CASES: &[Case] = &[
+    ferrite("deaths/worker-keeper-daemon-and-all-at-once-under-verify", of_each),
+    ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd(),
+];
+
+/// Requests of the guest between one death and the next.
+const BETWEEN: u32 = 64;
+
+/// How often each of them dies.
+const WORKER: u32 = 20;
+const KEEPER: u32 = 3;
+const DAEMON: u32 = 5;
+const ALL: u32 = 3;
+
+/// Another program than the one that runs, for an upgrade.
+const NEXT: &str = "/lab/next/ferrite";
+
+/// The process that serves a disk, as a part of a shell's command; nothing if there is none.
+pub(super) fn worker(disk: &Disk) -> String {
+    let keeper = keeper(disk);
+    format!(
+        "$(for pid in $(cat /proc/{keeper}/task/*/children); do \
+         [ \"$(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p)\" = worker ] && echo $pid; done)"
+    )
+}
+
+fn keeper(disk: &Disk) -> String {
+    format!("$(xenstore-read {}/kthread-pid)", disk.backend_dir())
+}
+
+/// Kills the worker of a disk, and waits for the next one.
+pub(super) fn kill_worker(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
+    let worker = worker(disk);
+    kill(bench, disk, &worker, "the next worker")
+}
+
+/// Kills processes, and waits until the disk has another worker.
+fn kill(bench: &mut Bench<'_>, disk: &Disk, pids: &str, what: &str) -> Result<()> {
+    let old = begin_death(bench, disk, pids)?;
+    wait_for_next(bench, disk, &old, what)
+}
+
+/// The worker from before.
+fn begin_death(bench: &mut Bench<'_>, disk: &Disk, pids: &str) -> Result<String> {
+    let old = bench.xenhost.sh(&format!("old={}; kill -9 {pids}; echo $old", worker(disk)))?;
+    if old.is_empty() {
+        bail!("nobody serves the disk");
+    }
+    Ok(old)
+}
+
+fn wait_for_next(bench: &mut Bench<'_>, disk: &Disk, old: &str, what: &str) -> Result<()> {
+    let next = format!("new={}; [ -n \"$new\" ] && [ $new != {old} ]", worker(disk));
+    bench.xenhost.wait_until(what, &next, 60)
+}
+
+/// A guest that verifies what it writes until it is told to stop.
+fn verifying_guest(bench: &mut Bench<'_>, options: &GuestOptions) -> Result<(Guest, Disk, Job)> {
+    bench.start_daemon()?;
+    let image = bench.image(256)?;
+    let (mut guest, disk) = bench.guest_of_xl(options, &image)?;
+    let verify = format!("{VERIFY_ON} {} || exit 1; done", verifying("/dev/xvda", ""));
+    let under_way = guest.begin(bench.xenhost, &verify, 1500)?;
+    wait_for_requests(bench, &mut guest, BETWEEN)?;
+    Ok((guest, disk, under_way))
+}
+
+fn stop(bench: &mut Bench<'_>, guest: &mut Guest, under_way: &Job) -> Result<()> {
+    wait_for_requests(bench, guest, BETWEEN)?;
+    guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
+    guest.finish_ok(bench.xenhost, under_way).context("fio, whose backend died")?;
+    guest.check_blkfront(bench.xenhost)
+}
+
+fn of_each(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    let (mut guest, disk, under_way) = verifying_guest(bench, &GuestOptions::default())?;
+    let guest = &mut guest;
+    let kept = keeper(&disk);
+    let first = bench.xenhost.sh(&format!("echo {kept}"))?;
+    let mut files = None;
+    for _ in 0..WORKER {
+        kill_worker(bench, &disk)?;
+        wait_for_requests(bench, guest, BETWEEN)?;
+        let now = open_files(bench, &first)?;
+        if now > *files.get_or_insert(now) {
+            bail!("the keeper had {files:?} files open, and now {now}");
+        }
+    }
+    expect_eq("the keeper of twenty workers", &bench.xenhost.sh(&format!("echo {kept}"))?, &first)?;
+    let daemon = bench.daemon.context("a daemon")?.to_string();
+    let before = open_files(bench, &daemon)?;
+    for _ in 0..KEEPER {
+        kill(bench, &disk, &kept, "the next keeper's worker")?;
+        wait_for_requests(bench, guest, BETWEEN)?;
+    }
+    let after = open_files(bench, &daemon)?;
+    if after > before {
+        bail!("the daemon had {before} files open, and after three keepers {after}");
+    }
+    for _ in 0..DAEMON {
+        let old = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
+        restart_daemon(bench, "$(ferrite-daemon)")?;
+        wait_for_requests(bench, guest, BETWEEN)?;
+        let now = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
+        expect_eq("the worker while the daemon died", &now, &old)?;
+    }
+    for _ in 0..ALL {
+        let old = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
+        restart_daemon(bench, &format!("$({PROCESSES})"))?;
+        wait_for_next(bench, &disk, &old, "a worker after the death of all")?;
+        wait_for_requests(bench, guest, BETWEEN)?;
+    }
+    upgrade(bench, &disk)?;
+    stop(bench, guest, &under_way)?;
+    nothing_is_left(bench, &disk)?;
+    guest.destroy(bench.xenhost)?;
+    wait_for_none(bench, "the end of the disk")?;
+    bench.xenhost.sh("rm -r /lab/next").map(drop)
+}
+
+/// Kills these processes, the daemon among them, and starts another daemon.
+fn restart_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
+    let daemon = bench.daemon.take().context("a daemon")?;
+    let pids = pids.replace("$(ferrite-daemon)", &daemon.to_string());
+    bench.xenhost.sh(&format!("kill -9 {pids}"))?;
+    bench.xenhost.wait_until("the daemon's end", &ended(daemon), 60)?;
+    bench.start_daemon()
+}
+
+/// Another program serves the disk, and nobody asked the guest.
+fn upgrade(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
+    let program = format!("readlink /proc/{}/exe", worker(disk));
+    bench
+        .xenhost
+        .sh(&format!("mkdir -p /lab/next && cp $(which ferrite) {NEXT} && {NEXT} upgrade"))?;
+    expect_eq("the program that serves", &bench.xenhost.sh(&program)?.as_str(), &NEXT)
+}
+
+/// One keeper with one worker, and nobody who was not waited for.
+fn nothing_is_left(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
+    let processes = bench.xenhost.sh(&format!("{PROCESSES} | wc -l"))?;
+    expect_eq("daemon, keeper and worker", &processes.as_str(), &"3")?;
+    let daemon = bench.daemon.context("a daemon")?;
+    let dead = format!(
+        "for pid in {daemon} {}; do for child in $(cat /proc/$pid/task/*/children); do \
+         grep '^State:.Z' /proc/$child/status; done; done; true",
+        keeper(disk)
+    );
+    expect_eq("processes that nobody waited for", &bench.xenhost.sh(&dead)?.as_str(), &"")
+}
+
+fn open_files(bench: &mut Bench<'_>, pid: &str) -> Result<u32> {
+    Ok(bench.xenhost.sh(&format!("ls /proc/{pid}/fd | wc -l"))?.parse()?)
+}
+
+/// The source's worker dies and the target's, in whatever the migration is at.
+fn while_migrating(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    let (mut guest, mut disk, under_way) = verifying_guest(bench, &GuestOptions::pvh())?;
+    let name = guest.name().to_owned();
+    let told = bench.xenhost.sh_for(
+        &format!(
+            "xl migrate -s '' {name} 'xl migrate-receive' >/tmp/xl.log 2>&1 & deaths=0; \
+             while kill -0 $! 2>/dev/null; do for pid in $({PROCESSES}); do \
+             [ \"$(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p)\" = worker ] && \
+             kill -9 $pid && deaths=$((deaths + 1)); done; sleep 2; done; \
+             grep -v progress /tmp/xl.log; rm /tmp/xl.log; echo deaths $deaths"
+        ),
+        600,
+    )?;
+    if !told.contains("Migration successful.") || told.contains("unable to remove device") {
+        bail!("the migration went wrong:\n{told}");
+    }
+    let deaths = told.lines().last().and_then(|line| line.strip_prefix("deaths "));
+    if deaths.and_then(|deaths| deaths.parse().ok()).unwrap_or(0) < 2 {
+        bail!("too few workers died:\n{told}");
+    }
+    bench.follow(&mut guest, &mut disk, Follow::Migrated)?;
+    stop(bench, &mut guest, &under_way)
+}
