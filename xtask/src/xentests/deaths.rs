@@ -9,18 +9,27 @@ use ferrite_xenhost::disk::{Disk, ended};
 use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Job};
 
 pub(super) const CASES: &[Case] = &[
-    ferrite("deaths/worker-keeper-daemon-and-all-at-once-under-verify", of_each),
-    ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd(),
+    ferrite("deaths/each-process-and-all-at-once-under-verify", |bench| of_each(bench, &FEW)),
+    ferrite("deaths/each-process-many-times-and-all-at-once-under-verify", |bench| {
+        of_each(bench, &MANY)
+    })
+    .by_night(),
+    ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd().by_night(),
 ];
 
 /// Requests of the guest between one death and the next.
 const BETWEEN: u32 = 64;
 
 /// How often each of them dies.
-const WORKER: u32 = 20;
-const KEEPER: u32 = 3;
-const DAEMON: u32 = 5;
-const ALL: u32 = 3;
+struct Deaths {
+    worker: u32,
+    keeper: u32,
+    daemon: u32,
+    all: u32,
+}
+
+const FEW: Deaths = Deaths { worker: 3, keeper: 1, daemon: 1, all: 1 };
+const MANY: Deaths = Deaths { worker: 20, keeper: 3, daemon: 5, all: 3 };
 
 /// Another program than the one that runs, for an upgrade.
 const NEXT: &str = "/lab/next/ferrite";
@@ -82,7 +91,7 @@ fn stop(bench: &mut Bench<'_>, guest: &mut Guest, under_way: &Job) -> Result<()>
     guest.check_blkfront(bench.xenhost)
 }
 
-fn of_each(bench: &mut Bench<'_>) -> Result<()> {
+fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
     }
@@ -91,7 +100,7 @@ fn of_each(bench: &mut Bench<'_>) -> Result<()> {
     let kept = keeper(&disk);
     let first = bench.xenhost.sh(&format!("echo {kept}"))?;
     let mut files = None;
-    for _ in 0..WORKER {
+    for _ in 0..deaths.worker {
         kill_worker(bench, &disk)?;
         wait_for_requests(bench, guest, BETWEEN)?;
         let now = open_files(bench, &first)?;
@@ -99,25 +108,29 @@ fn of_each(bench: &mut Bench<'_>) -> Result<()> {
             bail!("the keeper had {files:?} files open, and now {now}");
         }
     }
-    expect_eq("the keeper of twenty workers", &bench.xenhost.sh(&format!("echo {kept}"))?, &first)?;
+    expect_eq(
+        "the keeper of all these workers",
+        &bench.xenhost.sh(&format!("echo {kept}"))?,
+        &first,
+    )?;
     let daemon = bench.daemon.context("a daemon")?.to_string();
     let before = open_files(bench, &daemon)?;
-    for _ in 0..KEEPER {
+    for _ in 0..deaths.keeper {
         kill(bench, &disk, &kept, "the next keeper's worker")?;
         wait_for_requests(bench, guest, BETWEEN)?;
     }
     let after = open_files(bench, &daemon)?;
     if after > before {
-        bail!("the daemon had {before} files open, and after three keepers {after}");
+        bail!("the daemon had {before} files open, and after some keepers {after}");
     }
-    for _ in 0..DAEMON {
+    for _ in 0..deaths.daemon {
         let old = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
         restart_daemon(bench, "$(ferrite-daemon)")?;
         wait_for_requests(bench, guest, BETWEEN)?;
         let now = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
         expect_eq("the worker while the daemon died", &now, &old)?;
     }
-    for _ in 0..ALL {
+    for _ in 0..deaths.all {
         let old = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
         restart_daemon(bench, &format!("$({PROCESSES})"))?;
         wait_for_next(bench, &disk, &old, "a worker after the death of all")?;
