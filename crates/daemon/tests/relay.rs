@@ -5,6 +5,7 @@ mod load;
 mod roles;
 
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -15,6 +16,7 @@ use ferrite_io::clock::{Random as _, SplitMix64};
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::{Client, command};
+use ferrite_testkit::programs::installed;
 use ferrite_testkit::{images, wait_until};
 use host::Host;
 use load::Load;
@@ -308,5 +310,52 @@ fn clients_that_stall_keep_neither_others_nor_memory_nor_the_disk() {
     scene.all_go_on();
     assert!(own_kib(relay) < (8 + CLIENTS as u64) * (6 << 10), "{} KiB", own_kib(relay));
     drop((stalled, silent));
+    scene.end("raw");
+}
+
+/// Programs of others that connect once, and do not connect again.
+#[test]
+fn other_programs_notice_no_deaths() {
+    let scene = Scene::new("raw");
+    let keeper = keeper(&scene.host, &scene.disk);
+    let socket = nbd_socket(&scene.host.places().run.join(host::id(&scene.disk).file_name()));
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let at = (CLIENTS as u64 + 1) * MIB;
+    let mut qemu = vec!["-f".to_owned(), "raw".to_owned()];
+    for stamp in 1..=100 {
+        let of = |what: &str| format!("{what} -P {stamp} {at} 512k");
+        qemu.extend(
+            [of("write"), "flush".to_owned(), of("read")].map(|c| ["-c".to_owned(), c]).concat(),
+        );
+    }
+    qemu.push(uri.clone());
+    let nbdsh = format!(
+        "h.connect_uri('{uri}')\nfor i in range(1, 201):\n  b = bytes([i]) * 262144\n  \
+         h.pwrite(b, {})\n  assert h.pread(262144, {0}) == b\nh.shutdown()",
+        at + MIB / 2
+    );
+    let nbdsh = vec!["-c".to_owned(), nbdsh];
+    for (program, arguments) in [("/usr/bin/qemu-io", qemu), ("/usr/bin/nbdsh", nbdsh)] {
+        let ended = AtomicBool::new(false);
+        let output = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    if let Some(worker) = worker(keeper).filter(|pid| is_alive(*pid)) {
+                        kill_pid(worker);
+                    }
+                    scene.all_go_on();
+                }
+            });
+            let mut command = Command::new(program);
+            // The system's Python has the module of nbdsh.
+            let output = command.args(arguments).env("PATH", "/usr/bin:/bin").output();
+            ended.store(true, Ordering::Relaxed);
+            output
+        });
+        let Some(output) = installed(program, output) else { continue };
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&said);
+        assert!(output.status.success() && !said.contains("failed"), "{program}: {said}");
+    }
     scene.end("raw");
 }

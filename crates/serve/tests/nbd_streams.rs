@@ -1,18 +1,23 @@
-//! Random bytes from clients of NBD, while another client works: it gets its answers, and what is
-//! left of the others when they have gone is nothing. Alone in its program: it counts what the process
-//! has.
+//! Random bytes from clients of NBD, straight to the server and by a relay, while another client works:
+//! it gets its answers, and what is left of the others when they have gone is nothing. Alone in its
+//! program: it counts what the process has.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrite_testkit::nbd::{Served, contexts, info, option, options, request};
+use ferrite_io::process::{receive_with, send_with};
+use ferrite_serve::nbd::relay;
+use ferrite_testkit::nbd::{Client, Served, contexts, info, option, options, request};
 use ferrite_testkit::proc::{Memory, descriptors, threads_named};
 use ferrite_testkit::{PATIENCE, scale, wait_until};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 const MIB: u64 = 1 << 20;
 const BYTES: u64 = 16 * MIB;
@@ -23,6 +28,8 @@ const AT_ONCE: usize = 4;
 /// KiB that a client takes: its buffers, its table and its thread, once for each at once and for the
 /// witness; and the pages of the disk, which is a file in memory.
 const MOST_KIB: u64 = (AT_ONCE as u64 + 1) * (12 << 10) + (16 << 10);
+/// What a relay takes besides for each of them.
+const RELAY_KIB: u64 = (AT_ONCE as u64 + 1) * (9 << 10);
 
 fn greeting(structured: bool) -> Vec<u8> {
     let option = |option: u32, data: &[u8]| {
@@ -84,11 +91,10 @@ fn any_stream() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Says all of it, hears all that is said, and goes.
-fn play(served: &Served, bytes: &[u8]) {
-    let stream = UnixStream::connect(&served.socket).unwrap();
+fn play(stream: &UnixStream, bytes: &[u8]) {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     std::thread::scope(|scope| {
-        let (mut writer, mut reader) = (&stream, &stream);
+        let (mut writer, mut reader) = (stream, stream);
         scope.spawn(move || {
             // The server hangs up when it makes no sense.
             let _ = writer.write_all(bytes);
@@ -109,10 +115,40 @@ fn play(served: &Served, bytes: &[u8]) {
     });
 }
 
+/// The keeper of a relay, both threads of this process: a link is a connection with the server.
+fn relayed(served: &Served) -> impl Fn() -> UnixStream + Sync {
+    let kind = SocketType::SEQPACKET;
+    let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+    std::thread::spawn(move || relay(&theirs).unwrap_err());
+    let (ours, socket) = (Arc::new(ours), served.socket.clone());
+    let keeper = ours.clone();
+    std::thread::spawn(move || {
+        loop {
+            let (asked, _) = receive_with(&keeper, 64, true).unwrap();
+            if asked.starts_with(b"link ") {
+                let link = UnixStream::connect(&socket).unwrap();
+                send_with(&keeper, &asked, Some(link.as_fd())).unwrap();
+            }
+        }
+    });
+    move || {
+        let (client, theirs) = UnixStream::pair().unwrap();
+        send_with(&ours, b"client", Some(theirs.as_fd())).unwrap();
+        client
+    }
+}
+
 #[test]
 fn random_bytes_of_clients_are_felt_by_nobody_else() {
     let served = Served::new("raw", BYTES, options());
-    let mut witness = served.client();
+    felt_by_nobody(&|| UnixStream::connect(&served.socket).unwrap(), MOST_KIB);
+    wait_until("the end of the witness", || threads_named("nbd-client").is_empty());
+    felt_by_nobody(&relayed(&served), MOST_KIB + RELAY_KIB);
+}
+
+fn felt_by_nobody(connect: &(dyn Fn() -> UnixStream + Sync), most_kib: u64) {
+    let mut witness = Client::over(connect());
+    witness.go(true);
     witness.write(0, &[1; 4096]);
     let (descriptors_before, memory) = (descriptors(), Memory::watch());
     let ended = AtomicBool::new(false);
@@ -129,14 +165,13 @@ fn random_bytes_of_clients_are_felt_by_nobody_else() {
             }
             witness
         });
-        let served = &served;
         let players: Vec<_> = (0..AT_ONCE)
             .map(|_| {
                 scope.spawn(move || {
                     let mut runner = TestRunner::default();
                     for _ in 0..each {
                         let stream = any_stream().new_tree(&mut runner).unwrap().current();
-                        play(served, &stream);
+                        play(&connect(), &stream);
                     }
                 })
             })
@@ -148,7 +183,7 @@ fn random_bytes_of_clients_are_felt_by_nobody_else() {
         wait_until("the end of all other clients", || threads_named("nbd-client").len() == 1);
         witness.flush();
     });
-    assert!(memory.taken_kib() < MOST_KIB, "{} KiB", memory.taken_kib());
+    assert!(memory.taken_kib() < most_kib, "{} KiB", memory.taken_kib());
     // The last thread's descriptors are closed before it ends.
     wait_until("all is closed", || descriptors() <= descriptors_before);
 }
