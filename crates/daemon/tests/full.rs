@@ -4,14 +4,17 @@
 mod host;
 mod roles;
 
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Detached, Upgraded};
 use ferrite_daemon::keeping::Keepers;
+use ferrite_keeper::nbd_socket;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::places::Small;
 use ferrite_testkit::{PATIENCE, images, wait_until};
 use host::{Host, ON_FULL, works};
@@ -122,6 +125,36 @@ fn requests_wait_for_space_whoever_ends_meanwhile_and_other_disks_go_on() {
         images::check(&full.image);
         kill(daemon);
     }
+}
+
+/// Without a guest, as before HVM guests have their driver.
+#[test]
+fn a_client_of_nbd_waits_for_space_whoever_ends_meanwhile() {
+    let host = Host::new(1);
+    let daemon = host.spawn_with(None, &[(ON_FULL, "wait")]);
+    let Some(mut full) = Full::new(&host, "raw") else { return kill(daemon) };
+    full.waits(&host);
+    let socket = nbd_socket(&host.places().run.join(host::id(&full.disk).file_name()));
+    let mut client = Client::over(UnixStream::connect(socket).unwrap());
+    client.go(true);
+    let data = [0xCC; BYTES];
+    let asked = client.send(command::WRITE, 0, 6 * MIB, BYTES as u32, &data);
+    let guests = full.front.queues[0].in_flight() as u64;
+    let waits = || host.show(&full.disk).unwrap().disk.full.map_or(0, |full| full.requests);
+    wait_until("the client waits, too", || waits() == guests + 1);
+    kill_pid(worker(keeper(&host, &full.disk)).unwrap());
+    assert_eq!(client.read(7 * MIB, 512), [0; 512]);
+    wait_until("both wait again", || waits() == guests + 1);
+    full.small.change("size=16m");
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.error), (asked, 0));
+    assert_eq!(client.read(6 * MIB, BYTES as u32), data);
+    full.is_written();
+    drop(client);
+    full.front.close(PATIENCE).unwrap();
+    let kept = keeper(&host, &full.disk);
+    end(&host, std::slice::from_ref(&full.disk), &[kept]);
+    kill(daemon);
 }
 
 #[test]

@@ -10,7 +10,9 @@ use super::work::Outcome;
 #[derive(Default)]
 pub(super) struct Alone {
     waiting: VecDeque<Ticket>,
-    /// The first of them has been begun.
+    /// The gate was closed for the first of them.
+    has_gate: bool,
+    /// That has been begun.
     running: bool,
 }
 
@@ -71,6 +73,7 @@ impl RequestPath {
             return None;
         }
         if self.is_alone_behind_space() {
+            self.give_gate_back();
             self.leave_if_idle();
             return None;
         }
@@ -79,12 +82,13 @@ impl RequestPath {
             self.leave_if_idle();
             return None;
         }
+        self.alone.has_gate = true;
         if !self.seat.others_idle() {
             return None;
         }
         if self.is_alone_behind_space() {
             // Another has found no space meanwhile, and needs the gate to try again.
-            self.seat.open();
+            self.give_gate_back();
             return None;
         }
         let ticket = self.alone.waiting.pop_front()?;
@@ -108,6 +112,12 @@ impl RequestPath {
     /// The request that had the disk for itself has ended, if there was one.
     pub(super) fn end_alone(&mut self) {
         if std::mem::take(&mut self.alone.running) {
+            self.give_gate_back();
+        }
+    }
+
+    fn give_gate_back(&mut self) {
+        if std::mem::take(&mut self.alone.has_gate) {
             self.seat.open();
         }
     }

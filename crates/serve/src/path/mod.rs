@@ -336,8 +336,9 @@ impl RequestPath {
     }
 
     /// Whether the path has been told to stop, and nothing keeps it: nothing is in flight. One that
-    /// rests has nothing begun. What waits for space is left to a successor, if nobody has given it up. What it has set aside it keeps for the parker's end, unless a successor
-    /// is to do it: who unplugs a disk needs the answers, as its guest cannot remove it before.
+    /// rests has nothing begun. What it has set aside it keeps for the parker's end, unless a successor
+    /// is to do it: who unplugs a disk needs the answers, as its guest cannot remove it before. What
+    /// waits for space is left to a successor in any case, if nobody has given it up.
     pub fn may_end(&self) -> bool {
         if !self.shared.stopping() {
             return false;
