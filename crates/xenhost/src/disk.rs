@@ -347,6 +347,24 @@ impl Disk {
         xenhost.wait_until("the killed backend's end", &ended(pid), STATE_LIMIT_S)
     }
 
+    /// A shell line that prints the process which serves a disk of the daemon's.
+    pub fn worker(&self) -> String {
+        format!(
+            "for pid in $(cat /proc/$(xenstore-read {}/kthread-pid)/task/*/children); do \
+             [ \"$(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p)\" = worker ] && echo $pid; done; true",
+            self.backend_dir()
+        )
+    }
+
+    /// Kills that process, and waits for the next one.
+    pub fn kill_worker(&self, xenhost: &mut XenHost) -> Result<()> {
+        let worker = self.worker();
+        let old = xenhost.sh(&worker)?;
+        xenhost.sh(&format!("kill -9 {old}"))?;
+        let next = format!("new=$({worker}); [ -n \"$new\" ] && [ $new != {old} ]");
+        self.wait(xenhost, "the next worker", &next)
+    }
+
     /// Tells blkback that its medium has grown; Ferrite sees to it by itself.
     pub fn notice_growth(&self, xenhost: &mut XenHost) -> Result<()> {
         match &self.device {
