@@ -12,7 +12,22 @@ pub(super) const CASES: &[Case] = &[
     ferrite("xl/both-scripts-find-every-image-and-say-what-they-do-not", both_scripts),
     ferrite("xl/thirty-disks-of-one-guest-and-what-they-cost", thirty_disks).by_night(),
     ferrite("xl/held-disks-say-so-save-c-goes-on-and-destroy-ends-all", held_saved_destroyed),
+    ferrite("xl/domain-0-mounts-a-guests-disk-beside-it-while-workers-end", mounted_beside)
+        .by_night(),
 ];
+
+/// In domain 0: a file system on the first half of the disk, with files that fio verifies.
+const FILES_BESIDE: &str = "mkfs.ext4 -q /dev/nbd0 64M && mkdir -p /mnt/nbd && \
+     mount /dev/nbd0 /mnt/nbd && cd /mnt/nbd && \
+     fio --name=beside --directory=. --ioengine=libaio --direct=1 --rw=randrw --bs=4k-64k --size=8m \
+     --nrfiles=4 --iodepth=16 --fsync=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 \
+     --do_verify=1 --minimal 2>&1 && sha256sum beside* >sums && cd / && umount /mnt/nbd";
+
+/// In the guest: the other half.
+const HALF_BESIDE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
+     fio --name=half --filename=/dev/xvdb --offset=64m --size=32m --ioengine=libaio --direct=1 \
+     --rw=randrw --bs=4k-16k --iodepth=8 --randrepeat=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
+     --minimal";
 
 /// The disk that these tests attach, as xl and xenstore call it.
 const NAME: &str = "xvdb";
@@ -294,3 +309,43 @@ fn saved(bench: &mut Bench<'_>, guest: &mut Guest, directory: &str) -> Result<()
 const VERIFY: &str = "fio --name=verify --ioengine=libaio --direct=1 --rw=randwrite --bs=16k \
      --size=2m --offset=64m --iodepth=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 \
      --do_verify=1 --loops=4 --filename=/dev/xvda --minimal";
+
+/// Guest and domain 0 at work on halves of one disk, which is one disk for both; its worker is killed under
+/// them. The relay is there as long as domain 0's client.
+fn mounted_beside(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    let image = bench.image(128)?;
+    let mut guest = running_guest(bench)?;
+    bench.xenhost.sh(&attach(&guest, &format!("format=raw,target={image}")))?;
+    // As block-tap has named it, which gives it to QEMU.
+    let socket = key(bench, &guest, "physical-device-path")?;
+    let keeper = key(bench, &guest, "kthread-pid")?;
+    let relay = format!("pgrep -P {keeper} -f 'ferrite relay'");
+    let connect = format!("modprobe nbd && nbd-client -unix {socket} /dev/nbd0 2>&1");
+    bench.xenhost.sh(&format!("! {relay}"))?;
+    bench.xenhost.sh(&connect)?;
+    let of_guest = guest.begin(bench.xenhost, HALF_BESIDE, 600)?;
+    let kills = format!(
+        "(for i in 1 2 3 4 5; do sleep 3; pkill -KILL -P {keeper} -f 'ferrite worker'; done) & {FILES_BESIDE}"
+    );
+    bench.xenhost.sh_for(&kills, 600).context("domain 0 works on its half")?;
+    guest.finish_ok(bench.xenhost, &of_guest).context("the guest works on its half")?;
+    bench.xenhost.sh("nbd-client -d /dev/nbd0 2>&1")?;
+    bench.xenhost.wait_until("no relay without clients", &format!("! {relay}"), 30)?;
+    let read = "load-ext4; mount /dev/xvdb /mnt && cd /mnt && sha256sum -c -s sums && \
+                dd if=/dev/urandom of=more bs=64k count=9 2>/dev/null && sha256sum more >>sums && \
+                cd / && sync";
+    guest.sh(bench.xenhost, read, 120).context("the guest reads what domain 0 has written")?;
+    // As docs/operations.md has it, beside the guest that has it mounted.
+    bench.xenhost.sh(&format!("nbd-client -unix {socket} /dev/nbd0 -readonly 2>&1"))?;
+    bench.xenhost.sh_for(
+        "mount -o ro,noload /dev/nbd0 /mnt/nbd && cd /mnt/nbd && sha256sum -c --status sums && \
+         cd / && umount /mnt/nbd && nbd-client -d /dev/nbd0 2>&1 && rmdir /mnt/nbd",
+        120,
+    )?;
+    guest.sh(bench.xenhost, "umount /mnt && blockdev --flushbufs /dev/xvdb", 60)?;
+    detach(bench, &guest)
+}
