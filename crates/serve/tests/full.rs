@@ -347,9 +347,13 @@ fn a_guest_that_closes_waits_until_it_lets_go_of_its_rings() {
     guest.has_what_is_done();
     guest.wait_until_full(&rig);
     // Nobody is there any more who could hear an answer.
+    let waits = guest.queue().in_flight();
     guest.front.set_state(6).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
     assert_eq!(waiting(&rig), 0);
+    for _ in 0..waits {
+        assert_eq!(guest.queue().take().unwrap().unwrap().status, STATUS_ERROR);
+    }
     place.is_whole();
 }
 
