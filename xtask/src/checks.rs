@@ -68,7 +68,7 @@ fn build_host_tests() -> Result<Program> {
 }
 
 /// The package that hosts install, with the release binary in it.
-fn build_package() -> Result<Program> {
+pub(crate) fn build_package() -> Result<Program> {
     let program = build_ferrite()?.file;
     step("pack", || {
         let made = dist::pack(&program, &steps::target_dir().join("dist-lab"), Squeeze::Little)?;

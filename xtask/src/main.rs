@@ -36,7 +36,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Shows a real Xen host serving a real disk to a real Linux guest.
+    /// Shows a real Xen host serving disks to Linux guests of all kinds, through crashes and a migration.
     Demo,
     /// Runs the tests.
     Test(checks::TestArguments),

@@ -219,6 +219,16 @@ impl XenHost {
         Ok(device)
     }
 
+    /// Starts the daemon, for all images of the payload's disk, and gives its process.
+    pub fn start_daemon(&mut self) -> Result<u32> {
+        let pid = self.sh(
+            "mkdir -p /etc/ferrite; echo 'image_folders = [\"/lab\", \"/dev\"]' >/etc/ferrite/ferrite.toml; \
+             setsid ferrite daemon </dev/null >>/tmp/daemon.log 2>&1 & echo $!",
+        )?;
+        self.wait_until("the daemon", "ferrite disk list", 60)?;
+        pid.parse().with_context(|| format!("odd answer: {pid}"))
+    }
+
     /// A name no guest of this boot has had.
     fn next_guest(&mut self) -> String {
         self.guests += 1;

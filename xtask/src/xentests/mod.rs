@@ -213,12 +213,8 @@ impl<'a> Bench<'a> {
 
     /// From now on each disk is served that the toolstack attaches.
     fn start_daemon(&mut self) -> Result<()> {
-        let pid = self.xenhost.sh(
-            "mkdir -p /etc/ferrite; echo 'image_folders = [\"/lab\", \"/dev\"]' >/etc/ferrite/ferrite.toml; \
-             setsid ferrite daemon </dev/null >>/tmp/daemon.log 2>&1 & echo $!",
-        )?;
-        self.daemon = Some(pid.parse()?);
-        self.xenhost.wait_until("the daemon", "ferrite disk list", 60)
+        self.daemon = Some(self.xenhost.start_daemon()?);
+        Ok(())
     }
 
     /// Ends it when all disks are gone; one that stays is an error.
