@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand};
 use ferrite_io::engines::EngineChoice;
-use ferrite_serve::path::space::OnFull;
+use ferrite_serve::path::full::OnFull;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::exit::Code;
@@ -369,7 +369,9 @@ mod tests {
         let cli = Cli::command();
         let serve = cli.find_subcommand("serve").unwrap();
         let text = include_str!("../../../docs/serve.md");
-        let options: Vec<&str> = serve.get_arguments().filter_map(|a| a.get_long()).collect();
+        // Hidden ones are for the daemon, which starts workers with them.
+        let shown = serve.get_arguments().filter(|a| !a.is_hide_set());
+        let options: Vec<&str> = shown.filter_map(|a| a.get_long()).collect();
         assert!(options.len() > 10, "{options:?}");
         for option in options {
             let told = [' ', '`'].map(|end| text.contains(&format!("--{option}{end}")));

@@ -10,7 +10,7 @@ use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, Reply,
 use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_serve::counters::{Counters, snapshot, stats_file};
 use ferrite_serve::nbd::Options;
-use ferrite_serve::path::space::OnFull;
+use ferrite_serve::path::full::OnFull;
 use ferrite_testkit::errno::ENOSPC;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_testkit::nbd::{Served, command, options};

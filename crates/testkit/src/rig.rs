@@ -23,7 +23,7 @@ use ferrite_serve::blkif::lifecycle::{
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
-use ferrite_serve::path::space::OnFull;
+use ferrite_serve::path::full::OnFull;
 use ferrite_serve::processors::Processors;
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;

@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::engines::EngineChoice;
-use ferrite_serve::path::space::OnFull;
+use ferrite_serve::path::full::OnFull;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use ferrite_io::engines::{EngineChoice, EngineKind};
-use ferrite_serve::path::space::OnFull;
+use ferrite_serve::path::full::OnFull;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::Mover;
 

@@ -9,8 +9,8 @@ use ferrite_disk::{Disk, DiskIdentity, Port};
 use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;
 
+use super::full::{Full, OnFull, is_full};
 use super::gate::{Gate, Wanted};
-use super::space::{Full, OnFull, is_full};
 use crate::log_limit::LogLimits;
 use crate::waker::Waker;
 

@@ -10,82 +10,24 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::fmt;
 use std::io;
 use std::rc::Rc;
-use std::str::FromStr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::RequestPath;
 use super::admission::Admitted;
 use super::device::Device;
 use super::flight::Ticket;
+use super::full::{OnFull, is_full};
 use super::work::{Action, Outcome};
 use crate::counters::Page;
 use crate::log_limit::limited;
-
-/// What a request gets whose storage has no space for it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnFull {
-    /// An error.
-    #[default]
-    Error,
-    /// No answer, until there is space.
-    Wait,
-}
-
-impl fmt::Display for OnFull {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            OnFull::Error => "error",
-            OnFull::Wait => "wait",
-        })
-    }
-}
-
-impl FromStr for OnFull {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "error" => Ok(OnFull::Error),
-            "wait" => Ok(OnFull::Wait),
-            _ => {
-                Err(format!("{s:?} is nothing that can be done on a full disk; use error or wait"))
-            }
-        }
-    }
-}
 
 /// The first pause between two tries,
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// and the longest.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-
-/// Whether this says that there is no space, or no more of it for this user.
-pub(super) fn is_full(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-}
-
-/// A device's storage, as far as requests wait for space on it.
-#[derive(Debug, Default)]
-pub(super) struct Full {
-    pub(super) policy: OnFull,
-    waits: Mutex<Waits>,
-}
-
-#[derive(Debug, Default)]
-struct Waits {
-    requests: usize,
-    since_ns: u64,
-}
-
-impl Full {
-    fn waits(&self) -> MutexGuard<'_, Waits> {
-        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 impl Device {
     /// The same device, with requests that do this where there is no space.
@@ -359,25 +301,5 @@ impl RequestPath {
     /// Whether requests of this path wait for space.
     pub fn waits_for_space(&self) -> bool {
         self.space.counted > 0
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn policies_are_said_as_they_are_read() {
-        for policy in [OnFull::Error, OnFull::Wait] {
-            assert_eq!(policy.to_string().parse(), Ok(policy));
-        }
-        assert!("panic".parse::<OnFull>().is_err());
-    }
-
-    #[test]
-    fn a_quota_is_space_too() {
-        for (errno, full) in [(28, true), (122, true), (5, false)] {
-            assert_eq!(is_full(&io::Error::from_raw_os_error(errno)), full);
-        }
     }
 }

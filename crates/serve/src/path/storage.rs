@@ -8,10 +8,10 @@ use ferrite_io::engine::{Completion, Transfer};
 
 use super::RequestPath;
 use super::flight::Ticket;
+use super::full::is_full;
 use super::layout::Layout;
 use super::merge::{Placed, op};
 use super::pieces::{MAX_PIECES, Piece};
-use super::space::is_full;
 use super::work::{Action, Outcome};
 use crate::log_limit::limited;
 

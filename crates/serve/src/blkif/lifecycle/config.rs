@@ -9,7 +9,7 @@ use ferrite_xen::mover::Moving;
 use super::attached::EngineFactory;
 use crate::blkif::negotiate::Offer;
 use crate::counters::Counters;
-use crate::path::space::OnFull;
+use crate::path::full::OnFull;
 use crate::processors::Processors;
 use crate::tuning::Tuning;
 

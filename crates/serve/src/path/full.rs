@@ -1,0 +1,84 @@
+//! A full storage: what is done about it, and what a device knows of requests that wait for space.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What a request gets whose storage has no space for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnFull {
+    /// An error.
+    #[default]
+    Error,
+    /// No answer, until there is space.
+    Wait,
+}
+
+impl fmt::Display for OnFull {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnFull::Error => "error",
+            OnFull::Wait => "wait",
+        })
+    }
+}
+
+impl FromStr for OnFull {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "error" => Ok(OnFull::Error),
+            "wait" => Ok(OnFull::Wait),
+            _ => {
+                Err(format!("{s:?} is nothing that can be done on a full disk; use error or wait"))
+            }
+        }
+    }
+}
+
+/// Whether this says that there is no space, or no more of it for this user.
+pub(super) fn is_full(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+/// A device's storage, as far as requests wait for space on it.
+#[derive(Debug, Default)]
+pub(super) struct Full {
+    pub(super) policy: OnFull,
+    waits: Mutex<Waits>,
+}
+
+/// Requests of all paths that wait, and since when.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    pub(super) requests: usize,
+    pub(super) since_ns: u64,
+}
+
+impl Full {
+    pub(super) fn waits(&self) -> MutexGuard<'_, Waits> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_are_said_as_they_are_read() {
+        for policy in [OnFull::Error, OnFull::Wait] {
+            assert_eq!(policy.to_string().parse(), Ok(policy));
+        }
+        assert!("panic".parse::<OnFull>().is_err());
+    }
+
+    #[test]
+    fn a_quota_is_space_too() {
+        for (errno, full) in [(28, true), (122, true), (5, false)] {
+            assert_eq!(is_full(&io::Error::from_raw_os_error(errno)), full);
+        }
+    }
+}
