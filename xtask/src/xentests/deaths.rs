@@ -34,23 +34,8 @@ const MANY: Deaths = Deaths { worker: 20, keeper: 3, daemon: 5, all: 3 };
 /// Another program than the one that runs, for an upgrade.
 const NEXT: &str = "/lab/next/ferrite";
 
-/// The process that serves a disk, as a part of a shell's command; nothing if there is none.
-pub(super) fn worker(disk: &Disk) -> String {
-    let keeper = keeper(disk);
-    format!(
-        "$(for pid in $(cat /proc/{keeper}/task/*/children); do \
-         [ \"$(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p)\" = worker ] && echo $pid; done)"
-    )
-}
-
 fn keeper(disk: &Disk) -> String {
     format!("$(xenstore-read {}/kthread-pid)", disk.backend_dir())
-}
-
-/// Kills the worker of a disk, and waits for the next one.
-pub(super) fn kill_worker(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
-    let worker = worker(disk);
-    kill(bench, disk, &worker, "the next worker")
 }
 
 /// Kills processes, and waits until the disk has another worker.
@@ -61,7 +46,7 @@ fn kill(bench: &mut Bench<'_>, disk: &Disk, pids: &str, what: &str) -> Result<()
 
 /// The worker from before.
 fn begin_death(bench: &mut Bench<'_>, disk: &Disk, pids: &str) -> Result<String> {
-    let old = bench.xenhost.sh(&format!("old={}; kill -9 {pids}; echo $old", worker(disk)))?;
+    let old = bench.xenhost.sh(&format!("old=$({}); kill -9 {pids}; echo $old", disk.worker()))?;
     if old.is_empty() {
         bail!("nobody serves the disk");
     }
@@ -69,7 +54,7 @@ fn begin_death(bench: &mut Bench<'_>, disk: &Disk, pids: &str) -> Result<String>
 }
 
 fn wait_for_next(bench: &mut Bench<'_>, disk: &Disk, old: &str, what: &str) -> Result<()> {
-    let next = format!("new={}; [ -n \"$new\" ] && [ $new != {old} ]", worker(disk));
+    let next = format!("new=$({}); [ -n \"$new\" ] && [ $new != {old} ]", disk.worker());
     bench.xenhost.wait_until(what, &next, 60)
 }
 
@@ -101,7 +86,7 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
     let first = bench.xenhost.sh(&format!("echo {kept}"))?;
     let mut files = None;
     for _ in 0..deaths.worker {
-        kill_worker(bench, &disk)?;
+        disk.kill_worker(bench.xenhost)?;
         wait_for_requests(bench, guest, BETWEEN)?;
         let now = open_files(bench, &first)?;
         if now > *files.get_or_insert(now) {
@@ -124,14 +109,14 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
         bail!("the daemon had {before} files open, and after some keepers {after}");
     }
     for _ in 0..deaths.daemon {
-        let old = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
+        let old = bench.xenhost.sh(&disk.worker())?;
         restart_daemon(bench, "$(ferrite-daemon)")?;
         wait_for_requests(bench, guest, BETWEEN)?;
-        let now = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
+        let now = bench.xenhost.sh(&disk.worker())?;
         expect_eq("the worker while the daemon died", &now, &old)?;
     }
     for _ in 0..deaths.all {
-        let old = bench.xenhost.sh(&format!("echo {}", worker(&disk)))?;
+        let old = bench.xenhost.sh(&disk.worker())?;
         restart_daemon(bench, &format!("$({PROCESSES})"))?;
         wait_for_next(bench, &disk, &old, "a worker after the death of all")?;
         wait_for_requests(bench, guest, BETWEEN)?;
@@ -155,7 +140,7 @@ fn restart_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
 
 /// Another program serves the disk, and nobody asked the guest.
 fn upgrade(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
-    let program = format!("readlink /proc/{}/exe", worker(disk));
+    let program = format!("readlink /proc/$({})/exe", disk.worker());
     bench
         .xenhost
         .sh(&format!("mkdir -p /lab/next && cp $(which ferrite) {NEXT} && {NEXT} upgrade"))?;
@@ -189,9 +174,8 @@ fn while_migrating(bench: &mut Bench<'_>) -> Result<()> {
     let told = bench.xenhost.sh_for(
         &format!(
             "xl migrate -s '' {name} 'xl migrate-receive' >/tmp/xl.log 2>&1 & deaths=0; \
-             while kill -0 $! 2>/dev/null; do for pid in $({PROCESSES}); do \
-             [ \"$(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p)\" = worker ] && \
-             kill -9 $pid && deaths=$((deaths + 1)); done; sleep 2; done; \
+             while kill -0 $! 2>/dev/null; do \
+             deaths=$((deaths + $(pkill -9 -c -f '^ferrite worker'))); sleep 4; done; \
              grep -v progress /tmp/xl.log; rm /tmp/xl.log; echo deaths $deaths"
         ),
         600,
