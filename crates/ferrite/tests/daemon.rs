@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use ferrite_daemon::config::Config;
+use ferrite_serve::path::full::OnFull;
 use ferrite_testkit::programs::skipped;
 use ferrite_testkit::{openmetrics, wait_until};
 
@@ -143,8 +144,12 @@ fn a_wrong_configuration_is_named_and_the_daemon_does_not_start() {
 #[test]
 fn the_configuration_that_is_shown_is_right_and_has_every_default() {
     let shown = blocks("toml");
-    assert_eq!(shown.len(), 1);
-    let config = Config::parse(&shown[0], Path::new("operations.md")).unwrap();
+    let parse = |text: &String| Config::parse(text, Path::new("operations.md")).unwrap();
+    let [config, full] = &shown.iter().map(parse).collect::<Vec<_>>()[..] else {
+        panic!("the configuration, and what there is for a full disk: {shown:?}")
+    };
+    let waits = full.images.values().map(|disk| disk.on_full).collect::<Vec<_>>();
+    assert_eq!((full.disks.on_full, waits), (OnFull::Error, vec![OnFull::Wait]));
     let defaults = Config::default();
     assert_eq!(config.image_folders, defaults.image_folders);
     assert!(config.metrics_socket.is_some() && defaults.metrics_socket.is_none());

@@ -59,7 +59,8 @@ pub(super) struct Client {
     socket: OwnedFd,
     inbox: Inbox,
     handshake: Handshake,
-    /// Links that have ended while an option was not answered.
+    /// Links that have ended before there was a greeting, or the answer to an option. A worker that
+    /// serves nobody beside the guest's device model greets nobody.
     tries: u32,
     /// The client may take until then, if it has to do something.
     until: Option<Instant>,
@@ -413,7 +414,8 @@ impl Client {
 
     /// A link has ended. The next one is asked for.
     fn lose(&mut self, open: &Open, now: Instant) {
-        if open.said == self.handshake.said.len() && self.handshake.is_asked() {
+        let waits = self.handshake.is_asked() || self.handshake.said.is_empty();
+        if open.said == self.handshake.said.len() && waits {
             self.tries += 1;
         }
         // It waits for us now.
