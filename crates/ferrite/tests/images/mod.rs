@@ -6,8 +6,8 @@
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::unix::fs::MetadataExt;
-use std::process::{Command, Output};
-use std::sync::Arc;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::engines::{EngineChoice, test_engine};
@@ -15,6 +15,9 @@ use ferrite_testkit::programs::installed;
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
+
+/// A process that another test has forked holds the locks of this one's images until it runs its program.
+static FORKS: RwLock<()> = RwLock::new(());
 
 /// See the module text.
 pub(crate) struct Place(TempDir);
@@ -30,7 +33,13 @@ impl Place {
 
     /// Runs `ferrite image` in the directory.
     pub(crate) fn image(&self, args: &[&str]) -> Output {
-        self.command(args).output().expect("ferrite runs")
+        let mut command = self.command(args);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let spawned = {
+            let _no_image_is_open = FORKS.read().unwrap_or_else(PoisonError::into_inner);
+            command.spawn()
+        };
+        spawned.and_then(Child::wait_with_output).expect("ferrite runs")
     }
 
     /// `ferrite image` in the directory, on the engine that the tests run on.
@@ -77,6 +86,7 @@ impl Place {
 
     /// Writes that pattern into an image, as a guest would.
     pub(crate) fn write(&self, name: &str, ranges: &[(u64, u64)]) {
+        let _nobody_forks = FORKS.write().unwrap_or_else(PoisonError::into_inner);
         let path = ImageName::parse(&self.path(name)).unwrap();
         let disk = Disk::open_image(&path, &OpenOptions::default()).unwrap();
         let mut session =
