@@ -210,6 +210,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
         "watching.md",
         "serve.md",
         "images.md",
+        "nbd.md",
         "install.md",
         "control.schema.json",
     ] {

@@ -85,21 +85,41 @@ impl Params {
         let Some((word, rest)) = split(value) else {
             return match value {
                 b"" => Params::Empty,
-                [b'/', ..] => image(Format::Raw, value),
+                [b'/', ..] => unsaid(value),
                 _ => Params::Odd(odd(value)),
             };
         };
         let Some(format) = Format::of_word(word) else {
             return match value {
-                [b'/', ..] => image(Format::Raw, value),
+                [b'/', ..] => unsaid(value),
                 _ => Params::Odd(odd(value)),
             };
         };
         match split(rest).and_then(|(word, path)| Some((Format::of_word(word)?, path))) {
             Some((nested, path @ [b'/', ..])) => image(nested, path),
             _ if rest.is_empty() => Params::Empty,
+            _ if word == b"aio" => unsaid(rest),
             _ => image(format, rest),
         }
+    }
+}
+
+/// Extensions of images that are no raw disks.
+const EXTENSIONS: [&str; 7] = ["vhd", "qcow2", "qcow", "vhdx", "vmdk", "vdi", "qed"];
+
+/// A raw disk, of which the toolstack has not said so: `aio` is xl's word also where no format was
+/// given, and it has none for qcow2. A guest overwrites what is taken for a raw disk.
+fn unsaid(path: &[u8]) -> Params {
+    let path = Path::new(OsStr::from_bytes(path));
+    let extension = path.extension().unwrap_or_default();
+    match EXTENSIONS.iter().find(|image| extension.eq_ignore_ascii_case(image)) {
+        None => image(Format::Raw, path.as_os_str().as_bytes()),
+        Some(extension) => Params::Odd(format!(
+            "{0} has the name of an image in format {extension}, and was given as a raw disk, which \
+             its guest would overwrite: say format=vhd, or write vhd:, qcow2: or raw: before the \
+             path (target=qcow2:{0})",
+            path.display()
+        )),
     }
 }
 
@@ -139,6 +159,9 @@ mod tests {
             ("aio:qcow2:/srv/a", Format::Qcow2, "/srv/a"),
             ("aio:vhd:/srv/a:b", Format::Vhd, "/srv/a:b"),
             ("aio:aio:/srv/a", Format::Raw, "/srv/a"),
+            ("aio:raw:/srv/a.vhd", Format::Raw, "/srv/a.vhd"),
+            ("raw:/srv/a.qcow2", Format::Raw, "/srv/a.qcow2"),
+            ("aio:/srv/a.qcow2/disk", Format::Raw, "/srv/a.qcow2/disk"),
             ("/srv/cd.iso", Format::Raw, "/srv/cd.iso"),
             ("/srv/cd:2.iso", Format::Raw, "/srv/cd:2.iso"),
         ] {
@@ -147,6 +170,10 @@ mod tests {
         }
         for empty in ["", "aio:", "vhd:", "raw:"] {
             assert_eq!(Params::parse(empty.as_bytes()), Params::Empty, "{empty}");
+        }
+        for image in ["aio:/srv/a.vhd", "/srv/a.QCOW2", "/srv/a:b.vmdk", "aio:/srv/x:y.vhdx"] {
+            let Params::Odd(why) = Params::parse(image.as_bytes()) else { panic!("{image}") };
+            assert!(why.contains("given as a raw disk"), "{why}");
         }
         for odd in ["aio:a.img", "nbd:unix:/x", "a.img", "qcow2:raw:a", ":", "aio::/a", "aio: "] {
             assert!(matches!(Params::parse(odd.as_bytes()), Params::Odd(_)), "{odd}");

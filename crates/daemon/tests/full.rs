@@ -135,13 +135,19 @@ fn a_client_of_nbd_waits_for_space_whoever_ends_meanwhile() {
     let Some(mut full) = Full::new(&host, "raw") else { return kill(daemon) };
     full.waits(&host);
     let socket = nbd_socket(&host.places().run.join(host::id(&full.disk).file_name()));
-    let mut client = Client::over(UnixStream::connect(socket).unwrap());
+    let mut client = Client::over(UnixStream::connect(&socket).unwrap());
     client.go(true);
+    // One that is gone writes nothing over what others write when there is space.
+    let mut dead = Client::over(UnixStream::connect(&socket).unwrap());
+    dead.go(true);
+    dead.send(command::WRITE, 0, 6 * MIB, BYTES as u32, &[0xDD; BYTES]);
     let data = [0xCC; BYTES];
     let asked = client.send(command::WRITE, 0, 6 * MIB, BYTES as u32, &data);
     let guests = full.front.queues[0].in_flight() as u64;
     let waits = || host.show(&full.disk).unwrap().disk.full.map_or(0, |full| full.requests);
-    wait_until("the client waits, too", || waits() == guests + 1);
+    wait_until("both clients wait, too", || waits() == guests + 2);
+    drop(dead);
+    wait_until("one client waits", || waits() == guests + 1);
     kill_pid(worker(keeper(&host, &full.disk)).unwrap());
     assert_eq!(client.read(7 * MIB, 512), [0; 512]);
     wait_until("both wait again", || waits() == guests + 1);

@@ -208,7 +208,7 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
-    /// Take a disk from its guest, as the toolstack does; xl block-detach does the same.
+    /// Take a disk from its guest, which is to have unmounted it; xl block-detach does the same.
     Detach {
         /// The guest's number, and the device as a number or as xvda, hda, sda.
         #[arg(value_name = "DOMID/DEVID")]
