@@ -160,6 +160,21 @@ fn what_was_not_answered_is_asked_again_in_its_order_and_an_answer_in_part_is_no
     assert_eq!(keeper.hear(), "idle 1");
 }
 
+/// Its write may wait for space, and others write meanwhile.
+#[test]
+fn what_a_client_that_is_gone_has_asked_for_ends_with_its_link() {
+    let keeper = Keeper::new();
+    let (mut client, mut worker) = keeper.served();
+    client.send(command::WRITE, 0, 512, 512, &[7; 512]);
+    worker.hears(&[&request(command::WRITE, 0, 1, 512, 512)[..], &[7; 512]].concat());
+    // What has come with its end is passed on.
+    client.send(command::WRITE, 0, 1024, 512, &[8; 512]);
+    drop(client);
+    worker.hears(&[&request(command::WRITE, 0, 2, 1024, 512)[..], &[8; 512]].concat());
+    assert_eq!(worker.0.read(&mut [0]).unwrap(), 0);
+    assert_eq!(keeper.hear(), "idle 1");
+}
+
 #[test]
 fn another_disk_than_the_clients_own_ends_it() {
     let keeper = Keeper::new();

@@ -134,7 +134,15 @@ impl Client {
     /// It has gone, or has to.
     pub(super) fn is_over(&self) -> bool {
         let is_done = self.requests.is_empty() && (self.gone || self.out.is_empty());
-        self.broken || (self.leaves && is_done)
+        self.broken || (self.leaves && is_done) || self.is_left_to_worker()
+    }
+
+    /// It is gone, and the worker has what it has asked for: that ends with the link. Where it waits for
+    /// space, it would be carried out over newer data of others (`requests.rs`, 5).
+    fn is_left_to_worker(&self) -> bool {
+        let Link::Open(open) = &self.link else { return false };
+        let has_said_all = self.leaves || !self.takes_more();
+        self.gone && has_said_all && self.is_agreed(open) && !self.has_more_for(open)
     }
 
     /// When it is to be gone on with at the latest.

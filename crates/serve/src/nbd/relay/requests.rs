@@ -11,6 +11,8 @@
 //!    client and the guest. So it does not matter that one is carried out at two moments. The guest's
 //!    own requests are done again in the same way, by the in-flight table.
 //! 4. They are asked for in their order.
+//! 5. What a client has asked for that is gone is asked for no more. Its link ends as soon as the worker has
+//!    that, and with the link what waits for space. Others go on, and their data are newer.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
