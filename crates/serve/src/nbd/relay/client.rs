@@ -134,15 +134,12 @@ impl Client {
     /// It has gone, or has to.
     pub(super) fn is_over(&self) -> bool {
         let is_done = self.requests.is_empty() && (self.gone || self.out.is_empty());
-        self.broken || (self.leaves && is_done) || self.is_left_to_worker()
+        self.broken || (self.leaves && is_done)
     }
 
-    /// It is gone, and the worker has what it has asked for: that ends with the link. Where it waits for
-    /// space, it would be carried out over newer data of others (`requests.rs`, 5).
+    /// The worker has what the client has asked for, as far as there was room for it.
     fn is_left_to_worker(&self) -> bool {
-        let Link::Open(open) = &self.link else { return false };
-        let has_said_all = self.leaves || !self.takes_more();
-        self.gone && has_said_all && self.is_agreed(open) && !self.has_more_for(open)
+        matches!(&self.link, Link::Open(open) if self.is_agreed(open) && !self.has_more_for(open))
     }
 
     /// When it is to be gone on with at the latest.
@@ -229,6 +226,9 @@ impl Client {
                 self.until = Some(now + COURTESY);
             }
             if !more {
+                // What waits for space ends with the link. Else it would be carried out over newer data
+                // of others (`requests.rs`, 5).
+                self.broken |= self.gone && self.is_left_to_worker();
                 return;
             }
         }
