@@ -24,8 +24,8 @@ use crate::wait::{Pauses, wait_for};
 use crate::{Assignment, Failure, Shared, Step, blktap, directory};
 
 /// The pause before the second try; twice as long before each further one, up to the longest.
-const RETRY: Duration = Duration::from_millis(250);
-const RETRY_MAX: Duration = Duration::from_secs(5);
+pub(crate) const RETRY: Duration = Duration::from_millis(250);
+pub(crate) const RETRY_MAX: Duration = Duration::from_secs(5);
 
 /// What a thread is to see to.
 pub(crate) enum Task {
@@ -33,6 +33,8 @@ pub(crate) enum Task {
     Serve(Image),
     /// There is nothing to serve.
     Empty,
+    /// It was detached while no daemon ran. What it has left is to go.
+    Gone,
     /// What the toolstack has written makes no sense.
     Refuse(String),
 }
@@ -69,6 +71,9 @@ impl Follower {
         let _end = Ending { shared: self.shared.clone(), id: self.id };
         if self.follow(task) {
             // The order matters: who serves it is gone before nobody knows of it any more.
+            if self.beside().is_some_and(|first| !self.parts(first)) {
+                return;
+            }
             self.shared.serving.forget(self.id);
             blktap::unlink(&self.shared.places, self.id);
             if let Err(e) = forget_run_dir(&self.run_dir()) {
@@ -102,6 +107,7 @@ impl Follower {
                     }
                 },
                 (Ok(()), Task::Empty) => (None, false),
+                (Ok(()), Task::Gone) => return true,
                 (Ok(()), Task::Refuse(why)) => (Some(refused(why)), false),
             };
             let pause = pauses.after(self.was_served());
@@ -184,12 +190,19 @@ impl Follower {
             self.is_unswept();
             return Ok(Outcome::Unplugged);
         }
+        let checked = self.check_folder(image);
+        if checked.is_ok() {
+            self.stand_beside(&mut store)?;
+        }
         // Before anybody serves it, or says 2: the next daemon has to know what to look for.
         self.states_changed(image)?;
         self.may_begin = true;
         (self.shared.at)(Step::StateWritten);
-        self.check_folder(image)?;
-        self.have_earlier_rest(&mut store)?;
+        checked?;
+        let beside = self.beside();
+        if beside.is_none() {
+            self.have_earlier_rest(&mut store)?;
+        }
         let qemu_first = directory::qemu_opens(&mut store, self.id, image.format)
             .map_err(|e| Failure::store(&e))?;
         let assignment = Assignment {
@@ -202,7 +215,11 @@ impl Follower {
             attached: self.attached.clone(),
             shared: &self.shared,
         };
-        let served = self.shared.serving.serve(&assignment, &mut store, &self.stop);
+        let serving = &self.shared.serving;
+        let served = match beside {
+            None => serving.serve(&assignment, &mut store, &self.stop),
+            Some(first) => serving.serve_beside(&assignment, first, &mut store, &self.stop),
+        };
         // It may have begun. If it has not, the next thread begins anew.
         if self.was_open() {
             self.attached = Attached::Begun;
@@ -224,6 +241,10 @@ impl Follower {
     /// serves that, its tables, and what the next daemon would take for this one's image.
     fn forget_older(&mut self, task: &Task) -> Result<(), Failure> {
         if self.has_older {
+            let older = self.shared.states.read(self.id).map_err(|e| self.no_state(&e))?;
+            if let Some(first) = older.and_then(|older| older.beside) {
+                self.shared.serving.part(self.id, first)?;
+            }
             self.shared.serving.forget_older(self.id)?;
             blktap::unlink(&self.shared.places, self.id);
             forget_run_dir(&self.run_dir()).map_err(|e| Failure {
@@ -247,13 +268,13 @@ impl Follower {
         self.shared.table.look(|disks| disks.get(&self.id).is_some_and(phase))
     }
 
-    fn was_open(&self) -> bool {
+    pub(crate) fn was_open(&self) -> bool {
         self.shared.table.look(|disks| disks.get(&self.id).is_none_or(|entry| entry.was_open))
     }
 
     /// Writes the disk's state as that of one that is served.
     fn states_changed(&self, image: &Image) -> Result<(), Failure> {
-        let state = DiskState::new(self.id, image, self.minor);
+        let state = DiskState::new(self.id, image, self.minor).beside(self.beside());
         self.shared.states.write(&state).map_err(|e| self.no_state(&e))
     }
 
@@ -296,7 +317,10 @@ impl Follower {
     ) -> Result<End, StoreError> {
         let mut store = (self.shared.connect)()?;
         self.report(&mut store, failure);
-        let announce = self.is_untouched && !self.was_open();
+        let announce = match self.beside() {
+            None => self.is_untouched && !self.was_open(),
+            Some(first) => self.may_part(&mut store, first)?,
+        };
         let may = May { begin: self.may_begin, offer: failure.is_none(), announce };
         answer(&mut store, self.id, may, &mut self.attached, how_long, &self.stop)
     }

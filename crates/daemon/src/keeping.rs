@@ -9,11 +9,12 @@ use std::io;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_keeper::{Keep, Keeper, Line, Names, name_of, nbd_socket, socket_name};
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, retire,
+    Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, follow_second, forget_second,
+    part, retire,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::log_limit::LogLimits;
@@ -24,6 +25,7 @@ use ferrite_xen::store::{Store, StoreError};
 
 use crate::state::{DiskId, id_of_name};
 use crate::table::Woken;
+use crate::wait::wait_for;
 use crate::{Assignment, Failure, Serving, Step};
 
 /// Workers that end one after the other before they have the image open: that is a failure of the disk
@@ -33,6 +35,11 @@ const LOST_AT_ONCE: u32 = 5;
 /// How long the image of a disk that is gone may take to be closed, before its worker is killed with it
 /// open.
 const CLOSED_WITHIN: Duration = Duration::from_secs(5);
+
+/// How long a stub domain's disk waits for who serves its guest's, before it looks at its own again.
+const FOUND_WITHIN: Duration = Duration::from_secs(2);
+/// And for what it has in flight at its end.
+const PARTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// How keepers and their workers are started.
 pub trait Programs: Send + Sync {
@@ -136,7 +143,7 @@ impl Keepers {
             };
             lost = Some(line.start);
             let nbd = nbd_socket(&keep.run_dir);
-            name_keeper(store, disk, line.keeper, &nbd)?;
+            name_keeper(store, disk, line.keeper, Some(&nbd))?;
             disk.is_kept(line.keeper as u32, Some(nbd));
             lost_at_once += 1;
             let opened = || {
@@ -164,12 +171,46 @@ impl Keepers {
                 Err(ServeError::WorkerLost(why)) if lost_at_once < LOST_AT_ONCE => {
                     tracing::warn!("disk {}: {why}; its guest waits for the next worker", disk.id);
                 }
-                Err(ServeError::WorkerLost(why)) => {
-                    let why = format!("workers are lost at once, one after the other: {why}");
-                    let help = "it is tried again; the log has the reason (journalctl -u ferrite)";
-                    return Err(Failure { why, help: help.to_owned() });
-                }
+                Err(ServeError::WorkerLost(why)) => return Err(all_lost(&why)),
                 Err(e) => return Err(not_served(e)),
+            }
+        }
+    }
+
+    /// The second line of the guest's disk, when that is served with the same image.
+    fn second_line(&self, disk: &Assignment<'_>, first: DiskId) -> Result<Line, Failure> {
+        // Before and after: what keeps it now may be another disk's of the same name.
+        if disk.is_beside(first) {
+            let line = Keeper::connect(&self.socket(first)).and_then(|keeper| keeper.second_line());
+            let line = line.map_err(|e| failed("reach the keeper of its guest's disk", &e))?;
+            if disk.is_beside(first) {
+                return Ok(line);
+            }
+        }
+        Err(Failure {
+            why: format!("disk {first}, of its guest, is not served"),
+            help: "it is tried again: see to that disk (ferrite disk show)".to_owned(),
+        })
+    }
+
+    /// The same, of one whose keeper or worker is about to be replaced.
+    fn find_second_line(
+        &self,
+        disk: &Assignment<'_>,
+        first: DiskId,
+        stop: &Waker,
+    ) -> Result<Line, Failure> {
+        let end = Instant::now() + FOUND_WITHIN;
+        loop {
+            match self.second_line(disk, first) {
+                Err(_) if Instant::now() < end => {
+                    // It is asked why by whoever follows.
+                    let [woken] = wait_for([stop.fd()], Some(FOUND_WITHIN / 20));
+                    if woken {
+                        return self.second_line(disk, first);
+                    }
+                }
+                line => return line,
             }
         }
     }
@@ -191,6 +232,67 @@ impl Serving for Keepers {
             run_dir,
         };
         self.follow(disk, &keep, store, stop)
+    }
+
+    fn serve_beside(
+        &self,
+        disk: &Assignment<'_>,
+        first: DiskId,
+        store: &mut Store,
+        stop: &Waker,
+    ) -> Result<Outcome, Failure> {
+        let mut config = follow_config(disk);
+        // QEMU has one at a time, and a worker's devices of Xen are counted.
+        config.offer.max_queues = 1;
+        let log_limits = LogLimits::default();
+        let mut lost_at_once = 0;
+        loop {
+            let line = self.find_second_line(disk, first, stop)?;
+            name_keeper(store, disk, line.keeper, None)?;
+            disk.is_kept(line.keeper as u32, None);
+            lost_at_once += 1;
+            let mut joined = false;
+            let opened = || {
+                (joined, lost_at_once) = (true, 0);
+                disk.is_served();
+            };
+            match follow_second(store, line.fd.as_fd(), &config, &log_limits, stop, opened) {
+                Ok(Outcome::Unplugged) => return Ok(Outcome::Unplugged),
+                Ok(Outcome::Left | Outcome::Stopped) => match disk.why_woken() {
+                    Woken::End => return Ok(Outcome::Left),
+                    _ if joined => {}
+                    _ => {
+                        let why = format!("disk {first}, of its guest, is not open yet");
+                        let help = "it is tried again".to_owned();
+                        return Err(Failure { why, help });
+                    }
+                },
+                Err(ServeError::WorkerLost(why)) if lost_at_once < LOST_AT_ONCE => {
+                    tracing::warn!("disk {}: {why}; its guest waits for the next worker", disk.id);
+                }
+                Err(ServeError::WorkerLost(why)) => return Err(all_lost(&why)),
+                Err(e) => return Err(not_served(e)),
+            }
+        }
+    }
+
+    fn part(&self, disk: DiskId, first: DiskId) -> Result<(), Failure> {
+        let parted = || -> io::Result<()> {
+            let socket = self.socket(first);
+            let mut keeper = Keeper::connect(&socket);
+            if keeper.as_ref().is_err_and(is_nobody) {
+                forget_second(&self.run.join(first.file_name()))?;
+                // A keeper may have come before that, and its worker may have looked.
+                keeper = Keeper::connect(&socket);
+            }
+            let line = match keeper {
+                Err(e) if is_nobody(&e) => return Ok(()),
+                keeper => keeper?.second_line()?,
+            };
+            part(line.fd.as_fd(), DomId(disk.domid), &Waker::new()?, Some(PARTED_WITHIN))
+                .map_err(io::Error::other)
+        };
+        parted().map_err(|e| failed("have its guest's disk served without it", &e))
     }
 
     fn forget(&self, disk: DiskId) {
@@ -273,7 +375,7 @@ fn name_keeper(
     store: &mut Store,
     disk: &Assignment<'_>,
     pid: i32,
-    nbd: &Path,
+    nbd: Option<&Path>,
 ) -> Result<(), Failure> {
     let dir = &disk.backend;
     let socket = format!("{dir}/physical-device-path");
@@ -284,9 +386,9 @@ fn name_keeper(
             None => return Ok(()),
         }
         // A script's own name for it stays.
-        match tx.read(&socket)? {
-            None => tx.write(&socket, nbd.as_os_str().as_encoded_bytes()),
-            Some(_) => Ok(()),
+        match (nbd, tx.read(&socket)?) {
+            (Some(nbd), None) => tx.write(&socket, nbd.as_os_str().as_encoded_bytes()),
+            _ => Ok(()),
         }
     });
     match named {
@@ -320,6 +422,12 @@ fn is_nobody(e: &io::Error) -> bool {
 fn failed(what: &str, e: &io::Error) -> Failure {
     let help = "it is tried again; the daemon's log has more (journalctl -u ferrite)".to_owned();
     Failure { why: format!("cannot {what}: {e}"), help }
+}
+
+fn all_lost(why: &str) -> Failure {
+    let why = format!("workers are lost at once, one after the other: {why}");
+    let help = "it is tried again; the log has the reason (journalctl -u ferrite)".to_owned();
+    Failure { why, help }
 }
 
 fn not_served(e: ServeError) -> Failure {

@@ -26,6 +26,7 @@ use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
+mod beside;
 mod blktap;
 pub mod config;
 pub mod control;
@@ -116,6 +117,11 @@ impl Assignment<'_> {
         self.shared.table.why_woken(self.id)
     }
 
+    /// Whether this disk of a guest is served with the image that its stub domain's is to have.
+    pub(crate) fn is_beside(&self, first: DiskId) -> bool {
+        self.shared.table.look(|disks| beside::are_one(disks, first, self.id))
+    }
+
     /// A point of an upgrade is reached.
     pub(crate) fn at(&self, step: Step) {
         (self.shared.at)(step);
@@ -139,6 +145,24 @@ pub trait Serving: Send + Sync {
         store: &mut Store,
         stop: &Waker,
     ) -> Result<Outcome, Failure>;
+
+    /// The same of a stub domain's disk, by who serves its guest's, `first`.
+    ///
+    /// # Errors
+    /// As [`serve`](Self::serve).
+    fn serve_beside(
+        &self,
+        disk: &Assignment<'_>,
+        first: DiskId,
+        store: &mut Store,
+        stop: &Waker,
+    ) -> Result<Outcome, Failure>;
+
+    /// The stub domain's disk is no more: nothing is to be left of it with its guest's, `first`.
+    ///
+    /// # Errors
+    /// It may be served still.
+    fn part(&self, disk: DiskId, first: DiskId) -> Result<(), Failure>;
 
     /// The disk is no more: nothing is to be left of it.
     fn forget(&self, disk: DiskId);

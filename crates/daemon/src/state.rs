@@ -69,6 +69,9 @@ pub struct DiskState {
     /// The guest of that attachment was connected: it may have written what this one's does not know.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub has_run: bool,
+    /// The guest's disk that it is served beside, if its domain is that guest's stub domain.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub beside: Option<DiskId>,
 }
 
 impl DiskState {
@@ -76,8 +79,15 @@ impl DiskState {
     pub fn new(id: DiskId, image: &Image, minor: u32) -> DiskState {
         use std::os::unix::ffi::OsStrExt as _;
         let path = image.path.as_os_str().as_bytes().to_vec();
-        let (rests_for, has_run) = (None, false);
-        DiskState { version: VERSION, id, format: image.format, path, minor, rests_for, has_run }
+        let (version, format) = (VERSION, image.format);
+        let (rests_for, has_run, beside) = (None, false, None);
+        DiskState { version, id, format, path, minor, rests_for, has_run, beside }
+    }
+
+    /// The same of one that is served beside another.
+    #[must_use]
+    pub fn beside(self, beside: Option<DiskId>) -> DiskState {
+        DiskState { beside, ..self }
     }
 
     /// The same of one that rests for a later attachment.

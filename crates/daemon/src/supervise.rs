@@ -88,8 +88,15 @@ impl Supervisor<'_> {
         for id in known {
             // One that has a thread is that one's: xenstore was away, and is there again.
             let is_followed = self.shared.table.look(|disks| disks.contains_key(&id));
-            if !is_followed && !Look::take(store, id)?.is_wanted() {
+            let look = Look::take(store, id)?;
+            if !is_followed && !look.is_wanted() {
                 tracing::info!("disk {id} was detached meanwhile");
+                let state = self.shared.states.read(id).ok().flatten();
+                if let Some(state) = state.filter(|state| state.beside.is_some()) {
+                    // Its guest's disk may have to be served before: that takes a thread.
+                    self.start(id, Task::Gone, &look, Some(&state));
+                    continue;
+                }
                 // Its image may take a while to be closed.
                 (self.alive)(&format!("disk {id} was detached meanwhile"));
                 self.shared.serving.forget(id);
@@ -207,7 +214,7 @@ impl Supervisor<'_> {
         }
         let image = match &task {
             Task::Serve(image) => Some(image.clone()),
-            Task::Empty | Task::Refuse(_) => None,
+            Task::Empty | Task::Gone | Task::Refuse(_) => None,
         };
         let attached = match look.has_begun() {
             true => Attached::Begun,
@@ -265,7 +272,7 @@ fn task(known: Option<&DiskState>, look: &Look) -> Option<Task> {
 /// before that. Beyond 2, the disk may have been served by hand, or the file may be lost.
 fn is_untouched(task: &Task, is_known: bool, look: &Look) -> bool {
     match task {
-        Task::Empty => true,
+        Task::Empty | Task::Gone => true,
         Task::Serve(_) | Task::Refuse(_) => !look.has_begun() || (look.own == 2 && !is_known),
     }
 }

@@ -73,6 +73,8 @@ pub struct Entry {
     pub(crate) was_open: bool,
     /// The later attachment that it is to rest for, or rests for.
     pub(crate) rests_for: Option<DiskId>,
+    /// The guest's disk that it is served beside, as its stub domain's.
+    pub(crate) beside: Option<DiskId>,
     /// What becomes of the binary that it is served by.
     pub(crate) upgrade: Upgrade,
     stop: Arc<Waker>,
@@ -179,6 +181,7 @@ impl Table {
             starts: 0,
             was_open: false,
             rests_for,
+            beside: known.and_then(|state| state.beside),
             upgrade: Upgrade::None,
             stop,
             ends: false,
@@ -260,6 +263,22 @@ impl Table {
         asked
     }
 
+    /// From now on a disk is served beside another one. One is at a time.
+    ///
+    /// # Errors
+    /// Which is.
+    pub(crate) fn stand_beside(&self, id: DiskId, first: DiskId) -> Result<(), DiskId> {
+        let mut disks = self.lock();
+        let mut others = disks.iter().filter(|(other, _)| **other != id);
+        match others.find(|(_, entry)| entry.beside == Some(first)) {
+            Some((other, _)) => Err(*other),
+            None => {
+                disks.get_mut(&id).into_iter().for_each(|entry| entry.beside = Some(first));
+                Ok(())
+            }
+        }
+    }
+
     /// Why a disk's thread was woken. It can be woken again then, unless that was for good.
     pub(crate) fn why_woken(&self, id: DiskId) -> Woken {
         // The lock makes it one with whoever wakes.
@@ -280,6 +299,12 @@ impl Table {
     pub(crate) fn ask_upgrade(&self, id: DiskId, binary: &Path) -> Result<(), Failure> {
         let mut disks = self.lock();
         let Some(entry) = disks.get_mut(&id) else { return Err(detached()) };
+        if let Some(first) = entry.beside {
+            return Err(Failure {
+                why: format!("it is served with disk {first}, as its guest's stub domain has it"),
+                help: format!("upgrade disk {first}: this one goes with it"),
+            });
+        }
         may_upgrade(&entry.phase)?;
         entry.upgrade = Upgrade::Asked(binary.to_owned());
         entry.stop.wake();

@@ -106,7 +106,7 @@ pub(crate) fn answer(
 }
 
 /// Whether toolstack and guest want the disk.
-fn is_wanted(store: &mut Store, id: DiskId, look: &Look) -> Result<bool, StoreError> {
+pub(crate) fn is_wanted(store: &mut Store, id: DiskId, look: &Look) -> Result<bool, StoreError> {
     let home = match store.read(&format!("/local/domain/{}", id.domid)) {
         Err(StoreError::Access { .. }) => return Ok(look.online),
         home => home?,

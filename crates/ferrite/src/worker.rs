@@ -11,8 +11,8 @@ use ferrite_disk::{ImageName, Parents};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names};
-use ferrite_serve::blkif::lifecycle::{EngineFactory, OpenFailure, Opened, work};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, SECOND_FD};
+use ferrite_serve::blkif::lifecycle::{EngineFactory, Lines, OpenFailure, Opened, work};
 use ferrite_serve::counters::stats_file;
 use ferrite_xen::real::Xen;
 use rustix::fs::{FlockOperation, flock};
@@ -29,12 +29,15 @@ const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// No option allows more queues.
 const MOST_QUEUES: u32 = 64;
+/// The guest's stub domain is offered so many.
+const OF_STUB_DOMAIN: usize = 1;
 
 /// Serves for as long as there is a keeper.
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let WorkerArgs { serve: args, run_dir } = args;
     let line = given(LINE_FD)?;
     let (alive, door) = (Arc::new(given(ALIVE_FD)?), given(DOOR_FD)?);
+    let second = given(SECOND_FD)?;
     // Now, while this process may, and for all connections: nobody else has a copy of these.
     let xen = Xen::ahead(queues_ahead(args));
     let (xen, no_xen) = match xen {
@@ -62,13 +65,14 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
         Ok(Opened { disk, engine })
     };
     let mut open = |read_only| open(read_only).map_err(told);
-    work(&line, &door, &xen, &config, &mut open).map_err(|e| serve::failed(args, &e))
+    let lines = Lines { first: &line, second: &second };
+    work(lines, &door, &xen, &config, &mut open).map_err(|e| serve::failed(args, &e))
 }
 
 /// For so many queues devices are opened. A guest keeps what it was connected with, also when the option
 /// was made smaller since.
 fn queues_ahead(args: &ServeArgs) -> usize {
-    args.queues.max(MOST_QUEUES) as usize
+    args.queues.max(MOST_QUEUES) as usize + OF_STUB_DOMAIN
 }
 
 /// The arguments of a worker that serves with these options, after the program's name. `None`: the
@@ -256,7 +260,7 @@ mod tests {
             else {
                 panic!()
             };
-            assert_eq!(queues_ahead(&serve), 64);
+            assert_eq!(queues_ahead(&serve), 65);
         }
         let more = ["ferrite", "serve", "--xen=3/xvda", "--queues=65", "a"];
         assert!(Cli::try_parse_from(more).is_err());

@@ -66,6 +66,18 @@ impl Keeper {
         }
     }
 
+    /// The second line to the worker, of a stub domain whose guest has the disk of the first. It is another
+    /// one when the worker has ended.
+    ///
+    /// # Errors
+    /// As [`line`](Self::line).
+    pub fn second_line(&self) -> io::Result<Line> {
+        match self.ask(&Request::SecondLine)? {
+            (Answer::Line { start, keeper }, Some(fd)) => Ok(Line { fd, start, keeper }),
+            (answer, _) => Err(unexpected(answer)),
+        }
+    }
+
     /// What it keeps.
     ///
     /// # Errors

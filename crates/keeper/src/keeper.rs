@@ -249,10 +249,15 @@ impl Process {
                 {
                     return answer(client, &Answer::No(e.to_string()), None);
                 }
-                let keeper = getpid().as_raw_nonzero().get();
-                let line = Answer::Line { start: self.worker.start(), keeper };
-                answer(client, &line, Some(self.worker.line().as_fd()));
+                answer(client, &self.line(), Some(self.worker.line().as_fd()));
                 self.follower = Some(client.as_raw_fd());
+            }
+            Ok(Request::SecondLine) => {
+                // Who asks may have seen the end of a worker before us.
+                if let Err(e) = self.worker.look() {
+                    return answer(client, &Answer::No(e.to_string()), None);
+                }
+                answer(client, &self.line(), Some(self.worker.second_line().as_fd()));
             }
             Ok(Request::Keep) => answer(client, &Answer::Keep(self.keep.clone()), None),
             Ok(Request::End) => self.end(i),
@@ -262,6 +267,11 @@ impl Process {
             }
             Err(e) => answer(client, &Answer::No(format!("that is no request: {e}")), None),
         }
+    }
+
+    fn line(&self) -> Answer {
+        let keeper = getpid().as_raw_nonzero().get();
+        Answer::Line { start: self.worker.start(), keeper }
     }
 
     /// Ends the worker, and this process.

@@ -27,7 +27,7 @@ pub use names::{Names, give_rights_up};
 pub use public::nbd_socket;
 pub use relay::become_relay;
 pub use socket::{forget, name_of, socket_name};
-pub use worker::{ALIVE, ALIVE_FD, DOOR_FD, LINE_FD};
+pub use worker::{ALIVE, ALIVE_FD, DOOR_FD, LINE_FD, SECOND_FD};
 
 /// Tells it whoever reads this process's standard error. Nobody may be there any more.
 pub(crate) fn tell(text: &str) {

@@ -17,6 +17,8 @@ pub(crate) enum Request {
         /// A start's number.
         lost: Option<u64>,
     },
+    /// The follower's end of the second line. The worker is not ended for it.
+    SecondLine,
     /// What is kept.
     Keep,
     /// End, and the worker before.

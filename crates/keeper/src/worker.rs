@@ -25,6 +25,9 @@ pub const LINE_FD: RawFd = FIRST_GIVEN;
 /// and the file that it locks before it touches the image, and registers with its rings. Both as
 /// numbers of descriptors that it is started with.
 pub const ALIVE_FD: RawFd = FIRST_GIVEN + 1;
+/// The worker's end of the second line: of the stub domain that has the same disk as its guest, if there is
+/// one.
+pub const SECOND_FD: RawFd = FIRST_GIVEN + 4;
 /// The name of that file in the run directory.
 pub const ALIVE: &str = "alive";
 /// Clients of NBD come by this descriptor: a `SOCK_SEQPACKET` socket that brings one connected stream
@@ -58,11 +61,12 @@ enum Stage {
 pub(crate) struct Worker {
     /// How many were started, this one included.
     start: u64,
-    followers_end: OwnedFd,
+    /// The followers' ends of both lines.
+    lines: [OwnedFd; 2],
     /// What brings it clients.
     door: OwnedFd,
-    /// Its own ends of both, until it is started.
-    own_ends: Option<[OwnedFd; 2]>,
+    /// Its own ends of all three, until it is started.
+    own_ends: Option<[OwnedFd; 3]>,
     stage: Stage,
     pauses: Pauses,
     names: Desk,
@@ -70,11 +74,11 @@ pub(crate) struct Worker {
 
 impl Worker {
     pub(crate) fn new(start: u64) -> io::Result<Worker> {
-        let ([followers_end, door], own_ends) = ends()?;
+        let ([first, second, door], own_ends) = ends()?;
         let stage = Stage::Pause(Instant::now());
         let (own_ends, pauses) = (Some(own_ends), Pauses::default());
         let names = Desk::default();
-        Ok(Worker { start, followers_end, door, own_ends, stage, pauses, names })
+        Ok(Worker { start, lines: [first, second], door, own_ends, stage, pauses, names })
     }
 
     pub(crate) fn start(&self) -> u64 {
@@ -83,7 +87,12 @@ impl Worker {
 
     /// The follower's end of the line.
     pub(crate) fn line(&self) -> &OwnedFd {
-        &self.followers_end
+        &self.lines[0]
+    }
+
+    /// The same of the second line.
+    pub(crate) fn second_line(&self) -> &OwnedFd {
+        &self.lines[1]
     }
 
     /// Has it serve this client, as soon as it can.
@@ -130,15 +139,26 @@ impl Worker {
     /// No descriptors: it is as before.
     pub(crate) fn end(&mut self) -> io::Result<()> {
         let Stage::Lives { pid, since } = self.stage else { return Ok(()) };
-        let (ours, own_ends) = ends()?;
+        let ([first, second, door], own_ends) = ends()?;
         // Fails if it has ended.
         let _ = kill_process(pid, Signal::KILL);
-        [self.followers_end, self.door] = ours;
+        (self.lines, self.door) = ([first, second], door);
         self.own_ends = Some(own_ends);
         self.start += 1;
         self.names.end();
         self.stage = Stage::Ends { pid, since, look: LOOK_AGAIN };
         Ok(())
+    }
+
+    /// Ends it, if it has ended by itself and that was not seen yet.
+    ///
+    /// # Errors
+    /// As [`end`](Self::end).
+    pub(crate) fn look(&mut self) -> io::Result<()> {
+        match self.lives() && has_hung_up(self.line()) {
+            true => self.end(),
+            false => Ok(()),
+        }
     }
 
     /// Goes on as far as that is possible now.
@@ -151,9 +171,7 @@ impl Worker {
         binary: &OwnedFd,
         also: &[RawFd],
     ) -> io::Result<()> {
-        if self.lives() && has_hung_up(&self.followers_end) {
-            self.end()?;
-        }
+        self.look()?;
         self.reap(true);
         if matches!(self.stage, Stage::Pause(until) if until <= Instant::now()) {
             return self.begin(keep, binary, also).inspect_err(|_| {
@@ -190,8 +208,8 @@ impl Worker {
 
     fn begin(&mut self, keep: &Keep, binary: &OwnedFd, also: &[RawFd]) -> io::Result<()> {
         if self.own_ends.is_none() {
-            let (ours, own_ends) = ends()?;
-            [self.followers_end, self.door] = ours;
+            let ([first, second, door], own_ends) = ends()?;
+            (self.lines, self.door) = ([first, second], door);
             self.own_ends = Some(own_ends);
         }
         let alive = alive(&keep.run_dir)?;
@@ -206,9 +224,10 @@ impl Worker {
             environment.extend(names.environment()?);
         }
         let program = Program { file: binary.as_fd(), arguments, environment };
-        let Some([line, door]) = &self.own_ends else { return Ok(()) };
+        let Some([first, second, door]) = &self.own_ends else { return Ok(()) };
         let asks = names.as_ref().map(|(_, (theirs, _))| theirs.as_fd());
-        let given = [Some(line.as_fd()), Some(alive.as_fd()), asks, Some(door.as_fd())];
+        let (first, alive) = (Some(first.as_fd()), Some(alive.as_fd()));
+        let given = [first, alive, asks, Some(door.as_fd()), Some(second.as_fd())];
         let pid = spawn(&program, &given, also)?;
         if let Some((names, (_, ours))) = names {
             self.names.begin(
@@ -231,14 +250,15 @@ impl Worker {
     }
 }
 
-/// A line and a door: our ends, and the worker's.
-fn ends() -> io::Result<([OwnedFd; 2], [OwnedFd; 2])> {
+/// Two lines and a door: our ends, and the worker's.
+fn ends() -> io::Result<([OwnedFd; 3], [OwnedFd; 3])> {
     let pair = || {
         let flags = SocketFlags::CLOEXEC;
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
     };
-    let ((line, own_line), (door, own_door)) = (pair()?, pair()?);
-    Ok(([line, door], [own_line, own_door]))
+    let ((first, own_first), (second, own_second)) = (pair()?, pair()?);
+    let (door, own_door) = pair()?;
+    Ok(([first, second, door], [own_first, own_second, own_door]))
 }
 
 fn has_hung_up(line: &OwnedFd) -> bool {

@@ -282,6 +282,26 @@ fn a_worker_without_rights_asks_its_keeper_and_is_replaced_when_it_tries_more() 
 }
 
 #[test]
+fn the_second_line_is_the_next_workers_when_a_worker_has_ended_and_ends_none() {
+    let world = World::new();
+    let keeper = world.start();
+    let line = keeper.line(None).unwrap();
+    for start in line.start..line.start + 3 {
+        let [second, again] = [(); 2].map(|()| keeper.second_line().unwrap());
+        assert_eq!((second.start, again.start), (start, start));
+        let first = keeper.line(None).unwrap();
+        assert_eq!(first.start, start);
+        // Its keeper may not have seen that yet.
+        kill(worker(&first));
+        assert_eq!(receive_with(&second.fd, 100, true).unwrap().0, b"", "it has ended");
+        assert_eq!(keeper.second_line().unwrap().start, start + 1);
+    }
+    let pid = line.keeper;
+    keeper.end().unwrap();
+    reap(pid);
+}
+
+#[test]
 fn a_worker_has_the_descriptors_that_it_was_given_and_no_others() {
     let world = World::new();
     let keeper = world.start();
@@ -291,7 +311,7 @@ fn a_worker_has_the_descriptors_that_it_was_given_and_no_others() {
     let mut fds: Vec<u32> =
         fds.map(|fd| fd.unwrap().file_name().into_string().unwrap().parse().unwrap()).collect();
     fds.sort_unstable();
-    assert_eq!(fds, [0, 1, 2, 3, 4, 6]);
+    assert_eq!(fds, [0, 1, 2, 3, 4, 6, 7]);
     let alive = world.keep.run_dir.join(ALIVE);
     let theirs = fs::File::open(&alive).unwrap();
     assert!(flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_err());

@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::{FIRST_GIVEN, receive_with, send_with, take_given};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{BackendHandle, CopyWith, Loopback};
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, OpenFailure, Opened, Outcome, ServeError, follow, retire, work,
+    EngineFactory, Lines, OpenFailure, Opened, Outcome, ServeError, follow, retire, work,
 };
 use ferrite_serve::log_limit::LogLimits;
 use ferrite_serve::waker::Waker;
@@ -94,7 +94,7 @@ fn keeper_process() {
     // What guests are reached by is handed on.
     let fds = fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().file_name());
     let fds = fds.filter_map(|fd| fd.into_string().unwrap().parse::<RawFd>().ok());
-    let guests: Vec<RawFd> = fds.filter(|fd| *fd > DOOR_FD && is_inherited(*fd)).collect();
+    let guests: Vec<RawFd> = fds.filter(|fd| *fd > SECOND_FD && is_inherited(*fd)).collect();
     let Err(e) = ferrite_keeper::run(&guests);
     eprintln!("{e}");
     std::process::exit(1);
@@ -125,7 +125,9 @@ fn worker_process() {
         Ok(Opened { disk: open(env(IMAGE).as_ref()), engine: engines(alive.clone()) })
     };
     let config = work_config(DomId(1), env(RUN_DIR).into());
-    let _ = work(&line, &door, &loopback, &config, &mut open);
+    let second = take_given(SECOND_FD).unwrap();
+    let lines = Lines { first: &line, second: &second };
+    let _ = work(lines, &door, &loopback, &config, &mut open);
 }
 
 /// Of which nothing is left.
@@ -154,14 +156,16 @@ impl Hypervisor for UsedUp {
 #[test]
 fn a_worker_that_can_connect_nobody_any_more_says_why_and_ends() {
     let flags = SocketFlags::CLOEXEC;
-    let (ours, line) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let ((ours, line), (_quiet, second)) = (pair(), pair());
     let dir = tempfile::tempdir().unwrap();
     let config = work_config(DomId(1), dir.path().join("run"));
     let worker = std::thread::spawn(move || {
         let failure = || OpenFailure { what: "a".into(), why: "no Xen".into(), help: "b".into() };
         let (door, _) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        work(&line, &door, &UsedUp, &config, &mut |_| Err(failure()))
+        let lines = Lines { first: &line, second: &second };
+        work(lines, &door, &UsedUp, &config, &mut |_| Err(failure()))
     });
     // Nothing has failed yet.
     let answer = |what: &str| {
@@ -190,7 +194,7 @@ fn prepare() {
     static LOW: OnceLock<Vec<File>> = OnceLock::new();
     LOW.get_or_init(|| {
         set_child_subreaper(Some(rustix::process::getpid())).unwrap();
-        (0..=DOOR_FD - FIRST_GIVEN + 1).map(|_| File::open("/dev/null").unwrap()).collect()
+        (0..=SECOND_FD - FIRST_GIVEN + 1).map(|_| File::open("/dev/null").unwrap()).collect()
     });
 }
 

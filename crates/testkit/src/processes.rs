@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -30,10 +31,12 @@ use crate::{PATIENCE, images, wait_until};
 
 mod sandboxed;
 
-/// Bytes and sectors that one request at a time works on.
-const CHUNK: u64 = 256 << 10;
+/// Bytes that one request at a time works on,
+pub const CHUNK: u64 = 256 << 10;
+/// as sectors,
 const CHUNK_SECTORS: u64 = CHUNK / 512;
-const CHUNKS: u64 = 128;
+/// and how many of these a disk has.
+pub const CHUNKS: u64 = 128;
 const DEVID: u32 = 202 << 8;
 /// Most requests in flight a queue.
 const DEPTH: usize = 48;
@@ -274,17 +277,24 @@ pub struct Load {
 
 impl Load {
     fn new(front: &Frontend, queue: FrontQueue, index: u64, queues: u64, seed: u64) -> Load {
-        let chunks = (CHUNKS / queues) as usize;
+        let chunks = CHUNKS / queues;
+        Load::on(front, queue, index * chunks..(index + 1) * chunks, seed + index)
+    }
+
+    /// On these chunks, of [`CHUNKS`].
+    pub fn on(front: &Frontend, queue: FrontQueue, chunks: Range<u64>, seed: u64) -> Load {
+        let first_chunk = chunks.start;
+        let chunks = (chunks.end - chunks.start) as usize;
         let depth = DEPTH.min(queue.free_slots());
         Load {
             queue,
             written: vec![vec![0; CHUNK_SECTORS as usize]; chunks],
-            first_chunk: index * chunks as u64,
+            first_chunk,
             idle: (0..chunks).collect(),
             buffers: (0..depth).map(|_| front.space().buffer(64).unwrap()).collect(),
             free_buffers: (0..depth).collect(),
             asked: HashMap::new(),
-            random: SplitMix64::new(seed + index),
+            random: SplitMix64::new(seed),
             stamp: 0,
         }
     }
@@ -355,7 +365,7 @@ impl Load {
 
     /// Keeps the queue full until told to stop, then waits for what is in flight; sleeps like a
     /// guest does, until an event comes.
-    fn run(mut self, stop: &AtomicBool, progress: &AtomicU64) -> Load {
+    pub fn run(mut self, stop: &AtomicBool, progress: &AtomicU64) -> Load {
         let mut total = 0;
         loop {
             let stopping = stop.load(Ordering::Relaxed);

@@ -13,10 +13,10 @@ use ferrite_disk::CONFIGURED_PARENTS;
 use ferrite_io::clock::{Clock as _, SystemClock};
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, Names};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, Names, SECOND_FD};
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{
-    FollowConfig, OpenFailure, Opened, Outcome, ServeError, follow, work,
+    FollowConfig, Lines, OpenFailure, Opened, Outcome, ServeError, follow, work,
 };
 use ferrite_serve::counters::{Counts, remember_process, snapshot, stats_file};
 use ferrite_serve::log_limit::LogLimits;
@@ -167,7 +167,8 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
     let words = std::iter::once(&kept.program).chain(&kept.words);
     let args = Cli::try_parse_from(words).map_err(|e| cannot("be a worker", e))?.bench;
     let given = |number| take_given(number).map_err(|e| cannot("be a worker", e));
-    let (line, door, alive) = (given(LINE_FD)?, given(DOOR_FD)?, Arc::new(given(ALIVE_FD)?));
+    let (line, second, door) = (given(LINE_FD)?, given(SECOND_FD)?, given(DOOR_FD)?);
+    let alive = Arc::new(given(ALIVE_FD)?);
     let text = std::env::var(GUEST).map_err(|e| cannot("be a worker", e))?;
     let guest = GuestHandle::from_arg(&text).map_err(|e| cannot("reach the guest", e))?;
     let loopback = Loopback::new(args.copy_with);
@@ -193,5 +194,6 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
     let mut open = |read_only| {
         open(read_only).map_err(|Failure { what, why, help, .. }| OpenFailure { what, why, help })
     };
-    work(&line, &door, &loopback, &config, &mut open).map_err(|e| cannot("serve the guest", e))
+    let lines = Lines { first: &line, second: &second };
+    work(lines, &door, &loopback, &config, &mut open).map_err(|e| cannot("serve the guest", e))
 }

@@ -277,7 +277,9 @@ fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError>
         return Err(RpcError::new(code::INVALID_PARAMS, "binary is no absolute path", help));
     }
     let any = |disks: &BTreeMap<DiskId, Entry>| -> Vec<DiskId> {
-        let served = disks.iter().filter(|(_, entry)| entry.phase != Phase::Empty);
+        // What is served beside another goes with that.
+        let goes = |entry: &Entry| entry.phase != Phase::Empty && entry.beside.is_none();
+        let served = disks.iter().filter(|(_, entry)| goes(entry));
         served.map(|(id, _)| *id).collect()
     };
     let ids = match asked.disk {

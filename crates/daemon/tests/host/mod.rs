@@ -75,6 +75,20 @@ impl Serving for InProcess {
         Ok(outcome)
     }
 
+    fn serve_beside(
+        &self,
+        _: &Assignment<'_>,
+        _: DiskId,
+        _: &mut Store,
+        _: &Waker,
+    ) -> Result<Outcome, Failure> {
+        Err(Failure { why: "there is no keeper here".to_owned(), help: "-".to_owned() })
+    }
+
+    fn part(&self, _: DiskId, _: DiskId) -> Result<(), Failure> {
+        Ok(())
+    }
+
     fn forget(&self, disk: DiskId) {
         self.forgotten.lock().unwrap().push(disk);
     }

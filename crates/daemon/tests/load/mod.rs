@@ -1,6 +1,10 @@
 //! A guest that writes and reads back without end.
 
-#![allow(unreachable_pub, reason = "a module of several tests")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "a module of several tests, not all of which use all"
+)]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,10 +26,15 @@ pub struct Load {
 
 impl Load {
     pub fn start(host: &Host, disk: &DiskPaths) -> Load {
+        Load::from(host, disk, 0)
+    }
+
+    /// On the blocks from this one on, which nobody has written to.
+    pub fn from(host: &Host, disk: &DiskPaths, first_block: u64) -> Load {
         let (stop, done) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
         let front = host.connect(disk);
         let (end, counted, seed) = (stop.clone(), done.clone(), disk.domid.0.into());
-        let thread = std::thread::spawn(move || run(front, &end, &counted, seed));
+        let thread = std::thread::spawn(move || run(front, &end, &counted, (seed, first_block)));
         Load { stop, done, thread }
     }
 
@@ -43,21 +52,27 @@ impl Load {
     }
 }
 
-fn run(mut front: Frontend, stop: &AtomicBool, done: &AtomicU64, seed: u64) -> Frontend {
+fn run(
+    mut front: Frontend,
+    stop: &AtomicBool,
+    done: &AtomicU64,
+    (seed, first_block): (u64, u64),
+) -> Frontend {
     let mut random = SplitMix64::new(seed);
     let buffer = front.space().buffer(1).unwrap();
     let mut stamps = vec![0u8; 256];
     while !stop.load(Ordering::Relaxed) {
         let block = random.below(256) as usize;
         let queue = &mut front.queues[0];
-        queue.read(block as u64 * 8, &buffer, 0, 4096).unwrap();
+        let sector = (first_block + block as u64) * 8;
+        queue.read(sector, &buffer, 0, 4096).unwrap();
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         let mut data = vec![0; 4096];
         buffer.read(0, &mut data);
         assert!(data.iter().all(|byte| *byte == stamps[block]), "block {block}");
         stamps[block] = stamps[block].wrapping_add(1);
         buffer.write(0, &[stamps[block]; 4096]);
-        queue.write(block as u64 * 8, &buffer, 0, 4096).unwrap();
+        queue.write(sector, &buffer, 0, 4096).unwrap();
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         done.fetch_add(1, Ordering::Relaxed);
     }

@@ -17,10 +17,10 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, become_relay, give_rights_up};
+use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, SECOND_FD, become_relay, give_rights_up};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
-use ferrite_serve::blkif::lifecycle::{OpenFailure, Opened, work};
+use ferrite_serve::blkif::lifecycle::{Lines, OpenFailure, Opened, work};
 use ferrite_serve::counters::{remember_process, stats_file};
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::rig::{mover, moving, work_config};
@@ -36,6 +36,9 @@ pub const MIB: u64 = 1 << 20;
 
 /// Of a worker: the pages that it may map with all others of its host, and alone.
 pub const MAPS: &str = "FERRITE_TEST_MAPS";
+
+/// Of a worker: the stub domain whose guest's disk it serves.
+pub const STUB: &str = "FERRITE_TEST_STUB";
 
 /// Starts this program as keeper and worker.
 pub struct Roles;
@@ -90,7 +93,7 @@ fn guests() -> Vec<i32> {
     let numbers = text.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok());
     // A domain's number is none: those of descriptors that were inherited are higher.
     numbers
-        .filter(|fd| *fd > DOOR_FD && std::fs::exists(format!("/proc/self/fd/{fd}")).unwrap())
+        .filter(|fd| *fd > SECOND_FD && std::fs::exists(format!("/proc/self/fd/{fd}")).unwrap())
         .collect()
 }
 
@@ -119,7 +122,7 @@ fn be_what_is_asked_for() {
 
 fn be_a_worker() {
     let line = take_given(LINE_FD).unwrap();
-    let [alive, door] = [ALIVE_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
+    let [alive, door, second] = [ALIVE_FD, DOOR_FD, SECOND_FD].map(|fd| take_given(fd).unwrap());
     let what = std::env::args().next_back().unwrap();
     let what: Vec<&str> = what.splitn(5, '|').collect();
     let [id, run, first, on_full, image] = what[..] else { panic!("{what:?}") };
@@ -127,10 +130,11 @@ fn be_a_worker() {
     let (domid, run) = (DomId(domid.parse().unwrap()), PathBuf::from(run));
     let run_dir = run.join(format!("vbd-{domid}-{devid}"));
     let loopback = Loopback::new(CopyWith::Memcpy);
+    let stub = std::env::var(STUB).ok().map(|stub| DomId(stub.parse().unwrap()));
     // The store's descriptor is the daemon's, and before the guests'.
     for guest in std::env::var(GUESTS).unwrap().split(';').skip(1) {
         let guest = GuestHandle::from_arg(guest).unwrap();
-        if guest.domid() == domid {
+        if guest.domid() == domid || Some(guest.domid()) == stub {
             // Until the memory of a worker that was killed is nobody's any more.
             while loopback.add(&guest).is_err() {
                 std::thread::sleep(std::time::Duration::from_millis(1));
@@ -173,7 +177,8 @@ fn be_a_worker() {
         Ok(Opened { disk, engine })
     };
     // Its end is that of its keeper, or its own.
-    let _ = work(&line, &door, &loopback, &config, &mut open);
+    let lines = Lines { first: &line, second: &second };
+    let _ = work(lines, &door, &loopback, &config, &mut open);
     std::process::exit(0);
 }
 

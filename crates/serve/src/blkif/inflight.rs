@@ -304,6 +304,25 @@ impl Table {
         Ok(Table { shm: Arc::new(shm), identity })
     }
 
+    /// Whether a predecessor's table has requests that may have no answer yet. One that nobody can use has
+    /// none.
+    pub fn has_unanswered(path: &Path) -> bool {
+        let Ok(shm) = Shm::open(path) else { return false };
+        if !is_table(&shm) {
+            return false;
+        }
+        let [queues, entries, segments] =
+            [QUEUES_AT, ENTRIES_AT, SEGMENTS_AT].map(|at| shm.load_u32(at) as usize);
+        let entry_bytes = ENTRY_SEGMENTS_AT + segments * SEGMENT_BYTES;
+        let first = HEADER_BYTES + QUEUE_HEADER_BYTES;
+        let queue_bytes = QUEUE_HEADER_BYTES + entries * entry_bytes;
+        let mut places = (0..queues).flat_map(|queue| {
+            (0..entries).map(move |entry| first + queue * queue_bytes + entry * entry_bytes)
+        });
+        // Beyond its end: it was made otherwise, and is refused.
+        places.any(|at| at + entry_bytes <= shm.len() && shm.load_u32(at + STATE_AT) != FREE)
+    }
+
     /// Where it names the image.
     pub fn image(&self) -> ImageName {
         ImageName(self.shm.clone())

@@ -40,12 +40,32 @@ impl RequestPath {
         if self.is_holding_back() {
             return false;
         }
-        if self.medium.is_resting() || !self.seat.enter() {
+        if self.medium.is_resting() {
             self.hold.stalled = true;
             self.leave_if_idle();
             return false;
         }
+        if !self.seat.enter() {
+            self.hold.stalled = true;
+            // One that is at work looks again when that ends.
+            if self.leave_if_idle() {
+                self.seat.wish();
+            }
+            return false;
+        }
         true
+    }
+
+    /// Whether the disk may be another guest's now. A path does not [`enter`](Self::enter) for nothing
+    /// then, and [stays out](Self::stay_out): the other one would have to wait for it.
+    pub fn has_company(&self) -> bool {
+        !self.seat.is_at_home()
+    }
+
+    /// There is nothing to take: nothing holds that back, either, and what comes next is to be heard of.
+    pub fn stay_out(&mut self) {
+        self.hold.stalled = false;
+        self.leave_if_idle();
     }
 
     /// Sets an entry aside for a request that was in it before a restart.
@@ -193,5 +213,49 @@ impl RequestPath {
         self.start_all(&mut ready);
         self.ready = ready;
         true
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::Arc;
+
+    use ferrite_disk::Disk;
+    use ferrite_io::clock::SystemClock;
+    use ferrite_io::engines::test_engine;
+    use ferrite_io::pool::Pool;
+
+    use super::RequestPath;
+    use crate::counters::Counters;
+    use crate::path::device::Device;
+    use crate::path::gate::Side;
+    use crate::path::shared::Shared;
+    use crate::tuning::Tuning;
+
+    /// One without a thread.
+    pub(in super::super) fn path(device: &Arc<Device>, side: Side) -> RequestPath {
+        let pool = Pool::with_scratch(1 << 20, 1, Disk::MAX_SCRATCH_BYTES).unwrap();
+        let (processors, counters) = (Arc::default(), Counters::default());
+        let shared =
+            Shared::new(device.clone(), pool, 1, Tuning::default(), processors, counters).unwrap();
+        let engine = test_engine().open(shared.pool.arena().clone(), 8).unwrap();
+        RequestPath::new(Arc::new(shared.on_side(side)), 0, engine, 8).unwrap()
+    }
+
+    /// It would sleep without listening to its client.
+    #[test]
+    fn a_path_that_was_refused_for_nothing_is_not_held_back_when_it_stays_out() {
+        let device = Arc::new(Device::new(Disk::nothing(), SystemClock::shared()));
+        let [mut first, mut second] = [Side::First, Side::Second].map(|side| path(&device, side));
+        assert!(first.enter() && !first.has_company());
+        assert!(!second.enter() && second.has_company() && second.is_held_back());
+        second.stay_out();
+        assert!(!second.is_held_back());
+        // The wish stands, and there is nobody whom it keeps waiting for ever.
+        assert!(first.has_company());
+        first.stay_out();
+        assert!(second.enter() && !first.enter());
+        second.stay_out();
+        assert!(first.enter());
     }
 }

@@ -122,11 +122,13 @@ impl RequestPath {
         }
     }
 
-    /// Tells the gate that nothing is under way here, if so, and whoever waits for that.
-    pub fn leave_if_idle(&mut self) {
+    /// Tells the gate that nothing is under way here, if so, and whoever waits for that. Whether it is so.
+    pub fn leave_if_idle(&mut self) -> bool {
         self.account.settle();
-        if self.working() == 0 && !self.alone.running && !self.medium.is_resting() {
-            self.seat.leave();
+        let is_idle = self.working() == 0 && !self.alone.running && !self.medium.is_resting();
+        if is_idle {
+            self.seat.leave(!self.alone.waiting.is_empty() || self.space.waiting() > 0);
         }
+        is_idle
     }
 }

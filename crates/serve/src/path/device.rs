@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use ferrite_disk::{Disk, DiskIdentity, Port};
@@ -10,7 +10,7 @@ use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;
 
 use super::full::{Full, OnFull, is_full};
-use super::gate::{Gate, Wanted};
+use super::gate::{Gate, Side, Wanted};
 use crate::log_limit::LogLimits;
 use crate::waker::Waker;
 
@@ -65,6 +65,8 @@ pub struct Device {
     no_disk: Arc<Disk>,
     /// Exclusion across all paths.
     gate: Gate,
+    /// Requests of a predecessor's that were not begun again yet, while the turn is kept for them.
+    expected: AtomicUsize,
     /// What wakes them, by seat.
     wakers: Mutex<Vec<Option<Arc<Waker>>>>,
 }
@@ -101,6 +103,7 @@ impl Device {
             heirs: Mutex::default(),
             no_disk: Arc::new(Disk::nothing()),
             gate: Gate::new(SEATS),
+            expected: AtomicUsize::new(0),
             wakers: Mutex::new(vec![None; SEATS]),
         }
     }
@@ -185,9 +188,9 @@ impl Device {
     ///
     /// # Errors
     /// There are too many.
-    pub(super) fn join(self: &Arc<Device>, waker: Arc<Waker>) -> io::Result<Seat> {
+    pub(super) fn join(self: &Arc<Device>, side: Side, waker: Arc<Waker>) -> io::Result<Seat> {
         let mut wakers = self.wakers();
-        let index = self.gate.join().ok_or_else(|| {
+        let index = self.gate.join(side).ok_or_else(|| {
             io::Error::other(format!("the disk has {SEATS} queues, and no more can be served"))
         })?;
         wakers[index] = Some(waker);
@@ -209,6 +212,35 @@ impl Device {
     pub(super) fn let_go_on(&self) {
         self.gate.unpark();
         self.wake_all();
+    }
+
+    /// A predecessor has left requests of this side: until they are begun again, the other side has to
+    /// wait. To be called before there is a path.
+    pub(crate) fn keep_for(&self, side: Side) {
+        self.gate.keep_for(side);
+    }
+
+    /// So many requests of this side will be [begun again](Self::begins_again), and no others.
+    pub(crate) fn expects(&self, side: Side, unanswered: usize) {
+        if self.gate.is_kept_for(side) {
+            self.expected.store(unanswered, Ordering::SeqCst);
+            if unanswered == 0 {
+                self.share(side);
+            }
+        }
+    }
+
+    /// One of them was.
+    pub(crate) fn begins_again(&self, side: Side) {
+        if self.gate.is_kept_for(side) && self.expected.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.share(side);
+        }
+    }
+
+    fn share(&self, side: Side) {
+        if self.gate.share(side) {
+            self.wake_all();
+        }
     }
 
     pub(super) fn is_parking(&self) -> bool {
@@ -275,9 +307,30 @@ impl Seat {
         self.device.gate.enter(self.index)
     }
 
-    /// Nothing of the path is under way; whoever waits for that is woken.
-    pub(super) fn leave(&self) {
-        if let Some(Wanted { holder, parker }) = self.device.gate.leave(self.index) {
+    /// As [`enter`](Self::enter), for what was taken before.
+    pub(super) fn go_on(&self) -> bool {
+        self.device.gate.go_on(self.index)
+    }
+
+    /// It could not enter, and is idle. It is woken when it may try again.
+    pub(super) fn wish(&self) {
+        if self.device.gate.wish(self.index) {
+            self.device.wake_all();
+        }
+    }
+
+    /// Whether no other guest is to be heeded.
+    pub(super) fn is_at_home(&self) -> bool {
+        self.device.gate.is_at_home(self.index)
+    }
+
+    /// Nothing of the path is under way, but what `waits` to be alone or for space; whoever waits for that
+    /// is woken.
+    pub(super) fn leave(&self, waits: bool) {
+        if let Some(Wanted { holder, parker, side }) = self.device.gate.leave(self.index, waits) {
+            if side {
+                self.device.wake_all();
+            }
             if let Some(holder) = holder {
                 let wakers = self.device.wakers();
                 wakers[holder].as_ref().inspect(|waker| waker.wake());

@@ -11,6 +11,13 @@
 //!
 //! Parking (`parking.rs`) uses the same word: with `PARK` in it nobody takes requests. Requests
 //! that were taken end first, and those that wait to be alone still get the gate one by one.
+//!
+//! Two guests on one disk (attachments.md, "A stub domain and its guest") are two sides, and the disk
+//! is one side's at a time: the other's requests wait until all of this side's are answered. So a dead
+//! process leaves requests of one side only, and to do them again undoes no answered write of the other.
+//! Who finds the turn the other side's says that it wants it, and takes it if nobody is busy there. Then
+//! that side takes nothing more, and its last path to leave hands over. Dekker again: it sees the wish,
+//! or who wishes sees it idle.
 
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
@@ -18,6 +25,25 @@ use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 const OPEN: u32 = 0;
 /// Beside the holder: all are to rest.
 const PARK: u32 = 1 << 31;
+
+/// In the word of turns: whose it is. Above that is a number of the turn, which nobody has for long.
+const SIDE: u32 = 1;
+const NUMBER: u32 = 1 << 1;
+/// And: the other side wants it.
+const WANTED: u32 = 1 << 30;
+/// And: it stays with this side, whoever wants it.
+const KEPT: u32 = 1 << 31;
+
+/// A guest, of the two that a disk may have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Side {
+    /// Of the one that the disk is attached to, and of all clients that are no guests.
+    #[default]
+    First = 0,
+    /// Of its stub domain.
+    Second = 1,
+}
 
 /// What a path says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +56,8 @@ enum Sitting {
     Busy = 2,
     /// It is parked: it has no file of the disk's.
     Resting = 3,
+    /// Nothing is under way, and requests that were taken wait to be alone, or for space.
+    Waiting = 4,
 }
 
 /// The atomic operations that a [`Gate`] is made of, all sequentially consistent, so that a scheduler
@@ -67,13 +95,24 @@ impl Word for AtomicU32 {
 
 /// A path's [`Sitting`], alone on its cache line: it is stored to at every start and end of a burst.
 #[repr(align(128))]
-struct Seat<W>(W);
+struct Seat<W> {
+    sitting: W,
+    /// Whose it is.
+    side: W,
+}
 
 /// The gate of one device.
 pub struct Gate<W = AtomicU32> {
     /// [`OPEN`], or the seat that closed it plus one; perhaps [`PARK`].
     holder: W,
+    /// The [`Side`] that may take requests, the number of its turn; perhaps [`WANTED`] or [`KEPT`].
+    turn: W,
     seats: Box<[Seat<W>]>,
+}
+
+/// The word of the next turn, of the other side.
+fn next_turn(word: u32) -> u32 {
+    ((word & !WANTED).wrapping_add(NUMBER) & !(WANTED | KEPT)) ^ SIDE
 }
 
 /// Whom a path that has nothing under way any more has to wake.
@@ -83,47 +122,152 @@ pub struct Wanted {
     pub holder: Option<usize>,
     /// Whoever parks the device.
     pub parker: bool,
+    /// All of the other side, which may take requests now.
+    pub side: bool,
 }
 
 impl<W: Word> Gate<W> {
     /// An open gate with so many empty seats.
     pub fn new(seats: usize) -> Self {
-        let seat = || Seat(W::holding(Sitting::Nobody as u32));
-        Gate { holder: W::holding(OPEN), seats: (0..seats).map(|_| seat()).collect() }
+        let [nobody, side] = [Sitting::Nobody as u32, Side::First as u32];
+        let seat = || Seat { sitting: W::holding(nobody), side: W::holding(side) };
+        let seats = (0..seats).map(|_| seat()).collect();
+        Gate { holder: W::holding(OPEN), turn: W::holding(side), seats }
     }
 
     fn sit(&self, seat: usize, sitting: Sitting) {
-        self.seats[seat].0.store(sitting as u32);
+        self.seats[seat].sitting.store(sitting as u32);
     }
 
     fn sits(&self, seat: usize, sitting: Sitting) -> bool {
-        self.seats[seat].0.load() == sitting as u32
+        self.seats[seat].sitting.load() == sitting as u32
     }
 
     /// An idle path takes the first empty seat; `None` if there is none. By one thread at a time.
-    pub fn join(&self) -> Option<usize> {
+    pub fn join(&self, side: Side) -> Option<usize> {
         let seat = (0..self.seats.len()).find(|&seat| self.sits(seat, Sitting::Nobody))?;
+        self.seats[seat].side.store(side as u32);
         self.sit(seat, Sitting::Idle);
         Some(seat)
     }
 
-    /// Says that the path is about to take requests. `false`: another holds the gate, or all are to
-    /// rest, and it must not; it will be woken when that ends.
+    /// Says that the path is about to take requests. `false`: another holds the gate, all are to rest, or
+    /// it is the other side's turn, and it must not; it will be woken when that ends.
     pub fn enter(&self, seat: usize) -> bool {
         self.sit(seat, Sitting::Busy);
         let holder = self.holder.load();
-        holder == OPEN || holder == seat as u32 + 1
+        (holder == OPEN || holder == seat as u32 + 1) && self.has_turn(seat)
     }
 
-    /// Says that nothing of the path is under way. Some: who may be waiting for just this.
-    pub fn leave(&self, seat: usize) -> Option<Wanted> {
-        self.sit(seat, Sitting::Idle);
+    /// As [`enter`](Self::enter), for requests that the path took before: its side keeps the turn until
+    /// they are answered, whoever wants it.
+    pub fn go_on(&self, seat: usize) -> bool {
+        let side = self.seats[seat].side.load();
+        self.sit(seat, Sitting::Busy);
+        let word = self.holder.load();
+        (word == OPEN || word == seat as u32 + 1) && self.turn.load() & SIDE == side
+    }
+
+    /// Whether it is the turn of this seat's side. It is wished for, if not.
+    fn has_turn(&self, seat: usize) -> bool {
+        let side = self.seats[seat].side.load();
+        loop {
+            let word = self.turn.load();
+            if word & SIDE == side {
+                return word & WANTED == 0;
+            }
+            if word & KEPT != 0 {
+                return false;
+            }
+            if word & WANTED == 0 && self.turn.replace(word, word | WANTED).is_err() {
+                continue;
+            }
+            // Who is busy hands over.
+            if self.is_busy(1 - side) {
+                return false;
+            }
+            if self.turn.replace(word | WANTED, next_turn(word)).is_ok() {
+                return true;
+            }
+        }
+    }
+
+    /// Whether somebody of this side has requests that are not answered, or looks whether it may. Who
+    /// rests may have some that wait for space.
+    fn is_busy(&self, side: u32) -> bool {
+        let busy = [Sitting::Busy, Sitting::Waiting, Sitting::Resting].map(|busy| busy as u32);
+        let is_busy =
+            |seat: &Seat<W>| busy.contains(&seat.sitting.load()) && seat.side.load() == side;
+        self.seats.iter().any(is_busy)
+    }
+
+    /// Gives the turn to the other side, if that wants it and nobody of this one is busy.
+    fn hand_over(&self, side: u32) -> bool {
+        let word = self.turn.load();
+        word & (SIDE | WANTED) == side | WANTED
+            && !self.is_busy(side)
+            && self.turn.replace(word, next_turn(word)).is_ok()
+    }
+
+    /// After [`enter`](Self::enter) was refused, of a path that is idle: sees to it that it is woken when
+    /// it may try again. `true`: all have to be woken now, itself included.
+    pub fn wish(&self, seat: usize) -> bool {
+        if self.holder.load() != OPEN {
+            return false;
+        }
+        let side = self.seats[seat].side.load();
+        loop {
+            let word = self.turn.load();
+            let has_turn = word & SIDE == side;
+            if word & KEPT != 0 {
+                return has_turn;
+            }
+            if has_turn {
+                // Who is busy hands over. Without a wish of the others, it is free already.
+                return word & WANTED == 0 || self.hand_over(side) || !self.is_busy(side);
+            }
+            if word & WANTED == 0 && self.turn.replace(word, word | WANTED).is_err() {
+                continue;
+            }
+            return !self.is_busy(1 - side);
+        }
+    }
+
+    /// Whether a path of this seat may take requests without anybody's leave, if the gate is open.
+    pub fn is_at_home(&self, seat: usize) -> bool {
+        self.turn.load() & (SIDE | WANTED) == self.seats[seat].side.load()
+    }
+
+    /// It is this side's turn until that is [shared](Self::share). Before any path is there.
+    pub fn keep_for(&self, side: Side) {
+        self.turn.store(side as u32 | KEPT);
+    }
+
+    /// Whether the turn is kept for this side.
+    pub fn is_kept_for(&self, side: Side) -> bool {
+        self.turn.load() == side as u32 | KEPT
+    }
+
+    /// What was kept for this side goes from side to side again; all paths have to be woken.
+    pub fn share(&self, side: Side) -> bool {
+        self.turn.replace(side as u32 | KEPT, side as u32).is_ok()
+    }
+
+    /// Says that nothing of the path is under way; perhaps something `waits` to be alone, or for space. Some:
+    /// who may be waiting for just this.
+    pub fn leave(&self, seat: usize, waits: bool) -> Option<Wanted> {
+        let sitting = if waits { Sitting::Waiting } else { Sitting::Idle };
+        let was_busy = self.seats[seat].sitting.swap(sitting as u32) == Sitting::Busy as u32;
+        let side = self.seats[seat].side.load();
+        // The other side may have taken its turn just now. Who of this one relied on us is to wish for it.
+        let side =
+            self.hand_over(side) || was_busy && self.turn.load() & (SIDE | WANTED) == 1 - side;
         match self.holder.load() {
-            OPEN => None,
+            OPEN => side.then_some(Wanted { holder: None, parker: false, side }),
             word => {
                 let holder = (word & !PARK).checked_sub(1).map(|holder| holder as usize);
                 let holder = holder.filter(|&holder| holder != seat);
-                Some(Wanted { holder, parker: word & PARK != 0 })
+                Some(Wanted { holder, parker: word & PARK != 0, side })
             }
         }
     }
@@ -203,7 +347,7 @@ mod tests {
 
     fn gate() -> Gate {
         let gate = Gate::new(3);
-        assert_eq!([gate.join(), gate.join()], [Some(0), Some(1)]);
+        assert_eq!([gate.join(Side::First), gate.join(Side::First)], [Some(0), Some(1)]);
         gate
     }
 
@@ -214,11 +358,11 @@ mod tests {
         assert!(gate.close(0));
         assert!(!gate.close(1) && gate.close(0));
         assert!(!gate.others_idle(0));
-        let wanted = Wanted { holder: Some(0), parker: false };
-        assert_eq!(gate.leave(1), Some(wanted), "the holder waits for this");
+        let wanted = Wanted { holder: Some(0), parker: false, side: false };
+        assert_eq!(gate.leave(1, false), Some(wanted), "the holder waits for this");
         assert!(gate.others_idle(0));
         assert!(!gate.enter(1));
-        gate.leave(1);
+        gate.leave(1, false);
         gate.open(0);
         assert!(gate.enter(1));
     }
@@ -231,7 +375,7 @@ mod tests {
         assert!(gate.others_idle(1) && gate.close(1));
         gate.forfeit(1);
         assert!(gate.enter(0));
-        assert_eq!(gate.join(), Some(1), "its seat is the next one's");
+        assert_eq!(gate.join(Side::First), Some(1), "its seat is the next one's");
     }
 
     #[test]
@@ -240,8 +384,8 @@ mod tests {
         assert!(gate.enter(0) && gate.enter(1));
         assert!(gate.park() && !gate.park());
         assert!(!gate.enter(0) && !gate.all_rest());
-        let wanted = Wanted { holder: None, parker: true };
-        assert_eq!(gate.leave(0), Some(wanted));
+        let wanted = Wanted { holder: None, parker: true, side: false };
+        assert_eq!(gate.leave(0, false), Some(wanted));
         assert!(gate.close(1) && !gate.close(0));
         assert!(gate.others_idle(1));
         gate.open(1);
@@ -255,157 +399,7 @@ mod tests {
 }
 
 #[cfg(test)]
-mod shuttle_tests {
-    use std::sync::Arc;
+mod side_tests;
 
-    use shuttle::sync::atomic::{AtomicU32, Ordering::SeqCst};
-    use shuttle::sync::{Condvar, Mutex};
-    use shuttle::thread;
-
-    use super::Word;
-
-    type Gate = super::Gate<AtomicU32>;
-
-    impl Word for AtomicU32 {
-        fn holding(value: u32) -> Self {
-            AtomicU32::new(value)
-        }
-        fn load(&self) -> u32 {
-            self.load(SeqCst)
-        }
-        fn store(&self, value: u32) {
-            self.store(value, SeqCst);
-        }
-        fn swap(&self, value: u32) -> u32 {
-            self.swap(value, SeqCst)
-        }
-        fn replace(&self, old: u32, new: u32) -> Result<u32, u32> {
-            self.compare_exchange(old, new, SeqCst, SeqCst)
-        }
-    }
-
-    /// Three queues, each now working, now alone: nobody ever works beside one that is alone.
-    #[test]
-    fn no_queue_works_beside_the_one_that_is_alone() {
-        shuttle::check_random(
-            || {
-                let gate = Arc::new(Gate::new(3));
-                (0..3).for_each(|seat| assert_eq!(gate.join(), Some(seat)));
-                let working = Arc::new(AtomicU32::new(0));
-                let threads: Vec<_> = (0..3)
-                    .map(|me| {
-                        let (gate, working) = (gate.clone(), working.clone());
-                        thread::spawn(move || {
-                            for round in 0..3 {
-                                if (round + me) % 2 == 0 {
-                                    while !gate.enter(me) {
-                                        gate.leave(me);
-                                        thread::yield_now();
-                                    }
-                                    working.fetch_add(1, SeqCst);
-                                    thread::yield_now();
-                                    working.fetch_sub(1, SeqCst);
-                                    gate.leave(me);
-                                } else if gate.close(me) {
-                                    while !gate.others_idle(me) {
-                                        thread::yield_now();
-                                    }
-                                    assert_eq!(working.load(SeqCst), 0);
-                                    thread::yield_now();
-                                    assert_eq!(working.load(SeqCst), 0);
-                                    gate.open(me);
-                                }
-                            }
-                        })
-                    })
-                    .collect();
-                for t in threads {
-                    t.join().unwrap();
-                }
-            },
-            2000,
-        );
-    }
-
-    /// A queue's thread asleep, and what wakes it.
-    #[derive(Default)]
-    struct Bell(Mutex<bool>, Condvar);
-
-    impl Bell {
-        fn ring(&self) {
-            *self.0.lock().unwrap() = true;
-            self.1.notify_one();
-        }
-
-        fn wait(&self) {
-            let mut rung = self.0.lock().unwrap();
-            while !*rung {
-                rung = self.1.wait(rung).unwrap();
-            }
-            *rung = false;
-        }
-    }
-
-    /// Works once, as a queue does: what cannot be taken now waits until it is woken.
-    fn work(gate: &Gate, bells: &[Bell], me: usize, working: &AtomicU32) {
-        while !gate.enter(me) {
-            gate.leave(me)
-                .and_then(|w| w.holder)
-                .into_iter()
-                .for_each(|holder| bells[holder].ring());
-            bells[me].wait();
-        }
-        working.fetch_add(1, SeqCst);
-        thread::yield_now();
-        working.fetch_sub(1, SeqCst);
-        gate.leave(me).and_then(|w| w.holder).into_iter().for_each(|holder| bells[holder].ring());
-    }
-
-    /// Is alone once.
-    fn be_alone(gate: &Gate, bells: &[Bell], me: usize, working: &AtomicU32) {
-        loop {
-            if !gate.close(me) {
-                gate.leave(me)
-                    .and_then(|w| w.holder)
-                    .into_iter()
-                    .for_each(|holder| bells[holder].ring());
-            } else if gate.others_idle(me) {
-                break;
-            }
-            bells[me].wait();
-        }
-        assert_eq!(working.load(SeqCst), 0);
-        thread::yield_now();
-        assert_eq!(working.load(SeqCst), 0);
-        gate.open(me);
-        bells.iter().for_each(Bell::ring);
-    }
-
-    /// The same with sleep in place of spinning: a wake-up that got lost would be a deadlock,
-    /// which the scheduler reports.
-    #[test]
-    fn nobody_sleeps_for_ever() {
-        let body = || {
-            let gate = Arc::new(Gate::new(3));
-            (0..3).for_each(|seat| assert_eq!(gate.join(), Some(seat)));
-            let bells: Arc<[Bell; 3]> = Arc::default();
-            let working = Arc::new(AtomicU32::new(0));
-            let threads: Vec<_> = (0..3)
-                .map(|me| {
-                    let (gate, bells, working) = (gate.clone(), bells.clone(), working.clone());
-                    thread::spawn(move || {
-                        for round in 0..3 {
-                            match (round + me) % 2 {
-                                0 => work(&gate, &*bells, me, &working),
-                                _ => be_alone(&gate, &*bells, me, &working),
-                            }
-                        }
-                    })
-                })
-                .collect();
-            threads.into_iter().for_each(|t| t.join().unwrap());
-        };
-        shuttle::check_random(body, 5000);
-        shuttle::check_pct(body, 2000, 3);
-    }
-}
+#[cfg(test)]
+mod shuttle_tests;

@@ -138,7 +138,7 @@ impl RequestPath {
         entries: u32,
     ) -> io::Result<RequestPath> {
         let mut reactor = Reactor::new(engine);
-        let seat = shared.device.join(shared.waker(index).clone())?;
+        let seat = shared.device.join(shared.side(), shared.waker(index).clone())?;
         let account = Account::new(shared.counters.page(seat.index())?);
         let space = Space::new(&shared.device, account.page());
         let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(index));

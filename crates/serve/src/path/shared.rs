@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ferrite_io::pool::Pool;
 
 use super::device::Device;
+use super::gate::Side;
 use crate::counters::Counters;
 use crate::processors::Processors;
 use crate::tuning::Tuning;
@@ -24,6 +25,8 @@ pub struct Shared {
     pub processors: Arc<Processors>,
     /// What they have done.
     pub counters: Counters,
+    /// Whose they are.
+    side: Side,
     stop: AtomicBool,
     leaves: AtomicBool,
     gives_up: AtomicBool,
@@ -50,11 +53,26 @@ impl Shared {
             tuning,
             processors,
             counters,
+            side: Side::First,
             stop: AtomicBool::new(false),
             leaves: AtomicBool::new(false),
             gives_up: AtomicBool::new(false),
             wakers: (0..paths).map(|_| Waker::new().map(Arc::new)).collect::<io::Result<_>>()?,
         })
+    }
+
+    /// The same of a guest on this side.
+    pub(crate) fn on_side(self, side: Side) -> Shared {
+        Shared { side, ..self }
+    }
+
+    pub(super) fn side(&self) -> Side {
+        self.side
+    }
+
+    /// A request that a predecessor left is begun again.
+    pub(crate) fn begins_again(&self) {
+        self.device.begins_again(self.side);
     }
 
     /// Asks all paths to end what they have in flight, and to take nothing more.

@@ -2,7 +2,8 @@
 //!
 //! With [`OnFull::Wait`] a request that has found no space is not answered. Nothing of it is under way:
 //! its path rests, lets others have the gate, and takes what needs no space. One request of each path
-//! is tried again after a pause; when it is done, the next one follows at once.
+//! is tried again after a pause; when it is done, the next one follows at once. Two guests of one disk do
+//! not wait at the same time: the turn stays with the side of who waits (`gate.rs`).
 //!
 //! Who waits is in the in-flight table as before. A path that is stopped leaves it there for its
 //! successor, unless its client is gone: then it is [given up](RequestPath::give_up_waiting). All of
@@ -214,7 +215,7 @@ impl RequestPath {
         if !is_time || self.alone.is_running() || self.medium.is_resting() {
             return None;
         }
-        if !self.seat.enter() {
+        if !self.seat.go_on() {
             self.leave_if_idle();
             return None;
         }
@@ -301,5 +302,42 @@ impl RequestPath {
     /// Whether requests of this path wait for space.
     pub fn waits_for_space(&self) -> bool {
         self.space.counted > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_disk::Disk;
+    use ferrite_io::clock::SystemClock;
+
+    use super::*;
+    use crate::path::admission::tests::path;
+    use crate::path::gate::Side;
+    use crate::path::work::Work;
+
+    /// Otherwise a dead process could leave requests of both sides.
+    #[test]
+    fn who_waits_for_space_keeps_the_turn_and_is_tried_again_though_the_other_side_wants_it() {
+        let device = Arc::new(Device::new(Disk::nothing(), SystemClock::shared()));
+        let [mut first, mut second] = [Side::First, Side::Second].map(|side| path(&device, side));
+        assert!(first.enter());
+        let ticket = first.take(1, 0, None, 0).unwrap();
+        let work = Work { action: Action::Flush, sector: 0, sectors: 0 };
+        assert!(matches!(first.admit(ticket, work), Admitted::Taken));
+        let ticket = first.ready.pop().unwrap();
+        first.wait_for_space(ticket, &io::Error::from_raw_os_error(28));
+        assert!(first.leave_if_idle() && !second.enter());
+        // Also of a path that was parked meanwhile.
+        first.seat.rest();
+        assert!(!second.enter());
+        assert!(first.leave_if_idle() && !second.enter());
+        first.space.next.set(Next::Now);
+        assert!(matches!(first.retry(), Some(Admitted::Taken)));
+        assert!(!second.enter());
+        let ticket = first.ready.pop().unwrap();
+        first.finish(ticket, Outcome::Done);
+        let ticket = first.finished.pop().unwrap();
+        first.release(ticket);
+        assert!(first.leave_if_idle() && second.enter());
     }
 }

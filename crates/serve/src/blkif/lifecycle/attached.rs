@@ -24,6 +24,7 @@ use crate::blkif::queue::{Parts, Queue, QueueEnd, QueueEvent};
 use crate::counters::Counters;
 use crate::log_limit::limited;
 use crate::path::device::Device;
+use crate::path::gate::Side;
 use crate::path::shared::Shared;
 use crate::processors::Processors;
 use crate::trace::TraceRing;
@@ -43,6 +44,8 @@ pub(super) struct Means<'a> {
     pub(super) hypervisor: &'a dyn Hypervisor,
     pub(super) domid: DomId,
     pub(super) device: Arc<Device>,
+    /// Which of the device's guests is served.
+    pub(super) side: Side,
     pub(super) files: RunFiles,
     /// Keeps the image's name in the table true.
     pub(super) heir: Arc<TableHeir>,
@@ -142,6 +145,8 @@ impl Attached {
             undone += resume.unanswered.len();
             prepared.push(Prepared { ring, table, replay: resume.unanswered });
         }
+        // Before one of them can be begun.
+        means.device.expects(means.side, undone);
         Ok((Attached::start(means, rings, connection, prepared, moving)?, undone))
     }
 
@@ -342,7 +347,7 @@ fn new_connection(means: &Means<'_>, rings: &Rings) -> Result<Arc<Connection>, F
     let shared = Shared::new(device, pool, queues, means.tuning, processors, counters)
         .map_err(|e| Failure::host("make an eventfd", e))?;
     Ok(Arc::new(Connection {
-        shared: Arc::new(shared),
+        shared: Arc::new(shared.on_side(means.side)),
         protocol: rings.wanted.protocol,
         max_indirect_segments: rings.max_indirect_segments,
         discard: rings.discard,

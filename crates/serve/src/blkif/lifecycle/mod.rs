@@ -52,15 +52,15 @@ pub use error::ServeError;
 pub use look::State;
 pub use messages::OpenFailure;
 pub use refusal::clear_error as clear_failure;
-pub use remote::line::retire;
-pub use remote::work::{Opened, work};
-pub use run_dir::{STOPPED, TABLE, forget_run_dir, run_dir_name};
+pub use remote::line::{part, retire};
+pub use remote::work::{Lines, Opened, work};
+pub use run_dir::{STOPPED, TABLE, forget_run_dir, forget_second, run_dir_name};
 pub use sweep::sweep;
 
 use attachment::DIRECTORY;
 use carrier::Carrier;
 use inbox::{Event, Wait};
-use messages::{Order, Report};
+use messages::{Failure, Order, Report};
 use pace::Pace;
 use remote::line::Line;
 use worker::Worker;
@@ -143,14 +143,48 @@ pub fn follow_and_tell(
     stop: &Waker,
     opened: impl FnOnce(),
 ) -> Result<Outcome, ServeError> {
+    follow_a_line(store, line, config, log_limits, stop, |line, attachment| {
+        line.open(attachment.read_only, !attachment.may_discard)?;
+        opened();
+        Ok(())
+    })
+}
+
+/// The same of a worker's second line: of a stub domain whose guest has the same disk. `opened` is called
+/// when the worker serves the guest's, and may serve the stub domain's.
+///
+/// # Errors
+/// As [`follow`].
+pub fn follow_second(
+    store: &mut Store,
+    line: BorrowedFd<'_>,
+    config: &FollowConfig,
+    log_limits: &LogLimits,
+    stop: &Waker,
+    opened: impl FnOnce(),
+) -> Result<Outcome, ServeError> {
+    follow_a_line(store, line, config, log_limits, stop, |line, attachment| {
+        line.join(attachment.read_only, config.domid)?;
+        opened();
+        Ok(())
+    })
+}
+
+fn follow_a_line(
+    store: &mut Store,
+    line: BorrowedFd<'_>,
+    config: &FollowConfig,
+    log_limits: &LogLimits,
+    stop: &Waker,
+    open: impl FnOnce(&mut Line<'_>, &Attachment) -> Result<(), Failure>,
+) -> Result<Outcome, ServeError> {
     let attachment = match find(store, config, stop, Outcome::Left)? {
         Ok(attachment) => attachment,
         Err(outcome) => return Ok(outcome),
     };
     let followed = || {
         let mut line = Line::new(line, stop);
-        line.open(attachment.read_only, !attachment.may_discard)?;
-        opened();
+        open(&mut line, &attachment)?;
         let facts = carry_out::facts(&mut line)?;
         let clock = SystemClock::shared();
         let means = FollowMeans { store, worker: Box::new(line), clock, log_limits, stop };

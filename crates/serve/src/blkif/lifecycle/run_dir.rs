@@ -24,6 +24,8 @@ const LATCH: &str = "flush-failed";
 pub const STOPPED: &str = "stopped";
 /// With a queue's number: the records of its requests.
 const TRACE: &str = "trace-";
+/// In the run directory: that of the guest's stub domain, which has the disk, too.
+const SECOND: &str = "second";
 /// Behind the name of a file that is being made.
 const NEW: &str = ".new";
 
@@ -88,17 +90,39 @@ impl RunDir {
     /// Removes our files, and the counters.
     fn clear(&self) -> io::Result<()> {
         remove_counters(&self.path)?;
-        for entry in names::read_dir(&self.path)? {
-            let entry = entry?;
-            let name = entry.file_name();
-            let name = name.to_string_lossy();
-            let name = name.strip_suffix(NEW).unwrap_or(&name);
-            if [TABLE, LATCH, STOPPED].contains(&name) || name.starts_with(TRACE) {
-                names::remove_file(entry.path())?;
-            }
-        }
-        Ok(())
+        forget_second(&self.path)?;
+        clear(&self.path)
     }
+}
+
+fn clear(path: &Path) -> io::Result<()> {
+    for entry in names::read_dir(path)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let name = name.strip_suffix(NEW).unwrap_or(&name);
+        if [TABLE, LATCH, STOPPED].contains(&name) || name.starts_with(TRACE) {
+            names::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes what a worker with this run directory has left of its second guest; nobody serves that.
+///
+/// # Errors
+/// The file system's.
+pub fn forget_second(run_dir: &Path) -> io::Result<()> {
+    let second = second(run_dir);
+    match names::exists(&second) {
+        true => clear(&second).and_then(|()| names::remove_dir(&second)),
+        false => Ok(()),
+    }
+}
+
+/// Where a worker keeps what is of its second guest alone.
+pub(super) fn second(run_dir: &Path) -> PathBuf {
+    run_dir.join(SECOND)
 }
 
 /// Removes the counters of the disk that has this run directory.

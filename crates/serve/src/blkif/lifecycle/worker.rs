@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, GrowthWatch};
 use ferrite_io::names;
-use ferrite_xen::hypervisor::Hypervisor;
+use ferrite_xen::hypervisor::{DomId, Hypervisor};
 
 use super::attached::{Attached, EngineFactory, Means};
 use super::carrier::Carrier;
@@ -20,12 +20,14 @@ use super::config::WorkConfig;
 use super::error::ServeError;
 use super::heir::TableHeir;
 use super::messages::{Failure, Order, Reply, Report, Rings};
-use super::run_dir::RunFiles;
+use super::run_dir::{RunFiles, TABLE, second};
 use crate::blkif::connection::largest_request;
+use crate::blkif::inflight::Table;
 use crate::blkif::negotiate::DiskFacts;
 use crate::log_limit::limited;
 use crate::nbd::{COURTESY, Clients, Options};
 use crate::path::device::Device;
+use crate::path::gate::Side;
 use crate::waker::Waker;
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
@@ -48,7 +50,7 @@ pub(super) struct Worker<'a> {
     clients: Option<Clients>,
     /// They may not give space back.
     keeps_all: bool,
-    /// What is in the run directory is this disk's.
+    /// It is known what a predecessor has left, and that it is this disk's.
     has_begun: bool,
     /// Tells of a medium that may have grown.
     growth: GrowthWatch,
@@ -67,10 +69,33 @@ impl<'a> Worker<'a> {
         config: &WorkConfig,
         engine: &EngineFactory,
     ) -> Result<Worker<'a>, Failure> {
-        let means = means(hypervisor, device, config, engine)?;
-        let disk = disk(device)?;
+        let (files, domid) = (RunFiles::new(&config.run_dir), config.domid);
+        // What a predecessor has left of either guest is done before the other's requests.
+        let second = second(&config.run_dir).join(TABLE);
+        for (table, side) in [(files.table(), Side::First), (second, Side::Second)] {
+            if Table::has_unanswered(&table) {
+                device.keep_for(side);
+            }
+        }
+        let image = disk(device)?.identity().map_or(String::new(), |image| image.path);
+        config.counters.place(&config.run_dir, &image);
+        let means = means(hypervisor, device, (domid, Side::First), files, config, engine)?;
+        Worker::with(means, config.closes)
+    }
+
+    /// Of the stub domain of this one's guest, on the same disk.
+    pub(super) fn second(&self, domid: DomId, config: &WorkConfig) -> Result<Worker<'a>, Failure> {
+        let files = RunFiles::new(&second(&config.run_dir));
+        let Means { hypervisor, device, engine, .. } = &self.means;
+        let means = means(*hypervisor, device, (domid, Side::Second), files, config, engine)?;
+        // It is closed by the first.
+        Worker::with(means, false)
+    }
+
+    fn with(means: Means<'a>, closes: bool) -> Result<Worker<'a>, Failure> {
+        let disk = disk(&means.device)?;
         Ok(Worker {
-            closes: config.closes,
+            closes,
             attached: None,
             closing: None,
             clients: None,
@@ -82,12 +107,6 @@ impl<'a> Worker<'a> {
             requests: u64::MAX,
             means,
         })
-    }
-
-    /// Whether clients beside the frontend are served now. Before the first order that touches the run
-    /// directory nobody knows whether a failed flush is remembered there.
-    pub(super) fn takes_clients(&self) -> bool {
-        self.has_begun
     }
 
     /// Whether clients may give space back: as the toolstack has it for the guest.
@@ -151,6 +170,17 @@ impl<'a> Worker<'a> {
         })
     }
 
+    /// Whether others than the first guest are served now: clients, and its stub domain. Before the first
+    /// order that touches the run directory nobody knows whether a failed flush is remembered there.
+    pub(super) fn has_begun(&self) -> bool {
+        self.has_begun
+    }
+
+    /// What a predecessor has left of this side's requests is nobody's any more.
+    fn expects_nothing(&self) {
+        self.means.device.expects(self.means.side, 0);
+    }
+
     fn remember(&self) -> Result<(), Failure> {
         let latch = self.means.files.latch();
         if !names::exists(&latch) {
@@ -187,6 +217,7 @@ impl<'a> Worker<'a> {
         self.attached.take().map_or(Ok(()), Attached::stop)?;
         self.shut_out_qemu()?;
         let attached = Attached::connect(&self.means, rings)?;
+        self.expects_nothing();
         let how = attached.describe();
         self.attached = Some(attached);
         Ok(Reply::Connected { how, undone: 0 })
@@ -273,6 +304,7 @@ impl Carrier for Worker<'_> {
             }
             Order::Forget => {
                 self.means.files.forget();
+                self.expects_nothing();
                 self.has_begun = true;
             }
             Order::Enter => self.enter()?,
@@ -285,7 +317,13 @@ impl Carrier for Worker<'_> {
                     attached.hurry(self.means.device.clock.now_ns());
                 }
             }
-            Order::Save => closing::save(&self.means.device, &self.means.engine),
+            Order::Save => {
+                // No frontend is connected: there is nobody to do what one had under way again for.
+                if self.attached.is_none() {
+                    self.expects_nothing();
+                }
+                closing::save(&self.means.device, &self.means.engine);
+            }
             Order::CheckSize => return self.check_size(),
             Order::Close if self.closes => {
                 let clients = self.clients.take();
@@ -327,18 +365,18 @@ impl Carrier for Worker<'_> {
     }
 }
 
-/// What connections are made of.
+/// What connections of a guest are made of.
 fn means<'a>(
     hypervisor: &'a dyn Hypervisor,
     device: &Arc<Device>,
+    (domid, side): (DomId, Side),
+    files: RunFiles,
     config: &WorkConfig,
     engine: &EngineFactory,
 ) -> Result<Means<'a>, Failure> {
     let control = Arc::new(Waker::new().map_err(|e| Failure::host("make an eventfd", e))?);
-    let files = RunFiles::new(&config.run_dir);
     let heir = device.with_disk(|disk| {
         let counters = config.counters.clone();
-        counters.place(&config.run_dir, &disk.identity().map_or(String::new(), |image| image.path));
         let heir = TableHeir::new(&files.table(), disk, counters, control.clone());
         let heir = Arc::new(heir);
         device.add_heir(&heir);
@@ -346,8 +384,9 @@ fn means<'a>(
     });
     Ok(Means {
         hypervisor,
-        domid: config.domid,
+        domid,
         device: device.clone(),
+        side,
         files,
         heir: heir.map_err(|e| Failure::host("serve the disk", e))?,
         moving: config.moving.clone(),

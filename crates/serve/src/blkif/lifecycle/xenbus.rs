@@ -173,7 +173,7 @@ impl Xenbus {
             Answer::OtherRings => vec![Action::Note(Note::OtherRings), Action::Connect],
             Answer::NotTakenOver { why } => self.give_up(why),
             // Not even at 3: a resumed guest knows its disk.
-            Answer::WrongImage { why } => vec![Action::GiveUp(why)],
+            Answer::WrongImage { why } => vec![Action::Save, Action::GiveUp(why)],
         }
     }
 
@@ -192,9 +192,10 @@ impl Xenbus {
 
     /// A connection that cannot be taken over.
     fn give_up(&mut self, why: String) -> Vec<Action> {
-        // One at work may have requests in flight that would never be answered.
+        // One at work may have requests in flight that would never be answered. Its stub domain does not
+        // wait for them (attachments.md, "A stub domain and its guest").
         if self.look.front == State::Connected {
-            return vec![Action::GiveUp(why)];
+            return vec![Action::Save, Action::GiveUp(why)];
         }
         // At 3 nothing is in flight: a resumed guest sets up new rings and does its requests again
         // (3.8). At 5, nobody had connected it, or not these rings: it gets its 5, and goes.

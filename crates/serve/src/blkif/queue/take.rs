@@ -41,6 +41,12 @@ impl Queue {
     /// entry, no buffer, a closed gate. What is not taken stays on the ring: that is the
     /// backpressure.
     pub(super) fn take(&mut self) -> Result<(), RingViolation> {
+        let is_empty =
+            || self.replay.is_empty() && self.ring.unconsumed().is_ok_and(|there| there == 0);
+        if self.path.has_company() && is_empty() {
+            self.path.stay_out();
+            return Ok(());
+        }
         if !self.path.enter() {
             return Ok(());
         }
@@ -95,6 +101,8 @@ impl Queue {
             let request = Request::decode(self.connection.protocol, &next.slot);
             let Ok(buf) = self.reserve(&request.message, limits) else { return };
             let Some(next) = self.replay.pop_front() else { return };
+            // From here on the path is busy until its guest is answered.
+            self.connection.shared.begins_again();
             let (id, operation) = (request.id, request.response_op);
             let ticket = self.path.take_set_aside(next.entry, id, operation, buf, now_ns);
             match check_indirect_head(&request.message, limits) {

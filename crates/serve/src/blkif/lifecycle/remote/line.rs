@@ -10,6 +10,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_xen::hypervisor::DomId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -28,6 +29,9 @@ const TEXT_BYTES: usize = 1024;
 const ASK_AGAIN_MIN: Duration = Duration::from_millis(500);
 /// And at least this often: no time of a worker's is too long for a clock.
 const ASK_AGAIN_MAX: Duration = Duration::from_secs(60);
+
+/// How long a second guest's worker is waited for, until it has the image open.
+const JOINED_WITHIN: Duration = Duration::from_secs(2);
 
 /// What came of an order, and of which.
 type Answer = (u64, Result<Reply, Failure>);
@@ -75,6 +79,15 @@ impl<'a> Line<'a> {
         }
     }
 
+    /// On the second line: has this guest served beside the first, when the image is open for that. Who
+    /// follows has to look at the disk's end, too: nothing is waited for longer than [`JOINED_WITHIN`].
+    pub(in super::super) fn join(&mut self, read_only: bool, domid: DomId) -> Result<(), Failure> {
+        self.end = Some(Instant::now() + JOINED_WITHIN);
+        let joined = self.ask(What::Join { read_only, domid: domid.0 });
+        self.end = None;
+        joined.map(drop)
+    }
+
     fn ask(&mut self, what: What) -> Result<Reply, Failure> {
         self.number = self.number.wrapping_add(1);
         self.unasked = 0;
@@ -87,11 +100,23 @@ impl<'a> Line<'a> {
         }
         loop {
             match self.hear()? {
+                // Whose guest is served no more has failed for that, and not at what was asked.
+                Some((number, Err(e))) if number == self.number => {
+                    return Err(self.lost().unwrap_or(e));
+                }
                 Some((number, result)) if number == self.number => return result,
                 Some(_) => {}
                 None => self.wait(PollFlags::IN)?,
             }
         }
+    }
+
+    /// That it has said that it goes on no more.
+    fn lost(&self) -> Option<Failure> {
+        self.reports.iter().find_map(|report| match report {
+            Report::Failed(failure) => Some(failure.clone()),
+            Report::Violation { .. } => None,
+        })
     }
 
     /// Takes what has come, up to an answer. `None`: there is nothing more.
@@ -198,6 +223,22 @@ pub fn retire(
 ) -> Result<(), ServeError> {
     let end = within.map(|within| Instant::now() + within);
     Line { end, ..Line::new(line, stop) }.ask(What::Retire)?;
+    Ok(())
+}
+
+/// On the second line: has a worker forget this guest, whose disk is gone. One that is not there is
+/// forgotten already.
+///
+/// # Errors
+/// As [`retire`].
+pub fn part(
+    line: BorrowedFd<'_>,
+    domid: DomId,
+    stop: &Waker,
+    within: Option<Duration>,
+) -> Result<(), ServeError> {
+    let end = within.map(|within| Instant::now() + within);
+    Line { end, ..Line::new(line, stop) }.ask(What::Part { domid: domid.0 })?;
     Ok(())
 }
 

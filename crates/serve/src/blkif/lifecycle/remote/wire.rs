@@ -37,6 +37,18 @@ pub(super) enum What {
     Order(Order),
     /// Answer what is in flight and close the image, so that another process may go on.
     Retire,
+    /// On the second line: serve this guest beside the first one, as soon as the image is open for that.
+    Join {
+        /// The guest may not write.
+        read_only: bool,
+        /// Its number.
+        domid: u16,
+    },
+    /// On the second line: answer what is in flight, and forget this guest.
+    Part {
+        /// Its number.
+        domid: u16,
+    },
 }
 
 /// What a worker says.

@@ -12,7 +12,7 @@ use ferrite_disk::Disk;
 use ferrite_io::clock::SystemClock;
 use ferrite_io::names;
 use ferrite_io::process::receive_with;
-use ferrite_xen::hypervisor::Hypervisor;
+use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use rustix::fs::{Mode, OFlags};
 
 use super::super::attached::EngineFactory;
@@ -21,7 +21,7 @@ use super::super::closing::close;
 use super::super::config::WorkConfig;
 use super::super::error::ServeError;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report, VERSION};
-use super::super::run_dir::STOPPED;
+use super::super::run_dir::{RunFiles, STOPPED, second};
 use super::super::worker::Worker;
 use super::wire::{Ask, Said, What, hear, say};
 use crate::path::device::Device;
@@ -39,14 +39,23 @@ pub struct Opened {
     pub engine: EngineFactory,
 }
 
-/// Serves what is asked for on the line, until that ends, and the clients of NBD that come by the door.
-/// `open` opens the image, to be written or only to be read.
+/// The lines of a worker. Each has a guest, and a follower.
+#[derive(Clone, Copy)]
+pub struct Lines<'a> {
+    /// Of the guest that the disk is attached to.
+    pub first: &'a OwnedFd,
+    /// Of its stub domain, which may have the disk at the same time.
+    pub second: &'a OwnedFd,
+}
+
+/// Serves what is asked for on the lines, until one of them ends, and the clients of NBD that come by the
+/// door. `open` opens the image, to be written or only to be read.
 ///
 /// # Errors
-/// The line's, also its end: nobody is left who could follow. [`ServeError::Host`]: a queue has failed,
+/// A line's, also its end: nobody is left who could follow. [`ServeError::Host`]: a queue has failed,
 /// or the hypervisor [is used up](Hypervisor::is_used_up), and the next process may do better.
 pub fn work(
-    line: &OwnedFd,
+    lines: Lines<'_>,
     door: &OwnedFd,
     hypervisor: &dyn Hypervisor,
     config: &WorkConfig,
@@ -54,25 +63,29 @@ pub fn work(
 ) -> Result<(), ServeError> {
     // Measured now, once: no guest waits for us yet.
     wake_up_ns();
-    let mut bench = Bench { hypervisor, config, open, door: Some(door), served: None };
-    let line = line.as_fd();
+    let (first, second) = (lines.first.as_fd(), lines.second.as_fd());
+    let door = Some(door);
+    let mut bench = Bench { hypervisor, config, open, second, door, served: None, waits: None };
     loop {
-        let (asked, told, came) = bench.select(line)?;
-        if told {
-            bench.tell(line)?;
-        }
-        if came {
+        let ready = bench.select(first)?;
+        bench.tell(first, ready)?;
+        if ready.came {
             bench.admit();
         }
-        if asked && let Some(Ask { number, what }) = hear_ask(line).map_err(line_failed)? {
-            let result = bench.carry_out(what);
-            let failed = result.is_err();
-            say(line, &Said::Answer { number, result }, true).map_err(line_failed)?;
-            // Nothing can be opened here any more. The guest's requests are in the table.
-            if failed && hypervisor.is_used_up() {
-                let e = io::Error::other("all devices of Xen are in use or spoiled");
-                return Err(ServeError::host("connect a guest", e));
-            }
+        if ready.asked[0]
+            && let Some(ask) = hear_ask(first).map_err(line_failed)?
+        {
+            let result = bench.carry_out(ask.what);
+            bench.answer(first, ask.number, result)?;
+        }
+        if ready.asked[1]
+            && let Some(ask) = hear_ask(second).map_err(line_failed)?
+        {
+            bench.waits = None;
+            bench.carry_out_second(ask)?;
+        }
+        if let Some(ask) = bench.waits.take() {
+            bench.carry_out_second(ask)?;
         }
     }
 }
@@ -96,9 +109,12 @@ struct Bench<'a> {
     hypervisor: &'a dyn Hypervisor,
     config: &'a WorkConfig,
     open: &'a mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
+    second: BorrowedFd<'a>,
     /// Until its other end is gone.
     door: Option<&'a OwnedFd>,
     served: Option<Served<'a>>,
+    /// On the second line: until the image is open, and a follower has looked at the first guest's disk.
+    waits: Option<Ask>,
 }
 
 /// An open image.
@@ -111,20 +127,48 @@ struct Served<'a> {
     closed: bool,
     /// Its size was asked for, and what tells of growth is listened to.
     listens: bool,
+    /// The stub domain of the guest, while it has the disk, too.
+    second: Option<Second<'a>>,
+}
+
+struct Second<'a> {
+    worker: Worker<'a>,
+    domid: DomId,
+    listens: bool,
+}
+
+/// What there is to do, by line.
+#[derive(Clone, Copy)]
+struct Ready {
+    asked: [bool; 2],
+    /// Something is to be told.
+    told: [bool; 2],
+    /// There is a client at the door.
+    came: bool,
 }
 
 impl<'a> Bench<'a> {
-    /// Waits. Whether there is something on the line, something to be told, and a client.
-    fn select(&self, line: BorrowedFd<'_>) -> Result<(bool, bool, bool), ServeError> {
-        let reports = self.served.as_ref().map_or(line, |served| served.worker.reports_fd());
-        let growth = self.served.as_ref().filter(|served| served.listens);
-        let growth = growth.and_then(|served| served.worker.growth_fd()).unwrap_or(line);
+    /// Waits.
+    fn select(&self, first: BorrowedFd<'_>) -> Result<Ready, ServeError> {
+        let served = self.served.as_ref();
+        let second = served.and_then(|served| served.second.as_ref());
+        let workers = [
+            served.map(|served| (&served.worker, served.listens)),
+            second.map(|second| (&second.worker, second.listens)),
+        ];
+        let fd = |i: usize| workers[i].map_or(first, |(worker, _)| worker.reports_fd());
+        let grows = |i: usize| {
+            let listens = workers[i].filter(|(_, listens)| *listens);
+            listens.and_then(|(worker, _)| worker.growth_fd()).unwrap_or(first)
+        };
         // Until the disk can be served, clients wait where they are.
-        let takes = self.served.as_ref().is_some_and(|s| !s.closed && s.worker.takes_clients());
-        let door = self.door.filter(|_| takes).map_or(line, OwnedFd::as_fd);
-        let [asked, reports, growth, came] = wait_for([line, reports, growth, door], None)
-            .map_err(|e| ServeError::host("wait for orders", e))?;
-        Ok((asked, self.served.is_some() && (reports || growth), takes && came))
+        let takes = self.takes_others();
+        let door = self.door.filter(|_| takes).map_or(first, OwnedFd::as_fd);
+        let fds = [first, self.second, fd(0), fd(1), grows(0), grows(1), door];
+        let ready = wait_for(fds, None).map_err(|e| ServeError::host("wait for orders", e))?;
+        let told = |i: usize| workers[i].is_some() && (ready[2 + i] || ready[4 + i]);
+        let came = takes && ready[6];
+        Ok(Ready { asked: [ready[0], ready[1]], told: [told(0), told(1)], came })
     }
 
     /// Serves the next client that has come by the door.
@@ -139,22 +183,120 @@ impl<'a> Bench<'a> {
     }
 
     /// Tells what nobody has asked for.
-    fn tell(&mut self, line: BorrowedFd<'_>) -> Result<(), ServeError> {
+    fn tell(&mut self, first: BorrowedFd<'_>, ready: Ready) -> Result<(), ServeError> {
         let Some(served) = &mut self.served else { return Ok(()) };
-        served.listens = false;
-        served.worker.clear_reports()?;
-        while let Some(report) = served.worker.report() {
-            let failed = match &report {
-                Report::Failed(failure) => Some(failure.clone()),
-                Report::Violation { .. } => None,
-            };
-            say(line, &Said::Report(report), true).map_err(line_failed)?;
-            // The guest's requests are in the table, and the next process does them again.
-            if let Some(failure) = failed {
-                return Err(failure.into());
-            }
+        if ready.told[0] {
+            served.listens = false;
+            tell(first, &mut served.worker)?;
         }
-        say(line, &Said::Look, true).map_err(line_failed)
+        if ready.told[1]
+            && let Some(second) = &mut served.second
+        {
+            second.listens = false;
+            tell(self.second, &mut second.worker)?;
+        }
+        Ok(())
+    }
+
+    fn answer(
+        &self,
+        line: BorrowedFd<'_>,
+        number: u64,
+        result: Result<Reply, Failure>,
+    ) -> Result<(), ServeError> {
+        let failed = result.is_err();
+        say(line, &Said::Answer { number, result }, true).map_err(line_failed)?;
+        // Nothing can be opened here any more. The guests' requests are in their tables.
+        if failed && self.hypervisor.is_used_up() {
+            let e = io::Error::other("all devices of Xen are in use or spoiled");
+            return Err(ServeError::host("connect a guest", e));
+        }
+        Ok(())
+    }
+
+    /// The same of the second line. A guest that cannot join yet is answered later.
+    fn carry_out_second(&mut self, Ask { number, what }: Ask) -> Result<(), ServeError> {
+        if matches!(what, What::Join { .. }) && !self.takes_others() {
+            self.waits = Some(Ask { number, what });
+            return Ok(());
+        }
+        let result = match what {
+            What::Join { read_only, domid } => self.join(read_only, DomId(domid)),
+            What::Part { domid } => self.part(DomId(domid)),
+            What::Order(order) => self.order_second(order),
+            What::Open { .. } | What::Retire => Err(not_here()),
+        };
+        self.answer(self.second, number, result)
+    }
+
+    /// Whether others than the first guest are served now.
+    fn takes_others(&self) -> bool {
+        self.served.as_ref().is_some_and(|served| !served.closed && served.worker.has_begun())
+    }
+
+    /// Has a second guest. One that is there already is served on.
+    fn join(&mut self, read_only: bool, domid: DomId) -> Result<Reply, Failure> {
+        let Some(served) = &mut self.served else { return Err(not_open()) };
+        if served.read_only != read_only {
+            return Err(Failure::Open(OpenFailure {
+                what: format!("cannot serve domain {domid} beside its guest"),
+                why: "only one of the two may write to the disk".to_owned(),
+                help: "attach it in the same mode to both (mode=)".to_owned(),
+            }));
+        }
+        // Its disk is gone: the daemon has one beside the first at a time.
+        if let Some(older) = served.second.as_ref().map(|second| second.domid)
+            && older != domid
+        {
+            self.part(older)?;
+        }
+        let Some(served) = &mut self.served else { return Err(not_open()) };
+        if served.second.is_none() {
+            let worker = served.worker.second(domid, self.config)?;
+            served.second = Some(Second { worker, domid, listens: false });
+        }
+        Ok(Reply::Done)
+    }
+
+    /// Nothing is left of this second guest, nor of what it has left to a predecessor of this process.
+    fn part(&mut self, domid: DomId) -> Result<Reply, Failure> {
+        let Some(served) = &mut self.served else {
+            RunFiles::new(&second(&self.config.run_dir)).forget();
+            return Ok(Reply::Done);
+        };
+        let mut second = match served.second.take() {
+            // What is here is another's.
+            Some(second) if second.domid != domid => {
+                served.second = Some(second);
+                return Ok(Reply::Done);
+            }
+            Some(second) => second.worker,
+            None => served.worker.second(domid, self.config)?,
+        };
+        second.carry_out(Order::Detach)?;
+        second.carry_out(Order::Forget)
+    }
+
+    fn order_second(&mut self, order: Order) -> Result<Reply, Failure> {
+        let Some(served) = &mut self.served else { return Err(not_open()) };
+        let Some(second) = &mut served.second else { return Err(not_open()) };
+        match order {
+            // A failed flush is remembered for both, in one place.
+            Order::Enter => drop(served.worker.carry_out(Order::Enter)?),
+            Order::CheckSize => second.listens = true,
+            _ => {}
+        }
+        second.worker.carry_out(order)
+    }
+
+    /// The image is to be closed: the second guest waits until it is open again, as after a death.
+    fn leave_second(&mut self) -> Result<(), Failure> {
+        let Some(served) = &mut self.served else { return Ok(()) };
+        let Some(mut second) = served.second.take() else { return Ok(()) };
+        second.worker.carry_out(Order::Stop)?;
+        let why = "the disk of its guest is closed".to_owned();
+        let report = Said::Report(Report::Failed(Failure::Close(why)));
+        say(self.second, &report, true).map_err(|e| Failure::host("tell of the end", e))
     }
 
     fn carry_out(&mut self, what: What) -> Result<Reply, Failure> {
@@ -166,6 +308,7 @@ impl<'a> Bench<'a> {
             }
             What::Retire => self.retire()?,
             What::Order(order) => return self.order(order),
+            What::Join { .. } | What::Part { .. } => return Err(not_here()),
         }
         Ok(Reply::Done)
     }
@@ -179,7 +322,18 @@ impl<'a> Bench<'a> {
             // The toolstack has attached it once more.
             self.give_up()?;
         }
-        let Opened { disk, engine } = (self.open)(read_only).map_err(Failure::Open)?;
+        let Opened { disk, engine } = match (self.open)(read_only) {
+            Ok(opened) => opened,
+            Err(e) => {
+                // Who waits to join is to hear of it, too.
+                if let Some(Ask { number, .. }) = self.waits.take() {
+                    let result = Err(Failure::Open(e.clone()));
+                    // The line's end is found when it is listened to.
+                    let _ = say(self.second, &Said::Answer { number, result }, true);
+                }
+                return Err(Failure::Open(e));
+            }
+        };
         let device = Device::new(disk, SystemClock::shared()).on_full(self.config.on_full);
         let device = Arc::new(device);
         let mut worker = Worker::new(self.hypervisor, &device, self.config, &engine)?;
@@ -188,16 +342,16 @@ impl<'a> Bench<'a> {
         if let Ok(disk) = device.disk() {
             disk.keep();
         }
-        let (closed, listens) = (false, false);
-        self.served = Some(Served { worker, device, engine, read_only, closed, listens });
+        let (closed, listens, second) = (false, false, None);
+        self.served = Some(Served { worker, device, engine, read_only, closed, listens, second });
         Ok(())
     }
 
     fn order(&mut self, order: Order) -> Result<Reply, Failure> {
-        let Some(served) = &mut self.served else {
-            let e = io::Error::other("it is not open: this is a bug in ferrite");
-            return Err(Failure::host("serve the image", e));
-        };
+        if order == Order::Close {
+            self.leave_second()?;
+        }
+        let Some(served) = &mut self.served else { return Err(not_open()) };
         match order {
             Order::Close => served.closed = true,
             Order::CheckSize => served.listens = true,
@@ -208,6 +362,7 @@ impl<'a> Bench<'a> {
 
     /// Lets go of the image. Its guest, if there is one, waits for a takeover.
     fn give_up(&mut self) -> Result<(), Failure> {
+        self.leave_second()?;
         let Some(mut served) = self.served.take() else { return Ok(()) };
         served.worker.end_clients();
         served.worker.carry_out(Order::Stop)?;
@@ -225,6 +380,7 @@ impl<'a> Bench<'a> {
 
     /// Leaves the image complete. One that cannot be closed stays: it is served on.
     fn retire(&mut self) -> Result<(), Failure> {
+        self.leave_second()?;
         let Some(served) = &mut self.served else { return Ok(()) };
         served.worker.end_clients();
         served.worker.carry_out(Order::Stop)?;
@@ -237,6 +393,32 @@ impl<'a> Bench<'a> {
         let _ = names::open(self.config.run_dir.join(STOPPED), flags, Mode::from(0o600));
         Ok(())
     }
+}
+
+/// Tells what a guest's worker has to say.
+fn tell(line: BorrowedFd<'_>, worker: &mut Worker<'_>) -> Result<(), ServeError> {
+    worker.clear_reports()?;
+    while let Some(report) = worker.report() {
+        let failed = match &report {
+            Report::Failed(failure) => Some(failure.clone()),
+            Report::Violation { .. } => None,
+        };
+        say(line, &Said::Report(report), true).map_err(line_failed)?;
+        // The guest's requests are in the table, and the next process does them again.
+        if let Some(failure) = failed {
+            return Err(failure.into());
+        }
+    }
+    say(line, &Said::Look, true).map_err(line_failed)
+}
+
+fn not_open() -> Failure {
+    let e = io::Error::other("it is not open: this is a bug in ferrite");
+    Failure::host("serve the image", e)
+}
+
+fn not_here() -> Failure {
+    Failure::host("do that for the other guest", io::Error::other("this is a bug in ferrite"))
 }
 
 fn line_failed(e: io::Error) -> ServeError {
