@@ -175,8 +175,9 @@ impl Wanted<'_> {
 
 fn list(daemon: &Daemon<'_>, wanted: &Wanted<'_>) -> Result<(), Refusal> {
     let mut disks = daemon.disks()?;
-    if wanted.file.is_some() && !disks.iter().any(|disk| is_served(disk) && wanted.is(disk)) {
-        for disk in disks.iter().filter(|disk| wanted.is(disk)) {
+    let unserved = |disk: &&Disk| wanted.is(disk) && is_to_be_served(disk);
+    if wanted.file.is_some() && disks.iter().any(|disk| unserved(&disk)) {
+        for disk in disks.iter().filter(unserved) {
             let asked = WaitParams { backend: directory::path(disk.disk), timeout_s: SERVED_S };
             if let Err(e) = daemon.call::<Attached>("attach.wait", &asked, SERVED_S) {
                 // Not found is no failure; the script's log has this.
@@ -185,18 +186,32 @@ fn list(daemon: &Daemon<'_>, wanted: &Wanted<'_>) -> Result<(), Refusal> {
         }
         disks = daemon.disks()?;
     }
-    disks.retain(|disk| is_served(disk) && wanted.is(disk));
-    // Of several lines block-tap takes the last one: that is the disk that it was started for.
-    disks.sort_by_key(|disk| disk.since);
     let mut out = io::stdout().lock();
-    for line in disks.iter().filter_map(line) {
+    for line in found(disks, wanted).iter().filter_map(line) {
         let _ = writeln!(out, "{line}");
     }
     Ok(())
 }
 
+/// Of several lines block-tap takes the last one: that is the disk that it was started for. If that one
+/// is not served, another disk of the same image does not stand for it.
+fn found(mut disks: Vec<Disk>, wanted: &Wanted<'_>) -> Vec<Disk> {
+    disks.retain(|disk| wanted.is(disk) && (is_served(disk) || is_to_be_served(disk)));
+    disks.sort_by_key(|disk| (disk.since, !is_served(disk)));
+    if wanted.file.is_some() && disks.last().is_some_and(is_to_be_served) {
+        return Vec::new();
+    }
+    disks.retain(is_served);
+    disks
+}
+
 fn is_served(disk: &Disk) -> bool {
     disk.phase == PhaseName::Served
+}
+
+/// One that rests is left to a later attachment, whose line is meant.
+fn is_to_be_served(disk: &Disk) -> bool {
+    matches!(disk.phase, PhaseName::Starting | PhaseName::Failed)
 }
 
 /// Scripts read this.
@@ -279,6 +294,19 @@ mod tests {
         assert!(!Wanted { minor: Some(0), ..all }.is(&disk));
         assert!(!Wanted { kind: Some("vhd"), ..all }.is(&disk));
         assert!(!Wanted { file: Some("/srv"), ..all }.is(&disk));
+    }
+
+    #[test]
+    fn a_disk_that_is_not_served_is_not_found_by_another_one_of_its_image() {
+        let served = disk(Format::Raw, "/srv/a");
+        let mut failed = disk(Format::Raw, "/srv/a");
+        (failed.disk.devid, failed.phase) = (51728, PhaseName::Failed);
+        let named = Wanted { pid: None, minor: None, kind: Some("aio"), file: Some("/srv/a") };
+        let found = |disks: &[Disk], wanted| found(disks.to_vec(), wanted).len();
+        assert_eq!(found(&[failed.clone(), served.clone()], &named), 0);
+        let later = Disk { since: 2, ..served.clone() };
+        assert_eq!(found(&[later, failed.clone(), served.clone()], &named), 2);
+        assert_eq!(found(&[failed, served], &Wanted { file: None, ..named }), 1);
     }
 
     #[test]
