@@ -59,7 +59,11 @@ pub fn main() -> ExitCode {
     if is_server {
         ferrite_serve::counters::remember_process();
     }
-    log::set_up(cli.verbose, if is_server { SERVER_LOG } else { "warn" });
+    let disk = match &cli.command {
+        cli::Command::Worker(args) => Some(args.serve.xen.to_string()),
+        _ => None,
+    };
+    log::set_up(cli.verbose, if is_server { SERVER_LOG } else { "warn" }, disk);
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
         cli::Command::Worker(args) => worker::run(args),

@@ -1,12 +1,26 @@
 //! Log messages go to standard error; whoever emits them keeps their rate down.
 
+use std::fmt;
 use std::io;
 
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+
+/// What a line begins with: the time, and the disk that the whole process is about. Workers of many disks
+/// write to one log.
+struct Stamp(Option<String>);
+
+impl FormatTime for Stamp {
+    fn format_time(&self, writer: &mut Writer<'_>) -> fmt::Result {
+        SystemTime.format_time(writer)?;
+        self.0.iter().try_for_each(|disk| write!(writer, " disk {disk}"))
+    }
+}
 
 /// Sets up logging: from `RUST_LOG` if it is set, else from the number of `-v`; without one, as
-/// `quiet` says.
-pub fn set_up(verbose: u8, quiet: &str) {
+/// `quiet` says. Each line names the `disk`, if there is one.
+pub fn set_up(verbose: u8, quiet: &str, disk: Option<String>) {
     let default = match verbose {
         0 => quiet,
         1 => "debug",
@@ -18,6 +32,7 @@ pub fn set_up(verbose: u8, quiet: &str) {
     tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new(default)))
         .with_writer(io::stderr)
+        .with_timer(Stamp(disk))
         // It would panic where a message cannot be written, and serving outlives those who read them.
         .log_internal_errors(false)
         .init();
@@ -25,5 +40,21 @@ pub fn set_up(verbose: u8, quiet: &str) {
         tracing::warn!(
             "RUST_LOG is not understood and ignored; an example: RUST_LOG=ferrite=debug"
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_a_worker_names_its_disk_behind_the_time() {
+        let stamp = |disk| {
+            let mut text = String::new();
+            Stamp(disk).format_time(&mut Writer::new(&mut text)).unwrap();
+            text
+        };
+        assert!(stamp(Some("1/51712".to_owned())).ends_with("Z disk 1/51712"));
+        assert!(stamp(None).ends_with('Z'));
     }
 }

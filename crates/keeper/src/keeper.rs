@@ -75,6 +75,9 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     if let Some(asker) = &asker {
         answer(asker, &Answer::Done, None);
     }
+    let disk = keep.run_dir.file_name().unwrap_or_default().to_string_lossy();
+    // Fails where another keeper runs in this process: a test's.
+    let _ = crate::DISK.set(disk.into_owned());
     let clients = asker.into_iter().collect();
     let (worker, relay) = (Worker::new(start)?, Relay::take(relay)?);
     Process {

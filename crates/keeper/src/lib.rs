@@ -9,6 +9,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::sync::OnceLock;
+
 mod client;
 mod keep;
 mod keeper;
@@ -29,8 +31,12 @@ pub use relay::become_relay;
 pub use socket::{forget, name_of, socket_name};
 pub use worker::{ALIVE, ALIVE_FD, DOOR_FD, LINE_FD, SECOND_FD};
 
+/// The run directory's name, of the disk that this process keeps.
+static DISK: OnceLock<String> = OnceLock::new();
+
 /// Tells it whoever reads this process's standard error. Nobody may be there any more.
 pub(crate) fn tell(text: &str) {
     use std::io::Write as _;
-    let _ = writeln!(std::io::stderr(), "ferrite keeper: {text}");
+    let disk = DISK.get().map_or("", String::as_str);
+    let _ = writeln!(std::io::stderr(), "ferrite keeper {disk}: {text}");
 }
