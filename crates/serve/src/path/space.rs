@@ -61,7 +61,7 @@ impl Device {
     }
 
     /// So many requests wait no more.
-    fn space_comes(&self, requests: usize) {
+    fn waits_end(&self, requests: usize, how: End) {
         if requests == 0 {
             return;
         }
@@ -73,11 +73,33 @@ impl Device {
         let now_ns = self.clock.now_ns();
         let waited_s = now_ns.saturating_sub(waits.since_ns) / 1_000_000_000;
         let limit = &self.log_limits.storage;
-        limited!(info, limit, now_ns, "no request of this disk waits for space after {waited_s} s");
+        match how {
+            End::Done => {
+                let text = "no request of this disk waits for space any more, after";
+                limited!(info, limit, now_ns, "{text} {waited_s} s");
+            }
+            End::GivenUp => {
+                let text =
+                    "what waited for space on this disk was not written: who asked is gone, after";
+                limited!(warn, limit, now_ns, "{text} {waited_s} s");
+            }
+            End::Left => {}
+        }
         drop(waits);
         // Barriers wait for that.
         self.wake_all();
     }
+}
+
+/// How a wait ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// The request is answered.
+    Done,
+    /// With an error, which nobody hears.
+    GivenUp,
+    /// A successor waits on.
+    Left,
 }
 
 /// When the next try may be.
@@ -132,15 +154,15 @@ impl Space {
         self.barrier
     }
 
-    fn count_out(&mut self, requests: usize) {
+    fn count_out(&mut self, requests: usize, how: End) {
         self.counted -= requests;
         self.page.counters().space_waits_ended.add(requests as u64);
-        self.device.space_comes(requests);
+        self.device.waits_end(requests, how);
     }
 
     /// A request is about to be answered that was counted as waiting.
     pub(super) fn answered(&mut self, entry: usize) {
-        self.count_out(1);
+        self.count_out(1, if self.given_up { End::GivenUp } else { End::Done });
         if self.tried == Some(entry) {
             self.tried = None;
             self.pause = FIRST_PAUSE;
@@ -154,7 +176,7 @@ impl Drop for Space {
         self.waiting.drain(..).for_each(|ticket| {
             ticket.park();
         });
-        self.count_out(self.counted);
+        self.count_out(self.counted, End::Left);
     }
 }
 
