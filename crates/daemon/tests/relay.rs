@@ -33,6 +33,8 @@ fn process_daemon() {
 const DEPTH: usize = 8;
 /// The guest works on the first MiB, and each client on one of its own.
 const CLIENTS: usize = 3;
+/// Of workers, for each of two programs. With more of them a keeper pauses before the next worker.
+const DEATHS: usize = 10;
 
 fn stream(host: &Host, disk: &DiskPaths) -> UnixStream {
     let name = host::id(disk).file_name();
@@ -339,7 +341,10 @@ fn other_programs_notice_no_deaths() {
         let ended = AtomicBool::new(false);
         let output = std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !ended.load(Ordering::Relaxed) {
+                for _ in 0..DEATHS {
+                    if ended.load(Ordering::Relaxed) {
+                        return;
+                    }
                     if let Some(worker) = worker(keeper).filter(|pid| is_alive(*pid)) {
                         kill_pid(worker);
                     }
