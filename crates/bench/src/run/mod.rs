@@ -25,11 +25,11 @@ pub(crate) fn main() -> ExitCode {
     let first = std::env::args_os().nth(1);
     let done = match first.is_some_and(|word| Part::has_subcommand(&word.to_string_lossy())) {
         true => PartCli::try_parse().map(|cli| {
-            log::set_up(0, "warn");
+            log::set_up(0, "warn", None);
             part(&cli.part)
         }),
         false => Cli::try_parse().map(|cli| {
-            log::set_up(cli.verbose, "warn");
+            log::set_up(cli.verbose, "warn", None);
             measure::run(&cli.bench)
         }),
     };
