@@ -248,15 +248,12 @@ impl Server {
         if flags.intersects(OFlags::CREATE | OFlags::TRUNC) && !flags.contains(OFlags::PATH) {
             return self.make(name, flags, mode);
         }
-        let found = found(flags & OFlags::NOFOLLOW);
-        if flags.contains(OFlags::PATH) && found.as_ref().is_ok_and(Found::is_loops_file) {
-            return file(found?.file);
-        }
-        let found = self.hidden(name, found)?;
-        self.judge(&found, if writes { Access::Change } else { Access::Look })?;
-        if flags.contains(OFlags::PATH) {
+        let found = self.hidden(name, found(flags & OFlags::NOFOLLOW))?;
+        let judged = self.judge(&found, if writes { Access::Change } else { Access::Look });
+        if flags.contains(OFlags::PATH) && (judged.is_ok() || found.is_loops_file()) {
             return file(found.file);
         }
+        judged?;
         if found.kind() == FileType::Symlink {
             return Err(Errno::LOOP);
         }
