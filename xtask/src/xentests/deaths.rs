@@ -110,7 +110,8 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
     }
     for _ in 0..deaths.daemon {
         let old = bench.xenhost.sh(&disk.worker())?;
-        restart_daemon(bench, "$(ferrite-daemon)")?;
+        let daemon = bench.daemon.context("a daemon")?.to_string();
+        restart_daemon(bench, &daemon)?;
         wait_for_requests(bench, guest, BETWEEN)?;
         let now = bench.xenhost.sh(&disk.worker())?;
         expect_eq("the worker while the daemon died", &now, &old)?;
@@ -132,7 +133,6 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
 /// Kills these processes, the daemon among them, and starts another daemon.
 fn restart_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
     let daemon = bench.daemon.take().context("a daemon")?;
-    let pids = pids.replace("$(ferrite-daemon)", &daemon.to_string());
     bench.xenhost.sh(&format!("kill -9 {pids}"))?;
     bench.xenhost.wait_until("the daemon's end", &ended(daemon), 60)?;
     bench.start_daemon()
