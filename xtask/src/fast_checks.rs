@@ -107,7 +107,7 @@ fn tests_on_aio() -> Result<()> {
     // Most of their time is the kernel's grace period at the end of each context, when no processor
     // is needed.
     let threads = (4 * steps::cpus()).to_string();
-    let packages = ["disk", "serve", "ferrite", "bench"];
+    let packages = ["disk", "serve", "ferrite", "lab"];
     Programs::build(&[])?.run_all("aio", &packages, steps::cpus(), &|test| {
         test.env("RUST_TEST_THREADS", &threads).env("FERRITE_TEST_ENGINE", "aio");
     })

@@ -122,12 +122,12 @@ fn run(task: Task) -> Result<ExitCode> {
     }
 }
 
-/// Runs the comparison, a program of the bench, which links the product. Tasks link nothing of it.
+/// Runs the comparison, a program of the lab, which links the product. Tasks link nothing of it.
 fn compare(arguments: &[OsString]) -> Result<ExitCode> {
     let mut run = steps::cargo();
     // Files that arguments name are where the user is.
     run.current_dir(std::env::current_dir()?);
-    run.args(["run", "--quiet", "--locked", "--package", "ferrite-bench"]);
+    run.args(["run", "--quiet", "--locked", "--package", "ferrite-lab"]);
     let status = run.args(["--bin", "ferrite-compare", "--"]).args(arguments).status()?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -9,7 +9,7 @@ pub const PROGRAMS: [&str; 8] = [
     "--package",
     "ferrite",
     "--package",
-    "ferrite-bench",
+    "ferrite-lab",
     "--bin",
     "ferrite",
     "--bin",

@@ -3,5 +3,5 @@
 #![forbid(unsafe_code)]
 
 fn main() -> std::process::ExitCode {
-    ferrite_bench::run()
+    ferrite_lab::run()
 }
