@@ -47,7 +47,6 @@ fn host(writable: bool) -> Host {
     fs::write(at("secret/disk.img"), SECRET).unwrap();
     let mut policy = Policy::of_disk(&at("images/disk.img"), writable, &[at("templates")]);
     policy.add(&at("run/vbd-1-2"), true, Right::Own);
-    policy.add(&at("run/budget"), false, Right::Share);
     policy.add(&at("run/journals"), true, Right::Journals);
     let flags = SocketFlags::CLOEXEC;
     let (socket, theirs) =
@@ -222,7 +221,6 @@ fn nothing_gets_a_name_outside_of_the_run_directory() {
         ("run/vbd-1-2/new", "images/new.img"),
         ("run/vbd-1-2/new", "images/disk.img"),
         ("run/vbd-1-2/new", "run/vbd-1-3"),
-        ("run/vbd-1-2/new", "run/budget"),
     ] {
         let renamed = host.rename(from, to);
         assert_eq!(renamed, Err(Errno::ACCESS), "{from} {to}");
@@ -260,10 +258,7 @@ fn in_its_run_directory_a_worker_makes_and_removes_what_it_needs() {
     host.ask(What::RemoveFile, &table).unwrap();
     host.ask(What::RemoveDir, &dir).unwrap();
     assert!(!dir.exists());
-    // What is shared is made, and stays; the folder that it is in is there.
-    host.open(host.at("run/budget"), OFlags::RDWR | OFlags::CREATE).unwrap();
-    let removed = host.ask(What::RemoveFile, &host.at("run/budget"));
-    assert_eq!(removed.unwrap_err(), Errno::ACCESS);
+    // The folder that it is in is there.
     host.ask(What::CreateDirs, &host.at("run")).unwrap();
     host.ask(What::CreateDirs, &host.at("run/other")).unwrap_err();
 }

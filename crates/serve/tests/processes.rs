@@ -1,7 +1,7 @@
 //! A guest whose disk has a daemon, a keeper and a worker, all of which die under it.
 
 use std::fs::{self, File};
-use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -21,7 +21,7 @@ use ferrite_serve::blkif::lifecycle::{
 };
 use ferrite_serve::log_limit::LogLimits;
 use ferrite_serve::waker::Waker;
-use ferrite_testkit::processes::{Guest, RUN_DIR, World, env, go_on, open};
+use ferrite_testkit::processes::{Guest, RUN_DIR, World, env, go_on, inherited, open};
 use ferrite_testkit::rig::{follow_config, work_config};
 use ferrite_testkit::{PATIENCE, images};
 use ferrite_xen::hypervisor::{DomId, GrantRef, Hypervisor, HypervisorError, Link};
@@ -92,20 +92,10 @@ fn keeper_process() {
         return;
     }
     // What guests are reached by is handed on.
-    let fds = fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().file_name());
-    let fds = fds.filter_map(|fd| fd.into_string().unwrap().parse::<RawFd>().ok());
-    let guests: Vec<RawFd> = fds.filter(|fd| *fd > SECOND_FD && is_inherited(*fd)).collect();
+    let guests = inherited(SECOND_FD);
     let Err(e) = ferrite_keeper::run(&guests);
     eprintln!("{e}");
     std::process::exit(1);
-}
-
-/// Not close-on-exec.
-fn is_inherited(fd: RawFd) -> bool {
-    let info = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap_or_default();
-    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
-    let flags = flags.and_then(|flags| u64::from_str_radix(flags.trim(), 8).ok());
-    flags.is_some_and(|flags| flags & 0o2_000_000 == 0)
 }
 
 #[test]

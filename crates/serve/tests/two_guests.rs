@@ -6,7 +6,7 @@ mod register;
 use std::collections::HashMap;
 use std::fs;
 use std::fs::File;
-use std::os::fd::{AsFd, RawFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,7 +28,7 @@ use ferrite_serve::blkif::lifecycle::{
 use ferrite_serve::log_limit::LogLimits;
 use ferrite_serve::waker::Waker;
 use ferrite_testkit::places::dir_in_memory;
-use ferrite_testkit::processes::{CHUNK, CHUNKS, Load, RUN_DIR, env, open};
+use ferrite_testkit::processes::{CHUNK, CHUNKS, Load, RUN_DIR, env, inherited, open};
 use ferrite_testkit::rig::{follow_config, work_config};
 use ferrite_testkit::{PATIENCE, images, wait_until};
 use ferrite_xen::hypervisor::DomId;
@@ -51,15 +51,7 @@ fn keeper_process() {
     if is_of_no_role() {
         return;
     }
-    let fds = fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().file_name());
-    let fds = fds.filter_map(|fd| fd.into_string().unwrap().parse::<RawFd>().ok());
-    let is_inherited = |fd: &RawFd| {
-        let info = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap_or_default();
-        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
-        let flags = flags.and_then(|flags| u64::from_str_radix(flags.trim(), 8).ok());
-        flags.is_some_and(|flags| flags & 0o2_000_000 == 0)
-    };
-    let guests: Vec<RawFd> = fds.filter(|fd| *fd > SECOND_FD && is_inherited(fd)).collect();
+    let guests = inherited(SECOND_FD);
     let Err(e) = ferrite_keeper::run(&guests);
     eprintln!("{e}");
     std::process::exit(1);

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -52,6 +52,21 @@ const COPY_WITH: &str = "FERRITE_TEST_COPY_WITH";
 /// A variable that the backend was given.
 pub fn env(name: &str) -> String {
     std::env::var(name).unwrap()
+}
+
+/// The descriptors above this one that this process was given by the one that has started it: what
+/// guests are reached by, which is handed on.
+pub fn inherited(above: RawFd) -> Vec<RawFd> {
+    let fds = std::fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().file_name());
+    let fds = fds.filter_map(|fd| fd.into_string().unwrap().parse::<RawFd>().ok());
+    // Not close-on-exec.
+    let is_inherited = |fd: &RawFd| {
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap_or_default();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+        let flags = flags.and_then(|flags| u64::from_str_radix(flags.trim(), 8).ok());
+        flags.is_some_and(|flags| flags & 0o2_000_000 == 0)
+    };
+    fds.filter(|fd| *fd > above && is_inherited(fd)).collect()
 }
 
 /// The backend, when this program is run again with the environment that says so. While it serves,

@@ -15,8 +15,6 @@ pub enum Right {
     Read,
     /// This one is written, too, and keeps its name.
     Write,
-    /// This file is written, and made if it is not there. Others have it, too.
-    Share,
     /// Files come and go here; the folder itself, too, or the one file.
     Own,
     /// Of this folder's files, which are the journals of all images, those of the own image come and go.
@@ -130,7 +128,6 @@ impl Rule {
                 // A device has no place in a folder of ours.
                 Access::Change if is_own => kind == FileType::RegularFile,
                 Access::Change => !self.is_folder && self.right >= Right::Write,
-                Access::Make if self.right == Right::Share => true,
                 Access::Make | Access::Replace => {
                     is_own && !(self.is_folder && place == self.place)
                 }
@@ -184,7 +181,6 @@ mod tests {
             &["/srv/templates".into(), "/dev/vg".into()],
         );
         policy.add("/run/ferrite/vbd-1-2".as_ref(), true, Right::Own);
-        policy.add("/run/ferrite/map-budget".as_ref(), false, Right::Share);
         policy.add("/run/ferrite/stats/vbd-1-2".as_ref(), false, Right::Own);
         policy.add("/run/ferrite/images".as_ref(), true, Right::Journals);
         policy.journal_end = Some("-12.journal".to_owned());
@@ -206,7 +202,6 @@ mod tests {
             ("/run/ferrite/vbd-1-2/inflight", &[Look, Change, Make, Replace, ReplaceFolder]),
             ("/run/ferrite/vbd-1-20/inflight", &[]),
             ("/run/ferrite/vbd-1-2", &[Look, Change, ReplaceFolder]),
-            ("/run/ferrite/map-budget", &[Look, Change, Make]),
             ("/run/ferrite/stats/vbd-1-2", &[Look, Change, Make, Replace]),
             ("/run/ferrite/stats/vbd-1-3", &[]),
             ("/run/ferrite/control.sock", &[]),
