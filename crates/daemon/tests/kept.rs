@@ -5,6 +5,7 @@ mod host;
 mod load;
 mod roles;
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 
 use ferrite_daemon::Step;
@@ -122,9 +123,15 @@ fn disks_get_another_program_under_load_with_their_images_closed() {
             }
         }
     }
-    let done = ask("/nonexistent/ferrite").unwrap();
+    // No image is closed for what is not there.
+    let Err(ClientError::Refused(e)) = ask("/nonexistent/ferrite") else { panic!("begun") };
+    assert!(e.message.contains("cannot run /nonexistent/ferrite"), "{e:?}");
+    let odd = host.dir.path().join("odd");
+    std::fs::write(&odd, "no program").unwrap();
+    std::fs::set_permissions(&odd, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let done = ask(odd.to_str().unwrap()).unwrap();
     assert_eq!((done.upgraded.len(), done.failed.len()), (0, 2));
-    assert!(done.failed[0].why.contains("/nonexistent/ferrite"), "{done:?}");
+    assert!(done.failed[0].why.contains("cannot become"), "{done:?}");
     for load in loads {
         load.wait_for_progress();
         load.end();

@@ -186,6 +186,15 @@ pub(crate) struct DiskArgs {
     pub(crate) command: DiskCommand,
 }
 
+/// One disk, in each command of this kind.
+#[derive(Debug, Args)]
+pub(crate) struct DiskArg {
+    /// The guest's number, and the device as a number or as xvda, hda, sda; or the disk's directory in
+    /// xenstore (backend/vbd3/DOMID/DEVID).
+    #[arg(value_name = "DOMID/DEVID")]
+    pub(crate) disk: Vbd,
+}
+
 /// What to do with disks.
 #[derive(Debug, Subcommand)]
 pub(crate) enum DiskCommand {
@@ -199,9 +208,8 @@ pub(crate) enum DiskCommand {
     },
     /// One disk, and what it waits for.
     Show {
-        /// The guest's number, and the device as a number or as xvda, hda, sda.
-        #[arg(value_name = "DOMID/DEVID")]
-        disk: Vbd,
+        #[command(flatten)]
+        disk: DiskArg,
         /// Print JSON instead of text.
         #[arg(long)]
         json: bool,
@@ -210,9 +218,8 @@ pub(crate) enum DiskCommand {
     },
     /// Take a disk from its guest, which is to have unmounted it; xl block-detach does the same.
     Detach {
-        /// The guest's number, and the device as a number or as xvda, hda, sda.
-        #[arg(value_name = "DOMID/DEVID")]
-        disk: Vbd,
+        #[command(flatten)]
+        disk: DiskArg,
         /// Take it even if the guest does not let go: what it has not written is lost.
         #[arg(long)]
         force: bool,
@@ -228,9 +235,8 @@ pub(crate) enum DiskCommand {
     },
     /// Wait until a disk is served; what hotplug scripts of toolstacks ask.
     Wait {
-        /// The disk's directory in xenstore: XENBUS_PATH.
-        #[arg(value_name = "BACKEND")]
-        backend: String,
+        #[command(flatten)]
+        disk: DiskArg,
         /// How long to wait.
         #[arg(long, value_name = "SECONDS", default_value_t = 30,
               value_parser = clap::value_parser!(u32).range(0..=300))]

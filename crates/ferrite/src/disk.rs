@@ -4,13 +4,13 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ferrite_daemon::Places;
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
     Attached, DetachParams, Detached, Details, Disk, Disks, Full, Nothing, PhaseName, ShowParams,
-    Status, UpgradeParams, Upgraded, WaitParams,
+    UpgradeParams, Upgraded, WaitParams,
 };
 use ferrite_daemon::state::{DiskId, States};
+use ferrite_daemon::{Places, directory};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -31,17 +31,19 @@ const DETACH: Duration = Duration::from_secs(320);
 pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
     match &args.command {
         DiskCommand::List { json, places } => list(&places.run_dir, *json),
-        DiskCommand::Show { disk, json, places } => show(&places.run_dir, *disk, *json),
+        DiskCommand::Show { disk, json, places } => show(&places.run_dir, disk.disk, *json),
         DiskCommand::Detach { disk, force, timeout, json, places } => {
-            let asked = DetachParams { disk: id(*disk), force: *force, timeout_s: *timeout };
+            let disk = disk.disk;
+            let asked = DetachParams { disk: id(disk), force: *force, timeout_s: *timeout };
             let wait = DETACH + seconds(*timeout);
-            let done: Detached = call(&places.run_dir, "disk.detach", &asked, wait)?;
+            let done: Detached = call(&places.run_dir, "disk.detach", &asked, wait)
+                .map_err(|e| of_disk("cannot detach disk", disk, &e))?;
             let how = if done.forced { "was taken from its guest" } else { "is detached" };
             tell(*json, &done, || println!("disk {disk} {how}"))
         }
-        DiskCommand::Wait { backend, timeout, json, places } => {
-            let done = wait(&places.run_dir, backend, *timeout)?;
-            tell(*json, &done, || println!("{backend} is served"))
+        DiskCommand::Wait { disk, timeout, json, places } => {
+            let done = wait(&places.run_dir, disk.disk, *timeout)?;
+            tell(*json, &done, || println!("disk {} is served", disk.disk))
         }
     }
 }
@@ -58,42 +60,64 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
         Failure::new("cannot tell which program to take", "its name is not known", help)
     })?;
     let asked = UpgradeParams { binary, disk: args.disk.map(id) };
-    let done: Upgraded = call(&args.places.run_dir, "upgrade", &asked, UPGRADE)?;
-    tell(args.json, &done, || {
-        println!("{} disks are served by {}", done.upgraded.len(), one_line(&asked.binary));
-    })?;
+    let done: Upgraded =
+        call(&args.places.run_dir, "upgrade", &asked, UPGRADE).map_err(|e| match args.disk {
+            Some(disk) => of_disk("cannot upgrade disk", disk, &e),
+            None => not_answered("cannot upgrade disks", &e, e.to_string()),
+        })?;
+    tell(args.json, &done, || print!("{}", upgraded(&done, &asked.binary)))?;
     let Some(first) = done.failed.first() else { return Ok(()) };
     for disk in &done.failed {
         eprintln!("disk {}: {}; {}", disk.disk, one_line(&disk.why), one_line(&disk.help));
     }
-    let what = format!("{} disks are not served by it", done.failed.len());
+    let what = format!("{} not served by {}", are(done.failed.len()), one_line(&asked.binary));
     Err(Failure::new(what, &first.why, first.help.clone()))
 }
 
+/// What has come of an upgrade, besides its failures.
+fn upgraded(done: &Upgraded, binary: &str) -> String {
+    match (done.upgraded.len(), done.failed.len()) {
+        (0, 0) => "no disk is served\n".to_owned(),
+        (0, _) => String::new(),
+        (some, _) => format!("{} served by {}\n", are(some), one_line(binary)),
+    }
+}
+
+/// So many of them.
+fn are(disks: usize) -> String {
+    match disks {
+        1 => "1 disk is".to_owned(),
+        _ => format!("{disks} disks are"),
+    }
+}
+
 /// Also for a daemon that is being started again: xl's script fails a whole guest otherwise.
-fn wait(run: &Path, backend: &str, timeout: u32) -> Result<Attached, Failure> {
-    let places = Places { run: run.to_owned() };
+fn wait(run: &Path, disk: Vbd, timeout: u32) -> Result<Attached, Failure> {
     let end = Instant::now() + seconds(timeout);
     loop {
         let left = end.saturating_duration_since(Instant::now());
         let timeout_s = u32::try_from(left.as_secs()).unwrap_or(timeout);
-        let asked = WaitParams { backend: backend.to_owned(), timeout_s };
-        match client::call(&places.control(), "attach.wait", &asked, ANSWER + left) {
-            Err(e) if comes_again(&e, &places, backend) && !left.is_zero() => {
+        let asked = WaitParams { backend: directory::path(id(disk)), timeout_s };
+        match call(run, "attach.wait", &asked, ANSWER + left) {
+            Err(e) if comes_again(&e, run, disk) && !left.is_zero() => {
                 std::thread::sleep(ASK_AGAIN);
             }
-            answered => return answered.map_err(|e| not_answered("attach.wait", &e)),
+            answered => {
+                return answered.map_err(|e| {
+                    let what = format!("disk {disk} is not served");
+                    not_answered(&what, &e, why(disk, &e))
+                });
+            }
         }
     }
 }
 
 /// Whether there was a daemon that serves the disk, and that is to be there again.
-fn comes_again(e: &ClientError, places: &Places, backend: &str) -> bool {
+fn comes_again(e: &ClientError, run: &Path, disk: Vbd) -> bool {
     match e {
         // It has ended in good order, and was at this disk.
         ClientError::Unreachable(e) if e.kind() == io::ErrorKind::NotFound => {
-            let id = ferrite_daemon::directory::id_of(backend);
-            id.is_some_and(|id| States::file(&places.states(), id).exists())
+            States::file(&places(run).states(), id(disk)).exists()
         }
         // It was killed, or has ended before it could answer.
         ClientError::Unreachable(e) => e.kind() == io::ErrorKind::ConnectionRefused,
@@ -115,18 +139,32 @@ fn id(disk: Vbd) -> DiskId {
     DiskId { domid: disk.domain.0, devid: disk.device }
 }
 
+fn places(run: &Path) -> Places {
+    Places { run: run.to_owned() }
+}
+
 fn call<T: DeserializeOwned>(
     run: &Path,
     method: &str,
     params: &impl Serialize,
     timeout: Duration,
-) -> Result<T, Failure> {
-    let socket = Places { run: run.to_owned() }.control();
-    client::call(&socket, method, params, timeout).map_err(|e| not_answered(method, &e))
+) -> Result<T, ClientError> {
+    client::call(&places(run).control(), method, params, timeout)
 }
 
-fn not_answered(method: &str, e: &ClientError) -> Failure {
-    let failure = Failure::new(format!("{method} of the daemon"), e, e.help());
+/// What was to be done with a disk, and was not.
+fn of_disk(what: &str, disk: Vbd, e: &ClientError) -> Failure {
+    not_answered(&format!("{what} {disk}"), e, why(disk, e))
+}
+
+/// The daemon names the disk for whoever sees nothing else.
+fn why(disk: Vbd, e: &ClientError) -> String {
+    let why = e.to_string();
+    why.strip_prefix(&format!("disk {disk} ")).map_or(why.clone(), |rest| format!("it {rest}"))
+}
+
+fn not_answered(what: &str, e: &ClientError, why: String) -> Failure {
+    let failure = Failure::new(what, why, e.help());
     match e.is_no_disk() {
         true => failure.with_code(Code::NOT_FOUND),
         false => failure,
@@ -146,14 +184,23 @@ fn tell(json: bool, answer: &impl Serialize, text: impl FnOnce()) -> Result<(), 
 }
 
 fn list(run: &Path, json: bool) -> Result<(), Failure> {
-    let disks: Disks = call(run, "disk.list", &Nothing {}, ANSWER)?;
-    tell(json, &disks, || {
-        let status = call::<Status>(run, "daemon.status", &Nothing {}, ANSWER);
-        if let Ok(Status { no_xen: Some(why), .. }) = status {
-            println!("no Xen: {}", one_line(&why));
+    let what = "cannot list the disks";
+    let disks: Disks = call(run, "disk.list", &Nothing {}, ANSWER)
+        .map_err(|e| not_answered(what, &e, e.to_string()))?;
+    tell(json, &disks, || print!("{}", table(&disks.disks)))?;
+    // An empty list would be taken for a host without disks.
+    match disks.no_xen {
+        None => Ok(()),
+        Some(why) => {
+            let help =
+                "what is listed is what was attached before; ferrite doctor shows what is missing";
+            Err(Failure::new(
+                "cannot tell which disks are attached",
+                format!("no Xen: {why}"),
+                help,
+            ))
         }
-        print!("{}", table(&disks.disks));
-    })
+    }
 }
 
 /// A line a disk, and one for what it fails of.
@@ -214,7 +261,8 @@ fn age(since: u64) -> String {
 }
 
 fn show(run: &Path, disk: Vbd, json: bool) -> Result<(), Failure> {
-    let details: Details = call(run, "disk.show", &ShowParams { disk: id(disk) }, ANSWER)?;
+    let details: Details = call(run, "disk.show", &ShowParams { disk: id(disk) }, ANSWER)
+        .map_err(|e| of_disk("cannot show disk", disk, &e))?;
     tell(json, &details, || print!("{}", description(&details)))
 }
 
@@ -249,6 +297,7 @@ fn description(details: &Details) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ferrite_daemon::control::protocol::NotUpgraded;
     use ferrite_daemon::params::Format;
 
     fn disk(domid: u16, why: Option<&str>) -> Disk {
@@ -280,6 +329,22 @@ mod tests {
         let note = "    its storage is full: 2 requests wait for space, for 0s\n";
         assert!(text.ends_with(note), "{text}");
         assert_eq!(table(&[]), "DISK  PHASE  FOR  PID  FORMAT  IMAGE\n");
+    }
+
+    #[test]
+    fn an_upgrade_counts_disks_as_people_do() {
+        let id = DiskId { domid: 1, devid: 51712 };
+        let (why, help) = ("no".to_owned(), "yes".to_owned());
+        let not = NotUpgraded { disk: id, why, help };
+        for (upgraded, failed, said) in [
+            (0, 0, "no disk is served\n"),
+            (0, 1, ""),
+            (1, 0, "1 disk is served by /bin/f\n"),
+            (2, 1, "2 disks are served by /bin/f\n"),
+        ] {
+            let done = Upgraded { upgraded: vec![id; upgraded], failed: vec![not.clone(); failed] };
+            assert_eq!(super::upgraded(&done, "/bin/f"), said);
+        }
     }
 
     #[test]

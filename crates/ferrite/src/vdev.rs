@@ -1,4 +1,4 @@
-//! Which virtual block device of which guest: `DOMID/DEVID`.
+//! Which virtual block device of which guest: `DOMID/DEVID`, or as others name it.
 //!
 //! A device number says how the guest shall name the disk (blkif.md 3.1):
 //! `xvd`: `202 << 8 | disk << 4 | partition`, from the 17th disk or 16th partition on
@@ -11,6 +11,9 @@ use ferrite_xen::hypervisor::DomId;
 
 /// Domain numbers from here on are the hypervisor's own (`DOMID_FIRST_RESERVED`).
 const FIRST_RESERVED_DOMAIN: u16 = 0x7FF0;
+
+/// Where a disk's directory is; before it may be the home of the backend's domain.
+const DIRECTORY: &str = "backend/vbd3/";
 
 const EXTENDED: u32 = 1 << 28;
 const MAX_EXTENDED_DISK: u32 = (1 << 20) - 1;
@@ -33,9 +36,14 @@ impl fmt::Display for Vbd {
 impl FromStr for Vbd {
     type Err = String;
 
+    /// `3/xvda`, `3/51712`, `vbd-3-51712` as its files are called, or its directory in xenstore.
     fn from_str(text: &str) -> Result<Vbd, String> {
-        let (domain, device) =
-            text.split_once('/').ok_or("write DOMID/DEVID, for example 3/xvda or 3/51712")?;
+        let of_file = text.strip_prefix("vbd-").and_then(|ids| ids.split_once('-'));
+        let of_directory = || text.split_once(DIRECTORY)?.1.split_once('/');
+        let (domain, device) = of_file
+            .or_else(of_directory)
+            .or_else(|| text.split_once('/'))
+            .ok_or("write DOMID/DEVID, for example 3/xvda or 3/51712")?;
         let domain = number(domain)
             .and_then(|n| u16::try_from(n).ok())
             .filter(|n| *n < FIRST_RESERVED_DOMAIN)
@@ -115,8 +123,22 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_is_meant_by_each_name_that_it_has() {
+        for name in ["vbd-7-51712", "backend/vbd3/7/51712", "/local/domain/0/backend/vbd3/7/51712"]
+        {
+            assert_eq!(name.parse(), "7/xvda".parse::<Vbd>(), "{name}");
+        }
+    }
+
+    #[test]
     fn what_names_no_device_is_refused() {
         for text in [
+            "vbd-7",
+            "vbd-7-",
+            "vbd7-51712",
+            "backend/vbd3/7",
+            "backend/vbd/7/51712",
+            "backend/vbd3/7/51712/state",
             "",
             "7",
             "7/",

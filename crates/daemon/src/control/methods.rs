@@ -1,6 +1,8 @@
 //! What each method does.
 
 use std::collections::BTreeMap;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -68,10 +70,7 @@ fn give(result: &impl Serialize) -> Result<Value, RpcError> {
 }
 
 pub(crate) fn status(shared: &Shared) -> Status {
-    let no_xen = match shared.xen() {
-        Xen::Connected => None,
-        Xen::Gone(why) => Some(why),
-    };
+    let no_xen = no_xen(shared);
     let count = |f: fn(&Phase) -> bool| {
         shared.table.look(|disks| disks.values().filter(|entry| f(&entry.phase)).count() as u32)
     };
@@ -87,6 +86,13 @@ pub(crate) fn status(shared: &Shared) -> Status {
     }
 }
 
+fn no_xen(shared: &Shared) -> Option<String> {
+    match shared.xen() {
+        Xen::Connected => None,
+        Xen::Gone(why) => Some(why),
+    }
+}
+
 fn seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -95,7 +101,7 @@ pub(crate) fn list(shared: &Shared) -> Disks {
     let disk = |(id, entry): (&DiskId, &Entry)| describe(*id, entry);
     let mut disks: Vec<Disk> = shared.table.look(|disks| disks.iter().map(disk).collect());
     disks.iter_mut().for_each(|disk| disk.full = full(shared, disk));
-    Disks { disks }
+    Disks { disks, no_xen: no_xen(shared) }
 }
 
 /// Which of a disk's requests wait for space, by its counters.
@@ -141,7 +147,7 @@ fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
 }
 
 fn no_disk(id: DiskId) -> RpcError {
-    let help = "disk.list (ferrite disk list) has those that are attached";
+    let help = "ferrite disk list (disk.list) has those that are attached";
     RpcError::new(code::NO_DISK, format!("disk {id} is not attached"), help)
 }
 
@@ -201,7 +207,7 @@ fn detach(shared: &Shared, asked: &DetachParams) -> Result<Detached, RpcError> {
         let is_full = found(shared, id).is_ok_and(|disk| disk.full.is_some());
         let waits = waits_for(&look, phase.as_ref(), is_full).unwrap_or_default();
         let message = format!("disk {id} is still attached; it waits for {waits}");
-        let help = "it is detached when that is done; disk.detach may be called again";
+        let help = "it is detached when that is done; it may be asked for again";
         return Err(RpcError::new(code::TIMEOUT, message, help));
     }
     let removed = store.transaction(|tx| {
@@ -254,7 +260,7 @@ fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
         is_known.then(|| describe(id, entry))
     });
     let Some(disk) = disk else {
-        let help = "disk.show (ferrite disk show) says what it waits for";
+        let help = "ferrite disk show (disk.show) says what it waits for";
         let message = format!("disk {id} was not served in time");
         return Err(RpcError::new(code::TIMEOUT, message, help));
     };
@@ -276,6 +282,11 @@ fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError>
         let help = "name the program by its absolute path, such as /usr/bin/ferrite";
         return Err(RpcError::new(code::INVALID_PARAMS, "binary is no absolute path", help));
     }
+    // Before any image is closed for it.
+    runs(binary).map_err(|e| {
+        let message = format!("cannot run {}: {e}", binary.display());
+        RpcError::new(code::FAILED, message, "name a program of ferrite that root may run")
+    })?;
     let any = |disks: &BTreeMap<DiskId, Entry>| -> Vec<DiskId> {
         // What is served beside another goes with that.
         let goes = |entry: &Entry| entry.phase != Phase::Empty && entry.beside.is_none();
@@ -294,6 +305,15 @@ fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError>
         }
     }
     Ok(done)
+}
+
+/// Whether there is such a program; what it is, it has to show.
+fn runs(binary: &Path) -> io::Result<()> {
+    let found = binary.metadata()?;
+    match found.is_file() && found.permissions().mode() & 0o111 != 0 {
+        true => Ok(()),
+        false => Err(io::Error::other("it is no program")),
+    }
 }
 
 fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Result<(), Failure> {

@@ -207,6 +207,9 @@ pub struct Disk {
 pub struct Disks {
     /// In the order of guests and devices.
     pub disks: Vec<Disk>,
+    /// Why there may be others by now: xenstore is not followed.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub no_xen: Option<String>,
 }
 
 /// `disk.show`.

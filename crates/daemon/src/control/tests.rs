@@ -122,7 +122,7 @@ fn every_type_is_described_as_it_is() {
     same("WaitParams", &WaitParams { backend: "backend/vbd3/1/2".to_owned(), timeout_s: 5 });
     same("Full", &FULL);
     same("Disk", &disk());
-    same("Disks", &Disks { disks: vec![disk()] });
+    same("Disks", &Disks { disks: vec![disk()], no_xen: Some("none".to_owned()) });
     let (backend_state, frontend_state, online) = (4, 4, true);
     let (hotplug_status, waits_for) = (Some("connected".to_owned()), Some("it".to_owned()));
     let disk = disk();

@@ -16,12 +16,8 @@ pub(crate) struct DiskName(pub(crate) String);
 impl FromStr for DiskName {
     type Err = String;
 
-    /// `vbd-3-51712`, or as it is served: `3/xvda`.
     fn from_str(text: &str) -> Result<DiskName, String> {
-        let numbers = text.strip_prefix("vbd-").and_then(|ids| ids.split_once('-'));
-        let written =
-            numbers.map_or(text.to_owned(), |(domain, device)| format!("{domain}/{device}"));
-        let Vbd { domain, device } = written.parse()?;
+        let Vbd { domain, device } = text.parse()?;
         Ok(DiskName(run_dir_name(domain, device)))
     }
 }
