@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::sync::Arc;
 
-use ferrite_io::arena::Span;
+use ferrite_io::arena::{Arena, Span};
 
 use crate::epochs::Reader;
 use crate::extent::{DiscardLimits, Extent};
@@ -182,6 +182,42 @@ impl Disk {
         }
     }
 
+    /// Whether [`check`](Disk::check) has anything to say of this disk, now and later.
+    pub fn has_checks(&self) -> bool {
+        match self {
+            #[cfg(feature = "testing")]
+            Disk::Raw(d) => d.checked.is_set(),
+            _ => false,
+        }
+    }
+
+    /// Whether data of a disk that [has checks](Disk::has_checks) are what was written there. They were
+    /// read from where [`map`](Disk::map) said, and the caller is still counted. `false`: they are
+    /// damaged, or were written meanwhile. [`read`](Disk::read) finds out, and gives no wrong data.
+    /// Never blocks.
+    pub fn check(&self, memory: &Arena, offset: u64, data: Span) -> bool {
+        match self {
+            #[cfg(feature = "testing")]
+            Disk::Raw(d) => d.checked.fits(memory, offset, data),
+            _ => {
+                let _ = (memory, offset, data);
+                true
+            }
+        }
+    }
+
+    /// Has the data of a raw disk checked by a test, before it is used.
+    ///
+    /// # Panics
+    /// If it is no raw disk, or has a check.
+    #[cfg(feature = "testing")]
+    pub fn set_check(&self, check: crate::TestCheck) {
+        match self {
+            Disk::Raw(d) => d.checked.set(check),
+            _ => panic!("only raw disks are checked by tests"),
+        }
+    }
+
     /// For a queue that maps: the disk hears by it when its operations have ended. None: places of
     /// this disk never become another's.
     pub fn reader(&self) -> Option<Reader> {
@@ -287,7 +323,7 @@ impl Disk {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         match self {
-            Disk::Raw(_) => port.io.read_exact(port.files[0], offset, buf).await,
+            Disk::Raw(d) => d.read(port, offset, buf).await,
             Disk::Image(d) => d.read(port, offset, buf).await,
             Disk::Null(_) => {
                 port.memory().fill(buf, 0);

@@ -51,6 +51,8 @@ pub use options::{MAX_LAYERS, METADATA_BYTES, OpenOptions};
 pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents};
 pub use port::Port;
 pub use rare::Rare;
+#[cfg(feature = "testing")]
+pub use raw::TestCheck;
 pub use raw::{GrowthWatch, Raw};
 pub use session::Session;
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferrite_disk::{Disk, OpenOptions};
+use ferrite_disk::{Disk, OpenOptions, TestCheck};
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::front::{FrontOptions, Frontend};
@@ -146,6 +146,8 @@ pub struct Plan {
     pub image: Option<PathBuf>,
     /// What the guest has.
     pub guest: GuestOptions,
+    /// What its data are checked by.
+    pub check: Option<TestCheck>,
     /// Further keys that the toolstack gives the backend.
     pub backend_keys: Vec<(&'static str, String)>,
 }
@@ -166,6 +168,7 @@ impl Default for Plan {
             moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
             image: None,
             guest: GuestOptions::default(),
+            check: None,
             backend_keys: Vec::new(),
         }
     }
@@ -266,6 +269,9 @@ impl Rig {
             ..OpenOptions::default()
         };
         let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();
+        if let Some(check) = &self.plan.check {
+            disk.set_check(check.clone());
+        }
         let device = Device::new(disk, self.plan.clock.clone()).on_full(self.plan.on_full);
         let device = Arc::new(device);
         self.device = Arc::downgrade(&device);

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ferrite_io::arena::Span;
 use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
@@ -15,6 +16,8 @@ use crate::size::Human;
 use crate::writeback::Commits;
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
 
+#[cfg(feature = "testing")]
+mod checked;
 mod discard;
 mod geometry;
 mod growth;
@@ -26,6 +29,8 @@ mod proc_locks;
 mod qemu;
 mod zero;
 
+#[cfg(feature = "testing")]
+pub use checked::TestCheck;
 use geometry::Geometry;
 pub use growth::GrowthWatch;
 use hold::Hold;
@@ -64,6 +69,8 @@ pub struct Raw {
     zero_means: AtomicU8,
     /// Of a disk that is nothing but this.
     commits: Box<Commits>,
+    #[cfg(feature = "testing")]
+    pub(crate) checked: checked::Checked,
 }
 
 impl Raw {
@@ -125,6 +132,8 @@ impl Raw {
             head: Vec::new(),
             zero_means: AtomicU8::new(0),
             commits: Box::default(),
+            #[cfg(feature = "testing")]
+            checked: checked::Checked::default(),
         })
     }
 
@@ -150,6 +159,8 @@ impl Raw {
             head: Vec::new(),
             zero_means: AtomicU8::new(0),
             commits: Box::default(),
+            #[cfg(feature = "testing")]
+            checked: checked::Checked::default(),
         };
         raw.head = raw.read_now(0, GLANCE_BYTES)?;
         Ok(Some(raw))
@@ -336,6 +347,13 @@ impl Raw {
 
     pub(crate) fn growth_watch(&self) -> GrowthWatch {
         GrowthWatch::of(&self.file, self.medium)
+    }
+
+    pub(crate) async fn read(&self, port: &Port, offset: u64, buf: Span) -> std::io::Result<()> {
+        port.io.read_exact(port.files[0], offset, buf).await?;
+        #[cfg(feature = "testing")]
+        self.checked.demand(port.memory(), offset, buf)?;
+        Ok(())
     }
 
     /// Flushes that come at once share syncs.

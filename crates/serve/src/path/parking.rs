@@ -276,6 +276,8 @@ pub(super) struct Medium {
     reader: Option<Reader>,
     /// Of what is being mapped.
     mapping: Option<Mark>,
+    /// What was read is checked.
+    pub(super) has_checks: bool,
     /// The disk's.
     pub(super) block_bytes: usize,
     /// It is none: the path rests.
@@ -292,8 +294,8 @@ impl Medium {
         let files: Vec<_> = files.map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
         let port = Port { io: reactor.io(), files: files.into(), scratch };
         let block_bytes = disk.block_bytes() as usize;
-        let reader = disk.reader();
-        Ok(Medium { disk, port, reader, mapping: None, block_bytes, resting: false })
+        let (reader, has_checks) = (disk.reader(), disk.has_checks());
+        Ok(Medium { disk, port, reader, mapping: None, has_checks, block_bytes, resting: false })
     }
 
     pub(super) fn is_resting(&self) -> bool {

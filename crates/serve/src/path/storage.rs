@@ -3,11 +3,11 @@
 use std::io;
 
 use ferrite_disk::{Disk, Extent};
-use ferrite_io::arena::Span;
+use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::{Completion, Transfer};
 
 use super::RequestPath;
-use super::flight::Ticket;
+use super::flight::{Flight, Ticket};
 use super::full::is_full;
 use super::layout::Layout;
 use super::merge::{Placed, op};
@@ -21,6 +21,13 @@ fn find(disk: &Disk, offset: u64, len: u64, transfer: Transfer) -> Extent {
         Transfer::Read => disk.map(offset, len),
         Transfer::Write => disk.reserve(offset, len),
     }
+}
+
+/// Whether what a request has read, if it has read, does not fit what the disk knows of it. Asked while
+/// the disk counts the request: its places are nobody else's yet.
+fn is_doubtful(disk: &Disk, memory: &Arena, flight: &Flight) -> bool {
+    let Some(layout) = flight.layout else { return false };
+    flight.work.action == Action::Read && !disk.check(memory, layout.offset, layout.blocks)
 }
 
 /// How often in a row an operation may say "try again".
@@ -202,6 +209,9 @@ impl RequestPath {
         }
         self.pieces.give_back(flight.pieces);
         let (failed, mapped) = (flight.failed.take(), flight.mapped.take());
+        let doubtful = failed.is_none()
+            && self.medium.has_checks
+            && is_doubtful(&self.medium.disk, self.shared.pool.arena(), flight);
         if let (None, Action::Write, Some(layout)) = (&failed, flight.work.action, flight.layout) {
             self.medium.disk.written(layout.offset, layout.blocks.len() as u64);
             self.save_soon();
@@ -210,6 +220,8 @@ impl RequestPath {
             self.medium.unmap(mark);
         }
         match failed {
+            // Step by step the disk finds out whether it is damaged (docs/internals/store.md 6).
+            None if doubtful => self.start_task(Ticket::unpark(entry)),
             None => self.data_done(Ticket::unpark(entry), now_ns),
             Some(e) => self.storage_failed(Ticket::unpark(entry), &e, now_ns),
         }
