@@ -3,6 +3,10 @@
 use std::io;
 use std::path::Path;
 
+/// A next step, in the words of the toolstack and in ours: nobody knows here who has asked.
+pub(crate) const READ_ONLY: &str =
+    "open it read-only (access=r in xl's configuration, --read-only with ferrite)";
+
 /// The kind of an error, by which a program acts; the text is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {

@@ -21,6 +21,7 @@ use ferrite_io::directory::Directory;
 use ferrite_io::names;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
+use crate::error::READ_ONLY;
 use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
 use crate::vhd::{Head, Lineage, Uuid, head, lineage};
 use crate::{DiskError, ErrorKind, Format, Raw};
@@ -324,8 +325,7 @@ fn names(file: &Path, found: &mut Children) -> io::Result<Vec<PathBuf>> {
             names.len()
         );
         let help = format!(
-            "find the others (find DIRECTORY -xdev -samefile {path}) and remove them, or open it \
-             read-only"
+            "find the others (find DIRECTORY -xdev -samefile {path}) and remove them, or {READ_ONLY}"
         );
         found.unknown = Some(Unknown { why, help });
     }
@@ -359,8 +359,7 @@ fn marked(
     let list = list.display();
     let unknown = |why| {
         let help = format!(
-            "bring that back, or open this one read-only; what is gone for good may be taken out \
-             of {list}"
+            "bring that back, or {READ_ONLY}; what is gone for good may be taken out of {list}"
         );
         Some(Unknown { why, help })
     };
@@ -528,8 +527,7 @@ pub(crate) fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {
     if let Some(child) = found.child {
         let child = child.display();
         let why = format!("{child} stands on it, and would change with it");
-        let help = "open it read-only (ferrite serve --read-only), or make a new image on it \
-                    (ferrite image clone)";
+        let help = format!("{READ_ONLY}, or make a new image on it (ferrite image clone)");
         return Err(DiskError::new(ErrorKind::Refused, what, why, help));
     }
     if let Some(Unknown { why, help }) = found.unknown {

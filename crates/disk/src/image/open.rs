@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::children::{self, Ask};
+use crate::error::READ_ONLY;
 use crate::qcow2::Qcow2;
 use crate::raw::Unopened;
 use crate::vhd::Vhd;
@@ -63,16 +64,23 @@ fn unwritten(
 
 /// Nobody has the permission to write to it. The kernel lets root do it all the same.
 fn protected(path: &Path) -> DiskError {
-    let why = "it is read-only by its mode, as parents are: the images on it would change with it";
-    let help = "serve it read-only (--read-only), or make a new image on it (ferrite image clone)";
+    let of_mode = "it is read-only by its mode";
+    let help = format!("{READ_ONLY}, or make a new image on it (ferrite image clone)");
     let known = children::look(path, None, Ask::Named);
-    let help = match known.as_ref().map(|found| (&found.child, &found.unknown)) {
-        Ok((Some(child), _)) => format!("{help}: {} stands on it", child.display()),
-        Ok((None, Some(unknown))) => format!("{help}: {}", unknown.why),
-        Ok((None, None)) | Err(_) => format!(
-            "{help}; no image is known to stand on it, and a clone that was cut off leaves its \
-             parent read-only: if there is none elsewhere, chmod u+w lets it be written"
-        ),
+    let (why, help) = match known.as_ref().map(|found| (&found.child, &found.unknown)) {
+        Ok((Some(child), _)) => {
+            (format!("{of_mode}: {} stands on it, and would change with it", child.display()), help)
+        }
+        Ok((None, Some(unknown))) => {
+            (format!("{of_mode}, and an image may stand on it: {}", unknown.why), help)
+        }
+        Ok((None, None)) | Err(_) => {
+            let help = format!(
+                "{help}, or let it be written (chmod u+w): no image is known to stand on it; only \
+                 a clone that was cut off leaves its parent so"
+            );
+            (of_mode.to_owned(), help)
+        }
     };
     DiskError::new(
         ErrorKind::Permission,

@@ -11,6 +11,7 @@ use ferrite_io::shared_lock::SharedLock;
 
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
 use crate::epochs::Epochs;
+use crate::error::READ_ONLY;
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::base::Base;
 use crate::qcow2::alloc::fingerprint::Fingerprint;
@@ -204,17 +205,17 @@ fn metadata(
 
 fn check_writable(header: &Header, cannot: &Cannot) -> Result<(), DiskError> {
     let refuse =
-        |why: &str, help: &str| Err(DiskError::new(ErrorKind::Unsuitable, &cannot.0, why, help));
+        |why: &str, help: String| Err(DiskError::new(ErrorKind::Unsuitable, &cannot.0, why, help));
     if header.incompatible & CORRUPT != 0 {
         return refuse(
             "it is marked as corrupt, and may not be written to",
-            "open it read-only (--read-only) to save what is in it, or repair it",
+            format!("{READ_ONLY} to save what is in it, or repair it"),
         );
     }
     if header.incompatible & DIRTY != 0 {
         return refuse(
             "its refcounts may be wrong: it was not closed by a program that keeps them lazily",
-            "rebuild them first (ferrite image repair), or open it read-only (--read-only)",
+            format!("rebuild them first (ferrite image repair), or {READ_ONLY}"),
         );
     }
     Ok(())

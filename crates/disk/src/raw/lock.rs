@@ -30,6 +30,7 @@ use super::hold::Hold;
 use super::medium::{Medium, cannot_open, io_error, sysfs_number};
 use super::proc_locks::flock_holder;
 use super::{loops, qemu};
+use crate::error::READ_ONLY;
 use crate::{DiskError, ErrorKind, OpenOptions};
 
 const RETRY_AFTER: Duration = Duration::from_millis(20);
@@ -94,7 +95,8 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, Unopene
                 }
                 false => {
                     "stop what uses it first (fuser -v shows it); several readers may share an \
-                     image if all of them open it read-only"
+                     image if all of them open it read-only (access=r in xl's configuration, \
+                     --read-only with ferrite)"
                 }
             };
             return Err(DiskError::new(ErrorKind::InUse, cannot_open(path), why, help).into());
@@ -281,6 +283,7 @@ fn classify(path: &Path, stat: &Stat) -> Result<Medium, DiskError> {
 }
 
 fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
+    let or_writable = format!("{READ_ONLY}, or make it writable");
     let (kind, why, help) = match e {
         Errno::NOENT | Errno::NOTDIR => (
             ErrorKind::NotFound,
@@ -296,7 +299,7 @@ fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
         Errno::ROFS if !read_only => (
             ErrorKind::Permission,
             "it is on a read-only file system or write-protected".to_owned(),
-            "serve it read-only (--read-only), or make it writable",
+            or_writable.as_str(),
         ),
         Errno::NXIO | Errno::NODEV | Errno::NOMEDIUM => (
             ErrorKind::Unsuitable,

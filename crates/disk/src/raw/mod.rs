@@ -12,6 +12,7 @@ use ferrite_io::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
 
+use crate::error::READ_ONLY;
 use crate::size::Human;
 use crate::writeback::Commits;
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
@@ -390,7 +391,7 @@ fn namespace(path: &Path, opened: &Opened, read_only: bool) -> Result<Namespace,
         Ok(found) if found.write_protected && !read_only => refuse(
             ErrorKind::Permission,
             "the namespace is write-protected".into(),
-            "serve it read-only (--read-only), or lift the protection",
+            &format!("{READ_ONLY}, or lift the protection"),
         ),
         Ok(found) => Ok(found),
         Err(e) => refuse(

@@ -135,7 +135,8 @@ impl ImageTools<'_> {
         }
         let is_protected = is_write_protected(&name.path).map_err(cannot)?;
         if is_protected && !force {
-            let why = "it is read-only, as parents are: its children would change with it";
+            let why =
+                "it is read-only by its mode: an image that stands on it would change with it";
             let help = "rebase the leaf of the chain; if the new parent reads as the old one, \
                         --force rebases this one";
             return Err(refused(what(), why, help));

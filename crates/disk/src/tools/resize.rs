@@ -42,7 +42,8 @@ impl ImageTools<'_> {
         }
         let protected = is_write_protected(&name.path).map_err(|e| broken(what(), e))?;
         if protected && !force {
-            let why = "it is read-only, as parents are: its children would change with it";
+            let why =
+                "it is read-only by its mode: an image that stands on it would change with it";
             return Err(refused(what(), why, "resize the leaf, or say --force"));
         }
         let options = OpenOptions { even_parent: force, ..self.options(false) };
