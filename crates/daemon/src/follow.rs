@@ -102,7 +102,7 @@ impl Follower {
                         match self.shared.table.why_woken(self.id) {
                             Woken::End => return false,
                             Woken::Rest if woken => continue,
-                            _ => (Some(failure), true),
+                            _ => (Some(self.with_sharer(failure)), true),
                         }
                     }
                 },

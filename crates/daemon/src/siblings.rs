@@ -97,6 +97,24 @@ impl Follower {
         Ok(None)
     }
 
+    /// With the disk of this host that is served from the same image: of its lock nobody could tell
+    /// more than the number of a process.
+    pub(crate) fn with_sharer(&self, failure: Failure) -> Failure {
+        let sharer = self.shared.table.look(|disks| {
+            let ours = disks.get(&self.id).and_then(Entry::file)?;
+            let shares = |entry: &Entry| entry.phase == Phase::Served && entry.file() == Some(ours);
+            let mut others = disks.iter().filter(|(id, entry)| **id != self.id && shares(entry));
+            others.next().map(|(id, _)| *id)
+        });
+        match sharer {
+            None => failure,
+            Some(id) => Failure {
+                help: format!("disk {id} is served from the same image; {}", failure.help),
+                ..failure
+            },
+        }
+    }
+
     /// Asks it to rest, and waits until it does. Not so if nobody sees to it any more: whether the
     /// image is closed then is to be asked again.
     fn have_rest(&self, earlier: DiskId) -> Result<bool, Failure> {

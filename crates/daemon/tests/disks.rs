@@ -187,6 +187,24 @@ fn a_script_comes_between_the_offer_and_the_connection() {
 }
 
 #[test]
+fn a_failure_names_the_disk_that_is_served_from_the_same_image() {
+    let mut host = Host::new(3);
+    host.start();
+    let image = host.make_image("a.img", MIB);
+    let params = format!("aio:{}", image.display());
+    let first = host.attach(1, 0, &params);
+    host.wait_for_phase(&first, PhaseName::Served);
+    // Who comes later fails at once: there is no such name any more.
+    std::fs::remove_file(&image).unwrap();
+    let second = host.attach(2, 0, &params);
+    let other = host.attach(3, 0, &format!("{params}2"));
+    let help = |disk| host.wait_for_phase(disk, PhaseName::Failed).help.unwrap();
+    let named = "disk 1/51712 is served from the same image; ";
+    assert!(help(&second).starts_with(named), "{}", help(&second));
+    assert!(!help(&other).contains("same image"), "{}", help(&other));
+}
+
+#[test]
 fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again() {
     let mut host = Host::new(4);
     host.start();

@@ -26,6 +26,9 @@ use crate::plain::one_line;
 /// The name by which scripts call this program.
 const NAME: &str = "tap-ctl";
 
+/// In the environment of a toolstack's script: the directory of its disk.
+const DISK: &str = "XENBUS_PATH";
+
 /// What the daemon has for an answer.
 const ANSWER: Duration = Duration::from_secs(20);
 /// A disk that is being opened is waited for so long. xl gives its script forty seconds.
@@ -73,9 +76,22 @@ enum Verb {
         #[command(flatten)]
         places: RunDirArgs,
     },
+    /// What block-tap asks for where a disk is not served: it is told why not.
+    #[command(hide = true)]
+    Allocate {
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
     /// Refused: the daemon serves what the toolstack attaches, and nothing else.
     #[command(hide = true)]
-    Allocate,
+    Spawn,
+    /// Nothing: there is no number that was allocated.
+    #[command(hide = true)]
+    Free {
+        /// What allocate has said.
+        #[arg(short)]
+        minor: String,
+    },
 }
 
 /// Whether this process was started by the name of tapdisk's program.
@@ -100,10 +116,9 @@ pub(crate) fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             list(&Daemon(&places.run_dir), &wanted)
         }
         Verb::Destroy { pid, minor, places } => destroy(&Daemon(&places.run_dir), *pid, *minor),
-        Verb::Allocate => Err(Refusal {
-            errno: Errno::OPNOTSUPP,
-            why: "the image is not served; ferrite disk list has the reason".to_owned(),
-        }),
+        Verb::Allocate { places } => allocate(&Daemon(&places.run_dir)),
+        Verb::Spawn => Err(not_served()),
+        Verb::Free { minor: _ } => Ok(()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -112,6 +127,27 @@ pub(crate) fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             code(errno)
         }
     }
+}
+
+fn not_served() -> Refusal {
+    Refusal {
+        errno: Errno::OPNOTSUPP,
+        why: "the image is not served; ferrite disk list has the reason".to_owned(),
+    }
+}
+
+/// xl prints what block-tap says, and that says no more than "Could not allocate minor" of a refusal
+/// here. Of the step after it, it says for what: "Could not spawn tapdisk for" the number that it was
+/// given. So that number is the reason.
+fn allocate(daemon: &Daemon<'_>) -> Result<(), Refusal> {
+    let asked_for = std::env::var(DISK).ok();
+    let id = asked_for.and_then(|path| directory::id_of(&path)).ok_or_else(not_served)?;
+    let disks = daemon.disks()?;
+    let disk = disks.into_iter().find(|disk| disk.disk == id).ok_or_else(not_served)?;
+    let (why, help) = disk.why.zip(disk.help).ok_or_else(not_served)?;
+    let mut out = io::stdout().lock();
+    let _ = writeln!(out, "disk {id}: {}; {}", one_line(&why), one_line(&help));
+    Ok(())
 }
 
 fn code(errno: Errno) -> ExitCode {

@@ -83,7 +83,8 @@ fn both_scripts(bench: &mut Bench<'_>) -> Result<()> {
     footer_taken(bench, &mut guest)?;
     // Nobody can open it: each script says so in its way, and xl prints what ours says.
     for (words, said) in [
-        ("format=raw,target=/lab/xl/none", "Could not allocate minor"),
+        ("format=raw,target=/lab/xl/none", "tapdisk for disk"),
+        ("format=raw,target=/lab/xl/none", "cannot open /lab/xl/none"),
         ("format=raw,script=block-ferrite,target=/lab/xl/none", "cannot open /lab/xl/none"),
     ] {
         let refused = bench.xenhost.dom0(&format!("{} 2>&1", attach(&guest, words)), 90)?;
