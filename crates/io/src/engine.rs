@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::arena::Span;
+use crate::computing::Work;
 
 /// The submitter's mark on an operation, found again on its completion; opaque to the engine.
 pub type Token = u64;
@@ -217,6 +218,10 @@ pub trait Engine {
         offset: u64,
         bufs: &[Span],
     );
+
+    /// Has `work` done beside this thread, on one of a few that the process has for it. It completes
+    /// with 0, or with `EIO` if it has panicked. It goes on if the engine is dropped before.
+    fn compute(&mut self, token: Token, work: Work);
 
     /// Calls off the [`Readable`](Op::Readable) and [`Timer`](Op::Timer) operations with this
     /// token, so that a descriptor may be closed, say. Each still completes: with `ECANCELED`, or

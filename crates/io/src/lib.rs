@@ -6,6 +6,7 @@
 //!   completions out; [`uring`] implements it on io_uring, [`aio`] on Linux AIO, and [`engines`]
 //!   chooses between them.
 //! * [`nvme`]: what an NVMe namespace is, and the commands for it.
+//! * [`computing`]: what takes a processor for long, beside the threads of queues.
 //! * [`executor`] and [`reactor`]: straight-line `async fn` for whatever has steps, on the same
 //!   engine and the same thread as the hot path.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
@@ -26,6 +27,7 @@ pub mod aio;
 pub mod arena;
 pub mod byte_locks;
 pub mod clock;
+pub mod computing;
 pub mod directory;
 pub mod engine;
 pub mod engines;

@@ -1,5 +1,6 @@
-//! A helper thread for system calls that block and that an engine's kernel interface does not
-//! have. Its results come back through an eventfd that the engine watches.
+//! What an engine has done beside its thread: system calls that block and that its kernel interface does
+//! not have, by a helper thread of its own, and computing. Results come back through an eventfd that the
+//! engine watches.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -12,6 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync, ftruncate};
 use rustix::io::Errno;
 
+use crate::computing::{self, Work};
 use crate::engine::Op;
 
 /// `_IO(0x12, 119)` of linux/fs.h; takes two u64: first byte, bytes.
@@ -98,16 +100,17 @@ impl Job {
     }
 }
 
-struct Results {
+/// What has ended and was not taken.
+pub(crate) struct Results {
     done: Mutex<Vec<(u64, i32)>>,
     /// Whether something is in there: a look that costs nothing.
     any: AtomicBool,
     wake: OwnedFd,
 }
 
-/// The thread and the ways to and from it.
+/// The helper thread, and the ways to what is done beside.
 pub(crate) struct Offload {
-    /// `None` while it is being dropped.
+    /// Started by the first call. `None` also while it is being dropped.
     jobs: Option<Sender<Job>>,
     results: Arc<Results>,
     thread: Option<JoinHandle<()>>,
@@ -116,26 +119,40 @@ pub(crate) struct Offload {
 }
 
 impl Offload {
-    /// Starts the thread.
-    pub(crate) fn start() -> io::Result<Offload> {
+    /// With nothing done yet.
+    pub(crate) fn new() -> io::Result<Offload> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let results =
             Arc::new(Results { done: Mutex::default(), any: AtomicBool::new(false), wake });
-        let (jobs, queue) = channel();
-        let theirs = results.clone();
-        let name = "ferrite-helper".to_owned();
-        let thread = std::thread::Builder::new().name(name).spawn(move || work(&queue, &theirs))?;
-        let (jobs, thread) = (Some(jobs), Some(thread));
-        Ok(Offload { jobs, results, thread, outstanding: 0 })
+        Ok(Offload { jobs: None, results, thread: None, outstanding: 0 })
     }
 
-    /// Hands over a job. The thread runs them in order, one at a time.
+    fn start(&mut self) -> io::Result<()> {
+        let theirs = self.results.clone();
+        let (jobs, queue) = channel();
+        let name = "ferrite-helper".to_owned();
+        let thread = std::thread::Builder::new().name(name).spawn(move || work(&queue, &theirs))?;
+        (self.jobs, self.thread) = (Some(jobs), Some(thread));
+        Ok(())
+    }
+
+    /// Hands over a call. The thread makes them in order, one at a time.
     pub(crate) fn give(&mut self, job: Job) {
         self.outstanding += 1;
         let id = job.id;
+        let started = if self.thread.is_none() { self.start() } else { Ok(()) };
         let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
         if !sent {
-            self.results.push(id, -libc::EIO);
+            let errno = started.err().and_then(|e| e.raw_os_error());
+            self.results.push(id, -errno.unwrap_or(libc::EIO));
+        }
+    }
+
+    /// Hands over what is to be computed. Several are done at once, in any order.
+    pub(crate) fn compute(&mut self, id: u64, work: Work) {
+        self.outstanding += 1;
+        if let Err(e) = computing::give(id, work, self.results.clone()) {
+            self.results.push(id, -e.raw_os_error().unwrap_or(libc::EIO));
         }
     }
 
@@ -161,7 +178,7 @@ impl Offload {
 }
 
 impl Results {
-    fn push(&self, id: u64, raw: i32) {
+    pub(crate) fn push(&self, id: u64, raw: i32) {
         let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         done.push((id, raw));
         self.any.store(true, Ordering::Release);
@@ -183,7 +200,7 @@ fn work(queue: &Receiver<Job>, results: &Results) {
 }
 
 impl Drop for Offload {
-    /// Waits for the jobs that were given.
+    /// Waits for the calls that were given.
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take()
@@ -207,7 +224,7 @@ mod tests {
     #[test]
     fn the_descriptor_is_readable_while_there_are_results_and_no_longer() {
         const EACH: u64 = 50_000;
-        let mut offload = Offload::start().unwrap();
+        let mut offload = Offload::new().unwrap();
         offload.outstanding = 3 * EACH as usize;
         let results = offload.results.clone();
         let start = Instant::now();

@@ -133,3 +133,38 @@ fn an_error_after_a_part_is_the_error_of_the_whole() {
     let steps = [(1000, 100, 50, 25), (1025, 125, 25, -libc::EIO)];
     assert_eq!(run(true, &steps).unwrap_err().raw_os_error(), Some(libc::EIO));
 }
+
+/// Spans of 50, 20 and 30 bytes, not next to each other; the first one asked for, and what was given.
+fn run_vectored(write: bool, expected: &[(u64, usize, usize, i32)]) -> io::Result<()> {
+    let arena = Arena::new(1).unwrap();
+    let step = |(at, from, len, raw): &_| (*at, Some(arena.span(*from, *len)), *raw);
+    let steps: Vec<Step> = expected.iter().map(step).collect();
+    let (mut r, check) = answering(&steps);
+    let io = r.io();
+    let bufs = [arena.span(0, 50), arena.span(100, 20), arena.span(200, 30)];
+    let done = r.block_on(async move {
+        if write {
+            io.write_vectored(FileId(0), 1000, &bufs).await
+        } else {
+            io.read_vectored(FileId(0), 1000, &bufs).await
+        }
+    });
+    check();
+    done?
+}
+
+#[test]
+fn a_short_vectored_transfer_is_continued_in_the_span_where_it_stopped() {
+    for write in [true, false] {
+        let steps =
+            [(1000, 0, 50, 60), (1060, 110, 10, 10), (1070, 200, 30, 29), (1099, 229, 1, 1)];
+        run_vectored(write, &steps).unwrap();
+        let again = [(1000, 0, 50, -libc::EAGAIN), (1000, 0, 50, 99), (1099, 229, 1, 1)];
+        run_vectored(write, &again).unwrap();
+        let error = [(1000, 0, 50, 50), (1050, 100, 20, -libc::EIO)];
+        assert_eq!(run_vectored(write, &error).unwrap_err().raw_os_error(), Some(libc::EIO));
+    }
+    let nothing = [(1000, 0, 50, 99), (1099, 229, 1, 0)];
+    assert_eq!(run_vectored(true, &nothing).unwrap_err().kind(), io::ErrorKind::WriteZero);
+    assert_eq!(run_vectored(false, &nothing).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+}

@@ -12,6 +12,7 @@ use crate::file::SECTOR_BYTES;
 use crate::{SimWorld, State};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::clock::{Clock, Random};
+use ferrite_io::computing::Work;
 use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 
 /// The time that the clock goes on by one poll of the completions, at most, in nanoseconds.
@@ -51,6 +52,8 @@ pub(super) struct SimEngine {
     life: u64,
     files: Vec<Opened>,
     queued: Vec<InFlight>,
+    /// What is being computed: it dies with its process, and touches no file.
+    computing: Vec<(Token, Work)>,
     done: Vec<Completion>,
 }
 
@@ -62,7 +65,8 @@ impl SimEngine {
         state.in_flight.insert(number, Vec::new());
         drop(state);
         let (files, queued, done) = (Vec::new(), Vec::new(), Vec::new());
-        SimEngine { world, arena, number, life, files, queued, done }
+        let computing = Vec::new();
+        SimEngine { world, arena, number, life, files, queued, computing, done }
     }
 
     fn queue(&mut self, token: Token, op: Op, bufs: Vec<Span>) {
@@ -88,11 +92,19 @@ impl SimEngine {
         let now_ns = self.world.clock.now_ns();
         let mine = state.in_flight.entry(self.number).or_default();
         let ready: Vec<usize> = (0..mine.len()).filter(|i| mine[*i].may_end(now_ns)).collect();
-        if ready.is_empty() {
+        let all = ready.len() + self.computing.len();
+        if all == 0 {
             return Ok(false);
         }
-        let i = ready[state.random.below(ready.len() as u64) as usize];
-        let op = mine.swap_remove(i);
+        let i = state.random.below(all as u64) as usize;
+        if i >= ready.len() {
+            let (token, work) = self.computing.swap_remove(i - ready.len());
+            state.next_step();
+            state.check()?;
+            self.done.push(Completion { token, raw: work.run() });
+            return Ok(true);
+        }
+        let op = mine.swap_remove(ready[i]);
         let step = state.next_step();
         let raw = state.perform(&op, step)?;
         // The last step of a world is done, but nobody is told.
@@ -158,6 +170,10 @@ impl Engine for SimEngine {
         self.queue(token, op, bufs.to_vec());
     }
 
+    fn compute(&mut self, token: Token, work: Work) {
+        self.computing.push((token, work));
+    }
+
     fn cancel(&mut self, token: Token) {
         let mut state = self.world.state();
         let flying = state.in_flight.entry(self.number).or_default();
@@ -185,8 +201,8 @@ impl Engine for SimEngine {
             state.check()?;
         }
         self.world.clock.advance(state.random.below(LOOK_NS));
-        let flying = state.in_flight.get(&self.number).map_or(0, Vec::len) as u64;
-        let ending = state.random.below(flying + 1);
+        let flying = state.in_flight.get(&self.number).map_or(0, Vec::len) + self.computing.len();
+        let ending = state.random.below(flying as u64 + 1);
         drop(state);
         for _ in 0..ending {
             self.complete_one()?;
@@ -221,7 +237,7 @@ impl Engine for SimEngine {
     fn in_flight(&self) -> usize {
         let state = self.world.state();
         let flying = state.in_flight.get(&self.number).map_or(0, Vec::len);
-        self.queued.len() + flying + self.done.len()
+        self.queued.len() + flying + self.computing.len() + self.done.len()
     }
 }
 

@@ -384,3 +384,51 @@ fn a_device_keeps_its_size_and_a_discard_leaves_what_was_there_or_zeros() {
     }
     assert_eq!(seen.len(), 4);
 }
+
+/// The order in which work and writes end, and the steps that this has taken.
+fn ends(seed: u64) -> (Vec<usize>, u64) {
+    let mut rig = Rig::new(seed, 8192);
+    let ended = Rc::new(RefCell::new(Vec::new()));
+    for i in 0..3 {
+        let (io, computed) = (rig.reactor.io(), ended.clone());
+        rig.reactor.spawn(async move {
+            assert_eq!(io.compute(move || i * 2).await.unwrap(), i * 2);
+            computed.borrow_mut().push(i);
+        });
+        let (io, file, written) = (rig.reactor.io(), rig.file, ended.clone());
+        let buf = rig.arena.span(0, 512);
+        rig.reactor.spawn(async move {
+            io.write_all(file, 0, buf).await.unwrap();
+            written.borrow_mut().push(3 + i);
+        });
+    }
+    while rig.reactor.tasks() > 0 {
+        rig.reactor.turn(Wait::Until(None), &mut Vec::new()).unwrap();
+    }
+    (ended.take(), rig.world.step())
+}
+
+#[test]
+fn what_is_computed_ends_when_the_seed_says() {
+    let orders: BTreeSet<Vec<usize>> = (0..50).map(|seed| ends(seed).0).collect();
+    assert!(orders.len() > 30, "{} orders", orders.len());
+    for seed in 0..10 {
+        let (order, steps) = ends(seed);
+        assert_eq!((order, steps), ends(seed));
+        assert_eq!(steps, 9, "a step for each that ends, and one for each write's submission");
+    }
+}
+
+#[test]
+fn a_dead_process_computes_no_more() {
+    let mut rig = Rig::new(1, 8192);
+    rig.world.stop_at(Some(rig.world.step() + 1));
+    let done = Arc::new(AtomicU64::new(0));
+    let theirs = done.clone();
+    let computed =
+        rig.run(async move |io, _| io.compute(move || theirs.store(1, Ordering::Relaxed)).await);
+    assert!(computed.is_err() && rig.world.stopped());
+    rig.world.kill_process().unwrap();
+    drop(rig.reactor);
+    assert_eq!(done.load(Ordering::Relaxed), 0);
+}

@@ -26,6 +26,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
+use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Job, Offload};
 use crate::vector::Vector;
@@ -222,15 +223,26 @@ impl Aio {
         let Some(file) = self.files.get(file.0 as usize).cloned() else {
             return self.fail(token, libc::EBADF);
         };
-        if self.offload.is_none() {
-            match Offload::start() {
-                Ok(offload) => self.offload = Some(offload),
-                Err(e) => return self.fail(token, e.raw_os_error().unwrap_or(libc::EIO)),
-            }
-        }
-        if let Some(offload) = self.offload.as_mut() {
+        if let Some(offload) = self.helper(token) {
             offload.give(Job { id: token, file, call });
         }
+    }
+
+    fn compute_beside(&mut self, token: Token, work: Work) {
+        if let Some(offload) = self.helper(token) {
+            offload.compute(token, work);
+        }
+    }
+
+    /// What has things done beside this thread, or a failed operation.
+    fn helper(&mut self, token: Token) -> Option<&mut Offload> {
+        if self.offload.is_none() {
+            match Offload::new() {
+                Ok(offload) => self.offload = Some(offload),
+                Err(e) => self.fail(token, e.raw_os_error().unwrap_or(libc::EIO)),
+            }
+        }
+        self.offload.as_mut()
     }
 
     /// Hands what is queued to the kernel, as far as it takes it. Whether there was anything.
@@ -416,6 +428,10 @@ impl Engine for Aio {
         };
         let queued = self.vectored(token, opcode, file, offset, bufs);
         self.queue(token, queued);
+    }
+
+    fn compute(&mut self, token: Token, work: Work) {
+        self.compute_beside(token, work);
     }
 
     fn cancel(&mut self, token: Token) {

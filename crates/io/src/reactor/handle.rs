@@ -5,12 +5,14 @@ use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use super::{Kind, Shared, Slot, TASK_BIT};
 use crate::arena::Span;
-use crate::engine::{Completion, FileId, Op};
+use crate::computing::Work;
+use crate::engine::{Completion, FileId, MAX_VECTORED, Op, Transfer};
 
 /// How often in a row an operation may be interrupted or say "try again".
 const RETRIES: u32 = 64;
@@ -27,7 +29,11 @@ impl Io {
     }
 
     fn op(&self, op: Op) -> OpFuture<'_> {
-        OpFuture { shared: &self.shared, op, slot: None }
+        self.begin(Begin::One(op))
+    }
+
+    fn begin<'a>(&'a self, begin: Begin<'a>) -> OpFuture<'a> {
+        OpFuture { shared: &self.shared, kind: begin.kind(), begin: Some(begin), slot: None }
     }
 
     /// The same operation until it was done or failed. One that was interrupted, or found no
@@ -92,6 +98,71 @@ impl Io {
             }
         }
         Ok(())
+    }
+
+    /// Reads all of `bufs`, one after the other, however many operations that takes.
+    ///
+    /// # Errors
+    /// As [`read_exact`](Self::read_exact).
+    pub async fn read_vectored(&self, file: FileId, offset: u64, bufs: &[Span]) -> io::Result<()> {
+        self.transfer_vectored(Transfer::Read, file, offset, bufs).await
+    }
+
+    /// Writes all of `bufs`, one after the other, however many operations that takes.
+    ///
+    /// # Errors
+    /// As [`write_all`](Self::write_all).
+    pub async fn write_vectored(&self, file: FileId, offset: u64, bufs: &[Span]) -> io::Result<()> {
+        self.transfer_vectored(Transfer::Write, file, offset, bufs).await
+    }
+
+    async fn transfer_vectored(
+        &self,
+        transfer: Transfer,
+        file: FileId,
+        offset: u64,
+        bufs: &[Span],
+    ) -> io::Result<()> {
+        let bytes: usize = bufs.iter().map(Span::len).sum();
+        let (mut done, mut retries) = (0, 0);
+        while done < bytes {
+            let (rest, count) = rest(bufs, done);
+            let at = offset.saturating_add(done as u64);
+            let begin = Begin::Vectored(transfer, file, at, &rest[..count]);
+            match self.begin(begin).await {
+                Err(e) if is_passing(&e) && retries < RETRIES => retries += 1,
+                Err(e) => return Err(e),
+                Ok(0) if transfer == Transfer::Read => {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => {
+                    retries = 0;
+                    done += n as usize;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes beside this thread, for what takes tens of microseconds and more; see
+    /// [`Engine::compute`](crate::engine::Engine::compute). If this is dropped the work is done all the same.
+    ///
+    /// # Errors
+    /// `BrokenPipe` once the reactor is gone; `EIO` if `work` has panicked; no thread can be made.
+    pub async fn compute<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let result = Arc::new(Mutex::new(None));
+        let theirs = result.clone();
+        let work = Work::new(move || {
+            let value = work();
+            *theirs.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+        });
+        self.begin(Begin::Work(work)).await?;
+        let value = result.lock().unwrap_or_else(PoisonError::into_inner).take();
+        value.ok_or_else(|| io::ErrorKind::Other.into())
     }
 
     /// See [`Op::Sync`]. An error means that what was written may be lost, and is told once.
@@ -199,10 +270,43 @@ fn is_passing(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
 
+/// What is left of `bufs` after so many bytes, as far as one operation takes it: spans and their number.
+fn rest(bufs: &[Span], mut done: usize) -> ([Span; MAX_VECTORED], usize) {
+    // One that is not empty is left, as the caller has not done all.
+    let (mut rest, mut count) = ([bufs[0]; MAX_VECTORED], 0);
+    for buf in bufs {
+        let skipped = done.min(buf.len());
+        done -= skipped;
+        if skipped < buf.len() && count < MAX_VECTORED {
+            rest[count] = buf.slice(skipped, buf.len() - skipped);
+            count += 1;
+        }
+    }
+    (rest, count)
+}
+
+/// What a future begins with.
+enum Begin<'a> {
+    One(Op),
+    Vectored(Transfer, FileId, u64, &'a [Span]),
+    Work(Work),
+}
+
+impl Begin<'_> {
+    fn kind(&self) -> Kind {
+        match self {
+            Begin::One(op) => Kind::of(op),
+            Begin::Vectored(..) | Begin::Work(_) => Kind::Work,
+        }
+    }
+}
+
 /// One operation: pushed when it is polled first.
 struct OpFuture<'a> {
     shared: &'a Shared,
-    op: Op,
+    kind: Kind,
+    /// Until then.
+    begin: Option<Begin<'a>>,
     /// Taken by the operation in flight.
     slot: Option<u32>,
 }
@@ -214,8 +318,17 @@ impl OpFuture<'_> {
             let text = "the reactor of this handle is gone";
             return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
         };
-        let slot = self.shared.slots.borrow_mut().take(waker.clone(), Kind::of(&self.op));
-        engine.push(TASK_BIT | u64::from(slot), self.op);
+        // Nobody polls a future again that has ended.
+        let Some(begin) = self.begin.take() else { return Err(io::ErrorKind::BrokenPipe.into()) };
+        let slot = self.shared.slots.borrow_mut().take(waker.clone(), self.kind);
+        let token = TASK_BIT | u64::from(slot);
+        match begin {
+            Begin::One(op) => engine.push(token, op),
+            Begin::Vectored(transfer, file, offset, bufs) => {
+                engine.push_vectored(token, transfer, file, offset, bufs);
+            }
+            Begin::Work(work) => engine.compute(token, work),
+        }
         self.slot = Some(slot);
         Ok(())
     }
@@ -296,11 +409,10 @@ impl Drop for OpFuture<'_> {
         match slots.slots.get_mut(i as usize) {
             Some(Slot::Done(_)) => slots.release(i),
             Some(slot @ Slot::InFlight(..)) => {
-                let kind = Kind::of(&self.op);
-                let waker = std::mem::replace(slot, Slot::Abandoned(kind));
+                let waker = std::mem::replace(slot, Slot::Abandoned(self.kind));
                 drop(slots);
                 drop(waker);
-                if kind == Kind::Wait
+                if self.kind == Kind::Wait
                     && let Some(engine) = self.shared.engine.borrow_mut().as_mut()
                 {
                     engine.cancel(TASK_BIT | u64::from(i));

@@ -35,6 +35,7 @@ use io_uring::types::{Fd, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 
 use crate::arena::{Arena, Span};
+use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Offload};
 use entry::Vectors;
@@ -452,6 +453,10 @@ impl Engine for Uring {
             let bufs = bufs.into();
             self.spill.push_back(Sqe::Vectored { index, transfer, file, offset, bufs });
         }
+    }
+
+    fn compute(&mut self, token: Token, work: Work) {
+        self.compute_beside(token, work);
     }
 
     fn cancel(&mut self, token: Token) {

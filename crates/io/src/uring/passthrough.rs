@@ -20,6 +20,7 @@ use super::table::{Kind, Table};
 use super::{KEPT, Uring, errno_of, setup};
 use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
+use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::nvme::{self, Command, Namespace};
 use crate::vector::Vector;
@@ -423,6 +424,10 @@ impl Engine for NvmeUring {
             }
             None => self.main.push_vectored(token, transfer, file, offset, bufs),
         }
+    }
+
+    fn compute(&mut self, token: Token, work: Work) {
+        self.main.compute(token, work);
     }
 
     fn cancel(&mut self, token: Token) {

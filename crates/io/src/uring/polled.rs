@@ -20,6 +20,7 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, major, minor};
 use super::Uring;
 use crate::arena::{Arena, Span};
 use crate::clock::{Clock, SystemClock};
+use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use crate::names;
 
@@ -177,6 +178,10 @@ impl Engine for PolledUring {
             Some(file) => self.polled.push_vectored(token, transfer, file, offset, bufs),
             None => self.main.push_vectored(token, transfer, file, offset, bufs),
         }
+    }
+
+    fn compute(&mut self, token: Token, work: Work) {
+        self.main.compute(token, work);
     }
 
     fn cancel(&mut self, token: Token) {

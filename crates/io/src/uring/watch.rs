@@ -1,9 +1,11 @@
-//! The descriptors that the ring watches besides its own operations: the helper thread's, another ring's.
+//! The descriptors that the ring watches besides its own operations: the helper's, another ring's.
 
 use std::os::fd::RawFd;
 
+use super::table::Kind;
 use super::{Sqe, Uring, errno_of};
-use crate::engine::{Completion, FileId};
+use crate::computing::Work;
+use crate::engine::{Completion, FileId, Token};
 use crate::offload::{Call, Job, Offload};
 
 impl Uring {
@@ -11,19 +13,32 @@ impl Uring {
         let Some(file) = self.files.get(file.0 as usize).map(|f| f.fd.clone()) else {
             return self.fail(u64::from(index), libc::EBADF);
         };
-        if self.offload.is_none() {
-            match Offload::start() {
-                Ok(offload) => self.offload = Some(offload),
-                Err(e) => return self.fail(u64::from(index), errno_of(&e)),
-            }
-        }
-        if let Some(offload) = self.offload.as_mut() {
+        if let Some(offload) = self.helper(index) {
             offload.give(Job { id: u64::from(index), file, call });
             self.watch();
         }
     }
 
-    /// Watches the helper thread if there is something to come from it.
+    pub(super) fn compute_beside(&mut self, token: Token, work: Work) {
+        let index = self.table.insert(token, Kind::Offloaded);
+        if let Some(offload) = self.helper(index) {
+            offload.compute(u64::from(index), work);
+            self.watch();
+        }
+    }
+
+    /// What has things done beside this thread, or a failed operation.
+    fn helper(&mut self, index: u32) -> Option<&mut Offload> {
+        if self.offload.is_none() {
+            match Offload::new() {
+                Ok(offload) => self.offload = Some(offload),
+                Err(e) => self.fail(u64::from(index), errno_of(&e)),
+            }
+        }
+        self.offload.as_mut()
+    }
+
+    /// Watches the helper if there is something to come from it.
     pub(super) fn watch(&mut self) {
         if self.offload.as_ref().is_some_and(|o| o.outstanding > 0) && !self.watching {
             self.watching = true;

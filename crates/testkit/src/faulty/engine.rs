@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::computing::Work;
 use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 
 use super::Faults;
@@ -170,6 +171,10 @@ impl Engine for Faulty {
             }
             None => self.inner.push_vectored(token, transfer, file, offset, bufs),
         }
+    }
+
+    fn compute(&mut self, token: Token, work: Work) {
+        self.inner.compute(token, work);
     }
 
     fn cancel(&mut self, token: Token) {

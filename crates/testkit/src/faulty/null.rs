@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_io::arena::Span;
+use ferrite_io::computing::Work;
 use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 
 /// See the module text.
@@ -42,6 +43,10 @@ impl Engine for Null {
     fn push_vectored(&mut self, token: Token, _: Transfer, _: FileId, _: u64, bufs: &[Span]) {
         let bytes: usize = bufs.iter().map(Span::len).sum();
         self.done.push(Completion { token, raw: bytes as i32 });
+    }
+
+    fn compute(&mut self, token: Token, work: Work) {
+        self.done.push(Completion { token, raw: work.run() });
     }
 
     fn cancel(&mut self, _: Token) {}
