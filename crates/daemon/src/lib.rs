@@ -33,6 +33,7 @@ pub mod control;
 pub mod directory;
 mod follow;
 pub mod keeping;
+pub mod orphan;
 pub mod params;
 mod siblings;
 pub mod state;

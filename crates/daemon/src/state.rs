@@ -125,6 +125,11 @@ impl States {
         folder.join(format!("{}.json", id.file_name()))
     }
 
+    /// What is known of a disk, for who only looks: nothing is put aside.
+    pub fn look(folder: &Path, id: DiskId) -> Option<DiskState> {
+        read(&States::file(folder, id), id).ok()
+    }
+
     fn path(&self, id: DiskId) -> PathBuf {
         States::file(&self.folder, id)
     }

@@ -7,14 +7,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ferrite_daemon::orphan;
+use ferrite_daemon::state::DiskId;
 use ferrite_disk::{ImageName, Parents};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
 use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, SECOND_FD};
-use ferrite_serve::blkif::lifecycle::{EngineFactory, Lines, OpenFailure, Opened, work};
+use ferrite_serve::blkif::lifecycle::{EngineFactory, Lines, OpenFailure, Opened, work_from};
 use ferrite_serve::counters::stats_file;
 use ferrite_xen::real::Xen;
+use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -46,6 +49,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
         Err(e) => (Xen::nothing(), Some(e.to_string())),
     };
     let config = serve::work_config(args, run_dir)?;
+    let disk = DiskId { domid: args.xen.domain.0, devid: args.xen.device };
+    let start = orphan::start(run_dir, disk, Store::open);
     give_rights_up(args)?;
     let open = |read_only| {
         if let Some(why) = &no_xen {
@@ -66,7 +71,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     };
     let mut open = |read_only| open(read_only).map_err(told);
     let lines = Lines { first: &line, second: &second };
-    work(lines, &door, &xen, &config, &mut open).map_err(|e| serve::failed(args, &e))
+    let worked = work_from(start, lines, &door, &xen, &config, &mut open);
+    worked.map_err(|e| serve::failed(args, &e))
 }
 
 /// For so many queues devices are opened. A guest keeps what it was connected with, also when the option

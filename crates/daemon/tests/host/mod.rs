@@ -355,7 +355,8 @@ impl Host {
 
     /// Of a test that has failed: its daemons, keepers and workers would live on, and whoever reads
     /// what this program says would wait for them.
-    fn kill_all(&self) {
+    /// Also of one that ends with its disks attached.
+    pub fn end_processes(&self) {
         let ours = format!("{RUN}={}", self.places().run.display());
         let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         for process in processes {
@@ -385,7 +386,7 @@ impl Host {
 impl Drop for Host {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.kill_all();
+            self.end_processes();
         }
         if let Some(Running { stop, thread }) = self.daemon.take() {
             stop.wake();
@@ -460,7 +461,8 @@ fn kill_whom_the_test_names(step: Step) {
 
 /// Of a process of the test: the guests, as `BackendHandle` describes them.
 pub const GUESTS: &str = "FERRITE_TEST_GUESTS";
-const STORE: &str = "FERRITE_TEST_STORE";
+/// The way to the store.
+pub const STORE: &str = "FERRITE_TEST_STORE";
 const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// What disks do where there is no space, if not the default.

@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_daemon::keeping::Programs;
+use ferrite_daemon::orphan;
+use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
@@ -20,7 +22,7 @@ use ferrite_io::sandbox::{Means, user_of};
 use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, SECOND_FD, become_relay, give_rights_up};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
-use ferrite_serve::blkif::lifecycle::{Lines, OpenFailure, Opened, work};
+use ferrite_serve::blkif::lifecycle::{Lines, OpenFailure, Opened, work_from};
 use ferrite_serve::counters::{remember_process, stats_file};
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::rig::{mover, moving, work_config};
@@ -30,7 +32,7 @@ use ferrite_xen::mover::Budget;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::host::{GUESTS, Host};
+use crate::host::{GUESTS, Host, STORE, connect};
 
 pub const MIB: u64 = 1 << 20;
 
@@ -151,6 +153,9 @@ fn be_a_worker() {
     }
     let kind = test_engine();
     remember_process();
+    let disk = DiskId { domid: domid.0, devid: devid.parse().unwrap() };
+    let store = PathBuf::from(std::env::var(STORE).unwrap());
+    let start = orphan::start(&run, disk, || connect(&store)());
     assert!(give_rights_up(Means::default()).unwrap().is_some());
     let mut open = |read_only| {
         while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -178,7 +183,7 @@ fn be_a_worker() {
     };
     // Its end is that of its keeper, or its own.
     let lines = Lines { first: &line, second: &second };
-    let _ = work(lines, &door, &loopback, &config, &mut open);
+    let _ = work_from(start, lines, &door, &loopback, &config, &mut open);
     std::process::exit(0);
 }
 

@@ -3,11 +3,10 @@
 use std::collections::VecDeque;
 use std::io;
 
-use ferrite_xen::store::StoreError;
-
 use super::carrier::Carrier;
 use super::inbox::Wait;
-use super::messages::{Order, Reply, Rings};
+use super::messages::{Order, Reply};
+use super::orphan;
 use super::refusal::Refusal;
 use super::xenbus::{Action, Answer, Note};
 use super::{Backend, DELAY, Outcome, ServeError};
@@ -124,12 +123,10 @@ impl Backend<'_> {
 
     fn try_take_over(&mut self) -> Result<(Wanted, String, usize), Refusal> {
         self.order(Order::Enter)?;
-        let backend = self.backend;
-        let (offer, discard) = negotiate::published_offer(self.store, backend)?;
-        let wanted = negotiate::read_frontend(self.store, &self.attachment.frontend, &offer)?;
-        let told = self.store.read_string(&format!("{backend}/sectors"))?;
-        let told_sectors = told.and_then(|told| told.parse().ok());
-        let rings = self.rings(&wanted, offer.max_indirect_segments, discard)?;
+        let frontend = self.attachment.frontend.clone();
+        let disk = (self.domid, self.devid);
+        let (rings, told_sectors) = orphan::begun(self.store, self.backend, &frontend, disk)?;
+        let wanted = rings.wanted.clone();
         let (how, undone) = self.connected(Order::TakeOver { rings, told_sectors })?;
         Ok((wanted, how, undone))
     }
@@ -161,27 +158,10 @@ impl Backend<'_> {
         // Larger ones would find no buffer.
         let max_segments = self.standing.max_indirect_segments.min(facts.max_segments);
         self.standing.max_indirect_segments = max_segments;
-        let rings = self.rings(&wanted, max_segments, discard)?;
+        let disk = (self.domid, self.devid);
+        let rings = orphan::rings(self.store, disk, &wanted, max_segments, discard)?;
         let (how, _) = self.connected(Order::Connect(rings))?;
         Ok((wanted, how))
-    }
-
-    fn rings(
-        &mut self,
-        wanted: &Wanted,
-        max_indirect_segments: u16,
-        discard: bool,
-    ) -> Result<Rings, StoreError> {
-        // Domain numbers are used again; a domain's uuid is not.
-        // A driver domain may not look, and goes by the rest.
-        let domid = self.domid;
-        let vm = match self.store.read_string(&format!("/local/domain/{domid}/vm")) {
-            Err(StoreError::Access { .. }) => None,
-            vm => vm?,
-        };
-        let (vm, devid) = (vm.unwrap_or_default(), self.devid);
-        let guest = format!("domain={domid} vm={vm} device={devid}");
-        Ok(Rings { wanted: wanted.clone(), guest, max_indirect_segments, discard })
     }
 
     /// How a frontend is served now, and how many requests are done again.

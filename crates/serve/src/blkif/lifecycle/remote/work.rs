@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferrite_disk::Disk;
 use ferrite_io::clock::SystemClock;
@@ -21,12 +22,16 @@ use super::super::closing::close;
 use super::super::config::WorkConfig;
 use super::super::error::ServeError;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report, VERSION};
+use super::super::orphan::{Orphan, Start};
 use super::super::run_dir::{RunFiles, STOPPED, second};
 use super::super::worker::Worker;
 use super::wire::{Ask, Said, What, hear, say};
 use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::wait_for;
+
+/// How long somebody who should follow may take to ask for the first thing.
+const ASKED_WITHIN: Duration = Duration::from_secs(5);
 
 /// A message of the door says nothing but that a client comes with it.
 const DOOR_BYTES: usize = 16;
@@ -61,11 +66,31 @@ pub fn work(
     config: &WorkConfig,
     open: &mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
 ) -> Result<(), ServeError> {
+    work_from(Start::Asked, lines, door, hypervisor, config, open)
+}
+
+/// The same, of a worker that may have a guest to go on with before anybody asks.
+///
+/// # Errors
+/// As [`work`]; also the image cannot be opened for that guest now, or nobody asks who should.
+pub fn work_from(
+    start: Start,
+    lines: Lines<'_>,
+    door: &OwnedFd,
+    hypervisor: &dyn Hypervisor,
+    config: &WorkConfig,
+    open: &mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
+) -> Result<(), ServeError> {
     // Measured now, once: no guest waits for us yet.
     wake_up_ns();
     let (first, second) = (lines.first.as_fd(), lines.second.as_fd());
     let door = Some(door);
     let mut bench = Bench { hypervisor, config, open, second, door, served: None, waits: None };
+    match start {
+        Start::Asked => {}
+        Start::Expecting => expect([first, second])?,
+        Start::Orphan(orphan) => bench.adopt(orphan)?,
+    }
     loop {
         let ready = bench.select(first)?;
         bench.tell(first, ready)?;
@@ -86,6 +111,18 @@ pub fn work(
         }
         if let Some(ask) = bench.waits.take() {
             bench.carry_out_second(ask)?;
+        }
+    }
+}
+
+/// Waits for the first thing that is asked.
+fn expect(lines: [BorrowedFd<'_>; 2]) -> Result<(), ServeError> {
+    let asked = wait_for(lines, Some(ASKED_WITHIN));
+    match asked.map_err(|e| ServeError::host("wait for orders", e))?.contains(&true) {
+        true => Ok(()),
+        false => {
+            let why = "nobody has asked for anything: the next worker looks whether a daemon runs";
+            Err(ServeError::host("go on with a guest", io::Error::other(why)))
         }
     }
 }
@@ -169,6 +206,30 @@ impl<'a> Bench<'a> {
         let told = |i: usize| workers[i].is_some() && (ready[2 + i] || ready[4 + i]);
         let came = takes && ready[6];
         Ok(Ready { asked: [ready[0], ready[1]], told: [told(0), told(1)], came })
+    }
+
+    /// Goes on with a guest that a predecessor has left, as its follower would have asked. One that comes
+    /// meanwhile asks for the same, and finds it done.
+    fn adopt(&mut self, orphan: Orphan) -> Result<(), ServeError> {
+        let Orphan { read_only, keeps_all, rings, told_sectors } = orphan;
+        // What fails here may work later: the next worker tries it.
+        self.open(read_only, keeps_all)?;
+        self.order(Order::Remember)?;
+        self.order(Order::Enter)?;
+        match self.order(Order::TakeOver { rings, told_sectors }) {
+            Ok(Reply::Connected { how, undone }) => {
+                tracing::info!("no daemon runs: took over, {undone} requests to finish: {how}");
+            }
+            Ok(reply) => tracing::error!("{reply:?}: this is a bug in ferrite"),
+            Err(
+                failure @ (Failure::Refused(_) | Failure::OtherRings(_) | Failure::WrongImage(_)),
+            ) => {
+                let why = ServeError::from(failure);
+                tracing::warn!("the guest waits until a daemon runs: {why}");
+            }
+            Err(failure) => return Err(failure.into()),
+        }
+        Ok(())
     }
 
     /// Serves the next client that has come by the door.
