@@ -307,7 +307,7 @@ impl Disk {
     }
 
     /// Removes a disk whose guest is gone. Ferrite sees that by itself; blkback has to be told, as
-    /// a toolstack does.
+    /// a toolstack does. One that the toolstack has attached may be gone with its guest, state and all.
     pub fn remove_after_destroy(&mut self, xenhost: &mut XenHost) -> Result<()> {
         match self.backend {
             Backend::Ferrite => self.wait_backend_gone(xenhost)?,
@@ -316,7 +316,13 @@ impl Disk {
                 xenhost.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
             }
         }
-        self.wait_backend_state(xenhost, 6)?;
+        let directory = format!("{}/state", self.backend_dir());
+        let closed =
+            format!("! xenstore-exists {directory} || [ \"$(xenstore-read {directory})\" = 6 ]");
+        self.wait(xenhost, "the backend's end without its guest", &closed)?;
+        // What the daemon knows of it goes when the image is closed.
+        let known = format!("! [ -e /run/ferrite/disks/vbd-{}-{}.json ]", self.domid, self.devid);
+        self.wait(xenhost, "the daemon without the disk", &known)?;
         self.forget(xenhost)
     }
 
