@@ -43,8 +43,8 @@ const PARTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// How keepers and their workers are started.
 pub trait Programs: Send + Sync {
-    /// A command that becomes a keeper.
-    fn keeper(&self) -> Command;
+    /// A command that becomes the keeper of this disk.
+    fn keeper(&self, disk: DiskId) -> Command;
 
     /// The arguments of a worker that serves this disk; the program is the keeper's.
     ///
@@ -89,7 +89,7 @@ impl Keepers {
     }
 
     /// The keeper of this disk: the one that is there, or a new one.
-    fn keeper(&self, keep: &Keep, is_new: bool) -> Result<Keeper, Failure> {
+    fn keeper(&self, id: DiskId, keep: &Keep, is_new: bool) -> Result<Keeper, Failure> {
         match Keeper::connect(&keep.socket) {
             Ok(keeper) => {
                 // Of a disk that was attached just now, and of another image: its end was missed.
@@ -102,7 +102,7 @@ impl Keepers {
             Err(e) if is_nobody(&e) => {}
             Err(e) => return Err(failed("reach the keeper", &e)),
         }
-        keep.start(self.programs.keeper()).map_err(|e| failed("start a keeper", &e))?;
+        keep.start(self.programs.keeper(id)).map_err(|e| failed("start a keeper", &e))?;
         Keeper::connect(&keep.socket).map_err(|e| failed("reach the new keeper", &e))
     }
 
@@ -129,7 +129,7 @@ impl Keepers {
     ) -> Result<Outcome, Failure> {
         let config = follow_config(disk);
         let log_limits = LogLimits::default();
-        let mut keeper = self.keeper(keep, is_new(store, disk)?)?;
+        let mut keeper = self.keeper(disk.id, keep, is_new(store, disk)?)?;
         let (mut lost, mut lost_at_once) = (None, 0);
         loop {
             let line = match keeper.line(lost) {
@@ -137,7 +137,7 @@ impl Keepers {
                 // It has ended, and its worker with it.
                 Err(e) => {
                     tracing::warn!("the keeper of disk {} is gone: {e}; starting another", disk.id);
-                    keeper = self.keeper(keep, false)?;
+                    keeper = self.keeper(disk.id, keep, false)?;
                     keeper.line(None).map_err(|e| failed("have a worker started", &e))?
                 }
             };

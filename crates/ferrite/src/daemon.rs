@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_daemon::config::{self, Config};
 use ferrite_daemon::keeping::{Keepers, Programs};
+use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
 use ferrite_keeper::Names;
 use ferrite_serve::counters::FOLDER;
@@ -81,9 +82,10 @@ struct Ours;
 
 impl Programs for Ours {
     /// What this process is, also when its name is another program's by now.
-    fn keeper(&self) -> Command {
+    fn keeper(&self, disk: DiskId) -> Command {
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("ferrite").arg("keeper");
+        // The disk is for those who look at processes.
+        command.arg0("ferrite").arg("keeper").arg(disk.to_string());
         command
     }
 

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -36,6 +37,7 @@ const RELAY: &str = "relay";
 
 /// All of `ferrite`.
 pub fn main() -> ExitCode {
+    name_process();
     // Before anything that takes memory: there is one for each disk.
     match std::env::args_os().nth(1) {
         Some(command) if command == KEEPER => return keeper(),
@@ -80,6 +82,16 @@ pub fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
+    }
+}
+
+/// What is run by a descriptor is called by that: all of ours are to be found by one name. A link to the
+/// program that has a name of its own keeps it.
+fn name_process() {
+    let called = std::env::args_os().next();
+    if called.as_deref().and_then(|name| Path::new(name).file_name()) == Some("ferrite".as_ref()) {
+        // Only `ps` shows it.
+        let _ = rustix::thread::set_name(c"ferrite");
     }
 }
 

@@ -24,7 +24,7 @@ use ferrite_xen::store::Store;
 
 use crate::cli::ServeArgs;
 use crate::engine::{choose, engines};
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::served_raw::{self, was_killed};
 use crate::signals;
 
@@ -40,6 +40,8 @@ const POLL_BUDGET: &str = "poll-budget";
 pub(crate) const IMAGES: &str = "images";
 /// How long a takeover waits for the killed predecessor's last I/O to end.
 pub(crate) const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
+/// And how much of that before it is told what is waited for.
+const UNTOLD: Duration = Duration::from_secs(1);
 
 /// Operations in flight before a guest is served.
 pub(crate) const RECOVERY_ENTRIES: u32 = 32;
@@ -156,13 +158,34 @@ fn try_open(args: &ServeArgs, run: &Path) -> Result<(), Failure> {
     open(args, true, run).map(drop)
 }
 
-pub(crate) fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> {
+fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> {
+    match open_within(args, read_only, run, UNTOLD) {
+        Err(failure) if failure.code == Code::BUSY && is_taken_over(args, run) => {
+            let Failure { what, why, .. } = failure;
+            tracing::warn!("{what}: {why}; it is waited for, for a minute");
+            open_within(args, read_only, run, TAKE_OVER_WAIT)
+        }
+        opened => opened,
+    }
+}
+
+/// Of one that was killed I/O may still be under way.
+fn is_taken_over(args: &ServeArgs, run: &Path) -> bool {
+    was_killed(&run.join(run_dir_name(args.xen.domain, args.xen.device)))
+}
+
+/// The same; of a killed predecessor's image it is waited for so long, and no longer.
+pub(crate) fn open_within(
+    args: &ServeArgs,
+    read_only: bool,
+    run: &Path,
+    within: Duration,
+) -> Result<Disk, Failure> {
     let run_dir = run.join(run_dir_name(args.xen.domain, args.xen.device));
-    // Of one that was killed I/O may still be under way.
-    let taken_over = was_killed(&run_dir);
+    let taken_over = is_taken_over(args, run);
     let options = OpenOptions {
         read_only: args.read_only || read_only,
-        wait_for_lock: taken_over.then_some(TAKE_OVER_WAIT),
+        wait_for_lock: taken_over.then_some(within),
         taken_over,
         qemu_first: args.qemu_first,
         state_dir: Some(run.join(IMAGES)),

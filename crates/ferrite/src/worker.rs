@@ -25,8 +25,11 @@ use crate::cli::{ServeArgs, WorkerArgs};
 use crate::engine::choose;
 use crate::exit::Failure;
 use crate::parents::ParentsArgs;
-use crate::serve::{self, TAKE_OVER_WAIT};
+use crate::serve;
 
+/// How long it is waited for what keeps the image away: a predecessor's last I/O, or somebody who has
+/// locked it. Then it is said, and whoever follows asks again (processes.md 4).
+const PATIENCE: Duration = Duration::from_secs(2);
 /// How often it is asked for the lock.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
 
@@ -52,27 +55,39 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let disk = DiskId { domid: args.xen.domain.0, devid: args.xen.device };
     let start = orphan::start(run_dir, disk, Store::open);
     give_rights_up(args)?;
-    let open = |read_only| {
-        if let Some(why) = &no_xen {
-            let help = "ferrite doctor shows what is missing";
-            return Err(Failure::new(format!("cannot serve {}", args.xen), why, help));
-        }
-        // First of all: until then the image may be a dead worker's.
-        lock(args, &alive)?;
-        let disk = serve::open(args, read_only, run_dir)?;
-        tracing::info!("opened {disk}");
-        let kind = choose(args.engine, args.poll_storage, &disk)?;
-        if !kind.holds() {
-            disk.let_go();
-        }
-        let engine = engines(kind, alive.clone());
-        let disk = serve::complete(args, disk, &engine)?;
-        Ok(Opened { disk, engine })
+    let mut last = None;
+    let mut open = |read_only| {
+        let opened = match &no_xen {
+            Some(why) => {
+                let help = "ferrite doctor shows what is missing";
+                Err(Failure::new(format!("cannot serve {}", args.xen), why, help))
+            }
+            None => open(args, run_dir, &alive, read_only),
+        };
+        opened.map_err(|failure| told(failure, &mut last))
     };
-    let mut open = |read_only| open(read_only).map_err(told);
     let lines = Lines { first: &line, second: &second };
     let worked = work_from(start, lines, &door, &xen, &config, &mut open);
     worked.map_err(|e| serve::failed(args, &e))
+}
+
+fn open(
+    args: &ServeArgs,
+    run_dir: &Path,
+    alive: &Arc<OwnedFd>,
+    read_only: bool,
+) -> Result<Opened, Failure> {
+    // First of all: until then the image may be a dead worker's.
+    lock(args, alive)?;
+    let disk = serve::open_within(args, read_only, run_dir, PATIENCE)?;
+    tracing::info!("opened {disk}");
+    let kind = choose(args.engine, args.poll_storage, &disk)?;
+    if !kind.holds() {
+        disk.let_go();
+    }
+    let engine = engines(kind, alive.clone());
+    let disk = serve::complete(args, disk, &engine)?;
+    Ok(Opened { disk, engine })
 }
 
 /// For so many queues devices are opened. A guest keeps what it was connected with, also when the option
@@ -176,7 +191,7 @@ fn given(number: i32) -> Result<OwnedFd, Failure> {
 
 /// Waits until no operation of a worker before this one is under way. The lock stays for good.
 fn lock(args: &ServeArgs, alive: &OwnedFd) -> Result<(), Failure> {
-    let end = Instant::now() + TAKE_OVER_WAIT;
+    let end = Instant::now() + PATIENCE;
     loop {
         let why = match flock(alive, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(()),
@@ -205,9 +220,13 @@ fn engines(kind: EngineKind, alive: Arc<OwnedFd>) -> EngineFactory {
     })
 }
 
-fn told(failure: Failure) -> OpenFailure {
+/// For the log, as long as it is another reason than the last one, and for whoever follows.
+fn told(failure: Failure, last: &mut Option<String>) -> OpenFailure {
     let Failure { what, why, help, .. } = failure;
-    tracing::error!("{what}: {why}; {help}");
+    if last.as_ref() != Some(&why) {
+        tracing::error!("{what}: {why}; {help}");
+        *last = Some(why.clone());
+    }
     OpenFailure { what, why, help }
 }
 
@@ -217,6 +236,7 @@ mod tests {
 
     use super::*;
     use crate::cli::{Cli, Command};
+    use crate::exit::Code;
 
     fn parse<T: Into<String>>(args: impl IntoIterator<Item = T>) -> Cli {
         let args = ["ferrite".to_owned()].into_iter().chain(args.into_iter().map(Into::into));
@@ -257,6 +277,30 @@ mod tests {
             assert_eq!(format!("{:?}", worker.serve), format!("{serve:?}"));
             assert_eq!(worker.run_dir, Path::new("/run/there"));
         }
+    }
+
+    #[test]
+    fn a_takeover_whose_image_another_has_locked_is_told_so_before_long() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = dir.path().join("vbd-3-51712");
+        std::fs::create_dir(&run_dir).unwrap();
+        // A predecessor was killed.
+        std::fs::write(run_dir.join("inflight"), "").unwrap();
+        let image = dir.path().join("a.img");
+        let theirs = std::fs::File::create(&image).unwrap();
+        theirs.set_len(1 << 20).unwrap();
+        theirs.lock().unwrap();
+        let alive = std::fs::File::create(run_dir.join("alive")).unwrap();
+        let arguments = ["serve", "--xen=3/xvda", image.to_str().unwrap()];
+        let Command::Serve(serve) = parse(arguments).command else { panic!() };
+        let begin = Instant::now();
+        let alive = Arc::new(OwnedFd::from(alive));
+        let failure = open(&serve, dir.path(), &alive, false).err().unwrap();
+        assert_eq!(failure.code, Code::BUSY);
+        let whose = format!("process {}", std::process::id());
+        assert!(failure.why.contains(&whose), "{}", failure.why);
+        // It would be shown as served until then.
+        assert!(begin.elapsed() < Duration::from_secs(30));
     }
 
     #[test]

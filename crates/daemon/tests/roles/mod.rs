@@ -51,7 +51,7 @@ const WORKER: &str = "--worker";
 const RELAY: &str = "--relay";
 
 impl Programs for Roles {
-    fn keeper(&self) -> Command {
+    fn keeper(&self, _: DiskId) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.arg(KEEPER);
         // Of the daemon's own, which is a child of the test: what it inherited is handed on.
