@@ -4,16 +4,19 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
-use ferrite_xenhost::disk::{Disk, DiskOptions};
-use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Job};
+use ferrite_xenhost::XenHost;
+use ferrite_xenhost::bootdisk;
+use ferrite_xenhost::disk::{Backend, Disk};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 use ferrite_xenhost::packages;
 use ferrite_xenhost::qemu::Processor;
 use ferrite_xenhost::root::{self, Suite};
 use ferrite_xenhost::steps::{self, step};
-use ferrite_xenhost::{XenHost, bootdisk};
 
+use crate::xentests::Bench;
+use crate::xentests::guests::{begin_verifying, migrate, stop_verifying};
 use crate::{checks, needs};
 
 /// Limit of a command in the guest, in seconds; an emulated host can be slow.
@@ -28,11 +31,6 @@ const WRITE: &str = "for n in 1 2 3 4 5 6 7 8; do \
 const VERIFY: &str = "cd / && umount /mnt && blockdev --flushbufs /dev/xvda && \
      echo 3 >/proc/sys/vm/drop_caches && mount /dev/xvda1 /mnt && cd /mnt && \
      sha256sum -c -s /tmp/sums && wc -l </tmp/sums";
-
-/// Writes beyond what the guest has booted from, and verifies all of it, until it is told to stop.
-const VERIFY_ON: &str = "until [ -e /tmp/stop ]; do fio --name=verify --ioengine=libaio --direct=1 \
-     --rw=randwrite --bs=16k --size=2m --offset=64m --iodepth=32 --verify=crc32c --verify_fatal=1 \
-     --do_verify=1 --filename=/dev/xvda --minimal || exit 1; done";
 
 /// Runs the demonstration; its last line says PASS or FAIL.
 pub(crate) fn run() -> Result<ExitCode> {
@@ -85,128 +83,105 @@ impl Shown {
 
 fn demonstrate(xenhost: &mut XenHost) -> Result<Shown> {
     let mut shown = Shown::default();
-    xenhost.start_daemon()?;
-    let xen = xenhost.sh("xl info xen_version; uname -r")?.replace('\n', ", Linux ");
+    let bench = &mut Bench::new(xenhost, Backend::Ferrite);
+    bench.start_daemon()?;
+    let xen = bench.xenhost.sh("xl info xen_version; uname -r")?.replace('\n', ", Linux ");
     shown.fact("host", format!("Xen {xen}, emulated by QEMU; xl, ferrite daemon"));
-    paravirtual(xenhost, &mut shown)?;
-    migrated(xenhost, &mut shown)?;
-    with_firmware(xenhost, &mut shown)?;
+    paravirtual(bench, &mut shown)?;
+    migrated(bench, &mut shown)?;
+    with_firmware(bench, &mut shown)?;
     Ok(shown)
 }
 
 /// A PV guest on a VHD, with files in a file system.
-fn paravirtual(xenhost: &mut XenHost, shown: &mut Shown) -> Result<()> {
+fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let image = "/lab/demo.vhd";
-    xenhost.sh(&format!("rm -f {image}; ferrite image create {image} 1G"))?;
+    bench.xenhost.sh(&format!("rm -f {image}; ferrite image create {image} 1G"))?;
     let words = format!("format=vhd,script=block-ferrite,target={image}");
     let options = GuestOptions::default();
     let (mut guest, disk) =
-        shown.timed("start the PV guest", || start(xenhost, &options, image, &words))?;
-    let kernel = guest.sh(xenhost, "uname -r", LIMIT_S)?;
+        shown.timed("start the PV guest", || start(bench, &options, image, &words))?;
+    let kernel = guest.sh(bench.xenhost, "uname -r", LIMIT_S)?;
     shown.fact("guests", format!("Linux {kernel}, its own blkfront"));
     shown.timed("partition, make ext4", || {
         guest.sh(
-            xenhost,
+            bench.xenhost,
             "printf 'label: gpt\\n,\\n' | sfdisk -q --wipe always /dev/xvda",
             LIMIT_S,
         )?;
         let make = "until [ -b /dev/xvda1 ]; do sleep 0.2; done; \
                     load-ext4 && mkfs.ext4 -q /dev/xvda1 && mount /dev/xvda1 /mnt";
-        guest.sh(xenhost, make, LIMIT_S)
+        guest.sh(bench.xenhost, make, LIMIT_S)
     })?;
     let written = shown.timed("write, with the worker killed", || {
-        let job = guest.begin(xenhost, WRITE, LIMIT_S)?;
+        let job = guest.begin(bench.xenhost, WRITE, LIMIT_S)?;
         // Not all is written then: the sums come last.
         let some = "until [ -e /mnt/file3 ]; do sleep 0.1; done; [ ! -e /tmp/sums ]";
-        guest.sh(xenhost, some, LIMIT_S)?;
-        disk.kill_worker(xenhost)?;
-        guest.finish_ok(xenhost, &job)
+        guest.sh(bench.xenhost, some, LIMIT_S)?;
+        disk.kill_worker(bench.xenhost)?;
+        guest.finish_ok(bench.xenhost, &job)
     })?;
-    let verified = shown.timed("remount, read, verify", || guest.sh(xenhost, VERIFY, LIMIT_S))?;
+    let verified =
+        shown.timed("remount, read, verify", || guest.sh(bench.xenhost, VERIFY, LIMIT_S))?;
     if written != "8" || verified != "8" {
         bail!("8 files were to be written and verified, not {written} and {verified}");
     }
-    guest.sh(xenhost, "cd / && umount /mnt && e2fsck -fn /dev/xvda1", LIMIT_S)?;
+    guest.sh(bench.xenhost, "cd / && umount /mnt && e2fsck -fn /dev/xvda1", LIMIT_S)?;
     shown.fact(
         "PV guest, VHD",
         "8 files of random data, 60 MiB, the worker killed meanwhile: all as written, ext4 clean",
     );
-    end(xenhost, &mut guest, image)
+    end(bench, &mut guest, image)
 }
 
 /// A PVH guest on a qcow2 moves to this same host while it writes and verifies.
-fn migrated(xenhost: &mut XenHost, shown: &mut Shown) -> Result<()> {
+fn migrated(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let image = "/lab/demo.qcow2";
-    xenhost.sh(&format!("rm -f {image}; ferrite image create {image} 1G"))?;
+    bench.xenhost.sh(&format!("rm -f {image}; ferrite image create {image} 1G"))?;
     let words = format!("format=raw,script=block-ferrite,target=qcow2:{image}");
     let options = GuestOptions::pvh();
     let (mut guest, mut disk) =
-        shown.timed("start the PVH guest", || start(xenhost, &options, image, &words))?;
-    let job = guest.begin(xenhost, VERIFY_ON, LIMIT_S)?;
-    shown.timed("migrate it to this host", || {
-        let name = guest.name().to_owned();
-        let migrate = format!("xl migrate -s '' {name} 'xl migrate-receive' 2>&1");
-        let told = xenhost.sh_for(&migrate, LIMIT_S)?;
-        if !told.contains("Migration successful.") {
-            bail!("the migration went wrong:\n{told}");
-        }
-        guest.follow(xenhost, Follow::Migrated)?;
-        disk.follow(&guest);
-        disk.wait_connected(xenhost)
-    })?;
-    stop(xenhost, &mut guest, &job)?;
+        shown.timed("start the PVH guest", || start(bench, &options, image, &words))?;
+    let under_way = begin_verifying(bench, &mut guest)?;
+    shown.timed("migrate it to this host", || migrate(bench, &mut guest, &mut disk))?;
+    stop_verifying(bench, &mut guest, &under_way)?;
     shown.fact("PVH guest, qcow2", "migrated while fio wrote and verified: no mismatch");
-    end(xenhost, &mut guest, image)
+    end(bench, &mut guest, image)
 }
 
 /// An HVM guest boots from its raw image by QEMU, and goes on by its rings.
-fn with_firmware(xenhost: &mut XenHost, shown: &mut Shown) -> Result<()> {
+fn with_firmware(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let (image, options) = ("/lab/demo.raw", GuestOptions::hvm());
-    bootdisk::write(xenhost, &options, image, 256)?;
+    bootdisk::write(bench.xenhost, &options, image, 256)?;
     let words = format!("format=raw,target={image}");
     let (mut guest, disk) =
-        shown.timed("boot the HVM guest", || start(xenhost, &options, image, &words))?;
+        shown.timed("boot the HVM guest", || start(bench, &options, image, &words))?;
     shown.timed("kill the worker under it", || {
-        let job = guest.begin(xenhost, VERIFY_ON, LIMIT_S)?;
-        let some = "until [ $(awk '{print $5}' /sys/block/xvda/stat) -ge 64 ]; do sleep 0.1; done";
-        guest.sh(xenhost, some, LIMIT_S)?;
-        disk.kill_worker(xenhost)?;
-        stop(xenhost, &mut guest, &job)
+        let under_way = begin_verifying(bench, &mut guest)?;
+        disk.kill_worker(bench.xenhost)?;
+        stop_verifying(bench, &mut guest, &under_way)
     })?;
     shown.fact(
         "HVM guest, raw",
         "booted from it by SeaBIOS; the worker killed while fio wrote and verified: no mismatch",
     );
-    end(xenhost, &mut guest, image)
+    end(bench, &mut guest, image)
 }
 
 /// A guest that has booted, with the disk that xl attaches.
 fn start(
-    xenhost: &mut XenHost,
+    bench: &mut Bench<'_>,
     options: &GuestOptions,
     image: &str,
     words: &str,
 ) -> Result<(Guest, Disk)> {
-    let spec = format!("vdev=xvda,backendtype=tap,{words}");
-    let mut guest = Guest::create_with(xenhost, options, &[spec])?;
-    let disk = Disk::of_toolstack(&guest, DiskOptions::new(image, "xvda"))?;
-    guest.unpause(xenhost)?;
-    guest.wait_ready(xenhost)?;
-    disk.wait_connected(xenhost)?;
-    guest.sh(xenhost, "until [ -b /dev/xvda ]; do sleep 0.2; done", LIMIT_S)?;
-    Ok((guest, disk))
-}
-
-/// Lets a guest end what it verifies.
-fn stop(xenhost: &mut XenHost, guest: &mut Guest, job: &Job) -> Result<()> {
-    guest.sh(xenhost, "touch /tmp/stop", LIMIT_S)?;
-    guest.finish_ok(xenhost, job).map(drop).context("fio")
+    bench.guest_of_words(options, image, words, |_, _| Ok(()))
 }
 
 /// The guest has nothing to complain of, and neither has who checks its image.
-fn end(xenhost: &mut XenHost, guest: &mut Guest, image: &str) -> Result<()> {
-    guest.check_blkfront(xenhost)?;
-    guest.destroy(xenhost)?;
-    xenhost.wait_until("the end of the disk", "[ -z \"$(ls /run/ferrite/disks)\" ]", 60)?;
-    xenhost.sh(&format!("ferrite image check {image}")).map(drop)
+fn end(bench: &mut Bench<'_>, guest: &mut Guest, image: &str) -> Result<()> {
+    guest.check_blkfront(bench.xenhost)?;
+    guest.destroy(bench.xenhost)?;
+    bench.xenhost.wait_until("the end of the disk", "[ -z \"$(ls /run/ferrite/disks)\" ]", 60)?;
+    bench.xenhost.sh(&format!("ferrite image check {image}")).map(drop)
 }

@@ -1,6 +1,6 @@
 //! A disk's processes die, one by one and all at once: its guest sees a pause and nothing else.
 
-use super::guests::{VERIFY_ON, verifying, wait_for_requests};
+use super::guests::{begin_verifying, has_migrated, stop_verifying, wait_for_requests};
 use super::toolstack::xl_knows_us;
 use super::xl::{PROCESSES, wait_for_none};
 use super::{Bench, Case, expect_eq, ferrite};
@@ -63,17 +63,8 @@ fn verifying_guest(bench: &mut Bench<'_>, options: &GuestOptions) -> Result<(Gue
     bench.start_daemon()?;
     let image = bench.image(256)?;
     let (mut guest, disk) = bench.guest_of_xl(options, &image)?;
-    let verify = format!("{VERIFY_ON} {} || exit 1; done", verifying("/dev/xvda", ""));
-    let under_way = guest.begin(bench.xenhost, &verify, 1500)?;
-    wait_for_requests(bench, &mut guest, BETWEEN)?;
+    let under_way = begin_verifying(bench, &mut guest)?;
     Ok((guest, disk, under_way))
-}
-
-fn stop(bench: &mut Bench<'_>, guest: &mut Guest, under_way: &Job) -> Result<()> {
-    wait_for_requests(bench, guest, BETWEEN)?;
-    guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
-    guest.finish_ok(bench.xenhost, under_way).context("fio, whose backend died")?;
-    guest.check_blkfront(bench.xenhost)
 }
 
 fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
@@ -123,7 +114,7 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
         wait_for_requests(bench, guest, BETWEEN)?;
     }
     upgrade(bench, &disk)?;
-    stop(bench, guest, &under_way)?;
+    stop_verifying(bench, guest, &under_way)?;
     nothing_is_left(bench, &disk)?;
     guest.destroy(bench.xenhost)?;
     wait_for_none(bench, "the end of the disk")?;
@@ -180,13 +171,11 @@ fn while_migrating(bench: &mut Bench<'_>) -> Result<()> {
         ),
         600,
     )?;
-    if !told.contains("Migration successful.") || told.contains("unable to remove device") {
-        bail!("the migration went wrong:\n{told}");
-    }
+    has_migrated(&told)?;
     let deaths = told.lines().last().and_then(|line| line.strip_prefix("deaths "));
     if deaths.and_then(|deaths| deaths.parse().ok()).unwrap_or(0) < 2 {
         bail!("too few workers died:\n{told}");
     }
     bench.follow(&mut guest, &mut disk, Follow::Migrated)?;
-    stop(bench, &mut guest, &under_way)
+    stop_verifying(bench, &mut guest, &under_way)
 }

@@ -5,7 +5,7 @@ use super::toolstack::xl_knows_us;
 use super::{Bench, Case, expect_eq, ferrite};
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::disk::Disk;
-use ferrite_xenhost::guest::{Follow, Guest, GuestOptions};
+use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Job};
 
 pub(super) const CASES: &[Case] = &[
     ferrite("pvh/killed-three-times-under-verify", killed).on_amd(),
@@ -73,11 +73,45 @@ pub(super) fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk
     guest.sh(bench.xenhost, &verifying(&node, "--verify_only=1"), 400).map(drop)
 }
 
-/// Writes and verifies until /tmp/stop is there.
-pub(super) const VERIFY_ON: &str = "until [ -e /tmp/stop ]; do";
+/// The guest writes its first disk and verifies it, again and again, until [`stop_verifying`]. It is at work when
+/// this returns.
+pub(crate) fn begin_verifying(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<Job> {
+    let verify = verifying("/dev/xvda", "");
+    let until_told = format!("until [ -e /tmp/stop ]; do {verify} || exit 1; done");
+    let under_way = guest.begin(bench.xenhost, &until_told, 1500)?;
+    wait_for_requests(bench, guest, 64)?;
+    Ok(under_way)
+}
 
-/// The source of a migration is still there, suspended and connected, when its target gets the disk.
-/// `xl` to this same host does all that it does between two.
+/// It has done more since what was done to it, and all was well.
+pub(crate) fn stop_verifying(
+    bench: &mut Bench<'_>,
+    guest: &mut Guest,
+    under_way: &Job,
+) -> Result<()> {
+    wait_for_requests(bench, guest, 64)?;
+    guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
+    guest.finish_ok(bench.xenhost, under_way).context("fio that verifies")?;
+    guest.check_blkfront(bench.xenhost)
+}
+
+/// `xl` to this same host does all that it does between two. The source of a migration is still there,
+/// suspended and connected, when its target gets the disk.
+pub(crate) fn migrate(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
+    let name = guest.name();
+    let migrate = format!("xl migrate -s '' {name} 'xl migrate-receive' 2>&1 | grep -v progress");
+    has_migrated(&bench.xenhost.sh_for(&migrate, 600)?)?;
+    bench.follow(guest, disk, Follow::Migrated)
+}
+
+/// By what `xl` says.
+pub(super) fn has_migrated(told: &str) -> Result<()> {
+    if !told.contains("Migration successful.") || told.contains("unable to remove device") {
+        bail!("the migration went wrong:\n{told}");
+    }
+    Ok(())
+}
+
 fn migrated(bench: &mut Bench<'_>, times: u32) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -85,22 +119,12 @@ fn migrated(bench: &mut Bench<'_>, times: u32) -> Result<()> {
     bench.start_daemon()?;
     let image = bench.image(256)?;
     let (mut guest, mut disk) = bench.guest_of_xl(&GuestOptions::pvh(), &image)?;
-    let name = guest.name().to_owned();
-    let verify_on = format!("{VERIFY_ON} {} || exit 1; done", verifying("/dev/xvda", ""));
-    let under_way = guest.begin(bench.xenhost, &verify_on, 900)?;
+    let under_way = begin_verifying(bench, &mut guest)?;
     for _ in 0..times {
+        migrate(bench, &mut guest, &mut disk)?;
         wait_for_requests(bench, &mut guest, 64)?;
-        let migrate =
-            format!("xl migrate -s '' {name} 'xl migrate-receive' 2>&1 | grep -v progress");
-        let told = bench.xenhost.sh_for(&migrate, 600)?;
-        if !told.contains("Migration successful.") || told.contains("unable to remove device") {
-            bail!("the migration went wrong:\n{told}");
-        }
-        bench.follow(&mut guest, &mut disk, Follow::Migrated)?;
     }
-    wait_for_requests(bench, &mut guest, 64)?;
-    guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
-    guest.finish_ok(bench.xenhost, &under_way).context("fio, migrated")?;
+    stop_verifying(bench, &mut guest, &under_way)?;
     bench
         .xenhost
         .sh("! ls -d /run/ferrite/vbd-* | grep -v vbd-$(xl list | awk 'END {print $2}')")

@@ -6,7 +6,7 @@ mod engines;
 mod exported;
 mod filesystem;
 mod fio;
-mod guests;
+pub(crate) mod guests;
 mod host;
 mod hvm;
 mod images;
@@ -117,7 +117,7 @@ pub(crate) struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(xenhost: &'a mut XenHost, backend: Backend) -> Bench<'a> {
+    pub(crate) fn new(xenhost: &'a mut XenHost, backend: Backend) -> Bench<'a> {
         Bench {
             xenhost,
             backend,
@@ -212,7 +212,7 @@ impl<'a> Bench<'a> {
     }
 
     /// From now on each disk is served that the toolstack attaches.
-    fn start_daemon(&mut self) -> Result<()> {
+    pub(crate) fn start_daemon(&mut self) -> Result<()> {
         self.daemon = Some(self.xenhost.start_daemon()?);
         Ok(())
     }
@@ -236,7 +236,7 @@ impl<'a> Bench<'a> {
     }
 
     /// The same, attached by other words. `early` is called when the guest has begun to boot.
-    fn guest_of_words(
+    pub(crate) fn guest_of_words(
         &mut self,
         options: &GuestOptions,
         image: &str,
