@@ -14,7 +14,7 @@ pub mod steps;
 
 use crate::steps::step;
 use anyhow::{Context, Result, anyhow, bail};
-use channel::{Channel, Output};
+use channel::{Channel, Output, quote};
 use qemu::{Machine, Pace, Processor, Qemu, Scratch};
 use root::Root;
 use std::path::{Path, PathBuf};
@@ -219,12 +219,15 @@ impl XenHost {
         Ok(device)
     }
 
-    /// Starts the daemon, for all images of the payload's disk, and gives its process.
-    pub fn start_daemon(&mut self) -> Result<u32> {
-        let pid = self.sh(
-            "mkdir -p /etc/ferrite; echo 'image_folders = [\"/lab\", \"/dev\"]' >/etc/ferrite/ferrite.toml; \
+    /// Starts the daemon, for all images of the payload's disk, with these tables of its configuration
+    /// besides, and gives its process.
+    pub fn start_daemon(&mut self, tables: &str) -> Result<u32> {
+        let configuration = format!("image_folders = [\"/lab\", \"/dev\"]\n{tables}");
+        let pid = self.sh(&format!(
+            "mkdir -p /etc/ferrite; printf %s {} >/etc/ferrite/ferrite.toml; \
              setsid ferrite daemon </dev/null >>/tmp/daemon.log 2>&1 & echo $!",
-        )?;
+            quote(&configuration)
+        ))?;
         self.wait_until("the daemon", "ferrite disk list", 60)?;
         pid.parse().with_context(|| format!("odd answer: {pid}"))
     }

@@ -41,6 +41,7 @@ impl Suite {
                 "fdisk",
                 "strace",
                 "nbd-client",
+                "qemu-utils",
             ]
             .map(String::from),
         );

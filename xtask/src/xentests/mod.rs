@@ -6,6 +6,7 @@ mod engines;
 mod exported;
 mod filesystem;
 mod fio;
+mod full;
 pub(crate) mod guests;
 mod host;
 mod hvm;
@@ -85,6 +86,7 @@ pub(crate) fn all() -> Vec<Case> {
         fio::CASES,
         recovery::CASES,
         deaths::CASES,
+        full::CASES,
         images::CASES,
         engines::CASES,
         nvme::CASES,
@@ -213,7 +215,12 @@ impl<'a> Bench<'a> {
 
     /// From now on each disk is served that the toolstack attaches.
     pub(crate) fn start_daemon(&mut self) -> Result<()> {
-        self.daemon = Some(self.xenhost.start_daemon()?);
+        self.start_daemon_with("")
+    }
+
+    /// The same, with these tables of its configuration.
+    fn start_daemon_with(&mut self, tables: &str) -> Result<()> {
+        self.daemon = Some(self.xenhost.start_daemon(tables)?);
         Ok(())
     }
 
@@ -346,7 +353,8 @@ impl<'a> Bench<'a> {
         }
         let left = self.xenhost.sh(LEFT)?;
         self.xenhost
-            .sh("rm -f /lab/image*.raw /lab/*.save /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
+            .sh("for dir in /lab/full-*/; do mountpoint -q $dir && umount $dir; done; \
+             rm -rf /lab/full-* /lab/image*.raw /lab/*.save /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
              xenstore-rm /local/domain/0/error 2>/dev/null; true")?;
         if !ended {
             bail!("a backend is still there when all guests are gone");
