@@ -68,7 +68,8 @@ fn both_scripts(bench: &mut Bench<'_>) -> Result<()> {
     ] {
         bench.xenhost.sh(&attach(&guest, words))?;
         guest.sh(bench.xenhost, USE, 120)?;
-        found_by_tap_ctl(bench, &guest, kind, image)?;
+        let socket = found_by_tap_ctl(bench, &guest, kind, image)?;
+        seen_by_qemu_io(bench, &mut guest, &socket)?;
         detach(bench, &guest)?;
     }
     for words in [
@@ -99,8 +100,13 @@ fn both_scripts(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh("rm -r /lab/xl").map(drop)
 }
 
-/// block-tap has written what the daemon says of the disk, and QEMU would find its socket.
-fn found_by_tap_ctl(bench: &mut Bench<'_>, guest: &Guest, kind: &str, image: &str) -> Result<()> {
+/// block-tap has written what the daemon says of the disk, and where QEMU finds its socket.
+fn found_by_tap_ctl(
+    bench: &mut Bench<'_>,
+    guest: &Guest,
+    kind: &str,
+    image: &str,
+) -> Result<String> {
     let (pid, minor) = (key(bench, guest, "pid")?, key(bench, guest, "minor")?);
     expect_eq("the keeper", &pid, &key(bench, guest, "kthread-pid")?)?;
     let line = format!("pid={pid} minor={minor} state=0 args={kind}:{image}");
@@ -116,7 +122,27 @@ fn found_by_tap_ctl(bench: &mut Bench<'_>, guest: &Guest, kind: &str, image: &st
     // The script of a disk that is attached is not run for its end; who calls it so does no harm.
     let destroy = format!("tap-ctl destroy -p {pid} -m {minor} 2>&1");
     let refused = bench.xenhost.dom0(&destroy, 60)?;
-    expect_eq("tap-ctl destroy of an attached disk", &refused.status, &16)
+    expect_eq("tap-ctl destroy of an attached disk", &refused.status, &16)?;
+    Ok(path)
+}
+
+/// QEMU's own client, by the address that libxl makes of the socket: it and the guest, which has the disk, see what
+/// the other has written and flushed.
+fn seen_by_qemu_io(bench: &mut Bench<'_>, guest: &mut Guest, socket: &str) -> Result<()> {
+    let qemu_io =
+        |commands: &str| format!("qemu-io -f raw {commands} 'nbd+unix:///?socket={socket}' 2>&1");
+    bench.xenhost.sh(&qemu_io("-c 'write -P 0x5a 32M 64k' -c flush"))?;
+    // In octal 0x5a is 132, and 0xc3 is 303.
+    let others = "dd if=/dev/xvdb bs=64k skip=512 count=1 iflag=direct 2>/dev/null | tr -d '\\132' | wc -c; \
+                  head -c 65536 /dev/zero | tr '\\0' '\\303' | \
+                  dd of=/dev/xvdb bs=64k seek=513 count=1 iflag=fullblock oflag=direct conv=fsync 2>/dev/null";
+    let others = guest.sh(bench.xenhost, others, 60)?;
+    expect_eq("bytes that are not those of qemu-io", &others.as_str(), &"0")?;
+    let read = bench.xenhost.sh(&qemu_io("-c 'read -P 0xc3 33619968 64k'"))?;
+    if !read.contains("read 65536/65536") || read.contains("verification failed") {
+        bail!("qemu-io does not read what the guest has written:\n{read}");
+    }
+    Ok(())
 }
 
 /// A VHD on a volume that tapdisk had open when its host crashed: what xl says of it vouches for it, and
