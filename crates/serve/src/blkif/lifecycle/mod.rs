@@ -40,6 +40,7 @@ mod orphan;
 mod pace;
 mod refusal;
 mod remote;
+mod reported;
 mod run_dir;
 mod sweep;
 mod worker;
@@ -53,9 +54,9 @@ pub use error::ServeError;
 pub use look::State;
 pub use messages::OpenFailure;
 pub use orphan::{Orphan, Start};
-pub use refusal::clear_error as clear_failure;
 pub use remote::line::{part, retire};
 pub use remote::work::{Lines, Opened, work, work_from};
+pub use reported::clear_error as clear_failure;
 pub use run_dir::{STOPPED, TABLE, forget_run_dir, forget_second, run_dir_name};
 pub use sweep::sweep;
 

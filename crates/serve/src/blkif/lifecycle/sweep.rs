@@ -4,7 +4,7 @@ use std::path::Path;
 
 use ferrite_xen::store::{Store, StoreError};
 
-use super::refusal::clear_error;
+use super::reported::clear_error;
 use super::run_dir::{RunDir, remove_counters, run_dir_name};
 use crate::counters::FOLDER;
 
