@@ -25,11 +25,13 @@ struct Deaths {
     worker: u32,
     keeper: u32,
     daemon: u32,
+    /// The worker, while there is no daemon.
+    alone: u32,
     all: u32,
 }
 
-const FEW: Deaths = Deaths { worker: 3, keeper: 1, daemon: 1, all: 1 };
-const MANY: Deaths = Deaths { worker: 20, keeper: 3, daemon: 5, all: 3 };
+const FEW: Deaths = Deaths { worker: 3, keeper: 1, daemon: 1, alone: 1, all: 1 };
+const MANY: Deaths = Deaths { worker: 20, keeper: 3, daemon: 5, alone: 3, all: 3 };
 
 /// Another program than the one that runs, for an upgrade.
 const NEXT: &str = "/lab/next/ferrite";
@@ -107,6 +109,9 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
         let now = bench.xenhost.sh(&disk.worker())?;
         expect_eq("the worker while the daemon died", &now, &old)?;
     }
+    for _ in 0..deaths.alone {
+        without_a_daemon(bench, guest, &disk)?;
+    }
     for _ in 0..deaths.all {
         let old = bench.xenhost.sh(&disk.worker())?;
         restart_daemon(bench, &format!("$({PROCESSES})"))?;
@@ -123,10 +128,26 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
 
 /// Kills these processes, the daemon among them, and starts another daemon.
 fn restart_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
+    kill_daemon(bench, pids)?;
+    bench.start_daemon()
+}
+
+fn kill_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
     let daemon = bench.daemon.take().context("a daemon")?;
     bench.xenhost.sh(&format!("kill -9 {pids}"))?;
-    bench.xenhost.wait_until("the daemon's end", &ended(daemon), 60)?;
-    bench.start_daemon()
+    bench.xenhost.wait_until("the daemon's end", &ended(daemon), 60)
+}
+
+/// The next worker serves the guest by itself, and the next daemon leaves it at that.
+fn without_a_daemon(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<()> {
+    let daemon = bench.daemon.context("a daemon")?.to_string();
+    kill_daemon(bench, &daemon)?;
+    disk.kill_worker(bench.xenhost)?;
+    wait_for_requests(bench, guest, BETWEEN).context("without a daemon")?;
+    let alone = bench.xenhost.sh(&disk.worker())?;
+    bench.start_daemon()?;
+    wait_for_requests(bench, guest, BETWEEN)?;
+    expect_eq("the worker when a daemon comes", &bench.xenhost.sh(&disk.worker())?, &alone)
 }
 
 /// Another program serves the disk, and nobody asked the guest.
