@@ -107,6 +107,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     for path in [
         "usr/bin/ferrite",
         "usr/bin/ferrite-bench",
+        "usr/bin/ferrite-lab",
         "usr/bin/tap-ctl",
         "etc/xen/scripts/block-ferrite",
         "usr/lib/systemd/system/ferrite.service",
@@ -114,6 +115,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "man1/ferrite-daemon.1.gz",
         "man1/ferrite-serve.1.gz",
         "man1/ferrite-bench.1.gz",
+        "man1/ferrite-lab-run.1.gz",
     ] {
         if !listed.contains(path) || !(path.starts_with("man1") || folder.join(path).is_file()) {
             bail!("{path} is not in the packages:\n{listed}");
@@ -162,6 +164,9 @@ impl Squeeze {
     }
 }
 
+/// What measures: programs that were built with the one that serves.
+const MEASURING: [&str; 2] = ["ferrite-bench", "ferrite-lab"];
+
 /// Puts everything in its place below a folder, and packs that.
 pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> {
     let log = fresh_log("dist")?;
@@ -195,7 +200,9 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     };
     let ours = |name: &str| steps::repository().join("dist").join(name);
     put(program, "usr/bin/ferrite", 0o755)?;
-    put(&beside(program), "usr/bin/ferrite-bench", 0o755)?;
+    for name in MEASURING {
+        put(&program.with_file_name(name), &format!("usr/bin/{name}"), 0o755)?;
+    }
     // tapdisk's own is in sbin. xl's scripts look into this folder first.
     std::os::unix::fs::symlink("ferrite", root.join("usr/bin/tap-ctl"))?;
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
@@ -219,8 +226,10 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     }
     let generated = scratch.join("generated");
     fs::create_dir_all(&generated)?;
-    for program in [program, &beside(program)] {
-        run_logged(Command::new(program).arg("generate").arg(&generated), log)?;
+    // ferrite-lab's own page comes over the one of `ferrite lab`, which has less.
+    for name in std::iter::once("ferrite").chain(MEASURING) {
+        let mut generate = Command::new(program.with_file_name(name));
+        run_logged(generate.arg("generate").arg(&generated), log)?;
     }
     for page in fs::read_dir(generated.join("man"))? {
         let page = page?.path();
@@ -229,7 +238,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
         let packed = page.with_file_name(format!("{name}.gz"));
         put(&packed, &format!("usr/share/man/man1/{name}.gz"), 0o644)?;
     }
-    for name in ["ferrite", "ferrite-bench"] {
+    for name in std::iter::once("ferrite").chain(MEASURING) {
         let (bash, zsh, fish) =
             (format!("{name}.bash"), format!("_{name}"), format!("{name}.fish"));
         let completions = [
@@ -240,11 +249,6 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
         completions.iter().try_for_each(|(file, path)| put(&generated.join(file), path, 0o644))?;
     }
     Ok(())
-}
-
-/// The bench that was built with the program.
-fn beside(program: &Path) -> PathBuf {
-    program.with_file_name("ferrite-bench")
 }
 
 /// The files for dpkg, beside those of the package.

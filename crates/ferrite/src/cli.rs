@@ -75,9 +75,20 @@ pub(crate) enum Command {
     Stat(StatArgs),
     /// Show what disks do on the terminal, until q is pressed.
     Top(TopArgs),
+    /// Run the published measurements on this machine: what follows is for ferrite-lab.
+    #[command(disable_help_flag = true)]
+    Lab(LabArgs),
     /// Write manual pages and completions for shells, for packages.
     #[command(hide = true)]
     Generate(GenerateArgs),
+}
+
+/// `ferrite lab`.
+#[derive(Debug, Args)]
+pub(crate) struct LabArgs {
+    /// list, run, report, and their options.
+    #[arg(value_name = "ARGS", trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(crate) words: Vec<OsString>,
 }
 
 /// `ferrite serve`.

@@ -16,6 +16,7 @@ pub mod exit;
 mod export;
 pub mod generate;
 mod image;
+mod lab;
 pub mod log;
 pub mod options;
 pub mod parents;
@@ -77,6 +78,7 @@ pub fn main() -> ExitCode {
         cli::Command::Image(args) => image::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
+        cli::Command::Lab(args) => lab::run(args),
         cli::Command::Generate(args) => generate::run::<cli::Cli>(&args.directory),
     };
     match done {

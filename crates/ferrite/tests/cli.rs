@@ -166,3 +166,26 @@ fn messages_that_nobody_reads_end_nothing() {
     assert!(status.success(), "{status}");
     assert_eq!(fs::metadata(dir.path().join("disk.img")).unwrap().len(), 1 << 20);
 }
+
+#[test]
+fn the_lab_is_the_program_beside_ours_with_all_words_and_its_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = folder.path().join("ferrite");
+    std::fs::copy(env!("CARGO_BIN_EXE_ferrite"), &ours).unwrap();
+    let lab = |words: &[&str]| {
+        Command::new(&ours).arg("lab").args(words).env("PATH", "/no/such/folder").output().unwrap()
+    };
+    let output = lab(&["list"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{errors}");
+    assert!(errors.contains("help: install Ferrite's package, or build it"), "{errors}");
+    let beside = folder.path().join("ferrite-lab");
+    std::fs::write(&beside, "#!/bin/sh\necho \"$@\"\nexit 7\n").unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&beside, mode).unwrap();
+    let output = lab(&["run", "--help", "-v", "polling"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "run --help -v polling\n");
+    assert_eq!(output.status.code(), Some(7));
+    let output = lab(&["--help"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "--help\n");
+}

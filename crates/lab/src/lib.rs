@@ -1,11 +1,16 @@
 //! Measurements. One run of a load against the backend on the loopback (`run/`) ends in a report
-//! (`report.rs`). Comparisons (`compare/`) are made of many such runs, and of runs of peers.
+//! (`report.rs`). Comparisons (`compare/`) are made of many such runs, and of runs of peers. So are the
+//! published experiments (`experiments/`), whose results make a page (`page/`).
 
 #![forbid(unsafe_code)]
 
 mod compare;
+mod experiments;
+mod page;
+mod program;
 mod report;
 mod run;
+mod statistics;
 
 use std::process::ExitCode;
 
@@ -17,4 +22,9 @@ pub fn run() -> ExitCode {
 /// The program `ferrite-compare`, which `cargo xtask bench` runs.
 pub fn compare() -> ExitCode {
     compare::main()
+}
+
+/// The program `ferrite-lab`.
+pub fn experiment() -> ExitCode {
+    program::main()
 }

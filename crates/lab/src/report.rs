@@ -119,7 +119,7 @@ pub(crate) struct Report {
     guest_poll_us: u32,
     poll_us: String,
     /// The queues' counters in the counted time, by name.
-    counts: BTreeMap<String, u64>,
+    pub(crate) counts: BTreeMap<String, u64>,
     /// How much later than the counted time those began or ended: the machine was busy.
     late_us: f64,
     memory_bytes: usize,

@@ -4,8 +4,8 @@ use crate::Program;
 use crate::steps::{self, cargo, fresh_log, run_logged, step};
 use anyhow::Result;
 
-/// Cargo's arguments for the programs of a host: the one that serves, and the bench, which lies beside it.
-pub const PROGRAMS: [&str; 8] = [
+/// Cargo's arguments for the programs of a host: the one that serves, and those that measure, which lie beside it.
+pub const PROGRAMS: [&str; 10] = [
     "--package",
     "ferrite",
     "--package",
@@ -14,9 +14,11 @@ pub const PROGRAMS: [&str; 8] = [
     "ferrite",
     "--bin",
     "ferrite-bench",
+    "--bin",
+    "ferrite-lab",
 ];
 
-/// Builds ferrite's release binary for the Xen host, and the bench beside it, which the package has.
+/// Builds ferrite's release binary for the Xen host, and those that measure beside it, which the package has.
 pub fn build_ferrite() -> Result<Program> {
     step("build ferrite (release)", || {
         let log = fresh_log("release-build")?;

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 /// A thread for each processor that does nothing as fast as it can, until this is dropped.
-pub(super) struct Burners {
+pub(crate) struct Burners {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Burners {
-    pub(super) fn start() -> Burners {
+    pub(crate) fn start() -> Burners {
         let stop = Arc::new(AtomicBool::new(false));
         let burn = |_| {
             let stop = stop.clone();

@@ -3,14 +3,14 @@
 use super::rounds::Sample;
 use crate::report::Report;
 use crate::run::bare;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use ferrite_xenhost::release::PROGRAMS;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged, step};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs.
-pub(super) struct Ferrite {
+pub(crate) struct Ferrite {
     program: PathBuf,
     bench: PathBuf,
     /// How long each run measures.
@@ -20,7 +20,7 @@ pub(super) struct Ferrite {
 impl Ferrite {
     /// # Errors
     /// It cannot be built.
-    pub(super) fn build(seconds: f64) -> Result<Ferrite> {
+    pub(crate) fn build(seconds: f64) -> Result<Ferrite> {
         step("build ferrite (release)", || {
             let mut command = cargo();
             command.args(["build", "--locked", "--release"]).args(PROGRAMS);
@@ -31,11 +31,28 @@ impl Ferrite {
         Ok(Ferrite { program, bench, seconds })
     }
 
+    /// The programs that lie beside this one.
+    ///
+    /// # Errors
+    /// They do not.
+    pub(crate) fn beside(seconds: f64) -> Result<Ferrite> {
+        let this = std::env::current_exe().context("cannot find this program's own file")?;
+        let (program, bench) =
+            (this.with_file_name("ferrite"), this.with_file_name("ferrite-bench"));
+        ensure!(
+            bench.is_file(),
+            "{} is not there: install Ferrite's package, or build it: \
+             cargo build --release --package ferrite --package ferrite-lab",
+            bench.display()
+        );
+        Ok(Ferrite { program, bench, seconds })
+    }
+
     /// One run on `image`, with these options, parted by spaces.
     ///
     /// # Errors
     /// It failed, or its result makes no sense.
-    pub(super) fn bench(&self, image: &str, options: &str) -> Result<Sample> {
+    pub(crate) fn bench(&self, image: &str, options: &str) -> Result<Sample> {
         self.bench_for(self.seconds, image, options)
     }
 
@@ -43,19 +60,19 @@ impl Ferrite {
     ///
     /// # Errors
     /// As [`bench`](Self::bench).
-    pub(super) fn bench_for(&self, seconds: f64, image: &str, options: &str) -> Result<Sample> {
+    pub(crate) fn bench_for(&self, seconds: f64, image: &str, options: &str) -> Result<Sample> {
         let mut command = Command::new(&self.bench);
         command.args([image, "--json", "--seconds", &seconds.to_string()]);
         parse(&steps::output(command.args(options.split_whitespace()))?)
     }
 
     /// `ferrite` itself.
-    pub(super) fn program(&self) -> &Path {
+    pub(crate) fn program(&self) -> &Path {
         &self.program
     }
 
     /// `ferrite-bench`.
-    pub(super) fn bench_program(&self) -> &Path {
+    pub(crate) fn bench_program(&self) -> &Path {
         &self.bench
     }
 
@@ -63,7 +80,7 @@ impl Ferrite {
     ///
     /// # Errors
     /// As [`bench`](Self::bench).
-    pub(super) fn bare(&self, copy_with: &str, batch: u32) -> Result<Sample> {
+    pub(crate) fn bare(&self, copy_with: &str, batch: u32) -> Result<Sample> {
         let mut command = Command::new(&self.bench);
         command.args(["bare", copy_with, "--seconds", &self.seconds.to_string()]);
         parse_bare(&steps::output(command.args(["--batch", &batch.to_string()]))?)
@@ -74,6 +91,8 @@ fn parse(text: &str) -> Result<Sample> {
     let report: Report = serde_json::from_str(text)
         .with_context(|| format!("ferrite-bench printed no report but {text:.300}"))?;
     let known = |value: Option<f64>| value.unwrap_or(f64::NAN);
+    let count = |name| report.counts.get(name).map_or(f64::NAN, |count| *count as f64);
+    let misses = count("metadata_misses");
     Ok(Sample {
         iops: report.iops,
         cpu_us: report.backend_cpu_us_per_io,
@@ -83,6 +102,8 @@ fn parse(text: &str) -> Result<Sample> {
         p99_us: report.lat_us.p99,
         open_us: report.open_us,
         wake_up_us: report.wake_up_us,
+        misses: misses / (misses + count("metadata_hits")).max(1.0),
+        operations: count("transfers") / count("requests"),
         segments_per_copy: known(report.segments_per_copy),
         idle_rss_kib: known(report.idle_rss_kib.map(|kib| kib as f64)),
         rest_pss_kib: known(report.rest_pss_kib.map(|kib| kib as f64)),

@@ -13,17 +13,17 @@ const RAMP: &str = "--ramp_time=0.3";
 
 /// A job of fio.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Job<'a> {
-    pub(super) image: &'a str,
+pub(crate) struct Job<'a> {
+    pub(crate) image: &'a str,
     /// As in `--rw`.
-    pub(super) mode: &'static str,
+    pub(crate) mode: &'static str,
     /// As in `--bs`.
-    pub(super) block: &'static str,
-    pub(super) depth: u32,
+    pub(crate) block: &'static str,
+    pub(crate) depth: u32,
     /// Past the page cache.
-    pub(super) direct: bool,
+    pub(crate) direct: bool,
     /// Whether each request is timed. Where it is not, fio is faster.
-    pub(super) timed: bool,
+    pub(crate) timed: bool,
 }
 
 /// One run of so many seconds, in a thread of fio's own process: a job in a session of its own would get another
@@ -31,7 +31,7 @@ pub(super) struct Job<'a> {
 ///
 /// # Errors
 /// It failed, or its result makes no sense.
-pub(super) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
+pub(crate) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
     let mut command = Command::new("fio");
     command.args(arguments(job, seconds)).stdin(Stdio::null());
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
@@ -74,7 +74,7 @@ fn arguments(job: &Job<'_>, seconds: f64) -> Vec<String> {
 }
 
 /// IOPS, and the latencies if there are any. fio may print warnings before the JSON.
-pub(super) fn parse(text: &str, mode: &str) -> Result<Sample> {
+pub(crate) fn parse(text: &str, mode: &str) -> Result<Sample> {
     let json = text.find('{').map_or("", |at| &text[at..]);
     let report: Value = serde_json::from_str(json)
         .with_context(|| format!("fio printed no JSON but {text:.300}"))?;

@@ -11,7 +11,7 @@ const MIB: usize = 1 << 20;
 
 /// A file in which every block has been written. It has no name any more, so nothing is left of
 /// it however this program ends.
-pub(super) struct Image {
+pub(crate) struct Image {
     file: File,
 }
 
@@ -20,7 +20,7 @@ impl Image {
     ///
     /// # Errors
     /// There is no room, or the folder cannot be written to.
-    pub(super) fn make(dir: &Path, mib: usize) -> Result<Image> {
+    pub(crate) fn make(dir: &Path, mib: usize) -> Result<Image> {
         step(&format!("fill an image of {mib} MiB in {}", dir.display()), || {
             std::fs::create_dir_all(dir)?;
             let path = dir.join(format!("ferrite-bench-{}.img", std::process::id()));
@@ -31,13 +31,13 @@ impl Image {
     }
 
     /// The path that other programs open: as long as this program runs.
-    pub(super) fn path(&self) -> String {
+    pub(crate) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 }
 
 /// A new file in which every block has been written.
-pub(super) fn filled(path: &Path, mib: usize) -> Result<File> {
+pub(crate) fn filled(path: &Path, mib: usize) -> Result<File> {
     let file = File::options().read(true).write(true).create_new(true).open(path);
     let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
     let mut block = noise();

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 /// One line: date, processors, kernel, load, fio.
-pub(super) fn describe() -> String {
+pub(crate) fn describe() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let shown = |program: &str, argument: &str| {
         let output = Command::new(program).arg(argument).output();

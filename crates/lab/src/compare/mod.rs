@@ -2,22 +2,22 @@
 //!
 //! It is a program of its own, so that tasks link nothing of the product.
 
-mod burners;
+pub(crate) mod burners;
 mod disk;
-mod ferrite;
-mod fio;
+pub(crate) mod ferrite;
+pub(crate) mod fio;
 mod guests;
-mod image;
+pub(crate) mod image;
 mod images;
 mod instructions;
 mod kept;
 mod loopback;
-mod machine;
-mod nbd;
+pub(crate) mod machine;
+pub(crate) mod nbd;
 mod profile;
-mod result;
-mod rounds;
-mod table;
+pub(crate) mod result;
+pub(crate) mod rounds;
+pub(crate) mod table;
 mod xen;
 
 use anyhow::Result;

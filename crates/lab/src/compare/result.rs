@@ -3,7 +3,7 @@
 use super::rounds::median;
 use anyhow::{Context, Result};
 use ferrite_xenhost::steps;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// One figure, beside the same figure of a peer from the same run where there is one.
@@ -35,7 +35,7 @@ pub(crate) struct Measurement {
 }
 
 /// A bound on a ratio or a value.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Target {
     /// No less than this.

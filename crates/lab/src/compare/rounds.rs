@@ -25,6 +25,10 @@ pub(crate) struct Sample {
     pub(crate) wake_up_us: f64,
     /// Segments of one grant copy.
     pub(crate) segments_per_copy: f64,
+    /// The part of the requests for which metadata had to be read first.
+    pub(crate) misses: f64,
+    /// Operations on the storage, by requests.
+    pub(crate) operations: f64,
     /// Resident before the first request.
     pub(crate) idle_rss_kib: f64,
     /// Context switches of the idle backend.
@@ -47,6 +51,8 @@ impl Sample {
         open_us: f64::NAN,
         wake_up_us: f64::NAN,
         segments_per_copy: f64::NAN,
+        misses: f64::NAN,
+        operations: f64::NAN,
         idle_rss_kib: f64::NAN,
         idle_switches: f64::NAN,
         rest_pss_kib: f64::NAN,
@@ -82,12 +88,38 @@ impl<'a> Plan<'a> {
     /// # Errors
     /// The first run that fails.
     pub(crate) fn run(self, rounds: u32) -> Result<Rounds> {
-        let Plan { title, series } = self;
-        let samples = step(&format!("{title}, {rounds} rounds of {}", series.len()), || {
-            let round = |_| series.iter().map(|(_, run)| run()).collect::<Result<Vec<_>>>();
-            (0..rounds).map(round).collect::<Result<Vec<_>>>()
-        })?;
-        Ok(Rounds { names: series.into_iter().map(|(name, _)| name).collect(), samples })
+        let what = format!("{}, {rounds} rounds of {}", self.title, self.series.len());
+        step(&what, || self.measure(rounds, |_| Ok(())))
+    }
+
+    /// The same, unseen; `before` is called before each run with its name.
+    ///
+    /// # Errors
+    /// The first run that fails, or `before`.
+    pub(crate) fn measure(
+        self,
+        rounds: u32,
+        mut before: impl FnMut(&str) -> Result<()>,
+    ) -> Result<Rounds> {
+        let mut samples = Vec::new();
+        for _ in 0..rounds {
+            let mut round = Vec::new();
+            for (name, run) in &self.series {
+                before(name)?;
+                round.push(run()?);
+            }
+            samples.push(round);
+        }
+        Ok(Rounds { names: self.series.into_iter().map(|(name, _)| name).collect(), samples })
+    }
+
+    pub(crate) fn title(&self) -> &str {
+        &self.title
+    }
+
+    /// How many things are measured.
+    pub(crate) fn len(&self) -> usize {
+        self.series.len()
     }
 }
 

@@ -150,6 +150,14 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
     pub(crate) memory: usize,
 
+    /// Memory for tables of the image that can be read again; each image has a few in any case.
+    #[arg(long, value_name = "SIZE", value_parser = memory)]
+    pub(crate) metadata_cache: Option<usize>,
+
+    /// Whether guests offer to keep pages granted: by default with the mover that wants it.
+    #[arg(long, value_name = "BOOL")]
+    pub(crate) front_persistent: Option<bool>,
+
     /// Microseconds that a guest polls for responses, the event already asked for, before it
     /// sleeps, as Linux guests do that poll before they halt. By default 50 where every queue can
     /// have two processors, otherwise 0.

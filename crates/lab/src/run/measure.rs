@@ -113,11 +113,13 @@ fn measure(args: &BenchArgs, signals: Signals) -> Result<(), Failure> {
 
 /// Read-only if that is enough. Measuring must not cost anybody their data.
 pub(super) fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
+    let usual = OpenOptions::default();
     let options = OpenOptions {
         read_only: !args.mode.writes(),
         state_dir: Some(state_dir.join(IMAGES)),
         parents: args.parents.allowed()?,
-        ..OpenOptions::default()
+        metadata_bytes: args.metadata_cache.unwrap_or(usual.metadata_bytes),
+        ..usual
     };
     let disk = Disk::open(&args.image, &options)?;
     if args.mode.writes() && !matches!(disk, Disk::Null(_)) && !args.force_overwrite {

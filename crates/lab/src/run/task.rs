@@ -102,7 +102,7 @@ pub(crate) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure>
         max_indirect: args.indirect,
         poll_us: poll_us(args, loaded),
         queues: args.queues,
-        persistent: args.mover == Mover::Persistent,
+        persistent: args.front_persistent.unwrap_or(args.mover == Mover::Persistent),
         parts: parts.to_vec(),
     };
     Ok(parts.chunks(loaded as usize).map(task).collect())

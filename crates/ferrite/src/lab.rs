@@ -1,0 +1,32 @@
+//! `ferrite lab`: the program that measures, which is one of its own, so that nothing that serves links it.
+
+use std::io;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::cli::LabArgs;
+use crate::exit::{Code, Failure};
+
+const PROGRAM: &str = "ferrite-lab";
+
+/// Becomes that program: the one beside this, or else one in PATH.
+pub(crate) fn run(args: &LabArgs) -> Result<(), Failure> {
+    let mut command = Command::new(beside().unwrap_or_else(|| PROGRAM.into()));
+    let error = command.args(&args.words).exec();
+    let what = format!("cannot start {PROGRAM}");
+    match error.kind() {
+        io::ErrorKind::NotFound => Err(Failure {
+            code: Code::NOT_FOUND,
+            what,
+            why: "it is neither beside ferrite nor in PATH".into(),
+            help: "install Ferrite's package, or build it: cargo build --release --package ferrite-lab".into(),
+        }),
+        _ => Err(Failure::new(what, error, "check the rights of the file")),
+    }
+}
+
+fn beside() -> Option<PathBuf> {
+    let path = std::env::current_exe().ok()?.with_file_name(PROGRAM);
+    path.is_file().then_some(path)
+}

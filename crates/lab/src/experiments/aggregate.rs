@@ -1,0 +1,136 @@
+//! Many guests and disks together: copied data beside mapped pages.
+
+use anyhow::Result;
+
+use super::Experiment;
+use super::findings::{Chart, Findings, Row};
+use super::lab::{Lab, Medium};
+use crate::compare::result::Target;
+use crate::compare::rounds::{Plan, Rounds};
+
+pub(super) const EXPERIMENT: Experiment = Experiment {
+    name: "aggregate",
+    shows: "What 1 to 10 guests get together by the size of their requests, with grant copy and with pages that are mapped, \
+            copied and unmapped as tapdisk2 did.",
+    source: "tapdisk3 (XenServer, 2014), 10 guests x 9 SSDs: tapdisk2 at most about 4 GB/s; tapdisk3 about 8 GB/s writing and \
+             10 GB/s reading, up to +100 % and +150 %.",
+    differs: "On the loopback to map is mmap, a page fault and munmap, and a copy is a memcpy: no hypercalls on either side, \
+              and fewer processors than the source's two sockets, so mapping loses for its system calls alone.",
+    run,
+};
+
+const IMAGE_MIB: usize = 1024;
+const GUESTS: [u32; 4] = [1, 2, 5, 10];
+/// Disks of each of ten guests: a ring each, as if there were more guests.
+const DISKS: [u32; 2] = [3, 9];
+/// In bytes. A guest sends 4 MiB as four requests of 1 MiB.
+const SIZES: [(u32, &str); 6] = [
+    (512, "512 B"),
+    (4096, "4 KiB"),
+    (16384, "16 KiB"),
+    (65536, "64 KiB"),
+    (262_144, "256 KiB"),
+    (1 << 20, "1 MiB"),
+];
+/// Sizes that are also written, and used with several disks.
+const MIDDLE: [(u32, &str); 2] = [SIZES[1], SIZES[3]];
+const MOVERS: [&str; 2] = ["copy", "map"];
+const MIB_S: f64 = 1_048_576.0;
+
+/// A place of the surface.
+#[derive(Clone, Copy)]
+struct Place {
+    guests: u32,
+    disks: u32,
+    size: (u32, &'static str),
+    mode: &'static str,
+}
+
+impl Place {
+    fn name(self) -> String {
+        let Place { guests, disks, size: (_, size), mode } = self;
+        let disks = if disks == 1 { String::new() } else { format!(" x {disks} disks") };
+        format!("{mode}, {guests} guests{disks}, {size}")
+    }
+
+    fn key(self, mover: &str) -> String {
+        format!("{}, {mover}", self.name())
+    }
+
+    /// At most 1 MiB of each disk in flight, and 32 requests.
+    fn options(self, mover: &str) -> String {
+        let (rings, (bytes, _)) = (self.guests * self.disks, self.size);
+        let depth = (MIB_S as u32 / bytes).clamp(1, 32);
+        format!(
+            "--mode {} --guests {rings} --block {bytes} --depth {depth} --mover {mover} --memory 1M \
+             --force-overwrite",
+            self.mode
+        )
+    }
+}
+
+fn run(lab: &Lab) -> Result<Findings> {
+    let image = lab.image(Medium::Memory, IMAGE_MIB)?;
+    let (guests, sizes) = (lab.some(&GUESTS), lab.some(&SIZES));
+    let mut places = Vec::new();
+    for size in &sizes {
+        places.extend(guests.iter().map(|guests| Place {
+            guests: *guests,
+            disks: 1,
+            size: *size,
+            mode: "read",
+        }));
+    }
+    for size in MIDDLE {
+        places.push(Place { guests: 10, disks: 1, size, mode: "write" });
+        let disks = if lab.settings.quick { &[][..] } else { &DISKS };
+        let more = |disks: &u32| Place { guests: 10, disks: *disks, size, mode: "read" };
+        places.extend(disks.iter().map(more));
+    }
+    let mut plan = Plan::new("aggregate");
+    for place in &places {
+        for mover in MOVERS {
+            plan = plan.add(place.key(mover), lab.bench(image.path(), place.options(mover)));
+        }
+    }
+    let rounds = lab.measure(plan)?;
+    let mut findings = Findings { charts: charts(&rounds, &guests, &sizes), ..Findings::default() };
+    findings.rows = places.iter().flat_map(|place| rows(&rounds, *place)).collect();
+    Ok(findings)
+}
+
+fn rate(rounds: &Rounds, place: Place, mover: &str) -> Row {
+    let bytes = f64::from(place.size.0);
+    let each = rounds.each(|r| r.of(&place.key(mover)).iops * bytes / MIB_S);
+    Row::new(format!("{}: {mover}", place.name()), "MiB/s", &each)
+}
+
+fn rows(rounds: &Rounds, place: Place) -> Vec<Row> {
+    let over = rounds.each(|r| r.of(&place.key("copy")).iops / r.of(&place.key("map")).iops);
+    let over = Row::new(format!("{}: copy over map", place.name()), "times", &over);
+    let aimed = place.guests == 10 && place.disks == 1 && (4096..=65536).contains(&place.size.0);
+    let over = if aimed { over.target(Target::AtLeast(1.5)) } else { over };
+    let over = match (aimed, place.mode) {
+        (true, "read") => over.published(2.5),
+        (true, _) => over.published(2.0),
+        _ => over,
+    };
+    vec![rate(rounds, place, "copy"), rate(rounds, place, "map"), over]
+}
+
+/// The surface as a picture a mover, with a line a number of guests.
+fn charts(rounds: &Rounds, guests: &[u32], sizes: &[(u32, &'static str)]) -> Vec<Chart> {
+    let picture = |mover: &str| {
+        let title = format!("Reads together: {mover}");
+        guests.iter().fold(Chart::new(&title, "bytes a request", "MiB/s"), |chart, guests| {
+            let row = |size: &(u32, &'static str)| {
+                let place = Place { guests: *guests, disks: 1, size: *size, mode: "read" };
+                (f64::from(size.0), rate(rounds, place, mover))
+            };
+            let line: Vec<(f64, Row)> = sizes.iter().map(row).collect();
+            let name = if *guests == 1 { "1 guest".into() } else { format!("{guests} guests") };
+            chart.line(name, line.iter().map(|(x, row)| (*x, row)))
+        })
+    };
+    MOVERS.iter().map(|mover| picture(mover)).collect()
+}

@@ -1,0 +1,205 @@
+//! What an experiment has found, and the file that it goes into.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::Experiment;
+use crate::compare::result::Target;
+use crate::statistics::Summary;
+
+/// The version of the file's contents.
+const SCHEMA: u32 = 1;
+
+/// One figure, of several runs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Row {
+    pub(crate) name: String,
+    pub(crate) unit: String,
+    pub(crate) n: u32,
+    pub(crate) mean: f64,
+    pub(crate) stddev: f64,
+    pub(crate) ci95: f64,
+    /// The source's own figure.
+    pub(crate) published: Option<f64>,
+    pub(crate) target: Option<Target>,
+    /// Whether the mean keeps the target.
+    pub(crate) met: Option<bool>,
+}
+
+impl Row {
+    pub(crate) fn new(name: impl Into<String>, unit: &str, values: &[f64]) -> Row {
+        let Summary { n, mean, stddev, ci95 } = Summary::of(values);
+        let (name, unit) = (name.into(), unit.to_owned());
+        Row { name, unit, n, mean, stddev, ci95, published: None, target: None, met: None }
+    }
+
+    pub(crate) fn published(self, figure: f64) -> Row {
+        Row { published: Some(figure), ..self }
+    }
+
+    pub(crate) fn target(self, target: Target) -> Row {
+        Row { target: Some(target), met: Some(target.met(self.mean)), ..self }
+    }
+}
+
+/// A place in a chart, with the interval of its height.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Point {
+    pub(crate) x: f64,
+    pub(crate) y: f64,
+    pub(crate) ci95: f64,
+}
+
+/// One line of a chart.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Series {
+    pub(crate) name: String,
+    pub(crate) points: Vec<Point>,
+}
+
+/// A picture of rows.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Chart {
+    pub(crate) title: String,
+    pub(crate) x: String,
+    pub(crate) y: String,
+    pub(crate) series: Vec<Series>,
+}
+
+impl Chart {
+    pub(crate) fn new(title: &str, x: &str, y: &str) -> Chart {
+        Chart { title: title.into(), x: x.into(), y: y.into(), series: Vec::new() }
+    }
+
+    /// One more line: where, and the row that says how high.
+    pub(crate) fn line<'a>(
+        mut self,
+        name: impl Into<String>,
+        points: impl IntoIterator<Item = (f64, &'a Row)>,
+    ) -> Chart {
+        let point = |(x, row): (f64, &Row)| Point { x, y: row.mean, ci95: row.ci95 };
+        let points = points.into_iter().map(point).collect();
+        self.series.push(Series { name: name.into(), points });
+        self
+    }
+}
+
+/// What a run of an experiment gives.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Findings {
+    pub(crate) rows: Vec<Row>,
+    pub(crate) charts: Vec<Chart>,
+    /// What could not be measured here, and why.
+    pub(crate) missing: Vec<String>,
+}
+
+/// The file of an experiment: all that the report needs of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Outcome {
+    schema: u32,
+    pub(crate) experiment: String,
+    pub(crate) shows: String,
+    pub(crate) source: String,
+    pub(crate) differs: String,
+    /// Processors, kernel, load.
+    pub(crate) machine: String,
+    /// Of Ferrite.
+    pub(crate) version: String,
+    /// A quick run, whose figures say nothing.
+    pub(crate) quick: bool,
+    pub(crate) rows: Vec<Row>,
+    pub(crate) charts: Vec<Chart>,
+    pub(crate) missing: Vec<String>,
+}
+
+impl Outcome {
+    pub(crate) fn new(
+        of: &Experiment,
+        findings: Findings,
+        machine: String,
+        quick: bool,
+    ) -> Outcome {
+        let Findings { rows, charts, missing } = findings;
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        Outcome {
+            schema: SCHEMA,
+            experiment: of.name.into(),
+            shows: of.shows.into(),
+            source: of.source.into(),
+            differs: of.differs.into(),
+            machine,
+            version,
+            quick,
+            rows,
+            charts,
+            missing,
+        }
+    }
+
+    /// Writes the file, whole or not at all.
+    ///
+    /// # Errors
+    /// A figure is no number, or the folder cannot be written to.
+    pub(crate) fn write(&self, folder: &Path) -> Result<PathBuf> {
+        for row in &self.rows {
+            let sound = [row.mean, row.stddev, row.ci95].iter().all(|value| value.is_finite());
+            ensure!(sound, "{}, {}: not measured: {row:?}", self.experiment, row.name);
+        }
+        let path = folder.join(format!("{}.json", self.experiment));
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        let cannot = || format!("cannot write {}", path.display());
+        let mut file = tempfile::NamedTempFile::new_in(folder).with_context(cannot)?;
+        std::io::Write::write_all(&mut file, text.as_bytes()).with_context(cannot)?;
+        file.persist(&path).with_context(cannot)?;
+        Ok(path)
+    }
+
+    /// # Errors
+    /// It cannot be read, or is of another version.
+    pub(crate) fn read(path: &Path) -> Result<Outcome> {
+        let text = fs::read_to_string(path);
+        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        let made = || format!("{} is no result of an experiment", path.display());
+        let outcome: Outcome = serde_json::from_str(&text).with_context(made)?;
+        let schema = outcome.schema;
+        ensure!(schema == SCHEMA, "{} has version {schema}, not {SCHEMA}", path.display());
+        Ok(outcome)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(values: &[f64]) -> Outcome {
+        let row = Row::new("merged", "times", values).published(3.95).target(Target::AtLeast(3.0));
+        let charts = vec![Chart::new("Rates", "blocks", "times").line("merged", [(4.0, &row)])];
+        let findings = Findings { rows: vec![row], charts, missing: vec!["nbdkit".into()] };
+        Outcome::new(&super::super::ALL[0], findings, "2 x 486".into(), false)
+    }
+
+    #[test]
+    fn a_file_has_what_was_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let written = outcome(&[4.0, 5.0, 6.0]);
+        let path = written.write(folder.path()).unwrap();
+        assert_eq!(Outcome::read(&path).unwrap(), written);
+        let text = fs::read_to_string(&path).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!((&json["schema"], &json["rows"][0]["n"]), (&1.into(), &3.into()));
+        assert_eq!(json["rows"][0]["target"]["at_least"], 3.0);
+        assert_eq!(json["rows"][0]["met"], true);
+        fs::write(&path, text.replace("\"schema\": 1", "\"schema\": 2")).unwrap();
+        assert!(Outcome::read(&path).is_err_and(|e| e.to_string().contains("version 2")));
+    }
+
+    #[test]
+    fn what_was_not_measured_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(outcome(&[4.0, f64::NAN]).write(folder.path()).is_err());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,206 @@
+//! What every experiment is run with: programs, images, rounds of runs, and a line that says how far it is.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use ferrite_disk::tools::{Convert, ImageTools};
+use ferrite_disk::{ImageName, Parents};
+use ferrite_io::directory::HostDirectory;
+use ferrite_io::engines::EngineChoice;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tempfile::TempDir;
+
+use crate::compare::ferrite::Ferrite;
+use crate::compare::image;
+use crate::compare::rounds::{Plan, Rounds, Sample};
+
+const LINE: &str = "{prefix} {bar:30} {pos}/{len} {eta} left, {wide_msg}";
+/// A run in which the machine had no time for a single request is done again so often.
+const TRIES: u32 = 5;
+/// Operations in flight while an image is converted.
+const ENTRIES: u32 = 128;
+/// Images on tmpfs.
+const TMPFS: &str = "/dev/shm";
+
+/// How to run experiments.
+pub(crate) struct Settings {
+    /// How often each thing is measured, in turn.
+    pub(crate) rounds: u32,
+    /// Of each run.
+    pub(crate) seconds: f64,
+    /// As little as shows that it works.
+    pub(crate) quick: bool,
+    /// Where images on a disk are made.
+    pub(crate) disk: PathBuf,
+}
+
+/// The same, with what it takes.
+pub(crate) struct Lab {
+    pub(crate) settings: Settings,
+    ferrite: Ferrite,
+    stop: Arc<AtomicBool>,
+}
+
+/// What holds an experiment's images.
+#[derive(Clone, Copy)]
+pub(crate) enum Medium {
+    Memory,
+    Disk,
+}
+
+/// An image, until this is dropped.
+pub(crate) struct Image {
+    path: PathBuf,
+    _folder: TempDir,
+}
+
+impl Image {
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Lab {
+    /// With the programs that lie beside this one.
+    ///
+    /// # Errors
+    /// They do not.
+    pub(crate) fn new(settings: Settings, stop: Arc<AtomicBool>) -> Result<Lab> {
+        let ferrite = Ferrite::beside(settings.seconds)?;
+        Ok(Lab { settings, ferrite, stop })
+    }
+
+    /// All of them, or the first and the last for a quick look.
+    pub(crate) fn some<T: Copy>(&self, values: &[T]) -> Vec<T> {
+        match (self.settings.quick, values) {
+            (true, [first, .., last]) => vec![*first, *last],
+            _ => values.to_vec(),
+        }
+    }
+
+    /// A raw image in which all of `mib` MiB have been written; 64 at most for a quick look.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub(crate) fn image(&self, medium: Medium, mib: usize) -> Result<Image> {
+        let folder = self.folder(medium)?;
+        let path = folder.path().join("disk.img");
+        let mib = if self.settings.quick { mib.min(64) } else { mib };
+        drop(image::filled(&path, mib)?);
+        Ok(Image { path, _folder: folder })
+    }
+
+    /// The same in another format, which the name says, with allocation units of so many bytes.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub(crate) fn converted(&self, raw: &Image, name: &str, unit_bytes: u32) -> Result<Image> {
+        let folder = TempDir::with_prefix_in(prefix(), parent(raw.path())?)?;
+        let path = folder.path().join(name);
+        let engine = EngineChoice::Auto.decide()?.kind;
+        let tools = ImageTools {
+            directory: &HostDirectory,
+            engine: &|arena| engine.open(arena, ENTRIES),
+            state_dir: None,
+            fixed_size: false,
+            unlocked: false,
+            parents: Parents::default(),
+            progress: &|_| self.check().is_ok(),
+        };
+        let how = Convert { unit_bytes: Some(unit_bytes), ..Convert::default() };
+        let done = tools.convert(&ImageName::parse(raw.path())?, &ImageName::parse(&path)?, &how);
+        self.check()?;
+        done?;
+        Ok(Image { path, _folder: folder })
+    }
+
+    fn folder(&self, medium: Medium) -> Result<TempDir> {
+        let parent = match medium {
+            Medium::Memory => Path::new(TMPFS),
+            Medium::Disk => &self.settings.disk,
+        };
+        let cannot = || format!("cannot make a folder in {}", parent.display());
+        TempDir::with_prefix_in(prefix(), parent).with_context(cannot)
+    }
+
+    /// A run of `ferrite-bench` for a plan, by options parted by spaces.
+    pub(crate) fn bench<'a>(
+        &'a self,
+        image: &'a (impl AsRef<OsStr> + ?Sized),
+        options: impl Into<String>,
+    ) -> impl Fn() -> Result<Sample> + 'a {
+        let options = options.into();
+        move || {
+            let image = image.as_ref().to_str().context("the image's path is no text")?;
+            let mut tries = 1;
+            loop {
+                match self.ferrite.bench(image, &options) {
+                    Err(e) if tries < TRIES && idle(&e) => tries += 1,
+                    done => return done,
+                }
+            }
+        }
+    }
+
+    /// Measures all of a plan in turn, as often as was asked for.
+    ///
+    /// # Errors
+    /// A run failed, or somebody wants an end.
+    pub(crate) fn measure(&self, plan: Plan<'_>) -> Result<Rounds> {
+        let runs = u64::from(self.settings.rounds) * plan.len() as u64;
+        let bar = ProgressBar::with_draw_target(Some(runs), ProgressDrawTarget::stderr());
+        let bar = bar.with_style(ProgressStyle::with_template(LINE)?);
+        bar.set_prefix(plan.title().to_owned());
+        // The time that is left moves while a run goes on.
+        bar.enable_steady_tick(Duration::from_millis(500));
+        let mut first = true;
+        let measured = plan.measure(self.settings.rounds, |name| {
+            self.check()?;
+            bar.inc(u64::from(!std::mem::take(&mut first)));
+            bar.set_message(name.to_owned());
+            Ok(())
+        });
+        bar.finish_and_clear();
+        // Ctrl-C ends the run as well: what that says is not the reason.
+        self.check().and(measured)
+    }
+
+    /// # Errors
+    /// Somebody wants an end.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.stop.load(Ordering::Relaxed) {
+            true => bail!(Interrupted),
+            false => Ok(()),
+        }
+    }
+}
+
+/// A signal asked for the end.
+#[derive(Debug)]
+pub(crate) struct Interrupted;
+
+impl std::fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("interrupted")
+    }
+}
+
+impl std::error::Error for Interrupted {}
+
+/// What the folders of images begin with: whoever finds one knows whose it is.
+fn prefix() -> String {
+    format!("ferrite-lab-{}-", std::process::id())
+}
+
+fn parent(path: &Path) -> Result<&Path> {
+    path.parent().and_then(Path::parent).context("an image is in a folder")
+}
+
+/// Whether the machine had no time for a single request.
+fn idle(error: &anyhow::Error) -> bool {
+    format!("{error:#}").contains("no request ended within")
+}

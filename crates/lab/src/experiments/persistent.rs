@@ -1,0 +1,104 @@
+//! Persistent grants: who keeps pages granted and mapped, and from how many guests on that pays.
+
+use anyhow::Result;
+
+use super::Experiment;
+use super::findings::{Chart, Findings, Row};
+use super::lab::{Lab, Medium};
+use crate::compare::rounds::{Plan, Rounds};
+
+pub(super) const EXPERIMENT: Experiment = Experiment {
+    name: "persistent",
+    shows: "Persistent grants four ways, front and back, for 1 to 15 guests, and from how many guests on they pay.",
+    source: "Persistent grants (Xen Project, 2012), 4 KiB reads of a RAM disk a guest: 340,668 IOPS without and 1,245,575 \
+             with them at 15 guests; they pay from 6 to 7 guests on.",
+    differs: "On the loopback to map is mmap, a page fault and munmap for every request, and there is no lock of a grant table \
+              that guests share: mapping is dear from the first guest on, so there is no number of guests from which \
+              persistent grants begin to pay.",
+    run,
+};
+
+const IMAGE_MIB: usize = 512;
+const GUESTS: [u32; 5] = [1, 2, 4, 8, 15];
+/// Front, back. Pages stay granted only where both say so: a front that keeps them is as another with a back that
+/// maps, and a back that keeps mappings copies from a front that does not.
+const WAYS: [(&str, &str); 4] = [
+    ("neither", "--mover map --front-persistent false"),
+    ("front only", "--mover map --front-persistent true"),
+    ("back only", "--mover persistent --front-persistent false"),
+    ("both", "--mover persistent --front-persistent true"),
+];
+/// What the source has of 15 guests.
+const PUBLISHED: [(&str, f64); 2] = [("neither", 340_668.0), ("both", 1_245_575.0)];
+
+fn run(lab: &Lab) -> Result<Findings> {
+    let image = lab.image(Medium::Memory, IMAGE_MIB)?;
+    let guests = lab.some(&GUESTS);
+    let mut plan = Plan::new("persistent");
+    for guests in &guests {
+        for (way, options) in WAYS {
+            let options = format!("--guests {guests} {options}");
+            plan = plan.add(key(way, *guests), lab.bench(image.path(), options));
+        }
+    }
+    Ok(findings(&lab.measure(plan)?, &guests))
+}
+
+fn key(way: &str, guests: u32) -> String {
+    format!("{way}, {guests} guests")
+}
+
+fn findings(rounds: &Rounds, guests: &[u32]) -> Findings {
+    let mut rows = Vec::new();
+    let mut chart = Chart::new("4 KiB random reads, all guests together", "guests", "IOPS");
+    for (way, _) in WAYS {
+        let row = |guests: u32| {
+            let each = rounds.each(|r| r.of(&key(way, guests)).iops);
+            let row = Row::new(format!("{way}, {guests} guests: rate"), "IOPS", &each);
+            match PUBLISHED.iter().find(|(of, _)| *of == way && guests == 15) {
+                Some((_, figure)) => row.published(*figure),
+                None => row,
+            }
+        };
+        let line: Vec<(f64, Row)> = guests.iter().map(|n| (f64::from(*n), row(*n))).collect();
+        chart = chart.line(way, line.iter().map(|(x, row)| (*x, row)));
+        rows.extend(line.into_iter().map(|(_, row)| row));
+    }
+    let gain = |n: u32| rounds.each(|r| r.of(&key("both", n)).iops / r.of(&key("neither", n)).iops);
+    let gains: Vec<(u32, Row)> = guests
+        .iter()
+        .map(|n| (*n, Row::new(format!("{n} guests: both over neither"), "times", &gain(*n))))
+        .collect();
+    let means: Vec<(f64, f64)> = gains.iter().map(|(n, row)| (f64::from(*n), row.mean)).collect();
+    let even: Vec<f64> = break_even(&means).into_iter().collect();
+    rows.extend(gains.into_iter().map(|(n, row)| if n == 15 { row.published(3.656) } else { row }));
+    let missing = match even.is_empty() {
+        true => vec!["a break-even: one way is ahead for every number of guests".to_owned()],
+        false => vec![],
+    };
+    if !even.is_empty() {
+        rows.push(Row::new("break-even", "guests", &even).published(6.5));
+    }
+    Findings { rows, charts: vec![chart], missing }
+}
+
+/// Where the gain, by number of guests, goes through 1, between the measured numbers on a straight line.
+fn break_even(gains: &[(f64, f64)]) -> Option<f64> {
+    gains.windows(2).find_map(|pair| {
+        let [(x, from), (y, to)] = pair else { return None };
+        let crosses = *from < 1.0 && *to >= 1.0;
+        crosses.then(|| x + (y - x) * (1.0 - from) / (to - from))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_break_even_is_where_the_gain_goes_through_one() {
+        assert_eq!(break_even(&[(1.0, 0.5), (4.0, 0.75), (8.0, 1.25), (15.0, 3.0)]), Some(6.0));
+        assert_eq!(break_even(&[(1.0, 1.5), (15.0, 3.0)]), None);
+        assert_eq!(break_even(&[(1.0, 0.5), (15.0, 0.9)]), None);
+    }
+}

@@ -1,0 +1,155 @@
+//! All results as one page, which needs nothing else: no script, no network.
+
+mod chart;
+
+use std::fmt::Write as _;
+
+use crate::compare::result::Target;
+use crate::compare::table::figure;
+use crate::experiments::findings::{Outcome, Row};
+
+const STYLE: &str = include_str!("style.css");
+
+/// The page.
+pub(crate) fn html(outcomes: &[Outcome]) -> String {
+    let mut text = format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
+         content=\"width=device-width\"><title>Ferrite's lab</title><style>\n{STYLE}</style></head><body>\n\
+         <h1>Ferrite's lab</h1>\n<p class=\"dim\">The published experiments, run on one machine. \
+         Figures are means with their 95 % intervals (Student). Nothing here was measured on Xen: guests are \
+         processes of this machine.</p>\n<nav><ul>"
+    );
+    for outcome in outcomes {
+        let name = escape(&outcome.experiment);
+        let _ = write!(text, "<li><a href=\"#{name}\">{name}</a>{}</li>", verdict(outcome));
+    }
+    text += "</ul></nav>\n";
+    outcomes.iter().for_each(|outcome| section(&mut text, outcome));
+    text + "</body></html>\n"
+}
+
+/// How many targets an experiment has met.
+fn verdict(outcome: &Outcome) -> String {
+    let met = outcome.rows.iter().filter(|row| row.met == Some(true)).count();
+    let all = outcome.rows.iter().filter(|row| row.met.is_some()).count();
+    match all {
+        0 => String::new(),
+        _ => format!(" <span class=\"dim\">{met} of {all} targets</span>"),
+    }
+}
+
+fn section(text: &mut String, outcome: &Outcome) {
+    let Outcome { experiment, shows, source, differs, machine, version, .. } = outcome;
+    let _ = write!(
+        text,
+        "<section id=\"{0}\"><h2>{0}</h2>\n<p>{1}</p>\n<p class=\"dim\"><b>Published.</b> {2}</p>\n",
+        escape(experiment),
+        escape(shows),
+        escape(source)
+    );
+    if outcome.quick {
+        *text += "<p class=\"quick\">A quick run: it shows that the experiment works, and its figures say nothing.</p>\n";
+    }
+    if !outcome.charts.is_empty() {
+        let charts: String = outcome.charts.iter().map(chart::svg).collect();
+        let _ = writeln!(text, "<div class=\"charts\">{charts}</div>");
+    }
+    *text += "<div class=\"table\"><table><thead><tr><th>what</th><th>mean</th><th>±</th><th>deviation</th>\
+              <th>runs</th><th>published</th><th>target</th></tr></thead><tbody>\n";
+    outcome.rows.iter().for_each(|row| table_row(text, row));
+    *text += "</tbody></table></div>\n";
+    for missing in &outcome.missing {
+        let _ = writeln!(text, "<p class=\"dim\"><b>Not measured.</b> {}</p>", escape(missing));
+    }
+    let _ = writeln!(
+        text,
+        "<p><b>Why they differ.</b> {}</p>\n<p class=\"machine\">Ferrite {}; {}</p></section>",
+        escape(differs),
+        escape(version),
+        escape(machine)
+    );
+}
+
+fn table_row(text: &mut String, row: &Row) {
+    let published = row.published.map_or_else(String::new, figure);
+    let _ = writeln!(
+        text,
+        "<tr><td>{}</td><td>{} {}</td><td>{}</td><td>{}</td><td>{}</td><td>{published}</td><td>{}</td></tr>",
+        escape(&row.name),
+        figure(row.mean),
+        escape(&row.unit),
+        figure(row.ci95),
+        figure(row.stddev),
+        row.n,
+        target(row)
+    );
+}
+
+fn target(row: &Row) -> String {
+    let bound = match row.target {
+        None => return String::new(),
+        Some(Target::AtLeast(bound)) => format!("≥ {bound}"),
+        Some(Target::AtMost(bound)) => format!("≤ {bound}"),
+    };
+    match row.met {
+        Some(true) => format!("{bound} <span class=\"met\">met</span>"),
+        _ => format!("{bound} <span class=\"missed\">missed</span>"),
+    }
+}
+
+/// Text that is nothing else in HTML, attributes included.
+fn escape(text: &str) -> String {
+    text.chars().fold(String::new(), |mut safe, c| {
+        match c {
+            '&' => safe += "&amp;",
+            '<' => safe += "&lt;",
+            '>' => safe += "&gt;",
+            '"' => safe += "&quot;",
+            c => safe.push(c),
+        }
+        safe
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::experiments::ALL;
+    use crate::experiments::findings::{Chart, Findings};
+
+    fn outcome() -> Outcome {
+        let rows = vec![
+            Row::new("gain", "times", &[4.0, 5.0, 6.0])
+                .published(3.95)
+                .target(Target::AtLeast(3.0)),
+            Row::new("<misses>", "%", &[2.0]).target(Target::AtMost(1.0)),
+        ];
+        let charts = vec![Chart::new("Gains", "blocks", "times").line("gain", [(1.0, &rows[0])])];
+        let findings = Findings { rows, charts, missing: vec!["nbdkit is not here".into()] };
+        Outcome::new(&ALL[0], findings, "2 x \"486\"".into(), true)
+    }
+
+    #[test]
+    fn a_figure_stands_beside_the_published_one_with_its_verdict() {
+        let page = html(&[outcome()]);
+        assert!(
+            page.contains("<td>5.00 times</td><td>2.48</td><td>1.00</td><td>3</td><td>3.95</td>")
+        );
+        assert!(page.contains("≥ 3 <span class=\"met\">"));
+        assert!(page.contains("≤ 1 <span class=\"missed\">"));
+        for text in
+            [ALL[0].differs, ALL[0].shows, "1 of 2 targets", "nbdkit is not here", "A quick run"]
+        {
+            assert!(page.contains(&escape(text)), "{text} is missing");
+        }
+    }
+
+    #[test]
+    fn the_page_is_alone_and_what_was_measured_is_text() {
+        let page = html(&[outcome()]);
+        assert!(page.contains("&lt;misses&gt;") && page.contains("2 x &quot;486&quot;"));
+        for outside in ["http:", "https:", "<script", "url(", "@import", "<link", "src="] {
+            assert!(!page.contains(outside), "{outside}");
+        }
+    }
+}

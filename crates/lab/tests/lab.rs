@@ -1,0 +1,157 @@
+//! `ferrite-lab` as its users see it.
+
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const LAB: &str = env!("CARGO_BIN_EXE_ferrite-lab");
+
+/// The lab in a folder of its own, beside the programs that it starts. `ferrite` is of another package, which
+/// whoever runs these tests has built.
+fn lab(folder: &Path, words: &[&str]) -> Output {
+    Command::new(LAB).args(words).current_dir(folder).output().expect("it runs")
+}
+
+fn said(output: &Output) -> (Option<i32>, String, String) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+/// The names of all experiments, as the list has them.
+fn names() -> Vec<String> {
+    let (code, list, _) = said(&lab(Path::new("/"), &["list"]));
+    assert_eq!(code, Some(0));
+    list.lines().filter(|line| !line.starts_with(' ')).map(str::to_owned).collect()
+}
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn page() -> String {
+    fs::read_to_string(repository().join("docs/lab.md")).unwrap()
+}
+
+/// Folders of images of that process.
+fn images(pid: u32) -> Vec<PathBuf> {
+    let ours = format!("ferrite-lab-{pid}-");
+    let entries = fs::read_dir("/dev/shm").unwrap().flatten().map(|entry| entry.path());
+    entries.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with(&ours)).collect()
+}
+
+#[test]
+fn every_command_of_the_manual_runs_and_every_experiment_gives_figures() {
+    let folder = TempDir::new().unwrap();
+    let text = page();
+    let block = text.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
+    for line in block.lines() {
+        let command = line.split('#').next().unwrap();
+        let mut words: Vec<&str> = command.split_whitespace().collect();
+        assert_eq!(&words[..2], ["ferrite", "lab"], "{line}");
+        if words[2] == "run" {
+            words.push("--quick");
+        }
+        let (code, out, errors) = said(&lab(folder.path(), &words[2..]));
+        assert_eq!((code, errors.as_str()), (Some(0), ""), "{line}: {out}");
+    }
+    let report = fs::read_to_string(folder.path().join("lab-results/report.html")).unwrap();
+    let mut files = fs::read_dir(folder.path().join("lab-results")).unwrap().count();
+    for name in names() {
+        let file = folder.path().join(format!("lab-results/{name}.json"));
+        let found: Value = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
+        assert_eq!((&found["schema"], &found["experiment"]), (&1.into(), &name.as_str().into()));
+        let rows = found["rows"].as_array().unwrap();
+        assert!(!rows.is_empty() && found["quick"] == true, "{found}");
+        for row in rows {
+            assert!(row["mean"].is_f64() && row["ci95"].is_f64() && row["n"].is_u64(), "{row}");
+            assert_eq!(row["target"].is_null(), row["met"].is_null(), "{row}");
+            for key in ["name", "unit", "stddev", "published"] {
+                assert!(row.get(key).is_some(), "{key} is missing in {row}");
+            }
+        }
+        assert!(report.contains(&format!("<section id=\"{name}\">")), "{name}");
+        files -= 1;
+    }
+    assert_eq!(files, 1, "besides the results there is the report alone");
+}
+
+#[test]
+fn the_manual_has_every_experiment_and_no_other() {
+    let text = page();
+    let rows = text.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    let table: Vec<&str> =
+        rows.map(|(name, _)| name).take_while(|name| *name != "schema").collect();
+    assert_eq!(table, names());
+}
+
+#[test]
+fn what_cannot_be_run_or_reported_is_said_with_the_next_step() {
+    let folder = TempDir::new().unwrap();
+    for (words, code, why, help) in [
+        (&["run", "no-such"][..], 2, "no experiment of that name", "ferrite-lab list"),
+        (&["report"], 3, "no result in lab-results", "run --all"),
+    ] {
+        let (found, out, errors) = said(&lab(folder.path(), words));
+        assert_eq!((found, out.as_str()), (Some(code), ""), "{errors}");
+        let (first, second) = errors.split_once('\n').unwrap();
+        assert!(first.starts_with("ferrite: ") && first.contains(why), "{errors}");
+        assert!(second.starts_with("help: ") && second.contains(help), "{errors}");
+    }
+    fs::create_dir(folder.path().join("lab-results")).unwrap();
+    fs::write(folder.path().join("lab-results/polling.json"), "{}").unwrap();
+    let (code, _, errors) = said(&lab(folder.path(), &["report"]));
+    assert!(code == Some(1) && errors.contains("polling.json is no result"), "{errors}");
+}
+
+#[test]
+fn ctrl_c_leaves_no_process_and_no_image() {
+    let folder = TempDir::new().unwrap();
+    let mut command = Command::new("env");
+    // Whatever runs the tests may ignore signals; this does not. It leads a group, as from a shell.
+    command.args(["--default-signal=INT,TERM", LAB, "run", "polling", "--seconds", "60"]);
+    command.current_dir(folder.path()).process_group(0);
+    let mut lab = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let pid = lab.id();
+    let bench = || {
+        let children = format!("/proc/{pid}/task/{pid}/children");
+        let children = fs::read_to_string(children).unwrap_or_default();
+        !children.trim().is_empty()
+    };
+    while images(pid).is_empty() || !bench() {
+        assert!(lab.try_wait().unwrap().is_none(), "it ended");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let group = Pid::from_child(&lab);
+    kill_process_group(group, Signal::INT).unwrap();
+    let pid = lab.id();
+    let output = lab.wait_with_output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(130), "{errors}");
+    assert!(errors.contains("cannot run polling: interrupted"), "{errors}");
+    assert!(test_kill_process_group(group).is_err(), "a process of the group lives");
+    assert_eq!(images(pid), [] as [PathBuf; 0]);
+    assert_eq!(fs::read_dir(folder.path().join("lab-results")).unwrap().count(), 0);
+}
+
+#[test]
+fn it_has_a_manual_page_and_each_shell_completions() {
+    let folder = TempDir::new().unwrap();
+    let (code, _, errors) = said(&lab(folder.path(), &["generate", "."]));
+    assert_eq!(code, Some(0), "{errors}");
+    for (file, word) in [
+        ("man/ferrite-lab.1", "list"),
+        ("man/ferrite-lab-run.1", "rounds"),
+        ("ferrite-lab.bash", "rounds"),
+        ("_ferrite-lab", "rounds"),
+        ("ferrite-lab.fish", "rounds"),
+    ] {
+        assert!(fs::read_to_string(folder.path().join(file)).unwrap().contains(word), "{file}");
+    }
+}
