@@ -9,13 +9,18 @@
 //! pages), nor are those that were given back ([`Arena::release`]). What an engine pins is
 //! resident, and counts against the memlock limit of a process without `CAP_IPC_LOCK`.
 
+mod lent;
+
 use std::fmt;
 use std::io;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+pub use lent::Lender;
 
 use crate::volatile;
 
@@ -93,6 +98,8 @@ pub struct Arena {
     base: NonNull<u8>,
     len: usize,
     kind: Kind,
+    /// Of lent pages, by page; 0: it is not one.
+    names: OnceLock<Box<[AtomicU32]>>,
 }
 
 // SAFETY: the arena is plain memory that is unmapped by its one owner. All access is by volatile
@@ -116,7 +123,7 @@ impl Arena {
             Some(arena) => arena,
             None => Self::map_aligned(len)?,
         };
-        arena.advise();
+        arena.keep_private(arena.span(0, len));
         Ok(Arc::new(arena))
     }
 
@@ -134,7 +141,7 @@ impl Arena {
         };
         let base = NonNull::new(base.ok()?.cast::<u8>())?;
         // From here on, dropping it unmaps it.
-        let arena = Arena { base, len, kind: Kind::Huge };
+        let arena = Arena { base, len, kind: Kind::Huge, names: OnceLock::new() };
         // SAFETY: our own mapping; its pages are made, what they hold stays zero.
         match unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) } {
             // Before Linux 5.14 there is no such advice.
@@ -167,7 +174,7 @@ impl Arena {
         let Some(base) = NonNull::new(base) else {
             return Err(io::ErrorKind::OutOfMemory.into());
         };
-        let mut arena = Arena { base, len, kind: Kind::Small };
+        let mut arena = Arena { base, len, kind: Kind::Small, names: OnceLock::new() };
         // SAFETY: advice on our own mapping that changes how it is backed, not what it holds.
         let advised = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
         if advised.is_ok() && transparent_huge_pages_on() {
@@ -178,10 +185,10 @@ impl Arena {
 
     /// A child process gets no copy (a fork must not make the kernel copy pages that are pinned
     /// for a transfer), and a core dump holds no guest's data. Both are best effort.
-    fn advise(&self) {
+    fn keep_private(&self, s: Span) {
         for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
             // SAFETY: advice on our own mapping; this process keeps its contents.
-            let _ = unsafe { madvise(self.base.as_ptr().cast(), self.len, advice) };
+            let _ = unsafe { madvise(self.ptr(s).as_ptr().cast(), s.len(), advice) };
         }
     }
 

@@ -18,11 +18,17 @@ use std::marker::PhantomData;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::arena::{Arena, Span};
+use crate::arena::{Arena, Lender, Span};
 use bitmap::{PAGES, PageMap, SlabSet};
 
 /// Bytes in a slab: the largest blkif request (256 segments of one page).
 pub const SLAB_BYTES: usize = 1 << 20;
+
+/// Pages that the queues of one pool are lent together at most, if there is a lender: 2 MiB.
+pub const LENT_PAGES: u32 = 512;
+
+/// Pages that a queue is lent at first: a sweep of small requests.
+const FIRST_LENT: u32 = 16;
 
 /// The most that a kernel pins in one piece, in bytes.
 const MAX_PINNED_BYTES: usize = 1 << 30;
@@ -44,6 +50,10 @@ pub struct Pool {
     scratch_bytes: usize,
     /// Queues that use buffers, or may.
     warm: Mutex<usize>,
+    /// Lends each of them pages for the first part of its own slab, where most of its buffers are.
+    lender: Option<Box<dyn Lender>>,
+    /// Of [`LENT_PAGES`], those that no queue has asked for.
+    lendable: Mutex<u32>,
 }
 
 impl Pool {
@@ -65,6 +75,20 @@ impl Pool {
         queues: usize,
         scratch_bytes: usize,
     ) -> io::Result<Arc<Pool>> {
+        Pool::with_lender(bytes, queues, scratch_bytes, None)
+    }
+
+    /// The same, whose queues use `lender`'s pages first while they are warm: as many as their buffers
+    /// have filled at once, so that large requests have most of them.
+    ///
+    /// # Errors
+    /// Those of [`Arena::new`].
+    pub fn with_lender(
+        bytes: usize,
+        queues: usize,
+        scratch_bytes: usize,
+        lender: Option<Box<dyn Lender>>,
+    ) -> io::Result<Arc<Pool>> {
         // The last slab, which has the zero page, is no queue's own, whatever the scratch memory takes.
         let least = queues.saturating_add(1).saturating_mul(SLAB_BYTES);
         let scratch_bytes = scratch_bytes.next_multiple_of(PAGE_BYTES);
@@ -77,7 +101,8 @@ impl Pool {
             shared.give(slab);
         }
         let own = Mutex::new(vec![Some(PageMap::empty()); queues]);
-        Ok(Arc::new(Pool { arena, shared, own, slabs, warm: Mutex::new(0), scratch_bytes }))
+        let (warm, lendable) = (Mutex::new(0), Mutex::new(LENT_PAGES));
+        Ok(Arc::new(Pool { arena, shared, own, slabs, scratch_bytes, warm, lender, lendable }))
     }
 
     /// Memory of one queue for other things than guests' data; empty, unless it was asked for. It
@@ -118,9 +143,22 @@ impl Pool {
             slabs,
             held,
             in_use,
+            peak: 0,
+            wanted: 0,
+            lent: 0,
             warm: false,
             not_sync: PhantomData,
         }
+    }
+
+    /// Pages of a queue's own slab.
+    fn own_pages(&self, queue: u32, first: u32, pages: u32) -> Span {
+        let offset = queue as usize * SLAB_BYTES + first as usize * PAGE_BYTES;
+        self.arena.span(offset, pages as usize * PAGE_BYTES)
+    }
+
+    fn lendable(&self) -> std::sync::MutexGuard<'_, u32> {
+        self.lendable.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn warm(&self) -> std::sync::MutexGuard<'_, usize> {
@@ -170,6 +208,11 @@ pub struct QueuePool {
     held: Vec<u32>,
     /// Pages.
     in_use: u32,
+    /// Most of them at once, since it cooled last.
+    peak: u32,
+    /// Lent pages that it has asked for, and those of them that are its share. It may have got fewer.
+    wanted: u32,
+    lent: u32,
     warm: bool,
     not_sync: PhantomData<Cell<()>>,
 }
@@ -205,6 +248,7 @@ impl QueuePool {
         let first = map.find(pages)?;
         map.set(first, pages);
         self.in_use += pages;
+        self.peak = self.peak.max(self.in_use);
         let offset = slab as usize * SLAB_BYTES + first as usize * PAGE_BYTES;
         Some(Buf(self.pool.arena.span(offset, pages as usize * PAGE_BYTES)))
     }
@@ -239,6 +283,8 @@ impl QueuePool {
     pub fn warm(&mut self) -> Span {
         if !std::mem::replace(&mut self.warm, true) {
             *self.pool.warm() += 1;
+            self.borrow_pages(self.peak.max(FIRST_LENT));
+            self.peak = 0;
         }
         self.pool.arena.span(0, self.pool.arena.len().min(MAX_PINNED_BYTES))
     }
@@ -250,6 +296,7 @@ impl QueuePool {
         if self.in_use > 0 || !std::mem::take(&mut self.warm) {
             return;
         }
+        self.return_pages();
         let arena = &self.pool.arena;
         arena.release(self.pool.scratch(self.own as usize));
         // Locked until it is done, so that a queue that warms up meanwhile waits.
@@ -257,6 +304,41 @@ impl QueuePool {
         *warm -= 1;
         if *warm == 0 {
             arena.release(arena.span(0, self.pool.slabs as usize * SLAB_BYTES));
+        }
+    }
+
+    /// Whether more lent pages would be of use: [`borrow_more`](Self::borrow_more).
+    pub fn wants_more(&self) -> bool {
+        self.warm && self.wanted < self.peak.min(PAGES) && self.pool.lender.is_some()
+    }
+
+    /// Has as many pages lent as its buffers have filled at once. No buffer is in use, and no engine
+    /// has the memory pinned.
+    pub fn borrow_more(&mut self) {
+        if self.in_use == 0 && self.wants_more() {
+            self.borrow_pages(self.peak);
+        }
+    }
+
+    /// Asks for the next power of two, so that it is done a few times at most.
+    fn borrow_pages(&mut self, pages: u32) {
+        let Some(lender) = &self.pool.lender else { return };
+        self.wanted = pages.next_power_of_two().min(PAGES);
+        let mut lendable = self.pool.lendable();
+        let more = self.wanted.saturating_sub(self.lent).min(*lendable);
+        *lendable -= more;
+        drop(lendable);
+        if more > 0 {
+            lender.lend(&self.pool.arena, self.pool.own_pages(self.own, self.lent, more));
+            self.lent += more;
+        }
+    }
+
+    fn return_pages(&mut self) {
+        let lent = std::mem::take(&mut self.lent);
+        if let (Some(lender), 1..) = (&self.pool.lender, lent) {
+            lender.take_back(&self.pool.arena, self.pool.own_pages(self.own, 0, lent));
+            *self.pool.lendable() += lent;
         }
     }
 
