@@ -77,6 +77,22 @@ fn neighbours_share_an_operation_and_every_page_gets_to_its_place() {
     }
 }
 
+/// So the next sweep's data are in the same buffers.
+#[test]
+fn a_megabyte_is_a_sweep() {
+    const LARGE: usize = 128 << 10;
+    let (rig, _) = rig(true);
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(LARGE / PAGE).unwrap();
+    let queue = &mut front.queues[0];
+    for i in 0..SWEEP as u64 {
+        queue.read(i * 1000, &buffer, 0, LARGE).unwrap();
+    }
+    assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
+    assert_eq!(rig.counters.counts().sweeps, 2);
+    front.close(PATIENCE).unwrap();
+}
+
 /// Pages in stretches of 112 KiB, of each the even before the odd ones (sources.md 4).
 fn even_before_odd(stretches: usize) -> impl Iterator<Item = usize> {
     let stretch = |start| (start..start + 28).step_by(2).chain((start + 1..start + 28).step_by(2));

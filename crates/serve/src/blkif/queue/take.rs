@@ -1,7 +1,7 @@
 //! Steps 2 and 3: off the ring, into private memory, checked.
 
 use ferrite_io::arena::Span;
-use ferrite_io::pool::Buf;
+use ferrite_io::pool::{Buf, SLAB_BYTES};
 use ferrite_xen::abi::{
     MAX_INDIRECT_PAGES, Message, PlainOp, RawSegment, Request, SEGMENT_BYTES,
     SEGMENTS_PER_INDIRECT_PAGE,
@@ -28,6 +28,10 @@ const SWEEP: u32 = 16;
 /// may belong there: cut in the middle, little of a batch would share an operation. With it whole,
 /// there are few operations to wait for.
 const LONG_SWEEP: u32 = 64;
+
+/// Bytes after which a sweep is long enough, however few its requests: storage that does a whole sweep
+/// at once has the next one's data in the same buffers, which are the best that there are.
+const SWEEP_BYTES: usize = SLAB_BYTES;
 
 /// An indirect request whose segments are still in the guest.
 pub(super) struct Fetch {
@@ -63,13 +67,13 @@ impl Queue {
     fn take_from_ring(&mut self, limits: &Limits, now_ns: u64) -> Result<(), RingViolation> {
         let there = self.ring.unconsumed()?;
         let before = self.ring.req_cons();
-        let (mut taken, mut limit) = (0, SWEEP);
+        let (mut taken, mut limit, mut bytes) = (0, SWEEP, 0);
         while taken < there && !self.path.is_holding_back() {
-            if taken == limit {
-                if limit == LONG_SWEEP || !self.path.leave_gaps() {
+            if taken == limit || bytes >= SWEEP_BYTES {
+                if taken == LONG_SWEEP || !self.path.leave_gaps() {
                     break;
                 }
-                limit += SWEEP;
+                (limit, bytes) = ((taken + SWEEP).min(LONG_SWEEP), 0);
             }
             let Some(entry) = self.path.next_entry() else { break };
             let slot = self.ring.peek();
@@ -77,6 +81,7 @@ impl Queue {
             super::tests::slot_was_read();
             let request = Request::decode(self.connection.protocol, &slot);
             let Ok(buf) = self.reserve(&request.message, limits) else { break };
+            bytes += buf.as_ref().map_or(0, |buf| buf.span().len());
             let Some(ticket) = self.path.take(request.id, request.response_op, buf, now_ns) else {
                 break;
             };
