@@ -152,6 +152,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
     pub(crate) mover: Mover,
 
+    /// Have data pass through pages that this domain grants to itself, as far as there are any: they
+    /// are copied faster.
+    #[arg(long, value_name = "true|false", default_value_t = true, action = ArgAction::Set)]
+    pub(crate) own_grants: bool,
+
     /// Keep up to N pages of the guest mapped; what does not fit is copied.
     #[arg(long, value_name = "N", default_value_t = DISK_MAPPINGS)]
     pub(crate) map_budget: u32,

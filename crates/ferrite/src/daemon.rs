@@ -136,6 +136,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         on_full: options.on_full,
         memory: options.memory_bytes,
         mover: options.mover,
+        own_grants: options.own_grants,
         map_budget: options.map_budget,
         map_budget_host: disk.config().host.map_budget,
         parents: ParentsArgs::of(folders),

@@ -94,7 +94,8 @@ fn serve_with(
     };
     let device = Device::new(disk, SystemClock::shared()).on_full(config.work.on_full);
     let device = Arc::new(device);
-    let outcome = serve(store, &Xen::new(), &device, &config, stop);
+    let xen = if args.own_grants { Xen::new().with_own_grants() } else { Xen::new() };
+    let outcome = serve(store, &xen, &device, &config, stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
         // Without it the next one takes this one for killed, and does no harm.

@@ -47,6 +47,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     // Now, while this process may, and for all connections: nobody else has a copy of these.
     let xen = Xen::ahead(queues_ahead(args));
     let (xen, no_xen) = match xen {
+        Ok(xen) if args.own_grants => (xen.with_own_grants(), None),
         Ok(xen) => (xen, None),
         // The next worker may have more luck.
         Err(e) => (Xen::nothing(), Some(e.to_string())),
@@ -110,6 +111,7 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     put("on-full", &args.on_full);
     put("memory", &args.memory);
     put("mover", &args.mover);
+    put("own-grants", &args.own_grants);
     put("map-budget", &args.map_budget);
     put("map-budget-host", &args.map_budget_host);
     put("poll-us", &args.tuning.poll_us);
@@ -259,6 +261,7 @@ mod tests {
             "--on-full=wait",
             "--memory=3M",
             "--mover=map",
+            "--own-grants=false",
             "--map-budget=5",
             "--map-budget-host=6",
             "--poll-us=17",

@@ -7,7 +7,7 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use ferrite_io::arena::{Arena, Span};
+use ferrite_io::arena::{Arena, Lender, Span};
 
 use crate::mover::Moving;
 
@@ -141,6 +141,11 @@ pub trait Hypervisor: Send + Sync {
     /// Whether this process lacks for good what connecting takes, and only the next one may have it.
     fn is_used_up(&self) -> bool {
         false
+    }
+
+    /// For one pool: pages that links copy to and from at less cost than others, where there are such.
+    fn lender(&self) -> Option<Box<dyn Lender>> {
+        None
     }
 
     /// Maps the ring pages (1 to 16, contiguous in the order given), binds the port. Data will

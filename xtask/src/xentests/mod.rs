@@ -14,6 +14,7 @@ mod images;
 mod lifecycle;
 mod media;
 mod nvme;
+mod own_grants;
 mod processors;
 mod recovery;
 mod runner;
@@ -90,6 +91,7 @@ pub(crate) fn all() -> Vec<Case> {
         images::CASES,
         engines::CASES,
         nvme::CASES,
+        own_grants::CASES,
         filesystem::CASES,
         lifecycle::CASES,
         processors::CASES,

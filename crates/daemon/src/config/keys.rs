@@ -61,7 +61,7 @@ const HOST: [Key<HostOptions>; 2] = [
     },
 ];
 
-const DISK: [Key<DiskOptions>; 13] = [
+const DISK: [Key<DiskOptions>; 14] = [
     Key {
         name: "queues",
         allowed: "a number from 1 to 64",
@@ -91,6 +91,11 @@ const DISK: [Key<DiskOptions>; 13] = [
         name: "mover",
         allowed: "\"copy\", \"map\" or \"persistent\"",
         take: |disk, value| put(&mut disk.mover, word(value)),
+    },
+    Key {
+        name: "own_grants",
+        allowed: "true or false",
+        take: |disk, value| put(&mut disk.own_grants, value.as_bool()),
     },
     Key {
         name: "map_budget",

@@ -68,6 +68,8 @@ pub struct DiskOptions {
     pub poll_storage: bool,
     /// How data gets from and to the guest.
     pub mover: Mover,
+    /// Data passes through pages that this domain grants to itself.
+    pub own_grants: bool,
     /// Pages of the guest that this disk may have mapped.
     pub map_budget: u32,
     /// What requests get for which there is no space.
@@ -106,6 +108,7 @@ impl Default for DiskOptions {
             engine: EngineChoice::Auto,
             poll_storage: false,
             mover: Mover::Copy,
+            own_grants: true,
             map_budget: DISK_MAPPINGS,
             on_full: OnFull::Error,
             memory_bytes: 8 << 20,

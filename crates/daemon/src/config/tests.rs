@@ -30,6 +30,7 @@ indirect = 32
 engine = "aio"
 poll_storage = true
 mover = "persistent"
+own_grants = false
 map_budget = 100
 on_full = "wait"
 memory_mib = 16
@@ -53,6 +54,7 @@ fn each_key_goes_to_its_place() {
         engine: EngineChoice::Only(EngineKind::Aio),
         poll_storage: true,
         mover: Mover::Persistent,
+        own_grants: false,
         map_budget: 100,
         on_full: OnFull::Wait,
         memory_bytes: 16 << 20,
@@ -133,6 +135,7 @@ fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
         ("[disks]\npoll_us = [1]", "disks.poll_us", "\"auto\", or a number"),
         ("[disks]\npoll_cpu = 6401", "disks.poll_cpu", "from 0 to 6400"),
         ("[disks]\ncpu = 0", "disks.cpu", "from 1 to 6400"),
+        ("[disks]\nown_grants = \"no\"", "disks.own_grants", "true or false"),
         ("[disks]\nmerge = 1", "disks.merge", "true or false"),
         ("[host]\nmap_budget = true", "host.map_budget", "a number of pages"),
         ("[host]\npoll_processors = 5000", "host.poll_processors", "from 0 to 4096"),

@@ -1,5 +1,6 @@
 //! The interfaces that Xen offers to this domain.
 
+use ferrite_io::pool::LENT_PAGES;
 use ferrite_xen::real::{self, Probe};
 use ferrite_xen::store::Store;
 
@@ -30,12 +31,41 @@ fn of_probe(probe: &Probe) -> Vec<Check> {
         domain(probe),
         device(GRANTS, &probe.gntdev, "there", "the way to guests' memory"),
         device(COPY, &probe.grant_copy, "available", "moves all data between guest and buffers"),
+        own_grants(probe),
         device(EVENTS, &probe.evtchn, "there", "one descriptor a queue wakes its thread"),
     ];
     if probe.evtchn.is_ok() {
         checks.push(restriction(&probe.evtchn_restrict));
     }
     checks
+}
+
+/// Pages that a disk at work takes at most.
+const OWN_PAGES: u64 = LENT_PAGES as u64;
+
+fn own_grants(probe: &Probe) -> Check {
+    let name = "own grants";
+    match (&probe.own_grants, probe.own_grants_limit) {
+        (Ok(()), Some(limit)) => check(
+            name,
+            State::Ok,
+            format!("{limit} pages for all disks"),
+            format!(
+                "copies cost less; enough for {} disks with large requests. For more: options \
+                 xen-gntalloc limit=N in /etc/modprobe.d",
+                limit / OWN_PAGES
+            ),
+        ),
+        (Ok(()), None) => check(
+            name,
+            State::Ok,
+            "available".into(),
+            "copies cost less for the first disks at work",
+        ),
+        (Err(why), _) => {
+            check(name, State::Warn, why.clone(), "data is copied at a higher cost, and as safely")
+        }
+    }
 }
 
 fn restriction(result: &Result<(), String>) -> Check {
@@ -126,6 +156,8 @@ mod tests {
             gntdev: Ok(()),
             grant_copy: Ok(()),
             gntdev_limit: None,
+            own_grants: Ok(()),
+            own_grants_limit: Some(1024),
             evtchn: Ok(()),
             evtchn_restrict: Ok(()),
             xenbus: Ok(()),
@@ -142,6 +174,17 @@ mod tests {
         let checks = of_probe(&good());
         assert!(checks.iter().all(|c| c.state == State::Ok), "{checks:?}");
         assert_eq!(checks[0].found, "Xen 4.20.1");
+    }
+
+    #[test]
+    fn the_limit_of_own_grants_is_told_in_disks() {
+        for (limit, disks) in [(1024, "2 disks"), (511, "0 disks")] {
+            let probe = Probe { own_grants_limit: Some(limit), ..good() };
+            let check = of_probe(&probe).into_iter().find(|c| c.name == "own grants").unwrap();
+            assert!(check.means.contains(disks), "{check:?}");
+        }
+        let probe = Probe { own_grants_limit: None, ..good() };
+        assert_eq!(state_of(&probe, "own grants"), State::Ok);
     }
 
     #[test]
@@ -164,6 +207,8 @@ mod tests {
     fn what_is_not_required_is_a_warning() {
         let probe = Probe { evtchn_restrict: Err("old".into()), ..good() };
         assert_eq!(state_of(&probe, "restriction"), State::Warn);
+        let probe = Probe { own_grants: Err("no module".into()), ..good() };
+        assert_eq!(state_of(&probe, "own grants"), State::Warn);
         let probe = Probe { capabilities: Err("no xenfs".into()), ..good() };
         assert_eq!(state_of(&probe, "domain"), State::Warn);
     }

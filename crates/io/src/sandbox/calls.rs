@@ -162,6 +162,9 @@ const IOCTLS: &[u32] = &[
     0x0018_4700,
     0x0010_4701,
     0x0010_4708,
+    // /dev/xen/gntalloc: make, give back.
+    0x0018_4705,
+    0x0010_4706,
     // /dev/xen/evtchn: bind, unbind, notify, reset, restrict.
     0x0008_4501,
     0x0004_4503,

@@ -82,6 +82,9 @@ impl RequestPath {
     /// this thread finds out by itself when one is free.
     pub fn buffer(&mut self, data_bytes: usize) -> Option<Buf> {
         let slack = slack(self.medium.block_bytes);
+        if self.flights.in_use() == 0 && self.reactor.tasks() == 0 {
+            self.buffers.borrow_more(&mut self.reactor);
+        }
         let buf = self.buffers.alloc(data_bytes + slack, &mut self.reactor);
         if buf.is_none() {
             self.hold.stalled = true;
@@ -219,22 +222,29 @@ impl RequestPath {
 #[cfg(test)]
 pub(super) mod tests {
     use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use ferrite_disk::Disk;
+    use ferrite_io::arena::{Arena, Lender, Span};
     use ferrite_io::clock::SystemClock;
     use ferrite_io::engines::test_engine;
-    use ferrite_io::pool::Pool;
+    use ferrite_io::pool::{PAGE_BYTES, Pool, SLAB_BYTES};
 
     use super::RequestPath;
-    use crate::counters::Counters;
+    use crate::counters::{Counters, Kind};
     use crate::path::device::Device;
     use crate::path::gate::Side;
     use crate::path::shared::Shared;
+    use crate::path::work::Action;
     use crate::tuning::Tuning;
 
     /// One without a thread.
     pub(in super::super) fn path(device: &Arc<Device>, side: Side) -> RequestPath {
-        let pool = Pool::with_scratch(1 << 20, 1, Disk::MAX_SCRATCH_BYTES).unwrap();
+        path_with(device, side, None)
+    }
+
+    fn path_with(device: &Arc<Device>, side: Side, lender: Option<Box<dyn Lender>>) -> RequestPath {
+        let pool = Pool::with_lender(1 << 20, 1, Disk::MAX_SCRATCH_BYTES, lender).unwrap();
         let (processors, counters) = (Arc::default(), Counters::default());
         let shared =
             Shared::new(device.clone(), pool, 1, Tuning::default(), processors, counters).unwrap();
@@ -257,5 +267,43 @@ pub(super) mod tests {
         assert!(second.enter() && !first.enter());
         second.stay_out();
         assert!(first.enter());
+    }
+
+    /// It counts the pages that it was asked for, and has none.
+    struct Asked(Arc<AtomicUsize>);
+
+    impl Lender for Asked {
+        fn lend(&self, _: &Arena, wanted: Span) {
+            self.0.fetch_add(wanted.len() / PAGE_BYTES, Ordering::Relaxed);
+        }
+
+        fn take_back(&self, _: &Arena, wanted: Span) {
+            self.0.fetch_sub(wanted.len() / PAGE_BYTES, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn large_requests_have_pages_borrowed_when_nothing_is_in_flight() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let pages = || asked.load(Ordering::Relaxed);
+        let device = Arc::new(Device::new(Disk::nothing(), SystemClock::shared()));
+        let mut path = path_with(&device, Side::First, Some(Box::new(Asked(asked.clone()))));
+        assert!(path.enter());
+        let large = path.buffer(SLAB_BYTES / 2);
+        assert_eq!(pages(), 16, "it does not know yet how large requests are");
+        let ticket = path.take(1, 0, large, 0).unwrap();
+        path.flights.get(&ticket).kind = Kind::of(Action::Read);
+        let small = path.buffer(1).unwrap();
+        assert_eq!(pages(), 16, "a request is in flight");
+        path.release(ticket);
+        let next = path.buffer(1).unwrap();
+        assert_eq!(pages(), 16, "a buffer is in use");
+        path.free(small);
+        path.free(next);
+        let next = path.buffer(1).unwrap();
+        assert_eq!(pages(), 256);
+        path.free(next);
+        path.give_memory_back();
+        assert_eq!(pages(), 0);
     }
 }

@@ -26,6 +26,15 @@ impl Buffers {
         self.pool.alloc(bytes)
     }
 
+    /// Has the pool [borrow](QueuePool::borrow_more) what it wants, unless there are buffers in use.
+    /// Nothing is in flight.
+    pub(super) fn borrow_more(&mut self, reactor: &mut Reactor) {
+        if self.pool.wants_more() && !self.are_in_use() && reactor.unpin() {
+            self.pool.borrow_more();
+            reactor.pin(self.pool.warm());
+        }
+    }
+
     pub(super) fn free(&mut self, buf: Buf) {
         self.pool.free(buf);
     }

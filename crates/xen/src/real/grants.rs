@@ -11,16 +11,13 @@ use ferrite_io::arena::Arena;
 use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
+use super::copies::Copies;
 use super::kept::Device;
 use super::uapi;
 use crate::hypervisor::{
-    CopySegment, Direction, DomId, GrantRef, PAGE_SIZE, RingMemory, STATUS_UNTOUCHED,
+    CopySegment, Direction, DomId, GNTST_OKAY, GrantRef, PAGE_SIZE, RingMemory, STATUS_UNTOUCHED,
 };
 use crate::mover::{BATCH, Grants, Mapping};
-
-/// Segments in one ioctl. The kernel hands 16 at a time to the hypervisor (blkif.md 4.3), so more
-/// would save little; this bounds what a link keeps: 12 KiB.
-const COPY_BATCH: usize = 512;
 
 const _: () = assert!(BATCH <= uapi::MAP_PAGES_MAX);
 
@@ -148,13 +145,12 @@ impl Drop for Granted {
 pub(super) struct DomainGrants {
     device: Arc<GrantDevice>,
     domid: DomId,
-    /// Kept from call to call, so that none allocates.
-    entries: Vec<uapi::CopyEntry>,
+    copies: Copies,
 }
 
 impl DomainGrants {
     pub(super) fn new(device: Arc<GrantDevice>, domid: DomId) -> Self {
-        DomainGrants { device, domid, entries: Vec::with_capacity(COPY_BATCH) }
+        DomainGrants { device, domid, copies: Copies::new(domid) }
     }
 }
 
@@ -168,16 +164,9 @@ impl Grants for DomainGrants {
         direction: Direction,
         segments: &mut [CopySegment],
     ) -> io::Result<()> {
-        for batch in segments.chunks_mut(COPY_BATCH) {
-            let domid = self.domid;
-            self.entries.clear();
-            self.entries.extend(batch.iter().map(|s| entry(s, arena, domid, direction)));
-            copy_entries(&*self.device, &mut self.entries)?;
-            for (segment, entry) in batch.iter_mut().zip(&self.entries) {
-                segment.status = entry.status;
-            }
-        }
-        Ok(())
+        let device = &*self.device;
+        let mut call = |entries: &mut [uapi::CopyEntry]| copy_entries(device, entries);
+        self.copies.copy(&mut call, arena, direction, segments)
     }
 
     fn map(&mut self, grefs: &[GrantRef], writable: bool) -> io::Result<Granted> {
@@ -208,30 +197,25 @@ pub(super) fn can_copy(device: &impl AsFd) -> io::Result<()> {
     copy_entries(device, &mut [])
 }
 
+/// Copies within a page that this domain has granted to itself.
+pub(super) fn copy_within(device: &impl AsFd, own: u32) -> io::Result<()> {
+    let side = |offset| uapi::grant_side(own, offset, uapi::DOMID_SELF);
+    let flags = uapi::COPY_SOURCE_GREF | uapi::COPY_DEST_GREF;
+    let (source, dest, status) = (side(0), side(2048), STATUS_UNTOUCHED);
+    let mut entries = [uapi::CopyEntry { source, dest, len: 512, flags, status, pad: 0 }];
+    copy_entries(device, &mut entries)?;
+    match entries[0].status {
+        GNTST_OKAY => Ok(()),
+        status => Err(io::Error::other(format!("the hypervisor's status is {status}"))),
+    }
+}
+
 fn copy_entries(device: &impl AsFd, entries: &mut [uapi::CopyEntry]) -> io::Result<()> {
     let count = entries.len() as u32;
     let mut request = uapi::GrantCopy { count, pad: 0, entries: entries.as_mut_ptr() };
-    // SAFETY: `count` entries of the kernel's layout. Their local sides come from `entry`: ranges
-    // of an arena, bounds-checked, that outlives the call and that nothing holds references into.
+    // SAFETY: `count` entries of the kernel's layout. Their local sides are ranges of an
+    // arena (`copies.rs`), bounds-checked, that outlives the call and that nothing holds references into.
     unsafe { uapi::ioctl(device.as_fd(), uapi::GRANT_COPY, &raw mut request) }.map(drop)
-}
-
-fn entry(
-    segment: &CopySegment,
-    arena: &Arena,
-    domid: DomId,
-    direction: Direction,
-) -> uapi::CopyEntry {
-    let local = arena.ptr(segment.local()).as_ptr().expose_provenance() as u64;
-    let grant = uapi::grant_side(segment.gref().0, segment.offset(), domid.0);
-    let (source, dest, flags) = match direction {
-        Direction::FromGuest => (grant, local, uapi::COPY_SOURCE_GREF),
-        Direction::ToGuest => (local, grant, uapi::COPY_DEST_GREF),
-    };
-    // The status is never left over from an earlier use (XSA-318). Linux sets it to okay when it
-    // takes the segment up and to the error when there was one, so what stays untouched was never
-    // looked at.
-    uapi::CopyEntry { source, dest, len: segment.len(), flags, status: STATUS_UNTOUCHED, pad: 0 }
 }
 
 #[cfg(test)]
@@ -243,22 +227,6 @@ mod tests {
     use tracing::{Event, Metadata, Subscriber};
 
     use super::*;
-
-    #[test]
-    fn a_segment_becomes_the_kernels_24_bytes_in_either_direction() {
-        let arena = Arena::new(PAGE_SIZE).unwrap();
-        let span = arena.span(512, 1024);
-        let mut segment = CopySegment::new(span, GrantRef(0x0102_0304), 2048);
-        segment.status = 0;
-        let local = arena.ptr(span).as_ptr() as u64;
-        let grant = 0x0007_0800_0102_0304;
-
-        let e = entry(&segment, &arena, DomId(7), Direction::FromGuest);
-        assert_eq!((e.source, e.dest, e.len, e.flags), (grant, local, 1024, 1));
-        let e = entry(&segment, &arena, DomId(7), Direction::ToGuest);
-        assert_eq!((e.source, e.dest, e.len, e.flags), (local, grant, 1024, 2));
-        assert_eq!(e.status, STATUS_UNTOUCHED);
-    }
 
     #[test]
     fn a_device_that_cannot_copy_says_so() {

@@ -1,8 +1,10 @@
-//! Xen itself, reached from user space by /dev/xen/gntdev and /dev/xen/evtchn.
+//! Xen itself, reached from user space by /dev/xen/gntdev, /dev/xen/evtchn and /dev/xen/gntalloc.
 
+mod copies;
 mod events;
 mod grants;
 mod kept;
+mod own_pages;
 mod probe;
 mod uapi;
 
@@ -12,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use ferrite_io::arena::Arena;
+use ferrite_io::arena::{Arena, Lender};
 
 pub use probe::{Probe, probe};
 
@@ -23,9 +25,11 @@ use crate::mover::{Carrier, Moving};
 use events::EventChannel;
 use grants::{DomainGrants, GrantDevice, Granted, MapError};
 use kept::{Device, Kept};
+use own_pages::{OwnPages, PageDevice};
 
 const GNTDEV: &str = "dev/xen/gntdev";
 const EVTCHN: &str = "dev/xen/evtchn";
+const GNTALLOC: &str = "dev/xen/gntalloc";
 
 /// Whether event channels are restricted to their guest's domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +50,8 @@ pub struct Xen {
     restriction: AtomicU8,
     /// What was opened ahead: nothing else is opened then.
     ahead: Option<Ahead>,
+    /// Where pages come from that this domain grants to itself.
+    own: Option<Arc<PageDevice>>,
 }
 
 /// One of each for every queue.
@@ -69,7 +75,27 @@ impl Xen {
 
     fn at(root: &Path) -> Xen {
         let restriction = AtomicU8::new(Restriction::Unknown as u8);
-        Xen { root: root.to_owned(), restriction, ahead: None }
+        Xen { root: root.to_owned(), restriction, ahead: None, own: None }
+    }
+
+    /// Has data pass through pages that this domain grants to itself, as far as it may have some. The
+    /// device is opened now; without it all goes on as it does without such pages.
+    #[must_use]
+    pub fn with_own_grants(self) -> Xen {
+        let own = probe::is_control_domain(&self.root)
+            .then(|| own_pages::open(&self.root.join(GNTALLOC)));
+        let own = match own {
+            None => None,
+            Some(Ok(device)) => Some(PageDevice::new(device)),
+            Some(Err(e)) => {
+                tracing::info!(
+                    "no pages are granted by this domain to itself: /{GNTALLOC}: {e}; data is copied \
+                     a little slower (modprobe xen-gntalloc)"
+                );
+                None
+            }
+        };
+        Xen { own, ..self }
     }
 
     /// Opens now what so many queues of one guest need. It is kept over connections, and nothing is
@@ -210,6 +236,11 @@ impl Hypervisor for Xen {
         self.ahead.as_ref().is_some_and(|ahead| ahead.were_too_few.load(Ordering::Relaxed))
     }
 
+    fn lender(&self) -> Option<Box<dyn Lender>> {
+        let own = self.own.clone()?;
+        Some(Box::new(OwnPages::new(own)))
+    }
+
     fn connect(
         &self,
         domid: DomId,
@@ -336,5 +367,23 @@ mod tests {
         assert!(xen.is_used_up() && Xen::nothing().is_used_up());
         drop(held);
         assert_eq!(count(), (2, 2));
+    }
+
+    #[test]
+    fn pages_are_lent_where_this_is_the_control_domain_and_the_device_is_there() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let lender = || Xen::at(root.path()).with_own_grants().lender();
+        write(GNTALLOC, "");
+        assert!(lender().is_none());
+        write("proc/xen/capabilities", "control_d\n");
+        assert!(lender().is_some());
+        assert!(Xen::at(root.path()).lender().is_none(), "it was not asked for");
+        std::fs::remove_file(root.path().join(GNTALLOC)).unwrap();
+        assert!(lender().is_none());
     }
 }

@@ -2,10 +2,12 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::{EVTCHN, GNTDEV, events, grants};
+use super::own_pages::{self, PageDevice};
+use super::{EVTCHN, GNTALLOC, GNTDEV, events, grants};
 use crate::hypervisor::DomId;
 
 /// `XENFEAT_auto_translated_physmap`: pages are translated by hardware (PVH, HVM), not by
@@ -33,6 +35,10 @@ pub struct Probe {
     pub grant_copy: Result<(), String>,
     /// Most grants of one map request: xen-gntdev's parameter `limit`.
     pub gntdev_limit: Option<u64>,
+    /// Whether this domain can grant pages to itself, and copies between grants work.
+    pub own_grants: Result<(), String>,
+    /// Most pages that all processes of this domain grant so: xen-gntalloc's parameter `limit`.
+    pub own_grants_limit: Option<u64>,
     /// Whether /dev/xen/evtchn can be opened.
     pub evtchn: Result<(), String>,
     /// Whether event channels can be restricted to one guest.
@@ -69,6 +75,15 @@ fn probe_at(root: &Path) -> Probe {
         grant_copy: gntdev.as_ref().map_err(Clone::clone).and_then(|device| {
             grants::can_copy(device).map_err(|e| format!("this kernel does not copy grants: {e}"))
         }),
+        own_grants: gntdev.as_ref().map_err(Clone::clone).and_then(|device| {
+            if !is_control_domain(root) {
+                return Err("only a control domain uses them".to_owned());
+            }
+            let pages = PageDevice::new(open(root, GNTALLOC, "xen-gntalloc", own_pages::open)?);
+            try_own(device, &pages).map_err(|e| format!("cannot copy between own pages: {e}"))
+        }),
+        own_grants_limit: text("sys/module/xen_gntalloc/parameters/limit")
+            .and_then(|t| number(t, 10)),
         gntdev: gntdev.map(drop),
         gntdev_limit: text("sys/module/xen_gntdev/parameters/limit").and_then(|t| number(t, 10)),
         evtchn_restrict: evtchn.as_ref().map_err(Clone::clone).and_then(|device| {
@@ -79,6 +94,19 @@ fn probe_at(root: &Path) -> Probe {
         xenbus: exists(root, "dev/xen/xenbus"),
         xenstored: exists(root, "run/xenstored/socket"),
     }
+}
+
+/// Copies within a page that is made for it.
+fn try_own(device: &OwnedFd, pages: &PageDevice) -> io::Result<()> {
+    let (index, refs) = pages.alloc(1)?;
+    let copied = grants::copy_within(device, refs[0]);
+    pages.free(index, 1);
+    copied
+}
+
+/// Whether this is a control domain, as far as xenfs says.
+pub(super) fn is_control_domain(root: &Path) -> bool {
+    read(root, "proc/xen/capabilities").is_ok_and(|c| c.contains("control_d"))
 }
 
 impl Probe {

@@ -1,5 +1,5 @@
-//! The kernel's interface: ioctl numbers and structures of /dev/xen/gntdev and /dev/xen/evtchn
-//! (blkif.md 4.1 and 5; Linux include/uapi/xen/{gntdev,evtchn}.h).
+//! The kernel's interface: ioctl numbers and structures of /dev/xen/gntdev, gntalloc and evtchn
+//! (blkif.md 4.1, 4.6 and 5; Linux include/uapi/xen/{gntdev,gntalloc,evtchn}.h).
 
 use std::io;
 use std::mem::{offset_of, size_of};
@@ -9,6 +9,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 pub(super) const RING_PAGES_MAX: usize = 16;
 /// Pages of the largest map request that is made here; the kernel takes 65,536.
 pub(super) const MAP_PAGES_MAX: usize = 256;
+
+/// Pages that are made at once, here.
+pub(super) const ALLOC_PAGES_MAX: usize = 64;
 
 /// As the kernel's `_IOC(_IOC_NONE, device, number, size)`, the only kind these devices use.
 const fn request(device: u8, number: u32, size: usize) -> libc::Ioctl {
@@ -75,6 +78,31 @@ pub(super) struct GrantCopy {
     pub(super) entries: *mut CopyEntry,
 }
 
+/// This domain, whatever its number.
+pub(super) const DOMID_SELF: u16 = 0x7FF0;
+
+/// The kernel declares one reference and writes `count` of them.
+#[repr(C)]
+pub(super) struct AllocGref {
+    pub(super) domid: u16,
+    pub(super) flags: u16,
+    pub(super) count: u32,
+    /// Out: the offset to give mmap(2).
+    pub(super) index: u64,
+    /// Out.
+    pub(super) refs: [u32; ALLOC_PAGES_MAX],
+}
+
+/// The other side may write.
+pub(super) const ALLOC_WRITABLE: u16 = 1;
+
+#[repr(C)]
+pub(super) struct DeallocGref {
+    pub(super) index: u64,
+    pub(super) count: u32,
+    pub(super) pad: u32,
+}
+
 #[repr(C)]
 pub(super) struct BindInterdomain {
     pub(super) remote_domain: u32,
@@ -97,6 +125,11 @@ const MAP_GRANT_REF_BYTES: usize = offset_of!(MapGrantRef, refs) + size_of::<Map
 pub(super) const MAP_GRANT_REF: libc::Ioctl = request(b'G', 0, MAP_GRANT_REF_BYTES);
 pub(super) const UNMAP_GRANT_REF: libc::Ioctl = request(b'G', 1, size_of::<UnmapGrantRef>());
 pub(super) const GRANT_COPY: libc::Ioctl = request(b'G', 8, size_of::<GrantCopy>());
+/// The head with one reference.
+const ALLOC_GREF_BYTES: usize =
+    (offset_of!(AllocGref, refs) + size_of::<u32>()).next_multiple_of(8);
+pub(super) const ALLOC_GREF: libc::Ioctl = request(b'G', 5, ALLOC_GREF_BYTES);
+pub(super) const DEALLOC_GREF: libc::Ioctl = request(b'G', 6, size_of::<DeallocGref>());
 pub(super) const BIND_INTERDOMAIN: libc::Ioctl = request(b'E', 1, size_of::<BindInterdomain>());
 pub(super) const UNBIND: libc::Ioctl = request(b'E', 3, size_of::<Notify>());
 pub(super) const NOTIFY: libc::Ioctl = request(b'E', 4, size_of::<Notify>());
@@ -108,6 +141,8 @@ const _: () = {
     assert!(MAP_GRANT_REF == 0x0018_4700);
     assert!(UNMAP_GRANT_REF == 0x0010_4701);
     assert!(GRANT_COPY == 0x0010_4708);
+    assert!(ALLOC_GREF == 0x0018_4705);
+    assert!(DEALLOC_GREF == 0x0010_4706);
     assert!(BIND_INTERDOMAIN == 0x0008_4501);
     assert!(UNBIND == 0x0004_4503);
     assert!(NOTIFY == 0x0004_4504);

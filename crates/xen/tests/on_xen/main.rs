@@ -5,6 +5,7 @@
 mod links;
 mod movers;
 mod own_domain;
+mod own_pages;
 mod store;
 
 use ferrite_xen::real::probe;

@@ -88,9 +88,9 @@ struct Prepared {
 impl Attached {
     /// Connects a frontend that has nothing in flight.
     pub(super) fn connect(means: &Means<'_>, rings: Rings) -> Result<Attached, Failure> {
-        let connection = new_connection(means, &rings)?;
         let wanted = &rings.wanted;
         let moving = moving(means, wanted);
+        let connection = new_connection(means, &rings, moving.mover)?;
         let mut attached = Vec::new();
         for i in 0..wanted.queues.len() {
             let link = new_link(means, wanted, i, &moving)?;
@@ -130,9 +130,9 @@ impl Attached {
                 _ => refuse(why),
             }
         })?;
-        let connection = new_connection(means, &rings)?;
         let wanted = &rings.wanted;
         let moving = moving(means, wanted);
+        let connection = new_connection(means, &rings, moving.mover)?;
         let mut prepared = Vec::new();
         let mut undone = 0;
         for (i, table) in table.into_queues().into_iter().enumerate() {
@@ -338,10 +338,16 @@ impl Drop for Gone {
     }
 }
 
-fn new_connection(means: &Means<'_>, rings: &Rings) -> Result<Arc<Connection>, Failure> {
+fn new_connection(
+    means: &Means<'_>,
+    rings: &Rings,
+    mover: Mover,
+) -> Result<Arc<Connection>, Failure> {
     let queues = rings.wanted.queues.len();
     let device = means.device.clone();
-    let pool = Pool::with_scratch(means.pool_bytes, queues, Disk::MAX_SCRATCH_BYTES)
+    // Others do not need them: they copy by the processor.
+    let lender = if mover == Mover::Copy { means.hypervisor.lender() } else { None };
+    let pool = Pool::with_lender(means.pool_bytes, queues, Disk::MAX_SCRATCH_BYTES, lender)
         .map_err(|e| Failure::host("get memory for the buffer pool", e))?;
     let (processors, counters) = (means.processors.clone(), means.counters.clone());
     let shared = Shared::new(device, pool, queues, means.tuning, processors, counters)
