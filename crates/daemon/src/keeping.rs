@@ -23,6 +23,7 @@ use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::Mover;
 use ferrite_xen::store::{Store, StoreError};
 
+use crate::config::DiskOptions;
 use crate::state::{DiskId, id_of_name};
 use crate::table::Woken;
 use crate::wait::wait_for;
@@ -51,6 +52,9 @@ pub trait Programs: Send + Sync {
     /// # Errors
     /// It cannot be said in arguments.
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure>;
+
+    /// What a worker with these arguments goes by, if that can be told.
+    fn options(&self, worker: &[String]) -> Option<DiskOptions>;
 
     /// The arguments of the relay of a disk's NBD clients; the program is the keeper's.
     fn relay(&self) -> Vec<String>;
@@ -303,6 +307,11 @@ impl Serving for Keepers {
 
     fn forget_older(&self, disk: DiskId) -> Result<(), Failure> {
         self.end(disk).map_err(|e| failed("end the keeper of an older disk", &e))
+    }
+
+    fn options(&self, disk: DiskId) -> Option<DiskOptions> {
+        let keep = Keeper::connect(&self.socket(disk)).and_then(|keeper| keeper.keep()).ok()?;
+        self.programs.options(&keep.worker)
     }
 
     fn all(&self) -> Vec<DiskId> {

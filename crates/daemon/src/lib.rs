@@ -174,6 +174,11 @@ pub trait Serving: Send + Sync {
     /// Somebody may serve it still.
     fn forget_older(&self, disk: DiskId) -> Result<(), Failure>;
 
+    /// How a disk is served now, if that is known. It may have been begun with by another configuration.
+    fn options(&self, _: DiskId) -> Option<DiskOptions> {
+        None
+    }
+
     /// Disks that somebody stands for whom this daemon may know nothing of.
     fn all(&self) -> Vec<DiskId>;
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
-use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
+use ferrite_daemon::control::protocol::{Details, PhaseName, Source, Upgraded};
 use ferrite_daemon::keeping::Keepers;
 use ferrite_disk::tools::NewImage;
 use ferrite_io::directory::HostDirectory;
@@ -285,6 +285,37 @@ fn the_keeper_of_a_disk_that_was_detached_and_attached_without_a_daemon_is_anoth
         end(&host, std::slice::from_ref(&again), &[new]);
         kill(daemon);
     }
+}
+
+/// The next daemon has another configuration, and its disks go on as they were attached.
+#[test]
+fn a_disk_shows_the_settings_that_its_worker_was_started_with() {
+    let host = Host::new(2);
+    let waits = [(host::ON_FULL, "wait")];
+    let daemon = host.spawn_with(None, &waits);
+    let mut disks = vec![attach(&host, 1)];
+    let shown = |disk: &DiskPaths| {
+        wait_until("the daemon", || host.status().is_ok());
+        host.wait_for_phase(disk, PhaseName::Served);
+        let details: Details = host.call("disk.show", &json!({ "disk": host::id(disk) })).unwrap();
+        let on_full = details.settings.into_iter().find(|setting| setting.key == "on_full");
+        let on_full = on_full.unwrap();
+        (details.read_only, on_full.value, on_full.from)
+    };
+    let mut front = host.connect(&disks[0]);
+    assert_eq!(shown(&disks[0]), (false, "wait".to_owned(), Source::Disks));
+    kill(daemon);
+    let daemon = host.spawn(None);
+    assert_eq!(shown(&disks[0]), (false, "wait".to_owned(), Source::Earlier));
+    disks.push(attach(&host, 2));
+    assert_eq!(shown(&disks[1]), (false, "error".to_owned(), Source::Default));
+    host.store().write(&format!("{}/mode", disks[1].backend), b"r").unwrap();
+    assert!(shown(&disks[1]).0);
+    works(&mut front, 1);
+    front.close(PATIENCE).unwrap();
+    let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
+    end(&host, &disks, &keepers);
+    kill(daemon);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_daemon::config::{self, Config};
+use ferrite_daemon::config::{self, Config, DiskOptions};
 use ferrite_daemon::keeping::{Keepers, Programs};
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
@@ -21,9 +21,10 @@ use crate::cli::{DaemonArgs, ServeArgs};
 use crate::exit::{Code, Failure};
 use crate::options::TuningArgs;
 use crate::parents::ParentsArgs;
+use crate::plain::one_line;
 use crate::serve::stop_on_signals;
 use crate::vdev::Vbd;
-use crate::worker::{arguments, names};
+use crate::worker::{arguments, names, told_by};
 
 mod metrics;
 
@@ -39,10 +40,18 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
         };
         Failure { code: Code::USAGE, what, why, help: e.allowed }
     })?;
+    let doubts = config.doubts(path, &args.places.run_dir);
     if args.check_config {
-        println!("{} is right", path.display());
+        for doubt in &doubts {
+            eprintln!("ferrite: warning: {}", one_line(&doubt.to_string()));
+        }
+        match doubts.len() {
+            0 => println!("{} is right", path.display()),
+            doubts => println!("{} can be used; warnings: {doubts}", path.display()),
+        }
         return Ok(());
     }
+    doubts.iter().for_each(|doubt| tracing::warn!("{doubt}"));
     let stop = stop_on_signals()?;
     let places = Places { run: args.places.run_dir.clone() };
     let (metrics_socket, stats) = (config.metrics_socket.clone(), places.run.join(FOLDER));
@@ -93,6 +102,10 @@ impl Programs for Ours {
         arguments(&serve_args(disk), disk.run_dir()).ok_or_else(|| no_text(disk))
     }
 
+    fn options(&self, worker: &[String]) -> Option<DiskOptions> {
+        told_by(worker).map(|args| options(&args))
+    }
+
     fn relay(&self) -> Vec<String> {
         vec![RELAY.to_owned()]
     }
@@ -115,6 +128,25 @@ fn no_text(disk: &Assignment<'_>) -> DiskFailure {
     DiskFailure {
         why: format!("the name of {} is not UTF-8", disk.image.path.display()),
         help: "rename the image, and correct the disk's target".to_owned(),
+    }
+}
+
+/// What the configuration would have said.
+fn options(args: &ServeArgs) -> DiskOptions {
+    DiskOptions {
+        queues: args.queues,
+        ring_order: args.ring_order,
+        indirect: u16::try_from(args.indirect).unwrap_or(u16::MAX),
+        engine: args.engine,
+        poll_storage: args.poll_storage,
+        mover: args.mover,
+        map_budget: args.map_budget,
+        on_full: args.on_full,
+        memory_bytes: args.memory,
+        poll: args.tuning.poll_us,
+        poll_cpu: args.tuning.poll_cpu,
+        cpu: args.cpu,
+        merge: !args.tuning.no_merge,
     }
 }
 
@@ -146,5 +178,39 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
             poll_host: disk.config().host.poll_processors,
             no_merge: !options.merge,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_serve::path::full::OnFull;
+    use ferrite_serve::polling::PollWindow;
+    use ferrite_xen::mover::Mover;
+
+    use super::*;
+
+    #[test]
+    fn what_a_worker_was_told_is_what_its_settings_are() {
+        let told = "worker --xen=3/51712 --queues=2 --ring-order=1 --indirect=32 --engine=aio \
+                    --poll-storage --mover=map --map-budget=7 --on-full=wait --memory=3145728 \
+                    --poll-us=9 --poll-cpu=20 --cpu=150 --no-merge --run-dir=/run/ferrite -- raw:/a";
+        let told: Vec<String> = told.split_whitespace().map(str::to_owned).collect();
+        let expected = DiskOptions {
+            queues: 2,
+            ring_order: 1,
+            indirect: 32,
+            engine: "aio".parse().unwrap(),
+            poll_storage: true,
+            mover: Mover::Map,
+            map_budget: 7,
+            on_full: OnFull::Wait,
+            memory_bytes: 3 << 20,
+            poll: "9".parse::<PollWindow>().unwrap(),
+            poll_cpu: 20,
+            cpu: Some(150),
+            merge: false,
+        };
+        assert_eq!(Ours.options(&told), Some(expected));
+        assert_eq!(Ours.options(&["worker".to_owned(), "--colour=red".to_owned()]), None);
     }
 }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Nothing, PhaseName, ShowParams,
-    UpgradeParams, Upgraded, WaitParams,
+    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Nothing, PhaseName, Setting,
+    ShowParams, Source, UpgradeParams, Upgraded, WaitParams,
 };
 use ferrite_daemon::state::{DiskId, States};
 use ferrite_daemon::{Places, directory};
@@ -285,13 +285,27 @@ fn description(details: &Details) -> String {
         ("nbd", details.nbd.clone().unwrap_or_else(none)),
         ("script", details.hotplug_status.clone().unwrap_or_else(none)),
     ];
+    let read_only = if details.read_only { "yes: so it was attached (access=r)" } else { "no" };
+    lines.push(("read-only", read_only.to_owned()));
     if let Some(full) = &disk.full {
         lines.push(("space", space(full)));
     }
     if let Some(waits_for) = &details.waits_for {
         lines.push(("waits for", waits_for.clone()));
     }
-    lines.iter().map(|(name, value)| format!("{name:10} {}\n", one_line(value))).collect()
+    let text = lines.iter().map(|(name, value)| format!("{name:10} {}\n", one_line(value)));
+    text.chain(details.settings.iter().map(setting)).collect()
+}
+
+fn setting(setting: &Setting) -> String {
+    let from = match setting.from {
+        Source::Default => "default",
+        Source::Disks => "[disks]",
+        Source::Image => "[images]",
+        Source::Earlier => "an earlier configuration, until it is attached again",
+    };
+    let (key, value) = (one_line(&setting.key), one_line(&setting.value));
+    format!("  {key:13} {value:11} {from}\n")
 }
 
 #[cfg(test)]
@@ -354,6 +368,12 @@ mod tests {
             backend_state: 5,
             frontend_state: 4,
             online: false,
+            read_only: true,
+            settings: vec![Setting {
+                key: "on_full".to_owned(),
+                value: "wait".to_owned(),
+                from: Source::Image,
+            }],
             nbd: Some("/run/ferrite/vbd-1-51712/nbd".to_owned()),
             hotplug_status: None,
             waits_for: Some("the guest".to_owned()),
@@ -365,6 +385,8 @@ mod tests {
             "nbd        /run/ferrite/vbd-1-51712/nbd",
             "space      its storage is full: 1 request waits for space, for 0s",
             "waits for  the guest",
+            "read-only  yes: so it was attached (access=r)",
+            "  on_full       wait        [images]",
         ] {
             assert!(text.lines().any(|have| have == line), "{line}: {text}");
         }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use clap::Parser as _;
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_disk::{ImageName, Parents};
@@ -21,7 +22,7 @@ use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use crate::cli::{ServeArgs, WorkerArgs};
+use crate::cli::{Cli, Command, ServeArgs, WorkerArgs};
 use crate::engine::choose;
 use crate::exit::Failure;
 use crate::parents::ParentsArgs;
@@ -133,6 +134,15 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     Some(all)
 }
 
+/// What a worker with these arguments was told to serve, and how.
+pub(crate) fn told_by(arguments: &[String]) -> Option<ServeArgs> {
+    let words = ["ferrite".to_owned()].into_iter().chain(arguments.iter().cloned());
+    match Cli::try_parse_from(words).ok()?.command {
+        Command::Worker(args) => Some(args.serve),
+        _ => None,
+    }
+}
+
 /// From here on this process has no rights, and its keeper opens files for it.
 fn give_rights_up(args: &ServeArgs) -> Result<(), Failure> {
     let is_namespace = |meta: std::fs::Metadata| meta.file_type().is_char_device();
@@ -234,10 +244,7 @@ fn told(failure: Failure, last: &mut Option<String>) -> OpenFailure {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-    use crate::cli::{Cli, Command};
     use crate::exit::Code;
 
     fn parse<T: Into<String>>(args: impl IntoIterator<Item = T>) -> Cli {

@@ -170,6 +170,15 @@ fn a_wrong_configuration_is_named_and_the_daemon_does_not_start() {
     let output = ferrite(&["daemon", "--config", path, "--check-config"]);
     assert!(output.status.success());
     assert!(text(&output.stdout).contains("is right"));
+    // What is probably not meant is told; storage may come later, so it is taken.
+    fs::write(&file, "image_folders = [\"/nothere\"]\n[images.\"/not/there.vhd\"]\n").unwrap();
+    let output = ferrite(&["daemon", "--config", path, "--check-config"]);
+    assert!(output.status.success());
+    assert!(text(&output.stdout).ends_with("can be used; warnings: 2\n"));
+    let said = text(&output.stderr);
+    for key in ["image_folders: cannot find /nothere: ", "images.\"/not/there.vhd\": cannot find"] {
+        assert!(said.contains(&format!("ferrite: warning: {path}: {key}")), "{said}");
+    }
     let missing = ferrite(&["daemon", "--check-config", "--config", "/nonexistent"]);
     assert_eq!(missing.status.code(), Some(2));
 }

@@ -161,7 +161,8 @@ fn xls_script_says_why_a_disk_is_not_served() {
 fn details(online: bool) -> (&'static str, Value) {
     let disk = disk(3, 2, "served", 1);
     let details = json!({
-        "disk": disk, "backend_state": 5, "frontend_state": 4, "online": online, "waits_for": "it",
+        "disk": disk, "backend_state": 5, "frontend_state": 4, "online": online,
+        "read_only": false, "waits_for": "it",
     });
     ("disk.show", details)
 }

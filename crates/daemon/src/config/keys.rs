@@ -143,6 +143,28 @@ const DISK: [Key<DiskOptions>; 14] = [
     },
 ];
 
+/// Each key of a disk, with its value as it would be written there.
+pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()] {
+    let poll = disk.poll.to_string();
+    let cpu = disk.cpu.map_or_else(|| "-".to_owned(), |percent| percent.to_string());
+    let memory = (disk.memory_bytes >> 20).to_string();
+    [
+        ("queues", disk.queues.to_string()),
+        ("ring_order", disk.ring_order.to_string()),
+        ("indirect", disk.indirect.to_string()),
+        ("engine", disk.engine.to_string()),
+        ("poll_storage", disk.poll_storage.to_string()),
+        ("mover", disk.mover.to_string()),
+        ("map_budget", disk.map_budget.to_string()),
+        ("on_full", disk.on_full.to_string()),
+        ("memory_mib", memory),
+        ("poll_us", poll),
+        ("poll_cpu", disk.poll_cpu.to_string()),
+        ("cpu", cpu),
+        ("merge", disk.merge.to_string()),
+    ]
+}
+
 /// Takes the whole file.
 pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), Wrong> {
     let known: Vec<&str> = TOP.iter().map(|key| key.name).chain(TABLES).collect();
@@ -253,6 +275,11 @@ fn socket(value: &Value) -> Option<PathBuf> {
 /// Absolute, and without steps upward: what is compared with it has none.
 fn is_folder(path: &Path) -> bool {
     path.is_absolute() && !path.components().any(|part| part == std::path::Component::ParentDir)
+}
+
+#[cfg(test)]
+pub(super) fn of_disks() -> Vec<&'static str> {
+    DISK.iter().map(|key| key.name).collect()
 }
 
 #[cfg(test)]

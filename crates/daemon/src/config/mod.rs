@@ -14,6 +14,9 @@ use ferrite_serve::path::full::OnFull;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
+use crate::control::protocol::{Setting, Source};
+
+mod doubts;
 mod keys;
 mod nearest;
 #[cfg(test)]
@@ -187,6 +190,23 @@ impl Config {
     /// How this image is served.
     pub fn of_image(&self, image: &Path) -> &DiskOptions {
         self.images.get(image).unwrap_or(&self.disks)
+    }
+
+    /// The settings in force of a disk with this image, and where each comes from.
+    pub fn settings(&self, image: &Path, in_force: &DiskOptions) -> Vec<Setting> {
+        let (now, all) = (keys::values(self.of_image(image)), keys::values(&self.disks));
+        let layers = now.into_iter().zip(all).zip(keys::values(&DiskOptions::default()));
+        let settings = keys::values(in_force).into_iter().zip(layers);
+        let setting = settings.map(|((key, value), ((now, all), default))| {
+            let from = match (value == now.1, now == all, all == default) {
+                (false, ..) => Source::Earlier,
+                (true, false, _) => Source::Image,
+                (true, true, false) => Source::Disks,
+                (true, true, true) => Source::Default,
+            };
+            Setting { key: key.to_owned(), value, from }
+        });
+        setting.collect()
     }
 
     /// Whether an image may be served from there. Links have to be resolved before. A folder may be

@@ -170,3 +170,61 @@ fn images_are_served_from_the_folders_and_below_by_whole_names() {
         assert!(!config.allows(Path::new(path)), "{path}");
     }
 }
+
+#[test]
+fn settings_say_where_they_come_from() {
+    let config = "[disks]\nqueues = 2\ncpu = 50\n[images.\"/srv/a\"]\ncpu = 70\n";
+    let config = parse(config).unwrap();
+    let image = Path::new("/srv/a");
+    let older = DiskOptions { on_full: OnFull::Wait, ..config.of_image(image).clone() };
+    let settings = config.settings(image, &older);
+    let named: Vec<&str> = settings.iter().map(|setting| setting.key.as_str()).collect();
+    assert_eq!(named, keys::of_disks());
+    for (key, value, from) in [
+        ("queues", "2", Source::Disks),
+        ("cpu", "70", Source::Image),
+        ("on_full", "wait", Source::Earlier),
+        ("memory_mib", "8", Source::Default),
+        ("merge", "true", Source::Default),
+    ] {
+        let setting = Setting { key: key.to_owned(), value: value.to_owned(), from };
+        assert!(settings.contains(&setting), "{setting:?}: {settings:?}");
+    }
+}
+
+#[test]
+fn what_is_probably_not_meant_is_told_and_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    std::fs::create_dir(at("images")).unwrap();
+    for name in ["images/a", "b"] {
+        std::fs::write(at(name), "").unwrap();
+    }
+    let text = format!(
+        "image_folders = [\"/run/sr-mount\", {:?}, {:?}]\nparent_folders = [{:?}]\n\
+         metrics_socket = {:?}\n[images.{:?}]\n[images.{:?}]\n[images.{:?}]\n",
+        at("images"),
+        at("image"),
+        at("parents"),
+        at("none/m.sock"),
+        at("images/a"),
+        at("images/c"),
+        at("b"),
+    );
+    let config = parse(&text).unwrap();
+    let doubts = config.doubts(Path::new("f"), Path::new("/run/ferrite"));
+    let told: Vec<String> = doubts.iter().map(ToString::to_string).collect();
+    assert_eq!(told.len(), 5, "{told:#?}");
+    for (told, words) in told.iter().zip([
+        ["f: image_folders: ", "image: No such file"],
+        ["f: parent_folders: ", "parents: No such file"],
+        ["f: metrics_socket: ", "none: No such file"],
+        ["/b\": ", "in none of the folders"],
+        ["/images/c\": ", "images/c: No such file"],
+    ]) {
+        assert!(words.iter().all(|word| told.contains(word)), "{words:?}: {told}");
+    }
+    // The daemon makes its own folder.
+    assert_eq!(config.doubts(Path::new("f"), &dir.path().join("none")).len(), 4);
+    assert!(Config::default().doubts(Path::new("f"), Path::new("/run/ferrite")).is_empty());
+}

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::protocol::{
     Attached, DetachParams, Detached, Details, Disk, Disks, Full, NotUpgraded, Nothing, PhaseName,
-    RpcError, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
+    RpcError, Setting, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
 };
 use super::waits::waits_for;
 use crate::config::nearest;
@@ -161,7 +161,9 @@ fn failed(e: &StoreError) -> RpcError {
 
 fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
     let disk = found(shared, id)?;
-    let look = Look::take(&mut store(shared)?, id).map_err(|e| failed(&e))?;
+    let mut store = store(shared)?;
+    let look = Look::take(&mut store, id).map_err(|e| failed(&e))?;
+    let mode = store.read(&format!("{}/mode", directory::path(id))).map_err(|e| failed(&e))?;
     let of_entry = |entry: &Entry| (entry.phase.clone(), entry.nbd.clone());
     let (phase, nbd) = shared.table.look(|disks| disks.get(&id).map(of_entry)).unzip();
     let waits_for = waits_for(&look, phase.as_ref(), disk.full.is_some());
@@ -171,9 +173,21 @@ fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
         backend_state: look.own,
         frontend_state: look.front,
         online: look.online,
+        read_only: !mode.is_some_and(|mode| mode.contains(&b'w')),
+        settings: settings(shared, id),
         waits_for,
         hotplug_status: look.hotplug_status,
     })
+}
+
+/// What its worker goes by, which an older daemon may have started.
+fn settings(shared: &Shared, id: DiskId) -> Vec<Setting> {
+    let of_entry = |entry: &Entry| Some((entry.beside.unwrap_or(id), entry.image.clone()?.path));
+    let Some((kept, image)) = shared.table.look(|disks| disks.get(&id).and_then(of_entry)) else {
+        return Vec::new();
+    };
+    let in_force = shared.serving.options(kept);
+    in_force.map(|options| shared.config.settings(&image, &options)).unwrap_or_default()
 }
 
 /// What xl does: it asks the guest, waits, and removes the directories. With force, a guest that does

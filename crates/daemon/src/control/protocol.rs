@@ -212,6 +212,32 @@ pub struct Disks {
     pub no_xen: Option<String>,
 }
 
+/// Where a setting comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    /// Nobody has said anything of it.
+    Default,
+    /// What the configuration says of all disks.
+    Disks,
+    /// What it says of this image.
+    Image,
+    /// What it said when the disk was attached, and does not say any more.
+    Earlier,
+}
+
+/// A key of the configuration, for one disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Setting {
+    /// Its name.
+    pub key: String,
+    /// Its value, as the configuration has it; `-` for none.
+    pub value: String,
+    /// Where that comes from.
+    pub from: Source,
+}
+
 /// `disk.show`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -224,6 +250,11 @@ pub struct Details {
     pub frontend_state: u32,
     /// The toolstack wants it to stay.
     pub online: bool,
+    /// The toolstack does not let the guest write.
+    pub read_only: bool,
+    /// What the process that serves it goes by; none if there is no such process.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub settings: Vec<Setting>,
     /// The socket by which clients of NBD find it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub nbd: Option<String>,

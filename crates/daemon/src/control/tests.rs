@@ -125,6 +125,9 @@ fn every_type_is_described_as_it_is() {
     same("Disks", &Disks { disks: vec![disk()], no_xen: Some("none".to_owned()) });
     let (backend_state, frontend_state, online) = (4, 4, true);
     let (hotplug_status, waits_for) = (Some("connected".to_owned()), Some("it".to_owned()));
+    let (key, value) = ("on_full".to_owned(), "wait".to_owned());
+    let setting = Setting { key, value, from: Source::Image };
+    same("Setting", &setting);
     let disk = disk();
     same(
         "Details",
@@ -133,6 +136,8 @@ fn every_type_is_described_as_it_is() {
             backend_state,
             frontend_state,
             online,
+            read_only: true,
+            settings: vec![setting.clone()],
             nbd: Some("/run/ferrite/vbd-1-51712/nbd".to_owned()),
             hotplug_status,
             waits_for,
@@ -161,6 +166,9 @@ fn every_word_of_the_schema_is_one_of_ours() {
     }
     for word in all["$defs"]["Phase"]["enum"].as_array().unwrap() {
         serde_json::from_value::<PhaseName>(word.clone()).unwrap();
+    }
+    for word in all["$defs"]["Setting"]["properties"]["from"]["enum"].as_array().unwrap() {
+        serde_json::from_value::<Source>(word.clone()).unwrap();
     }
     let methods = all["oneOf"].as_array().unwrap().iter();
     let methods: Vec<&str> =

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 
+use ferrite_daemon::config::DiskOptions;
 use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_daemon::keeping::Programs;
 use ferrite_daemon::orphan;
@@ -63,6 +64,11 @@ impl Programs for Roles {
         let (id, run, first) = (disk.id, disk.run_dir().display(), disk.qemu_first);
         let disk = format!("{id}|{run}|{first}|{}|{image}", disk.options.on_full);
         Ok(vec![WORKER.to_owned(), disk])
+    }
+
+    fn options(&self, worker: &[String]) -> Option<DiskOptions> {
+        let on_full = worker.last()?.split('|').nth(3)?.parse().ok()?;
+        Some(DiskOptions { on_full, ..DiskOptions::default() })
     }
 
     fn relay(&self) -> Vec<String> {

@@ -1,0 +1,50 @@
+//! What may stand in a configuration, and is probably not meant. Storage may come later, so none of it
+//! keeps a daemon from starting.
+
+use std::path::{Path, PathBuf};
+
+use super::{Config, ConfigError, keys};
+
+impl Config {
+    /// What a reader should look at: which key, why, and what to do. `run` is the daemon's own folder, which
+    /// it makes itself.
+    pub fn doubts(&self, file: &Path, run: &Path) -> Vec<ConfigError> {
+        let doubt = |key: String, why: String, help: &str| ConfigError {
+            file: file.to_owned(),
+            key: Some(key),
+            why,
+            allowed: help.to_owned(),
+        };
+        let missing = |path: &Path| {
+            let e = path.metadata().err()?;
+            Some(format!("cannot find {}: {e}", path.display()))
+        };
+        let mut doubts = Vec::new();
+        // Not every host has those that nobody has named.
+        let is_named =
+            |folder: &&PathBuf| keys::IMAGE_FOLDERS.iter().all(|own| *folder != Path::new(own));
+        let folders =
+            [("image_folders", &self.image_folders), ("parent_folders", &self.parent_folders)];
+        for (key, folders) in folders {
+            let missing = folders.iter().filter(is_named).filter_map(|folder| missing(folder));
+            let help = "correct it, or make the folder: until then no image is there";
+            doubts.extend(missing.map(|why| doubt(key.to_owned(), why, help)));
+        }
+        let folder = self.metrics_socket.as_deref().and_then(Path::parent);
+        if let Some(why) = folder.filter(|folder| *folder != run).and_then(missing) {
+            let help = "correct it, or make the folder: there are no metrics without it";
+            doubts.push(doubt("metrics_socket".to_owned(), why, help));
+        }
+        for image in self.images.keys() {
+            let key = format!("images.{image:?}");
+            if let Some(why) = missing(image) {
+                let help = "correct it, or make the image: no other gets these settings";
+                doubts.push(doubt(key, why, help));
+            } else if !image.canonicalize().is_ok_and(|real| self.allows(&real)) {
+                let why = "it is in none of the folders that images are served from".to_owned();
+                doubts.push(doubt(key, why, "add its folder to image_folders"));
+            }
+        }
+        doubts
+    }
+}
