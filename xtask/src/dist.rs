@@ -25,6 +25,22 @@ pub(crate) struct DistArguments {
     is_static: bool,
 }
 
+/// The pages of the documentation that hosts get, with all that these name.
+const PAGES: [&str; 12] = [
+    "operations.md",
+    "watching.md",
+    "serve.md",
+    "images.md",
+    "nbd.md",
+    "install.md",
+    "control.schema.json",
+    "engines.md",
+    "bench.md",
+    "performance.md",
+    "internals/processes.md",
+    "internals/formats.md",
+];
+
 /// The packages that were made.
 pub(crate) struct Made {
     pub(crate) tar: PathBuf,
@@ -212,15 +228,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(&ours("block-ferrite"), "etc/xen/scripts/block-ferrite", 0o755)?;
     put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
     put(&ours("grafana-ferrite.json"), "usr/share/doc/ferrite/grafana-ferrite.json", 0o644)?;
-    for page in [
-        "operations.md",
-        "watching.md",
-        "serve.md",
-        "images.md",
-        "nbd.md",
-        "install.md",
-        "control.schema.json",
-    ] {
+    for page in PAGES {
         let from = steps::repository().join("docs").join(page);
         put(&from, &format!("usr/share/doc/ferrite/{page}"), 0o644)?;
     }
@@ -290,6 +298,23 @@ fn needs(dynamic: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// But for the journal, which is not for hosts.
+    #[test]
+    fn every_page_that_a_packaged_one_names_is_packaged() {
+        let docs = steps::repository().join("docs");
+        let mut seen = 0;
+        for page in PAGES.iter().filter(|page| page.ends_with(".md")) {
+            let text = fs::read_to_string(docs.join(page)).unwrap();
+            let links = text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
+            let is_page = |link: &&str| !link.is_empty() && !link.starts_with("http");
+            for link in links.filter(is_page).filter(|link| !link.starts_with("journal/")) {
+                assert!(PAGES.contains(&link), "{page} names {link}");
+                seen += 1;
+            }
+        }
+        assert!(seen > 20, "{seen}");
+    }
 
     #[test]
     fn a_package_needs_the_newest_libc_that_the_program_names() {
