@@ -33,10 +33,22 @@ pub(crate) struct Job<'a> {
 /// It failed, or its result makes no sense.
 pub(crate) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
     let mut command = Command::new("fio");
-    command.args(arguments(job, seconds)).stdin(Stdio::null());
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let child = child.context("cannot start fio")?;
-    let pid = child.id();
+    watched(command.args(arguments(job, seconds)), None, job.mode, seconds)
+}
+
+/// One run of fio with the processor time of that process by its requests, or of fio itself.
+///
+/// # Errors
+/// It failed, or its result makes no sense.
+pub(super) fn watched(
+    fio: &mut Command,
+    server: Option<u32>,
+    mode: &str,
+    seconds: f64,
+) -> Result<Sample> {
+    let fio = fio.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = fio.spawn().context("cannot start fio")?;
+    let pid = server.unwrap_or(child.id());
     let part = |of: f64| Duration::from_secs_f64(seconds * of);
     std::thread::sleep(START + part(0.1));
     let (began, cpu) = (Instant::now(), cpu_s(pid));
@@ -46,7 +58,7 @@ pub(crate) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
     if !output.status.success() {
         bail!("fio ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     }
-    let sample = parse(&String::from_utf8_lossy(&output.stdout), job.mode)?;
+    let sample = parse(&String::from_utf8_lossy(&output.stdout), mode)?;
     let processors = (cpu_after? - cpu?) / took;
     Ok(Sample { cpu_us: processors * 1e6 / sample.iops, ..sample })
 }
@@ -74,7 +86,7 @@ fn arguments(job: &Job<'_>, seconds: f64) -> Vec<String> {
 }
 
 /// IOPS, and the latencies if there are any. fio may print warnings before the JSON.
-pub(crate) fn parse(text: &str, mode: &str) -> Result<Sample> {
+fn parse(text: &str, mode: &str) -> Result<Sample> {
     let json = text.find('{').map_or("", |at| &text[at..]);
     let report: Value = serde_json::from_str(json)
         .with_context(|| format!("fio printed no JSON but {text:.300}"))?;
@@ -97,7 +109,7 @@ pub(crate) fn parse(text: &str, mode: &str) -> Result<Sample> {
 /// workers for its rings (iou-wrk) included, which belong to it. fio's own figures are those of
 /// the job's thread alone, and leave out most of what io_uring does on tmpfs.
 fn cpu_s(pid: u32) -> Result<f64> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).context("fio has ended")?;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).context("it has ended")?;
     let ticks = cpu_ticks(&stat).with_context(|| format!("/proc/{pid}/stat holds {stat:?}"))?;
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }

@@ -33,9 +33,20 @@ const LOADS: &[Load] = &[
 const VHD: Load = Load("randwrite", "4k", 8, 4.0);
 
 /// A server, until this is dropped.
-struct Server {
+pub(crate) struct Server {
     child: Child,
     socket: PathBuf,
+}
+
+/// What fio, by its nbd engine, asks of one.
+pub(crate) struct Client {
+    /// As in `--rw`.
+    pub(crate) mode: &'static str,
+    /// As in `--bs`.
+    pub(crate) block: &'static str,
+    pub(crate) depth: u32,
+    pub(crate) mib: usize,
+    pub(crate) seconds: f64,
 }
 
 impl Drop for Server {
@@ -43,11 +54,14 @@ impl Drop for Server {
         // In good order: a journal of an image that is gone would stay.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
+        let _ = std::fs::remove_file(&self.socket);
     }
 }
 
 impl Server {
-    fn start(command: &mut Command, socket: &Path) -> Result<Server> {
+    /// # Errors
+    /// It ends, or does not listen.
+    pub(crate) fn start(command: &mut Command, socket: &Path) -> Result<Server> {
         let _ = std::fs::remove_file(socket);
         let child =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
@@ -81,8 +95,10 @@ impl Server {
         Server::start(&mut command, &socket)
     }
 
-    fn run(&self, load: &Load, seconds: f64) -> Result<Sample> {
-        let Load(mode, block, depth, _) = load;
+    /// # Errors
+    /// fio failed, or the server has ended.
+    pub(crate) fn run(&self, client: &Client) -> Result<Sample> {
+        let Client { mode, block, depth, mib, seconds } = client;
         let uri = format!("nbd+unix:///?socket={}", self.socket.display());
         let mut command = Command::new("fio");
         command.args(["--name=peer", "--ioengine=nbd", "--norandommap", "--time_based"]);
@@ -90,12 +106,15 @@ impl Server {
         command.arg(format!("--uri={uri}")).arg(format!("--rw={mode}"));
         command.arg(format!("--bs={block}")).arg(format!("--iodepth={depth}"));
         command.arg(format!("--runtime={}ms", (seconds * 1000.0).round()));
-        command.arg(format!("--size={IMAGE_MIB}m"));
-        let output = command.stdin(Stdio::null()).output().context("cannot start fio")?;
-        if !output.status.success() {
-            bail!("fio ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
-        }
-        fio::parse(&String::from_utf8_lossy(&output.stdout), mode)
+        command.arg(format!("--size={mib}m"));
+        fio::watched(&mut command, Some(self.child.id()), mode, *seconds)
+    }
+}
+
+impl Load {
+    fn client(&self, setup: &Setup) -> Client {
+        let Load(mode, block, depth, _) = *self;
+        Client { mode, block, depth, mib: IMAGE_MIB, seconds: setup.seconds }
     }
 }
 
@@ -116,8 +135,8 @@ pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
                 setup,
                 place,
                 load,
-                || ours.run(load, setup.seconds),
-                || theirs.run(load, setup.seconds),
+                || ours.run(&load.client(setup)),
+                || theirs.run(&load.client(setup)),
             )?);
         }
     }
@@ -154,8 +173,7 @@ fn fresh_vhd(setup: &Setup, dir: &Path) -> Result<Measurement> {
         }
         Ok(image)
     };
-    let ours = || Server::ferrite(setup, &make("ours.vhd")?)?.run(&VHD, setup.seconds);
-    let theirs =
-        || Server::qemu(&make("theirs.vhd")?, "vpc", "writeback")?.run(&VHD, setup.seconds);
+    let ours = || Server::ferrite(setup, &make("ours.vhd")?)?.run(&VHD.client(setup));
+    let theirs = || Server::qemu(&make("theirs.vhd")?, "vpc", "writeback")?.run(&VHD.client(setup));
     row(setup, "fresh VHD on tmpfs", &VHD, ours, theirs)
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use ferrite_disk::tools::{Convert, ImageTools};
 use ferrite_disk::{ImageName, Parents};
 use ferrite_io::directory::HostDirectory;
@@ -125,6 +125,16 @@ impl Lab {
         };
         let cannot = || format!("cannot make a folder in {}", parent.display());
         TempDir::with_prefix_in(prefix(), parent).with_context(cannot)
+    }
+
+    /// `ferrite`.
+    ///
+    /// # Errors
+    /// It is not beside this program.
+    pub(crate) fn program(&self) -> Result<&Path> {
+        let program = self.ferrite.program();
+        ensure!(program.is_file(), "{} is not there: build or install it", program.display());
+        Ok(program)
     }
 
     /// A run of `ferrite-bench` for a plan, by options parted by spaces.

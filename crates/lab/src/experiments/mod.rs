@@ -8,6 +8,7 @@ mod in_flight;
 pub(crate) mod lab;
 mod metadata_cache;
 mod multiqueue;
+mod peers;
 mod persistent;
 mod polling;
 mod queue_length;
@@ -40,6 +41,7 @@ pub(crate) const ALL: &[Experiment] = &[
     in_flight::EXPERIMENT,
     aggregate::EXPERIMENT,
     persistent::EXPERIMENT,
+    peers::EXPERIMENT,
 ];
 
 /// The one of that name.
