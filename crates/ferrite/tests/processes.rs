@@ -1,9 +1,10 @@
 //! Keepers and workers of this program, as whoever looks at processes finds them.
 
 use std::fs;
+use std::io::Read as _;
 use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt as _;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use ferrite_keeper::{Keep, Keeper};
 use ferrite_testkit::wait_until;
@@ -36,4 +37,27 @@ fn keeper_and_worker_are_called_ferrite_whatever_they_were_run_by() {
         children.split_whitespace().any(|child| comm(child) == "ferrite\n")
     });
     keeper.end().unwrap();
+}
+
+/// The kernel names who has locked an image: a number, and often that of a worker which is gone.
+#[test]
+fn an_image_that_is_served_is_refused_with_the_disks_number() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("a.img");
+    let locked = fs::File::create(&image).unwrap();
+    locked.set_len(1 << 20).unwrap();
+    locked.lock().unwrap();
+    // By its arguments it is a keeper, and it has the image open.
+    fs::write(dir.path().join("keeper"), "exec 9<a.img; echo; read end").unwrap();
+    let mut keeper = Command::new("sh");
+    keeper.arg0("ferrite").args(["keeper", "3/51712"]).current_dir(dir.path());
+    let mut keeper = keeper.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    keeper.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+    let mut check = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    let check = check.args(["image", "resize"]).arg(&image).arg("2M").output().unwrap();
+    drop(keeper.stdin.take());
+    keeper.wait().unwrap();
+    let said = String::from_utf8(check.stderr).unwrap();
+    assert_eq!(check.status.code(), Some(4), "{said}");
+    assert!(said.contains("it is served as disk 3/51712 (ferrite disk show 3/51712)"), "{said}");
 }

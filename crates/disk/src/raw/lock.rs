@@ -27,6 +27,7 @@ use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, maj
 use rustix::io::Errno;
 
 use super::hold::Hold;
+use super::holder::disk_of;
 use super::medium::{Medium, cannot_open, io_error, sysfs_number};
 use super::proc_locks::flock_holder;
 use super::{loops, qemu};
@@ -99,6 +100,9 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, Unopene
                      --read-only with ferrite)"
                 }
             };
+            let why = disk_of(path).map_or(why, |disk| {
+                format!("it is served as disk {disk} (ferrite disk show {disk})")
+            });
             return Err(DiskError::new(ErrorKind::InUse, cannot_open(path), why, help).into());
         }
         clock.sleep(RETRY_AFTER);

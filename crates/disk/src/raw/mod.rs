@@ -23,6 +23,7 @@ mod discard;
 mod geometry;
 mod growth;
 mod hold;
+mod holder;
 mod lock;
 mod loops;
 mod medium;
