@@ -32,6 +32,7 @@ mod rare;
 mod raw;
 mod session;
 pub mod size;
+pub mod store;
 pub mod tools;
 pub mod vhd;
 mod writeback;

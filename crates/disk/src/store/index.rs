@@ -1,0 +1,204 @@
+//! Which numbers may have a content: a hint in memory, without locks (store.md 9).
+//!
+//! It may forget, and what it says may be wrong: the number may be another content's by now, or
+//! nobody's. Who asks compares the whole hash. A word is loaded and stored whole, so what is said was put
+//! in by somebody; two that put something into the same word at once leave one of both.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::content::ContentHash;
+
+/// Words of a bucket: a cache line of them.
+const WORDS: usize = 8;
+const NUMBER_BITS: u32 = 40;
+
+/// What buckets are made of, so that a scheduler that tries interleavings can stand in for the processor.
+pub trait Word {
+    /// Nothing.
+    fn empty() -> Self;
+    /// What is in it.
+    fn load(&self) -> u64;
+    /// Puts something into it.
+    fn store(&self, value: u64);
+}
+
+impl Word for AtomicU64 {
+    fn empty() -> AtomicU64 {
+        AtomicU64::new(0)
+    }
+
+    fn load(&self) -> u64 {
+        // Nothing else is read because of it that its giver has written: V2P and P2M have their own order.
+        self.load(Ordering::Relaxed)
+    }
+
+    fn store(&self, value: u64) {
+        self.store(value, Ordering::Relaxed);
+    }
+}
+
+#[repr(align(64))]
+struct Bucket<W>([W; WORDS]);
+
+/// See the module text.
+pub struct Index<W = AtomicU64>(Box<[Bucket<W>]>);
+
+impl<W: Word> Index<W> {
+    /// In so many bytes, and at least in one bucket.
+    pub fn new(bytes: usize) -> Index<W> {
+        let buckets = (bytes / (WORDS * 8)).max(1);
+        Index((0..buckets).map(|_| Bucket(std::array::from_fn(|_| W::empty()))).collect())
+    }
+
+    /// The bucket of a hash, what is in a word for it besides the number, and which word it may take.
+    fn place(&self, hash: &ContentHash) -> (&Bucket<W>, u64, usize) {
+        let [a, b, c, d, e, f, g, h, x, y, z, victim, ..] = hash.0;
+        let first = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+        // As many hashes lead to each bucket, however many buckets there are.
+        let bucket = (u128::from(first) * self.0.len() as u128) >> 64;
+        let tag = u64::from(u32::from_le_bytes([x, y, z, 0])) << NUMBER_BITS;
+        (&self.0[bucket as usize], tag, usize::from(victim) % WORDS)
+    }
+
+    /// The numbers that may have the content with this hash; rarely more than one.
+    pub fn candidates(&self, hash: &ContentHash) -> impl Iterator<Item = u64> {
+        let (bucket, tag, _) = self.place(hash);
+        let words = bucket.0.iter().map(Word::load).filter(|word| *word != 0);
+        words.map(move |word| word ^ tag).filter(|word| word >> NUMBER_BITS == 0)
+    }
+
+    /// Remembers who has a content. It can be found from now on, so its write has ended.
+    pub fn remember(&self, hash: &ContentHash, number: u64) {
+        debug_assert!(number > 0 && number >> NUMBER_BITS == 0);
+        let (bucket, tag, victim) = self.place(hash);
+        let new = tag | number;
+        let mut free = None;
+        for word in &bucket.0 {
+            match word.load() {
+                0 => free = free.or(Some(word)),
+                known if known == new => return,
+                _ => {}
+            }
+        }
+        free.unwrap_or(&bucket.0[victim]).store(new);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+    use shuttle::sync::Arc;
+    use shuttle::thread;
+
+    use super::*;
+
+    /// Of the first bucket of a small index if `high` is 0.
+    fn hash(high: u8, tag: u8, victim: u8) -> ContentHash {
+        let mut bytes = [0; 32];
+        (bytes[7], bytes[8], bytes[11]) = (high, tag, victim);
+        ContentHash(bytes)
+    }
+
+    fn found<W: Word>(index: &Index<W>, hash: ContentHash) -> Vec<u64> {
+        let mut found: Vec<u64> = index.candidates(&hash).collect();
+        found.sort_unstable();
+        found
+    }
+
+    #[test]
+    fn what_is_remembered_is_found_and_nothing_else() {
+        let index = Index::<AtomicU64>::new(2 * 64);
+        index.remember(&hash(0, 1, 0), 10);
+        index.remember(&hash(0, 1, 0), 10);
+        index.remember(&hash(0, 1, 3), 11);
+        index.remember(&hash(255, 1, 0), 12);
+        // The rest of the hash is compared by who asks.
+        assert_eq!(found(&index, hash(0, 1, 0)), [10, 11]);
+        assert_eq!(found(&index, hash(255, 1, 0)), [12]);
+        assert!(found(&index, hash(0, 2, 0)).is_empty());
+        // With a number of 40 bits and a tag of zeros.
+        index.remember(&hash(0, 0, 0), (1 << 40) - 1);
+        assert_eq!(found(&index, hash(0, 0, 0)), [(1 << 40) - 1]);
+    }
+
+    #[test]
+    fn a_full_bucket_forgets_the_one_that_the_hash_chooses() {
+        let index = Index::<AtomicU64>::new(0);
+        (0..8).for_each(|i| index.remember(&hash(i * 30, i, 0), u64::from(i) + 1));
+        index.remember(&hash(0, 100, 5), 99);
+        let all = (0..8).flat_map(|i| found(&index, hash(i * 30, i, 0)));
+        assert_eq!(all.collect::<Vec<_>>(), [1, 2, 3, 4, 5, 7, 8]);
+        assert_eq!(found(&index, hash(0, 100, 0)), [99]);
+    }
+
+    #[test]
+    fn a_byte_budget_is_kept_and_a_word_is_eight_bytes() {
+        let index = Index::<AtomicU64>::new(1 << 20);
+        assert_eq!(std::mem::size_of_val(&*index.0), 1 << 20);
+    }
+
+    proptest! {
+        /// As long as there is room nothing is forgotten, whatever the hashes are.
+        #[test]
+        fn random_contents_are_found(hashes in prop::collection::vec(any::<[u8; 32]>(), 1..200)) {
+            let index = Index::<AtomicU64>::new(64 << 10);
+            let mut in_bucket = HashMap::new();
+            for (i, hash) in hashes.iter().enumerate() {
+                let hash = ContentHash(*hash);
+                index.remember(&hash, i as u64 + 1);
+                let bucket: *const _ = index.place(&hash).0;
+                *in_bucket.entry(bucket).or_insert(0) += 1;
+            }
+            for (i, hash) in hashes.iter().enumerate() {
+                let hash = ContentHash(*hash);
+                let full = in_bucket[&std::ptr::from_ref(index.place(&hash).0)] > WORDS;
+                prop_assert!(full || index.candidates(&hash).any(|n| n == i as u64 + 1));
+            }
+        }
+    }
+
+    impl Word for shuttle::sync::atomic::AtomicU64 {
+        fn empty() -> Self {
+            Self::new(0)
+        }
+
+        fn load(&self) -> u64 {
+            self.load(Ordering::SeqCst)
+        }
+
+        fn store(&self, value: u64) {
+            self.store(value, Ordering::SeqCst);
+        }
+    }
+
+    /// Several remember in one bucket, full or not, while another asks: who asks is told of what somebody
+    /// has put in for that hash; and something is left of each word.
+    #[test]
+    fn whoever_comes_between_finds_only_what_was_remembered() {
+        let story = |full: bool| {
+            let index: Arc<Index<shuttle::sync::atomic::AtomicU64>> = Arc::new(Index::new(64));
+            if full {
+                (0..8).for_each(|i| index.remember(&hash(0, 200 + i, 0), 1000 + u64::from(i)));
+            }
+            let givers = (1..3u8).map(|who| {
+                let index = index.clone();
+                thread::spawn(move || {
+                    index.remember(&hash(0, who, 0), who.into());
+                    index.remember(&hash(0, 9, 0), 10 + u64::from(who));
+                })
+            });
+            let givers: Vec<_> = givers.collect();
+            for _ in 0..2 {
+                assert!(index.candidates(&hash(0, 1, 0)).all(|n| n == 1));
+                assert!(index.candidates(&hash(0, 9, 0)).all(|n| n == 11 || n == 12));
+                assert_eq!(index.candidates(&hash(0, 3, 0)).count(), 0);
+            }
+            givers.into_iter().for_each(|giver| giver.join().unwrap());
+            assert!(index.0[0].0.iter().filter(|word| Word::load(*word) != 0).count() >= 2);
+        };
+        shuttle::check_random(move || story(false), 500);
+        shuttle::check_random(move || story(true), 500);
+    }
+}

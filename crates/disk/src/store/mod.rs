@@ -1,0 +1,28 @@
+//! A store of volumes that holds equal blocks once: what it is made of, from the medium up. The contract
+//! is `docs/internals/store.md`, whose words are used here.
+//!
+//! * [`content`]: what is in a block, and its name.
+//! * [`layout`]: what is where in a store of a given size.
+//! * [`superblock`]: the beginning of everything, and which of four pages it is.
+//! * [`page`]: pointers to pages, and what leaves have in them.
+//! * [`index`]: which numbers may have a content.
+//! * [`journal`]: blocks of records, and which of them count after an end without a close.
+
+pub mod content;
+mod fields;
+pub mod index;
+pub mod journal;
+pub mod layout;
+pub mod page;
+pub mod superblock;
+
+/// The unit of content and of everything on the medium.
+pub const BLOCK_BYTES: usize = 4096;
+
+/// A store's random identifier: what has another is nobody's.
+pub type StoreId = [u8; 16];
+
+/// Something on the medium is not what it has to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the store is damaged: {0}")]
+pub struct Damaged(pub &'static str);
