@@ -26,7 +26,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get, with all that these name.
-const PAGES: [&str; 12] = [
+const PAGES: [&str; 13] = [
     "operations.md",
     "watching.md",
     "serve.md",
@@ -36,6 +36,7 @@ const PAGES: [&str; 12] = [
     "control.schema.json",
     "engines.md",
     "bench.md",
+    "lab.md",
     "performance.md",
     "internals/processes.md",
     "internals/formats.md",
