@@ -140,6 +140,7 @@ fn options(args: &ServeArgs) -> DiskOptions {
         engine: args.engine,
         poll_storage: args.poll_storage,
         mover: args.mover,
+        own_grants: args.own_grants,
         map_budget: args.map_budget,
         on_full: args.on_full,
         memory_bytes: args.memory,
@@ -192,7 +193,7 @@ mod tests {
     #[test]
     fn what_a_worker_was_told_is_what_its_settings_are() {
         let told = "worker --xen=3/51712 --queues=2 --ring-order=1 --indirect=32 --engine=aio \
-                    --poll-storage --mover=map --map-budget=7 --on-full=wait --memory=3145728 \
+                    --poll-storage --mover=map --own-grants=false --map-budget=7 --on-full=wait --memory=3145728 \
                     --poll-us=9 --poll-cpu=20 --cpu=150 --no-merge --run-dir=/run/ferrite -- raw:/a";
         let told: Vec<String> = told.split_whitespace().map(str::to_owned).collect();
         let expected = DiskOptions {
@@ -202,6 +203,7 @@ mod tests {
             engine: "aio".parse().unwrap(),
             poll_storage: true,
             mover: Mover::Map,
+            own_grants: false,
             map_budget: 7,
             on_full: OnFull::Wait,
             memory_bytes: 3 << 20,

@@ -155,6 +155,7 @@ pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()]
         ("engine", disk.engine.to_string()),
         ("poll_storage", disk.poll_storage.to_string()),
         ("mover", disk.mover.to_string()),
+        ("own_grants", disk.own_grants.to_string()),
         ("map_budget", disk.map_budget.to_string()),
         ("on_full", disk.on_full.to_string()),
         ("memory_mib", memory),
