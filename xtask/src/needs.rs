@@ -4,6 +4,7 @@ use ferrite_xenhost::packages::Need;
 
 /// The commands that the tests outside the Xen host take.
 pub(crate) const CHECKS: &[Need] = &[
+    ("chromium", "chromium"),
     ("curl", "curl"),
     ("fio", "fio"),
     ("valgrind", "valgrind"),

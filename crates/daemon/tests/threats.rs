@@ -135,7 +135,7 @@ fn look(host: &Host, disk: &DiskPaths) -> Beside<u64> {
         // It may be gone for a while.
         let _ = client::call::<serde_json::Value>(&control, "disk.show", &asked, PATIENCE);
         for queue in 0..4 {
-            if let Ok(records) = trace::read(&run_dir.join(format!("trace-{queue}"))) {
+            if let Ok(records) = trace::read::read(&run_dir.join(format!("trace-{queue}"))) {
                 *read += 1;
                 assert!(records.iter().all(|record| record.bytes <= 1 << 20));
             }

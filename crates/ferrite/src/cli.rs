@@ -14,6 +14,7 @@ use crate::image::args::ImageArgs;
 use crate::options::{TuningArgs, memory};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
+use crate::seeing::trace::TraceArgs;
 use crate::vdev::Vbd;
 
 /// A virtual-disk backend for Xen guests.
@@ -78,6 +79,8 @@ pub(crate) enum Command {
     /// Run the published measurements on this machine: what follows is for ferrite-lab.
     #[command(disable_help_flag = true)]
     Lab(LabArgs),
+    /// Record the requests of a disk one by one; make tables, pictures and a model of them.
+    Trace(TraceArgs),
     /// Write manual pages and completions for shells, for packages.
     #[command(hide = true)]
     Generate(GenerateArgs),

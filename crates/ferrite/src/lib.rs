@@ -79,6 +79,7 @@ pub fn main() -> ExitCode {
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),
+        cli::Command::Trace(args) => seeing::trace::run(args),
         cli::Command::Generate(args) => generate::run::<cli::Cli>(&args.directory),
     };
     match done {

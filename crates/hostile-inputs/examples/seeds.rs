@@ -10,7 +10,9 @@ use ferrite_daemon::params::{Format, Image};
 use ferrite_daemon::state::{DiskId, DiskState, States};
 use ferrite_hostile_inputs::Recipe;
 use ferrite_hostile_inputs::images::{Sketch, qcow2, vhd};
+use ferrite_seeing::trace::{Trace, file};
 use ferrite_serve::counters::{Counters, stats_file};
+use ferrite_serve::trace::{Doing, Record, Span, Stages, TraceRing};
 use ferrite_xen::abi::{IndirectOp, Message, PlainOp, Protocol, RawSegment, Request};
 use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::store::wire;
@@ -117,7 +119,7 @@ fn image(target: &str, name: &str, file: &Sketch) -> io::Result<()> {
     put(target, &format!("{name}-written"), &write.encode())
 }
 
-/// Counters with a queue that has worked, and states of both kinds of disks.
+/// Counters with a queue that has worked, traces, and states of both kinds of disks.
 fn seen() -> io::Result<()> {
     let dir = tempfile::tempdir()?;
     let run_dir = dir.path().join("vbd-3-51712");
@@ -128,6 +130,7 @@ fn seen() -> io::Result<()> {
     file[16] = 1;
     file.extend((0..512u64).flat_map(|word| (word * word).to_ne_bytes()));
     put("counters", "a-queue", &file)?;
+    traces(dir.path())?;
     let states = States::open(&dir.path().join("disks"))?;
     let id = DiskId { domid: 3, devid: 51712 };
     let image = Image { format: Format::Vhd, path: "/srv/a.vhd".into() };
@@ -138,6 +141,36 @@ fn seen() -> io::Result<()> {
         put("state", name, &fs::read(file)?)?;
     }
     Ok(())
+}
+
+/// A recording of a few requests, and the beginning of a queue's trace of the same.
+fn traces(dir: &Path) -> io::Result<()> {
+    let mut trace = Trace { disk: "vbd-3-51712".to_owned(), ..Trace::default() };
+    let mut ring = TraceRing::create(&dir.join("trace-0"))?;
+    for n in 1..=5_u64 {
+        let (taken_ns, answered_ns) = (1000 * n, 1000 * n + 700);
+        let stages = Stages {
+            taken_ns,
+            submitted_ns: taken_ns + 100,
+            completed_ns: taken_ns + 400 + n,
+            answered_ns,
+            ..Stages::default()
+        };
+        let (bytes, operation) = (512 << n, (n % 2) as u8);
+        let record =
+            Record { id: n, bytes, operation, answer: n as u32, stages, ..Record::default() };
+        let doing = Doing::Consumed(n as u32);
+        let span = Span { doing, from_ns: answered_ns, to_ns: answered_ns + 50 };
+        trace.requests.push((0, record));
+        trace.spans.push((0, span));
+        ring.push(&record);
+    }
+    trace.until_ns = 10_000;
+    let mut file = Vec::new();
+    file::write(&trace, &mut file)?;
+    put("trace", "recording", &file)?;
+    // No span was written, so nothing behind the records is read.
+    put("trace", "ring", &fs::read(dir.join("trace-0"))?[..64 + 5 * 72])
 }
 
 fn vhds() -> io::Result<()> {

@@ -22,7 +22,7 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 12] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("counters", seen::counters),
     ("image_name", names::image_name),
     ("journal", whole::journal),
@@ -34,6 +34,7 @@ pub const TARGETS: [(&str, Target); 12] = [
     ("store_client", replies::store_client),
     ("store_keys", replies::store_keys),
     ("store_wire", replies::store_wire),
+    ("trace", seen::trace),
     ("vhd", whole::vhd_image),
 ];
 

@@ -1,4 +1,4 @@
-//! Files of disks that others read: counters, which a worker writes, and states.
+//! Files of disks that others read: counters and traces, which a worker writes, recordings, and states.
 
 use std::io::Write as _;
 use std::sync::OnceLock;
@@ -8,7 +8,9 @@ use ferrite_daemon::state::{DiskId, States};
 use ferrite_seeing::folder::Sample;
 use ferrite_seeing::metrics::{Host, text_of};
 use ferrite_seeing::rates::Rates;
+use ferrite_seeing::trace::{export, file, model, report};
 use ferrite_serve::counters::snapshot::{Process, of, parse};
+use ferrite_serve::trace::read::Reader;
 
 /// A file of counters: read, told as rates and as metrics.
 pub(crate) fn counters(input: &[u8]) {
@@ -41,6 +43,31 @@ pub(crate) fn counters(input: &[u8]) {
     };
     let expected = *LINES.get_or_init(plain);
     assert_eq!(lines(now), expected);
+}
+
+/// A recording, with the sum that it should have, or a queue's trace: read, and made into all that is made of it.
+pub(crate) fn trace(input: &[u8]) {
+    let mut traced = tempfile::tempfile().expect("there is room");
+    traced.write_all(input).expect("there is room");
+    if let Ok(mut reader) = Reader::of(traced)
+        && let Ok(news) = reader.look()
+    {
+        assert!(news.records.len() <= 1024 && news.spans.len() <= 1024);
+        let _ = reader.look();
+    }
+    let Ok(trace) = file::parse(&file::with_sum(input)) else { return };
+    let mut again = Vec::new();
+    file::write(&trace, &mut again).expect("there is memory");
+    assert_eq!(file::parse(&again).ok().as_ref(), Some(&trace));
+    for fit in model::fits(&trace) {
+        assert!(fit.mean_us.is_finite() && fit.x_us.is_none_or(f64::is_finite));
+    }
+    let mut text = Vec::new();
+    export::csv(&trace, &mut text).expect("there is memory");
+    text.clear();
+    export::perfetto(&trace, &mut text).expect("there is memory");
+    text.clear();
+    report::html(&trace, &mut text).expect("there is memory");
 }
 
 /// The state file of a disk: what is read of it is written so that it reads the same.

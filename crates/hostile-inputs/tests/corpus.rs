@@ -38,5 +38,5 @@ macro_rules! corpora {
 }
 
 corpora!(
-    counters image_name journal nbd qcow2 ring size state store_client store_keys store_wire vhd
+    counters image_name journal nbd qcow2 ring size state store_client store_keys store_wire trace vhd
 );

@@ -109,7 +109,7 @@ fn observe(counters: &Counters, traces: &[PathBuf], stop: &AtomicBool) -> u64 {
         before = counts;
         for path in traces {
             // There is none of a queue that has never been.
-            let Ok(records) = trace::read(path) else { continue };
+            let Ok(records) = trace::read::read(path) else { continue };
             read += 1;
             for record in records {
                 assert!(record.bytes <= 1 << 20, "{record:?}");

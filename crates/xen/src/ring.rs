@@ -229,6 +229,13 @@ impl BackRing {
         new.wrapping_sub(rsp_event) < new.wrapping_sub(old)
     }
 
+    /// How many answers the guest says that it has consumed, as a count that wraps: by its wish to hear of
+    /// the next one. It may say anything.
+    #[inline]
+    pub fn said_consumed(&self) -> u32 {
+        self.word(RSP_EVENT).load(Ordering::Relaxed).wrapping_sub(1)
+    }
+
     /// The check before sleeping: asks for an event with the next request, and tells whether one
     /// came meanwhile (then do not sleep).
     ///

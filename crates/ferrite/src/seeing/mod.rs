@@ -4,6 +4,7 @@ pub(crate) mod args;
 pub(crate) mod stat;
 mod table;
 pub(crate) mod top;
+pub(crate) mod trace;
 
 use std::collections::BTreeMap;
 use std::io;

@@ -48,7 +48,10 @@ impl RequestPath {
         }
         for run in placed.chunk_by(|here, next| merge && here.touches(next)) {
             match run {
-                [alone] => self.push_shared(alone, &[alone.blocks]),
+                [alone] => {
+                    self.number_operation(std::slice::from_ref(alone));
+                    self.push_shared(alone, &[alone.blocks]);
+                }
                 _ => self.push_run(run),
             }
         }
@@ -65,8 +68,25 @@ impl RequestPath {
                 self.pieces.get(here.piece).next = Some(next.piece);
             }
             self.counters().merged.add(more as u64);
+            self.number_operation(&run[..=more]);
             self.push_shared(first, shared.pieces());
             run = &rest[more..];
+        }
+    }
+
+    /// Notes of all whose pieces these are that they share one operation.
+    #[inline]
+    fn number_operation(&mut self, pieces: &[Placed]) {
+        // 0 is none, and they come round only after four thousand million.
+        self.operations = self.operations.wrapping_add(1).max(1);
+        for placed in pieces {
+            let entry = self.pieces.get(placed.piece).entry;
+            let record = &mut self.flights.at(entry).record;
+            // Of a request with several pieces, that of the first.
+            if record.transfer == 0 {
+                record.transfer = self.operations;
+                record.sharing = pieces.len() as u16;
+            }
         }
     }
 

@@ -102,6 +102,8 @@ pub struct RequestPath {
     /// Those of them whose place on the medium is known.
     pieces: Pieces,
     placed: Vec<Placed>,
+    /// Operations for data so far; wraps.
+    operations: u32,
     alone: Alone,
     discards: Discards,
     space: Space,
@@ -163,6 +165,7 @@ impl RequestPath {
             ready: Vec::with_capacity(entries as usize),
             pieces: Pieces::new(entries),
             placed: Vec::with_capacity(entries as usize),
+            operations: 0,
             alone: Alone::default(),
             discards: Discards::default(),
             space,

@@ -14,6 +14,7 @@ use super::merge::{Placed, op};
 use super::pieces::{MAX_PIECES, Piece};
 use super::work::{Action, Outcome};
 use crate::log_limit::limited;
+use crate::trace::Metadata;
 
 /// Where the beginning of a range is read from or written to.
 fn find(disk: &Disk, offset: u64, len: u64, transfer: Transfer) -> Extent {
@@ -71,10 +72,16 @@ impl RequestPath {
         let extent = find(disk, layout.offset, all, transfer);
         if disk.has_metadata() {
             let counters = self.account.counters();
-            match extent {
-                Extent::Slow { .. } => counters.metadata_misses.add(1),
-                Extent::Data { .. } | Extent::Zeros { .. } => counters.metadata_hits.add(1),
-            }
+            flight.record.metadata = match extent {
+                Extent::Slow { .. } => {
+                    counters.metadata_misses.add(1);
+                    Metadata::Miss
+                }
+                Extent::Data { .. } | Extent::Zeros { .. } => {
+                    counters.metadata_hits.add(1);
+                    Metadata::Hit
+                }
+            };
             if matches!(extent, Extent::Data { len, .. } if len >= all) {
                 flight.mapped = self.medium.keep_mapped();
             }

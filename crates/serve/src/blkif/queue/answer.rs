@@ -29,7 +29,7 @@ impl Queue {
             let record = self.path.record(ticket);
             record.status = status;
             record.stages.answered_ns = now_ns;
-            self.trace.push(record);
+            record.answer = self.ring.rsp_prod().wrapping_add(1);
             let response = Response { id: record.id, operation: record.operation, status };
             self.table.answer(ticket.entry() as u32, self.ring.rsp_prod());
             self.ring.respond(response);
@@ -39,6 +39,9 @@ impl Queue {
         self.counters().notifications.add(u64::from(notify));
         self.table.published(self.ring.rsp_prod());
         for ticket in self.answered.drain(..) {
+            let record = self.path.record(&ticket);
+            record.notified = notify;
+            self.diary.ring.push(record);
             self.table.free(ticket.entry() as u32);
             self.path.release(ticket);
         }

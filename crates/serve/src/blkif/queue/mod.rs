@@ -24,12 +24,14 @@ use crate::trace::TraceRing;
 
 mod answer;
 mod copy;
+mod diary;
 mod storm;
 mod take;
 #[cfg(test)]
 pub(crate) mod tests;
 mod wait;
 
+use diary::Diary;
 use wait::{Events, Waiting};
 
 /// Completion of the event channel's descriptor becoming readable.
@@ -82,7 +84,7 @@ pub struct Queue {
     path: RequestPath,
     ring: BackRing,
     table: QueueTable,
-    trace: TraceRing,
+    diary: Diary,
     /// Checked segments, for each entry: room for a direct request, and for the largest indirect one
     /// that the entry has had. A deep ring of large requests, which the pool would not hold, costs
     /// nothing.
@@ -129,9 +131,9 @@ impl Queue {
             connection,
             index,
             path,
+            diary: Diary::new(trace, ring.said_consumed(), shared.device.clock.now_ns()),
             ring,
             table,
-            trace,
             segments_of,
             replay: replay.into(),
             broken: false,
@@ -186,7 +188,12 @@ impl Queue {
             let wait = if started { Wait::No } else { self.next_wait()? };
             self.path.turn(wait, &mut completions)?;
             let now_ns = self.clock.now_ns();
-            self.woke(wait != Wait::No, completions.is_empty(), now_ns);
+            let slept = wait != Wait::No;
+            if slept {
+                let event = completions.iter().any(|completion| completion.token == EVENT);
+                self.diary.slept(event, now_ns);
+            }
+            self.woke(slept, completions.is_empty(), now_ns);
             self.path.throttle(now_ns);
             for completion in completions.drain(..) {
                 self.dispatch(completion, now_ns)?;

@@ -16,6 +16,7 @@ use crate::blkif::request::{
 use crate::log_limit::limited;
 use crate::path::work::{Outcome, Work};
 use crate::path::{Admitted, Ticket};
+use crate::trace::Noticed;
 
 /// Most requests that are taken in one sweep. Storage may do a whole sweep inside the call that
 /// hands it over (what is in memory already), and nobody is answered before that ends: with all
@@ -56,6 +57,7 @@ impl Queue {
         }
         let limits = self.connection.limits(self.path.disk());
         let now_ns = self.clock.now_ns();
+        self.look_at_guest(now_ns);
         self.take_replayed(&limits, now_ns);
         let may_take = self.replay.is_empty() && !self.broken && !self.connection.shared.stopping();
         let taken = if may_take { self.take_from_ring(&limits, now_ns) } else { Ok(()) };
@@ -68,6 +70,7 @@ impl Queue {
         let there = self.ring.unconsumed()?;
         let before = self.ring.req_cons();
         let (mut taken, mut limit, mut bytes) = (0, SWEEP, 0);
+        let noticed = std::mem::take(&mut self.diary.noticed);
         while taken < there && !self.path.is_holding_back() {
             if taken == limit || bytes >= SWEEP_BYTES {
                 if taken == LONG_SWEEP || !self.path.leave_gaps() {
@@ -85,6 +88,7 @@ impl Queue {
             let Some(ticket) = self.path.take(request.id, request.response_op, buf, now_ns) else {
                 break;
             };
+            self.path.record(&ticket).noticed = noticed;
             self.table.take(entry, self.ring.req_cons(), &slot);
             self.ring.consume();
             self.check(ticket, &request, limits);
@@ -110,6 +114,7 @@ impl Queue {
             self.connection.shared.begins_again();
             let (id, operation) = (request.id, request.response_op);
             let ticket = self.path.take_set_aside(next.entry, id, operation, buf, now_ns);
+            self.path.record(&ticket).noticed = Noticed::Replayed;
             match check_indirect_head(&request.message, limits) {
                 Some(head) if next.indirect.len() == usize::from(head.nr_segments) => {
                     self.check_segments(ticket, &head, &next.indirect, limits);

@@ -11,6 +11,7 @@ use ferrite_io::reactor::Wait;
 use super::storm::Storm;
 use super::{DRAIN, EVENT, Queue, REARM};
 use crate::polling::{HELD_NS, Poll, Poller, RunDelay, stolen_ns, wake_up_ns};
+use crate::trace::Noticed;
 use crate::tuning::Tuning;
 
 /// After so many nanoseconds without anything to do, memory is given back. One wake-up; none
@@ -66,6 +67,8 @@ impl Queue {
         }
         // Held back by something that will wake us: the guest's events would only disturb.
         let deaf = self.broken || self.path.is_held_back();
+        let now_ns = self.clock.now_ns();
+        self.diary.awake_until_ns = now_ns;
         if deaf || self.connection.shared.stopping() {
             // What held it back may be gone while nothing may be taken: it is found out only then.
             return Ok(Wait::Until(self.path.throttled_for().or(self.until_unit_is_free())));
@@ -73,7 +76,6 @@ impl Queue {
         if let Some(left) = self.path.throttled_for() {
             return Ok(Wait::Until(Some(left)));
         }
-        let now_ns = self.clock.now_ns();
         self.waiting.idle_since_ns.get_or_insert(now_ns);
         if self.poll(now_ns) {
             return Ok(Wait::No);
@@ -165,6 +167,10 @@ impl Queue {
         }
         let poll = self.poll_until(from_ns, from_ns + window_ns);
         self.waiting.poller.polled(poll);
+        self.diary.polled(poll.hit, poll.from_ns, poll.to_ns);
+        if self.ring.unconsumed() != Ok(0) {
+            self.diary.noticed = Noticed::Poll;
+        }
         let took_ns = poll.to_ns - poll.from_ns;
         let polling = &self.connection.shared.processors.polling;
         polling.spend(took_ns, poll.to_ns);
@@ -189,6 +195,7 @@ impl Queue {
             let now_ns = self.clock.now_ns();
             poll.stolen_ns += stolen_ns(now_ns - poll.to_ns);
             poll.to_ns = now_ns;
+            self.look_at_guest(now_ns);
         }
         poll
     }

@@ -1,0 +1,156 @@
+//! The requests of one disk, one by one: recorded while it is served, kept in a file, and made into
+//! pictures, tables and a model (docs/internals/trace.md).
+//!
+//! * [`live`]: what a disk does now.
+//! * [`file`]: a recording.
+//! * [`export`]: for other programs.
+//! * [`model`]: time = X + Y x size.
+//! * [`report`] makes pictures of it.
+
+use ferrite_serve::trace::{Record, Span};
+
+pub mod export;
+pub mod file;
+pub mod live;
+pub mod model;
+pub mod report;
+
+/// Queues of a disk, at most.
+pub const QUEUES: u16 = 64;
+/// Requests of a recording, at most.
+pub const MOST_REQUESTS: usize = 2_000_000;
+/// Spans of a recording, at most.
+pub const MOST_SPANS: usize = 4_000_000;
+
+/// What a disk did in a time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Trace {
+    /// Its name: `vbd-DOMID-DEVID`.
+    pub disk: String,
+    /// What was served.
+    pub image: String,
+    /// When the recording began, in nanoseconds of the clock of all times here.
+    pub from_ns: u64,
+    /// When it ended.
+    pub until_ns: u64,
+    /// When it began, in nanoseconds since 1970.
+    pub began_unix_ns: u64,
+    /// Each with its queue, in the order in which they were taken.
+    pub requests: Vec<(u16, Record)>,
+    /// Each with its queue, in the order in which they ended.
+    pub spans: Vec<(u16, Span)>,
+    /// Requests that nobody has read before they were overwritten.
+    pub lost_requests: u64,
+    /// Spans, likewise.
+    pub lost_spans: u64,
+}
+
+/// The stages of a request, in their order.
+pub const STAGES: [&str; 5] = ["copy in", "start", "storage", "copy out", "answer"];
+
+/// How long each of [`STAGES`] took, in nanoseconds; none for one that the request did not have. Together
+/// they are the time from the ring to the answer.
+pub fn stages(record: &Record) -> [Option<u64>; 5] {
+    let s = &record.stages;
+    let mut before = s.taken_ns;
+    [s.copied_in_ns, s.submitted_ns, s.completed_ns, s.copied_out_ns, s.answered_ns].map(|at| {
+        if at == 0 {
+            return None;
+        }
+        let took = at.saturating_sub(before);
+        before = before.max(at);
+        Some(took)
+    })
+}
+
+/// The time from the ring to the answer, in nanoseconds.
+pub fn latency_ns(record: &Record) -> u64 {
+    record.stages.answered_ns.saturating_sub(record.stages.taken_ns)
+}
+
+/// An operation's name.
+pub fn operation(record: &Record) -> &'static str {
+    match record.operation {
+        0 => "read",
+        1 => "write",
+        2 => "barrier",
+        3 => "flush",
+        5 => "discard",
+        _ => "other",
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use ferrite_serve::trace::{Doing, Metadata, Noticed, Stages};
+
+    use super::*;
+
+    /// So many requests, each 10 us after the one before: reads and writes of one to eight blocks on two
+    /// queues. Storage takes 20 us and 1 us a KiB.
+    pub(crate) fn trace(requests: u64) -> Trace {
+        let mut trace = Trace {
+            disk: "vbd-3-51712".to_owned(),
+            image: "/srv/</script>&.vhd".to_owned(),
+            from_ns: 1_000_000,
+            until_ns: 1_000_000 + (requests + 10) * 10_000,
+            began_unix_ns: 1_700_000_000_000_000_000,
+            ..Trace::default()
+        };
+        for n in 0..requests {
+            let taken_ns = 1_000_000 + n * 10_000;
+            let (write, kib) = (n % 2 == 1, 4 * (1 + n % 8));
+            let copied_in_ns = if write { taken_ns + 300 } else { 0 };
+            let submitted_ns = taken_ns + 500;
+            let completed_ns = submitted_ns + 20_000 + kib * 1_000;
+            let copied_out_ns = if write { 0 } else { completed_ns + 400 };
+            let answered_ns = completed_ns + 900;
+            let stages = Stages {
+                taken_ns,
+                copied_in_ns,
+                submitted_ns,
+                completed_ns,
+                copied_out_ns,
+                answered_ns,
+            };
+            let record = Record {
+                id: n,
+                sector: n * 64,
+                bytes: kib as u32 * 1024,
+                operation: u8::from(write),
+                segments: kib as u16 / 4,
+                transfer: 1 + n as u32 / 2,
+                sharing: 2,
+                noticed: Noticed::ALL[n as usize % 3],
+                metadata: if n % 4 == 0 { Metadata::Miss } else { Metadata::Hit },
+                notified: n % 3 == 0,
+                answer: 1 + n as u32 / 2,
+                stages,
+                ..Record::default()
+            };
+            trace.requests.push(((n % 2) as u16, record));
+            let span = |doing, from_ns, to_ns| ((n % 2) as u16, Span { doing, from_ns, to_ns });
+            trace.spans.push(span(Doing::Polled(n % 2 == 0), taken_ns + 1_000, taken_ns + 2_000));
+            trace.spans.push(span(Doing::WokenByEvent, taken_ns + 2_000, taken_ns + 9_000));
+            let consumed = Doing::Consumed(1 + n as u32 / 2);
+            trace.spans.push(span(consumed, answered_ns, answered_ns + 5_000));
+        }
+        trace
+    }
+
+    #[test]
+    fn stages_are_what_lies_between_the_times_and_together_the_latency() {
+        let trace = trace(2);
+        let [read, write] = [&trace.requests[0].1, &trace.requests[1].1];
+        assert_eq!(stages(read), [None, Some(500), Some(24_000), Some(400), Some(500)]);
+        assert_eq!(stages(write), [Some(300), Some(200), Some(28_000), None, Some(900)]);
+        for record in [read, write] {
+            assert_eq!(stages(record).iter().flatten().sum::<u64>(), latency_ns(record));
+        }
+        // Times that go back, as only a broken worker has them.
+        let stages = Stages { completed_ns: 5, answered_ns: 3, taken_ns: 9, ..Stages::default() };
+        let odd = Record { stages, ..Record::default() };
+        assert_eq!(super::stages(&odd), [None, None, Some(0), None, Some(0)]);
+        assert_eq!(latency_ns(&odd), 0);
+    }
+}

@@ -1,0 +1,93 @@
+//! A queue's file of records and spans, which its one writer goes round and round.
+//!
+//! The writer waits for nobody. The first word of an entry is its number, stored before the others; the
+//! heads are stored after them (docs/internals/trace.md 1, rule 3).
+
+use std::io;
+use std::path::Path;
+
+use ferrite_io::shm::Shm;
+
+use super::{RECORD_WORDS, Record, SPAN_WORDS, Span};
+
+/// Records in a queue's ring; a power of two.
+pub const RECORDS: u64 = 1024;
+/// Spans in a queue's ring; a power of two.
+pub const SPANS: u64 = 1024;
+/// Bytes before the first record.
+const HEADER_BYTES: usize = 64;
+/// The whole file.
+const FILE_BYTES: usize =
+    HEADER_BYTES + RECORDS as usize * RECORD_WORDS * 8 + SPANS as usize * SPAN_WORDS * 8;
+
+/// What a header begins with, and what it says of the shape of the file.
+pub(super) const MAGIC: &[u8; 8] = b"FERTRC03";
+pub(super) const SHAPE: [u64; 4] = [8 * RECORD_WORDS as u64, RECORDS, 8 * SPAN_WORDS as u64, SPANS];
+
+/// Where a ring is in the file.
+pub(super) struct Place {
+    /// The number of entries that were ever written.
+    pub(super) head_at: usize,
+    /// The first entry.
+    pub(super) first_at: usize,
+    /// Entries.
+    pub(super) entries: u64,
+}
+
+pub(super) const OF_RECORDS: Place =
+    Place { head_at: 40, first_at: HEADER_BYTES, entries: RECORDS };
+pub(super) const OF_SPANS: Place = Place {
+    head_at: 48,
+    first_at: HEADER_BYTES + RECORDS as usize * RECORD_WORDS * 8,
+    entries: SPANS,
+};
+
+/// The writing end of a queue's rings.
+pub struct TraceRing {
+    shm: Shm,
+    records: u64,
+    spans: u64,
+}
+
+impl TraceRing {
+    /// Creates the file, in place of one that is there: whoever reads that one goes on with what
+    /// it held.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn create(path: &Path) -> io::Result<TraceRing> {
+        let new = path.with_extension("new");
+        let shm = Shm::create(&new, FILE_BYTES)?;
+        for (i, word) in SHAPE.into_iter().enumerate() {
+            shm.store_u64(8 + 8 * i, word);
+        }
+        shm.store_u64(0, u64::from_le_bytes(*MAGIC));
+        ferrite_io::names::rename(&new, path)?;
+        Ok(TraceRing { shm, records: 0, spans: 0 })
+    }
+
+    /// Appends one record; the oldest gives way.
+    #[inline]
+    pub fn push(&mut self, record: &Record) {
+        let [id, sector, shape, way, taken_ns, a, b, c] = record.words();
+        let n = self.records;
+        self.records = n + 1;
+        let entry = [n + 1, id, sector, shape, way, taken_ns, a, b, c];
+        store(&self.shm, &OF_RECORDS, n, &entry);
+    }
+
+    /// Appends one span; the oldest gives way.
+    #[inline]
+    pub fn span(&mut self, span: &Span) {
+        let [what, from_ns, to_ns] = span.words();
+        let n = self.spans;
+        self.spans = n + 1;
+        store(&self.shm, &OF_SPANS, n, &[n + 1, what, from_ns, to_ns]);
+    }
+}
+
+#[inline]
+fn store<const WORDS: usize>(shm: &Shm, place: &Place, n: u64, entry: &[u64; WORDS]) {
+    shm.store_words(place.first_at + (n % place.entries) as usize * WORDS * 8, entry);
+    shm.store_u64(place.head_at, n + 1);
+}
