@@ -26,7 +26,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get, with all that these name.
-const PAGES: [&str; 13] = [
+const PAGES: [&str; 15] = [
     "operations.md",
     "watching.md",
     "serve.md",
@@ -37,9 +37,11 @@ const PAGES: [&str; 13] = [
     "engines.md",
     "bench.md",
     "lab.md",
+    "trace.md",
     "performance.md",
     "internals/processes.md",
     "internals/formats.md",
+    "internals/trace.md",
 ];
 
 /// The packages that were made.
