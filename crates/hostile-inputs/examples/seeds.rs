@@ -8,6 +8,11 @@ use std::process::Command;
 
 use ferrite_daemon::params::{Format, Image};
 use ferrite_daemon::state::{DiskId, DiskState, States};
+use ferrite_disk::store::content::{ContentHash, DomainKey};
+use ferrite_disk::store::journal::{Filling, Name, NewContent, Record as Change};
+use ferrite_disk::store::layout::Layout;
+use ferrite_disk::store::page::{Packing, Pointer, Whereabouts};
+use ferrite_disk::store::superblock::{Roots, Superblock};
 use ferrite_hostile_inputs::Recipe;
 use ferrite_hostile_inputs::images::{Sketch, qcow2, vhd};
 use ferrite_seeing::trace::{Trace, file};
@@ -28,6 +33,7 @@ fn main() -> io::Result<()> {
     vhds()?;
     qcow2s()?;
     journals()?;
+    dedup()?;
     qemu()
 }
 
@@ -252,6 +258,79 @@ fn journals() -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// A new store's four pages, a journal with each kind of record, and entries of each kind.
+fn dedup() -> io::Result<()> {
+    let layout = Layout::of(64 << 20).expect("a store");
+    let place = layout.first_place(2) + 9;
+    let pointer = Some(Pointer { place, checksum: 7, born: 1 });
+    let page = |home: usize, checkpoint| {
+        let superblock = Superblock {
+            id: [3; 16],
+            layout,
+            checkpoint,
+            replay_from: 1,
+            generation: 2,
+            numbers_end: 9,
+            roots: Roots { p2m: pointer, ..Roots::default() },
+        };
+        superblock.encode(home)[..256].to_vec()
+    };
+    let pages = [page(0, 0), page(0, 1), page(1, 0), page(1, 1)].concat();
+    let mut input = [vec![0xF], pages].concat();
+    put("dedup_superblock", "new", &input)?;
+    // More segments than there is room for, in all four.
+    (0..4).for_each(|page| input[1 + page * 256 + 72 + 1] = 0xFF);
+    put("dedup_superblock", "too-long", &input)?;
+
+    let name = || Name::new("web-1").expect("a name");
+    let (volume, number, block, count) = (1, 5, 2, 3);
+    let hash = ContentHash([6; 32]);
+    let new = NewContent { volume, block, number, place, checksum: 5, domain: 0, hash };
+    let records = [
+        Change::Domain { domain: 0, key: DomainKey([9; 32]), name: name() },
+        Change::Create { volume, blocks: 100, domain: 0, name: name() },
+        Change::New(new),
+        Change::Same { volume, block, number, count },
+        Change::Zeros { volume, block, count: 9 },
+        Change::Share { volume: 2, of: volume, snapshot: true, name: name() },
+        Change::Rollback { volume, to: 2 },
+        Change::Delete { volume: 2 },
+    ];
+    let mut input = vec![1];
+    let mut block = |number, synced, records: &[Change]| {
+        let mut filling = Filling::default();
+        assert!(records.iter().all(|record| filling.add(record)));
+        let bytes = filling.finish(&[3; 16], number, synced);
+        let length = 512_u16;
+        input.extend((length | 0x8000).to_le_bytes());
+        input.extend(&bytes[..usize::from(length)]);
+    };
+    [(1, 1), (2, 1), (3, 2)].iter().for_each(|(number, synced)| block(*number, *synced, &records));
+    // One that vouches for itself, and one with more steps than its bytes are worth.
+    block(5, 6, &records);
+    block(6, 3, &[Change::Same { volume, block: 0, number: 1, count: 10_000 }]);
+    put("dedup_journal", "some", &input)?;
+
+    let packing = Packing::Zstandard;
+    let entries = [
+        Pointer::encode(pointer),
+        Whereabouts::Plain { place, checksum: 3 }.encode(),
+        Whereabouts::SameAs { number: 1 }.encode(),
+        Whereabouts::Packed { place, checksum: 3, packing, places: 4, index: 15 }.encode(),
+    ];
+    put("dedup_pages", "entries", &entries.concat())?;
+    let last = place + layout.segment_blocks - 10;
+    let bad = [
+        Whereabouts::SameAs { number: 1 }.encode(),
+        Whereabouts::SameAs { number: 1 }.encode(),
+        Whereabouts::Packed { place: last, checksum: 3, packing, places: 4, index: 1 }.encode(),
+        Whereabouts::Plain { place: 3, checksum: 3 }.encode(),
+        Pointer::encode(Some(Pointer { place: 3, checksum: 7, born: 1 })),
+        [0xFF; 16],
+    ];
+    put("dedup_pages", "bad", &bad.concat())
 }
 
 /// Images that are not ours, where there is a `qemu-img`: their zeros become the hole.

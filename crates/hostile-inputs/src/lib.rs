@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod clients;
+mod dedup;
 mod guest;
 pub mod images;
 mod names;
@@ -22,8 +23,11 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 13] = [
+pub const TARGETS: [(&str, Target); 16] = [
     ("counters", seen::counters),
+    ("dedup_journal", dedup::journal),
+    ("dedup_pages", dedup::pages),
+    ("dedup_superblock", dedup::superblock),
     ("image_name", names::image_name),
     ("journal", whole::journal),
     ("nbd", clients::nbd),

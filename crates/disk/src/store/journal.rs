@@ -12,6 +12,8 @@ const MAGIC: &[u8; 8] = b"FERSTJRN";
 const HEADER_BYTES: usize = 64;
 const CHECKSUM_AT: usize = HEADER_BYTES - 4;
 const NAME_BYTES: usize = 63;
+/// Blocks of a record of content that the store had: it is 17 bytes, and its replay is a step for each.
+pub const MAX_SAME: u64 = 512;
 
 /// A volume's number.
 pub type VolumeId = u32;
@@ -67,7 +69,7 @@ pub enum Record {
         block: u64,
         /// The first number.
         number: u64,
-        /// How many; not 0.
+        /// How many: 1 to [`MAX_SAME`].
         count: u16,
     },
     /// So many blocks read as zeros.
@@ -222,7 +224,9 @@ impl Record {
             }
             Record::Same { block, number, count, .. } => {
                 let count = count.into();
-                count > 0 && are_numbers(number, count) && are_blocks(block, count)
+                (1..=MAX_SAME).contains(&count)
+                    && are_numbers(number, count)
+                    && are_blocks(block, count)
             }
             Record::Zeros { block, count, .. } => count > 0 && are_blocks(block, count.into()),
             _ => true,

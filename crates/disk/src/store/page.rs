@@ -273,6 +273,18 @@ mod tests {
     }
 
     #[test]
+    fn a_group_ends_in_its_segment() {
+        let end = layout().first_place(1);
+        let packed = |place, places| {
+            let packing = Packing::Lz4;
+            let entry = Whereabouts::Packed { place, checksum: 1, packing, places, index: 0 };
+            Whereabouts::decode(&entry.encode(), 9, &layout())
+        };
+        assert!(packed(end - 4, 4).is_ok() && packed(end - 4, 5).is_err());
+        assert!(packed(end - 20, 0).is_err() && packed(end - 20, 17).is_err());
+    }
+
+    #[test]
     fn numbers_are_lower_than_the_places_of_the_store() {
         let most = layout().places();
         assert_eq!(decode_number(encode_number(most - 1), &layout()), Ok(most - 1));

@@ -286,3 +286,13 @@ fn what_is_vouched_for_counts_without_a_look_and_nothing_else_does() {
     };
     assert!(counts(&[5, 6, 7]) && !counts(&[5, 7]) && !counts(&[]));
 }
+
+#[test]
+fn a_record_is_a_bounded_number_of_steps() {
+    let same = |count| {
+        let record = Record::Same { volume: 1, block: 0, number: 1, count };
+        decode(&block(9, 4, &[record]))
+    };
+    assert!(same(MAX_SAME as u16).is_ok());
+    assert!(same(MAX_SAME as u16 + 1).is_err() && same(0).is_err());
+}
