@@ -22,7 +22,7 @@ use crate::exit::{Code, Failure};
 use crate::options::TuningArgs;
 use crate::parents::ParentsArgs;
 use crate::plain::one_line;
-use crate::serve::stop_on_signals;
+use crate::serve::{stop_on_signals, tell_of_processors};
 use crate::vdev::Vbd;
 use crate::worker::{arguments, names, told_by};
 
@@ -58,6 +58,7 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
         .map_err(|e| cannot(&args.places.run_dir, &e))?;
+    tell_of_processors(&args.places.run_dir);
     let _metrics = metrics_socket.and_then(|socket| metrics::serve(&daemon, &socket, &stats));
     let told = std::cell::RefCell::new((String::new(), Instant::now()));
     daemon

@@ -15,11 +15,11 @@ use ferrite_serve::blkif::lifecycle::{
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
-use ferrite_serve::polling::Budget;
+use ferrite_serve::polling::{Budget, HostView, PollWindow, Teller};
 use ferrite_serve::processors::{Limit, Processors};
 use ferrite_serve::waker::Waker;
 use ferrite_xen::mover::{self, Maps, Mover, Moving};
-use ferrite_xen::real::Xen;
+use ferrite_xen::real::{HostProcessors, Xen};
 use ferrite_xen::store::Store;
 
 use crate::cli::ServeArgs;
@@ -87,9 +87,13 @@ fn serve_with(
     })?;
     let engine = engines(kind);
     let disk = complete(args, disk, &engine)?;
+    let work = work_config(args, run)?;
+    if work.processors.host.is_some() {
+        tell_of_processors(run);
+    }
     let config = Config {
         follow: FollowConfig { backend, domid, devid, offer: offer(args), attached: Attached::Any },
-        work: work_config(args, run)?,
+        work,
         engine,
     };
     let device = Device::new(disk, SystemClock::shared()).on_full(config.work.on_full);
@@ -261,7 +265,36 @@ fn processors(args: &ServeArgs, run: &Path) -> Arc<Processors> {
         Budget::new(percent)
     });
     let limit = args.cpu.map(|percent| Limit::new(percent, SystemClock::shared()));
-    Arc::new(Processors { polling, limit })
+    Arc::new(Processors { polling, host: host_view(args, run), limit })
+}
+
+/// What the host says of its processors, where that decides.
+fn host_view(args: &ServeArgs, run: &Path) -> Option<HostView> {
+    if args.tuning.poll_us != PollWindow::Auto {
+        return None;
+    }
+    let view = HostView::open(run);
+    view.inspect_err(|e| {
+        tracing::warn!(
+            "cannot open what {} says of the host's processors: {e}; this disk judges by what it sees",
+            run.display()
+        );
+    })
+    .ok()
+}
+
+/// Tells the disks of this host of its processors for as long as this process lives. Without it each
+/// judges by what it sees.
+pub(crate) fn tell_of_processors(run: &Path) {
+    let asks = HostProcessors::open().and_then(|mut xen| {
+        let teller = Teller::open(run)?;
+        std::thread::Builder::new()
+            .name("processors".to_owned())
+            .spawn(move || teller.run(&SystemClock, &mut || xen.ask()))
+    });
+    if let Err(e) = asks {
+        tracing::debug!("Xen is not asked for the host's processors: {e}");
+    }
 }
 
 fn make_dir(path: &Path) -> Result<(), Failure> {

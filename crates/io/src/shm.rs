@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate};
 use rustix::io::retry_on_intr;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::thread::futex;
 
 use crate::{names, volatile};
 
@@ -206,6 +207,33 @@ impl Shm {
         self.u32_at(offset).store(value, Ordering::Release);
     }
 
+    /// Stores, and returns what was there.
+    ///
+    /// # Panics
+    /// If `offset` is outside or no multiple of 4.
+    #[inline]
+    pub fn swap_u32(&self, offset: usize, value: u32) -> u32 {
+        self.u32_at(offset).swap(value, Ordering::AcqRel)
+    }
+
+    /// Sleeps while `value` is there, until somebody [wakes](Self::wake) those who do: in whatever
+    /// process has the file mapped. It may return for no reason.
+    ///
+    /// # Panics
+    /// If `offset` is outside or no multiple of 4.
+    pub fn wait(&self, offset: usize, value: u32) {
+        // Whatever it says, the caller looks again.
+        let _ = futex::wait(self.u32_at(offset), futex::Flags::empty(), value, None);
+    }
+
+    /// Wakes all who sleep at `offset`.
+    ///
+    /// # Panics
+    /// If `offset` is outside or no multiple of 4.
+    pub fn wake(&self, offset: usize) {
+        let _ = futex::wake(self.u32_at(offset), futex::Flags::empty(), i32::MAX.cast_unsigned());
+    }
+
     /// Loads with acquire ordering.
     ///
     /// # Panics
@@ -299,6 +327,27 @@ mod tests {
         let two = Shm::open(&path).unwrap();
         one.store_u32(0, 1);
         assert_eq!(two.load_u32(0), 1);
+    }
+
+    #[test]
+    fn who_sleeps_at_a_word_is_woken_by_another_mapping_of_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        let one = Shm::create(&path, 4096).unwrap();
+        let two = Shm::open(&path).unwrap();
+        one.wait(4, 1);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                while one.load_u32(4) == 0 {
+                    one.wait(4, 0);
+                }
+            });
+            assert_eq!(two.swap_u32(4, 7), 0);
+            while !waits.is_finished() {
+                two.wake(4);
+            }
+        });
+        assert_eq!(one.swap_u32(4, 0), 7);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferrite_io::clock::Clock;
 
-use crate::polling::Budget;
+use crate::polling::{Budget, HostView};
 
 /// How often the processor time is asked for, in nanoseconds.
 const CHECK_NS: u64 = 1_000_000;
@@ -22,6 +22,8 @@ const FAREWELL_NS: u64 = 1_000_000_000;
 pub struct Processors {
     /// For polling.
     pub polling: Budget,
+    /// What the host says of all its processors, if it does.
+    pub host: Option<HostView>,
     /// For everything, if that is bounded.
     pub limit: Option<Limit>,
 }
@@ -29,7 +31,7 @@ pub struct Processors {
 impl Default for Processors {
     /// One processor to poll with, and no other bound.
     fn default() -> Self {
-        Processors { polling: Budget::new(100), limit: None }
+        Processors { polling: Budget::new(100), host: None, limit: None }
     }
 }
 

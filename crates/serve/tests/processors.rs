@@ -75,7 +75,10 @@ fn process_backend() {
     let mut config = config(&DiskPaths::new(DomId(1), DEVID), Path::new(&dir).join("run"));
     config.work = WorkConfig {
         tuning: Tuning { poll: PollWindow::Fixed(1), ..Tuning::default() },
-        processors: Arc::new(Processors { polling: Budget::shared(100, shares), limit: None }),
+        processors: Arc::new(Processors {
+            polling: Budget::shared(100, shares),
+            ..Processors::default()
+        }),
         counters: counters.clone(),
         pool_bytes: 4 << 20,
         ..config.work
@@ -293,7 +296,7 @@ impl World {
 fn plan(world: &Arc<World>, limited: bool) -> Plan {
     let clock: Arc<dyn Clock> = world.clone();
     let limit = limited.then(|| Limit::new(50, clock.clone()));
-    let processors = Arc::new(Processors { polling: Budget::new(100), limit });
+    let processors = Arc::new(Processors { limit, ..Processors::default() });
     let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
     Plan { bytes: 1 << 20, clock, processors, tuning, ..Plan::default() }
 }

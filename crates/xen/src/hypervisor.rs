@@ -21,6 +21,25 @@ impl fmt::Display for DomId {
     }
 }
 
+/// The processors of the whole host, as the hypervisor knows them at a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostTimes {
+    /// Processors that are online.
+    pub cpus: u32,
+    /// How long they have all been idle, ever, together.
+    pub idle_ns: u64,
+}
+
+impl HostTimes {
+    /// How many of them were idle since `before`, so many nanoseconds ago, in thousandths.
+    pub fn idle_milli(&self, before: &HostTimes, ns: u64) -> u32 {
+        // It falls when one goes offline.
+        let idle_ns = self.idle_ns.saturating_sub(before.idle_ns);
+        let milli = u128::from(idle_ns) * 1000 / u128::from(ns.max(1));
+        milli.min(u128::from(self.cpus) * 1000) as u32
+    }
+}
+
 /// A grant reference, as the frontend wrote it. Not validated: only the hypervisor can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GrantRef(pub u32);

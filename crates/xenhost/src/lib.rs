@@ -65,30 +65,34 @@ pub struct XenHost {
 impl XenHost {
     /// Boots a host for PV guests, whose dom0 finds `programs` in its PATH.
     pub fn boot(root: &Root, programs: &[Program]) -> Result<XenHost> {
-        Self::boot_at(Pace::Clock, root, programs, &[])
+        Self::boot_at(Pace::Clock, 1, root, programs, &[])
     }
 
-    /// Boots a host whose time is made of what `pace` says; `arguments` are the emulator's.
+    /// Boots a host whose time is made of what `pace` says, with so many processors; `arguments` are
+    /// the emulator's.
     pub fn boot_at(
         pace: Pace,
+        cpus: u32,
         root: &Root,
         programs: &[Program],
         arguments: &[String],
     ) -> Result<XenHost> {
-        let plain = Processor::Plain;
-        step("boot Xen and its dom0", || Self::boot_quietly(pace, plain, root, programs, arguments))
+        let processors = (Processor::Plain, cpus);
+        step("boot Xen and its dom0", || {
+            Self::boot_quietly(pace, processors, root, programs, arguments)
+        })
     }
 
     /// Boots a host with a processor of its own.
     pub fn boot_on(processor: Processor, root: &Root, programs: &[Program]) -> Result<XenHost> {
         step(&format!("boot Xen and its dom0 ({processor:?})"), || {
-            Self::boot_quietly(Pace::Clock, processor, root, programs, &[])
+            Self::boot_quietly(Pace::Clock, (processor, 1), root, programs, &[])
         })
     }
 
     fn boot_quietly(
         pace: Pace,
-        processor: Processor,
+        (processor, cpus): (Processor, u32),
         root: &Root,
         programs: &[Program],
         arguments: &[String],
@@ -109,6 +113,7 @@ impl XenHost {
             socket: &socket,
             pace,
             processor,
+            cpus,
             arguments,
         };
         let mut qemu = Qemu::start(&machine)?;

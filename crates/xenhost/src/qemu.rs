@@ -112,6 +112,8 @@ pub(crate) struct Machine<'a> {
     pub(crate) pace: Pace,
     /// Its processor.
     pub(crate) processor: Processor,
+    /// How many of them. The dom0 has one, which is pinned to the first where there are more.
+    pub(crate) cpus: u32,
     /// Further arguments of the emulator.
     pub(crate) arguments: &'a [String],
 }
@@ -177,13 +179,15 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
         command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm"]);
     }
     command.args(machine.arguments);
-    command.args(["-smp", "1", "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
+    let cpus = machine.cpus.to_string();
+    command.args(["-smp", &cpus, "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
     command.args(["-no-reboot", "-nic", "none", "-device", "virtio-rng-pci"]);
     command.arg("-serial").arg(format!("file:{}", console.display()));
     command.arg("-kernel").arg(root.xen());
     command.arg("-append").arg(format!(
         "console=com1 com1=115200,8n1 dom0_mem={DOM0_MEMORY},max:{DOM0_MEMORY} \
-         dom0_max_vcpus=1 loglvl=warning guest_loglvl=warning {}",
+         dom0_max_vcpus=1 {}loglvl=warning guest_loglvl=warning {}",
+        if machine.cpus > 1 { "dom0_vcpus_pin " } else { "" },
         machine.pace.xen_arguments()
     ));
     // A machine that stands still beside others stalls every grace period: no fault of the dom0.

@@ -1,7 +1,7 @@
 //! The interfaces that Xen offers to this domain.
 
 use ferrite_io::pool::LENT_PAGES;
-use ferrite_xen::real::{self, Probe};
+use ferrite_xen::real::{self, APART, Probe};
 use ferrite_xen::store::Store;
 
 use super::{Check, State};
@@ -32,6 +32,7 @@ fn of_probe(probe: &Probe) -> Vec<Check> {
         device(GRANTS, &probe.gntdev, "there", "the way to guests' memory"),
         device(COPY, &probe.grant_copy, "available", "moves all data between guest and buffers"),
         own_grants(probe),
+        processors(probe, ferrite_io::processors::count()),
         device(EVENTS, &probe.evtchn, "there", "one descriptor a queue wakes its thread"),
     ];
     if probe.evtchn.is_ok() {
@@ -66,6 +67,28 @@ fn own_grants(probe: &Probe) -> Check {
             check(name, State::Warn, why.clone(), "data is copied at a higher cost, and as safely")
         }
     }
+}
+
+/// Of the host, beside `ours`.
+fn processors(probe: &Probe, ours: usize) -> Check {
+    let name = "processors";
+    let [before, now] = match &probe.processors {
+        Ok(times) => times,
+        Err(why) => {
+            let means = match ours {
+                1 => "no disk polls (--poll-us auto), as this domain has one processor",
+                _ => "disks poll (--poll-us auto) by what they see of this domain's processors",
+            };
+            return check(name, State::Warn, format!("Xen does not tell the host's: {why}"), means);
+        }
+    };
+    let idle = f64::from(now.idle_milli(before, APART.as_nanos() as u64)) / 1000.0;
+    let found = format!("{} in the host, {idle:.1} of them idle; {ours} in this domain", now.cpus);
+    let means = match now.cpus {
+        1 => "no disk polls (--poll-us auto), as the host has one processor",
+        _ => "disks poll (--poll-us auto) while some of the host's are idle",
+    };
+    check(name, State::Ok, found, means)
 }
 
 fn restriction(result: &Result<(), String>) -> Check {
@@ -143,6 +166,8 @@ fn store() -> Check {
 
 #[cfg(test)]
 mod tests {
+    use ferrite_xen::hypervisor::HostTimes;
+
     use super::*;
 
     /// All is well, in domain 0.
@@ -158,6 +183,7 @@ mod tests {
             gntdev_limit: None,
             own_grants: Ok(()),
             own_grants_limit: Some(1024),
+            processors: Ok([0, 310].map(|ms| HostTimes { cpus: 4, idle_ns: ms * 1_000_000 })),
             evtchn: Ok(()),
             evtchn_restrict: Ok(()),
             xenbus: Ok(()),
@@ -185,6 +211,17 @@ mod tests {
         }
         let probe = Probe { own_grants_limit: None, ..good() };
         assert_eq!(state_of(&probe, "own grants"), State::Ok);
+    }
+
+    #[test]
+    fn the_hosts_processors_are_told_beside_our_own() {
+        let check = processors(&good(), 1);
+        assert_eq!(check.found, "4 in the host, 3.1 of them idle; 1 in this domain");
+        assert!(check.means.contains("while some"));
+        let probe = Probe { processors: Err("not asked".into()), ..good() };
+        let [one, two] = [1, 2].map(|ours| processors(&probe, ours));
+        assert_eq!((one.state, two.state), (State::Warn, State::Warn));
+        assert!(one.means.contains("no disk polls") && two.means.contains("by what they see"));
     }
 
     #[test]

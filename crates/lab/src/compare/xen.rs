@@ -25,6 +25,9 @@ pub(crate) struct XenArguments {
     /// Length of a test, in seconds of the emulated machine.
     #[arg(long, value_name = "S", default_value_t = 2.0)]
     xen_seconds: f64,
+    /// Processors of the host: with two, the dom0 has the first and the guest the other.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
+    xen_cpus: u32,
     /// Further arguments of `ferrite serve`; given more than once, each is measured for itself.
     #[arg(long, allow_hyphen_values = true)]
     ferrite_args: Vec<String>,
@@ -161,9 +164,11 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
         false => None,
     };
     let plugin = profiler.as_ref().map(Profiler::arguments).unwrap_or_default();
-    let mut xenhost = XenHost::boot_at(Pace::Instructions, &root, &programs, &plugin).context(
-        "counting instructions works with QEMU 7.2; 10.0 stops with \"Bad icount read\"",
-    )?;
+    let mut xenhost =
+        XenHost::boot_at(Pace::Instructions, arguments.xen_cpus, &root, &programs, &plugin)
+            .context(
+                "counting instructions works with QEMU 7.2; 10.0 stops with \"Bad icount read\"",
+            )?;
     // blkback as it is by itself, and every page of the disk in place before it is read.
     xenhost.sh_for(
         &format!(
@@ -174,6 +179,9 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
         60,
     )?;
     let mut guest = step("start a guest", || Guest::start(&mut xenhost, &GuestOptions::default()))?;
+    if arguments.xen_cpus > 1 {
+        xenhost.sh(&format!("xl vcpu-pin {} all 1", guest.domid()))?;
+    }
     if let Some(profiler) = &mut profiler {
         profiler.read_symbols(&mut xenhost, &mut guest)?;
     }

@@ -20,9 +20,19 @@ const REFUSED_NS: u64 = 100_000_000;
 #[derive(Debug)]
 pub struct Budget {
     limit_ns: u64,
-    period: AtomicU64,
-    spent_ns: AtomicU64,
+    spent: Line<Spent>,
     host: Option<Host>,
+}
+
+/// In lines of the processor's cache of its own: what all queues write, beside what they only read.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Line<T>(T);
+
+#[derive(Debug, Default)]
+struct Spent {
+    period: AtomicU64,
+    ns: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -33,7 +43,7 @@ struct Host {
     units: AtomicU32,
     refused_until_ns: AtomicU64,
     /// When a queue polled last.
-    polled_ns: AtomicU64,
+    polled_ns: Line<AtomicU64>,
 }
 
 /// Processors that all disks of a host may poll with by default: half of them, and at least one.
@@ -46,7 +56,7 @@ impl Budget {
     /// So many percent of one processor; 100 is one, all the time.
     pub fn new(percent: u32) -> Budget {
         let limit_ns = PERIOD_NS / 100 * u64::from(percent);
-        Budget { limit_ns, period: AtomicU64::new(0), spent_ns: AtomicU64::new(0), host: None }
+        Budget { limit_ns, spent: Line::default(), host: None }
     }
 
     /// The same, as far as there are units of the host's to be had.
@@ -56,7 +66,7 @@ impl Budget {
             claimed: Mutex::default(),
             units: AtomicU32::new(0),
             refused_until_ns: AtomicU64::new(0),
-            polled_ns: AtomicU64::new(0),
+            polled_ns: Line::default(),
         };
         Budget { host: Some(host), ..Budget::new(percent) }
     }
@@ -69,28 +79,30 @@ impl Budget {
     /// Whether there is something left of this period.
     pub(crate) fn is_left(&self, now_ns: u64) -> bool {
         let period = now_ns / PERIOD_NS;
+        let spent = &self.spent.0;
         // Two queues may both begin a period, and the loss of what one has spent in between is
         // nothing to care about.
-        if self.period.swap(period, Relaxed) != period {
-            self.spent_ns.store(0, Relaxed);
+        if spent.period.load(Relaxed) != period {
+            spent.period.store(period, Relaxed);
+            spent.ns.store(0, Relaxed);
         }
-        let spent_ns = self.spent_ns.load(Relaxed);
+        let spent_ns = spent.ns.load(Relaxed);
         spent_ns < self.limit_ns
             && self.host.as_ref().is_none_or(|host| host.covers(spent_ns, now_ns))
     }
 
     /// Takes what was spent, until now.
     pub(crate) fn spend(&self, ns: u64, now_ns: u64) {
-        self.spent_ns.fetch_add(ns, Relaxed);
+        self.spent.0.ns.fetch_add(ns, Relaxed);
         if let Some(host) = &self.host {
-            host.polled_ns.store(now_ns, Relaxed);
+            host.polled_ns.0.store(now_ns, Relaxed);
         }
     }
 
     /// Gives back to the host what no queue has used for a while.
     pub(crate) fn give_back_unused(&self, now_ns: u64) {
         if let Some(host) = &self.host
-            && now_ns.saturating_sub(host.polled_ns.load(Relaxed)) >= HELD_NS
+            && now_ns.saturating_sub(host.polled_ns.0.load(Relaxed)) >= HELD_NS
         {
             host.give_back();
         }

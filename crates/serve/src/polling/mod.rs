@@ -16,6 +16,10 @@
 //!   processor to spare: it pauses. Both are judged over a millisecond or so: one interrupt is a
 //!   gap, too, and a thread that sleeps is now and then woken on a processor that is taken for a
 //!   moment while another is free.
+//! * Where somebody asks the hypervisor for the host's processors ([`HostView`]), that decides. It
+//!   begins where one is idle, and ends when next to none is left. A gap counts for nothing meanwhile:
+//!   it is an emulated or throttled processor, and not one that others want. Without that answer, on a
+//!   domain's only processor nobody polls: whoever we poll for may not be able to run.
 //! * A disk has a [`Budget`] of processor time to poll with, all queues together, and shares
 //!   what all disks of the host have.
 
@@ -24,11 +28,13 @@ use std::str::FromStr;
 
 mod budget;
 mod delay;
+mod host;
 mod wakeup;
 
 pub(crate) use budget::HELD_NS;
 pub use budget::{Budget, host_units};
 pub(crate) use delay::RunDelay;
+pub use host::{HostView, Teller};
 pub use wakeup::wake_up_ns;
 
 /// The longest window that can be asked for, in microseconds.
@@ -50,6 +56,16 @@ const RECENT_NS: u64 = 1_000_000;
 const PAUSE_NS: (u64, u64) = (10_000_000, 1_000_000_000);
 /// How often the time spent waiting for a processor is asked for, in nanoseconds.
 const CHECK_NS: u64 = 1_000_000;
+/// How often it is looked up what the host says of its processors, in nanoseconds.
+const HEAR_NS: u64 = 1_000_000;
+/// So much has to be idle for polling to begin, in thousandths of a processor: what polling takes of
+/// one, where the rest is the request's own work.
+const BEGINS_MILLI: u32 = 750;
+/// And so much for it to go on: whoever wants a processor finds one.
+const GOES_ON_MILLI: u32 = 125;
+/// Pauses after it has taken the last of them, in nanoseconds: the first, and the longest. Hits forgive
+/// none of these: on fast storage there are thousands of them before the host says what they cost.
+const YIELD_NS: (u64, u64) = (200_000_000, 10_000_000_000);
 /// Short sleeps in a row before polling begins.
 const SHORT_SLEEPS: u32 = 3;
 /// Polls in vain after a beginning that do not count.
@@ -110,10 +126,36 @@ pub(crate) fn stolen_ns(since_ns: u64) -> u64 {
     if since_ns > GAP_NS { since_ns } else { 0 }
 }
 
+/// What the host says of its processors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HostLook {
+    pub(crate) cpus: u32,
+    /// How many were idle of late, in thousandths.
+    pub(crate) idle_milli: u32,
+}
+
+/// Whether there is a processor to spare.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Spare {
+    /// Nobody says: what is seen here decides.
+    Unknown,
+    Some,
+    None,
+}
+
 /// Decides for one queue; see the module text.
 #[derive(Debug)]
 pub(crate) struct Poller {
     window: PollWindow,
+    /// This process has one processor.
+    alone: bool,
+    spare: Spare,
+    /// When to look again at what the host says; `u64::MAX`: never.
+    hear_at_ns: u64,
+    /// Since when there is a processor to spare.
+    spare_since_ns: u64,
+    /// The next pause after the last one was taken.
+    yield_ns: u64,
     /// The smallest window of [`PollWindow::Auto`].
     min_ns: u64,
     /// The window now; 0: none.
@@ -146,13 +188,20 @@ struct Recent {
 
 impl Poller {
     /// Nothing is known yet. `wake_up_ns`: what it takes to wake a thread on this machine; `cpus`:
-    /// processors that this process may use. With one alone, whoever we poll for cannot run.
-    pub(crate) fn new(window: PollWindow, wake_up_ns: u64, cpus: usize) -> Poller {
-        let alone = window == PollWindow::Auto && cpus < 2;
-        let window = if alone { PollWindow::Fixed(0) } else { window };
+    /// processors that this process may use; `hears`: somebody may say what the host has.
+    pub(crate) fn new(window: PollWindow, wake_up_ns: u64, cpus: usize, hears: bool) -> Poller {
+        let alone = cpus < 2;
+        let never = window == PollWindow::Auto && alone && !hears;
+        let window = if never { PollWindow::Fixed(0) } else { window };
+        let hears = hears && window == PollWindow::Auto;
         let min_ns = wake_up_ns.clamp(MIN_AUTO_NS, MAX_AUTO_NS / 4);
         Poller {
             window,
+            alone,
+            spare: Spare::Unknown,
+            hear_at_ns: if hears { 0 } else { u64::MAX },
+            spare_since_ns: 0,
+            yield_ns: YIELD_NS.0,
             min_ns,
             now_ns: 0,
             short_sleeps: 0,
@@ -172,14 +221,62 @@ impl Poller {
     pub(crate) fn window_ns(&self, now_ns: u64) -> u64 {
         match self.window {
             PollWindow::Fixed(us) => u64::from(us) * 1000,
-            PollWindow::Auto if now_ns < self.paused_until_ns => 0,
+            PollWindow::Auto if now_ns < self.paused_until_ns || !self.may() => 0,
             PollWindow::Auto => self.now_ns,
         }
     }
 
+    /// Whether there is a processor for it, as far as that is known.
+    fn may(&self) -> bool {
+        match self.spare {
+            Spare::Unknown => !self.alone,
+            Spare::Some => true,
+            Spare::None => false,
+        }
+    }
+
+    /// Whether [`heard`](Self::heard) wants to be told.
+    pub(crate) fn listens(&self, now_ns: u64) -> bool {
+        now_ns >= self.hear_at_ns
+    }
+
+    /// Whether it would poll, if there was a processor for it: somebody is to ask.
+    pub(crate) fn wants(&self) -> bool {
+        self.now_ns > 0
+    }
+
+    /// What the host says of its processors, if it does.
+    pub(crate) fn heard(&mut self, now_ns: u64, host: Option<HostLook>) {
+        self.hear_at_ns = now_ns + HEAR_NS;
+        let polls = self.spare == Spare::Some && self.window_ns(now_ns) > 0;
+        let least_milli = if polls { GOES_ON_MILLI } else { BEGINS_MILLI };
+        let spare = match host {
+            None => Spare::Unknown,
+            Some(host) if host.cpus > 1 && host.idle_milli >= least_milli => Spare::Some,
+            Some(_) => Spare::None,
+        };
+        if spare == Spare::Some && self.spare != Spare::Some {
+            self.spare_since_ns = now_ns;
+        }
+        self.spare = spare;
+        if polls && spare == Spare::None {
+            self.yield_processor(now_ns);
+        }
+    }
+
+    /// Others had to wait for what it polled with: it tries again, and ever less if it is no better.
+    fn yield_processor(&mut self, now_ns: u64) {
+        if now_ns - self.spare_since_ns > 4 * self.yield_ns {
+            self.yield_ns = YIELD_NS.0;
+        }
+        self.pause(now_ns);
+        self.paused_until_ns = now_ns + self.yield_ns;
+        self.yield_ns = (self.yield_ns * 2).min(YIELD_NS.1);
+    }
+
     /// Whether [`waited`](Self::waited) wants to be told.
     pub(crate) fn asks_for_wait(&self, now_ns: u64) -> bool {
-        self.window == PollWindow::Auto && now_ns >= self.check_at_ns
+        self.window == PollWindow::Auto && now_ns >= self.check_at_ns && self.may()
     }
 
     /// The time that this thread has spent ready to run but waiting for a processor, ever. If that
@@ -204,7 +301,9 @@ impl Poller {
     pub(crate) fn polled(&mut self, poll: Poll) {
         let took_ns = poll.to_ns - poll.from_ns;
         self.polled_ns += took_ns;
-        self.recent.stolen_ns += poll.stolen_ns;
+        if self.spare == Spare::Unknown {
+            self.recent.stolen_ns += poll.stolen_ns;
+        }
         self.recent.took_ns += took_ns;
         if self.recent.stolen_ns * 4 > self.recent.took_ns.max(RECENT_NS) {
             return self.pause(poll.to_ns);

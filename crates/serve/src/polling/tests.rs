@@ -3,7 +3,7 @@ use super::*;
 const WAKE_UP_NS: u64 = 20_000;
 
 fn auto() -> Poller {
-    Poller::new(PollWindow::Auto, WAKE_UP_NS, 2)
+    Poller::new(PollWindow::Auto, WAKE_UP_NS, 2, false)
 }
 
 /// A poll that began at `from_ns` and took `took_ns`.
@@ -199,14 +199,14 @@ fn a_thread_that_was_put_aside_while_it_polled_stops() {
 
 #[test]
 fn a_fixed_window_is_what_was_asked_for() {
-    let mut p = Poller::new(PollWindow::Fixed(70), WAKE_UP_NS, 1);
+    let mut p = Poller::new(PollWindow::Fixed(70), WAKE_UP_NS, 1, false);
     for i in 0..20 {
         assert_eq!(p.window_ns(i), 70_000);
         p.polled(poll(i, 70_000, false));
         p.slept(10_000_000);
     }
     assert!(!p.asks_for_wait(u64::MAX));
-    assert_eq!(Poller::new(PollWindow::Fixed(0), WAKE_UP_NS, 2).window_ns(5), 0);
+    assert_eq!(Poller::new(PollWindow::Fixed(0), WAKE_UP_NS, 2, false).window_ns(5), 0);
 }
 
 #[test]
@@ -221,9 +221,122 @@ fn windows_are_written_as_they_are_read() {
 
 #[test]
 fn nobody_polls_on_the_only_processor() {
-    let mut p = Poller::new(PollWindow::Auto, WAKE_UP_NS, 1);
+    let mut p = Poller::new(PollWindow::Auto, WAKE_UP_NS, 1, false);
     for _ in 0..100 {
         p.slept(30_000);
         assert_eq!(p.window_ns(0), 0);
     }
+}
+
+/// The only processor of its domain, on a host whose processors somebody asks for.
+fn listening() -> Poller {
+    Poller::new(PollWindow::Auto, WAKE_UP_NS, 1, true)
+}
+
+/// A history of 100 ms each: processors of the host, how many of them were idle in thousandths, and
+/// gaps in all polls or not.
+type History<'a> = &'a [(u32, u32, bool)];
+
+/// Plays it to a queue at depth 1: each 50 us something comes. The time of each 100 ms in which it
+/// polled, in ms.
+fn play(p: &mut Poller, history: History<'_>) -> Vec<u64> {
+    play_from(p, &mut 1_000_000_000, history)
+}
+
+fn play_from(p: &mut Poller, at_ns: &mut u64, history: History<'_>) -> Vec<u64> {
+    let mut now_ns = *at_ns;
+    let mut polled = Vec::new();
+    for (cpus, idle_milli, gaps) in history {
+        let end_ns = now_ns + 100_000_000;
+        let mut polled_ns = 0;
+        while now_ns < end_ns {
+            if p.listens(now_ns) {
+                let host = HostLook { cpus: *cpus, idle_milli: *idle_milli };
+                p.heard(now_ns, (*cpus > 0).then_some(host));
+            }
+            if p.asks_for_wait(now_ns) {
+                p.waited(now_ns, 0);
+            }
+            if p.window_ns(now_ns) >= 50_000 {
+                let stolen_ns = if *gaps { stolen_ns(40_000) } else { 0 };
+                p.polled(Poll { stolen_ns, ..poll(now_ns, 50_000, true) });
+                polled_ns += 50_000;
+            } else {
+                p.slept(50_000);
+            }
+            now_ns += 50_000 + 10_000;
+        }
+        polled.push(polled_ns / 1_000_000);
+    }
+    *at_ns = now_ns;
+    polled
+}
+
+#[test]
+fn the_only_processor_of_its_domain_polls_while_the_host_has_idle_ones() {
+    let all = play(&mut listening(), &[(8, 7200, false), (8, 6000, true), (8, 400, true)]);
+    // The first ten milliseconds are for finding out.
+    assert!(all.iter().all(|ms| *ms > 70), "{all:?}");
+}
+
+#[test]
+fn it_does_not_begin_where_the_host_has_none() {
+    for busy in [(8, 0), (8, BEGINS_MILLI - 1), (2, 0), (1, 900)] {
+        let history = [(busy.0, busy.1, false); 20];
+        assert_eq!(play(&mut listening(), &history), vec![0; 20], "{busy:?}");
+    }
+}
+
+#[test]
+fn it_does_not_poll_when_nobody_says_what_the_host_has() {
+    let mut p = listening();
+    assert_eq!(play(&mut p, &[(0, 0, false); 3]), [0; 3]);
+    assert!(p.wants(), "somebody is to ask");
+    let all = play(&mut listening(), &[(8, 7000, false), (0, 0, false)]);
+    assert!(all[0] > 70 && all[1] == 0, "{all:?}");
+}
+
+#[test]
+fn it_ends_when_the_last_idle_processor_is_taken_and_then_tries_ever_less() {
+    let taken = (4, GOES_ON_MILLI - 1, false);
+    let mut p = listening();
+    let all = play(&mut p, &[(4, 2000, false), (4, GOES_ON_MILLI, false), taken, taken]);
+    assert!(all[0] > 70 && all[1] > 70 && all[2..] == [0, 0], "{all:?}");
+}
+
+/// As a host of two has it, where guest and backend take turns on one and others have the other.
+#[test]
+fn where_its_own_polling_takes_the_last_one_it_tries_ever_less() {
+    let (mut p, mut now_ns) = (listening(), 1_000_000_000);
+    let (mut polled_ms, mut idle_milli) = (Vec::new(), 900);
+    for _ in 0..200 {
+        let ms = play_from(&mut p, &mut now_ns, &[(2, idle_milli, false)])[0];
+        idle_milli = if ms > 20 { 0 } else { 900 };
+        polled_ms.push(ms);
+    }
+    let sum = |range: std::ops::Range<usize>| polled_ms[range].iter().sum::<u64>();
+    assert!(sum(0..10) > 0 && sum(100..200) < 500, "{polled_ms:?}");
+}
+
+#[test]
+fn of_two_disks_the_second_begins_while_there_is_a_processor_for_it() {
+    // What is left beside the first.
+    assert_eq!(play(&mut listening(), &[(4, 500, false)]), [0]);
+    assert!(play(&mut listening(), &[(4, 1500, false)])[0] > 70);
+}
+
+#[test]
+fn with_several_processors_and_nobody_who_says_it_judges_by_itself() {
+    let mut p = Poller::new(PollWindow::Auto, WAKE_UP_NS, 4, true);
+    let all = play(&mut p, &[(0, 0, false), (0, 0, true), (0, 0, true)]);
+    assert!(all[0] > 70 && all[2] < 10, "{all:?}");
+    let mut p = Poller::new(PollWindow::Auto, WAKE_UP_NS, 4, true);
+    assert_eq!(play(&mut p, &[(16, 100, false); 2]), [0; 2]);
+}
+
+#[test]
+fn who_does_not_judge_does_not_listen() {
+    assert!(!Poller::new(PollWindow::Fixed(50), WAKE_UP_NS, 1, true).listens(u64::MAX - 1));
+    assert!(!auto().listens(u64::MAX - 1));
+    assert!(!Poller::new(PollWindow::Auto, WAKE_UP_NS, 1, true).asks_for_wait(1));
 }

@@ -1,4 +1,4 @@
-//! Xen itself, reached from user space by /dev/xen/gntdev, /dev/xen/evtchn and /dev/xen/gntalloc.
+//! Xen itself, reached from user space by /dev/xen/gntdev, evtchn, gntalloc and privcmd.
 
 mod copies;
 mod events;
@@ -6,6 +6,7 @@ mod grants;
 mod kept;
 mod own_pages;
 mod probe;
+mod processors;
 mod uapi;
 
 use std::io;
@@ -16,7 +17,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ferrite_io::arena::{Arena, Lender};
 
-pub use probe::{Probe, probe};
+pub use probe::{APART, Probe, probe};
+pub use processors::HostProcessors;
 
 use crate::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, RingMemory,
@@ -30,6 +32,8 @@ use own_pages::{OwnPages, PageDevice};
 const GNTDEV: &str = "dev/xen/gntdev";
 const EVTCHN: &str = "dev/xen/evtchn";
 const GNTALLOC: &str = "dev/xen/gntalloc";
+const PRIVCMD: &str = "dev/xen/privcmd";
+const HYPERCALL: &str = "dev/xen/hypercall";
 
 /// Whether event channels are restricted to their guest's domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,10 +5,11 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
+use std::time::Duration;
 
 use super::own_pages::{self, PageDevice};
-use super::{EVTCHN, GNTALLOC, GNTDEV, events, grants};
-use crate::hypervisor::DomId;
+use super::{EVTCHN, GNTALLOC, GNTDEV, HostProcessors, events, grants};
+use crate::hypervisor::{DomId, HostTimes};
 
 /// `XENFEAT_auto_translated_physmap`: pages are translated by hardware (PVH, HVM), not by
 /// page-table writes that the hypervisor checks (PV).
@@ -43,6 +44,8 @@ pub struct Probe {
     pub evtchn: Result<(), String>,
     /// Whether event channels can be restricted to one guest.
     pub evtchn_restrict: Result<(), String>,
+    /// The host's processors at two moments, [`APART`].
+    pub processors: Result<[HostTimes; 2], String>,
     /// Whether /dev/xen/xenbus is there.
     pub xenbus: Result<(), String>,
     /// Whether xenstored's socket is there: it is where xenstored runs in this domain.
@@ -91,9 +94,20 @@ fn probe_at(root: &Path) -> Probe {
                 .map_err(|e| format!("this kernel does not restrict event channels: {e}"))
         }),
         evtchn: evtchn.map(drop),
+        processors: processors(root).map_err(|e| e.to_string()),
         xenbus: exists(root, "dev/xen/xenbus"),
         xenstored: exists(root, "run/xenstored/socket"),
     }
+}
+
+/// Between two questions for processors.
+pub const APART: Duration = Duration::from_millis(100);
+
+fn processors(root: &Path) -> io::Result<[HostTimes; 2]> {
+    let mut xen = HostProcessors::open_at(root)?;
+    let before = xen.ask()?;
+    std::thread::sleep(APART);
+    Ok([before, xen.ask()?])
 }
 
 /// Copies within a page that is made for it.

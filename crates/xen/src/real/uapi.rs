@@ -1,5 +1,6 @@
-//! The kernel's interface: ioctl numbers and structures of /dev/xen/gntdev, gntalloc and evtchn
-//! (blkif.md 4.1, 4.6 and 5; Linux include/uapi/xen/{gntdev,gntalloc,evtchn}.h).
+//! The kernel's interface: ioctl numbers and structures of /dev/xen/gntdev, gntalloc, evtchn
+//! and privcmd (blkif.md 4.1, 4.6 and 5; Linux include/uapi/xen/{gntdev,gntalloc,evtchn,privcmd}.h),
+//! and Xen's own for what goes by the last of these (processes.md 9).
 
 use std::io;
 use std::mem::{offset_of, size_of};
@@ -120,6 +121,43 @@ pub(super) struct RestrictDomid {
     pub(super) domid: u16,
 }
 
+/// A hypercall, by /dev/xen/privcmd.
+#[repr(C)]
+pub(super) struct Hypercall {
+    pub(super) op: u64,
+    pub(super) args: [u64; 5],
+}
+
+pub(super) const HYPERVISOR_SYSCTL: u64 = 35;
+/// Versions of Xen's `sysctl` in which the requests made here look the same, of Xen 4.21 back to 4.13.
+pub(super) const SYSCTL_VERSIONS: [u32; 4] = [0x16, 0x15, 0x14, 0x13];
+pub(super) const SYSCTL_PHYSINFO: u32 = 3;
+pub(super) const SYSCTL_GETCPUINFO: u32 = 8;
+/// Of `words`: the processors that are online.
+pub(super) const PHYSINFO_CPUS: usize = 2;
+/// In: room for so many times.
+pub(super) const CPUINFO_MAX: usize = 0;
+/// In, two words: where to.
+pub(super) const CPUINFO_TO: usize = 2;
+/// Out: so many were written.
+pub(super) const CPUINFO_TOLD: usize = 4;
+
+/// A request to Xen itself, and its answer.
+#[repr(C, align(8))]
+#[derive(Clone, Copy)]
+pub(super) struct Sysctl {
+    cmd: u32,
+    version: u32,
+    /// The union of all requests, as words.
+    pub(super) words: [u32; 32],
+}
+
+impl Sysctl {
+    pub(super) fn new(cmd: u32, version: u32) -> Sysctl {
+        Sysctl { cmd, version, words: [0; 32] }
+    }
+}
+
 const MAP_GRANT_REF_BYTES: usize = offset_of!(MapGrantRef, refs) + size_of::<MapRef>();
 
 pub(super) const MAP_GRANT_REF: libc::Ioctl = request(b'G', 0, MAP_GRANT_REF_BYTES);
@@ -135,6 +173,7 @@ pub(super) const UNBIND: libc::Ioctl = request(b'E', 3, size_of::<Notify>());
 pub(super) const NOTIFY: libc::Ioctl = request(b'E', 4, size_of::<Notify>());
 pub(super) const RESET: libc::Ioctl = request(b'E', 5, 0);
 pub(super) const RESTRICT_DOMID: libc::Ioctl = request(b'E', 6, size_of::<RestrictDomid>());
+pub(super) const HYPERCALL: libc::Ioctl = request(b'P', 0, size_of::<Hypercall>());
 
 // Against the numbers of the kernel's own headers, compiled by a C compiler.
 const _: () = {
@@ -148,12 +187,14 @@ const _: () = {
     assert!(NOTIFY == 0x0004_4504);
     assert!(RESET == 0x4505);
     assert!(RESTRICT_DOMID == 0x0002_4506);
+    assert!(HYPERCALL == 0x0030_5000);
 
     assert!(offset_of!(MapGrantRef, index) == 8 && offset_of!(MapGrantRef, refs) == 16);
     assert!(size_of::<CopyEntry>() == 24);
     assert!(offset_of!(CopyEntry, dest) == 8 && offset_of!(CopyEntry, len) == 16);
     assert!(offset_of!(CopyEntry, flags) == 18 && offset_of!(CopyEntry, status) == 20);
     assert!(offset_of!(GrantCopy, entries) == 8);
+    assert!(size_of::<Sysctl>() == 136 && offset_of!(Sysctl, words) == 8);
 };
 
 /// ioctl(2), again if a signal came.

@@ -127,7 +127,7 @@ impl Queue {
         let segments_of = (0..entries).map(|_| Vec::with_capacity(MAX_DIRECT_SEGMENTS)).collect();
         Ok(Queue {
             clock: shared.device.clock.clone(),
-            waiting: Waiting::new(&shared.tuning),
+            waiting: Waiting::new(&shared.tuning, &shared.processors),
             connection,
             index,
             path,

@@ -11,6 +11,7 @@ use ferrite_io::reactor::Wait;
 use super::storm::Storm;
 use super::{DRAIN, EVENT, Queue, REARM};
 use crate::polling::{HELD_NS, Poll, Poller, RunDelay, stolen_ns, wake_up_ns};
+use crate::processors::Processors;
 use crate::trace::Noticed;
 use crate::tuning::Tuning;
 
@@ -46,9 +47,10 @@ pub(super) struct Events {
 
 impl Waiting {
     /// To be made on the queue's thread.
-    pub(super) fn new(tuning: &Tuning) -> Waiting {
+    pub(super) fn new(tuning: &Tuning, processors: &Processors) -> Waiting {
+        let cpus = ferrite_io::processors::count();
         Waiting {
-            poller: Poller::new(tuning.poll, wake_up_ns(), ferrite_io::processors::count()),
+            poller: Poller::new(tuning.poll, wake_up_ns(), cpus, processors.host.is_some()),
             delay: RunDelay::of_this_thread(),
             polled_ns: None,
             resting: false,
@@ -151,6 +153,7 @@ impl Queue {
     /// is not asked for events, and those that it sends are not acknowledged. `true`: there is
     /// something.
     fn poll(&mut self, from_ns: u64) -> bool {
+        self.hear_of_host(from_ns);
         if self.waiting.poller.asks_for_wait(from_ns)
             && let Some(total_ns) = self.waiting.delay.total_ns()
         {
@@ -180,6 +183,18 @@ impl Queue {
         counters.hits.add(u64::from(poll.hit));
         counters.polled_ns.add(took_ns);
         poll.hit
+    }
+
+    /// Looks up what the host says of its processors, and has somebody ask it where that matters.
+    fn hear_of_host(&mut self, now_ns: u64) {
+        if let Some(host) = &self.connection.shared.processors.host
+            && self.waiting.poller.listens(now_ns)
+        {
+            self.waiting.poller.heard(now_ns, host.look(now_ns));
+            if self.waiting.poller.wants() {
+                host.want();
+            }
+        }
     }
 
     fn poll_until(&mut self, from_ns: u64, end_ns: u64) -> Poll {
