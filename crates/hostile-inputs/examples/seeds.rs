@@ -12,6 +12,7 @@ use ferrite_disk::store::content::{ContentHash, DomainKey};
 use ferrite_disk::store::journal::{Filling, Name, NewContent, Record as Change};
 use ferrite_disk::store::layout::Layout;
 use ferrite_disk::store::page::{Packing, Pointer, Whereabouts};
+use ferrite_disk::store::space::{Bits, Kind, SpacePage};
 use ferrite_disk::store::superblock::{Roots, Superblock};
 use ferrite_hostile_inputs::Recipe;
 use ferrite_hostile_inputs::images::{Sketch, qcow2, vhd};
@@ -330,7 +331,10 @@ fn dedup() -> io::Result<()> {
         Pointer::encode(Some(Pointer { place: 3, checksum: 7, born: 1 })),
         [0xFF; 16],
     ];
-    put("dedup_pages", "bad", &bad.concat())
+    put("dedup_pages", "bad", &bad.concat())?;
+    let bits = Bits::all(true, layout.segment_blocks);
+    let page = SpacePage { checkpoint: 9, kind: Kind::Metadata, bits };
+    put("dedup_pages", "space", &page.encode(&[3; 16], 3, 1))
 }
 
 /// Images that are not ours, where there is a `qemu-img`: their zeros become the hole.

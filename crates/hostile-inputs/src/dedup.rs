@@ -7,8 +7,9 @@ use ferrite_disk::store::content::{checksum, checksum_on};
 use ferrite_disk::store::journal::{Block, Filling, MAX_SAME, Scan};
 use ferrite_disk::store::layout::Layout;
 use ferrite_disk::store::page::{self, POINTER_BYTES, Pointer, Whereabouts};
+use ferrite_disk::store::space::{SpacePage, choose as choose_space};
 use ferrite_disk::store::superblock::{Superblock, choose};
-use ferrite_disk::store::{BLOCK_BYTES, StoreId};
+use ferrite_disk::store::{BLOCK_BYTES, Damaged, StoreId};
 
 /// Of the store that blocks of the journal and pages are looked at for.
 const ID: StoreId = [3; 16];
@@ -108,9 +109,23 @@ pub(crate) fn journal(input: &[u8]) {
     }
 }
 
-/// Pointers and entries of leaves, 16 bytes each.
+/// A space page, with the checksum as it has to be.
+fn space_page(input: &[u8], layout: &Layout) {
+    let mut page = padded(input);
+    let sum = checksum(&page[..BLOCK_BYTES - 4]).to_le_bytes();
+    page[BLOCK_BYTES - 4..].copy_from_slice(&sum);
+    let (segment, home) = (3, 1);
+    if let Ok(found) = SpacePage::decode(&page, &ID, layout, segment, home) {
+        assert_eq!(found.encode(&ID, segment, home), page);
+        let homes = [Err(Damaged("the other one")), Ok(found.clone())];
+        assert!(choose_space(homes, found.checkpoint).page.is_none());
+    }
+}
+
+/// Pointers and entries of leaves, 16 bytes each; and a space page.
 pub(crate) fn pages(input: &[u8]) {
     let layout = Layout::of(BYTES).expect("a store");
+    space_page(input, &layout);
     for (number, bytes) in input.as_chunks::<POINTER_BYTES>().0.iter().enumerate() {
         if let Ok(pointer) = Pointer::decode(bytes, &layout) {
             assert_eq!(Pointer::encode(pointer), *bytes);

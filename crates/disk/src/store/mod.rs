@@ -6,6 +6,7 @@
 //! * [`superblock`]: the beginning of everything, and which of four pages it is.
 //! * [`page`]: pointers to pages, and what leaves have in them.
 //! * [`index`]: which numbers may have a content.
+//! * [`space`]: which places are given to whom, and when they come free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
 pub mod content;
@@ -14,6 +15,7 @@ pub mod index;
 pub mod journal;
 pub mod layout;
 pub mod page;
+pub mod space;
 pub mod superblock;
 
 /// The unit of content and of everything on the medium.

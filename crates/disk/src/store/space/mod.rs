@@ -1,0 +1,425 @@
+//! Which places are given to whom, and when they come free (store.md 2, 5 and 7).
+//!
+//! A bit in memory says that a place is not to be given. A place that the trees have dropped keeps its bit
+//! until the checkpoint without it is on the medium in both homes, and nobody uses the place any more.
+//! The space page of that checkpoint has it clear already. So what is given out is in use neither
+//! now nor at any checkpoint that an opening can find.
+//!
+//! Bits are in memory of metadata, of the pair that is being filled, and of what has changed; others are
+//! [loaded](Space::load).
+
+mod bits;
+mod page;
+
+use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
+
+pub use bits::Bits;
+pub use page::{Found, Homes, Kind, SpacePage, choose};
+
+use super::layout::Layout;
+use super::{Damaged, StoreId};
+
+/// Pairs that data never get (store.md 7, Room).
+const RESERVED_PAIRS: u64 = 2;
+
+#[derive(Debug)]
+struct Segment {
+    /// None: the medium has them; or nothing of a free pair is in use.
+    bits: Option<Bits>,
+    /// Places whose bits are clear.
+    free: u32,
+    /// Places that were dropped, and cannot be given yet.
+    dropped: u32,
+    /// Where its next page goes.
+    next_home: u8,
+    /// Its page on the medium is not what it has to be.
+    changed: bool,
+}
+
+/// Places that a checkpoint has dropped.
+#[derive(Debug)]
+struct Dropped {
+    /// In their order.
+    places: Vec<u64>,
+    /// When the last of them was dropped and its checkpoint was whole: an epoch.
+    done: Option<u64>,
+}
+
+/// What who asks for places gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Given {
+    /// These, at least one.
+    Places(Range<u64>),
+    /// Nothing before this segment's bits have been [loaded](Space::load).
+    Load(u64),
+    /// There is no room.
+    Full,
+}
+
+/// See the module text.
+#[derive(Debug)]
+pub struct Space {
+    layout: Layout,
+    /// Pages of one checkpoint, which data leave room for.
+    reserve: u64,
+    segments: Vec<Segment>,
+    pairs: Vec<Kind>,
+    /// The pair that data are put into, and the place in it behind the last ones.
+    open: Option<(u64, u64)>,
+    /// Since the last checkpoint began.
+    dropped: Vec<u64>,
+    /// By the checkpoints that have begun. Those that no checkpoint has yet are in the last.
+    waiting: VecDeque<Dropped>,
+    /// Segments whose pages the checkpoint under way has written.
+    written: Vec<u64>,
+}
+
+impl Space {
+    /// Of no segments yet: they are [added](Self::add_pair). Data leave room for `reserve` pages.
+    pub fn new(layout: Layout, reserve: u64) -> Space {
+        Space {
+            layout,
+            reserve,
+            segments: Vec::with_capacity(layout.segments as usize),
+            pairs: Vec::with_capacity(layout.segments as usize / 2),
+            open: None,
+            dropped: Vec::new(),
+            waiting: VecDeque::new(),
+            written: Vec::new(),
+        }
+    }
+
+    /// The next two segments, as their pages say.
+    pub fn add_pair(&mut self, found: [Found; 2]) {
+        let known = |found: &Found| found.page.as_ref().map(|page| page.kind);
+        let kinds = [known(&found[0]), known(&found[1])];
+        // Both are written when a pair gets another kind. If it is not known nothing is free.
+        let differ = matches!(kinds, [Some(a), Some(b)] if a != b);
+        let mut kind = kinds[0].or(kinds[1]).unwrap_or(Kind::Data);
+        for Found { page, next_home, rewrite } in found {
+            let used = || Bits::all(true, self.layout.segment_blocks);
+            let bits = page.filter(|_| !differ).map_or_else(used, |page| page.bits);
+            let (free, next_home) = (bits.clear_bits(), next_home as u8);
+            let (bits, changed) = (Some(bits), rewrite);
+            self.segments.push(Segment { bits, free, dropped: 0, next_home, changed });
+        }
+        let pair = self.pairs.len() as u64;
+        let is_unused = |s: &Segment| u64::from(s.free) == self.layout.segment_blocks;
+        let empty = self.segments[2 * pair as usize..].iter().all(is_unused);
+        match kind {
+            _ if empty => kind = Kind::Free,
+            Kind::Free => kind = Kind::Data,
+            Kind::Metadata if differ => kind = Kind::Data,
+            _ => {}
+        }
+        self.pairs.push(kind);
+        self.unload(pair);
+    }
+
+    /// Takes bits out of memory that the medium has, too, or that are all clear.
+    fn unload(&mut self, pair: u64) {
+        let is_open = self.open.is_some_and(|(open, _)| open == pair);
+        // A page that was written is not the one that counts yet.
+        let is_under_way = !self.written.is_empty();
+        if self.pairs[pair as usize] == Kind::Metadata || is_open || is_under_way {
+            return;
+        }
+        for segment in &mut self.segments[2 * pair as usize..][..2] {
+            if !segment.changed && segment.dropped == 0 {
+                segment.bits = None;
+            }
+        }
+    }
+
+    /// Places of a segment that are not in use, and not to be given either.
+    fn waiting_in(&self, segment: u64) -> Vec<u64> {
+        let first = self.layout.first_place(segment);
+        let end = first + self.layout.segment_blocks;
+        let of = |dropped: &Dropped| {
+            let from = dropped.places.partition_point(|place| *place < first);
+            let to = dropped.places.partition_point(|place| *place < end);
+            dropped.places[from..to].to_vec()
+        };
+        self.waiting.iter().flat_map(of).collect()
+    }
+
+    /// Where the page of a segment is that [`load`](Self::load) asks for: its home.
+    pub fn home(&self, segment: u64) -> usize {
+        usize::from(1 - self.segments[segment as usize].next_home)
+    }
+
+    /// The page of a segment whose bits are not in memory. If it is damaged nothing of the segment is given.
+    pub fn load(&mut self, segment: u64, page: Result<SpacePage, Damaged>) {
+        let places = self.layout.segment_blocks;
+        let segment = &mut self.segments[segment as usize];
+        if segment.bits.is_none() {
+            let bits = page.map_or_else(|_| Bits::all(true, places), |page| page.bits);
+            segment.free = bits.clear_bits();
+            segment.bits = Some(bits);
+        }
+    }
+
+    /// Whether a place of this segment can be dropped or taken: its bits are in memory.
+    pub fn is_loaded(&self, segment: u64) -> bool {
+        let is_free = self.pairs[segment as usize / 2] == Kind::Free;
+        is_free || self.segments[segment as usize].bits.is_some()
+    }
+
+    /// Places in a row for contents, at most `most` of them.
+    pub fn give_data(&mut self, most: u64) -> Given {
+        loop {
+            let Some((pair, from)) = self.open else {
+                let Some(pair) = self.pair_for_data() else { return Given::Full };
+                self.open = Some((pair, 0));
+                self.set_kind(pair, Kind::Data);
+                continue;
+            };
+            let size = self.layout.segment_blocks;
+            for half in from / size..2 {
+                let number = 2 * pair + half;
+                if self.segments[number as usize].free == 0 {
+                    continue;
+                }
+                let segment = &mut self.segments[number as usize];
+                let Some(bits) = &mut segment.bits else { return Given::Load(number) };
+                let begin = if half == from / size { from % size } else { 0 };
+                if let Some(run) = bits.clear_run(begin, most) {
+                    run.clone().for_each(|at| {
+                        bits.set(at);
+                    });
+                    segment.free -= (run.end - run.start) as u32;
+                    segment.changed = true;
+                    self.open = Some((pair, half * size + run.end));
+                    let first = self.layout.first_place(number);
+                    return Given::Places(first + run.start..first + run.end);
+                }
+            }
+            self.open = None;
+            self.unload(pair);
+        }
+    }
+
+    /// A free pair, or else the pair of data with the most room.
+    fn pair_for_data(&self) -> Option<u64> {
+        let pairs = || self.pairs.iter().zip(0..);
+        let free = pairs().filter(|(kind, _)| **kind == Kind::Free).count() as u64;
+        let pages: u64 = pairs().map(|(kind, pair)| self.room_for_pages(*kind, pair)).sum();
+        // If data took one of the free pairs.
+        let left = free.saturating_sub(1 + RESERVED_PAIRS) * self.layout.segment_blocks;
+        if free > RESERVED_PAIRS && pages + left >= self.reserve {
+            return pairs().find(|(kind, _)| **kind == Kind::Free).map(|(_, pair)| pair);
+        }
+        let room = |pair: u64| self.free_of(pair);
+        let data = pairs().filter(|(kind, pair)| **kind == Kind::Data && room(*pair) > 0);
+        data.map(|(_, pair)| pair).max_by_key(|pair| room(*pair))
+    }
+
+    fn free_of(&self, pair: u64) -> u64 {
+        let of = |segment: u64| u64::from(self.segments[segment as usize].free);
+        of(2 * pair) + of(2 * pair + 1)
+    }
+
+    fn room_for_pages(&self, kind: Kind, pair: u64) -> u64 {
+        match kind {
+            Kind::Metadata => self.segments[2 * pair as usize].free.into(),
+            _ => 0,
+        }
+    }
+
+    /// A place for a page; [`Layout::copy_of`] it is its copy's.
+    pub fn give_page(&mut self) -> Option<u64> {
+        let pairs = || self.pairs.iter().zip(0..);
+        let metadata = pairs().find(|(kind, pair)| self.room_for_pages(**kind, *pair) > 0);
+        let free = || pairs().find(|(kind, _)| **kind == Kind::Free);
+        let (_, pair) = metadata.or_else(free)?;
+        self.set_kind(pair, Kind::Metadata);
+        let segment = &mut self.segments[2 * pair as usize];
+        // In memory always.
+        let bits = segment.bits.as_mut()?;
+        let at = bits.clear_run(0, 1)?.start;
+        bits.set(at);
+        segment.free -= 1;
+        segment.changed = true;
+        Some(self.layout.first_place(2 * pair) + at)
+    }
+
+    fn set_kind(&mut self, pair: u64, kind: Kind) {
+        if self.pairs[pair as usize] != kind {
+            self.pairs[pair as usize] = kind;
+            let clear = || Bits::all(false, self.layout.segment_blocks);
+            for segment in &mut self.segments[2 * pair as usize..][..2] {
+                segment.changed = true;
+                // Nothing of it has been in use.
+                segment.bits.get_or_insert_with(clear);
+            }
+        }
+    }
+
+    /// A replay has found content in this place (store.md 4, rule 4).
+    ///
+    /// # Errors
+    /// No content can be there.
+    ///
+    /// # Panics
+    /// If its segment is not loaded.
+    pub fn take(&mut self, place: u64) -> Result<(), Damaged> {
+        let damaged = Damaged("a record of the journal has content where none can be");
+        let (number, at) = self.layout.segment_of(place).ok_or(damaged)?;
+        if self.pairs[number as usize / 2] == Kind::Metadata {
+            return Err(damaged);
+        }
+        self.set_kind(number / 2, Kind::Data);
+        let segment = &mut self.segments[number as usize];
+        let bits = segment.bits.as_mut().expect("bits of what a replay takes are loaded");
+        if bits.set(at) {
+            segment.free -= 1;
+            segment.changed = true;
+        }
+        Ok(())
+    }
+
+    /// The trees have this place no more: it is not in the next checkpoint that begins.
+    ///
+    /// # Panics
+    /// If its segment is not loaded, or there is none.
+    pub fn drop_place(&mut self, place: u64) {
+        let segment = self.layout.segment_of(place).map(|(segment, _)| segment as usize);
+        let segment = segment.map(|segment| &mut self.segments[segment]);
+        let segment = segment.filter(|segment| segment.bits.is_some());
+        segment.expect("a place that was given, and its bits").dropped += 1;
+        self.dropped.push(place);
+    }
+
+    /// A checkpoint begins: its trees are frozen (store.md 5, step 1).
+    pub fn begin(&mut self) {
+        let mut places = std::mem::take(&mut self.dropped);
+        places.sort_unstable();
+        for (segment, _) in places.iter().filter_map(|place| self.layout.segment_of(*place)) {
+            self.segments[segment as usize].changed = true;
+        }
+        self.waiting.push_back(Dropped { places, done: None });
+    }
+
+    /// The space pages that the checkpoint needs, when all its other pages have places: block and page. Each
+    /// is asked for once.
+    pub fn page_to_write(&mut self, id: &StoreId, checkpoint: u64) -> Option<(u64, Vec<u8>)> {
+        let number = self.written.last().map_or(0, |last| last + 1);
+        let number = (number..self.layout.segments).find(|n| self.segments[*n as usize].changed)?;
+        let mut bits = self.segments[number as usize].bits.clone().expect("bits of a change");
+        let first = self.layout.first_place(number);
+        for place in self.waiting_in(number) {
+            bits.clear(place - first);
+        }
+        let kind = self.pairs[number as usize / 2];
+        let home = usize::from(self.segments[number as usize].next_home);
+        let page = SpacePage { checkpoint, kind, bits }.encode(id, number, home);
+        self.segments[number as usize].changed = false;
+        self.written.push(number);
+        Some((self.layout.space_page(number, home as u64), page))
+    }
+
+    /// The checkpoint is on the medium, its superblock in both homes. What it dropped waits for those who
+    /// were told of it in `epoch`.
+    pub fn done(&mut self, epoch: u64) {
+        for number in std::mem::take(&mut self.written) {
+            let segment = &mut self.segments[number as usize];
+            segment.next_home = 1 - segment.next_home;
+        }
+        for dropped in &mut self.waiting {
+            dropped.done.get_or_insert(epoch);
+        }
+        (0..self.pairs.len() as u64).for_each(|pair| self.unload(pair));
+    }
+
+    /// The checkpoint has failed: the next one is the one that drops.
+    pub fn failed(&mut self) {
+        for number in std::mem::take(&mut self.written) {
+            self.segments[number as usize].changed = true;
+        }
+    }
+
+    /// Nobody uses any more what was dropped in `epoch` or before: what waited for that can be given.
+    pub fn release(&mut self, epoch: u64) {
+        let mut pairs = BTreeSet::new();
+        while self.waiting.front().is_some_and(|d| d.done.is_some_and(|done| done <= epoch)) {
+            let Some(dropped) = self.waiting.pop_front() else { break };
+            for place in dropped.places {
+                let Some((number, at)) = self.layout.segment_of(place) else { continue };
+                let segment = &mut self.segments[number as usize];
+                segment.dropped -= 1;
+                if segment.bits.as_mut().is_some_and(|bits| bits.clear(at)) {
+                    segment.free += 1;
+                }
+                pairs.insert(number / 2);
+            }
+        }
+        for pair in pairs {
+            let is_open = self.open.is_some_and(|(open, _)| open == pair);
+            if self.free_of(pair) == 2 * self.layout.segment_blocks && !is_open {
+                self.set_kind(pair, Kind::Free);
+            }
+            self.unload(pair);
+        }
+    }
+
+    /// Places that nobody has, in pairs of data and free ones.
+    pub fn free(&self) -> u64 {
+        let kinds = self.pairs.iter().zip(0..).filter(|(kind, _)| **kind != Kind::Metadata);
+        kinds.map(|(_, pair)| self.free_of(pair)).sum()
+    }
+}
+
+/// When a pass is wanted, and who may be told that there is no room (store.md 7).
+#[derive(Clone, Copy, Debug)]
+pub struct Passes {
+    begun: u64,
+    ended: u64,
+    /// What was free when the last one ended.
+    free_then: u64,
+    is_full: bool,
+}
+
+/// A write found no room: the pass that it has to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoRoom(u64);
+
+impl Passes {
+    /// None yet, with so many places free.
+    pub fn new(free: u64) -> Passes {
+        Passes { begun: 0, ended: 0, free_then: free, is_full: false }
+    }
+
+    /// A write has found no room.
+    pub fn no_room(&mut self) -> NoRoom {
+        self.is_full = true;
+        NoRoom(self.begun + 1)
+    }
+
+    /// Whether the write fails if it still finds none.
+    pub fn may_fail(&self, write: NoRoom) -> bool {
+        self.ended >= write.0
+    }
+
+    /// Whether one is to begin, with so many places free of all.
+    pub fn wants_one(&self, free: u64, places: u64) -> bool {
+        let is_low =
+            free <= places / 4 && self.free_then.saturating_sub(free) >= self.free_then / 8;
+        self.begun == self.ended && (self.is_full || is_low && free < self.free_then)
+    }
+
+    /// It begins.
+    pub fn begin(&mut self) {
+        self.begun += 1;
+        self.is_full = false;
+    }
+
+    /// It has ended, and left so many places free.
+    pub fn end(&mut self, free: u64) {
+        self.ended = self.begun;
+        self.free_then = free;
+    }
+}
+
+#[cfg(test)]
+mod tests;
