@@ -2,13 +2,16 @@
 
 mod model;
 
+use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
 use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_testkit::errno::ENOSPC;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
+use ferrite_testkit::places::Small;
 use model::{Model, compare, name, pattern, tools};
 use tempfile::TempDir;
 
@@ -75,5 +78,38 @@ fn writes_go_on_until_there_is_no_space_for_a_single_unit() {
             compare(&mut disk, &model);
             disk.discard(0, unit_bytes).unwrap();
         }
+    }
+}
+
+/// Needs root; passes without, saying so. A new image, and a copy that has holes where tables are zero.
+#[test]
+fn what_was_written_before_the_file_system_was_full_is_kept_by_a_flush() {
+    for (extension, unit_bytes) in [("qcow2", 64 << 10), ("qcow2", 4 << 10), ("vhd", 2 * MIB)] {
+        let dir = TempDir::new_in("/dev/shm").unwrap();
+        let Some(_small) = Small::mount(dir.path(), "size=32m") else { return };
+        let (made, path) =
+            (dir.path().join("made"), dir.path().join("a").with_extension(extension));
+        let made = made.with_extension(extension);
+        create(&name(&made), unit_bytes);
+        let mut copy = Command::new("cp");
+        assert!(copy.arg("--sparse=always").args([&made, &path]).status().unwrap().success());
+        let mut model = Model::default();
+        let mut disk = session(&path, u64::MAX);
+        // In the reach of several tables.
+        for unit in [0, 1, 30 * MIB / unit_bytes, 250 * MIB / unit_bytes] {
+            let first = unit * unit_bytes / 512;
+            disk.write(first * 512, &pattern(first, 8, 1)).unwrap();
+            model.write(first, 8, 1);
+        }
+        // Not a page is left.
+        let mut fill = Command::new("dd");
+        fill.args(["if=/dev/zero", "bs=4k", "status=none"]);
+        let filled =
+            fill.arg(format!("of={}", dir.path().join("other").display())).output().unwrap();
+        assert!(String::from_utf8_lossy(&filled.stderr).contains("No space left"), "{filled:?}");
+        disk.flush().unwrap_or_else(|e| panic!("{extension} {unit_bytes}: {e}"));
+        disk.close().unwrap();
+        fs::remove_file(dir.path().join("other")).unwrap();
+        compare(&mut session(&path, u64::MAX), &model);
     }
 }

@@ -10,10 +10,10 @@ use crate::qcow2::format::header::AUTOCLEAR_AT;
 
 impl Qcow2 {
     /// What has to be done before the first write, and so before the first change that only the
-    /// journal knows: the mark of that journal is in the header, durably, and a file that ends
-    /// within a cluster is made longer. Autoclear features of others are cleared, since they are
-    /// not kept up to date (one that stays would make other programs believe a bitmap that lacks
-    /// what is written now).
+    /// journal knows: the mark of that journal is in the header, durably, a file that ends
+    /// within a cluster is made longer, and all tables have space. Autoclear features of others
+    /// are cleared, since they are not kept up to date (one that stays would make other programs
+    /// believe a bitmap that lacks what is written now).
     pub(in crate::qcow2) async fn make_ready(&self, port: &Port) -> io::Result<()> {
         let _alone = self.readying.lock(&port.io).await?;
         if self.ready.load(Ordering::Acquire) {
@@ -25,11 +25,12 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The mark, and a file with whole clusters.
+    /// The mark, and a file with whole clusters and without holes in its tables.
     async fn lengthen(&self, port: &Port) -> io::Result<()> {
         let _alone = self.alloc.pause(port).await?;
         self.set_autoclear(port, self.mark).await?;
-        self.alloc.lengthen(port).await
+        self.alloc.lengthen(port).await?;
+        self.alloc.fill_holes_of_tables(port).await
     }
 
     /// Lays the bait, where there is none and one is needed. Does without where there is no space.

@@ -48,6 +48,7 @@ mod end;
 pub(in crate::qcow2) mod fingerprint;
 pub(in crate::qcow2) mod fresh;
 pub(in crate::qcow2) mod grow;
+mod holes;
 mod quarantine;
 pub(in crate::qcow2) mod refs;
 mod reuse;
