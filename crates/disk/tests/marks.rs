@@ -173,13 +173,13 @@ fn what_a_clone_that_was_cut_off_has_made_read_only_is_told_from_a_parent() {
     for format in FORMATS {
         let tree = Tree::new(format);
         let error = tree.open("a/base").unwrap_err();
-        let help = error.help();
-        assert!(help.contains("a/own stands on it") && !help.contains("chmod"), "{help}");
+        let (why, help) = (error.why(), error.help());
+        assert!(why.contains("a/own stands on it") && !help.contains("chmod"), "{why}: {help}");
         tree.remove("a/own");
         tree.clone("a/base", "b/vm");
         let error = tree.open("a/base").unwrap_err();
-        let help = error.help();
-        assert!(help.contains("b/vm stands on it") && !help.contains("chmod"), "{help}");
+        let (why, help) = (error.why(), error.help());
+        assert!(why.contains("b/vm stands on it") && !help.contains("chmod"), "{why}: {help}");
         tree.remove("b/vm");
         let error = tree.open("a/base").unwrap_err();
         let help = error.help();

@@ -19,7 +19,7 @@ pub(crate) fn run(args: &LabArgs) -> Result<(), Failure> {
         io::ErrorKind::NotFound => Err(Failure {
             code: Code::NOT_FOUND,
             what,
-            why: "it is neither beside ferrite nor in PATH".into(),
+            why: "it is not beside this program, and not in PATH".into(),
             help: "install Ferrite's package, or build it: cargo build --release --package ferrite-lab".into(),
         }),
         _ => Err(Failure::new(what, error, "check the rights of the file")),

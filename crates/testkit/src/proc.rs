@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::process::Command;
 
 /// A number of KiB of `/proc/self/status`.
 pub fn status_kib(name: &str) -> u64 {
@@ -28,6 +29,21 @@ impl Memory {
     pub fn taken_kib(&self) -> u64 {
         status_kib("VmHWM").saturating_sub(self.before_kib)
     }
+}
+
+/// Whether this process runs the test alone, as a test of memory has to. Otherwise it is run in
+/// a process of its own, and has to pass there. `test`: its whole name.
+pub fn runs_alone(test: &str) -> bool {
+    const ALONE: &str = "FERRITE_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let output = command.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let passed = output.status.success() && said.contains("1 passed");
+    assert!(passed, "{said}{}", String::from_utf8_lossy(&output.stderr));
+    false
 }
 
 /// Open descriptors, with the one that this takes.

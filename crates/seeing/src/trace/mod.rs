@@ -2,7 +2,7 @@
 //! pictures, tables and a model (docs/internals/trace.md).
 //!
 //! * [`live`]: what a disk does now.
-//! * [`file`]: a recording.
+//! * [`mod@file`]: a recording.
 //! * [`export`]: for other programs.
 //! * [`model`]: time = X + Y x size.
 //! * [`report`] makes pictures of it.

@@ -105,6 +105,10 @@ fn a_client_that_says_nothing_has_a_short_time_and_its_own_place() {
 
 #[test]
 fn a_client_that_does_not_read_has_a_short_time_and_little_memory() {
+    const NAME: &str = "a_client_that_does_not_read_has_a_short_time_and_little_memory";
+    if !proc::runs_alone(&format!("metrics::server::tests::{NAME}")) {
+        return;
+    }
     let rig = Rig::new(Duration::from_millis(300));
     // Their text is far more than the kernel keeps for a client.
     (0..100).for_each(|n| drop(rig.disk(&format!("vbd-{n}-51712"))));
