@@ -355,8 +355,8 @@ impl Space {
             }
         }
         for pair in pairs {
-            let is_open = self.open.is_some_and(|(open, _)| open == pair);
-            if self.free_of(pair) == 2 * self.layout.segment_blocks && !is_open {
+            if self.free_of(pair) == 2 * self.layout.segment_blocks {
+                self.open.take_if(|(open, _)| *open == pair);
                 self.set_kind(pair, Kind::Free);
             }
             self.unload(pair);

@@ -353,7 +353,9 @@ fn a_page_of_a_checkpoint_that_never_was_is_not_believed_by_the_next_one() {
     world.drop_one(0);
     world.begin(0);
     while !world.write(1) {}
-    world.cut(usize::MAX - 1, false, 0);
+    // Nothing is torn.
+    let written = world.under_way.as_ref().unwrap().1.len();
+    world.cut(written, false, 0);
     assert_eq!(world.now.len(), 9);
     // Of another segment, so that nothing else writes that page.
     world.new_page();
@@ -442,6 +444,18 @@ fn a_place_that_was_dropped_is_not_in_the_page_of_the_next_checkpoint() {
     world.done();
     world.open();
     assert_eq!(world.space.free_of(0), 1);
+}
+
+#[test]
+fn a_pair_that_nobody_uses_any_more_is_for_anything() {
+    let mut world = World::new();
+    world.data(9);
+    world.new_page();
+    (0..10).for_each(|_| world.drop_one(0));
+    world.begin(0);
+    world.done();
+    world.release(world.epoch);
+    assert!(world.space.pairs.iter().all(|kind| *kind == Kind::Free));
 }
 
 #[test]
