@@ -102,7 +102,10 @@ impl Follower {
                         match self.shared.table.why_woken(self.id) {
                             Woken::End => return false,
                             Woken::Rest if woken => continue,
-                            _ => (Some(self.with_sharer(failure)), true),
+                            _ => {
+                                self.was_in_vain(image);
+                                (Some(self.with_sharer(failure)), true)
+                            }
                         }
                     }
                 },
@@ -276,6 +279,18 @@ impl Follower {
     fn states_changed(&self, image: &Image) -> Result<(), Failure> {
         let state = DiskState::new(self.id, image, self.minor).beside(self.beside());
         self.shared.states.write(&state).map_err(|e| self.no_state(&e))
+    }
+
+    /// Serving has failed. If nobody has ever had the image open, the next daemon is to know: it may
+    /// announce the end of a disk whose image it cannot open.
+    fn was_in_vain(&self, image: &Image) {
+        if !self.may_begin || !self.is_untouched || self.was_open() || self.beside().is_some() {
+            return;
+        }
+        let state = DiskState::new(self.id, image, self.minor).never_open();
+        if let Err(e) = self.shared.states.write(&state) {
+            tracing::debug!("disk {}: its state stays as it was: {e}", self.id);
+        }
     }
 
     pub(crate) fn no_state(&self, e: &std::io::Error) -> Failure {

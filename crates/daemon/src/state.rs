@@ -72,6 +72,9 @@ pub struct DiskState {
     /// The guest's disk that it is served beside, if its domain is that guest's stub domain.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub beside: Option<DiskId>,
+    /// Nobody has had the image open for this attachment: there is nothing to close before its end.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub never_open: bool,
 }
 
 impl DiskState {
@@ -80,8 +83,14 @@ impl DiskState {
         use std::os::unix::ffi::OsStrExt as _;
         let path = image.path.as_os_str().as_bytes().to_vec();
         let (version, format) = (VERSION, image.format);
-        let (rests_for, has_run, beside) = (None, false, None);
-        DiskState { version, id, format, path, minor, rests_for, has_run, beside }
+        let (rests_for, has_run, beside, never_open) = (None, false, None, false);
+        DiskState { version, id, format, path, minor, rests_for, has_run, beside, never_open }
+    }
+
+    /// The same of one whose image nobody has had open.
+    #[must_use]
+    pub fn never_open(self) -> DiskState {
+        DiskState { never_open: true, ..self }
     }
 
     /// The same of one that is served beside another.

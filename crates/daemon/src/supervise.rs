@@ -221,7 +221,7 @@ impl Supervisor<'_> {
             false => Attached::New(look.params.clone().unwrap_or_default()),
         };
         let has_older = !look.has_begun();
-        let is_untouched = is_untouched(&task, known.is_some(), look);
+        let is_untouched = is_untouched(&task, known, look);
         let entered = self.shared.table.enter(id, image, known, |minor, stop| {
             let shared = self.shared.clone();
             let log = LogLimit::default();
@@ -269,10 +269,12 @@ fn task(known: Option<&DiskState>, look: &Look) -> Option<Task> {
 }
 
 /// Whether no predecessor can have had the disk's image open for this attachment: its state file comes
-/// before that. Beyond 2, the disk may have been served by hand, or the file may be lost.
-fn is_untouched(task: &Task, is_known: bool, look: &Look) -> bool {
-    match task {
-        Task::Empty | Task::Gone => true,
-        Task::Serve(_) | Task::Refuse(_) => !look.has_begun() || (look.own == 2 && !is_known),
+/// before that, and says when it was in vain. Beyond 2, the disk may have been served by hand, or the
+/// file may be lost.
+fn is_untouched(task: &Task, known: Option<&DiskState>, look: &Look) -> bool {
+    match (task, known) {
+        (Task::Empty | Task::Gone, _) => true,
+        (Task::Serve(_) | Task::Refuse(_), None) => !look.has_begun() || look.own == 2,
+        (Task::Serve(_) | Task::Refuse(_), Some(state)) => !look.has_begun() || state.never_open,
     }
 }

@@ -284,6 +284,15 @@ fn the_end_of_a_disk_that_cannot_be_served_any_more_waits_for_its_guest_and_its_
 
 #[test]
 fn a_disk_that_was_never_served_ends_when_its_guest_lets_go() {
+    a_disk_ends_that_was_never_served(false);
+}
+
+#[test]
+fn a_disk_that_was_never_served_ends_also_by_a_later_daemon() {
+    a_disk_ends_that_was_never_served(true);
+}
+
+fn a_disk_ends_that_was_never_served(by_later_daemon: bool) {
     let mut host = Host::new(1);
     host.start();
     let params = format!("aio:{}", host.image("missing.img").display());
@@ -292,13 +301,42 @@ fn a_disk_that_was_never_served_ends_when_its_guest_lets_go() {
     let mut front = host.frontend(&disk);
     front.offer(&Default::default()).unwrap();
     host.machine().unplug(&disk).unwrap();
-    let starts = host.disks()[0].starts;
-    wait_until("two more tries", || host.disks()[0].starts > starts + 1);
+    if by_later_daemon {
+        host.stop();
+        host.start();
+    }
+    let starts = host.disks().first().map_or(0, |disk| disk.starts);
+    wait_until("two more tries", || host.disks().iter().any(|disk| disk.starts > starts + 1));
     assert_eq!(host.backend_state(&disk), 5);
     front.set_state(6).unwrap();
     host.wait_for_state(&disk, 6);
     host.machine().remove_disk(&disk).unwrap();
     host.wait_for_no_disks();
+}
+
+#[test]
+fn force_gives_up_an_image_that_cannot_be_opened_any_more() {
+    let mut host = Host::new(1);
+    host.start();
+    let image = host.make_image("a.img", MIB);
+    let disk = host.attach(1, 0, &format!("aio:{}", image.display()));
+    let mut front = host.connect(&disk);
+    host.stop();
+    std::fs::remove_file(&image).unwrap();
+    host.start();
+    host.wait_for_phase(&disk, PhaseName::Failed);
+    host.machine().unplug(&disk).unwrap();
+    front.set_state(6).unwrap();
+    let waits = |part| {
+        wait_until("a reason", || host.show(&disk).unwrap().waits_for.unwrap().contains(part))
+    };
+    waits("cannot be");
+    waits("--force");
+    let asked = json!({ "disk": id(&disk), "force": true, "timeout_s": 1 });
+    let detached: Detached = host.call("disk.detach", &asked).unwrap();
+    assert!(detached.forced);
+    host.wait_for_no_disks();
+    assert_eq!(host.store().read(&format!("{}/state", disk.backend)).unwrap(), None);
 }
 
 #[test]

@@ -120,7 +120,7 @@ fn a_disk_has_the_same_names_for_all_commands_and_they_say_what_failed() {
         for (verb, code, said) in [
             ("show", 3, "ferrite: cannot show disk 3/51728: it is not attached\nhelp: "),
             ("detach", 3, "ferrite: cannot detach disk 3/51728: it is not attached\nhelp: "),
-            ("wait", 1, "ferrite: disk 3/51728 is not served: it was not served in time\nhelp: "),
+            ("wait", 1, "ferrite: disk 3/51728 is not served: it was not attached in time\nhelp: "),
         ] {
             let more = ["--timeout", "0"].map(str::to_owned);
             let more = if verb == "show" { &[][..] } else { &more };

@@ -213,8 +213,10 @@ fn detach(shared: &Shared, asked: &DetachParams) -> Result<Detached, RpcError> {
     let forced = !is_closed && asked.force;
     if forced {
         store.remove(&frontend).map_err(|e| failed(&e))?;
-        // The image has to be closed even so.
-        is_closed = wait_for_close(shared, &mut store, id, MAX_WAIT, &mut look)?;
+        // The image has to be closed even so. Nobody has one open that cannot be opened.
+        let has_failed = |entry: &Entry| matches!(entry.phase, Phase::Failed(_));
+        is_closed = shared.table.look(|disks| disks.get(&id).is_some_and(has_failed))
+            || wait_for_close(shared, &mut store, id, MAX_WAIT, &mut look)?;
     }
     if !is_closed {
         let phase = shared.table.look(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
@@ -274,8 +276,11 @@ fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
         is_known.then(|| describe(id, entry))
     });
     let Some(disk) = disk else {
-        let help = "ferrite disk show (disk.show) says what it waits for";
-        let message = format!("disk {id} was not served in time");
+        let (message, help) = match found(shared, id) {
+            Ok(_) => ("served", "ferrite disk show (disk.show) says what it waits for"),
+            Err(_) => ("attached", "ferrite disk list (disk.list) names those that are"),
+        };
+        let message = format!("disk {id} was not {message} in time");
         return Err(RpcError::new(code::TIMEOUT, message, help));
     };
     match disk.phase {

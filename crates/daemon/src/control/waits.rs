@@ -21,7 +21,7 @@ fn waits_besides(look: &Look, phase: Option<&Phase>) -> Option<String> {
         return phase.map(|_| "the toolstack has removed the disk; it is being closed".to_owned());
     }
     if !look.online {
-        return Some(leaving(look));
+        return Some(leaving(look, phase));
     }
     match phase {
         None => Some("the daemon has not looked at it yet".to_owned()),
@@ -35,7 +35,7 @@ fn waits_besides(look: &Look, phase: Option<&Phase>) -> Option<String> {
     }
 }
 
-fn leaving(look: &Look) -> String {
+fn leaving(look: &Look, phase: Option<&Phase>) -> String {
     let front = look.front;
     match (look.own, front) {
         (6, _) => {
@@ -48,6 +48,10 @@ fn leaving(look: &Look) -> String {
         (_, 5) => "the guest's driver, which is closing (state 5): it waits for who has the disk \
                    open in the guest"
             .to_owned(),
+        _ if let Some(Phase::Failed(failure)) = phase => format!(
+            "its image, which has to be opened to bring what was answered to the medium, and cannot \
+             be: {failure}. --force gives that up"
+        ),
         _ => {
             "its image, which is being closed: what was answered is written to the medium, as fast \
               as that takes it"
