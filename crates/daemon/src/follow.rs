@@ -102,10 +102,7 @@ impl Follower {
                         match self.shared.table.why_woken(self.id) {
                             Woken::End => return false,
                             Woken::Rest if woken => continue,
-                            _ => {
-                                self.was_in_vain(image);
-                                (Some(self.with_sharer(failure)), true)
-                            }
+                            _ => (Some(self.with_sharer(failure)), true),
                         }
                     }
                 },
@@ -161,7 +158,11 @@ impl Follower {
                 }
             };
         }
-        Ok(match self.serve(image)? {
+        let served = self.serve(image);
+        if served.is_err() {
+            self.was_in_vain(image);
+        }
+        Ok(match served? {
             Outcome::Unplugged => Next::Gone,
             Outcome::Stopped | Outcome::Left if self.ends() => Next::Ended,
             // It has let go of the image.

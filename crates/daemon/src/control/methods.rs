@@ -209,14 +209,17 @@ fn detach(shared: &Shared, asked: &DetachParams) -> Result<Detached, RpcError> {
     });
     ask.map_err(|e| failed(&e))?;
     let timeout = Duration::from_secs(asked.timeout_s.into()).min(MAX_WAIT);
-    let mut is_closed = wait_for_close(shared, &mut store, id, timeout, &mut look)?;
+    let mut is_closed = wait_for_close(shared, &mut store, id, timeout, &mut look, |_| false)?;
     let forced = !is_closed && asked.force;
     if forced {
         store.remove(&frontend).map_err(|e| failed(&e))?;
-        // The image has to be closed even so. Nobody has one open that cannot be opened.
-        let has_failed = |entry: &Entry| matches!(entry.phase, Phase::Failed(_));
-        is_closed = shared.table.look(|disks| disks.get(&id).is_some_and(has_failed))
-            || wait_for_close(shared, &mut store, id, MAX_WAIT, &mut look)?;
+        // The image has to be closed even so, if it can be opened: the next try shows that.
+        let tries =
+            |disks: &BTreeMap<DiskId, Entry>| disks.get(&id).map_or(0, |entry| entry.starts);
+        let before = shared.table.look(tries);
+        let has_failed =
+            |entry: &Entry| entry.starts > before && matches!(entry.phase, Phase::Failed(_));
+        is_closed = wait_for_close(shared, &mut store, id, MAX_WAIT, &mut look, has_failed)?;
     }
     if !is_closed {
         let phase = shared.table.look(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
@@ -236,19 +239,24 @@ fn detach(shared: &Shared, asked: &DetachParams) -> Result<Detached, RpcError> {
     Ok(Detached { disk: id, forced })
 }
 
-/// Waits until nobody serves the disk any more and the toolstack may remove it.
+/// Waits until nobody serves the disk any more and the toolstack may remove it, or it is given up as
+/// it is.
 fn wait_for_close(
     shared: &Shared,
     store: &mut Store,
     id: DiskId,
     timeout: Duration,
     look: &mut Look,
+    is_given_up: impl Fn(&Entry) -> bool,
 ) -> Result<bool, RpcError> {
     let end = Instant::now() + timeout;
     loop {
         *look = Look::take(store, id).map_err(|e| failed(&e))?;
-        let is_served = shared.table.look(|disks| disks.contains_key(&id));
-        if !is_served && (!look.is_there || look.own == 6) {
+        let (is_served, is_given_up) = shared.table.look(|disks| {
+            let entry = disks.get(&id);
+            (entry.is_some(), entry.is_some_and(&is_given_up))
+        });
+        if is_given_up || (!is_served && (!look.is_there || look.own == 6)) {
             return Ok(true);
         }
         let left = end.saturating_duration_since(Instant::now());
