@@ -26,9 +26,19 @@ impl Config {
         let folders =
             [("image_folders", &self.image_folders), ("parent_folders", &self.parent_folders)];
         for (key, folders) in folders {
-            let missing = folders.iter().filter(is_named).filter_map(|folder| missing(folder));
-            let help = "correct it, or make the folder: until then no image is there";
-            doubts.extend(missing.map(|why| doubt(key.to_owned(), why, help)));
+            for folder in folders.iter().filter(is_named) {
+                let (why, help) = if let Some(why) = missing(folder) {
+                    (why, "correct it, or make the folder: until then no image is there")
+                } else if !folder.is_dir() {
+                    (
+                        format!("{} is not a folder", folder.display()),
+                        "name the folder that it is in",
+                    )
+                } else {
+                    continue;
+                };
+                doubts.push(doubt(key.to_owned(), why, help));
+            }
         }
         let folder = self.metrics_socket.as_deref().and_then(Path::parent);
         if let Some(why) = folder.filter(|folder| *folder != run).and_then(missing) {

@@ -223,9 +223,10 @@ fn take<T>(
         return Err(Wrong {
             key: path,
             why: "there is no such key".to_owned(),
-            allowed: match meant {
-                Some(meant) => format!("did you mean {meant}?"),
-                None => format!("there are {}", known.join(", ")),
+            allowed: match (meant, elsewhere(name)) {
+                (_, Some(place)) => format!("write it {place}"),
+                (Some(meant), None) => format!("did you mean {meant}?"),
+                (None, None) => format!("there are {}", known.join(", ")),
             },
         });
     };
@@ -236,6 +237,22 @@ fn take<T>(
             why: format!("{} may not stand there", shown(value)),
             allowed: format!("it takes {}", key.allowed),
         }),
+    }
+}
+
+/// Where a key belongs that stands in another table.
+fn elsewhere(name: &str) -> Option<&'static str> {
+    let of_disks = DISK.iter().any(|key| key.name == name);
+    let of_host = HOST.iter().any(|key| key.name == name);
+    match (of_disks, of_host) {
+        (true, true) => Some("below [host] for all disks together, below [disks] for each"),
+        (true, false) => {
+            Some("below [disks], or below [images.\"/srv/images/disk.vhd\"] for one image")
+        }
+        (false, true) => Some("below [host]"),
+        (false, false) => {
+            TOP.iter().any(|key| key.name == name).then_some("before the first table")
+        }
     }
 }
 

@@ -174,7 +174,11 @@ impl Config {
         let table: toml::Table = text.parse().map_err(|e: toml::de::Error| ConfigError {
             file: path.to_owned(),
             key: None,
-            why: format!("it is not TOML: {}", e.to_string().trim_end().replace('\n', " ")),
+            why: format!(
+                "it is not TOML: {}: {}",
+                position(text, e.span()),
+                e.message().replace('\n', " ")
+            ),
             allowed: "docs/operations.md shows a whole file".to_owned(),
         })?;
         let mut config = Config::default();
@@ -219,6 +223,13 @@ impl Config {
                 .iter()
                 .any(|folder| folder.canonicalize().is_ok_and(|real| is_below(&real)))
     }
+}
+
+/// Line and column of a byte, both from 1.
+fn position(text: &str, span: Option<std::ops::Range<usize>>) -> String {
+    let before = span.and_then(|span| text.get(..span.start)).unwrap_or("");
+    let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;
+    format!("line {}, column {column}", before.matches('\n').count() + 1)
 }
 
 fn read(path: &Path) -> io::Result<String> {

@@ -139,7 +139,12 @@ fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
         ("[disks]\nmerge = 1", "disks.merge", "true or false"),
         ("[host]\nmap_budget = true", "host.map_budget", "a number of pages"),
         ("[host]\npoll_processors = 5000", "host.poll_processors", "from 0 to 4096"),
-        ("[host]\nqueues = 1", "host.queues", "there are map_budget, poll_processors"),
+        ("[host]\nqueues = 1", "host.queues", "write it below [disks]"),
+        ("[host]\nxyzzy = 1", "host.xyzzy", "there are map_budget, poll_processors"),
+        ("queues = 1", "queues", "write it below [disks]"),
+        ("map_budget = 1", "map_budget", "write it below [host]"),
+        ("poll_processors = 1", "poll_processors", "write it below [host]"),
+        ("[disks]\nimage_folders = []", "disks.image_folders", "before the first table"),
         ("[images.\"disk.vhd\"]\n", "images.\"disk.vhd\"", "write [images."),
         ("[images]\n\"/a\" = 1", "images.\"/a\"", "write [images.\"/a\"]"),
         ("[images.\"/a\"]\ncpus = 1", "images.\"/a\".cpus", "did you mean cpu?"),
@@ -155,9 +160,14 @@ fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
 
 #[test]
 fn what_is_no_toml_says_where() {
-    for text in ["queues =", "[disks\n", "[disks]\nqueues = 1\nqueues = 2\n", "\0"] {
+    for (text, place) in [
+        ("[disks]\nqueues =", "line 2, column 9: "),
+        ("[disks\n", "line 1, column 7: "),
+        ("[disks]\nqueues = 1\nqueues = 2\n", "line 3, column 1: "),
+        ("\0", "line 1, column 2: "),
+    ] {
         let error = parse(text).unwrap_err();
-        assert!(error.key.is_none() && error.why.contains("line "), "{error}");
+        assert!(error.key.is_none() && error.why.contains(place), "{error}");
         assert!(!error.to_string().contains('\n'), "{error}");
     }
 }
@@ -201,11 +211,12 @@ fn what_is_probably_not_meant_is_told_and_taken() {
         std::fs::write(at(name), "").unwrap();
     }
     let text = format!(
-        "image_folders = [\"/run/sr-mount\", {:?}, {:?}]\nparent_folders = [{:?}]\n\
+        "image_folders = [\"/run/sr-mount\", {:?}, {:?}]\nparent_folders = [{:?}, {:?}]\n\
          metrics_socket = {:?}\n[images.{:?}]\n[images.{:?}]\n[images.{:?}]\n",
         at("images"),
         at("image"),
         at("parents"),
+        at("b"),
         at("none/m.sock"),
         at("images/a"),
         at("images/c"),
@@ -214,10 +225,11 @@ fn what_is_probably_not_meant_is_told_and_taken() {
     let config = parse(&text).unwrap();
     let doubts = config.doubts(Path::new("f"), Path::new("/run/ferrite"));
     let told: Vec<String> = doubts.iter().map(ToString::to_string).collect();
-    assert_eq!(told.len(), 5, "{told:#?}");
+    assert_eq!(told.len(), 6, "{told:#?}");
     for (told, words) in told.iter().zip([
         ["f: image_folders: ", "image: No such file"],
         ["f: parent_folders: ", "parents: No such file"],
+        ["f: parent_folders: ", "b is not a folder"],
         ["f: metrics_socket: ", "none: No such file"],
         ["/b\": ", "in none of the folders"],
         ["/images/c\": ", "images/c: No such file"],
@@ -225,6 +237,6 @@ fn what_is_probably_not_meant_is_told_and_taken() {
         assert!(words.iter().all(|word| told.contains(word)), "{words:?}: {told}");
     }
     // The daemon makes its own folder.
-    assert_eq!(config.doubts(Path::new("f"), &dir.path().join("none")).len(), 4);
+    assert_eq!(config.doubts(Path::new("f"), &dir.path().join("none")).len(), 5);
     assert!(Config::default().doubts(Path::new("f"), Path::new("/run/ferrite")).is_empty());
 }
