@@ -197,3 +197,21 @@ fn nothing_is_written_when_a_backend_stops_and_its_successor_takes_over() {
     }
     front.close(PATIENCE).unwrap();
 }
+
+#[test]
+fn a_successor_takes_back_what_was_reported_of_the_disk() {
+    let mut rig = rig();
+    let _ = start(&mut rig);
+    let mut front = rig.connect(&FrontOptions::default());
+    assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+    let error = format!("error/backend/vbd3/{}", rig.domid);
+    let mut store = rig.machine.store().unwrap();
+    let node = format!("{error}/{}/error", rig.disk.devid);
+    store.write(&node, b"1 the image cannot be opened").unwrap();
+    let writes = start(&mut rig);
+    works(&mut front);
+    let removed = format!("[rm {error}/{} rm {error}]", rig.disk.devid);
+    expect(&writes, &[&removed.replace("rm error", "rm /local/domain/0/error")]);
+    assert!(store.read(&error).unwrap().is_none());
+    front.close(PATIENCE).unwrap();
+}

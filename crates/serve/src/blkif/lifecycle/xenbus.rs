@@ -179,14 +179,12 @@ impl Xenbus {
 
     fn has_connected(&mut self, wanted: Wanted) -> Vec<Action> {
         self.connected = Some(wanted);
-        let mut actions = vec![Action::ClearError];
         // Of one that is at 5, only the predecessor's rings were connected; it waits for our 5.
-        if self.look.front != State::Closing {
-            actions.push(Action::Offer(State::Connected));
-        }
+        let offer = Action::Offer(State::Connected);
+        let offer = Some(offer).filter(|_| self.look.front != State::Closing);
         match self.phase {
-            Phase::TakingOver => self.begun(actions),
-            _ => self.and_rest(actions),
+            Phase::TakingOver => self.begun(offer.into_iter().collect()),
+            _ => self.and_rest(std::iter::once(Action::ClearError).chain(offer).collect()),
         }
     }
 
@@ -236,9 +234,10 @@ impl Xenbus {
         self.begun(actions)
     }
 
+    /// The disk is served, so what was reported of it before holds no longer.
     fn begun(&mut self, mut actions: Vec<Action>) -> Vec<Action> {
         self.phase = Phase::Following;
-        actions.push(Action::LookAgain);
+        actions.extend([Action::ClearError, Action::LookAgain]);
         actions
     }
 

@@ -199,7 +199,7 @@ fn play(rows: &[(&str, &str)]) {
 }
 
 /// What all of them begin with.
-const ATTACHED: (&str, &str) = ("own 1, front 1", "forget, offer 2, look again");
+const ATTACHED: (&str, &str) = ("own 1, front 1", "forget, offer 2, clear error, look again");
 /// Rings that were not connected before.
 const CONNECTED: &str = "connect, clear error, offer 4";
 
@@ -359,8 +359,8 @@ fn a_frontend_that_has_no_state_has_let_go() {
 fn the_toolstack_takes_a_disk_back_whatever_its_frontend_does() {
     // Before anybody has connected.
     play(&[ATTACHED, ("unplug", "unplugged, write 6")]);
-    play(&[("own 1, front 1, unplug", "remember, look again, unplugged, write 6")]);
-    play(&[("own 1, front 1, offline", "forget, look again, unplugged, write 6")]);
+    play(&[("own 1, front 1, unplug", "remember, clear error, look again, unplugged, write 6")]);
+    play(&[("own 1, front 1, offline", "forget, clear error, look again, unplugged, write 6")]);
     // Its 5 stands until the guest has let go, and nobody connects meanwhile.
     play(&[
         ATTACHED,
@@ -394,7 +394,7 @@ fn the_toolstack_takes_a_disk_back_whatever_its_frontend_does() {
 #[test]
 fn nobody_is_connected_before_the_hotplug_script_is_done() {
     play(&[
-        ("own 1, front 1, script runs", "forget, offer 2, note, look again"),
+        ("own 1, front 1, script runs", "forget, offer 2, note, clear error, look again"),
         ("front 3", ""),
         ("front 4", ""),
         ("script done", CONNECTED),
@@ -435,36 +435,43 @@ fn what_xenstore_did_not_take_is_said_again() {
 #[test]
 fn a_successor_goes_on_where_its_predecessor_was() {
     play(&[
-        ("own 4, front 4", "remember, take over, look again, read rings"),
+        ("own 4, front 4", "remember, take over, clear error, look again, read rings"),
         ("front 5", "write 5"),
         ("front 6", "detach, write 6"),
     ]);
     // While the toolstack wants it back.
     play(&[
-        ("own 4, front 4, unplug", "remember, take over, look again, hurry, read rings"),
+        (
+            "own 4, front 4, unplug",
+            "remember, take over, clear error, look again, hurry, read rings",
+        ),
         ("front 6", "hurry, detach, unplugged, write 6"),
     ]);
     // An old blkfront with a mounted file system works on at 5.
-    play(&[("own 5, front 5", "remember, take over, look again")]);
+    play(&[("own 5, front 5", "remember, take over, clear error, look again")]);
     // Another process is at its end in the run directory.
     play(&[
         ("own 4, front 4, host full", "remember, take over, delay"),
         ("front 4", "take over, delay"),
-        ("host works", "take over, look again, read rings"),
+        ("host works", "take over, clear error, look again, read rings"),
     ]);
     play(&[
         ("own 4, front 4, host full", "remember, take over, delay"),
-        ("front 6", "look again, write 6"),
+        ("front 6", "clear error, look again, write 6"),
     ]);
 }
 
 #[test]
 fn what_cannot_be_taken_over_ends_the_backend_of_a_running_guest_and_of_no_other() {
     play(&[("own 4, front 4, host foreign", "remember, take over, give up")]);
-    let resumed = "remember, take over, note, look again, connect, clear error, offer 4";
+    let resumed =
+        "remember, take over, note, clear error, look again, connect, clear error, offer 4";
     play(&[("own 4, front 3, host foreign", resumed)]);
     play(&[
-        ("own 4, front 5, host foreign", "remember, take over, note, look again, write 5"),
+        (
+            "own 4, front 5, host foreign",
+            "remember, take over, note, clear error, look again, write 5",
+        ),
         ("front 6", "write 6"),
     ]);
 }
@@ -472,7 +479,7 @@ fn what_cannot_be_taken_over_ends_the_backend_of_a_running_guest_and_of_no_other
 /// Linux goes from 3 to 4 by itself where the backend stands at 4, whether or not one lives.
 #[test]
 fn rings_that_no_predecessor_has_served_are_connected_whatever_their_guest_is_at() {
-    let connected = "remember, take over, note, connect, clear error, offer 4, look again";
+    let connected = "remember, take over, note, connect, offer 4, clear error, look again";
     let resumed = format!("{connected}, read rings");
     play(&[("own 4, front 4, host other rings", &resumed), ("front 4", "read rings")]);
     play(&[("own 4, front 3, host other rings", &resumed), ("front 4", "read rings")]);
@@ -506,16 +513,19 @@ fn a_guest_is_served_from_its_image_and_from_no_other_wherever_it_stands() {
 
 #[test]
 fn a_successor_of_one_that_had_nobody_connected_follows_from_the_states() {
-    play(&[("own 2, front 1", "remember, offer 2, look again"), ("front 3", CONNECTED)]);
+    play(&[
+        ("own 2, front 1", "remember, offer 2, clear error, look again"),
+        ("front 3", CONNECTED),
+    ]);
     // It has measured itself by its predecessor's offer.
-    play(&[("own 2, front 3", "remember, look again, connect, clear error, offer 4")]);
-    play(&[("own 6, front 6", "remember, look again"), ("front 1", "offer 2")]);
-    play(&[("own 6, front 1", "remember, look again, offer 2")]);
-    play(&[("own 5, front 6", "remember, look again, write 6")]);
-    play(&[("own 4, front 1", "remember, look again, offer 2")]);
-    play(&[("own 4, vanishes", "remember, look again, write 6")]);
+    play(&[("own 2, front 3", "remember, clear error, look again, connect, clear error, offer 4")]);
+    play(&[("own 6, front 6", "remember, clear error, look again"), ("front 1", "offer 2")]);
+    play(&[("own 6, front 1", "remember, clear error, look again, offer 2")]);
+    play(&[("own 5, front 6", "remember, clear error, look again, write 6")]);
+    play(&[("own 4, front 1", "remember, clear error, look again, offer 2")]);
+    play(&[("own 4, vanishes", "remember, clear error, look again, write 6")]);
     // Removed before it came.
-    play(&[("removed, front 4", "remember, offer 2, look again, unplugged")]);
+    play(&[("removed, front 4", "remember, offer 2, clear error, look again, unplugged")]);
 }
 
 #[test]
