@@ -99,6 +99,10 @@ fn remove_others(folder: &Path, source: &Path, files: &BTreeSet<PathBuf>) -> Res
         let path = entry?.path();
         if path.is_dir() {
             remove_others(&path, source, files)?;
+            // Cargo takes a folder below crates/ for a crate.
+            if fs::read_dir(&path)?.next().is_none() {
+                fs::remove_dir(&path)?;
+            }
         } else if !files.contains(path.strip_prefix(source)?) {
             fs::remove_file(&path)?;
         }

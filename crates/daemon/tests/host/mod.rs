@@ -223,6 +223,7 @@ impl Host {
     pub fn start(&mut self) {
         let socket = self.store_socket();
         self.start_with(self.config(), connect(&socket));
+        wait_until("xenstore", || self.status().is_ok_and(|status| status.xen));
     }
 
     pub fn start_with(&mut self, config: Config, connect: Connect) {
