@@ -17,7 +17,7 @@ use crate::run::task::Task;
 use ferrite::exit::Failure;
 
 /// Said with every figure.
-const WHERE: &str = "loopback, not Xen";
+pub(crate) const WHERE: &str = "loopback, not Xen";
 
 /// The medium of a run.
 pub(crate) struct Medium {

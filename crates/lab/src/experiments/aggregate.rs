@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
 
@@ -16,22 +16,25 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
              10 GB/s reading, up to +100 % and +150 %.",
     differs: "On the loopback to map is mmap, a page fault and munmap, and a copy is a memcpy: no hypercalls on either side, \
               and fewer processors than the source's two sockets, so mapping loses for its system calls alone.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 1024;
 const GUESTS: [u32; 4] = [1, 2, 5, 10];
 /// Disks of each of ten guests: a ring each, as if there were more guests.
 const DISKS: [u32; 2] = [3, 9];
-/// In bytes. A guest sends 4 MiB as four requests of 1 MiB.
-const SIZES: [(u32, &str); 6] = [
+/// In bytes, of what a guest asks for at once.
+const SIZES: [(u32, &str); 7] = [
     (512, "512 B"),
     (4096, "4 KiB"),
     (16384, "16 KiB"),
     (65536, "64 KiB"),
     (262_144, "256 KiB"),
-    (1 << 20, "1 MiB"),
+    (MAX_REQUEST, "1 MiB"),
+    (4 * MAX_REQUEST, "4 MiB"),
 ];
+/// The most that a request of a ring carries, with 256 indirect segments. More goes as several at once.
+const MAX_REQUEST: u32 = 1 << 20;
 /// Sizes that are also written, and used with several disks.
 const MIDDLE: [(u32, &str); 2] = [SIZES[1], SIZES[3]];
 const MOVERS: [&str; 2] = ["copy", "map"];
@@ -57,13 +60,22 @@ impl Place {
         format!("{}, {mover}", self.name())
     }
 
-    /// At most 1 MiB of each disk in flight, and 32 requests.
+    /// The bytes of a request of the ring.
+    fn request(self) -> u32 {
+        self.size.0.min(MAX_REQUEST)
+    }
+
+    /// At most 1 MiB of each disk in flight, and 32 requests; or one transfer that is larger.
     fn options(self, mover: &str) -> String {
-        let (rings, (bytes, _)) = (self.guests * self.disks, self.size);
-        let depth = (MIB_S as u32 / bytes).clamp(1, 32);
+        let (rings, request, bytes) = (self.guests * self.disks, self.request(), self.size.0);
+        let (depth, batch) = match bytes / request {
+            1 => ((MAX_REQUEST / bytes).clamp(1, 32), ""),
+            pieces => (pieces, " --batch"),
+        };
+        let memory = bytes.max(MAX_REQUEST);
         format!(
-            "--mode {} --guests {rings} --block {bytes} --depth {depth} --mover {mover} --memory 1M \
-             --force-overwrite",
+            "--mode {} --guests {rings} --block {request} --depth {depth}{batch} --mover {mover} \
+             --memory {memory} --force-overwrite",
             self.mode
         )
     }
@@ -94,20 +106,26 @@ fn run(lab: &Lab) -> Result<Findings> {
         }
     }
     let rounds = lab.measure(plan)?;
-    let mut findings = Findings { charts: charts(&rounds, &guests, &sizes), ..Findings::default() };
+    let mut charts = charts(&rounds, &guests, &sizes);
+    charts.push(surface(&rounds, &guests, &sizes));
+    let mut findings = Findings { charts, ..Findings::default() };
     findings.rows = places.iter().flat_map(|place| rows(&rounds, *place)).collect();
     Ok(findings)
 }
 
 fn rate(rounds: &Rounds, place: Place, mover: &str) -> Row {
-    let bytes = f64::from(place.size.0);
+    let bytes = f64::from(place.request());
     let each = rounds.each(|r| r.of(&place.key(mover)).iops * bytes / MIB_S);
     Row::new(format!("{}: {mover}", place.name()), "MiB/s", &each)
 }
 
-fn rows(rounds: &Rounds, place: Place) -> Vec<Row> {
+fn over(rounds: &Rounds, place: Place) -> Row {
     let over = rounds.each(|r| r.of(&place.key("copy")).iops / r.of(&place.key("map")).iops);
-    let over = Row::new(format!("{}: copy over map", place.name()), "times", &over);
+    Row::new(format!("{}: copy over map", place.name()), "times", &over)
+}
+
+fn rows(rounds: &Rounds, place: Place) -> Vec<Row> {
+    let over = over(rounds, place);
     let aimed = place.guests == 10 && place.disks == 1 && (4096..=65536).contains(&place.size.0);
     let over = if aimed { over.target(Target::AtLeast(1.5)) } else { over };
     let over = match (aimed, place.mode) {
@@ -118,7 +136,24 @@ fn rows(rounds: &Rounds, place: Place) -> Vec<Row> {
     vec![rate(rounds, place, "copy"), rate(rounds, place, "map"), over]
 }
 
-/// The surface as a picture a mover, with a line a number of guests.
+/// How far copies are ahead at each place.
+fn surface(rounds: &Rounds, guests: &[u32], sizes: &[(u32, &'static str)]) -> Chart {
+    let chart = Chart::new("Reads together: copy over map", "bytes a request", "times").surface();
+    guests.iter().fold(chart, |chart, guests| {
+        let row = |size: &(u32, &'static str)| {
+            let place = Place { guests: *guests, disks: 1, size: *size, mode: "read" };
+            (f64::from(size.0), over(rounds, place))
+        };
+        let line: Vec<(f64, Row)> = sizes.iter().map(row).collect();
+        chart.line(of_guests(*guests), line.iter().map(|(x, row)| (*x, row)))
+    })
+}
+
+fn of_guests(guests: u32) -> String {
+    if guests == 1 { "1 guest".into() } else { format!("{guests} guests") }
+}
+
+/// The rates as a picture a mover, with a line a number of guests.
 fn charts(rounds: &Rounds, guests: &[u32], sizes: &[(u32, &'static str)]) -> Vec<Chart> {
     let picture = |mover: &str| {
         let title = format!("Reads together: {mover}");
@@ -128,8 +163,7 @@ fn charts(rounds: &Rounds, guests: &[u32], sizes: &[(u32, &'static str)]) -> Vec
                 (f64::from(size.0), rate(rounds, place, mover))
             };
             let line: Vec<(f64, Row)> = sizes.iter().map(row).collect();
-            let name = if *guests == 1 { "1 guest".into() } else { format!("{guests} guests") };
-            chart.line(name, line.iter().map(|(x, row)| (*x, row)))
+            chart.line(of_guests(*guests), line.iter().map(|(x, row)| (*x, row)))
         })
     };
     MOVERS.iter().map(|mover| picture(mover)).collect()

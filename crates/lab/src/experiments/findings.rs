@@ -67,11 +67,31 @@ pub(crate) struct Chart {
     pub(crate) x: String,
     pub(crate) y: String,
     pub(crate) series: Vec<Series>,
+    /// Drawn as a field a point, by line and place, instead of as lines.
+    #[serde(default)]
+    pub(crate) surface: bool,
 }
 
 impl Chart {
     pub(crate) fn new(title: &str, x: &str, y: &str) -> Chart {
-        Chart { title: title.into(), x: x.into(), y: y.into(), series: Vec::new() }
+        let (title, x, y) = (title.into(), x.into(), y.into());
+        Chart { title, x, y, series: Vec::new(), surface: false }
+    }
+
+    /// A line at one height from the first to the last of these places.
+    pub(crate) fn level(
+        mut self,
+        name: &str,
+        places: impl IntoIterator<Item = f64>,
+        height: f64,
+    ) -> Chart {
+        let points = places.into_iter().map(|x| Point { x, y: height, ci95: 0.0 }).collect();
+        self.series.push(Series { name: name.into(), points });
+        self
+    }
+
+    pub(crate) fn surface(self) -> Chart {
+        Chart { surface: true, ..self }
     }
 
     /// One more line: where, and the row that says how high.
@@ -101,6 +121,9 @@ pub(crate) struct Findings {
 pub(crate) struct Outcome {
     schema: u32,
     pub(crate) experiment: String,
+    /// On the loopback or on Xen.
+    #[serde(rename = "where")]
+    pub(crate) place: String,
     pub(crate) shows: String,
     pub(crate) source: String,
     pub(crate) differs: String,
@@ -127,6 +150,7 @@ impl Outcome {
         Outcome {
             schema: SCHEMA,
             experiment: of.name.into(),
+            place: of.how.place().into(),
             shows: of.shows.into(),
             source: of.source.into(),
             differs: of.differs.into(),
@@ -178,7 +202,7 @@ mod tests {
         let row = Row::new("merged", "times", values).published(3.95).target(Target::AtLeast(3.0));
         let charts = vec![Chart::new("Rates", "blocks", "times").line("merged", [(4.0, &row)])];
         let findings = Findings { rows: vec![row], charts, missing: vec!["nbdkit".into()] };
-        Outcome::new(&super::super::ALL[0], findings, "2 x 486".into(), false)
+        Outcome::new(&super::super::HERE[0], findings, "2 x 486".into(), false)
     }
 
     #[test]
@@ -192,6 +216,7 @@ mod tests {
         assert_eq!((&json["schema"], &json["rows"][0]["n"]), (&1.into(), &3.into()));
         assert_eq!(json["rows"][0]["target"]["at_least"], 3.0);
         assert_eq!(json["rows"][0]["met"], true);
+        assert_eq!(json["where"], "loopback, not Xen");
         fs::write(&path, text.replace("\"schema\": 1", "\"schema\": 2")).unwrap();
         assert!(Outcome::read(&path).is_err_and(|e| e.to_string().contains("version 2")));
     }

@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
 
@@ -15,7 +15,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
              0.359 s with sort and merge.",
     differs: "The thesis counts seeks saved on a spinning disk; here an operation saved is a request to this machine's \
               disk, or on tmpfs a system call's work, so the gain follows what one operation costs.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 512;

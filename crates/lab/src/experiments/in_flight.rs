@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
 
@@ -14,7 +14,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
     source: "Keeping up with the hardware (XenServer, 2015): allow more data in flight by indirect segments, rings of several \
              pages and several queues; its pictures, and so its figures, are lost.",
     differs: "There is no published figure to compare with; how much depth a disk can use is this machine's disk's own.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 1024;

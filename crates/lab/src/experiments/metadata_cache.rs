@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
 
@@ -15,7 +15,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
              matters.",
     differs: "The thesis copied files, which keeps to one place: sequential reads are nearest to that, and miss once for each \
               2 MiB. Random reads go all over the disk, which no cache that is smaller than the table can serve.",
-    run,
+    how: How::Here(run),
 };
 
 /// A slot has a slice of 4 KiB, which says where 512 clusters are. With clusters of 4 KiB that is 2 MiB of the disk, so

@@ -8,6 +8,7 @@ mod in_flight;
 pub(crate) mod lab;
 mod metadata_cache;
 mod multiqueue;
+mod on_xen;
 mod peers;
 mod persistent;
 mod polling;
@@ -18,6 +19,8 @@ use anyhow::Result;
 use findings::Findings;
 use lab::Lab;
 
+use crate::report;
+
 /// A published experiment that can be run here.
 pub(crate) struct Experiment {
     pub(crate) name: &'static str,
@@ -27,11 +30,35 @@ pub(crate) struct Experiment {
     pub(crate) source: &'static str,
     /// Why our figures are not those of the source.
     pub(crate) differs: &'static str,
-    pub(crate) run: fn(&Lab) -> Result<Findings>,
+    pub(crate) how: How,
 }
 
-/// All of them, in the order in which they run.
-pub(crate) const ALL: &[Experiment] = &[
+/// What runs an experiment.
+#[derive(Clone, Copy)]
+pub(crate) enum How {
+    /// `ferrite-lab`, on this machine.
+    Here(fn(&Lab) -> Result<Findings>),
+    /// `cargo xtask bench` with that part, on a real Xen host in the emulator.
+    OnXen { part: &'static str },
+}
+
+impl How {
+    /// In the words of the results' files.
+    pub(crate) fn place(self) -> &'static str {
+        match self {
+            How::Here(_) => report::WHERE,
+            How::OnXen { .. } => "Xen in an emulator",
+        }
+    }
+}
+
+/// All of them, in the order of the report.
+pub(crate) fn all() -> impl Iterator<Item = &'static Experiment> {
+    HERE.iter().chain(on_xen::EXPERIMENTS)
+}
+
+/// Those that run on this machine, in the order in which they run.
+pub(crate) const HERE: &[Experiment] = &[
     request_size::EXPERIMENT,
     queue_length::EXPERIMENT,
     fragmentation::EXPERIMENT,
@@ -46,7 +73,7 @@ pub(crate) const ALL: &[Experiment] = &[
 
 /// The one of that name.
 pub(crate) fn find(name: &str) -> Option<&'static Experiment> {
-    ALL.iter().find(|experiment| experiment.name == name)
+    all().find(|experiment| experiment.name == name)
 }
 
 #[cfg(test)]
@@ -55,11 +82,11 @@ mod tests {
 
     #[test]
     fn every_experiment_says_in_sentences_what_it_is_about() {
-        for (i, experiment) in ALL.iter().enumerate() {
+        for (i, experiment) in all().enumerate() {
             let Experiment { name, shows, source, differs, .. } = experiment;
             let plain = |c: char| c.is_ascii_lowercase() || c == '-';
             assert!(name.chars().all(plain), "{name} is the name of a file");
-            assert!(ALL[..i].iter().all(|other| other.name != *name), "{name} is there twice");
+            assert!(all().take(i).all(|other| other.name != *name), "{name} is there twice");
             for text in [shows, source, differs] {
                 assert!(text.len() > 30 && text.ends_with('.'), "{name}: {text}");
             }

@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
 
@@ -15,7 +15,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
              +25 % at 1 MiB; a single job gains less and sometimes loses.",
     differs: "The post compares SPDK with another program, tapdisk; here one queue is compared with several of the same \
               program, and guests share the processors of this machine with the backend.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 1024;

@@ -6,9 +6,9 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 use ferrite_xenhost::packages;
 
-use super::Experiment;
 use super::findings::{Findings, Row};
 use super::lab::{Image, Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::fio::{self, Job};
 use crate::compare::nbd::{Client, Server};
 use crate::compare::rounds::{Plan, Rounds, Sample};
@@ -19,7 +19,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
     source: "Nobody has published these: they are the programs that a host without Xen has for the same task.",
     differs: "There is no published figure to compare with; fio has no second process between it and the file, so no server \
               reaches it at one request in flight.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 256;

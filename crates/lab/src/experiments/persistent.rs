@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::rounds::{Plan, Rounds};
 
 pub(super) const EXPERIMENT: Experiment = Experiment {
@@ -15,7 +15,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
     differs: "On the loopback to map is mmap, a page fault and munmap for every request, and there is no lock of a grant table \
               that guests share: mapping is dear from the first guest on, so there is no number of guests from which \
               persistent grants begin to pay.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 512;
@@ -69,6 +69,9 @@ fn findings(rounds: &Rounds, guests: &[u32]) -> Findings {
         .iter()
         .map(|n| (*n, Row::new(format!("{n} guests: both over neither"), "times", &gain(*n))))
         .collect();
+    let ahead = Chart::new("Both over neither", "guests", "times")
+        .line("gain", gains.iter().map(|(n, row)| (f64::from(*n), row)))
+        .level("even", gains.iter().map(|(n, _)| f64::from(*n)), 1.0);
     let means: Vec<(f64, f64)> = gains.iter().map(|(n, row)| (f64::from(*n), row.mean)).collect();
     let even: Vec<f64> = break_even(&means).into_iter().collect();
     rows.extend(gains.into_iter().map(|(n, row)| if n == 15 { row.published(3.656) } else { row }));
@@ -79,7 +82,7 @@ fn findings(rounds: &Rounds, guests: &[u32]) -> Findings {
     if !even.is_empty() {
         rows.push(Row::new("break-even", "guests", &even).published(6.5));
     }
-    Findings { rows, charts: vec![chart], missing }
+    Findings { rows, charts: vec![chart, ahead], missing }
 }
 
 /// Where the gain, by number of guests, goes through 1, between the measured numbers on a straight line.

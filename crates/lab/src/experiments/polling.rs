@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::burners::Burners;
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
@@ -16,7 +16,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
              processors to spare; its pictures, and so its figures, are lost.",
     differs: "There is no published figure to compare with; a wake-up on this machine costs what its hypervisor makes of it, \
               and that is most of what polling saves.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 512;

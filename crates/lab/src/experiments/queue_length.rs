@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
 
@@ -15,7 +15,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
              use about 704.",
     differs: "The thesis names no rate; a disk that serves more than 32 requests at once gains from longer rings, and on \
               tmpfs, where a request waits for nobody, there is nothing to gain.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 1024;

@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use super::Experiment;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
+use super::{Experiment, How};
 use crate::compare::result::Target;
 use crate::compare::rounds::{Plan, Rounds};
 use crate::statistics::line;
@@ -16,7 +16,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
              everything into pieces of 44 KiB.",
     differs: "The thesis measured a spinning disk of 2010, whose seeks are its X; here a request ends in a file of this \
               machine's disk, so both X and Y are this disk's.",
-    run,
+    how: How::Here(run),
 };
 
 const IMAGE_MIB: usize = 1024;

@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 
 use super::escape;
 use crate::compare::table::figure;
-use crate::experiments::findings::{Chart, Point};
+use crate::experiments::findings::{Chart, Point, Series};
 
 /// Of the picture, in its own units.
-const WIDTH: f64 = 640.0;
+pub(super) const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 320.0;
 /// Room for the axes' words.
 const LEFT: f64 = 70.0;
@@ -61,13 +61,11 @@ fn round_up(value: f64) -> f64 {
     steps.iter().map(|step| step * power).find(|step| *step >= value).unwrap_or(10.0 * power)
 }
 
-/// The picture, with its title and the names of its lines.
+/// Lines, with their axes.
 pub(super) fn svg(chart: &Chart) -> String {
     let scale = Scale::of(chart);
     let mut text = format!(
-        "<figure><figcaption>{}</figcaption><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
-         aria-label=\"{}: {} by {}\">",
-        escape(&chart.title),
+        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{}: {} by {}\">",
         escape(&chart.title),
         escape(&chart.y),
         escape(&chart.x)
@@ -83,11 +81,16 @@ pub(super) fn svg(chart: &Chart) -> String {
         let _ = write!(text, "<path class=\"line c{colour}\" d=\"{path}\"/>");
         series.points.iter().for_each(|p| mark(&mut text, chart, &series.name, p, &scale, colour));
     }
-    text += "</svg><ul class=\"key\">";
-    for (i, series) in chart.series.iter().enumerate() {
-        let _ = write!(text, "<li class=\"c{}\">{}</li>", i % COLOURS, escape(&series.name));
-    }
-    text + "</ul></figure>"
+    text + "</svg>"
+}
+
+/// The names of the lines in their colours.
+pub(super) fn key(chart: &Chart) -> String {
+    let name = |(i, series): (usize, &Series)| {
+        format!("<li class=\"c{}\">{}</li>", i % COLOURS, escape(&series.name))
+    };
+    let names: String = chart.series.iter().enumerate().map(name).collect();
+    format!("<ul class=\"key\">{names}</ul>")
 }
 
 fn axes(text: &mut String, chart: &Chart, scale: &Scale) {
@@ -128,7 +131,7 @@ fn axes(text: &mut String, chart: &Chart, scale: &Scale) {
 }
 
 /// A place on the axis.
-fn short(place: f64) -> String {
+pub(super) fn short(place: f64) -> String {
     match place {
         p if p >= 1_048_576.0 => format!("{}M", p / 1_048_576.0),
         p if p >= 1024.0 => format!("{:.0}K", p / 1024.0),

@@ -1,12 +1,13 @@
 //! All results as one page, which needs nothing else: no script, no network.
 
 mod chart;
+mod surface;
 
 use std::fmt::Write as _;
 
 use crate::compare::result::Target;
 use crate::compare::table::figure;
-use crate::experiments::findings::{Outcome, Row};
+use crate::experiments::findings::{Chart, Outcome, Row};
 
 const STYLE: &str = include_str!("style.css");
 
@@ -16,8 +17,8 @@ pub(crate) fn html(outcomes: &[Outcome]) -> String {
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
          content=\"width=device-width\"><title>Ferrite's lab</title><style>\n{STYLE}</style></head><body>\n\
          <h1>Ferrite's lab</h1>\n<p class=\"dim\">The published experiments, run on one machine. \
-         Figures are means with their 95 % intervals (Student). Nothing here was measured on Xen: guests are \
-         processes of this machine.</p>\n<nav><ul>"
+         Figures are means with their 95 % intervals (Student). Each experiment says where it ran. On the \
+         loopback, guests are processes of this machine; Xen runs in an emulator that counts instructions.</p>\n<nav><ul>"
     );
     for outcome in outcomes {
         let name = escape(&outcome.experiment);
@@ -39,19 +40,20 @@ fn verdict(outcome: &Outcome) -> String {
 }
 
 fn section(text: &mut String, outcome: &Outcome) {
-    let Outcome { experiment, shows, source, differs, machine, version, .. } = outcome;
+    let Outcome { experiment, place, shows, source, differs, machine, version, .. } = outcome;
     let _ = write!(
         text,
-        "<section id=\"{0}\"><h2>{0}</h2>\n<p>{1}</p>\n<p class=\"dim\"><b>Published.</b> {2}</p>\n",
+        "<section id=\"{0}\"><h2>{0}</h2>\n<p>{1}</p>\n<p class=\"dim\"><b>Where.</b> {3}.</p>\n<p class=\"dim\"><b>Published.</b> {2}</p>\n",
         escape(experiment),
         escape(shows),
-        escape(source)
+        escape(source),
+        escape(place)
     );
     if outcome.quick {
         *text += "<p class=\"quick\">A quick run: it shows that the experiment works, and its figures say nothing.</p>\n";
     }
     if !outcome.charts.is_empty() {
-        let charts: String = outcome.charts.iter().map(chart::svg).collect();
+        let charts: String = outcome.charts.iter().map(picture).collect();
         let _ = writeln!(text, "<div class=\"charts\">{charts}</div>");
     }
     *text += "<div class=\"table\"><table><thead><tr><th>what</th><th>mean</th><th>±</th><th>deviation</th>\
@@ -68,6 +70,14 @@ fn section(text: &mut String, outcome: &Outcome) {
         escape(version),
         escape(machine)
     );
+}
+
+fn picture(chart: &Chart) -> String {
+    let (svg, key) = match chart.surface {
+        true => (surface::svg(chart), String::new()),
+        false => (chart::svg(chart), chart::key(chart)),
+    };
+    format!("<figure><figcaption>{}</figcaption>{svg}{key}</figure>", escape(&chart.title))
 }
 
 fn table_row(text: &mut String, row: &Row) {
@@ -114,8 +124,8 @@ fn escape(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::experiments::ALL;
-    use crate::experiments::findings::{Chart, Findings};
+    use crate::experiments::HERE;
+    use crate::experiments::findings::Findings;
 
     fn outcome() -> Outcome {
         let rows = vec![
@@ -126,7 +136,7 @@ mod tests {
         ];
         let charts = vec![Chart::new("Gains", "blocks", "times").line("gain", [(1.0, &rows[0])])];
         let findings = Findings { rows, charts, missing: vec!["nbdkit is not here".into()] };
-        Outcome::new(&ALL[0], findings, "2 x \"486\"".into(), true)
+        Outcome::new(&HERE[0], findings, "2 x \"486\"".into(), true)
     }
 
     #[test]
@@ -137,9 +147,14 @@ mod tests {
         );
         assert!(page.contains("≥ 3 <span class=\"met\">"));
         assert!(page.contains("≤ 1 <span class=\"missed\">"));
-        for text in
-            [ALL[0].differs, ALL[0].shows, "1 of 2 targets", "nbdkit is not here", "A quick run"]
-        {
+        for text in [
+            HERE[0].differs,
+            HERE[0].shows,
+            "loopback, not Xen",
+            "1 of 2 targets",
+            "nbdkit is not here",
+            "A quick run",
+        ] {
             assert!(page.contains(&escape(text)), "{text} is missing");
         }
     }

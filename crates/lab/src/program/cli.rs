@@ -23,6 +23,8 @@ pub(crate) enum Command {
     List,
     /// Run experiments, and write a file of figures for each.
     Run(RunArgs),
+    /// Run the experiment `peers`, and print how Ferrite compares with qemu-nbd, qemu-storage-daemon, nbdkit and fio.
+    Peers(Measuring),
     /// Join all results in a folder into one page.
     Report(ReportArgs),
     /// Write the manual page and completions for shells, for packages.
@@ -37,10 +39,17 @@ pub(crate) struct RunArgs {
     #[arg(value_name = "NAME", required_unless_present = "all")]
     pub(crate) names: Vec<String>,
 
-    /// Run all of them.
+    /// Run all of them that need no Xen; one that fails does not keep the others from running.
     #[arg(long, conflicts_with = "names")]
     pub(crate) all: bool,
 
+    #[command(flatten)]
+    pub(crate) measuring: Measuring,
+}
+
+/// How to measure.
+#[derive(Debug, Args)]
+pub(crate) struct Measuring {
     /// Where results go.
     #[arg(long, value_name = "DIR", default_value = "lab-results")]
     pub(crate) results: PathBuf,
@@ -107,6 +116,8 @@ mod tests {
             (&["run", "polling"], true),
             (&["run", "--all", "polling"], false),
             (&["run", "--all", "--rounds", "2"], false),
+            (&["peers", "--rounds", "4"], true),
+            (&["peers", "polling"], false),
         ] {
             let words = std::iter::once("ferrite-lab").chain(words.iter().copied());
             assert_eq!(Cli::try_parse_from(words).is_ok(), right);

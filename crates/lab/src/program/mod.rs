@@ -5,22 +5,23 @@ mod cli;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use clap::Parser as _;
-use cli::{Cli, Command, ReportArgs, RunArgs};
+use cli::{Cli, Command, Measuring, ReportArgs, RunArgs};
 use ferrite::exit::{Code, Failure};
 use ferrite::{generate, signals};
 
 use crate::compare::machine;
-use crate::experiments::findings::Outcome;
+use crate::compare::table::figure;
+use crate::experiments::findings::{Outcome, Row};
 use crate::experiments::lab::{Interrupted, Lab, Settings};
-use crate::experiments::{self, Experiment};
+use crate::experiments::{self, Experiment, How};
 use crate::page;
 
 /// Of a quick look.
@@ -39,6 +40,7 @@ pub(crate) fn main() -> ExitCode {
     let done = match &cli.command {
         Command::List => list(),
         Command::Run(args) => run(args),
+        Command::Peers(args) => peers(args),
         Command::Report(args) => report(args),
         Command::Generate(args) => generate::run::<Cli>(&args.directory),
     };
@@ -50,44 +52,100 @@ pub(crate) fn main() -> ExitCode {
 
 fn list() -> Result<(), Failure> {
     let line = |experiment: &Experiment| {
-        let Experiment { name, shows, source, .. } = experiment;
-        format!("{name}\n  {shows}\n  From: {source}\n")
+        let Experiment { name, shows, source, how, .. } = experiment;
+        let how = match how {
+            How::Here(_) => String::new(),
+            How::OnXen { part } => format!("  On Xen: cargo xtask bench {part}\n"),
+        };
+        format!("{name}\n  {shows}\n  From: {source}\n{how}")
     };
-    print(&experiments::ALL.iter().map(line).collect::<String>())
+    print(&experiments::all().map(line).collect::<String>())
 }
 
+/// Runs the experiments in turn. One that fails does not keep the others from running.
 fn run(args: &RunArgs) -> Result<(), Failure> {
     let chosen = chosen(args)?;
-    let stop = signals::flag()?;
-    let lab = lab(args, stop).map_err(|e| failed("cannot measure", &e))?;
-    for experiment in chosen {
+    let lab = lab(&args.measuring)?;
+    let mut failures: Vec<Failure> = Vec::new();
+    for (i, experiment) in chosen.iter().enumerate() {
         let began = Instant::now();
-        let path = measure(&lab, experiment, args)
-            .map_err(|e| failed(&format!("cannot run {}", experiment.name), &e))?;
-        let (name, seconds) = (experiment.name, began.elapsed().as_secs());
-        print(&format!("{name}: {seconds} s, {path}\n"))?;
+        let name = experiment.name;
+        match measure(&lab, experiment, &args.measuring) {
+            Ok((path, _)) => {
+                let (done, all, seconds) = (i + 1, chosen.len(), began.elapsed().as_secs());
+                print(&format!("{name}: {seconds} s, {} ({done} of {all})\n", path.display()))?;
+            }
+            Err(e) => {
+                let failure = failed(&format!("cannot run {name}"), &e);
+                if e.is::<Interrupted>() || chosen.len() == 1 {
+                    return Err(failure);
+                }
+                failure.report();
+                failures.push(failure);
+            }
+        }
     }
-    Ok(())
+    match failures.as_slice() {
+        [] => Ok(()),
+        some => Err(Failure::new(
+            format!("{} of {} experiments failed", some.len(), chosen.len()),
+            some.iter().map(|failure| failure.what.as_str()).collect::<Vec<_>>().join(", "),
+            "the reasons are above; run these again by name",
+        )),
+    }
+}
+
+fn peers(args: &Measuring) -> Result<(), Failure> {
+    let lab = lab(args)?;
+    let what = |e| failed("cannot compare with peers", &e);
+    let experiment =
+        experiments::find("peers").context("there is no such experiment").map_err(what)?;
+    let (path, outcome) = measure(&lab, experiment, args).map_err(what)?;
+    print(&format!("{}\n{}\n", table(&outcome), path.display()))
+}
+
+/// The figures of an experiment, a line each.
+fn table(outcome: &Outcome) -> String {
+    let width = outcome.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
+    let line = |row: &Row| {
+        let (mean, ci95) = (figure(row.mean), figure(row.ci95));
+        format!("{:width$}  {mean:>8} {:5} ± {ci95}\n", row.name, row.unit)
+    };
+    let missing = outcome.missing.iter().map(|text| format!("not measured: {text}\n"));
+    outcome.rows.iter().map(line).chain(missing).collect()
 }
 
 /// # Errors
-/// There is none of that name.
+/// There is none of that name, or it needs Xen.
 fn chosen(args: &RunArgs) -> Result<Vec<&'static Experiment>, Failure> {
     if args.all {
-        return Ok(experiments::ALL.iter().collect());
+        return Ok(experiments::HERE.iter().collect());
     }
-    let find = |name: &String| {
-        experiments::find(name).ok_or_else(|| Failure {
-            code: Code::USAGE,
-            what: format!("cannot run {name:?}"),
-            why: "there is no experiment of that name".into(),
-            help: "ferrite-lab list names them all".into(),
-        })
+    let refuse = |name: &String, why: &str, help: String| {
+        let what = format!("cannot run {name:?}");
+        Err(Failure { code: Code::USAGE, what, why: why.into(), help })
+    };
+    let find = |name: &String| match experiments::find(name) {
+        Some(Experiment { how: How::OnXen { part }, .. }) => refuse(
+            name,
+            "it needs a Xen host",
+            format!("from the source: cargo xtask bench {part}"),
+        ),
+        Some(experiment) => Ok(experiment),
+        None => {
+            let help = "ferrite-lab list names them all".to_owned();
+            refuse(name, "there is no experiment of that name", help)
+        }
     };
     args.names.iter().map(find).collect()
 }
 
-fn lab(args: &RunArgs, stop: Arc<AtomicBool>) -> Result<Lab> {
+fn lab(args: &Measuring) -> Result<Lab, Failure> {
+    let stop = signals::flag()?;
+    prepare(args, stop).map_err(|e| failed("cannot measure", &e))
+}
+
+fn prepare(args: &Measuring, stop: Arc<AtomicBool>) -> Result<Lab> {
     let results = &args.results;
     let cannot = |folder: &Path| format!("cannot make the folder {}", folder.display());
     fs::create_dir_all(results).with_context(|| cannot(results))?;
@@ -102,12 +160,13 @@ fn lab(args: &RunArgs, stop: Arc<AtomicBool>) -> Result<Lab> {
     Lab::new(Settings { rounds, seconds, quick: args.quick, disk }, stop)
 }
 
-fn measure(lab: &Lab, experiment: &Experiment, args: &RunArgs) -> Result<String> {
+fn measure(lab: &Lab, experiment: &Experiment, args: &Measuring) -> Result<(PathBuf, Outcome)> {
     lab.check()?;
+    let How::Here(run) = experiment.how else { bail!("{} needs a Xen host", experiment.name) };
     let machine = machine::describe();
-    let findings = (experiment.run)(lab)?;
+    let findings = run(lab)?;
     let outcome = Outcome::new(experiment, findings, machine, args.quick);
-    Ok(outcome.write(&args.results)?.display().to_string())
+    Ok((outcome.write(&args.results)?, outcome))
 }
 
 fn report(args: &ReportArgs) -> Result<(), Failure> {
@@ -131,7 +190,7 @@ fn report(args: &ReportArgs) -> Result<(), Failure> {
 /// The results of experiments in a folder, in the order of the list.
 fn read(folder: &Path) -> Result<Vec<Outcome>> {
     let mut found = BTreeMap::new();
-    for (place, experiment) in experiments::ALL.iter().enumerate() {
+    for (place, experiment) in experiments::all().enumerate() {
         let path = folder.join(format!("{}.json", experiment.name));
         if path.exists() {
             found.insert(place, Outcome::read(&path)?);
