@@ -12,6 +12,8 @@ use crate::statistics::Summary;
 
 /// The version of the file's contents.
 const SCHEMA: u32 = 1;
+/// The place of what does not run on the loopback.
+pub(super) const ON_XEN: &str = "Xen in an emulator";
 
 /// One figure, of several runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -138,6 +140,15 @@ pub(crate) struct Outcome {
     pub(crate) missing: Vec<String>,
 }
 
+/// The name of an experiment, and the sentences of the report.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct About {
+    pub(crate) experiment: String,
+    pub(crate) shows: String,
+    pub(crate) source: String,
+    pub(crate) differs: String,
+}
+
 impl Outcome {
     pub(crate) fn new(
         of: &Experiment,
@@ -145,15 +156,28 @@ impl Outcome {
         machine: String,
         quick: bool,
     ) -> Outcome {
+        let about = About {
+            experiment: of.name.into(),
+            shows: of.shows.into(),
+            source: of.source.into(),
+            differs: of.differs.into(),
+        };
+        let outcome = Self::about(about, findings, machine, quick);
+        Outcome { place: of.how.place().into(), ..outcome }
+    }
+
+    /// Of an experiment that does not run here, but on Xen.
+    pub(crate) fn about(about: About, findings: Findings, machine: String, quick: bool) -> Outcome {
+        let About { experiment, shows, source, differs } = about;
         let Findings { rows, charts, missing } = findings;
         let version = env!("CARGO_PKG_VERSION").to_owned();
         Outcome {
             schema: SCHEMA,
-            experiment: of.name.into(),
-            place: of.how.place().into(),
-            shows: of.shows.into(),
-            source: of.source.into(),
-            differs: of.differs.into(),
+            experiment,
+            place: ON_XEN.into(),
+            shows,
+            source,
+            differs,
             machine,
             version,
             quick,

@@ -47,7 +47,7 @@ impl How {
     pub(crate) fn place(self) -> &'static str {
         match self {
             How::Here(_) => report::WHERE,
-            How::OnXen { .. } => "Xen in an emulator",
+            How::OnXen { .. } => findings::ON_XEN,
         }
     }
 }

@@ -2,9 +2,8 @@
 
 mod cli;
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -187,16 +186,25 @@ fn report(args: &ReportArgs) -> Result<(), Failure> {
     print(&format!("{}\n", path.display()))
 }
 
-/// The results of experiments in a folder, in the order of the list.
+/// All results in a folder: those of the list in its order, then those that runs on Xen have named themselves.
+///
+/// # Errors
+/// A file cannot be read, or is none.
 fn read(folder: &Path) -> Result<Vec<Outcome>> {
-    let mut found = BTreeMap::new();
-    for (place, experiment) in experiments::all().enumerate() {
-        let path = folder.join(format!("{}.json", experiment.name));
-        if path.exists() {
-            found.insert(place, Outcome::read(&path)?);
-        }
-    }
-    Ok(found.into_values().collect())
+    let entries = match fs::read_dir(folder) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.with_context(|| format!("cannot read {}", folder.display()))?,
+    };
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    let is_result = |path: &&PathBuf| path.extension().is_some_and(|extension| extension == "json");
+    let outcomes = paths.iter().filter(is_result).map(|path| Outcome::read(path));
+    let mut outcomes = outcomes.collect::<Result<Vec<_>>>()?;
+    let place = |outcome: &Outcome| {
+        let listed = experiments::all().position(|one| one.name == outcome.experiment);
+        (listed.unwrap_or(usize::MAX), outcome.experiment.clone())
+    };
+    outcomes.sort_by_key(place);
+    Ok(outcomes)
 }
 
 fn failed(what: &str, error: &anyhow::Error) -> Failure {
@@ -214,7 +222,7 @@ fn failed(what: &str, error: &anyhow::Error) -> Failure {
 
 fn print(text: &str) -> Result<(), Failure> {
     match std::io::stdout().lock().write_all(text.as_bytes()) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
             Err(Failure::new("cannot print", e, "check where standard output goes"))
         }
         _ => Ok(()),
