@@ -64,7 +64,20 @@ pub(crate) struct Latency {
     pub(crate) mean: f64,
     pub(crate) p50: f64,
     pub(crate) p99: f64,
+    pub(crate) p999: f64,
     max: f64,
+}
+
+impl Latency {
+    pub(crate) fn of(counter: &Counter) -> Latency {
+        Latency {
+            mean: round(counter.mean_ns() / 1000.0),
+            p50: us(counter.quantile_ns(0.50)),
+            p99: us(counter.quantile_ns(0.99)),
+            p999: us(counter.quantile_ns(0.999)),
+            max: us(counter.max_ns()),
+        }
+    }
 }
 
 /// All that is known of a run; the fields of the JSON, which scripts and comparisons depend on.
@@ -164,12 +177,7 @@ impl Report {
             mib_per_s: round(iops * f64::from(args.block) / f64::from(1 << 20)),
             backend_cpu_us_per_io: round(cpu_ns / 1000.0 / ios as f64),
             guest_cpu_us_per_io: round(tally.cpu_ns as f64 / 1000.0 / ios as f64),
-            lat_us: Latency {
-                mean: round(counter.mean_ns() / 1000.0),
-                p50: us(counter.quantile_ns(0.50)),
-                p99: us(counter.quantile_ns(0.99)),
-                max: us(counter.max_ns()),
-            },
+            lat_us: Latency::of(&counter),
             idle_rss_kib: aside.idle_rss_kib,
             idle_file_kib: aside.idle_file_kib,
             idle: aside.idle,
@@ -237,10 +245,12 @@ impl Report {
         );
         line("by", format!("{}, mover {}, copies by {}", self.engine, self.mover, self.copy_with));
         line("rate", format!("{:.0} IOPS, {:.0} MiB/s", self.iops, self.mib_per_s));
-        let Latency { mean, p50, p99, max } = self.lat_us;
+        let Latency { mean, p50, p99, p999, max } = self.lat_us;
         line(
             "latency",
-            format!("mean {mean:.1} us, p50 {p50:.0} us, p99 {p99:.0} us, max {max:.0} us"),
+            format!(
+                "mean {mean:.1} us, p50 {p50:.0} us, p99 {p99:.0} us, p99.9 {p999:.0} us, max {max:.0} us"
+            ),
         );
         line(
             "CPU",

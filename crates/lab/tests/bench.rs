@@ -83,6 +83,29 @@ fn every_mode_gives_a_result_that_makes_sense() {
 }
 
 #[test]
+fn the_least_pipeline_moves_what_a_backend_would() {
+    let (_dir, path) = image();
+    for (mode, depth, poll_us) in
+        [("randread", "1", "0"), ("write", "8", "200"), ("randrw", "5", "0")]
+    {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-bench"));
+        command.arg("bound").arg(&path).args(["--seconds", "0.5", "--mode", mode]);
+        command.args(["--depth", depth, "--poll-us", poll_us, "--force-overwrite"]);
+        let output = command.output().expect("it runs");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{errors}");
+        let r: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let number = |key: &str| r[key].as_f64().unwrap_or_else(|| panic!("{key} in {r}"));
+        assert!(number("ios") > 0.0 && number("cpu_us_per_io") > 0.0, "{r}");
+        assert!(r["lat_us"]["p999"].as_f64() >= r["lat_us"]["p50"].as_f64(), "{r}");
+        assert_eq!(is_untouched(&path), mode == "randread", "{mode}");
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-bench"));
+    let output = command.arg("bound").arg(&path).args(["--mode", "write"]).output().unwrap();
+    assert_refused(&output, 1, "overwrites");
+}
+
+#[test]
 fn the_result_says_how_it_was_measured() {
     let (_dir, path) = image();
     let path = path.to_str().unwrap();

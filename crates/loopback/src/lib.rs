@@ -26,6 +26,7 @@ pub mod guest;
 pub mod link;
 pub mod machine;
 pub mod memory;
+pub mod pipeline;
 pub mod server;
 
 use std::io;

@@ -2,7 +2,7 @@
 
 use super::rounds::Sample;
 use crate::report::Report;
-use crate::run::bare;
+use crate::run::{bare, bound};
 use anyhow::{Context, Result, ensure};
 use ferrite_xenhost::release::PROGRAMS;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged, step};
@@ -76,6 +76,16 @@ impl Ferrite {
         &self.bench
     }
 
+    /// The same load by the least pipeline of two processes.
+    ///
+    /// # Errors
+    /// As [`bench`](Self::bench).
+    pub(crate) fn bound(&self, image: &str, options: &str) -> Result<Sample> {
+        let mut command = Command::new(&self.bench);
+        command.args(["bound", image, "--seconds", &self.seconds.to_string()]);
+        parse_bound(&steps::output(command.args(options.split_whitespace()))?)
+    }
+
     /// A bare loop of the same copies; a request is a page.
     ///
     /// # Errors
@@ -100,6 +110,7 @@ fn parse(text: &str) -> Result<Sample> {
         lat_us: report.lat_us.mean,
         p50_us: report.lat_us.p50,
         p99_us: report.lat_us.p99,
+        p999_us: report.lat_us.p999,
         open_us: report.open_us,
         wake_up_us: report.wake_up_us,
         misses: misses / (misses + count("metadata_hits")).max(1.0),
@@ -108,6 +119,21 @@ fn parse(text: &str) -> Result<Sample> {
         idle_rss_kib: known(report.idle_rss_kib.map(|kib| kib as f64)),
         rest_pss_kib: known(report.rest_pss_kib.map(|kib| kib as f64)),
         idle_switches: known(report.idle.map(|idle| idle.context_switches as f64)),
+        ..Sample::UNKNOWN
+    })
+}
+
+fn parse_bound(text: &str) -> Result<Sample> {
+    let report: bound::Report = serde_json::from_str(text)
+        .with_context(|| format!("ferrite-bench bound printed no report but {text:.300}"))?;
+    Ok(Sample {
+        iops: report.iops,
+        cpu_us: report.cpu_us_per_io,
+        guest_cpu_us: report.guest_cpu_us_per_io,
+        lat_us: report.lat_us.mean,
+        p50_us: report.lat_us.p50,
+        p99_us: report.lat_us.p99,
+        p999_us: report.lat_us.p999,
         ..Sample::UNKNOWN
     })
 }
@@ -129,7 +155,7 @@ mod tests {
 
     const REPORT: &str = r#"{"schema": 1, "where": "loopback, not Xen", "iops": 5000.0,
         "mib_per_s": 19.5, "backend_cpu_us_per_io": 2.5, "guest_cpu_us_per_io": 1.5,
-        "lat_us": {"mean": 60.25, "p50": 1.0, "p99": 70.0, "max": 80.0}, "idle_rss_kib": null,
+        "lat_us": {"mean": 60.25, "p50": 1.0, "p99": 70.0, "p999": 75.0, "max": 80.0}, "idle_rss_kib": null,
         "idle_file_kib": null, "idle": {"seconds": 5.0, "context_switches": 7},
         "wake_up_us": 2.0, "segments_per_copy": null, "ios": 15000, "errors": 0, "mover": "copy",
         "copy_with": "memcpy", "image": "null:", "disk": "null", "direct": false,

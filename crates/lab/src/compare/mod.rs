@@ -2,6 +2,7 @@
 //!
 //! It is a program of its own, so that tasks link nothing of the product.
 
+mod bound;
 pub(crate) mod burners;
 mod disk;
 pub(crate) mod ferrite;
@@ -54,6 +55,8 @@ enum Part {
     Loopback,
     /// The path to a real disk, beside fio.
     Disk,
+    /// The path to a real disk, beside the least pipeline of two processes.
+    Bound,
     /// VHD and qcow2, full, partly filled, fresh and in chains, beside raw.
     Images,
     /// Disks by NBD, beside qemu-nbd.
@@ -73,6 +76,7 @@ impl Part {
     const ALL: &[Part] = &[
         Part::Loopback,
         Part::Disk,
+        Part::Bound,
         Part::Images,
         Part::Nbd,
         Part::Guests,
@@ -86,6 +90,7 @@ impl Part {
         match self {
             Part::Loopback => "loopback",
             Part::Disk => "disk",
+            Part::Bound => "bound",
             Part::Images => "images",
             Part::Nbd => "nbd",
             Part::Guests => "guests",
@@ -99,6 +104,7 @@ impl Part {
         match self {
             Part::Loopback => loopback::run(&Setup::new(arguments)?),
             Part::Disk => disk::run(&Setup::new(arguments)?),
+            Part::Bound => bound::run(&Setup::new(arguments)?),
             Part::Images => images::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),

@@ -19,6 +19,8 @@ pub(crate) struct Sample {
     pub(crate) p50_us: f64,
     /// The latency that one request of a hundred exceeds.
     pub(crate) p99_us: f64,
+    /// The latency that one request of a thousand exceeds.
+    pub(crate) p999_us: f64,
     /// Opening the image.
     pub(crate) open_us: f64,
     /// The cost of waking a thread on this machine.
@@ -48,6 +50,7 @@ impl Sample {
         lat_us: f64::NAN,
         p50_us: f64::NAN,
         p99_us: f64::NAN,
+        p999_us: f64::NAN,
         open_us: f64::NAN,
         wake_up_us: f64::NAN,
         segments_per_copy: f64::NAN,

@@ -48,6 +48,10 @@ pub(crate) enum Part {
     Worker(KeptArgs),
     /// The copies of a measurement alone: the measure of everything around them.
     Bare(BareArgs),
+    /// The least pipeline of two processes that does a load: the measure of what a backend can reach.
+    Bound(BoundArgs),
+    /// The front of that, which the measurement starts.
+    BoundFront(GuestArgs),
     /// Write the manual page and completions for shells, for packages.
     Generate(GenerateArgs),
 }
@@ -250,6 +254,43 @@ pub(crate) struct BareArgs {
     /// ends.
     #[arg(long, value_name = "GUEST")]
     pub(crate) guest: Option<String>,
+}
+
+/// `ferrite-bench bound`; the options are those of a measurement.
+#[derive(Debug, Args)]
+pub(crate) struct BoundArgs {
+    /// A plain file or a block device.
+    pub(crate) image: String,
+
+    /// Requests in flight.
+    #[arg(long, value_name = "N", default_value_t = 32,
+          value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub(crate) depth: u32,
+
+    /// Bytes of each request, a multiple of 512.
+    #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = block)]
+    pub(crate) block: u32,
+
+    /// What the front does.
+    #[arg(long, value_enum, default_value_t = Mode::Randread)]
+    pub(crate) mode: Mode,
+
+    /// Overwrite what IMAGE holds.
+    #[arg(long)]
+    pub(crate) force_overwrite: bool,
+
+    /// Microseconds that the back polls before it sleeps.
+    #[arg(long, value_name = "US", default_value_t = 0)]
+    pub(crate) poll_us: u32,
+
+    /// Microseconds that the front polls before it sleeps.
+    #[arg(long, value_name = "US", default_value_t = 50,
+          value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub(crate) guest_poll: u32,
+
+    /// Seconds to measure.
+    #[arg(long, value_name = "N", default_value = "2", value_parser = seconds)]
+    pub(crate) seconds: f64,
 }
 
 /// The largest request that the protocol has.

@@ -11,7 +11,7 @@ use ferrite_loopback::front::{FrontError, FrontOptions, FrontQueue, Frontend};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::cli::GuestArgs;
-use super::load::Load;
+use super::load::{Blkif, Load};
 use super::measure::PATIENCE;
 use super::tally::Tally;
 use super::task::{Said, Task, Times};
@@ -40,7 +40,7 @@ fn work(args: &GuestArgs) -> anyhow::Result<Said> {
     for thread in threads {
         let thread = thread.context("cannot start a queue's thread")?;
         let (queue, tally) = thread.join().map_err(|_| anyhow!("a queue's thread panicked"))??;
-        front.queues.push(queue);
+        front.queues.push(queue.into_queue());
         tallies.push(tally);
     }
     SystemClock.sleep(Duration::from_nanos(times.leave_ns.saturating_sub(SystemClock.now_ns())));
@@ -62,32 +62,32 @@ fn options(task: &Task) -> FrontOptions {
     }
 }
 
-fn loads(front: &mut Frontend, task: &Task) -> anyhow::Result<Vec<Load>> {
+fn loads(front: &mut Frontend, task: &Task) -> anyhow::Result<Vec<Load<Blkif>>> {
     let (got, wanted) = (front.queues.len(), task.queues as usize);
     anyhow::ensure!(got == wanted, "the backend offers {got} queues instead of {wanted}");
     let queues: Vec<_> = front.queues.drain(..task.parts.len()).collect();
     let pages = task.depth as usize * task.block_pages() as usize;
     let load = |(queue, part): (FrontQueue, &(u64, u64))| {
         let buffer = front.space().buffer(pages)?;
-        Ok(Load::new(queue, buffer, task, *part)?)
+        Ok(Load::new(Blkif::new(queue, buffer, task, part.0), task, *part))
     };
     queues.into_iter().zip(&task.parts).map(load).collect()
 }
 
-type Ran = Result<(FrontQueue, Tally), FrontError>;
+type Ran = Result<(Blkif, Tally), FrontError>;
 
-fn start(load: Load, times: Times) -> std::io::Result<JoinHandle<Ran>> {
+fn start(load: Load<Blkif>, times: Times) -> std::io::Result<JoinHandle<Ran>> {
     std::thread::Builder::new().name("guest-queue".to_owned()).spawn(move || load.run(times))
 }
 
-fn say(what: &Said) -> anyhow::Result<()> {
+pub(super) fn say(what: &Said) -> anyhow::Result<()> {
     let mut out = stdout().lock();
     serde_json::to_writer(&mut out, what)?;
     writeln!(out)?;
     Ok(out.flush()?)
 }
 
-fn hear() -> anyhow::Result<Times> {
+pub(super) fn hear() -> anyhow::Result<Times> {
     let mut line = String::new();
     stdin().lock().read_line(&mut line)?;
     serde_json::from_str(&line).context("no word came from the backend")

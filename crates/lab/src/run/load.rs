@@ -1,5 +1,7 @@
 //! One queue of a guest: keeps so many requests in flight, and counts.
 
+use std::time::Duration;
+
 use ferrite_io::clock::{Clock, Random, SplitMix64, SystemClock};
 use ferrite_loopback::LoopbackError;
 use ferrite_loopback::front::{Buffer, FrontError, FrontQueue};
@@ -23,14 +25,6 @@ fn interleaved(i: u64, stretch: u64, blocks: u64) -> u64 {
     }
     let (start, within, evens) = (i / stretch * stretch, i % stretch, stretch.div_ceil(2));
     start + if within < evens { 2 * within } else { 2 * (within - evens) + 1 }
-}
-
-/// A request that is in flight, or will be.
-#[derive(Clone, Copy, Default)]
-struct Place {
-    /// Where its data is in the buffer.
-    at: usize,
-    sent_ns: u64,
 }
 
 /// Chooses what to do next, in one part of the disk.
@@ -87,75 +81,141 @@ impl Choice {
     }
 }
 
-/// A queue with its work, for one thread.
-pub(crate) struct Load {
+/// Carries the requests of a load to whoever serves them. A request is known by its place, which has
+/// data of its own.
+pub(crate) trait Carrier {
+    /// Writes a request of a place that has none.
+    fn send(&mut self, place: u16, sector: u64, write: bool) -> Result<(), FrontError>;
+    /// Publishes what was sent.
+    fn push(&mut self) -> Result<(), FrontError>;
+    fn in_flight(&self) -> usize;
+    fn has_response(&self) -> bool;
+    /// Asks for an event with the next response; whether one is there.
+    fn final_check(&self) -> bool;
+    /// Waits until there is a response: asks for an event, sleeps, looks again. `false` if none
+    /// came in time.
+    fn wait(&mut self, timeout: Duration) -> Result<bool, FrontError>;
+    /// The next response: its place, and whether all went well.
+    fn take(&mut self) -> Result<Option<(u16, bool)>, FrontError>;
+}
+
+/// A queue of a blkfront.
+pub(crate) struct Blkif {
     queue: FrontQueue,
     buffer: Buffer,
     block_bytes: usize,
+    /// From place to place in the buffer.
+    stride: usize,
+    /// The place of each request in flight, by its tag.
+    place_of: Vec<u16>,
+}
+
+impl Blkif {
+    /// The data that is written is not zeros, which a disk could make less of.
+    pub(crate) fn new(queue: FrontQueue, buffer: Buffer, task: &Task, first: u64) -> Blkif {
+        let mut random = SplitMix64::new(first);
+        for at in (0..buffer.len()).step_by(8) {
+            buffer.write(at, &random.next_u64().to_le_bytes());
+        }
+        Blkif {
+            place_of: vec![0; queue.entries() as usize],
+            queue,
+            buffer,
+            block_bytes: task.block_bytes as usize,
+            stride: task.block_pages() as usize * PAGE_SIZE,
+        }
+    }
+
+    /// The queue, idle.
+    pub(crate) fn into_queue(self) -> FrontQueue {
+        self.queue
+    }
+}
+
+impl Carrier for Blkif {
+    fn send(&mut self, place: u16, sector: u64, write: bool) -> Result<(), FrontError> {
+        let at = usize::from(place) * self.stride;
+        let tag = match write {
+            true => self.queue.write(sector, &self.buffer, at, self.block_bytes)?,
+            false => self.queue.read(sector, &self.buffer, at, self.block_bytes)?,
+        };
+        self.place_of[usize::from(tag.0)] = place;
+        Ok(())
+    }
+
+    fn push(&mut self) -> Result<(), FrontError> {
+        self.queue.push().map(drop)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queue.in_flight()
+    }
+
+    fn has_response(&self) -> bool {
+        self.queue.has_response()
+    }
+
+    fn final_check(&self) -> bool {
+        self.queue.final_check()
+    }
+
+    fn wait(&mut self, timeout: Duration) -> Result<bool, FrontError> {
+        self.queue.wait(timeout)
+    }
+
+    fn take(&mut self) -> Result<Option<(u16, bool)>, FrontError> {
+        let reply = self.queue.take()?;
+        Ok(reply.map(|reply| (self.place_of[usize::from(reply.tag.0)], reply.is_ok())))
+    }
+}
+
+/// A load with whoever carries it, for one thread.
+pub(crate) struct Load<C> {
+    carrier: C,
     poll_ns: u64,
     batch: bool,
     choice: Choice,
-    places: Vec<Place>,
+    /// When the request of each place was sent.
+    sent_ns: Vec<u64>,
     /// Numbers of places without a request.
     idle: Vec<u16>,
-    /// The place of each request in flight, by its tag.
-    place_of: Vec<u16>,
     /// Places whose requests have just ended, and whether well.
     ended: Vec<(u16, bool)>,
     counter: Counter,
 }
 
-impl Load {
-    /// # Errors
-    /// The guest has too little memory.
-    pub(crate) fn new(
-        queue: FrontQueue,
-        buffer: Buffer,
-        task: &Task,
-        part: (u64, u64),
-    ) -> Result<Load, FrontError> {
+impl<C: Carrier> Load<C> {
+    pub(crate) fn new(carrier: C, task: &Task, part: (u64, u64)) -> Load<C> {
         let depth = task.depth as u16;
-        let stride = task.block_pages() as usize * PAGE_SIZE;
-        let places = (0..depth).map(|i| Place { at: usize::from(i) * stride, sent_ns: 0 });
-        let mut load = Load {
-            place_of: vec![0; queue.entries() as usize],
-            queue,
-            buffer,
-            block_bytes: task.block_bytes as usize,
+        Load {
+            carrier,
             poll_ns: u64::from(task.poll_us) * 1000,
             batch: task.batch,
             choice: Choice::new(task, part),
-            places: places.collect(),
+            sent_ns: vec![0; usize::from(depth)],
             idle: (0..depth).rev().collect(),
             ended: Vec::with_capacity(task.depth as usize),
             counter: Counter::new(),
-        };
-        load.fill();
-        Ok(load)
-    }
-
-    /// The data that is written is not zeros, which a disk could make less of.
-    fn fill(&mut self) {
-        for at in (0..self.buffer.len()).step_by(8) {
-            self.buffer.write(at, &self.choice.random.next_u64().to_le_bytes());
         }
     }
 
     /// Runs from start to end. A request's time is from before it is put on the ring to after
-    /// its response and those beside it were taken off. The queue is given back, idle.
-    pub(crate) fn run(mut self, times: Times) -> Result<(FrontQueue, Tally), FrontError> {
+    /// its response and those beside it were taken off. The carrier is given back, idle.
+    pub(crate) fn run(mut self, times: Times) -> Result<(C, Tally), FrontError> {
         let clock = SystemClock;
         let wait_ns = times.start_ns.saturating_sub(clock.now_ns());
-        clock.sleep(std::time::Duration::from_nanos(wait_ns));
+        clock.sleep(Duration::from_nanos(wait_ns));
         let mut now_ns = clock.now_ns();
         let mut cpu_from_ns = cpu_ns();
         let mut counting = false;
         while now_ns < times.until_ns {
-            if !self.batch || self.queue.in_flight() == 0 {
+            if !self.batch || self.carrier.in_flight() == 0 {
                 while let Some(place) = self.idle.pop() {
-                    self.send(place, now_ns)?;
+                    let (sector, write) = self.choice.next();
+                    self.carrier.send(place, sector, write)?;
+                    self.sent_ns[usize::from(place)] = now_ns;
                 }
-                self.queue.push()?;
+                self.carrier.push()?;
             }
             self.take_some()?;
             now_ns = clock.now_ns();
@@ -166,40 +226,28 @@ impl Load {
             self.count(now_ns, counting && now_ns < times.until_ns);
         }
         let cpu_ns = cpu_ns() - cpu_from_ns;
-        while self.queue.in_flight() > 0 {
+        while self.carrier.in_flight() > 0 {
             self.take_some()?;
             self.count(0, false);
         }
-        Ok((self.queue, self.counter.tally(cpu_ns)))
-    }
-
-    fn send(&mut self, place: u16, now_ns: u64) -> Result<(), FrontError> {
-        let (sector, write) = self.choice.next();
-        let at = self.places[usize::from(place)].at;
-        let tag = match write {
-            true => self.queue.write(sector, &self.buffer, at, self.block_bytes)?,
-            false => self.queue.read(sector, &self.buffer, at, self.block_bytes)?,
-        };
-        self.place_of[usize::from(tag.0)] = place;
-        self.places[usize::from(place)].sent_ns = now_ns;
-        Ok(())
+        Ok((self.carrier, self.counter.tally(cpu_ns)))
     }
 
     /// Waits for responses, as a guest does: awake for a while, then asleep until an event comes.
     fn take_some(&mut self) -> Result<(), FrontError> {
-        if self.poll_ns > 0 && !self.queue.final_check() {
+        if self.poll_ns > 0 && !self.carrier.final_check() {
             let end_ns = SystemClock.now_ns() + self.poll_ns;
-            while !self.queue.has_response() && SystemClock.now_ns() < end_ns {
+            while !self.carrier.has_response() && SystemClock.now_ns() < end_ns {
                 std::hint::spin_loop();
             }
         }
-        if !self.queue.wait(PATIENCE)? {
-            let what = format!("no response to {} requests came", self.queue.in_flight());
+        if !self.carrier.wait(PATIENCE)? {
+            let what = format!("no response to {} requests came", self.carrier.in_flight());
             let ms = PATIENCE.as_millis() as u64;
             return Err(LoopbackError::Timeout { what, ms }.into());
         }
-        while let Some(reply) = self.queue.take()? {
-            self.ended.push((self.place_of[usize::from(reply.tag.0)], reply.is_ok()));
+        while let Some(ended) = self.carrier.take()? {
+            self.ended.push(ended);
         }
         Ok(())
     }
@@ -210,7 +258,7 @@ impl Load {
             if !ok {
                 self.counter.add_error();
             } else if counting {
-                self.counter.add(now_ns - self.places[usize::from(place)].sent_ns);
+                self.counter.add(now_ns - self.sent_ns[usize::from(place)]);
             }
             self.idle.push(place);
         }

@@ -26,9 +26,9 @@ use crate::report::{self, Aside, Report};
 /// How long anything may take that should take no time, on a machine that is busy.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// From the go to the first request, so that all guests have heard it.
-const LEAD_NS: u64 = 50_000_000;
+pub(super) const LEAD_NS: u64 = 50_000_000;
 /// From the first request to where counting begins: pages get touched, caches warm.
-const RAMP_NS: u64 = 250_000_000;
+pub(super) const RAMP_NS: u64 = 250_000_000;
 
 /// How long it may take to look at the memory of all backends.
 const MEASURING_NS: u64 = 2_000_000_000;

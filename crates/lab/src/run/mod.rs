@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser as _, Subcommand as _};
 
 pub(crate) mod bare;
+pub(crate) mod bound;
 pub(crate) mod cli;
 mod guest;
 mod host;
@@ -50,6 +51,8 @@ fn part(part: &Part) -> Result<(), Failure> {
         Part::Keeper => kept::keeper(),
         Part::Worker(args) => kept::worker(args),
         Part::Bare(args) => bare::run(args),
+        Part::Bound(args) => bound::run(args),
+        Part::BoundFront(args) => bound::front(args),
         Part::Generate(args) => generate::run::<Cli>(&args.directory),
     }
 }
