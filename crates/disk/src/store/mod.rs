@@ -5,7 +5,10 @@
 //! * [`layout`]: what is where in a store of a given size.
 //! * [`superblock`]: the beginning of everything, and which of four pages it is.
 //! * [`page`]: pointers to pages, and what leaves have in them.
+//! * [`pages`]: pages of trees in memory, and which a checkpoint has to write.
+//! * [`tree`]: trees of pages, copied on write by generation.
 //! * [`index`]: which numbers may have a content.
+//! * [`slots`]: leaves in memory, read without a lock.
 //! * [`space`]: which places are given to whom, and when they come free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
@@ -15,8 +18,11 @@ pub mod index;
 pub mod journal;
 pub mod layout;
 pub mod page;
+pub mod pages;
+pub mod slots;
 pub mod space;
 pub mod superblock;
+pub mod tree;
 
 /// The unit of content and of everything on the medium.
 pub const BLOCK_BYTES: usize = 4096;
