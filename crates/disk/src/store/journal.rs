@@ -235,13 +235,13 @@ impl Record {
 }
 
 impl Writer {
-    fn name(&mut self, name: &Name) -> &mut Writer {
+    pub(super) fn name(&mut self, name: &Name) -> &mut Writer {
         self.number(name.0.len() as u64, 1).bytes(name.0.as_bytes())
     }
 }
 
 impl Reader<'_> {
-    fn name(&mut self) -> Result<Name, Damaged> {
+    pub(super) fn name(&mut self) -> Result<Name, Damaged> {
         let len = usize::from(self.u8()?);
         let name = str::from_utf8(self.bytes(len)?).ok().and_then(Name::new);
         name.ok_or(Damaged("the name of a volume is none"))

@@ -9,19 +9,27 @@
 //! * [`tree`]: trees of pages, copied on write by generation.
 //! * [`index`]: which numbers may have a content.
 //! * [`slots`]: leaves in memory, read without a lock.
+//! * [`table`]: volumes and domains.
+//! * [`medium`]: the file or device, its blocks and syncs.
+//! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
+//! * [`opening`]: a new store, and one that is opened.
 //! * [`space`]: which places are given to whom, and when they come free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
+pub mod checkpoint;
 pub mod content;
 mod fields;
 pub mod index;
 pub mod journal;
 pub mod layout;
+pub mod medium;
+pub mod opening;
 pub mod page;
 pub mod pages;
 pub mod slots;
 pub mod space;
 pub mod superblock;
+pub mod table;
 pub mod tree;
 
 /// The unit of content and of everything on the medium.

@@ -291,6 +291,17 @@ impl Space {
         self.dropped.push(place);
     }
 
+    /// [`drop_place`](Self::drop_place) of a page, wherever a medium says that it is.
+    pub fn drop_page(&mut self, place: u64) {
+        let segment = self
+            .layout
+            .segment_of(place)
+            .filter(|(segment, _)| self.pairs[*segment as usize / 2] == Kind::Metadata);
+        if segment.is_some() {
+            self.drop_place(place);
+        }
+    }
+
     /// A checkpoint begins: its trees are frozen (store.md 5, step 1).
     pub fn begin(&mut self) {
         let mut places = std::mem::take(&mut self.dropped);
@@ -361,6 +372,12 @@ impl Space {
             }
             self.unload(pair);
         }
+    }
+
+    /// Whether a place is not to be given. Of one whose bits are not in memory that is not known.
+    pub fn is_taken(&self, place: u64) -> Option<bool> {
+        let (segment, at) = self.layout.segment_of(place)?;
+        Some(self.segments[segment as usize].bits.as_ref()?.get(at))
     }
 
     /// Places that nobody has, in pairs of data and free ones.

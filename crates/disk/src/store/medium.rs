@@ -1,0 +1,82 @@
+//! The file or device of a store: blocks of it, and syncs.
+
+use std::io;
+
+use super::page::Pointer;
+use super::{BLOCK_BYTES, Damaged};
+use crate::Port;
+use crate::writeback::Commits;
+
+/// Blocks that are read or written at once: those of the largest piece of memory that a task gets.
+pub const MAX_BLOCKS: usize = 16;
+
+/// See the module text. A sync that has failed is the last.
+#[derive(Debug, Default)]
+pub struct Medium {
+    commits: Commits,
+}
+
+impl Medium {
+    /// So many blocks, [`MAX_BLOCKS`] at most.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub async fn read(&self, port: &Port, place: u64, blocks: usize) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; blocks * BLOCK_BYTES];
+        let piece = port.scratch.take(bytes.len()).await;
+        port.io.read_exact(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await?;
+        piece.copy_out(&mut bytes);
+        Ok(bytes)
+    }
+
+    /// Writes whole blocks, [`MAX_BLOCKS`] at most.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub async fn write(&self, port: &Port, place: u64, bytes: &[u8]) -> io::Result<()> {
+        let piece = port.scratch.take(bytes.len()).await;
+        piece.copy_in(bytes);
+        port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await
+    }
+
+    /// A page, or its copy if that is damaged. `copy`: where it is.
+    ///
+    /// # Errors
+    /// Both are damaged (`InvalidData`), or cannot be read.
+    pub async fn read_page(
+        &self,
+        port: &Port,
+        pointer: &Pointer,
+        copy: Option<u64>,
+    ) -> io::Result<Vec<u8>> {
+        let mut why = damaged(Damaged("there is no copy of a page"));
+        for place in [Some(pointer.place), copy].into_iter().flatten() {
+            match self.read(port, place, 1).await {
+                Ok(page) => match pointer.verify(&page) {
+                    Ok(()) => return Ok(page),
+                    Err(e) => why = damaged(e),
+                },
+                Err(e) => why = e,
+            }
+        }
+        Err(why)
+    }
+
+    /// All that was written before is durable.
+    ///
+    /// # Errors
+    /// The kernel's; after the first one no sync succeeds any more.
+    pub async fn sync(&self, port: &Port) -> io::Result<()> {
+        self.commits.sync(port).await
+    }
+
+    /// Whether a sync has failed.
+    pub fn is_faulty(&self) -> bool {
+        self.commits.is_faulty()
+    }
+}
+
+/// What is not what it has to be, for who asked for it.
+pub fn damaged(why: Damaged) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}

@@ -1,0 +1,170 @@
+//! A new store, and one that is opened: from four superblocks to all that a checkpoint has (store.md 2 and 5).
+
+use std::io;
+
+use super::checkpoint::Core;
+use super::layout::Layout;
+use super::medium::{MAX_BLOCKS, Medium, damaged};
+use super::pages::Pages;
+use super::space::{Bits, Kind, Space, SpacePage, choose as choose_space};
+use super::superblock::{Chosen, Pages as Superblocks, Roots, Superblock, Unusable, choose};
+use super::table::Table;
+use super::tree::{FIRST_GENERATION, Link, Tree};
+use super::{BLOCK_BYTES, Damaged, StoreId};
+use crate::Port;
+
+/// Of its metadata that a small store has in memory, one part of this.
+const SMALLEST_PART: u64 = 16;
+
+fn unusable(why: Unusable) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+/// Makes a store with nothing in it of a file or device. What was there is lost.
+///
+/// # Errors
+/// The kernel's. There is no store then, or all of it.
+pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) -> io::Result<()> {
+    // If there was one, it ends first.
+    let nothing = vec![0; 2 * BLOCK_BYTES];
+    for home in 0..2 {
+        medium.write(port, layout.superblock(home, 0), &nothing).await?;
+    }
+    medium.sync(port).await?;
+    let mut segment = 0;
+    while segment < layout.segments {
+        let end = layout.segments.min(segment + MAX_BLOCKS as u64 / 2);
+        let page = |segment: u64, home: u64| {
+            let bits = Bits::all(false, layout.segment_blocks);
+            let page = SpacePage { checkpoint: home, kind: Kind::Free, bits };
+            page.encode(&id, segment, home as usize)
+        };
+        let pages = (segment..end).flat_map(|segment| [page(segment, 0), page(segment, 1)]);
+        let pages: Vec<u8> = pages.flatten().collect();
+        medium.write(port, layout.space_page(segment, 0), &pages).await?;
+        segment = end;
+    }
+    medium.sync(port).await?;
+    let superblock = |checkpoint| Superblock {
+        id,
+        layout: *layout,
+        checkpoint,
+        replay_from: 0,
+        generation: FIRST_GENERATION,
+        numbers_end: 1,
+        roots: Roots::default(),
+    };
+    // It is one when its beginning is there, which is the last.
+    for home in [1, 0] {
+        let pages = [0, 1].map(|checkpoint| superblock(checkpoint).encode(home)).concat();
+        medium.write(port, layout.superblock(home, 0), &pages).await?;
+        medium.sync(port).await?;
+    }
+    Ok(())
+}
+
+/// The four superblocks of what has so many blocks.
+async fn superblocks(medium: &Medium, port: &Port, blocks: u64) -> io::Result<Superblocks> {
+    let decode = |pages: Vec<u8>, home| {
+        let page = |odd: usize| &pages[odd * BLOCK_BYTES..(odd + 1) * BLOCK_BYTES];
+        [0, 1].map(|odd| Superblock::decode(page(odd), home, odd == 1))
+    };
+    if blocks < 4 {
+        return Err(unusable(Unusable::Foreign));
+    }
+    let first = decode(medium.read(port, 0, 2).await?, 0);
+    let layout = first.iter().find_map(|page| page.ok().map(|superblock| superblock.layout));
+    let end = layout.map_or(blocks, |layout| layout.blocks);
+    if end > blocks {
+        return Err(damaged(Damaged("the store is longer than what it is in")));
+    }
+    let second = decode(medium.read(port, end - 2, 2).await?, 1);
+    Ok([first, second])
+}
+
+/// Opens what has so many bytes, as its last checkpoint has it. `may_write`: its superblock is put where it
+/// should be.
+///
+/// # Errors
+/// It is no store, is damaged, or cannot be read (`InvalidData`, or the kernel's).
+pub async fn open(
+    medium: &Medium,
+    port: &Port,
+    bytes: u64,
+    metadata_memory: usize,
+    may_write: bool,
+) -> io::Result<Core> {
+    let pages = superblocks(medium, port, bytes / BLOCK_BYTES as u64).await?;
+    let Chosen { superblock, in_both } = choose(&pages).map_err(unusable)?;
+    if !in_both && may_write {
+        mend(medium, port, &pages, &superblock).await?;
+    }
+    let layout = superblock.layout;
+    let smallest = layout.blocks * BLOCK_BYTES as u64 / SMALLEST_PART;
+    let pages = Pages::new(metadata_memory.min(usize::try_from(smallest).unwrap_or(usize::MAX)));
+    let roots = superblock.roots;
+    Ok(Core {
+        id: superblock.id,
+        layout,
+        checkpoint: superblock.checkpoint,
+        replay_from: superblock.replay_from,
+        space: load_space(medium, port, &superblock, pages.count()).await?,
+        pages,
+        p2m: Tree::of_p2m(&layout, Link::of(roots.p2m)),
+        hashes: Tree::of_hashes(&layout, Link::of(roots.hashes)),
+        volumes: Table::load(medium, port, &layout, roots.volumes).await?,
+        domains: Table::load(medium, port, &layout, roots.domains).await?,
+        generation: superblock.generation,
+        numbers_end: superblock.numbers_end,
+        under_way: None,
+    })
+}
+
+/// Before anything is used again that the checkpoint has made free, both homes have it: the one that has
+/// not may have an older one, whose places those are.
+async fn mend(
+    medium: &Medium,
+    port: &Port,
+    pages: &Superblocks,
+    superblock: &Superblock,
+) -> io::Result<()> {
+    let checkpoint = superblock.checkpoint;
+    for (home, pages) in pages.iter().enumerate() {
+        if pages[(checkpoint % 2) as usize] != Ok(*superblock) {
+            let place = superblock.layout.superblock(home, checkpoint);
+            medium.write(port, place, &superblock.encode(home)).await?;
+            medium.sync(port).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn load_space(
+    medium: &Medium,
+    port: &Port,
+    superblock: &Superblock,
+    reserve: usize,
+) -> io::Result<Space> {
+    let layout = &superblock.layout;
+    let mut space = Space::new(*layout, reserve as u64);
+    let mut segment = 0;
+    while segment < layout.segments {
+        // Their number is even.
+        let count = (layout.segments - segment).min(MAX_BLOCKS as u64 / 2);
+        let pages = medium.read(port, layout.space_page(segment, 0), 2 * count as usize).await?;
+        let found = |segment: u64, pages: &[u8]| {
+            let homes = [0, 1].map(|home| {
+                let page = &pages[home * BLOCK_BYTES..(home + 1) * BLOCK_BYTES];
+                SpacePage::decode(page, &superblock.id, layout, segment, home)
+            });
+            choose_space(homes, superblock.checkpoint)
+        };
+        for (pair, pages) in pages.chunks_exact(4 * BLOCK_BYTES).enumerate() {
+            let first = segment + 2 * pair as u64;
+            let (a, b) = pages.split_at(2 * BLOCK_BYTES);
+            space.add_pair([found(first, a), found(first + 1, b)]);
+        }
+        segment += count;
+    }
+    Ok(space)
+}
