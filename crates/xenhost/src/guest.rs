@@ -30,12 +30,21 @@ pub struct GuestOptions {
     pub ring_order: Option<u32>,
     /// blkfront's `max_indirect_segments`; up to 11 means none at all.
     pub indirect: Option<u32>,
+    /// Whether it reads the host's own counter of time stamps, so that its times compare with the dom0's.
+    pub host_time: bool,
 }
 
 impl Default for GuestOptions {
     /// An unmodified guest with two processors.
     fn default() -> Self {
-        GuestOptions { kind: Kind::Pv, vcpus: 2, queues: None, ring_order: None, indirect: None }
+        GuestOptions {
+            kind: Kind::Pv,
+            vcpus: 2,
+            queues: None,
+            ring_order: None,
+            indirect: None,
+            host_time: false,
+        }
     }
 }
 
@@ -67,10 +76,11 @@ impl GuestOptions {
                  extra=\"{arguments}\"\n"
             ),
         };
+        let time = if self.host_time { "tsc_mode=\"native\"\n" } else { "" };
         let reboot = if disks.is_empty() { "destroy" } else { "restart" };
         let disks = disks.iter().map(|disk| format!("'{disk}'")).collect::<Vec<_>>().join(",");
         format!(
-            "name=\"{name}\"\ntype=\"{kind}\"\n{boots}memory={}\nvcpus={}\ndisk=[{disks}]\n\
+            "name=\"{name}\"\ntype=\"{kind}\"\n{boots}{time}memory={}\nvcpus={}\ndisk=[{disks}]\n\
              on_poweroff=\"destroy\"\non_reboot=\"{reboot}\"\non_crash=\"destroy\"\n",
             self.memory_mib(),
             self.vcpus,

@@ -5,7 +5,7 @@ use super::lifecycle::ENDLESS_IO;
 use super::toolstack::{USE, WRITE, running_guest, xl_knows_us};
 use super::{Bench, Case, expect_eq, ferrite};
 use anyhow::{Context, Result, bail};
-use ferrite_xenhost::guest::{Guest, GuestOptions, Kind};
+use ferrite_xenhost::guest::{Guest, GuestOptions};
 use ferrite_xenhost::steps;
 
 pub(super) const CASES: &[Case] = &[
@@ -204,8 +204,9 @@ fn drives(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
 }
 
 /// Four queues each, as large guests have them.
-const THIRTY: GuestOptions =
-    GuestOptions { kind: Kind::Pv, vcpus: 4, queues: None, ring_order: None, indirect: None };
+fn thirty() -> GuestOptions {
+    GuestOptions { vcpus: 4, ..GuestOptions::default() }
+}
 
 /// xvda to xvdz, and xvdaa on.
 fn thirty_names() -> impl Iterator<Item = String> {
@@ -245,7 +246,7 @@ fn thirty_disks(bench: &mut Bench<'_>) -> Result<()> {
     // xl gives all of a new guest's disks ten seconds together: an emulated processor starts some
     // thirty in that time. The others are attached one by one.
     let later = specs.split_off(10);
-    let mut guest = Guest::create_with(bench.xenhost, &THIRTY, &specs)?;
+    let mut guest = Guest::create_with(bench.xenhost, &thirty(), &specs)?;
     bench.guests.push(guest.clone());
     guest.unpause(bench.xenhost)?;
     guest.wait_ready(bench.xenhost)?;
