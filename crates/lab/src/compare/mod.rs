@@ -15,18 +15,26 @@ mod kept;
 mod loopback;
 pub(crate) mod machine;
 pub(crate) mod nbd;
+mod network;
 mod profile;
 pub(crate) mod result;
 pub(crate) mod rounds;
 pub(crate) mod table;
 mod xen;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::Parser as _;
 use ferrite_xenhost::packages::{self, Need};
 use ferrite_xenhost::steps;
 use result::Measurement;
+use std::path::Path;
 use std::process::ExitCode;
+
+use crate::experiments;
+use crate::experiments::findings::{Findings, Outcome};
+
+/// Where `ferrite lab report` looks, below the folder that one is in.
+const RESULTS: &str = "lab-results";
 
 /// Compares Ferrite with other backends and with the bare machine.
 #[derive(clap::Parser)]
@@ -69,6 +77,8 @@ enum Part {
     Instructions,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
     Xen,
+    /// The same host: the kernel's network backend, from guest to guest.
+    Network,
 }
 
 impl Part {
@@ -83,6 +93,7 @@ impl Part {
         Part::Kept,
         Part::Instructions,
         Part::Xen,
+        Part::Network,
     ];
 
     /// The part's name: in the results, and of their file.
@@ -97,6 +108,7 @@ impl Part {
             Part::Kept => "kept",
             Part::Instructions => "instructions",
             Part::Xen => "xen",
+            Part::Network => "network",
         }
     }
 
@@ -113,6 +125,7 @@ impl Part {
                 instructions::run(&Setup::new(arguments)?, &arguments.instructions)
             }
             Part::Xen => xen::run(&arguments.xen),
+            Part::Network => joined("network", network::run()?),
         }
     }
 }
@@ -134,6 +147,16 @@ impl Setup {
         let (runs, seconds) = (arguments.runs, arguments.seconds);
         Ok(Setup { ferrite: ferrite::Ferrite::build(seconds)?, runs, seconds })
     }
+}
+
+/// Writes what an experiment on Xen has found, for `ferrite lab report`. It has no table of its own.
+fn joined(name: &str, findings: Findings) -> Result<Vec<Measurement>> {
+    let experiment = experiments::find(name).context("there is no such experiment")?;
+    let outcome = Outcome::new(experiment, findings, machine::describe(), false);
+    let folder = Path::new(RESULTS);
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    steps::say(outcome.write(folder)?.display().to_string());
+    Ok(Vec::new())
 }
 
 fn seconds(text: &str) -> Result<f64, String> {

@@ -69,15 +69,25 @@ pub(crate) struct Chart {
     pub(crate) x: String,
     pub(crate) y: String,
     pub(crate) series: Vec<Series>,
-    /// Drawn as a field a point, by line and place, instead of as lines.
-    #[serde(default)]
-    pub(crate) surface: bool,
+    pub(crate) kind: Kind,
+}
+
+/// How a chart is drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Kind {
+    Lines,
+    /// A field a point, by line and place.
+    Surface,
+    /// A line a party, along which time passes. Each series is a moment, `party: what`, whose y says on which way it
+    /// is: 0 there, 1 back.
+    Lanes,
 }
 
 impl Chart {
     pub(crate) fn new(title: &str, x: &str, y: &str) -> Chart {
         let (title, x, y) = (title.into(), x.into(), y.into());
-        Chart { title, x, y, series: Vec::new(), surface: false }
+        Chart { title, x, y, series: Vec::new(), kind: Kind::Lines }
     }
 
     /// A line at one height from the first to the last of these places.
@@ -93,7 +103,18 @@ impl Chart {
     }
 
     pub(crate) fn surface(self) -> Chart {
-        Chart { surface: true, ..self }
+        Chart { kind: Kind::Surface, ..self }
+    }
+
+    pub(crate) fn lanes(self) -> Chart {
+        Chart { kind: Kind::Lanes, ..self }
+    }
+
+    /// One more moment of a chart of lanes.
+    pub(crate) fn moment(mut self, name: &str, at: f64, back: bool) -> Chart {
+        let point = Point { x: at, y: f64::from(u8::from(back)), ci95: 0.0 };
+        self.series.push(Series { name: name.into(), points: vec![point] });
+        self
     }
 
     /// One more line: where, and the row that says how high.

@@ -8,14 +8,14 @@ use crate::experiments::findings::{Chart, Point, Series};
 
 /// Of the picture, in its own units.
 pub(super) const WIDTH: f64 = 640.0;
-const HEIGHT: f64 = 320.0;
+pub(super) const HEIGHT: f64 = 320.0;
 /// Room for the axes' words.
 const LEFT: f64 = 70.0;
 const BOTTOM: f64 = 46.0;
 const TOP: f64 = 12.0;
 const RIGHT: f64 = 16.0;
 /// Colours of lines, as the style sheet has them.
-const COLOURS: usize = 6;
+pub(super) const COLOURS: usize = 6;
 /// Lines across, beside the axis.
 const GRID: u32 = 4;
 /// From this ratio of places on, doublings are equally far apart.
@@ -52,7 +52,7 @@ impl Scale {
 }
 
 /// The next of 1, 2, 2.5, 5 times a power of ten; 1 for nothing.
-fn round_up(value: f64) -> f64 {
+pub(super) fn round_up(value: f64) -> f64 {
     if value <= 0.0 || !value.is_finite() {
         return 1.0;
     }

@@ -1,13 +1,14 @@
 //! All results as one page, which needs nothing else: no script, no network.
 
 mod chart;
+mod lanes;
 mod surface;
 
 use std::fmt::Write as _;
 
 use crate::compare::result::Target;
 use crate::compare::table::figure;
-use crate::experiments::findings::{Chart, Outcome, Row};
+use crate::experiments::findings::{Chart, Kind, Outcome, Row};
 
 const STYLE: &str = include_str!("style.css");
 
@@ -73,9 +74,10 @@ fn section(text: &mut String, outcome: &Outcome) {
 }
 
 fn picture(chart: &Chart) -> String {
-    let (svg, key) = match chart.surface {
-        true => (surface::svg(chart), String::new()),
-        false => (chart::svg(chart), chart::key(chart)),
+    let (svg, key) = match chart.kind {
+        Kind::Lines => (chart::svg(chart), chart::key(chart)),
+        Kind::Surface => (surface::svg(chart), String::new()),
+        Kind::Lanes => (lanes::svg(chart), lanes::key(chart)),
     };
     format!("<figure><figcaption>{}</figcaption>{svg}{key}</figure>", escape(&chart.title))
 }

@@ -18,10 +18,9 @@ const STRONG: f64 = 0.75;
 
 /// The cells, and what stands beside them.
 pub(super) fn svg(chart: &Chart) -> String {
-    let rows = chart.series.len();
     let columns = chart.series.iter().map(|series| series.points.len()).max().unwrap_or(0);
     let width = (WIDTH - LEFT) / columns.max(1) as f64;
-    let height = rows as f64 * ROW + BOTTOM;
+    let height = height(chart);
     let strength = strength(chart);
     let mut text = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\"");
     let _ = write!(text, " aria-label=\"{}: {}\">", escape(&chart.title), escape(&chart.y));
@@ -54,6 +53,11 @@ pub(super) fn svg(chart: &Chart) -> String {
     let (x, y) = (f64::midpoint(LEFT, WIDTH), height - 6.0);
     let _ = write!(text, "<text x=\"{x}\" y=\"{y}\">{}</text>", escape(&chart.x));
     text + "</svg>"
+}
+
+/// Of the picture.
+pub(super) fn height(chart: &Chart) -> f64 {
+    chart.series.len() as f64 * ROW + BOTTOM
 }
 
 /// From the lowest to the highest value of the chart.
