@@ -35,6 +35,11 @@ impl Summary {
     }
 }
 
+/// Run by run.
+pub(crate) fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
+    ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect()
+}
+
 /// The multiple of the standard error that the interval of 95 % reaches to each side.
 fn student(freedom: u32) -> f64 {
     let (mut low, mut high) = (0.0, MAX_QUANTILE);

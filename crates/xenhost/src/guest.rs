@@ -30,6 +30,8 @@ pub struct GuestOptions {
     pub ring_order: Option<u32>,
     /// blkfront's `max_indirect_segments`; up to 11 means none at all.
     pub indirect: Option<u32>,
+    /// Its memory beside what its disks take, in MiB.
+    pub base_mib: u32,
     /// Whether it reads the host's own counter of time stamps, so that its times compare with the dom0's.
     pub host_time: bool,
 }
@@ -43,6 +45,7 @@ impl Default for GuestOptions {
             queues: None,
             ring_order: None,
             indirect: None,
+            base_mib: GUEST_MEMORY_MIB,
             host_time: false,
         }
     }
@@ -102,11 +105,11 @@ impl GuestOptions {
     fn memory_mib(&self) -> u32 {
         let slots = self.queues.unwrap_or(self.vcpus) * (32 << self.ring_order.unwrap_or(0));
         let segments = self.indirect.unwrap_or(32).max(11) + 1;
-        GUEST_MEMORY_MIB + slots * segments / 256
+        self.base_mib + slots * segments / 256
     }
 }
 
-/// Memory of a guest beside its disks; the less, the faster its kernel is up.
+/// Memory of a guest beside what its disks take; the less, the faster its kernel is up.
 const GUEST_MEMORY_MIB: u32 = 256;
 /// The most that a guest may cost from its start to its agent, in seconds of the emulator's processor time:
 /// the clock of a busy machine does not tell a slow guest from one that stands still. 4 s when

@@ -178,9 +178,10 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
         command.args(["-icount", "shift=0,align=off,sleep=off"]);
         command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm"]);
     }
-    command.args(machine.arguments);
     let cpus = machine.cpus.to_string();
     command.args(["-smp", &cpus, "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
+    // The last amount of memory holds.
+    command.args(machine.arguments);
     command.args(["-no-reboot", "-nic", "none", "-device", "virtio-rng-pci"]);
     command.arg("-serial").arg(format!("file:{}", console.display()));
     command.arg("-kernel").arg(root.xen());

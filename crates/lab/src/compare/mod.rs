@@ -4,6 +4,7 @@
 
 mod bound;
 pub(crate) mod burners;
+mod crowd;
 mod disk;
 pub(crate) mod ferrite;
 pub(crate) mod fio;
@@ -79,6 +80,10 @@ enum Part {
     Xen,
     /// The same host: the kernel's network backend, from guest to guest.
     Network,
+    /// Many guests: persistent grants four ways.
+    Persistent,
+    /// Many guests: copied data beside mapped pages.
+    Aggregate,
 }
 
 impl Part {
@@ -94,6 +99,8 @@ impl Part {
         Part::Instructions,
         Part::Xen,
         Part::Network,
+        Part::Persistent,
+        Part::Aggregate,
     ];
 
     /// The part's name: in the results, and of their file.
@@ -109,6 +116,8 @@ impl Part {
             Part::Instructions => "instructions",
             Part::Xen => "xen",
             Part::Network => "network",
+            Part::Persistent => "persistent",
+            Part::Aggregate => "aggregate",
         }
     }
 
@@ -126,6 +135,8 @@ impl Part {
             }
             Part::Xen => xen::run(&arguments.xen),
             Part::Network => joined("network", network::run()?),
+            Part::Persistent => joined("xen-persistent", crowd::persistent()?),
+            Part::Aggregate => joined("xen-aggregate", crowd::aggregate()?),
         }
     }
 }

@@ -6,7 +6,8 @@ use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
 use super::{Experiment, How};
 use crate::compare::result::Target;
-use crate::compare::rounds::{Plan, Rounds};
+use crate::compare::rounds::Plan;
+use crate::statistics::ratios;
 
 pub(super) const EXPERIMENT: Experiment = Experiment {
     name: "aggregate",
@@ -20,11 +21,11 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 };
 
 const IMAGE_MIB: usize = 1024;
-const GUESTS: [u32; 4] = [1, 2, 5, 10];
+pub(crate) const GUESTS: [u32; 4] = [1, 2, 5, 10];
 /// Disks of each of ten guests: a ring each, as if there were more guests.
 const DISKS: [u32; 2] = [3, 9];
 /// In bytes, of what a guest asks for at once.
-const SIZES: [(u32, &str); 7] = [
+pub(crate) const SIZES: [(u32, &str); 7] = [
     (512, "512 B"),
     (4096, "4 KiB"),
     (16384, "16 KiB"),
@@ -34,22 +35,27 @@ const SIZES: [(u32, &str); 7] = [
     (4 * MAX_REQUEST, "4 MiB"),
 ];
 /// The most that a request of a ring carries, with 256 indirect segments. More goes as several at once.
-const MAX_REQUEST: u32 = 1 << 20;
+pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 /// Sizes that are also written, and used with several disks.
 const MIDDLE: [(u32, &str); 2] = [SIZES[1], SIZES[3]];
-const MOVERS: [&str; 2] = ["copy", "map"];
-const MIB_S: f64 = 1_048_576.0;
+pub(crate) const MOVERS: [&str; 2] = ["copy", "map"];
+pub(crate) const MIB_S: f64 = 1_048_576.0;
 
 /// A place of the surface.
 #[derive(Clone, Copy)]
-struct Place {
-    guests: u32,
+pub(crate) struct Place {
+    pub(crate) guests: u32,
     disks: u32,
-    size: (u32, &'static str),
+    pub(crate) size: (u32, &'static str),
     mode: &'static str,
 }
 
 impl Place {
+    /// Each of the guests reads its disk.
+    pub(crate) fn reads(guests: u32, size: (u32, &'static str)) -> Place {
+        Place { guests, disks: 1, size, mode: "read" }
+    }
+
     fn name(self) -> String {
         let Place { guests, disks, size: (_, size), mode } = self;
         let disks = if disks == 1 { String::new() } else { format!(" x {disks} disks") };
@@ -86,12 +92,7 @@ fn run(lab: &Lab) -> Result<Findings> {
     let (guests, sizes) = (lab.some(&GUESTS), lab.some(&SIZES));
     let mut places = Vec::new();
     for size in &sizes {
-        places.extend(guests.iter().map(|guests| Place {
-            guests: *guests,
-            disks: 1,
-            size: *size,
-            mode: "read",
-        }));
+        places.extend(guests.iter().map(|guests| Place::reads(*guests, *size)));
     }
     for size in MIDDLE {
         places.push(Place { guests: 10, disks: 1, size, mode: "write" });
@@ -106,26 +107,40 @@ fn run(lab: &Lab) -> Result<Findings> {
         }
     }
     let rounds = lab.measure(plan)?;
-    let mut charts = charts(&rounds, &guests, &sizes);
-    charts.push(surface(&rounds, &guests, &sizes));
-    let mut findings = Findings { charts, ..Findings::default() };
-    findings.rows = places.iter().flat_map(|place| rows(&rounds, *place)).collect();
-    Ok(findings)
+    let rates = |place: Place, mover: &str| {
+        let bytes = f64::from(place.request());
+        rounds.each(|r| r.of(&place.key(mover)).iops * bytes / MIB_S)
+    };
+    Ok(findings(&places, &guests, &sizes, &rates))
 }
 
-fn rate(rounds: &Rounds, place: Place, mover: &str) -> Row {
-    let bytes = f64::from(place.request());
-    let each = rounds.each(|r| r.of(&place.key(mover)).iops * bytes / MIB_S);
-    Row::new(format!("{}: {mover}", place.name()), "MiB/s", &each)
+/// MiB/s of a place with a mover, a value a round.
+type Rates<'a> = &'a dyn Fn(Place, &str) -> Vec<f64>;
+
+/// What the rates of these places say, which are at least those of all these guests and sizes.
+pub(crate) fn findings(
+    places: &[Place],
+    guests: &[u32],
+    sizes: &[(u32, &'static str)],
+    rates: Rates<'_>,
+) -> Findings {
+    let mut charts = charts(rates, guests, sizes);
+    charts.push(surface(rates, guests, sizes));
+    let rows = places.iter().flat_map(|place| rows(rates, *place)).collect();
+    Findings { rows, charts, ..Findings::default() }
 }
 
-fn over(rounds: &Rounds, place: Place) -> Row {
-    let over = rounds.each(|r| r.of(&place.key("copy")).iops / r.of(&place.key("map")).iops);
+fn rate(rates: Rates<'_>, place: Place, mover: &str) -> Row {
+    Row::new(format!("{}: {mover}", place.name()), "MiB/s", &rates(place, mover))
+}
+
+fn over(rates: Rates<'_>, place: Place) -> Row {
+    let over = ratios(&rates(place, "copy"), &rates(place, "map"));
     Row::new(format!("{}: copy over map", place.name()), "times", &over)
 }
 
-fn rows(rounds: &Rounds, place: Place) -> Vec<Row> {
-    let over = over(rounds, place);
+fn rows(rates: Rates<'_>, place: Place) -> Vec<Row> {
+    let over = over(rates, place);
     let aimed = place.guests == 10 && place.disks == 1 && (4096..=65536).contains(&place.size.0);
     let over = if aimed { over.target(Target::AtLeast(1.5)) } else { over };
     let over = match (aimed, place.mode) {
@@ -133,16 +148,16 @@ fn rows(rounds: &Rounds, place: Place) -> Vec<Row> {
         (true, _) => over.published(2.0),
         _ => over,
     };
-    vec![rate(rounds, place, "copy"), rate(rounds, place, "map"), over]
+    vec![rate(rates, place, "copy"), rate(rates, place, "map"), over]
 }
 
 /// How far copies are ahead at each place.
-fn surface(rounds: &Rounds, guests: &[u32], sizes: &[(u32, &'static str)]) -> Chart {
+fn surface(rates: Rates<'_>, guests: &[u32], sizes: &[(u32, &'static str)]) -> Chart {
     let chart = Chart::new("Reads together: copy over map", "bytes a request", "times").surface();
     guests.iter().fold(chart, |chart, guests| {
         let row = |size: &(u32, &'static str)| {
-            let place = Place { guests: *guests, disks: 1, size: *size, mode: "read" };
-            (f64::from(size.0), over(rounds, place))
+            let place = Place::reads(*guests, *size);
+            (f64::from(size.0), over(rates, place))
         };
         let line: Vec<(f64, Row)> = sizes.iter().map(row).collect();
         chart.line(of_guests(*guests), line.iter().map(|(x, row)| (*x, row)))
@@ -154,13 +169,13 @@ fn of_guests(guests: u32) -> String {
 }
 
 /// The rates as a picture a mover, with a line a number of guests.
-fn charts(rounds: &Rounds, guests: &[u32], sizes: &[(u32, &'static str)]) -> Vec<Chart> {
+fn charts(rates: Rates<'_>, guests: &[u32], sizes: &[(u32, &'static str)]) -> Vec<Chart> {
     let picture = |mover: &str| {
         let title = format!("Reads together: {mover}");
         guests.iter().fold(Chart::new(&title, "bytes a request", "MiB/s"), |chart, guests| {
             let row = |size: &(u32, &'static str)| {
-                let place = Place { guests: *guests, disks: 1, size: *size, mode: "read" };
-                (f64::from(size.0), rate(rounds, place, mover))
+                let place = Place::reads(*guests, *size);
+                (f64::from(size.0), rate(rates, place, mover))
             };
             let line: Vec<(f64, Row)> = sizes.iter().map(row).collect();
             chart.line(of_guests(*guests), line.iter().map(|(x, row)| (*x, row)))

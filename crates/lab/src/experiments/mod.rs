@@ -1,7 +1,7 @@
 //! The experiments of the published sources, each a file: what it shows, how it is run, and why our
 //! figures are not theirs.
 
-mod aggregate;
+pub(crate) mod aggregate;
 pub(crate) mod findings;
 mod fragmentation;
 mod in_flight;
@@ -10,7 +10,7 @@ mod metadata_cache;
 mod multiqueue;
 mod on_xen;
 mod peers;
-mod persistent;
+pub(crate) mod persistent;
 mod polling;
 mod queue_length;
 mod request_size;

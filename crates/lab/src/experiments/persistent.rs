@@ -5,7 +5,8 @@ use anyhow::Result;
 use super::findings::{Chart, Findings, Row};
 use super::lab::{Lab, Medium};
 use super::{Experiment, How};
-use crate::compare::rounds::{Plan, Rounds};
+use crate::compare::rounds::Plan;
+use crate::statistics::ratios;
 
 pub(super) const EXPERIMENT: Experiment = Experiment {
     name: "persistent",
@@ -19,14 +20,22 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 };
 
 const IMAGE_MIB: usize = 512;
-const GUESTS: [u32; 5] = [1, 2, 4, 8, 15];
-/// Front, back. Pages stay granted only where both say so: a front that keeps them is as another with a back that
-/// maps, and a back that keeps mappings copies from a front that does not.
-const WAYS: [(&str, &str); 4] = [
-    ("neither", "--mover map --front-persistent false"),
-    ("front only", "--mover map --front-persistent true"),
-    ("back only", "--mover persistent --front-persistent false"),
-    ("both", "--mover persistent --front-persistent true"),
+pub(crate) const GUESTS: [u32; 5] = [1, 2, 4, 8, 15];
+/// A front and a back. Pages stay granted only where both say so: a front that keeps them is as another with a back
+/// that maps, and a back that keeps mappings copies from a front that does not.
+pub(crate) struct Way {
+    pub(crate) name: &'static str,
+    /// What moves the back's data.
+    pub(crate) mover: &'static str,
+    /// Whether the front keeps its pages granted.
+    pub(crate) front: bool,
+}
+
+pub(crate) const WAYS: [Way; 4] = [
+    Way { name: "neither", mover: "map", front: false },
+    Way { name: "front only", mover: "map", front: true },
+    Way { name: "back only", mover: "persistent", front: false },
+    Way { name: "both", mover: "persistent", front: true },
 ];
 /// What the source has of 15 guests.
 const PUBLISHED: [(&str, f64); 2] = [("neither", 340_668.0), ("both", 1_245_575.0)];
@@ -36,25 +45,27 @@ fn run(lab: &Lab) -> Result<Findings> {
     let guests = lab.some(&GUESTS);
     let mut plan = Plan::new("persistent");
     for guests in &guests {
-        for (way, options) in WAYS {
-            let options = format!("--guests {guests} {options}");
-            plan = plan.add(key(way, *guests), lab.bench(image.path(), options));
+        for Way { name, mover, front } in WAYS {
+            let options = format!("--guests {guests} --mover {mover} --front-persistent {front}");
+            plan = plan.add(key(name, *guests), lab.bench(image.path(), options));
         }
     }
-    Ok(findings(&lab.measure(plan)?, &guests))
+    let rounds = lab.measure(plan)?;
+    Ok(findings(&guests, |way, guests| rounds.each(|r| r.of(&key(way, guests)).iops)))
 }
 
 fn key(way: &str, guests: u32) -> String {
     format!("{way}, {guests} guests")
 }
 
-fn findings(rounds: &Rounds, guests: &[u32]) -> Findings {
+/// What the rates say, which are a value a round, of a way and a number of guests.
+pub(crate) fn findings(guests: &[u32], rates: impl Fn(&str, u32) -> Vec<f64>) -> Findings {
     let mut rows = Vec::new();
     let mut chart = Chart::new("4 KiB random reads, all guests together", "guests", "IOPS");
-    for (way, _) in WAYS {
+    for Way { name: way, .. } in WAYS {
         let row = |guests: u32| {
-            let each = rounds.each(|r| r.of(&key(way, guests)).iops);
-            let row = Row::new(format!("{way}, {guests} guests: rate"), "IOPS", &each);
+            let name = format!("{way}, {guests} guests: rate");
+            let row = Row::new(name, "IOPS", &rates(way, guests));
             match PUBLISHED.iter().find(|(of, _)| *of == way && guests == 15) {
                 Some((_, figure)) => row.published(*figure),
                 None => row,
@@ -64,7 +75,7 @@ fn findings(rounds: &Rounds, guests: &[u32]) -> Findings {
         chart = chart.line(way, line.iter().map(|(x, row)| (*x, row)));
         rows.extend(line.into_iter().map(|(_, row)| row));
     }
-    let gain = |n: u32| rounds.each(|r| r.of(&key("both", n)).iops / r.of(&key("neither", n)).iops);
+    let gain = |n: u32| ratios(&rates("both", n), &rates("neither", n));
     let gains: Vec<(u32, Row)> = guests
         .iter()
         .map(|n| (*n, Row::new(format!("{n} guests: both over neither"), "times", &gain(*n))))

@@ -1,0 +1,165 @@
+//! Many guests of one Xen host, each with a disk of its own in memory, in the emulator's counting mode.
+
+mod aggregate;
+mod persistent;
+
+use anyhow::{Context as _, Result, bail};
+use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions, Job};
+use ferrite_xenhost::qemu::Pace;
+use ferrite_xenhost::steps::{say, step};
+use ferrite_xenhost::{XenHost, packages, release, root};
+
+pub(super) use aggregate::run as aggregate;
+pub(super) use persistent::run as persistent;
+
+/// What a guest needs for one disk; the less, the more of them fit.
+const GUEST_MIB: u32 = 128;
+/// Of the emulated machine, for fifteen of them.
+const HOST_MEMORY: &str = "4G";
+/// Of each guest's disk.
+const DISK_MIB: u32 = 16;
+/// Times that the load is looked at, each so long, in seconds of the emulated machine.
+const ROUNDS: usize = 3;
+const ROUND_S: f64 = 0.2;
+/// How often it is asked whether all of a crowd do something.
+const TRIES: u32 = 20;
+const LIMIT_S: u64 = 600;
+
+/// What all guests together get, in a round.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Rate {
+    iops: f64,
+    bytes_s: f64,
+}
+
+/// A host with guests.
+struct Crowd {
+    xenhost: XenHost,
+    guests: Vec<Guest>,
+    disks: Vec<Disk>,
+    /// Of the guests from the first on.
+    loads: Vec<Job>,
+}
+
+impl Crowd {
+    fn boot(guests: u32) -> Result<Crowd> {
+        packages::ensure(&[packages::XEN_HOST])?;
+        let (root, programs) = (root::ensure(root::TRIXIE)?, [release::build_ferrite()?]);
+        let memory = ["-m".to_owned(), HOST_MEMORY.to_owned()];
+        let mut xenhost = XenHost::boot_at(Pace::Instructions, 1, &root, &programs, &memory)?;
+        let make = format!(
+            "modprobe brd rd_nr={guests} rd_size={} && \
+             for n in $(seq 0 {}); do head -c {DISK_MIB}M /dev/zero | tr '\\0' f >/dev/ram$n; done",
+            DISK_MIB << 10,
+            guests - 1
+        );
+        step("disks in memory", || xenhost.sh_for(&make, 300))?;
+        let options = GuestOptions { vcpus: 1, base_mib: GUEST_MIB, ..GuestOptions::default() };
+        let start = |n: u32| {
+            let what = format!("start guest {n} of {guests}");
+            step(&what, || Guest::start(&mut xenhost, &options))
+        };
+        let guests = (1..=guests).map(start).collect::<Result<_>>()?;
+        Ok(Crowd { xenhost, guests, disks: Vec::new(), loads: Vec::new() })
+    }
+
+    /// Gives each guest its disk, with a front that keeps its pages granted or does not.
+    fn attach(&mut self, mover: &str, front: bool) -> Result<()> {
+        let Crowd { xenhost, guests, disks, .. } = self;
+        let keep = format!("echo {front} >/sys/module/xen_blkfront/parameters/feature_persistent");
+        let keep = keep.replace("true", "Y").replace("false", "N");
+        for (n, guest) in guests.iter_mut().enumerate() {
+            guest.sh(xenhost, &keep, LIMIT_S)?;
+            let mut options = DiskOptions::new(&format!("/dev/ram{n}"), "xvda");
+            options.arguments = format!("--mover {mover}");
+            disks.push(Disk::attach(xenhost, guest, Backend::Ferrite, options)?);
+        }
+        for (disk, guest) in disks.iter().zip(guests) {
+            disk.wait_connected(xenhost)?;
+            let there = format!("until [ -b {} ]; do sleep 0.1; done", disk.node());
+            guest.sh(xenhost, &there, LIMIT_S)?;
+        }
+        Ok(())
+    }
+
+    /// Takes them away again.
+    fn detach(&mut self) -> Result<()> {
+        self.disks.drain(..).try_for_each(|mut disk| disk.unplug(&mut self.xenhost))
+    }
+
+    /// What the first `count` guests get together, a value a round, while all of them do what these options of fio
+    /// say. Those that do so already go on.
+    fn rates(&mut self, count: u32, load: &str) -> Result<Vec<Rate>> {
+        let count = count as usize;
+        let started = self.loads.len();
+        for guest in self.guests.iter_mut().take(count).skip(started) {
+            let fio = format!(
+                "fio --name=load --filename=/dev/xvda --ioengine=libaio --direct=1 --thread --time_based \
+                 --runtime=1h {load} >/tmp/fio.log 2>&1; true"
+            );
+            self.loads.push(guest.begin(&mut self.xenhost, &fio, LIMIT_S)?);
+        }
+        let look = format!("ferrite stat --json -i {ROUND_S} -n {}", ROUNDS + 2);
+        for _ in 0..TRIES {
+            let reports = self.xenhost.sh_for(&look, LIMIT_S)?;
+            // The first is of all time, and in the next one some may have begun.
+            let rounds = reports.lines().skip(2).map(|line| together(line, count));
+            if let Some(rates) = rounds.collect::<Result<Option<Vec<Rate>>>>()? {
+                return Ok(rates);
+            }
+        }
+        let log = self.guests[count - 1].sh(&mut self.xenhost, "cat /tmp/fio.log", LIMIT_S)?;
+        bail!("not all of {count} guests do something; of the last one: {log}")
+    }
+
+    /// Ends what the guests do.
+    fn stop(&mut self) -> Result<()> {
+        for (job, guest) in self.loads.drain(..).zip(&mut self.guests) {
+            guest.sh(&mut self.xenhost, "killall fio; true", LIMIT_S)?;
+            guest.finish_ok(&mut self.xenhost, &job)?;
+        }
+        Ok(())
+    }
+}
+
+/// The sum of a report of `ferrite stat`; none when not so many disks have done something.
+fn together(report: &str, disks: usize) -> Result<Option<Rate>> {
+    let odd = || format!("odd report: {report}");
+    let report: serde_json::Value = serde_json::from_str(report).with_context(odd)?;
+    let all = report["disks"].as_array().with_context(odd)?;
+    let of = |name: &str| {
+        let values = all.iter().map(|disk| disk["read"][name].as_f64().with_context(odd));
+        values.collect::<Result<Vec<f64>>>()
+    };
+    let (iops, bytes_s) = (of("per_s")?, of("bytes_per_s")?);
+    let busy = iops.iter().filter(|iops| **iops > 0.0).count();
+    let rate = Rate { iops: iops.iter().sum(), bytes_s: bytes_s.iter().sum() };
+    Ok((busy == disks).then_some(rate))
+}
+
+/// Says what came out, and gives it.
+fn said(what: &str, rates: Vec<Rate>) -> Vec<Rate> {
+    let iops: Vec<f64> = rates.iter().map(|rate| rate.iops.round()).collect();
+    let mib_s =
+        rates.iter().map(|rate| rate.bytes_s).sum::<f64>() / rates.len() as f64 / 1_048_576.0;
+    say(format!("  {what}: {iops:?} IOPS, {mib_s:.0} MiB/s"));
+    rates
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_counts_when_as_many_disks_have_done_something() {
+        let disk =
+            |iops: f64| format!(r#"{{"read":{{"per_s":{iops},"bytes_per_s":{}}}}}"#, iops * 512.0);
+        let report =
+            format!(r#"{{"schema":1,"disks":[{},{},{}]}}"#, disk(2.0), disk(0.0), disk(3.5));
+        let sum = Rate { iops: 5.5, bytes_s: 2816.0 };
+        assert_eq!(together(&report, 2).unwrap(), Some(sum));
+        assert_eq!(together(&report, 3).unwrap(), None);
+        assert!(together("{\"disks\":[{}]}", 1).is_err());
+    }
+}
