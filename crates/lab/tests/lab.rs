@@ -164,6 +164,26 @@ fn ctrl_c_leaves_no_process_and_no_image() {
 }
 
 #[test]
+fn the_report_makes_pictures_and_puts_the_table_into_a_document() {
+    let folder = TempDir::new().unwrap();
+    let run = lab(folder.path(), &["run", "polling", "--quick"]);
+    assert_eq!(said(&run).0, Some(0), "{run:?}");
+    fs::create_dir(folder.path().join("pictures")).unwrap();
+    let table = "a\n<!-- figures of the lab: begin -->\nold\n<!-- figures of the lab: end -->\nb\n";
+    fs::write(folder.path().join("page.md"), table).unwrap();
+    let words = ["report", "-o", "r.html", "--pictures", "pictures", "--table", "page.md"];
+    let (code, out, errors) = said(&lab(folder.path(), &words));
+    assert_eq!((code, errors.as_str()), (Some(0), ""));
+    assert_eq!(out, "r.html\npictures/polling.svg\npage.md\n");
+    let page = fs::read_to_string(folder.path().join("page.md")).unwrap();
+    assert!(page.contains("\n| `polling` |") && !page.contains("old"), "{page}");
+    assert!(fs::metadata(folder.path().join("pictures/polling.svg")).unwrap().len() > 1000);
+    fs::write(folder.path().join("page.md"), "no place").unwrap();
+    let (code, _, errors) = said(&lab(folder.path(), &words));
+    assert!(code == Some(1) && errors.contains("it lacks the lines"), "{errors}");
+}
+
+#[test]
 fn it_has_a_manual_page_and_each_shell_completions() {
     let folder = TempDir::new().unwrap();
     let (code, _, errors) = said(&lab(folder.path(), &["generate", "."]));

@@ -1,6 +1,8 @@
 //! All results as one page, which needs nothing else: no script, no network.
 
+mod alone;
 mod chart;
+pub(crate) mod claims;
 mod lanes;
 mod surface;
 
@@ -71,6 +73,18 @@ fn section(text: &mut String, outcome: &Outcome) {
         escape(version),
         escape(machine)
     );
+}
+
+/// The charts that stand beside words elsewhere: an experiment, and which one of its own.
+const PICTURES: [(&str, usize); 2] = [("aggregate", 2), ("polling", 0)];
+
+/// These charts as files: name and contents.
+pub(crate) fn pictures(outcomes: &[Outcome]) -> Vec<(String, String)> {
+    let picture = |(name, place): &(&str, usize)| {
+        let outcome = outcomes.iter().find(|outcome| outcome.experiment == *name)?;
+        Some((format!("{name}.svg"), alone::svg(outcome.charts.get(*place)?)))
+    };
+    PICTURES.iter().filter_map(picture).collect()
 }
 
 fn picture(chart: &Chart) -> String {

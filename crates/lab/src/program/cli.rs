@@ -82,6 +82,14 @@ pub(crate) struct ReportArgs {
     /// The page; by default report.html beside the results.
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
+
+    /// Write two of its charts as pictures into this folder, too.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) pictures: Option<PathBuf>,
+
+    /// Replace the table of figures in this document of Markdown, which has a line before and after it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) table: Option<PathBuf>,
 }
 
 /// `ferrite-lab generate`.

@@ -21,7 +21,7 @@ use crate::compare::table::figure;
 use crate::experiments::findings::{Outcome, Row};
 use crate::experiments::lab::{Interrupted, Lab, Settings};
 use crate::experiments::{self, Experiment, How};
-use crate::page;
+use crate::page::{self, claims};
 
 /// Of a quick look.
 const QUICK_SECONDS: f64 = 0.1;
@@ -179,9 +179,25 @@ fn report(args: &ReportArgs) -> Result<(), Failure> {
         });
     }
     let path = args.output.clone().unwrap_or_else(|| args.results.join("report.html"));
-    fs::write(&path, page::html(&outcomes)).map_err(|e| {
+    write(&path, &page::html(&outcomes))?;
+    if let Some(folder) = &args.pictures {
+        for (name, picture) in page::pictures(&outcomes) {
+            write(&folder.join(name), &picture)?;
+        }
+    }
+    if let Some(document) = &args.table {
+        let what = |e| failed(&format!("cannot put the figures into {}", document.display()), &e);
+        let old = fs::read_to_string(document).map_err(|e| what(e.into()))?;
+        write(document, &claims::replaced(&old, &outcomes).map_err(what)?)?;
+    }
+    Ok(())
+}
+
+/// Writes a file, and says so.
+fn write(path: &Path, text: &str) -> Result<(), Failure> {
+    fs::write(path, text).map_err(|e| {
         let what = format!("cannot write {}", path.display());
-        Failure::new(what, e, "say where else with -o")
+        Failure::new(what, e, "name another place, or make its folder")
     })?;
     print(&format!("{}\n", path.display()))
 }
