@@ -76,13 +76,22 @@ impl Uring {
                 let time = timespec(t);
                 self.ring.submitter().submit_with_args(want, &SubmitArgs::new().timespec(&time))
             }
-            None => self.ring.submitter().submit_and_wait(want),
+            None if want > 0 => self.ring.submitter().submit_and_wait(want),
+            None => self.submit_and_reap(),
         };
         match entered.map_err(|e| (errno_of(&e), e)) {
             Ok(_) | Err((libc::ETIME | libc::EINTR, _)) => Ok(true),
             Err((libc::EAGAIN | libc::EBUSY, _)) => Ok(false),
             Err((_, e)) => Err(e),
         }
+    }
+
+    /// Submits, and takes what is done by then: without the flag the completions of what the kernel does
+    /// at once would take another call.
+    fn submit_and_reap(&mut self) -> io::Result<usize> {
+        let queued = self.ring.submission().len() as u32;
+        // SAFETY: no argument; the entries are whole, as for any other submission.
+        unsafe { self.ring.submitter().enter::<()>(queued, 0, EnterFlags::GETEVENTS.bits(), None) }
     }
 
     /// Lets the kernel finish something, without giving it more: at most [`SHORTAGE_NS`].

@@ -281,3 +281,20 @@ fn a_call_that_blocks_keeps_nothing_waiting_but_the_drop() {
     assert!(start.elapsed() >= 2 * nap, "the drop did not wait for the second call");
     assert_eq!(Arc::strong_count(&owned), 1);
 }
+
+/// A byte that is written at once wakes a watch: the kernel has work to do for that on this thread.
+#[test]
+fn what_is_done_at_once_is_there_when_its_submission_returns() {
+    let mut e = Uring::new(Arena::new(1).unwrap(), 8).unwrap();
+    let (read_end, write_end) = std::io::pipe().unwrap();
+    e.push(3, Op::Readable { fd: read_end.as_raw_fd() });
+    e.submit().unwrap();
+    if !e.put(9, write_end.as_raw_fd(), 1) {
+        return; // Before Linux 5.17.
+    }
+    e.submit().unwrap();
+    assert!(e.has_completions());
+    let mut out = Vec::new();
+    e.reap(&mut out);
+    assert_eq!(out.pop().map(|c| c.token), Some(3));
+}
