@@ -309,7 +309,13 @@ impl QueuePool {
 
     /// Whether more lent pages would be of use: [`borrow_more`](Self::borrow_more).
     pub fn wants_more(&self) -> bool {
-        self.warm && self.wanted < self.peak.min(PAGES) && self.pool.lender.is_some()
+        self.more_wanted().is_some()
+    }
+
+    /// How many lent pages this queue would have, if more were of use.
+    pub fn more_wanted(&self) -> Option<u32> {
+        let wants = self.warm && self.wanted < self.peak.min(PAGES) && self.pool.lender.is_some();
+        wants.then(|| self.peak.next_power_of_two().min(PAGES))
     }
 
     /// Has as many pages lent as its buffers have filled at once. No buffer is in use, and no engine

@@ -45,6 +45,10 @@ impl RequestPath {
             self.leave_if_idle();
             return false;
         }
+        if self.buffers.rest_to_borrow(self.pieces.are_in_flight()) {
+            self.hold.stalled = true;
+            return false;
+        }
         if !self.seat.enter() {
             self.hold.stalled = true;
             // One that is at work looks again when that ends.
@@ -227,6 +231,7 @@ pub(super) mod tests {
     use ferrite_disk::Disk;
     use ferrite_io::arena::{Arena, Lender, Span};
     use ferrite_io::clock::SystemClock;
+    use ferrite_io::engine::{FileId, Transfer};
     use ferrite_io::engines::test_engine;
     use ferrite_io::pool::{PAGE_BYTES, Pool, SLAB_BYTES};
 
@@ -234,6 +239,7 @@ pub(super) mod tests {
     use crate::counters::{Counters, Kind};
     use crate::path::device::Device;
     use crate::path::gate::Side;
+    use crate::path::pieces::Piece;
     use crate::path::shared::Shared;
     use crate::path::work::Action;
     use crate::tuning::Tuning;
@@ -305,5 +311,43 @@ pub(super) mod tests {
         path.free(next);
         path.give_memory_back();
         assert_eq!(pages(), 0);
+    }
+
+    #[test]
+    fn a_path_that_always_has_something_in_flight_rests_once_to_borrow() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let pages = || asked.load(Ordering::Relaxed);
+        let device = Arc::new(Device::new(Disk::nothing(), SystemClock::shared()));
+        let mut path = path_with(&device, Side::First, Some(Box::new(Asked(asked.clone()))));
+        let piece = Piece {
+            entry: 0,
+            transfer: Transfer::Read,
+            file: FileId(0),
+            offset: 0,
+            blocks: path.shared.pool.zero_page(),
+            done_bytes: 0,
+            retries: 0,
+            next: None,
+        };
+        assert!(path.enter());
+        let large = path.buffer(SLAB_BYTES / 4);
+        let ticket = path.take(1, 0, large, 0).unwrap();
+        path.flights.get(&ticket).kind = Kind::of(Action::Read);
+        let in_flight = path.pieces.add(piece);
+        assert!(!path.enter() && path.is_held_back());
+        path.pieces.remove(in_flight);
+        assert!(path.enter(), "the request waits for something else");
+        let in_flight = path.pieces.add(piece);
+        assert!(path.enter(), "it has rested for so many");
+        let larger = path.buffer(SLAB_BYTES / 2).unwrap();
+        assert!(!path.enter());
+        path.pieces.remove(in_flight);
+        path.release(ticket);
+        path.free(larger);
+        assert!(path.enter());
+        assert_eq!(pages(), 16);
+        let next = path.buffer(1).unwrap();
+        assert_eq!(pages(), 256);
+        path.free(next);
     }
 }

@@ -10,11 +10,13 @@ pub(super) struct Buffers {
     warm: bool,
     /// The kernel does not let go of them.
     pinned: bool,
+    /// Requests were held back once for so many pages.
+    rested_for: u32,
 }
 
 impl Buffers {
     pub(super) fn new(pool: QueuePool) -> Buffers {
-        Buffers { pool, warm: false, pinned: false }
+        Buffers { pool, warm: false, pinned: false, rested_for: 0 }
     }
 
     /// A buffer; `None` if all are in use. The first one registers the pool with the engine.
@@ -33,6 +35,19 @@ impl Buffers {
             self.pool.borrow_more();
             reactor.pin(self.pool.warm());
         }
+    }
+
+    /// Whether to hold requests back until what is in flight has ended, so that the pool can borrow: a
+    /// guest that always has some in flight would never let it. Once for each amount, since a
+    /// request may be in flight for as long as it likes.
+    pub(super) fn rest_to_borrow(&mut self, in_flight: bool) -> bool {
+        let Some(pages) = self.pool.more_wanted().filter(|pages| *pages > self.rested_for) else {
+            return false;
+        };
+        if !in_flight {
+            self.rested_for = pages;
+        }
+        in_flight
     }
 
     pub(super) fn free(&mut self, buf: Buf) {
@@ -57,6 +72,7 @@ impl Buffers {
         }
         let warm = std::mem::take(&mut self.warm);
         if warm {
+            self.rested_for = 0;
             self.pool.cool();
         }
         warm

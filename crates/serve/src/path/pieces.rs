@@ -72,6 +72,11 @@ impl Pieces {
         index
     }
 
+    /// Whether any is in flight.
+    pub(super) fn are_in_flight(&self) -> bool {
+        self.free.len() < self.slots.len()
+    }
+
     pub(super) fn get(&mut self, index: u16) -> &mut Piece {
         match &mut self.slots[usize::from(index)] {
             Some(piece) => piece,
