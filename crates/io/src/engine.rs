@@ -185,10 +185,10 @@ pub trait Engine {
         true
     }
 
-    /// Queues the reading of up to 8 bytes from `fd`, which must not block, for the next
-    /// submission; they are dropped. It completes with their number; if there was nothing, with
-    /// `EAGAIN` or as soon as there is something, as the kernel likes. `false`: this engine saves
-    /// nothing by it, and the caller reads for itself.
+    /// Queues the reading of up to 8 bytes from `fd`, which must not block and has some, for the next
+    /// submission, before what is queued later; they are dropped. It completes only if it fails, so
+    /// that a wait is not ended by it. `false`: this engine saves nothing by it, and the caller reads
+    /// for itself.
     fn drain(&mut self, token: Token, fd: i32) -> bool {
         let _ = (token, fd);
         false

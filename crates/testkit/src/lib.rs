@@ -10,6 +10,7 @@ pub mod errno;
 pub mod faulty;
 #[cfg(feature = "disk")]
 pub mod images;
+pub mod late;
 #[cfg(feature = "serve")]
 pub mod nbd;
 pub mod openmetrics;

@@ -44,7 +44,7 @@ pub use polled::PolledUring;
 use setup::Step;
 pub use setup::{SetupError, UringFeatures, probe};
 use table::{Kind, Table};
-use words::{PUT, Words};
+use words::{DRAIN, PUT, Words};
 
 /// Places in the table of fixed files; further files are used by descriptor.
 const FIXED_FILES: u32 = 64;
@@ -303,9 +303,9 @@ impl Uring {
                 WATCH => watch_ended = true,
                 RING => self.watching_ring = false,
                 // Not waited for, so not among the pending ones.
-                PUT => {
+                which @ (PUT | DRAIN) => {
                     seen -= 1;
-                    out.extend(self.words.failed(cqe.result()));
+                    out.extend(self.words.failed(which, cqe.result()));
                 }
                 index => match self.table.remove(index) {
                     Some((token, kind)) => {
@@ -340,6 +340,9 @@ impl Uring {
         }
         if self.watching_ring {
             self.queue(Sqe::Cancel { target: RING });
+        }
+        if self.words.may_drain() {
+            self.queue(Sqe::Cancel { target: DRAIN });
         }
         // The watch on the helper thread ends with its last call.
         while self.pending > 0 || !self.spill.is_empty() {

@@ -7,11 +7,12 @@ use io_uring::types::Fd;
 use io_uring::{opcode, squeue};
 
 use super::Uring;
-use super::table::Kind;
 use crate::engine::{Completion, Token};
 
-/// `user_data` of a [`put`](Uring::put_word), which the kernel gives back only if it failed.
+/// `user_data` of a [`put`](Uring::put_word), which the kernel gives back only if it failed,
 pub(super) const PUT: u64 = u64::MAX - 3;
+/// and of a [`drain`](Uring::drain_word) likewise.
+pub(super) const DRAIN: u64 = u64::MAX - 4;
 
 /// No position in the file: descriptors of events have none.
 const NO_OFFSET: u64 = u64::MAX;
@@ -24,12 +25,19 @@ pub(super) struct Words {
     /// Where what is read goes. Nobody looks.
     sink: Box<AtomicU64>,
     /// Whom to tell of a failed put.
-    token: Option<Token>,
+    putter: Option<Token>,
+    /// And of a failed drain.
+    drainer: Option<Token>,
 }
 
 impl Words {
     pub(super) fn new(places: u32) -> Words {
-        Words { put: vec![0; places as usize].into(), sink: Box::default(), token: None }
+        Words {
+            put: vec![0; places as usize].into(),
+            sink: Box::default(),
+            putter: None,
+            drainer: None,
+        }
     }
 
     /// The kernel may go on using them.
@@ -38,38 +46,54 @@ impl Words {
         Box::leak(std::mem::take(&mut self.put));
     }
 
-    /// The completion of a put that failed.
-    pub(super) fn failed(&self, raw: i32) -> Option<Completion> {
-        self.token.map(|token| Completion { token, raw })
+    /// The completion of a put or a drain that failed.
+    pub(super) fn failed(&self, which: u64, raw: i32) -> Option<Completion> {
+        let token = if which == PUT { self.putter } else { self.drainer };
+        token.map(|token| Completion { token, raw })
+    }
+
+    /// Whether a drain may be under way: one that finds nothing may be kept by the kernel until there
+    /// is something.
+    pub(super) fn may_drain(&self) -> bool {
+        self.drainer.is_some()
     }
 }
 
 impl Uring {
     /// See [`Engine::drain`](crate::engine::Engine::drain).
     pub(super) fn drain_word(&mut self, token: Token, fd: i32) -> bool {
-        if !self.has_room() {
+        if !self.can_be_silent() {
             return false;
         }
-        let index = self.table.insert(token, Kind::Data);
+        self.words.drainer = Some(token);
         let sink = self.words.sink.as_ptr().cast();
         let read = opcode::Read::new(Fd(fd), sink, 8).offset(NO_OFFSET).build();
-        self.hand_over(&read.user_data(u64::from(index)));
+        self.hand_over_silently(read, DRAIN);
         true
     }
 
     /// See [`Engine::put`](crate::engine::Engine::put).
     pub(super) fn put_word(&mut self, token: Token, fd: i32, word: u32) -> bool {
-        if !self.ring.params().is_feature_skip_cqe_on_success() || !self.has_room() {
+        if !self.can_be_silent() {
             return false;
         }
         let place = self.place();
         self.words.put[place] = word;
-        self.words.token = Some(token);
+        self.words.putter = Some(token);
         let from = (&raw const self.words.put[place]).cast();
         let write = opcode::Write::new(Fd(fd), from, 4).offset(NO_OFFSET).build();
-        self.hand_over(&write.flags(squeue::Flags::SKIP_SUCCESS).user_data(PUT));
+        self.hand_over_silently(write, PUT);
+        true
+    }
+
+    /// Whether there is room, and a kernel that keeps successes to itself (Linux 5.17).
+    fn can_be_silent(&mut self) -> bool {
+        self.ring.params().is_feature_skip_cqe_on_success() && self.has_room()
+    }
+
+    fn hand_over_silently(&mut self, entry: squeue::Entry, which: u64) {
+        self.hand_over(&entry.flags(squeue::Flags::SKIP_SUCCESS).user_data(which));
         // It has no completion to wait for.
         self.pending -= 1;
-        true
     }
 }

@@ -318,6 +318,11 @@ impl RequestPath {
         self.flights.see(ticket).buf.as_ref().map(|buf| buf.span())
     }
 
+    /// Whether data is on its way to or from storage, apart from that of tasks.
+    pub fn has_transfers(&self) -> bool {
+        self.pieces.are_in_flight()
+    }
+
     /// Whether there is something to do at once.
     pub fn is_pending(&self) -> bool {
         !self.finished.is_empty() || !self.read.is_empty() || !self.ready.is_empty()

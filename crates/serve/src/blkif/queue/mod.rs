@@ -25,6 +25,7 @@ use crate::trace::TraceRing;
 mod answer;
 mod copy;
 mod diary;
+mod prompt;
 mod storm;
 mod take;
 #[cfg(test)]
@@ -32,11 +33,12 @@ pub(crate) mod tests;
 mod wait;
 
 use diary::Diary;
+use prompt::Promptness;
 use wait::{Events, Waiting};
 
 /// Completion of the event channel's descriptor becoming readable.
 const EVENT: Token = FRONTEND_TOKENS;
-/// Completion of the event's being read.
+/// Failure to read an event.
 const DRAIN: Token = EVENT + 1;
 /// Failure to let the next event through.
 const REARM: Token = EVENT + 2;
@@ -95,6 +97,7 @@ pub struct Queue {
     broken: bool,
     events: Events,
     waiting: Waiting,
+    prompt: Promptness,
 
     /// Requests of this sweep whose indirect pages are to be fetched.
     fetch: Vec<take::Fetch>,
@@ -138,6 +141,7 @@ impl Queue {
             replay: replay.into(),
             broken: false,
             events: Events::default(),
+            prompt: Promptness::default(),
             fetch: Vec::with_capacity(entries),
             copy_in: Vec::with_capacity(entries),
             copy_out: Vec::with_capacity(entries),
@@ -183,9 +187,11 @@ impl Queue {
             if self.path.may_end() {
                 return Ok(());
             }
-            // What was started may be done by the time the kernel has taken it; asking the guest
-            // for an event before would have it send one for nothing.
-            let wait = if started { Wait::No } else { self.next_wait()? };
+            // Tasks begin in the turn itself.
+            let handed = started && self.path.has_transfers();
+            let looks = handed && self.prompt.looks();
+            let begins = started && !handed;
+            let wait = if looks || begins { Wait::No } else { self.next_wait(handed)? };
             self.path.turn(wait, &mut completions)?;
             let now_ns = self.clock.now_ns();
             let slept = wait != Wait::No;
@@ -197,6 +203,9 @@ impl Queue {
             self.path.throttle(now_ns);
             for completion in completions.drain(..) {
                 self.dispatch(completion, now_ns)?;
+            }
+            if looks {
+                self.prompt.seen(!self.path.has_transfers());
             }
             self.path.collect_tasks(now_ns);
             self.copy_out();
@@ -210,7 +219,7 @@ impl Queue {
                 completion.result()?;
                 self.event_came()
             }
-            DRAIN => self.event_drained(completion.result()),
+            DRAIN => self.event_not_read(completion),
             REARM => completion.result().map(drop),
             _ => self.path.completed(completion, now_ns),
         }

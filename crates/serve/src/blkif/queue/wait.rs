@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use ferrite_io::engine::Op;
+use ferrite_io::engine::{Completion, Op};
 use ferrite_io::reactor::Wait;
 
 use super::storm::Storm;
@@ -36,10 +36,10 @@ pub(super) struct Waiting {
 /// What is known about the guest's events.
 #[derive(Default)]
 pub(super) struct Events {
-    /// An operation waits for the event channel, or reads from it.
+    /// An operation waits for the event channel.
     armed: bool,
-    /// It is one that reads, and was not handed over yet.
-    drain_queued: bool,
+    /// The engine reads and writes the channel, in the order in which it is told.
+    by_engine: bool,
     pub(super) storm: Storm,
     /// Until then they are not listened to.
     held_until_ns: u64,
@@ -61,10 +61,10 @@ impl Waiting {
 
 impl Queue {
     /// How the next turn of the reactor shall wait. Before a sleep, the final check of the ring,
-    /// and only then the event channel is let through again (blkif.md 1.4 and 5).
-    pub(super) fn next_wait(&mut self) -> io::Result<Wait> {
-        let pending = self.path.is_pending() || self.path.has_yielded();
-        if std::mem::take(&mut self.events.drain_queued) || pending {
+    /// and only then the event channel is let through again (blkif.md 1.4 and 5). `started`: the turn
+    /// is to hand something over, which nobody polls before.
+    pub(super) fn next_wait(&mut self, started: bool) -> io::Result<Wait> {
+        if self.path.is_pending() || self.path.has_yielded() {
             return Ok(Wait::No);
         }
         // Held back by something that will wake us: the guest's events would only disturb.
@@ -78,8 +78,12 @@ impl Queue {
         if let Some(left) = self.path.throttled_for() {
             return Ok(Wait::Until(Some(left)));
         }
+        let window_ns = self.window_ns(now_ns);
+        if started && window_ns > 0 {
+            return Ok(Wait::No);
+        }
         self.waiting.idle_since_ns.get_or_insert(now_ns);
-        if self.poll(now_ns) {
+        if window_ns > 0 && self.poll(now_ns, window_ns) {
             return Ok(Wait::No);
         }
         if let Some(left_ns) = self.events.held_until_ns.checked_sub(now_ns)
@@ -92,7 +96,9 @@ impl Queue {
             Ok(true) | Err(_) => return Ok(Wait::No),
             Ok(false) => {}
         }
-        self.listen()?;
+        if !self.listen()? {
+            return Ok(Wait::No);
+        }
         let cold = Duration::from_nanos(COLD_NS);
         let cools = self.path.may_cool();
         Ok(Wait::Until(self.until_unit_is_free().or(cools.then_some(cold))))
@@ -103,56 +109,54 @@ impl Queue {
         self.waiting.polled_ns.map(|_| Duration::from_nanos(HELD_NS))
     }
 
-    /// Lets the guest's next event wake this queue.
-    fn listen(&mut self) -> io::Result<()> {
+    /// Lets the guest's next event wake this queue. `false`: not yet, the engine has to take first what
+    /// it has been given.
+    fn listen(&mut self) -> io::Result<bool> {
         let link = self.ring.link();
         let fd = link.event_fd().as_raw_fd();
         match link.rearm_word() {
             Some(word) if self.path.reactor().put(REARM, fd, word) => self.ring.link().rearmed(),
+            // Its reading of an event may be still to come: let through before that, the next event
+            // would be read with this one, and nobody would know.
+            Some(_) if self.events.by_engine => return Ok(false),
             _ => self.ring.link().rearm()?,
         }
         if !self.events.armed {
             self.path.reactor().push(EVENT, Op::Readable { fd });
             self.events.armed = true;
         }
-        Ok(())
+        Ok(true)
     }
 
-    /// An event has come: it is read with the next submission, or now.
+    /// An event has come: it is read with the next submission, before the next is let through, or now.
     pub(super) fn event_came(&mut self) -> io::Result<()> {
+        self.events.armed = false;
         let fd = self.ring.link().event_fd().as_raw_fd();
-        // Should there be nothing to read after all, it may wait for the next event.
-        self.events.armed = self.path.reactor().drain(DRAIN, fd);
-        self.events.drain_queued = self.events.armed;
-        if !self.events.armed && self.ring.link().take_event()? {
-            self.count_event();
+        self.events.by_engine = self.path.reactor().drain(DRAIN, fd);
+        if self.events.by_engine {
+            self.ring.link().event_taken();
+        } else if !self.ring.link().take_event()? {
+            return Ok(());
         }
+        self.count_event();
         Ok(())
     }
 
-    /// It was read.
-    pub(super) fn event_drained(&mut self, result: io::Result<u32>) -> io::Result<()> {
-        self.events.armed = false;
-        match result {
-            Ok(_) => {
-                self.ring.link().event_taken();
-                self.count_event();
-                Ok(())
-            }
+    /// The engine could not read it.
+    pub(super) fn event_not_read(&mut self, completion: Completion) -> io::Result<()> {
+        match completion.result() {
             Err(e)
                 if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
             {
                 Ok(())
             }
             // The link knows what to do about its descriptor's errors.
-            Err(_) => self.ring.link().take_event().map(drop),
+            _ => self.ring.link().take_event().map(drop),
         }
     }
 
-    /// Polls for requests and completions for as long as that is worth it. Meanwhile the guest
-    /// is not asked for events, and those that it sends are not acknowledged. `true`: there is
-    /// something.
-    fn poll(&mut self, from_ns: u64) -> bool {
+    /// For how long to poll from now on; 0: not at all.
+    fn window_ns(&mut self, from_ns: u64) -> u64 {
         self.hear_of_host(from_ns);
         if self.waiting.poller.asks_for_wait(from_ns)
             && let Some(total_ns) = self.waiting.delay.total_ns()
@@ -161,13 +165,17 @@ impl Queue {
         }
         let window_ns = self.waiting.poller.window_ns(from_ns);
         let processors = &self.connection.shared.processors;
-        if window_ns == 0
-            || self.waiting.resting
-            || !processors.may_poll()
-            || !processors.polling.is_left(from_ns)
-        {
-            return false;
-        }
+        let may_poll = window_ns > 0
+            && !self.waiting.resting
+            && processors.may_poll()
+            && processors.polling.is_left(from_ns);
+        if may_poll { window_ns } else { 0 }
+    }
+
+    /// Polls for requests and completions for as long as that is worth it. Meanwhile the guest
+    /// is not asked for events, and those that it sends are not acknowledged. `true`: there is
+    /// something.
+    fn poll(&mut self, from_ns: u64, window_ns: u64) -> bool {
         let poll = self.poll_until(from_ns, from_ns + window_ns);
         self.waiting.poller.polled(poll);
         self.diary.polled(poll.hit, poll.from_ns, poll.to_ns);

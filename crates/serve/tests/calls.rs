@@ -1,0 +1,52 @@
+//! How often a queue calls the kernel for storage that takes its time.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrite_loopback::front::FrontOptions;
+use ferrite_serve::polling::PollWindow;
+use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, late};
+
+const ROUNDS: u64 = 1000;
+
+/// Calls for each round of so many requests that come at once, which storage has at the same time.
+fn calls_a_round(requests: usize) -> f64 {
+    let calls = Arc::new(AtomicU64::new(0));
+    let tuning = Tuning { poll: PollWindow::Fixed(0), merge: true };
+    let rig = Rig::new(Plan { engine: late::factory(&calls), tuning, ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(requests).unwrap();
+    let queue = &mut front.queues[0];
+    let mut before = 0;
+    for round in 0..ROUNDS {
+        // What a queue does once, and until it knows its storage, is not of interest.
+        if round == ROUNDS / 5 {
+            before = calls.load(Ordering::Relaxed);
+        }
+        for i in 0..requests {
+            queue.read(8 * i as u64, &buffer, i * 4096, 4096).unwrap();
+        }
+        queue.push().unwrap();
+        assert_eq!(queue.drain(PATIENCE).unwrap().len(), requests);
+    }
+    let all = calls.load(Ordering::Relaxed) - before;
+    front.close(PATIENCE).unwrap();
+    all as f64 / (ROUNDS - ROUNDS / 5) as f64
+}
+
+/// A request alone takes two turns of the loop: one until storage has it, one until the guest has another.
+#[test]
+fn each_turn_of_a_queue_is_one_call_where_storage_takes_its_time() {
+    let calls = calls_a_round(1);
+    // One sweep in 65 is handed over by itself.
+    assert!((2.0..2.05).contains(&calls), "{calls} calls a request");
+}
+
+/// Neighbours are one operation, and so are done at once.
+#[test]
+fn a_sweep_of_many_requests_takes_no_more_calls_than_one_of_one() {
+    let calls = calls_a_round(16);
+    assert!((2.0..2.05).contains(&calls), "{calls} calls a sweep of 16");
+}

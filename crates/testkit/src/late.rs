@@ -1,0 +1,122 @@
+//! Storage that takes its time and moves nothing, and how often its kernel is called.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ferrite_io::arena::Span;
+use ferrite_io::computing::Work;
+use ferrite_io::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use ferrite_io::engines::test_engine;
+
+use crate::faulty::EngineFactory;
+
+/// How long a transfer takes.
+const TAKES: Duration = Duration::from_millis(1);
+
+/// An engine whose transfers are timers of the one that tests run on.
+struct Late {
+    inner: Box<dyn Engine>,
+    /// What transfers move, by token.
+    bytes: HashMap<Token, i32>,
+    /// Something waits to be handed over.
+    queued: bool,
+    calls: Arc<AtomicU64>,
+}
+
+/// Builds such engines; they count the calls that hand over, wait, or both.
+pub fn factory(calls: &Arc<AtomicU64>) -> EngineFactory {
+    let calls = calls.clone();
+    Arc::new(move |arena, entries| {
+        let inner = test_engine().open(arena, entries)?;
+        let (bytes, calls) = (HashMap::new(), calls.clone());
+        Ok(Box::new(Late { inner, bytes, queued: false, calls }))
+    })
+}
+
+impl Late {
+    fn transfer(&mut self, token: Token, bytes: usize) {
+        self.bytes.insert(token, bytes as i32);
+        self.inner.push(token, Op::Timer { after: TAKES });
+    }
+}
+
+impl Engine for Late {
+    fn name(&self) -> &'static str {
+        "late"
+    }
+
+    fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
+        self.inner.add_file(file)
+    }
+
+    fn clear_files(&mut self) -> io::Result<()> {
+        self.inner.clear_files()
+    }
+
+    fn drain(&mut self, token: Token, fd: i32) -> bool {
+        self.queued = true;
+        self.inner.drain(token, fd)
+    }
+
+    fn put(&mut self, token: Token, fd: i32, word: u32) -> bool {
+        self.queued = true;
+        self.inner.put(token, fd, word)
+    }
+
+    fn push(&mut self, token: Token, op: Op) {
+        self.queued = true;
+        match op {
+            Op::Read { buf, .. } | Op::Write { buf, .. } => self.transfer(token, buf.len()),
+            op => self.inner.push(token, op),
+        }
+    }
+
+    fn push_vectored(&mut self, token: Token, _: Transfer, _: FileId, _: u64, bufs: &[Span]) {
+        self.queued = true;
+        self.transfer(token, bufs.iter().map(Span::len).sum());
+    }
+
+    fn compute(&mut self, token: Token, work: Work) {
+        self.inner.compute(token, work);
+    }
+
+    fn cancel(&mut self, token: Token) {
+        self.queued = true;
+        self.inner.cancel(token);
+    }
+
+    fn submit(&mut self) -> io::Result<()> {
+        if std::mem::take(&mut self.queued) || self.inner.may_reap() {
+            self.calls.fetch_add(1, Ordering::Relaxed);
+        }
+        self.inner.submit()
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.queued = false;
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        self.inner.wait(timeout)
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        let first = out.len();
+        self.inner.reap(out);
+        for completion in &mut out[first..] {
+            if let Some(bytes) = self.bytes.remove(&completion.token) {
+                completion.raw = if completion.raw == 0 { bytes } else { completion.raw };
+            }
+        }
+    }
+
+    fn may_reap(&mut self) -> bool {
+        self.inner.may_reap()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+}
