@@ -9,6 +9,7 @@ use std::process::Stdio;
 use std::thread;
 use std::time::Duration;
 
+use ferrite_disk::{Disk, ImageName, OpenOptions};
 use images::{MIB, Place, json};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -76,6 +77,32 @@ fn a_parent_with_other_children_is_not_changed_without_force() {
     assert!(text.contains("parent"), "{text}");
     let text = place.fails(1, &["check", "two.vhd"]);
     assert!(text.contains("its parent"), "{text}");
+}
+
+#[test]
+fn a_sibling_that_names_the_parent_as_it_was_called_before_is_not_destroyed() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+    place.ok(&["convert", "a.img", "base.qcow2"]);
+    child_with(&place, "one.qcow2", "base.qcow2", &[(0, 4096)]);
+    child_with(&place, "two.qcow2", "base.qcow2", &[]);
+    fs::rename(place.path("base.qcow2"), place.path("renamed.qcow2")).unwrap();
+    // Who would write to it is told before the mode is changed.
+    let name = ImageName::parse(&place.path("renamed.qcow2")).unwrap();
+    let text = Disk::open_image(&name, &OpenOptions::default()).err().unwrap().to_string();
+    assert!(text.contains("two.qcow2") && !text.contains("chmod"), "{text}");
+    place.ok(&["rebase", "-u", "one.qcow2", "-b", "renamed.qcow2"]);
+    let before = fs::read(place.path("renamed.qcow2")).unwrap();
+    let text = place.fails(1, &["coalesce", "one.qcow2"]);
+    assert!(text.contains("two.qcow2 has lost its parent") && text.contains("rebase -u"), "{text}");
+    assert_eq!(fs::read(place.path("renamed.qcow2")).unwrap(), before);
+    // Told of the new name it is a sibling as any other.
+    place.ok(&["rebase", "-u", "two.qcow2", "-b", "renamed.qcow2"]);
+    let text = place.fails(1, &["coalesce", "one.qcow2"]);
+    assert!(text.contains("two.qcow2 has the same parent"), "{text}");
+    place.ok(&["compare", "a.img", "two.qcow2"]);
+    fs::remove_file(place.path("two.qcow2")).unwrap();
+    place.ok(&["coalesce", "one.qcow2"]);
 }
 
 #[test]

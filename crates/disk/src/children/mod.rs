@@ -11,6 +11,7 @@
 //! more only of what may be a child by that, or is a fixed VHD.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::fs::Metadata;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -57,6 +58,31 @@ pub(crate) struct Children {
     pub(crate) child: Option<PathBuf>,
     /// Why there may be others.
     pub(crate) unknown: Option<Unknown>,
+    /// An image beside it whose parent is not there: that may be this one's former name. It does not
+    /// keep who only serves the parent from it, or one lost image would do so for all in the folder.
+    pub(crate) lost: Option<Lost>,
+}
+
+/// An image that stands on nothing that is there. A qcow2 knows its parent by its name alone.
+#[derive(Debug)]
+pub(crate) struct Lost {
+    pub(crate) child: PathBuf,
+    pub(crate) parent: PathBuf,
+}
+
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (child, parent) = (self.child.display(), self.parent.display());
+        write!(f, "{child} has lost its parent {parent}, which may have been a name of this image")
+    }
+}
+
+/// What an image stands on, as seen by another one.
+enum Stands {
+    Here,
+    Elsewhere,
+    /// On what is not there, as far as its name goes.
+    Nowhere(PathBuf),
 }
 
 /// Something that may be a child.
@@ -84,6 +110,12 @@ pub(crate) fn identity(meta: &Metadata) -> (u64, u64) {
     }
 }
 
+impl From<bool> for Stands {
+    fn from(on_it: bool) -> Stands {
+        if on_it { Stands::Here } else { Stands::Elsewhere }
+    }
+}
+
 impl Target {
     fn of(path: &Path) -> io::Result<Target> {
         let uuid = match Raw::glance(path)? {
@@ -100,18 +132,26 @@ impl Target {
     }
 
     /// Whether the image at `path` stands on this one.
-    fn carries(&self, path: &Path) -> io::Result<bool> {
-        let Some(raw) = Raw::glance(path)? else { return Ok(false) };
+    fn carries(&self, path: &Path) -> io::Result<Stands> {
+        let Some(raw) = Raw::glance(path)? else { return Ok(Stands::Elsewhere) };
         match lineage(&raw)? {
-            Some(child) => Ok(self.carries_vhd(&child)),
-            None => Ok(backing_path(&raw)?.is_some_and(|parent| self.is(&parent))),
+            Some(child) => Ok(self.carries_vhd(&child).into()),
+            None => Ok(self.carries_qcow2(backing_path(&raw)?)),
+        }
+    }
+
+    fn carries_qcow2(&self, parent: Option<PathBuf>) -> Stands {
+        match parent {
+            Some(parent) if self.is(&parent) => Stands::Here,
+            Some(parent) if !names::exists(&parent) => Stands::Nowhere(parent),
+            _ => Stands::Elsewhere,
         }
     }
 
     /// The same of one with the name of an image: what its head excludes is not read on. The name
     /// may be of the other format than the image.
-    fn carries_named(&self, path: &Path) -> io::Result<bool> {
-        let Some(raw) = Raw::glance(path)? else { return Ok(false) };
+    fn carries_named(&self, path: &Path) -> io::Result<Stands> {
+        let Some(raw) = Raw::glance(path)? else { return Ok(Stands::Elsewhere) };
         let of_another = |head: &Head| match head.parent {
             None => true,
             Some(Uuid::NIL) => false,
@@ -120,13 +160,13 @@ impl Target {
         // A fixed VHD begins with what its guest has written, so its name counts first.
         if Format::of_path(path) != Format::Qcow2 || !is_qcow2(&raw)? {
             if head(&raw).is_some_and(|head| of_another(&head)) {
-                return Ok(false);
+                return Ok(Stands::Elsewhere);
             }
             if let Some(child) = lineage(&raw)? {
-                return Ok(self.carries_vhd(&child));
+                return Ok(self.carries_vhd(&child).into());
             }
         }
-        Ok(backing_path(&raw)?.is_some_and(|parent| self.is(&parent)))
+        Ok(self.carries_qcow2(backing_path(&raw)?))
     }
 
     /// Whether the image at `path` stands on this one, with any number of others between the two but
@@ -416,8 +456,9 @@ fn in_folder(
             Ask::Marked | Ask::Named => target.carries_named(&path),
         };
         match carries {
-            Ok(true) => return found.child = Some(path),
-            Ok(false) => {}
+            Ok(Stands::Here) => return found.child = Some(path),
+            Ok(Stands::Elsewhere) => {}
+            Ok(Stands::Nowhere(parent)) => found.lost = Some(Lost { child: path, parent }),
             Err(e) if ask == Ask::All => found.unknown = unknown(&path, e),
             Err(_) => {}
         }

@@ -66,15 +66,22 @@ fn unwritten(
 fn protected(path: &Path) -> DiskError {
     let of_mode = "it is read-only by its mode";
     let help = format!("{READ_ONLY}, or make a new image on it (ferrite image clone)");
-    let known = children::look(path, None, Ask::Named);
-    let (why, help) = match known.as_ref().map(|found| (&found.child, &found.unknown)) {
-        Ok((Some(child), _)) => {
+    let known = children::look(path, None, Ask::Named).unwrap_or_default();
+    let (why, help) = match (&known.child, &known.unknown) {
+        (Some(child), _) => {
             (format!("{of_mode}: {} stands on it, and would change with it", child.display()), help)
         }
-        Ok((None, Some(unknown))) => {
+        (None, Some(unknown)) => {
             (format!("{of_mode}, and an image may stand on it: {}", unknown.why), help)
         }
-        Ok((None, None)) | Err(_) => {
+        (None, None) if let Some(lost) = &known.lost => {
+            let help = format!(
+                "{help}; {} is told of it by ferrite image rebase -u",
+                lost.child.display()
+            );
+            (format!("{of_mode}, and an image may stand on it: {lost}"), help)
+        }
+        (None, None) => {
             let help = format!(
                 "{help}, or let it be written (chmod u+w): no image is known to stand on it; only \
                  a clone that was cut off leaves its parent so"

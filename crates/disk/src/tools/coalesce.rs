@@ -21,6 +21,11 @@ use crate::children::{self, Ask, absolute};
 use crate::image::Image;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
+const UNKNOWN: &str = "mend that first (a clone that was moved: move it back, or, if it stands on nothing where it is, ferrite \
+                       image rebase -u CLONE -b PARENT), or say --force if you know that there are none: they would be destroyed";
+const LOST: &str = "if it stood on this image, say so (ferrite image rebase -u IMAGE -b PARENT, with the parent's name of \
+                    now); otherwise give it its parent back, move it to another folder, or say --force";
+
 /// The two images, as their chain has them.
 struct Pair {
     parent: ImageName,
@@ -235,7 +240,8 @@ impl ImageTools<'_> {
             let help = "remove or flatten (convert) the other one first, or say --force";
             return Err(refused(what(), why, help));
         }
-        let Some(unknown) = found.unknown.map(|unknown| unknown.why) else {
+        let lost = || found.lost.as_ref().map(|lost| (lost.to_string(), LOST));
+        let Some((unknown, help)) = found.unknown.map(|it| (it.why, UNKNOWN)).or_else(lost) else {
             let names = fs::metadata(&parent.path).map_err(cannot)?.nlink();
             if names == 1 || force {
                 return Ok(None);
@@ -251,9 +257,6 @@ impl ImageTools<'_> {
             )));
         }
         let why = format!("other children of {path} cannot be excluded: {unknown}");
-        let help = "mend that first (a clone that was moved: move it back, or, if it stands on nothing \
-                    where it is, ferrite image rebase -u CLONE -b PARENT), or say --force if you know that there are none: they would be \
-                    destroyed";
         Err(refused(what(), why, help))
     }
 }
