@@ -50,3 +50,10 @@ fn a_sweep_of_many_requests_takes_no_more_calls_than_one_of_one() {
     let calls = calls_a_round(16);
     assert!((2.0..2.05).contains(&calls), "{calls} calls a sweep of 16");
 }
+
+/// A sweep ends after 16 requests, and the second is handed over while the first is under way.
+#[test]
+fn a_full_ring_takes_two_calls_a_sweep() {
+    let calls = calls_a_round(32);
+    assert!(calls < 4.1, "{calls} calls for two sweeps of 16");
+}
