@@ -55,7 +55,10 @@ fn is_check() -> bool {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Serve one disk to one guest, in the foreground, until the guest's device is removed.
+    /// Serve disks to guests, in the foreground, until all of their devices are removed.
+    #[command(override_usage = "ferrite serve [OPTIONS] IMAGE --xen DOMID/DEVID [OPTIONS]\n       \
+              ferrite serve [OPTIONS] IMAGE --xen DOMID/DEVID [OPTIONS] IMAGE --xen DOMID/DEVID ...",
+              after_help = SEVERAL)]
     Serve(ServeArgs),
     /// Serve all disks that the toolstack attaches, in the foreground, until it is stopped.
     Daemon(DaemonArgs),
@@ -85,6 +88,22 @@ pub(crate) enum Command {
     #[command(hide = true)]
     Generate(GenerateArgs),
 }
+
+impl Command {
+    /// What `serve` is to do, if it is that.
+    pub(crate) fn into_serve(self) -> Option<ServeArgs> {
+        match self {
+            Command::Serve(args) => Some(args),
+            _ => None,
+        }
+    }
+}
+
+/// Behind the options of `serve`.
+const SEVERAL: &str = "\
+With several images, options before the first one hold for each disk. Options behind an image hold for
+that disk alone: --xen always stands there. --cpu, --poll-host and --map-budget-host stand before the
+first one: --cpu bounds all disks together.";
 
 /// `ferrite lab`.
 #[derive(Debug, Args)]
@@ -173,6 +192,10 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
+
+    /// The disks behind the first one (`pairs.rs`).
+    #[arg(skip)]
+    pub(crate) others: Vec<ServeArgs>,
 }
 
 /// Where the daemon keeps what outlives it, and where it is asked.

@@ -180,6 +180,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
             poll_host: disk.config().host.poll_processors,
             no_merge: !options.merge,
         },
+        others: Vec::new(),
     }
 }
 

@@ -5,8 +5,6 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use clap::Parser;
-
 mod cli;
 mod daemon;
 mod disk;
@@ -19,6 +17,7 @@ mod image;
 mod lab;
 pub mod log;
 pub mod options;
+mod pairs;
 pub mod parents;
 mod plain;
 mod seeing;
@@ -48,7 +47,7 @@ pub fn main() -> ExitCode {
     if tap_ctl::is_meant(std::env::args_os().next().as_deref()) {
         return tap_ctl::main(std::env::args_os());
     }
-    let cli = match cli::Cli::try_parse() {
+    let cli = match pairs::parse(std::env::args_os().collect()) {
         Ok(cli) => cli,
         Err(e) => return cli::refuse(&e),
     };

@@ -1,9 +1,10 @@
-//! `ferrite serve`: one disk, one guest, in the foreground.
+//! `ferrite serve`: disks of guests, in the foreground.
 
 use std::io;
+use std::iter;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
@@ -18,15 +19,20 @@ use ferrite_serve::path::device::Device;
 use ferrite_serve::polling::{Budget, HostView, PollWindow, Teller};
 use ferrite_serve::processors::{Limit, Processors};
 use ferrite_serve::waker::Waker;
+use ferrite_xen::hypervisor::Hypervisor;
 use ferrite_xen::mover::{self, Maps, Mover, Moving};
 use ferrite_xen::real::{HostProcessors, Xen};
-use ferrite_xen::store::Store;
+use ferrite_xen::store::{Store, StoreError};
 
 use crate::cli::ServeArgs;
 use crate::engine::{choose, engines};
 use crate::exit::{Code, Failure};
 use crate::served_raw::{self, was_killed};
 use crate::signals;
+
+#[cfg(test)]
+mod tests;
+mod together;
 
 /// The kind of backend that xl and XAPI make for tapdisk: `backend/vbd3/<domid>/<devid>`.
 const BACKEND_KIND: &str = "vbd3";
@@ -46,31 +52,64 @@ const UNTOLD: Duration = Duration::from_secs(1);
 /// Operations in flight before a guest is served.
 pub(crate) const RECOVERY_ENTRIES: u32 = 32;
 
-/// Serves one disk. How its image is to be opened is known when the toolstack has attached it; what
-/// is wrong with the image is said before that, on any machine, with Xen or without.
+/// Where disks are served: the parts that tests have their own of.
+pub(crate) struct Host<'a> {
+    /// The folder for what outlives the process.
+    run: &'a Path,
+    /// A way to xenstore, for each disk its own.
+    connect: &'a (dyn Fn() -> Result<Store, StoreError> + Sync),
+    /// What leads to the guest of one disk.
+    hypervisor: &'a (dyn Fn(&ServeArgs) -> Arc<dyn Hypervisor> + Sync),
+}
+
+/// Serves disks. How an image is to be opened is known when the toolstack has attached its disk; what
+/// is wrong with it is said before that, on any machine, with Xen or without.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
+    let connect = Store::open;
+    let hypervisor = |args: &ServeArgs| -> Arc<dyn Hypervisor> {
+        Arc::new(if args.own_grants { Xen::new().with_own_grants() } else { Xen::new() })
+    };
     let run = Path::new(RUN_DIR);
+    run_on(args, &Host { run, connect: &connect, hypervisor: &hypervisor })
+}
+
+/// The same on this host.
+fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
+    let disks: Vec<&ServeArgs> = iter::once(args).chain(&args.others).collect();
+    together::compare(&disks)?;
     let stop = stop_on_signals()?;
-    let mut store = match Store::open() {
+    let mut store = match (host.connect)() {
         Ok(store) => store,
         Err(e) => {
-            try_open(args, run)?;
+            disks.iter().try_for_each(|disk| try_open(disk, host.run))?;
             return Err(no_xen(args, e));
         }
     };
-    if let Err(e) = sweep(&mut store, run, &format!("backend/{BACKEND_KIND}")) {
+    if let Err(e) = sweep(&mut store, host.run, &format!("backend/{BACKEND_KIND}")) {
         tracing::warn!("cannot look for what disks that are gone have left: {e}");
     }
-    serve_with(args, run, &mut store, &stop)
+    let limit = limit(args);
+    match &disks[..] {
+        [disk] => serve_one(disk, host, &mut store, limit, &stop),
+        disks => {
+            drop(store);
+            together::serve(disks, |disk| {
+                let mut store = (host.connect)().map_err(|e| no_xen(disk, e))?;
+                serve_one(disk, host, &mut store, limit.clone(), &stop)
+            })
+        }
+    }
 }
 
-/// The same with this folder for what outlives the process, and this way to xenstore.
-fn serve_with(
+/// Serves one disk.
+fn serve_one(
     args: &ServeArgs,
-    run: &Path,
+    host: &Host<'_>,
     store: &mut Store,
+    limit: Option<Arc<Limit>>,
     stop: &Waker,
 ) -> Result<(), Failure> {
+    let run = host.run;
     let (domid, devid) = (args.xen.domain, args.xen.device);
     let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
     let Some(attachment) = attachment(args, store, &backend, run, stop)? else {
@@ -87,9 +126,10 @@ fn serve_with(
     })?;
     let engine = engines(kind);
     let disk = complete(args, disk, &engine)?;
-    let work = work_config(args, run)?;
+    let work = work_config(args, run, limit)?;
     if work.processors.host.is_some() {
-        tell_of_processors(run);
+        static TOLD: Once = Once::new();
+        TOLD.call_once(|| tell_of_processors(run));
     }
     let config = Config {
         follow: FollowConfig { backend, domid, devid, offer: offer(args), attached: Attached::Any },
@@ -98,8 +138,8 @@ fn serve_with(
     };
     let device = Device::new(disk, SystemClock::shared()).on_full(config.work.on_full);
     let device = Arc::new(device);
-    let xen = if args.own_grants { Xen::new().with_own_grants() } else { Xen::new() };
-    let outcome = serve(store, &xen, &device, &config, stop);
+    let hypervisor = (host.hypervisor)(args);
+    let outcome = serve(store, &*hypervisor, &device, &config, stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
         // Without it the next one takes this one for killed, and does no harm.
@@ -125,8 +165,17 @@ fn offer(args: &ServeArgs) -> Offer {
     }
 }
 
-/// How a disk is served with these options.
-pub(crate) fn work_config(args: &ServeArgs, run: &Path) -> Result<WorkConfig, Failure> {
+/// What this process may use of processors.
+pub(crate) fn limit(args: &ServeArgs) -> Option<Arc<Limit>> {
+    args.cpu.map(|percent| Arc::new(Limit::new(percent, SystemClock::shared())))
+}
+
+/// How a disk is served with these options, in a process that may use so much of processors.
+pub(crate) fn work_config(
+    args: &ServeArgs,
+    run: &Path,
+    limit: Option<Arc<Limit>>,
+) -> Result<WorkConfig, Failure> {
     let (domid, devid) = (args.xen.domain, args.xen.device);
     Ok(WorkConfig {
         domid,
@@ -136,7 +185,7 @@ pub(crate) fn work_config(args: &ServeArgs, run: &Path) -> Result<WorkConfig, Fa
         closes: true,
         tuning: args.tuning.tuning(),
         on_full: args.on_full,
-        processors: processors(args, run),
+        processors: processors(args, run, limit),
         counters: Counters::default(),
     })
 }
@@ -252,7 +301,7 @@ fn moving(args: &ServeArgs, run: &Path) -> Result<Moving, Failure> {
 
 /// Without the file that is shared, the disk is bounded by itself alone: it is no reason not to
 /// serve it.
-fn processors(args: &ServeArgs, run: &Path) -> Arc<Processors> {
+fn processors(args: &ServeArgs, run: &Path, limit: Option<Arc<Limit>>) -> Arc<Processors> {
     let path = run.join(POLL_BUDGET);
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(run);
     let polling = made.and_then(|()| args.tuning.polling(&path)).unwrap_or_else(|e| {
@@ -264,8 +313,7 @@ fn processors(args: &ServeArgs, run: &Path) -> Arc<Processors> {
         );
         Budget::new(percent)
     });
-    let limit = args.cpu.map(|percent| Limit::new(percent, SystemClock::shared()));
-    Arc::new(Processors { polling, host: host_view(args, run), limit })
+    Arc::new(Processors::new(polling, host_view(args, run), limit))
 }
 
 /// What the host says of its processors, where that decides.

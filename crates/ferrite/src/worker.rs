@@ -53,7 +53,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
         // The next worker may have more luck.
         Err(e) => (Xen::nothing(), Some(e.to_string())),
     };
-    let config = serve::work_config(args, run_dir)?;
+    let config = serve::work_config(args, run_dir, serve::limit(args))?;
     let disk = DiskId { domid: args.xen.domain.0, devid: args.xen.device };
     let start = orphan::start(run_dir, disk, Store::open);
     give_rights_up(args)?;

@@ -24,37 +24,48 @@ pub struct Processors {
     pub polling: Budget,
     /// What the host says of all its processors, if it does.
     pub host: Option<HostView>,
-    /// For everything, if that is bounded.
-    pub limit: Option<Limit>,
+    /// For everything, if that is bounded: all disks of a process have the same.
+    pub limit: Option<Arc<Limit>>,
+    /// The disk was to go, and had its time for that.
+    forgiven: AtomicBool,
 }
 
 impl Default for Processors {
     /// One processor to poll with, and no other bound.
     fn default() -> Self {
-        Processors { polling: Budget::new(100), host: None, limit: None }
+        Processors::new(Budget::new(100), None, None)
     }
 }
 
 impl Processors {
+    /// Of a disk that polls within this budget, on this host, in a process with this bound.
+    pub fn new(polling: Budget, host: Option<HostView>, limit: Option<Arc<Limit>>) -> Processors {
+        Processors { polling, host, limit, forgiven: AtomicBool::new(false) }
+    }
+
     /// How long nothing is to be begun.
     pub(crate) fn debt(&self, now_ns: u64) -> Option<Duration> {
         self.limit.as_ref()?.debt(now_ns)
     }
 
-    /// The disk is to go: see [`Limit::forgive`].
+    /// The disk is to go: the debt is forgiven and a second of what comes next, once. Linux closes a disk
+    /// without waiting for what is on its rings, and unplugs nothing more if that is never answered. A
+    /// guest that does not let go has its share again afterwards.
     pub(crate) fn forgive(&self, now_ns: u64) {
-        if let Some(limit) = &self.limit {
+        if let Some(limit) = &self.limit
+            && !self.forgiven.swap(true, Relaxed)
+        {
             limit.forgive(now_ns);
         }
     }
 
     /// Whether polling leaves enough for the work.
     pub(crate) fn may_poll(&self) -> bool {
-        self.limit.as_ref().is_none_or(Limit::has_plenty)
+        self.limit.as_ref().is_none_or(|limit| limit.has_plenty())
     }
 }
 
-/// A bound on the processor time of the whole process, which serves one disk.
+/// A bound on the processor time of the whole process, whatever disks it serves.
 ///
 /// The share of each moment is earned, and what threads have used is owed; in debt, queues take
 /// nothing. What they have begun goes on, and is paid for afterwards. The time is asked for once a
@@ -77,7 +88,6 @@ struct Account {
     balance_ns: i64,
     /// Used up before anything is owed.
     free_ns: u64,
-    forgiven: bool,
 }
 
 impl std::fmt::Debug for Limit {
@@ -95,7 +105,6 @@ impl Limit {
             used_ns: clock.process_cpu_ns(),
             balance_ns: (SAVED_NS * percent / 100) as i64,
             free_ns: 0,
-            forgiven: false,
         };
         Limit {
             percent,
@@ -119,14 +128,9 @@ impl Limit {
         (left_ns > 0).then(|| Duration::from_nanos(left_ns))
     }
 
-    /// Forgives the debt and a second of what comes next, once: Linux closes a disk without waiting
-    /// for what is on its rings, and unplugs nothing more if that is never answered. A guest that does
-    /// not let go has its share again afterwards.
+    /// See [`Processors::forgive`].
     fn forgive(&self, now_ns: u64) {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
-        if std::mem::replace(&mut account.forgiven, true) {
-            return;
-        }
         account.free_ns = FAREWELL_NS;
         account.used_ns = self.clock.process_cpu_ns();
         account.balance_ns = account.balance_ns.max(0);
@@ -238,18 +242,24 @@ mod tests {
     #[test]
     fn a_disk_that_is_to_go_owes_nothing_and_has_a_second_once() {
         let world = Arc::new(World::default());
-        let limit = Limit::new(50, world.clone());
+        let limit = Arc::new(Limit::new(50, world.clone()));
+        let [one, other] =
+            [(); 2].map(|()| Processors::new(Budget::new(0), None, Some(limit.clone())));
         world.pass(CHECK_NS, 3600 * SECOND_NS);
-        assert!(limit.debt(world.now_ns()) > Some(Duration::from_secs(7000)));
-        limit.forgive(world.now_ns());
-        assert_eq!(limit.debt(world.now_ns()), None);
+        assert!(one.debt(world.now_ns()) > Some(Duration::from_secs(7000)));
+        one.forgive(world.now_ns());
+        assert_eq!(one.debt(world.now_ns()), None);
         world.pass(CHECK_NS, FAREWELL_NS);
-        assert_eq!(limit.debt(world.now_ns()), None);
+        assert_eq!(one.debt(world.now_ns()), None);
         world.pass(CHECK_NS, SECOND_NS);
-        let owed = limit.debt(world.now_ns());
+        let owed = one.debt(world.now_ns());
         assert!(owed > Some(Duration::from_millis(1900)), "{owed:?}");
-        limit.forgive(world.now_ns());
-        assert_eq!(limit.debt(world.now_ns()), owed);
+        one.forgive(world.now_ns());
+        assert_eq!(one.debt(world.now_ns()), owed);
+        // Another disk of the process goes later.
+        assert_eq!(other.debt(world.now_ns()), owed);
+        other.forgive(world.now_ns());
+        assert_eq!(other.debt(world.now_ns()), None);
     }
 
     #[test]

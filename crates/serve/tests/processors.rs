@@ -75,10 +75,7 @@ fn process_backend() {
     let mut config = config(&DiskPaths::new(DomId(1), DEVID), Path::new(&dir).join("run"));
     config.work = WorkConfig {
         tuning: Tuning { poll: PollWindow::Fixed(1), ..Tuning::default() },
-        processors: Arc::new(Processors {
-            polling: Budget::shared(100, shares),
-            ..Processors::default()
-        }),
+        processors: Arc::new(Processors::new(Budget::shared(100, shares), None, None)),
         counters: counters.clone(),
         pool_bytes: 4 << 20,
         ..config.work
@@ -295,8 +292,8 @@ impl World {
 /// A disk with half a processor, or without a bound.
 fn plan(world: &Arc<World>, limited: bool) -> Plan {
     let clock: Arc<dyn Clock> = world.clone();
-    let limit = limited.then(|| Limit::new(50, clock.clone()));
-    let processors = Arc::new(Processors { limit, ..Processors::default() });
+    let limit = limited.then(|| Arc::new(Limit::new(50, clock.clone())));
+    let processors = Arc::new(Processors::new(Budget::new(100), None, limit));
     let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
     Plan { bytes: 1 << 20, clock, processors, tuning, ..Plan::default() }
 }

@@ -473,7 +473,7 @@ pub(super) fn work_config(
         closes: false,
         tuning: args.tuning.tuning(),
         on_full: OnFull::Error,
-        processors: Arc::new(Processors { polling, ..Processors::default() }),
+        processors: Arc::new(Processors::new(polling, None, None)),
         counters: Counters::default(),
     })
 }

@@ -196,7 +196,10 @@ impl Attached {
         let connection = self.connection.clone();
         let engine = means.engine.clone();
         let control = means.control.clone();
+        // What it logs is of the same disk as what we log.
+        let span = tracing::Span::current();
         let body = move || {
+            let _in_span = span.enter();
             let gone = Gone { index, sender, control };
             let Prepared { ring, table, replay } = prepared;
             let entries = ring.entries() + EXTRA_OPERATIONS;

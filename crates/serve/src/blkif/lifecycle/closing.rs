@@ -42,7 +42,9 @@ impl Closing {
     ) -> Result<Self, Failure> {
         let (device, engine) = (device.clone(), engine.clone());
         let (tell, done) = channel();
+        let span = tracing::Span::current();
         let body = move || {
+            let _in_span = span.enter();
             clients.map(Clients::end);
             let closed = device.disk().and_then(|disk| {
                 // Kept from here to there: the one that is unlocked is the one that was closed.

@@ -1,0 +1,107 @@
+//! Several disks in one process: each has a thread, a run directory and a connection to xenstore, and
+//! ends by itself.
+
+use std::collections::HashMap;
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::thread::{Builder, Scope, ScopedJoinHandle, scope};
+
+use ferrite_disk::ImageName;
+
+use crate::cli::ServeArgs;
+use crate::exit::{Code, Failure};
+
+/// A disk's; a failure was told.
+type Thread<'scope> = ScopedJoinHandle<'scope, Result<(), Code>>;
+
+/// Refuses what cannot be meant, before anything is opened. The images' own locks are behind this: they
+/// know of a file by all of its names.
+pub(super) fn compare(disks: &[&ServeArgs]) -> Result<(), Failure> {
+    let mut images = HashMap::new();
+    for (i, disk) in disks.iter().enumerate() {
+        let before = &disks[..i];
+        if before.iter().any(|other| other.xen == disk.xen) {
+            let what = format!("cannot serve {}", disk.xen);
+            let help = "give each IMAGE a --xen of its own";
+            return Err(Failure::new(what, "it is there twice", help).with_code(Code::USAGE));
+        }
+        let Some(file) = file(disk) else { continue };
+        // Those who only read share an image.
+        let other: Option<&ServeArgs> = images.insert(file, *disk);
+        if let Some(other) = other.filter(|other| !(other.read_only && disk.read_only)) {
+            let what = format!("cannot serve {} as {}", disk.image.display(), disk.xen);
+            let why = format!("{} has the same image, {}", other.xen, other.image.display());
+            let help = "one disk writes an image: give each its own (ferrite image clone), or give \
+                        both --read-only";
+            return Err(Failure::new(what, why, help).with_code(Code::USAGE));
+        }
+    }
+    Ok(())
+}
+
+/// Which file or device it is. `None`: none, or that is told when it is opened.
+fn file(disk: &ServeArgs) -> Option<(bool, u64, u64)> {
+    let name = ImageName::parse(disk.image.to_str()?).ok()?;
+    let of = |meta: Metadata| match meta.file_type().is_block_device() {
+        true => (true, meta.rdev(), 0),
+        false => (false, meta.dev(), meta.ino()),
+    };
+    name.path.metadata().ok().map(of)
+}
+
+/// Serves each disk on a thread of its own, until the last has ended. Why one has failed is said at once.
+pub(super) fn serve(
+    disks: &[&ServeArgs],
+    serve: impl Fn(&ServeArgs) -> Result<(), Failure> + Sync,
+) -> Result<(), Failure> {
+    let ends: Vec<Option<Code>> = scope(|scope| {
+        // All of them run before the first is waited for.
+        let threads: Vec<_> = disks.iter().map(|disk| start(scope, disk, &serve)).collect();
+        threads.into_iter().zip(disks).map(|(thread, disk)| end(disk, thread)).collect()
+    });
+    let failed: Vec<Code> = ends.iter().flatten().copied().collect();
+    let Some(code) = failed.first() else { return Ok(()) };
+    let same = failed.iter().all(|other| other == code);
+    let what = format!("{} of {} disks ended with a failure", failed.len(), disks.len());
+    let names: Vec<_> = disks.iter().zip(&ends).filter(|(_, end)| end.is_some()).collect();
+    let names: Vec<_> = names.iter().map(|(disk, _)| disk.xen.to_string()).collect();
+    let help = "what to do about each stands above";
+    Err(Failure::new(what, names.join(", "), help).with_code(if same {
+        *code
+    } else {
+        Code::FAILED
+    }))
+}
+
+fn start<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    disk: &'scope ServeArgs,
+    serve: &'scope (impl Fn(&ServeArgs) -> Result<(), Failure> + Sync),
+) -> io::Result<Thread<'scope>> {
+    // Whatever is logged of the disk names it.
+    let span = tracing::error_span!("disk", id = %disk.xen);
+    let body = move || span.in_scope(|| serve(disk)).map_err(|failure| told(disk, failure));
+    Builder::new().name(format!("disk {}", disk.xen)).spawn_scoped(scope, body)
+}
+
+/// Waits for the end of a disk's thread; how that failed.
+fn end(disk: &ServeArgs, thread: io::Result<Thread<'_>>) -> Option<Code> {
+    let help = "run the same command again";
+    let what = format!("cannot serve {}", disk.xen);
+    match thread.map(ScopedJoinHandle::join) {
+        Ok(Ok(served)) => served.err(),
+        Ok(Err(_)) => {
+            Some(told(disk, Failure::new(what, "a panic: this is a bug in ferrite", help)))
+        }
+        Err(e) => Some(told(disk, Failure::new(what, e, "check the limits of this process"))),
+    }
+}
+
+/// The others are served on, so it is not told at the end alone.
+fn told(disk: &ServeArgs, failure: Failure) -> Code {
+    let code = failure.code;
+    let what = format!("disk {}: {}", disk.xen, failure.what);
+    Failure { what, ..failure }.report();
+    code
+}
