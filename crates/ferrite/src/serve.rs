@@ -27,6 +27,7 @@ use ferrite_xen::store::{Store, StoreError};
 use crate::cli::ServeArgs;
 use crate::engine::{choose, engines};
 use crate::exit::{Code, Failure};
+use crate::image::allow_many_files;
 use crate::served_raw::{self, was_killed};
 use crate::signals;
 
@@ -93,6 +94,7 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
         [disk] => serve_one(disk, host, &mut store, limit, &stop),
         disks => {
             drop(store);
+            allow_many_files();
             together::serve(disks, |disk| {
                 let mut store = (host.connect)().map_err(|e| no_xen(disk, e))?;
                 serve_one(disk, host, &mut store, limit.clone(), &stop)

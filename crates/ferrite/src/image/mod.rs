@@ -303,11 +303,11 @@ fn compare(tools: &ImageTools<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<
     }
 }
 
-/// Each image of a chain takes a descriptor, and the usual limit is kept low for programs that use
-/// select(2).
-fn allow_many_files() {
+/// Each image of a chain takes a descriptor, and each queue of a disk some. The usual limit is kept low for
+/// programs that use select(2).
+pub(crate) fn allow_many_files() {
     let limit = getrlimit(Resource::Nofile);
-    // If not, chains are as long as they may be now.
+    // If not, there are as many as there may be now.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 

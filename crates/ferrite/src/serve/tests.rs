@@ -26,6 +26,8 @@ const WORDS: &str = "FERRITE_TEST_WORDS";
 const RUN: &str = "FERRITE_TEST_RUN";
 /// What leads to the guests and to xenstore, for each connection.
 const HANDLES: &str = "FERRITE_TEST_HANDLES";
+/// The soft limit when the command starts.
+const FEW_DESCRIPTORS: u32 = 40;
 
 /// The command, when this program is run again with the environment that says so.
 #[test]
@@ -101,7 +103,10 @@ impl World {
             Err(_) => word.to_owned(),
         };
         let words: Vec<_> = words.split(' ').map(word).collect();
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        // So few do not suffice for several disks.
+        let limited = format!("ulimit -Sn {FEW_DESCRIPTORS} && exec \"$0\" \"$@\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &limited]).arg(std::env::current_exe().unwrap());
         command.args(["--exact", "serve::tests::process", "--nocapture", "--test-threads=1"]);
         // One more than disks: whoever has several looks for what is left first.
         let handles = (0..=words.iter().filter(|word| *word == "--xen").count())
