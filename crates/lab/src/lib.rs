@@ -11,6 +11,7 @@ mod program;
 mod report;
 mod run;
 mod statistics;
+mod whole;
 
 use std::process::ExitCode;
 

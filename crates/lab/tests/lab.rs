@@ -184,6 +184,17 @@ fn the_report_makes_pictures_and_puts_the_table_into_a_document() {
 }
 
 #[test]
+fn a_folder_that_cannot_be_written_to_is_named_before_anything_runs() {
+    let folder = TempDir::new().unwrap();
+    for option in ["--results", "--disk"] {
+        let (code, out, errors) =
+            said(&lab(folder.path(), &["run", "polling", "--quick", option, "/proc/none"]));
+        assert_eq!((code, out.as_str()), (Some(1), ""));
+        assert!(errors.contains("the folder /proc/none") && errors.contains(option), "{errors}");
+    }
+}
+
+#[test]
 fn it_has_a_manual_page_and_each_shell_completions() {
     let folder = TempDir::new().unwrap();
     let (code, _, errors) = said(&lab(folder.path(), &["generate", "."]));

@@ -43,9 +43,10 @@ pub(crate) fn filled(path: &Path, mib: usize) -> Result<File> {
     let mut block = noise();
     for i in 0..mib {
         block[..8].copy_from_slice(&(i as u64).to_le_bytes());
-        file.write_all(&block).context("is there room for it?")?;
+        let cannot = || format!("cannot write {}: is there room for {mib} MiB?", path.display());
+        file.write_all(&block).with_context(cannot)?;
     }
-    file.sync_all()?;
+    file.sync_all().with_context(|| format!("cannot write {}", path.display()))?;
     Ok(file)
 }
 

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::Experiment;
 use crate::compare::result::Target;
 use crate::statistics::Summary;
+use crate::whole;
 
 /// The version of the file's contents.
 const SCHEMA: u32 = 1;
@@ -220,9 +221,7 @@ impl Outcome {
         let path = folder.join(format!("{}.json", self.experiment));
         let text = serde_json::to_string_pretty(self)? + "\n";
         let cannot = || format!("cannot write {}", path.display());
-        let mut file = tempfile::NamedTempFile::new_in(folder).with_context(cannot)?;
-        std::io::Write::write_all(&mut file, text.as_bytes()).with_context(cannot)?;
-        file.persist(&path).with_context(cannot)?;
+        whole::write(&path, &text).with_context(cannot)?;
         Ok(path)
     }
 

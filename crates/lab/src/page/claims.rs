@@ -12,6 +12,9 @@ use crate::experiments::findings::{Outcome, Row};
 pub(crate) const BEGIN: &str = "<!-- figures of the lab: begin -->\n";
 pub(crate) const END: &str = "<!-- figures of the lab: end -->";
 
+/// Misses of one experiment that the table names.
+const MISSES: usize = 6;
+
 /// The document with the table of these results in the place of the one that it has.
 ///
 /// # Errors
@@ -36,7 +39,9 @@ fn table(outcomes: &[Outcome]) -> String {
             0 => String::new(),
             _ => format!("{} of {targets}", targets - missed.len()),
         };
-        let missed: Vec<String> = missed.into_iter().map(miss).collect();
+        let more = missed.len().saturating_sub(MISSES);
+        let mut missed: Vec<String> = missed.into_iter().take(MISSES).map(miss).collect();
+        missed.extend((more > 0).then(|| format!("{more} more in the report")));
         let _ = writeln!(
             text,
             "| `{}` | {} | {} {} ± {} | {} | {met} | {} |",
@@ -98,6 +103,15 @@ mod tests {
         );
         assert!(text.contains(&row) && !text.contains("old"), "{text}");
         assert!(text.starts_with("before\n") && text.ends_with(&format!("{END}\nafter\n")));
+    }
+
+    #[test]
+    fn an_experiment_that_misses_a_lot_says_how_much() {
+        let row = Row::new("a", "times", &[0.5]).target(Target::AtLeast(0.9));
+        let findings = Findings { rows: vec![row; MISSES + 2], ..Findings::default() };
+        let text = table(&[Outcome::new(&HERE[0], findings, String::new(), false)]);
+        assert_eq!(text.matches("a 0.50 (≥ 0.9)").count(), MISSES);
+        assert!(text.ends_with("; 2 more in the report |\n"), "{text}");
     }
 
     #[test]

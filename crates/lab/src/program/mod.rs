@@ -22,6 +22,7 @@ use crate::experiments::findings::{Outcome, Row};
 use crate::experiments::lab::{Interrupted, Lab, Settings};
 use crate::experiments::{self, Experiment, How};
 use crate::page::{self, claims};
+use crate::whole;
 
 /// Of a quick look.
 const QUICK_SECONDS: f64 = 0.1;
@@ -141,17 +142,27 @@ fn chosen(args: &RunArgs) -> Result<Vec<&'static Experiment>, Failure> {
 
 fn lab(args: &Measuring) -> Result<Lab, Failure> {
     let stop = signals::flag()?;
-    prepare(args, stop).map_err(|e| failed("cannot measure", &e))
+    let results = folder(&args.results, "--results")?;
+    // Whoever learns that after an hour has lost the hour. Not every experiment needs the other folder.
+    tempfile::tempfile_in(&results).map_err(|e| unusable(&results, "--results", &e))?;
+    let disk = args.disk.as_ref().map(|disk| folder(disk, "--disk")).transpose()?;
+    // Programs that are started elsewhere find the images, too.
+    let disk = disk.unwrap_or(results);
+    prepare(args, disk, stop).map_err(|e| failed("cannot measure", &e))
 }
 
-fn prepare(args: &Measuring, stop: Arc<AtomicBool>) -> Result<Lab> {
-    let results = &args.results;
-    let cannot = |folder: &Path| format!("cannot make the folder {}", folder.display());
-    fs::create_dir_all(results).with_context(|| cannot(results))?;
-    let disk = args.disk.as_ref().unwrap_or(results);
-    fs::create_dir_all(disk).with_context(|| cannot(disk))?;
-    // Programs that are started elsewhere find the images, too.
-    let disk = disk.canonicalize().with_context(|| cannot(disk))?;
+/// Makes a folder, if it is not there.
+fn folder(path: &Path, option: &str) -> Result<PathBuf, Failure> {
+    let made = fs::create_dir_all(path).and_then(|()| path.canonicalize());
+    made.map_err(|e| unusable(path, option, &e))
+}
+
+fn unusable(folder: &Path, option: &str, why: &std::io::Error) -> Failure {
+    let what = format!("cannot measure: cannot write into the folder {}", folder.display());
+    Failure::new(what, why, format!("name another one with {option}"))
+}
+
+fn prepare(args: &Measuring, disk: PathBuf, stop: Arc<AtomicBool>) -> Result<Lab> {
     let (rounds, seconds) = match args.quick {
         true => (1, QUICK_SECONDS),
         false => (args.rounds, args.seconds),
@@ -195,7 +206,7 @@ fn report(args: &ReportArgs) -> Result<(), Failure> {
 
 /// Writes a file, and says so.
 fn write(path: &Path, text: &str) -> Result<(), Failure> {
-    fs::write(path, text).map_err(|e| {
+    whole::write(path, text).map_err(|e| {
         let what = format!("cannot write {}", path.display());
         Failure::new(what, e, "name another place, or make its folder")
     })?;

@@ -100,11 +100,11 @@ impl Crowd {
             );
             self.loads.push(guest.begin(&mut self.xenhost, &fio, LIMIT_S)?);
         }
-        let look = format!("ferrite stat --json -i {ROUND_S} -n {}", ROUNDS + 2);
+        let look = format!("ferrite stat --json -i {ROUND_S} -n {}", ROUNDS + 4);
         for _ in 0..TRIES {
             let reports = self.xenhost.sh_for(&look, LIMIT_S)?;
-            // The first is of all time, and in the next one some may have begun.
-            let rounds = reports.lines().skip(2).map(|line| together(line, count));
+            // The first is of all time, and in the next ones some may still begin.
+            let rounds = reports.lines().skip(4).map(|line| together(line, count));
             if let Some(rates) = rounds.collect::<Result<Option<Vec<Rate>>>>()? {
                 return Ok(rates);
             }
