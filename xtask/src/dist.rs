@@ -26,7 +26,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get, with all that these name.
-const PAGES: [&str; 15] = [
+const PAGES: [&str; 16] = [
     "operations.md",
     "watching.md",
     "serve.md",
@@ -37,6 +37,7 @@ const PAGES: [&str; 15] = [
     "engines.md",
     "bench.md",
     "lab.md",
+    "lab-report.html",
     "trace.md",
     "performance.md",
     "internals/processes.md",

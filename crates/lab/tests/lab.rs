@@ -163,6 +163,56 @@ fn ctrl_c_leaves_no_process_and_no_image() {
     assert_eq!(fs::read_dir(folder.path().join("lab-results")).unwrap().count(), 0);
 }
 
+/// A page of the repository.
+fn document(name: &str) -> String {
+    fs::read_to_string(repository().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+#[test]
+fn the_report_of_the_repository_is_whole_and_the_readme_shows_it() {
+    let (readme, report) = (document("README.md"), document("docs/lab-report.html"));
+    assert!(readme.contains("](docs/lab-report.html)"));
+    let pictures: Vec<&str> = readme
+        .split("](docs/pictures/")
+        .skip(1)
+        .map(|rest| rest.split_once(')').unwrap().0)
+        .collect();
+    assert_eq!(pictures.len(), 2, "{pictures:?}");
+    for picture in pictures {
+        let text = document(&format!("docs/pictures/{picture}"));
+        assert!(text.starts_with("<svg ") && text.ends_with("</svg>\n"), "{picture}");
+        assert!(text.len() < 32 << 10, "{picture} has {} bytes", text.len());
+    }
+    for name in names_here() {
+        assert!(report.contains(&format!("<section id=\"{name}\">")), "{name} is not in it");
+        assert!(readme.contains(&format!("\n| `{name}` |")), "the README does not name {name}");
+    }
+    assert!(!report.contains("class=\"quick\">"), "figures of a quick look");
+    for outside in ["http:", "https:", "<script", "url(", "@import", "<link", "src="] {
+        assert!(!report.contains(outside), "{outside}");
+    }
+}
+
+#[test]
+fn every_claim_of_speed_in_the_readme_names_its_experiment() {
+    let readme = document("README.md");
+    let section = readme.split_once("## How fast\n").unwrap().1.split_once("\n## ").unwrap().0;
+    let rows =
+        section.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| experiment"));
+    let mut seen = 0;
+    for row in rows {
+        let name = row.trim_start_matches("| `").split('`').next().unwrap();
+        let report = document("docs/lab-report.html");
+        let known = match name.strip_prefix("bench ") {
+            Some(part) => document("docs/performance.md").contains(&format!("`{part}`")),
+            None => report.contains(&format!("<section id=\"{name}\">")),
+        };
+        assert!(known, "{name:?} is no experiment: {row}");
+        seen += 1;
+    }
+    assert!(seen > 10, "only {seen} claims were found");
+}
+
 #[test]
 fn the_report_makes_pictures_and_puts_the_table_into_a_document() {
     let folder = TempDir::new().unwrap();
