@@ -65,19 +65,18 @@ pub struct XenHost {
 impl XenHost {
     /// Boots a host for PV guests, whose dom0 finds `programs` in its PATH.
     pub fn boot(root: &Root, programs: &[Program]) -> Result<XenHost> {
-        Self::boot_at(Pace::Clock, 1, root, programs, &[])
+        Self::boot_at(Pace::Clock, (Processor::Plain, 1), root, programs, &[])
     }
 
-    /// Boots a host whose time is made of what `pace` says, with so many processors; `arguments` are
-    /// the emulator's.
+    /// Boots a host whose time is made of what `pace` says, with a number of processors; `arguments`
+    /// are the emulator's.
     pub fn boot_at(
         pace: Pace,
-        cpus: u32,
+        processors: (Processor, u32),
         root: &Root,
         programs: &[Program],
         arguments: &[String],
     ) -> Result<XenHost> {
-        let processors = (Processor::Plain, cpus);
         step("boot Xen and its dom0", || {
             Self::boot_quietly(pace, processors, root, programs, arguments)
         })

@@ -64,7 +64,7 @@ impl Pace {
     pub(crate) fn linux_arguments(self) -> &'static str {
         match self {
             Pace::Clock => LINUX_SPEED,
-            Pace::Instructions => "nokaslr",
+            Pace::Instructions => "nokaslr norandmaps",
         }
     }
 }
@@ -176,7 +176,7 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
     command.args(["-cpu", machine.processor.model()]);
     if machine.pace == Pace::Instructions {
         command.args(["-icount", "shift=0,align=off,sleep=off"]);
-        command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm"]);
+        command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm", "-seed", "1"]);
     }
     let cpus = machine.cpus.to_string();
     command.args(["-smp", &cpus, "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);

@@ -17,7 +17,6 @@ mod loopback;
 pub(crate) mod machine;
 pub(crate) mod nbd;
 mod network;
-mod profile;
 pub(crate) mod result;
 pub(crate) mod rounds;
 pub(crate) mod table;

@@ -6,7 +6,7 @@ mod persistent;
 use anyhow::{Context as _, Result, bail};
 use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
 use ferrite_xenhost::guest::{Guest, GuestOptions, Job};
-use ferrite_xenhost::qemu::Pace;
+use ferrite_xenhost::qemu::{Pace, Processor};
 use ferrite_xenhost::steps::{say, step};
 use ferrite_xenhost::{XenHost, packages, release, root};
 
@@ -47,7 +47,8 @@ impl Crowd {
         packages::ensure(&[packages::XEN_HOST])?;
         let (root, programs) = (root::ensure(root::TRIXIE)?, [release::build_ferrite()?]);
         let memory = ["-m".to_owned(), HOST_MEMORY.to_owned()];
-        let mut xenhost = XenHost::boot_at(Pace::Instructions, 1, &root, &programs, &memory)?;
+        let mut xenhost =
+            XenHost::boot_at(Pace::Instructions, (Processor::Plain, 1), &root, &programs, &memory)?;
         let make = format!(
             "modprobe brd rd_nr={guests} rd_size={} && \
              for n in $(seq 0 {}); do head -c {DISK_MIB}M /dev/zero | tr '\\0' f >/dev/ram$n; done",

@@ -1,11 +1,12 @@
 //! The instructions of an I/O by their places: counters of the emulator for every block of code,
-//! attributed to guest, hypervisor and dom0, and to their functions.
+//! attributed to guest, hypervisor and dom0, and to their functions. The guest itself marks when they are
+//! taken, so that nothing but its work and what that causes is between two marks.
 
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::XenHost;
 use ferrite_xenhost::guest::Guest;
 use ferrite_xenhost::steps::{self, output, run_logged};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -16,13 +17,46 @@ const KERNEL: u64 = 0xffff_ffff_8000_0000;
 const MODULES: u64 = 0xffff_ffff_c000_0000;
 /// Functions that a report names.
 const TOP: usize = 40;
-/// How long the emulator may take to write its counters.
+/// How long the emulator may take to notice a request, and to write counters that it was made to.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
+/// Executing this function of its kernel is the guest's mark: nobody gives a host a name by chance.
+const MARK: &str = "__x64_sys_sethostname";
+/// A shell command in the guest that does it.
+pub(super) const MARK_NOW: &str = "hostname mark";
+/// Functions whose calls are counted, beside all system calls of Linux.
+const CALLS: &[&str] = &[
+    "svm_vmexit_handler",
+    "hvm_hypercall",
+    "pv_hypercall",
+    "do_event_channel_op",
+    "do_grant_table_op",
+    "do_sched_op",
+    "context_switch",
+    "xen_hypercall_pv",
+    "xen_hypercall_amd",
+    "xen_evtchn_do_upcall",
+    "__xen_evtchn_do_upcall",
+    "sysvec_xen_hvm_callback",
+    "blkif_interrupt [xen_blkfront]",
+    "evtchn_interrupt [xen_evtchn]",
+];
+/// Linux' system calls begin with this.
+const SYSTEM_CALL: &str = "__x64_sys_";
+/// Calls that are rarer are left out.
+const LEAST_CALLS: f64 = 0.01;
 
 /// A block of code: its address, and where its page lies in the emulator's memory.
 type Place = (u64, u64);
-/// Instructions executed in each block.
-pub(super) type Counts = HashMap<Place, i64>;
+/// What was done of each block.
+pub(super) type Counts = HashMap<Place, Count>;
+
+/// How much of a block was executed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Count {
+    instructions: i64,
+    /// How often it was entered at its beginning.
+    entries: i64,
+}
 
 /// Functions by their addresses, ascending.
 #[derive(Default)]
@@ -50,6 +84,11 @@ impl Symbols {
             0 => "?",
             after => &self.0[after - 1].1,
         }
+    }
+
+    /// The function that begins there.
+    fn begins(&self, address: u64) -> bool {
+        self.0.binary_search_by_key(&address, |symbol| symbol.0).is_ok()
     }
 
     fn address(&self, name: &str) -> Option<u64> {
@@ -87,6 +126,8 @@ pub(super) struct Profiler {
     dom0: Symbols,
     guest: Symbols,
     xen: Symbols,
+    /// Marks that were read.
+    marks: u32,
 }
 
 impl Profiler {
@@ -96,7 +137,7 @@ impl Profiler {
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
         let dir = dir.canonicalize()?;
         let (source, plugin) = (dir.join("profile.c"), dir.join("profile.so"));
-        std::fs::write(&source, include_str!("scripts/profile.c"))?;
+        std::fs::write(&source, include_str!("../scripts/profile.c"))?;
         let mut cc = Command::new("cc");
         cc.args(["-O2", "-shared", "-fPIC", "-o"]).arg(&plugin).arg(&source);
         run_logged(&mut cc, &dir.join("cc.log")).context("cannot build the emulator's plugin")?;
@@ -112,6 +153,7 @@ impl Profiler {
             dom0: Symbols::default(),
             guest: Symbols::default(),
             xen: Symbols::default(),
+            marks: 0,
         })
     }
 
@@ -121,36 +163,37 @@ impl Profiler {
         vec!["-plugin".into(), plugin]
     }
 
-    /// Learns the functions of the kernels and of Xen.
+    /// Learns the functions of the kernels and of Xen. From then on the guest's marks count.
     pub(super) fn read_symbols(&mut self, xenhost: &mut XenHost, guest: &mut Guest) -> Result<()> {
         self.dom0 = Symbols::parse(&xenhost.sh("cat /proc/kallsyms")?, "tTwW");
         // Both kernels are the same; their modules lie elsewhere.
         let modules = guest.sh(xenhost, "grep '\\[' /proc/kallsyms", 60)?;
         self.guest = Symbols::parse(&modules, "tTwW");
         self.xen = Symbols::parse(&xenhost.sh("cat /proc/xen/xensyms")?, "tT");
-        Ok(())
+        let mark = self.dom0.address(MARK).with_context(|| format!("no function {MARK}"))?;
+        let asked = self.dir.join("request.new");
+        std::fs::write(&asked, format!("{mark:x} {}\n", self.dir.join("counters").display()))?;
+        std::fs::rename(&asked, &self.request)?;
+        wait("the emulator does not look for requests", || !self.request.exists())
     }
 
-    /// All counters as they are now.
-    pub(super) fn counters(&self) -> Result<Counts> {
-        let (file, asked) = (self.dir.join("counters"), self.dir.join("request.new"));
-        std::fs::write(&asked, format!("{}\n", file.display()))?;
-        std::fs::rename(&asked, &self.request)?;
-        let deadline = Instant::now() + WRITE_LIMIT;
-        while self.request.exists() {
-            if Instant::now() > deadline {
-                bail!("the emulator does not write its counters");
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
+    /// All counters as they were at the guest's next mark that was not read yet.
+    pub(super) fn counters(&mut self) -> Result<Counts> {
+        let file = self.dir.join(format!("counters.{}", self.marks));
+        self.marks += 1;
+        wait("the emulator does not write its counters", || file.exists())?;
         let mut counts = Counts::new();
-        for record in std::fs::read(&file)?.chunks_exact(24) {
+        for record in std::fs::read(&file)?.chunks_exact(32) {
             let number = |at: usize| {
                 let bytes = record[at..at + 8].try_into().unwrap_or_default();
                 u64::from_le_bytes(bytes)
             };
-            *counts.entry((number(0), number(8))).or_default() += number(16) as i64;
+            let (length, instructions) = (number(16).max(1), number(24));
+            let count = counts.entry((number(0), number(8))).or_default();
+            count.instructions += instructions as i64;
+            count.entries += (instructions / length) as i64;
         }
+        std::fs::remove_file(&file)?;
         Ok(counts)
     }
 
@@ -162,10 +205,15 @@ impl Profiler {
         let maps = mappings(maps);
         let mut owners: HashMap<&str, i64> = HashMap::new();
         let mut functions: HashMap<(&str, String), i64> = HashMap::new();
+        let mut calls: BTreeMap<(&str, String), i64> = BTreeMap::new();
         for (place, count) in counts {
             let (owner, function) = self.attribute(*place, in_dom0(place.1), &maps);
-            *owners.entry(owner).or_default() += count;
-            *functions.entry((owner, function)).or_default() += count;
+            let counted = CALLS.contains(&&*function) || function.starts_with(SYSTEM_CALL);
+            if counted && self.begins(place.0) {
+                *calls.entry((owner, function.clone())).or_default() += count.entries;
+            }
+            *owners.entry(owner).or_default() += count.instructions;
+            *functions.entry((owner, function)).or_default() += count.instructions;
         }
         let all: i64 = owners.values().sum();
         let mut text = format!(
@@ -177,6 +225,13 @@ impl Profiler {
         for (owner, count) in owners {
             let part = 100.0 * count as f64 / all as f64;
             text += &format!("| {:.0} | {part:.1} % | {owner} |\n", count as f64 / ios);
+        }
+        text += "\n| calls | whose | function |\n|---|---|---|\n";
+        for ((owner, function), count) in calls {
+            let calls = count as f64 / ios;
+            if calls >= LEAST_CALLS {
+                text += &format!("| {calls:.2} | {owner} | `{function}` |\n");
+            }
         }
         text += "\n| instructions | whose | function |\n|---|---|---|\n";
         let mut functions: Vec<_> = functions.into_iter().collect();
@@ -194,7 +249,7 @@ impl Profiler {
         let place_of = |symbols: &Symbols, name: &str| {
             let start = symbols.address(name)?;
             let found = counts.iter().find(|((address, _), count)| {
-                **count > 0 && (start..start + 0x200).contains(address)
+                count.instructions > 0 && (start..start + 0x200).contains(address)
             });
             found.map(|((_, place), _)| *place)
         };
@@ -204,7 +259,7 @@ impl Profiler {
         let mut places: Vec<u64> = counts
             .iter()
             .filter(|((address, place), count)| {
-                **count > 0 && !XEN.contains(address) && between.contains(place)
+                count.instructions > 0 && !XEN.contains(address) && between.contains(place)
             })
             .map(|((_, place), _)| *place)
             .collect();
@@ -212,6 +267,11 @@ impl Profiler {
         let gap = places.windows(2).max_by_key(|pair| pair[1] - pair[0])?;
         let limit = gap[1];
         Some(move |place: u64| (place >= limit) == (dom0 >= limit))
+    }
+
+    /// Whether a function of a kernel or of Xen begins there.
+    fn begins(&self, address: u64) -> bool {
+        [&self.xen, &self.dom0, &self.guest].iter().any(|symbols| symbols.begins(address))
     }
 
     /// Whose a block is, and its function.
@@ -245,11 +305,27 @@ impl Profiler {
     }
 }
 
+/// Waits until the emulator has done something.
+fn wait(what: &str, done: impl Fn() -> bool) -> Result<()> {
+    let deadline = Instant::now() + WRITE_LIMIT;
+    while !done() {
+        if Instant::now() > deadline {
+            bail!("{what}");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
 /// The counts that `after` has more than `before`.
 pub(super) fn difference(after: &Counts, before: &Counts) -> Counts {
     let mut counts = after.clone();
-    before.iter().for_each(|(place, count)| *counts.entry(*place).or_default() -= count);
-    counts.retain(|_, count| *count != 0);
+    for (place, count) in before {
+        let left = counts.entry(*place).or_default();
+        left.instructions -= count.instructions;
+        left.entries -= count.entries;
+    }
+    counts.retain(|_, count| *count != Count::default());
     counts
 }
 
@@ -269,9 +345,12 @@ mod tests {
 
     #[test]
     fn a_difference_holds_what_has_changed() {
-        let before = Counts::from([((1, 1), 5), ((2, 1), 7)]);
-        let after = Counts::from([((1, 1), 5), ((2, 1), 9), ((3, 1), 1)]);
-        assert_eq!(difference(&after, &before), Counts::from([((2, 1), 2), ((3, 1), 1)]));
+        let count = |instructions, entries| Count { instructions, entries };
+        let before = Counts::from([((1, 1), count(5, 1)), ((2, 1), count(14, 2))]);
+        let after =
+            Counts::from([((1, 1), count(5, 1)), ((2, 1), count(28, 4)), ((3, 1), count(1, 1))]);
+        let changed = Counts::from([((2, 1), count(14, 2)), ((3, 1), count(1, 1))]);
+        assert_eq!(difference(&after, &before), changed);
     }
 
     #[test]

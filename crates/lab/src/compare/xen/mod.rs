@@ -1,0 +1,364 @@
+//! A real Xen host in the emulator's counting mode: what fio reports in the guest depends on the
+//! number of instructions on the whole path, and hardly on how loaded this machine is. Caches and
+//! flushes of the address translation cost nothing there.
+
+mod figures;
+mod load;
+mod profile;
+
+use super::machine;
+use super::result::Measurement;
+use crate::experiments::findings::Outcome;
+use anyhow::{Context, Result};
+use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
+use ferrite_xenhost::guest::{Guest, GuestOptions, Kind};
+use ferrite_xenhost::qemu::{Pace, Processor};
+use ferrite_xenhost::steps::{self, say, step};
+use ferrite_xenhost::{XenHost, root};
+use ferrite_xenhost::{packages, release};
+use load::Test;
+use profile::{MARK_NOW, Profiler};
+use std::path::PathBuf;
+
+/// Options of the part `xen`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Options of the part xen")]
+pub(crate) struct XenArguments {
+    /// Backends to measure, with commas between them.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "blkback,qdisk,ferrite,polling,persistent,map,vhd"
+    )]
+    only: Vec<Peer>,
+    /// How the guest is virtualised.
+    #[arg(long, value_enum, default_value_t = GuestKind::Pv)]
+    guest: GuestKind,
+    /// Tests to run, with commas between them: qd1, qd32, qd32x4, write-qd32x4, read-1m, write-1m,
+    /// read-1m-256, write-1m-256.
+    #[arg(long, value_delimiter = ',')]
+    tests: Vec<String>,
+    /// Rounds in the one boot: how often each backend is attached and measured, in turn.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    xen_rounds: u32,
+    /// Length of a test, in seconds of the emulated machine.
+    #[arg(long, value_name = "S", default_value_t = 0.2)]
+    xen_seconds: f64,
+    /// Processors of the host: with two, the dom0 has the first and the guest the other.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
+    xen_cpus: u32,
+    /// Further arguments of `ferrite serve` for the backend `ferrite`; given more than once, each is
+    /// measured for itself.
+    #[arg(long, allow_hyphen_values = true)]
+    ferrite_args: Vec<String>,
+    /// The folder of results that `ferrite lab report` reads: xen-pv.json or xen-pvh.json goes there.
+    #[arg(long, value_name = "DIR", default_value = "lab-results")]
+    results: PathBuf,
+    /// Says what each request's instructions go to, instead of measuring speed; into
+    /// target/bench/xen-profile.md.
+    #[arg(long)]
+    profile: bool,
+}
+
+/// The kinds of guests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum GuestKind {
+    /// Without the processor's help.
+    Pv,
+    /// With it: what most hosts run.
+    Pvh,
+}
+
+/// The backends of the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Peer {
+    /// The kernel's backend, with persistent grants.
+    Blkback,
+    /// QEMU's backend.
+    Qdisk,
+    /// This project.
+    Ferrite,
+    /// It, polling for a fixed time before it sleeps.
+    Polling,
+    /// It, with persistent grants.
+    Persistent,
+    /// It, mapping the guest's pages for each request.
+    Map,
+    /// It, with a VHD without a hole, in a file system on a RAM disk.
+    Vhd,
+}
+
+impl Peer {
+    /// Whether it is this project.
+    fn is_ours(self) -> bool {
+        !matches!(self, Peer::Blkback | Peer::Qdisk)
+    }
+
+    /// Arguments of `ferrite serve` that make it what it is.
+    fn arguments(self) -> &'static str {
+        match self {
+            Peer::Polling => "--poll-us 200",
+            Peer::Persistent => "--mover persistent",
+            Peer::Map => "--mover map",
+            Peer::Blkback | Peer::Qdisk | Peer::Ferrite | Peer::Vhd => "",
+        }
+    }
+
+    /// What it is called in tables, with the arguments that it was given.
+    fn name(self, extra: &str) -> String {
+        let name = match self {
+            Peer::Blkback => "blkback",
+            Peer::Qdisk => "qdisk",
+            Peer::Ferrite => "ferrite",
+            Peer::Polling => "ferrite, polling",
+            Peer::Persistent => "ferrite, persistent",
+            Peer::Map => "ferrite, map",
+            Peer::Vhd => "ferrite, VHD",
+        };
+        format!("{name} {extra}").trim().to_owned()
+    }
+}
+
+/// Seconds of the two runs whose difference is profiled.
+const PROFILE_S: (f64, f64) = (0.1, 0.4);
+
+/// Seconds of the test before the rounds.
+const WARM_UP_S: f64 = 0.1;
+/// Between the outputs of both.
+const NEXT: &str = "next";
+
+/// Size of the RAM disk behind every backend.
+const DISK_MIB: u32 = 160;
+/// Size of the VHD, whose file has a second RAM disk of that size around it.
+const VHD_MIB: u32 = 128;
+const VHD: &str = "/run/vhd/disk.vhd";
+
+/// A backend as it was measured.
+struct Column {
+    peer: Peer,
+    name: String,
+    /// Of each test, the figure of each round.
+    values: Vec<Vec<f64>>,
+}
+
+/// Boots the host and measures one backend after the other with the same guest and RAM disk.
+pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
+    let tests = load::selected(&arguments.tests)?;
+    packages::ensure(&[packages::XEN_HOST])?;
+    let programs = [release::build_ferrite()?];
+    let mut profiler = match arguments.profile {
+        true => Some(Profiler::new(&programs[0].file)?),
+        false => None,
+    };
+    let plugin = profiler.as_ref().map(Profiler::arguments).unwrap_or_default();
+    let processor = match arguments.guest {
+        GuestKind::Pv => Processor::Plain,
+        GuestKind::Pvh => Processor::Amd,
+    };
+    let processors = (processor, arguments.xen_cpus);
+    let root = root::ensure(root::TRIXIE)?;
+    let mut xenhost = XenHost::boot_at(Pace::Instructions, processors, &root, &programs, &plugin)
+        .context(
+        "counting instructions works with QEMU 7.2; 10.0 stops with \"Bad icount read\"",
+    )?;
+    prepare(&mut xenhost, arguments)?;
+    if let Some(profiler) = &mut profiler {
+        profile_all(&mut xenhost, arguments, profiler, &tests)?;
+        return Ok(Vec::new());
+    }
+    let columns = measure(&mut xenhost, arguments, &tests)?;
+    std::fs::create_dir_all(&arguments.results)?;
+    let found = figures::findings(&tests, &columns, arguments);
+    let quick = arguments.xen_rounds < 3;
+    let outcome = Outcome::about(figures::about(arguments), found, machine::describe(), quick);
+    say(outcome.write(&arguments.results)?.display().to_string());
+    Ok(figures::compare(&tests, &columns, arguments))
+}
+
+/// blkback as it is by itself, and every page of the disks in place before it is read.
+fn prepare(xenhost: &mut XenHost, arguments: &XenArguments) -> Result<()> {
+    xenhost.sh_for(
+        &format!(
+            "rmmod xen-blkback && modprobe xen-blkback && modprobe brd rd_nr=2 rd_size={} && \
+             head -c {DISK_MIB}M /dev/zero | tr '\\0' f >/dev/ram0",
+            DISK_MIB << 10
+        ),
+        120,
+    )?;
+    if !arguments.only.contains(&Peer::Vhd) {
+        return Ok(());
+    }
+    step("make the VHD", || {
+        let make = format!(
+            "mkfs.ext4 -q -m 0 -O ^has_journal /dev/ram1 && mkdir /run/vhd && \
+             mount /dev/ram1 /run/vhd && loop=$(losetup -f --show --sizelimit {VHD_MIB}M /dev/ram0) && \
+             ferrite image convert $loop {VHD} 2>&1 && losetup -d $loop",
+        );
+        xenhost.sh_for(&make, 300).map(drop)
+    })
+}
+
+/// Each test in a guest whose driver is as the test wants it, round after round.
+fn measure(
+    xenhost: &mut XenHost,
+    arguments: &XenArguments,
+    tests: &[&Test],
+) -> Result<Vec<Column>> {
+    let empty = vec![Vec::new(); tests.len()];
+    let mut columns: Vec<Column> = variants(arguments)
+        .into_iter()
+        .map(|(peer, extra)| Column { peer, name: peer.name(&extra), values: empty.clone() })
+        .collect();
+    let mut left: Vec<usize> = (0..tests.len()).collect();
+    while let Some(first) = left.first().map(|at| tests[*at]) {
+        let (now, later) = left.iter().partition(|at| tests[**at].indirect == first.indirect);
+        let chosen: Vec<usize> = now;
+        left = later;
+        let alike: Vec<&Test> = chosen.iter().map(|at| tests[*at]).collect();
+        let mut guest = start(xenhost, arguments, first.indirect)?;
+        // The first disk of a guest has half the rate at depth 1, whoever serves it.
+        if let Some((peer, extra)) = variants(arguments).first() {
+            step("warm up", || {
+                let mut disk = attach(xenhost, &mut guest, *peer, extra)?;
+                load::fio(xenhost, &mut guest, &disk, &alike[..1], WARM_UP_S)?;
+                disk.unplug(xenhost)
+            })?;
+        }
+        for round in 1..=arguments.xen_rounds {
+            for (column, (peer, extra)) in columns.iter_mut().zip(variants(arguments)) {
+                let what = format!("{}, round {round}", column.name);
+                let values = step(&what, || {
+                    let mut disk = attach(xenhost, &mut guest, peer, &extra)?;
+                    let values =
+                        load::fio(xenhost, &mut guest, &disk, &alike, arguments.xen_seconds)?;
+                    disk.unplug(xenhost)?;
+                    Ok(values)
+                })?;
+                for (at, value) in chosen.iter().zip(values) {
+                    say(format!("  {}: {value:.0} {}", tests[*at].name, tests[*at].unit.name()));
+                    column.values[*at].push(value);
+                }
+            }
+        }
+        guest.destroy(xenhost)?;
+    }
+    Ok(columns)
+}
+
+/// Starts the guest, with so many segments a request.
+fn start(xenhost: &mut XenHost, arguments: &XenArguments, indirect: Option<u32>) -> Result<Guest> {
+    let kind = match arguments.guest {
+        GuestKind::Pv => Kind::Pv,
+        GuestKind::Pvh => Kind::Pvh,
+    };
+    let options = GuestOptions { kind, vcpus: load::VCPUS, indirect, ..GuestOptions::default() };
+    let guest = step("start a guest", || Guest::start(xenhost, &options))?;
+    if arguments.xen_cpus > 1 {
+        xenhost.sh(&format!("xl vcpu-pin {} all 1", guest.domid()))?;
+    }
+    Ok(guest)
+}
+
+/// The backends in the order of their measurement, ferrite once for each set of arguments.
+fn variants(arguments: &XenArguments) -> Vec<(Peer, String)> {
+    let mut list = Vec::new();
+    for peer in &arguments.only {
+        if *peer == Peer::Ferrite && !arguments.ferrite_args.is_empty() {
+            list.extend(arguments.ferrite_args.iter().map(|extra| (*peer, extra.clone())));
+        } else {
+            list.push((*peer, String::new()));
+        }
+    }
+    list
+}
+
+/// Gives the guest a disk over the RAM disk.
+fn attach(xenhost: &mut XenHost, guest: &mut Guest, peer: Peer, extra: &str) -> Result<Disk> {
+    let backend = match peer {
+        Peer::Blkback => Backend::Blkback,
+        Peer::Qdisk => Backend::Qdisk,
+        _ => Backend::Ferrite,
+    };
+    let image = if peer == Peer::Vhd { VHD } else { "/dev/ram0" };
+    let mut options = DiskOptions::new(image, "xvda");
+    options.arguments = format!("{} {extra}", peer.arguments());
+    let disk = Disk::attach(xenhost, guest, backend, options)?;
+    disk.wait_connected(xenhost)?;
+    guest.sh(xenhost, &format!("until [ -b {} ]; do sleep 0.1; done", disk.node()), 60)?;
+    load::settle(xenhost, guest)?;
+    Ok(disk)
+}
+
+/// Profiles all tests with all backends.
+fn profile_all(
+    xenhost: &mut XenHost,
+    arguments: &XenArguments,
+    profiler: &mut Profiler,
+    tests: &[&Test],
+) -> Result<()> {
+    let mut guest = start(xenhost, arguments, None)?;
+    profiler.read_symbols(xenhost, &mut guest)?;
+    let mut profiles = String::new();
+    for (peer, extra) in variants(arguments) {
+        let name = peer.name(&extra);
+        let mut disk = attach(xenhost, &mut guest, peer, &extra)?;
+        profiles += &step(&format!("profile of {name}"), || {
+            profile(xenhost, &mut guest, &disk, profiler, &name, tests)
+        })?;
+        disk.unplug(xenhost)?;
+    }
+    let file = steps::target_dir().join("bench").join("xen-profile.md");
+    std::fs::write(&file, &profiles).with_context(|| format!("cannot write {}", file.display()))?;
+    println!("{profiles}");
+    Ok(())
+}
+
+/// Profiles the tests, one after the other. A short and a longer run differ in nothing but the
+/// requests: fio's own start and end are in both.
+fn profile(
+    xenhost: &mut XenHost,
+    guest: &mut Guest,
+    disk: &Disk,
+    profiler: &mut Profiler,
+    name: &str,
+    tests: &[&Test],
+) -> Result<String> {
+    let maps = match disk.pid() {
+        Some(pid) => xenhost.sh(&format!("cat /proc/{pid}/maps"))?,
+        None => String::new(),
+    };
+    let mut text = String::new();
+    for test in tests {
+        let run = |seconds: f64| load::command(disk, &[test], seconds);
+        let (short, long) = (run(PROFILE_S.0), run(PROFILE_S.1));
+        // The first run finds nothing in its place, neither here nor there.
+        let command = format!(
+            "{short} >/dev/null; {MARK_NOW}; {short}; {MARK_NOW}; echo {NEXT}; {long}; {MARK_NOW}"
+        );
+        let output = guest.sh(xenhost, &command, 3 * load::LIMIT_S)?;
+        let (few, many) = output.split_once(NEXT).context("odd output of fio")?;
+        let ios = |output| load::requests(output, test).context("odd output of fio");
+        let (few, many) = (ios(few)?, ios(many)?);
+        let marks = [profiler.counters()?, profiler.counters()?, profiler.counters()?];
+        let short = profile::difference(&marks[1], &marks[0]);
+        let long = profile::difference(&marks[2], &marks[1]);
+        let counts = profile::difference(&long, &short);
+        text += &profiler.report(&format!("{}: {name}", test.name), &counts, many - few, &maps);
+        text += "\n";
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_backend_has_a_name_of_its_own() {
+        let peers = <Peer as clap::ValueEnum>::value_variants();
+        let names: std::collections::BTreeSet<String> =
+            peers.iter().map(|peer| peer.name("")).collect();
+        assert_eq!(names.len(), peers.len());
+        assert!(peers.iter().all(|peer| peer.is_ours() == peer.name("").starts_with("ferrite")));
+    }
+}
