@@ -56,6 +56,7 @@ pub(crate) fn rest() -> Vec<Outcome> {
         outcomes.extend(beside.join().expect("checks that do not panic"));
     });
     outcomes.extend([
+        check("instructions a request", instructions),
         check("tests with the mover map", || with_mover("map")),
         check("tests with the mover persistent", || with_mover("persistent")),
         check("tests under valgrind", valgrind),
@@ -107,10 +108,14 @@ fn tests_on_aio() -> Result<()> {
     // Most of their time is the kernel's grace period at the end of each context, when no processor
     // is needed.
     let threads = (4 * steps::cpus()).to_string();
-    let packages = ["disk", "serve", "ferrite", "lab"];
-    Programs::build(&[])?.run_all("aio", &packages, steps::cpus(), &|test| {
+    let on_aio = |test: &mut Command| {
         test.env("RUST_TEST_THREADS", &threads).env("FERRITE_TEST_ENGINE", "aio");
-    })
+    };
+    let programs = Programs::build(&[])?;
+    let packages = ["disk", "serve", "ferrite"];
+    let done = programs.run_all("aio", &packages, steps::cpus(), &on_aio);
+    // Of the lab's tests the engine matters to those of the bench alone.
+    done.and(programs.run_some("aio", "lab", &["bench"], &on_aio))
 }
 
 /// Tests of the backend in which data moves, once more with another mover.
@@ -118,6 +123,15 @@ fn with_mover(mover: &str) -> Result<()> {
     Programs::build(&[])?.run_some(&format!("mover-{mover}"), "serve", DATA, &|test| {
         test.env("FERRITE_TEST_MOVER", mover);
     })
+}
+
+/// What a request costs the backend's own code, beside the figures of the repository (docs/performance.md,
+/// "Part instructions").
+fn instructions() -> Result<()> {
+    let compare = Programs::build(&[])?.binary("lab", "ferrite-compare")?;
+    let mut count = Command::new(compare);
+    count.current_dir(steps::repository());
+    run("instructions", count.args(["instructions", "--runs", "1", "--hold"]))
 }
 
 /// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.

@@ -71,11 +71,6 @@ impl Ferrite {
         &self.program
     }
 
-    /// `ferrite-bench`.
-    pub(crate) fn bench_program(&self) -> &Path {
-        &self.bench
-    }
-
     /// The same load by the least pipeline of two processes.
     ///
     /// # Errors

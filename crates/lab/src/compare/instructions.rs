@@ -1,66 +1,116 @@
 //! Instructions of the backend's own code a request, as valgrind counts them: times scatter, and
 //! these do not. The kernel's part is not in them.
 
-use super::Setup;
 use super::image;
 use super::result::{Measurement, Target};
 use super::rounds::{Plan, Sample};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use ferrite_xenhost::packages;
+use ferrite_xenhost::release;
 use ferrite_xenhost::steps::{self, step};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 const PART: &str = "instructions";
 const IMAGE_MIB: usize = 256;
-/// The texts around the number of requests in the log.
-const REQUESTS: (&str, &str) = ("since the start: ", " requests in ");
+/// The figures that this commit is held to.
+const RECORDED: &str = "crates/lab/src/compare/instructions.json";
+/// Steps of the short run and of the longer one, of 32 requests each.
+const STEPS: (u32, u32) = (200, 1000);
 /// The most that a count may be of that of another program.
 const MOST: f64 = 1.005;
+/// The most that a count may be of the recorded one; as much less is refused, too.
+const HELD: f64 = 1.02;
 
 /// Options of the part `instructions`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Options of the part instructions")]
 pub(super) struct InstructionsArguments {
-    /// A `ferrite-bench` of another state of the code, or a `ferrite` that still has `bench`: it is
-    /// counted in turn with today's.
+    /// A `ferrite-bench` of another state of the code: it is counted in turn with today's.
     #[arg(long, value_name = "PROGRAM")]
     before: Option<PathBuf>,
+    /// Fail if a count is not within 2 % of the recorded one, as CI does.
+    #[arg(long, conflicts_with = "before")]
+    hold: bool,
 }
 
-/// Counts 4 KiB random reads, 32 in flight, one queue, events only, on the engine whose calls
-/// valgrind knows.
-pub(super) fn run(setup: &Setup, arguments: &InstructionsArguments) -> Result<Vec<Measurement>> {
+/// Counts 4 KiB random reads, 32 at a time, one queue, events only, on the engine whose calls valgrind
+/// knows.
+pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<Measurement>> {
     packages::ensure(&[&[("valgrind", "valgrind")]])?;
-    let images = Images::make(setup)?;
+    // The same code on every machine, whatever its processor has.
+    let ferrite = release::build_ferrite()?.file;
+    let bench = ferrite.with_file_name("ferrite-bench");
+    let images = Images::make(&ferrite)?;
     let mut rows = Vec::new();
     for (name, image) in images.all() {
         let counted = |program: PathBuf| {
             let image = image.clone();
-            move || instructions(&program, &image, setup.seconds)
+            move || instructions(&program, &image)
         };
         let title = format!("{name}, 4 KiB randread, depth 32: instructions a request");
-        let mut plan = Plan::new(&title).add("now", counted(setup.ferrite.bench_program().into()));
+        let mut plan = Plan::new(&title).add("now", counted(bench.clone()));
         if let Some(before) = &arguments.before {
             plan = plan.add("before", counted(before.clone()));
         }
-        let rounds = plan.run(setup.runs)?;
+        let rounds = plan.run(rounds)?;
         let of = |program: &str| rounds.each(|round| round.of(program).instructions);
         let row = Measurement::of_runs(PART, title, "", &of("now"));
         rows.push(match arguments.before {
             Some(_) => row.against_runs("before", &of("before")).target(Target::AtMost(MOST)),
-            None => row,
+            None => row.against("recorded", recorded()?.of(name)?).target(Target::AtMost(HELD)),
         });
     }
+    if arguments.hold {
+        hold(&rows)?;
+    }
     Ok(rows)
+}
+
+/// The figures of the repository, by the names of images.
+struct Recorded(BTreeMap<String, f64>);
+
+fn recorded() -> Result<Recorded> {
+    let file = steps::repository().join(RECORDED);
+    let text = fs::read(&file).with_context(|| format!("cannot read {RECORDED}"))?;
+    Ok(Recorded(serde_json::from_slice(&text).with_context(|| format!("{RECORDED} is no JSON"))?))
+}
+
+impl Recorded {
+    fn of(&self, name: &str) -> Result<f64> {
+        self.0.get(name).copied().with_context(|| format!("{RECORDED} has no figure of {name}"))
+    }
+}
+
+/// Each figure has to be near the recorded one, in both directions: a gain that nobody writes down would
+/// hide the next loss.
+fn hold(rows: &[Measurement]) -> Result<()> {
+    let wrong: Vec<String> = rows.iter().filter_map(deviation).collect();
+    ensure!(
+        wrong.is_empty(),
+        "{}\nIf the change is worth it, write the new figures into {RECORDED}, and into the commit \
+         why they changed. What they go to: docs/performance.md, \"Instructions a request\".",
+        wrong.join("\n")
+    );
+    Ok(())
+}
+
+fn deviation(row: &Measurement) -> Option<String> {
+    let (ratio, recorded) = (row.ratio?, row.peer_value?);
+    let percent = 100.0 * (ratio - 1.0);
+    let is_held = (2.0 - HELD..=HELD).contains(&ratio);
+    (!is_held).then(|| {
+        format!("{}: {:.0}, and {recorded:.0} is recorded ({percent:+.1} %)", row.name, row.value)
+    })
 }
 
 /// The same contents in each format, every block written, on tmpfs.
 struct Images(PathBuf);
 
 impl Images {
-    fn make(setup: &Setup) -> Result<Images> {
+    fn make(ferrite: &Path) -> Result<Images> {
         let folder =
             Path::new("/dev/shm").join(format!("ferrite-bench-count-{}", std::process::id()));
         fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -69,7 +119,7 @@ impl Images {
         step(&format!("images of {IMAGE_MIB} MiB on tmpfs"), || {
             image::filled(raw.as_ref(), IMAGE_MIB)?;
             for format in ["vhd", "qcow2"] {
-                let mut convert = Command::new(setup.ferrite.program());
+                let mut convert = Command::new(ferrite);
                 convert.args(["image", "convert", &raw, &images.file(format)]);
                 steps::output(&mut convert)?;
             }
@@ -100,37 +150,30 @@ impl Drop for Images {
 
 /// A short and a longer run differ in nothing but the requests: the beginning and the end are in
 /// both.
-fn instructions(program: &Path, image: &str, seconds: f64) -> Result<Sample> {
-    let (short, few) = count(program, image, seconds / 3.0)?;
-    let (long, many) = count(program, image, seconds)?;
-    if many <= few {
-        bail!("the longer run had {many} requests, and the shorter one {few}: measure for longer");
-    }
+fn instructions(program: &Path, image: &str) -> Result<Sample> {
+    let [(short, few), (long, many)] =
+        [count(program, image, STEPS.0)?, count(program, image, STEPS.1)?];
+    ensure!(many > few, "{many} requests in the longer run, and {few} in the shorter one");
     Ok(Sample { instructions: (long - short) / (many - few), ..Sample::UNKNOWN })
 }
 
-/// The instructions of the whole process, and its requests.
-fn count(program: &Path, image: &str, seconds: f64) -> Result<(f64, f64)> {
-    let counts = steps::target_dir().join("bench");
-    fs::create_dir_all(&counts)?;
-    let counts = counts.join("callgrind.out");
+/// The instructions of the queue's thread, and its requests. What the other threads do depends on time.
+fn count(program: &Path, image: &str, steps: u32) -> Result<(f64, f64)> {
+    let counts = tempfile::tempdir().context("cannot make a folder for the counts")?;
     let mut command = Command::new("valgrind");
-    command.args(["--tool=callgrind", "--quiet", "--fair-sched=yes"]);
-    command.arg(format!("--callgrind-out-file={}", counts.display())).arg(program);
-    if program.file_name().is_some_and(|name| name == "ferrite") {
-        command.arg("bench");
+    command.args(["--tool=callgrind", "--quiet", "--fair-sched=yes", "--separate-threads=yes"]);
+    let file = counts.path().join("counts");
+    command.arg(format!("--callgrind-out-file={}", file.display())).arg(program);
+    command.args([image, "--engine", "aio", "--poll-us", "0"]);
+    command.args(["--steps", &steps.to_string()]).env("NO_COLOR", "1");
+    let said = steps::output(&mut command)?;
+    let requests = number(&said, ("", " requests")).with_context(|| format!("it said {said}"))?;
+    let mut most = None;
+    for file in fs::read_dir(counts.path())? {
+        let total = number(&fs::read_to_string(file?.path())?, ("\ntotals: ", "\n"));
+        most = most.max(total.map(|total| total as u64));
     }
-    command.args([image, "--engine", "aio", "--poll-us", "0", "-v"]);
-    command.args(["--seconds", &seconds.to_string()]).env("NO_COLOR", "1");
-    let output = command.stdin(Stdio::null()).output().context("cannot start valgrind")?;
-    let log = String::from_utf8_lossy(&output.stderr);
-    if !output.status.success() {
-        bail!("{} on {image} ended with {}: {log}", program.display(), output.status);
-    }
-    let all = number(&fs::read_to_string(&counts)?, ("\ntotals: ", "\n"));
-    let all = all.with_context(|| format!("{} has no total", counts.display()))?;
-    let requests = number(&log, REQUESTS).with_context(|| format!("no requests in: {log}"))?;
-    Ok((all, requests))
+    Ok((most.context("valgrind wrote no total")? as f64, requests))
 }
 
 /// The number between two texts.
@@ -145,12 +188,32 @@ mod tests {
 
     #[test]
     fn requests_and_instructions_are_found() {
-        let log = "INFO connected\nDEBUG serve: since the start: 124624 requests in 7789 sweeps, 0";
-        assert_eq!(number(log, REQUESTS), Some(124_624.0));
+        assert_eq!(number("124624 requests\n", ("", " requests")), Some(124_624.0));
         assert_eq!(
             number("summary: 9\n\ntotals: 264152561\n", ("\ntotals: ", "\n")),
             Some(264_152_561.0)
         );
-        assert_eq!(number("totals", REQUESTS), None);
+        assert_eq!(number("totals", ("\ntotals: ", "\n")), None);
+    }
+
+    fn row(value: f64) -> Measurement {
+        Measurement::new(PART, "raw", value, "").against("recorded", 2500.0)
+    }
+
+    #[test]
+    fn a_figure_that_is_not_the_recorded_one_is_refused_and_the_text_says_what_to_do() {
+        hold(&[row(2451.0), row(2549.0)]).unwrap();
+        let worse = hold(&[row(2500.0), row(2551.0)]).unwrap_err().to_string();
+        assert!(worse.contains("raw: 2551, and 2500 is recorded (+2.0 %)"), "{worse}");
+        assert!(worse.contains(RECORDED), "{worse}");
+        assert!(hold(&[row(2449.0)]).is_err(), "better ones are written down as well");
+    }
+
+    #[test]
+    fn each_image_has_a_recorded_figure() {
+        let recorded = recorded().unwrap();
+        let names = Images(PathBuf::new()).all().map(|(name, _)| name);
+        assert!(names.iter().all(|name| recorded.of(name).is_ok_and(|figure| figure > 100.0)));
+        assert_eq!(recorded.0.len(), names.len());
     }
 }

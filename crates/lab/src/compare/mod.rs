@@ -129,9 +129,7 @@ impl Part {
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Kept => kept::run(&Setup::new(arguments)?),
-            Part::Instructions => {
-                instructions::run(&Setup::new(arguments)?, &arguments.instructions)
-            }
+            Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),
             Part::Xen => xen::run(&arguments.xen),
             Part::Network => joined("network", network::run()?),
             Part::Persistent => joined("xen-persistent", crowd::persistent()?),

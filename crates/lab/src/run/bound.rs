@@ -119,6 +119,7 @@ fn task(args: &BoundArgs, sectors: u64) -> Task {
         block_bytes: args.block,
         depth: args.depth,
         batch: false,
+        steps: None,
         ring_order: 0,
         max_indirect: 0,
         poll_us: args.guest_poll,

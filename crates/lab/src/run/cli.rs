@@ -94,6 +94,13 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) batch: bool,
 
+    /// Measure no time: send a batch of as many as the depth N times, each when the backend sleeps and
+    /// all answers are there, and print the number of requests. So counts of what the backend executes do
+    /// not depend on who was faster.
+    #[arg(long, value_name = "N", conflicts_with_all = ["batch", "json", "idle", "rest", "kept"],
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) steps: Option<u32>,
+
     /// Bytes of each request, a multiple of 512.
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = block)]
     pub(crate) block: u32,

@@ -35,7 +35,7 @@ fn work(args: &GuestArgs) -> anyhow::Result<Said> {
     let loads = loads(&mut front, &task)?;
     say(&Said::Ready)?;
     let times = hear()?;
-    let threads: Vec<_> = loads.into_iter().map(|load| start(load, times)).collect();
+    let threads: Vec<_> = loads.into_iter().map(|load| start(load, times, task.steps)).collect();
     let mut tallies = Vec::new();
     for thread in threads {
         let thread = thread.context("cannot start a queue's thread")?;
@@ -76,8 +76,12 @@ fn loads(front: &mut Frontend, task: &Task) -> anyhow::Result<Vec<Load<Blkif>>> 
 
 type Ran = Result<(Blkif, Tally), FrontError>;
 
-fn start(load: Load<Blkif>, times: Times) -> std::io::Result<JoinHandle<Ran>> {
-    std::thread::Builder::new().name("guest-queue".to_owned()).spawn(move || load.run(times))
+fn start(load: Load<Blkif>, times: Times, steps: Option<u32>) -> std::io::Result<JoinHandle<Ran>> {
+    let run = move || match steps {
+        Some(steps) => load.run_in_steps(steps),
+        None => load.run(times),
+    };
+    std::thread::Builder::new().name("guest-queue".to_owned()).spawn(run)
 }
 
 pub(super) fn say(what: &Said) -> anyhow::Result<()> {

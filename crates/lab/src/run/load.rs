@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ferrite_io::clock::{Clock, Random, SplitMix64, SystemClock};
 use ferrite_loopback::LoopbackError;
-use ferrite_loopback::front::{Buffer, FrontError, FrontQueue};
+use ferrite_loopback::front::{Buffer, FrontError, FrontQueue, RingWord};
 use ferrite_xen::abi::SECTOR_BYTES;
 use ferrite_xen::hypervisor::PAGE_SIZE;
 use rustix::time::{ClockId, clock_gettime};
@@ -242,10 +242,16 @@ impl<C: Carrier> Load<C> {
             }
         }
         if !self.carrier.wait(PATIENCE)? {
-            let what = format!("no response to {} requests came", self.carrier.in_flight());
-            let ms = PATIENCE.as_millis() as u64;
-            return Err(LoopbackError::Timeout { what, ms }.into());
+            return Err(self.unanswered());
         }
+        self.take_all()
+    }
+
+    fn unanswered(&self) -> FrontError {
+        late(format!("no response to {} requests came", self.carrier.in_flight()))
+    }
+
+    fn take_all(&mut self) -> Result<(), FrontError> {
         while let Some(ended) = self.carrier.take()? {
             self.ended.push(ended);
         }
@@ -263,6 +269,43 @@ impl<C: Carrier> Load<C> {
             self.idle.push(place);
         }
     }
+}
+
+impl Load<Blkif> {
+    /// Sends a batch when the backend sleeps, and asks for one event with its last answer. So the backend
+    /// does the same each time, however fast each of both is.
+    pub(crate) fn run_in_steps(mut self, steps: u32) -> Result<(Blkif, Tally), FrontError> {
+        let ring = self.carrier.queue.ring();
+        for _ in 0..steps {
+            let end_ns = SystemClock.now_ns() + PATIENCE.as_nanos() as u64;
+            let next = self.carrier.queue.req_prod().wrapping_add(1);
+            while ring.load(RingWord::ReqEvent) != next {
+                if SystemClock.now_ns() > end_ns {
+                    return Err(late("the backend did not go to sleep".to_owned()));
+                }
+                SystemClock.sleep(Duration::from_micros(20));
+            }
+            while let Some(place) = self.idle.pop() {
+                let (sector, write) = self.choice.next();
+                self.carrier.send(place, sector, write)?;
+            }
+            let last = self.carrier.queue.req_prod();
+            ring.store(RingWord::RspEvent, last);
+            self.carrier.push()?;
+            while ring.load(RingWord::RspProd) != last {
+                if !self.carrier.queue.wait_event(PATIENCE)? {
+                    return Err(self.unanswered());
+                }
+            }
+            self.take_all()?;
+            self.count(0, true);
+        }
+        Ok((self.carrier, self.counter.tally(0)))
+    }
+}
+
+fn late(what: String) -> FrontError {
+    LoopbackError::Timeout { what, ms: PATIENCE.as_millis() as u64 }.into()
 }
 
 /// The processor time of this thread.
@@ -288,6 +331,7 @@ mod tests {
             block_bytes: 4096,
             depth: 1,
             batch: false,
+            steps: None,
             ring_order: 0,
             max_indirect: 0,
             poll_us: 0,

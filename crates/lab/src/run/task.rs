@@ -25,6 +25,8 @@ pub(crate) struct Task {
     pub(crate) depth: u32,
     /// Send requests only when none is in flight, as many as `depth`.
     pub(crate) batch: bool,
+    /// Send so many batches, each when the backend sleeps.
+    pub(crate) steps: Option<u32>,
     pub(crate) ring_order: u32,
     pub(crate) max_indirect: u32,
     /// How long to poll for responses before sleeping.
@@ -98,6 +100,7 @@ pub(crate) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure>
         block_bytes: args.block,
         depth: args.depth,
         batch: args.batch,
+        steps: args.steps,
         ring_order,
         max_indirect: args.indirect,
         poll_us: poll_us(args, loaded),
