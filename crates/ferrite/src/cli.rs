@@ -6,12 +6,13 @@ use std::process::ExitCode;
 
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand};
 use ferrite_io::engines::EngineChoice;
+use ferrite_serve::memory::parse_bytes;
 use ferrite_serve::path::full::OnFull;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::exit::Code;
 use crate::image::args::ImageArgs;
-use crate::options::{TuningArgs, memory};
+use crate::options::{MemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
@@ -166,10 +167,6 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
     pub(crate) on_full: OnFull,
 
-    /// Memory for data in flight; at least 1 MiB a queue is taken.
-    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
-    pub(crate) memory: usize,
-
     /// How data gets from and to the guest: copy, map, or persistent.
     #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
     pub(crate) mover: Mover,
@@ -186,6 +183,9 @@ pub(crate) struct ServeArgs {
     /// Stop mapping when all ferrite processes of this host together have N pages mapped.
     #[arg(long, value_name = "N", default_value_t = HOST_MAPPINGS)]
     pub(crate) map_budget_host: u32,
+
+    #[command(flatten)]
+    pub(crate) memory: MemoryArgs,
 
     #[command(flatten)]
     pub(crate) parents: ParentsArgs,
@@ -343,7 +343,7 @@ pub(crate) struct NbdArgs {
     pub(crate) on_full: OnFull,
 
     /// Memory for data in flight of each client; at least 2 MiB are taken.
-    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
+    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = parse_bytes)]
     pub(crate) memory: usize,
 
     /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
@@ -394,6 +394,8 @@ pub(crate) struct DoctorArgs {
 
 #[cfg(test)]
 mod tests {
+    use ferrite_serve::memory::DataMemory;
+
     use super::*;
 
     #[test]
@@ -408,7 +410,8 @@ mod tests {
         assert_eq!((args.image.to_str(), args.read_only), (Some("a.img"), false));
         assert_eq!((args.xen.domain.0, args.xen.device), (3, 51712));
         assert_eq!((args.queues, args.ring_order, args.indirect), (4, 4, 256));
-        assert_eq!((args.memory, args.engine), (8 << 20, EngineChoice::Auto));
+        assert_eq!((args.memory.memory, args.engine), (DataMemory::Auto, EngineChoice::Auto));
+        assert_eq!((args.memory.memory.bytes(), args.memory.memory_host), (8 << 20, None));
         assert_eq!((args.mover, args.map_budget, args.map_budget_host), (Mover::Copy, 4224, 65536));
     }
 
@@ -450,6 +453,7 @@ mod tests {
             ["--memory", "0"],
             ["--memory", "3G"],
             ["--memory", "lots"],
+            ["--memory-host", "auto"],
             ["--engine", "io_uring"],
             ["--mover", "steal"],
             ["--map-budget", "-1"],

@@ -19,7 +19,7 @@ use sd_notify::NotifyState;
 use crate::RELAY;
 use crate::cli::{DaemonArgs, ServeArgs};
 use crate::exit::{Code, Failure};
-use crate::options::TuningArgs;
+use crate::options::{MemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
 use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
@@ -144,7 +144,7 @@ fn options(args: &ServeArgs) -> DiskOptions {
         own_grants: args.own_grants,
         map_budget: args.map_budget,
         on_full: args.on_full,
-        memory_bytes: args.memory,
+        memory: args.memory.memory,
         poll: args.tuning.poll_us,
         poll_cpu: args.tuning.poll_cpu,
         cpu: args.cpu,
@@ -168,11 +168,14 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         poll_storage: options.poll_storage,
         cpu: options.cpu,
         on_full: options.on_full,
-        memory: options.memory_bytes,
         mover: options.mover,
         own_grants: options.own_grants,
         map_budget: options.map_budget,
         map_budget_host: disk.config().host.map_budget,
+        memory: MemoryArgs {
+            memory: options.memory,
+            memory_host: disk.config().host.memory_mib.map(|mib| u64::from(mib) << 20),
+        },
         parents: ParentsArgs::of(folders),
         tuning: TuningArgs {
             poll_us: options.poll,
@@ -186,6 +189,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
 
 #[cfg(test)]
 mod tests {
+    use ferrite_serve::memory::DataMemory;
     use ferrite_serve::path::full::OnFull;
     use ferrite_serve::polling::PollWindow;
     use ferrite_xen::mover::Mover;
@@ -208,7 +212,7 @@ mod tests {
             own_grants: false,
             map_budget: 7,
             on_full: OnFull::Wait,
-            memory_bytes: 3 << 20,
+            memory: DataMemory::Bytes(3 << 20),
             poll: "9".parse::<PollWindow>().unwrap(),
             poll_cpu: 20,
             cpu: Some(150),

@@ -2,10 +2,13 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
 use clap::Args;
 use ferrite_disk::size;
+use ferrite_io::pool::HostMemory;
 use ferrite_io::shares::Shares;
+use ferrite_serve::memory::DataMemory;
 use ferrite_serve::polling::{Budget, PollWindow, host_units};
 use ferrite_serve::tuning::Tuning;
 
@@ -49,17 +52,26 @@ impl TuningArgs {
     }
 }
 
-/// Buffers are addressed with 32 bits, rounded up to 2 MiB.
-const MAX_MEMORY_BYTES: u64 = 2 << 30;
+/// Memory for data; for a server and for a bench.
+#[derive(Debug, Args)]
+pub struct MemoryArgs {
+    /// Memory for data in flight; at least 1 MiB a queue is taken. auto: 8 MiB, and more while storage is
+    /// slow.
+    #[arg(long, value_name = "SIZE|auto", default_value_t = DataMemory::Auto)]
+    pub memory: DataMemory,
 
-/// A size of memory for data in flight.
-///
-/// # Errors
-/// It is no size, or none that can be had; the text says which may.
-pub fn memory(text: &str) -> Result<usize, String> {
-    let bytes = size::parse(text).map_err(|e| e.to_string())?;
-    if bytes == 0 || bytes > MAX_MEMORY_BYTES {
-        return Err("it must be more than 0 and at most 2G".into());
+    /// Memory by which all disks of this host with --memory auto may grow together; by default an eighth
+    /// of what it has.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub memory_host: Option<u64>,
+}
+
+impl MemoryArgs {
+    /// By what the memory may grow, as far as the others that share the file leave it.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub fn host(&self, shared: &Path) -> io::Result<Option<Arc<HostMemory>>> {
+        self.memory.host(shared, self.memory_host)
     }
-    usize::try_from(bytes).map_err(|e| e.to_string())
 }

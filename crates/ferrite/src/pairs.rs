@@ -16,7 +16,7 @@ const SERVE: &str = "serve";
 /// Says which disk it is.
 const XEN: &str = "xen";
 /// What bounds all disks of the process, or of the host: one disk cannot have its own.
-const OF_ALL: [&str; 3] = ["cpu", "poll-host", "map-budget-host"];
+const OF_ALL: [&str; 4] = ["cpu", "poll-host", "map-budget-host", "memory-host"];
 
 /// Understands a command line.
 ///
@@ -239,7 +239,7 @@ mod tests {
         let example = text.lines().find_map(|line| line.strip_prefix("ferrite serve --memory "));
         let words = format!("serve --memory {}", example.unwrap());
         let (_, disks) = disks(&words).unwrap();
-        assert!(disks.iter().all(|disk| disk.memory == 16 << 20));
+        assert!(disks.iter().all(|disk| disk.memory.memory.bytes() == 16 << 20));
         let read_only: Vec<_> = disks.iter().map(|disk| disk.read_only).collect();
         assert_eq!(read_only, [false, true, false]);
         let queues: Vec<_> = disks.iter().map(|disk| disk.queues).collect();

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
+use ferrite_io::pool::HostMemory;
 use ferrite_serve::blkif::lifecycle::{
     Attached, Attachment, Config, EngineFactory, FollowConfig, Outcome, STOPPED, ServeError,
     WorkConfig, close, report_failure, run_dir_name, serve, sweep,
@@ -43,6 +44,8 @@ pub(crate) const RUN_DIR: &str = "/run/ferrite";
 const MAP_BUDGET: &str = "map-budget";
 /// In there, the file by which they share processors to poll with.
 const POLL_BUDGET: &str = "poll-budget";
+/// In there, the file by which they share memory for data while storage is slow.
+const MEMORY_BUDGET: &str = "memory-budget";
 /// In there, what was answered and is not yet in the images' metadata.
 pub(crate) const IMAGES: &str = "images";
 /// How long a takeover waits for the killed predecessor's last I/O to end.
@@ -182,7 +185,8 @@ pub(crate) fn work_config(
     Ok(WorkConfig {
         domid,
         moving: moving(args, run)?,
-        pool_bytes: args.memory,
+        pool_bytes: args.memory.memory.bytes(),
+        host_memory: host_memory(args, run),
         run_dir: run.join(run_dir_name(domid, devid)),
         closes: true,
         tuning: args.tuning.tuning(),
@@ -301,12 +305,27 @@ fn moving(args: &ServeArgs, run: &Path) -> Result<Moving, Failure> {
     Ok(Moving { mover: args.mover, maps: Maps::new(budget, SystemClock::shared()) })
 }
 
+fn make_run(run: &Path) -> io::Result<()> {
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(run)
+}
+
+/// Without the file that is shared, the disk has what it has: it is no reason not to serve it.
+fn host_memory(args: &ServeArgs, run: &Path) -> Option<Arc<HostMemory>> {
+    let path = run.join(MEMORY_BUDGET);
+    make_run(run).and_then(|()| args.memory.host(&path)).unwrap_or_else(|e| {
+        tracing::warn!(
+            "cannot open {}: {e}; this disk gets no more memory for data while its storage is slow",
+            path.display()
+        );
+        None
+    })
+}
+
 /// Without the file that is shared, the disk is bounded by itself alone: it is no reason not to
 /// serve it.
 fn processors(args: &ServeArgs, run: &Path, limit: Option<Arc<Limit>>) -> Arc<Processors> {
     let path = run.join(POLL_BUDGET);
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(run);
-    let polling = made.and_then(|()| args.tuning.polling(&path)).unwrap_or_else(|e| {
+    let polling = make_run(run).and_then(|()| args.tuning.polling(&path)).unwrap_or_else(|e| {
         let percent = args.tuning.poll_cpu;
         tracing::warn!(
             "cannot open {}: {e}; this disk polls with up to {percent} % of a processor, \
@@ -348,7 +367,7 @@ pub(crate) fn tell_of_processors(run: &Path) {
 }
 
 fn make_dir(path: &Path) -> Result<(), Failure> {
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| {
+    make_run(path).map_err(|e| {
         let what = format!("cannot make {}", path.display());
         Failure::new(what, e, "run as root, with tmpfs mounted on /run")
     })

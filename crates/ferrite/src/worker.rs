@@ -110,7 +110,8 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     put("indirect", &args.indirect);
     put("engine", &args.engine);
     put("on-full", &args.on_full);
-    put("memory", &args.memory);
+    put("memory", &args.memory.memory);
+    args.memory.memory_host.iter().for_each(|bytes| put("memory-host", bytes));
     put("mover", &args.mover);
     put("own-grants", &args.own_grants);
     put("map-budget", &args.map_budget);
@@ -267,6 +268,7 @@ mod tests {
             "--cpu=150",
             "--on-full=wait",
             "--memory=3M",
+            "--memory-host=70M",
             "--mover=map",
             "--own-grants=false",
             "--map-budget=5",

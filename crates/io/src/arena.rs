@@ -114,16 +114,28 @@ impl Arena {
     /// # Errors
     /// `InvalidInput` for 0 bytes or more than [`MAX_ARENA_BYTES`]; what `mmap` says otherwise.
     pub fn new(bytes: usize) -> io::Result<Arc<Arena>> {
+        Arena::with_room(bytes, 0)
+    }
+
+    /// The same, and behind it room for `more` bytes, likewise, if this host has that: address space,
+    /// that is. Where the kernel's reserve of huge pages is used there is none, since pages of that
+    /// would be taken at once.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_room(bytes: usize, more: usize) -> io::Result<Arc<Arena>> {
         if bytes == 0 || bytes > MAX_ARENA_BYTES {
             let text = format!("an arena has 1 to {MAX_ARENA_BYTES} bytes, not {bytes}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let len = bytes.next_multiple_of(HUGE_PAGE_BYTES);
+        let more = more.min(MAX_ARENA_BYTES - len).next_multiple_of(HUGE_PAGE_BYTES);
         let arena = match Self::map_huge(len) {
             Some(arena) => arena,
-            None => Self::map_aligned(len)?,
+            None if more == 0 => Self::map_aligned(len)?,
+            None => Self::map_aligned(len + more).or_else(|_| Self::map_aligned(len))?,
         };
-        arena.keep_private(arena.span(0, len));
+        arena.keep_private(arena.span(0, arena.len));
         Ok(Arc::new(arena))
     }
 

@@ -8,8 +8,11 @@
 //! No buffer free means: stop consuming requests (threats.md, by construction, 3).
 //!
 //! The last page of the last slab is no buffer but the page that stays zero.
+//!
+//! A pool may [grow](Pool::grow) by further shared slabs, until all of its queues rest.
 
 mod bitmap;
+mod growth;
 
 use std::cell::Cell;
 use std::fmt;
@@ -18,8 +21,11 @@ use std::marker::PhantomData;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::arena::{Arena, Lender, Span};
+use crate::arena::{Arena, HUGE_PAGE_BYTES, Lender, Span};
 use bitmap::{PAGES, PageMap, SlabSet};
+use growth::Grown;
+
+pub use growth::{Growth, HostMemory, STEP_BYTES};
 
 /// Bytes in a slab: the largest blkif request (256 segments of one page).
 pub const SLAB_BYTES: usize = 1 << 20;
@@ -32,6 +38,16 @@ const FIRST_LENT: u32 = 16;
 
 /// The most that a kernel pins in one piece, in bytes.
 const MAX_PINNED_BYTES: usize = 1 << 30;
+
+/// What a pool may get from others.
+#[derive(Default)]
+pub struct Others {
+    /// Queues use its pages first while they are warm: as many as their buffers have filled at once, so
+    /// that large requests have most of them.
+    pub lender: Option<Box<dyn Lender>>,
+    /// Memory beside the pool's own, when storage is slow.
+    pub growth: Option<Growth>,
+}
 
 /// Bytes in a page, the unit of allocation.
 pub const PAGE_BYTES: usize = 4096;
@@ -48,6 +64,10 @@ pub struct Pool {
     slabs: u32,
     /// Behind the slabs, for each queue.
     scratch_bytes: usize,
+    /// All of that, as the arena rounds it up.
+    own_bytes: usize,
+    /// Further slabs, behind it.
+    grown: Option<Grown>,
     /// Queues that use buffers, or may.
     warm: Mutex<usize>,
     /// Lends each of them pages for the first part of its own slab, where most of its buffers are.
@@ -75,34 +95,70 @@ impl Pool {
         queues: usize,
         scratch_bytes: usize,
     ) -> io::Result<Arc<Pool>> {
-        Pool::with_lender(bytes, queues, scratch_bytes, None)
+        Pool::with_others(bytes, queues, scratch_bytes, Others::default())
     }
 
-    /// The same, whose queues use `lender`'s pages first while they are warm: as many as their buffers
-    /// have filled at once, so that large requests have most of them.
+    /// The same, with what it may get from others.
     ///
     /// # Errors
     /// Those of [`Arena::new`].
-    pub fn with_lender(
+    pub fn with_others(
         bytes: usize,
         queues: usize,
         scratch_bytes: usize,
-        lender: Option<Box<dyn Lender>>,
+        others: Others,
     ) -> io::Result<Arc<Pool>> {
         // The last slab, which has the zero page, is no queue's own, whatever the scratch memory takes.
         let least = queues.saturating_add(1).saturating_mul(SLAB_BYTES);
         let scratch_bytes = scratch_bytes.next_multiple_of(PAGE_BYTES);
         let aside = queues.saturating_mul(scratch_bytes);
-        let arena = Arena::new(bytes.max(least).saturating_add(aside))?;
+        let bytes = bytes.max(least);
+        let room = others.growth.as_ref().map_or(0, |growth| growth.room(bytes));
+        let arena = Arena::with_room(bytes.saturating_add(aside), room)?;
+        let own_bytes = bytes.saturating_add(aside).next_multiple_of(HUGE_PAGE_BYTES);
         // An arena is below 4 GiB, so this is below 4096.
-        let slabs = ((arena.len() - aside) / SLAB_BYTES) as u32;
-        let shared = SlabSet::new(slabs);
+        let slabs = ((own_bytes - aside) / SLAB_BYTES) as u32;
+        let shared = SlabSet::new((arena.len() / SLAB_BYTES) as u32);
         for slab in queues as u32..slabs {
             shared.give(slab);
         }
-        let own = Mutex::new(vec![Some(PageMap::empty()); queues]);
-        let (warm, lendable) = (Mutex::new(0), Mutex::new(LENT_PAGES));
-        Ok(Arc::new(Pool { arena, shared, own, slabs, scratch_bytes, warm, lender, lendable }))
+        let first = (own_bytes / SLAB_BYTES) as u32;
+        let room = arena.len() - own_bytes;
+        Ok(Arc::new(Pool {
+            arena,
+            shared,
+            own: Mutex::new(vec![Some(PageMap::empty()); queues]),
+            slabs,
+            scratch_bytes,
+            own_bytes,
+            grown: others.growth.map(|growth| Grown::new(growth.host, first, room)),
+            warm: Mutex::new(0),
+            lender: others.lender,
+            lendable: Mutex::new(LENT_PAGES),
+        }))
+    }
+
+    /// A request that used a buffer has ended, for which storage took from `began_ns` to `ended_ns`, and
+    /// another one found none meanwhile. If storage is slow, so that more at once would be
+    /// done in the same time, there is more memory from now on: twice as much, as far as the host
+    /// has it, until all queues [rest](QueuePool::cool).
+    pub fn grow(&self, began_ns: u64, ended_ns: u64) {
+        let Some(grown) = &self.grown else { return };
+        for slab in grown.grow(self.slabs, began_ns, ended_ns) {
+            self.shared.give(slab);
+        }
+    }
+
+    /// No queue uses any memory: that which it has grown by goes back.
+    fn shrink(&self) {
+        let Some(grown) = &self.grown else { return };
+        let slabs = grown.all();
+        if !slabs.is_empty() {
+            slabs.clone().for_each(|slab| self.shared.remove(slab));
+            let (first, count) = (slabs.start as usize, slabs.len());
+            self.arena.release(self.arena.span(first * SLAB_BYTES, count * SLAB_BYTES));
+        }
+        grown.give_back();
     }
 
     /// Memory of one queue for other things than guests' data; empty, unless it was asked for. It
@@ -232,15 +288,26 @@ impl QueuePool {
                 return Some(buf);
             }
         }
-        let slab = self.pool.shared.take()?;
+        let slab = self.take_slab(pages)?;
+        if self.slabs.len() <= slab as usize {
+            self.slabs.resize(slab as usize + 1, None);
+        }
         self.slabs[slab as usize] = Some(self.pool.fresh(slab));
         self.held.push(slab);
-        let buf = self.alloc_in(slab, pages);
-        if buf.is_none() {
-            // Only the last slab, which lacks a page, can be too small.
-            self.give_back(slab);
+        self.alloc_in(slab, pages)
+    }
+
+    /// A shared slab with room for so many pages.
+    fn take_slab(&self, pages: u32) -> Option<u32> {
+        let shared = &self.pool.shared;
+        let slab = shared.take()?;
+        if self.pool.fresh(slab).find(pages).is_some() {
+            return Some(slab);
         }
-        buf
+        // The last one of the pool's own lacks a page. Those that it has grown by are behind that.
+        let next = shared.take();
+        shared.give(slab);
+        next
     }
 
     fn alloc_in(&mut self, slab: u32, pages: u32) -> Option<Buf> {
@@ -286,7 +353,7 @@ impl QueuePool {
             self.borrow_pages(self.peak.max(FIRST_LENT));
             self.peak = 0;
         }
-        self.pool.arena.span(0, self.pool.arena.len().min(MAX_PINNED_BYTES))
+        self.pool.arena.span(0, self.pool.own_bytes.min(MAX_PINNED_BYTES))
     }
 
     /// Says that this queue uses neither buffers nor its scratch memory for now, and that no
@@ -304,6 +371,7 @@ impl QueuePool {
         *warm -= 1;
         if *warm == 0 {
             arena.release(arena.span(0, self.pool.slabs as usize * SLAB_BYTES));
+            self.pool.shrink();
         }
     }
 

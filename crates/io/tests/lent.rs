@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 
 use ferrite_io::arena::{Arena, Lender, Span};
-use ferrite_io::pool::{LENT_PAGES, PAGE_BYTES, Pool, QueuePool, SLAB_BYTES};
+use ferrite_io::pool::{LENT_PAGES, Others, PAGE_BYTES, Pool, QueuePool, SLAB_BYTES};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 /// Pages that a queue has at first.
@@ -57,7 +57,8 @@ impl Lender for Lends {
 
 fn pool(device: &Arc<Device>, queues: usize) -> Arc<Pool> {
     let lender = Box::new(Lends(device.clone()));
-    Pool::with_lender(8 * SLAB_BYTES, queues, 0, Some(lender)).unwrap()
+    let others = Others { lender: Some(lender), growth: None };
+    Pool::with_others(8 * SLAB_BYTES, queues, 0, others).unwrap()
 }
 
 /// Whether this memory can be lent any: not that of the kernel's reserve of huge pages.

@@ -207,7 +207,7 @@ impl Report {
             poll_us: args.tuning.poll_us.to_string(),
             counts: aside.counts.named().map(|(name, count)| (name.to_owned(), count)).collect(),
             late_us: us(aside.late_ns),
-            memory_bytes: args.memory,
+            memory_bytes: args.memory.memory.bytes(),
             seconds: args.seconds,
             version: env!("CARGO_PKG_VERSION").into(),
         })

@@ -18,6 +18,7 @@ extern crate self as ferrite_serve;
 pub mod blkif;
 pub mod counters;
 pub mod log_limit;
+pub mod memory;
 pub mod nbd;
 pub mod path;
 pub mod polling;

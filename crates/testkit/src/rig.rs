@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use ferrite_disk::{Disk, OpenOptions, TestCheck};
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::engines::test_engine;
+use ferrite_io::pool::HostMemory;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{CopyWith, GuestOptions, Machine};
@@ -87,6 +88,7 @@ pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
     WorkConfig {
         domid,
         pool_bytes: 8 << 20,
+        host_memory: None,
         run_dir,
         closes: true,
         tuning: Tuning::default(),
@@ -126,6 +128,8 @@ pub struct Plan {
     pub offer: Offer,
     /// Memory for data.
     pub pool_bytes: usize,
+    /// By what that may grow.
+    pub host_memory: Option<Arc<HostMemory>>,
     /// Whether the image is opened so.
     pub read_only: bool,
     /// How the hypervisor copies grants.
@@ -158,6 +162,7 @@ impl Default for Plan {
             bytes: 64 << 20,
             offer: offer(),
             pool_bytes: 8 << 20,
+            host_memory: None,
             read_only: false,
             copy_with: CopyWith::Memcpy,
             engine: engines(),
@@ -280,6 +285,7 @@ impl Rig {
             follow: FollowConfig { offer: self.plan.offer, ..follow_config(&self.disk) },
             work: WorkConfig {
                 pool_bytes: self.plan.pool_bytes,
+                host_memory: self.plan.host_memory.clone(),
                 tuning: self.plan.tuning,
                 processors: self.plan.processors.clone(),
                 counters: self.counters.clone(),

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use ferrite_serve::memory::DataMemory;
 use toml::{Table, Value};
 
 use super::{Config, DiskOptions, HostOptions, nearest};
@@ -48,7 +49,7 @@ const TOP: [Key<Config>; 3] = [
 
 const TABLES: [&str; 3] = ["disks", "host", "images"];
 
-const HOST: [Key<HostOptions>; 2] = [
+const HOST: [Key<HostOptions>; 3] = [
     Key {
         name: "map_budget",
         allowed: "a number of pages, from 0 to 16777216",
@@ -58,6 +59,11 @@ const HOST: [Key<HostOptions>; 2] = [
         name: "poll_processors",
         allowed: "a number of processors, from 0 to 4096",
         take: |host, value| put(&mut host.poll_processors, number(value, 0, 4096).map(Some)),
+    },
+    Key {
+        name: "memory_mib",
+        allowed: "a number of MiB, from 0 to 1048576",
+        take: |host, value| put(&mut host.memory_mib, number(value, 0, 1 << 20).map(Some)),
     },
 ];
 
@@ -109,9 +115,13 @@ const DISK: [Key<DiskOptions>; 14] = [
     },
     Key {
         name: "memory_mib",
-        allowed: "a number of MiB, from 1 to 2048",
+        allowed: "\"auto\", or a number of MiB, from 1 to 2048",
         take: |disk, value| {
-            put(&mut disk.memory_bytes, number(value, 1, 2048).map(|mib| (mib as usize) << 20))
+            let memory = match value.as_str() {
+                Some(text) => (text == "auto").then_some(DataMemory::Auto),
+                None => number(value, 1, 2048).map(|mib| DataMemory::Bytes((mib as usize) << 20)),
+            };
+            put(&mut disk.memory, memory)
         },
     },
     Key {
@@ -147,7 +157,10 @@ const DISK: [Key<DiskOptions>; 14] = [
 pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()] {
     let poll = disk.poll.to_string();
     let cpu = disk.cpu.map_or_else(|| "-".to_owned(), |percent| percent.to_string());
-    let memory = (disk.memory_bytes >> 20).to_string();
+    let memory = match disk.memory {
+        DataMemory::Auto => disk.memory.to_string(),
+        DataMemory::Bytes(bytes) => (bytes >> 20).to_string(),
+    };
     [
         ("queues", disk.queues.to_string()),
         ("ring_order", disk.ring_order.to_string()),

@@ -10,6 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ferrite_io::engines::EngineChoice;
+use ferrite_serve::memory::DataMemory;
 use ferrite_serve::path::full::OnFull;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
@@ -54,6 +55,8 @@ pub struct HostOptions {
     pub map_budget: u32,
     /// Processors that all disks together may poll with; none: half of them.
     pub poll_processors: Option<u32>,
+    /// MiB by which the memory for data of all disks together may grow; none: an eighth of the host's.
+    pub memory_mib: Option<u32>,
 }
 
 /// How a disk is served.
@@ -77,8 +80,8 @@ pub struct DiskOptions {
     pub map_budget: u32,
     /// What requests get for which there is no space.
     pub on_full: OnFull,
-    /// Bytes for data in flight.
-    pub memory_bytes: usize,
+    /// Memory for data in flight.
+    pub memory: DataMemory,
     /// How long a queue polls before it sleeps.
     pub poll: PollWindow,
     /// Percent of a processor that polling may take.
@@ -95,7 +98,11 @@ impl Default for Config {
             image_folders: keys::IMAGE_FOLDERS.map(PathBuf::from).to_vec(),
             parent_folders: Vec::new(),
             metrics_socket: None,
-            host: HostOptions { map_budget: HOST_MAPPINGS, poll_processors: None },
+            host: HostOptions {
+                map_budget: HOST_MAPPINGS,
+                poll_processors: None,
+                memory_mib: None,
+            },
             disks: DiskOptions::default(),
             images: BTreeMap::new(),
         }
@@ -114,7 +121,7 @@ impl Default for DiskOptions {
             own_grants: true,
             map_budget: DISK_MAPPINGS,
             on_full: OnFull::Error,
-            memory_bytes: 8 << 20,
+            memory: DataMemory::Auto,
             poll: PollWindow::Auto,
             poll_cpu: 100,
             cpu: None,

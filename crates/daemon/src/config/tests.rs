@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use ferrite_io::engines::{EngineChoice, EngineKind};
+use ferrite_serve::memory::DataMemory;
 use ferrite_serve::path::full::OnFull;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::Mover;
@@ -22,6 +23,7 @@ metrics_socket = "/run/m.sock"
 [host]
 map_budget = 1000
 poll_processors = 0
+memory_mib = 512
 
 [disks]
 queues = 2
@@ -57,7 +59,7 @@ fn each_key_goes_to_its_place() {
         own_grants: false,
         map_budget: 100,
         on_full: OnFull::Wait,
-        memory_bytes: 16 << 20,
+        memory: DataMemory::Bytes(16 << 20),
         poll: PollWindow::Fixed(50),
         poll_cpu: 20,
         cpu: Some(150),
@@ -68,7 +70,7 @@ fn each_key_goes_to_its_place() {
         image_folders: ["/srv/images", "/dev/vg"].map(PathBuf::from).to_vec(),
         parent_folders: vec!["/srv/templates".into()],
         metrics_socket: Some("/run/m.sock".into()),
-        host: HostOptions { map_budget: 1000, poll_processors: Some(0) },
+        host: HostOptions { map_budget: 1000, poll_processors: Some(0), memory_mib: Some(512) },
         disks,
         images: [("/srv/images/db:1.vhd".into(), image)].into(),
     };
@@ -131,6 +133,8 @@ fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
         ("[disks]\nmap_budget = -1", "disks.map_budget", "a number of pages"),
         ("[disks]\nmemory_mib = 0", "disks.memory_mib", "from 1 to 2048"),
         ("[disks]\nmemory_mib = 4096", "disks.memory_mib", "from 1 to 2048"),
+        ("[disks]\nmemory_mib = \"more\"", "disks.memory_mib", "\"auto\", or a number"),
+        ("[host]\nmemory_mib = \"auto\"", "host.memory_mib", "a number of MiB"),
         ("[disks]\npoll_us = \"often\"", "disks.poll_us", "\"auto\", or a number"),
         ("[disks]\npoll_us = [1]", "disks.poll_us", "\"auto\", or a number"),
         ("[disks]\npoll_cpu = 6401", "disks.poll_cpu", "from 0 to 6400"),
@@ -140,7 +144,7 @@ fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
         ("[host]\nmap_budget = true", "host.map_budget", "a number of pages"),
         ("[host]\npoll_processors = 5000", "host.poll_processors", "from 0 to 4096"),
         ("[host]\nqueues = 1", "host.queues", "write it below [disks]"),
-        ("[host]\nxyzzy = 1", "host.xyzzy", "there are map_budget, poll_processors"),
+        ("[host]\nxyzzy = 1", "host.xyzzy", "there are map_budget, poll_processors, memory_mib"),
         ("queues = 1", "queues", "write it below [disks]"),
         ("map_budget = 1", "map_budget", "write it below [host]"),
         ("poll_processors = 1", "poll_processors", "write it below [host]"),
@@ -194,7 +198,7 @@ fn settings_say_where_they_come_from() {
         ("queues", "2", Source::Disks),
         ("cpu", "70", Source::Image),
         ("on_full", "wait", Source::Earlier),
-        ("memory_mib", "8", Source::Default),
+        ("memory_mib", "auto", Source::Default),
         ("merge", "true", Source::Default),
     ] {
         let setting = Setting { key: key.to_owned(), value: value.to_owned(), from };

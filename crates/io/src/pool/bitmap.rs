@@ -60,6 +60,16 @@ impl<W: Word> SlabSet<W> {
         None
     }
 
+    /// Takes a number that is there.
+    ///
+    /// # Panics
+    /// If it is not.
+    pub(super) fn remove(&self, slab: u32) {
+        let bit = 1 << (slab % u64::BITS);
+        let before = self.words[(slab / u64::BITS) as usize].fetch_and(!bit);
+        assert!(before & bit != 0, "slab {slab} is somebody's");
+    }
+
     /// Puts a number into the set.
     ///
     /// # Panics

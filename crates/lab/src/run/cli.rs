@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
-use ferrite::options::{TuningArgs, memory};
+use ferrite::options::{MemoryArgs, TuningArgs};
 use ferrite::parents::ParentsArgs;
 use ferrite_disk::size;
 use ferrite_io::engines::EngineChoice;
 use ferrite_loopback::CopyWith;
+use ferrite_serve::memory::parse_bytes;
 use ferrite_xen::mover::Mover;
 use serde::{Deserialize, Serialize};
 
@@ -157,12 +158,11 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) poll_storage: bool,
 
-    /// Memory for each guest's data in flight; at least 1 MiB a queue is taken.
-    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = memory)]
-    pub(crate) memory: usize,
+    #[command(flatten)]
+    pub(crate) memory: MemoryArgs,
 
     /// Memory for tables of the image that can be read again; each image has a few in any case.
-    #[arg(long, value_name = "SIZE", value_parser = memory)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub(crate) metadata_cache: Option<usize>,
 
     /// Whether guests offer to keep pages granted: by default with the mover that wants it.

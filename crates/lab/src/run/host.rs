@@ -461,13 +461,16 @@ pub(super) fn work_config(
 ) -> Result<WorkConfig, Failure> {
     let shared = run_dir.with_file_name("poll-budget");
     let polling = args.tuning.polling(&shared).map_err(no_run_dir)?;
+    let shared = run_dir.with_file_name("memory-budget");
+    let host_memory = args.memory.host(&shared).map_err(no_run_dir)?;
     Ok(WorkConfig {
         domid,
         moving: Moving {
             mover: args.mover,
             maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),
         },
-        pool_bytes: args.memory,
+        pool_bytes: args.memory.memory.bytes(),
+        host_memory,
         run_dir: run_dir.to_owned(),
         // Several guests may have it.
         closes: false,

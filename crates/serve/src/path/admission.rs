@@ -37,6 +37,7 @@ impl RequestPath {
     /// when that ends.
     pub fn enter(&mut self) -> bool {
         self.hold.stalled = false;
+        self.hold.short = false;
         if self.is_holding_back() {
             return false;
         }
@@ -92,6 +93,7 @@ impl RequestPath {
         let buf = self.buffers.alloc(data_bytes + slack, &mut self.reactor);
         if buf.is_none() {
             self.hold.stalled = true;
+            self.hold.short = true;
             self.counters().shortages.add(1);
         }
         buf
@@ -233,7 +235,7 @@ pub(super) mod tests {
     use ferrite_io::clock::SystemClock;
     use ferrite_io::engine::{FileId, Transfer};
     use ferrite_io::engines::test_engine;
-    use ferrite_io::pool::{PAGE_BYTES, Pool, SLAB_BYTES};
+    use ferrite_io::pool::{Growth, HostMemory, Others, PAGE_BYTES, Pool, SLAB_BYTES, STEP_BYTES};
 
     use super::RequestPath;
     use crate::counters::{Counters, Kind};
@@ -250,7 +252,12 @@ pub(super) mod tests {
     }
 
     fn path_with(device: &Arc<Device>, side: Side, lender: Option<Box<dyn Lender>>) -> RequestPath {
-        let pool = Pool::with_lender(1 << 20, 1, Disk::MAX_SCRATCH_BYTES, lender).unwrap();
+        let others = Others { lender, growth: None };
+        path_of(device, side, others)
+    }
+
+    fn path_of(device: &Arc<Device>, side: Side, others: Others) -> RequestPath {
+        let pool = Pool::with_others(1 << 20, 1, Disk::MAX_SCRATCH_BYTES, others).unwrap();
         let (processors, counters) = (Arc::default(), Counters::default());
         let shared =
             Shared::new(device.clone(), pool, 1, Tuning::default(), processors, counters).unwrap();
@@ -286,6 +293,33 @@ pub(super) mod tests {
         fn take_back(&self, _: &Arena, wanted: Span) {
             self.0.fetch_sub(wanted.len() / PAGE_BYTES, Ordering::Relaxed);
         }
+    }
+
+    #[test]
+    fn a_request_without_a_buffer_has_the_memory_grow_when_the_one_before_took_long() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = HostMemory::open(&dir.path().join("memory"), 1 << 30).unwrap();
+        let device = Arc::new(Device::new(Disk::nothing(), SystemClock::shared()));
+        for (slow, short, grown) in [(true, true, STEP_BYTES), (false, true, 0), (true, false, 0)] {
+            let growth = Growth { most_bytes: 1 << 30, host: host.clone() };
+            let others = Others { lender: None, growth: Some(growth) };
+            let mut path = path_of(&device, Side::First, others);
+            assert!(path.enter());
+            let buf = path.buffer(SLAB_BYTES);
+            let ticket = path.take(1, 0, buf, 0).unwrap();
+            path.flights.get(&ticket).kind = Kind::of(Action::Read);
+            let stages = &mut path.flights.get(&ticket).record.stages;
+            stages.completed_ns = if slow { 20_000_000 } else { 2_000_000 };
+            let mut others = Vec::new();
+            while short && let Some(buf) = path.buffer(SLAB_BYTES) {
+                others.push(buf);
+            }
+            path.release(ticket);
+            others.into_iter().for_each(|buf| path.free(buf));
+            assert_eq!(host.claimed_bytes(), grown, "slow {slow}, short {short}");
+            path.stay_out();
+        }
+        assert_eq!(host.claimed_bytes(), 0);
     }
 
     #[test]

@@ -249,6 +249,10 @@ impl RequestPath {
     pub fn release(&mut self, ticket: Ticket) {
         let flight = self.flights.get(&ticket);
         if let Some(buf) = flight.buf.take() {
+            let stages = &flight.record.stages;
+            if self.hold.short {
+                self.shared.pool.grow(stages.submitted_ns, stages.completed_ns);
+            }
             self.buffers.free(buf);
         }
         self.count(&ticket);

@@ -10,6 +10,8 @@ use super::RequestPath;
 pub(super) struct Hold {
     /// There are some, and no buffer for them, or the gate is closed.
     pub(super) stalled: bool,
+    /// It is a buffer that they lack.
+    pub(super) short: bool,
     /// The disk has used its processor time.
     throttled: Option<Throttled>,
 }

@@ -31,6 +31,8 @@ type Hook = Box<dyn FnMut(&Op) + Send>;
 pub struct Traffic {
     /// Operations on storage.
     under_way: AtomicUsize,
+    /// The most of them at once.
+    most: AtomicUsize,
     /// One of them that has to be alone.
     alone: AtomicBool,
     /// Operations that had to be alone and were begun.
@@ -40,6 +42,11 @@ pub struct Traffic {
 }
 
 impl Traffic {
+    /// The most operations on storage that were under way at once, but for those that had to be alone.
+    pub fn most(&self) -> usize {
+        self.most.load(SeqCst)
+    }
+
     /// How many operations that had to be alone were begun.
     pub fn begun_alone(&self) -> usize {
         self.begun_alone.load(SeqCst)
@@ -56,7 +63,8 @@ impl Traffic {
             self.begun_alone.fetch_add(1, SeqCst);
             self.beside.fetch_add(self.under_way.load(SeqCst), SeqCst);
         } else {
-            self.under_way.fetch_add(1, SeqCst);
+            let before = self.under_way.fetch_add(1, SeqCst);
+            self.most.fetch_max(before + 1, SeqCst);
             self.beside.fetch_add(usize::from(self.alone.load(SeqCst)), SeqCst);
         }
     }

@@ -9,8 +9,9 @@ use std::thread::JoinHandle;
 use ferrite_disk::Disk;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
-use ferrite_io::pool::Pool;
-use ferrite_xen::hypervisor::{DomId, Hypervisor, HypervisorError, Link};
+use ferrite_io::pool::{Growth, HostMemory, Others, Pool};
+use ferrite_xen::abi::MAX_DIRECT_SEGMENTS;
+use ferrite_xen::hypervisor::{DomId, Hypervisor, HypervisorError, Link, PAGE_SIZE};
 use ferrite_xen::mover::{Mover, Moving};
 use ferrite_xen::ring::BackRing;
 
@@ -51,6 +52,7 @@ pub(super) struct Means<'a> {
     pub(super) heir: Arc<TableHeir>,
     pub(super) moving: Moving,
     pub(super) pool_bytes: usize,
+    pub(super) host_memory: Option<Arc<HostMemory>>,
     pub(super) engine: EngineFactory,
     pub(super) tuning: Tuning,
     pub(super) processors: Arc<Processors>,
@@ -350,7 +352,10 @@ fn new_connection(
     let device = means.device.clone();
     // Others do not need them: they copy by the processor.
     let lender = if mover == Mover::Copy { means.hypervisor.lender() } else { None };
-    let pool = Pool::with_lender(means.pool_bytes, queues, Disk::MAX_SCRATCH_BYTES, lender)
+    let host = means.host_memory.clone();
+    let growth = host.map(|host| Growth { most_bytes: ring_bytes(rings), host });
+    let others = Others { lender, growth };
+    let pool = Pool::with_others(means.pool_bytes, queues, Disk::MAX_SCRATCH_BYTES, others)
         .map_err(|e| Failure::host("get memory for the buffer pool", e))?;
     let (processors, counters) = (means.processors.clone(), means.counters.clone());
     let shared = Shared::new(device, pool, queues, means.tuning, processors, counters)
@@ -361,6 +366,14 @@ fn new_connection(
         max_indirect_segments: rings.max_indirect_segments,
         discard: rings.discard,
     }))
+}
+
+/// Bytes of all data that the rings' requests can have at once.
+fn ring_bytes(rings: &Rings) -> usize {
+    let Rings { wanted, max_indirect_segments, .. } = rings;
+    let segments = usize::from(*max_indirect_segments).max(MAX_DIRECT_SEGMENTS);
+    let entries = wanted.protocol.entries(wanted.ring_order) as usize;
+    wanted.queues.len() * entries * segments * PAGE_SIZE
 }
 
 /// The disk's mover, if the frontend agrees to it; otherwise grant copy, which any frontend takes.

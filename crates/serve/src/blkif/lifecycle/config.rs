@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use ferrite_io::pool::HostMemory;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::Moving;
 
@@ -60,6 +61,8 @@ pub struct WorkConfig {
     pub moving: Moving,
     /// Bytes of the disk's buffer pool.
     pub pool_bytes: usize,
+    /// By what it may grow when storage is slow, up to what the guest's rings can hold; none: it does not.
+    pub host_memory: Option<Arc<HostMemory>>,
     /// A directory on tmpfs for the in-flight table and the trace rings.
     pub run_dir: PathBuf,
     /// No other guest has the disk: it is closed when it is unplugged, before that is announced.

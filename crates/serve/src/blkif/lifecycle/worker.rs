@@ -391,6 +391,7 @@ fn means<'a>(
         heir: heir.map_err(|e| Failure::host("serve the disk", e))?,
         moving: config.moving.clone(),
         pool_bytes: config.pool_bytes,
+        host_memory: config.host_memory.clone(),
         engine: engine.clone(),
         tuning: config.tuning,
         processors: config.processors.clone(),

@@ -1,0 +1,89 @@
+//! How much memory the data in flight of a disk may take.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use ferrite_disk::size;
+use ferrite_io::pool::HostMemory;
+
+/// What a disk has in any case, if nobody says otherwise.
+const AUTO_BYTES: usize = 8 << 20;
+/// Buffers are addressed with 32 bits, rounded up to 2 MiB.
+const MAX_BYTES: u64 = 2 << 30;
+/// Of this host's memory, the part that all disks may grow by together.
+const HOST_PART: u64 = 8;
+
+/// Memory for the data in flight of a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DataMemory {
+    /// 8 MiB, and more while storage is slow.
+    #[default]
+    Auto,
+    /// So many bytes.
+    Bytes(usize),
+}
+
+impl DataMemory {
+    /// What the disk has in any case.
+    pub fn bytes(self) -> usize {
+        match self {
+            DataMemory::Auto => AUTO_BYTES,
+            DataMemory::Bytes(bytes) => bytes,
+        }
+    }
+
+    /// By what it may grow: what all disks that share the file have left of so many bytes; none if it
+    /// does not grow.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub fn host(self, shared: &Path, bytes: Option<u64>) -> io::Result<Option<Arc<HostMemory>>> {
+        match self {
+            DataMemory::Auto => {
+                HostMemory::open(shared, bytes.unwrap_or_else(host_bytes)).map(Some)
+            }
+            DataMemory::Bytes(_) => Ok(None),
+        }
+    }
+}
+
+/// What all disks of a host may grow by together by default.
+fn host_bytes() -> u64 {
+    let host = rustix::system::sysinfo();
+    host.totalram as u64 * u64::from(host.mem_unit) / HOST_PART
+}
+
+/// A size of memory for data in flight.
+///
+/// # Errors
+/// It is no size, or none that can be had; the text says which may.
+pub fn parse_bytes(text: &str) -> Result<usize, String> {
+    let bytes = size::parse(text).map_err(|e| e.to_string())?;
+    if bytes == 0 || bytes > MAX_BYTES {
+        return Err("it must be more than 0 and at most 2G".into());
+    }
+    usize::try_from(bytes).map_err(|e| e.to_string())
+}
+
+impl FromStr for DataMemory {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<DataMemory, String> {
+        match text {
+            "auto" => Ok(DataMemory::Auto),
+            _ => parse_bytes(text).map(DataMemory::Bytes),
+        }
+    }
+}
+
+impl fmt::Display for DataMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DataMemory::Auto => f.write_str("auto"),
+            DataMemory::Bytes(bytes) => bytes.fmt(f),
+        }
+    }
+}
