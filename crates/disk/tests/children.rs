@@ -149,14 +149,19 @@ fn what_does_not_say_what_it_stands_on_takes_force() {
     damaged[..8].copy_from_slice(b"conectix");
     fs::write(&family.other.path, &damaged).unwrap();
     family.refuses("cannot be excluded");
-    let mut named = vec![0; 1024];
-    let backing = format!(r#"json:{{"file.filename":"{}"}}"#, family.parent.path.display());
-    named[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
-    named[8..16].copy_from_slice(&512u64.to_be_bytes());
-    named[16..20].copy_from_slice(&(backing.len() as u32).to_be_bytes());
-    named[512..512 + backing.len()].copy_from_slice(backing.as_bytes());
-    fs::write(&family.other.path, &named).unwrap();
-    family.refuses("cannot be excluded");
+    let parent = family.parent.path.display();
+    for (described, why) in [
+        (format!(r#"json:{{"file.filename":"{parent}"}}"#), "has the same parent"),
+        (format!(r#"json:{{"file":{{"a":[{{"filename":"{parent}"}}]}}}}"#), "cannot be excluded"),
+    ] {
+        let mut named = vec![0; 1024];
+        named[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
+        named[8..16].copy_from_slice(&512u64.to_be_bytes());
+        named[16..20].copy_from_slice(&(described.len() as u32).to_be_bytes());
+        named[512..512 + described.len()].copy_from_slice(described.as_bytes());
+        fs::write(&family.other.path, &named).unwrap();
+        family.refuses(why);
+    }
     let done = coalesce(&family.child, true).unwrap();
     assert!(done.notes.iter().any(|note| note.contains("other")), "{done:?}");
 }

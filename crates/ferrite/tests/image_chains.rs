@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions};
-use images::{MIB, Place, json};
+use images::{MIB, Place, json, qemu_img};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A file that is overwritten where `ranges` say, as a guest would.
@@ -103,6 +103,22 @@ fn a_sibling_that_names_the_parent_as_it_was_called_before_is_not_destroyed() {
     place.ok(&["compare", "a.img", "two.qcow2"]);
     fs::remove_file(place.path("two.qcow2")).unwrap();
     place.ok(&["coalesce", "one.qcow2"]);
+}
+
+#[test]
+fn a_child_that_describes_its_parent_in_json_keeps_it_from_being_written() {
+    let place = Place::new();
+    place.ok(&["create", "base.qcow2", "8M"]);
+    let described = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"base.qcow2"}}"#;
+    let child = place.path("child.qcow2");
+    if qemu_img(&["create", "-u", "-f", "qcow2", "-F", "qcow2", "-b", described, &child, "8M"])
+        .is_none()
+    {
+        return;
+    }
+    let name = ImageName::parse(&place.path("base.qcow2")).unwrap();
+    let text = Disk::open_image(&name, &OpenOptions::default()).err().unwrap().to_string();
+    assert!(text.contains("child.qcow2 stands on it"), "{text}");
 }
 
 #[test]

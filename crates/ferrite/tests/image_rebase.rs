@@ -103,3 +103,51 @@ fn snapshots_inside_of_an_image_are_not_lost() {
     assert!(text.contains("snapshots inside"), "{text}");
     place.ok(&["compare", &leaf, "expected.img"]);
 }
+
+#[test]
+fn a_parent_with_a_colon_in_its_name_is_no_protocol() {
+    for (name, old) in [("./db:1.qcow2", "./db:1-old.qcow2"), ("./file:p.qcow2", "./file:p1.qcow2")]
+    {
+        let place = Place::new();
+        place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+        place.pattern("b.img", 4 * MIB, &[(2 * MIB, MIB)]);
+        // What another reading of the name would find.
+        for other in ["p.qcow2", "p1.qcow2"] {
+            place.ok(&["convert", "b.img", other]);
+        }
+        place.ok(&["convert", "a.img", name]);
+        place.ok(&["clone", name, "clone.qcow2"]);
+        place.ok(&["compare", "a.img", "clone.qcow2"]);
+        place.ok(&["clone", "p.qcow2", "other.qcow2"]);
+        place.ok(&["rebase", "-b", name, "other.qcow2"]);
+        place.ok(&["compare", "b.img", "other.qcow2"]);
+        for child in ["clone.qcow2", "other.qcow2"] {
+            fs::remove_file(place.path(child)).unwrap();
+        }
+        fs::set_permissions(place.path(name), fs::Permissions::from_mode(0o644)).unwrap();
+        place.ok(&["snapshot", name, old]);
+        place.ok(&["compare", "a.img", name]);
+        if let Some(disk) = qemu_img(&["compare", &place.path("a.img"), &place.path(name)]) {
+            assert!(disk.contains("identical"), "{disk}");
+        }
+    }
+}
+
+#[test]
+fn a_name_that_each_program_reads_in_its_own_way_is_refused_and_mended() {
+    let place = Place::new();
+    place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
+    place.pattern("b.img", 4 * MIB, &[(2 * MIB, MIB)]);
+    place.ok(&["convert", "a.img", "./file:p.qcow2"]);
+    place.ok(&["convert", "b.img", "p.qcow2"]);
+    place.ok(&["clone", "./file:p.qcow2", "c.qcow2"]);
+    let child = place.path("c.qcow2");
+    let bare = ["rebase", "-u", "-F", "qcow2", "-b", "file:p.qcow2", &child];
+    if qemu_img(&bare).is_none() {
+        return;
+    }
+    let text = place.fails(1, &["convert", "c.qcow2", "out.img"]);
+    assert!(text.contains("not named by a path") && text.contains("./NAME"), "{text}");
+    place.ok(&["rebase", "-u", "-b", "./file:p.qcow2", "c.qcow2"]);
+    place.ok(&["compare", "a.img", "c.qcow2"]);
+}

@@ -1,7 +1,7 @@
 //! A chain is opened from its leaf on: each image says where the next one may be.
 
 use std::os::unix::fs::FileTypeExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ferrite_io::names;
 
@@ -113,10 +113,20 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
         (Some(e), _) => Err(e),
         (None, Some(path)) => Err(Parents::outside(child_path, path)),
         (None, None) => refuse(
-            format!("its parent {name:?} is at none of {paths:?}"),
-            "put the parent back to where it was when the image was made",
+            format!("its parent {name:?} is at none of {}", whole(&paths)),
+            "put the parent back to where it was when the image was made, or, if it has another name \
+             now, say so: ferrite image rebase -u IMAGE -b PARENT",
         ),
     }
+}
+
+/// Paths as they are from the root, in one line.
+fn whole(paths: &[&PathBuf]) -> String {
+    let whole = |path: &&PathBuf| {
+        let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        format!("{whole:?}")
+    };
+    paths.iter().map(whole).collect::<Vec<_>>().join(", ")
 }
 
 /// Whether there is a folder, a pipe or a socket.

@@ -109,7 +109,7 @@ impl Qcow2 {
         let refuse = |why: String| {
             let what = format!("cannot open image {}", path.display());
             let help = "name the backing file and its format in the image \
-                        (qemu-img rebase -u -b FILE -F FORMAT IMAGE)";
+                        (qemu-img rebase -u -b FILE -F FORMAT IMAGE), a name with a colon as ./NAME";
             Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
         };
         let format = match backing.format.as_deref() {
@@ -119,7 +119,11 @@ impl Qcow2 {
             Some(other) => return refuse(format!("its backing file has the format {other:?}")),
             None => return refuse("it does not say which format its backing file has".into()),
         };
-        let name = backing.name.strip_prefix("file:").unwrap_or(&backing.name);
+        let name = match backing.name.strip_prefix("file:") {
+            // QEMU takes another one from the folder that it runs in.
+            Some(absolute) if absolute.starts_with('/') => absolute,
+            _ => &backing.name,
+        };
         let scheme = name.split('/').next().is_some_and(|first| first.contains(':'));
         if scheme {
             return refuse(format!("its backing file {name:?} is not named by a path"));

@@ -6,6 +6,9 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+use ferrite_io::names;
+use serde_json::Value;
+
 use crate::Raw;
 use crate::qcow2::format::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};
 
@@ -40,16 +43,46 @@ pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
     if len > MAX_BACKING_NAME_BYTES {
         return bad("the name of its backing file is too long");
     }
-    let name = raw.read_now(be64(&head, 8), len as usize)?;
-    let name = name.strip_prefix(b"file:").unwrap_or(&name);
-    if name.starts_with(b"json:") {
-        return bad("its backing file is named by json:");
+    let all = raw.read_now(be64(&head, 8), len as usize)?;
+    let folder = raw.path().parent().unwrap_or("".as_ref());
+    let name = match all.strip_prefix(b"json:") {
+        Some(json) => match file_of_json(json) {
+            Some(name) => return Ok(Some(folder.join(name))),
+            None => return bad("its backing file is named by json:"),
+        },
+        None => all.strip_prefix(b"file:").unwrap_or(&all),
+    };
+    let first = name.split(|b| *b == b'/').next().unwrap_or_default();
+    if name.len() < all.len() || first.contains(&b':') {
+        // What has such a name was meant, though nobody would open it by that.
+        let so_called = folder.join(OsStr::from_bytes(&all));
+        if names::exists(&so_called) {
+            return Ok(Some(so_called));
+        }
     }
     // Other schemes are of no files of this host.
-    let first = name.split(|b| *b == b'/').next().unwrap_or_default();
     if name.is_empty() || first.contains(&b':') {
         return Ok(None);
     }
-    let folder = raw.path().parent().unwrap_or("".as_ref());
     Ok(Some(folder.join(OsStr::from_bytes(name))))
+}
+
+/// The file that a description of QEMU's names, if it names one only.
+fn file_of_json(json: &[u8]) -> Option<PathBuf> {
+    let mut left = vec![serde_json::from_slice::<Value>(json).ok()?];
+    let mut files = Vec::new();
+    while let Some(value) = left.pop() {
+        let Value::Object(members) = value else { continue };
+        for (key, value) in members {
+            match value {
+                Value::String(file) if key.rsplit('.').next() == Some("filename") => {
+                    files.push(file)
+                }
+                value => left.push(value),
+            }
+        }
+    }
+    let [file] = files.try_into().ok()?;
+    let file: String = file;
+    Some(file.strip_prefix("file:").unwrap_or(&file).into())
 }

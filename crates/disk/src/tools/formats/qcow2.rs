@@ -1,6 +1,7 @@
 //! The tools' operations on qcow2 images.
 
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use super::{Looked, New, Offline, Rules, examined, finding, of_medium};
@@ -97,8 +98,10 @@ fn qcow2_backing(parent: &Parent, child: &Path) -> Result<(String, Format), Disk
     // In one directory they stay together when that is moved.
     let together = absolute(child).is_ok_and(|p| p.parent() == parent.path.parent());
     let path = match parent.path.file_name() {
-        Some(name) if together => Path::new(name),
-        _ => &parent.path,
+        // What is before a colon would be taken for a protocol, here and by QEMU.
+        Some(name) if together && name.as_bytes().contains(&b':') => Path::new(".").join(name),
+        Some(name) if together => name.into(),
+        _ => parent.path.clone(),
     };
     let name = path.to_str().map(|name| (name.to_owned(), parent.name.format));
     name.ok_or_else(|| {
