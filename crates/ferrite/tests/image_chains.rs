@@ -106,6 +106,22 @@ fn a_sibling_that_names_the_parent_as_it_was_called_before_is_not_destroyed() {
 }
 
 #[test]
+fn a_repair_beside_damage_says_that_it_has_done_nothing() {
+    let place = Place::new();
+    place.pattern("a.img", 24 * MIB, &[(0, 24 * MIB)]);
+    place.ok(&["convert", "a.img", "a.vhd"]);
+    let file = File::options().write(true).open(place.path("a.vhd")).unwrap();
+    let bytes = file.metadata().unwrap().len() - 3 * MIB;
+    file.set_len(bytes).unwrap();
+    let before = fs::read(place.path("a.vhd")).unwrap();
+    let output = place.command(&["repair", "a.vhd", "--force"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(5), "{text}");
+    assert!(text.starts_with("nothing was mended"), "{text}");
+    assert!(fs::read(place.path("a.vhd")).unwrap() == before);
+}
+
+#[test]
 fn a_child_that_describes_its_parent_in_json_keeps_it_from_being_written() {
     let place = Place::new();
     place.ok(&["create", "base.qcow2", "8M"]);

@@ -151,3 +151,12 @@ fn a_name_that_each_program_reads_in_its_own_way_is_refused_and_mended() {
     place.ok(&["rebase", "-u", "-b", "./file:p.qcow2", "c.qcow2"]);
     place.ok(&["compare", "a.img", "c.qcow2"]);
 }
+
+#[test]
+fn one_of_two_names_of_an_image_is_not_rebased() {
+    let (place, [_, two, leaf]) = place("qcow2");
+    fs::hard_link(place.path(&leaf), place.path("again.qcow2")).unwrap();
+    let text = place.fails(1, &["rebase", &leaf, "-b", &two]);
+    assert!(text.contains("2 names"), "{text}");
+    place.ok(&["compare", &leaf, "again.qcow2"]);
+}

@@ -158,8 +158,7 @@ impl Repaired {
         if self.after.is_usable() {
             return Ok(());
         }
-        let help = "what is not mendable needs a backup; ferrite image convert copies what can \
-                    still be read";
+        let help = "what is not mendable needs a backup";
         let why = "there is damage that nothing is known to mend";
         Err(DiskError::new(ErrorKind::Damaged, what, why, help))
     }

@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use super::compare::Side;
@@ -132,6 +133,12 @@ impl ImageTools<'_> {
         if name.path.is_symlink() {
             let why = "it is a symbolic link, which would be replaced";
             return Err(unsuitable(what(), why, "name the file that it leads to"));
+        }
+        let names = fs::metadata(&name.path).map_err(cannot)?.nlink();
+        if names > 1 {
+            let why = format!("it has {names} names (hard links), and only one would be rebased");
+            let help = "remove the others (find . -samefile shows them)";
+            return Err(unsuitable(what(), why, help));
         }
         let is_protected = is_write_protected(&name.path).map_err(cannot)?;
         if is_protected && !force {

@@ -171,13 +171,18 @@ fn counts(counts: &Counts) -> String {
 }
 
 pub(super) fn repaired(repaired: &Repaired) -> String {
-    let mended = repaired.before.counts.mendable;
+    let mendable = repaired.before.counts.mendable;
+    let left = if repaired.done { repaired.after.counts.mendable } else { 0 };
+    let mended = mendable.saturating_sub(left);
     let given_back = repaired.before.unused_bytes.saturating_sub(repaired.after.unused_bytes);
     let given_back = match repaired.done && given_back > 0 {
         true => format!("given back: {}\n", Human(given_back)),
         false => String::new(),
     };
     let text = match (repaired.done, mended) {
+        (true, 0) if mendable > 0 => {
+            format!("nothing was mended, as some damage cannot be\n{}", findings(&repaired.after))
+        }
         (_, 0) => findings(&repaired.after),
         (false, n) => format!("{}what would be mended: {n}\n", findings(&repaired.before)),
         (true, n) => format!("mended: {n}\n{}", findings(&repaired.after)),
