@@ -396,6 +396,11 @@ pub struct Replay {
 }
 
 impl Replay {
+    /// Whether all of a block, and its data, were durable before the end.
+    pub fn is_durable(&self, block: u64) -> bool {
+        block < self.synced
+    }
+
     /// Whether a record counts that is in the block with this number (store.md 4, 2 and 3). Those before it
     /// were carried out. `fits` looks whether the data in a place have the hash, `has` whether a number has
     /// content now.

@@ -1,5 +1,6 @@
 //! The file or device of a store: blocks of it, and syncs.
 
+use std::future::Future;
 use std::io;
 
 use super::page::Pointer;
@@ -68,6 +69,18 @@ impl Medium {
     /// The kernel's; after the first one no sync succeeds any more.
     pub async fn sync(&self, port: &Port) -> io::Result<()> {
         self.commits.sync(port).await
+    }
+
+    /// What `sync` does, once for all who wait for it.
+    ///
+    /// # Errors
+    /// Its own.
+    pub async fn flush(
+        &self,
+        port: &Port,
+        sync: impl Future<Output = io::Result<()>>,
+    ) -> io::Result<()> {
+        self.commits.join(&port.io, sync).await
     }
 
     /// Whether a sync has failed.

@@ -13,6 +13,9 @@
 //! * [`medium`]: the file or device, its blocks and syncs.
 //! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
 //! * [`opening`]: a new store, and one that is opened.
+//! * [`numbers`]: which journal blocks are under way, and below which all is durable.
+//! * [`stripes`]: locks of blocks, and of journal blocks under way.
+//! * [`live`]: a store in use: reads, writes, flushes, volumes, and its opening after a death.
 //! * [`space`]: which places are given to whom, and when they come free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
@@ -22,14 +25,19 @@ mod fields;
 pub mod index;
 pub mod journal;
 pub mod layout;
+pub mod live;
 pub mod medium;
+pub mod numbers;
 pub mod opening;
 pub mod page;
 pub mod pages;
 pub mod slots;
 pub mod space;
+pub mod stripes;
 pub mod superblock;
 pub mod table;
+#[cfg(test)]
+mod testing;
 pub mod tree;
 
 /// The unit of content and of everything on the medium.

@@ -1,12 +1,9 @@
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use ferrite_io::arena::Arena;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::reactor::Reactor;
-use ferrite_io::scratch::{MIN_REGION_BYTES, Scratch};
 use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;
 
@@ -18,10 +15,9 @@ use crate::store::journal::Name;
 use crate::store::opening;
 use crate::store::pages::Pins;
 use crate::store::superblock::Unusable;
+use crate::store::testing::{self, BYTES, port};
 use crate::store::tree::{Found, Link};
 
-const BYTES: u64 = 18 << 20;
-const ID: StoreId = [9; 16];
 /// Of a volume: two levels of inner pages.
 const BLOCKS: u64 = 300 * 512;
 
@@ -30,9 +26,7 @@ type Model = BTreeMap<u32, (u64, BTreeMap<u64, u64>)>;
 
 /// A machine with a store.
 struct Machine {
-    _dir: TempDir,
-    path: PathBuf,
-    world: SimWorld,
+    machine: testing::Machine,
     random: SplitMix64,
 }
 
@@ -47,30 +41,13 @@ struct Process {
     reactor: Reactor,
 }
 
-fn port(world: &SimWorld, path: &PathBuf) -> (Port, Reactor) {
-    let arena = Arena::new(1 << 20).unwrap();
-    let mut reactor = Reactor::new(world.engine(arena.clone()));
-    let file = File::options().read(true).write(true).open(path).unwrap();
-    let files = [reactor.add_file(Arc::new(file.into())).unwrap()].into();
-    let region = arena.span(0, 4 * MIN_REGION_BYTES);
-    (Port { io: reactor.io(), files, scratch: Scratch::new(arena, region) }, reactor)
-}
-
 impl Machine {
     fn new(seed: u64) -> Machine {
-        let dir = TempDir::new_in("/dev/shm").unwrap();
-        let path = dir.path().join("store");
-        File::create_new(&path).unwrap().set_len(BYTES).unwrap();
-        let world = SimWorld::new(seed);
-        let (port, mut reactor) = port(&world, &path);
-        let layout = Layout::of(BYTES).unwrap();
-        let create = async { opening::create(&Medium::default(), &port, &layout, ID).await };
-        reactor.block_on(create).unwrap().unwrap();
-        Machine { _dir: dir, path, world, random: SplitMix64::new(seed) }
+        Machine { machine: testing::Machine::new(seed), random: SplitMix64::new(seed) }
     }
 
     fn open(&self) -> io::Result<Process> {
-        let (port, mut reactor) = port(&self.world, &self.path);
+        let (port, mut reactor) = port(&self.machine.world, &self.machine.path);
         let medium = Medium::default();
         let open = async { opening::open(&medium, &port, BYTES, 200 * 4160, true).await };
         let core = Mutex::new(reactor.block_on(open)??);
@@ -236,10 +213,10 @@ fn story(seed: u64, stop: Option<u64>, fails: bool) -> bool {
     let mut whole = (0, Model::new());
     let mut was_cut = false;
     for round in 0..3 {
-        let begun = machine.world.step();
-        machine.world.stop_at(stop.map(|stop| begun + stop));
+        let begun = machine.machine.world.step();
+        machine.machine.world.stop_at(stop.map(|stop| begun + stop));
         let on = if fails { vec![fault(machine.random.below(60))] } else { Vec::new() };
-        machine.world.set_faults(on);
+        machine.machine.world.set_faults(on);
         // The state at S, if its checkpoint has begun.
         let mut at = None;
         let ended: io::Result<()> = (|| {
@@ -254,7 +231,7 @@ fn story(seed: u64, stop: Option<u64>, fails: bool) -> bool {
                     process.change(&mut machine.random)?;
                 }
                 while let Err(e) = process.write_checkpoint() {
-                    if machine.world.stopped() || e.raw_os_error() != Some(5) {
+                    if machine.machine.world.stopped() || e.raw_os_error() != Some(5) {
                         return Err(e);
                     }
                     // Tried again it is the same one, whatever has changed.
@@ -266,10 +243,10 @@ fn story(seed: u64, stop: Option<u64>, fails: bool) -> bool {
             Ok(())
         })();
         was_cut |= ended.is_err();
-        machine.world.set_faults(Vec::new());
-        assert!(ended.is_ok() || machine.world.stopped(), "{ended:?}");
+        machine.machine.world.set_faults(Vec::new());
+        assert!(ended.is_ok() || machine.machine.world.stopped(), "{ended:?}");
         drop(process);
-        machine.world.cut_power().unwrap();
+        machine.machine.world.cut_power().unwrap();
         process = machine.open().unwrap_or_else(|e| panic!("seed {seed}, round {round}: {e}"));
         let found = lock(&process.core).replay_from;
         if let Some(at) = at.filter(|at| at.0 == found) {
@@ -330,7 +307,7 @@ fn with_something() -> (Machine, Model) {
     process.write_checkpoint().unwrap();
     let model = process.model.clone();
     drop(process);
-    machine.world.cut_power().unwrap();
+    machine.machine.world.cut_power().unwrap();
     (machine, model)
 }
 
@@ -338,7 +315,7 @@ fn with_something() -> (Machine, Model) {
 fn of_any_one_damaged_block_there_is_another() {
     use std::os::unix::fs::FileExt;
     let (machine, model) = with_something();
-    let file = File::options().read(true).write(true).open(&machine.path).unwrap();
+    let file = File::options().read(true).write(true).open(&machine.machine.path).unwrap();
     for place in 0..BYTES / BLOCK_BYTES as u64 {
         let (mut block, at) = (vec![0; BLOCK_BYTES], place * BLOCK_BYTES as u64);
         file.read_exact_at(&mut block, at).unwrap();
@@ -348,9 +325,9 @@ fn of_any_one_damaged_block_there_is_another() {
         let good = block.clone();
         block[(place * 97 % 4096) as usize] ^= 0x20;
         file.write_all_at(&block, at).unwrap();
-        machine.world.changed_outside(&file).unwrap();
+        machine.machine.world.changed_outside(&file).unwrap();
         // Each look is that of a process that writes nothing, and so mends nothing.
-        let (port, mut reactor) = port(&machine.world, &machine.path);
+        let (port, mut reactor) = port(&machine.machine.world, &machine.machine.path);
         let medium = Medium::default();
         let open = async { opening::open(&medium, &port, BYTES, 200 * 4160, false).await };
         let core = reactor.block_on(open).unwrap();
@@ -365,7 +342,7 @@ fn of_any_one_damaged_block_there_is_another() {
             }
         }
         file.write_all_at(&good, at).unwrap();
-        machine.world.changed_outside(&file).unwrap();
+        machine.machine.world.changed_outside(&file).unwrap();
     }
 }
 
@@ -387,7 +364,7 @@ fn what_is_no_store_or_longer_than_its_medium_is_refused_in_words() {
     }
     assert_eq!(open(0).to_string(), Unusable::Foreign.to_string());
     let (machine, _) = with_something();
-    std::fs::copy(&machine.path, &path).unwrap();
+    std::fs::copy(&machine.machine.path, &path).unwrap();
     File::options().write(true).open(&path).unwrap().set_len(BYTES - 4096).unwrap();
     assert!(open(BYTES - 4096).to_string().contains("longer than what it is in"));
 }
@@ -407,8 +384,8 @@ fn without_room_for_all_of_its_pages_a_checkpoint_writes_none() {
     for _ in 0..all - 8 {
         lock(&process.core).space.give_page().unwrap();
     }
-    let steps = machine.world.step();
+    let steps = machine.machine.world.step();
     let e = process.write_checkpoint().unwrap_err();
     assert_eq!(e.kind(), io::ErrorKind::StorageFull);
-    assert_eq!(machine.world.step(), steps, "nothing was written");
+    assert_eq!(machine.machine.world.step(), steps, "nothing was written");
 }

@@ -1,0 +1,172 @@
+//! A store that is in use: one process owns it, and all its volumes are served from here (store.md 3 to 6).
+//!
+//! The locks, in the order in which they are taken: [blocks](Stripes), the checkpoint, [lanes](Stripes). Who has
+//! a lane waits for nothing but its own operations, and for pages that others have on the medium. The mutexes are held
+//! across no waiting.
+
+mod leaves;
+mod reading;
+mod replaying;
+mod volumes;
+mod writing;
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferrite_io::shared_lock::SharedLock;
+
+pub use volumes::{Operation, VolumeError};
+
+use super::checkpoint::{self, Core, lock};
+use super::index::Index;
+use super::medium::{Medium, damaged};
+use super::numbers::Numbers;
+use super::space::SpacePage;
+use super::stripes::Stripes;
+use super::{BLOCK_BYTES, opening};
+use crate::Port;
+use crate::epochs::Epochs;
+
+/// Locks of blocks.
+const BLOCK_LOCKS: usize = 256;
+/// Journal blocks under way at most.
+const LANES: usize = 32;
+
+/// How much memory a store has.
+#[derive(Clone, Copy, Debug)]
+pub struct Memory {
+    /// For leaves of V2P, P2M and the hashes.
+    pub metadata: usize,
+    /// For the index.
+    pub index: usize,
+}
+
+/// See the module text.
+pub struct Live {
+    medium: Medium,
+    core: Mutex<Core>,
+    numbers: Mutex<Numbers>,
+    index: Index,
+    epochs: Arc<Epochs>,
+    blocks: Stripes,
+    lanes: Stripes,
+    checkpointing: SharedLock,
+    /// Held by what is done with whole volumes.
+    operating: SharedLock,
+}
+
+impl Live {
+    /// Opens what has so many bytes, for writing, and carries out what the journal has.
+    ///
+    /// # Errors
+    /// It is no store, is damaged, or cannot be read or written.
+    pub async fn open(port: &Port, bytes: u64, memory: Memory) -> io::Result<Live> {
+        let medium = Medium::default();
+        let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
+        let numbers = Numbers::new(core.replay_from, core.layout.journal_blocks);
+        let live = Live {
+            medium,
+            core: Mutex::new(core),
+            numbers: Mutex::new(numbers),
+            index: Index::new(memory.index),
+            epochs: Epochs::new(),
+            blocks: Stripes::new(BLOCK_LOCKS),
+            lanes: Stripes::new(LANES),
+            checkpointing: SharedLock::new(),
+            operating: SharedLock::new(),
+        };
+        live.replay(port).await?;
+        Ok(live)
+    }
+
+    fn core(&self) -> MutexGuard<'_, Core> {
+        lock(&self.core)
+    }
+
+    fn numbers(&self) -> MutexGuard<'_, Numbers> {
+        self.numbers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All that was written before is durable.
+    ///
+    /// # Errors
+    /// The kernel's. After the first one no flush succeeds any more.
+    pub async fn flush(&self, port: &Port) -> io::Result<()> {
+        self.medium.flush(port, self.sync(port)).await
+    }
+
+    /// One sync, for all who wait for it.
+    async fn sync(&self, port: &Port) -> io::Result<()> {
+        let below = self.numbers().before_sync();
+        self.medium.sync(port).await?;
+        self.numbers().synced(below);
+        Ok(())
+    }
+
+    /// The last thing that is done with a store: all is in a checkpoint. Nothing may be under way.
+    ///
+    /// # Errors
+    /// The kernel's, or there is no room for it.
+    pub async fn close(&self, port: &Port) -> io::Result<()> {
+        let is_in = self.core().is_clean() && self.numbers().next() == self.core().replay_from;
+        if is_in { self.flush(port).await } else { self.checkpoint(port).await }
+    }
+
+    /// Whether a sync has failed: nothing becomes durable any more.
+    pub fn is_faulty(&self) -> bool {
+        self.medium.is_faulty()
+    }
+
+    /// Makes a checkpoint, behind the one that is under way.
+    ///
+    /// # Errors
+    /// The kernel's, or there is no room for it.
+    pub async fn checkpoint(&self, port: &Port) -> io::Result<()> {
+        let _alone = self.checkpointing.lock(&port.io).await?;
+        {
+            // Section 5, step 1.
+            let _quiet = self.lanes.lock_all(&port.io).await?;
+            let next = self.numbers().next();
+            self.core().freeze(next);
+        }
+        self.write_checkpoint(port).await
+    }
+
+    /// Steps 2 to 7 of the one that is frozen.
+    async fn write_checkpoint(&self, port: &Port) -> io::Result<()> {
+        let removed = || self.epochs.removed();
+        checkpoint::write(&self.core, &self.medium, port, removed).await?;
+        let from = self.core().replay_from;
+        self.numbers().left_behind(from);
+        Ok(())
+    }
+
+    /// Makes one if it is wanted, and nobody else does.
+    async fn checkpoint_if_wanted(&self, port: &Port) {
+        let is_wanted = self.numbers().want_checkpoint() || self.core().pages.wants_checkpoint();
+        let is_made = self.checkpointing.try_lock().is_none();
+        if is_wanted && !is_made {
+            // Who cannot go on without it tries again, and is told.
+            let _ = self.checkpoint(port).await;
+        }
+    }
+
+    /// Brings the bits of a segment into memory.
+    async fn load_bits(&self, port: &Port, segment: u64) -> io::Result<()> {
+        let (checkpoint, home, id, layout) = {
+            let core = self.core();
+            (core.checkpoint, core.space.home(segment), core.id, core.layout)
+        };
+        let page = self.medium.read(port, layout.space_page(segment, home as u64), 1).await?;
+        let page = SpacePage::decode(&page, &id, &layout, segment, home);
+        let mut core = self.core();
+        // Otherwise they may have been here, and gone to the medium again. Who wants them asks again.
+        if core.checkpoint == checkpoint {
+            core.space.load(segment, page);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

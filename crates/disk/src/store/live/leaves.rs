@@ -1,0 +1,287 @@
+//! Leaves of a store's trees: brought into memory, looked at, and changed together (store.md 6).
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use super::{Core, Live, checkpoint, damaged, lock};
+use crate::Port;
+use crate::store::journal::{NewContent, VolumeId};
+use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, V2P_ENTRIES, Whereabouts};
+use crate::store::pages::{PageId, Pages, Pins, Promise};
+use crate::store::tree::{FOR_EVER, Found};
+use crate::store::{Damaged, content::ContentHash};
+
+/// How long somebody waits who finds no room in memory, and makes none.
+const AGAIN: Duration = Duration::from_millis(1);
+
+/// A leaf, as it is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Leaf {
+    /// Of a volume.
+    V2p(VolumeId, u64),
+    /// Of P2M.
+    P2m(u64),
+    /// Of the hashes.
+    Hashes(u64),
+}
+
+impl Leaf {
+    /// Where a volume has this block: leaf and word.
+    pub(super) fn of_block(volume: VolumeId, block: u64) -> (Leaf, usize) {
+        let entries = V2P_ENTRIES as u64;
+        (Leaf::V2p(volume, block / entries), (block % entries) as usize)
+    }
+
+    /// Where P2M has this number.
+    pub(super) fn of_number(number: u64) -> (Leaf, usize) {
+        let entries = P2M_ENTRIES as u64;
+        (Leaf::P2m(number / entries), (number % entries) as usize * 2)
+    }
+
+    /// Where the hash of this number is.
+    pub(super) fn of_hash(number: u64) -> (Leaf, usize) {
+        (Leaf::Hashes(number / HASHES as u64), (number % HASHES as u64) as usize * 4)
+    }
+
+    fn find(self, core: &Core) -> io::Result<Found> {
+        let found = match self {
+            Leaf::V2p(volume, leaf) => {
+                let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
+                volume.tree.find(&core.pages, leaf)
+            }
+            Leaf::P2m(leaf) => core.p2m.find(&core.pages, leaf),
+            Leaf::Hashes(leaf) => core.hashes.find(&core.pages, leaf),
+        };
+        found.map_err(damaged)
+    }
+
+    fn pin(self, core: &mut Core, pins: &mut Pins) -> io::Result<Found> {
+        let (tree, leaf) = match self {
+            Leaf::V2p(volume, leaf) => {
+                let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
+                (volume.tree, leaf)
+            }
+            Leaf::P2m(leaf) => (core.p2m, leaf),
+            Leaf::Hashes(leaf) => (core.hashes, leaf),
+        };
+        tree.pin(&mut core.pages, leaf, pins).map_err(damaged)
+    }
+
+    /// Changes words of it. It was claimed.
+    fn store(self, core: &mut Core, at: usize, words: &[u64]) -> io::Result<()> {
+        let pages = &mut core.pages;
+        let changed = match self {
+            Leaf::V2p(volume, leaf) => {
+                let volume = core.volumes.get_mut(volume).ok_or(io::ErrorKind::NotFound)?;
+                volume.tree.change(pages, volume.generation, leaf)
+            }
+            Leaf::P2m(leaf) => core.p2m.change(pages, FOR_EVER, leaf),
+            Leaf::Hashes(leaf) => core.hashes.change(pages, FOR_EVER, leaf),
+        };
+        pages.store(&changed.leaf, at, words);
+        Ok(())
+    }
+}
+
+/// What blocks of a volume get, and contents that the store had not.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Change {
+    pub(super) volume: VolumeId,
+    /// Blocks and the numbers that they get.
+    pub(super) blocks: Vec<(u64, u64)>,
+    pub(super) new: Vec<NewContent>,
+}
+
+impl Change {
+    /// All that it changes.
+    pub(super) fn leaves(&self) -> BTreeSet<Leaf> {
+        let of_new =
+            |new: &NewContent| [Leaf::of_hash(new.number).0, Leaf::of_number(new.number).0];
+        let blocks = self.blocks.iter().map(|(block, _)| Leaf::of_block(self.volume, *block).0);
+        self.new.iter().flat_map(of_new).chain(blocks).collect()
+    }
+
+    /// Makes it. All leaves are [claimed](Live::claim).
+    ///
+    /// # Errors
+    /// There is no such volume, or it is smaller. Nothing has changed then.
+    pub(super) fn make(&self, core: &mut Core) -> io::Result<()> {
+        let size = core.volumes.entries().get(&self.volume).map(|volume| volume.blocks);
+        let size = size.ok_or(io::ErrorKind::NotFound)?;
+        if self.blocks.iter().any(|(block, _)| *block >= size) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // In this order (section 6, Order).
+        for new in &self.new {
+            let (leaf, at) = Leaf::of_hash(new.number);
+            leaf.store(core, at, &words::<4>(&new.hash.0))?;
+        }
+        for new in &self.new {
+            let entry = Whereabouts::Plain { place: new.place, checksum: new.checksum };
+            let (leaf, at) = Leaf::of_number(new.number);
+            leaf.store(core, at, &words::<2>(&entry.encode()))?;
+        }
+        for (block, number) in &self.blocks {
+            let (leaf, at) = Leaf::of_block(self.volume, *block);
+            leaf.store(core, at, &[*number])?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of an entry as a leaf has them.
+fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
+    std::array::from_fn(|i| u64::from_le_bytes(bytes.as_chunks().0[i]))
+}
+
+/// The opposite.
+fn bytes<const N: usize, const WORDS: usize>(words: [u64; WORDS]) -> [u8; N] {
+    let mut bytes = [0; N];
+    for (to, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
+        *to = word.to_le_bytes();
+    }
+    bytes
+}
+
+/// Room for the change of some leaves, which stay in memory. It is given back when this is dropped.
+pub(super) struct Claim<'a> {
+    core: &'a Mutex<Core>,
+    promise: Option<Promise>,
+    pins: Pins,
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut core = lock(self.core);
+        core.pages.unpin(std::mem::take(&mut self.pins));
+        if let Some(promise) = self.promise.take() {
+            core.pages.keep_promise(promise);
+        }
+    }
+}
+
+impl Live {
+    /// What a leaf says; none: there is no such leaf, all of it is zeros.
+    pub(super) async fn look<T>(
+        &self,
+        port: &Port,
+        leaf: Leaf,
+        look: impl Fn(&Pages, &PageId) -> T,
+    ) -> io::Result<Option<T>> {
+        loop {
+            let (id, pointer) = {
+                let core = self.core();
+                match leaf.find(&core)? {
+                    Found::Leaf(id) => return Ok(Some(look(&core.pages, &id))),
+                    Found::Nothing => return Ok(None),
+                    Found::Load(id, pointer) => (id, pointer),
+                }
+            };
+            self.load(port, leaf, id, pointer).await?;
+        }
+    }
+
+    /// Words of a leaf.
+    pub(super) async fn words<const N: usize>(
+        &self,
+        port: &Port,
+        (leaf, at): (Leaf, usize),
+    ) -> io::Result<[u64; N]> {
+        let words = self.look(port, leaf, |pages, id| pages.words(id, at)).await?;
+        Ok(words.flatten().unwrap_or([0; N]))
+    }
+
+    /// Where a number's content is.
+    ///
+    /// # Errors
+    /// The entry is damaged, or cannot be read.
+    pub(super) async fn whereabouts(&self, port: &Port, number: u64) -> io::Result<Whereabouts> {
+        let (layout, end) = {
+            let core = self.core();
+            (core.layout, core.numbers_end)
+        };
+        if number >= end {
+            return Err(damaged(Damaged("a volume has a content that was never written")));
+        }
+        let entry = self.words::<2>(port, Leaf::of_number(number)).await?;
+        Whereabouts::decode(&bytes(entry), number, &layout).map_err(damaged)
+    }
+
+    /// The name of a number's content.
+    pub(super) async fn hash_of(&self, port: &Port, number: u64) -> io::Result<ContentHash> {
+        let words = self.words::<4>(port, Leaf::of_hash(number)).await?;
+        Ok(ContentHash(bytes(words)))
+    }
+
+    /// A page on the way to a leaf.
+    async fn load(&self, port: &Port, leaf: Leaf, id: PageId, pointer: Pointer) -> io::Result<()> {
+        let layout = self.core().layout;
+        let page = checkpoint::load(&layout, &self.medium, port, &id, &pointer).await;
+        let is_in = {
+            let mut core = self.core();
+            // It may have been loaded, changed, written and forgotten meanwhile.
+            if leaf.find(&core)? != Found::Load(id, pointer) {
+                return Ok(());
+            }
+            core.pages.install(id, &page?)
+        };
+        match is_in {
+            true => Ok(()),
+            false => port.io.sleep(AGAIN).await,
+        }
+    }
+
+    /// Room for a change, for which checkpoints are made. All leaves are in memory, and stay there.
+    ///
+    /// # Errors
+    /// One cannot be read, or no checkpoint can be made.
+    pub(super) async fn claim(
+        &self,
+        port: &Port,
+        leaves: &BTreeSet<Leaf>,
+    ) -> io::Result<Claim<'_>> {
+        let promise = |core: &mut Core| core.pages.promise(leaves.len());
+        let mut promised = promise(&mut self.core());
+        while promised.is_none() {
+            let is_dirty = self.core().pages.wants_checkpoint();
+            match is_dirty {
+                true => self.checkpoint(port).await?,
+                // Others have promises, and end without this one.
+                false => port.io.sleep(AGAIN).await?,
+            }
+            promised = promise(&mut self.core());
+        }
+        let mut claim = Claim { core: &self.core, promise: promised, pins: Pins::default() };
+        self.with_all(port, &mut claim, leaves, |_| Ok(())).await?;
+        Ok(claim)
+    }
+
+    /// Does something when all leaves are in memory.
+    pub(super) async fn with_all<T>(
+        &self,
+        port: &Port,
+        claim: &mut Claim<'_>,
+        leaves: &BTreeSet<Leaf>,
+        mut act: impl FnMut(&mut Core) -> io::Result<T>,
+    ) -> io::Result<T> {
+        loop {
+            let (leaf, id, pointer) = {
+                let mut core = self.core();
+                let mut missing = None;
+                for leaf in leaves {
+                    if let Found::Load(id, pointer) = leaf.pin(&mut core, &mut claim.pins)? {
+                        missing = Some((*leaf, id, pointer));
+                        break;
+                    }
+                }
+                match missing {
+                    Some(missing) => missing,
+                    None => return act(&mut core),
+                }
+            };
+            self.load(port, leaf, id, pointer).await?;
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Reads: from a volume's blocks to numbers, from numbers to places (store.md 6).
+
+use std::io;
+use std::ops::Range;
+
+use ferrite_io::arena::Span;
+
+use super::leaves::Leaf;
+use super::{BLOCK_BYTES, Live, damaged};
+use crate::Port;
+use crate::store::Damaged;
+use crate::store::content::checksum;
+use crate::store::journal::VolumeId;
+use crate::store::medium::MAX_BLOCKS;
+use crate::store::page::{Whereabouts, decode_number};
+
+/// Where a block's content is, and its checksum.
+type Place = (u64, u32);
+
+/// Parts of a range that are in so many blocks at most, each: offset, and bytes.
+pub(super) fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, Range<usize>)> {
+    let most = (MAX_BLOCKS * BLOCK_BYTES) as u64;
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let at = offset + done as u64;
+        // They end where a leaf of V2P ends, at the latest.
+        let bytes = ((most - at % most) as usize).min(len - done);
+        let part = (at, done..done + bytes);
+        done += bytes;
+        (bytes > 0).then_some(part)
+    })
+}
+
+/// The blocks that a range is in.
+pub(super) fn blocks_of(offset: u64, len: usize) -> Range<u64> {
+    let block = BLOCK_BYTES as u64;
+    offset / block..(offset + len as u64).div_ceil(block)
+}
+
+impl Live {
+    /// Reads a range of a volume.
+    ///
+    /// # Errors
+    /// A block is damaged (`InvalidData`), or cannot be read. `InvalidInput`: not inside the volume.
+    pub async fn read(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        offset: u64,
+        to: Span,
+    ) -> io::Result<()> {
+        self.check_range(volume, offset, to.len() as u64)?;
+        let read = async {
+            for (at, part) in parts(offset, to.len()) {
+                let blocks = blocks_of(at, part.len());
+                let bytes = self.read_blocks(port, volume, blocks).await?;
+                let from = (at % BLOCK_BYTES as u64) as usize;
+                let to = to.slice(part.start, part.len());
+                port.memory().copy_in(to, &bytes[from..from + part.len()]);
+            }
+            Ok(())
+        };
+        self.epochs.during(read).await
+    }
+
+    /// Whether a range is in a volume, as all that its guest asks for must be.
+    pub(super) fn check_range(&self, volume: VolumeId, offset: u64, len: u64) -> io::Result<()> {
+        let core = self.core();
+        let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
+        let size = volume.blocks * BLOCK_BYTES as u64;
+        match offset.checked_add(len).is_some_and(|end| end <= size) {
+            true => Ok(()),
+            false => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
+    /// Blocks of one part. The caller is in an epoch.
+    pub(super) async fn read_blocks(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        blocks: Range<u64>,
+    ) -> io::Result<Vec<u8>> {
+        let mut places = Vec::new();
+        for block in blocks {
+            places.push(self.place_of(port, volume, block).await?);
+        }
+        let mut bytes = vec![0; places.len() * BLOCK_BYTES];
+        let mut at = 0;
+        while at < places.len() {
+            let Some((first, _)) = places[at] else {
+                at += 1;
+                continue;
+            };
+            let follows =
+                |(i, place): (u64, &Option<Place>)| place.is_some_and(|p| p.0 == first + i);
+            let run = (0..).zip(&places[at..]).take_while(|pair| follows(*pair)).count();
+            let data = self.medium.read(port, first, run).await?;
+            for (block, place) in data.chunks(BLOCK_BYTES).zip(&places[at..]) {
+                // It is what a map has named since before this began, so nothing else can be there.
+                if place.is_none_or(|(_, sum)| checksum(block) != sum) {
+                    return Err(damaged(Damaged("a block does not fit its checksum")));
+                }
+            }
+            bytes[at * BLOCK_BYTES..(at + run) * BLOCK_BYTES].copy_from_slice(&data);
+            at += run;
+        }
+        Ok(bytes)
+    }
+
+    /// Where a block of a volume is. None: it is zeros.
+    async fn place_of(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        block: u64,
+    ) -> io::Result<Option<Place>> {
+        let layout = self.core().layout;
+        let [word] = self.words(port, Leaf::of_block(volume, block)).await?;
+        let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;
+        if number == 0 {
+            return Ok(None);
+        }
+        match self.whereabouts(port, number).await? {
+            Whereabouts::Plain { place, checksum } => Ok(Some((place, checksum))),
+            _ => Err(damaged(Damaged("a volume has a content that is nowhere"))),
+        }
+    }
+}

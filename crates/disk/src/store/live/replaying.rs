@@ -1,0 +1,243 @@
+//! What the journal has that no checkpoint has, after an end without a close (store.md 4).
+//!
+//! The journal is read three times: which blocks there are; which contents are whole, so that nobody gets their
+//! places; and to carry them out in their order. Nothing is known of the first process but this.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+
+use super::leaves::{Change, Leaf};
+use super::{BLOCK_BYTES, Live, damaged};
+use crate::Port;
+use crate::store::Damaged;
+use crate::store::content::DomainKey;
+use crate::store::journal::{Block, NewContent, Record, Replay, Scan, VolumeId};
+use crate::store::medium::MAX_BLOCKS;
+use crate::store::numbers::Numbers;
+use crate::store::page::Whereabouts;
+
+/// Blocks that one change of a replay is about, at most: they are in two leaves.
+const MAX_CHANGE: u64 = 512;
+
+/// Contents that are not whole: the block and the number of the record in it.
+type Void = BTreeSet<(u64, usize)>;
+
+impl Live {
+    /// Carries out what the journal has, and makes a checkpoint of it before anything is written: a record
+    /// that does not count now could count the next time.
+    pub(super) async fn replay(&self, port: &Port) -> io::Result<()> {
+        let replay = self.scan(port).await?;
+        if replay.blocks.is_empty() {
+            return Ok(());
+        }
+        let void = self.take_places(port, &replay).await?;
+        for number in &replay.blocks {
+            let block = self.journal_block(port, *number).await?;
+            for (i, record) in block.records.iter().enumerate() {
+                let is_whole = !void.contains(&(*number, i));
+                self.carry_out_again(port, &replay, *number, record, is_whole).await?;
+            }
+        }
+        self.checkpoint_before(port, replay.next).await?;
+        *self.numbers() = Numbers::new(replay.next, self.core().layout.journal_blocks);
+        Ok(())
+    }
+
+    /// A checkpoint that has all journal blocks below this one.
+    async fn checkpoint_before(&self, port: &Port, next: u64) -> io::Result<()> {
+        self.core().freeze(next);
+        self.write_checkpoint(port).await
+    }
+
+    /// Which blocks there are.
+    pub(super) async fn scan(&self, port: &Port) -> io::Result<Replay> {
+        let (layout, id, from) = {
+            let core = self.core();
+            (core.layout, core.id, core.replay_from)
+        };
+        let mut scan = Scan::new(&layout, from);
+        let mut at = 0;
+        while at < layout.journal_blocks {
+            let count = (layout.journal_blocks - at).min(MAX_BLOCKS as u64);
+            let first = layout.journal(at);
+            let bytes = self.medium.read(port, first, count as usize).await?;
+            for (bytes, place) in bytes.chunks(BLOCK_BYTES).zip(first..) {
+                if let Some(block) = Block::decode(bytes, &id, &layout).map_err(damaged)? {
+                    scan.add(&layout, place, &block).map_err(damaged)?;
+                }
+            }
+            at += count;
+        }
+        scan.end().map_err(damaged)
+    }
+
+    async fn journal_block(&self, port: &Port, number: u64) -> io::Result<Block> {
+        let (layout, id) = {
+            let core = self.core();
+            (core.layout, core.id)
+        };
+        let bytes = self.medium.read(port, layout.journal(number), 1).await?;
+        let block = Block::decode(&bytes, &id, &layout).map_err(damaged)?;
+        let block = block.filter(|block| block.number == number);
+        block.ok_or_else(|| damaged(Damaged("a block of the journal has changed as it was read")))
+    }
+
+    /// Rules 2 and 4: the places and numbers of contents that are whole are taken. Gives those that are not.
+    async fn take_places(&self, port: &Port, replay: &Replay) -> io::Result<Void> {
+        let domains = self.core().domains.entries().clone();
+        let mut keys: BTreeMap<u16, DomainKey> =
+            domains.into_iter().map(|(number, domain)| (number as u16, domain.key)).collect();
+        let mut void = Void::new();
+        for number in &replay.blocks {
+            let block = self.journal_block(port, *number).await?;
+            for (i, record) in block.records.iter().enumerate() {
+                match record {
+                    Record::Domain { domain, key, .. } => drop(keys.insert(*domain, key.clone())),
+                    Record::New(new) if !replay.is_durable(*number) => {
+                        match self.fits(port, &keys, new).await? {
+                            true => self.take(port, new).await?,
+                            false => drop(void.insert((*number, i))),
+                        }
+                    }
+                    Record::New(new) => self.take(port, new).await?,
+                    _ => {}
+                }
+            }
+        }
+        Ok(void)
+    }
+
+    /// Whether the data in a place have the hash that their record says. They are written once more then: if a
+    /// sync has failed the kernel may have them, the medium not, and no later sync would say so.
+    async fn fits(
+        &self,
+        port: &Port,
+        keys: &BTreeMap<u16, DomainKey>,
+        new: &NewContent,
+    ) -> io::Result<bool> {
+        let key = keys.get(&new.domain);
+        let key = key.ok_or_else(|| damaged(Damaged("a record is of no domain")))?;
+        let data = self.medium.read(port, new.place, 1).await?;
+        let fits = key.hash(&data) == new.hash;
+        if fits {
+            self.medium.write(port, new.place, &data).await?;
+        }
+        Ok(fits)
+    }
+
+    async fn take(&self, port: &Port, new: &NewContent) -> io::Result<()> {
+        let segment = self.core().layout.segment_of(new.place);
+        if let Some((segment, _)) = segment
+            && !self.core().space.is_loaded(segment)
+        {
+            self.load_bits(port, segment).await?;
+        }
+        let core = &mut *self.core();
+        core.space.take(new.place).map_err(damaged)?;
+        core.numbers_end = core.numbers_end.max(new.number + 1);
+        Ok(())
+    }
+
+    /// Rules 2, 3 and 5, for one record.
+    async fn carry_out_again(
+        &self,
+        port: &Port,
+        replay: &Replay,
+        block: u64,
+        record: &Record,
+        is_whole: bool,
+    ) -> io::Result<()> {
+        let mut all_there = true;
+        if let Record::Same { number, count, .. } = record {
+            for number in *number..number + u64::from(*count) {
+                all_there &= self.is_somewhere(port, number).await?;
+            }
+        }
+        if !replay.counts(block, record, |_| is_whole, |_| all_there) {
+            return Ok(());
+        }
+        match *record {
+            Record::New(new) => {
+                self.is_new(port, &new).await?;
+                let blocks = vec![(new.block, new.number)];
+                let change = Change { volume: new.volume, blocks, new: vec![new] };
+                self.change_again(port, block, change).await?;
+                self.index.remember(&new.hash, new.number);
+                Ok(())
+            }
+            Record::Same { volume, block: first, number, count } => {
+                let blocks = (first..first + u64::from(count)).zip(number..).collect();
+                self.change_again(port, block, Change { volume, blocks, new: Vec::new() }).await
+            }
+            Record::Zeros { volume, block: first, count } => {
+                self.empty_again(port, block, volume, first, count.into()).await
+            }
+            ref record => self.core().apply(record).map_err(io::Error::other),
+        }
+    }
+
+    async fn is_somewhere(&self, port: &Port, number: u64) -> io::Result<bool> {
+        if number >= self.core().numbers_end {
+            return Ok(false);
+        }
+        Ok(self.whereabouts(port, number).await? != Whereabouts::Nowhere)
+    }
+
+    /// No record gives a number another content. It may have this one, if an earlier replay was cut off.
+    async fn is_new(&self, port: &Port, new: &NewContent) -> io::Result<()> {
+        let is = Whereabouts::Plain { place: new.place, checksum: new.checksum };
+        match self.whereabouts(port, new.number).await? {
+            Whereabouts::Nowhere => Ok(()),
+            known if known == is => Ok(()),
+            _ => Err(damaged(Damaged("a record of the journal gives a number two contents"))),
+        }
+    }
+
+    async fn empty_again(
+        &self,
+        port: &Port,
+        block: u64,
+        volume: VolumeId,
+        first: u64,
+        count: u64,
+    ) -> io::Result<()> {
+        let (mut at, end) = (first, first + count);
+        while at < end {
+            let next = end.min(at - at % MAX_CHANGE + MAX_CHANGE);
+            let (leaf, _) = Leaf::of_block(volume, at);
+            match self.look(port, leaf, |_, _| ()).await {
+                Ok(Some(())) => {
+                    let blocks = (at..next).map(|block| (block, 0)).collect();
+                    let change = Change { volume, blocks, new: Vec::new() };
+                    self.change_again(port, block, change).await?;
+                }
+                Ok(None) => {}
+                Err(e) => return Err(of_no_volume(e)),
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// A change of the journal's block `number`. If it needs room in memory a checkpoint has all before that
+    /// block. What it has of the block itself is carried out again, which gives the same.
+    async fn change_again(&self, port: &Port, number: u64, change: Change) -> io::Result<()> {
+        if self.core().pages.wants_checkpoint() {
+            self.checkpoint_before(port, number).await?;
+        }
+        let leaves = change.leaves();
+        let mut claim = self.claim(port, &leaves).await?;
+        let made = self.with_all(port, &mut claim, &leaves, |core| change.make(core)).await;
+        made.map_err(of_no_volume)
+    }
+}
+
+/// What a journal must not have in it.
+fn of_no_volume(e: io::Error) -> io::Error {
+    match e.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::InvalidInput => {
+            damaged(Damaged("a record of the journal is of no volume, or behind its end"))
+        }
+        _ => e,
+    }
+}

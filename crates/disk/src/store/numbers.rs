@@ -1,0 +1,170 @@
+//! Numbers of journal blocks: which are given, and below which all is durable (store.md 3 to 5).
+
+use std::collections::BTreeSet;
+
+/// See the module text.
+#[derive(Debug)]
+pub struct Numbers {
+    next: u64,
+    /// Replay begins here: this block and later ones are not overwritten.
+    from: u64,
+    /// Blocks of the journal.
+    length: u64,
+    /// All below are durable, and so are their data.
+    synced: u64,
+    under_way: BTreeSet<u64>,
+    /// Those of which something has failed, and that a replay would find.
+    failed: BTreeSet<u64>,
+    /// The last one that had an operation on volumes.
+    operation: Option<u64>,
+}
+
+impl Numbers {
+    /// When a checkpoint has all blocks below `next`.
+    pub fn new(next: u64, length: u64) -> Numbers {
+        let (under_way, failed, operation) = Default::default();
+        Numbers { next, from: next, length, synced: next, under_way, failed, operation }
+    }
+
+    /// The next number, and what its block says is durable. None: a checkpoint has to be made first. The
+    /// journal is full, or an operation on volumes has failed that a replay would carry out all the same.
+    pub fn begin(&mut self) -> Option<(u64, u64)> {
+        let number = self.next;
+        let has_failed = self.operation.is_some_and(|number| self.failed.contains(&number));
+        (number < self.from + self.length && !has_failed).then(|| {
+            self.next += 1;
+            self.under_way.insert(number);
+            (number, self.synced)
+        })
+    }
+
+    /// As [`begin`](Numbers::begin), for an operation on volumes. Nothing may be under way, and no block may have
+    /// failed: a replay would carry it out before this one, and memory has not.
+    pub fn begin_operation(&mut self) -> Option<(u64, u64)> {
+        let begun = if self.has_failed() { None } else { self.begin() };
+        self.operation = begun.map(|(number, _)| number).or(self.operation);
+        begun
+    }
+
+    /// The block and its data are with the kernel and in memory, or that has failed.
+    pub fn end(&mut self, number: u64, is_done: bool) {
+        self.under_way.remove(&number);
+        if !is_done {
+            self.failed.insert(number);
+        }
+    }
+
+    /// The number that the next block gets.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// Below which all is durable if a sync succeeds that begins now. What has failed is never among it.
+    pub fn before_sync(&self) -> u64 {
+        let first = [self.under_way.first(), self.failed.first()].into_iter().flatten().min();
+        first.copied().unwrap_or(self.next)
+    }
+
+    /// That sync has succeeded.
+    pub fn synced(&mut self, below: u64) {
+        self.synced = self.synced.max(below);
+    }
+
+    /// A checkpoint is on the medium that has all blocks below `from`.
+    pub fn left_behind(&mut self, from: u64) {
+        self.from = from;
+        self.failed = self.failed.split_off(&from);
+        self.synced = self.synced.max(from);
+    }
+
+    /// Whether a block has failed that a replay may find.
+    fn has_failed(&self) -> bool {
+        !self.failed.is_empty()
+    }
+
+    /// Whether a checkpoint is wanted: half of the journal is used, or a write has failed.
+    pub fn want_checkpoint(&self) -> bool {
+        self.next - self.from >= self.length / 2 || self.has_failed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_block_is_given_that_a_replay_would_need() {
+        let mut numbers = Numbers::new(5, 16);
+        let given: Vec<u64> = std::iter::from_fn(|| numbers.begin()).map(|(n, _)| n).collect();
+        assert_eq!(given, (5..21).collect::<Vec<_>>());
+        numbers.left_behind(6);
+        assert_eq!(numbers.begin(), Some((21, 6)));
+        assert_eq!(numbers.begin(), None);
+    }
+
+    #[test]
+    fn a_sync_vouches_for_what_had_ended_before_it_began() {
+        let mut numbers = Numbers::new(0, 100);
+        for _ in 0..4 {
+            numbers.begin();
+        }
+        numbers.end(0, true);
+        numbers.end(2, true);
+        let below = numbers.before_sync();
+        numbers.end(1, true);
+        numbers.synced(below);
+        assert_eq!(numbers.begin(), Some((4, 1)));
+        numbers.synced(0);
+        assert_eq!(numbers.begin(), Some((5, 1)), "an older sync says nothing new");
+        numbers.end(3, true);
+        numbers.end(4, true);
+        assert_eq!(numbers.before_sync(), 5);
+    }
+
+    #[test]
+    fn no_sync_vouches_for_a_block_that_has_failed_until_a_checkpoint_leaves_it_behind() {
+        let mut numbers = Numbers::new(0, 100);
+        for number in 0..4 {
+            numbers.begin();
+            numbers.end(number, number != 1);
+        }
+        assert!(numbers.want_checkpoint());
+        assert_eq!(numbers.before_sync(), 1);
+        numbers.left_behind(1);
+        assert_eq!(numbers.before_sync(), 1);
+        numbers.left_behind(2);
+        assert_eq!(numbers.before_sync(), 4);
+        assert!(!numbers.want_checkpoint());
+    }
+
+    #[test]
+    fn behind_an_operation_that_has_failed_and_between_it_and_a_failed_write_is_a_checkpoint() {
+        let mut numbers = Numbers::new(0, 100);
+        assert_eq!(numbers.begin(), Some((0, 0)));
+        numbers.end(0, false);
+        assert_eq!(numbers.begin_operation(), None);
+        assert_eq!(numbers.begin(), Some((1, 0)), "writes go on behind writes that have failed");
+        numbers.end(1, true);
+        numbers.left_behind(2);
+        assert_eq!(numbers.begin_operation(), Some((2, 2)));
+        numbers.end(2, false);
+        numbers.left_behind(2);
+        assert_eq!(numbers.begin(), None, "that checkpoint was older");
+        assert_eq!(numbers.begin_operation(), None);
+        numbers.left_behind(3);
+        assert_eq!(numbers.begin_operation(), Some((3, 3)));
+        numbers.end(3, true);
+        assert_eq!(numbers.begin(), Some((4, 3)));
+    }
+
+    #[test]
+    fn a_checkpoint_is_wanted_when_half_of_the_journal_is_used() {
+        let mut numbers = Numbers::new(0, 16);
+        for _ in 0..7 {
+            numbers.begin();
+        }
+        assert!(!numbers.want_checkpoint());
+        numbers.begin();
+        assert!(numbers.want_checkpoint());
+    }
+}
