@@ -243,6 +243,13 @@ pub trait Link: Send {
     /// place of [`take_event`](Link::take_event), for callers that can read more cheaply.
     fn event_taken(&mut self);
 
+    /// Whether none is signalled from one event until [`rearm`](Link::rearm): then it may be read after
+    /// the final check of the ring, too. Otherwise the one for a request behind that check could be
+    /// read with it, and nobody would look.
+    fn is_shut_by_event(&self) -> bool {
+        false
+    }
+
     /// If [`rearm`](Link::rearm) would do nothing but write four bytes to
     /// [`event_fd`](Link::event_fd): those bytes. The caller may write them itself, and say so
     /// with [`rearmed`](Link::rearmed).

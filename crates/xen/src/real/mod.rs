@@ -310,6 +310,11 @@ impl Link for XenLink {
         self.events.taken();
     }
 
+    /// The kernel's driver masks the channel until its port is written.
+    fn is_shut_by_event(&self) -> bool {
+        true
+    }
+
     fn rearm_word(&self) -> Option<u32> {
         self.events.rearm_word()
     }

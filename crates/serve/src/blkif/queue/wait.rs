@@ -128,11 +128,15 @@ impl Queue {
         Ok(true)
     }
 
-    /// An event has come: it is read with the next submission, before the next is let through, or now.
+    /// An event has come: it is read now, or with the next submission, before the next is let through. That is
+    /// behind the final check of the ring, so not of a channel that brings further ones meanwhile.
     pub(super) fn event_came(&mut self) -> io::Result<()> {
         self.events.armed = false;
-        let fd = self.ring.link().event_fd().as_raw_fd();
-        self.events.by_engine = self.path.reactor().drain(DRAIN, fd);
+        let (shut, fd) = {
+            let link = self.ring.link();
+            (link.is_shut_by_event(), link.event_fd().as_raw_fd())
+        };
+        self.events.by_engine = shut && self.path.reactor().drain(DRAIN, fd);
         if self.events.by_engine {
             self.ring.link().event_taken();
         } else if !self.ring.link().take_event()? {
