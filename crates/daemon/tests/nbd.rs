@@ -10,8 +10,10 @@ use std::sync::Arc;
 use ferrite_daemon::keeping::Keepers;
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_serve::trace;
 use ferrite_testkit::nbd::{Client, command, is_closed};
 use ferrite_testkit::{PATIENCE, wait_until};
+use ferrite_xen::abi::{OP_FLUSH, OP_WRITE};
 use host::Host;
 use roles::{Roles, attach, end, keeper, kill};
 
@@ -68,6 +70,10 @@ fn a_disk_has_its_socket_before_its_guest_and_as_long_as_it_is_attached() {
     let mut client = client(&host, &disk);
     client.write(0, &[1; 4096]);
     client.flush();
+    // Its worker has no rights, and its trace says what it did all the same.
+    let run_dir = host.places().run.join(host::id(&disk).file_name());
+    let records = trace::read::read(&run_dir.join(trace::client_file(0))).unwrap();
+    assert!(records.iter().map(|record| record.operation).eq([OP_WRITE, OP_FLUSH]));
     assert_eq!(host.show(&disk).unwrap().nbd, Some(socket.to_str().unwrap().to_owned()));
     let mut front = host.connect(&disk);
     assert_eq!(read(&mut front, 0), [1; 4096]);

@@ -53,6 +53,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         tuning: Tuning { merge: !args.no_merge, ..Tuning::default() },
         counters: None,
         keeps_all: false,
+        traces: None,
     };
     tracing::info!("listening at {}", args.socket.display());
     let served = Server::new(device.clone(), options, stop).run(&bound.listener);

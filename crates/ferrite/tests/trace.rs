@@ -1,5 +1,6 @@
 //! `ferrite trace`, beside a backend that serves a guest.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -81,6 +82,10 @@ fn a_disk_is_recorded_and_the_recording_is_exported_modelled_and_drawn() {
     let csv = done(trace(&rig, &["export", "a.trace", "--format", "csv"]).output().unwrap());
     assert_eq!(csv.lines().count(), 501);
     assert!(csv.contains(",read,") && csv.contains(",write,"));
+    let spans = done(trace(&rig, &["export", "a.trace", "--format", "spans"]).output().unwrap());
+    assert!(
+        spans.contains("\nblkif,0,worker,slept,") && spans.contains("\nblkif,0,guest,consumed,")
+    );
     let json = done(trace(&rig, &["export", "a.trace", "--format", "perfetto"]).output().unwrap());
     let json: Value = serde_json::from_str(&json).unwrap();
     assert!(json["traceEvents"].as_array().unwrap().len() > 500 * 4);
@@ -104,30 +109,26 @@ fn a_disk_is_recorded_and_the_recording_is_exported_modelled_and_drawn() {
 fn a_disk_is_recorded_on_when_another_process_serves_it() {
     let (mut rig, mut front) = rig();
     let disk = name(&rig);
-    let args = ["record", &disk, "--run-dir", ".", "--seconds", "600", "-o", "a.trace"];
-    let mut child = trace(&rig, &args).stdout(Stdio::piped()).spawn().unwrap();
+    let args = ["record", &disk, "--run-dir", ".", "--seconds", "600", "--requests", "20"];
+    let mut command = trace(&rig, &[&args[..], &["-o", "a.trace"]].concat());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let buffer = front.space().buffer(1).unwrap();
     let mut write = |sector| {
         front.queues[0].write(sector, &buffer, 0, 4096).unwrap();
         assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
     };
-    // Until it has begun, its file is empty, and some more are not recorded.
-    let file = rig.dir.path().join("a.trace");
-    while !file.exists() {
-        write(0);
-    }
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    // All that comes after it says so is recorded.
+    let mut said = String::new();
+    BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
+    assert_eq!(said, format!("recording {disk}; Ctrl-C ends it\n"));
     (0..10).for_each(|_| write(8));
     rig.stop().unwrap();
     rig.start();
     (0..10).for_each(|_| write(16));
-    std::thread::sleep(std::time::Duration::from_millis(300));
-    let pid = rustix::process::Pid::from_child(&child);
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
     assert!(child.wait().unwrap().success());
     let csv = done(trace(&rig, &["export", "a.trace", "--format", "csv"]).output().unwrap());
     let of = |sector: u64| {
-        let is = |line: &&str| line.split(',').nth(3) == Some(&sector.to_string());
+        let is = |line: &&str| line.split(',').nth(4) == Some(&sector.to_string());
         csv.lines().filter(is).count()
     };
     assert_eq!((of(8), of(16)), (10, 10), "{csv}");
@@ -170,11 +171,11 @@ fn the_commands_of_the_documentation_work() {
         done(beside_work(&mut front, trace(&rig, &args)));
         commands += 1;
     }
-    assert_eq!(commands, 7);
+    assert_eq!(commands, 8);
     for stage in STAGES {
         assert!(PAGE.contains(&format!("| {stage} |")), "{stage}");
     }
-    for file in ["slow.trace", "slow.html", "slow.json", "slow.csv", "now.html"] {
+    for file in ["slow.trace", "slow.html", "slow.json", "slow.csv", "spans.csv", "now.html"] {
         assert!(std::fs::metadata(rig.dir.path().join(file)).unwrap().len() > 100, "{file}");
     }
     drop(front);

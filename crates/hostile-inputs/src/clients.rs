@@ -73,6 +73,7 @@ pub(crate) fn nbd(input: &[u8]) {
         tuning: Tuning::default(),
         counters: None,
         keeps_all: false,
+        traces: None,
     };
     let stop = Arc::new(Waker::new().expect("there are descriptors"));
     let (ours, theirs) = UnixStream::pair().expect("there are descriptors");

@@ -4,10 +4,14 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_serve::nbd::Options;
 use ferrite_serve::polling::PollWindow;
+use ferrite_serve::trace::clients::ClientTraces;
 use ferrite_serve::trace::read::{News, Reader};
-use ferrite_serve::trace::{Doing, Metadata, Noticed};
+use ferrite_serve::trace::{Doing, Metadata, Noticed, client_file};
 use ferrite_serve::tuning::Tuning;
+use ferrite_testkit::faulty::{Fault, Faults, Kind};
+use ferrite_testkit::nbd::{self, Served, command};
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, images};
@@ -145,4 +149,43 @@ fn what_a_predecessor_left_is_told_as_such() {
     let record = until(&mut new, 1).records[0];
     assert_eq!((record.answer, record.noticed == Noticed::Replayed), (4, false));
     assert_eq!(old.look().unwrap().records, []);
+}
+
+#[test]
+fn requests_of_a_client_of_nbd_leave_records_and_say_when_its_thread_slept() {
+    let dir = tempfile::tempdir().unwrap();
+    let traces = Some(ClientTraces::new(dir.path()));
+    let faults = Faults::none();
+    let options = Options { traces, engine: faults.factory(), ..nbd::options() };
+    let mut served = Served::new("raw", 8 << 20, options);
+    let mut first = served.client();
+    for block in 0..3 {
+        first.write(block * 4096, &[7; 4096]);
+    }
+    first.read(1 << 20, 8192);
+    faults.once(Kind::Sync, Fault::Errno(5));
+    assert_ne!(first.call(command::FLUSH, 0, 0, 0, &[]).error, 0);
+    assert_ne!(first.call(command::READ, 0, 1 << 40, 4096, &[]).error, 0);
+    let mut second = served.client();
+    second.read(0, 512);
+    let mut reader = Reader::open(&dir.path().join(client_file(0))).unwrap();
+    let seen = until(&mut reader, 5);
+    let shapes: Vec<_> =
+        seen.records.iter().map(|r| (r.operation, r.sector, r.bytes, r.status)).collect();
+    let expected =
+        [(1, 0, 4096, 0), (1, 8, 4096, 0), (1, 16, 4096, 0), (0, 2048, 8192, 0), (3, 0, 0, -1)];
+    assert_eq!(shapes, expected, "what is refused before it has a place is not there");
+    for record in &seen.records {
+        let s = &record.stages;
+        assert!(0 < s.taken_ns && s.taken_ns <= s.submitted_ns && s.submitted_ns <= s.completed_ns);
+        assert!(s.completed_ns <= s.answered_ns && !record.notified && record.answer == 0);
+    }
+    assert!(seen.records.iter().any(|record| record.noticed == Noticed::Event));
+    assert!(seen.spans.iter().any(|span| span.doing == Doing::WokenByEvent));
+    let cookies: BTreeSet<u64> = seen.records.iter().map(|record| record.id).collect();
+    assert_eq!(cookies.len(), 5, "each has its own");
+    let other = Reader::open(&dir.path().join(client_file(1))).unwrap();
+    assert_eq!(until(&mut { other }, 1).records[0].bytes, 512);
+    drop((first, second));
+    served.stop();
 }

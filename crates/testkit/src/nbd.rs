@@ -82,6 +82,7 @@ pub fn options() -> Options {
         tuning: Tuning::default(),
         counters: None,
         keeps_all: false,
+        traces: None,
     }
 }
 

@@ -46,7 +46,8 @@ enum TraceCommand {
         /// A recording, or a disk that is recorded first.
         #[arg(value_name = "FILE|DISK")]
         source: Source,
-        /// perfetto: JSON that ui.perfetto.dev and chrome://tracing load; csv: a line a request.
+        /// perfetto: JSON that ui.perfetto.dev and chrome://tracing load; csv: a line a request; spans: the same for
+        /// what the disk's threads and the guest did meanwhile.
         #[arg(long, value_enum, value_name = "FORMAT")]
         format: Format,
         /// Where to; standard output, if it is not given.
@@ -116,6 +117,7 @@ impl FromStr for Source {
 enum Format {
     Perfetto,
     Csv,
+    Spans,
 }
 
 /// A model, as JSON.
@@ -148,6 +150,7 @@ pub(crate) fn run(args: &TraceArgs) -> Result<(), Failure> {
             let written = match format {
                 Format::Perfetto => export::perfetto(&trace, &mut text),
                 Format::Csv => export::csv(&trace, &mut text),
+                Format::Spans => export::csv_of_spans(&trace, &mut text),
             };
             written.map_err(|e| cannot_write(Path::new("the text"), e))?;
             match (to, output) {
@@ -200,12 +203,20 @@ fn record(disk: &DiskName, args: &LiveArgs) -> Result<Trace, Failure> {
     let stop = signals::flag()?;
     let run_dir = args.places.run_dir.join(&disk.0);
     let bounds = Bounds { time: args.seconds, requests: args.requests as usize };
-    let trace = live::record(&run_dir, bounds, || stop.load(Ordering::Relaxed)).map_err(|e| {
+    let mut has_begun = false;
+    // All that comes after the first question is recorded.
+    let stop = || {
+        if !std::mem::replace(&mut has_begun, true) {
+            let _ = writeln!(io::stderr().lock(), "recording {}; Ctrl-C ends it", disk.0);
+        }
+        stop.load(Ordering::Relaxed)
+    };
+    let trace = live::record(&run_dir, bounds, stop).map_err(|e| {
         let code = match &e {
             live::Failure::NotThere(_) => Code::NOT_FOUND,
             live::Failure::Queue(..) => Code::FAILED,
         };
-        let help = "a disk has a trace, which is root's, while a guest is connected; \
+        let help = "a disk has a trace, which is root's, while a guest or an NBD client is connected; \
                     ferrite stat shows the disks";
         Failure::new(format!("cannot record {}", disk.0), e, help).with_code(code)
     })?;

@@ -7,7 +7,7 @@ use std::path::Path;
 use ferrite_serve::trace::{Record, Span};
 use flate2::Crc;
 
-use super::{MOST_REQUESTS, MOST_SPANS, QUEUES, Trace};
+use super::{LINES, MOST_REQUESTS, MOST_SPANS, Trace};
 
 const MAGIC: &[u8; 8] = b"FERTRF01";
 /// Words before the texts.
@@ -188,7 +188,7 @@ fn entries<const WORDS: usize, T>(
     let (entries, _) = words.as_chunks::<WORDS>();
     let entry = |entry: &[[u8; 8]; WORDS]| {
         let entry = entry.map(u64::from_le_bytes);
-        let queue = u16::try_from(entry[0]).ok().filter(|queue| *queue < QUEUES);
+        let queue = u16::try_from(entry[0]).ok().filter(|queue| *queue < LINES);
         Ok((queue.ok_or(Problem::Damaged("the number of a queue"))?, of(&entry)?))
     };
     entries.iter().map(entry).collect()
@@ -250,7 +250,7 @@ mod tests {
         assert!(told(8, 129).contains("the name of its disk"));
         assert!(told(9, 1 << 40).contains("the name of its image"));
         let first = HEADER + 2 + "/srv/</script>&.vhd".len().div_ceil(8);
-        assert!(told(first, u64::from(QUEUES)).contains("the number of a queue"));
+        assert!(told(first, u64::from(LINES)).contains("the number of a queue"));
         assert!(told(first + 3 * REQUEST + 1, 99).contains("the kind of a span"));
         assert!(told(HEADER, u64::MAX).contains("a name is no text"));
     }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -11,7 +12,7 @@ use ferrite_serve::trace::RECORDS;
 use ferrite_serve::trace::read::{News, Problem, Reader};
 use rustix::time::{ClockId, clock_gettime};
 
-use super::{MOST_REQUESTS, MOST_SPANS, QUEUES, Trace};
+use super::{LINES, Line, MOST_REQUESTS, MOST_SPANS, QUEUES, Trace};
 
 /// Between two looks, if little is new, and if much is.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(500), Duration::from_micros(50));
@@ -30,7 +31,7 @@ pub struct Bounds {
 /// Why a disk cannot be recorded.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// It has no trace: no guest is connected.
+    /// It has no trace: no guest or client is connected.
     #[error("there is no trace of it in {0}")]
     NotThere(PathBuf),
     /// A queue's trace cannot be read.
@@ -102,13 +103,24 @@ struct Queues {
 }
 
 impl Queues {
-    fn path(&self, queue: u16) -> PathBuf {
-        self.run_dir.join(format!("trace-{queue}"))
+    fn path(&self, line: u16) -> PathBuf {
+        self.run_dir.join(Line::of(line).file())
     }
 
-    /// Finds queues that have come, and those of a next connection or process, which have other files.
+    /// Finds queues and clients that have come, and those of a next connection or process, which have other
+    /// files.
     fn scan(&mut self, trace: &mut Trace, is_first: bool) -> Result<(), Failure> {
-        for queue in 0..QUEUES {
+        self.scan_lines(0..QUEUES, trace, is_first)?;
+        self.scan_lines(QUEUES..LINES, trace, is_first)
+    }
+
+    fn scan_lines(
+        &mut self,
+        lines: Range<u16>,
+        trace: &mut Trace,
+        is_first: bool,
+    ) -> Result<(), Failure> {
+        for queue in lines {
             let path = self.path(queue);
             let inode = match std::fs::symlink_metadata(&path) {
                 Ok(meta) => meta.ino(),
@@ -144,7 +156,7 @@ impl Queues {
         for (queue, reader) in &mut self.readers {
             let news = reader.look();
             let news = news.map_err(|problem| {
-                Failure::Queue(self.run_dir.join(format!("trace-{queue}")), problem)
+                Failure::Queue(self.run_dir.join(Line::of(*queue).file()), problem)
             })?;
             let entries = news.records.len().max(news.spans.len()) as u64;
             much |= entries > RECORDS / 8 || news.lost_records > 0;
@@ -165,7 +177,7 @@ fn add(trace: &mut Trace, queue: u16, news: News) {
 mod tests {
     use std::cell::Cell;
 
-    use ferrite_serve::trace::{Record, Span, TraceRing};
+    use ferrite_serve::trace::{Record, Span, TraceRing, client_file};
 
     use super::*;
 
@@ -222,6 +234,25 @@ mod tests {
         assert_eq!(ids(&trace)[0], (0, 1));
         assert_eq!(ids(&trace).last(), Some(&(0, 2009)));
         assert_eq!(trace.requests.len() as u64 + trace.lost_requests, 2001);
+    }
+
+    #[test]
+    fn clients_of_nbd_are_recorded_beside_queues_also_those_that_come_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut queue = ring(dir.path(), 0);
+        let client = |number| TraceRing::create(&dir.path().join(client_file(number))).unwrap();
+        let mut first = client(0);
+        let turns = Cell::new(0);
+        let trace = record(dir.path(), bounds(3), || {
+            turns.set(turns.get() + 1);
+            if turns.get() == 1 {
+                queue.push(&Record { id: 1, ..Record::default() });
+                first.push(&Record { id: 2, ..Record::default() });
+                client(1).push(&Record { id: 3, ..Record::default() });
+            }
+            false
+        });
+        assert_eq!(ids(&trace.unwrap()), [(0, 1), (64, 2), (65, 3)]);
     }
 
     #[test]

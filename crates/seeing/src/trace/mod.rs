@@ -7,7 +7,10 @@
 //! * [`model`]: time = X + Y x size.
 //! * [`report`] makes pictures of it.
 
-use ferrite_serve::trace::{Record, Span};
+use std::fmt;
+
+use ferrite_serve::trace::clients::CLIENTS;
+use ferrite_serve::trace::{Doing, Record, Span, client_file, queue_file};
 
 pub mod export;
 pub mod file;
@@ -17,10 +20,62 @@ pub mod report;
 
 /// Queues of a disk, at most.
 pub const QUEUES: u16 = 64;
+/// Numbers of [`Line`]s: queues, then clients of NBD.
+pub const LINES: u16 = QUEUES + CLIENTS;
 /// Requests of a recording, at most.
 pub const MOST_REQUESTS: usize = 2_000_000;
 /// Spans of a recording, at most.
 pub const MOST_SPANS: usize = 4_000_000;
+
+/// What brings requests to a disk, by its number in a recording: a queue of the guest's, or a client of NBD.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Line {
+    /// With this number.
+    Queue(u16),
+    /// Likewise.
+    Client(u16),
+}
+
+impl Line {
+    /// That with this number in a recording.
+    pub fn of(number: u16) -> Line {
+        match number.checked_sub(QUEUES) {
+            Some(client) => Line::Client(client),
+            None => Line::Queue(number),
+        }
+    }
+
+    /// By which frontend its requests come.
+    pub fn frontend(self) -> &'static str {
+        match self {
+            Line::Queue(_) => "blkif",
+            Line::Client(_) => "nbd",
+        }
+    }
+
+    /// Its own number, beside others of its frontend.
+    pub fn number(self) -> u16 {
+        let (Line::Queue(number) | Line::Client(number)) = self;
+        number
+    }
+
+    /// Its file in the disk's run directory.
+    pub fn file(self) -> String {
+        match self {
+            Line::Queue(queue) => queue_file(queue),
+            Line::Client(client) => client_file(client),
+        }
+    }
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Line::Queue(queue) => write!(f, "queue {queue}"),
+            Line::Client(client) => write!(f, "NBD client {client}"),
+        }
+    }
+}
 
 /// What a disk did in a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -35,9 +90,9 @@ pub struct Trace {
     pub until_ns: u64,
     /// When it began, in nanoseconds since 1970.
     pub began_unix_ns: u64,
-    /// Each with its queue, in the order in which they were taken.
+    /// Each with the number of its [`Line`], in the order in which they were taken.
     pub requests: Vec<(u16, Record)>,
-    /// Each with its queue, in the order in which they ended.
+    /// Each with the number of its [`Line`], in the order in which they ended.
     pub spans: Vec<(u16, Span)>,
     /// Requests that nobody has read before they were overwritten.
     pub lost_requests: u64,
@@ -78,6 +133,72 @@ pub fn operation(record: &Record) -> &'static str {
         5 => "discard",
         _ => "other",
     }
+}
+
+/// Whose time it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// The thread's that serves a line.
+    Worker,
+    /// Its guest's.
+    Guest,
+}
+
+/// A stretch of time of a line: what was known, and in between what follows from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// Whose.
+    pub whose: Whose,
+    /// What it did; none: the thread ran.
+    pub doing: Option<Doing>,
+    /// From then,
+    pub from_ns: u64,
+    /// until then.
+    pub to_ns: u64,
+}
+
+impl Stretch {
+    /// In a word or two.
+    pub fn name(&self) -> &'static str {
+        match self.doing {
+            None => "ran",
+            Some(Doing::Polled(true)) => "polled, found something",
+            Some(Doing::Polled(false)) => "polled in vain",
+            Some(Doing::Slept) => "slept",
+            Some(Doing::WokenByEvent) => "slept until an event",
+            Some(Doing::Consumed(_)) => "has consumed answers",
+        }
+    }
+}
+
+/// What a line's thread and guest did, in the order of the ends. Of one of both no two overlap: what began
+/// before the recording or another's end is cut there. Where the thread neither polled nor slept, it ran.
+pub fn stretches(trace: &Trace, line: u16) -> Vec<Stretch> {
+    let mut all = Vec::new();
+    // Nothing is known of the thread before its first stretch.
+    let (mut worker_ns, mut guest_ns) = (None, trace.from_ns);
+    for (_, span) in trace.spans.iter().filter(|(of, _)| *of == line) {
+        let Span { doing, mut from_ns, to_ns } = *span;
+        let whose = match doing {
+            Doing::Consumed(_) => Whose::Guest,
+            _ => Whose::Worker,
+        };
+        if whose == Whose::Guest {
+            from_ns = from_ns.max(guest_ns);
+            guest_ns = guest_ns.max(to_ns);
+        } else {
+            let awake_ns = worker_ns.unwrap_or(trace.from_ns);
+            from_ns = from_ns.max(awake_ns);
+            if worker_ns.is_some() && from_ns > awake_ns && to_ns > from_ns {
+                all.push(Stretch { whose, doing: None, from_ns: awake_ns, to_ns: from_ns });
+            }
+            worker_ns = Some(awake_ns.max(to_ns));
+        }
+        if to_ns > from_ns {
+            all.push(Stretch { whose, doing: Some(doing), from_ns, to_ns });
+        }
+    }
+    all
 }
 
 #[cfg(test)]
@@ -136,6 +257,46 @@ pub(crate) mod tests {
             trace.spans.push(span(consumed, answered_ns, answered_ns + 5_000));
         }
         trace
+    }
+
+    #[test]
+    fn a_thread_that_neither_polled_nor_slept_ran_and_nothing_overlaps() {
+        let span = |doing, from_ns, to_ns| (0, Span { doing, from_ns, to_ns });
+        let trace = Trace {
+            from_ns: 100,
+            spans: vec![
+                span(Doing::Slept, 50, 120),
+                (1, Span { doing: Doing::Slept, from_ns: 100, to_ns: 130 }),
+                span(Doing::Consumed(3), 90, 140),
+                span(Doing::Polled(true), 130, 150),
+                // As only a broken worker has it.
+                span(Doing::Polled(false), 60, 140),
+                span(Doing::WokenByEvent, 140, 170),
+                span(Doing::Consumed(4), 130, 180),
+            ],
+            ..Trace::default()
+        };
+        let (worker, guest) = (Whose::Worker, Whose::Guest);
+        let is = |whose, doing, from_ns, to_ns| Stretch { whose, doing, from_ns, to_ns };
+        let expected = [
+            is(worker, Some(Doing::Slept), 100, 120),
+            is(guest, Some(Doing::Consumed(3)), 100, 140),
+            is(worker, None, 120, 130),
+            is(worker, Some(Doing::Polled(true)), 130, 150),
+            is(worker, Some(Doing::WokenByEvent), 150, 170),
+            is(guest, Some(Doing::Consumed(4)), 140, 180),
+        ];
+        assert_eq!(stretches(&trace, 0), expected);
+    }
+
+    #[test]
+    fn lines_are_queues_and_then_clients() {
+        assert_eq!(
+            (Line::of(63).file(), Line::of(64).file()),
+            ("trace-63".to_owned(), "trace-nbd-0".to_owned())
+        );
+        assert_eq!(Line::of(LINES - 1), Line::Client(63));
+        assert_eq!((Line::of(2).frontend(), Line::of(66).frontend()), ("blkif", "nbd"));
     }
 
     #[test]

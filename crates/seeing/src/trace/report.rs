@@ -9,9 +9,9 @@ use std::io::{self, Write};
 use ferrite_serve::trace::{Doing, Metadata, Noticed, Record};
 use serde::Serialize;
 
-use super::export::queues;
+use super::export::lines;
 use super::model::{Fit, fits};
-use super::{STAGES, Trace, latency_ns, operation, stages};
+use super::{Line, STAGES, Trace, latency_ns, operation, stages};
 
 /// Requests that are shown one by one.
 const SHOWN: usize = 4000;
@@ -70,7 +70,8 @@ struct Data<'a> {
     requests: usize,
     lost_requests: u64,
     lost_spans: u64,
-    queues: Vec<u16>,
+    /// Numbers and names of queues and clients.
+    lines: Vec<(u16, String)>,
     stage_names: [&'static str; 5],
     operations: Vec<Latencies>,
     stages: Vec<Latencies>,
@@ -158,7 +159,7 @@ impl<'a> Data<'a> {
             requests: trace.requests.len(),
             lost_requests: trace.lost_requests,
             lost_spans: trace.lost_spans,
-            queues: queues(trace),
+            lines: lines(trace).into_iter().map(|n| (n, Line::of(n).to_string())).collect(),
             stage_names: STAGES,
             operations: by_operation(trace),
             stages: by_stage(trace),
@@ -247,10 +248,10 @@ fn by_stage(trace: &Trace) -> Vec<Latencies> {
 }
 
 /// For each request, when the guest was seen to have consumed its answer: not before the first time, by the
-/// second (docs/internals/trace.md 1, rule 8).
+/// second (docs/internals/trace.md 1, rule 9).
 fn consumed(trace: &Trace) -> Vec<Option<(u64, u64)>> {
     let mut seen = vec![None; trace.requests.len()];
-    for queue in queues(trace) {
+    for queue in lines(trace) {
         let mut spans = trace.spans.iter().filter(|(q, _)| *q == queue).filter_map(|(_, span)| {
             match span.doing {
                 Doing::Consumed(answers) => Some((answers, span.from_ns, span.to_ns)),

@@ -20,6 +20,7 @@ use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
 use crate::path::device::Device;
 use crate::path::shared::Shared;
+use crate::trace::clients::ClientTraces;
 use crate::tuning::Tuning;
 use crate::waker::{Waker, wait_for};
 
@@ -58,6 +59,8 @@ pub struct Options {
     pub counters: Option<Counters>,
     /// TRIM is not offered, whatever the disk can.
     pub keeps_all: bool,
+    /// Where clients leave what became of their requests, if anywhere.
+    pub traces: Option<Arc<ClientTraces>>,
 }
 
 /// What the threads share.
@@ -198,7 +201,8 @@ pub fn serve_one(
     let shared = Shared::new(device, pool, 1, tuning, Arc::default(), counters.clone())?;
     let shared = Arc::new(shared);
     let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
-    let client = Client::new(shared, engine, socket, export, &greeted, stop.clone())?;
+    let trace = options.traces.as_ref().and_then(ClientTraces::begin);
+    let client = Client::new(shared, engine, socket, export, &greeted, stop.clone(), trace)?;
     client.run(options.goodbye, options.at_stop)?;
     Ok(counters.counts())
 }

@@ -4,10 +4,12 @@
 //! another process sees it, and it outlives a crash (docs/internals/trace.md 1).
 //!
 //! * `ring`: the file, and its one writer.
+//! * [`clients`]: the files of clients of NBD.
 //! * [`read`]: what anybody reads, whatever the file holds.
 
 use std::fmt;
 
+pub mod clients;
 pub mod read;
 mod ring;
 
@@ -16,6 +18,16 @@ const RECORD_WORDS: usize = 9;
 /// Words of a span, its number included.
 const SPAN_WORDS: usize = 4;
 pub use ring::{RECORDS, SPANS, TraceRing};
+
+/// The file of a queue, in the disk's run directory.
+pub fn queue_file(queue: u16) -> String {
+    format!("trace-{queue}")
+}
+
+/// The file of a client of NBD, by its number.
+pub fn client_file(client: u16) -> String {
+    format!("trace-nbd-{client}")
+}
 
 /// When a request reached each stage, in nanoseconds of `CLOCK_MONOTONIC`; 0 where it did not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

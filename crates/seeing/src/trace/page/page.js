@@ -88,7 +88,7 @@ const last = Math.max(first + 1000, ...requests.map((r) => r.answered));
 // At first as many as one can tell apart, from the middle.
 const middle = requests.length >> 1, some = requests.slice(Math.max(0, middle - 100), middle + 100);
 let view = some.length ? [some[0].taken, Math.max(some[0].taken + 1000, ...some.map((r) => r.answered))] : [first, last];
-const rows = data.queues.map((queue) => {
+const rows = data.lines.map(([queue, name]) => {
   const here = requests.filter((r) => r.queue === queue);
   const ends = [];
   for (const r of here) {
@@ -96,10 +96,11 @@ const rows = data.queues.map((queue) => {
     if (lane < 0) lane = Math.min(ends.length, LANES - 1);
     ends[lane] = r.answered;
     r.lane = lane;
+    r.line = name;
   }
   const spans = data.spans.filter((s) => s[0] === queue && s[3] >= first && s[2] <= last)
     .sort((a, b) => a[2] - b[2]);
-  return { queue, here, spans, lanes: Math.max(1, ends.length), top: 0 };
+  return { name, here, spans, lanes: Math.max(1, ends.length), top: 0 };
 });
 let height = AXIS;
 for (const row of rows) {
@@ -145,7 +146,7 @@ function drawLine() {
   g.textAlign = "left";
   for (const row of rows) {
     g.fillStyle = c.text;
-    g.fillText("queue " + row.queue, LEFT, row.top + 12);
+    g.fillText(row.name, LEFT, row.top + 12);
     const lanes = row.top + TITLE, worker = lanes + row.lanes * LANE + 3, guest = worker + WORKER;
     for (const r of row.here) {
       if (!r.on || r.answered < view[0] || r.taken > view[1]) continue;
@@ -183,7 +184,7 @@ byId("legend").append(element("span", "red: metadata miss · mark: guest was not
 
 // Filters.
 const form = byId("filter"), field = (name) => form.elements[name];
-for (const name of ["operation", "queue", "noticed", "metadata"]) {
+for (const name of ["operation", "line", "noticed", "metadata"]) {
   for (const value of new Set(requests.map((r) => String(r[name])))) field(name).append(element("option", value));
 }
 function filter() {
@@ -191,7 +192,7 @@ function filter() {
   const least = Number(field("least").value) * 1e3 || 0;
   let n = 0;
   for (const r of requests) {
-    r.on = ["operation", "queue", "noticed", "metadata"].every((name) => is(r, name))
+    r.on = ["operation", "line", "noticed", "metadata"].every((name) => is(r, name))
       && r.answered - r.taken >= least && (!field("shared").checked || r.sharing > 1);
     n += r.on;
   }

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 
 use super::messages::Failure;
 use crate::counters::stats_file;
+use crate::trace::queue_file;
 
 /// What a successor finishes, and which image it is.
 pub const TABLE: &str = "inflight";
@@ -22,7 +23,7 @@ pub const TABLE: &str = "inflight";
 const LATCH: &str = "flush-failed";
 /// The last backend has ended by itself, with the image complete. Gone as soon as one connects.
 pub const STOPPED: &str = "stopped";
-/// With a queue's number: the records of its requests.
+/// With the number of a queue or client: the records of its requests.
 const TRACE: &str = "trace-";
 /// In the run directory: that of the guest's stub domain, which has the disk, too.
 const SECOND: &str = "second";
@@ -161,6 +162,11 @@ impl RunFiles {
         RunFiles { path: path.to_owned(), dir: None, to_be_cleared: false }
     }
 
+    /// The run directory.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What a successor finishes.
     pub(super) fn table(&self) -> PathBuf {
         self.path.join(TABLE)
@@ -173,7 +179,8 @@ impl RunFiles {
 
     /// Where a queue's records are.
     pub(super) fn trace(&self, queue: usize) -> PathBuf {
-        self.path.join(format!("{TRACE}{queue}"))
+        // Far fewer queues than that are offered.
+        self.path.join(queue_file(queue as u16))
     }
 
     /// Makes the directory, if it is not there, and notes in it that the image is in use.
@@ -230,7 +237,7 @@ mod tests {
         assert!(RunDir::existing(&path).unwrap().is_none());
         let first = RunDir::make(&path).unwrap();
         assert_eq!(RunDir::make(&path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
-        for name in [TABLE, LATCH, STOPPED, "trace-0", "trace-63"] {
+        for name in [TABLE, LATCH, STOPPED, "trace-0", "trace-63", "trace-nbd-0"] {
             std::fs::write(path.join(name), b"x").unwrap();
             std::fs::write(path.join(name).with_extension("new"), b"x").unwrap();
         }

@@ -28,6 +28,7 @@ use crate::log_limit::limited;
 use crate::nbd::{COURTESY, Clients, Options};
 use crate::path::device::Device;
 use crate::path::gate::Side;
+use crate::trace::clients::ClientTraces;
 use crate::waker::Waker;
 
 /// How often the medium is asked whether it has grown, while the guest is at work.
@@ -151,6 +152,7 @@ impl<'a> Worker<'a> {
             tuning: self.means.tuning,
             counters: Some(self.means.counters.clone()),
             keeps_all: self.keeps_all,
+            traces: Some(ClientTraces::new(self.means.files.path())),
         }
     }
 

@@ -25,6 +25,8 @@ use super::handshake::Greeted;
 use super::negotiation::{Agreed, Export};
 use crate::path::shared::Shared;
 use crate::path::{Admitted, FRONTEND_TOKENS, RequestPath, Ticket, largest_request};
+use crate::trace::clients::ClientTrace;
+use crate::trace::{Doing, Noticed, Span};
 use crate::waker::Waker;
 
 mod input;
@@ -86,6 +88,9 @@ pub(super) struct Client {
     saved: bool,
     /// Something came free that is waited for.
     again: bool,
+    trace: Option<ClientTrace>,
+    /// How what is taken next was noticed.
+    noticed: Noticed,
 
     // Scratch space, kept to be used again.
     tickets: Vec<Ticket>,
@@ -104,6 +109,7 @@ impl Client {
         export: Export,
         greeted: &Greeted,
         stop: Arc<Waker>,
+        trace: Option<ClientTrace>,
     ) -> io::Result<Client> {
         let room = RoomWatch::new(socket.as_fd())?;
         let mut path = RequestPath::new(shared.clone(), 0, engine, ENTRIES)?;
@@ -131,6 +137,8 @@ impl Client {
             ends_at_ns: None,
             saved: false,
             again: false,
+            trace,
+            noticed: Noticed::default(),
             tickets: Vec::new(),
             sent: Vec::new(),
         })
@@ -191,6 +199,7 @@ impl Client {
         let before_ns = self.clock.now_ns();
         self.path.turn(wait, completions)?;
         let now_ns = self.clock.now_ns();
+        self.slept(wait != Wait::No, completions, before_ns, now_ns);
         let cold = now_ns - before_ns >= COLD.as_nanos() as u64;
         if completions.is_empty() && cold && self.path.may_cool() {
             self.path.give_memory_back();
@@ -212,6 +221,16 @@ impl Client {
             }
         }
         Ok(())
+    }
+
+    /// Notes for the trace whether the thread has slept, and whether the client has woken it.
+    fn slept(&mut self, slept: bool, completions: &[Completion], from_ns: u64, to_ns: u64) {
+        let woken = slept && completions.iter().any(|completion| completion.token == SOCKET);
+        self.noticed = if woken { Noticed::Event } else { Noticed::Working };
+        if let (true, Some(trace)) = (slept, &mut self.trace) {
+            let doing = if woken { Doing::WokenByEvent } else { Doing::Slept };
+            trace.span(&Span { doing, from_ns, to_ns });
+        }
     }
 
     /// How long the next turn may wait; what wakes it is asked for.

@@ -3,6 +3,7 @@
 use ferrite_disk::Allocation;
 use ferrite_io::arena::Span;
 use ferrite_io::pool::Buf;
+use ferrite_xen::abi::{OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, STATUS_ERROR, STATUS_OKAY};
 
 use super::super::wire::{Head, command, error, flag, push_extent};
 use super::Client;
@@ -28,6 +29,19 @@ pub(super) enum Doing {
     Discard,
     Flush,
     Status,
+}
+
+impl Doing {
+    /// As rings call it, for the trace.
+    fn operation(self) -> u8 {
+        match self {
+            Doing::Read => OP_READ,
+            Doing::Write | Doing::WriteZeros | Doing::Zero => OP_WRITE,
+            Doing::Discard => OP_DISCARD,
+            Doing::Flush => OP_FLUSH,
+            Doing::Status => u8::MAX,
+        }
+    }
 }
 
 /// What is to be given to the path, in parts.
@@ -113,7 +127,10 @@ impl Client {
             _ => None,
         };
         // There is an entry: it was looked for.
-        let Some(ticket) = self.path.take(0, 0, buf, now_ns) else { return false };
+        let cookie = step.slot.map_or(0, |slot| self.requests.get(slot).raw.cookie);
+        let operation = step.doing.operation();
+        let Some(ticket) = self.path.take(cookie, operation, buf, now_ns) else { return false };
+        self.path.record(&ticket).noticed = self.noticed;
         self.parts[ticket.entry()] = Part { slot: step.slot, doing: step.doing, at: step.at, len };
         step.at += len;
         step.len -= len;
@@ -219,7 +236,12 @@ impl Client {
             _ => Vec::new(),
         };
         let data = self.path.data(&ticket);
-        self.path.record(&ticket).stages.answered_ns = now_ns;
+        let record = self.path.record(&ticket);
+        record.stages.answered_ns = now_ns;
+        if let Some(trace) = &mut self.trace {
+            record.status = if error == 0 { STATUS_OKAY } else { STATUS_ERROR };
+            trace.push(record);
+        }
         let mut buf = self.path.release_keeping(ticket);
         if let Some(slot) = part.slot {
             let request = self.requests.get(slot);
