@@ -83,6 +83,25 @@ fn every_mode_gives_a_result_that_makes_sense() {
 }
 
 #[test]
+fn flushes_and_discards_are_loads_too() {
+    let (_dir, path) = image();
+    let discards = |mode: &str| {
+        fs::write(&path, vec![0xA5; 4 << 20]).unwrap();
+        let options = ["--mode", mode, "--depth", "8", "--force-overwrite"];
+        let r = result(path.to_str().unwrap(), &options);
+        assert!(r["ios"].as_u64() > Some(0) && r["errors"] == 0, "{r}");
+        r["counts"]["discard_parts"].as_u64().unwrap()
+    };
+    assert_eq!(discards("flush"), 0);
+    assert!(!is_untouched(&path));
+    assert!(discards("discard") > 0);
+    assert!(fs::read(&path).unwrap()[..2 << 20].contains(&0));
+    assert!(discards("storm") > 0);
+    let left = fs::read(&path).unwrap();
+    assert!(left[..2 << 20].iter().all(|b| *b == 0xA5) && left[2 << 20..].contains(&0));
+}
+
+#[test]
 fn the_least_pipeline_moves_what_a_backend_would() {
     let (_dir, path) = image();
     for (mode, depth, poll_us) in
@@ -100,9 +119,11 @@ fn the_least_pipeline_moves_what_a_backend_would() {
         assert!(r["lat_us"]["p999"].as_f64() >= r["lat_us"]["p50"].as_f64(), "{r}");
         assert_eq!(is_untouched(&path), mode == "randread", "{mode}");
     }
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-bench"));
-    let output = command.arg("bound").arg(&path).args(["--mode", "write"]).output().unwrap();
-    assert_refused(&output, 1, "overwrites");
+    for (mode, why) in [("write", "overwrites"), ("discard", "reads and writes only")] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-bench"));
+        let output = command.arg("bound").arg(&path).args(["--mode", mode]).output().unwrap();
+        assert_refused(&output, 1, why);
+    }
 }
 
 #[test]

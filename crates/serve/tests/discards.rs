@@ -3,15 +3,20 @@
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, Reply};
 use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_testkit::devices::Loop;
+use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, images};
+use ferrite_xen::abi::OP_DISCARD;
 use rustix::fs::{FallocateFlags, fallocate};
 use tempfile::TempDir;
 
@@ -227,4 +232,107 @@ fn discards_of_a_whole_device_let_reads_go_first_and_hold_up_no_end() {
     assert!(parts < PARTS / 2, "{parts} parts were done");
     let replies = front.queues[0].drain(PATIENCE).unwrap();
     assert!(replies.len() as u64 == DISCARDS - READS && all_ok(&replies));
+}
+
+/// Small discards of blocks that each follow the one before, or of every other block.
+fn small_discards(queue: &mut FrontQueue, count: u64, step: u64) {
+    for i in 0..count {
+        queue.discard(i * step * 8, 8, false).unwrap();
+    }
+}
+
+/// A disk whose operations its test sees.
+fn watched(dir: &TempDir, queues: u32) -> (Rig, Frontend, Faults) {
+    let faults = Faults::none();
+    let image = sparse(dir, TIB);
+    let (image, engine) = (Some(image), faults.factory());
+    let rig = Rig::new(Plan { image, engine, ..Plan::default() });
+    let front = rig.connect(&FrontOptions { order: 2, queues, ..FrontOptions::default() });
+    (rig, front, faults)
+}
+
+/// Those that wait while others are done become one, if they are neighbours.
+#[test]
+fn discards_that_follow_each_other_are_done_together() {
+    for (step, few) in [(1, true), (2, false)] {
+        let dir = dir_in_memory();
+        let (rig, mut front, faults) = watched(&dir, 1);
+        let held = faults.hold();
+        faults.once(Ops::among(&[Kind::PunchHole]), Fault::Held(None));
+        small_discards(&mut front.queues[0], DISCARDS, step);
+        front.queues[0].push().unwrap();
+        faults.wait_for(Kind::PunchHole, 1);
+        drop(held);
+        let replies = front.queues[0].drain(PATIENCE).unwrap();
+        assert!(replies.len() == DISCARDS as usize && all_ok(&replies));
+        let punched = faults.seen(&[Kind::PunchHole]);
+        // The first four of each sweep's at most, and what has joined meanwhile.
+        assert_eq!(punched <= 64, few, "{punched} of {DISCARDS}");
+        assert_eq!(rig.counters.counts().discard_parts, punched);
+        front.close(PATIENCE).unwrap();
+    }
+}
+
+/// Those that were done together with one that fails fail, too.
+#[test]
+fn each_of_the_discards_that_are_done_together_is_answered_as_all_of_them() {
+    let dir = dir_in_memory();
+    let (_rig, mut front, faults) = watched(&dir, 1);
+    faults.set([Ops::among(&[Kind::PunchHole]).meet(Fault::Errno(5))]);
+    small_discards(&mut front.queues[0], DISCARDS, 1);
+    let replies = front.queues[0].drain(PATIENCE).unwrap();
+    assert!(replies.len() == DISCARDS as usize && replies.iter().all(|reply| !reply.is_ok()));
+    front.close(PATIENCE).unwrap();
+}
+
+/// A file's other requests wait while a part of it is punched out, in line with all that punch.
+#[test]
+fn discards_of_all_queues_are_done_one_at_a_time() {
+    let dir = dir_in_memory();
+    let (_rig, mut front, faults) = watched(&dir, 4);
+    faults.set([Ops::among(&[Kind::PunchHole]).meet(Fault::Late(Duration::from_millis(1)))]);
+    for queue in &mut front.queues {
+        small_discards(queue, DISCARDS, 2);
+        queue.push().unwrap();
+    }
+    for queue in &mut front.queues {
+        assert!(all_ok(&queue.drain(PATIENCE).unwrap()));
+    }
+    assert_eq!(faults.traffic().most(), 1);
+    front.close(PATIENCE).unwrap();
+}
+
+/// As on a file system that lets nobody else at a file that it punches: reads have as much time as
+/// discards, and do far more in it than they would between two of these.
+#[test]
+fn reads_beside_discards_have_half_of_the_time() {
+    let dir = dir_in_memory();
+    let (_rig, mut front, faults) = watched(&dir, 1);
+    let (punches, reads) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let seen = (punches.clone(), reads.clone());
+    faults.before_each(move |op| match op {
+        Op::PunchHole { .. } => {
+            seen.0.fetch_add(1, Ordering::Relaxed);
+            thread::sleep(Duration::from_millis(20));
+        }
+        _ => drop(seen.1.fetch_add(1, Ordering::Relaxed)),
+    });
+    let buffer = front.space().buffer(1).unwrap();
+    let queue = &mut front.queues[0];
+    let mut left = DISCARDS - 1;
+    small_discards(queue, left, 2);
+    queue.write(1 << 20, &buffer, 0, 4096).unwrap();
+    // One at a time.
+    while left > DISCARDS / 2 {
+        let reply = queue.next_reply(PATIENCE).unwrap();
+        assert!(reply.is_ok());
+        match reply.operation {
+            OP_DISCARD => left -= 1,
+            _ => drop(queue.read(1 << 20, &buffer, 0, 4096).unwrap()),
+        }
+    }
+    let (punches, reads) = (punches.load(Ordering::Relaxed), reads.load(Ordering::Relaxed));
+    assert!(reads > 40 * punches, "{reads} reads beside {punches} discards");
+    queue.drain(PATIENCE).unwrap();
+    front.close(PATIENCE).unwrap();
 }

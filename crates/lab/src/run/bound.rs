@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cli::{BoundArgs, GuestArgs};
 use super::guest::{hear, say};
-use super::load::{Carrier, Load};
+use super::load::{Carrier, Load, What};
 use super::measure::{CpuTime, LEAD_NS, RAMP_NS};
 use super::tally::{Counter, Tally};
 use super::task::{Said, Task, Times};
@@ -100,6 +100,7 @@ fn measure(args: &BoundArgs) -> anyhow::Result<()> {
 
 /// As Ferrite has it open: past the page cache, or what is fastest on tmpfs.
 fn open(args: &BoundArgs) -> anyhow::Result<Disk> {
+    anyhow::ensure!(args.mode.moves_data_only(), "this pipeline reads and writes only");
     let writes = args.mode.writes();
     anyhow::ensure!(
         !writes || args.force_overwrite,
@@ -324,8 +325,8 @@ fn work(args: &GuestArgs) -> anyhow::Result<Said> {
 }
 
 impl Carrier for Front {
-    fn send(&mut self, place: u16, sector: u64, write: bool) -> Result<(), FrontError> {
-        Front::send(self, place, sector, write);
+    fn send(&mut self, place: u16, sector: u64, what: What) -> Result<(), FrontError> {
+        Front::send(self, place, sector, what == What::Write);
         Ok(())
     }
 

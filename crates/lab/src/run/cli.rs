@@ -203,12 +203,24 @@ pub(crate) enum Mode {
     /// Read stretches of 112 KiB one after the other, of each the even blocks and then the odd
     /// ones: what is contiguous on the disk comes out of order.
     Interleaved,
+    /// Write blocks anywhere, with a flush after each.
+    Flush,
+    /// Discard blocks anywhere.
+    Discard,
+    /// Read blocks of the first half, while as many blocks of the second half are discarded: only reads
+    /// are counted.
+    Storm,
 }
 
 impl Mode {
     /// Whether it changes the image.
     pub(crate) fn writes(self) -> bool {
-        matches!(self, Mode::Write | Mode::Randwrite | Mode::Randrw)
+        !matches!(self, Mode::Read | Mode::Randread | Mode::Interleaved)
+    }
+
+    /// Whether all of its requests move data.
+    pub(crate) fn moves_data_only(self) -> bool {
+        !matches!(self, Mode::Flush | Mode::Discard | Mode::Storm)
     }
 }
 

@@ -27,9 +27,22 @@ fn interleaved(i: u64, stretch: u64, blocks: u64) -> u64 {
     start + if within < evens { 2 * within } else { 2 * (within - evens) + 1 }
 }
 
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    Read,
+    Write,
+    Flush,
+    Discard,
+}
+
 /// Chooses what to do next, in one part of the disk.
 struct Choice {
     mode: Mode,
+    /// Places below this read, in a storm.
+    readers: u16,
+    /// The last request was a write that a flush follows.
+    flush: bool,
     first: u64,
     block_sectors: u64,
     blocks: u64,
@@ -49,6 +62,8 @@ impl Choice {
         }
         Choice {
             mode: task.mode,
+            readers: (task.depth as u16).div_ceil(2),
+            flush: false,
             first,
             block_sectors,
             blocks,
@@ -63,21 +78,41 @@ impl Choice {
         block
     }
 
-    /// A sector, and whether to write there.
-    fn next(&mut self) -> (u64, bool) {
+    /// One after the other.
+    fn write_or_flush(&mut self) -> What {
+        self.flush = !self.flush;
+        if self.flush { What::Write } else { What::Flush }
+    }
+
+    /// A sector, and what to do there.
+    fn next(&mut self, place: u16) -> (u64, What) {
+        let half = self.blocks.div_ceil(2);
         let block = match self.mode {
-            Mode::Randread | Mode::Randwrite | Mode::Randrw => self.random.below(self.blocks),
+            Mode::Storm if place < self.readers => self.random.below(half),
+            Mode::Storm => self.blocks - 1 - self.random.below(half),
+            Mode::Randread | Mode::Randwrite | Mode::Randrw | Mode::Flush | Mode::Discard => {
+                self.random.below(self.blocks)
+            }
             Mode::Read | Mode::Write => self.following(),
             Mode::Interleaved => {
                 let block = self.following();
                 interleaved(block, INTERLEAVED_SECTORS / self.block_sectors, self.blocks)
             }
         };
-        let write = match self.mode {
-            Mode::Randrw => self.random.next_u64() & 1 == 1,
-            mode => mode.writes(),
+        let what = match self.mode {
+            Mode::Randrw if self.random.next_u64() & 1 == 1 => What::Write,
+            Mode::Storm if place < self.readers => What::Read,
+            Mode::Storm | Mode::Discard => What::Discard,
+            Mode::Flush => self.write_or_flush(),
+            Mode::Write | Mode::Randwrite => What::Write,
+            Mode::Read | Mode::Randread | Mode::Randrw | Mode::Interleaved => What::Read,
         };
-        (self.first + block * self.block_sectors, write)
+        (self.first + block * self.block_sectors, what)
+    }
+
+    /// Whether requests of this place count.
+    fn counts(&self, place: u16) -> bool {
+        self.mode != Mode::Storm || place < self.readers
     }
 }
 
@@ -85,7 +120,7 @@ impl Choice {
 /// data of its own.
 pub(crate) trait Carrier {
     /// Writes a request of a place that has none.
-    fn send(&mut self, place: u16, sector: u64, write: bool) -> Result<(), FrontError>;
+    fn send(&mut self, place: u16, sector: u64, what: What) -> Result<(), FrontError>;
     /// Publishes what was sent.
     fn push(&mut self) -> Result<(), FrontError>;
     fn in_flight(&self) -> usize;
@@ -133,11 +168,13 @@ impl Blkif {
 }
 
 impl Carrier for Blkif {
-    fn send(&mut self, place: u16, sector: u64, write: bool) -> Result<(), FrontError> {
-        let at = usize::from(place) * self.stride;
-        let tag = match write {
-            true => self.queue.write(sector, &self.buffer, at, self.block_bytes)?,
-            false => self.queue.read(sector, &self.buffer, at, self.block_bytes)?,
+    fn send(&mut self, place: u16, sector: u64, what: What) -> Result<(), FrontError> {
+        let (at, bytes) = (usize::from(place) * self.stride, self.block_bytes);
+        let tag = match what {
+            What::Write => self.queue.write(sector, &self.buffer, at, bytes)?,
+            What::Read => self.queue.read(sector, &self.buffer, at, bytes)?,
+            What::Flush => self.queue.flush()?,
+            What::Discard => self.queue.discard(sector, bytes as u64 / SECTOR_BYTES, false)?,
         };
         self.place_of[usize::from(tag.0)] = place;
         Ok(())
@@ -211,8 +248,8 @@ impl<C: Carrier> Load<C> {
         while now_ns < times.until_ns {
             if !self.batch || self.carrier.in_flight() == 0 {
                 while let Some(place) = self.idle.pop() {
-                    let (sector, write) = self.choice.next();
-                    self.carrier.send(place, sector, write)?;
+                    let (sector, what) = self.choice.next(place);
+                    self.carrier.send(place, sector, what)?;
                     self.sent_ns[usize::from(place)] = now_ns;
                 }
                 self.carrier.push()?;
@@ -263,7 +300,7 @@ impl<C: Carrier> Load<C> {
         for (place, ok) in self.ended.drain(..) {
             if !ok {
                 self.counter.add_error();
-            } else if counting {
+            } else if counting && self.choice.counts(place) {
                 self.counter.add(now_ns - self.sent_ns[usize::from(place)]);
             }
             self.idle.push(place);
@@ -286,8 +323,8 @@ impl Load<Blkif> {
                 SystemClock.sleep(Duration::from_micros(20));
             }
             while let Some(place) = self.idle.pop() {
-                let (sector, write) = self.choice.next();
-                self.carrier.send(place, sector, write)?;
+                let (sector, what) = self.choice.next(place);
+                self.carrier.send(place, sector, what)?;
             }
             let last = self.carrier.queue.req_prod();
             ring.store(RingWord::RspEvent, last);
@@ -324,12 +361,12 @@ mod tests {
 
     use super::*;
 
-    fn choices(mode: Mode, n: usize) -> Vec<(u64, bool)> {
+    fn choices(mode: Mode, n: usize) -> Vec<(u64, What)> {
         let task = Task {
             devid: 0,
             mode,
             block_bytes: 4096,
-            depth: 1,
+            depth: 8,
             batch: false,
             steps: None,
             ring_order: 0,
@@ -340,7 +377,7 @@ mod tests {
             parts: Vec::new(),
         };
         let mut choice = Choice::new(&task, (800, 80));
-        (0..n).map(|_| choice.next()).collect()
+        (0..n).map(|i| choice.next(i as u16 % 8)).collect()
     }
 
     #[test]
@@ -348,14 +385,14 @@ mod tests {
         let sectors: Vec<u64> = choices(Mode::Read, 12).into_iter().map(|(s, _)| s).collect();
         let expected: Vec<u64> = (0..12).map(|i| 800 + i % 10 * 8).collect();
         assert_eq!(sectors, expected);
-        assert!(choices(Mode::Write, 5).iter().all(|(_, write)| *write));
+        assert!(choices(Mode::Write, 5).iter().all(|(_, what)| *what == What::Write));
     }
 
     #[test]
     fn blocks_at_random_are_all_of_the_part_and_no_other() {
         let mut seen = [false; 10];
-        for (sector, write) in choices(Mode::Randread, 1000) {
-            assert!((800..880).contains(&sector) && sector % 8 == 0 && !write);
+        for (sector, what) in choices(Mode::Randread, 1000) {
+            assert!((800..880).contains(&sector) && sector % 8 == 0 && what == What::Read);
             seen[(sector as usize - 800) / 8] = true;
         }
         assert!(seen.iter().all(|s| *s));
@@ -363,7 +400,23 @@ mod tests {
 
     #[test]
     fn half_of_a_mixed_load_writes() {
-        let writes = choices(Mode::Randrw, 1000).iter().filter(|(_, write)| *write).count();
+        let all = choices(Mode::Randrw, 1000);
+        let writes = all.iter().filter(|(_, what)| *what == What::Write).count();
         assert!((400..600).contains(&writes), "{writes}");
+    }
+
+    #[test]
+    fn each_write_of_a_flushing_load_has_a_flush_behind_it() {
+        let all: Vec<What> = choices(Mode::Flush, 6).into_iter().map(|(_, what)| what).collect();
+        assert_eq!(all, [What::Write, What::Flush].repeat(3));
+    }
+
+    #[test]
+    fn a_storm_discards_in_the_second_half_and_reads_in_the_first() {
+        for (i, (sector, what)) in choices(Mode::Storm, 1000).into_iter().enumerate() {
+            let expected =
+                if i % 8 < 4 { (What::Read, 800..840) } else { (What::Discard, 840..880) };
+            assert!(what == expected.0 && expected.1.contains(&sector), "{i}: {what:?} {sector}");
+        }
     }
 }

@@ -11,6 +11,7 @@ use ferrite_io::shm::Shm;
 
 use super::full::{Full, OnFull, is_full};
 use super::gate::{Gate, Side, Wanted};
+use super::turns::Turns;
 use crate::log_limit::LogLimits;
 use crate::waker::Waker;
 
@@ -63,6 +64,8 @@ pub struct Device {
     heirs: Mutex<Vec<Weak<dyn Heir>>>,
     /// What a path has that rests.
     no_disk: Arc<Disk>,
+    /// How discards give way to everything else.
+    pub(super) discards: Turns,
     /// Exclusion across all paths.
     gate: Gate,
     /// Requests of a predecessor's that were not begun again yet, while the turn is kept for them.
@@ -102,6 +105,7 @@ impl Device {
             changed: Condvar::new(),
             heirs: Mutex::default(),
             no_disk: Arc::new(Disk::nothing()),
+            discards: Turns::default(),
             gate: Gate::new(SEATS),
             expected: AtomicUsize::new(0),
             wakers: Mutex::new(vec![None; SEATS]),

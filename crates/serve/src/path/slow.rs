@@ -2,7 +2,7 @@
 //! ranges that lie in several places. One task a request, on this thread.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -19,10 +19,6 @@ use super::shared::Shared;
 use super::work::{Action, Work};
 use crate::counters::Page;
 
-/// Discards of a path at once. The others wait: each takes little of a guest to ask for, and may be
-/// of its whole disk. A flush waits for no more of them, nor does the end of the path.
-const DISCARDS: usize = 4;
-
 /// Places that one request for the status of a range looks at.
 const QUESTIONS: usize = 512;
 
@@ -35,28 +31,15 @@ pub(super) type TaskResults = Rc<RefCell<Vec<(u16, io::Result<()>)>>>;
 /// What was found of where a disk has data, by the entry of who asked.
 pub(super) type Statuses = Rc<RefCell<HashMap<u16, Vec<Allocation>>>>;
 
-/// Discards of one path.
-#[derive(Default)]
-pub(super) struct Discards {
-    /// Those that have not begun.
-    waiting: VecDeque<Ticket>,
-    /// How many have.
-    running: usize,
-}
-
-impl Discards {
-    pub(super) fn are_running(&self) -> bool {
-        self.running > 0
-    }
-
-    pub(super) fn drain(&mut self) -> impl Iterator<Item = Ticket> {
-        self.waiting.drain(..)
-    }
-}
-
 impl RequestPath {
     /// Makes a task of a request; its result is found by [`collect_tasks`](Self::collect_tasks).
     pub(super) fn start_task(&mut self, ticket: Ticket) {
+        let work = self.flights.see(&ticket).work;
+        self.start_task_of(ticket, work);
+    }
+
+    /// The same, of one that others are [done with](super::discards).
+    pub(super) fn start_task_of(&mut self, ticket: Ticket, work: Work) {
         let shared = self.shared.clone();
         let flight = self.flights.get(&ticket);
         let layout = flight.layout;
@@ -66,7 +49,7 @@ impl RequestPath {
             counters: self.account.page().clone(),
             disk: self.medium.disk.clone(),
             port: self.medium.port.clone(),
-            work: flight.work,
+            work,
             layout,
             entry: ticket.entry() as u16,
             statuses: self.statuses.clone(),
@@ -86,8 +69,7 @@ impl RequestPath {
             let ticket = Ticket::unpark(entry);
             self.end_alone();
             if self.flights.get(&ticket).work.action == Action::Discard {
-                self.discards.running -= 1;
-                self.start_discards(now_ns);
+                self.discard_ended(entry, &result, now_ns);
             }
             match result {
                 Ok(()) => {
@@ -95,25 +77,6 @@ impl RequestPath {
                     self.data_done(ticket, now_ns);
                 }
                 Err(e) => self.storage_failed(ticket, &e, now_ns),
-            }
-        }
-    }
-
-    /// A discard that is begun when its turn has come.
-    pub(super) fn discard_soon(&mut self, ticket: Ticket, now_ns: u64) {
-        self.discards.waiting.push_back(ticket);
-        self.start_discards(now_ns);
-    }
-
-    /// Begins discards, as many as there may be; with the path about to stop or rest, they are done.
-    fn start_discards(&mut self, now_ns: u64) {
-        while self.shared.ends_discards() || self.discards.running < DISCARDS {
-            let Some(ticket) = self.discards.waiting.pop_front() else { break };
-            if self.shared.ends_discards() {
-                self.data_done(ticket, now_ns);
-            } else {
-                self.discards.running += 1;
-                self.start_task(ticket);
             }
         }
     }
@@ -156,20 +119,42 @@ impl Task {
         }
     }
 
-    /// In parts, between which everything else goes first. A discard is a hint: it ends early,
-    /// without an error, when the path is to stop or rest.
+    /// In parts, one at a time of all discards of the device. Between them everything else goes first, and
+    /// has as much time as they had. A discard is a hint: it ends early, without an error, when
+    /// the path is to stop or rest.
     async fn discard(&self) -> io::Result<()> {
         let shared = &self.shared;
+        let discards = shared.device.discards.begin();
         let (offset, bytes) = (self.work.offset(), self.work.bytes());
         let mut done = 0;
         while done < bytes && !shared.ends_discards() {
+            let turn = discards.turn(&self.port.io).await?;
+            if shared.ends_discards() {
+                break;
+            }
+            let from_ns = shared.device.clock.now_ns();
             done += self.disk.discard_part(&self.port, offset + done, bytes - done).await?;
+            let took_ns = shared.device.clock.now_ns().saturating_sub(from_ns);
             self.counters.counters().discard_parts.add(1);
+            if discards.gives_way() {
+                self.rest(Duration::from_nanos(took_ns)).await;
+            }
+            drop(turn);
             if done < bytes {
                 self.pause().await;
             }
         }
         Ok(())
+    }
+
+    /// Sleeps for so long, unless discards are to end.
+    async fn rest(&self, mut left: Duration) {
+        while !left.is_zero() && !self.shared.ends_discards() {
+            let some = left.min(STOPS_WITHIN);
+            // A sleep that fails is none.
+            let _ = self.port.io.sleep(some).await;
+            left -= some;
+        }
     }
 
     async fn zero(&self) -> io::Result<()> {

@@ -43,9 +43,12 @@ impl RequestPath {
     pub(super) fn start_all(&mut self, ready: &mut Vec<Ticket>) {
         let now_ns = self.clock.now_ns();
         self.medium.begin_mapping();
+        let mut others = false;
         for ticket in ready.drain(..) {
             self.flights.get(&ticket).record.stages.submitted_ns = now_ns;
-            match self.flights.get(&ticket).work.action {
+            let action = self.flights.get(&ticket).work.action;
+            others |= action != Action::Discard;
+            match action {
                 Action::Read => self.place(ticket, Transfer::Read, now_ns),
                 Action::Write => self.place(ticket, Transfer::Write, now_ns),
                 Action::Flush
@@ -53,12 +56,13 @@ impl RequestPath {
                 | Action::Barrier
                 | Action::Zero
                 | Action::Status => self.start_task(ticket),
-                Action::Discard => {
-                    self.discard_soon(ticket, now_ns);
-                }
+                Action::Discard => self.discard_soon(ticket, now_ns),
             }
         }
         self.medium.end_mapping();
+        if others {
+            self.seat.device().discards.others_begin();
+        }
         self.push_placed();
     }
 
