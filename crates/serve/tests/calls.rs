@@ -1,15 +1,19 @@
 //! How often a queue calls the kernel for storage that takes its time.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 
 use ferrite_loopback::front::FrontOptions;
 use ferrite_serve::polling::PollWindow;
 use ferrite_serve::tuning::Tuning;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, late};
+use ferrite_xen::abi::Message;
 
 const ROUNDS: u64 = 1000;
+
+/// No operation has this number.
+const UNKNOWN: u8 = 200;
 
 /// Calls for each round of so many requests that come at once, which storage has at the same time.
 fn calls_a_round(requests: usize) -> f64 {
@@ -56,4 +60,35 @@ fn a_sweep_of_many_requests_takes_no_more_calls_than_one_of_one() {
 fn a_full_ring_takes_two_calls_a_sweep() {
     let calls = calls_a_round(32);
     assert!(calls < 4.1, "{calls} calls for two sweeps of 16");
+}
+
+/// The one that came before is read by then at the latest, and this one must not be read with it. Nothing
+/// of an unknown operation is in flight, whose end would have the ring looked at.
+#[test]
+fn an_event_behind_the_final_check_of_the_ring_is_seen() {
+    let (about_to_wait, waits) = mpsc::channel();
+    let (go, gone) = mpsc::channel::<()>();
+    let gone = Mutex::new(gone);
+    let before_wait = move || {
+        if about_to_wait.send(()).is_ok() {
+            // Or the test has ended.
+            let _ = gone.lock().unwrap().recv();
+        }
+    };
+    let engine = late::factory_with(&Arc::default(), Arc::new(before_wait));
+    let tuning = Tuning { poll: PollWindow::Fixed(0), merge: true };
+    let rig = Rig::new(Plan { engine, tuning, ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions::default());
+    let queue = &mut front.queues[0];
+    for _ in 0..100 {
+        // Each is sent when the backend has just seen that there is none.
+        waits.recv_timeout(PATIENCE).expect("the backend sleeps, and there is a request");
+        queue.message(UNKNOWN, Message::Unknown).unwrap();
+        queue.push().unwrap();
+        go.send(()).unwrap();
+        while queue.take().unwrap().is_some() {}
+    }
+    drop((go, waits));
+    queue.drain(PATIENCE).unwrap();
+    front.close(PATIENCE).unwrap();
 }

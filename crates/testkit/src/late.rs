@@ -25,15 +25,24 @@ struct Late {
     /// Something waits to be handed over.
     queued: bool,
     calls: Arc<AtomicU64>,
+    before_wait: BeforeWait,
 }
+
+/// What happens when everything is decided for a wait, and the kernel was not told yet.
+pub type BeforeWait = Arc<dyn Fn() + Send + Sync>;
 
 /// Builds such engines; they count the calls that hand over, wait, or both.
 pub fn factory(calls: &Arc<AtomicU64>) -> EngineFactory {
+    factory_with(calls, Arc::new(|| ()))
+}
+
+/// The same, in which something happens before each wait.
+pub fn factory_with(calls: &Arc<AtomicU64>, before_wait: BeforeWait) -> EngineFactory {
     let calls = calls.clone();
     Arc::new(move |arena, entries| {
         let inner = test_engine().open(arena, entries)?;
-        let (bytes, calls) = (HashMap::new(), calls.clone());
-        Ok(Box::new(Late { inner, bytes, queued: false, calls }))
+        let (bytes, calls, before_wait) = (HashMap::new(), calls.clone(), before_wait.clone());
+        Ok(Box::new(Late { inner, bytes, queued: false, calls, before_wait }))
     })
 }
 
@@ -99,6 +108,7 @@ impl Engine for Late {
     fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.queued = false;
         self.calls.fetch_add(1, Ordering::Relaxed);
+        (self.before_wait)();
         self.inner.wait(timeout)
     }
 
