@@ -83,10 +83,11 @@ fn a_megabyte_is_a_sweep() {
     const LARGE: usize = 128 << 10;
     let (rig, _) = rig(true);
     let mut front = rig.connect(&FrontOptions::default());
-    let buffer = front.space().buffer(LARGE / PAGE).unwrap();
+    // Each its own pages: a frontend looks whether those of an answered request are still used.
+    let buffer = front.space().buffer(SWEEP * LARGE / PAGE).unwrap();
     let queue = &mut front.queues[0];
-    for i in 0..SWEEP as u64 {
-        queue.read(i * 1000, &buffer, 0, LARGE).unwrap();
+    for i in 0..SWEEP {
+        queue.read(i as u64 * 1000, &buffer, i * LARGE, LARGE).unwrap();
     }
     assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.status == STATUS_OKAY));
     assert_eq!(rig.counters.counts().sweeps, 2);
