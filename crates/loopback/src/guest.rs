@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::FdFlags;
+use rustix::io::{Errno, FdFlags};
 
 use super::LoopbackError;
 use super::memory::GuestMemory;
@@ -85,10 +85,10 @@ impl GuestHandle {
     /// The kernel gives no memory or no descriptors, or the options are out of range.
     pub fn create(domid: DomId, options: GuestOptions) -> Result<GuestHandle, LoopbackError> {
         let memory = Arc::new(GuestMemory::create(domid, options)?);
-        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let event = || raised(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let channels = (0..options.ports)
             .map(|_| Ok(Channel { to_back: event()?, to_front: event()? }))
-            .collect::<Result<_, rustix::io::Errno>>()
+            .collect::<Result<_, Errno>>()
             .map_err(LoopbackError::system("create a guest's event channels (ulimit -n?)"))?;
         Ok(GuestHandle {
             domid,
@@ -223,10 +223,19 @@ impl BackendHandle {
     }
 }
 
+/// The lowest number of what a process may inherit: a process that is started has its own in chosen
+/// places below that ([`ferrite_io::process::spawn`]).
+const LOWEST_INHERITED: RawFd = 64;
+
+/// The same open file under a number that no process has chosen for something else.
+pub(super) fn raised(fd: OwnedFd) -> Result<OwnedFd, Errno> {
+    rustix::io::fcntl_dupfd_cloexec(fd, LOWEST_INHERITED)
+}
+
 /// Sends an event; a counter that is full has one pending already.
 pub(super) fn signal(eventfd: BorrowedFd<'_>) -> io::Result<()> {
     match rustix::io::write(eventfd, &1u64.to_ne_bytes()) {
-        Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
+        Ok(_) | Err(Errno::AGAIN) => Ok(()),
         Err(e) => Err(e.into()),
     }
 }
@@ -286,6 +295,15 @@ fn inherited(number: &str) -> Result<OwnedFd, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_process_may_inherit_has_none_of_the_low_numbers() {
+        let server = crate::StoreServer::start().unwrap();
+        let guest = GuestHandle::create(DomId(1), GuestOptions::default()).unwrap();
+        let guest = guest.with_store(server.connect(DomId(1)).unwrap());
+        let numbers = guest.raw_descriptors();
+        assert!(numbers.iter().all(|fd| *fd >= LOWEST_INHERITED), "{numbers:?}");
+    }
 
     #[test]
     fn a_handle_that_was_not_inherited_is_refused() {

@@ -21,6 +21,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::grants::{GrantTable, MAX_FRAMES};
+use super::guest::raised;
 use super::{GuestOptions, LoopbackError};
 use ferrite_xen::hypervisor::{DomId, PAGE_SIZE};
 
@@ -107,7 +108,7 @@ impl GuestMemory {
             rustix::fs::ftruncate(&file, layout.file_bytes() as u64)?;
             let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
             rustix::fs::fcntl_add_seals(&file, seals)?;
-            Ok(file)
+            Ok(raised(file)?)
         };
         let file = Arc::new(make().map_err(LoopbackError::system("create a guest's memory"))?);
         let memory = Self::map(file.clone(), layout)?;

@@ -1,17 +1,17 @@
 //! A guest whose disk has a daemon, a keeper and a worker, all of which die under it.
 
-use std::fs::{self, File};
+use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engines::test_engine;
-use ferrite_io::process::{FIRST_GIVEN, receive_with, send_with, take_given};
+use ferrite_io::process::{receive_with, send_with, take_given};
 use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;
@@ -178,16 +178,6 @@ fn engines(alive: Arc<OwnedFd>) -> EngineFactory {
     })
 }
 
-/// The numbers that a worker's own descriptors get are nobody's here, so that those of a guest are
-/// others. And keepers without a parent are this process's children.
-fn prepare() {
-    static LOW: OnceLock<Vec<File>> = OnceLock::new();
-    LOW.get_or_init(|| {
-        set_child_subreaper(Some(rustix::process::getpid())).unwrap();
-        (0..=SECOND_FD - FIRST_GIVEN + 1).map(|_| File::open("/dev/null").unwrap()).collect()
-    });
-}
-
 /// A disk's processes.
 struct Host<'a> {
     world: &'a World,
@@ -299,7 +289,8 @@ fn descriptors(pid: i32) -> usize {
 fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    prepare();
+    // Keepers without a parent are this process's children.
+    set_child_subreaper(Some(rustix::process::getpid())).unwrap();
     let world = World::with_format("vhd");
     let mut host = Host::new(&world);
     let options = FrontOptions { queues: 4, max_indirect: 64, ..FrontOptions::default() };

@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::slice::SliceIndex;
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -127,10 +127,6 @@ impl Host {
 
     /// With guests of this kind.
     pub fn with_guests(guests: u32, options: GuestOptions) -> Host {
-        // A worker's own descriptors have the lowest numbers: the guests' have others.
-        static LOW: LazyLock<[std::fs::File; 8]> =
-            LazyLock::new(|| [(); 8].map(|()| std::fs::File::open("/dev/null").unwrap()));
-        LazyLock::force(&LOW);
         let mut machine = Machine::new().unwrap();
         for _ in 0..guests {
             machine.add_guest(options).unwrap();

@@ -18,6 +18,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use self::connection::{Closed, Connection};
 use self::tree::{Change, Tree};
 use super::LoopbackError;
+use super::guest::raised;
 use ferrite_xen::hypervisor::DomId;
 
 pub use self::connection::home;
@@ -89,6 +90,7 @@ impl StoreServer {
             SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
             None,
         )
+        .and_then(|(ours, theirs)| Ok((ours, raised(theirs)?)))
         .map_err(LoopbackError::system("connect to the store"))?;
         let requests = Arc::new(AtomicU64::new(0));
         self.shared.ask(|inbox| inbox.connections.push((domid, ours, requests.clone())));
