@@ -17,10 +17,13 @@ use ferrite_io::shared_lock::SharedLock;
 
 pub use volumes::{Operation, VolumeError};
 
+use self::leaves::MAX_LEAVES;
 use super::checkpoint::{self, Core, lock};
 use super::index::Index;
 use super::medium::{Medium, damaged};
 use super::numbers::Numbers;
+use super::pages::Pages;
+use super::slots::SLOT_BYTES;
 use super::space::SpacePage;
 use super::stripes::Stripes;
 use super::{BLOCK_BYTES, opening};
@@ -31,6 +34,21 @@ use crate::epochs::Epochs;
 const BLOCK_LOCKS: usize = 256;
 /// Journal blocks under way at most.
 const LANES: usize = 32;
+
+/// Memory for leaves, in bytes, with which any change is made. The part of it that the smallest store takes
+/// (section 7, Room) is more.
+const LEAST_METADATA: usize = Pages::least(MAX_LEAVES) * SLOT_BYTES;
+
+/// A store would wait for room in its memory for ever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "a store needs {} KiB of metadata memory at least, and was given {} (--metadata-memory)",
+    LEAST_METADATA.div_ceil(1024),
+    .given / 1024
+)]
+struct TooLittleMemory {
+    given: usize,
+}
 
 /// How much memory a store has.
 #[derive(Clone, Copy, Debug)]
@@ -59,9 +77,13 @@ impl Live {
     /// Opens what has so many bytes, for writing, and carries out what the journal has.
     ///
     /// # Errors
-    /// It is no store, is damaged, or cannot be read or written.
+    /// It is no store, is damaged, or cannot be read or written. `InvalidInput`: it has too little memory.
     pub async fn open(port: &Port, bytes: u64, memory: Memory) -> io::Result<Live> {
         let medium = Medium::default();
+        if memory.metadata < LEAST_METADATA {
+            let e = TooLittleMemory { given: memory.metadata };
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, e));
+        }
         let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
         let numbers = Numbers::new(core.replay_from, core.layout.journal_blocks);
         let live = Live {
@@ -134,11 +156,19 @@ impl Live {
 
     /// Steps 2 to 7 of the one that is frozen.
     async fn write_checkpoint(&self, port: &Port) -> io::Result<()> {
+        // Of what others have dropped it may need the room.
+        self.release();
         let removed = || self.epochs.removed();
         checkpoint::write(&self.core, &self.medium, port, removed).await?;
         let from = self.core().replay_from;
         self.numbers().left_behind(from);
         Ok(())
+    }
+
+    /// Places that are nobody's any more can be given.
+    fn release(&self) {
+        let ended = self.epochs.ended();
+        self.core().space.release(ended);
     }
 
     /// Makes one if it is wanted, and nobody else does.

@@ -167,6 +167,16 @@ impl Pages {
         })
     }
 
+    /// Slots without which no [promise](Pages::promise) of so many leaves is ever given.
+    pub const fn least(leaves: usize) -> usize {
+        (2 * leaves).div_ceil(3) * 4
+    }
+
+    /// Whether nobody has a promise: room comes by a checkpoint only.
+    pub fn promises_nothing(&self) -> bool {
+        self.promised == 0
+    }
+
     /// The changes are made, or never will be.
     pub fn keep_promise(&mut self, promise: Promise) {
         self.promised -= promise.0;

@@ -23,7 +23,7 @@ const VIEWS: usize = 4;
 /// Hints of a bucket: a cache line of them.
 const HINTS: usize = 8;
 /// Of a slot with its part of the hints.
-const SLOT_BYTES: usize = BLOCK_BYTES + (2 + VIEWS + HINTS / 4) * 8;
+pub const SLOT_BYTES: usize = BLOCK_BYTES + (2 + VIEWS + HINTS / 4) * 8;
 /// How often who reads looks again at a leaf that is just being changed.
 const TRIES: usize = 8;
 

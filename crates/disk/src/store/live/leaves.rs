@@ -8,11 +8,14 @@ use std::time::Duration;
 use super::{Core, Live, checkpoint, damaged, lock};
 use crate::Port;
 use crate::store::journal::{NewContent, VolumeId};
+use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, V2P_ENTRIES, Whereabouts};
 use crate::store::pages::{PageId, Pages, Pins, Promise};
 use crate::store::tree::{FOR_EVER, Found};
 use crate::store::{Damaged, content::ContentHash};
 
+/// Leaves of one change, at most: one of V2P, and of each of its contents one of P2M and one of the hashes.
+pub(super) const MAX_LEAVES: usize = 1 + 2 * MAX_BLOCKS;
 /// How long somebody waits who finds no room in memory, and makes none.
 const AGAIN: Duration = Duration::from_millis(1);
 
@@ -103,16 +106,25 @@ impl Change {
         self.new.iter().flat_map(of_new).chain(blocks).collect()
     }
 
+    /// Whether it can be made.
+    ///
+    /// # Errors
+    /// There is no such volume, or it is smaller.
+    pub(super) fn check(&self, core: &Core) -> io::Result<()> {
+        let size = core.volumes.entries().get(&self.volume).map(|volume| volume.blocks);
+        let size = size.ok_or(io::ErrorKind::NotFound)?;
+        match self.blocks.iter().all(|(block, _)| *block < size) {
+            true => Ok(()),
+            false => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
     /// Makes it. All leaves are [claimed](Live::claim).
     ///
     /// # Errors
-    /// There is no such volume, or it is smaller. Nothing has changed then.
+    /// As [`check`](Change::check). Nothing has changed then.
     pub(super) fn make(&self, core: &mut Core) -> io::Result<()> {
-        let size = core.volumes.entries().get(&self.volume).map(|volume| volume.blocks);
-        let size = size.ok_or(io::ErrorKind::NotFound)?;
-        if self.blocks.iter().any(|(block, _)| *block >= size) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
+        self.check(core)?;
         // In this order (section 6, Order).
         for new in &self.new {
             let (leaf, at) = Leaf::of_hash(new.number);
@@ -245,8 +257,11 @@ impl Live {
         let promise = |core: &mut Core| core.pages.promise(leaves.len());
         let mut promised = promise(&mut self.core());
         while promised.is_none() {
-            let is_dirty = self.core().pages.wants_checkpoint();
-            match is_dirty {
+            let is_needed = {
+                let pages = &self.core().pages;
+                pages.wants_checkpoint() || pages.promises_nothing()
+            };
+            match is_needed {
                 true => self.checkpoint(port).await?,
                 // Others have promises, and end without this one.
                 false => port.io.sleep(AGAIN).await?,

@@ -226,7 +226,7 @@ impl Live {
             self.checkpoint_before(port, number).await?;
         }
         let leaves = change.leaves();
-        let mut claim = self.claim(port, &leaves).await?;
+        let mut claim = self.claim(port, &leaves).await.map_err(of_no_volume)?;
         let made = self.with_all(port, &mut claim, &leaves, |core| change.make(core)).await;
         made.map_err(of_no_volume)
     }

@@ -21,7 +21,7 @@ const BLOCKS: u64 = 2000;
 /// The blocks that stories use: the ends of a volume, and the end of a leaf.
 const ZONES: [Range<u64>; 3] = [0..24, 500..524, 1976..2000];
 /// Small, so that leaves go and come, and checkpoints are made for room.
-const MEMORY: Memory = Memory { metadata: 64 * 4160, index: 1 << 12 };
+const MEMORY: Memory = Memory { metadata: LEAST_METADATA, index: 1 << 12 };
 
 /// What a sector may have.
 #[derive(Clone, Debug)]
@@ -564,4 +564,76 @@ fn what_was_closed_is_opened_without_a_record() {
 fn threads_share_a_store() {
     fn are_shared<T: Send + Sync>() {}
     are_shared::<Live>();
+}
+
+#[test]
+fn what_is_written_to_a_volume_that_is_deleted_is_an_error_and_no_damage() {
+    let (machine, mut process) = with_a_volume();
+    let volume = process.volume("v0");
+    let Process { live, port, reactor } = &mut process;
+    let (live, port) = (&*live, &*port);
+    let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+    port.memory().fill(span, 7);
+    // More than can have a number at once, and some that come while the operation waits for theirs.
+    let write = async |block: u64| {
+        for _ in 0..block {
+            port.io.yield_to_others().await;
+        }
+        live.write(port, volume, block * BLOCK_BYTES as u64, span).await
+    };
+    let delete = async { live.operate(port, Operation::Delete(volume)).await.map(drop) };
+    let mut tasks: Vec<Task> = vec![Box::pin(delete)];
+    tasks.extend((0..300).map(|block| Box::pin(write(block)) as Task));
+    let done = reactor.block_on(all(tasks)).unwrap();
+    assert!(done[..2].iter().all(Result::is_ok) && done.iter().any(Result::is_err));
+    drop(process);
+    machine.world.kill_process().unwrap();
+    assert_eq!(Process::of(&machine).unwrap().live.volume("v0"), None);
+}
+
+#[test]
+fn places_come_free_though_nothing_new_is_written() {
+    let (_machine, mut process) = with_a_volume();
+    for round in 0..1500 {
+        let value = round % 2 * 7;
+        process.write(&[write("v0", 0..8, value as u8)], true).unwrap().remove(0).unwrap();
+        let Process { live, port, reactor } = &mut process;
+        let made = reactor.block_on(async { live.checkpoint(port).await }).unwrap();
+        made.unwrap_or_else(|e| panic!("checkpoint {round}: {e}"));
+    }
+}
+
+#[test]
+fn a_store_with_the_least_memory_makes_the_largest_change_and_with_less_it_is_refused() {
+    let (machine, mut process) = with_a_volume();
+    process.write(&[write("v0", 0..8, 7)], false).unwrap().remove(0).unwrap();
+    let Process { live, port, reactor } = &mut process;
+    let is_made = std::cell::Cell::new(false);
+    let leaves = (0..MAX_LEAVES as u64).map(|i| match i {
+        0..16 => super::leaves::Leaf::P2m(i),
+        _ => super::leaves::Leaf::Hashes(i),
+    });
+    let leaves = leaves.collect();
+    let claim = async {
+        live.claim(port, &leaves).await?;
+        is_made.set(true);
+        Ok(())
+    };
+    let watch = async {
+        for _ in 0..1000 {
+            port.io.sleep(std::time::Duration::from_millis(1)).await?;
+            if is_made.get() {
+                return Ok(());
+            }
+        }
+        panic!("the change waits for ever");
+    };
+    let done = reactor.block_on(all(vec![Box::pin(claim), Box::pin(watch)])).unwrap();
+    assert!(done.iter().all(Result::is_ok), "{done:?}");
+    drop(process);
+    let (port, mut reactor) = testing::port(&machine.world, &machine.path);
+    let memory = Memory { metadata: LEAST_METADATA - 1, ..MEMORY };
+    let opened = reactor.block_on(async { Live::open(&port, BYTES, memory).await }).unwrap();
+    let e = opened.map(drop).unwrap_err();
+    assert!(e.to_string().starts_with("a store needs 358 KiB of metadata memory at least"), "{e}");
 }

@@ -202,12 +202,12 @@ impl Live {
         self.flush(port).await?;
         let (record, number) = operation.record(&self.core());
         let invalid = |e| io::Error::new(io::ErrorKind::InvalidInput, e);
-        self.core().check(&record).map_err(invalid)?;
+        let check = |core: &Core| core.check(&record).map_err(invalid);
         let mut block = Filling::default();
         block.add(&record);
         // Step 2. All wait, not the volume's records only: that is simpler, and not for long.
         let apply = async |live: &Live| live.core().apply(&record).map_err(invalid);
-        let told = self.tell(port, Lanes::All, block, async { Ok(()) }, apply).await;
+        let told = self.tell(port, Lanes::All, block, check, async { Ok(()) }, apply).await;
         // Step 3.
         let done = match told {
             Ok(()) => self.flush(port).await,

@@ -14,7 +14,7 @@ use ferrite_io::arena::Span;
 
 use super::leaves::{Change, Leaf};
 use super::reading::{blocks_of, parts};
-use super::{BLOCK_BYTES, Live, damaged};
+use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Port;
 use crate::store::Damaged;
 use crate::store::content::{ContentHash, checksum, is_zeros};
@@ -297,9 +297,8 @@ impl Live {
 
     /// Places in a row, and as many numbers from one on, of a volume's domain. None: there are no numbers.
     fn give(&self, volume: VolumeId, most: u64) -> io::Result<Option<(Given, u64, u16)>> {
+        self.release();
         let mut core = self.core();
-        let ended = self.epochs.ended();
-        core.space.release(ended);
         let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
         let domain = volume.domain;
         let most = most.min(core.layout.places().saturating_sub(core.numbers_end));
@@ -340,7 +339,8 @@ impl Live {
         let make = async |live: &Live| {
             live.with_all(port, &mut claim, &leaves, |core| change.make(core)).await
         };
-        self.tell(port, Lanes::One, block, data, make).await?;
+        let check = |core: &Core| change.check(core);
+        self.tell(port, Lanes::One, block, check, data, make).await?;
         for new in &change.new {
             self.index.remember(&new.hash, new.number);
         }
@@ -348,12 +348,14 @@ impl Live {
     }
 
     /// Writes a journal block beside `data`; when both have ended well `act` changes the memory. No checkpoint
-    /// begins in between, so it has all of it or nothing.
+    /// begins in between, so it has all of it or nothing. `check` is asked when no volume can come or go any
+    /// more: a replay has to be able to carry out what the block says.
     pub(super) async fn tell(
         &self,
         port: &Port,
         lanes: Lanes,
         block: Filling,
+        check: impl Fn(&Core) -> io::Result<()>,
         data: impl Future<Output = io::Result<()>>,
         act: impl AsyncFnOnce(&Live) -> io::Result<()>,
     ) -> io::Result<()> {
@@ -361,10 +363,12 @@ impl Live {
             let (held, begun) = match lanes {
                 Lanes::One => {
                     let held = vec![self.lanes.lock_one(&port.io).await?];
+                    check(&self.core())?;
                     (held, self.numbers().begin())
                 }
                 Lanes::All => {
                     let held = self.lanes.lock_all(&port.io).await?;
+                    check(&self.core())?;
                     (held, self.numbers().begin_operation())
                 }
             };
