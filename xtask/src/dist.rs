@@ -26,11 +26,12 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get, with all that these name.
-const PAGES: [&str; 16] = [
+const PAGES: [&str; 18] = [
     "operations.md",
     "watching.md",
     "serve.md",
     "images.md",
+    "store.md",
     "nbd.md",
     "install.md",
     "control.schema.json",
@@ -42,6 +43,7 @@ const PAGES: [&str; 16] = [
     "performance.md",
     "internals/processes.md",
     "internals/formats.md",
+    "internals/store.md",
     "internals/trace.md",
 ];
 

@@ -16,6 +16,7 @@ use crate::options::{MemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
+use crate::store::args::StoreArgs;
 use crate::vdev::Vbd;
 
 /// A virtual-disk backend for Xen guests.
@@ -45,12 +46,13 @@ pub(crate) fn refuse(e: &clap::Error) -> ExitCode {
     }
 }
 
-/// Whether the command is `image check`, whatever else there is: 2 would say that it has found
+/// Whether the command is `image check` or `store check`, whatever else there is: 2 would say that it has found
 /// damage.
 fn is_check() -> bool {
     let understood = Cli::command().ignore_errors(true).try_get_matches();
-    let image = understood.as_ref().ok().and_then(|cli| cli.subcommand_matches("image"));
-    image.is_some_and(|image| image.subcommand_name() == Some("check"))
+    let Ok(understood) = understood else { return false };
+    let of = ["image", "store"].iter().find_map(|of| understood.subcommand_matches(of));
+    of.is_some_and(|of| matches!(of.subcommand_name(), Some("check" | "scrub")))
 }
 
 /// What to do.
@@ -76,6 +78,8 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Make, look at, copy, merge and mend disk images that nobody is using.
     Image(ImageArgs),
+    /// Make, look at and check stores, which hold equal blocks once, and their volumes.
+    Store(StoreArgs),
     /// Show what disks do: requests, data, latencies, a line a disk.
     Stat(StatArgs),
     /// Show what disks do on the terminal, until q is pressed.

@@ -24,6 +24,7 @@ mod seeing;
 mod serve;
 mod served_raw;
 pub mod signals;
+mod store;
 mod tap_ctl;
 mod vdev;
 mod worker;
@@ -75,6 +76,7 @@ pub fn main() -> ExitCode {
         cli::Command::Upgrade(args) => disk::upgrade(args),
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
+        cli::Command::Store(args) => store::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),

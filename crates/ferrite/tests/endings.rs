@@ -122,7 +122,7 @@ fn sources(dir: &Path, to: &mut Vec<PathBuf>) {
     }
 }
 
-/// The commands that a text names: `ferrite image WORD` and `ferrite WORD`.
+/// The commands that a text names: `ferrite image WORD`, `ferrite store WORD` and `ferrite WORD`.
 fn named(text: &str) -> Vec<Vec<String>> {
     // A literal may go on in the next line.
     let text = text.replace('\\', " ").split_whitespace().collect::<Vec<_>>().join(" ");
@@ -133,8 +133,11 @@ fn named(text: &str) -> Vec<Vec<String>> {
     text.match_indices("ferrite ")
         .map(|(at, found)| {
             let rest = &text[at + found.len()..];
-            match rest.strip_prefix("image ") {
-                Some(rest) => vec!["image".to_owned(), word(rest)],
+            let of = ["image", "store"]
+                .into_iter()
+                .find_map(|of| Some((of, rest.strip_prefix(of)?.strip_prefix(' ')?)));
+            match of {
+                Some((of, rest)) => vec![of.to_owned(), word(rest)],
                 None => vec![word(rest)],
             }
         })

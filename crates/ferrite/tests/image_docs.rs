@@ -1,67 +1,26 @@
 //! The commands of docs/images.md, as they stand there, and the names in their JSON.
 
 mod images;
+mod pages;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
-use std::process::Command;
 
 use images::{MIB, Place, json, qemu_img};
-use serde_json::Value;
-use tempfile::TempDir;
+use pages::{add_names, quoted};
 
 const PAGE: &str = include_str!("../../../docs/images.md");
 
-/// What stands in blocks of shell commands.
-fn commands(text: &str) -> String {
-    let mut inside = false;
-    let mut out = String::new();
-    for line in text.lines() {
-        match line {
-            "```sh" => inside = true,
-            "```" => inside = false,
-            line if inside => out = out + line + "\n",
-            _ => {}
-        }
-    }
-    out
-}
-
 #[test]
 fn the_commands_in_the_documentation_work() {
-    let script = commands(PAGE);
+    let script = pages::commands(PAGE);
     for command in ["create", "info", "snapshot", "clone", "convert", "check", "repair", "resize"]
         .into_iter()
         .chain(["coalesce", "rebase", "map", "compare", "du"])
     {
         assert!(script.contains(&format!("ferrite image {command} ")), "{command} has no example");
     }
-    let dir = TempDir::new().unwrap();
-    let program = Path::new(env!("CARGO_BIN_EXE_ferrite"));
-    let path =
-        format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
-    let mut sh = Command::new("sh");
-    sh.args(["-eux", "-c", &script]).current_dir(dir.path());
-    let output = sh.env("PATH", path).env_remove("RUST_LOG").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}");
-}
-
-/// What stands between backticks.
-fn quoted(text: &str) -> impl Iterator<Item = String> {
-    text.split('`').skip(1).step_by(2).map(str::to_owned)
-}
-
-fn add_names(value: &Value, to: &mut BTreeSet<String>) {
-    match value {
-        Value::Object(fields) => fields.iter().for_each(|(name, value)| {
-            to.insert(name.clone());
-            add_names(value, to);
-        }),
-        Value::Array(values) => values.iter().for_each(|value| add_names(value, to)),
-        _ => {}
-    }
+    pages::run(&script);
 }
 
 /// All names that the commands print, on images of every kind.
@@ -100,12 +59,7 @@ fn printed() -> BTreeSet<String> {
 
 #[test]
 fn the_table_of_json_names_is_complete_and_has_nothing_else() {
-    let (_, section) = PAGE.split_once("\n## JSON\n").unwrap();
-    let (section, _) = section.split_once("\n## ").unwrap();
-    let rows: Vec<Vec<&str>> = section
-        .lines()
-        .filter_map(|line| Some(line.strip_prefix('|')?.split('|').collect()))
-        .collect();
+    let rows = pages::rows(PAGE, "JSON");
     let mut table: BTreeSet<String> = rows.iter().flat_map(|row| quoted(row[0])).collect();
     let snapshots = rows.iter().find(|row| row[0].contains("`snapshots`")).unwrap();
     let mut of_snapshots: BTreeSet<String> = quoted(snapshots[2]).collect();

@@ -43,6 +43,18 @@ fn commands_that_succeed_say_nothing_but_their_result() {
         "image snapshot c.vhd d.vhd",
         "image coalesce c.vhd",
         "image clone c.vhd e.vhd",
+        "store create s --size 32M",
+        "store create s#a 1G",
+        "store snapshot s#a b",
+        "store clone s#b c",
+        "store rollback s#a b",
+        "store delete s#c",
+        "store list s",
+        "store info s",
+        "store stats s",
+        "store check s",
+        "store scrub s",
+        "store repair s",
     ] {
         assert_eq!(errors(&place, args), (0, String::new()), "{args}");
     }
@@ -51,7 +63,7 @@ fn commands_that_succeed_say_nothing_but_their_result() {
 #[test]
 fn commands_that_fail_begin_with_why() {
     let place = Place::new();
-    for args in ["image info no.vhd", "serve no.vhd --xen 32000/xvda"] {
+    for args in ["image info no.vhd", "store list no", "serve no.vhd --xen 32000/xvda"] {
         let (code, text) = errors(&place, args);
         let lines: Vec<&str> = text.lines().collect();
         assert!(code == 3 && lines.len() == 2, "{args}: {text}");

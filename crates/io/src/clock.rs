@@ -88,6 +88,19 @@ impl SplitMix64 {
     }
 }
 
+/// Bytes that nobody can foretell: for keys.
+///
+/// # Errors
+/// The kernel has none.
+pub fn secret<const N: usize>() -> std::io::Result<[u8; N]> {
+    let (mut bytes, mut got) = ([0; N], 0);
+    while got < N {
+        let flags = rustix::rand::GetRandomFlags::empty();
+        got += rustix::rand::getrandom(&mut bytes[got..], flags)?;
+    }
+    Ok(bytes)
+}
+
 impl Random for SplitMix64 {
     fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -101,6 +114,13 @@ impl Random for SplitMix64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_two_secrets_are_the_same() {
+        let two: [[u8; 32]; 2] = [secret().unwrap(), secret().unwrap()];
+        assert_ne!(two[0], two[1]);
+        assert!(two.iter().all(|secret| secret[16..] != [0; 16]));
+    }
 
     #[test]
     fn work_takes_processor_time() {

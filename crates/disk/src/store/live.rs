@@ -5,6 +5,7 @@
 //! across no waiting.
 
 mod leaves;
+mod listing;
 mod reading;
 mod replaying;
 mod volumes;
@@ -15,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
+pub use listing::{Look, StoreInfo, VolumeInfo};
 pub use volumes::{Operation, VolumeError};
 
 use self::leaves::MAX_LEAVES;
@@ -85,20 +87,25 @@ impl Live {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, e));
         }
         let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
+        let live = Live::of(medium, core, Index::new(memory.index));
+        live.replay(port).await?;
+        Ok(live)
+    }
+
+    /// As a checkpoint has it.
+    fn of(medium: Medium, core: Core, index: Index) -> Live {
         let numbers = Numbers::new(core.replay_from, core.layout.journal_blocks);
-        let live = Live {
+        Live {
             medium,
             core: Mutex::new(core),
             numbers: Mutex::new(numbers),
-            index: Index::new(memory.index),
+            index,
             epochs: Epochs::new(),
             blocks: Stripes::new(BLOCK_LOCKS),
             lanes: Stripes::new(LANES),
             checkpointing: SharedLock::new(),
             operating: SharedLock::new(),
-        };
-        live.replay(port).await?;
-        Ok(live)
+        }
     }
 
     fn core(&self) -> MutexGuard<'_, Core> {

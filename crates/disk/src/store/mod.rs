@@ -11,7 +11,9 @@
 //! * [`slots`]: leaves in memory, read without a lock.
 //! * [`table`]: volumes and domains.
 //! * [`medium`]: the file or device, its blocks and syncs.
+//! * [`check`]: whether all is in order in a store that nobody uses, and what its space is for.
 //! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
+//! * [`name`]: how people call a store, and a volume of it.
 //! * [`opening`]: a new store, and one that is opened.
 //! * [`numbers`]: which journal blocks are under way, and below which all is durable.
 //! * [`stripes`]: locks of blocks, and of journal blocks under way.
@@ -19,6 +21,7 @@
 //! * [`space`]: which places are given to whom, and when they come free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
+pub mod check;
 pub mod checkpoint;
 pub mod content;
 mod fields;
@@ -27,6 +30,7 @@ pub mod journal;
 pub mod layout;
 pub mod live;
 pub mod medium;
+pub mod name;
 pub mod numbers;
 pub mod opening;
 pub mod page;

@@ -34,6 +34,7 @@ mod report;
 mod resize;
 mod resume;
 mod spec;
+pub mod stores;
 mod undo;
 mod upgrade;
 

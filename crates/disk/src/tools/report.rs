@@ -200,7 +200,14 @@ impl Checked {
 
     /// The verdict of all findings.
     pub fn verdict(&self) -> Verdict {
-        match self.counts {
+        Verdict::of(&self.counts)
+    }
+}
+
+impl Verdict {
+    /// The verdict of so many findings.
+    pub fn of(counts: &Counts) -> Verdict {
+        match *counts {
             Counts { damage: 1.., .. } => Verdict::Damaged,
             Counts { foreign: 1.., .. } => Verdict::Refused,
             Counts { unsupported: 1.., .. } => Verdict::Unsupported,

@@ -415,7 +415,7 @@ impl From<FormatName> for Format {
     }
 }
 
-fn bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     size::parse(text).map_err(|e| e.to_string())
 }
 

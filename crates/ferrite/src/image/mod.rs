@@ -16,7 +16,7 @@ use crate::plain::one_line;
 use crate::signals;
 
 pub(crate) mod args;
-mod progress;
+pub(crate) mod progress;
 mod text;
 
 use args::{
@@ -28,7 +28,7 @@ use progress::Shown;
 /// Where answered changes of images in use are kept; see `serve`.
 const STATE_DIR: &str = "/run/ferrite/images";
 /// Operations in flight.
-const ENTRIES: u32 = 128;
+pub(crate) const ENTRIES: u32 = 128;
 
 /// Does one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
@@ -124,13 +124,13 @@ impl Out<'_> {
     }
 }
 
-fn json(result: &impl Serialize) -> Result<String, Failure> {
+pub(crate) fn json(result: &impl Serialize) -> Result<String, Failure> {
     serde_json::to_string_pretty(result)
         .map_err(|e| Failure::new("cannot print JSON", e, "run the command without --json"))
 }
 
 /// Whoever has closed standard output wants no more of it.
-fn print(text: &str) -> Result<(), Failure> {
+pub(crate) fn print(text: &str) -> Result<(), Failure> {
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
             Err(Failure::new("cannot print the result", e, "check where standard output goes"))
@@ -311,7 +311,7 @@ pub(crate) fn allow_many_files() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
+pub(crate) fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
     let chosen = choice.decide().map_err(|e| {
         let what = format!("no engine for disk I/O (--engine {choice})");
         Failure::new(what, e, "ferrite doctor shows what this kernel offers")
@@ -322,7 +322,7 @@ fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
 /// Where a killed backend has left what it had answered; none where it can have left nothing. The log
 /// tells of images of which something may be there if this user may not look, unless `needed` says
 /// that there is no going on without.
-fn state_dir(needed: bool) -> Result<Option<PathBuf>, Failure> {
+pub(crate) fn state_dir(needed: bool) -> Result<Option<PathBuf>, Failure> {
     let path = Path::new(STATE_DIR);
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
     match made.and_then(|()| path.read_dir()) {

@@ -11,20 +11,21 @@ const LINE: &str = "{bar:40} {percent:>3}% {bytes_per_sec} {eta_precise} left";
 
 /// A bar, from the first time on that there is something to show. On anything but a terminal,
 /// nothing.
-pub(super) struct Shown {
+pub(crate) struct Shown {
     bar: RefCell<Option<ProgressBar>>,
     quiet: bool,
     stop: Arc<AtomicBool>,
 }
 
 impl Shown {
-    pub(super) fn new(quiet: bool, stop: Arc<AtomicBool>) -> Shown {
+    pub(crate) fn new(quiet: bool, stop: Arc<AtomicBool>) -> Shown {
         Shown { bar: RefCell::new(None), quiet, stop }
     }
 
     /// Shows it; `false`: somebody wants it to stop.
-    pub(super) fn show(&self, progress: Progress) -> bool {
-        if !self.quiet {
+    pub(crate) fn show(&self, progress: Progress) -> bool {
+        // Nothing is known yet of how much there is.
+        if !self.quiet && progress.total_bytes > 0 {
             let mut bar = self.bar.borrow_mut();
             let bar = bar.get_or_insert_with(|| new_bar(progress.total_bytes));
             bar.set_position(progress.done_bytes);
@@ -33,7 +34,7 @@ impl Shown {
     }
 
     /// Takes the line away.
-    pub(super) fn clear(&self) {
+    pub(crate) fn clear(&self) {
         if let Some(bar) = self.bar.borrow_mut().take() {
             bar.finish_and_clear();
         }

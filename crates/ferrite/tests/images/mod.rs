@@ -33,7 +33,15 @@ impl Place {
 
     /// Runs `ferrite image` in the directory.
     pub(crate) fn image(&self, args: &[&str]) -> Output {
-        let mut command = self.command(args);
+        Place::output(self.command(args))
+    }
+
+    /// Runs `ferrite store` in the directory.
+    pub(crate) fn store(&self, args: &[&str]) -> Output {
+        Place::output(self.command_of("store", args))
+    }
+
+    fn output(mut command: Command) -> Output {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let spawned = {
             let _no_image_is_open = FORKS.read().unwrap_or_else(PoisonError::into_inner);
@@ -44,8 +52,13 @@ impl Place {
 
     /// `ferrite image` in the directory, on the engine that the tests run on.
     pub(crate) fn command(&self, args: &[&str]) -> Command {
+        self.command_of("image", args)
+    }
+
+    /// The same of `image` or `store`.
+    pub(crate) fn command_of(&self, of: &str, args: &[&str]) -> Command {
         let mut command = listening();
-        command.args(["image", "--engine", &engine()]).args(args);
+        command.args([of, "--engine", &engine()]).args(args);
         command.current_dir(self.0.path()).env_remove("RUST_LOG");
         // Not what this host allows.
         command.env("FERRITE_PARENTS_FILE", self.0.path().join("no-list"));
@@ -55,7 +68,17 @@ impl Place {
     /// It works, says nothing on standard error, and this on standard output.
     #[track_caller]
     pub(crate) fn ok(&self, args: &[&str]) -> String {
-        let output = self.image(args);
+        Place::worked(self.image(args), args)
+    }
+
+    /// The same of `ferrite store`.
+    #[track_caller]
+    pub(crate) fn store_ok(&self, args: &[&str]) -> String {
+        Place::worked(self.store(args), args)
+    }
+
+    #[track_caller]
+    fn worked(output: Output, args: &[&str]) -> String {
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success() && text.is_empty(), "{args:?}: {text}");
         String::from_utf8(output.stdout).unwrap()
@@ -64,7 +87,17 @@ impl Place {
     /// It fails with this code, and says why in two lines.
     #[track_caller]
     pub(crate) fn fails(&self, code: i32, args: &[&str]) -> String {
-        let output = self.image(args);
+        Place::failed(self.image(args), code, args)
+    }
+
+    /// The same of `ferrite store`.
+    #[track_caller]
+    pub(crate) fn store_fails(&self, code: i32, args: &[&str]) -> String {
+        Place::failed(self.store(args), code, args)
+    }
+
+    #[track_caller]
+    fn failed(output: Output, code: i32, args: &[&str]) -> String {
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
         let lines: Vec<&str> = text.lines().collect();

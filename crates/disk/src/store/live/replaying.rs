@@ -71,7 +71,7 @@ impl Live {
         scan.end().map_err(damaged)
     }
 
-    async fn journal_block(&self, port: &Port, number: u64) -> io::Result<Block> {
+    pub(super) async fn journal_block(&self, port: &Port, number: u64) -> io::Result<Block> {
         let (layout, id) = {
             let core = self.core();
             (core.layout, core.id)

@@ -115,10 +115,24 @@ impl Core {
                 }
                 self.renew(*volume);
             }
-            Record::Delete { volume } => drop(self.volumes.remove(*volume)),
+            Record::Delete { volume } => {
+                self.volumes.remove(*volume);
+                self.forget_origin(*volume);
+            }
             Record::New(_) | Record::Same { .. } | Record::Zeros { .. } => {}
         }
         Ok(())
+    }
+
+    /// What was made from a volume that has ended was made from none: another one may get its number.
+    fn forget_origin(&mut self, volume: VolumeId) {
+        let made_of = self.volumes.entries().iter().filter(|(_, v)| v.origin == Some(volume));
+        let made_of: Vec<VolumeId> = made_of.map(|(number, _)| *number).collect();
+        for number in made_of {
+            if let Some(volume) = self.volumes.get_mut(number) {
+                volume.origin = None;
+            }
+        }
     }
 
     /// No two volumes ever have the same.
@@ -203,6 +217,8 @@ impl Live {
         let (record, number) = operation.record(&self.core());
         let invalid = |e| io::Error::new(io::ErrorKind::InvalidInput, e);
         let check = |core: &Core| core.check(&record).map_err(invalid);
+        // What is wrong in any case is refused before it is put into a block.
+        check(&self.core())?;
         let mut block = Filling::default();
         block.add(&record);
         // Step 2. All wait, not the volume's records only: that is simpler, and not for long.

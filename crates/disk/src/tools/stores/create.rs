@@ -1,0 +1,73 @@
+//! New stores.
+
+use std::future::{Future, poll_fn};
+use std::io;
+use std::pin::pin;
+use std::task::Poll;
+
+use ferrite_io::clock;
+
+use super::{StoreMade, failed};
+use crate::store::layout::Layout;
+use crate::store::medium::Medium;
+use crate::store::name::StoreName;
+use crate::store::{BLOCK_BYTES, opening};
+use crate::tools::files::Over;
+use crate::tools::io_context::IoContext;
+use crate::tools::{ImageTools, Progress};
+use crate::{DiskError, ErrorKind};
+
+impl ImageTools<'_> {
+    /// Makes a store without volumes, durably: of a file of so many bytes, or of a device, or a part of it.
+    ///
+    /// # Errors
+    /// Something is there and `force` does not say that it is to be lost; or it cannot be made.
+    pub fn create_store(
+        &self,
+        name: &StoreName,
+        bytes: Option<u64>,
+        force: bool,
+    ) -> Result<StoreMade, DiskError> {
+        let (path, what) = (&name.path, format!("cannot make store {}", name.path.display()));
+        let usage =
+            |why: String, help: &str| DiskError::new(ErrorKind::Usage, what.clone(), why, help);
+        if bytes.is_none() && !self.is_device(path) {
+            return Err(usage("a file needs a size".into(), "say --size SIZE, for example 100G"));
+        }
+        let bad_size =
+            |e: crate::store::layout::BadSize| usage(e.to_string(), "choose another size");
+        // Before anything is made, or lost.
+        bytes.map(Layout::of).transpose().map_err(bad_size)?;
+        let mut file = self.new_file(path, Over::forced(force))?;
+        let raw = file.open()?;
+        let cannot = |e| file.named(failed(what.clone(), path, e));
+        let room = raw.bytes_now().map_err(cannot)?;
+        let layout = Layout::of(bytes.unwrap_or(room)).map_err(bad_size)?;
+        let bytes = layout.blocks * BLOCK_BYTES as u64;
+        if !raw.is_file() && bytes > room {
+            return Err(usage(format!("the device has {room} bytes"), "leave --size out"));
+        }
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port_of(raw.files()).map_err(cannot)?;
+        let id = clock::secret().map_err(cannot)?;
+        let made = async {
+            if raw.is_file() {
+                port.io.set_len(port.files[0], bytes).await?;
+            }
+            opening::create(&Medium::default(), &port, &layout, id).await
+        };
+        context.run(self.until_stopped(made)).map_err(cannot)?;
+        file.finish()?;
+        Ok(StoreMade { path: path.display().to_string(), store_bytes: bytes })
+    }
+
+    /// A future that ends early, where it waits, if that is wanted. What it has made is no store then.
+    async fn until_stopped<T>(&self, future: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        let mut future = pin!(future);
+        poll_fn(|cx| match (self.progress)(Progress { done_bytes: 0, total_bytes: 0 }) {
+            true => future.as_mut().poll(cx),
+            false => Poll::Ready(Err(io::ErrorKind::Interrupted.into())),
+        })
+        .await
+    }
+}

@@ -1,0 +1,289 @@
+//! Stores that nobody serves: made, looked at, checked, and what is done with their volumes.
+//! `ferrite store` is a command line for this.
+
+mod create;
+mod report;
+
+use std::io;
+use std::path::Path;
+
+use ferrite_io::clock;
+
+use super::io_context::IoContext;
+use super::{ImageTools, broken};
+use crate::store::BLOCK_BYTES;
+use crate::store::check::{self, How, Outcome, damage_of};
+use crate::store::content::DomainKey;
+use crate::store::journal::{Name, VolumeId};
+use crate::store::live::{Live, Look, Memory, Operation, VolumeError, VolumeInfo};
+use crate::store::name::StoreName;
+use crate::store::superblock::Unusable;
+use crate::{DiskError, ErrorKind, METADATA_BYTES, Port, Raw};
+
+pub use report::{StoreChecked, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone};
+
+use super::Progress;
+
+/// The domain of volumes for which none is said.
+pub const DOMAIN: &str = "default";
+
+/// Of a store that is open for one operation. Nothing is looked up by content.
+const MEMORY: Memory = Memory { metadata: METADATA_BYTES, index: 0 };
+
+const CHECK_PATH: &str = "check the path; ferrite store create makes a store";
+
+/// What is to be done with a volume.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// It is made: of so many bytes, in a domain, which is made if it is not there.
+    Create(u64, Name),
+    /// A snapshot of it is made.
+    Snapshot(Name),
+    /// Another volume is made of it.
+    Clone(Name),
+    /// It gets what a snapshot of it has.
+    Rollback(Name),
+    /// It ends.
+    Delete,
+}
+
+/// How a store is checked.
+pub type StoreCheck = How;
+
+impl ImageTools<'_> {
+    /// Does something with a volume, durably.
+    ///
+    /// # Errors
+    /// The store is in use, cannot be opened, or the operation cannot be done: nothing has changed.
+    pub fn change_volume(
+        &self,
+        store: &Path,
+        volume: &Name,
+        change: Change,
+    ) -> Result<VolumeDone, DiskError> {
+        let what = change.what(store, volume);
+        let (mut context, port, bytes) = self.store(store, &what, false)?;
+        let done = context.run(async {
+            let live = Live::open(&port, bytes, MEMORY).await?;
+            let done = change_live(&live, &port, volume, &change).await;
+            if let Err(e) = live.close(&port).await {
+                // What was done is durable: it is in the journal.
+                tracing::warn!(
+                    "the store has no checkpoint of this ({e}): the next command makes it"
+                );
+            }
+            done
+        });
+        let volume = done.map_err(|e| failed(what, store, e))?;
+        Ok(VolumeDone { path: store.display().to_string(), volume, done: change.word().into() })
+    }
+
+    /// What a store, or a volume of it, says of itself.
+    ///
+    /// # Errors
+    /// It is in use, cannot be opened, or there is no such volume.
+    pub fn list_store(&self, store: &Path) -> Result<StoreListed, DiskError> {
+        let what = format!("cannot look at store {}", store.display());
+        let (mut context, port, bytes) = self.store(store, &what, true)?;
+        let look = context.run(Look::open(&port, bytes)).map_err(|e| failed(what, store, e))?;
+        let path = store.display().to_string();
+        Ok(StoreListed { path, store: look.info(), volumes: look.list() })
+    }
+
+    /// Looks for what is not in order. Nothing is written.
+    ///
+    /// # Errors
+    /// It is in use, is no store, or cannot be read. What is damaged is in the report.
+    pub fn check_store(&self, store: &Path, how: StoreCheck) -> Result<StoreChecked, DiskError> {
+        let what = format!("cannot check store {}", store.display());
+        let (mut context, port, bytes) = self.store(store, &what, !how.mend)?;
+        let outcome = self.outcome(&mut context, &port, bytes, how);
+        outcome.map(|outcome| StoreChecked::of(store, outcome)).map_err(|e| failed(what, store, e))
+    }
+
+    fn outcome(
+        &self,
+        context: &mut IoContext,
+        port: &Port,
+        bytes: u64,
+        how: How,
+    ) -> io::Result<Outcome> {
+        let progress =
+            |done_bytes, total_bytes| (self.progress)(Progress { done_bytes, total_bytes });
+        context.run(check::check(port, bytes, how, &progress))
+    }
+
+    /// Writes again what is there twice and damaged once, if `force` says so. Otherwise it only tells what
+    /// that would be.
+    ///
+    /// # Errors
+    /// As [`check_store`](Self::check_store).
+    pub fn repair_store(&self, store: &Path, force: bool) -> Result<StoreRepaired, DiskError> {
+        let before = self.check_store(store, StoreCheck::default())?;
+        if !force || before.counts.mendable == 0 {
+            return Ok(StoreRepaired { done: force, mended: 0, after: before.clone(), before });
+        }
+        let mended = self.check_store(store, StoreCheck { mend: true, ..StoreCheck::default() })?;
+        let after = self.check_store(store, StoreCheck::default())?;
+        Ok(StoreRepaired { done: true, mended: mended.mended, before, after })
+    }
+
+    /// What the space of a store is for. What its journal has is carried out before, if there is any.
+    ///
+    /// # Errors
+    /// It is in use, damaged, or cannot be read.
+    pub fn store_stats(&self, store: &Path) -> Result<StoreStats, DiskError> {
+        let what = format!("cannot look at store {}", store.display());
+        let cannot = |e| failed(what.clone(), store, e);
+        let is_behind = {
+            let (mut context, port, bytes) = self.store(store, &what, true)?;
+            context.run(Look::open(&port, bytes)).map_err(cannot)?.has_records()
+        };
+        if is_behind {
+            let (mut context, port, bytes) = self.store(store, &what, false)?;
+            let replayed = async { Live::open(&port, bytes, MEMORY).await?.close(&port).await };
+            context.run(replayed).map_err(cannot)?;
+        }
+        let (mut context, port, bytes) = self.store(store, &what, true)?;
+        let outcome = self.outcome(&mut context, &port, bytes, How::default()).map_err(cannot)?;
+        match outcome.stats {
+            Some(stats) if outcome.findings.counts.damage == 0 => {
+                Ok(StoreStats { path: store.display().to_string(), stats })
+            }
+            _ => {
+                let help = format!("ferrite store check {} says where", store.display());
+                Err(DiskError::new(ErrorKind::Damaged, what, "the store is damaged", help))
+            }
+        }
+    }
+
+    /// Opens a store's file or device, and locks it.
+    fn store(
+        &self,
+        path: &Path,
+        what: &str,
+        read_only: bool,
+    ) -> Result<(IoContext, Port, u64), DiskError> {
+        let raw = Raw::open_medium(path, &self.medium_options(read_only));
+        let raw = raw.map_err(|e| of_store(what, path, &e))?;
+        let cannot = |e| failed(what.to_owned(), path, e);
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port_of(raw.files()).map_err(cannot)?;
+        let bytes = raw.bytes_now().map_err(cannot)?;
+        Ok((context, port, bytes))
+    }
+}
+
+impl Change {
+    fn what(&self, store: &Path, volume: &Name) -> String {
+        let name = StoreName { path: store.to_owned(), volume: Some(volume.clone()) };
+        match self {
+            Change::Create(..) => format!("cannot make volume {name}"),
+            Change::Snapshot(_) => format!("cannot make a snapshot of {name}"),
+            Change::Clone(_) => format!("cannot clone {name}"),
+            Change::Rollback(_) => format!("cannot roll {name} back"),
+            Change::Delete => format!("cannot delete {name}"),
+        }
+    }
+
+    fn word(&self) -> &'static str {
+        match self {
+            Change::Create(..) => "created",
+            Change::Snapshot(_) => "snapshot",
+            Change::Clone(_) => "cloned",
+            Change::Rollback(_) => "rolled-back",
+            Change::Delete => "deleted",
+        }
+    }
+}
+
+/// Does it, and gives what is new, or what it was done with.
+///
+/// # Errors
+/// A [`VolumeError`]: nothing has changed. Or the kernel's.
+pub async fn change_live(
+    live: &Live,
+    port: &Port,
+    volume: &Name,
+    change: &Change,
+) -> io::Result<VolumeInfo> {
+    let find = |name: &Name| -> io::Result<VolumeId> {
+        let missing = || io::Error::new(io::ErrorKind::NotFound, VolumeError::Missing);
+        live.volume(name.as_str()).ok_or_else(missing)
+    };
+    let operation = match change {
+        Change::Create(bytes, domain) => {
+            if live.volume(volume.as_str()).is_some() {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, VolumeError::Exists));
+            }
+            let domain = match live.domain(domain.as_str()) {
+                Some(domain) => domain,
+                None => {
+                    let key = DomainKey(clock::secret()?);
+                    let number = live.operate(port, Operation::Domain(domain.clone(), key)).await?;
+                    u16::try_from(number).map_err(io::Error::other)?
+                }
+            };
+            Operation::Create(volume.clone(), bytes / BLOCK_BYTES as u64, domain)
+        }
+        Change::Snapshot(name) => Operation::Snapshot(name.clone(), find(volume)?),
+        Change::Clone(name) => Operation::Clone(name.clone(), find(volume)?),
+        Change::Rollback(to) => Operation::Rollback(find(volume)?, find(to)?),
+        Change::Delete => Operation::Delete(find(volume)?),
+    };
+    let before = live.volume(volume.as_str()).and_then(|number| live.volume_info(number));
+    let number = live.operate(port, operation).await?;
+    let after = live.volume_info(number).filter(|_| !matches!(change, Change::Delete));
+    after.or(before).ok_or_else(|| io::ErrorKind::NotFound.into())
+}
+
+/// Why something could not be done with a store.
+fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
+    let (what, shown) = (what.into(), store.display());
+    let inner = e.get_ref();
+    if let Some(why) = inner.and_then(|e| e.downcast_ref::<VolumeError>()) {
+        let (kind, help) = match why {
+            VolumeError::Missing | VolumeError::NoDomain => (
+                ErrorKind::NotFound,
+                format!("ferrite store list {shown} shows those that there are"),
+            ),
+            VolumeError::Exists => (ErrorKind::Refused, "choose another name".into()),
+            VolumeError::NotASnapshot => {
+                (ErrorKind::Unsuitable, format!("ferrite store list {shown} shows snapshots"))
+            }
+            VolumeError::Full => (ErrorKind::Refused, "delete some, or use another store".into()),
+            VolumeError::BadSize => (ErrorKind::Usage, "sizes are multiples of 4 KiB".into()),
+        };
+        return DiskError::new(kind, what, why.to_string(), help).with_source(e);
+    }
+    if let Some(why) = damage_of(&e) {
+        let help = format!("ferrite store check {shown} says where");
+        return DiskError::new(ErrorKind::Damaged, what, why, help).with_source(e);
+    }
+    match inner.and_then(|e| e.downcast_ref::<Unusable>()) {
+        Some(why @ Unusable::Foreign) => {
+            let help = "check the path; ferrite store create makes a store";
+            DiskError::new(ErrorKind::Unsuitable, what, why.to_string(), help)
+        }
+        Some(why) => {
+            let help = "use the version of this program that has made or used it";
+            DiskError::new(ErrorKind::Unsuitable, what, why.to_string(), help)
+        }
+        None if e.kind() == io::ErrorKind::NotFound => {
+            DiskError::new(ErrorKind::NotFound, what, e.to_string(), CHECK_PATH).with_source(e)
+        }
+        None => broken(what, e),
+    }
+}
+
+/// An error at the opening of a store's file, in words that are right for a store.
+fn of_store(what: &str, path: &Path, e: &DiskError) -> DiskError {
+    let help = match e.kind() {
+        ErrorKind::InUse => {
+            format!("stop what uses it first (fuser -v {} shows it)", path.display())
+        }
+        ErrorKind::NotFound => CHECK_PATH.into(),
+        _ => e.help().to_owned(),
+    };
+    DiskError::new(e.kind(), what, e.why(), help)
+}

@@ -1,0 +1,123 @@
+//! The results of operations on stores, with the names that they have everywhere, also as JSON (docs/store.md).
+//! Sizes and offsets are bytes.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::finding::Counts;
+use crate::store::check::{Outcome, Stats, StoreFinding};
+use crate::store::live::{StoreInfo, VolumeInfo};
+use crate::tools::{Verdict, refused};
+use crate::{DiskError, ErrorKind};
+
+/// A new store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StoreMade {
+    /// Where it is.
+    pub path: String,
+    /// Its size.
+    pub store_bytes: u64,
+}
+
+/// What was done with a volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeDone {
+    /// Where the store is.
+    pub path: String,
+    /// `created`, `snapshot`, `cloned`, `rolled-back` or `deleted`.
+    pub done: String,
+    /// What is new, or what it was done with; of what was deleted, as it was before.
+    pub volume: VolumeInfo,
+}
+
+/// A store and its volumes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreListed {
+    /// Where it is.
+    pub path: String,
+    /// What it says of itself.
+    pub store: StoreInfo,
+    /// In the order of their names.
+    pub volumes: Vec<VolumeInfo>,
+}
+
+/// What a store's space is for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StoreStats {
+    /// Where it is.
+    pub path: String,
+    /// In bytes.
+    #[serde(flatten)]
+    pub stats: Stats,
+}
+
+/// What a check has found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StoreChecked {
+    /// Where it is.
+    pub path: String,
+    /// All findings, by class.
+    pub counts: Counts,
+    /// The worst first, at most 1,000. Empty: it is in order.
+    pub findings: Vec<StoreFinding>,
+    /// Findings that are not listed.
+    pub more_findings: u64,
+    /// Content that was read and compared.
+    pub read_bytes: u64,
+    /// Blocks that were written again.
+    #[serde(skip)]
+    pub mended: u64,
+}
+
+impl StoreChecked {
+    pub(super) fn of(store: &Path, outcome: Outcome) -> StoreChecked {
+        let Outcome { findings, read_bytes, mended, .. } = outcome;
+        let (counts, listed) = (findings.counts, findings.listed);
+        StoreChecked {
+            path: store.display().to_string(),
+            counts,
+            more_findings: counts.total() - listed.len() as u64,
+            findings: listed,
+            read_bytes,
+            mended,
+        }
+    }
+
+    /// The verdict of all findings.
+    pub fn verdict(&self) -> Verdict {
+        Verdict::of(&self.counts)
+    }
+}
+
+/// The repairs that were made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StoreRepaired {
+    /// It was tried; otherwise it was only looked at.
+    pub done: bool,
+    /// Blocks that were written again.
+    pub mended: u64,
+    /// Before it.
+    pub before: StoreChecked,
+    /// After it.
+    pub after: StoreChecked,
+}
+
+impl StoreRepaired {
+    /// The findings for which `force` was needed and not given, or that nothing mends, as an error.
+    ///
+    /// # Errors
+    /// There is something to mend, or damage.
+    pub fn or_refused(&self) -> Result<(), DiskError> {
+        let what = format!("cannot repair {}", self.after.path);
+        if !self.done && self.after.counts.mendable > 0 {
+            let help = "--force does it";
+            return Err(refused(what, "blocks of the store would be overwritten", help));
+        }
+        if self.after.verdict() != Verdict::Damaged {
+            return Ok(());
+        }
+        let (why, help) = ("there is damage that nothing is known to mend", "it needs a backup");
+        Err(DiskError::new(ErrorKind::Damaged, what, why, help))
+    }
+}

@@ -1,0 +1,199 @@
+//! `ferrite store`: stores and their volumes. The work is `ferrite_disk::tools::stores`; here are names,
+//! options, progress and text.
+
+use std::ffi::OsStr;
+
+use ferrite_disk::store::journal::Name;
+use ferrite_disk::store::name::StoreName;
+use ferrite_disk::tools::stores::{Change, StoreCheck, StoreChecked};
+use ferrite_disk::tools::{ImageTools, Verdict};
+use ferrite_disk::{Parents, size};
+use ferrite_io::directory::HostDirectory;
+use serde::Serialize;
+
+use crate::exit::{Code, Failure};
+use crate::image::progress::Shown;
+use crate::image::{ENTRIES, engine, json, print, state_dir};
+use crate::signals;
+
+pub(crate) mod args;
+mod text;
+
+use args::{CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
+
+/// Does one command.
+pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
+    let kind = engine(args.engine)?;
+    let stop = match args.command {
+        StoreCommand::List(_) | StoreCommand::Info(_) => signals::end_at_once()?,
+        _ => signals::flag_once()?,
+    };
+    let shown = Shown::new(args.json, stop);
+    let tools = ImageTools {
+        directory: &HostDirectory,
+        engine: &|arena| kind.open(arena, ENTRIES),
+        // An image that a store takes the place of may have something there.
+        state_dir: state_dir(false)?,
+        fixed_size: false,
+        unlocked: false,
+        parents: Parents::default(),
+        progress: &|progress| shown.show(progress),
+    };
+    let done = command(&tools, args, &Out { json: args.json, shown: &shown });
+    shown.clear();
+    done
+}
+
+/// How results are printed.
+struct Out<'a> {
+    json: bool,
+    shown: &'a Shown,
+}
+
+impl Out<'_> {
+    fn say<T: Serialize>(&self, result: &T, text: impl Fn(&T) -> String) -> Result<(), Failure> {
+        self.shown.clear();
+        let text = if self.json { json(result)? + "\n" } else { text(result) };
+        print(&text)
+    }
+}
+
+fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Failure> {
+    let change = |volume: &VolumeArg, change: Change| {
+        let (store, volume) = of_volume(volume)?;
+        out.say(&tools.change_volume(&store.path, &volume, change)?, text::done)
+    };
+    match &args.command {
+        StoreCommand::Create(it) => create(tools, out, it),
+        StoreCommand::List(it) => out.say(&tools.list_store(&of_store(it)?.path)?, text::list),
+        StoreCommand::Info(it) => info(tools, out, &StoreName::parse(&it.name)?),
+        StoreCommand::Snapshot(it) => change(&it.of, Change::Snapshot(entry(&it.snap)?)),
+        StoreCommand::Clone(it) => change(&it.of, Change::Clone(entry(&it.new)?)),
+        StoreCommand::Rollback(it) => change(&it.volume, Change::Rollback(entry(&it.snap)?)),
+        StoreCommand::Delete(it) => change(it, Change::Delete),
+        StoreCommand::Check(it) => {
+            check(tools, out, &it.store, StoreCheck { deep: it.deep, rate: it.rate, ..contents() })
+        }
+        StoreCommand::Scrub(it) => {
+            check(tools, out, &it.store, StoreCheck { rate: Some(it.rate), ..contents() })
+        }
+        StoreCommand::Stats(it) => out.say(&tools.store_stats(&of_store(it)?.path)?, text::stats),
+        StoreCommand::Repair(it) => {
+            let repaired = tools.repair_store(&of_store(&it.store)?.path, it.force)?;
+            out.say(&repaired, text::repaired)?;
+            Ok(repaired.or_refused()?)
+        }
+    }
+}
+
+fn contents() -> StoreCheck {
+    StoreCheck { contents: true, ..StoreCheck::default() }
+}
+
+fn entry(text: &OsStr) -> Result<Name, Failure> {
+    Ok(StoreName::entry(text)?)
+}
+
+/// A store, and no volume of it.
+fn of_store(arg: &StoreArg) -> Result<StoreName, Failure> {
+    let name = StoreName::parse(&arg.store)?;
+    match &name.volume {
+        None => Ok(name),
+        Some(_) => {
+            let why = "it names a volume, and this command is about the whole store";
+            let help = "leave # and what is behind it out; a # of the store's own path needs another one at the end";
+            Err(Failure::new(format!("cannot use {name}"), why, help).with_code(Code::USAGE))
+        }
+    }
+}
+
+fn of_volume(arg: &VolumeArg) -> Result<(StoreName, Name), Failure> {
+    let name = StoreName::parse(&arg.volume)?;
+    match name.volume.clone() {
+        Some(volume) => Ok((name, volume)),
+        None => {
+            let help = "name a volume PATH#NAME; ferrite store list PATH shows them";
+            let failure = Failure::new(format!("cannot use {name}"), "it names no volume", help);
+            Err(failure.with_code(Code::USAGE))
+        }
+    }
+}
+
+fn create(tools: &ImageTools<'_>, out: &Out, args: &CreateArgs) -> Result<(), Failure> {
+    let name = StoreName::parse(&args.name)?;
+    let refused = |why: &str, help: &str| {
+        Err(Failure::new(format!("cannot make {name}"), why, help).with_code(Code::USAGE))
+    };
+    let Some(volume) = &name.volume else {
+        if args.size.is_some() {
+            return refused("it names a store, whose size is an option", "say --size SIZE");
+        }
+        let made = tools.create_store(&name, args.store_size, args.force)?;
+        return out.say(&made, text::made);
+    };
+    if args.store_size.is_some() || args.force {
+        let help = "say PATH#NAME SIZE; a volume that is there is deleted by ferrite store delete";
+        return refused("it names a volume: --size and --force are for stores", help);
+    }
+    let Some(bytes) = args.size else {
+        return refused("a volume needs a size", "say PATH#NAME SIZE, for example 10G");
+    };
+    if bytes == 0 || !bytes.is_multiple_of(BLOCK_BYTES) {
+        let why = format!("a volume has whole blocks of 4 KiB, and {bytes} bytes are none");
+        return refused(
+            &why,
+            &format!("take {}", size::Human(bytes.next_multiple_of(BLOCK_BYTES).max(BLOCK_BYTES))),
+        );
+    }
+    let change = Change::Create(bytes, entry(&args.domain)?);
+    out.say(&tools.change_volume(&name.path, volume, change)?, text::done)
+}
+
+const BLOCK_BYTES: u64 = ferrite_disk::store::BLOCK_BYTES as u64;
+
+fn info(tools: &ImageTools<'_>, out: &Out, name: &StoreName) -> Result<(), Failure> {
+    let listed = tools.list_store(&name.path)?;
+    let Some(volume) = &name.volume else {
+        return match out.json {
+            // Volumes are what `list` is for.
+            true => out.say(&listed.store, |_| String::new()),
+            false => out.say(&listed, text::info),
+        };
+    };
+    match listed.volumes.iter().find(|found| found.name == volume.as_str()) {
+        Some(found) => out.say(found, text::volume),
+        None => {
+            let path = name.path.display();
+            let help = format!("ferrite store list {path} shows those that there are");
+            let what = format!("cannot look at {name}");
+            Err(Failure::new(what, "there is no such volume", help).with_code(Code::NOT_FOUND))
+        }
+    }
+}
+
+/// The findings are the result; damage decides how the command ends.
+fn check(
+    tools: &ImageTools<'_>,
+    out: &Out,
+    store: &StoreArg,
+    how: StoreCheck,
+) -> Result<(), Failure> {
+    let checked = of_store(store).and_then(|store| Ok(tools.check_store(&store.path, how)?));
+    let checked = checked.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
+    out.say(&checked, text::report)?;
+    let StoreChecked { path, .. } = &checked;
+    match checked.verdict() {
+        Verdict::InOrder | Verdict::Leaks => Ok(()),
+        Verdict::Unsupported | Verdict::Refused => {
+            let why = "it has something that this version does not know";
+            let help = "use the version of this program that has used it";
+            let failure = Failure::new(format!("cannot check {path}"), why, help);
+            Err(failure.with_code(Code::NOT_CHECKED))
+        }
+        Verdict::Damaged => {
+            let help = "take what is named from a backup; what is not named reads what it should";
+            let why = "it does not read what it should";
+            Err(Failure::new(format!("{path} is damaged"), why, help).with_code(Code::CORRUPT))
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Results as text for people.
+
+use std::fmt::Write as _;
+
+use ferrite_disk::size::Human;
+use ferrite_disk::store::check::StoreFinding;
+use ferrite_disk::store::live::VolumeInfo;
+use ferrite_disk::tools::stores::{
+    StoreChecked, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone,
+};
+
+use crate::plain::one_line;
+
+pub(super) fn made(made: &StoreMade) -> String {
+    format!("{}: store of {}\n", one_line(&made.path), Human(made.store_bytes))
+}
+
+pub(super) fn done(done: &VolumeDone) -> String {
+    let VolumeInfo { name, virtual_bytes, domain, origin, .. } = &done.volume;
+    let (path, size) = (one_line(&done.path), Human(*virtual_bytes));
+    let origin = origin.as_deref().unwrap_or("-");
+    match done.done.as_str() {
+        "created" => format!("{path}#{name}: volume of {size} in domain {domain}\n"),
+        "snapshot" => format!("{path}#{name}: snapshot of {origin}, {size}\n"),
+        "cloned" => format!("{path}#{name}: clone of {origin}, {size}\n"),
+        "rolled-back" => format!("{path}#{name}: rolled back, {size} now\n"),
+        _ => format!(
+            "{path}#{name} of {size} is deleted; gc frees what nothing else in the store has\n"
+        ),
+    }
+}
+
+/// A line a volume.
+pub(super) fn list(listed: &StoreListed) -> String {
+    let mut rows = vec![["NAME", "KIND", "SIZE", "DOMAIN", "FROM"].map(str::to_owned)];
+    rows.extend(listed.volumes.iter().map(|volume| {
+        [
+            volume.name.clone(),
+            kind(volume).into(),
+            Human(volume.virtual_bytes).to_string(),
+            volume.domain.clone(),
+            volume.origin.clone().unwrap_or_else(|| "-".into()),
+        ]
+    }));
+    table(&rows)
+}
+
+fn table<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().enumerate().map(|(i, cell)| format!("{cell:0$}", width(i)));
+        let line = cells.collect::<Vec<_>>().join("  ");
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    text
+}
+
+fn kind(volume: &VolumeInfo) -> &'static str {
+    if volume.snapshot { "snapshot" } else { "volume" }
+}
+
+fn lines(lines: &[(&str, String)]) -> String {
+    lines.iter().map(|(name, value)| format!("{name:11} {}\n", one_line(value))).collect()
+}
+
+pub(super) fn info(listed: &StoreListed) -> String {
+    let store = &listed.store;
+    lines(&[
+        ("store", listed.path.clone()),
+        ("size", Human(store.store_bytes).to_string()),
+        ("free", Human(store.free_bytes).to_string()),
+        ("volumes", format!("{}, {} of them snapshots", store.volumes, store.snapshots)),
+        ("domains", store.domains.join(", ")),
+        ("id", store.id.clone()),
+        ("version", store.version.to_string()),
+        ("checkpoint", store.checkpoint.to_string()),
+        ("journal", Human(store.journal_bytes).to_string()),
+        ("segments", format!("of {}", Human(store.segment_bytes))),
+    ])
+}
+
+pub(super) fn volume(volume: &VolumeInfo) -> String {
+    lines(&[
+        (kind(volume), volume.name.clone()),
+        ("size", format!("{} ({} bytes)", Human(volume.virtual_bytes), volume.virtual_bytes)),
+        ("domain", volume.domain.clone()),
+        ("from", volume.origin.clone().unwrap_or_else(|| "-".into())),
+    ])
+}
+
+pub(super) fn stats(all: &StoreStats) -> String {
+    let stats = &all.stats;
+    let human = |bytes: u64| Human(bytes).to_string();
+    let mut text = lines(&[
+        ("store", all.path.clone()),
+        ("logical", human(stats.logical_bytes)),
+        ("mapped", human(stats.mapped_bytes)),
+        ("distinct", human(stats.distinct_bytes)),
+        ("stored", human(stats.stored_bytes)),
+        ("ratio", format!("{:.2}", stats.ratio)),
+        ("metadata", human(stats.metadata_bytes)),
+        ("garbage", human(stats.garbage_bytes)),
+        ("free", human(stats.free_bytes)),
+    ]);
+    let mut rows = vec![["NAME", "SIZE", "MAPPED"].map(str::to_owned)];
+    rows.extend(stats.volumes.iter().map(|volume| {
+        [volume.name.clone(), human(volume.virtual_bytes), human(volume.mapped_bytes)]
+    }));
+    if rows.len() > 1 {
+        text = text + "\n" + &table(&rows);
+    }
+    text
+}
+
+pub(super) fn report(checked: &StoreChecked) -> String {
+    let path = one_line(&checked.path);
+    let mut text: String = checked.findings.iter().map(finding).collect();
+    if checked.more_findings > 0 {
+        let _ = writeln!(text, "{path}: {} more findings", checked.more_findings);
+    }
+    let counts = &checked.counts;
+    let _ = match counts.total() {
+        0 => writeln!(text, "{path}: in order"),
+        _ => writeln!(
+            text,
+            "{path}: {} damaged, {} of one copy only or of space",
+            counts.damage + counts.unsupported,
+            counts.harmless + counts.leaks
+        ),
+    };
+    if checked.read_bytes > 0 {
+        let _ = writeln!(text, "{path}: {} of content read", Human(checked.read_bytes));
+    }
+    text
+}
+
+fn finding(finding: &StoreFinding) -> String {
+    let mut text = format!("{}:", finding.kind);
+    if let (Some(volume), Some(at)) = (&finding.volume, finding.offset_bytes) {
+        let length = finding.length_bytes.unwrap_or(0);
+        let _ = write!(text, " {} at byte {at}, {length} bytes:", one_line(volume));
+    } else if let Some(volume) = &finding.volume {
+        let _ = write!(text, " {}:", one_line(volume));
+    }
+    if let Some(at) = finding.place_bytes {
+        let _ = write!(text, " at byte {at} of the store:");
+    }
+    let mendable = if finding.mendable { " (repair mends it)" } else { "" };
+    format!("{text} {}{mendable}\n", one_line(&finding.why))
+}
+
+pub(super) fn repaired(repaired: &StoreRepaired) -> String {
+    let mut text = report(if repaired.done { &repaired.after } else { &repaired.before });
+    if repaired.mended > 0 {
+        let blocks = if repaired.mended == 1 { "block" } else { "blocks" };
+        let path = one_line(&repaired.after.path);
+        let _ = writeln!(text, "{path}: {} {blocks} written again", repaired.mended);
+    }
+    text
+}
