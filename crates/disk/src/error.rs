@@ -1,7 +1,9 @@
 //! Why a disk could not be opened or asked for its size.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 /// A next step, in the words of the toolstack and in ours: nobody knows here who has asked.
 pub(crate) const READ_ONLY: &str =
@@ -86,5 +88,20 @@ impl DiskError {
     /// The next step for whoever reads it.
     pub fn help(&self) -> &str {
         &self.help
+    }
+}
+
+/// Texts of [`warn_once`] that are remembered.
+const TEXTS: usize = 64;
+
+/// A note of an image, which is told once although a command opens the image several times.
+pub(crate) fn warn_once(text: &str) {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if told.len() == TEXTS {
+        told.clear();
+    }
+    if told.insert(text.to_owned()) {
+        tracing::warn!("{text}");
     }
 }

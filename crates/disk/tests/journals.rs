@@ -274,6 +274,81 @@ fn a_copy_whose_original_is_gone_is_refused_until_the_journal_is_dropped() {
     }
 }
 
+/// Another file at the image's own place is not the image, wherever that is.
+#[test]
+fn a_copy_that_was_renamed_over_its_original_is_told_from_it() {
+    for format in FORMATS {
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
+        let image = killed(format, dir.path(), state.path());
+        let copy = dir.path().join("copy");
+        fs::copy(&image.path, &copy).unwrap();
+        fs::rename(&copy, &image.path).unwrap();
+        let error = serve(&image, state.path(), true).err().unwrap();
+        assert!(error.why().contains("another file has that name now"), "{format}: {error}");
+        assert!(!error.help().contains("renamed it back"), "{format}: {}", error.help());
+        assert!(error.help().contains(&journals(state.path())[0].name), "{format}");
+    }
+}
+
+/// A loop device and its file are two names of the same bytes, and the journal is of one of them.
+#[test]
+fn an_image_whose_backend_was_killed_is_refused_by_its_loop_device_or_the_file_behind_it() {
+    for format in FORMATS {
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
+        let file = name(format, &dir.path().join("volume"));
+        fs::File::create(&file.path).unwrap().set_len(32 * MIB).unwrap();
+        let attach = || Loop::attach(&file.path, 512);
+        let is_refused = |by: &ImageName, instead: &ImageName| {
+            let error = serve(by, state.path(), true).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Refused, "{format}: {error}");
+            assert!(error.why().contains(instead.path.to_str().unwrap()), "{format}: {error}");
+            assert_eq!(byte(instead, state.path()), 5, "{format}");
+        };
+        let kill = |image| {
+            create(image, true);
+            serve(image, state.path(), false).unwrap().write(MIB, &[5; 512]).unwrap();
+        };
+        let Some(device) = attach() else { return };
+        let by_device = name(format, &device.0);
+        kill(&by_device);
+        is_refused(&file, &by_device);
+        serve(&by_device, state.path(), false).unwrap().close().unwrap();
+        drop(device);
+        if format == Format::Vhd {
+            // Its backend has not closed it, so there is no footer where a device has it.
+            continue;
+        }
+        kill(&file);
+        let device = attach().unwrap();
+        let by_device = name(format, &device.0);
+        is_refused(&by_device, &file);
+        assert_eq!(
+            serve(&by_device, state.path(), false).err().unwrap().kind(),
+            ErrorKind::Refused
+        );
+    }
+}
+
+/// Another program puts a block where that of the answered write is.
+#[test]
+fn a_vhd_that_qemu_has_written_to_after_a_kill_is_refused_and_says_what_is_lost() {
+    let (dir, state) = (dir_on_disk(), dir_in_memory());
+    let image = killed(Format::Vhd, dir.path(), state.path());
+    serve(&image, state.path(), false).unwrap().write(5 * MIB, &[5; 512]).unwrap();
+    let path = image.path.to_str().unwrap();
+    if run("qemu-io", &["-f", "vpc", "-c", "write 2M 64k", path]).is_none() {
+        return skipped("there is no qemu-io here");
+    }
+    let error = serve(&image, state.path(), true).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    let lost = "bytes 0 to 2097151, 4194304 to 6291455";
+    assert!(error.why().contains(lost), "{error}");
+    assert!(error.help().contains(&journals(state.path())[0].name), "{}", error.help());
+    let report = work(Some(state.path()), |tools| tools.check(&image, false)).unwrap();
+    let why = &report.images[0].findings[0].why;
+    assert!(why.contains(lost) && why.contains("journal drop"), "{why}");
+}
+
 /// `cp backup.qcow2 disk.qcow2` keeps the file's number.
 #[test]
 fn a_qcow2_backup_that_is_copied_over_an_image_does_not_get_its_journal() {

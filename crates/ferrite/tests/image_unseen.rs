@@ -35,6 +35,42 @@ fn told(place: &Place, args: &[&str]) -> String {
     text
 }
 
+/// A ring lets go of its files some time after it is gone.
+fn wait_for_release(place: &Place, image: &str) {
+    let end = Instant::now() + Duration::from_secs(30);
+    while !place.image(&["info", image]).status.success() {
+        assert!(Instant::now() < end, "{image} is not released");
+    }
+}
+
+#[test]
+fn a_copy_that_lacks_what_a_killed_backend_has_answered_is_told_of_once() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: the journals are root's");
+        return;
+    }
+    fs::DirBuilder::new().recursive(true).mode(0o700).create("/run/ferrite").unwrap();
+    let place = Place::new();
+    for name in ["a.vhd", "a.qcow2"] {
+        place.ok(&["create", name, "4M"]);
+        killed(&place.path(name), Path::new("/run/ferrite/images"));
+        wait_for_release(&place, name);
+        fs::copy(place.path(name), place.path("copy")).unwrap();
+        let format = name.split_once('.').unwrap().1;
+        for args in [["info", &format!("{format}:copy")], ["map", &format!("{format}:copy")]] {
+            let output = place.image(&args);
+            let text = String::from_utf8(output.stderr).unwrap();
+            assert!(output.status.success(), "{args:?}: {text}");
+            assert_eq!(text.matches("copy is a copy of").count(), 1, "{args:?}: {text}");
+            assert!(text.contains(name), "{args:?}: {text}");
+        }
+        // Nothing is lacking any more.
+        place.ok(&["repair", "--force", name]);
+        let output = place.image(&["info", &format!("{format}:copy")]);
+        assert_eq!(String::from_utf8(output.stderr).unwrap(), "", "{name}");
+    }
+}
+
 #[test]
 fn only_images_of_which_something_may_be_left_are_warned_of() {
     if !geteuid().is_root() {
@@ -51,11 +87,7 @@ fn only_images_of_which_something_may_be_left_are_warned_of() {
         fs::set_permissions(place.path(name), Permissions::from_mode(0o644)).unwrap();
     }
     killed(&place.path("left.qcow2"), state.path());
-    // A ring lets go of its files some time after it is gone.
-    let end = Instant::now() + Duration::from_secs(30);
-    while !place.image(&["info", "left.qcow2"]).status.success() {
-        assert!(Instant::now() < end, "left.qcow2 is not released");
-    }
+    wait_for_release(&place, "left.qcow2");
     let ancient = File::options().write(true).open(place.path("ancient.vhd")).unwrap();
     ancient.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)).unwrap();
     for name in ["raw.img", "idle.qcow2", "ancient.vhd"] {

@@ -116,6 +116,15 @@ impl Place {
         self != that && number(self).is_some() && number(self) == number(that)
     }
 
+    /// Whether one is a loop device and the other the file that it is on.
+    pub fn is_another_way_to(&self, that: &Place) -> bool {
+        let is_on = |device: &Place, file: &Place| {
+            let behind = device.0.strip_prefix("loop on inode ")?.split_once(", from byte ")?.0;
+            Some(behind == file.file()?.0)
+        };
+        is_on(self, that).or_else(|| is_on(that, self)) == Some(true)
+    }
+
     /// Of a file: number and date, and file system.
     fn file(&self) -> Option<(&str, &str)> {
         self.0.strip_prefix("inode ")?.split_once(" on ")
@@ -297,6 +306,20 @@ mod tests {
         }
         assert!(!old.has_replaced(&old) && !place("volume b").has_replaced(&place("volume a")));
         assert_eq!((old.file_system(), place("volume a").file_system()), (Some("volume a"), None));
+    }
+
+    #[test]
+    fn a_loop_device_is_another_way_to_its_file_and_to_no_other() {
+        let place = |text: &str| Place::from_text(text.into());
+        let device = place("loop on inode 5 made 1, from byte 0");
+        let file = place("inode 5 made 1 on volume a");
+        assert!(device.is_another_way_to(&file) && file.is_another_way_to(&device));
+        for other in
+            ["inode 6 made 1 on volume a", "inode 5 made 2 on volume a", "device /dev/loop0"]
+        {
+            assert!(!device.is_another_way_to(&place(other)), "{other}");
+        }
+        assert!(!device.is_another_way_to(&device) && !file.is_another_way_to(&file));
     }
 
     #[test]

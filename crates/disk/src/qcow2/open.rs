@@ -246,16 +246,6 @@ fn id_of_mark(mark: u64) -> [u8; 16] {
     id
 }
 
-/// The parts of the disk that records are of: first and last byte.
-fn parts(mut keys: Vec<u64>, header: &Header) -> Vec<(u64, u64)> {
-    keys.retain(|key| *key < header.guest_clusters());
-    keys.sort_unstable();
-    let size = header.cluster_bytes();
-    let last = header.disk_bytes - 1;
-    let runs = keys.chunk_by(|a, b| a + 1 == *b);
-    runs.map(|run| (run[0] * size, (run[run.len() - 1] * size + size - 1).min(last))).collect()
-}
-
 /// The first half of all errors of opening.
 struct Cannot(String);
 
@@ -315,17 +305,16 @@ impl Cannot {
             return Ok(None);
         }
         let identity = identity(medium, header).map_err(|e| self.io(e))?;
-        let found = journal::survey(dir, &identity)?;
-        if let Some(here) = found.here.filter(|left| left.format == Some(Format::Qcow2)) {
+        let mut found = journal::survey(dir, &identity)?;
+        if let Some(here) = found.here.take_if(|left| left.format == Some(Format::Qcow2)) {
             return Err(self.lost(&here, header));
         }
-        match found.moved {
+        if header.mark().is_none() {
             // Another image of version 2 may be just as large.
-            Some(moved) if found.own.is_none() && header.mark().is_some() => {
-                Err(moved.moved(self.0.clone()))
-            }
-            _ => Ok(found.own),
+            (found.moved, found.original) = (None, None);
         }
+        found.check(medium.path())?;
+        Ok(found.own)
     }
 
     /// Of an image of version 2 that has a journal. Refused: another program has written to it since
@@ -351,22 +340,7 @@ impl Cannot {
     }
 
     fn lost(&self, left: &Left, header: &Header) -> DiskError {
-        let parts = parts(left.keys.clone(), header);
-        let named: Vec<_> = parts.iter().take(8).map(|(a, b)| format!("{a} to {b}")).collect();
-        let more = match parts.len() - named.len() {
-            0 => String::new(),
-            n => format!(" and {n} more parts"),
-        };
-        let why = format!(
-            "another program has written to it, or an older copy was put in its place, after its \
-             backend was killed; writes that were answered and not flushed are lost: bytes {}{more}",
-            named.join(", ")
-        );
-        let help = format!(
-            "restore a backup, or go on without those writes: ferrite image journal drop --force {} \
-             (if it was a merge, ferrite image coalesce, the child has them still: then merge again)",
-            left.name
-        );
-        DiskError::new(ErrorKind::Refused, &self.0, why, help)
+        let parts = journal::parts(left.keys.clone(), header.cluster_bytes(), header.disk_bytes);
+        journal::lost(&self.0, &left.name, &parts)
     }
 }

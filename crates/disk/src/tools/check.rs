@@ -67,7 +67,10 @@ impl ImageTools<'_> {
             Some(e) if is_sound => match layers.last() {
                 // It is in order by itself, and what it stands on is not.
                 Some(child) => images.push(self.check_unusable(child, e)?),
-                None => images[0].add_first(of_chain(e.why().into(), Class::Damage)),
+                None => {
+                    let why = format!("{} ({})", e.why(), e.help());
+                    images[0].add_first(of_chain(why, Class::Damage));
+                }
             },
             Some(_) => {}
         }

@@ -9,7 +9,7 @@
 //! data) in any order, and the footer.
 
 use std::fmt;
-use std::io::Result as IoResult;
+use std::io::{self, Result as IoResult};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -387,7 +387,7 @@ fn sparse(
     commits: &Arc<Commits>,
     options: &OpenOptions,
 ) -> Result<Sparse, DiskError> {
-    let (journal, records) = journal_of(raw, footer, options)?;
+    let (journal, records, name) = journal_of(raw, footer, options)?;
     let full_on_disk = AtomicBool::new(meta.full.iter().any(|bits| *bits != 0));
     let mut blocks = Blocks::new(Opened {
         layout: meta.layout,
@@ -410,47 +410,43 @@ fn sparse(
             records = records.len(),
             "recovering what the last process had answered and not flushed",
         );
+        let written = records.iter().map(|record| record.key >> 32).collect();
         blocks.replay(records, !options.read_only).map_err(|why| {
-            DiskError::new(
-                ErrorKind::Unsuitable,
-                format!("cannot open image {}", raw.path().display()),
-                format!("the journal of its last process does not fit it: {why}"),
-                "the image was changed by another program since; ferrite image journal list and \
-                 drop give up the last answered writes",
-            )
+            let parts =
+                journal::parts(written, meta.header.block_bytes.into(), footer.current_size);
+            let what = format!("cannot open image {}", raw.path().display());
+            journal::lost(&what, &name, &parts).with_source(io::Error::other(why))
         })?;
     }
     let (header, batmap, forgetting) = (meta.header, meta.batmap, SharedLock::new());
     Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent })
 }
 
-/// The image's journal, and what a process that died has left in it. A copy has the UUID of its
-/// original, and nothing in it says whether it was made before what the journal says or after it.
+/// The image's journal, what a process that died has left in it, and its name. A copy has the UUID
+/// of its original, and nothing in it says whether it was made before what the journal says or after.
 fn journal_of(
     raw: &Raw,
     footer: &Footer,
     options: &OpenOptions,
-) -> Result<(Journal, Vec<journal::Record>), DiskError> {
+) -> Result<(Journal, Vec<journal::Record>, String), DiskError> {
     let dir = options.state_dir.as_deref();
     if dir.is_none() {
         if options.unseen_state {
             journal::warn_unseen(raw);
         }
-        return Ok((Journal::without(RECORD_WORDS, RECORDS), Vec::new()));
+        return Ok((Journal::without(RECORD_WORDS, RECORDS), Vec::new(), String::new()));
     }
     let identity = Identity::of(raw, Format::Vhd, footer.uuid.0);
     let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
-    let left = journal::survey(dir, &identity)?;
-    if let (None, Some(moved)) = (left.own, left.moved) {
-        return Err(moved.moved(format!("cannot open image {}", raw.path().display())));
-    }
-    match options.read_only {
-        false => Journal::open(dir, &identity, RECORD_WORDS, RECORDS),
+    journal::survey(dir, &identity)?.check(raw.path())?;
+    let (journal, records) = match options.read_only {
+        false => Journal::open(dir, &identity, RECORD_WORDS, RECORDS)?,
         true => {
             let records = Journal::peek(dir, &identity, RECORD_WORDS, RECORDS)?;
-            Ok((Journal::without(RECORD_WORDS, RECORDS), records))
+            (Journal::without(RECORD_WORDS, RECORDS), records)
         }
-    }
+    };
+    Ok((journal, records, identity.name()))
 }
 
 /// One line for people: what it is, its size, and its medium.

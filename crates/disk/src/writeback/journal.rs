@@ -34,11 +34,13 @@ use rustix::fs::{Mode, fstat};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::void::Void;
+use crate::error::warn_once;
 use crate::{DiskError, ErrorKind, Raw};
 use ferrite_io::place;
 
 mod file;
 mod layout;
+mod refusals;
 mod shelf;
 
 use file::{Content, Held};
@@ -49,6 +51,7 @@ use layout::{
 };
 
 pub(crate) use layout::{Identity, Record, Slot, TOLD_WORDS, Told};
+pub(crate) use refusals::{lost, parts};
 pub use shelf::JournalState;
 pub(crate) use shelf::{Kept, Left, all, any_at, drop_kept, forget, survey, told_of};
 
@@ -280,11 +283,11 @@ pub(crate) fn warn_unseen(raw: &Raw) {
     if fstat(raw.fd()).is_ok_and(|stat| raw.is_file() && stat.st_mtime < boot) {
         return;
     }
-    tracing::warn!(
+    warn_once(&format!(
         "what a killed backend has answered for {} is not seen if it has left anything: its \
          directory cannot be read; if one was killed, run this as root",
         raw.path().display()
-    );
+    ));
 }
 
 /// Holds the journal that is there. The caller has the image, so whoever else holds it is about to let

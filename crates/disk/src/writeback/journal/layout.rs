@@ -14,6 +14,7 @@ use ferrite_io::place::{self, Place};
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn3");
 pub(super) const HEADER_BYTES: usize = 8192;
 pub(super) const WORD_BYTES: usize = 8;
+pub(super) const EXTENSION: &str = ".journal";
 
 /// Where the header says, by anything but 0, that the records are void.
 pub(super) const VOID_AT: usize = 40;
@@ -62,6 +63,11 @@ impl Identity {
         let path = std::path::absolute(raw.path())?;
         let handle = if raw.is_file() { Handle::of(raw.fd().as_fd())? } else { None };
         Ok(Identity { format, id, place: Place::of(raw.fd(), &path)?, path, handle })
+    }
+
+    /// Of its journal, as people name it.
+    pub(crate) fn name(&self) -> String {
+        self.file_name().trim_end_matches(EXTENSION).to_owned()
     }
 
     pub(super) fn file_name(&self) -> String {

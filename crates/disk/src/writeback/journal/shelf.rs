@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use super::file::{self, Content, Held};
 use super::layout::{
-    FORMAT_AT, HANDLE_AT, HANDLE_LEN_AT, HEADER_BYTES, Identity, MAGIC, MAX_PATH_BYTES, PATH_AT,
-    PATH_LEN_AT, PLACE_AT, PLACE_LEN_AT, Told, cannot, foreign, not_held, records, told,
+    EXTENSION, FORMAT_AT, HANDLE_AT, HANDLE_LEN_AT, HEADER_BYTES, Identity, MAGIC, MAX_PATH_BYTES,
+    PATH_AT, PATH_LEN_AT, PLACE_AT, PLACE_LEN_AT, Told, cannot, foreign, not_held, records, told,
 };
 use serde::Serialize;
 
@@ -17,8 +17,6 @@ use crate::{DiskError, ErrorKind, Format, Raw};
 use ferrite_io::naming::Handle;
 use ferrite_io::place::{self, Place};
 use ferrite_io::shm::Shm;
-
-const EXTENSION: &str = ".journal";
 
 /// A journal in which something was answered for.
 #[derive(Debug)]
@@ -44,6 +42,11 @@ pub(crate) struct Survey {
     pub(crate) moved: Option<Left>,
     /// That of an image with another identifier which was at this place.
     pub(crate) here: Option<Left>,
+    /// That of this image by another way to its bytes: its loop device, or the file behind that.
+    pub(crate) other_way: Option<Left>,
+    /// That of an image with the same identifier which is where it was, and nobody has open. This
+    /// one is a copy of it.
+    pub(crate) original: Option<Left>,
 }
 
 /// Looks for the journals that have to do with an image. Nothing is changed.
@@ -65,8 +68,12 @@ pub(crate) fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, 
             found.own = Some(left);
         } else if its_place == place && left.place == identity.place {
             found.here = Some(left);
+        } else if its_id == id && left.place.is_another_way_to(&identity.place) {
+            found.other_way = Some(left);
         } else if its_id == id && !left.is_there() {
             found.moved = Some(left);
+        } else if its_id == id && !file::is_held(&dir.join(&name)).unwrap_or(true) {
+            found.original = Some(left);
         }
     }
     Ok(found)
@@ -197,23 +204,8 @@ fn left(dir: &Path, name: &str) -> Result<Option<Left>, DiskError> {
 
 impl Left {
     /// Whether the image is still where it was.
-    fn is_there(&self) -> bool {
+    pub(super) fn is_there(&self) -> bool {
         Place::at(&self.path).is_ok_and(|place| place == self.place)
-    }
-
-    /// Why an image cannot be opened that has this one's identifier, and what can be done.
-    pub(crate) fn moved(&self, what: String) -> DiskError {
-        let path = self.path.display();
-        let why = format!(
-            "a killed backend has left answered writes of an image with its identifier, which was \
-             {path} and is not there any more; this may be that image, or an older copy of it"
-        );
-        let help = format!(
-            "if it is that image, put it back to {path} by renaming it, or attach its volume \
-             again; if it is a copy, or you do without those writes: ferrite image journal drop {}",
-            self.name
-        );
-        DiskError::new(ErrorKind::Refused, what, why, help)
     }
 }
 
