@@ -9,7 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 use common::vhd::{at, options};
-use common::{MIB, Mount, Queue, anywhere, dir_on_disk, work};
+use common::{MIB, Mount, Queue, anywhere, dir_on_disk, run, skipped, work};
 use family::{
     FORMATS, Family, Watched, clone, clone_anywhere, coalesce, create, link, make_writable, name,
     on, open, snapshot,
@@ -164,6 +164,27 @@ fn what_does_not_say_what_it_stands_on_takes_force() {
     }
     let done = coalesce(&family.child, true).unwrap();
     assert!(done.notes.iter().any(|note| note.contains("other")), "{done:?}");
+}
+
+/// It is not read here, and its parent is.
+#[test]
+fn a_qed_image_or_a_qcow_of_version_1_keeps_its_parent_as_it_is() {
+    for (file, kind) in [("other.qed", "qed"), ("other", "qed"), ("other.qcow", "qcow")] {
+        let family = Family::new("qcow2", file);
+        let parent = family.parent.path.to_str().unwrap();
+        let other = family.other.path.to_str().unwrap();
+        let made = run("qemu-img", &["create", "-f", kind, "-F", "qcow2", "-b", parent, other]);
+        if made.is_none() {
+            return skipped("there is no qemu-img here that makes such images");
+        }
+        family.refuses("other");
+        if file != "other" {
+            make_writable(&family.parent);
+            fs::remove_file(&family.child.path).unwrap();
+            let error = open(&family.parent).unwrap_err();
+            assert!(error.to_string().contains("stands on it"), "{file}: {error}");
+        }
+    }
 }
 
 /// Its guest could keep other guests' disks from being served.

@@ -444,9 +444,7 @@ fn in_folder(
         let is_new = path.as_os_str().as_bytes().ends_with(NEW.as_bytes());
         let is_asked = || match ask {
             Ask::All => !is_new && is_file(&path),
-            Ask::Marked | Ask::Named => {
-                Format::of_path(&path) != Format::Raw && !is_new && is_file(&path)
-            }
+            Ask::Marked | Ask::Named => is_named_as_image(&path) && !is_new && is_file(&path),
         };
         if !is_asked() || !counts(&path) {
             continue;
@@ -463,6 +461,12 @@ fn in_folder(
             Err(_) => {}
         }
     }
+}
+
+/// Also as one of QEMU's that is not read here: it may stand on one that is.
+fn is_named_as_image(path: &Path) -> bool {
+    let is_foreign = || path.extension().is_some_and(|end| end == "qed" || end == "qcow");
+    Format::of_path(path) != Format::Raw || is_foreign()
 }
 
 fn is_file(path: &Path) -> bool {

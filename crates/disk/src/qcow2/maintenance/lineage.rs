@@ -14,6 +14,8 @@ use crate::qcow2::format::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_B
 
 /// The fields that all versions have.
 const FIELDS_BYTES: usize = 24;
+/// The fields of a QED image.
+const QED_FIELDS_BYTES: usize = 64;
 
 /// Whether it begins as a qcow2 image does.
 pub(crate) fn is_qcow2(raw: &Raw) -> io::Result<bool> {
@@ -29,21 +31,19 @@ pub(crate) fn is_on_raw(raw: &Raw) -> io::Result<bool> {
     Ok(format.is_some_and(|format| format == "raw"))
 }
 
-/// Where the backing file of a qcow2 image is; none: it is no such image, or has none on this host.
+/// Where the backing file of an image of QEMU's is: qcow of any version, or QED, which is read no
+/// further here. None: it is no such image, or has none on this host.
 ///
 /// # Errors
 /// It has one, and does not tell.
 pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
-    let head = raw.read_now(0, FIELDS_BYTES)?;
-    if head.len() < FIELDS_BYTES || be32(&head, 0) != MAGIC || be64(&head, 8) == 0 {
-        return Ok(None);
-    }
+    let head = raw.read_now(0, QED_FIELDS_BYTES)?;
+    let Some((offset, len)) = qcow_name(&head).or_else(|| qed_name(&head)) else { return Ok(None) };
     let bad = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidData, why.to_owned()));
-    let len = be32(&head, 16);
     if len > MAX_BACKING_NAME_BYTES {
         return bad("the name of its backing file is too long");
     }
-    let all = raw.read_now(be64(&head, 8), len as usize)?;
+    let all = raw.read_now(offset, len as usize)?;
     let folder = raw.path().parent().unwrap_or("".as_ref());
     let name = match all.strip_prefix(b"json:") {
         Some(json) => match file_of_json(json) {
@@ -65,6 +65,19 @@ pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
         return Ok(None);
     }
     Ok(Some(folder.join(OsStr::from_bytes(name))))
+}
+
+/// Where the name of a backing file is, and its length.
+fn qcow_name(head: &[u8]) -> Option<(u64, u32)> {
+    let is_qcow = head.len() >= FIELDS_BYTES && be32(head, 0) == MAGIC && be64(head, 8) != 0;
+    is_qcow.then(|| (be64(head, 8), be32(head, 16)))
+}
+
+/// The same of QED, whose words are little-endian. A bit of its features says that there is one.
+fn qed_name(head: &[u8]) -> Option<(u64, u32)> {
+    let word = |at| be32(head, at).swap_bytes();
+    let is_on = head.len() >= QED_FIELDS_BYTES && head.starts_with(b"QED\0") && word(16) & 1 != 0;
+    is_on.then(|| (u64::from(word(56)), word(60)))
 }
 
 /// The file that a description of QEMU's names, if it names one only.
