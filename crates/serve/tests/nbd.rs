@@ -183,6 +183,29 @@ fn requests_that_are_wrong_get_their_error_and_the_next_is_served() {
     assert_eq!(client.call(command::READ, 1 << 2, 0, 64 << 10, &[]).chunks, 1);
 }
 
+/// A client that still sends knows of no request yet that an answer could be of.
+#[test]
+fn a_write_that_is_refused_is_answered_when_its_data_have_come_and_not_without_them() {
+    let served = raw();
+    let mut client = served.client();
+    let (flush, write) = (0x51, 0x52);
+    let much = (32 << 20) + 512;
+    for (offset, len, error) in [(BYTES, 1024, ENOSPC), (1, 1024, EINVAL), (0, much, EINVAL)] {
+        let heads = [
+            request(command::FLUSH, 0, flush, 0, 0),
+            request(command::WRITE, 0, write, offset, len),
+        ];
+        client.say(&[&heads.concat()[..], &[7; 512]].concat());
+        assert_eq!(client.reply().cookie, flush, "{offset} {len}");
+        client.say(&vec![7; len as usize - 512]);
+        let reply = client.reply();
+        assert_eq!((reply.cookie, reply.error), (write, error), "{offset} {len}");
+    }
+    client.say(&[&request(command::WRITE, 0, write, BYTES, 1024)[..], &[7; 512]].concat());
+    client.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    assert!(client.is_closed());
+}
+
 #[test]
 fn a_request_without_its_magic_ends_the_stream_and_what_came_before_is_answered() {
     let served = raw();

@@ -23,8 +23,9 @@ const ROUNDS: usize = 16;
 enum Payload {
     /// None: a request comes next.
     None,
-    /// Of a write that was refused: so many bytes are dropped.
-    Dropped(u64),
+    /// Of a write that is refused: so many bytes are dropped before it is answered. Clients look for
+    /// no answer to what they are still sending.
+    Dropped { slot: Slot, left: u64 },
     /// The next part, from that byte of the request on, has no buffer yet.
     Waits { slot: Slot, at: u64 },
     /// A part is on its way into its buffer.
@@ -119,8 +120,8 @@ impl Client {
                 self.path.free(buf);
                 self.give_up(slot);
             }
-            Payload::Waits { slot, .. } => self.give_up(slot),
-            Payload::None | Payload::Dropped(_) => {}
+            Payload::Waits { slot, .. } | Payload::Dropped { slot, .. } => self.give_up(slot),
+            Payload::None => {}
         }
     }
 
@@ -168,9 +169,12 @@ impl Client {
                         return Stop::Starved;
                     }
                 }
-                Payload::Dropped(0) => self.input.payload = Payload::None,
-                Payload::Dropped(_) if here == 0 => return Stop::Starved,
-                Payload::Dropped(left) => {
+                &mut Payload::Dropped { slot, left: 0 } => {
+                    self.input.payload = Payload::None;
+                    self.end_request(slot);
+                }
+                Payload::Dropped { .. } if here == 0 => return Stop::Starved,
+                Payload::Dropped { left, .. } => {
                     let bytes = (*left).min(here as u64);
                     *left -= bytes;
                     self.input.take(bytes as usize);
@@ -231,15 +235,16 @@ impl Client {
             return self.end_input();
         }
         let error = self.refusal(&raw);
-        if raw.command == command::WRITE && error.is_some() {
-            self.input.payload = Payload::Dropped(u64::from(raw.len));
-        }
         // There is a free one: the caller has looked.
         let Some(slot) = self.requests.add(Request::new(raw)) else { return };
         if let Some(error) = error {
             let request = self.requests.get(slot);
             request.error = error;
             request.left = 0;
+            if raw.command == command::WRITE {
+                self.input.payload = Payload::Dropped { slot, left: u64::from(raw.len) };
+                return;
+            }
             return self.end_request(slot);
         }
         let doing = match raw.command {
