@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_disk::tools::is_readable;
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
 use ferrite_serve::blkif::lifecycle::close;
@@ -82,12 +83,15 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
 }
 
 fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure> {
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
+    // Without it an image is served all the same if it is only read.
+    let _ = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
+    let images = Path::new(RUN_DIR).join(IMAGES);
+    let is_seen = is_readable(&images);
     let options = OpenOptions {
         read_only: args.read_only,
         wait_for_lock,
-        // Without it an image is served all the same if it is only read.
-        state_dir: (made.is_ok() || !args.read_only).then(|| Path::new(RUN_DIR).join(IMAGES)),
+        unseen_state: !is_seen,
+        state_dir: (is_seen || !args.read_only).then_some(images),
         parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };

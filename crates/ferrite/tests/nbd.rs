@@ -1,15 +1,16 @@
 //! `ferrite export nbd` with the clients that people have, and its ends.
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use ferrite_testkit::places;
 use ferrite_testkit::programs::{installed, peer};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
 const MIB: usize = 1 << 20;
@@ -56,7 +57,11 @@ impl Export {
 
     /// Starts it, and waits until it listens.
     fn start(&mut self, more: &[&str]) {
-        let mut child = self.command(more).spawn().unwrap();
+        self.run(self.command(more));
+    }
+
+    fn run(&mut self, mut command: Command) {
+        let mut child = command.spawn().unwrap();
         let mut log = BufReader::new(child.stderr.take().unwrap());
         let mut said = String::new();
         while !said.contains("listening at") {
@@ -411,4 +416,39 @@ fn an_image_that_is_in_use_or_missing_is_told_of_and_no_socket_is_left() {
     assert_eq!(args(&export.dir.path().join("no.qcow2")).status.code(), Some(3));
     assert!(!second.exists() && !export.dir.path().join("second.sock.lock").exists());
     assert!(UnixStream::connect(export.socket()).is_ok());
+}
+
+/// Of nobody.
+const USER: u32 = 65534;
+
+#[test]
+fn a_user_may_export_what_takes_no_journal_and_is_told_who_may_export_the_rest() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can be somebody else");
+        return;
+    }
+    // As a backend makes it.
+    fs::DirBuilder::new().recursive(true).mode(0o700).create("/run/ferrite/images").unwrap();
+    for (name, more, starts) in [
+        ("disk.qcow2", &["--read-only"][..], true),
+        ("disk.vhd", &["--read-only"], true),
+        ("disk.img", &[], true),
+        ("disk.qcow2", &[], false),
+        ("disk.vhd", &[], false),
+    ] {
+        let mut export = Export::new(name);
+        assert!(export.signal(Signal::TERM).success());
+        fs::set_permissions(export.dir.path(), Permissions::from_mode(0o777)).unwrap();
+        fs::set_permissions(&export.image, Permissions::from_mode(0o666)).unwrap();
+        let mut command = export.command(more);
+        command.uid(USER).gid(USER);
+        if !starts {
+            let output = command.output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(!output.status.success() && text.contains("run it as root"), "{name}: {text}");
+            continue;
+        }
+        export.run(command);
+        assert!(export.signal(Signal::TERM).success(), "{name}");
+    }
 }

@@ -125,7 +125,7 @@ impl ImageTools<'_> {
 }
 
 /// Whether this user may read a directory, if it is there.
-fn is_readable(dir: &Path) -> bool {
+pub fn is_readable(dir: &Path) -> bool {
     !dir.read_dir().is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied)
 }
 

@@ -1,6 +1,6 @@
 //! What stands where in a journal's file, whose it is, and what is said when one makes no sense.
 
-use std::io::{self, ErrorKind::AlreadyExists, ErrorKind::WouldBlock};
+use std::io::{self, ErrorKind::AlreadyExists, ErrorKind::PermissionDenied, ErrorKind::WouldBlock};
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
@@ -163,7 +163,10 @@ pub(super) fn not_held(path: &Path, verb: &str, e: io::Error) -> DiskError {
 }
 
 pub(super) fn cannot(path: &Path, verb: &str, e: io::Error) -> DiskError {
-    let help = "it keeps what was answered if this process dies; it needs a tmpfs with room (df)";
+    let help = match e.kind() {
+        PermissionDenied => "run it as root: there is kept what is answered if this process dies",
+        _ => "it keeps what was answered if this process dies; it needs a tmpfs with room (df)",
+    };
     let what = format!("{} cannot be {verb}", path.display());
     DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)
 }
