@@ -2,12 +2,13 @@
 
 mod common;
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 
 use common::tree::{FORMATS, Refuses, Tree};
 use common::vhd::options;
-use common::{MIB, Mount, anywhere};
+use common::{MIB, Mount, anywhere, run};
 use ferrite_disk::tools::{ImageTools, NewImage, Rebase};
 use ferrite_disk::{Disk, Format, ImageName};
 use ferrite_io::directory::HostDirectory;
@@ -317,4 +318,23 @@ fn a_parent_that_is_a_mount_itself_has_clones_only_by_word() {
         assert!(!tree.path(child).exists() && tree.list("b/base").is_empty());
         make(&NewImage { unmarked: true, ..new }).unwrap();
     }
+}
+
+/// Nobody writes to it there, whatever its mode.
+#[test]
+fn a_parent_on_a_read_only_file_system_has_clones_by_word_and_its_owner_is_told_of_its_mode() {
+    let tree = Tree::new(Format::Vhd);
+    let folder = tree.path("b/fixed");
+    fs::create_dir(&folder).unwrap();
+    let Some(_mount) = Mount::new(&["-t", "tmpfs", "none"], &folder) else { return };
+    fs::copy(tree.path("a/base"), folder.join("base")).unwrap();
+    fs::set_permissions(folder.join("base"), Permissions::from_mode(0o644)).unwrap();
+    run("mount", &["-o", "remount,ro", folder.to_str().unwrap()]).unwrap();
+    let new = NewImage { parent: Some(tree.image("b/fixed/base")), ..NewImage::default() };
+    let make =
+        |new: &NewImage| anywhere(&HostDirectory, |tools| tools.create(&tree.image("b/vm"), new));
+    make(&new).unwrap_err();
+    assert!(!tree.path("b/vm").exists());
+    let done = make(&NewImage { unmarked: true, ..new }).unwrap();
+    assert!(done.notes.iter().any(|note| note.contains("chmod a-w")), "{done:?}");
 }

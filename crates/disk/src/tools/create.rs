@@ -139,7 +139,19 @@ impl ImageTools<'_> {
         let cannot = |e| broken(format!("cannot make {} read-only", path.display()), e);
         if !self.is_device(path) && !is_write_protected(path).map_err(cannot)? {
             let mode = fs::metadata(path).map_err(cannot)?.mode() & 0o7777;
-            protect(path, true).map_err(|e| match e.kind() {
+            match protect(path, true) {
+                // As it is now, nobody writes to it.
+                Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                    let path = path.display();
+                    notes.push(format!(
+                        "{path} is on a read-only file system: before that is made writable for \
+                         others, chmod a-w {path}"
+                    ));
+                    return Ok(());
+                }
+                protected => protected,
+            }
+            .map_err(|e| match e.kind() {
                 io::ErrorKind::PermissionDenied => {
                     let help = format!("have its owner do that: chmod a-w {}", path.display());
                     let what = format!("cannot make {} read-only", path.display());
