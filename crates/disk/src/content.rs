@@ -19,7 +19,7 @@ pub(crate) const FOREIGN_EXTENSIONS: [&str; 6] = ["vhdx", "avhdx", "vmdk", "vdi"
 
 /// Marks by their places in an image, the names of their formats, and the format if it is read
 /// here.
-const MAGICS: [(usize, &[u8], &str, Option<Format>); 9] = [
+const MAGICS: [(usize, &[u8], &str, Option<Format>); 11] = [
     (0, b"QFI\xfb\0\0\0\x01", "a qcow image of version 1", None),
     (0, b"QFI\xfb", "a qcow2 image", Some(Format::Qcow2)),
     (0, FOOTER, "a VHD", Some(Format::Vhd)),
@@ -28,6 +28,8 @@ const MAGICS: [(usize, &[u8], &str, Option<Format>); 9] = [
     (0, b"COWD", "a VMDK image", None),
     (0, b"# Disk DescriptorFile", "a VMDK image", None),
     (0, b"QED\0", "a QED image", None),
+    (0, b"WithoutFreeSpace", "a Parallels image", None),
+    (0, b"WithouFreSpacExt", "a Parallels image", None),
     (64, b"\x7f\x10\xda\xbe", "a VDI image", None),
 ];
 
@@ -42,14 +44,14 @@ pub(crate) fn refuse_images(path: &Path) -> Result<(), DiskError> {
     let Ok(Some((name, format))) = look(path) else { return Ok(()) };
     let shown = path.display();
     let help = match format {
-        Some(format) => format!("{format}:{shown}, if that is what it is"),
+        Some(format) => format!("say {format}:{shown}, if that is what it is"),
         None => "convert it first (qemu-img convert -O qcow2), if that is what it is".into(),
     };
     Err(DiskError::new(
         ErrorKind::Unsuitable,
         format!("cannot open {shown} as a raw disk"),
         format!("its name says no format, and it looks like {name}, which would be overwritten"),
-        format!("say {help}; raw:{shown}, if its guest has written that into a raw disk"),
+        format!("{help}; say raw:{shown}, if its guest has written that into a raw disk"),
     ))
 }
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use images::{MIB, Place};
 
 /// What other formats have where.
-const OTHERS: [(u64, &[u8]); 8] = [
+const OTHERS: [(u64, &[u8]); 10] = [
     (0, b"QFI\xfb\0\0\0\x01"),
     (0, b"QFI\xfb\0\0\0\x03"),
     (0, b"conectix"),
@@ -16,6 +16,8 @@ const OTHERS: [(u64, &[u8]); 8] = [
     (0, b"KDMV"),
     (0, b"# Disk DescriptorFile"),
     (0, b"QED\0"),
+    (0, b"WithoutFreeSpace"),
+    (0, b"WithouFreSpacExt"),
     (64, b"\x7f\x10\xda\xbe"),
 ];
 
