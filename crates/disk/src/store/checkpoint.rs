@@ -6,6 +6,7 @@
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
 use super::medium::{MAX_BLOCKS, Medium, damaged};
 use super::page::Pointer;
@@ -43,6 +44,10 @@ pub struct Core {
     pub generation: u64,
     /// All numbers that were ever given are lower.
     pub numbers_end: u64,
+    /// Those of them that can be given again.
+    pub free_numbers: FreeNumbers,
+    /// Trees that a pass looks at.
+    pub kept: Vec<Tree>,
     /// A checkpoint that has begun, and may have failed.
     pub under_way: Option<UnderWay>,
 }
@@ -152,6 +157,7 @@ impl Core {
         self.p2m.settle(&settled);
         self.hashes.settle(&settled);
         self.volumes.settle(|volume| volume.tree.settle(&settled));
+        self.kept.iter_mut().for_each(|tree| tree.settle(&settled));
         self.volumes.thaw(under_way.volumes);
         self.domains.thaw(under_way.domains);
         self.space.done(epoch);

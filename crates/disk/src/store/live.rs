@@ -1,13 +1,15 @@
 //! A store that is in use: one process owns it, and all its volumes are served from here (store.md 3 to 6).
 //!
-//! The locks, in the order in which they are taken: [blocks](Stripes), the checkpoint, [lanes](Stripes). Who has
+//! The locks, in the order in which they are taken: [blocks](Stripes), the pass, the checkpoint, [lanes](Stripes). Who has
 //! a lane waits for nothing but its own operations, and for pages that others have on the medium. The mutexes are held
 //! across no waiting.
 
 mod leaves;
 mod listing;
+mod passes;
 mod reading;
 mod replaying;
+mod sweeping;
 mod volumes;
 mod writing;
 
@@ -17,9 +19,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferrite_io::shared_lock::SharedLock;
 
 pub use listing::{Look, StoreInfo, VolumeInfo};
+pub use passes::Passed;
 pub use volumes::{Operation, VolumeError};
 
 use self::leaves::MAX_LEAVES;
+use self::passes::Marks;
 use super::checkpoint::{self, Core, lock};
 use super::index::Index;
 use super::medium::{Medium, damaged};
@@ -73,6 +77,9 @@ pub struct Live {
     checkpointing: SharedLock,
     /// Held by what is done with whole volumes.
     operating: SharedLock,
+    /// Held by the pass.
+    passing: SharedLock,
+    marks: Mutex<Marks>,
 }
 
 impl Live {
@@ -95,6 +102,7 @@ impl Live {
     /// As a checkpoint has it.
     fn of(medium: Medium, core: Core, index: Index) -> Live {
         let numbers = Numbers::new(core.replay_from, core.layout.journal_blocks);
+        let marks = Marks::new(core.space.free());
         Live {
             medium,
             core: Mutex::new(core),
@@ -105,6 +113,8 @@ impl Live {
             lanes: Stripes::new(LANES),
             checkpointing: SharedLock::new(),
             operating: SharedLock::new(),
+            passing: SharedLock::new(),
+            marks: Mutex::new(marks),
         }
     }
 
@@ -114,6 +124,10 @@ impl Live {
 
     fn numbers(&self) -> MutexGuard<'_, Numbers> {
         self.numbers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// All that was written before is durable.

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::page::Pointer;
 use super::{BLOCK_BYTES, Damaged};
@@ -15,6 +16,8 @@ pub const MAX_BLOCKS: usize = 16;
 #[derive(Debug, Default)]
 pub struct Medium {
     commits: Commits,
+    /// It has refused to take back what nobody has.
+    keeps_all: AtomicBool,
 }
 
 impl Medium {
@@ -38,6 +41,18 @@ impl Medium {
         let piece = port.scratch.take(bytes.len()).await;
         piece.copy_in(bytes);
         port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await
+    }
+
+    /// Bytes that nobody has are given back: a file gets a hole, a device is told. It is a hint, and the medium
+    /// that refuses it is not asked again.
+    pub async fn give_back(&self, port: &Port, offset: u64, len: u64) {
+        if self.keeps_all.load(Ordering::Relaxed) {
+            return;
+        }
+        let file = port.files[0];
+        let is_done = port.io.discard(file, offset, len).await.is_ok()
+            || port.io.punch_hole(file, offset, len).await.is_ok();
+        self.keeps_all.fetch_or(!is_done, Ordering::Relaxed);
     }
 
     /// A page, or its copy if that is damaged. `copy`: where it is.

@@ -7,6 +7,7 @@
 //! * [`page`]: pointers to pages, and what leaves have in them.
 //! * [`pages`]: pages of trees in memory, and which a checkpoint has to write.
 //! * [`tree`]: trees of pages, copied on write by generation.
+//! * [`free_numbers`]: which numbers of contents can be given.
 //! * [`index`]: which numbers may have a content.
 //! * [`slots`]: leaves in memory, read without a lock.
 //! * [`table`]: volumes and domains.
@@ -25,6 +26,7 @@ pub mod check;
 pub mod checkpoint;
 pub mod content;
 mod fields;
+pub mod free_numbers;
 pub mod index;
 pub mod journal;
 pub mod layout;

@@ -3,6 +3,7 @@
 use std::io;
 
 use super::checkpoint::Core;
+use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
 use super::medium::{MAX_BLOCKS, Medium, damaged};
 use super::pages::Pages;
@@ -116,6 +117,8 @@ pub async fn open(
         domains: Table::load(medium, port, &layout, roots.domains).await?,
         generation: superblock.generation,
         numbers_end: superblock.numbers_end,
+        free_numbers: FreeNumbers::default(),
+        kept: Vec::new(),
         under_way: None,
     })
 }

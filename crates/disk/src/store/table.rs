@@ -176,6 +176,11 @@ impl<E: Entry> Table<E> {
         self.entries.remove(&number)
     }
 
+    /// Where the medium has it.
+    pub fn places(&self) -> impl Iterator<Item = u64> {
+        self.pages.values().map(|pointer| pointer.place)
+    }
+
     /// What is known now of all entries, which changes nothing that the medium has to have.
     pub fn settle(&mut self, settle: impl FnMut(&mut E)) {
         self.entries.values_mut().for_each(settle);

@@ -121,6 +121,15 @@ pub enum Found {
     Load(PageId, Pointer),
 }
 
+/// Where the pages on the way to a leaf are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Here, as far as they are on the medium.
+    Places(Vec<u64>),
+    /// Nothing is known before this page has come from the medium.
+    Load(PageId, Pointer),
+}
+
 /// One tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tree {
@@ -199,6 +208,33 @@ impl Tree {
     /// A page was lost. That is a mistake of the program.
     pub fn find(&self, pages: &Pages, leaf: u64) -> Result<Found, Damaged> {
         self.walk(pages, leaf, |_| {})
+    }
+
+    /// The places of all pages on the way to a leaf that the medium has as they are now, and the leaf's. Only
+    /// pages that lead on need to be here.
+    ///
+    /// # Errors
+    /// As `find`.
+    pub fn way(&self, pages: &Pages, leaf: u64) -> Result<Way, Damaged> {
+        let (mut link, mut level, mut places) = (self.root, self.depth, Vec::new());
+        loop {
+            let Some(born) = link.born() else { return Ok(Way::Places(places)) };
+            let id = self.page(level, leaf, born);
+            if let Link::Written(pointer) = link {
+                places.push(pointer.place);
+            }
+            if level == 0 {
+                return Ok(Way::Places(places));
+            }
+            let Some(page) = pages.inner(&id) else {
+                return match link {
+                    Link::Written(pointer) => Ok(Way::Load(id, pointer)),
+                    _ => Err(Damaged("a page is neither in memory nor on the medium")),
+                };
+            };
+            link = link_at(page, Tree::link_number(level, leaf));
+            level -= 1;
+        }
     }
 
     /// [`find`](Self::find), and if nothing has to be loaded all on the way to the leaf stays here.

@@ -11,7 +11,7 @@ use crate::store::journal::{NewContent, VolumeId};
 use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, V2P_ENTRIES, Whereabouts};
 use crate::store::pages::{PageId, Pages, Pins, Promise};
-use crate::store::tree::{FOR_EVER, Found};
+use crate::store::tree::{FOR_EVER, Found, Way};
 use crate::store::{Damaged, content::ContentHash};
 
 /// Leaves of one change, at most: one of V2P, and of each of its contents one of P2M and one of the hashes.
@@ -72,8 +72,29 @@ impl Leaf {
         tree.pin(&mut core.pages, leaf, pins).map_err(damaged)
     }
 
+    /// Places of it, and of the pages on the way to it; not of a volume's.
+    pub(super) fn way(self, core: &Core) -> io::Result<Way> {
+        let way = match self {
+            Leaf::V2p(..) => return Err(io::ErrorKind::Unsupported.into()),
+            Leaf::P2m(leaf) => core.p2m.way(&core.pages, leaf),
+            Leaf::Hashes(leaf) => core.hashes.way(&core.pages, leaf),
+        };
+        way.map_err(damaged)
+    }
+
+    /// Which entries of a leaf of P2M are nothing. None: it is not in memory.
+    pub(super) fn nothing(self, core: &Core) -> io::Result<Option<[bool; P2M_ENTRIES]>> {
+        let id = match self.find(core)? {
+            Found::Leaf(id) => id,
+            Found::Nothing => return Ok(Some([true; P2M_ENTRIES])),
+            Found::Load(..) => return Ok(None),
+        };
+        let entry = |at: usize| core.pages.words::<2>(&id, 2 * at);
+        Ok(Some(std::array::from_fn(|at| entry(at) == Some([0; 2]))))
+    }
+
     /// Changes words of it. It was claimed.
-    fn store(self, core: &mut Core, at: usize, words: &[u64]) -> io::Result<()> {
+    pub(super) fn store(self, core: &mut Core, at: usize, words: &[u64]) -> io::Result<()> {
         let pages = &mut core.pages;
         let changed = match self {
             Leaf::V2p(volume, leaf) => {
@@ -149,7 +170,7 @@ fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
 }
 
 /// The opposite.
-fn bytes<const N: usize, const WORDS: usize>(words: [u64; WORDS]) -> [u8; N] {
+pub(super) fn bytes<const N: usize, const WORDS: usize>(words: [u64; WORDS]) -> [u8; N] {
     let mut bytes = [0; N];
     for (to, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
         *to = word.to_le_bytes();
@@ -228,7 +249,13 @@ impl Live {
     }
 
     /// A page on the way to a leaf.
-    async fn load(&self, port: &Port, leaf: Leaf, id: PageId, pointer: Pointer) -> io::Result<()> {
+    pub(super) async fn load(
+        &self,
+        port: &Port,
+        leaf: Leaf,
+        id: PageId,
+        pointer: Pointer,
+    ) -> io::Result<()> {
         let layout = self.core().layout;
         let page = checkpoint::load(&layout, &self.medium, port, &id, &pointer).await;
         let is_in = {

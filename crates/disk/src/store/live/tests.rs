@@ -14,6 +14,8 @@ use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
 use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
+mod passes;
+
 const SECTOR: usize = 512;
 const PER_BLOCK: u64 = 8;
 /// Of a volume, in blocks: four leaves.
@@ -45,6 +47,14 @@ struct Write {
 
 fn zeros() -> Sector {
     Sector { now: [0].into(), durable: [0].into() }
+}
+
+/// What goes on while writes do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Beside {
+    Nothing,
+    Checkpoint,
+    Pass,
 }
 
 struct Process {
@@ -115,6 +125,14 @@ impl Process {
 
     /// Writes side by side, perhaps beside a checkpoint.
     fn write(&mut self, writes: &[Write], beside: bool) -> io::Result<Vec<io::Result<()>>> {
+        self.write_beside(writes, if beside { Beside::Checkpoint } else { Beside::Nothing })
+    }
+
+    fn write_beside(
+        &mut self,
+        writes: &[Write],
+        beside: Beside,
+    ) -> io::Result<Vec<io::Result<()>>> {
         let volumes: Vec<VolumeId> = writes.iter().map(|w| self.volume(&w.volume)).collect();
         let Process { live, port, reactor } = self;
         let mut tasks: Vec<Task> = Vec::new();
@@ -132,10 +150,15 @@ impl Process {
             port.memory().fill(span, write.value);
             tasks.push(Box::pin(live.write(port, volume, offset, span)));
         }
-        if beside {
-            tasks.push(Box::pin(live.checkpoint(port)));
+        match beside {
+            Beside::Nothing => {}
+            Beside::Checkpoint => tasks.push(Box::pin(live.checkpoint(port))),
+            Beside::Pass => tasks.push(Box::pin(async { live.gc(port).await.map(drop) })),
         }
         let mut done = reactor.block_on(all(tasks))?;
+        if beside == Beside::Pass {
+            done.pop().unwrap()?;
+        }
         done.truncate(writes.len());
         Ok(done)
     }
@@ -217,8 +240,12 @@ impl Story {
                 sector.durable.insert(write.value);
             }
         }
-        let beside = self.below(8) == 0;
-        let done = process.write(&writes, beside)?;
+        let beside = match self.below(16) {
+            0 | 1 => Beside::Checkpoint,
+            2 => Beside::Pass,
+            _ => Beside::Nothing,
+        };
+        let done = process.write_beside(&writes, beside)?;
         let ended: Vec<&Write> =
             writes.iter().zip(&done).filter(|d| d.1.is_ok()).map(|d| d.0).collect();
         for write in &ended {
@@ -400,7 +427,12 @@ impl Story {
                 self.machine.world.cut_power().unwrap();
             }
         }
-        self.reopen(after);
+        let mut process = self.reopen(after);
+        passes::nothing_is_lost_and_nothing_left(&mut process);
+        let names: Vec<String> = self.model.keys().cloned().collect();
+        for name in names {
+            self.examine(&mut process, &name, After::Nothing);
+        }
         stopped
     }
 }

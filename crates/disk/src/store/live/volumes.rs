@@ -142,7 +142,7 @@ impl Core {
     }
 
     /// A volume changes none of the pages that it has now.
-    fn renew(&mut self, volume: VolumeId) {
+    pub(super) fn renew(&mut self, volume: VolumeId) {
         let generation = self.new_generation();
         if let Some(volume) = self.volumes.get_mut(volume) {
             volume.generation = generation;

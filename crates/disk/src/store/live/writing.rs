@@ -7,12 +7,14 @@
 use std::collections::HashMap;
 use std::future::{Future, poll_fn};
 use std::io;
+use std::ops::Range;
 use std::pin::pin;
 use std::task::Poll;
 
 use ferrite_io::arena::Span;
 
 use super::leaves::{Change, Leaf};
+use super::passes::Phase;
 use super::reading::{blocks_of, parts};
 use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Port;
@@ -43,6 +45,18 @@ pub(super) enum Lanes {
     One,
     /// Nothing.
     All,
+}
+
+/// What who asks for room for contents gets.
+enum Gives {
+    /// Places in a row, as many numbers, and the domain that they are of.
+    Run(Range<u64>, Vec<u64>, u16),
+    /// Nothing before the bits of this segment are in memory.
+    Bits(u64),
+    /// Nothing before this page of P2M was opened.
+    Numbers(u64),
+    /// Nothing before a pass.
+    Nothing,
 }
 
 /// Data in places in a row.
@@ -159,21 +173,26 @@ impl Live {
         let blocks = blocks_of(offset, new.len());
         // Section 3, step 1.
         let _alone = self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?;
-        let write = async {
+        let write = async || {
             let from = (offset % BLOCK_BYTES as u64) as usize;
             let is_whole = from == 0 && new.len().is_multiple_of(BLOCK_BYTES);
-            let (first, bytes) = match is_whole {
-                true => (blocks.start, new),
-                false => {
-                    let first = blocks.start;
-                    let mut bytes = self.read_blocks(port, volume, blocks).await?;
-                    bytes[from..from + new.len()].copy_from_slice(&new);
-                    (first, bytes)
-                }
-            };
-            self.write_blocks(port, volume, first, bytes).await
+            let first = blocks.start;
+            if is_whole {
+                return self.write_blocks(port, volume, first, &new).await;
+            }
+            let mut bytes = self.read_blocks(port, volume, blocks.clone()).await?;
+            bytes[from..from + new.len()].copy_from_slice(&new);
+            self.write_blocks(port, volume, first, &bytes).await
         };
-        self.epochs.during(write).await
+        let is_full = |e: &io::Error| e.kind() == io::ErrorKind::StorageFull;
+        match self.epochs.during(write()).await {
+            Err(e) if is_full(&e) => {}
+            done => return done,
+        }
+        // Section 7, ENOSPC: in no epoch, for which the pass would wait.
+        let no_room = self.no_room();
+        self.wait_for_room(port, no_room).await?;
+        self.epochs.during(write()).await
     }
 
     /// Whole blocks of one part, whose locks the caller has. It is in an epoch.
@@ -182,11 +201,13 @@ impl Live {
         port: &Port,
         volume: VolumeId,
         first: u64,
-        bytes: Vec<u8>,
+        bytes: &[u8],
     ) -> io::Result<()> {
+        // Behind the entry into the epoch (section 7).
+        let phase = self.phase();
         self.checkpoint_if_wanted(port).await;
-        let (gets, unknown) = self.look_up(port, volume, &bytes).await?;
-        let (new, runs) = self.place(port, volume, first, &unknown, &bytes).await?;
+        let (gets, unknown) = self.look_up(port, volume, phase, bytes).await?;
+        let (new, runs) = self.place(port, volume, first, &unknown, bytes).await?;
         let (mut blocks, mut records) = (Vec::new(), Vec::new());
         let mut told = vec![false; unknown.len()];
         for (block, gets) in (first..).zip(&gets) {
@@ -210,6 +231,7 @@ impl Live {
         &self,
         port: &Port,
         volume: VolumeId,
+        phase: Phase,
         bytes: &[u8],
     ) -> io::Result<(Vec<Gets>, Vec<Unknown>)> {
         let key = {
@@ -228,7 +250,7 @@ impl Live {
                 continue;
             }
             let hash = key.hash(block);
-            gets.push(match (self.find(port, &hash).await?, known.get(&hash)) {
+            gets.push(match (self.find(port, phase, &hash).await?, known.get(&hash)) {
                 (Some(number), _) => Gets::Number(number),
                 (None, Some(i)) => Gets::Unknown(*i),
                 (None, None) => {
@@ -242,12 +264,12 @@ impl Live {
     }
 
     /// A number that has this content: the index names candidates, the whole hash decides.
-    async fn find(&self, port: &Port, hash: &ContentHash) -> io::Result<Option<u64>> {
+    async fn find(&self, port: &Port, phase: Phase, hash: &ContentHash) -> io::Result<Option<u64>> {
         let candidates: Vec<u64> = self.index.candidates(hash).collect();
         for number in candidates {
             // In this order (section 6, Order).
             match self.has(port, number, hash).await {
-                Ok(true) => return Ok(Some(number)),
+                Ok(true) if self.claim_content(phase, number) => return Ok(Some(number)),
                 // What is damaged is no reason to fail a write: the content is put somewhere else.
                 Err(e) if e.kind() != io::ErrorKind::InvalidData => return Err(e),
                 _ => {}
@@ -275,12 +297,16 @@ impl Live {
         while new.len() < unknown.len() {
             let given = self.give(volume, (unknown.len() - new.len()) as u64)?;
             let (places, numbers, domain) = match given {
-                Some((Given::Places(places), number, domain)) => (places, number.., domain),
-                Some((Given::Load(segment), ..)) => {
+                Gives::Run(places, numbers, domain) => (places, numbers, domain),
+                Gives::Bits(segment) => {
                     self.load_bits(port, segment).await?;
                     continue;
                 }
-                _ => return Err(io::ErrorKind::StorageFull.into()),
+                Gives::Numbers(page) => {
+                    self.open_numbers(port, page).await?;
+                    continue;
+                }
+                Gives::Nothing => return Err(io::ErrorKind::StorageFull.into()),
             };
             let mut run = Run { place: places.start, bytes: Vec::new() };
             for (place, number) in places.zip(numbers) {
@@ -295,22 +321,36 @@ impl Live {
         Ok((new, runs))
     }
 
-    /// Places in a row, and as many numbers from one on, of a volume's domain. None: there are no numbers.
-    fn give(&self, volume: VolumeId, most: u64) -> io::Result<Option<(Given, u64, u16)>> {
+    /// Places in a row, and as many numbers of a volume's domain. Numbers that were used before come first, so
+    /// that their pages need no more room.
+    fn give(&self, volume: VolumeId, most: u64) -> io::Result<Gives> {
         self.release();
-        let mut core = self.core();
+        let core = &mut *self.core();
         let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
         let domain = volume.domain;
-        let most = most.min(core.layout.places().saturating_sub(core.numbers_end));
+        let ready = core.free_numbers.ready();
+        if let (0, Some(page)) = (ready, core.free_numbers.next_page()) {
+            return Ok(Gives::Numbers(page));
+        }
+        let never_given = core.layout.places().saturating_sub(core.numbers_end);
+        let most = most.min(if ready > 0 { ready } else { never_given });
         if most == 0 {
-            return Ok(None);
+            return Ok(Gives::Nothing);
         }
-        let given = core.space.give_data(most);
-        let number = core.numbers_end;
-        if let Given::Places(places) = &given {
-            core.numbers_end += places.end - places.start;
-        }
-        Ok(Some((given, number, domain)))
+        let places = match core.space.give_data(most) {
+            Given::Places(places) => places,
+            Given::Load(segment) => return Ok(Gives::Bits(segment)),
+            Given::Full => return Ok(Gives::Nothing),
+        };
+        let mut marks = self.marks();
+        let numbers = places.clone().map(|_| {
+            let number = core.free_numbers.give().unwrap_or(core.numbers_end);
+            core.numbers_end = core.numbers_end.max(number + 1);
+            marks.is_given(number);
+            number
+        });
+        let numbers = numbers.collect();
+        Ok(Gives::Run(places, numbers, domain))
     }
 
     /// Section 3, steps 5 and 6: data and journal block side by side, then the change in memory.

@@ -41,6 +41,16 @@ impl Bits {
         was_set
     }
 
+    /// Those of these that are not among the others, which are as many.
+    pub fn without(&self, others: &Bits) -> Bits {
+        Bits(self.0.iter().zip(&others.0).map(|(word, other)| word & !other).collect())
+    }
+
+    /// Those that are set.
+    pub fn set_bits(&self) -> impl Iterator<Item = u64> {
+        (0..self.0.len() as u64 * 64).filter(|at| self.get(*at))
+    }
+
     /// How many are clear.
     pub fn clear_bits(&self) -> u32 {
         self.0.iter().map(|word| word.count_zeros()).sum()

@@ -10,12 +10,14 @@
 
 mod bits;
 mod page;
+mod sweep;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 pub use bits::Bits;
 pub use page::{Found, Homes, Kind, SpacePage, choose};
+pub use sweep::Places;
 
 use super::layout::Layout;
 use super::{Damaged, StoreId};
@@ -42,6 +44,10 @@ struct Segment {
 struct Dropped {
     /// In their order.
     places: Vec<u64>,
+    /// Places that a pass has found without a mark, by segment.
+    swept: Vec<(u64, Bits)>,
+    /// They are not given before they have become holes.
+    is_held: bool,
     /// When the last of them was dropped and its checkpoint was whole: an epoch.
     done: Option<u64>,
 }
@@ -73,6 +79,10 @@ pub struct Space {
     waiting: VecDeque<Dropped>,
     /// Segments whose pages the checkpoint under way has written.
     written: Vec<u64>,
+    /// Pairs whose bits stay in memory.
+    kept: Range<u64>,
+    /// What a pass knows of places in use.
+    marks: Option<sweep::Marks>,
 }
 
 impl Space {
@@ -87,6 +97,8 @@ impl Space {
             dropped: Vec::new(),
             waiting: VecDeque::new(),
             written: Vec::new(),
+            kept: 0..0,
+            marks: None,
         }
     }
 
@@ -122,7 +134,8 @@ impl Space {
         let is_open = self.open.is_some_and(|(open, _)| open == pair);
         // A page that was written is not the one that counts yet.
         let is_under_way = !self.written.is_empty();
-        if self.pairs[pair as usize] == Kind::Metadata || is_open || is_under_way {
+        let stays = self.pairs[pair as usize] == Kind::Metadata || self.kept.contains(&pair);
+        if stays || is_open || is_under_way {
             return;
         }
         for segment in &mut self.segments[2 * pair as usize..][..2] {
@@ -139,7 +152,9 @@ impl Space {
         let of = |dropped: &Dropped| {
             let from = dropped.places.partition_point(|place| *place < first);
             let to = dropped.places.partition_point(|place| *place < end);
-            dropped.places[from..to].to_vec()
+            let swept = dropped.swept.iter().filter(|(number, _)| *number == segment);
+            let swept = swept.flat_map(|(_, bits)| bits.set_bits().map(|at| first + at));
+            dropped.places[from..to].iter().copied().chain(swept).collect::<Vec<_>>()
         };
         self.waiting.iter().flat_map(of).collect()
     }
@@ -192,7 +207,9 @@ impl Space {
                     segment.changed = true;
                     self.open = Some((pair, half * size + run.end));
                     let first = self.layout.first_place(number);
-                    return Given::Places(first + run.start..first + run.end);
+                    let places = first + run.start..first + run.end;
+                    places.clone().for_each(|place| self.mark(place));
+                    return Given::Places(places);
                 }
             }
             self.open = None;
@@ -250,7 +267,9 @@ impl Space {
         bits.set(at);
         segment.free -= 1;
         segment.changed = true;
-        Some(self.layout.first_place(2 * pair) + at)
+        let place = self.layout.first_place(2 * pair) + at;
+        self.mark_page(place);
+        Some(place)
     }
 
     fn set_kind(&mut self, pair: u64, kind: Kind) {
@@ -318,7 +337,7 @@ impl Space {
         for (segment, _) in places.iter().filter_map(|place| self.layout.segment_of(*place)) {
             self.segments[segment as usize].changed = true;
         }
-        self.waiting.push_back(Dropped { places, done: None });
+        self.waiting.push_back(Dropped { places, swept: Vec::new(), is_held: false, done: None });
     }
 
     /// The space pages that the checkpoint needs, when all its other pages have places: block and page. Each
@@ -362,10 +381,16 @@ impl Space {
     /// Nobody uses any more what was dropped in `epoch` or before: what waited for that can be given.
     pub fn release(&mut self, epoch: u64) {
         let mut pairs = BTreeSet::new();
-        while self.waiting.front().is_some_and(|d| d.done.is_some_and(|done| done <= epoch)) {
-            let Some(dropped) = self.waiting.pop_front() else { break };
-            for place in dropped.places {
-                let Some((number, at)) = self.layout.segment_of(place) else { continue };
+        let is_free = |d: &Dropped| !d.is_held && d.done.is_some_and(|done| done <= epoch);
+        let (free, waiting): (VecDeque<_>, _) =
+            std::mem::take(&mut self.waiting).into_iter().partition(is_free);
+        self.waiting = waiting;
+        for Dropped { places, swept, .. } in free {
+            let places = places.into_iter().filter_map(|place| self.layout.segment_of(place));
+            let all = |(number, bits): (u64, Bits)| {
+                bits.set_bits().map(move |at| (number, at)).collect::<Vec<_>>()
+            };
+            for (number, at) in places.chain(swept.into_iter().flat_map(all)) {
                 let segment = &mut self.segments[number as usize];
                 segment.dropped -= 1;
                 if segment.bits.as_mut().is_some_and(|bits| bits.clear(at)) {
@@ -401,6 +426,7 @@ impl Space {
 pub struct Passes {
     begun: u64,
     ended: u64,
+    is_running: bool,
     /// What was free when the last one ended.
     free_then: u64,
     is_full: bool,
@@ -413,7 +439,7 @@ pub struct NoRoom(u64);
 impl Passes {
     /// None yet, with so many places free.
     pub fn new(free: u64) -> Passes {
-        Passes { begun: 0, ended: 0, free_then: free, is_full: false }
+        Passes { begun: 0, ended: 0, is_running: false, free_then: free, is_full: false }
     }
 
     /// A write has found no room.
@@ -431,18 +457,30 @@ impl Passes {
     pub fn wants_one(&self, free: u64, places: u64) -> bool {
         let is_low =
             free <= places / 4 && self.free_then.saturating_sub(free) >= self.free_then / 8;
-        self.begun == self.ended && (self.is_full || is_low && free < self.free_then)
+        !self.is_running && (self.is_full || is_low && free < self.free_then)
+    }
+
+    /// How many have begun.
+    pub fn count(&self) -> u64 {
+        self.begun
     }
 
     /// It begins.
     pub fn begin(&mut self) {
         self.begun += 1;
+        self.is_running = true;
         self.is_full = false;
+    }
+
+    /// It has ended early, and nobody may go by it.
+    pub fn stop(&mut self) {
+        self.is_running = false;
     }
 
     /// It has ended, and left so many places free.
     pub fn end(&mut self, free: u64) {
         self.ended = self.begun;
+        self.is_running = false;
         self.free_then = free;
     }
 }

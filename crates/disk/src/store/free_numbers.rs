@@ -1,0 +1,121 @@
+//! Which numbers of contents can be given (store.md 7 and 11).
+//!
+//! A pass says how many are free in each page of P2M. Which they are is looked up when the page is opened, once
+//! after each pass: those whose entries are nothing. So nobody may have a number of such a page that is on its way
+//! to its entry. Pages that numbers were given of while the pass looked for them are left to the next one.
+
+use std::collections::BTreeSet;
+
+use super::page::P2M_ENTRIES;
+
+/// See the module text.
+#[derive(Debug, Default)]
+pub struct FreeNumbers {
+    /// By page: how many there are at least.
+    pages: Vec<u8>,
+    /// The page that was opened last, and the numbers of it that are left, the lowest last.
+    open: Vec<u64>,
+    /// Pages that were open since the pass began to look.
+    recent: BTreeSet<u64>,
+}
+
+/// The page of P2M that has a number.
+pub fn page_of(number: u64) -> u64 {
+    number / P2M_ENTRIES as u64
+}
+
+impl FreeNumbers {
+    /// How many can be given at once.
+    pub fn ready(&self) -> u64 {
+        self.open.len() as u64
+    }
+
+    /// The lowest of them.
+    pub fn give(&mut self) -> Option<u64> {
+        self.open.pop()
+    }
+
+    /// The page to [open](FreeNumbers::open) next: the one with the most.
+    pub fn next_page(&self) -> Option<u64> {
+        let pages = (0..).zip(&self.pages).filter(|(_, count)| **count > 0);
+        pages.max_by_key(|(_, count)| **count).map(|(page, _)| page)
+    }
+
+    /// A page with these numbers, whose entries are nothing. Another one may be open, or this one was.
+    pub fn open(&mut self, page: u64, numbers: impl DoubleEndedIterator<Item = u64>) {
+        if self.open.is_empty() && self.count(page) > 0 {
+            self.open.extend(numbers.rev());
+            self.recent.insert(page);
+            self.close(page);
+        }
+    }
+
+    fn count(&self, page: u64) -> u8 {
+        self.pages.get(page as usize).copied().unwrap_or(0)
+    }
+
+    /// Nothing is given of a page any more. Entries of it are nothing that no checkpoint may have yet; or it
+    /// cannot be read.
+    pub fn close(&mut self, page: u64) {
+        if let Some(count) = self.pages.get_mut(page as usize) {
+            *count = 0;
+        }
+    }
+
+    /// From now on no number is on its way that was given before a wait of two epochs.
+    pub fn begin(&mut self) {
+        self.recent = self.open.last().map(|number| page_of(*number)).into_iter().collect();
+    }
+
+    /// A pass has found these, and they are nothing in a checkpoint.
+    pub fn end(&mut self, mut pages: Vec<u8>) {
+        for page in &self.recent {
+            if let Some(count) = pages.get_mut(*page as usize) {
+                *count = 0;
+            }
+        }
+        self.pages = pages;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_opened_once_and_the_one_with_the_most_first() {
+        let mut free = FreeNumbers::default();
+        assert_eq!((free.next_page(), free.give()), (None, None));
+        free.begin();
+        free.end(vec![2, 0, 7]);
+        assert_eq!(free.next_page(), Some(2));
+        free.open(2, [520, 530].into_iter());
+        free.open(2, [520, 530].into_iter());
+        free.open(0, [5].into_iter());
+        assert_eq!((free.give(), free.give(), free.give()), (Some(520), Some(530), None));
+        free.open(2, [520].into_iter());
+        assert_eq!(free.give(), None, "somebody may have it");
+        assert_eq!(free.next_page(), Some(0));
+        free.close(0);
+        assert_eq!(free.next_page(), None);
+    }
+
+    #[test]
+    fn of_a_page_that_was_open_during_a_pass_nothing_is_given_before_the_next_one() {
+        let mut free = FreeNumbers::default();
+        free.end(vec![9, 9, 9]);
+        free.open(1, [256, 257].into_iter());
+        free.begin();
+        free.give();
+        free.give();
+        free.open(0, [1].into_iter());
+        free.give();
+        free.end(vec![9, 9, 9]);
+        assert_eq!(free.next_page(), Some(2));
+        free.close(2);
+        assert_eq!(free.next_page(), None);
+        free.begin();
+        free.end(vec![9, 9, 9]);
+        assert!(free.next_page().is_some());
+    }
+}

@@ -1,0 +1,315 @@
+//! Passes: which contents and places are in use, and what is not comes free (store.md 7).
+//!
+//! The steps are those of [`pass`](Live::pass). One that ends early, also dropped with its task, has changed
+//! nothing but entries of contents that no volume has.
+
+use std::io;
+use std::ops::Range;
+use std::time::Duration;
+
+use super::{BLOCK_BYTES, Live, damaged};
+use crate::Port;
+use crate::store::Damaged;
+use crate::store::checkpoint::Core;
+use crate::store::free_numbers::page_of;
+use crate::store::page::P2M_ENTRIES;
+use crate::store::space::{Bits, NoRoom, Passes};
+use crate::store::tree::Link;
+
+/// Between looks whether all have left who were here before.
+const AGAIN: Duration = Duration::from_millis(1);
+/// Pairs whose places come free by one checkpoint: in the largest segments 4 GiB of them.
+const PAIRS_AT_ONCE: u64 = 32;
+
+/// What who finds content again has to do. It goes by the phase in which it has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Nothing.
+    None,
+    /// Its number's bit is set.
+    Marking,
+    /// It is refused, unless its bit is set.
+    Closing,
+}
+
+/// What all know of the pass.
+pub(super) struct Marks {
+    phase: Phase,
+    /// By number: a volume has its content, or may get it.
+    live: Option<Bits>,
+    pub(super) passes: Passes,
+}
+
+impl Marks {
+    /// Before the first pass, with so many places free.
+    pub(super) fn new(free: u64) -> Marks {
+        Marks { phase: Phase::None, live: None, passes: Passes::new(free) }
+    }
+
+    /// A number has been given to somebody.
+    pub(super) fn is_given(&mut self, number: u64) {
+        if let Some(live) = &mut self.live {
+            live.set(number);
+        }
+    }
+
+    fn is_live(&self, number: u64) -> bool {
+        self.live.as_ref().is_none_or(|live| live.get(number))
+    }
+
+    /// Somebody wants content that was found again. `false`: it cannot be had.
+    fn claim(&mut self, phase: Phase, number: u64) -> bool {
+        match (phase, &mut self.live) {
+            (Phase::None, _) | (Phase::Marking, None) => true,
+            (Phase::Marking, Some(live)) => {
+                live.set(number);
+                true
+            }
+            (Phase::Closing, live) => live.as_ref().is_some_and(|live| live.get(number)),
+        }
+    }
+}
+
+/// What a pass has found and done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Passed {
+    /// Contents that volumes have.
+    pub contents: u64,
+    /// Contents that none had any more.
+    pub dead: u64,
+    /// Blocks of the store that came free.
+    pub freed: u64,
+}
+
+/// What is left of a pass when it ends, in whatever way.
+struct Ends<'a>(&'a Live);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        {
+            let core = &mut *self.0.core();
+            core.kept.clear();
+            core.space.end_marks();
+        }
+        let mut marks = self.0.marks();
+        (marks.phase, marks.live) = (Phase::None, None);
+        marks.passes.stop();
+    }
+}
+
+impl Live {
+    /// The phase that an operation goes by, behind its entry into its epoch.
+    pub(super) fn phase(&self) -> Phase {
+        self.marks().phase
+    }
+
+    /// See [`Marks::claim`].
+    pub(super) fn claim_content(&self, phase: Phase, number: u64) -> bool {
+        phase == Phase::None || self.marks().claim(phase, number)
+    }
+
+    /// A write has found no room: the pass that it has to wait for.
+    pub(super) fn no_room(&self) -> NoRoom {
+        self.marks().passes.no_room()
+    }
+
+    /// Waits for that pass, or makes it.
+    ///
+    /// # Errors
+    /// As [`gc`](Live::gc).
+    pub(super) async fn wait_for_room(&self, port: &Port, write: NoRoom) -> io::Result<()> {
+        let _alone = self.passing.lock(&port.io).await?;
+        while !self.marks().passes.may_fail(write) {
+            self.pass(port).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether a pass is to begin by itself: there is little room, and less than there was.
+    pub fn wants_pass(&self) -> bool {
+        let (free, places) = {
+            let core = self.core();
+            (core.space.free(), core.layout.places())
+        };
+        self.marks().passes.wants_one(free, places)
+    }
+
+    /// Finds out what no volume has, and gives its room free. One at a time.
+    ///
+    /// # Errors
+    /// The kernel's; metadata are damaged; there is no room for a checkpoint. Nothing is lost then.
+    pub async fn gc(&self, port: &Port) -> io::Result<Passed> {
+        let _alone = self.passing.lock(&port.io).await?;
+        self.pass(port).await
+    }
+
+    /// The steps of section 7. The caller is in no epoch.
+    async fn pass(&self, port: &Port) -> io::Result<Passed> {
+        let ends = Ends(self);
+        // Step 1.
+        self.begin_marking();
+        self.two_epochs(port).await?;
+        // Step 2.
+        self.keep_trees(port).await?;
+        // Step 3.
+        self.mark_numbers(port).await?;
+        // Step 4.
+        self.marks().phase = Phase::Closing;
+        self.two_epochs(port).await?;
+        // Step 5.
+        let (mut passed, free) = self.sweep_numbers(port).await?;
+        // Step 6.
+        self.marks().phase = Phase::None;
+        self.two_epochs(port).await?;
+        self.marks().live = None;
+        let end = self.begin_places(port).await?;
+        self.two_epochs(port).await?;
+        self.keep_trees(port).await?;
+        self.mark_places(port).await?;
+        // Step 7.
+        passed.freed = self.sweep_places(port).await?;
+        let free_places = {
+            let core = &mut *self.core();
+            // The page in which the numbers end may have some on their way.
+            let below = |(page, count)| if page < page_of(end) { count } else { 0 };
+            core.free_numbers.end((0..).zip(free).map(below).collect());
+            core.space.free()
+        };
+        self.marks().passes.end(free_places);
+        drop(ends);
+        Ok(passed)
+    }
+
+    fn begin_marking(&self) {
+        let places = self.core().layout.places();
+        let mut marks = self.marks();
+        marks.live = Some(Bits::all(false, places));
+        marks.phase = Phase::Marking;
+        marks.passes.begin();
+    }
+
+    /// Waits until all have left who are in an epoch now.
+    async fn two_epochs(&self, port: &Port) -> io::Result<()> {
+        let now = self.epochs.removed();
+        while self.epochs.ended() < now {
+            port.io.sleep(AGAIN).await?;
+        }
+        Ok(())
+    }
+
+    /// Volumes change no page that they have now, and all of them are on the medium.
+    async fn keep_trees(&self, port: &Port) -> io::Result<()> {
+        self.core().keep_trees();
+        // The first may be one that had begun before.
+        for _ in 0..3 {
+            if self.core().kept.iter().all(|tree| !matches!(tree.root, Link::Unwritten { .. })) {
+                return Ok(());
+            }
+            self.checkpoint(port).await?;
+        }
+        Err(damaged(Damaged("a tree does not come to the medium")))
+    }
+
+    /// From now on places in use are marked. Gives the end of the numbers.
+    async fn begin_places(&self, port: &Port) -> io::Result<u64> {
+        // Of a checkpoint under way the pages would have no marks, and be in no tree yet.
+        let _alone = self.checkpointing.lock(&port.io).await?;
+        if self.core().under_way.is_some() {
+            self.write_checkpoint(port).await?;
+        }
+        let core = &mut *self.core();
+        core.space.begin_marks();
+        core.free_numbers.begin();
+        Ok(core.numbers_end)
+    }
+
+    /// All places without a mark come free, a part of them by each checkpoint.
+    async fn sweep_places(&self, port: &Port) -> io::Result<u64> {
+        let pairs = self.core().layout.segments / 2;
+        let mut freed = 0;
+        for first in (0..pairs).step_by(PAIRS_AT_ONCE as usize) {
+            let part = first..pairs.min(first + PAIRS_AT_ONCE);
+            self.core().space.keep(part.clone());
+            for segment in 2 * part.start..2 * part.end {
+                while !self.core().space.is_loaded(segment) {
+                    self.load_bits(port, segment).await?;
+                }
+            }
+            let (holes, count) = self.sweep_part(port, part).await?;
+            freed += count;
+            // Who reads there was told of it before.
+            self.two_epochs(port).await?;
+            self.punch(port, &holes).await;
+            self.core().space.let_go();
+            self.release();
+        }
+        Ok(freed)
+    }
+
+    /// A checkpoint in which these pairs have nothing without a mark.
+    async fn sweep_part(
+        &self,
+        port: &Port,
+        pairs: Range<u64>,
+    ) -> io::Result<(Vec<Range<u64>>, u64)> {
+        let _alone = self.checkpointing.lock(&port.io).await?;
+        if self.core().under_way.is_some() {
+            self.write_checkpoint(port).await?;
+        }
+        let swept = {
+            let _quiet = self.lanes.lock_all(&port.io).await?;
+            let next = self.numbers().next();
+            let core = &mut *self.core();
+            core.freeze(next);
+            core.space.sweep(pairs)
+        };
+        self.write_checkpoint(port).await?;
+        Ok(swept)
+    }
+
+    /// Gives runs of places back. It is a hint: what cannot do that keeps them.
+    async fn punch(&self, port: &Port, runs: &[Range<u64>]) {
+        for run in runs {
+            let (at, len) = (run.start, run.end - run.start);
+            let block = BLOCK_BYTES as u64;
+            self.medium.give_back(port, at * block, len * block).await;
+        }
+    }
+}
+
+impl Core {
+    /// Volumes change no page that they have now.
+    fn keep_trees(&mut self) {
+        let volumes = self.volumes.entries();
+        let written = volumes.iter().filter(|(_, volume)| !volume.is_snapshot);
+        let written: Vec<u32> = written.map(|(number, _)| *number).collect();
+        self.kept = volumes.values().map(|volume| volume.tree).collect();
+        written.into_iter().for_each(|number| self.renew(number));
+    }
+}
+
+/// Entries of a page of P2M, which has so many numbers below the end.
+pub(super) fn numbers_of(page: u64, end: u64) -> Range<u64> {
+    let first = page * P2M_ENTRIES as u64;
+    first.max(1)..end.min(first + P2M_ENTRIES as u64)
+}
+
+impl Marks {
+    /// See [`sweeping`](super::sweeping): whether a number's content is in use.
+    pub(super) fn judge(&mut self, number: u64, same_as: Option<u64>) -> bool {
+        let is_live = self.is_live(number);
+        if let (true, Some(lower), Some(live)) = (is_live, same_as, &mut self.live) {
+            live.set(lower);
+        }
+        is_live
+    }
+
+    /// Volumes have these.
+    pub(super) fn are_live(&mut self, numbers: impl Iterator<Item = u64>) {
+        if let Some(live) = &mut self.live {
+            numbers.filter(|number| *number > 0).for_each(|number| {
+                live.set(number);
+            });
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! What a pass looks at: trees of volumes as they were, and P2M and the hashes as they are (store.md 7).
+
+use std::io;
+
+use super::leaves::{Leaf, bytes};
+use super::passes::{Passed, numbers_of};
+use super::{Live, damaged};
+use crate::Port;
+use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, Whereabouts, decode_number};
+use crate::store::space::Places;
+use crate::store::tree::{Link, Way};
+
+/// Pages that are looked at before others have their turn.
+const STEP: usize = 64;
+/// Words of an entry of P2M.
+const ENTRY_WORDS: usize = 2;
+
+/// Bytes of a page of pointers or numbers, in parts.
+fn parts<const N: usize>(page: &[u8]) -> impl Iterator<Item = [u8; N]> {
+    page.as_chunks().0.iter().copied()
+}
+
+impl Live {
+    /// Step 3: what the volumes have had has its bits.
+    pub(super) async fn mark_numbers(&self, port: &Port) -> io::Result<()> {
+        let layout = self.core().layout;
+        let mut seen = Places::default();
+        self.walk(
+            port,
+            &mut seen,
+            0,
+            |_| {},
+            |page| {
+                let numbers = parts(page).map(|number| decode_number(number, &layout));
+                let numbers: Vec<u64> = numbers.collect::<Result<_, _>>().map_err(damaged)?;
+                self.marks().are_live(numbers.into_iter());
+                Ok(())
+            },
+        )
+        .await
+    }
+
+    /// Visits the trees that are [kept](super::Core::kept), each page once, by its place: whether or not it is
+    /// read. Those of this level are read, and of all above.
+    async fn walk(
+        &self,
+        port: &Port,
+        seen: &mut Places,
+        lowest: u8,
+        mut visit: impl FnMut(u64),
+        mut read: impl FnMut(&[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (layout, trees) = {
+            let core = self.core();
+            (core.layout, core.kept.clone())
+        };
+        let mut left: Vec<(Pointer, u8)> = Vec::new();
+        for tree in trees {
+            if let Link::Written(root) = tree.root {
+                left.push((root, tree.depth()));
+            }
+            while let Some((pointer, level)) = left.pop() {
+                if !seen.add(&layout, pointer.place) {
+                    continue;
+                }
+                visit(pointer.place);
+                if level < lowest {
+                    continue;
+                }
+                let copy = layout.copy_of(pointer.place);
+                let page = self.medium.read_page(port, &pointer, copy).await?;
+                if level == 0 {
+                    read(&page)?;
+                } else {
+                    for pointer in parts(&page) {
+                        let pointer = Pointer::decode(&pointer, &layout).map_err(damaged)?;
+                        left.extend(pointer.map(|pointer| (pointer, level - 1)));
+                    }
+                }
+                port.io.yield_to_others().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Step 5: entries of numbers without a bit become nothing. Also says how many of each page are free.
+    pub(super) async fn sweep_numbers(&self, port: &Port) -> io::Result<(Passed, Vec<u8>)> {
+        let end = self.core().numbers_end;
+        let pages = end.div_ceil(P2M_ENTRIES as u64);
+        let (mut passed, mut free) = (Passed::default(), vec![0; pages as usize]);
+        for page in (0..pages).rev() {
+            let entries = self.entries(port, page).await?;
+            let (mut dead, mut count) = (Vec::new(), 0u32);
+            {
+                let mut marks = self.marks();
+                // From above, since the content of a number may be that of a lower one.
+                for number in numbers_of(page, end).rev() {
+                    let entry = entries[(number % P2M_ENTRIES as u64) as usize];
+                    let same_as = match entry {
+                        Whereabouts::SameAs { number } => Some(number),
+                        _ => None,
+                    };
+                    let (is_live, is_nothing) =
+                        (marks.judge(number, same_as), entry == Whereabouts::Nowhere);
+                    count += u32::from(!is_live);
+                    passed.contents += u64::from(is_live && !is_nothing);
+                    dead.extend((!is_live && !is_nothing).then_some(number));
+                }
+            }
+            free[page as usize] = u8::try_from(count).unwrap_or(u8::MAX);
+            passed.dead += dead.len() as u64;
+            if !dead.is_empty() {
+                self.forget_contents(port, page, &dead).await?;
+            }
+            if page % STEP as u64 == 0 {
+                port.io.yield_to_others().await;
+            }
+        }
+        Ok((passed, free))
+    }
+
+    /// All entries of a page of P2M.
+    async fn entries(&self, port: &Port, page: u64) -> io::Result<Vec<Whereabouts>> {
+        let layout = self.core().layout;
+        let look =
+            |pages: &super::Pages, id: &_| pages.words::<{ P2M_ENTRIES * ENTRY_WORDS }>(id, 0);
+        let words = self.look(port, Leaf::P2m(page), look).await?.flatten();
+        let Some(words) = words else { return Ok(vec![Whereabouts::Nowhere; P2M_ENTRIES]) };
+        let numbers = page * P2M_ENTRIES as u64..;
+        let entries = words.as_chunks::<ENTRY_WORDS>().0.iter().zip(numbers);
+        let entries =
+            entries.map(|(words, number)| Whereabouts::decode(&bytes(*words), number, &layout));
+        entries.collect::<Result<_, _>>().map_err(damaged)
+    }
+
+    /// Entries of one page of P2M become nothing.
+    async fn forget_contents(&self, port: &Port, page: u64, dead: &[u64]) -> io::Result<()> {
+        self.checkpoint_if_wanted(port).await;
+        let leaves = [Leaf::P2m(page)].into();
+        let mut claim = self.claim(port, &leaves).await?;
+        self.with_all(port, &mut claim, &leaves, |core| {
+            // No checkpoint has it that they are nothing.
+            core.free_numbers.close(page);
+            for number in dead {
+                let (leaf, at) = Leaf::of_number(*number);
+                leaf.store(core, at, &[0; ENTRY_WORDS])?;
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    /// Step 6: all places that are in use have marks.
+    pub(super) async fn mark_places(&self, port: &Port) -> io::Result<()> {
+        {
+            let core = &mut *self.core();
+            let tables = core.volumes.places().chain(core.domains.places());
+            tables.for_each(|place| core.space.mark_page(place));
+        }
+        let mut seen = Places::default();
+        // Leaves are where the pages above say.
+        let visit = |place| self.core().space.mark_page(place);
+        self.walk(port, &mut seen, 1, visit, |_| Ok(())).await?;
+        let places = self.core().layout.places();
+        for page in 0..places.div_ceil(P2M_ENTRIES as u64) {
+            let entries = self.entries(port, page).await?;
+            self.mark_way(port, Leaf::P2m(page)).await?;
+            let core = &mut *self.core();
+            for entry in entries {
+                if let Whereabouts::Plain { place, .. } = entry {
+                    core.space.mark(place);
+                }
+            }
+        }
+        for leaf in 0..places.div_ceil(HASHES as u64) {
+            self.mark_way(port, Leaf::Hashes(leaf)).await?;
+            if leaf % STEP as u64 == 0 {
+                port.io.yield_to_others().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// The pages on the way to a leaf, and it, are in use.
+    async fn mark_way(&self, port: &Port, leaf: Leaf) -> io::Result<()> {
+        loop {
+            let (id, pointer) = {
+                let core = &mut *self.core();
+                match leaf.way(core)? {
+                    Way::Places(places) => {
+                        places.into_iter().for_each(|place| core.space.mark_page(place));
+                        return Ok(());
+                    }
+                    Way::Load(id, pointer) => (id, pointer),
+                }
+            };
+            self.load(port, leaf, id, pointer).await?;
+        }
+    }
+
+    /// Numbers of a page of P2M can be given whose entries are nothing.
+    pub(super) async fn open_numbers(&self, port: &Port, page: u64) -> io::Result<()> {
+        let loaded = self.look(port, Leaf::P2m(page), |_, _| ()).await;
+        let core = &mut *self.core();
+        if let Err(e) = loaded {
+            // Others can be given.
+            core.free_numbers.close(page);
+            return if e.kind() == io::ErrorKind::InvalidData { Ok(()) } else { Err(e) };
+        }
+        let numbers = numbers_of(page, core.numbers_end);
+        let Some(is_nothing) = Leaf::P2m(page).nothing(core)? else { return Ok(()) };
+        let free = numbers.filter(|number| is_nothing[(number % P2M_ENTRIES as u64) as usize]);
+        core.free_numbers.open(page, free.collect::<Vec<_>>().into_iter());
+        Ok(())
+    }
+}

@@ -1,0 +1,274 @@
+//! Passes: nothing that is live is lost, and nothing that is dead is left after two of them.
+
+use super::super::leaves::Leaf;
+use super::*;
+use crate::store::page::{HASHES, P2M_ENTRIES, V2P_ENTRIES, Whereabouts};
+use crate::store::tree::{Tree, Way};
+
+impl Process {
+    pub(super) fn gc(&mut self) -> io::Result<Passed> {
+        let Process { live, port, reactor } = self;
+        reactor.block_on(async { live.gc(port).await })?
+    }
+
+    /// Numbers that volumes have, by a look at each of their blocks.
+    fn live_numbers(&mut self) -> BTreeSet<u64> {
+        let volumes = self.live.core().volumes.entries().clone();
+        let Process { live, port, reactor } = self;
+        let mut numbers = BTreeSet::new();
+        for (number, volume) in volumes {
+            for block in 0..volume.blocks {
+                let leaf = Leaf::of_block(number, block);
+                let words = async { live.words::<1>(port, leaf).await };
+                numbers.insert(reactor.block_on(words).unwrap().unwrap()[0]);
+            }
+        }
+        numbers.remove(&0);
+        numbers
+    }
+
+    fn whereabouts(&mut self, number: u64) -> Whereabouts {
+        let Process { live, port, reactor } = self;
+        reactor.block_on(async { live.whereabouts(port, number).await }).unwrap().unwrap()
+    }
+
+    /// Places of all pages that the trees lead to, and of their copies.
+    fn places_of_pages(&mut self) -> BTreeSet<u64> {
+        let (layout, trees, mut places) = {
+            let core = self.live.core();
+            let of_volume =
+                |v: &crate::store::table::Volume| (v.tree, v.blocks.div_ceil(V2P_ENTRIES as u64));
+            let mut trees: Vec<(Tree, u64)> =
+                core.volumes.entries().values().map(of_volume).collect();
+            trees.push((core.p2m, core.layout.places().div_ceil(P2M_ENTRIES as u64)));
+            trees.push((core.hashes, core.layout.places().div_ceil(HASHES as u64)));
+            let tables = core.volumes.places().chain(core.domains.places());
+            (core.layout, trees, tables.collect::<BTreeSet<u64>>())
+        };
+        let Process { live, port, reactor } = self;
+        for (tree, leaves) in trees {
+            for leaf in 0..leaves {
+                loop {
+                    let way = tree.way(&live.core().pages, leaf).unwrap();
+                    match way {
+                        Way::Places(way) => break places.extend(way),
+                        Way::Load(id, pointer) => {
+                            let load = async {
+                                checkpoint::load(&layout, &live.medium, port, &id, &pointer).await
+                            };
+                            let page = reactor.block_on(load).unwrap().unwrap();
+                            assert!(live.core().pages.install(id, &page));
+                        }
+                    }
+                }
+            }
+        }
+        places
+    }
+
+    /// Places that are not to be given, as the bits say.
+    fn taken(&mut self) -> BTreeSet<u64> {
+        let layout = self.live.core().layout;
+        let Process { live, port, reactor } = self;
+        let mut taken = BTreeSet::new();
+        for segment in 0..layout.segments {
+            while !live.core().space.is_loaded(segment) {
+                reactor.block_on(async { live.load_bits(port, segment).await }).unwrap().unwrap();
+            }
+            let first = layout.first_place(segment);
+            let places = first..first + layout.segment_blocks;
+            taken.extend(places.filter(|p| live.core().space.is_taken(*p) == Some(true)));
+        }
+        taken
+    }
+}
+
+/// All that the store has is what a count from scratch finds.
+pub(super) fn nothing_is_lost_and_nothing_left(process: &mut Process) {
+    process.gc().unwrap();
+    let passed = process.gc().unwrap();
+    let live = process.live_numbers();
+    let end = process.live.core().numbers_end;
+    let mut places = process.places_of_pages();
+    for number in 1..end {
+        match process.whereabouts(number) {
+            Whereabouts::Plain { place, .. } => {
+                assert!(live.contains(&number), "{number} is dead, and has a place");
+                assert!(places.insert(place), "{place} has two contents, or a page");
+            }
+            found => assert!(!live.contains(&number), "{number} is live, and is {found:?}"),
+        }
+    }
+    assert_eq!(passed.contents, live.len() as u64);
+    let taken = process.taken();
+    let lost: Vec<_> = places.difference(&taken).collect();
+    assert!(lost.is_empty(), "places in use that can be given: {lost:?}");
+    let left: Vec<_> = taken.difference(&places).collect();
+    assert!(left.is_empty(), "places of nobody that cannot be given: {left:?}");
+}
+
+/// Blocks of a volume from one on get contents that nobody has had.
+fn write_new(
+    process: &mut Process,
+    name: &str,
+    block: u64,
+    count: usize,
+    value: u64,
+) -> io::Result<()> {
+    let volume = process.volume(name);
+    let Process { live, port, reactor } = process;
+    let span = port.memory().span(SCRATCH_BYTES, count * BLOCK_BYTES);
+    for i in 0..count {
+        let content: Vec<u8> = (value + i as u64).to_le_bytes().repeat(BLOCK_BYTES / 8);
+        port.memory().copy_in(span.slice(i * BLOCK_BYTES, BLOCK_BYTES), &content);
+    }
+    let write = async { live.write(port, volume, block * BLOCK_BYTES as u64, span).await };
+    reactor.block_on(write)?
+}
+
+/// The word that all of a block has.
+fn read_one(process: &mut Process, name: &str, block: u64) -> u64 {
+    let volume = process.volume(name);
+    let Process { live, port, reactor } = process;
+    let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+    let read = async { live.read(port, volume, block * BLOCK_BYTES as u64, span).await };
+    reactor.block_on(read).unwrap().unwrap();
+    let mut found = vec![0; BLOCK_BYTES];
+    port.memory().copy_out(span, &mut found);
+    assert!(found.chunks(8).all(|word| word == &found[..8]));
+    u64::from_le_bytes(found[..8].try_into().unwrap())
+}
+
+fn passes(process: &Process) -> crate::store::space::Passes {
+    process.live.marks().passes
+}
+
+#[test]
+fn content_that_is_found_again_at_any_time_of_a_pass_stays() {
+    let (_machine, mut process) = with_a_volume();
+    let (mut found, mut new) = (0, 0);
+    for delay in 0..300 {
+        process.write(&[write("v0", 0..8, 7)], false).unwrap().remove(0).unwrap();
+        process.write(&[write("v0", 0..8, 0)], false).unwrap().remove(0).unwrap();
+        let numbers = process.live.core().numbers_end;
+        let volume = process.volume("v0");
+        let Process { live, port, reactor } = &mut process;
+        let (live, port) = (&*live, &*port);
+        let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+        port.memory().fill(span, 7);
+        let late = async {
+            for _ in 0..delay {
+                port.io.yield_to_others().await;
+            }
+            live.write(port, volume, 0, span).await
+        };
+        let gc = async { live.gc(port).await.map(drop) };
+        let done = reactor.block_on(all(vec![Box::pin(gc), Box::pin(late)])).unwrap();
+        assert!(done.iter().all(Result::is_ok), "{done:?}");
+        match process.live.core().numbers_end == numbers {
+            true => found += 1,
+            false => new += 1,
+        }
+        assert_eq!(process.read("v0", 0..8).unwrap(), [7; 8], "after {delay}");
+    }
+    assert!(found > 10, "it was found {found} times, and was new {new} times");
+    nothing_is_lost_and_nothing_left(&mut process);
+}
+
+#[test]
+fn a_full_store_lets_writes_wait_for_a_pass_and_fails_them_if_there_is_no_garbage() {
+    let (machine, mut process) = with_a_volume();
+    let mut value = 1;
+    let mut fill = |process: &mut Process, name: &str| {
+        for block in (0..BLOCKS).step_by(16) {
+            write_new(process, name, block, 16.min((BLOCKS - block) as usize), value)?;
+            value += 16;
+        }
+        io::Result::Ok(value - 16)
+    };
+    for round in 0..4 {
+        fill(&mut process, "v0").unwrap_or_else(|e| panic!("round {round}: {e}"));
+    }
+    assert!(passes(&process).count() > 0, "four times as much as there is room for");
+    let e = fill(&mut process, "v1").unwrap_err();
+    assert_eq!(e.kind(), io::ErrorKind::StorageFull);
+    let begun = passes(&process).count();
+    assert_eq!(
+        write_new(&mut process, "v1", 0, 1, 1 << 40).unwrap_err().kind(),
+        io::ErrorKind::StorageFull
+    );
+    assert_eq!(passes(&process).count(), begun + 1, "it has waited for one that began behind it");
+    // What takes no room goes on.
+    let snapshot = process
+        .operate(Operation::Snapshot(Name::new("s").unwrap(), process.volume("v0")))
+        .unwrap();
+    process.write(&[write("v0", 0..PER_BLOCK * BLOCKS, 0)], false).unwrap().remove(0).unwrap();
+    assert_eq!(read_one(&mut process, "v0", 5), 0);
+    assert_ne!(read_one(&mut process, "s", 5), 0);
+    process.operate(Operation::Delete(snapshot)).unwrap();
+    let last = fill(&mut process, "v1").unwrap();
+    for end in 0..2 {
+        assert_eq!(read_one(&mut process, "v1", BLOCKS - 1), last + 15);
+        assert_eq!(read_one(&mut process, "v1", 0), last + 16 - BLOCKS);
+        nothing_is_lost_and_nothing_left(&mut process);
+        if end == 0 {
+            process.flush().unwrap();
+            drop(process);
+            machine.world.cut_power().unwrap();
+            process = Process::of(&machine).unwrap();
+        } else {
+            break;
+        }
+    }
+}
+
+#[test]
+fn each_step_of_a_pass_can_be_the_last() {
+    let mut stop = 1;
+    loop {
+        let mut story = Story::new(5, None);
+        let mut process = Process::of(&story.machine).unwrap();
+        story.use_it(&mut process, 25).unwrap();
+        process.flush().unwrap();
+        story.all_durable();
+        story.machine.world.stop_at(Some(story.machine.world.step() + stop));
+        let done = process.gc();
+        let was_stopped = story.machine.world.stopped();
+        assert!(done.is_ok() || was_stopped, "{done:?}");
+        drop(process);
+        story.machine.world.cut_power().unwrap();
+        let mut process = story.reopen(After::Cut);
+        nothing_is_lost_and_nothing_left(&mut process);
+        if !was_stopped {
+            break;
+        }
+        stop += 3;
+    }
+    assert!(stop > 60, "{stop}");
+}
+
+#[test]
+fn runs_that_come_free_are_holes() {
+    let (machine, mut process) = with_a_volume();
+    let bytes = |machine: &Machine| {
+        std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&machine.path).unwrap()) * 512
+    };
+    let before = bytes(&machine);
+    for block in (0..1600).step_by(16) {
+        write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
+    }
+    process.flush().unwrap();
+    let full = bytes(&machine);
+    assert!(full >= before + (6 << 20), "{before} and {full}");
+    // One of 64 stays, each alone.
+    for block in (0..1600).step_by(64) {
+        let sectors = (block + 1) * PER_BLOCK..(block + 64) * PER_BLOCK;
+        process.write(&[write("v0", sectors, 0)], false).unwrap().remove(0).unwrap();
+    }
+    process.gc().unwrap();
+    process.flush().unwrap();
+    let left = bytes(&machine);
+    assert!(left < before + (2 << 20), "{before}, {full} and {left}");
+    assert_eq!(read_one(&mut process, "v0", 64), 65);
+    nothing_is_lost_and_nothing_left(&mut process);
+}
