@@ -52,6 +52,7 @@ fn commands_that_succeed_say_nothing_but_their_result() {
         "store list s",
         "store info s",
         "store stats s",
+        "store gc s",
         "store check s",
         "store scrub s",
         "store repair s",

@@ -51,6 +51,8 @@ pub(crate) enum StoreCommand {
     Check(CheckArgs),
     /// Read all content and compare it with its checksums; ends as check does.
     Scrub(ScrubArgs),
+    /// Find out what nothing in the store has any more, and free its space.
+    Gc(StoreArg),
     /// Show what the space of a store is for.
     Stats(StoreArg),
     /// Write again what is there twice and damaged once; without --force, only show what that would be.

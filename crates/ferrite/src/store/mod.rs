@@ -77,6 +77,9 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Scrub(it) => {
             check(tools, out, &it.store, StoreCheck { rate: Some(it.rate), ..contents() })
         }
+        StoreCommand::Gc(it) => {
+            out.say(&tools.collect_store(&of_store(it)?.path)?, text::collected)
+        }
         StoreCommand::Stats(it) => out.say(&tools.store_stats(&of_store(it)?.path)?, text::stats),
         StoreCommand::Repair(it) => {
             let repaired = tools.repair_store(&of_store(&it.store)?.path, it.force)?;

@@ -6,7 +6,7 @@ use ferrite_disk::size::Human;
 use ferrite_disk::store::check::StoreFinding;
 use ferrite_disk::store::live::VolumeInfo;
 use ferrite_disk::tools::stores::{
-    StoreChecked, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone,
+    StoreChecked, StoreCollected, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone,
 };
 
 use crate::plain::one_line;
@@ -111,6 +111,13 @@ pub(super) fn stats(all: &StoreStats) -> String {
         text = text + "\n" + &table(&rows);
     }
     text
+}
+
+pub(super) fn collected(collected: &StoreCollected) -> String {
+    let path = one_line(&collected.path);
+    let [freed, free, live] =
+        [collected.freed_bytes, collected.free_bytes, collected.live_bytes].map(Human);
+    format!("{path}: {freed} freed, {free} free now; volumes have {live} of content\n")
 }
 
 pub(super) fn report(checked: &StoreChecked) -> String {

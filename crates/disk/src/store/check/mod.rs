@@ -59,7 +59,7 @@ pub struct Stats {
     pub metadata_bytes: u64,
     /// In use by nothing that a volume has: what `gc` frees.
     pub garbage_bytes: u64,
-    /// Given to nobody.
+    /// Room for content that is given to nobody.
     pub free_bytes: u64,
     /// A line a volume, in the order of their names.
     pub volumes: Vec<VolumeStats>,
@@ -279,11 +279,8 @@ impl<'a> Check<'a> {
         for first in (0..self.layout.places()).step_by(segment as usize) {
             let words = &self.used.words()[first as usize / 64..(first + segment) as usize / 64];
             let used: u64 = words.iter().map(|word| u64::from(word.count_ones())).sum();
-            match data(first) {
-                true => (used_data, free) = (used_data + used, free + segment - used),
-                // Of a pair for pages, each place of the first segment has its copy's.
-                false if (first / segment).is_multiple_of(2) => free += 2 * (segment - used),
-                false => {}
+            if data(first) {
+                (used_data, free) = (used_data + used, free + segment - used);
             }
         }
         if let Some(stats) = &mut self.outcome.stats {

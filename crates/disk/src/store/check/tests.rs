@@ -344,3 +344,45 @@ fn a_check_ends_when_it_is_told_to() {
     let kind = reactor.block_on(done).unwrap().map_err(|e| e.kind());
     assert_eq!(kind, Err(io::ErrorKind::Interrupted));
 }
+
+#[test]
+fn what_is_garbage_is_counted_and_after_two_passes_there_is_none() {
+    let store = Store::new(true);
+    let (port, mut reactor) = open(&store);
+    let using = |passes: usize| {
+        let port = &port;
+        async move {
+            let live = Live::open(port, BYTES, MEMORY).await.unwrap();
+            for name in ["snap", "clone"] {
+                if let Some(volume) = live.volume(name) {
+                    live.operate(port, Operation::Delete(volume)).await.unwrap();
+                }
+            }
+            for _ in 0..passes {
+                live.gc(port).await.unwrap();
+            }
+            live.close(port).await.unwrap();
+        }
+    };
+    reactor.block_on(using(0)).unwrap();
+    let outcome = store.check(DEEP);
+    assert_eq!(outcome.findings, Findings::default());
+    // What the disk had in the two blocks that were written anew is in blocks 604 and 605, too.
+    let stats = outcome.stats.unwrap();
+    assert_eq!((stats.distinct_bytes, stats.garbage_bytes), (27 * BLOCK, 0));
+    let emptied = async {
+        let live = Live::open(&port, BYTES, MEMORY).await.unwrap();
+        let disk = live.volume("disk").unwrap();
+        live.write_zeros(&port, disk, 10 * BLOCK, 10 * BLOCK).await.unwrap();
+        live.close(&port).await.unwrap();
+    };
+    reactor.block_on(emptied).unwrap();
+    let stats = store.check(DEEP).stats.unwrap();
+    assert_eq!((stats.distinct_bytes, stats.garbage_bytes), (17 * BLOCK, 10 * BLOCK));
+    reactor.block_on(using(2)).unwrap();
+    let outcome = store.check(DEEP);
+    assert_eq!(outcome.findings, Findings::default());
+    let after = outcome.stats.unwrap();
+    assert_eq!((after.distinct_bytes, after.garbage_bytes), (17 * BLOCK, 0));
+    assert!(after.free_bytes >= stats.free_bytes + 10 * BLOCK, "{stats:?}, {after:?}");
+}

@@ -48,7 +48,7 @@ pub struct StoreInfo {
     pub journal_bytes: u64,
     /// Of one of its segments.
     pub segment_bytes: u64,
-    /// Room that is given to nobody.
+    /// Room for content that is given to nobody.
     pub free_bytes: u64,
     /// The last one that is on the medium.
     pub checkpoint: u64,
@@ -83,7 +83,7 @@ impl Core {
             store_bytes: bytes(self.layout.blocks),
             journal_bytes: bytes(self.layout.journal_blocks),
             segment_bytes: bytes(self.layout.segment_blocks),
-            free_bytes: bytes(self.space.free_places()),
+            free_bytes: bytes(self.space.free()),
             checkpoint: self.checkpoint,
             volumes: volumes.len() as u64,
             snapshots: volumes.values().filter(|volume| volume.is_snapshot).count() as u64,

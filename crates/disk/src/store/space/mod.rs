@@ -232,15 +232,6 @@ impl Space {
         data.map(|(_, pair)| pair).max_by_key(|pair| room(*pair))
     }
 
-    /// Places that are given to nobody.
-    pub fn free_places(&self) -> u64 {
-        let room = |(kind, pair): (&Kind, u64)| match kind {
-            Kind::Metadata => 2 * self.room_for_pages(*kind, pair),
-            _ => self.free_of(pair),
-        };
-        self.pairs.iter().zip(0..).map(room).sum()
-    }
-
     fn free_of(&self, pair: u64) -> u64 {
         let of = |segment: u64| u64::from(self.segments[segment as usize].free);
         of(2 * pair) + of(2 * pair + 1)

@@ -7,8 +7,11 @@ use std::task::Poll;
 
 use ferrite_io::clock;
 
-use super::{StoreMade, failed};
+use super::{DOMAIN, MEMORY, StoreMade, failed};
+use crate::store::content::DomainKey;
+use crate::store::journal::Name;
 use crate::store::layout::Layout;
+use crate::store::live::{Live, Operation};
 use crate::store::medium::Medium;
 use crate::store::name::StoreName;
 use crate::store::{BLOCK_BYTES, opening};
@@ -18,7 +21,7 @@ use crate::tools::{ImageTools, Progress};
 use crate::{DiskError, ErrorKind};
 
 impl ImageTools<'_> {
-    /// Makes a store without volumes, durably: of a file of so many bytes, or of a device, or a part of it.
+    /// Makes a store without volumes, and with one domain, durably: of a file of so many bytes, or of a device, or a part of it.
     ///
     /// # Errors
     /// Something is there and `force` does not say that it is to be lost; or it cannot be made.
@@ -54,7 +57,13 @@ impl ImageTools<'_> {
             if raw.is_file() {
                 port.io.set_len(port.files[0], bytes).await?;
             }
-            opening::create(&Medium::default(), &port, &layout, id).await
+            opening::create(&Medium::default(), &port, &layout, id).await?;
+            // Who makes volumes without a word of a domain finds this one.
+            let live = Live::open(&port, bytes, MEMORY).await?;
+            let key = DomainKey(clock::secret()?);
+            let name = Name::new(DOMAIN).ok_or(io::ErrorKind::InvalidInput)?;
+            live.operate(&port, Operation::Domain(name, key)).await?;
+            live.close(&port).await
         };
         context.run(self.until_stopped(made)).map_err(cannot)?;
         file.finish()?;
@@ -62,7 +71,10 @@ impl ImageTools<'_> {
     }
 
     /// A future that ends early, where it waits, if that is wanted. What it has made is no store then.
-    async fn until_stopped<T>(&self, future: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    pub(super) async fn until_stopped<T>(
+        &self,
+        future: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
         let mut future = pin!(future);
         poll_fn(|cx| match (self.progress)(Progress { done_bytes: 0, total_bytes: 0 }) {
             true => future.as_mut().poll(cx),

@@ -20,7 +20,9 @@ use crate::store::name::StoreName;
 use crate::store::superblock::Unusable;
 use crate::{DiskError, ErrorKind, METADATA_BYTES, Port, Raw};
 
-pub use report::{StoreChecked, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone};
+pub use report::{
+    StoreChecked, StoreCollected, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone,
+};
 
 use super::Progress;
 
@@ -155,6 +157,30 @@ impl ImageTools<'_> {
                 Err(DiskError::new(ErrorKind::Damaged, what, "the store is damaged", help))
             }
         }
+    }
+
+    /// Finds out what no volume has any more, and frees its space.
+    ///
+    /// # Errors
+    /// It is in use, damaged, cannot be read, or was told to stop: nothing is lost then.
+    pub fn collect_store(&self, store: &Path) -> Result<StoreCollected, DiskError> {
+        let what = format!("cannot collect what store {} needs no more", store.display());
+        let (mut context, port, bytes) = self.store(store, &what, false)?;
+        let collected = self.until_stopped(async {
+            let live = Live::open(&port, bytes, MEMORY).await?;
+            let passed = live.gc(&port).await?;
+            live.close(&port).await?;
+            Ok((passed, live.info().free_bytes))
+        });
+        let (passed, free_bytes) = context.run(collected).map_err(|e| failed(what, store, e))?;
+        let in_bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
+        Ok(StoreCollected {
+            path: store.display().to_string(),
+            live_bytes: in_bytes(passed.contents),
+            dead_bytes: in_bytes(passed.dead),
+            freed_bytes: in_bytes(passed.freed),
+            free_bytes,
+        })
     }
 
     /// Opens a store's file or device, and locks it.

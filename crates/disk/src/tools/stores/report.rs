@@ -52,6 +52,21 @@ pub struct StoreStats {
     pub stats: Stats,
 }
 
+/// What a pass over a store has done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreCollected {
+    /// Where it is.
+    pub path: String,
+    /// Content that volumes have.
+    pub live_bytes: u64,
+    /// Content that none had any more.
+    pub dead_bytes: u64,
+    /// Space that came free, with that of pages.
+    pub freed_bytes: u64,
+    /// Room for content that is given to nobody now.
+    pub free_bytes: u64,
+}
+
 /// What a check has found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StoreChecked {
