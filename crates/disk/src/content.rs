@@ -12,6 +12,7 @@ use std::path::Path;
 use ferrite_io::names;
 use rustix::fs::{Mode, OFlags};
 
+use crate::store;
 use crate::{DiskError, ErrorKind, Format};
 
 /// Images of formats that are not read here, by the extensions of their names.
@@ -19,10 +20,11 @@ pub(crate) const FOREIGN_EXTENSIONS: [&str; 6] = ["vhdx", "avhdx", "vmdk", "vdi"
 
 /// Marks by their places in an image, the names of their formats, and the format if it is read
 /// here.
-const MAGICS: [(usize, &[u8], &str, Option<Format>); 11] = [
+const MAGICS: [(usize, &[u8], &str, Option<Format>); 12] = [
     (0, b"QFI\xfb\0\0\0\x01", "a qcow image of version 1", None),
     (0, b"QFI\xfb", "a qcow2 image", Some(Format::Qcow2)),
     (0, FOOTER, "a VHD", Some(Format::Vhd)),
+    (0, store::MAGIC, "a store of volumes", Some(Format::Store)),
     (0, b"vhdxfile", "a VHDX image", None),
     (0, b"KDMV", "a VMDK image", None),
     (0, b"COWD", "a VMDK image", None),
@@ -44,6 +46,9 @@ pub(crate) fn refuse_images(path: &Path) -> Result<(), DiskError> {
     let Ok(Some((name, format))) = look(path) else { return Ok(()) };
     let shown = path.display();
     let help = match format {
+        Some(Format::Store) => {
+            format!("say store:{shown}#NAME, for the volume NAME of it, if that is what it is")
+        }
         Some(format) => format!("say {format}:{shown}, if that is what it is"),
         None => "convert it first (qemu-img convert -O qcow2), if that is what it is".into(),
     };

@@ -12,14 +12,15 @@ use ferrite_io::arena::{Arena, Span};
 
 use crate::epochs::Reader;
 use crate::extent::{DiscardLimits, Extent};
+use crate::format::Format;
 use crate::image::{Image, Layer};
 use crate::name::ImageName;
 use crate::null::{self, Null};
+use crate::port::SCRATCH_BYTES;
 use crate::raw::{GrowthWatch, Raw};
+use crate::store::BLOCK_BYTES;
+use crate::volume::Volume;
 use crate::{DiskError, OpenOptions, Port, SECTOR_BYTES};
-
-/// Scratch memory in bytes that each thread of a disk with metadata needs.
-pub(crate) const SCRATCH_BYTES: usize = 256 << 10;
 
 /// One open disk, shared by the threads of its queues.
 #[derive(Debug)]
@@ -28,6 +29,8 @@ pub enum Disk {
     Raw(Raw),
     /// A chain of images.
     Image(Image),
+    /// A volume of a store.
+    Store(Volume),
     /// No medium at all.
     Null(Null),
 }
@@ -58,9 +61,10 @@ impl Disk {
     /// # Errors
     /// As [`open`](Disk::open).
     pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
-        match name.format.is_layered() {
-            false => Raw::open(&name.path, options).map(Disk::Raw),
-            true => Image::open(name, options).map(Disk::Image),
+        match name.format {
+            Format::Raw => Raw::open(&name.path, options).map(Disk::Raw),
+            Format::Store => Volume::open(name, options).map(Disk::Store),
+            Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
         }
     }
 
@@ -79,6 +83,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => Some(d),
             Disk::Image(d) => Some(d.medium()),
+            Disk::Store(d) => Some(d.medium()),
             Disk::Null(_) => None,
         }
     }
@@ -88,6 +93,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => vec![d],
             Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),
+            Disk::Store(d) => vec![d.medium()],
             Disk::Null(_) => Vec::new(),
         }
     }
@@ -98,6 +104,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.sectors(),
             Disk::Image(d) => d.sectors(),
+            Disk::Store(d) => d.sectors(),
             Disk::Null(d) => d.sectors(),
         }
     }
@@ -113,6 +120,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.read_only(),
             Disk::Image(d) => d.medium().read_only(),
+            Disk::Store(d) => d.read_only(),
             Disk::Null(d) => d.read_only(),
         }
     }
@@ -125,12 +133,19 @@ impl Disk {
     /// Offset, length and memory address of every data operation must be multiples of this:
     /// 512 or 4096.
     pub fn block_bytes(&self) -> u32 {
-        self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes)
+        match self {
+            // It changes parts of its blocks by itself.
+            Disk::Store(_) => SECTOR_BYTES as u32,
+            _ => self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes),
+        }
     }
 
     /// Smaller writes than this may cost the medium a read first: a hint for the guest.
     pub fn physical_block_bytes(&self) -> u32 {
-        self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes)
+        match self {
+            Disk::Store(_) => BLOCK_BYTES as u32,
+            _ => self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes),
+        }
     }
 
     /// The values to publish about discard; none: do not offer it.
@@ -138,6 +153,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.discard_limits(),
             Disk::Image(d) => d.medium().discard_limits(),
+            Disk::Store(d) => d.discard_limits(),
             Disk::Null(d) => d.discard_limits(),
         }
     }
@@ -148,6 +164,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.files(),
             Disk::Image(d) => d.files(),
+            Disk::Store(d) => d.medium().files(),
             Disk::Null(_) => Vec::new(),
         }
     }
@@ -163,6 +180,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.map(offset, len),
+            Disk::Store(_) => Extent::Slow { len },
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -178,6 +196,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.reserve(offset, len),
+            Disk::Store(_) => Extent::Slow { len },
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -223,7 +242,8 @@ impl Disk {
     pub fn reader(&self) -> Option<Reader> {
         match self {
             Disk::Image(d) => d.reader(),
-            Disk::Raw(_) | Disk::Null(_) => None,
+            // Its own steps are counted.
+            Disk::Store(_) | Disk::Raw(_) | Disk::Null(_) => None,
         }
     }
 
@@ -232,7 +252,7 @@ impl Disk {
     pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
         match self {
             Disk::Image(d) => d.while_mapped(steps).await,
-            Disk::Raw(_) | Disk::Null(_) => steps.await,
+            Disk::Store(_) | Disk::Raw(_) | Disk::Null(_) => steps.await,
         }
     }
 
@@ -245,7 +265,7 @@ impl Disk {
     pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
         match self {
             Disk::Raw(d) => d.refresh_size(),
-            Disk::Image(_) | Disk::Null(_) => Ok(None),
+            Disk::Image(_) | Disk::Store(_) | Disk::Null(_) => Ok(None),
         }
     }
 
@@ -254,7 +274,7 @@ impl Disk {
     pub fn shut_out_qemu(&self) -> bool {
         match self {
             Disk::Raw(d) => d.shut_out_qemu(),
-            Disk::Image(_) | Disk::Null(_) => true,
+            Disk::Image(_) | Disk::Store(_) | Disk::Null(_) => true,
         }
     }
 
@@ -262,7 +282,7 @@ impl Disk {
     pub fn growth_watch(&self) -> GrowthWatch {
         match self {
             Disk::Raw(d) => d.growth_watch(),
-            Disk::Image(_) | Disk::Null(_) => GrowthWatch::never(),
+            Disk::Image(_) | Disk::Store(_) | Disk::Null(_) => GrowthWatch::never(),
         }
     }
 
@@ -272,14 +292,14 @@ impl Disk {
     /// Scratch memory in bytes that a [`Port`] to this disk needs; 0: none.
     pub fn scratch_bytes(&self) -> usize {
         match self {
-            Disk::Image(_) => SCRATCH_BYTES,
+            Disk::Image(_) | Disk::Store(_) => SCRATCH_BYTES,
             Disk::Raw(_) | Disk::Null(_) => 0,
         }
     }
 
     /// Whether the disk has metadata, so that translating can hit or miss what is in memory.
     pub fn has_metadata(&self) -> bool {
-        matches!(self, Disk::Image(_))
+        matches!(self, Disk::Image(_) | Disk::Store(_))
     }
 
     /// The kernel has been given the data of a range that was written where
@@ -309,6 +329,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.is_faulty(),
             Disk::Image(d) => d.is_faulty(),
+            Disk::Store(d) => d.is_faulty(),
             Disk::Null(_) => false,
         }
     }
@@ -325,6 +346,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.read(port, offset, buf).await,
             Disk::Image(d) => d.read(port, offset, buf).await,
+            Disk::Store(d) => d.read(port, offset, buf).await,
             Disk::Null(_) => {
                 port.memory().fill(buf, 0);
                 Ok(())
@@ -342,6 +364,7 @@ impl Disk {
         match self {
             Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
             Disk::Image(d) => d.write(port, offset, buf).await,
+            Disk::Store(d) => d.write(port, offset, buf).await,
             Disk::Null(_) => Ok(()),
         }
     }
@@ -356,6 +379,7 @@ impl Disk {
             Disk::Raw(d) => d.flush(port).await,
             Disk::Image(_) if self.read_only() => Ok(()),
             Disk::Image(d) => d.flush(port).await,
+            Disk::Store(d) => d.flush(port).await,
             Disk::Null(_) => Ok(()),
         }
     }
@@ -368,6 +392,7 @@ impl Disk {
     pub async fn close(&self, port: &Port) -> io::Result<()> {
         match self {
             Disk::Image(d) if !self.read_only() => d.close(port).await,
+            Disk::Store(d) => d.close(port).await,
             _ => self.flush(port).await,
         }
     }
@@ -378,6 +403,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.unlock(),
             Disk::Image(d) => d.layers().iter().for_each(|layer| layer.medium().unlock()),
+            Disk::Store(d) => d.unlock(),
             Disk::Null(_) => {}
         }
     }
@@ -424,6 +450,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
             Disk::Image(d) => d.discard_part(port, offset, len).await,
+            Disk::Store(d) => d.discard_part(port, offset, len).await,
             Disk::Null(_) => Ok(len),
         }
     }
@@ -446,6 +473,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
             Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
+            Disk::Store(d) => d.write_zeroes(port, offset, len).await,
             Disk::Null(_) => Ok(()),
         }
     }
@@ -468,6 +496,7 @@ impl fmt::Display for Disk {
         match self {
             Disk::Raw(d) => d.fmt(f),
             Disk::Image(d) => d.fmt(f),
+            Disk::Store(d) => d.fmt(f),
             Disk::Null(d) => d.fmt(f),
         }
     }

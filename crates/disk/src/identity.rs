@@ -31,6 +31,10 @@ impl Disk {
         let (format, raw) = match self {
             Disk::Null(_) => return Ok(DiskIdentity { key: "null".into(), path: "null:".into() }),
             Disk::Raw(raw) => ("raw".to_owned(), raw),
+            Disk::Store(volume) => {
+                let key = format!("store {}, {}", volume.name(), of_medium(volume.medium())?);
+                return Ok(DiskIdentity { key, path: volume.path().display().to_string() });
+            }
             Disk::Image(image) => match image.layers().first() {
                 Some(Layer::Vhd(vhd)) => (format!("vhd {}", vhd.footer().uuid), vhd.medium()),
                 _ => ("qcow2".to_owned(), image.medium()),

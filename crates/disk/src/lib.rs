@@ -6,6 +6,7 @@
 //!
 //! * [`Raw`]: a regular file or a block device, byte for byte.
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
+//! * [`Volume`]: of a store, which holds equal blocks once.
 //! * [`Null`]: reads zeros, forgets writes; for measuring everything above it.
 
 #![forbid(unsafe_code)]
@@ -35,6 +36,7 @@ pub mod size;
 pub mod store;
 pub mod tools;
 pub mod vhd;
+mod volume;
 mod writeback;
 
 pub use allocation::Allocation;
@@ -48,7 +50,7 @@ pub use identity::DiskIdentity;
 pub use image::Image;
 pub use name::ImageName;
 pub use null::Null;
-pub use options::{MAX_LAYERS, METADATA_BYTES, OpenOptions};
+pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OpenOptions};
 pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents};
 pub use port::Port;
 pub use rare::Rare;
@@ -56,6 +58,7 @@ pub use rare::Rare;
 pub use raw::TestCheck;
 pub use raw::{GrowthWatch, Raw};
 pub use session::Session;
+pub use volume::Volume;
 
 /// Bytes of a sector, the unit of sizes on the wire (blkif.md 3.3), whatever the medium has.
 pub const SECTOR_BYTES: u64 = 512;

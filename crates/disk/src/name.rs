@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::format::Format;
+use crate::store::journal::Name;
 use crate::{DiskError, ErrorKind, content};
 
 /// A file, and what is in it.
@@ -13,13 +14,13 @@ use crate::{DiskError, ErrorKind, content};
 pub struct ImageName {
     /// How to read the file.
     pub format: Format,
-    /// Where it is.
+    /// Where it is; of a volume `PATH#NAME`, of which [`volume`](ImageName::volume) has the parts.
     pub path: PathBuf,
 }
 
 impl ImageName {
-    /// From `raw:PATH`, `vhd:PATH`, `qcow2:PATH`, or a path whose extension says it. A path with a
-    /// colon in its first part is written with a prefix, or as `./a:b`.
+    /// From `raw:PATH`, `vhd:PATH`, `qcow2:PATH`, `store:PATH#NAME`, or a path whose extension says it.
+    /// A path with a colon in its first part is written with a prefix, or as `./a:b`.
     ///
     /// # Errors
     /// A prefix that is no format, or no path; an extension of a format that is not read here.
@@ -48,6 +49,29 @@ impl ImageName {
         prefix(text.as_ref()).is_some()
     }
 
+    /// The store that a volume is in, and the volume's name.
+    pub fn volume(&self) -> Option<(&Path, &str)> {
+        let parts = parts_of_volume(self.path.as_os_str());
+        parts.filter(|_| self.format == Format::Store)
+    }
+
+    /// Refuses a volume, where only an image can be.
+    ///
+    /// # Errors
+    /// It is one.
+    pub fn must_be_image(&self) -> Result<(), DiskError> {
+        if self.format == Format::Store { Err(self.no_image()) } else { Ok(()) }
+    }
+
+    /// What is said of a volume where only an image can be.
+    pub(crate) fn no_image(&self) -> DiskError {
+        let what = format!("cannot work on {}", self.path.display());
+        let why = "it is a volume of a store, and this is for images in files of their own";
+        let help = "volumes have commands of their own (ferrite store list, for one); ferrite image \
+                    convert copies one into an image";
+        DiskError::new(ErrorKind::Usage, what, why, help)
+    }
+
     /// As [`parse`](Self::parse), in the format that was said, whatever the extension says.
     ///
     /// # Errors
@@ -59,8 +83,9 @@ impl ImageName {
     ) -> Result<ImageName, DiskError> {
         let text = text.as_ref();
         let refuse = |why: String| {
-            let help = "write raw:PATH, vhd:PATH or qcow2:PATH, or a path that ends in .vhd or \
-                        .qcow2 (anything else is raw; a colon in a file name needs ./ before it)";
+            let help = "write raw:PATH, vhd:PATH, qcow2:PATH, store:PATH#NAME, or a path that ends in \
+                        .vhd or .qcow2 (anything else is raw; a colon in a file name needs ./ before \
+                        it)";
             Err(DiskError::new(
                 ErrorKind::Usage,
                 format!("cannot open {}", text.display()),
@@ -74,6 +99,13 @@ impl ImageName {
                 Some(_) if path.is_empty() => return refuse("it names no file".into()),
                 Some(format) if said.is_some_and(|said| said != format) => {
                     return refuse(format!("it is named {format}, and another format was said"));
+                }
+                Some(Format::Store) if parts_of_volume(path).is_none() => {
+                    return refuse(
+                        "a volume of a store is named PATH#NAME, and NAME has 1 to 63 letters, \
+                         digits, and - _ . but at its beginning"
+                            .into(),
+                    );
                 }
                 Some(format) => (format, path),
                 None => return refuse(format!("there is no format called {prefix:?}")),
@@ -102,6 +134,15 @@ fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
     let (prefix, path) = parts.next().zip(parts.next())?;
     let both = (OsStr::from_bytes(prefix), OsStr::from_bytes(path));
     (!prefix.contains(&b'/')).then_some(both)
+}
+
+/// What is before the last `#`, and behind it, if these can be a path and a volume's name.
+fn parts_of_volume(text: &OsStr) -> Option<(&Path, &str)> {
+    let text = text.as_bytes();
+    let at = text.iter().rposition(|byte| *byte == b'#')?;
+    let (path, name) = (&text[..at], std::str::from_utf8(&text[at + 1..]).ok()?);
+    let is_one = !path.is_empty() && Name::new(name).is_some();
+    is_one.then(|| (Path::new(OsStr::from_bytes(path)), name))
 }
 
 fn foreign_extension(path: &Path) -> Option<&'static str> {
@@ -162,6 +203,28 @@ mod tests {
         assert_eq!(refused.kind(), ErrorKind::Usage);
         let agreed = ImageName::parse_as("raw:a.vhd", Some(Format::Raw)).unwrap();
         assert_eq!(agreed, ImageName { format: Format::Raw, path: "a.vhd".into() });
+    }
+
+    #[test]
+    fn a_volume_is_named_by_its_store_and_what_is_behind_the_last_hash() {
+        for (text, path, name) in [
+            ("store:/srv/s#root", "/srv/s", "root"),
+            ("store:a#b#c-1.d_e", "a#b", "c-1.d_e"),
+            ("store:/dev/vg/lv#7", "/dev/vg/lv", "7"),
+        ] {
+            let parsed = ImageName::parse(text).unwrap();
+            assert_eq!(parsed.volume(), Some((Path::new(path), name)), "{text}");
+            assert_eq!(parsed.must_be_image().unwrap_err().kind(), ErrorKind::Usage);
+        }
+        let long = format!("store:a#{}", "b".repeat(64));
+        for text in ["store:a", "store:#a", "store:a#", "store:a#-b", "store:a#b/c", &long] {
+            assert_eq!(ImageName::parse(text).unwrap_err().kind(), ErrorKind::Usage, "{text}");
+        }
+        assert!(ImageName::parse_as("store:a#b", Some(Format::Raw)).is_err());
+        // The name of a file says nothing of volumes.
+        let raw = ImageName::parse("a.store").unwrap();
+        assert_eq!((raw.format, raw.volume()), (Format::Raw, None));
+        assert_eq!(ImageName::parse("a#b").unwrap().volume(), None);
     }
 
     #[test]

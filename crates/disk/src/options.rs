@@ -10,6 +10,9 @@ use crate::parents::Parents;
 /// Bytes of metadata that a disk keeps in memory by default, besides what it cannot do without.
 pub const METADATA_BYTES: usize = 16 << 20;
 
+/// Bytes in which a store remembers contents by default, at most 8 for each: 128 GiB of them.
+pub const INDEX_BYTES: usize = 256 << 20;
+
 /// The longest chain that is made and served. XAPI's storage manager ends at 30.
 pub const MAX_LAYERS: usize = 256;
 
@@ -27,8 +30,11 @@ pub struct OpenOptions {
     /// There is such a directory, and it cannot be read: the log says so of images of which a
     /// process that died may have left something there.
     pub unseen_state: bool,
-    /// Memory in bytes for tables and bitmaps that can be read again.
+    /// Memory in bytes for tables and bitmaps that can be read again. A store is given it by whoever
+    /// opens it first.
     pub metadata_bytes: usize,
+    /// Memory in bytes in which a store remembers contents, given in the same way.
+    pub index_bytes: usize,
     /// Use files as block devices are used: they keep their size and their space, and what was
     /// never written in them may be anything.
     pub fixed_size: bool,
@@ -69,6 +75,7 @@ impl Default for OpenOptions {
             state_dir: None,
             unseen_state: false,
             metadata_bytes: METADATA_BYTES,
+            index_bytes: INDEX_BYTES,
             fixed_size: false,
             unlocked: false,
             max_layers: MAX_LAYERS,

@@ -8,6 +8,9 @@ use ferrite_io::engine::FileId;
 use ferrite_io::reactor::Io;
 use ferrite_io::scratch::Scratch;
 
+/// Scratch memory in bytes that each thread of a disk with metadata needs.
+pub(crate) const SCRATCH_BYTES: usize = 256 << 10;
+
 /// One thread's way to a disk's files: the `async fn`s of [`Disk`](crate::Disk) run on it.
 #[derive(Clone)]
 pub struct Port {

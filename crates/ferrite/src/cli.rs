@@ -12,7 +12,7 @@ use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::exit::Code;
 use crate::image::args::ImageArgs;
-use crate::options::{MemoryArgs, TuningArgs};
+use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
@@ -122,7 +122,7 @@ pub(crate) struct LabArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
-    /// device; null: or null:SIZE for a disk that keeps nothing.
+    /// device; store:PATH#NAME for a volume of a store; null: or null:SIZE for a disk that keeps nothing.
     pub(crate) image: OsString,
 
     /// The guest's device: its domain number, and the device as a number or as xvda, hda, sda.
@@ -190,6 +190,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) memory: MemoryArgs,
+
+    #[command(flatten)]
+    pub(crate) store: StoreMemoryArgs,
 
     #[command(flatten)]
     pub(crate) parents: ParentsArgs,
@@ -324,7 +327,7 @@ pub(crate) enum ExportCommand {
 #[derive(Debug, Args)]
 pub(crate) struct NbdArgs {
     /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
-    /// device; null: or null:SIZE for a disk that keeps nothing.
+    /// device; store:PATH#NAME for a volume of a store; null: or null:SIZE for a disk that keeps nothing.
     pub(crate) image: OsString,
 
     /// Listen here. The socket is made for this user only, and removed at the end; one that a killed
@@ -357,6 +360,9 @@ pub(crate) struct NbdArgs {
     /// Give each request to the storage by itself, even where neighbours could share an operation.
     #[arg(long)]
     pub(crate) no_merge: bool,
+
+    #[command(flatten)]
+    pub(crate) store: StoreMemoryArgs,
 
     #[command(flatten)]
     pub(crate) parents: ParentsArgs,

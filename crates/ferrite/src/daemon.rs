@@ -19,7 +19,7 @@ use sd_notify::NotifyState;
 use crate::RELAY;
 use crate::cli::{DaemonArgs, ServeArgs};
 use crate::exit::{Code, Failure};
-use crate::options::{MemoryArgs, TuningArgs};
+use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
 use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
@@ -176,6 +176,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
             memory: options.memory,
             memory_host: disk.config().host.memory_mib.map(|mib| u64::from(mib) << 20),
         },
+        store: StoreMemoryArgs::default(),
         parents: ParentsArgs::of(folders),
         tuning: TuningArgs {
             poll_us: options.poll,

@@ -95,7 +95,7 @@ fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure
         parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
-    Ok(Disk::open(&args.image, &options)?)
+    Ok(Disk::open(&args.image, &args.store.give(options))?)
 }
 
 /// Writes of a killed backend to an image that is a parent now become the leaf's.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use clap::Args;
-use ferrite_disk::size;
+use ferrite_disk::{INDEX_BYTES, METADATA_BYTES, OpenOptions, size};
 use ferrite_io::pool::HostMemory;
 use ferrite_io::shares::Shares;
 use ferrite_serve::memory::DataMemory;
@@ -50,6 +50,38 @@ impl TuningArgs {
         let units = self.poll_host.unwrap_or_else(host_units);
         Ok(Budget::shared(self.poll_cpu, Shares::open(shared, units)?))
     }
+}
+
+/// Memory of a store whose volumes are served. Who opens the store first decides.
+#[derive(Debug, Args)]
+pub struct StoreMemoryArgs {
+    /// Memory for the tables of a store.
+    #[arg(long, value_name = "SIZE", default_value = "16M", value_parser = bytes)]
+    pub metadata_memory: usize,
+
+    /// Memory in which a store remembers contents, at most 8 bytes for each; what it forgets is stored
+    /// once more.
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = bytes)]
+    pub index_memory: usize,
+}
+
+impl Default for StoreMemoryArgs {
+    fn default() -> StoreMemoryArgs {
+        StoreMemoryArgs { metadata_memory: METADATA_BYTES, index_memory: INDEX_BYTES }
+    }
+}
+
+impl StoreMemoryArgs {
+    /// These options with that memory.
+    pub fn give(&self, options: OpenOptions) -> OpenOptions {
+        let (metadata_bytes, index_bytes) = (self.metadata_memory, self.index_memory);
+        OpenOptions { metadata_bytes, index_bytes, ..options }
+    }
+}
+
+fn bytes(text: &str) -> Result<usize, String> {
+    let bytes = size::parse(text).map_err(|e| e.to_string())?;
+    usize::try_from(bytes).map_err(|e| e.to_string())
 }
 
 /// Memory for data; for a server and for a bench.

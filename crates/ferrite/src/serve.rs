@@ -252,6 +252,7 @@ pub(crate) fn open_within(
         parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
+    let options = args.store.give(options);
     Ok(Disk::open(&served_raw::name(&run_dir, &args.image), &options)?)
 }
 

@@ -38,7 +38,7 @@ pub enum Medium {
     Devices,
 }
 
-/// The images of one format.
+/// The images of one format, which is not [`Kind::Store`]: a volume is no image.
 #[derive(Clone, Copy, Debug)]
 pub struct Images {
     kind: Kind,
@@ -106,7 +106,7 @@ impl Images {
                 let kind = match self.kind {
                     // A VHD stands on VHDs and raw images only.
                     Kind::Qcow2 => Kind::Qcow2,
-                    Kind::Raw | Kind::Vhd => of(n + place.seed, &[Kind::Vhd, Kind::Qcow2]),
+                    _ => of(n + place.seed, &[Kind::Vhd, Kind::Qcow2]),
                 };
                 named(place, &format!("clone-{n}"), kind)
             }
@@ -144,7 +144,7 @@ impl Images {
         };
         let medium = || Raw::open_medium(&name.path, &options).map_err(|e| e.to_string());
         let bad = match name.format {
-            Kind::Raw => None,
+            Kind::Raw | Kind::Store => None,
             Kind::Vhd => {
                 let report = vhd::check(&medium()?).map_err(|e| e.to_string())?;
                 let bad = report.findings.iter().find(|finding| !finding.problem.is_harmless());
@@ -167,7 +167,7 @@ impl Images {
         }
         let (bytes, unit) = (sectors * 512, u64::from(unit_bytes));
         match self.kind {
-            Kind::Raw => None,
+            Kind::Raw | Kind::Store => None,
             // A block has a bitmap before it, and is aligned.
             Kind::Vhd => Some((64 << 10) + (bytes.div_ceil(unit) / 2).max(1) * (unit + (8 << 10))),
             Kind::Qcow2 => Some((64 << 10) + 8 * unit + (bytes / 2).next_multiple_of(unit)),
@@ -178,7 +178,7 @@ impl Images {
     fn room_bytes(&self, kind: Kind, sectors: u64) -> u64 {
         let bytes = sectors * 512;
         match kind {
-            Kind::Raw => bytes,
+            Kind::Raw | Kind::Store => bytes,
             // Blocks keep their places. The smallest have a sector for a bitmap, and are aligned.
             // A fixed image has its footer at the end of its device, which cannot grow then.
             Kind::Vhd => 2 * bytes + (48 << 20),
@@ -461,7 +461,7 @@ impl Format for Images {
     fn change_by_others(&self, place: &Place, random: &mut SplitMix64) -> Result<(), String> {
         match self.kind {
             Kind::Qcow2 => packed::pack(&self.leaf(place).path, random).map_err(|e| e.to_string()),
-            Kind::Raw | Kind::Vhd => Ok(()),
+            _ => Ok(()),
         }
     }
 
@@ -547,7 +547,7 @@ impl Format for Images {
         match self.kind {
             // Behind the copy of the footer and the header.
             Kind::Vhd => 1536..2048,
-            Kind::Raw | Kind::Qcow2 => 0..16 << 10,
+            _ => 0..16 << 10,
         }
     }
 
@@ -555,7 +555,7 @@ impl Format for Images {
         let unit_bytes = u64::from(self.shape(place).unit_bytes);
         let tables = |cluster: u64| cluster / 512 * cluster / 8;
         let units = match self.kind {
-            Kind::Raw => vec![sectors.max(2) / 2],
+            Kind::Raw | Kind::Store => vec![sectors.max(2) / 2],
             Kind::Vhd => vec![unit_bytes / 512, u64::from(USUAL_BLOCK) / 512],
             // What an L2 table of one cluster maps.
             Kind::Qcow2 => vec![tables(unit_bytes), tables(u64::from(USUAL_CLUSTER)) / 64],

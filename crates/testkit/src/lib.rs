@@ -23,6 +23,8 @@ pub mod programs;
 pub mod restless;
 #[cfg(feature = "serve")]
 pub mod rig;
+#[cfg(feature = "disk")]
+pub mod stores;
 #[cfg(feature = "serve")]
 pub mod storm;
 

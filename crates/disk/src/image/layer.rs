@@ -60,6 +60,7 @@ impl Layer {
             Format::Raw => Layer::Raw(Raw::open(path, options)?),
             Format::Vhd => Layer::Vhd(Vhd::open(path, options)?),
             Format::Qcow2 => Layer::Qcow2(Box::new(Qcow2::open(path, options)?)),
+            Format::Store => return Err(name.no_image()),
         })
     }
 

@@ -16,6 +16,14 @@ impl Raw {
         unwritten(path, Raw::lock_disk(path, options), options)
     }
 
+    /// Opens what a store is in: of any size, and accessed in blocks of 4096 bytes.
+    ///
+    /// # Errors
+    /// As [`Disk::open`](crate::Disk::open).
+    pub fn open_store(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+        unwritten(path, Raw::lock_store(path, options), options)
+    }
+
     /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
     ///
     /// # Errors

@@ -68,6 +68,8 @@ impl Geometry {
             .and_then(|block| match use_ {
                 Use::Disk => check_block(block, size_bytes),
                 Use::Medium => check_medium_block(block),
+                // What is behind its last whole block is not used.
+                Use::Store => check_block(block, 0),
             })
             .and_then(|block| try_direct(&opened.file, base, block));
         let (block_bytes, buffered_because) = match direct {

@@ -22,6 +22,8 @@ pub(super) enum Use {
     Disk,
     /// To hold an image.
     Medium,
+    /// To be a store, which is accessed in its own blocks.
+    Store,
 }
 
 pub(super) fn cannot_open(path: &Path) -> String {

@@ -87,10 +87,15 @@ impl Raw {
         Raw::lock(path, options, Use::Medium)
     }
 
+    /// Opens what a store is in.
+    pub(crate) fn lock_store(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
+        Raw::lock(path, options, Use::Store)
+    }
+
     fn lock(path: &Path, options: &OpenOptions, use_: Use) -> Result<Raw, Unopened> {
         let opened = lock::open(path, options)?;
-        if use_ == Use::Medium && opened.medium == Medium::Nvme {
-            let why = "an image cannot be used by NVMe commands";
+        if use_ != Use::Disk && opened.medium == Medium::Nvme {
+            let why = "images and stores cannot be used by NVMe commands";
             let help = "name its block device (/dev/nvmeXnY) instead";
             return Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help).into());
         }

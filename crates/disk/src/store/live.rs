@@ -20,7 +20,7 @@ use ferrite_io::shared_lock::SharedLock;
 
 pub use listing::{Look, StoreInfo, VolumeInfo};
 pub use passes::Passed;
-pub use volumes::{Operation, VolumeError};
+pub use volumes::{Found, Operation, VolumeError};
 
 use self::leaves::MAX_LEAVES;
 use self::passes::Marks;
@@ -94,7 +94,9 @@ impl Live {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, e));
         }
         let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
-        let live = Live::of(medium, core, Index::new(memory.index));
+        // No store has more numbers than places.
+        let index = usize::try_from(8 * core.layout.places()).unwrap_or(usize::MAX);
+        let live = Live::of(medium, core, Index::new(memory.index.min(index)));
         live.replay(port).await?;
         Ok(live)
     }

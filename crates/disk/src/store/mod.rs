@@ -19,6 +19,7 @@
 //! * [`numbers`]: which journal blocks are under way, and below which all is durable.
 //! * [`stripes`]: locks of blocks, and of journal blocks under way.
 //! * [`live`]: a store in use: reads, writes, flushes, volumes, and its opening after a death.
+//! * [`owned`]: a store that this process has, once, and who uses which volume of it.
 //! * [`space`]: which places are given to whom, and when they come free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
@@ -35,6 +36,7 @@ pub mod medium;
 pub mod name;
 pub mod numbers;
 pub mod opening;
+pub mod owned;
 pub mod page;
 pub mod pages;
 pub mod slots;
@@ -48,6 +50,8 @@ pub mod tree;
 
 /// The unit of content and of everything on the medium.
 pub const BLOCK_BYTES: usize = 4096;
+
+pub use superblock::MAGIC;
 
 /// A store's random identifier: what has another is nobody's.
 pub type StoreId = [u8; 16];

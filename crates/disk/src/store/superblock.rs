@@ -6,7 +6,8 @@ use super::layout::Layout;
 use super::page::{POINTER_BYTES, Pointer};
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
-const MAGIC: &[u8; 8] = b"FERSTORE";
+/// With this a store begins.
+pub const MAGIC: &[u8; 8] = b"FERSTORE";
 /// What this program reads and writes.
 pub const VERSION: u32 = 1;
 const CHECKSUM_AT: usize = BLOCK_BYTES - 4;

@@ -46,6 +46,9 @@ impl ImageTools<'_> {
         to: &ImageName,
         how: &Convert,
     ) -> Result<Done, DiskError> {
+        if let Some((store, volume)) = to.volume() {
+            return self.convert_into(from, (store, volume), how);
+        }
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
         let cannot = |e| broken(what(), e);
         let source = self.open(from, true)?;
@@ -191,7 +194,8 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
         Disk::Image(image) => {
             image.layers().iter().map(|layer| Source::of(layer.medium().path())).collect()
         }
-        _ => Ok(vec![Source::of(&name.path)?]),
+        Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?]),
+        Disk::Raw(_) | Disk::Null(_) => Ok(vec![Source::of(&name.path)?]),
     }
 }
 

@@ -177,7 +177,7 @@ impl<'a> Copying<'a> {
                     self.next.set(at + len);
                     continue;
                 }
-                Some(What::Data(_) | What::Packed | What::Zeros) | None => {
+                Some(What::Data(_) | What::Packed | What::Shared | What::Zeros) | None => {
                     let end = (at + len).next_multiple_of(self.block()).min(self.end);
                     self.data_end.set(end);
                     (false, PIECE, end - at)

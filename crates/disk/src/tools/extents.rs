@@ -31,6 +31,8 @@ pub(crate) enum What {
     Data(u64),
     /// Compressed in the layer's file.
     Packed,
+    /// Somewhere in a store, block for block.
+    Shared,
     Zeros,
 }
 
@@ -44,6 +46,11 @@ pub(crate) async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io:
                 Ok(Piece { len, layer: Some(0), what: What::Zeros })
             }
         },
+        Disk::Store(volume) => {
+            let (zeros, len) = volume.look(port, offset, len).await?;
+            let what = if zeros { What::Zeros } else { What::Shared };
+            Ok(Piece { len, layer: Some(0), what })
+        }
         Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
     }
 }
@@ -164,6 +171,7 @@ impl ImageTools<'_> {
 fn extent(start_bytes: u64, piece: Piece) -> super::Extent {
     let (kind, offset_bytes) = match (piece.what, piece.layer) {
         (What::Data(offset), _) => (Kind::Data, Some(offset)),
+        (What::Shared, _) => (Kind::Data, None),
         (What::Packed, _) => (Kind::Compressed, None),
         (What::Zeros, Some(_)) => (Kind::Zero, None),
         (What::Zeros, None) => (Kind::Unallocated, None),

@@ -21,7 +21,7 @@ impl ImageTools<'_> {
     /// # Errors
     /// The image itself cannot be opened.
     pub fn info_as_far(&self, name: &ImageName) -> Result<(Info, Option<DiskError>), DiskError> {
-        if name.format == Format::Raw {
+        if matches!(name.format, Format::Raw | Format::Store) {
             let disk = self.open(name, true)?;
             return Ok((self.info_of(&disk)?, None));
         }
@@ -36,6 +36,7 @@ impl ImageTools<'_> {
         let chain = match disk {
             Disk::Null(_) => Vec::new(),
             Disk::Raw(raw) => vec![formats::raw_info(raw)?],
+            Disk::Store(volume) => vec![formats::volume_info(volume, virtual_bytes)?],
             Disk::Image(image) => image
                 .layers()
                 .iter()

@@ -14,7 +14,7 @@ use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
 use super::ImageTools;
-use crate::disk::SCRATCH_BYTES;
+use crate::port::SCRATCH_BYTES;
 use crate::{Disk, Port};
 
 /// Scratch memory: as much as two disks need.

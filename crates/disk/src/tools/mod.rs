@@ -37,6 +37,7 @@ mod spec;
 pub mod stores;
 mod undo;
 mod upgrade;
+mod volumes;
 
 /// The longest chain that is read and merged here, so that one that is too long to be served can be
 /// made shorter. Each image takes a descriptor.

@@ -23,7 +23,7 @@ pub struct Info {
 pub struct LayerInfo {
     /// Where it is.
     pub path: String,
-    /// `raw`, `vhd` or `qcow2`.
+    /// `raw`, `vhd`, `qcow2` or `store`.
     pub format: &'static str,
     /// The format's own kinds: fixed, dynamic, differencing; the version of qcow2.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -51,7 +51,7 @@ pub struct LayerInfo {
     pub snapshots: Vec<SnapshotInfo>,
     /// Answered writes of a backend that is running or was killed are not in its metadata yet.
     pub journal: bool,
-    /// Nobody but root may write it: the mode of a parent.
+    /// Nobody but root may write it: the mode of a parent. Nobody may write a snapshot in a store.
     pub read_only: bool,
 }
 

@@ -137,6 +137,11 @@ impl NamedArgs {
     pub(crate) fn name(&self) -> Result<ImageName, Failure> {
         existing(&self.image, self.format)
     }
+
+    /// The same of what can be a volume of a store.
+    pub(crate) fn disk(&self) -> Result<ImageName, Failure> {
+        existing_disk(&self.image, self.format)
+    }
 }
 
 /// An image that is only looked at.
@@ -152,11 +157,28 @@ pub(crate) struct OneArgs {
 
 /// The name of an image that is made, in the format that its user says, or its name.
 pub(crate) fn name(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
+    let name = new_disk(text, format)?;
+    name.must_be_image()?;
+    Ok(name)
+}
+
+/// The same of what can be a volume of a store.
+pub(crate) fn new_disk(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
     Ok(ImageName::parse_as(text, format.map(Format::from))?)
 }
 
 /// Of an image that is there.
 pub(crate) fn existing(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
+    let name = existing_disk(text, format)?;
+    name.must_be_image()?;
+    Ok(name)
+}
+
+/// The same of what can be a volume of a store.
+pub(crate) fn existing_disk(
+    text: &OsStr,
+    format: Option<FormatName>,
+) -> Result<ImageName, Failure> {
     Ok(ImageName::of_existing(text, format.map(Format::from))?)
 }
 

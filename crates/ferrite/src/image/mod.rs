@@ -21,7 +21,7 @@ mod text;
 
 use args::{
     Amendment, CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand,
-    JournalCommand, OneArgs, existing, name,
+    JournalCommand, OneArgs, existing, existing_disk, name, new_disk,
 };
 use progress::Shown;
 
@@ -169,7 +169,7 @@ fn looks(command: &ImageCommand) -> bool {
 
 /// As much as there is of a chain that cannot be opened as a whole, and why it cannot.
 fn info(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
-    let (info, end) = tools.info_as_far(&one.named.name()?)?;
+    let (info, end) = tools.info_as_far(&one.named.disk()?)?;
     out.say(&info, text::info)?;
     end.map_or(Ok(()), |e| Err(e.into()))
 }
@@ -190,8 +190,8 @@ fn convert(
     tools: &ImageTools<'_>,
     args: &ConvertArgs,
 ) -> Result<ferrite_disk::tools::Done, Failure> {
-    let from = existing(&args.source, args.from)?;
-    let to = name(&args.destination, args.to)?;
+    let from = existing_disk(&args.source, args.from)?;
+    let to = new_disk(&args.destination, args.to)?;
     let how = Convert {
         force: args.force,
         resume: args.resume,
@@ -203,7 +203,7 @@ fn convert(
 
 /// Extents are printed as they are found: there may be millions.
 fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
-    let name = one.named.name()?;
+    let name = one.named.disk()?;
     let mut printed = Ok(());
     let mut first = true;
     let mut put = |text: String| {
@@ -286,7 +286,8 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
 }
 
 fn compare(tools: &ImageTools<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
-    let found = match (existing(&args.a, args.format_a), existing(&args.b, args.format_b)) {
+    let (a, b) = (existing_disk(&args.a, args.format_a), existing_disk(&args.b, args.format_b));
+    let found = match (a, b) {
         (Ok(a), Ok(b)) => tools.compare(&a, &b, args.strict).map_err(Failure::from),
         (Err(e), _) | (_, Err(e)) => Err(e),
     };

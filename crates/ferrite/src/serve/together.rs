@@ -40,14 +40,18 @@ pub(super) fn compare(disks: &[&ServeArgs]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Which file or device it is. `None`: none, or that is told when it is opened.
-fn file(disk: &ServeArgs) -> Option<(bool, u64, u64)> {
+/// Which file or device it is, and which volume of it. `None`: none, or that is told when it is opened.
+fn file(disk: &ServeArgs) -> Option<((bool, u64, u64), Option<String>)> {
     let name = ImageName::parse(disk.image.to_str()?).ok()?;
     let of = |meta: Metadata| match meta.file_type().is_block_device() {
         true => (true, meta.rdev(), 0),
         false => (false, meta.dev(), meta.ino()),
     };
-    name.path.metadata().ok().map(of)
+    let (path, volume) = match name.volume() {
+        Some((store, volume)) => (store, Some(volume.to_owned())),
+        None => (name.path.as_path(), None),
+    };
+    path.metadata().ok().map(|meta| (of(meta), volume))
 }
 
 /// Serves each disk on a thread of its own, until the last has ended. Why one has failed is said at once.

@@ -12,7 +12,8 @@ use crate::store::Damaged;
 use crate::store::content::checksum;
 use crate::store::journal::VolumeId;
 use crate::store::medium::MAX_BLOCKS;
-use crate::store::page::{Whereabouts, decode_number};
+use crate::store::page::{V2P_ENTRIES, Whereabouts, decode_number};
+use crate::store::pages::{PageId, Pages};
 
 /// Where a block's content is, and its checksum.
 type Place = (u64, u32);
@@ -106,6 +107,27 @@ impl Live {
             at += run;
         }
         Ok(bytes)
+    }
+
+    /// Whether blocks of a volume from one on are zeros that take no space, and for how many at least.
+    ///
+    /// # Errors
+    /// As [`read`](Live::read).
+    pub async fn zeros_from(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        block: u64,
+    ) -> io::Result<(bool, u64)> {
+        let (leaf, first) = Leaf::of_block(volume, block);
+        let are_zeros = |words: Option<[u64; 1]>| words == Some([0]);
+        let look = |pages: &Pages, id: &PageId| {
+            let are = |at| are_zeros(pages.words(id, at));
+            let is = are(first);
+            (is, (first..V2P_ENTRIES).take_while(|at| are(*at) == is).count() as u64)
+        };
+        let found = self.look(port, leaf, look).await?;
+        Ok(found.unwrap_or((true, (V2P_ENTRIES - first) as u64)))
     }
 
     /// Where a block of a volume is. None: it is zeros.

@@ -198,12 +198,29 @@ impl Operation {
     }
 }
 
+/// A volume as its users see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Its number.
+    pub number: VolumeId,
+    /// Its size.
+    pub blocks: u64,
+    /// Nobody writes it.
+    pub is_snapshot: bool,
+}
+
 impl Live {
-    /// The number of the volume with this name.
-    pub fn volume(&self, name: &str) -> Option<VolumeId> {
+    /// The volume with this name.
+    pub fn volume_called(&self, name: &str) -> Option<Found> {
         let core = self.core();
         let mut entries = core.volumes.entries().iter();
-        entries.find(|(_, volume)| volume.name.as_str() == name).map(|(number, _)| *number)
+        let (number, volume) = entries.find(|(_, volume)| volume.name.as_str() == name)?;
+        Some(Found { number: *number, blocks: volume.blocks, is_snapshot: volume.is_snapshot })
+    }
+
+    /// The number of the volume with this name.
+    pub fn volume(&self, name: &str) -> Option<VolumeId> {
+        self.volume_called(name).map(|found| found.number)
     }
 
     /// Does something with whole volumes. It is durable when this returns `Ok`. Gives the number of what is new.

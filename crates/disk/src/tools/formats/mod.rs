@@ -12,8 +12,9 @@ use crate::finding::{Counts, Kind as ProblemKind};
 use crate::image::format::ImageFormat;
 use crate::image::{Image, Layer, each_format};
 use crate::qcow2::Qcow2;
+use crate::store::BLOCK_BYTES;
 use crate::vhd::Vhd;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, Raw};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, Raw, Volume};
 
 mod qcow2;
 mod raw;
@@ -125,7 +126,8 @@ trait Offline: ImageFormat + Sized {
 macro_rules! ask_format {
     ($format:expr, $type:ident => $ask:expr) => {
         match $format {
-            Format::Raw => {
+            // No image is a volume, and who names one was refused before.
+            Format::Raw | Format::Store => {
                 type $type = Raw;
                 $ask
             }
@@ -162,6 +164,10 @@ pub(super) fn check_new(
     parent: Option<&Parent>,
     bytes: u64,
 ) -> Result<(), DiskError> {
+    name.must_be_image()?;
+    if let Some(parent) = parent {
+        parent.name.must_be_image()?;
+    }
     let new = New { path: &name.path, new, parent, bytes };
     ask_format!(name.format, Is => <Is as Offline>::check_new(new))
 }
@@ -229,7 +235,7 @@ fn without_units(new: New<'_>, why: &str) -> Result<(), DiskError> {
 pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     match disk {
         Disk::Image(image) => image.layers().first(),
-        Disk::Raw(_) | Disk::Null(_) => None,
+        Disk::Raw(_) | Disk::Store(_) | Disk::Null(_) => None,
     }
 }
 
@@ -241,6 +247,19 @@ pub(super) fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
 /// The facts that a disk without layers has of itself.
 pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
     Offline::info(raw)
+}
+
+/// The facts of a volume. Those of its file are those of the whole store.
+pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerInfo, DiskError> {
+    let path = volume.path().display().to_string();
+    let unit_bytes = Some(BLOCK_BYTES as u64);
+    Ok(LayerInfo {
+        path,
+        virtual_bytes,
+        unit_bytes,
+        read_only: volume.is_snapshot(),
+        ..of_medium(volume.medium(), Format::Store)?
+    })
 }
 
 /// Bytes of a layer's unit of allocation.
@@ -298,7 +317,8 @@ pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
 /// Gives a disk another size; it is closed by that.
 pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
     let (layer, below_bytes) = match disk {
-        Disk::Null(_) => return Ok(()),
+        // A volume keeps its size; who names one was refused before.
+        Disk::Null(_) | Disk::Store(_) => return Ok(()),
         Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
         Disk::Image(image) => {
             let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);

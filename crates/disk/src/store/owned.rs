@@ -1,0 +1,254 @@
+//! A store that this process has: open once, however many of its volumes are used.
+//!
+//! A store's index, epochs and journal are in the memory of one process (processes.md 10). Who opens a
+//! volume here joins whoever has the store. The file's lock keeps other processes away. Its last user ends it.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::Engine;
+use ferrite_io::engines::EngineChoice;
+use ferrite_io::names;
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
+use rustix::fs::FileType;
+
+use super::journal::VolumeId;
+use super::live::{Live, Memory};
+use super::superblock::Unusable;
+use crate::port::SCRATCH_BYTES;
+use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
+
+/// Operations under way while a store is opened.
+const ENTRIES: u32 = 32;
+
+/// What does the I/O of opening a store. From then on its users do, each its own.
+pub type OpenEngine<'a> = &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>;
+
+/// What a store is in: device and inode of a file, or a device's number and 0.
+type Key = (u64, u64);
+
+/// The stores of this process. Whoever opens one has all others wait.
+static STORES: Mutex<BTreeMap<Key, Weak<Owned>>> = Mutex::new(BTreeMap::new());
+
+fn stores() -> MutexGuard<'static, BTreeMap<Key, Weak<Owned>>> {
+    STORES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// See the module text.
+pub struct Owned {
+    live: Live,
+    raw: Raw,
+    users: Mutex<Users>,
+}
+
+#[derive(Default)]
+struct Users {
+    count: usize,
+    volumes: BTreeMap<VolumeId, Use>,
+}
+
+/// Who uses a volume.
+enum Use {
+    Reads(usize),
+    Writes,
+}
+
+impl Owned {
+    /// The store in use.
+    pub fn live(&self) -> &Live {
+        &self.live
+    }
+
+    /// The open file that all of its I/O goes to.
+    pub fn files(&self) -> Vec<Arc<OwnedFd>> {
+        self.raw.files()
+    }
+
+    /// What it is in.
+    pub(crate) fn raw(&self) -> &Raw {
+        &self.raw
+    }
+
+    fn users(&self) -> MutexGuard<'_, Users> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a disk of this process uses the volume.
+    pub fn is_used(&self, volume: VolumeId) -> bool {
+        self.users().volumes.contains_key(&volume)
+    }
+}
+
+/// A user of a store. With the last one the store is this process's no longer.
+pub struct Seat {
+    store: Arc<Owned>,
+    /// And whether it is written.
+    volume: Option<(VolumeId, bool)>,
+}
+
+impl Seat {
+    /// Opens the store at `path` for its commands, or joins those who have it here.
+    ///
+    /// # Errors
+    /// As [`Disk::open`](crate::Disk::open).
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Seat, DiskError> {
+        Seat::open_on(path, options, &|arena| {
+            EngineChoice::Auto.decide()?.kind.open(arena, ENTRIES)
+        })
+    }
+
+    /// The same on another engine.
+    ///
+    /// # Errors
+    /// As [`open`](Seat::open).
+    pub fn open_on(
+        path: &Path,
+        options: &OpenOptions,
+        engine: OpenEngine<'_>,
+    ) -> Result<Seat, DiskError> {
+        let mut stores = stores();
+        if let Some(store) = key_at(path).and_then(|key| stores.get(&key)?.upgrade()) {
+            let mut users = store.users();
+            // Otherwise it has ended, and its last operations may be under way.
+            if users.count > 0 {
+                users.count += 1;
+                drop(users);
+                return Ok(Seat { store, volume: None });
+            }
+        }
+        let store = Arc::new(open(path, options, engine)?);
+        store.users().count = 1;
+        stores.insert(store.raw.inode(), Arc::downgrade(&store));
+        Ok(Seat { store, volume: None })
+    }
+
+    /// Uses a volume, too. `false`: somebody does who writes it, or this one would.
+    pub fn take(&mut self, volume: VolumeId, writes: bool) -> bool {
+        let mut users = self.store.users();
+        let is_taken = match (users.volumes.entry(volume), writes) {
+            (Entry::Vacant(free), true) => {
+                free.insert(Use::Writes);
+                true
+            }
+            (Entry::Vacant(free), false) => {
+                free.insert(Use::Reads(1));
+                true
+            }
+            (Entry::Occupied(mut used), false) => match used.get_mut() {
+                Use::Reads(count) => {
+                    *count += 1;
+                    true
+                }
+                Use::Writes => false,
+            },
+            (Entry::Occupied(_), true) => false,
+        };
+        drop(users);
+        if is_taken {
+            self.volume = Some((volume, writes));
+        }
+        is_taken
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Arc<Owned> {
+        &self.store
+    }
+
+    /// Ends the use of what was closed. Others may open the store if that was its last.
+    pub(crate) fn leave(self) {
+        let store = self.store.clone();
+        drop(self);
+        if store.users().count == 0 {
+            store.raw.unlock();
+        }
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut stores = stores();
+        let mut users = self.store.users();
+        if let Some((volume, _)) = self.volume {
+            match users.volumes.get_mut(&volume) {
+                Some(Use::Reads(count)) if *count > 1 => *count -= 1,
+                _ => drop(users.volumes.remove(&volume)),
+            }
+        }
+        users.count -= 1;
+        let key = self.store.raw.inode();
+        let is_it = |known: &Weak<Owned>| std::ptr::eq(known.as_ptr(), &raw const *self.store);
+        if users.count == 0 && stores.get(&key).is_some_and(is_it) {
+            stores.remove(&key);
+        }
+    }
+}
+
+/// What is at a path now. A store's name in this process is that, and not its path.
+fn key_at(path: &Path) -> Option<Key> {
+    let stat = names::stat(path).ok()?;
+    Some(match FileType::from_raw_mode(stat.st_mode) {
+        FileType::BlockDevice => (stat.st_rdev, 0),
+        _ => (stat.st_dev, stat.st_ino),
+    })
+}
+
+fn cannot(path: &Path) -> String {
+    format!("cannot open store {}", path.display())
+}
+
+/// Opens a store that this process has not. Its journal is carried out, so it is written whoever asks.
+fn open(path: &Path, options: &OpenOptions, engine: OpenEngine<'_>) -> Result<Owned, DiskError> {
+    let refuse =
+        |why: &str, help: &str| Err(DiskError::new(ErrorKind::Usage, cannot(path), why, help));
+    if options.unlocked {
+        return refuse(
+            "a store in use is looked at by its owner only",
+            "leave -U out when nobody uses it",
+        );
+    }
+    let to_write = OpenOptions { read_only: false, opened: None, ..options.clone() };
+    let raw = Raw::open_store(path, &to_write)?;
+    let memory = Memory { metadata: options.metadata_bytes, index: options.index_bytes };
+    let live = start(&raw, memory, engine).map_err(|e| unusable(path, e))?;
+    Ok(Owned { live, raw, users: Mutex::default() })
+}
+
+fn start(raw: &Raw, memory: Memory, engine: OpenEngine<'_>) -> io::Result<Live> {
+    let arena = Arena::new(SCRATCH_BYTES)?;
+    let mut reactor = Reactor::new(engine(arena.clone())?);
+    let files = raw.files().into_iter().map(|file| reactor.add_file(file));
+    let files = files.collect::<io::Result<_>>()?;
+    let region = arena.span(0, SCRATCH_BYTES);
+    let port = Port { io: reactor.io(), files, scratch: Scratch::new(arena, region) };
+    let bytes = raw.bytes_now()?;
+    reactor.block_on(async { Live::open(&port, bytes, memory).await })?
+}
+
+fn unusable(path: &Path, e: io::Error) -> DiskError {
+    let inner = e.get_ref().and_then(|inner| inner.downcast_ref::<Unusable>());
+    let (kind, help) = match inner {
+        Some(Unusable::Foreign) => {
+            (ErrorKind::Unsuitable, "name a file that ferrite store create has made".to_owned())
+        }
+        Some(Unusable::Version { .. } | Unusable::Features { .. }) => {
+            (ErrorKind::Unsuitable, "it was written by another program: use that, or a later one".to_owned())
+        }
+        _ if e.kind() == io::ErrorKind::InvalidInput => {
+            (ErrorKind::Usage, "give it more; 16M is the default".to_owned())
+        }
+        _ if e.kind() == io::ErrorKind::InvalidData => (
+            ErrorKind::Damaged,
+            "nothing was changed: look for errors of its storage (dmesg), or restore it from a backup"
+                .to_owned(),
+        ),
+        _ => (ErrorKind::Io, "check the medium below it and the kernel's log (dmesg)".to_owned()),
+    };
+    DiskError::new(kind, cannot(path), e.to_string(), help).with_source(e)
+}

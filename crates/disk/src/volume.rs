@@ -1,0 +1,215 @@
+//! A volume of a store, as a disk (docs/internals/store.md).
+//!
+//! All of its requests take steps: nothing is mapped yet (section 15). Reads and writes have any alignment.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferrite_io::arena::Arena;
+use ferrite_io::arena::Span;
+use ferrite_io::engine::Engine;
+
+use crate::error::READ_ONLY;
+use crate::size::Human;
+use crate::store::BLOCK_BYTES;
+use crate::store::journal::VolumeId;
+use crate::store::live::{Found, Live};
+use crate::store::owned::{Owned, Seat};
+use crate::{DiscardLimits, DiskError, ErrorKind, ImageName, OpenOptions, Port, Raw, SECTOR_BYTES};
+
+const BLOCK: u64 = BLOCK_BYTES as u64;
+
+/// Bytes that a leaf of a volume's tree is about: a discard goes from leaf to leaf.
+const LEAF: u64 = 512 * BLOCK;
+
+/// See the module text.
+pub struct Volume {
+    store: Arc<Owned>,
+    name: String,
+    number: VolumeId,
+    sectors: u64,
+    read_only: bool,
+    is_snapshot: bool,
+    /// None: it was closed, and others may use it.
+    seat: Mutex<Option<Seat>>,
+}
+
+impl Volume {
+    /// Opens a volume of a store that this process has, or opens the store.
+    pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Volume, DiskError> {
+        let (path, volume) = parts(name)?;
+        Volume::of(Seat::open(path, options)?, path, volume, options)
+    }
+
+    /// The same, on an engine of the caller's.
+    ///
+    /// # Errors
+    /// As [`Disk::open`](crate::Disk::open).
+    pub fn open_on(
+        name: &ImageName,
+        options: &OpenOptions,
+        engine: &dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
+    ) -> Result<Volume, DiskError> {
+        let (path, volume) = parts(name)?;
+        Volume::of(Seat::open_on(path, options, engine)?, path, volume, options)
+    }
+
+    fn of(
+        mut seat: Seat,
+        path: &Path,
+        name: &str,
+        options: &OpenOptions,
+    ) -> Result<Volume, DiskError> {
+        let what = format!("cannot open volume {name} of store {}", path.display());
+        let Some(Found { number, blocks, is_snapshot }) = seat.store().live().volume_called(name)
+        else {
+            let help = format!("ferrite store list {} names those that it has", path.display());
+            let why = "the store has no such volume";
+            return Err(DiskError::new(ErrorKind::NotFound, what, why, help));
+        };
+        if is_snapshot && !options.read_only {
+            let why = "it is a snapshot, which nobody writes";
+            let help = format!("{READ_ONLY}, or make a clone of it (ferrite store clone)");
+            return Err(DiskError::new(ErrorKind::Permission, what, why, help));
+        }
+        if !seat.take(number, !options.read_only) {
+            let why = "another disk of this process uses it";
+            let help = "give each disk a volume of its own (ferrite store clone), or open it \
+                        read-only everywhere";
+            return Err(DiskError::new(ErrorKind::InUse, what, why, help));
+        }
+        Ok(Volume {
+            store: seat.store().clone(),
+            name: name.to_owned(),
+            number,
+            sectors: blocks * BLOCK / SECTOR_BYTES,
+            read_only: options.read_only,
+            is_snapshot,
+            seat: Mutex::new(Some(seat)),
+        })
+    }
+
+    /// The store that it is in.
+    pub fn store(&self) -> &Arc<Owned> {
+        &self.store
+    }
+
+    fn live(&self) -> &Live {
+        self.store.live()
+    }
+
+    pub(crate) fn medium(&self) -> &Raw {
+        self.store.raw()
+    }
+
+    /// Its name in the store.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// `PATH#NAME`.
+    pub(crate) fn path(&self) -> PathBuf {
+        let mut path = self.medium().path().as_os_str().to_owned();
+        path.push("#");
+        path.push(&self.name);
+        path.into()
+    }
+
+    pub(crate) fn sectors(&self) -> u64 {
+        self.sectors
+    }
+
+    pub(crate) fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Nobody ever writes it.
+    pub(crate) fn is_snapshot(&self) -> bool {
+        self.is_snapshot
+    }
+
+    pub(crate) fn discard_limits(&self) -> Option<DiscardLimits> {
+        let granularity_bytes = BLOCK as u32;
+        (!self.read_only).then_some(DiscardLimits { granularity_bytes, alignment_bytes: 0 })
+    }
+
+    pub(crate) fn is_faulty(&self) -> bool {
+        self.live().is_faulty()
+    }
+
+    pub(crate) async fn read(&self, port: &Port, offset: u64, to: Span) -> io::Result<()> {
+        self.live().read(port, self.number, offset, to).await
+    }
+
+    pub(crate) async fn write(&self, port: &Port, offset: u64, from: Span) -> io::Result<()> {
+        self.live().write(port, self.number, offset, from).await
+    }
+
+    pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
+        self.live().flush(port).await
+    }
+
+    /// Others may be using other volumes: a checkpoint does them no harm, and the last one is what
+    /// makes the next opening short.
+    pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
+        self.live().close(port).await
+    }
+
+    /// Whole blocks of one leaf at most; what is at the ends stays as it is.
+    pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
+        let (first, end) = (offset.next_multiple_of(BLOCK), (offset + len) / BLOCK * BLOCK);
+        if first >= end {
+            return Ok(len);
+        }
+        let part = end.min(first - first % LEAF + LEAF);
+        self.live().write_zeros(port, self.number, first, part - first).await?;
+        Ok(if part == end { len } else { part - offset })
+    }
+
+    pub(crate) async fn write_zeroes(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        self.live().write_zeros(port, self.number, offset, len).await
+    }
+
+    /// Whether the beginning of a range is zeros that take no space, and how far that goes at least.
+    pub(crate) async fn look(&self, port: &Port, offset: u64, len: u64) -> io::Result<(bool, u64)> {
+        let (is_zeros, blocks) = self.live().zeros_from(port, self.number, offset / BLOCK).await?;
+        let end = (offset / BLOCK + blocks) * BLOCK;
+        Ok((is_zeros, len.min(end - offset)))
+    }
+
+    fn seat(&self) -> MutexGuard<'_, Option<Seat>> {
+        self.seat.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It was closed: others may use it, and the store if nobody here does.
+    pub(crate) fn unlock(&self) {
+        if let Some(seat) = self.seat().take() {
+            seat.leave();
+        }
+    }
+}
+
+fn parts(name: &ImageName) -> Result<(&Path, &str), DiskError> {
+    name.volume().ok_or_else(|| {
+        let what = format!("cannot open {}", name.path.display());
+        let help = "write store:PATH#NAME";
+        DiskError::new(ErrorKind::Usage, what, "it is no name of a store's volume", help)
+    })
+}
+
+impl fmt::Debug for Volume {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Volume").field("path", &self.path()).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for Volume {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mode = if self.read_only { "read-only" } else { "read-write" };
+        let size = Human(self.sectors * SECTOR_BYTES);
+        let store = self.medium();
+        write!(f, "volume {} of a store, {size}, {mode}; the store: {store}", self.name)
+    }
+}

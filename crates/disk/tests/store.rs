@@ -1,0 +1,186 @@
+//! Volumes of a store as disks: who may open them, what they keep, and what is said of those that cannot be
+//! opened.
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use common::{MIB, Queue, dir_in_memory, work};
+use ferrite_disk::store::journal::Name;
+use ferrite_disk::store::live::Operation;
+use ferrite_disk::tools::Convert;
+use ferrite_disk::{Disk, DiskError, ErrorKind, Extent, ImageName, OpenOptions};
+use ferrite_testkit::stores::{SMALLEST, create, operate, options, seat};
+
+const BLOCK: usize = 4096;
+
+fn name_of(store: &Path, volume: &str) -> String {
+    format!("store:{}#{volume}", store.display())
+}
+
+fn open(store: &Path, volume: &str) -> Result<Disk, DiskError> {
+    Disk::open(&name_of(store, volume), &options())
+}
+
+fn open_read_only(store: &Path, volume: &str) -> Result<Disk, DiskError> {
+    Disk::open(&name_of(store, volume), &OpenOptions { read_only: true, ..options() })
+}
+
+fn name(name: &str) -> Name {
+    Name::new(name).unwrap()
+}
+
+#[test]
+fn a_volume_keeps_what_is_written_whatever_its_alignment() {
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", 256)]);
+    let disk = open(&store, "a").unwrap();
+    assert_eq!(
+        (disk.sectors(), disk.block_bytes(), disk.physical_block_bytes()),
+        (2048, 512, 4096)
+    );
+    assert_eq!(disk.map(0, 4096), Extent::Slow { len: 4096 });
+    let mut queue = Queue::new(disk);
+    queue.write(512, &[1; 9000]).unwrap();
+    queue.write(200 * 4096, &[2; BLOCK]).unwrap();
+    queue.discard(4096 + 512, 3 * 4096).unwrap();
+    queue.write_zeroes(200 * 4096 + 512, 512).unwrap();
+    let check = |queue: &mut Queue| {
+        let found = queue.read(0, 4 * BLOCK).unwrap();
+        // Of what is discarded whole blocks go.
+        let expected = |at| if (512..2 * BLOCK).contains(&at) { 1 } else { 0 };
+        assert!(found.iter().enumerate().all(|(at, byte)| *byte == expected(at)));
+        let found = queue.read(200 * 4096, BLOCK).unwrap();
+        let expected = |at| if (512..1024).contains(&at) { 0 } else { 2 };
+        assert!(found.iter().enumerate().all(|(at, byte)| *byte == expected(at)));
+    };
+    check(&mut queue);
+    queue.flush().unwrap();
+    queue.close().unwrap();
+    drop(queue);
+    check(&mut Queue::new(open(&store, "a").unwrap()));
+}
+
+#[test]
+fn volumes_of_one_process_share_a_store_and_each_has_one_writer() {
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", 256), ("b", 256)]);
+    // By another name it is the same.
+    let link = dir.path().join("link");
+    fs::hard_link(&store, &link).unwrap();
+    let mut a = Queue::new(open(&store, "a").unwrap());
+    let mut b = Queue::new(open(&link, "b").unwrap());
+    a.write(0, &[5; BLOCK]).unwrap();
+    b.write(4096, &[5; BLOCK]).unwrap();
+    for refused in [open(&link, "a"), open_read_only(&store, "a")] {
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InUse, "{refused}");
+    }
+    a.close().unwrap();
+    a.disk.unlock();
+    // What was closed is another's to use, and the other volume goes on.
+    let readers = [open_read_only(&store, "a").unwrap(), open_read_only(&store, "a").unwrap()];
+    assert_eq!(open(&store, "a").unwrap_err().kind(), ErrorKind::InUse);
+    drop(readers);
+    let mut again = Queue::new(open(&store, "a").unwrap());
+    assert_eq!(again.read(0, BLOCK).unwrap(), [5; BLOCK]);
+    b.close().unwrap();
+    b.disk.unlock();
+    assert!(raw_is_locked(&store), "a volume is in use");
+    again.close().unwrap();
+    again.disk.unlock();
+    assert!(!raw_is_locked(&store), "the last user has gone");
+    assert_eq!(Queue::new(open(&store, "b").unwrap()).read(4096, BLOCK).unwrap(), [5; BLOCK]);
+}
+
+fn raw_is_locked(store: &Path) -> bool {
+    let opened = Disk::open(&format!("raw:{}", store.display()), &OpenOptions::default());
+    opened.is_err_and(|e| e.kind() == ErrorKind::InUse)
+}
+
+#[test]
+fn a_store_of_another_owner_is_in_use() {
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", 256)]);
+    let owner = Disk::open(&format!("raw:{}", store.display()), &OpenOptions::default()).unwrap();
+    for refused in [open(&store, "a"), open_read_only(&store, "a")] {
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::InUse);
+    }
+    drop(owner);
+    open(&store, "a").unwrap();
+}
+
+#[test]
+fn what_cannot_be_opened_says_why_and_what_to_do() {
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", 256)]);
+    operate(&store, Operation::Snapshot(name("then"), 0));
+    let foreign = dir.path().join("foreign");
+    File::create_new(&foreign).unwrap().set_len(SMALLEST).unwrap();
+    let damaged = dir.path().join("damaged");
+    fs::copy(&store, &damaged).unwrap();
+    let file = File::options().write(true).open(&damaged).unwrap();
+    for at in [100, 4096 + 100, SMALLEST - 4096 + 100, SMALLEST - 8192 + 100] {
+        file.write_all_at(&[0xAA], at).unwrap();
+    }
+    for (path, volume, kind, why) in [
+        (&store, "b", ErrorKind::NotFound, "no such volume"),
+        (&store, "then", ErrorKind::Permission, "snapshot"),
+        (&foreign, "a", ErrorKind::Unsuitable, "no store"),
+        (&damaged, "a", ErrorKind::Damaged, "damaged"),
+        (&dir.path().join("none"), "a", ErrorKind::NotFound, "no such file"),
+    ] {
+        let error = open(path, volume).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.why().contains(why) && !error.help().is_empty(), "{error}");
+        assert!(error.what().contains(path.to_str().unwrap()), "{error}");
+    }
+    assert!(open_read_only(&store, "then").is_ok());
+    let options = OpenOptions { metadata_bytes: 300 << 10, ..options() };
+    let error = Disk::open(&name_of(&store, "a"), &options).unwrap_err();
+    assert!(error.why().contains("metadata memory"), "{error}");
+    // A guest would write over all volumes.
+    let error = Disk::open(&store, &OpenOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsuitable, "{error}");
+    assert!(error.help().contains("store:"), "{error:?}");
+}
+
+#[test]
+fn a_disk_is_copied_into_a_volume_and_out_of_it() {
+    let dir = dir_in_memory();
+    let (store, image) = (dir.path().join("s"), dir.path().join("a.img"));
+    create(&store, SMALLEST, &[("used", 16)]);
+    let file = File::create_new(&image).unwrap();
+    file.set_len(4 * MIB + 512).unwrap();
+    file.write_all_at(&[9; 100_000], 70_000).unwrap();
+    file.write_all_at(&[8; 512], 4 * MIB).unwrap();
+    let image = ImageName::parse(image.to_str().unwrap()).unwrap();
+    let volume = ImageName::parse(&name_of(&store, "copy")).unwrap();
+    let back = ImageName::parse(dir.path().join("b.qcow2").to_str().unwrap()).unwrap();
+    let how = Convert::default();
+    work(None, |tools| {
+        let done = tools.convert(&image, &volume, &how).unwrap();
+        assert_eq!((done.format, done.virtual_bytes), ("store", 4 * MIB + 4096));
+        assert!(tools.compare(&image, &volume, false).unwrap().identical);
+        assert_eq!(tools.convert(&image, &volume, &how).unwrap_err().kind(), ErrorKind::Refused);
+        tools.convert(&volume, &back, &how).unwrap();
+        assert!(tools.compare(&image, &back, false).unwrap().identical);
+        let info = tools.info(&volume).unwrap();
+        assert_eq!((info.virtual_bytes, info.chain[0].format), (4 * MIB + 4096, "store"));
+        // Also beside a volume that this process serves.
+        let other = ImageName::parse(&name_of(&store, "other")).unwrap();
+        let used = open(&store, "used").unwrap();
+        tools.convert(&back, &other, &how).unwrap();
+        drop(used);
+        assert!(tools.compare(&other, &volume, true).unwrap().identical);
+    });
+    let live = seat(&store).unwrap();
+    let live = live.store().live();
+    assert_eq!(live.volume("copy.partial"), None);
+}

@@ -1,0 +1,85 @@
+//! Stores, and volumes in them.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use ferrite_disk::store::content::DomainKey;
+use ferrite_disk::store::journal::Name;
+use ferrite_disk::store::layout::Layout;
+use ferrite_disk::store::live::Operation;
+use ferrite_disk::store::medium::Medium;
+use ferrite_disk::store::opening;
+use ferrite_disk::store::owned::Seat;
+use ferrite_disk::{Disk, DiskError, OpenOptions, Port, Raw};
+use ferrite_io::arena::Arena;
+use ferrite_io::engines::test_engine;
+use ferrite_io::reactor::Reactor;
+use ferrite_io::scratch::Scratch;
+
+/// The smallest store.
+pub const SMALLEST: u64 = 18 << 20;
+
+/// Operations under way at once.
+const ENTRIES: u32 = 32;
+
+/// Little memory, so that pages go and come.
+pub fn options() -> OpenOptions {
+    OpenOptions { metadata_bytes: 512 << 10, index_bytes: 1 << 20, ..OpenOptions::default() }
+}
+
+/// Does something on an engine of its own.
+///
+/// # Panics
+/// There is no engine.
+pub fn on_a_port<T>(
+    files: Vec<Arc<std::os::fd::OwnedFd>>,
+    work: impl AsyncFnOnce(&Port) -> T,
+) -> T {
+    let arena = Arena::new(Disk::MAX_SCRATCH_BYTES).unwrap();
+    let mut reactor = Reactor::new(test_engine().open(arena.clone(), ENTRIES).unwrap());
+    let files = files.into_iter().map(|file| reactor.add_file(file).unwrap()).collect();
+    let scratch = Scratch::new(arena.clone(), arena.span(0, Disk::MAX_SCRATCH_BYTES));
+    let port = Port { io: reactor.io(), files, scratch };
+    reactor.block_on(async { work(&port).await }).unwrap()
+}
+
+/// Makes a store, with a domain and volumes of so many blocks.
+///
+/// # Panics
+/// It cannot be made.
+pub fn create(path: &Path, bytes: u64, volumes: &[(&str, u64)]) {
+    File::create_new(path).unwrap().set_len(bytes).unwrap();
+    let raw = Raw::open_store(path, &OpenOptions::default()).unwrap();
+    let layout = Layout::of(bytes).unwrap();
+    on_a_port(raw.files(), async |port| {
+        opening::create(&Medium::default(), port, &layout, [7; 16]).await
+    })
+    .unwrap();
+    drop(raw);
+    operate(path, Operation::Domain(Name::new("default").unwrap(), DomainKey([3; 32])));
+    for (name, blocks) in volumes {
+        operate(path, Operation::Create(Name::new(name).unwrap(), *blocks, 0));
+    }
+}
+
+/// Does something with whole volumes, and closes the store. Gives the number of what is new.
+///
+/// # Panics
+/// It cannot be done.
+pub fn operate(path: &Path, operation: Operation) -> u32 {
+    let seat = seat(path).unwrap();
+    on_a_port(seat.store().files(), async |port| {
+        let done = seat.store().live().operate(port, operation).await.unwrap();
+        seat.store().live().close(port).await.unwrap();
+        done
+    })
+}
+
+/// Opens a store, or joins those who have it in this process.
+///
+/// # Errors
+/// See [`Seat::open`].
+pub fn seat(path: &Path) -> Result<Seat, DiskError> {
+    Seat::open_on(path, &options(), &|arena| test_engine().open(arena, ENTRIES))
+}
