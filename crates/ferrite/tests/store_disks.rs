@@ -1,0 +1,139 @@
+//! Volumes of a store with the programs that people have: by NBD through a death of the server, and copied
+//! in and out.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use ferrite_testkit::places;
+use ferrite_testkit::programs::peer;
+use rustix::process::{Pid, Signal, kill_process};
+
+const BUSY: i32 = 4;
+
+fn ferrite(dir: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(args).current_dir(dir).env_remove("RUST_LOG");
+    command
+}
+
+#[track_caller]
+fn works(dir: &Path, args: &[&str]) -> Output {
+    let output = ferrite(dir, args).output().unwrap();
+    assert!(output.status.success(), "{args:?}: {output:?}");
+    output
+}
+
+/// A server, which a test that fails does not leave behind.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// An export of a volume, when it listens.
+fn export(dir: &Path, volume: &str) -> Server {
+    let args = ["export", "nbd", volume, "--socket", "nbd.sock", "--index-memory", "1M"];
+    let mut child = ferrite(dir, &args).stderr(Stdio::piped()).spawn().unwrap();
+    let mut log = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    while !said.contains("listening at") {
+        assert!(log.read_line(&mut said).unwrap() > 0, "it does not start: {said}");
+    }
+    std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
+    Server(child)
+}
+
+fn end(mut server: Server, signal: Signal) {
+    kill_process(Pid::from_child(&server.0), signal).unwrap();
+    let ended = server.0.wait().unwrap();
+    assert_eq!(ended.success(), signal == Signal::TERM, "{ended:?}");
+}
+
+#[track_caller]
+fn qemu_io(dir: &Path, commands: &[&str]) {
+    let uri = "nbd+unix:///?socket=nbd.sock";
+    let mut qemu = Command::new("qemu-io");
+    qemu.current_dir(dir).args(["-f", "raw", "-t", "writeback", uri]);
+    for command in commands {
+        qemu.args(["-c", command]);
+    }
+    let output = qemu.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let failed = said.contains("failed") || said.contains("rror");
+    assert!(output.status.success() && !failed, "{commands:?}: {output:?}");
+}
+
+#[test]
+fn what_nbd_clients_were_told_is_there_after_a_death_of_the_server() {
+    if peer("qemu-io", &["--version"]).is_none() {
+        return;
+    }
+    let dir = places::dir_in_memory();
+    let dir = dir.path();
+    works(dir, &["store", "create", "s", "--size", "64M"]);
+    for volume in ["s#a", "s#b"] {
+        works(dir, &["store", "create", volume, "32M"]);
+    }
+    let mut server = export(dir, "store:s#a");
+    // Whoever else wants the store is told that it is in use.
+    for other in [&["store", "snapshot", "s#b", "then"][..], &["image", "info", "store:s#b"]] {
+        let refused = ferrite(dir, other).output().unwrap();
+        assert_eq!(refused.status.code(), Some(BUSY), "{refused:?}");
+    }
+    for round in 1..6u32 {
+        let at = round * 3;
+        // Of any alignment, and twice the same content.
+        let writes = [
+            format!("write -P {round} {at}M 1M"),
+            format!("write -P {round} {}K 1M", at * 1024 + 1536),
+            format!("write -P {} {}K 512", round + 100, at * 1024 + 4),
+            format!("discard {}K 64K", at * 1024 + 128),
+        ];
+        qemu_io(dir, &writes.each_ref().map(String::as_str));
+        end(server, Signal::KILL);
+        server = export(dir, "store:s#a");
+        let reads = [
+            format!("read -P {round} {at}M 4K"),
+            format!("read -P {} {}K 512", round + 100, at * 1024 + 4),
+            format!("read -P 0 {}K 64K", at * 1024 + 128),
+            format!("read -P {round} {}K 832K", at * 1024 + 192),
+            format!("read -P {round} {}K 1M", at * 1024 + 1536),
+            format!("read -P 0 {}K 512K", at * 1024 + 1024),
+        ];
+        qemu_io(dir, &reads.each_ref().map(String::as_str));
+    }
+    end(server, Signal::TERM);
+    works(dir, &["store", "check", "s", "--deep"]);
+    // The other volume has nothing of it.
+    let server = export(dir, "store:s#b");
+    qemu_io(dir, &["read -P 0 0 32M"]);
+    end(server, Signal::TERM);
+}
+
+#[test]
+fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
+    if peer("qemu-img", &["--version"]).is_none() {
+        return;
+    }
+    let dir = places::dir_in_memory();
+    let dir = dir.path();
+    let image: Vec<u8> = (0..3_000_000u32).flat_map(|i| (i / 700).to_le_bytes()).collect();
+    std::fs::write(dir.join("a.img"), &image[..11 << 20]).unwrap();
+    works(dir, &["store", "create", "s", "--size", "64M"]);
+    works(dir, &["image", "convert", "a.img", "store:s#web"]);
+    works(dir, &["image", "compare", "--strict", "a.img", "store:s#web"]);
+    works(dir, &["image", "convert", "store:s#web", "b.qcow2"]);
+    let compare = ["compare", "-f", "raw", "-F", "qcow2", "a.img", "b.qcow2"];
+    let output = Command::new("qemu-img").args(compare).current_dir(dir).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let info = works(dir, &["image", "info", "store:s#web"]);
+    assert!(String::from_utf8_lossy(&info.stdout).contains("store"), "{info:?}");
+    // What works on files does not take a volume for one.
+    let refused = ferrite(dir, &["image", "resize", "store:s#web", "64M"]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    works(dir, &["store", "check", "s", "--deep"]);
+}
