@@ -78,10 +78,12 @@ pub(super) fn about(arguments: &XenArguments) -> About {
     }
 }
 
-/// The rows of the report: every backend's rate, then the ratios, with what was published of them.
+/// The rows of the report: every backend's rate, then the ratios, with what was published of them. A test that no
+/// round of has ended is not among them.
 pub(super) fn findings(tests: &[&Test], columns: &[Column], arguments: &XenArguments) -> Findings {
     let mut rows = Vec::new();
-    for (at, test) in tests.iter().enumerate() {
+    let measured = |at: usize| columns.iter().all(|column| !column.values[at].is_empty());
+    for (at, test) in tests.iter().enumerate().filter(|(at, _)| measured(*at)) {
         let rate = |column: &Column| {
             let name = format!("{}: {}", test.name, column.name);
             Row::new(name, test.unit.name(), &column.values[at])
@@ -186,6 +188,18 @@ mod tests {
         assert_eq!((row.published, row.met), (Some(2.0), Some(true)));
         let found = findings(&tests, &columns, &arguments("bench --guest pvh"));
         assert!(!found.rows.iter().any(|row| row.name.contains("tapdisk")));
+    }
+
+    #[test]
+    fn a_run_that_is_cut_short_leaves_the_tests_that_it_has_done() {
+        let tests = selected(&["qd1".into(), "read-1m-256".into()]).expect("tests");
+        let mut columns = [column(Peer::Blkback, &[100.0]), column(Peer::Ferrite, &[90.0])];
+        columns.iter_mut().for_each(|column| column.values.push(Vec::new()));
+        let found = findings(&tests, &columns, &arguments("bench --guest pvh"));
+        assert_eq!(found.rows.len(), 3);
+        assert!(
+            found.rows.iter().all(|row| row.name.starts_with("randread 4k QD1:") && row.n == 1)
+        );
     }
 
     #[test]

@@ -124,6 +124,8 @@ const PROFILE_S: (f64, f64) = (0.1, 0.4);
 
 /// Seconds of the test before the rounds.
 const WARM_UP_S: f64 = 0.1;
+/// Fewer are a quick look.
+const ROUNDS_THAT_SAY_SOMETHING: u32 = 3;
 /// Between the outputs of both.
 const NEXT: &str = "next";
 
@@ -167,12 +169,17 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
         return Ok(Vec::new());
     }
     let columns = measure(&mut xenhost, arguments, &tests)?;
+    Ok(figures::compare(&tests, &columns, arguments))
+}
+
+/// Writes the file of the results for the rounds so far: a run takes long, and one that is cut short leaves them.
+fn write(arguments: &XenArguments, tests: &[&Test], columns: &[Column], round: u32) -> Result<()> {
     std::fs::create_dir_all(&arguments.results)?;
-    let found = figures::findings(&tests, &columns, arguments);
-    let quick = arguments.xen_rounds < 3;
+    let found = figures::findings(tests, columns, arguments);
+    let quick = round < ROUNDS_THAT_SAY_SOMETHING;
     let outcome = Outcome::about(figures::about(arguments), found, machine::describe(), quick);
     say(outcome.write(&arguments.results)?.display().to_string());
-    Ok(figures::compare(&tests, &columns, arguments))
+    Ok(())
 }
 
 /// blkback as it is by itself, and every page of the disks in place before it is read.
@@ -239,6 +246,7 @@ fn measure(
                     column.values[*at].push(value);
                 }
             }
+            write(arguments, tests, &columns, round)?;
         }
         guest.destroy(xenhost)?;
     }
