@@ -8,6 +8,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 const MIB: usize = 1 << 20;
+const BLOCK: usize = 4096;
 
 /// A file in which every block has been written. It has no name any more, so nothing is left of
 /// it however this program ends.
@@ -36,15 +37,15 @@ impl Image {
     }
 }
 
-/// A new file in which every block has been written.
+/// A new file in which every block has been written, and of which no two blocks of 4 KiB are equal.
 pub(crate) fn filled(path: &Path, mib: usize) -> Result<File> {
     let file = File::options().read(true).write(true).create_new(true).open(path);
     let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
-    let mut block = noise();
-    for i in 0..mib {
-        block[..8].copy_from_slice(&(i as u64).to_le_bytes());
+    let mut piece = noise();
+    for i in 0..mib as u64 {
+        piece.chunks_mut(BLOCK).for_each(|block| block[..8].copy_from_slice(&i.to_le_bytes()));
         let cannot = || format!("cannot write {}: is there room for {mib} MiB?", path.display());
-        file.write_all(&block).with_context(cannot)?;
+        file.write_all(&piece).with_context(cannot)?;
     }
     file.sync_all().with_context(|| format!("cannot write {}", path.display()))?;
     Ok(file)
@@ -72,7 +73,9 @@ mod tests {
         let image = Image::make(&dir, 2).unwrap();
         let bytes = std::fs::read(image.path()).unwrap();
         assert_eq!(bytes.len(), 2 * MIB);
-        assert!(bytes.chunks(4096).all(|block| block.iter().any(|b| *b != 0)));
+        assert!(bytes.chunks(BLOCK).all(|block| block.iter().any(|b| *b != 0)));
+        let distinct: std::collections::HashSet<&[u8]> = bytes.chunks(BLOCK).collect();
+        assert_eq!(distinct.len(), 2 * MIB / BLOCK);
         // Empty: the folder can be removed.
         std::fs::remove_dir(&dir).unwrap();
     }

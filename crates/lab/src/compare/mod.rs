@@ -19,6 +19,7 @@ pub(crate) mod nbd;
 mod network;
 pub(crate) mod result;
 pub(crate) mod rounds;
+mod store;
 pub(crate) mod table;
 mod xen;
 
@@ -67,6 +68,8 @@ enum Part {
     Bound,
     /// VHD and qcow2, full, partly filled, fresh and in chains, beside raw.
     Images,
+    /// A volume of a store, beside raw on the same disk.
+    Store,
     /// Disks by NBD, beside qemu-nbd.
     Nbd,
     /// Many guests, and disks at rest.
@@ -92,6 +95,7 @@ impl Part {
         Part::Disk,
         Part::Bound,
         Part::Images,
+        Part::Store,
         Part::Nbd,
         Part::Guests,
         Part::Kept,
@@ -109,6 +113,7 @@ impl Part {
             Part::Disk => "disk",
             Part::Bound => "bound",
             Part::Images => "images",
+            Part::Store => "store",
             Part::Nbd => "nbd",
             Part::Guests => "guests",
             Part::Kept => "kept",
@@ -126,6 +131,7 @@ impl Part {
             Part::Disk => disk::run(&Setup::new(arguments)?),
             Part::Bound => bound::run(&Setup::new(arguments)?),
             Part::Images => images::run(&Setup::new(arguments)?),
+            Part::Store => store::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Kept => kept::run(&Setup::new(arguments)?),

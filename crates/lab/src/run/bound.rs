@@ -120,6 +120,7 @@ fn task(args: &BoundArgs, sectors: u64) -> Task {
         block_bytes: args.block,
         depth: args.depth,
         batch: false,
+        distinct: false,
         steps: None,
         ring_order: 0,
         max_indirect: 0,

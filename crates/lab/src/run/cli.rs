@@ -110,6 +110,11 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_enum, default_value_t = Mode::Randread)]
     pub(crate) mode: Mode,
 
+    /// Write no block of 4 KiB twice. Otherwise each request in flight writes what it has written before,
+    /// which a store has already.
+    #[arg(long)]
+    pub(crate) distinct: bool,
+
     /// Overwrite what IMAGE holds: the modes that write destroy it.
     #[arg(long)]
     pub(crate) force_overwrite: bool,

@@ -143,6 +143,22 @@ pub(crate) struct Blkif {
     stride: usize,
     /// The place of each request in flight, by its tag.
     place_of: Vec<u16>,
+    stamp: Option<Stamp>,
+}
+
+/// What makes pages differ from all that was ever written.
+struct Stamp {
+    /// The moment at which this load began: no other one, of this part, has it.
+    began_ns: u64,
+    pages: u64,
+}
+
+impl Stamp {
+    fn next(&mut self) -> [u8; 16] {
+        self.pages += 1;
+        let both = u128::from(self.began_ns) << 64 | u128::from(self.pages);
+        both.to_le_bytes()
+    }
 }
 
 impl Blkif {
@@ -152,7 +168,10 @@ impl Blkif {
         for at in (0..buffer.len()).step_by(8) {
             buffer.write(at, &random.next_u64().to_le_bytes());
         }
+        // Parts have other noise.
+        let stamp = Stamp { began_ns: SystemClock.now_ns(), pages: 0 };
         Blkif {
+            stamp: task.distinct.then_some(stamp),
             place_of: vec![0; queue.entries() as usize],
             queue,
             buffer,
@@ -170,6 +189,11 @@ impl Blkif {
 impl Carrier for Blkif {
     fn send(&mut self, place: u16, sector: u64, what: What) -> Result<(), FrontError> {
         let (at, bytes) = (usize::from(place) * self.stride, self.block_bytes);
+        if let (What::Write, Some(stamp)) = (what, &mut self.stamp) {
+            for page in (at..at + bytes).step_by(PAGE_SIZE) {
+                self.buffer.write(page, &stamp.next());
+            }
+        }
         let tag = match what {
             What::Write => self.queue.write(sector, &self.buffer, at, bytes)?,
             What::Read => self.queue.read(sector, &self.buffer, at, bytes)?,
@@ -368,6 +392,7 @@ mod tests {
             block_bytes: 4096,
             depth: 8,
             batch: false,
+            distinct: false,
             steps: None,
             ring_order: 0,
             max_indirect: 0,

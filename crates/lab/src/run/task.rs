@@ -25,6 +25,8 @@ pub(crate) struct Task {
     pub(crate) depth: u32,
     /// Send requests only when none is in flight, as many as `depth`.
     pub(crate) batch: bool,
+    /// Write no page twice.
+    pub(crate) distinct: bool,
     /// Send so many batches, each when the backend sleeps.
     pub(crate) steps: Option<u32>,
     pub(crate) ring_order: u32,
@@ -100,6 +102,7 @@ pub(crate) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure>
         block_bytes: args.block,
         depth: args.depth,
         batch: args.batch,
+        distinct: args.distinct,
         steps: args.steps,
         ring_order,
         max_indirect: args.indirect,

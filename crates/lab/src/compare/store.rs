@@ -1,0 +1,181 @@
+//! A volume of a store beside raw, on the same disk and by the same path: the aims of issue 14.
+
+use super::Setup;
+use super::image;
+use super::result::{Measurement, Target};
+use super::rounds::{Plan, Rounds, Sample};
+use anyhow::{Context, Result, ensure};
+use ferrite_xenhost::steps::{self, step};
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+
+const PART: &str = "store";
+/// The map of such a volume is 12 MiB: 8 bytes a block of V2P, and 16 of P2M.
+const VOLUME_MIB: usize = 2048;
+/// The map fits, or is 8 times larger.
+const FITS: &str = "--metadata-cache 16M";
+const BEYOND: &str = "--metadata-cache 1536K";
+/// Of the store that is not full.
+const ROOM: &str = "16G";
+const SNAPSHOTS: usize = 100;
+
+/// Measures it all, in the build folder's file system.
+pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
+    let parent = steps::target_dir().join("bench");
+    std::fs::create_dir_all(&parent)?;
+    let folder = tempfile::Builder::new().prefix("ferrite-bench-store-").tempdir_in(&parent)?;
+    let set = Set::make(setup, folder.path())?;
+    let mut rows = set.reads()?;
+    rows.extend(set.writes()?);
+    rows.extend(set.snapshots()?);
+    // There may be no room for both.
+    drop(std::fs::remove_file(&set.raw));
+    rows.extend(set.full()?);
+    Ok(rows)
+}
+
+/// The same content as a raw image and as a volume.
+struct Set<'a> {
+    setup: &'a Setup,
+    raw: String,
+    store: String,
+    full: String,
+}
+
+impl<'a> Set<'a> {
+    fn make(setup: &'a Setup, dir: &Path) -> Result<Set<'a>> {
+        let file = |name: &str| dir.join(name).display().to_string();
+        let (raw, store, full) = (file("disk.raw"), file("pool.store"), file("full.store"));
+        let set = Set { setup, raw, store, full };
+        step(&format!("fill a raw image and two volumes of {VOLUME_MIB} MiB"), || {
+            image::filled(set.raw.as_ref(), VOLUME_MIB)?;
+            set.fill(&set.store, ROOM)?;
+            // One volume leaves a tenth of it.
+            set.fill(&set.full, &format!("{}M", VOLUME_MIB * 112 / 100))
+        })?;
+        Ok(set)
+    }
+
+    fn ferrite(&self, arguments: &[&str]) -> Result<String> {
+        steps::output(Command::new(self.setup.ferrite.program()).args(arguments))
+    }
+
+    /// A new store with the image as a volume.
+    fn fill(&self, store: &str, size: &str) -> Result<()> {
+        self.ferrite(&["store", "create", store, "--size", size])?;
+        self.ferrite(&["image", "convert", &self.raw, &format!("store:{store}#disk")])?;
+        // What a store could hold once would be measured as what it has found.
+        let stats = self.ferrite(&["store", "stats", store, "--json"])?;
+        let stats: Value = serde_json::from_str(&stats)?;
+        let of = |name: &str| stats[name].as_u64().context("stats lack a figure");
+        let whole = (VOLUME_MIB << 20) as u64;
+        let (mapped, distinct) = (of("mapped_bytes")?, of("distinct_bytes")?);
+        ensure!((mapped, distinct) == (whole, whole), "{mapped} bytes, {distinct} distinct");
+        Ok(())
+    }
+
+    fn volume(&self, name: &str) -> String {
+        format!("store:{}#{name}", self.store)
+    }
+
+    /// A run on a volume of a store without garbage.
+    fn bench(&self, store: &str, volume: &str, load: &str) -> Result<Sample> {
+        self.ferrite(&["store", "gc", store])?;
+        self.setup.ferrite.bench(&format!("store:{store}#{volume}"), load)
+    }
+
+    /// The volume and raw, by one load; the volume with more options.
+    fn race(&self, name: &str, load: &str, options: &str) -> Result<Rounds> {
+        let ours = format!("{load} {options}");
+        Plan::new(format!("store: {name}"))
+            .add("raw", || self.setup.ferrite.bench(&self.raw, load))
+            .add("store", move || self.bench(&self.store, "disk", &ours))
+            .run(self.setup.runs)
+    }
+
+    fn reads(&self) -> Result<Vec<Measurement>> {
+        let name = "1 MiB reads of what was written in order, depth 8";
+        let rounds = self.race(name, "--mode read --block 1M --depth 8", FITS)?;
+        let mut rows = vec![rate(name, &rounds, "raw", 0.9)];
+        let name = "4 KiB random reads, depth 32";
+        let rounds = self.race(name, "--mode randread --depth 32", FITS)?;
+        rows.push(rate(name, &rounds, "raw", 0.9));
+        rows.push(cpu(name, &rounds).target(Target::AtMost(1.5)));
+        let name = "4 KiB random reads, depth 32, map 8 times its memory";
+        let rounds = self.race(name, "--mode randread --depth 32", BEYOND)?;
+        rows.push(row(name, &rounds, "raw"));
+        Ok(rows)
+    }
+
+    fn writes(&self) -> Result<Vec<Measurement>> {
+        let distinct = "--mode randwrite --depth 32 --distinct --force-overwrite";
+        let same = "--mode randwrite --depth 32 --force-overwrite";
+        let flushed = "--mode flush --depth 1 --distinct --force-overwrite";
+        let loads = [
+            ("4 KiB random writes, depth 32", distinct, FITS, 0.7),
+            ("4 KiB random writes, depth 32, map 8 times its memory", distinct, BEYOND, 0.35),
+            ("4 KiB random writes of what it has, depth 32", same, FITS, 1.2),
+            ("4 KiB random writes, depth 1, each flushed", flushed, FITS, 0.6),
+        ];
+        let mut rows = Vec::new();
+        for (name, load, memory, least) in loads {
+            let rounds = self.race(name, load, memory)?;
+            rows.push(rate(name, &rounds, "raw", least));
+            rows.push(cpu(name, &rounds));
+        }
+        Ok(rows)
+    }
+
+    /// Two clones of one volume, of which one has been snapshotted often, with writes in between.
+    fn snapshots(&self) -> Result<Vec<Measurement>> {
+        let load = format!("--mode randwrite --depth 32 --distinct --force-overwrite {FITS}");
+        step(&format!("make {SNAPSHOTS} snapshots"), || {
+            let disk = format!("{}#disk", self.store);
+            for clone in ["none", "many"] {
+                self.ferrite(&["store", "clone", &disk, clone])?;
+            }
+            for i in 0..SNAPSHOTS {
+                let many = format!("{}#many", self.store);
+                self.ferrite(&["store", "snapshot", &many, &format!("s{i}")])?;
+                if i % 10 == 0 {
+                    self.setup.ferrite.bench_for(0.1, &self.volume("many"), &load)?;
+                }
+            }
+            Ok(())
+        })?;
+        let name = format!("4 KiB random writes, depth 32, of a volume with {SNAPSHOTS} snapshots");
+        let rounds = Plan::new(format!("store: {name}"))
+            .add("none", || self.bench(&self.store, "none", &load))
+            .add("store", || self.bench(&self.store, "many", &load))
+            .run(self.setup.runs)?;
+        Ok(vec![rate(&name, &rounds, "none", 0.9)])
+    }
+
+    /// A store that has to collect its garbage while it is written.
+    fn full(&self) -> Result<Vec<Measurement>> {
+        let load = format!("--mode randwrite --depth 32 --distinct --force-overwrite {FITS}");
+        let name = "4 KiB random writes, depth 32, nine tenths full";
+        let full = format!("store:{}#disk", self.full);
+        let rounds = Plan::new(format!("store: {name}"))
+            .add("empty", || self.bench(&self.store, "disk", &load))
+            .add("store", || self.setup.ferrite.bench(&full, &load))
+            .run(self.setup.runs)?;
+        Ok(vec![rate(name, &rounds, "empty", 0.5)])
+    }
+}
+
+fn row(name: &str, rounds: &Rounds, peer: &str) -> Measurement {
+    let iops = |of: &str| rounds.each(|r| r.of(of).iops);
+    Measurement::of_runs(PART, name, "IOPS", &iops("store")).against_runs(peer, &iops(peer))
+}
+
+fn rate(name: &str, rounds: &Rounds, peer: &str, least: f64) -> Measurement {
+    row(name, rounds, peer).target(Target::AtLeast(least))
+}
+
+fn cpu(name: &str, rounds: &Rounds) -> Measurement {
+    let cpu = |of: &str| rounds.each(|r| r.of(of).cpu_us);
+    let name = format!("{name}: CPU a request");
+    Measurement::of_runs(PART, name, "us", &cpu("store")).against_runs("raw", &cpu("raw"))
+}
