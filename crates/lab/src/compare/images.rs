@@ -169,11 +169,12 @@ impl<'a> Set<'a> {
         self.setup.ferrite.bench_for(0.1, image, load).map(drop)
     }
 
-    /// Writes to a disk that has nothing yet, from the first moment on, beside the raw disk that
-    /// has everything.
+    /// Writes to a disk that has nothing yet, from the first moment on: beside a full disk of its format, and beside a raw
+    /// file that has nothing either.
     fn fresh(&self) -> Result<Vec<Measurement>> {
         let load = "--mode randwrite --depth 32 --force-overwrite";
-        let raw = || self.setup.ferrite.bench(&self.raw, load);
+        let full =
+            |image: &'static str| move || self.setup.ferrite.bench(&file(self.dir, image), load);
         let fresh = |format: &'static str| {
             move || -> Result<Sample> {
                 let image = file(self.dir, &format!("fresh.{format}"));
@@ -181,32 +182,33 @@ impl<'a> Set<'a> {
                 self.setup.ferrite.bench(&image, load)
             }
         };
-        let sparse = || {
-            let image = file(self.dir, "fresh.raw");
-            self.image(&["create", "--force", &image, "16G"])?;
-            self.setup.ferrite.bench(&image, load)
-        };
         let rounds = Plan::new("disk: fresh images")
-            .add("raw", raw)
-            .add("sparse raw", sparse)
-            .add("vhd", fresh("vhd"))
-            .add("qcow2", fresh("qcow2"))
+            .add("full raw", full("full.raw"))
+            .add("full vhd", full("full.vhd"))
+            .add("full qcow2", full("full.qcow2"))
+            .add("fresh raw", fresh("raw"))
+            .add("fresh vhd", fresh("vhd"))
+            .add("fresh qcow2", fresh("qcow2"))
             .run(self.setup.runs)?;
-        let name = |format| format!("4 KiB randwrite, depth 32: fresh {format}");
-        let p99 = |of: &str| rounds.each(|r| r.of(of).p99_us);
-        let sparse = rounds.each(|r| r.of("sparse raw").iops);
-        let p99 = |format| {
-            let name = format!("disk, {}: p99", name(format));
-            Measurement::of_runs(PART, name, "us", &p99(format)).against_runs("raw", &p99("raw"))
+        let name = |of: &str| format!("4 KiB randwrite, depth 32: {of}");
+        let p99 = |of: &str| {
+            let values = |of: &str| rounds.each(|r| r.of(of).p99_us);
+            Measurement::of_runs(PART, format!("disk, {}: p99", name(of)), "us", &values(of))
+                .against_runs("fresh raw", &values("fresh raw"))
         };
+        let rate = |of, peer, least| self.rate(name(of), &rounds, of, peer, least);
+        // What the file system takes for space that was never written.
+        let iops = |of: &str| rounds.each(|r| r.of(of).iops);
+        let raw = format!("disk, {}", name("fresh raw"));
+        let raw = Measurement::of_runs(PART, raw, "IOPS", &iops("fresh raw"));
         Ok(vec![
-            self.rate(name("vhd"), &rounds, "vhd", "raw", 0.6),
-            p99("vhd").target(Target::AtMost(4.0)),
-            self.rate(name("qcow2"), &rounds, "qcow2", "raw", 0.4),
-            p99("qcow2"),
-            // What the file system takes for space that was never written.
-            Measurement::of_runs(PART, format!("disk, {}", name("raw, sparse")), "IOPS", &sparse)
-                .against_runs("raw", &rounds.each(|r| r.of("raw").iops)),
+            rate("fresh vhd", "full vhd", 0.6),
+            rate("fresh vhd", "fresh raw", 0.6),
+            p99("fresh vhd").target(Target::AtMost(4.0)),
+            rate("fresh qcow2", "full qcow2", 0.4),
+            rate("fresh qcow2", "fresh raw", 0.4),
+            p99("fresh qcow2"),
+            raw.against_runs("full raw", &iops("full raw")),
         ])
     }
 
