@@ -320,8 +320,9 @@ function drawPlots() {
     [axis, { ...axis, size: 70 }], [seconds, over.p50_us, over.p99_us],
     { ...time, scales: { x: { time: false }, y: { distr: 3 } } });
   const bars = (values, offset) => ({ paths: uPlot.paths.bars({ size: [0.4, 40], align: offset }), points: { show: false } });
+  // Of many names as many as there is room for, the last among them.
   const named = (names) => ({ ...axis, splits: () => names.map((_, i) => i), values: (_, splits) =>
-    splits.map((i) => names[i]), grid: { show: false } });
+    splits.map((i) => (names.length - 1 - i) % Math.ceil(names.length / 12) ? "" : names[i]), grid: { show: false } });
   const range = (names) => ({ scales: { x: { time: false, range: [-0.6, Math.max(0.6, names.length - 0.4)] },
     y: { range: (_, low, high) => [0, high * 1.05 || 1] } } });
   const kib = data.sizes.map(([kib]) => String(kib));
