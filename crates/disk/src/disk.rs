@@ -19,6 +19,7 @@ use crate::null::{self, Null};
 use crate::port::SCRATCH_BYTES;
 use crate::raw::{GrowthWatch, Raw};
 use crate::store::BLOCK_BYTES;
+use crate::store::background::ServiceEngine;
 use crate::volume::Volume;
 use crate::{DiskError, OpenOptions, Port, SECTOR_BYTES};
 
@@ -394,6 +395,19 @@ impl Disk {
             Disk::Image(d) if !self.read_only() => d.close(port).await,
             Disk::Store(d) => d.close(port).await,
             _ => self.flush(port).await,
+        }
+    }
+
+    /// Guests are served from now on, with such engines: what a disk does by itself begins, on a thread of its own.
+    /// It ends with [`unlock`](Disk::unlock), or when the disk is dropped. To be called when the process has given
+    /// up all rights that it does not need.
+    ///
+    /// # Errors
+    /// No thread can be made. The disk can be served all the same.
+    pub fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
+        match self {
+            Disk::Store(d) => d.begin_service(engine),
+            _ => Ok(()),
         }
     }
 

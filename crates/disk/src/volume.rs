@@ -14,6 +14,7 @@ use ferrite_io::engine::Engine;
 use crate::error::READ_ONLY;
 use crate::size::Human;
 use crate::store::BLOCK_BYTES;
+use crate::store::background::ServiceEngine;
 use crate::store::journal::VolumeId;
 use crate::store::live::{Found, Live};
 use crate::store::owned::{Owned, Seat};
@@ -177,6 +178,11 @@ impl Volume {
         let (is_zeros, blocks) = self.live().zeros_from(port, self.number, offset / BLOCK).await?;
         let end = (offset / BLOCK + blocks) * BLOCK;
         Ok((is_zeros, len.min(end - offset)))
+    }
+
+    /// Disks of the store are served from now on.
+    pub(crate) fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
+        self.seat().as_ref().map_or(Ok(()), |seat| seat.serve(engine))
     }
 
     fn seat(&self) -> MutexGuard<'_, Option<Seat>> {

@@ -8,10 +8,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::{MIB, Queue, dir_in_memory, work};
+use ferrite_disk::store::background::ServiceEngine;
 use ferrite_disk::store::journal::Name;
 use ferrite_disk::store::live::Operation;
 use ferrite_disk::tools::Convert;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Extent, ImageName, OpenOptions};
+use ferrite_io::engines::EngineChoice;
 use ferrite_testkit::stores::{SMALLEST, create, operate, options, seat};
 
 const BLOCK: usize = 4096;
@@ -95,6 +97,47 @@ fn volumes_of_one_process_share_a_store_and_each_has_one_writer() {
     again.disk.unlock();
     assert!(!raw_is_locked(&store), "the last user has gone");
     assert_eq!(Queue::new(open(&store, "b").unwrap()).read(4096, BLOCK).unwrap(), [5; BLOCK]);
+}
+
+/// Threads of stores in this process.
+fn threads() -> usize {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm"));
+    tasks.filter_map(|task| name(task.unwrap()).ok()).filter(|name| name == "store\n").count()
+}
+
+#[test]
+fn a_store_in_service_has_a_thread_until_its_last_disk_goes() {
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", 2048), ("b", 256)]);
+    let (a, b) = (open(&store, "a").unwrap(), open(&store, "b").unwrap());
+    assert_eq!(threads(), 0, "who only opens a store has none");
+    let engine: ServiceEngine = std::sync::Arc::new(|arena, entries| {
+        EngineChoice::Auto.decide()?.kind.open(arena, entries)
+    });
+    a.begin_service(&engine).unwrap();
+    b.begin_service(&engine).unwrap();
+    assert_eq!(threads(), 1);
+    let (mut a, mut b) = (Queue::new(a), Queue::new(b));
+    b.write(0, &[5; BLOCK]).unwrap();
+    // Twice what there is room for: it has something to do meanwhile.
+    for round in 0..2u64 {
+        for block in 0..2048u64 {
+            let content: Vec<u8> = (1 + round * 2048 + block).to_le_bytes().repeat(BLOCK / 8);
+            a.write(block * BLOCK as u64, &content).unwrap();
+        }
+    }
+    b.close().unwrap();
+    b.disk.unlock();
+    assert_eq!(threads(), 1, "a disk is there");
+    a.close().unwrap();
+    a.disk.unlock();
+    assert_eq!(threads(), 0);
+    assert!(!raw_is_locked(&store));
+    let mut a = Queue::new(open(&store, "a").unwrap());
+    assert_eq!(a.read(5 * BLOCK as u64, 8).unwrap(), (1u64 + 2048 + 5).to_le_bytes());
+    assert_eq!(threads(), 0);
 }
 
 fn raw_is_locked(store: &Path) -> bool {

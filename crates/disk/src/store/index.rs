@@ -84,6 +84,23 @@ impl<W: Word> Index<W> {
     }
 }
 
+impl<W: Word> Index<W> {
+    /// Remembers who has had a content for long, if nothing newer has to go for it. Whether it is there now.
+    pub fn remind(&self, hash: &ContentHash, number: u64) -> bool {
+        let (bucket, tag, _) = self.place(hash);
+        let new = tag | number;
+        let mut free = None;
+        for word in &bucket.0 {
+            match word.load() {
+                0 => free = free.or(Some(word)),
+                known if known == new => return true,
+                _ => {}
+            }
+        }
+        free.inspect(|word| word.store(new)).is_some()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
@@ -121,6 +138,16 @@ mod tests {
         // With a number of 40 bits and a tag of zeros.
         index.remember(&hash(0, 0, 0), (1 << 40) - 1);
         assert_eq!(found(&index, hash(0, 0, 0)), [(1 << 40) - 1]);
+    }
+
+    #[test]
+    fn what_is_old_takes_no_word_of_what_is_new() {
+        let index = Index::<AtomicU64>::new(0);
+        (1..8).for_each(|i| index.remember(&hash(0, i, 0), i.into()));
+        assert!(index.remind(&hash(0, 8, 0), 8) && index.remind(&hash(0, 8, 0), 8));
+        assert!(index.remind(&hash(0, 1, 0), 1), "it is there");
+        assert!(!index.remind(&hash(0, 9, 3), 9));
+        assert!((1..9).all(|i| found(&index, hash(0, i, 0)) == [u64::from(i)]));
     }
 
     #[test]

@@ -4,12 +4,14 @@
 //! a lane waits for nothing but its own operations, and for pages that others have on the medium. The mutexes are held
 //! across no waiting.
 
+mod index_loading;
 mod leaves;
 mod listing;
 mod passes;
 mod reading;
 mod replaying;
 mod sweeping;
+mod tending;
 mod volumes;
 mod writing;
 
@@ -20,10 +22,12 @@ use ferrite_io::shared_lock::SharedLock;
 
 pub use listing::{Look, StoreInfo, VolumeInfo};
 pub use passes::Passed;
+pub use tending::Tended;
 pub use volumes::{Found, Operation, VolumeError};
 
 use self::leaves::MAX_LEAVES;
 use self::passes::Marks;
+use self::tending::Duties;
 use super::checkpoint::{self, Core, lock};
 use super::index::Index;
 use super::medium::{Medium, damaged};
@@ -80,6 +84,7 @@ pub struct Live {
     /// Held by the pass.
     passing: SharedLock,
     marks: Mutex<Marks>,
+    duties: Mutex<Duties>,
 }
 
 impl Live {
@@ -98,6 +103,7 @@ impl Live {
         let index = usize::try_from(8 * core.layout.places()).unwrap_or(usize::MAX);
         let live = Live::of(medium, core, Index::new(memory.index.min(index)));
         live.replay(port).await?;
+        *live.duties() = Duties::new(live.core().numbers_end);
         Ok(live)
     }
 
@@ -117,6 +123,7 @@ impl Live {
             operating: SharedLock::new(),
             passing: SharedLock::new(),
             marks: Mutex::new(marks),
+            duties: Mutex::default(),
         }
     }
 
@@ -130,6 +137,10 @@ impl Live {
 
     fn marks(&self) -> MutexGuard<'_, Marks> {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn duties(&self) -> MutexGuard<'_, Duties> {
+        self.duties.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// All that was written before is durable.

@@ -12,10 +12,12 @@
 //! * [`slots`]: leaves in memory, read without a lock.
 //! * [`table`]: volumes and domains.
 //! * [`medium`]: the file or device, its blocks and syncs.
+//! * [`background`]: the thread of a store in service that does what nobody asks for.
 //! * [`check`]: whether all is in order in a store that nobody uses, and what its space is for.
 //! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
 //! * [`name`]: how people call a store, and a volume of it.
 //! * [`opening`]: a new store, and one that is opened.
+//! * [`pace`]: how fast that goes, and how it ends.
 //! * [`numbers`]: which journal blocks are under way, and below which all is durable.
 //! * [`stripes`]: locks of blocks, and of journal blocks under way.
 //! * [`live`]: a store in use: reads, writes, flushes, volumes, and its opening after a death.
@@ -23,6 +25,7 @@
 //! * [`space`]: which places are given to whom, and when they come free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
+pub mod background;
 pub mod check;
 pub mod checkpoint;
 pub mod content;
@@ -37,6 +40,7 @@ pub mod name;
 pub mod numbers;
 pub mod opening;
 pub mod owned;
+pub mod pace;
 pub mod page;
 pub mod pages;
 pub mod slots;

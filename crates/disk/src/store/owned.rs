@@ -18,6 +18,7 @@ use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 use rustix::fs::FileType;
 
+use super::background::{Background, ServiceEngine};
 use super::journal::VolumeId;
 use super::live::{Live, Memory};
 use super::superblock::Unusable;
@@ -51,6 +52,8 @@ pub struct Owned {
 struct Users {
     count: usize,
     volumes: BTreeMap<VolumeId, Use>,
+    /// What the store does by itself, while disks of it are served.
+    background: Option<Background>,
 }
 
 /// Who uses a volume.
@@ -128,6 +131,20 @@ impl Seat {
         Ok(Seat { store, volume: None })
     }
 
+    /// The store is in service from now on: until its last user goes it does by itself what nobody asks for. This
+    /// process has given up all rights that it does not need.
+    ///
+    /// # Errors
+    /// No thread can be made.
+    pub fn serve(&self, engine: &ServiceEngine) -> io::Result<()> {
+        let mut users = self.store.users();
+        if users.background.is_none() {
+            let background = Background::start(self.store.clone(), engine.clone())?;
+            users.background = Some(background);
+        }
+        Ok(())
+    }
+
     /// Uses a volume, too. `false`: somebody does who writes it, or this one would.
     pub fn take(&mut self, volume: VolumeId, writes: bool) -> bool {
         let mut users = self.store.users();
@@ -173,8 +190,15 @@ impl Seat {
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        let mut stores = stores();
-        let mut users = self.store.users();
+        let (mut stores, mut users) = loop {
+            let stores = stores();
+            let mut users = self.store.users();
+            let background = if users.count == 1 { users.background.take() } else { None };
+            let Some(background) = background else { break (stores, users) };
+            // Others may open this store meanwhile, or another one.
+            drop((users, stores));
+            background.end();
+        };
         if let Some((volume, _)) = self.volume {
             match users.volumes.get_mut(&volume) {
                 Some(Use::Reads(count)) if *count > 1 => *count -= 1,
@@ -221,14 +245,20 @@ fn open(path: &Path, options: &OpenOptions, engine: OpenEngine<'_>) -> Result<Ow
 }
 
 fn start(raw: &Raw, memory: Memory, engine: OpenEngine<'_>) -> io::Result<Live> {
+    let (mut reactor, port) = port_to(raw, engine)?;
+    let bytes = raw.bytes_now()?;
+    reactor.block_on(async { Live::open(&port, bytes, memory).await })?
+}
+
+/// A way of this thread's to what a store is in.
+pub(super) fn port_to(raw: &Raw, engine: OpenEngine<'_>) -> io::Result<(Reactor, Port)> {
     let arena = Arena::new(SCRATCH_BYTES)?;
     let mut reactor = Reactor::new(engine(arena.clone())?);
     let files = raw.files().into_iter().map(|file| reactor.add_file(file));
     let files = files.collect::<io::Result<_>>()?;
     let region = arena.span(0, SCRATCH_BYTES);
     let port = Port { io: reactor.io(), files, scratch: Scratch::new(arena, region) };
-    let bytes = raw.bytes_now()?;
-    reactor.block_on(async { Live::open(&port, bytes, memory).await })?
+    Ok((reactor, port))
 }
 
 fn unusable(path: &Path, e: io::Error) -> DiskError {

@@ -197,9 +197,10 @@ pub fn serve_one(
     };
     let pool = Pool::with_scratch(options.client_bytes, 1, Disk::MAX_SCRATCH_BYTES)?;
     let counters = options.counters.clone().unwrap_or_default();
-    let (device, tuning) = (device.clone(), options.tuning);
-    let shared = Shared::new(device, pool, 1, tuning, Arc::default(), counters.clone())?;
+    let tuning = options.tuning;
+    let shared = Shared::new(device.clone(), pool, 1, tuning, Arc::default(), counters.clone())?;
     let shared = Arc::new(shared);
+    device.begin_service(&options.engine);
     let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);
     let client = Client::new(shared, engine, socket, export, &greeted, stop.clone(), trace)?;

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use ferrite_disk::store::background::ServiceEngine;
 use ferrite_disk::{Disk, DiskIdentity, Port};
 use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;
@@ -12,7 +13,7 @@ use ferrite_io::shm::Shm;
 use super::full::{Full, OnFull, is_full};
 use super::gate::{Gate, Side, Wanted};
 use super::turns::Turns;
-use crate::log_limit::LogLimits;
+use crate::log_limit::{LogLimits, limited};
 use crate::waker::Waker;
 
 /// Bytes of the file that remembers a failed flush.
@@ -72,6 +73,8 @@ pub struct Device {
     expected: AtomicUsize,
     /// What wakes them, by seat.
     wakers: Mutex<Vec<Option<Arc<Waker>>>>,
+    /// What the disk's own work is done with.
+    service: OnceLock<ServiceEngine>,
 }
 
 /// A path's place among those of its device, as long as it lives.
@@ -109,6 +112,29 @@ impl Device {
             gate: Gate::new(SEATS),
             expected: AtomicUsize::new(0),
             wakers: Mutex::new(vec![None; SEATS]),
+            service: OnceLock::new(),
+        }
+    }
+
+    /// Its guests are served from now on, with such engines: what the disk does by itself begins.
+    pub fn begin_service(&self, engine: &ServiceEngine) {
+        let engine = self.service.get_or_init(|| engine.clone());
+        if let Slot::Here(disk) = &*self.slot() {
+            self.tend(disk, engine);
+        }
+    }
+
+    /// The next disk does so, too.
+    pub(super) fn serve_on(&self, disk: &Disk) {
+        if let Some(engine) = self.service.get() {
+            self.tend(disk, engine);
+        }
+    }
+
+    fn tend(&self, disk: &Disk, engine: &ServiceEngine) {
+        if let Err(e) = disk.begin_service(engine) {
+            let limit = &self.log_limits.storage;
+            limited!(warn, limit, self.clock.now_ns(), "the disk does no work of its own: {e}");
         }
     }
 

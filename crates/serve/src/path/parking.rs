@@ -250,6 +250,7 @@ impl Away {
                 self.device.tell_heirs(&image);
                 // What is in the slot after this may be the next parker's.
                 self.done = true;
+                self.device.serve_on(&disk);
                 self.device.put(Slot::Here(Arc::new(disk)));
                 return Ok(());
             }

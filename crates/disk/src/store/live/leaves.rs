@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use super::{Core, Live, checkpoint, damaged, lock};
+use super::{BLOCK_BYTES, Core, Live, checkpoint, damaged, lock};
 use crate::Port;
 use crate::store::journal::{NewContent, VolumeId};
 use crate::store::medium::MAX_BLOCKS;
@@ -213,6 +213,34 @@ impl Live {
                 }
             };
             self.load(port, leaf, id, pointer).await?;
+        }
+    }
+
+    /// All words of a leaf. It does not come into memory for that: what looks at all leaves once would drive
+    /// out those that are wanted again. None: there is no such leaf.
+    pub(super) async fn peek(
+        &self,
+        port: &Port,
+        leaf: Leaf,
+    ) -> io::Result<Option<[u64; BLOCK_BYTES / 8]>> {
+        loop {
+            let (layout, id, pointer) = {
+                let core = self.core();
+                match leaf.find(&core)? {
+                    Found::Leaf(id) => return Ok(core.pages.words(&id, 0)),
+                    Found::Nothing => return Ok(None),
+                    Found::Load(id, pointer) => (core.layout, id, pointer),
+                }
+            };
+            if id.level > 0 {
+                self.load(port, leaf, id, pointer).await?;
+                continue;
+            }
+            let page = checkpoint::load(&layout, &self.medium, port, &id, &pointer).await;
+            // Its place may have become another's meanwhile.
+            if leaf.find(&self.core())? == Found::Load(id, pointer) {
+                return Ok(Some(words(&page?)));
+            }
         }
     }
 

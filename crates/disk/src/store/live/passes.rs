@@ -12,6 +12,7 @@ use crate::Port;
 use crate::store::Damaged;
 use crate::store::checkpoint::Core;
 use crate::store::free_numbers::page_of;
+use crate::store::pace::Pace;
 use crate::store::page::P2M_ENTRIES;
 use crate::store::space::{Bits, NoRoom, Passes};
 use crate::store::tree::Link;
@@ -120,7 +121,7 @@ impl Live {
     pub(super) async fn wait_for_room(&self, port: &Port, write: NoRoom) -> io::Result<()> {
         let _alone = self.passing.lock(&port.io).await?;
         while !self.marks().passes.may_fail(write) {
-            self.pass(port).await?;
+            self.pass(port, &Pace::unbounded()).await?;
         }
         Ok(())
     }
@@ -139,35 +140,43 @@ impl Live {
     /// # Errors
     /// The kernel's; metadata are damaged; there is no room for a checkpoint. Nothing is lost then.
     pub async fn gc(&self, port: &Port) -> io::Result<Passed> {
+        self.gc_at(port, &Pace::unbounded()).await
+    }
+
+    /// The same, not faster than `pace` allows while no write waits for room.
+    ///
+    /// # Errors
+    /// As [`gc`](Live::gc). `Interrupted`: `pace` has ended it.
+    pub async fn gc_at(&self, port: &Port, pace: &Pace) -> io::Result<Passed> {
         let _alone = self.passing.lock(&port.io).await?;
-        self.pass(port).await
+        self.pass(port, pace).await
     }
 
     /// The steps of section 7. The caller is in no epoch.
-    async fn pass(&self, port: &Port) -> io::Result<Passed> {
+    async fn pass(&self, port: &Port, pace: &Pace) -> io::Result<Passed> {
         let ends = Ends(self);
         // Step 1.
         self.begin_marking();
-        self.two_epochs(port).await?;
+        self.two_epochs(port, pace).await?;
         // Step 2.
         self.keep_trees(port).await?;
         // Step 3.
-        self.mark_numbers(port).await?;
+        self.mark_numbers(port, pace).await?;
         // Step 4.
         self.marks().phase = Phase::Closing;
-        self.two_epochs(port).await?;
+        self.two_epochs(port, pace).await?;
         // Step 5.
-        let (mut passed, free) = self.sweep_numbers(port).await?;
+        let (mut passed, free) = self.sweep_numbers(port, pace).await?;
         // Step 6.
         self.marks().phase = Phase::None;
-        self.two_epochs(port).await?;
+        self.two_epochs(port, pace).await?;
         self.marks().live = None;
         let end = self.begin_places(port).await?;
-        self.two_epochs(port).await?;
+        self.two_epochs(port, pace).await?;
         self.keep_trees(port).await?;
-        self.mark_places(port).await?;
+        self.mark_places(port, pace).await?;
         // Step 7.
-        passed.freed = self.sweep_places(port).await?;
+        passed.freed = self.sweep_places(port, pace).await?;
         let free_places = {
             let core = &mut *self.core();
             // The page in which the numbers end may have some on their way.
@@ -189,9 +198,10 @@ impl Live {
     }
 
     /// Waits until all have left who are in an epoch now.
-    async fn two_epochs(&self, port: &Port) -> io::Result<()> {
+    async fn two_epochs(&self, port: &Port, pace: &Pace) -> io::Result<()> {
         let now = self.epochs.removed();
         while self.epochs.ended() < now {
+            pace.check()?;
             port.io.sleep(AGAIN).await?;
         }
         Ok(())
@@ -224,7 +234,7 @@ impl Live {
     }
 
     /// All places without a mark come free, a part of them by each checkpoint.
-    async fn sweep_places(&self, port: &Port) -> io::Result<u64> {
+    async fn sweep_places(&self, port: &Port, pace: &Pace) -> io::Result<u64> {
         let pairs = self.core().layout.segments / 2;
         let mut freed = 0;
         for first in (0..pairs).step_by(PAIRS_AT_ONCE as usize) {
@@ -238,7 +248,7 @@ impl Live {
             let (holes, count) = self.sweep_part(port, part).await?;
             freed += count;
             // Who reads there was told of it before.
-            self.two_epochs(port).await?;
+            self.two_epochs(port, pace).await?;
             self.punch(port, &holes).await;
             self.core().space.let_go();
             self.release();

@@ -6,12 +6,13 @@ use super::leaves::{Leaf, bytes};
 use super::passes::{Passed, numbers_of};
 use super::{Live, damaged};
 use crate::Port;
+use crate::store::pace::Pace;
 use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, Whereabouts, decode_number};
 use crate::store::space::Places;
 use crate::store::tree::{Link, Way};
 
-/// Pages that are looked at before others have their turn.
-const STEP: usize = 64;
+/// Leaves that are not read, before others have their turn.
+const STEP: u64 = 64;
 /// Words of an entry of P2M.
 const ENTRY_WORDS: usize = 2;
 
@@ -22,11 +23,12 @@ fn parts<const N: usize>(page: &[u8]) -> impl Iterator<Item = [u8; N]> {
 
 impl Live {
     /// Step 3: what the volumes have had has its bits.
-    pub(super) async fn mark_numbers(&self, port: &Port) -> io::Result<()> {
+    pub(super) async fn mark_numbers(&self, port: &Port, pace: &Pace) -> io::Result<()> {
         let layout = self.core().layout;
         let mut seen = Places::default();
         self.walk(
             port,
+            pace,
             &mut seen,
             0,
             |_| {},
@@ -45,6 +47,7 @@ impl Live {
     async fn walk(
         &self,
         port: &Port,
+        pace: &Pace,
         seen: &mut Places,
         lowest: u8,
         mut visit: impl FnMut(u64),
@@ -77,14 +80,18 @@ impl Live {
                         left.extend(pointer.map(|pointer| (pointer, level - 1)));
                     }
                 }
-                port.io.yield_to_others().await;
+                self.page_done(port, pace).await?;
             }
         }
         Ok(())
     }
 
     /// Step 5: entries of numbers without a bit become nothing. Also says how many of each page are free.
-    pub(super) async fn sweep_numbers(&self, port: &Port) -> io::Result<(Passed, Vec<u8>)> {
+    pub(super) async fn sweep_numbers(
+        &self,
+        port: &Port,
+        pace: &Pace,
+    ) -> io::Result<(Passed, Vec<u8>)> {
         let end = self.core().numbers_end;
         let pages = end.div_ceil(P2M_ENTRIES as u64);
         let (mut passed, mut free) = (Passed::default(), vec![0; pages as usize]);
@@ -112,20 +119,17 @@ impl Live {
             if !dead.is_empty() {
                 self.forget_contents(port, page, &dead).await?;
             }
-            if page % STEP as u64 == 0 {
-                port.io.yield_to_others().await;
-            }
+            self.page_done(port, pace).await?;
         }
         Ok((passed, free))
     }
 
     /// All entries of a page of P2M.
-    async fn entries(&self, port: &Port, page: u64) -> io::Result<Vec<Whereabouts>> {
+    pub(super) async fn entries(&self, port: &Port, page: u64) -> io::Result<Vec<Whereabouts>> {
         let layout = self.core().layout;
-        let look =
-            |pages: &super::Pages, id: &_| pages.words::<{ P2M_ENTRIES * ENTRY_WORDS }>(id, 0);
-        let words = self.look(port, Leaf::P2m(page), look).await?.flatten();
-        let Some(words) = words else { return Ok(vec![Whereabouts::Nowhere; P2M_ENTRIES]) };
+        let Some(words) = self.peek(port, Leaf::P2m(page)).await? else {
+            return Ok(vec![Whereabouts::Nowhere; P2M_ENTRIES]);
+        };
         let numbers = page * P2M_ENTRIES as u64..;
         let entries = words.as_chunks::<ENTRY_WORDS>().0.iter().zip(numbers);
         let entries =
@@ -151,7 +155,7 @@ impl Live {
     }
 
     /// Step 6: all places that are in use have marks.
-    pub(super) async fn mark_places(&self, port: &Port) -> io::Result<()> {
+    pub(super) async fn mark_places(&self, port: &Port, pace: &Pace) -> io::Result<()> {
         {
             let core = &mut *self.core();
             let tables = core.volumes.places().chain(core.domains.places());
@@ -160,21 +164,25 @@ impl Live {
         let mut seen = Places::default();
         // Leaves are where the pages above say.
         let visit = |place| self.core().space.mark_page(place);
-        self.walk(port, &mut seen, 1, visit, |_| Ok(())).await?;
+        self.walk(port, pace, &mut seen, 1, visit, |_| Ok(())).await?;
         let places = self.core().layout.places();
         for page in 0..places.div_ceil(P2M_ENTRIES as u64) {
             let entries = self.entries(port, page).await?;
             self.mark_way(port, Leaf::P2m(page)).await?;
-            let core = &mut *self.core();
-            for entry in entries {
-                if let Whereabouts::Plain { place, .. } = entry {
-                    core.space.mark(place);
+            {
+                let core = &mut *self.core();
+                for entry in entries {
+                    if let Whereabouts::Plain { place, .. } = entry {
+                        core.space.mark(place);
+                    }
                 }
             }
+            self.page_done(port, pace).await?;
         }
         for leaf in 0..places.div_ceil(HASHES as u64) {
             self.mark_way(port, Leaf::Hashes(leaf)).await?;
-            if leaf % STEP as u64 == 0 {
+            if leaf % STEP == 0 {
+                pace.check()?;
                 port.io.yield_to_others().await;
             }
         }

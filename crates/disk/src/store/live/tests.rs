@@ -15,6 +15,7 @@ use crate::store::journal::{Name, VolumeId};
 use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
 mod passes;
+mod tending;
 
 const SECTOR: usize = 512;
 const PER_BLOCK: u64 = 8;

@@ -421,6 +421,7 @@ pub struct Passes {
     /// What was free when the last one ended.
     free_then: u64,
     is_full: bool,
+    is_awaited: bool,
 }
 
 /// A write found no room: the pass that it has to wait for.
@@ -430,12 +431,19 @@ pub struct NoRoom(u64);
 impl Passes {
     /// None yet, with so many places free.
     pub fn new(free: u64) -> Passes {
-        Passes { begun: 0, ended: 0, is_running: false, free_then: free, is_full: false }
+        Passes {
+            begun: 0,
+            ended: 0,
+            is_running: false,
+            free_then: free,
+            is_full: false,
+            is_awaited: false,
+        }
     }
 
     /// A write has found no room.
     pub fn no_room(&mut self) -> NoRoom {
-        self.is_full = true;
+        (self.is_full, self.is_awaited) = (true, true);
         NoRoom(self.begun + 1)
     }
 
@@ -449,6 +457,11 @@ impl Passes {
         let is_low =
             free <= places / 4 && self.free_then.saturating_sub(free) >= self.free_then / 8;
         !self.is_running && (self.is_full || is_low && free < self.free_then)
+    }
+
+    /// Whether a write waits for the one that runs, or for the next.
+    pub fn is_awaited(&self) -> bool {
+        self.is_awaited
     }
 
     /// How many have begun.
@@ -471,6 +484,7 @@ impl Passes {
     /// It has ended, and left so many places free.
     pub fn end(&mut self, free: u64) {
         self.ended = self.begun;
+        self.is_awaited = self.is_full;
         self.is_running = false;
         self.free_then = free;
     }

@@ -164,6 +164,7 @@ impl Attached {
             .map(|i| TraceRing::create(&means.files.trace(i)))
             .collect::<Result<_, _>>()
             .map_err(|e| Failure::run_dir("make a trace ring", e))?;
+        means.device.begin_service(&means.engine);
         let (sender, messages) = channel();
         let mut attached = Attached {
             wanted: rings.wanted,

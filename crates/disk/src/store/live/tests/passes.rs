@@ -108,7 +108,7 @@ pub(super) fn nothing_is_lost_and_nothing_left(process: &mut Process) {
 }
 
 /// Blocks of a volume from one on get contents that nobody has had.
-fn write_new(
+pub(super) fn write_new(
     process: &mut Process,
     name: &str,
     block: u64,

@@ -1,0 +1,84 @@
+//! The thread that does the work of a store in service that nobody asks for (store.md 16).
+//!
+//! It has an engine and memory of its own, so it stands in no queue's way. What it does are the bounded steps of
+//! [`Live::tend`]. It is started when the process has given up all rights that it does not need.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::Engine;
+
+use super::live::{Live, Tended};
+use super::owned::{Owned, port_to};
+use super::pace::{Pace, Stop};
+use crate::Port;
+
+/// Operations under way.
+const ENTRIES: u32 = 32;
+/// Pages are read and written no faster than this, unless somebody waits for room.
+const BYTES_A_SECOND: u64 = 64 << 20;
+/// Between two looks whether there is something to do.
+const IDLE: Duration = Duration::from_secs(1);
+/// Behind something that has failed. It is told at most as often.
+const FAILED: Duration = Duration::from_secs(30);
+
+/// Makes engines for the service of a disk: memory, and operations under way.
+pub type ServiceEngine = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
+
+/// See the module text.
+pub(super) struct Background {
+    stop: Arc<Stop>,
+    thread: JoinHandle<()>,
+}
+
+impl Background {
+    /// For a store that stays open until [`end`](Background::end).
+    pub(super) fn start(store: Arc<Owned>, engine: ServiceEngine) -> io::Result<Background> {
+        let stop = Stop::new()?;
+        let theirs = stop.clone();
+        let span = tracing::Span::current();
+        let body = move || {
+            let _in_span = span.enter();
+            if let Err(e) = work(&store, &engine, theirs) {
+                tracing::warn!("the store does no work behind service: {e}");
+            }
+        };
+        let thread = std::thread::Builder::new().name("store".to_owned()).spawn(body)?;
+        Ok(Background { stop, thread })
+    }
+
+    /// Ends it between two of its steps. Nothing of it is under way when this returns.
+    pub(super) fn end(self) {
+        self.stop.ask();
+        if self.thread.join().is_err() {
+            tracing::error!("a store's own thread has panicked: this is a bug in ferrite");
+        }
+    }
+}
+
+fn work(store: &Owned, engine: &ServiceEngine, stop: Arc<Stop>) -> io::Result<()> {
+    let (mut reactor, port) = port_to(store.raw(), &|arena| engine(arena, ENTRIES))?;
+    let pace = Pace::bounded(Some(BYTES_A_SECOND), Some(stop));
+    reactor.block_on(async { tend(store.live(), &port, &pace).await })
+}
+
+/// Until `pace` ends it, or the store can change no more.
+async fn tend(live: &Live, port: &Port, pace: &Pace) {
+    while !live.is_faulty() {
+        let rested = match live.tend(port, pace).await {
+            Ok(Tended::Something) => Ok(()),
+            Ok(Tended::Nothing) => pace.rest(&port.io, IDLE).await,
+            Err(e) if pace.check().is_ok() => {
+                tracing::warn!("work of the store behind service has failed: {e}");
+                pace.rest(&port.io, FAILED).await
+            }
+            Err(e) => Err(e),
+        };
+        if rested.is_err() {
+            return;
+        }
+    }
+}
