@@ -4,25 +4,29 @@
 //! a lane waits for nothing but its own operations, and for pages that others have on the medium. The mutexes are held
 //! across no waiting.
 
+mod contents;
 mod index_loading;
 mod leaves;
 mod listing;
 mod passes;
 mod reading;
 mod replaying;
+mod scrubbing;
 mod sweeping;
 mod tending;
 mod volumes;
 mod writing;
 
 use std::io;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
 pub use listing::{Look, StoreInfo, VolumeInfo};
 pub use passes::Passed;
-pub use tending::Tended;
+pub use scrubbing::ScrubInfo;
+pub use tending::{Tended, WorkInfo};
 pub use volumes::{Found, Operation, VolumeError};
 
 use self::leaves::MAX_LEAVES;
@@ -85,6 +89,7 @@ pub struct Live {
     passing: SharedLock,
     marks: Mutex<Marks>,
     duties: Mutex<Duties>,
+    finds_bad: AtomicBool,
 }
 
 impl Live {
@@ -124,6 +129,7 @@ impl Live {
             passing: SharedLock::new(),
             marks: Mutex::new(marks),
             duties: Mutex::default(),
+            finds_bad: AtomicBool::new(false),
         }
     }
 

@@ -130,6 +130,19 @@ pub enum Way {
     Load(PageId, Pointer),
 }
 
+/// Whether there is a leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// There is.
+    Leaf,
+    /// Not this one, nor any before that.
+    NotBefore(u64),
+    /// Nor any other from it on.
+    End,
+    /// Nothing is known before this page has come from the medium.
+    Load(PageId, Pointer),
+}
+
 /// One tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tree {
@@ -208,6 +221,35 @@ impl Tree {
     /// A page was lost. That is a mistake of the program.
     pub fn find(&self, pages: &Pages, leaf: u64) -> Result<Found, Damaged> {
         self.walk(pages, leaf, |_| {})
+    }
+
+    /// Whether there is this leaf, or where the next one may be. Only pages that lead on need to be here.
+    ///
+    /// # Errors
+    /// As `find`.
+    pub fn next(&self, pages: &Pages, leaf: u64) -> Result<Next, Damaged> {
+        if leaf >> (LINK_BITS * u32::from(self.depth)) > 0 {
+            return Ok(Next::End);
+        }
+        let (mut link, mut level) = (self.root, self.depth);
+        loop {
+            let Some(born) = link.born() else {
+                let bits = LINK_BITS * u32::from(level);
+                return Ok(Next::NotBefore(((leaf >> bits) + 1) << bits));
+            };
+            if level == 0 {
+                return Ok(Next::Leaf);
+            }
+            let id = self.page(level, leaf, born);
+            let Some(page) = pages.inner(&id) else {
+                return match link {
+                    Link::Written(pointer) => Ok(Next::Load(id, pointer)),
+                    _ => Err(Damaged("a page is neither in memory nor on the medium")),
+                };
+            };
+            link = link_at(page, Tree::link_number(level, leaf));
+            level -= 1;
+        }
     }
 
     /// The places of all pages on the way to a leaf that the medium has as they are now, and the leaf's. Only

@@ -54,7 +54,7 @@ impl Marks {
         }
     }
 
-    fn is_live(&self, number: u64) -> bool {
+    pub(super) fn is_live(&self, number: u64) -> bool {
         self.live.as_ref().is_none_or(|live| live.get(number))
     }
 
@@ -78,6 +78,8 @@ pub struct Passed {
     pub contents: u64,
     /// Contents that none had any more.
     pub dead: u64,
+    /// Contents that turned out to be those of lower numbers.
+    pub joined: u64,
     /// Blocks of the store that came free.
     pub freed: u64,
 }
@@ -106,7 +108,9 @@ impl Live {
 
     /// See [`Marks::claim`].
     pub(super) fn claim_content(&self, phase: Phase, number: u64) -> bool {
-        phase == Phase::None || self.marks().claim(phase, number)
+        // Who writes what is bad on the medium makes a good copy of it.
+        let refuses = self.finds_bad() && self.duties().scrub.refuses(number);
+        !refuses && (phase == Phase::None || self.marks().claim(phase, number))
     }
 
     /// A write has found no room: the pass that it has to wait for.
@@ -185,6 +189,7 @@ impl Live {
             core.space.free()
         };
         self.marks().passes.end(free_places);
+        self.duties().passed = Some(passed);
         drop(ends);
         Ok(passed)
     }

@@ -143,7 +143,7 @@ impl Live {
         if number == 0 {
             return Ok(None);
         }
-        match self.whereabouts(port, number).await? {
+        match self.content_of(port, number).await? {
             Whereabouts::Plain { place, checksum } => Ok(Some((place, checksum))),
             _ => Err(damaged(Damaged("a volume has a content that is nowhere"))),
         }

@@ -119,6 +119,9 @@ impl Live {
             if !dead.is_empty() {
                 self.forget_contents(port, page, &dead).await?;
             }
+            if (dead.len() as u32) < P2M_ENTRIES as u32 {
+                passed.joined += self.join_equal(port, pace, page, &entries).await?;
+            }
             self.page_done(port, pace).await?;
         }
         Ok((passed, free))

@@ -1,22 +1,33 @@
 //! The store's own work, behind service (store.md 16): one bounded step after the other, by whoever drives it.
 
 use std::io;
+use std::sync::atomic::Ordering;
+
+use serde::{Deserialize, Serialize};
 
 use super::index_loading::Loading;
+use super::passes::Passed;
+use super::scrubbing::{ScrubInfo, Scrubbing};
 use super::{BLOCK_BYTES, Live};
 use crate::Port;
 use crate::store::pace::Pace;
 
+/// What scrubbing reads counts so many times: nobody waits for it.
+const SCRUB_PRICE: u64 = 16;
+
 /// What the store does by itself, and how far that is.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Duties {
     pub(super) loading: Loading,
+    pub(super) scrub: Scrubbing,
+    /// What the last pass has found.
+    pub(super) passed: Option<Passed>,
 }
 
 impl Duties {
     /// Of a store with so many numbers.
     pub(super) fn new(numbers_end: u64) -> Duties {
-        Duties { loading: Loading::new(numbers_end) }
+        Duties { loading: Loading::new(numbers_end), ..Duties::default() }
     }
 }
 
@@ -29,7 +40,53 @@ pub enum Tended {
     Nothing,
 }
 
+/// What a store in use has done by itself, since it was opened. Sizes are bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkInfo {
+    /// Passes that have begun.
+    pub passes: u64,
+    /// One is under way.
+    pub passing: bool,
+    /// Of the last one: content that volumes had.
+    pub live_bytes: u64,
+    /// Content that none had any more.
+    pub dead_bytes: u64,
+    /// Content that turned out to be there twice.
+    pub joined_bytes: u64,
+    /// Space that came free, with that of pages.
+    pub freed_bytes: u64,
+    /// Of P2M, pages whose numbers the index has been told of since the store was opened, and all of them.
+    pub index_done: u64,
+    /// See `index_done`.
+    pub index_all: u64,
+    /// Numbers that the index knows by that.
+    pub index_loaded: u64,
+    /// The scrubbing.
+    pub scrub: ScrubInfo,
+}
+
 impl Live {
+    /// What the store has done by itself.
+    pub fn work(&self) -> WorkInfo {
+        let passes = self.marks().passes;
+        let scrub = self.scrub_info();
+        let duties = self.duties();
+        let passed = duties.passed.unwrap_or_default();
+        let bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
+        WorkInfo {
+            passes: passes.count(),
+            passing: passes.is_running(),
+            live_bytes: bytes(passed.contents),
+            dead_bytes: bytes(passed.dead),
+            joined_bytes: bytes(passed.joined),
+            freed_bytes: bytes(passed.freed),
+            index_done: duties.loading.done(),
+            index_all: duties.loading.all,
+            index_loaded: duties.loading.loaded,
+            scrub,
+        }
+    }
+
     /// Does the next piece of the store's own work: what makes room comes first. The caller is in no epoch.
     /// Dropped, or ended by `pace`, it has lost or broken nothing.
     ///
@@ -45,7 +102,18 @@ impl Live {
             pace.used(&port.io, bytes).await?;
             return Ok(Tended::Something);
         }
+        if let Some(bytes) = self.scrub(port).await? {
+            let finds_bad = self.scrub_info().bad_contents > 0;
+            self.finds_bad.fetch_or(finds_bad, Ordering::Relaxed);
+            pace.used(&port.io, SCRUB_PRICE * bytes).await?;
+            return Ok(Tended::Something);
+        }
         Ok(Tended::Nothing)
+    }
+
+    /// Whether scrubbing has found anything bad.
+    pub(super) fn finds_bad(&self) -> bool {
+        self.finds_bad.load(Ordering::Relaxed)
     }
 
     /// A page was read or written behind service: others go first. There is no rest while a write waits for

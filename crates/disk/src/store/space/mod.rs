@@ -464,6 +464,11 @@ impl Passes {
         self.is_awaited
     }
 
+    /// Whether one is under way.
+    pub fn is_running(&self) -> bool {
+        self.is_running
+    }
+
     /// How many have begun.
     pub fn count(&self) -> u64 {
         self.begun
