@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
 use super::medium::{MAX_BLOCKS, Medium, damaged};
-use super::page::Pointer;
+use super::page::{Packing, Pointer};
 use super::pages::{Kind, PageId, Pages};
 use super::space::Space;
 use super::superblock::{Roots, Superblock};
@@ -44,6 +44,8 @@ pub struct Core {
     pub generation: u64,
     /// All numbers that were ever given are lower.
     pub numbers_end: u64,
+    /// How new groups are compressed.
+    pub packing: Option<Packing>,
     /// Those of them that can be given again.
     pub free_numbers: FreeNumbers,
     /// Trees that a pass looks at.
@@ -106,6 +108,7 @@ impl Core {
             generation: self.generation,
             numbers_end: self.numbers_end,
             roots: Roots::default(),
+            packing: self.packing,
         };
         let (p2m, hashes, written) = (self.p2m, self.hashes, Written::new());
         let under_way = UnderWay { superblock, p2m, hashes, pages, volumes, domains, written };

@@ -4,7 +4,9 @@
 //! a lane waits for nothing but its own operations, and for pages that others have on the medium. The mutexes are held
 //! across no waiting.
 
+mod compacting;
 mod contents;
+mod groups;
 mod index_loading;
 mod leaves;
 mod listing;
@@ -23,12 +25,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
+pub use compacting::CompactionInfo;
 pub use listing::{Look, StoreInfo, VolumeInfo};
 pub use passes::Passed;
 pub use scrubbing::ScrubInfo;
 pub use tending::{Tended, WorkInfo};
 pub use volumes::{Found, Operation, VolumeError};
 
+use self::groups::Groups;
 use self::leaves::MAX_LEAVES;
 use self::passes::Marks;
 use self::tending::Duties;
@@ -89,6 +93,7 @@ pub struct Live {
     passing: SharedLock,
     marks: Mutex<Marks>,
     duties: Mutex<Duties>,
+    groups: Mutex<Groups>,
     finds_bad: AtomicBool,
 }
 
@@ -129,6 +134,7 @@ impl Live {
             passing: SharedLock::new(),
             marks: Mutex::new(marks),
             duties: Mutex::default(),
+            groups: Mutex::default(),
             finds_bad: AtomicBool::new(false),
         }
     }
@@ -143,6 +149,10 @@ impl Live {
 
     fn marks(&self) -> MutexGuard<'_, Marks> {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Groups> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn duties(&self) -> MutexGuard<'_, Duties> {

@@ -4,6 +4,7 @@
 //! * [`content`]: what is in a block, and its name.
 //! * [`layout`]: what is where in a store of a given size.
 //! * [`superblock`]: the beginning of everything, and which of four pages it is.
+//! * [`packing`]: groups of blocks that are compressed.
 //! * [`page`]: pointers to pages, and what leaves have in them.
 //! * [`pages`]: pages of trees in memory, and which a checkpoint has to write.
 //! * [`tree`]: trees of pages, copied on write by generation.
@@ -41,6 +42,7 @@ pub mod numbers;
 pub mod opening;
 pub mod owned;
 pub mod pace;
+pub mod packing;
 pub mod page;
 pub mod pages;
 pub mod slots;

@@ -54,6 +54,7 @@ pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) 
         generation: FIRST_GENERATION,
         numbers_end: 1,
         roots: Roots::default(),
+        packing: None,
     };
     // It is one when its beginning is there, which is the last.
     for home in [1, 0] {
@@ -117,6 +118,7 @@ pub async fn open(
         domains: Table::load(medium, port, &layout, roots.domains).await?,
         generation: superblock.generation,
         numbers_end: superblock.numbers_end,
+        packing: superblock.packing,
         free_numbers: FreeNumbers::default(),
         kept: Vec::new(),
         under_way: None,

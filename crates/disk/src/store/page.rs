@@ -1,5 +1,7 @@
 //! Pages of trees: the pointers of inner pages, and what the leaves have in them (store.md 2).
 
+use serde::{Deserialize, Serialize};
+
 use super::content::checksum;
 use super::fields::{Reader, Writer};
 use super::layout::Layout;
@@ -17,7 +19,7 @@ pub const HASHES: usize = BLOCK_BYTES / 32;
 const PLACE_BYTES: usize = 5;
 const BORN_BYTES: usize = 7;
 /// Blocks of a compressed group, and places that it takes: 64 KiB.
-const GROUP_BLOCKS: u8 = 16;
+pub const GROUP_BLOCKS: u8 = 16;
 
 /// Where a page is, and what it has to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,11 +100,13 @@ pub fn decode_number(bytes: [u8; 8], layout: &Layout) -> Result<u64, Damaged> {
 }
 
 /// How a group is compressed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Packing {
     /// LZ4, a block of it.
     Lz4,
     /// A frame of Zstandard.
+    #[serde(rename = "zstd")]
     Zstandard,
 }
 

@@ -3,7 +3,7 @@
 use super::content::checksum;
 use super::fields::{Reader, Writer};
 use super::layout::Layout;
-use super::page::{POINTER_BYTES, Pointer};
+use super::page::{POINTER_BYTES, Packing, Pointer};
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
 /// With this a store begins.
@@ -43,6 +43,8 @@ pub struct Superblock {
     pub numbers_end: u64,
     /// What it leads to.
     pub roots: Roots,
+    /// How new groups are compressed.
+    pub packing: Option<Packing>,
 }
 
 /// Why a page is no superblock that this program can go by.
@@ -85,6 +87,10 @@ impl Superblock {
         for root in [roots.p2m, roots.hashes, roots.volumes, roots.domains] {
             to.bytes(&Pointer::encode(root));
         }
+        to.number(
+            PACKINGS.iter().position(|packing| *packing == self.packing).unwrap_or(0) as u64,
+            8,
+        );
         to.0.resize(CHECKSUM_AT, 0);
         let sum = checksum(&to.0);
         to.number(sum.into(), 4);
@@ -134,14 +140,28 @@ impl Superblock {
         }
         let mut root = || Pointer::decode(&from.array::<POINTER_BYTES>()?, &layout);
         let roots = Roots { p2m: root()?, hashes: root()?, volumes: root()?, domains: root()? };
+        let packing = PACKINGS.get(from.u64()? as usize);
+        let packing = *packing.ok_or(Damaged("the store is compressed in an unknown way"))?;
         let zeros = BLOCK_BYTES - FIELDS_BYTES - 4;
         Reader::new(from.bytes(zeros)?).zeros()?;
-        Ok(Superblock { id, layout, checkpoint, replay_from, generation, numbers_end, roots })
+        Ok(Superblock {
+            id,
+            layout,
+            checkpoint,
+            replay_from,
+            generation,
+            numbers_end,
+            roots,
+            packing,
+        })
     }
 }
 
 /// Of everything but the zeros and the checksum at the end.
-const FIELDS_BYTES: usize = 8 + 4 + 4 + 16 + 2 * 8 + 4 * 8 + 5 * 8 + 4 * POINTER_BYTES;
+const FIELDS_BYTES: usize = 8 + 4 + 4 + 16 + 2 * 8 + 4 * 8 + 5 * 8 + 4 * POINTER_BYTES + 8;
+
+/// As their numbers are on the medium.
+const PACKINGS: [Option<Packing>; 3] = [None, Some(Packing::Lz4), Some(Packing::Zstandard)];
 
 /// The four pages of a store, by home, and for even and odd checkpoints.
 pub type Pages = [[Result<Superblock, Unusable>; 2]; 2];

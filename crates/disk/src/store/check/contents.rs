@@ -6,6 +6,7 @@ use super::medium::Step;
 use super::{Check, StoreFinding, in_bytes};
 use crate::store::content::{ContentHash, DomainKey, checksum};
 use crate::store::medium::MAX_BLOCKS;
+use crate::store::packing::unpack;
 use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, Whereabouts};
 use crate::store::space::Kind;
 use crate::store::tree::{Link, Tree};
@@ -17,6 +18,14 @@ struct Run {
     place: u64,
     /// Numbers and checksums.
     contents: Vec<(u64, u32)>,
+}
+
+/// What there is to read of a content.
+enum ToRead {
+    /// A place, and the checksum of what is in it.
+    Plain(u64, u32),
+    /// A block of a compressed group.
+    Packed(Whereabouts),
 }
 
 /// Where full hashes are read.
@@ -49,7 +58,15 @@ impl Check<'_> {
         let root = root_of(&self.core.p2m);
         self.all_leaves("P2M", root, true, async |check, index, page| {
             for (entry, number) in page.as_chunks().0.iter().zip(index * P2M_ENTRIES as u64..) {
-                if let Some((place, sum)) = check.entry(number, entry) {
+                let (place, sum) = match check.entry(number, entry) {
+                    Some(ToRead::Plain(place, sum)) => (place, sum),
+                    Some(ToRead::Packed(entry)) => {
+                        check.read_packed(number, entry, &mut hashes).await?;
+                        continue;
+                    }
+                    None => continue,
+                };
+                {
                     if place != run.place + run.contents.len() as u64
                         || run.contents.len() == MAX_BLOCKS
                     {
@@ -75,8 +92,13 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// What an entry says. Gives the place that has to be read.
-    fn entry(&mut self, number: u64, entry: &[u8; 16]) -> Option<(u64, u32)> {
+    /// Whether nothing has named the group yet that begins here.
+    fn is_new_group(&mut self, (segment, at): (u64, u64)) -> bool {
+        self.groups.set(segment * self.layout.segment_blocks + at)
+    }
+
+    /// What an entry says. Gives what has to be read.
+    fn entry(&mut self, number: u64, entry: &[u8; 16]) -> Option<ToRead> {
         let found = match Whereabouts::decode(entry, number, &self.layout) {
             Ok(Whereabouts::Nowhere) => return None,
             Ok(_) if number >= self.core.numbers_end => {
@@ -88,15 +110,21 @@ impl Check<'_> {
             Ok(Whereabouts::Plain { place, checksum }) => {
                 self.take(place, Kind::Data, "content");
                 self.contents.set(number);
-                return self.how.contents.then_some((place, checksum));
+                return self.how.contents.then_some(ToRead::Plain(place, checksum));
             }
             Ok(Whereabouts::SameAs { number: lower }) => self.same.push((number, lower)),
             Ok(Whereabouts::Nowhere) => {}
-            Ok(Whereabouts::Packed { .. }) => {
+            Ok(entry @ Whereabouts::Packed { place, places, .. }) => {
+                // Others of its group come, too.
+                if self.layout.segment_of(place).is_some_and(|at| self.is_new_group(at)) {
+                    for place in place..place + u64::from(places) {
+                        self.take(place, Kind::Data, "content");
+                    }
+                    self.group_places += u64::from(places);
+                }
+                self.packed_contents += 1;
                 self.contents.set(number);
-                let why = format!("number {number} is compressed, which is not read here");
-                let class = crate::Class::Unsupported;
-                self.add(StoreFinding { class, ..StoreFinding::damage("number", why) });
+                return self.how.contents.then_some(ToRead::Packed(entry));
             }
             Err(Damaged(why)) => {
                 let why = format!("number {number}: {why}");
@@ -124,6 +152,34 @@ impl Check<'_> {
             }
         }
         self.has_read(in_bytes(contents.len() as u64)).await
+    }
+
+    /// A block of a compressed group. The group is kept for the next one.
+    async fn read_packed(
+        &mut self,
+        number: u64,
+        entry: Whereabouts,
+        hashes: &mut Hashes,
+    ) -> io::Result<()> {
+        let Whereabouts::Packed { place, checksum: sum, packing, places, index } = entry else {
+            return Ok(());
+        };
+        if self.group.0 != place {
+            let group = self.medium.read(self.port, place, places.into()).await;
+            let blocks = group.ok().and_then(|group| unpack(packing, &group).ok());
+            self.group = (place, blocks.unwrap_or_default());
+            self.has_read(in_bytes(places.into())).await?;
+        }
+        let at = usize::from(index) * BLOCK_BYTES;
+        let block = self.group.1.get(at..at + BLOCK_BYTES).map(<[u8]>::to_vec);
+        match block.filter(|block| checksum(block) == sum) {
+            Some(block) if self.how.deep => self.compare_hash(number, &block, hashes).await,
+            Some(_) => Ok(()),
+            None => {
+                self.bad.set(number);
+                Ok(())
+            }
+        }
     }
 
     async fn compare_hash(

@@ -121,6 +121,12 @@ struct Check<'a> {
     bad: Bits,
     /// Numbers that a volume has.
     live: Bits,
+    /// Places where compressed groups begin, the places of these, and the contents in them.
+    groups: Bits,
+    group_places: u64,
+    packed_contents: u64,
+    /// The group that was read last.
+    group: (u64, Vec<u8>),
     /// Numbers of kind 2, and the lower ones that they stand for.
     same: Vec<(u64, u64)>,
     known: HashMap<u64, Known>,
@@ -214,6 +220,10 @@ impl<'a> Check<'a> {
             contents: bits(numbers),
             bad: bits(numbers),
             live: bits(numbers),
+            groups: bits(layout.places()),
+            group_places: 0,
+            packed_contents: 0,
+            group: (0, Vec::new()),
             same: Vec::new(),
             known: HashMap::new(),
             metadata_blocks: 0,
@@ -285,11 +295,12 @@ impl<'a> Check<'a> {
         }
         if let Some(stats) = &mut self.outcome.stats {
             stats.distinct_bytes = in_bytes(distinct);
-            stats.stored_bytes = in_bytes(distinct);
-            let stored = stats.stored_bytes.max(BLOCK_BYTES as u64);
-            stats.ratio = stats.mapped_bytes as f64 / stored as f64;
+            let stored = distinct.saturating_sub(self.packed_contents) + self.group_places;
+            stats.stored_bytes = in_bytes(stored);
+            let taken = stats.stored_bytes.max(BLOCK_BYTES as u64);
+            stats.ratio = stats.mapped_bytes as f64 / taken as f64;
             stats.metadata_bytes = in_bytes(self.metadata_blocks);
-            stats.garbage_bytes = in_bytes(used_data.saturating_sub(distinct));
+            stats.garbage_bytes = in_bytes(used_data.saturating_sub(stored));
             stats.free_bytes = in_bytes(free);
         }
     }

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::leaves::{Leaf, bytes};
+use super::leaves::{Leaf, bytes, words};
 use super::{Live, damaged};
 use crate::Port;
 use crate::store::Damaged;
@@ -29,11 +29,23 @@ impl Live {
     /// # Errors
     /// An entry is damaged, or cannot be read.
     pub(super) async fn content_of(&self, port: &Port, number: u64) -> io::Result<Whereabouts> {
+        Ok(self.meant_by(port, number).await?.1)
+    }
+
+    /// The number whose content a number stands for, or itself, and where that is.
+    ///
+    /// # Errors
+    /// As [`content_of`](Live::content_of).
+    pub(super) async fn meant_by(
+        &self,
+        port: &Port,
+        number: u64,
+    ) -> io::Result<(u64, Whereabouts)> {
         let mut number = number;
         for _ in 0..MAX_WAY {
             match self.whereabouts(port, number).await? {
                 Whereabouts::SameAs { number: lower } => number = lower,
-                found => return Ok(found),
+                found => return Ok((number, found)),
             }
         }
         Err(damaged(Damaged("a content is that of another one, and so on without an end")))
@@ -149,16 +161,10 @@ impl Live {
             for (number, lower) in joined {
                 let entry = Whereabouts::SameAs { number: *lower };
                 let (leaf, at) = Leaf::of_number(*number);
-                leaf.store(core, at, &words(&entry.encode()))?;
+                leaf.store(core, at, &words::<ENTRY_WORDS>(&entry.encode()))?;
             }
             Ok(())
         })
         .await
     }
-}
-
-/// An entry as a leaf has it.
-fn words(bytes: &[u8; 16]) -> [u64; ENTRY_WORDS] {
-    let words = bytes.as_chunks().0;
-    std::array::from_fn(|i| u64::from_le_bytes(words[i]))
 }

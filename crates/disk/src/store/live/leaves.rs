@@ -93,6 +93,17 @@ impl Leaf {
         Ok(Some(std::array::from_fn(|at| entry(at) == Some([0; 2]))))
     }
 
+    /// Whether a leaf that is in memory has these words.
+    pub(super) fn holds<const N: usize>(
+        self,
+        core: &Core,
+        at: usize,
+        words: &[u64; N],
+    ) -> io::Result<bool> {
+        let Found::Leaf(id) = self.find(core)? else { return Ok(false) };
+        Ok(core.pages.words::<N>(&id, at).as_ref() == Some(words))
+    }
+
     /// Changes words of it. It was claimed.
     pub(super) fn store(self, core: &mut Core, at: usize, words: &[u64]) -> io::Result<()> {
         let pages = &mut core.pages;
@@ -165,7 +176,7 @@ impl Change {
 }
 
 /// Bytes of an entry as a leaf has them.
-fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
+pub(super) fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
     std::array::from_fn(|i| u64::from_le_bytes(bytes.as_chunks().0[i]))
 }
 

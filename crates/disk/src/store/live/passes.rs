@@ -254,6 +254,7 @@ impl Live {
             freed += count;
             // Who reads there was told of it before.
             self.two_epochs(port, pace).await?;
+            self.groups().forget();
             self.punch(port, &holes).await;
             self.core().space.let_go();
             self.release();

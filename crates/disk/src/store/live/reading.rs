@@ -15,9 +15,6 @@ use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::{V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::pages::{PageId, Pages};
 
-/// Where a block's content is, and its checksum.
-type Place = (u64, u32);
-
 /// Parts of a range that are in so many blocks at most, each: offset, and bytes.
 pub(super) fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, Range<usize>)> {
     let most = (MAX_BLOCKS * BLOCK_BYTES) as u64;
@@ -89,17 +86,31 @@ impl Live {
         let mut bytes = vec![0; places.len() * BLOCK_BYTES];
         let mut at = 0;
         while at < places.len() {
-            let Some((first, _)) = places[at] else {
-                at += 1;
-                continue;
+            let first = match places[at] {
+                Some(Whereabouts::Plain { place, .. }) => place,
+                Some(packed) => {
+                    let block = self.unpacked(port, packed).await?;
+                    bytes[at * BLOCK_BYTES..(at + 1) * BLOCK_BYTES].copy_from_slice(&block);
+                    at += 1;
+                    continue;
+                }
+                None => {
+                    at += 1;
+                    continue;
+                }
             };
-            let follows =
-                |(i, place): (u64, &Option<Place>)| place.is_some_and(|p| p.0 == first + i);
+            let plain = |place: &Option<Whereabouts>| match place {
+                Some(Whereabouts::Plain { place, checksum }) => Some((*place, *checksum)),
+                _ => None,
+            };
+            let follows = |(i, place): (u64, &Option<Whereabouts>)| {
+                plain(place).is_some_and(|(place, _)| place == first + i)
+            };
             let run = (0..).zip(&places[at..]).take_while(|pair| follows(*pair)).count();
             let data = self.medium.read(port, first, run).await?;
             for (block, place) in data.chunks(BLOCK_BYTES).zip(&places[at..]) {
                 // It is what a map has named since before this began, so nothing else can be there.
-                if place.is_none_or(|(_, sum)| checksum(block) != sum) {
+                if plain(place).is_none_or(|(_, sum)| checksum(block) != sum) {
                     return Err(damaged(Damaged("a block does not fit its checksum")));
                 }
             }
@@ -136,7 +147,7 @@ impl Live {
         port: &Port,
         volume: VolumeId,
         block: u64,
-    ) -> io::Result<Option<Place>> {
+    ) -> io::Result<Option<Whereabouts>> {
         let layout = self.core().layout;
         let [word] = self.words(port, Leaf::of_block(volume, block)).await?;
         let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;
@@ -144,7 +155,7 @@ impl Live {
             return Ok(None);
         }
         match self.content_of(port, number).await? {
-            Whereabouts::Plain { place, checksum } => Ok(Some((place, checksum))),
+            found @ (Whereabouts::Plain { .. } | Whereabouts::Packed { .. }) => Ok(Some(found)),
             _ => Err(damaged(Damaged("a volume has a content that is nowhere"))),
         }
     }

@@ -175,7 +175,7 @@ impl Live {
             }
             Err(e) => return Err(e),
         };
-        let mut contents = Vec::new();
+        let (mut contents, mut packed) = (Vec::new(), Vec::new());
         for (entry, number) in entries.iter().zip(page * P2M_ENTRIES as u64..) {
             match *entry {
                 Whereabouts::Plain { place, checksum } => contents.push((place, checksum, number)),
@@ -186,9 +186,12 @@ impl Live {
                         scrub.is_bad(number);
                     }
                 }
-                Whereabouts::Nowhere | Whereabouts::Packed { .. } => {}
+                Whereabouts::Packed { .. } => packed.push((*entry, number)),
+                Whereabouts::Nowhere => {}
             }
         }
+        let bytes = (contents.len() + packed.len()) * BLOCK_BYTES;
+        self.scrub_packed(port, packed).await;
         contents.sort_unstable();
         let mut rest = contents.as_slice();
         while let Some((first, ..)) = rest.first() {
@@ -199,7 +202,26 @@ impl Live {
             self.scrub_run(port, run).await;
             rest = others;
         }
-        Ok((contents.len() * BLOCK_BYTES) as u64)
+        Ok(bytes as u64)
+    }
+
+    /// Contents of compressed groups: each group is read once, as it is now.
+    async fn scrub_packed(&self, port: &Port, mut contents: Vec<(Whereabouts, u64)>) {
+        let place = |entry: &Whereabouts| match entry {
+            Whereabouts::Packed { place, .. } => *place,
+            _ => 0,
+        };
+        contents.sort_unstable_by_key(|(entry, _)| place(entry));
+        let mut last = 0;
+        for (entry, number) in contents {
+            if place(&entry) != last {
+                last = place(&entry);
+                self.groups().forget();
+            }
+            if self.unpacked(port, entry).await.is_err() {
+                self.duties().scrub.is_bad(number);
+            }
+        }
     }
 
     /// Contents in places in a row.

@@ -175,8 +175,14 @@ impl Live {
             {
                 let core = &mut *self.core();
                 for entry in entries {
-                    if let Whereabouts::Plain { place, .. } = entry {
-                        core.space.mark(place);
+                    match entry {
+                        Whereabouts::Plain { place, .. } => core.space.mark(place),
+                        // All of the group is in use while one block of it is.
+                        Whereabouts::Packed { place, places, .. } => {
+                            let places = place..place + u64::from(places);
+                            places.for_each(|place| core.space.mark(place));
+                        }
+                        Whereabouts::Nowhere | Whereabouts::SameAs { .. } => {}
                     }
                 }
             }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 
+use super::compacting::{Compacting, CompactionInfo};
 use super::index_loading::Loading;
 use super::passes::Passed;
 use super::scrubbing::{ScrubInfo, Scrubbing};
@@ -14,12 +15,15 @@ use crate::store::pace::Pace;
 
 /// What scrubbing reads counts so many times: nobody waits for it.
 const SCRUB_PRICE: u64 = 16;
+/// And what compaction moves, beside what reading and writing it has cost.
+const COMPACTION_PRICE: u64 = 2;
 
 /// What the store does by itself, and how far that is.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Duties {
     pub(super) loading: Loading,
     pub(super) scrub: Scrubbing,
+    pub(super) compacting: Compacting,
     /// What the last pass has found.
     pub(super) passed: Option<Passed>,
 }
@@ -63,6 +67,8 @@ pub struct WorkInfo {
     pub index_loaded: u64,
     /// The scrubbing.
     pub scrub: ScrubInfo,
+    /// The compaction.
+    pub compaction: CompactionInfo,
 }
 
 impl Live {
@@ -84,6 +90,7 @@ impl Live {
             index_all: duties.loading.all,
             index_loaded: duties.loading.loaded,
             scrub,
+            compaction: duties.compacting.info(),
         }
     }
 
@@ -100,6 +107,13 @@ impl Live {
         }
         if let Some(bytes) = self.load_index(port).await? {
             pace.used(&port.io, bytes).await?;
+            return Ok(Tended::Something);
+        }
+        if self.wants_compaction() {
+            self.begin_compaction();
+        }
+        if let Some(bytes) = self.compact(port, pace).await? {
+            pace.used(&port.io, COMPACTION_PRICE * bytes).await?;
             return Ok(Tended::Something);
         }
         if let Some(bytes) = self.scrub(port).await? {

@@ -281,7 +281,8 @@ impl Live {
     async fn has(&self, port: &Port, number: u64, hash: &ContentHash) -> io::Result<bool> {
         // In this order (section 6, Order).
         let entry = self.whereabouts(port, number).await?;
-        Ok(matches!(entry, Whereabouts::Plain { .. }) && self.hash_of(port, number).await? == *hash)
+        let is_here = matches!(entry, Whereabouts::Plain { .. } | Whereabouts::Packed { .. });
+        Ok(is_here && self.hash_of(port, number).await? == *hash)
     }
 
     /// Section 3, step 4: numbers and places for what the store has not, and its data by places in a row.

@@ -24,6 +24,8 @@ use super::{Damaged, StoreId};
 
 /// Pairs that data never get (store.md 7, Room).
 const RESERVED_PAIRS: u64 = 2;
+/// And those that content which is put in order never gets.
+const LEFT_FOR_WRITES: u64 = 2;
 
 #[derive(Debug)]
 struct Segment {
@@ -73,6 +75,8 @@ pub struct Space {
     pairs: Vec<Kind>,
     /// The pair that data are put into, and the place in it behind the last ones.
     open: Option<(u64, u64)>,
+    /// The same for content that is put in order.
+    sealed: Option<(u64, u64)>,
     /// Since the last checkpoint began.
     dropped: Vec<u64>,
     /// By the checkpoints that have begun. Those that no checkpoint has yet are in the last.
@@ -81,6 +85,8 @@ pub struct Space {
     written: Vec<u64>,
     /// Pairs whose bits stay in memory.
     kept: Range<u64>,
+    /// Places that contents were given since it was opened.
+    given: u64,
     /// What a pass knows of places in use.
     marks: Option<sweep::Marks>,
 }
@@ -94,6 +100,8 @@ impl Space {
             segments: Vec::with_capacity(layout.segments as usize),
             pairs: Vec::with_capacity(layout.segments as usize / 2),
             open: None,
+            sealed: None,
+            given: 0,
             dropped: Vec::new(),
             waiting: VecDeque::new(),
             written: Vec::new(),
@@ -131,7 +139,7 @@ impl Space {
 
     /// Takes bits out of memory that the medium has, too, or that are all clear.
     fn unload(&mut self, pair: u64) {
-        let is_open = self.open.is_some_and(|(open, _)| open == pair);
+        let is_open = self.is_filled(pair);
         // A page that was written is not the one that counts yet.
         let is_under_way = !self.written.is_empty();
         let stays = self.pairs[pair as usize] == Kind::Metadata || self.kept.contains(&pair);
@@ -205,6 +213,7 @@ impl Space {
                     });
                     segment.free -= (run.end - run.start) as u32;
                     segment.changed = true;
+                    self.given += run.end - run.start;
                     self.open = Some((pair, half * size + run.end));
                     let first = self.layout.first_place(number);
                     let places = first + run.start..first + run.end;
@@ -220,16 +229,89 @@ impl Space {
     /// A free pair, or else the pair of data with the most room.
     fn pair_for_data(&self) -> Option<u64> {
         let pairs = || self.pairs.iter().zip(0..);
-        let free = pairs().filter(|(kind, _)| **kind == Kind::Free).count() as u64;
-        let pages: u64 = pairs().map(|(kind, pair)| self.room_for_pages(*kind, pair)).sum();
-        // If data took one of the free pairs.
-        let left = free.saturating_sub(1 + RESERVED_PAIRS) * self.layout.segment_blocks;
-        if free > RESERVED_PAIRS && pages + left >= self.reserve {
-            return pairs().find(|(kind, _)| **kind == Kind::Free).map(|(_, pair)| pair);
+        if let Some(pair) = self.free_pair(RESERVED_PAIRS) {
+            return Some(pair);
         }
         let room = |pair: u64| self.free_of(pair);
         let data = pairs().filter(|(kind, pair)| **kind == Kind::Data && room(*pair) > 0);
         data.map(|(_, pair)| pair).max_by_key(|pair| room(*pair))
+    }
+
+    /// A free pair, if so many are left, and room for the pages of a checkpoint.
+    fn free_pair(&self, reserved: u64) -> Option<u64> {
+        let pairs = || self.pairs.iter().zip(0..);
+        let free = pairs().filter(|(kind, _)| **kind == Kind::Free).count() as u64;
+        let pages: u64 = pairs().map(|(kind, pair)| self.room_for_pages(*kind, pair)).sum();
+        // If data took one of the free pairs.
+        let left = free.saturating_sub(1 + reserved) * self.layout.segment_blocks;
+        let may_take = free > reserved && pages + left >= self.reserve;
+        let mut free = pairs().filter(|(kind, _)| **kind == Kind::Free && may_take);
+        free.next().map(|(_, pair)| pair)
+    }
+
+    /// So many places in a row, for content that is put in order: where nothing of what is written now comes
+    /// between. The first of them. None: writes need what is left.
+    pub fn give_sealed(&mut self, count: u64) -> Option<u64> {
+        let size = self.layout.segment_blocks;
+        loop {
+            let Some((pair, from)) = self.sealed else {
+                let pair = self.free_pair(RESERVED_PAIRS + LEFT_FOR_WRITES)?;
+                self.sealed = Some((pair, 0));
+                self.set_kind(pair, Kind::Data);
+                continue;
+            };
+            let (half, at) = (from / size, from % size);
+            if half == 2 {
+                self.sealed = None;
+                self.unload(pair);
+                continue;
+            }
+            let number = 2 * pair + half;
+            let segment = &mut self.segments[number as usize];
+            // Writes may have taken some, if they have found no other room.
+            let run = segment.bits.as_ref().and_then(|bits| bits.clear_run(at, count));
+            let Some(run) = run.filter(|run| run.end - run.start == count) else {
+                let next = segment.bits.as_ref().and_then(|bits| bits.clear_run(at, 1));
+                let next = next.map_or(size, |run| (run.start + 1).max(at + 1));
+                self.sealed = Some((pair, half * size + next));
+                continue;
+            };
+            if let Some(bits) = &mut segment.bits {
+                run.clone().for_each(|at| {
+                    bits.set(at);
+                });
+            }
+            segment.free -= count as u32;
+            segment.changed = true;
+            self.sealed = Some((pair, half * size + run.end));
+            let first = self.layout.first_place(number) + run.start;
+            (first..first + count).for_each(|place| self.mark(place));
+            return Some(first);
+        }
+    }
+
+    /// Places that contents were given since this was opened.
+    pub fn given(&self) -> u64 {
+        self.given
+    }
+
+    /// Whether something is being put into a pair.
+    fn is_filled(&self, pair: u64) -> bool {
+        [self.open, self.sealed].iter().flatten().any(|(filled, _)| *filled == pair)
+    }
+
+    /// Whether a place is where guests' writes go now.
+    pub fn is_open(&self, place: u64) -> bool {
+        let pair = self.layout.segment_of(place).map(|(segment, _)| segment / 2);
+        self.open.is_some_and(|(open, _)| Some(open) == pair)
+    }
+
+    /// Whether half of the pair that a content is in is free, and nothing is being put there.
+    pub fn is_sparse(&self, place: u64) -> bool {
+        let Some((segment, _)) = self.layout.segment_of(place) else { return false };
+        let pair = segment / 2;
+        let is_data = self.pairs[pair as usize] == Kind::Data && !self.is_filled(pair);
+        is_data && self.free_of(pair) >= self.layout.segment_blocks
     }
 
     fn free_of(&self, pair: u64) -> u64 {
@@ -393,6 +475,7 @@ impl Space {
         for pair in pairs {
             if self.free_of(pair) == 2 * self.layout.segment_blocks {
                 self.open.take_if(|(open, _)| *open == pair);
+                self.sealed.take_if(|(sealed, _)| *sealed == pair);
                 self.set_kind(pair, Kind::Free);
             }
             self.unload(pair);
@@ -422,6 +505,7 @@ pub struct Passes {
     free_then: u64,
     is_full: bool,
     is_awaited: bool,
+    is_wanted: bool,
 }
 
 /// A write found no room: the pass that it has to wait for.
@@ -438,6 +522,7 @@ impl Passes {
             free_then: free,
             is_full: false,
             is_awaited: false,
+            is_wanted: false,
         }
     }
 
@@ -456,7 +541,13 @@ impl Passes {
     pub fn wants_one(&self, free: u64, places: u64) -> bool {
         let is_low =
             free <= places / 4 && self.free_then.saturating_sub(free) >= self.free_then / 8;
-        !self.is_running && (self.is_full || is_low && free < self.free_then)
+        let is_wanted = self.is_full || self.is_wanted || is_low && free < self.free_then;
+        !self.is_running && is_wanted
+    }
+
+    /// One is to begin, whatever is free: much was moved.
+    pub fn want(&mut self) {
+        self.is_wanted = true;
     }
 
     /// Whether a write waits for the one that runs, or for the next.
@@ -478,7 +569,7 @@ impl Passes {
     pub fn begin(&mut self) {
         self.begun += 1;
         self.is_running = true;
-        self.is_full = false;
+        (self.is_full, self.is_wanted) = (false, false);
     }
 
     /// It has ended early, and nobody may go by it.

@@ -18,6 +18,7 @@ fn superblock(checkpoint: u64) -> Superblock {
         generation: checkpoint * 7,
         numbers_end: checkpoint,
         roots,
+        packing: PACKINGS[checkpoint as usize % 3],
     }
 }
 

@@ -27,7 +27,7 @@ impl Process {
         numbers
     }
 
-    fn whereabouts(&mut self, number: u64) -> Whereabouts {
+    pub(super) fn whereabouts(&mut self, number: u64) -> Whereabouts {
         let Process { live, port, reactor } = self;
         reactor.block_on(async { live.whereabouts(port, number).await }).unwrap().unwrap()
     }
@@ -91,12 +91,18 @@ pub(super) fn nothing_is_lost_and_nothing_left(process: &mut Process) {
     let end = process.live.core().numbers_end;
     let mut places = process.places_of_pages();
     // With those that they stand for, which are lower.
-    let mut needed = live.clone();
+    let (mut needed, mut groups) = (live.clone(), BTreeSet::new());
     for number in (1..end).rev() {
         match process.whereabouts(number) {
             Whereabouts::Plain { place, .. } => {
                 assert!(needed.contains(&number), "{number} is dead, and has a place");
                 assert!(places.insert(place), "{place} has two contents, or a page");
+            }
+            Whereabouts::Packed { place, places: count, .. } => {
+                assert!(needed.contains(&number), "{number} is dead, and has a place");
+                let is_new = groups.insert(place);
+                let all = place..place + u64::from(count);
+                all.for_each(|place| assert!(places.insert(place) || !is_new));
             }
             Whereabouts::SameAs { number: lower } => {
                 assert!(needed.contains(&number), "{number} is dead, and stands for {lower}");

@@ -4,6 +4,7 @@ use super::passes::{nothing_is_lost_and_nothing_left, read_one, write_new};
 use super::*;
 use crate::store::live::Tended;
 use crate::store::pace::Pace;
+use crate::store::page::{Packing, Whereabouts};
 
 impl Process {
     /// All that there is to do, and how many steps that takes.
@@ -211,4 +212,200 @@ fn scrubbing_names_bad_blocks_by_all_who_have_them_and_writers_do_not_get_them()
     assert_eq!(read_one(&mut process, "v0", 4), 5);
     let sectors = 1504 * PER_BLOCK..1505 * PER_BLOCK;
     assert_eq!(process.read("v0", sectors).unwrap_err().kind(), io::ErrorKind::InvalidData);
+}
+
+impl Process {
+    fn compact(&mut self) -> crate::store::live::CompactionInfo {
+        self.live.begin_compaction();
+        self.tend().unwrap();
+        self.live.work().compaction
+    }
+
+    fn set_packing(&mut self, packing: Option<Packing>) {
+        let Process { live, port, reactor } = self;
+        reactor.block_on(async { live.set_packing(port, packing).await }).unwrap().unwrap();
+    }
+
+    /// The numbers of blocks of `v0`, in their order.
+    fn numbers(&mut self, blocks: Range<u64>) -> Vec<u64> {
+        let volume = self.volume("v0");
+        let Process { live, port, reactor } = self;
+        let mut numbers = Vec::new();
+        for block in blocks {
+            let words = async {
+                live.words::<1>(port, super::super::leaves::Leaf::of_block(volume, block)).await
+            };
+            numbers.push(reactor.block_on(words).unwrap().unwrap()[0]);
+        }
+        numbers
+    }
+
+    /// How many of these blocks of `v0` do not follow the one before in the store.
+    fn gaps(&mut self, blocks: Range<u64>) -> usize {
+        let numbers = self.numbers(blocks);
+        let place = |number: u64| match self.whereabouts(number) {
+            Whereabouts::Plain { place, .. } => place,
+            other => panic!("{number} is {other:?}"),
+        };
+        let places: Vec<u64> = numbers.into_iter().map(place).collect();
+        places.windows(2).filter(|pair| pair[1] != pair[0] + 1).count()
+    }
+}
+
+/// Blocks of `v0` that were written each for itself, far from those beside it.
+fn write_scattered(process: &mut Process, count: u64) {
+    for i in 0..count {
+        let block = i * 7 % count;
+        write_new(process, "v0", block, 1, 1 + block).unwrap();
+    }
+    // Something else is written now.
+    for block in (1000..1160).step_by(16) {
+        write_new(process, "v0", block, 16, 1 + block).unwrap();
+    }
+}
+
+#[test]
+fn compaction_puts_content_into_the_order_of_reading_once() {
+    let (machine, mut process) = with_a_volume();
+    write_scattered(&mut process, 240);
+    assert!(process.gaps(0..240) > 200);
+    let v0 = process.volume("v0");
+    process.operate(Operation::Snapshot(Name::new("s").unwrap(), v0)).unwrap();
+    let info = process.compact();
+    assert_eq!((info.rounds, info.moved_bytes, info.packed_bytes), (1, 240 << 12, 0));
+    assert_eq!(process.gaps(0..240), process.gaps(0..240).min(3), "but for ends of segments");
+    assert!(process.live.work().passes > 0, "what they have left comes free");
+    assert_eq!(process.compact().moved_bytes, 240 << 12, "nothing is moved twice");
+    nothing_is_lost_and_nothing_left(&mut process);
+    // One block that is written again does not move the others.
+    write_new(&mut process, "v0", 40, 1, 1 << 40).unwrap();
+    write_scattered(&mut process, 0);
+    process.compact();
+    assert_eq!(process.live.work().compaction.moved_bytes, 240 << 12);
+    process.flush().unwrap();
+    drop(process);
+    machine.world.cut_power().unwrap();
+    let mut process = Process::of(&machine).unwrap();
+    for block in (0..240).filter(|block| *block != 40) {
+        assert_eq!(read_one(&mut process, "v0", block), 1 + block);
+    }
+    assert_eq!((read_one(&mut process, "v0", 40), read_one(&mut process, "s", 40)), (1 << 40, 41));
+}
+
+#[test]
+fn compressed_content_takes_fewer_places_and_is_found_read_and_given_back_as_any_other() {
+    for packing in [Packing::Lz4, Packing::Zstandard] {
+        let (machine, mut process) = with_a_volume();
+        process.set_packing(Some(packing));
+        write_scattered(&mut process, 240);
+        let free = process.live.core().space.free();
+        let info = process.compact();
+        // What guests write now is not touched.
+        assert!(info.packed_bytes >= 240 << 12, "{info:?}");
+        assert!(info.packed_to_bytes <= info.packed_bytes / 4, "{info:?}");
+        process.gc().unwrap();
+        assert!(process.live.core().space.free() >= free + 180);
+        nothing_is_lost_and_nothing_left(&mut process);
+        let moved = process.compact().moved_bytes;
+        assert_eq!(process.compact().moved_bytes, moved, "it ends");
+        let end = process.numbers_end();
+        write_new(&mut process, "v0", 1600, 16, 33).unwrap();
+        assert_eq!(process.numbers_end(), end, "it is found");
+        // A part of a block, of which the rest is in a group.
+        process.write(&[write("v0", 801..802, 9)], false).unwrap().remove(0).unwrap();
+        assert_eq!(process.read("v0", 801..802).unwrap(), [9]);
+        process.flush().unwrap();
+        drop(process);
+        machine.world.cut_power().unwrap();
+        let mut process = Process::of(&machine).unwrap();
+        assert_eq!(process.live.packing(), Some(packing));
+        for block in (0..240).filter(|block| *block != 100) {
+            assert_eq!(read_one(&mut process, "v0", block), 1 + block);
+        }
+        assert_eq!(read_one(&mut process, "v0", 1615), 48);
+        let check = crate::store::check::How { contents: true, deep: true, ..Default::default() };
+        let Process { live, port, reactor } = &mut process;
+        reactor.block_on(async { live.close(port).await }).unwrap().unwrap();
+        let checked = async { crate::store::check::check(port, BYTES, check, &|_, _| true).await };
+        let outcome = reactor.block_on(checked).unwrap().unwrap();
+        assert_eq!(outcome.findings.counts.damage, 0, "{:?}", outcome.findings.listed);
+        let stats = outcome.stats.unwrap();
+        assert!(stats.stored_bytes < stats.distinct_bytes, "{stats:?}");
+        // All that was in a group goes with its last block.
+        process.set_packing(None);
+        process.write(&[write("v0", 0..BLOCKS * PER_BLOCK, 0)], false).unwrap().remove(0).unwrap();
+        nothing_is_lost_and_nothing_left(&mut process);
+    }
+}
+
+#[test]
+fn a_damaged_group_is_an_error_of_its_blocks_and_never_data() {
+    let (machine, mut process) = with_a_volume();
+    process.set_packing(Some(Packing::Lz4));
+    write_scattered(&mut process, 32);
+    process.compact();
+    process.flush().unwrap();
+    let number = process.numbers(3..4)[0];
+    let Whereabouts::Packed { place, .. } = process.whereabouts(number) else { panic!() };
+    let file = std::fs::File::options().read(true).write(true).open(&machine.path).unwrap();
+    let mut group = [0; BLOCK_BYTES];
+    file.read_exact_at(&mut group, place * BLOCK_BYTES as u64).unwrap();
+    // What of its block 3 is there as it is.
+    let at = group.iter().position(|byte| *byte == 4).unwrap();
+    let at = (at..BLOCK_BYTES).find(|at| group[*at] == 4 && group[at + 1] == 0).unwrap();
+    file.write_all_at(&[99], place * BLOCK_BYTES as u64 + at as u64).unwrap();
+    machine.world.changed_outside(&file).unwrap();
+    process.live.groups().forget();
+    let mut bad = 0;
+    for block in 0..32 {
+        let sectors = block * PER_BLOCK..(block + 1) * PER_BLOCK;
+        let volume = process.volume("v0");
+        let Process { live, port, reactor } = &mut process;
+        let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+        let read = async { live.read(port, volume, sectors.start * SECTOR as u64, span).await };
+        match reactor.block_on(read).unwrap() {
+            Ok(()) => assert_eq!(read_one(&mut process, "v0", block), 1 + block),
+            Err(e) => {
+                assert_eq!(e.kind(), io::ErrorKind::InvalidData);
+                bad += 1;
+            }
+        }
+    }
+    assert!((1..=16).contains(&bad), "{bad}");
+    process.live.begin_scrub();
+    process.tend().unwrap();
+    assert_eq!(process.live.scrub_info().bad_contents, bad);
+}
+
+#[test]
+fn each_step_of_a_compaction_can_be_the_last() {
+    for packing in [None, Some(Packing::Lz4)] {
+        let mut stop = 1;
+        loop {
+            let mut story = Story::new(7, None);
+            let mut process = Process::of(&story.machine).unwrap();
+            process.set_packing(packing);
+            story.use_it(&mut process, 40).unwrap();
+            process.flush().unwrap();
+            story.all_durable();
+            story.machine.world.stop_at(Some(story.machine.world.step() + stop));
+            process.live.begin_compaction();
+            let done = process.tend().and_then(|_| {
+                let Process { live, port, reactor } = &mut process;
+                reactor.block_on(async { live.checkpoint(port).await })??;
+                process.gc()
+            });
+            let was_stopped = story.machine.world.stopped();
+            assert!(done.is_ok() || was_stopped, "{done:?}");
+            drop(process);
+            story.machine.world.cut_power().unwrap();
+            let mut process = story.reopen(After::Cut);
+            nothing_is_lost_and_nothing_left(&mut process);
+            if !was_stopped {
+                break;
+            }
+            stop += 5;
+        }
+        assert!(stop > 30, "{stop}");
+    }
 }
