@@ -16,7 +16,7 @@ fn the_commands_in_the_documentation_work() {
     let script = pages::commands(PAGE);
     for command in ["create", "list", "info", "snapshot", "clone", "rollback", "delete"]
         .into_iter()
-        .chain(["stats", "check", "scrub", "repair", "gc"])
+        .chain(["stats", "check", "scrub", "repair", "gc", "compact"])
     {
         assert!(script.contains(&format!("ferrite store {command} ")), "{command} has no example");
     }
@@ -36,6 +36,7 @@ fn printed() -> BTreeSet<String> {
         &["list", "s"],
         &["stats", "s"],
         &["gc", "s"],
+        &["compact", "s", "--compress", "zstd"],
     ] {
         add_names(&json(&place.store_ok(&[command, &["--json"]].concat())), &mut names);
     }

@@ -28,6 +28,7 @@ fn a_store_in_use_has_the_exit_code_of_an_image_in_use() {
         &["delete", "s#disk"],
         &["stats", "s"],
         &["gc", "s"],
+        &["compact", "s"],
         &["repair", "s"],
         &["create", "s", "--size", "64M", "--force"],
     ] {

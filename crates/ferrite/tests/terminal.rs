@@ -53,6 +53,7 @@ fn commands_that_succeed_say_nothing_but_their_result() {
         "store info s",
         "store stats s",
         "store gc s",
+        "store compact s",
         "store check s",
         "store scrub s",
         "store repair s",

@@ -6,7 +6,7 @@
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
@@ -22,6 +22,9 @@ const ENTRIES: u32 = 32;
 const BYTES_A_SECOND: u64 = 64 << 20;
 /// Between two looks whether there is something to do.
 const IDLE: Duration = Duration::from_secs(1);
+/// From the start to the first round of scrubbing, and from one to the next.
+const FIRST_SCRUB: Duration = Duration::from_secs(3600);
+const SCRUB_AGAIN: Duration = Duration::from_secs(24 * 3600);
 /// Behind something that has failed. It is told at most as often.
 const FAILED: Duration = Duration::from_secs(30);
 
@@ -67,7 +70,12 @@ fn work(store: &Owned, engine: &ServiceEngine, stop: Arc<Stop>) -> io::Result<()
 
 /// Until `pace` ends it, or the store can change no more.
 async fn tend(live: &Live, port: &Port, pace: &Pace) {
+    let mut scrub_at = Instant::now() + FIRST_SCRUB;
     while !live.is_faulty() {
+        if Instant::now() >= scrub_at {
+            live.begin_scrub();
+            scrub_at = Instant::now() + SCRUB_AGAIN;
+        }
         let rested = match live.tend(port, pace).await {
             Ok(Tended::Something) => Ok(()),
             Ok(Tended::Nothing) => pace.rest(&port.io, IDLE).await,

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use ferrite_disk::tools::stores::DOMAIN;
 use ferrite_io::engines::EngineChoice;
 
@@ -53,6 +53,8 @@ pub(crate) enum StoreCommand {
     Scrub(ScrubArgs),
     /// Find out what nothing in the store has any more, and free its space.
     Gc(StoreArg),
+    /// Put content into the order in which it is read, compressed if the store is, and free what that leaves.
+    Compact(CompactArgs),
     /// Show what the space of a store is for.
     Stats(StoreArg),
     /// Write again what is there twice and damaged once; without --force, only show what that would be.
@@ -102,9 +104,35 @@ pub(crate) struct CreateArgs {
     #[arg(long, value_name = "NAME", default_value = DOMAIN, conflicts_with_all = ["store_size", "force"])]
     pub(crate) domain: OsString,
 
+    /// Have the new store compress content, behind the writes of guests.
+    #[arg(long, value_name = "HOW", conflicts_with = "size")]
+    pub(crate) compress: Option<Compress>,
+
     /// Overwrite what has the store's name, or is on the device.
     #[arg(long)]
     pub(crate) force: bool,
+}
+
+/// How content is compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Compress {
+    /// Not at all.
+    None,
+    /// LZ4: fast to unpack.
+    Lz4,
+    /// Zstandard: smaller.
+    Zstd,
+}
+
+/// `compact`.
+#[derive(Debug, Args)]
+pub(crate) struct CompactArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArg,
+
+    /// Compress content so from now on; what is compressed stays so until it is written again.
+    #[arg(long, value_name = "HOW")]
+    pub(crate) compress: Option<Compress>,
 }
 
 /// `snapshot`.

@@ -5,6 +5,7 @@ use std::ffi::OsStr;
 
 use ferrite_disk::store::journal::Name;
 use ferrite_disk::store::name::StoreName;
+use ferrite_disk::store::page::Packing;
 use ferrite_disk::tools::stores::{Change, StoreCheck, StoreChecked};
 use ferrite_disk::tools::{ImageTools, Verdict};
 use ferrite_disk::{Parents, size};
@@ -19,7 +20,7 @@ use crate::signals;
 pub(crate) mod args;
 mod text;
 
-use args::{CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
+use args::{CompactArgs, Compress, CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
 
 /// Does one command.
 pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
@@ -80,6 +81,7 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Gc(it) => {
             out.say(&tools.collect_store(&of_store(it)?.path)?, text::collected)
         }
+        StoreCommand::Compact(it) => compact(tools, out, it),
         StoreCommand::Stats(it) => out.say(&tools.store_stats(&of_store(it)?.path)?, text::stats),
         StoreCommand::Repair(it) => {
             let repaired = tools.repair_store(&of_store(&it.store)?.path, it.force)?;
@@ -87,6 +89,22 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
             Ok(repaired.or_refused()?)
         }
     }
+}
+
+fn packing(compress: Compress) -> Option<Packing> {
+    match compress {
+        Compress::None => None,
+        Compress::Lz4 => Some(Packing::Lz4),
+        Compress::Zstd => Some(Packing::Zstandard),
+    }
+}
+
+fn compact(tools: &ImageTools<'_>, out: &Out, args: &CompactArgs) -> Result<(), Failure> {
+    let store = of_store(&args.store)?.path;
+    if let Some(compress) = args.compress {
+        tools.set_packing(&store, packing(compress))?;
+    }
+    out.say(&tools.compact_store(&store)?, text::compacted)
 }
 
 fn contents() -> StoreCheck {
@@ -132,6 +150,9 @@ fn create(tools: &ImageTools<'_>, out: &Out, args: &CreateArgs) -> Result<(), Fa
             return refused("it names a store, whose size is an option", "say --size SIZE");
         }
         let made = tools.create_store(&name, args.store_size, args.force)?;
+        if let Some(packing) = args.compress.and_then(packing) {
+            tools.set_packing(&name.path, Some(packing))?;
+        }
         return out.say(&made, text::made);
     };
     if args.store_size.is_some() || args.force {

@@ -6,7 +6,8 @@ use ferrite_disk::size::Human;
 use ferrite_disk::store::check::StoreFinding;
 use ferrite_disk::store::live::VolumeInfo;
 use ferrite_disk::tools::stores::{
-    StoreChecked, StoreCollected, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone,
+    StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
+    StoreStats, VolumeDone,
 };
 
 use crate::plain::one_line;
@@ -118,6 +119,22 @@ pub(super) fn collected(collected: &StoreCollected) -> String {
     let [freed, free, live] =
         [collected.freed_bytes, collected.free_bytes, collected.live_bytes].map(Human);
     format!("{path}: {freed} freed, {free} free now; volumes have {live} of content\n")
+}
+
+pub(super) fn compacted(compacted: &StoreCompacted) -> String {
+    let path = one_line(&compacted.path);
+    let [moved, packed, to, free] = [
+        compacted.moved_bytes,
+        compacted.packed_bytes,
+        compacted.packed_to_bytes,
+        compacted.free_bytes,
+    ]
+    .map(Human);
+    let packed = match compacted.packed_bytes {
+        0 => String::new(),
+        _ => format!(", {packed} of it compressed to {to}"),
+    };
+    format!("{path}: {moved} moved{packed}; {free} free now\n")
 }
 
 pub(super) fn report(checked: &StoreChecked) -> String {

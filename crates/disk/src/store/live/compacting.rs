@@ -113,8 +113,14 @@ impl Live {
     /// # Errors
     /// Those of a checkpoint.
     pub async fn set_packing(&self, port: &Port, packing: Option<Packing>) -> io::Result<()> {
-        self.core().packing = packing;
-        self.checkpoint(port).await
+        let is_older = {
+            let core = &mut *self.core();
+            core.packing = packing;
+            core.under_way.is_some()
+        };
+        self.checkpoint(port).await?;
+        // What has failed is tried again as it was.
+        if is_older { self.checkpoint(port).await } else { Ok(()) }
     }
 
     /// Begins a round, unless one is under way.

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 
@@ -130,6 +131,7 @@ impl Live {
                 let bytes = self.epochs.during(self.scrub_contents(port, page)).await?;
                 let scrub = &mut self.duties().scrub;
                 scrub.read_bytes += bytes;
+                self.finds_bad.fetch_or(!scrub.bad.is_empty(), Ordering::Relaxed);
                 scrub.at = Some(At::Contents(page + 1));
                 if page + 1 >= scrub.pages {
                     scrub.at = Some(At::Volume(0, 0)).filter(|_| !scrub.bad.is_empty());

@@ -95,7 +95,7 @@ impl Live {
     }
 
     /// Does the next piece of the store's own work: what makes room comes first. The caller is in no epoch.
-    /// Dropped, or ended by `pace`, it has lost or broken nothing.
+    /// Ended by `pace` it has lost nothing. Dropped, it may keep places that come free out of use.
     ///
     /// # Errors
     /// `Interrupted`: `pace` has ended it. Others are those of what it did: it can be tried again.
@@ -116,16 +116,17 @@ impl Live {
             pace.used(&port.io, COMPACTION_PRICE * bytes).await?;
             return Ok(Tended::Something);
         }
+        if self.wants_pass() {
+            return Ok(Tended::Something);
+        }
         if let Some(bytes) = self.scrub(port).await? {
-            let finds_bad = self.scrub_info().bad_contents > 0;
-            self.finds_bad.fetch_or(finds_bad, Ordering::Relaxed);
             pace.used(&port.io, SCRUB_PRICE * bytes).await?;
             return Ok(Tended::Something);
         }
         Ok(Tended::Nothing)
     }
 
-    /// Whether scrubbing has found anything bad.
+    /// Whether scrubbing has ever found anything bad.
     pub(super) fn finds_bad(&self) -> bool {
         self.finds_bad.load(Ordering::Relaxed)
     }

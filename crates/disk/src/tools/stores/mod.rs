@@ -1,6 +1,7 @@
 //! Stores that nobody serves: made, looked at, checked, and what is done with their volumes.
 //! `ferrite store` is a command line for this.
 
+mod compact;
 mod create;
 mod report;
 
@@ -18,10 +19,11 @@ use crate::store::journal::{Name, VolumeId};
 use crate::store::live::{Live, Look, Memory, Operation, VolumeError, VolumeInfo};
 use crate::store::name::StoreName;
 use crate::store::superblock::Unusable;
-use crate::{DiskError, ErrorKind, METADATA_BYTES, Port, Raw};
+use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
 
 pub use report::{
-    StoreChecked, StoreCollected, StoreListed, StoreMade, StoreRepaired, StoreStats, VolumeDone,
+    StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
+    StoreStats, VolumeDone,
 };
 
 use super::Progress;
@@ -167,7 +169,10 @@ impl ImageTools<'_> {
         let what = format!("cannot collect what store {} needs no more", store.display());
         let (mut context, port, bytes) = self.store(store, &what, false)?;
         let collected = self.until_stopped(async {
-            let live = Live::open(&port, bytes, MEMORY).await?;
+            // Content that is there twice is found by it.
+            let memory = Memory { index: INDEX_BYTES, ..MEMORY };
+            let live = Live::open(&port, bytes, memory).await?;
+            while live.load_index(&port).await?.is_some() {}
             let passed = live.gc(&port).await?;
             live.close(&port).await?;
             Ok((passed, live.info().free_bytes))

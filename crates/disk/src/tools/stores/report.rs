@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::finding::Counts;
 use crate::store::check::{Outcome, Stats, StoreFinding};
 use crate::store::live::{StoreInfo, VolumeInfo};
+use crate::store::page::Packing;
 use crate::tools::{Verdict, refused};
 use crate::{DiskError, ErrorKind};
 
@@ -50,6 +51,23 @@ pub struct StoreStats {
     /// In bytes.
     #[serde(flatten)]
     pub stats: Stats,
+}
+
+/// What compaction of a store has done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreCompacted {
+    /// Where it is.
+    pub path: String,
+    /// How content is compressed.
+    pub compress: Option<Packing>,
+    /// Content that has another place now.
+    pub moved_bytes: u64,
+    /// Of that, what was compressed.
+    pub packed_bytes: u64,
+    /// What that takes now.
+    pub packed_to_bytes: u64,
+    /// Room for content that is given to nobody now.
+    pub free_bytes: u64,
 }
 
 /// What a pass over a store has done.
