@@ -6,7 +6,8 @@ use std::cell::Cell;
 use ferrite_disk::store::content::{checksum, checksum_on};
 use ferrite_disk::store::journal::{Block, Filling, MAX_SAME, Scan};
 use ferrite_disk::store::layout::Layout;
-use ferrite_disk::store::page::{self, POINTER_BYTES, Pointer, Whereabouts};
+use ferrite_disk::store::packing::unpack;
+use ferrite_disk::store::page::{self, POINTER_BYTES, Packing, Pointer, Whereabouts};
 use ferrite_disk::store::space::{SpacePage, choose as choose_space};
 use ferrite_disk::store::superblock::{Superblock, choose};
 use ferrite_disk::store::{BLOCK_BYTES, Damaged, StoreId};
@@ -122,10 +123,15 @@ fn space_page(input: &[u8], layout: &Layout) {
     }
 }
 
-/// Pointers and entries of leaves, 16 bytes each; and a space page.
+/// Pointers and entries of leaves, 16 bytes each; a space page; and a compressed group.
 pub(crate) fn pages(input: &[u8]) {
     let layout = Layout::of(BYTES).expect("a store");
     space_page(input, &layout);
+    for packing in [Packing::Lz4, Packing::Zstandard] {
+        if let Ok(blocks) = unpack(packing, input) {
+            assert_eq!(blocks.len(), usize::from(input[4]) * BLOCK_BYTES);
+        }
+    }
     for (number, bytes) in input.as_chunks::<POINTER_BYTES>().0.iter().enumerate() {
         if let Ok(pointer) = Pointer::decode(bytes, &layout) {
             assert_eq!(Pointer::encode(pointer), *bytes);
