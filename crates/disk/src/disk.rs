@@ -6,7 +6,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::{Arena, Span};
 
@@ -21,6 +21,7 @@ use crate::raw::{GrowthWatch, Raw};
 use crate::store::BLOCK_BYTES;
 use crate::store::background::ServiceEngine;
 use crate::volume::Volume;
+use crate::writeback::SyncWitness;
 use crate::{DiskError, OpenOptions, Port, SECTOR_BYTES};
 
 /// One open disk, shared by the threads of its queues.
@@ -332,6 +333,14 @@ impl Disk {
             Disk::Image(d) => d.is_faulty(),
             Disk::Store(d) => d.is_faulty(),
             Disk::Null(_) => false,
+        }
+    }
+
+    /// Has this one told of each failed sync that may have lost data of this disk, also one that other disks
+    /// have asked for, before anybody is. Where no other disk has the same syncs, who asks for one tells.
+    pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        if let Disk::Store(d) = self {
+            d.store().live().witness(witness);
         }
     }
 

@@ -59,6 +59,7 @@ pub use raw::TestCheck;
 pub use raw::{GrowthWatch, Raw};
 pub use session::Session;
 pub use volume::Volume;
+pub use writeback::SyncWitness;
 
 /// Bytes of a sector, the unit of sizes on the wire (blkif.md 3.3), whatever the medium has.
 pub const SECTOR_BYTES: u64 = 512;

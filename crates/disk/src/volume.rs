@@ -64,8 +64,10 @@ impl Volume {
         options: &OpenOptions,
     ) -> Result<Volume, DiskError> {
         let what = format!("cannot open volume {name} of store {}", path.display());
-        let Some(Found { number, blocks, is_snapshot }) = seat.store().live().volume_called(name)
-        else {
+        let store = seat.store().clone();
+        // Until it is known who uses it, its number may be deleted, and become another's.
+        let changing = store.changing();
+        let Some(Found { number, blocks, is_snapshot }) = store.live().volume_called(name) else {
             let help = format!("ferrite store list {} names those that it has", path.display());
             let why = "the store has no such volume";
             return Err(DiskError::new(ErrorKind::NotFound, what, why, help));
@@ -81,8 +83,9 @@ impl Volume {
                         read-only everywhere";
             return Err(DiskError::new(ErrorKind::InUse, what, why, help));
         }
+        drop(changing);
         Ok(Volume {
-            store: seat.store().clone(),
+            store,
             name: name.to_owned(),
             number,
             sectors: blocks * BLOCK / SECTOR_BYTES,

@@ -38,6 +38,14 @@ impl Code {
     /// or it does, and has space that nothing refers to.
     pub const LEAKS: Code = Code(3);
 
+    /// The one that another process ends a command with.
+    pub(crate) fn of_another(number: u8) -> Code {
+        match number {
+            0 => Code::FAILED,
+            number => Code(number),
+        }
+    }
+
     /// For those who need a number.
     pub const fn number(self) -> u8 {
         self.0

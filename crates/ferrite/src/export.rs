@@ -1,5 +1,6 @@
 //! `ferrite export nbd`: one disk for clients of NBD, in the foreground.
 
+use std::iter;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use crate::cli::{ExportArgs, ExportCommand, NbdArgs};
 use crate::engine::{choose, engines};
 use crate::exit::{Code, Failure};
 use crate::serve::{IMAGES, RECOVERY_ENTRIES, RUN_DIR, TAKE_OVER_WAIT, stop_on_signals};
+use crate::store::owner::Place;
 
 /// Exports a disk until a signal comes.
 pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
@@ -29,6 +31,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
     // Of one that was killed I/O may still be under way, and its socket is there.
     let bound = bind(&args.socket).map_err(|e| no_socket(&args.socket, &e))?;
+    let commands = Place::of(iter::once(args.image.as_os_str()));
     let disk = open(args, bound.was_left.then_some(TAKE_OVER_WAIT))?;
     tracing::info!("opened {disk}");
     let kind = choose(args.engine, false, &disk)?;
@@ -56,8 +59,10 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         keeps_all: false,
         traces: None,
     };
+    let commands: Vec<_> = commands.into_iter().filter_map(|place| place.serve(&engine)).collect();
     tracing::info!("listening at {}", args.socket.display());
     let served = Server::new(device.clone(), options, stop).run(&bound.listener);
+    drop(commands);
     // Before the socket goes: whoever waits for its end finds the image whole.
     let closed = close(&device, &engine);
     let flushed = !device.flush_has_failed();

@@ -31,6 +31,7 @@ use crate::exit::{Code, Failure};
 use crate::image::allow_many_files;
 use crate::served_raw::{self, was_killed};
 use crate::signals;
+use crate::store::owner::{Place, Serving};
 
 #[cfg(test)]
 mod tests;
@@ -93,6 +94,7 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
         tracing::warn!("cannot look for what disks that are gone have left: {e}");
     }
     let limit = limit(args);
+    let _commands = commands(&disks)?;
     match &disks[..] {
         [disk] => serve_one(disk, host, &mut store, limit, &stop),
         disks => {
@@ -104,6 +106,16 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
             })
         }
     }
+}
+
+/// Has commands on the stores of these disks done, as long as the result lives.
+fn commands(disks: &[&ServeArgs]) -> Result<Vec<Serving>, Failure> {
+    let places = Place::of(disks.iter().map(|disk| disk.image.as_os_str()));
+    if places.is_empty() {
+        return Ok(Vec::new());
+    }
+    let engine = engines(crate::image::engine(disks[0].engine)?);
+    Ok(places.into_iter().filter_map(|place| place.serve(&engine)).collect())
 }
 
 /// Serves one disk.

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::content::{ContentHash, DomainKey, checksum, checksum_on};
 use super::fields::{Reader, Writer};
 use super::layout::Layout;
@@ -19,8 +21,17 @@ pub const MAX_SAME: u64 = 512;
 pub type VolumeId = u32;
 
 /// The name of a volume or domain: 1 to 63 letters, digits, and `-`, `_`, `.` but at the beginning.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String")]
 pub struct Name(String);
+
+impl TryFrom<String> for Name {
+    type Error = &'static str;
+
+    fn try_from(name: String) -> Result<Name, &'static str> {
+        Name::new(&name).ok_or("it is no name of a volume, snapshot or domain")
+    }
+}
 
 impl Name {
     /// This name, if it is one.

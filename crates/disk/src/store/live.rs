@@ -6,6 +6,7 @@
 
 mod compacting;
 mod contents;
+mod counting;
 mod groups;
 mod index_loading;
 mod leaves;
@@ -21,7 +22,7 @@ mod writing;
 
 use std::io;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use ferrite_io::shared_lock::SharedLock;
 
@@ -47,6 +48,7 @@ use super::stripes::Stripes;
 use super::{BLOCK_BYTES, opening};
 use crate::Port;
 use crate::epochs::Epochs;
+use crate::writeback::SyncWitness;
 
 /// Locks of blocks.
 const BLOCK_LOCKS: usize = 256;
@@ -182,6 +184,11 @@ impl Live {
     pub async fn close(&self, port: &Port) -> io::Result<()> {
         let is_in = self.core().is_clean() && self.numbers().next() == self.core().replay_from;
         if is_in { self.flush(port).await } else { self.checkpoint(port).await }
+    }
+
+    /// A failed sync is that of every disk of the store: this one is told before anybody else hears of it.
+    pub fn witness(&self, witness: Weak<dyn SyncWitness>) {
+        self.medium.witness(witness);
     }
 
     /// Whether a sync has failed: nothing becomes durable any more.

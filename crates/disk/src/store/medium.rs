@@ -2,12 +2,13 @@
 
 use std::future::Future;
 use std::io;
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::page::Pointer;
 use super::{BLOCK_BYTES, Damaged};
 use crate::Port;
-use crate::writeback::Commits;
+use crate::writeback::{Commits, SyncWitness};
 
 /// Blocks that are read or written at once: those of the largest piece of memory that a task gets.
 pub const MAX_BLOCKS: usize = 16;
@@ -96,6 +97,11 @@ impl Medium {
         sync: impl Future<Output = io::Result<()>>,
     ) -> io::Result<()> {
         self.commits.join(&port.io, sync).await
+    }
+
+    /// Tells this one of a failed sync before anybody else hears of it.
+    pub fn witness(&self, witness: Weak<dyn SyncWitness>) {
+        self.commits.witness(witness);
     }
 
     /// Whether a sync has failed.

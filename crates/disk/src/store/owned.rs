@@ -17,6 +17,7 @@ use ferrite_io::names;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 use rustix::fs::FileType;
+use serde::{Deserialize, Serialize};
 
 use super::background::{Background, ServiceEngine};
 use super::journal::VolumeId;
@@ -32,12 +33,24 @@ const ENTRIES: u32 = 32;
 pub type OpenEngine<'a> = &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>;
 
 /// What a store is in: device and inode of a file, or a device's number and 0.
-type Key = (u64, u64);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct StoreKey(pub u64, pub u64);
+
+impl StoreKey {
+    /// What is at a path now. A store's name is that, and not its path.
+    pub fn at(path: &Path) -> Option<StoreKey> {
+        let stat = names::stat(path).ok()?;
+        Some(match FileType::from_raw_mode(stat.st_mode) {
+            FileType::BlockDevice => StoreKey(stat.st_rdev, 0),
+            _ => StoreKey(stat.st_dev, stat.st_ino),
+        })
+    }
+}
 
 /// The stores of this process. Whoever opens one has all others wait.
-static STORES: Mutex<BTreeMap<Key, Weak<Owned>>> = Mutex::new(BTreeMap::new());
+static STORES: Mutex<BTreeMap<StoreKey, Weak<Owned>>> = Mutex::new(BTreeMap::new());
 
-fn stores() -> MutexGuard<'static, BTreeMap<Key, Weak<Owned>>> {
+fn stores() -> MutexGuard<'static, BTreeMap<StoreKey, Weak<Owned>>> {
     STORES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -46,6 +59,8 @@ pub struct Owned {
     live: Live,
     raw: Raw,
     users: Mutex<Users>,
+    /// Held by who goes from a volume's name to its number, and does something with the volume.
+    changing: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -78,8 +93,18 @@ impl Owned {
         &self.raw
     }
 
+    fn key(&self) -> StoreKey {
+        let (device, inode) = self.raw.inode();
+        StoreKey(device, inode)
+    }
+
     fn users(&self) -> MutexGuard<'_, Users> {
         self.users.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As long as this is held, a name keeps its number: nobody else makes or deletes volumes.
+    pub(crate) fn changing(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether a disk of this process uses the volume.
@@ -116,18 +141,12 @@ impl Seat {
         engine: OpenEngine<'_>,
     ) -> Result<Seat, DiskError> {
         let mut stores = stores();
-        if let Some(store) = key_at(path).and_then(|key| stores.get(&key)?.upgrade()) {
-            let mut users = store.users();
-            // Otherwise it has ended, and its last operations may be under way.
-            if users.count > 0 {
-                users.count += 1;
-                drop(users);
-                return Ok(Seat { store, volume: None });
-            }
+        if let Some(seat) = StoreKey::at(path).and_then(|key| Seat::among(&stores, key)) {
+            return Ok(seat);
         }
         let store = Arc::new(open(path, options, engine)?);
         store.users().count = 1;
-        stores.insert(store.raw.inode(), Arc::downgrade(&store));
+        stores.insert(store.key(), Arc::downgrade(&store));
         Ok(Seat { store, volume: None })
     }
 
@@ -143,6 +162,28 @@ impl Seat {
             users.background = Some(background);
         }
         Ok(())
+    }
+
+    /// Joins those who have a store in this process. None: nobody has.
+    pub fn join(key: StoreKey) -> Option<Seat> {
+        Seat::among(&stores(), key)
+    }
+
+    fn among(stores: &BTreeMap<StoreKey, Weak<Owned>>, key: StoreKey) -> Option<Seat> {
+        let store = stores.get(&key)?.upgrade()?;
+        let mut users = store.users();
+        // It has ended, and its last operations may be under way.
+        if users.count == 0 {
+            return None;
+        }
+        users.count += 1;
+        drop(users);
+        Some(Seat { store, volume: None })
+    }
+
+    /// Whether nobody else uses the store.
+    pub(crate) fn is_last(&self) -> bool {
+        self.store.users().count == 1
     }
 
     /// Uses a volume, too. `false`: somebody does who writes it, or this one would.
@@ -206,21 +247,12 @@ impl Drop for Seat {
             }
         }
         users.count -= 1;
-        let key = self.store.raw.inode();
+        let key = self.store.key();
         let is_it = |known: &Weak<Owned>| std::ptr::eq(known.as_ptr(), &raw const *self.store);
         if users.count == 0 && stores.get(&key).is_some_and(is_it) {
             stores.remove(&key);
         }
     }
-}
-
-/// What is at a path now. A store's name in this process is that, and not its path.
-fn key_at(path: &Path) -> Option<Key> {
-    let stat = names::stat(path).ok()?;
-    Some(match FileType::from_raw_mode(stat.st_mode) {
-        FileType::BlockDevice => (stat.st_rdev, 0),
-        _ => (stat.st_dev, stat.st_ino),
-    })
 }
 
 fn cannot(path: &Path) -> String {
@@ -238,10 +270,13 @@ fn open(path: &Path, options: &OpenOptions, engine: OpenEngine<'_>) -> Result<Ow
         );
     }
     let to_write = OpenOptions { read_only: false, opened: None, ..options.clone() };
-    let raw = Raw::open_store(path, &to_write)?;
+    let raw = Raw::open_store(path, &to_write).map_err(|e| match e.kind() {
+        ErrorKind::InUse => in_use(path, &e),
+        _ => e,
+    })?;
     let memory = Memory { metadata: options.metadata_bytes, index: options.index_bytes };
     let live = start(&raw, memory, engine).map_err(|e| unusable(path, e))?;
-    Ok(Owned { live, raw, users: Mutex::default() })
+    Ok(Owned { live, raw, users: Mutex::default(), changing: Mutex::default() })
 }
 
 fn start(raw: &Raw, memory: Memory, engine: OpenEngine<'_>) -> io::Result<Live> {
@@ -259,6 +294,14 @@ pub(super) fn port_to(raw: &Raw, engine: OpenEngine<'_>) -> io::Result<(Reactor,
     let region = arena.span(0, SCRATCH_BYTES);
     let port = Port { io: reactor.io(), files, scratch: Scratch::new(arena, region) };
     Ok((reactor, port))
+}
+
+/// Another process has it.
+fn in_use(path: &Path, e: &DiskError) -> DiskError {
+    let help = "one process has a store: end that one first, or have it serve this volume, too (ferrite serve with \
+                several IMAGE --xen pairs); ferrite store works with it as it is, and what a disk has can be copied \
+                by NBD from who serves the disk";
+    DiskError::new(ErrorKind::InUse, cannot(path), e.why(), help)
 }
 
 fn unusable(path: &Path, e: io::Error) -> DiskError {

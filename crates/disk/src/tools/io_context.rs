@@ -15,6 +15,7 @@ use ferrite_io::scratch::Scratch;
 
 use super::ImageTools;
 use crate::port::SCRATCH_BYTES;
+use crate::store::owned::OpenEngine;
 use crate::{Disk, Port};
 
 /// Scratch memory: as much as two disks need.
@@ -34,12 +35,17 @@ pub(super) struct IoContext {
 impl IoContext {
     /// With memory for so many buffers.
     pub(super) fn new(tools: &ImageTools<'_>, buffers: usize) -> io::Result<IoContext> {
+        IoContext::on(tools.engine, buffers)
+    }
+
+    /// The same, on an engine that this opens.
+    pub(super) fn on(engine: OpenEngine<'_>, buffers: usize) -> io::Result<IoContext> {
         let scratch_bytes = SCRATCHES * SCRATCH_BYTES;
         let arena = Arena::new(buffers * BUFFER_BYTES + scratch_bytes)?;
         let scratch = Scratch::new(arena.clone(), arena.span(0, scratch_bytes));
         let buffer = |i| arena.span(scratch_bytes + i * BUFFER_BYTES, BUFFER_BYTES);
         let buffers = (0..buffers).map(buffer).collect();
-        Ok(IoContext { scratch, buffers, reactor: Reactor::new((tools.engine)(arena)?) })
+        Ok(IoContext { scratch, buffers, reactor: Reactor::new(engine(arena)?) })
     }
 
     /// The way to a disk's files.

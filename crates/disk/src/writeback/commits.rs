@@ -26,7 +26,7 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use ferrite_io::reactor::{Io, Unheard};
 use ferrite_io::shared_lock::{Held, SharedLock};
@@ -46,6 +46,15 @@ pub(crate) struct Commits {
     faulty: AtomicBool,
     /// The journal's, if there is one.
     void: OnceLock<Void>,
+    /// Who has to know of a failed sync before anybody is told.
+    witnesses: Mutex<Vec<Weak<dyn SyncWitness>>>,
+}
+
+/// Whoever's data are lost by a sync that failed, also if it was another's (docs/internals/processes.md 10,
+/// rule 11).
+pub trait SyncWitness: Send + Sync {
+    /// A sync has failed. Called before anybody is told so, from the thread that found it, more than once perhaps.
+    fn sync_has_failed(&self);
 }
 
 impl fmt::Debug for Commits {
@@ -65,6 +74,27 @@ impl Commits {
             // The first is the only one.
             let _ = self.void.set(void);
         }
+    }
+
+    /// Tells this one of a failed sync, also of one that was before.
+    pub(crate) fn witness(&self, witness: Weak<dyn SyncWitness>) {
+        let mut witnesses = self.witnesses();
+        witnesses.retain(|other| other.strong_count() > 0);
+        if self.is_faulty() {
+            witness.upgrade().inspect(|witness| witness.sync_has_failed());
+        }
+        witnesses.push(witness);
+    }
+
+    fn witnesses(&self) -> MutexGuard<'_, Vec<Weak<dyn SyncWitness>>> {
+        self.witnesses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on everybody finds that a sync has failed; the witnesses before all others. `true`: the first time.
+    fn end(&self) -> bool {
+        let witnesses = self.witnesses();
+        witnesses.iter().filter_map(Weak::upgrade).for_each(|witness| witness.sync_has_failed());
+        !self.faulty.swap(true, Ordering::AcqRel)
     }
 
     fn turns(&self) -> MutexGuard<'_, Turns> {
@@ -115,12 +145,12 @@ impl Commits {
     /// Nobody knows any more what is on the medium: nothing is committed from now on. The next process
     /// may recover what was answered, as after a death in the middle of it.
     pub(crate) fn doubt(&self) {
-        self.faulty.store(true, Ordering::Release);
+        self.end();
     }
 
     /// The kernel has forgotten what was not written.
     fn fail(&self) {
-        if !self.faulty.swap(true, Ordering::AcqRel) {
+        if self.end() {
             Rare::SyncFailed.taken();
             self.void.get().inspect(|void| void.set());
         }

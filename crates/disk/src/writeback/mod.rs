@@ -25,3 +25,4 @@ pub(crate) mod journal;
 mod void;
 
 pub(crate) use commits::Commits;
+pub use commits::SyncWitness;

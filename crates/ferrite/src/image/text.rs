@@ -7,7 +7,7 @@ use ferrite_disk::tools::{
     CheckReport, Checked, Comparison, Done, Extent, Info, JournalInfo, JournalState, Kind,
     LayerInfo, Repaired, Usage,
 };
-use ferrite_disk::{Class, Counts};
+use ferrite_disk::{Class, Counts, Format};
 
 use crate::plain::one_line;
 
@@ -21,7 +21,8 @@ fn with_notes(mut line: String, notes: &[String]) -> String {
 
 pub(super) fn made(done: &Done) -> String {
     let size = Human(done.virtual_bytes);
-    with_notes(format!("{}: {} of {size}", one_line(&done.path), done.format), &done.notes)
+    let kind = if done.format == Format::Store.name() { "volume" } else { done.format };
+    with_notes(format!("{}: {kind} of {size}", one_line(&done.path)), &done.notes)
 }
 
 pub(super) fn resized(done: &Done) -> String {

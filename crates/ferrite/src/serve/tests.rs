@@ -9,13 +9,14 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use ferrite_io::engines::test_engine;
 use ferrite_io::process::take_given;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::processes::{CHUNK, CHUNKS, Load};
-use ferrite_testkit::{PATIENCE, wait_until};
+use ferrite_testkit::{PATIENCE, stores, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -349,5 +350,83 @@ fn disks_of_a_process_that_is_killed_come_back_together() {
     served.ends_with(0, &[]);
     for (image, load) in images.iter().zip(&loads) {
         load.check(&fs::read(image).unwrap());
+    }
+}
+
+/// What a volume reads as.
+fn volume(store: &Path, name: &str) -> Vec<u8> {
+    let disk =
+        Disk::open(&format!("store:{}#{name}", store.display()), &stores::options()).unwrap();
+    let mut all = vec![0; (disk.sectors() * 512) as usize];
+    let open = |arena| test_engine().open(arena, RECOVERY_ENTRIES);
+    let mut session = Session::new(Arc::new(disk), open).unwrap();
+    for (piece, at) in all.chunks_mut(1 << 20).zip((0..).step_by(1 << 20)) {
+        session.read(at, piece).unwrap();
+    }
+    all
+}
+
+fn store_command(words: &[&str]) -> Result<(), Failure> {
+    let words = ["ferrite", "store"].iter().chain(words).map(OsString::from).collect();
+    match crate::pairs::parse(words).unwrap().command {
+        crate::cli::Command::Store(args) => crate::store::run(&args),
+        _ => unreachable!(),
+    }
+}
+
+/// Two guests on two volumes of one store, and commands beside them. What the guests were answered is there
+/// after each death, and each command is done or not.
+#[test]
+fn volumes_of_a_store_come_back_together_with_what_commands_have_done() {
+    let mut world = World::new();
+    let store = world.dir.path().join("s");
+    let blocks = CHUNKS * CHUNK / 4096;
+    stores::create(&store, 256 << 20, &[("a", blocks), ("b", blocks)]);
+    let here = store.to_str().unwrap();
+    let disks = [world.attach(1, 0), world.attach(2, 0)];
+    let words = format!("store:{here}#a --xen 1/xvda store:{here}#b --xen 2/xvda");
+    let mut served = world.serve(&words);
+    let mut fronts = disks.each_ref().map(|disk| world.front(disk));
+    let stop = AtomicBool::new(false);
+    let progress = [(); 2].map(|()| AtomicU64::new(0));
+    let loads = std::thread::scope(|scope| {
+        let threads: Vec<_> = (7..)
+            .zip(fronts.iter_mut().zip(&progress))
+            .map(|(seed, (front, progress))| {
+                let queue = front.queues.pop().unwrap();
+                let load = Load::on(front, queue, 0..CHUNKS, seed);
+                let stop = &stop;
+                scope.spawn(move || load.run(stop, progress))
+            })
+            .collect();
+        for round in 0..4 {
+            let before = progress.each_ref().map(|progress| progress.load(Ordering::Relaxed));
+            wait_until("answers of both disks", || {
+                let mut now = progress.iter().zip(before);
+                now.all(|(now, before)| now.load(Ordering::Relaxed) > before + 20)
+            });
+            store_command(&["snapshot", &format!("{here}#a"), &format!("a{round}")]).unwrap();
+            store_command(&["gc", here]).unwrap();
+            store_command(&["clone", &format!("{here}#b"), &format!("b{round}")]).unwrap();
+            store_command(&["stats", here]).unwrap();
+            // One in the middle of which the process dies.
+            let last = scope.spawn(|| store_command(&["gc", here]));
+            std::thread::sleep(Duration::from_millis(5 * round));
+            served.child.kill().unwrap();
+            served.child.wait().unwrap();
+            let _ = last.join().unwrap();
+            store_command(&["check", here, "--deep"]).unwrap();
+            for made in [format!("{here}#a{round}"), format!("{here}#b{round}")] {
+                store_command(&["info", &made]).unwrap();
+            }
+            served = world.serve(&words);
+        }
+        stop.store(true, Ordering::Relaxed);
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Load>>()
+    });
+    served.signal(Signal::TERM);
+    served.ends_with(0, &[]);
+    for (name, load) in ["a", "b"].iter().zip(&loads) {
+        load.check(&volume(&store, name));
     }
 }

@@ -2,15 +2,18 @@
 //! options, progress and text.
 
 use std::ffi::OsStr;
+use std::path::Path;
+use std::time::Duration;
 
 use ferrite_disk::store::journal::Name;
 use ferrite_disk::store::name::StoreName;
 use ferrite_disk::store::page::Packing;
-use ferrite_disk::tools::stores::{Change, StoreCheck, StoreChecked};
-use ferrite_disk::tools::{ImageTools, Verdict};
-use ferrite_disk::{Parents, size};
+use ferrite_disk::tools::stores::{Change, StoreCheck, StoreChecked, StoreListed};
+use ferrite_disk::tools::{ImageTools, Progress, Verdict};
+use ferrite_disk::{DiskError, ErrorKind, Parents, size};
 use ferrite_io::directory::HostDirectory;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::exit::{Code, Failure};
 use crate::image::progress::Shown;
@@ -18,7 +21,13 @@ use crate::image::{ENTRIES, engine, json, print, state_dir};
 use crate::signals;
 
 pub(crate) mod args;
+mod asking;
+pub(crate) mod owner;
 mod text;
+mod wire;
+
+use asking::Asked;
+use wire::Ask;
 
 use args::{CompactArgs, Compress, CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
 
@@ -59,14 +68,55 @@ impl Out<'_> {
     }
 }
 
+/// Tries while somebody opens the store, and pauses between them.
+const TRIES: u32 = 20;
+const AGAIN: Duration = Duration::from_millis(50);
+
+/// Does it here, or has the store's owner do it.
+fn here_or_there<T: DeserializeOwned>(
+    out: &Out,
+    store: &Path,
+    what: &Ask,
+    here: impl Fn() -> Result<T, DiskError>,
+) -> Result<T, Failure> {
+    let goes_on = || out.shown.show(Progress { done_bytes: 0, total_bytes: 0 });
+    let mut tries = 0;
+    loop {
+        let e = match here() {
+            Err(e) if e.kind() == ErrorKind::InUse => e,
+            done => return Ok(done?),
+        };
+        tries += 1;
+        match asking::ask(store, what, &goes_on) {
+            Asked::Answered(done) => return done,
+            Asked::NotOpen if tries < TRIES && goes_on() => std::thread::sleep(AGAIN),
+            // Its owner may have ended since we looked.
+            Asked::Nobody if tries == 1 => {}
+            Asked::NotOpen | Asked::Nobody => return Err(e.into()),
+        }
+    }
+}
+
+fn change(
+    tools: &ImageTools<'_>,
+    out: &Out,
+    (store, volume): (StoreName, Name),
+    change: Change,
+) -> Result<(), Failure> {
+    let what = Ask::Change { volume: volume.clone(), change: change.clone() };
+    let here = || tools.change_volume(&store.path, &volume, change.clone());
+    out.say(&here_or_there(out, &store.path, &what, here)?, text::done)
+}
+
+fn list(tools: &ImageTools<'_>, out: &Out, store: &Path) -> Result<StoreListed, Failure> {
+    here_or_there(out, store, &Ask::List, || tools.list_store(store))
+}
+
 fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Failure> {
-    let change = |volume: &VolumeArg, change: Change| {
-        let (store, volume) = of_volume(volume)?;
-        out.say(&tools.change_volume(&store.path, &volume, change)?, text::done)
-    };
+    let change = |volume: &VolumeArg, how: Change| change(tools, out, of_volume(volume)?, how);
     match &args.command {
         StoreCommand::Create(it) => create(tools, out, it),
-        StoreCommand::List(it) => out.say(&tools.list_store(&of_store(it)?.path)?, text::list),
+        StoreCommand::List(it) => out.say(&list(tools, out, &of_store(it)?.path)?, text::list),
         StoreCommand::Info(it) => info(tools, out, &StoreName::parse(&it.name)?),
         StoreCommand::Snapshot(it) => change(&it.of, Change::Snapshot(entry(&it.snap)?)),
         StoreCommand::Clone(it) => change(&it.of, Change::Clone(entry(&it.new)?)),
@@ -79,10 +129,16 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
             check(tools, out, &it.store, StoreCheck { rate: Some(it.rate), ..contents() })
         }
         StoreCommand::Gc(it) => {
-            out.say(&tools.collect_store(&of_store(it)?.path)?, text::collected)
+            let store = of_store(it)?.path;
+            let here = || tools.collect_store(&store);
+            out.say(&here_or_there(out, &store, &Ask::Collect, here)?, text::collected)
+        }
+        StoreCommand::Stats(it) => {
+            let store = of_store(it)?.path;
+            let here = || tools.store_stats(&store);
+            out.say(&here_or_there(out, &store, &Ask::Stats, here)?, text::stats)
         }
         StoreCommand::Compact(it) => compact(tools, out, it),
-        StoreCommand::Stats(it) => out.say(&tools.store_stats(&of_store(it)?.path)?, text::stats),
         StoreCommand::Repair(it) => {
             let repaired = tools.repair_store(&of_store(&it.store)?.path, it.force)?;
             out.say(&repaired, text::repaired)?;
@@ -169,14 +225,14 @@ fn create(tools: &ImageTools<'_>, out: &Out, args: &CreateArgs) -> Result<(), Fa
             &format!("take {}", size::Human(bytes.next_multiple_of(BLOCK_BYTES).max(BLOCK_BYTES))),
         );
     }
-    let change = Change::Create(bytes, entry(&args.domain)?);
-    out.say(&tools.change_volume(&name.path, volume, change)?, text::done)
+    let how = Change::Create(bytes, entry(&args.domain)?);
+    change(tools, out, (name.clone(), volume.clone()), how)
 }
 
 const BLOCK_BYTES: u64 = ferrite_disk::store::BLOCK_BYTES as u64;
 
 fn info(tools: &ImageTools<'_>, out: &Out, name: &StoreName) -> Result<(), Failure> {
-    let listed = tools.list_store(&name.path)?;
+    let listed = list(tools, out, &name.path)?;
     let Some(volume) = &name.volume else {
         return match out.json {
             // Volumes are what `list` is for.

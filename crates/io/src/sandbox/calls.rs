@@ -55,7 +55,8 @@ const ALWAYS: &[c_long] = &[
     // Of no file: a worker owns none. It is the answer that counts.
     libc::SYS_fchmod,
     libc::SYS_name_to_handle_at,
-    // The sockets that it was given.
+    // The sockets that it was given, and who comes to the one that it listens at: it can make none.
+    libc::SYS_accept4,
     libc::SYS_sendmsg,
     libc::SYS_recvmsg,
     libc::SYS_sendto,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use ferrite_disk::store::background::ServiceEngine;
-use ferrite_disk::{Disk, DiskIdentity, Port};
+use ferrite_disk::{Disk, DiskIdentity, Port, SyncWitness};
 use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;
 
@@ -41,18 +41,54 @@ pub(super) enum Slot {
     Lost,
 }
 
+/// A flush has failed: what the medium holds is not what was answered. Linux takes a failed empty flush for a
+/// disk without a cache and goes on, so all later writes fail until the disk is attached again (blkif.md 2,
+/// rule 3).
+#[derive(Default)]
+struct Latch {
+    is_set: AtomicBool,
+    /// Where that is remembered for successors.
+    file: OnceLock<Shm>,
+}
+
+impl Latch {
+    fn is_set(&self) -> bool {
+        self.is_set.load(Ordering::SeqCst)
+    }
+
+    /// `true` the first time.
+    fn set(&self) -> bool {
+        if let Some(file) = self.file.get() {
+            file.store_u32(0, 1);
+        }
+        !self.is_set.swap(true, Ordering::SeqCst)
+    }
+
+    fn refuse_writes(&self, e: &io::Error) {
+        if self.set() {
+            tracing::error!(
+                "flush failed: {e}; what was written may be lost, and the guest cannot be told by \
+                 a flush alone, so all its writes fail until the disk is attached again. Check \
+                 the storage, then detach and attach the disk"
+            );
+        }
+    }
+}
+
+impl SyncWitness for Latch {
+    fn sync_has_failed(&self) {
+        self.refuse_writes(&io::Error::other("a sync of the store has failed"));
+    }
+}
+
 /// A disk that is served, from attach to detach.
 pub struct Device {
     /// Where times come from.
     pub clock: Arc<dyn Clock>,
     /// What may be logged about it.
     pub log_limits: LogLimits,
-    /// A flush has failed: what the medium holds is not what was answered. Linux takes a failed
-    /// empty flush for a disk without a cache and goes on, so all later writes fail until the
-    /// disk is attached again (blkif.md 2, rule 3).
-    flush_failed: AtomicBool,
-    /// Where that is remembered for successors.
-    latch: OnceLock<Shm>,
+    /// Whether a flush has failed.
+    failed: Arc<Latch>,
     /// Somebody sees to it that metadata gets to the medium.
     saving: AtomicBool,
     /// What requests do where there is no space.
@@ -97,11 +133,12 @@ impl Drop for Saving {
 impl Device {
     /// A device in good order.
     pub fn new(disk: Disk, clock: Arc<dyn Clock>) -> Device {
+        let failed = Arc::<Latch>::default();
+        watch(&failed, &disk);
         Device {
             clock,
             log_limits: LogLimits::default(),
-            flush_failed: AtomicBool::new(false),
-            latch: OnceLock::new(),
+            failed,
             saving: AtomicBool::new(false),
             full: Full::default(),
             slot: Mutex::new(Slot::Here(Arc::new(disk))),
@@ -140,15 +177,17 @@ impl Device {
 
     /// Whether writes are to be refused.
     pub fn flush_has_failed(&self) -> bool {
-        self.flush_failed.load(Ordering::SeqCst)
+        self.failed.is_set()
     }
 
     /// Refuses all writes from now on; `true` the first time.
     pub fn latch_flush_failure(&self) -> bool {
-        if let Some(latch) = self.latch.get() {
-            latch.store_u32(0, 1);
-        }
-        !self.flush_failed.swap(true, Ordering::SeqCst)
+        self.failed.set()
+    }
+
+    /// The device goes on with this disk.
+    pub(super) fn watch(&self, disk: &Disk) {
+        watch(&self.failed, disk);
     }
 
     /// A flush whose failure is not forgotten: the kernel reports a lost write once, to one caller,
@@ -161,7 +200,7 @@ impl Device {
         if let Err(e) = &result
             && !self.is_passing(disk, e)
         {
-            self.refuse_writes(e);
+            self.failed.refuse_writes(e);
         }
         result
     }
@@ -176,17 +215,7 @@ impl Device {
     /// for (a write that takes space makes one), it counts as a failed flush.
     pub(crate) fn hear(&self, disk: &Disk) {
         if disk.is_faulty() && !self.flush_has_failed() {
-            self.refuse_writes(&io::Error::other("a sync of the image has failed"));
-        }
-    }
-
-    fn refuse_writes(&self, e: &io::Error) {
-        if self.latch_flush_failure() {
-            tracing::error!(
-                "flush failed: {e}; what was written may be lost, and the guest cannot be told by \
-                 a flush alone, so all its writes fail until the disk is attached again. Check \
-                 the storage, then detach and attach the disk"
-            );
+            self.failed.refuse_writes(&io::Error::other("a sync of the image has failed"));
         }
     }
 
@@ -303,7 +332,7 @@ impl Device {
     /// # Errors
     /// The file system's.
     pub fn remember_in(&self, path: &Path) -> io::Result<()> {
-        if self.latch.get().is_some() {
+        if self.failed.file.get().is_some() {
             return Ok(());
         }
         let latch = match Shm::open(path).ok().filter(|latch| latch.len() >= LATCH_BYTES) {
@@ -311,12 +340,22 @@ impl Device {
             None => Shm::create(path, LATCH_BYTES)?,
         };
         if latch.load_u32(0) != 0 {
-            self.flush_failed.store(true, Ordering::SeqCst);
+            self.failed.is_set.store(true, Ordering::SeqCst);
         }
         // The caller serves a device once.
-        let _ = self.latch.set(latch);
+        let _ = self.failed.file.set(latch);
+        // Another disk's sync may have failed before there was a file, or while it was made.
+        if self.failed.is_set() {
+            self.failed.set();
+        }
         Ok(())
     }
+}
+
+/// The syncs of other disks may be this one's, too (processes.md 10, rule 11).
+fn watch(failed: &Arc<Latch>, disk: &Disk) {
+    let failed: Weak<dyn SyncWitness> = Arc::downgrade(failed) as Weak<Latch>;
+    disk.witness_syncs(failed);
 }
 
 impl Seat {

@@ -251,6 +251,7 @@ impl Away {
                 // What is in the slot after this may be the next parker's.
                 self.done = true;
                 self.device.serve_on(&disk);
+                self.device.watch(&disk);
                 self.device.put(Slot::Here(Arc::new(disk)));
                 return Ok(());
             }

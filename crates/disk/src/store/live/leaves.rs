@@ -48,7 +48,7 @@ impl Leaf {
         (Leaf::Hashes(number / HASHES as u64), (number % HASHES as u64) as usize * 4)
     }
 
-    fn find(self, core: &Core) -> io::Result<Found> {
+    pub(super) fn find(self, core: &Core) -> io::Result<Found> {
         let found = match self {
             Leaf::V2p(volume, leaf) => {
                 let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;

@@ -493,6 +493,12 @@ impl Space {
         let kinds = self.pairs.iter().zip(0..).filter(|(kind, _)| **kind != Kind::Metadata);
         kinds.map(|(_, pair)| self.free_of(pair)).sum()
     }
+
+    /// Places in pairs of this kind that cannot be given now.
+    pub fn used(&self, kind: Kind) -> u64 {
+        let pairs = self.pairs.iter().zip(0..).filter(|(of, _)| **of == kind);
+        pairs.map(|(_, pair)| 2 * self.layout.segment_blocks - self.free_of(pair)).sum()
+    }
 }
 
 /// When a pass is wanted, and who may be told that there is no room (store.md 7).

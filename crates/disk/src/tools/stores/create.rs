@@ -1,13 +1,10 @@
 //! New stores.
 
-use std::future::{Future, poll_fn};
 use std::io;
-use std::pin::pin;
-use std::task::Poll;
 
 use ferrite_io::clock;
 
-use super::{DOMAIN, MEMORY, StoreMade, failed};
+use super::{DOMAIN, MEMORY, StoreMade, failed, until_stopped};
 use crate::store::content::DomainKey;
 use crate::store::journal::Name;
 use crate::store::layout::Layout;
@@ -65,21 +62,9 @@ impl ImageTools<'_> {
             live.operate(&port, Operation::Domain(name, key)).await?;
             live.close(&port).await
         };
-        context.run(self.until_stopped(made)).map_err(cannot)?;
+        let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: 0 });
+        context.run(until_stopped(&goes_on, made)).map_err(cannot)?;
         file.finish()?;
         Ok(StoreMade { path: path.display().to_string(), store_bytes: bytes })
-    }
-
-    /// A future that ends early, where it waits, if that is wanted. What it has made is no store then.
-    pub(super) async fn until_stopped<T>(
-        &self,
-        future: impl Future<Output = io::Result<T>>,
-    ) -> io::Result<T> {
-        let mut future = pin!(future);
-        poll_fn(|cx| match (self.progress)(Progress { done_bytes: 0, total_bytes: 0 }) {
-            true => future.as_mut().poll(cx),
-            false => Poll::Ready(Err(io::ErrorKind::Interrupted.into())),
-        })
-        .await
     }
 }

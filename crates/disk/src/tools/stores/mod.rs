@@ -1,14 +1,19 @@
-//! Stores that nobody serves: made, looked at, checked, and what is done with their volumes.
-//! `ferrite store` is a command line for this.
+//! Stores that nobody serves: made, looked at, checked, and what is done with their volumes; and what can be done
+//! with those that this process [serves](served). `ferrite store` is a command line for this.
 
 mod compact;
 mod create;
 mod report;
+pub mod served;
 
+use std::future::{Future, poll_fn};
 use std::io;
 use std::path::Path;
+use std::pin::pin;
+use std::task::Poll;
 
 use ferrite_io::clock;
+use serde::{Deserialize, Serialize};
 
 use super::io_context::IoContext;
 use super::{ImageTools, broken};
@@ -37,7 +42,8 @@ const MEMORY: Memory = Memory { metadata: METADATA_BYTES, index: 0 };
 const CHECK_PATH: &str = "check the path; ferrite store create makes a store";
 
 /// What is to be done with a volume.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Change {
     /// It is made: of so many bytes, in a domain, which is made if it is not there.
     Create(u64, Name),
@@ -79,7 +85,7 @@ impl ImageTools<'_> {
             done
         });
         let volume = done.map_err(|e| failed(what, store, e))?;
-        Ok(VolumeDone { path: store.display().to_string(), volume, done: change.word().into() })
+        Ok(change.done(store, volume))
     }
 
     /// What a store, or a volume of it, says of itself.
@@ -87,7 +93,7 @@ impl ImageTools<'_> {
     /// # Errors
     /// It is in use, cannot be opened, or there is no such volume.
     pub fn list_store(&self, store: &Path) -> Result<StoreListed, DiskError> {
-        let what = format!("cannot look at store {}", store.display());
+        let what = cannot_look(store);
         let (mut context, port, bytes) = self.store(store, &what, true)?;
         let look = context.run(Look::open(&port, bytes)).map_err(|e| failed(what, store, e))?;
         let path = store.display().to_string();
@@ -137,7 +143,7 @@ impl ImageTools<'_> {
     /// # Errors
     /// It is in use, damaged, or cannot be read.
     pub fn store_stats(&self, store: &Path) -> Result<StoreStats, DiskError> {
-        let what = format!("cannot look at store {}", store.display());
+        let what = cannot_look(store);
         let cannot = |e| failed(what.clone(), store, e);
         let is_behind = {
             let (mut context, port, bytes) = self.store(store, &what, true)?;
@@ -166,9 +172,10 @@ impl ImageTools<'_> {
     /// # Errors
     /// It is in use, damaged, cannot be read, or was told to stop: nothing is lost then.
     pub fn collect_store(&self, store: &Path) -> Result<StoreCollected, DiskError> {
-        let what = format!("cannot collect what store {} needs no more", store.display());
+        let what = cannot_collect(store);
         let (mut context, port, bytes) = self.store(store, &what, false)?;
-        let collected = self.until_stopped(async {
+        let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: 0 });
+        let collected = until_stopped(&goes_on, async {
             // Content that is there twice is found by it.
             let memory = Memory { index: INDEX_BYTES, ..MEMORY };
             let live = Live::open(&port, bytes, memory).await?;
@@ -178,14 +185,7 @@ impl ImageTools<'_> {
             Ok((passed, live.info().free_bytes))
         });
         let (passed, free_bytes) = context.run(collected).map_err(|e| failed(what, store, e))?;
-        let in_bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
-        Ok(StoreCollected {
-            path: store.display().to_string(),
-            live_bytes: in_bytes(passed.contents),
-            dead_bytes: in_bytes(passed.dead),
-            freed_bytes: in_bytes(passed.freed),
-            free_bytes,
-        })
+        Ok(StoreCollected::of(store, passed, free_bytes))
     }
 
     /// Opens a store's file or device, and locks it.
@@ -217,6 +217,10 @@ impl Change {
         }
     }
 
+    fn done(&self, store: &Path, volume: VolumeInfo) -> VolumeDone {
+        VolumeDone { path: store.display().to_string(), volume, done: self.word().into() }
+    }
+
     fn word(&self) -> &'static str {
         match self {
             Change::Create(..) => "created",
@@ -227,6 +231,32 @@ impl Change {
         }
     }
 }
+
+fn cannot_look(store: &Path) -> String {
+    format!("cannot look at store {}", store.display())
+}
+
+fn cannot_collect(store: &Path) -> String {
+    format!("cannot collect what store {} needs no more", store.display())
+}
+
+/// A future that ends early, where it waits, if that is wanted. What it has done by then stays.
+async fn until_stopped<T>(
+    goes_on: &dyn Fn() -> bool,
+    future: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
+    let mut future = pin!(future);
+    poll_fn(|cx| match goes_on() {
+        true => future.as_mut().poll(cx),
+        false => Poll::Ready(Err(io::ErrorKind::Interrupted.into())),
+    })
+    .await
+}
+
+/// There is no volume of a name.
+#[derive(Debug, thiserror::Error)]
+#[error("there is no volume or snapshot {}", .0.as_str())]
+struct NoVolume(Name);
 
 /// Does it, and gives what is new, or what it was done with.
 ///
@@ -239,7 +269,7 @@ pub async fn change_live(
     change: &Change,
 ) -> io::Result<VolumeInfo> {
     let find = |name: &Name| -> io::Result<VolumeId> {
-        let missing = || io::Error::new(io::ErrorKind::NotFound, VolumeError::Missing);
+        let missing = || io::Error::new(io::ErrorKind::NotFound, NoVolume(name.clone()));
         live.volume(name.as_str()).ok_or_else(missing)
     };
     let operation = match change {
@@ -272,6 +302,10 @@ pub async fn change_live(
 fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
     let (what, shown) = (what.into(), store.display());
     let inner = e.get_ref();
+    if let Some(why) = inner.and_then(|e| e.downcast_ref::<NoVolume>()) {
+        let help = format!("ferrite store list {shown} shows those that there are");
+        return DiskError::new(ErrorKind::NotFound, what, why.to_string(), help);
+    }
     if let Some(why) = inner.and_then(|e| e.downcast_ref::<VolumeError>()) {
         let (kind, help) = match why {
             VolumeError::Missing | VolumeError::NoDomain => (

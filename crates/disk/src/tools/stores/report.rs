@@ -6,8 +6,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::finding::Counts;
+use crate::store::BLOCK_BYTES;
 use crate::store::check::{Outcome, Stats, StoreFinding};
-use crate::store::live::{StoreInfo, VolumeInfo};
+use crate::store::live::{Passed, StoreInfo, VolumeInfo};
 use crate::store::page::Packing;
 use crate::tools::{Verdict, refused};
 use crate::{DiskError, ErrorKind};
@@ -83,6 +84,19 @@ pub struct StoreCollected {
     pub freed_bytes: u64,
     /// Room for content that is given to nobody now.
     pub free_bytes: u64,
+}
+
+impl StoreCollected {
+    pub(super) fn of(store: &Path, passed: Passed, free_bytes: u64) -> StoreCollected {
+        let in_bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
+        StoreCollected {
+            path: store.display().to_string(),
+            live_bytes: in_bytes(passed.contents),
+            dead_bytes: in_bytes(passed.dead),
+            freed_bytes: in_bytes(passed.freed),
+            free_bytes,
+        }
+    }
 }
 
 /// What a check has found.

@@ -1,0 +1,199 @@
+//! Commands on a store that another process serves: they are done there (store.md 8).
+//!
+//! Nothing that an owner says is believed to be harmless: its answers are bounded, and have no control
+//! characters.
+
+use std::fs;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ferrite_disk::store::owned::StoreKey;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::owner;
+use super::wire::{self, Ask, MAX_ANSWER, MAX_QUESTION, Question, Said, VERSION};
+use crate::exit::{Code, Failure};
+
+/// How long an owner may take to say that it has understood. It waits for nobody; the host may be busy.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What comes of asking.
+pub(super) enum Asked<T> {
+    /// An owner has answered, or was lost.
+    Answered(Result<T, Failure>),
+    /// Somebody listens who has not opened the store yet, or has closed it.
+    NotOpen,
+    /// Nobody listens.
+    Nobody,
+}
+
+/// Has the owner of a store do something. `goes_on` says when to stop waiting for it.
+pub(super) fn ask<T: DeserializeOwned>(
+    store: &Path,
+    what: &Ask,
+    goes_on: &dyn Fn() -> bool,
+) -> Asked<T> {
+    let Some(key) = StoreKey::at(store) else { return Asked::Nobody };
+    let mut asked = Asked::Nobody;
+    for socket in sockets(key) {
+        let Ok(stream) = owner::connect(&socket) else { continue };
+        match ask_on(&stream, key, store, what, goes_on) {
+            Ok(None) => asked = Asked::NotOpen,
+            Ok(Some(answer)) => {
+                let nonsense = |why| lost(store, why);
+                return Asked::Answered(serde_json::from_value(answer).map_err(nonsense));
+            }
+            Err(failure) => return Asked::Answered(Err(failure)),
+        }
+    }
+    asked
+}
+
+/// Those who may have it.
+fn sockets(key: StoreKey) -> Vec<PathBuf> {
+    let prefix = wire::prefix(key);
+    let entries = wire::folders().into_iter().filter_map(|folder| fs::read_dir(folder).ok());
+    let entries = entries.flatten().flatten();
+    let ours =
+        entries.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes()));
+    ours.map(|entry| entry.path()).collect()
+}
+
+/// None: this one has not opened it.
+fn ask_on(
+    stream: &UnixStream,
+    store: StoreKey,
+    path: &Path,
+    what: &Ask,
+    goes_on: &dyn Fn() -> bool,
+) -> Result<Option<Value>, Failure> {
+    let shown = path.to_string_lossy().into_owned();
+    let question = Question { version: VERSION, store, path: shown, what };
+    let mut heard = Vec::new();
+    let mut hear = |most, waits: &dyn Fn() -> bool| -> io::Result<Option<Said>> {
+        let line = wire::read_line(stream, &mut heard, most, waits)?;
+        // An end without a line: it may have been done.
+        Ok(if line.is_empty() { None } else { Some(serde_json::from_slice(&line)?) })
+    };
+    let asked = stream.set_nonblocking(true);
+    let asked = asked.and_then(|()| wire::write_line(stream, &question, PATIENCE));
+    let end = Instant::now() + PATIENCE;
+    let first = asked.and_then(|()| hear(MAX_QUESTION, &|| goes_on() && Instant::now() < end));
+    match first {
+        Ok(Some(Said::Begun)) => {}
+        // One that has ended before it began has done nothing.
+        Ok(Some(Said::NotOpen) | None) => return Ok(None),
+        Ok(Some(said)) => return end_of(said).map(Some),
+        Err(_) if !goes_on() => return Err(interrupted(path)),
+        Err(e) if e.kind() == io::ErrorKind::TimedOut => {
+            return Err(lost(path, "the process that serves the store does not answer"));
+        }
+        Err(e) if is_gone(&e) => return Ok(None),
+        Err(e) => return Err(lost(path, e)),
+    }
+    match hear(MAX_ANSWER, goes_on) {
+        Ok(Some(said)) => end_of(said).map(Some),
+        Err(_) if !goes_on() => Err(interrupted(path)),
+        Err(e) if !is_gone(&e) => Err(lost(path, e)),
+        Ok(None) | Err(_) => {
+            Err(lost(path, "the process that serves the store has ended before it was done"))
+        }
+    }
+}
+
+fn is_gone(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
+fn end_of(said: Said) -> Result<Value, Failure> {
+    let nonsense = || {
+        let help = "look at the log of the process that serves the store";
+        Failure::new("cannot work on the store", "its owner answers what makes no sense", help)
+    };
+    match said {
+        Said::Done(answer) if is_plain(&answer) => Ok(answer),
+        Said::Failed { code, what, why, help } => Err(Said::failure(code, what, why, help)),
+        Said::Done(_) | Said::Begun | Said::NotOpen => Err(nonsense()),
+    }
+}
+
+/// Whether no text in it has control characters: it may go to a terminal.
+fn is_plain(value: &Value) -> bool {
+    match value {
+        Value::String(text) => !text.contains(char::is_control),
+        Value::Array(all) => all.iter().all(is_plain),
+        Value::Object(all) => {
+            all.iter().all(|(name, value)| !name.contains(char::is_control) && is_plain(value))
+        }
+        _ => true,
+    }
+}
+
+fn lost(store: &Path, why: impl std::fmt::Display) -> Failure {
+    let what = format!("cannot say whether that was done with store {}", store.display());
+    let help = format!(
+        "ferrite store list {} shows it; then run the same command again if it was not",
+        store.display()
+    );
+    Failure::new(what, why, help)
+}
+
+fn interrupted(store: &Path) -> Failure {
+    lost(store, "it was interrupted").with_code(Code::INTERRUPTED)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use serde_json::json;
+
+    use super::*;
+
+    /// What comes of an owner that says these lines, and ends.
+    fn asked(lines: &[Value]) -> Result<Option<Value>, Failure> {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        for line in lines {
+            theirs.write_all(format!("{line}\n").as_bytes()).unwrap();
+        }
+        // What was asked is not lost on somebody who is gone.
+        let _asked = theirs.try_clone().unwrap();
+        theirs.shutdown(std::net::Shutdown::Write).unwrap();
+        ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|| true)
+    }
+
+    #[test]
+    fn an_owner_that_ends_before_it_has_begun_has_done_nothing_and_later_perhaps() {
+        assert!(asked(&[]).unwrap().is_none());
+        assert!(asked(&[json!("not-open")]).unwrap().is_none());
+        let failure = asked(&[json!("begun")]).unwrap_err();
+        assert!(failure.what.contains("cannot say whether") && failure.why.contains("has ended"));
+        let done = asked(&[json!("begun"), json!({ "done": { "a": 1 } })]).unwrap();
+        assert_eq!(done, Some(json!({ "a": 1 })));
+    }
+
+    #[test]
+    fn an_owner_is_not_believed() {
+        let done = |text: &str| asked(&[json!("begun"), json!({ "done": [{ "name": text }] })]);
+        assert!(done("a name").is_ok());
+        for bad in ["\u{1b}[31m", "a\nb", "\u{9b}"] {
+            assert!(done(bad).unwrap_err().why.contains("makes no sense"), "{bad:?}");
+        }
+        for bad in [json!("begun"), json!("not-open"), json!({ "frob": 1 }), json!(7)] {
+            asked(&[json!("begun"), bad]).unwrap_err();
+        }
+        // It does not end a command as if that had been done.
+        let failed = json!({ "failed": { "code": 0, "what": "w", "why": "y", "help": "h" } });
+        assert_eq!(asked(&[failed]).unwrap_err().code, Code::FAILED);
+    }
+
+    #[test]
+    fn who_is_told_to_stop_waits_for_no_owner() {
+        let (ours, _silent) = UnixStream::pair().unwrap();
+        let asked = ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|| false);
+        assert_eq!(asked.unwrap_err().code, Code::INTERRUPTED);
+    }
+}

@@ -1,0 +1,286 @@
+//! Commands on the store that this process serves: where they come, and who does them (store.md 8).
+//!
+//! A store's owner listens in the folder of such sockets, under the store's device and inode. So a command finds
+//! it by what the store is, whatever it is called. A socket is there before the store is open. A process that
+//! has not opened it says so. What a killed owner has left refuses connections, and is removed by whoever finds
+//! that: the next owner, or a command.
+//!
+//! Each command has a thread, an engine and memory of its own, so it has no queue wait.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ferrite_disk::ImageName;
+use ferrite_disk::store::owned::StoreKey;
+use ferrite_disk::tools::stores::served::ServedStore;
+use ferrite_io::{clock, names};
+use ferrite_serve::blkif::lifecycle::EngineFactory;
+use ferrite_serve::waker::Waker;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{SocketFlags, accept_with};
+use serde_json::Value;
+
+use super::wire::{self, Ask, MAX_QUESTION, Question, Said, VERSION};
+use crate::exit::{Code, Failure};
+
+/// Commands at a time.
+const MAX_COMMANDS: usize = 8;
+/// Operations of one of them under way.
+const ENTRIES: u32 = 32;
+/// What a command may take to say what it wants, and to read its answer.
+const COURTESY: Duration = Duration::from_secs(5);
+/// The pause after the kernel gave no descriptor.
+const EXHAUSTED: Duration = Duration::from_millis(100);
+
+/// A socket for commands on a store.
+pub(crate) struct Place {
+    listener: UnixListener,
+    key: StoreKey,
+    path: PathBuf,
+}
+
+impl Place {
+    /// One for each store that these images are volumes of. Without one its store is served all the same.
+    pub(crate) fn of<'a>(images: impl Iterator<Item = &'a OsStr>) -> Vec<Place> {
+        let stores = images.filter_map(|image| {
+            let name = ImageName::parse(image).ok()?;
+            let store = name.volume()?.0.to_owned();
+            Some((StoreKey::at(&store)?, store))
+        });
+        let stores: BTreeMap<StoreKey, PathBuf> = stores.collect();
+        let place = |(key, store): (StoreKey, PathBuf)| {
+            let made = Place::make(key).map_err(|e| {
+                tracing::warn!(
+                    "no socket for commands on store {}: {e}; ferrite store says that it is in use",
+                    store.display()
+                );
+            });
+            made.ok()
+        };
+        stores.into_iter().filter_map(place).collect()
+    }
+
+    /// In the first folder that this user can have.
+    fn make(key: StoreKey) -> io::Result<Place> {
+        let mut made = Err(io::ErrorKind::NotFound.into());
+        for folder in wire::folders() {
+            made = Place::make_in(&folder, key);
+            if made.is_ok() {
+                break;
+            }
+        }
+        made
+    }
+
+    fn make_in(folder: &Path, key: StoreKey) -> io::Result<Place> {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        remove_left(folder);
+        let number = u64::from_ne_bytes(clock::secret()?);
+        // Who finds it by its name finds somebody listening.
+        let unnamed = folder.join(format!("new.{number:016x}"));
+        let listener = UnixListener::bind(&unnamed)?;
+        let path = folder.join(format!("{}{number:016x}", wire::prefix(key)));
+        let made = fs::set_permissions(&unnamed, Permissions::from_mode(0o600))
+            .and_then(|()| listener.set_nonblocking(true))
+            .and_then(|()| fs::rename(&unnamed, &path));
+        made.inspect_err(|_| drop(fs::remove_file(&unnamed)))?;
+        Ok(Place { listener, key, path })
+    }
+
+    /// Does what is asked there, on engines of this kind, for as long as the result lives.
+    pub(crate) fn serve(self, engine: &EngineFactory) -> Option<Serving> {
+        let (is_ending, engine) = (Arc::new(AtomicBool::new(false)), engine.clone());
+        let path = self.path.clone();
+        let served = || {
+            let wake = Arc::new(Waker::new()?);
+            let desk = Desk { key: self.key, engine, is_ending: is_ending.clone() };
+            let (desk, end) = (Arc::new(desk), wake.clone());
+            let body = move || accept(&self.listener, &desk, &end);
+            let thread =
+                std::thread::Builder::new().name("store-commands".to_owned()).spawn(body)?;
+            Ok::<_, io::Error>((wake, thread))
+        };
+        match served() {
+            Ok((wake, thread)) => Some(Serving { is_ending, wake, thread: Some(thread), path }),
+            Err(e) => {
+                tracing::warn!("commands on the store are not served: {e}");
+                None
+            }
+        }
+    }
+}
+
+/// Removes sockets at which nobody listens.
+fn remove_left(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        drop(connect(&entry.path()));
+    }
+}
+
+/// Connects to an owner. What a dead one has left is removed.
+///
+/// # Errors
+/// Nobody is there.
+pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
+    let connected = UnixStream::connect(path);
+    let is_left = |e: &io::Error| e.kind() == io::ErrorKind::ConnectionRefused;
+    // One without its name yet is about to be listened at.
+    let has_name =
+        !path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"new."));
+    if has_name && connected.as_ref().is_err_and(is_left) {
+        let _ = fs::remove_file(path);
+    }
+    connected
+}
+
+/// Commands are done as long as it lives. Its end waits for those under way; long ones end early.
+pub(crate) struct Serving {
+    is_ending: Arc<AtomicBool>,
+    wake: Arc<Waker>,
+    thread: Option<JoinHandle<()>>,
+    path: PathBuf,
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // A process without rights leaves it, and it is found to be left.
+        if !names::are_brokered() {
+            let _ = fs::remove_file(&self.path);
+        }
+        self.is_ending.store(true, Ordering::Relaxed);
+        self.wake.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the threads share.
+struct Desk {
+    key: StoreKey,
+    engine: EngineFactory,
+    is_ending: Arc<AtomicBool>,
+}
+
+fn accept(listener: &UnixListener, desk: &Arc<Desk>, end: &Waker) {
+    let mut commands: Vec<JoinHandle<()>> = Vec::new();
+    loop {
+        let listening = PollFd::new(listener, PollFlags::IN);
+        let mut fds = [listening, PollFd::from_borrowed_fd(end.fd(), PollFlags::IN)];
+        // What fails is found by what follows.
+        let _ = poll(&mut fds, None);
+        if desk.is_ending.load(Ordering::Relaxed) {
+            break;
+        }
+        commands.retain(|command| !command.is_finished());
+        // Flags by which a process without rights needs no call to set them.
+        match accept_with(listener.as_fd(), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(stream) => commands.extend(admit(UnixStream::from(stream), desk, commands.len())),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::CONNABORTED) => {}
+            Err(e) => {
+                tracing::debug!("cannot take a command: {e}");
+                std::thread::sleep(EXHAUSTED);
+            }
+        }
+    }
+    for command in commands {
+        let _ = command.join();
+    }
+}
+
+/// A thread for a command.
+fn admit(stream: UnixStream, desk: &Arc<Desk>, others: usize) -> Option<JoinHandle<()>> {
+    if others >= MAX_COMMANDS {
+        let why = format!("{MAX_COMMANDS} commands on the store are under way");
+        let failure = Failure::new("cannot do that now", why, "try again when one has ended");
+        // A socket's first line has room.
+        let _ =
+            wire::write_line(&stream, &Said::from(failure.with_code(Code::BUSY)), Duration::ZERO);
+        return None;
+    }
+    let desk = desk.clone();
+    let command = std::thread::Builder::new().name("store-command".to_owned());
+    // Who is sent away so sees the end.
+    command.spawn(move || desk.serve(&stream)).ok()
+}
+
+impl Desk {
+    /// Answers one question. Who does not ask, or does not listen, is left.
+    fn serve(&self, stream: &UnixStream) {
+        let end = Instant::now() + COURTESY;
+        let waits = || Instant::now() < end && !self.is_ending.load(Ordering::Relaxed);
+        let said = match wire::read_line(stream, &mut Vec::new(), MAX_QUESTION, waits) {
+            Ok(line) => self.answer(stream, &line),
+            Err(e) if e.kind() == io::ErrorKind::InvalidData => not_understood("it is too long"),
+            Err(_) => return,
+        };
+        let _ = wire::write_line(stream, &said, COURTESY);
+    }
+
+    fn answer(&self, stream: &UnixStream, line: &[u8]) -> Said {
+        let asked = match serde_json::from_slice::<Question<Value>>(line) {
+            Ok(asked) if asked.version == VERSION => asked,
+            Ok(_) => return not_understood("it has another version"),
+            Err(e) => return not_understood(&e.to_string()),
+        };
+        let what = match serde_json::from_value::<Ask>(asked.what) {
+            Ok(what) => what,
+            Err(e) => return not_understood(&e.to_string()),
+        };
+        if asked.store != self.key {
+            return Said::NotOpen;
+        }
+        let path = PathBuf::from(asked.path);
+        let engine = |arena| (self.engine)(arena, ENTRIES);
+        let Some(store) = ServedStore::join(self.key, &path, &engine) else { return Said::NotOpen };
+        if wire::write_line(stream, &Said::Begun, COURTESY).is_err() {
+            return Said::NotOpen;
+        }
+        let goes_on = || !self.is_ending.load(Ordering::Relaxed) && !wire::is_gone(stream);
+        let done = store
+            .map_err(Failure::from)
+            .and_then(|mut store| carry_out(&mut store, what, &goes_on));
+        match done {
+            Ok(done) => Said::Done(done),
+            // It is we who were told to stop.
+            Err(failure) if failure.code == Code::INTERRUPTED => {
+                let (why, help) =
+                    ("the process that serves the store ends", "run the same command again");
+                Failure::new(failure.what, why, help).into()
+            }
+            Err(failure) => failure.into(),
+        }
+    }
+}
+
+fn carry_out(
+    store: &mut ServedStore,
+    what: Ask,
+    goes_on: &dyn Fn() -> bool,
+) -> Result<Value, Failure> {
+    let done = match what {
+        Ask::List => serde_json::to_value(store.list()),
+        Ask::Change { volume, change } => serde_json::to_value(store.change(&volume, &change)?),
+        Ask::Collect => serde_json::to_value(store.collect(goes_on)?),
+        Ask::Stats => serde_json::to_value(store.stats(goes_on)?),
+    };
+    done.map_err(|e| Failure::new("cannot answer", e, "this is a bug in ferrite"))
+}
+
+fn not_understood(why: &str) -> Said {
+    let help = "the store is served by another version of this program: use that";
+    Failure::new("cannot understand what is asked", why, help).into()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,170 @@
+//! What is said between a command and who serves the store (store.md 8): a question, and lines of JSON until
+//! it is answered. Both ends read with a bound of bytes, and wait no longer than they mean to.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use ferrite_disk::store::journal::Name;
+use ferrite_disk::store::owned::StoreKey;
+use ferrite_disk::tools::stores::Change;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::exit::{Code, Failure};
+use crate::serve::RUN_DIR;
+
+/// Bytes of a question, with its end.
+pub(super) const MAX_QUESTION: usize = 64 << 10;
+/// Bytes of an answer: a store may have 65,536 volumes.
+pub(super) const MAX_ANSWER: usize = 64 << 20;
+/// The one version there is.
+pub(super) const VERSION: u32 = 1;
+
+/// How often who waits looks whether that is still wanted.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A question.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Question<T = Ask> {
+    pub(super) version: u32,
+    pub(super) store: StoreKey,
+    /// What the store is called by who asks; for texts only.
+    pub(super) path: String,
+    pub(super) what: T,
+}
+
+/// What is to be done.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Ask {
+    List,
+    Change { volume: Name, change: Change },
+    Collect,
+    Stats,
+}
+
+/// A line of the answer; after [`Said::Begun`] there is one more.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Said {
+    /// The question is understood.
+    Begun,
+    /// This process has not opened the store, or has closed it.
+    NotOpen,
+    Done(Value),
+    Failed {
+        code: u8,
+        what: String,
+        why: String,
+        help: String,
+    },
+}
+
+impl From<Failure> for Said {
+    fn from(Failure { code, what, why, help }: Failure) -> Said {
+        Said::Failed { code: code.number(), what, why, help }
+    }
+}
+
+impl Said {
+    /// How the command ends.
+    pub(super) fn failure(code: u8, what: String, why: String, help: String) -> Failure {
+        Failure { code: Code::of_another(code), what, why, help }
+    }
+}
+
+/// Where those who serve stores listen: root's, and those of who runs this.
+pub(super) fn folders() -> Vec<PathBuf> {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(|own| PathBuf::from(own).join("ferrite"));
+    let all = [Some(PathBuf::from(RUN_DIR)), own];
+    all.into_iter().flatten().map(|folder| folder.join("stores")).collect()
+}
+
+/// How the names of sockets begin that are about this store.
+pub(super) fn prefix(StoreKey(device, inode): StoreKey) -> String {
+    format!("{device}-{inode}.")
+}
+
+/// Waits for this, for a moment.
+fn wait_for(stream: &UnixStream, flags: PollFlags) -> io::Result<()> {
+    let timeout = Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() };
+    match poll(&mut [PollFd::new(stream, flags)], Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Whether the other end hears nothing any more.
+pub(super) fn is_gone(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+}
+
+/// Reads one line of so many bytes at most. What comes behind it is left in `buffer`. Empty: the other end has
+/// gone.
+///
+/// # Errors
+/// `TimedOut`: `goes_on` has said so. `InvalidData`: it is longer.
+pub(super) fn read_line(
+    stream: &UnixStream,
+    buffer: &mut Vec<u8>,
+    most: usize,
+    mut goes_on: impl FnMut() -> bool,
+) -> io::Result<Vec<u8>> {
+    let mut looked = 0;
+    loop {
+        if let Some(at) = buffer[looked..].iter().position(|byte| *byte == b'\n') {
+            let rest = buffer.split_off(looked + at + 1);
+            return Ok(std::mem::replace(buffer, rest));
+        }
+        looked = buffer.len();
+        if looked >= most {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut bytes = [0; 16 << 10];
+        let room = bytes.len().min(most - looked);
+        match (&*stream).read(&mut bytes[..room]) {
+            Ok(0) => return Ok(Vec::new()),
+            Ok(read) => buffer.extend_from_slice(&bytes[..read]),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                if !goes_on() {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                wait_for(stream, PollFlags::IN)?;
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// Says one line.
+///
+/// # Errors
+/// `TimedOut`: the other end does not read. Otherwise it has gone.
+pub(super) fn write_line(
+    stream: &UnixStream,
+    line: &impl Serialize,
+    within: Duration,
+) -> io::Result<()> {
+    let mut line = serde_json::to_vec(line)?;
+    line.push(b'\n');
+    let (mut left, end) = (&line[..], Instant::now() + within);
+    while !left.is_empty() {
+        match (&*stream).write(left) {
+            Ok(written) => left = &left[written..],
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock && Instant::now() < end => {
+                wait_for(stream, PollFlags::OUT)?;
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}

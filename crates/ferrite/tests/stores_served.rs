@@ -1,0 +1,262 @@
+//! Commands on a store that another process serves: what they do there, and what is left when one of the two
+//! is killed in the middle.
+
+mod images;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use images::{Place, json};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// An export of a volume, which a test that fails does not leave behind.
+struct Owner(Child);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A store with a volume, which is exported.
+struct World {
+    place: Place,
+}
+
+impl World {
+    fn new() -> World {
+        let world = World { place: Place::new() };
+        fs::create_dir(world.place.path("own")).unwrap();
+        world.ok(&["create", "s", "--size", "64M"]);
+        world.ok(&["create", "s#a", "8M"]);
+        world
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = self.place.command_of("store", args);
+        // Where sockets are if this is not root.
+        command.env("XDG_RUNTIME_DIR", self.place.path("own"));
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    #[track_caller]
+    fn ok(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(output.status.success() && output.stderr.is_empty(), "{args:?}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[track_caller]
+    fn fails(&self, code: i32, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    /// Exports the volume, when it listens.
+    fn export(&self) -> Owner {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args([
+            "export",
+            "nbd",
+            "store:s#a",
+            "--socket",
+            "nbd.sock",
+            "--index-memory",
+            "1M",
+        ]);
+        command.current_dir(self.place.path(".")).env_remove("RUST_LOG");
+        command.env("XDG_RUNTIME_DIR", self.place.path("own"));
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let mut log = BufReader::new(child.stderr.take().unwrap());
+        let mut said = String::new();
+        while !said.contains("listening at") {
+            assert!(log.read_line(&mut said).unwrap() > 0, "it does not start: {said}");
+        }
+        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
+        Owner(child)
+    }
+
+    /// A volume with content: 4 MiB, of which half is there twice.
+    fn fill(&self, name: &str) {
+        let block = |i: u32| (i % 768).to_le_bytes().repeat(1024);
+        let bytes: Vec<u8> = (1..=1024).flat_map(block).collect();
+        fs::write(self.place.path("x.raw"), bytes).unwrap();
+        self.place.ok(&["convert", "x.raw", &format!("store:s#{name}")]);
+    }
+
+    /// Sockets of this store.
+    fn sockets(&self) -> Vec<PathBuf> {
+        use std::os::unix::fs::MetadataExt as _;
+        let store = fs::metadata(self.place.path("s")).unwrap();
+        let prefix = format!("{}-{}.", store.dev(), store.ino());
+        let folders = ["/run/ferrite/stores".to_owned(), self.place.path("own/ferrite/stores")];
+        let entries = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
+        let paths = entries.map(|entry| entry.unwrap().path());
+        paths
+            .filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(&prefix))
+            .collect()
+    }
+}
+
+fn end(mut owner: Owner, signal: Signal) {
+    kill_process(Pid::from_child(&owner.0), signal).unwrap();
+    let ended = owner.0.wait().unwrap();
+    assert_eq!(ended.success(), signal == Signal::TERM, "{ended:?}");
+}
+
+#[test]
+fn commands_on_a_served_store_say_and_do_what_they_do_on_one_that_is_not() {
+    let world = World::new();
+    let of_offline =
+        [["list", "s", "--json"], ["info", "s#a", "--json"]].map(|args| world.ok(&args));
+    let owner = world.export();
+    let served = [["list", "s", "--json"], ["info", "s#a", "--json"]].map(|args| world.ok(&args));
+    let volumes = |text: &str| json(text)["volumes"].clone();
+    assert_eq!(volumes(&served[0]), volumes(&of_offline[0]));
+    assert_eq!(served[1], of_offline[1]);
+    assert_eq!(world.ok(&["snapshot", "s#a", "s1"]), "s#s1: snapshot of a, 8 MiB\n");
+    assert_eq!(world.ok(&["clone", "s#s1", "b"]), "s#b: clone of s1, 8 MiB\n");
+    assert_eq!(world.ok(&["rollback", "s#b", "s1"]), "s#b: rolled back, 8 MiB now\n");
+    world.ok(&["create", "s#c", "1G", "--domain", "tenant"]);
+    assert!(world.ok(&["delete", "s#c"]).contains("is deleted"));
+    assert!(world.ok(&["gc", "s"]).contains("freed"));
+    // By another name it is the same store.
+    std::os::unix::fs::symlink("s", world.place.path("link")).unwrap();
+    assert!(world.ok(&["list", "link"]).contains("s1"));
+    let left = world.ok(&["list", "s"]);
+    end(owner, Signal::TERM);
+    assert_eq!(world.ok(&["list", "s"]), left);
+    world.ok(&["check", "s", "--deep"]);
+}
+
+#[test]
+fn what_cannot_be_done_with_a_served_store_says_so_and_what_to_do() {
+    let world = World::new();
+    let owner = world.export();
+    world.ok(&["snapshot", "s#a", "s1"]);
+    for (code, args, says) in [
+        (4, &["delete", "s#a"][..], "detach that disk first"),
+        (4, &["rollback", "s#a", "s1"], "make a clone of the snapshot"),
+        (1, &["snapshot", "s#a", "s1"], "choose another name"),
+        (3, &["rollback", "s#s1", "s9"], "there is no volume or snapshot s9"),
+        (1, &["rollback", "s#s1", "a"], "rolled back to a snapshot"),
+        (3, &["delete", "s#x"], "there is no volume or snapshot x"),
+        (4, &["create", "s", "--size", "64M", "--force"], ""),
+        (4, &["repair", "s"], "stop what uses it"),
+        (1, &["check", "s"], "stop what uses it"),
+    ] {
+        let said = world.fails(code, args);
+        assert!(said.contains(says), "{args:?}: {said}");
+    }
+    for args in [&["convert", "store:s#s1", "copy.raw"][..], &["info", "store:s#s1"]] {
+        let refused = world.place.image(args);
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(
+            refused.status.code() == Some(4) && said.contains("one process has a store"),
+            "{said}"
+        );
+    }
+    drop(owner);
+}
+
+#[test]
+fn the_stats_of_a_served_store_are_those_that_a_look_at_its_medium_finds() {
+    let world = World::new();
+    world.fill("full");
+    let owner = world.export();
+    world.ok(&["snapshot", "s#full", "s1"]);
+    world.ok(&["clone", "s#full", "b"]);
+    let served = json(&world.ok(&["stats", "s", "--json"]));
+    end(owner, Signal::TERM);
+    let alone = json(&world.ok(&["stats", "s", "--json"]));
+    for name in ["logical_bytes", "mapped_bytes", "distinct_bytes", "stored_bytes", "volumes"] {
+        assert_eq!(served[name], alone[name], "{name}");
+    }
+    // A block of zeros in 768 takes no space.
+    assert_eq!(served["mapped_bytes"], 3 * 1023 * 4096);
+    assert_eq!(served["distinct_bytes"], 767 * 4096);
+}
+
+#[test]
+fn two_commands_at_once_are_both_done_and_of_the_same_name_one() {
+    let world = World::new();
+    let owner = world.export();
+    let spawn = |args: &[&str]| {
+        world.command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let names = ["s1", "s2", "s3", "same", "same"];
+    let all: Vec<Child> = names.iter().map(|name| spawn(&["snapshot", "s#a", name])).collect();
+    let codes =
+        all.into_iter().map(|child| child.wait_with_output().unwrap().status.code().unwrap());
+    let codes: Vec<i32> = codes.collect();
+    assert_eq!(codes[..3], [0; 3]);
+    assert_eq!(codes[3] + codes[4], 1, "{codes:?}");
+    assert_eq!(json(&world.ok(&["list", "s", "--json"]))["volumes"].as_array().unwrap().len(), 5);
+    drop(owner);
+}
+
+/// Every answered change is there, every other one is whole or not there, and the store is in order.
+#[test]
+fn a_killed_owner_leaves_each_command_done_or_not() {
+    let world = World::new();
+    world.fill("full");
+    let mut owner = world.export();
+    world.ok(&["snapshot", "s#full", "base"]);
+    for round in 0..12u32 {
+        let name = format!("n{round}");
+        let old = format!("s#old{round}");
+        world.ok(&["clone", "s#base", &old[2..]]);
+        let args: &[&str] = match round % 4 {
+            0 => &["snapshot", "s#a", &name],
+            1 => &["rollback", &old, "base"],
+            2 => &["delete", &old],
+            _ => &["gc", "s"],
+        };
+        let command = world.command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        std::thread::sleep(Duration::from_millis(u64::from(round) * 2));
+        end(owner, Signal::KILL);
+        let ended = command.unwrap().wait_with_output().unwrap();
+        // A command that comes after the death does it by itself.
+        let done = ended.status.success();
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert!(done || said.contains("has ended") || said.contains("in use"), "{args:?}: {said}");
+        world.ok(&["check", "s", "--deep"]);
+        let list = world.ok(&["list", "s"]);
+        let has = |name: &str| list.lines().any(|line| line.split(' ').next() == Some(name));
+        match round % 4 {
+            0 if done => assert!(has(&name), "{list}"),
+            2 if done => assert!(!has(&old[2..]), "{list}"),
+            _ => assert!(has("a") && has("base"), "{list}"),
+        }
+        owner = world.export();
+        assert_eq!(world.sockets().len(), 1, "what the dead owner has left is removed");
+    }
+    end(owner, Signal::TERM);
+    assert!(world.sockets().is_empty());
+    world.ok(&["check", "s", "--deep"]);
+}
+
+#[test]
+fn a_command_that_is_interrupted_says_so_and_the_owner_goes_on() {
+    let world = World::new();
+    let owner = world.export();
+    kill_process(Pid::from_child(&owner.0), Signal::STOP).unwrap();
+    let mut waits = world.command(&["gc", "s"]);
+    let waits = waits.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    kill_process(Pid::from_child(&waits), Signal::INT).unwrap();
+    let ended = waits.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(130), "{ended:?}");
+    kill_process(Pid::from_child(&owner.0), Signal::CONT).unwrap();
+    world.ok(&["snapshot", "s#a", "s1"]);
+    end(owner, Signal::TERM);
+}
