@@ -364,4 +364,6 @@ impl Poller {
 }
 
 #[cfg(test)]
+mod recorded;
+#[cfg(test)]
 mod tests;
