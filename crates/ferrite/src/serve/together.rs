@@ -86,7 +86,13 @@ fn start<'scope>(
     // Whatever is logged of the disk names it.
     let span = tracing::error_span!("disk", id = %disk.xen);
     let body = move || span.in_scope(|| serve(disk)).map_err(|failure| told(disk, failure));
-    Builder::new().name(format!("disk {}", disk.xen)).spawn_scoped(scope, body)
+    Builder::new().name(thread_name(disk)).spawn_scoped(scope, body)
+}
+
+/// The kernel names the interrupt of an event channel after the thread that opened the device, and makes a folder of that
+/// name in /proc: with a slash in it that is a warning with a trace in the dom0's log.
+fn thread_name(disk: &ServeArgs) -> String {
+    format!("disk {}", disk.xen).replace('/', "-")
 }
 
 /// Waits for the end of a disk's thread; how that failed.
@@ -108,4 +114,29 @@ fn told(disk: &ServeArgs, failure: Failure) -> Code {
     let what = format!("disk {}: {}", disk.xen, failure.what);
     Failure { what, ..failure }.report();
     code
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::cli::Command;
+
+    #[test]
+    fn each_disk_has_a_thread_whose_name_can_be_that_of_a_folder() {
+        let words = "ferrite serve a.raw --xen 1/51712 b.raw --xen 2/51728".split(' ');
+        let cli = crate::pairs::parse(words.map(Into::into).collect()).unwrap();
+        let Command::Serve(args) = cli.command else { panic!("another command") };
+        let disks: Vec<&ServeArgs> = std::iter::once(&args).chain(&args.others).collect();
+        let names = Mutex::new(Vec::new());
+        let body = |_: &ServeArgs| {
+            names.lock().unwrap().push(std::thread::current().name().unwrap().to_owned());
+            Ok(())
+        };
+        assert!(serve(&disks, body).is_ok());
+        let mut names = names.into_inner().unwrap();
+        names.sort();
+        assert_eq!(names, ["disk 1-51712", "disk 2-51728"]);
+    }
 }
