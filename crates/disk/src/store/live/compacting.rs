@@ -150,7 +150,7 @@ impl Live {
     }
 
     /// One leaf of a volume. Gives the bytes that were moved; none: no round is under way, or this was its end.
-    /// Then a pass is wanted if anything was moved.
+    /// Then a pass is wanted if much was moved.
     ///
     /// # Errors
     /// The kernel's. What is damaged stays where it is.
@@ -162,20 +162,21 @@ impl Live {
         let Some((volume, leaf)) = self.leaf_from(port, volume, leaf).await? else {
             return Ok(self.end_round());
         };
-        let before = self.duties().compacting.moved;
-        match self.compact_leaf(port, pace, volume, leaf).await {
-            Err(e) if e.kind() == io::ErrorKind::StorageFull => {
-                return Ok(self.end_round());
+        let before = {
+            let compacting = &mut self.duties().compacting;
+            // What fails is not in the way of what comes behind it.
+            if let Some(round) = &mut compacting.round {
+                (round.volume, round.leaf) = (volume, leaf + 1);
             }
+            compacting.moved
+        };
+        match self.compact_leaf(port, pace, volume, leaf).await {
+            Err(e) if e.kind() == io::ErrorKind::StorageFull => return Ok(self.end_round()),
             // It was deleted, or is damaged: there is nothing to move.
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidData) => {}
             done => done?,
         }
-        let compacting = &mut self.duties().compacting;
-        if let Some(round) = &mut compacting.round {
-            (round.volume, round.leaf) = (volume, leaf + 1);
-        }
-        Ok(Some((compacting.moved - before) * BLOCK_BYTES as u64))
+        Ok(Some((self.duties().compacting.moved - before) * BLOCK_BYTES as u64))
     }
 
     fn end_round(&self) -> Option<u64> {
@@ -298,14 +299,10 @@ impl Live {
     ) -> io::Result<()> {
         let (mut good, mut blocks) = (Vec::new(), Vec::new());
         for content in contents {
-            match self.read_content(port, content.entry).await {
-                Ok(block) => {
-                    good.push(*content);
-                    blocks.extend(block);
-                }
-                // What is bad stays where it is, for who looks for it.
-                Err(e) if e.kind() == io::ErrorKind::InvalidData => {}
-                Err(e) => return Err(e),
+            // What is bad stays where it is, for who looks for it.
+            if let Ok(block) = self.read_content(port, content.entry).await {
+                good.push(*content);
+                blocks.extend(block);
             }
             self.page_done(port, pace).await?;
         }
@@ -339,7 +336,8 @@ impl Live {
         }
     }
 
-    /// Writes blocks to new places, compressed if that saves any. Gives their entries, and the bytes written; none: they stay.
+    /// Writes blocks to new places, compressed if that saves any. Gives their entries, and the bytes written. None:
+    /// they stay.
     async fn placed(
         &self,
         port: &Port,

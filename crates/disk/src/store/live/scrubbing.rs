@@ -117,18 +117,13 @@ impl Live {
         self.duties().scrub.found.clone()
     }
 
-    /// One step. Gives the bytes that were read; none: no round is under way. What a page or leaf costs that cannot
-    /// be read is a finding.
-    ///
-    /// # Errors
-    /// The kernel's, of a page of the trees.
-    pub async fn scrub(&self, port: &Port) -> io::Result<Option<u64>> {
-        let at = self.duties().scrub.at;
+    /// One step. Gives the bytes that were read; none: no round is under way. What cannot be read is a finding.
+    pub async fn scrub(&self, port: &Port) -> Option<u64> {
+        let at = self.duties().scrub.at?;
         match at {
-            None => Ok(None),
-            Some(At::Contents(page)) => {
+            At::Contents(page) => {
                 // So no place becomes another's before it was read.
-                let bytes = self.epochs.during(self.scrub_contents(port, page)).await?;
+                let bytes = self.epochs.during(self.scrub_contents(port, page)).await;
                 let scrub = &mut self.duties().scrub;
                 scrub.read_bytes += bytes;
                 self.finds_bad.fetch_or(!scrub.bad.is_empty(), Ordering::Relaxed);
@@ -137,14 +132,14 @@ impl Live {
                     scrub.at = Some(At::Volume(0, 0)).filter(|_| !scrub.bad.is_empty());
                     self.end_if_done(scrub);
                 }
-                Ok(Some(bytes.max(BLOCK_BYTES as u64)))
+                Some(bytes.max(BLOCK_BYTES as u64))
             }
-            Some(At::Volume(volume, leaf)) => {
-                let next = self.scrub_volume(port, volume, leaf).await?;
+            At::Volume(volume, leaf) => {
+                let next = self.scrub_volume(port, volume, leaf).await;
                 let scrub = &mut self.duties().scrub;
                 scrub.at = next.map(|(volume, leaf)| At::Volume(volume, leaf));
                 self.end_if_done(scrub);
-                Ok(Some((LEAVES * BLOCK_BYTES) as u64))
+                Some((LEAVES * BLOCK_BYTES) as u64)
             }
         }
     }
@@ -167,15 +162,14 @@ impl Live {
     }
 
     /// The contents of one page of P2M.
-    async fn scrub_contents(&self, port: &Port, page: u64) -> io::Result<u64> {
+    async fn scrub_contents(&self, port: &Port, page: u64) -> u64 {
         let entries = match self.entries(port, page).await {
             Ok(entries) => entries,
-            Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+            Err(e) => {
                 let why = format!("page {page} of P2M cannot be read: {e}");
                 self.duties().scrub.found.add(StoreFinding::damage("page", why));
-                return Ok(0);
+                return 0;
             }
-            Err(e) => return Err(e),
         };
         let (mut contents, mut packed) = (Vec::new(), Vec::new());
         for (entry, number) in entries.iter().zip(page * P2M_ENTRIES as u64..) {
@@ -204,7 +198,7 @@ impl Live {
             self.scrub_run(port, run).await;
             rest = others;
         }
-        Ok(bytes as u64)
+        bytes as u64
     }
 
     /// Contents of compressed groups: each group is read once, as it is now.
@@ -251,37 +245,36 @@ impl Live {
         port: &Port,
         volume: VolumeId,
         leaf: u64,
-    ) -> io::Result<Option<(VolumeId, u64)>> {
+    ) -> Option<(VolumeId, u64)> {
         let found = {
             let core = self.core();
             let next = core.volumes.entries().range(volume..).next();
             next.map(|(number, volume)| (*number, volume.name.as_str().to_owned()))
         };
-        let Some((number, name)) = found else { return Ok(None) };
+        let (number, name) = found?;
         let mut leaf = if number == volume { leaf } else { 0 };
         for _ in 0..LEAVES {
             let at = match self.next_leaf(port, number, leaf).await {
                 Ok(at) => at,
                 // It was deleted meanwhile.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-                Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+                Err(_) => {
                     self.name_bad(&name, leaf * V2P_ENTRIES as u64, 1, "its tree cannot be read");
                     None
                 }
-                Err(e) => return Err(e),
             };
-            let Some(at) = at else { return Ok(Some((number + 1, 0))) };
+            let Some(at) = at else { return Some((number + 1, 0)) };
             match self.scrub_leaf(port, number, &name, at).await {
-                Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Some((number + 1, 0)),
+                Err(_) => {
                     let blocks = V2P_ENTRIES as u64;
                     self.name_bad(&name, at * blocks, blocks, "a page of its tree is damaged");
                 }
-                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some((number + 1, 0))),
-                done => done?,
+                Ok(()) => {}
             }
             leaf = at + 1;
         }
-        Ok(Some((number, leaf)))
+        Some((number, leaf))
     }
 
     async fn scrub_leaf(

@@ -418,3 +418,27 @@ fn each_step_of_a_compaction_can_be_the_last() {
         assert!(stop > 60, "{stop}");
     }
 }
+
+#[test]
+fn what_cannot_be_read_at_all_is_named_and_in_the_way_of_nothing() {
+    let (machine, mut process) = with_a_volume();
+    write_scattered(&mut process, 96);
+    let number = process.numbers(5..6)[0];
+    let Whereabouts::Plain { place, .. } = process.whereabouts(number) else { panic!() };
+    let at = place * BLOCK_BYTES as u64;
+    let range = at..at + BLOCK_BYTES as u64;
+    let fault = Fault { on: On::Read, range, per_mille: 1000, errno: 5, times: 1000 };
+    machine.world.set_faults(vec![fault]);
+    process.live.begin_scrub();
+    let moved = process.compact().moved_bytes;
+    assert!(moved >= 90 << 12, "{moved}");
+    let found = process.live.scrub_findings();
+    assert_eq!((process.live.scrub_info().bad_contents, found.counts.damage), (1, 1));
+    let bad = &found.listed[0];
+    assert_eq!((bad.volume.as_deref(), bad.offset_bytes), (Some("v0"), Some(5 << 12)));
+    machine.world.set_faults(Vec::new());
+    for block in 0..96 {
+        assert_eq!(read_one(&mut process, "v0", block), 1 + block);
+    }
+    nothing_is_lost_and_nothing_left(&mut process);
+}
