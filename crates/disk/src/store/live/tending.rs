@@ -136,7 +136,8 @@ impl Live {
     pub(super) async fn page_done(&self, port: &Port, pace: &Pace) -> io::Result<()> {
         pace.check()?;
         port.io.yield_to_others().await;
-        match self.marks().passes.is_awaited() {
+        let is_awaited = self.marks().passes.is_awaited();
+        match is_awaited {
             true => Ok(()),
             false => pace.used(&port.io, BLOCK_BYTES as u64).await,
         }
