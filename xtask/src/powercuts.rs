@@ -27,6 +27,10 @@ const STEP_BY_STEP: [(&str, &str, &str); 4] = [
     ("discards", "file", "3"),
 ];
 
+/// The same of stores: use, recovery and closing; snapshots, rollbacks and passes.
+const STORE_STEPS: [(&str, &str, &str); 2] =
+    [("close", "file", "3"), ("operations", "device", "6")];
+
 /// Of these those steps are cut that belong to one of the formats' rare paths (`ferrite_disk::Rare`):
 /// format, scenario, medium, seed. None of the paths may be left out.
 const RARE: [(&str, &str, &str, &str); 8] = [
@@ -76,13 +80,16 @@ fn step_by_step() -> Vec<Vec<&'static str>> {
     let usual = STEP_BY_STEP.iter().flat_map(|(scenario, medium, seed)| {
         ["vhd", "qcow2"].map(|format| ("--steps", format, *scenario, *medium, *seed))
     });
+    let stores = STORE_STEPS
+        .iter()
+        .map(|(scenario, medium, seed)| ("--steps", "store", *scenario, *medium, *seed));
     let rare = RARE
         .map(|(format, scenario, medium, seed)| ("--rare-steps", format, scenario, medium, seed));
     let words = |(cut, format, scenario, medium, seed)| {
         let story = ["--format", format, "--scenario", scenario, "--medium", medium];
         [&[cut, "--seed", seed], &story[..]].concat()
     };
-    usual.chain(rare).map(words).collect()
+    usual.chain(stores).chain(rare).map(words).collect()
 }
 
 /// Names of the rare paths, and how often they were cut at each step, as the simulator tells.

@@ -19,7 +19,15 @@ impl Disk for ferrite_disk::Disk {
     }
 
     async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
-        self.while_mapped(read(self, queue, offset, to)).await
+        let fits = async {
+            read(self, queue, offset, to).await?;
+            io::Result::Ok(!self.has_checks() || self.check(queue.memory(), offset, to))
+        };
+        // As the request path does: what is doubtful is read again, step by step.
+        match self.while_mapped(fits).await? {
+            true => Ok(()),
+            false => self.read(&queue.port, offset, to).await,
+        }
     }
 
     async fn write(&self, queue: &Queue, offset: u64, from: Span) -> io::Result<()> {

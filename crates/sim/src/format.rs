@@ -13,6 +13,7 @@ use ferrite_io::clock::SplitMix64;
 use ferrite_simio::{SimDirectory, SimWorld};
 
 /// The directory of one machine, on a tmpfs.
+#[derive(Clone)]
 pub struct Place {
     /// Where images are.
     pub images: PathBuf,

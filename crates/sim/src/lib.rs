@@ -11,6 +11,7 @@
 //! * [`paths`]: how often each of the formats' rare paths was taken.
 //! * [`plan`]: which story, and what was found in it.
 //! * [`stamp`]: contents that say where they come from.
+//! * [`stores`]: stories of a store with many volumes.
 
 #![forbid(unsafe_code)]
 
@@ -27,5 +28,6 @@ pub mod paths;
 pub mod plan;
 mod qemu;
 pub mod stamp;
+pub mod stores;
 pub mod story;
 mod tails;

@@ -188,6 +188,14 @@ impl Machine {
         fs::create_dir(&self.place.state)
     }
 
+    /// The same, of a story that has ended badly: what is to be said of it.
+    pub(crate) fn kept(&self, dir: &Path) -> String {
+        match self.keep(dir) {
+            Ok(()) => format!("; the files are in {}", dir.display()),
+            Err(e) => format!("; the files could not be kept: {e}"),
+        }
+    }
+
     /// Copies all files of the machine to a directory.
     ///
     /// # Errors

@@ -9,12 +9,11 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use ferrite_disk::Format as DiskFormat;
 use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
 use ferrite_sim::paths::{self, Paths};
 use ferrite_sim::plan::{Cut, Plan, Scenario, Told, Violation};
-use ferrite_sim::story::tell;
+use ferrite_sim::{stores, story};
 use ferrite_simio::Lie;
 
 /// Cuts the power of a simulated machine while it uses virtual disks.
@@ -36,8 +35,8 @@ struct Arguments {
     /// operations, failures, emptied, growth, chains; or all.
     #[arg(long, default_value = "all", value_name = "NAME", value_parser = scenarios)]
     scenario: Scenarios,
-    /// raw, vhd, qcow2; or all.
-    #[arg(long, default_value = "all", value_name = "FORMAT", value_parser = ["all", "raw", "vhd", "qcow2"])]
+    /// raw, vhd, qcow2, store; or all.
+    #[arg(long, default_value = "all", value_name = "FORMAT", value_parser = ["all", "raw", "vhd", "qcow2", "store"])]
     format: String,
     /// What images are in: file, device; or all.
     #[arg(long, default_value = "all", value_name = "MEDIUM", value_parser = ["all", "file", "device"])]
@@ -155,7 +154,10 @@ fn stories(
             let plan =
                 Plan { cut, keep, trace, lie: arguments.lie.clone(), ..Plan::new(seed, *scenario) };
             for images in images(arguments) {
-                story(arguments, &images, &plan, sum)?;
+                told(arguments, &plan, sum, &|plan| story::tell(&images, plan))?;
+            }
+            for medium in stores(arguments, *scenario) {
+                told(arguments, &plan, sum, &|plan| stores::tell(medium, plan))?;
             }
             if limit.is_some_and(|limit| began.elapsed() >= limit) {
                 return Ok(());
@@ -165,23 +167,38 @@ fn stories(
     Ok(())
 }
 
-fn images(arguments: &Arguments) -> impl Iterator<Item = Images> + '_ {
-    let is = |said: &str, name: &str| said == "all" || said == name;
-    let formats = DiskFormat::ALL.into_iter().filter(move |f| is(&arguments.format, f.name()));
+fn is(said: &str, name: &str) -> bool {
+    said == "all" || said == name
+}
+
+fn media(arguments: &Arguments) -> impl Iterator<Item = Medium> + Clone + '_ {
     let media = [("file", Medium::Files), ("device", Medium::Devices)];
-    let media = media.into_iter().filter(move |(name, _)| is(&arguments.medium, name));
-    let all = formats.flat_map(move |f| media.clone().map(move |(_, m)| Images::new(f).on(m)));
+    media.into_iter().filter(|(name, _)| is(&arguments.medium, name)).map(|(_, medium)| medium)
+}
+
+/// The media of stores, if stories are told of them.
+fn stores(arguments: &Arguments, scenario: Scenario) -> impl Iterator<Item = Medium> + '_ {
+    let are_told = is(&arguments.format, "store") && stores::SCENARIOS.contains(&scenario);
+    media(arguments).filter(move |_| are_told)
+}
+
+fn images(arguments: &Arguments) -> impl Iterator<Item = Images> + '_ {
+    let formats = DiskFormat::ALL.into_iter().filter(move |f| is(&arguments.format, f.name()));
+    let all = formats.flat_map(move |f| media(arguments).map(move |m| Images::new(f).on(m)));
     all.map(|images| arguments.unit.map_or(images, |unit| images.in_units(unit)))
 }
 
-fn story(
+/// What tells a story.
+type Tell<'a> = &'a dyn Fn(&Plan) -> Result<Told, Box<Violation>>;
+
+fn told(
     arguments: &Arguments,
-    format: &impl Format,
     plan: &Plan,
     sum: &mut Sum,
+    tell: Tell<'_>,
 ) -> Result<(), Box<Violation>> {
     if !arguments.steps && !arguments.rare_steps {
-        let told = tell(format, plan)?;
+        let told = tell(plan)?;
         if let (Some(cut), None) = (plan.cut, &told.cut_round) {
             println!("the story of seed {} has no round {}", plan.seed, cut.round);
         }
@@ -190,7 +207,7 @@ fn story(
     }
     let mut tell_cut = |round, step, after| -> Result<_, Box<Violation>> {
         let cut = Some(Cut { round, step, after });
-        let mut told = tell(format, &Plan { cut, ..plan.clone() })?;
+        let mut told = tell(&Plan { cut, ..plan.clone() })?;
         let (cut_round, paths) = (told.cut_round.clone(), told.paths.clone());
         // A path counts once, however many of its steps are cut.
         if step != u64::MAX {

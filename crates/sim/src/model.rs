@@ -118,6 +118,27 @@ impl Model {
         }
     }
 
+    /// What an operation has made of this disk, which was issued as the flush `issued` and ends now: all that was
+    /// answered before is in it, durably; what was under way then or came since, perhaps.
+    pub fn shared(&self, issued: u64) -> Model {
+        let now = self.now + 1;
+        let mut history = self.history.clone();
+        for record in history.values_mut().flatten() {
+            if record.answered.is_some_and(|at| at < issued) {
+                record.durable = true;
+            } else {
+                (record.answered, record.weak) = (Some(now), true);
+            }
+        }
+        let (sectors, open) = (self.sectors, self.open.clone());
+        Model { now, sectors, history, open, ..Model::default() }
+    }
+
+    /// It takes another disk's place: what is issued from now on is later than all that was there.
+    pub fn behind(self, other: &Model) -> Model {
+        Model { now: self.now.max(other.now), ..self }
+    }
+
     /// A read is issued.
     pub fn issue_read(&mut self, first: u64, sectors: u64) -> Ticket {
         self.now += 1;
@@ -348,6 +369,27 @@ mod tests {
         assert!(model.answer_read(early, Some(&[Ok(Value::Zeros)])).is_ok());
         let text = model.answer_read(late, Some(&[Ok(Value::Zeros)])).unwrap_err();
         assert_eq!(text, "sector 3 after a read: allowed: write 1; found: zeros");
+    }
+
+    #[test]
+    fn what_is_made_of_a_disk_has_what_was_answered_before_and_perhaps_what_was_under_way() {
+        let mut model = Model::new(10);
+        let first = model.issue(3, 1, Change::Write(1));
+        model.answer(first, true);
+        let second = model.issue(3, 1, Change::Write(2));
+        let made = model.issue_flush();
+        let third = model.issue(3, 1, Change::Write(3));
+        model.answer(second, true);
+        model.answer(third, true);
+        let mut other = model.shared(made);
+        for value in [W1, W2, Value::Written(3)] {
+            assert!(found(&other, After::PowerCut, value));
+        }
+        assert!(!found(&other, After::PowerCut, Value::Zeros));
+        let write = other.issue(3, 1, Change::Write(4));
+        other.answer(write, true);
+        assert!(!found(&other, After::Death, W1) && found(&other, After::Death, Value::Written(4)));
+        assert!(found(&model, After::Death, Value::Written(3)));
     }
 
     #[test]

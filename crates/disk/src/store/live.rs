@@ -57,7 +57,7 @@ const LANES: usize = 32;
 
 /// Memory for leaves, in bytes, with which any change is made. The part of it that the smallest store takes
 /// (section 7, Room) is more.
-const LEAST_METADATA: usize = Pages::least(MAX_LEAVES) * SLOT_BYTES;
+pub const LEAST_METADATA: usize = Pages::least(MAX_LEAVES) * SLOT_BYTES;
 
 /// A store would wait for room in its memory for ever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -63,12 +63,7 @@ pub fn tell<F: Format>(format: &F, plan: &Plan) -> Result<Told, Box<Violation>> 
         let step = story.machine.world.step();
         told.steps = step;
         if let Err(what) = done {
-            let kept = plan.keep.as_ref().map(|dir| story.machine.keep(dir));
-            let note = match (kept, &plan.keep) {
-                (Some(Err(e)), _) => format!("; the files could not be kept: {e}"),
-                (Some(Ok(())), Some(dir)) => format!("; the files are in {}", dir.display()),
-                _ => String::new(),
-            };
+            let note = plan.keep.as_ref().map_or(String::new(), |dir| story.machine.kept(dir));
             return Err(fail(round, story.ended_at, what + &note));
         }
         if story.over {

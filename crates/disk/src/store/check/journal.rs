@@ -88,6 +88,14 @@ impl Check<'_> {
         Ok(())
     }
 
+    /// In a pair without a place in use any kind may have begun since.
+    fn has_pages(&self, segment: u64) -> bool {
+        let places = 2 * self.layout.segment_blocks;
+        let first = segment / 2 * places;
+        let is_of_pages = self.kinds[segment as usize / 2] == Some(Kind::Metadata);
+        is_of_pages && (first..first + places).any(|at| self.used.get(at))
+    }
+
     async fn new_content(
         &mut self,
         new: &NewContent,
@@ -101,9 +109,7 @@ impl Check<'_> {
             place_bytes: Some(in_bytes(new.place)),
             ..StoreFinding::damage("journal", why)
         };
-        let kind = self.layout.segment_of(new.place);
-        let kind = kind.and_then(|(segment, _)| self.kinds[segment as usize / 2]);
-        if kind == Some(Kind::Metadata) {
+        if self.layout.segment_of(new.place).is_some_and(|(segment, _)| self.has_pages(segment)) {
             self.add(finding("a record has content where pages are"));
             return Ok(());
         }

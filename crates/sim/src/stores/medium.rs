@@ -1,0 +1,135 @@
+//! The store of a story: its sizes, which are small, and its file or device.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ferrite_disk::store::check::{How, Outcome, check};
+use ferrite_disk::store::content::DomainKey;
+use ferrite_disk::store::journal::Name;
+use ferrite_disk::store::layout::Layout;
+use ferrite_disk::store::live::{LEAST_METADATA, Live, Memory, Operation};
+use ferrite_disk::store::medium::Medium as Blocks;
+use ferrite_disk::store::opening;
+use ferrite_disk::store::owned::Seat;
+use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Volume};
+use ferrite_io::clock::{Random, SplitMix64};
+
+use crate::devices::Devices;
+use crate::format::Place;
+use crate::images::Medium;
+use crate::machine::Machine;
+
+/// Domains of each story. Equal contents are in all of them.
+pub(super) const DOMAINS: u16 = 2;
+
+const BLOCK: u64 = 4096;
+
+/// The seed's choices for a store.
+#[derive(Clone)]
+pub(super) struct StoreMedium {
+    on: Medium,
+    layout: Layout,
+    memory: Memory,
+    devices: Devices,
+}
+
+fn text(e: impl std::fmt::Display) -> String {
+    e.to_string()
+}
+
+impl StoreMedium {
+    /// Small ones: the journal wraps, and tables do not fit their memory.
+    pub(super) fn choose(on: Medium, random: &mut SplitMix64) -> StoreMedium {
+        let mut of = |all: &[u64]| all[random.below(all.len() as u64) as usize];
+        let journal_blocks = of(&[16, 16, 24, 72]);
+        let layout = Layout { blocks: 4608, journal_blocks, segment_blocks: 64, segments: 64 };
+        let metadata = LEAST_METADATA + of(&[0, 0, 64 << 10, 1 << 20]) as usize;
+        let memory = Memory { metadata, index: of(&[0, 1 << 10, 1 << 20, 1 << 20]) as usize };
+        StoreMedium { on, layout, memory, devices: Devices::choose(random) }
+    }
+
+    fn path(&self, place: &Place) -> PathBuf {
+        place.image("pool.store")
+    }
+
+    fn bytes(&self) -> u64 {
+        self.layout.blocks * BLOCK
+    }
+
+    /// Makes the store with its domains, durably.
+    pub(super) fn create(&self, machine: &Machine) -> Result<(), String> {
+        let path = self.path(&machine.place);
+        match self.on {
+            Medium::Files => File::create_new(&path).and_then(|f| f.set_len(self.bytes())),
+            Medium::Devices => self.devices.provide(&machine.place, &path, self.bytes()),
+        }
+        .map_err(text)?;
+        let (layout, memory, seed) = (self.layout, self.memory, machine.place.seed);
+        let mut thread = machine.queues(1, &self.files(machine)?).map_err(text)?.remove(0);
+        let port = thread.queue.port.clone();
+        let made = async move {
+            let mut id = [0; 16];
+            id[..8].copy_from_slice(&seed.to_le_bytes());
+            opening::create(&Blocks::default(), &port, &layout, id).await?;
+            let live = Live::open(&port, layout.blocks * BLOCK, memory).await?;
+            for domain in 0..DOMAINS {
+                let name = Name::new(&format!("d{domain}")).ok_or(std::io::ErrorKind::Other)?;
+                let key = DomainKey([seed as u8 ^ domain as u8; 32]);
+                live.operate(&port, Operation::Domain(name, key)).await?;
+            }
+            live.close(&port).await
+        };
+        match machine.run(&mut thread, made)? {
+            Some(Ok(())) => Ok(()),
+            other => Err(format!("the store is not made: {other:?}")),
+        }
+    }
+
+    /// The open file, for who does not come by a disk.
+    fn files(&self, machine: &Machine) -> Result<Vec<Arc<std::os::fd::OwnedFd>>, String> {
+        let file = File::options().read(true).write(true).open(self.path(&machine.place));
+        Ok(vec![Arc::new(file.map_err(text)?.into())])
+    }
+
+    fn options(&self, read_only: bool) -> OpenOptions {
+        OpenOptions {
+            read_only,
+            fixed_size: self.on == Medium::Devices,
+            metadata_bytes: self.memory.metadata,
+            index_bytes: self.memory.index,
+            ..OpenOptions::default()
+        }
+    }
+
+    /// The store, opened by this process or joined.
+    pub(super) fn seat(&self, machine: &Machine) -> Result<Seat, String> {
+        let engine = |arena| Ok(machine.world.engine(arena));
+        Seat::open_on(&self.path(&machine.place), &self.options(false), &engine).map_err(text)
+    }
+
+    /// A volume of a store that is open.
+    pub(super) fn volume(
+        &self,
+        place: &Place,
+        name: &str,
+        read_only: bool,
+    ) -> Result<Disk, String> {
+        let path = format!("{}#{name}", self.path(place).display()).into();
+        let name = ImageName { format: Format::Store, path };
+        let engine = |arena| Ok(place.world.engine(arena));
+        Volume::open_on(&name, &self.options(read_only), &engine).map(Disk::Store).map_err(text)
+    }
+
+    /// What its own check says, of all that is on the medium.
+    pub(super) fn check(&self, machine: &Machine) -> Result<Outcome, String> {
+        let mut thread = machine.queues(1, &self.files(machine)?).map_err(text)?.remove(0);
+        let (port, bytes) = (thread.queue.port.clone(), self.bytes());
+        let how = How { contents: true, deep: true, ..How::default() };
+        let checked = async move { check(&port, bytes, how, &|_, _| true).await };
+        match machine.run(&mut thread, checked)? {
+            Some(Ok(outcome)) => Ok(outcome),
+            other => Err(format!("its check ends badly: {other:?}")),
+        }
+    }
+}
