@@ -118,6 +118,12 @@ fn a_store_in_service_has_a_thread_until_its_last_disk_goes() {
     });
     a.begin_service(&engine).unwrap();
     b.begin_service(&engine).unwrap();
+    // A thread gives itself its name.
+    for _ in 0..10_000 {
+        if threads() == 0 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
     assert_eq!(threads(), 1);
     let (mut a, mut b) = (Queue::new(a), Queue::new(b));
     b.write(0, &[5; BLOCK]).unwrap();
