@@ -185,12 +185,12 @@ pub trait Engine {
         true
     }
 
-    /// Queues the reading of up to 8 bytes from `fd`, which must not block and has some, for the next
-    /// submission, before what is queued later; they are dropped. It completes only if it fails, so
-    /// that a wait is not ended by it. `false`: this engine saves nothing by it, and the caller reads
-    /// for itself.
-    fn drain(&mut self, token: Token, fd: i32) -> bool {
-        let _ = (token, fd);
+    /// Queues the reading of `bytes`, at most 8, from `fd`, which must not block and has as many, for the
+    /// next submission, before what is queued later; they are dropped. It completes only if it fails, so
+    /// that a wait is not ended by it, or with fewer bytes. `false`: this engine saves nothing by it, and
+    /// the caller reads for itself.
+    fn drain(&mut self, token: Token, fd: i32, bytes: u32) -> bool {
+        let _ = (token, fd, bytes);
         false
     }
 

@@ -181,8 +181,8 @@ impl Reactor {
     }
 
     /// See [`Engine::drain`].
-    pub fn drain(&mut self, token: Token, fd: i32) -> bool {
-        self.engine(|e| e.drain(token, fd))
+    pub fn drain(&mut self, token: Token, fd: i32, bytes: u32) -> bool {
+        self.engine(|e| e.drain(token, fd, bytes))
     }
 
     /// See [`Engine::put`].

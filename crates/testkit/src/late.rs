@@ -66,9 +66,9 @@ impl Engine for Late {
         self.inner.clear_files()
     }
 
-    fn drain(&mut self, token: Token, fd: i32) -> bool {
+    fn drain(&mut self, token: Token, fd: i32, bytes: u32) -> bool {
         self.queued = true;
-        self.inner.drain(token, fd)
+        self.inner.drain(token, fd, bytes)
     }
 
     fn put(&mut self, token: Token, fd: i32, word: u32) -> bool {

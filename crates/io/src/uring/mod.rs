@@ -411,8 +411,8 @@ impl Engine for Uring {
         self.pin_region(region);
     }
 
-    fn drain(&mut self, token: Token, fd: i32) -> bool {
-        self.drain_word(token, fd)
+    fn drain(&mut self, token: Token, fd: i32, bytes: u32) -> bool {
+        self.drain_word(token, fd, bytes)
     }
 
     fn put(&mut self, token: Token, fd: i32, word: u32) -> bool {

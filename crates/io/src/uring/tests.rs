@@ -166,7 +166,7 @@ fn events_are_read_and_let_through_with_the_next_submission() {
     let event = eventfd(5, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let (read_end, write_end) = std::io::pipe().unwrap();
     let mut out = Vec::new();
-    if !e.drain(7, event.as_raw_fd()) {
+    if !e.drain(7, event.as_raw_fd(), 8) {
         return; // Before Linux 5.17.
     }
     // Nothing completes, and so a wait is not ended by it. What is queued later finds nothing to read.
@@ -178,12 +178,21 @@ fn events_are_read_and_let_through_with_the_next_submission() {
     let mut word = [0; 4];
     rustix::io::read(&read_end, &mut word).unwrap();
     assert_eq!(u32::from_ne_bytes(word), 0x0403_0201);
-    assert!(e.put(9, read_end.as_raw_fd(), 1) && e.drain(7, write_end.as_raw_fd()));
+    assert!(e.put(9, read_end.as_raw_fd(), 1) && e.drain(7, write_end.as_raw_fd(), 4));
     e.submit().unwrap();
     e.reap(&mut out);
     assert_eq!(out, [9, 7].map(|token| Completion { token, raw: -libc::EBADF }));
+    // As many as there are: the kernel tells of one that got fewer.
+    out.clear();
+    for (there, asked, told) in [(4, 4, 0), (4, 8, 1)] {
+        rustix::io::write(&write_end, &[1; 8][..there]).unwrap();
+        assert!(e.drain(7, read_end.as_raw_fd(), asked));
+        e.submit().unwrap();
+        e.reap(&mut out);
+        assert_eq!(out, vec![Completion { token: 7, raw: there as i32 }; told], "{asked}");
+    }
     // One that the kernel keeps, as there is nothing yet, is called off with the ring.
-    assert!(e.drain(7, event.as_raw_fd()));
+    assert!(e.drain(7, event.as_raw_fd(), 8));
     e.submit().unwrap();
 }
 

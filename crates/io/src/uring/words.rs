@@ -46,7 +46,8 @@ impl Words {
         Box::leak(std::mem::take(&mut self.put));
     }
 
-    /// The completion of a put or a drain that failed.
+    /// The completion of a put or a drain that failed. A drain that got fewer bytes than it asked for is such a one to the
+    /// kernel.
     pub(super) fn failed(&self, which: u64, raw: i32) -> Option<Completion> {
         let token = if which == PUT { self.putter } else { self.drainer };
         token.map(|token| Completion { token, raw })
@@ -61,13 +62,17 @@ impl Words {
 
 impl Uring {
     /// See [`Engine::drain`](crate::engine::Engine::drain).
-    pub(super) fn drain_word(&mut self, token: Token, fd: i32) -> bool {
+    ///
+    /// # Panics
+    /// It is more than a word.
+    pub(super) fn drain_word(&mut self, token: Token, fd: i32, bytes: u32) -> bool {
+        assert!(bytes as usize <= size_of::<AtomicU64>(), "a word is drained, not {bytes} bytes");
         if !self.can_be_silent() {
             return false;
         }
         self.words.drainer = Some(token);
         let sink = self.words.sink.as_ptr().cast();
-        let read = opcode::Read::new(Fd(fd), sink, 8).offset(NO_OFFSET).build();
+        let read = opcode::Read::new(Fd(fd), sink, bytes).offset(NO_OFFSET).build();
         self.hand_over_silently(read, DRAIN);
         true
     }
