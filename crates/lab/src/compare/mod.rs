@@ -51,6 +51,9 @@ struct BenchArguments {
     /// Seconds that each run measures. Not for the part xen.
     #[arg(long, value_name = "S", default_value_t = 3.0, value_parser = seconds)]
     seconds: f64,
+    /// The most guests of the parts persistent and aggregate; each takes up to a minute to start.
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    most_guests: u32,
     #[command(flatten)]
     instructions: instructions::InstructionsArguments,
     #[command(flatten)]
@@ -138,8 +141,8 @@ impl Part {
             Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),
             Part::Xen => xen::run(&arguments.xen),
             Part::Network => joined("network", network::run()?),
-            Part::Persistent => joined("xen-persistent", crowd::persistent()?),
-            Part::Aggregate => joined("xen-aggregate", crowd::aggregate()?),
+            Part::Persistent => joined("xen-persistent", crowd::persistent(arguments.most_guests)?),
+            Part::Aggregate => joined("xen-aggregate", crowd::aggregate(arguments.most_guests)?),
         }
     }
 }

@@ -9,17 +9,19 @@ use super::{Crowd, Rate, said};
 use crate::experiments::aggregate::{GUESTS, MAX_REQUEST, MIB_S, MOVERS, Place, SIZES, findings};
 use crate::experiments::findings::Findings;
 
-/// Boots the host, and measures.
-pub(in crate::compare) fn run() -> Result<Findings> {
-    let mut crowd = Crowd::boot(GUESTS[GUESTS.len() - 1])?;
+/// Boots the host, and measures with up to so many guests.
+pub(in crate::compare) fn run(most: u32) -> Result<Findings> {
+    let counts: Vec<u32> = GUESTS.into_iter().filter(|guests| *guests <= most).collect();
+    let mut crowd = Crowd::boot(&counts)?;
     let mut found: BTreeMap<(&str, u32, u32), Vec<Rate>> = BTreeMap::new();
     for mover in MOVERS {
         step(mover, || {
             // A front that keeps its pages granted copies data for that, whatever the back does.
             crowd.attach(mover, false)?;
             for (bytes, size) in SIZES {
-                for guests in GUESTS {
-                    let rates = crowd.rates(guests, &load(bytes))?;
+                crowd.begin(&load(bytes))?;
+                for guests in counts.iter().rev().copied() {
+                    let rates = crowd.rates(guests)?;
                     let what = format!("{size}, {guests} guests");
                     found.insert((mover, guests, bytes), said(&what, rates));
                 }
@@ -30,12 +32,12 @@ pub(in crate::compare) fn run() -> Result<Findings> {
     }
     let places: Vec<Place> = SIZES
         .iter()
-        .flat_map(|size| GUESTS.iter().map(|guests| Place::reads(*guests, *size)))
+        .flat_map(|size| counts.iter().map(|guests| Place::reads(*guests, *size)))
         .collect();
     let rates = |place: Place, mover: &str| -> Vec<f64> {
         found[&(mover, place.guests, place.size.0)].iter().map(|r| r.bytes_s / MIB_S).collect()
     };
-    Ok(findings(&places, &GUESTS, &SIZES, &rates))
+    Ok(findings(&places, &counts, &SIZES, &rates))
 }
 
 /// At most 1 MiB of each disk in flight, and 32 requests; or one that is larger.

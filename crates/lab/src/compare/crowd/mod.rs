@@ -21,7 +21,9 @@ const HOST_MEMORY: &str = "4G";
 const DISK_MIB: u32 = 16;
 /// Times that the load is looked at, each so long, in seconds of the emulated machine.
 const ROUNDS: usize = 3;
-const ROUND_S: f64 = 0.2;
+const ROUND_S: f64 = 0.1;
+/// Reports before them: the first is of all time, and in the next one some may still begin.
+const EARLY: usize = 2;
 /// How often it is asked whether all of a crowd do something.
 const TRIES: u32 = 20;
 const LIMIT_S: u64 = 600;
@@ -38,12 +40,16 @@ struct Crowd {
     xenhost: XenHost,
     guests: Vec<Guest>,
     disks: Vec<Disk>,
-    /// Of the guests from the first on.
+    /// A guest's each, while there is a load.
     loads: Vec<Job>,
+    /// So many of the guests, from the first on, are not paused.
+    running: usize,
 }
 
 impl Crowd {
-    fn boot(guests: u32) -> Result<Crowd> {
+    /// For the last of these numbers of guests.
+    fn boot(counts: &[u32]) -> Result<Crowd> {
+        let guests = counts.last().copied().unwrap_or(1);
         packages::ensure(&[packages::XEN_HOST])?;
         let (root, programs) = (root::ensure(root::TRIXIE)?, [release::build_ferrite()?]);
         let memory = ["-m".to_owned(), HOST_MEMORY.to_owned()];
@@ -61,8 +67,9 @@ impl Crowd {
             let what = format!("start guest {n} of {guests}");
             step(&what, || Guest::start(&mut xenhost, &options))
         };
-        let guests = (1..=guests).map(start).collect::<Result<_>>()?;
-        Ok(Crowd { xenhost, guests, disks: Vec::new(), loads: Vec::new() })
+        let guests: Vec<Guest> = (1..=guests).map(start).collect::<Result<_>>()?;
+        let running = guests.len();
+        Ok(Crowd { xenhost, guests, disks: Vec::new(), loads: Vec::new(), running })
     }
 
     /// Gives each guest its disk, with a front that keeps its pages granted or does not.
@@ -89,23 +96,40 @@ impl Crowd {
         self.disks.drain(..).try_for_each(|mut disk| disk.unplug(&mut self.xenhost))
     }
 
-    /// What the first `count` guests get together, a value a round, while all of them do what these options of fio
-    /// say. Those that do so already go on.
-    fn rates(&mut self, count: u32, load: &str) -> Result<Vec<Rate>> {
-        let count = count as usize;
-        let started = self.loads.len();
-        for guest in self.guests.iter_mut().take(count).skip(started) {
-            let fio = format!(
-                "fio --name=load --filename=/dev/xvda --ioengine=libaio --direct=1 --thread --time_based \
-                 --runtime=1h {load} >/tmp/fio.log 2>&1; true"
-            );
+    /// Has all guests do what these options of fio say, until [`stop`](Self::stop). They are paused while they are told
+    /// so: one that works would keep the dom0 from telling the next, and that from starting.
+    fn begin(&mut self, load: &str) -> Result<()> {
+        let fio = format!(
+            "fio --name=load --filename=/dev/xvda --ioengine=libaio --direct=1 --thread --time_based \
+             --runtime=1h {load} >/tmp/fio.log 2>&1; true"
+        );
+        self.let_run(0)?;
+        for guest in &mut self.guests {
             self.loads.push(guest.begin(&mut self.xenhost, &fio, LIMIT_S)?);
         }
-        let look = format!("ferrite stat --json -i {ROUND_S} -n {}", ROUNDS + 4);
+        Ok(())
+    }
+
+    /// Lets the first `count` guests run, and pauses the others. Xen counts how often a guest is paused.
+    fn let_run(&mut self, count: usize) -> Result<()> {
+        let (verb, guests) = match count < self.running {
+            true => ("pause", &self.guests[count..self.running]),
+            false => ("unpause", &self.guests[self.running..count]),
+        };
+        let line = |guest: &Guest| format!("xl {verb} {} && ", guest.domid());
+        let command = guests.iter().map(line).collect::<String>() + "true";
+        self.running = count;
+        self.xenhost.sh_for(&command, LIMIT_S).map(drop)
+    }
+
+    /// What the first `count` guests get together, a value a round, while the others are paused.
+    fn rates(&mut self, count: u32) -> Result<Vec<Rate>> {
+        let count = count as usize;
+        self.let_run(count)?;
+        let look = format!("ferrite stat --json -i {ROUND_S} -n {}", ROUNDS + EARLY);
         for _ in 0..TRIES {
             let reports = self.xenhost.sh_for(&look, LIMIT_S)?;
-            // The first is of all time, and in the next ones some may still begin.
-            let rounds = reports.lines().skip(4).map(|line| together(line, count));
+            let rounds = reports.lines().skip(EARLY).map(|line| together(line, count));
             if let Some(rates) = rounds.collect::<Result<Option<Vec<Rate>>>>()? {
                 return Ok(rates);
             }
@@ -114,9 +138,12 @@ impl Crowd {
         bail!("not all of {count} guests do something; of the last one: {log}")
     }
 
-    /// Ends what the guests do.
+    /// Ends what the guests do, one after the other.
     fn stop(&mut self) -> Result<()> {
+        self.let_run(0)?;
         for (job, guest) in self.loads.drain(..).zip(&mut self.guests) {
+            guest.unpause(&mut self.xenhost)?;
+            self.running += 1;
             guest.sh(&mut self.xenhost, "killall fio; true", LIMIT_S)?;
             guest.finish_ok(&mut self.xenhost, &job)?;
         }

@@ -11,20 +11,22 @@ use crate::experiments::persistent::{GUESTS, WAYS, findings};
 
 const LOAD: &str = "--rw=randread --bs=4k --iodepth=32";
 
-/// Boots the host, and measures.
-pub(in crate::compare) fn run() -> Result<Findings> {
-    let mut crowd = Crowd::boot(GUESTS[GUESTS.len() - 1])?;
+/// Boots the host, and measures with up to so many guests.
+pub(in crate::compare) fn run(most: u32) -> Result<Findings> {
+    let counts: Vec<u32> = GUESTS.into_iter().filter(|guests| *guests <= most).collect();
+    let mut crowd = Crowd::boot(&counts)?;
     let mut found: BTreeMap<(&str, u32), Vec<Rate>> = BTreeMap::new();
     for way in WAYS {
         step(way.name, || {
             crowd.attach(way.mover, way.front)?;
-            for guests in GUESTS {
-                let rates = said(&format!("{guests} guests"), crowd.rates(guests, LOAD)?);
+            crowd.begin(LOAD)?;
+            for guests in counts.iter().rev().copied() {
+                let rates = said(&format!("{guests} guests"), crowd.rates(guests)?);
                 found.insert((way.name, guests), rates);
             }
             crowd.stop()?;
             crowd.detach()
         })?;
     }
-    Ok(findings(&GUESTS, |way, guests| found[&(way, guests)].iter().map(|r| r.iops).collect()))
+    Ok(findings(&counts, |way, guests| found[&(way, guests)].iter().map(|r| r.iops).collect()))
 }
