@@ -2,13 +2,13 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Findings that are listed; the rest is counted.
 const MAX_LISTED: usize = 1000;
 
 /// How bad a finding is, the worst first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Class {
     /// The image does not read what it should, or would not after the next write.
@@ -48,7 +48,7 @@ pub trait Kind: Copy {
 }
 
 /// How many findings there are of each class, listed or not.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Of [`Class::Damage`].
     pub damage: u64,

@@ -2,9 +2,12 @@
 //! is killed in the middle.
 
 mod images;
+mod pages;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
@@ -153,6 +156,7 @@ fn what_cannot_be_done_with_a_served_store_says_so_and_what_to_do() {
         (4, &["create", "s", "--size", "64M", "--force"], ""),
         (4, &["repair", "s"], "stop what uses it"),
         (1, &["check", "s"], "stop what uses it"),
+        (2, &["scrub", "s", "--rate", "0"], ""),
     ] {
         let said = world.fails(code, args);
         assert!(said.contains(says), "{args:?}: {said}");
@@ -184,6 +188,67 @@ fn the_stats_of_a_served_store_are_those_that_a_look_at_its_medium_finds() {
     // A block of zeros in 768 takes no space.
     assert_eq!(served["mapped_bytes"], 3 * 1023 * 4096);
     assert_eq!(served["distinct_bytes"], 767 * 4096);
+}
+
+#[test]
+fn a_served_store_is_scrubbed_and_what_is_damaged_is_named() {
+    let world = World::new();
+    world.fill("full");
+    let owner = world.export();
+    assert!(world.ok(&["scrub", "s"]).contains("s: in order"));
+    assert!(world.ok(&["scrub", "s"]).contains("of content read"));
+    // The block of the number 5 is there once, and is block 4 and 772 of the volume.
+    let store = fs::read(world.place.path("s")).unwrap();
+    let block = 5u32.to_le_bytes().repeat(1024);
+    let at = store.chunks(4096).position(|here| here == block).unwrap() as u64 * 4096;
+    let medium = fs::File::options().write(true).open(world.place.path("s")).unwrap();
+    medium.write_all_at(b"x", at + 100).unwrap();
+    medium.sync_all().unwrap();
+    let output = world.run(&["scrub", "s", "--json"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let found = json(&String::from_utf8(output.stdout).unwrap());
+    let findings = found["findings"].as_array().unwrap().clone();
+    let of_volume = findings.iter().filter(|finding| finding["volume"] == "full");
+    let offsets: Vec<_> = of_volume.map(|finding| finding["offset_bytes"].clone()).collect();
+    assert_eq!(offsets, [4 * 4096, 772 * 4096], "{findings:?}");
+    let stats = json(&world.ok(&["stats", "s", "--json"]));
+    assert_eq!(stats["work"]["scrub"]["bad_contents"], 1);
+    assert_eq!(stats["findings"].as_array().unwrap().len(), findings.len());
+    drop(owner);
+}
+
+#[test]
+fn a_served_store_is_compacted_and_its_volumes_read_the_same() {
+    let world = World::new();
+    world.fill("full");
+    let owner = world.export();
+    let done = json(&world.ok(&["compact", "s", "--compress", "lz4", "--json"]));
+    assert!(done["packed_bytes"].as_u64().unwrap() > 0, "{done}");
+    let served = json(&world.ok(&["stats", "s", "--json"]));
+    assert!(served["stored_bytes"].as_u64() < served["distinct_bytes"].as_u64(), "{served}");
+    end(owner, Signal::TERM);
+    let alone = json(&world.ok(&["stats", "s", "--json"]));
+    for name in ["distinct_bytes", "stored_bytes", "volumes"] {
+        assert_eq!(served[name], alone[name], "{name}");
+    }
+    world.ok(&["check", "s", "--deep"]);
+    world.place.ok(&["compare", "x.raw", "store:s#full"]);
+}
+
+#[test]
+fn the_table_of_what_a_served_store_does_has_all_names() {
+    let world = World::new();
+    let owner = world.export();
+    let mut printed = BTreeSet::new();
+    pages::add_names(&json(&world.ok(&["stats", "s", "--json"]))["work"], &mut printed);
+    drop(owner);
+    let rows =
+        pages::rows(include_str!("../../../docs/store.md"), "What a served store does by itself");
+    let told: BTreeSet<_> = rows
+        .iter()
+        .flat_map(|row| pages::quoted(row[1..].join("|").as_str()).collect::<Vec<_>>())
+        .collect();
+    assert_eq!(told, printed);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrite_disk::store::owned::StoreKey;
+use ferrite_disk::tools::Progress;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -30,17 +31,18 @@ pub(super) enum Asked<T> {
     Nobody,
 }
 
-/// Has the owner of a store do something. `goes_on` says when to stop waiting for it.
+/// Has the owner of a store do something. `shows` is told how far that is, and says when
+/// to stop waiting for it.
 pub(super) fn ask<T: DeserializeOwned>(
     store: &Path,
     what: &Ask,
-    goes_on: &dyn Fn() -> bool,
+    shows: &dyn Fn(Progress) -> bool,
 ) -> Asked<T> {
     let Some(key) = StoreKey::at(store) else { return Asked::Nobody };
     let mut asked = Asked::Nobody;
     for socket in sockets(key) {
         let Ok(stream) = owner::connect(&socket) else { continue };
-        match ask_on(&stream, key, store, what, goes_on) {
+        match ask_on(&stream, key, store, what, shows) {
             Ok(None) => asked = Asked::NotOpen,
             Ok(Some(answer)) => {
                 let nonsense = |why| lost(store, why);
@@ -68,8 +70,9 @@ fn ask_on(
     store: StoreKey,
     path: &Path,
     what: &Ask,
-    goes_on: &dyn Fn() -> bool,
+    shows: &dyn Fn(Progress) -> bool,
 ) -> Result<Option<Value>, Failure> {
+    let goes_on = || shows(Progress { done_bytes: 0, total_bytes: 0 });
     let shown = path.to_string_lossy().into_owned();
     let question = Question { version: VERSION, store, path: shown, what };
     let mut heard = Vec::new();
@@ -94,12 +97,20 @@ fn ask_on(
         Err(e) if is_gone(&e) => return Ok(None),
         Err(e) => return Err(lost(path, e)),
     }
-    match hear(MAX_ANSWER, goes_on) {
-        Ok(Some(said)) => end_of(said).map(Some),
-        Err(_) if !goes_on() => Err(interrupted(path)),
-        Err(e) if !is_gone(&e) => Err(lost(path, e)),
-        Ok(None) | Err(_) => {
-            Err(lost(path, "the process that serves the store has ended before it was done"))
+    loop {
+        match hear(MAX_ANSWER, &goes_on) {
+            Ok(Some(Said::Progress { done_bytes, total_bytes })) => {
+                shows(Progress { done_bytes, total_bytes });
+            }
+            Ok(Some(said)) => return end_of(said).map(Some),
+            Err(_) if !goes_on() => return Err(interrupted(path)),
+            Err(e) if !is_gone(&e) => return Err(lost(path, e)),
+            Ok(None) | Err(_) => {
+                return Err(lost(
+                    path,
+                    "the process that serves the store has ended before it was done",
+                ));
+            }
         }
     }
 }
@@ -116,7 +127,7 @@ fn end_of(said: Said) -> Result<Value, Failure> {
     match said {
         Said::Done(answer) if is_plain(&answer) => Ok(answer),
         Said::Failed { code, what, why, help } => Err(Said::failure(code, what, why, help)),
-        Said::Done(_) | Said::Begun | Said::NotOpen => Err(nonsense()),
+        Said::Done(_) | Said::Begun | Said::Progress { .. } | Said::NotOpen => Err(nonsense()),
     }
 }
 
@@ -162,7 +173,7 @@ mod tests {
         // What was asked is not lost on somebody who is gone.
         let _asked = theirs.try_clone().unwrap();
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
-        ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|| true)
+        ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|_| true)
     }
 
     #[test]
@@ -193,7 +204,7 @@ mod tests {
     #[test]
     fn who_is_told_to_stop_waits_for_no_owner() {
         let (ours, _silent) = UnixStream::pair().unwrap();
-        let asked = ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|| false);
+        let asked = ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|_| false);
         assert_eq!(asked.unwrap_err().code, Code::INTERRUPTED);
     }
 }

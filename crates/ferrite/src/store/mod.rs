@@ -27,7 +27,7 @@ mod text;
 mod wire;
 
 use asking::Asked;
-use wire::Ask;
+use wire::{Ask, Compressing};
 
 use args::{CompactArgs, Compress, CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
 
@@ -87,7 +87,7 @@ fn here_or_there<T: DeserializeOwned>(
             done => return Ok(done?),
         };
         tries += 1;
-        match asking::ask(store, what, &goes_on) {
+        match asking::ask(store, what, &|far| out.shown.show(far)) {
             Asked::Answered(done) => return done,
             Asked::NotOpen if tries < TRIES && goes_on() => std::thread::sleep(AGAIN),
             // Its owner may have ended since we looked.
@@ -123,10 +123,15 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Rollback(it) => change(&it.volume, Change::Rollback(entry(&it.snap)?)),
         StoreCommand::Delete(it) => change(it, Change::Delete),
         StoreCommand::Check(it) => {
-            check(tools, out, &it.store, StoreCheck { deep: it.deep, rate: it.rate, ..contents() })
+            let how = StoreCheck { deep: it.deep, rate: it.rate, ..contents() };
+            check(out, &it.store, |store| Ok(tools.check_store(store, how)?))
         }
         StoreCommand::Scrub(it) => {
-            check(tools, out, &it.store, StoreCheck { rate: Some(it.rate), ..contents() })
+            let how = StoreCheck { rate: Some(it.rate), ..contents() };
+            let what = Ask::Scrub { rate: it.rate };
+            check(out, &it.store, |store| {
+                here_or_there(out, store, &what, || tools.check_store(store, how))
+            })
         }
         StoreCommand::Gc(it) => {
             let store = of_store(it)?.path;
@@ -157,10 +162,13 @@ fn packing(compress: Compress) -> Option<Packing> {
 
 fn compact(tools: &ImageTools<'_>, out: &Out, args: &CompactArgs) -> Result<(), Failure> {
     let store = of_store(&args.store)?.path;
-    if let Some(compress) = args.compress {
-        tools.set_packing(&store, packing(compress))?;
-    }
-    out.say(&tools.compact_store(&store)?, text::compacted)
+    let packing = args.compress.map(packing);
+    let here = || {
+        packing.map(|packing| tools.set_packing(&store, packing)).transpose()?;
+        tools.compact_store(&store)
+    };
+    let what = Ask::Compact { compress: packing.map(Compressing) };
+    out.say(&here_or_there(out, &store, &what, here)?, text::compacted)
 }
 
 fn contents() -> StoreCheck {
@@ -253,12 +261,11 @@ fn info(tools: &ImageTools<'_>, out: &Out, name: &StoreName) -> Result<(), Failu
 
 /// The findings are the result; damage decides how the command ends.
 fn check(
-    tools: &ImageTools<'_>,
     out: &Out,
     store: &StoreArg,
-    how: StoreCheck,
+    check: impl FnOnce(&Path) -> Result<StoreChecked, Failure>,
 ) -> Result<(), Failure> {
-    let checked = of_store(store).and_then(|store| Ok(tools.check_store(&store.path, how)?));
+    let checked = of_store(store).and_then(|store| check(&store.path));
     let checked = checked.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
     out.say(&checked, text::report)?;
     let StoreChecked { path, .. } = &checked;

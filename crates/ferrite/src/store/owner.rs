@@ -7,6 +7,7 @@
 //!
 //! Each command has a thread, an engine and memory of its own, so it has no queue wait.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, Permissions};
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::ImageName;
 use ferrite_disk::store::owned::StoreKey;
+use ferrite_disk::tools::Progress;
 use ferrite_disk::tools::stores::served::ServedStore;
 use ferrite_io::{clock, names};
 use ferrite_serve::blkif::lifecycle::EngineFactory;
@@ -30,7 +32,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{SocketFlags, accept_with};
 use serde_json::Value;
 
-use super::wire::{self, Ask, MAX_QUESTION, Question, Said, VERSION};
+use super::wire::{self, Ask, Compressing, MAX_QUESTION, Question, Said, VERSION};
 use crate::exit::{Code, Failure};
 
 /// Commands at a time.
@@ -39,6 +41,8 @@ const MAX_COMMANDS: usize = 8;
 const ENTRIES: u32 = 32;
 /// What a command may take to say what it wants, and to read its answer.
 const COURTESY: Duration = Duration::from_secs(5);
+/// How often a command is told how far it is.
+const TELL_AGAIN: Duration = Duration::from_millis(200);
 /// The pause after the kernel gave no descriptor.
 const EXHAUSTED: Duration = Duration::from_millis(100);
 
@@ -247,9 +251,19 @@ impl Desk {
             return Said::NotOpen;
         }
         let goes_on = || !self.is_ending.load(Ordering::Relaxed) && !wire::is_gone(stream);
+        let told = Cell::new(Instant::now());
+        let far = |Progress { done_bytes, total_bytes }| {
+            let now = Instant::now();
+            if now.duration_since(told.get()) < TELL_AGAIN {
+                return goes_on();
+            }
+            told.set(now);
+            let said = Said::Progress { done_bytes, total_bytes };
+            goes_on() && wire::write_line(stream, &said, COURTESY).is_ok()
+        };
         let done = store
             .map_err(Failure::from)
-            .and_then(|mut store| carry_out(&mut store, what, &goes_on));
+            .and_then(|mut store| carry_out(&mut store, what, &goes_on, &far));
         match done {
             Ok(done) => Said::Done(done),
             // It is we who were told to stop.
@@ -267,12 +281,18 @@ fn carry_out(
     store: &mut ServedStore,
     what: Ask,
     goes_on: &dyn Fn() -> bool,
+    far: &dyn Fn(Progress) -> bool,
 ) -> Result<Value, Failure> {
     let done = match what {
         Ask::List => serde_json::to_value(store.list()),
         Ask::Change { volume, change } => serde_json::to_value(store.change(&volume, &change)?),
         Ask::Collect => serde_json::to_value(store.collect(goes_on)?),
         Ask::Stats => serde_json::to_value(store.stats(goes_on)?),
+        Ask::Compact { compress } => {
+            let packing = compress.map(|Compressing(packing)| packing);
+            serde_json::to_value(store.compact(packing, goes_on)?)
+        }
+        Ask::Scrub { rate } => serde_json::to_value(store.scrub(Some(rate.max(1)), far)?),
     };
     done.map_err(|e| Failure::new("cannot answer", e, "this is a bug in ferrite"))
 }

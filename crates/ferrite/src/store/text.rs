@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
 use ferrite_disk::store::check::StoreFinding;
-use ferrite_disk::store::live::VolumeInfo;
+use ferrite_disk::store::live::{VolumeInfo, WorkInfo};
 use ferrite_disk::tools::stores::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
     StoreStats, VolumeDone,
@@ -104,6 +104,8 @@ pub(super) fn stats(all: &StoreStats) -> String {
         ("garbage", human(stats.garbage_bytes)),
         ("free", human(stats.free_bytes)),
     ]);
+    text.extend(all.work.as_ref().map(work));
+    text.extend(all.findings.iter().map(finding));
     let mut rows = vec![["NAME", "SIZE", "MAPPED"].map(str::to_owned)];
     rows.extend(stats.volumes.iter().map(|volume| {
         [volume.name.clone(), human(volume.virtual_bytes), human(volume.mapped_bytes)]
@@ -112,6 +114,29 @@ pub(super) fn stats(all: &StoreStats) -> String {
         text = text + "\n" + &table(&rows);
     }
     text
+}
+
+/// What a store that is served has done by itself.
+fn work(work: &WorkInfo) -> String {
+    let part = |done: u64, all: u64| 100 * done.min(all) / all.max(1);
+    let (scrub, compaction) = (&work.scrub, &work.compaction);
+    let running = |is: bool| if is { ", one is under way" } else { "" };
+    let scrubbed = match scrub.running {
+        true => format!(", {} % of the next one", part(scrub.done, scrub.all)),
+        false => String::new(),
+    };
+    lines(&[
+        ("passes", format!("{}{}", work.passes, running(work.passing))),
+        (
+            "index",
+            format!("{} % read since the store was opened", part(work.index_done, work.index_all)),
+        ),
+        ("compaction", format!("{} moved", Human(compaction.moved_bytes))),
+        (
+            "scrubbing",
+            format!("{} rounds{scrubbed}, {} bad contents", scrub.rounds, scrub.bad_contents),
+        ),
+    ])
 }
 
 pub(super) fn collected(collected: &StoreCollected) -> String {

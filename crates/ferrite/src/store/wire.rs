@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::store::journal::Name;
 use ferrite_disk::store::owned::StoreKey;
+use ferrite_disk::store::page::Packing;
 use ferrite_disk::tools::stores::Change;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
@@ -41,17 +42,37 @@ pub(super) struct Question<T = Ask> {
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Ask {
     List,
-    Change { volume: Name, change: Change },
+    Change {
+        volume: Name,
+        change: Change,
+    },
     Collect,
     Stats,
+    /// And choose before how content is compressed, if anything is said.
+    Compact {
+        compress: Option<Compressing>,
+    },
+    /// So many bytes a second.
+    Scrub {
+        rate: u64,
+    },
 }
 
-/// A line of the answer; after [`Said::Begun`] there is one more.
+/// None: not at all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Compressing(pub(super) Option<Packing>);
+
+/// A line of the answer. [`Said::Begun`] and [`Said::Progress`] are followed by others.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Said {
     /// The question is understood.
     Begun,
+    /// How far it is.
+    Progress {
+        done_bytes: u64,
+        total_bytes: u64,
+    },
     /// This process has not opened the store, or has closed it.
     NotOpen,
     Done(Value),

@@ -1,5 +1,8 @@
 //! What pages of the documentation say: commands, and the names in tables.
 
+// Each test program uses a part of it.
+#![allow(dead_code)]
+
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;

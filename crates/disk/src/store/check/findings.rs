@@ -1,6 +1,6 @@
 //! What is wrong with a store: counted by class, and listed, the worst first.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::finding::{Class, Counts};
 
@@ -8,7 +8,7 @@ use crate::finding::{Class, Counts};
 const MAX_LISTED: usize = 1000;
 
 /// What is not as it has to be. Sizes and offsets are bytes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreFinding {
     /// The part of the store: superblock, journal, space, page, number, content or hash.
     pub kind: String,

@@ -117,6 +117,16 @@ impl Live {
         self.duties().scrub.found.clone()
     }
 
+    /// [One step](Live::scrub) of a round that others may go through, too.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub async fn scrub_in_turn(&self, port: &Port) -> io::Result<Option<u64>> {
+        // Nor does a number become another content's meanwhile.
+        let _alone = self.passing.lock(&port.io).await?;
+        Ok(self.scrub(port).await)
+    }
+
     /// One step. Gives the bytes that were read; none: no round is under way. What cannot be read is a finding.
     pub async fn scrub(&self, port: &Port) -> Option<u64> {
         let at = self.duties().scrub.at?;

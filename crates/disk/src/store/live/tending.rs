@@ -119,7 +119,7 @@ impl Live {
         if self.wants_pass() {
             return Ok(Tended::Something);
         }
-        if let Some(bytes) = self.scrub(port).await {
+        if let Some(bytes) = self.scrub_in_turn(port).await? {
             pace.used(&port.io, SCRUB_PRICE * bytes).await?;
             return Ok(Tended::Something);
         }

@@ -1,13 +1,14 @@
 //! Content of a store put in order, and compressed.
 
+use std::io;
 use std::path::Path;
 
-use super::{MEMORY, StoreCompacted, failed};
-use crate::DiskError;
+use super::{MEMORY, StoreCompacted, cannot_compact, failed, until_stopped};
 use crate::store::live::Live;
 use crate::store::pace::Pace;
 use crate::store::page::Packing;
 use crate::tools::{ImageTools, Progress};
+use crate::{DiskError, Port};
 
 /// Rounds at most: each makes room for the next one.
 const ROUNDS: usize = 16;
@@ -33,37 +34,30 @@ impl ImageTools<'_> {
     /// # Errors
     /// It is in use, damaged, or cannot be read or written, or was told to stop: nothing is lost then.
     pub fn compact_store(&self, store: &Path) -> Result<StoreCompacted, DiskError> {
-        let what = format!("cannot compact store {}", store.display());
+        let what = cannot_compact(store);
         let (mut context, port, bytes) = self.store(store, &what, false)?;
-        let compacted = async {
+        let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: 0 });
+        let compacted = until_stopped(&goes_on, async {
             let live = Live::open(&port, bytes, MEMORY).await?;
-            let (pace, mut moved) = (Pace::unbounded(), 0);
-            for _ in 0..ROUNDS {
-                live.begin_compaction();
-                while live.compact(&port, &pace).await?.is_some() {
-                    let now = Progress { done_bytes: 0, total_bytes: 0 };
-                    if !(self.progress)(now) {
-                        return Err(std::io::ErrorKind::Interrupted.into());
-                    }
-                }
-                live.gc(&port).await?;
-                let now = live.work().compaction.moved_bytes;
-                if now == std::mem::replace(&mut moved, now) {
-                    break;
-                }
-            }
+            compact_live(&live, &port).await?;
             live.close(&port).await?;
-            Ok((live.work().compaction, live.packing(), live.info().free_bytes))
-        };
-        let (done, compress, free_bytes) =
-            context.run(compacted).map_err(|e| failed(what, store, e))?;
-        Ok(StoreCompacted {
-            path: store.display().to_string(),
-            compress,
-            moved_bytes: done.moved_bytes,
-            packed_bytes: done.packed_bytes,
-            packed_to_bytes: done.packed_to_bytes,
-            free_bytes,
-        })
+            Ok(StoreCompacted::of(store, &live))
+        });
+        context.run(compacted).map_err(|e| failed(what, store, e))
     }
+}
+
+/// As long as that makes room.
+pub(super) async fn compact_live(live: &Live, port: &Port) -> io::Result<()> {
+    let (pace, mut moved) = (Pace::unbounded(), live.work().compaction.moved_bytes);
+    for _ in 0..ROUNDS {
+        live.begin_compaction();
+        while live.compact(port, &pace).await?.is_some() {}
+        live.gc(port).await?;
+        let now = live.work().compaction.moved_bytes;
+        if now == std::mem::replace(&mut moved, now) {
+            break;
+        }
+    }
+    Ok(())
 }

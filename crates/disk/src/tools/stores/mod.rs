@@ -158,7 +158,8 @@ impl ImageTools<'_> {
         let outcome = self.outcome(&mut context, &port, bytes, How::default()).map_err(cannot)?;
         match outcome.stats {
             Some(stats) if outcome.findings.counts.damage == 0 => {
-                Ok(StoreStats { path: store.display().to_string(), stats })
+                let path = store.display().to_string();
+                Ok(StoreStats { path, stats, work: None, findings: Vec::new() })
             }
             _ => {
                 let help = format!("ferrite store check {} says where", store.display());
@@ -238,6 +239,10 @@ fn cannot_look(store: &Path) -> String {
 
 fn cannot_collect(store: &Path) -> String {
     format!("cannot collect what store {} needs no more", store.display())
+}
+
+fn cannot_compact(store: &Path) -> String {
+    format!("cannot compact store {}", store.display())
 }
 
 /// A future that ends early, where it waits, if that is wanted. What it has done by then stays.

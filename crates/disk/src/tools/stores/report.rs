@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::finding::Counts;
 use crate::store::BLOCK_BYTES;
 use crate::store::check::{Outcome, Stats, StoreFinding};
-use crate::store::live::{Passed, StoreInfo, VolumeInfo};
+use crate::store::live::{Live, Passed, StoreInfo, VolumeInfo, WorkInfo};
 use crate::store::page::Packing;
 use crate::tools::{Verdict, refused};
 use crate::{DiskError, ErrorKind};
@@ -52,6 +52,12 @@ pub struct StoreStats {
     /// In bytes.
     #[serde(flatten)]
     pub stats: Stats,
+    /// Of a store that is served: what it does by itself.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub work: Option<WorkInfo>,
+    /// And what its last scrubbing has found.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub findings: Vec<StoreFinding>,
 }
 
 /// What compaction of a store has done.
@@ -86,6 +92,20 @@ pub struct StoreCollected {
     pub free_bytes: u64,
 }
 
+impl StoreCompacted {
+    pub(super) fn of(store: &Path, live: &Live) -> StoreCompacted {
+        let done = live.work().compaction;
+        StoreCompacted {
+            path: store.display().to_string(),
+            compress: live.packing(),
+            moved_bytes: done.moved_bytes,
+            packed_bytes: done.packed_bytes,
+            packed_to_bytes: done.packed_to_bytes,
+            free_bytes: live.info().free_bytes,
+        }
+    }
+}
+
 impl StoreCollected {
     pub(super) fn of(store: &Path, passed: Passed, free_bytes: u64) -> StoreCollected {
         let in_bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
@@ -100,7 +120,7 @@ impl StoreCollected {
 }
 
 /// What a check has found.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreChecked {
     /// Where it is.
     pub path: String,

@@ -6,11 +6,19 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{Change, StoreCollected, StoreListed, StoreStats, VolumeDone, change_live, failed};
-use super::{cannot_collect, cannot_look, until_stopped};
+use super::compact::compact_live;
+use super::{
+    Change, StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreStats, VolumeDone,
+};
+use super::{cannot_collect, cannot_compact, cannot_look, change_live, failed, until_stopped};
+use crate::store::BLOCK_BYTES;
+use crate::store::check::Outcome;
 use crate::store::journal::Name;
-use crate::store::live::Live;
+use crate::store::live::{Live, ScrubInfo};
 use crate::store::owned::{OpenEngine, Seat, StoreKey};
+use crate::store::pace::Pace;
+use crate::store::page::{P2M_ENTRIES, Packing};
+use crate::tools::Progress;
 use crate::tools::io_context::IoContext;
 use crate::{DiskError, ErrorKind, Port};
 
@@ -110,9 +118,65 @@ impl ServedStore {
     /// As [`collect`](Self::collect).
     pub fn stats(&mut self, goes_on: &dyn Fn() -> bool) -> Result<StoreStats, DiskError> {
         let what = cannot_look(&self.path);
-        let stats =
-            self.run(what, async |live, port| until_stopped(goes_on, live.stats(port)).await)?;
-        Ok(StoreStats { path: self.path.display().to_string(), stats })
+        let (stats, work, found) = self.run(what, async |live, port| {
+            let stats = until_stopped(goes_on, live.stats(port)).await?;
+            Ok((stats, live.work(), live.scrub_findings()))
+        })?;
+        let path = self.path.display().to_string();
+        Ok(StoreStats { path, stats, work: Some(work), findings: found.listed })
+    }
+
+    /// Chooses how content is compressed from now on, if that is said, and puts it into the order in which it is
+    /// read.
+    ///
+    /// # Errors
+    /// As [`collect`](Self::collect).
+    pub fn compact(
+        &mut self,
+        packing: Option<Option<Packing>>,
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<StoreCompacted, DiskError> {
+        let (what, path) = (cannot_compact(&self.path), self.path.clone());
+        self.run(what, async |live, port| {
+            if let Some(packing) = packing {
+                live.set_packing(port, packing).await?;
+            }
+            until_stopped(goes_on, compact_live(live, port)).await?;
+            Ok(StoreCompacted::of(&path, live))
+        })
+    }
+
+    /// Reads all content, so many bytes a second at most: goes through the round of scrubbing that is under way, or
+    /// a new one. `goes_on` is told how far it is; what ends early goes on behind service.
+    ///
+    /// # Errors
+    /// A tree cannot be read. What is damaged is in the report.
+    pub fn scrub(
+        &mut self,
+        rate: Option<u64>,
+        goes_on: &dyn Fn(Progress) -> bool,
+    ) -> Result<StoreChecked, DiskError> {
+        let what = format!("cannot check store {}", self.path.display());
+        let outcome = self.run(what, async |live, port| {
+            let pace = Pace::bounded(rate, None);
+            let before = live.scrub_info().read_bytes;
+            live.begin_scrub();
+            let far = || {
+                let ScrubInfo { done, all, .. } = live.scrub_info();
+                let bytes = |pages: u64| pages * (P2M_ENTRIES * BLOCK_BYTES) as u64;
+                Progress { done_bytes: bytes(done), total_bytes: bytes(all) }
+            };
+            let round = async {
+                while let Some(bytes) = live.scrub(port).await? {
+                    pace.used(&port.io, bytes).await?;
+                }
+                Ok(())
+            };
+            until_stopped(&|| goes_on(far()), round).await?;
+            let read_bytes = live.scrub_info().read_bytes - before;
+            Ok(Outcome { findings: live.scrub_findings(), read_bytes, ..Outcome::default() })
+        })?;
+        Ok(StoreChecked::of(&self.path, outcome))
     }
 }
 
