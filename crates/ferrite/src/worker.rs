@@ -1,7 +1,6 @@
 //! `ferrite worker`: the process that serves one disk for its keeper (docs/internals/processes.md).
 
 use std::fmt::Display;
-use std::iter;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
@@ -28,7 +27,6 @@ use crate::engine::choose;
 use crate::exit::Failure;
 use crate::parents::ParentsArgs;
 use crate::serve;
-use crate::store::owner::{Place, Serving};
 
 /// How long it is waited for what keeps the image away: a predecessor's last I/O, or somebody who has
 /// locked it. Then it is said, and whoever follows asks again (processes.md 4).
@@ -58,9 +56,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let config = serve::work_config(args, run_dir, serve::limit(args))?;
     let disk = DiskId { domid: args.xen.domain.0, devid: args.xen.device };
     let start = orphan::start(run_dir, disk, Store::open);
-    let commands = Place::of(iter::once(args.image.as_os_str()));
     give_rights_up(args)?;
-    let _commands = serve_commands(args, commands, &alive)?;
     let mut last = None;
     let mut open = |read_only| {
         let opened = match &no_xen {
@@ -75,19 +71,6 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let lines = Lines { first: &line, second: &second };
     let worked = work_from(start, lines, &door, &xen, &config, &mut open);
     worked.map_err(|e| serve::failed(args, &e))
-}
-
-/// Has commands on the disk's store done, if it is a volume of one.
-fn serve_commands(
-    args: &ServeArgs,
-    places: Vec<Place>,
-    alive: &Arc<OwnedFd>,
-) -> Result<Vec<Serving>, Failure> {
-    if places.is_empty() {
-        return Ok(Vec::new());
-    }
-    let engine = engines(crate::image::engine(args.engine)?, alive.clone());
-    Ok(places.into_iter().filter_map(|place| place.serve(&engine)).collect())
 }
 
 fn open(

@@ -25,7 +25,7 @@ use ferrite_disk::ImageName;
 use ferrite_disk::store::owned::StoreKey;
 use ferrite_disk::tools::Progress;
 use ferrite_disk::tools::stores::served::ServedStore;
-use ferrite_io::{clock, names};
+use ferrite_io::clock;
 use ferrite_serve::blkif::lifecycle::EngineFactory;
 use ferrite_serve::waker::Waker;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -157,10 +157,7 @@ pub(crate) struct Serving {
 
 impl Drop for Serving {
     fn drop(&mut self) {
-        // A process without rights leaves it, and it is found to be left.
-        if !names::are_brokered() {
-            let _ = fs::remove_file(&self.path);
-        }
+        let _ = fs::remove_file(&self.path);
         self.is_ending.store(true, Ordering::Relaxed);
         self.wake.wake();
         if let Some(thread) = self.thread.take() {
@@ -187,7 +184,6 @@ fn accept(listener: &UnixListener, desk: &Arc<Desk>, end: &Waker) {
             break;
         }
         commands.retain(|command| !command.is_finished());
-        // Flags by which a process without rights needs no call to set them.
         match accept_with(listener.as_fd(), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(stream) => commands.extend(admit(UnixStream::from(stream), desk, commands.len())),
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::CONNABORTED) => {}

@@ -55,8 +55,7 @@ const ALWAYS: &[c_long] = &[
     // Of no file: a worker owns none. It is the answer that counts.
     libc::SYS_fchmod,
     libc::SYS_name_to_handle_at,
-    // The sockets that it was given, and who comes to the one that it listens at: it can make none.
-    libc::SYS_accept4,
+    // The sockets that it was given.
     libc::SYS_sendmsg,
     libc::SYS_recvmsg,
     libc::SYS_sendto,
