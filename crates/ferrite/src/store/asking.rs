@@ -64,7 +64,7 @@ fn sockets(key: StoreKey) -> Vec<PathBuf> {
     ours.map(|entry| entry.path()).collect()
 }
 
-/// None: this one has not opened it.
+/// By a stream that blocks nobody. None: this one has not opened the store.
 fn ask_on(
     stream: &UnixStream,
     store: StoreKey,
@@ -81,8 +81,7 @@ fn ask_on(
         // An end without a line: it may have been done.
         Ok(if line.is_empty() { None } else { Some(serde_json::from_slice(&line)?) })
     };
-    let asked = stream.set_nonblocking(true);
-    let asked = asked.and_then(|()| wire::write_line(stream, &question, PATIENCE));
+    let asked = wire::write_line(stream, &question, PATIENCE);
     let end = Instant::now() + PATIENCE;
     let first = asked.and_then(|()| hear(MAX_QUESTION, &|| goes_on() && Instant::now() < end));
     match first {
@@ -167,6 +166,7 @@ mod tests {
     /// What comes of an owner that says these lines, and ends.
     fn asked(lines: &[Value]) -> Result<Option<Value>, Failure> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
         for line in lines {
             theirs.write_all(format!("{line}\n").as_bytes()).unwrap();
         }
@@ -204,6 +204,7 @@ mod tests {
     #[test]
     fn who_is_told_to_stop_waits_for_no_owner() {
         let (ours, _silent) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
         let asked = ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|_| false);
         assert_eq!(asked.unwrap_err().code, Code::INTERRUPTED);
     }

@@ -29,7 +29,10 @@ use ferrite_io::clock;
 use ferrite_serve::blkif::lifecycle::EngineFactory;
 use ferrite_serve::waker::Waker;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{SocketFlags, accept_with};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, socket_with,
+};
 use serde_json::Value;
 
 use super::wire::{self, Ask, Compressing, MAX_QUESTION, Question, Said, VERSION};
@@ -131,20 +134,21 @@ fn remove_left(folder: &Path) {
     }
 }
 
-/// Connects to an owner. What a dead one has left is removed.
+/// Connects to an owner, and waits for nobody. What a dead one has left is removed.
 ///
 /// # Errors
-/// Nobody is there.
+/// Nobody is there, or nobody who accepts.
 pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
-    let connected = UnixStream::connect(path);
-    let is_left = |e: &io::Error| e.kind() == io::ErrorKind::ConnectionRefused;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let connected = rustix::net::connect(&socket, &SocketAddrUnix::new(path)?);
     // One without its name yet is about to be listened at.
-    let has_name =
-        !path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"new."));
-    if has_name && connected.as_ref().is_err_and(is_left) {
+    let is_new = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"new."));
+    if connected == Err(Errno::CONNREFUSED) && !is_new {
         let _ = fs::remove_file(path);
     }
-    connected
+    connected?;
+    Ok(UnixStream::from(socket))
 }
 
 /// Commands are done as long as it lives. Its end waits for those under way; long ones end early.
@@ -186,7 +190,7 @@ fn accept(listener: &UnixListener, desk: &Arc<Desk>, end: &Waker) {
         commands.retain(|command| !command.is_finished());
         match accept_with(listener.as_fd(), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(stream) => commands.extend(admit(UnixStream::from(stream), desk, commands.len())),
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::CONNABORTED) => {}
+            Err(Errno::AGAIN | Errno::CONNABORTED) => {}
             Err(e) => {
                 tracing::debug!("cannot take a command: {e}");
                 std::thread::sleep(EXHAUSTED);
