@@ -46,6 +46,8 @@ const ENTRIES: u32 = 32;
 const COURTESY: Duration = Duration::from_secs(5);
 /// How often a command is told how far it is.
 const TELL_AGAIN: Duration = Duration::from_millis(200);
+/// How often it is looked whether they have ended, at the end.
+const END_AGAIN: Duration = Duration::from_millis(5);
 /// The pause after the kernel gave no descriptor.
 const EXHAUSTED: Duration = Duration::from_millis(100);
 
@@ -151,7 +153,8 @@ pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(UnixStream::from(socket))
 }
 
-/// Commands are done as long as it lives. Its end waits for those under way; long ones end early.
+/// Commands are done as long as it lives. Its end waits for those under way, for
+/// a while; long ones end early.
 pub(crate) struct Serving {
     is_ending: Arc<AtomicBool>,
     wake: Arc<Waker>,
@@ -197,8 +200,10 @@ fn accept(listener: &UnixListener, desk: &Arc<Desk>, end: &Waker) {
             }
         }
     }
-    for command in commands {
-        let _ = command.join();
+    // What does not end by then ends with the process.
+    let until = Instant::now() + COURTESY;
+    while !commands.iter().all(JoinHandle::is_finished) && Instant::now() < until {
+        std::thread::sleep(END_AGAIN);
     }
 }
 

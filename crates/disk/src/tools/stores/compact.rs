@@ -39,7 +39,7 @@ impl ImageTools<'_> {
         let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: 0 });
         let compacted = until_stopped(&goes_on, async {
             let live = Live::open(&port, bytes, MEMORY).await?;
-            compact_live(&live, &port).await?;
+            compact_live(&live, &port, &Pace::unbounded()).await?;
             live.close(&port).await?;
             Ok(StoreCompacted::of(store, &live))
         });
@@ -48,12 +48,12 @@ impl ImageTools<'_> {
 }
 
 /// As long as that makes room.
-pub(super) async fn compact_live(live: &Live, port: &Port) -> io::Result<()> {
-    let (pace, mut moved) = (Pace::unbounded(), live.work().compaction.moved_bytes);
+pub(super) async fn compact_live(live: &Live, port: &Port, pace: &Pace) -> io::Result<()> {
+    let mut moved = live.work().compaction.moved_bytes;
     for _ in 0..ROUNDS {
         live.begin_compaction();
-        while live.compact(port, &pace).await?.is_some() {}
-        live.gc(port).await?;
+        while live.compact(port, pace).await?.is_some() {}
+        live.gc_at(port, pace).await?;
         let now = live.work().compaction.moved_bytes;
         if now == std::mem::replace(&mut moved, now) {
             break;

@@ -3,8 +3,12 @@
 //! Who does them has an engine and memory of its own. The store stays this process's until the last command has
 //! ended, as if a disk used it.
 
+use std::future::{Future, poll_fn};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
 
 use super::compact::compact_live;
 use super::{
@@ -16,11 +20,14 @@ use crate::store::check::Outcome;
 use crate::store::journal::Name;
 use crate::store::live::{Live, ScrubInfo};
 use crate::store::owned::{OpenEngine, Seat, StoreKey};
-use crate::store::pace::Pace;
+use crate::store::pace::{Pace, Stop};
 use crate::store::page::{P2M_ENTRIES, Packing};
 use crate::tools::Progress;
 use crate::tools::io_context::IoContext;
 use crate::{DiskError, ErrorKind, Port};
+
+/// How often it is looked whether long work is still wanted.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// A way to such a store. One thread's.
 pub struct ServedStore {
@@ -106,7 +113,8 @@ impl ServedStore {
     pub fn collect(&mut self, goes_on: &dyn Fn() -> bool) -> Result<StoreCollected, DiskError> {
         let what = cannot_collect(&self.path);
         let (passed, free_bytes) = self.run(what, async |live, port| {
-            let passed = until_stopped(goes_on, live.gc(port)).await?;
+            let ends = Ends::new(None)?;
+            let passed = ends.early(port, goes_on, live.gc_at(port, &ends.pace)).await?;
             Ok((passed, live.info().free_bytes))
         })?;
         Ok(StoreCollected::of(&self.path, passed, free_bytes))
@@ -141,7 +149,8 @@ impl ServedStore {
             if let Some(packing) = packing {
                 live.set_packing(port, packing).await?;
             }
-            until_stopped(goes_on, compact_live(live, port)).await?;
+            let ends = Ends::new(None)?;
+            ends.early(port, goes_on, compact_live(live, port, &ends.pace)).await?;
             Ok(StoreCompacted::of(&path, live))
         })
     }
@@ -158,7 +167,7 @@ impl ServedStore {
     ) -> Result<StoreChecked, DiskError> {
         let what = format!("cannot check store {}", self.path.display());
         let outcome = self.run(what, async |live, port| {
-            let pace = Pace::bounded(rate, None);
+            let ends = Ends::new(rate)?;
             let before = live.scrub_info().read_bytes;
             live.begin_scrub();
             let far = || {
@@ -167,16 +176,50 @@ impl ServedStore {
                 Progress { done_bytes: bytes(done), total_bytes: bytes(all) }
             };
             let round = async {
-                while let Some(bytes) = live.scrub(port).await? {
-                    pace.used(&port.io, bytes).await?;
+                while let Some(bytes) = live.scrub_in_turn(port).await? {
+                    ends.pace.used(&port.io, bytes).await?;
                 }
                 Ok(())
             };
-            until_stopped(&|| goes_on(far()), round).await?;
+            ends.early(port, &|| goes_on(far()), round).await?;
             let read_bytes = live.scrub_info().read_bytes - before;
             Ok(Outcome { findings: live.scrub_findings(), read_bytes, ..Outcome::default() })
         })?;
         Ok(StoreChecked::of(&self.path, outcome))
+    }
+}
+
+/// Long work, and how it is told to end. It is never dropped: it may be in an epoch, and nobody would ever
+/// leave that.
+struct Ends {
+    stop: Arc<Stop>,
+    pace: Pace,
+}
+
+impl Ends {
+    fn new(bytes_a_second: Option<u64>) -> io::Result<Ends> {
+        let stop = Stop::new()?;
+        let pace = Pace::bounded(bytes_a_second, Some(stop.clone()));
+        Ok(Ends { stop, pace })
+    }
+
+    /// Has work that goes by this pace end when `goes_on` says so.
+    async fn early<T>(
+        &self,
+        port: &Port,
+        goes_on: &dyn Fn() -> bool,
+        work: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
+        let asks = async {
+            while goes_on() && port.io.sleep(LOOK_AGAIN).await.is_ok() {}
+            self.stop.ask();
+        };
+        let (mut work, mut asks, mut has_asked) = (pin!(work), pin!(asks), false);
+        poll_fn(|cx| {
+            has_asked = has_asked || asks.as_mut().poll(cx).is_ready();
+            work.as_mut().poll(cx)
+        })
+        .await
     }
 }
 
