@@ -9,19 +9,18 @@ use std::time::Duration;
 
 use ferrite_disk::Disk;
 use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::live::{Live, Operation};
+use ferrite_disk::store::live::{Live, Operation, Tended};
 use ferrite_disk::store::owned::{Owned, Seat};
+use ferrite_disk::store::pace::Pace;
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
 
 use super::book::{Book, Deed, parts};
+use super::content::{self, PER_BLOCK};
 use crate::format::{Disk as Used, Queue};
 use crate::load::MAX_REQUEST_SECTORS;
 use crate::model::Change;
-use crate::stamp::{self, SECTOR};
-
-/// Sectors of a block: a content has one, wherever it is.
-const PER_BLOCK: u64 = 8;
+use crate::stamp::SECTOR;
 
 /// Looks whether a volume is nobody's yet.
 const AGAIN: Duration = Duration::from_millis(1);
@@ -37,6 +36,8 @@ pub(super) struct Mix {
     pub(super) deeds: u64,
     pub(super) passes: u64,
     pub(super) checkpoints: u64,
+    /// Steps of the store's own work.
+    pub(super) tends: u64,
     /// Of a hundred writes, how many have contents that were written before.
     pub(super) again: u64,
     /// Of a hundred requests, how many are near the ends of leaves.
@@ -82,6 +83,7 @@ enum Request {
     Deed,
     Pass,
     Checkpoint,
+    Tend,
 }
 
 impl Load {
@@ -104,6 +106,7 @@ impl Load {
                 Request::Checkpoint => {
                     self.passed(self.live().checkpoint(&queue.port).await, "a checkpoint")
                 }
+                Request::Tend => self.passed(self.tend(&queue).await, "work behind service"),
             };
             if let Err(text) = done {
                 self.trouble.borrow_mut().get_or_insert(text);
@@ -127,6 +130,7 @@ impl Load {
             (mix.deeds, Request::Deed),
             (mix.passes, Request::Pass),
             (mix.checkpoints, Request::Checkpoint),
+            (mix.tends, Request::Tend),
         ];
         let mut at = self.below(all.iter().map(|(share, _)| share).sum());
         for (share, request) in all {
@@ -194,7 +198,7 @@ impl Load {
             Ok(()) => {
                 let mut bytes = vec![0; to.len()];
                 queue.memory().copy_out(to, &mut bytes);
-                let found = contents(&bytes, self.seed, first);
+                let found = content::read_all(&bytes, self.seed, first);
                 let found: Vec<_> = found.into_iter().map(|(_, value)| value).collect();
                 model.answer_read(ticket, Some(&found)).map_err(|e| format!("{name}, {e}"))
             }
@@ -221,7 +225,7 @@ impl Load {
         for (part, len, number) in parts(first, sectors, number) {
             for sector in part..part + len {
                 let to = at.next().ok_or("a write has less bytes than sectors")?;
-                stamp::write(to, self.seed, sector % PER_BLOCK, number);
+                content::write(to, self.seed, sector, number);
             }
         }
         let from = buf.slice(0, bytes.len());
@@ -283,6 +287,30 @@ impl Load {
                 self.passed(Err(e), "a flush")
             }
         }
+    }
+
+    /// Some steps of the store's own work: compaction, scrubbing, and passes if they are wanted.
+    async fn tend(&self, queue: &Queue) -> io::Result<()> {
+        let live = self.live();
+        match self.below(4) {
+            0 => live.begin_scrub(),
+            1 | 2 => live.begin_compaction(),
+            _ => {}
+        }
+        for _ in 0..1 + self.below(12) {
+            if live.tend(&queue.port, &Pace::unbounded()).await? == Tended::Nothing {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// All that is to be done behind service, with a look at all content.
+    pub(super) async fn tend_to_the_end(&self, queue: &Queue) -> io::Result<()> {
+        let live = self.live();
+        live.begin_scrub();
+        while live.tend(&queue.port, &Pace::unbounded()).await? == Tended::Something {}
+        Ok(())
     }
 
     /// Something with whole volumes, if there is something to do.
@@ -367,14 +395,4 @@ impl Load {
             _ => Ok(()),
         }
     }
-}
-
-/// What sectors have, the first of which is `first`.
-pub(super) fn contents(
-    bytes: &[u8],
-    seed: u64,
-    first: u64,
-) -> Vec<(u64, Result<stamp::Value, String>)> {
-    let all = bytes.chunks_exact(SECTOR).zip(first..);
-    all.map(|(bytes, at)| (at, stamp::read(bytes, seed, at % PER_BLOCK))).collect()
 }

@@ -7,8 +7,8 @@ use std::rc::Rc;
 use ferrite_disk::store::check::{Outcome, Stats};
 use ferrite_io::clock::Random;
 
-use super::load::{Load, contents};
-use super::{Ended, Story};
+use super::load::Load;
+use super::{Ended, Story, content};
 use crate::format::Disk as Used;
 use crate::load::MAX_REQUEST_SECTORS;
 use crate::machine::Thread;
@@ -70,7 +70,7 @@ impl Story<'_> {
                 }
                 let mut bytes = vec![0; to.len()];
                 thread.queue.memory().copy_out(to, &mut bytes);
-                found.extend(contents(&bytes, self.plan.seed, first));
+                found.extend(content::read_all(&bytes, self.plan.seed, first));
             }
             if let Some((at, value)) = found.iter().find(|(at, _)| self.plan.trace == Some(*at)) {
                 println!("step {}: {name} {at} after {after:?}: {value:?}", self.ended_at);
@@ -99,6 +99,15 @@ impl Story<'_> {
     pub(super) fn finish(&mut self) -> Result<(), String> {
         let load = self.open_whole()?;
         let mut threads = self.threads(&load, 1)?;
+        let (at, queue) = (load.clone(), threads[0].queue.clone());
+        let tended = async move { at.tend_to_the_end(&queue).await };
+        match self.machine.run(&mut threads[0], tended)? {
+            Some(Ok(())) => {}
+            other => return Err(format!("work behind service: {other:?}")),
+        }
+        if let Some(finding) = load.store.live().scrub_findings().listed.first() {
+            return Err(format!("scrubbing says: {finding:?}"));
+        }
         for _ in 0..2 {
             let (at, queue) = (load.clone(), threads[0].queue.clone());
             let pass = async move { at.store.live().gc(&queue.port).await };

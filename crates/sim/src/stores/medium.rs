@@ -12,6 +12,7 @@ use ferrite_disk::store::live::{LEAST_METADATA, Live, Memory, Operation};
 use ferrite_disk::store::medium::Medium as Blocks;
 use ferrite_disk::store::opening;
 use ferrite_disk::store::owned::Seat;
+use ferrite_disk::store::page::Packing;
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Volume};
 use ferrite_io::clock::{Random, SplitMix64};
 
@@ -66,6 +67,7 @@ impl StoreMedium {
         }
         .map_err(text)?;
         let (layout, memory, seed) = (self.layout, self.memory, machine.place.seed);
+        let packing = [None, Some(Packing::Lz4), Some(Packing::Zstandard)][seed as usize % 3];
         let mut thread = machine.queues(1, &self.files(machine)?).map_err(text)?.remove(0);
         let port = thread.queue.port.clone();
         let made = async move {
@@ -78,6 +80,7 @@ impl StoreMedium {
                 let key = DomainKey([seed as u8 ^ domain as u8; 32]);
                 live.operate(&port, Operation::Domain(name, key)).await?;
             }
+            live.set_packing(&port, packing).await?;
             live.close(&port).await
         };
         match machine.run(&mut thread, made)? {

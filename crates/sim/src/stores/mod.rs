@@ -2,6 +2,7 @@
 //!
 //! * [`medium`]: the store and its file or device.
 //! * [`book`]: which volumes there are, and what each may hold.
+//! * [`content`]: what is written.
 //! * [`load`]: requests, and what is done with whole volumes and with the store.
 //! * [`look`]: what is found after an end, and what is in use at the end of a story.
 
@@ -14,6 +15,7 @@ use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_simio::{Fault, On, SyncAfter};
 
 mod book;
+mod content;
 mod load;
 mod look;
 mod medium;
@@ -373,6 +375,7 @@ fn mix(scenario: Scenario) -> Mix {
         deeds: 8,
         passes: 2,
         checkpoints: 3,
+        tends: 3,
         again: 50,
         near: 80,
         large: false,
@@ -386,7 +389,7 @@ fn mix(scenario: Scenario) -> Mix {
         }
         // What was thrown away is found again while a pass is about to sweep it.
         Scenario::Emptied => {
-            Mix { reads: 10, discards: 12, zeroes: 12, passes: 12, again: 90, ..mix }
+            Mix { reads: 10, discards: 12, zeroes: 12, passes: 12, tends: 12, again: 90, ..mix }
         }
         _ => mix,
     }
