@@ -39,6 +39,10 @@ pub(crate) struct TestArguments {
     /// The mover of every `ferrite serve` of the Xen tests: copy, map or persistent.
     #[arg(long, value_name = "MOVER")]
     mover: Option<String>,
+    /// Whether every `ferrite serve` of the Xen tests has own grants. The tests of these grants are not among those
+    /// that can be run without.
+    #[arg(long, value_name = "true|false", action = clap::ArgAction::Set)]
+    own_grants: Option<bool>,
     /// Debian release that the Xen host is made of: trixie or bookworm.
     #[arg(long, default_value = "trixie")]
     suite: String,
@@ -123,6 +127,7 @@ pub(crate) fn xen_of(release: &str) -> Result<bool> {
         backend: BackendArgument::Ferrite,
         engine: None,
         mover: None,
+        own_grants: None,
         suite: release.to_owned(),
     };
     Ok(test(&arguments)? == ExitCode::SUCCESS)
@@ -203,7 +208,8 @@ fn run_xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Result<Vec<
 fn serve_arguments(arguments: &TestArguments) -> String {
     let engine = arguments.engine.as_ref().map(|engine| format!("--engine {engine}"));
     let mover = arguments.mover.as_ref().map(|mover| format!("--mover {mover}"));
-    [engine, mover].into_iter().flatten().collect::<Vec<_>>().join(" ")
+    let own_grants = arguments.own_grants.map(|own| format!("--own-grants={own}"));
+    [engine, mover, own_grants].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 /// One line a check, then the failures' reasons, then the line that counts. Whoever reads a log by its

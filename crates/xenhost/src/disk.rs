@@ -100,6 +100,22 @@ impl Disk {
         Ok(disk)
     }
 
+    /// Writes the directories of a disk that the process of another one serves, too: see [`Disk::of_serve`].
+    pub fn attach_beside(
+        xenhost: &mut XenHost,
+        guest: &Guest,
+        options: DiskOptions,
+    ) -> Result<Disk> {
+        let disk = Self::new(guest, Backend::Ferrite, options)?;
+        disk.write_directories(xenhost)?;
+        Ok(disk)
+    }
+
+    /// What `ferrite serve` is told to serve this disk. Behind the arguments of another one, one process serves both.
+    pub fn of_serve(&self) -> String {
+        format!("{} --xen {}/{}", quote(&self.options.image), self.domid, self.devid)
+    }
+
     /// Starts `ferrite serve` for a disk whose directories the toolstack will write.
     pub fn serve(xenhost: &mut XenHost, guest: &Guest, options: DiskOptions) -> Result<Disk> {
         let mut disk = Self::new(guest, Backend::Ferrite, options)?;
@@ -184,10 +200,8 @@ impl Disk {
         let process = match self.backend {
             Backend::Blkback => return Ok(()),
             Backend::Ferrite => format!(
-                "ferrite serve {} --xen {}/{} {} {}",
-                quote(&self.options.image),
-                self.domid,
-                self.devid,
+                "ferrite serve {} {} {}",
+                self.of_serve(),
                 xenhost.serve_arguments,
                 self.options.arguments,
             ),

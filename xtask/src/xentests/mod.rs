@@ -18,6 +18,7 @@ mod own_grants;
 mod processors;
 mod recovery;
 mod runner;
+mod store;
 mod toolstack;
 mod xl;
 
@@ -86,6 +87,7 @@ pub(crate) fn all() -> Vec<Case> {
         guests::CASES,
         fio::CASES,
         recovery::CASES,
+        store::CASES,
         deaths::CASES,
         full::CASES,
         images::CASES,
@@ -151,6 +153,13 @@ impl<'a> Bench<'a> {
     /// A disk for a guest, without waiting for it to be connected.
     fn attach(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
         let disk = Disk::attach(self.xenhost, guest, self.backend, options)?;
+        self.disks.push(disk.clone());
+        Ok(disk)
+    }
+
+    /// A disk that the process of another one serves.
+    fn attach_beside(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
+        let disk = Disk::attach_beside(self.xenhost, guest, options)?;
         self.disks.push(disk.clone());
         Ok(disk)
     }
@@ -356,7 +365,7 @@ impl<'a> Bench<'a> {
         let left = self.xenhost.sh(LEFT)?;
         self.xenhost
             .sh("for dir in /lab/full-*/; do mountpoint -q $dir && umount $dir; done; \
-             rm -rf /lab/full-* /lab/image*.raw /lab/*.save /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
+             rm -rf /lab/full-* /lab/image*.raw /lab/*.store /lab/*.save /tmp/backend-*.log /tmp/g*.cfg; rm -rf /run/ferrite; \
              xenstore-rm /local/domain/0/error 2>/dev/null; true")?;
         if !ended {
             bail!("a backend is still there when all guests are gone");
