@@ -13,6 +13,8 @@ use super::{BLOCK_BYTES, Live};
 use crate::Port;
 use crate::store::pace::Pace;
 
+/// What is read for the index counts so many times: guests have just begun.
+const LOADING_PRICE: u64 = 4;
 /// What scrubbing reads counts so many times: nobody waits for it.
 const SCRUB_PRICE: u64 = 16;
 /// And what compaction moves, beside what reading and writing it has cost.
@@ -106,7 +108,7 @@ impl Live {
             return Ok(Tended::Something);
         }
         if let Some(bytes) = self.load_index(port).await? {
-            pace.used(&port.io, bytes).await?;
+            pace.used(&port.io, LOADING_PRICE * bytes).await?;
             return Ok(Tended::Something);
         }
         if self.wants_compaction() {
