@@ -187,7 +187,8 @@ fn the_stats_of_a_served_store_are_those_that_a_look_at_its_medium_finds() {
     }
     // A block of zeros in 768 takes no space.
     assert_eq!(served["mapped_bytes"], 3 * 1023 * 4096);
-    assert_eq!(served["distinct_bytes"], 767 * 4096);
+    // What is written twice at once may be there twice.
+    assert!(served["distinct_bytes"].as_u64().unwrap() >= 767 * 4096, "{served}");
 }
 
 #[test]
@@ -197,9 +198,9 @@ fn a_served_store_is_scrubbed_and_what_is_damaged_is_named() {
     let owner = world.export();
     assert!(world.ok(&["scrub", "s"]).contains("s: in order"));
     assert!(world.ok(&["scrub", "s"]).contains("of content read"));
-    // The block of the number 5 is there once, and is block 4 and 772 of the volume.
+    // The 300th block of the volume has content that no other has.
     let store = fs::read(world.place.path("s")).unwrap();
-    let block = 5u32.to_le_bytes().repeat(1024);
+    let block = 300u32.to_le_bytes().repeat(1024);
     let at = store.chunks(4096).position(|here| here == block).unwrap() as u64 * 4096;
     let medium = fs::File::options().write(true).open(world.place.path("s")).unwrap();
     medium.write_all_at(b"x", at + 100).unwrap();
@@ -210,7 +211,7 @@ fn a_served_store_is_scrubbed_and_what_is_damaged_is_named() {
     let findings = found["findings"].as_array().unwrap().clone();
     let of_volume = findings.iter().filter(|finding| finding["volume"] == "full");
     let offsets: Vec<_> = of_volume.map(|finding| finding["offset_bytes"].clone()).collect();
-    assert_eq!(offsets, [4 * 4096, 772 * 4096], "{findings:?}");
+    assert_eq!(offsets, [299 * 4096], "{findings:?}");
     let stats = json(&world.ok(&["stats", "s", "--json"]));
     assert_eq!(stats["work"]["scrub"]["bad_contents"], 1);
     assert_eq!(stats["findings"].as_array().unwrap().len(), findings.len());
