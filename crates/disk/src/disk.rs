@@ -182,7 +182,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.map(offset, len),
-            Disk::Store(_) => Extent::Slow { len },
+            Disk::Store(d) => d.map(offset, len),
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -203,11 +203,17 @@ impl Disk {
         }
     }
 
+    /// Whether [`reserve`](Disk::reserve) ever names a place: otherwise each write takes steps.
+    pub fn reserves(&self) -> bool {
+        !matches!(self, Disk::Store(_))
+    }
+
     /// Whether [`check`](Disk::check) has anything to say of this disk, now and later.
     pub fn has_checks(&self) -> bool {
         match self {
             #[cfg(feature = "testing")]
             Disk::Raw(d) => d.checked.is_set(),
+            Disk::Store(_) => true,
             _ => false,
         }
     }
@@ -220,6 +226,7 @@ impl Disk {
         match self {
             #[cfg(feature = "testing")]
             Disk::Raw(d) => d.checked.fits(memory, offset, data),
+            Disk::Store(d) => d.check(memory, offset, data),
             _ => {
                 let _ = (memory, offset, data);
                 true
@@ -244,17 +251,18 @@ impl Disk {
     pub fn reader(&self) -> Option<Reader> {
         match self {
             Disk::Image(d) => d.reader(),
-            // Its own steps are counted.
-            Disk::Store(_) | Disk::Raw(_) | Disk::Null(_) => None,
+            Disk::Store(d) => Some(d.reader()),
+            Disk::Raw(_) | Disk::Null(_) => None,
         }
     }
 
-    /// Runs what maps and uses what it has mapped. All other `async fn`s here do so themselves.
-    /// Dropped before its end, it keeps places that come free from then on out of use.
+    /// Runs what maps and uses what it has mapped. All other `async fn`s here do so themselves, and are
+    /// not to be among these steps: a write of a store may wait for the end of whatever is. Dropped before its end, it keeps places that come free from then on out of use.
     pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
         match self {
             Disk::Image(d) => d.while_mapped(steps).await,
-            Disk::Store(_) | Disk::Raw(_) | Disk::Null(_) => steps.await,
+            Disk::Store(d) => d.while_mapped(steps).await,
+            Disk::Raw(_) | Disk::Null(_) => steps.await,
         }
     }
 

@@ -1,6 +1,7 @@
 //! A volume of a store, as a disk (docs/internals/store.md).
 //!
-//! All of its requests take steps: nothing is mapped yet (section 15). Reads and writes have any alignment.
+//! Whole blocks that are in memory's tables are mapped for reads; all else takes steps. Reads and writes have
+//! any alignment.
 
 use std::fmt;
 use std::io;
@@ -11,6 +12,7 @@ use ferrite_io::arena::Arena;
 use ferrite_io::arena::Span;
 use ferrite_io::engine::Engine;
 
+use crate::epochs::Reader;
 use crate::error::READ_ONLY;
 use crate::size::Human;
 use crate::store::BLOCK_BYTES;
@@ -18,7 +20,9 @@ use crate::store::background::ServiceEngine;
 use crate::store::journal::VolumeId;
 use crate::store::live::{Found, Live};
 use crate::store::owned::{Owned, Seat};
-use crate::{DiscardLimits, DiskError, ErrorKind, ImageName, OpenOptions, Port, Raw, SECTOR_BYTES};
+use crate::{
+    DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, Raw, SECTOR_BYTES,
+};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
@@ -141,6 +145,26 @@ impl Volume {
 
     pub(crate) fn is_faulty(&self) -> bool {
         self.live().is_faulty()
+    }
+
+    /// See [`Disk::map`](crate::Disk::map).
+    pub(crate) fn map(&self, offset: u64, len: u64) -> Extent {
+        self.live().map(self.number, offset, len)
+    }
+
+    /// See [`Disk::check`](crate::Disk::check).
+    pub(crate) fn check(&self, memory: &Arena, offset: u64, data: Span) -> bool {
+        self.live().check(memory, self.number, offset, data)
+    }
+
+    /// See [`Disk::reader`](crate::Disk::reader).
+    pub(crate) fn reader(&self) -> Reader {
+        self.live().reader()
+    }
+
+    /// See [`Disk::while_mapped`](crate::Disk::while_mapped).
+    pub(crate) async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
+        self.live().while_mapped(steps).await
     }
 
     pub(crate) async fn read(&self, port: &Port, offset: u64, to: Span) -> io::Result<()> {

@@ -1,9 +1,11 @@
 //! A well-behaved guest on a disk that is served in full: handshakes, data, restarts.
 
+use std::path::PathBuf;
+
 use ferrite_loopback::front::{FrontOptions, RingKeys};
 use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_testkit::rig::{Plan, Rig};
-use ferrite_testkit::{PATIENCE, images};
+use ferrite_testkit::{PATIENCE, images, stores};
 use ferrite_xen::abi::Protocol;
 
 #[test]
@@ -51,6 +53,38 @@ fn metadata_that_has_to_be_read_is_a_miss_once() {
         let counts = rig.counters.counts();
         assert_eq!((counts.metadata_hits, counts.metadata_misses), (hits, misses));
     }
+    front.close(PATIENCE).unwrap();
+}
+
+/// A leaf of each of a store's tables is read with the first request for it. Writes take steps whatever memory
+/// has, so they say nothing.
+#[test]
+fn tables_of_a_store_that_have_to_be_read_are_missed_once_each_and_counted_apart() {
+    let dir = ferrite_testkit::places::dir_in_memory();
+    let store = dir.path().join("s");
+    stores::create(&store, stores::SMALLEST, &[("a", 256)]);
+    let image = PathBuf::from(format!("store:{}#a", store.display()));
+    images::write(&image, 32768, &[7; 4096]);
+    let rig = Rig::new(Plan { image: Some(image), ..Plan::default() });
+    let mut front = rig.connect(&FrontOptions::default());
+    let buffer = front.space().buffer(1).unwrap();
+    for (hits, misses) in [(0, 1), (1, 1), (2, 1)] {
+        let queue = &mut front.queues[0];
+        queue.read(64, &buffer, 0, 4096).unwrap();
+        queue.push().unwrap();
+        assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+        assert_eq!(buffer.to_vec(0, 4096), [7; 4096]);
+        let counts = rig.counters.counts();
+        assert_eq!((counts.metadata_hits, counts.metadata_misses), (hits, misses));
+        assert_eq!((counts.v2p_misses, counts.p2m_misses), (1, 1));
+        assert_eq!((counts.v2p_hits, counts.p2m_hits), (hits, hits));
+    }
+    let queue = &mut front.queues[0];
+    queue.write(64, &buffer, 0, 4096).unwrap();
+    queue.push().unwrap();
+    assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
+    let counts = rig.counters.counts();
+    assert_eq!((counts.metadata_hits, counts.metadata_misses), (2, 1));
     front.close(PATIENCE).unwrap();
 }
 

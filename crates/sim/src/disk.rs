@@ -19,19 +19,29 @@ impl Disk for ferrite_disk::Disk {
     }
 
     async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
-        let fits = async {
-            read(self, queue, offset, to).await?;
-            io::Result::Ok(!self.has_checks() || self.check(queue.memory(), offset, to))
-        };
-        // As the request path does: what is doubtful is read again, step by step.
-        match self.while_mapped(fits).await? {
-            true => Ok(()),
-            false => self.read(&queue.port, offset, to).await,
+        let mut done = 0;
+        while done < to.len() {
+            let (at, left) = (offset + done as u64, to.slice(done, to.len() - done));
+            let (len, is_done) = self.while_mapped(read_mapped(self, queue, at, left)).await?;
+            if !is_done {
+                self.read(&queue.port, at, left.slice(0, len)).await?;
+            }
+            done += len;
         }
+        Ok(())
     }
 
     async fn write(&self, queue: &Queue, offset: u64, from: Span) -> io::Result<()> {
-        self.while_mapped(write(self, queue, offset, from)).await
+        let mut done = 0;
+        while done < from.len() {
+            let (at, left) = (offset + done as u64, from.slice(done, from.len() - done));
+            let (len, is_done) = self.while_mapped(write_mapped(self, queue, at, left)).await?;
+            if !is_done {
+                self.write(&queue.port, at, left.slice(0, len)).await?;
+            }
+            done += len;
+        }
+        Ok(())
     }
 
     async fn flush(&self, queue: &Queue) -> io::Result<()> {
@@ -51,53 +61,44 @@ impl Disk for ferrite_disk::Disk {
     }
 }
 
-async fn read(disk: &ferrite_disk::Disk, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
-    let mut done = 0;
-    while done < to.len() {
-        let (at, left) = (offset + done as u64, (to.len() - done) as u64);
-        done += match disk.map(at, left) {
-            Extent::Zeros { len } => {
-                queue.memory().fill(to.slice(done, len as usize), 0);
-                len as usize
-            }
-            Extent::Data { file, offset, len } => {
-                let (port, part) = (&queue.port, to.slice(done, len as usize));
-                port.io.read_exact(port.files[file], offset, part).await?;
-                part.len()
-            }
-            Extent::Slow { len } => {
-                let part = to.slice(done, len as usize);
-                disk.read(&queue.port, at, part).await?;
-                part.len()
-            }
-        };
-    }
-    Ok(())
-}
-
-async fn write(
+/// The beginning of a range, and whether it was read: otherwise it takes steps, which are not to be counted
+/// with what is mapped.
+async fn read_mapped(
     disk: &ferrite_disk::Disk,
     queue: &Queue,
-    offset: u64,
-    from: Span,
-) -> io::Result<()> {
-    let mut done = 0;
-    while done < from.len() {
-        let (at, left) = (offset + done as u64, (from.len() - done) as u64);
-        done += match disk.reserve(at, left) {
-            Extent::Zeros { len } => len as usize,
-            Extent::Data { file, offset, len } => {
-                let (port, part) = (&queue.port, from.slice(done, len as usize));
-                port.io.write_all(port.files[file], offset, part).await?;
-                disk.written(at, len);
-                part.len()
-            }
-            Extent::Slow { len } => {
-                let part = from.slice(done, len as usize);
-                disk.write(&queue.port, at, part).await?;
-                part.len()
-            }
-        };
+    at: u64,
+    to: Span,
+) -> io::Result<(usize, bool)> {
+    match disk.map(at, to.len() as u64) {
+        Extent::Zeros { len } => {
+            queue.memory().fill(to.slice(0, len as usize), 0);
+            Ok((len as usize, true))
+        }
+        Extent::Data { file, offset, len } => {
+            let (port, part) = (&queue.port, to.slice(0, len as usize));
+            port.io.read_exact(port.files[file], offset, part).await?;
+            let is_sure = !disk.has_checks() || disk.check(queue.memory(), at, part);
+            Ok((part.len(), is_sure))
+        }
+        Extent::Slow { len } => Ok((len as usize, false)),
     }
-    Ok(())
+}
+
+/// The same of a write.
+async fn write_mapped(
+    disk: &ferrite_disk::Disk,
+    queue: &Queue,
+    at: u64,
+    from: Span,
+) -> io::Result<(usize, bool)> {
+    match disk.reserve(at, from.len() as u64) {
+        Extent::Zeros { len } => Ok((len as usize, true)),
+        Extent::Data { file, offset, len } => {
+            let (port, part) = (&queue.port, from.slice(0, len as usize));
+            port.io.write_all(port.files[file], offset, part).await?;
+            disk.written(at, len);
+            Ok((part.len(), true))
+        }
+        Extent::Slow { len } => Ok((len as usize, false)),
+    }
 }

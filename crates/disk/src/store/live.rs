@@ -11,6 +11,7 @@ mod groups;
 mod index_loading;
 mod leaves;
 mod listing;
+mod mapping;
 mod passes;
 mod reading;
 mod replaying;
@@ -39,10 +40,12 @@ use self::passes::Marks;
 use self::tending::Duties;
 use super::checkpoint::{self, Core, lock};
 use super::index::Index;
+use super::layout::Layout;
+use super::lookups::{Looked, Lookups};
 use super::medium::{Medium, damaged};
 use super::numbers::Numbers;
 use super::pages::Pages;
-use super::slots::SLOT_BYTES;
+use super::slots::{SLOT_BYTES, Slots};
 use super::space::SpacePage;
 use super::stripes::Stripes;
 use super::{BLOCK_BYTES, opening};
@@ -82,6 +85,10 @@ pub struct Memory {
 /// See the module text.
 pub struct Live {
     medium: Medium,
+    layout: Layout,
+    /// What readers see of the core without its lock.
+    slots: Arc<Slots>,
+    lookups: Lookups,
     core: Mutex<Core>,
     numbers: Mutex<Numbers>,
     index: Index,
@@ -125,6 +132,9 @@ impl Live {
         let marks = Marks::new(core.space.free());
         Live {
             medium,
+            layout: core.layout,
+            slots: core.pages.slots().clone(),
+            lookups: Lookups::default(),
             core: Mutex::new(core),
             numbers: Mutex::new(numbers),
             index,
@@ -189,6 +199,11 @@ impl Live {
     /// A failed sync is that of every disk of the store: this one is told before anybody else hears of it.
     pub fn witness(&self, witness: Weak<dyn SyncWitness>) {
         self.medium.witness(witness);
+    }
+
+    /// How often leaves were in memory when they were looked up, since this process has the store.
+    pub fn looked(&self) -> Looked {
+        self.lookups.all()
     }
 
     /// Whether a sync has failed: nothing becomes durable any more.

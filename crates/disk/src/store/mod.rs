@@ -36,6 +36,7 @@ pub mod index;
 pub mod journal;
 pub mod layout;
 pub mod live;
+pub mod lookups;
 pub mod medium;
 pub mod name;
 pub mod numbers;

@@ -83,7 +83,9 @@ mod tests {
         for packing in ALL {
             for count in [2, 7, 16] {
                 let group = pack(packing, &text(count)).unwrap();
-                assert!(group.len() < count * BLOCK_BYTES && group.len().is_multiple_of(BLOCK_BYTES));
+                assert!(
+                    group.len() < count * BLOCK_BYTES && group.len().is_multiple_of(BLOCK_BYTES)
+                );
                 assert!(unpack(packing, &group).unwrap() == text(count));
                 // The other way of packing does not make something else of it.
                 let other = if packing == ALL[0] { ALL[1] } else { ALL[0] };

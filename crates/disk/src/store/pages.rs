@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::BLOCK_BYTES;
+use super::journal::VolumeId;
 use super::page::Pointer;
 use super::slots::{SlotNumber, Slots, View, Writer};
 
@@ -295,6 +296,11 @@ impl Pages {
         if let Some(held) = self.leaves.get(id) {
             self.writer.hide(held.state.now(), view);
         }
+    }
+
+    /// Readers find none of a volume's leaves any more.
+    pub fn hide_volume(&mut self, volume: VolumeId) {
+        self.writer.hide_volume(volume);
     }
 
     /// Changes words of a leaf that is [dirty](Self::make_dirty).

@@ -46,6 +46,10 @@ impl View {
         View(KIND[0] | u64::from(volume) << 31 | leaf)
     }
 
+    fn is_of_volume(view: u64, volume: VolumeId) -> bool {
+        view >> 31 == View::of_volume(volume, 0).0.get() >> 31
+    }
+
     /// A leaf of P2M.
     pub fn of_p2m(leaf: u64) -> View {
         debug_assert!(leaf < 1 << 33);
@@ -307,6 +311,17 @@ impl<W: Ordered> Writer<W> {
         let slot = &self.slots.slots[hint as usize - 1];
         let views = slot.views.iter().filter_map(|view| NonZeroU64::new(view.load()));
         views.map(View).any(|view| std::ptr::eq(self.slots.bucket(view), bucket))
+    }
+
+    /// None of a volume's leaves is found by its views any more.
+    pub fn hide_volume(&mut self, volume: VolumeId) {
+        for slot in &self.slots.slots {
+            for at in 0..VIEWS {
+                if View::is_of_volume(slot.views[at].load(), volume) {
+                    slot.change(|slot| slot.views[at].store(0));
+                }
+            }
+        }
     }
 
     /// A view is not found here any more.

@@ -39,12 +39,16 @@ const fn time(field: &'static str, name: &'static str, help: &'static str) -> Co
 }
 
 /// All but `requests`, which is the sum of what is told by kind.
-const COUNTED: [Counted; 20] = [
+const COUNTED: [Counted; 24] = [
     number("sweeps", "sweeps", "Turns that took at least one request off a ring"),
     number("transfers", "transfers", "Operations given to the storage for data"),
     number("merged", "merged_requests", "Requests that shared an operation with another"),
     number("metadata_hits", "metadata_hits", "Requests whose place was known from memory"),
     number("metadata_misses", "metadata_misses", "Requests that waited for an image's metadata"),
+    number("v2p_hits", "v2p_hits", "Entries of a store's V2P that were in memory"),
+    number("v2p_misses", "v2p_misses", "Leaves of a store's V2P that had to be read"),
+    number("p2m_hits", "p2m_hits", "Entries of a store's P2M that were in memory"),
+    number("p2m_misses", "p2m_misses", "Leaves of a store's P2M that had to be read"),
     number("discard_parts", "discard_parts", "Parts that discards were done in"),
     number("polls", "polls", "Polls for work before a sleep"),
     number("hits", "poll_hits", "Polls that found work"),

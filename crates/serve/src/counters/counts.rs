@@ -103,6 +103,14 @@ counters! {
     space_waits,
     /// Those of them that wait no more.
     space_waits_ended,
+    /// Entries of a store's V2P that were looked up and were in memory.
+    v2p_hits,
+    /// Leaves of V2P that had to be read.
+    v2p_misses,
+    /// Entries of its P2M that were.
+    p2m_hits,
+    /// Leaves of P2M that had to be read.
+    p2m_misses,
 }
 
 impl Counts {

@@ -79,6 +79,7 @@ impl RequestPath {
                 Err(e) => self.storage_failed(ticket, &e, now_ns),
             }
         }
+        self.count_lookups();
     }
 }
 

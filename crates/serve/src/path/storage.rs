@@ -2,6 +2,7 @@
 
 use std::io;
 
+use ferrite_disk::store::lookups;
 use ferrite_disk::{Disk, Extent};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::{Completion, Transfer};
@@ -60,10 +61,23 @@ impl RequestPath {
             }
         }
         self.medium.end_mapping();
+        self.count_lookups();
         if others {
             self.seat.device().discards.others_begin();
         }
         self.push_placed();
+    }
+
+    /// What has been looked up in a store's tables by this thread, which is the path's.
+    pub(super) fn count_lookups(&mut self) {
+        if !self.medium.has_checks {
+            return;
+        }
+        let (looked, counters) = (lookups::of_this_thread(), self.account.counters());
+        counters.v2p_hits.add(looked.v2p.hits);
+        counters.v2p_misses.add(looked.v2p.misses);
+        counters.p2m_hits.add(looked.p2m.hits);
+        counters.p2m_misses.add(looked.p2m.misses);
     }
 
     fn place(&mut self, ticket: Ticket, transfer: Transfer, now_ns: u64) {
@@ -74,7 +88,7 @@ impl RequestPath {
         };
         let all = layout.blocks.len() as u64;
         let extent = find(disk, layout.offset, all, transfer);
-        if disk.has_metadata() {
+        if disk.has_metadata() && (transfer == Transfer::Read || disk.reserves()) {
             let counters = self.account.counters();
             flight.record.metadata = match extent {
                 Extent::Slow { .. } => {

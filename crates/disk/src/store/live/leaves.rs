@@ -9,8 +9,9 @@ use super::{BLOCK_BYTES, Core, Live, checkpoint, damaged, lock};
 use crate::Port;
 use crate::store::journal::{NewContent, VolumeId};
 use crate::store::medium::MAX_BLOCKS;
-use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, V2P_ENTRIES, Whereabouts};
-use crate::store::pages::{PageId, Pages, Pins, Promise};
+use crate::store::page::{HASHES, P2M_ENTRIES, POINTER_BYTES, Pointer, V2P_ENTRIES, Whereabouts};
+use crate::store::pages::{Kind, PageId, Pages, Pins, Promise};
+use crate::store::slots::View;
 use crate::store::tree::{FOR_EVER, Found, Way};
 use crate::store::{Damaged, content::ContentHash};
 
@@ -46,6 +47,23 @@ impl Leaf {
     /// Where the hash of this number is.
     pub(super) fn of_hash(number: u64) -> (Leaf, usize) {
         (Leaf::Hashes(number / HASHES as u64), (number % HASHES as u64) as usize * 4)
+    }
+
+    /// By which readers find it without a lock.
+    pub(super) fn view(self) -> View {
+        match self {
+            Leaf::V2p(volume, leaf) => View::of_volume(volume, leaf),
+            Leaf::P2m(leaf) => View::of_p2m(leaf),
+            Leaf::Hashes(leaf) => View::of_hashes(leaf),
+        }
+    }
+
+    fn kind(self) -> Kind {
+        match self {
+            Leaf::V2p(..) => Kind::V2p,
+            Leaf::P2m(_) => Kind::P2m,
+            Leaf::Hashes(_) => Kind::Hashes,
+        }
     }
 
     pub(super) fn find(self, core: &Core) -> io::Result<Found> {
@@ -115,6 +133,9 @@ impl Leaf {
             Leaf::P2m(leaf) => core.p2m.change(pages, FOR_EVER, leaf),
             Leaf::Hashes(leaf) => core.hashes.change(pages, FOR_EVER, leaf),
         };
+        // Nobody finds what is the leaf no more: it may be another volume's.
+        changed.before.inspect(|before| pages.hide(before, self.view()));
+        pages.show(&changed.leaf, self.view());
         pages.store(&changed.leaf, at, words);
         Ok(())
     }
@@ -175,6 +196,17 @@ impl Change {
     }
 }
 
+/// Numbers that were never given have no content: so who reads an entry of a leaf in memory need not ask.
+fn check_numbers(id: &PageId, page: &[u8], end: u64) -> Result<(), Damaged> {
+    let is_leaf_of_p2m = id.kind == Kind::P2m && id.level == 0;
+    let given = end.saturating_sub(id.index * P2M_ENTRIES as u64);
+    let never = page.as_chunks::<POINTER_BYTES>().0.iter().skip(given as usize);
+    match is_leaf_of_p2m && never.into_iter().any(|entry| *entry != [0; POINTER_BYTES]) {
+        true => Err(Damaged("a number that was never given has a content")),
+        false => Ok(()),
+    }
+}
+
 /// Bytes of an entry as a leaf has them.
 pub(super) fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
     std::array::from_fn(|i| u64::from_le_bytes(bytes.as_chunks().0[i]))
@@ -214,16 +246,22 @@ impl Live {
         leaf: Leaf,
         look: impl Fn(&Pages, &PageId) -> T,
     ) -> io::Result<Option<T>> {
+        let mut hits = 1;
         loop {
             let (id, pointer) = {
-                let core = self.core();
-                match leaf.find(&core)? {
-                    Found::Leaf(id) => return Ok(Some(look(&core.pages, &id))),
+                let core = &mut *self.core();
+                match leaf.find(core)? {
+                    Found::Leaf(id) => {
+                        core.pages.show(&id, leaf.view());
+                        self.lookups.hit(leaf.kind(), hits);
+                        return Ok(Some(look(&core.pages, &id)));
+                    }
                     Found::Nothing => return Ok(None),
                     Found::Load(id, pointer) => (id, pointer),
                 }
             };
             self.load(port, leaf, id, pointer).await?;
+            hits = 0;
         }
     }
 
@@ -235,19 +273,19 @@ impl Live {
         leaf: Leaf,
     ) -> io::Result<Option<[u64; BLOCK_BYTES / 8]>> {
         loop {
-            let (layout, id, pointer) = {
+            let (id, pointer) = {
                 let core = self.core();
                 match leaf.find(&core)? {
                     Found::Leaf(id) => return Ok(core.pages.words(&id, 0)),
                     Found::Nothing => return Ok(None),
-                    Found::Load(id, pointer) => (core.layout, id, pointer),
+                    Found::Load(id, pointer) => (id, pointer),
                 }
             };
             if id.level > 0 {
                 self.load(port, leaf, id, pointer).await?;
                 continue;
             }
-            let page = checkpoint::load(&layout, &self.medium, port, &id, &pointer).await;
+            let page = checkpoint::load(&self.layout, &self.medium, port, &id, &pointer).await;
             // Its place may have become another's meanwhile.
             if leaf.find(&self.core())? == Found::Load(id, pointer) {
                 return Ok(Some(words(&page?)));
@@ -255,12 +293,16 @@ impl Live {
         }
     }
 
-    /// Words of a leaf.
+    /// Words of a leaf, without a lock if readers find it.
     pub(super) async fn words<const N: usize>(
         &self,
         port: &Port,
         (leaf, at): (Leaf, usize),
     ) -> io::Result<[u64; N]> {
+        if let Some(words) = self.slots.read(leaf.view(), at) {
+            self.lookups.hit(leaf.kind(), 1);
+            return Ok(words);
+        }
         let words = self.look(port, leaf, |pages, id| pages.words(id, at)).await?;
         Ok(words.flatten().unwrap_or([0; N]))
     }
@@ -270,15 +312,11 @@ impl Live {
     /// # Errors
     /// The entry is damaged, or cannot be read.
     pub(super) async fn whereabouts(&self, port: &Port, number: u64) -> io::Result<Whereabouts> {
-        let (layout, end) = {
-            let core = self.core();
-            (core.layout, core.numbers_end)
-        };
-        if number >= end {
-            return Err(damaged(Damaged("a volume has a content that was never written")));
+        if number >= self.layout.places() {
+            return Err(damaged(Damaged("a content has a number that no store of this size has")));
         }
         let entry = self.words::<2>(port, Leaf::of_number(number)).await?;
-        Whereabouts::decode(&bytes(entry), number, &layout).map_err(damaged)
+        Whereabouts::decode(&bytes(entry), number, &self.layout).map_err(damaged)
     }
 
     /// The name of a number's content.
@@ -295,15 +333,19 @@ impl Live {
         id: PageId,
         pointer: Pointer,
     ) -> io::Result<()> {
-        let layout = self.core().layout;
-        let page = checkpoint::load(&layout, &self.medium, port, &id, &pointer).await;
+        if id.level == 0 {
+            self.lookups.miss(id.kind);
+        }
+        let page = checkpoint::load(&self.layout, &self.medium, port, &id, &pointer).await;
         let is_in = {
             let mut core = self.core();
             // It may have been loaded, changed, written and forgotten meanwhile.
             if leaf.find(&core)? != Found::Load(id, pointer) {
                 return Ok(());
             }
-            core.pages.install(id, &page?)
+            let page = page?;
+            check_numbers(&id, &page, core.numbers_end).map_err(damaged)?;
+            core.pages.install(id, &page)
         };
         match is_in {
             true => Ok(()),

@@ -48,17 +48,30 @@ impl Live {
         to: Span,
     ) -> io::Result<()> {
         self.check_range(volume, offset, to.len() as u64)?;
-        let read = async {
-            for (at, part) in parts(offset, to.len()) {
-                let blocks = blocks_of(at, part.len());
-                let bytes = self.read_blocks(port, volume, blocks).await?;
-                let from = (at % BLOCK_BYTES as u64) as usize;
-                let to = to.slice(part.start, part.len());
-                port.memory().copy_in(to, &bytes[from..from + part.len()]);
-            }
-            Ok(())
-        };
-        self.epochs.during(read).await
+        for (at, part) in parts(offset, to.len()) {
+            let bytes = self.read_part(port, volume, blocks_of(at, part.len())).await?;
+            let from = (at % BLOCK_BYTES as u64) as usize;
+            let to = to.slice(part.start, part.len());
+            port.memory().copy_in(to, &bytes[from..from + part.len()]);
+        }
+        Ok(())
+    }
+
+    /// Blocks of one part. What does not fit is read once more under the blocks' lock before it is an error.
+    async fn read_part(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        blocks: Range<u64>,
+    ) -> io::Result<Vec<u8>> {
+        let read = || self.epochs.during(self.read_blocks(port, volume, blocks.clone()));
+        match read().await {
+            Err(e) if e.kind() == io::ErrorKind::InvalidData => {}
+            done => return done,
+        }
+        // In no epoch: who has the lock may wait for a pass, which waits for all epochs.
+        let _alone = self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?;
+        read().await
     }
 
     /// Whether a range is in a volume, as all that its guest asks for must be.
@@ -148,9 +161,8 @@ impl Live {
         volume: VolumeId,
         block: u64,
     ) -> io::Result<Option<Whereabouts>> {
-        let layout = self.core().layout;
         let [word] = self.words(port, Leaf::of_block(volume, block)).await?;
-        let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;
+        let number = decode_number(word.to_le_bytes(), &self.layout).map_err(damaged)?;
         if number == 0 {
             return Ok(None);
         }

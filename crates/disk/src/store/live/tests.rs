@@ -14,6 +14,7 @@ use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
 use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
+mod mapping;
 mod passes;
 mod tending;
 
@@ -117,6 +118,7 @@ impl Process {
         reactor.block_on(read)??;
         let mut found = vec![0; bytes];
         port.memory().copy_out(span, &mut found);
+        self.read_as_queues_do(name, sectors.start, &found)?;
         let one = |sector: &[u8]| {
             assert!(sector.iter().all(|b| *b == sector[0]), "a sector of two writes");
             sector[0]

@@ -113,15 +113,22 @@ impl Core {
                 if let Some(volume) = self.volumes.get_mut(*volume) {
                     (volume.tree, volume.blocks) = (tree, blocks);
                 }
+                self.pages.hide_volume(*volume);
                 self.renew(*volume);
             }
             Record::Delete { volume } => {
-                self.volumes.remove(*volume);
+                self.remove(*volume);
                 self.forget_origin(*volume);
             }
             Record::New(_) | Record::Same { .. } | Record::Zeros { .. } => {}
         }
         Ok(())
+    }
+
+    /// A volume ends. Another one may get its number, whose leaves are others.
+    fn remove(&mut self, volume: VolumeId) {
+        self.volumes.remove(volume);
+        self.pages.hide_volume(volume);
     }
 
     /// What was made from a volume that has ended was made from none: another one may get its number.
@@ -247,7 +254,7 @@ impl Live {
             Err(e) => return Err(e),
         };
         if let (Err(_), Record::Create { .. } | Record::Share { .. }) = (&done, &record) {
-            self.core().volumes.remove(number);
+            self.core().remove(number);
         }
         done.map(|()| number)
     }

@@ -278,7 +278,12 @@ impl Live {
         Ok(None)
     }
 
-    async fn has(&self, port: &Port, number: u64, hash: &ContentHash) -> io::Result<bool> {
+    pub(super) async fn has(
+        &self,
+        port: &Port,
+        number: u64,
+        hash: &ContentHash,
+    ) -> io::Result<bool> {
         // In this order (section 6, Order).
         let entry = self.whereabouts(port, number).await?;
         let is_here = matches!(entry, Whereabouts::Plain { .. } | Whereabouts::Packed { .. });
