@@ -172,11 +172,15 @@ impl Volume {
     }
 
     pub(crate) async fn write(&self, port: &Port, offset: u64, from: Span) -> io::Result<()> {
-        self.live().write(port, self.number, offset, from).await
+        let done = self.live().write(port, self.number, offset, from).await;
+        self.store.catch_up(port);
+        done
     }
 
     pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
-        self.live().flush(port).await
+        let done = self.live().flush(port).await;
+        self.store.catch_up(port);
+        done
     }
 
     /// Others may be using other volumes: a checkpoint does them no harm, and the last one is what
@@ -193,11 +197,14 @@ impl Volume {
         }
         let part = end.min(first - first % LEAF + LEAF);
         self.live().write_zeros(port, self.number, first, part - first).await?;
+        self.store.catch_up(port);
         Ok(if part == end { len } else { part - offset })
     }
 
     pub(crate) async fn write_zeroes(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
-        self.live().write_zeros(port, self.number, offset, len).await
+        let done = self.live().write_zeros(port, self.number, offset, len).await;
+        self.store.catch_up(port);
+        done
     }
 
     /// Whether the beginning of a range is zeros that take no space, and how far that goes at least.

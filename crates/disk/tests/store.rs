@@ -233,3 +233,29 @@ fn a_disk_is_copied_into_a_volume_and_out_of_it() {
     let live = live.store().live();
     assert_eq!(live.volume("copy.partial"), None);
 }
+
+#[test]
+fn what_was_flushed_is_told_behind_the_flush() {
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", 256)]);
+    let mut queue = Queue::new(open(&store, "a").unwrap());
+    queue.write(0, &[7; BLOCK]).unwrap();
+    queue.flush().unwrap();
+    let Disk::Store(volume) = &*queue.disk else { panic!("a volume is a store's") };
+    let (io, volume) = (queue.io(), volume.store().clone());
+    for _ in 0..5000 {
+        if !volume.live().is_behind() {
+            break;
+        }
+        queue.reactor.block_on(io.sleep(std::time::Duration::from_millis(1))).unwrap().unwrap();
+    }
+    drop((volume, queue));
+    // No checkpoint has it: the journal says that it was durable, so it is not looked at, and this is rot.
+    let bytes = fs::read(&store).unwrap();
+    let at = bytes.chunks(BLOCK).position(|block| block.iter().all(|byte| *byte == 7)).unwrap();
+    let file = File::options().write(true).open(&store).unwrap();
+    file.write_all_at(&[6], (at * BLOCK) as u64).unwrap();
+    let read = Queue::new(open(&store, "a").unwrap()).read(0, BLOCK);
+    assert_eq!(read.unwrap_err().kind(), std::io::ErrorKind::InvalidData);
+}

@@ -106,7 +106,8 @@ impl Machine {
     pub fn drive(&self, threads: &mut [Thread], done: impl Fn() -> bool) -> Result<(), String> {
         let (mut still, mut naps, mut before) = (0, 0, self.world.step());
         let mut out = Vec::new();
-        while !done() {
+        // Tasks that nobody waits for may have locks that a thread wants which runs alone later.
+        while !done() || threads.iter().any(|thread| thread.reactor.tasks() > 0) {
             let i = self.world.below(threads.len() as u64) as usize;
             match threads[i].reactor.turn(Wait::No, &mut out) {
                 Err(_) if self.world.stopped() => return Ok(()),

@@ -11,12 +11,16 @@ use super::layout::Layout;
 use super::medium::{MAX_BLOCKS, Medium, damaged};
 use super::page::{Packing, Pointer};
 use super::pages::{Kind, PageId, Pages};
+use super::side_by_side::all;
 use super::space::Space;
 use super::superblock::{Roots, Superblock};
 use super::table::{Domain, FrozenTable, Table, Volume};
 use super::tree::{Tree, Written, page_to_write, thaw};
 use super::{Damaged, StoreId};
 use crate::Port;
+
+/// Batches of pages under way at once: each has a piece of the thread's memory, and writes want some, too.
+const BATCHES_AT_ONCE: usize = 2;
 
 /// All that a store knows of itself, but for the index.
 pub struct Core {
@@ -233,13 +237,21 @@ async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Resu
     lock(core).give_places()?;
     let mut made = 0;
     loop {
-        let batch = lock(core).batch(made).map_err(damaged)?;
-        let Some((batch, count)) = batch else { break };
-        medium.write(port, batch.place, &batch.bytes).await?;
-        if let Some(copy) = layout.copy_of(batch.place).filter(|_| batch.is_twice) {
-            medium.write(port, copy, &batch.bytes).await?;
+        let mut batches = Vec::new();
+        while batches.len() < BATCHES_AT_ONCE
+            && let Some((batch, count)) = lock(core).batch(made).map_err(damaged)?
+        {
+            made += count;
+            batches.push(batch);
         }
-        made += count;
+        if batches.is_empty() {
+            break;
+        }
+        let write = |batch: Batch| async move {
+            let copy = layout.copy_of(batch.place).filter(|_| batch.is_twice);
+            medium.write_twice(port, batch.place, copy, &batch.bytes).await
+        };
+        all(batches.into_iter().map(write)).await.into_iter().collect::<io::Result<()>>()?;
     }
     let superblock = lock(core).under_way.as_ref().map(UnderWay::superblock);
     let Some(superblock) = superblock else { return Ok(()) };

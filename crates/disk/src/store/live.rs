@@ -4,6 +4,8 @@
 //! a lane waits for nothing but its own operations, and for pages that others have on the medium. The mutexes are held
 //! across no waiting.
 
+mod batch;
+mod behind;
 mod compacting;
 mod contents;
 mod counting;
@@ -18,6 +20,7 @@ mod replaying;
 mod scrubbing;
 mod sweeping;
 mod tending;
+mod turns;
 mod volumes;
 mod writing;
 
@@ -38,6 +41,7 @@ use self::groups::Groups;
 use self::leaves::MAX_LEAVES;
 use self::passes::Marks;
 use self::tending::Duties;
+use self::turns::Turns;
 use super::checkpoint::{self, Core, lock};
 use super::index::Index;
 use super::layout::Layout;
@@ -54,7 +58,7 @@ use crate::epochs::Epochs;
 use crate::writeback::SyncWitness;
 
 /// Locks of blocks.
-const BLOCK_LOCKS: usize = 256;
+const BLOCK_LOCKS: usize = 2048;
 /// Journal blocks under way at most.
 const LANES: usize = 32;
 
@@ -95,6 +99,7 @@ pub struct Live {
     epochs: Arc<Epochs>,
     blocks: Stripes,
     lanes: Stripes,
+    turns: Turns,
     checkpointing: SharedLock,
     /// Held by what is done with whole volumes.
     operating: SharedLock,
@@ -130,6 +135,7 @@ impl Live {
     fn of(medium: Medium, core: Core, index: Index) -> Live {
         let numbers = Numbers::new(core.replay_from, core.layout.journal_blocks);
         let marks = Marks::new(core.space.free());
+        let turns = Turns::new(core.pages.most_leaves());
         Live {
             medium,
             layout: core.layout,
@@ -141,6 +147,7 @@ impl Live {
             epochs: Epochs::new(),
             blocks: Stripes::new(BLOCK_LOCKS),
             lanes: Stripes::new(LANES),
+            turns,
             checkpointing: SharedLock::new(),
             operating: SharedLock::new(),
             passing: SharedLock::new(),
@@ -181,9 +188,9 @@ impl Live {
 
     /// One sync, for all who wait for it.
     async fn sync(&self, port: &Port) -> io::Result<()> {
-        let below = self.numbers().before_sync();
+        let before = self.numbers().before_sync();
         self.medium.sync(port).await?;
-        self.numbers().synced(below);
+        self.numbers().synced(before);
         Ok(())
     }
 
@@ -216,7 +223,19 @@ impl Live {
     /// # Errors
     /// The kernel's, or there is no room for it.
     pub async fn checkpoint(&self, port: &Port) -> io::Result<()> {
+        self.checkpoint_unless(port, || false).await
+    }
+
+    /// The same, unless the one that was under way was enough.
+    async fn checkpoint_unless(
+        &self,
+        port: &Port,
+        mut is_enough: impl FnMut() -> bool,
+    ) -> io::Result<()> {
         let _alone = self.checkpointing.lock(&port.io).await?;
+        if is_enough() {
+            return Ok(());
+        }
         {
             // Section 5, step 1.
             let _quiet = self.lanes.lock_all(&port.io).await?;

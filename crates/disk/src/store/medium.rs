@@ -6,6 +6,7 @@ use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::page::Pointer;
+use super::side_by_side::all;
 use super::{BLOCK_BYTES, Damaged};
 use crate::Port;
 use crate::writeback::{Commits, SyncWitness};
@@ -41,6 +42,42 @@ impl Medium {
     pub async fn write(&self, port: &Port, place: u64, bytes: &[u8]) -> io::Result<()> {
         let piece = port.scratch.take(bytes.len()).await;
         piece.copy_in(bytes);
+        port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await
+    }
+
+    /// Writes whole blocks, [`MAX_BLOCKS`] at most, and their copy if there is one.
+    ///
+    /// # Errors
+    /// The kernel's. Both have ended then.
+    pub async fn write_twice(
+        &self,
+        port: &Port,
+        place: u64,
+        copy: Option<u64>,
+        bytes: &[u8],
+    ) -> io::Result<()> {
+        let piece = port.scratch.take(bytes.len()).await;
+        piece.copy_in(bytes);
+        let write =
+            |place: u64| port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span());
+        let places = [Some(place), copy].into_iter().flatten();
+        all(places.map(write)).await.into_iter().collect()
+    }
+
+    /// Writes blocks into places in a row, [`MAX_BLOCKS`] at most.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub async fn write_blocks<'a>(
+        &self,
+        port: &Port,
+        place: u64,
+        blocks: impl ExactSizeIterator<Item = &'a [u8]>,
+    ) -> io::Result<()> {
+        let piece = port.scratch.take(blocks.len() * BLOCK_BYTES).await;
+        for (i, block) in blocks.enumerate() {
+            port.memory().copy_in(piece.span().slice(i * BLOCK_BYTES, BLOCK_BYTES), block);
+        }
         port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await
     }
 

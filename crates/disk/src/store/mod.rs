@@ -46,6 +46,7 @@ pub mod pace;
 pub mod packing;
 pub mod page;
 pub mod pages;
+mod side_by_side;
 pub mod slots;
 pub mod space;
 pub mod stripes;

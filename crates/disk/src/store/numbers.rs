@@ -2,6 +2,19 @@
 
 use std::collections::BTreeSet;
 
+/// Blocks of new data that a sync is made for even if nobody flushes: 256 MiB.
+pub const SYNC_AFTER: u64 = 1 << 16;
+
+/// What a sync that succeeds makes durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "it is for who has synced"]
+pub struct Before {
+    /// Below this journal block all is.
+    below: u64,
+    /// Blocks of new data since the store was opened.
+    new_data: u64,
+}
+
 /// See the module text.
 #[derive(Debug)]
 pub struct Numbers {
@@ -12,6 +25,13 @@ pub struct Numbers {
     length: u64,
     /// All below are durable, and so are their data.
     synced: u64,
+    /// What a block has said of that.
+    told: u64,
+    /// Behind the last block that has a record.
+    recorded: u64,
+    /// Blocks of new data, and those of them that a sync has covered.
+    new_data: u64,
+    synced_data: u64,
     under_way: BTreeSet<u64>,
     /// Those of which something has failed, and that a replay would find.
     failed: BTreeSet<u64>,
@@ -23,16 +43,38 @@ impl Numbers {
     /// When a checkpoint has all blocks below `next`.
     pub fn new(next: u64, length: u64) -> Numbers {
         let (under_way, failed, operation) = Default::default();
-        Numbers { next, from: next, length, synced: next, under_way, failed, operation }
+        let (from, synced, told, recorded) = (next, next, next, next);
+        let (new_data, synced_data) = (0, 0);
+        Numbers {
+            next,
+            from,
+            length,
+            synced,
+            told,
+            recorded,
+            new_data,
+            synced_data,
+            under_way,
+            failed,
+            operation,
+        }
     }
 
     /// The next number, and what its block says is durable. None: a checkpoint has to be made first. The
     /// journal is full, or an operation on volumes has failed that a replay would carry out all the same.
     pub fn begin(&mut self) -> Option<(u64, u64)> {
+        let begun = self.begin_empty();
+        self.recorded = begun.map_or(self.recorded, |(number, _)| number + 1);
+        begun
+    }
+
+    /// As [`begin`](Numbers::begin), for a block without records.
+    pub fn begin_empty(&mut self) -> Option<(u64, u64)> {
         let number = self.next;
         let has_failed = self.operation.is_some_and(|number| self.failed.contains(&number));
         (number < self.from + self.length && !has_failed).then(|| {
             self.next += 1;
+            self.told = self.synced;
             self.under_way.insert(number);
             (number, self.synced)
         })
@@ -59,15 +101,32 @@ impl Numbers {
         self.next
     }
 
-    /// Below which all is durable if a sync succeeds that begins now. What has failed is never among it.
-    pub fn before_sync(&self) -> u64 {
+    /// So many blocks of new data are written from now on.
+    pub fn new_data(&mut self, blocks: u64) {
+        self.new_data += blocks;
+    }
+
+    /// What is durable if a sync succeeds that begins now. What has failed is never among it.
+    pub fn before_sync(&self) -> Before {
         let first = [self.under_way.first(), self.failed.first()].into_iter().flatten().min();
-        first.copied().unwrap_or(self.next)
+        let below = first.copied().unwrap_or(self.next);
+        Before { below, new_data: self.new_data }
     }
 
     /// That sync has succeeded.
-    pub fn synced(&mut self, below: u64) {
-        self.synced = self.synced.max(below);
+    pub fn synced(&mut self, before: Before) {
+        self.synced = self.synced.max(before.below);
+        self.synced_data = self.synced_data.max(before.new_data);
+    }
+
+    /// Whether no block says yet of records that they are known to be durable.
+    pub fn is_untold(&self) -> bool {
+        self.told < self.synced.min(self.recorded)
+    }
+
+    /// Whether there is so much new data that a replay would look at it for long.
+    pub fn want_sync(&self) -> bool {
+        self.new_data - self.synced_data >= SYNC_AFTER
     }
 
     /// A checkpoint is on the medium that has all blocks below `from`.
@@ -75,6 +134,8 @@ impl Numbers {
         self.from = from;
         self.failed = self.failed.split_off(&from);
         self.synced = self.synced.max(from);
+        // Replay begins there.
+        self.told = self.told.max(from);
     }
 
     /// Whether a block has failed that a replay may find.
@@ -110,15 +171,18 @@ mod tests {
         }
         numbers.end(0, true);
         numbers.end(2, true);
-        let below = numbers.before_sync();
+        let (older, before) = (Numbers::new(0, 100).before_sync(), numbers.before_sync());
         numbers.end(1, true);
-        numbers.synced(below);
+        assert!(!numbers.is_untold());
+        numbers.synced(before);
+        assert!(numbers.is_untold());
         assert_eq!(numbers.begin(), Some((4, 1)));
-        numbers.synced(0);
+        assert!(!numbers.is_untold());
+        numbers.synced(older);
         assert_eq!(numbers.begin(), Some((5, 1)), "an older sync says nothing new");
         numbers.end(3, true);
         numbers.end(4, true);
-        assert_eq!(numbers.before_sync(), 5);
+        assert_eq!(numbers.before_sync().below, 5);
     }
 
     #[test]
@@ -129,11 +193,11 @@ mod tests {
             numbers.end(number, number != 1);
         }
         assert!(numbers.want_checkpoint());
-        assert_eq!(numbers.before_sync(), 1);
+        assert_eq!(numbers.before_sync().below, 1);
         numbers.left_behind(1);
-        assert_eq!(numbers.before_sync(), 1);
+        assert_eq!(numbers.before_sync().below, 1);
         numbers.left_behind(2);
-        assert_eq!(numbers.before_sync(), 4);
+        assert_eq!(numbers.before_sync().below, 4);
         assert!(!numbers.want_checkpoint());
     }
 
@@ -166,5 +230,20 @@ mod tests {
         assert!(!numbers.want_checkpoint());
         numbers.begin();
         assert!(numbers.want_checkpoint());
+    }
+
+    #[test]
+    fn a_sync_is_wanted_for_so_much_new_data_and_covers_what_there_was_when_it_began() {
+        let mut numbers = Numbers::new(0, 100);
+        numbers.new_data(SYNC_AFTER - 1);
+        assert!(!numbers.want_sync());
+        numbers.new_data(2);
+        assert!(numbers.want_sync());
+        let before = numbers.before_sync();
+        numbers.new_data(SYNC_AFTER - 1);
+        numbers.synced(before);
+        assert!(!numbers.want_sync());
+        numbers.new_data(1);
+        assert!(numbers.want_sync());
     }
 }

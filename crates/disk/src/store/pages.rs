@@ -129,6 +129,8 @@ pub struct Pages {
     /// Slots of leaves that are not clean.
     unclean_slots: usize,
     promised: usize,
+    /// A promise was refused since the last checkpoint began, and before that.
+    refused: [bool; 2],
     /// Places on the medium that the trees have no more.
     dropped: Vec<u64>,
 }
@@ -144,6 +146,7 @@ impl Pages {
             unclean: BTreeSet::new(),
             unclean_slots: 0,
             promised: 0,
+            refused: [false; 2],
             dropped: Vec::new(),
         }
     }
@@ -162,10 +165,16 @@ impl Pages {
     pub fn promise(&mut self, leaves: usize) -> Option<Promise> {
         let slots = 2 * leaves;
         let fits = self.unclean_slots + self.promised + slots <= self.writer.count() / 4 * 3;
+        self.refused[0] |= !fits;
         fits.then(|| {
             self.promised += slots;
             Promise(slots)
         })
+    }
+
+    /// The largest [promise](Pages::promise) that is ever given.
+    pub fn most_leaves(&self) -> usize {
+        self.writer.count() / 4 * 3 / 2
     }
 
     /// Slots without which no [promise](Pages::promise) of so many leaves is ever given.
@@ -183,9 +192,11 @@ impl Pages {
         self.promised -= promise.0;
     }
 
-    /// Whether a checkpoint is wanted: what is not clean takes half of the memory.
+    /// Whether a checkpoint is wanted: what is not clean takes half of the memory. If somebody has found no room
+    /// lately, a quarter: more is left for those who write while the checkpoint does.
     pub fn wants_checkpoint(&self) -> bool {
-        self.unclean_slots >= self.writer.count() / 2
+        let part = if self.refused == [false; 2] { 2 } else { 4 };
+        self.unclean_slots >= self.writer.count() / part
     }
 
     /// Whether no page is dirty.
@@ -403,6 +414,7 @@ impl Pages {
     /// # Panics
     /// If another one is under way.
     pub fn freeze(&mut self) -> Vec<PageId> {
+        self.refused = [false, self.refused[0]];
         for id in &self.unclean {
             if let Some(held) = self.leaves.remove(id) {
                 self.leaves.insert(*id, held.turn(freeze));

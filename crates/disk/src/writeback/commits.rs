@@ -210,18 +210,19 @@ impl Turns {
 }
 
 /// An error that several are told.
-struct Failure {
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
     kind: io::ErrorKind,
     errno: Option<i32>,
     text: String,
 }
 
 impl Failure {
-    fn of(e: &io::Error) -> Failure {
+    pub(crate) fn of(e: &io::Error) -> Failure {
         Failure { kind: e.kind(), errno: e.raw_os_error(), text: e.to_string() }
     }
 
-    fn error(&self) -> io::Error {
+    pub(crate) fn error(&self) -> io::Error {
         match self.errno {
             Some(errno) => io::Error::from_raw_os_error(errno),
             None => io::Error::new(self.kind, self.text.clone()),

@@ -24,5 +24,5 @@ mod commits;
 pub(crate) mod journal;
 mod void;
 
-pub(crate) use commits::Commits;
 pub use commits::SyncWitness;
+pub(crate) use commits::{Commits, Failure};

@@ -28,6 +28,11 @@ impl Io {
         Io { shared }
     }
 
+    /// What tells this reactor from all others that are there now.
+    pub fn id(&self) -> usize {
+        Rc::as_ptr(&self.shared).addr()
+    }
+
     fn op(&self, op: Op) -> OpFuture<'_> {
         self.begin(Begin::One(op))
     }

@@ -1,6 +1,6 @@
 //! Leaves of a store's trees: brought into memory, looked at, and changed together (store.md 6).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -11,6 +11,7 @@ use crate::store::journal::{NewContent, VolumeId};
 use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::{HASHES, P2M_ENTRIES, POINTER_BYTES, Pointer, V2P_ENTRIES, Whereabouts};
 use crate::store::pages::{Kind, PageId, Pages, Pins, Promise};
+use crate::store::side_by_side::all;
 use crate::store::slots::View;
 use crate::store::tree::{FOR_EVER, Found, Way};
 use crate::store::{Damaged, content::ContentHash};
@@ -122,8 +123,8 @@ impl Leaf {
         Ok(core.pages.words::<N>(&id, at).as_ref() == Some(words))
     }
 
-    /// Changes words of it. It was claimed.
-    pub(super) fn store(self, core: &mut Core, at: usize, words: &[u64]) -> io::Result<()> {
+    /// Makes it one whose words may be [stored](Pages::store). It was claimed.
+    fn change(self, core: &mut Core) -> io::Result<PageId> {
         let pages = &mut core.pages;
         let changed = match self {
             Leaf::V2p(volume, leaf) => {
@@ -136,17 +137,22 @@ impl Leaf {
         // Nobody finds what is the leaf no more: it may be another volume's.
         changed.before.inspect(|before| pages.hide(before, self.view()));
         pages.show(&changed.leaf, self.view());
-        pages.store(&changed.leaf, at, words);
+        Ok(changed.leaf)
+    }
+
+    /// Changes words of it. It was claimed.
+    pub(super) fn store(self, core: &mut Core, at: usize, words: &[u64]) -> io::Result<()> {
+        let page = self.change(core)?;
+        core.pages.store(&page, at, words);
         Ok(())
     }
 }
 
-/// What blocks of a volume get, and contents that the store had not.
+/// What blocks of volumes get, and contents that the store had not.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Change {
-    pub(super) volume: VolumeId,
-    /// Blocks and the numbers that they get.
-    pub(super) blocks: Vec<(u64, u64)>,
+    /// Volumes, blocks of theirs, and the numbers that they get.
+    pub(super) blocks: Vec<(VolumeId, u64, u64)>,
     pub(super) new: Vec<NewContent>,
 }
 
@@ -155,7 +161,7 @@ impl Change {
     pub(super) fn leaves(&self) -> BTreeSet<Leaf> {
         let of_new =
             |new: &NewContent| [Leaf::of_hash(new.number).0, Leaf::of_number(new.number).0];
-        let blocks = self.blocks.iter().map(|(block, _)| Leaf::of_block(self.volume, *block).0);
+        let blocks = self.blocks.iter().map(|(volume, at, _)| Leaf::of_block(*volume, *at).0);
         self.new.iter().flat_map(of_new).chain(blocks).collect()
     }
 
@@ -164,12 +170,7 @@ impl Change {
     /// # Errors
     /// There is no such volume, or it is smaller.
     pub(super) fn check(&self, core: &Core) -> io::Result<()> {
-        let size = core.volumes.entries().get(&self.volume).map(|volume| volume.blocks);
-        let size = size.ok_or(io::ErrorKind::NotFound)?;
-        match self.blocks.iter().all(|(block, _)| *block < size) {
-            true => Ok(()),
-            false => Err(io::ErrorKind::InvalidInput.into()),
-        }
+        self.blocks.iter().try_for_each(|(volume, block, _)| check(core, *volume, *block))
     }
 
     /// Makes it. All leaves are [claimed](Live::claim).
@@ -179,20 +180,18 @@ impl Change {
     pub(super) fn make(&self, core: &mut Core) -> io::Result<()> {
         self.check(core)?;
         // In this order (section 6, Order).
-        for new in &self.new {
-            let (leaf, at) = Leaf::of_hash(new.number);
-            leaf.store(core, at, &words::<4>(&new.hash.0))?;
-        }
-        for new in &self.new {
+        let hashes = self.new.iter().map(|new| (Leaf::of_hash(new.number), words(&new.hash.0)));
+        store_all::<4>(core, hashes)?;
+        let places = self.new.iter().map(|new| {
             let entry = Whereabouts::Plain { place: new.place, checksum: new.checksum };
-            let (leaf, at) = Leaf::of_number(new.number);
-            leaf.store(core, at, &words::<2>(&entry.encode()))?;
-        }
-        for (block, number) in &self.blocks {
-            let (leaf, at) = Leaf::of_block(self.volume, *block);
-            leaf.store(core, at, &[*number])?;
-        }
-        Ok(())
+            (Leaf::of_number(new.number), words(&entry.encode()))
+        });
+        store_all::<2>(core, places)?;
+        let blocks = self.blocks.iter();
+        store_all(
+            core,
+            blocks.map(|(volume, at, number)| (Leaf::of_block(*volume, *at), [*number])),
+        )
     }
 }
 
@@ -205,6 +204,32 @@ fn check_numbers(id: &PageId, page: &[u8], end: u64) -> Result<(), Damaged> {
         true => Err(Damaged("a number that was never given has a content")),
         false => Ok(()),
     }
+}
+
+/// Whether there is such a block.
+pub(super) fn check(core: &Core, volume: VolumeId, block: u64) -> io::Result<()> {
+    let size = core.volumes.entries().get(&volume).map(|volume| volume.blocks);
+    match block < size.ok_or(io::ErrorKind::NotFound)? {
+        true => Ok(()),
+        false => Err(io::ErrorKind::InvalidInput.into()),
+    }
+}
+
+/// Words of leaves. Those of one leaf in a row need one look for it.
+fn store_all<const N: usize>(
+    core: &mut Core,
+    all: impl Iterator<Item = ((Leaf, usize), [u64; N])>,
+) -> io::Result<()> {
+    let mut last: Option<(Leaf, PageId)> = None;
+    for ((leaf, at), words) in all {
+        let page = match last {
+            Some((known, page)) if known == leaf => page,
+            _ => leaf.change(core)?,
+        };
+        core.pages.store(&page, at, &words);
+        last = Some((leaf, page));
+    }
+    Ok(())
 }
 
 /// Bytes of an entry as a leaf has them.
@@ -370,11 +395,19 @@ impl Live {
                 pages.wants_checkpoint() || pages.promises_nothing()
             };
             match is_needed {
-                true => self.checkpoint(port).await?,
+                true => {
+                    let is_enough = || {
+                        promised = promise(&mut self.core());
+                        promised.is_some()
+                    };
+                    self.checkpoint_unless(port, is_enough).await?;
+                }
                 // Others have promises, and end without this one.
                 false => port.io.sleep(AGAIN).await?,
             }
-            promised = promise(&mut self.core());
+            if promised.is_none() {
+                promised = promise(&mut self.core());
+            }
         }
         let mut claim = Claim { core: &self.core, promise: promised, pins: Pins::default() };
         self.with_all(port, &mut claim, leaves, |_| Ok(())).await?;
@@ -390,21 +423,22 @@ impl Live {
         mut act: impl FnMut(&mut Core) -> io::Result<T>,
     ) -> io::Result<T> {
         loop {
-            let (leaf, id, pointer) = {
+            let missing = {
                 let mut core = self.core();
-                let mut missing = None;
+                let mut missing = BTreeMap::new();
                 for leaf in leaves {
                     if let Found::Load(id, pointer) = leaf.pin(&mut core, &mut claim.pins)? {
-                        missing = Some((*leaf, id, pointer));
-                        break;
+                        // An inner page may lead to several.
+                        missing.entry(id).or_insert((*leaf, pointer));
                     }
                 }
-                match missing {
-                    Some(missing) => missing,
-                    None => return act(&mut core),
+                if missing.is_empty() {
+                    return act(&mut core);
                 }
+                missing
             };
-            self.load(port, leaf, id, pointer).await?;
+            let load = |(id, (leaf, pointer))| self.load(port, leaf, id, pointer);
+            all(missing.into_iter().map(load)).await.into_iter().collect::<io::Result<()>>()?;
         }
     }
 }

@@ -159,15 +159,16 @@ impl Live {
         match *record {
             Record::New(new) => {
                 self.is_new(port, &new).await?;
-                let blocks = vec![(new.block, new.number)];
-                let change = Change { volume: new.volume, blocks, new: vec![new] };
+                let blocks = vec![(new.volume, new.block, new.number)];
+                let change = Change { blocks, new: vec![new] };
                 self.change_again(port, block, change).await?;
                 self.index.remember(&new.hash, new.number);
                 Ok(())
             }
             Record::Same { volume, block: first, number, count } => {
-                let blocks = (first..first + u64::from(count)).zip(number..).collect();
-                self.change_again(port, block, Change { volume, blocks, new: Vec::new() }).await
+                let blocks = (first..first + u64::from(count)).zip(number..);
+                let blocks = blocks.map(|(at, number)| (volume, at, number)).collect();
+                self.change_again(port, block, Change { blocks, new: Vec::new() }).await
             }
             Record::Zeros { volume, block: first, count } => {
                 self.empty_again(port, block, volume, first, count.into()).await
@@ -207,8 +208,8 @@ impl Live {
             let (leaf, _) = Leaf::of_block(volume, at);
             match self.look(port, leaf, |_, _| ()).await {
                 Ok(Some(())) => {
-                    let blocks = (at..next).map(|block| (block, 0)).collect();
-                    let change = Change { volume, blocks, new: Vec::new() };
+                    let blocks = (at..next).map(|block| (volume, block, 0)).collect();
+                    let change = Change { blocks, new: Vec::new() };
                     self.change_again(port, block, change).await?;
                 }
                 Ok(None) => {}

@@ -14,9 +14,11 @@ use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
 use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
+mod behind;
 mod mapping;
 mod passes;
 mod tending;
+mod turns;
 
 const SECTOR: usize = 512;
 const PER_BLOCK: u64 = 8;
@@ -105,7 +107,15 @@ impl Process {
 
     fn flush(&mut self) -> io::Result<()> {
         let Process { live, port, reactor } = self;
-        reactor.block_on(async { live.flush(port).await })?
+        reactor.block_on(async { live.flush(port).await })??;
+        self.catch_up();
+        Ok(())
+    }
+
+    /// What nobody waits for, and nobody hears of.
+    fn catch_up(&mut self) {
+        let Process { live, port, reactor } = self;
+        let _ = reactor.block_on(async { live.catch_up(port).await });
     }
 
     /// Sectors of a volume.
@@ -136,6 +146,12 @@ impl Process {
         writes: &[Write],
         beside: Beside,
     ) -> io::Result<Vec<io::Result<()>>> {
+        let done = self.only_write(writes, beside)?;
+        self.catch_up();
+        Ok(done)
+    }
+
+    fn only_write(&mut self, writes: &[Write], beside: Beside) -> io::Result<Vec<io::Result<()>>> {
         let volumes: Vec<VolumeId> = writes.iter().map(|w| self.volume(&w.volume)).collect();
         let Process { live, port, reactor } = self;
         let mut tasks: Vec<Task> = Vec::new();
@@ -521,7 +537,7 @@ fn a_damaged_block_is_an_error_and_never_data() {
 fn a_checkpoint_is_made_behind_an_operation_that_has_failed_and_before_one_behind_a_failed_write() {
     let (machine, mut process) = with_a_volume();
     let put = |process: &mut Process, value| {
-        process.write(&[write("v0", 0..8, value)], false).unwrap().remove(0)
+        process.only_write(&[write("v0", 0..8, value)], Beside::Nothing).unwrap().remove(0)
     };
     let layout = process.live.core().layout;
     let journal = layout.journal(0)..layout.journal(0) + layout.journal_blocks;

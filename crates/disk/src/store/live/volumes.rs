@@ -247,7 +247,7 @@ impl Live {
         block.add(&record);
         // Step 2. All wait, not the volume's records only: that is simpler, and not for long.
         let apply = async |live: &Live| live.core().apply(&record).map_err(invalid);
-        let told = self.tell(port, Lanes::All, block, check, async { Ok(()) }, apply).await;
+        let told = self.tell(port, Lanes::All, block, check, apply).await;
         // Step 3.
         let done = match told {
             Ok(()) => self.flush(port).await,

@@ -1,68 +1,84 @@
-//! Writes: what they are made of is found or put somewhere, and told by one journal block (store.md 3).
-//!
-//! The order of a write is that of [`write_blocks`](Live::write_blocks). Nothing in memory names new content
-//! before its data and its record are with the kernel. So nobody finds it before, and a write that
-//! fails has changed nothing.
+//! Writes: each is a task that finds out what its blocks get. What they are made of is put somewhere, and told
+//! by one journal block, together with what others of the same turn write (store.md 3; [`batch`](super::batch)).
 
-use std::collections::HashMap;
-use std::future::{Future, poll_fn};
 use std::io;
-use std::ops::Range;
-use std::pin::pin;
-use std::task::Poll;
 
 use ferrite_io::arena::Span;
+use ferrite_io::shared_lock::Held;
 
 use super::leaves::{Change, Leaf};
 use super::passes::Phase;
 use super::reading::{blocks_of, parts};
+use super::turns::{Gets, Part};
 use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Port;
 use crate::store::Damaged;
-use crate::store::content::{ContentHash, checksum, is_zeros};
-use crate::store::journal::{Filling, NewContent, Record, VolumeId};
+use crate::store::content::{ContentHash, DomainKey, checksum, is_zeros};
+use crate::store::journal::{Filling, Record, VolumeId};
 use crate::store::page::{V2P_ENTRIES, Whereabouts};
-use crate::store::space::Given;
+use crate::store::side_by_side::all;
 
-/// Content that the store has not: where it is in the bytes that are written, and its name.
-struct Unknown {
-    at: usize,
-    hash: ContentHash,
-}
-
-/// What a block gets.
-#[derive(Clone, Copy)]
-enum Gets {
-    Number(u64),
-    /// The content that is so many among those that the store has not.
-    Unknown(usize),
-}
+/// Bytes that other threads hash. Less is done before they have begun.
+const HASHED_BESIDE: usize = 64 << 10;
+/// Parts of one request that are under way at once.
+const PARTS_AT_ONCE: usize = 4;
 
 /// What else may have a number while a journal block is under way.
 #[derive(Clone, Copy)]
 pub(super) enum Lanes {
     /// Others.
     One,
+    /// Others, and the block has no records.
+    Empty,
     /// Nothing.
     All,
 }
 
-/// What who asks for room for contents gets.
-enum Gives {
-    /// Places in a row, as many numbers, and the domain that they are of.
-    Run(Range<u64>, Vec<u64>, u16),
-    /// Nothing before the bits of this segment are in memory.
-    Bits(u64),
-    /// Nothing before this page of P2M was opened.
-    Numbers(u64),
-    /// Nothing before a pass.
-    Nothing,
+/// Whose contents are shared, and what makes their names.
+struct Domain {
+    number: u16,
+    key: DomainKey,
 }
 
-/// Data in places in a row.
-struct Run {
-    place: u64,
+/// What is written.
+#[derive(Clone, Copy)]
+enum Source {
+    Span(Span),
+    Zeros(usize),
+}
+
+impl Source {
+    fn len(self) -> usize {
+        match self {
+            Source::Span(span) => span.len(),
+            Source::Zeros(len) => len,
+        }
+    }
+
+    /// Its bytes, of now.
+    fn bytes(self, port: &Port, to: &mut [u8]) {
+        match self {
+            Source::Span(span) => port.memory().copy_out(span, to),
+            Source::Zeros(_) => to.fill(0),
+        }
+    }
+}
+
+/// Whole blocks, and what they get.
+struct Named {
     bytes: Vec<u8>,
+    gets: Vec<Gets>,
+}
+
+impl Named {
+    fn of(key: &DomainKey, bytes: Vec<u8>) -> Named {
+        let name = |block: &[u8]| match is_zeros(block) {
+            true => Gets::Number(0),
+            false => Gets::New(key.hash(block), checksum(block)),
+        };
+        let gets = bytes.chunks(BLOCK_BYTES).map(name).collect();
+        Named { bytes, gets }
+    }
 }
 
 /// A journal block that has a number, and has not ended. Dropped before it has, it has failed.
@@ -75,6 +91,30 @@ struct UnderWay<'a> {
 impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
         self.live.numbers().end(self.number, self.is_done);
+    }
+}
+
+/// Such a block, and what goes with it.
+pub(super) struct Told<'a> {
+    // In this order: a checkpoint that waits for the lanes finds it ended.
+    under_way: UnderWay<'a>,
+    _lanes: Vec<Held<'a>>,
+    synced: u64,
+}
+
+impl Told<'_> {
+    /// Its place, and its bytes.
+    pub(super) fn block(&self, live: &Live, filling: Filling) -> (u64, Vec<u8>) {
+        let (id, place) = {
+            let core = live.core();
+            (core.id, core.layout.journal(self.under_way.number))
+        };
+        (place, filling.finish(&id, self.under_way.number, self.synced))
+    }
+
+    /// Block and data are with the kernel and in memory, or some of that has failed.
+    pub(super) fn end(mut self, is_done: bool) {
+        self.under_way.is_done = is_done;
     }
 }
 
@@ -91,14 +131,23 @@ impl Live {
         offset: u64,
         from: Span,
     ) -> io::Result<()> {
-        self.check_writable(volume, offset, from.len() as u64)?;
-        for (at, part) in parts(offset, from.len()) {
-            let mut new = vec![0; part.len()];
-            // Hash and data are of the same bytes, whoever may write the guest's memory.
-            port.memory().copy_out(from.slice(part.start, part.len()), &mut new);
-            self.write_part(port, volume, at, new).await?;
+        let domain = self.check_writable(volume, offset, from.len() as u64)?;
+        let mut parts =
+            parts(offset, from.len()).map(|(at, part)| (at, from.slice(part.start, part.len())));
+        loop {
+            let some: Vec<_> = parts.by_ref().take(PARTS_AT_ONCE).collect();
+            let mut named = name_parts(port, &domain, &some).await;
+            let mut write = |i: usize| {
+                let (at, from) = some[i];
+                self.write_part(port, volume, &domain, at, Source::Span(from), named[i].take())
+            };
+            match some.len() {
+                0 => return Ok(()),
+                1 => write(0).await?,
+                // In their order: so content that is read in order is put in order.
+                n => all((0..n).map(write)).await.into_iter().collect::<io::Result<()>>()?,
+            }
         }
-        Ok(())
     }
 
     /// Makes a range of a volume read as zeros.
@@ -112,7 +161,7 @@ impl Live {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
-        self.check_writable(volume, offset, len)?;
+        let domain = self.check_writable(volume, offset, len)?;
         let (block, leaf) = (BLOCK_BYTES as u64, (V2P_ENTRIES * BLOCK_BYTES) as u64);
         let (mut at, end) = (offset, offset + len);
         while at < end {
@@ -121,7 +170,8 @@ impl Live {
                 within => (block - within).min(end - at),
             };
             if bytes < block {
-                self.write_part(port, volume, at, vec![0; bytes as usize]).await?;
+                let zeros = Source::Zeros(bytes as usize);
+                self.write_part(port, volume, &domain, at, zeros, None).await?;
             } else {
                 self.empty_blocks(port, volume, at / block, bytes / block).await?;
             }
@@ -131,13 +181,17 @@ impl Live {
         Ok(())
     }
 
-    fn check_writable(&self, volume: VolumeId, offset: u64, len: u64) -> io::Result<()> {
+    /// Whether somebody may write there. Gives what names its contents.
+    fn check_writable(&self, volume: VolumeId, offset: u64, len: u64) -> io::Result<Domain> {
         self.check_range(volume, offset, len)?;
-        let is_snapshot = |v: &crate::store::table::Volume| v.is_snapshot;
-        match self.core().volumes.entries().get(&volume).is_some_and(is_snapshot) {
-            true => Err(io::ErrorKind::PermissionDenied.into()),
-            false => Ok(()),
+        let core = self.core();
+        let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
+        if volume.is_snapshot {
+            return Err(io::ErrorKind::PermissionDenied.into());
         }
+        let domain = core.domains.entries().get(&volume.domain.into());
+        let domain = domain.ok_or_else(|| damaged(Damaged("a volume is of no domain")))?;
+        Ok(Domain { number: volume.domain, key: domain.key.clone() })
     }
 
     /// Whole blocks of one leaf get zeros.
@@ -154,10 +208,9 @@ impl Live {
             if self.look(port, leaf, |_, _| ()).await?.is_none() {
                 return Ok(());
             }
-            let blocks = (block..block + count).map(|block| (block, 0)).collect();
+            let blocks = (block..block + count).map(|block| (volume, block, 0)).collect();
             let record = Record::Zeros { volume, block, count: count as u32 };
-            let change = Change { volume, blocks, new: Vec::new() };
-            self.carry_out(port, change, vec![record], Vec::new()).await
+            self.carry_out(port, Change { blocks, new: Vec::new() }, &record).await
         };
         self.epochs.during(change).await
     }
@@ -167,22 +220,29 @@ impl Live {
         &self,
         port: &Port,
         volume: VolumeId,
+        domain: &Domain,
         offset: u64,
-        new: Vec<u8>,
+        source: Source,
+        mut named: Option<Named>,
     ) -> io::Result<()> {
-        let blocks = blocks_of(offset, new.len());
+        let blocks = blocks_of(offset, source.len());
         // Section 3, step 1.
         let _alone = self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?;
-        let write = async || {
-            let from = (offset % BLOCK_BYTES as u64) as usize;
-            let is_whole = from == 0 && new.len().is_multiple_of(BLOCK_BYTES);
-            let first = blocks.start;
-            if is_whole {
-                return self.write_blocks(port, volume, first, &new).await;
-            }
-            let mut bytes = self.read_blocks(port, volume, blocks.clone()).await?;
-            bytes[from..from + new.len()].copy_from_slice(&new);
-            self.write_blocks(port, volume, first, &bytes).await
+        let mut write = async || {
+            // Behind the entry into the epoch (section 7).
+            let phase = self.phase();
+            let Named { bytes, mut gets } = match named.take() {
+                Some(named) => named,
+                None => {
+                    let mut bytes = self.read_around(port, volume, offset, source.len()).await?;
+                    let from = (offset % BLOCK_BYTES as u64) as usize;
+                    source.bytes(port, &mut bytes[from..from + source.len()]);
+                    Named::of(&domain.key, bytes)
+                }
+            };
+            self.look_up(port, phase, &mut gets).await?;
+            let (domain, first) = (domain.number, blocks.start);
+            self.write_together(port, Part { volume, domain, first, bytes, gets }).await
         };
         let is_full = |e: &io::Error| e.kind() == io::ErrorKind::StorageFull;
         match self.epochs.during(write()).await {
@@ -195,78 +255,45 @@ impl Live {
         self.epochs.during(write()).await
     }
 
-    /// Whole blocks of one part, whose locks the caller has. It is in an epoch.
-    async fn write_blocks(
-        &self,
-        port: &Port,
-        volume: VolumeId,
-        first: u64,
-        bytes: &[u8],
-    ) -> io::Result<()> {
-        // Behind the entry into the epoch (section 7).
-        let phase = self.phase();
-        self.checkpoint_if_wanted(port).await;
-        let (gets, unknown) = self.look_up(port, volume, phase, bytes).await?;
-        let (new, runs) = self.place(port, volume, first, &unknown, bytes).await?;
-        let (mut blocks, mut records) = (Vec::new(), Vec::new());
-        let mut told = vec![false; unknown.len()];
-        for (block, gets) in (first..).zip(&gets) {
-            let number = match *gets {
-                Gets::Number(number) => number,
-                Gets::Unknown(i) => new[i].number,
-            };
-            blocks.push((block, number));
-            records.push(match *gets {
-                Gets::Number(0) => Record::Zeros { volume, block, count: 1 },
-                Gets::Unknown(i) if !std::mem::replace(&mut told[i], true) => Record::New(new[i]),
-                _ => Record::Same { volume, block, number, count: 1 },
-            });
+    /// Hands a part over to the turn of this thread, or carries that out.
+    async fn write_together(&self, port: &Port, part: Part) -> io::Result<()> {
+        let (seat, leader) = self.turns.join(port.io.id(), part);
+        if let Some(leader) = leader {
+            port.io.yield_to_others().await;
+            self.write_all(port, leader.close()).await;
         }
-        let change = Change { volume, blocks, new };
-        self.carry_out(port, change, records, runs).await
+        seat.wait().await
     }
 
-    /// Section 3, step 3: what the blocks get, and which content of it the store has not.
-    async fn look_up(
+    /// The blocks around a range, as far as it leaves something of them.
+    async fn read_around(
         &self,
         port: &Port,
         volume: VolumeId,
-        phase: Phase,
-        bytes: &[u8],
-    ) -> io::Result<(Vec<Gets>, Vec<Unknown>)> {
-        let key = {
-            let core = self.core();
-            let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
-            let domain = core.domains.entries().get(&volume.domain.into());
-            domain.map(|domain| domain.key.clone())
-        };
-        let key = key.ok_or_else(|| damaged(Damaged("a volume is of no domain")))?;
-        let (mut gets, mut unknown) = (Vec::new(), Vec::new());
-        // Of this part itself.
-        let mut known: HashMap<ContentHash, usize> = HashMap::new();
-        for (at, block) in bytes.chunks(BLOCK_BYTES).enumerate() {
-            if is_zeros(block) {
-                gets.push(Gets::Number(0));
-                continue;
-            }
-            let hash = key.hash(block);
-            gets.push(match (self.find(port, phase, &hash).await?, known.get(&hash)) {
-                (Some(number), _) => Gets::Number(number),
-                (None, Some(i)) => Gets::Unknown(*i),
-                (None, None) => {
-                    known.insert(hash, unknown.len());
-                    unknown.push(Unknown { at, hash });
-                    Gets::Unknown(unknown.len() - 1)
-                }
-            });
+        offset: u64,
+        len: usize,
+    ) -> io::Result<Vec<u8>> {
+        match is_whole(offset, len) {
+            true => Ok(vec![0; len]),
+            false => self.read_blocks(port, volume, blocks_of(offset, len)).await,
         }
-        Ok((gets, unknown))
+    }
+
+    /// Section 3, step 3: content that the store has is not written once more.
+    async fn look_up(&self, port: &Port, phase: Phase, gets: &mut [Gets]) -> io::Result<()> {
+        for gets in gets {
+            if let Gets::New(hash, _) = gets
+                && let Some(number) = self.find(port, phase, hash).await?
+            {
+                *gets = Gets::Number(number);
+            }
+        }
+        Ok(())
     }
 
     /// A number that has this content: the index names candidates, the whole hash decides.
     async fn find(&self, port: &Port, phase: Phase, hash: &ContentHash) -> io::Result<Option<u64>> {
-        let candidates: Vec<u64> = self.index.candidates(hash).collect();
-        for number in candidates {
+        for number in self.index.candidates(hash) {
             // In this order (section 6, Order).
             match self.has(port, number, hash).await {
                 Ok(true) if self.claim_content(phase, number) => return Ok(Some(number)),
@@ -290,127 +317,53 @@ impl Live {
         Ok(is_here && self.hash_of(port, number).await? == *hash)
     }
 
-    /// Section 3, step 4: numbers and places for what the store has not, and its data by places in a row.
-    async fn place(
-        &self,
-        port: &Port,
-        volume: VolumeId,
-        first: u64,
-        unknown: &[Unknown],
-        bytes: &[u8],
-    ) -> io::Result<(Vec<NewContent>, Vec<Run>)> {
-        let (mut new, mut runs): (Vec<NewContent>, Vec<Run>) = (Vec::new(), Vec::new());
-        while new.len() < unknown.len() {
-            let given = self.give(volume, (unknown.len() - new.len()) as u64)?;
-            let (places, numbers, domain) = match given {
-                Gives::Run(places, numbers, domain) => (places, numbers, domain),
-                Gives::Bits(segment) => {
-                    self.load_bits(port, segment).await?;
-                    continue;
-                }
-                Gives::Numbers(page) => {
-                    self.open_numbers(port, page).await?;
-                    continue;
-                }
-                Gives::Nothing => return Err(io::ErrorKind::StorageFull.into()),
-            };
-            let mut run = Run { place: places.start, bytes: Vec::new() };
-            for (place, number) in places.zip(numbers) {
-                let Unknown { at, hash } = unknown[new.len()];
-                let data = &bytes[at * BLOCK_BYTES..(at + 1) * BLOCK_BYTES];
-                run.bytes.extend_from_slice(data);
-                let (block, checksum) = (first + at as u64, checksum(data));
-                new.push(NewContent { volume, block, number, place, checksum, domain, hash });
-            }
-            runs.push(run);
-        }
-        Ok((new, runs))
-    }
-
-    /// Places in a row, and as many numbers of a volume's domain. Numbers that were used before come first, so
-    /// that their pages need no more room.
-    fn give(&self, volume: VolumeId, most: u64) -> io::Result<Gives> {
-        self.release();
-        let core = &mut *self.core();
-        let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
-        let domain = volume.domain;
-        let ready = core.free_numbers.ready();
-        if let (0, Some(page)) = (ready, core.free_numbers.next_page()) {
-            return Ok(Gives::Numbers(page));
-        }
-        let never_given = core.layout.places().saturating_sub(core.numbers_end);
-        let most = most.min(if ready > 0 { ready } else { never_given });
-        if most == 0 {
-            return Ok(Gives::Nothing);
-        }
-        let places = match core.space.give_data(most) {
-            Given::Places(places) => places,
-            Given::Load(segment) => return Ok(Gives::Bits(segment)),
-            Given::Full => return Ok(Gives::Nothing),
-        };
-        let mut marks = self.marks();
-        let numbers = places.clone().map(|_| {
-            let number = core.free_numbers.give().unwrap_or(core.numbers_end);
-            core.numbers_end = core.numbers_end.max(number + 1);
-            marks.is_given(number);
-            number
-        });
-        let numbers = numbers.collect();
-        Ok(Gives::Run(places, numbers, domain))
-    }
-
-    /// Section 3, steps 5 and 6: data and journal block side by side, then the change in memory.
-    async fn carry_out(
-        &self,
-        port: &Port,
-        change: Change,
-        records: Vec<Record>,
-        runs: Vec<Run>,
-    ) -> io::Result<()> {
+    /// A change without new content: its record, and then it is in memory.
+    async fn carry_out(&self, port: &Port, change: Change, record: &Record) -> io::Result<()> {
         let leaves = change.leaves();
         let mut claim = self.claim(port, &leaves).await?;
         let mut block = Filling::default();
-        if !records.iter().all(|record| block.add(record)) {
-            return Err(damaged(Damaged("a change has more records than a block takes")));
-        }
-        let data = async {
-            let mut done = Ok(());
-            for run in &runs {
-                // A later one is tried all the same: all of them have ended then.
-                done = self.medium.write(port, run.place, &run.bytes).await.and(done);
-            }
-            done
-        };
+        block.add(record);
         // In memory all of it is there, or nothing.
         let make = async |live: &Live| {
             live.with_all(port, &mut claim, &leaves, |core| change.make(core)).await
         };
-        let check = |core: &Core| change.check(core);
-        self.tell(port, Lanes::One, block, check, data, make).await?;
-        for new in &change.new {
-            self.index.remember(&new.hash, new.number);
-        }
-        Ok(())
+        self.tell(port, Lanes::One, block, |core| change.check(core), make).await
     }
 
-    /// Writes a journal block beside `data`; when both have ended well `act` changes the memory. No checkpoint
-    /// begins in between, so it has all of it or nothing. `check` is asked when no volume can come or go any
-    /// more: a replay has to be able to carry out what the block says.
+    /// Writes a journal block; when it has ended well `act` changes the memory. No checkpoint begins in
+    /// between, so it has all of it or nothing. `check` is as that of [`tell_of`](Live::tell_of).
     pub(super) async fn tell(
         &self,
         port: &Port,
         lanes: Lanes,
         block: Filling,
-        check: impl Fn(&Core) -> io::Result<()>,
-        data: impl Future<Output = io::Result<()>>,
+        check: impl FnMut(&Core) -> io::Result<()>,
         act: impl AsyncFnOnce(&Live) -> io::Result<()>,
     ) -> io::Result<()> {
-        let (_lanes, number, synced) = loop {
+        let told = self.tell_of(port, lanes, check).await?;
+        let (place, block) = told.block(self, block);
+        self.medium.write(port, place, &block).await?;
+        act(self).await?;
+        told.end(true);
+        Ok(())
+    }
+
+    /// A number for a journal block, for which checkpoints are made. `check` is asked when no volume can come or
+    /// go any more: a replay has to be able to carry out what the block says.
+    pub(super) async fn tell_of(
+        &self,
+        port: &Port,
+        lanes: Lanes,
+        mut check: impl FnMut(&Core) -> io::Result<()>,
+    ) -> io::Result<Told<'_>> {
+        loop {
             let (held, begun) = match lanes {
-                Lanes::One => {
+                Lanes::One | Lanes::Empty => {
                     let held = vec![self.lanes.lock_one(&port.io).await?];
                     check(&self.core())?;
-                    (held, self.numbers().begin())
+                    let mut numbers = self.numbers();
+                    let is_empty = matches!(lanes, Lanes::Empty);
+                    (held, if is_empty { numbers.begin_empty() } else { numbers.begin() })
                 }
                 Lanes::All => {
                     let held = self.lanes.lock_all(&port.io).await?;
@@ -418,48 +371,41 @@ impl Live {
                     (held, self.numbers().begin_operation())
                 }
             };
-            match begun {
-                Some((number, synced)) => break (held, number, synced),
-                None => drop(held),
+            if let Some((number, synced)) = begun {
+                let under_way = UnderWay { live: self, number, is_done: false };
+                return Ok(Told { under_way, _lanes: held, synced });
             }
+            drop(held);
             self.checkpoint(port).await?;
-        };
-        let mut under_way = UnderWay { live: self, number, is_done: false };
-        let (id, place) = {
-            let core = self.core();
-            (core.id, core.layout.journal(number))
-        };
-        let block = block.finish(&id, number, synced);
-        let (data, record) = both(data, self.medium.write(port, place, &block)).await;
-        data.and(record)?;
-        act(self).await?;
-        under_way.is_done = true;
-        Ok(())
+        }
     }
 }
 
-/// Two things at once, until both have ended.
-async fn both<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (A, B) {
-    let (mut a, mut b) = (pin!(a), pin!(b));
-    let (mut done_a, mut done_b) = (None, None);
-    poll_fn(|cx| {
-        if done_a.is_none()
-            && let Poll::Ready(value) = a.as_mut().poll(cx)
-        {
-            done_a = Some(value);
-        }
-        if done_b.is_none()
-            && let Poll::Ready(value) = b.as_mut().poll(cx)
-        {
-            done_b = Some(value);
-        }
-        match (done_a.take(), done_b.take()) {
-            (Some(a), Some(b)) => Poll::Ready((a, b)),
-            (a, b) => {
-                (done_a, done_b) = (a, b);
-                Poll::Pending
-            }
-        }
-    })
-    .await
+fn is_whole(offset: u64, len: usize) -> bool {
+    offset.is_multiple_of(BLOCK_BYTES as u64) && len.is_multiple_of(BLOCK_BYTES)
+}
+
+/// Names the parts that are whole blocks, before anybody has to wait for them: on other threads if they are many.
+async fn name_parts(port: &Port, domain: &Domain, parts: &[(u64, Span)]) -> Vec<Option<Named>> {
+    let mut bytes: Vec<Option<Vec<u8>>> = parts
+        .iter()
+        .map(|(at, from)| {
+            is_whole(*at, from.len()).then(|| {
+                let mut bytes = vec![0; from.len()];
+                // Hash and data are of the same bytes, whoever may write the guest's memory.
+                port.memory().copy_out(*from, &mut bytes);
+                bytes
+            })
+        })
+        .collect();
+    let name = |key: &DomainKey, bytes: &mut [Option<Vec<u8>>]| -> Vec<Option<Named>> {
+        bytes.iter_mut().map(|bytes| bytes.take().map(|bytes| Named::of(key, bytes))).collect()
+    };
+    if parts.iter().map(|(_, from)| from.len()).sum::<usize>() < HASHED_BESIDE {
+        return name(&domain.key, &mut bytes);
+    }
+    let key = domain.key.clone();
+    let named = port.io.compute(move || name(&key, &mut bytes)).await;
+    // What no thread has named each part names for itself.
+    named.unwrap_or_else(|_| parts.iter().map(|_| None).collect())
 }

@@ -77,6 +77,8 @@ pub struct Space {
     open: Option<(u64, u64)>,
     /// The same for content that is put in order.
     sealed: Option<(u64, u64)>,
+    /// The place behind the last one that a page got.
+    next_page: u64,
     /// Since the last checkpoint began.
     dropped: Vec<u64>,
     /// By the checkpoints that have begun. Those that no checkpoint has yet are in the last.
@@ -102,6 +104,7 @@ impl Space {
             open: None,
             sealed: None,
             given: 0,
+            next_page: 0,
             dropped: Vec::new(),
             waiting: VecDeque::new(),
             written: Vec::new(),
@@ -336,11 +339,16 @@ impl Space {
         let segment = &mut self.segments[2 * pair as usize];
         // In memory always.
         let bits = segment.bits.as_mut()?;
-        let at = bits.clear_run(0, 1)?.start;
+        let first = self.layout.first_place(2 * pair);
+        // Behind the last one, so that those of one checkpoint are in a row.
+        let from = self.next_page.checked_sub(first).filter(|at| *at < self.layout.segment_blocks);
+        let behind = from.and_then(|from| bits.clear_run(from, 1));
+        let at = behind.or_else(|| bits.clear_run(0, 1))?.start;
         bits.set(at);
         segment.free -= 1;
         segment.changed = true;
-        let place = self.layout.first_place(2 * pair) + at;
+        let place = first + at;
+        self.next_page = place + 1;
         self.mark_page(place);
         Some(place)
     }

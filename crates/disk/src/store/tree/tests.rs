@@ -346,7 +346,8 @@ fn what_is_promised_and_not_clean_leaves_a_quarter_of_the_slots() {
         let _ = tree.change(&mut pages, 2, leaf);
     }
     pages.keep_promise(promise);
-    assert!(pages.promise(23).is_none() && !pages.wants_checkpoint());
+    assert!(!pages.wants_checkpoint() && pages.promise(23).is_none());
+    assert!(pages.wants_checkpoint(), "more room is left for writers from now on");
     // Frozen ones that are changed take another slot each.
     pages.freeze();
     let promise = pages.promise(22).unwrap();
