@@ -229,7 +229,7 @@ async fn use_again(live: &Live, port: &Port, number: u64, content: u64) -> io::R
     hash[..8].copy_from_slice(&content.to_le_bytes());
     let hash = ContentHash(hash);
     let new = NewContent { volume, block: 0, number, place, checksum, domain: 0, hash };
-    let change = Change { volume, blocks: Vec::new(), new: vec![new] };
+    let change = Change { blocks: Vec::new(), new: vec![new] };
     let leaves = change.leaves();
     let mut claim = live.claim(port, &leaves).await?;
     live.with_all(port, &mut claim, &leaves, |core| change.make(core)).await
