@@ -3,7 +3,7 @@
 use crate::dist::{self, Squeeze};
 use crate::programs::Programs;
 use crate::xentests::{self, Tests};
-use crate::{fast_checks, needs, unsteady};
+use crate::{fast_checks, needs, truth, unsteady};
 use anyhow::{Context, Result};
 use ferrite_xenhost::Program;
 use ferrite_xenhost::disk::Backend;
@@ -111,6 +111,9 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
         }
         if let Some(prepared) = prepared {
             let prepared = prepared.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));
+            if with_rest {
+                outcomes.push(check("a store beside a count", || truth::test(&[suite])));
+            }
             outcomes.extend(xen(arguments, prepared));
         }
     });

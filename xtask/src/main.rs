@@ -17,6 +17,7 @@ mod needs;
 mod nightly;
 mod powercuts;
 mod programs;
+mod truth;
 mod unsteady;
 mod xentests;
 

@@ -1,12 +1,13 @@
 //! The checks that take hours: every test on real Xen of two releases, mutants, every test under
-//! AddressSanitizer, a disk that is parked a thousand times, the program for any libc, power cuts
-//! with new seeds, fuzz targets.
+//! AddressSanitizer, images of two releases in a store, a disk that is parked a thousand times, the
+//! program for any libc, power cuts with new seeds, fuzz targets.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 
-use crate::{checks, dist, fast_checks, fuzz, mutants, powercuts};
+use crate::{checks, dist, fast_checks, fuzz, mutants, powercuts, truth};
+use ferrite_xenhost::root::{BOOKWORM, TRIXIE};
 use ferrite_xenhost::steps::{self, say, step};
 
 /// Options of `cargo xtask nightly`.
@@ -15,7 +16,7 @@ pub(crate) struct NightlyArguments {
     /// For how long in all.
     #[arg(default_value_t = 8.0)]
     hours: f64,
-    /// Only one of the seven.
+    /// Only one of the eight.
     #[arg(long, value_enum)]
     only: Option<Part>,
 }
@@ -24,6 +25,8 @@ pub(crate) struct NightlyArguments {
 enum Part {
     /// Every test on a real Xen host, on Xen 4.20 and on 4.17.
     Xen,
+    /// Images of both releases in a store, beside a count by hand.
+    Truth,
     /// Mutants, as long as that takes.
     Mutants,
     /// Every test of the data path under AddressSanitizer.
@@ -47,6 +50,10 @@ pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
         for release in ["trixie", "bookworm"] {
             good &= checks::xen_of(release)?;
         }
+    }
+    if wanted(Part::Truth) {
+        let truth = step("a store beside a count", || truth::test(&[TRIXIE, BOOKWORM]));
+        good &= truth.inspect_err(|error| say(steps::chain(error))).is_ok();
     }
     if wanted(Part::Mutants) {
         good &= mutants::nightly()?;

@@ -13,8 +13,10 @@ use ferrite_disk::store::journal::Name;
 use ferrite_disk::store::live::Operation;
 use ferrite_disk::tools::Convert;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Extent, ImageName, OpenOptions};
+use ferrite_io::engine::Op;
 use ferrite_io::engines::EngineChoice;
-use ferrite_testkit::stores::{SMALLEST, create, operate, options, seat};
+use ferrite_testkit::faulty::Faults;
+use ferrite_testkit::stores::{SMALLEST, create, on_a_port_of, operate, options, seat};
 
 const BLOCK: usize = 4096;
 
@@ -258,4 +260,38 @@ fn what_was_flushed_is_told_behind_the_flush() {
     file.write_all_at(&[6], (at * BLOCK) as u64).unwrap();
     let read = Queue::new(open(&store, "a").unwrap()).read(0, BLOCK);
     assert_eq!(read.unwrap_err().kind(), std::io::ErrorKind::InvalidData);
+}
+
+/// What is written for a snapshot of a large volume, for one of a small one, and for clones: their journal blocks.
+#[test]
+fn a_snapshot_or_clone_of_a_tebibyte_writes_what_one_of_a_small_volume_does() {
+    const TIB: u64 = 1 << 28;
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, 4 * SMALLEST, &[("large", TIB), ("small", 64)]);
+    let mut large = Queue::new(open(&store, "large").unwrap());
+    // Leaves and inner pages all over it.
+    for part in 0..500 {
+        large.write(part * (TIB / 500) * BLOCK as u64, &[part as u8 + 1; BLOCK]).unwrap();
+    }
+    let seat = seat(&store).unwrap();
+    let live = seat.store().live();
+    let faults = Faults::none();
+    let written = |operation: fn(Name, u32) -> Operation, of: &str, called: &str| {
+        faults.list();
+        let of = live.volume(of).unwrap();
+        on_a_port_of(&faults, seat.store().files(), async |port| {
+            live.operate(port, operation(name(called), of)).await.unwrap();
+        });
+        let writes = faults.take_list().into_iter();
+        writes.map(|op| if let Op::Write { buf, .. } = op { buf.len() } else { 0 }).sum::<usize>()
+    };
+    let of_small = written(Operation::Snapshot, "small", "of-small");
+    assert!((1..64 << 10).contains(&of_small), "{of_small} bytes");
+    assert_eq!(written(Operation::Snapshot, "large", "of-large"), of_small);
+    assert_eq!(written(Operation::Clone, "large", "clone"), of_small);
+    assert_eq!(written(Operation::Clone, "of-large", "another"), of_small);
+    let last = 499 * (TIB / 500) * BLOCK as u64;
+    let mut clone = Queue::new(open(&store, "another").unwrap());
+    assert_eq!(clone.read(last, BLOCK).unwrap(), [244; BLOCK]);
 }

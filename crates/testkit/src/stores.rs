@@ -17,6 +17,8 @@ use ferrite_io::engines::test_engine;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
+use crate::faulty::Faults;
+
 /// The smallest store.
 pub const SMALLEST: u64 = 18 << 20;
 
@@ -36,8 +38,20 @@ pub fn on_a_port<T>(
     files: Vec<Arc<std::os::fd::OwnedFd>>,
     work: impl AsyncFnOnce(&Port) -> T,
 ) -> T {
+    on_a_port_of(&Faults::none(), files, work)
+}
+
+/// The same, on an engine that fails and lists as its test says.
+///
+/// # Panics
+/// There is no engine.
+pub fn on_a_port_of<T>(
+    faults: &Faults,
+    files: Vec<Arc<std::os::fd::OwnedFd>>,
+    work: impl AsyncFnOnce(&Port) -> T,
+) -> T {
     let arena = Arena::new(Disk::MAX_SCRATCH_BYTES).unwrap();
-    let mut reactor = Reactor::new(test_engine().open(arena.clone(), ENTRIES).unwrap());
+    let mut reactor = Reactor::new(faults.open(arena.clone(), ENTRIES).unwrap());
     let files = files.into_iter().map(|file| reactor.add_file(file).unwrap()).collect();
     let scratch = Scratch::new(arena.clone(), arena.span(0, Disk::MAX_SCRATCH_BYTES));
     let port = Port { io: reactor.io(), files, scratch };

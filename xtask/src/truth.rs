@@ -1,0 +1,217 @@
+//! A store beside a count by hand: images of Debian in it, and how many different blocks they have.
+//!
+//! Nothing of the product does the counting. So a store that shares too little shows, and so does one that says
+//! that it has less than it has.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{BufReader, ErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use crate::programs::Programs;
+use ferrite_xenhost::packages::as_root;
+use ferrite_xenhost::root::{self, Suite};
+use ferrite_xenhost::steps::{self, fresh_log, output, run_logged, say};
+
+const BLOCK_BYTES: usize = 4096;
+/// What a store may take, as a share of what a count by hand finds.
+const STORED_AT_MOST: f64 = 1.01;
+/// Its metadata at most, as a share of the data.
+const METADATA_AT_MOST: f64 = 0.02;
+
+/// What an owner does to a copy of a system: programs go, others come, a large file grows.
+const CHANGES: &str = "rm /usr/bin/perl\nrm /usr/bin/fio\nwrite /bin/bash /srv/shell\n\
+                       write /proc/self/exe /srv/program\n";
+
+#[derive(Deserialize)]
+struct Stats {
+    mapped_bytes: u64,
+    distinct_bytes: u64,
+    stored_bytes: u64,
+    metadata_bytes: u64,
+}
+
+/// Puts images of these releases into a store, beside the same files on another file system, a clone and a changed
+/// copy of the first, and compares what that takes with a count.
+pub(crate) fn test(suites: &[Suite]) -> Result<()> {
+    let dir = steps::target_dir().join("truth");
+    // What an earlier run left when it was killed.
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir)?;
+    let done = in_dir(&dir, suites);
+    std::fs::remove_dir_all(&dir)?;
+    done
+}
+
+fn in_dir(dir: &Path, suites: &[Suite]) -> Result<()> {
+    let log = fresh_log("truth")?;
+    let mut images = Vec::new();
+    for suite in suites {
+        images.push((suite.name, root::ensure(*suite)?.image()));
+    }
+    let first = images[0].1.clone();
+    images.push(("again", made_anew(dir, &first, &log)?));
+    images.push(("changed", changed(dir, &first, &log)?));
+
+    let program = Programs::build(&[])?.binary("ferrite", "ferrite")?;
+    let store = dir.join("truth.store").display().to_string();
+    let ferrite = |arguments: &[&str]| run_logged(Command::new(&program).args(arguments), &log);
+    let volume = |name: &str| format!("{store}#{name}");
+    ferrite(&["store", "create", &store, "--size", "32G"])?;
+    for (name, image) in &images {
+        let from = format!("raw:{}", image.display());
+        ferrite(&["image", "convert", &from, &format!("store:{}", volume(name))])?;
+    }
+    ferrite(&["store", "clone", &volume(images[0].0), "clone"])?;
+    // The second one gives back what the first has kept.
+    ferrite(&["store", "gc", &store])?;
+    ferrite(&["store", "gc", &store])?;
+    for (name, image) in &images {
+        let from = format!("raw:{}", image.display());
+        ferrite(&["image", "compare", &from, &format!("store:{}", volume(name))])?;
+    }
+    ferrite(&["store", "check", &store])?;
+    let stats = output(Command::new(&program).args(["store", "stats", "--json", &store]))?;
+    let stats: Stats = serde_json::from_str(&stats).context("what ferrite store stats says")?;
+    judge(&stats, &count(&images)?)
+}
+
+/// The same files on a file system of another shape, as on the disk of another guest.
+fn made_anew(dir: &Path, image: &Path, log: &Path) -> Result<PathBuf> {
+    let (tree, anew) = (dir.join("tree"), dir.join("again.raw"));
+    std::fs::create_dir_all(&tree)?;
+    let dump = format!("rdump /usr {}", tree.display());
+    run_logged(as_root("debugfs").args(["-R", &dump]).arg(image), log)?;
+    run_logged(Command::new("truncate").args(["-s", "4G"]).arg(&anew), log)?;
+    let mut make = as_root("mkfs.ext4");
+    make.args(["-q", "-b", "4096", "-N", "200000", "-L", "again", "-d"]).arg(&tree).arg(&anew);
+    run_logged(&mut make, log)?;
+    run_logged(as_root("rm").arg("-rf").arg(&tree), log)?;
+    Ok(anew)
+}
+
+/// A copy in which its owner has worked.
+fn changed(dir: &Path, image: &Path, log: &Path) -> Result<PathBuf> {
+    let (copy, script) = (dir.join("changed.raw"), dir.join("changes"));
+    run_logged(Command::new("cp").arg("--sparse=always").arg(image).arg(&copy), log)?;
+    std::fs::write(&script, CHANGES)?;
+    run_logged(as_root("debugfs").args(["-w", "-f"]).arg(&script).arg(&copy), log)?;
+    Ok(copy)
+}
+
+/// What a count by hand finds.
+#[derive(Default)]
+struct Count {
+    /// Blocks that are not zeros.
+    mapped: u64,
+    /// Those that differ.
+    distinct: u64,
+}
+
+fn count(images: &[(&str, PathBuf)]) -> Result<Count> {
+    let mut known = HashSet::new();
+    let mut mapped = 0;
+    for (i, (_, image)) in images.iter().enumerate() {
+        // The clone has all that the first has.
+        let volumes = if i == 0 { 2 } else { 1 };
+        let file = File::open(image).with_context(|| format!("cannot read {}", image.display()))?;
+        let mut file = BufReader::with_capacity(1 << 20, file);
+        let mut block = [0; BLOCK_BYTES];
+        while whole(&mut file, &mut block)? {
+            if block.iter().any(|byte| *byte != 0) {
+                mapped += volumes;
+                known.insert(name(&block));
+            }
+        }
+    }
+    Ok(Count { mapped, distinct: known.len() as u64 })
+}
+
+/// The next block. What an image has behind its last whole one is compared by nobody: roots have none.
+fn whole(file: &mut impl Read, block: &mut [u8]) -> Result<bool> {
+    match file.read_exact(block) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == ErrorKind::UnexpectedEof => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// 128 bits of a block, by another function than the store's.
+fn name(block: &[u8]) -> [u64; 2] {
+    [1_u8, 2].map(|half| {
+        let mut hasher = DefaultHasher::new();
+        (half, block).hash(&mut hasher);
+        hasher.finish()
+    })
+}
+
+fn judge(stats: &Stats, count: &Count) -> Result<()> {
+    let block = BLOCK_BYTES as u64;
+    let (mapped, distinct) = (count.mapped * block, count.distinct * block);
+    let stored = stats.stored_bytes as f64 / distinct as f64;
+    let metadata = stats.metadata_bytes as f64 / stats.stored_bytes as f64;
+    say(format!(
+        "images have {} MiB, of which {} MiB differ; the store has {} MiB: {stored:.4} times that; its metadata \
+         are {:.2} % of it",
+        mapped >> 20,
+        distinct >> 20,
+        stats.stored_bytes >> 20,
+        metadata * 100.0
+    ));
+    ensure!(
+        stats.mapped_bytes == mapped,
+        "stats says that {} bytes are mapped",
+        stats.mapped_bytes
+    );
+    ensure!(stats.distinct_bytes == distinct, "stats says that {} differ", stats.distinct_bytes);
+    ensure!(stored >= 1.0, "less is stored than there is");
+    ensure!(stored <= STORED_AT_MOST, "more is stored than {STORED_AT_MOST} times what differs");
+    ensure!(
+        metadata <= METADATA_AT_MOST,
+        "the metadata are more than {METADATA_AT_MOST} of the data"
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn stats(stored_bytes: u64, metadata_bytes: u64) -> Stats {
+        Stats { mapped_bytes: 800 * MIB, distinct_bytes: 400 * MIB, stored_bytes, metadata_bytes }
+    }
+
+    #[test]
+    fn a_store_that_shares_too_little_or_says_too_little_is_noticed() {
+        let count = Count { mapped: 800 << 8, distinct: 400 << 8 };
+        judge(&stats(400 * MIB, 8 * MIB), &count).unwrap();
+        judge(&stats(404 * MIB, 8 * MIB), &count).unwrap();
+        for wrong in
+            [stats(405 * MIB, 8 * MIB), stats(399 * MIB, 7 * MIB), stats(400 * MIB, 9 * MIB)]
+        {
+            judge(&wrong, &count).unwrap_err();
+        }
+        judge(&stats(400 * MIB, 8 * MIB), &Count { mapped: 800 << 8, distinct: 401 << 8 })
+            .unwrap_err();
+        judge(&stats(400 * MIB, 8 * MIB), &Count { mapped: 801 << 8, distinct: 400 << 8 })
+            .unwrap_err();
+    }
+
+    #[test]
+    fn blocks_are_counted_once_and_zeros_never() {
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
+        let block = |value: u8| [value; BLOCK_BYTES];
+        std::fs::write(&a, [block(1), block(0), block(2), block(1)].concat()).unwrap();
+        std::fs::write(&b, [block(2), block(3), block(0)].concat()).unwrap();
+        let count = count(&[("a", a), ("b", b)]).unwrap();
+        assert_eq!((count.mapped, count.distinct), (2 * 3 + 2, 3));
+    }
+}
