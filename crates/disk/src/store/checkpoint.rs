@@ -223,6 +223,8 @@ pub async fn write(
     port: &Port,
     removed: impl FnOnce() -> u64,
 ) -> io::Result<()> {
+    // One that was dropped in between has said nothing.
+    lock(core).space.failed();
     let done = write_all(core, medium, port).await;
     match &done {
         Ok(()) => lock(core).end(removed()),

@@ -239,7 +239,10 @@ impl Record {
                     && are_numbers(number, count)
                     && are_blocks(block, count)
             }
-            Record::Zeros { block, count, .. } => count > 0 && are_blocks(block, count.into()),
+            Record::Zeros { block, count, .. } => {
+                let count = count.into();
+                (1..=MAX_SAME).contains(&count) && are_blocks(block, count)
+            }
             _ => true,
         }
     }

@@ -17,6 +17,7 @@ mod mapping;
 mod passes;
 mod reading;
 mod replaying;
+mod room;
 mod scrubbing;
 mod sweeping;
 mod tending;

@@ -139,7 +139,7 @@ impl Numbers {
     }
 
     /// Whether a block has failed that a replay may find.
-    fn has_failed(&self) -> bool {
+    pub fn has_failed(&self) -> bool {
         !self.failed.is_empty()
     }
 

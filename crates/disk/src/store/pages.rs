@@ -199,6 +199,12 @@ impl Pages {
         self.unclean_slots >= self.writer.count() / part
     }
 
+    /// Pages that a checkpoint would write of what is not clean, and of what was promised: a leaf, and one that
+    /// leads to it.
+    pub fn owed_pages(&self) -> usize {
+        self.unclean.len() + self.promised
+    }
+
     /// Whether no page is dirty.
     pub fn is_clean(&self) -> bool {
         self.unclean.is_empty()

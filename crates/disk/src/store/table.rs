@@ -186,6 +186,14 @@ impl<E: Entry> Table<E> {
         self.entries.values_mut().for_each(settle);
     }
 
+    /// Pages that a checkpoint would write of it.
+    pub fn owed_pages(&self) -> usize {
+        let leaves = self.changed.len();
+        // Those that lead to them: no more than there can be of them, and the root.
+        let others = leaves.min((MAX_ENTRIES / Self::PER_LEAF / LINKS) as usize) + 1;
+        if leaves == 0 { 0 } else { leaves + others }
+    }
+
     /// Whether no checkpoint has anything to write of it.
     pub fn is_clean(&self) -> bool {
         self.changed.is_empty()

@@ -34,11 +34,8 @@ fn record() -> impl Strategy<Value = Record> {
         (volume(), block(), number, 1..99u16).prop_map(|(volume, block, number, count)| {
             Record::Same { volume, block, number, count }
         }),
-        (volume(), block(), 1..=u32::MAX).prop_map(|(volume, block, count)| Record::Zeros {
-            volume,
-            block,
-            count
-        }),
+        (volume(), block(), 1..=MAX_SAME as u32)
+            .prop_map(|(volume, block, count)| { Record::Zeros { volume, block, count } }),
         (volume(), block(), any::<u16>(), name()).prop_map(|(volume, blocks, domain, name)| {
             Record::Create { volume, blocks, domain, name }
         }),
@@ -295,4 +292,7 @@ fn a_record_is_a_bounded_number_of_steps() {
     };
     assert!(same(MAX_SAME as u16).is_ok());
     assert!(same(MAX_SAME as u16 + 1).is_err() && same(0).is_err());
+    let zeros = |count| decode(&block(9, 4, &[Record::Zeros { volume: 1, block: 0, count }]));
+    assert!(zeros(MAX_SAME as u32).is_ok());
+    assert!(zeros(MAX_SAME as u32 + 1).is_err() && zeros(0).is_err());
 }

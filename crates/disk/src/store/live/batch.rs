@@ -10,6 +10,7 @@ use std::io;
 use std::ops::Range;
 
 use super::leaves::{Change, Claim, Leaf, check};
+use super::room::Whose;
 use super::turns::{Entrusted, Gets};
 use super::writing::Lanes;
 use super::{BLOCK_BYTES, Core, Live, damaged};
@@ -131,8 +132,8 @@ impl Batch {
         self.failed.iter().any(Option::is_none)
     }
 
-    fn has_failed(&self) -> bool {
-        self.failed.iter().any(Option::is_some)
+    fn failures(&self) -> usize {
+        self.failed.iter().flatten().count()
     }
 
     /// What is written of it, in the order of the parts: the volume, the block, and what that gets.
@@ -243,6 +244,8 @@ impl Live {
             return Ok(());
         }
         let block = told.block(self, batch.records()?);
+        // Those have no record: nothing of the block has failed.
+        let before = batch.failures();
         let runs = batch.runs();
         let write = async |(place, of): &(u64, Range<usize>)| {
             let blocks = batch.fresh[of.clone()].iter().map(|fresh| batch.bytes(fresh));
@@ -268,7 +271,7 @@ impl Live {
         for new in self.with_all(port, &mut claim, &leaves, make).await? {
             self.index.remember(&new.hash, new.number);
         }
-        told.end(!batch.has_failed());
+        told.end(batch.failures() == before);
         Ok(())
     }
 
@@ -328,7 +331,10 @@ impl Live {
                 return Ok(None);
             }
             let why = match self.claim(port, &batch.change().leaves()).await {
-                Ok(claim) => return Ok(Some(claim)),
+                Ok(claim) => {
+                    self.check_room(Whose::Data)?;
+                    return Ok(Some(claim));
+                }
                 Err(why) => why,
             };
             let before = batch.failed.clone();

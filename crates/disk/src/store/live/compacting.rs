@@ -10,6 +10,7 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 use super::leaves::{Leaf, words};
+use super::room::Whose;
 use super::{BLOCK_BYTES, Live, damaged};
 use crate::Port;
 use crate::store::content::checksum;
@@ -383,6 +384,7 @@ impl Live {
         let of = |content: &Content| Leaf::of_number(content.number).0;
         let leaves: BTreeSet<Leaf> = contents.iter().map(of).collect();
         let mut claim = self.claim(port, &leaves).await?;
+        self.check_room(Whose::Data)?;
         self.with_all(port, &mut claim, &leaves, |core| {
             let mut moved = 0;
             for (content, entry) in contents.iter().zip(entries) {

@@ -17,6 +17,7 @@ use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 mod behind;
 mod mapping;
 mod passes;
+mod room;
 mod tending;
 mod turns;
 

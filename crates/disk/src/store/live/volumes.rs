@@ -2,6 +2,7 @@
 
 use std::io;
 
+use super::room::Whose;
 use super::writing::Lanes;
 use super::{Core, Live};
 use crate::Port;
@@ -243,6 +244,9 @@ impl Live {
         let check = |core: &Core| core.check(&record).map_err(invalid);
         // What is wrong in any case is refused before it is put into a block.
         check(&self.core())?;
+        if !matches!(record, Record::Rollback { .. } | Record::Delete { .. }) {
+            self.check_room(Whose::Data)?;
+        }
         let mut block = Filling::default();
         block.add(&record);
         // Step 2. All wait, not the volume's records only: that is simpler, and not for long.

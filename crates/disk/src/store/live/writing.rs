@@ -9,6 +9,7 @@ use ferrite_io::shared_lock::Held;
 use super::leaves::{Change, Leaf};
 use super::passes::Phase;
 use super::reading::{blocks_of, parts};
+use super::room::Whose;
 use super::turns::{Gets, Part};
 use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Port;
@@ -173,7 +174,9 @@ impl Live {
                 let zeros = Source::Zeros(bytes as usize);
                 self.write_part(port, volume, &domain, at, zeros, None).await?;
             } else {
-                self.empty_blocks(port, volume, at / block, bytes / block).await?;
+                let (first, count) = (at / block, bytes / block);
+                let empty = async || self.empty_blocks(port, volume, first, count).await;
+                self.with_room(port, empty).await?;
             }
             at += bytes;
             port.io.yield_to_others().await;
@@ -205,7 +208,9 @@ impl Live {
         let _alone = self.blocks.lock_blocks(&port.io, volume, block..block + count).await?;
         let change = async {
             let (leaf, _) = Leaf::of_block(volume, block);
-            if self.look(port, leaf, |_, _| ()).await?.is_none() {
+            let is_empty = self.look(port, leaf, |_, _| ()).await?.is_none();
+            // A replay may carry out a write that has failed. Only a later record undoes it.
+            if is_empty && !self.numbers().has_failed() {
                 return Ok(());
             }
             let blocks = (block..block + count).map(|block| (volume, block, 0)).collect();
@@ -226,8 +231,6 @@ impl Live {
         mut named: Option<Named>,
     ) -> io::Result<()> {
         let blocks = blocks_of(offset, source.len());
-        // Section 3, step 1.
-        let _alone = self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?;
         let mut write = async || {
             // Behind the entry into the epoch (section 7).
             let phase = self.phase();
@@ -244,15 +247,12 @@ impl Live {
             let (domain, first) = (domain.number, blocks.start);
             self.write_together(port, Part { volume, domain, first, bytes, gets }).await
         };
-        let is_full = |e: &io::Error| e.kind() == io::ErrorKind::StorageFull;
-        match self.epochs.during(write()).await {
-            Err(e) if is_full(&e) => {}
-            done => return done,
-        }
-        // Section 7, ENOSPC: in no epoch, for which the pass would wait.
-        let no_room = self.no_room();
-        self.wait_for_room(port, no_room).await?;
-        self.epochs.during(write()).await
+        let write = async || {
+            // Section 3, step 1. Who waits for room has no locks (section 7, ENOSPC).
+            let _alone = self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?;
+            self.epochs.during(write()).await
+        };
+        self.with_room(port, write).await
     }
 
     /// Hands a part over to the turn of this thread, or carries that out.
@@ -317,10 +317,11 @@ impl Live {
         Ok(is_here && self.hash_of(port, number).await? == *hash)
     }
 
-    /// A change without new content: its record, and then it is in memory.
+    /// Zeros: their record, and then they are in memory.
     async fn carry_out(&self, port: &Port, change: Change, record: &Record) -> io::Result<()> {
         let leaves = change.leaves();
         let mut claim = self.claim(port, &leaves).await?;
+        self.check_room(Whose::Zeros)?;
         let mut block = Filling::default();
         block.add(record);
         // In memory all of it is there, or nothing.

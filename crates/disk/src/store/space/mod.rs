@@ -73,6 +73,8 @@ pub struct Space {
     reserve: u64,
     segments: Vec<Segment>,
     pairs: Vec<Kind>,
+    /// Of which so many are free.
+    free_pairs: u64,
     /// The pair that data are put into, and the place in it behind the last ones.
     open: Option<(u64, u64)>,
     /// The same for content that is put in order.
@@ -101,6 +103,7 @@ impl Space {
             reserve,
             segments: Vec::with_capacity(layout.segments as usize),
             pairs: Vec::with_capacity(layout.segments as usize / 2),
+            free_pairs: 0,
             open: None,
             sealed: None,
             given: 0,
@@ -136,6 +139,7 @@ impl Space {
             Kind::Metadata if differ => kind = Kind::Data,
             _ => {}
         }
+        self.free_pairs += u64::from(kind == Kind::Free);
         self.pairs.push(kind);
         self.unload(pair);
     }
@@ -243,8 +247,8 @@ impl Space {
     /// A free pair, if so many are left, and room for the pages of a checkpoint.
     fn free_pair(&self, reserved: u64) -> Option<u64> {
         let pairs = || self.pairs.iter().zip(0..);
-        let free = pairs().filter(|(kind, _)| **kind == Kind::Free).count() as u64;
-        let pages: u64 = pairs().map(|(kind, pair)| self.room_for_pages(*kind, pair)).sum();
+        let free = self.free_pairs;
+        let pages = self.begun_for_pages();
         // If data took one of the free pairs.
         let left = free.saturating_sub(1 + reserved) * self.layout.segment_blocks;
         let may_take = free > reserved && pages + left >= self.reserve;
@@ -322,7 +326,24 @@ impl Space {
         of(2 * pair) + of(2 * pair + 1)
     }
 
-    fn room_for_pages(&self, kind: Kind, pair: u64) -> u64 {
+    /// Room for pages in pairs that have some.
+    fn begun_for_pages(&self) -> u64 {
+        self.pairs.iter().zip(0..).map(|(kind, pair)| self.room_in(*kind, pair)).sum()
+    }
+
+    /// Whether so many pages find a place now.
+    pub fn has_room_for_pages(&self, pages: u64) -> bool {
+        let free = self.free_pairs * self.layout.segment_blocks;
+        // Few stores are so full that all pairs are to be looked at.
+        free >= pages || self.begun_for_pages() + free >= pages
+    }
+
+    /// Pages of a checkpoint with all memory dirty.
+    pub fn reserve(&self) -> u64 {
+        self.reserve
+    }
+
+    fn room_in(&self, kind: Kind, pair: u64) -> u64 {
         match kind {
             Kind::Metadata => self.segments[2 * pair as usize].free.into(),
             _ => 0,
@@ -332,7 +353,7 @@ impl Space {
     /// A place for a page; [`Layout::copy_of`] it is its copy's.
     pub fn give_page(&mut self) -> Option<u64> {
         let pairs = || self.pairs.iter().zip(0..);
-        let metadata = pairs().find(|(kind, pair)| self.room_for_pages(**kind, *pair) > 0);
+        let metadata = pairs().find(|(kind, pair)| self.room_in(**kind, *pair) > 0);
         let free = || pairs().find(|(kind, _)| **kind == Kind::Free);
         let (_, pair) = metadata.or_else(free)?;
         self.set_kind(pair, Kind::Metadata);
@@ -355,7 +376,9 @@ impl Space {
 
     fn set_kind(&mut self, pair: u64, kind: Kind) {
         if self.pairs[pair as usize] != kind {
-            self.pairs[pair as usize] = kind;
+            let before = std::mem::replace(&mut self.pairs[pair as usize], kind);
+            self.free_pairs -= u64::from(before == Kind::Free);
+            self.free_pairs += u64::from(kind == Kind::Free);
             let clear = || Bits::all(false, self.layout.segment_blocks);
             for segment in &mut self.segments[2 * pair as usize..][..2] {
                 segment.changed = true;

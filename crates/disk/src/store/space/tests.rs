@@ -297,7 +297,7 @@ proptest! {
                 world.open();
             }
             let counted: u64 = world.space.pairs.iter().zip(0..).map(|(kind, pair)| match kind {
-                Kind::Metadata => 2 * world.space.room_for_pages(*kind, pair),
+                Kind::Metadata => 2 * world.space.room_in(*kind, pair),
                 _ => world.space.free_of(pair),
             }).sum();
             prop_assert_eq!(counted, world.free());

@@ -97,3 +97,31 @@ fn who_has_left_a_turn_writes_nothing() {
     done.into_iter().for_each(|done| done.unwrap());
     assert_eq!(process.read("v0", 0..16).unwrap(), [[11; 8], [2; 8]].concat());
 }
+
+/// The record of a write that has failed may be on the medium, and so may be some of its data.
+#[test]
+fn zeros_where_nothing_was_are_kept_from_a_write_that_failed_before_them() {
+    let failed = (0..60).filter(|seed| {
+        let machine = Story::new(*seed, None).machine;
+        let mut process = Process::of(&machine).unwrap();
+        let first = process.live.core().layout.first_place(0) * BLOCK_BYTES as u64;
+        let range = first..BYTES - 2 * BLOCK_BYTES as u64;
+        let fault = Fault { on: On::Write, range, per_mille: 1000, errno: 5, times: 1 };
+        machine.world.set_faults(vec![fault]);
+        let writes: Vec<Write> =
+            (0..8).map(|i| write("v0", 8 * i..8 * i + 8, i as u8 + 1)).collect();
+        let done = process.write(&writes, false).unwrap();
+        machine.world.set_faults(Vec::new());
+        let volume = process.volume("v0");
+        let Process { live, port, reactor } = &mut process;
+        let zeros = async { live.write_zeros(port, volume, 0, 8 * BLOCK_BYTES as u64).await };
+        reactor.block_on(zeros).unwrap().unwrap();
+        process.flush().unwrap();
+        drop(process);
+        machine.world.cut_power().unwrap();
+        let mut process = Process::of(&machine).unwrap();
+        assert_eq!(process.read("v0", 0..64).unwrap(), [0; 64], "seed {seed}");
+        done.iter().any(Result::is_err)
+    });
+    assert!(failed.count() > 50);
+}
