@@ -275,6 +275,7 @@ fn dedup() -> io::Result<()> {
             generation: 2,
             numbers_end: 9,
             roots: Roots { p2m: pointer, ..Roots::default() },
+            packing: None,
         };
         superblock.encode(home)[..256].to_vec()
     };

@@ -22,7 +22,7 @@ fn a_failed_sync_is_remembered_for_every_disk_of_the_store() {
     let store = dir.path().join("s");
     stores::create(&store, stores::SMALLEST, &[("a", 16), ("b", 16), ("c", 16)]);
     let latch = |name: &str| dir.path().join(name);
-    let is_set = |name: &str| Shm::open(&latch(name)).unwrap().load_u32(0) == 1;
+    let is_set = |name: &str| Shm::open(latch(name)).unwrap().load_u32(0) == 1;
     let (asks, silent, early) = (device(&store, "a"), device(&store, "b"), device(&store, "c"));
     silent.remember_in(&latch("b")).unwrap();
     let faults = Faults::none();

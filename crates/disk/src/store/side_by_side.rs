@@ -4,13 +4,19 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::Poll;
 
+/// A future, and what it has given.
+struct Running<F: Future> {
+    future: Pin<Box<F>>,
+    done: Option<F::Output>,
+}
+
 /// All of them, until the last has ended. What they give is in their order.
 pub(super) async fn all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
-    let mut futures: Vec<(Pin<Box<F>>, Option<F::Output>)> =
-        futures.map(|future| (Box::pin(future), None)).collect();
+    let running = |future| Running { future: Box::pin(future), done: None };
+    let mut all: Vec<Running<F>> = futures.map(running).collect();
     poll_fn(|cx| {
         let mut is_done = true;
-        for (future, done) in futures.iter_mut().filter(|(_, done)| done.is_none()) {
+        for Running { future, done } in all.iter_mut().filter(|one| one.done.is_none()) {
             match future.as_mut().poll(cx) {
                 Poll::Ready(value) => *done = Some(value),
                 Poll::Pending => is_done = false,
@@ -19,7 +25,7 @@ pub(super) async fn all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::O
         if is_done { Poll::Ready(()) } else { Poll::Pending }
     })
     .await;
-    futures.into_iter().filter_map(|(_, done)| done).collect()
+    all.into_iter().filter_map(|one| one.done).collect()
 }
 
 /// Two of them.

@@ -46,13 +46,15 @@ pub(super) struct Mix {
     pub(super) large: bool,
 }
 
+/// Opens a volume, for writing or not.
+type Open = Box<dyn Fn(&str, bool) -> Result<Disk, String>>;
+
 /// What all tasks of one process share.
 pub(super) struct Load {
     pub(super) store: Arc<Owned>,
     /// The store stays this process's, whatever volumes there are.
     pub(super) _seat: Seat,
-    /// Opens a volume, for writing or not.
-    pub(super) open: Box<dyn Fn(&str, bool) -> Result<Disk, String>>,
+    pub(super) open: Open,
     pub(super) disks: RefCell<BTreeMap<String, Rc<Disk>>>,
     pub(super) book: Rc<RefCell<Book>>,
     pub(super) seed: u64,
