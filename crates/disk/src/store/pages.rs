@@ -264,12 +264,16 @@ impl Pages {
         if let Some(slot) = self.writer.take() {
             return Some(slot);
         }
-        for _ in 0..LOOKS * self.leave_order[0].len() {
+        let all = self.leave_order[0].len();
+        for look in 0..LOOKS * all {
             let id = self.leave_order[0].pop_front()?;
             // It has gone as another page was changed in its place.
             let Some(held) = self.leaves.remove(&id) else { continue };
             match held {
-                Held { state: State::Clean(slot), pins: 0 } if !self.writer.was_used(&slot) => {
+                // Readers may use all of them all the time. Who was promised a slot gets one.
+                Held { state: State::Clean(slot), pins: 0 }
+                    if !self.writer.was_used(&slot) || look >= all =>
+                {
                     self.writer.free(slot);
                     return self.writer.take();
                 }

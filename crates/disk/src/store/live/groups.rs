@@ -49,20 +49,20 @@ impl Live {
         let Whereabouts::Packed { place, checksum: sum, packing, places, index } = entry else {
             return Err(damaged(Damaged("a content is not compressed")));
         };
-        let known = self.groups().find(place);
-        let blocks = match known {
-            Some(blocks) => blocks,
-            None => {
-                let blocks = self.unpack(port, packing, place, places).await?;
-                self.groups().remember(place, blocks.clone());
-                blocks
-            }
-        };
         let at = usize::from(index) * BLOCK_BYTES;
-        match blocks.get(at..at + BLOCK_BYTES) {
-            Some(block) if checksum(block) == sum => Ok(block.to_vec()),
-            _ => Err(damaged(Damaged("a compressed block does not fit its checksum"))),
+        let block_of = |blocks: &[u8]| {
+            let block = blocks.get(at..at + BLOCK_BYTES)?;
+            (checksum(block) == sum).then(|| block.to_vec())
+        };
+        let known = self.groups().find(place);
+        if let Some(block) = known.and_then(|blocks| block_of(&blocks)) {
+            return Ok(block);
         }
+        // What is remembered may be what was there before: a pass that ended early has forgotten nothing.
+        let blocks = self.unpack(port, packing, place, places).await?;
+        self.groups().remember(place, blocks.clone());
+        let wrong = Damaged("a compressed block does not fit its checksum");
+        block_of(&blocks).ok_or_else(|| damaged(wrong))
     }
 
     async fn unpack(

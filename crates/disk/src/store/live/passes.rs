@@ -19,6 +19,8 @@ use crate::store::tree::Link;
 
 /// Between looks whether all have left who were here before.
 const AGAIN: Duration = Duration::from_millis(1);
+/// How often a pass looks whether operations have ended that have hung since: for half a minute.
+const LOOKS_AT_EPOCHS: u32 = 30_000;
 /// Pairs whose places come free by one checkpoint: in the largest segments 4 GiB of them.
 const PAIRS_AT_ONCE: u64 = 32;
 
@@ -125,7 +127,13 @@ impl Live {
     pub(super) async fn wait_for_room(&self, port: &Port, write: NoRoom) -> io::Result<()> {
         let _alone = self.passing.lock(&port.io).await?;
         while !self.marks().passes.may_fail(write) {
-            self.pass(port, &Pace::unbounded()).await?;
+            match self.pass(port, &Pace::unbounded()).await {
+                // It can find none while an operation hangs.
+                Err(e) if e.kind() == io::ErrorKind::TimedOut => {
+                    return Err(io::ErrorKind::StorageFull.into());
+                }
+                done => done?,
+            };
         }
         Ok(())
     }
@@ -205,11 +213,15 @@ impl Live {
     /// Waits until all have left who are in an epoch now.
     async fn two_epochs(&self, port: &Port, pace: &Pace) -> io::Result<()> {
         let now = self.epochs.removed();
-        while self.epochs.ended() < now {
+        for _ in 0..LOOKS_AT_EPOCHS {
+            if self.epochs.ended() >= now {
+                return Ok(());
+            }
             pace.check()?;
             port.io.sleep(AGAIN).await?;
         }
-        Ok(())
+        // One hangs, or was dropped with its queue and counts for good.
+        Err(io::ErrorKind::TimedOut.into())
     }
 
     /// Volumes change no page that they have now, and all of them are on the medium.

@@ -284,3 +284,33 @@ fn runs_that_come_free_are_holes() {
     assert_eq!(read_one(&mut process, "v0", 64), 65);
     nothing_is_lost_and_nothing_left(&mut process);
 }
+
+/// A future that is dropped where it waits first, as a task is with the queue that has failed.
+async fn dropped<T>(future: impl Future<Output = T>) {
+    let mut future = Box::pin(future);
+    poll_fn(|cx| match future.as_mut().poll(cx) {
+        Poll::Ready(_) => panic!("it has not waited"),
+        Poll::Pending => Poll::Ready(()),
+    })
+    .await;
+}
+
+/// It counts for good, since nobody learns when its operations end. So no place comes free any more.
+#[test]
+fn behind_an_operation_that_never_ends_passes_fail_and_writes_hear_that_there_is_no_room() {
+    let (_machine, mut process) = with_a_volume();
+    let volume = process.volume("v0");
+    {
+        let Process { live, port, reactor } = &mut process;
+        let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+        port.memory().fill(span, 7);
+        reactor.block_on(dropped(live.write(port, volume, 0, span))).unwrap();
+    }
+    assert_eq!(process.gc().unwrap_err().kind(), io::ErrorKind::TimedOut);
+    let full = (0..2000).find_map(|part| {
+        let block = 16 * part % (BLOCKS - 16);
+        write_new(&mut process, "v0", block, 16, 16 * part).err()
+    });
+    assert_eq!(full.map(|e| e.kind()), Some(io::ErrorKind::StorageFull));
+    process.flush().unwrap();
+}
