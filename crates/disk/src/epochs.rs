@@ -284,4 +284,4 @@ impl Drop for Reader {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

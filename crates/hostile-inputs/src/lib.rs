@@ -15,6 +15,7 @@ pub mod images;
 mod names;
 mod replies;
 mod seen;
+mod stores;
 mod whole;
 
 pub use whole::Recipe;
@@ -23,10 +24,11 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 16] = [
+pub const TARGETS: [(&str, Target); 17] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
+    ("dedup_store", stores::store),
     ("dedup_superblock", dedup::superblock),
     ("image_name", names::image_name),
     ("journal", whole::journal),

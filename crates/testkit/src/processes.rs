@@ -458,8 +458,13 @@ pub struct Guest {
 impl Guest {
     /// One whose backend is there, or comes.
     pub fn connect(world: &World, options: &FrontOptions, seed: u64) -> Guest {
-        let guest = world.machine.guest(world.disk.domid).unwrap();
-        let mut front = Frontend::new(guest, world.disk.devid).unwrap();
+        Guest::of(&world.machine, &world.disk, options, seed)
+    }
+
+    /// The guest of a disk, of [`CHUNKS`].
+    pub fn of(machine: &Machine, disk: &DiskPaths, options: &FrontOptions, seed: u64) -> Guest {
+        let guest = machine.guest(disk.domid).unwrap();
+        let mut front = Frontend::new(guest, disk.devid).unwrap();
         front.connect(options, PATIENCE).unwrap();
         let (stop, progress) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let queues = std::mem::take(&mut front.queues);

@@ -204,7 +204,7 @@ fn of_who_enters_and_who_removes_one_sees_the_other() {
 }
 
 /// All threads' steps in orders that a scheduler chooses.
-mod shuttle_tests {
+pub(crate) mod shuttle_tests {
     use std::sync::Arc;
 
     use shuttle::sync::Mutex;
@@ -245,6 +245,31 @@ mod shuttle_tests {
 
         fn with<R>(&self, use_it: impl FnOnce(&mut T) -> R) -> R {
             use_it(&mut self.lock().unwrap())
+        }
+    }
+
+    /// The epochs of tasks, for others who try what a scheduler chooses.
+    pub(crate) struct Epochs(Core<AtomicU64, Mutex<Queues<AtomicU64>>>);
+
+    impl Epochs {
+        pub(crate) fn new() -> Epochs {
+            Epochs(Core::new())
+        }
+
+        /// As [`during`](super::super::Epochs::during).
+        pub(crate) fn during<T>(&self, steps: impl FnOnce() -> T) -> T {
+            let mark = self.0.enter_task();
+            let done = steps();
+            self.0.leave_task(mark);
+            done
+        }
+
+        pub(crate) fn removed(&self) -> u64 {
+            self.0.removed()
+        }
+
+        pub(crate) fn ended(&self) -> u64 {
+            self.0.ended()
         }
     }
 

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
+use ferrite_io::reactor::Reactor;
 
 use super::live::{Live, Tended};
-use super::owned::{Owned, port_to};
 use super::pace::{Pace, Stop};
 use crate::Port;
 
 /// Operations under way.
-const ENTRIES: u32 = 32;
+pub(super) const ENTRIES: u32 = 32;
 /// Pages are read and written no faster than this, unless somebody waits for room.
 const BYTES_A_SECOND: u64 = 64 << 20;
 /// Between two looks whether there is something to do.
@@ -38,14 +38,16 @@ pub(super) struct Background {
 }
 
 impl Background {
-    /// For a store that stays open until [`end`](Background::end).
-    pub(super) fn start(store: Arc<Owned>, engine: ServiceEngine) -> io::Result<Background> {
+    /// Has a thread do this, which is [`work`] for a store that stays open until [`end`](Background::end).
+    pub(super) fn start(
+        work: impl FnOnce(Arc<Stop>) -> io::Result<()> + Send + 'static,
+    ) -> io::Result<Background> {
         let stop = Stop::new()?;
         let theirs = stop.clone();
         let span = tracing::Span::current();
         let body = move || {
             let _in_span = span.enter();
-            if let Err(e) = work(&store, &engine, theirs) {
+            if let Err(e) = work(theirs) {
                 tracing::warn!("the store does no work behind service: {e}");
             }
         };
@@ -62,10 +64,14 @@ impl Background {
     }
 }
 
-fn work(store: &Owned, engine: &ServiceEngine, stop: Arc<Stop>) -> io::Result<()> {
-    let (mut reactor, port) = port_to(store.raw(), &|arena| engine(arena, ENTRIES))?;
+/// All that a store has to do, until it is asked to stop.
+pub(super) fn work(
+    live: &Live,
+    (mut reactor, port): (Reactor, Port),
+    stop: Arc<Stop>,
+) -> io::Result<()> {
     let pace = Pace::bounded(Some(BYTES_A_SECOND), Some(stop));
-    reactor.block_on(async { tend(store.live(), &port, &pace).await })
+    reactor.block_on(async { tend(live, &port, &pace).await })
 }
 
 /// Until `pace` ends it, or the store can change no more.

@@ -39,10 +39,9 @@ pub use tending::{Tended, WorkInfo};
 pub use volumes::{Found, Operation, VolumeError};
 
 use self::groups::Groups;
-use self::leaves::MAX_LEAVES;
 use self::passes::Marks;
 use self::tending::Duties;
-use self::turns::Turns;
+use self::turns::{MAX_LEAVES, Turns};
 use super::checkpoint::{self, Core, lock};
 use super::index::Index;
 use super::layout::Layout;

@@ -20,7 +20,7 @@ use ferrite_io::scratch::Scratch;
 use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
 
-use super::background::{Background, ServiceEngine};
+use super::background::{self, Background, ServiceEngine};
 use super::journal::VolumeId;
 use super::live::{Live, Memory};
 use super::superblock::Unusable;
@@ -182,8 +182,12 @@ impl Seat {
     pub fn serve(&self, engine: &ServiceEngine) -> io::Result<()> {
         let mut users = self.store.users();
         if users.background.is_none() {
-            let background = Background::start(self.store.clone(), engine.clone())?;
-            users.background = Some(background);
+            let (store, engine) = (self.store.clone(), engine.clone());
+            let work = move |stop| {
+                let engine = |arena| engine(arena, background::ENTRIES);
+                background::work(&store.live, port_to(&store.raw, &engine)?, stop)
+            };
+            users.background = Some(Background::start(work)?);
         }
         Ok(())
     }

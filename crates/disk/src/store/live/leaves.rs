@@ -8,7 +8,6 @@ use std::time::Duration;
 use super::{BLOCK_BYTES, Core, Live, checkpoint, damaged, lock};
 use crate::Port;
 use crate::store::journal::{NewContent, VolumeId};
-use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::{HASHES, P2M_ENTRIES, POINTER_BYTES, Pointer, V2P_ENTRIES, Whereabouts};
 use crate::store::pages::{Kind, PageId, Pages, Pins, Promise};
 use crate::store::side_by_side::all;
@@ -16,8 +15,6 @@ use crate::store::slots::View;
 use crate::store::tree::{FOR_EVER, Found, Way};
 use crate::store::{Damaged, content::ContentHash};
 
-/// Leaves of one change, at most: one of V2P, and of each of its contents one of P2M and one of the hashes.
-pub(super) const MAX_LEAVES: usize = 1 + 2 * MAX_BLOCKS;
 /// How long somebody waits who finds no room in memory, and makes none.
 const AGAIN: Duration = Duration::from_millis(1);
 

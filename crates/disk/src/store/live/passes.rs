@@ -49,6 +49,13 @@ impl Marks {
         Marks { phase: Phase::None, live: None, passes: Passes::new(free) }
     }
 
+    /// A pass begins, in a store with so many numbers at most.
+    fn begin(&mut self, numbers: u64) {
+        self.live = Some(Bits::all(false, numbers));
+        self.phase = Phase::Marking;
+        self.passes.begin();
+    }
+
     /// A number has been given to somebody.
     pub(super) fn is_given(&mut self, number: u64) {
         if let Some(live) = &mut self.live {
@@ -204,10 +211,7 @@ impl Live {
 
     fn begin_marking(&self) {
         let places = self.core().layout.places();
-        let mut marks = self.marks();
-        marks.live = Some(Bits::all(false, places));
-        marks.phase = Phase::Marking;
-        marks.passes.begin();
+        self.marks().begin(places);
     }
 
     /// Waits until all have left who are in an epoch now.
@@ -341,3 +345,6 @@ impl Marks {
         }
     }
 }
+
+#[cfg(test)]
+mod claims;

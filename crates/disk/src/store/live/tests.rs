@@ -15,6 +15,7 @@ use crate::store::journal::{Name, VolumeId};
 use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
 mod behind;
+mod flips;
 mod mapping;
 mod passes;
 mod room;

@@ -11,9 +11,12 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-use super::leaves::MAX_LEAVES;
 use crate::store::content::ContentHash;
 use crate::store::journal::VolumeId;
+use crate::store::medium;
+
+/// Leaves of one part, at most: one of V2P, and of each of its contents one of P2M and one of the hashes.
+pub(super) const MAX_LEAVES: usize = 1 + 2 * medium::MAX_BLOCKS;
 
 /// Blocks of one turn, at most: a journal block has as many records of new content, and a few more.
 const MAX_BLOCKS: usize = 64;

@@ -1,0 +1,136 @@
+//! A bit that flips anywhere on the medium is an error, or the second copy is read, or nothing has it: what a volume reads is
+//! never other data (store.md 2 and 4).
+
+use super::*;
+
+/// Of each volume: 24 blocks at the beginning of a leaf and as many behind it.
+const SECTORS: [Range<u64>; 2] = [0..192, 4096..4288];
+
+type Contents = Vec<(&'static str, Vec<u8>)>;
+
+/// Values of all sectors, or the error.
+fn read_all(process: &mut Process, name: &str) -> io::Result<Vec<u8>> {
+    let parts = SECTORS.map(|sectors| process.read(name, sectors));
+    parts.into_iter().try_fold(Vec::new(), |all, part| Ok([all, part?].concat()))
+}
+
+/// One block's reads are errors of their own.
+fn read_blocks(process: &mut Process, name: &str) -> Vec<io::Result<Vec<u8>>> {
+    let blocks = SECTORS.into_iter().flat_map(|s| s.step_by(PER_BLOCK as usize));
+    blocks.map(|first| process.read(name, first..first + PER_BLOCK)).collect()
+}
+
+/// A store with a past, and what its volumes have: at the last checkpoint, and with what the journal has besides.
+fn with_everything() -> (Machine, Contents, Contents) {
+    let (machine, mut process) = with_a_volume();
+    let put = |process: &mut Process, name: &str, first: u64, value: u8| {
+        let done = process.write(&[write(name, first..first + 64, value)], false);
+        done.unwrap().remove(0).unwrap();
+    };
+    for (i, first) in [0, 64, 128, 4096, 4160, 4224].into_iter().enumerate() {
+        put(&mut process, "v0", first, 10 + i as u8);
+        put(&mut process, "v1", first, 20 + i as u8 % 4);
+    }
+    let volume = process.volume("v0");
+    process.operate(Operation::Snapshot(Name::new("s").unwrap(), volume)).unwrap();
+    put(&mut process, "v0", 0, 30);
+    // Something that is nobody's by now, and its place another's.
+    put(&mut process, "v1", 64, 31);
+    process.gc().unwrap();
+    put(&mut process, "v1", 64, 32);
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.checkpoint(port).await }).unwrap().unwrap();
+    let now = |process: &mut Process| {
+        ["s", "v0", "v1"].map(|name| (name, read_all(process, name).unwrap())).to_vec()
+    };
+    let checkpoint = now(&mut process);
+    put(&mut process, "v0", 4096, 40);
+    put(&mut process, "v1", 4096, 41);
+    put(&mut process, "v1", 0, 10);
+    let journal = now(&mut process);
+    (machine, checkpoint, journal)
+}
+
+/// Errors and values that were read behind a flip.
+#[derive(Default)]
+struct Seen {
+    errors: u64,
+    refused: u64,
+    read: u64,
+}
+
+/// What volumes read is one of two contents in each sector, or an error.
+fn nothing_else_is_read(
+    process: &mut Process,
+    before: &Contents,
+    after: &Contents,
+    what: &str,
+    seen: &mut Seen,
+) {
+    for ((name, before), (_, after)) in before.iter().zip(after) {
+        let blocks = read_blocks(process, name);
+        let block = PER_BLOCK as usize;
+        for ((found, before), after) in
+            blocks.into_iter().zip(before.chunks(block)).zip(after.chunks(block))
+        {
+            match found {
+                Ok(found) => {
+                    let is_one = found == before || found == after;
+                    assert!(is_one, "{what}: {name} reads {found:?}, not {before:?} or {after:?}");
+                    seen.read += 1;
+                }
+                Err(e) => {
+                    assert_eq!(e.kind(), io::ErrorKind::InvalidData, "{what}: {e}");
+                    seen.errors += 1;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_bit_that_flips_anywhere_is_an_error_or_unused_and_never_other_data() {
+    let (machine, before, after) = with_everything();
+    let bytes = std::fs::read(&machine.path).unwrap();
+    let mut random = SplitMix64::new(14);
+    let (mut seen, mut flips) = (Seen::default(), 0);
+    let used = bytes.chunks(BLOCK_BYTES).enumerate();
+    for (place, block) in used.filter(|(_, block)| block.iter().any(|byte| *byte != 0)) {
+        let last = block.iter().rposition(|byte| *byte != 0).unwrap();
+        // In what the block has, and in the zeros behind that.
+        for at in [random.below(last as u64 + 1), random.below(BLOCK_BYTES as u64)] {
+            let at = (place * BLOCK_BYTES) as u64 + at;
+            let bit = 1 << random.below(8);
+            let what = format!("bit {bit:#x} of byte {at} (block {place})");
+            let other = Machine::new(3);
+            std::fs::write(&other.path, &bytes).unwrap();
+            let file = std::fs::File::options().read(true).write(true).open(&other.path).unwrap();
+            file.write_all_at(&[bytes[at as usize] ^ bit], at).unwrap();
+            other.world.changed_outside(&file).unwrap();
+            flips += 1;
+            let mut process = match Process::of(&other) {
+                Ok(process) => process,
+                Err(e) => {
+                    assert_eq!(e.kind(), io::ErrorKind::InvalidData, "{what}: {e}");
+                    seen.refused += 1;
+                    continue;
+                }
+            };
+            // What no flush has covered looks as if it had been torn: a block of the journal, or content of its records.
+            nothing_else_is_read(&mut process, &before, &after, &what, &mut seen);
+            // Nor is it when places are given again: what volumes have is in none of them.
+            for i in 0..6 {
+                let sectors = 8000 + 8 * i..8008 + 8 * i;
+                let _ = process.write(&[write("v1", sectors, 50 + i as u8)], false).unwrap();
+            }
+            let _ = process.gc();
+            for i in 0..6 {
+                let sectors = 8100 + 8 * i..8108 + 8 * i;
+                let _ = process.write(&[write("v0", sectors, 60 + i as u8)], false).unwrap();
+            }
+            nothing_else_is_read(&mut process, &before, &after, &what, &mut seen);
+        }
+    }
+    assert!(flips > 300 && seen.refused > 0, "{flips} flips, {} refused", seen.refused);
+    assert!(seen.errors > 50 && seen.read > 100 * seen.errors, "{} {}", seen.errors, seen.read);
+}
