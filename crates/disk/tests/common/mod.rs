@@ -46,7 +46,8 @@ pub(crate) fn rights(image: &ImageName) -> (u32, u32, u32) {
 /// One queue of a disk, as a backend has it.
 pub(crate) struct Queue {
     pub(crate) disk: Arc<Disk>,
-    pub(crate) files: Vec<FileId>,
+    /// One for all: what a call leaves to a task has its memory still.
+    port: Port,
     pub(crate) pool: Arc<Pool>,
     buffers: QueuePool,
     pub(crate) reactor: Reactor,
@@ -73,7 +74,8 @@ impl Queue {
         let files = disk.files();
         let files = files.into_iter().map(|f| reactor.add_file(f).unwrap()).collect();
         let buffers = pool.queue(0);
-        Queue { disk, files, pool, buffers, reactor }
+        let port = port(&reactor, &pool, files);
+        Queue { disk, port, pool, buffers, reactor }
     }
 
     pub(crate) fn io(&self) -> Io {
@@ -110,7 +112,7 @@ impl Queue {
     }
 
     pub(crate) fn port(&self) -> Port {
-        port(&self.reactor, &self.pool, self.files.clone())
+        self.port.clone()
     }
 
     pub(crate) fn flush(&mut self) -> io::Result<()> {

@@ -70,7 +70,7 @@ impl Place {
         let place = |(key, store): (StoreKey, PathBuf)| {
             let made = Place::make(key).map_err(|e| {
                 tracing::warn!(
-                    "no socket for commands on store {}: {e}; ferrite store says that it is in use",
+                    "no socket for commands on store {}: {e}; they are told that it is in use",
                     store.display()
                 );
             });
