@@ -173,13 +173,13 @@ impl Volume {
 
     pub(crate) async fn write(&self, port: &Port, offset: u64, from: Span) -> io::Result<()> {
         let done = self.live().write(port, self.number, offset, from).await;
-        self.store.catch_up(port);
+        self.live().keep_up(port).await;
         done
     }
 
     pub(crate) async fn flush(&self, port: &Port) -> io::Result<()> {
         let done = self.live().flush(port).await;
-        self.store.catch_up(port);
+        self.live().keep_up(port).await;
         done
     }
 
@@ -197,13 +197,13 @@ impl Volume {
         }
         let part = end.min(first - first % LEAF + LEAF);
         self.live().write_zeros(port, self.number, first, part - first).await?;
-        self.store.catch_up(port);
+        self.live().keep_up(port).await;
         Ok(if part == end { len } else { part - offset })
     }
 
     pub(crate) async fn write_zeroes(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
         let done = self.live().write_zeros(port, self.number, offset, len).await;
-        self.store.catch_up(port);
+        self.live().keep_up(port).await;
         done
     }
 

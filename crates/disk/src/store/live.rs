@@ -262,6 +262,16 @@ impl Live {
         self.core().space.release(ended);
     }
 
+    /// What is due behind a write or flush. It is done by who made it due: a task of its own would end with its
+    /// queue, in the middle of a checkpoint.
+    pub(crate) async fn keep_up(&self, port: &Port) {
+        self.checkpoint_if_wanted(port).await;
+        if self.numbers().want_sync() {
+            // Who flushes next is told.
+            let _ = self.flush(port).await;
+        }
+    }
+
     /// Makes one if it is wanted, and nobody else does.
     async fn checkpoint_if_wanted(&self, port: &Port) {
         let is_wanted = self.numbers().want_checkpoint() || self.core().pages.wants_checkpoint();

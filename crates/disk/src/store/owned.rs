@@ -8,7 +8,6 @@ use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use ferrite_io::arena::Arena;
@@ -62,17 +61,6 @@ pub struct Owned {
     users: Mutex<Users>,
     /// Held by who goes from a volume's name to its number, and does something with the volume.
     changing: Mutex<()>,
-    /// Somebody has the duty to catch up.
-    catching_up: AtomicBool,
-}
-
-/// That duty.
-struct Duty(Arc<Owned>);
-
-impl Drop for Duty {
-    fn drop(&mut self) {
-        self.0.catching_up.store(false, Ordering::SeqCst);
-    }
 }
 
 #[derive(Default)]
@@ -98,18 +86,6 @@ impl Owned {
     /// The open file that all of its I/O goes to.
     pub fn files(&self) -> Vec<Arc<OwnedFd>> {
         self.raw.files()
-    }
-
-    /// Has a task of this thread do what writes and flushes have left behind them, if nobody does that yet.
-    pub(crate) fn catch_up(self: &Arc<Owned>, port: &Port) {
-        if !self.live.is_behind() || self.catching_up.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        let (duty, port) = (Duty(self.clone()), port.clone());
-        port.io.clone().spawn(async move {
-            // Who cannot go on without it tries again, and is told.
-            let _ = duty.0.live.catch_up(&port).await;
-        });
     }
 
     /// What it is in.
@@ -304,8 +280,8 @@ fn open(path: &Path, options: &OpenOptions, engine: OpenEngine<'_>) -> Result<Ow
     })?;
     let memory = Memory { metadata: options.metadata_bytes, index: options.index_bytes };
     let live = start(&raw, memory, engine).map_err(|e| unusable(path, e))?;
-    let (users, changing, catching_up) = Default::default();
-    Ok(Owned { live, raw, users, changing, catching_up })
+    let (users, changing) = Default::default();
+    Ok(Owned { live, raw, users, changing })
 }
 
 fn start(raw: &Raw, memory: Memory, engine: OpenEngine<'_>) -> io::Result<Live> {

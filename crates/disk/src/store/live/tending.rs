@@ -103,6 +103,10 @@ impl Live {
     /// `Interrupted`: `pace` has ended it. Others are those of what it did: it can be tried again.
     pub async fn tend(&self, port: &Port, pace: &Pace) -> io::Result<Tended> {
         pace.check()?;
+        if self.is_behind() {
+            self.catch_up(port).await?;
+            return Ok(Tended::Something);
+        }
         if self.wants_pass() {
             self.gc_at(port, pace).await?;
             return Ok(Tended::Something);
