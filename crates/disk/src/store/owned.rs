@@ -304,7 +304,7 @@ pub(super) fn port_to(raw: &Raw, engine: OpenEngine<'_>) -> io::Result<(Reactor,
 /// Another process has it.
 fn in_use(path: &Path, e: &DiskError) -> DiskError {
     let help = "one process has a store: end that one first, or have it serve this volume, too (ferrite serve with \
-                several IMAGE --xen pairs); ferrite store works with it as it is, and what a disk has can be copied \
+                several IMAGE --xen pairs); commands on stores work with it as it is, and what a disk has can be copied \
                 by NBD from who serves the disk";
     DiskError::new(ErrorKind::InUse, cannot(path), e.why(), help)
 }
