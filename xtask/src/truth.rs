@@ -156,11 +156,10 @@ fn judge(stats: &Stats, count: &Count) -> Result<()> {
     let stored = stats.stored_bytes as f64 / distinct as f64;
     let metadata = stats.metadata_bytes as f64 / stats.stored_bytes as f64;
     say(format!(
-        "images have {} MiB, of which {} MiB differ; the store has {} MiB: {stored:.4} times that; its metadata \
-         are {:.2} % of it",
-        mapped >> 20,
-        distinct >> 20,
-        stats.stored_bytes >> 20,
+        "images have {mapped} bytes, of which {distinct} differ; the store has {}: {stored:.4} times that; its \
+         metadata {}: {:.2} % of it",
+        stats.stored_bytes,
+        stats.metadata_bytes,
         metadata * 100.0
     ));
     ensure!(

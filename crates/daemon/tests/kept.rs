@@ -382,10 +382,13 @@ fn the_worker_of_a_read_only_disk_has_no_right_to_write() {
         assert_eq!(keep.names.unwrap().writable, mode == "w");
         // The image is the keeper's, too, as long as it is written, where its lock does not have to tell
         // that a dead worker's operations have ended (docs/internals/processes.md 5).
-        let held = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
-        let held = held.filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
         let is_held = mode == "w" && test_engine().holds();
-        assert_eq!(held.filter(|path| *path == image).count(), usize::from(is_held));
+        // A descriptor that is on its way to the worker is the keeper's for that long.
+        wait_until("what the keeper holds", || {
+            let held = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+            let held = held.filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
+            held.filter(|path| *path == image).count() == usize::from(is_held)
+        });
         front.close(PATIENCE).unwrap();
         end(&host, std::slice::from_ref(&disk), &[pid]);
     }

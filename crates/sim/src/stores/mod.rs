@@ -1,10 +1,10 @@
 //! Stories of stores: many volumes that share contents, on one machine whose power fails (docs/simulator.md).
 //!
-//! * [`medium`]: the store and its file or device.
-//! * [`book`]: which volumes there are, and what each may hold.
-//! * [`content`]: what is written.
-//! * [`load`]: requests, and what is done with whole volumes and with the store.
-//! * [`look`]: what is found after an end, and what is in use at the end of a story.
+//! * `medium`: the store and its file or device.
+//! * `book`: which volumes there are, and what each may hold.
+//! * `content`: what is written.
+//! * `load`: requests, and what is done with whole volumes and with the store.
+//! * `look`: what is found after an end, and what is in use at the end of a story.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
