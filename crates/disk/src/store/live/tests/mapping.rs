@@ -370,7 +370,7 @@ fn a_place_that_a_queue_reads_is_nobody_elses_before_it_has_ended() {
     assert_eq!(word(), 1000, "what the read brings");
     reader.leave(operation);
     for _ in 0..3 {
-        assert!(fill(&mut process, u32::MAX));
+        assert!(fill(&mut process, 20 * long));
     }
     process.flush().unwrap();
     assert_ne!(word(), 1000, "it was given to others");
