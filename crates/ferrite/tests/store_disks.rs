@@ -135,3 +135,21 @@ fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
     works(dir, &["store", "check", "s", "--deep"]);
 }
+
+/// Each command opens the store anew, and knows what the ones before it have written.
+#[test]
+fn an_image_that_is_copied_in_twice_is_there_once() {
+    let dir = places::dir_in_memory();
+    let dir = dir.path();
+    let blocks = (0..2048_u64).flat_map(|i| u64::to_le_bytes(i + 1).repeat(512));
+    std::fs::write(dir.join("disk.raw"), blocks.collect::<Vec<_>>()).unwrap();
+    works(dir, &["store", "create", "s", "--size", "64M"]);
+    for volume in ["store:s#a", "store:s#b"] {
+        works(dir, &["image", "convert", "raw:disk.raw", volume]);
+    }
+    let stats = works(dir, &["store", "stats", "s", "--json"]).stdout;
+    let stats: serde_json::Value = serde_json::from_slice(&stats).unwrap();
+    assert_eq!(stats["mapped_bytes"], 16 << 20);
+    assert_eq!(stats["stored_bytes"], 8 << 20, "{stats}");
+    assert_eq!(stats["garbage_bytes"], 0, "{stats}");
+}

@@ -86,6 +86,9 @@ impl<W: Word> Index<W> {
 
 impl<W: Word> Index<W> {
     /// Remembers who has had a content for long, if nothing newer has to go for it. Whether it is there now.
+    ///
+    /// Of a content that is there many times the lowest number has the only word. So a bucket has room for all,
+    /// and a pass joins them all with that one.
     pub fn remind(&self, hash: &ContentHash, number: u64) -> bool {
         let (bucket, tag, _) = self.place(hash);
         let new = tag | number;
@@ -93,7 +96,10 @@ impl<W: Word> Index<W> {
         for word in &bucket.0 {
             match word.load() {
                 0 => free = free.or(Some(word)),
-                known if known == new => return true,
+                known if (known ^ new) >> NUMBER_BITS == 0 => {
+                    word.store(known.min(new));
+                    return true;
+                }
                 _ => {}
             }
         }
@@ -148,6 +154,16 @@ mod tests {
         assert!(index.remind(&hash(0, 1, 0), 1), "it is there");
         assert!(!index.remind(&hash(0, 9, 3), 9));
         assert!((1..9).all(|i| found(&index, hash(0, i, 0)) == [u64::from(i)]));
+    }
+
+    #[test]
+    fn of_a_content_that_is_there_often_the_lowest_number_is_reminded_of() {
+        let index = Index::<AtomicU64>::new(0);
+        for number in (20..60).rev().chain([70]) {
+            assert!(index.remind(&hash(0, 1, 0), number));
+        }
+        assert_eq!(found(&index, hash(0, 1, 0)), [20]);
+        assert!(index.remind(&hash(0, 2, 0), 10), "there is room for another one");
     }
 
     #[test]

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use super::copy::{Copying, Mode};
 use super::io_context::IoContext;
-use super::{Convert, Done, ImageTools, broken, refused};
+use super::stores::until_stopped;
+use super::{Convert, Done, ImageTools, Progress, broken, refused};
 use crate::children::PARTIAL;
 use crate::store::BLOCK_BYTES;
 use crate::store::journal::Name;
@@ -57,6 +58,9 @@ impl ImageTools<'_> {
             operate(&mut context, live, &port, Operation::Delete(left)).map_err(cannot)?;
         }
         let blocks = bytes.div_ceil(BLOCK_BYTES as u64);
+        // What the store has is found from the first block on: nobody else loads the index here.
+        let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: bytes });
+        context.run(until_stopped(&goes_on, live.load_whole_index(&port))).map_err(cannot)?;
         let create = Operation::Create(partial_name, blocks, DOMAIN);
         let made = operate(&mut context, live, &port, create).map_err(cannot)?;
         let mut target = path.as_os_str().to_owned();

@@ -72,6 +72,15 @@ impl Live {
         }
     }
 
+    /// All that is left of it, at once: for who has the store to itself.
+    ///
+    /// # Errors
+    /// As [`load_index`](Live::load_index).
+    pub async fn load_whole_index(&self, port: &Port) -> io::Result<()> {
+        while self.load_index(port).await?.is_some() {}
+        Ok(())
+    }
+
     async fn load_index_page(&self, port: &Port, page: u64) -> io::Result<()> {
         let entries = self.entries(port, page).await?;
         let (mut contents, mut loaded) = (0, 0);

@@ -180,7 +180,7 @@ impl ImageTools<'_> {
             // Content that is there twice is found by it.
             let memory = Memory { index: INDEX_BYTES, ..MEMORY };
             let live = Live::open(&port, bytes, memory).await?;
-            while live.load_index(&port).await?.is_some() {}
+            live.load_whole_index(&port).await?;
             let passed = live.gc(&port).await?;
             live.close(&port).await?;
             Ok((passed, live.info().free_bytes))
@@ -246,7 +246,7 @@ fn cannot_compact(store: &Path) -> String {
 }
 
 /// A future that ends early, where it waits, if that is wanted. What it has done by then stays.
-async fn until_stopped<T>(
+pub(super) async fn until_stopped<T>(
     goes_on: &dyn Fn() -> bool,
     future: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
