@@ -379,6 +379,7 @@ impl Space {
             let before = std::mem::replace(&mut self.pairs[pair as usize], kind);
             self.free_pairs -= u64::from(before == Kind::Free);
             self.free_pairs += u64::from(kind == Kind::Free);
+            self.mark_kind(pair, kind);
             let clear = || Bits::all(false, self.layout.segment_blocks);
             for segment in &mut self.segments[2 * pair as usize..][..2] {
                 segment.changed = true;

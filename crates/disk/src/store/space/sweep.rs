@@ -31,7 +31,7 @@ impl Places {
 #[derive(Debug, Default)]
 pub(super) struct Marks {
     places: Places,
-    /// Pairs that have pages.
+    /// Pairs that have pages. One that came free since is not among them: it may be one of data by now.
     metadata: BTreeSet<u64>,
 }
 
@@ -61,6 +61,13 @@ impl Space {
         let segment = self.layout.segment_of(place);
         if let (Some(marks), Some((segment, _))) = (&mut self.marks, segment) {
             marks.metadata.insert(segment / 2);
+        }
+    }
+
+    /// A pair is for something else from now on, so pages that were here are gone.
+    pub(super) fn mark_kind(&mut self, pair: u64, kind: Kind) {
+        if let (Some(marks), Kind::Free | Kind::Data) = (&mut self.marks, kind) {
+            marks.metadata.remove(&pair);
         }
     }
 

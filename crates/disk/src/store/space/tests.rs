@@ -35,6 +35,8 @@ struct World {
     under_way: Option<(InUse, Vec<u64>)>,
     dropped: BTreeMap<u64, Stage>,
     epoch: u64,
+    /// A pass has marked what is in use.
+    is_marked: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -43,6 +45,10 @@ enum Step {
     Page,
     Drop(usize),
     Begin(usize),
+    /// A pass marks what is in use now.
+    Mark,
+    /// As `Begin`, of a checkpoint that sweeps.
+    Sweep(usize),
     Write(usize),
     Done,
     Fail,
@@ -58,6 +64,8 @@ fn step() -> impl Strategy<Value = Step> {
         4 => Just(Step::Page),
         6 => any::<usize>().prop_map(Step::Drop),
         3 => (0..4usize).prop_map(Step::Begin),
+        1 => Just(Step::Mark),
+        2 => (0..4usize).prop_map(Step::Sweep),
         4 => (1..99usize).prop_map(Step::Write),
         3 => Just(Step::Done),
         1 => Just(Step::Fail),
@@ -88,6 +96,7 @@ impl World {
             under_way: None,
             dropped: BTreeMap::new(),
             epoch: 0,
+            is_marked: false,
         };
         world.open();
         world
@@ -100,6 +109,7 @@ impl World {
 
     fn open(&mut self) {
         self.space = Space::new(self.layout, RESERVE);
+        self.is_marked = false;
         for pair in 0..self.layout.segments / 2 {
             let found = [2 * pair, 2 * pair + 1].map(|segment| {
                 choose([self.page(segment, 0), self.page(segment, 1)], self.whole.0)
@@ -181,16 +191,50 @@ impl World {
         let (state, _) = self.under_way.take().unwrap();
         self.whole = (self.whole.0 + 1, state);
         self.space.done(self.epoch);
+        self.space.let_go();
         for stage in self.dropped.values_mut().filter(|stage| **stage == Stage::Begun) {
             *stage = Stage::Done(self.epoch);
         }
     }
 
+    /// As a pass does, when no checkpoint is under way.
+    fn mark(&mut self) {
+        if self.under_way.is_some() {
+            return;
+        }
+        self.space.begin_marks();
+        self.is_marked = true;
+        for (place, is_page) in &self.now {
+            match is_page {
+                true => self.space.mark_page(*place),
+                false => self.space.mark(*place),
+            }
+        }
+    }
+
+    fn sweep(&mut self, pages: usize) {
+        if self.under_way.is_some() || !self.is_marked {
+            return;
+        }
+        for segment in 0..self.layout.segments {
+            if !self.space.is_loaded(segment) {
+                self.load(segment);
+            }
+        }
+        let pairs = 0..self.layout.segments / 2;
+        self.begin_with(pages, |space| drop(space.sweep(pairs)));
+    }
+
     fn begin(&mut self, pages: usize) {
+        self.begin_with(pages, |_| {});
+    }
+
+    fn begin_with(&mut self, pages: usize, behind: impl FnOnce(&mut Space)) {
         if self.under_way.is_some() {
             return;
         }
         self.space.begin();
+        behind(&mut self.space);
         self.dropped.values_mut().filter(|s| **s == Stage::Dropped).for_each(|s| *s = Stage::Begun);
         self.under_way = Some((self.now.clone(), Vec::new()));
         for _ in 0..pages {
@@ -245,6 +289,8 @@ impl World {
             }
             Step::Drop(which) => (0..9).for_each(|i| self.drop_one(which.wrapping_add(i))),
             Step::Begin(pages) => self.begin(pages),
+            Step::Mark => self.mark(),
+            Step::Sweep(pages) => self.sweep(pages),
             Step::Write(pages) => {
                 self.write(pages);
             }
@@ -456,6 +502,28 @@ fn a_pair_that_nobody_uses_any_more_is_for_anything() {
     world.done();
     world.release(world.epoch);
     assert!(world.space.pairs.iter().all(|kind| *kind == Kind::Free));
+}
+
+/// A pass has found pages in a pair. They are gone when it sweeps, and a guest's data are there.
+#[test]
+fn a_pair_of_data_stays_one_though_a_pass_has_marked_pages_there() {
+    let mut world = World::new();
+    world.new_page();
+    world.mark();
+    world.drop_one(0);
+    world.begin(0);
+    world.done();
+    world.release(world.epoch);
+    // Both segments of it. So a page in the first one's place that comes free would have its copy in data.
+    world.data(64);
+    world.data(64);
+    assert_eq!(world.space.pairs[0], Kind::Data);
+    world.drop_one(0);
+    world.sweep(0);
+    world.done();
+    world.release(world.epoch);
+    assert_eq!(world.space.free_of(0), 1);
+    while world.new_page().is_some() {}
 }
 
 #[test]
