@@ -15,6 +15,7 @@ use crate::store::journal::{Name, VolumeId};
 use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
 mod behind;
+mod dropped;
 mod flips;
 mod mapping;
 mod passes;
@@ -64,7 +65,7 @@ enum Beside {
 }
 
 struct Process {
-    live: Live,
+    live: Arc<Live>,
     port: Port,
     /// Last, as it ends the others' operations.
     reactor: Reactor,
@@ -95,7 +96,7 @@ impl Process {
     fn of(machine: &Machine) -> io::Result<Process> {
         let (port, mut reactor) = testing::port(&machine.world, &machine.path);
         let live = reactor.block_on(async { Live::open(&port, BYTES, MEMORY).await })??;
-        Ok(Process { live, port, reactor })
+        Ok(Process { live: Arc::new(live), port, reactor })
     }
 
     fn volume(&self, name: &str) -> VolumeId {
@@ -609,7 +610,7 @@ fn what_was_closed_is_opened_without_a_record() {
     let live = reactor.block_on(async { Live::open(&port, BYTES, MEMORY).await }).unwrap().unwrap();
     let replay = reactor.block_on(async { live.scan(&port).await }).unwrap().unwrap();
     assert!(replay.blocks.is_empty() && machine.world.step() > steps);
-    let mut process = Process { live, port, reactor };
+    let mut process = Process { live: Arc::new(live), port, reactor };
     assert_eq!(process.read("v0", 0..8).unwrap(), [7; 8]);
 }
 

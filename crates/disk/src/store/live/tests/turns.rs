@@ -53,7 +53,7 @@ fn of_a_turn_only_those_fail_whose_data_did() {
     let (port, mut reactor) = testing::port(&machine.world, &machine.path);
     let memory = Memory { metadata: 1 << 20, ..MEMORY };
     let live = reactor.block_on(async { Live::open(&port, BYTES, memory).await }).unwrap().unwrap();
-    let mut process = Process { live, port, reactor };
+    let mut process = Process { live: Arc::new(live), port, reactor };
     all_well(process.write(&blocks(40..60), false));
     let (layout, checkpoint) = {
         let core = process.live.core();
