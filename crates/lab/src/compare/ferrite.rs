@@ -109,6 +109,8 @@ fn parse(text: &str) -> Result<Sample> {
         open_us: report.open_us,
         wake_up_us: report.wake_up_us,
         misses: misses / (misses + count("metadata_hits")).max(1.0),
+        p2m_misses: count("p2m_misses"),
+        p2m_hits: count("p2m_hits"),
         operations: count("transfers") / count("requests"),
         segments_per_copy: known(report.segments_per_copy),
         idle_rss_kib: known(report.idle_rss_kib.map(|kib| kib as f64)),

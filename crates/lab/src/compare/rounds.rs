@@ -29,6 +29,10 @@ pub(crate) struct Sample {
     pub(crate) segments_per_copy: f64,
     /// The part of the requests for which metadata had to be read first.
     pub(crate) misses: f64,
+    /// Pages of a store's P2M that were read.
+    pub(crate) p2m_misses: f64,
+    /// Entries of it that were looked up in memory.
+    pub(crate) p2m_hits: f64,
     /// Operations on the storage, by requests.
     pub(crate) operations: f64,
     /// Resident before the first request.
@@ -55,6 +59,8 @@ impl Sample {
         wake_up_us: f64::NAN,
         segments_per_copy: f64::NAN,
         misses: f64::NAN,
+        p2m_misses: f64::NAN,
+        p2m_hits: f64::NAN,
         operations: f64::NAN,
         idle_rss_kib: f64::NAN,
         idle_switches: f64::NAN,

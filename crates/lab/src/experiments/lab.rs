@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,6 +12,7 @@ use ferrite_disk::tools::{Convert, ImageTools};
 use ferrite_disk::{ImageName, Parents};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::EngineChoice;
+use ferrite_xenhost::steps;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tempfile::TempDir;
 
@@ -23,6 +25,8 @@ const LINE: &str = "{prefix} {bar:30} {pos}/{len} {eta} left, {wide_msg}";
 const TRIES: u32 = 5;
 /// Operations in flight while an image is converted.
 const ENTRIES: u32 = 128;
+/// Of a store, which is a sparse file.
+const STORE_SIZE: &str = "1G";
 /// Images on tmpfs.
 const TMPFS: &str = "/dev/shm";
 
@@ -115,6 +119,24 @@ impl Lab {
         let done = tools.convert(&ImageName::parse(raw.path())?, &ImageName::parse(&path)?, &how);
         self.check()?;
         done?;
+        Ok(Image { path, _folder: folder })
+    }
+
+    /// The same as the volume `disk` of a new store, which has room for several such.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub(crate) fn stored(&self, raw: &Image) -> Result<Image> {
+        let folder = TempDir::with_prefix_in(prefix(), parent(raw.path())?)?;
+        let store = folder.path().join("disk.store");
+        let path = PathBuf::from(format!("store:{}#disk", store.display()));
+        let run = |arguments: &[&OsStr]| {
+            self.check()?;
+            steps::output(Command::new(self.program()?).args(arguments)).map(drop)
+        };
+        let word = OsStr::new;
+        run(&[word("store"), word("create"), store.as_os_str(), word("--size"), word(STORE_SIZE)])?;
+        run(&[word("image"), word("convert"), raw.path().as_os_str(), path.as_os_str()])?;
         Ok(Image { path, _folder: folder })
     }
 

@@ -14,6 +14,7 @@ pub(crate) mod persistent;
 mod polling;
 mod queue_length;
 mod request_size;
+mod store_cache;
 
 use anyhow::Result;
 use findings::Findings;
@@ -63,6 +64,7 @@ pub(crate) const HERE: &[Experiment] = &[
     queue_length::EXPERIMENT,
     fragmentation::EXPERIMENT,
     metadata_cache::EXPERIMENT,
+    store_cache::EXPERIMENT,
     multiqueue::EXPERIMENT,
     polling::EXPERIMENT,
     in_flight::EXPERIMENT,
