@@ -114,6 +114,7 @@ impl Follower {
             self.shared.table.change(self.id, |entry| {
                 if let (Upgrade::Asked(_), Some(failure)) = (&entry.upgrade, &failure) {
                     entry.upgrade = Upgrade::Done(Err(failure.clone()));
+                    entry.ticket = None;
                 }
             });
             let phase = failure.clone().map_or(Phase::Empty, Phase::Failed);
@@ -305,13 +306,21 @@ impl Follower {
     /// Images are served from the configured folders only; links are looked through.
     fn check_folder(&self, image: &Image) -> Result<(), Failure> {
         let path = image.path.display();
-        let real = image.path.canonicalize().map_err(|e| Failure {
+        let real = image.file().canonicalize().map_err(|e| Failure {
             why: format!("cannot open {path}: {e}"),
             help: "correct the disk's target, or make the image; it is tried again".to_owned(),
         })?;
         // A link in an allowed folder to a volume is how volumes are named.
         match self.shared.config.allows(&real) {
             true => {
+                // Two volumes of a store are two disks.
+                let real = match image.volume() {
+                    None => real,
+                    Some((_, name)) => [real.as_os_str(), "#".as_ref(), name]
+                        .into_iter()
+                        .collect::<std::ffi::OsString>()
+                        .into(),
+                };
                 self.shared.table.change(self.id, |entry| entry.real = Some(real));
                 Ok(())
             }

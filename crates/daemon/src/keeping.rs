@@ -7,11 +7,13 @@
 
 use std::io;
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_keeper::{Keep, Keeper, Line, Names, name_of, nbd_socket, socket_name};
+use ferrite_keeper::{Ahead, Group, Keep, Keeper, Line, Names, name_of, nbd_socket, socket_name};
 use ferrite_serve::blkif::lifecycle::{
     Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, follow_second, forget_second,
     part, retire,
@@ -44,14 +46,26 @@ const PARTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// How keepers and their workers are started.
 pub trait Programs: Send + Sync {
-    /// A command that becomes the keeper of this disk.
-    fn keeper(&self, disk: DiskId) -> Command;
+    /// A command that becomes the keeper of this disk, or of its store.
+    fn keeper(&self, disk: DiskId, keep: &Keep) -> Command;
 
     /// The arguments of a worker that serves this disk; the program is the keeper's.
     ///
     /// # Errors
     /// It cannot be said in arguments.
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure>;
+
+    /// How the one worker of a store is started, and what it has for this disk, with this folder for run
+    /// directories.
+    ///
+    /// # Errors
+    /// It cannot be said in arguments.
+    fn of_store(
+        &self,
+        disk: &Assignment<'_>,
+        run_dir: &Path,
+        store: StoreFile,
+    ) -> Result<OfStore, Failure>;
 
     /// What a worker with these arguments goes by, if that can be told.
     fn options(&self, worker: &[String]) -> Option<DiskOptions>;
@@ -72,16 +86,57 @@ pub trait Programs: Send + Sync {
     ) -> Result<Option<Names>, Failure>;
 }
 
+/// A store's file, by what it is: device and inode, or a block device's number and 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoreFile {
+    /// See above.
+    pub device: u64,
+    /// The same.
+    pub inode: u64,
+}
+
+/// See [`Programs::of_store`].
+#[derive(Debug)]
+pub struct OfStore {
+    /// The arguments of the worker.
+    pub worker: Vec<String>,
+    /// See [`Group::commands`].
+    pub commands: Option<PathBuf>,
+    /// See [`Keep::ahead`].
+    pub ahead: Vec<Ahead>,
+}
+
+impl StoreFile {
+    /// What is there now.
+    fn at(path: &Path) -> io::Result<StoreFile> {
+        let meta = path.metadata()?;
+        Ok(match meta.file_type().is_block_device() {
+            true => StoreFile { device: meta.rdev(), inode: 0 },
+            false => StoreFile { device: meta.dev(), inode: meta.ino() },
+        })
+    }
+
+    /// How its keeper's files are called. No disk's are.
+    fn name(self) -> String {
+        format!("{STORE}{}-{}", self.device, self.inode)
+    }
+}
+
+/// What that begins with.
+const STORE: &str = "store-";
+
 /// Serves by keepers.
 pub struct Keepers {
     run: PathBuf,
     programs: Box<dyn Programs>,
+    /// Held by who starts a keeper: two disks of one store start one.
+    starting: Mutex<()>,
 }
 
 impl Keepers {
     /// With this folder for everything that outlives a process.
     pub fn new(run: &Path, programs: Box<dyn Programs>) -> Keepers {
-        Keepers { run: run.to_owned(), programs }
+        Keepers { run: run.to_owned(), programs, starting: Mutex::default() }
     }
 
     fn folder(&self) -> PathBuf {
@@ -106,8 +161,62 @@ impl Keepers {
             Err(e) if is_nobody(&e) => {}
             Err(e) => return Err(failed("reach the keeper", &e)),
         }
-        keep.start(self.programs.keeper(id)).map_err(|e| failed("start a keeper", &e))?;
+        {
+            let _one = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+            let command = self.programs.keeper(id, keep);
+            keep.start(command).map_err(|e| failed("start a keeper", &e))?;
+        }
         Keeper::connect(&keep.socket).map_err(|e| failed("reach the new keeper", &e))
+    }
+
+    /// How a disk is kept.
+    fn keep(&self, disk: &Assignment<'_>, store: &mut Store) -> Result<Keep, Failure> {
+        let run_dir = disk.run_dir().join(disk.id.file_name());
+        let of_store = self.of_store(disk)?;
+        let (group, ahead) =
+            of_store.map_or((None, Vec::new()), |(group, ahead)| (Some(group), ahead));
+        Ok(Keep {
+            socket: self.socket(disk.id),
+            worker: self.programs.worker(disk)?,
+            names: self.programs.names(disk, &run_dir, is_written(store, disk)?)?,
+            relay: Some(self.programs.relay()),
+            run_dir,
+            group,
+            ahead,
+        })
+    }
+
+    /// The group of a volume's disk: the disks of its store.
+    fn of_store(&self, disk: &Assignment<'_>) -> Result<Option<(Group, Vec<Ahead>)>, Failure> {
+        let Some((path, _)) = disk.image.volume() else { return Ok(None) };
+        let file = StoreFile::at(path).map_err(|e| Failure {
+            why: format!("cannot open {}: {e}", path.display()),
+            help: "correct the disk's target; it is tried again".to_owned(),
+        })?;
+        let OfStore { worker, commands, ahead } =
+            self.programs.of_store(disk, disk.run_dir(), file)?;
+        let socket = self.folder().join(socket_name(&file.name()));
+        let run_dir = self.run.join(file.name());
+        Ok(Some((Group { socket, run_dir, worker, commands }, ahead)))
+    }
+
+    /// Removes what keepers of stores have left that were killed, and whose disks are gone.
+    fn sweep_stores(&self) {
+        for name in self.names().filter(|name| name.starts_with(STORE)) {
+            let socket = self.folder().join(socket_name(&name));
+            if Keeper::connect(&socket).is_err_and(|e| is_nobody(&e))
+                && let Err(e) = ferrite_keeper::forget(&socket, &self.run.join(&name))
+            {
+                tracing::debug!("cannot remove what the keeper of {name} has left: {e}");
+            }
+        }
+    }
+
+    /// Of keepers, by their files.
+    fn names(&self) -> impl Iterator<Item = String> {
+        let entries = std::fs::read_dir(self.folder()).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter_map(|name| name_of(&name).map(str::to_owned))
     }
 
     /// Ends the disk's keeper, or removes what a dead one has left.
@@ -148,7 +257,8 @@ impl Keepers {
             lost = Some(line.start);
             let nbd = nbd_socket(&keep.run_dir);
             name_keeper(store, disk, line.keeper, Some(&nbd))?;
-            disk.is_kept(line.keeper as u32, Some(nbd));
+            let group = keep.group.as_ref().map(|group| group.socket.clone());
+            disk.is_kept(line.keeper as u32, Some(nbd), group);
             lost_at_once += 1;
             let opened = || {
                 lost_at_once = 0;
@@ -227,14 +337,7 @@ impl Serving for Keepers {
         store: &mut Store,
         stop: &Waker,
     ) -> Result<Outcome, Failure> {
-        let run_dir = disk.run_dir().join(disk.id.file_name());
-        let keep = Keep {
-            socket: self.socket(disk.id),
-            worker: self.programs.worker(disk)?,
-            names: self.programs.names(disk, &run_dir, is_written(store, disk)?)?,
-            relay: Some(self.programs.relay()),
-            run_dir,
-        };
+        let keep = self.keep(disk, store)?;
         self.follow(disk, &keep, store, stop)
     }
 
@@ -253,7 +356,7 @@ impl Serving for Keepers {
         loop {
             let line = self.find_second_line(disk, first, stop)?;
             name_keeper(store, disk, line.keeper, None)?;
-            disk.is_kept(line.keeper as u32, None);
+            disk.is_kept(line.keeper as u32, None, None);
             lost_at_once += 1;
             let mut joined = false;
             let opened = || {
@@ -315,9 +418,8 @@ impl Serving for Keepers {
     }
 
     fn all(&self) -> Vec<DiskId> {
-        let entries = std::fs::read_dir(self.folder()).into_iter().flatten().flatten();
-        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        names.filter_map(|name| id_of_name(name_of(&name)?)).collect()
+        self.sweep_stores();
+        self.names().filter_map(|name| id_of_name(&name)).collect()
     }
 }
 
@@ -326,8 +428,10 @@ impl Serving for Keepers {
 fn end_closed(keeper: Keeper) -> io::Result<()> {
     let line = keeper.line(None)?;
     let why = match retire(line.fd.as_fd(), &Waker::new()?, Some(CLOSED_WITHIN)) {
+        // Others of its worker's go on.
+        Ok(()) => return keeper.leave(),
         // One that is lost has nothing open any more.
-        Ok(()) | Err(ServeError::WorkerLost(_)) => return keeper.end(),
+        Err(ServeError::WorkerLost(_)) => return keeper.end(),
         Err(ServeError::Left) => format!("it took more than {} s", CLOSED_WITHIN.as_secs()),
         Err(e) => e.to_string(),
     };
@@ -338,7 +442,8 @@ fn end_closed(keeper: Keeper) -> io::Result<()> {
     keeper.end()
 }
 
-/// The image is closed first, so that nothing is left to the next binary but the image itself.
+/// The image is closed first, so that nothing is left to the next binary but the image itself; so of all disks
+/// that the worker serves.
 fn upgrade(
     disk: &Assignment<'_>,
     keeper: &Keeper,
@@ -346,18 +451,24 @@ fn upgrade(
     binary: &Path,
     stop: &Waker,
 ) -> Result<(), Failure> {
-    match retire(line.fd.as_fd(), stop, None) {
+    let ticket = disk.ticket();
+    let let_go = match retire(line.fd.as_fd(), stop, None) {
         // A worker that is gone has left what the next one recovers from.
-        Ok(()) | Err(ServeError::WorkerLost(_)) => {}
-        Err(e) => return Err(not_served(e)),
+        Ok(()) | Err(ServeError::WorkerLost(_)) => Ok(()),
+        Err(e) => Err(not_served(e)),
+    };
+    if let_go.is_ok() {
+        disk.at(Step::Retired);
     }
-    disk.at(Step::Retired);
-    keeper.upgrade(binary).map_err(|e| Failure {
-        why: format!("cannot become {}: {e}", binary.display()),
-        help: "the disk is served by the program that it was served by".to_owned(),
-    })?;
-    disk.at(Step::Upgraded);
-    Ok(())
+    let exchange = || {
+        keeper.upgrade(binary).map_err(|e| Failure {
+            why: format!("cannot become {}: {e}", binary.display()),
+            help: "the disk is served by the program that it was served by".to_owned(),
+        })?;
+        disk.at(Step::Upgraded);
+        Ok(())
+    };
+    ticket.meet(let_go, exchange, || wait_for([stop.fd()], Some(Duration::ZERO)) == [true])
 }
 
 /// Nobody has begun with this attachment.

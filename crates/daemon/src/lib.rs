@@ -35,6 +35,7 @@ mod follow;
 pub mod keeping;
 pub mod orphan;
 pub mod params;
+mod round;
 mod siblings;
 pub mod state;
 mod supervise;
@@ -44,6 +45,7 @@ mod wait;
 
 use config::{Config, DiskOptions};
 use params::Image;
+use round::Ticket;
 use state::{DiskId, States};
 use table::{Phase, Table, Upgrade, Woken};
 
@@ -99,10 +101,13 @@ impl Assignment<'_> {
         &self.shared.places.run
     }
 
-    /// This process stands for the disk, and clients of NBD find the disk by this socket.
-    pub fn is_kept(&self, pid: u32, nbd: Option<PathBuf>) {
+    /// This process stands for the disk, and for all of this group, if there is one. Clients of NBD find the
+    /// disk by this socket.
+    pub fn is_kept(&self, pid: u32, nbd: Option<PathBuf>, group: Option<PathBuf>) {
         blktap::link(&self.shared.places, self.id, pid, self.minor);
-        self.shared.table.change(self.id, |entry| (entry.pid, entry.nbd) = (Some(pid), nbd));
+        self.shared.table.change(self.id, |entry| {
+            (entry.pid, entry.nbd, entry.group) = (Some(pid), nbd, group);
+        });
         (self.shared.at)(Step::Kept);
     }
 
@@ -126,6 +131,13 @@ impl Assignment<'_> {
     /// A point of an upgrade is reached.
     pub(crate) fn at(&self, step: Step) {
         (self.shared.at)(step);
+    }
+
+    /// Its part in an upgrade. One that is not there was nobody else's.
+    pub(crate) fn ticket(&self) -> Ticket {
+        let mut ticket = None;
+        self.shared.table.change(self.id, |entry| ticket = entry.ticket.take());
+        ticket.or_else(|| Ticket::of(1).pop()).expect("one of one")
     }
 
     /// What came of it.

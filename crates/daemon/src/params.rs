@@ -1,6 +1,6 @@
 //! What the toolstack's `params` say of an image (toolstacks write them, guests cannot).
 //!
-//! `aio:PATH`, `vhd:PATH` and `qcow2:PATH` are tapdisk's words; `raw:PATH` is ours. Names may have
+//! `aio:PATH`, `vhd:PATH` and `qcow2:PATH` are tapdisk's words; `raw:PATH` and `store:PATH#NAME` are ours. Names may have
 //! colons: only the first one counts. libxl lets nobody say `qcow2`, and passes a target on as it is, so
 //! `aio:qcow2:/PATH` is one, too. No path begins so: those of images are absolute.
 
@@ -20,6 +20,8 @@ pub enum Format {
     Vhd,
     /// A qcow2.
     Qcow2,
+    /// A volume of a store.
+    Store,
 }
 
 impl Format {
@@ -29,6 +31,7 @@ impl Format {
             Format::Raw => "raw",
             Format::Vhd => "vhd",
             Format::Qcow2 => "qcow2",
+            Format::Store => "store",
         }
     }
 
@@ -45,6 +48,7 @@ impl Format {
             b"aio" | b"raw" => Some(Format::Raw),
             b"vhd" => Some(Format::Vhd),
             b"qcow2" => Some(Format::Qcow2),
+            b"store" => Some(Format::Store),
             _ => None,
         }
     }
@@ -55,11 +59,21 @@ impl Format {
 pub struct Image {
     /// What it is.
     pub format: Format,
-    /// Where it is.
+    /// Where it is; of a volume `PATH#NAME`.
     pub path: PathBuf,
 }
 
 impl Image {
+    /// The file or device that it is in; of a volume, its store's.
+    pub fn file(&self) -> &Path {
+        self.volume().map_or(&self.path, |(store, _)| store)
+    }
+
+    /// The store that it is a volume of, and the volume's name.
+    pub fn volume(&self) -> Option<(&Path, &OsStr)> {
+        parts_of_volume(&self.path).filter(|_| self.format == Format::Store)
+    }
+
     /// Its name with the format before the path, as `Disk::open` takes it.
     pub fn name(&self) -> OsString {
         [OsStr::new(self.format.word()), OsStr::new(":"), self.path.as_os_str()]
@@ -104,6 +118,9 @@ impl Params {
     }
 }
 
+/// Of a volume's name.
+const MAX_NAME: usize = 63;
+
 /// Extensions of images that are no raw disks.
 const EXTENSIONS: [&str; 7] = ["vhd", "qcow2", "qcow", "vhdx", "vmdk", "vdi", "qed"];
 
@@ -130,16 +147,37 @@ fn split(value: &[u8]) -> Option<(&[u8], &[u8])> {
 
 fn image(format: Format, path: &[u8]) -> Params {
     let path = Path::new(OsStr::from_bytes(path));
+    if format == Format::Store && parts_of_volume(path).is_none() {
+        return Params::Odd(format!(
+            "{:.256} names no volume of a store: that is store:PATH#NAME, and NAME has 1 to 63 letters, \
+             digits, and - _ . but at its beginning",
+            path.display()
+        ));
+    }
     match path.is_absolute() {
         true => Params::Image(Image { format, path: path.to_owned() }),
         false => Params::Odd(format!("{} is not an absolute path", path.display())),
     }
 }
 
+/// What is before the last `#`, and behind it, if that can be a volume's name.
+fn parts_of_volume(path: &Path) -> Option<(&Path, &OsStr)> {
+    let bytes = path.as_os_str().as_bytes();
+    let at = bytes.iter().rposition(|byte| *byte == b'#')?;
+    let (store, name) = (&bytes[..at], &bytes[at + 1..]);
+    let is_name = matches!(name, [first, ..] if first.is_ascii_alphanumeric())
+        && name.len() <= MAX_NAME
+        && name.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(byte));
+    (is_name && !store.is_empty())
+        .then(|| (Path::new(OsStr::from_bytes(store)), OsStr::from_bytes(name)))
+}
+
 fn odd(value: &[u8]) -> String {
     let value = String::from_utf8_lossy(value);
     let shown: String = value.chars().take(128).collect();
-    format!("params {shown:?} name no image: they are aio:PATH, vhd:PATH or qcow2:PATH")
+    format!(
+        "params {shown:?} name no image: they are aio:PATH, vhd:PATH, qcow2:PATH or store:PATH#NAME"
+    )
 }
 
 #[cfg(test)]
@@ -159,6 +197,8 @@ mod tests {
             ("aio:qcow2:/srv/a", Format::Qcow2, "/srv/a"),
             ("aio:vhd:/srv/a:b", Format::Vhd, "/srv/a:b"),
             ("aio:aio:/srv/a", Format::Raw, "/srv/a"),
+            ("store:/srv/a#b", Format::Store, "/srv/a#b"),
+            ("aio:store:/srv/a:b#c.vhd", Format::Store, "/srv/a:b#c.vhd"),
             ("aio:raw:/srv/a.vhd", Format::Raw, "/srv/a.vhd"),
             ("raw:/srv/a.qcow2", Format::Raw, "/srv/a.qcow2"),
             ("aio:/srv/a.qcow2/disk", Format::Raw, "/srv/a.qcow2/disk"),
@@ -168,14 +208,36 @@ mod tests {
             let image = Image { format, path: path.into() };
             assert_eq!(Params::parse(params.as_bytes()), Params::Image(image), "{params}");
         }
-        for empty in ["", "aio:", "vhd:", "raw:"] {
+        for (path, store, name) in [("/srv/a#b", "/srv/a", "b"), ("/srv/a#b#c", "/srv/a#b", "c")] {
+            let volume = Image { format: Format::Store, path: path.into() };
+            assert_eq!(volume.volume(), Some((Path::new(store), OsStr::new(name))));
+            let raw = Image { format: Format::Raw, ..volume.clone() };
+            assert_eq!((volume.file(), raw.file()), (Path::new(store), Path::new(path)));
+        }
+        let long = format!("store:/srv/a#{}", "x".repeat(64));
+        for odd in
+            ["store:/srv/a", "store:/srv/a#", "store:/a#.b", "store:#b", "store:/a#b/c", &long]
+        {
+            let Params::Odd(why) = Params::parse(odd.as_bytes()) else { panic!("{odd}") };
+            assert!(why.contains("store:PATH#NAME"), "{why}");
+        }
+        for empty in ["", "aio:", "vhd:", "raw:", "store:"] {
             assert_eq!(Params::parse(empty.as_bytes()), Params::Empty, "{empty}");
         }
         for image in ["aio:/srv/a.vhd", "/srv/a.QCOW2", "/srv/a:b.vmdk", "aio:/srv/x:y.vhdx"] {
             let Params::Odd(why) = Params::parse(image.as_bytes()) else { panic!("{image}") };
             assert!(why.contains("given as a raw disk"), "{why}");
         }
-        for odd in ["aio:a.img", "nbd:unix:/x", "a.img", "qcow2:raw:a", ":", "aio::/a", "aio: "] {
+        for odd in [
+            "aio:a.img",
+            "nbd:unix:/x",
+            "a.img",
+            "qcow2:raw:a",
+            ":",
+            "aio::/a",
+            "aio: ",
+            "store:a#b",
+        ] {
             assert!(matches!(Params::parse(odd.as_bytes()), Params::Odd(_)), "{odd}");
         }
     }

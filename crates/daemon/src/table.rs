@@ -10,6 +10,7 @@ use ferrite_serve::waker::Waker;
 
 use crate::Failure;
 use crate::params::Image;
+use crate::round::Ticket;
 use crate::state::{DiskId, DiskState};
 
 /// How far a disk is.
@@ -77,6 +78,10 @@ pub struct Entry {
     pub(crate) beside: Option<DiskId>,
     /// What becomes of the binary that it is served by.
     pub(crate) upgrade: Upgrade,
+    /// Its part in that, until its thread has it.
+    pub(crate) ticket: Option<Ticket>,
+    /// Disks with the same are served by one worker.
+    pub(crate) group: Option<PathBuf>,
     stop: Arc<Waker>,
     /// That was woken for good.
     ends: bool,
@@ -183,6 +188,8 @@ impl Table {
             rests_for,
             beside: known.and_then(|state| state.beside),
             upgrade: Upgrade::None,
+            ticket: None,
+            group: None,
             stop,
             ends: false,
             has_ended: false,
@@ -207,6 +214,7 @@ impl Table {
             // Nobody is there any more who would do what was asked.
             if let (Upgrade::Asked(_), Err(why)) = (&entry.upgrade, may_upgrade(&phase)) {
                 entry.upgrade = Upgrade::Done(Err(why));
+                entry.ticket = None;
             }
             if entry.phase != phase {
                 (entry.phase, entry.since) = (phase, SystemTime::now());
@@ -292,13 +300,13 @@ impl Table {
         }
     }
 
-    /// Asks for another binary, if the disk is served.
+    /// Asks for another binary, if the disk is served; so for all disks that its worker serves. Which these are.
     ///
     /// # Errors
     /// Why it has none that could be exchanged now.
-    pub(crate) fn ask_upgrade(&self, id: DiskId, binary: &Path) -> Result<(), Failure> {
+    pub(crate) fn ask_upgrade(&self, id: DiskId, binary: &Path) -> Result<Vec<DiskId>, Failure> {
         let mut disks = self.lock();
-        let Some(entry) = disks.get_mut(&id) else { return Err(detached()) };
+        let Some(entry) = disks.get(&id) else { return Err(detached()) };
         if let Some(first) = entry.beside {
             return Err(Failure {
                 why: format!("it is served with disk {first}, as its guest's stub domain has it"),
@@ -306,9 +314,24 @@ impl Table {
             });
         }
         may_upgrade(&entry.phase)?;
-        entry.upgrade = Upgrade::Asked(binary.to_owned());
-        entry.stop.wake();
-        Ok(())
+        let group = entry.group.clone();
+        // What is not open lets go of nothing.
+        let goes_with_it = |other: &Entry| {
+            group.is_some()
+                && other.group == group
+                && other.beside.is_none()
+                && other.phase == Phase::Served
+        };
+        let all = disks.iter_mut().filter(|(other, entry)| **other == id || goes_with_it(entry));
+        let all: Vec<_> = all.collect();
+        let (tickets, mut ids) = (Ticket::of(all.len()), Vec::new());
+        for ((id, entry), ticket) in all.into_iter().zip(tickets) {
+            entry.upgrade = Upgrade::Asked(binary.to_owned());
+            entry.ticket = Some(ticket);
+            entry.stop.wake();
+            ids.push(*id);
+        }
+        Ok(ids)
     }
 
     /// Waits until `f` finds what it looks for, or this time is over.

@@ -446,9 +446,13 @@ impl Disk {
         self.media().into_iter().for_each(Raw::keep);
     }
 
-    /// A keeper has it open no longer: its locks end with this process and its last operation.
+    /// A keeper has it open no longer: its locks end with this process and its last operation. It stays if it
+    /// is a store's that other disks of this process go on with.
     pub fn let_go(&self) {
-        self.media().into_iter().for_each(Raw::let_go);
+        match self {
+            Disk::Store(d) if d.is_shared() => {}
+            _ => self.media().into_iter().for_each(Raw::let_go),
+        }
     }
 
     /// Tells the medium that a range is not needed any more. It reads as zeros or as before, or,

@@ -112,6 +112,12 @@ impl Volume {
         self.store.raw()
     }
 
+    /// Whether others of this process use the store.
+    pub(crate) fn is_shared(&self) -> bool {
+        let is_user = self.seat.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        self.store.users_but(is_user) > 0
+    }
+
     /// Its name in the store.
     pub(crate) fn name(&self) -> &str {
         &self.name

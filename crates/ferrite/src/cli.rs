@@ -72,6 +72,9 @@ pub(crate) enum Command {
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
     #[command(hide = true)]
     Worker(WorkerArgs),
+    /// Serve disks of one store for their keeper, for as long as that lives.
+    #[command(hide = true)]
+    StoreWorker(StoreWorkerArgs),
     /// Give one disk to programs of this host, in the foreground, until a signal comes.
     Export(ExportArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
@@ -307,6 +310,25 @@ pub(crate) struct WorkerArgs {
     /// Where all run directories are.
     #[arg(long, value_name = "DIR", default_value = "/run/ferrite")]
     pub(crate) run_dir: PathBuf,
+}
+
+/// `ferrite store-worker`.
+#[derive(Debug, Args)]
+pub(crate) struct StoreWorkerArgs {
+    /// The store.
+    pub(crate) store: PathBuf,
+
+    /// Where all run directories are.
+    #[arg(long, value_name = "DIR", default_value = "/run/ferrite")]
+    pub(crate) run_dir: PathBuf,
+
+    /// What does disk I/O of commands.
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    pub(crate) engine: EngineChoice,
+
+    /// Processor time of all its disks together, in percent of one processor.
+    #[arg(long, value_name = "PERCENT")]
+    pub(crate) cpu: Option<u32>,
 }
 
 /// `ferrite export`.

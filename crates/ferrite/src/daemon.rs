@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_daemon::config::{self, Config, DiskOptions};
-use ferrite_daemon::keeping::{Keepers, Programs};
+use ferrite_daemon::keeping::{Keepers, OfStore, Programs, StoreFile};
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
-use ferrite_keeper::Names;
+use ferrite_keeper::{Keep, Names};
 use ferrite_serve::counters::FOLDER;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::Store;
@@ -24,7 +24,7 @@ use crate::parents::ParentsArgs;
 use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
 use crate::vdev::Vbd;
-use crate::worker::{arguments, names, told_by};
+use crate::worker::{arguments, names, store, told_by};
 
 mod metrics;
 
@@ -92,11 +92,25 @@ struct Ours;
 
 impl Programs for Ours {
     /// What this process is, also when its name is another program's by now.
-    fn keeper(&self, disk: DiskId) -> Command {
+    fn keeper(&self, disk: DiskId, keep: &Keep) -> Command {
         let mut command = Command::new("/proc/self/exe");
-        // The disk is for those who look at processes.
-        command.arg0("ferrite").arg("keeper").arg(disk.to_string());
+        // What stands there is for those who look at processes.
+        let of = keep.group.as_ref().and_then(|group| group.run_dir.file_name());
+        let of = of.map_or_else(|| disk.to_string().into(), ToOwned::to_owned);
+        command.arg0("ferrite").arg("keeper").arg(of);
         command
+    }
+
+    fn of_store(
+        &self,
+        disk: &Assignment<'_>,
+        run_dir: &Path,
+        StoreFile { device, inode }: StoreFile,
+    ) -> Result<OfStore, DiskFailure> {
+        let args = serve_args(disk);
+        let worker = store::arguments(&args, run_dir).ok_or_else(|| no_text(disk))?;
+        let commands = Some(store::commands(run_dir, (device, inode)));
+        Ok(OfStore { worker, commands, ahead: store::ahead(&args, run_dir) })
     }
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, DiskFailure> {

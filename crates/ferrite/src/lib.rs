@@ -57,6 +57,7 @@ pub fn main() -> ExitCode {
         cli::Command::Serve(_)
             | cli::Command::Daemon(_)
             | cli::Command::Worker(_)
+            | cli::Command::StoreWorker(_)
             | cli::Command::Export(_)
     );
     if is_server {
@@ -70,6 +71,7 @@ pub fn main() -> ExitCode {
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
         cli::Command::Worker(args) => worker::run(args),
+        cli::Command::StoreWorker(args) => worker::store::run(args),
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Export(args) => export::run(args),

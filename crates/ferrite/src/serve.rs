@@ -2,13 +2,13 @@
 
 use std::io;
 use std::iter;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
+use ferrite_io::names;
 use ferrite_io::pool::HostMemory;
 use ferrite_serve::blkif::lifecycle::{
     Attached, Attachment, Config, EngineFactory, FollowConfig, Outcome, STOPPED, ServeError,
@@ -24,6 +24,7 @@ use ferrite_xen::hypervisor::Hypervisor;
 use ferrite_xen::mover::{self, Maps, Mover, Moving};
 use ferrite_xen::real::{HostProcessors, Xen};
 use ferrite_xen::store::{Store, StoreError};
+use rustix::fs::Mode;
 
 use crate::cli::ServeArgs;
 use crate::engine::{choose, engines};
@@ -42,11 +43,11 @@ const BACKEND_KIND: &str = "vbd3";
 /// On tmpfs: what is kept here concerns running guests only.
 pub(crate) const RUN_DIR: &str = "/run/ferrite";
 /// In there, the file by which all backends of this host share what may be mapped.
-const MAP_BUDGET: &str = "map-budget";
+pub(crate) const MAP_BUDGET: &str = "map-budget";
 /// In there, the file by which they share processors to poll with.
-const POLL_BUDGET: &str = "poll-budget";
+pub(crate) const POLL_BUDGET: &str = "poll-budget";
 /// In there, the file by which they share memory for data while storage is slow.
-const MEMORY_BUDGET: &str = "memory-budget";
+pub(crate) const MEMORY_BUDGET: &str = "memory-budget";
 /// In there, what was answered and is not yet in the images' metadata.
 pub(crate) const IMAGES: &str = "images";
 /// How long a takeover waits for the killed predecessor's last I/O to end.
@@ -143,7 +144,7 @@ fn serve_one(
     })?;
     let engine = engines(kind);
     let disk = complete(args, disk, &engine)?;
-    let work = work_config(args, run, limit)?;
+    let work = work_config(args, run, limit, host_view(args, run))?;
     if work.processors.host.is_some() {
         static TOLD: Once = Once::new();
         TOLD.call_once(|| tell_of_processors(run));
@@ -184,7 +185,12 @@ fn offer(args: &ServeArgs) -> Offer {
 
 /// What this process may use of processors.
 pub(crate) fn limit(args: &ServeArgs) -> Option<Arc<Limit>> {
-    args.cpu.map(|percent| Arc::new(Limit::new(percent, SystemClock::shared())))
+    args.cpu.map(limit_of)
+}
+
+/// The same, in percent of one.
+pub(crate) fn limit_of(percent: u32) -> Arc<Limit> {
+    Arc::new(Limit::new(percent, SystemClock::shared()))
 }
 
 /// How a disk is served with these options, in a process that may use so much of processors.
@@ -192,6 +198,7 @@ pub(crate) fn work_config(
     args: &ServeArgs,
     run: &Path,
     limit: Option<Arc<Limit>>,
+    host: Option<Arc<HostView>>,
 ) -> Result<WorkConfig, Failure> {
     let (domid, devid) = (args.xen.domain, args.xen.device);
     Ok(WorkConfig {
@@ -203,7 +210,7 @@ pub(crate) fn work_config(
         closes: true,
         tuning: args.tuning.tuning(),
         on_full: args.on_full,
-        processors: processors(args, run, limit),
+        processors: processors(args, run, limit, host),
         counters: Counters::default(),
     })
 }
@@ -319,7 +326,7 @@ fn moving(args: &ServeArgs, run: &Path) -> Result<Moving, Failure> {
 }
 
 fn make_run(run: &Path) -> io::Result<()> {
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(run)
+    names::create_dir_all(run, Mode::RWXU)
 }
 
 /// Without the file that is shared, the disk has what it has: it is no reason not to serve it.
@@ -336,7 +343,12 @@ fn host_memory(args: &ServeArgs, run: &Path) -> Option<Arc<HostMemory>> {
 
 /// Without the file that is shared, the disk is bounded by itself alone: it is no reason not to
 /// serve it.
-fn processors(args: &ServeArgs, run: &Path, limit: Option<Arc<Limit>>) -> Arc<Processors> {
+fn processors(
+    args: &ServeArgs,
+    run: &Path,
+    limit: Option<Arc<Limit>>,
+    host: Option<Arc<HostView>>,
+) -> Arc<Processors> {
     let path = run.join(POLL_BUDGET);
     let polling = make_run(run).and_then(|()| args.tuning.polling(&path)).unwrap_or_else(|e| {
         let percent = args.tuning.poll_cpu;
@@ -347,22 +359,26 @@ fn processors(args: &ServeArgs, run: &Path, limit: Option<Arc<Limit>>) -> Arc<Pr
         );
         Budget::new(percent)
     });
-    Arc::new(Processors::new(polling, host_view(args, run), limit))
+    // Where that decides.
+    let host = host.filter(|_| args.tuning.poll_us == PollWindow::Auto);
+    Arc::new(Processors::new(polling, host, limit))
 }
 
-/// What the host says of its processors, where that decides.
-fn host_view(args: &ServeArgs, run: &Path) -> Option<HostView> {
-    if args.tuning.poll_us != PollWindow::Auto {
-        return None;
-    }
+/// What the host says of its processors. It is looked for where that decides.
+fn host_view(args: &ServeArgs, run: &Path) -> Option<Arc<HostView>> {
+    (args.tuning.poll_us == PollWindow::Auto).then(|| view_of_host(run)).flatten()
+}
+
+/// The same, for disks of any options.
+pub(crate) fn view_of_host(run: &Path) -> Option<Arc<HostView>> {
     let view = HostView::open(run);
-    view.inspect_err(|e| {
+    let told = |e: &io::Error| {
         tracing::warn!(
-            "cannot open what {} says of the host's processors: {e}; this disk judges by what it sees",
+            "cannot open what {} says of the host's processors: {e}; disks here judge by what they see",
             run.display()
         );
-    })
-    .ok()
+    };
+    view.inspect_err(told).ok().map(Arc::new)
 }
 
 /// Tells the disks of this host of its processors for as long as this process lives. Without it each

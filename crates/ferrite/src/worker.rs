@@ -13,10 +13,14 @@ use ferrite_daemon::state::DiskId;
 use ferrite_disk::{ImageName, Parents};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::process::take_given;
-use ferrite_io::sandbox::{Means, user_of};
+use ferrite_io::sandbox::{self, user_of};
 use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, SECOND_FD};
-use ferrite_serve::blkif::lifecycle::{EngineFactory, Lines, OpenFailure, Opened, work_from};
+use ferrite_serve::blkif::lifecycle::{
+    EngineFactory, Lines, OpenFailure, Opened, ServeError, Start, WorkConfig, work_from,
+};
 use ferrite_serve::counters::stats_file;
+use ferrite_serve::polling::HostView;
+use ferrite_serve::processors::Limit;
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
@@ -28,6 +32,10 @@ use crate::exit::Failure;
 use crate::parents::ParentsArgs;
 use crate::serve;
 
+pub(crate) mod store;
+
+/// The folder with nothing in it that is the root of workers' file systems.
+const EMPTY: &str = "empty";
 /// How long it is waited for what keeps the image away: a predecessor's last I/O, or somebody who has
 /// locked it. Then it is said, and whoever follows asks again (processes.md 4).
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -46,31 +54,69 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let (alive, door) = (Arc::new(given(ALIVE_FD)?), given(DOOR_FD)?);
     let second = given(SECOND_FD)?;
     // Now, while this process may, and for all connections: nobody else has a copy of these.
-    let xen = Xen::ahead(queues_ahead(args));
-    let (xen, no_xen) = match xen {
-        Ok(xen) if args.own_grants => (xen.with_own_grants(), None),
-        Ok(xen) => (xen, None),
-        // The next worker may have more luck.
-        Err(e) => (Xen::nothing(), Some(e.to_string())),
-    };
-    let config = serve::work_config(args, run_dir, serve::limit(args))?;
-    let disk = DiskId { domid: args.xen.domain.0, devid: args.xen.device };
-    let start = orphan::start(run_dir, disk, Store::open);
-    give_rights_up(args)?;
-    let mut last = None;
-    let mut open = |read_only| {
-        let opened = match &no_xen {
-            Some(why) => {
-                let help = "ferrite doctor shows what is missing";
-                Err(Failure::new(format!("cannot serve {}", args.xen), why, help))
-            }
-            None => open(args, run_dir, &alive, read_only),
-        };
-        opened.map_err(|failure| told(failure, &mut last))
-    };
+    let host = serve::view_of_host(run_dir);
+    let means = Means::open(args, run_dir, serve::limit(args), host)?;
+    let start = orphan::start(run_dir, disk_id(args), Store::open);
+    let nvme = image(args).is_some_and(|path| is_namespace(&path));
+    give_rights_up(nvme, &args.xen)?;
     let lines = Lines { first: &line, second: &second };
-    let worked = work_from(start, lines, &door, &xen, &config, &mut open);
+    let worked = means.serve(start, lines, &door, &alive);
     worked.map_err(|e| serve::failed(args, &e))
+}
+
+fn disk_id(args: &ServeArgs) -> DiskId {
+    DiskId { domid: args.xen.domain.0, devid: args.xen.device }
+}
+
+/// What a disk is served with, besides its image.
+struct Means<'a> {
+    args: &'a ServeArgs,
+    run_dir: &'a Path,
+    xen: Xen,
+    no_xen: Option<String>,
+    config: WorkConfig,
+}
+
+impl<'a> Means<'a> {
+    /// Opens it: devices of Xen and files of budgets.
+    fn open(
+        args: &'a ServeArgs,
+        run_dir: &'a Path,
+        limit: Option<Arc<Limit>>,
+        host: Option<Arc<HostView>>,
+    ) -> Result<Means<'a>, Failure> {
+        let xen = Xen::ahead(queues_ahead(args));
+        let (xen, no_xen) = match xen {
+            Ok(xen) if args.own_grants => (xen.with_own_grants(), None),
+            Ok(xen) => (xen, None),
+            // The next worker may have more luck.
+            Err(e) => (Xen::nothing(), Some(e.to_string())),
+        };
+        let config = serve::work_config(args, run_dir, limit, host)?;
+        Ok(Means { args, run_dir, xen, no_xen, config })
+    }
+
+    /// Serves the disk until its line ends.
+    fn serve(
+        &self,
+        start: Start,
+        lines: Lines<'_>,
+        door: &OwnedFd,
+        alive: &Arc<OwnedFd>,
+    ) -> Result<(), ServeError> {
+        let mut last = None;
+        let mut open = |read_only| {
+            let opened = match &self.no_xen {
+                Some(why) => {
+                    let help = "ferrite doctor shows what is missing";
+                    Err(Failure::new(format!("cannot serve {}", self.args.xen), why, help))
+                }
+                None => open(self.args, self.run_dir, alive, read_only),
+            };
+            opened.map_err(|failure| told(failure, &mut last))
+        };
+        work_from(start, lines, door, &self.xen, &self.config, &mut open)
+    }
 }
 
 fn open(
@@ -145,11 +191,8 @@ pub(crate) fn told_by(arguments: &[String]) -> Option<ServeArgs> {
 }
 
 /// From here on this process has no rights, and its keeper opens files for it.
-fn give_rights_up(args: &ServeArgs) -> Result<(), Failure> {
-    let is_namespace = |meta: std::fs::Metadata| meta.file_type().is_char_device();
-    let nvme = image(args).and_then(|path| path.metadata().ok()).is_some_and(is_namespace);
-    let means = Means { nvme, ..Means::default() };
-    match ferrite_keeper::give_rights_up(means) {
+fn give_rights_up(nvme: bool, whose: &dyn Display) -> Result<(), Failure> {
+    match ferrite_keeper::give_rights_up(sandbox::Means { nvme, ..sandbox::Means::default() }) {
         Ok(None) => tracing::warn!("this worker has all rights of its keeper"),
         Ok(Some(lacking)) if lacking.is_empty() => {}
         Ok(Some(lacking)) => {
@@ -157,10 +200,15 @@ fn give_rights_up(args: &ServeArgs) -> Result<(), Failure> {
         }
         Err(e) => {
             let help = "a worker that could do anything serves nobody: run as root";
-            return Err(Failure::new(format!("cannot serve {}", args.xen), e, help));
+            return Err(Failure::new(format!("cannot serve {whose}"), e, help));
         }
     }
     Ok(())
+}
+
+/// Whether it is an NVMe namespace by its device for commands.
+fn is_namespace(path: &Path) -> bool {
+    path.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
 }
 
 /// What a worker with these options may have of this host. `None`: the image's name is not text.
@@ -173,6 +221,9 @@ pub(crate) fn names(
     writable: bool,
 ) -> Result<Option<Names>, Failure> {
     let (Some(image), Some(run)) = (image(args), run_dir.parent()) else { return Ok(None) };
+    if is_volume(args) {
+        return Ok(Some(store::names(image, run_dir, run)));
+    }
     let parents = match args.parents.allowed()? {
         Parents::Within(places) => places,
         Parents::Any => vec![PathBuf::from("/")],
@@ -185,14 +236,20 @@ pub(crate) fn names(
         read: [parents, vec![ParentsArgs::list()]].concat(),
         journals: Some(run.join(serve::IMAGES)),
         own_files: vec![stats.with_extension("new"), stats],
-        root: run.join("empty"),
+        root: run.join(EMPTY),
         user: user_of(args.xen.domain.0, args.xen.device),
     }))
 }
 
-/// Where the image is.
+/// Which file the image is in; of a volume, its store's.
 fn image(args: &ServeArgs) -> Option<PathBuf> {
-    Some(ImageName::parse(args.image.to_str()?).ok()?.path)
+    let name = ImageName::parse(args.image.to_str()?).ok()?;
+    let store = name.volume().map(|(store, _)| store.to_owned());
+    Some(store.unwrap_or(name.path))
+}
+
+fn is_volume(args: &ServeArgs) -> bool {
+    ImageName::parse(&args.image).is_ok_and(|name| name.volume().is_some())
 }
 
 fn given(number: i32) -> Result<OwnedFd, Failure> {

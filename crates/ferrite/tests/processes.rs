@@ -24,6 +24,8 @@ fn keeper_and_worker_are_called_ferrite_whatever_they_were_run_by() {
         worker: worker.map(str::to_owned).to_vec(),
         names: None,
         relay: None,
+        group: None,
+        ahead: Vec::new(),
     };
     let mut command = Command::new(program);
     command.arg0("ferrite").args(["keeper", "1/51712"]);

@@ -294,6 +294,50 @@ pub fn receive_with(
     Ok((bytes, file))
 }
 
+/// Most descriptors of one message: the kernel's number.
+pub const MOST_SENT: usize = 253;
+
+/// As [`send_with`], with as many descriptors as [`MOST_SENT`].
+///
+/// # Errors
+/// The kernel's; there are more.
+pub fn send_all_with(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_SENT))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let is_too_many = files.len() > MOST_SENT;
+    if is_too_many || !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    let bytes = [IoSlice::new(bytes)];
+    Ok(retry_on_intr(|| sendmsg(&socket, &bytes, &mut ancillary, flags)).map(drop)?)
+}
+
+/// As [`receive_with`], with all descriptors that came. It waits.
+///
+/// # Errors
+/// `InvalidData`: it is longer. Otherwise the kernel's.
+pub fn receive_all_with(socket: impl AsFd, most: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut bytes = vec![0; most];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_SENT))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::TRUNC;
+    let len = {
+        let mut into = [IoSliceMut::new(&mut bytes)];
+        retry_on_intr(|| recvmsg(&socket, &mut into, &mut ancillary, flags))?.bytes
+    };
+    let files = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    let files = files.flatten().collect();
+    if len > most {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message that is too long"));
+    }
+    bytes.truncate(len);
+    Ok((bytes, files))
+}
+
 /// `IOPRIO_WHO_PROCESS` and `IOPRIO_WHO_PGRP`, `linux/ioprio.h`.
 const OF_PROCESS: libc::c_int = 1;
 const OF_GROUP: libc::c_int = 2;

@@ -84,7 +84,7 @@ impl Keeper {
     /// As [`line`](Self::line).
     pub fn keep(&self) -> io::Result<Keep> {
         match self.ask(&Request::Keep)?.0 {
-            Answer::Keep(keep) => Ok(keep),
+            Answer::Keep(keep) => Ok(*keep),
             answer => Err(unexpected(answer)),
         }
     }
@@ -95,6 +95,19 @@ impl Keeper {
     /// As [`line`](Self::line).
     pub fn end(self) -> io::Result<()> {
         self.done(&Request::End)
+    }
+
+    /// As [`end`](Self::end), of a disk that the worker has closed: others of its group do not notice.
+    ///
+    /// # Errors
+    /// As [`line`](Self::line).
+    pub fn leave(self) -> io::Result<()> {
+        self.done(&Request::Leave)
+    }
+
+    /// Has a disk join the group that this one keeps.
+    pub(crate) fn join(&self, keep: &Keep) -> io::Result<()> {
+        self.done(&Request::Join(Box::new(keep.clone())))
     }
 
     /// Has the keeper and the next worker be this binary. The worker is killed. One that was asked to

@@ -18,26 +18,26 @@ use ferrite_io::process::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{SocketFlags, accept_with};
 use rustix::process::{chdir, getpid, setsid};
 
-use crate::keep::{Keep, State, VARIABLE};
+use crate::group::OfGroup;
+use crate::keep::{Group, Keep, Other, State, VARIABLE};
+use crate::member::Member;
 use crate::public;
-use crate::relay::Relay;
-use crate::socket::{Place, remove};
+use crate::socket::Place;
 use crate::tell;
 use crate::wire::{Answer, MAX_BYTES, Request};
-use crate::worker::{Worker, remove_alive};
+use crate::worker::Worker;
 
-/// Most who may ask at once: a daemon, its successor, and a look at it by hand.
-const CLIENTS: usize = 8;
+/// Most disks of a group.
+const MEMBERS: usize = 64;
 /// How often it is looked whether somebody has given the keeper another priority for its I/O. The
 /// kernel tells nobody.
 const LOOK_AT_PRIORITY: Duration = Duration::from_secs(2);
 /// The worker cannot be started: how often that is told.
 const TELL_AGAIN: u32 = 100;
 /// What cannot be done for want of descriptors stays to be done, and `poll` says so at once.
-const REST: Duration = Duration::from_millis(50);
+pub(crate) const REST: Duration = Duration::from_millis(50);
 
 /// A keeper: the process that [`Keep::start`] has started. Descriptors with the numbers `also`, which
 /// this process was started with, are handed on to each worker.
@@ -48,89 +48,111 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     let text = std::env::var(VARIABLE).map_err(|_| {
         io::Error::other("a keeper is started by ferrite itself, when it serves a disk")
     })?;
-    let State { keep, start, before, public, relay } = serde_json::from_str(&text)?;
+    let state: State = serde_json::from_str(&text)?;
     // By what it is, not by its name: a worker is what this one was, also when that was replaced.
     let binary = OwnedFd::from(File::open("/proc/self/exe")?);
-    let listen = || public::listen(&keep.run_dir);
-    let (place, public, asker) = match before {
-        Some([lock, listener, asker]) => {
-            let place = Place { lock: take_given(lock)?, listener: take_given(listener)? };
-            (place, public.map_or_else(listen, take_given)?, Some(take_given(asker)?))
+    let is_first = state.before.is_none();
+    let start = state.start;
+    let (members, group) = take_up(state)?;
+    // Who has started us waits for this, and is not our parent.
+    if is_first {
+        if fork()? == Fork::Parent {
+            std::process::exit(0);
         }
-        None => {
-            let place = Place::take(&keep.socket)?;
-            let public = listen()?;
-            // Who has started us waits for this, and is not our parent.
-            if fork()? == Fork::Parent {
-                std::process::exit(0);
-            }
-            setsid()?;
-            (place, public, None)
-        }
-    };
+        setsid()?;
+    }
+    let keep = &members[0].keep;
     // It may outlive the folder, and the file system, that it was started in.
     if keep.socket.is_absolute() && keep.run_dir.is_absolute() {
         chdir("/")?;
     }
-    if let Some(asker) = &asker {
-        answer(asker, &Answer::Done, None);
-    }
-    let disk = keep.run_dir.file_name().unwrap_or_default().to_string_lossy();
+    let askers = members.iter().flat_map(|member| &member.clients);
+    askers.for_each(|asker| answer(asker, &Answer::Done, None));
+    let of_group = keep.group.as_ref().map(|group| &group.run_dir);
+    let called = of_group.unwrap_or(&keep.run_dir).file_name().unwrap_or_default();
     // Fails where another keeper runs in this process: a test's.
-    let _ = crate::DISK.set(disk.into_owned());
-    let clients = asker.into_iter().collect();
-    let (worker, relay) = (Worker::new(start)?, Relay::take(relay)?);
-    Process {
-        keep,
-        binary,
-        place,
-        public,
-        worker,
-        relay,
-        clients,
-        follower: None,
-        also: also.to_vec(),
-        failures: 0,
-    }
-    .run()
+    let _ = crate::DISK.set(called.to_string_lossy().into_owned());
+    let worker = Worker::new(start, group.is_some())?;
+    Process { binary, members, group, worker, also: also.to_vec(), failures: 0 }.run()
 }
 
-/// What there is to do.
+/// The disks that it begins with, and what their group has.
+fn take_up(state: State) -> io::Result<(Vec<Member>, Option<OfGroup>)> {
+    let State { keep, before, public, relay, asker_of, group, commands, others, .. } = state;
+    let what = keep.group.clone();
+    let mut members = Vec::new();
+    let group = match (before, what) {
+        (None, what) => {
+            // The group first: who finds that it has a keeper has its disk join it.
+            let group = what.map(OfGroup::take).transpose()?;
+            members.push(Member::new(keep)?);
+            group
+        }
+        (Some([lock, listener, asker]), what) => {
+            members.push(Member::handed_on(keep, [lock, listener], public, relay)?);
+            for Other { keep, before: [lock, listener, public], relay } in others {
+                members.push(Member::handed_on(keep, [lock, listener], Some(public), relay)?);
+            }
+            // What it asks next is about that disk.
+            let of = members.get_mut(asker_of).ok_or(io::ErrorKind::InvalidData)?;
+            of.clients.push(take_given(asker)?);
+            what.map(|what| OfGroup::handed_on(what, group, commands)).transpose()?
+        }
+    };
+    Ok((members, group))
+}
+
+/// What there is to do. Members and their clients are numbers.
 #[derive(Default)]
 struct Ready {
     /// Somebody has come who wants to ask.
-    came: bool,
+    came: Vec<usize>,
     /// Who has asked.
-    asked: Vec<usize>,
+    asked: Vec<(usize, usize)>,
     /// The worker asks for a name.
     names: bool,
     /// A client of NBD has come.
-    client: bool,
+    client: Vec<usize>,
     /// The relay of such clients wants something.
-    relay: bool,
+    relay: Vec<usize>,
+    /// Somebody has come to the group,
+    joins: bool,
+    /// has asked there,
+    asked_to_join: Vec<usize>,
+    /// or wants a command to be done.
+    command: bool,
 }
 
 struct Process {
-    keep: Keep,
     binary: OwnedFd,
-    place: Place,
-    /// Where clients of NBD come.
-    public: OwnedFd,
+    /// One, or those of a group. There is always one.
+    members: Vec<Member>,
+    group: Option<OfGroup>,
     worker: Worker,
-    relay: Relay,
-    clients: Vec<OwnedFd>,
-    /// Which of them has asked for the line last.
-    follower: Option<RawFd>,
     also: Vec<RawFd>,
     /// How often the worker could not be started.
     failures: u32,
+}
+
+/// Who is meant by a descriptor that is waited for.
+#[derive(Clone, Copy)]
+enum Whose {
+    Place(usize),
+    Public(usize),
+    Client(usize, usize),
+    Relay(usize),
+    Worker,
+    Names,
+    Group,
+    Joiner(usize),
+    Commands,
 }
 
 impl Process {
     fn run(mut self) -> ! {
         let mut priority = io_priority();
         loop {
-            if let Err(e) = self.worker.go_on(&self.keep, &self.binary, &self.also) {
+            if let Err(e) = self.worker.go_on(&mut self.members, &self.binary, &self.also) {
                 if self.failures.is_multiple_of(TELL_AGAIN) {
                     tell(&format!("cannot start the worker: {e}"));
                 }
@@ -144,49 +166,115 @@ impl Process {
                 priority = now;
             }
             let ready = self.wait();
-            self.relay.reap();
-            if ready.relay {
-                self.relay.answer(&self.worker);
-            }
-            if ready.names
-                && let Err(e) = self.worker.answer()
-            {
-                tell(&format!("cannot end the worker: {e}"));
+            self.members.iter_mut().for_each(|member| member.relay.reap());
+            self.attend(ready);
+        }
+    }
+
+    fn attend(&mut self, ready: Ready) {
+        for m in ready.relay {
+            let Member { relay, seat, .. } = &mut self.members[m];
+            relay.answer(seat);
+        }
+        if ready.names
+            && let Err(e) = self.worker.answer(&mut self.members)
+        {
+            tell(&format!("cannot end the worker: {e}"));
+            std::thread::sleep(REST);
+        }
+        ready.client.into_iter().for_each(|m| self.admit(m));
+        // Before anybody is removed, and numbers change.
+        for m in ready.came {
+            if self.members[m].accept().is_err() {
                 std::thread::sleep(REST);
             }
-            // From the last on, since who has gone is removed.
-            for i in ready.asked.into_iter().rev() {
-                self.hear(i);
-            }
-            if ready.came {
-                self.accept();
-            }
-            if ready.client {
-                self.admit();
+        }
+        // From the last on, since who has gone is removed.
+        let mut gone = None;
+        for (m, i) in ready.asked.into_iter().rev() {
+            if gone != Some(m) && !self.hear(m, i) {
+                gone = Some(m);
             }
         }
+        self.attend_to_group(ready.joins, ready.asked_to_join, ready.command);
+    }
+
+    fn attend_to_group(&mut self, joins: bool, asked: Vec<usize>, command: bool) {
+        let Some(group) = &mut self.group else { return };
+        if command {
+            group.admit(&self.worker);
+        }
+        let mut wanted = Vec::new();
+        for i in asked.into_iter().rev() {
+            wanted.extend(group.hear(i));
+        }
+        if joins && group.accept().is_err() {
+            std::thread::sleep(REST);
+        }
+        for (client, keep) in wanted {
+            let joined = keep.and_then(|keep| self.join(keep));
+            let said = joined.map_or_else(|e| Answer::No(e.to_string()), |()| Answer::Done);
+            answer(&client, &said, None);
+        }
+    }
+
+    /// Keeps one disk more.
+    fn join(&mut self, mut keep: Keep) -> io::Result<()> {
+        let ours = &self.members[0].keep.group;
+        let socket = |group: &Option<Group>| group.as_ref().map(|group| group.socket.clone());
+        if socket(&keep.group) != socket(ours) {
+            return Err(io::Error::other("its group is another one"));
+        }
+        // The one worker was started as this says.
+        keep.group.clone_from(ours);
+        if self.members.len() >= MEMBERS {
+            return Err(io::Error::other(format!(
+                "{MEMBERS} disks of one store are served at a time"
+            )));
+        }
+        self.members.push(Member::new(keep)?);
+        if let Err(e) = self.worker.allow(&self.members) {
+            drop(self.members.pop().map(|mut member| member.remove(None)));
+            return Err(e);
+        }
+        self.worker.has_another();
+        Ok(())
     }
 
     /// Waits for something to do.
     fn wait(&self) -> Ready {
-        let mut fds = vec![
-            PollFd::new(&self.place.listener, PollFlags::IN),
-            PollFd::new(&self.public, PollFlags::IN),
-        ];
-        let first = fds.len();
-        fds.extend(self.clients.iter().map(|client| PollFd::new(client, PollFlags::IN)));
-        if self.worker.lives() {
-            fds.push(PollFd::new(self.worker.line(), PollFlags::RDHUP));
+        let (mut fds, mut whose) = (Vec::new(), Vec::new());
+        let mut listen = |fd, flags, who| {
+            fds.push(PollFd::from_borrowed_fd(fd, flags));
+            whose.push(who);
+        };
+        for (m, member) in self.members.iter().enumerate() {
+            listen(member.place.listener.as_fd(), PollFlags::IN, Whose::Place(m));
+            listen(member.public.as_fd(), PollFlags::IN, Whose::Public(m));
+            for (i, client) in member.clients.iter().enumerate() {
+                listen(client.as_fd(), PollFlags::IN, Whose::Client(m, i));
+            }
+            if let Some(relay) = member.relay.fd() {
+                listen(relay, PollFlags::IN, Whose::Relay(m));
+            }
         }
-        let at = self.worker.names().map(|names| {
-            fds.push(PollFd::from_borrowed_fd(names, PollFlags::IN));
-            fds.len() - 1
-        });
-        let relay = self.relay.fd().map(|relay| {
-            fds.push(PollFd::from_borrowed_fd(relay, PollFlags::IN));
-            fds.len() - 1
-        });
-        let due = self.worker.due().into_iter().chain(self.relay.due()).min();
+        if let Some(end) = self.worker.end_fd(&self.members) {
+            listen(end.as_fd(), PollFlags::RDHUP, Whose::Worker);
+        }
+        if let Some(names) = self.worker.names() {
+            listen(names, PollFlags::IN, Whose::Names);
+        }
+        if let Some(group) = &self.group {
+            listen(group.place.listener.as_fd(), PollFlags::IN, Whose::Group);
+            for (i, client) in group.clients.iter().enumerate() {
+                listen(client.as_fd(), PollFlags::IN, Whose::Joiner(i));
+            }
+            if let Some((commands, _)) = &group.commands {
+                listen(commands.as_fd(), PollFlags::IN, Whose::Commands);
+            }
+        }
+        let relays = self.members.iter().filter_map(|member| member.relay.due());
+        let due = self.worker.due().into_iter().chain(relays).min();
         let timeout = due.unwrap_or(LOOK_AT_PRIORITY).min(LOOK_AT_PRIORITY);
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
@@ -194,82 +282,62 @@ impl Process {
             std::thread::sleep(REST);
             return Ready::default();
         }
-        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        let clients = &fds[first..first + self.clients.len()];
-        let asked = clients.iter().enumerate().filter(|(_, fd)| is_ready(fd)).map(|(i, _)| i);
-        let names = at.is_some_and(|at| is_ready(&fds[at]));
-        let relay = relay.is_some_and(|at| is_ready(&fds[at]));
-        let (came, client) = (is_ready(&fds[0]), is_ready(&fds[1]));
-        Ready { came, asked: asked.collect(), names, client, relay }
-    }
-
-    fn accept(&mut self) {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let client = match accept_with(&self.place.listener, flags) {
-            Ok(client) => client,
-            // Who has come is gone.
-            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => return,
-            Err(_) => return std::thread::sleep(REST),
-        };
-        // The oldest has been quiet for longest, or is not heard any more. Not so who follows: it has
-        // nothing to ask while all is well.
-        if self.clients.len() >= CLIENTS {
-            let quiet = |client: &OwnedFd| Some(client.as_raw_fd()) != self.follower;
-            let oldest = self.clients.iter().position(quiet).unwrap_or_default();
-            self.clients.remove(oldest);
-        }
-        self.clients.push(client);
+        let mut ready = Ready::default();
+        let all = whose.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
+        all.for_each(|(who, _)| ready.add(who));
+        ready
     }
 
     /// Hands a client on. It is turned away where that cannot be.
-    fn admit(&mut self) {
-        match public::accept(&self.public) {
-            Ok(Some(client)) => {
-                let Process { relay, keep, binary, worker, .. } = self;
-                drop(relay.admit(client.as_fd(), keep, binary, worker));
-            }
+    fn admit(&mut self, m: usize) {
+        let Member { relay, keep, public, seat, .. } = &mut self.members[m];
+        match public::accept(public) {
+            Ok(Some(client)) => drop(relay.admit(client.as_fd(), keep, &self.binary, seat)),
             Ok(None) => {}
             Err(_) => std::thread::sleep(REST),
         }
     }
 
-    fn hear(&mut self, i: usize) {
-        let heard = receive_with(&self.clients[i], MAX_BYTES, false);
+    /// Does what this client of a member asks for. Whether the member is there still.
+    fn hear(&mut self, m: usize, i: usize) -> bool {
+        let member = &mut self.members[m];
+        let heard = receive_with(&member.clients[i], MAX_BYTES, false);
         let bytes = match heard {
             Ok((bytes, _)) if !bytes.is_empty() => bytes,
-            Err(e) if e.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => return,
+            Err(e) if e.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => return true,
             _ => {
-                let gone = self.clients.remove(i);
-                self.follower = self.follower.filter(|follower| *follower != gone.as_raw_fd());
-                return;
+                member.forget_client(i);
+                return true;
             }
         };
-        let client = &self.clients[i];
-        match serde_json::from_slice(&bytes) {
+        let no = |why: &dyn std::fmt::Display| Answer::No(why.to_string());
+        let (said, gives) = match serde_json::from_slice(&bytes) {
             Ok(Request::Line { lost }) => {
-                if lost == Some(self.worker.start())
-                    && let Err(e) = self.worker.end()
-                {
-                    return answer(client, &Answer::No(e.to_string()), None);
+                let is_lost = lost == Some(self.worker.start());
+                match if is_lost { self.worker.end(&mut self.members) } else { Ok(()) } {
+                    Err(e) => (no(&e), None),
+                    Ok(()) => {
+                        let member = &mut self.members[m];
+                        member.follower = Some(member.clients[i].as_raw_fd());
+                        (self.line(), Some(0))
+                    }
                 }
-                answer(client, &self.line(), Some(self.worker.line().as_fd()));
-                self.follower = Some(client.as_raw_fd());
             }
-            Ok(Request::SecondLine) => {
-                // Who asks may have seen the end of a worker before us.
-                if let Err(e) = self.worker.look() {
-                    return answer(client, &Answer::No(e.to_string()), None);
-                }
-                answer(client, &self.line(), Some(self.worker.second_line().as_fd()));
-            }
-            Ok(Request::Keep) => answer(client, &Answer::Keep(self.keep.clone()), None),
-            Ok(Request::End) => self.end(i),
-            Ok(Request::Upgrade { binary }) => {
-                let why = self.upgrade(i, &binary);
-                answer(&self.clients[i], &Answer::No(why.to_string()), None);
-            }
-            Err(e) => answer(client, &Answer::No(format!("that is no request: {e}")), None),
-        }
+            // Who asks may have seen the end of a worker before us.
+            Ok(Request::SecondLine) => match self.worker.look(&mut self.members) {
+                Err(e) => (no(&e), None),
+                Ok(()) => (self.line(), Some(1)),
+            },
+            Ok(Request::Keep) => (Answer::Keep(Box::new(member.keep.clone())), None),
+            Ok(Request::End) => return self.end(m, i, true),
+            Ok(Request::Leave) => return self.end(m, i, false),
+            Ok(Request::Join(_)) => (no(&"a disk joins at its group's socket"), None),
+            Ok(Request::Upgrade { binary }) => (no(&self.upgrade(m, i, &binary)), None),
+            Err(e) => (no(&format!("that is no request: {e}")), None),
+        };
+        let Member { seat, clients, .. } = &self.members[m];
+        answer(&clients[i], &said, gives.map(|line: usize| seat.lines[line].as_fd()));
+        true
     }
 
     fn line(&self) -> Answer {
@@ -277,30 +345,42 @@ impl Process {
         Answer::Line { start: self.worker.start(), keeper }
     }
 
-    /// Ends the worker, and this process.
-    fn end(&mut self, asker: usize) {
-        if let Err(e) = self.end_worker() {
-            return answer(&self.clients[asker], &Answer::No(e.to_string()), None);
+    /// Keeps a disk no longer, and ends with the last. A worker that may have it open is killed. Whether the
+    /// disk is there still.
+    fn end(&mut self, m: usize, asker: usize, has_it_open: bool) -> bool {
+        let is_last = self.members.len() == 1;
+        if (is_last || has_it_open)
+            && let Err(e) = self.end_worker()
+        {
+            answer(&self.members[m].clients[asker], &Answer::No(e.to_string()), None);
+            return true;
         }
-        self.relay.end();
-        public::remove(&self.keep.run_dir);
-        // The lock stays with what cannot be removed: a daemon that starts looks for it.
-        let removed = match remove_alive(&self.keep.run_dir) {
-            Ok(()) => self.place.remove(&self.keep.socket),
-            Err(_) => remove(&self.keep.socket),
+        let mut member = self.members.remove(m);
+        let alive = match &self.group {
+            None => Some(member.keep.run_dir.clone()),
+            Some(_) => None,
         };
+        let mut removed = member.remove(alive.as_deref());
+        if let Some(group) = self.group.as_ref().filter(|_| is_last) {
+            removed = removed.and(group.remove());
+        }
         let answered = match removed {
             Ok(()) => Answer::Done,
             Err(e) => Answer::No(e.to_string()),
         };
-        answer(&self.clients[asker], &answered, None);
-        std::process::exit(0);
+        answer(&member.clients[asker], &answered, None);
+        if is_last {
+            std::process::exit(0);
+        }
+        // Its folders were there.
+        let _ = self.worker.allow(&self.members);
+        false
     }
 
     /// Kills the worker, and looks for a while whether it has ended. One whose storage is stuck ends
     /// later: it does nothing more, and its lock keeps the next one away until then.
     fn end_worker(&mut self) -> io::Result<()> {
-        self.worker.end()?;
+        self.worker.end(&mut self.members)?;
         for _ in 0..LOOKS_AT_THE_END {
             if self.worker.has_ended() {
                 break;
@@ -311,25 +391,40 @@ impl Process {
     }
 
     /// Becomes another binary. Only its failure returns, and nothing has changed then but the worker.
-    fn upgrade(&mut self, asker: usize, binary: &Path) -> io::Error {
-        self.try_upgrade(asker, binary).err().unwrap_or_else(|| io::ErrorKind::Other.into())
+    fn upgrade(&mut self, m: usize, asker: usize, binary: &Path) -> io::Error {
+        self.try_upgrade(m, asker, binary).err().unwrap_or_else(|| io::ErrorKind::Other.into())
     }
 
-    fn try_upgrade(&mut self, asker: usize, binary: &Path) -> io::Result<()> {
+    fn try_upgrade(&mut self, m: usize, asker: usize, binary: &Path) -> io::Result<()> {
         let file = File::open(binary)?;
         self.end_worker()?;
         // Of whom the next binary knows nothing.
         if !self.worker.has_ended() {
             return Err(io::Error::other("the worker's storage is stuck, and it does not end"));
         }
-        let Place { lock, listener } = &self.place;
-        let asker = &self.clients[asker];
-        let before = Some([lock, listener, asker].map(AsRawFd::as_raw_fd));
-        let public = Some(self.public.as_raw_fd());
-        let (keep, start) = (self.keep.clone(), self.worker.start() + 1);
-        let state = State { keep, start, before, public, relay: self.relay.hand_on() };
-        let mut kept = [lock, listener, asker, &self.public].map(AsFd::as_fd).to_vec();
-        kept.extend(self.relay.fd());
+        let asker = &self.members[m].clients[asker];
+        let group = self.group.as_ref();
+        let of_group = group.map(|group| [&group.place.lock, &group.place.listener]);
+        let commands = group.and_then(|group| group.commands.as_ref());
+        let Other { keep, before: [lock, listener, public], relay } = self.members[0].hand_on();
+        let state = State {
+            keep,
+            start: self.worker.start() + 1,
+            before: Some([lock, listener, asker.as_raw_fd()]),
+            public: Some(public),
+            relay,
+            asker_of: m,
+            group: of_group.map(|of_group| of_group.map(AsRawFd::as_raw_fd)),
+            commands: commands.map(|(fd, path)| (fd.as_raw_fd(), path.clone())),
+            others: self.members[1..].iter().map(Member::hand_on).collect(),
+        };
+        let mut kept = vec![asker.as_fd()];
+        for Member { place: Place { lock, listener }, public, relay, .. } in &self.members {
+            kept.extend([lock, listener, public].map(AsFd::as_fd));
+            kept.extend(relay.fd());
+        }
+        kept.extend(of_group.into_iter().flatten().map(AsFd::as_fd));
+        kept.extend(commands.map(|(fd, _)| fd.as_fd()));
         let state = CString::new(format!("{VARIABLE}={}", serde_json::to_string(&state)?))?;
         let mut environment = environment_without(VARIABLE);
         environment.push(state);
@@ -337,6 +432,23 @@ impl Process {
         let arguments = arguments.collect::<Result<_, _>>()?;
         let program = Program { file: file.as_fd(), arguments, environment };
         Err(become_in_place(&program, &kept))
+    }
+}
+
+impl Ready {
+    fn add(&mut self, who: Whose) {
+        match who {
+            Whose::Place(m) => self.came.push(m),
+            Whose::Public(m) => self.client.push(m),
+            Whose::Client(m, i) => self.asked.push((m, i)),
+            Whose::Relay(m) => self.relay.push(m),
+            // The next turn begins with that.
+            Whose::Worker => {}
+            Whose::Names => self.names = true,
+            Whose::Group => self.joins = true,
+            Whose::Joiner(i) => self.asked_to_join.push(i),
+            Whose::Commands => self.command = true,
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! * [`run`]: the process itself.
 //! * [`forget`]: what is left of one that was killed.
 //! * [`Names`], [`give_rights_up`]: what a worker without rights may have, and its way there.
+//! * [`Group`], [`Roll`]: several disks that have one keeper and one worker.
 //! * [`become_relay`]: the same of a relay, which may have nothing.
 
 #![forbid(unsafe_code)]
@@ -12,26 +13,30 @@
 use std::sync::OnceLock;
 
 mod client;
+mod group;
 mod keep;
 mod keeper;
+mod member;
 mod names;
 mod pauses;
 mod public;
 mod relay;
+mod roll;
 mod socket;
 mod wire;
 mod worker;
 
 pub use client::{Keeper, Line};
-pub use keep::Keep;
+pub use keep::{Ahead, Group, Keep};
 pub use keeper::run;
 pub use names::{Names, give_rights_up};
 pub use public::nbd_socket;
 pub use relay::become_relay;
+pub use roll::{Called, CalledDisk, Roll};
 pub use socket::{forget, name_of, socket_name};
 pub use worker::{ALIVE, ALIVE_FD, DOOR_FD, LINE_FD, SECOND_FD};
 
-/// The run directory's name, of the disk that this process keeps.
+/// The run directory's name, of the disk or the group that this process keeps.
 static DISK: OnceLock<String> = OnceLock::new();
 
 /// Tells it whoever reads this process's standard error. Nobody may be there any more.

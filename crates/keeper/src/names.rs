@@ -50,14 +50,13 @@ pub struct Names {
 }
 
 impl Names {
-    fn policy(&self, run_dir: &Path) -> Policy {
-        let mut policy = Policy::of_disk(&self.image, self.writable, &[]);
+    fn add_to(&self, policy: &mut Policy, run_dir: &Path) {
+        policy.rules.extend(Policy::of_disk(&self.image, self.writable, &[]).rules);
         policy.add(run_dir, true, Right::Own);
         // A file is itself, with nothing below it.
         self.read.iter().for_each(|place| policy.add(place, true, Right::Read));
         self.journals.iter().for_each(|place| policy.add(place, true, Right::Journals));
         self.own_files.iter().for_each(|place| policy.add(place, false, Right::Own));
-        policy
     }
 
     /// What is added to the environment of a worker.
@@ -87,20 +86,34 @@ pub(crate) struct Desk {
 }
 
 impl Desk {
-    /// The worker's end of a socket, and ours. The folders that the worker's files are in are there
-    /// then: it makes none.
-    pub(crate) fn ends(names: &Names) -> io::Result<(OwnedFd, OwnedFd)> {
+    /// Makes the folders that a disk's files are in: the worker makes none.
+    pub(crate) fn make_folders(names: &Names) -> io::Result<()> {
         let folders = names.own_files.iter().filter_map(|file| file.parent());
         for folder in folders.chain(names.journals.as_deref()) {
             DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         }
-        DirBuilder::new().recursive(true).mode(0o755).create(&names.root)?;
+        DirBuilder::new().recursive(true).mode(0o755).create(&names.root)
+    }
+
+    /// The worker's end of a socket, and ours. Its folders are there then.
+    pub(crate) fn ends(names: &Names) -> io::Result<(OwnedFd, OwnedFd)> {
+        Desk::make_folders(names)?;
         let flags = SocketFlags::CLOEXEC;
         Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
     }
 
-    pub(crate) fn begin(&mut self, names: &Names, run_dir: &Path, ours: OwnedFd, worker: u32) {
-        self.server = Some(Server::new(ours, names.policy(run_dir), worker));
+    /// A worker that may have nothing yet.
+    pub(crate) fn begin(&mut self, ours: OwnedFd, worker: u32) {
+        self.server = Some(Server::new(ours, Policy::default(), worker));
+    }
+
+    /// It may have what these disks may, which have these run directories.
+    pub(crate) fn allow<'a>(&mut self, disks: impl Iterator<Item = (&'a Names, &'a Path)>) {
+        let mut policy = Policy::default();
+        disks.for_each(|(names, run_dir)| names.add_to(&mut policy, run_dir));
+        if let Some(server) = &mut self.server {
+            server.allow(policy);
+        }
     }
 
     pub(crate) fn end(&mut self) {

@@ -16,9 +16,9 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::{Deserialize, Serialize};
 
 use crate::keep::{Keep, VARIABLE};
+use crate::member::Seat;
 use crate::names;
 use crate::tell;
-use crate::worker::Worker;
 
 /// The socket by which a relay and its keeper talk, as the number of a descriptor that it is started
 /// with.
@@ -99,9 +99,9 @@ impl Relay {
         client: BorrowedFd<'_>,
         keep: &Keep,
         binary: &OwnedFd,
-        worker: &Worker,
+        seat: &Seat,
     ) -> io::Result<()> {
-        let Some(arguments) = &keep.relay else { return worker.admit(client) };
+        let Some(arguments) = &keep.relay else { return seat.admit(client) };
         // One that has just ended does not take it, and the next one does.
         if let Some(process) = &mut self.process {
             match process.give(client) {
@@ -117,7 +117,7 @@ impl Relay {
     }
 
     /// Does what it asks for, once. One that asks for anything else is ended.
-    pub(crate) fn answer(&mut self, worker: &Worker) {
+    pub(crate) fn answer(&mut self, seat: &Seat) {
         let Some(process) = &self.process else { return };
         let heard = match receive_with(&process.socket, MESSAGE_BYTES, false) {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
@@ -126,7 +126,7 @@ impl Relay {
         let text = std::str::from_utf8(&heard).unwrap_or_default();
         let number = |what| text.strip_prefix(what).and_then(|number| number.parse::<u64>().ok());
         let done = match (number("link "), number("idle ")) {
-            (Some(number), _) => process.give_link(number, worker),
+            (Some(number), _) => process.give_link(number, seat),
             // A client may be on its way to it.
             (_, Some(given)) if given != process.given => Ok(()),
             (_, Some(_)) => return self.end(),
@@ -178,10 +178,10 @@ impl Process {
     }
 
     /// A way to the worker, or none if there is no room for one more now.
-    fn give_link(&self, number: u64, worker: &Worker) -> io::Result<()> {
+    fn give_link(&self, number: u64, seat: &Seat) -> io::Result<()> {
         let kind = SocketType::STREAM;
         let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
-        let link = pair.ok().filter(|(_, theirs)| worker.admit(theirs.as_fd()).is_ok());
+        let link = pair.ok().filter(|(_, theirs)| seat.admit(theirs.as_fd()).is_ok());
         let link = link.as_ref().map(|(ours, _)| ours.as_fd());
         send_with(&self.socket, format!("link {number}").as_bytes(), link)
     }

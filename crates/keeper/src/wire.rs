@@ -21,8 +21,13 @@ pub(crate) enum Request {
     SecondLine,
     /// What is kept.
     Keep,
-    /// End, and the worker before.
+    /// End, and the worker before. Of a group: the disk is kept no longer, and the worker goes on with the
+    /// others as after a death.
     End,
+    /// The disk is kept no longer. The worker has nothing of it open, and goes on with the others.
+    Leave,
+    /// Keep this disk, too. Asked at a group's socket.
+    Join(Box<Keep>),
     /// End the worker, and go on with this binary.
     Upgrade {
         /// Its path.
@@ -41,7 +46,7 @@ pub(crate) enum Answer {
         keeper: i32,
     },
     /// What is kept.
-    Keep(Keep),
+    Keep(Box<Keep>),
     /// It is done.
     Done,
     /// It could not be done.

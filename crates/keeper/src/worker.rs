@@ -8,16 +8,17 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ferrite_io::process::{FIRST_GIVEN, Program, environment_without, send_with, spawn};
+use ferrite_io::process::{FIRST_GIVEN, Program, environment_without, spawn};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 
-use crate::keep::{Keep, VARIABLE};
-use crate::names::Desk;
+use crate::keep::VARIABLE;
+use crate::member::{Member, Seat};
+use crate::names::{Desk, Names};
 use crate::pauses::Pauses;
+use crate::roll::Caller;
 use crate::tell;
 
 /// The worker's end of the line,
@@ -49,58 +50,35 @@ const BACKTRACES: [&[u8]; 2] = [b"RUST_BACKTRACE=", b"RUST_LIB_BACKTRACE="];
 enum Stage {
     /// It is started then.
     Pause(Instant),
-    /// It works.
-    Lives { pid: Pid, since: Instant },
+    /// It works, and has all disks of its group.
+    Lives { pid: Pid, since: Instant, is_called: bool },
     /// It was killed, or has ended, and nobody has asked how yet.
     Ends { pid: Pid, since: Instant, look: Duration },
 }
 
-/// A worker, and the line to it. There is always a line: what is said on it before the worker is there
-/// waits for it.
+/// A worker. It has one disk, or all of a group's.
 #[derive(Debug)]
 pub(crate) struct Worker {
     /// How many were started, this one included.
     start: u64,
-    /// The followers' ends of both lines.
-    lines: [OwnedFd; 2],
-    /// What brings it clients.
-    door: OwnedFd,
-    /// Its own ends of all three, until it is started.
-    own_ends: Option<[OwnedFd; 3]>,
     stage: Stage,
     pauses: Pauses,
     names: Desk,
+    /// How it gets the disks of its group.
+    caller: Option<Caller>,
 }
 
 impl Worker {
-    pub(crate) fn new(start: u64) -> io::Result<Worker> {
-        let ([first, second, door], own_ends) = ends()?;
-        let stage = Stage::Pause(Instant::now());
-        let (own_ends, pauses) = (Some(own_ends), Pauses::default());
-        let names = Desk::default();
-        Ok(Worker { start, lines: [first, second], door, own_ends, stage, pauses, names })
+    /// # Errors
+    /// No descriptors.
+    pub(crate) fn new(start: u64, has_group: bool) -> io::Result<Worker> {
+        let (stage, pauses) = (Stage::Pause(Instant::now()), Pauses::default());
+        let caller = has_group.then(Caller::new).transpose()?;
+        Ok(Worker { start, stage, pauses, names: Desk::default(), caller })
     }
 
     pub(crate) fn start(&self) -> u64 {
         self.start
-    }
-
-    /// The follower's end of the line.
-    pub(crate) fn line(&self) -> &OwnedFd {
-        &self.lines[0]
-    }
-
-    /// The same of the second line.
-    pub(crate) fn second_line(&self) -> &OwnedFd {
-        &self.lines[1]
-    }
-
-    /// Has it serve this client, as soon as it can.
-    ///
-    /// # Errors
-    /// As many wait for it as there is room for.
-    pub(crate) fn admit(&self, client: BorrowedFd<'_>) -> io::Result<()> {
-        send_with(&self.door, b"client", Some(client))
     }
 
     /// Readable when it asks for a name, if it has to ask.
@@ -112,38 +90,61 @@ impl Worker {
     ///
     /// # Errors
     /// As [`end`](Self::end).
-    pub(crate) fn answer(&mut self) -> io::Result<()> {
+    pub(crate) fn answer(&mut self, members: &mut [Member]) -> io::Result<()> {
         match self.names.answer() {
             true => Ok(()),
-            false => self.end(),
+            false => self.end(members),
         }
     }
 
-    /// Whether the end of the line is to be watched.
-    pub(crate) fn lives(&self) -> bool {
-        matches!(self.stage, Stage::Lives { .. })
+    /// Disks have come, or gone: it may have what is theirs, and nothing else.
+    ///
+    /// # Errors
+    /// A folder of theirs cannot be made.
+    pub(crate) fn allow(&mut self, members: &[Member]) -> io::Result<()> {
+        names_of(members).try_for_each(|(names, _)| Desk::make_folders(names))?;
+        self.names.allow(names_of(members));
+        Ok(())
+    }
+
+    /// Has it do a command on what it serves.
+    pub(crate) fn command(&self, client: BorrowedFd<'_>) {
+        if let Some(caller) = &self.caller {
+            caller.command(client);
+        }
+    }
+
+    /// What ends with it, while it lives.
+    pub(crate) fn end_fd<'a>(&'a self, members: &'a [Member]) -> Option<&'a OwnedFd> {
+        let lives = matches!(self.stage, Stage::Lives { .. });
+        match &self.caller {
+            _ if !lives => None,
+            Some(caller) => Some(caller.fd()),
+            None => members.first().map(|member| &member.seat.lines[0]),
+        }
     }
 
     /// When to call [`go_on`](Self::go_on) again at the latest.
     pub(crate) fn due(&self) -> Option<Duration> {
         match self.stage {
             Stage::Pause(until) => Some(until.saturating_duration_since(Instant::now())),
-            Stage::Lives { .. } => None,
+            Stage::Lives { is_called, .. } => (!is_called).then_some(LOOK_AGAIN),
             Stage::Ends { look, .. } => Some(look),
         }
     }
 
-    /// Kills it, if it lives. The line is the next one's from now on.
+    /// Kills it, if it lives. The lines are the next one's from now on.
     ///
     /// # Errors
     /// No descriptors: it is as before.
-    pub(crate) fn end(&mut self) -> io::Result<()> {
-        let Stage::Lives { pid, since } = self.stage else { return Ok(()) };
-        let ([first, second, door], own_ends) = ends()?;
+    pub(crate) fn end(&mut self, members: &mut [Member]) -> io::Result<()> {
+        let Stage::Lives { pid, since, .. } = self.stage else { return Ok(()) };
+        let seats = members.iter().map(|_| Seat::new()).collect::<io::Result<Vec<_>>>()?;
+        let caller = self.caller.as_ref().map(|_| Caller::new()).transpose()?;
         // Fails if it has ended.
         let _ = kill_process(pid, Signal::KILL);
-        (self.lines, self.door) = ([first, second], door);
-        self.own_ends = Some(own_ends);
+        members.iter_mut().zip(seats).for_each(|(member, seat)| member.seat = seat);
+        self.caller = caller;
         self.start += 1;
         self.names.end();
         self.stage = Stage::Ends { pid, since, look: LOOK_AGAIN };
@@ -154,10 +155,17 @@ impl Worker {
     ///
     /// # Errors
     /// As [`end`](Self::end).
-    pub(crate) fn look(&mut self) -> io::Result<()> {
-        match self.lives() && has_hung_up(self.line()) {
-            true => self.end(),
+    pub(crate) fn look(&mut self, members: &mut [Member]) -> io::Result<()> {
+        match self.end_fd(members).is_some_and(has_hung_up) {
+            true => self.end(members),
             false => Ok(()),
+        }
+    }
+
+    /// A disk has come that it is to be called.
+    pub(crate) fn has_another(&mut self) {
+        if let Stage::Lives { is_called, .. } = &mut self.stage {
+            *is_called = false;
         }
     }
 
@@ -167,18 +175,24 @@ impl Worker {
     /// The next one cannot be started now. It is tried again.
     pub(crate) fn go_on(
         &mut self,
-        keep: &Keep,
+        members: &mut [Member],
         binary: &OwnedFd,
         also: &[RawFd],
     ) -> io::Result<()> {
-        self.look()?;
+        self.look(members)?;
         self.reap(true);
         if matches!(self.stage, Stage::Pause(until) if until <= Instant::now()) {
-            return self.begin(keep, binary, also).inspect_err(|_| {
+            self.begin(members, binary, also).inspect_err(|_| {
                 // As much later as if it had ended at once.
                 let now = Instant::now();
                 self.stage = Stage::Pause(now + self.pauses.after(Duration::ZERO, now).0);
-            });
+            })?;
+        }
+        if let (Stage::Lives { is_called, .. }, Some(caller)) = (&mut self.stage, &mut self.caller)
+            && !*is_called
+        {
+            let disks = members.iter_mut().map(|member| (&member.keep, &mut member.seat));
+            *is_called = caller.call(disks);
         }
         Ok(())
     }
@@ -206,40 +220,60 @@ impl Worker {
         self.stage = Stage::Pause(now + pause);
     }
 
-    fn begin(&mut self, keep: &Keep, binary: &OwnedFd, also: &[RawFd]) -> io::Result<()> {
-        if self.own_ends.is_none() {
-            let ([first, second, door], own_ends) = ends()?;
-            (self.lines, self.door) = ([first, second], door);
-            self.own_ends = Some(own_ends);
+    fn begin(
+        &mut self,
+        members: &mut [Member],
+        binary: &OwnedFd,
+        also: &[RawFd],
+    ) -> io::Result<()> {
+        if self.caller.is_none()
+            && let Some(only) = members.first_mut()
+            && only.seat.own_ends.is_none()
+        {
+            only.seat = Seat::new()?;
         }
-        let alive = alive(&keep.run_dir)?;
-        let name = std::iter::once("ferrite").chain(keep.worker.iter().map(String::as_str));
+        let Some(first) = members.first() else { return Ok(()) };
+        let group = first.keep.group.as_ref();
+        let (arguments, run_dir) = match group {
+            Some(group) => (&group.worker, &group.run_dir),
+            None => (&first.keep.worker, &first.keep.run_dir),
+        };
+        let alive = alive(run_dir)?;
+        let name = std::iter::once("ferrite").chain(arguments.iter().map(String::as_str));
         let arguments = name.map(CString::new).collect::<Result<_, _>>()?;
         let mut environment = environment_without(VARIABLE);
         environment.retain(|pair| !BACKTRACES.iter().any(|name| pair.to_bytes().starts_with(name)));
-        let names =
-            keep.names.as_ref().map(|names| Ok::<_, io::Error>((names, Desk::ends(names)?)));
-        let names = names.transpose()?;
-        if let Some((names, _)) = &names {
+        let asks = first.keep.names.as_ref().map(|names| {
             environment.extend(names.environment()?);
-        }
+            Desk::ends(names)
+        });
+        let asks = asks.transpose()?;
+        names_of(members).try_for_each(|(names, _)| Desk::make_folders(names))?;
         let program = Program { file: binary.as_fd(), arguments, environment };
-        let Some([first, second, door]) = &self.own_ends else { return Ok(()) };
-        let asks = names.as_ref().map(|(_, (theirs, _))| theirs.as_fd());
-        let (first, alive) = (Some(first.as_fd()), Some(alive.as_fd()));
-        let given = [first, alive, asks, Some(door.as_fd()), Some(second.as_fd())];
-        let pid = spawn(&program, &given, also)?;
-        if let Some((names, (_, ours))) = names {
-            self.names.begin(
-                names,
-                &keep.run_dir,
-                ours,
-                pid.as_raw_nonzero().get().cast_unsigned(),
-            );
-        }
+        let alive = Some(alive.as_fd());
+        let their_names = asks.as_ref().map(|(theirs, _)| theirs.as_fd());
+        let pid = match (&self.caller, &first.seat.own_ends) {
+            (Some(caller), _) => {
+                let roll = caller.theirs.as_ref().map(AsFd::as_fd);
+                spawn(&program, &[roll, alive, their_names], also)?
+            }
+            (None, Some(ends)) => {
+                let [line, second, door] = ends.each_ref().map(|end| Some(end.as_fd()));
+                spawn(&program, &[line, alive, their_names, door, second], also)?
+            }
+            (None, None) => return Ok(()),
+        };
         // No copy of these stays here: with the worker the line ends, and the lock comes free.
-        self.own_ends = None;
-        self.stage = Stage::Lives { pid, since: Instant::now() };
+        match &mut self.caller {
+            Some(caller) => caller.theirs = None,
+            None => members.iter_mut().for_each(|only| only.seat.own_ends = None),
+        }
+        let is_called = self.caller.is_none();
+        self.stage = Stage::Lives { pid, since: Instant::now(), is_called };
+        if let Some((_, ours)) = asks {
+            self.names.begin(ours, pid.as_raw_nonzero().get().cast_unsigned());
+            self.names.allow(names_of(members));
+        }
         Ok(())
     }
 
@@ -250,15 +284,11 @@ impl Worker {
     }
 }
 
-/// Two lines and a door: our ends, and the worker's.
-fn ends() -> io::Result<([OwnedFd; 3], [OwnedFd; 3])> {
-    let pair = || {
-        let flags = SocketFlags::CLOEXEC;
-        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-    };
-    let ((first, own_first), (second, own_second)) = (pair()?, pair()?);
-    let (door, own_door) = pair()?;
-    Ok(([first, second, door], [own_first, own_second, own_door]))
+/// What these disks' workers may have.
+fn names_of(members: &[Member]) -> impl Iterator<Item = (&Names, &Path)> {
+    members
+        .iter()
+        .filter_map(|member| Some((member.keep.names.as_ref()?, member.keep.run_dir.as_path())))
 }
 
 fn has_hung_up(line: &OwnedFd) -> bool {

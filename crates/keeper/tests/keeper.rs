@@ -103,6 +103,8 @@ impl World {
             worker: worker.map(str::to_owned).to_vec(),
             names: None,
             relay: None,
+            group: None,
+            ahead: Vec::new(),
         };
         World { dir, keep, _alone: alone }
     }

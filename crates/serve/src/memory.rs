@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use ferrite_disk::size;
 use ferrite_io::pool::HostMemory;
@@ -50,10 +50,14 @@ impl DataMemory {
     }
 }
 
-/// What all disks of a host may grow by together by default.
-fn host_bytes() -> u64 {
-    let host = rustix::system::sysinfo();
-    host.totalram as u64 * u64::from(host.mem_unit) / HOST_PART
+/// What all disks of a host may grow by together by default. To be asked once by a process that is to give its rights
+/// up, and that will serve a disk of which it does not know yet: the kernel is not asked again.
+pub fn host_bytes() -> u64 {
+    static BYTES: OnceLock<u64> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        let host = rustix::system::sysinfo();
+        host.totalram as u64 * u64::from(host.mem_unit) / HOST_PART
+    })
 }
 
 /// A size of memory for data in flight.

@@ -22,8 +22,8 @@ const FAREWELL_NS: u64 = 1_000_000_000;
 pub struct Processors {
     /// For polling.
     pub polling: Budget,
-    /// What the host says of all its processors, if it does.
-    pub host: Option<HostView>,
+    /// What the host says of all its processors, if it does: all disks of a process may have the same.
+    pub host: Option<Arc<HostView>>,
     /// For everything, if that is bounded: all disks of a process have the same.
     pub limit: Option<Arc<Limit>>,
     /// The disk was to go, and had its time for that.
@@ -39,7 +39,11 @@ impl Default for Processors {
 
 impl Processors {
     /// Of a disk that polls within this budget, on this host, in a process with this bound.
-    pub fn new(polling: Budget, host: Option<HostView>, limit: Option<Arc<Limit>>) -> Processors {
+    pub fn new(
+        polling: Budget,
+        host: Option<Arc<HostView>>,
+        limit: Option<Arc<Limit>>,
+    ) -> Processors {
         Processors { polling, host, limit, forgiven: AtomicBool::new(false) }
     }
 

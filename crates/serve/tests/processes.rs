@@ -50,6 +50,8 @@ fn keep() -> Keep {
         worker: worker.map(str::to_owned).to_vec(),
         names: None,
         relay: None,
+        group: None,
+        ahead: Vec::new(),
     }
 }
 

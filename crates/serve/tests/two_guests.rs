@@ -130,6 +130,8 @@ impl Host {
             worker: worker.map(str::to_owned).to_vec(),
             relay: None,
             names: None,
+            group: None,
+            ahead: Vec::new(),
         };
         keep.start(command).unwrap();
         host

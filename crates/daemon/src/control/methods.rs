@@ -1,6 +1,6 @@
 //! What each method does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -325,10 +325,18 @@ fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError>
         None => shared.table.look(any),
     };
     let mut done = Upgraded { upgraded: Vec::new(), failed: Vec::new() };
+    let mut seen = BTreeSet::new();
     for id in ids {
-        match upgrade_one(shared, id, binary) {
-            Ok(()) => done.upgraded.push(id),
-            Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
+        // It went with another one of its store.
+        if seen.contains(&id) {
+            continue;
+        }
+        for (id, outcome) in upgrade_one(shared, id, binary) {
+            seen.insert(id);
+            match outcome {
+                Ok(()) => done.upgraded.push(id),
+                Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
+            }
         }
     }
     Ok(done)
@@ -343,9 +351,16 @@ fn runs(binary: &Path) -> io::Result<()> {
     }
 }
 
-fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Result<(), Failure> {
+/// A disk, and those that are served by the same worker; what came of it for each.
+fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Vec<(DiskId, Result<(), Failure>)> {
+    match shared.table.ask_upgrade(id, binary) {
+        Err(failure) => vec![(id, Err(failure))],
+        Ok(all) => all.into_iter().map(|id| (id, outcome(shared, id))).collect(),
+    }
+}
+
+fn outcome(shared: &Shared, id: DiskId) -> Result<(), Failure> {
     let failure = |why: &str, help: &str| Failure { why: why.to_owned(), help: help.to_owned() };
-    shared.table.ask_upgrade(id, binary)?;
     let outcome = shared.table.wait_for(UPGRADE, |disks| match disks.get(&id) {
         None => Some(Err(detached())),
         Some(entry) => match &entry.upgrade {
@@ -354,7 +369,7 @@ fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Result<(), Failure
             Upgrade::None => Some(Err(failure("somebody else asks for the same", "ask again"))),
         },
     });
-    shared.table.change(id, |entry| entry.upgrade = Upgrade::None);
+    shared.table.change(id, |entry| (entry.upgrade, entry.ticket) = (Upgrade::None, None));
     outcome.unwrap_or_else(|| {
         Err(failure("its image is being closed, which takes long", "look at it in a while"))
     })

@@ -63,7 +63,7 @@ impl Serving for InProcess {
         };
         let opened = Disk::open(&disk.image.name(), &options).map_err(|e| why(&e))?;
         let device = Arc::new(Device::new(opened, SystemClock::shared()));
-        disk.is_kept(std::process::id(), None);
+        disk.is_kept(std::process::id(), None, None);
         disk.is_served();
         let paths = DiskPaths::new(DomId(disk.id.domid), disk.id.devid);
         let mut config = config(&paths, disk.run_dir().join(disk.id.file_name()));

@@ -6,34 +6,48 @@
     reason = "a module of several tests, not all of which use all"
 )]
 
+use std::collections::BTreeSet;
+use std::io::{Read as _, Write as _};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use ferrite_daemon::config::DiskOptions;
 use ferrite_daemon::control::protocol::PhaseName;
-use ferrite_daemon::keeping::Programs;
+use ferrite_daemon::keeping::{OfStore, Programs, StoreFile};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
+use ferrite_disk::store::journal::Name;
+use ferrite_disk::store::owned::StoreKey;
+use ferrite_disk::tools::stores::Change;
+use ferrite_disk::tools::stores::served::ServedStore;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
+use ferrite_io::names;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, SECOND_FD, become_relay, give_rights_up};
+use ferrite_keeper::{
+    ALIVE_FD, Ahead, Called, CalledDisk, DOOR_FD, Keep, LINE_FD, Names, Roll, SECOND_FD,
+    become_relay, give_rights_up,
+};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
-use ferrite_serve::blkif::lifecycle::{Lines, OpenFailure, Opened, work_from};
+use ferrite_serve::blkif::lifecycle::{
+    EngineFactory, Lines, OpenFailure, Opened, Start, WorkConfig, work_from,
+};
 use ferrite_serve::counters::{remember_process, stats_file};
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::rig::{mover, moving, work_config};
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::Budget;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::host::{GUESTS, Host, STORE, connect};
+use crate::host::{A_WHILE, GUESTS, Host, STORE, connect};
 
 pub const MIB: u64 = 1 << 20;
 
@@ -48,11 +62,14 @@ pub struct Roles;
 
 /// What the first argument is of each.
 const KEEPER: &str = "--keeper";
+/// `O_RDWR | O_CREAT`.
+const CREATE_TO_WRITE: u32 = 0o102;
 const WORKER: &str = "--worker";
+const STORE_WORKER: &str = "--store-worker";
 const RELAY: &str = "--relay";
 
 impl Programs for Roles {
-    fn keeper(&self, _: DiskId) -> Command {
+    fn keeper(&self, _: DiskId, _: &Keep) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.arg(KEEPER);
         // Of the daemon's own, which is a child of the test: what it inherited is handed on.
@@ -64,6 +81,18 @@ impl Programs for Roles {
         let (id, run, first) = (disk.id, disk.run_dir().display(), disk.qemu_first);
         let disk = format!("{id}|{run}|{first}|{}|{image}", disk.options.on_full);
         Ok(vec![WORKER.to_owned(), disk])
+    }
+
+    fn of_store(
+        &self,
+        disk: &Assignment<'_>,
+        run: &Path,
+        StoreFile { device, inode }: StoreFile,
+    ) -> Result<OfStore, Failure> {
+        let worker = [STORE_WORKER, run.to_str().unwrap(), disk.image.file().to_str().unwrap()];
+        let commands = Some(run.join(format!("stores/{device}-{inode}.")));
+        let ahead = vec![Ahead { path: run.join("budget"), flags: CREATE_TO_WRITE, count: 2 }];
+        Ok(OfStore { worker: worker.map(str::to_owned).to_vec(), commands, ahead })
     }
 
     fn options(&self, worker: &[String]) -> Option<DiskOptions> {
@@ -82,11 +111,12 @@ impl Programs for Roles {
         writable: bool,
     ) -> Result<Option<Names>, Failure> {
         let stats = stats_file(run_dir);
+        let is_volume = disk.image.volume().is_some();
         Ok(Some(Names {
-            image: disk.image.path.clone(),
-            writable,
+            image: disk.image.file().to_owned(),
+            writable: writable || is_volume,
             read: disk.config().parent_folders.clone(),
-            journals: Some(disk.run_dir().join("images")),
+            journals: (!is_volume).then(|| disk.run_dir().join("images")),
             own_files: vec![stats.with_extension("new"), stats],
             root: disk.run_dir().join("empty"),
             user: user_of(disk.id.domid, disk.id.devid),
@@ -118,6 +148,7 @@ fn be_what_is_asked_for() {
             std::process::exit(1);
         }
         Some(WORKER) => be_a_worker(),
+        Some(STORE_WORKER) => be_a_store_worker(),
         Some(RELAY) => {
             let keeper = become_relay().unwrap();
             // Its end is its keeper's.
@@ -128,69 +159,207 @@ fn be_what_is_asked_for() {
     }
 }
 
-fn be_a_worker() {
-    let line = take_given(LINE_FD).unwrap();
-    let [alive, door, second] = [ALIVE_FD, DOOR_FD, SECOND_FD].map(|fd| take_given(fd).unwrap());
-    let what = std::env::args().next_back().unwrap();
-    let what: Vec<&str> = what.splitn(5, '|').collect();
-    let [id, run, first, on_full, image] = what[..] else { panic!("{what:?}") };
-    let (domid, devid) = id.split_once('/').unwrap();
-    let (domid, run) = (DomId(domid.parse().unwrap()), PathBuf::from(run));
-    let run_dir = run.join(format!("vbd-{domid}-{devid}"));
-    let loopback = Loopback::new(CopyWith::Memcpy);
-    let stub = std::env::var(STUB).ok().map(|stub| DomId(stub.parse().unwrap()));
+/// What a worker is told of a disk.
+struct Told {
+    domid: DomId,
+    devid: u32,
+    run: PathBuf,
+    qemu_first: bool,
+    on_full: String,
+    image: String,
+}
+
+impl Told {
+    fn by(what: &str) -> Told {
+        let what: Vec<&str> = what.splitn(5, '|').collect();
+        let [id, run, first, on_full, image] = what[..] else { panic!("{what:?}") };
+        let (domid, devid) = id.split_once('/').unwrap();
+        Told {
+            domid: DomId(domid.parse().unwrap()),
+            devid: devid.parse().unwrap(),
+            run: run.into(),
+            qemu_first: first == "true",
+            on_full: on_full.to_owned(),
+            image: image.to_owned(),
+        }
+    }
+
+    fn run_dir(&self) -> PathBuf {
+        self.run.join(format!("vbd-{}-{}", self.domid, self.devid))
+    }
+
+    fn start(&self) -> Start {
+        let disk = DiskId { domid: self.domid.0, devid: self.devid };
+        let store = PathBuf::from(std::env::var(STORE).unwrap());
+        orphan::start(&self.run, disk, || connect(&store)())
+    }
+
+    fn config(&self) -> WorkConfig {
+        let mut config = work_config(self.domid, self.run_dir());
+        config.on_full = self.on_full.parse().unwrap();
+        if let Ok(maps) = std::env::var(MAPS) {
+            let (of_host, of_disk) = maps.split_once('/').unwrap();
+            let numbers = (of_host.parse().unwrap(), of_disk.parse().unwrap());
+            let path = self.run.join("map-budget");
+            let budget = Budget::of_host(&path, numbers.0, numbers.1).unwrap();
+            config.moving = moving(mover(), budget);
+        }
+        config
+    }
+
+    fn open(&self, alive: &Arc<OwnedFd>, read_only: bool) -> Result<Opened, OpenFailure> {
+        while flock(alive, FlockOperation::NonBlockingLockExclusive).is_err() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let options = OpenOptions {
+            read_only,
+            // Who has a store has it for long: tests see that it is told.
+            wait_for_lock: Some(if self.image.starts_with("store:") { A_WHILE } else { PATIENCE }),
+            state_dir: Some(self.run.join("images")),
+            taken_over: true,
+            qemu_first: self.qemu_first,
+            index_bytes: 1 << 20,
+            ..OpenOptions::default()
+        };
+        let failed = |e: &dyn std::fmt::Display| OpenFailure {
+            what: format!("cannot open {}", self.image),
+            why: e.to_string(),
+            help: "-".to_owned(),
+        };
+        let disk = Disk::open(&self.image, &options).map_err(|e| failed(&e))?;
+        let kind = test_engine();
+        if !kind.holds() {
+            disk.let_go();
+        }
+        Ok(Opened { disk, engine: engine(alive) })
+    }
+}
+
+fn engine(alive: &Arc<OwnedFd>) -> EngineFactory {
+    let (kind, alive) = (test_engine(), alive.clone());
+    Arc::new(move |arena, entries| {
+        let mut engine = kind.open(arena, entries)?;
+        engine.hold(alive.as_fd())?;
+        Ok(engine)
+    })
+}
+
+/// Reaches these guests, each once.
+fn reach(loopback: &Loopback, domids: &[DomId]) {
+    static REACHED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+    let mut reached = REACHED.lock().unwrap();
     // The store's descriptor is the daemon's, and before the guests'.
     for guest in std::env::var(GUESTS).unwrap().split(';').skip(1) {
-        let guest = GuestHandle::from_arg(guest).unwrap();
-        if guest.domid() == domid || Some(guest.domid()) == stub {
+        let number = guest.split('/').next().unwrap().parse().unwrap();
+        if domids.contains(&DomId(number)) && reached.insert(number) {
+            let guest = GuestHandle::from_arg(guest).unwrap();
             // Until the memory of a worker that was killed is nobody's any more.
             while loopback.add(&guest).is_err() {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }
     }
-    let mut config = work_config(domid, run_dir);
-    config.on_full = on_full.parse().unwrap();
-    if let Ok(maps) = std::env::var(MAPS) {
-        let (of_host, of_disk) = maps.split_once('/').unwrap();
-        let numbers = (of_host.parse().unwrap(), of_disk.parse().unwrap());
-        let budget = Budget::of_host(&run.join("map-budget"), numbers.0, numbers.1).unwrap();
-        config.moving = moving(mover(), budget);
-    }
-    let kind = test_engine();
+}
+
+fn be_a_worker() {
+    let line = take_given(LINE_FD).unwrap();
+    let [alive, door, second] = [ALIVE_FD, DOOR_FD, SECOND_FD].map(|fd| take_given(fd).unwrap());
+    let alive = Arc::new(alive);
+    let told = Told::by(&std::env::args().next_back().unwrap());
+    let loopback = Loopback::new(CopyWith::Memcpy);
+    let stub = std::env::var(STUB).ok().map(|stub| DomId(stub.parse().unwrap()));
+    let guests: Vec<DomId> = [Some(told.domid), stub].into_iter().flatten().collect();
+    reach(&loopback, &guests);
+    let config = told.config();
     remember_process();
-    let disk = DiskId { domid: domid.0, devid: devid.parse().unwrap() };
-    let store = PathBuf::from(std::env::var(STORE).unwrap());
-    let start = orphan::start(&run, disk, || connect(&store)());
+    let start = told.start();
     assert!(give_rights_up(Means::default()).unwrap().is_some());
-    let mut open = |read_only| {
-        while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        let options = OpenOptions {
-            read_only,
-            wait_for_lock: Some(PATIENCE),
-            state_dir: Some(run.join("images")),
-            taken_over: true,
-            qemu_first: first == "true",
-            ..OpenOptions::default()
-        };
-        let failed = |e: &dyn std::fmt::Display| OpenFailure {
-            what: format!("cannot open {image}"),
-            why: e.to_string(),
-            help: "-".to_owned(),
-        };
-        let disk = Disk::open(image, &options).map_err(|e| failed(&e))?;
-        if !kind.holds() {
-            disk.let_go();
-        }
-        let engine = Arc::new(move |arena, entries| kind.open(arena, entries));
-        Ok(Opened { disk, engine })
-    };
     // Its end is that of its keeper, or its own.
     let lines = Lines { first: &line, second: &second };
+    let mut open = |read_only| told.open(&alive, read_only);
     let _ = work_from(start, lines, &door, &loopback, &config, &mut open);
     std::process::exit(0);
+}
+
+/// As `ferrite store-worker`. A command is the name of a snapshot of the first volume.
+fn be_a_store_worker() -> ! {
+    let roll = Roll::take().unwrap();
+    let alive = Arc::new(take_given(ALIVE_FD).unwrap());
+    let store = PathBuf::from(std::env::args().next_back().unwrap());
+    let loopback = Arc::new(Loopback::new(CopyWith::Memcpy));
+    remember_process();
+    let mut disks = Vec::new();
+    while let Called::Disk(disk) = roll.next().unwrap() {
+        let told = Told::by(disk.arguments.last().unwrap());
+        let start = told.start();
+        disks.push((disk, told, start));
+    }
+    let key = StoreKey::at(&store).unwrap();
+    // What reaches a guest has to be done before; a real one brings its devices.
+    let file = store.canonicalize().unwrap().with_extension("guests");
+    let guests = std::fs::read_to_string(file).unwrap();
+    let guests = guests.split(' ').map(|domid| DomId(domid.parse().unwrap()));
+    reach(&loopback, &guests.collect::<Vec<_>>());
+    assert!(give_rights_up(Means::default()).unwrap().is_some());
+    for (disk, told, start) in disks {
+        serve_disk(*disk, told, start, &loopback, &alive);
+    }
+    loop {
+        match roll.next() {
+            Ok(Called::Disk(disk)) => {
+                let told = Told::by(disk.arguments.last().unwrap());
+                serve_disk(*disk, told, Start::Asked, &loopback, &alive);
+            }
+            Ok(Called::Command(stream)) => snapshot(key, &store, stream, &alive),
+            Ok(Called::All) => {}
+            Err(_) => std::process::exit(0),
+        }
+    }
+}
+
+fn serve_disk(
+    disk: CalledDisk,
+    told: Told,
+    start: Start,
+    loopback: &Arc<Loopback>,
+    alive: &Arc<OwnedFd>,
+) {
+    let (loopback, alive) = (loopback.clone(), alive.clone());
+    std::thread::spawn(move || {
+        let CalledDisk { line, second, door, handed, .. } = disk;
+        // No policy allows these.
+        let budget = told.run.join("budget");
+        let open = || names::open(&budget, OFlags::RDWR, Mode::empty());
+        let opened =
+            names::with_handed(handed, || [open().is_ok(), open().is_ok(), open().is_ok()]);
+        assert_eq!(opened, [true, true, false]);
+        let config = told.config();
+        let lines = Lines { first: &line, second: &second };
+        let mut open = |read_only| told.open(&alive, read_only);
+        let worked = work_from(start, lines, &door, &*loopback, &config, &mut open);
+        if let Err(e) = worked {
+            eprintln!("worker of {}/{}: {e}", told.domid, told.devid);
+            std::process::exit(1);
+        }
+    });
+}
+
+fn snapshot(key: StoreKey, store: &Path, mut stream: UnixStream, alive: &Arc<OwnedFd>) {
+    let mut name = String::new();
+    stream.set_nonblocking(false).unwrap();
+    stream.read_to_string(&mut name).unwrap();
+    let engine = engine(alive);
+    let engine = |arena| engine(arena, 32);
+    let joined = ServedStore::join(key, store, &engine);
+    let said = joined.map(|served| {
+        let change = Change::Snapshot(Name::new(&name).unwrap());
+        served.and_then(|mut served| served.change(&Name::new("a").unwrap(), &change))
+    });
+    let said = match said {
+        None => "not open".to_owned(),
+        Some(said) => said.map_or_else(|e| e.to_string(), |_| "done".to_owned()),
+    };
+    stream.write_all(said.as_bytes()).unwrap();
 }
 
 pub fn attach(host: &Host, domid: u16) -> DiskPaths {
@@ -215,7 +384,7 @@ pub fn keeper(host: &Host, disk: &DiskPaths) -> i32 {
 }
 
 pub fn worker(keeper: i32) -> Option<i32> {
-    children(keeper, WORKER).next()
+    children(keeper, WORKER).next().or_else(|| children(keeper, STORE_WORKER).next())
 }
 
 /// The relay of its NBD clients, while there are some.

@@ -107,6 +107,11 @@ impl Owned {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// How many use the store, but for who asks if that is one of them.
+    pub(crate) fn users_but(&self, is_user: bool) -> usize {
+        self.users().count - usize::from(is_user)
+    }
+
     /// Whether a disk of this process uses the volume.
     pub fn is_used(&self, volume: VolumeId) -> bool {
         self.users().volumes.contains_key(&volume)

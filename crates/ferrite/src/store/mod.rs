@@ -29,6 +29,8 @@ mod wire;
 use asking::Asked;
 use wire::{Ask, Compressing};
 
+pub(crate) use wire::prefix;
+
 use args::{CompactArgs, Compress, CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
 
 /// Does one command.

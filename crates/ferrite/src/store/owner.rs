@@ -112,8 +112,8 @@ impl Place {
         let path = self.path.clone();
         let served = || {
             let wake = Arc::new(Waker::new()?);
-            let desk = Desk { key: self.key, engine, is_ending: is_ending.clone() };
-            let (desk, end) = (Arc::new(desk), wake.clone());
+            let desk = Desk(Arc::new(What { key: self.key, engine, is_ending: is_ending.clone() }));
+            let end = wake.clone();
             let body = move || accept(&self.listener, &desk, &end);
             let thread =
                 std::thread::Builder::new().name("store-commands".to_owned()).spawn(body)?;
@@ -173,26 +173,28 @@ impl Drop for Serving {
     }
 }
 
+/// Where commands on one store are done.
+pub(crate) struct Desk(Arc<What>);
+
 /// What the threads share.
-struct Desk {
+struct What {
     key: StoreKey,
     engine: EngineFactory,
     is_ending: Arc<AtomicBool>,
 }
 
-fn accept(listener: &UnixListener, desk: &Arc<Desk>, end: &Waker) {
+fn accept(listener: &UnixListener, desk: &Desk, end: &Waker) {
     let mut commands: Vec<JoinHandle<()>> = Vec::new();
     loop {
         let listening = PollFd::new(listener, PollFlags::IN);
         let mut fds = [listening, PollFd::from_borrowed_fd(end.fd(), PollFlags::IN)];
         // What fails is found by what follows.
         let _ = poll(&mut fds, None);
-        if desk.is_ending.load(Ordering::Relaxed) {
+        if desk.0.is_ending.load(Ordering::Relaxed) {
             break;
         }
-        commands.retain(|command| !command.is_finished());
         match accept_with(listener.as_fd(), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Ok(stream) => commands.extend(admit(UnixStream::from(stream), desk, commands.len())),
+            Ok(stream) => desk.take(stream.into(), &mut commands),
             Err(Errno::AGAIN | Errno::CONNABORTED) => {}
             Err(e) => {
                 tracing::debug!("cannot take a command: {e}");
@@ -207,23 +209,32 @@ fn accept(listener: &UnixListener, desk: &Arc<Desk>, end: &Waker) {
     }
 }
 
-/// A thread for a command.
-fn admit(stream: UnixStream, desk: &Arc<Desk>, others: usize) -> Option<JoinHandle<()>> {
-    if others >= MAX_COMMANDS {
-        let why = format!("{MAX_COMMANDS} commands on the store are under way");
-        let failure = Failure::new("cannot do that now", why, "try again when one has ended");
-        // A socket's first line has room.
-        let _ =
-            wire::write_line(&stream, &Said::from(failure.with_code(Code::BUSY)), Duration::ZERO);
-        return None;
+impl Desk {
+    /// Of this store, on engines of this kind, for as long as the process lives.
+    pub(crate) fn new(key: StoreKey, engine: &EngineFactory) -> Desk {
+        let (engine, is_ending) = (engine.clone(), Arc::default());
+        Desk(Arc::new(What { key, engine, is_ending }))
     }
-    let desk = desk.clone();
-    let command = std::thread::Builder::new().name("store-command".to_owned());
-    // Who is sent away so sees the end.
-    command.spawn(move || desk.serve(&stream)).ok()
+
+    /// Has a command done for whoever has come, besides those that are under way: on a thread of its own.
+    pub(crate) fn take(&self, stream: UnixStream, commands: &mut Vec<JoinHandle<()>>) {
+        commands.retain(|command| !command.is_finished());
+        if commands.len() >= MAX_COMMANDS {
+            let why = format!("{MAX_COMMANDS} commands on the store are under way");
+            let failure = Failure::new("cannot do that now", why, "try again when one has ended");
+            // A socket's first line has room.
+            let said = Said::from(failure.with_code(Code::BUSY));
+            let _ = wire::write_line(&stream, &said, Duration::ZERO);
+            return;
+        }
+        let what = self.0.clone();
+        let command = std::thread::Builder::new().name("store-command".to_owned());
+        // Who is sent away so sees the end.
+        commands.extend(command.spawn(move || what.serve(&stream)).ok());
+    }
 }
 
-impl Desk {
+impl What {
     /// Answers one question. Who does not ask, or does not listen, is left.
     fn serve(&self, stream: &UnixStream) {
         let end = Instant::now() + COURTESY;

@@ -105,7 +105,7 @@ pub(super) fn folders() -> Vec<PathBuf> {
 }
 
 /// How the names of sockets begin that are about this store.
-pub(super) fn prefix(StoreKey(device, inode): StoreKey) -> String {
+pub(crate) fn prefix(StoreKey(device, inode): StoreKey) -> String {
     format!("{device}-{inode}.")
 }
 

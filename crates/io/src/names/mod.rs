@@ -23,11 +23,13 @@ use rustix::net::netlink::{KOBJECT_UEVENT, SocketAddrNetlink};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
 
 mod broker;
+mod handed;
 pub mod policy;
 pub mod server;
 pub mod wire;
 
 pub use broker::Broker;
+pub use handed::{Handed, with_handed};
 use wire::{Request, What};
 
 /// The group of the kernel's own events.
@@ -61,6 +63,9 @@ pub fn is_refused(path: &Path) -> bool {
 /// The kernel's, or the keeper's (`EACCES`); so for all of these.
 pub fn open(path: impl AsRef<Path>, flags: OFlags, mode: Mode) -> rustix::io::Result<OwnedFd> {
     let (path, flags) = (path.as_ref(), flags | OFlags::CLOEXEC);
+    if let Some(handed) = handed::take(path) {
+        return handed;
+    }
     match BROKER.get() {
         None => retry_on_intr(|| rustix::fs::open(path, flags, mode)),
         Some(broker) => broker.open(path, flags, mode),

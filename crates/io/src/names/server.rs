@@ -110,6 +110,11 @@ impl Server {
         Server { socket, policy, worker }
     }
 
+    /// From now on the worker may have this, and no longer what it might before.
+    pub fn allow(&mut self, policy: Policy) {
+        self.policy = policy;
+    }
+
     /// Readable when there is something to do.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()

@@ -57,6 +57,14 @@ pub fn user_of(domid: u16, devid: u32) -> u32 {
     FIRST | u32::from(domid) << 8 | (index & 0xff)
 }
 
+/// The user of the worker of all disks of one store, by the store's device and inode. It is no disk's, and
+/// nobody else's; two stores have the same at worst.
+pub fn user_of_store(device: u64, inode: u64) -> u32 {
+    const FIRST: u32 = 0x7200_0000;
+    let mixed = inode ^ device.rotate_left(11);
+    FIRST | ((mixed ^ mixed >> 23 ^ mixed >> 46) as u32 & 0x7f_ffff)
+}
+
 impl Lockdown {
     /// Gives it all up, for good. The process has one thread, as root. All that it will ever open by
     /// itself is open.
@@ -85,7 +93,7 @@ fn step(what: &str, done: io::Result<()>) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::user_of;
+    use super::{user_of, user_of_store};
 
     #[test]
     fn disks_of_different_guests_have_different_users() {
@@ -95,5 +103,14 @@ mod tests {
         users.dedup();
         assert_eq!(users.len(), all.len());
         assert!(users.iter().all(|user| (0x7100_0000..0x7180_0000).contains(user)));
+    }
+    #[test]
+    fn a_stores_user_is_no_disks_and_no_relays_and_neighbours_differ() {
+        let users = [(0x801, 12), (0x801, 13), (0x802, 12), (u64::MAX, u64::MAX), (0xca00, 0)];
+        let mut users = users.map(|(device, inode)| user_of_store(device, inode)).to_vec();
+        users.sort_unstable();
+        users.dedup();
+        assert_eq!(users.len(), 5);
+        assert!(users.iter().all(|user| (0x7200_0000..0x7280_0000).contains(user)));
     }
 }

@@ -134,7 +134,8 @@ fn keep(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<Keep, Failure>
     worker.extend(std::env::args().skip(1));
     let socket = run_dir.with_extension("sock");
     let (run_dir, names) = (run_dir.to_owned(), Some(names));
-    Ok(Keep { socket, run_dir, worker, names, relay: None })
+    let (relay, group, ahead) = (None, None, Vec::new());
+    Ok(Keep { socket, run_dir, worker, names, relay, group, ahead })
 }
 
 fn text(path: &Path) -> Result<String, Failure> {

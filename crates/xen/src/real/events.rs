@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use ferrite_io::names;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
@@ -13,8 +14,8 @@ use crate::hypervisor::DomId;
 
 /// Opens the device.
 pub(super) fn open(path: &Path) -> io::Result<OwnedFd> {
-    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+    let flags = OFlags::RDWR | OFlags::NONBLOCK;
+    Ok(names::open(path, flags, Mode::empty())?)
 }
 
 /// From now on, and for good, `device` binds channels to `domid` only. The kernel refuses domain

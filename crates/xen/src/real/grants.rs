@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_io::arena::Arena;
+use ferrite_io::names;
 use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -189,7 +190,7 @@ fn unreserve(device: &GrantDevice, index: u64, pages: usize) {
 
 /// Opens the device; there is one descriptor a queue, since the kernel locks each.
 pub(super) fn open(path: &Path) -> io::Result<OwnedFd> {
-    Ok(rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?)
+    Ok(names::open(path, OFlags::RDWR, Mode::empty())?)
 }
 
 /// Whether the kernel can copy grants, found by copying none.

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ferrite_io::arena::{Arena, Lender};
+use rustix::fs::OFlags;
 
 pub use probe::{APART, Probe, probe};
 pub use processors::HostProcessors;
@@ -34,6 +35,26 @@ const EVTCHN: &str = "dev/xen/evtchn";
 const GNTALLOC: &str = "dev/xen/gntalloc";
 const PRIVCMD: &str = "dev/xen/privcmd";
 const HYPERCALL: &str = "dev/xen/hypercall";
+
+/// How many of a device there have to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// One for each queue.
+    OfQueue,
+    /// One.
+    OfProcess,
+}
+
+/// What [`Xen::ahead`] and [`Xen::with_own_grants`] open, and how: for whoever opens it for another process.
+pub fn devices() -> [(PathBuf, Kind, OFlags); 4] {
+    let at = |path: &str| Path::new("/").join(path);
+    [
+        (at(GNTDEV), Kind::OfQueue, OFlags::RDWR),
+        (at(EVTCHN), Kind::OfQueue, OFlags::RDWR | OFlags::NONBLOCK),
+        (at(GNTALLOC), Kind::OfProcess, OFlags::RDWR),
+        (at(probe::CAPABILITIES), Kind::OfProcess, OFlags::RDONLY),
+    ]
+}
 
 /// Whether event channels are restricted to their guest's domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrite_io::arena::{Arena, Lender, Span};
+use ferrite_io::names;
 use rustix::fs::{Mode, OFlags};
 
 use super::uapi;
@@ -72,7 +73,7 @@ impl PageDevice {
 
 /// Opens the device.
 pub(super) fn open(path: &Path) -> io::Result<OwnedFd> {
-    Ok(rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?)
+    Ok(names::open(path, OFlags::RDWR, Mode::empty())?)
 }
 
 /// Pages that stand in an arena.

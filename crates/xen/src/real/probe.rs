@@ -7,6 +7,8 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::Duration;
 
+use ferrite_io::names;
+
 use super::own_pages::{self, PageDevice};
 use super::{EVTCHN, GNTALLOC, GNTDEV, HostProcessors, events, grants};
 use crate::hypervisor::{DomId, HostTimes};
@@ -73,7 +75,7 @@ fn probe_at(root: &Path) -> Probe {
         },
         guest_type: text("sys/hypervisor/guest_type"),
         features: text("sys/hypervisor/properties/features").and_then(|t| number(t, 16)),
-        capabilities: read(root, "proc/xen/capabilities")
+        capabilities: read(root, CAPABILITIES)
             .map_err(|e| format!("/proc/xen/capabilities: {e}; mount xenfs on /proc/xen")),
         grant_copy: gntdev.as_ref().map_err(Clone::clone).and_then(|device| {
             grants::can_copy(device).map_err(|e| format!("this kernel does not copy grants: {e}"))
@@ -118,9 +120,12 @@ fn try_own(device: &OwnedFd, pages: &PageDevice) -> io::Result<()> {
     copied
 }
 
-/// Whether this is a control domain, as far as xenfs says.
+/// What xenfs says of this domain.
+pub(super) const CAPABILITIES: &str = "proc/xen/capabilities";
+
+/// Whether this is a control domain, as far as that says.
 pub(super) fn is_control_domain(root: &Path) -> bool {
-    read(root, "proc/xen/capabilities").is_ok_and(|c| c.contains("control_d"))
+    names::read_to_string(root.join(CAPABILITIES)).is_ok_and(|c| c.contains("control_d"))
 }
 
 impl Probe {

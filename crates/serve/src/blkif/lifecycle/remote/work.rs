@@ -14,6 +14,7 @@ use ferrite_io::clock::SystemClock;
 use ferrite_io::names;
 use ferrite_io::process::receive_with;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
 use super::super::attached::EngineFactory;
@@ -54,7 +55,8 @@ pub struct Lines<'a> {
 }
 
 /// Serves what is asked for on the lines, until one of them ends, and the clients of NBD that come by the
-/// door. `open` opens the image, to be written or only to be read.
+/// door. `open` opens the image, to be written or only to be read. It has ended well when nothing is open
+/// then: the disk is gone, and others of this process go on.
 ///
 /// # Errors
 /// A line's, also its end: nobody is left who could follow. [`ServeError::Host`]: a queue has failed,
@@ -92,27 +94,21 @@ pub fn work_from(
         Start::Orphan(orphan) => bench.adopt(orphan)?,
     }
     loop {
-        let ready = bench.select(first)?;
-        bench.tell(first, ready)?;
-        if ready.came {
-            bench.admit();
-        }
-        if ready.asked[0]
-            && let Some(ask) = hear_ask(first).map_err(line_failed)?
-        {
-            let result = bench.carry_out(ask.what);
-            bench.answer(first, ask.number, result)?;
-        }
-        if ready.asked[1]
-            && let Some(ask) = hear_ask(second).map_err(line_failed)?
-        {
-            bench.waits = None;
-            bench.carry_out_second(ask)?;
-        }
-        if let Some(ask) = bench.waits.take() {
-            bench.carry_out_second(ask)?;
+        match bench.turn(first) {
+            Ok(()) => {}
+            // The keeper has let go of both; of either of them somebody may have a copy for a moment longer.
+            Err(_) if bench.served.is_none() && [first, second].into_iter().any(has_ended) => {
+                return Ok(());
+            }
+            Err(e) => return Err(e),
         }
     }
+}
+
+fn has_ended(line: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::from_borrowed_fd(line, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// Waits for the first thing that is asked.
@@ -185,6 +181,31 @@ struct Ready {
 }
 
 impl<'a> Bench<'a> {
+    /// Waits, and does what there is to do.
+    fn turn(&mut self, first: BorrowedFd<'_>) -> Result<(), ServeError> {
+        let ready = self.select(first)?;
+        self.tell(first, ready)?;
+        if ready.came {
+            self.admit();
+        }
+        if ready.asked[0]
+            && let Some(ask) = hear_ask(first).map_err(line_failed)?
+        {
+            let result = self.carry_out(ask.what);
+            self.answer(first, ask.number, result)?;
+        }
+        if ready.asked[1]
+            && let Some(ask) = hear_ask(self.second).map_err(line_failed)?
+        {
+            self.waits = None;
+            self.carry_out_second(ask)?;
+        }
+        if let Some(ask) = self.waits.take() {
+            self.carry_out_second(ask)?;
+        }
+        Ok(())
+    }
+
     /// Waits.
     fn select(&self, first: BorrowedFd<'_>) -> Result<Ready, ServeError> {
         let served = self.served.as_ref();

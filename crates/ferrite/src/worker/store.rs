@@ -1,0 +1,192 @@
+//! `ferrite store-worker`: the process that serves all disks of one store for its keeper
+//! (docs/internals/processes.md 10). Each disk has a thread, whose work is that of a worker with one disk.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ferrite_daemon::orphan;
+use ferrite_daemon::state::DiskId;
+use ferrite_disk::store::owned::StoreKey;
+use ferrite_io::names::with_handed;
+use ferrite_io::sandbox::user_of_store;
+use ferrite_keeper::{ALIVE_FD, Ahead, Called, CalledDisk, Names, Roll};
+use ferrite_serve::blkif::lifecycle::{Lines, ServeError, Start};
+use ferrite_serve::counters::stats_file;
+use ferrite_serve::memory::host_bytes;
+use ferrite_serve::polling::HostView;
+use ferrite_serve::processors::Limit;
+use ferrite_xen::real::{Kind, devices};
+use ferrite_xen::store::Store;
+use rustix::fs::OFlags;
+
+use super::{
+    EMPTY, Means, disk_id, engines, give_rights_up, given, is_namespace, queues_ahead, told_by,
+};
+use crate::cli::{ServeArgs, StoreWorkerArgs};
+use crate::exit::Failure;
+use crate::serve;
+use crate::store::owner::Desk;
+use crate::store::prefix;
+
+/// What all disks have together.
+struct Shared {
+    run_dir: PathBuf,
+    alive: Arc<OwnedFd>,
+    limit: Option<Arc<Limit>>,
+    host: Option<Arc<HostView>>,
+}
+
+/// Serves for as long as there is a keeper.
+pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
+    let failed = |e: io::Error| {
+        let help = "a keeper starts it; ferrite serve serves disks by hand";
+        Failure::new(format!("cannot serve disks of store {}", args.store.display()), e, help)
+    };
+    crate::image::allow_many_files();
+    let roll = Roll::take().map_err(failed)?;
+    let alive = Arc::new(given(ALIVE_FD)?);
+    let kind = crate::image::engine(args.engine)?;
+    let shared = Arc::new(Shared {
+        run_dir: args.run_dir.clone(),
+        alive: alive.clone(),
+        limit: args.cpu.map(serve::limit_of),
+        host: serve::view_of_host(&args.run_dir),
+    });
+    // Who was there before this worker may be an orphan. That is looked for while there are rights.
+    let mut disks = Vec::new();
+    loop {
+        match roll.next().map_err(failed)? {
+            Called::All => break,
+            Called::Disk(disk) => {
+                let start = told_by(&disk.arguments).map_or(Start::Asked, |args| {
+                    orphan::start(&shared.run_dir, disk_id(&args), Store::open)
+                });
+                disks.push((disk, start));
+            }
+            Called::Command(_) => {}
+        }
+    }
+    let key = StoreKey::at(&args.store);
+    // What disks that come later need is known then.
+    host_bytes();
+    give_rights_up(is_namespace(&args.store), &args.store.display())?;
+    let desk = key.map(|key| Desk::new(key, &engines(kind, alive)));
+    disks.into_iter().for_each(|(disk, start)| begin(*disk, start, &shared));
+    let mut commands = Vec::new();
+    loop {
+        match roll.next().map_err(failed)? {
+            Called::All => {}
+            Called::Disk(disk) => begin(*disk, Start::Asked, &shared),
+            Called::Command(stream) => {
+                if let Some(desk) = &desk {
+                    desk.take(stream, &mut commands);
+                }
+            }
+        }
+    }
+}
+
+/// Serves a disk on a thread of its own.
+fn begin(disk: CalledDisk, start: Start, shared: &Arc<Shared>) {
+    let Some(args) = told_by(&disk.arguments) else {
+        // Whoever follows sees the end of the line, and tells it.
+        return tracing::error!("a disk's arguments make no sense: this is a bug in ferrite");
+    };
+    let DiskId { domid, devid } = disk_id(&args);
+    let shared = shared.clone();
+    let body = move || {
+        let _span = tracing::error_span!("disk", id = %args.xen).entered();
+        let served = catch_unwind(AssertUnwindSafe(|| serve_disk(disk, &args, start, &shared)));
+        match served {
+            Ok(Ok(())) => tracing::debug!("the disk is gone"),
+            // What is left of it in this process is not known. All guests' requests are in their tables, and the
+            // next process does them again.
+            Ok(Err(failure)) => {
+                failure.report();
+                std::process::exit(1);
+            }
+            Err(_) => std::process::exit(1),
+        }
+    };
+    let name = format!("disk {domid}-{devid}");
+    if let Err(e) = std::thread::Builder::new().name(name).spawn(body) {
+        tracing::error!("cannot start a thread for disk {domid}/{devid}: {e}");
+    }
+}
+
+fn serve_disk(
+    disk: CalledDisk,
+    args: &ServeArgs,
+    start: Start,
+    shared: &Shared,
+) -> Result<(), Failure> {
+    let CalledDisk { line, second, door, handed, .. } = disk;
+    let (run_dir, limit, host) = (&shared.run_dir, shared.limit.clone(), shared.host.clone());
+    let means = with_handed(handed, || Means::open(args, run_dir, limit, host))?;
+    let lines = Lines { first: &line, second: &second };
+    let served: Result<(), ServeError> = means.serve(start, lines, &door, &shared.alive);
+    served.map_err(|e| serve::failed(args, &e))
+}
+
+/// What the worker of a store may have for one of its disks.
+pub(super) fn names(store: PathBuf, run_dir: &Path, run: &Path) -> Names {
+    let stats = stats_file(run_dir);
+    let StoreKey(device, inode) = key(&store).unwrap_or(StoreKey(0, 0));
+    Names {
+        image: store,
+        // Whoever opens a store writes it: its journal is carried out.
+        writable: true,
+        read: Vec::new(),
+        journals: None,
+        own_files: vec![stats.with_extension("new"), stats],
+        root: run.join(EMPTY),
+        user: user_of_store(device, inode),
+    }
+}
+
+/// Which store it is.
+fn key(store: &Path) -> Option<StoreKey> {
+    let meta = store.metadata().ok()?;
+    Some(match meta.file_type().is_block_device() {
+        true => StoreKey(meta.rdev(), 0),
+        false => StoreKey(meta.dev(), meta.ino()),
+    })
+}
+
+/// The arguments of the worker of a store, after the program's name, when its first disk has these. `None`: its
+/// name is not text.
+pub(crate) fn arguments(args: &ServeArgs, run: &Path) -> Option<Vec<String>> {
+    let mut all = vec!["store-worker".to_owned()];
+    all.push(format!("--run-dir={}", run.to_str()?));
+    all.push(format!("--engine={}", args.engine));
+    all.extend(args.cpu.map(|percent| format!("--cpu={percent}")));
+    all.extend(["--".to_owned(), super::image(args)?.to_str()?.to_owned()]);
+    Some(all)
+}
+
+/// How the names of sockets begin where commands on this store come.
+pub(crate) fn commands(run: &Path, (device, inode): (u64, u64)) -> PathBuf {
+    run.join("stores").join(prefix(StoreKey(device, inode)))
+}
+
+/// What the keeper opens for a disk with these options, which comes to a worker that has no rights: what
+/// [`Means::open`] opens. What is not used is closed.
+pub(crate) fn ahead(args: &ServeArgs, run: &Path) -> Vec<Ahead> {
+    let queues = queues_ahead(args);
+    let of_xen = devices().into_iter().map(|(path, kind, flags)| {
+        let count = match kind {
+            Kind::OfQueue => queues,
+            Kind::OfProcess => 1,
+        };
+        Ahead { path, flags: flags.bits(), count }
+    });
+    let budgets = [serve::MAP_BUDGET, serve::POLL_BUDGET, serve::MEMORY_BUDGET].map(|name| {
+        let flags = OFlags::RDWR | OFlags::CREATE;
+        Ahead { path: run.join(name), flags: flags.bits(), count: 1 }
+    });
+    of_xen.chain(budgets).collect()
+}
