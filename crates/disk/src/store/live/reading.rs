@@ -14,6 +14,25 @@ use crate::store::journal::VolumeId;
 use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::{V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::pages::{PageId, Pages};
+use crate::store::side_by_side::all;
+
+/// Parts of one request that are under way at once.
+const PARTS_AT_ONCE: usize = 4;
+/// Runs of places that are.
+const RUNS_AT_ONCE: usize = 16;
+
+/// Blocks in a row: the first of the places that they are in, one after the other. None: they are zeros.
+fn runs(spots: &[Option<(u64, u32)>]) -> Vec<(Option<u64>, Range<usize>)> {
+    let mut runs: Vec<(Option<u64>, Range<usize>)> = Vec::new();
+    for (i, spot) in spots.iter().enumerate() {
+        let place = spot.map(|(place, _)| place);
+        match runs.last_mut() {
+            Some((first, of)) if first.map(|first| first + of.len() as u64) == place => of.end += 1,
+            _ => runs.push((place, i..i + 1)),
+        }
+    }
+    runs
+}
 
 /// Parts of a range that are in so many blocks at most, each: offset, and bytes.
 pub(super) fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, Range<usize>)> {
@@ -48,13 +67,65 @@ impl Live {
         to: Span,
     ) -> io::Result<()> {
         self.check_range(volume, offset, to.len() as u64)?;
-        for (at, part) in parts(offset, to.len()) {
-            let bytes = self.read_part(port, volume, blocks_of(at, part.len())).await?;
-            let from = (at % BLOCK_BYTES as u64) as usize;
-            let to = to.slice(part.start, part.len());
-            port.memory().copy_in(to, &bytes[from..from + part.len()]);
+        if self.epochs.during(self.read_whole(port, volume, offset, to)).await {
+            return Ok(());
+        }
+        let parts: Vec<_> = parts(offset, to.len()).collect();
+        for some in parts.chunks(PARTS_AT_ONCE) {
+            let read = async |(at, part): &(u64, Range<usize>)| {
+                let bytes = self.read_part(port, volume, blocks_of(*at, part.len())).await?;
+                let from = (*at % BLOCK_BYTES as u64) as usize;
+                let to = to.slice(part.start, part.len());
+                port.memory().copy_in(to, &bytes[from..from + part.len()]);
+                Ok(())
+            };
+            all(some.iter().map(read)).await.into_iter().collect::<io::Result<()>>()?;
         }
         Ok(())
+    }
+
+    /// Reads whole blocks to where they are wanted, those in places in a row by one operation. `false`: it has to
+    /// be done in parts, or has failed, which those find out. The caller is in an epoch.
+    async fn read_whole(&self, port: &Port, volume: VolumeId, offset: u64, to: Span) -> bool {
+        let is_whole = |at: usize| at.is_multiple_of(BLOCK_BYTES);
+        if !(is_whole(offset as usize) && is_whole(to.len()) && is_whole(to.offset())) {
+            return false;
+        }
+        let mut spots = Vec::with_capacity(to.len() / BLOCK_BYTES);
+        for block in blocks_of(offset, to.len()) {
+            match self.place_of(port, volume, block).await {
+                Ok(None) => spots.push(None),
+                Ok(Some(Whereabouts::Plain { place, checksum })) => {
+                    spots.push(Some((place, checksum)));
+                }
+                _ => return false,
+            }
+        }
+        let slice = |blocks: &Range<usize>| {
+            to.slice(blocks.start * BLOCK_BYTES, blocks.len() * BLOCK_BYTES)
+        };
+        for some in runs(&spots).chunks(RUNS_AT_ONCE) {
+            let read = async |(place, blocks): &(Option<u64>, Range<usize>)| match place {
+                Some(place) => {
+                    let at = place * BLOCK_BYTES as u64;
+                    port.io.read_exact(port.files[0], at, slice(blocks)).await
+                }
+                None => {
+                    port.memory().fill(slice(blocks), 0);
+                    Ok(())
+                }
+            };
+            if all(some.iter().map(read)).await.iter().any(Result::is_err) {
+                return false;
+            }
+        }
+        let mut bytes = [0; BLOCK_BYTES];
+        spots.iter().enumerate().all(|(i, spot)| {
+            spot.is_none_or(|(_, known)| {
+                port.memory().copy_out(slice(&(i..i + 1)), &mut bytes);
+                checksum(&bytes) == known
+            })
+        })
     }
 
     /// Blocks of one part. What does not fit is read once more under the blocks' lock before it is an error.
@@ -170,5 +241,26 @@ impl Live {
             found @ (Whereabouts::Plain { .. } | Whereabouts::Packed { .. }) => Ok(Some(found)),
             _ => Err(damaged(Damaged("a volume has a content that is nowhere"))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_in_a_row_are_one_run_and_so_are_zeros() {
+        let at = |place| Some((place, 0));
+        let spots = [None, None, at(7), at(8), at(10), None, at(11), at(9)];
+        let expected = [
+            (None, 0..2),
+            (Some(7), 2..4),
+            (Some(10), 4..5),
+            (None, 5..6),
+            (Some(11), 6..7),
+            (Some(9), 7..8),
+        ];
+        assert_eq!(runs(&spots), expected);
+        assert!(runs(&[]).is_empty());
     }
 }
