@@ -4,7 +4,8 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
 
 use ferrite_xenhost::XenHost;
 use ferrite_xenhost::bootdisk;
@@ -18,6 +19,9 @@ use ferrite_xenhost::steps::{self, step};
 use crate::xentests::Bench;
 use crate::xentests::guests::{begin_verifying, migrate, stop_verifying};
 use crate::{checks, needs};
+
+/// The store of the guests that share, with one volume.
+const STORE: &str = "/lab/demo.store";
 
 /// Limit of a command in the guest, in seconds; an emulated host can be slow.
 const LIMIT_S: u64 = 600;
@@ -89,6 +93,7 @@ fn demonstrate(xenhost: &mut XenHost) -> Result<Shown> {
     shown.fact("host", format!("Xen {xen}, emulated by QEMU; xl, ferrite daemon"));
     paravirtual(bench, &mut shown)?;
     migrated(bench, &mut shown)?;
+    cloned(bench, &mut shown)?;
     with_firmware(bench, &mut shown)?;
     Ok(shown)
 }
@@ -103,16 +108,7 @@ fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
         shown.timed("start the PV guest", || start(bench, &options, image, &words))?;
     let kernel = guest.sh(bench.xenhost, "uname -r", LIMIT_S)?;
     shown.fact("guests", format!("Linux {kernel}, its own blkfront"));
-    shown.timed("partition, make ext4", || {
-        guest.sh(
-            bench.xenhost,
-            "printf 'label: gpt\\n,\\n' | sfdisk -q --wipe always /dev/xvda",
-            LIMIT_S,
-        )?;
-        let make = "until [ -b /dev/xvda1 ]; do sleep 0.2; done; \
-                    load-ext4 && mkfs.ext4 -q /dev/xvda1 && mount /dev/xvda1 /mnt";
-        guest.sh(bench.xenhost, make, LIMIT_S)
-    })?;
+    shown.timed("partition, make ext4", || make_file_system(bench, &mut guest))?;
     let written = shown.timed("write, with the worker killed", || {
         let job = guest.begin(bench.xenhost, WRITE, LIMIT_S)?;
         // Not all is written then: the sums come last.
@@ -134,6 +130,15 @@ fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     end(bench, &mut guest, image)
 }
 
+/// A file system in a partition of the guest's disk, at /mnt.
+fn make_file_system(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
+    let partition = "printf 'label: gpt\\n,\\n' | sfdisk -q --wipe always /dev/xvda";
+    guest.sh(bench.xenhost, partition, LIMIT_S)?;
+    let make = "until [ -b /dev/xvda1 ]; do sleep 0.2; done; \
+                load-ext4 && mkfs.ext4 -q /dev/xvda1 && mount /dev/xvda1 /mnt";
+    guest.sh(bench.xenhost, make, LIMIT_S).map(drop)
+}
+
 /// A PVH guest on a qcow2 moves to this same host while it writes and verifies.
 fn migrated(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let image = "/lab/demo.qcow2";
@@ -147,6 +152,62 @@ fn migrated(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     stop_verifying(bench, &mut guest, &under_way)?;
     shown.fact("PVH guest, qcow2", "migrated while fio wrote and verified: no mismatch");
     end(bench, &mut guest, image)
+}
+
+/// The disk of a guest is cloned. The clone boots a guest of its own, and both go on from what there was.
+fn cloned(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
+    let create = format!(
+        "rm -f {STORE}; ferrite store create {STORE} --size 2G && ferrite store create {STORE}#web 256M"
+    );
+    bench.xenhost.sh(&create)?;
+    let options = GuestOptions::default();
+    let words = |volume| format!("format=raw,script=block-ferrite,target=store:{STORE}#{volume}");
+    let (mut web, disk) = start(bench, &options, STORE, &words("web"))?;
+    make_file_system(bench, &mut web)?;
+    web.sh(bench.xenhost, &format!("({WRITE}) && cp /tmp/sums /mnt && sync"), LIMIT_S)?;
+    shown.timed("clone a disk in use", || {
+        bench.xenhost.sh(&format!("ferrite store clone {STORE}#web copy"))
+    })?;
+    let (mut copy, _) =
+        shown.timed("boot its clone", || start(bench, &options, STORE, &words("copy")))?;
+    copy.sh(bench.xenhost, "load-ext4 && mount /dev/xvda1 /mnt && cp /mnt/sums /tmp", LIMIT_S)?;
+    disk.kill_worker(bench.xenhost)?;
+    for guest in [&mut web, &mut copy] {
+        // What one writes the other one does not read.
+        let own = "hostname >/mnt/own && cat /proc/sys/kernel/random/uuid >>/mnt/own && \
+                   sha256sum /mnt/own >/tmp/own && sync";
+        guest.sh(bench.xenhost, own, LIMIT_S)?;
+    }
+    for guest in [&mut web, &mut copy] {
+        let verified = guest.sh(bench.xenhost, VERIFY, LIMIT_S)?;
+        guest.sh(bench.xenhost, "sha256sum -c -s /tmp/own && cd / && umount /mnt", LIMIT_S)?;
+        guest.sh(bench.xenhost, "e2fsck -fn /dev/xvda1", LIMIT_S)?;
+        ensure!(verified == "8", "8 files were to be verified, not {verified}");
+    }
+    let (mapped, stored) = space(bench)?;
+    ensure!(
+        2 * stored < 3 * mapped / 2,
+        "of {mapped} bytes {stored} are stored: nothing is shared"
+    );
+    shown.fact(
+        "two PV guests, store",
+        format!(
+            "one disk cloned under its guest, their worker killed: all as written; {} MiB in {}",
+            mapped >> 20,
+            stored >> 20
+        ),
+    );
+    web.check_blkfront(bench.xenhost)?;
+    web.destroy(bench.xenhost)?;
+    end_with(bench, &mut copy, &format!("ferrite store check --deep {STORE}"))
+}
+
+/// What the volumes of the store have, and what that takes, in bytes.
+fn space(bench: &mut Bench<'_>) -> Result<(u64, u64)> {
+    let stats = bench.xenhost.sh(&format!("ferrite store stats --json {STORE}"))?;
+    let stats: Value = serde_json::from_str(&stats).with_context(|| format!("odd: {stats}"))?;
+    let of = |name: &str| stats[name].as_u64().with_context(|| format!("no {name} in {stats}"));
+    Ok((of("mapped_bytes")?, of("stored_bytes")?))
 }
 
 /// An HVM guest boots from its raw image by QEMU, and goes on by its rings.
@@ -180,8 +241,13 @@ fn start(
 
 /// The guest has nothing to complain of, and neither has who checks its image.
 fn end(bench: &mut Bench<'_>, guest: &mut Guest, image: &str) -> Result<()> {
+    end_with(bench, guest, &format!("ferrite image check {image}"))
+}
+
+/// The same, with that for a check.
+fn end_with(bench: &mut Bench<'_>, guest: &mut Guest, check: &str) -> Result<()> {
     guest.check_blkfront(bench.xenhost)?;
     guest.destroy(bench.xenhost)?;
     bench.xenhost.wait_until("the end of the disk", "[ -z \"$(ls /run/ferrite/disks)\" ]", 60)?;
-    bench.xenhost.sh(&format!("ferrite image check {image}")).map(drop)
+    bench.xenhost.sh(check).map(drop)
 }
