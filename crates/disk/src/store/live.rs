@@ -50,7 +50,7 @@ use super::medium::{Medium, damaged};
 use super::numbers::Numbers;
 use super::pages::Pages;
 use super::slots::{SLOT_BYTES, Slots};
-use super::space::SpacePage;
+use super::space::{SpacePage, UNREADABLE};
 use super::stripes::Stripes;
 use super::{BLOCK_BYTES, opening};
 use crate::Port;
@@ -288,8 +288,10 @@ impl Live {
             let core = self.core();
             (core.checkpoint, core.space.home(segment), core.id, core.layout)
         };
-        let page = self.medium.read(port, layout.space_page(segment, home as u64), 1).await?;
-        let page = SpacePage::decode(&page, &id, &layout, segment, home);
+        let place = layout.space_page(segment, home as u64);
+        let page = self.medium.read_each(port, place, 1).await?.remove(0);
+        let page = page.map_err(|_| UNREADABLE);
+        let page = page.and_then(|page| SpacePage::decode(&page, &id, &layout, segment, home));
         let mut core = self.core();
         // Otherwise they may have been here, and gone to the medium again. Who wants them asks again.
         if core.checkpoint == checkpoint {

@@ -5,6 +5,8 @@ use std::io;
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rustix::io::Errno;
+
 use super::page::Pointer;
 use super::side_by_side::all;
 use super::{BLOCK_BYTES, Damaged};
@@ -33,6 +35,35 @@ impl Medium {
         port.io.read_exact(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await?;
         piece.copy_out(&mut bytes);
         Ok(bytes)
+    }
+
+    /// Blocks of which there is another one each, [`MAX_BLOCKS`] at most: one that storage cannot read does no
+    /// harm to its neighbours. It may be read again some day, with what it had.
+    ///
+    /// # Errors
+    /// Those that are not of one block's.
+    pub async fn read_each(
+        &self,
+        port: &Port,
+        place: u64,
+        blocks: usize,
+    ) -> io::Result<Vec<io::Result<Vec<u8>>>> {
+        match self.read(port, place, blocks).await {
+            Ok(all) => {
+                return Ok(all.chunks(BLOCK_BYTES).map(|block| Ok(block.to_vec())).collect());
+            }
+            Err(e) if is_of_a_block(&e) => {}
+            Err(e) => return Err(e),
+        }
+        let mut each = Vec::with_capacity(blocks);
+        for place in place..place + blocks as u64 {
+            let block = self.read(port, place, 1).await;
+            match block {
+                Err(e) if !is_of_a_block(&e) => return Err(e),
+                block => each.push(block),
+            }
+        }
+        Ok(each)
     }
 
     /// Writes whole blocks, [`MAX_BLOCKS`] at most.
@@ -145,6 +176,12 @@ impl Medium {
     pub fn is_faulty(&self) -> bool {
         self.commits.is_faulty()
     }
+}
+
+/// Whether an error may be that of one place of a medium: others may be read all the same.
+fn is_of_a_block(e: &io::Error) -> bool {
+    let known = [Errno::IO, Errno::NODATA, Errno::ILSEQ, Errno::REMOTEIO];
+    e.raw_os_error().is_some_and(|errno| known.contains(&Errno::from_raw_os_error(errno)))
 }
 
 /// What is not what it has to be, for who asked for it.

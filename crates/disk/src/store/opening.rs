@@ -7,7 +7,7 @@ use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
 use super::medium::{MAX_BLOCKS, Medium, damaged};
 use super::pages::Pages;
-use super::space::{Bits, Kind, Space, SpacePage, choose as choose_space};
+use super::space::{Bits, Kind, Space, SpacePage, UNREADABLE, choose as choose_space};
 use super::superblock::{Chosen, Pages as Superblocks, Roots, Superblock, Unusable, choose};
 use super::table::Table;
 use super::tree::{FIRST_GENERATION, Link, Tree};
@@ -65,23 +65,38 @@ pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) 
     Ok(())
 }
 
-/// The four superblocks of what has so many blocks.
+/// The four superblocks of what has so many blocks. One that cannot be read is as one that is damaged: it needs
+/// the one in the other home.
 async fn superblocks(medium: &Medium, port: &Port, blocks: u64) -> io::Result<Superblocks> {
-    let decode = |pages: Vec<u8>, home| {
-        let page = |odd: usize| &pages[odd * BLOCK_BYTES..(odd + 1) * BLOCK_BYTES];
-        [0, 1].map(|odd| Superblock::decode(page(odd), home, odd == 1))
-    };
     if blocks < 4 {
         return Err(unusable(Unusable::Foreign));
     }
-    let first = decode(medium.read(port, 0, 2).await?, 0);
+    let mut unreadable = None;
+    let mut decode = |pages: Vec<io::Result<Vec<u8>>>, home| {
+        let mut all = [Err(Unusable::Foreign); 2];
+        for ((page, to), odd) in pages.into_iter().zip(&mut all).zip([false, true]) {
+            *to = match page {
+                Ok(page) => Superblock::decode(&page, home, odd),
+                Err(e) => {
+                    unreadable = Some(e);
+                    Err(Damaged("a page of the superblock cannot be read").into())
+                }
+            };
+        }
+        all
+    };
+    let first = decode(medium.read_each(port, 0, 2).await?, 0);
     let layout = first.iter().find_map(|page| page.ok().map(|superblock| superblock.layout));
     let end = layout.map_or(blocks, |layout| layout.blocks);
     if end > blocks {
         return Err(damaged(Damaged("the store is longer than what it is in")));
     }
-    let second = decode(medium.read(port, end - 2, 2).await?, 1);
-    Ok([first, second])
+    let second = decode(medium.read_each(port, end - 2, 2).await?, 1);
+    match unreadable {
+        // Of what it is nothing is known.
+        Some(e) if [first, second].iter().flatten().all(Result::is_err) => Err(e),
+        _ => Ok([first, second]),
+    }
 }
 
 /// Opens what has so many bytes, as its last checkpoint has it. `may_write`: its superblock is put where it
@@ -98,7 +113,8 @@ pub async fn open(
 ) -> io::Result<Core> {
     let pages = superblocks(medium, port, bytes / BLOCK_BYTES as u64).await?;
     let Chosen { superblock, in_both } = choose(&pages).map_err(unusable)?;
-    if !in_both && may_write {
+    let is_whole = in_both && pages.iter().flatten().all(Result::is_ok);
+    if !is_whole && may_write {
         mend(medium, port, &pages, &superblock).await?;
     }
     let layout = superblock.layout;
@@ -126,19 +142,25 @@ pub async fn open(
 }
 
 /// Before anything is used again that the checkpoint has made free, both homes have it: the one that has
-/// not may have an older one, whose places those are.
+/// not may have an older one, whose places those are. A page that could not be read may be a later one, of a
+/// checkpoint that was cut, and be read the next time: it gets what the other home has before anything is given.
 async fn mend(
     medium: &Medium,
     port: &Port,
     pages: &Superblocks,
     superblock: &Superblock,
 ) -> io::Result<()> {
-    let checkpoint = superblock.checkpoint;
-    for (home, pages) in pages.iter().enumerate() {
-        if pages[(checkpoint % 2) as usize] != Ok(*superblock) {
-            let place = superblock.layout.superblock(home, checkpoint);
-            medium.write(port, place, &superblock.encode(home)).await?;
-            medium.sync(port).await?;
+    let parity = (superblock.checkpoint % 2) as usize;
+    // What counts comes first.
+    for odd in [parity, 1 - parity] {
+        let whole = pages.iter().filter_map(|home| home[odd].ok());
+        let Some(known) = whole.max_by_key(|page| page.checkpoint) else { continue };
+        for (home, pages) in pages.iter().enumerate() {
+            if pages[odd] != Ok(known) {
+                let place = known.layout.superblock(home, known.checkpoint);
+                medium.write(port, place, &known.encode(home)).await?;
+                medium.sync(port).await?;
+            }
         }
     }
     Ok(())
@@ -156,17 +178,19 @@ async fn load_space(
     while segment < layout.segments {
         // Their number is even.
         let count = (layout.segments - segment).min(MAX_BLOCKS as u64 / 2);
-        let pages = medium.read(port, layout.space_page(segment, 0), 2 * count as usize).await?;
-        let found = |segment: u64, pages: &[u8]| {
+        let pages = layout.space_page(segment, 0);
+        let pages = medium.read_each(port, pages, 2 * count as usize).await?;
+        let found = |segment: u64, pages: &[io::Result<Vec<u8>>]| {
             let homes = [0, 1].map(|home| {
-                let page = &pages[home * BLOCK_BYTES..(home + 1) * BLOCK_BYTES];
+                // It may have been the newer one, as a damaged one.
+                let page = pages[home].as_ref().map_err(|_| UNREADABLE)?;
                 SpacePage::decode(page, &superblock.id, layout, segment, home)
             });
             choose_space(homes, superblock.checkpoint)
         };
-        for (pair, pages) in pages.chunks_exact(4 * BLOCK_BYTES).enumerate() {
+        for (pair, pages) in pages.chunks_exact(4).enumerate() {
             let first = segment + 2 * pair as u64;
-            let (a, b) = pages.split_at(2 * BLOCK_BYTES);
+            let (a, b) = pages.split_at(2);
             space.add_pair([found(first, a), found(first + 1, b)]);
         }
         segment += count;

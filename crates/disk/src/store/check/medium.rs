@@ -7,7 +7,7 @@ use crate::store::BLOCK_BYTES;
 use crate::store::Damaged;
 use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::Pointer;
-use crate::store::space::{Found, Kind, SpacePage, choose as choose_space};
+use crate::store::space::{Found, Kind, SpacePage, UNREADABLE, choose as choose_space};
 use crate::store::superblock::{Roots, Superblock, Unusable, choose};
 
 /// Links of an inner page.
@@ -29,9 +29,11 @@ impl Check<'_> {
         let mut pages = [[Err(Unusable::Foreign); 2]; 2];
         for (home, pages) in pages.iter_mut().enumerate() {
             let place = layout.superblock(home, 0);
-            let read = self.medium.read(self.port, place, 2).await?;
-            let page = |odd: usize| &read[odd * BLOCK_BYTES..(odd + 1) * BLOCK_BYTES];
-            *pages = [0, 1].map(|odd| Superblock::decode(page(odd), home, odd == 1));
+            let read = self.medium.read_each(self.port, place, 2).await?;
+            *pages = [0, 1].map(|odd| match &read[odd] {
+                Ok(page) => Superblock::decode(page, home, odd == 1),
+                Err(_) => Err(Damaged("it cannot be read").into()),
+            });
         }
         self.roots = choose(&pages).map_or(Roots::default(), |chosen| chosen.superblock.roots);
         for (home, odd) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -54,20 +56,20 @@ impl Check<'_> {
         let layout = self.layout;
         let mut data = 0;
         for pair in 0..layout.segments / 2 {
-            let pages = self.medium.read(self.port, layout.space_page(2 * pair, 0), 4).await?;
-            let pages: Vec<&[u8]> = pages.chunks(BLOCK_BYTES).collect();
+            let pages = self.medium.read_each(self.port, layout.space_page(2 * pair, 0), 4).await?;
             let mut kinds = [None; 2];
             for half in 0..2 {
                 let segment = 2 * pair + half as u64;
                 let decode = |home: usize| {
-                    SpacePage::decode(pages[2 * half + home], &self.core.id, &layout, segment, home)
+                    let page = pages[2 * half + home].as_ref().map_err(|_| UNREADABLE)?;
+                    SpacePage::decode(page, &self.core.id, &layout, segment, home)
                 };
                 let Found { page, .. } = choose_space([decode(0), decode(1)], self.core.checkpoint);
                 let first = segment * layout.segment_blocks;
                 kinds[half] = page.as_ref().map(|page| page.kind);
                 if page.is_none() {
                     let why = format!(
-                        "a page of the bits of segment {segment} is damaged: nothing of it is given \
+                        "a page of the bits of segment {segment} is damaged, or cannot be read: nothing of it is given \
                          out before the next gc"
                     );
                     let place_bytes = Some(in_bytes(layout.space_page(segment, 0)));

@@ -346,6 +346,64 @@ fn of_any_one_damaged_block_there_is_another() {
     }
 }
 
+/// All reads of one block fail.
+fn unreadable(place: u64) -> Fault {
+    let at = place * BLOCK_BYTES as u64;
+    let range = at..at + BLOCK_BYTES as u64;
+    Fault { on: On::Read, range, per_mille: 1000, errno: 5, times: u64::MAX }
+}
+
+#[test]
+fn of_any_one_block_that_cannot_be_read_there_is_another() {
+    let (machine, model) = with_something();
+    let bytes = std::fs::read(&machine.machine.path).unwrap();
+    let is_used = |block: &[u8]| block.iter().any(|b| *b != 0);
+    let used = bytes.chunks(BLOCK_BYTES).zip(0..).filter(|(block, _)| is_used(block));
+    for (_, place) in used {
+        machine.machine.world.set_faults(vec![unreadable(place)]);
+        let mut process = machine.open().unwrap_or_else(|e| panic!("block {place}: {e}"));
+        for (number, (_, leaves)) in &model {
+            let tree = lock(&process.core).volumes.entries()[number].tree;
+            for (leaf, word) in leaves {
+                let Found::Leaf(id) = process.load(tree, *leaf).unwrap() else { panic!() };
+                assert_eq!(lock(&process.core).pages.words(&id, 0), Some([*word]));
+            }
+        }
+    }
+    // Of a medium that cannot be read at all nothing is known.
+    let all = Fault { range: 0..BYTES, ..unreadable(0) };
+    machine.machine.world.set_faults(vec![all]);
+    assert_eq!(machine.open().map(drop).unwrap_err().raw_os_error(), Some(5));
+}
+
+/// A checkpoint is in its first home only, which cannot be read when the store is opened. So the one before
+/// counts, and goes on. Then it can be read again, and its places may be others'.
+#[test]
+fn a_superblock_that_could_not_be_read_never_counts_again() {
+    let (machine, model) = with_something();
+    let mut process = machine.open().unwrap();
+    let (layout, before) = {
+        let core = lock(&process.core);
+        (core.layout, core.checkpoint)
+    };
+    let second = layout.superblock(1, before + 1) * BLOCK_BYTES as u64;
+    let range = second..second + BLOCK_BYTES as u64;
+    let fault = Fault { on: On::Write, range, per_mille: 1000, errno: 5, times: u64::MAX };
+    machine.machine.world.set_faults(vec![fault]);
+    process.model = model;
+    process.create();
+    process.freeze(2);
+    process.write_checkpoint().unwrap_err();
+    drop(process);
+    machine.machine.world.kill_process().unwrap();
+    machine.machine.world.set_faults(vec![unreadable(layout.superblock(0, before + 1))]);
+    let checkpoint = |process: &Process| lock(&process.core).checkpoint;
+    assert_eq!(checkpoint(&machine.open().unwrap()), before);
+    machine.machine.world.cut_power().unwrap();
+    machine.machine.world.set_faults(Vec::new());
+    assert_eq!(checkpoint(&machine.open().unwrap()), before);
+}
+
 #[test]
 fn what_is_no_store_or_longer_than_its_medium_is_refused_in_words() {
     let dir = TempDir::new_in("/dev/shm").unwrap();

@@ -16,7 +16,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 pub use bits::Bits;
-pub use page::{Found, Homes, Kind, SpacePage, choose};
+pub use page::{Found, Homes, Kind, SpacePage, UNREADABLE, choose};
 pub use sweep::Places;
 
 use super::layout::Layout;

@@ -9,6 +9,9 @@ use super::bits::Bits;
 const MAGIC: &[u8; 8] = b"FERSTSPC";
 const CHECKSUM_AT: usize = BLOCK_BYTES - 4;
 
+/// A home that storage cannot read says no more than one that is damaged.
+pub const UNREADABLE: Damaged = Damaged("a space page cannot be read");
+
 /// What a pair of segments is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {

@@ -134,3 +134,35 @@ fn a_bit_that_flips_anywhere_is_an_error_or_unused_and_never_other_data() {
     assert!(flips > 300 && seen.refused > 0, "{flips} flips, {} refused", seen.refused);
     assert!(seen.errors > 50 && seen.read > 100 * seen.errors, "{} {}", seen.errors, seen.read);
 }
+
+/// Bits of a segment are wanted while the store is in use, and storage cannot read them.
+#[test]
+fn of_a_segment_whose_bits_cannot_be_read_nothing_is_given_and_others_are_written() {
+    let (machine, mut process) = with_a_volume();
+    let layout = process.live.core().layout;
+    // Pairs that are full, so that nothing of them is in memory.
+    for first in (16..416).step_by(100) {
+        super::passes::write_new(&mut process, "v0", first, 100, 1000 + first).unwrap();
+    }
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.checkpoint(port).await }).unwrap().unwrap();
+    let pages = layout.space_page(0, 0)..layout.space_page(layout.segments - 1, 1) + 1;
+    let range = pages.start * BLOCK_BYTES as u64..pages.end * BLOCK_BYTES as u64;
+    let fault = Fault { on: On::Read, range, per_mille: 1000, errno: 5, times: u64::MAX };
+    machine.world.set_faults(vec![fault]);
+    let mut unread = 0;
+    for segment in 0..layout.segments {
+        let Process { live, port, reactor } = &mut process;
+        if !live.core().space.is_loaded(segment) {
+            reactor.block_on(async { live.load_bits(port, segment).await }).unwrap().unwrap();
+            let first = layout.first_place(segment);
+            let mut places = first..first + layout.segment_blocks;
+            let space = &live.core().space;
+            assert!(places.all(|place| space.is_taken(place) == Some(true)), "{segment}");
+            unread += 1;
+        }
+    }
+    assert!(unread > 0);
+    process.write(&[write("v0", 0..64, 7)], false).unwrap().remove(0).unwrap();
+    assert_eq!(process.read("v0", 0..64).unwrap(), [7; 64]);
+}
