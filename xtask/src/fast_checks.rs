@@ -196,6 +196,13 @@ pub(crate) fn parking() -> Result<()> {
     steps::run(&mut test)
 }
 
+/// The process of a store with ten guests, killed twenty times as often as with each commit.
+pub(crate) fn killed_store() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "store_killed"]);
+    steps::run(test.env("FERRITE_TEST_SCALE", "20"))
+}
+
 /// The names of the test programs that cargo makes of a folder of tests.
 fn test_files(folder: &str) -> Result<Vec<String>> {
     let folder = steps::repository().join(folder);

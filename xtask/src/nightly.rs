@@ -1,6 +1,7 @@
 //! The checks that take hours: every test on real Xen of two releases, mutants, every test under
-//! AddressSanitizer, images of two releases in a store, a disk that is parked a thousand times, the
-//! program for any libc, power cuts with new seeds, fuzz targets.
+//! AddressSanitizer, images of two releases in a store, a disk that is parked a thousand times, a
+//! store's process that is killed hundreds of times, the program for any libc, power cuts with new
+//! seeds, fuzz targets.
 
 use std::process::ExitCode;
 
@@ -33,6 +34,8 @@ enum Part {
     Sanitizer,
     /// A disk that is parked a thousand times in each format, and how long its guest waits.
     Parking,
+    /// The process of a store with ten guests, killed hundreds of times.
+    Store,
     /// The packages whose program is linked statically.
     Static,
     /// The simulator's stories.
@@ -66,6 +69,10 @@ pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
     if wanted(Part::Parking) {
         let parked = step("a disk that is parked a thousand times", fast_checks::parking);
         good &= parked.inspect_err(|error| say(steps::chain(error))).is_ok();
+    }
+    if wanted(Part::Store) {
+        let killed = step("a store whose process is killed", fast_checks::killed_store);
+        good &= killed.inspect_err(|error| say(steps::chain(error))).is_ok();
     }
     if wanted(Part::Static) {
         let packages = step("the packages for any libc", dist::check_static);
