@@ -1,11 +1,12 @@
 //! Where parents of images may be: what the command line and the host say.
 
 use std::env;
+use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use ferrite_disk::{CONFIGURED_PARENTS, Parents};
+use ferrite_disk::{CONFIGURED_PARENTS, ImageName, Parents};
 use ferrite_io::names;
 
 use crate::exit::{Code, Failure};
@@ -46,7 +47,27 @@ impl ParentsArgs {
     /// # Errors
     /// The list cannot be read, or makes no sense.
     pub fn allowed(&self) -> Result<Parents, Failure> {
-        let named = [&self.named[..], &configured(&ParentsArgs::list())?].concat();
+        self.allowed_with(&ParentsArgs::list())
+    }
+
+    /// The same for this image. A volume of a store has no parents, so the list is not read: the worker of a store
+    /// may not.
+    ///
+    /// # Errors
+    /// As of [`allowed`](Self::allowed).
+    pub fn allowed_for(&self, image: &OsStr) -> Result<Parents, Failure> {
+        self.allowed_for_with(image, &ParentsArgs::list())
+    }
+
+    fn allowed_for_with(&self, image: &OsStr, list: &Path) -> Result<Parents, Failure> {
+        match ImageName::parse(image).is_ok_and(|name| name.volume().is_some()) {
+            true => Ok(Parents::default()),
+            false => self.allowed_with(list),
+        }
+    }
+
+    fn allowed_with(&self, list: &Path) -> Result<Parents, Failure> {
+        let named = [&self.named[..], &configured(list)?].concat();
         match named.iter().any(|dir| dir == Path::new(ANY)) {
             true => Ok(Parents::Any),
             false => Ok(Parents::Within(named)),
@@ -92,5 +113,15 @@ mod tests {
         let error = configured(file.path()).unwrap_err();
         assert!(error.why.contains("line 2"), "{error}");
         assert!(configured(Path::new("/nonexistent/file")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn the_list_is_not_read_for_a_volume_of_a_store() {
+        let none = ParentsArgs::of(&[]);
+        // A folder cannot be read.
+        let list = tempfile::tempdir().unwrap();
+        let of = |image| none.allowed_for_with(OsStr::new(image), list.path());
+        assert_eq!(of("store:/lab/pool.store#web").unwrap(), Parents::default());
+        assert!(of("vhd:/lab/a.vhd").is_err());
     }
 }

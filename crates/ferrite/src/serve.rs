@@ -268,7 +268,7 @@ pub(crate) fn open_within(
         taken_over,
         qemu_first: args.qemu_first,
         state_dir: Some(run.join(IMAGES)),
-        parents: args.parents.allowed()?,
+        parents: args.parents.allowed_for(&args.image)?,
         ..OpenOptions::default()
     };
     let options = args.store.give(options);
