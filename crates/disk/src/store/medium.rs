@@ -179,7 +179,7 @@ impl Medium {
 }
 
 /// Whether an error may be that of one place of a medium: others may be read all the same.
-fn is_of_a_block(e: &io::Error) -> bool {
+pub fn is_of_a_block(e: &io::Error) -> bool {
     let known = [Errno::IO, Errno::NODATA, Errno::ILSEQ, Errno::REMOTEIO];
     e.raw_os_error().is_some_and(|errno| known.contains(&Errno::from_raw_os_error(errno)))
 }

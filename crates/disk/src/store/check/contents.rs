@@ -219,7 +219,7 @@ impl Check<'_> {
             let Some(page) = &hashes.way[at].2 else { return Ok(None) };
             if level == 0 {
                 let hash = page.as_chunks().0[number as usize % HASHES];
-                return Ok(Some(ContentHash(hash)));
+                return Ok((hash != [0; 32]).then_some(ContentHash(hash)));
             }
             let next = (leaf >> (8 * u32::from(level - 1))) as usize % (BLOCK_BYTES / 16);
             pointer = Pointer::decode(&page.as_chunks().0[next], &self.layout).unwrap_or(None);

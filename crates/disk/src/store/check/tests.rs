@@ -188,6 +188,24 @@ fn content_that_does_not_fit_is_named_by_all_who_have_it() {
 }
 
 #[test]
+fn hashes_that_are_lost_are_named_until_something_is_written_among_them() {
+    let store = Store::new(true);
+    let superblock = store.superblock();
+    let root = store.read(superblock.roots.hashes.unwrap().place);
+    let leaf = Pointer::decode(root.as_chunks().0.first().unwrap(), &superblock.layout);
+    store.flip(leaf.unwrap().unwrap().place);
+    assert_eq!(only(&store.check(DEEP), "page").class, crate::Class::Harmless);
+    let (port, mut reactor) = open(&store);
+    let written = async {
+        let live = Live::open(&port, BYTES, MEMORY).await.unwrap();
+        write(&live, &port, 0, 700..705, 90).await;
+        live.close(&port).await.unwrap();
+    };
+    reactor.block_on(written).unwrap();
+    assert_eq!(store.check(DEEP).findings, Findings::default());
+}
+
+#[test]
 fn a_page_that_is_damaged_once_is_mended_and_twice_is_the_damage_of_its_blocks() {
     let store = Store::new(true);
     let superblock = store.superblock();

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::{BLOCK_BYTES, Core, Live, checkpoint, damaged, lock};
 use crate::Port;
 use crate::store::journal::{NewContent, VolumeId};
+use crate::store::medium::is_of_a_block;
 use crate::store::page::{HASHES, P2M_ENTRIES, POINTER_BYTES, Pointer, V2P_ENTRIES, Whereabouts};
 use crate::store::pages::{Kind, PageId, Pages, Pins, Promise};
 use crate::store::side_by_side::all;
@@ -192,6 +193,11 @@ impl Change {
     }
 }
 
+/// Whether an error says that a page is not what it was.
+fn is_lost(e: &io::Error) -> bool {
+    e.kind() == io::ErrorKind::InvalidData || is_of_a_block(e)
+}
+
 /// Numbers that were never given have no content: so who reads an entry of a leaf in memory need not ask.
 fn check_numbers(id: &PageId, page: &[u8], end: u64) -> Result<(), Damaged> {
     let is_leaf_of_p2m = id.kind == Kind::P2m && id.level == 0;
@@ -307,12 +313,23 @@ impl Live {
                 self.load(port, leaf, id, pointer).await?;
                 continue;
             }
-            let page = checkpoint::load(&self.layout, &self.medium, port, &id, &pointer).await;
+            let page = self.page(port, &id, &pointer).await;
             // Its place may have become another's meanwhile.
             if leaf.find(&self.core())? == Found::Load(id, pointer) {
                 return Ok(Some(words(&page?)));
             }
         }
+    }
+
+    /// A page of the medium. One of hashes that is lost is as one of contents that have none: that costs
+    /// space only (section 2).
+    async fn page(&self, port: &Port, id: &PageId, pointer: &Pointer) -> io::Result<Vec<u8>> {
+        let page = checkpoint::load(&self.layout, &self.medium, port, id, pointer).await;
+        let is_of_hashes = id.kind == Kind::Hashes && id.level == 0;
+        page.or_else(|e| match is_of_hashes && is_lost(&e) {
+            true => Ok(vec![0; BLOCK_BYTES]),
+            false => Err(e),
+        })
     }
 
     /// Words of a leaf, without a lock if readers find it.
@@ -358,7 +375,7 @@ impl Live {
         if id.level == 0 {
             self.lookups.miss(id.kind);
         }
-        let page = checkpoint::load(&self.layout, &self.medium, port, &id, &pointer).await;
+        let page = self.page(port, &id, &pointer).await;
         let is_in = {
             let mut core = self.core();
             // It may have been loaded, changed, written and forgotten meanwhile.

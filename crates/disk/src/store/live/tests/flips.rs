@@ -1,7 +1,10 @@
 //! A bit that flips anywhere on the medium is an error, or the second copy is read, or nothing has it: what a volume reads is
 //! never other data (store.md 2 and 4).
 
+use super::super::leaves::Leaf;
 use super::*;
+use crate::store::page::HASHES;
+use crate::store::tree::Found;
 
 /// Of each volume: 24 blocks at the beginning of a leaf and as many behind it.
 const SECTORS: [Range<u64>; 2] = [0..192, 4096..4288];
@@ -45,6 +48,9 @@ fn with_everything() -> (Machine, Contents, Contents) {
     };
     let checkpoint = now(&mut process);
     put(&mut process, "v0", 4096, 40);
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.flush(port).await }).unwrap().unwrap();
+    // These vouch for the block before: it has to be there.
     put(&mut process, "v1", 4096, 41);
     put(&mut process, "v1", 0, 10);
     let journal = now(&mut process);
@@ -165,4 +171,64 @@ fn of_a_segment_whose_bits_cannot_be_read_nothing_is_given_and_others_are_writte
     assert!(unread > 0);
     process.write(&[write("v0", 0..64, 7)], false).unwrap().remove(0).unwrap();
     assert_eq!(process.read("v0", 0..64).unwrap(), [7; 64]);
+}
+
+/// Places of all leaves of the hashes.
+fn hashes(process: &mut Process) -> Vec<u64> {
+    let Process { live, port, reactor } = process;
+    let mut places = Vec::new();
+    for leaf in 0..live.layout.places().div_ceil(HASHES as u64) {
+        loop {
+            let found = Leaf::Hashes(leaf).find(&live.core()).unwrap();
+            match found {
+                Found::Load(id, pointer) if id.level == 0 => places.push(pointer.place),
+                Found::Load(id, pointer) => {
+                    let load = async { live.load(port, Leaf::Hashes(leaf), id, pointer).await };
+                    reactor.block_on(load).unwrap().unwrap();
+                    continue;
+                }
+                Found::Nothing => {}
+                Found::Leaf(_) => panic!("nothing was looked up"),
+            }
+            break;
+        }
+    }
+    places
+}
+
+/// New content gets numbers in these pages, and is found afterwards; what they had costs space only.
+#[test]
+fn hashes_that_are_lost_fail_no_write() {
+    let (machine, before, _) = with_everything();
+    // What the journal has is carried out by the first opening.
+    drop(Process::of(&machine).unwrap());
+    let places = hashes(&mut Process::of(&machine).unwrap());
+    assert!(!places.is_empty());
+    for is_unreadable in [false, true] {
+        let other = Machine::new(3);
+        std::fs::copy(&machine.path, &other.path).unwrap();
+        let range = |place: &u64| place * BLOCK_BYTES as u64..(place + 1) * BLOCK_BYTES as u64;
+        let fault =
+            |range| Fault { on: On::Read, range, per_mille: 1000, errno: 5, times: u64::MAX };
+        match is_unreadable {
+            true => other.world.set_faults(places.iter().map(range).map(fault).collect()),
+            false => {
+                let file = std::fs::File::options().write(true).open(&other.path).unwrap();
+                for place in &places {
+                    file.write_all_at(&[0xa5; 64], range(place).start).unwrap();
+                }
+                other.world.changed_outside(&file).unwrap();
+            }
+        }
+        let mut process = Process::of(&other).unwrap();
+        let (_, snapshot) = &before[0];
+        for first in [8000, 8064] {
+            process.write(&[write("v1", first..first + 64, 70)], false).unwrap().remove(0).unwrap();
+        }
+        assert_eq!(process.read("v1", 8064..8128).unwrap(), [70; 64]);
+        assert_eq!(read_all(&mut process, "s").unwrap(), *snapshot);
+        process.gc().unwrap();
+        assert_eq!(process.read("v1", 8000..8064).unwrap(), [70; 64]);
+        assert_eq!(read_all(&mut process, "s").unwrap(), *snapshot);
+    }
 }
