@@ -159,11 +159,17 @@ fn options(args: &ServeArgs) -> DiskOptions {
         map_budget: args.map_budget,
         on_full: args.on_full,
         memory: args.memory.memory,
+        metadata_memory_mib: mib(args.store.metadata_memory),
+        index_memory_mib: mib(args.store.index_memory),
         poll: args.tuning.poll_us,
         poll_cpu: args.tuning.poll_cpu,
         cpu: args.cpu,
         merge: !args.tuning.no_merge,
     }
+}
+
+fn mib(bytes: usize) -> u32 {
+    u32::try_from(bytes >> 20).unwrap_or(u32::MAX)
 }
 
 /// What `ferrite serve` would be told of the disk.
@@ -190,7 +196,10 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
             memory: options.memory,
             memory_host: disk.config().host.memory_mib.map(|mib| u64::from(mib) << 20),
         },
-        store: StoreMemoryArgs::default(),
+        store: StoreMemoryArgs {
+            metadata_memory: (options.metadata_memory_mib as usize) << 20,
+            index_memory: (options.index_memory_mib as usize) << 20,
+        },
         parents: ParentsArgs::of(folders),
         tuning: TuningArgs {
             poll_us: options.poll,
@@ -215,6 +224,7 @@ mod tests {
     fn what_a_worker_was_told_is_what_its_settings_are() {
         let told = "worker --xen=3/51712 --queues=2 --ring-order=1 --indirect=32 --engine=aio \
                     --poll-storage --mover=map --own-grants=false --map-budget=7 --on-full=wait --memory=3145728 \
+                    --metadata-memory=5242880 --index-memory=6291456 \
                     --poll-us=9 --poll-cpu=20 --cpu=150 --no-merge --run-dir=/run/ferrite -- raw:/a";
         let told: Vec<String> = told.split_whitespace().map(str::to_owned).collect();
         let expected = DiskOptions {
@@ -228,6 +238,8 @@ mod tests {
             map_budget: 7,
             on_full: OnFull::Wait,
             memory: DataMemory::Bytes(3 << 20),
+            metadata_memory_mib: 5,
+            index_memory_mib: 6,
             poll: "9".parse::<PollWindow>().unwrap(),
             poll_cpu: 20,
             cpu: Some(150),

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use clap::Args;
-use ferrite_disk::{INDEX_BYTES, METADATA_BYTES, OpenOptions, size};
+use ferrite_disk::{OpenOptions, size};
 use ferrite_io::pool::HostMemory;
 use ferrite_io::shares::Shares;
 use ferrite_serve::memory::DataMemory;
@@ -63,12 +63,6 @@ pub struct StoreMemoryArgs {
     /// once more.
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = bytes)]
     pub index_memory: usize,
-}
-
-impl Default for StoreMemoryArgs {
-    fn default() -> StoreMemoryArgs {
-        StoreMemoryArgs { metadata_memory: METADATA_BYTES, index_memory: INDEX_BYTES }
-    }
 }
 
 impl StoreMemoryArgs {

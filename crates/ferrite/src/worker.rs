@@ -158,6 +158,8 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     put("on-full", &args.on_full);
     put("memory", &args.memory.memory);
     args.memory.memory_host.iter().for_each(|bytes| put("memory-host", bytes));
+    put("metadata-memory", &args.store.metadata_memory);
+    put("index-memory", &args.store.index_memory);
     put("mover", &args.mover);
     put("own-grants", &args.own_grants);
     put("map-budget", &args.map_budget);

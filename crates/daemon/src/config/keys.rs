@@ -67,7 +67,7 @@ const HOST: [Key<HostOptions>; 3] = [
     },
 ];
 
-const DISK: [Key<DiskOptions>; 14] = [
+const DISK: [Key<DiskOptions>; 16] = [
     Key {
         name: "queues",
         allowed: "a number from 1 to 64",
@@ -125,6 +125,16 @@ const DISK: [Key<DiskOptions>; 14] = [
         },
     },
     Key {
+        name: "metadata_memory_mib",
+        allowed: "a number of MiB, from 1 to 65536",
+        take: |disk, value| put(&mut disk.metadata_memory_mib, number(value, 1, 1 << 16)),
+    },
+    Key {
+        name: "index_memory_mib",
+        allowed: "a number of MiB, from 1 to 65536",
+        take: |disk, value| put(&mut disk.index_memory_mib, number(value, 1, 1 << 16)),
+    },
+    Key {
         name: "poll_us",
         allowed: "\"auto\", or a number of microseconds",
         take: |disk, value| {
@@ -172,6 +182,8 @@ pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()]
         ("map_budget", disk.map_budget.to_string()),
         ("on_full", disk.on_full.to_string()),
         ("memory_mib", memory),
+        ("metadata_memory_mib", disk.metadata_memory_mib.to_string()),
+        ("index_memory_mib", disk.index_memory_mib.to_string()),
         ("poll_us", poll),
         ("poll_cpu", disk.poll_cpu.to_string()),
         ("cpu", cpu),

@@ -9,6 +9,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use ferrite_disk::{INDEX_BYTES, METADATA_BYTES};
 use ferrite_io::engines::EngineChoice;
 use ferrite_serve::memory::DataMemory;
 use ferrite_serve::path::full::OnFull;
@@ -82,6 +83,10 @@ pub struct DiskOptions {
     pub on_full: OnFull,
     /// Memory for data in flight.
     pub memory: DataMemory,
+    /// Memory for the tables of the disk's store, in MiB.
+    pub metadata_memory_mib: u32,
+    /// Memory in which that store remembers contents, in MiB.
+    pub index_memory_mib: u32,
     /// How long a queue polls before it sleeps.
     pub poll: PollWindow,
     /// Percent of a processor that polling may take.
@@ -122,6 +127,8 @@ impl Default for DiskOptions {
             map_budget: DISK_MAPPINGS,
             on_full: OnFull::Error,
             memory: DataMemory::Auto,
+            metadata_memory_mib: (METADATA_BYTES >> 20) as u32,
+            index_memory_mib: (INDEX_BYTES >> 20) as u32,
             poll: PollWindow::Auto,
             poll_cpu: 100,
             cpu: None,

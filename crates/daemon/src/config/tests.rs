@@ -36,6 +36,8 @@ own_grants = false
 map_budget = 100
 on_full = "wait"
 memory_mib = 16
+metadata_memory_mib = 64
+index_memory_mib = 2048
 poll_us = 50
 poll_cpu = 20
 cpu = 150
@@ -60,6 +62,8 @@ fn each_key_goes_to_its_place() {
         map_budget: 100,
         on_full: OnFull::Wait,
         memory: DataMemory::Bytes(16 << 20),
+        metadata_memory_mib: 64,
+        index_memory_mib: 2048,
         poll: PollWindow::Fixed(50),
         poll_cpu: 20,
         cpu: Some(150),
@@ -132,6 +136,7 @@ fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
         ("[disks]\nmover = \"steal\"", "disks.mover", "\"copy\", \"map\" or \"persistent\""),
         ("[disks]\nmap_budget = -1", "disks.map_budget", "a number of pages"),
         ("[disks]\nmemory_mib = 0", "disks.memory_mib", "from 1 to 2048"),
+        ("[disks]\nindex_memory_mib = 0", "disks.index_memory_mib", "from 1 to 65536"),
         ("[disks]\nmemory_mib = 4096", "disks.memory_mib", "from 1 to 2048"),
         ("[disks]\nmemory_mib = \"more\"", "disks.memory_mib", "\"auto\", or a number"),
         ("[host]\nmemory_mib = \"auto\"", "host.memory_mib", "a number of MiB"),
