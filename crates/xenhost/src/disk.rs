@@ -371,7 +371,7 @@ impl Disk {
     pub fn worker(&self) -> String {
         format!(
             "for pid in $(cat /proc/$(xenstore-read {}/kthread-pid)/task/*/children); do \
-             [ \"$(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p)\" = worker ] && echo $pid; done; true",
+             case $(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p) in worker|store-worker) echo $pid;; esac; done; true",
             self.backend_dir()
         )
     }

@@ -1,6 +1,8 @@
 //! Volumes of a store as disks of several guests, which one process serves.
 
 use super::guests::wait_for_requests;
+use super::toolstack::xl_knows_us;
+use super::xl::wait_for_none;
 use super::{Bench, Case, expect_eq, ferrite, wait_for_node};
 use anyhow::{Context, Result, bail, ensure};
 use ferrite_xenhost::disk::{Disk, DiskOptions};
@@ -8,8 +10,11 @@ use ferrite_xenhost::guest::{Guest, GuestOptions, Job};
 use serde_json::Value;
 
 /// By night, as two guests that verify take minutes where other tests take one.
-pub(super) const CASES: &[Case] =
-    &[ferrite("store/two-guests-on-clones-of-a-snapshot-killed-under-verify", clones).by_night()];
+pub(super) const CASES: &[Case] = &[
+    ferrite("store/two-guests-on-clones-of-a-snapshot-killed-under-verify", clones).by_night(),
+    ferrite("store/the-daemons-worker-killed-under-two-guests-and-one-detached", by_daemon)
+        .by_night(),
+];
 
 const STORE: &str = "/lab/pool.store";
 /// What the guests' disks were cloned from has random data there, and nothing behind it.
@@ -21,7 +26,8 @@ const KILLS: u32 = 3;
 /// Requests of a guest between one death and the next.
 const BETWEEN: u32 = 16;
 
-fn clones(bench: &mut Bench<'_>) -> Result<()> {
+/// A store with the volumes `a` and `b`, clones of the snapshot `monday`. Gives the image of what they all have.
+fn make_store(bench: &mut Bench<'_>) -> Result<String> {
     let source = bench.image(DISK_MIB as u32)?;
     bench.xenhost.sh_for(
         &format!(
@@ -32,6 +38,11 @@ fn clones(bench: &mut Bench<'_>) -> Result<()> {
         ),
         300,
     )?;
+    Ok(source)
+}
+
+fn clones(bench: &mut Bench<'_>) -> Result<()> {
+    let source = make_store(bench)?;
     let mut pair = start_pair(bench, &GuestOptions::default(), STORE, ["a", "b"])?;
     let kept = bench.xenhost.sh(&format!("head -c {KEPT_MIB}M {source} | sha256sum"))?;
     let mut jobs = Vec::new();
@@ -46,18 +57,68 @@ fn clones(bench: &mut Bench<'_>) -> Result<()> {
         }
     }
     for (guest, job) in pair.guests.iter_mut().zip(&jobs) {
-        guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
-        guest.finish_ok(bench.xenhost, job).context("fio that verifies")?;
-        let read =
-            format!("dd if=/dev/xvda bs=1M count={KEPT_MIB} iflag=direct 2>/dev/null | sha256sum");
-        let sum = guest.sh(bench.xenhost, &read, 120)?;
-        expect_eq("what the guest left alone", &sum, &kept)?;
+        stop_verifying(bench, guest, job, &kept)?;
     }
     pair.end(bench)?;
+    check_store(bench, &source)
+}
+
+/// xl attaches the disks, and the daemon's one process serves both. It is killed, the store is worked on in
+/// use, and one disk goes and comes again under the other.
+fn by_daemon(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    let source = make_store(bench)?;
+    let kept = bench.xenhost.sh(&format!("head -c {KEPT_MIB}M {source} | sha256sum"))?;
+    let words = |name| format!("format=raw,script=block-ferrite,target=store:{STORE}#{name}");
+    let options = GuestOptions::default();
+    let (mut one, disk) = bench.guest_of_words(&options, STORE, &words("a"), |_, _| Ok(()))?;
+    let (mut two, beside) = bench.guest_of_words(&options, STORE, &words("b"), |_, _| Ok(()))?;
+    let of_one = begin_verifying(bench, &mut one)?;
+    let of_two = begin_verifying(bench, &mut two)?;
+    for killed in [&disk, &beside] {
+        killed.kill_worker(bench.xenhost)?;
+        for guest in [&mut one, &mut two] {
+            wait_for_requests(bench, guest, BETWEEN)?;
+        }
+    }
+    let worker = bench.xenhost.sh(&disk.worker())?;
+    expect_eq("who serves the second disk", &bench.xenhost.sh(&beside.worker())?, &worker)?;
+    bench.xenhost.sh_for(
+        &format!("ferrite store snapshot {STORE}#a tuesday && ferrite store gc {STORE}"),
+        300,
+    )?;
+    wait_for_requests(bench, &mut one, BETWEEN)?;
+    stop_verifying(bench, &mut two, &of_two, &kept)?;
+    let whole =
+        format!("dd if=/dev/xvda bs=1M count={DISK_MIB} iflag=direct 2>/dev/null | sha256sum");
+    let before = two.sh(bench.xenhost, &whole, 300)?;
+    let name = two.name().to_owned();
+    bench.xenhost.sh(&format!("xl block-detach {name} xvda"))?;
+    bench.xenhost.wait_until("one disk", "[ $(ls /run/ferrite/disks | wc -l) = 1 ]", 60)?;
+    wait_for_requests(bench, &mut one, BETWEEN)?;
+    let again = format!("vdev=xvda,backendtype=tap,{}", words("b"));
+    bench.xenhost.sh(&format!("xl block-attach {name} '{again}'"))?;
+    wait_for_node(bench.xenhost, &mut two, &beside)?;
+    expect_eq("the disk that came again", &two.sh(bench.xenhost, &whole, 300)?, &before)?;
+    expect_eq("who serves the first disk", &bench.xenhost.sh(&disk.worker())?, &worker)?;
+    stop_verifying(bench, &mut one, &of_one, &kept)?;
+    for guest in [&mut one, &mut two] {
+        guest.check_blkfront(bench.xenhost)?;
+        guest.destroy(bench.xenhost)?;
+    }
+    wait_for_none(bench, "the end of both disks")?;
+    check_store(bench, &source)
+}
+
+/// Nothing of the store is damaged, the snapshot is as it was, and what nobody has written is there once.
+fn check_store(bench: &mut Bench<'_>, source: &str) -> Result<()> {
     bench.xenhost.sh_for(&format!("ferrite store check --deep {STORE}"), 300)?;
     bench.xenhost.sh_for(&format!("ferrite image compare store:{STORE}#monday {source}"), 300)?;
     let shared = shared_bytes(bench, STORE)?;
-    // Of the four volumes that have it: what neither guest has written is there once.
+    // Of the four volumes that have it at least: what neither guest has written is there once.
     let least = (3 * KEPT_MIB) << 20;
     ensure!(shared >= least, "the volumes share {shared} bytes, not {least}");
     Ok(())
@@ -118,6 +179,16 @@ fn begin_verifying(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<Job> {
     let job = guest.begin(bench.xenhost, &until_told, 1500)?;
     wait_for_requests(bench, guest, BETWEEN)?;
     Ok(job)
+}
+
+/// It has verified all that it wrote, and what it left alone is as it was.
+fn stop_verifying(bench: &mut Bench<'_>, guest: &mut Guest, job: &Job, kept: &str) -> Result<()> {
+    guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
+    guest.finish_ok(bench.xenhost, job).context("fio that verifies")?;
+    let read =
+        format!("dd if=/dev/xvda bs=1M count={KEPT_MIB} iflag=direct 2>/dev/null | sha256sum");
+    let sum = guest.sh(bench.xenhost, &read, 120)?;
+    expect_eq("what the guest left alone", &sum.as_str(), &kept)
 }
 
 /// What the volumes have together, less what that is when equal blocks count once.
