@@ -390,7 +390,7 @@ const ENDED: &str = "while pgrep -x ferrite >/dev/null; do sleep 0.2; done";
 /// Prints what disks must not leave behind (threats.md T22): files in memory, and errors in
 /// xenstore. The folders and the files of the budgets are the host's.
 const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/images \
-     ! -path /run/ferrite/stats ! -path /run/ferrite/keepers ! -path /run/ferrite/empty \
+     ! -path /run/ferrite/stats ! -path /run/ferrite/keepers ! -path /run/ferrite/empty ! -path /run/ferrite/stores \
      ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget \
      ! -path /run/ferrite/memory-budget \
      ! -path '/run/ferrite/processors*' 2>/dev/null; \
