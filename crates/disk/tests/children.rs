@@ -5,6 +5,7 @@ mod family;
 
 use std::fs::{self, Permissions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
@@ -502,6 +503,17 @@ fn what_was_put_on_an_image_before_a_takeover_is_seen() {
         let error = Disk::open_image(&family.parent, &taken_over).unwrap_err();
         assert!(error.to_string().contains("stands on it"), "{error}");
     }
+}
+
+#[test]
+fn a_file_that_has_no_name_any_more_is_written_to() {
+    let dir = dir_on_disk();
+    let image = name("raw", &at(&dir, "image"));
+    create(&image);
+    let file = fs::File::options().read(true).write(true).open(&image.path).unwrap();
+    fs::remove_file(&image.path).unwrap();
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    drop(Disk::open_image(&name("raw", path.as_str().as_ref()), &options()).unwrap());
 }
 
 /// A guest has the first sector of a fixed disk.

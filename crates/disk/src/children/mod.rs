@@ -565,7 +565,12 @@ pub(crate) fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {
     }
     let path = medium.path();
     let what = format!("cannot open image {} for writing", path.display());
-    let found = look(path, None, ask).map_err(|e| {
+    let look = || match names::metadata(path)?.nlink() {
+        // What stands on it has named it, and it has no name any more.
+        0 => Ok(Children::default()),
+        _ => look(path, None, ask),
+    };
+    let found = look().map_err(|e| {
         let help = "check the medium below it and the kernel's log (dmesg)";
         DiskError::new(ErrorKind::Io, &what, e.to_string(), help).with_source(e)
     })?;
