@@ -1,8 +1,36 @@
 //! Copies to and from memory that others may change meanwhile: the kernel, a hypervisor, another
 //! process. Volatile, so that the compiler assumes nothing about the bytes and reads or writes
-//! each exactly once (XSA-155); by words where the address allows.
+//! each exactly once (XSA-155); by words where the address allows. Where the processor copies words by
+//! one instruction long copies are that: in less than half of the time.
 
 const WORD: usize = size_of::<u64>();
+/// Words from which on that instruction takes less time than a loop.
+#[cfg(target_arch = "x86_64")]
+const MANY: usize = 64;
+
+/// Copies words by one instruction, each once. `false`: they are few, or the processor has none.
+///
+/// # Safety
+/// So many words from `from` on must be readable, and from `to` on writable, and they must not overlap.
+unsafe fn copy_many(from: *const u8, to: *mut u8, words: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if words >= MANY {
+        // SAFETY: as the caller vouches. The direction flag is clear by the ABI. The compiler takes the
+        // instruction for one that may read and write all memory.
+        unsafe {
+            std::arch::asm!(
+                "rep movsq",
+                inout("rcx") words => _,
+                inout("rsi") from => _,
+                inout("rdi") to => _,
+                options(nostack, preserves_flags)
+            );
+        }
+        return true;
+    }
+    let _ = (from, to, words);
+    false
+}
 
 /// Bytes before the first word boundary, and how many whole words follow.
 fn split(at: *const u8, len: usize) -> (usize, usize) {
@@ -21,6 +49,9 @@ pub(crate) unsafe fn copy_out(from: *const u8, to: &mut [u8]) {
     unsafe {
         bytes_out(from, first);
         let from = from.add(head);
+        if copy_many(from, rest.as_mut_ptr(), words) {
+            return bytes_out(from.add(words * WORD), &mut rest[words * WORD..]);
+        }
         let mut chunks = rest.chunks_exact_mut(WORD);
         for (i, chunk) in chunks.by_ref().enumerate() {
             chunk.copy_from_slice(&from.cast::<u64>().add(i).read_volatile().to_ne_bytes());
@@ -40,6 +71,9 @@ pub(crate) unsafe fn copy_in(to: *mut u8, from: &[u8]) {
     unsafe {
         bytes_in(to, first);
         let to = to.add(head);
+        if copy_many(rest.as_ptr(), to, words) {
+            return bytes_in(to.add(words * WORD), &rest[words * WORD..]);
+        }
         let mut chunks = rest.chunks_exact(WORD);
         for (i, chunk) in chunks.by_ref().enumerate() {
             let mut word = [0u8; WORD];

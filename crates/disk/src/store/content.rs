@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crc_fast::CrcAlgorithm;
+
 use super::BLOCK_BYTES;
 
 /// A content's name: BLAKE3-256 with its domain's key. Two contents of one domain have the same if they
@@ -41,12 +43,16 @@ impl DomainKey {
 
 /// The checksum of blocks, pages and structures: CRC32C.
 pub fn checksum(bytes: &[u8]) -> u32 {
-    crc32c::crc32c(bytes)
+    crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
 /// The checksum of more bytes behind those that `before` is the checksum of.
 pub fn checksum_on(before: u32, bytes: &[u8]) -> u32 {
-    crc32c::crc32c_append(before, bytes)
+    // A CRC32C begins with ones, and ends with the complement of its state.
+    let state = u64::from(!before);
+    let mut digest = crc_fast::Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, state);
+    digest.update(bytes);
+    digest.finalize() as u32
 }
 
 /// Whether there is nothing but zeros: content that takes no space.
@@ -84,6 +90,14 @@ mod tests {
         assert!(name.to_hex().starts_with("92b2b75604ed3c761f9d6f62392c8a92"));
         // What is on media must not change with a version of the crate.
         assert_eq!(DomainKey(*key).hash(&block(0)).0[..4], [194, 143, 94, 144]);
+    }
+
+    #[test]
+    fn a_checksum_of_two_parts_is_that_of_the_whole() {
+        let block: Vec<u8> = (0..BLOCK_BYTES).map(|at| (at * 31 % 251) as u8).collect();
+        for cut in [0, 1, 12, 500, 4095, 4096] {
+            assert_eq!(checksum_on(checksum(&block[..cut]), &block[cut..]), checksum(&block));
+        }
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //! what is read was in that leaf, whole, at one time.
 //!
 //! Where a view's slot is is a hint, which may be lost. Then a reader misses, and asks who
-//! [changes](Writer) slots. That is one at a time.
+//! [changes](Writer) slots. That is one at a time. A hint has half of the view's hash, so a reader touches no
+//! slot of another view but once in 2^32.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ const VIEWS: usize = 4;
 /// Hints of a bucket: a cache line of them.
 const HINTS: usize = 8;
 /// Of a slot with its part of the hints.
-pub const SLOT_BYTES: usize = BLOCK_BYTES + (2 + VIEWS + HINTS / 4) * 8;
+pub const SLOT_BYTES: usize = BLOCK_BYTES + 64 + HINTS / 4 * 8;
 /// How often who reads looks again at a leaf that is just being changed.
 const TRIES: usize = 8;
 
@@ -93,6 +94,8 @@ impl Ordered for AtomicU64 {
     }
 }
 
+/// What a reader looks at before the words is in one cache line.
+#[repr(align(64))]
 struct Slot<W> {
     /// Odd: it is being changed.
     version: W,
@@ -122,15 +125,18 @@ impl<W: Ordered> Slot<W> {
         }
     }
 
-    fn look<const N: usize>(&self, view: View, at: usize) -> Look<[u64; N]> {
+    fn look<T>(&self, view: View, take: impl FnOnce(&[W]) -> T) -> Look<T> {
         let version = self.version.load_first();
-        let is_here = self.views.iter().any(|known| known.load() == view.0.get());
-        let words = std::array::from_fn(|i| self.words[at + i].load());
-        W::fence_loads();
-        if version % 2 == 1 || self.version.load() != version {
+        if version % 2 == 1 {
             return Look::Changing;
         }
-        if is_here { Look::Found(words) } else { Look::Other }
+        let is_here = self.views.iter().any(|known| known.load() == view.0.get());
+        let taken = is_here.then(|| take(&*self.words));
+        W::fence_loads();
+        if self.version.load() != version {
+            return Look::Changing;
+        }
+        taken.map_or(Look::Other, Look::Found)
     }
 
     fn change(&self, change: impl FnOnce(&Slot<W>)) {
@@ -148,15 +154,31 @@ struct Bucket<W>([W; HINTS]);
 /// What readers see of slots; see the module text.
 pub struct Slots<W = AtomicU64> {
     slots: Box<[Slot<W>]>,
-    /// Where views are: the number of a slot and 1.
+    /// Where views are: see [`hint`].
     hints: Box<[Bucket<W>]>,
 }
 
+/// Where a view is: the number of its slot and 1, and above that a part of the view's hash.
+fn hint(hash: u64, number: u32) -> u64 {
+    hash << 32 | (u64::from(number) + 1)
+}
+
+/// The number of a hint's slot, if it may be one of a view with this hash.
+fn number_of(hint: u64, hash: u64) -> Option<usize> {
+    let is_its = hint >> 32 == u64::from(hash as u32);
+    (hint as u32).checked_sub(1).filter(|_| is_its).map(|number| number as usize)
+}
+
+impl View {
+    fn hash(self) -> u64 {
+        let mixed = self.0.get().wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        (mixed ^ mixed >> 32).wrapping_mul(0xD6E8_FEB8_6659_FD93)
+    }
+}
+
 impl<W: Ordered> Slots<W> {
-    fn bucket(&self, view: View) -> &[W; HINTS] {
-        let mixed = view.0.get().wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let mixed = (mixed ^ mixed >> 32).wrapping_mul(0xD6E8_FEB8_6659_FD93);
-        let bucket = (u128::from(mixed) * self.hints.len() as u128) >> 64;
+    fn bucket(&self, hash: u64) -> &[W; HINTS] {
+        let bucket = (u128::from(hash) * self.hints.len() as u128) >> 64;
         &self.hints[bucket as usize].0
     }
 
@@ -165,11 +187,29 @@ impl<W: Ordered> Slots<W> {
     /// # Panics
     /// If the page ends before.
     pub fn read<const N: usize>(&self, view: View, at: usize) -> Option<[u64; N]> {
-        for hint in self.bucket(view) {
-            let Some(number) = (hint.load() as usize).checked_sub(1) else { continue };
+        self.find(view, |words| std::array::from_fn(|i| words[at + i].load()))
+    }
+
+    /// The same, as many words as `to` has. `false`: a miss, and what `to` has is of no use.
+    ///
+    /// # Panics
+    /// If the page ends before.
+    #[must_use]
+    pub fn read_run(&self, view: View, at: usize, to: &mut [u64]) -> bool {
+        let found = self.find(view, |words| {
+            let words = &words[at..at + to.len()];
+            to.iter_mut().zip(words).for_each(|(to, word)| *to = word.load());
+        });
+        found.is_some()
+    }
+
+    fn find<T>(&self, view: View, mut take: impl FnMut(&[W]) -> T) -> Option<T> {
+        let hash = view.hash();
+        for hint in self.bucket(hash) {
+            let Some(number) = number_of(hint.load(), hash) else { continue };
             let slot = &self.slots[number];
             for _ in 0..TRIES {
-                match slot.look(view, at) {
+                match slot.look(view, &mut take) {
                     Look::Found(words) => {
                         if slot.used.load() == 0 {
                             slot.used.store(1);
@@ -297,20 +337,21 @@ impl<W: Ordered> Writer<W> {
             let free = slot.views.iter().position(|known| known.load() == 0);
             slot.change(|slot| slot.views[free.unwrap_or(value as usize % VIEWS)].store(value));
         }
-        let hint = u64::from(number.0) + 1;
-        let bucket = self.slots.bucket(view);
+        let hash = view.hash();
+        let hint = hint(hash, number.0);
+        let bucket = self.slots.bucket(hash);
         if !bucket.iter().any(|known| known.load() == hint) {
-            let is_stale = |known: &u64| *known == 0 || !self.has_view_of(bucket, *known);
-            let stale = bucket.iter().position(|known| is_stale(&known.load()));
+            let stale = bucket.iter().position(|known| !self.is_found_by(known.load()));
             bucket[stale.unwrap_or(number.0 as usize % HINTS)].store(hint);
         }
     }
 
-    /// Whether a slot is found by this bucket yet.
-    fn has_view_of(&self, bucket: &[W; HINTS], hint: u64) -> bool {
-        let slot = &self.slots.slots[hint as usize - 1];
-        let views = slot.views.iter().filter_map(|view| NonZeroU64::new(view.load()));
-        views.map(View).any(|view| std::ptr::eq(self.slots.bucket(view), bucket))
+    /// Whether a hint leads to a view that is there.
+    fn is_found_by(&self, hint: u64) -> bool {
+        let Some(number) = (hint as u32).checked_sub(1) else { return false };
+        let views = self.slots.slots[number as usize].views.iter();
+        let views = views.filter_map(|view| NonZeroU64::new(view.load()).map(View));
+        views.map(View::hash).any(|hash| number_of(hint, hash).is_some())
     }
 
     /// None of a volume's leaves is found by its views any more.
@@ -398,7 +439,7 @@ mod tests {
         assert!(bytes <= 1 << 20 && bytes + SLOT_BYTES > 1 << 20);
         assert_eq!(
             SLOT_BYTES,
-            size_of::<Slot<AtomicU64>>() - size_of::<usize>() + BLOCK_BYTES + 16
+            size_of::<Slot<AtomicU64>>() + BLOCK_BYTES + size_of::<[u64; HINTS]>() / 4
         );
         let all: Vec<SlotNumber> = std::iter::from_fn(|| writer.take()).collect();
         assert_eq!(all.len(), writer.count());

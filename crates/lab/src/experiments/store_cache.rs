@@ -24,8 +24,8 @@ const VOLUME_MIB: usize = 128;
 /// Blocks that a page of P2M is about.
 const PAGE_BLOCKS: usize = 256;
 const BLOCKS_A_MIB: usize = 256;
-/// Of 4,160 bytes with what finds it: the least, and what has room for 128 pages of P2M with V2P.
-const MEMORY: [(u32, usize); 2] = [(88, 88 * 4160), (193, 193 * 4160)];
+/// Of 4,176 bytes with what finds it: the least, and what has room for 128 pages of P2M with V2P.
+const MEMORY: [(u32, usize); 2] = [(88, 88 * 4176), (193, 193 * 4176)];
 
 fn run(lab: &Lab) -> Result<Findings> {
     let raw = lab.image(Medium::Disk, VOLUME_MIB)?;

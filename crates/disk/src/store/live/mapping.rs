@@ -3,24 +3,30 @@
 //! Both ask V2P, then P2M. Who asks is in an epoch. So a number that V2P has named is nobody else's before the
 //! question has ended, and the place that P2M has named is nobody else's before the operation has.
 
+use std::ops::Range;
+
 use ferrite_io::arena::{Arena, Span};
 
 use super::leaves::{Leaf, bytes};
+use super::reading::blocks_of;
 use super::{BLOCK_BYTES, Live};
 use crate::Extent;
 use crate::epochs::Reader;
 use crate::store::content::{checksum, is_zeros};
 use crate::store::journal::VolumeId;
-use crate::store::page::{Whereabouts, decode_number};
+use crate::store::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::pages::Kind;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Numbers that stand for others, one after the other, which are followed without a step.
 const MAX_WAY: usize = 4;
 
+/// Blocks in one leaf that are looked up by one look at it.
+const TOGETHER: usize = 16;
+
 /// Where a block's content is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Spot {
+pub(super) enum Spot {
     /// Nowhere: it is zeros.
     Zeros,
     Place {
@@ -48,21 +54,18 @@ impl Live {
         if !(offset | len).is_multiple_of(BLOCK) {
             return Extent::Slow { len };
         }
-        let block = offset / BLOCK;
-        let Some(first) = self.spot(volume, block) else { return Extent::Slow { len } };
-        let follows = |count| match (first, self.spot(volume, block + count)) {
+        let mut spots = self.spots(volume, blocks_of(offset, len as usize));
+        let Some(first) = spots.next().flatten() else { return Extent::Slow { len } };
+        let follows = |(count, spot): &(u64, Option<Spot>)| match (first, spot) {
             (Spot::Zeros, Some(Spot::Zeros)) => true,
             (Spot::Place { place: first, .. }, Some(Spot::Place { place, .. })) => {
-                place == first + count
+                *place == first + count
             }
             _ => false,
         };
-        let more = (1..len / BLOCK).take_while(|count| follows(*count)).count() as u64;
-        let len = (1 + more) * BLOCK;
-        self.lookups.hit(Kind::V2p, 1 + more);
-        if let Spot::Place { .. } = first {
-            self.lookups.hit(Kind::P2m, 1 + more);
-        }
+        let count = 1 + (1..).zip(spots).take_while(follows).count();
+        let len = count as u64 * BLOCK;
+        self.count_hits(count, if first == Spot::Zeros { 0 } else { count });
         match first {
             Spot::Zeros => Extent::Zeros { len },
             Spot::Place { place, .. } => Extent::Data { file: 0, offset: place * BLOCK, len },
@@ -76,40 +79,138 @@ impl Live {
             return false;
         }
         let mut bytes = [0; BLOCK_BYTES];
-        let mut fits = |(block, at)| {
+        let mut fits = |(spot, at)| {
             memory.copy_out(data.slice(at, BLOCK_BYTES), &mut bytes);
-            match self.spot(volume, block) {
+            match spot {
                 Some(Spot::Zeros) => is_zeros(&bytes),
                 Some(Spot::Place { checksum: known, .. }) => checksum(&bytes) == known,
                 None => false,
             }
         };
-        (offset / BLOCK..).zip((0..data.len()).step_by(BLOCK_BYTES)).all(&mut fits)
+        let spots = self.spots(volume, blocks_of(offset, data.len()));
+        spots.zip((0..data.len()).step_by(BLOCK_BYTES)).all(&mut fits)
     }
 
-    /// None: memory does not have it, or it takes steps.
-    fn spot(&self, volume: VolumeId, block: u64) -> Option<Spot> {
-        let (leaf, at) = Leaf::of_block(volume, block);
-        let [word] = self.slots.read(leaf.view(), at)?;
-        let number = decode_number(word.to_le_bytes(), &self.layout).ok()?;
-        if number == 0 {
-            return Some(Spot::Zeros);
+    /// So many entries were found in memory, of blocks and of numbers.
+    pub(super) fn count_hits(&self, blocks: usize, numbers: usize) {
+        self.lookups.hit(Kind::V2p, blocks as u64);
+        if numbers > 0 {
+            self.lookups.hit(Kind::P2m, numbers as u64);
         }
-        self.plain(number)
     }
 
-    fn plain(&self, mut number: u64) -> Option<Spot> {
+    /// Of blocks in a row, from memory. The caller is in an epoch.
+    pub(super) fn spots(&self, volume: VolumeId, blocks: Range<u64>) -> Spots<'_> {
+        Spots { live: self, volume, blocks, found: [None; TOGETHER], next: 0..0 }
+    }
+
+    /// Of blocks in one leaf of V2P: as many as `spots`, which are none before.
+    fn find_spots(&self, volume: VolumeId, block: u64, spots: &mut [Option<Spot>]) {
+        let (leaf, at) = Leaf::of_block(volume, block);
+        let mut numbers = [0; TOGETHER];
+        let numbers = &mut numbers[..spots.len()];
+        if !self.slots.read_run(leaf.view(), at, numbers) {
+            return;
+        }
+        let mut done = 0;
+        while done < numbers.len() {
+            let first = numbers[done];
+            let count = match decode_number(first.to_le_bytes(), &self.layout) {
+                Err(_) => return,
+                Ok(0) => {
+                    spots[done] = Some(Spot::Zeros);
+                    1
+                }
+                Ok(_) => {
+                    let count = in_a_row(&numbers[done..]);
+                    self.find_places(first, &mut spots[done..done + count]);
+                    count
+                }
+            };
+            done += count;
+        }
+    }
+
+    /// Of numbers that are [`in_a_row`].
+    fn find_places(&self, first: u64, spots: &mut [Option<Spot>]) {
+        let (leaf, at) = Leaf::of_number(first);
+        let mut entries = [0; 2 * TOGETHER];
+        let entries = &mut entries[..2 * spots.len()];
+        if self.slots.read_run(leaf.view(), at, entries) {
+            let entries = entries.as_chunks().0.iter();
+            for ((number, entry), spot) in (first..).zip(entries).zip(spots) {
+                *spot = self.plain(number, *entry);
+            }
+        }
+    }
+
+    /// Where the content of a number with this entry is. None: memory does not have it, or it takes steps.
+    fn plain(&self, mut number: u64, mut entry: [u64; 2]) -> Option<Spot> {
         for _ in 0..MAX_WAY {
-            let (leaf, at) = Leaf::of_number(number);
-            let entry = self.slots.read::<2>(leaf.view(), at)?;
             match Whereabouts::decode(&bytes(entry), number, &self.layout).ok()? {
                 Whereabouts::Plain { place, checksum } => {
                     return Some(Spot::Place { place, checksum });
                 }
-                Whereabouts::SameAs { number: lower } => number = lower,
+                Whereabouts::SameAs { number: lower } => {
+                    let (leaf, at) = Leaf::of_number(lower);
+                    (number, entry) = (lower, self.slots.read(leaf.view(), at)?);
+                }
                 Whereabouts::Nowhere | Whereabouts::Packed { .. } => return None,
             }
         }
         None
+    }
+}
+
+/// Where blocks in a row are, one after the other. None: memory does not have it, or it takes steps.
+pub(super) struct Spots<'a> {
+    live: &'a Live,
+    volume: VolumeId,
+    /// Those that have not been looked up.
+    blocks: Range<u64>,
+    /// Of those before them.
+    found: [Option<Spot>; TOGETHER],
+    /// Which of these come next.
+    next: Range<usize>,
+}
+
+impl Iterator for Spots<'_> {
+    type Item = Option<Spot>;
+
+    fn next(&mut self) -> Option<Option<Spot>> {
+        if self.next.is_empty() {
+            let Range { start, end } = self.blocks;
+            let leaf_end = (start + 1).next_multiple_of(V2P_ENTRIES as u64);
+            let count = (end.min(leaf_end) - start).min(TOGETHER as u64);
+            let found = &mut self.found[..count as usize];
+            found.fill(None);
+            self.live.find_spots(self.volume, start, found);
+            self.blocks.start += count;
+            self.next = 0..count as usize;
+        }
+        self.next.next().map(|at| self.found[at])
+    }
+}
+
+/// How many of these are the first one and those behind it, in one leaf of P2M.
+fn in_a_row(numbers: &[u64]) -> usize {
+    let leaf = |number: u64| number / P2M_ENTRIES as u64;
+    let follows = |(expected, number): &(u64, &u64)| {
+        **number == *expected && leaf(**number) == leaf(numbers[0])
+    };
+    (numbers[0]..).zip(numbers).take_while(follows).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_in_a_row_as_far_as_their_leaf_goes() {
+        let end = P2M_ENTRIES as u64;
+        assert_eq!(in_a_row(&[7]), 1);
+        assert_eq!(in_a_row(&[7, 8, 9, 11, 12]), 3);
+        assert_eq!(in_a_row(&[end - 2, end - 1, end, end + 1]), 2);
+        assert_eq!(in_a_row(&[7, 7]), 1);
     }
 }

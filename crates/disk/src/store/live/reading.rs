@@ -6,6 +6,7 @@ use std::ops::Range;
 use ferrite_io::arena::Span;
 
 use super::leaves::Leaf;
+use super::mapping::Spot;
 use super::{BLOCK_BYTES, Live, damaged};
 use crate::Port;
 use crate::store::Damaged;
@@ -22,10 +23,13 @@ const PARTS_AT_ONCE: usize = 4;
 const RUNS_AT_ONCE: usize = 16;
 
 /// Blocks in a row: the first of the places that they are in, one after the other. None: they are zeros.
-fn runs(spots: &[Option<(u64, u32)>]) -> Vec<(Option<u64>, Range<usize>)> {
+fn runs(spots: &[Spot]) -> Vec<(Option<u64>, Range<usize>)> {
     let mut runs: Vec<(Option<u64>, Range<usize>)> = Vec::new();
     for (i, spot) in spots.iter().enumerate() {
-        let place = spot.map(|(place, _)| place);
+        let place = match *spot {
+            Spot::Zeros => None,
+            Spot::Place { place, .. } => Some(place),
+        };
         match runs.last_mut() {
             Some((first, of)) if first.map(|first| first + of.len() as u64) == place => of.end += 1,
             _ => runs.push((place, i..i + 1)),
@@ -91,16 +95,9 @@ impl Live {
         if !(is_whole(offset as usize) && is_whole(to.len()) && is_whole(to.offset())) {
             return false;
         }
-        let mut spots = Vec::with_capacity(to.len() / BLOCK_BYTES);
-        for block in blocks_of(offset, to.len()) {
-            match self.place_of(port, volume, block).await {
-                Ok(None) => spots.push(None),
-                Ok(Some(Whereabouts::Plain { place, checksum })) => {
-                    spots.push(Some((place, checksum)));
-                }
-                _ => return false,
-            }
-        }
+        let Some(spots) = self.find_all(port, volume, blocks_of(offset, to.len())).await else {
+            return false;
+        };
         let slice = |blocks: &Range<usize>| {
             to.slice(blocks.start * BLOCK_BYTES, blocks.len() * BLOCK_BYTES)
         };
@@ -120,12 +117,39 @@ impl Live {
             }
         }
         let mut bytes = [0; BLOCK_BYTES];
-        spots.iter().enumerate().all(|(i, spot)| {
-            spot.is_none_or(|(_, known)| {
+        spots.iter().enumerate().all(|(i, spot)| match *spot {
+            Spot::Zeros => true,
+            Spot::Place { checksum: known, .. } => {
                 port.memory().copy_out(slice(&(i..i + 1)), &mut bytes);
                 checksum(&bytes) == known
-            })
+            }
         })
+    }
+
+    /// Where blocks in a row are. What memory does not have of that is read. None: that has failed, or one of
+    /// them is not in a block of its own.
+    async fn find_all(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        mut blocks: Range<u64>,
+    ) -> Option<Vec<Spot>> {
+        let mut all = Vec::with_capacity((blocks.end - blocks.start) as usize);
+        while !blocks.is_empty() {
+            let before = all.len();
+            all.extend(self.spots(volume, blocks.clone()).map_while(|spot| spot));
+            let found = &all[before..];
+            let zeros = found.iter().filter(|spot| **spot == Spot::Zeros).count();
+            self.count_hits(found.len(), found.len() - zeros);
+            blocks.start += found.len() as u64;
+            let Some(block) = blocks.next() else { break };
+            all.push(match self.place_of(port, volume, block).await.ok()? {
+                None => Spot::Zeros,
+                Some(Whereabouts::Plain { place, checksum }) => Spot::Place { place, checksum },
+                Some(_) => return None,
+            });
+        }
+        Some(all)
     }
 
     /// Blocks of one part. What does not fit is read once more under the blocks' lock before it is an error.
@@ -250,8 +274,9 @@ mod tests {
 
     #[test]
     fn places_in_a_row_are_one_run_and_so_are_zeros() {
-        let at = |place| Some((place, 0));
-        let spots = [None, None, at(7), at(8), at(10), None, at(11), at(9)];
+        let at = |place| Spot::Place { place, checksum: 0 };
+        let no = Spot::Zeros;
+        let spots = [no, no, at(7), at(8), at(10), no, at(11), at(9)];
         let expected = [
             (None, 0..2),
             (Some(7), 2..4),
