@@ -14,6 +14,7 @@ use crate::store::content::DomainKey;
 use crate::store::journal::Name;
 use crate::store::opening;
 use crate::store::pages::Pins;
+use crate::store::slots::SLOT_BYTES;
 use crate::store::superblock::Unusable;
 use crate::store::testing::{self, BYTES, port};
 use crate::store::tree::{Found, Link};
@@ -49,7 +50,7 @@ impl Machine {
     fn open(&self) -> io::Result<Process> {
         let (port, mut reactor) = port(&self.machine.world, &self.machine.path);
         let medium = Medium::default();
-        let open = async { opening::open(&medium, &port, BYTES, 200 * 4160, true).await };
+        let open = async { opening::open(&medium, &port, BYTES, 200 * SLOT_BYTES, true).await };
         let core = Mutex::new(reactor.block_on(open)??);
         let epochs = Epochs::new();
         Ok(Process { core, medium, port, epochs, model: Model::new(), reactor })
@@ -329,7 +330,7 @@ fn of_any_one_damaged_block_there_is_another() {
         // Each look is that of a process that writes nothing, and so mends nothing.
         let (port, mut reactor) = port(&machine.machine.world, &machine.machine.path);
         let medium = Medium::default();
-        let open = async { opening::open(&medium, &port, BYTES, 200 * 4160, false).await };
+        let open = async { opening::open(&medium, &port, BYTES, 200 * SLOT_BYTES, false).await };
         let core = reactor.block_on(open).unwrap();
         let core = Mutex::new(core.unwrap_or_else(|e| panic!("block {place}: {e}")));
         let (epochs, model_now) = (Epochs::new(), Model::new());

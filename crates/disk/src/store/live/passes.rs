@@ -35,6 +35,15 @@ pub(super) enum Phase {
     Closing,
 }
 
+/// What a pass looks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// What no volume has; and while no write waits for room, contents that are there twice.
+    ForDead,
+    /// Both.
+    ForAll,
+}
+
 /// What all know of the pass.
 pub(super) struct Marks {
     phase: Phase,
@@ -91,6 +100,8 @@ pub struct Passed {
     pub joined: u64,
     /// Blocks of the store that came free.
     pub freed: u64,
+    /// It has looked at all contents whether they are there twice.
+    pub is_thorough: bool,
 }
 
 /// What is left of a pass when it ends, in whatever way.
@@ -127,22 +138,33 @@ impl Live {
         self.marks().passes.no_room()
     }
 
-    /// Waits for that pass, or makes it.
+    /// Waits for the next end of a pass, or makes one. `first` is from when the write found no room first, and
+    /// `now` from when it did last.
     ///
     /// # Errors
     /// As [`gc`](Live::gc).
-    pub(super) async fn wait_for_room(&self, port: &Port, write: NoRoom) -> io::Result<()> {
+    pub(super) async fn wait_for_room(
+        &self,
+        port: &Port,
+        first: NoRoom,
+        now: NoRoom,
+    ) -> io::Result<()> {
         let _alone = self.passing.lock(&port.io).await?;
-        while !self.marks().passes.may_fail(write) {
-            match self.pass(port, &Pace::unbounded()).await {
-                // It can find none while an operation hangs.
-                Err(e) if e.kind() == io::ErrorKind::TimedOut => {
-                    return Err(io::ErrorKind::StorageFull.into());
-                }
-                done => done?,
-            };
+        let passes = self.marks().passes;
+        if passes.has_ended_since(now) {
+            return Ok(());
         }
-        Ok(())
+        let look = if passes.has_had_one(first) { Look::ForAll } else { Look::ForDead };
+        match self.pass(port, &Pace::unbounded(), look).await {
+            // It can find none while an operation hangs.
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => Err(io::ErrorKind::StorageFull.into()),
+            done => done.map(drop),
+        }
+    }
+
+    /// Whether it fails: no room came, whatever was looked for.
+    pub(super) fn may_fail(&self, first: NoRoom) -> bool {
+        self.marks().passes.may_fail(first)
     }
 
     /// Whether a pass is to begin by itself: there is little room, and less than there was.
@@ -159,20 +181,22 @@ impl Live {
     /// # Errors
     /// The kernel's; metadata are damaged; there is no room for a checkpoint. Nothing is lost then.
     pub async fn gc(&self, port: &Port) -> io::Result<Passed> {
-        self.gc_at(port, &Pace::unbounded()).await
+        let _alone = self.passing.lock(&port.io).await?;
+        self.pass(port, &Pace::unbounded(), Look::ForAll).await
     }
 
-    /// The same, not faster than `pace` allows while no write waits for room.
+    /// The same behind service, not faster than `pace` allows while no write waits for room. While one does
+    /// nothing is looked for but what no volume has.
     ///
     /// # Errors
     /// As [`gc`](Live::gc). `Interrupted`: `pace` has ended it.
     pub async fn gc_at(&self, port: &Port, pace: &Pace) -> io::Result<Passed> {
         let _alone = self.passing.lock(&port.io).await?;
-        self.pass(port, pace).await
+        self.pass(port, pace, Look::ForDead).await
     }
 
     /// The steps of section 7. The caller is in no epoch.
-    async fn pass(&self, port: &Port, pace: &Pace) -> io::Result<Passed> {
+    async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
         let ends = Ends(self);
         // Step 1.
         self.begin_marking();
@@ -185,7 +209,7 @@ impl Live {
         self.marks().phase = Phase::Closing;
         self.two_epochs(port, pace).await?;
         // Step 5.
-        let (mut passed, free) = self.sweep_numbers(port, pace).await?;
+        let (mut passed, free) = self.sweep_numbers(port, pace, look).await?;
         // Step 6.
         self.marks().phase = Phase::None;
         self.two_epochs(port, pace).await?;
@@ -203,7 +227,7 @@ impl Live {
             core.free_numbers.end((0..).zip(free).map(below).collect());
             core.space.free()
         };
-        self.marks().passes.end(free_places);
+        self.marks().passes.end(free_places, passed.is_thorough);
         self.duties().passed = Some(passed);
         drop(ends);
         Ok(passed)

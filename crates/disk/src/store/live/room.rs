@@ -44,19 +44,25 @@ impl Live {
         }
     }
 
-    /// Does something once more behind a pass, if there is no room for it. It is in no epoch, for which the pass
-    /// would wait (section 7, ENOSPC).
+    /// Does something again behind passes, while there is no room for it and they may make some. It is in no
+    /// epoch, for which a pass would wait (section 7, ENOSPC).
     pub(super) async fn with_room(
         &self,
         port: &Port,
         mut act: impl AsyncFnMut() -> io::Result<()>,
     ) -> io::Result<()> {
-        match act().await {
-            Err(e) if e.kind() == io::ErrorKind::StorageFull => {}
-            done => return done,
+        let mut first = None;
+        loop {
+            match act().await {
+                Err(e) if e.kind() == io::ErrorKind::StorageFull => {}
+                done => return done,
+            }
+            let now = self.no_room();
+            let first = *first.get_or_insert(now);
+            if self.may_fail(first) {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            self.wait_for_room(port, first, now).await?;
         }
-        let no_room = self.no_room();
-        self.wait_for_room(port, no_room).await?;
-        act().await
     }
 }

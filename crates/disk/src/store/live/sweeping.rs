@@ -3,16 +3,20 @@
 use std::io;
 
 use super::leaves::{Leaf, bytes};
-use super::passes::{Passed, numbers_of};
-use super::{Live, damaged};
+use super::passes::{Look, Passed, numbers_of};
+use super::{Core, Live, damaged};
 use crate::Port;
+use crate::store::free_numbers::page_of;
 use crate::store::pace::Pace;
 use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, Whereabouts, decode_number};
+use crate::store::side_by_side::all;
 use crate::store::space::Places;
 use crate::store::tree::{Link, Way};
 
 /// Leaves that are not read, before others have their turn.
 const STEP: u64 = 64;
+/// Pages that are read at once.
+const PAGES_AT_ONCE: u64 = 16;
 /// Words of an entry of P2M.
 const ENTRY_WORDS: usize = 2;
 
@@ -62,25 +66,32 @@ impl Live {
             if let Link::Written(root) = tree.root {
                 left.push((root, tree.depth()));
             }
-            while let Some((pointer, level)) = left.pop() {
-                if !seen.add(&layout, pointer.place) {
-                    continue;
-                }
-                visit(pointer.place);
-                if level < lowest {
-                    continue;
-                }
-                let copy = layout.copy_of(pointer.place);
-                let page = self.medium.read_page(port, &pointer, copy).await?;
-                if level == 0 {
-                    read(&page)?;
-                } else {
-                    for pointer in parts(&page) {
-                        let pointer = Pointer::decode(&pointer, &layout).map_err(damaged)?;
-                        left.extend(pointer.map(|pointer| (pointer, level - 1)));
+            while !left.is_empty() {
+                let mut some = Vec::new();
+                while some.len() < PAGES_AT_ONCE as usize
+                    && let Some((pointer, level)) = left.pop()
+                {
+                    if seen.add(&layout, pointer.place) {
+                        visit(pointer.place);
+                        some.extend((level >= lowest).then_some((pointer, level)));
                     }
                 }
-                self.page_done(port, pace).await?;
+                let page = async |(pointer, _): &(Pointer, u8)| {
+                    self.medium.read_page(port, pointer, layout.copy_of(pointer.place)).await
+                };
+                let pages = all(some.iter().map(page)).await;
+                for (page, (_, level)) in pages.into_iter().zip(&some) {
+                    let page = page?;
+                    if *level == 0 {
+                        read(&page)?;
+                    } else {
+                        for pointer in parts(&page) {
+                            let pointer = Pointer::decode(&pointer, &layout).map_err(damaged)?;
+                            left.extend(pointer.map(|pointer| (pointer, level - 1)));
+                        }
+                    }
+                    self.page_done(port, pace).await?;
+                }
             }
         }
         Ok(())
@@ -91,40 +102,67 @@ impl Live {
         &self,
         port: &Port,
         pace: &Pace,
+        look: Look,
     ) -> io::Result<(Passed, Vec<u8>)> {
         let end = self.core().numbers_end;
         let pages = end.div_ceil(P2M_ENTRIES as u64);
         let (mut passed, mut free) = (Passed::default(), vec![0; pages as usize]);
-        for page in (0..pages).rev() {
-            let entries = self.entries(port, page).await?;
-            let (mut dead, mut count) = (Vec::new(), 0u32);
-            {
-                let mut marks = self.marks();
-                // From above, since the content of a number may be that of a lower one.
-                for number in numbers_of(page, end).rev() {
-                    let entry = entries[(number % P2M_ENTRIES as u64) as usize];
-                    let same_as = match entry {
-                        Whereabouts::SameAs { number } => Some(number),
-                        _ => None,
-                    };
-                    let (is_live, is_nothing) =
-                        (marks.judge(number, same_as), entry == Whereabouts::Nowhere);
-                    count += u32::from(!is_live);
-                    passed.contents += u64::from(is_live && !is_nothing);
-                    dead.extend((!is_live && !is_nothing).then_some(number));
-                }
+        passed.is_thorough = true;
+        let mut below = pages;
+        while below > 0 {
+            let some: Vec<u64> = (below.saturating_sub(PAGES_AT_ONCE)..below).rev().collect();
+            below -= some.len() as u64;
+            let entries = all(some.iter().map(|page| self.entries(port, *page))).await;
+            let mut dead = Vec::new();
+            let mut judged = Vec::new();
+            for (page, entries) in some.into_iter().zip(entries) {
+                let entries = entries?;
+                let before = dead.len();
+                let count = self.judge_page(page, end, &entries, &mut passed, &mut dead);
+                free[page as usize] = u8::try_from(count).unwrap_or(u8::MAX);
+                judged.push((page, entries, dead.len() - before));
             }
-            free[page as usize] = u8::try_from(count).unwrap_or(u8::MAX);
             passed.dead += dead.len() as u64;
-            if !dead.is_empty() {
-                self.forget_contents(port, page, &dead).await?;
+            self.forget_contents(port, &dead).await?;
+            for (page, entries, dead) in judged {
+                // Who waits for room waits for no duplicates, which are few.
+                let is_skipped = look == Look::ForDead && self.marks().passes.is_hurried();
+                if is_skipped {
+                    passed.is_thorough = false;
+                } else if dead < P2M_ENTRIES {
+                    passed.joined += self.join_equal(port, pace, page, &entries).await?;
+                }
+                self.page_done(port, pace).await?;
             }
-            if (dead.len() as u32) < P2M_ENTRIES as u32 {
-                passed.joined += self.join_equal(port, pace, page, &entries).await?;
-            }
-            self.page_done(port, pace).await?;
         }
         Ok((passed, free))
+    }
+
+    /// Which numbers of a page nobody has; those of them that have content are added to `dead`. From above, since
+    /// the content of a number may be that of a lower one. Gives how many there are.
+    fn judge_page(
+        &self,
+        page: u64,
+        end: u64,
+        entries: &[Whereabouts],
+        passed: &mut Passed,
+        dead: &mut Vec<u64>,
+    ) -> u32 {
+        let mut marks = self.marks();
+        let mut count = 0;
+        for number in numbers_of(page, end).rev() {
+            let entry = entries[(number % P2M_ENTRIES as u64) as usize];
+            let same_as = match entry {
+                Whereabouts::SameAs { number } => Some(number),
+                _ => None,
+            };
+            let (is_live, is_nothing) =
+                (marks.judge(number, same_as), entry == Whereabouts::Nowhere);
+            count += u32::from(!is_live);
+            passed.contents += u64::from(is_live && !is_nothing);
+            dead.extend((!is_live && !is_nothing).then_some(number));
+        }
+        count
     }
 
     /// All entries of a page of P2M.
@@ -140,15 +178,18 @@ impl Live {
         entries.collect::<Result<_, _>>().map_err(damaged)
     }
 
-    /// Entries of one page of P2M become nothing.
-    async fn forget_contents(&self, port: &Port, page: u64, dead: &[u64]) -> io::Result<()> {
+    /// Entries of a few pages of P2M become nothing.
+    async fn forget_contents(&self, port: &Port, dead: &[u64]) -> io::Result<()> {
+        if dead.is_empty() {
+            return Ok(());
+        }
         self.checkpoint_if_wanted(port).await;
-        let leaves = [Leaf::P2m(page)].into();
+        let leaves = dead.iter().map(|number| Leaf::of_number(*number).0).collect();
         let mut claim = self.claim(port, &leaves).await?;
         self.with_all(port, &mut claim, &leaves, |core| {
-            // No checkpoint has it that they are nothing.
-            core.free_numbers.close(page);
             for number in dead {
+                // No checkpoint has it that they are nothing.
+                core.free_numbers.close(page_of(*number));
                 let (leaf, at) = Leaf::of_number(*number);
                 leaf.store(core, at, &[0; ENTRY_WORDS])?;
             }
@@ -169,24 +210,15 @@ impl Live {
         let visit = |place| self.core().space.mark_page(place);
         self.walk(port, pace, &mut seen, 1, visit, |_| Ok(())).await?;
         let places = self.core().layout.places();
-        for page in 0..places.div_ceil(P2M_ENTRIES as u64) {
-            let entries = self.entries(port, page).await?;
-            self.mark_way(port, Leaf::P2m(page)).await?;
-            {
-                let core = &mut *self.core();
-                for entry in entries {
-                    match entry {
-                        Whereabouts::Plain { place, .. } => core.space.mark(place),
-                        // All of the group is in use while one block of it is.
-                        Whereabouts::Packed { place, places, .. } => {
-                            let places = place..place + u64::from(places);
-                            places.for_each(|place| core.space.mark(place));
-                        }
-                        Whereabouts::Nowhere | Whereabouts::SameAs { .. } => {}
-                    }
-                }
+        let pages = places.div_ceil(P2M_ENTRIES as u64);
+        for first in (0..pages).step_by(PAGES_AT_ONCE as usize) {
+            let some = first..pages.min(first + PAGES_AT_ONCE);
+            let entries = all(some.clone().map(|page| self.entries(port, page))).await;
+            for (page, entries) in some.zip(entries) {
+                self.mark_way(port, Leaf::P2m(page)).await?;
+                self.core().mark_contents(&entries?);
+                self.page_done(port, pace).await?;
             }
-            self.page_done(port, pace).await?;
         }
         for leaf in 0..places.div_ceil(HASHES as u64) {
             self.mark_way(port, Leaf::Hashes(leaf)).await?;
@@ -229,5 +261,22 @@ impl Live {
         let free = numbers.filter(|number| is_nothing[(number % P2M_ENTRIES as u64) as usize]);
         core.free_numbers.open(page, free.collect::<Vec<_>>().into_iter());
         Ok(())
+    }
+}
+
+impl Core {
+    /// The places of these contents are in use.
+    fn mark_contents(&mut self, entries: &[Whereabouts]) {
+        for entry in entries {
+            match *entry {
+                Whereabouts::Plain { place, .. } => self.space.mark(place),
+                // All of the group is in use while one block of it is.
+                Whereabouts::Packed { place, places, .. } => {
+                    let places = place..place + u64::from(places);
+                    places.for_each(|place| self.space.mark(place));
+                }
+                Whereabouts::Nowhere | Whereabouts::SameAs { .. } => {}
+            }
+        }
     }
 }

@@ -689,5 +689,5 @@ fn a_store_with_the_least_memory_makes_the_largest_change_and_with_less_it_is_re
     let memory = Memory { metadata: LEAST_METADATA - 1, ..MEMORY };
     let opened = reactor.block_on(async { Live::open(&port, BYTES, memory).await }).unwrap();
     let e = opened.map(drop).unwrap_err();
-    assert!(e.to_string().starts_with("a store needs 358 KiB of metadata memory at least"), "{e}");
+    assert!(e.to_string().starts_with("a store needs 359 KiB of metadata memory at least"), "{e}");
 }

@@ -538,6 +538,10 @@ impl Space {
 pub struct Passes {
     begun: u64,
     ended: u64,
+    /// The last one that has looked for all.
+    thorough: u64,
+    /// Up to this one they look for what makes room at once.
+    hurried: u64,
     is_running: bool,
     /// What was free when the last one ended.
     free_then: u64,
@@ -546,9 +550,17 @@ pub struct Passes {
     is_wanted: bool,
 }
 
-/// A write found no room: the pass that it has to wait for.
+/// Passes that are made in a hurry when a write has found no room: behind those there is time.
+const HURRIED: u64 = 4;
+
+/// When a write found no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NoRoom(u64);
+pub struct NoRoom {
+    /// A pass that may make some.
+    next: u64,
+    /// The last one before.
+    ended: u64,
+}
 
 impl Passes {
     /// None yet, with so many places free.
@@ -556,6 +568,8 @@ impl Passes {
         Passes {
             begun: 0,
             ended: 0,
+            thorough: 0,
+            hurried: 0,
             is_running: false,
             free_then: free,
             is_full: false,
@@ -567,12 +581,28 @@ impl Passes {
     /// A write has found no room.
     pub fn no_room(&mut self) -> NoRoom {
         (self.is_full, self.is_awaited) = (true, true);
-        NoRoom(self.begun + 1)
+        self.hurried = self.begun + HURRIED;
+        NoRoom { next: self.begun + 1, ended: self.ended }
+    }
+
+    /// Whether it may find some now.
+    pub fn has_ended_since(&self, write: NoRoom) -> bool {
+        self.ended > write.ended
+    }
+
+    /// Whether a whole pass has been since.
+    pub fn has_had_one(&self, write: NoRoom) -> bool {
+        self.ended >= write.next
     }
 
     /// Whether the write fails if it still finds none.
     pub fn may_fail(&self, write: NoRoom) -> bool {
-        self.ended >= write.0
+        self.thorough >= write.next
+    }
+
+    /// Whether writes have found no room lately.
+    pub fn is_hurried(&self) -> bool {
+        self.begun <= self.hurried && self.hurried > 0
     }
 
     /// Whether one is to begin, with so many places free of all.
@@ -615,10 +645,13 @@ impl Passes {
         self.is_running = false;
     }
 
-    /// It has ended, and left so many places free.
-    pub fn end(&mut self, free: u64) {
+    /// It has ended, and left so many places free. Who waits tries again. `is_thorough`: it has looked for all.
+    pub fn end(&mut self, free: u64, is_thorough: bool) {
         self.ended = self.begun;
-        self.is_awaited = self.is_full;
+        if is_thorough {
+            self.thorough = self.begun;
+        }
+        (self.is_full, self.is_awaited) = (false, false);
         self.is_running = false;
         self.free_then = free;
     }

@@ -537,19 +537,39 @@ fn content_in_a_place_of_pages_or_of_nobody_is_damage() {
 }
 
 #[test]
-fn a_write_fails_for_want_of_room_only_after_a_pass_that_began_behind_it() {
+fn a_write_fails_for_want_of_room_only_after_a_pass_for_all_that_began_behind_it() {
     let mut passes = Passes::new(100);
-    assert!(!passes.wants_one(26, 100) && passes.wants_one(25, 100));
+    assert!(!passes.wants_one(26, 100) && passes.wants_one(25, 100) && !passes.is_hurried());
     passes.begin();
     let write = passes.no_room();
-    assert!(!passes.wants_one(0, 100));
-    passes.end(0);
-    assert!(!passes.may_fail(write) && passes.wants_one(0, 100));
+    assert!(!passes.wants_one(0, 100) && passes.is_awaited());
+    passes.end(0, true);
+    // It may find some now, and does not have to have.
+    assert!(passes.has_ended_since(write) && !passes.has_had_one(write) && !passes.is_awaited());
+    assert!(!passes.may_fail(write) && !passes.wants_one(0, 100));
+    let again = passes.no_room();
+    assert!(!passes.has_ended_since(again) && passes.wants_one(0, 100));
     passes.begin();
-    assert!(!passes.may_fail(write));
-    passes.end(0);
+    passes.end(0, false);
+    assert!(passes.has_had_one(write) && !passes.may_fail(write));
+    passes.begin();
+    passes.end(0, true);
+    assert!(passes.may_fail(write) && passes.may_fail(again));
     // Nobody asks, and nothing has been given since.
-    assert!(passes.may_fail(write) && !passes.wants_one(0, 100));
-    passes.end(24);
+    assert!(!passes.wants_one(0, 100));
+    passes.end(24, true);
     assert!(!passes.wants_one(22, 100) && passes.wants_one(21, 100));
+}
+
+#[test]
+fn passes_are_in_a_hurry_for_a_while_after_a_write_has_found_no_room() {
+    let mut passes = Passes::new(100);
+    passes.no_room();
+    for _ in 0..4 {
+        passes.begin();
+        assert!(passes.is_hurried());
+        passes.end(50, false);
+    }
+    passes.begin();
+    assert!(!passes.is_hurried());
 }

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::store::pages::{Pages, Promise};
-use crate::store::slots::View;
+use crate::store::slots::{SLOT_BYTES, View};
 
 /// So volumes have two levels of inner pages.
 const LEAVES: u64 = 600;
@@ -336,12 +336,12 @@ fn the_depth_follows_from_the_size() {
 
 #[test]
 fn what_is_promised_and_not_clean_leaves_a_quarter_of_the_slots() {
-    let mut pages = Pages::new(100 * 4160);
+    let mut pages = Pages::new(100 * SLOT_BYTES);
     let promises: Vec<Promise> = std::iter::from_fn(|| pages.promise(5)).collect();
     assert_eq!(promises.len(), 7);
     promises.into_iter().for_each(|promise| pages.keep_promise(promise));
     // Nobody was refused anything here.
-    let mut pages = Pages::new(100 * 4160);
+    let mut pages = Pages::new(100 * SLOT_BYTES);
     let mut tree = Tree::of_volume(LEAVES * 512, Link::Nothing);
     let promise = pages.promise(30).unwrap();
     for leaf in 0..30 {
