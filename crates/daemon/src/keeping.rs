@@ -7,12 +7,12 @@
 
 use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferrite_disk::store::owned::StoreKey;
 use ferrite_keeper::{Ahead, Group, Keep, Keeper, Line, Names, name_of, nbd_socket, socket_name};
 use ferrite_serve::blkif::lifecycle::{
     Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, follow_second, forget_second,
@@ -64,7 +64,7 @@ pub trait Programs: Send + Sync {
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
-        store: StoreFile,
+        store: StoreKey,
     ) -> Result<OfStore, Failure>;
 
     /// What a worker with these arguments goes by, if that can be told.
@@ -86,15 +86,6 @@ pub trait Programs: Send + Sync {
     ) -> Result<Option<Names>, Failure>;
 }
 
-/// A store's file, by what it is: device and inode, or a block device's number and 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StoreFile {
-    /// See above.
-    pub device: u64,
-    /// The same.
-    pub inode: u64,
-}
-
 /// See [`Programs::of_store`].
 #[derive(Debug)]
 pub struct OfStore {
@@ -106,20 +97,9 @@ pub struct OfStore {
     pub ahead: Vec<Ahead>,
 }
 
-impl StoreFile {
-    /// What is there now.
-    fn at(path: &Path) -> io::Result<StoreFile> {
-        let meta = path.metadata()?;
-        Ok(match meta.file_type().is_block_device() {
-            true => StoreFile { device: meta.rdev(), inode: 0 },
-            false => StoreFile { device: meta.dev(), inode: meta.ino() },
-        })
-    }
-
-    /// How its keeper's files are called. No disk's are.
-    fn name(self) -> String {
-        format!("{STORE}{}-{}", self.device, self.inode)
-    }
+/// How the files of a store's keeper are called. No disk's are.
+fn name_of_store(StoreKey(device, inode): StoreKey) -> String {
+    format!("{STORE}{device}-{inode}")
 }
 
 /// What that begins with.
@@ -189,14 +169,15 @@ impl Keepers {
     /// The group of a volume's disk: the disks of its store.
     fn of_store(&self, disk: &Assignment<'_>) -> Result<Option<(Group, Vec<Ahead>)>, Failure> {
         let Some((path, _)) = disk.image.volume() else { return Ok(None) };
-        let file = StoreFile::at(path).map_err(|e| Failure {
+        let store = StoreKey::at(path).map_err(|e| Failure {
             why: format!("cannot open {}: {e}", path.display()),
             help: "correct the disk's target; it is tried again".to_owned(),
         })?;
         let OfStore { worker, commands, ahead } =
-            self.programs.of_store(disk, disk.run_dir(), file)?;
-        let socket = self.folder().join(socket_name(&file.name()));
-        let run_dir = self.run.join(file.name());
+            self.programs.of_store(disk, disk.run_dir(), store)?;
+        let name = name_of_store(store);
+        let socket = self.folder().join(socket_name(&name));
+        let run_dir = self.run.join(name);
         Ok(Some((Group { socket, run_dir, worker, commands }, ahead)))
     }
 

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_daemon::config::{self, Config, DiskOptions};
-use ferrite_daemon::keeping::{Keepers, OfStore, Programs, StoreFile};
+use ferrite_daemon::keeping::{Keepers, OfStore, Programs};
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
+use ferrite_disk::store::owned::StoreKey;
 use ferrite_keeper::{Keep, Names};
 use ferrite_serve::counters::FOLDER;
 use ferrite_xen::hypervisor::DomId;
@@ -105,11 +106,11 @@ impl Programs for Ours {
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
-        StoreFile { device, inode }: StoreFile,
+        key: StoreKey,
     ) -> Result<OfStore, DiskFailure> {
         let args = serve_args(disk);
         let worker = store::arguments(&args, run_dir).ok_or_else(|| no_text(disk))?;
-        let commands = Some(store::commands(run_dir, (device, inode)));
+        let commands = Some(store::commands(run_dir, key));
         Ok(OfStore { worker, commands, ahead: store::ahead(&args, run_dir) })
     }
 

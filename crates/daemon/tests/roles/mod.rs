@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 
 use ferrite_daemon::config::DiskOptions;
 use ferrite_daemon::control::protocol::PhaseName;
-use ferrite_daemon::keeping::{OfStore, Programs, StoreFile};
+use ferrite_daemon::keeping::{OfStore, Programs};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
@@ -87,7 +87,7 @@ impl Programs for Roles {
         &self,
         disk: &Assignment<'_>,
         run: &Path,
-        StoreFile { device, inode }: StoreFile,
+        StoreKey(device, inode): StoreKey,
     ) -> Result<OfStore, Failure> {
         let worker = [STORE_WORKER, run.to_str().unwrap(), disk.image.file().to_str().unwrap()];
         let commands = Some(run.join(format!("stores/{device}-{inode}.")));

@@ -38,9 +38,12 @@ pub struct StoreKey(pub u64, pub u64);
 
 impl StoreKey {
     /// What is at a path now. A store's name is that, and not its path.
-    pub fn at(path: &Path) -> Option<StoreKey> {
-        let stat = names::stat(path).ok()?;
-        Some(match FileType::from_raw_mode(stat.st_mode) {
+    ///
+    /// # Errors
+    /// Nothing is, or it may not be looked at.
+    pub fn at(path: &Path) -> io::Result<StoreKey> {
+        let stat = names::stat(path)?;
+        Ok(match FileType::from_raw_mode(stat.st_mode) {
             FileType::BlockDevice => StoreKey(stat.st_rdev, 0),
             _ => StoreKey(stat.st_dev, stat.st_ino),
         })
@@ -146,7 +149,7 @@ impl Seat {
         engine: OpenEngine<'_>,
     ) -> Result<Seat, DiskError> {
         let mut stores = stores();
-        if let Some(seat) = StoreKey::at(path).and_then(|key| Seat::among(&stores, key)) {
+        if let Some(seat) = StoreKey::at(path).ok().and_then(|key| Seat::among(&stores, key)) {
             return Ok(seat);
         }
         let store = Arc::new(open(path, options, engine)?);

@@ -38,7 +38,7 @@ pub(super) fn ask<T: DeserializeOwned>(
     what: &Ask,
     shows: &dyn Fn(Progress) -> bool,
 ) -> Asked<T> {
-    let Some(key) = StoreKey::at(store) else { return Asked::Nobody };
+    let Ok(key) = StoreKey::at(store) else { return Asked::Nobody };
     let mut asked = Asked::Nobody;
     for socket in sockets(key) {
         let Ok(stream) = owner::connect(&socket) else { continue };

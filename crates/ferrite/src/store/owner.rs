@@ -64,7 +64,7 @@ impl Place {
         let stores = images.filter_map(|image| {
             let name = ImageName::parse(image).ok()?;
             let store = name.volume()?.0.to_owned();
-            Some((StoreKey::at(&store)?, store))
+            Some((StoreKey::at(&store).ok()?, store))
         });
         let stores: BTreeMap<StoreKey, PathBuf> = stores.collect();
         let place = |(key, store): (StoreKey, PathBuf)| {

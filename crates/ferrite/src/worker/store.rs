@@ -3,7 +3,6 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -74,7 +73,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
     // What disks that come later need is known then.
     host_bytes();
     give_rights_up(is_namespace(&args.store), &args.store.display())?;
-    let desk = key.map(|key| Desk::new(key, &engines(kind, alive)));
+    let desk = key.ok().map(|key| Desk::new(key, &engines(kind, alive)));
     disks.into_iter().for_each(|(disk, start)| begin(*disk, start, &shared));
     let mut commands = Vec::new();
     loop {
@@ -135,7 +134,7 @@ fn serve_disk(
 /// What the worker of a store may have for one of its disks.
 pub(super) fn names(store: PathBuf, run_dir: &Path, run: &Path) -> Names {
     let stats = stats_file(run_dir);
-    let StoreKey(device, inode) = key(&store).unwrap_or(StoreKey(0, 0));
+    let StoreKey(device, inode) = StoreKey::at(&store).unwrap_or(StoreKey(0, 0));
     Names {
         image: store,
         // Whoever opens a store writes it: its journal is carried out.
@@ -146,15 +145,6 @@ pub(super) fn names(store: PathBuf, run_dir: &Path, run: &Path) -> Names {
         root: run.join(EMPTY),
         user: user_of_store(device, inode),
     }
-}
-
-/// Which store it is.
-fn key(store: &Path) -> Option<StoreKey> {
-    let meta = store.metadata().ok()?;
-    Some(match meta.file_type().is_block_device() {
-        true => StoreKey(meta.rdev(), 0),
-        false => StoreKey(meta.dev(), meta.ino()),
-    })
 }
 
 /// The arguments of the worker of a store, after the program's name, when its first disk has these. `None`: its
@@ -169,8 +159,8 @@ pub(crate) fn arguments(args: &ServeArgs, run: &Path) -> Option<Vec<String>> {
 }
 
 /// How the names of sockets begin where commands on this store come.
-pub(crate) fn commands(run: &Path, (device, inode): (u64, u64)) -> PathBuf {
-    run.join("stores").join(prefix(StoreKey(device, inode)))
+pub(crate) fn commands(run: &Path, store: StoreKey) -> PathBuf {
+    run.join("stores").join(prefix(store))
 }
 
 /// What the keeper opens for a disk with these options, which comes to a worker that has no rights: what

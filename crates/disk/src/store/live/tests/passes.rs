@@ -209,7 +209,11 @@ fn a_full_store_lets_writes_wait_for_a_pass_and_fails_them_if_there_is_no_garbag
         write_new(&mut process, "v1", 0, 1, 1 << 40).unwrap_err().kind(),
         io::ErrorKind::StorageFull
     );
-    assert_eq!(passes(&process).count(), begun + 2, "it has waited for one, and then for one that looks for all");
+    assert_eq!(
+        passes(&process).count(),
+        begun + 2,
+        "it has waited for one, and then for one that looks for all"
+    );
     // What takes no room goes on.
     let snapshot = process
         .operate(Operation::Snapshot(Name::new("s").unwrap(), process.volume("v0")))
