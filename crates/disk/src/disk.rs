@@ -345,10 +345,13 @@ impl Disk {
     }
 
     /// Has this one told of each failed sync that may have lost data of this disk, also one that other disks
-    /// have asked for, before anybody is. Where no other disk has the same syncs, who asks for one tells.
+    /// have asked for, before anybody is.
     pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
-        if let Disk::Store(d) = self {
-            d.store().live().witness(witness);
+        match self {
+            Disk::Raw(d) => d.witness_syncs(witness),
+            Disk::Image(d) => d.witness_syncs(witness),
+            Disk::Store(d) => d.store().live().witness(witness),
+            Disk::Null(_) => {}
         }
     }
 

@@ -7,11 +7,11 @@ use std::future::{Future, poll_fn};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 use std::task::Poll;
 
 use ferrite_disk::tools::NewImage;
-use ferrite_disk::{Disk, OpenOptions, Port, Session};
+use ferrite_disk::{Disk, OpenOptions, Port, Session, SyncWitness};
 use ferrite_testkit::errno::EIO;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use model::{name, tools};
@@ -158,6 +158,70 @@ fn a_sync_that_is_dropped_with_its_task_counts_as_failed() {
             faults.clear();
             disk.flush(port).await.expect_err(extension);
         });
+    }
+}
+
+/// Keeps what the next process would find of the journal if this one died when it is told.
+#[derive(Default)]
+struct Heir {
+    state_dir: PathBuf,
+    errors: Mutex<Vec<Option<i32>>>,
+    journals: Mutex<Vec<(PathBuf, Vec<u8>)>>,
+}
+
+impl SyncWitness for Heir {
+    fn sync_has_failed(&self, e: &io::Error) {
+        self.errors.lock().unwrap().push(e.raw_os_error());
+        for file in std::fs::read_dir(&self.state_dir).unwrap() {
+            let path = file.unwrap().path();
+            let bytes = std::fs::read(&path).unwrap();
+            self.journals.lock().unwrap().push((path, bytes));
+        }
+    }
+}
+
+impl Heir {
+    fn of(bench: &Bench) -> Arc<Heir> {
+        let heir = Heir { state_dir: bench.path.with_extension("state"), ..Heir::default() };
+        let heir = Arc::new(heir);
+        let weak: Weak<dyn SyncWitness> = Arc::downgrade(&heir) as Weak<Heir>;
+        bench.session.disk().witness_syncs(weak);
+        heir
+    }
+}
+
+/// What was answered beside the sync would be in no journal, and nobody would know that it may be gone.
+#[test]
+fn a_witness_knows_of_a_failed_sync_before_the_journal_is_void() {
+    for extension in THIN {
+        let mut bench = answered(extension);
+        let heir = Heir::of(&bench);
+        syncs_fail(&bench.faults);
+        bench.session.flush().unwrap_err();
+        bench.faults.clear();
+        assert_eq!(*heir.errors.lock().unwrap(), [Some(EIO)], "{extension}");
+        for (path, bytes) in heir.journals.lock().unwrap().drain(..) {
+            assert_ne!(std::fs::read(&path).unwrap(), bytes, "{extension}: it is void since");
+            std::fs::write(&path, bytes).unwrap();
+        }
+        bench.die();
+        let mut found = [9; 4096];
+        bench.session.read(2 * MIB, &mut found).unwrap();
+        assert_eq!(found, [2; 4096], "{extension}: it was not void then");
+    }
+}
+
+/// A process that retires drops its tasks, and the next one goes on with the guest.
+#[test]
+fn a_witness_is_not_told_of_a_sync_that_was_dropped_while_it_ran() {
+    for extension in FORMATS {
+        let mut bench = Bench::new(extension);
+        let heir = Heir::of(&bench);
+        bench.run(async |disk, port, _| {
+            drop(begin(disk.flush(port)).await);
+            assert!(disk.is_faulty(), "{extension}");
+        });
+        assert!(heir.errors.lock().unwrap().is_empty(), "{extension}");
     }
 }
 

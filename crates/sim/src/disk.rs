@@ -2,9 +2,9 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use ferrite_disk::Extent;
+use ferrite_disk::{Extent, SyncWitness};
 use ferrite_io::arena::Span;
 
 use crate::format::{Disk, Queue};
@@ -16,6 +16,10 @@ impl Disk for ferrite_disk::Disk {
 
     fn files(&self) -> Vec<Arc<OwnedFd>> {
         self.files()
+    }
+
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        self.witness_syncs(witness);
     }
 
     async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {

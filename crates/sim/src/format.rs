@@ -5,9 +5,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use ferrite_disk::Port;
+use ferrite_disk::{Port, SyncWitness};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::clock::SplitMix64;
 use ferrite_simio::{SimDirectory, SimWorld};
@@ -61,6 +61,9 @@ pub trait Disk: 'static {
 
     /// The files that each queue registers.
     fn files(&self) -> Vec<Arc<OwnedFd>>;
+
+    /// Tells this one of a failed sync before anybody else is told.
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>);
 
     /// Reads all of `to`.
     fn read(&self, queue: &Queue, offset: u64, to: Span) -> impl Future<Output = io::Result<()>>;

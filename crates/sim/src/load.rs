@@ -1,8 +1,12 @@
 //! Requests from several queues, each with several at a time.
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use ferrite_disk::SyncWitness;
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_simio::SimWorld;
@@ -73,6 +77,8 @@ pub struct Load<D> {
     pub syncs_fail: bool,
     /// A flush has failed because of one.
     pub told_of_sync: Cell<bool>,
+    /// A sync has failed, whoever has asked for it.
+    pub witness: Arc<Witness>,
     /// A flush has failed: nothing more is issued, as a backend does it.
     pub flush_failed: Cell<bool>,
     /// Whether the medium may have no space.
@@ -89,7 +95,25 @@ pub struct Midway {
     /// How many.
     pub left: u64,
     /// What.
-    pub work: Option<Box<dyn Fn() -> std::io::Result<()>>>,
+    pub work: Option<Box<dyn Fn() -> io::Result<()>>>,
+}
+
+/// What a backend remembers for the next process: no write succeeds any more, and so what was answered beside
+/// the sync may be gone.
+#[derive(Default)]
+pub struct Witness(AtomicBool);
+
+impl Witness {
+    /// Whether a sync has failed.
+    pub fn knows(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl SyncWitness for Witness {
+    fn sync_has_failed(&self, _: &io::Error) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 enum Request {
@@ -226,7 +250,7 @@ impl<D: Disk> Load<D> {
             Change::Discard => ("discard", self.disk.discard(queue, offset, len).await),
         };
         // The guest is told that the medium cannot.
-        let cannot = matches!(&done, Err(e) if e.kind() == std::io::ErrorKind::Unsupported);
+        let cannot = matches!(&done, Err(e) if e.kind() == io::ErrorKind::Unsupported);
         self.trace(ticket, &(change, &done));
         self.model.borrow_mut().answer(ticket, done.is_ok());
         match done {
@@ -266,8 +290,8 @@ impl<D: Disk> Load<D> {
         }
     }
 
-    fn failed(&self, what: &str, ticket: Ticket, e: &std::io::Error) -> Result<(), String> {
-        let full = self.full && e.kind() == std::io::ErrorKind::StorageFull;
+    fn failed(&self, what: &str, ticket: Ticket, e: &io::Error) -> Result<(), String> {
+        let full = self.full && e.kind() == io::ErrorKind::StorageFull;
         if self.may_fail || full {
             return Ok(());
         }

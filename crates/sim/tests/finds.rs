@@ -7,10 +7,10 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use ferrite_disk::Format as Kind;
+use ferrite_disk::{Format as Kind, SyncWitness};
 use ferrite_io::arena::Span;
 use ferrite_sim::format::{Disk, Format, Place, Queue};
 use ferrite_sim::images::{Images, Medium};
@@ -61,6 +61,10 @@ impl Disk for DeafDisk {
 
     fn files(&self) -> Vec<Arc<OwnedFd>> {
         Disk::files(&self.0)
+    }
+
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        Disk::witness_syncs(&self.0, witness);
     }
 
     async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
@@ -251,6 +255,9 @@ impl Disk for ToyDisk {
     fn files(&self) -> Vec<Arc<OwnedFd>> {
         vec![self.file.clone()]
     }
+
+    /// It has no journal that a failed sync would end.
+    fn witness_syncs(&self, _: Weak<dyn SyncWitness>) {}
 
     async fn read(&self, queue: &Queue, offset: u64, to: Span) -> io::Result<()> {
         for i in 0..to.len() / 512 {

@@ -85,3 +85,13 @@ fn qcow2_keeps_its_promises() {
     tell_all(&Images::new(ferrite_disk::Format::Qcow2), 5);
     tell_all(&Images::new(ferrite_disk::Format::Qcow2).on(Medium::Devices), 3);
 }
+
+/// A write was answered behind a sync that failed for another, and the process died with the news.
+#[test]
+fn a_write_that_is_gone_with_a_failed_sync_is_known_to_be_so() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let plan = Plan::new(148_857_267_486_021, Scenario::Chains);
+    if let Err(found) = tell(&Images::new(ferrite_disk::Format::Vhd), &plan) {
+        panic!("{found}");
+    }
+}

@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -15,6 +15,7 @@ use super::mapping::Mapping;
 use crate::epochs::Epochs;
 use crate::format::Format;
 use crate::name::ImageName;
+use crate::writeback::SyncWitness;
 use crate::writeback::journal::Identity;
 use crate::{DiskError, Port, Raw};
 
@@ -92,6 +93,9 @@ pub(crate) trait ImageFormat: fmt::Display {
     /// because of a sync, the next process finds what a power cut would have left: the guest was
     /// told. Where only a write was told, it finds what was answered.
     async fn commit(&self, port: &Port) -> io::Result<()>;
+
+    /// See [`Disk::witness_syncs`](crate::Disk::witness_syncs).
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>);
 
     /// Whether a sync has failed, and so nothing is committed any more. A look at memory.
     fn is_faulty(&self) -> bool;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -16,7 +16,7 @@ use crate::format::Format;
 use crate::name::ImageName;
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
-use crate::writeback::journal;
+use crate::writeback::{SyncWitness, journal};
 use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
 
 /// One open image of a chain. What it does stands with [`ImageFormat`].
@@ -148,6 +148,10 @@ impl Layer {
 
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         each_format!(self, image => ImageFormat::close(image, port).await)
+    }
+
+    pub(crate) fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        each_format!(self, image => ImageFormat::witness_syncs(image, witness))
     }
 
     pub(crate) fn is_faulty(&self) -> bool {

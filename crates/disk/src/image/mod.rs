@@ -14,12 +14,13 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::Span;
 
 use crate::epochs::{Epochs, Reader};
 use crate::name::ImageName;
+use crate::writeback::SyncWitness;
 use crate::{DiskError, Extent, OpenOptions, Port, Raw, SECTOR_BYTES};
 
 pub(crate) mod backing;
@@ -243,6 +244,11 @@ impl Image {
 
     pub(crate) fn is_dirty(&self) -> bool {
         self.leaf().is_dirty()
+    }
+
+    pub(crate) fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        self.parent_sync.witness(witness.clone());
+        self.leaf().witness_syncs(witness);
     }
 
     pub(crate) fn is_faulty(&self) -> bool {

@@ -7,12 +7,15 @@
 
 use std::fmt;
 use std::io;
+use std::sync::Weak;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use ferrite_io::reactor::Unheard;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::layer::Layer;
 use crate::Port;
+use crate::writeback::{SyncWitness, Witnesses};
 
 const DUE: u8 = 0;
 const DONE: u8 = 1;
@@ -23,13 +26,36 @@ const FAULTY: u8 = 2;
 pub(super) struct ParentSync {
     state: AtomicU8,
     syncing: SharedLock,
+    witnesses: Witnesses,
 }
 
 impl ParentSync {
     /// Of a chain of so many layers.
     pub(super) fn new(layers: usize) -> ParentSync {
         let state = if layers > 1 { DUE } else { DONE };
-        ParentSync { state: AtomicU8::new(state), syncing: SharedLock::new() }
+        ParentSync {
+            state: AtomicU8::new(state),
+            syncing: SharedLock::new(),
+            witnesses: Witnesses::default(),
+        }
+    }
+
+    /// Tells this one of a failed sync before anybody else hears of it.
+    pub(super) fn witness(&self, witness: Weak<dyn SyncWitness>) {
+        self.witnesses.add(witness, || self.is_faulty());
+    }
+
+    /// The kernel has forgotten what was not written.
+    fn fail(&self, e: &io::Error) {
+        self.witnesses.tell(e, || self.state.store(FAULTY, Ordering::Release));
+    }
+
+    fn unheard(&self, how: Unheard) {
+        match how {
+            Unheard::Failed => self.fail(&io::Error::other("a sync has failed, and nobody waited")),
+            // The next process syncs again.
+            Unheard::Unknown => self.state.store(FAULTY, Ordering::Release),
+        }
     }
 
     /// Whether a sync has failed.
@@ -55,8 +81,8 @@ impl ParentSync {
             if !layer.medium().can_sync_read_only() {
                 continue;
             }
-            let fail = || self.state.store(FAULTY, Ordering::Release);
-            port.io.sync_heard(*file, |_| fail()).await.inspect_err(|_| fail())?;
+            let synced = port.io.sync_heard(*file, |how| self.unheard(how)).await;
+            synced.inspect_err(|e| self.fail(e))?;
         }
         self.state.store(DONE, Ordering::Release);
         Ok(())

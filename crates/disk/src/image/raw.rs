@@ -1,6 +1,7 @@
 //! A raw image as the last layer of a chain: byte for byte, and zeros beyond its end.
 
 use std::io;
+use std::sync::Weak;
 
 use ferrite_io::arena::Span;
 
@@ -8,6 +9,7 @@ use super::backing::Backing;
 use super::format::ImageFormat;
 use super::mapping::Mapping;
 use crate::format::Format;
+use crate::writeback::SyncWitness;
 use crate::{Port, Raw, SECTOR_BYTES};
 
 impl ImageFormat for Raw {
@@ -36,6 +38,10 @@ impl ImageFormat for Raw {
 
     async fn commit(&self, port: &Port) -> io::Result<()> {
         self.flush(port).await
+    }
+
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        Raw::witness_syncs(self, witness);
     }
 
     fn is_faulty(&self) -> bool {

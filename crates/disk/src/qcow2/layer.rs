@@ -1,8 +1,8 @@
 //! What a layer of a chain answers: from memory here, and by other files of this folder where it waits.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -16,6 +16,7 @@ use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::format::entry::{self, COPIED, Cluster, own};
 use crate::qcow2::tables::cache::Cache;
+use crate::writeback::SyncWitness;
 use crate::writeback::journal::Identity;
 use crate::{DiskError, Format, Port, Raw};
 
@@ -139,6 +140,10 @@ impl ImageFormat for Qcow2 {
 
     async fn commit(&self, port: &Port) -> io::Result<()> {
         Qcow2::commit(self, port).await
+    }
+
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        self.base.commits.witness(witness);
     }
 
     fn is_faulty(&self) -> bool {

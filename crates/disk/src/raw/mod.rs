@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use ferrite_io::arena::Span;
 use ferrite_io::nvme::Namespace;
@@ -14,7 +14,7 @@ use rustix::io::{Errno, pread};
 
 use crate::error::READ_ONLY;
 use crate::size::Human;
-use crate::writeback::Commits;
+use crate::writeback::{Commits, SyncWitness};
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
 
 #[cfg(feature = "testing")]
@@ -369,6 +369,11 @@ impl Raw {
             return Ok(());
         }
         self.commits.join(&port.io, self.commits.sync(port)).await
+    }
+
+    /// See [`Disk::witness_syncs`](crate::Disk::witness_syncs).
+    pub(crate) fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        self.commits.witness(witness);
     }
 
     /// Whether a sync of [`flush`](Self::flush) has failed.

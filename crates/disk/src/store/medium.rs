@@ -17,11 +17,17 @@ use crate::writeback::{Commits, SyncWitness};
 pub const MAX_BLOCKS: usize = 16;
 
 /// See the module text. A sync that has failed is the last.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Medium {
     commits: Commits,
     /// It has refused to take back what nobody has.
     keeps_all: AtomicBool,
+}
+
+impl Default for Medium {
+    fn default() -> Medium {
+        Medium { commits: Commits::of_many(), keeps_all: AtomicBool::new(false) }
+    }
 }
 
 impl Medium {

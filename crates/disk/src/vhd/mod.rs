@@ -11,8 +11,8 @@
 use std::fmt;
 use std::io::{self, Result as IoResult};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -22,8 +22,8 @@ use crate::image::backing::Backing;
 use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
 use crate::size::Human;
-use crate::writeback::Commits;
 use crate::writeback::journal::{self, Identity, Journal};
+use crate::writeback::{Commits, SyncWitness};
 use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw};
 
 mod blocks;
@@ -278,6 +278,10 @@ impl ImageFormat for Vhd {
             Body::Fixed => self.commits.join(&port.io, self.commits.sync(port)).await,
             Body::Sparse(sparse) => sparse.blocks.commit(port).await,
         }
+    }
+
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        self.commits.witness(witness);
     }
 
     fn is_faulty(&self) -> bool {

@@ -14,7 +14,8 @@
 //! It has made the kernel forget what was not written, and the next sync is told nothing of it. So
 //! from then on no sync, no commit and no flush succeeds, also those that an earlier commit could
 //! answer, until the image is opened again. The journal is void at once: the next process does not
-//! bring back what is perhaps lost.
+//! bring back what is perhaps lost. Before that the witnesses are told, who remember it for the next
+//! process: what another task has answered meanwhile is not in its journal any more.
 //!
 //! The kernel tells of a lost write once for each open file, to any of the syncs that are under way.
 //! So there is one at a time ([`sync`](Commits::sync)): whoever comes after one that has failed finds
@@ -32,6 +33,7 @@ use ferrite_io::reactor::{Io, Unheard};
 use ferrite_io::shared_lock::{Held, SharedLock};
 
 use super::void::Void;
+use super::witnesses::{SyncWitness, Witnesses};
 use crate::{Port, Rare};
 
 /// See the module text.
@@ -46,15 +48,10 @@ pub(crate) struct Commits {
     faulty: AtomicBool,
     /// The journal's, if there is one.
     void: OnceLock<Void>,
-    /// Who has to know of a failed sync before anybody is told.
-    witnesses: Mutex<Vec<Weak<dyn SyncWitness>>>,
-}
-
-/// Whoever's data are lost by a sync that failed, also if it was another's (docs/internals/processes.md 10,
-/// rule 11).
-pub trait SyncWitness: Send + Sync {
-    /// A sync has failed. Called before anybody is told so, from the thread that found it, more than once perhaps.
-    fn sync_has_failed(&self);
+    /// They know of a failed sync before anybody is told.
+    witnesses: Witnesses,
+    /// Whether they are told of a doubt, too.
+    serves_many: bool,
 }
 
 impl fmt::Debug for Commits {
@@ -68,6 +65,12 @@ impl Commits {
         Commits::default()
     }
 
+    /// Those of a medium that several disks have their data on. A doubt is a failure to its witnesses: the
+    /// disk whose task was dropped may be gone, and the others have heard of nothing.
+    pub(crate) fn of_many() -> Commits {
+        Commits { serves_many: true, ..Commits::default() }
+    }
+
     /// A sync that fails makes a journal void from now on. An image has one at most.
     pub(crate) fn end_with(&self, journal: Option<Void>) {
         if let Some(void) = journal {
@@ -78,22 +81,11 @@ impl Commits {
 
     /// Tells this one of a failed sync, also of one that was before.
     pub(crate) fn witness(&self, witness: Weak<dyn SyncWitness>) {
-        let mut witnesses = self.witnesses();
-        witnesses.retain(|other| other.strong_count() > 0);
-        if self.is_faulty() {
-            witness.upgrade().inspect(|witness| witness.sync_has_failed());
-        }
-        witnesses.push(witness);
+        self.witnesses.add(witness, || self.is_faulty());
     }
 
-    fn witnesses(&self) -> MutexGuard<'_, Vec<Weak<dyn SyncWitness>>> {
-        self.witnesses.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// From now on everybody finds that a sync has failed; the witnesses before all others. `true`: the first time.
+    /// From now on everybody finds that a sync has failed. `true`: the first time.
     fn end(&self) -> bool {
-        let witnesses = self.witnesses();
-        witnesses.iter().filter_map(Weak::upgrade).for_each(|witness| witness.sync_has_failed());
         !self.faulty.swap(true, Ordering::AcqRel)
     }
 
@@ -132,25 +124,27 @@ impl Commits {
         let _alone = self.syncing.lock(&port.io).await?;
         self.check()?;
         let unheard = |unheard| match unheard {
-            Unheard::Failed => self.fail(),
+            Unheard::Failed => self.fail(&io::Error::other("a sync has failed, and nobody waited")),
             Unheard::Unknown => self.doubt(),
         };
-        let done = port.io.sync_heard(port.files[0], unheard).await;
-        if done.is_err() {
-            self.fail();
-        }
-        done
+        port.io.sync_heard(port.files[0], unheard).await.inspect_err(|e| self.fail(e))
     }
 
     /// Nobody knows any more what is on the medium: nothing is committed from now on. The next process
     /// may recover what was answered, as after a death in the middle of it.
     pub(crate) fn doubt(&self) {
-        self.end();
+        if self.serves_many {
+            let e = io::Error::other("nobody knows how a sync has ended");
+            self.witnesses.tell(&e, || self.end());
+        } else {
+            self.end();
+        }
     }
 
-    /// The kernel has forgotten what was not written.
-    fn fail(&self) {
-        if self.end() {
+    /// The kernel has forgotten what was not written. Witnesses know it first: from the moment that the
+    /// journal is void the next process does not find what is answered meanwhile, and must not vouch for it.
+    fn fail(&self, e: &io::Error) {
+        if self.witnesses.tell(e, || self.end()) {
             Rare::SyncFailed.taken();
             self.void.get().inspect(|void| void.set());
         }

@@ -19,10 +19,13 @@
 //! 3. Who only reads lays it over what he reads. The records stay as they are: they are the next
 //!    writer's, and there may be other readers.
 //! 4. After a sync that failed the journal is [void](journal::Journal::void) at once: nothing is recovered.
+//!    Its [witnesses](SyncWitness) know of the failure before that.
 
 mod commits;
 pub(crate) mod journal;
 mod void;
+mod witnesses;
 
-pub use commits::SyncWitness;
 pub(crate) use commits::{Commits, Failure};
+pub use witnesses::SyncWitness;
+pub(crate) use witnesses::Witnesses;

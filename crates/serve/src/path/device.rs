@@ -76,8 +76,8 @@ impl Latch {
 }
 
 impl SyncWitness for Latch {
-    fn sync_has_failed(&self) {
-        self.refuse_writes(&io::Error::other("a sync of the store has failed"));
+    fn sync_has_failed(&self, e: &io::Error) {
+        self.refuse_writes(e);
     }
 }
 
@@ -352,7 +352,8 @@ impl Device {
     }
 }
 
-/// The syncs of other disks may be this one's, too (processes.md 10, rule 11).
+/// The next process has to know of a failed sync, whoever has asked for it (blkif.md 2, rule 3), and the syncs
+/// of other disks may be this one's, too (processes.md 10, rule 11).
 fn watch(failed: &Arc<Latch>, disk: &Disk) {
     let failed: Weak<dyn SyncWitness> = Arc::downgrade(failed) as Weak<Latch>;
     disk.witness_syncs(failed);

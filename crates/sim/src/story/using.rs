@@ -2,13 +2,15 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::{Arc, Weak};
 
+use ferrite_disk::SyncWitness;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_simio::{Fault, On, SyncAfter};
 
 use super::Story;
 use crate::format::{Disk, Format};
-use crate::load::{Load, Midway, Mix};
+use crate::load::{Load, Midway, Mix, Witness};
 use crate::machine::{MAX_DEPTH, MAX_QUEUES, Thread};
 use crate::model::After;
 use crate::paths;
@@ -25,6 +27,8 @@ pub(super) struct Used {
     flush_failed: bool,
     /// A flush has failed because of a sync.
     told_of_sync: bool,
+    /// A sync has failed, and perhaps nobody was told yet.
+    sync_failed: bool,
 }
 
 impl<F: Format> Story<'_, F> {
@@ -70,8 +74,8 @@ impl<F: Format> Story<'_, F> {
         if after == After::Death && goes_on && used.told_of_sync {
             return self.succeed(sectors);
         }
-        // A process that dies with the news of a failed sync has told nobody.
-        if !used.flush_failed && !forgotten {
+        // A process that dies with the news of a failed sync has told nobody but the next one.
+        if !used.flush_failed && !used.sync_failed && !forgotten {
             return self.examine(after, &[sectors]);
         }
         // Also without a power cut what no flush has promised may be gone.
@@ -186,6 +190,9 @@ impl<F: Format> Story<'_, F> {
         let sectors = disk.sectors();
         let files = disk.files();
         let enlarger = self.format.enlarger(&self.machine.place, sectors);
+        let witness = Arc::<Witness>::default();
+        let weak: Weak<dyn SyncWitness> = Arc::downgrade(&witness) as Weak<Witness>;
+        disk.witness_syncs(weak);
         let load = Rc::new(Load {
             disk,
             model: self.model.clone(),
@@ -205,6 +212,7 @@ impl<F: Format> Story<'_, F> {
             failures: Cell::new(0),
             syncs_fail: self.syncs_fail,
             told_of_sync: Cell::new(false),
+            witness,
             flush_failed: Cell::new(false),
             full: enlarger.is_some() || self.full,
             midway: Midway { left: left / 2, work: enlarger },
@@ -231,6 +239,7 @@ impl<F: Format> Story<'_, F> {
         if !flush_failed && !self.machine.world.stopped() {
             (used.closed, used.flush_failed) = self.close(&load, &mut threads[0], faulty)?;
         }
+        used.sync_failed = load.witness.knows();
         if self.machine.world.stopped() {
             self.machine.set_aside().map_err(|e| e.to_string())?;
         }

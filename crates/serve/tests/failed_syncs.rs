@@ -1,19 +1,30 @@
-//! Disks of one store: a sync that one of them asks for is that of all (processes.md 10, rule 11).
+//! A sync that failed is remembered for the next process, whoever has asked for it (blkif.md 2, rule 3), and is
+//! that of all disks of a store (processes.md 10, rule 11).
 
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::{Disk, Session};
+use ferrite_disk::tools::NewImage;
+use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_io::clock::SystemClock;
+use ferrite_io::directory::HostDirectory;
 use ferrite_io::shm::Shm;
 use ferrite_serve::path::device::Device;
 use ferrite_testkit::faulty::{Fault, Faults, Kind};
-use ferrite_testkit::stores;
+use ferrite_testkit::{images, stores};
 use rustix::io::Errno;
 
 fn device(store: &Path, volume: &str) -> Arc<Device> {
     let disk = Disk::open(&format!("store:{}#{volume}", store.display()), &stores::options());
     Arc::new(Device::new(disk.unwrap(), SystemClock::shared()))
+}
+
+fn image(path: &Path) -> Arc<Device> {
+    let name = images::name(path);
+    let new = NewImage { bytes: Some(1 << 20), ..NewImage::default() };
+    images::anywhere(&HostDirectory, |tools| tools.create(&name, &new)).unwrap();
+    let disk = Disk::open_image(&name, &OpenOptions::default()).unwrap();
+    Arc::new(Device::new(disk, SystemClock::shared()))
 }
 
 #[test]
@@ -58,4 +69,26 @@ fn a_disk_that_joins_a_store_behind_a_failed_sync_knows_of_it() {
     faults.once(Kind::Sync, Fault::Errno(Errno::IO.raw_os_error()));
     session.flush().unwrap_err();
     assert!(device(&store, "b").flush_has_failed());
+}
+
+#[test]
+fn a_failed_sync_that_no_guest_has_asked_for_is_remembered_before_anybody_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["a.raw", "a.vhd", "a.qcow2"] {
+        let latch = dir.path().join(format!("{name}.latch"));
+        let device = image(&dir.path().join(name));
+        device.remember_in(&latch).unwrap();
+        let faults = Faults::none();
+        let mut session =
+            Session::new(device.disk().unwrap(), |arena| faults.open(arena, 32)).unwrap();
+        session.write(0, &[7; 4096]).unwrap();
+        session.flush().unwrap();
+        assert!(!device.flush_has_failed(), "{name}");
+        session.write(0, &[8; 4096]).unwrap();
+        faults.once(Kind::Sync, Fault::Errno(Errno::IO.raw_os_error()));
+        // Not by way of the device: no request of its own has failed.
+        session.flush().unwrap_err();
+        assert!(device.flush_has_failed(), "{name}");
+        assert_eq!(Shm::open(&latch).unwrap().load_u32(0), 1, "{name}");
+    }
 }

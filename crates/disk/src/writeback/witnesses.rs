@@ -1,0 +1,40 @@
+//! Who has to know of a failed sync before anybody is told.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+
+/// Whoever's data are lost by a sync that failed, also if it was another's (docs/internals/blkif.md 2, rule 3,
+/// and processes.md 10, rule 11).
+pub trait SyncWitness: Send + Sync {
+    /// A sync has failed with `e`. Called before anybody is told so, from the thread that found it, more than
+    /// once perhaps.
+    fn sync_has_failed(&self, e: &io::Error);
+}
+
+/// All who want to know.
+#[derive(Default)]
+pub(crate) struct Witnesses(Mutex<Vec<Weak<dyn SyncWitness>>>);
+
+impl Witnesses {
+    /// One more. It is told at once if `is_faulty`, which is set after [`tell`](Self::tell), and so is seen
+    /// here by whom that has missed.
+    pub(crate) fn add(&self, witness: Weak<dyn SyncWitness>, is_faulty: impl Fn() -> bool) {
+        let mut all = self.all();
+        all.retain(|other| other.strong_count() > 0);
+        if let (true, Some(witness)) = (is_faulty(), witness.upgrade()) {
+            witness.sync_has_failed(&io::Error::other("a sync has failed before"));
+        }
+        all.push(witness);
+    }
+
+    /// Tells all of them, and then does `and_then`, before another can be added.
+    pub(crate) fn tell<T>(&self, e: &io::Error, and_then: impl FnOnce() -> T) -> T {
+        let all = self.all();
+        all.iter().filter_map(Weak::upgrade).for_each(|witness| witness.sync_has_failed(e));
+        and_then()
+    }
+
+    fn all(&self) -> MutexGuard<'_, Vec<Weak<dyn SyncWitness>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
