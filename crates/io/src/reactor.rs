@@ -8,7 +8,7 @@
 //! on, in memory of the arena that its caller must leave alone until the reactor is gone; its
 //! result is discarded. Waiting for a descriptor or a time is called off.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -132,6 +132,8 @@ struct Shared {
     engine: RefCell<Option<Box<dyn Engine>>>,
     slots: RefCell<Slots>,
     executor: Executor,
+    /// Tasks have pushed something since the last submission.
+    unsent: Cell<bool>,
 }
 
 /// One thread's engine and tasks; see the module text.
@@ -148,6 +150,7 @@ impl Reactor {
             engine: RefCell::new(Some(engine)),
             slots: RefCell::default(),
             executor: Executor::new(),
+            unsent: Cell::new(false),
         };
         Reactor { shared: Rc::new(shared), stash: Vec::new() }
     }
@@ -236,6 +239,12 @@ impl Reactor {
         self.shared.executor.has_ready()
     }
 
+    /// Whether tasks have pushed what only the next turn submits: a look at memory. Nothing comes of it
+    /// before, so whoever polls first waits for nothing.
+    pub fn has_unsent(&self) -> bool {
+        self.shared.unsent.get()
+    }
+
     /// Calls off a wait of the hot path; see [`Engine::cancel`].
     pub fn cancel(&mut self, token: Token) {
         self.engine(|e| e.cancel(token));
@@ -260,6 +269,7 @@ impl Reactor {
         out.append(&mut self.stash);
         let block = !ran && !stashed && !self.shared.executor.has_ready();
         let first = out.len();
+        self.shared.unsent.set(false);
         let result = self.engine(|e| {
             let result = match wait {
                 Wait::Until(timeout) if block => e.wait(timeout),

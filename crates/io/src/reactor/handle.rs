@@ -334,6 +334,7 @@ impl OpFuture<'_> {
             }
             Begin::Work(work) => engine.compute(token, work),
         }
+        self.shared.unsent.set(true);
         self.slot = Some(slot);
         Ok(())
     }

@@ -65,7 +65,8 @@ impl Waiting {
 impl Queue {
     /// How the next turn of the reactor shall wait. Before a sleep, the final check of the ring,
     /// and only then the event channel is let through again (blkif.md 1.4 and 5). `started`: the turn
-    /// is to hand something over, which nobody polls before.
+    /// is to hand something over, which nobody polls before; no more than the next step of a task, which
+    /// would wait for the end of the window.
     pub(super) fn next_wait(&mut self, started: bool) -> io::Result<Wait> {
         if self.path.is_pending() || self.path.has_yielded() {
             return Ok(Wait::No);
@@ -82,7 +83,7 @@ impl Queue {
             return Ok(Wait::Until(Some(left)));
         }
         let window_ns = self.window_ns(now_ns);
-        if started && window_ns > 0 {
+        if (started || self.path.reactor().has_unsent()) && window_ns > 0 {
             return Ok(Wait::No);
         }
         self.waiting.idle_since_ns.get_or_insert(now_ns);
