@@ -4,18 +4,23 @@
 //! any other: who wants the content claims it by the rules of section 7.
 
 use std::io;
+use std::ops::Range;
 
 use super::leaves::{Leaf, bytes};
 use super::{BLOCK_BYTES, Live};
 use crate::Port;
 use crate::store::content::ContentHash;
 use crate::store::page::{HASHES, P2M_ENTRIES, Whereabouts};
+use crate::store::side_by_side::all;
+use crate::writeback::Failure;
 
 /// Pages of P2M in a row of which nothing found room: the index is full.
 const FULL_PAGES: u32 = 64;
 const HASH_WORDS: usize = 4;
-/// A page of P2M, and those of its hashes.
-const STEP_BYTES: u64 = ((1 + P2M_ENTRIES / HASHES) * BLOCK_BYTES) as u64;
+/// Pages of hashes to one of P2M.
+const HASH_PAGES: u64 = (P2M_ENTRIES / HASHES) as u64;
+/// Pages of P2M that are read at once, and then those of their hashes: each by itself would be a wake-up of its own.
+const PAGES_AT_ONCE: u64 = 8;
 
 /// How far it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,10 +44,11 @@ impl Loading {
         self.all - self.left
     }
 
-    /// The next page.
-    fn next(&mut self) -> Option<u64> {
-        self.left = self.left.checked_sub(1)?;
-        Some(self.left)
+    /// The next pages; none are left if there are none.
+    fn next(&mut self) -> Range<u64> {
+        let pages = self.left.saturating_sub(PAGES_AT_ONCE)..self.left;
+        self.left = pages.start;
+        pages
     }
 
     /// So many of the numbers of a page that have content got a word.
@@ -60,16 +66,41 @@ impl Loading {
 }
 
 impl Live {
-    /// One page of P2M, and its hashes. Gives the bytes that were read; none: nothing is left.
+    /// A few pages of P2M, and their hashes. Gives the bytes that were read; none: nothing is left.
     ///
     /// # Errors
     /// The kernel's. What is damaged is left out: its content is stored once more.
     pub async fn load_index(&self, port: &Port) -> io::Result<Option<u64>> {
-        let Some(page) = self.duties().loading.next() else { return Ok(None) };
-        match self.load_index_page(port, page).await {
-            Err(e) if e.kind() != io::ErrorKind::InvalidData => Err(e),
-            _ => Ok(Some(STEP_BYTES)),
+        let pages = self.duties().loading.next();
+        if pages.is_empty() {
+            return Ok(None);
         }
+        let numbers = all(pages.clone().map(|page| self.entries(port, page))).await;
+        let leaves = pages.start * HASH_PAGES..pages.end * HASH_PAGES;
+        let hashes = all(leaves.map(|leaf| self.peek(port, Leaf::Hashes(leaf)))).await;
+        let hashes = hashes.chunks(HASH_PAGES as usize);
+        for (page, (entries, hashes)) in numbers.iter().zip(hashes).enumerate().rev() {
+            let page = pages.start + page as u64;
+            let Some(entries) = readable(entries)? else { continue };
+            let (mut contents, mut loaded) = (0, 0);
+            for (part, hashes) in hashes.iter().enumerate().rev() {
+                let Some(Some(hashes)) = readable(hashes)? else { continue };
+                let entries = &entries[part * HASHES..][..HASHES];
+                let names = hashes.as_chunks::<HASH_WORDS>().0.iter().zip(entries).enumerate();
+                for (at, (hash, entry)) in names.rev() {
+                    // Of two with the same content the lower one is found.
+                    let is_content =
+                        !matches!(entry, Whereabouts::Nowhere | Whereabouts::SameAs { .. });
+                    if is_content && *hash != [0; HASH_WORDS] {
+                        let number = page * P2M_ENTRIES as u64 + (part * HASHES + at) as u64;
+                        contents += 1;
+                        loaded += u64::from(self.index.remind(&ContentHash(bytes(*hash)), number));
+                    }
+                }
+            }
+            self.duties().loading.found(contents, loaded);
+        }
+        Ok(Some((pages.end - pages.start) * (1 + HASH_PAGES) * BLOCK_BYTES as u64))
     }
 
     /// All that is left of it, at once: for who has the store to itself.
@@ -80,32 +111,14 @@ impl Live {
         while self.load_index(port).await?.is_some() {}
         Ok(())
     }
+}
 
-    async fn load_index_page(&self, port: &Port, page: u64) -> io::Result<()> {
-        let entries = self.entries(port, page).await?;
-        let (mut contents, mut loaded) = (0, 0);
-        for (part, entries) in entries.chunks(HASHES).enumerate().rev() {
-            let leaf = page * (P2M_ENTRIES / HASHES) as u64 + part as u64;
-            let hashes = match self.peek(port, Leaf::Hashes(leaf)).await {
-                Ok(hashes) => hashes,
-                Err(e) if e.kind() == io::ErrorKind::InvalidData => continue,
-                Err(e) => return Err(e),
-            };
-            let Some(hashes) = hashes else { continue };
-            let all = hashes.as_chunks::<HASH_WORDS>().0.iter().zip(entries).enumerate();
-            for (at, (hash, entry)) in all.rev() {
-                // Of two with the same content the lower one is found.
-                let is_content =
-                    !matches!(entry, Whereabouts::Nowhere | Whereabouts::SameAs { .. });
-                if is_content && *hash != [0; HASH_WORDS] {
-                    let number = leaf * HASHES as u64 + at as u64;
-                    contents += 1;
-                    loaded += u64::from(self.index.remind(&ContentHash(bytes(*hash)), number));
-                }
-            }
-        }
-        self.duties().loading.found(contents, loaded);
-        Ok(())
+/// What was read, unless it is damaged.
+fn readable<T>(read: &io::Result<T>) -> io::Result<Option<&T>> {
+    match read {
+        Ok(read) => Ok(Some(read)),
+        Err(e) if e.kind() == io::ErrorKind::InvalidData => Ok(None),
+        Err(e) => Err(Failure::of(e).error()),
     }
 }
 
@@ -116,17 +129,18 @@ mod tests {
     #[test]
     fn loading_goes_from_the_end_and_ends_early_when_nothing_finds_room() {
         let mut loading = Loading::new(1000 * P2M_ENTRIES as u64 - 1);
-        assert_eq!((loading.next(), loading.next(), loading.done()), (Some(999), Some(998), 2));
+        assert_eq!((loading.next(), loading.next(), loading.done()), (992..1000, 984..992, 16));
         for _ in 1..FULL_PAGES {
             loading.found(5, 0);
         }
         loading.found(0, 0);
         loading.found(5, 1);
-        assert_eq!(loading.next(), Some(997), "something has found room");
+        assert_eq!(loading.next(), 976..984, "something has found room");
         for _ in 0..FULL_PAGES {
             loading.found(5, 0);
         }
-        assert_eq!((loading.next(), loading.loaded), (None, 1));
-        assert_eq!(Loading::new(1).next(), Some(0));
+        assert!(loading.next().is_empty());
+        assert_eq!(loading.loaded, 1);
+        assert_eq!(Loading::new(1).next(), 0..1);
     }
 }

@@ -58,6 +58,18 @@ pub(super) fn blocks_of(offset: u64, len: usize) -> Range<u64> {
     offset / block..(offset + len as u64).div_ceil(block)
 }
 
+/// Whether blocks that were read have the checksums that the store knows.
+fn are_as_known(port: &Port, spots: &[Spot], read: Span) -> bool {
+    let mut bytes = [0; BLOCK_BYTES];
+    spots.iter().enumerate().all(|(i, spot)| match *spot {
+        Spot::Zeros => true,
+        Spot::Place { checksum: known, .. } => {
+            port.memory().copy_out(read.slice(i * BLOCK_BYTES, BLOCK_BYTES), &mut bytes);
+            checksum(&bytes) == known
+        }
+    })
+}
+
 impl Live {
     /// Reads a range of a volume.
     ///
@@ -105,25 +117,20 @@ impl Live {
             let read = async |(place, blocks): &(Option<u64>, Range<usize>)| match place {
                 Some(place) => {
                     let at = place * BLOCK_BYTES as u64;
-                    port.io.read_exact(port.files[0], at, slice(blocks)).await
+                    let done = port.io.read_exact(port.files[0], at, slice(blocks)).await;
+                    // While the others are under way.
+                    done.is_ok() && are_as_known(port, &spots[blocks.clone()], slice(blocks))
                 }
                 None => {
                     port.memory().fill(slice(blocks), 0);
-                    Ok(())
+                    true
                 }
             };
-            if all(some.iter().map(read)).await.iter().any(Result::is_err) {
+            if !all(some.iter().map(read)).await.into_iter().all(|is_good| is_good) {
                 return false;
             }
         }
-        let mut bytes = [0; BLOCK_BYTES];
-        spots.iter().enumerate().all(|(i, spot)| match *spot {
-            Spot::Zeros => true,
-            Spot::Place { checksum: known, .. } => {
-                port.memory().copy_out(slice(&(i..i + 1)), &mut bytes);
-                checksum(&bytes) == known
-            }
-        })
+        true
     }
 
     /// Where blocks in a row are. What memory does not have of that is read. None: that has failed, or one of

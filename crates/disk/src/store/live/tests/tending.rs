@@ -46,7 +46,7 @@ fn what_was_written_before_a_death_is_found_again_once_the_index_is_loaded() {
         let mut process = Process::of(&machine).unwrap();
         let end = process.numbers_end();
         if is_loaded {
-            assert_eq!(process.tend().unwrap() as u64, end.div_ceil(256));
+            assert_eq!(process.tend().unwrap() as u64, end.div_ceil(8 * 256), "steps");
             let work = process.live.work();
             assert_eq!((work.index_done, work.index_all, work.index_loaded), (3, 3, 128));
         }
