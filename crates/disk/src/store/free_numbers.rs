@@ -13,6 +13,9 @@ use super::page::P2M_ENTRIES;
 pub struct FreeNumbers {
     /// By page: how many there are at least.
     pages: Vec<u8>,
+    /// The most that a page may have, and how many of the first pages have fewer. A look at all pages for
+    /// each that is opened would cost more than all else where most are nearly full.
+    most: (u8, usize),
     /// The page that was opened last, and the numbers of it that are left, the lowest last.
     open: Vec<u64>,
     /// Pages that were open since the pass began to look.
@@ -35,10 +38,19 @@ impl FreeNumbers {
         self.open.pop()
     }
 
-    /// The page to [open](FreeNumbers::open) next: the one with the most.
-    pub fn next_page(&self) -> Option<u64> {
-        let pages = (0..).zip(&self.pages).filter(|(_, count)| **count > 0);
-        pages.max_by_key(|(_, count)| **count).map(|(page, _)| page)
+    /// The page to [open](FreeNumbers::open) next: the first with the most.
+    pub fn next_page(&mut self) -> Option<u64> {
+        let (most, first) = &mut self.most;
+        while *most > 0 {
+            // Between two passes counts become nothing, and no others.
+            let left = self.pages.get(*first..).unwrap_or_default();
+            if let Some(at) = left.iter().position(|count| count == most) {
+                *first += at;
+                return Some(*first as u64);
+            }
+            (*most, *first) = (*most - 1, 0);
+        }
+        None
     }
 
     /// A page with these numbers, whose entries are nothing. Another one may be open, or this one was.
@@ -74,6 +86,7 @@ impl FreeNumbers {
                 *count = 0;
             }
         }
+        self.most = (pages.iter().max().copied().unwrap_or(0), 0);
         self.pages = pages;
     }
 }
@@ -98,6 +111,23 @@ mod tests {
         assert_eq!(free.next_page(), Some(0));
         free.close(0);
         assert_eq!(free.next_page(), None);
+    }
+
+    #[test]
+    fn pages_are_opened_in_the_order_of_what_they_have() {
+        let mut free = FreeNumbers::default();
+        free.end(vec![3, 255, 0, 7, 255, 1, 7]);
+        // One that is asked for again is not given away before.
+        assert_eq!((free.next_page(), free.next_page()), (Some(1), Some(1)));
+        free.close(6);
+        let mut order = Vec::new();
+        while let Some(page) = free.next_page() {
+            order.push(page);
+            free.close(page);
+        }
+        assert_eq!(order, [1, 4, 3, 0, 5]);
+        free.end(vec![0, 0, 2]);
+        assert_eq!(free.next_page(), Some(2), "another pass has found some");
     }
 
     #[test]
