@@ -16,13 +16,14 @@ pub trait SyncWitness: Send + Sync {
 pub(crate) struct Witnesses(Mutex<Vec<Weak<dyn SyncWitness>>>);
 
 impl Witnesses {
-    /// One more. It is told at once if `is_faulty`, which is set after [`tell`](Self::tell), and so is seen
+    /// One more, unless it is there: a device that is parked goes on with the same disk again and again. It is
+    /// told at once if `is_faulty`, which is set after [`tell`](Self::tell), and so is seen
     /// here by whom that has missed.
     pub(crate) fn add(&self, witness: Weak<dyn SyncWitness>, is_faulty: impl Fn() -> bool) {
         let mut all = self.all();
-        all.retain(|other| other.strong_count() > 0);
-        if let (true, Some(witness)) = (is_faulty(), witness.upgrade()) {
-            witness.sync_has_failed(&io::Error::other("a sync has failed before"));
+        all.retain(|other| other.strong_count() > 0 && !other.ptr_eq(&witness));
+        if let (true, Some(alive)) = (is_faulty(), witness.upgrade()) {
+            alive.sync_has_failed(&io::Error::other("a sync has failed before"));
         }
         all.push(witness);
     }
@@ -36,5 +37,41 @@ impl Witnesses {
 
     fn all(&self) -> MutexGuard<'_, Vec<Weak<dyn SyncWitness>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Count(AtomicU32);
+
+    impl SyncWitness for Count {
+        fn sync_has_failed(&self, _: &io::Error) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn weak(of: &Arc<Count>) -> Weak<dyn SyncWitness> {
+        Arc::downgrade(of) as Weak<Count>
+    }
+
+    #[test]
+    fn a_witness_is_there_once_and_until_it_is_dropped() {
+        let (all, here) = (Witnesses::default(), Arc::<Count>::default());
+        for _ in 0..3 {
+            all.add(weak(&here), || false);
+            all.add(weak(&Arc::default()), || false);
+        }
+        assert_eq!(all.all().len(), 2, "and the last one that is gone");
+        all.tell(&io::Error::other("it failed"), || ());
+        assert_eq!(here.0.load(Ordering::Relaxed), 1);
+        let late = Arc::<Count>::default();
+        all.add(weak(&late), || true);
+        assert_eq!(late.0.load(Ordering::Relaxed), 1, "one that comes later hears of it");
     }
 }
