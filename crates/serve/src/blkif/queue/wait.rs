@@ -217,7 +217,8 @@ impl Queue {
 
     fn poll_until(&mut self, from_ns: u64, end_ns: u64) -> Poll {
         let mut poll = Poll { from_ns, to_ns: from_ns, stolen_ns: 0, hit: false };
-        while !poll.hit && poll.to_ns < end_ns {
+        // Not all engines show in memory that they were asked to stop.
+        while !poll.hit && poll.to_ns < end_ns && !self.connection.shared.stopping() {
             for _ in 0..TURNS {
                 if self.ring.unconsumed() != Ok(0) || self.path.reactor().may_reap() {
                     poll.hit = true;
