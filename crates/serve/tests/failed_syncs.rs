@@ -92,3 +92,17 @@ fn a_failed_sync_that_no_guest_has_asked_for_is_remembered_before_anybody_is_tol
         assert_eq!(Shm::open(&latch).unwrap().load_u32(0), 1, "{name}");
     }
 }
+
+/// The first flush syncs the parents, and the leaf is committed nevertheless.
+#[test]
+fn a_failed_sync_of_a_parent_is_remembered_before_anybody_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let leaf = images::make(dir.path(), "chain.qcow2", 1 << 20);
+    let disk = Disk::open(&leaf, &OpenOptions::default()).unwrap();
+    let device = Arc::new(Device::new(disk, SystemClock::shared()));
+    let faults = Faults::none();
+    let mut session = Session::new(device.disk().unwrap(), |arena| faults.open(arena, 32)).unwrap();
+    faults.once(Kind::Sync, Fault::Errno(Errno::IO.raw_os_error()));
+    session.flush().unwrap_err();
+    assert!(device.flush_has_failed());
+}
