@@ -15,7 +15,7 @@ pub mod steps;
 use crate::steps::step;
 use anyhow::{Context, Result, anyhow, bail};
 use channel::{Channel, Output, quote};
-use qemu::{Machine, Pace, Processor, Qemu, Scratch};
+use qemu::{Hardware, Machine, Pace, Processor, Qemu, Scratch};
 use root::Root;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -65,33 +65,29 @@ pub struct XenHost {
 impl XenHost {
     /// Boots a host for PV guests, whose dom0 finds `programs` in its PATH.
     pub fn boot(root: &Root, programs: &[Program]) -> Result<XenHost> {
-        Self::boot_at(Pace::Clock, (Processor::Plain, 1), root, programs, &[])
+        Self::boot_at(Hardware::default(), root, programs, &[])
     }
 
-    /// Boots a host whose time is made of what `pace` says, with a number of processors; `arguments`
-    /// are the emulator's.
+    /// Boots a host on this hardware; `arguments` are the emulator's.
     pub fn boot_at(
-        pace: Pace,
-        processors: (Processor, u32),
+        hardware: Hardware,
         root: &Root,
         programs: &[Program],
         arguments: &[String],
     ) -> Result<XenHost> {
-        step("boot Xen and its dom0", || {
-            Self::boot_quietly(pace, processors, root, programs, arguments)
-        })
+        step("boot Xen and its dom0", || Self::boot_quietly(hardware, root, programs, arguments))
     }
 
     /// Boots a host with a processor of its own.
     pub fn boot_on(processor: Processor, root: &Root, programs: &[Program]) -> Result<XenHost> {
         step(&format!("boot Xen and its dom0 ({processor:?})"), || {
-            Self::boot_quietly(Pace::Clock, (processor, 1), root, programs, &[])
+            let hardware = Hardware { processor, ..Hardware::default() };
+            Self::boot_quietly(hardware, root, programs, &[])
         })
     }
 
     fn boot_quietly(
-        pace: Pace,
-        (processor, cpus): (Processor, u32),
+        hardware: Hardware,
         root: &Root,
         programs: &[Program],
         arguments: &[String],
@@ -110,15 +106,14 @@ impl XenHost {
             payload: &payload,
             scratch: &scratch,
             socket: &socket,
-            pace,
-            processor,
-            cpus,
+            hardware,
             arguments,
         };
         let mut qemu = Qemu::start(&machine)?;
         let mut channel = Channel::connect(&socket, Duration::from_secs(20))
             .with_context(|| steps::tail(&dir.path.join("qemu.log")))?;
-        if let Err(error) = channel.wait_ready(BOOT_LIMIT * if pace == Pace::Clock { 1 } else { 4 })
+        if let Err(error) =
+            channel.wait_ready(BOOT_LIMIT * if hardware.pace == Pace::Clock { 1 } else { 4 })
         {
             let state = qemu.ended().unwrap_or_else(|| "still running".into());
             let console = steps::tail(qemu.console());
@@ -131,9 +126,9 @@ impl XenHost {
             qemu,
             _dir: dir,
             guests: 0,
-            processor,
+            processor: hardware.processor,
             serve_arguments: String::new(),
-            pace,
+            pace: hardware.pace,
         };
         for package in programs.iter().filter(|program| program.name.ends_with(".deb")) {
             xenhost.sh_for(&format!("dpkg --install /lab/bin/{} 2>&1", package.name), 300)?;

@@ -21,11 +21,6 @@ pub(crate) struct Scratch {
     pub(crate) nvme: bool,
 }
 
-/// Memory of the whole host.
-const HOST_MEMORY: &str = "3G";
-/// Memory of the dom0, fixed, so that the toolstack never balloons it.
-const DOM0_MEMORY: &str = "1024M";
-
 /// Guards against the flaws of real processors flush the emulator's address translation at each
 /// entry into the hypervisor: without them everything is several times faster.
 const XEN_SPEED: &str = "spec-ctrl=no xpti=no pv-l1tf=no";
@@ -90,6 +85,29 @@ impl Processor {
     }
 }
 
+/// The machine that a host runs on.
+#[derive(Clone, Copy, Debug)]
+pub struct Hardware {
+    /// The measure of its time.
+    pub pace: Pace,
+    /// Its processor.
+    pub processor: Processor,
+    /// How many of them. The dom0 has one, which is pinned to the first where there are more.
+    pub cpus: u32,
+    /// Memory of the whole host, in MiB.
+    pub host_mib: u32,
+    /// Memory of the dom0, fixed, so that the toolstack never balloons it, in MiB.
+    pub dom0_mib: u32,
+}
+
+impl Default for Hardware {
+    /// For PV guests, by the clock.
+    fn default() -> Self {
+        let (pace, processor) = (Pace::Clock, Processor::Plain);
+        Hardware { pace, processor, cpus: 1, host_mib: 3 << 10, dom0_mib: 1 << 10 }
+    }
+}
+
 /// A running QEMU; dropped, it is killed.
 pub(crate) struct Qemu {
     child: Child,
@@ -108,12 +126,8 @@ pub(crate) struct Machine<'a> {
     pub(crate) scratch: &'a [Scratch],
     /// Where QEMU listens for the control channel.
     pub(crate) socket: &'a Path,
-    /// The measure of its time.
-    pub(crate) pace: Pace,
-    /// Its processor.
-    pub(crate) processor: Processor,
-    /// How many of them. The dom0 has one, which is pinned to the first where there are more.
-    pub(crate) cpus: u32,
+    /// What it is made of.
+    pub(crate) hardware: Hardware,
     /// Further arguments of the emulator.
     pub(crate) arguments: &'a [String],
 }
@@ -167,36 +181,36 @@ impl Drop for Qemu {
 }
 
 fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
-    let root = machine.root;
+    let (root, hardware) = (machine.root, machine.hardware);
     // setpriv: the machine dies with us, however we die.
     let mut command = Command::new(packages::find("setpriv").unwrap_or_else(|| "setpriv".into()));
     command.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
     // thread=single: Xen's own locking is not what is being tested, and it boots as fast.
     command.args(["-machine", "q35", "-accel", "tcg,thread=single"]);
-    command.args(["-cpu", machine.processor.model()]);
-    if machine.pace == Pace::Instructions {
+    command.args(["-cpu", hardware.processor.model()]);
+    if hardware.pace == Pace::Instructions {
         command.args(["-icount", "shift=0,align=off,sleep=off"]);
         command.args(["-rtc", "base=2026-01-01T00:00:00,clock=vm", "-seed", "1"]);
     }
-    let cpus = machine.cpus.to_string();
-    command.args(["-smp", &cpus, "-m", HOST_MEMORY, "-display", "none", "-monitor", "none"]);
-    // The last amount of memory holds.
+    let (cpus, memory) = (hardware.cpus.to_string(), format!("{}M", hardware.host_mib));
+    command.args(["-smp", &cpus, "-m", &memory, "-display", "none", "-monitor", "none"]);
     command.args(machine.arguments);
     command.args(["-no-reboot", "-nic", "none", "-device", "virtio-rng-pci"]);
     command.arg("-serial").arg(format!("file:{}", console.display()));
     command.arg("-kernel").arg(root.xen());
     command.arg("-append").arg(format!(
-        "console=com1 com1=115200,8n1 dom0_mem={DOM0_MEMORY},max:{DOM0_MEMORY} \
-         dom0_max_vcpus=1 {}loglvl=warning guest_loglvl=warning {}",
-        if machine.cpus > 1 { "dom0_vcpus_pin " } else { "" },
-        machine.pace.xen_arguments()
+        "console=com1 com1=115200,8n1 dom0_mem={0}M,max:{0}M \
+         dom0_max_vcpus=1 {1}loglvl=warning guest_loglvl=warning {2}",
+        hardware.dom0_mib,
+        if hardware.cpus > 1 { "dom0_vcpus_pin " } else { "" },
+        hardware.pace.xen_arguments()
     ));
     // A machine that stands still beside others stalls every grace period: no fault of the dom0.
     command.arg("-initrd").arg(format!(
         "{} console=hvc0 root=/dev/vda rw init=/lab-init quiet rcupdate.rcu_cpu_stall_suppress=1 \
          {},{}",
         root.kernel().display(),
-        machine.pace.linux_arguments(),
+        hardware.pace.linux_arguments(),
         root.initrd().display()
     ));
     let drive = |file: &Path, id: &str, more: &str| {

@@ -48,6 +48,10 @@ impl Suite {
         // The device model of HVM guests, which is the backend qdisk, too.
         list.extend(["qemu-system-xen", "seabios"].map(String::from));
         list.extend(bootdisk::PACKAGES.map(String::from));
+        if self == TRIXIE {
+            // dm-vdo, which is in this release's kernel: what a store is compared with.
+            list.extend(["vdo", "dmsetup"].map(String::from));
+        }
         list
     }
 }

@@ -83,6 +83,8 @@ enum Part {
     Instructions,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
     Xen,
+    /// The same host: a volume of a store beside dm-vdo and blkback.
+    Vdo,
     /// The same host: the kernel's network backend, from guest to guest.
     Network,
     /// Many guests: persistent grants four ways.
@@ -104,6 +106,7 @@ impl Part {
         Part::Kept,
         Part::Instructions,
         Part::Xen,
+        Part::Vdo,
         Part::Network,
         Part::Persistent,
         Part::Aggregate,
@@ -122,6 +125,7 @@ impl Part {
             Part::Kept => "kept",
             Part::Instructions => "instructions",
             Part::Xen => "xen",
+            Part::Vdo => "vdo",
             Part::Network => "network",
             Part::Persistent => "persistent",
             Part::Aggregate => "aggregate",
@@ -140,6 +144,7 @@ impl Part {
             Part::Kept => kept::run(&Setup::new(arguments)?),
             Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),
             Part::Xen => xen::run(&arguments.xen),
+            Part::Vdo => xen::vdo::run(&arguments.xen),
             Part::Network => joined("network", network::run()?),
             Part::Persistent => joined("xen-persistent", crowd::persistent(arguments.most_guests)?),
             Part::Aggregate => joined("xen-aggregate", crowd::aggregate(arguments.most_guests)?),

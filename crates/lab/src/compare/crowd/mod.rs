@@ -6,7 +6,7 @@ mod persistent;
 use anyhow::{Context as _, Result, bail};
 use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
 use ferrite_xenhost::guest::{Guest, GuestOptions, Job};
-use ferrite_xenhost::qemu::{Pace, Processor};
+use ferrite_xenhost::qemu::{Hardware, Pace};
 use ferrite_xenhost::steps::{say, step};
 use ferrite_xenhost::{XenHost, packages, release, root};
 
@@ -16,7 +16,7 @@ pub(super) use persistent::run as persistent;
 /// What a guest needs for one disk; the less, the more of them fit.
 const GUEST_MIB: u32 = 128;
 /// Of the emulated machine, for fifteen of them.
-const HOST_MEMORY: &str = "4G";
+const HOST_MIB: u32 = 4 << 10;
 /// Of each guest's disk.
 const DISK_MIB: u32 = 16;
 /// Times that the load is looked at, each so long, in seconds of the emulated machine.
@@ -52,9 +52,9 @@ impl Crowd {
         let guests = counts.last().copied().unwrap_or(1);
         packages::ensure(&[packages::XEN_HOST])?;
         let (root, programs) = (root::ensure(root::TRIXIE)?, [release::build_ferrite()?]);
-        let memory = ["-m".to_owned(), HOST_MEMORY.to_owned()];
-        let mut xenhost =
-            XenHost::boot_at(Pace::Instructions, (Processor::Plain, 1), &root, &programs, &memory)?;
+        let hardware =
+            Hardware { pace: Pace::Instructions, host_mib: HOST_MIB, ..Hardware::default() };
+        let mut xenhost = XenHost::boot_at(hardware, &root, &programs, &[])?;
         let make = format!(
             "modprobe brd rd_nr={guests} rd_size={} && \
              for n in $(seq 0 {}); do head -c {DISK_MIB}M /dev/zero | tr '\\0' f >/dev/ram$n; done",

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result};
 use ferrite_xenhost::guest::{Guest, GuestOptions};
-use ferrite_xenhost::qemu::{Pace, Processor};
+use ferrite_xenhost::qemu::{Hardware, Pace};
 use ferrite_xenhost::steps::{say, step};
 use ferrite_xenhost::{XenHost, packages, root};
 use packet::{BACK, COMPLETED, FIRST, FORK, Party, RECEIVED, TO_THE_RECEIVER, Times};
@@ -38,7 +38,8 @@ struct Peer {
 pub(super) fn run() -> Result<Findings> {
     packages::ensure(&[packages::XEN_HOST])?;
     let root = root::ensure(root::TRIXIE)?;
-    let mut xenhost = XenHost::boot_at(Pace::Instructions, (Processor::Plain, 1), &root, &[], &[])?;
+    let hardware = Hardware { pace: Pace::Instructions, ..Hardware::default() };
+    let mut xenhost = XenHost::boot_at(hardware, &root, &[], &[])?;
     step("bridge and drivers", || prepare(&mut xenhost))?;
     let mut sender = start(&mut xenhost, 1)?;
     let mut receiver = start(&mut xenhost, 2)?;

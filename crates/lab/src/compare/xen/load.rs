@@ -18,7 +18,7 @@ pub(super) struct Test {
     /// Its name in the table.
     pub(super) name: &'static str,
     /// fio's options for it.
-    fio: &'static str,
+    pub(super) fio: &'static str,
     pub(super) unit: Unit,
     /// The guest's requests may have so many segments (blkfront's `max_indirect_segments`); by
     /// default 32.
@@ -60,7 +60,7 @@ impl Test {
 }
 
 /// Random reads of 4 KiB, one at a time.
-const QD1: Test = Test {
+pub(super) const QD1: Test = Test {
     key: "qd1",
     name: "randread 4k QD1",
     fio: "--rw=randread --bs=4k --iodepth=1",
@@ -72,7 +72,7 @@ const QD1: Test = Test {
     published: None,
 };
 
-const QD32: Test = Test {
+pub(super) const QD32: Test = Test {
     key: "qd32",
     name: "randread 4k QD32",
     fio: "--rw=randread --bs=4k --iodepth=32",
@@ -92,7 +92,7 @@ const QD32X4: Test = Test {
     ..QD32
 };
 
-const READ_1M: Test = Test {
+pub(super) const READ_1M: Test = Test {
     key: "read-1m",
     name: "read 1m QD8",
     fio: "--rw=read --bs=1m --iodepth=8",

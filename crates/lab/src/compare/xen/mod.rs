@@ -5,6 +5,7 @@
 mod figures;
 mod load;
 mod profile;
+pub(super) mod vdo;
 
 use super::machine;
 use super::result::Measurement;
@@ -12,7 +13,7 @@ use crate::experiments::findings::Outcome;
 use anyhow::{Context, Result};
 use ferrite_xenhost::disk::{Backend, Disk, DiskOptions};
 use ferrite_xenhost::guest::{Guest, GuestOptions, Kind};
-use ferrite_xenhost::qemu::{Pace, Processor};
+use ferrite_xenhost::qemu::{Hardware, Pace, Processor};
 use ferrite_xenhost::steps::{self, say, step};
 use ferrite_xenhost::{XenHost, root};
 use ferrite_xenhost::{packages, release};
@@ -153,14 +154,8 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
         false => None,
     };
     let plugin = profiler.as_ref().map(Profiler::arguments).unwrap_or_default();
-    let processor = match arguments.guest {
-        GuestKind::Pv => Processor::Plain,
-        GuestKind::Pvh => Processor::Amd,
-    };
-    let processors = (processor, arguments.xen_cpus);
     let root = root::ensure(root::TRIXIE)?;
-    let mut xenhost = XenHost::boot_at(Pace::Instructions, processors, &root, &programs, &plugin)
-        .context(
+    let mut xenhost = XenHost::boot_at(hardware(arguments), &root, &programs, &plugin).context(
         "counting instructions works with QEMU 7.2; 10.0 stops with \"Bad icount read\"",
     )?;
     prepare(&mut xenhost, arguments)?;
@@ -170,6 +165,16 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     }
     let columns = measure(&mut xenhost, arguments, &tests)?;
     Ok(figures::compare(&tests, &columns, arguments))
+}
+
+/// What the guest asks for.
+fn hardware(arguments: &XenArguments) -> Hardware {
+    let processor = match arguments.guest {
+        GuestKind::Pv => Processor::Plain,
+        GuestKind::Pvh => Processor::Amd,
+    };
+    let (pace, cpus) = (Pace::Instructions, arguments.xen_cpus);
+    Hardware { pace, processor, cpus, ..Hardware::default() }
 }
 
 /// Writes the file of the results for the rounds so far: a run takes long, and one that is cut short leaves them.
@@ -290,6 +295,16 @@ fn attach(xenhost: &mut XenHost, guest: &mut Guest, peer: Peer, extra: &str) -> 
     let image = if peer == Peer::Vhd { VHD } else { "/dev/ram0" };
     let mut options = DiskOptions::new(image, "xvda");
     options.arguments = format!("{} {extra}", peer.arguments());
+    attach_by(xenhost, guest, backend, options)
+}
+
+/// Gives the guest a disk, and waits until it is there.
+fn attach_by(
+    xenhost: &mut XenHost,
+    guest: &mut Guest,
+    backend: Backend,
+    options: DiskOptions,
+) -> Result<Disk> {
     let disk = Disk::attach(xenhost, guest, backend, options)?;
     disk.wait_connected(xenhost)?;
     guest.sh(xenhost, &format!("until [ -b {} ]; do sleep 0.1; done", disk.node()), 60)?;
