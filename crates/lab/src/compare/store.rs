@@ -20,6 +20,7 @@ const WIDE: &str = "64G";
 /// Blocks of it, anywhere: of 20 leaves of V2P 19 are there.
 const WIDE_BLOCKS: u64 = 100_000;
 const DISTINCT: &str = "--mode randwrite --depth 32 --distinct --force-overwrite";
+const CHURN: &str = "--mode churn --depth 32 --distinct --force-overwrite";
 /// Of the store that is not full.
 const ROOM: &str = "16G";
 const SNAPSHOTS: usize = 100;
@@ -179,14 +180,22 @@ impl<'a> Set<'a> {
 
     /// A store that has to collect its garbage while it is written.
     fn full(&self) -> Result<Vec<Measurement>> {
-        let load = format!("{DISTINCT} {MEMORY}");
-        let name = "4 KiB random writes, depth 32, nine tenths full";
-        let full = format!("store:{}#disk", self.full);
-        let rounds = Plan::new(format!("store: {name}"))
-            .add("empty", || self.bench(&self.store, "disk", &load))
-            .add("store", || self.setup.ferrite.bench(&full, &load))
-            .run(self.setup.runs)?;
-        Ok(vec![rate(name, &rounds, "empty", 0.5)])
+        let beside_empty = |name: &str, load: &str| {
+            let load = format!("{load} {MEMORY}");
+            let full = format!("store:{}#disk", self.full);
+            Plan::new(format!("store: {name}"))
+                .add("empty", || self.bench(&self.store, "disk", &load))
+                .add("store", || self.setup.ferrite.bench(&full, &load))
+                .run(self.setup.runs)
+        };
+        let writes = "4 KiB random writes, depth 32, nine tenths full";
+        let reads = "4 KiB random reads beside as many overwrites, nine tenths full: 99 % are answered within";
+        let rounds = beside_empty(reads, CHURN)?;
+        let p99 = |of: &str| rounds.each(|r| r.of(of).p99_us);
+        let late = Measurement::of_runs(PART, reads, "us", &p99("store"))
+            .against_runs("empty", &p99("empty"))
+            .target(Target::AtMost(3.0));
+        Ok(vec![rate(writes, &beside_empty(writes, DISTINCT)?, "empty", 0.5), late])
     }
 }
 

@@ -215,9 +215,17 @@ pub(crate) enum Mode {
     /// Read blocks of the first half, while as many blocks of the second half are discarded: only reads
     /// are counted.
     Storm,
+    /// Read blocks of the first half, while as many blocks of the second half are overwritten: only
+    /// reads are counted.
+    Churn,
 }
 
 impl Mode {
+    /// Whether half of its requests read and count, and the others are in their way.
+    pub(crate) fn counts_reads_only(self) -> bool {
+        matches!(self, Mode::Storm | Mode::Churn)
+    }
+
     /// Whether it changes the image.
     pub(crate) fn writes(self) -> bool {
         !matches!(self, Mode::Read | Mode::Randread | Mode::Interleaved)

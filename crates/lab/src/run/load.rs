@@ -39,7 +39,7 @@ pub(crate) enum What {
 /// Chooses what to do next, in one part of the disk.
 struct Choice {
     mode: Mode,
-    /// Places below this read, in a storm.
+    /// Places below this read, where only reads count.
     readers: u16,
     /// The last request was a write that a flush follows.
     flush: bool,
@@ -87,9 +87,10 @@ impl Choice {
     /// A sector, and what to do there.
     fn next(&mut self, place: u16) -> (u64, What) {
         let half = self.blocks.div_ceil(2);
+        let counts = self.counts(place);
         let block = match self.mode {
-            Mode::Storm if place < self.readers => self.random.below(half),
-            Mode::Storm => self.blocks - 1 - self.random.below(half),
+            Mode::Storm | Mode::Churn if counts => self.random.below(half),
+            Mode::Storm | Mode::Churn => self.blocks - 1 - self.random.below(half),
             Mode::Randread | Mode::Randwrite | Mode::Randrw | Mode::Flush | Mode::Discard => {
                 self.random.below(self.blocks)
             }
@@ -101,10 +102,10 @@ impl Choice {
         };
         let what = match self.mode {
             Mode::Randrw if self.random.next_u64() & 1 == 1 => What::Write,
-            Mode::Storm if place < self.readers => What::Read,
+            Mode::Storm | Mode::Churn if counts => What::Read,
             Mode::Storm | Mode::Discard => What::Discard,
             Mode::Flush => self.write_or_flush(),
-            Mode::Write | Mode::Randwrite => What::Write,
+            Mode::Write | Mode::Randwrite | Mode::Churn => What::Write,
             Mode::Read | Mode::Randread | Mode::Randrw | Mode::Interleaved => What::Read,
         };
         (self.first + block * self.block_sectors, what)
@@ -112,7 +113,7 @@ impl Choice {
 
     /// Whether requests of this place count.
     fn counts(&self, place: u16) -> bool {
-        self.mode != Mode::Storm || place < self.readers
+        !self.mode.counts_reads_only() || place < self.readers
     }
 }
 
@@ -437,11 +438,15 @@ mod tests {
     }
 
     #[test]
-    fn a_storm_discards_in_the_second_half_and_reads_in_the_first() {
-        for (i, (sector, what)) in choices(Mode::Storm, 1000).into_iter().enumerate() {
-            let expected =
-                if i % 8 < 4 { (What::Read, 800..840) } else { (What::Discard, 840..880) };
-            assert!(what == expected.0 && expected.1.contains(&sector), "{i}: {what:?} {sector}");
+    fn what_is_beside_counted_reads_is_in_the_second_half_and_they_are_in_the_first() {
+        for (mode, other) in [(Mode::Storm, What::Discard), (Mode::Churn, What::Write)] {
+            for (i, (sector, what)) in choices(mode, 1000).into_iter().enumerate() {
+                let expected = if i % 8 < 4 { (What::Read, 800..840) } else { (other, 840..880) };
+                assert!(
+                    what == expected.0 && expected.1.contains(&sector),
+                    "{mode:?}, {i}: {what:?} {sector}"
+                );
+            }
         }
     }
 }
