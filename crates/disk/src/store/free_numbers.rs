@@ -13,9 +13,11 @@ use super::page::P2M_ENTRIES;
 pub struct FreeNumbers {
     /// By page: how many there are at least.
     pages: Vec<u8>,
-    /// The most that a page may have, and how many of the first pages have fewer. A look at all pages for
-    /// each that is opened would cost more than all else where most are nearly full.
-    most: (u8, usize),
+    /// The most that a page may have.
+    most: u8,
+    /// The pages before this one have fewer. A look at all pages for each that is opened would cost more than
+    /// all else where most are nearly full.
+    first: usize,
     /// The page that was opened last, and the numbers of it that are left, the lowest last.
     open: Vec<u64>,
     /// Pages that were open since the pass began to look.
@@ -40,15 +42,14 @@ impl FreeNumbers {
 
     /// The page to [open](FreeNumbers::open) next: the first with the most.
     pub fn next_page(&mut self) -> Option<u64> {
-        let (most, first) = &mut self.most;
-        while *most > 0 {
+        while self.most > 0 {
             // Between two passes counts become nothing, and no others.
-            let left = self.pages.get(*first..).unwrap_or_default();
-            if let Some(at) = left.iter().position(|count| count == most) {
-                *first += at;
-                return Some(*first as u64);
+            let left = self.pages.get(self.first..).unwrap_or_default();
+            if let Some(at) = left.iter().position(|count| *count == self.most) {
+                self.first += at;
+                return Some(self.first as u64);
             }
-            (*most, *first) = (*most - 1, 0);
+            (self.most, self.first) = (self.most - 1, 0);
         }
         None
     }
@@ -86,7 +87,7 @@ impl FreeNumbers {
                 *count = 0;
             }
         }
-        self.most = (pages.iter().max().copied().unwrap_or(0), 0);
+        (self.most, self.first) = (pages.iter().max().copied().unwrap_or(0), 0);
         self.pages = pages;
     }
 }

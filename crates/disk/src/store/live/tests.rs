@@ -94,8 +94,12 @@ async fn all(mut tasks: Vec<Task<'_>>) -> Vec<io::Result<()>> {
 
 impl Process {
     fn of(machine: &Machine) -> io::Result<Process> {
+        Self::with(machine, MEMORY)
+    }
+
+    fn with(machine: &Machine, memory: Memory) -> io::Result<Process> {
         let (port, mut reactor) = testing::port(&machine.world, &machine.path);
-        let live = reactor.block_on(async { Live::open(&port, BYTES, MEMORY).await })??;
+        let live = reactor.block_on(async { Live::open(&port, BYTES, memory).await })??;
         Ok(Process { live: Arc::new(live), port, reactor })
     }
 

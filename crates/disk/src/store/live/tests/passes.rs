@@ -187,6 +187,44 @@ fn content_that_is_found_again_at_any_time_of_a_pass_stays() {
     nothing_is_lost_and_nothing_left(&mut process);
 }
 
+/// Each block of a volume gets a content of its own: the number behind its own.
+fn write_numbered(process: &mut Process, name: &str) -> io::Result<()> {
+    for block in (0..BLOCKS).step_by(16) {
+        write_new(process, name, block, 16.min((BLOCKS - block) as usize), 1 + block)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_full_store_looks_for_what_is_there_twice_before_a_write_fails() {
+    let (machine, mut process) = with_a_volume();
+    write_numbered(&mut process, "v0").unwrap();
+    let twin = Operation::Create(Name::new("twin").unwrap(), BLOCKS, 0);
+    process.operate(twin).unwrap();
+    process.flush().unwrap();
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.checkpoint(port).await }).unwrap().unwrap();
+    drop(process);
+    machine.world.kill_process().unwrap();
+    // The next process has not read what the store has: it stores the same again.
+    let memory = Memory { index: 1 << 16, ..MEMORY };
+    let mut process = Process::with(&machine, memory).unwrap();
+    let e = write_numbered(&mut process, "twin").unwrap_err();
+    assert_eq!(e.kind(), io::ErrorKind::StorageFull);
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.load_whole_index(port).await }).unwrap().unwrap();
+    let begun = passes(&process).count();
+    write_new(&mut process, "twin", 0, 16, 1 << 40).unwrap();
+    assert!(passes(&process).count() >= begun + 2, "one that looks for garbage only comes first");
+    for block in [16, 31] {
+        assert_eq!(read_one(&mut process, "twin", block), 1 + block);
+        assert_eq!(read_one(&mut process, "v0", block), 1 + block);
+    }
+    nothing_is_lost_and_nothing_left(&mut process);
+    let free = process.live.core().space.free();
+    assert!(free > BLOCKS / 4, "{free} places are free");
+}
+
 #[test]
 fn a_full_store_lets_writes_wait_for_a_pass_and_fails_them_if_there_is_no_garbage() {
     let (machine, mut process) = with_a_volume();
