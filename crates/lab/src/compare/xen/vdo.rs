@@ -82,7 +82,7 @@ impl Side {
             Side::Store => format!(
                 "ferrite store create /dev/ram0 --force && ferrite store create /dev/ram0#disk {DISK_MIB}M"
             ),
-            // Its sizes are those that it has by itself, but for the index, whose default would take 10 GB more.
+            // Its least index and slabs that the device has several of; the map cache is the least, too.
             Side::Vdo => format!(
                 "modprobe dm-vdo && vdoformat --logical-size={DISK_MIB}M --slab-bits=17 --uds-memory-size=0.25 \
                  /dev/ram1 && dmsetup create --noudevrules --noudevsync vdo --table \"0 {} vdo V4 /dev/ram1 {} 4096 \
