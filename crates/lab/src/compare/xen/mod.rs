@@ -167,7 +167,7 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     Ok(figures::compare(&tests, &columns, arguments))
 }
 
-/// What the guest asks for.
+/// A machine for such guests, with so many processors.
 fn hardware(arguments: &XenArguments) -> Hardware {
     let processor = match arguments.guest {
         GuestKind::Pv => Processor::Plain,

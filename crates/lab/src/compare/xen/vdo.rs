@@ -125,12 +125,8 @@ fn figure(report: &str, name: &str) -> Option<u64> {
     parts.find(|(key, _)| key.trim() == name)?.1.trim().parse().ok()
 }
 
-/// What both were measured with, in the order of [`Side::BOTH`].
-struct Figures {
-    stored_bytes: [u64; 2],
-    /// Of each test the figure of each round.
-    values: [Vec<Vec<f64>>; 2],
-}
+/// Of each side, in the order of [`Side::BOTH`]: of each test the figure of each round.
+type Values = [Vec<Vec<f64>>; 2];
 
 /// Boots the host, and measures both in turn.
 pub(in crate::compare) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
@@ -151,7 +147,7 @@ pub(in crate::compare) fn run(arguments: &XenArguments) -> Result<Vec<Measuremen
         })?;
     }
     let values = speed(&mut xenhost, &mut guest, arguments)?;
-    Ok(rows(&Figures { stored_bytes, values }))
+    Ok(rows(stored_bytes, &values))
 }
 
 /// Has the guest write the same content to several places of its disk, and gives what that takes. Then it fills the
@@ -174,18 +170,14 @@ fn space(xenhost: &mut XenHost, guest: &mut Guest, side: Side) -> Result<u64> {
     }
     guest.sh(xenhost, &command, LIMIT_S).with_context(|| disk.describe(xenhost))?;
     let stored = side.stored_bytes(xenhost)?;
+    ensure!(stored >= u64::from(CONTENT_BLOCKS) << 12, "less is stored than differs: {stored}");
     guest.sh(xenhost, &format!("fio {FILL} --filename={node}"), LIMIT_S)?;
-    ensure!(stored >= u64::from(CONTENT_BLOCKS) << 12, "less is stored than was written: {stored}");
     disk.unplug(xenhost)?;
     Ok(stored)
 }
 
 /// Runs the tests on both, round after round.
-fn speed(
-    xenhost: &mut XenHost,
-    guest: &mut Guest,
-    arguments: &XenArguments,
-) -> Result<[Vec<Vec<f64>>; 2]> {
+fn speed(xenhost: &mut XenHost, guest: &mut Guest, arguments: &XenArguments) -> Result<Values> {
     let tests: Vec<&Test> = TESTS.iter().collect();
     let mut values = [vec![Vec::new(); tests.len()], vec![Vec::new(); tests.len()]];
     for round in 1..=arguments.xen_rounds {
@@ -205,12 +197,11 @@ fn speed(
     Ok(values)
 }
 
-fn rows(figures: &Figures) -> Vec<Measurement> {
+fn rows(stored_bytes: [u64; 2], [ours, theirs]: &Values) -> Vec<Measurement> {
     let distinct = (u64::from(CONTENT_BLOCKS) << 12) as f64;
-    let [ours, theirs] = figures.stored_bytes.map(|bytes| bytes as f64 / distinct);
-    let space = Measurement::new(PART, "stored of what differs", ours, "times");
-    let space = space.against(Side::Vdo.name(), theirs).target(Target::AtMost(1.0));
-    let [ours, theirs] = &figures.values;
+    let [stored, by_vdo] = stored_bytes.map(|bytes| bytes as f64 / distinct);
+    let space = Measurement::new(PART, "stored of what differs", stored, "times");
+    let space = space.against(Side::Vdo.name(), by_vdo).target(Target::AtMost(1.0));
     let tests = TESTS.iter().zip(ours.iter().zip(theirs));
     let speed = tests.map(|(test, (ours, theirs))| {
         Measurement::of_runs(PART, test.name, test.unit.name(), ours)
