@@ -4,6 +4,7 @@
 //! to the same places, under the same number. So whatever the medium has of it is good.
 
 use std::io;
+use std::iter;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::free_numbers::FreeNumbers;
@@ -257,15 +258,7 @@ async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Resu
     }
     let superblock = lock(core).under_way.as_ref().map(UnderWay::superblock);
     let Some(superblock) = superblock else { return Ok(()) };
-    loop {
-        let page = {
-            let mut core = lock(core);
-            let id = core.id;
-            core.space.page_to_write(&id, superblock.checkpoint)
-        };
-        let Some((place, page)) = page else { break };
-        medium.write(port, place, &page).await?;
-    }
+    write_space(core, medium, port, superblock.checkpoint).await?;
     // All that the superblock leads to is there before it, and so are data and journal up to here.
     medium.sync(port).await?;
     for home in 0..2 {
@@ -275,6 +268,27 @@ async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Resu
         medium.sync(port).await?;
     }
     Ok(())
+}
+
+/// Step 3.
+async fn write_space(
+    core: &Mutex<Core>,
+    medium: &Medium,
+    port: &Port,
+    checkpoint: u64,
+) -> io::Result<()> {
+    loop {
+        let pages: Vec<_> = {
+            let core = &mut *lock(core);
+            let next = || core.space.page_to_write(&core.id, checkpoint);
+            iter::from_fn(next).take(MAX_BLOCKS).collect()
+        };
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let write = async |(place, page): (u64, Vec<u8>)| medium.write(port, place, &page).await;
+        all(pages.into_iter().map(write)).await.into_iter().collect::<io::Result<()>>()?;
+    }
 }
 
 /// A page that was loaded for somebody who looks for something in a tree.

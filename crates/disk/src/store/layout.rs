@@ -8,6 +8,10 @@ const HOME_BLOCKS: u64 = 2;
 const JOURNAL_BLOCKS: (u64, u64) = (16, 65_536);
 const SEGMENT_BLOCKS: (u64, u64) = (64, 16_384);
 const MIN_SEGMENTS: u64 = 64;
+/// Data never get two pairs of them (store.md 7, Room): that is less than a hundredth of so many.
+const WANTED_SEGMENTS: u64 = 512;
+/// 1 MiB. The space pages of smaller ones would be more than a hundredth.
+const SMALLEST_WANTED_BLOCKS: u64 = 256;
 
 /// Places have 40 bits.
 const MAX_BLOCKS: u64 = 1 << 40;
@@ -45,12 +49,17 @@ impl Layout {
         }
         let journal_blocks = (blocks / 64).clamp(JOURNAL_BLOCKS.0, JOURNAL_BLOCKS.1);
         let room = blocks - 2 * HOME_BLOCKS - journal_blocks;
-        let mut segment_blocks = SEGMENT_BLOCKS.1;
         // Each has its two space pages besides.
-        while segment_blocks > SEGMENT_BLOCKS.0 && room / (segment_blocks + 2) < MIN_SEGMENTS {
+        let segments_of = |segment_blocks: u64| room / (segment_blocks + 2);
+        let mut segment_blocks = SEGMENT_BLOCKS.1;
+        while segment_blocks > SEGMENT_BLOCKS.0
+            && (segments_of(segment_blocks) < MIN_SEGMENTS
+                || segment_blocks > SMALLEST_WANTED_BLOCKS
+                    && segments_of(segment_blocks) < WANTED_SEGMENTS)
+        {
             segment_blocks /= 2;
         }
-        let segments = (room / (segment_blocks + 2)) & !1;
+        let segments = segments_of(segment_blocks) & !1;
         Ok(Layout { blocks, journal_blocks, segment_blocks, segments })
     }
 
@@ -204,6 +213,15 @@ mod tests {
         assert_eq!(Layout::of(smallest - 1), Err(BadSize));
         assert_eq!(Layout::of(u64::MAX), Err(BadSize));
         assert_eq!(BadSize.to_string(), "a store has between 18 MiB and 4 PiB");
+    }
+
+    #[test]
+    fn what_data_never_get_and_space_pages_are_a_hundredth_each_from_a_gibibyte_on() {
+        for mib in [1 << 10, 2437, 8 << 10, 40 << 10, 1 << 20] {
+            let layout = Layout::of(mib << 20).unwrap();
+            assert!(400 * layout.segment_blocks <= layout.blocks, "{mib} MiB: {layout:?}");
+            assert!(200 * layout.segments <= layout.blocks, "{mib} MiB: {layout:?}");
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use ferrite_io::clock::{Random, SplitMix64};
@@ -314,7 +315,6 @@ fn with_something() -> (Machine, Model) {
 
 #[test]
 fn of_any_one_damaged_block_there_is_another() {
-    use std::os::unix::fs::FileExt;
     let (machine, model) = with_something();
     let file = File::options().read(true).write(true).open(&machine.machine.path).unwrap();
     for place in 0..BYTES / BLOCK_BYTES as u64 {
@@ -387,7 +387,10 @@ fn a_superblock_that_could_not_be_read_never_counts_again() {
         let core = lock(&process.core);
         (core.layout, core.checkpoint)
     };
+    let file = File::options().read(true).write(true).open(&machine.machine.path).unwrap();
     let second = layout.superblock(1, before + 1) * BLOCK_BYTES as u64;
+    let mut old = vec![0; BLOCK_BYTES];
+    file.read_exact_at(&mut old, second).unwrap();
     let range = second..second + BLOCK_BYTES as u64;
     let fault = Fault { on: On::Write, range, per_mille: 1000, errno: 5, times: u64::MAX };
     machine.machine.world.set_faults(vec![fault]);
@@ -397,6 +400,9 @@ fn a_superblock_that_could_not_be_read_never_counts_again() {
     process.write_checkpoint().unwrap_err();
     drop(process);
     machine.machine.world.kill_process().unwrap();
+    // The write that failed may have torn it.
+    file.write_all_at(&old, second).unwrap();
+    machine.machine.world.changed_outside(&file).unwrap();
     machine.machine.world.set_faults(vec![unreadable(layout.superblock(0, before + 1))]);
     let checkpoint = |process: &Process| lock(&process.core).checkpoint;
     assert_eq!(checkpoint(&machine.open().unwrap()), before);

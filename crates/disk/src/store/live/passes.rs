@@ -12,8 +12,10 @@ use crate::Port;
 use crate::store::Damaged;
 use crate::store::checkpoint::Core;
 use crate::store::free_numbers::page_of;
+use crate::store::medium::MAX_BLOCKS;
 use crate::store::pace::Pace;
 use crate::store::page::P2M_ENTRIES;
+use crate::store::side_by_side::all;
 use crate::store::space::{Bits, NoRoom, Passes};
 use crate::store::tree::Link;
 
@@ -21,8 +23,8 @@ use crate::store::tree::Link;
 const AGAIN: Duration = Duration::from_millis(1);
 /// How often a pass looks whether operations have ended that have hung since: for half a minute.
 const LOOKS_AT_EPOCHS: u32 = 30_000;
-/// Pairs whose places come free by one checkpoint: in the largest segments 4 GiB of them.
-const PAIRS_AT_ONCE: u64 = 32;
+/// Places that come free by one checkpoint, at most: 4 GiB, which have 128 KiB of bits.
+const PLACES_AT_ONCE: u64 = 1 << 20;
 
 /// What who finds content again has to do. It goes by the phase in which it has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -280,16 +282,14 @@ impl Live {
 
     /// All places without a mark come free, a part of them by each checkpoint.
     async fn sweep_places(&self, port: &Port, pace: &Pace) -> io::Result<u64> {
-        let pairs = self.core().layout.segments / 2;
+        let pairs = self.layout.segments / 2;
+        // In two parts at least: what the second does behind the first's checkpoint is no matter of large stores.
+        let at_once = (PLACES_AT_ONCE / (2 * self.layout.segment_blocks)).min(pairs.div_ceil(2));
         let mut freed = 0;
-        for first in (0..pairs).step_by(PAIRS_AT_ONCE as usize) {
-            let part = first..pairs.min(first + PAIRS_AT_ONCE);
+        for first in (0..pairs).step_by(at_once as usize) {
+            let part = first..pairs.min(first + at_once);
             self.core().space.keep(part.clone());
-            for segment in 2 * part.start..2 * part.end {
-                while !self.core().space.is_loaded(segment) {
-                    self.load_bits(port, segment).await?;
-                }
-            }
+            self.load_all_bits(port, 2 * part.start..2 * part.end).await?;
             let (holes, count) = self.sweep_part(port, part).await?;
             freed += count;
             // Who reads there was told of it before.
@@ -300,6 +300,19 @@ impl Live {
             self.release();
         }
         Ok(freed)
+    }
+
+    /// Of these segments, which are [kept](crate::store::space::Space::keep).
+    async fn load_all_bits(&self, port: &Port, segments: Range<u64>) -> io::Result<()> {
+        let is_missing = |segment: &u64| !self.core().space.is_loaded(*segment);
+        loop {
+            let missing: Vec<u64> = segments.clone().filter(is_missing).take(MAX_BLOCKS).collect();
+            if missing.is_empty() {
+                return Ok(());
+            }
+            let loads = missing.into_iter().map(|segment| self.load_bits(port, segment));
+            all(loads).await.into_iter().collect::<io::Result<()>>()?;
+        }
     }
 
     /// A checkpoint in which these pairs have nothing without a mark.
