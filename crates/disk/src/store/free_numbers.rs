@@ -1,8 +1,9 @@
 //! Which numbers of contents can be given (store.md 7 and 11).
 //!
-//! A pass says how many are free in each page of P2M. Which they are is looked up when the page is opened, once
-//! after each pass: those whose entries are nothing. So nobody may have a number of such a page that is on its way
-//! to its entry. Pages that numbers were given of while the pass looked for them are left to the next one.
+//! A pass says how many are free in each page of P2M; before the first one each page may have some. Which they are is
+//! looked up when the page is opened, once after each pass: those whose entries are nothing. So nobody may have a
+//! number of such a page that is on its way to its entry. Pages that numbers were given of while the pass looked for
+//! them are left to the next one.
 
 use std::collections::BTreeSet;
 
@@ -11,14 +12,15 @@ use super::page::P2M_ENTRIES;
 /// See the module text.
 #[derive(Debug, Default)]
 pub struct FreeNumbers {
-    /// By page: how many there are at least.
+    /// By page: how many there are, as a pass has found; 1 before the first one.
     pages: Vec<u8>,
+    are_known: bool,
     /// The most that a page may have.
     most: u8,
     /// The pages before this one have fewer. A look at all pages for each that is opened would cost more than
     /// all else where most are nearly full.
     first: usize,
-    /// The page that was opened last, and the numbers of it that are left, the lowest last.
+    /// Numbers of pages that were opened, those of the last one last.
     open: Vec<u64>,
     /// Pages that were open since the pass began to look.
     recent: BTreeSet<u64>,
@@ -30,14 +32,26 @@ pub fn page_of(number: u64) -> u64 {
 }
 
 impl FreeNumbers {
+    /// Of a store that was just opened, in which numbers up to this one were given: what is nothing is so in a
+    /// checkpoint.
+    pub fn opened(numbers_end: u64) -> FreeNumbers {
+        let pages = vec![1; page_of(numbers_end) as usize];
+        FreeNumbers { pages, most: 1, ..FreeNumbers::default() }
+    }
+
     /// How many can be given at once.
     pub fn ready(&self) -> u64 {
         self.open.len() as u64
     }
 
-    /// The lowest of them.
+    /// One of them, the lowest of its page.
     pub fn give(&mut self) -> Option<u64> {
         self.open.pop()
+    }
+
+    /// Whether a pass has said what is free.
+    pub fn are_known(&self) -> bool {
+        self.are_known
     }
 
     /// The page to [open](FreeNumbers::open) next: the first with the most.
@@ -54,9 +68,9 @@ impl FreeNumbers {
         None
     }
 
-    /// A page with these numbers, whose entries are nothing. Another one may be open, or this one was.
+    /// A page with these numbers, whose entries are nothing in a checkpoint. Others may be open, or this one was.
     pub fn open(&mut self, page: u64, numbers: impl DoubleEndedIterator<Item = u64>) {
-        if self.open.is_empty() && self.count(page) > 0 {
+        if self.count(page) > 0 {
             self.open.extend(numbers.rev());
             self.recent.insert(page);
             self.close(page);
@@ -77,7 +91,7 @@ impl FreeNumbers {
 
     /// From now on no number is on its way that was given before a wait of two epochs.
     pub fn begin(&mut self) {
-        self.recent = self.open.last().map(|number| page_of(*number)).into_iter().collect();
+        self.recent = self.open.iter().map(|number| page_of(*number)).collect();
     }
 
     /// A pass has found these, and they are nothing in a checkpoint.
@@ -88,7 +102,7 @@ impl FreeNumbers {
             }
         }
         (self.most, self.first) = (pages.iter().max().copied().unwrap_or(0), 0);
-        self.pages = pages;
+        (self.pages, self.are_known) = (pages, true);
     }
 }
 
@@ -105,7 +119,6 @@ mod tests {
         assert_eq!(free.next_page(), Some(2));
         free.open(2, [520, 530].into_iter());
         free.open(2, [520, 530].into_iter());
-        free.open(0, [5].into_iter());
         assert_eq!((free.give(), free.give(), free.give()), (Some(520), Some(530), None));
         free.open(2, [520].into_iter());
         assert_eq!(free.give(), None, "somebody may have it");
@@ -129,6 +142,30 @@ mod tests {
         assert_eq!(order, [1, 4, 3, 0, 5]);
         free.end(vec![0, 0, 2]);
         assert_eq!(free.next_page(), Some(2), "another pass has found some");
+    }
+
+    #[test]
+    fn before_the_first_pass_each_page_may_have_some() {
+        let mut free = FreeNumbers::opened(2 * P2M_ENTRIES as u64 + 5);
+        assert_eq!((free.next_page(), free.are_known()), (Some(0), false));
+        free.open(0, [].into_iter());
+        assert_eq!(free.next_page(), Some(1));
+        free.open(1, [300].into_iter());
+        assert_eq!((free.next_page(), free.give()), (None, Some(300)), "the last one may be given");
+        free.end(vec![0; 3]);
+        assert!(free.are_known());
+    }
+
+    #[test]
+    fn several_pages_can_be_open_and_each_was_open_during_the_pass() {
+        let mut free = FreeNumbers::default();
+        free.end(vec![9, 9, 9]);
+        free.open(2, [512, 520].into_iter());
+        free.open(0, [5].into_iter());
+        free.begin();
+        free.end(vec![9, 9, 9]);
+        assert_eq!((free.next_page(), free.ready()), (Some(1), 3));
+        assert_eq!([free.give(), free.give(), free.give()], [Some(5), Some(512), Some(520)]);
     }
 
     #[test]

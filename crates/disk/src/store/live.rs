@@ -43,6 +43,7 @@ use self::passes::Marks;
 use self::tending::Duties;
 use self::turns::{MAX_LEAVES, Turns};
 use super::checkpoint::{self, Core, lock};
+use super::free_numbers::FreeNumbers;
 use super::index::Index;
 use super::layout::Layout;
 use super::lookups::{Looked, Lookups};
@@ -127,7 +128,9 @@ impl Live {
         let index = usize::try_from(8 * core.layout.places()).unwrap_or(usize::MAX);
         let live = Live::of(medium, core, Index::new(memory.index.min(index)));
         live.replay(port).await?;
-        *live.duties() = Duties::new(live.core().numbers_end);
+        let end = live.core().numbers_end;
+        live.core().free_numbers = FreeNumbers::opened(end);
+        *live.duties() = Duties::new(end);
         Ok(live)
     }
 

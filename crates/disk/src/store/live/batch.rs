@@ -23,6 +23,9 @@ use crate::store::side_by_side::{all, both};
 use crate::store::space::Given;
 use crate::writeback::Failure;
 
+/// Pages of P2M in which one turn looks for numbers: a pass waits for it.
+const MOST_PAGES: u32 = 256;
+
 /// Content that the store has not.
 struct Fresh {
     hash: ContentHash,
@@ -277,7 +280,7 @@ impl Live {
 
     /// Step 4. What finds no room has failed, and all who have it.
     async fn give_places(&self, port: &Port, batch: &mut Batch) -> io::Result<()> {
-        let mut done = 0;
+        let (mut done, mut pages) = (0, 0);
         while done < batch.fresh.len() {
             match self.give(&mut batch.fresh[done..]) {
                 Gives::Room(count) => {
@@ -285,8 +288,11 @@ impl Live {
                     self.numbers().new_data(count as u64);
                 }
                 Gives::Bits(segment) => self.load_bits(port, segment).await?,
-                Gives::Numbers(page) => self.open_numbers(port, page).await?,
-                Gives::Nothing => break,
+                Gives::Numbers(page) if pages < MOST_PAGES => {
+                    pages += 1;
+                    self.open_numbers(port, page).await?;
+                }
+                Gives::Numbers(_) | Gives::Nothing => break,
             }
         }
         batch.fail_with_contents();
@@ -377,10 +383,15 @@ impl Core {
     /// Places in a row for as many contents as there are numbers for, at most so many.
     fn give_some(&mut self, most: u64) -> Result<Range<u64>, Gives> {
         let ready = self.free_numbers.ready();
-        if let (0, Some(page)) = (ready, self.free_numbers.next_page()) {
+        let never_given = self.layout.places().saturating_sub(self.numbers_end);
+        // A page that may have none is looked at if there is no other way.
+        let may_look = self.free_numbers.are_known() || never_given == 0;
+        if ready == 0
+            && may_look
+            && let Some(page) = self.free_numbers.next_page()
+        {
             return Err(Gives::Numbers(page));
         }
-        let never_given = self.layout.places().saturating_sub(self.numbers_end);
         let most = most.min(if ready > 0 { ready } else { never_given });
         if most == 0 {
             return Err(Gives::Nothing);

@@ -219,16 +219,16 @@ impl Live {
         let end = self.begin_places(port).await?;
         self.two_epochs(port, pace).await?;
         self.keep_trees(port).await?;
+        {
+            // The page in which the numbers end may have some on their way.
+            let below = |(page, count)| if page < page_of(end) { count } else { 0 };
+            let free = (0..).zip(free).map(below).collect();
+            self.core().free_numbers.end(free);
+        }
         self.mark_places(port, pace).await?;
         // Step 7.
         passed.freed = self.sweep_places(port, pace).await?;
-        let free_places = {
-            let core = &mut *self.core();
-            // The page in which the numbers end may have some on their way.
-            let below = |(page, count)| if page < page_of(end) { count } else { 0 };
-            core.free_numbers.end((0..).zip(free).map(below).collect());
-            core.space.free()
-        };
+        let free_places = self.core().space.free();
         self.marks().passes.end(free_places, passed.is_thorough);
         self.duties().passed = Some(passed);
         drop(ends);
@@ -254,15 +254,15 @@ impl Live {
         Err(io::ErrorKind::TimedOut.into())
     }
 
-    /// Volumes change no page that they have now, and all of them are on the medium.
+    /// Volumes change no page that they have now, and all of them are on the medium, with all that is in memory.
     async fn keep_trees(&self, port: &Port) -> io::Result<()> {
         self.core().keep_trees();
         // The first may be one that had begun before.
         for _ in 0..3 {
+            self.checkpoint(port).await?;
             if self.core().kept.iter().all(|tree| !matches!(tree.root, Link::Unwritten { .. })) {
                 return Ok(());
             }
-            self.checkpoint(port).await?;
         }
         Err(damaged(Damaged("a tree does not come to the medium")))
     }

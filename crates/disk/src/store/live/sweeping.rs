@@ -1,5 +1,6 @@
 //! What a pass looks at: trees of volumes as they were, and P2M and the hashes as they are (store.md 7).
 
+use std::collections::BTreeSet;
 use std::io;
 
 use super::leaves::{Leaf, bytes};
@@ -17,6 +18,9 @@ use crate::store::tree::{Link, Way};
 const STEP: u64 = 64;
 /// Pages that are read at once.
 const PAGES_AT_ONCE: u64 = 16;
+/// Numbers that writers have while no page can be opened: from the sweep of the last ones to the next checkpoint. At
+/// most a 64th of all.
+const SET_ASIDE: u64 = 16_384;
 /// Words of an entry of P2M.
 const ENTRY_WORDS: usize = 2;
 
@@ -187,9 +191,14 @@ impl Live {
         let leaves = dead.iter().map(|number| Leaf::of_number(*number).0).collect();
         let mut claim = self.claim(port, &leaves).await?;
         self.with_all(port, &mut claim, &leaves, |core| {
+            for page in dead.iter().map(|number| page_of(*number)).collect::<BTreeSet<_>>() {
+                if core.free_numbers.ready() < SET_ASIDE.min(core.layout.places() / 64) {
+                    core.open_numbers(page)?;
+                }
+                // No checkpoint has it that these are nothing.
+                core.free_numbers.close(page);
+            }
             for number in dead {
-                // No checkpoint has it that they are nothing.
-                core.free_numbers.close(page_of(*number));
                 let (leaf, at) = Leaf::of_number(*number);
                 leaf.store(core, at, &[0; ENTRY_WORDS])?;
             }
@@ -256,15 +265,20 @@ impl Live {
             core.free_numbers.close(page);
             return if e.kind() == io::ErrorKind::InvalidData { Ok(()) } else { Err(e) };
         }
-        let numbers = numbers_of(page, core.numbers_end);
-        let Some(is_nothing) = Leaf::P2m(page).nothing(core)? else { return Ok(()) };
-        let free = numbers.filter(|number| is_nothing[(number % P2M_ENTRIES as u64) as usize]);
-        core.free_numbers.open(page, free.collect::<Vec<_>>().into_iter());
-        Ok(())
+        core.open_numbers(page)
     }
 }
 
 impl Core {
+    /// The same, if the page is in memory.
+    fn open_numbers(&mut self, page: u64) -> io::Result<()> {
+        let numbers = numbers_of(page, self.numbers_end);
+        let Some(is_nothing) = Leaf::P2m(page).nothing(self)? else { return Ok(()) };
+        let free = numbers.filter(|number| is_nothing[(number % P2M_ENTRIES as u64) as usize]);
+        self.free_numbers.open(page, free.collect::<Vec<_>>().into_iter());
+        Ok(())
+    }
+
     /// The places of these contents are in use.
     fn mark_contents(&mut self, entries: &[Whereabouts]) {
         for entry in entries {

@@ -26,6 +26,9 @@ use super::{Damaged, StoreId};
 const RESERVED_PAIRS: u64 = 2;
 /// And those that content which is put in order never gets.
 const LEFT_FOR_WRITES: u64 = 2;
+/// Free pairs are for data while pages have room for so many checkpoints without them. Later data fill what is left
+/// in pairs of data first: pages can get nothing but free pairs.
+const PLENTY: u64 = 4;
 
 #[derive(Debug)]
 struct Segment {
@@ -233,27 +236,25 @@ impl Space {
         }
     }
 
-    /// A free pair, or else the pair of data with the most room.
+    /// A free pair while there are plenty, or else the pair of data with the most room, or one of the last.
     fn pair_for_data(&self) -> Option<u64> {
-        let pairs = || self.pairs.iter().zip(0..);
-        if let Some(pair) = self.free_pair(RESERVED_PAIRS) {
-            return Some(pair);
-        }
-        let room = |pair: u64| self.free_of(pair);
-        let data = pairs().filter(|(kind, pair)| **kind == Kind::Data && room(*pair) > 0);
-        data.map(|(_, pair)| pair).max_by_key(|pair| room(*pair))
+        let most_room = || {
+            let data = self.pairs.iter().zip(0..).filter(|(kind, _)| **kind == Kind::Data);
+            let rooms = data.map(|(_, pair)| (self.free_of(pair), pair));
+            rooms.filter(|(room, _)| *room > 0).max().map(|(_, pair)| pair)
+        };
+        let plenty = self.free_pair(RESERVED_PAIRS, PLENTY * self.reserve);
+        plenty.or_else(most_room).or_else(|| self.free_pair(RESERVED_PAIRS, self.reserve))
     }
 
-    /// A free pair, if so many are left, and room for the pages of a checkpoint.
-    fn free_pair(&self, reserved: u64) -> Option<u64> {
-        let pairs = || self.pairs.iter().zip(0..);
-        let free = self.free_pairs;
-        let pages = self.begun_for_pages();
+    /// A free pair, if so many are left, and room for so many pages.
+    fn free_pair(&self, reserved: u64, pages: u64) -> Option<u64> {
         // If data took one of the free pairs.
-        let left = free.saturating_sub(1 + reserved) * self.layout.segment_blocks;
-        let may_take = free > reserved && pages + left >= self.reserve;
-        let mut free = pairs().filter(|(kind, _)| **kind == Kind::Free && may_take);
-        free.next().map(|(_, pair)| pair)
+        let left = self.free_pairs.checked_sub(1 + reserved)? * self.layout.segment_blocks;
+        if left < pages && self.begun_for_pages() + left < pages {
+            return None;
+        }
+        self.pairs.iter().zip(0..).find(|(kind, _)| **kind == Kind::Free).map(|(_, pair)| pair)
     }
 
     /// So many places in a row, for content that is put in order: where nothing of what is written now comes
@@ -262,7 +263,8 @@ impl Space {
         let size = self.layout.segment_blocks;
         loop {
             let Some((pair, from)) = self.sealed else {
-                let pair = self.free_pair(RESERVED_PAIRS + LEFT_FOR_WRITES)?;
+                let pair =
+                    self.free_pair(RESERVED_PAIRS + LEFT_FOR_WRITES, PLENTY * self.reserve)?;
                 self.sealed = Some((pair, 0));
                 self.set_kind(pair, Kind::Data);
                 continue;

@@ -448,6 +448,27 @@ fn a_store_full_of_data_has_room_for_a_pass_and_a_checkpoint() {
 }
 
 #[test]
+fn what_is_left_in_pairs_of_data_is_filled_before_pages_have_to_do_without_free_ones() {
+    let mut world = World::new();
+    while world.space.free_pair(RESERVED_PAIRS, PLENTY * RESERVE).is_some() {
+        world.data(64);
+    }
+    while world.space.open.is_some_and(|(_, at)| at < 2 * layout().segment_blocks) {
+        world.data(1);
+    }
+    (0..10).for_each(|_| world.drop_one(0));
+    world.begin(0);
+    world.done();
+    world.release(world.epoch);
+    let free = world.space.free_pairs;
+    for _ in 0..10 {
+        assert_eq!((world.data(1), world.space.free_pairs), (Some(1), free));
+    }
+    assert_eq!(world.space.give_sealed(16), None, "content in order waits for better times");
+    assert_eq!((world.data(1), world.space.free_pairs), (Some(1), free - 1));
+}
+
+#[test]
 fn bits_that_the_medium_has_are_not_in_memory() {
     let mut world = World::new();
     while world.data(64).is_some() {}

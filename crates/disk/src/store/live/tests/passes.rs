@@ -1,5 +1,7 @@
 //! Passes: nothing that is live is lost, and nothing that is dead is left after two of them.
 
+use std::pin::pin;
+
 use super::super::leaves::Leaf;
 use super::*;
 use crate::store::page::{HASHES, P2M_ENTRIES, V2P_ENTRIES, Whereabouts};
@@ -274,6 +276,117 @@ fn a_full_store_lets_writes_wait_for_a_pass_and_fails_them_if_there_is_no_garbag
             break;
         }
     }
+}
+
+/// A store of which no number is left that never was given, with a volume whose numbers are among all others, and
+/// those that are free.
+fn with_all_numbers_given() -> (Machine, Process) {
+    let (machine, mut process) = with_a_volume();
+    write_numbered(&mut process, "v0").unwrap();
+    let Process { live, .. } = &process;
+    let places = live.core().layout.places();
+    live.core().numbers_end = places;
+    for round in 0..12 {
+        process.gc().unwrap();
+        for block in (round % 3..BLOCKS).step_by(3) {
+            write_new(&mut process, "v0", block, 1, (1 + round) * BLOCKS + block).unwrap();
+        }
+    }
+    process.gc().unwrap();
+    assert_eq!(process.live.core().numbers_end, places);
+    (machine, process)
+}
+
+#[test]
+fn an_opened_store_finds_free_numbers_before_a_pass_has() {
+    let (machine, mut process) = with_all_numbers_given();
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.checkpoint(port).await }).unwrap().unwrap();
+    drop(process);
+    machine.world.kill_process().unwrap();
+    let mut process = Process::of(&machine).unwrap();
+    let before = read_one(&mut process, "v0", 16);
+    write_new(&mut process, "v0", 0, 16, 1 << 40).unwrap();
+    assert_eq!(passes(&process).count(), 0);
+    assert_eq!(read_one(&mut process, "v0", 15), (1 << 40) + 15);
+    assert_eq!(read_one(&mut process, "v0", 16), before);
+    nothing_is_lost_and_nothing_left(&mut process);
+}
+
+/// Polls one future until another one has ended.
+async fn beside<T>(one: impl Future, other: impl Future<Output = T>) -> T {
+    let (mut one, mut other, mut has_ended) = (pin!(one), pin!(other), false);
+    poll_fn(|cx| {
+        has_ended = has_ended || one.as_mut().poll(cx).is_ready();
+        other.as_mut().poll(cx)
+    })
+    .await
+}
+
+/// Replay takes a number with two contents for damage: so one that a pass has found free is given when that is in a
+/// checkpoint.
+#[test]
+fn a_death_behind_writes_in_a_pass_is_survived_whatever_numbers_they_got() {
+    let (machine, mut process) = with_all_numbers_given();
+    let mut value = 1 << 40;
+    for delay in (0..400).step_by(4) {
+        for block in (delay % 11..BLOCKS).step_by(11) {
+            write_new(&mut process, "v0", block, 1, value + block).unwrap();
+        }
+        let volume = process.volume("v0");
+        let Process { live, port, reactor } = &mut process;
+        let (live, port) = (&*live, &*port);
+        let late = async {
+            for _ in 0..delay {
+                port.io.yield_to_others().await;
+            }
+            let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+            // More than are set aside.
+            for block in 0..100 {
+                let word = value + BLOCKS + block;
+                port.memory().copy_in(span, &word.to_le_bytes().repeat(BLOCK_BYTES / 8));
+                live.write(port, volume, block * BLOCK_BYTES as u64, span).await?;
+            }
+            io::Result::Ok(())
+        };
+        reactor.block_on(beside(live.gc(port), late)).unwrap().unwrap();
+        drop(process);
+        machine.world.kill_process().unwrap();
+        process = Process::of(&machine).unwrap_or_else(|e| panic!("after {delay}: {e}"));
+        assert_eq!(read_one(&mut process, "v0", 99), value + BLOCKS + 99);
+        value += 2 * BLOCKS;
+    }
+    nothing_is_lost_and_nothing_left(&mut process);
+}
+
+#[test]
+fn writers_have_numbers_at_any_time_of_a_pass() {
+    let (_machine, mut process) = with_all_numbers_given();
+    let mut value = 1 << 40;
+    for delay in (0..400).step_by(4) {
+        // Each page of P2M has numbers that become free in the pass.
+        for block in (delay % 11..BLOCKS).step_by(11) {
+            write_new(&mut process, "v0", block, 1, value + block).unwrap();
+        }
+        let volume = process.volume("v0");
+        let Process { live, port, reactor } = &mut process;
+        let (live, port) = (&*live, &*port);
+        let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+        let late = async {
+            for _ in 0..delay {
+                port.io.yield_to_others().await;
+            }
+            port.memory().copy_in(span, &(value + BLOCKS).to_le_bytes().repeat(BLOCK_BYTES / 8));
+            live.write(port, volume, 5 * BLOCK_BYTES as u64, span).await
+        };
+        let gc = async { live.gc(port).await.map(drop) };
+        let done = reactor.block_on(all(vec![Box::pin(gc), Box::pin(late)])).unwrap();
+        assert!(done.iter().all(Result::is_ok), "{done:?}");
+        assert!(!passes(&process).is_hurried(), "the write after {delay} has waited for a pass");
+        assert_eq!(read_one(&mut process, "v0", 5), value + BLOCKS);
+        value += 2 * BLOCKS;
+    }
+    nothing_is_lost_and_nothing_left(&mut process);
 }
 
 #[test]
