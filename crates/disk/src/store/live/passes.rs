@@ -26,6 +26,9 @@ const LOOKS_AT_EPOCHS: u32 = 30_000;
 /// Places that come free by one checkpoint, at most: 4 GiB, which have 128 KiB of bits.
 const PLACES_AT_ONCE: u64 = 1 << 20;
 
+/// It looks for no duplicates any more when writers have got this part of what was free.
+const IN_A_HURRY: u64 = 8;
+
 /// What who finds content again has to do. It goes by the phase in which it has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
@@ -51,17 +54,20 @@ pub(super) struct Marks {
     phase: Phase,
     /// By number: a volume has its content, or may get it.
     live: Option<Bits>,
+    /// When so many places have been given it is in a hurry.
+    pub(super) most_given: u64,
     pub(super) passes: Passes,
 }
 
 impl Marks {
     /// Before the first pass, with so many places free.
     pub(super) fn new(free: u64) -> Marks {
-        Marks { phase: Phase::None, live: None, passes: Passes::new(free) }
+        Marks { phase: Phase::None, live: None, most_given: 0, passes: Passes::new(free) }
     }
 
     /// A pass begins, in a store with so many numbers at most.
-    fn begin(&mut self, numbers: u64) {
+    fn begin(&mut self, numbers: u64, most_given: u64) {
+        self.most_given = most_given;
         self.live = Some(Bits::all(false, numbers));
         self.phase = Phase::Marking;
         self.passes.begin();
@@ -236,8 +242,11 @@ impl Live {
     }
 
     fn begin_marking(&self) {
-        let places = self.core().layout.places();
-        self.marks().begin(places);
+        let (places, most_given) = {
+            let core = self.core();
+            (core.layout.places(), core.space.given() + core.space.free() / IN_A_HURRY)
+        };
+        self.marks().begin(places, most_given);
     }
 
     /// Waits until all have left who are in an epoch now.

@@ -130,8 +130,7 @@ impl Live {
             self.forget_contents(port, &dead).await?;
             for (page, entries, dead) in judged {
                 // Who waits for room waits for no duplicates, which are few.
-                let is_skipped = look == Look::ForDead && self.marks().passes.is_hurried();
-                if is_skipped {
+                if look == Look::ForDead && self.is_hurried() {
                     passed.is_thorough = false;
                 } else if dead < P2M_ENTRIES {
                     passed.joined += self.join_equal(port, pace, page, &entries).await?;
@@ -140,6 +139,13 @@ impl Live {
             }
         }
         Ok((passed, free))
+    }
+
+    /// Whether writes wait for room, or will soon.
+    fn is_hurried(&self) -> bool {
+        let given = self.core().space.given();
+        let marks = self.marks();
+        marks.passes.is_hurried() || given > marks.most_given
     }
 
     /// Which numbers of a page nobody has; those of them that have content are added to `dead`. From above, since

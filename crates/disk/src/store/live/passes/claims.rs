@@ -57,7 +57,7 @@ impl World {
 
     /// Steps 1 to 6 of a pass.
     fn pass(&self) {
-        self.marks.lock().unwrap().begin(64);
+        self.marks.lock().unwrap().begin(64, 0);
         self.two_epochs();
         let root = *self.blocks.lock().unwrap();
         for number in root {
