@@ -9,8 +9,10 @@
 //! takes more than three quarters. So no change waits for a slot, and a checkpoint needs none.
 //! Inner pages are few, and bounded by their number.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+
+use foldhash::{HashMap, HashMapExt};
 
 use super::BLOCK_BYTES;
 use super::journal::VolumeId;

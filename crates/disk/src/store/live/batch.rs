@@ -4,10 +4,12 @@
 //! Nothing in memory names new content before its data and its record are with the kernel. So nobody finds it
 //! before, and what fails has changed nothing. It fails for those whose data or record it was.
 
+use std::collections::BTreeSet;
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::ops::Range;
+
+use foldhash::{HashMap, HashMapExt};
 
 use super::leaves::{Change, Claim, Leaf, check};
 use super::room::Whose;

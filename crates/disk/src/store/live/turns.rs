@@ -4,12 +4,13 @@
 //! meanwhile. The others wait for what it tells them. All of them are tasks of one thread, so whoever is
 //! told is polled in the same turn.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::future::poll_fn;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
+
+use foldhash::HashMap;
 
 use crate::store::content::ContentHash;
 use crate::store::journal::VolumeId;
