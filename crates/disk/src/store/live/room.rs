@@ -44,18 +44,25 @@ impl Live {
         }
     }
 
-    /// Does something again behind passes, while there is no room for it and they may make some. It is in no
-    /// epoch, for which a pass would wait (section 7, ENOSPC).
+    /// Does something again behind a checkpoint and behind passes, while there is no room for it and they may make
+    /// some. It is in no epoch, for which a pass would wait (section 7, ENOSPC).
     pub(super) async fn with_room(
         &self,
         port: &Port,
         mut act: impl AsyncFnMut() -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut first = None;
+        let (mut first, mut is_checkpointed) = (None, false);
         loop {
+            let checkpoint = self.core().checkpoint;
             match act().await {
                 Err(e) if e.kind() == io::ErrorKind::StorageFull => {}
                 done => return done,
+            }
+            // Of pages: those that are owed are written, and those that they replace come free.
+            is_checkpointed = !is_checkpointed && self.check_room(Whose::Data).is_err();
+            if is_checkpointed {
+                self.checkpoint_unless(port, || self.core().checkpoint != checkpoint).await?;
+                continue;
             }
             let now = self.no_room();
             let first = *first.get_or_insert(now);
