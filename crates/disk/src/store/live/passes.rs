@@ -292,7 +292,7 @@ impl Live {
     /// All places without a mark come free, a part of them by each checkpoint.
     async fn sweep_places(&self, port: &Port, pace: &Pace) -> io::Result<u64> {
         let pairs = self.layout.segments / 2;
-        // In two parts at least: what the second does behind the first's checkpoint is no matter of large stores.
+        // Two parts at least: then what is between two of them happens in small stores, too.
         let at_once = (PLACES_AT_ONCE / (2 * self.layout.segment_blocks)).min(pairs.div_ceil(2));
         let mut freed = 0;
         for first in (0..pairs).step_by(at_once as usize) {
