@@ -340,20 +340,20 @@ fn a_death_behind_writes_in_a_pass_is_survived_whatever_numbers_they_got() {
             for _ in 0..delay {
                 port.io.yield_to_others().await;
             }
-            let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
-            // More than are set aside.
-            for block in 0..100 {
-                let word = value + BLOCKS + block;
-                port.memory().copy_in(span, &word.to_le_bytes().repeat(BLOCK_BYTES / 8));
-                live.write(port, volume, block * BLOCK_BYTES as u64, span).await?;
+            // More than are set aside, and all before the pass has its next checkpoint.
+            let span = port.memory().span(SCRATCH_BYTES, 256 * BLOCK_BYTES);
+            for block in 0..256 {
+                let content = (value + BLOCKS + block).to_le_bytes().repeat(BLOCK_BYTES / 8);
+                let at = block as usize * BLOCK_BYTES;
+                port.memory().copy_in(span.slice(at, BLOCK_BYTES), &content);
             }
-            io::Result::Ok(())
+            live.write(port, volume, 0, span).await
         };
         reactor.block_on(beside(live.gc(port), late)).unwrap().unwrap();
         drop(process);
         machine.world.kill_process().unwrap();
         process = Process::of(&machine).unwrap_or_else(|e| panic!("after {delay}: {e}"));
-        assert_eq!(read_one(&mut process, "v0", 99), value + BLOCKS + 99);
+        assert_eq!(read_one(&mut process, "v0", 255), value + BLOCKS + 255);
         value += 2 * BLOCKS;
     }
     nothing_is_lost_and_nothing_left(&mut process);
