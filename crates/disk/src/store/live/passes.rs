@@ -313,9 +313,12 @@ impl Live {
 
     /// Of these segments, which are [kept](crate::store::space::Space::keep).
     async fn load_all_bits(&self, port: &Port, segments: Range<u64>) -> io::Result<()> {
-        let is_missing = |segment: &u64| !self.core().space.is_loaded(*segment);
         loop {
-            let missing: Vec<u64> = segments.clone().filter(is_missing).take(MAX_BLOCKS).collect();
+            let missing: Vec<u64> = {
+                let core = self.core();
+                let missing = segments.clone().filter(|segment| !core.space.is_loaded(*segment));
+                missing.take(MAX_BLOCKS).collect()
+            };
             if missing.is_empty() {
                 return Ok(());
             }

@@ -53,7 +53,6 @@ impl Live {
     ) -> io::Result<()> {
         let (mut first, mut is_checkpointed) = (None, false);
         loop {
-            let checkpoint = self.core().checkpoint;
             match act().await {
                 Err(e) if e.kind() == io::ErrorKind::StorageFull => {}
                 done => return done,
@@ -61,6 +60,7 @@ impl Live {
             // Of pages: those that are owed are written, and those that they replace come free.
             is_checkpointed = !is_checkpointed && self.check_room(Whose::Data).is_err();
             if is_checkpointed {
+                let checkpoint = self.core().checkpoint;
                 self.checkpoint_unless(port, || self.core().checkpoint != checkpoint).await?;
                 continue;
             }
