@@ -154,8 +154,6 @@ fn what_cannot_be_done_with_a_served_store_says_so_and_what_to_do() {
         (1, &["rollback", "s#s1", "a"], "rolled back to a snapshot"),
         (3, &["delete", "s#x"], "there is no volume or snapshot x"),
         (4, &["create", "s", "--size", "64M", "--force"], ""),
-        (4, &["repair", "s"], "stop what uses it"),
-        (1, &["check", "s"], "stop what uses it"),
     ] {
         let said = world.fails(code, args);
         assert!(said.contains(says), "{args:?}: {said}");
@@ -215,6 +213,48 @@ fn a_served_store_is_scrubbed_and_what_is_damaged_is_named() {
     assert_eq!(stats["work"]["scrub"]["bad_contents"], 1);
     assert_eq!(stats["findings"].as_array().unwrap().len(), findings.len());
     drop(owner);
+}
+
+#[test]
+fn a_served_store_is_checked_beside_its_export_and_what_is_there_twice_is_written_again() {
+    let world = World::new();
+    world.fill("full");
+    let owner = world.export();
+    assert!(world.ok(&["check", "s", "--deep"]).contains("s: in order"));
+    assert!(world.ok(&["repair", "s"]).contains("in order"));
+    // But for content, what is there twice are pages of trees. Of each the second one is damaged.
+    let path = world.place.path("s");
+    let medium = fs::File::options().write(true).open(&path).unwrap();
+    let mut known = BTreeSet::new();
+    for (block, place) in fs::read(&path).unwrap().chunks(4096).zip(0..) {
+        let is_page = block.chunks(4).any(|word| *word != block[..4]);
+        if is_page && !known.insert(block.to_vec()) {
+            medium.write_all_at(&[!block[5]], place * 4096 + 5).unwrap();
+        }
+    }
+    medium.sync_all().unwrap();
+    let found = json(&world.ok(&["check", "s", "--json"]));
+    assert!(found["counts"]["mendable"].as_u64().unwrap() > 3, "{found}");
+    assert!(world.fails(1, &["repair", "s"]).contains("--force"));
+    world.ok(&["repair", "s", "--force"]);
+    assert!(world.ok(&["check", "s"]).contains("s: in order"));
+    // Content is there once.
+    let store = fs::read(&path).unwrap();
+    let block = 300u32.to_le_bytes().repeat(1024);
+    let at = store.chunks(4096).position(|here| here == block).unwrap() as u64 * 4096;
+    medium.write_all_at(b"x", at + 100).unwrap();
+    medium.sync_all().unwrap();
+    let output = world.run(&["check", "s", "--json"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let found = json(&String::from_utf8(output.stdout).unwrap());
+    let findings = found["findings"].as_array().unwrap();
+    assert_eq!(findings.len(), 1, "{findings:?}");
+    assert_eq!(
+        (&findings[0]["volume"], &findings[0]["offset_bytes"]),
+        (&"full".into(), &(299 * 4096).into())
+    );
+    end(owner, Signal::TERM);
+    world.fails(2, &["check", "s"]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The thread that does the work of a store in service that nobody asks for (store.md 16).
+//! The thread that does the work of a store in service that nobody asks for (store.md 15).
 //!
 //! It has an engine and memory of its own, so it stands in no queue's way. What it does are the bounded steps of
 //! [`Live::tend`]. It is started when the process has given up all rights that it does not need.

@@ -6,6 +6,7 @@
 
 mod batch;
 mod behind;
+mod checking;
 mod compacting;
 mod contents;
 mod counting;
@@ -31,6 +32,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use ferrite_io::shared_lock::SharedLock;
 
+pub use checking::MadeWay;
 pub use compacting::CompactionInfo;
 pub use listing::{Look, StoreInfo, VolumeInfo};
 pub use passes::Passed;
@@ -38,6 +40,7 @@ pub use scrubbing::ScrubInfo;
 pub use tending::{Tended, WorkInfo};
 pub use volumes::{Found, Operation, VolumeError};
 
+use self::checking::Waiting;
 use self::groups::Groups;
 use self::passes::Marks;
 use self::tending::Duties;
@@ -106,6 +109,7 @@ pub struct Live {
     operating: SharedLock,
     /// Held by the pass.
     passing: SharedLock,
+    waiting: Waiting,
     marks: Mutex<Marks>,
     duties: Mutex<Duties>,
     groups: Mutex<Groups>,
@@ -154,6 +158,7 @@ impl Live {
             checkpointing: SharedLock::new(),
             operating: SharedLock::new(),
             passing: SharedLock::new(),
+            waiting: Waiting::default(),
             marks: Mutex::new(marks),
             duties: Mutex::default(),
             groups: Mutex::default(),
@@ -239,6 +244,11 @@ impl Live {
         if is_enough() {
             return Ok(());
         }
+        self.make_checkpoint(port).await
+    }
+
+    /// The caller has the lock of checkpoints.
+    async fn make_checkpoint(&self, port: &Port) -> io::Result<()> {
         {
             // Section 5, step 1.
             let _quiet = self.lanes.lock_all(&port.io).await?;

@@ -1,4 +1,4 @@
-//! How fast a store's own work goes on behind service, and how it is told to end (store.md 16).
+//! How fast a store's own work goes on behind service, and how it is told to end (store.md 15).
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};

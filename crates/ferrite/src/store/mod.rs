@@ -125,11 +125,14 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Rollback(it) => change(&it.volume, Change::Rollback(entry(&it.snap)?)),
         StoreCommand::Delete(it) => change(it, Change::Delete),
         StoreCommand::Check(it) => {
-            let how = StoreCheck { deep: it.deep, rate: it.rate, ..contents() };
-            check(out, &it.store, |store| Ok(tools.check_store(store, how)?))
+            let how = of_contents(it.deep, it.rate);
+            let what = Ask::Check { deep: it.deep, rate: it.rate };
+            check(out, &it.store, |store| {
+                here_or_there(out, store, &what, || tools.check_store(store, how))
+            })
         }
         StoreCommand::Scrub(it) => {
-            let how = StoreCheck { rate: Some(it.rate), ..contents() };
+            let how = of_contents(false, Some(it.rate));
             let what = Ask::Scrub { rate: it.rate };
             check(out, &it.store, |store| {
                 here_or_there(out, store, &what, || tools.check_store(store, how))
@@ -147,7 +150,10 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         }
         StoreCommand::Compact(it) => compact(tools, out, it),
         StoreCommand::Repair(it) => {
-            let repaired = tools.repair_store(&of_store(&it.store)?.path, it.force)?;
+            let store = of_store(&it.store)?.path;
+            let what = Ask::Repair { force: it.force };
+            let here = || tools.repair_store(&store, it.force);
+            let repaired = here_or_there(out, &store, &what, here)?;
             out.say(&repaired, text::repaired)?;
             Ok(repaired.or_refused()?)
         }
@@ -173,8 +179,9 @@ fn compact(tools: &ImageTools<'_>, out: &Out, args: &CompactArgs) -> Result<(), 
     out.say(&here_or_there(out, &store, &what, here)?, text::compacted)
 }
 
-fn contents() -> StoreCheck {
-    StoreCheck { contents: true, ..StoreCheck::default() }
+/// A check that reads all content, so many bytes of it a second at most.
+fn of_contents(deep: bool, rate: Option<u64>) -> StoreCheck {
+    StoreCheck { contents: true, deep, rate, mend: false }
 }
 
 fn entry(text: &OsStr) -> Result<Name, Failure> {

@@ -35,6 +35,7 @@ use rustix::net::{
 };
 use serde_json::Value;
 
+use super::of_contents;
 use super::wire::{self, Ask, Compressing, MAX_QUESTION, Question, Said, VERSION};
 use crate::exit::{Code, Failure};
 
@@ -309,6 +310,10 @@ fn carry_out(
             serde_json::to_value(store.compact(packing, goes_on)?)
         }
         Ask::Scrub { rate } => serde_json::to_value(store.scrub(Some(rate.max(1)), far)?),
+        Ask::Check { deep, rate } => {
+            serde_json::to_value(store.check(of_contents(deep, rate), far)?)
+        }
+        Ask::Repair { force } => serde_json::to_value(store.repair(force, far)?),
     };
     done.map_err(|e| Failure::new("cannot answer", e, "this is a bug in ferrite"))
 }

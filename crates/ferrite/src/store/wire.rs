@@ -56,6 +56,14 @@ pub(super) enum Ask {
     Scrub {
         rate: u64,
     },
+    /// So many bytes of content a second at most, if anything is said.
+    Check {
+        deep: bool,
+        rate: Option<u64>,
+    },
+    Repair {
+        force: bool,
+    },
 }
 
 /// None: not at all.

@@ -1,7 +1,7 @@
-//! Whether all is in order in a store that nobody uses, and what its space is for (store.md 2, 5 and 13).
+//! Whether all is in order in a store, and what its space is for (store.md 2, 5 and 13).
 //!
-//! The medium is read, and little of what serves volumes is asked: both copies of a page, all that a pointer
-//! leads to, each place once. Content comes before volumes, so that what is bad is named by those who have
+//! The medium is read, as its last checkpoint has it, and little of what serves volumes is asked: both copies of a
+//! page, all that a pointer leads to, each place once. Content comes before volumes, so that what is bad is named by those who have
 //! it. A page that volumes share is looked at once, and again only if something below it is bad.
 
 mod contents;
@@ -12,7 +12,6 @@ mod volumes;
 
 use std::collections::HashMap;
 use std::io;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +20,7 @@ pub use findings::{Findings, StoreFinding};
 use super::checkpoint::Core;
 use super::layout::Layout;
 use super::medium::Medium;
+use super::pace::Pace;
 use super::space::{Bits, Kind};
 use super::superblock::{Roots, Unusable};
 use super::{BLOCK_BYTES, Damaged, opening};
@@ -101,12 +101,20 @@ struct Known {
     is_bad: bool,
 }
 
+/// Who asks for a check.
+pub(super) struct Asker<'a> {
+    /// How fast content is read.
+    pub(super) pace: &'a Pace,
+    /// Told now and then of bytes done and of all; `false` ends it.
+    pub(super) progress: &'a dyn Fn(u64, u64) -> bool,
+}
+
 /// See the module text.
-struct Check<'a> {
+pub(super) struct Check<'a> {
     port: &'a Port,
     how: How,
-    progress: &'a dyn Fn(u64, u64) -> bool,
-    medium: Medium,
+    asker: Asker<'a>,
+    medium: &'a Medium,
     layout: Layout,
     core: Core,
     roots: Roots,
@@ -136,7 +144,8 @@ struct Check<'a> {
     outcome: Outcome,
 }
 
-/// Checks what has so many bytes. `progress`: told now and then of bytes done and of all; `false` ends it.
+/// Checks a store that nobody uses, in what has so many bytes. `progress`: told now and then of bytes done and of
+/// all; `false` ends it.
 ///
 /// # Errors
 /// It is no store, or one of a later version (`InvalidData`); or the kernel's. What is damaged is in
@@ -147,32 +156,22 @@ pub async fn check(
     how: How,
     progress: &dyn Fn(u64, u64) -> bool,
 ) -> io::Result<Outcome> {
-    let medium = Medium::default();
-    let core = match opening::open(&medium, port, bytes, PAGES_BYTES, false).await {
-        Ok(core) => core,
-        Err(e) => match damage_of(&e) {
-            Some(why) => {
-                let mut outcome = Outcome::default();
-                outcome.findings.add(StoreFinding::damage("superblock", why));
-                return Ok(outcome);
-            }
-            None => return Err(e),
-        },
+    let (medium, pace) = (Medium::default(), Pace::bounded(how.rate, None));
+    let asker = Asker { pace: &pace, progress };
+    let mut check = match Check::begin(port, &medium, bytes, how, asker).await? {
+        Begun::Open(check) => check,
+        Begun::Damaged(outcome) => return Ok(outcome),
     };
-    let mut check = Check::new(port, medium, core, how, progress);
-    check.superblocks().await?;
-    check.space().await?;
-    check.tables().await?;
-    check.p2m().await?;
-    check.hashes().await?;
-    check.volumes().await?;
-    check.nobodys();
+    check.trees().await?;
     check.journal().await?;
-    if check.outcome.mended > 0 {
-        check.medium.sync(port).await?;
-    }
-    check.progress()?;
-    Ok(check.outcome)
+    check.end().await
+}
+
+/// Whether a store can be looked at.
+pub(super) enum Begun<'a> {
+    Open(Box<Check<'a>>),
+    /// It cannot be opened.
+    Damaged(Outcome),
 }
 
 /// Why a store cannot be opened, if it is damaged.
@@ -199,18 +198,69 @@ fn in_bytes(blocks: u64) -> u64 {
 }
 
 impl<'a> Check<'a> {
+    /// Reads what the next checkpoint overwrites: superblocks, and bits of space.
+    ///
+    /// # Errors
+    /// As [`check`].
+    pub(super) async fn begin(
+        port: &'a Port,
+        medium: &'a Medium,
+        bytes: u64,
+        how: How,
+        asker: Asker<'a>,
+    ) -> io::Result<Begun<'a>> {
+        let core = match opening::open(medium, port, bytes, PAGES_BYTES, false).await {
+            Ok(core) => core,
+            Err(e) => {
+                let why = damage_of(&e).ok_or(e)?;
+                let mut outcome = Outcome::default();
+                outcome.findings.add(StoreFinding::damage("superblock", why));
+                return Ok(Begun::Damaged(outcome));
+            }
+        };
+        let mut check = Box::new(Check::new(port, medium, core, how, asker));
+        check.superblocks().await?;
+        check.space().await?;
+        Ok(Begun::Open(check))
+    }
+
+    /// Reads all that the checkpoint leads to.
+    ///
+    /// # Errors
+    /// As [`check`].
+    pub(super) async fn trees(&mut self) -> io::Result<()> {
+        self.tables().await?;
+        self.p2m().await?;
+        self.hashes().await?;
+        self.volumes().await?;
+        self.nobodys();
+        Ok(())
+    }
+
+    /// What was found. What was written again is durable.
+    ///
+    /// # Errors
+    /// As [`check`].
+    pub(super) async fn end(self: Box<Self>) -> io::Result<Outcome> {
+        if self.outcome.mended > 0 {
+            self.medium.sync(self.port).await?;
+        }
+        self.progress()?;
+        Ok(self.outcome)
+    }
+
     fn new(
         port: &'a Port,
-        medium: Medium,
+        medium: &'a Medium,
         core: Core,
         how: How,
-        progress: &'a dyn Fn(u64, u64) -> bool,
+        asker: Asker<'a>,
     ) -> Check<'a> {
         let (layout, numbers) = (core.layout, core.numbers_end);
         Check {
             port,
             how,
-            progress,
+            asker,
             medium,
             layout,
             roots: Roots::default(),
@@ -239,8 +289,9 @@ impl<'a> Check<'a> {
     }
 
     fn progress(&self) -> io::Result<()> {
+        self.asker.pace.check()?;
         let done = self.done_bytes.min(self.total_bytes);
-        match (self.progress)(done, self.total_bytes) {
+        match (self.asker.progress)(done, self.total_bytes) {
             true => Ok(()),
             false => Err(io::ErrorKind::Interrupted.into()),
         }
@@ -251,13 +302,7 @@ impl<'a> Check<'a> {
         self.done_bytes += bytes;
         self.outcome.read_bytes += bytes;
         self.progress()?;
-        match self.how.rate {
-            Some(rate) => {
-                let seconds = bytes as f64 / rate.max(1) as f64;
-                self.port.io.sleep(Duration::from_secs_f64(seconds)).await
-            }
-            None => Ok(()),
-        }
+        self.asker.pace.used(&self.port.io, bytes).await
     }
 
     /// What no volume has, and what that takes.

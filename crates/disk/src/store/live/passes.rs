@@ -157,6 +157,7 @@ impl Live {
         first: NoRoom,
         now: NoRoom,
     ) -> io::Result<()> {
+        let _waits = self.waiting.one_more();
         let _alone = self.passing.lock(&port.io).await?;
         let passes = self.marks().passes;
         if passes.has_ended_since(now) {

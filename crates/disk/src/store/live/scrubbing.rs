@@ -1,4 +1,4 @@
-//! Scrubbing: all content is read, and what does not fit its checksum is named by all who have it (store.md 16).
+//! Scrubbing: all content is read, and what does not fit its checksum is named by all who have it (store.md 15).
 //!
 //! A round goes from the lowest number to the highest, a page of P2M a step. If something was bad, it then looks
 //! for it in all volumes. What writers find bad by its number they do not take: who writes that content again

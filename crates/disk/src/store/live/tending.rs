@@ -1,4 +1,4 @@
-//! The store's own work, behind service (store.md 16): one bounded step after the other, by whoever drives it.
+//! The store's own work, behind service (store.md 15): one bounded step after the other, by whoever drives it.
 
 use std::io;
 use std::sync::atomic::Ordering;

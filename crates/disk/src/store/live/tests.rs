@@ -15,6 +15,7 @@ use crate::store::journal::{Name, VolumeId};
 use crate::store::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
 mod behind;
+mod checking;
 mod dropped;
 mod flips;
 mod mapping;
@@ -62,6 +63,7 @@ enum Beside {
     Nothing,
     Checkpoint,
     Pass,
+    Check,
 }
 
 struct Process {
@@ -180,9 +182,10 @@ impl Process {
             Beside::Nothing => {}
             Beside::Checkpoint => tasks.push(Box::pin(live.checkpoint(port))),
             Beside::Pass => tasks.push(Box::pin(async { live.gc(port).await.map(drop) })),
+            Beside::Check => tasks.push(Box::pin(checking::all_is_in_order(live, port))),
         }
         let mut done = reactor.block_on(all(tasks))?;
-        if beside == Beside::Pass {
+        if matches!(beside, Beside::Pass | Beside::Check) {
             done.pop().unwrap()?;
         }
         done.truncate(writes.len());
@@ -269,6 +272,7 @@ impl Story {
         let beside = match self.below(16) {
             0 | 1 => Beside::Checkpoint,
             2 => Beside::Pass,
+            3 => Beside::Check,
             _ => Beside::Nothing,
         };
         let done = process.write_beside(&writes, beside)?;

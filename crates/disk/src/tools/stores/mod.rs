@@ -21,7 +21,7 @@ use crate::store::BLOCK_BYTES;
 use crate::store::check::{self, How, Outcome, damage_of};
 use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
-use crate::store::live::{Live, Look, Memory, Operation, VolumeError, VolumeInfo};
+use crate::store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
 use crate::store::name::StoreName;
 use crate::store::superblock::Unusable;
 use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
@@ -105,7 +105,7 @@ impl ImageTools<'_> {
     /// # Errors
     /// It is in use, is no store, or cannot be read. What is damaged is in the report.
     pub fn check_store(&self, store: &Path, how: StoreCheck) -> Result<StoreChecked, DiskError> {
-        let what = format!("cannot check store {}", store.display());
+        let what = cannot_check(store);
         let (mut context, port, bytes) = self.store(store, &what, !how.mend)?;
         let outcome = self.outcome(&mut context, &port, bytes, how);
         outcome.map(|outcome| StoreChecked::of(store, outcome)).map_err(|e| failed(what, store, e))
@@ -129,13 +129,7 @@ impl ImageTools<'_> {
     /// # Errors
     /// As [`check_store`](Self::check_store).
     pub fn repair_store(&self, store: &Path, force: bool) -> Result<StoreRepaired, DiskError> {
-        let before = self.check_store(store, StoreCheck::default())?;
-        if !force || before.counts.mendable == 0 {
-            return Ok(StoreRepaired { done: force, mended: 0, after: before.clone(), before });
-        }
-        let mended = self.check_store(store, StoreCheck { mend: true, ..StoreCheck::default() })?;
-        let after = self.check_store(store, StoreCheck::default())?;
-        Ok(StoreRepaired { done: true, mended: mended.mended, before, after })
+        repaired(force, |how| self.check_store(store, how))
     }
 
     /// What the space of a store is for. What its journal has is carried out before, if there is any.
@@ -245,6 +239,24 @@ fn cannot_compact(store: &Path) -> String {
     format!("cannot compact store {}", store.display())
 }
 
+fn cannot_check(store: &Path) -> String {
+    format!("cannot check store {}", store.display())
+}
+
+/// A repair, by three checks at most.
+fn repaired(
+    force: bool,
+    mut check: impl FnMut(StoreCheck) -> Result<StoreChecked, DiskError>,
+) -> Result<StoreRepaired, DiskError> {
+    let before = check(StoreCheck::default())?;
+    if !force || before.counts.mendable == 0 {
+        return Ok(StoreRepaired { done: force, mended: 0, after: before.clone(), before });
+    }
+    let mended = check(StoreCheck { mend: true, ..StoreCheck::default() })?;
+    let after = check(StoreCheck::default())?;
+    Ok(StoreRepaired { done: true, mended: mended.mended, before, after })
+}
+
 /// A future that ends early, where it waits, if that is wanted. What it has done by then stays.
 pub(super) async fn until_stopped<T>(
     goes_on: &dyn Fn() -> bool,
@@ -325,6 +337,11 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
             VolumeError::BadSize => (ErrorKind::Usage, "sizes are multiples of 4 KiB".into()),
         };
         return DiskError::new(kind, what, why.to_string(), help).with_source(e);
+    }
+    if let Some(why) = inner.and_then(|e| e.downcast_ref::<MadeWay>()) {
+        let help = "try again when the store has more room: delete what nobody needs, and run ferrite store gc; or look \
+                    at content only, which waits for nobody (ferrite store scrub)";
+        return DiskError::new(ErrorKind::InUse, what, why.to_string(), help).with_source(e);
     }
     if let Some(why) = damage_of(&e) {
         let help = format!("ferrite store check {shown} says where");

@@ -158,7 +158,7 @@ impl StoreChecked {
 }
 
 /// The repairs that were made.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRepaired {
     /// It was tried; otherwise it was only looked at.
     pub done: bool,

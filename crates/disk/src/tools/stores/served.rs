@@ -3,6 +3,7 @@
 //! Who does them has an engine and memory of its own. The store stays this process's until the last command has
 //! ended, as if a disk used it.
 
+use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,9 +13,13 @@ use std::time::Duration;
 
 use super::compact::compact_live;
 use super::{
-    Change, StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreStats, VolumeDone,
+    Change, StoreCheck, StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreRepaired,
+    StoreStats, VolumeDone,
 };
-use super::{cannot_collect, cannot_compact, cannot_look, change_live, failed, until_stopped};
+use super::{
+    cannot_check, cannot_collect, cannot_compact, cannot_look, change_live, failed, repaired,
+    until_stopped,
+};
 use crate::store::BLOCK_BYTES;
 use crate::store::check::Outcome;
 use crate::store::journal::Name;
@@ -155,6 +160,40 @@ impl ServedStore {
         })
     }
 
+    /// Looks for what is not in order in what a checkpoint of now has. `goes_on` is told how far it is.
+    ///
+    /// # Errors
+    /// It cannot be read, it was told to stop, or a write waits for room. What is damaged is in the report.
+    pub fn check(
+        &mut self,
+        how: StoreCheck,
+        goes_on: &dyn Fn(Progress) -> bool,
+    ) -> Result<StoreChecked, DiskError> {
+        let outcome = self.run(cannot_check(&self.path), async |live, port| {
+            let ends = Ends::new(how.rate)?;
+            let far = Cell::new(Progress { done_bytes: 0, total_bytes: 0 });
+            let told = |done_bytes, total_bytes| {
+                far.set(Progress { done_bytes, total_bytes });
+                true
+            };
+            let check = live.check_store(port, how, &ends.pace, &told);
+            ends.early(port, &|| goes_on(far.get()), check).await
+        })?;
+        Ok(StoreChecked::of(&self.path, outcome))
+    }
+
+    /// Writes again what is there twice and damaged once, if `force` says so, beside guests.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn repair(
+        &mut self,
+        force: bool,
+        goes_on: &dyn Fn(Progress) -> bool,
+    ) -> Result<StoreRepaired, DiskError> {
+        repaired(force, |how| self.check(how, goes_on))
+    }
+
     /// Reads all content, so many bytes a second at most: goes through the round of scrubbing that is under way, or
     /// a new one. `goes_on` is told how far it is; what ends early goes on behind service.
     ///
@@ -165,8 +204,7 @@ impl ServedStore {
         rate: Option<u64>,
         goes_on: &dyn Fn(Progress) -> bool,
     ) -> Result<StoreChecked, DiskError> {
-        let what = format!("cannot check store {}", self.path.display());
-        let outcome = self.run(what, async |live, port| {
+        let outcome = self.run(cannot_check(&self.path), async |live, port| {
             let ends = Ends::new(rate)?;
             let before = live.scrub_info().read_bytes;
             live.begin_scrub();
