@@ -171,7 +171,12 @@ fn messages_that_nobody_reads_end_nothing() {
 fn the_lab_is_the_program_beside_ours_with_all_words_and_its_exit_code() {
     let folder = tempfile::tempdir().unwrap();
     let ours = folder.path().join("ferrite");
-    std::fs::copy(env!("CARGO_BIN_EXE_ferrite"), &ours).unwrap();
+    // A program that this process has open for writing cannot be executed, nor can one that a child of another test
+    // has inherited so. Other processes write these.
+    let copied = Command::new("cp")
+        .args([env!("CARGO_BIN_EXE_ferrite").as_ref(), ours.as_os_str()])
+        .status();
+    assert!(copied.unwrap().success());
     let lab = |words: &[&str]| {
         Command::new(&ours).arg("lab").args(words).env("PATH", "/no/such/folder").output().unwrap()
     };
@@ -180,9 +185,8 @@ fn the_lab_is_the_program_beside_ours_with_all_words_and_its_exit_code() {
     assert_eq!(output.status.code(), Some(3), "{errors}");
     assert!(errors.contains("help: install Ferrite's package, or build it"), "{errors}");
     let beside = folder.path().join("ferrite-lab");
-    std::fs::write(&beside, "#!/bin/sh\necho \"$@\"\nexit 7\n").unwrap();
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(&beside, mode).unwrap();
+    let write = "printf '#!/bin/sh\\necho \"$@\"\\nexit 7\\n' >\"$0\" && chmod 755 \"$0\"";
+    assert!(Command::new("sh").args(["-c", write]).arg(&beside).status().unwrap().success());
     let output = lab(&["run", "--help", "-v", "polling"]);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "run --help -v polling\n");
     assert_eq!(output.status.code(), Some(7));

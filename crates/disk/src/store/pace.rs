@@ -77,6 +77,19 @@ impl Pace {
         }
     }
 
+    /// Waits until it is to end, and gives the error of that. Without a stop that is never.
+    pub async fn ended(&self, io: &Io) -> io::Error {
+        if let Some(stop) = &self.stop {
+            while self.check().is_ok() {
+                if let Err(e) = io.readable(stop.wake.as_raw_fd()).await {
+                    return e;
+                }
+            }
+            return io::ErrorKind::Interrupted.into();
+        }
+        std::future::pending().await
+    }
+
     /// So many bytes were read or written: rests if that was more than may be.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use crate::store::BLOCK_BYTES;
 use crate::store::Damaged;
 use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::Pointer;
-use crate::store::space::{Found, Kind, SpacePage, UNREADABLE, choose as choose_space};
+use crate::store::space::{Bits, Found, Kind, SpacePage, UNREADABLE, choose as choose_space};
 use crate::store::superblock::{Roots, Superblock, Unusable, choose};
 
 /// Links of an inner page.
@@ -55,8 +55,16 @@ impl Check<'_> {
     pub(super) async fn space(&mut self) -> io::Result<()> {
         let layout = self.layout;
         let mut data = 0;
-        for pair in 0..layout.segments / 2 {
-            let pages = self.medium.read_each(self.port, layout.space_page(2 * pair, 0), 4).await?;
+        let pairs = layout.segments / 2;
+        let mut read = Vec::new().into_iter();
+        for pair in 0..pairs {
+            if read.len() == 0 {
+                let count = 4 * (pairs - pair).min(MAX_BLOCKS as u64 / 4);
+                let first = layout.space_page(2 * pair, 0);
+                read = self.medium.read_each(self.port, first, count as usize).await?.into_iter();
+                self.progress()?;
+            }
+            let pages: Vec<_> = read.by_ref().take(4).collect();
             let mut kinds = [None; 2];
             for half in 0..2 {
                 let segment = 2 * pair + half as u64;
@@ -75,42 +83,40 @@ impl Check<'_> {
                     let place_bytes = Some(in_bytes(layout.space_page(segment, 0)));
                     self.add(StoreFinding { place_bytes, ..StoreFinding::harmless("space", why) });
                 }
-                for at in 0..layout.segment_blocks {
-                    if page.as_ref().is_none_or(|page| page.bits.get(at)) {
-                        self.used.set(first + at);
-                        data += u64::from(kinds[half] != Some(Kind::Metadata));
-                    }
+                let bits = page.map(|page| page.bits);
+                let bits = bits.unwrap_or_else(|| Bits::all(true, layout.segment_blocks));
+                if kinds[half] != Some(Kind::Metadata) {
+                    data += layout.segment_blocks - u64::from(bits.clear_bits());
                 }
+                self.used.put(first, &bits);
             }
             self.kinds[pair as usize] = kinds[0].filter(|kind| kinds[1] == Some(*kind));
-            if pair % 64 == 0 {
-                self.progress()?;
-            }
         }
         self.total_bytes = if self.how.contents { in_bytes(data) } else { 0 };
         Ok(())
     }
 
-    /// Something is in this place that is in no other place, and nothing else is there.
-    pub(super) fn take(&mut self, place: u64, kind: Kind, what: &str) {
+    /// Something is in this place that is in no other place, and nothing else is there. `false`: that is not so.
+    pub(super) fn take(&mut self, place: u64, kind: Kind, what: &str) -> bool {
         let finding = |why: String| {
             let place_bytes = Some(in_bytes(place));
             StoreFinding { place_bytes, ..StoreFinding::damage(what, why) }
         };
         let Some((segment, _)) = self.layout.segment_of(place) else {
             self.add(finding("it is in no segment".into()));
-            return;
+            return false;
         };
         let at = place - self.layout.first_place(0);
-        if !self.taken.set(at) {
-            self.add(finding("two things are in one place".into()));
+        let is_of_others = self.kinds[segment as usize / 2].is_some_and(|of_pair| of_pair != kind);
+        let wrong = [
+            (!self.taken.set(at), "two things are in one place"),
+            (!self.used.get(at), "its place is not in use, and the next write may get it"),
+            (is_of_others, "it is in a segment for something else"),
+        ];
+        for (_, why) in wrong.iter().filter(|(is_so, _)| *is_so) {
+            self.add(finding((*why).into()));
         }
-        if !self.used.get(at) {
-            self.add(finding("its place is not in use, and the next write may get it".into()));
-        }
-        if self.kinds[segment as usize / 2].is_some_and(|of_pair| of_pair != kind) {
-            self.add(finding("it is in a segment for something else".into()));
-        }
+        wrong.iter().all(|(is_so, _)| !is_so)
     }
 
     /// A page, whichever copy is whole. None: none is; the caller says whose it is.
@@ -120,7 +126,9 @@ impl Check<'_> {
         pointer: &Pointer,
         has_copy: bool,
     ) -> io::Result<Option<Vec<u8>>> {
-        self.take(pointer.place, Kind::Metadata, "page");
+        self.looks_at_page()?;
+        // In a place that others may have, too, nothing is mended.
+        let is_its_own = self.take(pointer.place, Kind::Metadata, "page");
         let copy = self.layout.copy_of(pointer.place).filter(|_| has_copy);
         let (mut whole, mut bad) = (None, Vec::new());
         for place in [Some(pointer.place), copy].into_iter().flatten() {
@@ -141,19 +149,22 @@ impl Check<'_> {
         if let Some(page) = &whole {
             for (place, why) in bad {
                 let why = format!("one of two copies of a page of {what}: {why}");
-                let (place_bytes, mendable) = (Some(in_bytes(place)), true);
+                let (place_bytes, mendable) = (Some(in_bytes(place)), is_its_own);
                 let finding = StoreFinding::harmless("page", why);
                 self.add(StoreFinding { place_bytes, mendable, ..finding });
-                if self.how.mend {
+                if self.how.mend && is_its_own {
                     self.medium.write(self.port, place, page).await?;
                     self.outcome.mended += 1;
                 }
             }
         }
-        if self.metadata_blocks.is_multiple_of(256) {
-            self.progress()?;
-        }
         Ok(whole)
+    }
+
+    /// Now and then it is asked whether to go on.
+    pub(super) fn looks_at_page(&mut self) -> io::Result<()> {
+        self.pages += 1;
+        if self.pages.is_multiple_of(64) { self.progress() } else { Ok(()) }
     }
 
     /// Where an inner page leads to. What leads nowhere is told.

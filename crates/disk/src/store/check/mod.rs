@@ -139,6 +139,8 @@ pub(super) struct Check<'a> {
     same: Vec<(u64, u64)>,
     known: HashMap<u64, Known>,
     metadata_blocks: u64,
+    /// Pages of trees that were looked at.
+    pages: u64,
     total_bytes: u64,
     done_bytes: u64,
     outcome: Outcome,
@@ -277,6 +279,7 @@ impl<'a> Check<'a> {
             same: Vec::new(),
             known: HashMap::new(),
             metadata_blocks: 0,
+            pages: 0,
             total_bytes: 0,
             done_bytes: 0,
             outcome: Outcome::default(),
@@ -301,8 +304,16 @@ impl<'a> Check<'a> {
     async fn has_read(&mut self, bytes: u64) -> io::Result<()> {
         self.done_bytes += bytes;
         self.outcome.read_bytes += bytes;
-        self.progress()?;
-        self.asker.pace.used(&self.port.io, bytes).await
+        // It is asked ten times a second whether to go on.
+        let at_once = self.how.rate.map_or(bytes, |rate| (rate / 10).max(1));
+        let mut left = bytes;
+        while left > 0 {
+            self.progress()?;
+            let part = left.min(at_once);
+            self.asker.pace.used(&self.port.io, part).await?;
+            left -= part;
+        }
+        Ok(())
     }
 
     /// What no volume has, and what that takes.

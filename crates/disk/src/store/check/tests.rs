@@ -282,22 +282,26 @@ fn content_that_is_nowhere_or_was_never_given_is_damage() {
 #[test]
 fn a_place_in_use_whose_bit_is_clear_is_damage() {
     let store = Store::new(true);
-    let superblock = store.superblock();
-    let layout = superblock.layout;
     let place = store.place_of(3);
-    let (segment, at) = layout.segment_of(place).unwrap();
-    for home in 0..2 {
-        let block = layout.space_page(segment, home);
-        let page = store.read(block);
-        let mut page =
-            SpacePage::decode(&page, &superblock.id, &layout, segment, home as usize).unwrap();
-        page.bits.clear(at);
-        store.write(block, &page.encode(&superblock.id, segment, home as usize));
-    }
+    store.clear_bit(place);
     let outcome = store.check(How::default());
     let finding = only(&outcome, "content");
     assert_eq!(finding.place_bytes, Some(place * BLOCK));
     assert!(finding.why.contains("not in use"), "{finding:?}");
+}
+
+#[test]
+fn a_page_is_not_written_again_where_something_else_may_be() {
+    let store = Store::new(true);
+    let superblock = store.superblock();
+    let root = superblock.roots.p2m.unwrap().place;
+    let copy = superblock.layout.copy_of(root).unwrap();
+    store.flip(copy);
+    let before = store.read(copy);
+    store.clear_bit(root);
+    let outcome = store.check(How { mend: true, ..DEEP });
+    assert_eq!((outcome.mended, outcome.findings.counts.mendable), (0, 0), "{outcome:?}");
+    assert_eq!(store.read(copy), before);
 }
 
 #[test]
@@ -341,6 +345,21 @@ fn whatever_block_is_damaged_the_check_tells_or_nobody_needs_it() {
 }
 
 impl Store {
+    /// Space pages have a place as one that nobody has.
+    fn clear_bit(&self, place: u64) {
+        let superblock = self.superblock();
+        let layout = superblock.layout;
+        let (segment, at) = layout.segment_of(place).unwrap();
+        for home in 0..2 {
+            let block = layout.space_page(segment, home);
+            let home = home as usize;
+            let page = SpacePage::decode(&self.read(block), &superblock.id, &layout, segment, home);
+            let mut page = page.unwrap();
+            page.bits.clear(at);
+            self.write(block, &page.encode(&superblock.id, segment, home));
+        }
+    }
+
     fn used(&self, at: u64) -> bool {
         let superblock = self.superblock();
         let layout = superblock.layout;

@@ -98,6 +98,7 @@ impl Check<'_> {
             Some(known) if is_same(&known) && !known.is_bad => return Ok(Ok(known)),
             // It is read again for what this volume calls the bad blocks below it.
             Some(known) if is_same(&known) => {
+                self.looks_at_page()?;
                 let copy = self.layout.copy_of(pointer.place);
                 self.medium.read_page(self.port, &pointer, copy).await.ok()
             }

@@ -2,12 +2,15 @@
 //!
 //! Pages are never overwritten. Places that later checkpoints drop come free two epochs behind them, so not while
 //! the check is in its epoch. Content leaves its place by a pass or a compaction only, and the check has the pass.
+//! So it ends when room is short.
 //! Superblocks and bits of space are overwritten by the next checkpoint, so the check reads them before that begins.
 //! The journal is this process's, and says nothing more of what the checkpoint has.
 
+use std::cell::Cell;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use super::room::Whose;
 use super::{BLOCK_BYTES, Live};
 use crate::Port;
 use crate::store::check::{Asker, Begun, Check, How, Outcome};
@@ -37,9 +40,12 @@ impl Drop for Waits<'_> {
     }
 }
 
+/// Replaced pages whose places a check may keep: 64 MiB of memory has their numbers.
+const MOST_KEPT: usize = 1 << 23;
+
 /// A check has made way.
 #[derive(Debug, thiserror::Error)]
-#[error("a write waits for room, which a check keeps from coming free")]
+#[error("guests need the room that a check of a store in use keeps from coming free")]
 pub struct MadeWay;
 
 impl Live {
@@ -48,7 +54,7 @@ impl Live {
     ///
     /// # Errors
     /// The kernel's, or there is no room for a checkpoint. `Interrupted`: it was told to end. `ResourceBusy` with
-    /// [`MadeWay`]: a write needs a pass. What is damaged is in the outcome.
+    /// [`MadeWay`]: a pass is needed. What is damaged is in the outcome.
     pub async fn check_store(
         &self,
         port: &Port,
@@ -56,15 +62,30 @@ impl Live {
         pace: &Pace,
         progress: &dyn Fn(u64, u64) -> bool,
     ) -> io::Result<Outcome> {
-        let _no_pass = self.passing.lock(&port.io).await?;
-        let goes_on = |done, all| !self.waiting.is_any() && progress(done, all);
+        let _no_pass = self.take_pass(port, pace).await?;
+        // Where room was short before it may be damage that keeps passes from making some.
+        let (was_short, makes_way) = (self.is_short_of_room(), Cell::new(false));
+        let goes_on = |done, all| {
+            makes_way.set(self.waiting.is_any() || !was_short && self.is_short_of_room());
+            !makes_way.get() && progress(done, all)
+        };
         let asker = Asker { pace, progress: &goes_on };
         match self.epochs.during(self.check_checkpoint(port, how, asker)).await {
-            Err(e) if e.kind() == io::ErrorKind::Interrupted && self.waiting.is_any() => {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted && makes_way.get() => {
                 Err(io::Error::new(io::ErrorKind::ResourceBusy, MadeWay))
             }
             done => done,
         }
+    }
+
+    /// Whether a pass would begin by itself, or a write might soon wait for one.
+    pub(super) fn is_short_of_room(&self) -> bool {
+        let (free, places, kept) = {
+            let core = self.core();
+            (core.space.free(), core.layout.places(), core.space.waiting())
+        };
+        let is_low = self.marks().passes.is_low(free, places);
+        is_low || kept > MOST_KEPT || self.check_room(Whose::Data).is_err()
     }
 
     async fn check_checkpoint(

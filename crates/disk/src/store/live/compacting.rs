@@ -156,8 +156,12 @@ impl Live {
     /// # Errors
     /// The kernel's. What is damaged stays where it is.
     pub async fn compact(&self, port: &Port, pace: &Pace) -> io::Result<Option<u64>> {
-        // Nobody else changes entries that are there, or frees places.
-        let _alone = self.passing.lock(&port.io).await?;
+        let _alone = self.take_pass(port, pace).await?;
+        self.compact_alone(port, pace).await
+    }
+
+    /// The same for who has the pass: nobody else changes entries that are there, or frees places.
+    pub(super) async fn compact_alone(&self, port: &Port, pace: &Pace) -> io::Result<Option<u64>> {
         let at = self.duties().compacting.round.as_ref().map(|round| (round.volume, round.leaf));
         let Some((volume, leaf)) = at else { return Ok(None) };
         let Some((volume, leaf)) = self.leaf_from(port, volume, leaf).await? else {

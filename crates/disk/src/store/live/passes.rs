@@ -3,9 +3,14 @@
 //! The steps are those of [`pass`](Live::pass). One that ends early, also dropped with its task, has changed
 //! nothing but entries of contents that no volume has.
 
+use std::future::{Future, poll_fn};
 use std::io;
 use std::ops::Range;
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
+
+use ferrite_io::shared_lock::Held;
 
 use super::{BLOCK_BYTES, Live, damaged};
 use crate::Port;
@@ -200,12 +205,26 @@ impl Live {
     /// # Errors
     /// As [`gc`](Live::gc). `Interrupted`: `pace` has ended it.
     pub async fn gc_at(&self, port: &Port, pace: &Pace) -> io::Result<Passed> {
-        let _alone = self.passing.lock(&port.io).await?;
+        let _alone = self.take_pass(port, pace).await?;
         self.pass(port, pace, Look::ForDead).await
     }
 
+    /// Has the pass, or what keeps it away, when others have ended.
+    ///
+    /// # Errors
+    /// `Interrupted`: `pace` has ended the wait.
+    pub(super) async fn take_pass(&self, port: &Port, pace: &Pace) -> io::Result<Held<'_>> {
+        let (mut taken, mut ended) =
+            (pin!(self.passing.lock(&port.io)), pin!(pace.ended(&port.io)));
+        poll_fn(|cx| match taken.as_mut().poll(cx) {
+            Poll::Pending => ended.as_mut().poll(cx).map(Err),
+            taken => taken,
+        })
+        .await
+    }
+
     /// The steps of section 7. The caller is in no epoch.
-    async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
+    pub(super) async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
         let ends = Ends(self);
         // Step 1.
         self.begin_marking();

@@ -17,6 +17,7 @@ use crate::store::check::{Findings, StoreFinding};
 use crate::store::content::checksum;
 use crate::store::journal::VolumeId;
 use crate::store::medium::MAX_BLOCKS;
+use crate::store::pace::Pace;
 use crate::store::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::tree::Next;
 
@@ -120,15 +121,14 @@ impl Live {
     /// [One step](Live::scrub) of a round that others may go through, too.
     ///
     /// # Errors
-    /// The kernel's.
-    pub async fn scrub_in_turn(&self, port: &Port) -> io::Result<Option<u64>> {
-        // Nor does a number become another content's meanwhile.
-        let _alone = self.passing.lock(&port.io).await?;
+    /// `Interrupted`: `pace` has ended the wait.
+    pub async fn scrub_in_turn(&self, port: &Port, pace: &Pace) -> io::Result<Option<u64>> {
+        let _alone = self.take_pass(port, pace).await?;
         Ok(self.scrub(port).await)
     }
 
-    /// One step. Gives the bytes that were read; none: no round is under way. What cannot be read is a finding.
-    pub async fn scrub(&self, port: &Port) -> Option<u64> {
+    /// One step, by who has the pass: no number becomes another content's meanwhile. Gives the bytes that were read; none: no round is under way. What cannot be read is a finding.
+    pub(super) async fn scrub(&self, port: &Port) -> Option<u64> {
         let at = self.duties().scrub.at?;
         match at {
             At::Contents(page) => {

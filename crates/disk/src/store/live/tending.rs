@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::compacting::{Compacting, CompactionInfo};
 use super::index_loading::Loading;
-use super::passes::Passed;
+use super::passes::{Look, Passed};
 use super::scrubbing::{ScrubInfo, Scrubbing};
 use super::{BLOCK_BYTES, Live};
 use crate::Port;
@@ -107,8 +107,11 @@ impl Live {
             self.catch_up(port).await?;
             return Ok(Tended::Something);
         }
-        if self.wants_pass() {
-            self.gc_at(port, pace).await?;
+        // Who has the pass may have it for long. What needs it comes later, and all else goes on.
+        if self.wants_pass()
+            && let Some(_alone) = self.passing.try_lock()
+        {
+            self.pass(port, pace, Look::ForDead).await?;
             return Ok(Tended::Something);
         }
         if let Some(bytes) = self.load_index(port).await? {
@@ -118,14 +121,20 @@ impl Live {
         if self.wants_compaction() {
             self.begin_compaction();
         }
-        if let Some(bytes) = self.compact(port, pace).await? {
+        let Some(alone) = self.passing.try_lock() else { return Ok(Tended::Nothing) };
+        let moved = self.compact_alone(port, pace).await?;
+        drop(alone);
+        if let Some(bytes) = moved {
             pace.used(&port.io, COMPACTION_PRICE * bytes).await?;
             return Ok(Tended::Something);
         }
         if self.wants_pass() {
             return Ok(Tended::Something);
         }
-        if let Some(bytes) = self.scrub_in_turn(port).await? {
+        let Some(alone) = self.passing.try_lock() else { return Ok(Tended::Nothing) };
+        let read = self.scrub(port).await;
+        drop(alone);
+        if let Some(bytes) = read {
             pace.used(&port.io, SCRUB_PRICE * bytes).await?;
             return Ok(Tended::Something);
         }

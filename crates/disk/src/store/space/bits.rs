@@ -41,6 +41,12 @@ impl Bits {
         was_set
     }
 
+    /// Sets those that others have, which begin at a multiple of 64.
+    pub fn put(&mut self, first: u64, others: &Bits) {
+        let words = self.0[first as usize / 64..].iter_mut();
+        words.zip(&others.0).for_each(|(word, other)| *word |= other);
+    }
+
     /// Those of these that are not among the others, which are as many.
     pub fn without(&self, others: &Bits) -> Bits {
         Bits(self.0.iter().zip(&others.0).map(|(word, other)| word & !other).collect())

@@ -472,9 +472,21 @@ impl Space {
             let segment = &mut self.segments[number as usize];
             segment.next_home = 1 - segment.next_home;
         }
-        for dropped in &mut self.waiting {
-            dropped.done.get_or_insert(epoch);
+        let mut waiting: VecDeque<Dropped> = VecDeque::new();
+        for mut dropped in std::mem::take(&mut self.waiting) {
+            let done = *dropped.done.get_or_insert(epoch);
+            // Of those that end together there is one list, however long somebody stays.
+            match waiting.back_mut() {
+                Some(last) if last.done == Some(done) && !(last.is_held || dropped.is_held) => {
+                    last.places.append(&mut dropped.places);
+                    // Both are sorted, so this is a merge.
+                    last.places.sort();
+                    last.swept.append(&mut dropped.swept);
+                }
+                _ => waiting.push_back(dropped),
+            }
         }
+        self.waiting = waiting;
         (0..self.pairs.len() as u64).for_each(|pair| self.unload(pair));
     }
 
@@ -514,6 +526,11 @@ impl Space {
             }
             self.unload(pair);
         }
+    }
+
+    /// Places that are nobody's, and that somebody may use for some time.
+    pub fn waiting(&self) -> usize {
+        self.waiting.iter().map(|dropped| dropped.places.len()).sum()
     }
 
     /// Whether a place is not to be given. Of one whose bits are not in memory that is not known.
@@ -609,10 +626,14 @@ impl Passes {
 
     /// Whether one is to begin, with so many places free of all.
     pub fn wants_one(&self, free: u64, places: u64) -> bool {
-        let is_low =
-            free <= places / 4 && self.free_then.saturating_sub(free) >= self.free_then / 8;
-        let is_wanted = self.is_full || self.is_wanted || is_low && free < self.free_then;
+        let is_wanted = self.is_full || self.is_wanted || self.is_low(free, places);
         !self.is_running && is_wanted
+    }
+
+    /// Whether room is short, and has become shorter since the last one.
+    pub fn is_low(&self, free: u64, places: u64) -> bool {
+        let is_shorter = self.free_then.saturating_sub(free) >= self.free_then / 8;
+        free <= places / 4 && is_shorter && free < self.free_then
     }
 
     /// One is to begin, whatever is free: much was moved.

@@ -214,7 +214,7 @@ impl ServedStore {
                 Progress { done_bytes: bytes(done), total_bytes: bytes(all) }
             };
             let round = async {
-                while let Some(bytes) = live.scrub_in_turn(port).await? {
+                while let Some(bytes) = live.scrub_in_turn(port, &ends.pace).await? {
                     ends.pace.used(&port.io, bytes).await?;
                 }
                 Ok(())

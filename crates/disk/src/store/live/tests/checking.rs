@@ -1,10 +1,12 @@
 //! Checks of a store in use: they find what a checkpoint has, whatever is done meanwhile, and are in nobody's way.
 
 use std::cell::Cell;
+use std::time::Duration;
 
 use super::passes::{read_one, write_new};
 use super::*;
 use crate::store::check::{Findings, How, Outcome};
+use crate::store::live::Tended;
 use crate::store::pace::Pace;
 
 const DEEP: How = How { contents: true, deep: true, rate: None, mend: false };
@@ -37,27 +39,22 @@ impl Beside<'_> {
         let volume = self.live.volume("v0").unwrap();
         self.live.write(self.port, volume, block * BLOCK_BYTES as u64, span).await
     }
-
-    async fn waits(&self) {
-        while !self.is_begun.get() {
-            self.port.io.yield_to_others().await;
-        }
-    }
 }
 
 impl Process {
     /// A slow check, and something that begins when the check has its checkpoint.
-    fn check_beside(
+    fn check_beside<T>(
         &mut self,
         how: How,
-        other: impl AsyncFnOnce(&Beside) -> io::Result<()>,
-    ) -> (io::Result<Outcome>, io::Result<()>) {
+        other: impl AsyncFnOnce(&Beside) -> io::Result<T>,
+    ) -> (io::Result<Outcome>, io::Result<T>) {
         let Process { live, port, reactor } = self;
         let beside = Beside { live, port, is_begun: Cell::default(), is_over: Cell::default() };
-        let mut outcome = None;
+        let (mut outcome, mut others) = (None, None);
         let check = async {
             // So it takes longer than passes wait for who is in an epoch.
-            let pace = Pace::bounded(Some(1 << 16), None);
+            let how = How { rate: Some(1 << 16), ..how };
+            let pace = Pace::bounded(how.rate, None);
             let progress = |_, _| {
                 beside.is_begun.set(true);
                 true
@@ -67,12 +64,14 @@ impl Process {
             Ok(())
         };
         let other = async {
-            beside.waits().await;
-            other(&beside).await
+            while !beside.is_begun.get() {
+                port.io.yield_to_others().await;
+            }
+            others = Some(other(&beside).await);
+            Ok(())
         };
-        let mut done = reactor.block_on(all(vec![Box::pin(check), Box::pin(other)])).unwrap();
-        let done = done.pop().unwrap();
-        (outcome.unwrap(), done)
+        reactor.block_on(all(vec![Box::pin(check), Box::pin(other)])).unwrap();
+        (outcome.unwrap(), others.unwrap())
     }
 }
 
@@ -138,30 +137,97 @@ fn a_check_begins_at_any_time_of_a_checkpoint() {
     }
 }
 
+/// Until it is over blocks get content that nobody has had, and what was there is nobody's. Gives the passes that
+/// writes had to make for that.
+async fn leave_garbage(beside: &Beside<'_>) -> io::Result<u64> {
+    let passes = || beside.live.marks().passes.count();
+    let before = passes();
+    for word in 10_000..30_000 {
+        if beside.is_over.get() {
+            return Ok(passes() - before);
+        }
+        beside.put(word % 64, word).await?;
+        // Much more often than the check looks.
+        beside.port.io.sleep(Duration::from_millis(10)).await?;
+    }
+    panic!("the store has room for all, and the check has no end");
+}
+
+fn assert_made_way(outcome: io::Result<Outcome>) {
+    let e = outcome.unwrap_err();
+    assert_eq!(e.kind(), io::ErrorKind::ResourceBusy);
+    assert!(e.get_ref().unwrap().is::<MadeWay>());
+}
+
 #[test]
-fn a_write_that_waits_for_room_ends_a_check_and_gets_it() {
+fn a_check_ends_when_room_is_short_and_before_a_write_waits() {
     let (_machine, mut process) = with_a_volume();
     for block in (0..BLOCKS / 2).step_by(16) {
         write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
     }
-    let (outcome, done) = process.check_beside(DEEP, async |beside| {
-        let passes = || beside.live.marks().passes.count();
-        let before = passes();
-        for word in 10_000..20_000 {
-            // Nobody has had it, and what was there is nobody's.
-            beside.put(word % 64, word).await?;
-            if passes() > before {
-                return Ok(());
-            }
-        }
-        panic!("the store has room for all");
-    });
-    done.unwrap();
-    let e = outcome.unwrap_err();
-    assert_eq!(e.kind(), io::ErrorKind::ResourceBusy);
-    assert!(e.get_ref().unwrap().is::<MadeWay>());
+    let (outcome, passes) = process.check_beside(DEEP, leave_garbage);
+    assert_made_way(outcome);
+    assert_eq!(passes.unwrap(), 0);
+}
+
+#[test]
+fn a_write_that_waits_for_room_ends_a_check_that_began_when_it_was_short() {
+    let (_machine, mut process) = with_a_volume();
+    for block in (0..BLOCKS / 2).step_by(16) {
+        write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
+    }
+    let mut word = 50_000;
+    while !process.live.is_short_of_room() {
+        write_new(&mut process, "v0", word % 64, 1, word).unwrap();
+        word += 1;
+    }
+    let (outcome, passes) = process.check_beside(DEEP, leave_garbage);
+    assert_made_way(outcome);
+    assert_eq!(passes.unwrap(), 1);
     let Process { live, port, reactor } = &mut process;
     reactor.block_on(all_is_in_order(live, port)).unwrap().unwrap();
+}
+
+#[test]
+fn the_stores_own_work_that_needs_no_pass_goes_on_beside_a_check() {
+    let (_machine, mut process) = with_a_volume();
+    for block in (0..640).step_by(16) {
+        write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
+    }
+    let (outcome, done) =
+        process.check_beside(DEEP, async |Beside { live, port, is_over, .. }| {
+            live.begin_scrub();
+            live.begin_compaction();
+            while live.tend(port, &Pace::unbounded()).await? == Tended::Something {}
+            assert!(!is_over.get(), "it has waited for the check");
+            Ok(())
+        });
+    done.unwrap();
+    outcome.unwrap();
+}
+
+#[test]
+fn a_check_asks_all_the_time_whether_to_go_on() {
+    let (_machine, mut process) = with_a_volume();
+    let thin = Operation::Create(Name::new("thin").unwrap(), 1 << 24, 0);
+    let thin = process.operate(thin).unwrap();
+    let Process { live, port, reactor } = &mut process;
+    let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+    port.memory().fill(span, 7);
+    let leaves = 1000;
+    for leaf in 0..leaves {
+        let offset = leaf * (crate::store::page::V2P_ENTRIES * BLOCK_BYTES) as u64;
+        let write = async { live.write(port, thin, offset, span).await };
+        reactor.block_on(write).unwrap().unwrap();
+    }
+    let (asked, pace) = (Cell::new(0), Pace::unbounded());
+    let progress = |_, _| {
+        asked.set(asked.get() + 1);
+        true
+    };
+    let check = async { live.check_store(port, How::default(), &pace, &progress).await };
+    reactor.block_on(check).unwrap().unwrap();
+    assert!(asked.get() > leaves / 64, "{}", asked.get());
 }
 
 #[test]
