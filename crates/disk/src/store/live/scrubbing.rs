@@ -118,7 +118,7 @@ impl Live {
         self.duties().scrub.found.clone()
     }
 
-    /// [One step](Live::scrub) of a round that others may go through, too.
+    /// One step of a round that others may go through, too. Gives the bytes that were read; none: no round is under way.
     ///
     /// # Errors
     /// `Interrupted`: `pace` has ended the wait.
