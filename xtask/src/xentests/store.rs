@@ -86,12 +86,10 @@ fn by_daemon(bench: &mut Bench<'_>) -> Result<()> {
     }
     let worker = bench.xenhost.sh(&disk.worker())?;
     expect_eq("who serves the second disk", &bench.xenhost.sh(&beside.worker())?, &worker)?;
-    bench.xenhost.sh_for(
-        &format!(
-            "ferrite store snapshot {STORE}#a tuesday && ferrite store check --deep {STORE} && ferrite store gc {STORE}"
-        ),
-        300,
-    )?;
+    for command in ["snapshot {}#a tuesday", "check --deep {}", "gc {}"] {
+        let command = command.replace("{}", STORE);
+        bench.xenhost.sh_for(&format!("ferrite store {command}"), 300)?;
+    }
     wait_for_requests(bench, &mut one, BETWEEN)?;
     stop_verifying(bench, &mut two, &of_two, &kept)?;
     let whole =
