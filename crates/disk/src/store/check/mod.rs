@@ -1,8 +1,8 @@
 //! Whether all is in order in a store, and what its space is for (store.md 2, 5 and 13).
 //!
 //! The medium is read, as its last checkpoint has it, and little of what serves volumes is asked: both copies of a
-//! page, all that a pointer leads to, each place once. Content comes before volumes, so that what is bad is named by those who have
-//! it. A page that volumes share is looked at once, and again only if something below it is bad.
+//! page, all that a pointer leads to, each place once. Content comes before volumes, so that what is bad is named
+//! by those who have it. A page that volumes share is looked at once, and again only if something below it is bad.
 
 mod contents;
 mod findings;

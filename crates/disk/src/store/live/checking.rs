@@ -2,7 +2,8 @@
 //!
 //! Pages are never overwritten. Places that later checkpoints drop come free two epochs behind them, so not while
 //! the check is in its epoch. Content leaves its place by a pass or a compaction only, and the check has the pass.
-//! So it ends when room is short.
+//! So no room comes free beside it, and it ends when room is short.
+//!
 //! Superblocks and bits of space are overwritten by the next checkpoint, so the check reads them before that begins.
 //! The journal is this process's, and says nothing more of what the checkpoint has.
 

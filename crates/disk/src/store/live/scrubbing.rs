@@ -118,7 +118,8 @@ impl Live {
         self.duties().scrub.found.clone()
     }
 
-    /// One step of a round that others may go through, too. Gives the bytes that were read; none: no round is under way.
+    /// One step of a round that others may go through, too. Gives the bytes that were read; none: no round is under
+    /// way.
     ///
     /// # Errors
     /// `Interrupted`: `pace` has ended the wait.
