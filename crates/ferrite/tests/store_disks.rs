@@ -2,6 +2,7 @@
 //! in and out.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -134,6 +135,43 @@ fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
     let refused = ferrite(dir, &["image", "resize", "store:s#web", "64M"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
     works(dir, &["store", "check", "s", "--deep"]);
+}
+
+#[test]
+fn what_a_scrub_has_found_damaged_is_written_back_from_a_backup() {
+    let dir = places::dir_in_memory();
+    let dir = dir.path();
+    let blocks = (0..2048_u64).flat_map(|i| u64::to_le_bytes(i + 1).repeat(512));
+    std::fs::write(dir.join("backup.raw"), blocks.collect::<Vec<_>>()).unwrap();
+    works(dir, &["store", "create", "s", "--size", "64M"]);
+    works(dir, &["image", "convert", "raw:backup.raw", "store:s#a"]);
+    let store = std::fs::read(dir.join("s")).unwrap();
+    let content = u64::to_le_bytes(1000).repeat(512);
+    let at = store.chunks(4096).position(|block| block == content).unwrap() as u64 * 4096;
+    let file = std::fs::File::options().write(true).open(dir.join("s")).unwrap();
+    file.write_all_at(&[0x5a], at + 9).unwrap();
+    let scrub = ferrite(dir, &["store", "scrub", "s"]).output().unwrap();
+    let text = String::from_utf8_lossy(&scrub.stdout);
+    assert_eq!(scrub.status.code(), Some(2), "{scrub:?}");
+    assert!(text.contains("a at byte 4091904, 4096 bytes"), "{text}");
+    works(dir, &["image", "convert", "raw:backup.raw", "store:s#b"]);
+    works(dir, &["image", "compare", "--strict", "raw:backup.raw", "store:s#b"]);
+    works(dir, &["store", "delete", "s#a"]);
+    works(dir, &["store", "gc", "s"]);
+    works(dir, &["store", "check", "--deep", "s"]);
+}
+
+#[test]
+fn a_name_that_has_no_room_for_what_is_behind_it_meanwhile_is_refused() {
+    let dir = places::dir_in_memory();
+    let dir = dir.path();
+    std::fs::write(dir.join("a.img"), [1; 4096]).unwrap();
+    works(dir, &["store", "create", "s", "--size", "64M"]);
+    let to = |len| format!("store:s#{}", "n".repeat(len));
+    let refused = ferrite(dir, &["image", "convert", "a.img", &to(56)]).output().unwrap();
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && text.contains("1 to 55 letters"), "{refused:?}");
+    works(dir, &["image", "convert", "a.img", &to(55)]);
 }
 
 /// Each command opens the store anew, and knows what the ones before it have written.

@@ -28,7 +28,13 @@ impl ImageTools<'_> {
     ) -> Result<Done, DiskError> {
         let to = format!("{}#{volume}", path.display());
         let what = || format!("cannot convert {} to {to}", from.path.display());
-        let cannot = |e| broken(what(), e);
+        let cannot = |e: io::Error| match e.kind() {
+            io::ErrorKind::StorageFull => {
+                let help = "delete what the store needs no more (ferrite store delete, then gc), or make room below it";
+                DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
+            }
+            _ => broken(what(), e),
+        };
         if how.resume || how.fixed || how.unit_bytes.is_some() {
             let why = "a volume of a store is filled at once, takes space as it is written, and has \
                        blocks of 4 KiB";
@@ -37,8 +43,12 @@ impl ImageTools<'_> {
         }
         let partial = format!("{volume}{PARTIAL}");
         let names = Name::new(volume).zip(Name::new(&partial));
-        let (name, partial_name) =
-            names.ok_or_else(|| cannot(io::ErrorKind::InvalidFilename.into()))?;
+        let (name, partial_name) = names.ok_or_else(|| {
+            let why = format!("{volume} is no name that a volume can have while it is filled");
+            let help = "choose 1 to 55 letters, digits, and -, _, . but at the beginning: until it is \
+                        complete .partial is behind it";
+            DiskError::new(ErrorKind::Usage, what(), why, help)
+        })?;
         let source = self.open(from, true)?;
         let bytes = source.sectors() * SECTOR_BYTES;
         let options = self.medium_options(false);

@@ -127,15 +127,17 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Check(it) => {
             let how = of_contents(it.deep, it.rate);
             let what = Ask::Check { deep: it.deep, rate: it.rate };
-            check(out, &it.store, |store| {
+            let help = "ferrite store scrub keeps writes from finding what is damaged; then take what is \
+                        named from a backup; what is not named reads what it should";
+            check(out, &it.store, help, |store| {
                 here_or_there(out, store, &what, || tools.check_store(store, how))
             })
         }
         StoreCommand::Scrub(it) => {
-            let how = of_contents(false, Some(it.rate));
             let what = Ask::Scrub { rate: it.rate };
-            check(out, &it.store, |store| {
-                here_or_there(out, store, &what, || tools.check_store(store, how))
+            let help = "take what is named from a backup; what is not named reads what it should";
+            check(out, &it.store, help, |store| {
+                here_or_there(out, store, &what, || tools.scrub_store(store, it.rate))
             })
         }
         StoreCommand::Gc(it) => {
@@ -272,6 +274,7 @@ fn info(tools: &ImageTools<'_>, out: &Out, name: &StoreName) -> Result<(), Failu
 fn check(
     out: &Out,
     store: &StoreArg,
+    help: &str,
     check: impl FnOnce(&Path) -> Result<StoreChecked, Failure>,
 ) -> Result<(), Failure> {
     let checked = of_store(store).and_then(|store| check(&store.path));
@@ -287,7 +290,6 @@ fn check(
             Err(failure.with_code(Code::NOT_CHECKED))
         }
         Verdict::Damaged => {
-            let help = "take what is named from a backup; what is not named reads what it should";
             let why = "it does not read what it should";
             Err(Failure::new(format!("{path} is damaged"), why, help).with_code(Code::CORRUPT))
         }

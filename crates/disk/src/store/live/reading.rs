@@ -173,7 +173,11 @@ impl Live {
         }
         // In no epoch: who has the lock may wait for a pass, which waits for all epochs.
         let _alone = self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?;
-        read().await
+        let done = read().await;
+        if done.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::InvalidData) {
+            self.epochs.during(self.refuse_bad(port, volume, blocks)).await;
+        }
+        done
     }
 
     /// Whether a range is in a volume, as all that its guest asks for must be.

@@ -2,16 +2,19 @@
 //!
 //! A round goes from the lowest number to the highest, a page of P2M a step. If something was bad, it then looks
 //! for it in all volumes. What writers find bad by its number they do not take: who writes that content again
-//! gets a good copy.
+//! gets a good copy. So that this holds in the next process, too, bad contents lose their hashes, by which they
+//! would be found.
 
 use std::collections::BTreeSet;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 
 use super::leaves::Leaf;
-use super::{BLOCK_BYTES, Live, damaged};
+use super::room::Whose;
+use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Port;
 use crate::store::check::{Findings, StoreFinding};
 use crate::store::content::checksum;
@@ -25,6 +28,8 @@ use crate::store::tree::Next;
 const MAX_BAD: usize = 1 << 16;
 /// Leaves of volumes that are looked at in one step.
 const LEAVES: usize = 16;
+/// What a number has that has no name.
+const NO_HASH: [u64; 4] = [0; 4];
 
 /// Where a round is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +49,7 @@ pub(super) struct Scrubbing {
     found: Findings,
     /// Numbers, of this round.
     bad: BTreeSet<u64>,
-    /// And of the last one: nobody gets these.
+    /// And of the last one, and those that readers have met since: nobody gets these.
     refused: BTreeSet<u64>,
     rounds: u64,
     read_bytes: u64,
@@ -102,7 +107,8 @@ impl Live {
         let pages = self.core().numbers_end.div_ceil(P2M_ENTRIES as u64);
         let scrub = &mut self.duties().scrub;
         if scrub.at.is_none() {
-            scrub.refused = std::mem::take(&mut scrub.bad);
+            let bad = std::mem::take(&mut scrub.bad);
+            scrub.refused.extend(bad);
             scrub.found = Findings::default();
             (scrub.at, scrub.pages) = (Some(At::Contents(0)), pages);
         }
@@ -128,16 +134,26 @@ impl Live {
         Ok(self.scrub(port).await)
     }
 
-    /// One step, by who has the pass: no number becomes another content's meanwhile. Gives the bytes that were read; none: no round is under way. What cannot be read is a finding.
+    /// One step, by who has the pass: no number becomes another content's meanwhile. Gives the bytes that were read;
+    /// none: no round is under way. What cannot be read is a finding.
     pub(super) async fn scrub(&self, port: &Port) -> Option<u64> {
         let at = self.duties().scrub.at?;
         match at {
             At::Contents(page) => {
                 // So no place becomes another's before it was read.
                 let bytes = self.epochs.during(self.scrub_contents(port, page)).await;
+                let numbers = page * P2M_ENTRIES as u64..(page + 1) * P2M_ENTRIES as u64;
+                let bad: Vec<u64> = {
+                    let scrub = &mut self.duties().scrub;
+                    scrub.read_bytes += bytes;
+                    scrub.bad.range(numbers).copied().collect()
+                };
+                self.finds_bad.fetch_or(!bad.is_empty(), Ordering::Relaxed);
+                if let Err(e) = self.forget_names(port, &bad).await {
+                    // This process does not give them to writers, and the next round tries again.
+                    tracing::debug!("bad contents keep their names: {e}");
+                }
                 let scrub = &mut self.duties().scrub;
-                scrub.read_bytes += bytes;
-                self.finds_bad.fetch_or(!scrub.bad.is_empty(), Ordering::Relaxed);
                 scrub.at = Some(At::Contents(page + 1));
                 if page + 1 >= scrub.pages {
                     scrub.at = Some(At::Volume(0, 0)).filter(|_| !scrub.bad.is_empty());
@@ -153,6 +169,53 @@ impl Live {
                 Some((LEAVES * BLOCK_BYTES) as u64)
             }
         }
+    }
+
+    /// No write finds these contents any more, also when the store is opened the next time.
+    async fn forget_names(&self, port: &Port, bad: &[u64]) -> io::Result<()> {
+        if bad.is_empty() {
+            return Ok(());
+        }
+        let names: Vec<(Leaf, usize)> = bad.iter().map(|number| Leaf::of_hash(*number)).collect();
+        let leaves = names.iter().map(|(leaf, _)| *leaf).collect();
+        let mut claim = self.claim(port, &leaves).await?;
+        self.check_room(Whose::Data)?;
+        let forget = |core: &mut Core| {
+            for (leaf, at) in &names {
+                // A page that says so already is not made dirty.
+                if !leaf.holds(core, *at, &NO_HASH)? {
+                    leaf.store(core, *at, &NO_HASH)?;
+                }
+            }
+            Ok(())
+        };
+        self.with_all(port, &mut claim, &leaves, forget).await
+    }
+
+    /// A read has found one of these blocks bad: no write gets their contents before a round has looked at them. The
+    /// caller is in an epoch.
+    pub(super) async fn refuse_bad(&self, port: &Port, volume: VolumeId, blocks: Range<u64>) {
+        for block in blocks {
+            let read = self.read_blocks(port, volume, block..block + 1).await;
+            if read.is_err_and(|e| e.kind() == io::ErrorKind::InvalidData)
+                && let Ok([number]) = self.words(port, Leaf::of_block(volume, block)).await
+            {
+                self.refuse(port, number).await;
+            }
+        }
+    }
+
+    /// No write gets the content of this number.
+    async fn refuse(&self, port: &Port, mut number: u64) {
+        // It is found by the lowest number that it has.
+        while let Ok(Whereabouts::SameAs { number: lower }) = self.whereabouts(port, number).await {
+            number = lower;
+        }
+        let refused = &mut self.duties().scrub.refused;
+        if refused.len() < MAX_BAD {
+            refused.insert(number);
+        }
+        self.finds_bad.store(true, Ordering::Relaxed);
     }
 
     fn end_if_done(&self, scrub: &mut Scrubbing) {

@@ -23,6 +23,7 @@ use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
 use crate::store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
 use crate::store::name::StoreName;
+use crate::store::pace::Pace;
 use crate::store::superblock::Unusable;
 use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
 
@@ -109,6 +110,38 @@ impl ImageTools<'_> {
         let (mut context, port, bytes) = self.store(store, &what, !how.mend)?;
         let outcome = self.outcome(&mut context, &port, bytes, how);
         outcome.map(|outcome| StoreChecked::of(store, outcome)).map_err(|e| failed(what, store, e))
+    }
+
+    /// A check that reads all content, so many bytes a second at most. If some is damaged no write finds it from
+    /// now on: who writes it back gets a good copy. Otherwise nothing is written.
+    ///
+    /// # Errors
+    /// As [`check_store`](Self::check_store).
+    pub fn scrub_store(&self, store: &Path, rate: u64) -> Result<StoreChecked, DiskError> {
+        let how = How { contents: true, deep: false, rate: Some(rate), mend: false };
+        let checked = self.check_store(store, how)?;
+        if checked.findings.iter().any(|finding| finding.kind == "content")
+            && let Err(e) = self.forget_damaged(store, rate)
+        {
+            tracing::warn!("writes may find the damaged content again: {e}");
+        }
+        Ok(checked)
+    }
+
+    fn forget_damaged(&self, store: &Path, rate: u64) -> Result<(), DiskError> {
+        let what = cannot_check(store);
+        let (mut context, port, bytes) = self.store(store, &what, false)?;
+        let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: 0 });
+        let scrubbed = until_stopped(&goes_on, async {
+            let live = Live::open(&port, bytes, MEMORY).await?;
+            let pace = Pace::bounded(Some(rate), None);
+            live.begin_scrub();
+            while let Some(bytes) = live.scrub_in_turn(&port, &pace).await? {
+                pace.used(&port.io, bytes).await?;
+            }
+            live.close(&port).await
+        });
+        context.run(scrubbed).map_err(|e| failed(what, store, e))
     }
 
     fn outcome(

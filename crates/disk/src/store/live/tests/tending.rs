@@ -211,8 +211,41 @@ fn scrubbing_names_bad_blocks_by_all_who_have_them_and_writers_do_not_get_them()
     // A guest that writes it once more has a good copy.
     write_new(&mut process, "v0", 4, 1, 5).unwrap();
     assert_eq!(read_one(&mut process, "v0", 4), 5);
-    let sectors = 1504 * PER_BLOCK..1505 * PER_BLOCK;
-    assert_eq!(process.read("v0", sectors).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    let is_bad = |process: &mut Process, block: u64| {
+        let read = process.read("v0", block * PER_BLOCK..(block + 1) * PER_BLOCK);
+        read.is_err_and(|e| e.kind() == io::ErrorKind::InvalidData)
+    };
+    assert!(is_bad(&mut process, 1504));
+    // And so has one that writes it after the next opening.
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.close(port).await }).unwrap().unwrap();
+    drop(process);
+    let mut process = Process::of(&machine).unwrap();
+    process.tend().unwrap();
+    write_new(&mut process, "v0", 29, 1, 30).unwrap();
+    write_new(&mut process, "v0", 100, 1, 17).unwrap();
+    assert!(read_one(&mut process, "v0", 29) == 30 && is_bad(&mut process, 1504));
+    assert_eq!(process.numbers(100..101), process.numbers(16..17), "others are found");
+}
+
+#[test]
+fn who_has_read_a_bad_block_gets_a_good_one_by_writing_it_again() {
+    let (machine, mut process) = with_a_volume();
+    write_new(&mut process, "v0", 0, 16, 1).unwrap();
+    process.flush().unwrap();
+    let number = process.numbers(3..4)[0];
+    let Whereabouts::Plain { place, .. } = process.whereabouts(number) else { panic!() };
+    let file = std::fs::File::options().read(true).write(true).open(&machine.path).unwrap();
+    file.write_all_at(&[1], place * BLOCK_BYTES as u64 + 77).unwrap();
+    machine.world.changed_outside(&file).unwrap();
+    write_new(&mut process, "v0", 500, 1, 4).unwrap();
+    assert_eq!(process.numbers(500..501), process.numbers(3..4), "nobody knows yet");
+    for block in [3, 500] {
+        let read = process.read("v0", block * PER_BLOCK..(block + 1) * PER_BLOCK);
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::InvalidData);
+        write_new(&mut process, "v0", block, 1, 4).unwrap();
+        assert_eq!(read_one(&mut process, "v0", block), 4);
+    }
 }
 
 impl Process {
