@@ -45,7 +45,7 @@ pub(super) fn ask<T: DeserializeOwned>(
         match ask_on(&stream, key, store, what, shows) {
             Ok(None) => asked = Asked::NotOpen,
             Ok(Some(answer)) => {
-                let nonsense = |why| lost(store, why);
+                let nonsense = |why| lost(store, what, why);
                 return Asked::Answered(serde_json::from_value(answer).map_err(nonsense));
             }
             Err(failure) => return Asked::Answered(Err(failure)),
@@ -89,12 +89,12 @@ fn ask_on(
         // One that has ended before it began has done nothing.
         Ok(Some(Said::NotOpen) | None) => return Ok(None),
         Ok(Some(said)) => return end_of(said).map(Some),
-        Err(_) if !goes_on() => return Err(interrupted(path)),
+        Err(_) if !goes_on() => return Err(interrupted(path, what)),
         Err(e) if e.kind() == io::ErrorKind::TimedOut => {
-            return Err(lost(path, "the process that serves the store does not answer"));
+            return Err(lost(path, what, "the process that serves the store does not answer"));
         }
         Err(e) if is_gone(&e) => return Ok(None),
-        Err(e) => return Err(lost(path, e)),
+        Err(e) => return Err(lost(path, what, e)),
     }
     loop {
         match hear(MAX_ANSWER, &goes_on) {
@@ -102,11 +102,12 @@ fn ask_on(
                 shows(Progress { done_bytes, total_bytes });
             }
             Ok(Some(said)) => return end_of(said).map(Some),
-            Err(_) if !goes_on() => return Err(interrupted(path)),
-            Err(e) if !is_gone(&e) => return Err(lost(path, e)),
+            Err(_) if !goes_on() => return Err(interrupted(path, what)),
+            Err(e) if !is_gone(&e) => return Err(lost(path, what, e)),
             Ok(None) | Err(_) => {
                 return Err(lost(
                     path,
+                    what,
                     "the process that serves the store has ended before it was done",
                 ));
             }
@@ -142,17 +143,26 @@ fn is_plain(value: &Value) -> bool {
     }
 }
 
-fn lost(store: &Path, why: impl std::fmt::Display) -> Failure {
-    let what = format!("cannot say whether that was done with store {}", store.display());
-    let help = format!(
-        "ferrite store list {} shows it; then run the same command again if it was not",
-        store.display()
-    );
-    Failure::new(what, why, help)
+/// What was asked may have been done.
+fn lost(store: &Path, asked: &Ask, why: impl std::fmt::Display) -> Failure {
+    let store = store.display();
+    match asked {
+        Ask::Change { .. } => {
+            let what = format!("cannot say whether that was done with store {store}");
+            let help = format!(
+                "ferrite store list {store} shows it; then run the same command again if it was not"
+            );
+            Failure::new(what, why, help)
+        }
+        _ => {
+            let what = format!("nobody waits any more for what was asked of store {store}");
+            Failure::new(what, why, "no disk has changed; run the same command again")
+        }
+    }
 }
 
-fn interrupted(store: &Path) -> Failure {
-    lost(store, "it was interrupted").with_code(Code::INTERRUPTED)
+fn interrupted(store: &Path, asked: &Ask) -> Failure {
+    lost(store, asked, "it was interrupted").with_code(Code::INTERRUPTED)
 }
 
 #[cfg(test)]
@@ -181,7 +191,7 @@ mod tests {
         assert!(asked(&[]).unwrap().is_none());
         assert!(asked(&[json!("not-open")]).unwrap().is_none());
         let failure = asked(&[json!("begun")]).unwrap_err();
-        assert!(failure.what.contains("cannot say whether") && failure.why.contains("has ended"));
+        assert!(failure.what.contains("nobody waits") && failure.why.contains("has ended"));
         let done = asked(&[json!("begun"), json!({ "done": { "a": 1 } })]).unwrap();
         assert_eq!(done, Some(json!({ "a": 1 })));
     }

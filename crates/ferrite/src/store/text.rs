@@ -163,6 +163,11 @@ pub(super) fn compacted(compacted: &StoreCompacted) -> String {
 }
 
 pub(super) fn report(checked: &StoreChecked) -> String {
+    report_of(checked, "in order")
+}
+
+/// `order`: what is said if nothing was found.
+fn report_of(checked: &StoreChecked, order: &str) -> String {
     let path = one_line(&checked.path);
     let mut text: String = checked.findings.iter().map(finding).collect();
     if checked.more_findings > 0 {
@@ -170,7 +175,7 @@ pub(super) fn report(checked: &StoreChecked) -> String {
     }
     let counts = &checked.counts;
     let _ = match counts.total() {
-        0 => writeln!(text, "{path}: in order"),
+        0 => writeln!(text, "{path}: {order}"),
         _ => writeln!(
             text,
             "{path}: {} damaged, {} of one copy only or of space",
@@ -200,7 +205,8 @@ fn finding(finding: &StoreFinding) -> String {
 }
 
 pub(super) fn repaired(repaired: &StoreRepaired) -> String {
-    let mut text = report(if repaired.done { &repaired.after } else { &repaired.before });
+    let checked = if repaired.done { &repaired.after } else { &repaired.before };
+    let mut text = report_of(checked, "metadata in order (content is for check)");
     if repaired.mended > 0 {
         let blocks = if repaired.mended == 1 { "block" } else { "blocks" };
         let path = one_line(&repaired.after.path);
