@@ -4,6 +4,7 @@ use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_seeing::trace::STAGES;
@@ -41,6 +42,10 @@ fn done(output: Output) -> String {
     text(&output.stdout)
 }
 
+/// So many requests, and a pause in which the worker goes to sleep: storage may be too fast for that otherwise.
+const BURST: u64 = 128;
+const PAUSE: Duration = Duration::from_millis(20);
+
 /// Reads and writes of several sizes, several at a time, for as long as `command` runs.
 fn beside_work(front: &mut Frontend, mut command: Command) -> Output {
     let ended = AtomicBool::new(false);
@@ -62,6 +67,9 @@ fn beside_work(front: &mut Frontend, mut command: Command) -> Output {
                 n += 1;
             }
             front.queues[0].drain(PATIENCE).unwrap();
+            if n.is_multiple_of(BURST) {
+                std::thread::sleep(PAUSE);
+            }
         }
         output.join().unwrap()
     })
