@@ -137,13 +137,18 @@ fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
     works(dir, &["store", "check", "s", "--deep"]);
 }
 
+/// A store, and an image of 8 MiB without two equal blocks.
+fn store_and_image(dir: &Path, image: &str) {
+    let blocks = (0..2048_u64).flat_map(|i| u64::to_le_bytes(i + 1).repeat(512));
+    std::fs::write(dir.join(image), blocks.collect::<Vec<_>>()).unwrap();
+    works(dir, &["store", "create", "s", "--size", "64M"]);
+}
+
 #[test]
 fn what_a_scrub_has_found_damaged_is_written_back_from_a_backup() {
     let dir = places::dir_in_memory();
     let dir = dir.path();
-    let blocks = (0..2048_u64).flat_map(|i| u64::to_le_bytes(i + 1).repeat(512));
-    std::fs::write(dir.join("backup.raw"), blocks.collect::<Vec<_>>()).unwrap();
-    works(dir, &["store", "create", "s", "--size", "64M"]);
+    store_and_image(dir, "backup.raw");
     works(dir, &["image", "convert", "raw:backup.raw", "store:s#a"]);
     let store = std::fs::read(dir.join("s")).unwrap();
     let content = u64::to_le_bytes(1000).repeat(512);
@@ -179,9 +184,7 @@ fn a_name_that_has_no_room_for_what_is_behind_it_meanwhile_is_refused() {
 fn an_image_that_is_copied_in_twice_is_there_once() {
     let dir = places::dir_in_memory();
     let dir = dir.path();
-    let blocks = (0..2048_u64).flat_map(|i| u64::to_le_bytes(i + 1).repeat(512));
-    std::fs::write(dir.join("disk.raw"), blocks.collect::<Vec<_>>()).unwrap();
-    works(dir, &["store", "create", "s", "--size", "64M"]);
+    store_and_image(dir, "disk.raw");
     for volume in ["store:s#a", "store:s#b"] {
         works(dir, &["image", "convert", "raw:disk.raw", volume]);
     }

@@ -120,10 +120,14 @@ impl ImageTools<'_> {
     pub fn scrub_store(&self, store: &Path, rate: u64) -> Result<StoreChecked, DiskError> {
         let how = How { contents: true, deep: false, rate: Some(rate), mend: false };
         let checked = self.check_store(store, how)?;
-        if checked.findings.iter().any(|finding| finding.kind == "content")
-            && let Err(e) = self.forget_damaged(store, rate)
-        {
-            tracing::warn!("writes may find the damaged content again: {e}");
+        if !checked.findings.iter().any(|finding| finding.kind == "content") {
+            return Ok(checked);
+        }
+        match self.forget_damaged(store, rate) {
+            Err(e) if e.kind() == ErrorKind::Interrupted => return Err(e),
+            // What was found is to be told all the same.
+            Err(e) => tracing::warn!("writes may find the damaged content again: {e}"),
+            Ok(()) => {}
         }
         Ok(checked)
     }
