@@ -1,0 +1,45 @@
+//! What a disk promises, by its public interface. One program: each file of its own would have the code of
+//! all formats compiled once more.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod family;
+mod model;
+
+mod allowed_parents;
+mod chains;
+mod check_classes;
+mod children;
+mod device;
+mod errors;
+mod failed_syncs;
+mod full;
+mod group_commit;
+mod io;
+mod journals;
+mod long_chains;
+mod marks;
+mod moved_children;
+mod open;
+mod parents;
+mod places;
+mod qcow2_bitmaps;
+mod qcow2_device;
+mod qcow2_foreign;
+mod qcow2_interop;
+mod qcow2_model;
+mod qcow2_repair;
+mod qcow2_reuse;
+mod qcow2_snapshots;
+mod qcow2_space;
+mod qemu_locks;
+mod shared_syncs;
+mod store_mapped;
+mod tools;
+mod tools_files;
+mod tools_rights;
+mod vhd;
+mod vhd_footers;
+mod vhd_interop;
+mod vhd_layout;
+mod vhd_tools;
