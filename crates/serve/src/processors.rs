@@ -13,6 +13,10 @@ use crate::polling::{Budget, HostView};
 const CHECK_NS: u64 = 1_000_000;
 /// The time whose share can be saved up, in nanoseconds, as with the kernel's own limit (CFS).
 const SAVED_NS: u64 = 100_000_000;
+/// The longest wait that a debt asks for, in nanoseconds. What is owed beyond it is forgiven: no limit held back
+/// the start of a process, and a host that stood still has that time in its account, too. A guest's disk must
+/// not stand still for minutes after that.
+const LONGEST_WAIT_NS: u64 = 10_000_000_000;
 /// The time beyond its share that a disk has which is to go, in nanoseconds: more than the requests
 /// of full rings take.
 const FAREWELL_NS: u64 = 1_000_000_000;
@@ -157,7 +161,8 @@ impl Limit {
         let most_ns = (SAVED_NS * self.percent / 100) as i64;
         let earned_ns = i64::try_from(u128::from(passed_ns) * u128::from(self.percent) / 100);
         let earned_ns = earned_ns.unwrap_or(i64::MAX);
-        account.balance_ns = account.balance_ns.saturating_add(earned_ns).min(most_ns) - spent_ns;
+        let balance_ns = account.balance_ns.saturating_add(earned_ns).min(most_ns) - spent_ns;
+        account.balance_ns = balance_ns.max(-((LONGEST_WAIT_NS * self.percent / 100) as i64));
         (account.at_ns, account.used_ns) = (now_ns, used_ns);
         let debt_ns = account.balance_ns.min(0).unsigned_abs();
         let paid_at_ns = now_ns + (debt_ns * 100).div_ceil(self.percent);
@@ -244,13 +249,29 @@ mod tests {
     }
 
     #[test]
+    fn no_debt_holds_a_disk_back_for_longer_than_ten_seconds() {
+        let world = Arc::new(World::default());
+        let limit = Limit::new(5, world.clone());
+        world.pass(CHECK_NS, 3600 * SECOND_NS);
+        assert_eq!(limit.debt(world.now_ns()), Some(Duration::from_secs(10)));
+        world.pass(9 * SECOND_NS, 0);
+        assert_eq!(limit.debt(world.now_ns()), Some(Duration::from_secs(1)));
+        world.pass(SECOND_NS, 0);
+        assert_eq!(limit.debt(world.now_ns()), None);
+        // A debt of less is paid in full.
+        world.pass(CHECK_NS, SECOND_NS / 5);
+        let owed = limit.debt(world.now_ns()).unwrap();
+        assert!(owed > Duration::from_millis(3900) && owed <= Duration::from_secs(4), "{owed:?}");
+    }
+
+    #[test]
     fn a_disk_that_is_to_go_owes_nothing_and_has_a_second_once() {
         let world = Arc::new(World::default());
         let limit = Arc::new(Limit::new(50, world.clone()));
         let [one, other] =
             [(); 2].map(|()| Processors::new(Budget::new(0), None, Some(limit.clone())));
-        world.pass(CHECK_NS, 3600 * SECOND_NS);
-        assert!(one.debt(world.now_ns()) > Some(Duration::from_secs(7000)));
+        world.pass(CHECK_NS, 4 * SECOND_NS);
+        assert!(one.debt(world.now_ns()) > Some(Duration::from_secs(7)));
         one.forgive(world.now_ns());
         assert_eq!(one.debt(world.now_ns()), None);
         world.pass(CHECK_NS, FAREWELL_NS);
