@@ -13,9 +13,8 @@ use crate::polling::{Budget, HostView};
 const CHECK_NS: u64 = 1_000_000;
 /// The time whose share can be saved up, in nanoseconds, as with the kernel's own limit (CFS).
 const SAVED_NS: u64 = 100_000_000;
-/// The longest wait that a debt asks for, in nanoseconds. What is owed beyond it is forgiven: no limit held back
-/// the start of a process, and a host that stood still has that time in its account, too. A guest's disk must
-/// not stand still for minutes after that.
+/// The longest wait that a debt asks for, in nanoseconds. What is owed beyond it is forgiven: a machine that stood
+/// still counts that time as used, and no guest's disk is to stand still for minutes because of it.
 const LONGEST_WAIT_NS: u64 = 10_000_000_000;
 /// The time beyond its share that a disk has which is to go, in nanoseconds: more than the requests
 /// of full rings take.

@@ -1,5 +1,5 @@
 //! What a disk promises, by its public interface. One program: each file of its own would have the code of
-//! all formats compiled once more.
+//! all formats compiled once more. Alone stay tests that count what their process has (held.rs, store.rs).
 
 #[path = "../common/mod.rs"]
 mod common;
