@@ -65,8 +65,7 @@ pub enum Op {
         /// Bytes.
         len: u64,
     },
-    /// The range has space of its own, zeros where there was none, and the file reaches to its end
-    /// (`fallocate`).
+    /// The range has space of its own, zeros where there was none (`fallocate`).
     Allocate {
         /// Which file.
         file: FileId,
@@ -74,6 +73,8 @@ pub enum Op {
         offset: u64,
         /// Bytes.
         len: u64,
+        /// The file reaches to the end of the range then. Otherwise it keeps its size (`KEEP_SIZE`).
+        extends: bool,
     },
     /// The file ends here: what was beyond is gone, what was missing reads as zeros
     /// (`ftruncate`). It blocks, so engines run it beside the queue.

@@ -55,7 +55,11 @@ impl Call {
             Op::ZeroRange { offset, len, .. } => {
                 fallocate(FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, offset, len)
             }
-            Op::Allocate { offset, len, .. } => fallocate(FallocateFlags::empty(), offset, len),
+            Op::Allocate { offset, len, extends, .. } => {
+                let keeps =
+                    if extends { FallocateFlags::empty() } else { FallocateFlags::KEEP_SIZE };
+                fallocate(keeps, offset, len)
+            }
             Op::SetLen { len, .. } => Some(Call::SetLen { len }),
             Op::Discard { offset, len, .. } => Some(Call::Discard { offset, len }),
             Op::Read { .. } | Op::Write { .. } | Op::Readable { .. } | Op::Timer { .. } => None,

@@ -22,6 +22,7 @@ use crate::reactor::Io;
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// One that waits.
+#[derive(Debug)]
 struct Waiter {
     /// None: there was no descriptor for it.
     wake: Option<OwnedFd>,
@@ -29,14 +30,14 @@ struct Waiter {
     owns: Mutex<bool>,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct State {
     held: bool,
     waiting: VecDeque<Arc<Waiter>>,
 }
 
 /// See the module text.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct SharedLock {
     state: Mutex<State>,
 }

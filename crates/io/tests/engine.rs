@@ -196,7 +196,14 @@ fn files_are_made_longer_with_space_of_their_own_and_cut_off(kind: EngineKind) {
     let owned = file(&[7; 4096]);
     let f = e.add_file(owned.clone()).unwrap();
     let stat = |fd: &OwnedFd| rustix::fs::fstat(fd).unwrap();
-    assert_eq!(run(e.as_mut(), Op::Allocate { file: f, offset: 4096, len: 1 << 20 }), 0);
+    let allocate = |extends| Op::Allocate { file: f, offset: 4096, len: 1 << 20, extends };
+    // Space behind the end is there until the file is cut off, at its end, too.
+    assert_eq!(run(e.as_mut(), allocate(false)), 0);
+    assert_eq!(stat(&owned).st_size, 4096);
+    assert!(stat(&owned).st_blocks * 512 >= 1 << 20);
+    assert_eq!(run(e.as_mut(), Op::SetLen { file: f, len: 4096 }), 0);
+    assert!(stat(&owned).st_blocks * 512 <= 64 << 10);
+    assert_eq!(run(e.as_mut(), allocate(true)), 0);
     assert_eq!(stat(&owned).st_size, (1 << 20) + 4096);
     assert!(stat(&owned).st_blocks * 512 >= 1 << 20);
     assert_eq!(run(e.as_mut(), Op::SetLen { file: f, len: 512 }), 0);

@@ -199,7 +199,8 @@ fn work(file: File) {
             one(&mut *engine, Op::Timer { after: Duration::from_millis(1) });
             assert_eq!(one(&mut *engine, Op::Sync { file }), 0);
             let (offset, len) = (0, BYTES as u64);
-            for op in [Op::PunchHole { file, offset, len }, Op::Allocate { file, offset, len }] {
+            let allocate = |extends| Op::Allocate { file, offset, len, extends };
+            for op in [Op::PunchHole { file, offset, len }, allocate(true), allocate(false)] {
                 assert!([0, -libc::EOPNOTSUPP].contains(&one(&mut *engine, op)));
             }
             // A file is no device; that the kernel was asked is what counts.

@@ -438,7 +438,9 @@ impl State {
             Op::PunchHole { offset, len, .. } | Op::ZeroRange { offset, len, .. } => {
                 file.zero(step, offset, len)
             }
-            Op::Allocate { offset, len, .. } => file.allocate(step, offset.saturating_add(len)),
+            Op::Allocate { offset, len, extends: true, .. } => {
+                file.allocate(step, offset.saturating_add(len))
+            }
             Op::SetLen { len, .. } => file.set_len(step, len),
             _ => Ok(()),
         }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 
+use super::ballast::Ballast;
 use super::page::Pointer;
 use super::side_by_side::all;
 use super::{BLOCK_BYTES, Damaged};
@@ -20,13 +21,15 @@ pub const MAX_BLOCKS: usize = 16;
 #[derive(Debug)]
 pub struct Medium {
     commits: Commits,
+    ballast: Ballast,
     /// It has refused to take back what nobody has.
     keeps_all: AtomicBool,
 }
 
 impl Default for Medium {
     fn default() -> Medium {
-        Medium { commits: Commits::of_many(), keeps_all: AtomicBool::new(false) }
+        let (commits, ballast) = (Commits::of_many(), Ballast::default());
+        Medium { commits, ballast, keeps_all: AtomicBool::new(false) }
     }
 }
 
@@ -72,17 +75,20 @@ impl Medium {
         Ok(each)
     }
 
-    /// Writes whole blocks, [`MAX_BLOCKS`] at most.
+    /// The space of the file system that own work can spend.
+    pub fn ballast(&self) -> &Ballast {
+        &self.ballast
+    }
+
+    /// Writes whole blocks of the store's own, [`MAX_BLOCKS`] at most.
     ///
     /// # Errors
     /// The kernel's.
     pub async fn write(&self, port: &Port, place: u64, bytes: &[u8]) -> io::Result<()> {
-        let piece = port.scratch.take(bytes.len()).await;
-        piece.copy_in(bytes);
-        port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await
+        self.write_twice(port, place, None, bytes).await
     }
 
-    /// Writes whole blocks, [`MAX_BLOCKS`] at most, and their copy if there is one.
+    /// Writes whole blocks of the store's own, [`MAX_BLOCKS`] at most, and their copy if there is one.
     ///
     /// # Errors
     /// The kernel's. Both have ended then.
@@ -97,11 +103,17 @@ impl Medium {
         piece.copy_in(bytes);
         let write =
             |place: u64| port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span());
-        let places = [Some(place), copy].into_iter().flatten();
-        all(places.map(write)).await.into_iter().collect()
+        let write_all = async || {
+            let places = [Some(place), copy].into_iter().flatten();
+            all(places.map(write)).await.into_iter().collect()
+        };
+        match write_all().await {
+            Err(e) if self.ballast.spend(port, &e).await => write_all().await,
+            done => done,
+        }
     }
 
-    /// Writes blocks into places in a row, [`MAX_BLOCKS`] at most.
+    /// Writes content into places in a row, [`MAX_BLOCKS`] at most. It spends no ballast.
     ///
     /// # Errors
     /// The kernel's.

@@ -13,6 +13,7 @@
 //! * [`slots`]: leaves in memory, read without a lock.
 //! * [`table`]: volumes and domains.
 //! * [`medium`]: the file or device, its blocks and syncs.
+//! * [`ballast`]: space for its own work on a file system that is full.
 //! * [`background`]: the thread of a store in service that does what nobody asks for.
 //! * [`check`]: whether all is in order in a store that nobody uses, and what its space is for.
 //! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
@@ -27,6 +28,7 @@
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
 pub mod background;
+pub mod ballast;
 pub mod check;
 pub mod checkpoint;
 pub mod content;

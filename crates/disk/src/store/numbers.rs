@@ -32,6 +32,8 @@ pub struct Numbers {
     /// Blocks of new data, and those of them that a sync has covered.
     new_data: u64,
     synced_data: u64,
+    /// Blocks that have ended.
+    ended: u64,
     under_way: BTreeSet<u64>,
     /// Those of which something has failed, and that a replay would find.
     failed: BTreeSet<u64>,
@@ -44,7 +46,7 @@ impl Numbers {
     pub fn new(next: u64, length: u64) -> Numbers {
         let (under_way, failed, operation) = Default::default();
         let (from, synced, told, recorded) = (next, next, next, next);
-        let (new_data, synced_data) = (0, 0);
+        let (new_data, synced_data, ended) = (0, 0, 0);
         Numbers {
             next,
             from,
@@ -54,6 +56,7 @@ impl Numbers {
             recorded,
             new_data,
             synced_data,
+            ended,
             under_way,
             failed,
             operation,
@@ -91,9 +94,15 @@ impl Numbers {
     /// The block and its data are with the kernel and in memory, or that has failed.
     pub fn end(&mut self, number: u64, is_done: bool) {
         self.under_way.remove(&number);
+        self.ended += 1;
         if !is_done {
             self.failed.insert(number);
         }
+    }
+
+    /// How many have ended since the store was opened: nothing has changed while this has not.
+    pub fn ended(&self) -> u64 {
+        self.ended
     }
 
     /// The number that the next block gets.

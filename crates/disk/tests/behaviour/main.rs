@@ -34,6 +34,7 @@ mod qcow2_snapshots;
 mod qcow2_space;
 mod qemu_locks;
 mod shared_syncs;
+mod store_full_below;
 mod store_mapped;
 mod tools;
 mod tools_files;

@@ -214,7 +214,15 @@ impl Io {
     /// # Errors
     /// The kernel's error.
     pub async fn allocate(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
-        self.op_to_its_end(Op::Allocate { file, offset, len }).await.map(drop)
+        self.op_to_its_end(Op::Allocate { file, offset, len, extends: true }).await.map(drop)
+    }
+
+    /// The same, also behind the end of the file, which stays where it is.
+    ///
+    /// # Errors
+    /// The kernel's error. A block device refuses it.
+    pub async fn preallocate(&self, file: FileId, offset: u64, len: u64) -> io::Result<()> {
+        self.op_to_its_end(Op::Allocate { file, offset, len, extends: false }).await.map(drop)
     }
 
     /// See [`Op::SetLen`].

@@ -87,7 +87,10 @@ impl Uring {
                 let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
                 self.fallocate(file, offset, len, mode)?
             }
-            Op::Allocate { file, offset, len } => self.fallocate(file, offset, len, 0)?,
+            Op::Allocate { file, offset, len, extends } => {
+                let mode = if extends { 0 } else { libc::FALLOC_FL_KEEP_SIZE };
+                self.fallocate(file, offset, len, mode)?
+            }
             Op::Readable { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build(),
             Op::Timer { after } => {
                 let place = self.place();

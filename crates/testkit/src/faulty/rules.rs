@@ -207,7 +207,7 @@ impl Asked {
             }
             Op::PunchHole { file, offset, len }
             | Op::ZeroRange { file, offset, len }
-            | Op::Allocate { file, offset, len }
+            | Op::Allocate { file, offset, len, .. }
             | Op::Discard { file, offset, len } => (Some(file), offset, len),
             Op::SetLen { file, len } => (Some(file), len, 0),
             Op::Sync { file } => (Some(file), 0, 0),

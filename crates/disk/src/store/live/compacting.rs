@@ -367,7 +367,7 @@ impl Live {
         }
         let count = (bytes.len() / BLOCK_BYTES) as u64;
         let place = self.core().space.give_sealed(count).ok_or(io::ErrorKind::StorageFull)?;
-        self.medium.write(port, place, &bytes).await?;
+        self.medium.write_blocks(port, place, bytes.chunks(BLOCK_BYTES)).await?;
         let entries = sums.into_iter().zip(0u8..).map(|(checksum, index)| match group {
             None => Whereabouts::Plain { place: place + u64::from(index), checksum },
             Some(packing) => {

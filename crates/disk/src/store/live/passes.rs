@@ -21,7 +21,7 @@ use crate::store::medium::MAX_BLOCKS;
 use crate::store::pace::Pace;
 use crate::store::page::P2M_ENTRIES;
 use crate::store::side_by_side::all;
-use crate::store::space::{Bits, NoRoom, Passes};
+use crate::store::space::{Bits, Changes, NoRoom, Passes};
 use crate::store::tree::Link;
 
 /// Between looks whether all have left who were here before.
@@ -176,6 +176,17 @@ impl Live {
         }
     }
 
+    fn changes(&self) -> Changes {
+        let blocks = self.numbers().ended();
+        Changes { blocks, indexed: self.duties().loading.done() }
+    }
+
+    /// Whether a write that has found no room fails at once: a pass would find nothing.
+    pub(super) fn is_full(&self) -> bool {
+        let changes = self.changes();
+        self.marks().passes.would_find_nothing(changes)
+    }
+
     /// Whether it fails: no room came, whatever was looked for.
     pub(super) fn may_fail(&self, first: NoRoom) -> bool {
         self.marks().passes.may_fail(first)
@@ -226,6 +237,7 @@ impl Live {
     /// The steps of section 7. The caller is in no epoch.
     pub(super) async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
         let ends = Ends(self);
+        let changes = self.changes();
         // Step 1.
         self.begin_marking();
         self.two_epochs(port, pace).await?;
@@ -255,7 +267,7 @@ impl Live {
         // Step 7.
         passed.freed = self.sweep_places(port, pace).await?;
         let free_places = self.core().space.free();
-        self.marks().passes.end(free_places, passed.is_thorough);
+        self.marks().passes.end(free_places, passed.is_thorough.then_some(changes));
         self.duties().passed = Some(passed);
         drop(ends);
         Ok(passed)

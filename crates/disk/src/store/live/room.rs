@@ -64,6 +64,9 @@ impl Live {
                 self.checkpoint_unless(port, || self.core().checkpoint != checkpoint).await?;
                 continue;
             }
+            if self.is_full() {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
             let now = self.no_room();
             let first = *first.get_or_insert(now);
             if self.may_fail(first) {

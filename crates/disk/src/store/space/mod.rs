@@ -559,6 +559,8 @@ pub struct Passes {
     ended: u64,
     /// The last one that has looked for all.
     thorough: u64,
+    /// What the store had when that one began.
+    looked_at: Option<Changes>,
     /// Up to this one they look for what makes room at once.
     hurried: u64,
     is_running: bool,
@@ -571,6 +573,15 @@ pub struct Passes {
 
 /// Passes that are made in a hurry when a write has found no room: behind those there is time.
 const HURRIED: u64 = 4;
+
+/// How much has changed since the store was opened of what a pass looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Changes {
+    /// Journal blocks that have ended.
+    pub blocks: u64,
+    /// Pages that the index was told of.
+    pub indexed: u64,
+}
 
 /// When a write found no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -588,6 +599,7 @@ impl Passes {
             begun: 0,
             ended: 0,
             thorough: 0,
+            looked_at: None,
             hurried: 0,
             is_running: false,
             free_then: free,
@@ -617,6 +629,11 @@ impl Passes {
     /// Whether the write fails if it still finds none.
     pub fn may_fail(&self, write: NoRoom) -> bool {
         self.thorough >= write.next
+    }
+
+    /// Whether another pass would find nothing that the last one has not, which has looked for all.
+    pub fn would_find_nothing(&self, now: Changes) -> bool {
+        self.looked_at == Some(now)
     }
 
     /// Whether writes have found no room lately.
@@ -668,12 +685,14 @@ impl Passes {
         self.is_running = false;
     }
 
-    /// It has ended, and left so many places free. Who waits tries again. `is_thorough`: it has looked for all.
-    pub fn end(&mut self, free: u64, is_thorough: bool) {
+    /// It has ended, and left so many places free. Who waits tries again. `looked_at`: what there was when it
+    /// began, if it has looked for all.
+    pub fn end(&mut self, free: u64, looked_at: Option<Changes>) {
         self.ended = self.begun;
-        if is_thorough {
+        if looked_at.is_some() {
             self.thorough = self.begun;
         }
+        self.looked_at = looked_at;
         (self.is_full, self.is_awaited) = (false, false);
         self.is_running = false;
         self.free_then = free;

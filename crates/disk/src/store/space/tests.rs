@@ -557,6 +557,8 @@ fn content_in_a_place_of_pages_or_of_nobody_is_damage() {
     }
 }
 
+const LOOKED: Changes = Changes { blocks: 7, indexed: 2 };
+
 #[test]
 fn a_write_fails_for_want_of_room_only_after_a_pass_for_all_that_began_behind_it() {
     let mut passes = Passes::new(100);
@@ -564,21 +566,26 @@ fn a_write_fails_for_want_of_room_only_after_a_pass_for_all_that_began_behind_it
     passes.begin();
     let write = passes.no_room();
     assert!(!passes.wants_one(0, 100) && passes.is_awaited());
-    passes.end(0, true);
+    passes.end(0, Some(LOOKED));
     // It may find some now, and does not have to have.
     assert!(passes.has_ended_since(write) && !passes.has_had_one(write) && !passes.is_awaited());
     assert!(!passes.may_fail(write) && !passes.wants_one(0, 100));
     let again = passes.no_room();
     assert!(!passes.has_ended_since(again) && passes.wants_one(0, 100));
     passes.begin();
-    passes.end(0, false);
+    assert!(passes.would_find_nothing(LOOKED));
+    passes.end(0, None);
     assert!(passes.has_had_one(write) && !passes.may_fail(write));
+    assert!(!passes.would_find_nothing(LOOKED), "that one has not looked for all");
     passes.begin();
-    passes.end(0, true);
+    passes.end(0, Some(LOOKED));
     assert!(passes.may_fail(write) && passes.may_fail(again));
+    for changed in [Changes { blocks: 8, ..LOOKED }, Changes { indexed: 3, ..LOOKED }] {
+        assert!(passes.would_find_nothing(LOOKED) && !passes.would_find_nothing(changed));
+    }
     // Nobody asks, and nothing has been given since.
     assert!(!passes.wants_one(0, 100));
-    passes.end(24, true);
+    passes.end(24, Some(LOOKED));
     assert!(!passes.wants_one(22, 100) && passes.wants_one(21, 100));
 }
 
@@ -589,7 +596,7 @@ fn passes_are_in_a_hurry_for_a_while_after_a_write_has_found_no_room() {
     for _ in 0..4 {
         passes.begin();
         assert!(passes.is_hurried());
-        passes.end(50, false);
+        passes.end(50, None);
     }
     passes.begin();
     assert!(!passes.is_hurried());

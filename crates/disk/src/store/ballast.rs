@@ -1,0 +1,107 @@
+//! Space that a store's file has behind its end, for the day when its file system is full (store.md 7, A full file
+//! system below).
+//!
+//! A place that gets something for the first time since it was a hole takes space of the file system. Without any, no
+//! checkpoint could be made, and so no garbage would ever come free. The store's own work spends this then, and
+//! new data of guests wait until it is there again.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use ferrite_io::shared_lock::SharedLock;
+
+use crate::Port;
+
+/// Less is not asked for.
+const LEAST_BYTES: u64 = 64 << 10;
+/// More is not: whoever has more memory than this for metadata has it dirty seldom.
+const MOST_BYTES: u64 = 256 << 20;
+
+/// See the module text. Devices have none, and neither has a file whose file system keeps no space behind its end.
+#[derive(Debug, Default)]
+pub struct Ballast {
+    /// None: there is none.
+    amount: Mutex<Option<Amount>>,
+    /// It is less than it was at first.
+    is_short: AtomicBool,
+    /// Held while that changes.
+    changing: SharedLock,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Amount {
+    /// Of the file.
+    end: u64,
+    /// At first.
+    all_bytes: u64,
+    /// Now.
+    bytes: u64,
+}
+
+impl Ballast {
+    /// Takes it behind the end of a file of so many bytes, or what there is of it. It may be there from before.
+    pub async fn hold(&self, port: &Port, end: u64, bytes: u64) {
+        let all_bytes = allocate(port, end, bytes.min(MOST_BYTES)).await;
+        if all_bytes > 0 {
+            *self.amount() = Some(Amount { end, all_bytes, bytes: all_bytes });
+        }
+    }
+
+    /// The store's own work has failed: whether that may be tried again, with what is spent for it.
+    pub async fn spend(&self, port: &Port, why: &io::Error) -> bool {
+        let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
+        let Some(held) = *self.amount() else { return false };
+        if !is_full(why) {
+            return false;
+        }
+        // Not a hole: ext4 makes none behind the end.
+        let is_cut = held.bytes > 0 && port.io.set_len(port.files[0], held.end).await.is_ok();
+        if is_cut {
+            self.is_short.store(true, Ordering::Release);
+            self.has(0);
+        }
+        // Somebody may have spent it since.
+        is_cut || held.bytes == 0
+    }
+
+    /// Takes as much as there is of what was spent. Whether that is all, and new data may take space.
+    pub async fn is_whole(&self, port: &Port) -> bool {
+        if !self.is_short.load(Ordering::Acquire) {
+            return true;
+        }
+        let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
+        let Some(Amount { end, all_bytes, .. }) = *self.amount() else { return true };
+        let bytes = allocate(port, end, all_bytes).await;
+        self.has(bytes);
+        self.is_short.store(bytes < all_bytes, Ordering::Release);
+        bytes == all_bytes
+    }
+
+    fn amount(&self) -> MutexGuard<'_, Option<Amount>> {
+        self.amount.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has(&self, bytes: u64) {
+        if let Some(amount) = &mut *self.amount() {
+            amount.bytes = bytes;
+        }
+    }
+}
+
+/// So many bytes behind the end, or a part of that; how many.
+async fn allocate(port: &Port, end: u64, bytes: u64) -> u64 {
+    let mut bytes = bytes;
+    while bytes >= LEAST_BYTES {
+        match port.io.preallocate(port.files[0], end, bytes).await {
+            Ok(()) => return bytes,
+            Err(e) if is_full(&e) => bytes /= 2,
+            Err(_) => break,
+        }
+    }
+    0
+}
+
+fn is_full(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
